@@ -31,7 +31,7 @@ from bench.observe_lookups import lookup_figures
 from bench.replay import Pool, key_of
 from bench.trace import BLOCK_TOKENS, Request, read
 from kvdock._core import POOL_FACTORS, Curve
-from kvdock.api.views.curve import MOST_ENTRIES, MOST_SHARE, MOST_WORK
+from kvdock.api.record.curve import MOST_ENTRIES, MOST_SHARE, MOST_WORK
 
 SLOT_BYTES = 4096
 PERCENT = (5, 2, 10)

@@ -23,9 +23,9 @@ from kvdock.api.http.connection import connection_class
 from kvdock.api.http.limits import ConnectionLimits
 from kvdock.api.http.listen import bind_unix
 from kvdock.api.log import ServerLog
+from kvdock.api.record.counters import Counters
+from kvdock.api.record.timings import Meter, Timings
 from kvdock.api.settings import Settings
-from kvdock.api.views.history import Counters
-from kvdock.api.views.timing import Meter, Timings
 from kvdock.client.client import Client
 from kvdock.datapath.liveness import MemberLiveness
 from kvdock.protocol import schemas as s

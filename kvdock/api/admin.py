@@ -14,10 +14,10 @@ import msgspec
 
 from kvdock.api.clock import ServerClock
 from kvdock.api.convert import key_bytes
-from kvdock.api.events.bus import Bus
 from kvdock.api.pool.pool import Pool
 from kvdock.api.pool.quotas import Quotas
 from kvdock.api.pool.registry import NamespaceRecord, Registry
+from kvdock.api.record.journal import Bus
 from kvdock.api.settings import Settings
 from kvdock.api.tiers.clears import Clears
 from kvdock.protocol import events as e

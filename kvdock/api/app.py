@@ -15,8 +15,8 @@ from kvdock.api.build import Parts
 from kvdock.api.http import routes_admin, routes_engine, routes_people, wire
 from kvdock.api.http.guard import Guard
 from kvdock.api.http.openapi import TAGS
+from kvdock.api.reports.lists import VERSION
 from kvdock.api.settings import Settings
-from kvdock.api.views.reports import VERSION
 from kvdock.protocol.errors import ApiError
 
 Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]

@@ -9,13 +9,11 @@ from typing import NamedTuple
 from kvdock.api.access.access_file import AccessFile
 from kvdock.api.admin import Admin
 from kvdock.api.clock import ServerClock
-from kvdock.api.events.bus import Bus, Subscriber
-from kvdock.api.events.durations import Durations
-from kvdock.api.events.kv_log import KvLog
-from kvdock.api.events.kv_stream import KvStream
-from kvdock.api.events.log import EventLog
-from kvdock.api.events.stream import EventStream
-from kvdock.api.extras import Extras
+from kvdock.api.feeds.feeds import Extras
+from kvdock.api.feeds.kv import KvLog
+from kvdock.api.feeds.kv_stream import KvStream
+from kvdock.api.feeds.log import EventLog
+from kvdock.api.feeds.stream import EventStream
 from kvdock.api.http.handlers import Handlers
 from kvdock.api.http.limits import BodyRoom
 from kvdock.api.keeper import Keeper
@@ -24,22 +22,24 @@ from kvdock.api.pool.kept_object import KeptObject
 from kvdock.api.pool.pool import Pool
 from kvdock.api.pool.quotas import Quotas, default_quota
 from kvdock.api.pool.registry import Names, Registry
+from kvdock.api.record.counters import Counters, RecentRequests
+from kvdock.api.record.curve import Curves
+from kvdock.api.record.durations import Durations
+from kvdock.api.record.history import SERIES, TIER_SERIES, History
+from kvdock.api.record.journal import Bus, Subscriber
+from kvdock.api.record.pulse import Pulse
+from kvdock.api.record.tally import Tally
+from kvdock.api.record.timings import Meter, Timings
+from kvdock.api.reports.contents import Contents
+from kvdock.api.reports.explain import Explainer
+from kvdock.api.reports.lists import Reports
+from kvdock.api.reports.metrics import Metrics
+from kvdock.api.reports.status import Probes
 from kvdock.api.service import CacheService
 from kvdock.api.settings import Settings
 from kvdock.api.tiers.clears import Clears
 from kvdock.api.tiers.desk import TierDesk
 from kvdock.api.tiers.owed import OwedFile
-from kvdock.api.views.contents import Contents
-from kvdock.api.views.curve import Curves
-from kvdock.api.views.explain import Explainer
-from kvdock.api.views.history import Counters, RecentRequests
-from kvdock.api.views.metrics import Metrics
-from kvdock.api.views.probes import Probes
-from kvdock.api.views.pulse import Pulse
-from kvdock.api.views.reports import Reports
-from kvdock.api.views.series import SERIES, TIER_SERIES, History
-from kvdock.api.views.tally import Tally
-from kvdock.api.views.timing import Meter, Timings
 from kvdock.shm.objects import history_path
 
 NO_EXTRAS = Extras()

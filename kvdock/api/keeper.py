@@ -13,14 +13,14 @@ import logging
 
 from kvdock.api.access.access_file import AccessFile
 from kvdock.api.clock import ServerClock
-from kvdock.api.events.bus import Bus
 from kvdock.api.pool.pool import Pool
 from kvdock.api.pool.quotas import Quotas
 from kvdock.api.pool.registry import SLICE_SESSIONS, MemberRecord, Registry, SessionRecord
+from kvdock.api.record.counters import Counters
+from kvdock.api.record.journal import Bus
+from kvdock.api.record.pulse import Pulse
+from kvdock.api.reports.lists import Reports
 from kvdock.api.settings import Settings
-from kvdock.api.views.history import Counters
-from kvdock.api.views.pulse import Pulse
-from kvdock.api.views.reports import Reports
 from kvdock.protocol import events as e
 
 EVICT_SLICE_CHUNKS = 64

@@ -16,8 +16,8 @@ import msgspec
 from kvdock.api.access.access_file import AccessFile
 from kvdock.api.admin import Admin
 from kvdock.api.errors import SettingsError
-from kvdock.api.events.bus import Bus
 from kvdock.api.log import set_up
+from kvdock.api.record.journal import Bus
 from kvdock.api.settings import Settings
 from kvdock.protocol.admin_schemas import Limits
 from kvdock.protocol.errors import ApiError

@@ -30,8 +30,7 @@ from kvdock.api.access.access_file import AccessFile
 from kvdock.api.app import create_app
 from kvdock.api.build import build
 from kvdock.api.errors import AccessFileError, StartupError
-from kvdock.api.events.bus import Bus
-from kvdock.api.extras import open_extras
+from kvdock.api.feeds.feeds import open_extras
 from kvdock.api.http.connection import Connection, connection_class
 from kvdock.api.http.hot_path import HotPath
 from kvdock.api.http.limits import ConnectionLimits, descriptors_wanted, raise_descriptors, unix_connections
@@ -40,10 +39,11 @@ from kvdock.api.keeper import Keeper
 from kvdock.api.pool.drain import Drain
 from kvdock.api.pool.handover import HAND_OVER
 from kvdock.api.pool.pool import Pool, open_pool
+from kvdock.api.record.journal import Bus
+from kvdock.api.reports.lists import VERSION
 from kvdock.api.reread import Rereading
 from kvdock.api.settings import Settings
 from kvdock.api.tiers.process import MoverProcess
-from kvdock.api.views.reports import VERSION
 from kvdock.protocol.events import Draining, Ended, Ready
 
 log = logging.getLogger("kvdock.api")

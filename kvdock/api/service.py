@@ -25,17 +25,17 @@ from kvdock.api.convert import (
     ignore_unknown_grant,
     key_bytes,
 )
-from kvdock.api.events.bus import Bus
-from kvdock.api.events.kv_log import KvLog, Source
-from kvdock.api.pool.attach import attach, run_weights
+from kvdock.api.feeds.kv import KvLog, Source
 from kvdock.api.pool.drain import Drain
 from kvdock.api.pool.pool import Pool
 from kvdock.api.pool.quotas import Quotas
 from kvdock.api.pool.registry import MemberRecord, Names, Registry, SessionRecord, digest16
+from kvdock.api.pool.sessions import attach, run_weights
+from kvdock.api.record.journal import Bus
+from kvdock.api.record.tally import Tally
 from kvdock.api.tiers.clears import Clears
 from kvdock.api.tiers.desk import LookupCall, TierDesk
 from kvdock.api.tokens import keys_of
-from kvdock.api.views.tally import Tally
 from kvdock.protocol import events as e, schemas as s, tier_schemas as t
 from kvdock.protocol.awaited import BeingStored
 from kvdock.protocol.errors import ApiError

@@ -13,7 +13,7 @@ import msgspec
 import typer
 from rich.console import Console
 
-from kvdock.api.events.log import SENTENCES
+from kvdock.api.feeds.log import SENTENCES
 from kvdock.cli.errors import WRONG, CommandError
 from kvdock.cli.operator import default_address, print_json, reached
 from kvdock.cli.prompts import Prompt, resolve

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
-from kvdock.api.views.history import Counters
+from kvdock.api.record.counters import Counters
 from kvdock.cli.lists import sessions_table
 from kvdock.cli.operator import first, print_json, reached
 from kvdock.cli.render import brief, counted, duration, percent, printable, say, size, span

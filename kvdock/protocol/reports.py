@@ -173,7 +173,7 @@ class Status(Answer, kw_only=True):
     leases: int
     reservations: int
     counters: dict[str, int]
-    """Totals since start; kvdock/api/views/history.py explains each. What benchmarks do is left out."""
+    """Totals since start; kvdock/api/record/counters.py explains each. What benchmarks do is left out."""
     saved: Saved = msgspec.field(default_factory=Saved)
     oldest_s: float | None = None
     """How long the chunk was unused that was unused longest, of those that no engine holds: what is evicted has been

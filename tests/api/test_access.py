@@ -30,9 +30,9 @@ from kvdock.api.http.connection import connection_class
 from kvdock.api.http.examples import BODIES
 from kvdock.api.http.limits import ConnectionLimits
 from kvdock.api.http.openapi import scope_of
+from kvdock.api.record.counters import Counters
+from kvdock.api.record.timings import Meter, Timings
 from kvdock.api.settings import Settings
-from kvdock.api.views.history import Counters
-from kvdock.api.views.timing import Meter, Timings
 from kvdock.client.client import Client
 from kvdock.protocol import calls
 from kvdock.protocol.calls import INCLUDED, Call, Scope

@@ -34,8 +34,8 @@ from starlette.types import Receive, Scope, Send
 from kvdock.api.http.connection import Connection, connection_class
 from kvdock.api.http.limits import ConnectionLimits
 from kvdock.api.http.wire import COMMON_HEADERS
-from kvdock.api.views.history import Counters
-from kvdock.api.views.timing import Meter, Timings
+from kvdock.api.record.counters import Counters
+from kvdock.api.record.timings import Meter, Timings
 from kvdock.client.client import Client
 
 pytestmark = pytest.mark.security

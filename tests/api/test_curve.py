@@ -18,8 +18,8 @@ from kvdock.api.access.issue import entry
 from kvdock.api.access.peer import of_user
 from kvdock.api.pool.pool import open_pool
 from kvdock.api.pool.registry import NamespaceRecord
+from kvdock.api.record.curve import Curves
 from kvdock.api.settings import Settings
-from kvdock.api.views.curve import Curves
 from kvdock.client.client import Client
 from kvdock.protocol import schemas as s
 

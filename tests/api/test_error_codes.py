@@ -23,8 +23,8 @@ from kvdock.api.app import create_app
 from kvdock.api.build import build
 from kvdock.api.http import wire
 from kvdock.api.pool.pool import open_pool
+from kvdock.api.reports.status import STARTING
 from kvdock.api.settings import Settings
-from kvdock.api.views.probes import STARTING
 from kvdock.client.client import Client
 from kvdock.protocol.errors import CODES
 

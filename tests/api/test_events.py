@@ -15,8 +15,8 @@ import pytest
 from api_helpers import MIB, OPERATOR, ServerProcess, access_file, attach, eventually, http_connection, keys, raw
 
 from kvdock.api.access.issue import entry
-from kvdock.api.events.bus import Bus
-from kvdock.api.events.stream import EventStream
+from kvdock.api.feeds.stream import EventStream
+from kvdock.api.record.journal import Bus
 from kvdock.client.client import Client
 from kvdock.protocol import schemas as s
 from kvdock.protocol.admin_schemas import DeleteChunks, PatchConfig
@@ -359,7 +359,7 @@ def test_the_log_has_a_sentence_for_what_operators_want_to_know(server: ServerPr
 
 
 def test_segments_are_told_of_in_words() -> None:
-    from kvdock.api.events.log import SENTENCES
+    from kvdock.api.feeds.log import SENTENCES
 
     for kind, sentence in SENTENCES.items():
         assert not kind.of_requests or kind in (Refused, KINDS["evicted"]), "not for what happens all the time"

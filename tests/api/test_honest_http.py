@@ -13,7 +13,7 @@ from flood_helpers import quick_server, refusal_in, until_closed
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvdock.api.http.wire import COMMON_HEADERS, SECURITY_HEADERS
-from kvdock.api.views.reports import VERSION
+from kvdock.api.reports.lists import VERSION
 from kvdock.client.client import Client
 
 JSON = {"Content-Type": "application/json"}

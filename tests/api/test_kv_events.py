@@ -22,8 +22,8 @@ from msgspec import UNSET
 
 from kvdock.api.access.issue import entry
 from kvdock.api.errors import SettingsError
-from kvdock.api.events import kv_log
-from kvdock.api.events.kv_log import CHUNK_BYTES, KvLog, Source
+from kvdock.api.feeds import kv as kv_log
+from kvdock.api.feeds.kv import CHUNK_BYTES, KvLog, Source
 from kvdock.api.settings import Settings
 from kvdock.client.client import Client
 from kvdock.protocol import schemas as s

@@ -26,16 +26,16 @@ from kvdock.api.access.peer import Peer
 from kvdock.api.admin import Admin
 from kvdock.api.build import build
 from kvdock.api.clock import ServerClock
-from kvdock.api.events.bus import Bus
 from kvdock.api.keeper import EVICT_SLICE_CHUNKS
 from kvdock.api.pool.pool import Pool, open_pool
 from kvdock.api.pool.quotas import UNLIMITED, Quotas
 from kvdock.api.pool.registry import Registry
+from kvdock.api.record.journal import Bus
+from kvdock.api.reports.contents import Contents
 from kvdock.api.settings import Settings
 from kvdock.api.tiers.clears import CLEAR_SLICE_RECORDS, Clears
 from kvdock.api.tiers.owed import OwedFile
 from kvdock.api.tokens import LONG_BODY_BYTES, MAX_PACKED_TOKENS, check_packed_tokens, cut_tokens, hash_tokens
-from kvdock.api.views.contents import Contents
 from kvdock.client.client import Client
 from kvdock.protocol.admin_schemas import ClearCache
 from kvdock.protocol.errors import ApiError

@@ -11,7 +11,7 @@ import pytest
 from api_helpers import Engine, ServerProcess, attach, keys, post, raw, unique
 from paths import ROOT
 
-from kvdock.api.views.history import Detail, RecentRequests
+from kvdock.api.record.counters import Detail, RecentRequests
 from kvdock.client.client import Client
 from kvdock.protocol.errors import ApiError
 from kvdock.protocol.outcomes import MAX_OUTCOMES, REASONS, Outcome, view_of

@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvdock.api.http.openapi import wire_structs
 from kvdock.api.http.wire import SECURITY_HEADERS
-from kvdock.api.views.series import SERIES
+from kvdock.api.record.history import SERIES
 from kvdock.client.client import Client
 from kvdock.protocol.errors import CODES
 from kvdock.protocol.wire_types import Answer

@@ -23,10 +23,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvdock.api.http import examples
 from kvdock.api.http.openapi import wire_structs
-from kvdock.api.views.metrics import FRESH_S
-from kvdock.api.views.probes import ALL_HELD, ALL_KEPT, CAP_REACHED
-from kvdock.api.views.pulse import Pulse
-from kvdock.api.views.timing import BOUNDS_S, Timings
+from kvdock.api.record.pulse import Pulse
+from kvdock.api.record.timings import BOUNDS_S, Timings
+from kvdock.api.reports.metrics import FRESH_S
+from kvdock.api.reports.status import ALL_HELD, ALL_KEPT, CAP_REACHED
 from kvdock.client.client import Client
 from kvdock.datapath.liveness import MemberLiveness
 from kvdock.protocol import admin_schemas as a

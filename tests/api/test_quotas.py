@@ -15,10 +15,10 @@ from admin_helpers import ok, refused
 from adoption_helpers import next_at
 from api_helpers import MIB, Engine, ServerProcess, attach, eventually, keys, manifest, small_pool, unique
 
-from kvdock.api.pool.attach import attach as attach_to
 from kvdock.api.pool.pool import Pool, open_pool
 from kvdock.api.pool.quotas import Quotas, default_quota, tenant_id
 from kvdock.api.pool.registry import Registry, SessionRecord, digest16
+from kvdock.api.pool.sessions import attach as attach_to
 from kvdock.api.settings import Settings
 from kvdock.client.client import Client
 from kvdock.datapath.liveness import MemberLiveness

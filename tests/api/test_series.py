@@ -11,8 +11,8 @@ import pytest
 from api_helpers import ServerProcess, eventually
 
 from kvdock.api.pool.kept_object import KeptObject
-from kvdock.api.views.history import Counters
-from kvdock.api.views.series import KEPT_LEVELS, History
+from kvdock.api.record.counters import Counters
+from kvdock.api.record.history import KEPT_LEVELS, History
 from kvdock.client.client import Client
 from kvdock.protocol.reports import Over, PoolView
 from kvdock.shm.objects import SHM_DIR, history_path, pool_objects

@@ -198,7 +198,7 @@ def test_a_crash_of_a_call_is_a_problem_in_the_answer_and_a_traceback_in_the_log
     """No call is known to fail so; one is broken on purpose in a server of its own."""
     with ServerProcess() as server:
         process = f"""
-from kvdock.api.views.reports import Reports
+from kvdock.api.reports.lists import Reports
 def broken(reports, peer): raise RuntimeError("secret detail")
 Reports.status = broken
 import json, logging, sys

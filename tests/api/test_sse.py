@@ -11,8 +11,8 @@ from functools import partial
 import pytest
 from api_helpers import ServerProcess, eventually, http_connection, raw
 
-from kvdock.api.events import sse
-from kvdock.api.events.sse import IDLE, MOST_READERS, RETRY, Stream, piece_of
+from kvdock.api.feeds import sse
+from kvdock.api.feeds.sse import IDLE, MOST_READERS, RETRY, Stream, piece_of
 
 PATHS = ("/v1/events", "/v1/kv-events")
 

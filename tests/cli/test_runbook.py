@@ -22,9 +22,9 @@ from cli_helpers import kvdock
 from paths import ROOT
 from prometheus_client.parser import text_string_to_metric_families
 
+from kvdock.api.reports import status as probes
+from kvdock.api.reports.lists import Reports
 from kvdock.api.settings import ENV_PREFIX, OTHER_VARIABLES, Settings, effective
-from kvdock.api.views import probes
-from kvdock.api.views.reports import Reports
 from kvdock.cli.main import app
 from kvdock.client.client import Client
 from kvdock.connectors.vllm.setup import Settings as ConnectorSettings

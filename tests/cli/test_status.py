@@ -11,7 +11,7 @@ import pytest
 from api_helpers import MIB, ServerProcess, attach, eventually, keys, raw, unique
 from cli_helpers import kvdock
 
-from kvdock.api.views.history import Counters
+from kvdock.api.record.counters import Counters
 from kvdock.cli.render import brief, counted, percent
 from kvdock.cli.status import GROUPS, folded, meaning_of, rates_of
 from kvdock.client.client import Client

@@ -16,7 +16,7 @@ from otlp_collector import Collector
 from paths import ROOT
 
 from kvdock.api.errors import SettingsError
-from kvdock.api.events.traces import QUEUE_EVENTS, Traces
+from kvdock.api.feeds.traces import QUEUE_EVENTS, Traces
 from kvdock.api.settings import DEFAULT_OBSERVERS, OTLP_VARIABLE, Settings
 from kvdock.client.client import Client
 from kvdock.engine.engine import Engine

@@ -24,10 +24,10 @@ from kvdock.api.http import endpoints
 from kvdock.api.http.connection import Connection, connection_class
 from kvdock.api.http.guard import host_name
 from kvdock.api.http.limits import ConnectionLimits
+from kvdock.api.record.counters import Counters
+from kvdock.api.record.timings import Meter, Timings
 from kvdock.api.server import uvicorn_config
 from kvdock.api.tokens import LONG_BODY_BYTES, MAX_PACKED_TOKENS, check_packed_tokens, cut_tokens
-from kvdock.api.views.history import Counters
-from kvdock.api.views.timing import Meter, Timings
 from kvdock.client.transport import MAX_ANSWER_BYTES, AnswerError, _parse_head
 from kvdock.protocol import admin_schemas
 from kvdock.protocol.errors import ApiError

@@ -17,10 +17,10 @@ from pathlib import Path, PurePosixPath
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
 
-from graphs import circles, import_graph, include_graph, unresolved  # noqa: E402  # found only by the path above
-from shapes import Shape, shapes  # noqa: E402  # likewise
-from sources import sources  # noqa: E402  # likewise
-from tidy_rules import CODE, NATIVE  # noqa: E402  # likewise
+from graphs import circles, import_graph, include_graph, unresolved  # found only by the path above
+from shapes import Shape, shapes  # likewise
+from sources import sources  # likewise
+from tidy_rules import CODE, NATIVE  # likewise
 
 NO_PRODUCT = frozenset({"tests", "bench", "docs", "examples", "pins"})
 Files = Mapping[PurePosixPath, str]

@@ -42,14 +42,21 @@ ROOMS = {
     "api/pool": Room(
         may=("_core", "shm", "protocol", "api.pool", "api.settings", "api.errors"), never=("fastapi", "starlette")
     ),
-    "api/events": Room(may=("protocol", "api.events", "api.log"), never=("fastapi", "starlette")),
-    "api/views": Room(
-        may=("_core", "protocol", "api.access", "api.events", "api.pool", "api.views", "api.clock", "api.convert",
-             "api.settings"),
+    "api/record": Room(
+        may=("_core", "protocol", "api.access", "api.pool", "api.record", "api.clock", "api.convert", "api.settings"),
+        never=("fastapi", "starlette"),
+    ),
+    "api/feeds": Room(
+        may=("protocol", "api.feeds", "api.record.journal", "api.errors", "api.log", "api.settings"),
+        never=("fastapi", "starlette"),
+    ),
+    "api/reports": Room(
+        may=("_core", "protocol", "api.access", "api.feeds", "api.pool", "api.record", "api.reports", "api.clock",
+             "api.convert", "api.settings"),
         never=("fastapi", "starlette"),
     ),
     "api/http": Room(
-        may=("_core", "protocol", "api.access", "api.events", "api.http", "api.pool", "api.views", "api.admin",
+        may=("_core", "protocol", "api.access", "api.feeds", "api.http", "api.pool", "api.record", "api.reports", "api.admin",
              "api.convert", "api.errors", "api.log", "api.service", "api.settings", "api.tokens"),
         never=("torch", "numpy"),
     ),

@@ -68,12 +68,12 @@ MUTANTS = (
         (_TENANTS, "-k", "grant_of_another"), "test_a_grant_of_another_tenant_does_not_exist",
     ),
     Mutant(
-        "S12", "a tenant's list of requests shows those of all", "kvdock/api/views/reports.py",
+        "S12", "a tenant's list of requests shows those of all", "kvdock/api/reports/lists.py",
         "recent.view(limit, cursor, peer.sees, ", "recent.view(limit, cursor, lambda tenant: True, ",
         (_TENANTS, "-k", "lists_show"), "test_lists_show_a_tenant_its_own_only_and_an_operator_all",
     ),
     Mutant(
-        "S13", "a manifest is shown with its salt", "kvdock/api/views/reports.py",
+        "S13", "a manifest is shown with its salt", "kvdock/api/reports/lists.py",
         "manifest=shown_manifest(record.manifest)", "manifest=record.manifest",
         (_TENANTS, "-k", "salt"), "test_no_answer_shows_a_salt_or_a_seed",
     ),

@@ -60,7 +60,7 @@ MUTANTS = (
         TABLE, "test_what_is_left_is_never_named_as_what_goes_next",
     ),
     Mutant(
-        "G20", "a worker's attach changes the weights", "kvdock/api/pool/attach.py",
+        "G20", "a worker's attach changes the weights", "kvdock/api/pool/sessions.py",
         "    if member.scheduler:\n        run_weights", "    if member.id:\n        run_weights",
         API, "test_workers_join_their_session_whatever_its_weights_are_and_cannot_change_them",
     ),

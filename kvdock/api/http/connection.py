@@ -20,7 +20,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from kvdock.api.access.peer import peer_of
 from kvdock.api.http.limits import ConnectionLimits
 from kvdock.api.http.wire import COMMON_HEADERS, NO_STORE, PROBLEM, PROBLEM_HEADERS
-from kvdock.api.views.timing import Meter
+from kvdock.api.record.timings import Meter
 from kvdock.protocol.errors import ApiError, problem_of
 from kvdock.protocol.forms import JSON
 

@@ -22,8 +22,8 @@ from kvdock.api.access.access_file import AccessFile
 from kvdock.api.access.peer import Peer
 from kvdock.api.http.openapi import scope_of
 from kvdock.api.http.wire import COMMON_HEADERS, REFUSAL, problem_response, refusal
+from kvdock.api.record.timings import Meter
 from kvdock.api.settings import Settings, is_loopback
-from kvdock.api.views.timing import Meter
 from kvdock.protocol.errors import ApiError
 from kvdock.protocol.reports import Problem
 from kvdock.protocol.version import SUPPORTED_VERSIONS, VERSION_HEADER, supported

@@ -8,15 +8,15 @@ from fastapi import Request
 
 from kvdock.api.access.peer import Peer
 from kvdock.api.admin import Admin
-from kvdock.api.events.kv_stream import KvStream
-from kvdock.api.events.stream import EventStream
+from kvdock.api.feeds.kv_stream import KvStream
+from kvdock.api.feeds.stream import EventStream
 from kvdock.api.http.limits import BodyRoom
+from kvdock.api.reports.contents import Contents
+from kvdock.api.reports.explain import Explainer
+from kvdock.api.reports.lists import Reports
+from kvdock.api.reports.metrics import Metrics
+from kvdock.api.reports.status import Probes
 from kvdock.api.service import CacheService
-from kvdock.api.views.contents import Contents
-from kvdock.api.views.explain import Explainer
-from kvdock.api.views.metrics import Metrics
-from kvdock.api.views.probes import Probes
-from kvdock.api.views.reports import Reports
 
 
 class Handlers(NamedTuple):

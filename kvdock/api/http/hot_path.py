@@ -24,8 +24,8 @@ from kvdock.api.http.endpoints import Endpoint, Incoming
 from kvdock.api.http.limits import BodyRoom
 from kvdock.api.http.turns import Turns
 from kvdock.api.http.wire import PROBLEM, PROBLEM_HEADERS, refusal
+from kvdock.api.record.timings import Meter
 from kvdock.api.service import CacheService
-from kvdock.api.views.timing import Meter
 from kvdock.protocol.errors import ApiError, problem_of
 from kvdock.protocol.forms import JSON
 from kvdock.protocol.version import API_VERSION, VERSION_HEADER

@@ -18,14 +18,14 @@ from fastapi.staticfiles import StaticFiles
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from kvdock.api.access.peer import Peer
-from kvdock.api.events.sse import MOST_READERS, Stream
+from kvdock.api.feeds.sse import MOST_READERS, Stream
 from kvdock.api.http.docs_page import STYLE, docs_page
 from kvdock.api.http.handlers import handlers_of, peer_of_call
 from kvdock.api.http.manual import manual_page, page_names
 from kvdock.api.http.openapi import EVENT_STREAM, PAGED, openapi_schema, route
 from kvdock.api.http.wire import DEFAULT_LIMIT, NO_STORE, PROBLEM_HEADERS, Cursor, Limit, answer
-from kvdock.api.views.probes import Probes
-from kvdock.api.views.reports import Reports
+from kvdock.api.reports.lists import Reports
+from kvdock.api.reports.status import Probes
 from kvdock.protocol import calls as c
 from kvdock.protocol.calls import Call
 from kvdock.protocol.errors import CODES, ApiError

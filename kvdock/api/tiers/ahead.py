@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from kvdock._core import Table, TableError
 from kvdock.api.pool.registry import NamespaceRecord
-from kvdock.api.views.history import Counters
+from kvdock.api.record.counters import Counters
 from kvdock.protocol import mover_schemas as t
 from kvdock.protocol.tier_schemas import PrefetchAnswer, Why
 from kvdock.protocol.wire_types import KEY_BYTES

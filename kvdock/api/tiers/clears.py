@@ -21,8 +21,8 @@ from dataclasses import dataclass, field
 import msgspec
 
 from kvdock._core import Table, TableError
-from kvdock.api.events.bus import Bus
 from kvdock.api.pool.registry import NamespaceRecord, Registry
+from kvdock.api.record.journal import Bus
 from kvdock.api.tiers.owed import OwedFile
 from kvdock.protocol import events as e, mover_schemas as t
 from kvdock.protocol.wire_types import KEY_BYTES

@@ -24,10 +24,10 @@ import msgspec
 
 from kvdock._core import Lookup as Found, Table, TableError
 from kvdock.api.pool.registry import NamespaceRecord, Registry, SessionRecord
+from kvdock.api.record.counters import Counters
 from kvdock.api.tiers.ahead import Ahead
 from kvdock.api.tiers.clears import Clears
 from kvdock.api.tiers.leaving import Leaving
-from kvdock.api.views.history import Counters
 from kvdock.protocol import mover_schemas as t
 from kvdock.protocol.awaited import PendingTokens, worth_chunks
 from kvdock.protocol.reports import WAIT_BOUNDS_S, MoverView, TierView

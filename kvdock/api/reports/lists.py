@@ -18,12 +18,12 @@ from kvdock.api.convert import grant_id, grant_text
 from kvdock.api.pool.pool import Pool
 from kvdock.api.pool.registry import Names, NamespaceRecord, Registry, SessionRecord
 from kvdock.api.pool.sums import mean_of, rates_of
-from kvdock.api.views.contents import Contents
-from kvdock.api.views.curve import Curves
-from kvdock.api.views.paging import page_of
-from kvdock.api.views.probes import Probes
-from kvdock.api.views.series import History
-from kvdock.api.views.tally import Tally
+from kvdock.api.record.curve import Curves
+from kvdock.api.record.history import History
+from kvdock.api.record.tally import Tally
+from kvdock.api.reports.contents import Contents
+from kvdock.api.reports.paging import page_of
+from kvdock.api.reports.status import Probes
 from kvdock.protocol import schemas as s
 from kvdock.protocol.admin_schemas import MemberDetail, Namespaces, NamespaceView, SessionDetail
 from kvdock.protocol.curve import Curve

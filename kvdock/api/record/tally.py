@@ -12,12 +12,12 @@ from typing import Any
 
 from kvdock._core import SLOT_ALIGN, Lookup as Found, Reservation as Granted, Table
 from kvdock.api.convert import grant_text
-from kvdock.api.events.bus import Bus
 from kvdock.api.pool.registry import Recent, SessionRecord
 from kvdock.api.pool.sums import Sums
-from kvdock.api.views.breaks import break_of
-from kvdock.api.views.curve import Curves
-from kvdock.api.views.history import TABLE_COUNTERS, Counters, Detail, RecentRequests
+from kvdock.api.record.breaks import break_of
+from kvdock.api.record.counters import TABLE_COUNTERS, Counters, Detail, RecentRequests
+from kvdock.api.record.curve import Curves
+from kvdock.api.record.journal import Bus
 from kvdock.protocol import events as e
 from kvdock.protocol.explain import Break
 from kvdock.protocol.outcomes import view_of

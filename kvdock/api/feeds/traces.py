@@ -5,7 +5,7 @@ when what they tell of has ended. The event loop does one append for each; a thr
 SDK's thread sends them. Whatever a collector does, at most QUEUE_EVENTS and QUEUE_SPANS wait; what does not fit is
 dropped and counted.
 
-Needs the extra `traces`; kvdock/api/extras.py alone imports this module.
+Needs the extra `traces`; kvdock/api/feeds/feeds.py alone imports this module.
 """
 
 from __future__ import annotations

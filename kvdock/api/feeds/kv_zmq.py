@@ -4,11 +4,11 @@
     asked       ("", number): again from that number on
     answered    ("", topic, number, MessagePack) for each batch, then ("", "", -1, "")
 
-A number that is not kept is answered with a snapshot (kvdock/api/events/kv_log.py). A thread of its own owns the
+A number that is not kept is answered with a snapshot (kvdock/api/feeds/kv.py). A thread of its own owns the
 sockets, so that no reader holds up the event loop. ZeroMQ knows no callers: only what belongs to the server's own user
 is sent.
 
-Needs the extra `zmq`; kvdock/api/extras.py alone imports this module.
+Needs the extra `zmq`; kvdock/api/feeds/feeds.py alone imports this module.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import threading
 import msgspec
 import zmq
 
-from kvdock.api.events.kv_log import Batch, KvLog
+from kvdock.api.feeds.kv import Batch, KvLog
 from kvdock.protocol.kv_events import KvBatch, positional
 from kvdock.protocol.wire_types import OWN_TENANT
 

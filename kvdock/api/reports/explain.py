@@ -1,6 +1,6 @@
 """Explains a recent request: what was asked, where the prefix that was found ends and why, what loading took.
 
-Why it ends, kvdock/api/views/breaks.py has found out with the lookup.
+Why it ends, kvdock/api/record/breaks.py has found out with the lookup.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import msgspec
 from kvdock._core import Table
 from kvdock.api.access.peer import Peer
 from kvdock.api.pool.registry import NamespaceRecord, Registry
-from kvdock.api.views.history import Detail, RecentRequests
-from kvdock.api.views.reports import shown_manifest
+from kvdock.api.record.counters import Detail, RecentRequests
+from kvdock.api.reports.lists import shown_manifest
 from kvdock.protocol.errors import ApiError
 from kvdock.protocol.explain import Break, Explanation, LoadStory, LookupStory, OtherNamespace
 from kvdock.protocol.outcomes import OutcomeView

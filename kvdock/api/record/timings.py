@@ -9,7 +9,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from kvdock.api.views.history import Counters
+from kvdock.api.record.counters import Counters
 from kvdock.protocol.events import Event, Refused
 
 BOUNDS_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0)

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvdock.api.errors import StartupError
-from kvdock.api.events.bus import Subscriber
-from kvdock.api.events.kv_log import KvLog
+from kvdock.api.feeds.kv import KvLog
+from kvdock.api.record.journal import Subscriber
 from kvdock.api.settings import Settings
 
 if TYPE_CHECKING:
-    from kvdock.api.events.kv_zmq import KvZmq
-    from kvdock.api.events.traces import Traces
+    from kvdock.api.feeds.kv_zmq import KvZmq
+    from kvdock.api.feeds.traces import Traces
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def open_extras(settings: Settings, version: str) -> Extras:
     traces = None
     if "traces" in settings.observers:
         with _needs("traces", "observe=traces"):
-            from kvdock.api.events.traces import Traces
+            from kvdock.api.feeds.traces import Traces
         traces = Traces(settings.traces_endpoint, version=version, instance=settings.socket_path)
     return Extras(traces, _kv_zmq(settings) if settings.kv_events_endpoint else None)
 
@@ -64,7 +64,7 @@ def _kv_zmq(settings: Settings) -> KvZmq:
     with _needs("zmq", "kv_events_endpoint"):
         import zmq
 
-        from kvdock.api.events.kv_zmq import KvZmq
+        from kvdock.api.feeds.kv_zmq import KvZmq
     try:
         return KvZmq(
             settings.kv_events_endpoint, settings.kv_events_replay_endpoint, settings.kv_events_topic,

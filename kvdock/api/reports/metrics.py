@@ -15,16 +15,16 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from kvdock.api.access.peer import NOBODY, Peer
-from kvdock.api.events.bus import Bus
-from kvdock.api.events.durations import Durations
-from kvdock.api.events.kv_log import KvLog
+from kvdock.api.feeds.kv import KvLog
 from kvdock.api.pool.pool import Pool
 from kvdock.api.pool.quotas import Quotas
-from kvdock.api.views.history import Counters
-from kvdock.api.views.pulse import Pulse
-from kvdock.api.views.reports import Reports
-from kvdock.api.views.tier_metrics import of_mover, of_tiers
-from kvdock.api.views.timing import Meter, Timings
+from kvdock.api.record.counters import Counters
+from kvdock.api.record.durations import Durations
+from kvdock.api.record.journal import Bus
+from kvdock.api.record.pulse import Pulse
+from kvdock.api.record.timings import Meter, Timings
+from kvdock.api.reports.lists import Reports
+from kvdock.api.reports.tier_metrics import of_mover, of_tiers
 from kvdock.protocol.admin_schemas import TenantView
 from kvdock.protocol.events import Event, Loaded, Stored, kind_of
 from kvdock.protocol.explain import BREAKS

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Collection, Iterator
 
-from kvdock.api.events.kv_log import Batch, KvLog
-from kvdock.api.events.sse import RETRY, Stream, piece_of
+from kvdock.api.feeds.kv import Batch, KvLog
+from kvdock.api.feeds.sse import RETRY, Stream, piece_of
 from kvdock.protocol.events import Draining, Event
 from kvdock.protocol.forms import JSON
 from kvdock.protocol.kv_events import in_hex

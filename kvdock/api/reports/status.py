@@ -10,8 +10,8 @@ from kvdock.api.access.peer import Peer
 from kvdock.api.pool.drain import Drain
 from kvdock.api.pool.pool import Pool
 from kvdock.api.pool.registry import Registry
+from kvdock.api.record.pulse import Pulse
 from kvdock.api.settings import Settings
-from kvdock.api.views.pulse import Pulse
 from kvdock.protocol.reports import Health
 
 STUCK_ROUNDS = 20

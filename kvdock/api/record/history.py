@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from kvdock.api.pool.kept_object import KeptObject
-from kvdock.api.views.history import Counters
+from kvdock.api.record.counters import Counters
 from kvdock.protocol.reports import Over, PoolView, Series, Stats, TierView
 
 log = logging.getLogger("kvdock.api")

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Collection, Iterator
 from itertools import islice
 
-from kvdock.api.events.sse import RETRY, Stream, piece_of
+from kvdock.api.feeds.sse import RETRY, Stream, piece_of
 from kvdock.protocol.events import EVENTS, Draining, Event, Gap, kind_of
 from kvdock.protocol.forms import JSON
 

@@ -12,12 +12,10 @@ from typing import Literal
 
 import msgspec
 
-from kvdock.api.clock import ServerClock
 from kvdock.api.convert import key_bytes
-from kvdock.api.pool.pool import Pool
-from kvdock.api.pool.quotas import Quotas
-from kvdock.api.pool.registry import NamespaceRecord, Registry
-from kvdock.api.record.journal import Bus
+from kvdock.api.pool.registry import NamespaceRecord
+from kvdock.api.pool.sessions import Sessions
+from kvdock.api.record.journal import Journal
 from kvdock.api.settings import Settings
 from kvdock.api.tiers.clears import Clears
 from kvdock.protocol import events as e
@@ -45,12 +43,12 @@ class Admin:
     """One method for each call that operators make."""
 
     def __init__(
-        self, settings: Settings, *, pool: Pool, registry: Registry, quotas: Quotas, clock: ServerClock, bus: Bus,
-        clears: Clears, forget_count: Callable[[], None],
+        self, settings: Settings, sessions: Sessions, journal: Journal, clears: Clears, forget_count: Callable[[], None]
     ) -> None:
-        """`forget_count` is called when chunks were taken out of use: what was counted is not right any more."""
-        self._settings, self._pool, self._registry, self._clock = settings, pool, registry, clock
-        self._quotas, self._bus, self._clears, self._forget_count = quotas, bus, clears, forget_count
+        """`forget_count` is called when chunks were taken out of use: the last census is stale then."""
+        self._settings, self._journal, self._clears, self._forget_count = settings, journal, clears, forget_count
+        self._pool, self._registry = sessions.pool, sessions.registry
+        self._quotas, self._clock = sessions.quotas, sessions.clock
 
     async def clear(self, body: ClearCache) -> Cleared:
         """Raises ApiError(unknown_namespace)."""
@@ -120,7 +118,7 @@ class Admin:
         await self._pool.change_limits(changes)
         after = msgspec.structs.asdict(self._pool.limits)
         if changed := {name: [was, after[name]] for name, was in before.items() if after[name] != was}:
-            self._bus.publish(e.LimitsChanged(changed=changed, source=source))
+            self._journal.publish(e.LimitsChanged(changed=changed, source=source))
 
     def config(self) -> Config:
         return Config(

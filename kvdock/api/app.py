@@ -15,7 +15,7 @@ from kvdock.api.build import Parts
 from kvdock.api.http import routes_admin, routes_engine, routes_people, wire
 from kvdock.api.http.guard import Guard
 from kvdock.api.http.openapi import TAGS
-from kvdock.api.reports.lists import VERSION
+from kvdock.api.reports.status import VERSION
 from kvdock.api.settings import Settings
 from kvdock.protocol.errors import ApiError
 

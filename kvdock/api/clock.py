@@ -1,6 +1,7 @@
-"""The server clock: milliseconds, not counting time in which the server was stopped or suspended.
+"""The clocks of a server, and the server clock: milliseconds, without the time in which the server was stopped or
+suspended.
 
-Invariant: `now_ms` never falls, and never rises by more than one second between two calls, however
+Invariant of the server clock: `now_ms` never falls, and never rises by more than one second between two calls, however
 long the process slept in between. Deadlines and heartbeat ages use it, so a server that continues after
 SIGSTOP does not consider every member late.
 """
@@ -10,8 +11,20 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 MAX_STEP_NS = 1_000_000_000
+
+
+class Clocks(NamedTuple):
+    """What a server reads the time from. Tests pass clocks of their own."""
+
+    perf_ns: Callable[[], int] = time.perf_counter_ns
+    """Times calls."""
+    wall_s: Callable[[], float] = time.time
+    """Unix seconds: dates what people read."""
+    now_s: Callable[[], float] = time.monotonic
+    """Never goes back: what lasts for seconds."""
 
 
 def boottime_ns() -> int:
@@ -35,3 +48,7 @@ class ServerClock:
             self._sum_ns += min(max(read_ns - self._last_ns, 0), MAX_STEP_NS)
             self._last_ns = read_ns
             return self._sum_ns // 1_000_000
+
+    def since_s(self, at_ms: int) -> float | None:
+        """How long ago it was `at_ms`; None: 0, which stands for a time that is not known."""
+        return max(0, self.now_ms() - at_ms) / 1000 if at_ms else None

@@ -12,20 +12,16 @@ import asyncio
 import logging
 
 from kvdock.api.access.access_file import AccessFile
-from kvdock.api.clock import ServerClock
-from kvdock.api.pool.pool import Pool
-from kvdock.api.pool.quotas import Quotas
-from kvdock.api.pool.registry import SLICE_SESSIONS, MemberRecord, Registry, SessionRecord
-from kvdock.api.record.counters import Counters
-from kvdock.api.record.journal import Bus
-from kvdock.api.record.pulse import Pulse
-from kvdock.api.reports.lists import Reports
+from kvdock.api.pool.registry import SLICE_SESSIONS, MemberRecord, SessionRecord
+from kvdock.api.pool.sessions import Sessions
+from kvdock.api.record.history import Sampler
+from kvdock.api.record.tally import Tally
+from kvdock.api.record.timings import Pulse
 from kvdock.api.settings import Settings
-from kvdock.protocol import events as e
 
 EVICT_SLICE_CHUNKS = 64
 MOST_LEFT = 64
-"""So many namespaces of weights that no engine runs any more may have chunks; the oldest beyond are emptied."""
+"""How many namespaces of weights that no engine runs any more may have chunks; older ones are emptied."""
 log = logging.getLogger("kvdock.api")
 
 
@@ -33,18 +29,13 @@ class Keeper:
     """`run` until cancelled; `ready` is set once there is memory to give out."""
 
     def __init__(
-        self, settings: Settings, *, access: AccessFile, quotas: Quotas, pool: Pool, registry: Registry,
-        clock: ServerClock, counters: Counters, reports: Reports, pulse: Pulse, bus: Bus,
+        self, settings: Settings, access: AccessFile, sessions: Sessions, tally: Tally, sampler: Sampler, pulse: Pulse
     ) -> None:
         self.ready = asyncio.Event()
-        self._settings, self._access, self._quotas = settings, access, quotas
-        self._pool, self._table = pool, pool.table
-        self._registry = registry
-        self._clock = clock
-        self._counters = counters
-        self._reports = reports
-        self._pulse, self._bus = pulse, bus
-        self._evicted = self._quarantined_bytes = 0
+        self._settings, self._access = settings, access
+        self._pool, self._table = sessions.pool, sessions.pool.table
+        self._registry, self._quotas, self._clock = sessions.registry, sessions.quotas, sessions.clock
+        self._tally, self._sampler, self._pulse = tally, sampler, pulse
         self._growth: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
@@ -63,12 +54,12 @@ class Keeper:
                 await self._keep_quotas()
                 await self._keep_free()
                 await self._pool.drain()
-                self._tell_of_memory()
+                self._tally.memory()
                 self._pulse.made_round()
                 self._pool.say_alive()
                 now_ms = self._clock.now_ms()
                 if now_ms >= next_sample_ms:
-                    self._reports.sample()
+                    self._sampler.sample()
                     next_sample_ms = now_ms + round(self._settings.history_interval_s * 1000)
                 until_sample_s = (next_sample_ms - now_ms) / 1000
                 await asyncio.sleep(max(0.005, min(self._settings.watch_s, until_sample_s)))
@@ -92,22 +83,23 @@ class Keeper:
             if not self._pool.lock_held(lock_offset):
                 del self._pool.unheard[table_id]
                 log.warning("a member of the adopted pool is dead, and never came back")
-                self._member_dead(table_id)
+                self._tally.died(None)
+                self._table.member_dead(table_id, self._clock.now_ms())
         self._table.tick(self._clock.now_ms())
 
     def _watch(self, session: SessionRecord, member: MemberRecord) -> None:
         if not self._pool.lock_held(member.lock_offset):
             member.dead = True
-            self._bus.publish(e.Dead(**session.who, member=member.id))
-            self._member_dead(member.table_id)
+            self._tally.died(session, member.id)
+            self._table.member_dead(member.table_id, self._clock.now_ms())
             return
         silent_ms = self._clock.now_ms() - member.heard_ms
         if silent_ms > self._settings.suspect_ms and not member.suspect:
             member.suspect = True
-            self._bus.publish(e.Suspect(**session.who, member=member.id, silent_s=silent_ms / 1000))
+            self._tally.suspected(session, member, silent_ms)
 
     async def _forget_benches(self) -> None:
-        """What benchmarks have stored goes with the last of them; then `prune` drops the namespace."""
+        """Removes what benchmarks have stored once the last of them has left; then `prune` drops the namespace."""
         for namespace in self._registry.left_by_benches():
             at = 0
             while at >= 0:
@@ -115,25 +107,9 @@ class Keeper:
                 await asyncio.sleep(0)
 
     async def _empty_left(self) -> None:
-        """Namespaces that sessions have left: what is too many of them goes, whether room is needed or not."""
+        """Empties namespaces that sessions have left and that are too many, whether room is needed or not."""
         while self._table.empty_left(MOST_LEFT, EVICT_SLICE_CHUNKS) or self._quotas.empty_left(EVICT_SLICE_CHUNKS):
             await asyncio.sleep(0)
-
-    def _tell_of_memory(self) -> None:
-        """What the table has done with chunks since the last round."""
-        stats = self._table.stats()
-        if (evicted := stats["evicted_chunks"]) > self._evicted:
-            self._bus.publish(e.Evicted(chunks=evicted - self._evicted, total=evicted))
-            self._evicted = evicted
-        waiting = stats["quarantined_bytes"]
-        if waiting != self._quarantined_bytes:
-            kind = e.Quarantined if waiting > self._quarantined_bytes else e.Freed
-            self._bus.publish(kind(bytes=waiting))
-            self._quarantined_bytes = waiting
-
-    def _member_dead(self, table_id: int) -> None:
-        self._counters.dead_members += 1
-        self._table.member_dead(table_id, self._clock.now_ms())
 
     async def _follow_access_file(self) -> None:
         await self._access.refresh()
@@ -142,7 +118,7 @@ class Keeper:
             self._access.changed = False
 
     async def _keep_quotas(self) -> None:
-        """Tenants whose quota was lowered: evicts what they have too much."""
+        """Evicts what tenants have above their quota, if it was lowered."""
         while self._table.evict_over_quota(EVICT_SLICE_CHUNKS):
             await asyncio.sleep(0)
 

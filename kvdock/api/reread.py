@@ -17,7 +17,7 @@ from kvdock.api.access.access_file import AccessFile
 from kvdock.api.admin import Admin
 from kvdock.api.errors import SettingsError
 from kvdock.api.log import set_up
-from kvdock.api.record.journal import Bus
+from kvdock.api.record.journal import Journal
 from kvdock.api.settings import Settings
 from kvdock.protocol.admin_schemas import Limits
 from kvdock.protocol.errors import ApiError
@@ -33,10 +33,10 @@ class Rereading:
     """`source` reads all settings anew, as at the start: SettingsError."""
 
     def __init__(
-        self, settings: Settings, source: Callable[[], Settings], *, access: AccessFile, admin: Admin, bus: Bus
+        self, settings: Settings, source: Callable[[], Settings], *, access: AccessFile, admin: Admin, journal: Journal
     ) -> None:
         self._settings, self._source = settings, source
-        self._access, self._admin, self._bus = access, admin, bus
+        self._access, self._admin, self._journal = access, admin, journal
         self._one_at_a_time = asyncio.Lock()
 
     async def run(self) -> None:
@@ -58,4 +58,4 @@ class Rereading:
         self._settings = msgspec.structs.replace(self._settings, **at_once)
         set_up(self._settings.log_level, self._settings.log_format)
         await self._access.reread()
-        self._bus.publish(Reread(needs_restart=sorted(changed.keys() - at_once.keys())))
+        self._journal.publish(Reread(needs_restart=sorted(changed.keys() - at_once.keys())))

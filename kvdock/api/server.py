@@ -29,6 +29,7 @@ from starlette.types import ASGIApp
 from kvdock.api.access.access_file import AccessFile
 from kvdock.api.app import create_app
 from kvdock.api.build import build
+from kvdock.api.clock import Clocks
 from kvdock.api.errors import AccessFileError, StartupError
 from kvdock.api.feeds.feeds import open_extras
 from kvdock.api.http.connection import Connection, connection_class
@@ -39,8 +40,8 @@ from kvdock.api.keeper import Keeper
 from kvdock.api.pool.drain import Drain
 from kvdock.api.pool.handover import HAND_OVER
 from kvdock.api.pool.pool import Pool, open_pool
-from kvdock.api.record.journal import Bus
-from kvdock.api.reports.lists import VERSION
+from kvdock.api.record.journal import Journal
+from kvdock.api.reports.status import VERSION
 from kvdock.api.reread import Rereading
 from kvdock.api.settings import Settings
 from kvdock.api.tiers.process import MoverProcess
@@ -76,7 +77,7 @@ class Server:
     def __init__(self, settings: Settings, on_ready: OnReady, source: Callable[[], Settings] | None = None) -> None:
         """`source` reads the settings anew; None: SIGHUP reads only access tokens."""
         self._settings, self._source = settings, source or (lambda: settings)
-        self._bus = Bus(time.time)
+        self._journal = Journal(time.time)
         self._on_ready = on_ready
         self._stop_wanted = threading.Event()
         self._uvicorn: _Uvicorn | None = None
@@ -96,20 +97,19 @@ class Server:
         except AccessFileError as error:
             raise StartupError("access_file", str(error)) from error
         with ExitStack() as undo:
-            undo.callback(extras.close)  # when the last event has been told
+            undo.callback(extras.close)  # when the last event has been handed out
             tcp = undo.enter_context(bind_tcp(settings.host, settings.port))
             unix = undo.enter_context(bind_unix(settings.socket_path))
             try:
-                pool = open_pool(settings, secrets.randbits, tell=self._bus.publish)
+                pool = open_pool(settings, secrets.randbits, tell=self._journal.publish)
             except OSError as error:
                 raise StartupError("no_shared_memory", f"shared memory cannot be used: {error}") from error
             undo.callback(self._close, pool)
-            parts = build(
-                settings, pool, access, perf_ns=time.perf_counter_ns, wall_s=time.time, now_s=time.monotonic,
-                bus=self._bus, extras=extras,
+            parts = build(settings, pool, access, Clocks(), journal=self._journal, extras=extras)
+            extras.start(parts.feeds.kv)
+            rereading = Rereading(
+                settings, self._source, access=access, admin=parts.handlers.admin, journal=self._journal
             )
-            extras.start(parts.kv_log)
-            rereading = Rereading(settings, self._source, access=access, admin=parts.handlers.admin, bus=self._bus)
             keeper, drain = parts.keeper, parts.drain
             self._drain = drain
             addresses = Addresses(_url(tcp), f"unix:{settings.socket_path}", pool.pool_id)
@@ -119,13 +119,12 @@ class Server:
             async def lifespan(app: FastAPI) -> AsyncIterator[None]:
                 task = asyncio.create_task(keeper.run())
                 task.add_done_callback(self._keeper_ended)
-                telling = asyncio.create_task(self._bus.run())
+                feeding = [asyncio.create_task(one) for one in parts.feeds.runs()]
                 moving = None if mover is None else asyncio.create_task(_serve_tiers(keeper, mover))
-                routing = None if parts.kv_log is None else asyncio.create_task(parts.kv_log.run())
                 yield
                 if drain.keeps_pool:
-                    parts.handlers.reports.keep_history()
-                for ending in filter(None, (moving, task, telling, routing)):
+                    parts.sampler.keep()
+                for ending in filter(None, (moving, task, *feeding)):
                     ending.cancel()
                     with suppress(asyncio.CancelledError):
                         await asyncio.wait([ending])
@@ -134,7 +133,7 @@ class Server:
 
             async def announce() -> None:
                 await keeper.ready.wait()
-                self._bus.publish(Ready(address=addresses.unix, pool_bytes=settings.pool_bytes))
+                self._journal.publish(Ready(address=addresses.unix, pool_bytes=settings.pool_bytes))
                 gc.freeze()  # start-up objects live to the end: collections that walk them would stall calls
                 self._on_ready(addresses)
 
@@ -142,24 +141,24 @@ class Server:
             hot = HotPath(app, access, parts.handlers.service, parts.meter, settings.body_limit_bytes)
             connections = connection_class(connection_limits(settings), parts.meter)
             self._uvicorn = _Uvicorn(
-                uvicorn_config(hot, connections), announce, drain, rereading.run, lambda: self._tell_drain(pool)
+                uvicorn_config(hot, connections), announce, drain, rereading.run, lambda: self._publish_drain(pool)
             )
             self._uvicorn.should_exit = self._stop_wanted.is_set()
             self._uvicorn.run(sockets=[tcp, unix])
         if self._failure is not None:
             raise self._failure
 
-    def _tell_drain(self, pool: Pool) -> None:
+    def _publish_drain(self, pool: Pool) -> None:
         stats = pool.table.stats()
-        self._bus.publish(Draining(
+        self._journal.publish(Draining(
             is_takeover=self._drain is not None and self._drain.is_takeover, leases=stats["leases"],
             reservations=stats["reservations"],
         ))
 
     def _close(self, pool: Pool) -> None:
         keep = self._failure is None and self._drain is not None and self._drain.keeps_pool
-        self._bus.publish(Ended(pool=f"{pool.pool_id:016x}", keeps_pool=keep))
-        self._bus.flush()
+        self._journal.publish(Ended(pool=f"{pool.pool_id:016x}", keeps_pool=keep))
+        self._journal.flush()
         if not keep:
             pool.close()
             return
@@ -206,12 +205,12 @@ class _Uvicorn(uvicorn.Server):
 
     def __init__(
         self, config: uvicorn.Config, announce: _Background, drain: Drain, reread: _Background,
-        tell_drain: Callable[[], None],
+        publish_drain: Callable[[], None],
     ) -> None:
         super().__init__(config)
-        self._announce, self._reread, self._tell_drain = announce, reread, tell_drain
+        self._announce, self._reread, self._publish_drain = announce, reread, publish_drain
         self._drain = drain
-        self._has_told = False
+        self._has_published = False
         self._wants_reread = False
         self._rereading: set[asyncio.Task[None]] = set()
         self._terminal = Terminal()
@@ -241,9 +240,9 @@ class _Uvicorn(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         """Called every 0.1 s: True when the server shall end."""
-        if self._drain.begun and not self._has_told:
-            self._has_told = True
-            self._tell_drain()
+        if self._drain.begun and not self._has_published:
+            self._has_published = True
+            self._publish_drain()
         if self._wants_reread:
             self._wants_reread = False
             task = asyncio.create_task(self._reread())

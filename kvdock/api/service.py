@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Sequence
 
 import msgspec
 
 from kvdock._core import CONVERSATION_ENDED, Reservation as Granted, TableError
 from kvdock.api.access.peer import Peer
-from kvdock.api.clock import ServerClock
 from kvdock.api.convert import (
     committed_parts,
     grant_id,
@@ -26,17 +24,13 @@ from kvdock.api.convert import (
     key_bytes,
 )
 from kvdock.api.feeds.kv import KvLog, Source
-from kvdock.api.pool.drain import Drain
-from kvdock.api.pool.pool import Pool
-from kvdock.api.pool.quotas import Quotas
-from kvdock.api.pool.registry import MemberRecord, Names, Registry, SessionRecord, digest16
-from kvdock.api.pool.sessions import attach, run_weights
-from kvdock.api.record.journal import Bus
+from kvdock.api.pool.registry import MemberRecord, SessionRecord, digest16
+from kvdock.api.pool.sessions import Sessions
 from kvdock.api.record.tally import Tally
 from kvdock.api.tiers.clears import Clears
 from kvdock.api.tiers.desk import LookupCall, TierDesk
 from kvdock.api.tokens import keys_of
-from kvdock.protocol import events as e, schemas as s, tier_schemas as t
+from kvdock.protocol import schemas as s, tier_schemas as t
 from kvdock.protocol.awaited import BeingStored
 from kvdock.protocol.errors import ApiError
 from kvdock.protocol.forms import Form, HoldReply, LookupReply, ReserveReply
@@ -45,64 +39,41 @@ from kvdock.protocol.kv_events import BlockNames
 from kvdock.protocol.wire_types import KEY_BYTES, MAX_ANSWERS, MAX_ENTRIES, MAX_STORE_KEYS, Carrier, RefusedRelease
 
 SLICE_ANSWERS = 64
-"""So many answers of a heartbeat are worked on at once."""
+"""How many answers of a heartbeat are handled at once."""
 SLICE_RELEASES = 32
 SLICE_HINT_BYTES = 512 * KEY_BYTES
-SLICE_EMPTIED_CHUNKS = 64
 log = logging.getLogger("kvdock.api")
-
-
-A = TypeVar("A")
 
 
 class CacheService:
     """One method for each call that engines make."""
 
     def __init__(
-        self, *, pool: Pool, registry: Registry, names: Names, clock: ServerClock, drain: Drain, tally: Tally,
-        quotas: Quotas, desk: TierDesk, clears: Clears, bus: Bus, kv_log: KvLog | None, heartbeat_s: float,
+        self, sessions: Sessions, tally: Tally, desk: TierDesk, clears: Clears, kv_log: KvLog | None, heartbeat_s: float
     ) -> None:
-        """`heartbeat_s`: how often members are asked to send a heartbeat. `kv_log`: what routers are told, or None."""
-        self._pool, self._table = pool, pool.table
-        self._registry, self._names = registry, names
-        self._clock = clock
-        self._drain = drain
-        self._tally = tally
-        self._quotas = quotas
-        self._desk, self._clears = desk, clears
-        self._bus, self._kv_log = bus, kv_log
+        """`heartbeat_s`: how often members are asked to send a heartbeat. `kv_log`: None if routers get no KV events.
+        """
+        self._sessions, self._tally = sessions, tally
+        self._desk, self._clears, self._kv_log = desk, clears, kv_log
         self._heartbeat_s = heartbeat_s
+        self._pool, self._table = sessions.pool, sessions.pool.table
+        self._registry, self._names, self._clock = sessions.registry, sessions.names, sessions.clock
 
     # ---------------------------------------------------------------- sessions
 
     async def attach(self, peer: Peer, body: s.AttachSession) -> s.SessionAttached:
-        return await self._with_namespace(lambda: self._attach(peer, body))
+        return await self._sessions.with_namespace(lambda: self._attach(peer, body))
 
     def _attach(self, peer: Peer, body: s.AttachSession) -> s.SessionAttached:
-        if not self._pool.ready:
-            raise ApiError("not_ready", "the first segment is being allocated: attach again in a moment")
         tenant = _tenant_of(peer)
-        known = self._registry.of_instance(tenant, body.instance)
-        self._registry.drop_ended(self._table, [known] if known else [])
-        self._registry.drop_idle_namespaces(self._table)
-        known = self._registry.of_instance(tenant, body.instance)
-        if self._drain.begun and known is None:
-            raise ApiError("not_ready", "the server is draining: attach to the next one")
-        is_known = known is not None and body.member.id in known.members
-        session = attach(
-            body, tenant, pool=self._pool, registry=self._registry, quotas=self._quotas, now_ms=self._clock.now_ms()
-        )
-        self._tally.counters.attached_members += not session.is_bench
+        before = self._registry.of_instance(tenant, body.instance)
+        was_member = before is not None and body.member.id in before.members
+        session = self._sessions.attach(body, tenant)
         self._filed(session)
         member = session.member(body.member.id)
         member.follows = member.follows or session.namespace
         manifest = session.namespace.manifest
-        if not is_known:
-            self._bus.publish(e.Attached(
-                **session.who, member=body.member.id,
-                instance=session.instance, namespace=session.namespace.digest.hex(), model=manifest.model,
-                ranks=list(body.member.ranks),
-            ))
+        self._tally.attached(session, member, is_new=not (was_member and session is before))
         return s.SessionAttached(
             session=session.capability,
             member=body.member.id,
@@ -127,10 +98,7 @@ class CacheService:
                     wanted="the member that attached with scheduler=true",
                 )
             before = session.namespace
-            run_weights(
-                session, body.weights, pool=self._pool, registry=self._registry, quotas=self._quotas,
-                now_ms=self._clock.now_ms(),
-            )
+            self._sessions.run_weights(session, body.weights)
             if session.namespace is not before:
                 log.info("session %s runs weights %r now, namespace %s", session.id, body.weights,
                          session.namespace.digest.hex()[:12])
@@ -138,25 +106,10 @@ class CacheService:
                 self._filed(session)
             return s.WeightsAnswer(filed_in=session.namespace.digest.hex())
 
-        return await self._with_namespace(move)
-
-    async def _with_namespace(self, ask: Callable[[], A]) -> A:
-        """What `ask` returns. Where the table has no room for one more namespace, those that sessions have left are
-        emptied before it is asked again, the oldest first."""
-        while True:
-            try:
-                return ask()
-            except TableError as error:
-                is_of_namespaces = len(self._table.namespaces()) == error.found
-                if error.code != "table_full" or not is_of_namespaces:
-                    raise
-                if not self._table.empty_left(0, SLICE_EMPTIED_CHUNKS):
-                    raise
-            self._registry.drop_idle_namespaces(self._table)
-            await asyncio.sleep(0)
+        return await self._sessions.with_namespace(move)
 
     def _filed(self, session: SessionRecord) -> None:
-        """It is in its namespace from now on."""
+        """The session is in its namespace from now on."""
         self._desk.attached(session)
         manifest = session.namespace.manifest
         if self._kv_log is not None and not session.is_bench:
@@ -187,7 +140,7 @@ class CacheService:
         now_ms = member.heard_ms = self._clock.now_ms()
         if member.suspect:
             member.suspect = False
-            self._bus.publish(e.Recovered(**session.who, member=member.id))
+            self._tally.recovered(session, member)
         questions = self._table.heartbeat(member.table_id, now_ms)[:MAX_ANSWERS]  # the others next time
         return s.HeartbeatAnswer(
             refused_releases=refused,
@@ -208,7 +161,7 @@ class CacheService:
             member_id = next(iter(session.members))
         member = session.member(member_id)
         self._table.leave(member.table_id)
-        self._bus.publish(e.Left(**session.who, member=member_id))
+        self._tally.left(session, member)
         self._registry.drop_member(session, member)
         if not session.members:
             self._registry.drop_session(session)
@@ -226,7 +179,7 @@ class CacheService:
         member = session.member(body.member)
         keys = await keys_of(session.namespace, body.keys, body.tokens)
         request = self._names.digest(body.request)
-        self._check_grants(session, request)
+        self._sessions.check_grants(session, request)
         found = self._table.lookup(
             session.table_id, member.table_id, request, body.epoch, keys,
             readers=body.readers, skip_tokens=body.skip_prefix_tokens, now_ms=self._clock.now_ms(),
@@ -267,7 +220,7 @@ class CacheService:
         refused = await self._release_carried(session, body)
         request = self._names.digest(body.request)
         if not self._desk.is_movers(session):  # else it is how what waits is written while the server drains
-            self._check_grants(session, request)
+            self._sessions.check_grants(session, request)
         held = self._table.hold(
             session.table_id, session.member(body.member).table_id, request, key_bytes(body.keys), self._clock.now_ms()
         )
@@ -295,7 +248,7 @@ class CacheService:
         space = self._registry.of_number(number)  # the session may have moved to that of other weights
         if damaged and space is not None:
             self._clears.damaged(space, damaged)
-        self._bus.publish(e.Mismatched(**session.who, lease=body.lease, chunks=quarantined))
+        self._tally.mismatched(session, body.lease, quarantined)
         return s.MismatchAnswer(quarantined=quarantined)
 
     async def hint(self, peer: Peer, body: Hint) -> HintAnswer:
@@ -351,7 +304,8 @@ class CacheService:
         store = self._names.digest(body.store)
 
         def ask() -> Granted:
-            self._check_grants(session, store)  # also after a wait, in which others may have been granted something
+            # Also after a wait, in which others may have been granted something.
+            self._sessions.check_grants(session, store)
             self._check_edition(session, body.edition)
             return self._table.reserve(
                 session.table_id, member.table_id, store, parent, keys,
@@ -475,30 +429,6 @@ class CacheService:
             raise ApiError(
                 "cleared_meanwhile", "chunks of the namespace were cleared or deleted since", found=edition, wanted=now
             )
-
-    def _check_grants(self, session: SessionRecord, request: bytes) -> None:
-        """Refuses a new grant to a session that has as many as it may: ApiError(too_many_grants), to one whose tenant
-        has as many as it may: ApiError(quota_exceeded), and to everyone while the server drains: ApiError(not_ready).
-        Retrying a call that already holds its grant does not count.
-
-        `session.grants` is never below the true number, so the table is asked only near the limit.
-        """
-        limit, draining = self._pool.limits.session_grants, self._drain.begun
-        over_quota = self._quotas.grants_refusal(session)
-        if session.grants < limit and not draining and over_quota is None:
-            return
-        session.grants, known = self._table.open_grants(session.table_id, request)
-        if known:
-            return
-        if draining:
-            raise ApiError("not_ready", "the server is draining: it gives out nothing new and ends soon")
-        if session.grants >= limit:
-            raise ApiError(
-                "too_many_grants", "release leases and finish reservations first", found=session.grants,
-                wanted=f"< {limit}",
-            )
-        if over_quota is not None:
-            raise over_quota
 
 
 def _require_one_wish(body: Hint) -> None:

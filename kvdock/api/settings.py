@@ -69,8 +69,7 @@ OnExit = Literal["remove", "keep"]
 Adopt = Literal["auto", "never", "require"]
 Growth = Literal["demand", "ahead"]
 Observer = Literal["log", "stream", "metrics", "curve", "traces", "kv_events"]
-"""Subscribers of the event bus (kvdock/api/feeds/), and the curve of other pools' hit shares
-(kvdock/api/record/curve.py)."""
+"""Feeds of the journal (kvdock/api/feeds/), and the curve of other pools' hit shares (kvdock/api/record/curve.py)."""
 KvForm = Literal["map", "array"]
 DEFAULT_OBSERVERS: tuple[Observer, ...] = ("log", "stream", "metrics", "curve")
 OTLP_VARIABLE = "OTEL_EXPORTER_OTLP_ENDPOINT"

@@ -12,7 +12,7 @@ from kvdock.protocol.wire_types import Answer, Hex64, Key
 
 
 class Event(Answer, kw_only=True, tag_field="kind", gc=False):  # no event is part of a cycle
-    """What all events have. The event bus sets `seq` and `at`."""
+    """What all events have. The journal sets `seq` and `at`."""
 
     seq: int = 0
     """From 1 on at the server's start, one more with each event."""

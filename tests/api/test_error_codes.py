@@ -21,6 +21,7 @@ from kvdock.api.access.access_file import AccessFile
 from kvdock.api.access.peer import of_user
 from kvdock.api.app import create_app
 from kvdock.api.build import build
+from kvdock.api.clock import Clocks
 from kvdock.api.http import wire
 from kvdock.api.pool.pool import open_pool
 from kvdock.api.reports.status import STARTING
@@ -75,7 +76,7 @@ def test_before_the_first_segment_nobody_attaches_and_probes_say_why(tmp_path: P
     """The app over a pool that has not grown yet."""
     settings = Settings.load(small_pool(socket_path=str(tmp_path / "s.sock")))
     pool = open_pool(settings, random.Random(time.time_ns()).getrandbits)
-    parts = build(settings, pool, AccessFile(""), perf_ns=time.perf_counter_ns, wall_s=time.time, now_s=time.monotonic)
+    parts = build(settings, pool, AccessFile(""), Clocks())
 
     async def story() -> None:
         app = create_app(settings, parts)

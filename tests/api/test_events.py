@@ -1,4 +1,4 @@
-"""The event bus and its stream: what a real server tells of real engines, and what the bus does under pressure."""
+"""The journal and the event stream: what a real server publishes of real engines, and what both do under pressure."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import pytest
 from api_helpers import MIB, OPERATOR, ServerProcess, access_file, attach, eventually, http_connection, keys, raw
 
 from kvdock.api.access.issue import entry
-from kvdock.api.feeds.stream import EventStream
-from kvdock.api.record.journal import Bus
+from kvdock.api.feeds.sse import EventStream
+from kvdock.api.record.journal import Journal
 from kvdock.client.client import Client
 from kvdock.protocol import schemas as s
 from kvdock.protocol.admin_schemas import DeleteChunks, PatchConfig
@@ -266,15 +266,15 @@ class Collects:
 
 
 def test_a_full_queue_drops_and_counts_and_publishing_never_waits() -> None:
-    bus, all_of_it = Bus(lambda: 5.0, most=10), Collects(Freed)
-    bus.subscribe(all_of_it)
-    bus.open()
+    journal, all_of_it = Journal(lambda: 5.0, most=10), Collects(Freed)
+    journal.subscribe(all_of_it)
+    journal.open()
     for number in range(25):
-        bus.publish(Freed(bytes=number))
-    assert (bus.dropped, bus.last) == (15, 10)
-    bus.flush()
+        journal.publish(Freed(bytes=number))
+    assert (journal.dropped, journal.last) == (15, 10)
+    journal.flush()
     assert [event.seq for event in all_of_it.got] == list(range(1, 11)) and all_of_it.got[0].at == 5.0
-    assert bus.published == {Freed: 10}
+    assert journal.published == {Freed: 10}
 
 
 def test_an_event_that_is_made_later_has_its_place_and_time_and_nobody_makes_what_nobody_takes() -> None:
@@ -284,35 +284,35 @@ def test_an_event_that_is_made_later_has_its_place_and_time_and_nobody_makes_wha
         made.append(number)
         return Freed(bytes=number)
 
-    bus, taker = Bus(lambda: now[0], most=3), Collects(Freed)
-    bus.subscribe(taker)
-    bus.open()
-    bus.publish_later(Freed, make, 1)
+    journal, taker = Journal(lambda: now[0], most=3), Collects(Freed)
+    journal.subscribe(taker)
+    journal.open()
+    journal.publish_later(Freed, make, 1)
     now[0] = 6.0
-    bus.publish(Freed(bytes=2))
-    bus.publish_later(Freed, make, 3)
-    bus.publish_later(Freed, make, 4)
-    bus.publish_later(Left, make, 5)
-    assert made == [] and bus.dropped == 1
+    journal.publish(Freed(bytes=2))
+    journal.publish_later(Freed, make, 3)
+    journal.publish_later(Freed, make, 4)
+    journal.publish_later(Left, make, 5)
+    assert made == [] and journal.dropped == 1
     now[0] = 7.0
-    bus.flush()
+    journal.flush()
     assert taker.got == [Freed(seq=1, at=5.0, bytes=1), Freed(seq=2, at=6.0, bytes=2), Freed(seq=3, at=6.0, bytes=3)]
-    assert made == [1, 3] and bus.published == {Freed: 3}
+    assert made == [1, 3] and journal.published == {Freed: 3}
 
 
 def test_a_subscriber_that_fails_takes_nothing_from_the_others(caplog: pytest.LogCaptureFixture) -> None:
-    bus, broken, whole = Bus(lambda: 0.0), Collects(Freed, fails=True), Collects(Freed, Left)
-    bus.subscribe(broken)
-    bus.subscribe(whole)
-    bus.open()
-    bus.publish(Freed(bytes=1))
-    bus.publish(Freed(bytes=2))
-    bus.flush()
+    journal, broken, whole = Journal(lambda: 0.0), Collects(Freed, fails=True), Collects(Freed, Left)
+    journal.subscribe(broken)
+    journal.subscribe(whole)
+    journal.open()
+    journal.publish(Freed(bytes=1))
+    journal.publish(Freed(bytes=2))
+    journal.flush()
     assert len(whole.got) == len(broken.got) == 2 and "collects" in caplog.text
-    bus.unsubscribe(whole)
-    assert bus.wants(Freed) and not bus.wants(Left)
-    bus.publish(Refused(code="x", route="", detail=""))
-    assert bus.last == 2, "what nobody takes has no number"
+    journal.unsubscribe(whole)
+    assert journal.wants(Freed) and not journal.wants(Left)
+    journal.publish(Refused(code="x", route="", detail=""))
+    assert journal.last == 2, "what nobody takes has no number"
 
 
 def test_a_slow_reader_is_told_what_it_missed() -> None:

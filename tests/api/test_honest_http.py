@@ -13,7 +13,7 @@ from flood_helpers import quick_server, refusal_in, until_closed
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvdock.api.http.wire import COMMON_HEADERS, SECURITY_HEADERS
-from kvdock.api.reports.lists import VERSION
+from kvdock.api.reports.status import VERSION
 from kvdock.client.client import Client
 
 JSON = {"Content-Type": "application/json"}
@@ -216,7 +216,7 @@ def test_a_failure_of_the_server_is_a_problem_and_counted(tmp_path: Path, monkey
         def broken(*_: object) -> None:
             raise ZeroDivisionError("a defect")
 
-        monkeypatch.setattr(type(server.parts.handlers.reports), "stats", broken)
+        monkeypatch.setattr(type(server.parts.handlers.overview), "stats", broken)
         status, headers, content = raw(server.http, "GET", "/v1/stats", None, NOBODYS)
         assert (status, json.loads(content)["code"]) == (500, "internal") and b"defect" not in content
         assert COMMON_HEADERS.items() <= headers.items() and headers["content-type"] == "application/problem+json"

@@ -22,7 +22,7 @@ from msgspec import UNSET
 
 from kvdock.api.access.issue import entry
 from kvdock.api.errors import SettingsError
-from kvdock.api.feeds import kv as kv_log
+from kvdock.api.feeds import kv
 from kvdock.api.feeds.kv import CHUNK_BYTES, KvLog, Source
 from kvdock.api.settings import Settings
 from kvdock.client.client import Client
@@ -361,7 +361,7 @@ def test_who_falls_behind_the_table_clears_all_and_tells_what_is_there() -> None
 
 
 def test_a_snapshot_is_cut_into_batches_that_end_with_the_newest_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_log, "KEPT_BYTES", 1000 * CHUNK_BYTES)
+    monkeypatch.setattr(kv, "KEPT_BYTES", 1000 * CHUNK_BYTES)
     log, table = followed()
     table.changes = [(0, struct.pack("<Q", number) * 4, True, bytes(32)) for number in range(3000)]
     follow(log)
@@ -378,7 +378,7 @@ def test_a_snapshot_is_cut_into_batches_that_end_with_the_newest_number(monkeypa
 
 def test_what_engines_say_of_chunks_that_never_come_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     name = named(None, [1], range(CHUNK))
-    monkeypatch.setattr(kv_log, "UNTOLD_BYTES", 10 * (CHUNK_BYTES + 64 + 4 * CHUNK))
+    monkeypatch.setattr(kv, "UNTOLD_BYTES", 10 * (CHUNK_BYTES + 64 + 4 * CHUNK))
     log, table = followed()
     log.named(0, b"".join(bytes([number]) * 32 for number in range(25)), [name] * 25)
     assert len(log._names) == 10

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -21,6 +20,7 @@ from kvdock.api.access.access_file import AccessFile
 from kvdock.api.access.peer import of_user
 from kvdock.api.app import create_app
 from kvdock.api.build import Parts, build
+from kvdock.api.clock import Clocks
 from kvdock.api.http.hot_path import HotPath
 from kvdock.api.pool.pool import Pool, open_pool
 from kvdock.api.pool.registry import MemberRecord
@@ -76,9 +76,7 @@ def rig() -> Iterator[Rig]:
         pool_bytes=64 * MIB, segment_bytes=64 * MIB, table_records=1 << 15, recent_requests=1000, history_values=1000,
     ))
     pool = open_pool(settings, secrets.randbits)
-    parts = build(
-        settings, pool, AccessFile(""), perf_ns=time.perf_counter_ns, wall_s=time.time, now_s=time.monotonic
-    )
+    parts = build(settings, pool, AccessFile(""), Clocks())
     made = create_app(settings, parts)
     app = HotPath(made, parts.access, parts.handlers.service, parts.meter, settings.body_limit_bytes)
     try:
@@ -103,8 +101,8 @@ async def commit(parts: Parts, session: str, reservation: str) -> None:
 
 async def fill(parts: Parts) -> str:
     """Sessions, a chain as long as one call may name, and leases; the id of the session that has them."""
-    service, registry = parts.handlers.service, parts.handlers.reports._registry
-    table = parts.handlers.reports._table
+    service, registry = parts.handlers.service, parts.handlers.lists._registry
+    table = parts.handlers.lists._table
     described = manifest(groups=(s.Group(part_bytes=4096),))
     space = table.add_namespace(bytes(32), chunk_tokens=16, block_tokens=4, writers=1, groups=[("full", 0, 4096)])
     namespace = registry.add_namespace(space, bytes(32), described)
@@ -226,7 +224,7 @@ def test_pages_of_leases_are_short_and_lose_none(rig: Rig) -> None:
         return found
 
     found = asyncio.run(work())
-    open_leases = rig.parts.handlers.reports.status(OWN).leases
+    open_leases = rig.parts.handlers.overview.status(OWN).leases
     assert len(found) == len(set(found)) >= open_leases >= 1000
 
 

@@ -25,12 +25,14 @@ from kvdock.api.access.access_file import AccessFile
 from kvdock.api.access.peer import Peer
 from kvdock.api.admin import Admin
 from kvdock.api.build import build
-from kvdock.api.clock import ServerClock
+from kvdock.api.clock import Clocks, ServerClock
 from kvdock.api.keeper import EVICT_SLICE_CHUNKS
+from kvdock.api.pool.drain import Drain
 from kvdock.api.pool.pool import Pool, open_pool
 from kvdock.api.pool.quotas import UNLIMITED, Quotas
-from kvdock.api.pool.registry import Registry
-from kvdock.api.record.journal import Bus
+from kvdock.api.pool.registry import Names, Registry
+from kvdock.api.pool.sessions import Sessions
+from kvdock.api.record.journal import Journal
 from kvdock.api.reports.contents import Contents
 from kvdock.api.settings import Settings
 from kvdock.api.tiers.clears import CLEAR_SLICE_RECORDS, Clears
@@ -178,11 +180,12 @@ def test_clearing_many_chunks_goes_in_short_turns(tmp_path: Path) -> None:
     with full_pool() as (loaded, pool, registry):
         table = pool.table
         cleared: list[int] = []
-        bus = Bus(time.time)
-        admin = Admin(
-            loaded, pool=pool, registry=registry, quotas=Quotas(table, UNLIMITED), clock=ServerClock(), bus=bus,
-            clears=Clears(table, registry, bus, OwedFile(tmp_path / "owed"), ()), forget_count=lambda: None,
+        journal = Journal(time.time)
+        sessions = Sessions(
+            pool, registry, Names(1), Quotas(table, UNLIMITED), Drain(loaded, pool, time.monotonic), ServerClock()
         )
+        clears = Clears(table, registry, journal, OwedFile(tmp_path / "owed"), ())
+        admin = Admin(loaded, sessions, journal, clears, lambda: None)
 
         async def work() -> None:
             cleared.append((await admin.clear(ClearCache())).chunks)
@@ -219,9 +222,7 @@ def test_all_that_is_cached_is_counted_in_short_turns_and_once_for_all_who_ask()
 def test_a_tenant_far_above_its_quota_is_evicted_in_short_turns() -> None:
     """The keeper, over a table with 12 000 chunks."""
     with full_pool() as (loaded, pool, _):
-        parts = build(
-            loaded, pool, AccessFile(""), perf_ns=time.perf_counter_ns, wall_s=time.time, now_s=time.monotonic
-        )
+        parts = build(loaded, pool, AccessFile(""), Clocks())
         pool.table.set_quota(bytes(16), bytes=None, chunks=0)
 
         async def work() -> None:

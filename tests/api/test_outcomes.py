@@ -11,7 +11,7 @@ import pytest
 from api_helpers import Engine, ServerProcess, attach, keys, post, raw, unique
 from paths import ROOT
 
-from kvdock.api.record.counters import Detail, RecentRequests
+from kvdock.api.record.requests import Detail, RecentRequests
 from kvdock.client.client import Client
 from kvdock.protocol.errors import ApiError
 from kvdock.protocol.outcomes import MAX_OUTCOMES, REASONS, Outcome, view_of
@@ -151,8 +151,8 @@ def test_nothing_is_remembered_of_requests_that_are_not_listed_any_more() -> Non
                 recent.add("", view(name), NO_DETAIL)
             recent.add("", view(f"{name}-store", "store"), NO_DETAIL)
             if number % 2:
-                recent.tell("", view(name, "ended", told(name)), NO_DETAIL)
-            recent.tell("", view("the same", "ended", told("the same", why=f"w{number % 5}")), NO_DETAIL)
+                recent.ended("", view(name, "ended", told(name)), NO_DETAIL)
+            recent.ended("", view("the same", "ended", told("the same", why=f"w{number % 5}")), NO_DETAIL)
 
     round_of(0)
     tracemalloc.start()

@@ -23,8 +23,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvdock.api.http import examples
 from kvdock.api.http.openapi import wire_structs
-from kvdock.api.record.pulse import Pulse
-from kvdock.api.record.timings import BOUNDS_S, Timings
+from kvdock.api.record.timings import BOUNDS_S, Pulse, Timings
 from kvdock.api.reports.metrics import FRESH_S
 from kvdock.api.reports.status import ALL_HELD, ALL_KEPT, CAP_REACHED
 from kvdock.client.client import Client

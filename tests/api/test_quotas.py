@@ -15,10 +15,12 @@ from admin_helpers import ok, refused
 from adoption_helpers import next_at
 from api_helpers import MIB, Engine, ServerProcess, attach, eventually, keys, manifest, small_pool, unique
 
+from kvdock.api.clock import ServerClock
+from kvdock.api.pool.drain import Drain
 from kvdock.api.pool.pool import Pool, open_pool
 from kvdock.api.pool.quotas import Quotas, default_quota, tenant_id
-from kvdock.api.pool.registry import Registry, SessionRecord, digest16
-from kvdock.api.pool.sessions import attach as attach_to
+from kvdock.api.pool.registry import Names, Registry, SessionRecord, digest16
+from kvdock.api.pool.sessions import Sessions
 from kvdock.api.settings import Settings
 from kvdock.client.client import Client
 from kvdock.datapath.liveness import MemberLiveness
@@ -198,6 +200,9 @@ class Shared:
         self.pool, self.table = pool, pool.table
         self.registry = Registry(pool.table.first_incarnation, self.pool.secret)
         self.quotas = Quotas(pool.table, default_quota(settings))
+        self.sessions = Sessions(
+            pool, self.registry, Names(1), self.quotas, Drain(settings, pool, time.monotonic), ServerClock()
+        )
         self.locks: list[MemberLiveness] = []
 
     def attach(self, tenant: str, **more: Any) -> SessionRecord:
@@ -206,9 +211,7 @@ class Shared:
             instance=unique("engine"), manifest=manifest(model=f"model of {tenant}", **more),
             member=s.Member(id=unique("m"), ranks=[0], scheduler=True, lock_offset=self.locks[-1].offset),
         )
-        return attach_to(
-            body, tenant, pool=self.pool, registry=self.registry, quotas=self.quotas, now_ms=0
-        )
+        return self.sessions.attach(body, tenant)
 
     def store(self, session: SessionRecord, name: str) -> str:
         """One chunk; what limited the call."""

@@ -198,9 +198,9 @@ def test_a_crash_of_a_call_is_a_problem_in_the_answer_and_a_traceback_in_the_log
     """No call is known to fail so; one is broken on purpose in a server of its own."""
     with ServerProcess() as server:
         process = f"""
-from kvdock.api.reports.lists import Reports
-def broken(reports, peer): raise RuntimeError("secret detail")
-Reports.status = broken
+from kvdock.api.reports.status import Overview
+def broken(overview, peer): raise RuntimeError("secret detail")
+Overview.status = broken
 import json, logging, sys
 from kvdock.api.server import Server
 from kvdock.api.settings import Settings

@@ -23,6 +23,7 @@ from connector_helpers import CHUNK, Rig, continued, mapped_objects, mortal, no_
 from kvdock.api.access.access_file import AccessFile
 from kvdock.api.app import create_app
 from kvdock.api.build import build
+from kvdock.api.clock import Clocks
 from kvdock.api.http.connection import connection_class
 from kvdock.api.pool.pool import Pool, open_pool
 from kvdock.api.server import connection_limits
@@ -42,7 +43,7 @@ def unready_server(path: str) -> Iterator[tuple[str, Pool, asyncio.AbstractEvent
     """The real application over a pool whose first segment is not there yet."""
     settings = Settings.load(small_pool(socket_path=path))
     pool = open_pool(settings, secrets.randbits)
-    parts = build(settings, pool, AccessFile(""), perf_ns=time.perf_counter_ns, wall_s=time.time, now_s=time.monotonic)
+    parts = build(settings, pool, AccessFile(""), Clocks())
     connections = connection_class(connection_limits(settings), parts.meter)
     app = create_app(settings, parts)
     server = uvicorn.Server(uvicorn.Config(app, uds=path, http=connections, log_config=None, lifespan="off"))

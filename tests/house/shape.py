@@ -35,7 +35,7 @@ def measured(files: Files) -> dict[str, object]:
     ours = product(files)
     found = shapes(ours)
     native = {path: text for path, text in ours.items() if path.parts[0] == "csrc" and path.suffix in NATIVE}
-    python = {path: text for path, text in files.items() if path.suffix == ".py" and path.parts[0] in ("kvdock", "bench")}
+    python = {path: text for path, text in ours.items() if path.suffix == ".py" and path.parts[0] == "kvdock"}
     arguments = max(found, key=lambda shape: shape.arguments)
     attributes = max(found, key=lambda shape: shape.attributes)
     return {

@@ -35,15 +35,15 @@ MUTANTS = (
     ),
     Mutant(
         "P13a", "a server that drains grants leases", "kvdock/api/service.py",
-        "        self._check_grants(session, request)\n        found",
-        "        if not self._drain.begun:\n            self._check_grants(session, request)\n        found",
+        "        self._sessions.check_grants(session, request)\n        found",
+        "        if not self._sessions._drain.begun: self._sessions.check_grants(session, request)\n        found",
         ("tests/cli/test_end.py", "-k", "drain"),
         "test_a_drain_gives_out_nothing_new_and_ends_when_the_last_grant_does",
     ),
     Mutant(
         "P13b", "a server that drains grants reservations", "kvdock/api/service.py",
-        "            self._check_grants(session, store)  # also",
-        "            if not self._drain.begun: self._check_grants(session, store)  # also",
+        "            self._sessions.check_grants(session, store)\n",
+        "            if not self._sessions._drain.begun: self._sessions.check_grants(session, store)\n",
         ("tests/cli/test_end.py", "-k", "drain"),
         "test_a_drain_gives_out_nothing_new_and_ends_when_the_last_grant_does",
     ),
@@ -65,8 +65,8 @@ MUTANTS = (
     ),
     Mutant(
         "P21", "only the first member of a session must hold its lock", "kvdock/api/pool/sessions.py",
-        "    if not pool.lock_held(member.lock_offset):\n",
-        "    if session is None and not pool.lock_held(member.lock_offset):\n",
+        "        if not pool.lock_held(member.lock_offset):\n",
+        "        if session is None and not pool.lock_held(member.lock_offset):\n",
         ("tests/api/test_errors.py", "-k", "problem_with_its_code"), "test_a_refused_call_is_a_problem_with_its_code",
     ),
     Mutant(
@@ -83,7 +83,7 @@ MUTANTS = (
         "test_a_session_of_before_a_restart_comes_back_also_when_its_tenant_may_have_no_more",
     ),
     Mutant(
-        "P71", "a grant that is held counts again when its call is repeated", "kvdock/api/service.py",
+        "P71", "a grant that is held counts again when its call is repeated", "kvdock/api/pool/sessions.py",
         "        if known:\n            return\n", "        if known and over_quota is None:\n            return\n",
         ("tests/api/test_quotas.py", "-k", "grant_too_many"),
         "test_one_grant_too_many_is_refused_and_a_repeat_of_one_that_is_held_is_not",
@@ -96,13 +96,13 @@ MUTANTS = (
     ),
     Mutant(
         "P73", "what an engine tells of a request joins other sessions' lookups of that name",
-        "kvdock/api/record/counters.py",
+        "kvdock/api/record/requests.py",
         "    return request.session, request.request\n", '    return "", request.request\n',
         ("tests/api/test_outcomes.py", "-k", "own_session"),
         "test_an_outcome_joins_the_lookups_of_its_own_session_alone",
     ),
     Mutant(
-        "P74", "requests that are not listed any more are remembered", "kvdock/api/record/counters.py",
+        "P74", "requests that are not listed any more are remembered", "kvdock/api/record/requests.py",
         "            self._forget(self._ring.pop()[1])\n", "            self._ring.pop()\n",
         ("tests/api/test_outcomes.py", "-k", "remembered"),
         "test_nothing_is_remembered_of_requests_that_are_not_listed_any_more",

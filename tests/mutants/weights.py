@@ -61,7 +61,8 @@ MUTANTS = (
     ),
     Mutant(
         "G20", "a worker's attach changes the weights", "kvdock/api/pool/sessions.py",
-        "    if member.scheduler:\n        run_weights", "    if member.id:\n        run_weights",
+        "        if member.scheduler:\n            self.run_weights",
+        "        if member.id:\n            self.run_weights",
         API, "test_workers_join_their_session_whatever_its_weights_are_and_cannot_change_them",
     ),
     Mutant(
@@ -80,7 +81,7 @@ MUTANTS = (
         API, "test_who_follows_changes_forgets_all_when_the_session_moves",
     ),
     Mutant(
-        "G24", "a table full of left namespaces refuses", "kvdock/api/service.py",
+        "G24", "a table full of left namespaces refuses", "kvdock/api/pool/sessions.py",
         "                if not self._table.empty_left(0, SLICE_EMPTIED_CHUNKS):\n                    raise\n",
         "                raise\n",
         ("tests/api/test_weights.py", "-k", "table_full"),

@@ -7,7 +7,6 @@ import json
 import secrets
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -20,6 +19,7 @@ from api_helpers import OPERATOR, access_file, eventually, small_pool
 from kvdock.api.access.access_file import AccessFile
 from kvdock.api.app import create_app
 from kvdock.api.build import Parts, build
+from kvdock.api.clock import Clocks
 from kvdock.api.http.connection import connection_class
 from kvdock.api.http.hot_path import HotPath
 from kvdock.api.http.limits import ConnectionLimits
@@ -120,9 +120,7 @@ def quick_server(folder: str, **limits: Any) -> Iterator[Quick]:
     loop = asyncio.new_event_loop()
     try:
         with bind_tcp("127.0.0.1", 0) as tcp, bind_unix(settings.socket_path) as unix:
-            parts = build(
-                settings, pool, AccessFile(path), perf_ns=time.perf_counter_ns, wall_s=time.time, now_s=time.monotonic
-            )
+            parts = build(settings, pool, AccessFile(path), Clocks())
             app = create_app(settings, parts)
             hot = HotPath(app, parts.access, parts.handlers.service, parts.meter, settings.body_limit_bytes)
             config = uvicorn_config(hot, connection_class(replace(LIMITS, **limits), parts.meter))

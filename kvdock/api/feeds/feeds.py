@@ -1,19 +1,24 @@
-"""What is observed only if asked for, and needs packages that are extras: imported when it is switched on, not before.
+"""The feeds: everything that follows the journal, as far as the settings ask for it.
 
-Whoever asks for it without the package gets one sentence that says what to install: StartupError(not_installed).
+Traces and ZeroMQ need packages that are extras: these are imported when the settings ask for them, not before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from kvdock._core import Table
 from kvdock.api.errors import StartupError
-from kvdock.api.feeds.kv import KvLog
-from kvdock.api.record.journal import Subscriber
+from kvdock.api.feeds.kv import KvLog, KvStream
+from kvdock.api.feeds.log import EventLog
+from kvdock.api.feeds.sse import EventStream
+from kvdock.api.record.journal import Journal, Subscriber
+from kvdock.api.record.timings import GrantTimes
 from kvdock.api.settings import Settings
+from kvdock.protocol.events import Event
 
 if TYPE_CHECKING:
     from kvdock.api.feeds.kv_zmq import KvZmq
@@ -22,19 +27,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Extras:
-    """None: nobody asked for it."""
+    """What needs packages that are extras. None: the settings do not ask for it."""
 
     traces: Traces | None = None
     kv_zmq: KvZmq | None = None
-
-    @property
-    def subscribers(self) -> list[Subscriber]:
-        return [self.traces] if self.traces is not None else []
-
-    @property
-    def spans(self) -> Mapping[str, int]:
-        """By what became of them."""
-        return self.traces.spans if self.traces is not None else {}
 
     def start(self, kv_log: KvLog | None) -> None:
         if self.traces is not None:
@@ -43,7 +39,7 @@ class Extras:
             self.kv_zmq.start(kv_log)
 
     def close(self) -> None:
-        """Waits a moment for what is still to be sent."""
+        """Waits a moment for what is not sent yet."""
         if self.kv_zmq is not None:
             self.kv_zmq.close()
         if self.traces is not None:
@@ -51,7 +47,10 @@ class Extras:
 
 
 def open_extras(settings: Settings, version: str) -> Extras:
-    """Those that the settings ask for. They do nothing before `start`."""
+    """The extras that the settings ask for. They do nothing before `start`.
+
+    Raises StartupError: not_installed, with a sentence that says what to install; bad_address.
+    """
     traces = None
     if "traces" in settings.observers:
         with _needs("traces", "observe=traces"):
@@ -85,3 +84,61 @@ def _needs(extra: str, asked: str) -> Iterator[None]:
         raise StartupError(
             "not_installed", f"{asked} needs what is not installed ({error.name}): pip install 'kvdock[{extra}]'"
         ) from error
+
+
+class Feeds:
+    """The feeds of one server. Those that the settings leave out are None."""
+
+    def __init__(
+        self, settings: Settings, table: Table, journal: Journal, wall_s: Callable[[], float], extras: Extras
+    ) -> None:
+        """Subscribes them. `wall_s`: Unix seconds."""
+        wanted = settings.observers
+        events = EventStream(table.incarnation, journal.flush)
+        self.grant_times = GrantTimes()
+        self.events = events if events.name in wanted else None
+        self.kv = KvLog(table.all_changes, table.ready, wall_s) if KvStream.name in wanted else None
+        self.kv_stream = KvStream(self.kv) if self.kv is not None else None
+        self._journal, self._extras = journal, extras
+        subscribers: list[Subscriber | None] = [
+            EventLog(), events, self.grant_times, extras.traces, self.kv_stream
+        ]
+        for one in subscribers:
+            if one is not None and one.name in wanted:
+                journal.subscribe(one)
+        journal.open()
+
+    def runs(self) -> list[Coroutine[None, None, None]]:
+        """What hands out the journal's events, and what follows the table for KV events: each runs until cancelled."""
+        return [self._journal.run(), *([self.kv.run()] if self.kv is not None else [])]
+
+    # ---------------------------------------------------------------- figures for `/metrics`
+
+    def catch_up(self) -> None:
+        """Hands out the events that wait, so that all figures are of now."""
+        self._journal.flush()
+
+    @property
+    def published(self) -> Mapping[type[Event], int]:
+        """Events that were handed to subscribers, by kind."""
+        return self._journal.published
+
+    @property
+    def dropped(self) -> int:
+        """Events that were dropped because too many waited."""
+        return self._journal.dropped
+
+    @property
+    def spans(self) -> Mapping[str, int]:
+        """Spans of traces, by outcome: sent, failed, dropped."""
+        return self._extras.traces.spans if self._extras.traces is not None else {}
+
+    @property
+    def kv_chunks(self) -> int:
+        """Chunks that routers believe to be there."""
+        return self.kv.chunks if self.kv is not None else 0
+
+    @property
+    def kv_snapshots(self) -> int:
+        """Snapshots sent to routers that came late."""
+        return self.kv.snapshots if self.kv is not None else 0

@@ -8,28 +8,29 @@ from fastapi import Request
 
 from kvdock.api.access.peer import Peer
 from kvdock.api.admin import Admin
-from kvdock.api.feeds.kv_stream import KvStream
-from kvdock.api.feeds.stream import EventStream
+from kvdock.api.feeds.kv import KvStream
+from kvdock.api.feeds.sse import EventStream
 from kvdock.api.http.limits import BodyRoom
 from kvdock.api.reports.contents import Contents
 from kvdock.api.reports.explain import Explainer
-from kvdock.api.reports.lists import Reports
+from kvdock.api.reports.lists import Lists
 from kvdock.api.reports.metrics import Metrics
-from kvdock.api.reports.status import Probes
+from kvdock.api.reports.status import Overview, Probes
 from kvdock.api.service import CacheService
 
 
 class Handlers(NamedTuple):
     service: CacheService
     admin: Admin
-    reports: Reports
+    overview: Overview
+    lists: Lists
     contents: Contents
     explainer: Explainer
     probes: Probes
     metrics: Metrics
-    stream: EventStream | None
+    events: EventStream | None
+    """None: it is switched off, as `kv_stream` may be."""
     kv_stream: KvStream | None
-    """None: it is switched off, as `stream` may be."""
     body_limit_bytes: int
     body_room: BodyRoom
 

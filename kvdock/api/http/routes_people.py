@@ -24,7 +24,7 @@ from kvdock.api.http.handlers import handlers_of, peer_of_call
 from kvdock.api.http.manual import manual_page, page_names
 from kvdock.api.http.openapi import EVENT_STREAM, PAGED, openapi_schema, route
 from kvdock.api.http.wire import DEFAULT_LIMIT, NO_STORE, PROBLEM_HEADERS, Cursor, Limit, answer
-from kvdock.api.reports.lists import Reports
+from kvdock.api.reports.lists import Lists
 from kvdock.api.reports.status import Probes
 from kvdock.protocol import calls as c
 from kvdock.protocol.calls import Call
@@ -54,13 +54,13 @@ def _probe(path: str, summary: str, note: str, ask: Callable[[Probes], Health]) 
     _route(Call("GET", path, Health, "health"), "health", summary, note, statuses=_WELL_OR_NOT, name=name)(probe)
 
 
-View = Callable[[Reports, Peer, int, int], Answer]
-"""(reports, caller, limit, cursor)."""
+View = Callable[[Lists, Peer, int, int], Answer]
+"""(lists, caller, limit, cursor)."""
 
 
 def _list(call: Call[Any], tag: str, name: str, summary: str, view: View) -> None:
     async def page(request: Request, limit: Limit = DEFAULT_LIMIT, cursor: Cursor = 0) -> Response:
-        return answer(view(handlers_of(request).reports, peer_of_call(request), limit, cursor))
+        return answer(view(handlers_of(request).lists, peer_of_call(request), limit, cursor))
 
     _route(call, tag, summary, PAGED, errors=("bad_argument",), name=name)(page)
 
@@ -97,7 +97,7 @@ _probe("/readyz", "Slots can be given out", _NO_SLOT, Probes.ready)
 # ------------------------------------------------------------------ lists, and the pool at a glance
 
 
-_list(c.SESSIONS, "sessions", "list_sessions", "Who is attached", Reports.sessions)
+_list(c.SESSIONS, "sessions", "list_sessions", "Who is attached", Lists.sessions)
 
 
 @_route(
@@ -107,10 +107,10 @@ _list(c.SESSIONS, "sessions", "list_sessions", "Who is attached", Reports.sessio
     errors=("unknown_session", "bad_argument"),
 )
 async def show_session(request: Request, session: str, limit: Limit = DEFAULT_LIMIT, cursor: Cursor = 0) -> Response:
-    return answer(handlers_of(request).reports.session(peer_of_call(request), session, limit, cursor))
+    return answer(handlers_of(request).lists.session(peer_of_call(request), session, limit, cursor))
 
 
-_list(c.LEASES, "reading", "list_leases", "Open leases and reservations, oldest first", Reports.leases)
+_list(c.LEASES, "reading", "list_leases", "Open leases and reservations, oldest first", Lists.leases)
 
 
 @_route(
@@ -118,15 +118,15 @@ _list(c.LEASES, "reading", "list_leases", "Open leases and reservations, oldest 
     "A heartbeat renews the leases of its session; this call changes nothing.", errors=("unknown_grant",),
 )
 async def show_lease(request: Request, lease: str) -> Response:
-    return answer(handlers_of(request).reports.lease(peer_of_call(request), lease))
+    return answer(handlers_of(request).lists.lease(peer_of_call(request), lease))
 
 
-_list(c.SEGMENTS, "pool", "list_segments", "The pool's shared memory, and its lock file", Reports.segments)
+_list(c.SEGMENTS, "pool", "list_segments", "The pool's shared memory, and its lock file", Lists.segments)
 
 
 @_route(c.STATUS, "pool", "The server at a glance")
 async def status(request: Request) -> Response:
-    return answer(handlers_of(request).reports.status(peer_of_call(request)))
+    return answer(handlers_of(request).overview.status(peer_of_call(request)))
 
 
 OverQuery = Annotated[Over, Query(alias="over", description="How far back, and how finely")]
@@ -139,7 +139,7 @@ OverQuery = Annotated[Over, Query(alias="over", description="How far back, and h
     errors=("bad_argument",),
 )
 async def stats(request: Request, over: OverQuery = "minutes") -> Response:
-    return answer(handlers_of(request).reports.stats(over))
+    return answer(handlers_of(request).overview.stats(over))
 
 
 @_route(
@@ -149,7 +149,7 @@ async def stats(request: Request, over: OverQuery = "minutes") -> Response:
     errors=("not_found",),
 )
 async def curve(request: Request) -> Response:
-    return answer(handlers_of(request).reports.curve(peer_of_call(request)))
+    return answer(handlers_of(request).overview.curve(peer_of_call(request)))
 
 
 @_route(
@@ -158,7 +158,7 @@ async def curve(request: Request) -> Response:
     errors=("bad_argument",), name="list_namespaces",
 )
 async def list_namespaces(request: Request, limit: Limit = DEFAULT_LIMIT, cursor: Cursor = 0) -> Response:
-    return answer(await handlers_of(request).reports.namespaces(peer_of_call(request), limit, cursor))
+    return answer(await handlers_of(request).lists.namespaces(peer_of_call(request), limit, cursor))
 
 
 @_route(
@@ -186,7 +186,7 @@ Begins = Annotated[str, Query(alias="request", max_length=256, description="How 
 async def list_requests(
     request: Request, limit: Limit = DEFAULT_LIMIT, cursor: Cursor = 0, begins: Begins = ""
 ) -> Response:
-    return answer(handlers_of(request).reports.requests(peer_of_call(request), limit, cursor, begins))
+    return answer(handlers_of(request).lists.requests(peer_of_call(request), limit, cursor, begins))
 
 
 Kinds = Annotated[str, Query(max_length=1024, description="Kinds of events, separated by commas; empty: all")]
@@ -207,7 +207,7 @@ def _streamed(stream: Stream, pieces: AsyncIterator[bytes]) -> Response:
     media_type=EVENT_STREAM,
 )
 async def events(request: Request, kinds: Kinds = "", follow: Follow = False) -> Response:
-    stream = handlers_of(request).stream
+    stream = handlers_of(request).events
     if stream is None:
         raise ApiError("not_found", "the event stream is switched off", found="observe", wanted="stream among them")
     names = [name.strip() for name in kinds.split(",") if name.strip()] or list(KINDS)

@@ -26,6 +26,7 @@ from kvdock.api.settings import Settings
 from kvdock.protocol import events as e
 from kvdock.protocol.admin_schemas import Limits
 from kvdock.protocol.errors import ApiError
+from kvdock.protocol.reports import PoolView
 from kvdock.protocol.schemas import Segment
 from kvdock.shm import objects as shm
 from kvdock.shm.errors import PoolFull, PoolTooSmall
@@ -89,6 +90,22 @@ class Pool:
         self._undo.pop_all()
         self._segments.close(unlink=False)
         self._lock.close(unlink=False)
+
+    def view(self) -> PoolView:
+        """Its sizes, for people to read."""
+        stats = self.table.stats()
+        return PoolView(
+            limit_bytes=self.limit_bytes,
+            allocated_bytes=self.allocated_bytes,
+            prefaulted_bytes=self.prefaulted_bytes,
+            free_bytes=self.table.free_bytes(),
+            reserved_bytes=stats["reserved_bytes"],
+            ready_bytes=stats["ready_bytes"],
+            quarantined_bytes=stats["quarantined_bytes"],
+            held_bytes=stats["held_bytes"],
+            retained_bytes=stats["retained_bytes"],
+            segments=self.segment_count,
+        )
 
     # ---------------------------------------------------------------- members
 

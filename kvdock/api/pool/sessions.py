@@ -1,57 +1,191 @@
-"""Attaching a member: manifest → namespace → session → member. Everything is checked before anything is made."""
+"""Sessions: who may attach, in which namespace a session is filed, and whether it gets one more grant.
+
+To attach is manifest → namespace → session → member. Everything is checked before anything is made.
+"""
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
+from typing import TypeVar
+
 import msgspec
 
+from kvdock._core import TableError
+from kvdock.api.clock import ServerClock
+from kvdock.api.pool.drain import Drain
 from kvdock.api.pool.pool import Pool
 from kvdock.api.pool.quotas import Quotas, tenant_id
-from kvdock.api.pool.registry import MemberRecord, NamespaceRecord, Registry, SessionRecord, digest16, owned
+from kvdock.api.pool.registry import MemberRecord, Names, NamespaceRecord, Registry, SessionRecord, digest16, owned
 from kvdock.protocol.errors import ApiError
 from kvdock.protocol.keys import filed_in, namespace_digest
 from kvdock.protocol.schemas import SECRET_FIELDS, AttachSession, Manifest, Member
 
+SLICE_EMPTIED_CHUNKS = 64
+A = TypeVar("A")
 
-def attach(
-    body: AttachSession, tenant: str, *, pool: Pool, registry: Registry, quotas: Quotas, now_ms: int
-) -> SessionRecord:
-    """The session that `body.member` now belongs to; repeating the call changes nothing.
 
-    Raises ApiError: bad_argument, pool_too_small, layout_mismatch, id_reused, rank_taken,
-    lock_not_visible, quota_exceeded; and what the table refuses (member_dead, table_full).
-    """
-    manifest, member = _canonical(body.manifest), body.member
-    _check_manifest(manifest, pool)
-    session = registry.of_instance(tenant, body.instance)
-    if session is not None:
-        _check_same_manifest(session, manifest)
-    _check_member(session, member)
-    nonce = digest16(owned(tenant, member.id))
-    if registry.others_lock(session, member) or pool.unheard_has_lock(nonce, member.lock_offset):
-        raise ApiError("lock_not_visible", "hold a byte of your own: a live member has this one", wanted="another byte")
-    if not pool.lock_held(member.lock_offset):
-        raise ApiError(
-            "lock_not_visible",
-            f"hold byte lock_offset of {pool.lock_path} (same file, same machine) before attaching",
-            wanted="a held byte",
+class Sessions:
+    """The sessions of a pool. Used from the event loop only."""
+
+    def __init__(
+        self, pool: Pool, registry: Registry, names: Names, quotas: Quotas, drain: Drain, clock: ServerClock
+    ) -> None:
+        self.pool, self.registry, self.names, self.quotas, self.clock = pool, registry, names, quotas, clock
+        self._table, self._drain = pool.table, drain
+
+    # ---------------------------------------------------------------- attaching
+
+    async def with_namespace(self, ask: Callable[[], A]) -> A:
+        """What `ask` returns. If the table has no room for one more namespace, those that sessions have left are
+        emptied before it is asked again, the oldest first."""
+        while True:
+            try:
+                return ask()
+            except TableError as error:
+                is_of_namespaces = len(self._table.namespaces()) == error.found
+                if error.code != "table_full" or not is_of_namespaces:
+                    raise
+                if not self._table.empty_left(0, SLICE_EMPTIED_CHUNKS):
+                    raise
+            self.registry.drop_idle_namespaces(self._table)
+            await asyncio.sleep(0)
+
+    def attach(self, body: AttachSession, tenant: str) -> SessionRecord:
+        """The session that `body.member` now belongs to; repeating the call changes nothing.
+
+        Raises ApiError: not_ready, bad_argument, pool_too_small, layout_mismatch, id_reused, rank_taken,
+        lock_not_visible, quota_exceeded; and what the table refuses (member_dead, table_full).
+        """
+        self._admit(tenant, body.instance)
+        pool, registry, now_ms = self.pool, self.registry, self.clock.now_ms()
+        manifest, member = _canonical(body.manifest), body.member
+        _check_manifest(manifest, pool)
+        session = registry.of_instance(tenant, body.instance)
+        if session is not None:
+            _check_same_manifest(session, manifest)
+        _check_member(session, member)
+        nonce = digest16(owned(tenant, member.id))
+        if registry.others_lock(session, member) or pool.unheard_has_lock(nonce, member.lock_offset):
+            raise ApiError(
+                "lock_not_visible", "hold a byte of your own: a live member has this one", wanted="another byte"
+            )
+        if not pool.lock_held(member.lock_offset):
+            raise ApiError(
+                "lock_not_visible",
+                f"hold byte lock_offset of {pool.lock_path} (same file, same machine) before attaching",
+                wanted="a held byte",
+            )
+        if session is None:
+            session = self._open(body, manifest, tenant, now_ms)
+        table_id = self._table.add_member(
+            session.table_id, nonce, member.ranks, member.scheduler, now_ms, member.lock_offset
         )
-    if session is None:
-        session = _open_session(body, manifest, tenant, pool, registry, quotas, now_ms)
-    table_id = pool.table.add_member(
-        session.table_id, nonce, member.ranks, member.scheduler, now_ms, member.lock_offset
-    )
-    came_back = pool.unheard.pop(table_id, None) is not None
-    if member.pinned_through is not None:
-        pool.table.report_pinned(table_id, member.pinned_through)
-    if member.id not in session.members:
-        registry.add_member(session, MemberRecord(
-            member.id, table_id, tuple(member.ranks), member.scheduler, member.lock_offset,
-            retired_before=0 if came_back else pool.removed.count,
-        ))
-    session.members[member.id].heard_ms = now_ms
-    if member.scheduler:
-        run_weights(session, body.weights, pool=pool, registry=registry, quotas=quotas, now_ms=now_ms)
-    return session
+        came_back = pool.unheard.pop(table_id, None) is not None
+        if member.pinned_through is not None:
+            self._table.report_pinned(table_id, member.pinned_through)
+        if member.id not in session.members:
+            registry.add_member(session, MemberRecord(
+                member.id, table_id, tuple(member.ranks), member.scheduler, member.lock_offset,
+                retired_before=0 if came_back else pool.removed.count,
+            ))
+        session.members[member.id].heard_ms = now_ms
+        if member.scheduler:
+            self.run_weights(session, body.weights)
+        return session
+
+    def _admit(self, tenant: str, instance: str) -> None:
+        """Raises ApiError(not_ready): there is no memory yet, or the server drains and does not know the instance."""
+        if not self.pool.ready:
+            raise ApiError("not_ready", "the first segment is being allocated: attach again in a moment")
+        known = self.registry.of_instance(tenant, instance)
+        self.registry.drop_ended(self._table, [known] if known else [])
+        self.registry.drop_idle_namespaces(self._table)
+        if self._drain.begun and self.registry.of_instance(tenant, instance) is None:
+            raise ApiError("not_ready", "the server is draining: attach to the next one")
+
+    def _open(self, body: AttachSession, manifest: Manifest, tenant: str, now_ms: int) -> SessionRecord:
+        base, nonce = namespace_digest(msgspec.to_builtins(manifest), tenant), digest16(owned(tenant, body.instance))
+        weights = body.weights if body.member.scheduler else ""
+        self.quotas.check_session(tenant, nonce)
+        if known := self._table.session_of(nonce):  # of the server before: it stays in its namespace
+            namespace = self._namespace_of(known, base, manifest, tenant)
+        else:
+            namespace = self._add_namespace(base, weights, manifest, tenant)
+        table_id = self._table.open_session(nonce, namespace.table_id, now_ms)
+        return self.registry.add_session(table_id, body.instance, body.label, namespace, is_bench=body.is_bench)
+
+    # ---------------------------------------------------------------- namespaces
+
+    def run_weights(self, session: SessionRecord, weights: str) -> None:
+        """What the session looks up and stores from now on is filed under these weights; repeating it changes nothing.
+
+        Raises ApiError(quota_exceeded), and what the table refuses (table_full); then it stays where it is.
+        """
+        before = session.namespace
+        if before.digest == filed_in(before.base, weights):
+            before.use.weights = weights
+            return
+        after = self._add_namespace(before.base, weights, before.manifest, session.tenant, moves=session)
+        self._table.move_session(session.table_id, after.table_id, self.clock.now_ms())
+        self.registry.move_session(session, after)
+
+    def _add_namespace(
+        self, base: bytes, weights: str, manifest: Manifest, tenant: str, moves: SessionRecord | None = None
+    ) -> NamespaceRecord:
+        digest = filed_in(base, weights)
+        self.quotas.check_namespace(tenant, digest, moves)
+        space = self._table.add_namespace(
+            digest,
+            chunk_tokens=manifest.chunk_tokens,
+            block_tokens=manifest.block_tokens,
+            writers=manifest.writers,
+            groups=[(group.kind, group.window_tokens, group.part_bytes) for group in manifest.groups],
+            tenant=tenant_id(tenant),
+            base=base,
+        )
+        return self.registry.add_namespace(
+            space, digest, manifest, tenant, holds_chunks=self._table.chunks_in(space) > 0, base=base, weights=weights
+        )
+
+    def _namespace_of(self, session: int, base: bytes, manifest: Manifest, tenant: str) -> NamespaceRecord:
+        """The namespace in which the table has the session. Raises ApiError(id_reused) if its manifest is another."""
+        space = self._table.sessions([session])[0].namespace
+        view = next(one for one in self._table.namespaces() if one.namespace == space)
+        if view.base != base:
+            raise ApiError(
+                "id_reused", "the instance attached with another manifest", found=base.hex(), wanted=view.base.hex()
+            )
+        return self.registry.add_namespace(
+            space, view.digest, manifest, tenant, holds_chunks=self._table.chunks_in(space) > 0, base=base,
+            weights="" if view.digest == base else None,
+        )
+
+    # ---------------------------------------------------------------- grants
+
+    def check_grants(self, session: SessionRecord, request: bytes) -> None:
+        """Refuses a new grant to a session that has as many as it may: ApiError(too_many_grants), to one whose tenant
+        has as many as it may: ApiError(quota_exceeded), and to everyone while the server drains: ApiError(not_ready).
+        Retrying a call that already holds its grant does not count.
+
+        `session.grants` is never below the true number, so the table is asked only near the limit.
+        """
+        limit, draining = self.pool.limits.session_grants, self._drain.begun
+        over_quota = self.quotas.grants_refusal(session)
+        if session.grants < limit and not draining and over_quota is None:
+            return
+        session.grants, known = self._table.open_grants(session.table_id, request)
+        if known:
+            return
+        if draining:
+            raise ApiError("not_ready", "the server is draining: it gives out nothing new and ends soon")
+        if session.grants >= limit:
+            raise ApiError(
+                "too_many_grants", "release leases and finish reservations first", found=session.grants,
+                wanted=f"< {limit}",
+            )
+        if over_quota is not None:
+            raise over_quota
 
 
 def _canonical(manifest: Manifest) -> Manifest:
@@ -119,71 +253,3 @@ def _check_member(session: SessionRecord | None, member: Member) -> None:
             "id_reused", f"member {member.id} is attached with other ranks or another lock",
             found=[*member.ranks, member.scheduler], wanted=[*known.ranks, known.scheduler],
         )
-
-
-def _open_session(
-    body: AttachSession, manifest: Manifest, tenant: str, pool: Pool, registry: Registry, quotas: Quotas, now_ms: int
-) -> SessionRecord:
-    base, nonce = namespace_digest(msgspec.to_builtins(manifest), tenant), digest16(owned(tenant, body.instance))
-    weights = body.weights if body.member.scheduler else ""
-    quotas.check_session(tenant, nonce)
-    if known := pool.table.session_of(nonce):  # of the server before: it stays where it is
-        namespace = _namespace_of(known, base, manifest, tenant, pool, registry)
-    else:
-        namespace = _add_namespace(base, weights, manifest, tenant, pool, registry, quotas)
-    table_id = pool.table.open_session(nonce, namespace.table_id, now_ms)
-    return registry.add_session(table_id, body.instance, body.label, namespace, is_bench=body.is_bench)
-
-
-def run_weights(
-    session: SessionRecord, weights: str, *, pool: Pool, registry: Registry, quotas: Quotas, now_ms: int
-) -> None:
-    """What the session looks up and stores from now on is filed under these weights; repeating it changes nothing.
-
-    Raises ApiError(quota_exceeded), and what the table refuses (table_full); then it stays where it is.
-    """
-    before = session.namespace
-    if before.digest == filed_in(before.base, weights):
-        before.use.weights = weights
-        return
-    after = _add_namespace(
-        before.base, weights, before.manifest, session.tenant, pool, registry, quotas, moves=session
-    )
-    pool.table.move_session(session.table_id, after.table_id, now_ms)
-    registry.move_session(session, after)
-
-
-def _add_namespace(
-    base: bytes, weights: str, manifest: Manifest, tenant: str, pool: Pool, registry: Registry, quotas: Quotas,
-    moves: SessionRecord | None = None,
-) -> NamespaceRecord:
-    digest = filed_in(base, weights)
-    quotas.check_namespace(tenant, digest, moves)
-    space = pool.table.add_namespace(
-        digest,
-        chunk_tokens=manifest.chunk_tokens,
-        block_tokens=manifest.block_tokens,
-        writers=manifest.writers,
-        groups=[(group.kind, group.window_tokens, group.part_bytes) for group in manifest.groups],
-        tenant=tenant_id(tenant),
-        base=base,
-    )
-    return registry.add_namespace(
-        space, digest, manifest, tenant, holds_chunks=pool.table.chunks_in(space) > 0, base=base, weights=weights
-    )
-
-
-def _namespace_of(
-    session: int, base: bytes, manifest: Manifest, tenant: str, pool: Pool, registry: Registry
-) -> NamespaceRecord:
-    """In which the table has the session. Raises ApiError(id_reused) if that is of another manifest."""
-    space = pool.table.sessions([session])[0].namespace
-    view = next(one for one in pool.table.namespaces() if one.namespace == space)
-    if view.base != base:
-        raise ApiError(
-            "id_reused", "the instance attached with another manifest", found=base.hex(), wanted=view.base.hex()
-        )
-    return registry.add_namespace(
-        space, view.digest, manifest, tenant, holds_chunks=pool.table.chunks_in(space) > 0, base=base,
-        weights="" if view.digest == base else None,
-    )

@@ -14,8 +14,11 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
+from kvdock.api.clock import ServerClock
 from kvdock.api.pool.kept_object import KeptObject
+from kvdock.api.pool.pool import Pool
 from kvdock.api.record.counters import Counters
+from kvdock.api.record.tally import Tally
 from kvdock.protocol.reports import Over, PoolView, Series, Stats, TierView
 
 log = logging.getLogger("kvdock.api")
@@ -207,3 +210,21 @@ class History:
             if stats is not None and stats.interval_s == level.interval_s:
                 away_s = max(0.0, self._wall_s() - kept.at) + stats.age_s
                 self._levels[level.name].take_over(stats, int(away_s / level.interval_s))
+
+
+class Sampler:
+    """Takes the samples of a server's history."""
+
+    def __init__(
+        self, history: History, pool: Pool, tally: Tally, tiers: Callable[[], list[TierView]], clock: ServerClock
+    ) -> None:
+        """`tiers`: what the mover has last reported of them."""
+        self._history, self._pool, self._tally, self._tiers, self._clock = history, pool, tally, tiers, clock
+
+    def sample(self) -> None:
+        """Takes one more value of each series. The keeper calls it once in each interval of the finest level."""
+        self._history.sample(self._tally.totals(), self._pool.view(), self._tiers(), self._clock.now_ms() / 1000)
+
+    def keep(self) -> None:
+        """Writes hours and days for the next server of the pool."""
+        self._history.keep(self._clock.now_ms() / 1000)

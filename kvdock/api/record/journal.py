@@ -1,11 +1,11 @@
-"""The event bus: parts of the server publish what happens, subscribers get it a moment later.
+"""The journal: parts of the server publish what happens, and feeds get it a moment later.
 
-To publish costs a caller one append to a bounded queue. When the queue is full, the event is dropped and counted. What
-no subscriber takes is not even made, where the caller asks `wants` first. A task of its own hands events to
-subscribers, in slices between which calls are answered. A subscriber that raises an exception is logged and goes on.
-What is published before `open` waits for the first subscribers.
+To publish costs a caller one append to a bounded queue. When the queue is full, the event is dropped and counted. An
+event that no subscriber takes is not even made, if the caller asks `wants` first. A task of its own hands events to
+subscribers, in slices between which calls are answered. If a subscriber raises an exception, that is logged, and the
+others get the event. Events that are published before `open` wait for the first subscribers.
 
-Used from the event loop alone.
+Used from the event loop only.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from kvdock.protocol.events import EVENTS, Event
 log = logging.getLogger("kvdock.api")
 
 QUEUE_EVENTS = 16_384
-"""So many may wait: some seconds of a busy server."""
+"""How many events may wait: those of some seconds of a busy server."""
 SLICE_EVENTS = 64
 BATCH_S = 0.02
-"""Subscribers get events so much later, many at a time: to wake for each costs a call more than to publish it."""
+"""How much later subscribers get events, many at a time: to wake for each would cost a call more than to publish it."""
 
 
 class Subscriber(Protocol):
@@ -53,7 +53,7 @@ class _Later(NamedTuple):
         return event
 
 
-class Bus:
+class Journal:
     def __init__(self, wall_s: Callable[[], float], *, most: int = QUEUE_EVENTS) -> None:
         self.published: Counter[type[Event]] = Counter()
         self.dropped = 0
@@ -75,7 +75,7 @@ class Bus:
         self._sort()
 
     def open(self) -> None:
-        """From now on, what no subscriber takes is left out."""
+        """From now on, events that no subscriber takes are left out."""
         self._is_open = True
 
     def unsubscribe(self, subscriber: Subscriber) -> None:
@@ -89,7 +89,7 @@ class Bus:
         }
 
     def wants(self, kind: type[Event]) -> bool:
-        """Whether anybody would get it."""
+        """Whether a subscriber takes events of this kind."""
         return kind in self._takers
 
     def publish(self, event: Event) -> None:
@@ -99,8 +99,8 @@ class Bus:
             self._queue.append(event)
 
     def publish_later(self, kind: type[Event], make: Callable[..., Event], *values: Any) -> None:
-        """As publish, of the event that `make` makes of these values once it is handed out: calls that are answered in
-        a tenth of a millisecond do not wait for it. What the values are must not change."""
+        """Publishes the event that `make` makes of `values` when it is handed out: calls that are answered in a tenth
+        of a millisecond do not wait for that. The values must not change meanwhile."""
         if self._takes(kind):
             self._seq += 1
             self._queue.append(_Later(self._seq, self._wall_s(), make, values))
@@ -127,7 +127,7 @@ class Bus:
                 await asyncio.sleep(0)
 
     def flush(self) -> None:
-        """All that waits, now: at the server's end, or because somebody asks for what has happened."""
+        """Hands out all events that wait, now: at the server's end, or before somebody reads what has happened."""
         self._hand_out(len(self._queue))
 
     def _hand_out(self, most: int) -> None:
@@ -139,5 +139,5 @@ class Bus:
             for subscriber in self._takers.get(kind, ()):
                 try:
                     subscriber.take(event)
-                except Exception:  # whatever it was: the others get theirs
+                except Exception:  # whatever it was: the other subscribers get the event
                     log.exception("the subscriber %s failed at an event", subscriber.name)

@@ -1,6 +1,6 @@
-"""Counts what lookups and stores did, and tells the event bus of it: a repeated call adds nothing.
+"""Counts what calls did, and publishes it in the journal: a repeated call adds nothing.
 
-It remembers a bounded number of requests and grants. A repeat of a forgotten one is counted again.
+The tally remembers a bounded number of requests and grants. A repeat of one that it has forgotten is counted again.
 """
 
 from __future__ import annotations
@@ -8,22 +8,31 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvdock._core import SLOT_ALIGN, Lookup as Found, Reservation as Granted, Table
+from kvdock.api.clock import Clocks, ServerClock
 from kvdock.api.convert import grant_text
-from kvdock.api.pool.registry import Recent, SessionRecord
+from kvdock.api.pool.registry import MemberRecord, Recent, SessionRecord
 from kvdock.api.pool.sums import Sums
-from kvdock.api.record.breaks import break_of
-from kvdock.api.record.counters import TABLE_COUNTERS, Counters, Detail, RecentRequests
+from kvdock.api.record.counters import TABLE_COUNTERS, Counters
 from kvdock.api.record.curve import Curves
-from kvdock.api.record.journal import Bus
+from kvdock.api.record.journal import Journal
+from kvdock.api.record.requests import Detail, RecentRequests
+from kvdock.api.settings import Settings
 from kvdock.protocol import events as e
-from kvdock.protocol.explain import Break
+from kvdock.protocol.explain import BREAKS, Break
 from kvdock.protocol.outcomes import view_of
 from kvdock.protocol.reports import RequestView
 from kvdock.protocol.schemas import Heartbeat, Lookup, Reserve
 from kvdock.protocol.wire_types import KEY_BYTES
+
+
+class Memory(NamedTuple):
+    """What the table has done with chunks, as last published."""
+
+    evicted_chunks: int
+    quarantined_bytes: int
 
 
 @dataclass(slots=True)
@@ -46,26 +55,25 @@ class _Open:
 
 
 class Tally:
-    """`counters` may be raised directly; lookups and reservations are counted here."""
+    """`counters` may be raised directly; lookups, stores and what becomes of members are recorded by methods."""
 
     def __init__(
-        self, table: Table, counters: Counters, recent: RecentRequests, bus: Bus, curves: Curves | None, *,
-        keep: int, perf_ns: Callable[[], int], wall_s: Callable[[], float], server_ms: Callable[[], int],
+        self, settings: Settings, table: Table, journal: Journal, curves: Curves | None, clocks: Clocks,
+        server_clock: ServerClock,
     ) -> None:
-        """`keep`: how many requests and grants to remember. `perf_ns` times calls, `wall_s` dates them; `server_ms`:
-        the table's clock."""
-        self.counters = counters
-        self.recent = recent
+        keep = 4 * settings.table_grants  # requests and grants
+        self.counters = Counters()
+        self.recent = RecentRequests(settings.recent_requests)
         self.saved = Sums()
-        """What all engines have loaded and saved, but for benchmarks."""
+        """What all engines have loaded and saved, without benchmarks."""
+        self.missed: Counter[str] = Counter()
+        """Tokens that lookups asked for and did not get, by the reason."""
+        self.now_ns = clocks.perf_ns
         self._apart = Counters()
         """What benchmarks did."""
-        self.missed: Counter[str] = Counter()
-        """Tokens that lookups asked for and did not get, by why."""
-        self._curves = curves
-        self.now_ns = perf_ns
-        self._table = table
-        self._wall_s, self._server_ms, self._bus = wall_s, server_ms, bus
+        self._memory = Memory(0, 0)
+        self._table, self._journal, self._curves = table, journal, curves
+        self._wall_s, self._server_ms = clocks.wall_s, server_clock.now_ms
         self._lookups: Recent[tuple[int, bytes, int], int] = Recent(keep)
         """(session, request, epoch) → number of chunks already counted as loaded."""
         self._stores: Recent[int, _Open] = Recent(keep)
@@ -81,15 +89,15 @@ class Tally:
     def _counters_of(self, session: SessionRecord) -> Counters:
         return self._apart if session.is_bench else self.counters
 
-    def _tells(self, session: SessionRecord, kind: type[e.Event]) -> bool:
+    def _wants(self, session: SessionRecord, kind: type[e.Event]) -> bool:
         """Benchmarks cause no events: theirs would push out the events of engines that serve."""
-        return not session.is_bench and self._bus.wants(kind)
+        return not session.is_bench and self._journal.wants(kind)
 
-    def _tell_later(
+    def _publish_later(
         self, kind: type[e.Event], make: Callable[..., e.Event], session: SessionRecord, *values: Any
     ) -> None:
         if not session.is_bench:
-            self._bus.publish_later(kind, make, session, *values)
+            self._journal.publish_later(kind, make, session, *values)
 
     def _curves_of(self, session: SessionRecord) -> Curves | None:
         return None if session.is_bench else self._curves
@@ -134,13 +142,13 @@ class Tally:
             at=self._wall_s(), kind="lookup", session=session.id, label=session.label, request=body.request,
             tokens=tokens, hit_tokens=found.hit_tokens, chunks=chunks, bytes=loaded_bytes, took_us=took_us,
         )
-        broke = break_of(self._table, session, keys, found, self._server_ms())
+        broke = _break_of(self._table, session, keys, found, self._server_ms())
         detail = _detail(session, broke)
         if not session.is_bench:
             if broke is not None:
                 self.missed[broke.why] += tokens - found.hit_tokens
             self.recent.add(session.tenant, row, detail)
-        self._tell_later(
+        self._publish_later(
             e.LookedUp, _looked_up, session, body.request, body.traceparent or "", tokens, found.hit_tokens,
             "" if broke is None else broke.why, took_us,
         )
@@ -160,7 +168,7 @@ class Tally:
             ))
         else:
             known.chunks, known.bytes = known.chunks + chunks, known.bytes + bytes_added
-        self._tell_later(
+        self._publish_later(
             e.Leased, _leased, session, body.request, body.traceparent or "", lease, chunks, bytes_added
         )
 
@@ -173,7 +181,7 @@ class Tally:
         took_us = self._took_us(known)
         if known.detail is not None:
             known.detail.loaded_us = took_us
-        self._tell_later(
+        self._publish_later(
             e.Loaded, _loaded, session, known.name, known.traceparent, lease, known.chunks, known.bytes, took_us
         )
 
@@ -184,8 +192,8 @@ class Tally:
         if known is None or known.has_ended:
             return
         known.has_ended = True
-        if self._tells(session, e.Cancelled):
-            self._bus.publish(e.Cancelled(
+        if self._wants(session, e.Cancelled):
+            self._journal.publish(e.Cancelled(
                 **session.who, name=known.name, traceparent=known.traceparent, grant=grant_text(grant),
                 is_store=lease is None, took_us=self._took_us(known),
             ))
@@ -217,8 +225,8 @@ class Tally:
         )
         if not session.is_bench:
             self.recent.add(session.tenant, row, _detail(session))
-        if self._tells(session, e.Reserved):
-            self._bus.publish(e.Reserved(
+        if self._wants(session, e.Reserved):
+            self._journal.publish(e.Reserved(
                 **session.who, store=body.store, traceparent=body.traceparent or "",
                 reservation=grant_text(granted.grant) if granted.grant else None, tokens=tokens,
                 present_tokens=present_tokens, chunks=granted.chunk_count, bytes=granted.part_bytes,
@@ -237,13 +245,13 @@ class Tally:
         if session.is_bench:
             self._apart.stored_chunks += grown
             self._apart.stored_bytes += known.slot_bytes * grown // max(1, known.chunks)
-        if grown > 0 and self._tells(session, e.Stored):
-            self._bus.publish(e.Stored(
+        if grown > 0 and self._wants(session, e.Stored):
+            self._journal.publish(e.Stored(
                 **session.who, store=known.name, traceparent=known.traceparent,
                 reservation=grant_text(reservation), chunks=grown, took_us=self._took_us(known),
             ))
-        if is_whole and self._tells(session, e.Committed):
-            self._bus.publish(e.Committed(
+        if is_whole and self._wants(session, e.Committed):
+            self._journal.publish(e.Committed(
                 **session.who, store=known.name, traceparent=known.traceparent,
                 reservation=grant_text(reservation), chunks=published, bytes=known.bytes, took_us=self._took_us(known),
             ))
@@ -253,8 +261,8 @@ class Tally:
         known = self._stores.get(reservation)
         if known is not None and not known.has_ended:
             known.has_ended = is_over
-            if self._tells(session, e.Aborted):
-                self._bus.publish(e.Aborted(
+            if self._wants(session, e.Aborted):
+                self._journal.publish(e.Aborted(
                     **session.who, store=known.name, traceparent=known.traceparent,
                     reservation=grant_text(reservation), ranks=list(ranks), chunks=known.published, is_over=is_over,
                     took_us=self._took_us(known),
@@ -263,8 +271,54 @@ class Tally:
     def _took_us(self, since: _Open) -> int:
         return (self.now_ns() - since.began_ns) // 1000
 
+    # ---------------------------------------------------------------- members and memory
+
+    def attached(self, session: SessionRecord, member: MemberRecord, *, is_new: bool) -> None:
+        """`is_new`: not a repeat of the call."""
+        self.counters.attached_members += not session.is_bench
+        if is_new:
+            namespace = session.namespace
+            self._journal.publish(e.Attached(
+                **session.who, member=member.id, instance=session.instance, namespace=namespace.digest.hex(),
+                model=namespace.manifest.model, ranks=list(member.ranks),
+            ))
+
+    def left(self, session: SessionRecord, member: MemberRecord) -> None:
+        self._journal.publish(e.Left(**session.who, member=member.id))
+
+    def suspected(self, session: SessionRecord, member: MemberRecord, silent_ms: int) -> None:
+        self._journal.publish(e.Suspect(**session.who, member=member.id, silent_s=silent_ms / 1000))
+
+    def recovered(self, session: SessionRecord, member: MemberRecord) -> None:
+        self._journal.publish(e.Recovered(**session.who, member=member.id))
+
+    def died(self, session: SessionRecord | None, member_id: str = "") -> None:
+        """`session`: None for a member of an adopted pool that never came back."""
+        self.counters.dead_members += 1
+        if session is not None:
+            self._journal.publish(e.Dead(**session.who, member=member_id))
+
+    def memory(self) -> None:
+        """Publishes what the table has done with chunks since the last call."""
+        stats = self._table.stats()
+        now, before = Memory(stats["evicted_chunks"], stats["quarantined_bytes"]), self._memory
+        self._memory = now
+        if now.evicted_chunks > before.evicted_chunks:
+            self._journal.publish(
+                e.Evicted(chunks=now.evicted_chunks - before.evicted_chunks, total=now.evicted_chunks)
+            )
+        if now.quarantined_bytes != before.quarantined_bytes:
+            kind = e.Quarantined if now.quarantined_bytes > before.quarantined_bytes else e.Freed
+            self._journal.publish(kind(bytes=now.quarantined_bytes))
+
+    # ---------------------------------------------------------------- the end of requests
+
+    def mismatched(self, session: SessionRecord, lease: str, chunks: int) -> None:
+        """Chunks of a lease did not have the bytes that were stored; the table has taken them out of use."""
+        self._journal.publish(e.Mismatched(**session.who, lease=lease, chunks=chunks))
+
     def outcomes(self, session: SessionRecord, body: Heartbeat) -> None:
-        """What an engine tells of requests that have ended."""
+        """An engine has reported requests that have ended."""
         counters = self._counters_of(session)
         counters.outcomes += len(body.outcomes)
         counters.dropped_outcomes += body.outcomes_dropped
@@ -276,11 +330,32 @@ class Tally:
             if session.is_bench:
                 continue
             self.saved.ended(view)
-            self.recent.tell(session.tenant, RequestView(
+            self.recent.ended(session.tenant, RequestView(
                 at=self._wall_s(), kind="ended", session=session.id, label=session.label, request=outcome.request,
                 tokens=outcome.prompt_tokens, hit_tokens=outcome.found_tokens, chunks=0, bytes=0, took_us=0,
                 outcome=view,
             ), _detail(session))
+
+
+def _break_of(table: Table, session: SessionRecord, keys: bytes, found: Found, now_ms: int) -> Break | None:
+    """Why a lookup found less than it asked for; None: it found all. `keys`: all of them, 32 bytes each.
+
+    It is asked with the lookup, because a moment later the request itself may store what was missing.
+    """
+    space = session.namespace
+    chunk_tokens = space.manifest.chunk_tokens
+    at = found.hit_tokens // chunk_tokens * KEY_BYTES
+    if at >= len(keys):
+        return None
+    why: str = found.limited or ("being_stored" if found.being_stored > found.hit_tokens else "")
+    gone = None if why else table.gone(space.table_id, keys[at : at + KEY_BYTES])
+    why = why or ("unknown" if gone is None else gone[0])
+    made = Break(at_tokens=found.hit_tokens, why=why, in_words=BREAKS[why])
+    if gone is not None:
+        _, at_ms, used_ms = gone
+        made.gone_s = max(0, now_ms - at_ms) / 1000
+        made.unused_s = max(0, at_ms - used_ms) / 1000 if used_ms else None
+    return made
 
 
 def _detail(session: SessionRecord, broke: Break | None = None) -> Detail:

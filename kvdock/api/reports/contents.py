@@ -1,5 +1,5 @@
-"""What the pool holds, by namespace and prefix. A census of all chunks tells it (csrc/table/census.h): the event loop
-makes it in slices, when somebody asks, and others get the same one for a while.
+"""What the pool holds, by namespace and prefix, from a census of all chunks (csrc/table/census.h): the event loop makes
+it in slices when somebody asks, and others get the same census for a while.
 """
 
 from __future__ import annotations
@@ -74,9 +74,6 @@ class Contents:
         """As last counted."""
         return self._counts.get(space, NOTHING)
 
-    def since_s(self, at_ms: int) -> float | None:
-        return max(0, self._clock.now_ms() - at_ms) / 1000 if at_ms else None
-
     async def prefixes(self, peer: Peer, limit: int) -> Prefixes:
         """Those of namespaces that the caller sees."""
         await self.refresh()
@@ -89,8 +86,8 @@ class Contents:
                     namespace=seen[space].digest.hex(), tenant=seen[space].tenant, model=seen[space].manifest.model,
                     weights=seen[space].use.weights,
                     key=first.hex(), tokens=chunks * seen[space].manifest.chunk_tokens, chunks=chunks, bytes=held,
-                    age_s=self.since_s(born_ms), unused_s=self.since_s(used_ms), uses=uses, last_key=last.hex(),
-                    last_tokens=last_chunks * seen[space].manifest.chunk_tokens,
+                    age_s=self._clock.since_s(born_ms), unused_s=self._clock.since_s(used_ms), uses=uses,
+                    last_key=last.hex(), last_tokens=last_chunks * seen[space].manifest.chunk_tokens,
                 )
                 for space, first, chunks, held, born_ms, used_ms, uses, last, last_chunks in found
             ],

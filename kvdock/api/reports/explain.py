@@ -1,6 +1,6 @@
-"""Explains a recent request: what was asked, where the prefix that was found ends and why, what loading took.
+"""Explains a recent request: what it asked for, where the prefix that was found ends and why, how long loading took.
 
-Why it ends, kvdock/api/record/breaks.py has found out with the lookup.
+Why the prefix ends was recorded with the lookup (kvdock/api/record/tally.py).
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ import msgspec
 from kvdock._core import Table
 from kvdock.api.access.peer import Peer
 from kvdock.api.pool.registry import NamespaceRecord, Registry
-from kvdock.api.record.counters import Detail, RecentRequests
+from kvdock.api.record.requests import Detail
 from kvdock.api.reports.lists import shown_manifest
+from kvdock.api.reports.recorded import Recent
 from kvdock.protocol.errors import ApiError
 from kvdock.protocol.explain import Break, Explanation, LoadStory, LookupStory, OtherNamespace
 from kvdock.protocol.outcomes import OutcomeView
@@ -28,7 +29,7 @@ MOST_ROWS = 64
 
 
 class Explainer:
-    def __init__(self, recent: RecentRequests, registry: Registry, table: Table) -> None:
+    def __init__(self, recent: Recent, registry: Registry, table: Table) -> None:
         self._recent, self._registry, self._table = recent, registry, table
 
     def explain(self, peer: Peer, request: str, session: str = "") -> Explanation:
@@ -163,10 +164,10 @@ def _broke(broke: Break) -> str:
 
 def _others(rows: Sequence[RequestView]) -> list[str]:
     """`rows`: of the same id, by other engines."""
-    names = {row.session: row.label or row.session for row in rows}
-    if not names:
+    engines = {row.session: row.label or row.session for row in rows}
+    if not engines:
         return []
-    said = ", ".join(f"{name} (session {session})" if name != session else session for session, name in names.items())
+    said = ", ".join(f"{name} (session {session})" if name != session else session for session, name in engines.items())
     return [f"Other engines had requests with this id, which are explained if their session is named: {said}."]
 
 

@@ -1,127 +1,53 @@
-"""What people read of the server: status, sessions, grants, namespaces, segments. Reads only."""
+"""The lists that people read: sessions, namespaces, leases and reservations, recent requests, segments. Reads only.
+
+A list comes in pages: at most `limit` items, and a cursor from which the next page goes on. A cursor is the id of the
+first item of the next page; for grants it is their position in the list of all grants. Both rise and are never reused
+(a position only within its millisecond), so items that come or go between two pages shift nothing: no item is shown
+twice, and none that was there all the time is missed.
+"""
 
 from __future__ import annotations
 
 import heapq
-import socket
+from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from importlib.metadata import version
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from kvdock._core import GrantView, MemberView, SessionView
 from kvdock.api.access.peer import Peer
-from kvdock.api.clock import ServerClock
 from kvdock.api.convert import grant_id, grant_text
-from kvdock.api.pool.pool import Pool
-from kvdock.api.pool.registry import Names, NamespaceRecord, Registry, SessionRecord
+from kvdock.api.pool.registry import NamespaceRecord, SessionRecord
+from kvdock.api.pool.sessions import Sessions
 from kvdock.api.pool.sums import mean_of, rates_of
-from kvdock.api.record.curve import Curves
-from kvdock.api.record.history import History
-from kvdock.api.record.tally import Tally
 from kvdock.api.reports.contents import Contents
-from kvdock.api.reports.paging import page_of
-from kvdock.api.reports.status import Probes
+from kvdock.api.reports.recorded import Recent
 from kvdock.protocol import schemas as s
 from kvdock.protocol.admin_schemas import MemberDetail, Namespaces, NamespaceView, SessionDetail
-from kvdock.protocol.curve import Curve
 from kvdock.protocol.errors import ApiError
-from kvdock.protocol.reports import (
-    ChunkCounts,
-    Leases,
-    LeaseView,
-    MoverView,
-    Over,
-    PoolView,
-    Requests,
-    Stats,
-    Status,
-    TierView,
-)
+from kvdock.protocol.reports import Leases, LeaseView, Requests
 from kvdock.protocol.usage import CopyRates, UseTotals
 
-VERSION = version("kvdock")
 SESSIONS_OF_PAGE = 64
 """A page is as long as can be made in one turn of the event loop, even if more are asked for."""
 GRANTS_OF_PAGE = 64
-FULL_SHARE = 0.02
-"""A pool with a smaller share of room counts as full."""
 MOST_SESSIONS = 32
 """Sessions that metrics name."""
 ALL_SESSIONS = 0
 """For the table."""
+T = TypeVar("T")
 
 
-class Reports:
-    """One method for each page of information. `limit` and `cursor` choose a page of a list. A list has what the caller
-    may see: its own tenant's, or all."""
+class Lists:
+    """One method for each list. `limit` and `cursor` choose a page of it. A list has what the caller may see: its own
+    tenant's, or all."""
 
-    def __init__(
-        self, *, pool: Pool, registry: Registry, names: Names, clock: ServerClock, probes: Probes, tally: Tally,
-        history: History, curves: Curves | None, tiers: Callable[[], list[TierView]],
-        mover: Callable[[], MoverView | None], contents: Contents, wall_s: Callable[[], float],
-    ) -> None:
-        """`tiers`: as the mover has told of them. Neither this nor `mover` waits for it. `wall_s` dates the status."""
-        self._pool, self._table = pool, pool.table
-        self._registry, self._names = registry, names
-        self._clock, self._wall_s = clock, wall_s
-        self._started_ms = clock.now_ms()
-        self._probes, self._tally, self._history, self._tiers = probes, tally, history, tiers
-        self._mover, self._curves, self._contents = mover, curves, contents
-
-    # ---------------------------------------------------------------- the server at a glance
-
-    def pool(self) -> PoolView:
-        stats, pool = self._table.stats(), self._pool
-        return PoolView(
-            limit_bytes=pool.limit_bytes,
-            allocated_bytes=pool.allocated_bytes,
-            prefaulted_bytes=pool.prefaulted_bytes,
-            free_bytes=self._table.free_bytes(),
-            reserved_bytes=stats["reserved_bytes"],
-            ready_bytes=stats["ready_bytes"],
-            quarantined_bytes=stats["quarantined_bytes"],
-            held_bytes=stats["held_bytes"],
-            retained_bytes=stats["retained_bytes"],
-            segments=pool.segment_count,
-        )
-
-    def status(self, peer: Peer) -> Status:
-        stats, pool = self._table.stats(), self._pool
-        now = self._probes.ready()
-        growth = [f"the pool cannot grow now: {pool.growth_error}"] if pool.growth_error else []
-        return Status(
-            status=now.status,
-            reasons=[*now.reasons, *self._probes.blamed(now, peer), *growth],
-            version=VERSION,
-            pool_id=grant_text(pool.pool_id),
-            incarnation=pool.incarnation,
-            uptime_s=(self._clock.now_ms() - self._started_ms) / 1000,
-            now=self._wall_s(),
-            pool=self.pool(),
-            chunks=ChunkCounts(
-                reserved=stats["reserved_chunks"], ready=stats["ready_chunks"], quarantined=stats["quarantined_chunks"]
-            ),
-            sessions=stats["sessions"],
-            leases=stats["leases"],
-            reservations=stats["reservations"],
-            counters=msgspec.structs.asdict(self._tally.totals()),
-            tiers=[
-                tier if peer.may("read") else msgspec.structs.replace(tier, error="") for tier in self._tiers()
-            ],
-            mover=self._mover(),
-            saved=self._tally.saved.saved(),
-            oldest_s=self._contents.since_s(stats["oldest_used_ms"]),
-            full_in_s=self._full_in_s(),
-            host=socket.gethostname() if peer.may("read") else "",
-        )
-
-    def _full_in_s(self) -> float | None:
-        rate, free_bytes = self._history.filling_bytes_per_s(), self._pool.free_bytes
-        is_full = free_bytes < FULL_SHARE * self._pool.limit_bytes
-        return free_bytes / rate if rate is not None and rate > 0 and not is_full else None
+    def __init__(self, sessions: Sessions, recent: Recent, contents: Contents) -> None:
+        self._pool, self._table = sessions.pool, sessions.pool.table
+        self._registry, self._names, self._clock = sessions.registry, sessions.names, sessions.clock
+        self._recent, self._contents = recent, contents
 
     def segments(self, _: Peer, limit: int, cursor: int) -> s.Segments:
         shown, following = page_of(self._pool.segment_infos, lambda info: info.id, limit, cursor)
@@ -134,24 +60,8 @@ class Reports:
 
     def requests(self, peer: Peer, limit: int, cursor: int, request: str) -> Requests:
         """Those whose ids begin with `request`."""
-        shown, following = self._tally.recent.view(limit, cursor, peer.sees, request)
+        shown, following = self._recent.view(limit, cursor, peer.sees, request)
         return Requests(requests=shown, next=following)
-
-    def stats(self, over: Over) -> Stats:
-        return self._history.view(over, self._clock.now_ms() / 1000)
-
-    def keep_history(self) -> None:
-        """For the next server of the pool."""
-        self._history.keep(self._clock.now_ms() / 1000)
-
-    def curve(self, peer: Peer) -> Curve:
-        if self._curves is None:
-            raise ApiError("not_found", "the curve is switched off", found="observe", wanted="curve among them")
-        return self._curves.view(peer)
-
-    def sample(self) -> None:
-        """Takes one more value of each series. The keeper calls it once per interval."""
-        self._history.sample(self._tally.totals(), self.pool(), self._tiers(), self._clock.now_ms() / 1000)
 
     # ---------------------------------------------------------------- sessions
 
@@ -230,14 +140,14 @@ class Reports:
             manifest=shown_manifest(record.manifest),
             weights=record.use.weights,
             base=record.base.hex(),
-            left_s=None if left_ms is None else self._contents.since_s(left_ms),
+            left_s=None if left_ms is None else self._clock.since_s(left_ms),
             chunk_bytes=record.chunk_bytes,
             sessions=sessions,
             is_bench=record.use.is_bench,
             chunks=count.chunks,
             bytes=count.bytes,
-            oldest_s=self._contents.since_s(count.oldest_ms),
-            unused_s=self._contents.since_s(count.newest_ms),
+            oldest_s=self._clock.since_s(count.oldest_ms),
+            unused_s=self._clock.since_s(count.newest_ms),
             totals=record.use.sums.view(),
         )
 
@@ -328,3 +238,12 @@ def shown_manifest(manifest: s.Manifest) -> s.Manifest:
     return msgspec.structs.replace(
         manifest, **{name: "hidden" for name in s.SECRET_FIELDS if getattr(manifest, name)}
     )
+
+
+def page_of(
+    items: Sequence[T], id_of: Callable[[T], int], limit: int, cursor: int
+) -> tuple[Sequence[T], str | None]:
+    """`items`, in rising order of their ids, from `cursor` on; and the next cursor, None after the last."""
+    start = bisect_left(items, cursor, key=id_of)
+    end = start + limit
+    return items[start:end], str(id_of(items[end])) if end < len(items) else None

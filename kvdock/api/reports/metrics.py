@@ -3,67 +3,66 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from math import inf
 from typing import get_type_hints
 
 import msgspec
 from prometheus_client import CollectorRegistry, ProcessCollector
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, InfoMetricFamily
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    InfoMetricFamily,
+    SummaryMetricFamily,
+)
 from prometheus_client.exposition import generate_latest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from kvdock.api.access.peer import NOBODY, Peer
-from kvdock.api.feeds.kv import KvLog
 from kvdock.api.pool.pool import Pool
 from kvdock.api.pool.quotas import Quotas
 from kvdock.api.record.counters import Counters
-from kvdock.api.record.durations import Durations
-from kvdock.api.record.journal import Bus
-from kvdock.api.record.pulse import Pulse
-from kvdock.api.record.timings import Meter, Timings
-from kvdock.api.reports.lists import Reports
-from kvdock.api.reports.tier_metrics import of_mover, of_tiers
+from kvdock.api.reports.lists import Lists
+from kvdock.api.reports.recorded import Answers, CallTimes, FeedFigures, Totals
+from kvdock.api.reports.status import Overview, Probes
 from kvdock.protocol.admin_schemas import TenantView
 from kvdock.protocol.events import Event, Loaded, Stored, kind_of
 from kvdock.protocol.explain import BREAKS
-from kvdock.protocol.reports import Status
+from kvdock.protocol.reports import WAIT_BOUNDS_S, MoverView, Status, TierView
 from kvdock.protocol.usage import CopyRates, UseTotals
 
 _HELP = {name: hint.__metadata__[0].description for name, hint in get_type_hints(Counters, include_extras=True).items()}
-
-
 FRESH_S = 1.0
 """Scrapes within this time get the same text: to make it takes some ms of the event loop."""
 
 
 class Metrics:
-    """The server's metrics, computed when they are scraped, at most once within FRESH_S."""
+    """The text of `GET /metrics`. Each part is made when it is asked for, at most once within FRESH_S."""
 
-    def __init__(
-        self, *, pool: Pool, quotas: Quotas, reports: Reports, meter: Meter, pulse: Pulse, bus: Bus,
-        durations: Durations, missed: Mapping[str, int], spans: Mapping[str, int], kv_log: KvLog | None,
-        now_s: Callable[[], float],
-    ) -> None:
-        """`missed`: tokens that lookups asked for and did not get, by why. `spans`: by what became of them."""
-        self._pool, self._quotas, self._reports, self._meter, self._pulse = pool, quotas, reports, meter, pulse
-        self._bus, self._durations, self._missed, self._now_s = bus, durations, missed, now_s
-        self._spans, self._kv_log = spans, kv_log
-        self._process = ProcessCollector(registry=None)
+    def __init__(self, server: ServerMetrics, lists: Lists, quotas: Quotas, now_s: Callable[[], float]) -> None:
+        self._server, self._lists, self._quotas, self._now_s = server, lists, quotas, now_s
         self._text, self._made_s = b"", -FRESH_S
         self._tenants: asyncio.Task[bytes] | None = None
         """Makes the text of all tenants, since `_tenants_s`."""
         self._tenants_s = -FRESH_S
 
     async def text(self, peer: Peer) -> bytes:
-        """The totals, which are everybody's, and what each tenant uses of those that the caller may know of."""
+        """The totals, which are everybody's, and what each tenant uses, of those that the caller may know of."""
         return self._totals() + await self._of_tenants(peer)
+
+    def _totals(self) -> bytes:
+        now_s = self._now_s()
+        if now_s - self._made_s >= FRESH_S:
+            self._text, self._made_s = exposed(self._server.collect()), now_s
+        return self._text
 
     async def _of_tenants(self, peer: Peer) -> bytes:
         if not peer.may("read"):
             return b""
-        return await self._used_by_tenants(peer) + used_by_sessions(self._reports.most_used_sessions(peer))
+        return await self._used_by_tenants(peer) + used_by_sessions(self._lists.most_used_sessions(peer))
 
     async def _used_by_tenants(self, peer: Peer) -> bytes:
         if not peer.may("admin"):
@@ -74,39 +73,45 @@ class Metrics:
             self._tenants_s = now_s
         return await asyncio.shield(self._tenants)
 
-    def _totals(self) -> bytes:
-        now_s = self._now_s()
-        if now_s - self._made_s >= FRESH_S:
-            self._text, self._made_s = exposed(self.collect()), now_s
-        return self._text
+
+class ServerMetrics:
+    """The metrics of the server as a whole, computed from its state."""
+
+    def __init__(
+        self, pool: Pool, overview: Overview, probes: Probes, lists: Lists, totals: Totals, answers: Answers,
+        feeds: FeedFigures,
+    ) -> None:
+        self._pool, self._overview, self._probes, self._lists = pool, overview, probes, lists
+        self._missed, self._answers, self._feeds = totals.missed, answers, feeds
+        self._process = ProcessCollector(registry=None)
 
     def collect(self) -> Iterator[Metric]:
-        self._bus.flush()
-        status = self._reports.status(NOBODY)
+        self._feeds.catch_up()
+        status = self._overview.status(NOBODY)
         yield InfoMetricFamily("kvdock_build", "The server's version", {"version": status.version})
         yield from self._process.collect()
         for name, total in status.counters.items():
             if name != "refusals":
                 yield CounterMetricFamily(f"kvdock_{name}", _HELP[name], value=total)
         refusals = CounterMetricFamily("kvdock_refusals", _HELP["refusals"], labels=["code"])
-        for code, count in sorted(self._meter.refusals.items()):
+        for code, count in sorted(self._answers.refusals.items()):
             refusals.add_metric([code], count)
         yield refusals
-        pool = GaugeMetricFamily("kvdock_pool_bytes", "Allocated bytes of the pool by state", labels=["state"])
+        pool_bytes = GaugeMetricFamily("kvdock_pool_bytes", "Allocated bytes of the pool by state", labels=["state"])
         for state in ("free", "reserved", "ready", "quarantined"):
-            pool.add_metric([state], getattr(status.pool, f"{state}_bytes"))
-        yield pool
+            pool_bytes.add_metric([state], getattr(status.pool, f"{state}_bytes"))
+        yield pool_bytes
         chunks = GaugeMetricFamily("kvdock_chunks", "Chunks by state", labels=["state"])
         for state in ("reserved", "ready", "quarantined"):
             chunks.add_metric([state], getattr(status.chunks, state))
         yield chunks
         yield _hits(status)
         if status.mover is not None:
-            yield from of_mover(status.mover)
-            yield from of_tiers(status.tiers)
+            yield from _of_mover(status.mover)
+            yield from _of_tiers(status.tiers)
         yield _requested(status, self._missed)
-        yield _copies(self._reports.copy_rates())
-        yield _times(self._meter.timings)
+        yield _copies(self._lists.copy_rates())
+        yield _times(self._answers.timings)
         yield self._durations_of("kvdock_load_seconds", "From a lease until all of its ranks have read", Loaded)
         yield self._durations_of("kvdock_store_seconds", "From a reservation until its chunks are published", Stored)
         yield from self._of_events()
@@ -130,29 +135,30 @@ class Metrics:
             ("kvdock_pool_growing", "0 while the pool cannot grow for want of memory",
              int(not self._pool.growth_error)),
             ("kvdock_loop_lag_seconds", "Longest wait for the event loop within the last 10 to 20 s",
-             self._pulse.worst_lag_s),
+             self._probes.worst_lag_s),
             ("kvdock_uptime_seconds", "Server clock since start", status.uptime_s),
         ):
             yield GaugeMetricFamily(name, text, value=value)
 
     def _of_events(self) -> Iterator[Metric]:
         events = CounterMetricFamily("kvdock_events", "Events handed to subscribers, by kind", labels=["kind"])
-        for kind, count in self._bus.published.items():
+        for kind, count in self._feeds.published.items():
             events.add_metric([kind_of(kind)], count)
         yield events
         yield CounterMetricFamily(
-            "kvdock_events_dropped", "Events dropped because too many waited", value=self._bus.dropped
+            "kvdock_events_dropped", "Events dropped because too many waited", value=self._feeds.dropped
         )
         spans = CounterMetricFamily("kvdock_spans", "Spans of traces, by what became of them", labels=["outcome"])
         for outcome in ("sent", "failed", "dropped"):
-            spans.add_metric([outcome], self._spans.get(outcome, 0))
+            spans.add_metric([outcome], self._feeds.spans.get(outcome, 0))
         yield spans
-        chunks, snapshots = (0, 0) if self._kv_log is None else (self._kv_log.chunks, self._kv_log.snapshots)
-        yield GaugeMetricFamily("kvdock_kv_chunks", "Chunks that KV events say are there", value=chunks)
-        yield CounterMetricFamily("kvdock_kv_snapshots", "Snapshots sent to routers that came late", value=snapshots)
+        yield GaugeMetricFamily("kvdock_kv_chunks", "Chunks that KV events say are there", value=self._feeds.kv_chunks)
+        yield CounterMetricFamily(
+            "kvdock_kv_snapshots", "Snapshots sent to routers that came late", value=self._feeds.kv_snapshots
+        )
 
     def _durations_of(self, name: str, text: str, kind: type[Event]) -> Metric:
-        buckets, total_s = self._durations.view(kind)
+        buckets, total_s = self._feeds.grant_times.view(kind)
         return HistogramMetricFamily(name, text, buckets=buckets, sum_value=total_s)
 
 
@@ -181,9 +187,9 @@ def used_by_sessions(sessions: Mapping[str, UseTotals]) -> bytes:
 
 def exposed(metrics: Iterable[Metric]) -> bytes:
     """As Prometheus reads it."""
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Made(metrics))
-    return generate_latest(registry)
+    collectors = CollectorRegistry(auto_describe=False)
+    collectors.register(_Made(metrics))
+    return generate_latest(collectors)
 
 
 class _Made(Collector):
@@ -227,10 +233,92 @@ def _copies(rates: CopyRates) -> Metric:
     return copies
 
 
-def _times(timings: Timings) -> Metric:
+def _times(timings: CallTimes) -> Metric:
     times = HistogramMetricFamily(
         "kvdock_call_seconds", "Time in the server, body included, per route", labels=["method", "route"]
     )
     for route in timings.view():
         times.add_metric([route.method, route.route], route.cumulative, route.total_s)
     return times
+
+
+# --------------------------------------------------------------------------- lower tiers, as the mover has reported
+
+_TIER_GAUGES: tuple[tuple[str, str, Callable[[TierView], float]], ...] = (
+    ("parts", "Parts of chunks that the tier has", lambda tier: tier.objects),
+    ("bytes", "Bytes that the tier uses", lambda tier: tier.bytes_used),
+    ("limit_bytes", "Bytes that the tier may use; 0: it knows no limit", lambda tier: tier.bytes_limit),
+    ("queued_bytes", "Bytes of chunks that wait to be written", lambda tier: tier.queued_bytes),
+    ("untold", "Clears and deletions that the tier has not been told of yet", lambda tier: tier.untold),
+    ("load_bytes_per_second", "How fast loads are expected to go", lambda tier: tier.load_bytes_per_s),
+    ("load_latency_seconds", "How long a load of few bytes is expected to take", lambda tier: tier.load_latency_s),
+)
+_TIER_COUNTERS = {
+    "loaded_bytes": "Bytes of parts loaded from the tier",
+    "stored_bytes": "Bytes of parts stored in the tier",
+    "failures": "Calls at which the tier failed or was late",
+    "damaged": "Parts loaded that were not what was stored; they are deleted",
+    "declined_as_dear": "Requests whose chunks were not loaded because to compute them was expected to be quicker",
+    "fetched_elsewhere": "Chunks that were in the pool, or on their way there, when they were to be loaded",
+}
+"""Counters of the mover that have no label of their own."""
+_TIER_LABELLED = {
+    "loads": ("load_", "outcome", "Parts asked of the tier, by outcome"),
+    "stores": ("store_", "outcome", "Parts given to the tier, by outcome"),
+    "left_out": ("left_out_", "reason", "Chunks that waited to be written and were not, by reason"),
+}
+"""By metric: how such counters of the mover begin, and of what the rest of their names is the label."""
+
+
+def _of_tiers(tiers: Sequence[TierView]) -> Iterator[Metric]:
+    """Totals begin anew with each mover. Of a tier that is not open it is only known that it is off."""
+    used = GaugeMetricFamily("kvdock_tier_used", "1 while the tier is used, 0 while it is off", labels=["tier"])
+    for tier in tiers:
+        used.add_metric([tier.name], tier.state == "open")
+    yield used
+    opened = [tier for tier in tiers if tier.counters]
+    for name, text, value in _TIER_GAUGES:
+        gauge = GaugeMetricFamily(f"kvdock_tier_{name}", text, labels=["tier"])
+        for tier in opened:
+            gauge.add_metric([tier.name], value(tier))
+        yield gauge
+    wear = CounterMetricFamily("kvdock_tier_wear_bytes", "Bytes that the tier wrote to its storage", labels=["tier"])
+    fetches = SummaryMetricFamily("kvdock_tier_fetch_seconds", "Loads of a request's chunks", labels=["tier"])
+    for tier in opened:
+        wear.add_metric([tier.name], tier.wear_bytes)
+        fetches.add_metric([tier.name], tier.fetches, tier.fetch_s)
+    yield wear
+    yield fetches
+    for name, text in _TIER_COUNTERS.items():
+        counter = CounterMetricFamily(f"kvdock_tier_{name}", text, labels=["tier"])
+        for tier in opened:
+            counter.add_metric([tier.name], tier.counters.get(name, 0))
+        yield counter
+    for name, (begins, label, text) in _TIER_LABELLED.items():
+        counter = CounterMetricFamily(f"kvdock_tier_{name}", text, labels=["tier", label])
+        for tier in opened:
+            for key, total in tier.counters.items():
+                if key.startswith(begins):
+                    counter.add_metric([tier.name, key.removeprefix(begins)], total)
+        yield counter
+
+
+def _of_mover(mover: MoverView) -> Iterator[Metric]:
+    waits = HistogramMetricFamily("kvdock_tier_wait_seconds", "Waits of requests for tiers", labels=["outcome"])
+    for how, counts in mover.wait_counts.items():
+        bounds = zip((*map(str, WAIT_BOUNDS_S), "+Inf"), accumulate(counts), strict=True)
+        waits.add_metric([how], list(bounds), mover.wait_s[how])
+    yield waits
+    yield GaugeMetricFamily("kvdock_tier_waiting_requests", "Requests that wait for tiers now", value=mover.waiting)
+    yield GaugeMetricFamily(
+        "kvdock_mover_silent_seconds", "Since the mover has last told of its tiers", value=mover.silent_s
+    )
+    yield CounterMetricFamily("kvdock_mover_restarts", "Movers that have ended and were replaced", value=mover.restarts)
+    yield CounterMetricFamily(
+        "kvdock_mover_lost_lookups", "Lookups that the mover was not told of, because too many waited for it",
+        value=mover.lost_lookups,
+    )
+    yield CounterMetricFamily(
+        "kvdock_tier_declined_requests", "Requests that did not wait: to compute was expected to be quicker",
+        value=mover.declined,
+    )

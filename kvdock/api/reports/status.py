@@ -1,19 +1,33 @@
-"""The answers to probes: is the process alive, has it started, can slots be given out; and if not, why.
+"""The server at a glance, and the answers to probes: is the process alive, has it started, can it give out slots.
 
-Reads only. Every reason is a sentence that docs/runbook.md explains.
+Reads only. Every reason why it cannot is a sentence that docs/runbook.md explains.
 """
 
 from __future__ import annotations
 
+import socket
+from collections.abc import Callable
+from importlib.metadata import version
+from typing import NamedTuple
+
+import msgspec
+
 from kvdock._core import SLOT_ALIGN
 from kvdock.api.access.peer import Peer
+from kvdock.api.convert import grant_text
 from kvdock.api.pool.drain import Drain
 from kvdock.api.pool.pool import Pool
 from kvdock.api.pool.registry import Registry
-from kvdock.api.record.pulse import Pulse
+from kvdock.api.pool.sessions import Sessions
+from kvdock.api.reports.recorded import Curves, Loop, Series, Totals
 from kvdock.api.settings import Settings
-from kvdock.protocol.reports import Health
+from kvdock.protocol.curve import Curve
+from kvdock.protocol.errors import ApiError
+from kvdock.protocol.reports import ChunkCounts, Health, MoverView, Over, Stats, Status, TierView
 
+VERSION = version("kvdock")
+FULL_SHARE = 0.02
+"""A pool with a smaller share of free memory counts as full."""
 STUCK_ROUNDS = 20
 """A keeper that has missed this many rounds does not come back."""
 STUCK_LEAST_S = 10.0
@@ -29,14 +43,19 @@ TABLE_HELD = "every record of the chunk table is held: serve with more table_rec
 class Probes:
     """The three probes of a server."""
 
-    def __init__(self, settings: Settings, *, pool: Pool, registry: Registry, drain: Drain, pulse: Pulse) -> None:
-        self._pool, self._registry, self._drain, self._pulse = pool, registry, drain, pulse
+    def __init__(self, settings: Settings, pool: Pool, registry: Registry, drain: Drain, loop: Loop) -> None:
+        self._pool, self._registry, self._drain, self._loop = pool, registry, drain, loop
         self._stuck_s = max(STUCK_LEAST_S, STUCK_ROUNDS * settings.watch_s)
         self._table_records = settings.table_records
 
+    @property
+    def worst_lag_s(self) -> float:
+        """How long a call may have waited for the event loop, within the last ten to twenty seconds."""
+        return self._loop.worst_lag_s
+
     def live(self) -> Health:
         """An answer at all proves that the event loop turns; the keeper must make its rounds as well."""
-        since_s = self._pulse.since_round_s
+        since_s = self._loop.since_round_s
         if self._pool.ready and since_s > self._stuck_s:
             return _health([f"the keeper has made no round for {since_s:.0f} s: restart the server"])
         return _health([])
@@ -94,3 +113,67 @@ class Probes:
 
 def _health(reasons: list[str]) -> Health:
     return Health(status="not ready" if reasons else "ok", reasons=reasons)
+
+
+class LowerTiers(NamedTuple):
+    """What the mover has last reported. To read it waits for nobody."""
+
+    tiers: Callable[[], list[TierView]]
+    mover: Callable[[], MoverView | None]
+
+
+class Overview:
+    """The server at a glance: its status, its time series, and the curve of other pool sizes."""
+
+    def __init__(
+        self, probes: Probes, sessions: Sessions, totals: Totals, series: Series, curves: Curves | None,
+        lower: LowerTiers, wall_s: Callable[[], float],
+    ) -> None:
+        """`curves`: None if the curve is switched off. `wall_s` dates the status."""
+        self._probes, self._totals, self._series, self._curves, self._lower = probes, totals, series, curves, lower
+        self._pool, self._clock, self._wall_s = sessions.pool, sessions.clock, wall_s
+        self._started_ms = sessions.clock.now_ms()
+
+    def status(self, peer: Peer) -> Status:
+        stats, pool = self._pool.table.stats(), self._pool
+        now = self._probes.ready()
+        growth = [f"the pool cannot grow now: {pool.growth_error}"] if pool.growth_error else []
+        return Status(
+            status=now.status,
+            reasons=[*now.reasons, *self._probes.blamed(now, peer), *growth],
+            version=VERSION,
+            pool_id=grant_text(pool.pool_id),
+            incarnation=pool.incarnation,
+            uptime_s=(self._clock.now_ms() - self._started_ms) / 1000,
+            now=self._wall_s(),
+            pool=pool.view(),
+            chunks=ChunkCounts(
+                reserved=stats["reserved_chunks"], ready=stats["ready_chunks"], quarantined=stats["quarantined_chunks"]
+            ),
+            sessions=stats["sessions"],
+            leases=stats["leases"],
+            reservations=stats["reservations"],
+            counters=msgspec.structs.asdict(self._totals.totals()),
+            tiers=[
+                tier if peer.may("read") else msgspec.structs.replace(tier, error="") for tier in self._lower.tiers()
+            ],
+            mover=self._lower.mover(),
+            saved=self._totals.saved.saved(),
+            oldest_s=self._clock.since_s(stats["oldest_used_ms"]),
+            full_in_s=self._full_in_s(),
+            host=socket.gethostname() if peer.may("read") else "",
+        )
+
+    def _full_in_s(self) -> float | None:
+        rate, free_bytes = self._series.filling_bytes_per_s(), self._pool.free_bytes
+        is_full = free_bytes < FULL_SHARE * self._pool.limit_bytes
+        return free_bytes / rate if rate is not None and rate > 0 and not is_full else None
+
+    def stats(self, over: Over) -> Stats:
+        return self._series.view(over, self._clock.now_ms() / 1000)
+
+    def curve(self, peer: Peer) -> Curve:
+        """Raises ApiError(not_found) if the curve is switched off."""
+        if self._curves is None:
+            raise ApiError("not_found", "the curve is switched off", found="observe", wanted="curve among them")
+        return self._curves.view(peer)

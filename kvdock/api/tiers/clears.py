@@ -22,7 +22,7 @@ import msgspec
 
 from kvdock._core import Table, TableError
 from kvdock.api.pool.registry import NamespaceRecord, Registry
-from kvdock.api.record.journal import Bus
+from kvdock.api.record.journal import Journal
 from kvdock.api.tiers.owed import OwedFile
 from kvdock.protocol import events as e, mover_schemas as t
 from kvdock.protocol.wire_types import KEY_BYTES
@@ -60,7 +60,7 @@ class Clears:
     """`tiers`: their names; none where there is no mover. `wake`: there is news for the mover."""
 
     def __init__(
-        self, table: Table, registry: Registry, bus: Bus, file: OwedFile, tiers: Sequence[str],
+        self, table: Table, registry: Registry, bus: Journal, file: OwedFile, tiers: Sequence[str],
     ) -> None:
         self._table, self._registry, self._bus, self._file = table, registry, bus, file
         self._tiers = list(tiers)

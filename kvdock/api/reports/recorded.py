@@ -1,0 +1,114 @@
+"""What reports see of the records: these protocols have no method that records anything.
+
+kvdock/api/record/ and kvdock/api/feeds/ implement them; kvdock/api/build.py passes the real objects. Reports import
+nothing else of those folders but values, which tests/house/test_imports.py checks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Protocol
+
+from kvdock.api.access.peer import Peer
+from kvdock.api.pool.sums import Sums
+from kvdock.api.record.counters import Counters
+from kvdock.api.record.requests import Detail
+from kvdock.api.record.timings import Buckets, RouteTimes
+from kvdock.protocol.curve import Curve
+from kvdock.protocol.events import Event
+from kvdock.protocol.reports import Over, RequestView, Stats
+
+
+class Recent(Protocol):
+    """The recent requests, newest first: `RecentRequests`. `sees`: whether the caller may know of a tenant."""
+
+    def view(
+        self, limit: int, cursor: int, sees: Callable[[str], bool], request: str = ""
+    ) -> tuple[list[RequestView], str | None]: ...
+
+    def named(self, request: str, sees: Callable[[str], bool], most: int) -> list[tuple[RequestView, Detail]]: ...
+
+
+class Totals(Protocol):
+    """What all calls did since the start: `Tally`."""
+
+    @property
+    def saved(self) -> Sums: ...
+
+    @property
+    def missed(self) -> Mapping[str, int]:
+        """Tokens that lookups asked for and did not get, by the reason."""
+
+    def totals(self) -> Counters: ...
+
+
+class Series(Protocol):
+    """The time series: `History`."""
+
+    def view(self, over: Over, now_s: float) -> Stats: ...
+
+    def filling_bytes_per_s(self) -> float | None: ...
+
+
+class Curves(Protocol):
+    """The hit shares of simulated pools."""
+
+    def view(self, peer: Peer) -> Curve: ...
+
+
+class Loop(Protocol):
+    """Whether the server works: `Pulse`."""
+
+    @property
+    def since_round_s(self) -> float: ...
+
+    @property
+    def worst_lag_s(self) -> float: ...
+
+
+class CallTimes(Protocol):
+    """`Timings`."""
+
+    def view(self) -> Iterator[RouteTimes]: ...
+
+
+class Answers(Protocol):
+    """What answers added to: `Meter`."""
+
+    @property
+    def refusals(self) -> Mapping[str, int]:
+        """By code."""
+
+    @property
+    def timings(self) -> CallTimes: ...
+
+
+class GrantTimes(Protocol):
+    """The times of loads and stores."""
+
+    def view(self, kind: type[Event]) -> tuple[Buckets, float]: ...
+
+
+class FeedFigures(Protocol):
+    """What became of events: `Feeds`."""
+
+    def catch_up(self) -> None:
+        """Hands out the events that wait, so that all figures are of now."""
+
+    @property
+    def grant_times(self) -> GrantTimes: ...
+
+    @property
+    def published(self) -> Mapping[type[Event], int]: ...
+
+    @property
+    def dropped(self) -> int: ...
+
+    @property
+    def spans(self) -> Mapping[str, int]: ...
+
+    @property
+    def kv_chunks(self) -> int: ...
+
+    @property
+    def kv_snapshots(self) -> int: ...

@@ -21,15 +21,9 @@ from tests.house.shape import NO_PRODUCT, product
 
 MOST_ARGUMENTS, MOST_ATTRIBUTES = 7, 15
 ARGUMENTS = {
-    "kvdock/api/admin.py Admin": 8,
-    "kvdock/api/keeper.py Keeper": 10,
     "kvdock/api/pool/pool.py Pool": 8,
     "kvdock/api/pool/segments.py SegmentPool": 8,
-    "kvdock/api/service.py CacheService": 12,
     "kvdock/api/tiers/desk.py TierDesk": 9,
-    "kvdock/api/reports/metrics.py Metrics": 11,
-    "kvdock/api/reports/lists.py Reports": 12,
-    "kvdock/api/record/tally.py Tally": 9,
     "kvdock/connectors/driver.py Driver": 12,
     "kvdock/connectors/requests.py RequestState": 15,
     "kvdock/connectors/scheduler.py SchedulerConnector": 9,
@@ -50,7 +44,6 @@ ATTRIBUTES = {
     "kvdock/api/feeds/kv.py KvLog": 17,
     "kvdock/api/pool/pool.py Pool": 21,
     "kvdock/api/tiers/desk.py TierDesk": 35,
-    "kvdock/api/reports/metrics.py Metrics": 16,
     "kvdock/connectors/driver.py Driver": 21,
     "kvdock/connectors/session.py EngineSession": 17,
     "kvdock/connectors/sglang/linker.py KvdockLinker": 29,

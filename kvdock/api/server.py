@@ -101,7 +101,7 @@ class Server:
             tcp = undo.enter_context(bind_tcp(settings.host, settings.port))
             unix = undo.enter_context(bind_unix(settings.socket_path))
             try:
-                pool = open_pool(settings, secrets.randbits, tell=self._journal.publish)
+                pool = open_pool(settings, secrets.randbits, publish=self._journal.publish)
             except OSError as error:
                 raise StartupError("no_shared_memory", f"shared memory cannot be used: {error}") from error
             undo.callback(self._close, pool)

@@ -378,7 +378,7 @@ def test_a_snapshot_is_cut_into_batches_that_end_with_the_newest_number(monkeypa
 
 def test_what_engines_say_of_chunks_that_never_come_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     name = named(None, [1], range(CHUNK))
-    monkeypatch.setattr(kv, "UNTOLD_BYTES", 10 * (CHUNK_BYTES + 64 + 4 * CHUNK))
+    monkeypatch.setattr(kv, "NAMES_BYTES", 10 * (CHUNK_BYTES + 64 + 4 * CHUNK))
     log, table = followed()
     log.named(0, b"".join(bytes([number]) * 32 for number in range(25)), [name] * 25)
     assert len(log._names) == 10

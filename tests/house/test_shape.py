@@ -21,8 +21,6 @@ from tests.house.shape import NO_PRODUCT, product
 
 MOST_ARGUMENTS, MOST_ATTRIBUTES = 7, 15
 ARGUMENTS = {
-    "kvdock/api/pool/pool.py Pool": 8,
-    "kvdock/api/pool/segments.py SegmentPool": 8,
     "kvdock/api/tiers/desk.py TierDesk": 9,
     "kvdock/connectors/driver.py Driver": 12,
     "kvdock/connectors/requests.py RequestState": 15,
@@ -41,8 +39,6 @@ ARGUMENTS = {
 ATTRIBUTES = {
     "csrc/cuda/copier.h Copier": 28,
     "csrc/table/chunks.h Chunks": 32,
-    "kvdock/api/feeds/kv.py KvLog": 17,
-    "kvdock/api/pool/pool.py Pool": 21,
     "kvdock/api/tiers/desk.py TierDesk": 35,
     "kvdock/connectors/driver.py Driver": 21,
     "kvdock/connectors/session.py EngineSession": 17,

@@ -26,10 +26,9 @@ def adopted_here(server: ServerProcess) -> Iterator[Table]:
     """The pool that a server left, taken over by this process: its table passed all checks. Left as it is."""
     adopted: Adopted = adopt_pool(Settings.load(server.settings), server.pool_id, secrets.randbits)
     try:
-        yield adopted.table
+        yield adopted.objects.table
     finally:
-        adopted.segments.close(unlink=False)
-        adopted.lock.close(unlink=False)
+        adopted.objects.leave()
 
 
 def remove_stale_of(*pool_ids: int, keep: tuple[int, ...] = ()) -> list[str]:

@@ -1,13 +1,14 @@
-"""What routers are told: which chunks lookups find, as vLLM's KV cache events, numbered, for each tenant apart.
+"""KV cache events for routers: which chunks lookups find, in vLLM's form, numbered, for each tenant apart.
 
-The table's log of changes is the source (csrc/table/change_log.h): it is read every EVERY_S. What engines say that
-routers know a chunk by waits here for its publication. A reader that knows a number gets what came after it; one that
-was away for too long, comes late, or knows another server's numbers gets a snapshot: AllBlocksCleared, and then all
-that is there. Numbers begin with the time, so that those of the next server are higher and leave a gap.
+`KvLog` follows the table's log of changes (csrc/table/change_log.h), which it reads every EVERY_S. What engines name a
+chunk by waits here until the chunk is published. A reader that knows a number gets what came after it; one that was
+away for too long, comes late, or knows another server's numbers gets a snapshot: AllBlocksCleared, and then all that
+is there. Numbers begin with the time, so that those of the next server are higher and leave a gap. `KvStream` sends the
+log as server-sent events; kvdock/api/feeds/kv_zmq.py publishes it over ZeroMQ.
 
-Invariants: stored and removed events alternate for each chunk. Memory is bounded: of what does not fit, routers are
-told that it is gone, so that they believe less than the truth and never more. The event loop writes; one lock lets
-other threads read.
+Invariants: stored and removed events alternate for each chunk. Memory is bounded: routers get a removal for what does
+not fit, so that they believe less than the truth and never more. The event loop writes; one lock lets other threads
+read.
 """
 
 from __future__ import annotations
@@ -37,14 +38,14 @@ from kvdock.protocol.wire_types import KEY_BYTES
 EVERY_S = 0.05
 SLICE = 1024
 BEAT_S = 10.0
-"""Where nothing happens for so long, a batch without events tells late readers by its number what they lack."""
+"""After so long without events, a batch without any shows late readers by its number what they lack."""
 BATCH_CHUNKS = 256
 MOST_BYTES = 128 << 20
-"""About as much as the log may remember of all chunks that lookups find."""
+"""About how much the log may remember of all chunks that lookups find."""
 KEPT_BYTES = 32 << 20
 """What is kept for readers that were away, of all tenants."""
-UNTOLD_BYTES = 32 << 20
-"""What engines have said of chunks that are not there, or not yet: of more the oldest are forgotten."""
+NAMES_BYTES = 32 << 20
+"""How much is kept of what engines name chunks by that are not there, or not yet: the oldest is forgotten first."""
 CHUNK_BYTES, HASH_BYTES = 400, 64
 """What a chunk and each of its hashes take, beside its tokens."""
 
@@ -56,7 +57,7 @@ Ready = Callable[[int, int], tuple[list[Change], int]]
 
 
 class Source(NamedTuple):
-    """A namespace, as far as routers are concerned."""
+    """A namespace, as routers know it."""
 
     digest: bytes
     tenant: str
@@ -64,15 +65,15 @@ class Source(NamedTuple):
     chunk_tokens: int
 
 
-class Told(NamedTuple):
-    """A chunk that is there, as routers were told of it."""
+class Announced(NamedTuple):
+    """A chunk that is there, as it was announced to routers."""
 
     model: str
     hashes: list[int]
     parent: int | None
     chunk_tokens: int
     name: BlockNames | None
-    """What its engine said; None: its key is all that is known."""
+    """As its engine named it; None: only its key is known."""
     above: bytes
     """The key of the chunk before it."""
 
@@ -93,7 +94,7 @@ def _size_bytes(name: BlockNames) -> int:
     return CHUNK_BYTES + len(name.tokens) + HASH_BYTES * len(name.hashes)
 
 
-Item = Told | BlockRemoved | AllBlocksCleared
+Item = Announced | BlockRemoved | AllBlocksCleared
 """What is kept of an event: tokens as bytes take a tenth of what a list takes."""
 
 
@@ -105,23 +106,23 @@ class Batch(NamedTuple):
 
     @property
     def size_bytes(self) -> int:
-        return CHUNK_BYTES + sum(item.size_bytes if isinstance(item, Told) else CHUNK_BYTES for item in self.items)
+        return CHUNK_BYTES + sum(item.size_bytes if isinstance(item, Announced) else CHUNK_BYTES for item in self.items)
 
     def events(self) -> list[KvEvent]:
-        return [item.stored() if isinstance(item, Told) else item for item in self.items]
+        return [item.stored() if isinstance(item, Announced) else item for item in self.items]
 
 
 class TenantLog:
-    """One tenant's."""
+    """The events of one tenant, and the chunks that are there for it."""
 
     def __init__(self, first: int, at: float) -> None:
         self.last, self.at = first - 1, at
-        self.there: dict[tuple[int, bytes], Told] = {}
+        self.there: dict[tuple[int, bytes], Announced] = {}
         self._kept: deque[Batch] = deque()
         self._begins = True
 
     def begin_anew(self) -> None:
-        """Nothing that was told holds any more."""
+        """Nothing that was announced holds any more."""
         self.there.clear()
         self._begins = True
 
@@ -138,7 +139,7 @@ class TenantLog:
         return self._kept.popleft().size_bytes if self._kept else 0
 
     def since(self, seq: int) -> list[Batch] | None:
-        """From number `seq` on; None: some of it is not known."""
+        """The batches from number `seq` on; None: some of them are not kept."""
         if seq == self.last + 1:
             return []
         if not self._kept or not self._kept[0].seq <= seq <= self.last:
@@ -148,8 +149,8 @@ class TenantLog:
     def snapshot(self, at: float) -> list[Batch]:
         """Its last batch has the number of the newest event."""
         of_model: dict[str, list[Item]] = {}
-        for told in self.there.values():
-            of_model.setdefault(told.model, []).append(told)
+        for chunk in self.there.values():
+            of_model.setdefault(chunk.model, []).append(chunk)
         cut = [
             (model, items[start : start + BATCH_CHUNKS])
             for model, items in of_model.items() for start in range(0, len(items), BATCH_CHUNKS)
@@ -159,6 +160,47 @@ class TenantLog:
         cut = cut or [("", cleared)]
         first = self.last - len(cut) + 1
         return [Batch(first + number, at, model, items) for number, (model, items) in enumerate(cut)]
+
+
+class TenantLogs:
+    """The logs of all tenants. Together they keep KEPT_BYTES of batches."""
+
+    def __init__(self, wall_s: Callable[[], float]) -> None:
+        self._wall_s, self._first = wall_s, round(wall_s() * 1000)
+        self._kept_bytes = 0
+        self._by_tenant: dict[str, TenantLog] = {}
+
+    def __iter__(self) -> Iterator[TenantLog]:
+        return iter(self._by_tenant.values())
+
+    def of(self, tenant: str) -> TenantLog:
+        found = self._by_tenant.get(tenant)
+        if found is None:
+            found = self._by_tenant[tenant] = TenantLog(self._first, self._wall_s())
+        return found
+
+    def add(self, log: TenantLog, at: float, model: str, items: list[Item]) -> None:
+        self._kept_bytes += log.add(at, model, items)
+        while self._kept_bytes > KEPT_BYTES and (dropped := log.drop_oldest()):
+            self._kept_bytes -= dropped
+
+    def add_all(self, log: TenantLog, items: Sequence[tuple[Source, Item]]) -> None:
+        """In batches, each of which has one model's events, in their order."""
+        now, batch = self._wall_s(), list[Item]()
+        for number, (source, item) in enumerate(items):
+            batch.append(item)
+            following = items[number + 1][0].model if number + 1 < len(items) else None
+            if following != source.model or len(batch) >= BATCH_CHUNKS:
+                self.add(log, now, source.model, batch)
+                batch = []
+
+    def beat(self) -> bool:
+        """Adds an empty batch to each log that was silent for BEAT_S; whether there was one."""
+        now = self._wall_s()
+        silent = [log for log in self if abs(now - log.at) >= BEAT_S]
+        for log in silent:
+            self.add(log, now, "", [])
+        return bool(silent)
 
 
 class KvLog:
@@ -172,14 +214,14 @@ class KvLog:
         self.listeners: list[Callable[[], None]] = []
         """Called when there is something new."""
         self._changes, self._ready, self._wall_s = changes, ready, wall_s
-        self._first, self._most_bytes, self._bytes = round(wall_s() * 1000), most_bytes, 0
+        self._most_bytes, self._bytes = most_bytes, 0
         self._since = 0
         self._sources: dict[int, Source] = {}
         self._names: OrderedDict[tuple[int, bytes], BlockNames] = OrderedDict()
-        self._names_bytes = self._kept_bytes = 0
+        self._names_bytes = 0
         self._count: Counter[int] = Counter()
         """How many entries of `there` and `_names` each namespace has: a number without any is taken over at once."""
-        self._logs: dict[str, TenantLog] = {}
+        self._logs = TenantLogs(wall_s)
         self._is_walked = False
         self._lock = threading.Lock()
 
@@ -192,7 +234,7 @@ class KvLog:
             return
         with self._lock:
             if known is not None and self._count[space]:
-                log = self._log(known.tenant)
+                log = self._logs.of(known.tenant)
                 gone = [key for key in log.there if key[0] == space]
                 self._publish(log, [(known, self._removed(log, key)) for key in gone])
             for key in [key for key in self._names if key[0] == space] if self._count[space] else ():
@@ -206,14 +248,14 @@ class KvLog:
         if source is None:
             return
         with self._lock:
-            log, again = self._log(source.tenant), list[tuple[Source, Item]]()
+            log, again = self._logs.of(source.tenant), list[tuple[Source, Item]]()
             for at, name in enumerate(names):
                 key = space, keys[KEY_BYTES * at : KEY_BYTES * (at + 1)]
-                told = log.there.get(key)
-                if told is None or told.name is None:
+                chunk = log.there.get(key)
+                if chunk is None or chunk.name is None:
                     self._name(key, name)
-                if told is not None and told.name is None:
-                    again += [(source, self._removed(log, key)), *self._stored(log, source, key, told.above)]
+                if chunk is not None and chunk.name is None:
+                    again += [(source, self._removed(log, key)), *self._stored(log, source, key, chunk.above)]
             self._publish(log, again)
 
     def _name(self, key: tuple[int, bytes], name: BlockNames) -> None:
@@ -221,7 +263,7 @@ class KvLog:
         self._names[key] = name
         self._count[key[0]] += 1
         self._names_bytes += _size_bytes(name)
-        while self._names_bytes > UNTOLD_BYTES:
+        while self._names_bytes > NAMES_BYTES:
             self._take_name(next(iter(self._names)))
 
     def _take_name(self, key: tuple[int, bytes]) -> BlockNames | None:
@@ -241,13 +283,10 @@ class KvLog:
             await asyncio.sleep(EVERY_S)
 
     def _beat(self) -> None:
-        now = self._wall_s()
         with self._lock:
-            silent = [log for log in self._logs.values() if abs(now - log.at) >= BEAT_S]
-            for log in silent:
-                self._add(log, now, "", [])
-        if silent:
-            self._tell()
+            has_beaten = self._logs.beat()
+        if has_beaten:
+            self._notify()
 
     async def _walk(self) -> None:
         """All that is there; what changes meanwhile is followed afterwards."""
@@ -267,7 +306,7 @@ class KvLog:
             self._since = following
             if not is_complete:  # more has changed than the table remembers
                 with self._lock:
-                    for log in self._logs.values():
+                    for log in self._logs:
                         log.begin_anew()
                     self._bytes = 0
                     self._count = Counter(space for space, _ in self._names)
@@ -284,13 +323,13 @@ class KvLog:
                 source = self._sources.get(space)
                 if source is None:
                     continue  # routers hear of it once an engine attaches to the namespace
-                log, at = self._log(source.tenant), (space, key)
+                log, at = self._logs.of(source.tenant), (space, key)
                 if is_there == (at in log.there):
                     continue
                 items = of_log.setdefault(source.tenant, [])
                 items += self._stored(log, source, at, parent) if is_there else [(source, self._removed(log, at))]
             for tenant, items in of_log.items():
-                self._publish(self._log(tenant), items)
+                self._publish(self._logs.of(tenant), items)
 
     def _stored(
         self, log: TenantLog, source: Source, key: tuple[int, bytes], parent: bytes
@@ -301,57 +340,39 @@ class KvLog:
             hashes, before = name.hashes, name.parent
         else:
             hashes, before = [block_hash(key[1])], block_hash(parent) if any(parent) else None
-        told = Told(source.model, hashes, before, source.chunk_tokens, name, parent)
+        chunk = Announced(source.model, hashes, before, source.chunk_tokens, name, parent)
         self._count[key[0]] += key not in log.there
-        log.there[key] = told
-        self._bytes += told.size_bytes
-        items: list[tuple[Source, Item]] = [(source, told)]
+        log.there[key] = chunk
+        self._bytes += chunk.size_bytes
+        items: list[tuple[Source, Item]] = [(source, chunk)]
         while self._bytes > self._most_bytes and log.there:
             oldest = next(iter(log.there))
             items.append((self._sources[oldest[0]], self._removed(log, oldest)))
         return items
 
     def _removed(self, log: TenantLog, key: tuple[int, bytes]) -> BlockRemoved:
-        told = log.there.pop(key)
+        chunk = log.there.pop(key)
         self._count[key[0]] -= 1
-        self._bytes -= told.size_bytes
-        if told.name is not None:
-            self._name(key, told.name)  # it may come back: from a lower tier, or with an engine that knows less
-        return BlockRemoved(list(told.hashes))
+        self._bytes -= chunk.size_bytes
+        if chunk.name is not None:
+            self._name(key, chunk.name)  # it may come back: from a lower tier, or with an engine that knows less
+        return BlockRemoved(list(chunk.hashes))
 
     def _publish(self, log: TenantLog, items: Sequence[tuple[Source, Item]]) -> None:
-        """A batch has one model's events, in their order."""
-        now, batch = self._wall_s(), list[Item]()
-        for number, (source, item) in enumerate(items):
-            batch.append(item)
-            following = items[number + 1][0].model if number + 1 < len(items) else None
-            if following != source.model or len(batch) >= BATCH_CHUNKS:
-                self._add(log, now, source.model, batch)
-                batch = []
         if items:
-            self._tell()
+            self._logs.add_all(log, items)
+            self._notify()
 
-    def _add(self, log: TenantLog, at: float, model: str, items: list[Item]) -> None:
-        self._kept_bytes += log.add(at, model, items)
-        while self._kept_bytes > KEPT_BYTES and (dropped := log.drop_oldest()):
-            self._kept_bytes -= dropped
-
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         for listener in self.listeners:
             listener()
-
-    def _log(self, tenant: str) -> TenantLog:
-        found = self._logs.get(tenant)
-        if found is None:
-            found = self._logs[tenant] = TenantLog(self._first, self._wall_s())
-        return found
 
     # ---------------------------------------------------------------- readers, in any thread
 
     def since(self, tenant: str, seq: int) -> tuple[list[Batch], bool]:
         """(batches from number `seq` on, False); (a snapshot, True) where some of them are not known."""
         with self._lock:
-            log = self._log(tenant)
+            log = self._logs.of(tenant)
             found = log.since(seq)
             if found is not None:
                 return found, False
@@ -361,12 +382,12 @@ class KvLog:
     def next_of(self, tenant: str) -> int:
         """The number of the next batch."""
         with self._lock:
-            return self._log(tenant).last + 1
+            return self._logs.of(tenant).last + 1
 
     @property
     def chunks(self) -> int:
         """How many chunks routers believe to be there."""
-        return sum(len(log.there) for log in self._logs.values())
+        return sum(len(log.there) for log in self._logs)
 
 
 class KvStream(Stream):

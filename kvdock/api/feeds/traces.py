@@ -1,7 +1,7 @@
 """Spans of lookups, loads and stores, sent by the OpenTelemetry SDK over OTLP/HTTP to a collector.
 
 A span's parent is what the engine sent with the request (kvdock/protocol/trace_context.py). Spans are made from events,
-when what they tell of has ended. The event loop does one append for each; a thread of its own makes spans, and the
+when what they describe has ended. The event loop does one append for each; a thread of its own makes spans, and the
 SDK's thread sends them. Whatever a collector does, at most QUEUE_EVENTS and QUEUE_SPANS wait; what does not fit is
 dropped and counted.
 
@@ -141,8 +141,8 @@ class Traces:
 
 def described(event: e.Event) -> tuple[str, dict[str, Any]]:
     """A span's name and attributes. docs/events.md lists them."""
-    told = {name: getattr(event, name) for name in event.__struct_fields__}
-    about = {f"kvdock.{name}": told[name] for name in ("tenant", "session", "label") if told[name] is not None}
+    fields = {name: getattr(event, name) for name in event.__struct_fields__}
+    about = {f"kvdock.{name}": fields[name] for name in ("tenant", "session", "label") if fields[name] is not None}
     match event:
         case e.LookedUp():
             missed = event.tokens - event.hit_tokens

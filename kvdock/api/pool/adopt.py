@@ -25,19 +25,36 @@ ORPHAN_S = 300.0
 """Long enough for any supervisor to start the server again."""
 
 
-class Adopted(NamedTuple):
-    """A pool taken over. `undo` gives it up again, as it is."""
+class PoolObjects(NamedTuple):
+    """What a pool consists of: its lock file, its segments, and the table over them."""
 
     lock: PoolLock
     segments: SegmentPool
     table: Table
+    undo: ExitStack
+    """Removes all of them."""
+
+    def close(self) -> None:
+        """Removes them. Engines that still map one keep their memory until they unmap it."""
+        self.undo.close()
+
+    def leave(self) -> None:
+        """Leaves them, with byte 0 of the lock file free, for a later server."""
+        self.undo.pop_all()
+        self.segments.close(unlink=False)
+        self.lock.close(unlink=False)
+
+
+class Adopted(NamedTuple):
+    """A pool taken over."""
+
+    objects: PoolObjects
     found: dict[str, int]
     """What the table found in it: see Table.adopt."""
     retiring: list[int]
     """Ids of the segments that were being drained."""
     removed: list[int]
     """Ids of removed segments: members that have not come back yet may still map them."""
-    undo: ExitStack
 
 
 def address_of(settings: Settings) -> str:
@@ -109,8 +126,7 @@ def _take(
     ends.callback(shm.history_path(pool_id).unlink, missing_ok=True)
     ends.callback(segments.close, unlink=True)
     return Adopted(
-        lock, segments, table, found,
+        PoolObjects(lock, segments, table, ends), found,
         retiring=[number for number, state, _, _ in stored if state == "retiring"],
         removed=[number for number, state, _, _ in stored if state == "gone"],
-        undo=ends,
     )

@@ -19,7 +19,7 @@ import msgspec
 
 from kvdock._core import KEY_BYTES, MAX_SEGMENTS, SEGMENT_HEADER_BYTES, SLOT_ALIGN, Mapping, Table, TableError
 from kvdock.api.errors import AdoptionError, StartupError
-from kvdock.api.pool.adopt import Adopted, address_of, adopt_pool, is_strangers, left_at
+from kvdock.api.pool.adopt import Adopted, PoolObjects, address_of, adopt_pool, is_strangers, left_at
 from kvdock.api.pool.lock import PoolLock, remove_stale
 from kvdock.api.pool.segments import RemovedSegments, SegmentPool
 from kvdock.api.settings import Settings
@@ -40,42 +40,59 @@ RETIRE_SLICE_CHUNKS = 64
 log = logging.getLogger("kvdock.api")
 
 
+class GrowthRetry:
+    """When the pool tries to grow again after an attempt that failed: after each further failure it waits longer."""
+
+    def __init__(self, now_s: Callable[[], float]) -> None:
+        self.error = ""
+        """Of the last attempt; '' if it succeeded or there was none."""
+        self._now_s = now_s
+        self._wait_s, self._at_s = FIRST_RETRY_S, 0.0
+
+    def is_due(self) -> bool:
+        return not self.error or self._now_s() >= self._at_s
+
+    def failed(self, error: str) -> float:
+        """How many seconds it waits now."""
+        self.error, waits_s = error, self._wait_s
+        self._at_s, self._wait_s = self._now_s() + waits_s, min(2 * waits_s, LONGEST_RETRY_S)
+        return waits_s
+
+    def succeeded(self) -> None:
+        self.error, self._wait_s = "", FIRST_RETRY_S
+
+    def skip_wait(self) -> None:
+        """The limits have changed: the next attempt need not wait."""
+        self._at_s = 0.0
+
+
 class Pool:
     """`table` may be called directly, but segments are added and removed only here."""
 
     def __init__(
-        self, settings: Settings, *, lock: PoolLock, segments: SegmentPool, table: Table, undo: ExitStack,
-        now_s: Callable[[], float], tell: Callable[[e.Event], None], adopted: Adopted | None = None,
+        self, settings: Settings, objects: PoolObjects, now_s: Callable[[], float], publish: Callable[[e.Event], None],
+        adopted: Adopted | None = None,
     ) -> None:
-        self.table = table
-        self.pool_id = segments.pool_id
-        self.incarnation = table.incarnation
+        self.table = table = objects.table
         self.clock_ms = adopted.found["clock_ms"] if adopted else 0
         """Where the server clock continues."""
         self.limits = Limits(**{name: getattr(settings, name) for name in Limits.__struct_fields__})
         """In effect now, complete and checked; `change_limits` replaces them."""
         table.set_eviction(self.limits.eviction)
-        self.largest_part_bytes = settings.segment_bytes - SEGMENT_HEADER_BYTES - SLOT_ALIGN
-        self.lock_path = str(lock.path)
-        self.growth_error = ""
-        """Why the last attempt to grow failed; '' if it succeeded or there was none."""
         self.removed = RemovedSegments()
         self.unheard: dict[int, int] = {
             member.member: member.lock_offset for member in table.members() if member.state == "suspect"
         }
         """Members of an adopted pool that have not come back yet: table id → lock offset."""
-        self._lock = lock
-        self._segments = segments
-        self._undo = undo
+        self._objects, self._lock, self._segments = objects, objects.lock, objects.segments
         self._added: list[SegmentInfo] = []
         self._retiring: list[int] = []
         self._segment_bytes = settings.segment_bytes
-        self._now_s, self._tell = now_s, tell
-        self._retry_s = FIRST_RETRY_S
-        self._retry_at_s = 0.0
+        self._publish = publish
+        self._retry = GrowthRetry(now_s)
         self._growing = asyncio.Lock()
         if adopted:
-            self._added = list(segments.segments)
+            self._added = list(objects.segments.segments)
             self._retiring = list(adopted.retiring)
             for segment in adopted.removed:
                 self.removed.add(segment)
@@ -83,13 +100,11 @@ class Pool:
 
     def close(self) -> None:
         """Removes every object of the pool. Engines that still map one keep their memory until they unmap it."""
-        self._undo.close()
+        self._objects.close()
 
     def leave(self) -> None:
         """Leaves every object of the pool, with byte 0 of the lock file free, for a later server."""
-        self._undo.pop_all()
-        self._segments.close(unlink=False)
-        self._lock.close(unlink=False)
+        self._objects.leave()
 
     def view(self) -> PoolView:
         """Its sizes, for people to read."""
@@ -107,7 +122,19 @@ class Pool:
             segments=self.segment_count,
         )
 
+    @property
+    def pool_id(self) -> int:
+        return self._segments.pool_id
+
+    @property
+    def incarnation(self) -> int:
+        return self.table.incarnation
+
     # ---------------------------------------------------------------- members
+
+    @property
+    def lock_path(self) -> str:
+        return str(self._lock.path)
 
     @property
     def secret(self) -> bytes:
@@ -169,9 +196,19 @@ class Pool:
         """Ids of the segments that are being drained."""
         return list(self._retiring)
 
+    @property
+    def largest_part_bytes(self) -> int:
+        """Of one writer's part of a chunk: no slot crosses a segment."""
+        return self._segment_bytes - SEGMENT_HEADER_BYTES - SLOT_ALIGN
+
+    @property
+    def growth_error(self) -> str:
+        """Why the last attempt to grow failed; '' if it succeeded or there was none."""
+        return self._retry.error
+
     def can_grow(self) -> bool:
         """False at the limit, and for a while after an attempt that failed."""
-        return (not self.growth_error or self._now_s() >= self._retry_at_s) and self._segments.can_grow()
+        return self._retry.is_due() and self._segments.can_grow()
 
     @property
     def segment_infos(self) -> Sequence[SegmentInfo]:
@@ -232,16 +269,12 @@ class Pool:
                 await asyncio.to_thread(self._segments.retire, info.id)
                 raise
         except (PoolFull, PoolTooSmall, OSError, TableError) as error:
-            self.growth_error = str(error)
-            self._retry_at_s = self._now_s() + self._retry_s
-            self._tell(e.GrowthFailed(
-                why=str(error), allocated_bytes=self.allocated_bytes, retry_s=self._retry_s
-            ))
-            self._retry_s = min(2 * self._retry_s, LONGEST_RETRY_S)
+            retry_s = self._retry.failed(str(error))
+            self._publish(e.GrowthFailed(why=str(error), allocated_bytes=self.allocated_bytes, retry_s=retry_s))
             return
-        self.growth_error, self._retry_s = "", FIRST_RETRY_S
+        self._retry.succeeded()
         self._added.append(info)
-        self._tell(e.Grown(segment=info.id, bytes=info.bytes, allocated_bytes=self.allocated_bytes))
+        self._publish(e.Grown(segment=info.id, bytes=info.bytes, allocated_bytes=self.allocated_bytes))
 
     # ---------------------------------------------------------------- limits
 
@@ -265,7 +298,7 @@ class Pool:
                 self._require_segments(limits.pool_bytes)
             self.limits = limits
             self._segments.limit_bytes = limits.pool_bytes
-            self._retry_at_s = 0.0
+            self._retry.skip_wait()
             self._choose_retiring()
             self._limit_table()
 
@@ -299,7 +332,7 @@ class Pool:
         self.removed.add(segment)
         await asyncio.to_thread(self._segments.retire, segment)
         self._limit_table()
-        self._tell(e.Shrunk(segment=segment, allocated_bytes=self.allocated_bytes))
+        self._publish(e.Shrunk(segment=segment, allocated_bytes=self.allocated_bytes))
 
     def _choose_retiring(self) -> None:
         """Adds the segments with the fewest bytes in use to those that retire, until the others fit the limit."""
@@ -338,15 +371,15 @@ def _changed(limits: Limits, changes: dict[str, object], segment_bytes: int) -> 
 
 def open_pool(
     settings: Settings, randbits: Callable[[int], int], now_s: Callable[[], float] = time.monotonic,
-    tell: Callable[[e.Event], None] = lambda event: None,
+    publish: Callable[[e.Event], None] = lambda event: None,
 ) -> Pool:
     """The pool that a dead server left at this socket, or a new, empty one, as `settings.adopt` says. Other pools that
-    dead servers left are removed. `randbits(k)`: k random bits. `now_s` times the attempts to grow. `tell` gets the
-    pool's events.
+    dead servers left are removed. `randbits(k)`: k random bits. `now_s` times the attempts to grow. `publish` gets
+    the pool's events.
 
     Raises StartupError: not_adoptable, or pool_too_small naming what the machine has and what was wanted.
     """
-    adopted = _adopt(settings, left_at(address_of(settings)), randbits, tell)
+    adopted = _adopt(settings, left_at(address_of(settings)), randbits, publish)
     _clear_up(address_of(settings))
     foreign = shm.foreign_objects()
     if foreign:
@@ -356,15 +389,12 @@ def open_pool(
             shm.SHM_DIR, len(foreign), shown,
         )
     if adopted:
-        return Pool(
-            settings, lock=adopted.lock, segments=adopted.segments, table=adopted.table, undo=adopted.undo,
-            now_s=now_s, tell=tell, adopted=adopted,
-        )
-    return _new_pool(settings, randbits, now_s, tell)
+        return Pool(settings, adopted.objects, now_s, publish, adopted)
+    return Pool(settings, _new_objects(settings, randbits), now_s, publish)
 
 
 def _adopt(
-    settings: Settings, left: list[int], randbits: Callable[[int], int], tell: Callable[[e.Event], None]
+    settings: Settings, left: list[int], randbits: Callable[[int], int], publish: Callable[[e.Event], None]
 ) -> Adopted | None:
     """None: there is no pool to adopt, adoption is switched off, or the pool was refused; a refused pool is removed."""
     if settings.adopt == "never" or not left:
@@ -380,7 +410,7 @@ def _adopt(
         log.error("pool %016x cannot be taken over, starting with an empty one: %s", pool_id, error)
         return None
     found = adopted.found
-    tell(e.Adopted(
+    publish(e.Adopted(
         pool=f"{pool_id:016x}", chunks=found["chunks"], sessions=found["sessions"], leases=found["leases"],
         aborted=found["aborted"], dropped=found["dropped"],
     ))
@@ -395,9 +425,7 @@ def _clear_up(address: str) -> None:
             log.warning("a server that is gone had left its pool in shared memory: removed %s and its segments", name)
 
 
-def _new_pool(
-    settings: Settings, randbits: Callable[[int], int], now_s: Callable[[], float], tell: Callable[[e.Event], None]
-) -> Pool:
+def _new_objects(settings: Settings, randbits: Callable[[int], int]) -> PoolObjects:
     pool_id, incarnation = randbits(64), randbits(22) + 1  # servers that adopt the pool count on from it
     with ExitStack() as undo:
         try:
@@ -433,7 +461,7 @@ def _new_pool(
             total_cap=settings.total_cap,
             grace_ms=round(settings.weights_grace_s * 1000),
         )
-        return Pool(settings, lock=lock, segments=segments, table=table, undo=undo.pop_all(), now_s=now_s, tell=tell)
+        return PoolObjects(lock, segments, table, undo.pop_all())
 
 
 def _make_region(settings: Settings, pool_id: int, undo: ExitStack) -> Mapping:

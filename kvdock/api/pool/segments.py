@@ -20,7 +20,6 @@ from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
 from typing import Final
 
 from kvdock import _core
@@ -104,7 +103,6 @@ class SegmentPool:
         limit_bytes: int,
         segment_bytes: int = MAX_SEGMENT_BYTES,
         first_bytes: int = MAX_SEGMENT_BYTES,
-        shm_dir: Path = shm.SHM_DIR,
         prefault_threads: int = 2,
         capacity: Capacity | None = None,
         randbits: Callable[[int], int] = secrets.randbits,
@@ -123,8 +121,7 @@ class SegmentPool:
         self.limit_bytes = limit_bytes  # may be changed between two calls of grow()
         self._segment_bytes = _whole_pages(segment_bytes)
         self._first_bytes = max(_whole_pages(first_bytes), smallest)
-        self._shm_dir = Path(shm_dir)
-        self._capacity = capacity if capacity is not None else Capacity(shm_dir=self._shm_dir)
+        self._capacity = capacity if capacity is not None else Capacity()
         self._prefault_threads = prefault_threads
         self._randbits = randbits
         self._lock = threading.Lock()
@@ -143,7 +140,7 @@ class SegmentPool:
         once, before grow(). AttachError when a segment is missing, damaged or there twice; then nothing is changed.
         """
         opened: list[tuple[SegmentInfo, _core.Mapping]] = []
-        there = list(shm.segment_names(self.pool_id, self._shm_dir))
+        there = list(shm.segment_names(self.pool_id, shm.SHM_DIR))
         for number in sorted({number for number, _ in there} if known is None else known):
             name = _only_name(number, [name for found, name in there if found == number])
             mapping, fields = map_checked(name, self.pool_id, number)

@@ -225,7 +225,7 @@ class KvLog:
         self._is_walked = False
         self._lock = threading.Lock()
 
-    # ---------------------------------------------------------------- what engines say
+    # ---------------------------------------------------------------- from engines
 
     def met(self, space: int, source: Source) -> None:
         """An engine has attached to a namespace. The table uses numbers of namespaces again."""
@@ -240,10 +240,10 @@ class KvLog:
             for key in [key for key in self._names if key[0] == space] if self._count[space] else ():
                 self._take_name(key)
             self._sources[space] = source
-        self._is_walked = False  # what is there of it was left by an earlier server, or not told
+        self._is_walked = False  # its chunks are of an earlier server, or were never announced
 
     def named(self, space: int, keys: bytes, names: Sequence[BlockNames]) -> None:
-        """What routers know these chunks by; they are there already, or may be soon."""
+        """An engine names these chunks, which are there already, or may be soon, as routers know them."""
         source = self._sources.get(space)
         if source is None:
             return
@@ -272,7 +272,7 @@ class KvLog:
         self._names_bytes -= 0 if name is None else _size_bytes(name)
         return name
 
-    # ---------------------------------------------------------------- what the table says
+    # ---------------------------------------------------------------- from the table
 
     async def run(self) -> None:
         while True:

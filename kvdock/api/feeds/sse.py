@@ -26,7 +26,7 @@ RETRY = b"retry: 1000\n\n"
 IDLE = b": nothing has happened\n\n"
 KEPT_EVENTS = 4096
 KEPT_RARE = 1024
-"""Events that no request causes are kept in a ring of their own: they tell what happened last night."""
+"""Events that no request causes are kept in a ring of their own, so that those of last night are still there."""
 
 
 class Stream:

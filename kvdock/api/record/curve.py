@@ -30,9 +30,9 @@ AGE_S = 600.0
 """How often older lookups are made to count for less."""
 MOST_NAMESPACES = 256
 ENOUGH_SAMPLES = 500
-"""Chunks; fewer would say more about the samples than about the pool."""
+"""How many sampled chunks a curve needs: with fewer, it shows the samples rather than the pool."""
 ENOUGH_ROOM = 16
-"""Sampled chunks that a simulated pool must have room for: below that, one prompt is all of it."""
+"""How many sampled chunks a simulated pool must have room for: in a smaller one, one prompt fills it."""
 
 
 @dataclass(slots=True)
@@ -42,7 +42,7 @@ class _Space:
 
 
 class Curves:
-    """Counts what lookups ask for, and says what they would find."""
+    """Counts what lookups ask for and what is stored, and computes what lookups would find in pools of other sizes."""
 
     def __init__(self, pool: Pool, now_s: Callable[[], float]) -> None:
         self._pool, self._now_s = pool, now_s
@@ -53,8 +53,8 @@ class Curves:
         self._limits = limits
         self._began_s = self._aged_s = self._now_s()
         self._spaces: OrderedDict[bytes, _Space] = OrderedDict()
-        """By the digest of the namespace's manifest and tenant, whatever the weights; the one that was asked longest
-        ago first."""
+        """By the digest of the namespace's manifest and tenant, whatever the weights; the least recently used
+        comes first."""
         self._simulated = Simulated(
             limits.eviction, limits.pool_bytes, salt=self._salt, most_share=MOST_SHARE, most_entries=MOST_ENTRIES,
             most_work=MOST_WORK,
@@ -63,7 +63,7 @@ class Curves:
     # ---------------------------------------------------------------- counting
 
     def looked_up(self, namespace: NamespaceRecord, keys: bytes, hit_tokens: int) -> None:
-        """Not for a repeat of the same lookup. What is missing is taken to be stored afterwards."""
+        """Not to be called for a repeat of the same lookup. Missing chunks are assumed to be stored afterwards."""
         number = self._number(namespace)
         self._simulated.looked_up(number, keys, hit_tokens // namespace.manifest.chunk_tokens)
 
@@ -102,7 +102,7 @@ class Curves:
         space = self._spaces[namespace.base] = _Space(namespace, number)
         return space
 
-    # ---------------------------------------------------------------- telling
+    # ---------------------------------------------------------------- reading
 
     def view(self, peer: Peer) -> Curve:
         """For the tenants that the caller sees; an administrator's totals include namespaces that are not kept apart

@@ -18,9 +18,9 @@ class Detail:
     namespace: bytes
     broke: Break | None = None
     loaded_us: int | None = None
-    """From a lookup's answer until its ranks had read all that it got."""
+    """From the answer to a lookup until all ranks had read what it got."""
     weights: str | None = ""
-    """That its engine ran."""
+    """The weights that its engine ran."""
 
 
 class RecentRequests:
@@ -29,7 +29,7 @@ class RecentRequests:
     def __init__(self, keep: int) -> None:
         self._keep = keep
         self._ring: deque[tuple[str, RequestView, Detail]] = deque()
-        """With the tenant of each."""
+        """Each with its tenant, newest first."""
         self._count = 0
         """How many were added: the newest has this number, and numbers are the cursors of pages."""
         self._without_outcome: dict[tuple[str, str], deque[RequestView]] = {}

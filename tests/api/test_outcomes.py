@@ -164,7 +164,7 @@ def test_nothing_is_remembered_of_requests_that_are_not_listed_any_more() -> Non
     assert after - before < 200_000, "about what a hundred rows take"
     listed, _ = recent.view(1000, 0, lambda tenant: True)
     assert len(listed) == 100
-    assert set(recent._untold) | set(recent._told) <= {("s", one.request) for one in listed}
+    assert set(recent._without_outcome) | set(recent._with_outcome) <= {("s", one.request) for one in listed}
 
 
 def test_ids_are_found_by_how_they_begin_over_pages(client: Client, engine: Engine) -> None:

@@ -170,7 +170,7 @@ def writes(source: str) -> list[str]:
         owner = (used.value.attr if isinstance(used.value, ast.Attribute) else used.value.id).strip("_")
         is_call, is_assigned = used is not node, not isinstance(used.ctx, ast.Load)
         if owner in READS and (is_assigned or (is_call and used.attr not in READS[owner])):
-            found.append(f"{node.lineno}: {owner}.{used.attr}")
+            found.append(f"{used.lineno}: {owner}.{used.attr}")
     return found
 
 

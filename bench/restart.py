@@ -80,8 +80,7 @@ def adopt(chunks: int, times: int) -> dict[str, object]:
                 adopted = adopt_pool(settings, pool_id, secrets.randbits)
                 took_s.append(time.perf_counter() - began)
                 found = adopted.found
-                adopted.segments.close(unlink=False)
-                adopted.lock.close(unlink=False)
+                adopted.objects.leave()
         finally:
             for name in shm.pool_objects().get(pool_id, []):
                 (shm.SHM_DIR / name).unlink()

@@ -373,7 +373,8 @@ def test_a_snapshot_is_cut_into_batches_that_end_with_the_newest_number(monkeypa
     assert len(events) == 3001 and sum(isinstance(event, BlockStored) for event in events[1:]) == 3000
     kept, is_snapshot = log.since("", newest - 2)
     assert not is_snapshot and [batch.seq for batch in kept] == list(range(newest - 2, newest + 1))
-    assert log._kept_bytes == sum(batch.size_bytes for batch in log._logs[""]._kept) <= 1000 * CHUNK_BYTES
+    logs = log._logs
+    assert logs._kept_bytes == sum(batch.size_bytes for batch in logs.of("")._kept) <= 1000 * CHUNK_BYTES
 
 
 def test_what_engines_say_of_chunks_that_never_come_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:

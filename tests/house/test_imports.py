@@ -55,7 +55,7 @@ ROOMS = {
     ),
     "api/reports": Room(
         may=("_core", "protocol", "api.access", "api.pool", "api.reports", "api.clock", "api.convert", "api.settings",
-             # Of the records only values: what writes them stays behind the protocols of recorded.py.
+             # Of the records only values: what writes them is behind kvdock/api/reports/recorded.py.
              "api.record.counters.Counters", "api.record.requests.Detail", "api.record.timings.Buckets",
              "api.record.timings.RouteTimes"),
         never=("fastapi", "starlette"),

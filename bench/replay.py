@@ -152,7 +152,7 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.replay", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     parser.add_argument("--trace", type=Path, required=True, help="JSON lines, as bench/trace.py reads them")
-    parser.add_argument("--policies", nargs="+", default=["lru", "arc", "default", "hinted", "belady"])
+    parser.add_argument("--policies", nargs="+", default=["lru", "default", "hinted", "belady"])
     chosen = parser.parse_args(arguments)
     figures: dict[str, float] = {}
     for work in workloads(read(chosen.trace)):

@@ -178,7 +178,7 @@ class Table:
         """Evicts unpinned chunks, the leaf first that is worth least to the eviction policy, until room_bytes is so
         much, or until about `max_chunks` went; returns their number."""
     def set_eviction(self, policy: str) -> None:
-        """'adaptive' (the default), 'arc' or 'lru'; bad_argument for another. What an earlier policy learnt is lost; it
+        """'adaptive' (the default) or 'lru'; bad_argument for another. What an earlier policy learnt is lost; it
         looks at every chunk."""
     def eviction(self) -> str: ...
 

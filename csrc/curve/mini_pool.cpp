@@ -124,7 +124,7 @@ void MiniPool::forget(uint32_t id) {
 
 MiniPool::Victim MiniPool::victim(uint32_t id, uint64_t tick) const {
   const Entry& e = entries_[id];
-  return {policy_->lets_go_first(e.kind), policy_->worth(e.kind, e.used, tick), e.used, e.name, id};
+  return {policy_->worth(e.kind, e.used, tick), e.used, e.name, id};
 }
 
 bool MiniPool::is_as_chosen(const Victim& one) const {

@@ -53,12 +53,10 @@ class MiniPool {
     uint8_t kind;
   };
   struct Victim {
-    bool first;  // of the kind that the policy lets go first
     double worth;
     uint64_t used, name;
     uint32_t entry;
     bool goes_before(const Victim& other) const {
-      if (first != other.first) return first;
       return worth != other.worth ? worth < other.worth : used < other.used;
     }
   };

@@ -88,12 +88,10 @@ class Policy {
   virtual void set_aside(const Chunk& chunk) = 0;  // a duplicate, which is to come back
 
   virtual double worth(uint8_t kind, uint64_t used, uint64_t tick) const = 0;
-  // Leaves of that kind, whatever others are worth.
-  virtual bool lets_go_first(uint8_t) const { return false; }
   virtual std::optional<Choice> least(const Leaves& leaves, uint64_t tick) const = 0;
 };
 
-// "adaptive", "arc" or "lru". TableError bad_argument.
+// "adaptive" or "lru". TableError bad_argument.
 std::unique_ptr<Policy> make_policy(const std::string& name);
 
 }  // namespace kvdock

@@ -17,7 +17,7 @@ _Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
 _Mark = Annotated[float, msgspec.Meta(ge=0, lt=1)]
 _Size = Annotated[int, msgspec.Meta(ge=0, lt=1 << 60)]
 _Amount = Annotated[int, msgspec.Meta(ge=0, le=1 << 20)]
-Eviction = Literal["adaptive", "arc", "lru"]
+Eviction = Literal["adaptive", "lru"]
 TierKeep = Literal["shared", "always"]
 MAX_QUOTAS = 128
 """Tenants that may have a quota by calls, beside those of the access file."""

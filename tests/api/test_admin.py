@@ -418,10 +418,10 @@ def test_a_session_shows_its_members_what_each_still_holds_and_the_bytes(
 def test_the_eviction_policy_changes_while_the_server_runs() -> None:
     with ServerProcess(eviction="lru") as server, Client(server.unix) as client:
         assert client.config().limits.eviction == "lru"
-        assert client.configure(PatchConfig(eviction="arc")).limits.eviction == "arc"
+        assert client.configure(PatchConfig(eviction="adaptive")).limits.eviction == "adaptive"
         assert client.config().settings["eviction"] == "lru", "as it was started"
         assert refused(server.http, "PATCH", "/v1/config", {"eviction": "fifo"})["found"] == "$.eviction"
-        assert client.config().limits.eviction == "arc"
+        assert client.config().limits.eviction == "adaptive"
 
 
 def test_slots_for_what_was_found_before_a_clear_are_refused(engine: Engine) -> None:

@@ -345,10 +345,10 @@ def test_the_log_has_a_sentence_for_what_operators_want_to_know(server: ServerPr
     engine = attach(client, label="engine B")
     client.leave(engine.session, engine.member)
     engine.close()
-    client.configure(PatchConfig(eviction="arc"))
+    client.configure(PatchConfig(eviction="lru"))
     for _ in range(60):
         raw(server.http, "GET", "/v1/nothing")
-    eventually(lambda: "eviction adaptive → arc" in server.log_text())
+    eventually(lambda: "eviction adaptive → lru" in server.log_text())
     assert server.stop() == 0
     text = server.log_text()
     who = f"session {engine.listed} ('engine B'): member '{engine.member}'"

@@ -200,7 +200,7 @@ def test_config_set_changes_all_or_nothing() -> None:
     ("port=1", "port is fixed until the server is started anew; wanted one of pool_bytes, "),
     ("pool_byts=1GiB", "unknown setting 'pool_byts' (meant pool_bytes?)"),
     ("pool_bytes=much", "pool_bytes: a size like 512MiB or 4GiB was wanted, found 'much'"),
-    ("eviction=fifo", "eviction: wanted adaptive or arc or lru, found 'fifo'"),
+    ("eviction=fifo", "eviction: wanted adaptive or lru, found 'fifo'"),
     ("session_cap=half", "$.session_cap"),
     ("session_cap=", "session_cap: wanted a value"),
     ("tenants=a", "tenants: wanted JSON"),

@@ -65,7 +65,7 @@ def test_the_settings_of_serve_are_in_groups_with_their_choices() -> None:
         flags = [line.split()[0] for line in shown[group] if line.startswith("  --")]
         assert flags == [f"--{name.replace('_', '-')}" for name in names]
     text = help_of("serve")
-    for flag in ("--growth demand|ahead", "--eviction adaptive|arc|lru", "--tier-keep shared|always",
+    for flag in ("--growth demand|ahead", "--eviction adaptive|lru", "--tier-keep shared|always",
                  "--adopt auto|never|require", "--pool-bytes SIZE", "--drain-s SECONDS", "--session-cap SHARE"):
         assert f"  {flag} " in text
     assert "[default: 4GiB]" in text and "(4GiB)" not in text

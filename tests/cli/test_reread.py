@@ -36,40 +36,40 @@ def reread(process: subprocess.Popen[str], folder: Path, text: str) -> None:
 
 
 def test_limits_and_the_log_change_at_once_and_the_rest_waits(tmp_path: Path) -> None:
-    with served(tmp_path, 'eviction = "lru"\n') as (process, client, log):
-        reread(process, tmp_path, 'eviction = "arc"\nsession_grants = 7\nlog_format = "json"\nheartbeat_s = 3.0\n')
+    with served(tmp_path, 'eviction = "adaptive"\n') as (process, client, log):
+        reread(process, tmp_path, 'eviction = "lru"\nsession_grants = 7\nlog_format = "json"\nheartbeat_s = 3.0\n')
         eventually(lambda: "read again" in log.read_text())
         limits = client.config().limits
-        assert (limits.eviction, limits.session_grants) == ("arc", 7)
+        assert (limits.eviction, limits.session_grants) == ("lru", 7)
         said = [json.loads(line) for line in log.read_text().splitlines() if line.startswith("{")]
         assert said[-1]["level"] == "info" and said[-1]["logger"] == "kvdock.events"
         assert said[-1]["message"].endswith("these count from the next start: heartbeat_s")
         assert said[-1]["event"].items() >= {"kind": "reread", "needs_restart": ["heartbeat_s"]}.items()
-        reread(process, tmp_path, 'eviction = "arc"\nlog_level = "warning"\n')
+        reread(process, tmp_path, 'eviction = "lru"\nlog_level = "warning"\n')
         eventually(lambda: client.config().limits.session_grants == 4096)
         before = log.read_text()
-        reread(process, tmp_path, 'eviction = "lru"\nlog_level = "warning"\n')
-        eventually(lambda: client.config().limits.eviction == "lru")
+        reread(process, tmp_path, 'eviction = "adaptive"\nlog_level = "warning"\n')
+        eventually(lambda: client.config().limits.eviction == "adaptive")
         assert log.read_text() == before, "only what may need somebody"
 
 
 def test_what_a_call_has_changed_stays_unless_the_file_changes_it(tmp_path: Path) -> None:
-    with served(tmp_path, 'eviction = "lru"\n') as (process, client, log):
-        client.configure(PatchConfig(eviction="arc", session_grants=9))
-        reread(process, tmp_path, 'eviction = "lru"\nlow_water = 0.001\n')
+    with served(tmp_path, 'eviction = "adaptive"\n') as (process, client, log):
+        client.configure(PatchConfig(eviction="lru", session_grants=9))
+        reread(process, tmp_path, 'eviction = "adaptive"\nlow_water = 0.001\n')
         eventually(lambda: "read again" in log.read_text())
         limits = client.config().limits
-        assert (limits.eviction, limits.session_grants, limits.low_water) == ("arc", 9, 0.001)
+        assert (limits.eviction, limits.session_grants, limits.low_water) == ("lru", 9, 0.001)
 
 
 def test_what_is_wrong_changes_nothing_and_is_named(tmp_path: Path) -> None:
-    with served(tmp_path, 'eviction = "lru"\n') as (process, client, log):
-        reread(process, tmp_path, 'eviction = "arc"\nno_such = 1\n')
+    with served(tmp_path, 'eviction = "adaptive"\n') as (process, client, log):
+        reread(process, tmp_path, 'eviction = "lru"\nno_such = 1\n')
         eventually(lambda: "nothing was changed" in log.read_text())
-        assert "no_such" in log.read_text() and client.config().limits.eviction == "lru"
-        reread(process, tmp_path, 'eviction = "arc"\nlow_water = 0.9\nhigh_water = 0.95\nsession_cap = 2\n')
+        assert "no_such" in log.read_text() and client.config().limits.eviction == "adaptive"
+        reread(process, tmp_path, 'eviction = "lru"\nlow_water = 0.9\nhigh_water = 0.95\nsession_cap = 2\n')
         eventually(lambda: log.read_text().count("nothing was changed") == 2)
-        assert client.config().limits.eviction == "lru"
+        assert client.config().limits.eviction == "adaptive"
 
 
 def test_tokens_are_read_at_once(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ ROOM = 32
 MOST_TAKEN_OFF = 256
 """Marks, in one call."""
 SETTLED_MS = 10_000
-policies = pytest.mark.parametrize("policy", ["adaptive", "arc", "lru"])
+policies = pytest.mark.parametrize("policy", ["adaptive", "lru"])
 
 
 def engine_of(room: int = ROOM) -> Client:
@@ -323,21 +323,6 @@ def test_what_is_there_is_unmarked_beside_what_is_being_written() -> None:
     table.abort(engine.session, more.grant, [0])
     table.evict(7 * PAGE, 1)
     assert engine.has(key("running")) and not engine.has(key("old"))
-
-
-def test_a_duplicate_that_comes_back_is_of_the_kind_that_it_was() -> None:
-    engine = engine_of()
-    engine.table.set_eviction("arc")
-    running = chain("running", 8)
-    store(engine, running)
-    assert use(engine, running, "used again") == 8
-    store(engine, running, duplicate=True)
-    store(engine, chain("filling", ROOM))
-    assert count(engine, running) == 0
-    store(engine, running)
-    store(engine, chain("used once", 8))
-    store(engine, chain("new", ROOM - 8))
-    assert (count(engine, running), count(engine, chain("used once", 8))) == (8, 0)
 
 
 def test_a_quota_takes_duplicates_first() -> None:

@@ -12,7 +12,7 @@ from kvdock._core import TableError
 from kvdock.protocol.keys import UNKNOWN_PARENT as UNKNOWN
 
 ROOM = 64
-POLICIES = ("adaptive", "arc", "lru")
+POLICIES = ("adaptive", "lru")
 every_policy = pytest.mark.parametrize("policy", POLICIES)
 
 
@@ -72,31 +72,6 @@ def test_lru_lets_go_of_what_was_not_used_for_longest() -> None:
     ask(engine, chain("a", 1), "again")
     ask(engine, chain("new", 2), "new")
     assert [engine.has(chain(name, 1)[0]) for name in "abcd"] == [True, False, False, True]
-
-
-def test_arc_keeps_what_was_used_twice_while_others_are_used_once() -> None:
-    left = {}
-    for policy in ("arc", "lru"):
-        engine, twice = engine_of(policy), chain("twice", 8)
-        ask(engine, twice, "first")
-        ask(engine, twice, "second")
-        for number in range(20):
-            ask(engine, chain(number, 8), f"r{number}")
-        left[policy] = sum(there(engine, twice))
-    assert left == {"arc": 8, "lru": 0}
-
-
-def test_arc_gives_room_to_the_kind_of_which_too_much_went() -> None:
-    """What is used once more soon after it went wants more room for chunks used once."""
-    engine = engine_of("arc")
-    for number in range(8):
-        for request in "ab":
-            ask(engine, chain(("twice", number), 8), f"{request}{number}")
-    found = 0
-    for number in range(400):
-        ask(engine, chain(number, 8), f"new{number}")
-        found += ask(engine, chain(number - 2, 8), f"back{number}") if number >= 2 else 0
-    assert found > 0.5 * 398 * 8
 
 
 def test_what_is_asked_for_again_and_again_outlives_what_is_asked_for_once() -> None:
@@ -176,7 +151,7 @@ def test_a_policy_that_is_changed_goes_on_with_what_is_there() -> None:
     old, new = chain("old", 32), chain("new", 32)
     ask(engine, old, "old")
     ask(engine, new, "new")
-    for policy in ("arc", "adaptive", "adaptive", "lru"):
+    for policy in ("adaptive", "adaptive", "lru"):
         engine.table.set_eviction(policy)
         engine.table.check_integrity()
     ask(engine, chain("next", 16), "next")
@@ -184,11 +159,11 @@ def test_a_policy_that_is_changed_goes_on_with_what_is_there() -> None:
 
 
 def test_an_unknown_policy_is_refused_and_changes_nothing() -> None:
-    engine = engine_of("arc")
+    engine = engine_of("lru")
     with pytest.raises(TableError) as error:
         engine.table.set_eviction("fifo")
     assert (error.value.code, error.value.found) == ("bad_argument", "fifo")
-    assert error.value.wanted == "adaptive, arc or lru" and engine.table.eviction() == "arc"
+    assert error.value.wanted == "adaptive or lru" and engine.table.eviction() == "lru"
 
 
 def test_a_parent_that_is_not_known_contradicts_none() -> None:

@@ -14,7 +14,7 @@ ROOM = 64
 RETAINED = ROOM // 4
 """Chunks, of a pool of ROOM."""
 EVER = 10**9
-policies = pytest.mark.parametrize("policy", ["adaptive", "arc", "lru"])
+policies = pytest.mark.parametrize("policy", ["adaptive", "lru"])
 
 
 def engine_of(policy: str = "lru", room: int = ROOM) -> Client:
@@ -366,7 +366,7 @@ def test_random_wishes_keep_what_is_derived_true(policy: str) -> None:
             case 5:
                 engine.table.evict(source.randrange(8) * PAGE, 8)
         if source.random() < 0.03:
-            engine.table.set_eviction(source.choice(("adaptive", "arc", "lru")))
+            engine.table.set_eviction(source.choice(("adaptive", "lru")))
         assert retained_bytes(engine.table) <= 12 * PAGE
         if number % 10 == 0:
             engine.table.check_integrity()

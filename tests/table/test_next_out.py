@@ -12,7 +12,7 @@ def cut(keys: bytes) -> list[bytes]:
     return [keys[at : at + 32] for at in range(0, len(keys), 32)]
 
 
-@pytest.mark.parametrize("policy", ["adaptive", "arc", "lru"])
+@pytest.mark.parametrize("policy", ["adaptive", "lru"])
 def test_it_names_what_is_evicted_next_and_no_more_than_asked_for(policy: str) -> None:
     table = new_table(CHUNKS * PAGE)
     table.set_eviction(policy)

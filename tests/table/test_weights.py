@@ -11,7 +11,7 @@ pytestmark = pytest.mark.weights
 
 CHUNKS = 32
 GRACE_MS = 2_000
-POLICIES = ("adaptive", "arc", "lru")
+POLICIES = ("adaptive", "lru")
 
 
 def new_table(region: Mapping | None = None) -> Table:

@@ -8,7 +8,7 @@ import { bytes, words } from "../format.js";
 import { parsedBytes, parsedShare, parsedWhole } from "../parse.js";
 
 /** Values of which one is chosen. */
-const CHOICES = { eviction: ["adaptive", "arc", "lru"], tier_keep: ["shared", "always"] };
+const CHOICES = { eviction: ["adaptive", "lru"], tier_keep: ["shared", "always"] };
 const sizeText = (n) => (n % 2 ** 20 ? `${n} B` : bytes(n).replaceAll("\u00a0", " "));
 const shareText = (x) => `${+(x * 100).toFixed(2)} %`;
 

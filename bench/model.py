@@ -5,9 +5,9 @@
 It runs vLLM's rules for admission, chunked prefill and its own prefix cache (free blocks, the least recently used
 first), and the real chunk table, without a GPU and in seconds. So it tells what a policy is worth before a machine is
 asked; it knows nothing of copies, other processes and time spent by CPUs. Kinds: native (vLLM's own offload, LRU of
-single blocks; two engines have half each), kvdock, and exclusive (kvdock with that setting). Figures, for each mode and
-kind: cached_share, took_s, ttft_mean_ms, ttft_p50_ms, ttft_p99_ms. On seeds 1 and 2 the cached share of native is that
-of an H200 within .005 (bench/LOG.md).
+single blocks; two engines have half each) and kvdock. Figures, for each mode and kind: cached_share, took_s,
+ttft_mean_ms, ttft_p50_ms, ttft_p99_ms. On seeds 1 and 2 the cached share of native is that of an H200 within .005
+(bench/LOG.md).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ GIB_TOKENS = 8192
 """In a model with 128 KiB of KV for each token."""
 PREFILL_PER_S, STEP_S, ATTENTION_S, LOAD_PER_S = 26_000.0, 0.012, 1.3e-9, 400_000.0
 """Tokens of prefill, what a step costs besides, for each pair of tokens, tokens loaded: about those of an H200."""
-KINDS, MODES = ("native", "kvdock", "exclusive"), ("one", "two_random", "two_affinity")
+KINDS, MODES = ("native", "kvdock"), ("one", "two_random", "two_affinity")
 
 
 @dataclass(eq=False)
@@ -50,7 +50,6 @@ class Request:
     computed: int = 0
     made: int = 0
     stored: int = 0
-    is_told: bool = False
     is_loaded: bool = False
     local: int = 0
     cached: int | None = None
@@ -135,9 +134,6 @@ class NativePool:
     def loaded(self, request: Request) -> None:
         pass
 
-    def ended(self, request: Request, tokens: int, now_s: float) -> None:
-        pass
-
 
 @cache
 def key_of(name: int) -> bytes:
@@ -145,18 +141,16 @@ def key_of(name: int) -> bytes:
 
 
 class TablePool:
-    """The real table; its segment is a number only. `engines`: in the namespace."""
+    """The real table; its segment is a number only."""
 
-    def __init__(self, tokens: int, chunk_tokens: int, *, exclusive: bool, engines: int) -> None:
-        self._chunk, self._exclusive = chunk_tokens, exclusive
-        page = 4096
+    def __init__(self, tokens: int, chunk_tokens: int) -> None:
+        self._chunk, page = chunk_tokens, 4096
         self._table = bare_table(tokens // chunk_tokens, page, grants=256, session_cap=0.5, total_cap=0.75)
         space = self._table.add_namespace(
             bytes(32), chunk_tokens=chunk_tokens, block_tokens=BLOCK, writers=1, groups=[("full", 0, page)]
         )
-        sessions = [self._table.open_session(at.to_bytes(16), space, 1) for at in range(engines)]
-        members = [self._table.add_member(one, at.to_bytes(16), [0], True, 1) for at, one in enumerate(sessions)]
-        self._session, self._member, self._calls = sessions[0], members[0], 0
+        self._session = self._table.open_session(bytes(16), space, 1)
+        self._member, self._calls = self._table.add_member(self._session, bytes(16), [0], True, 1), 0
 
     def _now_ms(self, now_s: float) -> int:
         now_ms = round(1000 * now_s) + 2
@@ -188,21 +182,13 @@ class TablePool:
         request.lease = 0
 
     def store(self, request: Request, tokens: int, now_s: float) -> None:
-        first = 0 if self._exclusive and not request.is_told else request.stored // self._chunk
-        request.is_told = True
-        self._reserve(request, first, tokens // self._chunk, now_s, duplicate=self._exclusive)
-
-    def ended(self, request: Request, tokens: int, now_s: float) -> None:
-        if self._exclusive:
-            self._reserve(request, 0, tokens // self._chunk, now_s, duplicate=False)
-
-    def _reserve(self, request: Request, begin: int, end: int, now_s: float, *, duplicate: bool) -> None:
-        for first in range(begin, end, MAX_STORE_KEYS):
+        end = tokens // self._chunk
+        for first in range(request.stored // self._chunk, end, MAX_STORE_KEYS):
             now_ms, above = self._now_ms(now_s), self._keys(request, first - 1, first) if first else b""
             keys = self._keys(request, first, min(end, first + MAX_STORE_KEYS))
             granted = self._table.reserve(
                 self._session, self._member, self._calls.to_bytes(16), above, keys, groups=0, temporary=False,
-                deadline_ms=1000, now_ms=now_ms, duplicate=duplicate,
+                deadline_ms=1000, now_ms=now_ms,
             )
             if granted.grant:
                 self._table.commit(self._session, granted.grant, 0, [(at, 0, 0) for at, _ in granted.chunks], now_ms)
@@ -218,18 +204,13 @@ class Engine:
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
         self._loading: list[tuple[float, Request]] = []
-        self._ended: list[Request] = []
-        self._preempted: list[tuple[Request, int]] = []  # and how many tokens of it were computed
         self.now_s, self._left = 0.0, len(requests)
 
     @property
     def is_over(self) -> bool:
-        return not self._left and not self._ended
+        return not self._left
 
     def step(self) -> None:
-        for request in self._ended:  # what it stores last leaves with the next step, if nobody was given its blocks
-            self._store_once_more(request, request.computed)
-        self._ended = []
         while self._queue and len(self._running) + len(self._waiting) + len(self._loading) < self._concurrency:
             self._queue[0].arrived_s = self.now_s
             self._waiting.append(self._queue.popleft())
@@ -240,19 +221,11 @@ class Engine:
                 self._gpu.know(request, request.local, request.computed)
                 self._waiting.appendleft(request)
         work = self._go_on()
-        for request, computed in self._preempted:  # what this step did not give to others
-            self._store_once_more(request, computed)
-        self._preempted = []
         self._admit(work)
         if work:
             self._compute(work)
         else:
             self.now_s = max(self.now_s + 0.001, min((done_s for done_s, _ in self._loading), default=0.0))
-
-    def _store_once_more(self, request: Request, computed: int) -> None:
-        whole = len(self._gpu.found(request.names[: computed // BLOCK])) * BLOCK
-        self._pool.ended(request, whole, self.now_s)
-        request.is_told = False
 
     def _go_on(self) -> dict[Request, int]:
         """Tokens of the step by request, of those that run."""
@@ -266,7 +239,6 @@ class Engine:
                 last = self._running.pop()
                 work.pop(last, None)
                 self._gpu.give_back(last.blocks)
-                self._preempted.append((last, last.computed))
                 last.blocks, last.computed, last.is_loaded = [], 0, False
                 self._waiting.appendleft(last)
             if count > 0 and lacks <= len(self._gpu.free):
@@ -322,7 +294,6 @@ class Engine:
             if request.made >= request.new_tokens:
                 self._running.remove(request)
                 self._gpu.give_back(request.blocks)
-                self._ended.append(request)
                 self._left -= 1
 
 
@@ -334,7 +305,7 @@ def served(chosen: argparse.Namespace, kind: str, mode: str, sampled: Sequence[t
         at = random.Random(f"{chosen.seed}/{routed_by}").randrange(2) if count > 1 else 0
         parts[at].append(request_of(number, one, chosen.new))
     host = int(chosen.host_gib * GIB_TOKENS)
-    shared = TablePool(host, chosen.chunk_tokens, exclusive=kind == "exclusive", engines=count)
+    shared = TablePool(host, chosen.chunk_tokens)
     engines = [
         Engine(part, NativePool(host // count) if kind == "native" else shared, chosen.concurrency // count,
                int(chosen.gpu_gib * GIB_TOKENS) // count)

@@ -255,10 +255,10 @@ class Table:
         """D3: the member that asked for a lease or reservation, and never handed out its plan, cancels it."""
     def reserve(
         self, session: int, member: int, store: bytes, parent: bytes, keys: bytes, *,
-        groups: int, temporary: bool, deadline_ms: int, now_ms: int, duplicate: bool = False,
+        groups: int, temporary: bool, deadline_ms: int, now_ms: int,
     ) -> Reservation:
         """parent: 32 bytes, of ones if it is not known, or b'' (root). groups: bit mask, 0 = all. deadline_ms: from
-        now. duplicate: see Reserve."""
+        now."""
     def commit(
         self, session: int, grant: int, rank: int, parts: Sequence[tuple[int, int, int]], now_ms: int
     ) -> tuple[int, list[int]]:

@@ -303,13 +303,12 @@ void bind_grants(py::class_<BoundTable>& c) {
       "now_ms"_a, "computes"_a = false)
       .def("withdraw", call(&Table::withdraw), "session"_a, "request"_a)
       .def("reserve", [](BoundTable& t, uint64_t session, uint64_t member, const Id16& store, const py::bytes& parent,
-                         std::vector<Key> keys, uint32_t groups, bool temporary, uint64_t deadline_ms, uint64_t now,
-                         bool duplicate) {
+                         std::vector<Key> keys, uint32_t groups, bool temporary, uint64_t deadline_ms, uint64_t now) {
         Key above = py::len(parent) ? parent.cast<Key>() : Key{};
-        ReserveCall wanted{store, above, std::move(keys), groups, temporary, duplicate, deadline_ms};
+        ReserveCall wanted{store, above, std::move(keys), groups, temporary, deadline_ms};
         return call(&Table::reserve)(t, session, member, wanted, now);
       }, "session"_a, "member"_a, "store"_a, "parent"_a, "keys"_a, py::kw_only(), "groups"_a, "temporary"_a,
-         "deadline_ms"_a, "now_ms"_a, "duplicate"_a = false)
+         "deadline_ms"_a, "now_ms"_a)
       .def("commit", call(&Table::commit), "session"_a, "grant"_a, "rank"_a, "parts"_a, "now_ms"_a)
       .def("hold", call(&Table::hold), "session"_a, "member"_a, "request"_a, "keys"_a, "now_ms"_a)
       .def("peek", call(&Table::peek), "namespace"_a, "keys"_a)

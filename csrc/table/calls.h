@@ -69,7 +69,6 @@ struct ReserveCall {
   std::vector<Key> keys;
   uint32_t groups;  // bit mask
   bool temporary;
-  bool duplicate;  // the engine has them in its own memory as well, and stores them again
   uint64_t deadline_ms;
 };
 struct ReserveResult {

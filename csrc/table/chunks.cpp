@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <bit>
 #include <cstring>
-#include <utility>
 
 #include "base/pause.h"
 #include "table/body_crc.h"
@@ -70,24 +69,9 @@ void Chunks::drop_child(uint32_t space, const Key& parent) {
   offer(p.ready);
 }
 
-// The one child of a duplicate may be what an earlier turn of its conversation ended with, which nobody asks for any
-// more. What has more children is a prefix that others share.
 bool Chunks::may_go(uint32_t id) const {
   const Info& in = info_[id];
-  uint32_t children = goes_first(id) ? 1 : 0;
-  return in.pins == 0 && in.children <= children && record(id).state() == RecordState::kReady;
-}
-
-// A wish would be lost with the chunk, so what engines wish to retain waits its turn.
-bool Chunks::goes_first(uint32_t id) const {
-  const Info& in = info_[id];
-  return in.marked_by && !in.kept && in.priority <= 0;
-}
-
-// Of duplicates that were stored or named together, the deepest goes first.
-Leaf Chunks::leaf_of(uint32_t id) const {
-  uint64_t used = record(id).last_used;
-  return {goes_first(id) ? used << kDepthBits | (kMaxDepth - info_[id].depth) : used, id};
+  return in.pins == 0 && in.children == 0 && record(id).state() == RecordState::kReady;
 }
 
 void Chunks::offer(uint32_t id) {
@@ -126,7 +110,7 @@ void Chunks::unlist(uint32_t id) {
   const Record& r = record(id);
   LeafLists& list = list_of(id);
   list.remove(spaces_.shape_of(r.space), spaces_.tenant_of(r.space), info_[id].kind, leaf_of(id));
-  bool of_priority = info_[id].priority != 0 && !info_[id].kept && !goes_first(id);
+  bool of_priority = info_[id].priority != 0 && !info_[id].kept;
   if (of_priority && list.size() == 0) evictions_.erase(info_[id].priority);
   if (!info_[id].kept) unlist_in_space(id);
   info_[id].listed = false;
@@ -151,39 +135,9 @@ void Chunks::stamp(uint32_t id, uint64_t tick) {
 
 void Chunks::use(uint32_t id, uint64_t tick) {
   unlist(id);
-  note_use(id);
+  ++info_[id].uses;
   info_[id].kind = policy_->used(described(id), tick);
   stamp(id, tick);
-}
-
-void Chunks::set_duplicate(uint32_t id, uint64_t session, uint32_t depth) {
-  unlist(id);
-  info_[id].marked_by = session;
-  info_[id].depth = static_cast<uint16_t>(std::min<uint64_t>(depth, kMaxDepth));
-  offer(id);
-}
-
-void Chunks::unmark(uint32_t id) {
-  if (info_[id].marked_by) set_duplicate(id, 0, info_[id].depth);
-}
-
-void Chunks::unmark(const KeyEntry& key) {
-  for (uint32_t id : {key.ready, key.reserved})
-    if (id != kNone) unmark(id);
-}
-
-uint32_t Chunks::shared_prefix(uint32_t space, const std::vector<Key>& keys) const {
-  for (size_t n = keys.size(); n > 0; --n) {
-    const KeyEntry* e = index_.find(space, keys[n - 1]);
-    if (e && e->children >= kSharedChildren) return static_cast<uint32_t>(n);
-  }
-  return 0;
-}
-
-uint32_t Chunks::depth_below(uint32_t space, const Key& parent) const {
-  const KeyEntry* above = parent.names_chunk() ? index_.find(space, parent) : nullptr;
-  uint32_t id = above ? above->any() : kNone;
-  return id == kNone ? 0 : info_[id].depth + 1;
 }
 
 // REQUIRES: it is READY, and not listed.
@@ -196,13 +150,12 @@ void Chunks::set_kind(uint32_t id) {
 }
 
 // A chunk is never older than what is stored under it.
-void Chunks::stamp_path(uint32_t space, Key key, uint64_t tick, bool unmarks) {
+void Chunks::stamp_path(uint32_t space, Key key, uint64_t tick) {
   while (key.names_chunk()) {
     const KeyEntry* e = index_.find(space, key);
     uint32_t id = e ? e->any() : kNone;
     if (id == kNone || record(id).last_used == tick) return;
     stamp(id, tick);
-    if (unmarks) unmark(*e);
     key = record(id).parent;
   }
 }
@@ -211,7 +164,6 @@ void Chunks::stamp_path(uint32_t space, Key key, uint64_t tick, bool unmarks) {
 
 Chunks::Reserved Chunks::reserve(const NewChunk& chunk) {
   add_child(chunk.space, chunk.parent);  // first: making room takes no parent
-  if (chunk.tick != std::exchange(stale_tick_, chunk.tick)) stale_left_ = kMostStale;
   if (!make_room_in_quota(chunk)) {
     drop_child(chunk.space, chunk.parent);
     return {kNone, Limit::quota};
@@ -284,7 +236,6 @@ void Chunks::write_record(const NewChunk& chunk, uint32_t id, std::span<const St
   uint64_t bytes = 0;
   for (const StoredPart& p : parts) bytes += round_slot(p.length);
   info_[id].pages = static_cast<uint32_t>(bytes / kSlotAlign);
-  set_duplicate(id, chunk.marked_by, chunk.depth);
   KVDOCK_PAUSE("reserve.body_written");
   publish(r.word, record_word(generation, RecordState::kReserved));
   KVDOCK_PAUSE("reserve.reserved");

@@ -3,8 +3,7 @@
 // Ownership: record pages, segment entries and slabs lie in the region; everything else is derived.
 // Invariants: I1, I4, I5 and I7 of docs/lifetime_protocol.md#invariants, and of I2 that a pinned record is never FREE.
 //   A record that is RESERVED or QUARANTINED is pinned; one that is READY, unpinned and without children is listed for
-//   eviction under its priority, or, if it is kept, for eviction by its own tenant's quota. Duplicates are listed
-//   apart, and one child does not keep them from it.
+//   eviction under its priority, or, if it is kept, for eviction by its own tenant's quota.
 //
 // A pin is one line of a grant that has a holder; Chunks counts pins by session and knows no grants.
 #pragma once
@@ -34,15 +33,12 @@ struct NewChunk {
   Key key, parent;
   uint32_t groups;
   bool temporary;
-  uint64_t marked_by;  // as Info has it
-  uint32_t depth;      // as Info has it
   uint64_t tick;
   uint64_t bytes;  // of all its slots
   uint32_t below;  // its slots lie in segments with ids below this; kNone: in any
 
-  // Else it takes free room only. Memory that became free could lie where its session may not write; and the engine has
-  // a duplicate anyway.
-  bool makes_room() const { return below == kNone && !marked_by; }
+  // Else it takes free room only: memory that is freed for it could lie where its session may not write.
+  bool makes_room() const { return below == kNone; }
 };
 
 class Chunks {
@@ -107,15 +103,9 @@ class Chunks {
   };
   Reserved reserve(const NewChunk& chunk);
   void publish_chunk(uint32_t id);  // RESERVED → READY; a record that the key named before is QUARANTINED
-  void use(uint32_t id, uint64_t tick);    // a lookup found it: it is no duplicate
+  void use(uint32_t id, uint64_t tick);    // a lookup found it
   void stamp(uint32_t id, uint64_t tick);  // a store names it
-  void stamp_path(uint32_t space, Key key, uint64_t tick, bool unmarks);  // from `key` to its root
-  // A running request has the chunk in its engine's memory as well, and stores it again when it ends. A mark counts
-  // while its session, named by its id, is the only one in the namespace. Session 0: it is no duplicate.
-  void set_duplicate(uint32_t id, uint64_t session, uint32_t depth);
-  void unmark(const KeyEntry& key);  // what is there, and what is being written
-  uint32_t shared_prefix(uint32_t space, const std::vector<Key>& keys) const;  // how many of `keys` others need
-  uint32_t depth_below(uint32_t space, const Key& parent) const;  // of a duplicate that is stored under it
+  void stamp_path(uint32_t space, Key key, uint64_t tick);  // from `key` to its root
 
   // -- pins: bytes that a session holds are counted once, however many of its grants name them
   void add_pin(uint32_t id, uint32_t session);
@@ -144,7 +134,7 @@ class Chunks {
   // max_chunks. Returns how many went. `tenant`: of its namespaces; `kept` is 0 then.
   uint32_t empty_left(size_t kept, uint32_t max_chunks, const std::optional<Id16>& tenant);
   std::vector<SpaceInfo> spaces();
-  // About those that go next, `bytes` of them at most, by namespace. Duplicates are left out: their engine has them.
+  // About those that go next, `bytes` of them at most, by namespace.
   std::map<uint32_t, std::vector<Key>> next_out(uint64_t bytes) const;
   void set_eviction(const std::string& policy);  // as make_policy(); looks at every chunk
   const char* eviction() const { return policy_->name(); }
@@ -189,7 +179,6 @@ class Chunks {
 
  private:
   struct Info {
-    uint64_t marked_by = 0;  // the session whose engine has it on the GPU as well; 0: none
     uint32_t pins = 0;
     uint32_t sole = kNone;  // the one session that pins it, kMany, or kNone
     uint32_t children = 0;  // of a READY record: what its key's index entry counts, kept beside the pins
@@ -197,23 +186,15 @@ class Chunks {
     uint32_t born_s = 0;    // when it became READY, on the server clock; 0: before this server
     uint32_t uses = 0;      // by lookups
     bool kept = false;      // not to be evicted until kept_until_ms
-    uint16_t depth = 0;     // of a duplicate, in chunks of its chain as far as that was known
     bool listed = false;    // in the list that list_of() names; unless it is kept, in that of its namespace as well
     uint32_t before = kNone, behind = kNone;  // there
     uint8_t kind = kNoKind; // what the policy takes it for
     int8_t priority = 0;    // what engines wish for it
   };
   static constexpr uint32_t kMany = kNone - 1;
-  static constexpr uint32_t kMostStale = 256;
-  // What a request goes on with, what its earlier turn ended with, and what is somebody else's.
-  static constexpr uint32_t kSharedChildren = 3;
   static uint64_t pair_of(uint32_t session, uint32_t id) { return uint64_t{session} << 32 | id; }
 
   void count_state(uint32_t id, int sign);
-  void note_use(uint32_t id) {
-    info_[id].marked_by = 0;
-    ++info_[id].uses;
-  }
   void note_born(uint32_t id, uint32_t replaced) {
     info_[id].born_s = static_cast<uint32_t>(std::max<uint64_t>(1, departures_.now_ms() / 1000));
     info_[id].uses = replaced == kNone ? 0 : info_[replaced].uses;
@@ -228,13 +209,8 @@ class Chunks {
   template <class F>
   Cleared take_out_where(uint64_t start, uint32_t budget, F&& wanted);
   bool may_go(uint32_t id) const;
-  bool goes_first(uint32_t id) const;
-  bool mark_counts(uint32_t id) const;
-  void unmark(uint32_t id);
-  LeafLists& list_of(uint32_t id) {
-    return info_[id].kept ? kept_ : goes_first(id) ? duplicates_ : evictions_[info_[id].priority];
-  }
-  Leaf leaf_of(uint32_t id) const;
+  LeafLists& list_of(uint32_t id) { return info_[id].kept ? kept_ : evictions_[info_[id].priority]; }
+  Leaf leaf_of(uint32_t id) const { return {record(id).last_used, id}; }
   Chunk described(uint32_t id) const;
   void set_kind(uint32_t id);
   void set_kept(uint32_t id, uint64_t until_ms);
@@ -253,8 +229,6 @@ class Chunks {
   void evict_one(uint32_t id);
   void evict_least(const Choice& least);
   std::optional<Choice> least_in(int8_t priority, const LeafLists& leaves, uint32_t shape) const;
-  template <class F>
-  std::optional<Choice> first_duplicate(F&& first);
   std::optional<Choice> first_of(const std::optional<LeftSpaces::Left>& left) const;
   std::optional<Choice> least(uint32_t shape);
   std::optional<Choice> least_with(std::optional<uint64_t> slot_bytes);
@@ -283,9 +257,6 @@ class Chunks {
   SlotAllocator slots_;
   KeyIndex index_;
   std::unique_ptr<Policy> policy_ = make_policy("adaptive");
-  LeafLists duplicates_;       // also of marks that do not count any more
-  uint32_t stale_left_ = 0;    // how many of those the present call may take off
-  uint64_t stale_tick_ = 0;    // … if it is a store of that tick
   std::map<int8_t, LeafLists> evictions_;  // by priority; only that of 0 may be empty
   LeafLists kept_;  // kept chunks, for quotas
   // The parent of the last that went, if it is as old and of its kind: it goes next, and nothing need be compared.

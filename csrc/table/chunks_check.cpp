@@ -60,9 +60,8 @@ void Chunks::check_records() const {
     require(in.listed == may_go(id), "what is listed is not what may go", id);
     require((in.kind == kNoKind) == (r.state() != RecordState::kReady), "a kind is not that of a READY record", id);
     auto usual = evictions_.find(in.priority);
-    bool apart = in.kept || goes_first(id);
-    require(!in.listed || apart || usual != evictions_.end(), "an evictable chunk's priority has no list", id);
-    const LeafLists& list = in.kept || !in.listed ? kept_ : apart ? duplicates_ : usual->second;
+    require(!in.listed || in.kept || usual != evictions_.end(), "an evictable chunk's priority has no list", id);
+    const LeafLists& list = in.kept || !in.listed ? kept_ : usual->second;
     uint32_t shape = spaces_.shape_of(r.space), tenant = spaces_.tenant_of(r.space);
     require(!in.listed || list.lists(shape, tenant, in.kind, leaf_of(id)), "an evictable chunk is not listed", id);
     listed += in.listed;
@@ -70,7 +69,7 @@ void Chunks::check_records() const {
     ++sums.records[static_cast<size_t>(r.state())];
   }
   pages_.check(taken);
-  size_t in_lists = kept_.size() + duplicates_.size();
+  size_t in_lists = kept_.size();
   for (auto& [priority, leaves] : evictions_) {
     require(priority == 0 || leaves.size() != 0, "a priority has an empty list", priority);
     in_lists += leaves.size();

@@ -14,9 +14,7 @@ void Chunks::evict_one(uint32_t id) {
     next_.reset();
     return;
   }
-  Chunk went = described(id);
-  if (goes_first(id) && mark_counts(id)) policy_->set_aside(went);
-  else policy_->evicted(went, header_.use_tick);
+  policy_->evicted(described(id), header_.use_tick);
   unlist(id);
   info_[id].kind = kNoKind;
   take_out(id, cause_);
@@ -32,8 +30,8 @@ void Chunks::evict_least(const Choice& least) {
   evict_one(least.leaf.record);
   const KeyEntry* above = parent.names_chunk() ? index_.find(space, parent) : nullptr;
   if (!above || above->ready == kNone) return;
-  const Info& in = info_[above->ready];  // never of a duplicate's priority
-  if (!in.listed || in.kept || goes_first(above->ready) || in.priority != least.priority) return;
+  const Info& in = info_[above->ready];
+  if (!in.listed || in.kept || in.priority != least.priority) return;
   if (in.kind != least.kind || record(above->ready).last_used != used) return;
   next_ = {policy_->worth(in.kind, used, header_.use_tick), leaf_of(above->ready), in.kind, in.priority};
   next_shape_ = spaces_.shape_of(space);
@@ -47,24 +45,6 @@ std::optional<Choice> Chunks::least_in(int8_t priority, const LeafLists& leaves,
   return c;
 }
 
-// Another engine of the namespace would miss the chunk; one that has ended does not store it once more.
-bool Chunks::mark_counts(uint32_t id) const {
-  return info_[id].marked_by == spaces_.only_session(record(id).space);
-}
-
-// The duplicate that `first` names. It takes off the marks that it meets and that do not count any more. One call takes
-// off kMostStale of them at most; after that it finds no duplicate.
-template <class F>
-std::optional<Choice> Chunks::first_duplicate(F&& first) {
-  std::optional<Choice> c = first();
-  for (; c && !mark_counts(c->leaf.record); c = first()) {
-    if (stale_left_ == 0) return std::nullopt;
-    --stale_left_;
-    unmark(c->leaf.record);
-  }
-  return c;
-}
-
 // Some chunk that may go of a namespace that was left: all of them are dead.
 std::optional<Choice> Chunks::first_of(const std::optional<LeftSpaces::Left>& left) const {
   if (!left) return std::nullopt;
@@ -72,12 +52,10 @@ std::optional<Choice> Chunks::first_of(const std::optional<LeftSpaces::Left>& le
   return Choice{static_cast<double>(left->at_ms), leaf_of(id), info_[id].kind, kLeft};
 }
 
-// What nobody runs the weights of any more; then a duplicate, if there is one: it is worth nothing until its request
-// ends.
+// Chunks of weights that nobody runs any more go first; then the lowest priority that has a leaf.
 std::optional<Choice> Chunks::least(uint32_t shape) {
   cause_ = Gone::room;  // a store has no record
   if (auto c = first_of(spaces_.left().of_shape(shape, spaces_.left_until_ms()))) return c;
-  if (auto c = first_duplicate([&] { return duplicates_.first_of_shape(shape); })) return c;
   for (auto& [priority, leaves] : evictions_)
     if (auto c = least_in(priority, leaves, shape)) return c;
   return std::nullopt;
@@ -96,9 +74,6 @@ std::optional<Choice> Chunks::least_with(std::optional<uint64_t> slot_bytes) {
     return first_of(spaces_.left().of_shape(shape, spaces_.left_until_ms()));
   });
   if (best) return best;
-  look(duplicates_, [&](uint32_t shape) {
-    return first_duplicate([&] { return duplicates_.first_of_shape(shape); });
-  });
   for (auto it = evictions_.begin(); it != evictions_.end() && !best; ++it)
     look(it->second, [&](uint32_t shape) { return least_in(it->first, it->second, shape); });
   return best;
@@ -171,7 +146,6 @@ bool Chunks::evict_self_naming_chain(uint64_t bytes, const NewChunk& chunk) {
 bool Chunks::evict_of(uint32_t tenant) {
   cause_ = Gone::quota;
   std::optional<Choice> c = first_of(spaces_.left().of_tenant(tenant, spaces_.left_until_ms()));
-  if (!c) c = first_duplicate([&] { return duplicates_.first_of_tenant(tenant); });
   for (auto it = evictions_.begin(); it != evictions_.end() && !c; ++it)
     c = it->second.of_tenant(tenant, *policy_, header_.use_tick);
   if (!c) c = kept_.of_tenant(tenant, *policy_, header_.use_tick);
@@ -193,7 +167,6 @@ bool Chunks::make_room_in_quota(const NewChunk& chunk) {
 
 uint32_t Chunks::evict_over_quota(uint32_t max_chunks) {
   uint32_t gone = 0;
-  stale_left_ = kMostStale;
   for (uint32_t tenant = 0; tenant < spaces_.tenants().end(); ++tenant)
     while (gone < max_chunks && spaces_.tenants().is_over(tenant) && evict_of(tenant)) ++gone;
   return gone;
@@ -210,7 +183,6 @@ uint64_t Chunks::room_bytes() const {
 // First for the sizes that stores had to make room for: what is free elsewhere is of no use to them.
 uint32_t Chunks::evict(uint64_t target_room_bytes, uint32_t max_chunks) {
   cause_ = Gone::ahead;
-  stale_left_ = kMostStale;
   uint64_t until = counters_.evicted_chunks + max_chunks, before = counters_.evicted_chunks;
   while (counters_.evicted_chunks < until) {
     auto lacks = [&](uint64_t size) { return slots_.room_for(size, target_room_bytes) < target_room_bytes; };
@@ -255,7 +227,7 @@ std::vector<SpaceInfo> Chunks::spaces() {
 
 bool Chunks::can_evict() const {
   auto some = [](auto& one) { return one.second.size() != 0; };
-  return duplicates_.size() != 0 || std::any_of(evictions_.begin(), evictions_.end(), some);
+  return std::any_of(evictions_.begin(), evictions_.end(), some);
 }
 
 // The leaves that are worth least now, each with what is above it as long as that is as old.
@@ -359,16 +331,9 @@ void Chunks::set_kept(uint32_t id, uint64_t until_ms) {
   if (kept) kept_until_.emplace(until_ms, id);
 }
 
-// One child does not hold a duplicate: what leads to a kept chunk must not be one.
 void Chunks::keep(uint32_t id, uint64_t until_ms) {
   set_kept(id, until_ms);
   offer(id);
-  for (Key above = record(id).parent; until_ms && above.names_chunk();) {
-    const KeyEntry* e = index_.find(record(id).space, above);
-    if (!e || e->ready == kNone || !info_[e->ready].marked_by) return;
-    above = record(e->ready).parent;
-    unmark(e->ready);
-  }
 }
 
 void Chunks::expire_kept(uint64_t now) {

@@ -31,9 +31,6 @@ class LeafLists {
     auto at = by_shape_.find(shape);
     return at == by_shape_.end() ? std::nullopt : policy.least(at->second, tick);
   }
-  // The first, whatever a policy would say.
-  std::optional<Choice> first_of_shape(uint32_t shape) const { return first(by_shape_, shape); }
-  std::optional<Choice> first_of_tenant(uint32_t tenant) const { return first(by_tenant_, tenant); }
   std::optional<Choice> of_tenant(uint32_t tenant, const Policy& policy, uint64_t tick) const {
     auto at = by_tenant_.find(tenant);
     return at == by_tenant_.end() ? std::nullopt : policy.least(at->second, tick);
@@ -62,14 +59,6 @@ class LeafLists {
 
  private:
   using Lists = std::map<uint32_t, Leaves>;
-  static std::optional<Choice> first(const Lists& lists, uint32_t owner) {
-    auto at = lists.find(owner);
-    std::optional<Choice> best;
-    for (uint8_t kind = 0; at != lists.end() && kind < kKinds; ++kind)
-      if (const auto& list = at->second[kind]; !list.empty() && (!best || *list.begin() < best->leaf))
-        best = Choice{0, *list.begin(), kind, kDuplicates};
-    return best;
-  }
   static bool has(const Lists& lists, uint32_t owner, uint8_t kind, const Leaf& leaf) {
     auto at = lists.find(owner);
     return at != lists.end() && at->second[kind].count(leaf);

@@ -142,7 +142,7 @@ LookupResult Table::lookup(uint64_t session, uint64_t member, const LookupCall& 
   }
   // Keys from the midst of a sequence: what comes before them is in use as well.
   uint32_t first = s.found.empty() ? kNone : s.found[0];
-  if (first != kNone) chunks_.stamp_path(space, chunks_.record(first).parent, tick, false);
+  if (first != kNone) chunks_.stamp_path(space, chunks_.record(first).parent, tick);
   if (out.hit_tokens <= call.skip_tokens) {
     if (g) out.lease = g->id;
     return out;

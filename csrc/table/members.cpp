@@ -105,7 +105,7 @@ uint64_t Members::open_session(const Id16& nonce, uint32_t space, uint64_t now) 
   publish(s.word, sealed((s.use() + 1) << 1 | 1));
   KVDOCK_PAUSE("attach.session_open");
   open_[cell];
-  spaces_.enter_session(space, session_id(cell));
+  spaces_.enter_session(space);
   return session_id(cell);
 }
 
@@ -228,7 +228,7 @@ void Members::close_session(uint32_t cell) {
   }
   publish(sessions_[cell].word, sealed(sessions_[cell].use() << 1));
   open_.erase(cell);
-  spaces_.leave_session(sessions_[cell].space(), session_id(cell), Namespaces::Leaves::ended);
+  spaces_.leave_session(sessions_[cell].space(), Namespaces::Leaves::ended);
   free_sessions_.push_back(cell);
 }
 
@@ -237,8 +237,8 @@ void Members::file_session(uint32_t cell, uint32_t space) {
   if (before == space) return;
   publish(sessions_[cell].filed, filed_word(cell, space));
   KVDOCK_PAUSE("move.filed");
-  spaces_.enter_session(space, session_id(cell));
-  spaces_.leave_session(before, session_id(cell), Namespaces::Leaves::moved);
+  spaces_.enter_session(space);
+  spaces_.leave_session(before, Namespaces::Leaves::moved);
   KVDOCK_PAUSE("move.left");
 }
 
@@ -293,7 +293,7 @@ void Members::judge(const std::vector<bool>& namespaces, Adoption* found) {
     if (s.crc != body_crc(s) || !filed)
       refuse_adoption("a session is damaged", cell);
     open_[cell];
-    spaces_.count_session(s.space(), session_id(cell));
+    spaces_.count_session(s.space());
     found->clock_ms = std::max(found->clock_ms, s.opened_ms);
     ++found->sessions;
   }
@@ -345,11 +345,10 @@ std::vector<uint32_t> Members::sessions_without_members() const {
 void Members::check() const {
   require(open_.size() + free_sessions_.size() == kMaxSessions, "a session cell is lost", 0);
   require(member_count() + free_members_.size() == kMaxMembers, "a member cell is lost", 0);
-  std::map<uint32_t, std::set<uint64_t>> in;  // by namespace
-  for (auto& [session, open] : open_) in[sessions_[session].space()].insert(session_id(session));
-  for (auto& [space, ids] : in)
-    require(spaces_.only_session(space) == (ids.size() == 1 ? *ids.begin() : 0), "a namespace's sessions are counted "
-            "wrongly", space);
+  std::map<uint32_t, uint32_t> in;  // by namespace
+  for (auto& [session, open] : open_) ++in[sessions_[session].space()];
+  for (auto& [space, count] : in)
+    require(spaces_.sessions_in(space) == count, "a namespace's sessions are counted wrongly", space);
   for (auto& [session, open] : open_) {
     require(sessions_[session].live(), "an open session is not live", session);
     require(open.pinned_through == least_pinned(open), "a session's pinned segments are counted wrongly", session);

@@ -71,10 +71,6 @@ class Members {
 
   size_t session_count() const { return open_.size(); }
   size_t member_count() const;
-  // No other session is open in its namespace.
-  bool is_alone(uint32_t session) const {
-    return spaces_.only_session(sessions_[session].space()) == session_id(session);
-  }
   bool is_open(uint32_t session) const { return open_.count(session) != 0; }
   bool of_one_tenant(uint32_t session, uint32_t other) const {
     return spaces_.tenant_of(sessions_[session].space()) == spaces_.tenant_of(sessions_[other].space());

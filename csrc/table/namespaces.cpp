@@ -85,22 +85,20 @@ void Namespaces::enter(uint32_t space) {
   tenant_of_[space] = tenants_.enter(entries_[space].tenant);
 }
 
-void Namespaces::count_session(uint32_t space, uint64_t id) {
+void Namespaces::count_session(uint32_t space) {
   ++usage(space).sessions;
-  ++sessions_[space].count;
-  sessions_[space].ids += id;
+  ++sessions_[space];
 }
 
-void Namespaces::enter_session(uint32_t space, uint64_t id) {
-  count_session(space, id);
+void Namespaces::enter_session(uint32_t space) {
+  count_session(space);
   entries_[space].left_ms = 0;
   left_.come_back(space);
 }
 
-void Namespaces::leave_session(uint32_t space, uint64_t id, Leaves how) {
+void Namespaces::leave_session(uint32_t space, Leaves how) {
   --usage(space).sessions;
-  --sessions_[space].count;
-  sessions_[space].ids -= id;
+  --sessions_[space];
   uint64_t& left_ms = entries_[space].left_ms;
   if (how == Leaves::moved || has_weights(space) || left_ms != 0) left_ms = std::max<uint64_t>(1, now_ms_);
   if (is_left(space)) left_.leave(space, shape_of_[space], tenant_of_[space], left_ms);
@@ -111,7 +109,7 @@ void Namespaces::restart(uint64_t clock_ms) {
   set_now(clock_ms);
   for (uint32_t space : live()) {
     uint64_t& left_ms = entries_[space].left_ms;
-    if (sessions_[space].count > 0) {
+    if (sessions_[space] > 0) {
       left_ms = 0;
     } else if (left_ms != 0 || has_weights(space)) {
       if (left_ms == 0 || left_ms > now_ms_) left_ms = std::max<uint64_t>(1, now_ms_);

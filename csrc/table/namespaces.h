@@ -50,11 +50,10 @@ class Namespaces {
 
   // moved: to another namespace, because its engine runs other weights now.
   enum class Leaves { ended, moved };
-  void enter_session(uint32_t space, uint64_t id);
-  void leave_session(uint32_t space, uint64_t id, Leaves how);
-  void count_session(uint32_t space, uint64_t id);  // adoption: it is in it
-  // The id of the session that alone is open in it; 0: there is none, or more.
-  uint64_t only_session(uint32_t space) const { return sessions_[space].count == 1 ? sessions_[space].ids : 0; }
+  void enter_session(uint32_t space);
+  void leave_session(uint32_t space, Leaves how);
+  void count_session(uint32_t space);  // adoption: it is in it
+  uint32_t sessions_in(uint32_t space) const { return sessions_[space]; }
 
   void set_now(uint64_t now_ms) { now_ms_ = std::max(now_ms_, now_ms); }  // the server clock
   LeftSpaces& left() { return left_; }
@@ -76,15 +75,11 @@ class Namespaces {
   bool shape_has(uint32_t shape, uint64_t slot_bytes) const;
 
  private:
-  struct Sessions {
-    uint32_t count = 0;
-    uint64_t ids = 0;  // their sum
-  };
   void enter(uint32_t space);
   uint32_t shape_number(const Namespace& ns);
 
   bool is_left(uint32_t space) const {
-    return has(space) && sessions_[space].count == 0 && entries_[space].left_ms != 0;
+    return has(space) && sessions_[space] == 0 && entries_[space].left_ms != 0;
   }
 
   Namespace* entries_;
@@ -92,7 +87,7 @@ class Namespaces {
   LeftSpaces left_;
   std::vector<uint32_t> shape_of_;  // by entry; kNone: not live
   std::vector<uint32_t> tenant_of_;
-  std::vector<Sessions> sessions_;
+  std::vector<uint32_t> sessions_;  // how many are open in it
   std::vector<std::vector<uint64_t>> shapes_;
   Tenants tenants_;
 };

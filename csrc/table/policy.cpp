@@ -19,7 +19,6 @@ class Lru : public Policy {
   void touched(const Chunk&, uint64_t) override {}
   void evicted(const Chunk&, uint64_t) override {}
   void removed(const Chunk&) override {}
-  void set_aside(const Chunk&) override {}
   double worth(uint8_t, uint64_t used, uint64_t) const override { return static_cast<double>(used); }
   std::optional<Choice> least(const Leaves& leaves, uint64_t) const override {
     if (leaves[0].empty()) return std::nullopt;

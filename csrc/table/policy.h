@@ -13,16 +13,12 @@
 #include <optional>
 #include <set>
 #include <string>
-#include <unordered_map>
 
 namespace kvdock {
 
 constexpr uint8_t kKinds = 8;
-// Leaf::used of a duplicate: its tick above these bits, and in them how far its depth is from the greatest.
-constexpr int kDepthBits = 16;
-constexpr uint64_t kMaxDepth = (1u << kDepthBits) - 1;
-// Below all that engines can wish: what is left of weights that nobody runs any more, then duplicates.
-constexpr int8_t kLeft = INT8_MIN, kDuplicates = kLeft + 1;
+// Below all that engines can wish: the priority of what is left of weights that nobody runs any more.
+constexpr int8_t kLeft = INT8_MIN;
 
 constexpr uint8_t kNoKind = 0xff;  // of a record that is not READY
 
@@ -52,22 +48,6 @@ struct Chunk {
   uint64_t used;  // tick of its last use, before the present one
 };
 
-// The kinds of duplicates that went, for when they are stored once more.
-class Aside {
- public:
-  void put(const Chunk& chunk, uint64_t most) {
-    if (kinds_.size() >= most) kinds_.clear();  // of those engines that ended before they stored them again
-    kinds_[chunk.name] = chunk.kind;
-  }
-  std::optional<uint8_t> take(const Chunk& chunk) {
-    auto known = kinds_.extract(chunk.name);
-    return known.empty() ? std::nullopt : std::optional(known.mapped());
-  }
-
- private:
-  std::unordered_map<uint64_t, uint8_t> kinds_;  // by name
-};
-
 class Policy {
  public:
   virtual ~Policy() = default;
@@ -85,7 +65,6 @@ class Policy {
   virtual void touched(const Chunk& chunk, uint64_t tick) = 0;
   virtual void evicted(const Chunk& chunk, uint64_t tick) = 0;
   virtual void removed(const Chunk& chunk) = 0;  // for another reason
-  virtual void set_aside(const Chunk& chunk) = 0;  // a duplicate, which is to come back
 
   virtual double worth(uint8_t kind, uint64_t used, uint64_t tick) const = 0;
   virtual std::optional<Choice> least(const Leaves& leaves, uint64_t tick) const = 0;

@@ -39,7 +39,6 @@ void ReusePolicy::learn(uint64_t tick) {
 
 uint8_t ReusePolicy::stored(const Chunk& chunk, std::optional<uint8_t> line) {
   uint8_t kind = line ? std::min(*line, kInherited) : 0;
-  if (auto known = aside_.take(chunk)) kind = *known;
   if (auto ghost = ghosts_.find(chunk.name); ghost != ghosts_.end()) {
     Ghost was = ghost->second;
     kind = again(was.kind, was.used, chunk.used, was.sample != kNone);
@@ -105,11 +104,6 @@ void ReusePolicy::close_oldest_ghost(uint64_t tick) {
 
 void ReusePolicy::removed(const Chunk& chunk) {
   if (uint32_t place = sample_of(chunk.record); place != kNone) drop_sample(place);
-}
-
-void ReusePolicy::set_aside(const Chunk& chunk) {
-  removed(chunk);
-  aside_.put(chunk, resident_);
 }
 
 // ---- samples

@@ -5,8 +5,6 @@
 // kind, up to kInherited: a conversation that went on is likely to go on. It remembers what went, by a third of all
 // names, for three times as long as it could remember all: so it sees reuse that comes after eviction.
 //
-// The kind of a duplicate that went is remembered apart: that it comes back is no use of it.
-//
 // Invariant: samples_ has each sampled chunk and ghost once, and they know their place.
 #pragma once
 
@@ -28,7 +26,6 @@ class ReusePolicy : public Policy {
   void touched(const Chunk& chunk, uint64_t tick) override;
   void evicted(const Chunk& chunk, uint64_t tick) override;
   void removed(const Chunk& chunk) override;
-  void set_aside(const Chunk& chunk) override;
   double worth(uint8_t kind, uint64_t used, uint64_t tick) const override;
   std::optional<Choice> least(const Leaves& leaves, uint64_t tick) const override;
 
@@ -68,7 +65,6 @@ class ReusePolicy : public Policy {
   std::vector<uint32_t> sample_of_;  // by record
   std::unordered_map<uint64_t, Ghost> ghosts_;                // by name
   std::deque<std::pair<uint64_t, uint64_t>> ghosts_in_order_;  // name and last use
-  Aside aside_;
 };
 
 }  // namespace kvdock

@@ -16,7 +16,7 @@ const Key& parent_of(const ReserveCall& call, size_t i) { return i ? call.keys[i
 bool contradict(const Key& a, const Key& b) { return !(a == b) && !a.is_unknown() && !b.is_unknown(); }
 
 uint64_t hash_call(const ReserveCall& call) {
-  uint64_t h = fold(call.groups, call.temporary + 2 * call.duplicate);
+  uint64_t h = fold(call.groups, call.temporary);
   auto mix = [&h](const Key& k) {
     for (size_t at = 0; at < kKeyBytes; at += 8) {
       uint64_t v;
@@ -125,17 +125,10 @@ Grant* Table::reserve_missing(const Members::Asker& asker, const ReserveCall& ca
   for (uint32_t g = 0; g < ns.group_count; ++g)
     if (groups >> g & 1) bytes += round_slot(ns.groups[g].part_bytes) * ns.writers;
   uint32_t below = segments_in_reach(asker.session);
-  uint64_t marked_by = 0;  // beside another engine nobody: it would miss them meanwhile
-  if (call.duplicate && members_.is_alone(asker.session)) marked_by = members_.session_id(asker.session);
-  // Without what they share, others could not use what follows it.
-  uint32_t shared = marked_by ? chunks_.shared_prefix(space, call.keys) : static_cast<uint32_t>(call.keys.size());
-  chunks_.stamp_path(space, call.parent, tick, shared > 0);
+  chunks_.stamp_path(space, call.parent, tick);
   Grant* grant = nullptr;
-  uint32_t depth = marked_by ? chunks_.depth_below(space, call.parent) : 0;
-  for (uint32_t i = 0; i < call.keys.size(); ++i, ++depth) {
+  for (uint32_t i = 0; i < call.keys.size(); ++i) {
     const KeyEntry* e = chunks_.find(space, call.keys[i]);
-    uint64_t mark = i < shared ? 0 : marked_by;
-    if (e && !mark) chunks_.unmark(*e);
     if (e && e->reserved != kNone) {
       out->busy.push_back(i);
       continue;
@@ -144,7 +137,6 @@ Grant* Table::reserve_missing(const Members::Asker& asker, const ReserveCall& ca
       uint32_t has = chunks_.record(e->ready).groups;
       if (!(groups & ~has) || (has & ~groups)) {  // covered, or not a superset of what is there
         chunks_.stamp(e->ready, tick);
-        chunks_.set_duplicate(e->ready, mark, depth);
         out->present.push_back(i);
         continue;
       }
@@ -154,8 +146,7 @@ Grant* Table::reserve_missing(const Members::Asker& asker, const ReserveCall& ca
       break;
     }
     if (!grant) grant = &grants_.prepare({GrantKind::kReservation, asker, call.store, ns.writers, now});
-    NewChunk wanted{space,     call.keys[i], parent_of(call, i), groups, call.temporary,
-                    mark,      depth,        tick,               bytes,  below};
+    NewChunk wanted{space, call.keys[i], parent_of(call, i), groups, call.temporary, tick, bytes, below};
     auto [id, limited] = chunks_.reserve(wanted);
     if (id == kNone) {
       out->limited = limited;

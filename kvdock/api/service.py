@@ -310,7 +310,7 @@ class CacheService:
             return self._table.reserve(
                 session.table_id, member.table_id, store, parent, keys,
                 groups=sum(1 << group for group in groups), temporary=temporary,
-                duplicate=body.duplicate, deadline_ms=round(body.deadline_s * 1000), now_ms=self._clock.now_ms(),
+                deadline_ms=round(body.deadline_s * 1000), now_ms=self._clock.now_ms(),
             )
 
         granted = ask()

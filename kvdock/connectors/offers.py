@@ -35,49 +35,39 @@ class StoreOffers:
         self._batches = Batches(session.manifest, session.identity.member)
 
     def begin_store(
-        self, request_id: str, tokens: Sequence[int], block_ids: GroupBlocks, computed_tokens: int, *,
-        duplicate: bool = False,
+        self, request_id: str, tokens: Sequence[int], block_ids: GroupBlocks, computed_tokens: int
     ) -> StoreOffer | None:
-        """The whole chunks of [0, computed_tokens) not offered before; None when there are none. `duplicate`: as
-        Reserve has it. The first offer of duplicates has all of them, also those that were loaded."""
+        """The whole chunks of [0, computed_tokens) not offered before; None when there are none."""
         ready = computed_tokens // self._chunk_tokens
         with self._lock:
             known = self._requests.get(request_id)
-            marks = duplicate and (known is None or not known.has_duplicates)
-            if known is not None and ready <= max(known.offered, known.fell_short_at) and not marks:
+            if known is not None and ready <= max(known.offered, known.fell_short_at):
                 return None
             request = self._requests.known(request_id, tokens) if ready else None
             if request is None:
                 return None
-            first = 0 if marks else request.offered
-            end = min(ready, len(request.chain.keys), first + MAX_KEYS)
+            first, end = request.offered, min(ready, len(request.chain.keys), request.offered + MAX_KEYS)
             if end <= first:
                 return None
-            request.offered = max(request.offered, end)
-            request.has_duplicates |= marks
-            request.fell_short_at = 0
+            request.offered, request.fell_short_at = end, 0
             chain = request.chain
             batches = self._batches.of(chain.keys, block_ids, first, end, parent=chain.parent)
-        return self._offer(request_id, request, batches, duplicate=duplicate)
+        return self._offer(request_id, request, batches)
 
     def begin_last_store(self, request_id: str, block_ids: GroupBlocks, computed_tokens: int) -> StoreOffer | None:
-        """The request ends or is preempted: what of [0, computed_tokens) found no room, and all that was offered as
-        duplicates, for those may have gone. A chunk of which `block_ids` lacks a block ends it. Afterwards finished()
-        is to be called."""
+        """The request ends or is preempted: what of [0, computed_tokens) found no room; None when all of it did. A
+        chunk of which `block_ids` lacks a block ends it. Afterwards finished() is to be called."""
         with self._lock:
             request = self._requests.get(request_id)
-            if request is None or not (request.has_duplicates or request.fell_short_at):
+            if request is None or not request.fell_short_at:
                 return None
-            first = 0 if request.has_duplicates else request.offered
-            end = min(max(request.offered, request.fell_short_at), computed_tokens // self._chunk_tokens)
+            first, end = request.offered, min(request.fell_short_at, computed_tokens // self._chunk_tokens)
             request.fell_short_at = 0
             chain, most = request.chain, LAST_STORE_KEYS
             batches = self._batches.of(chain.keys, block_ids, first, end, at_most=most, parent=chain.parent)
-        return self._offer(request_id, request, batches, duplicate=False)
+        return self._offer(request_id, request, batches)
 
-    def _offer(
-        self, request_id: str, request: RequestState, batches: tuple[StoreBatch, ...], *, duplicate: bool
-    ) -> StoreOffer | None:
+    def _offer(self, request_id: str, request: RequestState, batches: tuple[StoreBatch, ...]) -> StoreOffer | None:
         if not batches or not request.attachment.acquire():
             return None
         self._observer.known(request_id, request.chain.keys[: batches[-1].first + len(batches[-1].keys)])
@@ -85,8 +75,7 @@ class StoreOffers:
         if request.attachment.wants_blocks:
             names = self._observer.names(request_id, batches[0].first, batches[-1].first + len(batches[-1].keys))
         return StoreOffer(
-            request_id, request, batches, self._batches.blocks_read(batches), duplicate,
-            self._traceparent_of(request_id), names,
+            request_id, request, batches, self._batches.blocks_read(batches), self._traceparent_of(request_id), names
         )
 
     def reserve(self, offer: StoreOffer, batch: StoreBatch) -> StorePlan | None:
@@ -98,7 +87,6 @@ class StoreOffers:
             parent=batch.parent.hex() if batch.parent is not None else None,
             keys=b"".join(batch.keys),
             groups=list(batch.groups),
-            duplicate=offer.duplicate,
             traceparent=offer.traceparent or UNSET,
             blocks=offer.names_of(batch),
         )

@@ -68,8 +68,6 @@ class RequestState:
     """Chunks [0, offered) are stored, or offered to be."""
     reserved: int = 0
     """Chunks [0, reserved) are at the server, or on their way to it. Nobody could find another one behind a gap."""
-    has_duplicates: bool = False
-    """Chunks were offered as duplicates: they may go first, and are stored once more when the request ends."""
     ceiling: int = MAX_KEYS
     """Chunks from here on are not asked for: one of them failed to load."""
     promised: int = 0
@@ -117,7 +115,6 @@ class RequestState:
     def offer_anew(self) -> None:
         """The engine has not computed what it has offered, or computes it again."""
         self.offered = self.reserved = self.fell_short_at = 0
-        self.has_duplicates = False
 
     def is_valid_to(self, chunks: int) -> None:
         """Behind these, what was loaded is damaged."""
@@ -184,14 +181,13 @@ class Fetch:
 
 @dataclass(frozen=True)
 class StoreOffer:
-    """Chunks to reserve and store; `reads` are all blocks of it, per group of the manifest. `duplicate` and
-    `traceparent`: as Reserve has them."""
+    """Chunks to reserve and store; `reads` are all blocks of it, per group of the manifest. `traceparent`: as Reserve
+    has it."""
 
     request_id: str
     request: RequestState
     batches: tuple[StoreBatch, ...]
     reads: BlocksRead
-    duplicate: bool = False
     traceparent: str = ""
     names: Sequence[BlockNames | None] = ()
     """What routers know these chunks by, from the first batch's first on."""

@@ -367,9 +367,6 @@ class Reserve(Naming, kw_only=True):
     """Indices of the groups that this store has bytes of, for every chunk; None: all."""
     temporary: bool = False
     """The chunks vanish with their last reader unless a second request hits them."""
-    duplicate: bool = False
-    """Stored in free room alone, evicted first: the engine has them in its memory as well, and stores them once more,
-    unmarked, when their request ends."""
     edition: int | None = None
     """Set by the server's mover alone: it fills the slots with what was stored before, which may be cleared
     meanwhile."""

@@ -400,9 +400,11 @@ def test_nothing_is_stored_behind_a_store_that_fell_short() -> None:
     tokens, blocks = tokens_of(5, chunks=80), tuple(range(80 * PER_CHUNK))
     with ServerProcess(pool_bytes=MIB, segment_bytes=MIB, session_cap=0.2) as small, Rig(small.unix) as rig:
         scheduler = rig.connector.scheduler
-        first = scheduler.stores.begin_store("r", tokens, [blocks], len(tokens), duplicate=True)
+        first = scheduler.stores.begin_store("r", tokens, [blocks], len(tokens))
+        assert first is not None
+        scheduler.stores._fell_short(first, 0)
         last = scheduler.stores.begin_last_store("r", [blocks], len(tokens))
-        assert first is not None and last is not None and len(last.batches) == 3
+        assert last is not None and len(last.batches) == 3
         scheduler.finished("r")
         plans = [scheduler.stores.reserve(last, batch) for batch in last.batches]
         assert plans[0] is not None and plans[1:] == [None, None]

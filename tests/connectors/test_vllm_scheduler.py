@@ -27,6 +27,7 @@ from kvdock.connectors.vllm.steps import NOWHERE, LoadOrder, Orders, Report
 from kvdock.connectors.vllm.tables import Tracked
 from kvdock.connectors.vllm.worker import InFlight
 from kvdock.protocol import schemas as s
+from kvdock.protocol.admin_schemas import PatchConfig
 from kvdock.protocol.kv_events import named
 from kvdock.protocol.schemas import Group
 
@@ -90,6 +91,23 @@ def step(
     ))
     request.num_computed_tokens += tokens
     return orders
+
+
+@pytest.fixture
+def full() -> Iterator[ServerProcess]:
+    """It has no room for a store, until make_room()."""
+    with ServerProcess(session_cap=1e-9) as made:
+        yield made
+
+
+def make_room(server: ServerProcess) -> None:
+    with Client(server.unix) as client:
+        client.configure(PatchConfig(session_cap=0.5))
+
+
+def await_reserved(scheduler: VllmScheduler) -> None:
+    """The server has answered for each store under way, whether it has room or not."""
+    eventually(lambda: len(scheduler._stores._reserved) == len(offered(scheduler)))
 
 
 def offered(scheduler: VllmScheduler) -> list[set[int]]:
@@ -265,9 +283,9 @@ def test_reports_of_ranks_add_up_and_a_load_counts_as_far_as_in_the_rank_that_go
     assert late.valid_tokens["r"] == 0
 
 
-def test_steps_do_not_wait_for_a_slow_servers_slots_once_it_is_known_to_be_late(server: ServerProcess) -> None:
-    scheduler, took = scheduler_of(server.unix, FULL), list[float]()
-    scheduler._exclusive = True
+def test_steps_do_not_wait_for_a_slow_servers_slots_once_it_is_known_to_be_late(full: ServerProcess) -> None:
+    """What found no room is offered once more when its request ends, and the next step may wait for that."""
+    scheduler, took = scheduler_of(full.unix, FULL), list[float]()
     scheduler.start()
     reserve = scheduler._session.client.reserve
 
@@ -286,7 +304,9 @@ def test_steps_do_not_wait_for_a_slow_servers_slots_once_it_is_known_to_be_late(
         began_s = time.perf_counter()
         step(scheduler, request, 64, new=[[1, 2, 3, 4]])
         took.append(time.perf_counter() - began_s)
+        await_reserved(scheduler)
         scheduler.finished(request, has_answered=False)
+        assert scheduler._last_store is not None
     scheduler._session.client.reserve = reserve  # type: ignore[method-assign]  # as it was
     scheduler.close()
     assert sorted(took)[5] < Settings.lookup_wait_s / 2
@@ -314,20 +334,19 @@ def test_a_store_holds_up_the_load_of_its_blocks_and_no_step_before_that_request
 
 
 @pytest.mark.parametrize("more_steps", [0, 2])
-def test_what_was_computed_long_ago_is_stored_beside_steps_under_way(server: ServerProcess, more_steps: int) -> None:
+def test_what_was_computed_long_ago_is_stored_beside_steps_under_way(full: ServerProcess, more_steps: int) -> None:
     """The chunks that are stored when the request ends, of which the newest step may be under way."""
-    scheduler, request = scheduler_of(server.unix, FULL, steps_ahead=1), request_of(99)
-    scheduler._exclusive = True
+    scheduler, request = scheduler_of(full.unix, FULL, steps_ahead=1), request_of(99)
     scheduler.start()
     scheduler.allocated(request, [[1, 2, 3, 4, 5, 6, 7]], 0)
     step(scheduler, request, 64, new=[[1, 2, 3, 4, 5, 6, 7]])
     for tokens in (32, *[1] * more_steps):
-        scheduler._stores.drop_unsent("r")  # so that all of it is stored when the request ends
-        eventually(lambda: len(scheduler._stores._reserved) == len(offered(scheduler)))
+        await_reserved(scheduler)
         step(scheduler, request, tokens)
-    scheduler._stores.drop_unsent("r")
+    await_reserved(scheduler)
+    make_room(full)
     scheduler.finished(request, has_answered=True)
-    eventually(lambda: len(scheduler._stores._reserved) == len(offered(scheduler)))
+    await_reserved(scheduler)
     assert [(order.plan.tokens, order.waits) for order in step(scheduler, request).stores] == [(96, more_steps == 0)]
     scheduler.close()
 

@@ -98,11 +98,6 @@ MUTANTS = (
         CENSUS, "test_ids_of_records_that_their_page_has_no_more_room_for_are_not_followed",
     ),
     Mutant(
-        "C56", "what leads to a kept chunk stays a duplicate", "csrc/table/evict.cpp",
-        "    unmark(e->ready);\n", "",
-        ("tests/table/test_duplicates.py",), "test_what_leads_to_a_kept_chunk_stays_although_it_was_a_duplicate",
-    ),
-    Mutant(
         "P81", "the pool is counted again for each who asks", CONTENTS_FILE,
         "if not self._is_stale and self._now_s()", "if self._is_stale and self._now_s()",
         USAGE, OPERATOR_TEST,

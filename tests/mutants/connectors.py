@@ -77,8 +77,7 @@ MUTANTS = (
     ),
     Mutant(
         "P28", "more is stored when a request ends than was computed", "kvdock/connectors/offers.py",
-        "max(request.offered, request.fell_short_at), computed_tokens // self._chunk_tokens)",
-        "max(request.offered, request.fell_short_at), 1 << 30)",
+        "min(request.fell_short_at, computed_tokens // self._chunk_tokens)", "request.fell_short_at",
         ("tests/connectors/test_offers.py",), "test_no_more_is_stored_when_a_request_ends_than_was_computed",
     ),
     Mutant(

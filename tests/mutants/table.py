@@ -8,7 +8,7 @@ MODEL = ("tests/table/test_model.py",)
 MODEL_TEST = "TestTableAgainstModel"
 GRANTS = ("tests/table/test_grants.py",)
 QUOTAS = ("tests/table/test_quotas.py",)
-DUPLICATES = ("tests/table/test_duplicates.py",)
+ORDER = ("tests/table/test_order_model.py",)
 HINTS = ("tests/table/test_hints.py",)
 PROMISES = ("tests/table/test_promises.py",)
 
@@ -155,59 +155,9 @@ MUTANTS = (
         HINTS, "test_what_makes_room_for_slots_of_another_size_takes_what_is_retained_last",
     ),
     Mutant(
-        "C31", "a duplicate goes like any other chunk", "csrc/table/chunks.cpp",
-        "return in.marked_by && !in.kept &&", "return false && !in.kept &&",
-        DUPLICATES, "test_duplicates_go_before_what_was_used_longer_ago_and_their_ends_first",
-    ),
-    Mutant(
-        "C32", "a duplicate stays one when a lookup has found it", "csrc/table/chunks.h",
-        "    info_[id].marked_by = 0;\n", "",
-        DUPLICATES, "test_a_lookup_that_finds_a_duplicate_unmarks_it",
-    ),
-    Mutant(
-        "C33", "an engine marks duplicates that another engine of the namespace wants", "csrc/table/store.cpp",
-        "if (call.duplicate && members_.is_alone(asker.session))", "if (call.duplicate)",
-        DUPLICATES, "test_beside_another_engine_of_the_namespace_nothing_is_a_duplicate",
-    ),
-    Mutant(
-        "C34", "a duplicate that is being written is not unmarked", "csrc/table/chunks.cpp",
-        "for (uint32_t id : {key.ready, key.reserved})\n    if (id", "for (uint32_t id : {key.ready})\n    if (id",
-        DUPLICATES, "test_a_chunk_that_is_being_written_is_unmarked_too",
-    ),
-    Mutant(
-        "C35", "a duplicate goes from between what continues it", "csrc/table/chunks.cpp",
-        "goes_first(id) ? 1 : 0;", "goes_first(id) ? 99 : 0;",
-        DUPLICATES, "test_a_duplicate_with_two_children_waits_until_one_has_gone",
-    ),
-    Mutant(
-        "C36", "what a duplicate continued goes right after it", "csrc/table/evict.cpp",
+        "C36", "a chunk of a higher priority goes right after what continues it", "csrc/table/evict.cpp",
         "|| in.priority != least.priority) return;", ") return;",
-        DUPLICATES, "test_what_a_duplicate_continued_waits_its_turn_when_the_duplicate_went",
-    ),
-    Mutant(
-        "C37", "marks of an engine that has ended still count", "csrc/table/evict.cpp",
-        "return info_[id].marked_by == spaces_.only_session(record(id).space);", "return info_[id].marked_by != 0;",
-        DUPLICATES, "test_an_engine_that_has_ended_has_no_duplicates",
-    ),
-    Mutant(
-        "C38", "all marks that do not count are taken off in one call", "csrc/table/evict.cpp",
-        "    --stale_left_;\n", "",
-        DUPLICATES, "test_marks_that_no_longer_count_are_taken_off_some_at_a_time",
-    ),
-    Mutant(
-        "C39", "a store takes what it continues to make room", "csrc/table/chunks.cpp",
-        "    if (unmarks) unmark(*e);\n", "",
-        DUPLICATES, "test_a_store_of_what_follows_unmarks_what_it_continues",
-    ),
-    Mutant(
-        "C41", "what leads to a prefix that several share goes while one request runs", "csrc/table/store.cpp",
-        "i < shared ? 0 : marked_by", "marked_by",
-        DUPLICATES, "test_all_of_a_prefix_that_several_conversations_share_is_no_duplicate",
-    ),
-    Mutant(
-        "C42", "a duplicate takes the room of others", "csrc/table/chunks.h",
-        "below == kNone && !marked_by", "below == kNone",
-        DUPLICATES, "test_a_duplicate_takes_free_room_only",
+        ORDER, "test_what_goes_is_what_the_model_says",
     ),
     Mutant(
         "C40", "one tick drops all promises that are over", "csrc/table/promises.h",

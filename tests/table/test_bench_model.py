@@ -53,19 +53,3 @@ def test_room_for_everything_finds_more_than_a_little(capsys: pytest.CaptureFixt
     for kind in model.KINDS:
         assert little[f"one_{kind}_cached_share"] < much[f"one_{kind}_cached_share"]
         assert little[f"one_{kind}_took_s"] > much[f"one_{kind}_took_s"]
-    assert much["one_kvdock_cached_share"] == much["one_exclusive_cached_share"]
-
-
-def test_a_preempted_request_is_stored_once_more() -> None:
-    told: list[tuple[int, int]] = []
-
-    class Told(model.NativePool):
-        def ended(self, request: model.Request, tokens: int, now_s: float) -> None:
-            told.append((request.names[0], tokens))
-
-    requests = [model.Request(256, 256, [100 * number + at for at in range(32)]) for number in range(2)]
-    engine = model.Engine(requests, Told(1 << 20), concurrency=2, gpu_tokens=640)
-    while not engine.is_over:
-        engine.step()
-    assert told[0][0] == 100 and 256 <= told[0][1] < 496, "the second gave way to the first"
-    assert dict(told) == {0: 496, 100: 496}, "and at the end all of both"

@@ -1,5 +1,5 @@
-"""Which chunk goes, under LRU, compared with a model that looks at every chunk each time: duplicates first, then by
-priority and last use, leaves only."""
+"""Which chunk goes, under LRU, compared with a model that looks at every chunk each time: by priority and last use,
+leaves only."""
 
 from __future__ import annotations
 
@@ -14,16 +14,12 @@ from kvdock._core import CONVERSATION_ENDED
 
 ROOM = 2000
 """Chunks: more than are stored, so that only evict() takes any."""
-SHARED_CHILDREN = 3
-"""What has so many, and what leads to it, is marked by nobody."""
 
 
 @dataclass
 class Stored:
     parent: bytes
     used: int
-    depth: int
-    is_duplicate: bool
     priority: int = 0
 
 
@@ -47,16 +43,12 @@ class Model:
             if one not in self.chunks:
                 return
             self.name(self.chunks[one], tick)
-            self.chunks[one].is_duplicate = False
 
-    def store(self, keys: list[bytes], parent: bytes, tick: int, *, duplicate: bool) -> None:
-        shared = max((at + 1 for at, one in enumerate(keys) if self.children(one) >= SHARED_CHILDREN), default=0)
+    def store(self, keys: list[bytes], parent: bytes, tick: int) -> None:
         for above in self.path(parent):
             self.name(above, tick)
-            above.is_duplicate &= duplicate and not shared
-        depth = self.chunks[parent].depth + 1 if duplicate and parent in self.chunks else 0
         for at, one in enumerate(keys):
-            new = Stored(keys[at - 1] if at else parent, tick, depth + at, duplicate and at >= shared)
+            new = Stored(keys[at - 1] if at else parent, tick)
             if one in self.chunks:
                 new.priority = max(0, self.chunks[one].priority)
             self.chunks[one] = new
@@ -81,25 +73,10 @@ class Model:
 
     def least(self) -> set[bytes]:
         """Those of which one goes next."""
-        first = {
-            one: (chunk.used, -chunk.depth) for one, chunk in self.chunks.items()
-            if chunk.is_duplicate and chunk.priority <= 0 and self.children(one) <= 1
-        }
         leaves = {
             one: (chunk.priority, chunk.used) for one, chunk in self.chunks.items() if not self.children(one)
         }
-        order = first or leaves
-        return {one for one, place in order.items() if place == min(order.values())}
-
-
-def store(engine: Client, keys: list[bytes], parent: bytes, *, duplicate: bool) -> None:
-    engine.stores += 1
-    got = engine.table.reserve(
-        engine.session, engine.member, key(engine.stores)[:16], parent, b"".join(keys), groups=0, temporary=False,
-        deadline_ms=60_000, now_ms=0, duplicate=duplicate,
-    )
-    if got.grant:
-        engine.table.commit(engine.session, got.grant, 0, [(at, 0, 1) for at, _ in got.chunks], 0)
+        return {one for one, place in leaves.items() if place == min(leaves.values())}
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -118,10 +95,10 @@ def test_what_goes_is_what_the_model_says(seed: int) -> None:
                 engine.table.release(engine.session, lease, [0])
         elif kind == "store":
             tick += 1
-            first, duplicate = source.randrange(len(keys)), source.random() < 0.6
+            first = source.randrange(len(keys))
             parent = keys[first - 1] if first else b""
-            model.store(keys[first:], parent, tick, duplicate=duplicate)
-            store(engine, keys[first:], parent, duplicate=duplicate)
+            model.store(keys[first:], parent, tick)
+            engine.store(keys[first:], parent)
         elif kind == "lower":
             priority = source.choice((-3, -1, 0, CONVERSATION_ENDED))
             model.lower(keys, priority)

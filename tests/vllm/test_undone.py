@@ -46,9 +46,8 @@ def test_what_a_request_stores_as_it_ends_is_read_before_its_blocks_are_written(
 
 
 @every_version
-@pytest.mark.parametrize("exclusive", [False, True])
 def test_a_request_that_goes_on_stores_what_it_computes_again(
-    version: str, exclusive: bool, roomy: ServerProcess, schedulers: Schedulers
+    version: str, roomy: ServerProcess, schedulers: Schedulers
 ) -> None:
-    found = schedulers.run(version, "goes_on", roomy.unix, exclusive, module="undone_scenarios")
+    found = schedulers.run(version, "goes_on", roomy.unix, module="undone_scenarios")
     assert found["wrong"] == 0 and found["loaded"] >= 384

@@ -62,8 +62,6 @@ LEAST_PROMPT = 64
 """Tokens: a request of which a step computes fewer has drafts checked, or the end of its prompt computed."""
 FIRST_STEPS = 3
 """After this many steps every worker has had time to say whether it is attached."""
-SHORT_OF_BLOCKS_S = 60.0
-"""For so long after a preemption the pool is to hold what requests have on the GPU: they may lose it at any time."""
 
 
 class VllmScheduler:
@@ -103,8 +101,6 @@ class VllmScheduler:
             computes=share > 0, is_stored=self._is_stored, terms=tiers.terms,
             traceparent_of=lambda name: self._tracked[name].traceparent,
         )
-        # What windows have left behind cannot be stored once more.
-        self._exclusive = settings.exclusive and all(group.window_tokens is None for group in groups)
         self._cost = LoadOrCompute(self._speed, clock) if settings.load_if_cheaper else None
         once = ComputeOnce(share, self._speed, clock, partial(self.figures.waited, "")) if share > 0 else None
         self._own_cache = own_cache if settings.load_once else None
@@ -119,7 +115,7 @@ class VllmScheduler:
         self._clearing, self._on_reset, self._built = Clearing(session), settings.on_reset, 0
         self._last_store: Future[None] | None = None
         self._loads: list[LoadOrder] = []
-        self._clock, self._preempted_s, self._steps_ahead = clock, -SHORT_OF_BLOCKS_S, steps_ahead
+        self._steps_ahead = steps_ahead
         count_dropped = partial(self.figures.add, "stores_dropped", 1)
         self._stores = Stores(self._driver, ranks, count_dropped, steps_ahead=steps_ahead, holds=is_beside)
         self._fresh: set[int] = set()  # blocks given out since the last build
@@ -307,12 +303,10 @@ class VllmScheduler:
         self._driver.late = 0
         self._note_given(output)
         for request_id in output.preempted_req_ids or ():
-            self._preempted_s = self._clock()
             self._note_used(request_id, is_preempted=True)
-            self._store_once_more(request_id)
+            self._offer_rest(request_id)
             self._forget(request_id)
         follow(output, self._tracked)
-        duplicate = self._exclusive and self._clock() - self._preempted_s >= SHORT_OF_BLOCKS_S
         patience = self._driver.patience
         if self._last_store is not None and patience is not None and not patience.is_open:
             patience.spend(self._last_store)  # before more steps are given its blocks
@@ -325,7 +319,7 @@ class VllmScheduler:
         for request_id, count in output.num_scheduled_tokens.items():
             self._budget.give_back(request_id)
             self._note_used(request_id)
-            self._offer(request_id, count, handed(output, request_id), duplicate=duplicate)
+            self._offer(request_id, count, handed(output, request_id))
         for noted in (self._fresh, self._loaded_into, self._unnamed):
             noted.clear()
         scheduled = list(output.num_scheduled_tokens)
@@ -374,9 +368,8 @@ class VllmScheduler:
             for column in more:
                 self._fresh.update(filter(None, column))
 
-    def _offer(self, request_id: str, count: int, states: Set[Handed], *, duplicate: bool) -> None:
-        """Chunks that are complete when this step has computed `count` tokens of the request. `duplicate`: they may go
-        from the pool while the request runs."""
+    def _offer(self, request_id: str, count: int, states: Set[Handed]) -> None:
+        """Chunks that are complete when this step has computed `count` tokens of the request."""
         tracked = self._tracked.get(request_id)
         if tracked is None or tracked.table is None or tracked.is_old or not self._is_stored(request_id):
             return
@@ -393,13 +386,12 @@ class VllmScheduler:
             return  # all of it was a local hit: it is offered again once the first token is out
         whole = whole_blocks(self._groups, tracked.table, computed)
         columns = settled(self._groups, whole, (before, before + count), states)
-        self._stores.begin(self._connector.stores.begin_store(
-            request_id, request.all_token_ids, columns, computed, duplicate=duplicate
-        ), holds=self._tags.may_be_lost(request))
+        offer = self._connector.stores.begin_store(request_id, request.all_token_ids, columns, computed)
+        self._stores.begin(offer, holds=self._tags.may_be_lost(request))
 
-    def _store_once_more(self, request_id: str, computed_tokens: int = 1 << 62) -> None:
-        """The request ends, or was preempted, and had `computed_tokens` at most. What was given to others since is not
-        its own any more."""
+    def _offer_rest(self, request_id: str, computed_tokens: int = 1 << 62) -> None:
+        """Chunks that found no room, of a request that ends or was preempted, and had `computed_tokens` at most. Blocks
+        that other requests were given since are not its own any more."""
         tracked = self._tracked.get(request_id)
         if tracked is None or tracked.table is None or tracked.is_old or self._unnamed:
             return
@@ -449,7 +441,7 @@ class VllmScheduler:
         if has_failed:
             self._stores.drop_unsent(request_id)
         elif request_id in self._tracked:
-            self._store_once_more(request_id, self._tracked[request_id].request.num_computed_tokens)
+            self._offer_rest(request_id, self._tracked[request_id].request.num_computed_tokens)
         if has_answered and self._tags.of(request) is not None:
             self._driver.hint(request_id, self._hints.of(request))
         self._forget(request_id)

@@ -46,9 +46,6 @@ class Settings(EngineSettings):
     load_by_layer: str = "never"
     """When each layer waits only for its own KV of a load, instead of for all of the load. "eager": if vLLM runs
     without CUDA graphs; "piecewise": always, and vLLM uses no full graphs; "never". See loads_by_layer."""
-    exclusive: bool = False
-    """What a running request has on the GPU goes first when the pool needs room, and is stored once more when the
-    request ends. It is so only while no other engine shares the namespace, and without sliding windows."""
     on_reset: str = "clear"
     """What vLLM's reset of the connector means. "clear": what the server holds for engines like this is cleared;
     "apart": the weights may have changed, so this engine shares nothing with what was stored before; "leave": the

@@ -207,7 +207,6 @@ def into_lockstep(
             return submit_store(*arguments)
         storing = submit_store(*arguments)
         storing.wait(None)  # as early as it may
-        engine.seen["stores_at_once"] += 1
         return storing
 
     worker._connector.submit_store, worker._aside = submit_computed, ASIDE

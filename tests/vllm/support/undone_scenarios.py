@@ -68,13 +68,30 @@ def asked_again(engine: SchedEngine, tokens: list[int]) -> dict[str, int]:
     return found
 
 
+@contextmanager
+def no_room(engine: SchedEngine) -> Iterator[None]:
+    """What is offered meanwhile finds no room, and is offered once more when its request ends."""
+    client, stores = half_of(engine)._session.client, half_of(engine)._stores
+    reserve = client.reserve
+    client.reserve = lambda body: ReserveAnswer(reservation=None, present=[], busy=[], chunks=[], limited_by="memory")
+    try:
+        yield
+        end_s = time.monotonic() + 10.0
+        while len(stores._reserved) < sum(not store.is_sent for store in stores._stores.values()):
+            assert time.monotonic() < end_s, "an offer was never answered"
+            time.sleep(0.002)
+    finally:
+        client.reserve = reserve
+
+
 def given_to_another(address: str) -> dict[str, int]:
     """Its blocks were given to another request when it is aborted."""
-    engine = engine_of(address, blocks=66, budget=500, exclusive=True)
-    engine.add("first", prompt(1, 499), 300)
-    second = engine.add("second", prompt(2, 480), 300)
-    step_until(engine, lambda: second.num_computed_tokens >= 480)
-    settle(engine)
+    engine = engine_of(address, blocks=66, budget=500)
+    with no_room(engine):
+        engine.add("first", prompt(1, 499), 300)
+        second = engine.add("second", prompt(2, 480), 300)
+        step_until(engine, lambda: second.num_computed_tokens >= 480)
+        settle(engine)
     forget_all(engine)
     engine.step()
     abort(engine, "second", "first")
@@ -83,33 +100,33 @@ def given_to_another(address: str) -> dict[str, int]:
 
 def blocks_go_as_it_ends(address: str) -> dict[str, int]:
     """What it stores when it ends is in blocks that the next step gives to another request."""
-    engine = engine_of(address, blocks=15, budget=256, exclusive=True)
-    engine.add("r", prompt(2, 193), 8)
-    request = engine.requests["r"]
-    step_until(engine, lambda: request.num_output_tokens >= 4)
-    settle(engine)
-    session = half_of(engine)._session
-    session.client.clear(ClearCache(namespace=session.attachment.namespace.hex()))
+    engine = engine_of(address, blocks=15, budget=256)
+    with no_room(engine):
+        engine.add("r", prompt(2, 193), 14)
+        request = engine.requests["r"]
+        step_until(engine, lambda: request.num_output_tokens >= 4)
+        settle(engine)
     engine.add("next", prompt(3, 220), 2)  # waits for the blocks
     return asked_again(engine, prompt(2, 193))
 
 
 def computed_in_part(address: str) -> dict[str, int]:
     """It is aborted when it has computed less than before, up to the middle of a chunk."""
-    engine = engine_of(address, blocks=66, budget=120, exclusive=True)
-    request = engine.add("r", prompt(2, 480), 300)
-    step_until(engine, lambda: request.num_computed_tokens >= 480)
-    settle(engine)
-    forget_all(engine)
-    engine.poison()
-    step_until(engine, lambda: 0 < request.num_computed_tokens < 480)
+    engine = engine_of(address, blocks=66, budget=120)
+    with no_room(engine):
+        request = engine.add("r", prompt(2, 480), 300)
+        step_until(engine, lambda: request.num_computed_tokens >= 480)
+        settle(engine)
+        forget_all(engine)
+        engine.poison()
+        step_until(engine, lambda: 0 < request.num_computed_tokens < 480)
     abort(engine, "r")
     return asked_again(engine, prompt(2, 481))
 
 
-def goes_on(address: str, exclusive: bool) -> dict[str, int]:
+def goes_on(address: str) -> dict[str, int]:
     """It is preempted and resumed in one step, and generates more."""
-    engine = engine_of(address, blocks=66, budget=128, exclusive=exclusive)
+    engine = engine_of(address, blocks=66, budget=128)
     request = engine.add("r", prompt(1, 200), 300)
     step_until(engine, lambda: request.num_computed_tokens > 200)
     settle(engine)
@@ -152,28 +169,24 @@ def stored_before(address: str, **settings: Any) -> SchedEngine:
 def damaged_and_no_room(address: str) -> dict[str, int]:
     """What it loads is damaged, and what it computes from that finds no room at first."""
     engine = stored_before(address, blocks=66, budget=64)
-    client = half_of(engine)._session.client
-    reserve = client.reserve
     with damaging(engine) as damaged:
-        client.reserve = lambda body: ReserveAnswer(
-            reservation=None, present=[], busy=[], chunks=[], limited_by="memory"
-        )
-        engine.add("r", prompt(1, 400), 2)
-        step_until(engine, lambda: damaged)
-        time.sleep(0.2)  # the background hears that there is no room, and the server of the damage
-        client.reserve = reserve
+        with no_room(engine):
+            engine.add("r", prompt(1, 400), 2)
+            step_until(engine, lambda: damaged)
+            time.sleep(0.2)  # the server hears of the damage
         abort(engine, "r")
     return asked_again(engine, prompt(1, 400))
 
 
 def shares_what_is_damaged(address: str) -> dict[str, int]:
     """Another request loads what is damaged; this one has the same blocks in the same step."""
-    engine = stored_before(address, blocks=80, budget=400, exclusive=True)
+    engine = stored_before(address, blocks=80, budget=400)
     with damaging(engine) as damaged:
-        for number, name in enumerate(("loads", "shares")):
-            engine.add(name, prompt(1, STORED) + prompt(5 + number, 90), 2)
-        step_until(engine, lambda: damaged)
-        time.sleep(0.2)  # the server hears of the damage
+        with no_room(engine):
+            for number, name in enumerate(("loads", "shares")):
+                engine.add(name, prompt(1, STORED) + prompt(5 + number, 90), 2)
+            step_until(engine, lambda: damaged)
+            time.sleep(0.2)  # the server hears of the damage
         abort(engine, "shares", "loads")
     return asked_again(engine, prompt(1, STORED) + prompt(6, 90))
 

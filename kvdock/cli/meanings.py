@@ -33,7 +33,8 @@ MEANINGS: dict[str, str] = {
     "growth": "When the pool allocates memory: `demand`, as stores need it; `ahead`, the whole pool in the background "
     "right after the start. Use `ahead` with GPUs, whose engines must page-lock memory before they use it.",
     "eviction": "Which chunks go first when room is needed: `adaptive`, what is least likely to be used again, as "
-    "learnt from uses so far; `lru`, what was not used for longest. Always the end of a prefix before what it begins with.",
+    "learnt from uses so far; `lru`, what was not used for longest. Always the end of a prefix before what it begins "
+    "with.",
     "table_records": "How many chunks of up to four parts the chunk table holds.",
     "table_grants": "How many leases and reservations may be open at once.",
     "session_cap": "Share of the pool that one session may hold by leases and reservations.",

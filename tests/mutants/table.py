@@ -35,7 +35,7 @@ MUTANTS = (
     ),
     Mutant(
         "C5", "a parent is evicted before its child", "csrc/table/chunks.cpp",
-        "in.pins == 0 && in.children <= children &&", "in.pins == 0 &&",
+        "in.pins == 0 && in.children == 0 &&", "in.pins == 0 &&",
         MODEL, MODEL_TEST,
     ),
     Mutant(

@@ -28,7 +28,7 @@ MUTANTS = (
     ),
     Mutant(
         "G4", "a namespace was left once any session has moved out of it", "csrc/table/namespaces.h",
-        "return has(space) && sessions_[space].count == 0 && entries_[space].left_ms != 0;",
+        "return has(space) && sessions_[space] == 0 && entries_[space].left_ms != 0;",
         "return has(space) && entries_[space].left_ms != 0;",
         TABLE, "test_an_older_namespace_is_left_when_its_last_session_goes",
     ),

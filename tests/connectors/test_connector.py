@@ -32,6 +32,7 @@ from kvdock.connectors.session import Identity
 from kvdock.datapath.layout import paged_layout
 from kvdock.engine.kv_cache import KVCache
 from kvdock.engine.kvdock import manifest_of
+from kvdock.protocol.admin_schemas import PatchConfig
 from kvdock.protocol.schemas import listed_id
 
 SECOND = tuple(range(32, 64))
@@ -406,8 +407,10 @@ def test_nothing_is_stored_behind_a_store_that_fell_short() -> None:
         last = scheduler.stores.begin_last_store("r", [blocks], len(tokens))
         assert last is not None and len(last.batches) == 3
         scheduler.finished("r")
-        plans = [scheduler.stores.reserve(last, batch) for batch in last.batches]
-        assert plans[0] is not None and plans[1:] == [None, None]
+        one = scheduler.stores.reserve(last, last.batches[0])
+        assert one is not None and one.tokens < len(last.batches[0].keys) * CHUNK, "it fell short"
+        scheduler.session.client.configure(PatchConfig(session_cap=0.9))
+        assert [scheduler.stores.reserve(last, batch) for batch in last.batches[1:]] == [None, None]
         for offer in (first, last):
             offer.attachment.release()
 

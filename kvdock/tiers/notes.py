@@ -1,8 +1,8 @@
-"""What a tier keeps of a namespace beside its parts: the generation, and which keys were deleted in it.
+"""Notes: for each namespace a tier keeps, beside its parts, the generation and the keys that were deleted in it.
 
-Both are part of the names of parts (record.py), so raising the generation makes all older parts unreachable at once,
-and deleting a key all older parts of that key, whoever stored them and whoever stores them late. A generation only
-rises. A note that a store has lost is begun anew with another birth, so what was stored under the lost one is never
+The names of parts contain both (record.py). So raising the generation makes all older parts unreachable at once, and
+deleting a key makes all older parts of that key unreachable, including those that are stored late. A generation only
+rises. If a store loses a note, the next one has another birth, so parts that were stored under the lost note are never
 found again.
 """
 
@@ -18,23 +18,23 @@ from zlib import crc32
 from kvdock.tiers.record import VERSION, PartName, folder_of
 
 MOST_DELETED: Final = 4096
-"""A note names so many deleted keys; one more raises the generation instead."""
+"""The most deleted keys in a note. One more raises the generation instead."""
 _MAGIC: Final = b"kvdock n"
 _HEAD: Final = struct.Struct("<8sIQQII")  # magic, version, birth, generation, deletions, keys
 _DELETED: Final = struct.Struct("<32sI")
 _CRC: Final = struct.Struct("<I")
 HEAD_BYTES: Final = _HEAD.size + _CRC.size
-"""The head has a CRC of its own, and says how much follows."""
+"""The head has a CRC of its own, and tells how long the rest is."""
 
 
 class NoteError(ValueError):
-    """Bytes are no note."""
+    """The bytes are not a note."""
 
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """`birth`: drawn when the note was begun. `deletions`: how often keys were deleted in this generation. `deleted`:
-    the deletion that each of those keys was deleted by last, from 1 on."""
+    """`birth`: a random number, drawn when the note is created. `deletions`: how many deletions there were in this
+    generation. `deleted`: by key, the number of the last deletion that deleted it, from 1 on."""
 
     birth: int
     generation: int
@@ -42,15 +42,15 @@ class Note:
     deleted: Mapping[bytes, int] = field(default_factory=dict)
 
     @staticmethod
-    def begun(generation: int) -> Note:
+    def new(generation: int) -> Note:
         return Note(secrets.randbits(64), generation)
 
     def name(self, namespace: bytes, key: bytes, group: int, writer: int) -> PartName:
-        """The part's name, as long as the note is this."""
+        """The name of a part that is stored or loaded under this note."""
         return PartName(namespace, key, group, writer, self.birth, self.generation, self.deleted.get(key, 0))
 
     def names(self, part: PartName) -> bool:
-        """Whether the part, one of the note's namespace, can be found by this note."""
+        """Whether a part of the note's namespace can be found under this note."""
         return (part.birth, part.generation, part.deletion) == (
             self.birth, self.generation, self.deleted.get(part.key, 0)
         )
@@ -59,7 +59,7 @@ class Note:
         return self if self.generation >= generation else Note(self.birth, generation)
 
     def without(self, keys: Iterable[bytes]) -> Note:
-        """These keys are deleted. Where the note cannot name them all, its generation is raised."""
+        """The note after these keys were deleted. If it cannot name them all, its generation is raised instead."""
         number = self.deletions + 1
         deleted = {**self.deleted, **dict.fromkeys(keys, number)}
         if len(deleted) > MOST_DELETED:
@@ -77,21 +77,21 @@ class Note:
 
     @staticmethod
     def length(head: bytes | memoryview) -> int:
-        """The size of the whole note, in bytes. `head`: its first HEAD_BYTES. Raises NoteError."""
+        """The size of the whole packed note, in bytes. `head`: its first HEAD_BYTES. Raises NoteError."""
         head = bytes(head[:HEAD_BYTES])
         if len(head) < HEAD_BYTES or crc32(head[: _HEAD.size]) != _CRC.unpack_from(head, _HEAD.size)[0]:
-            raise NoteError(f"a note begins with a head of {HEAD_BYTES} bytes and its CRC, found {head[:16]!r}")
+            raise NoteError(f"found {head[:16]!r}, wanted the head of a note, {HEAD_BYTES} bytes with a CRC")
         magic, version, *_, keys = _HEAD.unpack_from(head)
         if (magic, version) != (_MAGIC, VERSION) or keys > MOST_DELETED:
-            raise NoteError(f"a note of version {VERSION} was wanted, found {magic!r}, version {version}, {keys} keys")
+            raise NoteError(f"found {magic!r}, version {version} and {keys} keys, wanted a note of version {VERSION}")
         return int(HEAD_BYTES + keys * _DELETED.size + _CRC.size)
 
     @staticmethod
     def read(packed: bytes | memoryview) -> Note:
-        """Raises NoteError, which says what was found."""
+        """Unpacks a note. Raises NoteError, which names what was found."""
         packed = bytes(packed)
         if (wanted := Note.length(packed)) != len(packed):
-            raise NoteError(f"a note of {wanted} bytes was wanted, found {len(packed)}")
+            raise NoteError(f"found a note of {len(packed)} bytes, wanted {wanted}")
         body = packed[HEAD_BYTES : -_CRC.size]
         if crc32(body) != _CRC.unpack_from(packed, len(packed) - _CRC.size)[0]:
             raise NoteError("the keys of a note do not match their CRC")
@@ -100,25 +100,25 @@ class Note:
 
 
 Change = Callable[[Note | None], Note]
-"""What becomes of a note; None: there is none. May be called more than once."""
+"""Makes the new note of the present one; None: there is none. May be called more than once."""
 
 
 def begins(generation: int) -> Change:
-    """A note that has at least this generation."""
-    return lambda note: Note.begun(generation) if note is None else note.at_least(generation)
+    """Makes a note where there is none, and raises the generation to at least this one."""
+    return lambda note: Note.new(generation) if note is None else note.at_least(generation)
 
 
 def raises(least: int) -> Change:
-    """The next generation, and at least this one."""
-    return lambda note: Note.begun(least) if note is None else Note(note.birth, max(note.generation + 1, least))
+    """Raises the generation by one, or to `least` if that is more."""
+    return lambda note: Note.new(least) if note is None else Note(note.birth, max(note.generation + 1, least))
 
 
 def deletes(keys: Iterable[bytes], least: int) -> Change:
-    """`least`: the generation that the server has."""
+    """Deletes keys. `least`: the pool's generation, which the note has at least from then on."""
     wanted = list(keys)
-    return lambda note: Note.begun(least) if note is None else note.at_least(least).without(wanted)
+    return lambda note: Note.new(least) if note is None else note.at_least(least).without(wanted)
 
 
 def name_of_note(namespace: bytes) -> str:
-    """For stores whose names are text."""
+    """The name of a namespace's note, for stores whose names are text."""
     return folder_of(namespace) + "generation"

@@ -1,9 +1,9 @@
 """Object stores as a lower tier, through obstore: a record is one object, its header and then its bytes
 (docs/tiers.md#object-stores).
 
-All requests run on one event loop in a thread of the tier's own, because only there can obstore give one up when its
-deadline is over. A large load is asked for in ranges: while one is copied into the pages, the next ones arrive. A store
-is sent from the pages.
+All requests run on one event loop in a thread of the tier's own, because obstore can cancel a request at its deadline
+only there. A large load is requested in ranges: while one is copied into the pages, the next ones arrive. A store is
+sent from the pages.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 from kvdock.tiers.notes import Change, Note, NoteError, name_of_note
-from kvdock.tiers.objects_url import Place, read_place
+from kvdock.tiers.objects_url import StoreLocation, open_location
 from kvdock.tiers.record import HEADER_BYTES, VERSION, PartName, Record, RecordError, folder_of
 from kvdock.tiers.tier import (
     Deadline,
@@ -40,25 +40,25 @@ log = logging.getLogger("kvdock.tiers")
 
 NAME: Final = "objects"
 SLICE_S: Final = 0.02
-"""How long a verb waits before it looks at its deadline again."""
+"""How often a verb that waits looks at its deadline."""
 RELEASE_S: Final = 10.0
-"""How long a request that was given up may hold the pages that it reads."""
+"""How long a cancelled request may still hold the pages that it reads."""
 RANGE_BYTES: Final = 8 << 20
-"""A larger object is asked for in several requests at once."""
+"""A larger object is loaded with several requests at once."""
 CHUNK_BYTES: Final = 16 << 20
-"""How much one request of an upload in pieces carries."""
+"""The bytes of each request of a multipart upload."""
 UPLOADS: Final = 4
 DELETE_AT_ONCE: Final = 1000
 NOTE_FRESH_S: Final = 6 * 3600.0
-"""A note that is older is written again: rules of buckets count days, and delete a note like anything else."""
+"""A note that is older is written again, because the lifecycle rules of a bucket delete old objects, notes too."""
 NOTE_RETRY_S: Final = 600.0
-"""After a note could not be written again, the next try comes so much later."""
+"""How long a note that could not be written again is left as it is."""
 NOTE_WRITE_S: Final = 0.5
-"""How long whoever reads a note waits for it to be written again."""
+"""How long whoever reads a note waits until it is written again."""
 _FULL: Final = (
     "os error 28", "os error 27", "os error 122", "507 ", "QuotaExceeded", "StorageFull", "InsufficientStorage",
 )  # fmt: skip
-"""No space, too large a file and quota, of Linux; what servers say."""
+"""Linux's codes for no space, too large a file and an exceeded quota, and the texts of servers."""
 
 _NAMESPACE_BYTES: Final = 32
 
@@ -73,9 +73,9 @@ def open_tier(url: str, deadline: Deadline) -> ObjectTier:
         stores = importlib.import_module("obstore.store")
     except ImportError as error:
         raise TierError(NAME, f"obstore is not installed ({error}): pip install 'kvdock[objects]'") from error
-    tier = ObjectTier(read_place(url, stores), obstore)
+    tier = ObjectTier(open_location(url, stores), obstore)
     try:
-        tier.ask_for_life(deadline)
+        tier.check(deadline)
     except BaseException:
         tier.close(deadline)
         raise
@@ -83,83 +83,86 @@ def open_tier(url: str, deadline: Deadline) -> ObjectTier:
 
 
 class ObjectTier:
-    """See Tier for the verbs. usage() counts what was stored and deleted through this object."""
+    """See Tier for the verbs. usage() counts what was stored and deleted through this instance."""
 
     name = NAME
     poll_s = 5.0
 
-    def __init__(self, place: Place, obstore: Any, clock: Callable[[], float] = time.time) -> None:
-        """`obstore`: the module. `clock`: seconds since 1970, to which the ages of notes are compared."""
-        self._place, self._store, self._obstore, self._clock = place, place.store, obstore, clock
-        self._can_create = place.can_create
+    def __init__(self, location: StoreLocation, obstore: Any, clock: Callable[[], float] = time.time) -> None:
+        """`obstore`: the module. `clock`: Unix seconds, with which the ages of notes are computed."""
+        self._location, self._store, self._obstore, self._clock = location, location.store, obstore, clock
+        self._can_create = self._can_update = location.can_create
         self._loop = asyncio.new_event_loop()
-        self._loading, self._storing, self._asking = (asyncio.Semaphore(place.connections) for _ in range(3))
+        self._loading, self._storing, self._asking = (
+            asyncio.Semaphore(location.connections) for _ in range(3)
+        )
         self._lock = threading.Lock()
-        self._objects = self._bytes = self._wear = 0
-        self._can_update = place.can_create
-        self._noted: dict[bytes, _Noted] = {}
+        self._usage = Usage(0, 0, 0, 0)
+        """What this instance has stored, less what it has deleted, so it may be negative."""
+        self._notes: dict[bytes, _CachedNote] = {}
         self._thread = threading.Thread(target=self._loop.run_forever, name="kvdock-objects", daemon=True)
         self._thread.start()
 
-    def ask_for_life(self, deadline: Deadline) -> None:
-        """Raises TierError."""
-        if self._talk([self._answers], deadline) == [Outcome.LATE]:
+    def check(self, deadline: Deadline) -> None:
+        """Raises TierError if the store cannot be used."""
+        if self._run_all([self._ping], deadline) == [Outcome.LATE]:
             raise TierError(NAME, "the store did not answer in time")
 
     def exists(self, names: Sequence[PartName], deadline: Deadline) -> list[bool]:
         def ask(name: PartName) -> Callable[[], Awaitable[int | None]]:
             return lambda: self._size(name.text())
 
-        return [isinstance(found, int) for found in self._talk([ask(name) for name in names], deadline)]
+        return [isinstance(found, int) for found in self._run_all([ask(name) for name in names], deadline)]
 
     def load(self, parts: Sequence[ToLoad], deadline: Deadline) -> list[Loaded]:
         def ask(part: ToLoad) -> Callable[[], Awaitable[Loaded]]:
             return lambda: self._load(part)
 
-        found = self._talk([ask(part) for part in parts], deadline)
+        found = self._run_all([ask(part) for part in parts], deadline)
         return [Loaded(one) if isinstance(one, Outcome) else one for one in found]
 
     def store(self, parts: Sequence[ToStore], deadline: Deadline) -> list[Outcome]:
-        if self._place.read_only:
-            raise TierError(NAME, "it is read over HTTP, which stores nothing")
+        if self._location.read_only:
+            raise TierError(NAME, "it is a web server, which can only be read")
         views = [part.pages[: part.record.length] for part in parts]
 
         def ask(record: Record, view: memoryview) -> Callable[[], Awaitable[Outcome]]:
             return lambda: self._put(record, view)
 
         try:
-            asked = [ask(part.record, view) for part, view in zip(parts, views, strict=True)]
-            return self._talk(asked, deadline)
+            requests = [ask(part.record, view) for part, view in zip(parts, views, strict=True)]
+            return self._run_all(requests, deadline)
         finally:
             _release(views)
 
     def delete(self, names: Sequence[PartName], deadline: Deadline) -> list[Outcome]:
-        if self._place.read_only:
-            raise TierError(NAME, "it is read over HTTP, which deletes nothing")
+        if self._location.read_only:
+            raise TierError(NAME, "it is a web server, which can only be read")
 
         def ask(some: Sequence[PartName]) -> Callable[[], Awaitable[list[Outcome]]]:
             return lambda: self._delete([name.text() for name in some])
 
-        asked = [names[at : at + DELETE_AT_ONCE] for at in range(0, len(names), DELETE_AT_ONCE)]
+        slices = [names[at : at + DELETE_AT_ONCE] for at in range(0, len(names), DELETE_AT_ONCE)]
         outcomes: list[Outcome] = []
-        for some, found in zip(asked, self._talk([ask(some) for some in asked], deadline), strict=True):
+        for some, found in zip(slices, self._run_all([ask(some) for some in slices], deadline), strict=True):
             outcomes += [found] * len(some) if isinstance(found, Outcome) else found
         return outcomes
 
     def notes(self, namespaces: Sequence[bytes], deadline: Deadline) -> list[Note | None]:
-        """One GET each; a note that has not changed is not sent."""
+        """One GET for each; the store does not send a note that has not changed."""
+
         def ask(namespace: bytes) -> Callable[[], Awaitable[tuple[Note | None, Any]]]:
             return lambda: self._fresh_note(namespace)
 
-        found = self._talk([ask(namespace) for namespace in namespaces], deadline)
-        return [_known(one)[0] for one in found]
+        found = self._run_all([ask(namespace) for namespace in namespaces], deadline)
+        return [_answered(one)[0] for one in found]
 
     def change(self, namespace: bytes, change: Change, deadline: Deadline) -> Note:
-        if self._place.read_only:
-            raise ReadOnly(NAME, "it is read over HTTP, which changes nothing")
+        if self._location.read_only:
+            raise ReadOnly(NAME, "it is a web server, which can only be read")
         while not deadline.is_over:
             with self._locked(deadline):
-                (found,) = self._talk([lambda: self._try_to_change(namespace, change)], deadline)
+                (found,) = self._run_all([lambda: self._try_to_change(namespace, change)], deadline)
             if isinstance(found, Note):
                 return found
             if isinstance(found, Outcome):
@@ -168,12 +171,12 @@ class ObjectTier:
 
     @contextlib.contextmanager
     def _locked(self, deadline: Deadline) -> Iterator[None]:
-        """A folder cannot refuse to replace a file, so whoever changes notes there holds a lock."""
-        if self._place.folder is None:
+        """A folder cannot refuse to replace a file, so servers that change notes there hold a lock."""
+        if self._location.folder is None:
             yield
             return
         try:
-            fd = os.open(self._place.folder / "kvdock.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            fd = os.open(self._location.folder / "kvdock.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise TierError(NAME, f"its lock cannot be opened: {error}") from error
         try:
@@ -184,45 +187,45 @@ class ObjectTier:
                 except BlockingIOError:
                     if deadline.is_over:
                         raise TierError(NAME, "another server holds its lock") from None
-                    time.sleep(0.005)  # nothing tells when it is free
+                    time.sleep(0.005)  # the lock cannot be waited for with a deadline
             yield
         finally:
             os.close(fd)
 
     def namespaces(self, deadline: Deadline) -> list[bytes]:
-        if self._place.read_only:
-            raise ReadOnly(NAME, "it is read over HTTP, which lists nothing")
-        (found,) = self._talk([self._folders(f"kvdock/{VERSION}")], deadline)
+        if self._location.read_only:
+            raise ReadOnly(NAME, "it is a web server, which cannot be listed")
+        (found,) = self._run_all([self._folders(f"kvdock/{VERSION}")], deadline)
         if isinstance(found, Outcome):
             raise TierError(NAME, "its namespaces were not listed in time")
         names = [folder.rstrip("/").rpartition("/")[2] for folder in found]
         return [bytes.fromhex(name) for name in names if len(name) == 2 * _NAMESPACE_BYTES]
 
     def sweep(self, namespace: bytes, note: Note, deadline: Deadline) -> int:
-        """Deletes of each former generation the objects that one page of a list names."""
+        """Deletes the objects of former generations, one page of a list at a time."""
         kept = f"{note.birth:016x}.{note.generation}"
-        (folders,) = self._talk([self._folders(folder_of(namespace).rstrip("/"))], deadline)
+        (folders,) = self._run_all([self._folders(folder_of(namespace).rstrip("/"))], deadline)
         removed = 0
         for folder in [] if isinstance(folders, Outcome) else folders:
             if folder.rstrip("/").rpartition("/")[2] == kept:
                 continue
             while not deadline.is_over:
-                (gone,) = self._talk([self._page_removed(folder)], deadline)
-                if not isinstance(gone, int) or not gone:
+                (count,) = self._run_all([self._remove_page(folder)], deadline)
+                if not isinstance(count, int) or not count:
                     break
-                removed += gone
+                removed += count
         return removed
 
     def _folders(self, path: str) -> Callable[[], Awaitable[list[str]]]:
-        async def listed() -> list[str]:
+        async def list_() -> list[str]:
             async with self._asking:
                 found = await self._obstore.list_with_delimiter_async(self._store, path)
                 return [str(folder) for folder in found["common_prefixes"]]
 
-        return listed
+        return list_
 
-    def _page_removed(self, folder: str) -> Callable[[], Awaitable[int]]:
-        async def removed() -> int:
+    def _remove_page(self, folder: str) -> Callable[[], Awaitable[int]]:
+        async def remove() -> int:
             async with self._asking:
                 async for page in self._obstore.list(self._store, folder, chunk_size=DELETE_AT_ONCE):
                     paths = [str(one["path"]) for one in page]
@@ -233,40 +236,42 @@ class ObjectTier:
                     return len(paths)
                 return 0
 
-        return removed
+        return remove
 
     def usage(self) -> Usage:
         with self._lock:
-            return Usage(max(0, self._objects), max(0, self._bytes), 0, self._wear)
+            usage = self._usage
+        return replace(usage, objects=max(0, usage.objects), bytes_used=max(0, usage.bytes_used))
 
     def close(self, deadline: Deadline) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
 
-    def _talk(self, asked: Sequence[Callable[[], Awaitable[T]]], deadline: Deadline) -> list[T | Outcome]:
-        """What each was answered; LATE, FULL, FAILED. Raises TierError where the store answered none of them."""
-        if deadline.left_s <= 0 or not asked:
-            return [Outcome.LATE] * len(asked)
+    def _run_all(self, requests: Sequence[Callable[[], Awaitable[T]]], deadline: Deadline) -> list[T | Outcome]:
+        """The answer to each request, or LATE, FULL or FAILED. Raises TierError where the store answered none of
+        them."""
+        if deadline.left_s <= 0 or not requests:
+            return [Outcome.LATE] * len(requests)
         tasks: list[asyncio.Task[T]] = []
-        given_up = False
+        is_cancelled = False
 
         async def run() -> list[T | BaseException]:
-            tasks.extend(asyncio.ensure_future(_awaited(one)) for one in asked)
-            if given_up:  # before there was a task to cancel
-                give_up()
+            tasks.extend(asyncio.ensure_future(_awaited(one)) for one in requests)
+            if is_cancelled:  # before there was a task to cancel
+                cancel()
             return await asyncio.gather(*tasks, return_exceptions=True)
 
-        def give_up() -> None:
+        def cancel() -> None:
             for task in tasks:
                 task.cancel()
 
         running = asyncio.run_coroutine_threadsafe(run(), self._loop)
         while not running.done():
-            wait([running], min(SLICE_S, deadline.left_s) if not given_up else SLICE_S)
-            if deadline.is_over and not given_up:
-                given_up = True
-                self._loop.call_soon_threadsafe(give_up)
+            wait([running], min(SLICE_S, deadline.left_s) if not is_cancelled else SLICE_S)
+            if deadline.is_over and not is_cancelled:
+                is_cancelled = True
+                self._loop.call_soon_threadsafe(cancel)
         found = running.result()
         judged: list[T | Outcome] = [_judge(one) if isinstance(one, BaseException) else one for one in found]
         errors: list[BaseException] = [one for one in found if isinstance(one, Exception)]
@@ -274,10 +279,10 @@ class ObjectTier:
             raise TierError(NAME, _brief(errors[0]))
         return judged
 
-    async def _answers(self) -> bool:
-        """Whether the store does: it is asked for what is not there, in a way that fails where it cannot be used."""
+    async def _ping(self) -> bool:
+        """Asks for something that does not exist, in a way that fails if the store cannot be used."""
         async with self._asking:
-            if self._place.read_only:
+            if self._location.read_only:
                 await self._size("kvdock/0")
             else:
                 async for _ in self._obstore.list(self._store, "kvdock/0", chunk_size=1):
@@ -285,95 +290,99 @@ class ObjectTier:
         return True
 
     async def _size(self, path: str) -> int | None:
-        """The length of the object, in bytes; None where there is none."""
+        """The length of the object in bytes; None: there is none."""
         async with self._asking:
             try:
                 return int((await self._obstore.head_async(self._store, path))["size"])
             except FileNotFoundError:
                 return None
 
-    async def _note(self, namespace: bytes, *, is_asked_anew: bool = False) -> tuple[Note | None, Any]:
-        """The note, and what its object is told apart by when it is replaced."""
-        noted = None if is_asked_anew else self._noted.get(namespace)
+    async def _note(self, namespace: bytes, *, use_cached: bool = True) -> tuple[Note | None, Any]:
+        """The note, and the version of its object, on condition of which it is replaced; None, None: there is none."""
+        cached = self._notes.get(namespace) if use_cached else None
         errors = self._obstore.exceptions
         try:
             async with self._asking:
-                options = {"if_none_match": noted.mark} if noted is not None and noted.mark else None
+                options = {"if_none_match": cached.e_tag} if cached is not None and cached.e_tag else None
                 found = await self._obstore.get_async(self._store, name_of_note(namespace), options=options)
                 data = bytes(await found.bytes_async())
         except FileNotFoundError:
             return None, None
         except errors.NotModifiedError:
-            assert noted is not None
-            return noted.note, {"e_tag": noted.mark}
-        mark = {name: found.meta[name] for name in ("e_tag", "version") if found.meta[name] is not None}
+            assert cached is not None
+            return cached.note, {"e_tag": cached.e_tag}
+        version = {name: found.meta[name] for name in ("e_tag", "version") if found.meta[name] is not None}
         try:
             note = Note.read(data)
-        except NoteError:  # it is begun anew
-            self._noted.pop(namespace, None)
-            return None, mark
-        self._noted[namespace] = _Noted(note, found.meta["e_tag"], found.meta["last_modified"].timestamp())
-        return note, mark
+        except NoteError:  # change() makes a new one
+            self._notes.pop(namespace, None)
+            return None, version
+        self._notes[namespace] = _CachedNote(note, found.meta["e_tag"], found.meta["last_modified"].timestamp())
+        return note, version
 
     async def _fresh_note(self, namespace: bytes) -> tuple[Note | None, Any]:
-        note, mark = await self._note(namespace)
-        noted = self._noted.get(namespace)
-        is_old = noted is not None and self._clock() - noted.written_s > NOTE_FRESH_S
-        may_write = self._can_update and self._place.folder is None and not self._place.read_only
+        """The note, which is written again if it is old."""
+        note, version = await self._note(namespace)
+        cached = self._notes.get(namespace)
+        is_old = cached is not None and self._clock() - cached.written_s > NOTE_FRESH_S
+        may_write = self._can_update and self._location.folder is None and not self._location.read_only
         if note is None or not is_old or not may_write:
-            return note, mark
+            return note, version
         await self._write_again(namespace)
         return await self._note(namespace)
 
     async def _write_again(self, namespace: bytes) -> None:
-        """Writes the note as it is. A store that takes no writes now is read all the same."""
-        note, mark = await self._note(namespace, is_asked_anew=True)
+        """Writes the note unchanged, on condition that nobody else has changed it meanwhile. If the store knows no such
+        condition, it is not tried again; if the store takes no writes now, it is tried again after NOTE_RETRY_S."""
+        note, version = await self._note(namespace, use_cached=False)
         errors, written_s = self._obstore.exceptions, self._clock()
         if note is None:
             return
         try:
             async with asyncio.timeout(NOTE_WRITE_S), self._asking:
                 await self._obstore.put_async(
-                    self._store, name_of_note(namespace), note.packed(), use_multipart=False, mode=mark
+                    self._store, name_of_note(namespace), note.packed(), use_multipart=False, mode=version
                 )
         except (errors.NotSupportedError, NotImplementedError):
             self._can_update = False  # a write without a condition could undo another server's deletion
         except errors.PreconditionError:
-            return  # another server has written it just now
+            return  # it was written just now
         except (TimeoutError, errors.BaseError) as error:
             log.info("the note of namespace %s is not written again yet: %s", namespace.hex()[:12], error)
             written_s += NOTE_RETRY_S - NOTE_FRESH_S
-        self._noted[namespace] = _Noted(note, mark.get("e_tag"), written_s)
+        self._notes[namespace] = _CachedNote(note, version.get("e_tag"), written_s)
 
     async def _try_to_change(self, namespace: bytes, change: Change) -> Note | None:
-        """None: somebody else has changed it meanwhile."""
-        before, mark = await self._note(namespace, is_asked_anew=True)
+        """None: another server has changed the note meanwhile."""
+        before, version = await self._note(namespace, use_cached=False)
         if (after := change(before)) == before:
             return after
         path, errors = name_of_note(namespace), self._obstore.exceptions
         async with self._asking:
             try:
-                if mark is None and self._can_create:
+                if version is None and self._can_create:
                     await self._obstore.put_async(
                         self._store, path, after.packed(), use_multipart=False, mode="create"
                     )
                     return after
-                if mark is not None and self._can_update:
-                    await self._obstore.put_async(self._store, path, after.packed(), use_multipart=False, mode=mark)
+                if version is not None and self._can_update:
+                    await self._obstore.put_async(
+                        self._store, path, after.packed(), use_multipart=False, mode=version
+                    )
                     return after
             except (errors.AlreadyExistsError, errors.PreconditionError):
                 return None
             except (errors.NotSupportedError, NotImplementedError):
                 self._can_update = False
             await self._obstore.put_async(self._store, path, after.packed(), use_multipart=False)
-        # It could not refuse: of two who change it at the same moment the last one stays, and the other does it again.
-        return after if (await self._note(namespace, is_asked_anew=True))[0] == after else None
+        # The write had no condition: of two servers that change the note at the same moment, the first one tries again.
+        return after if (await self._note(namespace, use_cached=False))[0] == after else None
 
     async def _load(self, part: ToLoad) -> Loaded:
         name, length, pages = part
         record = _Sink(pages[:length])
         total = HEADER_BYTES + length
-        first = min(total, RANGE_BYTES) if self._place.ranges else total
+        first = min(total, RANGE_BYTES) if self._location.ranges else total
         options = None if first == total else {"range": (0, first)}
         others: list[asyncio.Task[None]] = []
         try:
@@ -381,9 +390,9 @@ class ObjectTier:
                 found = await self._obstore.get_async(self._store, name.text(), options=options)
                 if found.meta["size"] != total:
                     return Loaded(Outcome.DAMAGED)
-                mark = found.meta["e_tag"]
+                e_tag = found.meta["e_tag"]
                 others = [
-                    asyncio.ensure_future(self._range(name.text(), mark, at, min(at + RANGE_BYTES, total), record))
+                    asyncio.ensure_future(self._range(name.text(), e_tag, at, min(at + RANGE_BYTES, total), record))
                     for at in range(first, total, RANGE_BYTES)
                 ]
                 await record.take(found, 0, first)
@@ -394,7 +403,7 @@ class ObjectTier:
         except (RecordError, self._obstore.exceptions.PreconditionError):
             return Loaded(Outcome.DAMAGED)
         except self._obstore.exceptions.BaseError as error:
-            if options is not None and "416 " in str(error):  # it has not even that range
+            if options is not None and "416 " in str(error):  # the object is shorter than the first range
                 return Loaded(Outcome.DAMAGED)
             raise
         finally:
@@ -403,9 +412,9 @@ class ObjectTier:
             await asyncio.gather(*others, return_exceptions=True)
             record.close()
 
-    async def _range(self, path: str, mark: str | None, begin: int, end: int, record: _Sink) -> None:
-        """Part of the object that is marked so, not of one that has replaced it meanwhile."""
-        options = {"range": (begin, end)} | ({"if_match": mark} if mark else {})
+    async def _range(self, path: str, e_tag: str | None, begin: int, end: int, record: _Sink) -> None:
+        """Loads a range of the object with this ETag, not of one that has replaced it meanwhile."""
+        options = {"range": (begin, end)} | ({"if_match": e_tag} if e_tag else {})
         async with self._loading:
             found = await self._obstore.get_async(self._store, path, options=options)
             await record.take(found, begin, end)
@@ -414,7 +423,7 @@ class ObjectTier:
         path, value = record.name.text(), [record.header(), view]
         size = HEADER_BYTES + record.length
         async with self._storing:
-            if size > self._place.multipart_bytes:
+            if size > self._location.multipart_bytes:
                 await self._obstore.put_async(
                     self._store, path, value, use_multipart=True, chunk_size=CHUNK_BYTES, max_concurrency=UPLOADS
                 )
@@ -426,7 +435,7 @@ class ObjectTier:
             return Outcome.DONE
 
     async def _create(self, path: str, value: list[Any]) -> bool:
-        """False where it is there already, or where the store cannot refuse to overwrite."""
+        """False: the object exists already, or the store cannot refuse to overwrite it."""
         errors = self._obstore.exceptions
         if not self._can_create:
             return False
@@ -440,7 +449,7 @@ class ObjectTier:
         return True
 
     async def _is_whole(self, record: Record) -> bool:
-        """Whether what is there already is a whole record of that part."""
+        """Whether the object that exists already is a whole record of this part."""
         try:
             found = await self._obstore.get_async(
                 self._store, record.name.text(), options={"range": (0, HEADER_BYTES)}
@@ -460,7 +469,7 @@ class ObjectTier:
                 try:
                     await self._obstore.delete_async(self._store, there)
                 except FileNotFoundError:
-                    # Somebody else deletes the same: then each has to be asked for by itself.
+                    # Another server deletes the same objects, so each is deleted by itself.
                     await asyncio.gather(*(self._delete_one(path) for path in there))
         self._count(-len(there), -sum(size for size in sizes if size is not None))
         return outcomes
@@ -471,13 +480,14 @@ class ObjectTier:
 
     def _count(self, objects: int, size: int) -> None:
         with self._lock:
-            self._objects += objects
-            self._bytes += size
-            self._wear += max(0, size)
+            usage = self._usage
+            self._usage = Usage(
+                usage.objects + objects, usage.bytes_used + size, 0, usage.wear_bytes + max(0, size)
+            )
 
 
 class _Sink:
-    """A record that arrives: where the bytes of the object go."""
+    """Where the bytes of a record go as they arrive. `body`: the pages of its part."""
 
     def __init__(self, body: memoryview) -> None:
         self.header = bytearray(HEADER_BYTES)
@@ -486,10 +496,10 @@ class _Sink:
     async def take(self, found: Any, begin: int, end: int) -> None:
         """Bytes `begin` to `end` of the object. Raises RecordError if the store sends fewer or others."""
         if tuple(found.range) != (begin, end):
-            raise RecordError(f"bytes {begin} to {end} were wanted, found {found.range}")
+            raise RecordError(f"found bytes {found.range}, wanted {begin} to {end}")
         data = memoryview(await found.bytes_async())
         if len(data) != end - begin:
-            raise RecordError(f"{end - begin} bytes were wanted, found {len(data)}")
+            raise RecordError(f"found {len(data)} bytes, wanted {end - begin}")
         of_header = max(0, HEADER_BYTES - begin)
         if of_header:
             self.header[begin:] = data[:of_header]
@@ -499,12 +509,12 @@ class _Sink:
         self._body.release()
 
 
-async def _awaited(asked: Callable[[], Awaitable[T]]) -> T:
-    return await asked()
+async def _awaited(request: Callable[[], Awaitable[T]]) -> T:
+    return await request()
 
 
 def _release(views: Sequence[memoryview]) -> None:
-    """Waits until nobody reads the pages: a view that obstore still has cannot be released. Raises StillRunning."""
+    """Waits until nothing reads the pages: a view that obstore still holds cannot be released. Raises StillRunning."""
     until_s = time.monotonic() + RELEASE_S
     for view in views:
         while True:
@@ -513,23 +523,22 @@ def _release(views: Sequence[memoryview]) -> None:
                 break
             except BufferError:
                 if time.monotonic() > until_s:
-                    raise StillRunning(NAME, "obstore still reads pages of a store that was given up") from None
-                time.sleep(0.001)  # obstore says to nobody when it lets go of a buffer
+                    raise StillRunning(NAME, "obstore still reads pages of a store that was cancelled") from None
+                time.sleep(0.001)  # obstore does not report when it releases a buffer
 
 
 @dataclass(frozen=True, slots=True)
-class _Noted:
-    """A note as it was read last. `mark`: its object's ETag. `written_s`: when the object was written, in seconds since
-    1970."""
+class _CachedNote:
+    """A note as it was last read. `e_tag`: of its object. `written_s`: when the object was written, in Unix seconds."""
 
     note: Note
-    mark: str | None
+    e_tag: str | None
     written_s: float
 
 
-def _known(found: tuple[Note | None, Any] | Outcome) -> tuple[Note | None, Any]:
+def _answered(found: tuple[Note | None, Any] | Outcome) -> tuple[Note | None, Any]:
     if isinstance(found, Outcome):
-        raise TierError(NAME, f"a question about a namespace was answered with {found.value!r}")
+        raise TierError(NAME, f"the note of a namespace is not known: {found.value}")
     return found
 
 
@@ -542,5 +551,5 @@ def _judge(error: BaseException) -> Outcome:
 
 
 def _brief(error: BaseException) -> str:
-    """Without what obstore adds for its own developers."""
+    """The error without the details that obstore adds for its own developers."""
     return f"{type(error).__name__}: {' '.join(str(error).partition('Debug source')[0].split())[:800]}"

@@ -1,4 +1,4 @@
-"""What the URL of an object store says, and the store that obstore opens for it."""
+"""Reads the URL of an object store, and opens the store with obstore."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from kvdock.tiers.urls import TierUrl, TierUrlError, existing_file, read_url, so
 MIB: Final = 1 << 20
 CONNECT_S: Final = 5
 SILENCE_S: Final = 30
-"""After so long without a byte a request has failed, whatever its deadline."""
+"""A request that has moved no byte for so long has failed, whatever its deadline."""
 REQUEST_S: Final = 3600
-"""Longer than any deadline: what ends a request is the deadline."""
+"""Longer than any deadline, so that the deadline ends a request."""
 
 _ANY: Final = {"connections": whole(1, 256)}
 _REMOTE: Final = {**_ANY, "ca_file": existing_file, "retries": whole(0, 10)}
@@ -30,17 +30,18 @@ _AZURE: Final = {**_CLOUD, "account": some_text}
 _OPTIONS: Final[Mapping[str, Mapping[str, Callable[[str], Any]]]] = {
     "az": _AZURE, "file": _ANY, "gs": _CLOUD, "http": _REMOTE, "https": _REMOTE, "s3": _S3,
 }  # fmt: skip
-_NAMES: Final = {  # of parameters, as obstore calls them
+_NAMES: Final = {  # obstore's names of the parameters
     "account": "account_name", "endpoint": "endpoint", "region": "region", "skip_signature": "skip_signature",
     "unsigned_payload": "unsigned_payload", "virtual_hosted": "virtual_hosted_style_request",
 }  # fmt: skip
 
 
 @dataclass(frozen=True)
-class Place:
-    """`connections`: requests at once, for loads, for stores and for all else. `can_create`: the store refuses to
-    overwrite when it is asked to. `ranges`: parts of an object can be asked for. `multipart_bytes`: objects larger
-    than this are uploaded in several requests at once."""
+class StoreLocation:
+    """`store`: of obstore. `connections`: the most loads, the most stores and the most other requests at once, each.
+    `can_create`: the store can refuse to overwrite an object. `ranges`: ranges of an object can be requested.
+    `multipart_bytes`: larger objects are uploaded in several requests at once. `folder`: set where the store is a
+    folder of this machine."""
 
     store: Any
     read_only: bool
@@ -49,10 +50,9 @@ class Place:
     connections: int
     multipart_bytes: int
     folder: Path | None = None
-    """Where the store is one that this machine sees."""
 
 
-def read_place(url: str, stores: Any) -> Place:
+def open_location(url: str, stores: Any) -> StoreLocation:
     """`stores`: the module obstore.store. Raises TierUrlError."""
     found = read_url(url, tuple(_OPTIONS), _OPTIONS.get(url.partition(":")[0], {}))
     scheme, options = found.parts.scheme, found.options
@@ -65,16 +65,16 @@ def read_place(url: str, stores: Any) -> Place:
         store = _local(found, stores) if scheme == "file" else _remote(found, stores)
     except TierUrlError:
         raise
-    except Exception as error:  # of its own kinds, and of Python's
+    except Exception as error:  # obstore raises errors of its own and of Python
         raise TierUrlError(f"{scheme}: wanted a URL that obstore can use: {error}") from error
     is_http = scheme in ("http", "https")
-    return Place(store, is_http, create, not is_http, connections, multipart_bytes, folder)
+    return StoreLocation(store, is_http, create, not is_http, connections, multipart_bytes, folder)
 
 
 def _local(found: TierUrl, stores: Any) -> Any:
     path = Path(unquote(found.parts.path))
     if found.parts.netloc or not path.is_dir():
-        raise TierUrlError(f"file: found {found.parts.netloc}{path}, wanted file:///PATH of a folder that is there")
+        raise TierUrlError(f"file: found {found.parts.netloc}{path}, wanted file:///PATH of a folder that exists")
     return stores.LocalStore(prefix=path)
 
 
@@ -94,11 +94,11 @@ def _remote(found: TierUrl, stores: Any) -> Any:
         "max_retries": options.pop("retries", 2), "retry_timeout": timedelta(seconds=SILENCE_S),
         "backoff": {"init_backoff": timedelta(milliseconds=50), "max_backoff": timedelta(seconds=1), "base": 2},
     }  # fmt: skip
-    given: dict[str, Any] = {"client_options": client, "retry_config": retry}
+    arguments: dict[str, Any] = {"client_options": client, "retry_config": retry}
     if parts.scheme in ("http", "https"):
-        return stores.HTTPStore(f"{parts.scheme}://{parts.netloc}{parts.path}", **given)
-    given |= {_NAMES[name]: value for name, value in options.items()}
-    if parts.scheme == "gs" and "endpoint" in given:
-        given["base_url"] = given.pop("endpoint")
+        return stores.HTTPStore(f"{parts.scheme}://{parts.netloc}{parts.path}", **arguments)
+    arguments |= {_NAMES[name]: value for name, value in options.items()}
+    if parts.scheme == "gs" and "endpoint" in arguments:
+        arguments["base_url"] = arguments.pop("endpoint")
     kind = {"s3": stores.S3Store, "gs": stores.GCSStore, "az": stores.AzureStore}[parts.scheme]
-    return kind(parts.netloc, prefix=unquote(parts.path).strip("/") or None, **given)
+    return kind(parts.netloc, prefix=unquote(parts.path).strip("/") or None, **arguments)

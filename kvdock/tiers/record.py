@@ -1,9 +1,9 @@
-"""What lower tiers keep: one part of a chunk a record, which says itself what it is.
+"""Records, in which lower tiers keep parts of chunks: a header that describes the part, and its bytes.
 
 A part is one writer's bytes of one KV group of one chunk. The header names the namespace (the digest of a manifest),
-its generation (kvdock/tiers/notes.py), the chunk's key, the part, its length and its checksum, so an index can be made
-from the records alone, and a record that stands under a wrong name, was cut short or was damaged is never taken for the
-right one.
+its generation (kvdock/tiers/notes.py), the chunk's key, the group and writer, the length and the checksum. So an index
+can be made from the records alone, and a record that is under a wrong name, cut short or damaged is never taken for
+another.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Final
 from zlib import crc32
 
 VERSION: Final = 2
-"""It stands in names and headers: a tier never finds what another version has written."""
+"""Names and headers contain it, so a tier never finds parts that another version has written."""
 DIGEST_BYTES: Final = 32
 HEADER_BYTES: Final = 128
 _MAGIC: Final = b"kvdock\x00\x02"
@@ -25,18 +25,18 @@ _CRC_AT: Final = HEADER_BYTES - _CRC.size
 
 
 class RecordError(ValueError):
-    """Bytes are no header of a record, or of another one than was wanted."""
+    """The bytes are not the header of a record, or are the header of another record than the one wanted."""
 
 
 def folder_of(namespace: bytes) -> str:
-    """What the names of all that is kept of a namespace begin with."""
+    """The beginning of all names in a namespace."""
     return f"kvdock/{VERSION}/{namespace.hex()}/"
 
 
 @dataclass(frozen=True, slots=True)
 class PartName:
-    """`namespace`, `key`: 32 bytes each. `group`, `writer`: 0 to 255. `birth`, `generation`, `deletion`: what the
-    tier's note of the namespace said when the part was stored (Note.name)."""
+    """`namespace`, `key`: 32 bytes each. `group`, `writer`: 0 to 255. `birth`, `generation`, `deletion`: from the
+    tier's note of the namespace when the part was stored (Note.name)."""
 
     namespace: bytes
     key: bytes
@@ -47,15 +47,15 @@ class PartName:
     deletion: int = 0
 
     def text(self) -> str:
-        """For stores whose names are text: 'kvdock/2/NAMESPACE/BIRTH.GENERATION/KEY/GROUP.WRITER', digests in hex; for
-        a key that was deleted before, '.DELETION' follows."""
+        """For stores whose names are text: 'kvdock/2/NAMESPACE/BIRTH.GENERATION/KEY/GROUP.WRITER', with digests in hex.
+        If the key was deleted before, '.DELETION' follows."""
         part = f"{self.group}.{self.writer}" + (f".{self.deletion}" if self.deletion else "")
         return f"{folder_of(self.namespace)}{self.birth:016x}.{self.generation}/{self.key.hex()}/{part}"
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """`length`: of the part, in bytes. `checksum`: of these bytes (docs/lifetime_protocol.md#checksum)."""
+    """`length`: of the part, in bytes. `checksum`: of the part's bytes (docs/lifetime_protocol.md#checksum)."""
 
     name: PartName
     length: int
@@ -73,27 +73,27 @@ class Record:
 
     @staticmethod
     def read(header: bytes | memoryview) -> Record:
-        """Raises RecordError, which says what was found."""
+        """Raises RecordError, which names what was found."""
         if len(header) < HEADER_BYTES:
-            raise RecordError(f"a header has {HEADER_BYTES} bytes, found {len(header)}")
+            raise RecordError(f"found a header of {len(header)} bytes, wanted {HEADER_BYTES}")
         body = bytes(header[:_CRC_AT])
         magic, version, group, writer, deletion, namespace, key, length, checksum, birth, generation = (
             _FIELDS.unpack_from(body)
         )
         if magic != _MAGIC:
-            raise RecordError(f"a record begins with {_MAGIC!r}, found {magic!r}")
+            raise RecordError(f"found {magic!r} at the start of a record, wanted {_MAGIC!r}")
         if version != VERSION:
-            raise RecordError(f"a record of version {VERSION} was wanted, found {version}")
+            raise RecordError(f"found a record of version {version}, wanted {VERSION}")
         if (found := crc32(body)) != (wanted := _CRC.unpack(header[_CRC_AT:HEADER_BYTES])[0]):
-            raise RecordError(f"the header's CRC is {found:08x}, and it says {wanted:08x}")
+            raise RecordError(f"found a header whose CRC is {found:08x}, wanted {wanted:08x}")
         return Record(PartName(namespace, key, group, writer, birth, generation, deletion), length, checksum)
 
     @staticmethod
     def read_of(header: bytes | memoryview, name: PartName, length: int) -> Record:
-        """The header of that part, of that length. Raises RecordError for any other."""
+        """Reads the header of this part with this length. Raises RecordError for any other."""
         record = Record.read(header)
         if record.name != name:
-            raise RecordError(f"a record of {name.text()} was wanted, found {record.name.text()}")
+            raise RecordError(f"found a record of {record.name.text()}, wanted {name.text()}")
         if record.length != length:
-            raise RecordError(f"{name.text()}: {length} bytes were wanted, found {record.length}")
+            raise RecordError(f"{name.text()}: found {record.length} bytes, wanted {length}")
         return record

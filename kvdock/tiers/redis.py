@@ -1,7 +1,7 @@
 """Redis or Valkey as a lower tier: a record is one value, its header and then its bytes (docs/tiers.md#redis).
 
-Each connection carries runs of commands: all of a run are sent, then their replies are read, so that small parts do
-not wait for a round trip each, and no more than a run's bytes are on their way at once.
+Commands are pipelined in runs: all commands of a run are sent over one connection, then their replies are read. So
+small parts do not wait for a round trip each, and the bytes in flight are bounded.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from kvdock.tiers.tier import Deadline, Loaded, Outcome, TierError, ToLoad, ToSt
 RUN_BYTES: Final = 8 << 20
 RUN_JOBS: Final = 128
 PIECE_BYTES: Final = 4 << 20
-"""A value that is larger than a run is asked for in pieces, two at a time: the server serves others between them, and
-answers three times as fast, since its allocator gives the memory of replies from 8 MiB on back at once."""
+"""A value that is larger than a run is loaded in pieces, two at a time: the server serves others between them, and
+answers three times as fast, because its allocator returns the memory of replies of 8 MiB and more at once."""
 LONGEST_VALUE: Final = 512 << 20
-"""What Redis takes as one value."""
+"""The longest value that Redis takes."""
 
 NAMESPACES: Final = f"kvdock/{VERSION}/namespaces".encode()
-"""The set of those that have a note."""
+"""The key of the set of all namespaces that have a note."""
 _SWEPT_AT_ONCE: Final = 512
 
 T = TypeVar("T")
@@ -37,8 +37,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class _Job(Generic[T]):
-    """`read`: the replies to its commands; an ErrorReply is judged by the caller. `size`: of what it moves, in
-    bytes."""
+    """Commands for one key. `at`: the index of its answer. `pieces`: what is sent. `size`: the bytes that it moves.
+    `read`: reads the replies, and returns the answer or an ErrorReply."""
 
     at: int
     key: bytes
@@ -49,12 +49,13 @@ class _Job(Generic[T]):
 
 @dataclass
 class _Answers(Generic[T]):
-    """`by_job`: LATE for a job that was not begun or not answered in time."""
+    """`by_job`: by the job's `at`; LATE for a job that was not begun or not answered in time. `why`: the first
+    failure."""
 
     by_job: dict[int, T | Outcome]
     why: str = ""
-    heard: bool = False
-    """Some job was answered by a server that works."""
+    is_any_answered: bool = False
+    """Whether a server that works has answered some job."""
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def failed(self, jobs: Sequence[_Job[T]], why: str) -> None:
@@ -73,7 +74,7 @@ def open_tier(url: str, deadline: Deadline, environment: Mapping[str, str]) -> R
         raise TierError(NAME, f"redis-py is not installed ({error}): pip install 'kvdock[redis]'") from error
     tier = RedisTier(settings, Nodes(settings, client))
     try:
-        tier.ask_for_life(deadline)
+        tier.check(deadline)
     except BaseException:
         tier.close(deadline)
         raise
@@ -81,7 +82,7 @@ def open_tier(url: str, deadline: Deadline, environment: Mapping[str, str]) -> R
 
 
 class RedisTier:
-    """See Tier for the verbs. usage() counts what was stored and deleted through this object."""
+    """See Tier for the verbs. usage() counts what was stored and deleted through this instance."""
 
     name = NAME
     poll_s = 1.0
@@ -91,13 +92,13 @@ class RedisTier:
         self._threads = ThreadPoolExecutor(settings.connections, thread_name_prefix="kvdock-redis")
         self._lock = threading.Lock()
         self._objects = self._bytes = 0
-        self._noted: dict[bytes, tuple[bytes, Note]] = {}
-        """Notes as they were read last, with their heads."""
+        self._cached_notes: dict[bytes, tuple[bytes, Note]] = {}
+        """Notes as they were last read, with their packed heads."""
         self._sweeping: dict[tuple[bytes, Address], bytes] = {}
-        """Where each server's keys are looked at next, by namespace."""
+        """The SCAN cursor at which sweep() goes on, by namespace and server."""
 
-    def ask_for_life(self, deadline: Deadline) -> None:
-        """Raises TierError."""
+    def check(self, deadline: Deadline) -> None:
+        """Raises TierError if the server cannot be used."""
         try:
             self._nodes.ask(self._settings.address, command(b"PING"), deadline)
         except OutOfTime:
@@ -106,7 +107,7 @@ class RedisTier:
     def exists(self, names: Sequence[PartName], deadline: Deadline) -> list[bool]:
         keys = [_key(name) for name in names]
         jobs = [_Job(at, key, command(b"EXISTS", key), 0, _read_reply) for at, key in enumerate(keys)]
-        answers = self._talk(jobs, deadline)
+        answers = self._execute(jobs, deadline)
         return [answers[at] == 1 for at in range(len(keys))]
 
     def load(self, parts: Sequence[ToLoad], deadline: Deadline) -> list[Loaded]:
@@ -115,8 +116,8 @@ class RedisTier:
             key = _key(part.name)
             size = HEADER_BYTES + part.length
             value: _Value | _Pieces = _Value(part) if size <= RUN_BYTES else _Pieces(part, key)
-            jobs.append(_Job(at, key, value.asked(), size, value.read))
-        answers = self._talk(jobs, deadline)
+            jobs.append(_Job(at, key, value.commands(), size, value.read))
+        answers = self._execute(jobs, deadline)
         loaded = [answers[at] for at in range(len(parts))]
         return [Loaded(found) if isinstance(found, Outcome) else found for found in loaded]
 
@@ -126,7 +127,7 @@ class RedisTier:
         there = self._set(parts, wanted, outcomes, deadline, (b"NX",))
         if there:
             checks = [_check(at, parts[at].record) for at in there]
-            fits = self._talk(checks, deadline)
+            fits = self._execute(checks, deadline)
             for at in there:
                 found = fits[at]
                 outcomes[at] = found if isinstance(found, Outcome) else Outcome.DONE
@@ -140,7 +141,7 @@ class RedisTier:
             _Job(at, key, command(b"STRLEN", key) + command(b"UNLINK", key), 0, _read_deleted)
             for at, key in enumerate(keys)
         ]
-        answers = self._talk(jobs, deadline)
+        answers = self._execute(jobs, deadline)
         outcomes = []
         for at in range(len(keys)):
             found = answers[at]
@@ -153,7 +154,7 @@ class RedisTier:
         return outcomes
 
     def notes(self, namespaces: Sequence[bytes], deadline: Deadline) -> list[Note | None]:
-        """Their heads first: where those are as before, so is the rest."""
+        """Reads the heads first: a note whose head is unchanged is unchanged."""
         keys = [name_of_note(namespace).encode() for namespace in namespaces]
         heads = self._values(
             [_Job(at, key, command(b"GETRANGE", key, b"0", b"%d" % (HEAD_BYTES - 1)), HEAD_BYTES, _read_reply)
@@ -162,7 +163,7 @@ class RedisTier:
         found: list[Note | None] = [None] * len(keys)
         changed = []
         for at, (namespace, head) in enumerate(zip(namespaces, heads, strict=True)):
-            known_head, known = self._noted.get(namespace, (b"", None))
+            known_head, known = self._cached_notes.get(namespace, (b"", None))
             if head and head == known_head:
                 found[at] = known
             elif head:
@@ -173,7 +174,7 @@ class RedisTier:
         for at, value in zip(changed, values, strict=True):
             found[at] = note = _note_of(value)
             if note is not None and value is not None:
-                self._noted[namespaces[at]] = value[:HEAD_BYTES], note
+                self._cached_notes[namespaces[at]] = value[:HEAD_BYTES], note
         return found
 
     def change(self, namespace: bytes, change: Change, deadline: Deadline) -> Note:
@@ -190,7 +191,7 @@ class RedisTier:
         raise TierError(NAME, "the note of a namespace was not changed in time")
 
     def _try_to_change(self, namespace: bytes, key: bytes, change: Change, deadline: Deadline) -> Note | None:
-        """None: somebody else has changed it meanwhile."""
+        """None: another server has changed the note meanwhile."""
         address = self._nodes.address_of(key, deadline)
         wire = self._nodes.borrow(address, deadline)
         try:
@@ -224,8 +225,9 @@ class RedisTier:
         return [bytes.fromhex(member.decode()) for member in members if isinstance(member, bytes)]
 
     def sweep(self, namespace: bytes, note: Note, deadline: Deadline) -> int:
-        """Deletes those of former generations, of the keys that one SCAN of each server names."""
-        named = f"{folder_of(namespace)}{note.birth:016x}.{note.generation}/".encode()
+        """Deletes keys of former generations as each server's SCAN returns them. A scan that was interrupted goes on
+        with the next call; until then the answer is not 0."""
+        current = f"{folder_of(namespace)}{note.birth:016x}.{note.generation}/".encode()
         kept = name_of_note(namespace).encode()
         removed = 0
         for address in self._nodes.addresses(deadline):
@@ -237,10 +239,10 @@ class RedisTier:
                         address, command(b"SCAN", cursor, b"MATCH", match, b"COUNT", b"%d" % _SWEPT_AT_ONCE), deadline
                     )
                     cursor, keys = reply
-                    gone = [key for key in keys if key != kept and not key.startswith(named)]
-                    if gone:
-                        pieces = [piece for key in gone for piece in command(b"UNLINK", key)]
-                        removed += self._unlink(address, pieces, len(gone), deadline)
+                    old = [key for key in keys if key != kept and not key.startswith(current)]
+                    if old:
+                        pieces = [piece for key in old for piece in command(b"UNLINK", key)]
+                        removed += self._unlink(address, pieces, len(old), deadline)
                 except OutOfTime:
                     cursor = b"0"
                     break
@@ -265,11 +267,11 @@ class RedisTier:
         return done
 
     def _values(self, jobs: Sequence[_Job[Any]], deadline: Deadline) -> list[Any]:
-        """Their answers. Raises TierError unless all were given."""
-        answers = self._talk(jobs, deadline)
+        """The answers to the jobs. Raises TierError unless all were answered."""
+        answers = self._execute(jobs, deadline)
         for job in jobs:
             if isinstance(found := answers[job.at], Outcome):
-                raise TierError(NAME, f"a question about a namespace was answered with {found.value!r}")
+                raise TierError(NAME, f"the note of a namespace is not known: {found.value}")
         return [answers[job.at] for job in jobs]
 
     def usage(self) -> Usage:
@@ -284,7 +286,8 @@ class RedisTier:
         self, parts: Sequence[ToStore], which: Sequence[int], outcomes: list[Outcome], deadline: Deadline,
         condition: tuple[bytes, ...],
     ) -> list[int]:  # fmt: skip
-        """Sets those parts and writes how it went to `outcomes`. Returns which were there before."""
+        """Sets the parts with these indices, and fills in their `outcomes`. Returns the indices of those that existed
+        already, with the condition NX."""
         lifetime = (b"EX", b"%d" % self._settings.ttl_s) if self._settings.ttl_s else ()
         jobs = []
         for at in which:
@@ -292,7 +295,7 @@ class RedisTier:
             key, value = _key(record.name), (record.header(), pages[: record.length])
             pieces = command(b"SET", key, value, *condition, *lifetime)
             jobs.append(_Job(at, key, pieces, HEADER_BYTES + record.length, _read_reply))
-        answers = self._talk(jobs, deadline)
+        answers = self._execute(jobs, deadline)
         for job in jobs:
             found = answers[job.at]
             outcomes[job.at] = found if isinstance(found, Outcome) else Outcome.DONE
@@ -305,9 +308,9 @@ class RedisTier:
             self._objects += objects
             self._bytes += size
 
-    def _talk(self, jobs: Sequence[_Job[T]], deadline: Deadline) -> dict[int, T | Outcome]:
-        """What each job was answered, by its `at`; or LATE, FULL, DAMAGED, FAILED. Raises TierError where no server
-        answered any job, or all refused."""
+    def _execute(self, jobs: Sequence[_Job[T]], deadline: Deadline) -> dict[int, T | Outcome]:
+        """The answer to each job by its `at`, or LATE, FULL, DAMAGED or FAILED. Raises TierError if no server answered
+        any job, or all refused."""
         answers = _Answers[T]({job.at: Outcome.LATE for job in jobs})
         runs = deque(self._runs(jobs, answers, deadline))
         others = [
@@ -317,19 +320,20 @@ class RedisTier:
         try:
             self._work(runs, answers, deadline)
         finally:
-            # Nothing may touch the pages after this: those that have begun end at the deadline by themselves.
+            # Nothing may touch the pages after this. Threads that have begun end at the deadline by themselves.
             wait([other for other in others if not other.cancel()])
         for other in others:
             if not other.cancelled():
                 other.result()
-        if answers.why and not answers.heard:
+        if answers.why and not answers.is_any_answered:
             raise TierError(NAME, answers.why)
         return answers.by_job
 
     def _runs(
         self, jobs: Sequence[_Job[T]], answers: _Answers[T], deadline: Deadline
     ) -> list[tuple[Address, list[_Job[T]]]]:
-        """Jobs of one server, at most RUN_JOBS and RUN_BYTES of them, or one that is larger."""
+        """Groups the jobs into runs: of one server, with at most RUN_JOBS jobs and RUN_BYTES bytes, or one larger
+        job."""
         open_runs: dict[Address, list[_Job[T]]] = {}
         runs = []
         for job in jobs:
@@ -348,7 +352,7 @@ class RedisTier:
         return runs
 
     def _work(self, runs: deque[tuple[Address, list[_Job[T]]]], answers: _Answers[T], deadline: Deadline) -> None:
-        """Takes runs until there is none, in the caller's thread and in others at the same time."""
+        """Takes runs until none is left, in the caller's thread and in others at the same time."""
         while not deadline.is_over:
             try:
                 address, jobs = runs.popleft()
@@ -369,7 +373,7 @@ class RedisTier:
         try:
             wire.send((piece for job in jobs for piece in job.pieces), deadline)
             for job in jobs:
-                self._heard(job, job.read(wire, deadline), answers)
+                self._record(job, job.read(wire, deadline), answers)
                 done += 1
         except OutOfTime:
             wire.close()
@@ -383,7 +387,7 @@ class RedisTier:
         else:
             self._nodes.give_back(address, wire)
 
-    def _heard(self, job: _Job[T], reply: T | ErrorReply, answers: _Answers[T]) -> None:
+    def _record(self, job: _Job[T], reply: T | ErrorReply, answers: _Answers[T]) -> None:
         judged: T | Outcome
         if not isinstance(reply, ErrorReply):
             judged = reply
@@ -394,20 +398,20 @@ class RedisTier:
         else:
             if reply.code in ("MOVED", "ASK", "TRYAGAIN", "CLUSTERDOWN"):
                 self._nodes.forget_slots()
-            hint = "; the server is one of a cluster: say cluster=yes" if reply.code == "MOVED" else ""
+            hint = "; the server belongs to a cluster: set cluster=yes" if reply.code == "MOVED" else ""
             answers.failed([job], reply.text + ("" if self._settings.cluster else hint))
             return
         with answers.lock:
-            answers.by_job[job.at], answers.heard = judged, True
+            answers.by_job[job.at], answers.is_any_answered = judged, True
 
 
 @dataclass(frozen=True)
 class _Value:
-    """A part whose value is received into its pages."""
+    """Loads a part in one reply, received into its pages."""
 
     part: ToLoad
 
-    def asked(self) -> list[bytes | memoryview]:
+    def commands(self) -> list[bytes | memoryview]:
         return command(b"GET", _key(self.part.name))
 
     def read(self, wire: Wire, deadline: Deadline) -> Loaded | ErrorReply:
@@ -423,12 +427,13 @@ class _Value:
 
 @dataclass(frozen=True)
 class _Pieces:
-    """The same for a value that fills a run alone. Pieces of two values would be found out by the checksum."""
+    """Loads a part that is larger than a run, in pieces. If the value is replaced between two pieces, the checksum does
+    not match."""
 
     part: ToLoad
     key: bytes
 
-    def asked(self) -> list[bytes | memoryview]:
+    def commands(self) -> list[bytes | memoryview]:
         return command(b"STRLEN", self.key) + self._piece(0) + self._piece(PIECE_BYTES)
 
     def _piece(self, begin: int) -> list[bytes | memoryview]:
@@ -461,7 +466,7 @@ def _judged(header: bytearray | memoryview, part: ToLoad) -> Loaded:
 
 
 def _check(at: int, record: Record) -> _Job[bool]:
-    """Whether what is there already is a whole record of that part."""
+    """Asks whether the value that exists already is a whole record of this part."""
     key = _key(record.name)
 
     def read(wire: Wire, deadline: Deadline) -> bool | ErrorReply:
@@ -480,7 +485,7 @@ def _check(at: int, record: Record) -> _Job[bool]:
 
 
 def _read_deleted(wire: Wire, deadline: Deadline) -> int | ErrorReply | None:
-    """The length of what was deleted; None where nothing was there."""
+    """The length of the value that was deleted; None: there was none."""
     length, removed = wire.reply(deadline), wire.reply(deadline)
     if isinstance(removed, ErrorReply):
         return removed
@@ -488,7 +493,7 @@ def _read_deleted(wire: Wire, deadline: Deadline) -> int | ErrorReply | None:
 
 
 def _note_of(value: Any) -> Note | None:
-    """What is no note is none: it is begun anew."""
+    """A value that is not a note counts as none, so change() makes a new one."""
     try:
         return Note.read(value) if isinstance(value, bytes) else None
     except NoteError:
@@ -496,6 +501,7 @@ def _note_of(value: Any) -> Note | None:
 
 
 def _checked(reply: Reply) -> Reply:
+    """Raises TierError for an error."""
     if isinstance(reply, ErrorReply):
         raise TierError(NAME, reply.text)
     return reply

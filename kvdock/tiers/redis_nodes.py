@@ -1,4 +1,5 @@
-"""The servers of a Redis tier: what its URL says of them, connections to them, and which of a cluster's has a key."""
+"""The servers of a Redis tier: the settings in its URL, connections to them, and which server of a cluster has a
+key."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ DEFAULT_PORT: Final = 6379
 MOST_TTL_S: Final = 10 * 366 * 86_400
 LONGEST_CONNECT_S: Final = 10.0
 REFRESH_S: Final = 1.0
-"""At most so often is a cluster asked which server has which keys."""
+"""The least time between two questions to a cluster which server has which keys."""
 
 _ANY: Final = {
     "cluster": yes_or_no,
@@ -34,7 +35,7 @@ _TLS: Final = {"ca_file": existing_file, "cert_file": existing_file, "key_file":
 
 
 class Address(NamedTuple):
-    """`port`: 0 for a Unix socket, whose path `host` is."""
+    """`port` 0: a Unix socket, and `host` is its path."""
 
     host: str
     port: int
@@ -42,7 +43,7 @@ class Address(NamedTuple):
 
 @dataclass(frozen=True)
 class Settings:
-    """`connections`: at once, for one verb. `ttl_s`: 0 for values that stay until the server evicts them."""
+    """`connections`: the most that one verb uses at once. `ttl_s` 0: values stay until the server evicts them."""
 
     address: Address
     user: str | None
@@ -55,8 +56,8 @@ class Settings:
 
 
 def read_settings(url: str, environment: Mapping[str, str]) -> Settings:
-    """redis://USER@HOST:PORT/DB, rediss:// with TLS, unix:///PATH; docs/tiers.md has the parameters.
-    Raises TierUrlError."""
+    """Reads redis://USER@HOST:PORT/DB, rediss:// (with TLS) or unix:///PATH; docs/tiers.md has the parameters.
+    `environment`: where password_env is looked up. Raises TierUrlError."""
     scheme = url.partition(":")[0]
     found = read_url(url, ("redis", "rediss", "unix"), _ANY | _TLS if scheme == "rediss" else _ANY)
     parts, options = found
@@ -102,16 +103,16 @@ class Nodes:
     """Connections to the servers. Thread safety: any number of threads."""
 
     def __init__(self, settings: Settings, client: Any, clock: Callable[[], float] = time.monotonic) -> None:
-        """`client`: the module redis. `clock`: in seconds."""
+        """`client`: the module redis. `clock`: in seconds; it never goes back."""
         self._settings, self._client, self._clock = settings, client, clock
         self._lock, self._refreshing = threading.Lock(), threading.Lock()
         self._idle: dict[Address, list[Wire]] = {}
         self._slots: dict[int, Address] = {}
-        self._asked_s, self._stale = -math.inf, True
-        self._closed = False
+        self._refreshed_s, self._is_stale = -math.inf, True
+        self._is_closed = False
 
     def borrow(self, address: Address, deadline: Deadline) -> Wire:
-        """Raises TierError, OutOfTime."""
+        """A connection for one thread, which gives it back or closes it. Raises TierError, OutOfTime."""
         while True:
             with self._lock:
                 idle = self._idle.get(address)
@@ -123,28 +124,28 @@ class Nodes:
             wire.close()
 
     def give_back(self, address: Address, wire: Wire) -> None:
-        """A connection on which every reply was read."""
+        """Only a connection from which every reply was read."""
         with self._lock:
             idle = self._idle.setdefault(address, [])
-            if kept := not self._closed and len(idle) < 2 * self._settings.connections:
+            if is_kept := not self._is_closed and len(idle) < 2 * self._settings.connections:
                 idle.append(wire)
-        if not kept:
+        if not is_kept:
             wire.close()
 
     def lost(self, address: Address) -> None:
-        """A connection to that server failed, so those that lie idle may have, too."""
+        """A connection to this server has failed, so its idle connections may have failed too: they are closed."""
         with self._lock:
             wires = self._idle.pop(address, [])
-            self._stale = True
+            self._is_stale = True
         for wire in wires:
             wire.close()
 
     def address_of(self, key: bytes, deadline: Deadline) -> Address:
-        """Which server has that key. Raises TierError, OutOfTime."""
+        """The server that has the key. Raises TierError, OutOfTime."""
         if not self._settings.cluster:
             return self._settings.address
         slot = self._client.crc.key_slot(key)
-        if self._stale and self._clock() - self._asked_s >= REFRESH_S:
+        if self._is_stale and self._clock() - self._refreshed_s >= REFRESH_S:
             self._refresh(deadline)
         if slot not in self._slots:
             raise TierError(NAME, f"no server of the cluster has slot {slot}")
@@ -158,25 +159,25 @@ class Nodes:
         return list(dict.fromkeys(self._slots.values()))
 
     def forget_slots(self) -> None:
-        """A server has said that it has not, or not yet, what it had: ask before long."""
-        self._stale = True
+        """A server does not have a slot that it had: the cluster is asked again soon."""
+        self._is_stale = True
 
     def close(self) -> None:
         with self._lock:
-            self._closed = True
+            self._is_closed = True
             wires = [wire for idle in self._idle.values() for wire in idle]
             self._idle = {}
         for wire in wires:
             wire.close()
 
     def _dial(self, address: Address, deadline: Deadline) -> Wire:
-        """In a thread of its own, because looking a name up has no limit of time."""
+        """Connects in a thread of its own, because name resolution has no timeout."""
         dialled: Future[Wire] = Future()
 
         def dial(timeout_s: float) -> None:
             try:
                 dialled.set_result(self._connected(address, timeout_s))
-            except Exception as error:  # of redis-py, of sockets, of TLS: the waiting thread says it
+            except Exception as error:  # of redis-py, sockets or TLS: the waiting thread raises it
                 dialled.set_exception(error)
 
         timeout_s = max(SLICE_S, min(deadline.left_s, LONGEST_CONNECT_S))
@@ -187,7 +188,7 @@ class Nodes:
         if dialled.done():
             try:
                 return dialled.result()
-            except Exception as error:  # whatever it was, there is no connection
+            except Exception as error:  # of any kind: there is no connection
                 raise TierError(NAME, f"cannot connect to {_text(address)}: {error}") from error
         dialled.add_done_callback(_close_late)
         if deadline.is_over:
@@ -196,44 +197,45 @@ class Nodes:
 
     def _connected(self, address: Address, timeout_s: float) -> Wire:
         settings, client = self._settings, self._client
-        given: dict[str, Any] = {
+        arguments: dict[str, Any] = {
             "db": settings.db, "username": settings.user, "password": settings.password, "protocol": 2,
             "socket_timeout": timeout_s, "socket_connect_timeout": timeout_s,
             "retry": client.retry.Retry(client.backoff.NoBackoff(), 0),
         }  # fmt: skip
         if not address.port:
-            connection = client.UnixDomainSocketConnection(path=address.host, **given)
+            connection = client.UnixDomainSocketConnection(path=address.host, **arguments)
         elif settings.tls is None:
-            connection = client.Connection(host=address.host, port=address.port, **given)
+            connection = client.Connection(host=address.host, port=address.port, **arguments)
         else:
             names = {"ca_file": "ssl_ca_certs", "cert_file": "ssl_certfile", "key_file": "ssl_keyfile"}
             files = {names[name]: path for name, path in settings.tls.items()}
-            connection = client.SSLConnection(host=address.host, port=address.port, **files, **given)
+            connection = client.SSLConnection(host=address.host, port=address.port, **files, **arguments)
         connection.connect()
         return Wire(connection)
 
     def _refresh(self, deadline: Deadline) -> None:
-        """Asks the cluster, in one thread, which server has which slots. Raises TierError where none answers."""
+        """Asks the cluster which server has which slots, in one thread at a time. Raises TierError if no server
+        answers, OutOfTime."""
         while not self._refreshing.acquire(timeout=SLICE_S):
             if deadline.is_over:
                 raise OutOfTime
         try:
-            trouble = None
+            first_error = None
             for address in dict.fromkeys((self._settings.address, *self._slots.values())):
-                if not self._stale:
+                if not self._is_stale:
                     return
                 try:
                     self._slots = read_slots(self.ask(address, command(b"CLUSTER", b"SLOTS"), deadline), address)
-                    self._stale, self._asked_s = False, self._clock()
+                    self._is_stale, self._refreshed_s = False, self._clock()
                 except TierError as error:
-                    trouble = trouble or error
-            if self._stale and trouble is not None:
-                raise trouble
+                    first_error = first_error or error
+            if self._is_stale and first_error is not None:
+                raise first_error
         finally:
             self._refreshing.release()
 
     def ask(self, address: Address, pieces: list[bytes | memoryview], deadline: Deadline) -> Reply:
-        """One question to one server. Raises TierError, also for an error that the server answers; OutOfTime."""
+        """Sends one command to one server. Raises TierError, also if the server answers with an error; OutOfTime."""
         wire = self.borrow(address, deadline)
         try:
             wire.send(pieces, deadline)
@@ -252,18 +254,19 @@ class Nodes:
 
 
 def read_slots(reply: Any, asked: Address) -> dict[int, Address]:
-    """The answer to CLUSTER SLOTS. A server without a name is the one that was asked. Raises TierError."""
+    """Reads the answer to CLUSTER SLOTS. A server without a name is the one that was asked. Raises TierError."""
     slots: dict[int, Address] = {}
     try:
         for first, last, master, *_ in reply:
             address = Address(master[0].decode() if master[0] else asked.host, int(master[1]))
             slots.update(dict.fromkeys(range(first, last + 1), address))
     except (TypeError, ValueError, IndexError, AttributeError):
-        raise TierError(NAME, f"wanted an answer to CLUSTER SLOTS, found {str(reply)[:80]}") from None
+        raise TierError(NAME, f"found {str(reply)[:80]}, wanted an answer to CLUSTER SLOTS") from None
     return slots
 
 
 def _close_late(dialled: Future[Wire]) -> None:
+    """The connection came after the deadline."""
     if dialled.exception() is None:
         dialled.result().close()
 

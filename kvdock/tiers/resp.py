@@ -1,7 +1,8 @@
-"""One connection to a Redis server. redis-py opens it; commands go out from, and values come into, the caller's memory.
+"""One connection to a Redis server. redis-py opens it; commands are sent from, and values received into, the caller's
+memory.
 
-redis-py hands out a value as `bytes` that it has copied three times. This reader of RESP2 replies
-(https://redis.io/docs/latest/develop/reference/protocol-spec/) receives a value where it belongs.
+redis-py returns a value as `bytes`, which it has copied three times. This reader of RESP2 replies
+(https://redis.io/docs/latest/develop/reference/protocol-spec/) receives a value where the caller wants it.
 """
 
 from __future__ import annotations
@@ -15,16 +16,16 @@ from kvdock.tiers.tier import Deadline
 
 BUFFER_BYTES: Final = 1 << 16
 SLICE_S: Final = 0.02
-"""How long a call of the socket waits before it looks at the deadline again."""
+"""How often a call of the socket that waits looks at the deadline."""
 LONGEST_LINE: Final = 4096
 DEEPEST: Final = 8
-"""Arrays within arrays; no reply that is wanted here has more than 4."""
+"""The most nested arrays; the replies that are used here have at most 4."""
 LONGEST_REPLY: Final = 1 << 24
-"""In elements or bytes, of a reply that is not received into the caller's memory."""
+"""The most elements or bytes of a reply that is not received into the caller's memory."""
 
 
 class OutOfTime(Exception):
-    """The deadline was over in the middle of a conversation."""
+    """The deadline passed before all replies were read."""
 
 
 class WireError(Exception):
@@ -32,7 +33,7 @@ class WireError(Exception):
 
 
 class ErrorReply(NamedTuple):
-    """`code`: its first word, such as "OOM"."""
+    """An error that the server answered. `code`: its first word, such as "OOM"."""
 
     code: str
     text: str
@@ -42,29 +43,30 @@ Reply = int | bytes | ErrorReply | list["Reply"] | None
 
 
 def command(*words: bytes | Sequence[bytes | memoryview]) -> list[bytes | memoryview]:
-    """A command as pieces to send. A word in pieces is sent in pieces: nothing large is copied."""
+    """A command as pieces to send. A word that is a sequence of pieces is sent in these pieces, so nothing large is
+    copied."""
     pieces: list[bytes | memoryview] = []
-    begun = b"*%d\r\n" % len(words)
+    head = b"*%d\r\n" % len(words)
     for word in words:
         if isinstance(word, bytes):
-            begun += b"$%d\r\n%s\r\n" % (len(word), word)
+            head += b"$%d\r\n%s\r\n" % (len(word), word)
         else:
-            pieces += [begun + b"$%d\r\n" % sum(map(len, word)), *word]
-            begun = b"\r\n"
-    return [*pieces, begun]
+            pieces += [head + b"$%d\r\n" % sum(map(len, word)), *word]
+            head = b"\r\n"
+    return [*pieces, head]
 
 
 class Wire:
-    """After any exception the connection is of no more use: close it.
+    """After any exception the connection cannot be used any more: close it.
 
     Thread safety: one thread at a time.
     """
 
     def __init__(self, connection: Any) -> None:
-        """`connection`: of redis-py, which has connected and shaken hands. Raises WireError if it shows no socket."""
+        """`connection`: of redis-py, after the handshake. Raises WireError if it has no socket."""
         found = getattr(connection, "_sock", None)
         if not isinstance(found, socket.socket):
-            raise WireError(f"wanted a socket of a connection of redis-py, found {type(found).__name__}")
+            raise WireError(f"found {type(found).__name__} in a connection of redis-py, wanted a socket")
         self._connection, self._socket = connection, found
         self._socket.settimeout(SLICE_S)
         self._buffer = memoryview(bytearray(BUFFER_BYTES))
@@ -74,10 +76,11 @@ class Wire:
         self._connection.disconnect()
 
     def is_quiet(self) -> bool:
-        """Nothing has come since the last reply. If something has, the server closed the connection, or worse."""
+        """Whether nothing has come since the last reply. If something has, the connection was closed or is out of
+        step."""
         poll = select.poll()
         poll.register(self._socket, select.POLLIN)
-        pending = getattr(self._socket, "pending", None)  # what TLS has already decrypted
+        pending = getattr(self._socket, "pending", None)  # bytes that TLS has already decrypted
         return self._begin == self._end and not poll.poll(0) and not (pending and pending())
 
     def send(self, pieces: Iterable[bytes | memoryview], deadline: Deadline) -> None:
@@ -85,7 +88,7 @@ class Wire:
         for piece in _merged(pieces):
             at, view = 0, memoryview(piece)
             while at < len(view):
-                _look_at(deadline)
+                _require_time(deadline)
                 try:
                     at += self._socket.send(view[at:])
                 except TimeoutError:
@@ -94,12 +97,12 @@ class Wire:
                     raise WireError(str(error)) from error
 
     def reply(self, deadline: Deadline) -> Reply:
-        """The next one, whole. Raises OutOfTime, WireError."""
+        """Reads the next reply, whole. Raises OutOfTime, WireError."""
         return self._reply(deadline, DEEPEST)
 
     def value_into(self, header: memoryview, body: memoryview, deadline: Deadline) -> int | ErrorReply | None:
-        """The next reply, which is a value: its length, with its bytes in `header` and `body` if it has exactly as
-        many; else they are dropped. None: there is no such value. Raises OutOfTime, WireError."""
+        """Reads the next reply, a value, and returns its length. If that is the length of `header` and `body` together,
+        the bytes go there; otherwise they are dropped. None: there is no such value. Raises OutOfTime, WireError."""
         line = self._line(deadline)
         if line[:1] == b"-":
             return _error(line)
@@ -141,7 +144,7 @@ class Wire:
                 self._begin += at + 2
                 return seen[:at]
             if len(seen) == LONGEST_LINE:
-                raise WireError(f"wanted a line of a reply, found {seen[:40]!r} and no end of it")
+                raise WireError(f"found {seen[:40]!r} without an end, wanted a line of a reply")
             self._buffer[: len(seen)] = seen
             self._begin, self._end = 0, len(seen)
             self._end += self._receive(self._buffer[self._end :], deadline)
@@ -157,7 +160,7 @@ class Wire:
         end = bytearray(2)
         self._read_into(memoryview(end), deadline)
         if end != b"\r\n":
-            raise WireError(f"wanted the end of a value, found {bytes(end)!r}")
+            raise WireError(f"found {bytes(end)!r}, wanted the end of a value")
 
     def _drop(self, length: int, deadline: Deadline) -> None:
         scratch = memoryview(bytearray(min(length, BUFFER_BYTES)))
@@ -167,19 +170,19 @@ class Wire:
 
     def _receive(self, view: memoryview, deadline: Deadline) -> int:
         while True:
-            _look_at(deadline)
+            _require_time(deadline)
             try:
-                got = self._socket.recv_into(view)
+                received = self._socket.recv_into(view)
             except TimeoutError:
                 continue
             except OSError as error:
                 raise WireError(str(error)) from error
-            if not got:
+            if not received:
                 raise WireError("the server has closed the connection")
-            return got
+            return received
 
 
-def _look_at(deadline: Deadline) -> None:
+def _require_time(deadline: Deadline) -> None:
     if deadline.is_over:
         raise OutOfTime
 
@@ -191,18 +194,18 @@ def _error(line: bytes) -> ErrorReply:
 
 def _check_length(length: int) -> None:
     if length > LONGEST_REPLY:
-        raise WireError(f"wanted a reply of at most {LONGEST_REPLY} bytes or elements, found {length}")
+        raise WireError(f"found a reply of {length} bytes or elements, wanted at most {LONGEST_REPLY}")
 
 
 def _number(line: bytes, kind: bytes) -> int:
     digits = line[1:].removeprefix(b"-")
     if line[:1] != kind or not digits.isdigit() or len(digits) > 18:
-        raise WireError(f"wanted a reply of kind {kind.decode()!r}, found {line[:40]!r}")
+        raise WireError(f"found {line[:40]!r}, wanted a reply of kind {kind.decode()!r}")
     return int(line[1:])
 
 
 def _merged(pieces: Iterable[bytes | memoryview]) -> Iterator[bytes | memoryview]:
-    """Short neighbours in one piece, so that each needs no call and no packet of its own."""
+    """Joins short neighbours, so that they do not need a call and a packet each."""
     short: list[bytes | memoryview] = []
     size = 0
     for piece in pieces:

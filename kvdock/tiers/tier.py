@@ -1,9 +1,10 @@
-"""What a lower tier is: a place below the shared pool that keeps parts of chunks, on storage or at a store.
+"""The interface of a lower tier. A tier keeps parts of chunks below the shared pool: on a disk or in a store.
 
-The process that moves bytes between the pool and the tiers (it is neither the server nor an engine) calls these verbs.
-They work on slots in place: what is stored is read from shared memory, and what is loaded is written there.
+The mover calls its verbs. They work on slots in place: store() reads the bytes from shared memory, and load() writes
+them there.
 
-Thread safety: any number of threads may call the verbs at the same time, but for close(), which comes last and alone.
+Thread safety: any number of threads may call the verbs at the same time, except close(), which is called last and
+alone.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from kvdock.tiers.notes import Change, Note
 from kvdock.tiers.record import PartName, Record
 
 PAGE_BYTES: Final = 4096
-"""What direct input and output want addresses, lengths and offsets to be multiples of."""
+"""Direct input and output need addresses, lengths and offsets that are multiples of it."""
 
 
 def pages_bytes(length: int) -> int:
@@ -29,7 +30,8 @@ def pages_bytes(length: int) -> int:
 
 
 class TierError(Exception):
-    """A tier as a whole does not work now: it is lost, refuses, or its storage fails. `why`: for people."""
+    """A tier as a whole does not work now: it cannot be reached, refuses calls, or its storage fails. `why`: for
+    people."""
 
     def __init__(self, tier: str, why: str) -> None:
         super().__init__(f"{tier}: {why}")
@@ -37,15 +39,15 @@ class TierError(Exception):
 
 
 class ReadOnly(TierError):
-    """A tier works, and nothing in it can be changed."""
+    """The tier works, but nothing in it can be changed."""
 
 
 class StillRunning(TierError):
-    """A verb has failed, and something of it may still write to a slot. Only the end of the process ends that."""
+    """A verb has failed, and may still be writing to a slot. Only the end of the process stops that."""
 
 
 class Deadline:
-    """When a verb has to return, and whether anybody still wants what it does. `seconds`: from now on."""
+    """When a verb has to return, and whether its caller has cancelled it. `seconds`: from now on."""
 
     def __init__(self, seconds: float = math.inf, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock, self._cancelled = clock, threading.Event()
@@ -74,25 +76,25 @@ class Outcome(Enum):
     MISSING = "missing"
     """The tier does not have it."""
     LATE = "late"
-    """The deadline was over, or nobody wanted it any more, before it was done."""
+    """The deadline passed, or was cancelled, before it was done."""
     FULL = "full"
-    """There is no room for it, and none can be made."""
+    """There is no space for it, and none can be freed."""
     DAMAGED = "damaged"
-    """What the tier has under this name is not a whole record of it."""
+    """The tier has something under this name that is not a whole record of the part."""
     FAILED = "failed"
-    """The tier or its storage failed at this one."""
+    """The tier or its storage failed for this part."""
 
 
 class Loaded(NamedTuple):
     outcome: Outcome
     checksum: int = 0
-    """DONE: what the record says of its bytes, which the caller compares with the bytes (W3)."""
+    """DONE: the checksum in the record, which the caller compares with the bytes (docs/lifetime_protocol.md, W3)."""
 
 
 @dataclass(frozen=True)
 class Usage:
-    """`bytes_limit`: 0 where the tier knows none. `wear_bytes`: written to storage since the tier was opened, all of
-    its own work counted."""
+    """`bytes_limit`: 0 where the tier knows no limit. `wear_bytes`: written to storage since the tier was opened,
+    including the tier's own copying."""
 
     objects: int
     bytes_used: int
@@ -101,8 +103,8 @@ class Usage:
 
 
 class ToLoad(NamedTuple):
-    """A part and where its bytes go. `pages`: writable memory that begins at a multiple of PAGE_BYTES, of `length`
-    bytes rounded up to whole pages; what lies behind `length` has no meaning."""
+    """A part, and where its bytes go. `pages`: writable memory that begins at a multiple of PAGE_BYTES and has `length`
+    bytes, rounded up to whole pages; the bytes after `length` have no meaning."""
 
     name: PartName
     length: int
@@ -110,7 +112,7 @@ class ToLoad(NamedTuple):
 
 
 class ToStore(NamedTuple):
-    """A part and where its bytes are. `pages`: as in ToLoad."""
+    """A part, and where its bytes are. `pages`: as in ToLoad."""
 
     record: Record
     pages: memoryview
@@ -118,74 +120,75 @@ class ToStore(NamedTuple):
 
 @runtime_checkable
 class Lists(Protocol):
-    """What a tier may be beside a Tier: one that knows at once all that it has."""
+    """A tier that can list at once all that it has."""
 
     def listed(self) -> Iterator[PartName]:
-        """All that could be loaded now."""
+        """All parts that can be loaded now."""
 
 
 @runtime_checkable
 class Sweeps(Protocol):
-    """A tier that has to be asked to remove what its notes do not name any more."""
+    """A tier that removes parts of former generations only when it is asked to."""
 
     def sweep(self, namespace: bytes, note: Note, deadline: Deadline) -> int:
-        """Removes parts of the namespace that `note` does not name, as many as the deadline lets it; returns how many.
-        0: there is none left. Raises TierError."""
+        """Removes parts of the namespace that `note` does not name, as many as it can before the deadline. Returns how
+        many were removed; 0: none is left. Raises TierError."""
 
 
 @runtime_checkable
 class Registers(Protocol):
-    """A tier whose library wants to know memory beforehand. Whoever maps segments of the pool tells such a tier."""
+    """A tier whose library has to know the pool's memory beforehand. The mover registers each segment of the pool that
+    it maps (kvdock/tiers/mover/namespaces.py, PoolMemory)."""
 
     def register(self, address: int, length: int) -> None:
-        """Before slots there are given to verbs. Slots in memory that is not registered cost a copy. Raises
-        TierError."""
+        """Called before slots in this memory are given to verbs. Slots in memory that is not registered cost a copy.
+        Raises TierError."""
 
     def unregister(self, address: int) -> None:
-        """Before the memory is unmapped. No verb may be at work there."""
+        """Called before the memory is unmapped, when no verb uses it. No error if it is not registered."""
 
 
 class Tier(Protocol):
-    """Batched verbs: each answers for every one of its arguments, in their order. They return when they are done or
-    soon after the deadline is over, whichever comes first; what was not begun by then is LATE.
+    """Batched verbs: each gives one answer for each of its arguments, in their order. A verb returns when it is done or
+    soon after the deadline, whichever comes first; what it has not begun by then is LATE.
 
-    Raises TierError where the tier as a whole does not work. Once a verb has returned, or raised anything but
-    StillRunning, nothing of it touches memory that it was given any more (docs/lifetime_protocol.md, W1). What load()
-    has written to the pages is undefined after anything but DONE.
+    Each verb raises TierError where the tier as a whole does not work. Once a verb has returned, or has raised anything
+    except StillRunning, it does not touch the memory that it was given any more (docs/lifetime_protocol.md, W1). The
+    bytes of pages are undefined after a load that is not DONE.
     """
 
     name: str
     """One word: "disk"."""
     poll_s: float
-    """How often its notes are asked for, because other servers may have changed them; 0: nobody else uses its storage.
-    """
+    """How often its notes are read, because other servers may have changed them; 0: no other server uses its
+    storage."""
 
     def exists(self, names: Sequence[PartName], deadline: Deadline) -> list[bool]:
         """False also where the answer is not known by the deadline."""
 
     def load(self, parts: Sequence[ToLoad], deadline: Deadline) -> list[Loaded]:
-        """DONE: the pages have the record of that name and length, written whole as far as the tier can see without
-        hashing it."""
+        """DONE: the pages have the part of that name and length, whole as far as the tier can see without hashing
+        it."""
 
     def store(self, parts: Sequence[ToStore], deadline: Deadline) -> list[Outcome]:
-        """DONE: the part can be loaded from now on. What the tier has under the name already stays, or is replaced."""
+        """DONE: the part can be loaded from now on. If the tier has the part already, it stays or is replaced."""
 
     def delete(self, names: Sequence[PartName], deadline: Deadline) -> list[Outcome]:
-        """MISSING is as good as DONE: it is not there."""
+        """MISSING is as good as DONE: the tier does not have the part."""
 
     def notes(self, namespaces: Sequence[bytes], deadline: Deadline) -> list[Note | None]:
-        """What the tier has noted of each (kvdock/tiers/notes.py); None: nothing. Raises TierError also where it is not
-        known by the deadline."""
+        """The tier's note of each namespace (kvdock/tiers/notes.py); None: it has none. Raises TierError also if the
+        deadline passes before all are known."""
 
     def change(self, namespace: bytes, change: Change, deadline: Deadline) -> Note:
-        """Changes the namespace's note in one step, and returns it. Raises TierError where that is not known to have
-        been done (it may have been all the same), ReadOnly where it cannot be."""
+        """Changes the namespace's note in one step, and returns the new one. Raises TierError where it is not known
+        whether the note has changed, ReadOnly where it cannot be changed."""
 
     def namespaces(self, deadline: Deadline) -> list[bytes]:
-        """Those that have a note, as far as the tier can say. Raises TierError."""
+        """The namespaces that have a note, as far as the tier can list them. Raises TierError."""
 
     def usage(self) -> Usage:
-        """At once: nothing is asked of others."""
+        """Returns at once, without a call to storage or to a server."""
 
     def close(self, deadline: Deadline) -> None:
-        """Ends what runs by itself, and makes durable what a tier promises to be."""
+        """Stops the tier's own threads, and makes durable what the tier promises to keep."""

@@ -1,4 +1,4 @@
-"""Tiers' URLs: the parameters that a tier knows, and refusal of all others."""
+"""The URLs of tiers: reads the parameters that a tier knows, and refuses all others."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
 
 class TierUrlError(ValueError):
-    """A tier's URL, or what it points to, is not what the tier can use. Says what was found and what is wanted, and
-    never a password."""
+    """The tier cannot use its URL, or what the URL points to. The message names what was found and what is wanted, and
+    never contains a password."""
 
 
 class TierUrl(NamedTuple):
@@ -23,18 +23,18 @@ class TierUrl(NamedTuple):
 
 
 def read_url(url: str, schemes: tuple[str, ...], options: Mapping[str, Callable[[str], Any]]) -> TierUrl:
-    """The URL's parts, and its parameters as `options` reads them: its functions raise ValueError with what is wanted.
-    Raises TierUrlError."""
+    """Returns the URL's parts and its parameters. `options`: by parameter, the function that reads its value; it raises
+    ValueError with what is wanted. Raises TierUrlError."""
     parts = urlsplit(url)
     if parts.scheme not in schemes:
         raise TierUrlError(f"found a URL of scheme {parts.scheme!r}, wanted one of {', '.join(schemes)}")
     if parts.password is not None:
         raise TierUrlError(
             f"{parts.scheme}: found a password in the URL, wanted it in a file or an environment variable, "
-            "because command lines are for all to read"
+            "because all users of the machine can read command lines"
         )
     if parts.fragment:
-        raise TierUrlError(f"{parts.scheme}: found #{parts.fragment} in the URL, wanted nothing of the kind")
+        raise TierUrlError(f"{parts.scheme}: found #{parts.fragment} in the URL, wanted no fragment")
     values: dict[str, Any] = {}
     for name, text in parse_qsl(parts.query, keep_blank_values=True):
         if name not in options:
@@ -55,7 +55,7 @@ def yes_or_no(text: str) -> bool:
 
 
 def whole(least: int, most: int) -> Callable[[str], int]:
-    """A reader of whole numbers."""
+    """A function that reads whole numbers from `least` to `most`."""
 
     def read(text: str) -> int:
         if not text.isdecimal() or not least <= int(text) <= most:

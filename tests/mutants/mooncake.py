@@ -11,17 +11,14 @@ OWN = ("tests/tiers/test_mooncake.py",)
 MUTANTS = (
     Mutant(
         "T3a", "memory of the pool is registered over TCP too, where all can reach it", TIER,
-        """        if self._settings.protocol == "rdma":
-            self._library.register(address, length)
-        with""",
-        """        self._library.register(address, length)
-        with""",
+        "        if not self._settings.registers_memory:\n            return\n        self._library.register(address",
+        "        self._library.register(address",
         OWN, "test_nobody_reaches_the_pool_through_the_clients_port",
     ),
     Mutant(
         "T3b", "the header of another part is as good", TIER,
-        "record = Record.read_of(own.view[:HEADER_BYTES], name, place.length)",
-        "record = Record.read(own.view[:HEADER_BYTES])",
+        "record = Record.read_of(buffer.view[:HEADER_BYTES], name, entry.length)",
+        "record = Record.read(buffer.view[:HEADER_BYTES])",
         ("tests/tiers/test_conformance.py", "-k", "mooncake and record_of_another"),
         "test_a_record_of_another_part_is_not_taken_for_the_right_one",
     ),
@@ -45,10 +42,10 @@ MUTANTS = (
     ),
     Mutant(
         "T3f", "the header goes after the bytes that it is written with", TIER,
-        "        if self._library.write(place.key, own.address, HEADER_BYTES, 0) != HEADER_BYTES:\n"
+        "        if self._library.write(entry.key, buffer.address, HEADER_BYTES, 0) != HEADER_BYTES:\n"
         "            return False\n",
-        "        with verb.touching():\n"
-        "            if self._library.write(place.key, own.address, HEADER_BYTES, 0) != HEADER_BYTES:\n"
+        "        with call.touching():\n"
+        "            if self._library.write(entry.key, buffer.address, HEADER_BYTES, 0) != HEADER_BYTES:\n"
         "                return False\n",
         OWN, "test_a_peer_that_hangs_before_a_copy_never_gets_at_the_pages",
     ),
@@ -59,9 +56,9 @@ MUTANTS = (
         ("tests/tiers/test_workers.py",), "test_a_caller_who_gave_up_finds_its_pages_untouched_from_then_on",
     ),
     Mutant(
-        "T3h", "a verb returns while a copy is under way", "kvdock/tiers/mooncake/workers.py",
-        "if not verb.give_up(patience_s):",
-        "if not verb.give_up(0) and patience_s < 0:",
+        "T3h", "a verb returns while a copy is in progress", "kvdock/tiers/mooncake/workers.py",
+        "if not call.give_up(patience_s):",
+        "if not call.give_up(0) and patience_s < 0:",
         OWN, "test_a_peer_that_hangs_in_the_midst_of_a_copy_leaves_the_pages_alone",
     ),
     Mutant(

@@ -35,22 +35,22 @@ MUTANTS = (
         (_REDIS, "-k", "two_writers"), "test_the_first_of_two_writers_stays_and_a_damaged_one_is_replaced",
     ),
     Mutant(
-        "ST6", "any certificate will do", "kvdock/tiers/redis_nodes.py", "**files, **given)",
+        "ST6", "any certificate will do", "kvdock/tiers/redis_nodes.py", "**files, **arguments)",
         '**files, **given, ssl_cert_reqs="none")',
         (_REDIS, "-k", "tls"), "test_tls_carries_values_and_trusts_only_its_own_certificate",
     ),
     Mutant(
         "ST7", "a receiving thread looks at no deadline", "kvdock/tiers/resp.py",
-        "            _look_at(deadline)\n            try:\n                got =",
+        "            _require_time(deadline)\n            try:\n                received =",
         "            try:\n                got =",
         (_REDIS, "-k", "mid_reply", "--timeout", "20"),
         "test_a_connection_that_was_left_in_mid_reply_is_not_used_again",
     ),
     Mutant(
         "ST8", "a moved slot is looked for where it was", "kvdock/tiers/redis_nodes.py",
-        "        \"\"\"A server has said that it has not, or not yet, what it had: ask before long.\"\"\"\n"
-        "        self._stale = True\n",
-        "        \"\"\"A server has said that it has not, or not yet, what it had: ask before long.\"\"\"\n",
+        "        \"\"\"A server does not have a slot that it had: the cluster is asked again soon.\"\"\"\n"
+        "        self._is_stale = True\n",
+        "        \"\"\"A server does not have a slot that it had: the cluster is asked again soon.\"\"\"\n",
         (_CLUSTER, "-k", "moved"), "test_a_slot_that_has_moved_is_found_again",
     ),
     Mutant(
@@ -77,12 +77,12 @@ MUTANTS = (
     ),
     Mutant(
         "ST13", "a deadline that is over before a request has a task is not seen", "kvdock/tiers/objects.py",
-        "            if given_up:", "            if False:",
+        "            if is_cancelled:", "            if False:",
         (_OBJECTS, "-k", "hardly_begun"), "test_a_deadline_that_is_over_at_once_ends_what_has_hardly_begun",
     ),
     Mutant(
         "ST14", "two ranges may be of two objects", "kvdock/tiers/objects.py",
-        '({"if_match": mark} if mark else {})', "{}",
+        '({"if_match": e_tag} if e_tag else {})', "{}",
         (_OBJECTS, "-k", "between_two_ranges"), "test_an_object_that_is_replaced_between_two_ranges_is_not_loaded",
     ),
     Mutant(

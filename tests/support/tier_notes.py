@@ -14,14 +14,14 @@ class KeptNotes:
     poll_s = 0.0
 
     def __init__(self) -> None:
-        self.noted: dict[bytes, Note] = {}
+        self.kept: dict[bytes, Note] = {}
 
     def notes(self, namespaces: Sequence[bytes], deadline: Deadline) -> list[Note | None]:
-        return [self.noted.get(namespace) for namespace in namespaces]
+        return [self.kept.get(namespace) for namespace in namespaces]
 
     def change(self, namespace: bytes, change: Change, deadline: Deadline) -> Note:
-        note = self.noted[namespace] = change(self.noted.get(namespace))
+        note = self.kept[namespace] = change(self.kept.get(namespace))
         return note
 
     def namespaces(self, deadline: Deadline) -> list[bytes]:
-        return list(self.noted)
+        return list(self.kept)

@@ -133,9 +133,9 @@ def test_what_was_copied_is_in_the_log_once(folder: Path, parts: Parts) -> None:
     with opened(folder) as tier:
         store_all(tier, [part])
         entry = tier._space.entries[key_of(part.name)]
-        place = tier._space.take(part.record.length)
-        assert place is not None and tier._space._copy(key_of(part.name), entry, place)
-        tier._space.leave([place])
+        extent = tier._space.take(part.record.length)
+        assert extent is not None and tier._space._copy(key_of(part.name), entry, extent)
+        tier._space.leave([extent])
     (folder / "index.db").unlink()
     with opened(folder) as tier:
         assert_loads(tier, [part])
@@ -239,11 +239,11 @@ def test_a_process_killed_while_it_makes_room_leaves_nothing_wrong(folder: Path)
 def test_a_folder_belongs_to_one_process_until_it_ends(folder: Path, parts: Parts) -> None:
     process = child(folder, LIMIT, "owner", 5000)
     assert process.stdout is not None and process.stdout.readline().startswith("stored")
-    with pytest.raises(FolderInUse, match=f"belongs to process {process.pid}") as refused:
+    with pytest.raises(FolderInUse, match=f"is used by process {process.pid}") as refused:
         DiskTier.open(folder, LIMIT)
     assert refused.value.pid == process.pid
     killed(process, 1, 0.0)
     with opened(folder) as tier:
         store_all(tier, [parts.make(5000)])
-        with pytest.raises(FolderInUse, match=f"belongs to process {os.getpid()}"):
+        with pytest.raises(FolderInUse, match=f"is used by process {os.getpid()}"):
             DiskTier.open(folder, LIMIT)

@@ -40,7 +40,7 @@ from tier_helpers import (
 from kvdock.tiers import objects
 from kvdock.tiers.notes import begins, deletes
 from kvdock.tiers.objects import NOTE_FRESH_S, ObjectTier, open_tier
-from kvdock.tiers.objects_url import Place, read_place
+from kvdock.tiers.objects_url import StoreLocation, open_location
 from kvdock.tiers.record import HEADER_BYTES, Record, RecordError
 from kvdock.tiers.tier import Deadline, Outcome, StillRunning, TierError, ToStore
 from kvdock.tiers.urls import TierUrlError
@@ -88,9 +88,9 @@ def path_of(part: Part) -> str:
 # --------------------------------------------------------------------------- the URL
 
 
-def place_of(url: str) -> Place:
+def location_of(url: str) -> StoreLocation:
     with environment(KEYS):
-        return read_place(url, obstore.store)
+        return open_location(url, obstore.store)
 
 
 @pytest.mark.parametrize(("url", "says"), [
@@ -108,13 +108,13 @@ def place_of(url: str) -> Place:
     ("gs://bucket?region=x", "found parameter 'region'"),
     ("az://container", "wanted a URL that obstore can use"),
     ("http://host?endpoint=x", "found parameter 'endpoint'"),
-    ("file:///no/such/folder", "wanted file:///PATH of a folder that is there"),
-    ("file://host/tmp", "wanted file:///PATH of a folder that is there"),
+    ("file:///no/such/folder", "wanted file:///PATH of a folder that exists"),
+    ("file://host/tmp", "wanted file:///PATH of a folder that exists"),
     ("file:///tmp?retries=1", "found parameter 'retries', wanted one of connections"),
 ])  # fmt: skip
 def test_a_url_that_is_not_understood_is_refused(url: str, says: str) -> None:
     with pytest.raises(TierUrlError) as caught:
-        place_of(url)
+        location_of(url)
     assert says in str(caught.value) and "secret" not in str(caught.value)
 
 
@@ -125,15 +125,15 @@ def test_without_obstore_the_error_says_what_to_install(monkeypatch: pytest.Monk
 
 
 def test_what_a_url_says() -> None:
-    place = place_of("s3://bucket/a/b?region=eu-west-1&endpoint=https://s3.example&virtual_hosted=yes&create=no"
+    location = location_of("s3://bucket/a/b?region=eu-west-1&endpoint=https://s3.example&virtual_hosted=yes&create=no"
                      "&connections=3&multipart_mib=5")  # fmt: skip
-    assert place.store.config == {
+    assert location.store.config == {
         "bucket": "bucket", "region": "eu-west-1", "endpoint": "https://s3.example",
         "virtual_hosted_style_request": "true",
-    } | {key: place.store.config[key] for key in place.store.config if "key" in key}  # fmt: skip
-    assert place.store.prefix == "a/b" and "allow_http" not in place.store.client_options
-    assert (place.can_create, place.connections, place.multipart_bytes) == (False, 3, 5 * MIB)
-    assert place_of("s3://bucket?endpoint=http://x").store.client_options["allow_http"] in (True, "true")
+    } | {key: location.store.config[key] for key in location.store.config if "key" in key}  # fmt: skip
+    assert location.store.prefix == "a/b" and "allow_http" not in location.store.client_options
+    assert (location.can_create, location.connections, location.multipart_bytes) == (False, 3, 5 * MIB)
+    assert location_of("s3://bucket?endpoint=http://x").store.client_options["allow_http"] in (True, "true")
 
 
 @pytest.mark.parametrize(("url", "kind"), [
@@ -142,9 +142,9 @@ def test_what_a_url_says() -> None:
     ("https://host/x", "HTTPStore"),
 ])  # fmt: skip
 def test_each_scheme_has_its_store(url: str, kind: str) -> None:
-    place = place_of(url)
-    assert type(place.store).__name__ == kind
-    assert place.read_only is place.ranges is (kind == "HTTPStore") or place.ranges is (kind != "HTTPStore")
+    location = location_of(url)
+    assert type(location.store).__name__ == kind
+    assert location.read_only is location.ranges is (kind == "HTTPStore") or location.ranges is (kind != "HTTPStore")
 
 
 @pytest.mark.parametrize("url", [
@@ -320,11 +320,11 @@ def test_pages_that_are_still_read_end_the_process(monkeypatch: pytest.MonkeyPat
 def test_obstore_lets_go_of_the_pages_of_a_request_that_is_given_up(server: S3Server, multipart: bool) -> None:
     """What _release() builds on: a view that is being sent cannot be released."""
     view = ARENA.pages(24 * MIB)[:]
-    place = place_of(server.url)
+    location = location_of(server.url)
 
     async def send() -> None:
         data: list[Any] = [b"header", view]
-        request = asyncio.ensure_future(obstore.put_async(place.store, "x", data, use_multipart=multipart))
+        request = asyncio.ensure_future(obstore.put_async(location.store, "x", data, use_multipart=multipart))
         await asyncio.sleep(0.2)
         if not multipart:  # obstore reads pieces of its own size, and waits for the server before the first
             with pytest.raises(BufferError):
@@ -443,7 +443,7 @@ def test_a_note_is_written_again_before_a_rule_of_the_bucket_deletes_it(
 ) -> None:
     namespace, now_s = bytes(32), [time.time()]
     with environment(KEYS):
-        tier = ObjectTier(read_place(small.url, obstore.store), obstore, clock=lambda: now_s[0])
+        tier = ObjectTier(open_location(small.url, obstore.store), obstore, clock=lambda: now_s[0])
     note = tier.change(namespace, begins(3), patient())
     store_all(tier, [parts.make(50_000), parts.make(50_000)])
     now_s[0] += age_s
@@ -456,7 +456,7 @@ def test_a_note_is_written_again_before_a_rule_of_the_bucket_deletes_it(
 def test_a_note_that_is_written_again_keeps_what_others_have_changed(server: S3Server) -> None:
     namespace, now_s = secrets.token_bytes(32), [time.time()]
     with environment(KEYS):
-        tier = ObjectTier(read_place(server.url, obstore.store), obstore, clock=lambda: now_s[0])
+        tier = ObjectTier(open_location(server.url, obstore.store), obstore, clock=lambda: now_s[0])
     tier.change(namespace, begins(3), patient())
     tier.notes([namespace], patient())
     with opened(server.url) as other:

@@ -68,7 +68,7 @@ def test_a_cluster_keeps_each_part_where_its_key_belongs(cluster: list[RedisServ
 
 def test_a_cluster_behind_a_url_without_cluster_is_told(cluster: list[RedisServer], parts: Parts) -> None:
     port = cluster[0].port
-    with opened(f"redis://127.0.0.1:{port}") as tier, pytest.raises(TierError, match="say cluster=yes"):
+    with opened(f"redis://127.0.0.1:{port}") as tier, pytest.raises(TierError, match="set cluster=yes"):
         for part in parts.many(20, 10):
             store(tier, [part])
 

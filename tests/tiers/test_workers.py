@@ -1,4 +1,4 @@
-"""Threads behind verbs: what they do to the caller's pages ends before the verb does, or the verb says that it does
+"""Threads behind verbs: what they do to the caller's pages ends before the call does, or the call says that it does
 not."""
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ import threading
 import pytest
 from tier_helpers import eventually, patient
 
-from kvdock.tiers.mooncake.workers import GivenUp, Names, Verb, Workers
+from kvdock.tiers.mooncake.workers import Call, GivenUp, Names, Workers
 from kvdock.tiers.tier import Deadline, StillRunning, TierError
 
 pytestmark = pytest.mark.tiers
@@ -25,10 +25,10 @@ def workers(count: int) -> Workers[list[str]]:
 def test_a_caller_who_gave_up_finds_its_pages_untouched_from_then_on() -> None:
     gate, events = threading.Event(), list[str]()
 
-    def job(verb: Verb, own: list[str]) -> None:
+    def job(call: Call, buffer: list[str]) -> None:
         gate.wait()
         try:
-            with verb.touching():
+            with call.touching():
                 events.append("touched")
         except GivenUp:
             events.append("given up")
@@ -46,8 +46,8 @@ def test_a_caller_waits_for_what_touches_its_pages_and_says_when_that_does_not_e
     gate, inside = threading.Event(), threading.Event()
     touched: list[bool] = []
 
-    def job(verb: Verb, own: list[str]) -> None:
-        with verb.touching():
+    def job(call: Call, buffer: list[str]) -> None:
+        with call.touching():
             inside.set()
             gate.wait()
             touched.append(True)
@@ -78,14 +78,14 @@ def test_a_caller_waits_for_what_touches_its_pages_and_says_when_that_does_not_e
 
 
 def test_what_a_job_raises_reaches_its_caller_and_the_thread_works_on() -> None:
-    def job(verb: Verb, own: list[str]) -> None:
+    def job(call: Call, buffer: list[str]) -> None:
         raise TierError("test", "lost")
 
     done: list[bool] = []
     threads = workers(1)
     with pytest.raises(TierError, match="lost"):
         threads.run([job, job], patient(), patience_s=0)
-    threads.run([lambda verb, own: done.append(True)], patient(), patience_s=0)
+    threads.run([lambda call, buffer: done.append(True)], patient(), patience_s=0)
     assert done == [True]
     assert threads.close(patient())
 
@@ -93,9 +93,9 @@ def test_what_a_job_raises_reaches_its_caller_and_the_thread_works_on() -> None:
 def test_memory_that_a_call_may_still_write_to_is_not_used_again() -> None:
     seen: list[list[str]] = []
 
-    def job(verb: Verb, own: list[str]) -> None:
-        own.append("x")
-        seen.append(own)
+    def job(call: Call, buffer: list[str]) -> None:
+        buffer.append("x")
+        seen.append(buffer)
         if len(seen) == 1:
             raise Spoilt("it may be under way still")
 
@@ -103,16 +103,16 @@ def test_memory_that_a_call_may_still_write_to_is_not_used_again() -> None:
     with pytest.raises(TierError, match="it may be under way still"):
         threads.run([job], patient(), patience_s=0)
     threads.run([job], patient(), patience_s=0)
-    assert [len(own) for own in seen] == [1, 1]
+    assert [len(buffer) for buffer in seen] == [1, 1]
     assert threads.close(patient())
 
 
 def test_a_name_is_in_one_pair_of_hands() -> None:
-    names, verb = Names(), Verb(1)
-    with names.held(["a", "b"], verb), names.held(["c"], verb):
-        with verb.changed:
-            threading.Timer(0.05, lambda: verb.give_up(0)).start()
-        with pytest.raises(GivenUp), names.held(["b", "d"], verb):
+    names, call = Names(), Call(1)
+    with names.held(["a", "b"], call), names.held(["c"], call):
+        with call.changed:
+            threading.Timer(0.05, lambda: call.give_up(0)).start()
+        with pytest.raises(GivenUp), names.held(["b", "d"], call):
             raise AssertionError("two have it")
-    with names.held(["d", "a"], Verb(1)):
+    with names.held(["d", "a"], Call(1)):
         pass

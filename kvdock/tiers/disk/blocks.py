@@ -1,7 +1,8 @@
-"""The blocks of a log: one opens each segment, one stands before each part and says what it is and where it lies.
+"""The blocks of a log: one at the start of each segment, and one before each part that describes the part and its
+place.
 
-A segment's mark is drawn anew each time the segment is used from the start, and every record of it carries the mark. So
-what an earlier use left behind is never taken for a record, nor are a part's own bytes, whoever wrote them.
+A segment gets a new random mark each time it is filled from the start, and every record in it carries the mark. So
+bytes that an earlier use has left, and a part's own bytes, are never taken for a record.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from kvdock.tiers.tier import PAGE_BYTES, pages_bytes
 LOG_VERSION: Final = 2
 MARK_BYTES: Final = 16
 MARK_AT: Final = HEADER_BYTES
-"""Where a record's block has it."""
+"""Where the mark is in a record's block."""
 KEY_BYTES: Final = 86
 NAMESPACE_BYTES: Final = 32
-"""With the namespace a key in the tier's maps begins."""
+"""A key in the tier's maps begins with the namespace."""
 _MAGIC: Final = b"kvdock disk log\0"
 _KEY: Final = struct.Struct("<32s32sBBIQQ")  # namespace, key, group, writer, deletion, birth, generation
 _SEGMENT: Final = struct.Struct("<16sIIQQ16s")  # magic, version, 0, sequence, capacity, mark
@@ -33,11 +34,12 @@ _RECORD_END: Final = HEADER_BYTES + _RECORD.size
 class Kind(IntEnum):
     PART = 1
     DELETED = 2
-    """It was a part; its pages are still taken."""
+    """A part that was deleted; its pages are not free yet."""
 
 
 class SegmentBlock(NamedTuple):
-    """`sequence`: rises with each use of any segment. `capacity_bytes`: of the segment, this block counted."""
+    """`sequence`: a number that rises each time a segment is filled anew. `capacity_bytes`: of the segment, this block
+    included."""
 
     sequence: int
     capacity_bytes: int
@@ -53,7 +55,7 @@ class SegmentBlock(NamedTuple):
 
     @staticmethod
     def read(block: bytes | memoryview) -> SegmentBlock | None:
-        """None: a segment that holds nothing, or was written by another version, or is damaged."""
+        """None: the segment is empty or damaged, or was written by another version."""
         fields = bytes(block[: _SEGMENT.size])
         if len(block) < PAGE_BYTES or _CRC.unpack_from(block, _SEGMENT.size)[0] != crc32(fields):
             return None
@@ -62,19 +64,19 @@ class SegmentBlock(NamedTuple):
 
 
 def record_block(record: Record, mark: bytes, offset: int, kind: Kind = Kind.PART) -> bytes:
-    """The PAGE_BYTES before a part's pages. `offset`: where it lies in the segment."""
+    """The block of PAGE_BYTES before a part's pages. `offset`: of the block in the segment."""
     fields = record.header() + _RECORD.pack(mark, offset, kind)
     return (fields + _CRC.pack(crc32(fields))).ljust(PAGE_BYTES, b"\0")
 
 
 def read_record(block: bytes | memoryview, mark: bytes, offset: int) -> tuple[Kind, Record]:
-    """What stands there. Raises RecordError unless it was written to that place in this use of the segment."""
+    """Raises RecordError unless the record was written at this offset since the segment got this mark."""
     record = Record.read(block)
     if _CRC.unpack_from(block, _RECORD_END)[0] != crc32(block[:_RECORD_END]):
         raise RecordError("the record's block does not match its CRC")
     found_mark, found_offset, kind = _RECORD.unpack_from(block, MARK_AT)
     if (found_mark, found_offset) != (mark, offset):
-        raise RecordError(f"a record at {offset} was wanted, found one of another segment or of {found_offset}")
+        raise RecordError(f"found a record for offset {found_offset} or of another segment, wanted one for {offset}")
     return Kind(kind), record
 
 
@@ -91,5 +93,5 @@ def name_of(key: bytes) -> PartName:
 
 
 def record_bytes(length: int) -> int:
-    """What a part of that length takes in a segment."""
+    """The bytes that a part of this length takes in a segment."""
     return PAGE_BYTES + pages_bytes(length)

@@ -1,4 +1,4 @@
-"""The disk tier's folder: one process at a time has it."""
+"""The disk tier's folder, which one process at a time may use."""
 
 from __future__ import annotations
 
@@ -11,36 +11,37 @@ from kvdock.tiers.tier import TierError
 
 TIER: Final = "disk"
 _PID_BYTES: Final = 16
-"""Always as long: a full disk takes it in the place of the one before."""
+"""The length never changes, so that even a full disk can overwrite it."""
 
 
 class FolderInUse(TierError):
-    """`pid`: the process that has it; 0 where it has not said so yet."""
+    """`pid`: the process that uses the folder; 0: it has not written that yet."""
 
     def __init__(self, folder: Path, pid: int) -> None:
-        super().__init__(TIER, f"{folder} belongs to process {pid or '(not known yet)'}; one at a time may have it")
+        user = pid or "(not known yet)"
+        super().__init__(TIER, f"{folder} is used by process {user}; one process at a time may use it")
         self.pid = pid
 
 
 class FolderLock:
-    """Held until close(), or until the process ends. The file says which process it is."""
+    """Held until close(), or until the process ends. The file has the process's id."""
 
     def __init__(self, folder: Path) -> None:
-        """Makes the folder where it is missing. Raises FolderInUse, OSError."""
+        """Makes the folder if it is missing. Raises FolderInUse, OSError."""
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._path = folder / "lock"
         self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            said = os.pread(self._fd, _PID_BYTES, 0)
+            written = os.pread(self._fd, _PID_BYTES, 0)
             os.close(self._fd)
-            raise FolderInUse(folder, int(said) if said.strip().isdigit() else 0) from error
+            raise FolderInUse(folder, int(written) if written.strip().isdigit() else 0) from error
         os.pwrite(self._fd, f"{os.getpid():<{_PID_BYTES - 1}}\n".encode(), 0)
         self._inode = os.fstat(self._fd).st_ino
 
     def require(self) -> None:
-        """Raises TierError once the folder is gone, was replaced, or was given up."""
+        """Raises TierError if the folder was removed or replaced, or if the lock was closed."""
         if self._fd < 0:
             raise TierError(TIER, "it was closed")
         try:

@@ -1,7 +1,9 @@
-"""The index: which part lies where in the log, in SQLite, so that opening a log does not mean reading it.
+"""The index: where each part is in the log. It is kept in SQLite, so that opening a log does not mean reading all of
+it.
 
-The log alone says what is stored; the index can be lost at any time. It is read once, when the tier opens: lookups use
-a map in memory. Rows stand in the order of the log, so a batch adds neighbouring rows and a segment's rows go at once.
+The log decides what is stored; the index can be lost at any time. It is read once, when the tier opens: lookups use a
+map in memory. Rows are in the order of the log, so a batch adds neighbouring rows, and a segment's rows are removed at
+once.
 """
 
 from __future__ import annotations
@@ -19,18 +21,18 @@ from kvdock.tiers.disk.folder import TIER
 from kvdock.tiers.tier import PAGE_BYTES, TierError
 
 SCHEMA_VERSION: Final = 2
-"""Another one's index is made anew from the log."""
+"""The index of another version is made anew from the log."""
 ROW_BYTES: Final = 192
-"""What a row takes of storage at most, free room in its page counted."""
+"""The most storage that a row takes, with the free space in its page."""
 _BATCH_ROWS: Final = 512
-"""In one transaction: what it writes to SQLite's own log has a bound."""
+"""In one transaction, which bounds what it writes to SQLite's own log."""
 _PAGE_BITS: Final = 20
 _INSERT: Final = "INSERT OR REPLACE INTO parts VALUES (?, ?, ?, ?, ?)"
 _SUFFIXES: Final = ("", "-wal", "-shm", "-journal")
 
 
 class Row(NamedTuple):
-    """`used`: rises with each load of any part; 0: it was not loaded since it was written."""
+    """`used`: when it was last loaded, in loads of any part; 0: not since it was written."""
 
     sequence: int
     offset: int
@@ -41,10 +43,10 @@ class Row(NamedTuple):
 
 
 class Index:
-    """Safe for threads. Every call raises TierError where the index fails, OSError (ENOSPC) where it has no room."""
+    """Thread-safe. Every call raises TierError if the index fails, OSError (ENOSPC) if the storage is full."""
 
     def __init__(self, path: Path, wal_bytes: int) -> None:
-        """Raises sqlite3.DatabaseError if what lies there is no index of this version."""
+        """Raises sqlite3.DatabaseError if the file is not an index of this version."""
         self._path, self._lock = path, threading.Lock()
         self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
         try:
@@ -57,7 +59,7 @@ class Index:
 
     @classmethod
     def open(cls, path: Path, wal_bytes: int) -> tuple[Index, list[Row], str]:
-        """The index, its rows, and why it was made anew: "" where it was not. Raises TierError, OSError."""
+        """The index, its rows, and why it was made anew; "": it was not. Raises TierError, OSError."""
         why = "" if path.exists() else "it was missing"
         for _ in range(2):
             try:
@@ -81,7 +83,7 @@ class Index:
         run(f"PRAGMA wal_autocheckpoint = {wal_bytes // PAGE_BYTES}")
         (version,) = run("PRAGMA user_version").fetchone()
         if version not in (0, SCHEMA_VERSION):
-            raise sqlite3.DatabaseError(f"it has version {version}, wanted {SCHEMA_VERSION}")
+            raise sqlite3.DatabaseError(f"found version {version}, wanted {SCHEMA_VERSION}")
         run(
             "CREATE TABLE IF NOT EXISTS parts (place INTEGER PRIMARY KEY, name BLOB NOT NULL,"
             " length INTEGER NOT NULL, checksum INTEGER NOT NULL, used INTEGER NOT NULL)"
@@ -90,34 +92,34 @@ class Index:
             run(f"PRAGMA user_version = {SCHEMA_VERSION}")
 
     def rows(self) -> list[Row]:
-        """All of them, in the log's order. Raises sqlite3.DatabaseError if they cannot be read."""
+        """All rows in the order of the log. Raises sqlite3.DatabaseError if they cannot be read."""
         with self._lock:
             found = self._db.execute("SELECT place, name, length, checksum, used FROM parts ORDER BY place").fetchall()
         if any(tuple(map(type, row)) != (int, bytes, int, int, int) or len(row[1]) != KEY_BYTES for row in found):
-            raise sqlite3.DatabaseError("a row has other values than a place, a name and numbers")
-        return [Row(*_offset_of(place), *rest) for place, *rest in found]
+            raise sqlite3.DatabaseError("found a row with other values than a place, a name and numbers")
+        return [Row(*_sequence_and_offset(row_id), *rest) for row_id, *rest in found]
 
     def add(self, rows: Sequence[Row]) -> None:
-        """One transaction for each few hundred."""
-        self._many(_INSERT, [(_place_of(row.sequence, row.offset), *row[2:]) for row in rows])
+        """Uses one transaction for each few hundred rows."""
+        self._many(_INSERT, [(_row_id(row.sequence, row.offset), *row[2:]) for row in rows])
 
-    def remove(self, places: Iterable[tuple[int, int]]) -> None:
-        """`places`: (sequence, offset) of each."""
-        self._many("DELETE FROM parts WHERE place = ?", [(_place_of(*place),) for place in places])
+    def remove(self, rows: Iterable[tuple[int, int]]) -> None:
+        """`rows`: (sequence, offset) of each."""
+        self._many("DELETE FROM parts WHERE place = ?", [(_row_id(*at),) for at in rows])
 
     def remember_use(self, used: Iterable[tuple[int, int, int]]) -> None:
-        """`used`: (sequence, offset, when it was used) of each."""
-        self._many("UPDATE parts SET used = ? WHERE place = ?", [(when, _place_of(s, o)) for s, o, when in used])
+        """`used`: (sequence, offset, when it was last loaded) of each, as in Row."""
+        self._many("UPDATE parts SET used = ? WHERE place = ?", [(when, _row_id(s, o)) for s, o, when in used])
 
     def replace_segment(self, sequence: int, rows: Sequence[Row]) -> None:
-        """The segment's rows go and `rows` come, in one transaction."""
+        """Replaces the segment's rows by `rows`, in one transaction."""
         with self._transaction():
-            bounds = _place_of(sequence, 0), _place_of(sequence + 1, 0)
+            bounds = _row_id(sequence, 0), _row_id(sequence + 1, 0)
             self._db.execute("DELETE FROM parts WHERE place >= ? AND place < ?", bounds)
-            self._db.executemany(_INSERT, [(_place_of(row.sequence, row.offset), *row[2:]) for row in rows])
+            self._db.executemany(_INSERT, [(_row_id(row.sequence, row.offset), *row[2:]) for row in rows])
 
     def close(self) -> None:
-        """What was committed is durable then, but on a full disk, where SQLite's own log keeps it."""
+        """What was committed is durable then. On a full disk it stays in SQLite's own log."""
         with self._lock, _as_tier_error():
             try:
                 self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
@@ -156,14 +158,13 @@ def _as_tier_error() -> Iterator[None]:
         yield
     except sqlite3.Error as error:
         if getattr(error, "sqlite_errorcode", 0) == sqlite3.SQLITE_FULL:
-            raise OSError(errno.ENOSPC, f"no room for the index: {error}") from error
+            raise OSError(errno.ENOSPC, f"no space for the index: {error}") from error
         raise TierError(TIER, f"the index fails: {error}") from error
 
 
-def _place_of(sequence: int, offset: int) -> int:
+def _row_id(sequence: int, offset: int) -> int:
     return sequence << _PAGE_BITS | offset // PAGE_BYTES
 
 
-def _offset_of(place: int) -> tuple[int, int]:
-    """(sequence, offset)"""
-    return place >> _PAGE_BITS, (place & ((1 << _PAGE_BITS) - 1)) * PAGE_BYTES
+def _sequence_and_offset(row_id: int) -> tuple[int, int]:
+    return row_id >> _PAGE_BITS, (row_id & ((1 << _PAGE_BITS) - 1)) * PAGE_BYTES

@@ -1,7 +1,8 @@
-"""Reads and writes of whole pages, by a few threads: straight between memory and storage (O_DIRECT), or through the
-page cache where the file system has no other way.
+"""Reads and writes whole pages with a few threads: directly between memory and storage (O_DIRECT), or through the page
+cache where the file system does not allow that.
 
-Python drops the GIL in each of these calls. Long ones are cut into pieces, so that one part keeps several threads busy.
+Python releases the GIL in each of these calls. Long ones are cut into pieces, so that one part keeps several threads
+busy.
 """
 
 from __future__ import annotations
@@ -22,21 +23,22 @@ from kvdock.tiers.tier import PAGE_BYTES, TierError
 PIECE_BYTES: Final = 4 << 20
 THREADS: Final = 8
 FULL_ERRORS: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-"""The storage, a quota or a limit of the process leaves no room."""
+"""The storage, a quota or a limit of the process leaves no space."""
 LOST_ERRORS: Final = frozenset({errno.EROFS, errno.ENODEV, errno.ENXIO, errno.ESTALE, errno.EBADF, errno.ESHUTDOWN})
-"""No later call would fare better."""
+"""Later calls would fail as well."""
 
 
 def raise_if_lost(error: OSError) -> None:
-    """Raises TierError where the storage as a whole is lost."""
+    """Raises TierError if the error means that the storage as a whole is lost."""
     if error.errno in LOST_ERRORS:
         raise TierError(TIER, f"the storage is lost: {error}") from error
 
 
 def takes_direct(folder: Path) -> bool:
-    """Whether files there can be read and written past the page cache: tried with a file that has no name.
+    """Whether files in the folder can be read and written past the page cache, which is tried with a file without a
+    name.
 
-    Raises OSError where not even that can be made.
+    Raises OSError if that file cannot be made.
     """
     try:
         fd = os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC, 0o600)
@@ -58,7 +60,7 @@ def takes_direct(folder: Path) -> bool:
 
 
 def _behind(buffers: list[memoryview], moved: int) -> list[memoryview]:
-    """What is left of them after so many bytes."""
+    """The rest of the buffers after their first `moved` bytes."""
     for index, buffer in enumerate(buffers):
         if moved < len(buffer):
             return [buffer[moved:], *buffers[index + 1 :]]
@@ -67,21 +69,21 @@ def _behind(buffers: list[memoryview], moved: int) -> list[memoryview]:
 
 
 def _pieces(buffers: Sequence[memoryview], most_bytes: int) -> Iterator[tuple[int, list[memoryview]]]:
-    """(where it begins, buffers) for each piece of at most `most_bytes`, a multiple of PAGE_BYTES."""
+    """(offset, buffers) of each piece of at most `most_bytes`, a multiple of PAGE_BYTES."""
     begin, rest = 0, list(buffers)
     while rest:
-        piece, room = [], most_bytes
+        piece, left = [], most_bytes
         for buffer in rest:
-            piece.append(buffer[:room])
-            room -= len(piece[-1])
-            if room == 0:
+            piece.append(buffer[:left])
+            left -= len(piece[-1])
+            if left == 0:
                 break
         yield begin, piece
-        begin, rest = begin + most_bytes - room, _behind(rest, most_bytes - room)
+        begin, rest = begin + most_bytes - left, _behind(rest, most_bytes - left)
 
 
 class Transfer:
-    """One record's bytes under way."""
+    """A read or write of one record in progress."""
 
     def __init__(self, pieces: list[Future[bool]]) -> None:
         self._pieces = pieces
@@ -90,16 +92,16 @@ class Transfer:
         return len(self._pieces)
 
     def end(self) -> bool:
-        """Waits until nothing of it touches its memory any more. False: the file ended before the record did.
+        """Waits until it does not touch its memory any more. False: the file ended before the record did.
 
-        Raises the OSError of a piece, but not before all of them have ended.
+        Raises the OSError of a piece, after all pieces have ended.
         """
         wait(self._pieces)
         return all(piece.result() for piece in self._pieces)
 
 
 class Headers:
-    """Page-aligned blocks for records' headers, used again and again. Safe for threads."""
+    """Page-aligned blocks for records' headers, which are reused. Thread-safe."""
 
     def __init__(self) -> None:
         self._free: deque[memoryview] = deque()
@@ -115,24 +117,24 @@ class Headers:
 
 
 class Io:
-    """The threads that read and write, and how files are opened. `direct`: past the page cache."""
+    """The threads that read and write, and the way files are opened. `direct`: past the page cache."""
 
     def __init__(self, *, direct: bool, threads: int = THREADS) -> None:
         self._flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_DIRECT if direct else 0)
         self._pool = ThreadPoolExecutor(threads, "kvdock-disk")
         self.most_pieces = 2 * threads
-        """So many pieces under way keep every thread busy."""
+        """How many pieces in progress keep every thread busy."""
         self.headers = Headers()
         self._lock = threading.Lock()
         self.wear_bytes = 0
-        """Written since it was made."""
+        """Bytes written by this instance."""
 
     def open(self, path: Path, *, create: bool = False) -> int:
-        """Its descriptor, mode 0600. Raises OSError."""
+        """Returns the descriptor. A new file has mode 0600. Raises OSError."""
         return os.open(path, self._flags | (os.O_CREAT | os.O_EXCL if create else 0), 0o600)
 
     def read(self, fd: int, buffers: Sequence[memoryview], offset: int) -> bool:
-        """False: the file ends before. Raises OSError."""
+        """False: the file ends before the buffers are full. Raises OSError."""
         rest, done = list(buffers), 0
         while rest:
             moved = os.preadv(fd, rest, offset + done)
@@ -142,7 +144,7 @@ class Io:
         return True
 
     def write(self, fd: int, buffers: Sequence[memoryview], offset: int) -> bool:
-        """True. Raises OSError."""
+        """Returns True. Raises OSError, also if the storage takes less than whole pages."""
         rest, done = list(buffers), 0
         while rest:
             moved = os.pwritev(fd, rest, offset + done)
@@ -154,12 +156,12 @@ class Io:
         return True
 
     def begin(self, call: Move, fd: int, buffers: Sequence[memoryview], offset: int) -> Transfer:
-        """`call`: self.read or self.write, for each piece, in threads."""
+        """Starts `call`, which is self.read or self.write, for each piece in a thread."""
         pieces = _pieces(buffers, PIECE_BYTES)
         return Transfer([self._pool.submit(call, fd, piece, offset + begin) for begin, piece in pieces])
 
     def write_block(self, fd: int, block: bytes, offset: int) -> None:
-        """One page, in the calling thread. Raises OSError."""
+        """Writes one page in the calling thread. Raises OSError."""
         header = self.headers.take()
         header[:] = block
         try:
@@ -168,7 +170,7 @@ class Io:
             self.headers.give_back(header)
 
     def read_block(self, fd: int, offset: int) -> bytes:
-        """One page, in the calling thread; shorter where the file ends. Raises OSError."""
+        """Reads one page in the calling thread; b"" if the file ends before. Raises OSError."""
         header = self.headers.take()
         try:
             return bytes(header) if self.read(fd, [header], offset) else b""
@@ -176,7 +178,7 @@ class Io:
             self.headers.give_back(header)
 
     def close(self) -> None:
-        """Waits for what is under way."""
+        """Waits until all reads and writes have ended."""
         self._pool.shutdown()
 
 

@@ -1,7 +1,8 @@
-"""The log: files of one size each, filled one after the other. A record is a block that names it and the part's pages.
+"""The log: segment files of one size, filled one after the other. A record is a block that describes it, and the part's
+pages.
 
-Invariants: the files never take more than `room_bytes` together, for they are allocated whole before they are used. A
-segment is used from the start again only after it was wiped, and nobody reads or writes it then (space.py).
+Invariants: the files never take more than `capacity_bytes` together, because they are allocated whole before they are
+used. A segment is filled anew only after it was wiped, while no thread reads or writes it (space.py).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _SCAN_BYTES: Final = 1 << 20
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """Where a part lies. `used`: as in index.Row."""
+    """Where a part is. `used`: as in index.Row."""
 
     segment: Segment
     offset: int
@@ -36,8 +37,8 @@ class Entry:
 
 @dataclass(slots=True, eq=False)
 class Segment:
-    """`readers`, `writers`: records of it that threads load from it, and store to it, now. Both are guarded, like
-    `entries`, `end_bytes` and `records`, by the lock of space.py."""
+    """`end_bytes`: the offset for the next record. `readers`, `writers`: how many records threads are loading from it,
+    and storing to it. They are guarded by the lock of space.py, like `entries`, `end_bytes` and `records`."""
 
     path: Path
     fd: int
@@ -46,7 +47,7 @@ class Segment:
     mark: bytes = b""
     end_bytes: int = PAGE_BYTES
     records: int = 0
-    """Written since it was begun, whether they are still there or not."""
+    """How many were written since it was last wiped, deleted ones included."""
     entries: dict[bytes, Entry] = field(default_factory=dict)
     readers: int = 0
     writers: int = 0
@@ -55,13 +56,13 @@ class Segment:
 class Log:
     """The segments, filled and free."""
 
-    def __init__(self, folder: Path, io: Io, segment_bytes: int, room_bytes: int, most_records: int) -> None:
-        """`most_records`: in one segment. Opens the segments that are there; those that cannot be used are removed, and
-        of those that do not fit the room, the oldest. Raises OSError."""
+    def __init__(self, folder: Path, io: Io, segment_bytes: int, capacity_bytes: int, most_records: int) -> None:
+        """`capacity_bytes`: the most that all segments take. `most_records`: in one segment. Opens the segments in the
+        folder. Those that cannot be used are removed, and the oldest where all of them do not fit. Raises OSError."""
         self._folder, self._io = folder, io
-        self.segment_bytes, self._room_bytes, self.most_records = segment_bytes, room_bytes, most_records
+        self.segment_bytes, self._capacity_bytes, self.most_records = segment_bytes, capacity_bytes, most_records
         self.segments: dict[int, Segment] = {}
-        """By sequence; none of them is in `free`."""
+        """Those in use, by sequence; none of them is in `free`."""
         self.free: list[Segment] = []
         self.bytes_used = 0
         self._last = self._number = 0
@@ -70,7 +71,7 @@ class Log:
                 self._number = max(self._number, int(match[1]))
                 self._open(path)
         for segment in [*self.free, *(self.segments[sequence] for sequence in sorted(self.segments))]:
-            if self.bytes_used > room_bytes:
+            if self.bytes_used > capacity_bytes:
                 self._remove(segment)
 
     def _open(self, path: Path) -> None:
@@ -88,11 +89,11 @@ class Log:
 
     @property
     def has_spare(self) -> bool:
-        """Whether there is room for one more segment."""
-        return bool(self.free) or self.bytes_used + self.segment_bytes <= self._room_bytes
+        """Whether one more segment fits."""
+        return bool(self.free) or self.bytes_used + self.segment_bytes <= self._capacity_bytes
 
-    def begin(self) -> Segment | None:
-        """An empty segment, ready to be filled; None where the limit or the storage leaves no room. Raises OSError."""
+    def start_segment(self) -> Segment | None:
+        """An empty segment, ready to be filled; None: the limit or the storage leaves no space. Raises OSError."""
         if not self.has_spare:
             return None
         try:
@@ -127,7 +128,7 @@ class Log:
         return Segment(path, fd, self.segment_bytes)
 
     def wipe(self, segment: Segment) -> None:
-        """What it holds is gone; it may be begun again. Raises OSError."""
+        """Removes all that the segment holds; start_segment() may fill it anew. Raises OSError."""
         del self.segments[segment.sequence]
         segment.entries.clear()
         if segment.size_bytes == self.segment_bytes:
@@ -145,14 +146,14 @@ class Log:
         self.bytes_used -= segment.size_bytes
 
     def mark_deleted(self, segment: Segment, offset: int, record: Record) -> None:
-        """In place, so that no scan takes it for a part again, and no room is needed. Raises OSError."""
+        """Overwrites the record's block, so that no scan takes it for a part again. Needs no space. Raises OSError."""
         self._io.write_block(segment.fd, record_block(record, segment.mark, offset, Kind.DELETED), offset)
 
     def scan(self, segment: Segment, begin: int) -> Iterator[tuple[int, Record]]:
-        """(offset, record) of each part that stands there from `begin` on; sets the segment's end behind the last one.
+        """(offset, record) of each part from the offset `begin` on; sets the segment's end after the last one.
 
-        Where a record is damaged or was never written whole, the next whole one is looked for, since several threads
-        write at a time. Raises OSError.
+        A record that is damaged or was never written whole is skipped, because several threads write at a time, so
+        whole records may follow. Raises OSError.
         """
         end = min(segment.size_bytes, os.fstat(segment.fd).st_size // PAGE_BYTES * PAGE_BYTES)
         offset: int | None = begin
@@ -169,7 +170,7 @@ class Log:
             segment.records += 1
 
     def _next_mark(self, segment: Segment, begin: int, end: int) -> int | None:
-        """Where the next block with the segment's mark stands."""
+        """The offset of the next block that has the segment's mark; None: there is none."""
         with mmap.mmap(-1, _SCAN_BYTES) as buffer, memoryview(buffer) as view:
             for offset in range(begin, end, _SCAN_BYTES):
                 with view[: end - offset] as some:
@@ -182,7 +183,7 @@ class Log:
         return None
 
     def sync(self, segments: Iterable[Segment] | None = None) -> None:
-        """Makes what was written to them durable; to all of them if none are named. Raises OSError."""
+        """Makes what was written to these segments durable; None: to all. Raises OSError."""
         for segment in self.segments.values() if segments is None else segments:
             os.fdatasync(segment.fd)
 

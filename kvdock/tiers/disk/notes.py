@@ -1,4 +1,4 @@
-"""The notes of the disk tier: one small file, written anew as a whole and durable before anybody relies on it."""
+"""The notes of the disk tier: one small file, which is replaced as a whole and is durable before a change returns."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _LENGTH: Final = struct.Struct("<I")
 
 
 class DiskNotes:
-    """Safe for threads. A file that cannot be read is taken for none: the notes are begun anew, so what the log holds
-    is not found again."""
+    """Thread-safe. A file that cannot be read counts as missing: new notes are made, so parts in the log are not found
+    again."""
 
     def __init__(self, folder: Path) -> None:
         """Raises OSError."""
@@ -32,7 +32,7 @@ class DiskNotes:
         except FileNotFoundError:
             pass
         except NoteError as error:
-            _log.error("%s is damaged, so what the tier has is not found any more: %s", self._path, error)
+            _log.error("%s is damaged, so the parts that the tier has are not found any more: %s", self._path, error)
 
     def of(self, namespace: bytes) -> Note | None:
         return self._notes.get(namespace)
@@ -41,7 +41,7 @@ class DiskNotes:
         return list(self._notes)
 
     def change(self, namespace: bytes, change: Change) -> Note:
-        """Durable when it returns. Raises TierError; nothing has changed then."""
+        """The change is durable when it returns. Raises TierError; then nothing has changed."""
         with self._lock:
             before = self._notes.get(namespace)
             if (after := change(before)) == before:
@@ -80,7 +80,7 @@ def _read(data: bytes) -> Iterator[tuple[bytes, Note]]:
     while at < len(data):
         begin = at + _NAMESPACE_BYTES + _LENGTH.size
         if len(data) < begin + HEAD_BYTES:
-            raise NoteError(f"it ends in the midst of a note, at byte {len(data)}")
+            raise NoteError(f"it ends within a note, at byte {len(data)}")
         (length,) = _LENGTH.unpack_from(data, begin - _LENGTH.size)
         yield data[at : at + _NAMESPACE_BYTES], Note.read(data[begin : begin + length])
         at = begin + length

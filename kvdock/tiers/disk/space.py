@@ -1,12 +1,13 @@
-"""Which part lies where, and how room is made: the oldest segment goes as a whole.
+"""Where each part is, and how space is freed: the oldest segment is emptied as a whole.
 
-What was loaded since it was written gets a second chance: it is copied to the segment that is begun then, what was
-loaded last first, up to KEPT_SHARE of a segment; everything else of the oldest segment is dropped. So the log is
-written from front to back alone, a part that nobody asks for costs one write, and at most one byte is copied for three
-that come from outside. What is asked for again and again stays as long as its likes fit that share.
+Parts that were loaded since they were written get a second chance: they are copied to the next segment, those loaded
+last first, up to KEPT_SHARE of a segment. All other parts of the oldest segment are dropped. So the log is only written
+from front to back, a part that is never loaded costs one write, and at most one byte is copied for three that are
+stored. Parts that are loaded again and again stay as long as all of them fit that share.
 
-Locks: `changed` guards all maps and counts here and in segments, and is never held during input or output. `_turn` is
-held by the one thread that makes room; it leaves alone what is being written, and waits for those who read.
+Locks: `changed` guards all maps and counts here and in segments, and is never held during input or output. `_freeing`
+is held by the one thread that frees space; it does not touch segments that are being written, and waits for their
+readers.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ from kvdock.tiers.tier import PAGE_BYTES, Deadline, Outcome, TierError, pages_by
 KEPT_SHARE: Final = 0.25
 NEVER: Final = Deadline()
 _DROPPED_AT_ONCE: Final = 4096
-"""So many parts are forgotten before others are let in."""
+"""How many parts are dropped before other threads get the lock."""
 LOOK_S: Final = 0.05
-"""How often a thread that waits for others looks at its deadline, which others may cancel."""
+"""How often a thread that waits for others looks at its deadline, which may be cancelled."""
 
 
-class Place(NamedTuple):
-    """Room for one record, which nobody else writes to."""
+class Extent(NamedTuple):
+    """Space for one record, to which no other thread writes."""
 
     segment: Segment
     offset: int
@@ -45,16 +46,16 @@ class Space:
         self.changed = threading.Condition()
         self.entries: dict[bytes, Entry] = {}
         self.claimed: set[bytes] = set()
-        """Parts that a thread is storing or copying: nobody else stores or deletes them now."""
-        self._turn = threading.Lock()
+        """Parts that a thread is storing or copying: no other thread may store or delete them now."""
+        self._freeing = threading.Lock()
         self._current: Segment | None = None
         self._uses = 0
 
     # ------------------------------------------------------------------ opening
 
     def fill(self, rows: Sequence[Row], is_named: Callable[[bytes], bool]) -> list[tuple[int, int]]:
-        """Takes over what the index knows. Returns the places (sequence, offset) that the log does not have, or whose
-        parts nobody can name any more."""
+        """Takes over the index's rows. Returns the rows (sequence, offset) that the log does not have, or whose parts
+        are not named by a note any more. `is_named`: whether a note names the part of a key."""
         strays = []
         for row in rows:
             segment = self._log.segments.get(row.sequence)
@@ -69,9 +70,10 @@ class Space:
         return strays
 
     def scan_tail(self, is_named: Callable[[bytes], bool], *, all_of_it: bool) -> int:
-        """Takes over what stands in the log behind what the index knows, or all of it; returns how many parts.
+        """Takes over the parts in the log that are newer than all in the index. Returns how many. `all_of_it`: takes
+        over all parts of the log.
 
-        Earlier segments of which nothing is known any more are emptied. Raises OSError, TierError.
+        Earlier segments without a known part are emptied. Raises OSError, TierError.
         """
         found = 0
         newest = max((s.sequence for s in self._log.segments.values() if s.entries), default=0)
@@ -90,7 +92,7 @@ class Space:
             if not is_named(key):
                 continue
             older = self.entries.get(key)
-            if older is not None:  # the process ended while it was copied; one of the two must never come back
+            if older is not None:  # the process ended while it was copied: one of the two is deleted for good
                 self._log.mark_deleted(older.segment, older.offset, Record(record.name, older.length, older.checksum))
                 strays.append((older.segment.sequence, older.offset))
             self._put(key, Entry(segment, offset, record.length, record.checksum))
@@ -105,15 +107,14 @@ class Space:
         entry.segment.entries[key] = entry
 
     def drop(self, key: bytes) -> Entry | None:
-        """Forgets the part. Under `changed`."""
+        """Removes the part from the maps. Under `changed`."""
         entry = self.entries.pop(key, None)
         if entry is not None:
             del entry.segment.entries[key]
         return entry
 
     def drop_where(self, is_dropped: Callable[[bytes], bool]) -> None:
-        """Forgets parts. Their rows and bytes go with their segments, and segments of which nothing is left go first.
-        """
+        """Removes parts from the maps. Their rows and bytes are freed with their segments, empty segments first."""
         with self.changed:
             keys = list(self.entries)
         dropped = [key for key in keys if is_dropped(key)]
@@ -125,7 +126,7 @@ class Space:
     # ------------------------------------------------------------------ reading
 
     def hold(self, key: bytes, length: int) -> Entry | None:
-        """The part's entry, whose segment stays until release(); None if there is none of that length."""
+        """The part's entry, whose segment stays until release(); None: there is no such part of that length."""
         with self.changed:
             entry = self.entries.get(key)
             if entry is None or entry.length != length:
@@ -136,9 +137,10 @@ class Space:
             return entry
 
     def hold_to_delete(self, keys: Sequence[bytes], deadline: Deadline) -> tuple[dict[bytes, Entry], set[bytes]]:
-        """(those that are forgotten now, whose segments stay until release(); those that others are storing now).
+        """(the entries removed from the maps, whose segments stay until release(); the keys that other threads are
+        storing).
 
-        Where it is the latter for all of them, it waits first until that may have changed.
+        If other threads are storing all of them, it waits first until that may have changed.
         """
         with self.changed:
             if self.claimed.issuperset(keys):
@@ -155,50 +157,51 @@ class Space:
             self.changed.notify_all()
 
     def forget(self, key: bytes, entry: Entry) -> None:
-        """What lies there is not this part."""
+        """Removes the part from the maps and the index: the bytes there are not this part."""
         with self.changed:
             if self.entries.get(key) is not entry:
                 return
             self.drop(key)
-        with suppress(TierError, OSError):  # the row is removed when it is met again
+        with suppress(TierError, OSError):  # the row is removed when it is found again
             self._index.remove([(entry.segment.sequence, entry.offset)])
 
     # ------------------------------------------------------------------ writing
 
-    def take(self, length: int) -> Place | None:
-        """Room in the current segment, which stays until put() or give_up(); None: make_room() first."""
+    def take(self, length: int) -> Extent | None:
+        """Space in the current segment, which is not emptied until leave(); None: call free_space() first."""
         with self.changed:
             return self._take(self._current, length)
 
-    def _take(self, segment: Segment | None, length: int) -> Place | None:
-        if segment is None or not self._has_room(segment, length):
+    def _take(self, segment: Segment | None, length: int) -> Extent | None:
+        if segment is None or not self._fits_into(segment, length):
             return None
-        place = Place(segment, segment.end_bytes)
+        extent = Extent(segment, segment.end_bytes)
         segment.end_bytes += record_bytes(length)
         segment.records += 1
         segment.writers += 1
-        return place
+        return extent
 
-    def _has_room(self, segment: Segment | None, length: int) -> bool:
+    def _fits_into(self, segment: Segment | None, length: int) -> bool:
         if segment is None or segment.records >= self._log.most_records:
             return False
         return segment.end_bytes + record_bytes(length) <= segment.size_bytes
 
-    def put(self, written: Sequence[tuple[Record, Place]]) -> None:
-        """Makes parts that were written known, in the index first. The caller still has to call leave()."""
+    def put(self, written: Sequence[tuple[Record, Extent]]) -> None:
+        """Adds parts that were written, to the index first. The caller still has to call leave()."""
         rows = [
-            Row(place.segment.sequence, place.offset, key_of(record.name), record.length, record.checksum, 0)
-            for record, place in written
+            Row(extent.segment.sequence, extent.offset, key_of(record.name), record.length, record.checksum, 0)
+            for record, extent in written
         ]
         self._index.add(rows)
         with self.changed:
-            for row, (_, place) in zip(rows, written, strict=True):
-                self._put(row.key, Entry(place.segment, row.offset, row.length, row.checksum))
+            for row, (_, extent) in zip(rows, written, strict=True):
+                self._put(row.key, Entry(extent.segment, row.offset, row.length, row.checksum))
 
-    def leave(self, places: Sequence[Place]) -> None:
+    def leave(self, extents: Sequence[Extent]) -> None:
+        """Nothing writes to these extents any more."""
         with self.changed:
-            for place in places:
-                place.segment.writers -= 1
+            for extent in extents:
+                extent.segment.writers -= 1
             self.changed.notify_all()
 
     def unclaim(self, keys: Iterable[bytes]) -> None:
@@ -207,9 +210,10 @@ class Space:
             self.changed.notify_all()
 
     def claim(self, keys: Sequence[bytes], deadline: Deadline) -> tuple[set[bytes], set[bytes]]:
-        """(those that the caller stores now, until unclaim(); those that others are storing). The rest is there.
+        """(the parts that the caller stores now, until unclaim(); those that other threads are storing). The tier has
+        the others already.
 
-        Where others are storing all that is not there, it waits first until that may have changed.
+        If other threads are storing all parts that the tier lacks, it waits first until that may have changed.
         """
         with self.changed:
             absent = {key for key in keys if key not in self.entries}
@@ -222,7 +226,7 @@ class Space:
             return mine, others
 
     def wait_for_writers(self, deadline: Deadline) -> bool:
-        """Waits for a moment; False: nobody writes, or it is too late."""
+        """Waits for a moment. False: no thread is writing, or the deadline has passed."""
         with self.changed:
             if not any(segment.writers for segment in list(self._log.segments.values())):
                 return False
@@ -233,41 +237,43 @@ class Space:
         """Until something has changed, or it is time to look at the deadline. Under `changed`."""
         self.changed.wait(min(LOOK_S, deadline.left_s))
 
-    # ------------------------------------------------------------------ room
+    # ------------------------------------------------------------------ freeing space
 
     def fits(self, length: int) -> bool:
-        """Whether a segment can hold such a part at all."""
+        """Whether a part of this length fits into a segment at all."""
         return record_bytes(length) <= self._log.segment_bytes - PAGE_BYTES
 
-    def make_room(self, length: int, deadline: Deadline) -> Outcome:
-        """DONE: take() is worth a try. LATE. FULL: no room, unless others or the caller put their places to use.
+    def free_space(self, length: int, deadline: Deadline) -> Outcome:
+        """Frees space for a part. DONE: try take() again. LATE: the deadline has passed. FULL: no segment can be
+        emptied as long as the caller and others write to extents that they have taken.
 
         Raises OSError, TierError.
         """
-        while not self._turn.acquire(timeout=LOOK_S):
+        while not self._freeing.acquire(timeout=LOOK_S):
             if deadline.is_over:
                 return Outcome.LATE
         try:
             with self.changed:
-                if self._has_room(self._current, length):
-                    return Outcome.DONE  # another thread has made it
+                if self._fits_into(self._current, length):
+                    return Outcome.DONE  # another thread has freed it
                 current, self._current = self._current, None
-            made = self._begin_next(deadline)
+            started = self._start_next(deadline)
             with self.changed:
-                self._current = made or current
+                self._current = started or current
                 self.changed.notify_all()
-            return Outcome.DONE if made else Outcome.FULL
+            return Outcome.DONE if started else Outcome.FULL
         finally:
-            self._turn.release()
+            self._freeing.release()
 
-    def _begin_next(self, deadline: Deadline) -> Segment | None:
-        """An empty segment, but for what was copied to it; there is room for one more then. None: no room at all."""
-        fresh = self._log.begin()
-        if fresh is None:  # the storage has less room than the limit says: do with what there is
+    def _start_next(self, deadline: Deadline) -> Segment | None:
+        """The next segment to fill, with the parts that were copied to it; afterwards one more fits. None: there is no
+        space."""
+        fresh = self._log.start_segment()
+        if fresh is None:  # the storage is smaller than the limit: use the segments that exist
             oldest = self._oldest()
             if oldest is not None:
                 self._empty(oldest)
-                fresh = self._log.begin()
+                fresh = self._log.start_segment()
         elif not self._log.has_spare:
             oldest = self._oldest(but=fresh)
             if oldest is not None:
@@ -275,7 +281,7 @@ class Space:
         return fresh
 
     def _oldest(self, but: Segment | None = None) -> Segment | None:
-        """One of which nothing is left, if there is any. None of those that are being written."""
+        """An empty segment, if there is one, else the oldest; none that is being written."""
         with self.changed:
             return min(
                 (segment for segment in self._log.segments.values() if segment is not but and not segment.writers),
@@ -283,9 +289,9 @@ class Space:
             )
 
     def _empty(self, segment: Segment, into: Segment | None = None, deadline: Deadline = NEVER) -> None:
-        """Copies what gets a second chance, lets the rest go, and wipes the segment once nobody reads it any more.
+        """Copies the parts that get a second chance, drops the others, and wipes the segment once no thread reads it.
 
-        Raises OSError, TierError; what was to be copied is still there then, in its old place.
+        Raises OSError, TierError; then the parts that were to be copied are still in their old place.
         """
         with self.changed:
             moves = self._second_chances(segment, into) if into else []
@@ -307,24 +313,24 @@ class Space:
             self._log.wipe(segment)
         finally:
             self.unclaim(keys)
-            self.leave([place for _, _, place in moves])
+            self.leave([extent for _, _, extent in moves])
 
-    def _second_chances(self, segment: Segment, into: Segment) -> list[tuple[bytes, Entry, Place]]:
-        """(key, where it lies, where it goes) of what is copied. Under `changed`."""
+    def _second_chances(self, segment: Segment, into: Segment) -> list[tuple[bytes, Entry, Extent]]:
+        """(key, where the part is, where it is copied to). Under `changed`."""
         used = sorted((item for item in segment.entries.items() if item[1].used), key=lambda item: -item[1].used)
         left_bytes = int(KEPT_SHARE * into.size_bytes)
         left_records = int(KEPT_SHARE * self._log.most_records)
-        moves: list[tuple[bytes, Entry, Place]] = []
+        moves: list[tuple[bytes, Entry, Extent]] = []
         for key, entry in used:
             left_bytes -= record_bytes(entry.length)
-            place = self._take(into, entry.length) if left_bytes >= 0 and len(moves) < left_records else None
-            if place is None:
+            extent = self._take(into, entry.length) if left_bytes >= 0 and len(moves) < left_records else None
+            if extent is None:
                 break
-            moves.append((key, entry, place))
+            moves.append((key, entry, extent))
         return moves
 
-    def _copy(self, key: bytes, entry: Entry, to: Place) -> bool:
-        """False: what lies there is not that part, or storage fails at it."""
+    def _copy(self, key: bytes, entry: Entry, to: Extent) -> bool:
+        """False: the bytes there are not this part, or the storage fails."""
         wanted = Kind.PART, Record(name_of(key), entry.length, entry.checksum)
         source, total = entry.segment, pages_bytes(entry.length)
         try:
@@ -343,6 +349,6 @@ class Space:
         return True
 
     def uses(self) -> list[tuple[int, int, int]]:
-        """(sequence, offset, when it was last used) of each part that was loaded."""
+        """(sequence, offset, when it was last loaded) of each part that was loaded since it was written."""
         with self.changed:
             return [(e.segment.sequence, e.offset, e.used) for e in self.entries.values() if e.used]

@@ -1,6 +1,7 @@
-"""One batch of stores: which of its parts are new, their writes under way, and how they become known.
+"""One batch of stores: which of its parts are new, their writes in progress, and how they are added to the maps.
 
-A batch that finds no room makes known what it has written, so that this may go; it waits for others holding nothing.
+A batch that finds no space adds what it has written, so that the segments may be emptied: it holds no extent while it
+waits for others.
 """
 
 from __future__ import annotations
@@ -13,35 +14,34 @@ from typing import NamedTuple
 from kvdock.tiers.disk.blocks import key_of, record_block
 from kvdock.tiers.disk.io import FULL_ERRORS, LOST_ERRORS, Io, Transfer, raise_if_lost
 from kvdock.tiers.disk.log import Log
-from kvdock.tiers.disk.space import Place, Space
+from kvdock.tiers.disk.space import Extent, Space
 from kvdock.tiers.record import Record
 from kvdock.tiers.tier import Deadline, Outcome, ToStore, pages_bytes
 
 
 class Writing(NamedTuple):
-    """A record under way to storage."""
+    """A record that is being written. `at`: its index in the batch."""
 
     at: int
-    """Which of the batch."""
     record: Record
-    place: Place
+    extent: Extent
     header: memoryview
     transfer: Transfer
 
 
-class Stores:
+class StoreBatch:
     def __init__(self, space: Space, log: Log, io: Io, parts: Sequence[ToStore], deadline: Deadline) -> None:
         self._space, self._log, self._io, self._parts, self._deadline = space, log, io, parts, deadline
         self._outcomes = [Outcome.LATE] * len(parts)
         self._keys = [key_of(part.record.name) for part in parts]
         self._claims: set[bytes] = set()
-        self._under_way: deque[Writing] = deque()
+        self._in_progress: deque[Writing] = deque()
         self._pieces = 0
         self._written: list[Writing] = []
         self._lost: OSError | None = None
 
     def run(self) -> list[Outcome]:
-        """Raises TierError; nothing reads the pages any more then."""
+        """One outcome for each part. Nothing reads the pages any more when it returns or raises TierError."""
         left = list(range(len(self._parts)))
         while left and not self._deadline.is_over:
             self._claims, others = self._space.claim([self._keys[at] for at in left], self._deadline)
@@ -49,7 +49,7 @@ class Stores:
             try:
                 for at in left:
                     key = self._keys[at]
-                    if key in others or key in begun:  # of two in one batch, the second finds the first
+                    if key in others or key in begun:  # of two equal parts in one batch, the second is found later
                         later.append(at)
                     elif key not in new:
                         self._outcomes[at] = Outcome.DONE
@@ -57,7 +57,7 @@ class Stores:
                         begun.add(key)
                         self._begin(at)
             finally:
-                self._settle()
+                self._finish()
                 self._unclaim(set(self._claims))
             if self._lost:
                 raise_if_lost(self._lost)
@@ -66,41 +66,41 @@ class Stores:
 
     def _begin(self, at: int) -> None:
         record, pages = self._parts[at]
-        place = self._place(at, record.length)
-        if place is None:
+        extent = self._extent(at, record.length)
+        if extent is None:
             return
         header = self._io.headers.take()
-        header[:] = record_block(record, place.segment.mark, place.offset)
+        header[:] = record_block(record, extent.segment.mark, extent.offset)
         buffers = [header, pages[: pages_bytes(record.length)]]
-        transfer = self._io.begin(self._io.write, place.segment.fd, buffers, place.offset)
-        self._under_way.append(Writing(at, record, place, header, transfer))
+        transfer = self._io.begin(self._io.write, extent.segment.fd, buffers, extent.offset)
+        self._in_progress.append(Writing(at, record, extent, header, transfer))
         self._pieces += len(transfer)
         while self._pieces > self._io.most_pieces:
             self._end_first()
 
-    def _place(self, at: int, length: int) -> Place | None:
-        """Room for it; None: there is none, and the outcome says so."""
+    def _extent(self, at: int, length: int) -> Extent | None:
+        """Space for the record; None: there is none, and the part has its outcome."""
         while self._space.fits(length):
-            place = self._space.take(length)
-            if place is not None:
-                return place
+            extent = self._space.take(length)
+            if extent is not None:
+                return extent
             try:
-                made = self._space.make_room(length, self._deadline)
+                freed = self._space.free_space(length, self._deadline)
             except OSError as error:
                 raise_if_lost(error)
-                made = _outcome_of(error)
-            if made is Outcome.FULL and (self._under_way or self._written):
-                self._settle()
-            elif made is Outcome.FULL and self._space.wait_for_writers(self._deadline):
+                freed = _outcome_of(error)
+            if freed is Outcome.FULL and (self._in_progress or self._written):
+                self._finish()
+            elif freed is Outcome.FULL and self._space.wait_for_writers(self._deadline):
                 continue
-            elif made is not Outcome.DONE:
-                self._outcomes[at] = made
+            elif freed is not Outcome.DONE:
+                self._outcomes[at] = freed
                 return None
         self._outcomes[at] = Outcome.FULL
         return None
 
     def _end_first(self) -> None:
-        writing = self._under_way.popleft()
+        writing = self._in_progress.popleft()
         self._pieces -= len(writing.transfer)
         try:
             writing.transfer.end()
@@ -111,15 +111,16 @@ class Stores:
         finally:
             self._io.headers.give_back(writing.header)
 
-    def _settle(self) -> None:
-        """Ends all that is under way and makes it known. Raises TierError after that."""
-        while self._under_way:
+    def _finish(self) -> None:
+        """Waits for all writes in progress, and adds their parts to the index and the maps. Raises TierError after
+        that."""
+        while self._in_progress:
             self._end_first()
         written, self._written = self._written, []
         if not written:
             return
         try:
-            self._space.put([(writing.record, writing.place) for writing in written])
+            self._space.put([(writing.record, writing.extent) for writing in written])
         except OSError as error:
             self._give_up(written, error)
         except BaseException as error:
@@ -129,17 +130,17 @@ class Stores:
             for writing in written:
                 self._outcomes[writing.at] = Outcome.DONE
             self._unclaim({self._keys[writing.at] for writing in written})
-            self._space.leave([writing.place for writing in written])
+            self._space.leave([writing.extent for writing in written])
 
     def _give_up(self, writings: Sequence[Writing], error: OSError) -> None:
-        """Their places stay unused until the segment goes; what stands there must not be taken for a part."""
+        """Their extents stay unused until the segment is wiped; the bytes there must not be taken for a part."""
         if error.errno in LOST_ERRORS:
             self._lost = error
         for writing in writings:
             self._outcomes[writing.at] = _outcome_of(error)
             with suppress(OSError):
-                self._log.mark_deleted(writing.place.segment, writing.place.offset, writing.record)
-        self._space.leave([writing.place for writing in writings])
+                self._log.mark_deleted(writing.extent.segment, writing.extent.offset, writing.record)
+        self._space.leave([writing.extent for writing in writings])
 
     def _unclaim(self, keys: set[bytes]) -> None:
         self._claims -= keys

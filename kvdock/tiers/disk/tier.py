@@ -1,7 +1,7 @@
 """The disk tier: parts in a log of our own, on any local file system.
 
-Bytes go straight between the pages and storage. A part is known once its record was written and the index has it, so
-what was stored when the process is killed is found again, and what was not is a miss.
+Bytes go directly between the pages and storage. A part can be found once its record was written and the index has it.
+So when the process is killed, parts that were stored are found again, and others are misses.
 """
 
 from __future__ import annotations
@@ -20,45 +20,47 @@ from kvdock.tiers.disk.io import THREADS, Io, Transfer, raise_if_lost, takes_dir
 from kvdock.tiers.disk.log import Entry, Log
 from kvdock.tiers.disk.notes import DiskNotes
 from kvdock.tiers.disk.space import Space
-from kvdock.tiers.disk.stores import Stores
+from kvdock.tiers.disk.stores import StoreBatch
 from kvdock.tiers.notes import Change, Note
 from kvdock.tiers.record import PartName, Record, RecordError
 from kvdock.tiers.tier import PAGE_BYTES, Deadline, Loaded, Outcome, TierError, ToLoad, ToStore, Usage, pages_bytes
 
 _log: Final = logging.getLogger(__name__)
 
-LEAST_LIMIT_BYTES: Final = 4 << 20
+MIB: Final = 1 << 20
+LEAST_LIMIT_BYTES: Final = 4 * MIB
 MOST_SEGMENT_BYTES: Final = 256 << 20
 RECORD_SHARE_BYTES: Final = 64 << 10
-"""A segment takes one record for so many of its bytes: that bounds the index, and the memory for lookups."""
+"""A segment takes at most one record for each of these bytes, which bounds the index and the memory for lookups."""
 
 
 class Sizes(NamedTuple):
-    """How a limit is divided."""
+    """How the limit of a tier is divided."""
 
     segment_bytes: int
-    segments_room_bytes: int
+    segments_bytes: int
+    """The most that all segments take."""
     most_records: int
     """In one segment."""
     wal_bytes: int
-    """When SQLite empties its own log; that may take twice as much."""
+    """The size at which SQLite empties its own log, which may take twice as much."""
 
     @staticmethod
     def of(limit_bytes: int) -> Sizes:
         """Raises TierError."""
         if limit_bytes < LEAST_LIMIT_BYTES:
-            raise TierError(TIER, f"a limit of {limit_bytes} bytes was found, at least {LEAST_LIMIT_BYTES} are wanted")
+            found = f"found a limit of {limit_bytes / MIB:.1f} MiB, wanted at least {LEAST_LIMIT_BYTES // MIB} MiB"
+            raise TierError(TIER, found)
         wal_bytes = (256 << 10) if limit_bytes < (1 << 30) else (4 << 20)
-        room_bytes = limit_bytes - 2 * wal_bytes - limit_bytes // RECORD_SHARE_BYTES * ROW_BYTES
-        segment_bytes = min(MOST_SEGMENT_BYTES, room_bytes // 4 // PAGE_BYTES * PAGE_BYTES)
-        return Sizes(segment_bytes, room_bytes, segment_bytes // RECORD_SHARE_BYTES, wal_bytes)
+        segments_bytes = limit_bytes - 2 * wal_bytes - limit_bytes // RECORD_SHARE_BYTES * ROW_BYTES
+        segment_bytes = min(MOST_SEGMENT_BYTES, segments_bytes // 4 // PAGE_BYTES * PAGE_BYTES)
+        return Sizes(segment_bytes, segments_bytes, segment_bytes // RECORD_SHARE_BYTES, wal_bytes)
 
 
 class Reading(NamedTuple):
-    """A record under way from storage."""
+    """A record that is being read. `at`: its index in the batch."""
 
     at: int
-    """Which of the batch."""
     key: bytes
     entry: Entry
     header: memoryview
@@ -66,8 +68,8 @@ class Reading(NamedTuple):
 
 
 class DiskTier:
-    """`wear_bytes` of usage() counts all that is written to segments, and leaves the index out: some hundred bytes for
-    each part. `bytes_used` are the bytes allocated to files."""
+    """`wear_bytes` of usage() counts all that is written to segments, but not the index: some hundred bytes for each
+    part. `bytes_used` are the bytes allocated to files."""
 
     name = TIER
     poll_s = 0.0
@@ -81,9 +83,9 @@ class DiskTier:
 
     @classmethod
     def open(cls, folder: Path, limit_bytes: int, *, threads: int = THREADS) -> DiskTier:
-        """Makes the folder where it is missing. What a former limit left there beyond `limit_bytes` is removed.
+        """Makes the folder if it is missing. Segments beyond `limit_bytes`, of a former limit, are removed.
 
-        Raises TierError, and FolderInUse where another process has it.
+        Raises TierError, and FolderInUse if another process uses the folder.
         """
         sizes = Sizes.of(limit_bytes)
         try:
@@ -92,10 +94,10 @@ class DiskTier:
                 undo.callback(lock.close)
                 direct = takes_direct(folder)
                 if not direct:
-                    _log.warning("%s takes no direct input and output: the disk tier uses the page cache", folder)
+                    _log.warning("%s has no direct input and output: the disk tier uses the page cache", folder)
                 io = Io(direct=direct, threads=threads)
                 undo.callback(io.close)
-                log = Log(folder, io, sizes.segment_bytes, sizes.segments_room_bytes, sizes.most_records)
+                log = Log(folder, io, sizes.segment_bytes, sizes.segments_bytes, sizes.most_records)
                 undo.callback(log.close)
                 index, rows, why = Index.open(folder / "index.db", sizes.wal_bytes)
                 undo.callback(index.close)
@@ -121,7 +123,7 @@ class DiskTier:
     def load(self, parts: Sequence[ToLoad], deadline: Deadline) -> list[Loaded]:
         self._lock.require()
         answers = [Loaded(Outcome.LATE)] * len(parts)
-        under_way: deque[Reading] = deque()
+        in_progress: deque[Reading] = deque()
         pieces = 0
         try:
             for at, one in enumerate(parts):
@@ -131,20 +133,20 @@ class DiskTier:
                 if reading is None:
                     answers[at] = Loaded(Outcome.MISSING)
                     continue
-                under_way.append(reading)
+                in_progress.append(reading)
                 pieces += len(reading.transfer)
                 while pieces > self._io.most_pieces:
-                    first = under_way.popleft()
+                    first = in_progress.popleft()
                     pieces -= len(first.transfer)
                     answers[first.at] = self._end_load(first)
         finally:
-            for reading in under_way:
+            for reading in in_progress:
                 answers[reading.at] = self._end_load(reading)
         return answers
 
     def store(self, parts: Sequence[ToStore], deadline: Deadline) -> list[Outcome]:
         self._lock.require()
-        return Stores(self._space, self._log, self._io, parts, deadline).run()
+        return StoreBatch(self._space, self._log, self._io, parts, deadline).run()
 
     def delete(self, names: Sequence[PartName], deadline: Deadline) -> list[Outcome]:
         self._lock.require()
@@ -165,7 +167,8 @@ class DiskTier:
         return [self._notes.of(namespace) for namespace in namespaces]
 
     def change(self, namespace: bytes, change: Change, deadline: Deadline) -> Note:
-        """What the note does not name any more is forgotten at once; its bytes go with their segments."""
+        """Parts that the note does not name any more are not found from now on; their bytes are freed with their
+        segments."""
         self._lock.require()
         before = self._notes.of(namespace)
         note = self._notes.change(namespace, change)
@@ -177,7 +180,7 @@ class DiskTier:
         return self._notes.namespaces()
 
     def _is_named(self, key: bytes) -> bool:
-        """Whether somebody may ask for the part. In a namespace without a note nobody has asked for any yet."""
+        """Whether the part can be found under the namespace's note. Without a note, every part counts as named."""
         note = self._notes.of(key[:NAMESPACE_BYTES])
         return note is None or note.names(name_of(key))
 
@@ -191,7 +194,8 @@ class DiskTier:
         return Usage(len(self._space.entries), used, self._limit_bytes, self._io.wear_bytes)
 
     def close(self, deadline: Deadline) -> None:
-        """Makes all parts durable, whatever the deadline. Raises TierError if that fails; the folder is free anyway."""
+        """Makes all parts durable, whatever the deadline. Raises TierError if that fails; the folder is released
+        anyway."""
         with ExitStack() as end:
             end.callback(self._lock.close)
             end.callback(self._log.close)
@@ -199,7 +203,7 @@ class DiskTier:
             self._io.close()
             try:
                 self._log.sync()
-                with suppress(OSError):  # a full disk: what was used is forgotten, which only orders what goes first
+                with suppress(OSError):  # a full disk: it only changes which parts are dropped first
                     self._index.remember_use(self._space.uses())
             except OSError as error:
                 raise TierError(TIER, f"not all of it is durable: {error}") from error
@@ -216,7 +220,7 @@ class DiskTier:
         return Reading(at, key, entry, header, self._io.begin(self._io.read, entry.segment.fd, buffers, entry.offset))
 
     def _end_load(self, reading: Reading) -> Loaded:
-        """What came; whatever is no whole record of the part is forgotten."""
+        """Waits for the record. If it is not a whole record of the part, the part is removed from the maps."""
         entry = reading.entry
         try:
             is_whole = reading.transfer.end()
@@ -236,7 +240,8 @@ class DiskTier:
             self._io.headers.give_back(reading.header)
 
     def _delete(self, entries: dict[bytes, Entry], deadline: Deadline) -> dict[bytes, Outcome]:
-        """They are not found any more; the log says so first, so that they do not come back when it is read anew."""
+        """Deletes parts that the maps do not have any more. The log is marked first, so that they do not come back when
+        it is scanned."""
         outcomes: dict[bytes, Outcome] = {}
         try:
             for key, entry in entries.items():

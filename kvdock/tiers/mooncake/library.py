@@ -1,7 +1,8 @@
-"""Mooncake's client library, with types and without surprises: what it returns is checked, and a lost master raises.
+"""Mooncake's client library, with types. Its answers are checked, and a lost master raises an error.
 
-A read and a write are each in three steps, so that calls that ask the master, which may hang, never hold a page: begin
-(master), copy ranges (peers), end (master). Seen with 0.3.13.post1; what each call does there is in docs/tiers.md.
+Reads and writes have three steps each: begin (asks the master), copy ranges (from or to peers), end (asks the master).
+So calls to the master, which may hang, never hold a page. This was tried with 0.3.13.post1; docs/tiers.md has what each
+call does there.
 """
 
 from __future__ import annotations
@@ -22,29 +23,29 @@ INSTALL: Final = "pip install 'kvdock[mooncake]', and libibverbs1 of the distrib
 DONE: Final = 0
 NO_ROOM: Final = -200
 INVALID: Final = -600
-"""Also: this process has begun a write of that name and neither ended nor revoked it."""
+"""Also if this process has begun a write of that name and has neither ended nor revoked it."""
 BEING_WRITTEN: Final = -703
 ABSENT: Final = -704
 THERE: Final = -705
-"""Somebody has begun to write that name before, and perhaps ended."""
+"""A client has begun to write that name before, and may have ended the write."""
 LEASED: Final = -706
 LEASE_OVER: Final = -707
-_LOST: Final = range(-999, -899)  # calls to the master that did not come through
+_LOST: Final = range(-999, -899)  # calls that did not reach the master
 
 _ENDS_WITHIN_S: Final = 50.0
-"""The library waits 60 s for copies and then returns an error while they may go on. An error before that comes when
-all copies of the call have ended."""
+"""The library waits 60 s for copies; then it returns an error while they may still be in progress. An error before that
+comes when all copies of the call have ended."""
 _RDMA_DEVICES: Final = Path("/sys/class/infiniband")
 
-Call = Callable[..., Any]
+Function = Callable[..., Any]
 
 
 class Unended(Exception):
-    """A copy has failed, and may still be under way."""
+    """A copy has failed, and may still be in progress."""
 
 
 class Library:
-    """One client of one master. Safe for threads; of one name, one read or write at a time."""
+    """One client of one master. Thread-safe, but each name may have one read or write at a time."""
 
     def __init__(self, settings: MooncakeSettings, store: Any, config: Any) -> None:
         self._settings, self._store, self._config = settings, store, config
@@ -52,8 +53,8 @@ class Library:
 
     @classmethod
     def open(cls, settings: MooncakeSettings, deadline: Deadline) -> Self:
-        """Raises TierError, at most some `master_s` after the deadline: the library's start cannot be broken off, and
-        no other thread of Python runs meanwhile."""
+        """Raises TierError. May take a few times `master_s` longer than the deadline: the library's start cannot be
+        cancelled, and no other Python thread runs meanwhile."""
         _prepare(settings)
         try:
             from mooncake.store import MooncakeDistributedStore, ReplicateConfig
@@ -63,52 +64,55 @@ class Library:
         config.replica_num = settings.replicas
         try:
             address = settings.address()
-            _knock(settings, min(deadline.left_s, settings.master_s))
+            _connect(settings, min(deadline.left_s, settings.master_s))
         except OSError as error:
             raise TierError(TIER, f"the master at {settings.master} is not reached: {error}") from error
-        # No local buffer: it would be registered memory, which others can reach, and nothing here uses it.
+        # No local buffer: nothing here uses it, and it would be registered memory, which others can reach.
         code = store.setup(
             address, "P2PHANDSHAKE", settings.contribute_bytes, 0, settings.protocol, settings.device, settings.master
         )
         if code != DONE:
-            raise TierError(TIER, f"no client could be made of the master at {settings.master} (code {code})")
+            raise TierError(TIER, f"no client of the master at {settings.master} could be made (code {code})")
         return cls(settings, store, config)
 
     def exist(self, names: list[str]) -> list[int]:
-        """1: it is there, whole."""
-        return self._asked(self._store.batch_is_exist, names)
+        """For each name, 1: the store has all of the object."""
+        return self._ask(self._store.batch_is_exist, names)
 
     def remove(self, names: list[str], force: bool = False) -> list[int]:
-        """DONE, ABSENT, BEING_WRITTEN, or LEASED unless `force`."""
-        return self._asked(self._store.batch_remove, names, force)
+        """DONE, ABSENT, BEING_WRITTEN, or, without `force`, LEASED."""
+        return self._ask(self._store.batch_remove, names, force)
 
     def begin_reads(self, names: list[str]) -> list[int]:
-        return self._asked(self._store.batch_get_session_start, names)
+        """DONE, ABSENT, BEING_WRITTEN or LEASE_OVER."""
+        return self._ask(self._store.batch_get_session_start, names)
 
     def end_reads(self, names: list[str]) -> None:
-        """Asks nobody: it forgets where they are."""
+        """Makes no call: the client forgets where the objects are."""
         self._store.batch_get_session_end(names)
 
     def begin_writes(self, names: list[str], sizes: list[int]) -> list[int]:
-        return self._asked(self._store.batch_put_session_start, names, sizes, self._config)
+        """DONE, THERE, INVALID or NO_ROOM."""
+        return self._ask(self._store.batch_put_session_start, names, sizes, self._config)
 
     def end_writes(self, names: list[str]) -> list[int]:
-        """DONE: others find it from now on. Never for a name whose bytes are not all written: the store would not
-        notice."""
-        return self._asked(self._store.batch_put_session_end, names)
+        """DONE: others find the object from now on. Must not be called for a name before all its bytes are written: the
+        store does not check that."""
+        return self._ask(self._store.batch_put_session_end, names)
 
     def revoke_writes(self, names: list[str]) -> None:
-        """As far as it can. What stays behind is revoked when the name is written again, and the master drops it."""
+        """Errors are ignored: a write that is not revoked is revoked when the name is written again, and the master
+        drops it."""
         if names:
             self._store.batch_put_session_revoke(names)
 
     def read(self, name: str, address: int, length: int, offset: int) -> int:
-        """Bytes read, or a code. Raises Unended."""
-        return self._copied(self._store.batch_get_into_multi_buffer_ranges, name, address, length, offset)
+        """Returns the number of bytes read, or a code. Raises Unended."""
+        return self._copy(self._store.batch_get_into_multi_buffer_ranges, name, address, length, offset)
 
     def write(self, name: str, address: int, length: int, offset: int) -> int:
-        """Bytes written, or a code. Raises Unended."""
-        return self._copied(self._store.batch_put_from_multi_buffer_ranges, name, address, length, offset)
+        """Returns the number of bytes written, or a code. Raises Unended."""
+        return self._copy(self._store.batch_put_from_multi_buffer_ranges, name, address, length, offset)
 
     def register(self, address: int, length: int) -> None:
         """Raises TierError."""
@@ -119,13 +123,13 @@ class Library:
         self._store.unregister_buffer(address)
 
     def close(self) -> None:
-        """Takes up to a second, and no other thread of Python runs meanwhile."""
+        """Takes up to a second, and no other Python thread runs meanwhile."""
         self._store.close()
 
-    def _asked(self, call: Call, names: list[str], *more: Any) -> list[int]:
-        if self._is_lost:  # the library would try for seconds to reach a master that is gone
+    def _ask(self, call: Function, names: list[str], *more: Any) -> list[int]:
+        if self._is_lost:  # the library would try for seconds to reach a master that does not run
             try:
-                _knock(self._settings, self._settings.master_s)
+                _connect(self._settings, self._settings.master_s)
             except OSError as error:
                 raise TierError(TIER, f"the master at {self._settings.master} is not reached: {error}") from error
         codes = list(call(names, *more))
@@ -134,26 +138,26 @@ class Library:
         if lost:
             raise TierError(TIER, f"the master at {self._settings.master} does not answer (code {lost[0]})")
         if len(codes) != len(names):
-            raise TierError(TIER, f"the client gave {len(codes)} answers to {len(names)} questions")
+            raise TierError(TIER, f"found {len(codes)} answers of the client, wanted {len(names)}")
         return codes
 
     @staticmethod
-    def _copied(call: Call, name: str, address: int, length: int, offset: int) -> int:
-        began = monotonic()
+    def _copy(call: Function, name: str, address: int, length: int, offset: int) -> int:
+        began_s = monotonic()
         codes: Sequence[int] = call([name], [[address]], [[length]], [[offset]])
-        if list(codes) != [length] and monotonic() - began > _ENDS_WITHIN_S:
-            raise Unended(f"a copy of {name} may be under way still")
+        if list(codes) != [length] and monotonic() - began_s > _ENDS_WITHIN_S:
+            raise Unended(f"a copy of {name} may still be in progress")
         return codes[0] if len(codes) == 1 else INVALID
 
 
-def _knock(settings: MooncakeSettings, timeout_s: float) -> None:
-    """Raises OSError where no master listens."""
+def _connect(settings: MooncakeSettings, timeout_s: float) -> None:
+    """Raises OSError if no master listens."""
     socket.create_connection((settings.host, settings.port), max(timeout_s, 0.01)).close()
 
 
 def _prepare(settings: MooncakeSettings) -> None:
-    """The library takes these from the environment only. Raises TierError where there is no RDMA: the library would
-    say yes, and go over TCP, where memory that is registered can be read and written by all."""
+    """Sets the environment variables from which the library takes settings. Raises TierError if there is no RDMA: the
+    library would go over TCP without an error, where every host can read and write registered memory."""
     if settings.protocol == "rdma":
         devices = sorted(path.name for path in _RDMA_DEVICES.iterdir()) if _RDMA_DEVICES.is_dir() else []
         missing = [name for name in settings.device.split(",") if name and name not in devices]
@@ -168,4 +172,4 @@ def _prepare(settings: MooncakeSettings) -> None:
         MC_TCP_ADMISSION_TIMEOUT_MS=str(1000 * settings.stall_s),
         MC_RPC_TIMEOUT_MS=patience, MC_RPC_CONNECT_TIMEOUT_MS=patience, MC_STORE_CLIENT_SETUP_RETRIES="1",
     )
-    os.environ.setdefault("MC_LOG_LEVEL", "ERROR")  # it tells each step of its work otherwise
+    os.environ.setdefault("MC_LOG_LEVEL", "ERROR")  # otherwise it logs each step of its work

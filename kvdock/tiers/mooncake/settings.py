@@ -1,4 +1,4 @@
-"""Settings of the tier on Mooncake Store, as its URL says them: mooncake://HOST:PORT?protocol=tcp&contribute=8GiB."""
+"""The settings of the tier on Mooncake Store, read from its URL: mooncake://HOST:PORT?protocol=tcp&contribute=8GiB."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ _UNITS: Final = {"": 0, "KiB": 10, "MiB": 20, "GiB": 30, "TiB": 40}
 
 @dataclass(frozen=True, slots=True)
 class MooncakeSettings:
-    """`contribute_bytes`: of this process's memory, for all to store in; 0: none. `device`: RDMA devices, separated by
-    commas; empty: all. `local_host`: where peers reach this process; empty: the address that faces the master.
-    `stall_s`: a copy without progress for so long is broken off. `master_s`: how long the master may take to answer.
-    `threads`: how many batches are under way at once. `direct`: bytes go straight from and to the slots."""
+    """`contribute_bytes`: memory of this process in which all clients may store; 0: none. `device`: RDMA devices,
+    separated by commas; empty: all. `local_host`: the address at which peers reach this process; empty: the one that
+    faces the master. `stall_s`: a copy without progress for so long is cancelled. `master_s`: how long the master may
+    take to answer. `threads`: how many batches are in progress at once. `direct`: bytes go directly from and to the
+    slots."""
 
     host: str
     port: int
@@ -37,9 +38,15 @@ class MooncakeSettings:
     def master(self) -> str:
         return f"{self.host}:{self.port}"
 
+    @property
+    def registers_memory(self) -> bool:
+        """Whether the tier registers memory with the client. Not over TCP, where all who reach the client's port can
+        read and write registered memory."""
+        return self.protocol == "rdma"
+
     @staticmethod
     def parse(url: str) -> MooncakeSettings:
-        """Raises TierUrlError, which says what was found and what is wanted."""
+        """Raises TierUrlError, which names what was found and what is wanted."""
         parts, options = read_url(url, ("mooncake",), _OPTIONS)
         try:
             host, port = parts.hostname, parts.port
@@ -54,11 +61,11 @@ class MooncakeSettings:
         return MooncakeSettings(host, port, **options)
 
     def address(self) -> str:
-        """Where peers reach this process. Raises OSError if the master's host is unknown."""
+        """The address at which peers reach this process. Raises OSError if the master's host is unknown."""
         if self.local_host:
             return self.local_host
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as facing:
-            facing.connect((self.host, self.port))  # of a datagram socket: nothing is sent
+            facing.connect((self.host, self.port))  # a datagram socket: nothing is sent
             return str(facing.getsockname()[0])
 
 

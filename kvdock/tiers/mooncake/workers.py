@@ -1,7 +1,7 @@
-"""Threads that call a library whose calls block, for callers who wait no longer than their deadlines.
+"""Threads that make the blocking calls of a library, for callers that wait no longer than their deadlines.
 
-A call that hangs keeps its thread, not its caller. What a job does with the caller's pages it does inside touching():
-nothing begins there once the caller has given up, and the caller waits until nothing is there any more.
+A call of the library that hangs keeps its thread, not its caller. A job uses the caller's pages only inside touching():
+it cannot enter once the caller has given up, and the caller waits until no job is inside.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ _TICK_S: Final = 0.01
 
 
 class GivenUp(Exception):
-    """Nobody waits for this job any more."""
+    """The caller no longer waits for this job."""
 
 
-class Verb:
-    """One call of a verb, which is over once its caller has given up."""
+class Call:
+    """One call of a tier's verb: several jobs. It is over once its caller has given up."""
 
     def __init__(self, jobs: int) -> None:
         self.changed: Final = threading.Condition()
@@ -37,15 +37,15 @@ class Verb:
             raise GivenUp
 
     def pause(self, seconds: float) -> None:
-        """Raises GivenUp, at once when the caller gives up."""
+        """Waits. Raises GivenUp as soon as the caller gives up."""
         with self.changed:
             self.changed.wait_for(lambda: self._is_over, seconds)
             self.check()
 
     @contextmanager
     def touching(self) -> Iterator[None]:
-        """Around what reads or writes the caller's pages. Raises GivenUp before it. If an exception comes out, what
-        touches them may go on."""
+        """Surrounds code that reads or writes the caller's pages. Raises GivenUp before it is entered. If the code
+        raises, it counts as still touching the pages."""
         with self.changed:
             self.check()
             self._touching += 1
@@ -55,14 +55,14 @@ class Verb:
             self.changed.notify_all()
 
     def give_up(self, patience_s: float) -> bool:
-        """False: after `patience_s` something still touches the pages."""
+        """False: after `patience_s` a job still touches the pages."""
         with self.changed:
             self._is_over = True
             self.changed.notify_all()
             return self.changed.wait_for(lambda: not self._touching, patience_s)
 
     def ended(self, error: BaseException | None) -> None:
-        """One job of it has."""
+        """One of its jobs has ended."""
         with self.changed:
             self.jobs_left -= 1
             self.error = self.error or error
@@ -70,18 +70,18 @@ class Verb:
 
 
 class Names:
-    """Which names are in use: the library cannot have two reads or writes of one name at a time."""
+    """The names in use: the library cannot have two reads or writes of one name at a time."""
 
     def __init__(self) -> None:
         self._used: set[str] = set()
         self._changed = threading.Condition()
 
     @contextmanager
-    def held(self, names: Sequence[str], verb: Verb) -> Iterator[None]:
-        """Waits until all are free, and takes them at once. Raises GivenUp."""
+    def held(self, names: Sequence[str], call: Call) -> Iterator[None]:
+        """Waits until all names are free, and takes all of them together. Raises GivenUp."""
         with self._changed:
             while not self._used.isdisjoint(names):
-                verb.check()
+                call.check()
                 self._changed.wait(_TICK_S)
             self._used.update(names)
         try:
@@ -92,43 +92,43 @@ class Names:
                 self._changed.notify_all()
 
 
-Own = TypeVar("Own")
-"""What each thread has for itself."""
-Job = Callable[[Verb, Own], None]
+Buffer = TypeVar("Buffer")
+"""A thread's own memory."""
+Job = Callable[[Call, Buffer], None]
 
 
-class Workers(Generic[Own]):
-    """`own`: makes what a thread has for itself, anew after a job that ended with `spoils`. Daemon threads: a call that
-    never ends must not hold up the end of the process."""
+class Workers(Generic[Buffer]):
+    """`new_buffer`: makes a thread's buffer; the thread gets a new one after a job that raised `spoils`. They are
+    daemon threads, because a call that never ends must not delay the end of the process."""
 
-    def __init__(self, tier: str, count: int, own: Callable[[], Own], spoils: type[Exception]) -> None:
-        self._tier, self._own, self._spoils = tier, own, spoils
-        self._queue: deque[tuple[Job[Own], Verb]] = deque()
+    def __init__(self, tier: str, count: int, new_buffer: Callable[[], Buffer], spoils: type[Exception]) -> None:
+        self._tier, self._new_buffer, self._spoils = tier, new_buffer, spoils
+        self._queue: deque[tuple[Job[Buffer], Call]] = deque()
         self._changed = threading.Condition()
         self._is_closed, self._running = False, count
-        self._spoilt: list[Own] = []  # a call may still write there
-        for number, first in enumerate([own() for _ in range(count)]):
+        self._spoilt: list[Buffer] = []  # a call may still write to these
+        for number, first in enumerate([new_buffer() for _ in range(count)]):
             threading.Thread(target=self._work, args=(first,), name=f"{tier}-{number}", daemon=True).start()
 
-    def run(self, jobs: Sequence[Job[Own]], deadline: Deadline, patience_s: float) -> None:
-        """Until all are done, one raises, or the deadline is over. Raises what a job raised, and StillRunning if after
-        `patience_s` more something still touches the caller's pages."""
-        verb = Verb(len(jobs))
+    def run(self, jobs: Sequence[Job[Buffer]], deadline: Deadline, patience_s: float) -> None:
+        """Returns when all jobs are done, one has raised, or the deadline has passed. Raises what a job raised, and
+        StillRunning if a job still touches the caller's pages after another `patience_s`."""
+        call = Call(len(jobs))
         with self._changed:
-            self._queue.extend((job, verb) for job in jobs)
+            self._queue.extend((job, call) for job in jobs)
             self._changed.notify_all()
-        with verb.changed:
-            while verb.jobs_left and verb.error is None and not deadline.is_over:
-                verb.changed.wait(min(deadline.left_s, _TICK_S))
+        with call.changed:
+            while call.jobs_left and call.error is None and not deadline.is_over:
+                call.changed.wait(min(deadline.left_s, _TICK_S))
         with self._changed:
-            self._queue = deque(entry for entry in self._queue if entry[1] is not verb)
-        if not verb.give_up(patience_s):
+            self._queue = deque(entry for entry in self._queue if entry[1] is not call)
+        if not call.give_up(patience_s):
             raise StillRunning(self._tier, "a copy from or to the pages did not end")
-        if verb.error is not None:
-            raise verb.error
+        if call.error is not None:
+            raise call.error
 
     def close(self, deadline: Deadline) -> bool:
-        """Ends the threads when they have nothing to do. False: some still had when the deadline was over."""
+        """Ends the threads when they are idle. False: some were still busy at the deadline."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -136,29 +136,29 @@ class Workers(Generic[Own]):
                 self._changed.wait(min(deadline.left_s, _TICK_S))
             return not self._running
 
-    def _work(self, own: Own) -> None:
+    def _work(self, buffer: Buffer) -> None:
         while (entry := self._next()) is not None:
-            job, verb = entry
+            job, call = entry
             error: BaseException | None = None
             try:
-                verb.check()
-                job(verb, own)
+                call.check()
+                job(call, buffer)
             except GivenUp:
                 pass
             except self._spoils as found:
-                self._spoilt.append(own)
-                own = self._own()
+                self._spoilt.append(buffer)
+                buffer = self._new_buffer()
                 error = TierError(self._tier, str(found))
-            except BaseException as found:  # the caller gets it; the thread must live on
+            except BaseException as found:  # the caller gets it; the thread must go on
                 error = found
-            verb.ended(error)
-            del job, verb, entry, error  # they hold the caller's pages
+            call.ended(error)
+            del job, call, entry, error  # they keep the caller's pages alive
         with self._changed:
             self._running -= 1
             self._changed.notify_all()
 
-    def _next(self) -> tuple[Job[Own], Verb] | None:
-        """None: it is closed."""
+    def _next(self) -> tuple[Job[Buffer], Call] | None:
+        """None: this is closed."""
         with self._changed:
             while not self._queue and not self._is_closed:
                 self._changed.wait()

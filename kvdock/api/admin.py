@@ -53,17 +53,17 @@ class Admin:
     async def clear(self, body: ClearCache) -> Cleared:
         """Raises ApiError(unknown_namespace)."""
         spaces = [] if body.namespace is None else [self._namespace(body.namespace)]
-        chunks, told = await self._clears.clear(spaces, all_of_them=body.namespace is None)
+        chunks, answers = await self._clears.clear(spaces, all_of_them=body.namespace is None)
         self._forget_count()
-        return Cleared(chunks=chunks, untold=told.untold)
+        return Cleared(chunks=chunks, pending_tiers=answers.pending)
 
     async def delete(self, body: DeleteChunks) -> Deleted:
         """Raises ApiError: unknown_namespace, invalid_body."""
         space = self._namespace(body.namespace)
-        chunks, told = await self._clears.delete(space, key_bytes(body.keys), KEYS_SLICE * KEY_BYTES)
+        chunks, answers = await self._clears.delete(space, key_bytes(body.keys), KEYS_SLICE * KEY_BYTES)
         self._forget_count()
         return Deleted(
-            chunks=chunks, tier_chunks=told.chunks, untold=told.untold, is_cleared=told.is_cleared
+            chunks=chunks, tier_chunks=answers.chunks, pending_tiers=answers.pending, is_cleared=answers.is_cleared
         )
 
     async def evict(self, body: EvictChunks) -> Evicted:

@@ -30,9 +30,8 @@ from kvdock.api.reports.metrics import Metrics, ServerMetrics
 from kvdock.api.reports.status import LowerTiers, Overview, Probes
 from kvdock.api.service import CacheService
 from kvdock.api.settings import Settings
-from kvdock.api.tiers.clears import Clears
-from kvdock.api.tiers.desk import TierDesk
-from kvdock.api.tiers.owed import OwedFile
+from kvdock.api.tiers.clears import Clears, OrderFile
+from kvdock.api.tiers.mover_client import MoverClient
 from kvdock.shm.objects import history_path
 
 NO_EXTRAS = Extras()
@@ -45,7 +44,7 @@ class Parts(NamedTuple):
     keeper: Keeper
     sampler: Sampler
     drain: Drain
-    desk: TierDesk
+    mover_client: MoverClient
     feeds: Feeds
 
 
@@ -59,27 +58,27 @@ def build(
     registry, clock = sessions.registry, sessions.clock
     curves = Curves(pool, clocks.now_s) if "curve" in settings.observers else None
     tally = Tally(settings, pool.table, journal, curves, clocks, clock)
-    clears = Clears(pool.table, registry, journal, OwedFile(Path(f"{settings.socket_path}.owed")), settings.tier_names)
-    desk = TierDesk(
-        pool.table, registry, tally.counters, clears, has_mover=settings.has_tiers, now_ms=clock.now_ms,
-        now_s=clocks.now_s, room=lambda: (pool.free_bytes, pool.limit_bytes), is_draining=lambda: drain.begun,
+    orders = OrderFile(Path(f"{settings.socket_path}.orders"))
+    clears = Clears(pool.table, registry, journal, orders, settings.tier_names)
+    mover_client = MoverClient(
+        pool, registry, tally.counters, clears, is_draining=lambda: drain.begun, now_ms=clock.now_ms,
+        now_s=clocks.now_s,
     )
     feeds = Feeds(settings, pool.table, journal, clocks.wall_s, extras)
     history = History(
         settings.history_values, settings.history_interval_s, SERIES + TIER_SERIES * settings.has_tiers,
         kept=KeptObject(history_path(pool.pool_id), "the history of hours and days"), wall_s=clocks.wall_s,
     )
-    sampler = Sampler(history, pool, tally, lambda: desk.reports, clock)
+    sampler = Sampler(history, pool, tally, lambda: mover_client.tiers, clock)
     meter, pulse = Meter(tally.counters, Timings(), clocks.perf_ns, {}, journal.publish), Pulse(clocks.perf_ns)
     probes = Probes(settings, pool, registry, drain, pulse)
-    overview = Overview(
-        probes, sessions, tally, history, curves, LowerTiers(lambda: desk.reports, desk.view), clocks.wall_s
-    )
+    tiers = LowerTiers(lambda: mover_client.tiers, mover_client.view)
+    overview = Overview(probes, sessions, tally, history, curves, tiers, clocks.wall_s)
     contents = Contents(pool.table, registry, clock, clocks.now_s)
     lists = Lists(sessions, tally.recent, contents)
     server_metrics = ServerMetrics(pool, overview, probes, lists, tally, meter, feeds)
     handlers = Handlers(
-        service=CacheService(sessions, tally, desk, clears, feeds.kv, settings.heartbeat_s),
+        service=CacheService(sessions, tally, mover_client, clears, feeds.kv, settings.heartbeat_s),
         admin=Admin(settings, sessions, journal, clears, contents.forget),
         overview=overview, lists=lists, contents=contents,
         explainer=Explainer(tally.recent, registry, pool.table), probes=probes,
@@ -88,7 +87,7 @@ def build(
         body_limit_bytes=settings.body_limit_bytes, body_room=BodyRoom.for_bodies_of(settings.body_limit_bytes),
     )
     keeper = Keeper(settings, access, sessions, tally, sampler, pulse)
-    return Parts(access, handlers, meter, keeper, sampler, drain, desk, feeds)
+    return Parts(access, handlers, meter, keeper, sampler, drain, mover_client, feeds)
 
 
 def _sessions(settings: Settings, pool: Pool, clocks: Clocks) -> tuple[Sessions, Drain]:

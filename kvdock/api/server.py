@@ -113,7 +113,7 @@ class Server:
             keeper, drain = parts.keeper, parts.drain
             self._drain = drain
             addresses = Addresses(_url(tcp), f"unix:{settings.socket_path}", pool.pool_id)
-            mover = MoverProcess(settings, parts.desk, addresses.unix) if settings.has_tiers else None
+            mover = MoverProcess(settings, parts.mover_client, addresses.unix) if settings.has_tiers else None
 
             @asynccontextmanager
             async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -129,7 +129,7 @@ class Server:
                     with suppress(asyncio.CancelledError):
                         await asyncio.wait([ending])
                 if mover is not None:
-                    await mover.end()
+                    await mover.stop()
 
             async def announce() -> None:
                 await keeper.ready.wait()

@@ -28,7 +28,8 @@ from kvdock.api.pool.registry import MemberRecord, SessionRecord, digest16
 from kvdock.api.pool.sessions import Sessions
 from kvdock.api.record.tally import Tally
 from kvdock.api.tiers.clears import Clears
-from kvdock.api.tiers.desk import LookupCall, TierDesk
+from kvdock.api.tiers.mover_client import MoverClient
+from kvdock.api.tiers.tickets import LookupCall
 from kvdock.api.tokens import keys_of
 from kvdock.protocol import schemas as s, tier_schemas as t
 from kvdock.protocol.awaited import BeingStored
@@ -49,12 +50,13 @@ class CacheService:
     """One method for each call that engines make."""
 
     def __init__(
-        self, sessions: Sessions, tally: Tally, desk: TierDesk, clears: Clears, kv_log: KvLog | None, heartbeat_s: float
+        self, sessions: Sessions, tally: Tally, mover_client: MoverClient, clears: Clears, kv_log: KvLog | None,
+        heartbeat_s: float,
     ) -> None:
         """`heartbeat_s`: how often members are asked to send a heartbeat. `kv_log`: None if routers get no KV events.
         """
         self._sessions, self._tally = sessions, tally
-        self._desk, self._clears, self._kv_log = desk, clears, kv_log
+        self._mover_client, self._clears, self._kv_log = mover_client, clears, kv_log
         self._heartbeat_s = heartbeat_s
         self._pool, self._table = sessions.pool, sessions.pool.table
         self._registry, self._names, self._clock = sessions.registry, sessions.names, sessions.clock
@@ -102,7 +104,7 @@ class CacheService:
             if session.namespace is not before:
                 log.info("session %s runs weights %r now, namespace %s", session.id, body.weights,
                          session.namespace.digest.hex()[:12])
-                self._desk.moved(session, before)
+                self._mover_client.moved(session, before)
                 self._filed(session)
             return s.WeightsAnswer(filed_in=session.namespace.digest.hex())
 
@@ -110,7 +112,7 @@ class CacheService:
 
     def _filed(self, session: SessionRecord) -> None:
         """The session is in its namespace from now on."""
-        self._desk.attached(session)
+        self._mover_client.attached(session)
         manifest = session.namespace.manifest
         if self._kv_log is not None and not session.is_bench:
             self._kv_log.met(session.namespace.table_id, Source(
@@ -188,11 +190,11 @@ class CacheService:
         session.grants += found.lease != 0
         self._tally.lookup(session, body, request, keys, found, started_ns)
         pending = None
-        if self._desk.has_mover:
+        if self._mover_client.has_mover:
             call = LookupCall(
                 session, member.table_id, request, body.epoch, keys, body.readers, body.skip_prefix_tokens
             )
-            pending = self._desk.looked_up(call, found, body.wait_s, body.tokens_per_s)
+            pending = self._mover_client.looked_up(call, found, body.wait_s, body.tokens_per_s)
         return LookupReply(
             refused_releases=refused,
             hit_tokens=found.hit_tokens,
@@ -212,14 +214,14 @@ class CacheService:
         session = self._registry.session(body.session, peer.tenant)
         for request in map(digest16, body.withdraws):
             self._table.withdraw(session.table_id, request)
-            self._desk.withdrawn(session, request)
+            self._mover_client.tickets.withdrawn(session, request)
         return s.ReleaseManyAnswer(refused_releases=await self._release_carried(session, body))
 
     async def hold(self, peer: Peer, body: t.Hold, form: Form) -> t.HoldHead:
         session = self._registry.session(body.session, peer.tenant)
         refused = await self._release_carried(session, body)
         request = self._names.digest(body.request)
-        if not self._desk.is_movers(session):  # else it is how what waits is written while the server drains
+        if not self._mover_client.is_mover(session):  # the mover writes what waits while the server drains
             self._sessions.check_grants(session, request)
         held = self._table.hold(
             session.table_id, session.member(body.member).table_id, request, key_bytes(body.keys), self._clock.now_ms()
@@ -235,7 +237,8 @@ class CacheService:
     def prefetch(self, peer: Peer, body: t.Prefetch) -> t.PrefetchAnswer:
         session = self._registry.session(body.session, peer.tenant)
         session.member(body.member)
-        return self._desk.ahead.begin(session.namespace, key_bytes(body.keys), body.after_s, body.deadline_s)
+        keys = key_bytes(body.keys)
+        return self._mover_client.prefetches.start(session.namespace, keys, body.after_s, body.deadline_s)
 
     def cancel(self, peer: Peer, lease: str, session: str, member: str) -> None:
         asker = self._registry.session(session, peer.tenant)
@@ -298,8 +301,8 @@ class CacheService:
         keys = await keys_of(session.namespace, body.keys, body.tokens, MAX_STORE_KEYS)
         if body.blocks:
             self._name_blocks(session, keys, body.blocks)
-        is_movers = self._desk.is_movers(session)
-        temporary = body.temporary and not (is_movers and self._pool.limits.tier_keep == "always")
+        is_mover = self._mover_client.is_mover(session)
+        temporary = body.temporary and not (is_mover and self._pool.limits.tier_keep == "always")
         await self._pool.make_room(session.namespace.table_id, keys, session.namespace.bytes_of_groups(groups))
         store = self._names.digest(body.store)
 
@@ -318,8 +321,8 @@ class CacheService:
         while not granted.grant and granted.limited == "no_space" and await self._pool.grow_once():
             granted = ask()
         session.grants += granted.grant != 0
-        if is_movers and temporary and granted.grant:
-            self._desk.reserved(session, granted.grant, keys)
+        if is_mover and temporary and granted.grant:
+            self._mover_client.tickets.reserved(session, granted.grant, keys)
         self._tally.reservation(session, body, keys, granted, started_ns)
         return ReserveReply(
             refused_releases=refused,
@@ -338,10 +341,10 @@ class CacheService:
         parts = committed_parts(body.parts)
         ready, remaining = self._table.commit(session.table_id, grant, body.rank, parts, self._clock.now_ms())
         self._tally.committed(session, grant, ready, is_whole=not remaining)
-        if self._desk.is_movers(session):
-            self._desk.committed(session)
+        if self._mover_client.is_mover(session):
+            self._mover_client.tickets.extend(session.namespace)
             if not remaining:
-                self._desk.settled(grant)
+                self._mover_client.tickets.reservation_ended(grant)
         return s.CommitAnswer(refused_releases=refused, ready=ready, remaining=remaining)
 
     def abort(self, peer: Peer, reservation: str, body: s.Abort) -> s.ReleaseAnswer:
@@ -351,8 +354,8 @@ class CacheService:
             return s.ReleaseAnswer(remaining=[])
         remaining = self._table.abort(session.table_id, grant_id(reservation), body.ranks)
         self._tally.aborted(session, grant_id(reservation), body.ranks, is_over=not remaining)
-        if self._desk.is_movers(session):
-            self._desk.settled(grant_id(reservation))
+        if self._mover_client.is_mover(session):
+            self._mover_client.tickets.reservation_ended(grant_id(reservation))
         return s.ReleaseAnswer(remaining=remaining)
 
     # ---------------------------------------------------------------- helpers

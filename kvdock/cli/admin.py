@@ -52,7 +52,7 @@ def clear_cache(
         print_json(console, cleared)
     else:
         say(console, f"{cleared.chunks:,} chunks were cleared")
-        _say_untold(console, cleared.untold)
+        _say_pending(console, cleared.pending_tiers)
 
 
 def evict(
@@ -107,7 +107,7 @@ def _evict_prompt(server: str, prompt: Prompt, *, yes: bool, as_json: bool, cons
         say(console, f"{counted(gone.tier_chunks, 'chunk')} deleted from lower tiers")
     if gone.is_cleared:
         say(console, "more keys were deleted than tiers can name, so the whole namespace was cleared")
-    _say_untold(console, gone.untold)
+    _say_pending(console, gone.pending_tiers)
 
 
 def keep(
@@ -139,9 +139,9 @@ def keep(
     say(console, f"{what} kept from eviction until {until}{rest}")
 
 
-def _say_untold(console: Console, tiers: Sequence[str]) -> None:
+def _say_pending(console: Console, tiers: Sequence[str]) -> None:
     if tiers:
-        say(console, f"not told yet: the lower tiers {', '.join(tiers)}; until they were, they are not used for it")
+        say(console, f"still to be done in the lower tiers {', '.join(tiers)}; they are not used for it until then")
 
 
 def _named(space: NamespaceView) -> str:

@@ -43,7 +43,7 @@ def delete(client: Client, namespace: str, keys: Sequence[str]) -> a.Deleted:
     ]
     return a.Deleted(
         chunks=sum(one.chunks for one in answers), tier_chunks=sum(one.tier_chunks for one in answers),
-        untold=sorted({tier for one in answers for tier in one.untold}),
+        pending_tiers=sorted({tier for one in answers for tier in one.pending_tiers}),
         is_cleared=any(one.is_cleared for one in answers),
     )
 

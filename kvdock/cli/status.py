@@ -197,11 +197,11 @@ def tier_in_words(tier: TierView) -> str:
     limit = f" of at most {size(tier.bytes_limit)}" if tier.bytes_limit else ""
     waits = f", {size(tier.queued_bytes)} wait to be written" if tier.queued_bytes else ""
     bad = f", {tier.counters['damaged']:,} damaged" if tier.counters.get("damaged") else ""
-    owed = f", not told of {tier.untold:,} clears and deletions yet" if tier.untold else ""
+    pending = f", {tier.pending_orders:,} clears and deletions still to be done" if tier.pending_orders else ""
     stored, loaded = (size(tier.counters.get(name, 0)) for name in ("stored_bytes", "loaded_bytes"))
     return (
         f"{said}; {size(tier.bytes_used)}{limit} in {tier.objects:,} parts{waits}; "
-        f"{stored} stored, {loaded} loaded{bad}{owed}"
+        f"{stored} stored, {loaded} loaded{bad}{pending}"
     )
 
 
@@ -220,7 +220,7 @@ def _mover(mover: MoverView) -> str:
     if mover.declined:
         said.append(f"computed instead, as no tier is quicker: {mover.declined:,}")
     if mover.lost_lookups:
-        said.append(f"lookups that it was not told of: {mover.lost_lookups:,}")
+        said.append(f"lookups that were not sent to it: {mover.lost_lookups:,}")
     return "; ".join(said)
 
 

@@ -53,9 +53,9 @@ class ClearCache(Body, kw_only=True):
 class Cleared(Answer, kw_only=True):
     chunks: int
     """Taken out of use by this call, in the pool."""
-    untold: list[Name] = msgspec.field(default_factory=list)
-    """Lower tiers that could not be told. They are not used for what was cleared until they were, also by the next
-    server at the same socket."""
+    pending_tiers: list[Name] = msgspec.field(default_factory=list)
+    """Lower tiers that have not carried out the clear yet. They are not used for what was cleared until they have, also
+    by the next server at the same socket."""
 
 
 class DeleteChunks(Body, kw_only=True):
@@ -68,7 +68,7 @@ class Deleted(Answer, kw_only=True):
     """Taken out of use by this call, in the pool; the other keys were not READY."""
     tier_chunks: int = 0
     """Taken out of lower tiers, counted in each."""
-    untold: list[Name] = msgspec.field(default_factory=list)
+    pending_tiers: list[Name] = msgspec.field(default_factory=list)
     """As in Cleared."""
     is_cleared: bool = False
     """More keys were deleted than tiers can name, so the whole namespace was cleared instead."""

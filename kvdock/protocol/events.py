@@ -253,8 +253,9 @@ class GenerationRaised(Event, kw_only=True, tag="generation_raised"):
     """The pool's, from now on."""
 
 
-class TiersUntold(Event, kw_only=True, tag="tiers_untold"):
-    """Something was cleared or deleted, and lower tiers could not be told. They are not used for it until they were."""
+class TiersPending(Event, kw_only=True, tag="tiers_pending"):
+    """Chunks were cleared or deleted, and lower tiers have not carried that out yet. They are not used for the
+    namespace until they have."""
 
     tiers: list[str]
 
@@ -326,7 +327,7 @@ class Gap(Event, kw_only=True, tag="gap"):
 EVENTS: tuple[type[Event], ...] = (
     Attached, Suspect, Recovered, Dead, Left,
     LookedUp, Leased, Loaded, Cancelled, Reserved, Stored, Committed, Aborted, Refused,
-    Evicted, Mismatched, Quarantined, Freed, Grown, GrowthFailed, Shrunk, GenerationRaised, TiersUntold, LimitsChanged,
+    Evicted, Mismatched, Quarantined, Freed, Grown, GrowthFailed, Shrunk, GenerationRaised, TiersPending, LimitsChanged,
     Adopted, Ready, Reread, Draining, Ended,
 )
 

@@ -1,6 +1,8 @@
-"""What the server and its mover say to each other. The mover is the process that moves bytes between the pool and lower
-tiers. The server starts it: its stdin brings news, its stdout takes its words, each as frames of MessagePack. For the
-rest it is a client like any other.
+"""The messages between the server and its mover, the process that moves bytes between the pool and lower tiers.
+
+The server starts the mover and writes to its stdin: a MoverConfig first, then ServerUpdates. The mover writes
+MoverReports to its stdout. Each message is one frame of MessagePack. In everything else the mover is a client like any
+other.
 """
 
 from __future__ import annotations
@@ -12,12 +14,17 @@ import msgspec
 from kvdock.protocol.log_format import LogFormat, LogLevel
 from kvdock.protocol.reports import TierView
 from kvdock.protocol.schemas import Manifest
-from kvdock.protocol.wire_types import Answer, Body, Key, Name
+from kvdock.protocol.wire_types import KEY_BYTES, Answer, Body, Key, Name
 
 
-class Promised(Body, array_like=True):
-    """`[ticket, chunks, tier, by_s]`: the tier has the request's first `chunks`, as far as the pool lacks them, and
-    they are expected to be in the pool by then."""
+def split_keys(keys: bytes) -> list[bytes]:
+    """`keys`: several keys in a row, KEY_BYTES each."""
+    return [keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES)]
+
+
+class Promise(Body, array_like=True):
+    """`[ticket, chunks, tier, by_s]`: the tier has those of the request's first `chunks` chunks that the pool lacks.
+    They are expected to be in the pool in `by_s` seconds."""
 
     ticket: int
     chunks: int
@@ -26,29 +33,30 @@ class Promised(Body, array_like=True):
 
 
 KNOWN_BYTES = 8
-"""So much of a key stands in `known`: enough to say that a tier surely lacks a chunk."""
+"""How many bytes of each key `KnownKeys` carries: enough to tell that a tier certainly lacks a chunk."""
 
 
 class KnownKeys(Body, array_like=True):
-    """`[namespace, keys]`: tiers have these chunks. `keys`: the first KNOWN_BYTES of each, in a row."""
+    """`[namespace, keys]`: tiers have these chunks. `keys`: the first KNOWN_BYTES of each key, in a row."""
 
     namespace: Key
     keys: bytes
 
 
-class Prefetched(Body, array_like=True):
-    """`[number, chunks, was_dropped]`: no more comes for a prefetch. `chunks`: so many were loaded. `was_dropped`: its
-    time was over before it was done, or no tier worked."""
+class PrefetchResult(Body, array_like=True):
+    """`[number, chunks, was_dropped]`: a prefetch has ended, after `chunks` chunks were loaded. `was_dropped`: its
+    deadline passed before it was complete, or no tier worked."""
 
     number: int
     chunks: int
     was_dropped: bool
 
 
-class Learned(Body, array_like=True):
-    """`[number, tier, namespace, generation, keys, is_shared]`: a tier has another generation than the pool, or other
-    servers have deleted keys. The tier is not used for the namespace until the server has said that it heard it.
-    `keys`: 32 bytes each. `is_shared`: other servers may have raised it, so what the pool has may be older."""
+class NoteChange(Body, array_like=True):
+    """`[number, tier, namespace, generation, keys, is_shared]`: the tier's note of the namespace has another generation
+    than the pool, or other servers have deleted `keys` (32 bytes each) in the tier. The tier is not used for the
+    namespace until the server lists `number` in ServerUpdate.followed. `is_shared`: other servers use the tier too and
+    may have changed the note, so chunks in the pool may be older than the note."""
 
     number: int
     tier: Name
@@ -58,9 +66,9 @@ class Learned(Body, array_like=True):
     is_shared: bool
 
 
-class Told(Body, array_like=True):
-    """`[number, tier, generation, chunks]`: a tier was told of an order. `generation`: the namespace's, from then on;
-    0: of several. `chunks`: so many were deleted from it."""
+class OrderDone(Body, array_like=True):
+    """`[number, tier, generation, chunks]`: the tier has carried out an order. `generation`: the namespace's from then
+    on; 0 where the order was for all namespaces. `chunks`: how many chunks were deleted from the tier."""
 
     number: int
     tier: Name
@@ -68,43 +76,44 @@ class Told(Body, array_like=True):
     chunks: int
 
 
-class MoverWords(Body, kw_only=True):
-    """From the mover, whenever it has something to say."""
+class MoverReport(Body, kw_only=True):
+    """The mover sends one whenever it has something to report."""
 
-    promised: list[Promised] = msgspec.field(default_factory=list)
-    ended: list[int] = msgspec.field(default_factory=list)
+    promises: list[Promise] = msgspec.field(default_factory=list)
+    ended_tickets: list[int] = msgspec.field(default_factory=list)
     """Tickets for which nothing more comes."""
-    prefetched: list[Prefetched] = msgspec.field(default_factory=list)
+    prefetch_results: list[PrefetchResult] = msgspec.field(default_factory=list)
     tiers: list[TierView] | None = None
-    """None: as before."""
+    """None: unchanged since the last report that had them."""
     known: list[KnownKeys] = msgspec.field(default_factory=list)
-    learned: list[Learned] = msgspec.field(default_factory=list)
-    told: list[Told] = msgspec.field(default_factory=list)
+    note_changes: list[NoteChange] = msgspec.field(default_factory=list)
+    orders_done: list[OrderDone] = msgspec.field(default_factory=list)
     lists_all: bool = False
-    """Every tier that is used says in `known` what it has: what is not known there need not be asked for."""
+    """Every tier in use reports all that it has in `known`, so no tier has a chunk that is not known."""
 
 
-class Asked(Answer, kw_only=True):
-    """A lookup of an engine. `ticket` 0: nobody waits for what the pool lacks."""
+class LookupNotice(Answer, kw_only=True):
+    """An engine has looked up a prompt. `ticket` 0: no request waits for what the pool lacks."""
 
     namespace: Key
     keys: bytes
-    """Those of the request's chunks from its first on, in a row."""
+    """The keys of the prompt's chunks from the first on, in a row."""
     hit_chunks: int
+    """How many of the first chunks the pool has."""
     ticket: int = 0
     wait_s: float = 0.0
-    """How long the request may wait at most."""
+    """The longest that the request may wait."""
     tokens_per_s: float = 0.0
-    """How fast the engine computes; 0: it has not said."""
+    """How fast the engine computes; 0: not known."""
 
 
-class Wanted(Answer, kw_only=True):
-    """A prefetch: what is loaded ahead of requests."""
+class PrefetchRequest(Answer, kw_only=True):
+    """Chunks to load ahead of requests."""
 
     number: int
     namespace: Key
     keys: bytes
-    """As in Asked."""
+    """As in LookupNotice."""
     hit_chunks: int
     wait_s: float
 
@@ -113,12 +122,12 @@ class ServedNamespace(Answer, kw_only=True):
     namespace: Key
     manifest: Manifest
     weights: str = ""
-    """That the engines run: with both, who attaches is in that namespace."""
+    """The name of the weights that the engines run. A session with this manifest and this name is in that namespace."""
 
 
 class Generation(Answer, array_like=True):
-    """`[namespace, generation, edition]`: what the pool has. `edition`: rises whenever chunks of the namespace were
-    cleared or deleted; the mover's reservations name it."""
+    """`[namespace, generation, edition]`: the pool's. `edition`: a number that rises whenever chunks of the namespace
+    are cleared or deleted; the mover's reservations name it."""
 
     namespace: Key
     generation: int
@@ -126,50 +135,51 @@ class Generation(Answer, array_like=True):
 
 
 class Order(Answer, kw_only=True):
-    """What tiers have to be told: a namespace was cleared, or `keys` of it were deleted. A tier is not used for the
-    namespace until it was told."""
+    """What tiers have to carry out: a namespace was cleared, or `keys` were deleted in it. A tier is not used for the
+    namespace until it has carried the order out."""
 
     number: int
     namespace: str
-    """A key; "": all that the tier knows, but for those that `keys` names."""
+    """A key. "": all namespaces that the tier knows, except those that `keys` names."""
     tiers: list[Name]
+    """The tiers that have not carried it out yet."""
     least: int
-    """The generation that the pool has."""
+    """The pool's generation of the namespace; the tier's is at least that from then on."""
     keys: bytes = b""
     """32 bytes each; empty: all of the namespace."""
     groups: int = 0
-    """How many parts each chunk has: of so many groups, by so many writers."""
+    """A chunk has `groups` * `writers` parts."""
     writers: int = 0
 
 
-class Leaving(Answer, array_like=True):
-    """`[namespace, keys]`: the pool will soon let go of these chunks, and no tier is known to have them."""
+class EvictingSoon(Answer, array_like=True):
+    """`[namespace, keys]`: the pool will soon evict these chunks, and no tier is known to have them."""
 
     namespace: Key
     keys: bytes
 
 
-class MoverNews(Answer, kw_only=True):
-    """From the server, whenever there is something."""
+class ServerUpdate(Answer, kw_only=True):
+    """The server sends one whenever something has changed."""
 
     namespaces: list[ServedNamespace] | None = None
-    """Those in which engines have a session now; None: as before."""
-    left: list[Key] = msgspec.field(default_factory=list)
-    """Namespaces of weights that no engine runs any more: what waits to be written of them is not written."""
+    """Those in which engines have a session now; None: unchanged."""
+    abandoned: list[Key] = msgspec.field(default_factory=list)
+    """Namespaces of weights that no engine runs any more: their chunks that wait to be written are not written."""
     generations: list[Generation] | None = None
-    """The generations of all namespaces that tiers serve, also of those in which no engine has a session. None: as
-    before."""
-    asked: list[Asked] = msgspec.field(default_factory=list)
-    wanted: list[Wanted] = msgspec.field(default_factory=list)
-    ended: list[int] = msgspec.field(default_factory=list)
-    """Tickets for which nobody waits any more."""
-    leaving: list[Leaving] = msgspec.field(default_factory=list)
+    """The generations of all namespaces that tiers serve, including those in which no engine has a session. None:
+    unchanged."""
+    lookups: list[LookupNotice] = msgspec.field(default_factory=list)
+    prefetches: list[PrefetchRequest] = msgspec.field(default_factory=list)
+    ended_tickets: list[int] = msgspec.field(default_factory=list)
+    """Tickets whose requests no longer wait."""
+    evicting_soon: list[EvictingSoon] = msgspec.field(default_factory=list)
     orders: list[Order] = msgspec.field(default_factory=list)
-    """Each is sent once to each mover, before anything that it might concern."""
-    heard: list[int] = msgspec.field(default_factory=list)
-    """Numbers of what was learned: the pool has followed, and `generations` says how."""
+    """Each order is sent once to each mover process, before anything else that concerns its namespace."""
+    followed: list[int] = msgspec.field(default_factory=list)
+    """Numbers of note changes that the pool has followed; `generations` has the result."""
     is_draining: bool = False
-    """The server ends soon: what waits to be written is written now."""
+    """The server ends soon: chunks that wait to be written are written now."""
 
 
 BATCH_BYTES = 32 << 20
@@ -180,29 +190,29 @@ class MoverConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     address: str
     instance_prefix: str
-    """With it begin the instances as which it attaches."""
+    """The instance names under which the mover attaches begin with it."""
     disk_path: str = ""
     disk_bytes: int = 0
     redis_url: str = ""
     objects_url: str = ""
     mooncake_url: str = ""
     asks: int = 0
-    """A chunk is written once it was asked for so often; 0: once or twice, whichever pays."""
+    """A chunk is written once prompts have asked for it this often; 0: once or twice, whichever pays."""
     queue_bytes: int = 1 << 30
-    """So much may wait to be written to one tier."""
+    """The most that may wait to be written to one tier."""
     batch_bytes: int = BATCH_BYTES
-    """So much is loaded at a time; four times as much is written at a time."""
+    """The size of a batch of loads; a batch of stores has four times as much."""
     log_level: LogLevel = "info"
     log_format: LogFormat = "console"
     drain_s: float = 5.0
-    """How long the mover goes on writing when the server has ended."""
+    """How long the mover keeps writing when the server drains."""
 
 
 FRAME_HEAD = struct.Struct("<I")
-"""Before each frame: its length in bytes."""
+"""Precedes each frame: its length in bytes."""
 
 
 def frame(body: msgspec.Struct) -> bytes:
-    """What is written for it."""
+    """The bytes of one message: head and body."""
     packed = msgspec.msgpack.encode(body)
     return FRAME_HEAD.pack(len(packed)) + packed

@@ -107,29 +107,30 @@ class TierView(Answer, kw_only=True):
 
     name: str
     state: Literal["open", "off"]
-    """'off': it failed or was slow, and is tried again; until then nobody waits for it."""
+    """'off': it fails or is slow, and is tried again later; until it works no request waits for it."""
     why: str = ""
     """Why it is off."""
     error: str = ""
-    """What it, or its storage, said at last. Only for callers with the scope `read`: it may name hosts and paths."""
+    """The last error of the tier or its storage. Only for callers with the scope `read`: it may name hosts and
+    paths."""
     objects: int = 0
     """Parts of chunks."""
     bytes_used: int = 0
     bytes_limit: int = 0
-    """0: it knows none."""
+    """0: the tier knows no limit."""
     wear_bytes: int = 0
-    """Written to its storage, its own work included; 0 where it is not known."""
+    """Written to its storage, its own copying included; 0 where it is not known."""
     queued_bytes: int = 0
     """Chunks that wait to be written."""
-    untold: int = 0
-    """Clears and deletions that it has not been told of yet. It is not used for their namespaces until then."""
+    pending_orders: int = 0
+    """Clears and deletions that it has not carried out yet. It is not used for their namespaces until then."""
     load_bytes_per_s: float = 0.0
-    """How fast loads are expected to go, as learnt from those before; 0 until it is opened."""
+    """How fast loads are expected to go, as learned from earlier ones; 0 until the tier is open."""
     load_latency_s: float = 0.0
     fetches: int = 0
     """Loads of a request's chunks from it, each of one batch or several."""
     fetch_s: float = 0.0
-    """What they took, in sum."""
+    """How long the fetches took, in sum."""
     counters: dict[str, int] = msgspec.field(default_factory=dict)
 
 
@@ -140,19 +141,19 @@ class MoverView(Answer, kw_only=True):
     """What the server itself knows of its mover. Totals count from the server's start."""
 
     silent_s: float
-    """Since the mover has last told of its tiers. It does so twice a second."""
+    """Since the mover last reported on its tiers. It does so twice a second."""
     restarts: int
     lost_lookups: int
-    """Lookups that it was not told of, because too many waited for it."""
+    """Lookups that were not sent to it, because too many waited."""
     declined: int
     """Requests that did not wait, because computing was expected to be quicker than every tier."""
     waiting: int
     """Requests that wait for tiers now."""
     waits: dict[str, int]
-    """Requests that have waited, by how it ended. 'fulfilled': all that was promised came. 'shortened': no more came.
-    'expired': the time was over. 'withdrawn': the request went on, or ended."""
+    """Requests that have waited, by how the wait ended. 'fulfilled': all that was promised came. 'shortened': less
+    came. 'expired': the time was over. 'withdrawn': the request went on, or ended."""
     wait_s: dict[str, float]
-    """How long they did, in sum."""
+    """How long they waited, in sum, by how the wait ended."""
     wait_counts: dict[str, list[int]] = msgspec.field(default_factory=dict)
     """How many waits lay between each two of WAIT_BOUNDS_S: the first below all bounds, the last above them."""
 

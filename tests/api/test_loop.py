@@ -35,8 +35,7 @@ from kvdock.api.pool.sessions import Sessions
 from kvdock.api.record.journal import Journal
 from kvdock.api.reports.contents import Contents
 from kvdock.api.settings import Settings
-from kvdock.api.tiers.clears import CLEAR_SLICE_RECORDS, Clears
-from kvdock.api.tiers.owed import OwedFile
+from kvdock.api.tiers.clears import CLEAR_SLICE_RECORDS, Clears, OrderFile
 from kvdock.api.tokens import LONG_BODY_BYTES, MAX_PACKED_TOKENS, check_packed_tokens, cut_tokens, hash_tokens
 from kvdock.client.client import Client
 from kvdock.protocol.admin_schemas import ClearCache
@@ -184,7 +183,7 @@ def test_clearing_many_chunks_goes_in_short_turns(tmp_path: Path) -> None:
         sessions = Sessions(
             pool, registry, Names(1), Quotas(table, UNLIMITED), Drain(loaded, pool, time.monotonic), ServerClock()
         )
-        clears = Clears(table, registry, journal, OwedFile(tmp_path / "owed"), ())
+        clears = Clears(table, registry, journal, OrderFile(tmp_path / "orders"), ())
         admin = Admin(loaded, sessions, journal, clears, lambda: None)
 
         async def work() -> None:

@@ -109,7 +109,7 @@ def test_evict_takes_a_prompt_and_leaves_the_others(
     assert client.status().pool.quarantined_bytes == 4 * CHUNK_BYTES, "what is leased waits for its reader"
     assert engine.release(lease, 0) == []
     assert json.loads(kvdock("evict", *asked, "--yes", "--json").stdout) == {
-        "chunks": 0, "tier_chunks": 0, "untold": [], "is_cleared": False,
+        "chunks": 0, "tier_chunks": 0, "pending_tiers": [], "is_cleared": False,
     }
 
 

@@ -120,7 +120,7 @@ def test_imports_point_down_from(room: str) -> None:
     ("api/reports", "from kvdock.api.record.requests import RecentRequests"),
     ("api/reports", "from kvdock.api.feeds.feeds import Feeds"),
     ("api/reports", "from kvdock.api.admin import Admin"),
-    ("api/reports", "from kvdock.api.tiers.desk import TierDesk"),
+    ("api/reports", "from kvdock.api.tiers.mover_client import MoverClient"),
     ("api/record", "from kvdock.api.reports.lists import Lists"),
     ("api/feeds", "from kvdock.api.record.tally import Tally"),
     ("connectors", "from kvdock.api.service import CacheService"),

@@ -21,7 +21,6 @@ from tests.house.shape import NO_PRODUCT, product
 
 MOST_ARGUMENTS, MOST_ATTRIBUTES = 7, 15
 ARGUMENTS = {
-    "kvdock/api/tiers/desk.py TierDesk": 9,
     "kvdock/connectors/driver.py Driver": 12,
     "kvdock/connectors/requests.py RequestState": 15,
     "kvdock/connectors/scheduler.py SchedulerConnector": 9,
@@ -39,7 +38,6 @@ ARGUMENTS = {
 ATTRIBUTES = {
     "csrc/cuda/copier.h Copier": 28,
     "csrc/table/chunks.h Chunks": 32,
-    "kvdock/api/tiers/desk.py TierDesk": 35,
     "kvdock/connectors/driver.py Driver": 21,
     "kvdock/connectors/session.py EngineSession": 17,
     "kvdock/connectors/sglang/linker.py KvdockLinker": 29,

@@ -6,15 +6,15 @@ from .mutant import Mutant
 
 DISK = "tests/tiers/test_disk.py"
 LOG = "tests/tiers/test_disk_log.py"
-AHEAD = "tests/tiers/test_ahead.py"
-LANES = "tests/tiers/test_lanes.py"
+PREFETCHES = "tests/tiers/test_prefetches.py"
+HANDLES = "tests/tiers/test_tier_handle.py"
 RANDOM = "tests/tiers/test_servers_at_random.py"
 SHARED = "tests/tiers/test_shared_stores.py"
 
 MUTANTS = (
     Mutant(
         "L1", "a disk's log grows beyond its limit", "kvdock/tiers/disk/log.py",
-        "+ self.segment_bytes <= self._room_bytes", "+ self.segment_bytes <= 2 * self._room_bytes",
+        "+ self.segment_bytes <= self._capacity_bytes", "+ self.segment_bytes <= 2 * self._capacity_bytes",
         (DISK, "-k", "limit"), "test_the_limit_is_never_exceeded_not_even_for_a_moment",
     ),
     Mutant(
@@ -50,45 +50,45 @@ MUTANTS = (
     ),
     Mutant(
         "L8", "a part that another server has just replaced is deleted", "kvdock/tiers/mover/fetches.py",
-        "sums_again, still_bad = self._read(fetch, lane, bad)", "sums_again, still_bad = dict[PartName, int](), bad",
+        "sums_again, still_bad = self._read(fetch, handle, bad)", "sums_again, still_bad = dict[PartName, int](), bad",
         (SHARED, "-k", "in_the_place"), "test_what_another_server_puts_in_the_place_of_a_damaged_part_is_not_deleted",
     ),
     Mutant(
         "L9", "what a store has lost is taken to be there for ever", "kvdock/tiers/mover/write_behind.py",
-        "                self._settled.discard(key)\n", "                pass\n",
+        "                self._known_stored.discard(key)\n", "                pass\n",
         (SHARED, "-k", "has_lost"), "test_what_the_store_has_lost_is_a_miss_and_is_written_again",
     ),
     Mutant(
-        "L10", "answers that come too late are no failure", "kvdock/tiers/mover/lanes.py",
+        "L10", "answers that come too late are no failure", "kvdock/tiers/mover/tier_handle.py",
         "if why := judge(found):", "if (why := judge(found)) and False:",
-        (LANES,), "test_answers_that_come_too_late_or_fail_take_a_tier_off",
+        (HANDLES,), "test_answers_that_come_too_late_or_fail_take_a_tier_off",
     ),
     Mutant(
-        "L11", "calls that do not return are no failure", "kvdock/tiers/mover/lanes.py",
-        "            if now_s - call.over_s > LATE_S:\n", "            if False:\n",
-        (LANES,), "test_calls_that_do_not_return_take_a_tier_off",
+        "L11", "calls that do not return are no failure", "kvdock/tiers/mover/tier_handle.py",
+        "            if now_s - call.counted_s > LATE_S:\n", "            if False:\n",
+        (HANDLES,), "test_calls_that_do_not_return_take_a_tier_off",
     ),
     Mutant(
-        "L12", "a tier whose store hangs is used again at once", "kvdock/tiers/mover/lanes.py",
+        "L12", "a tier whose store hangs is used again at once", "kvdock/tiers/mover/tier_handle.py",
         'if any(call.kind == "store" for call in self._late()):', "if False:",
-        (LANES,), "test_a_tier_whose_store_does_not_return_stays_off",
+        (HANDLES,), "test_a_tier_whose_store_does_not_return_stays_off",
     ),
     Mutant(
-        "L13", "every call that ends late keeps a tier off for longer", "kvdock/tiers/mover/lanes.py",
+        "L13", "every call that ends late keeps a tier off for longer", "kvdock/tiers/mover/tier_handle.py",
         "else kind != PROBE:", "else False:",
-        (LANES,), "test_calls_that_end_late_do_not_keep_a_tier_off",
+        (HANDLES,), "test_calls_that_end_late_do_not_keep_a_tier_off",
     ),
     Mutant(
         "L14", "a slot is given back while a load may write to it", "kvdock/tiers/mover/fetches.py",
-        "found = lane.load(loads, fetch.deadline).result()\n        except TierError:",
-        "found = lane.load(loads, fetch.deadline).result(fetch.deadline.left_s)\n"
+        "found = handle.load(loads, fetch.deadline).result()\n        except TierError:",
+        "found = handle.load(loads, fetch.deadline).result(fetch.deadline.left_s)\n"
         "        except (TierError, TimeoutError):",
         ("tests/tiers/test_frozen_midway.py", "-k", "disk"),
         "test_a_store_that_freezes_in_the_midst_of_a_part_harms_nobody",
     ),
     Mutant(
         "L15", "a server waits for a mover that hangs", "kvdock/api/tiers/process.py",
-        "await asyncio.wait_for(process.wait(), self._drain_s + END_S)", "await process.wait()",
+        "await asyncio.wait_for(process.wait(), self._drain_s + STOP_S)", "await process.wait()",
         ("tests/tiers/test_hung_disk.py", "-k", "ends", "--timeout", "60"),
         "test_a_server_whose_disk_hangs_ends_and_the_next_one_finds_what_was_stored",
     ),
@@ -100,11 +100,11 @@ MUTANTS = (
     ),
     Mutant(
         "L17", "a damaged part stays for other servers to find", "kvdock/tiers/mover/fetches.py",
-        "                lane.delete([load.name])\n", "                pass\n",
+        "                handle.delete_damaged([load.name])\n", "                pass\n",
         (RANDOM, "-k", "has_deleted and redis"), "test_a_server_whose_part_another_one_has_deleted_sees_a_miss",
     ),
     Mutant(
-        "L18", "what has come is taken from a request as soon as its wait is over", "kvdock/api/tiers/desk.py",
+        "L18", "what has come is taken from a request as soon as its wait is over", "kvdock/api/tiers/tickets.py",
         "ticket.until_s + GRACE_S < now_s", "ticket.until_s < now_s",
         ("tests/tiers/test_mover.py", "-k", "soon_after"),
         "test_a_request_that_asks_soon_after_its_wait_has_what_has_come",
@@ -116,19 +116,20 @@ MUTANTS = (
         "test_a_server_ends_whose_mover_hangs_in_the_kernel_and_cannot_be_killed",
     ),
     Mutant(
-        "L20", "what came for a request that is gone stays", "kvdock/api/tiers/desk.py",
+        "L20", "what came for a request that is gone stays", "kvdock/api/tiers/tickets.py",
         "self._table.drop_unread(space.table_id, keys[count * KEY_BYTES :])", "pass",
-        (AHEAD, "-k", "gone_is_treated"), "test_what_comes_when_its_request_is_gone_is_treated_likewise",
+        (PREFETCHES, "-k", "gone_is_treated"), "test_what_comes_when_its_request_is_gone_is_treated_likewise",
     ),
     Mutant(
-        "L21", "what a request waits for is dropped before the chunks in front of it came", "kvdock/api/tiers/desk.py",
-        "its := _shared(ticket.call.keys, keys)) > count", "its := _shared(ticket.call.keys, keys)) < count",
-        (AHEAD, "-k", "in_front"), "test_what_comes_before_the_chunks_in_front_of_it_waits_for_its_request",
+        "L21", "what a request waits for is dropped before the chunks in front of it came",
+        "kvdock/api/tiers/tickets.py",
+        "shared := _shared(ticket.call.keys, keys)) > count", "shared := _shared(ticket.call.keys, keys)) < count",
+        (PREFETCHES, "-k", "in_front"), "test_what_comes_before_the_chunks_in_front_of_it_waits_for_its_request",
     ),
     Mutant(
-        "L22", "prefetches push out as much as they like", "kvdock/api/tiers/ahead.py",
-        "int(SHARE * pool_bytes) - pushed", "pool_bytes",
-        (AHEAD, "-k", "push_out"), "test_prefetches_push_out_no_more_than_a_share_of_the_pool",
+        "L22", "prefetches push out as much as they like", "kvdock/api/tiers/prefetches.py",
+        "int(SHARE * self._pool.limit_bytes) - evicted", "self._pool.limit_bytes",
+        (PREFETCHES, "-k", "push_out"), "test_prefetches_push_out_no_more_than_a_share_of_the_pool",
     ),
     Mutant(
         "L23", "a prefetch goes on while a request waits", "kvdock/tiers/mover/fetches.py",
@@ -137,22 +138,22 @@ MUTANTS = (
     ),
     Mutant(
         "L24", "prefetches take the threads of requests", "kvdock/tiers/mover/fetches.py",
-        "(self._threads if fetch.ticket else self._ahead)", "self._threads",
+        "(self._threads.fetches if fetch.ticket else self._threads.ahead)", "self._threads.fetches",
         ("tests/tiers/test_fetches.py",), "test_what_requests_wait_for_goes_before_what_comes_ahead_of_them",
     ),
     Mutant(
         "L25", "what the pool is about to evict waits its turn", "kvdock/tiers/mover/run.py",
-        "            self._hurry(news.leaving)\n", "            pass\n",
-        ("tests/tiers/test_leaving.py",), "test_chunks_that_a_tier_was_not_there_for_are_written_before_they_go",
+        "            self._prioritise(update.evicting_soon)\n", "            pass\n",
+        ("tests/tiers/test_evicting_soon.py",), "test_chunks_that_a_tier_was_not_there_for_are_written_before_they_go",
     ),
     Mutant(
-        "L26", "a request waits for tiers that are slower than computing", "kvdock/api/tiers/desk.py",
-        "if waits and not self._is_worth(", "if False and not self._is_worth(",
+        "L26", "a request waits for tiers that are slower than computing", "kvdock/api/tiers/mover_client.py",
+        "if not self._tiers.is_worth(", "if False and not self._tiers.is_worth(",
         ("tests/tiers/test_mover.py", "-k", "slower"), "test_nobody_waits_for_a_tier_that_is_slower_than_the_engine",
     ),
     Mutant(
         "L27", "chunks that never come back are written for ever", "kvdock/tiers/mover/admission.py",
-        "self.pay = self._came >= LEAST_SHARE * total", "pass",
+        "self.pay = self._returned >= LEAST_SHARE * total", "pass",
         ("tests/tiers/test_admission.py",),
         "test_chunks_that_nobody_asks_for_again_are_not_written_and_those_asked_for_twice_are",
     ),

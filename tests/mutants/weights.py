@@ -103,12 +103,12 @@ MUTANTS = (
         SESSION, "test_a_reset_clears_what_the_weights_of_now_find",
     ),
     Mutant(
-        "G28", "what waits to be written of dead weights is written", "kvdock/api/tiers/desk.py",
-        "left=[digest.hex() for digest in self._left],", "left=[],",
+        "G28", "what waits to be written of dead weights is written", "kvdock/api/tiers/mover_client.py",
+        "abandoned=[digest.hex() for digest in abandoned],", "abandoned=[],",
         TIERS, "test_what_waits_to_be_written_is_dropped_once_nobody_runs_its_weights",
     ),
     Mutant(
-        "G29", "the mover attaches without the weights", "kvdock/tiers/mover/places.py",
+        "G29", "the mover attaches without the weights", "kvdock/tiers/mover/namespaces.py",
         "        session.runs(weights)\n", "",
         TIERS, "test_a_tier_has_the_chunks_of_each_weights_apart",
     ),

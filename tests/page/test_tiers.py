@@ -51,9 +51,9 @@ def test_a_mover_that_is_silent_or_was_lost_is_named(page_server: PageServer, op
     silent = msgspec.structs.replace(status.mover, silent_s=42.0, restarts=2, lost_lookups=1, waiting=1, waits={})
     page_server.bodies["status"] = say.with_tiers(mover=silent, tiers=[])
     page = open_page(page_server.url)
-    expect(page.locator("#tiers .hint")).to_have_text("The mover has not told of its tiers yet.")
+    expect(page.locator("#tiers .hint")).to_have_text("The mover has not reported on its tiers yet.")
     assert say.plain(page.locator("#tiers .after").inner_text()) == "1 request waits for lower tiers now."
     assert say.plain(page.locator("#tiers .failed").first.inner_text()) == (
         "The mover has said nothing for 42 s, so these figures are old. The mover has ended and was started again "
-        "2 times. It was not told of 1 lookup, because too many waited for it."
+        "2 times. 1 lookup was not sent to it, because too many waited."
     )

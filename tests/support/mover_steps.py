@@ -48,7 +48,7 @@ def stand(armed: Path, step: str) -> None:
 
 def put_steps(armed: Path) -> None:
     from kvdock.client.client import Client
-    from kvdock.tiers.disk.stores import Stores
+    from kvdock.tiers.disk.stores import StoreBatch
     from kvdock.tiers.disk.tier import DiskTier
     from kvdock.tiers.mooncake.library import Library
     from kvdock.tiers.mover.fetches import Fetches
@@ -84,7 +84,7 @@ def put_steps(armed: Path) -> None:
     around(Fetches, "_read", after=at, point="up.read")
     around(Client, "commit", before=second)
     around(Client, "hold", before=lambda *_: at("down.asked"), after=at, point="down.held")
-    around(Stores, "_end_first", after=at, point="down.writing")
+    around(StoreBatch, "_end_first", after=at, point="down.writing")
     around(WriteBehind, "_store", after=at, point="down.written")
 
 

@@ -54,15 +54,15 @@ def quarantine(engine: TierEngine, keys: list[bytes]) -> None:
         session=engine.attachment.session, lease=found.lease, chunks=list(range(len(keys)))
     ))
     engine.release(found)
-    eventually(lambda: untold(engine.client) == 0, 30.0)
+    eventually(lambda: pending_orders(engine.client) == 0, 30.0)
 
 
 CHANGES: list[Change] = [clear, clear_all, delete, quarantine]
 changes = pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 
 
-def untold(client: Client) -> int:
-    return sum(tier.untold for tier in client.status().tiers)
+def pending_orders(client: Client) -> int:
+    return sum(tier.pending_orders for tier in client.status().tiers)
 
 
 class Servers:
@@ -200,7 +200,7 @@ def test_deleting_answers_how_many_chunks_tiers_had(servers: Servers) -> None:
     keys = written(engine, engine.chain(CHUNKS))
     clear_pool(server.unix)
     answer = delete(engine, keys[:4] + engine.chain(2))
-    assert (answer.chunks, answer.tier_chunks, answer.untold, answer.is_cleared) == (0, 4, [], False)
+    assert (answer.chunks, answer.tier_chunks, answer.pending_tiers, answer.is_cleared) == (0, 4, [], False)
     assert hits(engine, keys) == 0
     assert hits(engine, keys[:1]) == 0
 
@@ -232,9 +232,9 @@ def test_what_was_on_its_way_down_is_not_found(servers: Servers, change: Change,
     mover = server.stands(step)
     answer = change(engine, keys)
     assert isinstance(answer, Cleared | Deleted)
-    assert answer.untold == [servers.store.name], "who could not be told is named"
+    assert answer.pending_tiers == [servers.store.name], "who could not be told is named"
     mover.send_signal(signal.SIGCONT)
-    eventually(lambda: untold(engine.client) == 0, 30.0)
+    eventually(lambda: pending_orders(engine.client) == 0, 30.0)
     assert hits(engine, keys) == 0
     for _ in range(2):  # the write that was under way may end now, and is then counted among those of the first time
         written(engine, keys)
@@ -261,7 +261,7 @@ def test_what_was_on_its_way_up_is_not_published(servers: Servers, change: Chang
     if found.lease is not None:
         engine.release(found)
     assert hits(engine, keys) == 0
-    eventually(lambda: untold(engine.client) == 0, 30.0)
+    eventually(lambda: pending_orders(engine.client) == 0, 30.0)
     assert hits(engine, keys) == 0
 
 
@@ -303,8 +303,8 @@ def test_a_tier_that_could_not_be_told_is_not_used_until_it_was(
     try:
         answer = change(engine, keys)
         assert isinstance(answer, Cleared | Deleted)
-        assert answer.untold == [servers.store.name]
-        assert untold(engine.client) == 1
+        assert answer.pending_tiers == [servers.store.name]
+        assert pending_orders(engine.client) == 1
         if with_pool is not None:
             servers.kill(server, with_pool=with_pool)
     finally:
@@ -314,9 +314,9 @@ def test_a_tier_that_could_not_be_told_is_not_used_until_it_was(
         engine = servers.engine(server, "later")
     has_state(server.unix, "open")
     assert hits(engine, keys) == 0
-    eventually(lambda: untold(engine.client) == 0, 60.0)
+    eventually(lambda: pending_orders(engine.client) == 0, 60.0)
     assert hits(engine, keys) == 0
-    eventually(lambda: not list(servers.folder.glob("*.owed")), 30.0)
+    eventually(lambda: not list(servers.folder.glob("*.orders")), 30.0)
     written(engine, keys)
     clear_pool(server.unix)
     assert hits(engine, keys) == CHUNKS

@@ -15,10 +15,10 @@ from tier_server import PART, POOL, POOL_CHUNKS
 
 from kvdock.datapath.checksum import checksum
 from kvdock.protocol.mover_schemas import Generation
-from kvdock.tiers.mover.agreed import Agreement
-from kvdock.tiers.mover.fetches import AHEAD_BATCH_BYTES, Fetch, Fetches
-from kvdock.tiers.mover.lanes import Lane
-from kvdock.tiers.mover.places import Place
+from kvdock.tiers.mover.agreement import Agreement
+from kvdock.tiers.mover.fetches import AHEAD_BATCH_BYTES, Fetch, Fetches, FetchObserver
+from kvdock.tiers.mover.namespaces import NamespaceSession
+from kvdock.tiers.mover.tier_handle import TierHandle
 from kvdock.tiers.record import PartName
 from kvdock.tiers.tier import Deadline, Loaded, Outcome, ToLoad, ToStore, Usage
 
@@ -79,8 +79,8 @@ def tier(engine: TierEngine) -> HeldTier:
 
 
 @pytest.fixture
-def place(engine: TierEngine) -> Place:
-    return Place(engine.attachment.namespace, engine.manifest, engine.session)
+def space(engine: TierEngine) -> NamespaceSession:
+    return NamespaceSession(engine.attachment.namespace, engine.manifest, engine.session)
 
 
 @pytest.fixture
@@ -89,31 +89,31 @@ def ended() -> list[Fetch]:
 
 
 @pytest.fixture
-def fetches(engine: TierEngine, tier: HeldTier, place: Place, ended: list[Fetch]) -> Iterator[Fetches]:
-    lane = Lane(tier, clock=lambda: 0.0, lost=lambda error: None)
-    agreement = Agreement(lambda: [place.digest], learned=lambda said: None, told=lambda said: None)
-    agreement.follow([Generation(namespace=place.digest.hex(), generation=1, edition=0)])
-    agreement.use(lane)
-    made = Fetches(
-        [lane], engine.client, agreement, promise=lambda said: None, ended=ended.append,
-        lacked=lambda lane, keys: None,
+def fetches(engine: TierEngine, tier: HeldTier, space: NamespaceSession, ended: list[Fetch]) -> Iterator[Fetches]:
+    handle = TierHandle(tier, clock=lambda: 0.0, lost=lambda error: None)
+    agreement = Agreement(lambda: [space.digest], note_changed=lambda change: None, order_done=lambda done: None)
+    agreement.follow([Generation(namespace=space.digest.hex(), generation=1, edition=0)])
+    agreement.use(handle)
+    observer = FetchObserver(
+        promised=lambda promise: None, ended=ended.append, lacked=lambda handle, keys: None
     )
+    made = Fetches([handle], engine.client, agreement, observer)
     yield made
     tier.close(Deadline(1.0))
     made.close()
     agreement.close()
-    lane.close(Deadline(1.0))
+    handle.close(Deadline(1.0))
 
 
 def test_what_requests_wait_for_goes_before_what_comes_ahead_of_them(
-    engine: TierEngine, tier: HeldTier, place: Place, fetches: Fetches, ended: list[Fetch]
+    engine: TierEngine, tier: HeldTier, space: NamespaceSession, fetches: Fetches, ended: list[Fetch]
 ) -> None:
     ahead, also, waits = engine.chain(BATCH + 2), engine.chain(2), engine.chain(4)
     assert len(ahead) + len(also) + len(waits) <= POOL_CHUNKS
-    fetches.begin(Fetch(place, ahead, 0, 0, 60.0, prefetch=1))
-    fetches.begin(Fetch(place, also, 0, 0, 60.0, prefetch=2))
+    fetches.start(Fetch(space, ahead, 0, 0, 60.0, prefetch=1))
+    fetches.start(Fetch(space, also, 0, 0, 60.0, prefetch=2))
     eventually(lambda: tier.began == [ahead[0]])
-    fetches.begin(Fetch(place, waits, 0, 7, 60.0))
+    fetches.start(Fetch(space, waits, 0, 7, 60.0))
     eventually(lambda: tier.began == [ahead[0], waits[0]])
     tier.held[ahead[0]].set()
     eventually(lambda: engine.lookup(ahead, "is there").hit_tokens == BATCH * CHUNK_TOKENS)
@@ -127,12 +127,12 @@ def test_what_requests_wait_for_goes_before_what_comes_ahead_of_them(
 
 
 def test_a_request_loads_for_itself_what_another_one_has_given_up(
-    engine: TierEngine, tier: HeldTier, place: Place, fetches: Fetches, ended: list[Fetch]
+    engine: TierEngine, tier: HeldTier, space: NamespaceSession, fetches: Fetches, ended: list[Fetch]
 ) -> None:
     keys = engine.chain(8)
-    fetches.begin(Fetch(place, keys[:6], 0, 1, 60.0))
+    fetches.start(Fetch(space, keys[:6], 0, 1, 60.0))
     eventually(lambda: tier.began == [keys[0]])
-    fetches.begin(Fetch(place, keys, 0, 2, 60.0))
+    fetches.start(Fetch(space, keys, 0, 2, 60.0))
     eventually(lambda: tier.began == [keys[0], keys[6]])
     tier.held[keys[6]].set()
     fetches.cancel(1)

@@ -13,7 +13,7 @@ from mover_steps import SteppedServer
 from tier_engine import CHUNK_TOKENS, TierEngine, manifest
 from tier_stores import clear_once_written, clear_pool, has_state, opened
 
-from kvdock.tiers.mover.lanes import FIRST_RATE
+from kvdock.tiers.mover.tier_handle import FIRST_RATE
 
 pytestmark = [pytest.mark.tiers, pytest.mark.timeout(120)]
 

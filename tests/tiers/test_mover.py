@@ -26,7 +26,7 @@ from tier_server import (
     written,
 )
 
-from kvdock.tiers.mover.lanes import FIRST_RATE
+from kvdock.tiers.mover.tier_handle import FIRST_RATE
 
 pytestmark = [pytest.mark.tiers, pytest.mark.timeout(120)]
 

@@ -95,7 +95,7 @@ def test_damage_that_is_found_after_the_weights_have_changed_goes_from_the_tier_
     runs(engine, "step-2")
     engine.client.mismatch(ReportMismatch(session=engine.attachment.session, lease=found.lease, chunks=[1]))
     engine.release(found)
-    eventually(lambda: all(tier.untold == 0 for tier in engine.client.status().tiers), 30.0)
+    eventually(lambda: all(tier.pending_orders == 0 for tier in engine.client.status().tiers), 30.0)
     flood(engine)
     runs(engine, "step-1")
     is_served_as(engine, "step-1")

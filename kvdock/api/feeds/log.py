@@ -73,9 +73,9 @@ SENTENCES: dict[type[e.Event], Sentence] = {
         logging.INFO, "namespace %s was cleared: its generation is %d",
         lambda event: (event.namespace[:12], event.generation),
     ),
-    e.TiersUntold: Sentence(
-        logging.WARNING, "what was cleared is still in these lower tiers, which are not used for it until they were "
-        "told: %s",
+    e.TiersPending: Sentence(
+        logging.WARNING, "these lower tiers have not carried out a clear or deletion yet, and are not used for its "
+        "namespace until they have: %s",
         lambda event: (", ".join(event.tiers),),
     ),
     e.LimitsChanged: Sentence(

@@ -43,8 +43,8 @@ _add(
     c.CLEAR, a.ClearCache, Admin.clear, "clear", "Take all stored chunks of one or all namespaces out of use",
     "Raises the namespace's generation, in the pool and in every lower tier. Lookups stop finding the chunks at once, "
     "and what was being stored or loaded is not published; memory that engines read is freed when they are done. "
-    "Other servers that share a tier follow. The answer names tiers that could not be told within 2 s: they are not "
-    "used for the namespace until they were.",
+    "Other servers that share a tier follow. The answer names tiers that have not carried it out within 2 s: they "
+    "are not used for the namespace until they have.",
     retry=IDEMPOTENT, errors=("unknown_namespace",),
 )
 _add(

@@ -249,7 +249,7 @@ _TIER_GAUGES: tuple[tuple[str, str, Callable[[TierView], float]], ...] = (
     ("bytes", "Bytes that the tier uses", lambda tier: tier.bytes_used),
     ("limit_bytes", "Bytes that the tier may use; 0: it knows no limit", lambda tier: tier.bytes_limit),
     ("queued_bytes", "Bytes of chunks that wait to be written", lambda tier: tier.queued_bytes),
-    ("untold", "Clears and deletions that the tier has not been told of yet", lambda tier: tier.untold),
+    ("pending_orders", "Clears and deletions that the tier has not carried out yet", lambda tier: tier.pending_orders),
     ("load_bytes_per_second", "How fast loads are expected to go", lambda tier: tier.load_bytes_per_s),
     ("load_latency_seconds", "How long a load of few bytes is expected to take", lambda tier: tier.load_latency_s),
 )
@@ -258,7 +258,7 @@ _TIER_COUNTERS = {
     "stored_bytes": "Bytes of parts stored in the tier",
     "failures": "Calls at which the tier failed or was late",
     "damaged": "Parts loaded that were not what was stored; they are deleted",
-    "declined_as_dear": "Requests whose chunks were not loaded because to compute them was expected to be quicker",
+    "declined_too_slow": "Requests whose chunks were not loaded because computing them was expected to be quicker",
     "fetched_elsewhere": "Chunks that were in the pool, or on their way there, when they were to be loaded",
 }
 """Counters of the mover that have no label of their own."""
@@ -311,11 +311,11 @@ def _of_mover(mover: MoverView) -> Iterator[Metric]:
     yield waits
     yield GaugeMetricFamily("kvdock_tier_waiting_requests", "Requests that wait for tiers now", value=mover.waiting)
     yield GaugeMetricFamily(
-        "kvdock_mover_silent_seconds", "Since the mover has last told of its tiers", value=mover.silent_s
+        "kvdock_mover_silent_seconds", "Since the mover last reported on its tiers", value=mover.silent_s
     )
     yield CounterMetricFamily("kvdock_mover_restarts", "Movers that have ended and were replaced", value=mover.restarts)
     yield CounterMetricFamily(
-        "kvdock_mover_lost_lookups", "Lookups that the mover was not told of, because too many waited for it",
+        "kvdock_mover_lost_lookups", "Lookups that were not sent to the mover, because too many waited",
         value=mover.lost_lookups,
     )
     yield CounterMetricFamily(

@@ -1,11 +1,13 @@
-"""Clears and deletions, in the pool and in every lower tier: each namespace's generation, and what tiers are owed.
+"""Clears and deletions in the pool and in every lower tier: each namespace's generation, and the orders that tiers have
+not carried out yet.
 
-A clear raises the namespace's generation in the pool, which is one store, and orders every tier to raise its own. A
-deletion takes the chunks out of the pool and orders every tier to note their keys. An order is kept until the tier was
-told, over restarts too, and until then the tier is not used for the namespace (kvdock/tiers/mover/agreed.py). What a
-tier says of clears and deletions by other servers is followed here in the same way.
+A clear raises the namespace's generation in the pool, with one store, and orders every tier to raise its own. A
+deletion takes the chunks out of the pool and orders every tier to note their keys. Until a tier has carried the order
+out, it is not used for the namespace (kvdock/tiers/mover/agreement.py). Pending orders are kept in a file, so the next
+server gives them to its tiers. When a tier's note shows that another server has cleared or deleted something, the pool
+follows here.
 
-Used from the event loop alone; only the file of what is owed is written in another thread.
+Used from the event loop alone; only the file is written in another thread.
 """
 
 from __future__ import annotations
@@ -13,196 +15,262 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import os
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import msgspec
 
 from kvdock._core import Table, TableError
 from kvdock.api.pool.registry import NamespaceRecord, Registry
 from kvdock.api.record.journal import Journal
-from kvdock.api.tiers.owed import OwedFile
-from kvdock.protocol import events as e, mover_schemas as t
+from kvdock.protocol import events as e, mover_schemas as m
 from kvdock.protocol.wire_types import KEY_BYTES
 
 log = logging.getLogger("kvdock.api")
 
-TOLD_S = 2.0
-"""How long a call waits for tiers to be told; what they are told later is owed until then."""
-MOST_OWED_KEYS = 4096
-"""A namespace of which tiers are owed more deletions than this is cleared in them instead, as a tier's note would be
-(kvdock/tiers/notes.py)."""
+ANSWER_S = 2.0
+"""How long a call waits until all tiers have carried out its orders; after that the orders are pending."""
+MOST_PENDING_KEYS = 4096
+"""Where more deletions than this are pending in a namespace, it is cleared in the tiers instead, as a tier's note would
+be (kvdock/tiers/notes.py)."""
 CLEAR_SLICE_RECORDS = 1024
+FILE_VERSION = 1
+
+
+class _Kept(msgspec.Struct, forbid_unknown_fields=True):
+    version: int
+    orders: list[m.Order]
+
+
+class OrderFile:
+    """Orders that tiers have not carried out, kept in a file beside the server's socket. A tier that is off during a
+    clear gets the order from the next server, even if the pool was removed. The file exists while orders are
+    pending."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def read(self, tiers: Sequence[str]) -> list[m.Order]:
+        """The orders that an earlier server has left. A file that cannot be read may have named anything, so then the
+        order is to clear all that `tiers` have."""
+        try:
+            kept = msgspec.msgpack.decode(self._path.read_bytes(), type=_Kept)
+        except FileNotFoundError:
+            return []
+        except (OSError, msgspec.MsgspecError) as error:
+            log.error("%s cannot be read, so all that lower tiers have is cleared: %s", self._path, error)
+            return [m.Order(number=0, namespace="", tiers=list(tiers), least=0)] if tiers else []
+        if kept.version != FILE_VERSION:
+            log.error("found version %d of %s, wanted %d, so all that lower tiers have is cleared", kept.version,
+                      self._path, FILE_VERSION)
+            return [m.Order(number=0, namespace="", tiers=list(tiers), least=0)] if tiers else []
+        return kept.orders
+
+    def write(self, orders: Sequence[m.Order]) -> None:
+        """Durable when it returns. Raises OSError."""
+        if not orders:
+            self._path.unlink(missing_ok=True)
+            return
+        new = self._path.with_name(self._path.name + ".new")
+        fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            left = memoryview(msgspec.msgpack.encode(_Kept(FILE_VERSION, list(orders))))
+            while left:
+                left = left[os.write(fd, left) :]
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        new.rename(self._path)
+        folder = os.open(self._path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
 
 
 @dataclass
-class _Owed:
-    order: t.Order
-    """`tiers`: those that were not told yet."""
+class _Pending:
+    order: m.Order
     done: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set once all tiers have carried it out."""
     chunks: int = 0
-    was_raised: bool = False
+    """How many chunks were deleted from tiers, counted in each."""
+    has_cleared: bool = False
+    """The order was a deletion, and a tier has cleared the namespace instead."""
 
 
 @dataclass(frozen=True)
-class TiersTold:
-    """`untold`: tiers that are owed it. `chunks`: deleted from tiers, counted in each. `is_cleared`: the namespace was
-    cleared instead."""
+class TierAnswers:
+    """What tiers have done about one call. `pending`: those that have not carried it out yet. `chunks`: how many were
+    deleted from tiers, counted in each. `is_cleared`: the namespace was cleared instead."""
 
-    untold: list[str]
+    pending: list[str]
     chunks: int = 0
     is_cleared: bool = False
 
 
 class Clears:
-    """`tiers`: their names; none where there is no mover. `wake`: there is news for the mover."""
+    """`tiers`: the names of the server's tiers; empty: there is no mover."""
 
     def __init__(
-        self, table: Table, registry: Registry, bus: Journal, file: OwedFile, tiers: Sequence[str],
+        self, table: Table, registry: Registry, bus: Journal, file: OrderFile, tiers: Sequence[str],
     ) -> None:
         self._table, self._registry, self._bus, self._file = table, registry, bus, file
         self._tiers = list(tiers)
         self.wake: Callable[[], None] = lambda: None
-        """The desk's: there is news for the mover."""
+        """Called when there is something to send to the mover. MoverClient sets it."""
+        self.on_cleared: Callable[[NamespaceRecord, bytes | None], None] = lambda _space, _keys: None
+        """Called when these chunks, or with None all of the namespace, are cleared or deleted. MoverClient sets it."""
         self._numbers = itertools.count(1)
-        self._owed: dict[int, _Owed] = {}
+        self._pending: dict[int, _Pending] = {}
         for order in file.read(tiers):
             order.number = next(self._numbers)
-            self._owed[order.number] = _Owed(order)
+            self._pending[order.number] = _Pending(order)
         self._editions: dict[bytes, int] = {}
-        self._unsent: deque[int] = deque(self._owed)
-        """Numbers of orders that the mover has not heard yet."""
-        self._heard: list[int] = []
-        self._told_pool: list[t.Generation] | None = None
+        self._unsent: deque[int] = deque(self._pending)
+        """Numbers of the orders that were not sent to the mover yet."""
+        self._followed: list[int] = []
+        """Numbers of the note changes that the pool has followed since the last update."""
+        self._sent_generations: list[m.Generation] | None = None
         self._writing = asyncio.Lock()
-        self._walking: set[asyncio.Task[object]] = set()
-        self.on_cleared: Callable[[NamespaceRecord, bytes | None], None] = lambda _space, _keys: None
-        """The desk's: what it knows of these chunks, or of all of the namespace, is not so any more."""
+        self._tasks: set[asyncio.Task[object]] = set()
 
-    # ---------------------------------------------------------------- what people and engines ask for
+    @property
+    def has_tiers(self) -> bool:
+        return bool(self._tiers)
 
-    async def clear(self, spaces: Sequence[NamespaceRecord], *, all_of_them: bool) -> tuple[int, TiersTold]:
-        """Returns how many chunks were taken out of the pool. `all_of_them`: also what tiers have of namespaces that
-        this server does not know."""
+    # ---------------------------------------------------------------- calls of people and engines
+
+    async def clear(self, spaces: Sequence[NamespaceRecord], *, all_of_them: bool) -> tuple[int, TierAnswers]:
+        """Returns how many chunks were taken out of the pool, and what tiers have done. `all_of_them`: clears all
+        namespaces, in the tiers also those that this server does not know."""
         if all_of_them:
             spaces = self._registry.namespaces()
         known = {space.table_id for space in spaces}
         others = [one for one in self._table.namespaces() if one.namespace not in known] if all_of_them else []
         served = [(space.digest, space.table_id) for space in spaces if not space.tenant]
         served += [(one.digest, one.namespace) for one in others if not any(one.tenant)]
-        owed = [self._owe(digest, self._table.generation(number) + 1) for digest, number in served]
+        pending = [self._order(digest, self._table.generation(number) + 1) for digest, number in served]
         if all_of_them:
-            owed.append(self._owe_all([digest for digest, _ in served]))
-        await self._keep()
+            pending.append(self._order_all(except_for=[digest for digest, _ in served]))
+        await self._save()
         for space in spaces:
             self._raise(space, 0)
         for one in others:  # of engines that have not attached again
             if self._table.has_namespace(one.digest):
                 self._table.raise_generation(one.namespace)
-        for order in owed:
+        for order in pending:
             if order is not None:
                 self._send(order)
-        chunks = await self._walk()
-        return chunks, await self._tell(owed)
+        chunks = await self._remove_cleared()
+        return chunks, await self._tiers_answer(pending)
 
-    async def delete(self, space: NamespaceRecord, keys: bytes, slice_bytes: int) -> tuple[int, TiersTold]:
-        if len(keys) > MOST_OWED_KEYS * KEY_BYTES and self._tiers and not space.tenant:
-            chunks, told = await self.clear([space], all_of_them=False)
-            return chunks, TiersTold(told.untold, told.chunks, is_cleared=True)
-        owed = None if space.tenant else self._owe(space.digest, 0, keys, space)
-        await self._keep()
-        self._next_edition(space)  # before the first: what the mover reserves from now on was not read before
+    async def delete(self, space: NamespaceRecord, keys: bytes, slice_bytes: int) -> tuple[int, TierAnswers]:
+        """Returns how many chunks were taken out of the pool, and what tiers have done. `slice_bytes`: how much of
+        `keys` is deleted before other calls get a turn."""
+        if len(keys) > MOST_PENDING_KEYS * KEY_BYTES and self._tiers and not space.tenant:
+            chunks, answers = await self.clear([space], all_of_them=False)
+            return chunks, TierAnswers(answers.pending, answers.chunks, is_cleared=True)
+        pending = None if space.tenant else self._order(space.digest, 0, keys, space)
+        await self._save()
+        self._next_edition(space)  # first, so that no reservation of the mover's from now on is based on earlier reads
         chunks = 0
         for start in range(0, len(keys), slice_bytes):
             chunks += self._table.delete(space.table_id, keys[start : start + slice_bytes])
             await asyncio.sleep(0)
         self.on_cleared(space, keys)
-        if owed is not None:
-            owed.order.least = self._table.generation(space.table_id)
-            self._send(owed)
-        return chunks, await self._tell([owed])
+        if pending is not None:
+            pending.order.least = self._table.generation(space.table_id)
+            self._send(pending)
+        return chunks, await self._tiers_answer([pending])
 
     def damaged(self, space: NamespaceRecord, keys: bytes) -> None:
-        """A reader found other bytes in the pool: what tiers have of the same chunks goes as well, soon."""
+        """A reader found that chunks in the pool do not match their checksums. They are soon deleted from the tiers
+        too."""
         if keys and self._tiers and not space.tenant:
             self._next_edition(space)
-            self._run(self._delete_below(space, keys))
+            self._start(self._delete_in_tiers(space, keys))
 
-    async def _delete_below(self, space: NamespaceRecord, keys: bytes) -> None:
-        owed = self._owe(space.digest, self._table.generation(space.table_id), keys, space)
-        await self._keep()
-        if owed is not None:
-            self._send(owed)
+    async def _delete_in_tiers(self, space: NamespaceRecord, keys: bytes) -> None:
+        pending = self._order(space.digest, self._table.generation(space.table_id), keys, space)
+        await self._save()
+        if pending is not None:
+            self._send(pending)
 
     def edition(self, space: NamespaceRecord) -> int:
         return self._editions.get(space.digest, 0)
 
-    def untold(self, tier: str) -> int:
-        """How many clears and deletions the tier is owed."""
-        return sum(tier in owed.order.tiers for owed in self._owed.values())
+    def pending_orders(self, tier: str) -> int:
+        """How many clears and deletions the tier has not carried out yet."""
+        return sum(tier in pending.order.tiers for pending in self._pending.values())
 
-    # ---------------------------------------------------------------- for the mover
+    # ---------------------------------------------------------------- updates for the mover, and its reports
 
-    def restarted(self) -> None:
-        """The mover is a new process: it knows nothing."""
-        self._unsent = deque(self._owed)
-        self._heard.clear()
-        self._told_pool = None
+    def mover_restarted(self) -> None:
+        """A new mover process has been sent nothing yet."""
+        self._unsent = deque(self._pending)
+        self._followed.clear()
+        self._sent_generations = None
 
-    def news(self) -> tuple[list[t.Order], list[t.Generation] | None, list[int]]:
-        orders = [self._owed[number].order for number in self._unsent if number in self._owed]
+    def update(self) -> tuple[list[m.Order], list[m.Generation] | None, list[int]]:
+        """(new orders, all generations or None where they are unchanged, numbers of the note changes followed)."""
+        orders = [self._pending[number].order for number in self._unsent if number in self._pending]
         self._unsent.clear()
-        pool = [
-            t.Generation(space.digest.hex(), self._table.generation(space.table_id), self.edition(space))
-            for space in self._registry.namespaces() if not space.tenant and self._has(space)
+        generations = [
+            m.Generation(space.digest.hex(), self._table.generation(space.table_id), self.edition(space))
+            for space in self._registry.namespaces() if not space.tenant and self._is_in_table(space)
         ]
-        heard, self._heard = self._heard, []
-        if pool == self._told_pool:
-            return orders, None, heard
-        self._told_pool = pool
-        return orders, pool, heard
+        followed, self._followed = self._followed, []
+        if generations == self._sent_generations:
+            return orders, None, followed
+        self._sent_generations = generations
+        return orders, generations, followed
 
-    def learned(self, one: t.Learned) -> None:
-        """A tier says what other servers have cleared and deleted."""
-        space = self._known(one.namespace)
+    def note_changed(self, change: m.NoteChange) -> None:
+        """Other servers have cleared or deleted chunks in a tier: the pool follows."""
+        space = self._namespace(change.namespace)
         if space is not None:
-            if one.generation > self._table.generation(space.table_id):
-                log.info("namespace %s was cleared by another server, as %s says", one.namespace[:12], one.tier)
-                self._raise(space, one.generation)
-                self._run(self._walk())
-            elif one.keys:
+            if change.generation > self._table.generation(space.table_id):
+                log.info("namespace %s was cleared by another server, as the tier %s shows", change.namespace[:12],
+                         change.tier)
+                self._raise(space, change.generation)
+                self._start(self._remove_cleared())
+            elif change.keys:
                 self._next_edition(space)
-                self._table.delete(space.table_id, one.keys)
-                self.on_cleared(space, one.keys)
-        self._heard.append(one.number)
+                self._table.delete(space.table_id, change.keys)
+                self.on_cleared(space, change.keys)
+        self._followed.append(change.number)
         self.wake()
 
-    def told(self, one: t.Told) -> None:
-        owed = self._owed.get(one.number)
-        if owed is None or one.tier not in owed.order.tiers:
+    def order_done(self, done: m.OrderDone) -> None:
+        pending = self._pending.get(done.number)
+        if pending is None or done.tier not in pending.order.tiers:
             return
-        owed.order.tiers.remove(one.tier)
-        owed.chunks += one.chunks
-        # The pool may have followed before: the mover reads the note as well, and says what it has found there.
-        owed.was_raised |= bool(owed.order.keys) and one.generation > owed.order.least
-        space = self._known(owed.order.namespace) if one.generation else None
-        if space is not None and one.generation > self._table.generation(space.table_id):
-            self._raise(space, one.generation)
-            self._run(self._walk())
-        if not owed.order.tiers:
-            del self._owed[one.number]
-            owed.done.set()
-            self._run(self._keep())
+        pending.order.tiers.remove(done.tier)
+        pending.chunks += done.chunks
+        # The pool may have followed before: the mover reads the note as well, and reports what it has found there.
+        pending.has_cleared |= bool(pending.order.keys) and done.generation > pending.order.least
+        space = self._namespace(pending.order.namespace) if done.generation else None
+        if space is not None and done.generation > self._table.generation(space.table_id):
+            self._raise(space, done.generation)
+            self._start(self._remove_cleared())
+        if not pending.order.tiers:
+            del self._pending[done.number]
+            pending.done.set()
+            self._start(self._save())
 
     # ---------------------------------------------------------------- helpers
 
     def _raise(self, space: NamespaceRecord, least: int) -> None:
+        """Raises the generation in the pool, at least to `least`."""
         self._next_edition(space)
         try:
             generation = self._table.raise_generation(space.table_id, least)
-        except TableError:  # the namespace is gone, and with it all that it had
+        except TableError:  # the namespace and all its chunks have been removed
             return
         self._bus.publish(e.GenerationRaised(namespace=space.digest.hex(), generation=generation))
         self.on_cleared(space, None)
@@ -211,8 +279,9 @@ class Clears:
         self._editions[space.digest] = self.edition(space) + 1
         self.wake()
 
-    async def _walk(self) -> int:
-        """Takes out of the pool what nobody finds any more."""
+    async def _remove_cleared(self) -> int:
+        """Takes the chunks of earlier generations, which no lookup finds any more, out of the pool. Returns how
+        many."""
         chunks = cursor = 0
         while cursor >= 0:
             taken, cursor = self._table.clear_old(cursor, CLEAR_SLICE_RECORDS)
@@ -220,72 +289,80 @@ class Clears:
             await asyncio.sleep(0)
         return chunks
 
-    def _run(self, work: Coroutine[None, None, object]) -> None:
+    def _start(self, work: Coroutine[None, None, object]) -> None:
+        """Runs it in the background."""
         task = asyncio.ensure_future(work)
-        self._walking.add(task)
-        task.add_done_callback(self._walking.discard)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
-    def _known(self, namespace: str) -> NamespaceRecord | None:
+    def _namespace(self, namespace: str) -> NamespaceRecord | None:
         digest = bytes.fromhex(namespace)
         return next((space for space in self._registry.namespaces() if space.digest == digest), None)
 
-    def _has(self, space: NamespaceRecord) -> bool:
+    def _is_in_table(self, space: NamespaceRecord) -> bool:
         return bool(self._table.has_namespace(space.digest))
 
-    def _owe(self, digest: bytes, least: int, keys: bytes = b"", space: NamespaceRecord | None = None) -> _Owed | None:
-        """None: there is no tier. What was owed of the namespace before is part of a clear."""
+    def _order(
+        self, digest: bytes, least: int, keys: bytes = b"", space: NamespaceRecord | None = None
+    ) -> _Pending | None:
+        """A new order to all tiers; None: there are none. `keys` empty: to clear the namespace, which goes also to
+        those tiers for which earlier orders are pending. `space`: needed with `keys`."""
         if not self._tiers:
             return None
-        before = [owed for owed in self._owed.values() if owed.order.namespace == digest.hex()]
-        is_too_many = sum(len(owed.order.keys) for owed in before) + len(keys) > MOST_OWED_KEYS * KEY_BYTES
-        was_raised = bool(keys) and is_too_many
+        earlier = [pending for pending in self._pending.values() if pending.order.namespace == digest.hex()]
+        is_too_many = sum(len(one.order.keys) for one in earlier) + len(keys) > MOST_PENDING_KEYS * KEY_BYTES
+        has_cleared = bool(keys) and is_too_many
         if is_too_many:
             keys = b""
         tiers = list(self._tiers)
         if not keys:
-            for owed in before:
-                tiers += [tier for tier in owed.order.tiers if tier not in tiers]
+            for pending in earlier:
+                tiers += [tier for tier in pending.order.tiers if tier not in tiers]
         manifest = space.manifest if space is not None and keys else None
-        owed = _Owed(t.Order(
+        return self._add(m.Order(
             number=next(self._numbers), namespace=digest.hex(), tiers=tiers, least=least, keys=keys,
             groups=len(manifest.groups) if manifest is not None else 0,
             writers=manifest.writers if manifest is not None else 0,
-        ), was_raised=was_raised)
-        self._owed[owed.order.number] = owed
-        return owed
+        ), has_cleared=has_cleared)
 
-    def _owe_all(self, but: Sequence[bytes]) -> _Owed | None:
+    def _order_all(self, except_for: Sequence[bytes]) -> _Pending | None:
+        """The order to clear all namespaces that tiers know, except some."""
         if not self._tiers:
             return None
-        owed = _Owed(t.Order(
-            number=next(self._numbers), namespace="", tiers=list(self._tiers), least=0, keys=b"".join(but)
+        return self._add(m.Order(
+            number=next(self._numbers), namespace="", tiers=list(self._tiers), least=0, keys=b"".join(except_for)
         ))
-        self._owed[owed.order.number] = owed
-        return owed
 
-    def _send(self, owed: _Owed) -> None:
-        self._unsent.append(owed.order.number)
+    def _add(self, order: m.Order, *, has_cleared: bool = False) -> _Pending:
+        pending = self._pending[order.number] = _Pending(order, has_cleared=has_cleared)
+        return pending
+
+    def _send(self, pending: _Pending) -> None:
+        self._unsent.append(pending.order.number)
         self.wake()
 
-    async def _keep(self) -> None:
-        """For the next server, should this one end before tiers were told."""
-        if not self._tiers and not self._owed:
+    async def _save(self) -> None:
+        """For the next server, should this one end before tiers have carried the orders out."""
+        if not self._tiers and not self._pending:
             return
         async with self._writing:
-            orders = [msgspec.structs.replace(owed.order, tiers=list(owed.order.tiers)) for owed in self._owed.values()]
+            orders = [
+                msgspec.structs.replace(pending.order, tiers=list(pending.order.tiers))
+                for pending in self._pending.values()
+            ]
             try:
                 await asyncio.to_thread(self._file.write, orders)
             except OSError as error:
-                log.error("what tiers are owed is not kept for the next server: %s", error)
+                log.error("pending orders to tiers are not kept for the next server: %s", error)
 
-    async def _tell(self, owed: Sequence[_Owed | None]) -> TiersTold:
-        """Waits until all tiers were told, for TOLD_S at most."""
-        asked = [one for one in owed if one is not None]
-        if asked:
-            waits = asyncio.gather(*(one.done.wait() for one in asked))
+    async def _tiers_answer(self, pending: Sequence[_Pending | None]) -> TierAnswers:
+        """Waits until all tiers have carried the orders out, but at most ANSWER_S."""
+        sent = [one for one in pending if one is not None]
+        if sent:
+            waits = asyncio.gather(*(one.done.wait() for one in sent))
             with suppress(TimeoutError):
-                await asyncio.wait_for(waits, TOLD_S)
-        untold = sorted({tier for one in asked for tier in one.order.tiers})
-        if untold:
-            self._bus.publish(e.TiersUntold(tiers=untold))
-        return TiersTold(untold, sum(one.chunks for one in asked), any(one.was_raised for one in asked))
+                await asyncio.wait_for(waits, ANSWER_S)
+        tiers = sorted({tier for one in sent for tier in one.order.tiers})
+        if tiers:
+            self._bus.publish(e.TiersPending(tiers=tiers))
+        return TierAnswers(tiers, sum(one.chunks for one in sent), any(one.has_cleared for one in sent))

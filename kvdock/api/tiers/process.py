@@ -1,6 +1,6 @@
-"""The mover's process: started with the server, started again when it has ended, and given some time at the end.
+"""The mover's process: it starts with the server, is started again when it has ended, and has some time at the end.
 
-News goes to its stdin and its words come from its stdout. That its stdin ends tells it that the server has.
+Updates go to its stdin, and reports come from its stdout. The end of its stdin means that the server has ended.
 """
 
 from __future__ import annotations
@@ -15,28 +15,29 @@ from contextlib import suppress
 import msgspec
 
 from kvdock.api.settings import Settings
-from kvdock.api.tiers.desk import TierDesk
-from kvdock.protocol.mover_schemas import BATCH_BYTES, FRAME_HEAD, MoverConfig, MoverWords, frame
+from kvdock.api.tiers.mover_client import MoverClient
+from kvdock.protocol.mover_schemas import BATCH_BYTES, FRAME_HEAD, MoverConfig, MoverReport, frame
 
 log = logging.getLogger("kvdock.api")
 
 FIRST_RETRY_S, LONGEST_RETRY_S = 0.2, 10.0
 HEALTHY_S = 30.0
-"""A mover that has lived so long was no failed start."""
+"""The start of a mover that has lived this long did not fail: the next one is started soon again."""
 POOL_BATCHES = 64
-"""A batch takes no larger share of a small pool."""
-END_S = 3.0
-"""How long it may take to end beyond the time that it has to write."""
+"""A batch of loads is at most this fraction of the pool."""
+STOP_S = 3.0
+"""How long the mover may take to stop, beyond the time that it has to write."""
 KILL_S = 2.0
-"""How long it may take to end when it is killed. It does not end while a call of its storage hangs in the kernel."""
+"""How long the mover may take to end after it was killed. It does not end while a call of its storage hangs in the
+kernel."""
 PROGRAM = (sys.executable, "-m", "kvdock.tiers.mover")
 
 
 class MoverProcess:
-    def __init__(self, settings: Settings, desk: TierDesk, address: str, program: Sequence[str] = PROGRAM) -> None:
-        self._desk, self._program, self._drain_s = desk, program, settings.tier_drain_s
+    def __init__(self, settings: Settings, client: MoverClient, address: str, program: Sequence[str] = PROGRAM) -> None:
+        self._client, self._program, self._drain_s = client, program, settings.tier_drain_s
         self._config = MoverConfig(
-            address=address, instance_prefix=desk.instance_prefix, disk_path=settings.disk_path,
+            address=address, instance_prefix=client.instance_prefix, disk_path=settings.disk_path,
             disk_bytes=settings.disk_bytes, redis_url=settings.redis_url, objects_url=settings.objects_url,
             mooncake_url=settings.mooncake_url, asks=settings.tier_asks,
             log_level=settings.log_level, log_format=settings.log_format, drain_s=settings.tier_drain_s,
@@ -50,53 +51,53 @@ class MoverProcess:
         retry_s, loop = FIRST_RETRY_S, asyncio.get_running_loop()
         while True:
             began_s = loop.time()
-            self._desk.restarted()
+            self._client.mover_restarted()
             process = await asyncio.create_subprocess_exec(*self._program, stdin=PIPE, stdout=PIPE)
             self._process = process
-            telling = asyncio.create_task(self._tell(process))
+            sending = asyncio.create_task(self._send(process))
             try:
-                await self._hear(process)
+                await self._receive(process)
                 status = await process.wait()
             finally:
-                telling.cancel()
-            self._desk.mover_restarts += 1
+                sending.cancel()
+            self._client.restarts += 1
             retry_s = FIRST_RETRY_S if loop.time() - began_s > HEALTHY_S else min(2 * retry_s, LONGEST_RETRY_S)
-            self._desk.restarted()
+            self._client.mover_restarted()
             log.warning("the mover of lower tiers has ended with status %d: started again in %.1f s", status, retry_s)
             await asyncio.sleep(retry_s)
 
-    async def _tell(self, process: Process) -> None:
+    async def _send(self, process: Process) -> None:
         assert process.stdin is not None
-        with suppress(ConnectionError):  # it has ended: the other task sees it
+        with suppress(ConnectionError):  # the mover has ended, which _receive() notices
             process.stdin.write(frame(self._config))
             while True:
                 await process.stdin.drain()
-                process.stdin.write(frame(await self._desk.news()))
+                process.stdin.write(frame(await self._client.next_update()))
 
-    async def _hear(self, process: Process) -> None:
+    async def _receive(self, process: Process) -> None:
         assert process.stdout is not None
-        decoder = msgspec.msgpack.Decoder(MoverWords)
+        decoder = msgspec.msgpack.Decoder(MoverReport)
         try:
             while True:
                 (length,) = FRAME_HEAD.unpack(await process.stdout.readexactly(FRAME_HEAD.size))
-                self._desk.heard(decoder.decode(await process.stdout.readexactly(length)))
+                self._client.follow(decoder.decode(await process.stdout.readexactly(length)))
         except (asyncio.IncompleteReadError, ConnectionError):
-            return  # it has ended
+            return  # the mover has ended
         except (msgspec.MsgspecError, ValueError):
-            log.exception("the mover of lower tiers said what cannot be read: it is started again")
+            log.exception("a report of the mover of lower tiers cannot be read: the mover is started again")
             process.kill()
 
-    async def end(self) -> None:
-        """Tells it to end, and waits as long as it may write."""
+    async def stop(self) -> None:
+        """Makes the mover stop, and waits as long as it may write."""
         process = self._process
         if process is None or process.returncode is not None:
             return
         assert process.stdin is not None
         process.stdin.close()
         try:
-            await asyncio.wait_for(process.wait(), self._drain_s + END_S)
+            await asyncio.wait_for(process.wait(), self._drain_s + STOP_S)
         except TimeoutError:
-            log.warning("the mover of lower tiers has not ended in time: it is killed")
+            log.warning("the mover of lower tiers has not stopped in time: it is killed")
             process.kill()
             try:
                 await asyncio.wait_for(process.wait(), KILL_S)

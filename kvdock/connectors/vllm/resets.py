@@ -216,8 +216,9 @@ class Clearing:
             return False
         self._is_failing = False
         log.info("reset_cache: %d chunks of namespace %s are out of use", answer.chunks, namespace[:12])
-        if answer.untold:
-            log.info("reset_cache: the lower tiers %s are not used until they were told", ", ".join(answer.untold))
+        if answer.pending_tiers:
+            tiers = ", ".join(answer.pending_tiers)
+            log.info("reset_cache: the lower tiers %s are not used until they have carried it out", tiers)
         with self._lock:
             self._cleared = max(self._cleared, asked)
         return True

@@ -1,4 +1,5 @@
-"""The mover of one server, which starts it: python -m kvdock.tiers.mover. Frames come on stdin, and go to stdout."""
+"""The mover of one server, which starts it with python -m kvdock.tiers.mover. Messages come on stdin and go to
+stdout."""
 
 from __future__ import annotations
 
@@ -8,23 +9,23 @@ import signal
 import sys
 
 from kvdock.protocol.log_format import CONSOLE, JsonFormatter
-from kvdock.tiers.mover.line import Line
+from kvdock.tiers.mover.pipe import Pipe
 from kvdock.tiers.mover.run import Mover
 
 
 def main() -> int:
     for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(ignored, signal.SIG_IGN)  # the server decides when it ends
-    words = os.dup(1)
-    os.dup2(2, 1)  # libraries may print to stdout, which is for words
-    line = Line(sys.stdin.buffer, os.fdopen(words, "wb"))
-    config = line.config()
+        signal.signal(ignored, signal.SIG_IGN)  # the server decides when the mover ends
+    reports = os.dup(1)
+    os.dup2(2, 1)  # libraries may print to stdout, which is for reports
+    pipe = Pipe(sys.stdin.buffer, os.fdopen(reports, "wb"))
+    config = pipe.config()
     if config is not None:
         logging.basicConfig(level=config.log_level.upper(), format=CONSOLE)
         if config.log_format == "json":
             logging.getLogger().handlers[0].setFormatter(JsonFormatter())
         logging.getLogger("kvdock.connector").setLevel(logging.WARNING)
-        Mover(config, line).run()
+        Mover(config, pipe).run()
     return 0
 
 

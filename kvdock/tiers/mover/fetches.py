@@ -1,12 +1,12 @@
-"""Loads chunks from tiers into the pool for lookups that wait, and ahead of requests.
+"""Loads chunks from tiers into the pool, for requests that wait and ahead of requests.
 
-A fetch finds the longest prefix that one tier has, leaves out what would come later than the engine computes it, says
-to the server what it promises, and then goes batch by batch: slots are reserved, filled, hashed and committed, so the
-hit grows while later chunks still come. It ends at the first chunk that is missing, bad or late, or when nobody waits
-any more.
+A fetch finds the longest prefix that one tier has and leaves out what would come later than the engine computes it. It
+reports to the server what it promises, and then works batch by batch: slots are reserved, filled, hashed and committed,
+so the hit grows while later chunks are still loaded. A fetch ends at the first chunk that is missing, damaged or late,
+or when its request no longer waits.
 
-Ahead of requests one fetch runs at a time, in small batches, and begins none while a request waits: of a tier's threads
-it has one at most.
+Ahead of requests one fetch runs at a time, in small batches, and starts none while a request waits: it occupies at most
+one of a tier's threads.
 """
 
 from __future__ import annotations
@@ -19,41 +19,43 @@ from collections import deque
 from collections.abc import Callable, Container, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from kvdock.client.client import Client
 from kvdock.connectors.session import Attachment
 from kvdock.datapath.checksum import checksum
 from kvdock.protocol.awaited import worth_chunks
 from kvdock.protocol.errors import ApiError, ServerUnavailable
-from kvdock.protocol.mover_schemas import BATCH_BYTES, Promised
+from kvdock.protocol.mover_schemas import BATCH_BYTES, Promise
 from kvdock.protocol.schemas import Abort, Commit, GrantedChunk, PartDone, Reserve, ReserveAnswer
 from kvdock.protocol.wire_types import MAX_ENTRIES
 from kvdock.shm.errors import AttachError, ShmError
-from kvdock.tiers.mover.agreed import NOTE_S, Agreed, Agreement
-from kvdock.tiers.mover.lanes import Lane
-from kvdock.tiers.mover.places import Place
+from kvdock.tiers.mover.agreement import NOTE_S, AgreedNote, Agreement
+from kvdock.tiers.mover.namespaces import NamespaceSession
+from kvdock.tiers.mover.tier_handle import TierHandle
 from kvdock.tiers.record import PartName
 from kvdock.tiers.tier import Deadline, Outcome, TierError, ToLoad
 
 log = logging.getLogger("kvdock.tiers")
 
 EXISTS_S, EXISTS_SHARE = 0.05, 0.25
-"""How long a tier may take to say what it has: this long, or this share of the time that the request has left."""
+"""How long a tier may take to answer what it has: this long, or this share of the time that the request has left,
+whichever is longer."""
 THREADS = 8
 DEPTH = 4
-"""So many batches of a fetch are under way: one is read, others are hashed or published."""
+"""How many batches of a fetch are in progress at once: while one is loaded, others are hashed or published."""
 AHEAD_EXISTS_S, AHEAD_BATCH_BYTES = 1.0, 8 << 20
-"""The same for what comes ahead of requests."""
+"""For fetches ahead of requests: how long a tier may take to answer, and the size of a batch."""
 LOOK_S = 0.05
-"""How often who waits for others looks at the deadline, which the server may end."""
+"""How often a thread that waits for others looks at its deadline, which the server may cancel."""
 
 
 @dataclass
 class Fetch:
-    """`keys`: of the chunks from the request's first on; the pool has the first `hit`. `ticket` 0: ahead of
-    requests, as the `prefetch` of that number. `wait_s`: no longer than that, from now on."""
+    """`keys`: of the prompt's chunks from the first on; the pool has the first `hit`. `ticket` 0: it is ahead of
+    requests, for the prefetch of number `prefetch`. `wait_s`: how long it may take, from now on."""
 
-    place: Place
+    space: NamespaceSession
     keys: Sequence[bytes]
     hit: int
     ticket: int
@@ -62,18 +64,27 @@ class Fetch:
     prefetch: int = 0
     deadline: Deadline = field(init=False)
     loaded: int = 0
-    """Chunks that it has published."""
-    agreed: Agreed | None = None
-    """What it names parts by, at the tier that it loads from."""
+    """How many chunks it has published."""
+    agreed: AgreedNote | None = None
+    """The note from which it makes names of parts, in the tier from which it loads."""
 
     def __post_init__(self) -> None:
         self.deadline = Deadline(self.wait_s)
 
 
+class FetchObserver(NamedTuple):
+    """`promised`, `ended`: report to the server. `lacked`: a tier does not have these chunks, or has damaged ones."""
+
+    promised: Callable[[Promise], None]
+    ended: Callable[[Fetch], None]
+    lacked: Callable[[TierHandle, Sequence[bytes]], None]
+
+
 @dataclass
 class _Batch:
-    """Some of a fetch's chunks, of the same groups, from its `first` on. `names`: those that it fills. `good`: what
-    _fill() finds. `is_again`: it asks once more for what others were busy with."""
+    """Some consecutive chunks of a fetch, from its chunk `first` on, all with the same groups. `names`: namespaces and
+    keys of the chunks that it loads itself. `good`: what _fill() returns. `is_retry`: it was reserved once more for
+    chunks with which others were busy."""
 
     first: int
     keys: Sequence[bytes]
@@ -81,177 +92,191 @@ class _Batch:
     granted: ReserveAnswer
     names: set[tuple[bytes, bytes]] = field(default_factory=set)
     good: Future[dict[tuple[int, int, int], int]] | None = None
-    is_again: bool = False
+    is_retry: bool = False
+
+
+class _Threads:
+    def __init__(self) -> None:
+        self.fetches = ThreadPoolExecutor(THREADS, "kvdock-fetch")
+        self.ahead = ThreadPoolExecutor(1, "kvdock-ahead")
+        self.readers = ThreadPoolExecutor(DEPTH * THREADS, "kvdock-read")
+        self.notes = ThreadPoolExecutor(2 * THREADS, "kvdock-agree")
+
+    def shut_down(self) -> None:
+        for threads in (self.fetches, self.ahead, self.readers, self.notes):
+            threads.shutdown(wait=True, cancel_futures=True)
 
 
 class Fetches:
-    """`promise`, `ended`: tell the server. `lacked`: a tier has no such chunks, or damaged ones."""
+    """`handles`: in the order in which the tiers are asked."""
 
     def __init__(
-        self, lanes: Sequence[Lane], client: Client, agreement: Agreement, *, promise: Callable[[Promised], None],
-        ended: Callable[[Fetch], None], lacked: Callable[[Lane, Sequence[bytes]], None],
+        self, handles: Sequence[TierHandle], client: Client, agreement: Agreement, observer: FetchObserver, *,
         batch_bytes: int = BATCH_BYTES, clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._lanes, self._client, self._batch_bytes, self._agreement = lanes, client, batch_bytes, agreement
-        self._promise, self._ended, self._lacked, self._clock = promise, ended, lacked, clock
-        self._threads = ThreadPoolExecutor(THREADS, "kvdock-fetch")
-        self._ahead = ThreadPoolExecutor(1, "kvdock-ahead")
-        self._readers = ThreadPoolExecutor(DEPTH * THREADS, "kvdock-read")
-        self._asking = ThreadPoolExecutor(2 * THREADS, "kvdock-agree")
+        self._handles, self._client, self._agreement = handles, client, agreement
+        self._observer, self._batch_bytes, self._clock = observer, batch_bytes, clock
+        self._threads = _Threads()
         self._numbers = itertools.count()
         self._lock = threading.Lock()
-        self._open: dict[int, Fetch] = {}
+        self._by_ticket: dict[int, Fetch] = {}
         self._running: list[Fetch] = []
         self._filling: set[tuple[bytes, bytes]] = set()
         """Chunks that a fetch is loading now, by namespace and key."""
         self._filled = threading.Condition(self._lock)
 
-    def begin(self, fetch: Fetch) -> None:
+    def start(self, fetch: Fetch) -> None:
         with self._lock:
             self._running.append(fetch)
             if fetch.ticket:
-                self._open[fetch.ticket] = fetch
-        (self._threads if fetch.ticket else self._ahead).submit(self._run, fetch)
+                self._by_ticket[fetch.ticket] = fetch
+        (self._threads.fetches if fetch.ticket else self._threads.ahead).submit(self._run, fetch)
 
     def cancel(self, ticket: int) -> None:
-        """Nobody waits for it any more."""
+        """The ticket's request no longer waits."""
         with self._lock:
-            fetch = self._open.pop(ticket, None)
+            fetch = self._by_ticket.pop(ticket, None)
         if fetch is not None:
             fetch.deadline.cancel()
 
     def drop(self, digest: bytes, keys: Container[bytes] | None = None) -> None:
-        """What of these chunks is on its way is of no use any more. None: all of the namespace."""
+        """These chunks were cleared or deleted: fetches that load them are cancelled. None: all of the namespace."""
         with self._lock:
             for fetch in self._running:
-                if fetch.place.digest == digest and (keys is None or any(key in keys for key in fetch.keys)):
+                if fetch.space.digest == digest and (keys is None or any(key in keys for key in fetch.keys)):
                     fetch.deadline.cancel()
 
-    def is_busy(self, place: Place) -> bool:
+    def is_busy(self, space: NamespaceSession) -> bool:
         with self._lock:
-            return any(fetch.place is place for fetch in self._running)
+            return any(fetch.space is space for fetch in self._running)
 
     def close(self) -> None:
         with self._lock:
             fetches = list(self._running)
         for fetch in fetches:
             fetch.deadline.cancel()
-        for threads in (self._threads, self._ahead, self._readers, self._asking):
-            threads.shutdown(wait=True, cancel_futures=True)
+        self._threads.shut_down()
 
     # ------------------------------------------------------------------ a fetch's thread
 
     def _run(self, fetch: Fetch) -> None:
         try:
-            for lane in self._lanes:
-                self._give_way(fetch)
-                found = self._found(fetch, lane)
-                count = self._worth(fetch, lane, len(found))
+            for handle in self._handles:
+                self._yield_to_requests(fetch)
+                found = self._find(fetch, handle)
+                count = self._worth(fetch, handle, len(found))
                 if count:
-                    self._load_all(fetch, lane, found[:count])
+                    self._load_all(fetch, handle, found[:count])
                     return
-        except Exception:  # whatever it was, others go on
+        except Exception:  # other fetches must go on
             log.exception("a fetch has failed")
         finally:
             with self._filled:
                 self._running.remove(fetch)
-                self._open.pop(fetch.ticket, None)
+                self._by_ticket.pop(fetch.ticket, None)
                 self._filled.notify_all()
-            self._ended(fetch)
+            self._observer.ended(fetch)
 
-    def _give_way(self, fetch: Fetch) -> None:
-        """What comes ahead of requests waits for those that wait, while it holds nothing that they could wait for."""
+    def _yield_to_requests(self, fetch: Fetch) -> None:
+        """A fetch ahead of requests waits while fetches for requests run. It holds no reservation here, so they do not
+        wait for it."""
         with self._filled:
             while not (fetch.ticket or fetch.deadline.is_over) and any(one.ticket for one in self._running):
                 self._filled.wait(min(LOOK_S, fetch.deadline.left_s))
 
-    def _found(self, fetch: Fetch, lane: Lane) -> list[list[int]]:
-        """For each chunk behind the hit, as far as the tier has them in a row: the groups that it has of it."""
-        if lane.breaker.is_open or fetch.deadline.is_over:
+    def _find(self, fetch: Fetch, handle: TierHandle) -> list[list[int]]:
+        """For each chunk after the hit, up to the first that the tier lacks: the groups that the tier has of it."""
+        if handle.breaker.is_open or fetch.deadline.is_over:
             return []
-        place, missing = fetch.place, fetch.keys[fetch.hit :]
-        agreed = fetch.agreed = self._agreement.awaited(lane, place.digest, fetch.deadline)
+        space, missing = fetch.space, fetch.keys[fetch.hit :]
+        agreed = fetch.agreed = self._agreement.wait_for(handle, space.digest, fetch.deadline)
         if agreed is None:
             return []
-        per_chunk = [place.names(agreed.note, key) for key in missing]
+        per_chunk = [space.names(agreed.note, key) for key in missing]
         names = [name for names in per_chunk for name in names]
         left_s = fetch.deadline.left_s
-        most_s = max(EXISTS_S, EXISTS_SHARE * left_s) if fetch.ticket else AHEAD_EXISTS_S
-        holds = self._asking.submit(self._agreement.holds, lane, place.digest, agreed, Deadline(min(most_s, left_s)))
+        most_s = min(max(EXISTS_S, EXISTS_SHARE * left_s) if fetch.ticket else AHEAD_EXISTS_S, left_s)
+        holds = self._threads.notes.submit(
+            self._agreement.still_holds, handle, space.digest, agreed, Deadline(most_s)
+        )
         try:
-            answers = lane.exists(names, Deadline(min(most_s, left_s)))
+            answers = handle.exists(names, Deadline(most_s))
         except TierError:
             return []
         if not holds.result():
             return []
-        self._lacked(lane, [name.key for name, is_there in zip(names, answers, strict=True) if not is_there])
+        self._observer.lacked(
+            handle, [name.key for name, is_there in zip(names, answers, strict=True) if not is_there]
+        )
         has, found = iter(answers), []
         for names in per_chunk:
             there = {(name.group, name.writer) for name in names if next(has)}
             groups = [
-                group for group in range(len(place.manifest.groups))
-                if all((group, writer) in there for writer in place.ranks)
+                group for group in range(len(space.manifest.groups))
+                if all((group, writer) in there for writer in space.ranks)
             ]
-            if any(one.kind != "window" and at not in groups for at, one in enumerate(place.manifest.groups)):
+            if any(one.kind != "window" and at not in groups for at, one in enumerate(space.manifest.groups)):
                 break
             found.append(groups)
         return found
 
-    def _worth(self, fetch: Fetch, lane: Lane, count: int) -> int:
-        """How many of `count` chunks come before the deadline, and before they would have been computed."""
+    def _worth(self, fetch: Fetch, handle: TierHandle, count: int) -> int:
+        """How many of `count` chunks come before the deadline, and sooner than the engine would compute them."""
         if not fetch.ticket:
             return count
         worth = worth_chunks(
-            count, chunk_bytes=fetch.place.chunk_bytes, chunk_tokens=fetch.place.manifest.chunk_tokens,
-            latency_s=lane.expected_s(0), bytes_per_s=lane.speed.rate, wait_s=fetch.deadline.left_s,
+            count, chunk_bytes=fetch.space.chunk_bytes, chunk_tokens=fetch.space.manifest.chunk_tokens,
+            latency_s=handle.expected_s(0), bytes_per_s=handle.speed.rate, wait_s=fetch.deadline.left_s,
             tokens_per_s=fetch.tokens_per_s,
         )
-        lane.counters["declined_as_dear"] += count > 0 and worth == 0
+        handle.counters["declined_too_slow"] += count > 0 and worth == 0
         return worth
 
-    def _load_all(self, fetch: Fetch, lane: Lane, found: list[list[int]]) -> None:
-        place = fetch.place
+    def _load_all(self, fetch: Fetch, handle: TierHandle, found: list[list[int]]) -> None:
+        space = fetch.space
         if fetch.ticket:
-            by_s = lane.expected_s(len(found) * place.chunk_bytes)
-            self._promise(Promised(fetch.ticket, fetch.hit + len(found), lane.name, by_s))
-        attachment = place.session.attachment
+            by_s = handle.expected_s(len(found) * space.chunk_bytes)
+            self._observer.promised(Promise(fetch.ticket, fetch.hit + len(found), handle.name, by_s))
+        attachment = space.session.attachment
         if attachment is None or not attachment.acquire():
             return
         began_s = self._clock()
         try:
-            self._stream(fetch, lane, attachment, found)
+            self._stream(fetch, handle, attachment, found)
         finally:
             attachment.release()
-            lane.fetched(fetch.loaded * place.chunk_bytes, self._clock() - began_s)
+            handle.fetched(fetch.loaded * space.chunk_bytes, self._clock() - began_s)
 
-    def _stream(self, fetch: Fetch, lane: Lane, attachment: Attachment, found: list[list[int]]) -> None:
-        """Batch by batch: while one is hashed and published, others are being loaded. What comes ahead of requests
-        comes one at a time."""
+    def _stream(
+        self, fetch: Fetch, handle: TierHandle, attachment: Attachment, found: list[list[int]]
+    ) -> None:
+        """Batch by batch: while one is hashed and published, others are being loaded. Ahead of requests there is one
+        batch at a time."""
         depth, most_bytes = (DEPTH, self._batch_bytes) if fetch.ticket else (1, AHEAD_BATCH_BYTES)
-        under_way: deque[_Batch] = deque()
+        in_progress: deque[_Batch] = deque()
         is_whole = True
         try:
-            for first, count in self._batches(fetch.place, found, most_bytes):
-                self._give_way(fetch)
+            for first, count in self._batches(fetch.space, found, most_bytes):
+                self._yield_to_requests(fetch)
                 if fetch.deadline.is_over or not is_whole:
                     break
-                batch = self._begin(fetch, lane, attachment, fetch.hit + first, count, found[first])
+                batch = self._reserve(fetch, handle, attachment, fetch.hit + first, count, found[first])
                 if batch is None:
                     break
-                lane.counters["fetched_elsewhere"] += len(batch.granted.busy) + len(batch.granted.present)
-                under_way.append(batch)
+                handle.counters["fetched_elsewhere"] += len(batch.granted.busy) + len(batch.granted.present)
+                in_progress.append(batch)
                 if batch.granted.limited_by is not None:
                     break
-                if len(under_way) == depth:
-                    is_whole = self._end(fetch, lane, attachment, under_way.popleft())
+                if len(in_progress) == depth:
+                    is_whole = self._finish(fetch, handle, attachment, in_progress.popleft())
         finally:
-            for batch in under_way:
-                is_whole = self._end(fetch, lane, attachment, batch, is_wanted=is_whole) and is_whole
+            for batch in in_progress:
+                is_whole = self._finish(fetch, handle, attachment, batch, is_wanted=is_whole) and is_whole
 
-    def _batches(self, place: Place, found: list[list[int]], most_bytes: int) -> list[tuple[int, int]]:
-        """(first, how many): chunks of the same groups."""
-        parts = len(place.manifest.groups) * place.manifest.writers
-        most = max(1, min(most_bytes // place.chunk_bytes, MAX_ENTRIES // parts))
+    def _batches(self, space: NamespaceSession, found: list[list[int]], most_bytes: int) -> list[tuple[int, int]]:
+        """(index of the first chunk, how many) of each batch. The chunks of a batch have the same groups."""
+        parts = len(space.manifest.groups) * space.manifest.writers
+        most = max(1, min(most_bytes // space.chunk_bytes, MAX_ENTRIES // parts))
         batches, at = [], 0
         while at < len(found):
             end = at + 1
@@ -261,10 +286,10 @@ class Fetches:
             at = end
         return batches
 
-    def _begin(
-        self, fetch: Fetch, lane: Lane, attachment: Attachment, first: int, count: int, groups: list[int]
+    def _reserve(
+        self, fetch: Fetch, handle: TierHandle, attachment: Attachment, first: int, count: int, groups: list[int]
     ) -> _Batch | None:
-        """None: the server does not give slots for it."""
+        """Reserves slots and starts to fill them. None: the server gives no slots."""
         keys = fetch.keys[first : first + count]
         body = Reserve(
             session=attachment.session, member=attachment.member, store=f"fetch-{next(self._numbers)}",
@@ -274,30 +299,30 @@ class Fetches:
         try:
             granted = self._client.reserve(body)
         except (ServerUnavailable, ApiError) as error:
-            place_lost(fetch.place, attachment, error)
+            _call_failed(fetch.space, attachment, error)
             return None
         batch = _Batch(first, keys, groups, granted)
         if granted.reservation is None:
             return batch
         if not attachment.grants.begin(granted.reservation):
             return None
-        batch.names = {(fetch.place.digest, keys[chunk.index]) for chunk in granted.chunks}
+        batch.names = {(fetch.space.digest, keys[chunk.index]) for chunk in granted.chunks}
         with self._lock:
             self._filling |= batch.names
-        batch.good = self._readers.submit(self._fill, fetch, lane, attachment, keys, granted.chunks)
+        batch.good = self._threads.readers.submit(self._fill, fetch, handle, attachment, keys, granted.chunks)
         return batch
 
-    def _end(
-        self, fetch: Fetch, lane: Lane, attachment: Attachment, batch: _Batch, *, is_wanted: bool = True
+    def _finish(
+        self, fetch: Fetch, handle: TierHandle, attachment: Attachment, batch: _Batch, *, is_wanted: bool = True
     ) -> bool:
-        """Whether all of the batch is in the pool, or on its way there by somebody else. `is_wanted`: what comes before
-        it is there."""
+        """Waits until the batch is filled, and publishes it. Returns whether all of it is in the pool, or others are
+        loading or storing it. `is_wanted`: the chunks before it are in the pool."""
         granted, is_whole = batch.granted, True
         if batch.good is not None and granted.reservation is not None:
             try:
                 good = batch.good.result()
                 published = self._commit(
-                    fetch.place, attachment, granted.reservation, granted.chunks, good if is_wanted else {}
+                    fetch.space, attachment, granted.reservation, granted.chunks, good if is_wanted else {}
                 )
                 fetch.loaded += published
                 is_whole = published == len(granted.chunks)
@@ -310,18 +335,19 @@ class Fetches:
         if not (is_wanted and is_whole and granted.busy):
             return is_whole
         has_waited = self._await_others(fetch, [batch.keys[index] for index in granted.busy])
-        if fetch.deadline.is_over or (batch.is_again and not has_waited):
+        if fetch.deadline.is_over or (batch.is_retry and not has_waited):
             return is_whole
-        again = self._begin(fetch, lane, attachment, batch.first, len(batch.keys), batch.groups)
-        if again is None:
+        retry = self._reserve(fetch, handle, attachment, batch.first, len(batch.keys), batch.groups)
+        if retry is None:
             return False
-        again.is_again = True
-        return self._end(fetch, lane, attachment, again)
+        retry.is_retry = True
+        return self._finish(fetch, handle, attachment, retry)
 
     def _await_others(self, fetch: Fetch, keys: Sequence[bytes]) -> bool:
-        """Other fetches load these chunks, or an engine stores them: who waits for them waits for the former, which may
-        end without them, for their own requests have ended. Returns whether there was one to wait for."""
-        names = {(fetch.place.digest, key) for key in keys}
+        """Waits while other fetches load these chunks; they may end without having loaded them, when their own requests
+        no longer wait. Chunks that an engine stores are not waited for. Returns whether there was a fetch to wait
+        for."""
+        names = {(fetch.space.digest, key) for key in keys}
         has_waited = False
         with self._filled:
             while not names.isdisjoint(self._filling) and not fetch.deadline.is_over:
@@ -330,41 +356,46 @@ class Fetches:
         return has_waited
 
     def _fill(
-        self, fetch: Fetch, lane: Lane, attachment: Attachment, keys: Sequence[bytes], chunks: list[GrantedChunk]
+        self, fetch: Fetch, handle: TierHandle, attachment: Attachment, keys: Sequence[bytes],
+        chunks: list[GrantedChunk],
     ) -> dict[tuple[int, int, int], int]:
-        """Checksums of the parts (index, group, writer) that were loaded and are what they say."""
-        place, agreed = fetch.place, fetch.agreed
+        """Loads the parts into their slots. Returns the checksums of those that came whole and match, by (index of the
+        chunk, group, writer)."""
+        space, agreed = fetch.space, fetch.agreed
         assert agreed is not None
         wanted: list[tuple[int, int, int]] = []
         loads: list[ToLoad] = []
         try:
             for chunk in chunks:
                 for part in chunk.parts:
-                    pages = place.pages(attachment, part.segment, part.offset, part.length)
-                    name = agreed.note.name(place.digest, keys[chunk.index], part.group, part.writer)
+                    pages = space.pages(attachment, part.segment, part.offset, part.length)
+                    name = agreed.note.name(space.digest, keys[chunk.index], part.group, part.writer)
                     wanted.append((chunk.index, part.group, part.writer))
                     loads.append(ToLoad(name, part.length, pages))
         except (ServerUnavailable, ApiError, AttachError, ShmError) as error:
             log.warning("slots of the pool cannot be mapped: %s", error)
             return {}
-        sums, bad = self._read(fetch, lane, loads)
-        if bad:  # another server may have replaced it while it was read: then it is whole now, and not to be deleted
-            sums_again, still_bad = self._read(fetch, lane, bad)
+        sums, bad = self._read(fetch, handle, loads)
+        if bad:  # another server may have replaced a part during the load: then it is whole now, and must stay
+            sums_again, still_bad = self._read(fetch, handle, bad)
             sums |= sums_again
             for load in still_bad:
-                lane.counters["damaged"] += 1
-                log.error("%s: %s is damaged: it is a miss, and deleted", lane.name, load.name.text())
-                lane.delete([load.name])
-                self._lacked(lane, [load.name.key])
-        if not self._agreement.holds(lane, place.digest, agreed, Deadline(min(NOTE_S, fetch.deadline.left_s))):
-            log.info("%s: what came was cleared meanwhile, and is dropped", lane.name)
+                handle.counters["damaged"] += 1
+                log.error("%s: %s is damaged: it is a miss, and is deleted", handle.name, load.name.text())
+                handle.delete_damaged([load.name])
+                self._observer.lacked(handle, [load.name.key])
+        deadline = Deadline(min(NOTE_S, fetch.deadline.left_s))
+        if not self._agreement.still_holds(handle, space.digest, agreed, deadline):
+            log.info("%s: chunks that were loaded were cleared meanwhile, and are dropped", handle.name)
             return {}
         return {at: sums[load.name] for at, load in zip(wanted, loads, strict=True) if load.name in sums}
 
-    def _read(self, fetch: Fetch, lane: Lane, loads: Sequence[ToLoad]) -> tuple[dict[PartName, int], list[ToLoad]]:
-        """(checksums of those that came whole, those that are damaged)."""
+    def _read(
+        self, fetch: Fetch, handle: TierHandle, loads: Sequence[ToLoad]
+    ) -> tuple[dict[PartName, int], list[ToLoad]]:
+        """(checksums of the parts that came whole, the parts that are damaged)."""
         try:
-            found = lane.load(loads, fetch.deadline).result()
+            found = handle.load(loads, fetch.deadline).result()
         except TierError:
             return {}, []
         sums: dict[PartName, int] = {}
@@ -375,21 +406,22 @@ class Fetches:
             elif loaded.outcome in (Outcome.DONE, Outcome.DAMAGED):
                 bad.append(load)
             elif loaded.outcome is Outcome.MISSING:
-                self._lacked(lane, [load.name.key])
+                self._observer.lacked(handle, [load.name.key])
         return sums, bad
 
     def _commit(
-        self, place: Place, attachment: Attachment, reservation: str, chunks: list[GrantedChunk],
+        self, space: NamespaceSession, attachment: Attachment, reservation: str, chunks: list[GrantedChunk],
         good: dict[tuple[int, int, int], int],
     ) -> int:
-        """Publishes the chunks before the first that lacks a part, and gives the others back. Returns how many."""
+        """Publishes the chunks before the first that lacks a part, and gives the other slots back. Returns how many
+        chunks were published."""
         end = 0
         while end < len(chunks) and all(
             (chunks[end].index, part.group, part.writer) in good for part in chunks[end].parts
         ):
             end += 1
         try:
-            for rank in place.ranks:
+            for rank in space.ranks:
                 done = [
                     PartDone(chunk.index, part.group, good[chunk.index, part.group, part.writer])
                     for chunk in chunks[:end] for part in chunk.parts if part.writer == rank
@@ -397,13 +429,13 @@ class Fetches:
                 if done:
                     self._client.commit(reservation, Commit(session=attachment.session, rank=rank, parts=done))
             if end < len(chunks):
-                self._client.abort(reservation, Abort(session=attachment.session, ranks=list(place.ranks)))
+                self._client.abort(reservation, Abort(session=attachment.session, ranks=list(space.ranks)))
         except (ServerUnavailable, ApiError) as error:
-            place_lost(place, attachment, error)
+            _call_failed(space, attachment, error)
             return 0
         return end
 
 
-def place_lost(place: Place, attachment: Attachment, error: Exception) -> None:
-    log.info("the server does not take it: %s", error)
-    place.session.lost(attachment, error)
+def _call_failed(space: NamespaceSession, attachment: Attachment, error: Exception) -> None:
+    log.info("the server refuses a call, or does not answer: %s", error)
+    space.session.lost(attachment, error)

@@ -1,7 +1,8 @@
-"""The mover: the server's news, and what follows from them.
+"""The mover: follows the server's updates, and reports to it.
 
-Threads: the main one has the line to the server; each fetch and each tier's writing have their own; sessions'
-heartbeats tell what the pool stores.
+Threads: the main one reads and writes the pipe to the server. Fetches share a few threads, each tier has threads for
+its calls, for its notes and for writing, and each session has one for heartbeats, through which the mover learns what
+the pool stores and evicts.
 """
 
 from __future__ import annotations
@@ -16,82 +17,88 @@ from collections.abc import Callable, Sequence
 from kvdock.client.client import Client
 from kvdock.protocol.mover_schemas import (
     KNOWN_BYTES,
-    Asked,
+    EvictingSoon,
     KnownKeys,
-    Learned,
-    Leaving,
+    LookupNotice,
     MoverConfig,
-    MoverNews,
-    MoverWords,
-    Prefetched,
-    Promised,
-    Told,
-    Wanted,
+    MoverReport,
+    NoteChange,
+    OrderDone,
+    PrefetchRequest,
+    PrefetchResult,
+    Promise,
+    ServerUpdate,
+    split_keys,
 )
 from kvdock.protocol.reports import TierView
 from kvdock.protocol.schemas import Changes
-from kvdock.tiers.mover.admission import MOST_GONE, AskCounts, cut
-from kvdock.tiers.mover.agreed import Agreement
-from kvdock.tiers.mover.fetches import Fetch, Fetches
-from kvdock.tiers.mover.lanes import Lane
-from kvdock.tiers.mover.line import Line
-from kvdock.tiers.mover.opened import OpeningTiers
-from kvdock.tiers.mover.places import Place, Places
-from kvdock.tiers.mover.write_behind import WriteBehind
+from kvdock.tiers.mover.admission import MOST_EVICTED, AskCounts
+from kvdock.tiers.mover.agreement import Agreement
+from kvdock.tiers.mover.fetches import Fetch, Fetches, FetchObserver
+from kvdock.tiers.mover.namespaces import NamespaceSession, NamespaceSessions, PoolMemory
+from kvdock.tiers.mover.opening import OpeningTiers, registers_memory
+from kvdock.tiers.mover.pipe import Pipe
+from kvdock.tiers.mover.tier_handle import TierHandle
+from kvdock.tiers.mover.write_behind import WriteBehind, WriteQueue
 from kvdock.tiers.tier import Deadline, Lists, StillRunning, Tier
 
 log = logging.getLogger("kvdock.tiers")
 
 TURN_S = 0.2
-"""How late what is no answer to a request may be told."""
+"""The latest that a report is sent for which no request waits."""
 REPORT_S = 0.5
+"""How often the state of the tiers is reported."""
 CLOSE_S = 2.0
 FAILING = "its calls fail or are late"
 LOST_STATUS = 70
-"""The status of a process that ends because only its end keeps a call from writing to the pool."""
+"""The status of a mover that ends because only its end keeps a call of a tier from writing to the pool."""
 
 
 class Mover:
-    def __init__(self, config: MoverConfig, line: Line, clock: Callable[[], float] = time.monotonic) -> None:
-        self._config, self._line, self._clock = config, line, clock
+    def __init__(self, config: MoverConfig, pipe: Pipe, clock: Callable[[], float] = time.monotonic) -> None:
+        self._config, self._pipe, self._clock = config, pipe, clock
         self._client = Client(config.address)
-        self._places = Places(self._client, config.instance_prefix + secrets.token_hex(4), self._changed, clock)
+        memory = PoolMemory() if registers_memory(config) else None
+        self._sessions = NamespaceSessions(
+            self._client, config.instance_prefix + secrets.token_hex(4), self._on_changes, clock, memory
+        )
         self._asks = AskCounts(config.asks)
         self._agreement = Agreement(
-            lambda: [place.digest for place in self._places.all()], self._learned, self._told, clock
+            lambda: [space.digest for space in self._sessions.all()], self._note_changed, self._order_done, clock
         )
-        self._opening = OpeningTiers(config)
-        self._lanes: list[Lane] = []
+        self._opening = OpeningTiers(config, memory)
+        self._handles: list[TierHandle] = []
         self._writers: dict[str, WriteBehind] = {}
         self._fetches = Fetches(
-            self._lanes, self._client, self._agreement, promise=self._promise, ended=self._fetch_ended,
-            lacked=self._lacked, batch_bytes=config.batch_bytes,
+            self._handles, self._client, self._agreement,
+            FetchObserver(promised=self._promised, ended=self._fetch_ended, lacked=self._lacked),
+            batch_bytes=config.batch_bytes,
         )
         self._lock = threading.Lock()
-        self._words = MoverWords()
+        self._report = MoverReport()
         self._reported_s = -REPORT_S
 
     def run(self) -> None:
         """Until the server has ended."""
-        while (news := self._line.news(TURN_S)) is not None:
-            for tier in self._opening.opened():
+        while (updates := self._pipe.updates(TURN_S)) is not None:
+            for tier in self._opening.take_opened():
                 self._use(tier)
-            for lane in self._lanes:
-                lane.probe()
-            self._places.leave(self._is_busy)
-            for one in news:
-                self._follow(one)
-            self._say()
+            for handle in self._handles:
+                handle.probe()
+            self._sessions.leave_unserved(self._is_busy)
+            for update in updates:
+                self._follow(update)
+            self._send_report()
         self._close()
 
-    def _is_busy(self, place: Place) -> bool:
-        return self._fetches.is_busy(place) or any(one.is_busy(place) for one in self._writers.values())
+    def _is_busy(self, space: NamespaceSession) -> bool:
+        return self._fetches.is_busy(space) or any(writer.is_busy(space) for writer in self._writers.values())
 
     def _use(self, tier: Tier) -> None:
-        lane = Lane(tier, clock=self._clock, lost=_end_process)
+        handle = TierHandle(tier, clock=self._clock, lost=_end_process)
         writer = WriteBehind(
-            lane, self._places, self._agreement, self._client, self._config.queue_bytes,
-            batch_bytes=4 * self._config.batch_bytes, stored=self._stored,
+            handle, self._sessions, self._agreement, self._client,
+            WriteQueue(self._config.queue_bytes, batch_bytes=4 * self._config.batch_bytes), stored=self._stored,
         )
         if isinstance(tier, Lists):
             known: dict[bytes, list[bytes]] = {}
@@ -100,161 +107,168 @@ class Mover:
                     known.setdefault(name.namespace, []).append(name.key)
             for namespace, keys in known.items():
                 self._stored(namespace, keys)
-        self._writers[lane.name] = writer
-        self._lanes.append(lane)
-        self._lanes.sort(key=lambda one: self._opening.order.index(one.name))
-        self._agreement.use(lane)
+        self._writers[handle.name] = writer
+        self._handles.append(handle)
+        self._handles.sort(key=lambda one: self._opening.order.index(one.name))
+        self._agreement.use(handle)
         writer.start()
-        self._places.hear_all()
-        log.info("the tier %s is used", lane.name)
+        self._sessions.repeat_changes()
+        log.info("the tier %s is used", handle.name)
 
-    # ------------------------------------------------------------------ words
+    # ------------------------------------------------------------------ reports
 
-    def _say(self) -> None:
+    def _send_report(self) -> None:
         with self._lock:
-            words, self._words = self._words, MoverWords()
+            report, self._report = self._report, MoverReport()
         if (now_s := self._clock()) - self._reported_s >= REPORT_S:
-            self._reported_s, words.tiers = now_s, self._reports()
-        words.lists_all = all(isinstance(lane.tier, Lists) for lane in self._lanes)
-        says = words.promised or words.ended or words.prefetched or words.known or words.learned or words.told
-        if words.tiers is not None or says:
-            self._line.say(words)
+            self._reported_s, report.tiers = now_s, self._tier_views()
+        report.lists_all = all(isinstance(handle.tier, Lists) for handle in self._handles)
+        has_more = (
+            report.promises or report.ended_tickets or report.prefetch_results or report.known or report.note_changes
+            or report.orders_done
+        )
+        if report.tiers is not None or has_more:
+            self._pipe.send(report)
 
-    def _reports(self) -> list[TierView]:
-        reports = [
+    def _tier_views(self) -> list[TierView]:
+        views = [
             TierView(name=name, state="off", why=why, error=error)
-            for name, (why, error) in self._opening.closed.items()
+            for name, (why, error) in self._opening.unopened.items()
         ]
-        for lane in self._lanes:
-            usage, is_off = lane.tier.usage(), lane.breaker.is_open
-            reports.append(TierView(
-                name=lane.name, state="off" if is_off else "open", why=FAILING if is_off else "",
-                error=lane.breaker.why if is_off else "", objects=usage.objects, bytes_used=usage.bytes_used,
+        for handle in self._handles:
+            usage, is_off = handle.tier.usage(), handle.breaker.is_open
+            views.append(TierView(
+                name=handle.name, state="off" if is_off else "open", why=FAILING if is_off else "",
+                error=handle.breaker.why if is_off else "", objects=usage.objects, bytes_used=usage.bytes_used,
                 bytes_limit=usage.bytes_limit, wear_bytes=usage.wear_bytes,
-                queued_bytes=self._writers[lane.name].waiting_bytes, load_bytes_per_s=lane.speed.rate,
-                load_latency_s=lane.speed.latency_s, fetches=lane.fetches, fetch_s=lane.fetch_s,
-                counters=dict(lane.counters),
+                queued_bytes=self._writers[handle.name].waiting_bytes, load_bytes_per_s=handle.speed.rate,
+                load_latency_s=handle.speed.latency_s, fetches=handle.fetches.count, fetch_s=handle.fetches.seconds,
+                counters=dict(handle.counters),
             ))
-        return sorted(reports, key=lambda report: self._opening.order.index(report.name))
+        return sorted(views, key=lambda view: self._opening.order.index(view.name))
 
-    def _follow(self, news: MoverNews) -> None:
-        for order in news.orders:
+    # ------------------------------------------------------------------ updates
+
+    def _follow(self, update: ServerUpdate) -> None:
+        for order in update.orders:
             self._agreement.order(order)
             if order.namespace:
-                self._drop(bytes.fromhex(order.namespace), list(cut(order.keys)) or None)
-        if news.generations is not None:
-            for digest in self._agreement.follow(news.generations):
+                self._drop(bytes.fromhex(order.namespace), split_keys(order.keys) or None)
+        if update.generations is not None:
+            for digest in self._agreement.follow(update.generations):
                 self._drop(digest)
-        self._agreement.heard(news.heard)
-        if news.namespaces is not None:
-            self._places.follow(news.namespaces)
+        self._agreement.server_followed(update.followed)
+        if update.namespaces is not None:
+            self._sessions.follow(update.namespaces)
             self._agreement.wake()
-        if news.left:
-            left = [bytes.fromhex(one) for one in news.left]
-            self._places.left(left)
-            for digest in left:
+        if update.abandoned:
+            abandoned = [bytes.fromhex(one) for one in update.abandoned]
+            self._sessions.abandon(abandoned)
+            for digest in abandoned:
                 self._drop(digest)
-        for ticket in news.ended:
+        for ticket in update.ended_tickets:
             self._fetches.cancel(ticket)
-        if news.leaving:
-            self._hurry(news.leaving)
-        for asked in news.asked:
-            self._asked(asked)
-        for wanted in news.wanted:
-            self._wanted(wanted)
-        if news.is_draining:
+        if update.evicting_soon:
+            self._prioritise(update.evicting_soon)
+        for notice in update.lookups:
+            self._looked_up(notice)
+        for request in update.prefetches:
+            self._prefetch(request)
+        if update.is_draining:
             for writer in self._writers.values():
                 writer.drain(self._config.drain_s)
 
     def _drop(self, digest: bytes, keys: list[bytes] | None = None) -> None:
-        """These chunks were cleared: what is under way of them, in either direction, is of no use. None: all."""
+        """These chunks were cleared or deleted: they are neither loaded nor written. None: all of the namespace."""
         self._fetches.drop(digest, keys)
         for writer in self._writers.values():
             writer.drop(digest, keys)
 
-    def _asked(self, asked: Asked) -> None:
-        place = self._places.of(bytes.fromhex(asked.namespace))
-        keys = list(cut(asked.keys))
+    def _looked_up(self, notice: LookupNotice) -> None:
+        space = self._sessions.of(bytes.fromhex(notice.namespace))
+        keys = split_keys(notice.keys)
         self._asks.asked(keys)
-        if place is None:
-            if asked.ticket:
+        if space is None:
+            if notice.ticket:
                 with self._lock:
-                    self._words.ended.append(asked.ticket)
+                    self._report.ended_tickets.append(notice.ticket)
             return
-        if asked.ticket:
-            self._fetches.begin(Fetch(
-                place, keys, asked.hit_chunks, asked.ticket, asked.wait_s, asked.tokens_per_s
+        if notice.ticket:
+            self._fetches.start(Fetch(
+                space, keys, notice.hit_chunks, notice.ticket, notice.wait_s, notice.tokens_per_s
             ))
-        self._offer(place, keys[: asked.hit_chunks])
+        self._offer(space, keys[: notice.hit_chunks])
 
-    def _wanted(self, wanted: Wanted) -> None:
-        place = self._places.of(bytes.fromhex(wanted.namespace))
-        if place is None:
+    def _prefetch(self, request: PrefetchRequest) -> None:
+        space = self._sessions.of(bytes.fromhex(request.namespace))
+        if space is None:
             with self._lock:
-                self._words.prefetched.append(Prefetched(wanted.number, 0, True))
+                self._report.prefetch_results.append(PrefetchResult(request.number, 0, True))
             return
-        self._fetches.begin(Fetch(
-            place, list(cut(wanted.keys)), wanted.hit_chunks, 0, wanted.wait_s, prefetch=wanted.number
+        self._fetches.start(Fetch(
+            space, split_keys(request.keys), request.hit_chunks, 0, request.wait_s, prefetch=request.number
         ))
 
-    def _hurry(self, leaving: Sequence[Leaving]) -> None:
-        places = [(self._places.of(bytes.fromhex(one.namespace)), list(cut(one.keys))) for one in leaving]
+    def _prioritise(self, evicting_soon: Sequence[EvictingSoon]) -> None:
+        chunks = [(self._sessions.of(bytes.fromhex(one.namespace)), split_keys(one.keys)) for one in evicting_soon]
         worth = [
-            (place, self._asks.worth(keys)) for place, keys in places
-            if place is not None and not self._places.is_left(place)
+            (space, self._asks.worth(keys)) for space, keys in chunks
+            if space is not None and not self._sessions.is_abandoned(space)
         ]
         for writer in self._writers.values():
-            writer.hurry(worth)
+            writer.prioritise(worth)
 
-    # ------------------------------------------------------------------ other threads
+    # ------------------------------------------------------------------ called from other threads
 
-    def _changed(self, place: Place, changes: Changes) -> None:
-        gone = [bytes.fromhex(change.key) for change in changes.changes if not change.is_there]
-        room_bytes = [lane.tier.usage().bytes_limit for lane in self._lanes]
-        room = sum(room_bytes) // place.chunk_bytes if all(room_bytes) else MOST_GONE
-        self._asks.evicted(gone, room)
-        self._offer(place, [bytes.fromhex(change.key) for change in changes.changes if change.is_there])
+    def _on_changes(self, space: NamespaceSession, changes: Changes) -> None:
+        """The pool has stored or evicted chunks."""
+        evicted = [bytes.fromhex(change.key) for change in changes.changes if not change.is_there]
+        limits_bytes = [handle.tier.usage().bytes_limit for handle in self._handles]
+        capacity = sum(limits_bytes) // space.chunk_bytes if all(limits_bytes) else MOST_EVICTED
+        self._asks.evicted(evicted, capacity)
+        self._offer(space, [bytes.fromhex(change.key) for change in changes.changes if change.is_there])
 
-    def _offer(self, place: Place, keys: list[bytes]) -> None:
-        if self._places.is_left(place):
+    def _offer(self, space: NamespaceSession, keys: list[bytes]) -> None:
+        """Has the chunks written that are worth it."""
+        if self._sessions.is_abandoned(space):
             return
         worth = self._asks.worth(keys)
         for writer in list(self._writers.values()):
-            writer.offer(place, worth)
+            writer.offer(space, worth)
 
-    def _promise(self, promised: Promised) -> None:
+    def _promised(self, promise: Promise) -> None:
         with self._lock:
-            self._words.promised.append(promised)
-        self._line.wake()
+            self._report.promises.append(promise)
+        self._pipe.wake()
 
     def _fetch_ended(self, fetch: Fetch) -> None:
         with self._lock:
             if fetch.ticket:
-                self._words.ended.append(fetch.ticket)
+                self._report.ended_tickets.append(fetch.ticket)
             else:
-                was_dropped = fetch.deadline.is_over or all(lane.breaker.is_open for lane in self._lanes)
-                self._words.prefetched.append(Prefetched(fetch.prefetch, fetch.loaded, was_dropped))
-        self._line.wake()
+                was_dropped = fetch.deadline.is_over or all(handle.breaker.is_open for handle in self._handles)
+                self._report.prefetch_results.append(PrefetchResult(fetch.prefetch, fetch.loaded, was_dropped))
+        self._pipe.wake()
 
-    def _learned(self, learned: Learned) -> None:
-        if learned.keys:
-            self._drop(bytes.fromhex(learned.namespace), list(cut(learned.keys)))
+    def _note_changed(self, change: NoteChange) -> None:
+        if change.keys:
+            self._drop(bytes.fromhex(change.namespace), split_keys(change.keys))
         with self._lock:
-            self._words.learned.append(learned)
-        self._line.wake()
+            self._report.note_changes.append(change)
+        self._pipe.wake()
 
-    def _told(self, told: Told) -> None:
+    def _order_done(self, done: OrderDone) -> None:
         with self._lock:
-            self._words.told.append(told)
-        self._line.wake()
+            self._report.orders_done.append(done)
+        self._pipe.wake()
 
     def _stored(self, namespace: bytes, keys: Sequence[bytes]) -> None:
         """Tiers have these chunks."""
         with self._lock:
-            self._words.known.append(KnownKeys(namespace.hex(), b"".join(key[:KNOWN_BYTES] for key in keys)))
+            self._report.known.append(KnownKeys(namespace.hex(), b"".join(key[:KNOWN_BYTES] for key in keys)))
 
-    def _lacked(self, lane: Lane, keys: Sequence[bytes]) -> None:
-        self._writers[lane.name].forget(keys)
+    def _lacked(self, handle: TierHandle, keys: Sequence[bytes]) -> None:
+        self._writers[handle.name].forget(keys)
 
     # ------------------------------------------------------------------ the end
 
@@ -264,9 +278,9 @@ class Mover:
         self._fetches.close()
         for writer in self._writers.values():
             writer.close()
-        self._places.close()
-        for lane in self._lanes:
-            lane.close(Deadline(CLOSE_S))
+        self._sessions.close()
+        for handle in self._handles:
+            handle.close(Deadline(CLOSE_S))
         self._client.close()
 
 

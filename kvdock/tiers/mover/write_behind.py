@@ -1,7 +1,7 @@
-"""Writes chunks of the pool to one tier, after they were published and never in a store's way.
+"""Writes chunks of the pool to one tier, after they were published, so that no store of an engine waits for it.
 
-What waits is bounded in bytes: beyond that, what has waited longest is left out and counted. While a batch is written
-its chunks are leased, so they are not evicted; what was evicted while it waited is counted.
+The queue has a limit in bytes: beyond it, the chunks that have waited longest are left out and counted. While a batch
+is written its chunks are leased, so they are not evicted. Chunks that were evicted while they waited are counted.
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ from kvdock.protocol.errors import ApiError, ServerUnavailable
 from kvdock.protocol.schemas import Part
 from kvdock.protocol.tier_schemas import Hold
 from kvdock.shm.errors import ShmError
-from kvdock.tiers.mover.admission import Settled
-from kvdock.tiers.mover.agreed import Agreed, Agreement
-from kvdock.tiers.mover.lanes import Lane
-from kvdock.tiers.mover.places import Place, Places
+from kvdock.tiers.mover.agreement import AgreedNote, Agreement
+from kvdock.tiers.mover.namespaces import NamespaceSession, NamespaceSessions
+from kvdock.tiers.mover.tier_handle import TierHandle
 from kvdock.tiers.record import Record
 from kvdock.tiers.tier import Deadline, Outcome, TierError, ToStore
 
@@ -30,191 +29,265 @@ log = logging.getLogger("kvdock.tiers")
 
 BATCH_S = 30.0
 """How long a batch may take."""
-REST_S = 0.2
+RETRY_S = 0.2
 """Between two tries while the tier, or the server, does not answer."""
+MOST_KNOWN_STORED = 1 << 18
+_LOOKED_AT = 1024
+"""How many entries of the queue are looked at for a batch."""
+
+ChunkName = tuple[bytes, bytes]
+"""Namespace and key."""
 
 
-class WriteBehind:
-    """`most_bytes`: of what waits. `stored`: called with the namespace and the chunks that the tier has from now on.
-    One thread writes."""
+class KnownStored:
+    """Chunks that a tier is known to have, so that it need not be asked: the last `most`. Not thread-safe."""
 
-    def __init__(
-        self, lane: Lane, places: Places, agreement: Agreement, client: Client, most_bytes: int, *, batch_bytes: int,
-        stored: Callable[[bytes, Sequence[bytes]], None], clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._stored, self._batch_bytes, self._agreement = stored, batch_bytes, agreement
-        self._lane, self._places, self._client, self._most_bytes, self._clock = lane, places, client, most_bytes, clock
-        self._waiting: OrderedDict[tuple[bytes, bytes], int] = OrderedDict()
-        self._leaving: OrderedDict[tuple[bytes, bytes], int] = OrderedDict()
-        """What the pool evicts next: it goes before what waits."""
-        self._settled = Settled()
-        self._writing: Place | None = None
+    def __init__(self, most: int = MOST_KNOWN_STORED) -> None:
+        self._most = most
+        self._keys: OrderedDict[bytes, None] = OrderedDict()
+
+    def unknown(self, keys: Iterable[bytes]) -> list[bytes]:
+        """Those of the chunks that the tier is not known to have."""
+        known = self._keys
+        return [key for key in keys if key not in known]
+
+    def add(self, key: bytes) -> None:
+        self._keys[key] = None
+        self._keys.move_to_end(key)
+        if len(self._keys) > self._most:
+            self._keys.popitem(last=False)
+
+    def discard(self, key: bytes) -> None:
+        self._keys.pop(key, None)
+
+    def clear(self) -> None:
+        self._keys.clear()
+
+
+class WriteQueue:
+    """Chunks that wait to be written, with their sizes. `most_bytes`: the limit of those that wait in their order.
+    `batch_bytes`: of one batch. Not thread-safe."""
+
+    def __init__(self, most_bytes: int, batch_bytes: int) -> None:
+        self._most_bytes, self._batch_bytes = most_bytes, batch_bytes
+        self._waiting: OrderedDict[ChunkName, int] = OrderedDict()
+        self._evicting_soon: OrderedDict[ChunkName, int] = OrderedDict()
+        """Chunks that the pool evicts next: they are written first."""
         self.waiting_bytes = 0
-        self._wake = threading.Condition()
-        self._until_s: float | None = None
-        self._numbers = itertools.count()
-        self._thread = threading.Thread(target=self._run, name=f"kvdock-{lane.name}-down", daemon=True)
 
-    def start(self) -> None:
-        self._thread.start()
+    def __len__(self) -> int:
+        return len(self._waiting)
 
-    def offer(self, place: Place, keys: Sequence[bytes]) -> None:
-        """The pool has the chunks, and they are worth being written."""
-        with self._wake:
-            for key in self._settled.lacking(keys):
-                self._add((place.digest, key), place.chunk_bytes)
-            self._wake.notify()
+    @property
+    def names(self) -> Iterable[ChunkName]:
+        """The chunks to be written next, in their order: those that the pool evicts soon, or, if there are none, the
+        others.
+        """
+        return self._evicting_soon or self._waiting
 
-    def hurry(self, leaving: Iterable[tuple[Place, Sequence[bytes]]]) -> None:
-        """The pool evicts these chunks next. What it said before counts no more."""
-        with self._wake:
-            self._leaving = OrderedDict(
-                ((place.digest, key), place.chunk_bytes)
-                for place, keys in leaving for key in self._settled.lacking(keys) if self._until_s is None
-            )
-            self._wake.notify()
-
-    def _add(self, name: tuple[bytes, bytes], size: int) -> None:
-        if name not in self._waiting and self._until_s is None:
+    def add(self, name: ChunkName, size: int) -> int:
+        """Returns how many chunks are left out for it."""
+        left_out = 0
+        if name not in self._waiting:
             self._waiting[name] = size
             self.waiting_bytes += size
             while self.waiting_bytes > self._most_bytes:
                 self.waiting_bytes -= self._waiting.popitem(last=False)[1]
-                self._lane.counters["left_out_full_queue"] += 1
+                left_out += 1
+        return left_out
 
-    def is_busy(self, place: Place) -> bool:
-        with self._wake:
-            names = (*self._waiting, *self._leaving)
-            return self._writing is place or any(digest == place.digest for digest, _ in names)
+    def prioritise(self, chunks: Iterable[tuple[ChunkName, int]]) -> None:
+        """These chunks, and no others, are written first. They come with their sizes."""
+        self._evicting_soon = OrderedDict(chunks)
 
-    def forget(self, keys: Sequence[bytes]) -> None:
-        """The tier has lost them, or what it had was bad: they are written when they are offered again."""
-        with self._wake:
-            for key in keys:
-                self._settled.discard(key)
-
-    def drop(self, digest: bytes, keys: Sequence[bytes] | None = None) -> None:
-        """What waits of these chunks was cleared. None: all of the namespace."""
-        with self._wake:
-            if keys is None:
-                names = [name for name in (*self._waiting, *self._leaving) if name[0] == digest]
-                self._settled.clear()
-            else:
-                names = [(digest, key) for key in keys]
-            for name in names:
-                self._leaving.pop(name, None)
-                self.waiting_bytes -= self._waiting.pop(name, 0)
-                self._settled.discard(name[1])
-
-    def drain(self, seconds: float) -> None:
-        """The server is about to end: what waits is written, for so long at most, and nothing more is taken."""
-        with self._wake:
-            if self._until_s is None:
-                self._until_s = self._clock() + seconds
-            self._wake.notify()
-
-    def close(self) -> None:
-        """The server has ended. Returns when nothing is read from the pool any more."""
-        self.drain(0.0)
-        with self._wake:
-            self._until_s = self._clock()
-            self._wake.notify()
-        self._thread.join()
-        if self._waiting:
-            log.warning("%s: %d chunks were not written any more", self._lane.name, len(self._waiting))
-
-    # ------------------------------------------------------------------ the thread
-
-    def _run(self) -> None:
-        while (batch := self._next()) is not None:
-            place, agreed, keys = batch
-            try:
-                rests = not self._write(place, agreed, keys)
-            except Exception:  # without this thread nothing would be written any more
-                log.exception("chunks could not be written to %s", self._lane.name)
-                rests = True
-            with self._wake:
-                self._writing = None
-            if rests:
-                time.sleep(REST_S)  # whoever does not answer is not asked all the time
-
-    def _next(self) -> tuple[Place, Agreed, list[bytes]] | None:
-        """Some chunks of one place: what leaves the pool first, then what has waited longest. None: it is over."""
-        with self._wake:
-            while True:
-                queue = self._leaving or self._waiting
-                is_over = self._until_s is not None and (not queue or self._clock() > self._until_s)
-                if is_over:
-                    return None
-                if queue and not self._lane.breaker.is_open:
-                    digest = next(iter(queue))[0]
-                    if self._places.of(digest) is not None and self._agreement.of(self._lane, digest) is None:
-                        digest = next((one for one, _ in queue if self._agreement.of(self._lane, one)), b"")
-                    place, agreed = self._places.of(digest), self._agreement.of(self._lane, digest)
-                    if place is None and digest:
-                        self._lane.counters["left_out_namespace_gone"] += len(self._taken(queue, digest))
-                        continue
-                    if place is not None and agreed is not None:
-                        self._writing = place
-                        return place, agreed, self._taken(queue, digest)
-                self._wake.wait(REST_S)
-
-    def _taken(self, queue: OrderedDict[tuple[bytes, bytes], int], digest: bytes) -> list[bytes]:
+    def take(self, digest: bytes) -> list[bytes]:
+        """The keys of a batch of one namespace."""
+        queue = self._evicting_soon or self._waiting
         keys: list[bytes] = []
         size = 0
-        for name in list(itertools.islice(queue, 1024)):
+        for name in list(itertools.islice(queue, _LOOKED_AT)):
             if name[0] != digest:
                 continue
             if keys and size + queue[name] > self._batch_bytes:
                 break
             keys.append(name[1])
             size += queue[name]
-            self._leaving.pop(name, None)
-            self.waiting_bytes -= self._waiting.pop(name, 0)
+            self.remove(name)
         return keys
 
-    def _write(self, place: Place, agreed: Agreed, keys: list[bytes]) -> bool:
-        """False: somebody did not answer, and a pause is due. `agreed` is older than any lease of the chunks, so
-        what is cleared after that has a name that nobody asks for any more."""
-        keys = self._lacked(place, agreed, keys)
-        attachment = place.session.attachment
+    def remove(self, name: ChunkName) -> None:
+        self._evicting_soon.pop(name, None)
+        self.waiting_bytes -= self._waiting.pop(name, 0)
+
+    def of(self, digest: bytes) -> list[ChunkName]:
+        """The chunks of one namespace."""
+        return [name for name in (*self._waiting, *self._evicting_soon) if name[0] == digest]
+
+
+class WriteBehind:
+    """`stored`: called with a namespace and the chunks that the tier has from now on. One thread writes."""
+
+    def __init__(
+        self, handle: TierHandle, sessions: NamespaceSessions, agreement: Agreement, client: Client, queue: WriteQueue,
+        *, stored: Callable[[bytes, Sequence[bytes]], None], clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._handle, self._sessions, self._agreement, self._client = handle, sessions, agreement, client
+        self._queue, self._stored, self._clock = queue, stored, clock
+        self._known_stored = KnownStored()
+        self._writing: NamespaceSession | None = None
+        self._changed = threading.Condition()
+        """Guards the queue, what is known to be stored, `_writing` and `_until_s`."""
+        self._until_s: float | None = None
+        self._numbers = itertools.count()
+        self._thread = threading.Thread(target=self._run, name=f"kvdock-{handle.name}-down", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    @property
+    def waiting_bytes(self) -> int:
+        return self._queue.waiting_bytes
+
+    def offer(self, space: NamespaceSession, keys: Sequence[bytes]) -> None:
+        """The pool has these chunks, and they are worth writing."""
+        with self._changed:
+            if self._until_s is None:
+                for key in self._known_stored.unknown(keys):
+                    left_out = self._queue.add((space.digest, key), space.chunk_bytes)
+                    self._handle.counters["left_out_full_queue"] += left_out
+            self._changed.notify()
+
+    def prioritise(self, evicting_soon: Iterable[tuple[NamespaceSession, Sequence[bytes]]]) -> None:
+        """The pool evicts these chunks next, and no longer those of the last call."""
+        with self._changed:
+            self._queue.prioritise(
+                ((space.digest, key), space.chunk_bytes)
+                for space, keys in evicting_soon for key in self._known_stored.unknown(keys) if self._until_s is None
+            )
+            self._changed.notify()
+
+    def is_busy(self, space: NamespaceSession) -> bool:
+        with self._changed:
+            return self._writing is space or bool(self._queue.of(space.digest))
+
+    def forget(self, keys: Sequence[bytes]) -> None:
+        """The tier does not have these chunks any more, or has damaged ones: they are written when they are offered
+        again.
+        """
+        with self._changed:
+            for key in keys:
+                self._known_stored.discard(key)
+
+    def drop(self, digest: bytes, keys: Sequence[bytes] | None = None) -> None:
+        """These chunks were cleared or deleted, so they are not written. None: all of the namespace."""
+        with self._changed:
+            if keys is None:
+                names = self._queue.of(digest)
+                self._known_stored.clear()
+            else:
+                names = [(digest, key) for key in keys]
+            for name in names:
+                self._queue.remove(name)
+                self._known_stored.discard(name[1])
+
+    def drain(self, seconds: float) -> None:
+        """The server is about to end: what waits is written, for `seconds` at most, and nothing more is taken."""
+        with self._changed:
+            if self._until_s is None:
+                self._until_s = self._clock() + seconds
+            self._changed.notify()
+
+    def close(self) -> None:
+        """The server has ended. Returns when nothing reads the pool any more."""
+        self.drain(0.0)
+        with self._changed:
+            self._until_s = self._clock()
+            self._changed.notify()
+        self._thread.join()
+        if self._queue:
+            log.warning("%s: %d chunks that waited were not written", self._handle.name, len(self._queue))
+
+    # ------------------------------------------------------------------ the thread
+
+    def _run(self) -> None:
+        while (batch := self._next_batch()) is not None:
+            space, agreed, keys = batch
+            try:
+                is_answered = self._write(space, agreed, keys)
+            except Exception:  # without this thread nothing would be written any more
+                log.exception("chunks could not be written to %s", self._handle.name)
+                is_answered = False
+            with self._changed:
+                self._writing = None
+            if not is_answered:
+                time.sleep(RETRY_S)  # so that a tier or server that does not answer is not called all the time
+
+    def _next_batch(self) -> tuple[NamespaceSession, AgreedNote, list[bytes]] | None:
+        """Some chunks of one namespace: those that the pool evicts soon, else those that have waited longest. None:
+        this is closed, or has drained."""
+        with self._changed:
+            while True:
+                first = next(iter(self._queue.names), None)
+                if self._until_s is not None and (first is None or self._clock() > self._until_s):
+                    return None
+                if first is not None and not self._handle.breaker.is_open:
+                    digest = first[0]
+                    if self._sessions.of(digest) is not None and self._agreement.of(self._handle, digest) is None:
+                        others = (one for one, _ in self._queue.names if self._agreement.of(self._handle, one))
+                        digest = next(others, b"")
+                    space, agreed = self._sessions.of(digest), self._agreement.of(self._handle, digest)
+                    if space is None and digest:
+                        self._handle.counters["left_out_namespace_gone"] += len(self._queue.take(digest))
+                        continue
+                    if space is not None and agreed is not None:
+                        self._writing = space
+                        return space, agreed, self._queue.take(digest)
+                self._changed.wait(RETRY_S)
+
+    def _write(self, space: NamespaceSession, agreed: AgreedNote, keys: list[bytes]) -> bool:
+        """Returns False if the tier or the server did not answer. `agreed` is older than any lease of the chunks. So if
+        they are cleared after that, they are stored under names that no lookup asks for."""
+        keys = self._missing(space, agreed, keys)
+        attachment = space.session.attachment
         if not keys:
             return True
         if attachment is None or not attachment.acquire():
-            self._lane.counters["left_out_no_server"] += len(keys)
+            self._handle.counters["left_out_no_server"] += len(keys)
             return False
         try:
-            return self._write_leased(place, agreed, attachment, keys)
+            return self._write_leased(space, agreed, attachment, keys)
         finally:
             attachment.release()
 
-    def _lacked(self, place: Place, agreed: Agreed, keys: list[bytes]) -> list[bytes]:
-        """Those that the tier does not have."""
-        names = [place.names(agreed.note, key, [0])[0] for key in keys]
+    def _missing(self, space: NamespaceSession, agreed: AgreedNote, keys: list[bytes]) -> list[bytes]:
+        """Those of the chunks that the tier does not have; all of them if it does not answer."""
+        names = [space.names(agreed.note, key, [0])[0] for key in keys]
         try:
-            has = self._lane.exists(names, Deadline(BATCH_S / 10))
+            has = self._handle.exists(names, Deadline(BATCH_S / 10))
         except TierError:
             return keys
-        self._settle(place, agreed, [key for key, is_there in zip(keys, has, strict=True) if is_there])
+        self._is_stored(space, agreed, [key for key, is_there in zip(keys, has, strict=True) if is_there])
         return [key for key, is_there in zip(keys, has, strict=True) if not is_there]
 
-    def _write_leased(self, place: Place, agreed: Agreed, attachment: Attachment, keys: list[bytes]) -> bool:
+    def _write_leased(
+        self, space: NamespaceSession, agreed: AgreedNote, attachment: Attachment, keys: list[bytes]
+    ) -> bool:
         body = Hold(
             session=attachment.session, member=attachment.member, keys=b"".join(keys),
-            request=f"{self._lane.name}-{next(self._numbers)}",
+            request=f"{self._handle.name}-{next(self._numbers)}",
         )
         try:
             held = self._client.hold(body)
         except (ServerUnavailable, ApiError) as error:
-            place.session.lost(attachment, error)
-            self._lane.counters["left_out_no_server"] += len(keys)
+            space.session.lost(attachment, error)
+            self._handle.counters["left_out_no_server"] += len(keys)
             return False
-        self._lane.counters["left_out_evicted"] += sum(not parts for parts in held.chunks)
+        self._handle.counters["left_out_evicted"] += sum(not parts for parts in held.chunks)
         if held.lease is None:
             return True
         is_held = attachment.grants.begin(held.lease)
         try:
-            return not is_held or self._store(place, agreed, attachment, keys, held.chunks)
+            return not is_held or self._store(space, agreed, attachment, keys, held.chunks)
         finally:
             self._client.release_later(held.lease, attachment.session, [0])
             if is_held:
@@ -222,42 +295,43 @@ class WriteBehind:
             try:
                 self._client.flush(attachment.session)
             except (ServerUnavailable, ApiError) as error:
-                place.session.lost(attachment, error)
+                space.session.lost(attachment, error)
 
     def _store(
-        self, place: Place, agreed: Agreed, attachment: Attachment, keys: list[bytes], chunks: list[list[Part]]
+        self, space: NamespaceSession, agreed: AgreedNote, attachment: Attachment, keys: list[bytes],
+        chunks: list[list[Part]],
     ) -> bool:
-        """A chunk's part of group 0, which exists() asks about, comes last."""
+        """A chunk's part of group 0 is stored last, because _missing() asks for that part alone."""
         stores: list[ToStore] = []
         of_key: list[bytes] = []
         try:
             for key, parts in zip(keys, chunks, strict=True):
                 for part in sorted(parts, key=lambda part: (part.group, part.writer), reverse=True):
-                    name = agreed.note.name(place.digest, key, part.group, part.writer)
-                    pages = place.pages(attachment, part.segment, part.offset, part.length)
+                    name = agreed.note.name(space.digest, key, part.group, part.writer)
+                    pages = space.pages(attachment, part.segment, part.offset, part.length)
                     stores.append(ToStore(Record(name, part.length, part.checksum_value), pages))
                     of_key.append(key)
         except (ServerUnavailable, ApiError, ShmError) as error:
-            log.warning("chunks could not be read for %s: %s", self._lane.name, error)
+            log.warning("chunks could not be read for %s: %s", self._handle.name, error)
             return False
         try:
-            outcomes = self._lane.store(stores, Deadline(BATCH_S))
+            outcomes = self._handle.store(stores, Deadline(BATCH_S))
         except TierError:
-            self._lane.counters["left_out_failed"] += len(keys)
+            self._handle.counters["left_out_failed"] += len(keys)
             return False
         bad = {key for key, outcome in zip(of_key, outcomes, strict=True) if outcome is not Outcome.DONE}
-        self._lane.counters["left_out_failed"] += len(bad)
+        self._handle.counters["left_out_failed"] += len(bad)
         good = [key for key in keys if key in of_key and key not in bad]
-        if self._settle(place, agreed, good):
-            self._stored(place.digest, good)
+        if self._is_stored(space, agreed, good):
+            self._stored(space.digest, good)
         return True
 
-    def _settle(self, place: Place, agreed: Agreed, keys: Sequence[bytes]) -> bool:
-        """The tier has them, and need not be offered them again. False: they were cleared meanwhile, and nobody finds
-        them. An order changes what is agreed before drop() is called: under one lock, neither is missed."""
-        with self._wake:
-            if self._agreement.of(self._lane, place.digest) != agreed:
+    def _is_stored(self, space: NamespaceSession, agreed: AgreedNote, keys: Sequence[bytes]) -> bool:
+        """The tier has these chunks. False: they were cleared meanwhile, so they are not found. An order changes what
+        is agreed before drop() is called; both take the same lock, so no chunk is added after its drop()."""
+        with self._changed:
+            if self._agreement.of(self._handle, space.digest) != agreed:
                 return False
             for key in keys:
-                self._settled.add(key)
+                self._known_stored.add(key)
             return True

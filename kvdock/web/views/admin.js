@@ -77,8 +77,9 @@ export function mountAdmin(root, changed) {
     if (!(await confirmed({ title, lines: lossOf(chosen, bodies), verb: "Clear" }))) return "";
     const done = await send("POST", "v1/cache/clear", chosen ? { namespace: chosen.namespace } : {});
     changed();
-    const owed = done.untold?.length ? ` Not told yet, and not used for it until then: ${done.untold.join(", ")}.` : "";
-    return `Cleared ${plural(done.chunks, "chunk")}.${owed}`;
+    const tiers = (done.pending_tiers ?? []).join(", ");
+    const pending = tiers ? ` Still to be done in the tiers ${tiers}, which are not used for it until then.` : "";
+    return `Cleared ${plural(done.chunks, "chunk")}.${pending}`;
   }
 
   async function evict() {

@@ -87,7 +87,7 @@ function troubleWords({ restarts, silent_s: silent, lost_lookups: lost }) {
   const said = [];
   if (silent > SILENT_S) said.push(`The mover has said nothing for ${age(silent)}, so these figures are old.`);
   if (restarts) said.push(`The mover has ended and was started again ${plural(restarts, "time")}.`);
-  if (lost) said.push(`It was not told of ${plural(lost, "lookup")}, because too many waited for it.`);
+  if (lost) said.push(`${plural(lost, "lookup was", "lookups were")} not sent to it, because too many waited.`);
   return said.join(" ");
 }
 
@@ -98,7 +98,7 @@ export function mountTiers(root) {
     keyOf: (tier) => tier.name,
     limit: 10,
     needsPx: 720,
-    empty: hint("The mover has not told of its tiers yet."),
+    empty: hint("The mover has not reported on its tiers yet."),
   });
   const waits = el("p", { cls: "muted after" });
   const trouble = el("p", { cls: "failed" });

@@ -9,7 +9,7 @@ import pytest
 from tier_helpers import Part, Parts, eventually
 from tier_notes import KeptNotes
 
-from kvdock.tiers.mover.lanes import (
+from kvdock.tiers.mover.tier_handle import (
     FIRST_REST_S,
     LATE_S,
     LONGEST_REST_S,
@@ -18,7 +18,7 @@ from kvdock.tiers.mover.lanes import (
     MOST_FAILURES,
     QUICK_S,
     UNRETURNED,
-    Lane,
+    TierHandle,
 )
 from kvdock.tiers.record import PartName, Record
 from kvdock.tiers.tier import Deadline, Loaded, Outcome, TierError, ToLoad, ToStore, Usage
@@ -84,8 +84,8 @@ def tier(clock: Clock) -> MemoryTier:
 
 
 @pytest.fixture
-def lane(tier: MemoryTier, clock: Clock) -> Iterator[Lane]:
-    made = Lane(tier, clock=clock, lost=lambda error: None)
+def handle(tier: MemoryTier, clock: Clock) -> Iterator[TierHandle]:
+    made = TierHandle(tier, clock=clock, lost=lambda error: None)
     yield made
     made.close(Deadline(1.0))
 
@@ -98,39 +98,39 @@ def part(parts: Parts) -> Part:
 @pytest.mark.parametrize("verb", ["load", "store"])
 @pytest.mark.parametrize("outcome", [Outcome.LATE, Outcome.FAILED])
 def test_answers_that_come_too_late_or_fail_take_a_tier_off(
-    lane: Lane, tier: MemoryTier, clock: Clock, part: Part, verb: str, outcome: Outcome
+    handle: TierHandle, tier: MemoryTier, clock: Clock, part: Part, verb: str, outcome: Outcome
 ) -> None:
     tier.outcome = outcome
     calls: dict[str, Callable[[], object]] = {
-        "load": lambda: lane.load([part.to_load()], Deadline(1.0)).result(30.0),
-        "store": lambda: lane.store([part.to_store()], Deadline(1.0)),
+        "load": lambda: handle.load([part.to_load()], Deadline(1.0)).result(30.0),
+        "store": lambda: handle.store([part.to_store()], Deadline(1.0)),
     }
     for _ in range(MOST_FAILURES):
         calls[verb]()
-    assert lane.breaker.is_open and lane.counters["failures"] == MOST_FAILURES
+    assert handle.breaker.is_open and handle.counters["failures"] == MOST_FAILURES
     tier.outcome = Outcome.DONE
-    tried(lane, clock)
+    tried(handle, clock)
     calls[verb]()  # raises LaneOff if it is not used again
 
 
-def tried(lane: Lane, clock: Clock, rest_s: float = 2 * LONGEST_REST_S) -> None:
+def tried(handle: TierHandle, clock: Clock, rest_s: float = 2 * LONGEST_REST_S) -> None:
     """A probe was made after that rest, and has ended."""
     clock.now_s += rest_s
-    lane.probe()
-    probe = lane._probe
+    handle.probe()
+    probe = handle._probe
     assert probe is not None
     probe.result(30.0)
 
 
 @pytest.mark.parametrize("verb", ["exists", "load", "store"])
 def test_calls_that_do_not_return_take_a_tier_off(
-    lane: Lane, tier: MemoryTier, clock: Clock, part: Part, verb: str
+    handle: TierHandle, tier: MemoryTier, clock: Clock, part: Part, verb: str
 ) -> None:
     tier.hangs = {verb}
     calls: dict[str, Callable[[], object]] = {
-        "exists": lambda: lane.exists([part.name], Deadline(0.0)),
-        "load": lambda: lane.load([part.to_load()], Deadline(0.0)).result(30.0),
-        "store": lambda: lane.store([part.to_store()], Deadline(0.0)),
+        "exists": lambda: handle.exists([part.name], Deadline(0.0)),
+        "load": lambda: handle.load([part.to_load()], Deadline(0.0)).result(30.0),
+        "store": lambda: handle.store([part.to_store()], Deadline(0.0)),
     }
 
     def call() -> None:
@@ -141,68 +141,70 @@ def test_calls_that_do_not_return_take_a_tier_off(
 
     calling = threading.Thread(target=call)
     calling.start()
-    eventually(lambda: bool(lane._late()))
-    lane.probe()
+    eventually(lambda: bool(handle._late()))
+    handle.probe()
     seen = []
     for _ in range(MOST_FAILURES):
         clock.now_s += 2 * LATE_S
-        lane.probe()
-        seen.append(lane.breaker.is_open)
-    assert seen == [False] * (MOST_FAILURES - 1) + [True] and lane.breaker.why == UNRETURNED
+        handle.probe()
+        seen.append(handle.breaker.is_open)
+    assert seen == [False] * (MOST_FAILURES - 1) + [True] and handle.breaker.why == UNRETURNED
     tier.goes_on.set()
     calling.join()
-    eventually(lambda: not lane._late())
-    tried(lane, clock)
-    assert not lane.breaker.is_open
+    eventually(lambda: not handle._late())
+    tried(handle, clock)
+    assert not handle.breaker.is_open
 
 
 def test_a_tier_whose_store_does_not_return_stays_off(
-    lane: Lane, tier: MemoryTier, clock: Clock, part: Part
+    handle: TierHandle, tier: MemoryTier, clock: Clock, part: Part
 ) -> None:
     tier.hangs = {"store"}
-    storing = threading.Thread(target=lambda: lane.store([part.to_store()], Deadline(0.0)))
+    storing = threading.Thread(target=lambda: handle.store([part.to_store()], Deadline(0.0)))
     storing.start()
-    eventually(lambda: bool(lane._late()))
+    eventually(lambda: bool(handle._late()))
     for _ in range(MOST_FAILURES + 1):
         clock.now_s += 2 * LATE_S
-        lane.probe()
-    assert lane.breaker.is_open
-    tried(lane, clock)
-    was_open = lane.breaker.is_open
+        handle.probe()
+    assert handle.breaker.is_open
+    tried(handle, clock)
+    was_open = handle.breaker.is_open
     tier.goes_on.set()
     storing.join()
-    tried(lane, clock)
-    assert (was_open, lane.breaker.is_open) == (True, False)
+    tried(handle, clock)
+    assert (was_open, handle.breaker.is_open) == (True, False)
 
 
-def test_calls_that_end_late_do_not_keep_a_tier_off(lane: Lane, tier: MemoryTier, clock: Clock, part: Part) -> None:
+def test_calls_that_end_late_do_not_keep_a_tier_off(
+    handle: TierHandle, tier: MemoryTier, clock: Clock, part: Part
+) -> None:
     tier.hangs, tier.outcome = {"load"}, Outcome.LATE
-    loads = [lane.load([part.to_load()], Deadline(0.0)) for _ in range(4)]
-    eventually(lambda: len(lane._late()) == len(loads))
-    lane.probe()
+    loads = [handle.load([part.to_load()], Deadline(0.0)) for _ in range(4)]
+    eventually(lambda: len(handle._late()) == len(loads))
+    handle.probe()
     clock.now_s += 2 * LATE_S
-    lane.probe()  # all of them are counted
-    assert lane.breaker.is_open
+    handle.probe()  # all of them are counted
+    assert handle.breaker.is_open
     tier.goes_on.set()
     for one in loads:
         one.result(30.0)
     tier.outcome = Outcome.DONE
-    tried(lane, clock, FIRST_REST_S)
-    assert not lane.breaker.is_open
+    tried(handle, clock, FIRST_REST_S)
+    assert not handle.breaker.is_open
 
 
 def test_one_question_that_hangs_behind_others_does_not_take_a_tier_off(
-    lane: Lane, tier: MemoryTier, part: Part
+    handle: TierHandle, tier: MemoryTier, part: Part
 ) -> None:
     """Both threads are busy with what is not late yet."""
     tier.hangs = {"exists"}
-    busy = [threading.Thread(target=lambda: lane.exists([part.name], Deadline(30.0))) for _ in range(2)]
+    busy = [threading.Thread(target=lambda: handle.exists([part.name], Deadline(30.0))) for _ in range(2)]
     for one in busy:
         one.start()
     for _ in range(MOST_FAILURES):
         with pytest.raises(TierError):
-            lane.exists([part.name], Deadline(0.0))
-    assert not lane.breaker.is_open and lane.counters["failures"] == 0
+            handle.exists([part.name], Deadline(0.0))
+    assert not handle.breaker.is_open and handle.counters["failures"] == 0
     tier.goes_on.set()
     for one in busy:
         one.join()
@@ -235,16 +237,17 @@ def test_a_quick_tier_is_measured_with_more_than_a_slow_one(
     clock: Clock, parts: Parts, load_s: float, loaded: int
 ) -> None:
     tier, size = TimedTier(clock, load_s), MEASURED_BYTES // 4
-    lane = Lane(tier, clock=clock, lost=lambda error: None)
+    handle = TierHandle(tier, clock=clock, lost=lambda error: None)
     try:
         one = parts.make(size)
-        lane.store([ToStore(Record(parts.name(), size, one.record.checksum), one.to_store().pages) for _ in range(20)],
-                   Deadline(30.0))
+        pages = [one.to_store().pages for _ in range(20)]
+        records = [Record(parts.name(), size, one.record.checksum) for _ in pages]
+        handle.store(list(map(ToStore, records, pages)), Deadline(30.0))
         clock.now_s += 2 * MEASURE_S
-        lane.probe()
-        assert lane._probe is not None
-        lane._probe.result(30.0)
+        handle.probe()
+        assert handle._probe is not None
+        handle._probe.result(30.0)
         assert len(tier.loaded_bytes) == loaded
-        assert lane.speed.rate == pytest.approx(size / load_s, rel=0.1)
+        assert handle.speed.rate == pytest.approx(size / load_s, rel=0.1)
     finally:
-        lane.close(Deadline(1.0))
+        handle.close(Deadline(1.0))

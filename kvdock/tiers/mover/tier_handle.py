@@ -1,7 +1,7 @@
-"""A tier in use: threads of its own, what its calls take, and a breaker that leaves it alone while it fails.
+"""A tier in use: its own threads, how long its calls take, and a breaker that keeps calls away while it fails.
 
-A call that is late holds its thread until it returns, and nobody else's. Loads, stores and questions have threads apart
-from each other, so that no load waits behind stores.
+A call that is late holds its thread until it returns, and no other tier's. Loads, stores and questions each have their
+own threads, so no load waits behind stores.
 """
 
 from __future__ import annotations
@@ -38,40 +38,41 @@ log = logging.getLogger("kvdock.tiers")
 R = TypeVar("R")
 
 LATE_S = 0.5
-"""A call that has not returned so long after its deadline is a failure."""
+"""A call that has not returned this long after its deadline is a failure."""
 PROBE = "probe"
 MOST_FAILURES = 3
-"""In a row: then the breaker opens."""
+"""After this many failures in a row the breaker opens."""
 FIRST_REST_S, LONGEST_REST_S = 1.0, 30.0
+"""How long the breaker stays open before a probe; it doubles with each probe that fails."""
 PROBE_S = 2.0
 SMOOTHING = 0.2
-"""The share of the newest call in what is learnt of the tier's speed."""
+"""The weight of the newest call in the estimate of the tier's speed."""
 UNRETURNED = "a call does not return"
 FAIR_S = 0.04
-"""What was given up sooner than this is no failure."""
+"""A call that had less time than this and did not make it is no failure."""
 COUNTED = (
     *(f"{verb}_{outcome.value}" for verb in ("load", "store") for outcome in Outcome), "loaded_bytes", "stored_bytes",
-    "failures", "damaged", "declined_as_dear", "fetched_elsewhere",
+    "failures", "damaged", "declined_too_slow", "fetched_elsewhere",
     *(f"left_out_{why}" for why in ("full_queue", "evicted", "no_server", "namespace_gone", "failed")),
 )
-"""All of a lane's counters: they are there from the start. docs/runbook.md says what they count."""
+"""All counters of a tier: they exist from the start. docs/runbook.md explains them."""
 FIRST_RATE = 8e9
-"""Bytes a second, until something has been loaded: what would be taken for slow would never be tried."""
+"""Bytes a second, assumed until something has been loaded: a tier that was assumed to be slow would never be tried."""
 SHORTEST_S = 1e-6
 MEASURE_S = 10.0
-"""Where nothing was loaded for so long, the tier loads some of what it stored last, to be measured."""
+"""A tier from which nothing was loaded for so long loads some of what it stored last, to be measured."""
 MEASURED_BYTES, MORE_BYTES = 32 << 20, 128 << 20
-"""So much of it; and where that came within QUICK_S, once more with as much as the batches of a fetch under way have: a
-quick tier shows only then what its threads do together."""
+"""The size of that load. If it took at most QUICK_S, MORE_BYTES are loaded too, as many as the batches of a fetch in
+progress have: only then does a quick tier show what its threads do together."""
 QUICK_S = 0.02
 
 
-class LaneOff(TierError):
-    """The breaker is open: the tier is not asked."""
+class TierOff(TierError):
+    """The breaker is open, so the tier is not called."""
 
 
 class Speed:
-    """What loads take: a latency and a rate, learnt from calls of different sizes."""
+    """How long loads take: a latency and a rate (bytes a second), learned from loads of different sizes."""
 
     def __init__(self) -> None:
         self.latency_s, self.rate, self._is_known = 0.001, FIRST_RATE, False
@@ -91,8 +92,9 @@ class Speed:
 
 
 class Breaker:
-    """Closed, or open until a probe succeeds. Failures in a row are counted for each kind of call: a store may say at
-    once what it has, and give none of it. Thread-safe."""
+    """Closed while the tier works; open, so that it is not called, until a probe succeeds. Failures in a row are
+    counted for each kind of call apart: a store may answer at once what it has, and yet fail at every load.
+    Thread-safe."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock, self._lock = clock, threading.Lock()
@@ -111,12 +113,12 @@ class Breaker:
             self.is_open, self.why = False, ""
 
     def failed(self, kind: str, why: str) -> bool:
-        """True if it opens with this."""
+        """Returns whether this failure opens it."""
         with self._lock:
             self._failures[kind] += 1
             self.why = why
             if self._failures[kind] < MOST_FAILURES if not self.is_open else kind != PROBE:
-                return False  # calls that began before it opened say nothing new, however late they end
+                return False  # calls that began before it opened tell nothing new, however late they end
             opens, self.is_open = not self.is_open, True
             self._until_s = self._clock() + self._rest_s
             self._rest_s = min(2 * self._rest_s, LONGEST_REST_S)
@@ -129,23 +131,31 @@ class Breaker:
 
 @dataclass(eq=False)
 class _Call:
-    """One under way. `part`: one of those that it loads, if it is a load."""
+    """A call in progress. `part`: one of those that it loads, if it is a load."""
 
     kind: str
     deadline: Deadline
     part: ToLoad | None = None
-    over_s: float | None = None
-    """Since when it is seen to be late, or when it was last counted."""
+    counted_s: float | None = None
+    """When it was first seen to be late, or when it was last counted as a failure."""
 
 
-class Lane:
+@dataclass
+class FetchTotals:
+    """Fetches of requests' chunks, each of one batch or several, and the seconds that they took in sum."""
+
+    count: int = 0
+    seconds: float = 0.0
+
+
+class TierHandle:
     """`lost`: called when a call may still write to the pool, which only the end of the process stops."""
 
     def __init__(self, tier: Tier, *, clock: Callable[[], float], lost: Callable[[StillRunning], None]) -> None:
-        self.tier, self.name = tier, tier.name
+        self.tier = tier
         self.speed, self.breaker = Speed(), Breaker(clock)
         self.counters: Counter[str] = Counter(dict.fromkeys(COUNTED, 0))
-        self.fetches, self.fetch_s = 0, 0.0
+        self.fetches = FetchTotals()
         self.loading_bytes = 0
         self._clock, self._lost = clock, lost
         self._lock = threading.Lock()
@@ -155,31 +165,35 @@ class Lane:
         }
         self._probe: Future[None] | None = None
         self._calls: set[_Call] = set()
-        self._learnt_s = -MEASURE_S
+        self._learned_s = -MEASURE_S
         self._stored_last: list[tuple[PartName, int]] = []
-        """With their lengths: what is loaded to measure the tier."""
+        """The parts stored last, with their lengths: they are loaded to measure the tier."""
         self._unloaded: ToLoad | None = None
-        """What a probe tries to load: a part of the last load that failed."""
+        """A part of the last load that failed: a probe tries to load it."""
+
+    @property
+    def name(self) -> str:
+        return self.tier.name
 
     def exists(self, names: Sequence[PartName], deadline: Deadline) -> list[bool]:
-        """LaneOff, TierError."""
+        """Raises TierOff, TierError."""
         began_s = self._clock()
 
         def judge(found: list[bool]) -> str:
             is_late = deadline.is_over and not any(found) and self._clock() - began_s >= FAIR_S
-            return "it does not say in time what it has" if is_late else ""
+            return "it does not answer in time what it has" if is_late else ""
 
         return self._call("ask", deadline, lambda: self.tier.exists(names, deadline), judge)
 
     def load(self, parts: Sequence[ToLoad], deadline: Deadline) -> Future[list[Loaded]]:
-        """The future ends when nothing touches the pages any more, however late. It raises TierError."""
+        """The future is done when nothing touches the pages any more, however late. It raises TierOff, TierError."""
         bytes_wanted = sum(part.length for part in parts)
         with self._lock:
             self.loading_bytes += bytes_wanted
         return self._pools["load"].submit(self._load, parts, bytes_wanted, deadline)
 
     def store(self, parts: Sequence[ToStore], deadline: Deadline) -> list[Outcome]:
-        """LaneOff, TierError. Returns when nothing touches the pages any more, however late."""
+        """Returns when nothing touches the pages any more, however late. Raises TierOff, TierError."""
         self._require_closed()
         found = self._guarded(_Call("store", deadline), lambda: self.tier.store(parts, deadline), _failure)
         for part, outcome in zip(parts, found, strict=True):
@@ -192,8 +206,8 @@ class Lane:
         ] or self._stored_last
         return found
 
-    def delete(self, names: Sequence[PartName]) -> None:
-        """What is not deleted now is found to be bad again."""
+    def delete_damaged(self, names: Sequence[PartName]) -> None:
+        """Parts that cannot be deleted now are found to be damaged again."""
         deadline = Deadline(PROBE_S)
         try:
             self._call("ask", deadline, lambda: self.tier.delete(names, deadline), _failure)
@@ -201,54 +215,55 @@ class Lane:
             log.warning("%s: damaged parts are not deleted yet: %s", self.name, error)
 
     def remove(self, names: Sequence[PartName], deadline: Deadline) -> None:
-        """LaneOff, TierError."""
+        """Raises TierOff, TierError."""
         self._call("note", deadline, lambda: self.tier.delete(names, deadline), lambda _: "")
 
     def notes(self, namespaces: Sequence[bytes], deadline: Deadline) -> list[Note | None]:
-        """LaneOff, TierError."""
+        """Raises TierOff, TierError."""
         return self._call("note", deadline, lambda: self.tier.notes(namespaces, deadline), lambda _: "")
 
     def change(self, namespace: bytes, change: Change, deadline: Deadline) -> Note:
-        """LaneOff, TierError, ReadOnly."""
+        """Raises TierOff, TierError, ReadOnly."""
         return self._call("note", deadline, lambda: self.tier.change(namespace, change, deadline), lambda _: "")
 
     def namespaces(self, deadline: Deadline) -> list[bytes]:
-        """LaneOff, TierError, ReadOnly."""
+        """Raises TierOff, TierError, ReadOnly."""
         return self._call("note", deadline, lambda: self.tier.namespaces(deadline), lambda _: "")
 
-    def swept(self, namespace: bytes, note: Note, deadline: Deadline) -> int:
-        """How many parts of former generations were removed. LaneOff, TierError."""
+    def sweep(self, namespace: bytes, note: Note, deadline: Deadline) -> int:
+        """Removes parts of former generations; returns how many. Raises TierOff, TierError."""
         tier = self.tier
         if not isinstance(tier, Sweeps):
             return 0
         return self._call("note", deadline, lambda: tier.sweep(namespace, note, deadline), lambda _: "")
 
     def expected_s(self, more_bytes: int) -> float:
-        """Until so many bytes more would have been loaded, behind those that are being loaded."""
+        """How long it takes until `more_bytes` are loaded, after those that are being loaded."""
         return self.speed.seconds(self.loading_bytes + more_bytes)
 
     def fetched(self, done_bytes: int, took_s: float) -> None:
         """A request's chunks were loaded, hashed and published, in one batch or several."""
         with self._lock:
-            self.fetches += 1
-            self.fetch_s += took_s
+            self.fetches.count += 1
+            self.fetches.seconds += took_s
         if done_bytes:
             self._learn(done_bytes, took_s)
 
     def probe(self) -> None:
-        """Counts calls that do not return, and tries a tier that rests, if it is time, in the background."""
+        """Call it every now and then. Counts calls that do not return. In the background, tries a tier whose breaker is
+        open, and measures one from which nothing was loaded for long."""
         now_s = self._clock()
         for call in [] if self.breaker.is_open else self._late():
-            if call.over_s is None:
-                call.over_s = now_s
-            if now_s - call.over_s > LATE_S:
-                call.over_s = now_s  # and once more if it goes on
+            if call.counted_s is None:
+                call.counted_s = now_s
+            if now_s - call.counted_s > LATE_S:
+                call.counted_s = now_s  # it is counted again if it goes on
                 self._unloaded = call.part or self._unloaded
                 self._fail(call.kind, UNRETURNED)
         if self._probe is None or self._probe.done():
             if self.breaker.wants_probe():
                 self._probe = self._pools[PROBE].submit(self._try)
-            elif self._stored_last and now_s - self._learnt_s >= MEASURE_S and not self.breaker.is_open:
+            elif self._stored_last and now_s - self._learned_s >= MEASURE_S and not self.breaker.is_open:
                 self._probe = self._pools[PROBE].submit(self._measure)
 
     def close(self, deadline: Deadline) -> None:
@@ -262,17 +277,18 @@ class Lane:
     # ------------------------------------------------------------------
 
     def _require_closed(self) -> None:
+        """Raises TierOff."""
         if self.breaker.is_open:
-            raise LaneOff(self.name, self.breaker.why)
+            raise TierOff(self.name, self.breaker.why)
 
     def _call(self, kind: str, deadline: Deadline, run: Callable[[], R], judge: Callable[[R], str]) -> R:
-        """Waits no longer than the deadline, and a little."""
+        """Runs it in a thread of the kind, and waits until LATE_S after the deadline at most."""
         self._require_closed()
         future = self._pools[kind].submit(self._guarded, _Call(kind, deadline), run, judge)
         try:
             return future.result(deadline.left_s + LATE_S)
         except TimeoutError:
-            future.cancel()  # one that has begun is counted by probe()
+            future.cancel()  # if it has begun already, probe() counts it
             raise TierError(self.name, "it does not answer in time") from None
 
     def _late(self) -> list[_Call]:
@@ -280,7 +296,7 @@ class Lane:
             return [call for call in self._calls if call.deadline.is_over]
 
     def _guarded(self, call: _Call, run: Callable[[], R], judge: Callable[[R], str]) -> R:
-        """`judge`: why an answer is a failure all the same, or nothing."""
+        """`judge`: says why an answer counts as a failure; "": it does not."""
         kind = call.kind
         with self._lock:
             self._calls.add(call)
@@ -294,7 +310,7 @@ class Lane:
         except TierError as error:
             self._fail(kind, error.why)
             raise
-        except Exception as error:  # of the engine's library
+        except Exception as error:  # of the library that the tier uses
             self._fail(kind, f"{type(error).__name__}: {error}")
             raise TierError(self.name, str(error)) from error
         finally:
@@ -330,12 +346,12 @@ class Lane:
 
     def _learn(self, done_bytes: int, took_s: float) -> None:
         self.speed.learn(done_bytes, took_s)
-        self._learnt_s = self._clock()
+        self._learned_s = self._clock()
 
     def _measure(self) -> None:
-        """Loads some of what was stored last, and more of it from a tier that is quick."""
-        self._learnt_s = self._clock()
-        with suppress(TierError):  # it is counted as a failure
+        """Loads some of what was stored last, and more of it if the tier is quick."""
+        self._learned_s = self._clock()
+        with suppress(TierError):  # _guarded() has counted the failure
             found = self._load_own(MEASURED_BYTES)
             if found is not None and found[1] <= QUICK_S:
                 found = self._load_own(MORE_BYTES) or found
@@ -343,7 +359,8 @@ class Lane:
                 self._learn(*found)
 
     def _load_own(self, most_bytes: int) -> tuple[int, float] | None:
-        """Bytes and seconds of a load as a fetch does it, into memory of its own. None: not all of it came."""
+        """Loads parts as a fetch does, into memory outside the pool. Returns bytes and seconds; None: not all of it
+        came."""
         parts: list[ToLoad] = []
         size = 0
         for name, length in self._stored_last:
@@ -367,10 +384,10 @@ class Lane:
     def _fail(self, kind: str, why: str) -> None:
         self.counters["failures"] += 1
         if self.breaker.failed(kind, why):
-            log.warning("the tier %s is left alone for a while: %s", self.name, why)
+            log.warning("the tier %s is not used for a while: %s", self.name, why)
 
     def _try(self) -> None:
-        """Asks, and loads what could not be loaded, into memory of its own."""
+        """Probes the tier: asks it, and loads what could not be loaded, into memory outside the pool."""
         deadline, wanted = Deadline(PROBE_S), self._unloaded
         why = ""
         try:
@@ -383,7 +400,7 @@ class Lane:
             why = str(error)
         if deadline.is_over:
             why = "it answers too late"
-        if any(call.kind == "store" for call in self._late()):  # nothing else tells whether it stores again
+        if any(call.kind == "store" for call in self._late()):  # nothing else shows whether it stores again
             why = UNRETURNED
         if why:
             self.breaker.failed(PROBE, why)
@@ -394,13 +411,13 @@ class Lane:
 
 
 def own_pages(length: int) -> memoryview:
-    """Memory that is no slot of the pool, and is there before anything is written to it."""
+    """Memory outside the pool, whose pages are mapped already."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
     return memoryview(mmap.mmap(-1, pages_bytes(length), flags=flags))
 
 
 def _failure(outcomes: Sequence[Outcome], *, is_fair: bool = True) -> str:
-    """Why these answers are a failure of the tier: nothing was done, and something failed or was late. `is_fair`: there
-    was time for it."""
+    """Why these answers count as a failure of the tier: nothing was done, and something failed or was late. "": they do
+    not. `is_fair`: there was enough time."""
     undone = {Outcome.FAILED, Outcome.LATE} if is_fair else {Outcome.FAILED}
     return "" if Outcome.DONE in outcomes or undone.isdisjoint(outcomes) else "parts came too late, or not at all"

@@ -116,7 +116,7 @@ MUTANTS = (
         "test_a_server_ends_whose_mover_hangs_in_the_kernel_and_cannot_be_killed",
     ),
     Mutant(
-        "L20", "what came for a request that is gone stays", "kvdock/api/tiers/tickets.py",
+        "L20", "chunks that came for a request that has ended stay", "kvdock/api/tiers/tickets.py",
         "self._table.drop_unread(space.table_id, keys[count * KEY_BYTES :])", "pass",
         (PREFETCHES, "-k", "gone_is_treated"), "test_what_comes_when_its_request_is_gone_is_treated_likewise",
     ),

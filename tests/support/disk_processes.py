@@ -35,10 +35,10 @@ def write(folder: Path, limit_bytes: int, seed: str, length: int) -> None:
         done += batch
         outcomes = store(tier, [part for _, part in batch])
         say("stored", [number for (number, _), one in zip(batch, outcomes, strict=True) if one is Outcome.DONE])
-        gone = [(number, part) for number, part in batch if number % 7 == 6]
-        say("deleting", [number for number, _ in gone])
-        tier.delete([part.name for _, part in gone], patient())
-        say("deleted", [number for number, _ in gone])
+        deleted = [(number, part) for number, part in batch if number % 7 == 6]
+        say("deleting", [number for number, _ in deleted])
+        tier.delete([part.name for _, part in deleted], patient())
+        say("deleted", [number for number, _ in deleted])
         outcomes_of(tier, [part for number, part in done[-12:] if number % 3 == 0])
         del done[:-12]
 

@@ -1,10 +1,11 @@
 """A mover whose tier on Mooncake Store has the settings of RDMA, while its library goes over TCP: python
 mooncake_mover.py COPIES, started by the server in the mover's place.
 
-This machine need not have RDMA. Over TCP the library registers the same memory with the same call, and copies from and to
-registered memory as well as any other. For each copy of a part, the file COPIES gets a line: "read" or "write", and where
-the bytes were: in a "segment" of the pool that was registered, in a "buffer" of the tier's own, or in "unknown" memory. When
-memory is unregistered, it gets the line "unregistered". While the file COPIES.refused exists, segments are not registered.
+This machine need not have RDMA. Over TCP the library registers the same memory with the same call, and copies from and
+to registered memory as well as any other. For each copy of a part, the file COPIES gets a line: "read" or "write", and
+where the bytes were: in a "segment" of the pool that was registered, in a "buffer" of the tier's own, or in "unknown"
+memory. When memory is unregistered, it gets the line "unregistered". While the file COPIES.refused exists, segments are
+not registered.
 """
 
 from __future__ import annotations

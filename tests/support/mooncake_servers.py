@@ -1,7 +1,7 @@
 """A Mooncake Store of its own for tests: the master, a peer that holds the bytes, and a client that reads and changes
 what lies there from outside.
 
-The master listens on loopback only. Its clients cannot be told where to listen: they do on all addresses.
+The master listens on loopback only. Its clients always listen on all addresses.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PEER_BYTES: Final = 96 * MIB
 
 
 class Served:
-    """A process under test. Its words go to `log`."""
+    """A process under test. Its stderr goes to `log`."""
 
     def __init__(self, arguments: list[str], log: Path) -> None:
         environment = {**os.environ, "MC_TCP_PROGRESS_TIMEOUT_SEC": "1"}
@@ -54,7 +54,7 @@ class Served:
 
 
 class MooncakeServers:
-    """`client_ttl_s`: a client that is silent for so long is taken for gone. `peer_bytes`: what the peer keeps.
+    """`client_ttl_s`: a client that is silent for this long is taken for dead. `peer_bytes`: what the peer keeps.
     `more`: arguments of the master, the last of a name counts."""
 
     def __init__(

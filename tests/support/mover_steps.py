@@ -1,7 +1,8 @@
 """The mover, which stands still at a step: python mover_steps.py ARMED, started by the server in the mover's place.
 
-The file ARMED names a step. Whoever comes to that step first takes the file away and stops itself (SIGSTOP); it is
-killed there, or goes on. The steps are put around the functions that make them: nothing in the product knows of them.
+The file ARMED names a step. The first thread that comes to that step removes the file and stops the process (SIGSTOP),
+which is killed there, or goes on. The steps are put around the functions that make them: nothing in the product knows
+of them.
 """
 
 from __future__ import annotations
@@ -131,7 +132,7 @@ def movers_of(server_pid: int) -> list[psutil.Process]:
 
 
 def has_ended(process: psutil.Process) -> bool:
-    """Also while nobody has asked for its status yet: a mover whose server is gone waits seconds for that."""
+    """Also while its status was not asked for yet, which takes seconds for a mover whose server has ended."""
     try:
         return bool(process.status() == psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:

@@ -43,7 +43,7 @@ class Arena:
         return pages
 
     def guards_are_whole(self) -> bool:
-        """Whether nobody has written behind the pages that were given out."""
+        """Whether nothing was written after the pages that were given out."""
         return all(self._view[begin : begin + PAGE_BYTES] == GUARD for begin in self._guards)
 
     def reset(self) -> None:

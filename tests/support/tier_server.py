@@ -73,13 +73,13 @@ def written(engine: TierEngine) -> int:
 
 
 def flood(engine: TierEngine) -> None:
-    """Evicts all that nobody holds."""
+    """Evicts all chunks that no engine holds."""
     for _ in range(3):
         engine.store(engine.chain(POOL_CHUNKS // 2))
 
 
 def stored_and_gone(engine: TierEngine, count: int) -> list[bytes]:
-    """Chunks that lower tiers have and the pool has not."""
+    """Chunks that lower tiers have and the pool does not."""
     keys = engine.chain(count)
     engine.store(keys)
     is_written(engine, keys)

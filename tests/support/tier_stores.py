@@ -115,7 +115,7 @@ class S3Store:
 
 
 class MooncakeStore:
-    """Whose client that has the bytes is frozen; the master goes on, and does not take it for gone."""
+    """stop() freezes the client that has the bytes; the master goes on, and does not take the client for dead."""
 
     name = "mooncake"
 
@@ -145,7 +145,7 @@ class MooncakeStore:
 
 
 class DiskStore:
-    """Whose calls hang, as those of a mounted file system whose server is gone: they do not return."""
+    """After stop(), calls do not return, as in a mounted file system whose server does not answer."""
 
     name = "disk"
 

@@ -69,7 +69,7 @@ class TierSubject:
         raise NotImplementedError
 
     def kill(self) -> None:
-        """The server is gone (SIGKILL); what it stored may be lost."""
+        """Kills the server (SIGKILL); what it stored may be lost."""
         raise NotImplementedError
 
     def restart(self) -> None:

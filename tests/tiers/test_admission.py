@@ -8,7 +8,7 @@ from kvdock.tiers.mover.admission import JUDGED, MOST_JUDGED, AskCounts
 
 pytestmark = pytest.mark.tiers
 
-ROOM = 100
+CAPACITY = 100
 
 
 def keys(first: int, count: int) -> list[bytes]:
@@ -16,10 +16,10 @@ def keys(first: int, count: int) -> list[bytes]:
 
 
 def passed_by(asks: AskCounts, first: int, count: int, *, again: int = 0) -> None:
-    """Chunks that are asked for and evicted; the first `again` of them are asked for once more after that."""
+    """Chunks that are asked for and evicted; then the first `again` of them are asked for once more."""
     some = keys(first, count)
     asks.asked(some)
-    asks.evicted(some, ROOM)
+    asks.evicted(some, CAPACITY)
     asks.asked(some[:again])
 
 
@@ -32,8 +32,8 @@ def test_at_first_every_chunk_is_worth_it() -> None:
 
 def test_chunks_that_nobody_asks_for_again_are_not_written_and_those_asked_for_twice_are() -> None:
     asks = AskCounts(0)
-    passed_by(asks, 0, ROOM + JUDGED - 1)
-    assert asks.worth(keys(9000, 4)), "what tiers could still have is no wonder yet"
+    passed_by(asks, 0, CAPACITY + JUDGED - 1)
+    assert asks.worth(keys(9000, 4)), "chunks that tiers could still have are not counted yet"
     passed_by(asks, 1000, 1)
     assert not asks.worth(keys(9000, 4))
     twice = keys(2000, 4)
@@ -44,7 +44,7 @@ def test_chunks_that_nobody_asks_for_again_are_not_written_and_those_asked_for_t
 
 def test_they_are_written_again_once_a_quarter_comes_back() -> None:
     asks = AskCounts(0)
-    passed_by(asks, 0, ROOM + JUDGED)
+    passed_by(asks, 0, CAPACITY + JUDGED)
     for first in range(1000, 1000 + 20 * MOST_JUDGED, 50):
         passed_by(asks, first, 50, again=10)
     assert not asks.worth(keys(10**6, 4)), "a fifth"
@@ -55,18 +55,18 @@ def test_they_are_written_again_once_a_quarter_comes_back() -> None:
 
 def test_what_was_asked_for_twice_before_it_went_does_not_count() -> None:
     asks = AskCounts(0)
-    for first in range(0, 4 * ROOM + 4 * JUDGED, 50):
+    for first in range(0, 4 * CAPACITY + 4 * JUDGED, 50):
         some = keys(first, 50)
         asks.asked(some)
         asks.asked(some)
-        asks.evicted(some, ROOM)
+        asks.evicted(some, CAPACITY)
     assert asks.worth(keys(9000, 4))
 
 
 @pytest.mark.parametrize("wanted", [1, 3])
 def test_a_number_that_is_set_is_kept(wanted: int) -> None:
     asks = AskCounts(wanted)
-    passed_by(asks, 0, ROOM + JUDGED)
+    passed_by(asks, 0, CAPACITY + JUDGED)
     new = keys(5000, 2)
     for _ in range(wanted):
         assert asks.worth(new) == (new if wanted == 1 else [])

@@ -21,7 +21,7 @@ LOOKUPS = {
 
 
 def run(folder: Path, *arguments: str, python: tuple[str, ...] = ("-m", "bench.tiers")) -> tuple[dict[str, float], str]:
-    """(figures, what it said on stderr)."""
+    """(figures, what it wrote to stderr)."""
     done = subprocess.run(
         [
             sys.executable, *python, "--json", "--path", str(folder), "--mib", "32", "--store-mib", "8", "--rounds",
@@ -43,8 +43,8 @@ def test_the_disk_and_what_it_does_to_lookups_are_measured(tmp_path: Path) -> No
 
 def test_stores_are_started_and_measured_or_left_out_with_a_line(tmp_path: Path) -> None:
     kinds = ("redis", "objects", "objects_s3", "mooncake")
-    found, said = run(tmp_path, "--only", *kinds)
-    left_out = {kind for kind in kinds if f"bench.tiers: {kind} is left out: " in said}
+    found, log = run(tmp_path, "--only", *kinds)
+    left_out = {kind for kind in kinds if f"bench.tiers: {kind} is left out: " in log}
     assert left_out <= {"mooncake", "redis"}, "what needs no program but those of the tests is there"
     served = set(kinds) - left_out
     assert set(found) == {f"{kind}_{verb}_gb_s" for kind in served for verb in ("store", "load")}
@@ -54,9 +54,9 @@ def test_a_store_that_cannot_be_started_is_left_out_with_a_line(tmp_path: Path) 
     without = (
         "-c", "import os, sys; os.environ['PATH'] = ''; from bench.tiers.__main__ import main; main(sys.argv[1:])"
     )
-    found, said = run(tmp_path, "--only", "redis", "objects", python=without)
+    found, log = run(tmp_path, "--only", "redis", "objects", python=without)
     assert set(found) == {"objects_store_gb_s", "objects_load_gb_s"}
-    assert "bench.tiers: redis is left out: redis-server is not installed\n" in said
+    assert "bench.tiers: redis is left out: redis-server is not installed\n" in log
 
 
 def test_a_store_of_the_users_is_measured_by_its_url(tmp_path: Path) -> None:

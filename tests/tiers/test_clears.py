@@ -1,5 +1,5 @@
-"""Clear means clear: what was cleared, deleted or found to be damaged comes back from no lower tier, whoever still had
-it on its way, whatever is restarted, and at no other server that uses the same store."""
+"""Clear means clear: what was cleared, deleted or found to be damaged comes back from no lower tier, whichever server
+still had it on its way, whatever is restarted, and at no other server that uses the same store."""
 
 from __future__ import annotations
 
@@ -232,11 +232,11 @@ def test_what_was_on_its_way_down_is_not_found(servers: Servers, change: Change,
     mover = server.stands(step)
     answer = change(engine, keys)
     assert isinstance(answer, Cleared | Deleted)
-    assert answer.pending_tiers == [servers.store.name], "who could not be told is named"
+    assert answer.pending_tiers == [servers.store.name], "the tier that has not carried it out is named"
     mover.send_signal(signal.SIGCONT)
     eventually(lambda: pending_orders(engine.client) == 0, 30.0)
     assert hits(engine, keys) == 0
-    for _ in range(2):  # the write that was under way may end now, and is then counted among those of the first time
+    for _ in range(2):  # the write that was in progress may end now, and then counts as one of the first time
         written(engine, keys)
         clear_pool(server.unix)
         if hits(engine, keys) == CHUNKS:
@@ -293,7 +293,7 @@ def off(store: Store) -> None:
 
 @pytest.mark.parametrize("with_pool", [None, False, True], ids=["same server", "restarted", "pool removed"])
 @pytest.mark.parametrize("change", [clear, delete], ids=lambda change: change.__name__)
-def test_a_tier_that_could_not_be_told_is_not_used_until_it_was(
+def test_a_tier_with_a_pending_order_is_not_used_until_it_has_carried_it_out(
     servers: Servers, change: Change, with_pool: bool | None
 ) -> None:
     server, engine = ready(servers)

@@ -140,13 +140,13 @@ def test_another_length_than_the_stored_one_is_not_loaded(tier: Tier, parts: Par
 
 
 def test_what_was_stored_is_there_after_the_tier_was_opened_again(subject: TierSubject, parts: Parts) -> None:
-    batch, gone = parts.many(6, 50_001), parts.many(2, 50_001)
+    batch, deleted = parts.many(6, 50_001), parts.many(2, 50_001)
     with opened(subject) as tier:
-        store_all(tier, batch + gone)
-        tier.delete([part.name for part in gone], patient())
+        store_all(tier, batch + deleted)
+        tier.delete([part.name for part in deleted], patient())
     with opened(subject) as tier:
         assert_loads(tier, batch)
-        assert tier.exists([part.name for part in gone], patient()) == [False, False]
+        assert tier.exists([part.name for part in deleted], patient()) == [False, False]
 
 
 def test_the_limit_is_kept_and_what_is_found_is_right(subject: TierSubject, parts: Parts) -> None:

@@ -171,9 +171,9 @@ def test_a_full_disk_refuses_or_uses_the_room_that_it_has(folder: Path) -> None:
 
 @only_root
 def test_a_file_system_without_direct_input_and_output_is_used_with_one_logged_line(folder: Path) -> None:
-    seen, said = run_apart("ramfs", folder)
+    seen, log = run_apart("ramfs", folder)
     assert seen == {"loaded": 4}
-    assert said.count("takes no direct input and output") == 2 == len(said.splitlines()), "one for each opening"
+    assert log.count("has no direct input and output") == 2 == len(log.splitlines()), "one line for each opening"
 
 
 def test_a_record_that_storage_takes_only_a_piece_of_is_full(folder: Path, parts: Parts) -> None:

@@ -51,11 +51,11 @@ def test_an_index_that_cannot_be_used_is_made_anew_from_the_log(
     folder: Path, parts: Parts, caplog: pytest.LogCaptureFixture, harm: object
 ) -> None:
     assert callable(harm)
-    batch, gone = [parts.make(length) for length in range(1, 900_000, 50_000)], parts.many(5, 70_000)
+    batch, deleted = [parts.make(length) for length in range(1, 900_000, 50_000)], parts.many(5, 70_000)
     with opened(folder) as tier:
-        store_all(tier, batch[:9] + gone)
+        store_all(tier, batch[:9] + deleted)
         store_all(tier, batch[9:])
-        tier.delete([part.name for part in gone], patient())
+        tier.delete([part.name for part in deleted], patient())
     for _ in range(2):
         harm(folder / "index.db")
         caplog.clear()
@@ -64,7 +64,7 @@ def test_an_index_that_cannot_be_used_is_made_anew_from_the_log(
             assert f"made anew from the log, {len(batch)} parts" in caplog.text
             ARENA.reset()
             assert_loads(tier, batch)
-            assert there(tier, gone) == [False] * len(gone)
+            assert there(tier, deleted) == [False] * len(deleted)
             assert tier.usage().objects == len(batch)
     caplog.clear()
     with opened(folder) as tier:
@@ -111,7 +111,7 @@ def test_bytes_of_a_part_that_look_like_a_record_are_none(folder: Path, parts: P
 
 
 def test_an_index_that_is_behind_the_log_learns_the_rest(folder: Path, parts: Parts) -> None:
-    """As after power was lost: SQLite's last transactions may be gone, and the log has the records."""
+    """As after power was lost: SQLite's last transactions may be lost, and the log has the records."""
     old, new = parts.many(5, 500_000), parts.many(25, 500_000)
     with opened(folder) as tier:
         store_all(tier, old)
@@ -184,7 +184,7 @@ def child(folder: Path, limit_bytes: int, seed: str, length: int) -> subprocess.
 
 
 def killed(process: subprocess.Popen[str], after_lines: int, after_s: float) -> dict[str, list[int]]:
-    """Kills it some lines later, and returns the numbers that it had said."""
+    """Kills it some lines later, and returns the numbers that it has reported."""
     assert process.stdout is not None
     lines = [process.stdout.readline() for _ in range(after_lines)]
     time.sleep(after_s)
@@ -192,45 +192,45 @@ def killed(process: subprocess.Popen[str], after_lines: int, after_s: float) -> 
     lines += process.stdout.read().splitlines(keepends=True)
     process.stdout.close()
     assert process.wait() == -signal.SIGKILL
-    said: dict[str, list[int]] = {"stored": [], "deleting": [], "deleted": []}
+    reported: dict[str, list[int]] = {"stored": [], "deleting": [], "deleted": []}
     for line in lines:
         if line.endswith("\n"):
             what, *numbers = line.split()
-            said[what] += map(int, numbers)
-    return said
+            reported[what] += map(int, numbers)
+    return reported
 
 
 @pytest.mark.parametrize("index", ["kept", "lost"])
 def test_all_that_was_done_is_there_after_a_process_was_killed(folder: Path, index: str) -> None:
     mine, length = random.Random(index), 150_000
     for life in range(6):
-        said = killed(child(folder, 512 * MIB, f"{index} {life}", length), 3 + 3 * life, mine.random() / 50)
+        reported = killed(child(folder, 512 * MIB, f"{index} {life}", length), 3 + 3 * life, mine.random() / 50)
         if index == "lost":
             (folder / "index.db").unlink()
         parts = Parts(f"{index} {life}")
-        made = parts.many(max(said["stored"]) + 1, length)
+        made = parts.many(max(reported["stored"]) + 1, length)
         with opened(folder, 512 * MIB) as tier:
             ARENA.reset()
-            assert_loads(tier, [made[number] for number in said["stored"] if number not in said["deleting"]])
-            assert not any(there(tier, [made[number] for number in said["deleted"]]))
+            assert_loads(tier, [made[number] for number in reported["stored"] if number not in reported["deleting"]])
+            assert not any(there(tier, [made[number] for number in reported["deleted"]]))
 
 
 def test_a_process_killed_while_it_makes_room_leaves_nothing_wrong(folder: Path) -> None:
     mine, length = random.Random("room"), 300_000
     for life in range(6):
-        said = killed(child(folder, LIMIT, f"room {life}", length), 150, mine.random() / 20)
+        reported = killed(child(folder, LIMIT, f"room {life}", length), 150, mine.random() / 20)
         if life % 2:
             (folder / "index.db").unlink()
-        made = Parts(f"room {life}").many(max(said["stored"]) + 1, length)
+        made = Parts(f"room {life}").many(max(reported["stored"]) + 1, length)
         with opened(folder) as tier:
             assert allocated_bytes(folder) <= LIMIT
-            latest = [number for number in said["stored"][-10:] if number not in said["deleting"]]
+            latest = [number for number in reported["stored"][-10:] if number not in reported["deleting"]]
             assert_loads(tier, [made[number] for number in latest])
-            for number in said["stored"]:
+            for number in reported["stored"]:
                 ARENA.reset()
                 (got,) = load(tier, [made[number]])
                 if got.is_accepted:
-                    assert got.data == made[number].data and number not in said["deleted"]
+                    assert got.data == made[number].data and number not in reported["deleted"]
                 else:
                     assert number not in latest
             store_in_turn(tier, Parts(f"after {life}").many(10, MIB))

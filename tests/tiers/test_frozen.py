@@ -66,7 +66,7 @@ class Asker:
 
 
 def is_waited_for(server: SteppedServer) -> bool:
-    """Whether a lookup for what nobody has is told to wait."""
+    """Whether a lookup for a chunk that does not exist waits."""
     engine = TierEngine(server.unix, manifest(MIB, model="asks"), unique("asks"))
     pending = engine.lookup(engine.chain(4), "r", 5.0).pending
     engine.close()
@@ -84,7 +84,7 @@ def test_a_store_that_stands_still_costs_the_wait_at_most_and_nothing_once_it_is
     assert_same(found, served(computed))
     clear_once_written(server.unix)
 
-    server.armed.write_text("up.reserved")  # the store has said what it has, slots are reserved
+    server.armed.write_text("up.reserved")  # the store has answered what it has, and slots are reserved
     asked: list[tuple[Completion, float]] = []
     waiting = threading.Thread(target=lambda: asked.append(asker.ask()))
     waiting.start()

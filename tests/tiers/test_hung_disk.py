@@ -1,4 +1,4 @@
-"""A disk whose writes, index or all calls hang: it is off, nobody waits for it, and the server ends in time."""
+"""A disk whose writes, index or all calls hang: it is off, no request waits for it, and the server ends in time."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_a_server_whose_disk_hangs_ends_and_the_next_one_finds_what_was_stored(d
 
 
 def hangs(disk: DiskStore, engine: TierEngine, kept: list[bytes], kinds: str) -> None:
-    """Until the tier is off; then nobody waits, and what the pool has is hit."""
+    """Until the tier is off; then no request waits, and chunks in the pool are hits."""
     disk.stop(kinds)
     stored, names = engine.chain(4), (unique("hangs") for _ in itertools.count())
     engine.store(stored)

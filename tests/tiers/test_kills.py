@@ -79,7 +79,7 @@ def in_the_tier_alone(engine: TierEngine) -> list[bytes]:
 
 
 def comes_back(engine: TierEngine, keys: list[bytes]) -> None:
-    """From the tier, whole and right, and is let go again."""
+    """It comes from the tier, whole and right, and is released again."""
     empty(engine.client)
     for number in range(1000):
         found = engine.awaited(keys, f"again-{number}")

@@ -116,7 +116,7 @@ def test_a_server_lost_in_the_midst_of_copies(subject: TierSubject, parts: Parts
 
         reader = threading.Thread(target=read)
         reader.start()
-        time.sleep(0.05)  # so that a load is under way, as a rule
+        time.sleep(0.05)  # so that a load is usually in progress
         getattr(subject, harm)()
         reader.join(LATE_BY_S)
         alive = reader.is_alive()

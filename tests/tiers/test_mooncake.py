@@ -1,5 +1,5 @@
 """What only the tier on Mooncake Store does: whose memory its bytes go through, what others can reach of it, and what
-happens to copies under way when a peer hangs."""
+happens to copies in progress when a peer hangs."""
 
 from __future__ import annotations
 
@@ -124,8 +124,8 @@ def test_bytes_go_straight_from_and_to_the_pages_or_through_memory_of_the_tier(
 def test_nobody_reaches_the_pool_through_the_clients_port(
     tiers: Tiers, servers: MooncakeServers, parts: Parts
 ) -> None:
-    """The library's clients listen on all addresses, and serve memory that is registered to whoever asks, in words
-    without a password. So over TCP no memory of the pool is registered."""
+    """The library's clients listen on all addresses, and let every host read and write registered memory, without a
+    password. So over TCP no memory of the pool is registered."""
     part = parts.make(MIB)
     source = part.to_store()
     where, first = address_of(source.pages), part.data[:64]
@@ -137,7 +137,7 @@ def test_nobody_reaches_the_pool_through_the_clients_port(
         raw_write(port, where)
     assert source.pages[: len(part.data)] == part.data
     tier.unregister(where)
-    servers.client.register_buffer(where, len(source.pages))  # and so they would be reached, in the same words
+    servers.client.register_buffer(where, len(source.pages))  # registered memory is reached with the same request
     assert first in [raw_read(port, where) for port in listening()]
     servers.client.unregister_buffer(where)
 

@@ -57,7 +57,7 @@ def test_over_rdma_parts_go_directly_from_and_to_segments_until_they_are_unmappe
         first = engine.chain(SEGMENT_CHUNKS)
         engine.store(first)
         is_written(engine, first)
-        assert set(copied(log)) == {"write segment"}
+        assert {line for line in copied(log) if line.startswith("write")} == {"write segment"}
 
         second = engine.chain(SEGMENT_CHUNKS)
         engine.store(second)  # the pool grows by a segment
@@ -69,9 +69,10 @@ def test_over_rdma_parts_go_directly_from_and_to_segments_until_they_are_unmappe
             assert found.hit_tokens == len(keys) * CHUNK_TOKENS
             engine.read(keys, found)
             engine.release(found)
-        found_in = copied(log)
-        assert found_in["read segment"] >= len(first) + len(second)
-        assert set(found_in) <= {"write segment", "read segment", "write buffer"}, found_in
+        copies = copied(log)
+        assert copies["read segment"] == len(first) + len(second), copies
+        # The mover reads into memory outside the pool to measure the tier, and may write before a segment is registered.
+        assert set(copies) <= {"write segment", "read segment", "write buffer", "read buffer"}, copies
         engine.close()
     assert copied(log)["unregistered"] == 2, "both segments, before they are unmapped"
 

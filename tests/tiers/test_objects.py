@@ -256,7 +256,7 @@ def test_a_deadline_that_is_over_at_once_ends_what_has_hardly_begun(
 def test_pages_of_a_store_that_was_given_up_are_held_by_nobody(
     tier: ObjectTier, server: S3Server, parts: Parts
 ) -> None:
-    """Memory that somebody has a view of cannot be closed."""
+    """Memory of which a view exists cannot be closed."""
     record = parts.make(1).record
     memory = mmap.mmap(-1, 24 * MIB)
     pages = memoryview(memory)
@@ -304,7 +304,7 @@ def outcomes_of_late(tier: ObjectTier, batch: list[Part]) -> set[Outcome]:
 
 
 def test_pages_that_are_still_read_end_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A buffer that somebody else holds is what a request leaves that cannot be given up."""
+    """A request that cannot be cancelled leaves a buffer that is held elsewhere."""
     monkeypatch.setattr(objects, "RELEASE_S", 0.05)
     view = ARENA.pages(100)[:100]
     held = pickle.PickleBuffer(view)

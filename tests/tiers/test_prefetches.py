@@ -105,8 +105,8 @@ def test_it_can_be_said_beforehand_when(engine: TierEngine) -> None:
     keys = engine.chain(4)
     engine.store(keys)
     assert prefetch(engine, keys, after_s=3600).why == "later"
-    said = prefetch(engine, keys, after_s=0.2)
-    assert (said.stored_tokens, said.coming_tokens, said.why) == (4 * CHUNK_TOKENS, 0, "later")
+    answer = prefetch(engine, keys, after_s=0.2)
+    assert (answer.stored_tokens, answer.coming_tokens, answer.why) == (4 * CHUNK_TOKENS, 0, "later")
     gone = stored_and_gone(engine, 4)
     assert prefetch(engine, gone, after_s=0.01).why == "later"
     eventually(lambda: stored(engine, gone) == 4, 30.0)

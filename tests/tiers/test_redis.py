@@ -111,7 +111,7 @@ def test_what_a_url_says(tmp_path: Path) -> None:
     assert read_settings("redis://", {}).address == Address("localhost", 6379)
 
 
-# --------------------------------------------------------------------------- who may, and TLS
+# --------------------------------------------------------------------------- rights and TLS
 
 
 def test_a_password_from_the_environment_opens_the_tier_and_a_wrong_one_does_not(tmp_path: Path, parts: Parts) -> None:

@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.tiers, pytest.mark.timeout(120)]
 
 @pytest.fixture
 def refusing() -> Iterator[int]:
-    """A port at which nobody answers."""
+    """A port at which no process answers."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         yield taken.getsockname()[1]
@@ -93,16 +93,16 @@ def test_what_a_tier_did_is_in_status_metrics_and_history(server: ServerProcess,
     brought_up(engine, stored_and_gone(engine, 8))
     eventually(lambda: tier(engine).fetches >= 1, 30.0)
     eventually(lambda: samples(server)["kvdock_tier_fetch_seconds_count{disk}"] == tier(engine).fetches, 10.0)
-    told, found = tier(engine), samples(server)
-    assert told.fetch_s > 0 and told.load_latency_s > 0 and told.load_bytes_per_s > 0
-    assert found["kvdock_tier_fetch_seconds_sum{disk}"] == told.fetch_s
+    view, found = tier(engine), samples(server)
+    assert view.fetch_s > 0 and view.load_latency_s > 0 and view.load_bytes_per_s > 0
+    assert found["kvdock_tier_fetch_seconds_sum{disk}"] == view.fetch_s
     done = found["kvdock_tier_loads_total{disk,done}"]
-    assert done == told.counters["load_done"] >= 8 and found["kvdock_tier_loads_total{disk,damaged}"] == 0
+    assert done == view.counters["load_done"] >= 8 and found["kvdock_tier_loads_total{disk,damaged}"] == 0
     assert found["kvdock_tier_loaded_bytes_total{disk}"] == done * PART
     assert found["kvdock_tier_stores_total{disk,done}"] >= 8 and found["kvdock_tier_wear_bytes_total{disk}"] >= 8 * PART
     assert found["kvdock_tier_used{disk}"] == 1 and found["kvdock_tier_limit_bytes{disk}"] == 256 * MIB
     left_out = found["kvdock_tier_left_out_total{disk,full_queue}"]
-    assert left_out == told.counters["left_out_full_queue"] and found["kvdock_tier_waiting_requests{}"] == 0
+    assert left_out == view.counters["left_out_full_queue"] and found["kvdock_tier_waiting_requests{}"] == 0
     eventually(lambda: sum(filter(None, history(server, "tier_loaded_bytes"))) > 0, 10.0)
 
 
@@ -162,8 +162,8 @@ def test_a_tier_that_cannot_be_opened_says_why_and_how_only_to_readers(
     server: ServerProcess, engine: TierEngine, refusing: int
 ) -> None:
     eventually(lambda: tier(engine, "redis").why == "it cannot be opened", 30.0)
-    told = tier(engine, "redis")
-    assert told.state == "off" and str(refusing) in told.error and told.counters == {}
+    view = tier(engine, "redis")
+    assert view.state == "off" and str(refusing) in view.error and view.counters == {}
     nobodys = json.loads(raw(server.http, "GET", "/v1/status", None, NOBODYS)[2])["tiers"]
     assert [(one["name"], one["why"], one["error"]) for one in nobodys] == [
         ("disk", "", ""), ("redis", "it cannot be opened", "")
@@ -182,24 +182,24 @@ def test_a_tier_that_fails_says_so_until_it_works_again(
         return tier(engine).state == "off"
 
     eventually(is_off, 30.0)
-    told = tier(engine)
-    assert told.why == "its calls fail or are late" and str(tmp_path / "disk") in told.error and told.objects > 0
+    view = tier(engine)
+    assert view.why == "its calls fail or are late" and str(tmp_path / "disk") in view.error and view.objects > 0
     (tmp_path / "away").rename(tmp_path / "disk")
     eventually(lambda: tier(engine).state == "open", 30.0)
-    told = tier(engine)
-    assert (told.why, told.error) == ("", "")
+    view = tier(engine)
+    assert (view.why, view.error) == ("", "")
 
 
 def test_the_command_has_a_line_for_each_tier(server: ServerProcess, engine: TierEngine, refusing: int) -> None:
     stored_and_gone(engine, 2)
     eventually(lambda: tier(engine, "redis").error != "", 30.0)
     done = kvdock("status", "--server", server.unix)
-    said = " ".join(done.stdout.split())
+    shown = " ".join(done.stdout.split())
     assert done.returncode == 0
-    assert "tier disk used; " in said and " of at most 256.0 MiB in " in said and " stored, 0 B loaded" in said
-    assert "tier redis off: it cannot be opened (" in said and f":{refusing}" in said
-    assert "requests that" not in said, "nobody waits, and nobody has"
-    assert "1 engine attached" in said, "the mover is none"
+    assert "tier disk used; " in shown and " of at most 256.0 MiB in " in shown and " stored, 0 B loaded" in shown
+    assert "tier redis off: it cannot be opened (" in shown and f":{refusing}" in shown
+    assert "requests that" not in shown, "no request waits, and none has"
+    assert "1 engine attached" in shown, "the mover is not an engine"
     asked = json.loads(kvdock("status", "--json", "--server", server.unix).stdout)
     assert asked["tiers"][1]["error"] and asked["mover"]["restarts"] == 0
 
@@ -213,7 +213,7 @@ def test_nothing_that_is_read_waits_for_a_mover_that_stands_still(server: Server
             began_s = time.monotonic()
             assert raw(server.http, "GET", path)[0] == 200
             assert time.monotonic() - began_s < 5.0
-        assert tier(engine).state == "open", "as it was told last"
+        assert tier(engine).state == "open", "as it was last reported"
         assert samples(server)["kvdock_mover_silent_seconds{}"] > 1
     finally:
         process.send_signal(signal.SIGCONT)

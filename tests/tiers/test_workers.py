@@ -97,10 +97,10 @@ def test_memory_that_a_call_may_still_write_to_is_not_used_again() -> None:
         buffer.append("x")
         seen.append(buffer)
         if len(seen) == 1:
-            raise Spoilt("it may be under way still")
+            raise Spoilt("it may still be in progress")
 
     threads = workers(1)
-    with pytest.raises(TierError, match="it may be under way still"):
+    with pytest.raises(TierError, match="it may still be in progress"):
         threads.run([job], patient(), patience_s=0)
     threads.run([job], patient(), patience_s=0)
     assert [len(buffer) for buffer in seen] == [1, 1]

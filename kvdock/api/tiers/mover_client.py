@@ -118,9 +118,9 @@ class MoverClient:
         chunk_tokens, asked = space.manifest.chunk_tokens, len(call.keys) // KEY_BYTES
         stored = max(found.hit_tokens, found.committed) // chunk_tokens
         ticket = 0
-        if wait_s > 0 and stored < asked and not found.limited:
-            if self._may_wait(space, call.keys, stored, wait_s, tokens_per_s):
-                ticket = self.tickets.open(call, found, wait_s)
+        is_short = wait_s > 0 and stored < asked and not found.limited
+        if is_short and self._may_wait(space, call.keys, stored, wait_s, tokens_per_s):
+            ticket = self.tickets.open(call, found, wait_s)
         self._send(m.LookupNotice(
             namespace=space.digest.hex(), keys=call.keys, hit_chunks=stored, ticket=ticket, wait_s=wait_s,
             tokens_per_s=tokens_per_s,

@@ -34,7 +34,7 @@ class Watched(Library):
     def watch(self, log: Path) -> None:
         self.log = log
         self._memory: dict[int, int] = {}
-        self._lock: Final = threading.Lock()
+        self._lock = threading.Lock()
 
     def register(self, address: int, length: int) -> None:
         if length != BUFFER_BYTES and self.log.with_suffix(".refused").exists():

@@ -14,14 +14,14 @@ class KeptNotes:
     poll_s = 0.0
 
     def __init__(self) -> None:
-        self.kept: dict[bytes, Note] = {}
+        self.notes_kept: dict[bytes, Note] = {}
 
     def notes(self, namespaces: Sequence[bytes], deadline: Deadline) -> list[Note | None]:
-        return [self.kept.get(namespace) for namespace in namespaces]
+        return [self.notes_kept.get(namespace) for namespace in namespaces]
 
     def change(self, namespace: bytes, change: Change, deadline: Deadline) -> Note:
-        note = self.kept[namespace] = change(self.kept.get(namespace))
+        note = self.notes_kept[namespace] = change(self.notes_kept.get(namespace))
         return note
 
     def namespaces(self, deadline: Deadline) -> list[bytes]:
-        return list(self.kept)
+        return list(self.notes_kept)

@@ -71,7 +71,7 @@ def test_over_rdma_parts_go_directly_from_and_to_segments_until_they_are_unmappe
             engine.release(found)
         copies = copied(log)
         assert copies["read segment"] == len(first) + len(second), copies
-        # The mover reads into memory outside the pool to measure the tier, and may write before a segment is registered.
+        # To measure the tier, the mover reads into other memory. It may write before a segment is registered.
         assert set(copies) <= {"write segment", "read segment", "write buffer", "read buffer"}, copies
         engine.close()
     assert copied(log)["unregistered"] == 2, "both segments, before they are unmapped"

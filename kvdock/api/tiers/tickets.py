@@ -206,7 +206,7 @@ class Tickets:
             del self._temporary[next(iter(self._temporary))]
 
     def reservation_ended(self, grant: int) -> None:
-        """Of the mover. What came is leased to the requests that wait for it."""
+        """A reservation of the mover has ended, and what came is leased to the requests that wait for it."""
         if grant in self._temporary:
             self._drop_unread(*self._temporary.pop(grant))
 

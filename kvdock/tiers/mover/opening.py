@@ -98,7 +98,7 @@ def registers_memory(config: MoverConfig) -> bool:
 
 
 def _openers(config: MoverConfig) -> list[_Opener]:
-    """Of all tiers, the quickest first."""
+    """One for each tier, the quickest first."""
 
     def disk() -> Tier:
         from kvdock.tiers.disk.tier import DiskTier

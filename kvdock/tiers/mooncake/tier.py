@@ -203,8 +203,8 @@ class MooncakeTier:
         return []
 
     def _read_note(self, key: str, buffer: Buffer) -> Note | None:
-        """An object that is not a note counts as none, so change() makes a new one. Raises TierError, also if the bytes of
-        the object cannot be read: it may be a note."""
+        """An object that is not a note counts as none, so change() makes a new one. Raises TierError, also if the bytes
+        of the object cannot be read: it may be a note."""
         (code,) = self._library.begin_reads([key])
         if code != codes.DONE:
             if code in _ABSENT:

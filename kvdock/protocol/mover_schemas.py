@@ -193,9 +193,8 @@ class MoverConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """The instance names under which the mover attaches begin with it."""
     disk_path: str = ""
     disk_bytes: int = 0
-    redis_url: str = ""
-    objects_url: str = ""
-    mooncake_url: str = ""
+    stores: dict[str, str] = {}
+    """The URLs of stores by their names, in the order in which they are asked."""
     asks: int = 0
     """A chunk is written once prompts have asked for it this often; 0: once or twice, whichever pays."""
     queue_bytes: int = 1 << 30

@@ -48,7 +48,7 @@ ATTRIBUTES = {
     "kvdock/tiers/mover/fetches.py Fetches": 18,
     "kvdock/tiers/mover/lanes.py Lane": 17,
     "kvdock/tiers/mover/write_behind.py WriteBehind": 17,
-    "kvdock/tiers/objects.py ObjectTier": 16,
+    "kvdock/tiers/stores/objects.py ObjectTier": 16,
 }
 
 

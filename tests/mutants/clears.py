@@ -64,7 +64,7 @@ MUTANTS = (
         "test_what_one_server_clears_is_found_at_no_other_that_shares_the_store",
     ),
     Mutant(
-        "T9j", "a note of an object store is never written again", "kvdock/tiers/objects.py",
+        "T9j", "a note of an object store is never written again", "kvdock/tiers/stores/objects.py",
         "self._clock() - noted.written_s > NOTE_FRESH_S", "False",
         ("tests/tiers/test_objects.py", "-k", "written_again"),
         "test_a_note_is_written_again_before_a_rule_of_the_bucket_deletes_it",

@@ -37,13 +37,12 @@ from tier_helpers import (
     store_all,
 )
 
-from kvdock.tiers import objects
 from kvdock.tiers.notes import begins, deletes
-from kvdock.tiers.objects import NOTE_FRESH_S, ObjectTier, open_tier
-from kvdock.tiers.objects_url import StoreLocation, open_location
 from kvdock.tiers.record import HEADER_BYTES, Record, RecordError
-from kvdock.tiers.tier import Deadline, Outcome, StillRunning, TierError, ToStore
-from kvdock.tiers.urls import TierUrlError
+from kvdock.tiers.stores import objects
+from kvdock.tiers.stores.objects import NOTE_FRESH_S, ObjectTier, open_tier
+from kvdock.tiers.stores.objects_url import StoreLocation, open_location
+from kvdock.tiers.tier import Deadline, Outcome, StillRunning, TierError, TierUrlError, ToStore
 
 pytestmark = pytest.mark.tiers
 
@@ -469,7 +468,7 @@ def test_a_note_that_is_written_again_keeps_what_others_have_changed(server: S3S
 def test_a_note_that_cannot_be_written_again_is_read_all_the_same(server: S3Server) -> None:
     namespace, now_s = secrets.token_bytes(32), [time.time()]
     with environment(KEYS):
-        tier = ObjectTier(read_place(server.url, obstore.store), obstore, clock=lambda: now_s[0])
+        tier = ObjectTier(open_location(server.url, obstore.store), obstore, clock=lambda: now_s[0])
     note = tier.change(namespace, begins(3), patient())
     now_s[0] += 2 * NOTE_FRESH_S
     server.flag.touch()

@@ -18,18 +18,19 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, TypeVar
 
 from kvdock.tiers.notes import Change, Note, NoteError, name_of_note
-from kvdock.tiers.objects_url import StoreLocation, open_location
 from kvdock.tiers.record import HEADER_BYTES, VERSION, PartName, Record, RecordError, folder_of
+from kvdock.tiers.stores.objects_url import StoreLocation, open_location
 from kvdock.tiers.tier import (
     Deadline,
     Loaded,
     Outcome,
     ReadOnly,
     StillRunning,
+    Store,
     TierError,
     ToLoad,
     ToStore,
@@ -553,3 +554,6 @@ def _judge(error: BaseException) -> Outcome:
 def _brief(error: BaseException) -> str:
     """The error without the details that obstore adds for its own developers."""
     return f"{type(error).__name__}: {' '.join(str(error).partition('Debug source')[0].split())[:800]}"
+
+
+STORE: Final = Store(open_tier)

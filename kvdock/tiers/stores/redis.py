@@ -7,6 +7,7 @@ small parts do not wait for a round trip each, and the bytes in flight are bound
 from __future__ import annotations
 
 import importlib
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -16,9 +17,9 @@ from typing import Any, Final, Generic, TypeVar
 
 from kvdock.tiers.notes import HEAD_BYTES, Change, Note, NoteError, name_of_note
 from kvdock.tiers.record import HEADER_BYTES, VERSION, PartName, Record, RecordError, folder_of
-from kvdock.tiers.redis_nodes import NAME, Address, Nodes, Settings, read_settings
-from kvdock.tiers.resp import ErrorReply, OutOfTime, Reply, Wire, WireError, command
-from kvdock.tiers.tier import Deadline, Loaded, Outcome, TierError, ToLoad, ToStore, Usage
+from kvdock.tiers.stores.redis_nodes import NAME, Address, Nodes, Settings, read_settings
+from kvdock.tiers.stores.resp import ErrorReply, OutOfTime, Reply, Wire, WireError, command
+from kvdock.tiers.tier import Deadline, Loaded, Outcome, Store, TierError, ToLoad, ToStore, Usage
 
 RUN_BYTES: Final = 8 << 20
 RUN_JOBS: Final = 128
@@ -64,7 +65,7 @@ class _Answers(Generic[T]):
             self.by_job.update((job.at, Outcome.FAILED) for job in jobs)
 
 
-def open_tier(url: str, deadline: Deadline, environment: Mapping[str, str]) -> RedisTier:
+def open_tier(url: str, deadline: Deadline, environment: Mapping[str, str] = os.environ) -> RedisTier:
     """`url`: docs/tiers.md#redis. `environment`: where password_env is looked up. Raises TierUrlError; TierError where
     the server does not answer or refuses, or redis-py is not installed."""
     settings = read_settings(url, environment)
@@ -513,3 +514,6 @@ def _read_reply(wire: Wire, deadline: Deadline) -> Reply | Any:
 
 def _key(name: PartName) -> bytes:
     return name.text().encode()
+
+
+STORE: Final = Store(open_tier)

@@ -1,4 +1,4 @@
-"""The FastAPI application, built from arguments: nothing exists before `create_app` is called."""
+"""The ASGI application, built from arguments: nothing exists before `create_app` is called."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from starlette.requests import ClientDisconnect
 
 from kvdock._core import TableError
 from kvdock.api.build import Parts
-from kvdock.api.http import routes_admin, routes_engine, routes_people, wire
-from kvdock.api.http.guard import Guard
+from kvdock.api.http import routes_admin, routes_people, wire
+from kvdock.api.http.dispatch import Dispatch
+from kvdock.api.http.engine_calls import methods_at
+from kvdock.api.http.guard import Checks, Guard
 from kvdock.api.http.openapi import TAGS
 from kvdock.api.reports.status import VERSION
 from kvdock.api.settings import Settings
@@ -28,7 +30,7 @@ DESCRIPTION = (
 )
 
 
-def create_app(settings: Settings, parts: Parts, lifespan: Lifespan | None = None) -> FastAPI:
+def create_app(settings: Settings, parts: Parts, lifespan: Lifespan | None = None) -> Dispatch:
     """`lifespan` runs the background work (kvdock/api/server.py); tests of routes alone leave it out."""
     app = FastAPI(
         title="kvdock",
@@ -52,10 +54,9 @@ def create_app(settings: Settings, parts: Parts, lifespan: Lifespan | None = Non
         },
     )
     app.state.handlers = parts.handlers
-    app.include_router(routes_engine.router)
     app.include_router(routes_people.router)
     app.include_router(routes_admin.router)
     routes_people.add_static(app)
-    routes = (*routes_engine.router.routes, *routes_people.router.routes, *routes_admin.router.routes)
-    app.add_middleware(Guard, settings=settings, access=parts.access, meter=parts.meter, routes=routes)
-    return app
+    routes, checks = (*routes_people.router.routes, *routes_admin.router.routes), Checks(settings, parts.access)
+    app.add_middleware(Guard, checks=checks, meter=parts.meter, routes=routes, methods_at=methods_at)
+    return Dispatch(app, checks, parts.handlers, parts.meter)

@@ -33,7 +33,6 @@ from kvdock.api.clock import Clocks
 from kvdock.api.errors import AccessFileError, StartupError
 from kvdock.api.feeds.feeds import open_extras
 from kvdock.api.http.connection import Connection, connection_class
-from kvdock.api.http.hot_path import HotPath
 from kvdock.api.http.limits import ConnectionLimits, descriptors_wanted, raise_descriptors, unix_connections
 from kvdock.api.http.listen import bind_tcp, bind_unix
 from kvdock.api.keeper import Keeper
@@ -138,10 +137,9 @@ class Server:
                 self._on_ready(addresses)
 
             app = create_app(settings, parts, lifespan)
-            hot = HotPath(app, access, parts.handlers.service, parts.meter, settings.body_limit_bytes)
             connections = connection_class(connection_limits(settings), parts.meter)
             self._uvicorn = _Uvicorn(
-                uvicorn_config(hot, connections), announce, drain, rereading.run, lambda: self._publish_drain(pool)
+                uvicorn_config(app, connections), announce, drain, rereading.run, lambda: self._publish_drain(pool)
             )
             self._uvicorn.should_exit = self._stop_wanted.is_set()
             self._uvicorn.run(sockets=[tcp, unix])

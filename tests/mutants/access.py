@@ -19,13 +19,13 @@ MUTANTS = (
         (_ACCESS, "-k", "kernel"), "test_a_connection_whose_peer_the_kernel_does_not_name_is_closed",
     ),
     Mutant(
-        "S3", "a token may do what it is not for, by the guard", "kvdock/api/http/guard.py",
-        '        peer.require("health" if called is None else scope_of(called))\n', "",
+        "S3", "a token may do what it is not for", "kvdock/api/http/guard.py",
+        "        peer.require(wanted)\n", "",
         (_ACCESS, "-k", "scope_includes"), "test_a_token_may_do_what_its_scope_includes_and_is_forbidden_all_else",
     ),
     Mutant(
-        "S4", "a token may do what it is not for, on the short way", "kvdock/api/http/hot_path.py",
-        "            peer.require(endpoint.call.scope)\n", "",
+        "S4", "engine calls need no scope", "kvdock/api/http/dispatch.py",
+        "admit(scope, headers, engine_call.call.scope)", 'admit(scope, headers, "health")',
         (_ACCESS, "-k", "scope_includes"), "test_a_token_may_do_what_its_scope_includes_and_is_forbidden_all_else",
     ),
     Mutant(

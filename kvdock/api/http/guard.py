@@ -1,15 +1,18 @@
-"""The outermost layer: who calls and what it may do, host name, version, query parameters; headers of every answer.
+"""Who calls and what it may do, host name, version, query parameters; headers of every answer.
 
-Each route names the scope that it needs (kvdock/protocol/calls.py). What has no route, as the page's files, needs
-`health`. A HEAD is its GET, so every check is the same. Against web pages in a browser stand four walls: they have no
-access token; they cannot send JSON across origins (kvdock/api/http/wire.py requires the content type); they cannot use
-their own host name for this address (this module requires a known Host); and browsers name the page that calls, which
-must be this server's. Browsers cannot reach Unix sockets.
+`Checks` is for all calls; `Guard` is the outermost layer of the app, around all that are not an engine's
+(kvdock/api/http/dispatch.py answers those). Each call names the scope that it needs (kvdock/protocol/calls.py). What
+has no route, as the page's files, needs `health`. A HEAD is its GET, so every check is the same.
+
+Four checks keep out web pages in a browser: they have no access token; they cannot send JSON across origins
+(kvdock/api/http/wire.py requires the content type); they cannot use their own host name for this address (this module
+requires a known Host); and browsers name the page that calls, which must be this server's. Browsers cannot reach Unix
+sockets.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from urllib.parse import parse_qsl, urlsplit
 
 from fastapi.routing import APIRoute
@@ -24,6 +27,7 @@ from kvdock.api.http.openapi import scope_of
 from kvdock.api.http.wire import COMMON_HEADERS, REFUSAL, problem_response, refusal
 from kvdock.api.record.timings import Meter
 from kvdock.api.settings import Settings, is_loopback
+from kvdock.protocol.calls import Scope as CallScope
 from kvdock.protocol.errors import ApiError
 from kvdock.protocol.reports import Problem
 from kvdock.protocol.version import SUPPORTED_VERSIONS, VERSION_HEADER, supported
@@ -35,16 +39,71 @@ _PAGES = frozenset({"/", "/docs"})
 _OWN_SITES = (b"same-origin", b"none")
 
 
+class Checks:
+    """The checks of every call that come before anything of it is read: host, calling page, access token, scope,
+    version."""
+
+    def __init__(self, settings: Settings, access: AccessFile) -> None:
+        self._hosts, self._access = allowed_hosts(settings), access
+
+    def admit(self, scope: Scope, headers: Mapping[bytes, bytes], wanted: CallScope) -> Peer:
+        """The caller, which is in `scope["state"]["peer"]` from now on. Raises ApiError: wrong_host, cross_site,
+        unauthenticated, forbidden, unsupported_version."""
+        peer: Peer = scope["state"]["peer"]
+        if not peer.is_unix:
+            self._check_host(headers)
+            self._check_site(headers, scope)
+        authorization = headers.get(b"authorization")
+        if authorization is not None:
+            peer = scope["state"]["peer"] = self._access.peer_of(authorization, peer)
+        peer.require(wanted)
+        version = headers.get(_VERSION_HEADER)
+        if version is not None and not supported(text := version.decode("latin-1")):
+            raise ApiError(
+                "unsupported_version", f"the {VERSION_HEADER} header names a version that this server does not speak",
+                found=text, wanted=list(SUPPORTED_VERSIONS),
+            )
+        return peer
+
+    def _check_host(self, headers: Mapping[bytes, bytes]) -> None:
+        found = host_name(headers.get(b"host", b"").decode("latin-1"))
+        if self._hosts is not None and found not in self._hosts:
+            raise ApiError("wrong_host", "set allowed_hosts to serve it", found=found, wanted=sorted(self._hosts))
+
+    def _check_site(self, headers: Mapping[bytes, bytes], scope: Scope) -> None:
+        """What a browser says of the page that made it call. Programs say nothing."""
+        origin, port = headers.get(b"origin"), scope["server"][1]
+        if origin is not None and not self._is_own(text := origin.decode("latin-1"), port):
+            wanted = f"http, an allowed host, port {port}"
+            raise ApiError("cross_site", "the page that calls is not this server's", found=text, wanted=wanted)
+        site = headers.get(b"sec-fetch-site", b"none")
+        if site in _OWN_SITES:
+            return
+        follows_link = (headers.get(b"sec-fetch-mode"), headers.get(b"sec-fetch-dest")) == (b"navigate", b"document")
+        if not (follows_link and scope["method"] == "GET" and scope["path"] in _PAGES):
+            raise ApiError(
+                "cross_site", "the page that calls is not this server's", found=site.decode("latin-1"),
+                wanted=[own.decode() for own in _OWN_SITES],
+            )
+
+    def _is_own(self, origin: str, port: int) -> bool:
+        try:
+            url = urlsplit(origin)
+            host, found_port = url.hostname or "", url.port or 80
+        except ValueError:
+            return False
+        return url.scheme == "http" and found_port == port and (self._hosts is None or host in self._hosts)
+
+
 class Guard:
-    """ASGI middleware; counts refusals and times each call. `routes`: all of the app."""
+    """ASGI middleware around the app's routes; counts refusals and times each call. `routes`: all of the app.
+    `methods_at`: the methods of a path that are answered elsewhere."""
 
     def __init__(
-        self, app: ASGIApp, settings: Settings, access: AccessFile, meter: Meter, routes: Iterable[BaseRoute]
+        self, app: ASGIApp, checks: Checks, meter: Meter, routes: Iterable[BaseRoute],
+        methods_at: Callable[[str], set[str]],
     ) -> None:
-        self._app = app
-        self._access = access
-        self._hosts = allowed_hosts(settings)
-        self._meter = meter
+        self._app, self._checks, self._meter, self._methods_at = app, checks, meter, methods_at
         self._routes = [route for route in routes if isinstance(route, APIRoute)]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -77,63 +136,19 @@ class Guard:
         self._meter.timings.add(method, _path_of(scope), self._meter.now_ns() - started_ns)
 
     def _check(self, scope: Scope) -> None:
-        """Raises ApiError: wrong_host, cross_site, unauthenticated, forbidden, method_not_allowed,
-        unsupported_version, unknown_parameter."""
-        headers = dict(scope["headers"])
-        peer: Peer = scope["state"]["peer"]
-        if not peer.is_unix:
-            self._check_host(headers)
-            self._check_site(headers, scope)
+        """Raises ApiError, as Checks does; method_not_allowed, unknown_parameter."""
         route = next((route for route in self._routes if route.matches(scope)[0] is Match.FULL), None)
         called = route if route is not None and route.include_in_schema else None
-        authorization = headers.get(b"authorization")
-        if authorization is not None:
-            peer = scope["state"]["peer"] = self._access.peer_of(authorization, peer)
-        peer.require("health" if called is None else scope_of(called))
+        self._checks.admit(scope, dict(scope["headers"]), "health" if called is None else scope_of(called))
         if route is None:
             self._check_method(scope)
-        version = headers.get(_VERSION_HEADER)
-        if version is not None and not supported(text := version.decode("latin-1")):
-            raise ApiError(
-                "unsupported_version", f"the {VERSION_HEADER} header names a version that this server does not speak",
-                found=text, wanted=list(SUPPORTED_VERSIONS),
-            )
         if scope["query_string"] and called is not None:
             _check_parameters(scope["query_string"].decode("latin-1"), called)
 
-    def _check_host(self, headers: Mapping[bytes, bytes]) -> None:
-        found = host_name(headers.get(b"host", b"").decode("latin-1"))
-        if self._hosts is not None and found not in self._hosts:
-            raise ApiError("wrong_host", "set allowed_hosts to serve it", found=found, wanted=sorted(self._hosts))
-
-    def _check_site(self, headers: Mapping[bytes, bytes], scope: Scope) -> None:
-        """What a browser says of the page that made it call. Programs say nothing."""
-        origin, port = headers.get(b"origin"), scope["server"][1]
-        if origin is not None and not self._is_own(text := origin.decode("latin-1"), port):
-            wanted = f"http, an allowed host, port {port}"
-            raise ApiError("cross_site", "the page that calls is not this server's", found=text, wanted=wanted)
-        site = headers.get(b"sec-fetch-site", b"none")
-        if site in _OWN_SITES:
-            return
-        follows_link = (headers.get(b"sec-fetch-mode"), headers.get(b"sec-fetch-dest")) == (b"navigate", b"document")
-        if not (follows_link and scope["method"] == "GET" and scope["path"] in _PAGES):
-            raise ApiError(
-                "cross_site", "the page that calls is not this server's", found=site.decode("latin-1"),
-                wanted=[own.decode() for own in _OWN_SITES],
-            )
-
-    def _is_own(self, origin: str, port: int) -> bool:
-        try:
-            url = urlsplit(origin)
-            host, found_port = url.hostname or "", url.port or 80
-        except ValueError:
-            return False
-        return url.scheme == "http" and found_port == port and (self._hosts is None or host in self._hosts)
-
     def _check_method(self, scope: Scope) -> None:
-        """For a call that has no route: others may have its path."""
+        """For a call that has no route: others may have its path. Raises ApiError(method_not_allowed)."""
         here = [route for route in self._routes if route.matches(scope)[0] is Match.PARTIAL]
-        methods = {method for route in here for method in route.methods or ()}
+        methods = self._methods_at(scope["path"]) | {method for route in here for method in route.methods or ()}
         if methods:
             allowed = sorted(methods | {"HEAD"} if "GET" in methods else methods)
             raise ApiError("method_not_allowed", "Method Not Allowed", found=scope["method"], wanted=allowed)

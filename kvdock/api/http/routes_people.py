@@ -20,6 +20,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from kvdock.api.access.peer import Peer
 from kvdock.api.feeds.sse import MOST_READERS, Stream
 from kvdock.api.http.docs_page import STYLE, docs_page
+from kvdock.api.http.engine_calls import ENGINE_CALLS
 from kvdock.api.http.handlers import handlers_of, peer_of_call
 from kvdock.api.http.manual import manual_page, page_names
 from kvdock.api.http.openapi import EVENT_STREAM, PAGED, openapi_schema, route
@@ -268,7 +269,7 @@ async def _documents(app: FastAPI) -> Documents:
 
 
 def _make_documents(app: FastAPI) -> Documents:
-    schema = openapi_schema(app)
+    schema = openapi_schema(app, ENGINE_CALLS)
     return Documents(msgspec.json.encode(schema), docs_page(schema).encode())
 
 

@@ -20,12 +20,12 @@ MUTANTS = (
     ),
     Mutant(
         "T9b", "a deletion reaches the pool alone", CLEARS,
-        "owed = None if space.tenant else self._owe(space.digest, 0, keys, space)", "owed = None",
+        "pending = None if space.tenant else self._order(space.digest, 0, keys, space)", "pending = None",
         on_disk("no_tier and delete"), "test_what_was_cleared_comes_back_from_no_tier",
     ),
     Mutant(
         "T9c", "what was found to be damaged in the pool stays below", CLEARS,
-        "            self._run(self._delete_below(space, keys))\n", "",
+        "            self._start(self._delete_in_tiers(space, keys))\n", "",
         on_disk("no_tier and quarantine"), "test_what_was_cleared_comes_back_from_no_tier",
     ),
     Mutant(
@@ -43,29 +43,32 @@ MUTANTS = (
     Mutant(
         "T9f", "what was leased before a clear is stored under the names of after", WRITES,
         "        stores: list[ToStore] = []\n",
-        "        agreed = self._agreement.of(self._lane, place.digest) or agreed\n        stores: list[ToStore] = []\n",
+        "        agreed = self._agreement.of(self._handle, space.digest) or agreed\n"
+        "        stores: list[ToStore] = []\n",
         on_disk("on_its_way_down"), "test_what_was_on_its_way_down_is_not_found",
     ),
     Mutant(
         "T9g", "what was cleared while it was written counts as stored", WRITES,
-        "            if self._agreement.of(self._lane, place.digest) != agreed:\n                return False\n", "",
+        "            if self._agreement.of(self._handle, space.digest) != agreed:\n                return False\n", "",
         on_disk("on_its_way_down"), "test_what_was_on_its_way_down_is_not_found",
     ),
     Mutant(
-        "T9h", "what tiers are owed is lost with the server", CLEARS,
+        "T9h", "pending orders to tiers are lost with the server", CLEARS,
         "                await asyncio.to_thread(self._file.write, orders)\n", "                pass\n",
-        on_disk("could_not_be_told"), "test_a_tier_that_could_not_be_told_is_not_used_until_it_was",
+        on_disk("pending_order"),
+        "test_a_tier_with_a_pending_order_is_not_used_until_it_has_carried_it_out",
     ),
     Mutant(
         "T9i", "a server does not follow what others clear", CLEARS,
-        "        space = self._known(one.namespace)\n        if space is not None:\n            if one.generation",
-        "        space = None\n        if space is not None:\n            if one.generation",
+        "        space = self._namespace(change.namespace)\n"
+        "        if space is not None:\n            if change.generation",
+        "        space = None\n        if space is not None:\n            if change.generation",
         ("tests/tiers/test_clears.py", "-k", "redis and at_no_other"),
         "test_what_one_server_clears_is_found_at_no_other_that_shares_the_store",
     ),
     Mutant(
         "T9j", "a note of an object store is never written again", "kvdock/tiers/stores/objects.py",
-        "self._clock() - noted.written_s > NOTE_FRESH_S", "False",
+        "self._clock() - cached.written_s > NOTE_FRESH_S", "False",
         ("tests/tiers/test_objects.py", "-k", "written_again"),
         "test_a_note_is_written_again_before_a_rule_of_the_bucket_deletes_it",
     ),

@@ -12,7 +12,7 @@ import unicodedata
 from typing import Final
 
 from kvdock.api.access.audit import AUDIT
-from kvdock.protocol.log_format import CONSOLE, JsonFormatter, LogFormat, LogLevel
+from kvdock.protocol.readable import CONSOLE, JsonFormatter, LogFormat, LogLevel
 
 SHOWN_CHARACTERS: Final = 64
 MESSAGES: Final = 20

@@ -31,12 +31,11 @@ from kvdock.api.tiers.clears import Clears
 from kvdock.api.tiers.mover_client import MoverClient
 from kvdock.api.tiers.tickets import LookupCall
 from kvdock.api.tokens import keys_of
-from kvdock.protocol import schemas as s, tier_schemas as t
-from kvdock.protocol.awaited import BeingStored
+from kvdock.protocol import schemas as s
 from kvdock.protocol.errors import ApiError
 from kvdock.protocol.forms import Form, HoldReply, LookupReply, ReserveReply
-from kvdock.protocol.hints import Hint, HintAnswer
 from kvdock.protocol.kv_events import BlockNames
+from kvdock.protocol.schemas import BeingStored, Hint, HintAnswer
 from kvdock.protocol.wire_types import KEY_BYTES, MAX_ANSWERS, MAX_ENTRIES, MAX_STORE_KEYS, Carrier, RefusedRelease
 
 SLICE_ANSWERS = 64
@@ -217,7 +216,7 @@ class CacheService:
             self._mover_client.tickets.withdrawn(session, request)
         return s.ReleaseManyAnswer(refused_releases=await self._release_carried(session, body))
 
-    async def hold(self, peer: Peer, body: t.Hold, form: Form) -> t.HoldHead:
+    async def hold(self, peer: Peer, body: s.Hold, form: Form) -> s.HoldHead:
         session = self._registry.session(body.session, peer.tenant)
         refused = await self._release_carried(session, body)
         request = self._names.digest(body.request)
@@ -234,7 +233,7 @@ class CacheService:
             chunks=msgspec.Raw(held.chunks_msgpack if form.packed else held.chunks_json),
         )
 
-    def prefetch(self, peer: Peer, body: t.Prefetch) -> t.PrefetchAnswer:
+    def prefetch(self, peer: Peer, body: s.Prefetch) -> s.PrefetchAnswer:
         session = self._registry.session(body.session, peer.tenant)
         session.member(body.member)
         keys = key_bytes(body.keys)

@@ -20,10 +20,9 @@ import msgspec
 
 from kvdock._core import MAX_SEGMENTS
 from kvdock.api.errors import SettingsError
-from kvdock.protocol.access_token import TOKEN_FILE_VARIABLE
-from kvdock.protocol.address import ADDRESS_VARIABLE, CONNECTOR_PREFIX, default_socket_path
+from kvdock.protocol.access import ADDRESS_VARIABLE, CONNECTOR_PREFIX, TOKEN_FILE_VARIABLE, default_socket_path
 from kvdock.protocol.admin_schemas import Eviction, TierKeep
-from kvdock.protocol.log_format import LogFormat, LogLevel
+from kvdock.protocol.readable import LogFormat, LogLevel
 
 GIB = 1 << 30
 MAX_SEGMENT_BYTES = GIB

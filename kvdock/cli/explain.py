@@ -20,7 +20,7 @@ from kvdock.cli.prompts import Prompt, resolve
 from kvdock.cli.render import printable, say
 from kvdock.client.events import Told, read_events
 from kvdock.client.transport import Address
-from kvdock.protocol.access_token import TOKEN_FILE_VARIABLE, read_token
+from kvdock.protocol.access import TOKEN_FILE_VARIABLE, read_token
 from kvdock.protocol.errors import ApiError, ServerUnavailable
 from kvdock.protocol.events import KINDS, Event
 from kvdock.protocol.schemas import Lookup

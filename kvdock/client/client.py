@@ -20,17 +20,13 @@ import msgspec
 from kvdock.client.answers import Answers
 from kvdock.client.releases import ReleaseQueue
 from kvdock.client.transport import Address, Transport
-from kvdock.protocol import admin_schemas as a, calls as c, hints as h, schemas as s, tier_schemas as t
-from kvdock.protocol.access_token import authorization
+from kvdock.protocol import admin_schemas as a, calls as c, schemas as s
+from kvdock.protocol.access import authorization
 from kvdock.protocol.calls import Call, page
-from kvdock.protocol.curve import Curve
 from kvdock.protocol.errors import ApiError, ServerUnavailable
-from kvdock.protocol.explain import Explanation
 from kvdock.protocol.forms import JSON, PACKED
-from kvdock.protocol.reports import Leases, LeaseView, Over, Requests, Stats, Status
-from kvdock.protocol.usage import Prefixes
-from kvdock.protocol.version import API_VERSION, VERSION_HEADER
-from kvdock.protocol.wire_types import KEY_BYTES, Body, Carrier, RefusedRelease
+from kvdock.protocol.reports import Curve, Explanation, Leases, LeaseView, Over, Prefixes, Requests, Stats, Status
+from kvdock.protocol.wire_types import API_VERSION, KEY_BYTES, VERSION_HEADER, Body, Carrier, RefusedRelease
 
 A = TypeVar("A")
 
@@ -49,7 +45,7 @@ class Client:
         """`address`: `unix:/path` or `http://host:port`; ValueError otherwise. Connects on the first call.
 
         `packed`: MessagePack bodies; otherwise JSON, which people can read. `access_token`: of the server's access file
-        (protocol.access_token reads it from a file); over the Unix socket the server's own user needs none.
+        (protocol.access reads it from a file); over the Unix socket the server's own user needs none.
         """
         self._releases = ReleaseQueue()
         headers = {VERSION_HEADER: str(API_VERSION), **authorization(access_token)}
@@ -166,13 +162,13 @@ class Client:
     def mismatch(self, body: s.ReportMismatch, *, timeout_s: float | None = None) -> s.MismatchAnswer:
         return self._do(c.MISMATCH, body, timeout_s)
 
-    def hint(self, body: h.Hint, *, timeout_s: float | None = None) -> h.HintAnswer:
+    def hint(self, body: s.Hint, *, timeout_s: float | None = None) -> s.HintAnswer:
         return self._do(c.HINT, body, timeout_s)
 
-    def hold(self, body: t.Hold, *, timeout_s: float | None = None) -> t.HoldAnswer:
+    def hold(self, body: s.Hold, *, timeout_s: float | None = None) -> s.HoldAnswer:
         return self._carrying(c.HOLD, body, timeout_s, body.session)
 
-    def prefetch(self, body: t.Prefetch, *, timeout_s: float | None = None) -> t.PrefetchAnswer:
+    def prefetch(self, body: s.Prefetch, *, timeout_s: float | None = None) -> s.PrefetchAnswer:
         return self._do(c.PREFETCH, body, timeout_s)
 
     def lease(self, lease: str, *, timeout_s: float | None = None) -> LeaseView:
@@ -261,7 +257,7 @@ class Client:
 
 def _with_key_bytes(body: Body) -> Body:
     """Hex keys as one bin. Strings that are no keys stay, for the server to refuse."""
-    if not isinstance(body, s.Lookup | s.Reserve | h.Hint) or not isinstance(body.keys, list):
+    if not isinstance(body, s.Lookup | s.Reserve | s.Hint) or not isinstance(body.keys, list):
         return body
     if set(map(len, body.keys)) - {2 * KEY_BYTES}:
         return body

@@ -10,7 +10,7 @@ from urllib.parse import urlencode
 import msgspec
 
 from kvdock.client.transport import Address
-from kvdock.protocol.access_token import authorization
+from kvdock.protocol.access import authorization
 from kvdock.protocol.calls import EVENTS
 from kvdock.protocol.errors import ApiError, ServerUnavailable
 from kvdock.protocol.reports import Problem

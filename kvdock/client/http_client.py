@@ -25,13 +25,11 @@ from kvdock.client.client import FLUSH_S, Client
 from kvdock.client.releases import ReleaseQueue
 from kvdock.client.transport import Address, Transport
 from kvdock.protocol import calls as c, schemas as s
-from kvdock.protocol.access_token import authorization
+from kvdock.protocol.access import authorization, require_trusted_server
 from kvdock.protocol.calls import Call, page
 from kvdock.protocol.errors import ApiError, ServerUnavailable
 from kvdock.protocol.forms import JSON
-from kvdock.protocol.peers import require_trusted_server
-from kvdock.protocol.version import API_VERSION, VERSION_HEADER
-from kvdock.protocol.wire_types import Body, Carrier, RefusedRelease
+from kvdock.protocol.wire_types import API_VERSION, VERSION_HEADER, Body, Carrier, RefusedRelease
 
 A = TypeVar("A")
 P = ParamSpec("P")

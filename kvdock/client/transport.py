@@ -19,8 +19,8 @@ import time
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
+from kvdock.protocol.access import require_trusted_server
 from kvdock.protocol.errors import KvdockError, ServerUnavailable
-from kvdock.protocol.peers import require_trusted_server
 
 RECEIVE_BYTES = 1 << 16
 MAX_PIECE_BYTES = 1 << 20

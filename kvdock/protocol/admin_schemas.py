@@ -6,9 +6,8 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from kvdock.protocol.reports import LeaseView
+from kvdock.protocol.reports import LeaseView, UseTotals
 from kvdock.protocol.schemas import Manifest, MemberView, SessionView
-from kvdock.protocol.usage import UseTotals
 from kvdock.protocol.wire_types import MAX_KEYS, Answer, Body, Hex64, Identity, Key, Name, Tenant
 
 MAX_PIN_S = 366 * 86400.0

@@ -13,8 +13,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from kvdock.protocol.trace_context import Traced
-from kvdock.protocol.wire_types import MAX_STORE_KEYS, Identity
+from kvdock.protocol.wire_types import MAX_STORE_KEYS, Identity, Traced
 
 MAX_HASHES = 4096
 BlockHash = Annotated[int, msgspec.Meta(ge=0)]

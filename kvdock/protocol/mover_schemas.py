@@ -11,7 +11,7 @@ import struct
 
 import msgspec
 
-from kvdock.protocol.log_format import LogFormat, LogLevel
+from kvdock.protocol.readable import LogFormat, LogLevel
 from kvdock.protocol.reports import TierView
 from kvdock.protocol.schemas import Manifest
 from kvdock.protocol.wire_types import KEY_BYTES, Answer, Body, Key, Name
@@ -20,6 +20,19 @@ from kvdock.protocol.wire_types import KEY_BYTES, Answer, Body, Key, Name
 def split_keys(keys: bytes) -> list[bytes]:
     """`keys`: several keys in a row, KEY_BYTES each."""
     return [keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES)]
+
+
+def worth_chunks(
+    most: int, *, chunk_bytes: int, chunk_tokens: int, latency_s: float, bytes_per_s: float, wait_s: float,
+    tokens_per_s: float,
+) -> int:
+    """How many of `most` chunks come within `wait_s`, and sooner than an engine computes them that computes
+    `tokens_per_s` (0: that is not known); 0: none does. The latency counts least for the longest prefix that comes in
+    time, so that one decides."""
+    chunk_s = chunk_bytes / bytes_per_s
+    count = min(most, int((wait_s - latency_s) / chunk_s))
+    is_dear = tokens_per_s > 0 and latency_s + count * chunk_s > count * chunk_tokens / tokens_per_s
+    return 0 if is_dear else max(0, count)
 
 
 class Promise(Body, array_like=True):

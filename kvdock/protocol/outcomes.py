@@ -10,9 +10,10 @@ from typing import Annotated, Final
 
 import msgspec
 
-from kvdock.protocol.usage import Copied
-from kvdock.protocol.wire_types import Answer, Carrier, Identity, Name
+from kvdock.protocol.wire_types import Answer, Body, Carrier, Identity, Name
 
+Amount = Annotated[int, msgspec.Meta(ge=0, lt=1 << 60)]
+Rate = Annotated[float, msgspec.Meta(ge=0, le=1e15)]
 MAX_OUTCOMES: Final = 64
 """In one heartbeat."""
 TokenCount = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
@@ -59,6 +60,18 @@ class Outcome(Identity, frozen=True, kw_only=True):
     """The part that was copying, on the slowest rank. None: that is not known."""
     prefill_tokens_per_s: Annotated[float, msgspec.Meta(ge=0, le=1e12)] = 0.0
     """How fast the engine computes prompts, as it has measured. 0: it has not."""
+
+
+class Copied(Body, kw_only=True, omit_defaults=True):
+    """What a member's copies moved since its last heartbeat."""
+
+    load_bytes: Amount = 0
+    load_us: Amount = 0
+    """What the copies took, added up: where some ran at the same time, that time counts for each of them."""
+    store_bytes: Amount = 0
+    store_us: Amount = 0
+    ceiling_bytes_per_s: Rate = 0.0
+    """How fast plain copies of that member go, as measured on its machine. 0: that was not measured."""
 
 
 class Teller(Carrier, kw_only=True):

@@ -4,7 +4,7 @@ Struct fields are the wire names. Unknown fields are refused. 64-bit values that
 (grant ids, checksums) travel as 16 lower-case hex digits; keys as 64. Every body may be MessagePack instead, where
 keys travel as one bin and checksums as integers. Sizes are bytes, durations seconds: the server's clock never leaves
 the server. Calls of operators are in kvdock/protocol/admin_schemas.py, answers that people read in
-kvdock/protocol/reports.py, hints in kvdock/protocol/hints.py, the scalars in kvdock/protocol/wire_types.py.
+kvdock/protocol/reports.py, the scalars in kvdock/protocol/wire_types.py.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from typing import Annotated, Final, Literal
 import msgspec
 
 from kvdock._core import SEGMENT_IDS
-from kvdock.protocol.awaited import BeingStored, PendingTokens
 from kvdock.protocol.keys import HASH_FUNCTION
 from kvdock.protocol.kv_events import Naming
 from kvdock.protocol.outcomes import Teller
-from kvdock.protocol.trace_context import Traced
-from kvdock.protocol.usage import Purpose, Used
+from kvdock.protocol.reports import Used
 from kvdock.protocol.wire_types import (
     MAX_ANSWERS,
     MAX_ENTRIES,
     MAX_GROUPS,
+    MAX_HINT_S,
     MAX_KEYS,
     MAX_RANKS,
     MAX_RELEASES,
+    MOST_PRIORITY,
     Answer,
     Body,
     Carried,
@@ -45,6 +45,7 @@ from kvdock.protocol.wire_types import (
     StoreKeys,
     Text,
     Tokens,
+    Traced,
     Weights,
     checksum_value,
 )
@@ -119,6 +120,14 @@ class Member(Body, kw_only=True):
     pinned_through: PinnedThrough | None = None
     """Every segment with an id below it is registered with this member's GPU, and grants name only those. None: no
     registration is needed."""
+
+
+class Purpose(Body, kw_only=True, omit_defaults=True):
+    """What an engine attaches for."""
+
+    is_bench: bool = False
+    """It measures, or shows something: the server's totals leave out what it does, and when the last such session of
+    a namespace that no other has used is gone, what it stored goes."""
 
 
 class AttachSession(Purpose, kw_only=True):
@@ -289,6 +298,25 @@ class Part(Answer, array_like=True, gc=False):  # thousands in one answer, and n
         return checksum_value(self.checksum)
 
 
+class BeingStored(Answer):
+    """Other sessions, all of whose members are live, store the prefix up to `tokens`, or have promised to.
+    `committed` of these tokens are stored. No limit on `hit_tokens` counts here."""
+
+    tokens: int
+    committed: int
+
+
+class PendingTokens(Answer):
+    """Lower tiers are asked for what is behind the hit, or are loading it for this request."""
+
+    tokens: int
+    """How long the hit will be, counted from token 0. While tiers are asked: how long it may become at most."""
+    tier: str
+    """Where it comes from; empty while tiers are asked."""
+    by_s: float
+    """It is expected to be there by then, seconds from now. It may come later, or not at all."""
+
+
 class Lookup(Traced, kw_only=True):
     """Give `keys`, or `tokens` for the server to hash. Without a session the answer is only a length."""
 
@@ -446,3 +474,91 @@ class ReportMismatch(Body, kw_only=True):
 
 class MismatchAnswer(Answer, kw_only=True):
     quarantined: int
+
+
+# --------------------------------------------------------------------------- hints
+
+
+class Hint(Body, kw_only=True):
+    """What an engine was told of a prompt: how long its chunks are worth keeping, or that nobody will ask for them."""
+
+    session: Name
+    member: Name
+    keys: Keys
+    """A prompt's, in order. A priority above 0 takes them from the prompt's first on, any other from their end."""
+    priority: Annotated[int, msgspec.Meta(ge=-MOST_PRIORITY, le=MOST_PRIORITY)] = 0
+    """Chunks of lower priority are evicted first. Above 0: they are retained. 0: what was wished before is over."""
+    duration_s: Annotated[float, msgspec.Meta(gt=0, le=MAX_HINT_S)] | None = None
+    """None, for priorities below 0: until another request names the chunk."""
+    conversation_ended: bool = False
+    """Nobody is expected to ask for the chunks again: they are evicted before those of any priority."""
+
+
+class HintAnswer(Answer, kw_only=True):
+    chunks: int
+    """How many the hint took effect for."""
+    refused: int = 0
+    """How many were not retained, because as much of the pool is as may be."""
+
+
+# --------------------------------------------------------------------------- lower tiers
+
+MOVER_LABEL: Final = "lower tiers"
+"""The label of the mover's own sessions. It is only shown to people: an engine may have the same."""
+MAX_AFTER_S = 3600.0
+MAX_PREFETCH_S = 600.0
+
+
+class Hold(Carrier, kw_only=True):
+    """Leases to rank 0 those chunks of `keys` that are stored, with all their groups, wherever they are in their
+    chains. It does not count as a use: the order of eviction stays the same."""
+
+    session: Name
+    member: Name
+    request: Name
+    """A different id for each call."""
+    keys: StoreKeys
+
+
+class HoldHead(Carried, kw_only=True):
+    """The answer to a hold without `chunks`, like LookupHead."""
+
+    lease: Hex64 | None
+    is_limited: bool
+    """Some chunks are stored but not leased, because the session, or all sessions, hold as much as they may."""
+
+
+class HoldAnswer(HoldHead, kw_only=True):
+    chunks: list[list[Part]]
+    """The parts of each key's chunk; empty where it is not leased."""
+
+
+class Prefetch(Body, kw_only=True):
+    """Chunks that requests will ask for soon: lower tiers load those that the pool lacks, ahead of the requests."""
+
+    session: Name
+    member: Name
+    keys: Keys
+    """The keys of a prompt's chunks, from the first on."""
+    after_s: Annotated[float, msgspec.Meta(ge=0, le=MAX_AFTER_S)] = 0.0
+    """Seconds until loading begins. For a conversation that comes back later, whose chunks may be evicted until
+    then."""
+    deadline_s: Annotated[float, msgspec.Meta(gt=0, le=MAX_PREFETCH_S)] = 30.0
+    """How long loading may take; chunks that have not come by then are not loaded."""
+
+
+Why = Literal["", "stored", "later", "limited", "absent", "tiers_off", "not_served", "no_tiers", "draining"]
+
+
+class PrefetchAnswer(Answer, kw_only=True):
+    """The answer comes at once, before any tier is asked."""
+
+    stored_tokens: int
+    """How many tokens from the first on the pool has."""
+    coming_tokens: int
+    """How many of the next tokens may be loaded now, as far as a tier has them."""
+    why: Why
+    """Why not more tokens come. '': all may come. 'stored': the pool has all of them. 'later': `after_s` has not
+    passed. 'limited': as much is loaded ahead of requests as is allowed. 'absent': no tier has the next chunk.
+    'tiers_off': no tier works. 'not_served': tiers do not serve the tenant. 'no_tiers': the server has none.
+    'draining': the server is about to end."""

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Final
+import re
+from typing import Annotated, Final, NamedTuple
 
 import msgspec
 
 from kvdock import _core
 
+API_VERSION = 1
+"""The version of the HTTP API, which the server names on every answer. A request may name the version it was written
+for; one that the server does not speak is refused before anything is done. A request that names none gets the
+server's own."""
+VERSION_HEADER = "Kvdock-Api"
+SUPPORTED_VERSIONS = (API_VERSION,)
 MAX_KEYS: Final = _core.MAX_KEYS
 """In one lookup."""
 MAX_STORE_KEYS: Final = _core.MAX_STORE_KEYS
@@ -108,3 +115,43 @@ class Carrier(Body, kw_only=True):
 class Carried(Answer, kw_only=True):
     refused_releases: list[RefusedRelease] = msgspec.field(default_factory=list)
     """Those of the carried releases that were refused; the others are done."""
+
+
+def supported(header: str) -> bool:
+    """Whether a request with this header value can be answered; leading zeros and signs are no version."""
+    return header in {str(version) for version in SUPPORTED_VERSIONS}
+
+
+# --------------------------------------------------------------------------- traces
+
+MAX_TRACEPARENT = 256
+"""Version 00 has 55 characters; later versions may add to it."""
+
+_FORM = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
+
+
+class Traced(Carrier, kw_only=True):
+    """A call for a request of an engine."""
+
+    traceparent: Annotated[str, msgspec.Meta(max_length=MAX_TRACEPARENT)] | msgspec.UnsetType = msgspec.UNSET
+    """The W3C trace context of the request, as the engine got it. What is none is ignored."""
+
+
+class TraceContext(NamedTuple):
+    trace_id: int
+    span_id: int
+    is_sampled: bool
+
+
+def trace_context(traceparent: str) -> TraceContext | None:
+    """None: this is none."""
+    found = _FORM.fullmatch(traceparent) if len(traceparent) <= MAX_TRACEPARENT else None
+    if found is None or found[1] == "ff" or (found[1] == "00" and found[5] is not None):
+        return None
+    made = TraceContext(int(found[2], 16), int(found[3], 16), bool(int(found[4], 16) & 1))
+    return made if made.trace_id and made.span_id else None
+
+
+def traceparent_or_none(text: object) -> str:
+    """What a call may carry of a text from elsewhere: empty if it is no traceparent."""
+    return text if isinstance(text, str) and trace_context(text) is not None else ""

@@ -11,7 +11,7 @@ from kvdock.api.clock import ServerClock, boottime_ns
 from kvdock.api.errors import SettingsError
 from kvdock.api.http.guard import allowed_hosts, host_name
 from kvdock.api.settings import Settings, effective, parse_bytes
-from kvdock.protocol.address import default_socket_path
+from kvdock.protocol.access import default_socket_path
 
 
 @pytest.mark.parametrize(

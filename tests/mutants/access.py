@@ -36,7 +36,7 @@ MUTANTS = (
         (_ACCESS, "-k", "not_known"), "test_a_token_that_is_not_known_gets_nothing_not_even_what_is_open",
     ),
     Mutant(
-        "S6", "a file that others may read counts as private", "kvdock/protocol/private_file.py",
+        "S6", "a file that others may read counts as private", "kvdock/protocol/access.py",
         "FORBIDDEN_BITS: Final = 0o037\n", "FORBIDDEN_BITS: Final = 0o033\n",
         (_ACCESS, "-k", "others_may_open"), "test_an_access_file_that_others_may_open_is_refused",
     ),

@@ -7,7 +7,7 @@
     scopes = ["engine"]            # health, read, engine, admin
     caps = {bytes = 8589934592, sessions = 4}    # the tenant's quota, in one of its tokens; left out: the default
 
-It is private (kvdock/protocol/private_file.py). The keeper asks every round whether it has changed. A change that is
+It is private (kvdock/protocol/access.py). The keeper asks every round whether it has changed. A change that is
 wrong leaves the tokens as they were, with one line in the log.
 """
 
@@ -27,10 +27,10 @@ import msgspec
 from kvdock.api.access.audit import AUDIT
 from kvdock.api.access.peer import Peer
 from kvdock.api.errors import AccessFileError
+from kvdock.protocol.access import PrivateFileError, read_private
 from kvdock.protocol.admin_schemas import Quota
 from kvdock.protocol.calls import INCLUDED, Scope
 from kvdock.protocol.errors import ApiError
-from kvdock.protocol.private_file import PrivateFileError, read_private
 from kvdock.protocol.wire_types import OWN_TENANT, Tenant
 
 log = logging.getLogger(AUDIT)

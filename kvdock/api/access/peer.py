@@ -10,9 +10,9 @@ import os
 import socket
 from typing import Final, NamedTuple
 
+from kvdock.protocol.access import credentials_of
 from kvdock.protocol.calls import INCLUDED, Scope
 from kvdock.protocol.errors import ApiError
-from kvdock.protocol.peers import credentials_of
 from kvdock.protocol.wire_types import OWN_TENANT
 
 

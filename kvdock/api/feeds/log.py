@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 
 from kvdock.api.log import shown
 from kvdock.protocol import events as e
-from kvdock.protocol.log_format import EVENT
-from kvdock.protocol.words import size
+from kvdock.protocol.readable import EVENT, size
 
 log = logging.getLogger("kvdock.events")
 

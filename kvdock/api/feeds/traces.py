@@ -1,6 +1,6 @@
 """Spans of lookups, loads and stores, sent by the OpenTelemetry SDK over OTLP/HTTP to a collector.
 
-A span's parent is what the engine sent with the request (kvdock/protocol/trace_context.py). Spans are made from events,
+A span's parent is what the engine sent with the request (kvdock/protocol/wire_types.py). Spans are made from events,
 when what they describe has ended. The event loop does one append for each; a thread of its own makes spans, and the
 SDK's thread sends them. Whatever a collector does, at most QUEUE_EVENTS and QUEUE_SPANS wait; what does not fit is
 dropped and counted.
@@ -31,7 +31,7 @@ from opentelemetry.trace import (
 )
 
 from kvdock.protocol import events as e
-from kvdock.protocol.trace_context import trace_context
+from kvdock.protocol.wire_types import trace_context
 
 QUEUE_EVENTS = 8192
 QUEUE_SPANS = 4096

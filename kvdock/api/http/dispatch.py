@@ -26,7 +26,7 @@ from kvdock.api.record.timings import Meter
 from kvdock.protocol.errors import ApiError, problem_of
 from kvdock.protocol.forms import JSON
 from kvdock.protocol.reports import Problem
-from kvdock.protocol.version import API_VERSION, VERSION_HEADER
+from kvdock.protocol.wire_types import API_VERSION, VERSION_HEADER
 
 Headers = list[tuple[bytes, bytes]]
 

@@ -19,11 +19,11 @@ from kvdock.api.http.openapi import ID_CHARACTERS, About, Parameter
 from kvdock.api.http.wire import read_all
 from kvdock.api.service import CacheService
 from kvdock.api.tokens import LONG_BODY_BYTES, check_packed_tokens, cut_tokens
-from kvdock.protocol import calls, schemas as s, tier_schemas as t
+from kvdock.protocol import calls, schemas as s
 from kvdock.protocol.calls import Call
 from kvdock.protocol.errors import ApiError
 from kvdock.protocol.forms import Codec, Form, form_of_answer, form_of_body
-from kvdock.protocol.hints import Hint
+from kvdock.protocol.schemas import Hint
 from kvdock.protocol.wire_types import Answer, Body
 
 B = TypeVar("B", bound=Body)
@@ -287,7 +287,7 @@ HINT = BodyCall(
 )
 
 HOLD = BodyCall(
-    "hold", calls.HOLD, t.Hold,
+    "hold", calls.HOLD, s.Hold,
     lambda service, peer, body, _, form: service.hold(peer, body, form),
     About(
         "reading", "Lease single chunks, wherever they stand in their chains",
@@ -301,7 +301,7 @@ HOLD = BodyCall(
 )
 
 PREFETCH = BodyCall(
-    "prefetch", calls.PREFETCH, t.Prefetch,
+    "prefetch", calls.PREFETCH, s.Prefetch,
     lambda service, peer, body, _, form: service.prefetch(peer, body),
     About(
         "reading", "Load from lower tiers what will be asked for soon",

@@ -30,7 +30,7 @@ from kvdock.api.settings import Settings, is_loopback
 from kvdock.protocol.calls import Scope as CallScope
 from kvdock.protocol.errors import ApiError
 from kvdock.protocol.reports import Problem
-from kvdock.protocol.version import SUPPORTED_VERSIONS, VERSION_HEADER, supported
+from kvdock.protocol.wire_types import SUPPORTED_VERSIONS, VERSION_HEADER, supported
 
 _HEADERS = [(name.encode(), value.encode()) for name, value in COMMON_HEADERS.items()]
 _VERSION_HEADER = VERSION_HEADER.lower().encode()

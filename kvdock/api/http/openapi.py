@@ -19,25 +19,13 @@ from fastapi.routing import APIRoute
 from fastapi.types import DecoratedCallable
 
 from kvdock.api.http import examples
-from kvdock.protocol import (
-    admin_schemas,
-    curve,
-    explain,
-    hints,
-    outcomes,
-    reports,
-    schemas,
-    tier_schemas,
-    usage,
-    wire_types,
-)
+from kvdock.protocol import admin_schemas, outcomes, reports, schemas, wire_types
 from kvdock.protocol.calls import Call, Scope
 from kvdock.protocol.errors import CODES, problem_of
 from kvdock.protocol.forms import JSON, PACKED
 from kvdock.protocol.outcomes import Teller
 from kvdock.protocol.reports import Problem
-from kvdock.protocol.version import SUPPORTED_VERSIONS, VERSION_HEADER
-from kvdock.protocol.wire_types import Answer, Body, Carried, Carrier, Identity
+from kvdock.protocol.wire_types import SUPPORTED_VERSIONS, VERSION_HEADER, Answer, Body, Carried, Carrier, Identity
 
 READS = "reads only, so it may be repeated."
 IDEMPOTENT = "idempotent: a repeat finds less or nothing to do, and leaves the same state."
@@ -215,7 +203,7 @@ def _problem() -> dict[str, Any]:
 def wire_structs() -> list[type[msgspec.Struct]]:
     """Every body and answer."""
     bases = (Body, Identity, Answer, Carrier, Carried, Teller)
-    rooms = (wire_types, usage, outcomes, curve, explain, reports, schemas, hints, tier_schemas, admin_schemas)
+    rooms = (wire_types, outcomes, reports, schemas, admin_schemas)
     named = {name: found for room in rooms for name, found in vars(room).items()}
     return [
         item

@@ -23,8 +23,7 @@ from kvdock.api.log import shown
 from kvdock.protocol.errors import CODES, ApiError, problem_of
 from kvdock.protocol.forms import JSON, Codec, form_of_body
 from kvdock.protocol.reports import Problem
-from kvdock.protocol.version import API_VERSION, VERSION_HEADER
-from kvdock.protocol.wire_types import Answer, Body
+from kvdock.protocol.wire_types import API_VERSION, VERSION_HEADER, Answer, Body
 
 B = TypeVar("B", bound=Body)
 

@@ -14,7 +14,7 @@ import socket
 from typing import Final
 
 from kvdock.api.errors import StartupError
-from kvdock.protocol.peers import require_trusted_server
+from kvdock.protocol.access import require_trusted_server
 
 HAND_OVER: Final = signal.SIGUSR2
 CONNECT_S: Final = 1.0

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvdock.protocol.outcomes import OutcomeView
-from kvdock.protocol.usage import Copied, CopyRates, Saved, UseTotals
+from kvdock.protocol.outcomes import Copied, OutcomeView
+from kvdock.protocol.reports import CopyRates, Saved, UseTotals
 
 KEPT_SHARE = 0.8
 """What older copies count for when newer ones are added: rates are those of the last few heartbeats with copies."""

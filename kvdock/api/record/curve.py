@@ -17,7 +17,7 @@ from kvdock.api.access.peer import Peer
 from kvdock.api.pool.pool import Pool
 from kvdock.api.pool.registry import NamespaceRecord
 from kvdock.protocol.admin_schemas import Limits
-from kvdock.protocol.curve import Curve, CurvePoint, NamespaceCurve, SpaceCurve, TenantCurve
+from kvdock.protocol.reports import Curve, CurvePoint, NamespaceCurve, SpaceCurve, TenantCurve
 
 MOST_SHARE = 1.0
 """The share of chunks that is sampled at first: as long as there are few of them, nothing need be estimated."""

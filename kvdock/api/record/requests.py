@@ -7,8 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
 
-from kvdock.protocol.explain import Break
-from kvdock.protocol.reports import RequestView
+from kvdock.protocol.reports import Break, RequestView
 
 
 @dataclass(slots=True)

@@ -21,9 +21,8 @@ from kvdock.api.record.journal import Journal
 from kvdock.api.record.requests import Detail, RecentRequests
 from kvdock.api.settings import Settings
 from kvdock.protocol import events as e
-from kvdock.protocol.explain import BREAKS, Break
 from kvdock.protocol.outcomes import view_of
-from kvdock.protocol.reports import RequestView
+from kvdock.protocol.reports import BREAKS, Break, RequestView
 from kvdock.protocol.schemas import Heartbeat, Lookup, Reserve
 from kvdock.protocol.wire_types import KEY_BYTES
 

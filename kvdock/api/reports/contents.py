@@ -12,7 +12,7 @@ from kvdock._core import Census, Table
 from kvdock.api.access.peer import Peer
 from kvdock.api.clock import ServerClock
 from kvdock.api.pool.registry import Registry
-from kvdock.protocol.usage import Prefixes, PrefixView
+from kvdock.protocol.reports import Prefixes, PrefixView
 
 SLICE_CHUNKS = 4096
 """Less than a millisecond."""

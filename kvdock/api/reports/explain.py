@@ -18,11 +18,10 @@ from kvdock.api.record.requests import Detail
 from kvdock.api.reports.lists import shown_manifest
 from kvdock.api.reports.recorded import Recent
 from kvdock.protocol.errors import ApiError
-from kvdock.protocol.explain import Break, Explanation, LoadStory, LookupStory, OtherNamespace
 from kvdock.protocol.outcomes import OutcomeView
-from kvdock.protocol.reports import RequestView
+from kvdock.protocol.readable import duration, size, span
+from kvdock.protocol.reports import Break, Explanation, LoadStory, LookupStory, OtherNamespace, RequestView
 from kvdock.protocol.schemas import Manifest
-from kvdock.protocol.words import duration, size, span
 
 MOST_ROWS = 64
 """So many of one request are looked at."""

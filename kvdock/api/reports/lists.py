@@ -27,8 +27,7 @@ from kvdock.api.reports.recorded import Recent
 from kvdock.protocol import schemas as s
 from kvdock.protocol.admin_schemas import MemberDetail, Namespaces, NamespaceView, SessionDetail
 from kvdock.protocol.errors import ApiError
-from kvdock.protocol.reports import Leases, LeaseView, Requests
-from kvdock.protocol.usage import CopyRates, UseTotals
+from kvdock.protocol.reports import CopyRates, Leases, LeaseView, Requests, UseTotals
 
 SESSIONS_OF_PAGE = 64
 """A page is as long as can be made in one turn of the event loop, even if more are asked for."""

@@ -30,9 +30,7 @@ from kvdock.api.reports.recorded import Answers, CallTimes, FeedFigures, Totals
 from kvdock.api.reports.status import Overview, Probes
 from kvdock.protocol.admin_schemas import TenantView
 from kvdock.protocol.events import Event, Loaded, Stored, kind_of
-from kvdock.protocol.explain import BREAKS
-from kvdock.protocol.reports import WAIT_BOUNDS_S, MoverView, Status, TierView
-from kvdock.protocol.usage import CopyRates, UseTotals
+from kvdock.protocol.reports import BREAKS, WAIT_BOUNDS_S, CopyRates, MoverView, Status, TierView, UseTotals
 
 _HELP = {name: hint.__metadata__[0].description for name, hint in get_type_hints(Counters, include_extras=True).items()}
 FRESH_S = 1.0

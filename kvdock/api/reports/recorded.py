@@ -14,9 +14,8 @@ from kvdock.api.pool.sums import Sums
 from kvdock.api.record.counters import Counters
 from kvdock.api.record.requests import Detail
 from kvdock.api.record.timings import Buckets, RouteTimes
-from kvdock.protocol.curve import Curve
 from kvdock.protocol.events import Event
-from kvdock.protocol.reports import Over, RequestView, Stats
+from kvdock.protocol.reports import Curve, Over, RequestView, Stats
 
 
 class Recent(Protocol):

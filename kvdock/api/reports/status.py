@@ -21,9 +21,8 @@ from kvdock.api.pool.registry import Registry
 from kvdock.api.pool.sessions import Sessions
 from kvdock.api.reports.recorded import Curves, Loop, Series, Totals
 from kvdock.api.settings import Settings
-from kvdock.protocol.curve import Curve
 from kvdock.protocol.errors import ApiError
-from kvdock.protocol.reports import ChunkCounts, Health, MoverView, Over, Stats, Status, TierView
+from kvdock.protocol.reports import ChunkCounts, Curve, Health, MoverView, Over, Stats, Status, TierView
 
 VERSION = version("kvdock")
 FULL_SHARE = 0.02

@@ -24,9 +24,8 @@ from typing import NamedTuple
 from kvdock.client.client import Client
 from kvdock.connectors.session import Attachment
 from kvdock.datapath.checksum import checksum
-from kvdock.protocol.awaited import worth_chunks
 from kvdock.protocol.errors import ApiError, ServerUnavailable
-from kvdock.protocol.mover_schemas import BATCH_BYTES, Promise
+from kvdock.protocol.mover_schemas import BATCH_BYTES, Promise, worth_chunks
 from kvdock.protocol.schemas import Abort, Commit, GrantedChunk, PartDone, Reserve, ReserveAnswer
 from kvdock.protocol.wire_types import MAX_ENTRIES
 from kvdock.shm.errors import AttachError, ShmError

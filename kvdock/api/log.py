@@ -11,7 +11,7 @@ import logging
 import unicodedata
 from typing import Final
 
-from kvdock.api.access.audit import AUDIT
+from kvdock.api.access.peer import AUDIT
 from kvdock.protocol.readable import CONSOLE, JsonFormatter, LogFormat, LogLevel
 
 SHOWN_CHARACTERS: Final = 64

@@ -20,10 +20,8 @@ from typing import Any, Concatenate, ParamSpec, Self, TypeVar, cast
 import httpx
 import msgspec
 
-from kvdock.client.answers import Answers
-from kvdock.client.client import FLUSH_S, Client
-from kvdock.client.releases import ReleaseQueue
-from kvdock.client.transport import Address, Transport
+from kvdock.client.client import FLUSH_S, Client, ReleaseQueue
+from kvdock.client.transport import Address, Answers, Transport
 from kvdock.protocol import calls as c, schemas as s
 from kvdock.protocol.access import authorization, require_trusted_server
 from kvdock.protocol.calls import Call, page

@@ -16,11 +16,16 @@ import socket
 import struct
 import threading
 import time
-from typing import NamedTuple
+from types import NoneType
+from typing import NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
+import msgspec
+
 from kvdock.protocol.access import require_trusted_server
-from kvdock.protocol.errors import KvdockError, ServerUnavailable
+from kvdock.protocol.calls import Call
+from kvdock.protocol.errors import ApiError, KvdockError, ServerUnavailable
+from kvdock.protocol.reports import Problem
 
 RECEIVE_BYTES = 1 << 16
 MAX_PIECE_BYTES = 1 << 20
@@ -249,3 +254,38 @@ class Transport:
                 return status, content
         connection.close()
         return status, content
+
+
+A = TypeVar("A")
+
+_PROBLEM = msgspec.json.Decoder(Problem)
+
+
+class Answers:
+    """Decodes answers of the server at `address`; keeps a decoder for each type of answer. Thread-safe."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        self._decoders: dict[tuple[type, bool], msgspec.json.Decoder[object] | msgspec.msgpack.Decoder[object]] = {}
+
+    def decoded(self, call: Call[A], status: int, raw: bytes, *, packed: bool) -> A:
+        """Raises ApiError if it is a refusal, ServerUnavailable if it is no answer to this call. `packed`: whether
+        `raw` is MessagePack; refusals are always JSON."""
+        try:
+            if status >= 400:
+                raise ApiError.from_problem(_PROBLEM.decode(raw))
+            if call.answer is NoneType:
+                return call.answer()
+            decoder = self._decoders.get((call.answer, packed)) or self._add_decoder(call.answer, packed)
+            answer = decoder.decode(raw)
+            assert isinstance(answer, call.answer)
+            return answer
+        except msgspec.DecodeError as error:
+            what = f"{call.method} {call.path} answered {status} with something else: {error}"
+            raise ServerUnavailable(f"{self._address}: {what}") from error
+
+    def _add_decoder(
+        self, answer: type[object], packed: bool
+    ) -> msgspec.json.Decoder[object] | msgspec.msgpack.Decoder[object]:
+        made = msgspec.msgpack.Decoder(answer) if packed else msgspec.json.Decoder(answer)
+        return self._decoders.setdefault((answer, packed), made)

@@ -20,8 +20,7 @@ from api_helpers import NOBODYS, OPERATOR, ServerProcess, access_file, attach, e
 from fastapi import FastAPI
 from flood_helpers import until_closed
 
-from kvdock.api.access.access_file import AccessFile
-from kvdock.api.access.issue import entry
+from kvdock.api.access.access_file import AccessFile, entry
 from kvdock.api.access.peer import NOBODY, peer_of
 from kvdock.api.errors import AccessFileError, SettingsError
 from kvdock.api.http.connection import connection_class

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from api_helpers import MIB, ServerProcess, access_file, attach, eventually, keys, raw
 
-from kvdock.api.access.issue import entry
+from kvdock.api.access.access_file import entry
 from kvdock.client.client import Client
 from kvdock.protocol import schemas as s
 from kvdock.protocol.admin_schemas import ClearCache, DeleteChunks, PatchConfig, Quota

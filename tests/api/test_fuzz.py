@@ -24,7 +24,7 @@ from schemathesis.generation import GenerationMode
 from schemathesis.specs.openapi import checks
 
 from bench.floods import most_memory_mib
-from kvdock.api.access.issue import entry
+from kvdock.api.access.access_file import entry
 from kvdock.client.client import Client
 
 pytestmark = pytest.mark.security

@@ -18,8 +18,7 @@ from turns import turns_of
 
 from kvdock.api.access.access_file import AccessFile
 from kvdock.api.access.peer import of_user
-from kvdock.api.app import create_app
-from kvdock.api.build import Parts, build
+from kvdock.api.build import Parts, build, create_app
 from kvdock.api.clock import Clocks
 from kvdock.api.http.dispatch import Dispatch
 from kvdock.api.pool.pool import Pool, open_pool

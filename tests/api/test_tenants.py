@@ -27,7 +27,7 @@ from api_helpers import (
     unique,
 )
 
-from kvdock.api.access.issue import entry
+from kvdock.api.access.access_file import entry
 from kvdock.client.client import Client
 from kvdock.protocol import schemas as s
 from kvdock.protocol.errors import ApiError

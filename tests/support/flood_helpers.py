@@ -17,8 +17,7 @@ import uvicorn
 from api_helpers import OPERATOR, access_file, eventually, small_pool
 
 from kvdock.api.access.access_file import AccessFile
-from kvdock.api.app import create_app
-from kvdock.api.build import Parts, build
+from kvdock.api.build import Parts, build, create_app
 from kvdock.api.clock import Clocks
 from kvdock.api.http.connection import connection_class
 from kvdock.api.http.limits import ConnectionLimits

@@ -7,7 +7,7 @@
     scopes = ["engine"]            # health, read, engine, admin
     caps = {bytes = 8589934592, sessions = 4}    # the tenant's quota, in one of its tokens; left out: the default
 
-It is private (kvdock/protocol/access.py). The keeper asks every round whether it has changed. A change that is
+The file is private (kvdock/protocol/access.py). The keeper checks every round whether it has changed. A change that is
 wrong leaves the tokens as they were, with one line in the log.
 """
 
@@ -15,17 +15,20 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 import logging
+import os
+import secrets
+import stat
 import tomllib
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
 
-from kvdock.api.access.audit import AUDIT
-from kvdock.api.access.peer import Peer
+from kvdock.api.access.peer import AUDIT, Peer
 from kvdock.api.errors import AccessFileError
 from kvdock.protocol.access import PrivateFileError, read_private
 from kvdock.protocol.admin_schemas import Quota
@@ -146,3 +149,39 @@ def read(path: str) -> dict[bytes, Token]:
 
 def _twice(values: Iterable[str]) -> list[str]:
     return sorted(value for value, count in Counter(values).items() if count > 1)
+
+
+TOKEN_BYTES = 32
+
+
+def entry(name: str, token: str, scopes: Sequence[str], tenant: str = OWN_TENANT) -> str:
+    """The token's lines in an access file. The scopes come last: an entry that is cut short lacks them, and is refused.
+    """
+    lines = ["[[token]]", f"name = {json.dumps(name)}", f'sha256 = "{digest_of(token.encode()).hex()}"']
+    lines += [f"tenant = {json.dumps(tenant)}"] if tenant else []
+    return "\n".join([*lines, f"scopes = {json.dumps(list(scopes))}"]) + "\n"
+
+
+def add_token(path: str, name: str, scopes: Sequence[str], tenant: str = OWN_TENANT) -> str:
+    """A new token, once the file has its entry; the file is made if it is missing. AccessFileError: it is as it was."""
+    token = secrets.token_urlsafe(TOKEN_BYTES)
+    try:
+        file = Path(path).resolve()
+        found = file.stat() if file.exists() else None
+        before = file.read_text() if found else ""
+        text = f"{before}\n{entry(name, token, scopes, tenant)}" if before else entry(name, token, scopes, tenant)
+        replacement = Path(f"{file}.{secrets.token_hex(4)}")
+        replacement.touch(mode=0o600, exist_ok=False)
+        try:
+            replacement.write_text(text)
+            if found:
+                replacement.chmod(stat.S_IMODE(found.st_mode))
+            read(str(replacement))
+            if found:  # the server that could read the file still can
+                os.chown(replacement, found.st_uid, found.st_gid)
+            replacement.replace(file)
+        finally:
+            replacement.unlink(missing_ok=True)
+    except (OSError, UnicodeDecodeError) as error:
+        raise AccessFileError(f"access file {path}: {error}") from error
+    return token

@@ -3,7 +3,7 @@ of engine calls (kvdock/api/http/engine_calls.py), the checks that the guard mak
 service.
 
 What arrives over TCP may come from people and strangers: it takes turns with their other calls
-(kvdock/api/http/turns.py), has its own room for long bodies, and its answers have the headers that browsers heed. All
+(kvdock/api/http/limits.py), has its own room for long bodies, and its answers have the headers that browsers heed. All
 other calls go to the app, in the same turns.
 """
 
@@ -14,13 +14,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
 from kvdock._core import TableError
-from kvdock.api.access import audit
+from kvdock.api.access.peer import log_refusal
 from kvdock.api.http.connection import Connection
 from kvdock.api.http.engine_calls import Encoded, EngineCall, Incoming, find
 from kvdock.api.http.guard import Checks
 from kvdock.api.http.handlers import Handlers
-from kvdock.api.http.limits import BodyRoom
-from kvdock.api.http.turns import Turns
+from kvdock.api.http.limits import BodyRoom, Turns
 from kvdock.api.http.wire import COMMON_HEADERS, NO_STORE, PROBLEM, PROBLEM_HEADERS, refusal
 from kvdock.api.record.timings import Meter
 from kvdock.protocol.errors import ApiError, problem_of
@@ -61,7 +60,7 @@ class Dispatch:
             answer = await engine_call.answer(self._service, self._incoming(scope, receive, engine_call), id_in_path)
         except (ApiError, TableError) as error:
             if isinstance(error, ApiError):
-                audit.refused(scope["state"]["peer"], scope["method"], engine_call.call.path, error)
+                log_refusal(scope["state"]["peer"], scope["method"], engine_call.call.path, error)
             await self._refuse(refusal(error, scope["path"]), engine_call, send, is_unix)
         except ClientDisconnect:
             return

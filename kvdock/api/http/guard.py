@@ -20,9 +20,8 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kvdock.api.access import audit
 from kvdock.api.access.access_file import AccessFile
-from kvdock.api.access.peer import Peer
+from kvdock.api.access.peer import Peer, log_refusal
 from kvdock.api.http.openapi import scope_of
 from kvdock.api.http.wire import COMMON_HEADERS, REFUSAL, problem_response, refusal
 from kvdock.api.record.timings import Meter
@@ -122,7 +121,7 @@ class Guard:
         try:
             self._check(scope)
         except ApiError as error:
-            audit.refused(scope["state"]["peer"], method, scope["path"], error)
+            log_refusal(scope["state"]["peer"], method, scope["path"], error)
             await refused(error, scope["path"])(scope, receive, send_guarded)
         else:
             try:

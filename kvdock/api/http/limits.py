@@ -1,4 +1,5 @@
-"""What one client may use of the server: connections, bytes that have arrived, time to send and to read.
+"""What one client may use of the server: connections, bytes that have arrived, time to send and to read, and turns of
+the event loop.
 
 Each limit is written once, here; `tcp_connections` is a setting. kvdock/api/http/connection.py holds connections to
 them and kvdock/api/http/wire.py bodies.
@@ -6,12 +7,42 @@ them and kvdock/api/http/wire.py bodies.
 
 from __future__ import annotations
 
+import asyncio
 import resource
+from collections import deque
 from dataclasses import dataclass
 from typing import Final
 
-from kvdock.api.http.turns import Turns
 from kvdock.protocol.errors import ApiError
+
+
+class Turns:
+    """`await turns.next()` returns to one caller in each turn of the event loop, in the order of asking. Without turns,
+    sixty requests that arrive together are answered together, and an engine waits for all of them."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._taken = False
+
+    async def next(self) -> None:
+        loop = asyncio.get_running_loop()
+        if not self._taken:
+            self._taken = True
+            loop.call_soon(self._pass_on, loop)
+            return
+        mine = loop.create_future()
+        self._waiting.append(mine)
+        await mine
+
+    def _pass_on(self, loop: asyncio.AbstractEventLoop) -> None:
+        while self._waiting:
+            first = self._waiting.popleft()
+            if not first.done():  # its call may have been cancelled
+                first.set_result(None)
+                loop.call_soon(self._pass_on, loop)
+                return
+        self._taken = False
+
 
 DESCRIPTORS_KEPT: Final = 128
 """For the pool, which opens one to grow, its lock file, the listening sockets and files of the status page."""

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request, Response
 
-from kvdock.api.access import audit
+from kvdock.api.access.peer import log_done
 from kvdock.api.admin import Admin
 from kvdock.api.http.handlers import handlers_of, peer_of_call
 from kvdock.api.http.openapi import IDEMPOTENT, route
@@ -33,7 +33,7 @@ def _add(
     async def respond(request: Request) -> Response:
         asked = await read_body(request, codec)
         done = await run(handlers_of(request).admin, asked)
-        audit.done(peer_of_call(request), call, asked, done)
+        log_done(peer_of_call(request), call, asked, done)
         return answer(done)
 
     _route(call, summary=summary, note=note, body=body, name=name, **more)(respond)

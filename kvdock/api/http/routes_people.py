@@ -19,11 +19,10 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from kvdock.api.access.peer import Peer
 from kvdock.api.feeds.sse import MOST_READERS, Stream
-from kvdock.api.http.docs_page import STYLE, docs_page
 from kvdock.api.http.engine_calls import ENGINE_CALLS
 from kvdock.api.http.handlers import handlers_of, peer_of_call
-from kvdock.api.http.manual import manual_page, page_names
 from kvdock.api.http.openapi import EVENT_STREAM, PAGED, openapi_schema, route
+from kvdock.api.http.pages import STYLE, docs_page, manual_page, page_names
 from kvdock.api.http.wire import DEFAULT_LIMIT, NO_STORE, PROBLEM_HEADERS, Cursor, Limit, answer
 from kvdock.api.reports.lists import Lists
 from kvdock.api.reports.status import Probes

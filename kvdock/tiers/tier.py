@@ -107,6 +107,31 @@ class Usage:
     wear_bytes: int
 
 
+class OwnUsage:
+    """Counts what one instance of a tier has stored, less what it has deleted. Others may store and delete there too.
+    `wears_out`: the storage does, so that the bytes written are counted. Thread-safe."""
+
+    def __init__(self, *, wears_out: bool) -> None:
+        self._wears_out, self._lock = wears_out, threading.Lock()
+        self._objects = self._bytes = self._written_bytes = 0
+
+    def stored(self, size_bytes: int) -> None:
+        with self._lock:
+            self._objects += 1
+            self._bytes += size_bytes
+            self._written_bytes += size_bytes
+
+    def deleted(self, objects: int, size_bytes: int) -> None:
+        with self._lock:
+            self._objects -= objects
+            self._bytes -= size_bytes
+
+    def view(self) -> Usage:
+        with self._lock:
+            wear_bytes = self._written_bytes if self._wears_out else 0
+            return Usage(max(0, self._objects), max(0, self._bytes), 0, wear_bytes)
+
+
 class ToLoad(NamedTuple):
     """A part, and where its bytes go. `pages`: writable memory that begins at a multiple of PAGE_BYTES and has `length`
     bytes, rounded up to whole pages; the bytes after `length` have no meaning."""

@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import wait
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 from kvdock.tiers.notes import Change, Note, NoteError, name_of_note
@@ -28,6 +28,7 @@ from kvdock.tiers.tier import (
     Deadline,
     Loaded,
     Outcome,
+    OwnUsage,
     ReadOnly,
     StillRunning,
     Store,
@@ -97,9 +98,7 @@ class ObjectTier:
         self._loading, self._storing, self._asking = (
             asyncio.Semaphore(location.connections) for _ in range(3)
         )
-        self._lock = threading.Lock()
-        self._usage = Usage(0, 0, 0, 0)
-        """What this instance has stored, less what it has deleted, so it may be negative."""
+        self._usage = OwnUsage(wears_out=True)
         self._notes: dict[bytes, _CachedNote] = {}
         self._thread = threading.Thread(target=self._loop.run_forever, name="kvdock-objects", daemon=True)
         self._thread.start()
@@ -240,9 +239,7 @@ class ObjectTier:
         return remove
 
     def usage(self) -> Usage:
-        with self._lock:
-            usage = self._usage
-        return replace(usage, objects=max(0, usage.objects), bytes_used=max(0, usage.bytes_used))
+        return self._usage.view()
 
     def close(self, deadline: Deadline) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -432,7 +429,7 @@ class ObjectTier:
                 if self._can_create and await self._is_whole(record):
                     return Outcome.DONE
                 await self._obstore.put_async(self._store, path, value, use_multipart=False)
-            self._count(1, size)
+            self._usage.stored(size)
             return Outcome.DONE
 
     async def _create(self, path: str, value: list[Any]) -> bool:
@@ -472,19 +469,12 @@ class ObjectTier:
                 except FileNotFoundError:
                     # Another server deletes the same objects, so each is deleted by itself.
                     await asyncio.gather(*(self._delete_one(path) for path in there))
-        self._count(-len(there), -sum(size for size in sizes if size is not None))
+        self._usage.deleted(len(there), sum(size for size in sizes if size is not None))
         return outcomes
 
     async def _delete_one(self, path: str) -> None:
         with contextlib.suppress(FileNotFoundError):
             await self._obstore.delete_async(self._store, path)
-
-    def _count(self, objects: int, size: int) -> None:
-        with self._lock:
-            usage = self._usage
-            self._usage = Usage(
-                usage.objects + objects, usage.bytes_used + size, 0, usage.wear_bytes + max(0, size)
-            )
 
 
 class _Sink:

@@ -19,7 +19,7 @@ ADDRESS_VARIABLE: Final = "KVDOCK_ADDRESS"
 SOCKET_VARIABLE: Final = "KVDOCK_SOCKET_PATH"
 """The server's own setting, which commands and connectors follow."""
 CONNECTOR_PREFIX: Final = "KVDOCK_VLLM_"
-"""Settings of vLLM's connector have variables that begin so, and none of the server's does."""
+"""The variables of the vLLM connector's settings begin with it, and none of the server's do."""
 
 
 def default_socket_path(environ: Mapping[str, str], run_user: Path = Path("/run/user")) -> str:
@@ -41,7 +41,8 @@ def default_address(environ: Mapping[str, str]) -> str:
 
 MAX_BYTES: Final = 1 << 20
 FORBIDDEN_BITS: Final = 0o037
-"""The group may read: where files belong to root, as in containers, it is how a server reads them."""
+"""The permission bits that a private file must not have. The group may read it: in containers, where files belong to
+root, that is how a server reads them."""
 
 
 class PrivateFileError(KvdockError, ValueError):
@@ -49,7 +50,8 @@ class PrivateFileError(KvdockError, ValueError):
 
 
 def read_private(path: str | Path) -> str:
-    """The text of a regular file of this user or root that others can neither write to nor read. PrivateFileError."""
+    """Returns the text of a regular file that belongs to this user or to root, and that others can neither read nor
+    write. Raises PrivateFileError."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         with os.fdopen(fd, encoding="utf-8") as file:
@@ -75,7 +77,7 @@ _TOKEN: Final = re.compile(r"[\x21-\x7e]{16,256}")
 
 
 def read_token(path: str | Path) -> str:
-    """The only line of the file; '' of no file. Raises PrivateFileError."""
+    """Returns the token in the file, its only line; '' if `path` is empty. Raises PrivateFileError."""
     if not path:
         return ""
     token = read_private(path).strip()
@@ -85,7 +87,7 @@ def read_token(path: str | Path) -> str:
 
 
 def authorization(token: str) -> dict[str, str]:
-    """The header of calls with that token; none for ''."""
+    """The header that sends the token; no header for ''."""
     return {"authorization": f"Bearer {token}"} if token else {}
 
 
@@ -102,15 +104,15 @@ class Credentials(NamedTuple):
 
 
 def credentials_of(connected: socket.socket) -> Credentials:
-    """OSError if the kernel does not say."""
+    """Raises OSError if the kernel does not say."""
     raw = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, uid, _ = _CREDENTIALS.unpack(raw)
     return Credentials(pid, uid)
 
 
 def require_trusted_server(connected: socket.socket, path: str) -> Credentials:
-    """PermissionError unless the process that listens at `path` is this user's, or root's: anybody may have bound a
-    socket there, and what it answers decides which memory is written and loaded."""
+    """Raises PermissionError unless the process that listens at `path` is this user's, or root's: anybody may have
+    bound a socket there, and its answers decide which memory is written and loaded."""
     found = credentials_of(connected)
     if found.uid not in (os.geteuid(), 0):
         raise PermissionError(f"the server at {path}: found user {found.uid}, wanted {os.geteuid()} or root")

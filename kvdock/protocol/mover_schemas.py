@@ -26,13 +26,13 @@ def worth_chunks(
     most: int, *, chunk_bytes: int, chunk_tokens: int, latency_s: float, bytes_per_s: float, wait_s: float,
     tokens_per_s: float,
 ) -> int:
-    """How many of `most` chunks come within `wait_s`, and sooner than an engine computes them that computes
-    `tokens_per_s` (0: that is not known); 0: none does. The latency counts least for the longest prefix that comes in
-    time, so that one decides."""
+    """How many of `most` chunks come within `wait_s`, and sooner than an engine that computes `tokens_per_s` (0: not
+    known) computes them; 0: none does. The latency counts least for the longest prefix that comes in time, so that
+    prefix decides."""
     chunk_s = chunk_bytes / bytes_per_s
     count = min(most, int((wait_s - latency_s) / chunk_s))
-    is_dear = tokens_per_s > 0 and latency_s + count * chunk_s > count * chunk_tokens / tokens_per_s
-    return 0 if is_dear else max(0, count)
+    is_too_slow = tokens_per_s > 0 and latency_s + count * chunk_s > count * chunk_tokens / tokens_per_s
+    return 0 if is_too_slow else max(0, count)
 
 
 class Promise(Body, array_like=True):

@@ -12,23 +12,23 @@ LogFormat = Literal["console", "json"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 CONSOLE: Final = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 EVENT: Final = "event"
-"""The attribute of a record that has the event, a struct, of which it tells."""
+"""The attribute of a log record that holds its event, a struct."""
 
 
 class JsonFormatter(logging.Formatter):
-    """One object a line: when, how grave, which logger, the sentence, and the fields of its event."""
+    """One JSON object a line: the time, the level, the logger, the message, and the fields of the event."""
 
     def format(self, record: logging.LogRecord) -> str:
-        said: dict[str, object] = {
+        fields: dict[str, object] = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(), "logger": record.name,
             "message": record.getMessage().encode(errors="backslashreplace").decode(),
         }
         if record.exc_info:
-            said["traceback"] = self.formatException(record.exc_info)
+            fields["traceback"] = self.formatException(record.exc_info)
         if (event := getattr(record, EVENT, None)) is not None:
-            said["event"] = event
-        return msgspec.json.encode(said).decode()
+            fields["event"] = event
+        return msgspec.json.encode(fields).decode()
 
 
 def size(size_bytes: float) -> str:

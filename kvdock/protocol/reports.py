@@ -13,13 +13,13 @@ from kvdock.protocol.wire_types import API_VERSION, Answer, Hex64, Key, Tenant
 
 
 class CopyRates(Answer, kw_only=True):
-    """How fast a session's members copied in the last minutes in which they did; None: they did not."""
+    """How fast a session's members copied in the last minutes in which they copied; None: they did not."""
 
     load_bytes_per_s: float | None = None
     """All members together, over the time in which they copied."""
     store_bytes_per_s: float | None = None
     ceiling_bytes_per_s: float | None = None
-    """What plain copies reach there, all members together. None: not measured."""
+    """How fast plain copies go there, all members together. None: not measured."""
 
 
 class UseTotals(Answer, kw_only=True):
@@ -29,12 +29,13 @@ class UseTotals(Answer, kw_only=True):
     lookup_tokens: int = 0
     hit_tokens: int = 0
     loaded_tokens: int = 0
-    """As engines tell of requests that have ended."""
+    """As engines report it when requests have ended."""
     loaded_bytes: int = 0
     """In leases, counted once per fetch."""
     stored_bytes: int = 0
     saved_s: float | None = None
-    """What computing the loaded tokens would have taken, less what loading them took. None: no engine has told both."""
+    """What computing the loaded tokens would have taken, less what loading them took. None: no engine has reported
+    both."""
 
 
 class Used(Answer, kw_only=True):
@@ -49,7 +50,7 @@ class Saved(Answer, kw_only=True):
     """By all engines, since the server's start."""
 
     tokens: int = 0
-    """Loaded instead of computed, as engines tell of requests that have ended."""
+    """Loaded instead of computed, as engines report it when requests have ended."""
     seconds: float | None = None
     """The engines' time, as UseTotals has it."""
 
@@ -85,7 +86,7 @@ class Prefixes(Answer, kw_only=True):
 
     prefixes: list[PrefixView]
     prefix_count: int
-    """All that there were when they were counted, as many as are listed or more."""
+    """How many there were when the pool was counted: at least as many as are listed."""
     counted_s: float
     """How long ago the pool was counted."""
 
@@ -119,8 +120,8 @@ class Leases(Answer, kw_only=True):
 
 
 class RequestView(Answer, kw_only=True):
-    """One recent call: what it asked for and what it got. Or a request that its engine told of when it had ended, and
-    that looked up nothing here."""
+    """One recent call: what it asked for and what it got. Or a request that looked up nothing here, which its
+    engine reported when it had ended."""
 
     at: float
     """Unix seconds, for display only."""
@@ -134,7 +135,7 @@ class RequestView(Answer, kw_only=True):
     bytes: int
     took_us: int
     outcome: OutcomeView | None = None
-    """What became of the request, once its engine has told it."""
+    """What became of the request, once its engine has reported it."""
 
 
 class Requests(Answer, kw_only=True):
@@ -258,8 +259,8 @@ class Status(Answer, kw_only=True):
     """Totals since start; kvdock/api/record/counters.py explains each. What benchmarks do is left out."""
     saved: Saved = msgspec.field(default_factory=Saved)
     oldest_s: float | None = None
-    """How long the chunk was unused that was unused longest, of those that no engine holds: what is evicted has been
-    unused about so long. None: there is none."""
+    """The time since the last use of the chunk that was unused longest, of those that no engine holds: chunks that are
+    evicted now have been unused for about this long. None: there is none."""
     full_in_s: float | None = None
     """When the pool is full, at the rate at which it has filled in the last minutes. None: it does not fill, or is
     full."""
@@ -301,13 +302,13 @@ class Break(Answer, kw_only=True):
     """A key of BREAKS."""
     in_words: str
     gone_s: float | None = None
-    """How long the chunk behind them had been gone. None: it never was there, as far as is known."""
+    """How long the next chunk had been gone. None: as far as is known, it never was there."""
     unused_s: float | None = None
-    """How long no request had named it when it went. None: that is not known."""
+    """How long no request had named it when it was removed. None: not known."""
 
 
 class OtherNamespace(Answer, kw_only=True):
-    """One of the same model that holds chunks, which this request cannot use."""
+    """A namespace of the same model, whose chunks this request cannot use."""
 
     namespace: Key
     differs: dict[str, list[Any]]
@@ -334,7 +335,7 @@ class LookupStory(Answer, kw_only=True):
 
 
 class LoadStory(Answer, kw_only=True):
-    """What loading cost, as the engine has measured it: that of the request's last load."""
+    """How long the request's last load took, as the engine has measured it."""
 
     tokens: int
     bytes: int
@@ -361,12 +362,12 @@ class Explanation(Answer, kw_only=True):
     lookups: list[LookupStory] = msgspec.field(default_factory=list)
     """Oldest first."""
     outcome: OutcomeView | None = None
-    """What its engine told of it when it had ended."""
+    """What its engine reported when it had ended."""
     load: LoadStory | None = None
-    """None: it loaded nothing, or its engine has not told what that took."""
+    """None: it loaded nothing, or its engine has not reported how long that took."""
     saved_s: float | None = None
     """What computing the loaded tokens would have taken at the engine's measured speed, less what loading them took.
-    Below 0: the load was dearer. None: that is not known."""
+    Below 0: loading took longer. None: not known."""
     nearest: OtherNamespace | None = None
     """If nothing was found: the namespace of the same model that differs in the fewest fields."""
 
@@ -420,13 +421,13 @@ class Curve(Answer, kw_only=True):
     covers_s: float
     """Since it began."""
     half_life_s: float
-    """What was asked for so long ago counts for half, in all counts and shares."""
+    """A lookup this long ago counts for half, in all counts and shares."""
     sampled_share: float
     """How much of all chunks is sampled now. It falls when they become many."""
     total: SpaceCurve
     tenants: list[TenantCurve]
     namespaces: list[NamespaceCurve]
-    """Those that were asked last: at most 256 are kept apart."""
+    """Those that were looked up in last: at most 256 are counted apart."""
 
 
 # --------------------------------------------------------------------------- errors

@@ -16,7 +16,7 @@ import msgspec
 from kvdock._core import SEGMENT_IDS
 from kvdock.protocol.keys import HASH_FUNCTION
 from kvdock.protocol.kv_events import Naming
-from kvdock.protocol.outcomes import Teller
+from kvdock.protocol.outcomes import Reporting
 from kvdock.protocol.reports import Used
 from kvdock.protocol.wire_types import (
     MAX_ANSWERS,
@@ -67,7 +67,7 @@ class Group(Identity, frozen=True, kw_only=True):
 
 
 SECRET_FIELDS: Final = ("hash_seed", "cache_salt")
-"""What keeps engines apart in a manifest: no answer shows it."""
+"""The fields of a manifest that only keep engines apart. No answer shows them."""
 
 
 class Manifest(Identity, frozen=True, kw_only=True):
@@ -126,8 +126,8 @@ class Purpose(Body, kw_only=True, omit_defaults=True):
     """What an engine attaches for."""
 
     is_bench: bool = False
-    """It measures, or shows something: the server's totals leave out what it does, and when the last such session of
-    a namespace that no other has used is gone, what it stored goes."""
+    """It is a benchmark or a demonstration. The server's totals leave it out. When the last such session of a namespace
+    has ended, and no other session has used the namespace, its chunks are removed."""
 
 
 class AttachSession(Purpose, kw_only=True):
@@ -138,7 +138,8 @@ class AttachSession(Purpose, kw_only=True):
     label: Label = ""
     """Free text, shown by the status page and the command line."""
     weights: Weights = ""
-    """That the engine runs now. Of the scheduler's member alone: the others join their session whatever it runs."""
+    """The weights that the engine runs now. Only the scheduler's member has to name them: the others join their
+    session, whatever it runs."""
 
 
 class Segment(Answer, kw_only=True):
@@ -178,11 +179,11 @@ class SessionAttached(Answer, kw_only=True):
     changes_next: int = 0
     """The `changes_since` of the first heartbeat, for members that follow changes."""
     wants_blocks: bool = False
-    """Reservations shall say by `blocks` what routers know chunks by."""
+    """Reservations are to have `blocks`, the names by which routers know the chunks."""
 
 
 class RunWeights(Body, kw_only=True):
-    """From now on the engine runs these weights: what it looks up and stores is filed apart from that of others."""
+    """From now on the engine runs these weights: what it looks up and stores is in a namespace of their own."""
 
     session: Name
     member: Name
@@ -201,7 +202,7 @@ class GrantRanks(Body, kw_only=True):
     """Empty: the question or answer is for the member that asked for the grant."""
 
 
-class Heartbeat(Teller, kw_only=True, omit_defaults=True):
+class Heartbeat(Reporting, kw_only=True, omit_defaults=True):
     member: Name
     done: Annotated[list[GrantRanks], msgspec.Meta(max_length=MAX_ANSWERS)] = msgspec.field(default_factory=list)
     """Answers to questions: these ranks are done, and promise to refuse later work that names the grant."""
@@ -252,7 +253,7 @@ class MemberView(Answer, kw_only=True):
 
 
 def listed_id(session: str) -> str:
-    """A session's id as lists and logs have it: without the proof, its last part, that the session's calls need."""
+    """A session's id as lists and logs show it: without its last part, the secret that the session's calls need."""
     return session.rpartition("-")[0]
 
 
@@ -265,7 +266,7 @@ class SessionView(Used, kw_only=True):
     label: str
     model: str
     namespace: Key
-    """In which it looks up and stores now: that of its weights."""
+    """The namespace in which it looks up and stores now: that of its weights."""
     weights: str | None = ""
     """Empty: those that the engine started with. None: not known since the server was started again."""
     members: list[MemberView]
@@ -307,14 +308,14 @@ class BeingStored(Answer):
 
 
 class PendingTokens(Answer):
-    """Lower tiers are asked for what is behind the hit, or are loading it for this request."""
+    """Lower tiers are asked for chunks behind the hit, or are loading them for this request."""
 
     tokens: int
     """How long the hit will be, counted from token 0. While tiers are asked: how long it may become at most."""
     tier: str
-    """Where it comes from; empty while tiers are asked."""
+    """The tier that loads them; empty while tiers are asked."""
     by_s: float
-    """It is expected to be there by then, seconds from now. It may come later, or not at all."""
+    """When they are expected to be in the pool, in seconds from now. They may come later, or not at all."""
 
 
 class Lookup(Traced, kw_only=True):
@@ -348,7 +349,7 @@ class LookupHead(Carried, kw_only=True):
     """Index of the first chunk in `chunks`: chunks wholly inside the skip are neither locked nor returned."""
     limited_by: Literal["held_bytes", "pinning"] | None = None
     being_stored: BeingStored | None = None
-    """None: nobody else stores what comes behind the stored prefix."""
+    """None: no other session stores what follows the stored prefix."""
     pending: PendingTokens | None = None
     """None: no lower tier is asked for this request."""
 
@@ -394,7 +395,7 @@ class Reserve(Naming, kw_only=True):
     groups: Annotated[list[int], msgspec.Meta(max_length=MAX_GROUPS)] | None = None
     """Indices of the groups that this store has bytes of, for every chunk; None: all."""
     temporary: bool = False
-    """The chunks vanish with their last reader unless a second request hits them."""
+    """The chunks are removed with their last reader, unless a second request has hit them."""
     edition: int | None = None
     """Set by the server's mover alone: it fills the slots with what was stored before, which may be cleared
     meanwhile."""
@@ -480,25 +481,27 @@ class MismatchAnswer(Answer, kw_only=True):
 
 
 class Hint(Body, kw_only=True):
-    """What an engine was told of a prompt: how long its chunks are worth keeping, or that nobody will ask for them."""
+    """How long a prompt's chunks are worth keeping, or that no request is expected to ask for them again."""
 
     session: Name
     member: Name
     keys: Keys
-    """A prompt's, in order. A priority above 0 takes them from the prompt's first on, any other from their end."""
+    """The keys of a prompt's chunks, in order. A priority above 0 applies from the first chunk on, any other one
+    from the last chunk back."""
     priority: Annotated[int, msgspec.Meta(ge=-MOST_PRIORITY, le=MOST_PRIORITY)] = 0
-    """Chunks of lower priority are evicted first. Above 0: they are retained. 0: what was wished before is over."""
+    """Chunks of lower priority are evicted first. Above 0: they are retained. 0: an earlier hint no longer
+    counts."""
     duration_s: Annotated[float, msgspec.Meta(gt=0, le=MAX_HINT_S)] | None = None
     """None, for priorities below 0: until another request names the chunk."""
     conversation_ended: bool = False
-    """Nobody is expected to ask for the chunks again: they are evicted before those of any priority."""
+    """No request is expected to ask for the chunks again: they are evicted before those of any priority."""
 
 
 class HintAnswer(Answer, kw_only=True):
     chunks: int
-    """How many the hint took effect for."""
+    """How many chunks the hint took effect for."""
     refused: int = 0
-    """How many were not retained, because as much of the pool is as may be."""
+    """How many were not retained, because hints retain as much of the pool as they may."""
 
 
 # --------------------------------------------------------------------------- lower tiers

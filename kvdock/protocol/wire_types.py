@@ -73,9 +73,9 @@ MAX_RELEASES = 256
 MAX_ENTRIES: Final = 1024
 """Parts of a commit, chunks of a report of mismatches, changes of an answer: each takes the server 1 to 2 µs."""
 MOST_PRIORITY: Final = _core.MOST_PRIORITY
-"""That hints may wish for chunks; its negative is the least."""
+"""The highest priority that a hint may give; the lowest is its negative."""
 MAX_HINT_S: Final = 86_400.0
-"""The longest that a hint may be in force."""
+"""How long a hint may last, at most."""
 MAX_ANSWERS: Final = 1024
 """The most entries that a heartbeat has in `done`, and in `keep`, and the most questions that its answer asks."""
 
@@ -107,7 +107,8 @@ class RefusedRelease(Answer, array_like=True):
 
 
 class Carrier(Body, kw_only=True):
-    """A call that may carry releases of its session's leases. They are done before the call, and never make it fail."""
+    """A call that may carry releases of its session's leases. The server handles them before the call, and a release
+    that it refuses does not make the call fail."""
 
     releases: Annotated[list[Released], msgspec.Meta(max_length=MAX_RELEASES)] = msgspec.field(default_factory=list)
 
@@ -115,11 +116,6 @@ class Carrier(Body, kw_only=True):
 class Carried(Answer, kw_only=True):
     refused_releases: list[RefusedRelease] = msgspec.field(default_factory=list)
     """Those of the carried releases that were refused; the others are done."""
-
-
-def supported(header: str) -> bool:
-    """Whether a request with this header value can be answered; leading zeros and signs are no version."""
-    return header in {str(version) for version in SUPPORTED_VERSIONS}
 
 
 # --------------------------------------------------------------------------- traces
@@ -134,7 +130,7 @@ class Traced(Carrier, kw_only=True):
     """A call for a request of an engine."""
 
     traceparent: Annotated[str, msgspec.Meta(max_length=MAX_TRACEPARENT)] | msgspec.UnsetType = msgspec.UNSET
-    """The W3C trace context of the request, as the engine got it. What is none is ignored."""
+    """The W3C trace context of the request, as the engine got it. A text that is none is ignored."""
 
 
 class TraceContext(NamedTuple):
@@ -144,7 +140,9 @@ class TraceContext(NamedTuple):
 
 
 def trace_context(traceparent: str) -> TraceContext | None:
-    """None: this is none."""
+    """Reads a `traceparent` of W3C Trace Context, level 1 (https://www.w3.org/TR/trace-context/). None: it is none. As
+    that document asks, such a text makes no call fail: a span that would have been its child begins a trace of its
+    own."""
     found = _FORM.fullmatch(traceparent) if len(traceparent) <= MAX_TRACEPARENT else None
     if found is None or found[1] == "ff" or (found[1] == "00" and found[5] is not None):
         return None
@@ -153,5 +151,5 @@ def trace_context(traceparent: str) -> TraceContext | None:
 
 
 def traceparent_or_none(text: object) -> str:
-    """What a call may carry of a text from elsewhere: empty if it is no traceparent."""
+    """The text, if it is a traceparent, else an empty one."""
     return text if isinstance(text, str) and trace_context(text) is not None else ""

@@ -29,10 +29,12 @@ from kvdock.api.settings import Settings, is_loopback
 from kvdock.protocol.calls import Scope as CallScope
 from kvdock.protocol.errors import ApiError
 from kvdock.protocol.reports import Problem
-from kvdock.protocol.wire_types import SUPPORTED_VERSIONS, VERSION_HEADER, supported
+from kvdock.protocol.wire_types import SUPPORTED_VERSIONS, VERSION_HEADER
 
 _HEADERS = [(name.encode(), value.encode()) for name, value in COMMON_HEADERS.items()]
 _VERSION_HEADER = VERSION_HEADER.lower().encode()
+_VERSIONS = frozenset(str(version).encode() for version in SUPPORTED_VERSIONS)
+"""Values of that header; leading zeros and signs are no version."""
 _PAGES = frozenset({"/", "/docs"})
 """Links of other sites may lead here."""
 _OWN_SITES = (b"same-origin", b"none")
@@ -57,10 +59,10 @@ class Checks:
             peer = scope["state"]["peer"] = self._access.peer_of(authorization, peer)
         peer.require(wanted)
         version = headers.get(_VERSION_HEADER)
-        if version is not None and not supported(text := version.decode("latin-1")):
+        if version is not None and version not in _VERSIONS:
             raise ApiError(
                 "unsupported_version", f"the {VERSION_HEADER} header names a version that this server does not speak",
-                found=text, wanted=list(SUPPORTED_VERSIONS),
+                found=version.decode("latin-1"), wanted=list(SUPPORTED_VERSIONS),
             )
         return peer
 

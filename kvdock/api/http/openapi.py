@@ -23,7 +23,7 @@ from kvdock.protocol import admin_schemas, outcomes, reports, schemas, wire_type
 from kvdock.protocol.calls import Call, Scope
 from kvdock.protocol.errors import CODES, problem_of
 from kvdock.protocol.forms import JSON, PACKED
-from kvdock.protocol.outcomes import Teller
+from kvdock.protocol.outcomes import Reporting
 from kvdock.protocol.reports import Problem
 from kvdock.protocol.wire_types import SUPPORTED_VERSIONS, VERSION_HEADER, Answer, Body, Carried, Carrier, Identity
 
@@ -202,7 +202,7 @@ def _problem() -> dict[str, Any]:
 
 def wire_structs() -> list[type[msgspec.Struct]]:
     """Every body and answer."""
-    bases = (Body, Identity, Answer, Carrier, Carried, Teller)
+    bases = (Body, Identity, Answer, Carrier, Carried, Reporting)
     rooms = (wire_types, outcomes, reports, schemas, admin_schemas)
     named = {name: found for room in rooms for name, found in vars(room).items()}
     return [

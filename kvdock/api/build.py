@@ -23,7 +23,7 @@ from kvdock.api.http.dispatch import Dispatch
 from kvdock.api.http.engine_calls import methods_at
 from kvdock.api.http.guard import Checks, Guard
 from kvdock.api.http.handlers import Handlers
-from kvdock.api.http.limits import BodyRoom
+from kvdock.api.http.limits import BodyCapacity
 from kvdock.api.http.openapi import TAGS
 from kvdock.api.keeper import Keeper
 from kvdock.api.pool.drain import Drain
@@ -99,7 +99,7 @@ def build(
         explainer=Explainer(tally.recent, registry, pool.table), probes=probes,
         metrics=Metrics(server_metrics, lists, sessions.quotas, clocks.now_s),
         events=feeds.events, kv_stream=feeds.kv_stream,
-        body_limit_bytes=settings.body_limit_bytes, body_room=BodyRoom.for_bodies_of(settings.body_limit_bytes),
+        body_limit_bytes=settings.body_limit_bytes, body_capacity=BodyCapacity.for_bodies_of(settings.body_limit_bytes),
     )
     keeper = Keeper(settings, access, sessions, tally, sampler, pulse)
     return Parts(access, handlers, meter, keeper, sampler, drain, mover_client, feeds)

@@ -19,7 +19,7 @@ from kvdock.api.http.connection import Connection
 from kvdock.api.http.engine_calls import Encoded, EngineCall, Incoming, find
 from kvdock.api.http.guard import Checks
 from kvdock.api.http.handlers import Handlers
-from kvdock.api.http.limits import BodyRoom, Turns
+from kvdock.api.http.limits import BodyCapacity, FairQueue
 from kvdock.api.http.wire import COMMON_HEADERS, NO_STORE, PROBLEM, PROBLEM_HEADERS, refusal
 from kvdock.api.record.timings import Meter
 from kvdock.protocol.errors import ApiError, problem_of
@@ -40,21 +40,21 @@ class Dispatch:
     def __init__(self, app: ASGIApp, checks: Checks, handlers: Handlers, meter: Meter) -> None:
         self.app = app
         self._checks, self._service, self._meter = checks, handlers.service, meter
-        self._body_limit_bytes, self._tcp_room = handlers.body_limit_bytes, handlers.body_room
-        self._unix_room = BodyRoom.for_bodies_of(handlers.body_limit_bytes)
-        self._turns = Turns()
+        self._body_limit_bytes, self._tcp_capacity = handlers.body_limit_bytes, handlers.body_capacity
+        self._unix_capacity = BodyCapacity.for_bodies_of(handlers.body_limit_bytes)
+        self._queue = FairQueue()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         found = find(scope["method"], scope["path"]) if scope["type"] == "http" else None
         if found is None:
             if scope["type"] == "http":
-                await self._turns.next()
+                await self._queue.next()
             await self.app(scope, receive, send)
             return
         engine_call, id_in_path = found
         is_unix: bool = scope["state"]["peer"].is_unix
         if not is_unix:
-            await self._turns.next()
+            await self._queue.next()
         started_ns = self._meter.now_ns()
         try:
             answer = await engine_call.answer(self._service, self._incoming(scope, receive, engine_call), id_in_path)
@@ -83,7 +83,7 @@ class Dispatch:
         return Incoming(
             peer, get(b"content-type", b"").decode("latin-1"), get(b"accept", b"").decode("latin-1"),
             get(b"content-length", b"").decode("latin-1"), scope["query_string"].decode("latin-1"), receive,
-            self._unix_room if peer.is_unix else self._tcp_room, self._body_limit_bytes,
+            self._unix_capacity if peer.is_unix else self._tcp_capacity, self._body_limit_bytes,
         )
 
     async def _refuse(self, problem: Problem, engine_call: EngineCall, send: Send, is_unix: bool) -> None:

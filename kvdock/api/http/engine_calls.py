@@ -14,7 +14,7 @@ from urllib.parse import parse_qsl
 from starlette.types import Receive
 
 from kvdock.api.access.peer import Peer
-from kvdock.api.http.limits import BodyRoom, BodyShare
+from kvdock.api.http.limits import BodyCapacity, BodyShare
 from kvdock.api.http.openapi import ID_CHARACTERS, About, Parameter
 from kvdock.api.http.wire import read_all
 from kvdock.api.service import CacheService
@@ -40,7 +40,7 @@ SHORT_BYTES = 256 << 10
 
 class Incoming(NamedTuple):
     """A call that has arrived: its caller, its headers, '' where there is none, its query, and the source of its
-    body. `room`: for long bodies."""
+    body. `capacity`: for long bodies."""
 
     peer: Peer
     content_type: str
@@ -48,7 +48,7 @@ class Incoming(NamedTuple):
     content_length: str
     query: str
     receive: Receive
-    room: BodyRoom
+    capacity: BodyCapacity
     body_limit_bytes: int
 
 
@@ -82,7 +82,7 @@ class BodyCall(Generic[B]):
         limit = incoming.body_limit_bytes
         if self._longest_bytes is not None:
             limit = min(self._longest_bytes, limit)
-        share = BodyShare(incoming.room)
+        share = BodyShare(incoming.capacity)
         try:
             raw = await read_all(incoming.receive, incoming.content_length, limit, share)
             tokens = None
@@ -166,7 +166,7 @@ WEIGHTS = BodyCall(
     "weights", calls.WEIGHTS, s.RunWeights,
     lambda service, peer, body, _, form: service.weights(peer, body),
     About(
-        "sessions", "Say which weights the engine runs from now on",
+        "sessions", "Report the weights that the engine runs from now on",
         "For engines whose weights change while they run. What the session looks up and stores afterwards is filed in "
         "the namespace `filed_in`, which it shares with engines of the same manifest that run weights of the same "
         "name. Grants from before stay as they are. The chunks of weights that no engine has run for `weights_grace_s` "
@@ -196,7 +196,7 @@ HEARTBEAT = BodyCall(
         "Send one every `heartbeat_s` of the last answer. Unmap the segments in `retired`. `pinned_through`: how far "
         "segments are registered by now, for members that need it. `changes_since` asks which chunks lookups began and "
         "ceased to find, in order, for engines that inform routers; after an answer that is not `complete`, forget all "
-        "chunks and start again. `outcomes` tells people what became of requests: `GET /v1/requests` shows it.",
+        "chunks and start again. `outcomes` reports what became of requests: `GET /v1/requests` shows it.",
         retry="idempotent: `done`, `keep` and `outcomes` may be sent twice, and questions that were not answered are "
         "asked again.",
         errors=("unknown_session", "unknown_member", "member_dead", "foreign_grant", "not_the_asker", "not_a_holder"),
@@ -275,12 +275,12 @@ HINT = BodyCall(
     "hint", calls.HINT, Hint,
     lambda service, peer, body, _, form: service.hint(peer, body),
     About(
-        "reading", "Say how much a prompt's chunks are worth keeping",
+        "reading", "Hint how much a prompt's chunks are worth keeping",
         "A preference, not a promise: it says what is evicted first, and changes nothing that lookups find. Chunks "
         "that are retained (a priority above 0) go after all others until the duration ends. At most a quarter of the "
-        "pool is retained; what a wish has beyond that is `refused`. A priority of 0 or less, or `conversation_ended`, "
-        "concerns the chunks at the end that no other prompt shares, as far as they are stored. A quota evicts "
-        "whatever is wished.",
+        "pool is retained; the rest of a hint is `refused`. A priority of 0 or less, or `conversation_ended`, "
+        "concerns the chunks at the end that no other prompt shares, as far as they are stored. A full "
+        "quota evicts chunks whatever the hints are.",
         retry="idempotent: the duration counts from the last call.",
         errors=("unknown_session", "unknown_member"),
     ),
@@ -291,8 +291,8 @@ HOLD = BodyCall(
     lambda service, peer, body, _, form: service.hold(peer, body, form),
     About(
         "reading", "Lease single chunks, wherever they stand in their chains",
-        "For copies to lower tiers: the lease has all groups of each chunk, for one reader, and is no use of the "
-        "chunks.",
+        "For copies to lower tiers: the lease has all groups of each chunk, for one reader, and does not count "
+        "as a use of the chunks.",
         retry="(session, `request`) is the id: the same keys have the same lease until it is released, and "
         "`grant_closed` then; others are `id_reused`.",
         errors=(*_ASKER, "id_reused", "grant_closed", "bad_argument", "table_full", "too_many_grants", "quota_exceeded",
@@ -304,10 +304,10 @@ PREFETCH = BodyCall(
     "prefetch", calls.PREFETCH, s.Prefetch,
     lambda service, peer, body, _, form: service.prefetch(peer, body),
     About(
-        "reading", "Load from lower tiers what will be asked for soon",
-        "Answers at once, from what the server knows; tiers are asked afterwards, behind what requests wait for. What "
-        "comes is an ordinary chunk that nobody holds. All prefetches together push out a quarter of the pool at most; "
-        "what came and was not asked for counts for a minute.",
+        "reading", "Load chunks from lower tiers that requests will ask for soon",
+        "Answers at once, from what the server knows; tiers are asked afterwards, after the chunks that requests wait "
+        "for. Chunks that come are ordinary ones that no engine holds. All prefetches together evict a quarter of the "
+        "pool at most; chunks that came and were not asked for count for a minute.",
         retry="idempotent: what is stored, or on its way, is not loaded again.",
         errors=("unknown_session", "unknown_member"),
     ),

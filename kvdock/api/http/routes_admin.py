@@ -54,10 +54,10 @@ _add(
     retry=IDEMPOTENT, errors=("unknown_namespace",),
 )
 _add(
-    c.EVICT, a.EvictChunks, Admin.evict, "evict", "Evict what is worth least until so much is free",
-    "In the order in which the pool itself would make room. Memory that the pool may still grow by is free. What "
-    "engines hold or write stays, and so do pinned chunks and what precedes them in their prefix; then the answer's "
-    "`free_bytes` is less than was asked for. What no lower tier has is lost.",
+    c.EVICT, a.EvictChunks, Admin.evict, "evict", "Evict the chunks that are worth least, until enough is free",
+    "In the order in which the pool itself would evict. Memory by which the pool may still grow counts as free. Chunks "
+    "that engines hold or write stay, and so do pinned chunks and those before them in their prefix; then the answer's "
+    "`free_bytes` is less than was asked for. Chunks that no lower tier has are lost.",
     retry=IDEMPOTENT, errors=("bad_argument",),
 )
 _add(

@@ -1,8 +1,8 @@
-"""What the server writes to its log: one line a message, whatever a caller has put into it, and not too many.
+"""The server's log: one line a message, whatever callers have put into it, and not too many lines.
 
-Callers choose labels, ids, paths and more. `shown` shortens what they chose where a message names it; the handler
-escapes characters that would end a line, move the cursor or turn the text around, in every message. Of messages with
-one template it writes a few a minute, then how many more there were.
+Callers choose labels, ids, paths and more. `shown` shortens such text where a message has it; the handler escapes
+characters that would end a line, move the cursor or turn the text around, in every message. Of the messages with one
+template it writes a few a minute, then how many more there were.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from kvdock.protocol.readable import CONSOLE, JsonFormatter, LogFormat, LogLevel
 
 SHOWN_CHARACTERS: Final = 64
 MESSAGES: Final = 20
-"""So many of one template are written within PERIOD_S."""
+"""At most this many of one template are written within PERIOD_S."""
 PERIOD_S: Final = 60.0
 TEMPLATES: Final = 256
-"""Those beyond share one count: a template made from what callers send does not fill memory."""
+"""Further templates share one count, so that templates made of text from callers do not fill memory."""
 _HIDDEN: Final = frozenset(("Cc", "Cf", "Cs", "Zl", "Zp"))
 """Categories of Unicode: control and format characters, the bidirectional ones among them, and line separators."""
 
 
 def shown(text: str) -> str:
-    """What a caller chose, in quotes, escaped, at most SHOWN_CHARACTERS of it."""
+    """Text that a caller chose, in quotes, escaped, at most SHOWN_CHARACTERS of it."""
     cut = text[:SHOWN_CHARACTERS]
     return f"'{escaped(cut)}'" + ("…" if len(text) > len(cut) else "")
 

@@ -102,7 +102,7 @@ class Admin:
         """All changes take effect, or none. Raises ApiError: bad_argument, no_memory."""
         changes = {name: value for name, value in msgspec.structs.asdict(body).items() if value is not None}
         quotas: dict[str, Quota | None] = changes.pop("tenants", {})
-        self._quotas.require_room(quotas)
+        self._quotas.check_count(quotas)
         await self.change_limits(changes, "call")
         for tenant, quota in quotas.items():
             if quota is None:

@@ -55,7 +55,7 @@ class Keeper:
                 await self._pool.drain()
                 self._tally.memory()
                 self._pulse.made_round()
-                self._pool.say_alive()
+                self._pool.touch()
                 now_ms = self._clock.now_ms()
                 if now_ms >= next_sample_ms:
                     self._sampler.sample()

@@ -68,10 +68,10 @@ class ServerLog(logging.StreamHandler):  # type: ignore[type-arg]  # its stream 
             if record.created - began_s >= PERIOD_S:
                 del self._counts[key]
                 if count > MESSAGES:
-                    self._say_more(key, count - MESSAGES)
+                    self._write_count(key, count - MESSAGES)
         template = record.msg if isinstance(record.msg, str) else ""
         if record.name == AUDIT and isinstance(record.args, tuple) and record.args:
-            template = f"{record.args[0]}: {template}"  # nobody's refusals hide no other caller's
+            template = f"{record.args[0]}: {template}"  # so that one caller's refusals hide no other caller's
         key = (record.name, template)
         if key not in self._counts and len(self._counts) >= TEMPLATES:
             key = ("", "")
@@ -83,11 +83,11 @@ class ServerLog(logging.StreamHandler):  # type: ignore[type-arg]  # its stream 
     def close(self) -> None:
         for key, (_, count) in self._counts.items():
             if count > MESSAGES:
-                self._say_more(key, count - MESSAGES)
+                self._write_count(key, count - MESSAGES)
         self._counts.clear()
         super().close()
 
-    def _say_more(self, key: tuple[str, str], count: int) -> None:
+    def _write_count(self, key: tuple[str, str], count: int) -> None:
         name, template = key
         text = f"… {count} more like this: {shown(template)}"
         super().emit(logging.LogRecord(name, logging.WARNING, "", 0, text, None, None))

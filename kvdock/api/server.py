@@ -72,7 +72,7 @@ class Rereading:
         self._one_at_a_time = asyncio.Lock()
 
     async def run(self) -> None:
-        """Raises nothing: what is wrong is in the log."""
+        """Raises nothing: errors are logged."""
         async with self._one_at_a_time:
             try:
                 await self._reread()
@@ -223,8 +223,8 @@ _Background = Callable[[], Coroutine[None, None, None]]
 
 
 class Terminal:
-    """The terminal that the process was started from, if there is one. The kernel sends SIGHUP when it is closed, and
-    so do people who want settings to be read again."""
+    """The terminal that the process was started from, if there is one. The kernel sends SIGHUP when it is closed;
+    people send it to have settings read again."""
 
     def __init__(self) -> None:
         self.is_outlived = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
@@ -282,7 +282,7 @@ class _Uvicorn(uvicorn.Server):
         self.should_exit = True
 
     async def on_tick(self, counter: int) -> bool:
-        """Called every 0.1 s: True when the server shall end."""
+        """Called every 0.1 s. Returns whether the server is to end."""
         if self._drain.begun and not self._has_published:
             self._has_published = True
             self._publish_drain()
@@ -315,7 +315,7 @@ def ending_signals() -> tuple[signal.Signals, ...]:
 
 
 def connection_limits(settings: Settings) -> ConnectionLimits:
-    """Raises this process's limit of descriptors; warns if what the system allows is little."""
+    """Raises this process's limit of descriptors; warns if the system allows too few."""
     descriptors, wanted = raise_descriptors(), descriptors_wanted(settings.tcp_connections)
     if descriptors < wanted:
         log.warning(

@@ -303,7 +303,7 @@ class CacheService:
             self._name_blocks(session, keys, body.blocks)
         is_mover = self._mover_client.is_mover(session)
         temporary = body.temporary and not (is_mover and self._pool.limits.tier_keep == "always")
-        await self._pool.make_room(session.namespace.table_id, keys, session.namespace.bytes_of_groups(groups))
+        await self._pool.grow_for(session.namespace.table_id, keys, session.namespace.bytes_of_groups(groups))
         store = self._names.digest(body.store)
 
         def ask() -> Granted:

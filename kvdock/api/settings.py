@@ -75,7 +75,7 @@ Observer = Literal["log", "stream", "metrics", "curve", "traces", "kv_events"]
 KvForm = Literal["map", "array"]
 DEFAULT_OBSERVERS: tuple[Observer, ...] = ("log", "stream", "metrics", "curve")
 OTLP_VARIABLE = "OTEL_EXPORTER_OTLP_ENDPOINT"
-"""The OpenTelemetry specification's, for all exporters."""
+"""The variable of the OpenTelemetry specification, for all exporters."""
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -345,7 +345,7 @@ def _checked(settings: Settings, given: set[str]) -> Settings:
     _check_kv_events(settings)
     if not settings.access_file and not is_loopback(settings.host):
         raise SettingsError(
-            f"host={settings.host!r} wanted a loopback address, or an access_file that says who may call from elsewhere"
+            f"host={settings.host!r} wanted a loopback address, or an access_file for callers from elsewhere"
         )
     if len(os.fsencode(settings.socket_path)) > 107:
         raise SettingsError(f"socket_path={settings.socket_path!r} wanted at most 107 bytes")

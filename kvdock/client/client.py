@@ -53,7 +53,7 @@ class ReleaseQueue:
         self._waiting: dict[str, dict[str, set[int]]] = {}
 
     def add(self, session: str, lease: str, ranks: Collection[int]) -> None:
-        """ValueError for values that every server refuses: they would make the call that carries them fail."""
+        """Raises ValueError for values that every server refuses: they would make the call that carries them fail."""
         if not _LEASE.fullmatch(lease):
             raise ValueError(f"lease found {lease!r}, wanted 16 lower-case hex digits")
         if not all(0 <= rank < MAX_RANKS for rank in ranks):
@@ -70,7 +70,7 @@ class ReleaseQueue:
         return session in self._waiting
 
     def load(self, session: str | None, body: C) -> tuple[C, list[Released]]:
-        """The body with the session's oldest releases, as many as fit, and which they are: see `put_back`."""
+        """The body with the session's oldest releases, as many as fit, and these releases: see `put_back`."""
         if session is None or session not in self._waiting:
             return body, []
         taken = self._take(session, MAX_RELEASES - len(body.releases))
@@ -175,7 +175,7 @@ class Client:
         return self._do(c.LEAVE, None, timeout_s, session, query={"member": member})
 
     def weights(self, body: s.RunWeights, *, timeout_s: float | None = None) -> s.WeightsAnswer:
-        """What the session looks up and stores from now on is filed under these weights."""
+        """From now on the session looks up and stores in the namespace of these weights."""
         return self._do(c.WEIGHTS, body, timeout_s)
 
     def sessions(
@@ -277,7 +277,7 @@ class Client:
         return self._do(c.PREFIXES, None, timeout_s, query=page(limit, None))
 
     def curve(self, *, timeout_s: float | None = None) -> Curve:
-        """Which share of the tokens pools of other sizes would find."""
+        """The share of tokens that pools of other sizes would find."""
         return self._do(c.CURVE, None, timeout_s)
 
     def requests(
@@ -294,14 +294,14 @@ class Client:
     # ---------------------------------------------------------------- administration
 
     def clear(self, body: a.ClearCache, *, timeout_s: float | None = None) -> a.Cleared:
-        """Walks the whole table: give it time."""
+        """It walks the whole table, so allow it time."""
         return self._do(c.CLEAR, body, timeout_s)
 
     def delete(self, body: a.DeleteChunks, *, timeout_s: float | None = None) -> a.Deleted:
         return self._do(c.DELETE, body, timeout_s)
 
     def evict(self, body: a.EvictChunks, *, timeout_s: float | None = None) -> a.Evicted:
-        """Gives the memory of many chunks back, one after the other: give it time."""
+        """It gives back the memory of many chunks, one after the other, so allow it time."""
         return self._do(c.EVICT, body, timeout_s)
 
     def pin(self, body: a.PinChunks, *, timeout_s: float | None = None) -> a.Pinned:
@@ -321,7 +321,7 @@ class Client:
 
 
 def _with_key_bytes(body: Body) -> Body:
-    """Hex keys as one bin. Strings that are no keys stay, for the server to refuse."""
+    """The body with hex keys as one bin. Strings that are no keys stay, and the server refuses them."""
     if not isinstance(body, s.Lookup | s.Reserve | s.Hint) or not isinstance(body.keys, list):
         return body
     if set(map(len, body.keys)) - {2 * KEY_BYTES}:

@@ -52,7 +52,7 @@ def _asked(
 
 
 def _is_strangers(address: Address, step: str, about: dict[str, Any]) -> PermissionError | None:
-    """Why what this step has connected to is not to be used."""
+    """The reason why the connection that this step has made must not be used; None: there is none."""
     if step != "connection.connect_unix_socket.complete":
         return None
     fd = about["return_value"].get_extra_info("socket").fileno()

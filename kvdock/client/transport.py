@@ -54,7 +54,7 @@ class Address(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Address:
-        """People also write `host:port` and `/path`. Raises ValueError naming the text."""
+        """Also takes `host:port` and `/path`. Raises ValueError, which names the text."""
         wrong = ValueError(f"address found {text!r}, wanted unix:/path or http://host:port")
         if text.startswith(("unix:", "/")):
             path = text.removeprefix("unix:").removeprefix("//")
@@ -79,7 +79,7 @@ class Address(NamedTuple):
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
     def connect(self, timeout_s: float) -> socket.socket:
-        """OSError, among them PermissionError when another user's server answers."""
+        """Raises OSError; PermissionError if another user's server answers."""
         if not self.socket_path:
             sock = socket.create_connection((self.host, self.port), timeout_s)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -203,7 +203,7 @@ class Transport:
         bound. Raises ServerUnavailable.
         """
         if os.getpid() != self._pid:
-            raise ServerUnavailable(f"{self.address.text}: this process was forked from the client's own")
+            raise ServerUnavailable(f"{self.address.text}: the client was made in the parent process, before a fork")
         request = f"{method} {path}".encode("ascii") + self._head
         if body is None:
             request += b"\r\n"

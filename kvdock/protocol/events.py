@@ -189,7 +189,7 @@ class Refused(Event, kw_only=True, tag="refused"):
 
 
 class Evicted(Event, kw_only=True, tag="evicted"):
-    """Chunks went to make room, since the last event of this kind."""
+    """Chunks were evicted for others, since the last event of this kind."""
 
     of_requests: ClassVar[bool] = True
     chunks: int

@@ -75,17 +75,17 @@ class AccessFile:
         self._changing: tuple[int, ...] | None = None
         """What the file looked like at the last call; None if it had not changed."""
         self._peers: dict[bytes, tuple[Peer, Peer]] = {}
-        """By a token's digest: whom it stands for over TCP, and over the Unix socket."""
+        """By a token's digest: the peers that it stands for over TCP and over the Unix socket."""
         self.caps: dict[str, Quota] = {}
         """The quotas that the file names, by tenant."""
         self.changed = bool(path)
-        """Whether `caps` has news. Whoever reads it sets this to False."""
+        """Whether `caps` has changed. Its reader sets this to False."""
         if path:
             self._seen = _signature(path)
             self._take(read(path))
 
     def peer_of(self, authorization: bytes, connection: Peer) -> Peer:
-        """Whom the header stands for, on a connection of that peer. Raises ApiError(unauthenticated)."""
+        """The peer that the header stands for, on a connection of `connection`. Raises ApiError(unauthenticated)."""
         kind, _, token = authorization.strip().partition(b" ")
         found = self._peers.get(digest_of(token.strip())) if kind.lower() == b"bearer" else None
         if found is None:
@@ -99,8 +99,8 @@ class AccessFile:
         self.caps = {token.tenant: token.caps for token in tokens.values() if token.caps is not None}
 
     async def refresh(self) -> None:
-        """Reads the file again if it has changed, and not since the last call: whoever writes it may be half done. In a
-        thread, because a long one takes a while."""
+        """Reads the file again if it has changed, and not since the last call, as it may be half written. In a
+        thread, because a long file takes a while."""
         if not self._path or (seen := _signature(self._path)) == self._seen:
             return
         if seen != self._changing:
@@ -109,7 +109,7 @@ class AccessFile:
         await self.reread()
 
     async def reread(self) -> None:
-        """Now, whether it has changed or not. What is wrong with it is only logged."""
+        """Reads the file now, whether it has changed or not. Errors are only logged."""
         if not self._path:
             return
         self._seen = _signature(self._path)
@@ -163,7 +163,8 @@ def entry(name: str, token: str, scopes: Sequence[str], tenant: str = OWN_TENANT
 
 
 def add_token(path: str, name: str, scopes: Sequence[str], tenant: str = OWN_TENANT) -> str:
-    """A new token, once the file has its entry; the file is made if it is missing. AccessFileError: it is as it was."""
+    """Returns a new token, once the file has its entry; the file is made if it is missing. Raises AccessFileError; then
+    the file is unchanged."""
     token = secrets.token_urlsafe(TOKEN_BYTES)
     try:
         file = Path(path).resolve()

@@ -1,5 +1,5 @@
-"""Who makes a call, what it may do, and the audit log: what operators did, and who was refused for want of an access
-token.
+"""The callers: where a call comes from, what it may do, and the audit log of operators' calls and of callers that were
+refused for lack of an access token.
 
 A connection's Peer is made once, from what the kernel says of its socket, never from what the caller says. An access
 token (kvdock/api/access/access_file.py) in a call's header stands for another Peer during that call.
@@ -24,7 +24,7 @@ class Peer(NamedTuple):
     """For the log: `user 1000`, `token team-a`."""
     scopes: frozenset[Scope]
     tenant: str | None
-    """Whose sessions and namespaces it may use. None: nobody's."""
+    """The tenant whose sessions and namespaces it may use. None: it may use none."""
     is_unix: bool
     """It came over the Unix socket, which no web page can reach."""
 
@@ -48,7 +48,7 @@ NOBODY: Final = Peer("nobody: TCP without an access token", INCLUDED["health"], 
 
 
 def peer_of(connected: socket.socket) -> Peer:
-    """The peer of a connection that was just accepted. OSError if the kernel does not say who it is."""
+    """The peer of a connection that was just accepted. Raises OSError if the kernel does not name it."""
     if connected.getsockopt(socket.SOL_SOCKET, socket.SO_DOMAIN) != socket.AF_UNIX:
         return NOBODY
     return of_user(credentials_of(connected).uid)
@@ -64,7 +64,7 @@ def of_user(uid: int) -> Peer:
 AUDIT = "kvdock.audit"
 """The logger."""
 SHOWN_CHARACTERS = 200
-"""The most that a line has of a body, an answer or a path."""
+"""The longest piece of a body, an answer or a path in a line."""
 ACCESS_CODES = frozenset({"unauthenticated", "forbidden"})
 
 log = logging.getLogger(AUDIT)
@@ -72,7 +72,7 @@ log.setLevel(logging.INFO)
 
 
 def log_done(peer: Peer, call: Call[Answer], asked: Body, answer: Answer) -> None:
-    """A call of an operator that took effect, with what it asked for and what it did."""
+    """Logs a call of an operator that took effect, with its body and its answer."""
     log.info("%s: %s %s %s: %s", peer.name, call.method, call.path, _cut(JSON.encode(asked)), _cut(JSON.encode(answer)))
 
 
@@ -84,6 +84,6 @@ def log_refusal(peer: Peer, method: str, path: str, error: ApiError) -> None:
 
 
 def _cut(text: bytes) -> str:
-    """As ASCII in quotes: what a caller chose cannot end a line or change the direction of one."""
+    """As ASCII in quotes, so that a caller's text cannot end a line or change its direction."""
     shown = ascii(text.decode(errors="replace"))
     return shown if len(shown) <= SHOWN_CHARACTERS else f"{shown[:SHOWN_CHARACTERS]}…"

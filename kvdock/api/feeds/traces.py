@@ -36,10 +36,10 @@ from kvdock.protocol.wire_types import trace_context
 QUEUE_EVENTS = 8192
 QUEUE_SPANS = 4096
 GATHER_S = 0.1
-"""So long the thread waits for more events before it makes spans of them."""
+"""How long the thread waits for more events before it makes spans of them."""
 SEND_S = 1.0
 END_S = 2.0
-"""The server's end waits so long for what is still to be sent."""
+"""How long the server waits at its end until all is sent."""
 SENT, FAILED, DROPPED = "sent", "failed", "dropped"
 
 
@@ -87,7 +87,7 @@ class Traces:
     # ---------------------------------------------------------------- the event loop
 
     def take(self, event: e.Event) -> None:
-        """`spans` is raised in two threads: a number may come out too low, and none is wrong for long."""
+        """`spans` is raised in two threads, so a count may be too low for a moment."""
         if isinstance(event, e.Aborted) and not event.is_over:
             return
         if len(self._events) >= QUEUE_EVENTS:
@@ -99,7 +99,7 @@ class Traces:
         self._thread.start()
 
     def close(self) -> None:
-        """Sends what there is, for END_S at most."""
+        """Sends the spans that are left, for END_S at most."""
         if not self._thread.is_alive():
             return
         self._ending.set()

@@ -1,4 +1,4 @@
-"""Who calls and what it may do, host name, version, query parameters; headers of every answer.
+"""Checks of calls: the caller and its scope, host name, version, query parameters; and the headers of every answer.
 
 `Checks` is for all calls; `Guard` is the outermost layer of the app, around all that are not an engine's
 (kvdock/api/http/dispatch.py answers those). Each call names the scope that it needs (kvdock/protocol/calls.py). What
@@ -72,7 +72,7 @@ class Checks:
             raise ApiError("wrong_host", "set allowed_hosts to serve it", found=found, wanted=sorted(self._hosts))
 
     def _check_site(self, headers: Mapping[bytes, bytes], scope: Scope) -> None:
-        """What a browser says of the page that made it call. Programs say nothing."""
+        """The page that made a browser call, by the browser's headers. Programs do not send them."""
         origin, port = headers.get(b"origin"), scope["server"][1]
         if origin is not None and not self._is_own(text := origin.decode("latin-1"), port):
             wanted = f"http, an allowed host, port {port}"
@@ -113,7 +113,7 @@ class Guard:
             return
         started_ns, method = self._meter.now_ns(), scope["method"]
         if method == "HEAD":
-            scope = {**scope, "method": "GET"}  # the same answer: the connection knows, and leaves out the body
+            scope = {**scope, "method": "GET"}  # the same answer; the connection leaves out the body
 
         async def send_guarded(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -128,7 +128,7 @@ class Guard:
         else:
             try:
                 await self._app(scope, receive, send_guarded)
-            except Exception:  # whatever it was, the layer outside of this one answers it; here it is only counted
+            except Exception:  # the layer around this one answers it; here it is only counted
                 self._meter.refuse("internal", "see the traceback", _route_of(scope))
                 raise
         problem: Problem | None = scope["state"].get(REFUSAL)
@@ -147,7 +147,7 @@ class Guard:
             _check_parameters(scope["query_string"].decode("latin-1"), called)
 
     def _check_method(self, scope: Scope) -> None:
-        """For a call that has no route: others may have its path. Raises ApiError(method_not_allowed)."""
+        """For a call that has no route, while other methods may have its path. Raises ApiError(method_not_allowed)."""
         here = [route for route in self._routes if route.matches(scope)[0] is Match.PARTIAL]
         methods = self._methods_at(scope["path"]) | {method for route in here for method in route.methods or ()}
         if methods:

@@ -1,4 +1,4 @@
-"""The OpenAPI document, made from the message structs and from what each route states about itself.
+"""The OpenAPI document, made from the message structs and from the descriptions of calls.
 
 `route` adds one route of FastAPI's; `openapi_schema` adds the calls of engines, the components that calls refer to,
 and examples.
@@ -72,8 +72,8 @@ _VERSION_PARAMETER = {
 
 
 class About(NamedTuple):
-    """What the document says of a call. `note`: how it behaves; `retry`: what repeating it does; `errors`: codes of its
-    own."""
+    """A call's description in the document. `note`: how it behaves; `retry`: what repeating it does; `errors`: codes of
+    its own."""
 
     tag: str
     summary: str

@@ -1,4 +1,4 @@
-"""Who is attached, by the ids of the API: names, labels and manifests that belong to the table's numbers.
+"""Attached sessions and members by the ids of the API: names, labels and manifests for the table's numbers.
 
 Ownership: the table decides which sessions exist; this module keeps the strings that the table stores only as digests.
 Invariants: each session here was attached to this server; `prune` drops those that the table has closed. Used from the
@@ -23,7 +23,7 @@ K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 
 SLICE_SESSIONS = 256
-"""So many are looked at in one turn of the event loop."""
+"""At most this many are looked at in one turn of the event loop."""
 
 
 def digest16(text: str) -> bytes:
@@ -32,20 +32,21 @@ def digest16(text: str) -> bytes:
 
 
 def owned(tenant: str, text: str) -> str:
-    """A string of that tenant's, different from all strings of every other. A tenant's name has no line break."""
+    """The string as one of that tenant's: it differs from all strings of other tenants, as their names have no line
+    break."""
     return f"{tenant}\n{text}" if tenant or "\n" in text else text
 
 
 @dataclass(slots=True)
 class NamespaceUse:
-    """What has become of a namespace since this server first saw it."""
+    """A namespace, and how it was used since this server first saw it."""
 
     sums: Sums = field(default_factory=Sums)
     is_bench: bool = True
-    """Benchmarks alone have used it."""
+    """Only benchmarks have used it."""
     weights: str | None = None
-    """The name of the weights whose chunks are filed in it; "": those that engines start with. None: of engines of the
-    server before, which have not said it yet."""
+    """The name of the weights whose chunks it has; "": those that engines start with. None: not known, because its
+    engines attached to an earlier server and have not reported it yet."""
 
 
 @dataclass(slots=True, frozen=True)

@@ -48,7 +48,7 @@ class Metrics:
         self._tenants_s = -FRESH_S
 
     async def text(self, peer: Peer) -> bytes:
-        """The totals, which are everybody's, and what each tenant uses, of those that the caller may know of."""
+        """The totals, which every caller may see, and the use of each tenant that the caller may know of."""
         return self._totals() + await self._of_tenants(peer)
 
     def _totals(self) -> bytes:
@@ -161,7 +161,7 @@ class ServerMetrics:
 
 
 def used_by(tenants: Mapping[str, TenantView]) -> bytes:
-    """Takes 20 ms for hundreds of tenants."""
+    """Takes 20 ms with hundreds of tenants."""
     used = GaugeMetricFamily("kvdock_tenant_used", "What a tenant uses, by what", labels=["tenant", "what"])
     for tenant, view in tenants.items():
         for what, amount in msgspec.structs.asdict(view.used).items():
@@ -269,7 +269,7 @@ _TIER_LABELLED = {
 
 
 def _of_tiers(tiers: Sequence[TierView]) -> Iterator[Metric]:
-    """Totals begin anew with each mover. Of a tier that is not open it is only known that it is off."""
+    """Totals begin anew with each mover. A tier that is not open only has the metric that says so."""
     used = GaugeMetricFamily("kvdock_tier_used", "1 while the tier is used, 0 while it is off", labels=["tier"])
     for tier in tiers:
         used.add_metric([tier.name], tier.state == "open")

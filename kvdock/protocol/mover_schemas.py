@@ -46,7 +46,7 @@ class Promise(Body, array_like=True):
 
 
 KNOWN_BYTES = 8
-"""How many bytes of each key `KnownKeys` carries: enough to tell that a tier certainly lacks a chunk."""
+"""How many bytes of each key `KnownKeys` carries: enough to know that a tier certainly lacks a chunk."""
 
 
 class KnownKeys(Body, array_like=True):

@@ -151,7 +151,7 @@ class Segment(Answer, kw_only=True):
     prefaulted_bytes: int
     used_bytes: int
     retiring: bool = False
-    """Nothing new is stored in it; it is removed as soon as nobody holds any of it."""
+    """Nothing new is stored in it; it is removed as soon as no engine holds any of it."""
 
 
 class Segments(Answer, kw_only=True):

@@ -163,7 +163,7 @@ def described(event: e.Event) -> tuple[str, dict[str, Any]]:
             return ("kvdock.store" if event.is_store else "kvdock.load"), {
                 **about, held[0]: event.name, held[1]: event.grant,
             }
-    raise AssertionError(f"no span tells of {type(event).__name__}")
+    raise AssertionError(f"no span describes {type(event).__name__}")
 
 
 def _parent(traceparent: str) -> Context | None:

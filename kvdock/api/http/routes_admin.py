@@ -70,8 +70,8 @@ _add(
 _add(
     c.CONFIGURE, a.PatchConfig, Admin.configure, "configure", "Change limits while the server runs",
     "Changes last until the server ends. A smaller `pool_bytes` drains whole segments: nothing new is stored in them, "
-    "what nobody holds is evicted, and a segment is removed once nobody holds any of it. Each quota in `tenants` "
-    "replaces that tenant's quota; what a tenant has beyond it is evicted, except what its engines hold.",
+    "chunks that no engine holds are evicted, and a segment is removed once no engine holds any of it. Each quota in "
+    "`tenants` replaces that tenant's quota; chunks beyond it are evicted, except those that its engines hold.",
     retry="idempotent: values are absolute.", errors=("bad_argument", "no_memory"),
 )
 

@@ -56,7 +56,7 @@ NOTE_FRESH_S: Final = 6 * 3600.0
 NOTE_RETRY_S: Final = 600.0
 """How long a note that could not be written again is left as it is."""
 NOTE_WRITE_S: Final = 0.5
-"""How long whoever reads a note waits until it is written again."""
+"""How long the read of a note waits until it is written again."""
 _FULL: Final = (
     "os error 28", "os error 27", "os error 122", "507 ", "QuotaExceeded", "StorageFull", "InsufficientStorage",
 )  # fmt: skip

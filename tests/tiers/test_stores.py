@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Iterator
 from functools import partial
-from importlib.metadata import EntryPoint
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 
 import pytest
@@ -123,7 +123,7 @@ def test_an_entry_point_that_names_no_store_is_refused() -> None:
 def test_own_stores_are_found_in_a_checkout_that_is_only_on_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
     without_metadata = [path for path in sys.path if "site-packages" not in path]
     monkeypatch.setattr(sys, "path", without_metadata)
-    assert not any(opening.entry_points(group=opening.GROUP)), "the metadata of an installation is still found"
+    assert not any(entry_points(group=opening.GROUP)), "the metadata of an installation is still found"
     for name in OWN:
         assert isinstance(find_store(name), Store)
 

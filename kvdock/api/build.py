@@ -49,6 +49,13 @@ from kvdock.api.tiers.mover_client import MoverClient
 from kvdock.protocol.errors import ApiError
 from kvdock.shm.objects import history_path
 
+Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
+
+DESCRIPTION = (
+    "The KV-cache server that every LLM inference engine on a machine shares. HTTP carries decisions; "
+    "shared memory carries bytes. A HEAD is answered like its GET, without the body. In JSON, integers are written "
+    "without fraction and exponent: `88`, not `88.0`."
+)
 NO_EXTRAS = Extras()
 
 
@@ -110,15 +117,6 @@ def _sessions(settings: Settings, pool: Pool, clocks: Clocks) -> tuple[Sessions,
     registry, names = Registry(pool.table.first_incarnation, pool.secret), Names(keep=4 * settings.table_grants)
     clock = ServerClock(start_ms=pool.clock_ms)
     return Sessions(pool, registry, names, Quotas(pool.table, default_quota(settings)), drain, clock), drain
-
-
-Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
-
-DESCRIPTION = (
-    "The KV-cache server that every LLM inference engine on a machine shares. HTTP carries decisions; "
-    "shared memory carries bytes. A HEAD is answered like its GET, without the body. In JSON, integers are written "
-    "without fraction and exponent: `88`, not `88.0`."
-)
 
 
 def create_app(settings: Settings, parts: Parts, lifespan: Lifespan | None = None) -> Dispatch:

@@ -52,6 +52,11 @@ from kvdock.protocol.events import Draining, Ended, Ready, Reread
 
 log = logging.getLogger("kvdock.api")
 
+SWITCH_S = 0.0005
+"""A thread of this process that computes (the API's document, a long access file) gives the event loop its turn after
+this long, and not after Python's 5 ms."""
+GRACE_S = 1
+"""How long calls in flight may take to end at shutdown, in every case."""
 OF_THE_LOG = frozenset({"log_level", "log_format"})
 AT_ONCE = frozenset(Limits.__struct_fields__) | OF_THE_LOG
 
@@ -91,13 +96,6 @@ class Rereading:
         set_up(self._settings.log_level, self._settings.log_format)
         await self._access.reread()
         self._journal.publish(Reread(needs_restart=sorted(changed.keys() - at_once.keys())))
-
-
-SWITCH_S = 0.0005
-"""A thread of this process that computes (the API's document, a long access file) gives the event loop its turn after
-this long, and not after Python's 5 ms."""
-GRACE_S = 1
-"""How long calls in flight may take to end at shutdown, in every case."""
 
 
 class Addresses(NamedTuple):

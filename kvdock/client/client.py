@@ -38,7 +38,11 @@ from kvdock.protocol.wire_types import (
     Released,
 )
 
+A = TypeVar("A")
 C = TypeVar("C", bound=Carrier)
+FLUSH_S = 1.0
+"""How long close() may take to send queued releases. The server asks about those that do not arrive."""
+_JSON_TYPE = JSON.media_type.encode()
 _LEASE = re.compile(r"[0-9a-f]{16}")
 
 
@@ -91,13 +95,6 @@ class ReleaseQueue:
             return
         for released in releases:
             self.add(session, released.lease, released.ranks)
-
-
-A = TypeVar("A")
-
-FLUSH_S = 1.0
-"""How long close() may take to send queued releases. The server asks about those that do not arrive."""
-_JSON_TYPE = JSON.media_type.encode()
 
 
 class Client:

@@ -15,6 +15,12 @@ from typing import Final
 
 from kvdock.protocol.errors import ApiError
 
+DESCRIPTORS_KEPT: Final = 128
+"""For the pool, which opens a file to grow, its lock file, the listening sockets and files of the status page."""
+UNIX_CONNECTIONS_LEAST: Final = 64
+"""The server warns if the system allows fewer descriptors than these, those of TCP and those that are kept."""
+NO_LIMIT: Final = 1 << 20
+
 
 class FairQueue:
     """`await queue.next()` returns to one caller in each turn of the event loop, in the order of the calls. Without it,
@@ -42,13 +48,6 @@ class FairQueue:
                 loop.call_soon(self._pass_on, loop)
                 return
         self._taken = False
-
-
-DESCRIPTORS_KEPT: Final = 128
-"""For the pool, which opens a file to grow, its lock file, the listening sockets and files of the status page."""
-UNIX_CONNECTIONS_LEAST: Final = 64
-"""The server warns if the system allows fewer descriptors than these, those of TCP and those that are kept."""
-NO_LIMIT: Final = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from kvdock.client.client import Client
-from kvdock.protocol.tier_schemas import MOVER_LABEL
+from kvdock.protocol.schemas import MOVER_LABEL
 
 START_S = 300.0
 END_S = 30.0

@@ -23,8 +23,7 @@ from api_helpers import OPERATOR, Engine, ServerProcess, attach, keys  # noqa: E
 from playwright.sync_api import Browser, Page, Route, sync_playwright  # noqa: E402  # the same
 
 from kvdock.client.client import Client  # noqa: E402  # the same
-from kvdock.protocol.outcomes import Outcome  # noqa: E402  # the same
-from kvdock.protocol.usage import Copied  # noqa: E402  # the same
+from kvdock.protocol.outcomes import Copied, Outcome  # noqa: E402  # the same
 
 IMAGES = ROOT / "docs" / "images"
 ENGINES = (("vllm-0", "example/chat-70b"), ("vllm-1", "example/chat-70b"), ("sglang-0", "example/code-32b"))

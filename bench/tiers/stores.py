@@ -26,8 +26,8 @@ class CannotStart(Exception):
 
 def opened(url: str) -> Tier:
     """Raises TierError, also where its package is not installed."""
-    from kvdock.tiers import objects, redis
-    from kvdock.tiers.mooncake import tier as mooncake
+    from kvdock.tiers.stores import objects, redis
+    from kvdock.tiers.stores.mooncake import tier as mooncake
 
     scheme = url.partition(":")[0]
     if scheme in ("redis", "rediss", "unix"):

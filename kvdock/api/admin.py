@@ -1,7 +1,7 @@
-"""What an operator may do: clear, delete, evict, pin, change limits. None of it frees what an engine still holds.
+"""What an operator may do: clear, delete, evict, pin, change limits. None of these frees memory that an engine holds.
 
-Every call is idempotent: one repeated because its answer was lost leaves the same state.
-Long walks go in slices of the table, with other calls answered in between.
+Every call is idempotent: repeated because its answer was lost, it leaves the same state. Long walks over the table are
+done in slices, with other calls answered in between.
 """
 
 from __future__ import annotations
@@ -73,11 +73,11 @@ class Admin:
             raise ApiError(
                 "bad_argument", "more than the pool may have", found=wanted, wanted=f"at most {self._pool.limit_bytes}"
             )
-        missing = wanted - self._pool.free_bytes  # stores do not raise it meanwhile: the call would never end
+        missing = wanted - self._pool.free_bytes  # not raised by stores meanwhile, or the call might never end
         chunks = freed = evictions = 0
         while freed < missing:
             before = table.free_bytes()
-            gone = table.evict(before + missing - freed, 1)  # one at a time, so that few too many go
+            gone = table.evict(before + missing - freed, 1)  # one by one: hardly more than needed
             if not gone:
                 break
             chunks, freed = chunks + gone, freed + table.free_bytes() - before
@@ -99,10 +99,10 @@ class Admin:
         return Pinned(chunks=chunks)
 
     async def configure(self, body: PatchConfig) -> Config:
-        """All of it takes effect or none. Raises ApiError: bad_argument, no_memory."""
+        """All changes take effect, or none. Raises ApiError: bad_argument, no_memory."""
         changes = {name: value for name, value in msgspec.structs.asdict(body).items() if value is not None}
         quotas: dict[str, Quota | None] = changes.pop("tenants", {})
-        self._quotas.require_room(quotas)
+        self._quotas.check_count(quotas)
         await self.change_limits(changes, "call")
         for tenant, quota in quotas.items():
             if quota is None:

@@ -1,16 +1,30 @@
-"""Everything that one server is made of, put together over its pool. Nothing else in kvdock/api/ builds these parts."""
+"""Everything that one server is made of, put together over its pool, and the ASGI application that serves it. Nothing
+else in kvdock/api/ builds these parts."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import NamedTuple
 
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+
+from kvdock._core import TableError
 from kvdock.api.access.access_file import AccessFile
 from kvdock.api.admin import Admin
 from kvdock.api.clock import Clocks, ServerClock
 from kvdock.api.feeds.feeds import Extras, Feeds
+from kvdock.api.http import routes_admin, routes_people, wire
+from kvdock.api.http.dispatch import Dispatch
+from kvdock.api.http.engine_calls import methods_at
+from kvdock.api.http.guard import Checks, Guard
 from kvdock.api.http.handlers import Handlers
-from kvdock.api.http.limits import BodyRoom
+from kvdock.api.http.limits import BodyCapacity
+from kvdock.api.http.openapi import TAGS
 from kvdock.api.keeper import Keeper
 from kvdock.api.pool.drain import Drain
 from kvdock.api.pool.kept_object import KeptObject
@@ -27,13 +41,21 @@ from kvdock.api.reports.contents import Contents
 from kvdock.api.reports.explain import Explainer
 from kvdock.api.reports.lists import Lists
 from kvdock.api.reports.metrics import Metrics, ServerMetrics
-from kvdock.api.reports.status import LowerTiers, Overview, Probes
+from kvdock.api.reports.status import VERSION, LowerTiers, Overview, Probes
 from kvdock.api.service import CacheService
 from kvdock.api.settings import Settings
 from kvdock.api.tiers.clears import Clears, OrderFile
 from kvdock.api.tiers.mover_client import MoverClient
+from kvdock.protocol.errors import ApiError
 from kvdock.shm.objects import history_path
 
+Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
+
+DESCRIPTION = (
+    "The KV-cache server that every LLM inference engine on a machine shares. HTTP carries decisions; "
+    "shared memory carries bytes. A HEAD is answered like its GET, without the body. In JSON, integers are written "
+    "without fraction and exponent: `88`, not `88.0`."
+)
 NO_EXTRAS = Extras()
 
 
@@ -84,7 +106,7 @@ def build(
         explainer=Explainer(tally.recent, registry, pool.table), probes=probes,
         metrics=Metrics(server_metrics, lists, sessions.quotas, clocks.now_s),
         events=feeds.events, kv_stream=feeds.kv_stream,
-        body_limit_bytes=settings.body_limit_bytes, body_room=BodyRoom.for_bodies_of(settings.body_limit_bytes),
+        body_limit_bytes=settings.body_limit_bytes, body_capacity=BodyCapacity.for_bodies_of(settings.body_limit_bytes),
     )
     keeper = Keeper(settings, access, sessions, tally, sampler, pulse)
     return Parts(access, handlers, meter, keeper, sampler, drain, mover_client, feeds)
@@ -95,3 +117,35 @@ def _sessions(settings: Settings, pool: Pool, clocks: Clocks) -> tuple[Sessions,
     registry, names = Registry(pool.table.first_incarnation, pool.secret), Names(keep=4 * settings.table_grants)
     clock = ServerClock(start_ms=pool.clock_ms)
     return Sessions(pool, registry, names, Quotas(pool.table, default_quota(settings)), drain, clock), drain
+
+
+def create_app(settings: Settings, parts: Parts, lifespan: Lifespan | None = None) -> Dispatch:
+    """`lifespan` runs the background work (kvdock/api/server.py); tests of routes alone leave it out."""
+    app = FastAPI(
+        title="kvdock",
+        version=VERSION,
+        description=DESCRIPTION,
+        openapi_tags=TAGS,
+        servers=[{"url": "/", "description": "The server that this document comes from"}],
+        generate_unique_id_function=lambda route: route.name,
+        openapi_url=None,
+        docs_url=None,
+        redoc_url=None,
+        lifespan=lifespan,
+        redirect_slashes=False,
+        exception_handlers={
+            ApiError: wire.on_refusal,
+            TableError: wire.on_refusal,
+            HTTPException: wire.on_http_exception,
+            RequestValidationError: wire.on_bad_parameters,
+            ClientDisconnect: wire.on_disconnect,
+            Exception: wire.on_failure,
+        },
+    )
+    app.state.handlers = parts.handlers
+    app.include_router(routes_people.router)
+    app.include_router(routes_admin.router)
+    routes_people.add_static(app)
+    routes, checks = (*routes_people.router.routes, *routes_admin.router.routes), Checks(settings, parts.access)
+    app.add_middleware(Guard, checks=checks, meter=parts.meter, routes=routes, methods_at=methods_at)
+    return Dispatch(app, checks, parts.handlers, parts.meter)

@@ -62,7 +62,7 @@ def group_indices(manifest: Manifest, groups: list[int] | None) -> list[int]:
 
 @contextmanager
 def ignore_unknown_grant() -> Iterator[None]:
-    """For heartbeats that name a grant which has already ended: there is nothing left to do."""
+    """For heartbeats that name a grant that has ended already: nothing is left to do."""
     try:
         yield
     except TableError as error:

@@ -1,9 +1,8 @@
 """The server's background work: it watches members' locks, lets deadlines pass, keeps tenants within their quotas and
 memory free, empties segments that are being retired, rereads the access file, and takes samples.
 
-One task, on the event loop, every `watch_s`. A round is short; eviction goes in small slices so that
-calls are answered in between. Time comes from the server clock, so after the server itself was stopped
-nobody is found late.
+One task, on the event loop, every `watch_s`. A round is short; eviction is done in small slices, so that calls are
+answered in between. Time comes from the server clock, so no member counts as late after the server itself was stopped.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ from kvdock.api.settings import Settings
 
 EVICT_SLICE_CHUNKS = 64
 MOST_LEFT = 64
-"""How many namespaces of weights that no engine runs any more may have chunks; older ones are emptied."""
+"""At most this many namespaces of weights that no engine runs any more may have chunks; older ones are emptied."""
 log = logging.getLogger("kvdock.api")
 
 
 class Keeper:
-    """`run` until cancelled; `ready` is set once there is memory to give out."""
+    """`run` works until it is cancelled; `ready` is set once there is memory to give out."""
 
     def __init__(
         self, settings: Settings, access: AccessFile, sessions: Sessions, tally: Tally, sampler: Sampler, pulse: Pulse
@@ -56,7 +55,7 @@ class Keeper:
                 await self._pool.drain()
                 self._tally.memory()
                 self._pulse.made_round()
-                self._pool.say_alive()
+                self._pool.touch()
                 now_ms = self._clock.now_ms()
                 if now_ms >= next_sample_ms:
                     self._sampler.sample()
@@ -78,11 +77,11 @@ class Keeper:
             for member in session.members.values():
                 if not member.dead:
                     self._watch(session, member)
-        # Members of an adopted pool that have not come back: their locks, too, show whether they are alive.
+        # Members of an adopted pool that have not attached again: their locks also show whether they are alive.
         for table_id, lock_offset in tuple(self._pool.unheard.items()):
             if not self._pool.lock_held(lock_offset):
                 del self._pool.unheard[table_id]
-                log.warning("a member of the adopted pool is dead, and never came back")
+                log.warning("a member of the adopted pool is dead, and never attached again")
                 self._tally.died(None)
                 self._table.member_dead(table_id, self._clock.now_ms())
         self._table.tick(self._clock.now_ms())
@@ -107,7 +106,8 @@ class Keeper:
                 await asyncio.sleep(0)
 
     async def _empty_left(self) -> None:
-        """Empties namespaces that sessions have left and that are too many, whether room is needed or not."""
+        """Empties the oldest of the namespaces that sessions have left, if there are too many, whether capacity is
+        needed or not."""
         while self._table.empty_left(MOST_LEFT, EVICT_SLICE_CHUNKS) or self._quotas.empty_left(EVICT_SLICE_CHUNKS):
             await asyncio.sleep(0)
 

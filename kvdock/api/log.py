@@ -1,8 +1,8 @@
-"""What the server writes to its log: one line a message, whatever a caller has put into it, and not too many.
+"""The server's log: one line a message, whatever callers have put into it, and not too many lines.
 
-Callers choose labels, ids, paths and more. `shown` shortens what they chose where a message names it; the handler
-escapes characters that would end a line, move the cursor or turn the text around, in every message. Of messages with
-one template it writes a few a minute, then how many more there were.
+Callers choose labels, ids, paths and more. `shown` shortens such text where a message has it; the handler escapes
+characters that would end a line, move the cursor or turn the text around, in every message. Of the messages with one
+template it writes a few a minute, then how many more there were.
 """
 
 from __future__ import annotations
@@ -11,21 +11,21 @@ import logging
 import unicodedata
 from typing import Final
 
-from kvdock.api.access.audit import AUDIT
-from kvdock.protocol.log_format import CONSOLE, JsonFormatter, LogFormat, LogLevel
+from kvdock.api.access.peer import AUDIT
+from kvdock.protocol.readable import CONSOLE, JsonFormatter, LogFormat, LogLevel
 
 SHOWN_CHARACTERS: Final = 64
 MESSAGES: Final = 20
-"""So many of one template are written within PERIOD_S."""
+"""At most this many of one template are written within PERIOD_S."""
 PERIOD_S: Final = 60.0
 TEMPLATES: Final = 256
-"""Those beyond share one count: a template made from what callers send does not fill memory."""
+"""Further templates share one count, so that templates made of text from callers do not fill memory."""
 _HIDDEN: Final = frozenset(("Cc", "Cf", "Cs", "Zl", "Zp"))
 """Categories of Unicode: control and format characters, the bidirectional ones among them, and line separators."""
 
 
 def shown(text: str) -> str:
-    """What a caller chose, in quotes, escaped, at most SHOWN_CHARACTERS of it."""
+    """Text that a caller chose, in quotes, escaped, at most SHOWN_CHARACTERS of it."""
     cut = text[:SHOWN_CHARACTERS]
     return f"'{escaped(cut)}'" + ("…" if len(text) > len(cut) else "")
 
@@ -68,10 +68,10 @@ class ServerLog(logging.StreamHandler):  # type: ignore[type-arg]  # its stream 
             if record.created - began_s >= PERIOD_S:
                 del self._counts[key]
                 if count > MESSAGES:
-                    self._say_more(key, count - MESSAGES)
+                    self._write_count(key, count - MESSAGES)
         template = record.msg if isinstance(record.msg, str) else ""
         if record.name == AUDIT and isinstance(record.args, tuple) and record.args:
-            template = f"{record.args[0]}: {template}"  # nobody's refusals hide no other caller's
+            template = f"{record.args[0]}: {template}"  # so that one caller's refusals hide no other caller's
         key = (record.name, template)
         if key not in self._counts and len(self._counts) >= TEMPLATES:
             key = ("", "")
@@ -83,11 +83,11 @@ class ServerLog(logging.StreamHandler):  # type: ignore[type-arg]  # its stream 
     def close(self) -> None:
         for key, (_, count) in self._counts.items():
             if count > MESSAGES:
-                self._say_more(key, count - MESSAGES)
+                self._write_count(key, count - MESSAGES)
         self._counts.clear()
         super().close()
 
-    def _say_more(self, key: tuple[str, str], count: int) -> None:
+    def _write_count(self, key: tuple[str, str], count: int) -> None:
         name, template = key
         text = f"… {count} more like this: {shown(template)}"
         super().emit(logging.LogRecord(name, logging.WARNING, "", 0, text, None, None))

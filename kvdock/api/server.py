@@ -1,8 +1,9 @@
 """The server process: one event loop, listening on a Unix socket and on TCP, over one pool.
 
-It binds both sockets, opens the pool, serves and drains. However it ends, it removes the sockets, segments, table and
-lock file; a drain may keep the last three (kvdock/api/pool/drain.py). Start-up problems are StartupError, raised before
-anything is served. Imports neither torch nor numpy: the server has no GPU context and starts in under a second.
+It binds both sockets, opens the pool, serves and drains; on SIGHUP it reads settings and access tokens again. However
+it ends, it removes the sockets, segments, table and lock file; a drain may keep the last three
+(kvdock/api/pool/drain.py). Start-up problems are StartupError, raised before anything is served. Imports neither torch
+nor numpy: the server has no GPU context and starts in under a second.
 """
 
 from __future__ import annotations
@@ -22,30 +23,32 @@ from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from types import FrameType
 from typing import NamedTuple
 
+import msgspec
 import uvicorn
 from fastapi import FastAPI
 from starlette.types import ASGIApp
 
 from kvdock.api.access.access_file import AccessFile
-from kvdock.api.app import create_app
-from kvdock.api.build import build
+from kvdock.api.admin import Admin
+from kvdock.api.build import build, create_app
 from kvdock.api.clock import Clocks
-from kvdock.api.errors import AccessFileError, StartupError
+from kvdock.api.errors import AccessFileError, SettingsError, StartupError
 from kvdock.api.feeds.feeds import open_extras
 from kvdock.api.http.connection import Connection, connection_class
-from kvdock.api.http.hot_path import HotPath
 from kvdock.api.http.limits import ConnectionLimits, descriptors_wanted, raise_descriptors, unix_connections
 from kvdock.api.http.listen import bind_tcp, bind_unix
 from kvdock.api.keeper import Keeper
+from kvdock.api.log import set_up
 from kvdock.api.pool.drain import Drain
 from kvdock.api.pool.handover import HAND_OVER
 from kvdock.api.pool.pool import Pool, open_pool
 from kvdock.api.record.journal import Journal
 from kvdock.api.reports.status import VERSION
-from kvdock.api.reread import Rereading
 from kvdock.api.settings import Settings
 from kvdock.api.tiers.process import MoverProcess
-from kvdock.protocol.events import Draining, Ended, Ready
+from kvdock.protocol.admin_schemas import Limits
+from kvdock.protocol.errors import ApiError
+from kvdock.protocol.events import Draining, Ended, Ready, Reread
 
 log = logging.getLogger("kvdock.api")
 
@@ -54,6 +57,45 @@ SWITCH_S = 0.0005
 this long, and not after Python's 5 ms."""
 GRACE_S = 1
 """How long calls in flight may take to end at shutdown, in every case."""
+OF_THE_LOG = frozenset({"log_level", "log_format"})
+AT_ONCE = frozenset(Limits.__struct_fields__) | OF_THE_LOG
+
+
+class Rereading:
+    """Reads settings and access tokens again while the server runs. `source` reads all settings anew, as at the start:
+    SettingsError.
+
+    What may change at once does: the limits, and how the log is written. For the others the log says that they count
+    from the next start. Nothing changes if a setting is refused. A limit that a call has changed since stays, unless
+    the settings themselves name another value than before."""
+
+    def __init__(
+        self, settings: Settings, source: Callable[[], Settings], *, access: AccessFile, admin: Admin, journal: Journal
+    ) -> None:
+        self._settings, self._source = settings, source
+        self._access, self._admin, self._journal = access, admin, journal
+        self._one_at_a_time = asyncio.Lock()
+
+    async def run(self) -> None:
+        """Raises nothing: errors are logged."""
+        async with self._one_at_a_time:
+            try:
+                await self._reread()
+            except (SettingsError, ApiError) as error:
+                log.error("nothing was changed: %s", error)
+
+    async def _reread(self) -> None:
+        read = msgspec.structs.asdict(await asyncio.to_thread(self._source))
+        before = msgspec.structs.asdict(self._settings)
+        changed = {name: value for name, value in read.items() if value != before[name]}
+        at_once = {name: value for name, value in changed.items() if name in AT_ONCE}
+        limits = {name: value for name, value in at_once.items() if name not in OF_THE_LOG}
+        if limits:
+            await self._admin.change_limits(limits, "settings")
+        self._settings = msgspec.structs.replace(self._settings, **at_once)
+        set_up(self._settings.log_level, self._settings.log_format)
+        await self._access.reread()
+        self._journal.publish(Reread(needs_restart=sorted(changed.keys() - at_once.keys())))
 
 
 class Addresses(NamedTuple):
@@ -138,10 +180,9 @@ class Server:
                 self._on_ready(addresses)
 
             app = create_app(settings, parts, lifespan)
-            hot = HotPath(app, access, parts.handlers.service, parts.meter, settings.body_limit_bytes)
             connections = connection_class(connection_limits(settings), parts.meter)
             self._uvicorn = _Uvicorn(
-                uvicorn_config(hot, connections), announce, drain, rereading.run, lambda: self._publish_drain(pool)
+                uvicorn_config(app, connections), announce, drain, rereading.run, lambda: self._publish_drain(pool)
             )
             self._uvicorn.should_exit = self._stop_wanted.is_set()
             self._uvicorn.run(sockets=[tcp, unix])
@@ -180,8 +221,8 @@ _Background = Callable[[], Coroutine[None, None, None]]
 
 
 class Terminal:
-    """The terminal that the process was started from, if there is one. The kernel sends SIGHUP when it is closed, and
-    so do people who want settings to be read again."""
+    """The terminal that the process was started from, if there is one. The kernel sends SIGHUP when it is closed;
+    people send it to have settings read again."""
 
     def __init__(self) -> None:
         self.is_outlived = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
@@ -239,7 +280,7 @@ class _Uvicorn(uvicorn.Server):
         self.should_exit = True
 
     async def on_tick(self, counter: int) -> bool:
-        """Called every 0.1 s: True when the server shall end."""
+        """Called every 0.1 s. Returns whether the server is to end."""
         if self._drain.begun and not self._has_published:
             self._has_published = True
             self._publish_drain()
@@ -272,7 +313,7 @@ def ending_signals() -> tuple[signal.Signals, ...]:
 
 
 def connection_limits(settings: Settings) -> ConnectionLimits:
-    """Raises this process's limit of descriptors; warns if what the system allows is little."""
+    """Raises this process's limit of descriptors; warns if the system allows too few."""
     descriptors, wanted = raise_descriptors(), descriptors_wanted(settings.tcp_connections)
     if descriptors < wanted:
         log.warning(

@@ -1,8 +1,8 @@
 """The cache service: each call of an engine, in the table's terms. It decides; it never touches a KV byte.
 
-Each method takes the caller first. A session of another tenant does not exist for it, nor does a namespace.
-Used from one event loop; only growing the pool leaves it. Time comes from the clock passed in.
-Refusals are ApiError or the table's own TableError; after one nothing is half done.
+Each method's first argument is the caller: sessions and namespaces of other tenants do not exist for it. Used from one
+event loop; only the growth of the pool runs outside of it. Time comes from the clock passed in. A refusal is an
+ApiError or the table's own TableError, and leaves nothing half done.
 """
 
 from __future__ import annotations
@@ -31,12 +31,11 @@ from kvdock.api.tiers.clears import Clears
 from kvdock.api.tiers.mover_client import MoverClient
 from kvdock.api.tiers.tickets import LookupCall
 from kvdock.api.tokens import keys_of
-from kvdock.protocol import schemas as s, tier_schemas as t
-from kvdock.protocol.awaited import BeingStored
+from kvdock.protocol import schemas as s
 from kvdock.protocol.errors import ApiError
 from kvdock.protocol.forms import Form, HoldReply, LookupReply, ReserveReply
-from kvdock.protocol.hints import Hint, HintAnswer
 from kvdock.protocol.kv_events import BlockNames
+from kvdock.protocol.schemas import BeingStored, Hint, HintAnswer
 from kvdock.protocol.wire_types import KEY_BYTES, MAX_ANSWERS, MAX_ENTRIES, MAX_STORE_KEYS, Carrier, RefusedRelease
 
 SLICE_ANSWERS = 64
@@ -111,7 +110,7 @@ class CacheService:
         return await self._sessions.with_namespace(move)
 
     def _filed(self, session: SessionRecord) -> None:
-        """The session is in its namespace from now on."""
+        """The session has just come into its namespace."""
         self._mover_client.attached(session)
         manifest = session.namespace.manifest
         if self._kv_log is not None and not session.is_bench:
@@ -120,7 +119,8 @@ class CacheService:
             ))
 
     async def heartbeat(self, peer: Peer, session_id: str, body: s.Heartbeat) -> s.HeartbeatAnswer:
-        """Long lists in slices; each of their entries stands for itself, and repeating the call does no harm."""
+        """Handles long lists in slices: their entries do not depend on each other, and repeating the call is
+        harmless."""
         session = self._registry.session(session_id, peer.tenant)
         refused = await self._release_carried(session, body)
         member = session.member(body.member)
@@ -217,7 +217,7 @@ class CacheService:
             self._mover_client.tickets.withdrawn(session, request)
         return s.ReleaseManyAnswer(refused_releases=await self._release_carried(session, body))
 
-    async def hold(self, peer: Peer, body: t.Hold, form: Form) -> t.HoldHead:
+    async def hold(self, peer: Peer, body: s.Hold, form: Form) -> s.HoldHead:
         session = self._registry.session(body.session, peer.tenant)
         refused = await self._release_carried(session, body)
         request = self._names.digest(body.request)
@@ -234,7 +234,7 @@ class CacheService:
             chunks=msgspec.Raw(held.chunks_msgpack if form.packed else held.chunks_json),
         )
 
-    def prefetch(self, peer: Peer, body: t.Prefetch) -> t.PrefetchAnswer:
+    def prefetch(self, peer: Peer, body: s.Prefetch) -> s.PrefetchAnswer:
         session = self._registry.session(body.session, peer.tenant)
         session.member(body.member)
         keys = key_bytes(body.keys)
@@ -248,15 +248,15 @@ class CacheService:
         session = self._registry.session(body.session, peer.tenant)
         number, damaged = self._table.mismatch(session.table_id, grant_id(body.lease), body.chunks)
         quarantined = len(damaged) // KEY_BYTES
-        space = self._registry.of_number(number)  # the session may have moved to that of other weights
+        space = self._registry.of_number(number)  # the session may run other weights by now, in another namespace
         if damaged and space is not None:
             self._clears.damaged(space, damaged)
         self._tally.mismatched(session, body.lease, quarantined)
         return s.MismatchAnswer(quarantined=quarantined)
 
     async def hint(self, peer: Peer, body: Hint) -> HintAnswer:
-        """In slices, from the first key on or, where the end matters, from the last one back."""
-        _require_one_wish(body)
+        """Handles the keys in slices: from the first key on, or, where the end matters, from the last one back."""
+        _require_one_hint(body)
         session = self._registry.session(body.session, peer.tenant)
         session.member(body.member)
         space, keys = session.namespace.table_id, key_bytes(body.keys)
@@ -303,11 +303,11 @@ class CacheService:
             self._name_blocks(session, keys, body.blocks)
         is_mover = self._mover_client.is_mover(session)
         temporary = body.temporary and not (is_mover and self._pool.limits.tier_keep == "always")
-        await self._pool.make_room(session.namespace.table_id, keys, session.namespace.bytes_of_groups(groups))
+        await self._pool.grow_for(session.namespace.table_id, keys, session.namespace.bytes_of_groups(groups))
         store = self._names.digest(body.store)
 
         def ask() -> Granted:
-            # Also after a wait, in which others may have been granted something.
+            # Checked again after a wait, because other calls may have been granted something meanwhile.
             self._sessions.check_grants(session, store)
             self._check_edition(session, body.edition)
             return self._table.reserve(
@@ -317,7 +317,7 @@ class CacheService:
             )
 
         granted = ask()
-        # What is free may lie in slots of another size; a call that was granted nothing left no trace.
+        # Free memory may be in slots of another size; a call that was granted nothing has changed nothing.
         while not granted.grant and granted.limited == "no_space" and await self._pool.grow_once():
             granted = ask()
         session.grants += granted.grant != 0
@@ -368,14 +368,14 @@ class CacheService:
         for at, name in enumerate(names):
             if fault := name.fault(chunk_tokens):
                 raise ApiError(
-                    "invalid_body", "what routers know a chunk by is of all its tokens",
+                    "invalid_body", "the names of a chunk cover all its tokens",
                     found=f"$.blocks[{at}]: {fault}", wanted=f"{chunk_tokens} tokens, in hashes of equally many",
                 )
         if self._kv_log is not None:
             self._kv_log.named(session.namespace.table_id, keys, names)
 
     def _followed(self, session: SessionRecord, member: MemberRecord, since: int) -> s.Changes:
-        """A member that followed another namespace begins anew."""
+        """The changes that the member asks for; all of them if it followed another namespace before."""
         space = session.namespace.table_id
         if member.follows is not session.namespace:
             member.follows = session.namespace
@@ -389,11 +389,12 @@ class CacheService:
         )
 
     async def _peek(self, peer: Peer, body: s.Lookup) -> s.LookupAnswer:
-        """Without a session: a length, and nothing is held."""
+        """A lookup without a session: it answers a length, and holds nothing."""
         if body.releases:
             raise ApiError("invalid_body", "without a session there is no lease", found="$.releases", wanted="session")
         if body.computes:
-            raise ApiError("invalid_body", "without a session nobody computes", found="$.computes", wanted="session")
+            detail = "a request without a session computes nothing"
+            raise ApiError("invalid_body", detail, found="$.computes", wanted="session")
         if body.namespace is None:
             raise ApiError("invalid_body", "without a session, name the namespace", found="$", wanted="namespace")
         namespace = self._registry.namespace(key_bytes([body.namespace]), peer.sees)
@@ -403,7 +404,7 @@ class CacheService:
         return s.LookupAnswer(hit_tokens=hit_tokens, lease=None, first_chunk=0, chunks=[])
 
     async def _release_carried(self, session: SessionRecord, body: Carrier) -> list[RefusedRelease]:
-        """Handles the releases that a call carries, in slices; the refused ones are for its answer."""
+        """Handles the releases that a call carries, in slices. Returns those that are refused."""
         refused: list[RefusedRelease] = []
         for number, release in enumerate(body.releases, 1):
             if number % SLICE_RELEASES == 0:
@@ -426,15 +427,14 @@ class CacheService:
         return remaining
 
     def _check_edition(self, session: SessionRecord, edition: int | None) -> None:
-        """Refuses slots for chunks that the mover has found before the last clear or deletion:
-        ApiError(cleared_meanwhile)."""
+        """Raises ApiError(cleared_meanwhile) if the mover found its chunks before the last clear or deletion."""
         if edition is not None and edition != (now := self._clears.edition(session.namespace)):
             raise ApiError(
                 "cleared_meanwhile", "chunks of the namespace were cleared or deleted since", found=edition, wanted=now
             )
 
 
-def _require_one_wish(body: Hint) -> None:
+def _require_one_hint(body: Hint) -> None:
     """Raises ApiError(invalid_body) for a hint whose fields do not go together."""
     if body.conversation_ended and (body.priority or body.duration_s is not None):
         raise ApiError(
@@ -446,7 +446,7 @@ def _require_one_wish(body: Hint) -> None:
 
 
 def _tenant_of(peer: Peer) -> str:
-    """Raises ApiError(unauthenticated) for a caller that is nobody's: the guard lets none of them come here."""
+    """Raises ApiError(unauthenticated) for a caller without a tenant; the checks of calls have refused it before."""
     if peer.tenant is None:
-        raise ApiError("unauthenticated", "sessions belong to somebody", found=peer.name, wanted="an access token")
+        raise ApiError("unauthenticated", "a session belongs to a tenant", found=peer.name, wanted="an access token")
     return peer.tenant

@@ -20,10 +20,9 @@ import msgspec
 
 from kvdock._core import MAX_SEGMENTS
 from kvdock.api.errors import SettingsError
-from kvdock.protocol.access_token import TOKEN_FILE_VARIABLE
-from kvdock.protocol.address import ADDRESS_VARIABLE, CONNECTOR_PREFIX, default_socket_path
+from kvdock.protocol.access import ADDRESS_VARIABLE, CONNECTOR_PREFIX, TOKEN_FILE_VARIABLE, default_socket_path
 from kvdock.protocol.admin_schemas import Eviction, TierKeep
-from kvdock.protocol.log_format import LogFormat, LogLevel
+from kvdock.protocol.readable import LogFormat, LogLevel
 
 GIB = 1 << 30
 MAX_SEGMENT_BYTES = GIB
@@ -36,6 +35,9 @@ OTHER_VARIABLES = frozenset({CONFIG_VARIABLE, TOKEN_FILE_VARIABLE, ADDRESS_VARIA
 
 _UNITS = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": GIB, "tib": 1 << 40, "kb": 10**3, "mb": 10**6,
           "gb": 10**9, "tb": 10**12}
+STORE_SETTINGS = {"mooncake": "mooncake_url", "redis": "redis_url", "objects": "objects_url"}
+"""Stores that have a setting of their own, the quickest first. All others are in `tier_urls`."""
+_STORE = re.compile(r"([a-z][a-z0-9_-]*)=(\S+)")
 _URL = re.compile(r"https?://[^/\s]+(/\S*)?")
 _ZMQ = re.compile(r"tcp://(\*|[^\s:/]+|\[[0-9a-fA-F:]+\]):\d{1,5}|ipc://\S{1,100}")
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
@@ -73,7 +75,7 @@ Observer = Literal["log", "stream", "metrics", "curve", "traces", "kv_events"]
 KvForm = Literal["map", "array"]
 DEFAULT_OBSERVERS: tuple[Observer, ...] = ("log", "stream", "metrics", "curve")
 OTLP_VARIABLE = "OTEL_EXPORTER_OTLP_ENDPOINT"
-"""The OpenTelemetry specification's, for all exporters."""
+"""The variable of the OpenTelemetry specification, for all exporters."""
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -118,6 +120,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     redis_url: str = ""
     objects_url: str = ""
     mooncake_url: str = ""
+    tier_urls: str = ""
     tier_asks: Annotated[int, msgspec.Meta(ge=0, le=15)] = 0
     tier_queue_bytes: Annotated[int, msgspec.Meta(ge=0)] = 0
     tier_keep: TierKeep = "shared"
@@ -156,10 +159,14 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     @property
     def tier_names(self) -> list[str]:
         """As the mover calls them, in the order in which it asks them."""
-        wanted = {
-            "disk": self.disk_path, "mooncake": self.mooncake_url, "redis": self.redis_url, "objects": self.objects_url,
-        }
-        return [name for name, where in wanted.items() if where]
+        return ["disk", *self.store_urls] if self.disk_path else list(self.store_urls)
+
+    @property
+    def store_urls(self) -> dict[str, str]:
+        """The URLs of stores by their names, in the order in which the mover asks them."""
+        urls = {name: str(getattr(self, setting)) for name, setting in STORE_SETTINGS.items()}
+        urls |= {name: url for part in self.tier_urls.split() for name, _, url in [part.partition("=")]}
+        return {name: url for name, url in urls.items() if url}
 
     @property
     def observers(self) -> list[str]:
@@ -333,15 +340,31 @@ def _checked(settings: Settings, given: set[str]) -> Settings:
             f"observe={settings.observe!r} wanted some of {', '.join(get_args(Observer))}, separated by commas; found "
             f"{', '.join(unknown)}"
         )
+    _check_stores(settings)
     _check_traces(settings, given)
     _check_kv_events(settings)
     if not settings.access_file and not is_loopback(settings.host):
         raise SettingsError(
-            f"host={settings.host!r} wanted a loopback address, or an access_file that says who may call from elsewhere"
+            f"host={settings.host!r} wanted a loopback address, or an access_file for callers from elsewhere"
         )
     if len(os.fsencode(settings.socket_path)) > 107:
         raise SettingsError(f"socket_path={settings.socket_path!r} wanted at most 107 bytes")
     return settings
+
+
+def _check_stores(settings: Settings) -> None:
+    names = set()
+    for part in settings.tier_urls.split():
+        match = _STORE.fullmatch(part)
+        if match is None:
+            raise SettingsError(f"tier_urls wanted name=url, separated by spaces; found {part!r}")
+        name = match[1]
+        if name == "disk" or name in STORE_SETTINGS:
+            own = STORE_SETTINGS.get(name, "disk_path")
+            raise SettingsError(f"tier_urls wanted other tiers, found {name!r}: set {own}")
+        if name in names:
+            raise SettingsError(f"tier_urls wanted each name once, found {name!r} twice")
+        names.add(name)
 
 
 def _check_traces(settings: Settings, given: set[str]) -> None:

@@ -3,7 +3,7 @@ that no call keeps the event loop for more than a few ms.
 
 Decoding a JSON body of a million tokens at once takes about 50 ms, and a thread would not help, because it would hold
 the interpreter for as long. So the array is cut out of the body by searching for its ends, which is fast, and decoded
-piece by piece, with other calls answered in between. What is decoded takes 4 bytes a token: a list takes 36.
+piece by piece, with other calls answered in between. The decoded array takes 4 bytes a token; a list takes 36.
 """
 
 from __future__ import annotations
@@ -87,7 +87,8 @@ def check_packed_tokens(raw: bytes | bytearray) -> None:
 async def keys_of(
     namespace: NamespaceRecord, keys: list[str] | bytes | None, tokens: Sequence[int] | None, at_most: int = MAX_KEYS
 ) -> bytes:
-    """The keys, concatenated; those of the whole chunks of `tokens`. Raises ApiError: invalid_body, bad_argument."""
+    """The keys in a row: those given, or those of the whole chunks of `tokens`. Raises ApiError: invalid_body,
+    bad_argument."""
     if keys is not None and tokens is None:
         return key_bytes(keys)
     if tokens is None or keys is not None:
@@ -105,7 +106,7 @@ async def keys_of(
 
 
 async def hash_tokens(namespace: bytes, tokens: Sequence[int], chunk_tokens: int) -> bytes:
-    """Keys of the whole chunks, concatenated."""
+    """The keys of the whole chunks, in a row."""
     chain = KeyChain(namespace, chunk_tokens)
     chain.extend(tokens[:SLICE_TOKENS])
     for start in range(SLICE_TOKENS, len(tokens), SLICE_TOKENS):

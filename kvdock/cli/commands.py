@@ -371,7 +371,7 @@ def access_token(
     The server's access file gets its name, digest and scopes; a running server notices. Keep what is printed in a file
     with mode 0600 and name that in KVDOCK_ACCESS_TOKEN_FILE, or give it to the status page when it asks.
     """
-    from kvdock.api.access.issue import add_token
+    from kvdock.api.access.access_file import add_token
     from kvdock.api.errors import AccessFileError
     from kvdock.api.settings import effective
     from kvdock.cli.operator import print_json

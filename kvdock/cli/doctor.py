@@ -35,9 +35,8 @@ from kvdock.cli.operator import TIMEOUT_S, print_json
 from kvdock.cli.render import duration, printable, say, size
 from kvdock.client.client import Client
 from kvdock.datapath.tuning import Calibration, cached_tunings
-from kvdock.protocol.access_token import TOKEN_FILE_VARIABLE, read_token
+from kvdock.protocol.access import TOKEN_FILE_VARIABLE, PrivateFileError, read_token
 from kvdock.protocol.errors import ApiError, ServerUnavailable
-from kvdock.protocol.private_file import PrivateFileError
 from kvdock.shm.errors import ForeignObject
 from kvdock.shm.objects import foreign_objects, pool_objects
 

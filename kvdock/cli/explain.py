@@ -18,9 +18,9 @@ from kvdock.cli.errors import WRONG, CommandError
 from kvdock.cli.operator import default_address, print_json, reached
 from kvdock.cli.prompts import Prompt, resolve
 from kvdock.cli.render import printable, say
-from kvdock.client.events import Told, read_events
+from kvdock.client.events import StreamedEvent, read_events
 from kvdock.client.transport import Address
-from kvdock.protocol.access_token import TOKEN_FILE_VARIABLE, read_token
+from kvdock.protocol.access import TOKEN_FILE_VARIABLE, read_token
 from kvdock.protocol.errors import ApiError, ServerUnavailable
 from kvdock.protocol.events import KINDS, Event
 from kvdock.protocol.schemas import Lookup
@@ -50,7 +50,7 @@ def show_events(server: str, *, kinds: str, follow: bool, as_json: bool) -> None
         typer.echo(msgspec.json.encode(told.event).decode() if as_json else line_of(told.event))
 
 
-def _told(address: Address, token: str, kinds: str, *, follow: bool) -> Iterator[Told]:
+def _told(address: Address, token: str, kinds: str, *, follow: bool) -> Iterator[StreamedEvent]:
     """First what is kept. If it follows, then what comes. Once the server is lost it says so, on standard error, and
     goes on when that server or the next one answers."""
     last_id, is_lost = "", False
@@ -73,7 +73,7 @@ def _told(address: Address, token: str, kinds: str, *, follow: bool) -> Iterator
         time.sleep(RETRY_S)  # also behind a stream that has ended: while a server drains, each one ends at once
 
 
-def _behind(address: Address, token: str, kinds: str, last_id: str, *, may_be_new: bool) -> Iterator[Told]:
+def _behind(address: Address, token: str, kinds: str, last_id: str, *, may_be_new: bool) -> Iterator[StreamedEvent]:
     """What comes behind `last_id`. Without one nothing was told so far, so all that a new server keeps is news."""
     if may_be_new and not last_id:
         for told in read_events(address, token, kinds=kinds):

@@ -14,9 +14,8 @@ from rich.text import Text
 from kvdock.cli.operator import first, print_json, reached
 from kvdock.cli.render import brief, counted, duration, percent, printable, say, size, space, span
 from kvdock.protocol.admin_schemas import NamespaceView
-from kvdock.protocol.reports import Leases, LeaseView, Over, Requests, RequestView, Stats
+from kvdock.protocol.reports import Leases, LeaseView, Over, Prefixes, PrefixView, Requests, RequestView, Stats
 from kvdock.protocol.schemas import MemberView, Sessions, SessionView
-from kvdock.protocol.usage import Prefixes, PrefixView
 
 
 def show_sessions(server: str, *, limit: int | None, as_json: bool, console: Console) -> None:

@@ -52,6 +52,8 @@ MEANINGS: dict[str, str] = {
     "redis_url": "Redis or Valkey as a lower tier, as `redis://host:port`; empty: none.",
     "objects_url": "Object store as a lower tier, as `s3://bucket/prefix`; empty: none.",
     "mooncake_url": "Mooncake Store as a lower tier, as `mooncake://host:port`; empty: none.",
+    "tier_urls": "Further stores as lower tiers, as `name=url`, separated by spaces; other packages add them "
+    "(docs/tiers.md).",
     "tier_asks": "A chunk is written to lower tiers once prompts asked for it this often; 0: once or twice, as pays.",
     "tier_queue_bytes": "How much may wait to be written to one tier; then the oldest is left out; 0: `pool_bytes`.",
     "tier_keep": "Which chunks that lower tiers loaded for a request stay in the pool after it: `shared`, those that a "
@@ -100,8 +102,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
                                       "body_limit_bytes", "tcp_connections"),
     "Limits of sessions and tenants": ("session_cap", "total_cap", "session_grants", "tenant_bytes", "tenant_chunks",
                                        "tenant_namespaces", "tenant_sessions", "tenant_grants"),
-    "Lower tiers": ("disk_path", "disk_bytes", "redis_url", "objects_url", "mooncake_url", "tier_asks",
-                    "tier_queue_bytes", "tier_keep", "tier_drain_s"),
+    "Lower tiers": ("disk_path", "disk_bytes", "redis_url", "objects_url", "mooncake_url", "tier_urls",
+                    "tier_asks", "tier_queue_bytes", "tier_keep", "tier_drain_s"),
     "How it begins and ends": ("adopt", "drain_s", "on_exit"),
     "Engines' liveness": ("heartbeat_s", "missed_heartbeats", "settle_s", "ask_s", "weights_grace_s", "watch_s"),
     "What it tells": ("log_level", "log_format", "observe", "traces_endpoint", "kv_events_endpoint",

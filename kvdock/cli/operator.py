@@ -14,8 +14,7 @@ from kvdock.api.settings import effective
 from kvdock.cli.errors import FAILED, WRONG, CommandError
 from kvdock.client.client import Client
 from kvdock.protocol import admin_schemas as a
-from kvdock.protocol.access_token import TOKEN_FILE_VARIABLE, read_token
-from kvdock.protocol.address import ADDRESS_VARIABLE
+from kvdock.protocol.access import ADDRESS_VARIABLE, TOKEN_FILE_VARIABLE, read_token
 from kvdock.protocol.errors import ApiError, ServerUnavailable
 from kvdock.protocol.wire_types import MAX_KEYS
 

@@ -7,7 +7,7 @@ import re
 
 from rich.console import Console, RenderableType
 
-from kvdock.protocol.words import duration as duration, size as size, span as span
+from kvdock.protocol.readable import duration as duration, size as size, span as span
 
 
 def printable(text: str) -> str:

@@ -12,7 +12,7 @@ from rich.table import Table
 from kvdock.cli.errors import FAILED, WRONG, CommandError
 from kvdock.cli.operator import print_json, reached
 from kvdock.cli.render import duration, printable, size
-from kvdock.protocol.curve import Curve, CurvePoint
+from kvdock.protocol.reports import Curve, CurvePoint
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
 NEAR = 0.02

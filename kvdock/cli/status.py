@@ -21,10 +21,8 @@ from kvdock.cli.operator import first, print_json, reached
 from kvdock.cli.render import brief, counted, duration, percent, printable, say, size, span
 from kvdock.client.client import Client
 from kvdock.protocol.errors import ApiError
-from kvdock.protocol.reports import MoverView, PoolView, Stats, Status, TierView
-from kvdock.protocol.schemas import SessionView
-from kvdock.protocol.tier_schemas import MOVER_LABEL
-from kvdock.protocol.usage import Saved
+from kvdock.protocol.reports import MoverView, PoolView, Saved, Stats, Status, TierView
+from kvdock.protocol.schemas import MOVER_LABEL, SessionView
 
 SILENT_S = 5.0
 """A mover that tells of its tiers less often hangs, or is starting."""

@@ -10,6 +10,8 @@ library. kvdock/client/http_client.py offers the same calls through httpx.
 
 from __future__ import annotations
 
+import re
+import threading
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from types import TracebackType
@@ -17,26 +19,82 @@ from typing import Self, TypeVar
 
 import msgspec
 
-from kvdock.client.answers import Answers
-from kvdock.client.releases import ReleaseQueue
-from kvdock.client.transport import Address, Transport
-from kvdock.protocol import admin_schemas as a, calls as c, hints as h, schemas as s, tier_schemas as t
-from kvdock.protocol.access_token import authorization
+from kvdock.client.transport import Address, Answers, Transport
+from kvdock.protocol import admin_schemas as a, calls as c, schemas as s
+from kvdock.protocol.access import authorization
 from kvdock.protocol.calls import Call, page
-from kvdock.protocol.curve import Curve
 from kvdock.protocol.errors import ApiError, ServerUnavailable
-from kvdock.protocol.explain import Explanation
 from kvdock.protocol.forms import JSON, PACKED
-from kvdock.protocol.reports import Leases, LeaseView, Over, Requests, Stats, Status
-from kvdock.protocol.usage import Prefixes
-from kvdock.protocol.version import API_VERSION, VERSION_HEADER
-from kvdock.protocol.wire_types import KEY_BYTES, Body, Carrier, RefusedRelease
+from kvdock.protocol.reports import Curve, Explanation, Leases, LeaseView, Over, Prefixes, Requests, Stats, Status
+from kvdock.protocol.wire_types import (
+    API_VERSION,
+    KEY_BYTES,
+    MAX_RANKS,
+    MAX_RELEASES,
+    VERSION_HEADER,
+    Body,
+    Carrier,
+    RefusedRelease,
+    Released,
+)
 
 A = TypeVar("A")
-
+C = TypeVar("C", bound=Carrier)
 FLUSH_S = 1.0
 """How long close() may take to send queued releases. The server asks about those that do not arrive."""
 _JSON_TYPE = JSON.media_type.encode()
+_LEASE = re.compile(r"[0-9a-f]{16}")
+
+
+class ReleaseQueue:
+    """Releases waiting for a call of their session to carry them. Thread-safe.
+
+    A release may be sent any number of times: grant ids are never used again.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._waiting: dict[str, dict[str, set[int]]] = {}
+
+    def add(self, session: str, lease: str, ranks: Collection[int]) -> None:
+        """Raises ValueError for values that every server refuses: they would make the call that carries them fail."""
+        if not _LEASE.fullmatch(lease):
+            raise ValueError(f"lease found {lease!r}, wanted 16 lower-case hex digits")
+        if not all(0 <= rank < MAX_RANKS for rank in ranks):
+            raise ValueError(f"ranks found {sorted(ranks)}, wanted 0..{MAX_RANKS - 1}")
+        with self._lock:
+            self._waiting.setdefault(session, {}).setdefault(lease, set()).update(ranks)
+
+    def sessions(self) -> list[str]:
+        with self._lock:
+            return list(self._waiting)
+
+    def waits(self, session: str) -> bool:
+        """Whether any release of the session waits."""
+        return session in self._waiting
+
+    def load(self, session: str | None, body: C) -> tuple[C, list[Released]]:
+        """The body with the session's oldest releases, as many as fit, and these releases: see `put_back`."""
+        if session is None or session not in self._waiting:
+            return body, []
+        taken = self._take(session, MAX_RELEASES - len(body.releases))
+        return msgspec.structs.replace(body, releases=[*body.releases, *taken]), taken
+
+    def _take(self, session: str, at_most: int) -> list[Released]:
+        with self._lock:
+            leases = self._waiting.get(session, {})
+            taken = [Released(lease, sorted(leases.pop(lease))) for lease in list(leases)[:at_most]]
+            if not leases:
+                self._waiting.pop(session, None)
+        return taken
+
+    def put_back(self, session: str, releases: list[Released], error: BaseException) -> None:
+        """After a call that failed: they may not have arrived. A server that does not know the session holds nothing
+        that they release."""
+        if isinstance(error, ApiError) and error.code == "unknown_session":
+            return
+        for released in releases:
+            self.add(session, released.lease, released.ranks)
 
 
 class Client:
@@ -49,7 +107,7 @@ class Client:
         """`address`: `unix:/path` or `http://host:port`; ValueError otherwise. Connects on the first call.
 
         `packed`: MessagePack bodies; otherwise JSON, which people can read. `access_token`: of the server's access file
-        (protocol.access_token reads it from a file); over the Unix socket the server's own user needs none.
+        (protocol.access reads it from a file); over the Unix socket the server's own user needs none.
         """
         self._releases = ReleaseQueue()
         headers = {VERSION_HEADER: str(API_VERSION), **authorization(access_token)}
@@ -114,7 +172,7 @@ class Client:
         return self._do(c.LEAVE, None, timeout_s, session, query={"member": member})
 
     def weights(self, body: s.RunWeights, *, timeout_s: float | None = None) -> s.WeightsAnswer:
-        """What the session looks up and stores from now on is filed under these weights."""
+        """From now on the session looks up and stores in the namespace of these weights."""
         return self._do(c.WEIGHTS, body, timeout_s)
 
     def sessions(
@@ -166,13 +224,13 @@ class Client:
     def mismatch(self, body: s.ReportMismatch, *, timeout_s: float | None = None) -> s.MismatchAnswer:
         return self._do(c.MISMATCH, body, timeout_s)
 
-    def hint(self, body: h.Hint, *, timeout_s: float | None = None) -> h.HintAnswer:
+    def hint(self, body: s.Hint, *, timeout_s: float | None = None) -> s.HintAnswer:
         return self._do(c.HINT, body, timeout_s)
 
-    def hold(self, body: t.Hold, *, timeout_s: float | None = None) -> t.HoldAnswer:
+    def hold(self, body: s.Hold, *, timeout_s: float | None = None) -> s.HoldAnswer:
         return self._carrying(c.HOLD, body, timeout_s, body.session)
 
-    def prefetch(self, body: t.Prefetch, *, timeout_s: float | None = None) -> t.PrefetchAnswer:
+    def prefetch(self, body: s.Prefetch, *, timeout_s: float | None = None) -> s.PrefetchAnswer:
         return self._do(c.PREFETCH, body, timeout_s)
 
     def lease(self, lease: str, *, timeout_s: float | None = None) -> LeaseView:
@@ -216,7 +274,7 @@ class Client:
         return self._do(c.PREFIXES, None, timeout_s, query=page(limit, None))
 
     def curve(self, *, timeout_s: float | None = None) -> Curve:
-        """Which share of the tokens pools of other sizes would find."""
+        """The share of tokens that pools of other sizes would find."""
         return self._do(c.CURVE, None, timeout_s)
 
     def requests(
@@ -233,14 +291,14 @@ class Client:
     # ---------------------------------------------------------------- administration
 
     def clear(self, body: a.ClearCache, *, timeout_s: float | None = None) -> a.Cleared:
-        """Walks the whole table: give it time."""
+        """It walks the whole table, so allow it time."""
         return self._do(c.CLEAR, body, timeout_s)
 
     def delete(self, body: a.DeleteChunks, *, timeout_s: float | None = None) -> a.Deleted:
         return self._do(c.DELETE, body, timeout_s)
 
     def evict(self, body: a.EvictChunks, *, timeout_s: float | None = None) -> a.Evicted:
-        """Gives the memory of many chunks back, one after the other: give it time."""
+        """It gives back the memory of many chunks, one after the other, so allow it time."""
         return self._do(c.EVICT, body, timeout_s)
 
     def pin(self, body: a.PinChunks, *, timeout_s: float | None = None) -> a.Pinned:
@@ -260,8 +318,8 @@ class Client:
 
 
 def _with_key_bytes(body: Body) -> Body:
-    """Hex keys as one bin. Strings that are no keys stay, for the server to refuse."""
-    if not isinstance(body, s.Lookup | s.Reserve | h.Hint) or not isinstance(body.keys, list):
+    """The body with hex keys as one bin. Strings that are no keys stay, and the server refuses them."""
+    if not isinstance(body, s.Lookup | s.Reserve | s.Hint) or not isinstance(body.keys, list):
         return body
     if set(map(len, body.keys)) - {2 * KEY_BYTES}:
         return body

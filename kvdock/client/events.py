@@ -10,27 +10,28 @@ from urllib.parse import urlencode
 import msgspec
 
 from kvdock.client.transport import Address
-from kvdock.protocol.access_token import authorization
+from kvdock.protocol.access import authorization
 from kvdock.protocol.calls import EVENTS
 from kvdock.protocol.errors import ApiError, ServerUnavailable
 from kvdock.protocol.reports import Problem
 
 SILENCE_S = 60.0
-"""The server says something every 15 s, if only that nothing has happened."""
+"""The server sends something every 15 s, if only a comment."""
 
 
-class Told(NamedTuple):
+class StreamedEvent(NamedTuple):
     id: str
-    """To come back with: the stream goes on behind it."""
+    """Pass it as `last_id` to continue after this event."""
     event: dict[str, Any]
     """As docs/events.md has it."""
 
 
 def read_events(
     address: Address, access_token: str = "", *, kinds: str = "", follow: bool = False, last_id: str = ""
-) -> Iterator[Told]:
-    """What is kept, or what came after `last_id`; with `follow` then what comes, until the server drains. `kinds`:
-    separated by commas; '' is all. Raises ApiError, and ServerUnavailable when there is no server or it is lost."""
+) -> Iterator[StreamedEvent]:
+    """The events that are kept, or those after `last_id`; with `follow`, then new ones too, until the server drains.
+    `kinds`: separated by commas; '' is all. Raises ApiError, and ServerUnavailable when there is no server or it is
+    lost."""
     query = {"kinds": kinds} if kinds else {}
     if follow:
         query["follow"] = "true"
@@ -43,19 +44,19 @@ def read_events(
         if answer.status != http.client.OK:
             raise ApiError.from_problem(msgspec.json.decode(answer.read(), type=Problem))
         yield from _events(answer)
-    except (OSError, http.client.HTTPException, msgspec.DecodeError) as error:  # the last: nothing that we understand
+    except (OSError, http.client.HTTPException, msgspec.DecodeError) as error:  # the last: not our server's
         raise ServerUnavailable(f"{address.text}: {error}") from error
     finally:
         connection.close()
 
 
-def _events(answer: http.client.HTTPResponse) -> Iterator[Told]:
+def _events(answer: http.client.HTTPResponse) -> Iterator[StreamedEvent]:
     fields: dict[str, str] = {}
     for raw in iter(answer.readline, b""):
-        line = raw.decode(errors="replace").rstrip("\n")  # where a server dies the last line is cut, and counts nothing
+        line = raw.decode(errors="replace").rstrip("\n")  # if the server dies, the last line is cut, and is ignored
         if line and line[0] != ":":
             name, _, value = line.partition(": ")
             fields[name] = value
         elif not line and "data" in fields:
-            yield Told(fields["id"], msgspec.json.decode(fields["data"]))
+            yield StreamedEvent(fields["id"], msgspec.json.decode(fields["data"]))
             fields = {}

@@ -20,18 +20,14 @@ from typing import Any, Concatenate, ParamSpec, Self, TypeVar, cast
 import httpx
 import msgspec
 
-from kvdock.client.answers import Answers
-from kvdock.client.client import FLUSH_S, Client
-from kvdock.client.releases import ReleaseQueue
-from kvdock.client.transport import Address, Transport
+from kvdock.client.client import FLUSH_S, Client, ReleaseQueue
+from kvdock.client.transport import Address, Answers, Transport
 from kvdock.protocol import calls as c, schemas as s
-from kvdock.protocol.access_token import authorization
+from kvdock.protocol.access import authorization, require_trusted_server
 from kvdock.protocol.calls import Call, page
 from kvdock.protocol.errors import ApiError, ServerUnavailable
 from kvdock.protocol.forms import JSON
-from kvdock.protocol.peers import require_trusted_server
-from kvdock.protocol.version import API_VERSION, VERSION_HEADER
-from kvdock.protocol.wire_types import Body, Carrier, RefusedRelease
+from kvdock.protocol.wire_types import API_VERSION, VERSION_HEADER, Body, Carrier, RefusedRelease
 
 A = TypeVar("A")
 P = ParamSpec("P")
@@ -56,7 +52,7 @@ def _asked(
 
 
 def _is_strangers(address: Address, step: str, about: dict[str, Any]) -> PermissionError | None:
-    """Why what this step has connected to is not to be used."""
+    """The reason why the connection that this step has made must not be used; None: there is none."""
     if step != "connection.connect_unix_socket.complete":
         return None
     fd = about["return_value"].get_extra_info("socket").fileno()

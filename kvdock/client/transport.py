@@ -16,11 +16,16 @@ import socket
 import struct
 import threading
 import time
-from typing import NamedTuple
+from types import NoneType
+from typing import NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
-from kvdock.protocol.errors import KvdockError, ServerUnavailable
-from kvdock.protocol.peers import require_trusted_server
+import msgspec
+
+from kvdock.protocol.access import require_trusted_server
+from kvdock.protocol.calls import Call
+from kvdock.protocol.errors import ApiError, KvdockError, ServerUnavailable
+from kvdock.protocol.reports import Problem
 
 RECEIVE_BYTES = 1 << 16
 MAX_PIECE_BYTES = 1 << 20
@@ -49,7 +54,7 @@ class Address(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Address:
-        """People also write `host:port` and `/path`. Raises ValueError naming the text."""
+        """Also takes `host:port` and `/path`. Raises ValueError, which names the text."""
         wrong = ValueError(f"address found {text!r}, wanted unix:/path or http://host:port")
         if text.startswith(("unix:", "/")):
             path = text.removeprefix("unix:").removeprefix("//")
@@ -74,7 +79,7 @@ class Address(NamedTuple):
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
     def connect(self, timeout_s: float) -> socket.socket:
-        """OSError, among them PermissionError when another user's server answers."""
+        """Raises OSError; PermissionError if another user's server answers."""
         if not self.socket_path:
             sock = socket.create_connection((self.host, self.port), timeout_s)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -198,7 +203,7 @@ class Transport:
         bound. Raises ServerUnavailable.
         """
         if os.getpid() != self._pid:
-            raise ServerUnavailable(f"{self.address.text}: this process was forked from the client's own")
+            raise ServerUnavailable(f"{self.address.text}: the client was made in the parent process, before a fork")
         request = f"{method} {path}".encode("ascii") + self._head
         if body is None:
             request += b"\r\n"
@@ -249,3 +254,38 @@ class Transport:
                 return status, content
         connection.close()
         return status, content
+
+
+A = TypeVar("A")
+
+_PROBLEM = msgspec.json.Decoder(Problem)
+
+
+class Answers:
+    """Decodes answers of the server at `address`; keeps a decoder for each type of answer. Thread-safe."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        self._decoders: dict[tuple[type, bool], msgspec.json.Decoder[object] | msgspec.msgpack.Decoder[object]] = {}
+
+    def decoded(self, call: Call[A], status: int, raw: bytes, *, packed: bool) -> A:
+        """Raises ApiError if it is a refusal, ServerUnavailable if it is no answer to this call. `packed`: whether
+        `raw` is MessagePack; refusals are always JSON."""
+        try:
+            if status >= 400:
+                raise ApiError.from_problem(_PROBLEM.decode(raw))
+            if call.answer is NoneType:
+                return call.answer()
+            decoder = self._decoders.get((call.answer, packed)) or self._add_decoder(call.answer, packed)
+            answer = decoder.decode(raw)
+            assert isinstance(answer, call.answer)
+            return answer
+        except msgspec.DecodeError as error:
+            what = f"{call.method} {call.path} answered {status} with something else: {error}"
+            raise ServerUnavailable(f"{self._address}: {what}") from error
+
+    def _add_decoder(
+        self, answer: type[object], packed: bool
+    ) -> msgspec.json.Decoder[object] | msgspec.msgpack.Decoder[object]:
+        made = msgspec.msgpack.Decoder(answer) if packed else msgspec.json.Decoder(answer)
+        return self._decoders.setdefault((answer, packed), made)

@@ -33,10 +33,10 @@ from kvdock.connectors.worker import WorkerConnector
 from kvdock.datapath.cuda import CopyTuning
 from kvdock.datapath.devices import Device
 from kvdock.datapath.layout import PagedLayout
-from kvdock.protocol.access_token import read_token
+from kvdock.protocol.access import read_token
 from kvdock.protocol.kv_events import BlockNames, named
 from kvdock.protocol.schemas import Manifest
-from kvdock.protocol.trace_context import traceparent_or_none
+from kvdock.protocol.wire_types import traceparent_or_none
 
 
 @dataclass(frozen=True)

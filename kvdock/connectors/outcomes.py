@@ -18,9 +18,8 @@ from typing import Literal
 from kvdock.connectors.cost import PrefillSpeed
 from kvdock.connectors.interface import Hit, LoadDone, LookupResult
 from kvdock.protocol.errors import ApiError, ServerUnavailable
-from kvdock.protocol.outcomes import MAX_OUTCOMES, Outcome
+from kvdock.protocol.outcomes import MAX_OUTCOMES, Copied, Outcome
 from kvdock.protocol.schemas import Heartbeat, HeartbeatAnswer
-from kvdock.protocol.usage import Copied
 from kvdock.protocol.wire_types import MAX_NAME
 
 log = logging.getLogger("kvdock.connector")

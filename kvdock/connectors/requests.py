@@ -12,12 +12,9 @@ from msgspec import UNSET, UnsetType
 from kvdock.connectors.interface import BlocksRead
 from kvdock.connectors.plans import StoreBatch
 from kvdock.connectors.session import Attachment, EngineSession, tell
-from kvdock.protocol.awaited import BeingStored, PendingTokens
-from kvdock.protocol.hints import Hint
 from kvdock.protocol.keys import KeyChain
 from kvdock.protocol.kv_events import BlockNames
-from kvdock.protocol.schemas import Lookup, LookupAnswer
-from kvdock.protocol.tier_schemas import Prefetch
+from kvdock.protocol.schemas import BeingStored, Hint, Lookup, LookupAnswer, PendingTokens, Prefetch
 from kvdock.protocol.wire_types import MAX_KEYS
 
 

@@ -28,9 +28,8 @@ from kvdock.connectors.requests import MISS, ChainOf, ChunkObserver, Fetch, Requ
 from kvdock.connectors.session import Attachment, EngineSession, tell
 from kvdock.connectors.verify import Verifier
 from kvdock.connectors.waits import NO_WAIT, WaitTerms
-from kvdock.protocol.awaited import BeingStored, PendingTokens
 from kvdock.protocol.errors import ApiError, ServerUnavailable
-from kvdock.protocol.schemas import Lookup, LookupAnswer
+from kvdock.protocol.schemas import BeingStored, Lookup, LookupAnswer, PendingTokens
 
 
 class SchedulerConnector:

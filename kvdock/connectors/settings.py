@@ -25,7 +25,7 @@ class EngineSettings(LoadLimits):
     }
 
     address: str = ""
-    """The server's: unix:/path or http://host:port. As a rule this user's own (kvdock/protocol/address.py)."""
+    """The server's: unix:/path or http://host:port. As a rule this user's own (kvdock/protocol/access.py)."""
     access_token_file: str = ""
     """Holds this engine's access token; the server's own user needs none over the Unix socket."""
     timeout_s: float = 2.0

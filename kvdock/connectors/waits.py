@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvdock.connectors.cost import PrefillSpeed
-from kvdock.protocol.awaited import BeingStored, PendingTokens
+from kvdock.protocol.schemas import BeingStored, PendingTokens
 
 # --------------------------------------------------------------------------------
 # How long the engine's thread waits for the server's answer to a lookup.

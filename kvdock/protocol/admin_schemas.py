@@ -6,9 +6,8 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from kvdock.protocol.reports import LeaseView
+from kvdock.protocol.reports import LeaseView, UseTotals
 from kvdock.protocol.schemas import Manifest, MemberView, SessionView
-from kvdock.protocol.usage import UseTotals
 from kvdock.protocol.wire_types import MAX_KEYS, Answer, Body, Hex64, Identity, Key, Name, Tenant
 
 MAX_PIN_S = 366 * 86400.0
@@ -37,7 +36,7 @@ class Limits(Answer, kw_only=True):
     session_grants: int
     """Leases and reservations that one session may have open."""
     eviction: Eviction
-    """The policy that chooses what goes when room is needed."""
+    """The policy that chooses what is evicted when capacity is needed."""
     tier_keep: TierKeep = "shared"
     """Which chunks that lower tiers loaded for a request stay in the pool after it."""
 
@@ -75,11 +74,11 @@ class Deleted(Answer, kw_only=True):
 
 
 class EvictChunks(Body, kw_only=True):
-    """Evicts what is worth least until so much is free, but no more than was missing when the call began. What is
-    leased, being written or pinned stays."""
+    """Evicts the chunks that are worth least until `free_bytes` are free, but no more than was missing when the call
+    began. Chunks that are leased, being written or pinned stay."""
 
     free_bytes: Annotated[int, msgspec.Meta(ge=1, lt=1 << 60)]
-    """What the pool may still grow by counts as free. At most the pool's limit."""
+    """The bytes by which the pool may still grow count as free. At most the pool's limit."""
 
 
 class Evicted(Answer, kw_only=True):
@@ -147,7 +146,7 @@ class PatchConfig(Body, kw_only=True):
     high_water: _Mark | None = None
     session_grants: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)] | None = None
     eviction: Eviction | None = None
-    """Another policy begins with what is there, and with nothing learnt."""
+    """Another policy begins with the chunks that are there, and with nothing learned."""
     tier_keep: TierKeep | None = None
     """For chunks that come from now on."""
     tenants: Annotated[dict[Tenant, Quota | None], msgspec.Meta(max_length=MAX_QUOTAS)] | None = None
@@ -179,18 +178,19 @@ class NamespaceView(Answer, kw_only=True):
     base: Key
     """The namespace of the same manifest and tenant for the weights that engines start with."""
     left_s: float | None = None
-    """How long no engine has run these weights: then they go first. None: some do, or it goes like any other."""
+    """How long no engine has run these weights: its chunks are evicted first then. None: an engine runs them, or its
+    chunks are evicted like any others."""
     chunk_bytes: int
     """Size of a chunk with the parts of all groups and writers."""
     sessions: int
     """How many are attached now."""
     is_bench: bool = False
-    """Benchmarks alone have used it: totals leave it out, and it goes with the last of them."""
+    """Benchmarks alone have used it: totals leave it out, and it is removed with the last of them."""
     chunks: int = 0
-    """READY; counted some seconds ago, as what follows."""
+    """READY; counted some seconds ago, as are the next three fields."""
     bytes: int = 0
     oldest_s: float | None = None
-    """How long the chunk was unused that was unused longest. None: there is none, or it is not known."""
+    """The time since the last use of the chunk that was unused longest. None: there is none, or it is not known."""
     unused_s: float | None = None
     """Since a request last named one of its chunks."""
     totals: UseTotals = msgspec.field(default_factory=UseTotals)

@@ -8,12 +8,9 @@ from types import NoneType
 from typing import Final, Generic, Literal, TypeVar
 from urllib.parse import quote, urlencode
 
-from kvdock.protocol import admin_schemas as a, schemas as s, tier_schemas as t
-from kvdock.protocol.curve import Curve
-from kvdock.protocol.explain import Explanation
-from kvdock.protocol.hints import HintAnswer
-from kvdock.protocol.reports import Leases, LeaseView, Requests, Stats, Status
-from kvdock.protocol.usage import Prefixes
+from kvdock.protocol import admin_schemas as a, schemas as s
+from kvdock.protocol.reports import Curve, Explanation, Leases, LeaseView, Prefixes, Requests, Stats, Status
+from kvdock.protocol.schemas import HintAnswer
 
 A = TypeVar("A")
 
@@ -76,8 +73,8 @@ LEASES = Call("GET", "/v1/leases", Leases, "read")
 RESERVE = Call("POST", "/v1/reservations", s.ReserveAnswer, "engine")
 COMMIT = Call("POST", "/v1/reservations/{reservation}/commit", s.CommitAnswer, "engine")
 ABORT = Call("POST", "/v1/reservations/{reservation}/abort", s.ReleaseAnswer, "engine")
-HOLD = Call("POST", "/v1/holds", t.HoldAnswer, "engine")
-PREFETCH = Call("POST", "/v1/prefetches", t.PrefetchAnswer, "engine")
+HOLD = Call("POST", "/v1/holds", s.HoldAnswer, "engine")
+PREFETCH = Call("POST", "/v1/prefetches", s.PrefetchAnswer, "engine")
 SEGMENTS = Call("GET", "/v1/segments", s.Segments, "read")
 STATUS = Call("GET", "/v1/status", Status, "health")
 STATS = Call("GET", "/v1/stats", Stats, "health")

@@ -1,7 +1,7 @@
 """What happens in a server, event by event: `GET /v1/events` sends them, the log has a sentence for those that
 operators want to know of. docs/events.md lists them.
 
-Every event is one of the structs below. `kind` says which; fields are added to them, none is renamed.
+Every event is one of the structs below. `kind` names it. Fields may be added to them; none is renamed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Event(Answer, kw_only=True, tag_field="kind", gc=False):  # no event is pa
     at: float = 0.0
     """Unix seconds, for display only."""
     tenant: str | None = None
-    """Whom it concerns: "" is the server's own user. None: the whole server."""
+    """The tenant that it concerns: "" is the server's own user. None: it concerns the whole server."""
 
     of_requests: ClassVar[bool] = False
     """Whether requests cause it, so that there may be thousands a second."""
@@ -61,7 +61,7 @@ class Dead(_OfMember, kw_only=True, tag="dead"):
 
 
 class Left(_OfMember, kw_only=True, tag="left"):
-    """It has said that it leaves."""
+    """It has detached."""
 
 
 # ---------------------------------------------------------------- requests
@@ -189,7 +189,7 @@ class Refused(Event, kw_only=True, tag="refused"):
 
 
 class Evicted(Event, kw_only=True, tag="evicted"):
-    """Chunks went to make room, since the last event of this kind."""
+    """Chunks were evicted for others, since the last event of this kind."""
 
     of_requests: ClassVar[bool] = True
     chunks: int
@@ -198,7 +198,7 @@ class Evicted(Event, kw_only=True, tag="evicted"):
 
 
 class Mismatched(_OfSession, kw_only=True, tag="mismatched"):
-    """A reader found other bytes than were stored: the chunks are found no more."""
+    """A reader found other bytes than were stored: the chunks are no longer found."""
 
     lease: Hex64
     chunks: int
@@ -279,9 +279,9 @@ class Adopted(Event, kw_only=True, tag="adopted"):
     sessions: int
     leases: int
     aborted: int
-    """Chunks that were being stored, and are let go."""
+    """Chunks that were being stored, and are dropped."""
     dropped: int
-    """Chunks that were damaged, and are found no more."""
+    """Chunks that were damaged, and are no longer found."""
 
 
 class Ready(Event, kw_only=True, tag="ready"):
@@ -339,4 +339,4 @@ def kind_of(event: type[Event]) -> str:
 
 
 KINDS: dict[str, type[Event]] = {kind_of(event): event for event in EVENTS}
-"""By what `kind` says."""
+"""The events by `kind`."""

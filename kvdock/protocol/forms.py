@@ -12,8 +12,7 @@ from typing import Generic, NamedTuple, TypeVar
 import msgspec
 
 from kvdock.protocol.errors import ApiError
-from kvdock.protocol.schemas import LookupHead, ReserveHead
-from kvdock.protocol.tier_schemas import HoldHead
+from kvdock.protocol.schemas import HoldHead, LookupHead, ReserveHead
 from kvdock.protocol.wire_types import Body
 
 B = TypeVar("B", bound=Body)

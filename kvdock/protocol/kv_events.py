@@ -1,7 +1,7 @@
-"""What routers are told of the cache: vLLM's KV cache events, and the names by which routers know a chunk.
+"""What routers get to know of the cache: vLLM's KV cache events, and the names by which routers know a chunk.
 
 A router that sends requests where their prefix is knows blocks by the engine's hashes, and computes the same from their
-tokens. The server knows keys alone, so engines say with their reservations what routers know the chunks by.
+tokens. The server knows keys alone, so engines send with their reservations the names by which routers know the chunks.
 docs/events.md explains the forms.
 """
 
@@ -13,8 +13,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from kvdock.protocol.trace_context import Traced
-from kvdock.protocol.wire_types import MAX_STORE_KEYS, Identity
+from kvdock.protocol.wire_types import MAX_STORE_KEYS, Identity, Traced
 
 MAX_HASHES = 4096
 BlockHash = Annotated[int, msgspec.Meta(ge=0)]
@@ -25,7 +24,7 @@ MEDIUM = "CPU"
 
 
 class BlockNames(Identity, array_like=True, frozen=True):
-    """`[parent, hashes, tokens]`: what routers know a chunk by."""
+    """`[parent, hashes, tokens]`: the names by which routers know a chunk."""
 
     parent: BlockHash | None
     """The block before it; None: it begins a sequence, or has no hashes."""
@@ -51,16 +50,16 @@ def block_hash(whole: bytes | int) -> int:
 
 
 def named(parent: bytes | int | None, hashes: Sequence[bytes | int], tokens: Sequence[int]) -> BlockNames:
-    """From an engine's hashes, whole or not."""
+    """From an engine's hashes: whole ones, or their last bits."""
     before = None if parent is None else block_hash(parent)
     return BlockNames(before, [block_hash(one) for one in hashes], struct.pack(f"<{len(tokens)}I", *tokens))
 
 
 class Naming(Traced, kw_only=True):
-    """A call that may say what routers know its chunks by."""
+    """A call that may give the names by which routers know its chunks."""
 
     blocks: Annotated[list[BlockNames], msgspec.Meta(max_length=MAX_STORE_KEYS)] | msgspec.UnsetType = msgspec.UNSET
-    """One for each key, where the answer to the attach wants them."""
+    """One for each key, if SessionAttached.wants_blocks."""
 
 
 class BlockStored(msgspec.Struct, tag="BlockStored", tag_field="type"):
@@ -81,7 +80,7 @@ class BlockRemoved(msgspec.Struct, tag="BlockRemoved", tag_field="type"):
 
 
 class AllBlocksCleared(msgspec.Struct, tag="AllBlocksCleared", tag_field="type"):
-    """All that was told before does not hold any more. What is there follows."""
+    """All earlier events are void. The blocks that are there follow."""
 
 
 KvEvent = BlockStored | BlockRemoved | AllBlocksCleared

@@ -11,7 +11,7 @@ import struct
 
 import msgspec
 
-from kvdock.protocol.log_format import LogFormat, LogLevel
+from kvdock.protocol.readable import LogFormat, LogLevel
 from kvdock.protocol.reports import TierView
 from kvdock.protocol.schemas import Manifest
 from kvdock.protocol.wire_types import KEY_BYTES, Answer, Body, Key, Name
@@ -20,6 +20,19 @@ from kvdock.protocol.wire_types import KEY_BYTES, Answer, Body, Key, Name
 def split_keys(keys: bytes) -> list[bytes]:
     """`keys`: several keys in a row, KEY_BYTES each."""
     return [keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES)]
+
+
+def worth_chunks(
+    most: int, *, chunk_bytes: int, chunk_tokens: int, latency_s: float, bytes_per_s: float, wait_s: float,
+    tokens_per_s: float,
+) -> int:
+    """How many of `most` chunks come within `wait_s`, and sooner than an engine that computes `tokens_per_s` (0: not
+    known) computes them; 0: none does. The latency counts least for the longest prefix that comes in time, so that
+    prefix decides."""
+    chunk_s = chunk_bytes / bytes_per_s
+    count = min(most, int((wait_s - latency_s) / chunk_s))
+    is_too_slow = tokens_per_s > 0 and latency_s + count * chunk_s > count * chunk_tokens / tokens_per_s
+    return 0 if is_too_slow else max(0, count)
 
 
 class Promise(Body, array_like=True):
@@ -33,7 +46,7 @@ class Promise(Body, array_like=True):
 
 
 KNOWN_BYTES = 8
-"""How many bytes of each key `KnownKeys` carries: enough to tell that a tier certainly lacks a chunk."""
+"""How many bytes of each key `KnownKeys` carries: enough to know that a tier certainly lacks a chunk."""
 
 
 class KnownKeys(Body, array_like=True):
@@ -193,9 +206,8 @@ class MoverConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """The instance names under which the mover attaches begin with it."""
     disk_path: str = ""
     disk_bytes: int = 0
-    redis_url: str = ""
-    objects_url: str = ""
-    mooncake_url: str = ""
+    stores: dict[str, str] = {}
+    """The URLs of stores by their names, in the order in which they are asked."""
     asks: int = 0
     """A chunk is written once prompts have asked for it this often; 0: once or twice, whichever pays."""
     queue_bytes: int = 1 << 30

@@ -1,7 +1,7 @@
-"""What became of an engine's requests, as the engine itself knows it: heartbeats tell it, and people read it.
+"""What became of an engine's requests, as the engine itself knows it: heartbeats report it, and people read it.
 
-The record is every engine's. Why not more of a prompt was loaded is a short word of the engine's choice: REASONS has
-those that this project's connectors say, and any other one is shown as it is.
+The record is the same for every engine. The reason why not more of a prompt was loaded is a short word of the engine's
+choice: REASONS has those that this project's connectors use, and any other one is shown as it is.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ from typing import Annotated, Final
 
 import msgspec
 
-from kvdock.protocol.usage import Copied
-from kvdock.protocol.wire_types import Answer, Carrier, Identity, Name
+from kvdock.protocol.wire_types import Answer, Body, Carrier, Identity, Name
 
+Amount = Annotated[int, msgspec.Meta(ge=0, lt=1 << 60)]
+Rate = Annotated[float, msgspec.Meta(ge=0, le=1e15)]
 MAX_OUTCOMES: Final = 64
 """In one heartbeat."""
 TokenCount = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
@@ -30,7 +31,7 @@ REASONS: Final = {
     "bypassed_growing": "not looked up: its prompt grows",
     "bypassed_unready": "not looked up: its adapter or media were not hashed in time",
 }
-"""Why not more was loaded, in words. docs/vllm.md says when each of them is said."""
+"""Why not more was loaded, in words. docs/vllm.md explains each."""
 
 
 def in_words(why: str) -> str:
@@ -39,35 +40,47 @@ def in_words(why: str) -> str:
 
 
 class Outcome(Identity, frozen=True, kw_only=True):
-    """A request that has ended. What was loaded lies behind the local tokens of the same admission."""
+    """A request that has ended. Its loaded tokens follow the local tokens of the same admission."""
 
     request: Name
     """As the engine's lookups name it."""
     prompt_tokens: TokenCount
     local_tokens: TokenCount = 0
-    """What the engine's own cache had of it when it was admitted for the first time, or when its last load began."""
+    """How much the engine's own cache had of it when it was first admitted, or when its last load began."""
     found_tokens: TokenCount = 0
     """The longest prefix that the server had, from the first token on."""
     loaded_tokens: TokenCount = 0
     why: Why = ""
     """What kept more from being loaded. Empty: nothing did."""
     loaded_bytes: Annotated[int, msgspec.Meta(ge=0, lt=1 << 50)] = 0
-    """What the last load was of, over all ranks."""
+    """The size of the last load, over all ranks."""
     load_us: Microseconds | None = None
     """From when the engine began the load until it knew the load's end. None: it did not load, or not all came."""
     copy_us: Microseconds | None = None
-    """The part that was copying, on the slowest rank. None: that is not known."""
+    """How much of that was copying, on the slowest rank. None: not known."""
     prefill_tokens_per_s: Annotated[float, msgspec.Meta(ge=0, le=1e12)] = 0.0
     """How fast the engine computes prompts, as it has measured. 0: it has not."""
 
 
-class Teller(Carrier, kw_only=True):
-    """A call that may tell what became of requests, and what was copied."""
+class Copied(Body, kw_only=True, omit_defaults=True):
+    """What a member's copies moved since its last heartbeat."""
+
+    load_bytes: Amount = 0
+    load_us: Amount = 0
+    """How long the copies took, in sum: copies that ran at the same time count in full, each of them."""
+    store_bytes: Amount = 0
+    store_us: Amount = 0
+    ceiling_bytes_per_s: Rate = 0.0
+    """How fast plain copies of that member go, as measured on its machine. 0: not measured."""
+
+
+class Reporting(Carrier, kw_only=True):
+    """A call that may report what became of requests, and what was copied."""
 
     outcomes: Annotated[list[Outcome], msgspec.Meta(max_length=MAX_OUTCOMES)] = msgspec.field(default_factory=list)
-    """Requests that have ended, in that order. Telling one again is harmless."""
+    """Requests that have ended, in that order. Reporting one again is harmless."""
     outcomes_dropped: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)] = 0
-    """How many more have ended since the last heartbeat: they did not fit."""
+    """How many others have ended since the last heartbeat, which did not fit."""
     copied: Copied | None = None
     """None: nothing has been copied since."""
 
@@ -86,8 +99,8 @@ class OutcomeView(Answer, kw_only=True):
     copy_us: int | None = None
     prefill_tokens_per_s: float = 0.0
     saved_s: float | None = None
-    """What computing the loaded tokens would have taken, less what loading them took; below 0: the load was dearer.
-    None: one of the two is not known."""
+    """What computing the loaded tokens would have taken, less what loading them took; below 0: loading took
+    longer. None: one of the two is not known."""
 
 
 def view_of(outcome: Outcome) -> OutcomeView:

@@ -1,15 +1,97 @@
-"""Answers that people and probes read, and the shape of every error."""
+"""Answers that people and probes read: lists, status, use, explanations, curves, and the shape of every error."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import msgspec
 
 from kvdock.protocol.outcomes import OutcomeView
-from kvdock.protocol.usage import Saved
-from kvdock.protocol.version import API_VERSION
-from kvdock.protocol.wire_types import Answer, Hex64
+from kvdock.protocol.wire_types import API_VERSION, Answer, Hex64, Key, Tenant
+
+# --------------------------------------------------------------------------- what is used, and what that saves
+
+
+class CopyRates(Answer, kw_only=True):
+    """How fast a session's members copied in the last minutes in which they copied; None: they did not."""
+
+    load_bytes_per_s: float | None = None
+    """All members together, over the time in which they copied."""
+    store_bytes_per_s: float | None = None
+    ceiling_bytes_per_s: float | None = None
+    """How fast plain copies go there, all members together. None: not measured."""
+
+
+class UseTotals(Answer, kw_only=True):
+    """Since the session or namespace was first seen by this server."""
+
+    lookups: int = 0
+    lookup_tokens: int = 0
+    hit_tokens: int = 0
+    loaded_tokens: int = 0
+    """As engines report it when requests have ended."""
+    loaded_bytes: int = 0
+    """In leases, counted once per fetch."""
+    stored_bytes: int = 0
+    saved_s: float | None = None
+    """What computing the loaded tokens would have taken, less what loading them took. None: no engine has reported
+    both."""
+
+
+class Used(Answer, kw_only=True):
+    """What a session has used."""
+
+    is_bench: bool = False
+    totals: UseTotals = msgspec.field(default_factory=UseTotals)
+    copy: CopyRates = msgspec.field(default_factory=CopyRates)
+
+
+class Saved(Answer, kw_only=True):
+    """By all engines, since the server's start."""
+
+    tokens: int = 0
+    """Loaded instead of computed, as engines report it when requests have ended."""
+    seconds: float | None = None
+    """The engines' time, as UseTotals has it."""
+
+
+class PrefixView(Answer, kw_only=True):
+    """Chunks that begin with the same first chunk: a prefix and all that goes on from it."""
+
+    namespace: Key
+    tenant: str
+    model: str
+    weights: str | None = ""
+    """As in NamespaceView."""
+    key: Key
+    """The first chunk's."""
+    tokens: int
+    """Stored under it, each chunk counted once."""
+    chunks: int
+    bytes: int
+    age_s: float | None
+    """Since the first chunk was stored; None: before this server's start."""
+    unused_s: float | None
+    """Since a request last named one of the chunks; None: longer than is known."""
+    uses: int
+    """Lookups that found the first chunk, since this server's start."""
+    last_key: Key
+    """The deepest chunk's that at least half of those lookups found as well. A pin of it keeps what precedes it too."""
+    last_tokens: int
+    """From the first chunk to the end of that one."""
+
+
+class Prefixes(Answer, kw_only=True):
+    """Those that lookups found most often come first. One that has gone since they were counted is left out."""
+
+    prefixes: list[PrefixView]
+    prefix_count: int
+    """How many there were when the pool was counted: at least as many as are listed."""
+    counted_s: float
+    """How long ago the pool was counted."""
+
+
+# --------------------------------------------------------------------------- status and lists
 
 
 class Health(Answer, kw_only=True):
@@ -38,8 +120,8 @@ class Leases(Answer, kw_only=True):
 
 
 class RequestView(Answer, kw_only=True):
-    """One recent call: what it asked for and what it got. Or a request that its engine told of when it had ended, and
-    that looked up nothing here."""
+    """One recent call: what it asked for and what it got. Or a request that looked up nothing here, which its
+    engine reported when it had ended."""
 
     at: float
     """Unix seconds, for display only."""
@@ -53,7 +135,7 @@ class RequestView(Answer, kw_only=True):
     bytes: int
     took_us: int
     outcome: OutcomeView | None = None
-    """What became of the request, once its engine has told it."""
+    """What became of the request, once its engine has reported it."""
 
 
 class Requests(Answer, kw_only=True):
@@ -177,8 +259,8 @@ class Status(Answer, kw_only=True):
     """Totals since start; kvdock/api/record/counters.py explains each. What benchmarks do is left out."""
     saved: Saved = msgspec.field(default_factory=Saved)
     oldest_s: float | None = None
-    """How long the chunk was unused that was unused longest, of those that no engine holds: what is evicted has been
-    unused about so long. None: there is none."""
+    """The time since the last use of the chunk that was unused longest, of those that no engine holds: chunks that are
+    evicted now have been unused for about this long. None: there is none."""
     full_in_s: float | None = None
     """When the pool is full, at the rate at which it has filled in the last minutes. None: it does not fill, or is
     full."""
@@ -188,6 +270,167 @@ class Status(Answer, kw_only=True):
     """Lower tiers, in the order in which they are asked."""
     mover: MoverView | None = None
     """None: the server has no lower tiers."""
+
+
+# --------------------------------------------------------------------------- one request explained
+
+BREAKS: Final = {
+    "unknown": "it was never stored, or went so long ago that the server does not remember it",
+    "room": "it was evicted to make room for a store",
+    "ahead": "it was evicted because the pool had too little free room",
+    "quota": "it was evicted because its tenant had reached its quota",
+    "shrunk": "it was evicted with a segment that was given back",
+    "cleared": "an operator cleared the cache",
+    "deleted": "an operator deleted it",
+    "mismatched": "a reader found other bytes than were stored, so it was taken out of use",
+    "unread": "a lower tier had loaded it for a request that ended first",
+    "read": "it came from a lower tier for one request, and went with it",
+    "weights": "it was evicted first, because no engine had run its weights for a while",
+    "being_stored": "another engine is storing it",
+    "held_bytes": "the engine holds as much of the pool as it may",
+    "pinning": "not every rank has page-locked the memory that it lies in",
+}
+"""By `Break.why`."""
+
+
+class Break(Answer, kw_only=True):
+    """Where the prefix that a lookup found ends, and why."""
+
+    at_tokens: int
+    """Tokens from the first on that the server gave."""
+    why: str
+    """A key of BREAKS."""
+    in_words: str
+    gone_s: float | None = None
+    """How long the next chunk had been gone. None: as far as is known, it never was there."""
+    unused_s: float | None = None
+    """How long no request had named it when it was removed. None: not known."""
+
+
+class OtherNamespace(Answer, kw_only=True):
+    """A namespace of the same model, whose chunks this request cannot use."""
+
+    namespace: Key
+    differs: dict[str, list[Any]]
+    """Fields of the manifest, and `weights`: what the request's namespace says, and what this one says. Secrets are
+    `hidden`."""
+
+
+class LookupStory(Answer, kw_only=True):
+    """One lookup of the request, as it was answered for the first time in its epoch."""
+
+    at: float
+    """Unix seconds, for display only."""
+    engine: str
+    """Its label, or its session."""
+    tokens: int
+    hit_tokens: int
+    chunks: int
+    bytes: int
+    took_us: int
+    loaded_us: int | None
+    """From the answer until all ranks had read what they got; None: they have not, or got nothing."""
+    broke: Break | None
+    """None: all was found."""
+
+
+class LoadStory(Answer, kw_only=True):
+    """How long the request's last load took, as the engine has measured it."""
+
+    tokens: int
+    bytes: int
+    """Over all ranks."""
+    took_ms: float
+    """From when the engine began the load until it knew the load's end."""
+    queue_ms: float | None
+    """The part that was not copying: waiting for copies before it, and for the engine's next step."""
+    copy_ms: float | None
+    """The copies on the slowest rank; None: that is not known."""
+    bytes_per_s: float | None
+    """All ranks' bytes over the time of the copies."""
+
+
+class Explanation(Answer, kw_only=True):
+    """What the server knows of a request. `sentences` say it in words; the other fields have the figures."""
+
+    request: str
+    namespace: Key
+    model: str
+    weights: str | None = ""
+    """That its engine ran then, as in NamespaceView."""
+    sentences: list[str]
+    lookups: list[LookupStory] = msgspec.field(default_factory=list)
+    """Oldest first."""
+    outcome: OutcomeView | None = None
+    """What its engine reported when it had ended."""
+    load: LoadStory | None = None
+    """None: it loaded nothing, or its engine has not reported how long that took."""
+    saved_s: float | None = None
+    """What computing the loaded tokens would have taken at the engine's measured speed, less what loading them took.
+    Below 0: loading took longer. None: not known."""
+    nearest: OtherNamespace | None = None
+    """If nothing was found: the namespace of the same model that differs in the fewest fields."""
+
+
+# --------------------------------------------------------------------------- pools of other sizes
+
+
+class CurvePoint(Answer, kw_only=True):
+    """The share of tokens that lookups would find in a pool of that size, under the same eviction policy."""
+
+    factor: float | None
+    """Times the pool's size; None: without bound."""
+    pool_bytes: int | None
+    hit_share: float | None
+    """None: the simulated pool is too small to say."""
+
+
+class SpaceCurve(Answer, kw_only=True):
+    """What was asked for, and how much of it was found and would be found."""
+
+    lookups: int
+    """Repeats of a request within its epoch are not counted."""
+    tokens: int
+    sampled_chunks: int
+    """How many of the chunks that were asked for the simulated pools saw."""
+    hit_share: float | None
+    """Found in the pool itself, as far as it was counted; None: nothing was asked for."""
+    points: list[CurvePoint]
+    """From the smallest pool to the one without bound. Empty where too few chunks were sampled."""
+
+
+class TenantCurve(SpaceCurve, kw_only=True):
+    tenant: Tenant
+
+
+class NamespaceCurve(SpaceCurve, kw_only=True):
+    namespace: str
+    """The namespace of the weights that engines start with; it stands for all weights of the manifest."""
+    tenant: Tenant
+    model: str
+    chunk_tokens: int
+    chunk_bytes: int
+
+
+class Curve(Answer, kw_only=True):
+    """Predicted hit shares by the size of the pool, of what the caller may see. It begins anew with the server, and
+    when the pool's size or its eviction policy is changed."""
+
+    eviction: str
+    pool_bytes: int
+    covers_s: float
+    """Since it began."""
+    half_life_s: float
+    """A lookup this long ago counts for half, in all counts and shares."""
+    sampled_share: float
+    """How much of all chunks is sampled now. It falls when they become many."""
+    total: SpaceCurve
+    tenants: list[TenantCurve]
+    namespaces: list[NamespaceCurve]
+    """Those that were looked up in last: at most 256 are counted apart."""
+
+
+# --------------------------------------------------------------------------- errors
 
 
 class Problem(Answer, kw_only=True):

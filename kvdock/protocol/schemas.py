@@ -4,7 +4,7 @@ Struct fields are the wire names. Unknown fields are refused. 64-bit values that
 (grant ids, checksums) travel as 16 lower-case hex digits; keys as 64. Every body may be MessagePack instead, where
 keys travel as one bin and checksums as integers. Sizes are bytes, durations seconds: the server's clock never leaves
 the server. Calls of operators are in kvdock/protocol/admin_schemas.py, answers that people read in
-kvdock/protocol/reports.py, hints in kvdock/protocol/hints.py, the scalars in kvdock/protocol/wire_types.py.
+kvdock/protocol/reports.py, the scalars in kvdock/protocol/wire_types.py.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from typing import Annotated, Final, Literal
 import msgspec
 
 from kvdock._core import SEGMENT_IDS
-from kvdock.protocol.awaited import BeingStored, PendingTokens
 from kvdock.protocol.keys import HASH_FUNCTION
 from kvdock.protocol.kv_events import Naming
-from kvdock.protocol.outcomes import Teller
-from kvdock.protocol.trace_context import Traced
-from kvdock.protocol.usage import Purpose, Used
+from kvdock.protocol.outcomes import Reporting
+from kvdock.protocol.reports import Used
 from kvdock.protocol.wire_types import (
     MAX_ANSWERS,
     MAX_ENTRIES,
     MAX_GROUPS,
+    MAX_HINT_S,
     MAX_KEYS,
     MAX_RANKS,
     MAX_RELEASES,
+    MOST_PRIORITY,
     Answer,
     Body,
     Carried,
@@ -45,6 +45,7 @@ from kvdock.protocol.wire_types import (
     StoreKeys,
     Text,
     Tokens,
+    Traced,
     Weights,
     checksum_value,
 )
@@ -66,7 +67,7 @@ class Group(Identity, frozen=True, kw_only=True):
 
 
 SECRET_FIELDS: Final = ("hash_seed", "cache_salt")
-"""What keeps engines apart in a manifest: no answer shows it."""
+"""The fields of a manifest that only keep engines apart. No answer shows them."""
 
 
 class Manifest(Identity, frozen=True, kw_only=True):
@@ -121,6 +122,14 @@ class Member(Body, kw_only=True):
     registration is needed."""
 
 
+class Purpose(Body, kw_only=True, omit_defaults=True):
+    """What an engine attaches for."""
+
+    is_bench: bool = False
+    """It is a benchmark or a demonstration. The server's totals leave it out. When the last such session of a namespace
+    has ended, and no other session has used the namespace, its chunks are removed."""
+
+
 class AttachSession(Purpose, kw_only=True):
     instance: Name
     """Id of the engine instance, chosen by the client at random: all its members send the same one."""
@@ -129,7 +138,8 @@ class AttachSession(Purpose, kw_only=True):
     label: Label = ""
     """Free text, shown by the status page and the command line."""
     weights: Weights = ""
-    """That the engine runs now. Of the scheduler's member alone: the others join their session whatever it runs."""
+    """The weights that the engine runs now. Only the scheduler's member has to name them: the others join their
+    session, whatever it runs."""
 
 
 class Segment(Answer, kw_only=True):
@@ -141,7 +151,7 @@ class Segment(Answer, kw_only=True):
     prefaulted_bytes: int
     used_bytes: int
     retiring: bool = False
-    """Nothing new is stored in it; it is removed as soon as nobody holds any of it."""
+    """Nothing new is stored in it; it is removed as soon as no engine holds any of it."""
 
 
 class Segments(Answer, kw_only=True):
@@ -169,11 +179,11 @@ class SessionAttached(Answer, kw_only=True):
     changes_next: int = 0
     """The `changes_since` of the first heartbeat, for members that follow changes."""
     wants_blocks: bool = False
-    """Reservations shall say by `blocks` what routers know chunks by."""
+    """Reservations are to have `blocks`, the names by which routers know the chunks."""
 
 
 class RunWeights(Body, kw_only=True):
-    """From now on the engine runs these weights: what it looks up and stores is filed apart from that of others."""
+    """From now on the engine runs these weights: what it looks up and stores is in a namespace of their own."""
 
     session: Name
     member: Name
@@ -192,7 +202,7 @@ class GrantRanks(Body, kw_only=True):
     """Empty: the question or answer is for the member that asked for the grant."""
 
 
-class Heartbeat(Teller, kw_only=True, omit_defaults=True):
+class Heartbeat(Reporting, kw_only=True, omit_defaults=True):
     member: Name
     done: Annotated[list[GrantRanks], msgspec.Meta(max_length=MAX_ANSWERS)] = msgspec.field(default_factory=list)
     """Answers to questions: these ranks are done, and promise to refuse later work that names the grant."""
@@ -243,7 +253,7 @@ class MemberView(Answer, kw_only=True):
 
 
 def listed_id(session: str) -> str:
-    """A session's id as lists and logs have it: without the proof, its last part, that the session's calls need."""
+    """A session's id as lists and logs show it: without its last part, the secret that the session's calls need."""
     return session.rpartition("-")[0]
 
 
@@ -256,7 +266,7 @@ class SessionView(Used, kw_only=True):
     label: str
     model: str
     namespace: Key
-    """In which it looks up and stores now: that of its weights."""
+    """The namespace in which it looks up and stores now: that of its weights."""
     weights: str | None = ""
     """Empty: those that the engine started with. None: not known since the server was started again."""
     members: list[MemberView]
@@ -287,6 +297,25 @@ class Part(Answer, array_like=True, gc=False):  # thousands in one answer, and n
     @property
     def checksum_value(self) -> int:
         return checksum_value(self.checksum)
+
+
+class BeingStored(Answer):
+    """Other sessions, all of whose members are live, store the prefix up to `tokens`, or have promised to.
+    `committed` of these tokens are stored. No limit on `hit_tokens` counts here."""
+
+    tokens: int
+    committed: int
+
+
+class PendingTokens(Answer):
+    """Lower tiers are asked for chunks behind the hit, or are loading them for this request."""
+
+    tokens: int
+    """How long the hit will be, counted from token 0. While tiers are asked: how long it may become at most."""
+    tier: str
+    """The tier that loads them; empty while tiers are asked."""
+    by_s: float
+    """When they are expected to be in the pool, in seconds from now. They may come later, or not at all."""
 
 
 class Lookup(Traced, kw_only=True):
@@ -320,7 +349,7 @@ class LookupHead(Carried, kw_only=True):
     """Index of the first chunk in `chunks`: chunks wholly inside the skip are neither locked nor returned."""
     limited_by: Literal["held_bytes", "pinning"] | None = None
     being_stored: BeingStored | None = None
-    """None: nobody else stores what comes behind the stored prefix."""
+    """None: no other session stores what follows the stored prefix."""
     pending: PendingTokens | None = None
     """None: no lower tier is asked for this request."""
 
@@ -366,7 +395,7 @@ class Reserve(Naming, kw_only=True):
     groups: Annotated[list[int], msgspec.Meta(max_length=MAX_GROUPS)] | None = None
     """Indices of the groups that this store has bytes of, for every chunk; None: all."""
     temporary: bool = False
-    """The chunks vanish with their last reader unless a second request hits them."""
+    """The chunks are removed with their last reader, unless a second request has hit them."""
     edition: int | None = None
     """Set by the server's mover alone: it fills the slots with what was stored before, which may be cleared
     meanwhile."""
@@ -446,3 +475,93 @@ class ReportMismatch(Body, kw_only=True):
 
 class MismatchAnswer(Answer, kw_only=True):
     quarantined: int
+
+
+# --------------------------------------------------------------------------- hints
+
+
+class Hint(Body, kw_only=True):
+    """How long a prompt's chunks are worth keeping, or that no request is expected to ask for them again."""
+
+    session: Name
+    member: Name
+    keys: Keys
+    """The keys of a prompt's chunks, in order. A priority above 0 applies from the first chunk on, any other one
+    from the last chunk back."""
+    priority: Annotated[int, msgspec.Meta(ge=-MOST_PRIORITY, le=MOST_PRIORITY)] = 0
+    """Chunks of lower priority are evicted first. Above 0: they are retained. 0: an earlier hint no longer
+    counts."""
+    duration_s: Annotated[float, msgspec.Meta(gt=0, le=MAX_HINT_S)] | None = None
+    """None, for priorities below 0: until another request names the chunk."""
+    conversation_ended: bool = False
+    """No request is expected to ask for the chunks again: they are evicted before those of any priority."""
+
+
+class HintAnswer(Answer, kw_only=True):
+    chunks: int
+    """How many chunks the hint took effect for."""
+    refused: int = 0
+    """How many were not retained, because hints retain as much of the pool as they may."""
+
+
+# --------------------------------------------------------------------------- lower tiers
+
+MOVER_LABEL: Final = "lower tiers"
+"""The label of the mover's own sessions. It is only shown to people: an engine may have the same."""
+MAX_AFTER_S = 3600.0
+MAX_PREFETCH_S = 600.0
+
+
+class Hold(Carrier, kw_only=True):
+    """Leases to rank 0 those chunks of `keys` that are stored, with all their groups, wherever they are in their
+    chains. It does not count as a use: the order of eviction stays the same."""
+
+    session: Name
+    member: Name
+    request: Name
+    """A different id for each call."""
+    keys: StoreKeys
+
+
+class HoldHead(Carried, kw_only=True):
+    """The answer to a hold without `chunks`, like LookupHead."""
+
+    lease: Hex64 | None
+    is_limited: bool
+    """Some chunks are stored but not leased, because the session, or all sessions, hold as much as they may."""
+
+
+class HoldAnswer(HoldHead, kw_only=True):
+    chunks: list[list[Part]]
+    """The parts of each key's chunk; empty where it is not leased."""
+
+
+class Prefetch(Body, kw_only=True):
+    """Chunks that requests will ask for soon: lower tiers load those that the pool lacks, ahead of the requests."""
+
+    session: Name
+    member: Name
+    keys: Keys
+    """The keys of a prompt's chunks, from the first on."""
+    after_s: Annotated[float, msgspec.Meta(ge=0, le=MAX_AFTER_S)] = 0.0
+    """Seconds until loading begins. For a conversation that comes back later, whose chunks may be evicted until
+    then."""
+    deadline_s: Annotated[float, msgspec.Meta(gt=0, le=MAX_PREFETCH_S)] = 30.0
+    """How long loading may take; chunks that have not come by then are not loaded."""
+
+
+Why = Literal["", "stored", "later", "limited", "absent", "tiers_off", "not_served", "no_tiers", "draining"]
+
+
+class PrefetchAnswer(Answer, kw_only=True):
+    """The answer comes at once, before any tier is asked."""
+
+    stored_tokens: int
+    """How many tokens from the first on the pool has."""
+    coming_tokens: int
+    """How many of the next tokens may be loaded now, as far as a tier has them."""
+    why: Why
+    """Why not more tokens come. '': all may come. 'stored': the pool has all of them. 'later': `after_s` has not
+    passed. 'limited': as much is loaded ahead of requests as is allowed. 'absent': no tier has the next chunk.
+    'tiers_off': no tier works. 'not_served': tiers do not serve the tenant. 'no_tiers': the server has none.
+    'draining': the server is about to end."""

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Final
+import re
+from typing import Annotated, Final, NamedTuple
 
 import msgspec
 
 from kvdock import _core
 
+API_VERSION = 1
+"""The version of the HTTP API, which the server names on every answer. A request may name the version it was written
+for; one that the server does not speak is refused before anything is done. A request that names none gets the
+server's own."""
+VERSION_HEADER = "Kvdock-Api"
+SUPPORTED_VERSIONS = (API_VERSION,)
 MAX_KEYS: Final = _core.MAX_KEYS
 """In one lookup."""
 MAX_STORE_KEYS: Final = _core.MAX_STORE_KEYS
@@ -66,9 +73,9 @@ MAX_RELEASES = 256
 MAX_ENTRIES: Final = 1024
 """Parts of a commit, chunks of a report of mismatches, changes of an answer: each takes the server 1 to 2 µs."""
 MOST_PRIORITY: Final = _core.MOST_PRIORITY
-"""That hints may wish for chunks; its negative is the least."""
+"""The highest priority that a hint may give; the lowest is its negative."""
 MAX_HINT_S: Final = 86_400.0
-"""The longest that a hint may be in force."""
+"""How long a hint may last, at most."""
 MAX_ANSWERS: Final = 1024
 """The most entries that a heartbeat has in `done`, and in `keep`, and the most questions that its answer asks."""
 
@@ -100,7 +107,8 @@ class RefusedRelease(Answer, array_like=True):
 
 
 class Carrier(Body, kw_only=True):
-    """A call that may carry releases of its session's leases. They are done before the call, and never make it fail."""
+    """A call that may carry releases of its session's leases. The server handles them before the call, and a release
+    that it refuses does not make the call fail."""
 
     releases: Annotated[list[Released], msgspec.Meta(max_length=MAX_RELEASES)] = msgspec.field(default_factory=list)
 
@@ -108,3 +116,40 @@ class Carrier(Body, kw_only=True):
 class Carried(Answer, kw_only=True):
     refused_releases: list[RefusedRelease] = msgspec.field(default_factory=list)
     """Those of the carried releases that were refused; the others are done."""
+
+
+# --------------------------------------------------------------------------- traces
+
+MAX_TRACEPARENT = 256
+"""Version 00 has 55 characters; later versions may add to it."""
+
+_FORM = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
+
+
+class Traced(Carrier, kw_only=True):
+    """A call for a request of an engine."""
+
+    traceparent: Annotated[str, msgspec.Meta(max_length=MAX_TRACEPARENT)] | msgspec.UnsetType = msgspec.UNSET
+    """The W3C trace context of the request, as the engine got it. A text that is none is ignored."""
+
+
+class TraceContext(NamedTuple):
+    trace_id: int
+    span_id: int
+    is_sampled: bool
+
+
+def trace_context(traceparent: str) -> TraceContext | None:
+    """Reads a `traceparent` of W3C Trace Context, level 1 (https://www.w3.org/TR/trace-context/). None: it is none. As
+    that document asks, such a text makes no call fail: a span that would have been its child begins a trace of its
+    own."""
+    found = _FORM.fullmatch(traceparent) if len(traceparent) <= MAX_TRACEPARENT else None
+    if found is None or found[1] == "ff" or (found[1] == "00" and found[5] is not None):
+        return None
+    made = TraceContext(int(found[2], 16), int(found[3], 16), bool(int(found[4], 16) & 1))
+    return made if made.trace_id and made.span_id else None
+
+
+def traceparent_or_none(text: object) -> str:
+    """The text, if it is a traceparent, else an empty one."""
+    return text if isinstance(text, str) and trace_context(text) is not None else ""

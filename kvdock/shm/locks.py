@@ -1,10 +1,10 @@
-"""Which bytes of a pool's lock file are locked by whom: byte 0 by its server, and one byte by each member.
+"""The bytes of a pool's lock file: byte 0 is locked by the pool's server, and one byte by each member.
 
 The lock file is beside the segments (`objects.lock_path`), so every process that can map the pool can also prove that
 it is alive, even from another container that shares the directory, and finds the file by the pool id alone. The file
 appears complete, with byte 0 already locked, and is removed last. So:
 
-    no lock file                      nobody serves this pool
+    no lock file                      no server serves this pool
     lock file, byte 0 free            its server is dead: adopt the pool (kvdock/api/pool/lock.py) or remove it
     lock file, byte 0 locked          its server is alive: leave the pool alone
 

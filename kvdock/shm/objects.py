@@ -4,7 +4,7 @@ A pool with id P (16 hex digits) owns exactly these names in the shared-memory d
 
     kvdock-P.lock     the lock file: made first, removed last (locks.py)
     kvdock-P-table    the table region of the server
-    kvdock-P-history  what people are shown of hours and days, and while it is written kvdock-P-history.new
+    kvdock-P-history  the time series of hours and days, and while it is written kvdock-P-history.new
     kvdock-P-0000-R … the segments, by number; R: 16 random hex digits, drawn for each, so that no other user can
                       take the name of the next one
 
@@ -33,7 +33,7 @@ _posix_ipc: Final[Any] = importlib.import_module("posix_ipc")
 
 SHM_DIR: Final = Path("/dev/shm")
 _NAME: Final = re.compile(r"kvdock-([0-9a-f]{16})(?:-(\d{4,})(?:-[0-9a-f]{16})?|-table|-history(?:\.new)?|\.lock)")
-"""Earlier builds named segments without R: such names are known, so that what was left is removed."""
+"""Earlier builds named segments without R: such names are known, so that leftovers are removed."""
 
 
 def segment_name(pool_id: int, segment: int, drawn: int) -> str:
@@ -65,7 +65,7 @@ def is_own(found: os.stat_result) -> bool:
 
 
 def require_own(fd: int, name: str) -> None:
-    """ForeignObject unless the open object is_own."""
+    """Raises ForeignObject unless the open object is_own."""
     found = os.fstat(fd)
     if not is_own(found):
         raise ForeignObject(
@@ -86,12 +86,12 @@ def pool_objects(shm_dir: Path = SHM_DIR) -> dict[int, list[str]]:
 
 
 def foreign_objects(shm_dir: Path = SHM_DIR) -> list[str]:
-    """What there has a name of ours and is not ours, sorted."""
+    """Objects there that have a name of ours and belong to others, sorted."""
     return [path.name for path, own in _named(shm_dir) if not own]
 
 
 def _named(shm_dir: Path) -> Iterator[tuple[Path, bool]]:
-    """What has a name of ours, by name, and whether it is our own."""
+    """Objects that have a name of ours, each with whether it is our own."""
     for path in sorted(Path(shm_dir).iterdir()):
         if _NAME.fullmatch(path.name):
             with suppress(FileNotFoundError):  # gone meanwhile

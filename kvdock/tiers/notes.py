@@ -24,7 +24,7 @@ _HEAD: Final = struct.Struct("<8sIQQII")  # magic, version, birth, generation, d
 _DELETED: Final = struct.Struct("<32sI")
 _CRC: Final = struct.Struct("<I")
 HEAD_BYTES: Final = _HEAD.size + _CRC.size
-"""The head has a CRC of its own, and tells how long the rest is."""
+"""The head has a CRC of its own, and has the length of the rest."""
 
 
 class NoteError(ValueError):

@@ -38,6 +38,11 @@ class TierError(Exception):
         self.tier, self.why = tier, why
 
 
+class TierUrlError(ValueError):
+    """The tier cannot use its URL, or what the URL points to. The message names what was found and what is wanted, and
+    never contains a password."""
+
+
 class ReadOnly(TierError):
     """The tier works, but nothing in it can be changed."""
 
@@ -100,6 +105,31 @@ class Usage:
     bytes_used: int
     bytes_limit: int
     wear_bytes: int
+
+
+class OwnUsage:
+    """Counts what one instance of a tier has stored, less what it has deleted. Others may store and delete there too.
+    `wears_out`: the storage does, so that the bytes written are counted. Thread-safe."""
+
+    def __init__(self, *, wears_out: bool) -> None:
+        self._wears_out, self._lock = wears_out, threading.Lock()
+        self._objects = self._bytes = self._written_bytes = 0
+
+    def stored(self, size_bytes: int) -> None:
+        with self._lock:
+            self._objects += 1
+            self._bytes += size_bytes
+            self._written_bytes += size_bytes
+
+    def deleted(self, objects: int, size_bytes: int) -> None:
+        with self._lock:
+            self._objects -= objects
+            self._bytes -= size_bytes
+
+    def view(self) -> Usage:
+        with self._lock:
+            wear_bytes = self._written_bytes if self._wears_out else 0
+            return Usage(max(0, self._objects), max(0, self._bytes), 0, wear_bytes)
 
 
 class ToLoad(NamedTuple):
@@ -192,3 +222,21 @@ class Tier(Protocol):
 
     def close(self, deadline: Deadline) -> None:
         """Stops the tier's own threads, and makes durable what the tier promises to keep."""
+
+
+def registers_nothing(url: str) -> bool:
+    """For stores whose tiers do not have to know the pool's memory."""
+    return False
+
+
+class Store(NamedTuple):
+    """A kind of storage that other machines can reach. A package adds one by an entry point of the group
+    `kvdock.tiers`, which names an object of this class (docs/tiers.md#add-a-store).
+
+    `open_tier`: takes the URL from the server's settings, and a deadline. It raises TierUrlError if the URL can never
+    be used, and TierError if it cannot be used now; then it is called again some seconds later. The tier's `name` is
+    the entry point's. `registers_memory`: takes the URL, and returns whether its tier is one that Registers. It is
+    called before the tier is opened, and raises TierUrlError."""
+
+    open_tier: Callable[[str, Deadline], Tier]
+    registers_memory: Callable[[str], bool] = registers_nothing

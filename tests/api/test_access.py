@@ -15,21 +15,17 @@ from typing import Any, NamedTuple
 import msgspec
 import pytest
 import uvicorn
-from admin_helpers import call, ok
+from admin_helpers import ROUTES, call, ok
 from api_helpers import NOBODYS, OPERATOR, ServerProcess, access_file, attach, eventually, raw
 from fastapi import FastAPI
-from fastapi.routing import APIRoute
 from flood_helpers import until_closed
 
-from kvdock.api.access.access_file import AccessFile
-from kvdock.api.access.issue import entry
+from kvdock.api.access.access_file import AccessFile, entry
 from kvdock.api.access.peer import NOBODY, peer_of
 from kvdock.api.errors import AccessFileError, SettingsError
-from kvdock.api.http import routes_admin, routes_engine, routes_people
 from kvdock.api.http.connection import connection_class
 from kvdock.api.http.examples import BODIES
 from kvdock.api.http.limits import ConnectionLimits
-from kvdock.api.http.openapi import scope_of
 from kvdock.api.record.counters import Counters
 from kvdock.api.record.timings import Meter, Timings
 from kvdock.api.settings import Settings
@@ -59,16 +55,11 @@ class Asked(NamedTuple):
 def every_call() -> list[Asked]:
     """A well-formed call of each route; ids are made up, so none finds anything."""
     asked = []
-    for module in (routes_engine, routes_people, routes_admin):
-        for route in module.router.routes:
-            if isinstance(route, APIRoute) and route.include_in_schema:
-                path = route.path_format
-                for id_ in ("session", "lease", "reservation"):
-                    path = path.replace(f"{{{id_}}}", "0123456789abcdef")
-                extra = route.openapi_extra or {}
-                media = extra.get("requestBody", {}).get("content", {}).get("application/json")
-                body = EXAMPLES[media["schema"]["$ref"].rpartition("/")[2]] if media else None
-                asked += [Asked(method, path, body, scope_of(route)) for method in route.methods or ()]
+    for route in ROUTES:
+        path = route.path
+        for id_ in ("session", "lease", "reservation"):
+            path = path.replace(f"{{{id_}}}", "0123456789abcdef")
+        asked.append(Asked(route.method, path, EXAMPLES[route.body] if route.body else None, route.scope))
     return asked
 
 
@@ -104,12 +95,7 @@ def refusals(address: str, authorization: str) -> dict[int, set[Scope]]:
 
 def test_every_call_of_the_api_is_a_route_here() -> None:
     named = {(call_.method, call_.path) for call_ in vars(calls).values() if isinstance(call_, Call)}
-    routes = {
-        (method, route.path_format)
-        for module in (routes_engine, routes_people, routes_admin) for route in module.router.routes
-        if isinstance(route, APIRoute) for method in route.methods or ()
-    }
-    assert named <= routes and len(CALLS) >= len(named) + 5
+    assert named <= {(route.method, route.path) for route in ROUTES} and len(CALLS) >= len(named) + 5
 
 
 @pytest.mark.parametrize("scope", INCLUDED)

@@ -236,7 +236,7 @@ def test_tcp_has_so_many_connections_and_engines_are_not_counted(quick: Quick) -
 
 def test_long_bodies_together_have_a_limit_and_short_ones_are_not_stopped(tmp_path: Path) -> None:
     with quick_server(str(tmp_path)) as quick, ExitStack() as held:
-        room = quick.parts.handlers.body_room
+        room = quick.parts.handlers.body_capacity
         for _ in range(2):
             sock = held.enter_context(wire(quick.http))
             send_all(sock, request("POST", "/v1/lookups", b" " * (room.limit_bytes // 2 - 1), length=8 << 20))

@@ -14,7 +14,7 @@ import pytest
 from admin_helpers import ok
 from api_helpers import NOBODYS, ServerProcess, access_file, attach, keys, manifest, raw, small_pool, unique
 
-from kvdock.api.access.issue import entry
+from kvdock.api.access.access_file import entry
 from kvdock.api.access.peer import of_user
 from kvdock.api.pool.pool import open_pool
 from kvdock.api.pool.registry import NamespaceRecord

@@ -19,8 +19,7 @@ from starlette.types import Receive, Scope, Send
 from kvdock._core import TableError
 from kvdock.api.access.access_file import AccessFile
 from kvdock.api.access.peer import of_user
-from kvdock.api.app import create_app
-from kvdock.api.build import build
+from kvdock.api.build import build, create_app
 from kvdock.api.clock import Clocks
 from kvdock.api.http import wire
 from kvdock.api.pool.pool import open_pool

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from api_helpers import MIB, OPERATOR, ServerProcess, access_file, attach, eventually, http_connection, keys, raw
 
-from kvdock.api.access.issue import entry
+from kvdock.api.access.access_file import entry
 from kvdock.api.feeds.sse import EventStream
 from kvdock.api.record.journal import Journal
 from kvdock.client.client import Client

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 from api_helpers import MIB, ServerProcess, access_file, attach, eventually, keys, raw
 
-from kvdock.api.access.issue import entry
+from kvdock.api.access.access_file import entry
 from kvdock.client.client import Client
 from kvdock.protocol import schemas as s
 from kvdock.protocol.admin_schemas import ClearCache, DeleteChunks, PatchConfig, Quota
 from kvdock.protocol.errors import ApiError
-from kvdock.protocol.explain import BREAKS, Break, Explanation
 from kvdock.protocol.outcomes import Outcome
+from kvdock.protocol.reports import BREAKS, Break, Explanation
 
 LARGE = (s.Group(part_bytes=MIB),)
 

@@ -17,17 +17,14 @@ import msgspec
 import pytest
 import requests
 import schemathesis
-from admin_helpers import CALLS, ok
+from admin_helpers import CALLS, ROUTES, ok
 from api_helpers import OPERATOR, Engine, ServerProcess, access_file, attach, keys
-from fastapi.routing import APIRoute
 from hypothesis import HealthCheck, Phase, given, seed, settings, strategies as st
 from schemathesis.generation import GenerationMode
 from schemathesis.specs.openapi import checks
 
 from bench.floods import most_memory_mib
-from kvdock.api.access.issue import entry
-from kvdock.api.http import routes_admin, routes_engine, routes_people
-from kvdock.api.http.openapi import scope_of
+from kvdock.api.access.access_file import entry
 from kvdock.client.client import Client
 
 pytestmark = pytest.mark.security
@@ -39,12 +36,7 @@ CALLERS = {"operator": OPERATOR, "tenant": "tenant-" + "a" * 40, "nobody": ""}
 """Their access tokens."""
 MOST_SERVER_MIB = 200
 _numbers = itertools.count()
-OPEN = {
-    (method, route.path_format)
-    for module in (routes_engine, routes_people, routes_admin) for route in module.router.routes
-    if isinstance(route, APIRoute) and route.include_in_schema and scope_of(route) == "health"
-    for method in route.methods or ()
-}
+OPEN = {(route.method, route.path) for route in ROUTES if route.scope == "health"}
 """What is answered without a token."""
 
 

@@ -13,7 +13,7 @@ from api_helpers import MIB, Engine, ServerProcess, attach, eventually, keys, po
 from kvdock.client.client import Client
 from kvdock.client.http_client import HttpClient
 from kvdock.protocol import schemas as s
-from kvdock.protocol.hints import Hint, HintAnswer
+from kvdock.protocol.schemas import Hint, HintAnswer
 
 CHUNK_BYTES = 16384
 POOL_CHUNKS = 2 * MIB // CHUNK_BYTES

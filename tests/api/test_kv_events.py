@@ -20,7 +20,7 @@ from api_helpers import MIB, Engine, ServerProcess, access_file, attach, eventua
 from kv_readers import Belief, ZmqReader, endpoints, streamed
 from msgspec import UNSET
 
-from kvdock.api.access.issue import entry
+from kvdock.api.access.access_file import entry
 from kvdock.api.errors import SettingsError
 from kvdock.api.feeds import kv
 from kvdock.api.feeds.kv import CHUNK_BYTES, KvLog, Source

@@ -18,10 +18,9 @@ from turns import turns_of
 
 from kvdock.api.access.access_file import AccessFile
 from kvdock.api.access.peer import of_user
-from kvdock.api.app import create_app
-from kvdock.api.build import Parts, build
+from kvdock.api.build import Parts, build, create_app
 from kvdock.api.clock import Clocks
-from kvdock.api.http.hot_path import HotPath
+from kvdock.api.http.dispatch import Dispatch
 from kvdock.api.pool.pool import Pool, open_pool
 from kvdock.api.pool.registry import MemberRecord
 from kvdock.api.settings import Settings
@@ -40,7 +39,7 @@ CHAIN = keys(MAX_KEYS, "long")
 
 
 class Rig(NamedTuple):
-    app: HotPath
+    app: Dispatch
     pool: Pool
     parts: Parts
     session: str
@@ -48,7 +47,7 @@ class Rig(NamedTuple):
 OWN = of_user(os.geteuid())
 
 
-async def ask(app: HotPath, method: str, path: str, body: object = None, *, tcp: bool = False) -> tuple[int, bytes]:
+async def ask(app: Dispatch, method: str, path: str, body: object = None, *, tcp: bool = False) -> tuple[int, bytes]:
     """(status, content). What arrives is in one piece."""
     sent = b"" if body is None else msgspec.json.encode(body)
     path, _, query = path.partition("?")
@@ -77,8 +76,7 @@ def rig() -> Iterator[Rig]:
     ))
     pool = open_pool(settings, secrets.randbits)
     parts = build(settings, pool, AccessFile(""), Clocks())
-    made = create_app(settings, parts)
-    app = HotPath(made, parts.access, parts.handlers.service, parts.meter, settings.body_limit_bytes)
+    app = create_app(settings, parts)
     try:
         asyncio.run(pool.grow_first())
         yield Rig(app, pool, parts, asyncio.run(fill(parts)))

@@ -9,7 +9,7 @@ import pytest
 from api_helpers import NOBODYS, ServerProcess, raw
 from paths import ROOT
 
-from kvdock.api.http.manual import manual_page, page_names
+from kvdock.api.http.pages import manual_page, page_names
 
 PAGES = sorted(str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md"))
 

@@ -9,9 +9,8 @@ from admin_helpers import ok
 from api_helpers import Engine, ServerProcess, attach, keys, post, unique
 
 from kvdock.client.client import Client
-from kvdock.protocol.awaited import BeingStored
 from kvdock.protocol.errors import ApiError
-from kvdock.protocol.schemas import Heartbeat, Lookup
+from kvdock.protocol.schemas import BeingStored, Heartbeat, Lookup
 
 CHUNK = 16
 

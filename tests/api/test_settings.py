@@ -11,7 +11,7 @@ from kvdock.api.clock import ServerClock, boottime_ns
 from kvdock.api.errors import SettingsError
 from kvdock.api.http.guard import allowed_hosts, host_name
 from kvdock.api.settings import Settings, effective, parse_bytes
-from kvdock.protocol.address import default_socket_path
+from kvdock.protocol.access import default_socket_path
 
 
 @pytest.mark.parametrize(
@@ -40,6 +40,11 @@ def test_an_unknown_setting_is_refused_by_name_with_the_nearest_known() -> None:
         ({"port": "many"}, "port='many'"),
         ({"pool_bytes": 5}, "pool_bytes=5"),
         ({"heartbeat_s": 0}, "heartbeat_s=0"),
+        ({"tier_urls": "shelf"}, "wanted name=url, separated by spaces; found 'shelf'"),
+        ({"tier_urls": "shelf=a://b,Other=c://d other=e://f Third=g://h"}, "separated by spaces; found 'Third=g://h'"),
+        ({"tier_urls": "shelf=a://b shelf=c://d"}, "wanted each name once, found 'shelf' twice"),
+        ({"tier_urls": "redis=redis://host"}, "wanted other tiers, found 'redis': set redis_url"),
+        ({"tier_urls": "disk=file:///a"}, "wanted other tiers, found 'disk': set disk_path"),
         ({"segment_bytes": "2GiB"}, "segment_bytes="),
         ({"pool_bytes": "1GiB", "segment_bytes": "1025MiB"}, "segment_bytes="),
         ({"pool_bytes": "16MiB", "segment_bytes": "32MiB"}, "segment_bytes=33554432"),

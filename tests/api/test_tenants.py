@@ -27,12 +27,12 @@ from api_helpers import (
     unique,
 )
 
-from kvdock.api.access.issue import entry
+from kvdock.api.access.access_file import entry
 from kvdock.client.client import Client
 from kvdock.protocol import schemas as s
 from kvdock.protocol.errors import ApiError
-from kvdock.protocol.hints import Hint
 from kvdock.protocol.outcomes import Outcome
+from kvdock.protocol.schemas import Hint
 
 pytestmark = pytest.mark.security
 

@@ -10,12 +10,12 @@ import pytest
 from api_helpers import MIB, NOBODYS, Engine, ServerProcess, access_file, attach, eventually, keys, raw
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvdock.api.access.issue import entry
+from kvdock.api.access.access_file import entry
 from kvdock.client.client import Client
 from kvdock.protocol import schemas as s
 from kvdock.protocol.admin_schemas import ClearCache, DeleteChunks
-from kvdock.protocol.outcomes import Outcome
-from kvdock.protocol.usage import Copied, UseTotals
+from kvdock.protocol.outcomes import Copied, Outcome
+from kvdock.protocol.reports import UseTotals
 
 CHUNK_TOKENS, CHUNK_BYTES = 16, 16384
 

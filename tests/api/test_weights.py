@@ -15,7 +15,7 @@ from api_helpers import Engine, ServerProcess, access_file, attach, eventually, 
 from connector_helpers import mortal
 from msgspec.structs import replace
 
-from kvdock.api.access.issue import entry
+from kvdock.api.access.access_file import entry
 from kvdock.api.keeper import MOST_LEFT
 from kvdock.client.client import Client
 from kvdock.protocol import admin_schemas as a, schemas as s

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvdock.api.access.access_file import digest_of, read
-from kvdock.api.access.issue import add_token
+from kvdock.api.access.access_file import add_token, digest_of, read
 from kvdock.api.errors import AccessFileError
 
 pytestmark = pytest.mark.security

@@ -10,8 +10,7 @@ from api_helpers import ServerProcess, attach, eventually, keys
 from cli_helpers import kvdock
 
 from kvdock.client.client import Client
-from kvdock.protocol.outcomes import Outcome
-from kvdock.protocol.usage import Copied
+from kvdock.protocol.outcomes import Copied, Outcome
 
 
 @pytest.fixture

@@ -279,7 +279,7 @@ def test_a_kept_pool_is_whole_and_the_next_server_at_its_socket_has_it(tmp_path:
         _, err = process.communicate(timeout=TIMEOUT_S)
     assert f"took over pool {pool:016x}: it keeps 2 chunks, " in err and pool not in pool_objects()
     (told,) = (line for line in err.splitlines() if "took over pool" in line)
-    assert " INFO " in told and told.endswith("and lets go of 0 chunks that were being stored")
+    assert " INFO " in told and told.endswith("and drops 0 chunks that were being stored")
 
 
 @pytest.mark.parametrize("first", [None, signal.SIGTERM])

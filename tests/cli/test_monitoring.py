@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvdock.client.client import Client
 from kvdock.protocol.errors import CODES
-from kvdock.protocol.explain import BREAKS
+from kvdock.protocol.reports import BREAKS
 
 FOLDER = ROOT / "examples/monitoring"
 ALERTS: list[dict[str, Any]] = [

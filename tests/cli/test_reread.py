@@ -12,7 +12,7 @@ from pathlib import Path
 from api_helpers import NOBODYS, access_file, eventually, raw
 from cli_helpers import first_line, kvdock_serve
 
-from kvdock.api.access.issue import entry
+from kvdock.api.access.access_file import entry
 from kvdock.client.client import Client
 from kvdock.protocol.admin_schemas import PatchConfig
 

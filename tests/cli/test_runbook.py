@@ -26,7 +26,7 @@ from kvdock.api.settings import ENV_PREFIX, OTHER_VARIABLES, Settings, effective
 from kvdock.cli.main import app
 from kvdock.client.client import Client
 from kvdock.connectors.vllm.setup import Settings as ConnectorSettings
-from kvdock.protocol.address import CONNECTOR_PREFIX
+from kvdock.protocol.access import CONNECTOR_PREFIX
 from kvdock.protocol.errors import CODES
 
 RUNBOOK = (ROOT / "docs/runbook.md").read_text()

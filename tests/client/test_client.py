@@ -13,7 +13,7 @@ from peer_helpers import listener, reply
 
 from kvdock.client.client import Client
 from kvdock.client.transport import Address
-from kvdock.protocol import admin_schemas as a, hints as h, schemas as s, tier_schemas as t
+from kvdock.protocol import admin_schemas as a, schemas as s
 from kvdock.protocol.errors import ApiError, ServerUnavailable
 from kvdock.protocol.wire_types import Body
 
@@ -195,5 +195,5 @@ def test_every_call_of_the_client_is_a_body_of_the_schema() -> None:
         if not name.startswith("_") and callable(method) and "body" in inspect.signature(method).parameters
     }
     assert len(bodies) == 17
-    rooms = {"s": s, "a": a, "h": h, "t": t}
+    rooms = {"s": s, "a": a}
     assert all(issubclass(getattr(rooms[text[0]], text[2:]), Body) for text in bodies.values()), bodies

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvdock.client.events import Told, read_events
+from kvdock.client.events import StreamedEvent, read_events
 from kvdock.client.transport import Address
 from kvdock.protocol.errors import ServerUnavailable
 
@@ -54,8 +54,8 @@ def test_what_is_no_kvdock_is_unavailable(tmp_path: Path, content: bytes) -> Non
 @pytest.mark.parametrize("sent", [WHOLE + CUT, WHOLE + CUT[:-1], WHOLE + CUT[:12], WHOLE + CUT[:3]])
 def test_an_event_that_is_cut_is_not_told(tmp_path: Path, head: bytes, sent: bytes) -> None:
     """It comes again to who comes back behind the one before it."""
-    told: list[Told] = []
+    told: list[StreamedEvent] = []
     with answering(tmp_path / "dies.sock", head + sent) as address, suppress(ServerUnavailable):
         for one in read_events(address):
             told.append(one)
-    assert told == [Told("1-1", {"kind": "grown", "seq": 1})]
+    assert told == [StreamedEvent("1-1", {"kind": "grown", "seq": 1})]

@@ -21,7 +21,7 @@ from kvdock.client.client import Client
 from kvdock.client.http_client import AsyncHttpClient, HttpClient
 from kvdock.protocol import admin_schemas as a, schemas as s
 from kvdock.protocol.errors import ApiError, ServerUnavailable
-from kvdock.protocol.hints import Hint
+from kvdock.protocol.schemas import Hint
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvdock.connectors.waits import AwaitTiers
-from kvdock.protocol.awaited import PendingTokens
+from kvdock.protocol.schemas import PendingTokens
 
 MOST_S, TOKENS = 5.0, 1024
 

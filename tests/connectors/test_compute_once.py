@@ -26,9 +26,8 @@ from kvdock.connectors.vllm.scheduler import VllmScheduler
 from kvdock.connectors.vllm.setup import Settings
 from kvdock.connectors.vllm.steps import Report
 from kvdock.connectors.waits import ASK_S, STALL_SHARE, ComputeOnce
-from kvdock.protocol.awaited import BeingStored
 from kvdock.protocol.keys import chunk_keys
-from kvdock.protocol.schemas import Abort, Group, Manifest
+from kvdock.protocol.schemas import Abort, BeingStored, Group, Manifest
 
 BLOCK, CHUNK, CHUNKS = 16, 32, 8
 TOKENS = list(range(7, 7 + CHUNK * CHUNKS + 1))

@@ -21,8 +21,7 @@ from api_helpers import MIB, ServerProcess, attach, eventually, keys, manifest, 
 from connector_helpers import CHUNK, Rig, continued, mapped_objects, mortal, no_trace, stopped, successor, tokens_of
 
 from kvdock.api.access.access_file import AccessFile
-from kvdock.api.app import create_app
-from kvdock.api.build import build
+from kvdock.api.build import build, create_app
 from kvdock.api.clock import Clocks
 from kvdock.api.http.connection import connection_class
 from kvdock.api.pool.pool import Pool, open_pool

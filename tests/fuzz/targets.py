@@ -20,8 +20,8 @@ from uvicorn.server import ServerState
 from kvdock.api import convert
 from kvdock.api.access.access_file import AccessFile
 from kvdock.api.access.peer import NOBODY
-from kvdock.api.http import endpoints
 from kvdock.api.http.connection import Connection, connection_class
+from kvdock.api.http.engine_calls import ENGINE_CALLS
 from kvdock.api.http.guard import host_name
 from kvdock.api.http.limits import ConnectionLimits
 from kvdock.api.record.counters import Counters
@@ -38,7 +38,7 @@ from kvdock.protocol.wire_types import Body
 CORPUS: Final = Path(__file__).parent / "corpus"
 TOKEN: Final = b"fuzzed-" + b"0" * 32
 
-_BODIES = [found.body for found in vars(endpoints).values() if isinstance(found, endpoints.Endpoint)]
+_BODIES = [found.body for found in ENGINE_CALLS if found.body is not None]
 _BODIES += [
     kind for kind in vars(admin_schemas).values()
     if isinstance(kind, type) and issubclass(kind, Body) and kind is not Body

@@ -31,9 +31,6 @@ ARGUMENTS = {
     "kvdock/connectors/vllm/worker.py VllmWorker": 11,
     "kvdock/connectors/worker.py WorkerConnector": 8,
     "kvdock/engine/request.py Request": 16,
-    "kvdock/tiers/mover/fetches.py Fetch": 10,
-    "kvdock/tiers/mover/fetches.py Fetches": 8,
-    "kvdock/tiers/mover/write_behind.py WriteBehind": 8,
 }
 ATTRIBUTES = {
     "csrc/cuda/copier.h Copier": 28,
@@ -45,10 +42,6 @@ ATTRIBUTES = {
     "kvdock/connectors/vllm/scheduler.py VllmScheduler": 39,
     "kvdock/connectors/vllm/worker.py VllmWorker": 30,
     "kvdock/engine/request.py Request": 16,
-    "kvdock/tiers/mover/fetches.py Fetches": 18,
-    "kvdock/tiers/mover/lanes.py Lane": 17,
-    "kvdock/tiers/mover/write_behind.py WriteBehind": 17,
-    "kvdock/tiers/objects.py ObjectTier": 16,
 }
 
 

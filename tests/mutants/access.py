@@ -19,13 +19,13 @@ MUTANTS = (
         (_ACCESS, "-k", "kernel"), "test_a_connection_whose_peer_the_kernel_does_not_name_is_closed",
     ),
     Mutant(
-        "S3", "a token may do what it is not for, by the guard", "kvdock/api/http/guard.py",
-        '        peer.require("health" if called is None else scope_of(called))\n', "",
+        "S3", "a token may do what it is not for", "kvdock/api/http/guard.py",
+        "        peer.require(wanted)\n", "",
         (_ACCESS, "-k", "scope_includes"), "test_a_token_may_do_what_its_scope_includes_and_is_forbidden_all_else",
     ),
     Mutant(
-        "S4", "a token may do what it is not for, on the short way", "kvdock/api/http/hot_path.py",
-        "            peer.require(endpoint.call.scope)\n", "",
+        "S4", "engine calls need no scope", "kvdock/api/http/dispatch.py",
+        "admit(scope, headers, engine_call.call.scope)", 'admit(scope, headers, "health")',
         (_ACCESS, "-k", "scope_includes"), "test_a_token_may_do_what_its_scope_includes_and_is_forbidden_all_else",
     ),
     Mutant(
@@ -36,7 +36,7 @@ MUTANTS = (
         (_ACCESS, "-k", "not_known"), "test_a_token_that_is_not_known_gets_nothing_not_even_what_is_open",
     ),
     Mutant(
-        "S6", "a file that others may read counts as private", "kvdock/protocol/private_file.py",
+        "S6", "a file that others may read counts as private", "kvdock/protocol/access.py",
         "FORBIDDEN_BITS: Final = 0o037\n", "FORBIDDEN_BITS: Final = 0o033\n",
         (_ACCESS, "-k", "others_may_open"), "test_an_access_file_that_others_may_open_is_refused",
     ),
@@ -91,13 +91,13 @@ MUTANTS = (
     ),
     Mutant(
         "S16", "long bodies together may fill the memory", "kvdock/api/http/limits.py",
-        "        room.taken_bytes += more\n", "",
+        "        capacity.taken_bytes += more\n", "",
         ("tests/api/test_connections.py", "-k", "together"),
         "test_long_bodies_together_have_a_limit_and_short_ones_are_not_stopped",
     ),
     Mutant(
         "S17", "long bodies are not given back", "kvdock/api/http/limits.py",
-        "        self._room.taken_bytes -= self._bytes\n", "",
+        "        self._capacity.taken_bytes -= self._bytes\n", "",
         ("tests/api/test_connections.py", "-k", "together"),
         "test_long_bodies_together_have_a_limit_and_short_ones_are_not_stopped",
     ),

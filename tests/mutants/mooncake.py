@@ -1,11 +1,11 @@
-"""Breaks of kvdock/tiers/mooncake/: nothing of a verb goes on at the caller's pages, and no record is taken for
+"""Breaks of kvdock/tiers/stores/mooncake/: nothing of a verb goes on at the caller's pages, and no record is taken for
 another."""
 
 from __future__ import annotations
 
 from .mutant import Mutant
 
-TIER = "kvdock/tiers/mooncake/tier.py"
+TIER = "kvdock/tiers/stores/mooncake/tier.py"
 OWN = ("tests/tiers/test_mooncake.py",)
 
 MUTANTS = (
@@ -50,19 +50,19 @@ MUTANTS = (
         OWN, "test_a_peer_that_hangs_before_a_copy_never_gets_at_the_pages",
     ),
     Mutant(
-        "T3g", "a copy begins although its caller has given up", "kvdock/tiers/mooncake/workers.py",
+        "T3g", "a copy begins although its caller has given up", "kvdock/tiers/stores/mooncake/workers.py",
         "        with self.changed:\n            self.check()\n            self._touching += 1",
         "        with self.changed:\n            self._touching += 1",
         ("tests/tiers/test_workers.py",), "test_a_caller_who_gave_up_finds_its_pages_untouched_from_then_on",
     ),
     Mutant(
-        "T3h", "a verb returns while a copy is in progress", "kvdock/tiers/mooncake/workers.py",
+        "T3h", "a verb returns while a copy is in progress", "kvdock/tiers/stores/mooncake/workers.py",
         "if not call.give_up(patience_s):",
         "if not call.give_up(0) and patience_s < 0:",
         OWN, "test_a_peer_that_hangs_in_the_midst_of_a_copy_leaves_the_pages_alone",
     ),
     Mutant(
-        "T3i", "two reads or writes of one name go on at once", "kvdock/tiers/mooncake/workers.py",
+        "T3i", "two reads or writes of one name go on at once", "kvdock/tiers/stores/mooncake/workers.py",
         "while not self._used.isdisjoint(names):",
         "while False:",
         ("tests/tiers/test_workers.py",), "test_a_name_is_in_one_pair_of_hands",

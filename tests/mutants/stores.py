@@ -10,108 +10,108 @@ _OBJECTS = "tests/tiers/test_objects.py"
 
 MUTANTS = (
     Mutant(
-        "ST1", "a value of another length is left on the connection", "kvdock/tiers/resp.py",
+        "ST1", "a value of another length is left on the connection", "kvdock/tiers/stores/resp.py",
         "            self._drop(length, deadline)\n", "            pass\n",
         (_REDIS, "-k", "another_length"), "test_another_length_than_wanted_spoils_nothing_behind_it",
     ),
     Mutant(
-        "ST2", "a connection that was left in mid-reply is used again", "kvdock/tiers/redis.py",
+        "ST2", "a connection that was left in mid-reply is used again", "kvdock/tiers/stores/redis.py",
         "        except OutOfTime:\n            wire.close()\n",
         "        except OutOfTime:\n            self._nodes.give_back(address, wire)\n",
         (_REDIS, "-k", "mid_reply"), "test_a_connection_that_was_left_in_mid_reply_is_not_used_again",
     ),
     Mutant(
-        "ST3", "a value's header may be of another part", "kvdock/tiers/redis.py",
+        "ST3", "a value's header may be of another part", "kvdock/tiers/stores/redis.py",
         "Record.read_of(bytes(header), part.name, part.length).checksum", "Record.read(bytes(header)).checksum",
         (_ALL, "-k", "another_part and redis"), "test_a_record_of_another_part_is_not_taken_for_the_right_one",
     ),
     Mutant(
-        "ST4", "the second writer replaces what the first has stored", "kvdock/tiers/redis.py", '(b"NX",)', "()",
+        "ST4", "the second writer replaces what the first has stored", "kvdock/tiers/stores/redis.py", '(b"NX",)', "()",
         (_REDIS, "-k", "two_writers"), "test_the_first_of_two_writers_stays_and_a_damaged_one_is_replaced",
     ),
     Mutant(
-        "ST5", "what is damaged stays", "kvdock/tiers/redis.py",
+        "ST5", "what is damaged stays", "kvdock/tiers/stores/redis.py",
         "[at for at in there if fits[at] is False]", "[]",
         (_REDIS, "-k", "two_writers"), "test_the_first_of_two_writers_stays_and_a_damaged_one_is_replaced",
     ),
     Mutant(
-        "ST6", "any certificate will do", "kvdock/tiers/redis_nodes.py", "**files, **arguments)",
+        "ST6", "any certificate will do", "kvdock/tiers/stores/redis_nodes.py", "**files, **arguments)",
         '**files, **given, ssl_cert_reqs="none")',
         (_REDIS, "-k", "tls"), "test_tls_carries_values_and_trusts_only_its_own_certificate",
     ),
     Mutant(
-        "ST7", "a receiving thread looks at no deadline", "kvdock/tiers/resp.py",
+        "ST7", "a receiving thread looks at no deadline", "kvdock/tiers/stores/resp.py",
         "            _require_time(deadline)\n            try:\n                received =",
         "            try:\n                got =",
         (_REDIS, "-k", "mid_reply", "--timeout", "20"),
         "test_a_connection_that_was_left_in_mid_reply_is_not_used_again",
     ),
     Mutant(
-        "ST8", "a moved slot is looked for where it was", "kvdock/tiers/redis_nodes.py",
+        "ST8", "a moved slot is looked for where it was", "kvdock/tiers/stores/redis_nodes.py",
         "        \"\"\"A server does not have a slot that it had: the cluster is asked again soon.\"\"\"\n"
         "        self._is_stale = True\n",
         "        \"\"\"A server does not have a slot that it had: the cluster is asked again soon.\"\"\"\n",
         (_CLUSTER, "-k", "moved"), "test_a_slot_that_has_moved_is_found_again",
     ),
     Mutant(
-        "ST9", "connections that lie idle are used without a look", "kvdock/tiers/redis_nodes.py",
+        "ST9", "connections that lie idle are used without a look", "kvdock/tiers/stores/redis_nodes.py",
         "            if wire.is_quiet():\n", "            if wire:\n",
         (_REDIS, "-k", "between_two_verbs"), "test_a_server_that_was_restarted_between_two_verbs_costs_nothing",
     ),
     Mutant(
-        "ST10", "a verb returns while threads of its own still receive", "kvdock/tiers/redis.py",
+        "ST10", "a verb returns while threads of its own still receive", "kvdock/tiers/stores/redis.py",
         "            wait([other for other in others if not other.cancel()])\n"
         "        for other in others:\n            if not other.cancelled():\n                other.result()\n",
         "            pass\n",
         (_REDIS, "-k", "threads_receive"), "test_no_verb_returns_while_its_threads_receive",
     ),
     Mutant(
-        "ST11", "a URL's unknown parameter is ignored", "kvdock/tiers/urls.py",
+        "ST11", "a URL's unknown parameter is ignored", "kvdock/tiers/stores/urls.py",
         "        if name not in options:\n", "        if False:\n",
         (_REDIS, _OBJECTS, "-k", "not_understood"), "test_a_url_that_is_not_understood_is_refused",
     ),
     Mutant(
-        "ST12", "pages are given back while they are being sent", "kvdock/tiers/objects.py",
+        "ST12", "pages are given back while they are being sent", "kvdock/tiers/stores/objects.py",
         "        finally:\n            _release(views)\n", "        finally:\n            pass\n",
         (_OBJECTS, "-k", "held_by_nobody"), "test_pages_of_a_store_that_was_given_up_are_held_by_nobody",
     ),
     Mutant(
-        "ST13", "a deadline that is over before a request has a task is not seen", "kvdock/tiers/objects.py",
+        "ST13", "a deadline that is over before a request has a task is not seen", "kvdock/tiers/stores/objects.py",
         "            if is_cancelled:", "            if False:",
         (_OBJECTS, "-k", "hardly_begun"), "test_a_deadline_that_is_over_at_once_ends_what_has_hardly_begun",
     ),
     Mutant(
-        "ST14", "two ranges may be of two objects", "kvdock/tiers/objects.py",
+        "ST14", "two ranges may be of two objects", "kvdock/tiers/stores/objects.py",
         '({"if_match": e_tag} if e_tag else {})', "{}",
         (_OBJECTS, "-k", "between_two_ranges"), "test_an_object_that_is_replaced_between_two_ranges_is_not_loaded",
     ),
     Mutant(
-        "ST15", "an object store's second writer replaces the first's", "kvdock/tiers/objects.py",
+        "ST15", "an object store's second writer replaces the first's", "kvdock/tiers/stores/objects.py",
         ', use_multipart=False, mode="create")', ", use_multipart=False)",
         (_OBJECTS, "-k", "two_writers"), "test_of_two_writers_the_first_stays_where_the_store_can",
     ),
     Mutant(
-        "ST16", "fewer bytes than wanted are a whole range", "kvdock/tiers/objects.py",
+        "ST16", "fewer bytes than wanted are a whole range", "kvdock/tiers/stores/objects.py",
         "        if len(data) != end - begin:\n", "        if len(data) > end - begin:\n",
         (_OBJECTS, "-k", "lies"), "test_a_store_that_lies_about_a_range_is_not_believed",
     ),
     Mutant(
-        "ST17", "a store that cannot refuse to overwrite is not written", "kvdock/tiers/objects.py",
+        "ST17", "a store that cannot refuse to overwrite is not written", "kvdock/tiers/stores/objects.py",
         "        except (errors.NotSupportedError, NotImplementedError):\n            self._can_create = False\n",
         "        except ZeroDivisionError:\n            self._can_create = False\n",
         (_OBJECTS, "-k", "cannot_refuse"), "test_a_store_that_cannot_refuse_to_overwrite_is_written_all_the_same",
     ),
     Mutant(
-        "ST18", "a full object store is one that fails", "kvdock/tiers/objects.py", '"507 ", ', "",
+        "ST18", "a full object store is one that fails", "kvdock/tiers/stores/objects.py", '"507 ", ', "",
         (_OBJECTS, "-k", "full_store"), "test_a_full_store_is_full",
     ),
     Mutant(
-        "ST19", "full memory is a failure", "kvdock/tiers/redis.py",
+        "ST19", "full memory is a failure", "kvdock/tiers/stores/redis.py",
         '        elif reply.code == "OOM":\n            judged = Outcome.FULL\n', "",
         (_REDIS, "-k", "full_memory"), "test_full_memory_is_full",
     ),
     Mutant(
-        "ST20", "values live for ever", "kvdock/tiers/redis.py", "*condition, *lifetime)", "*condition)",
+        "ST20", "values live for ever", "kvdock/tiers/stores/redis.py", "*condition, *lifetime)", "*condition)",
         (_REDIS, "-k", "live_as_long"), "test_values_live_as_long_as_the_url_says",
     ),
 )

@@ -133,12 +133,12 @@ MUTANTS = (
     ),
     Mutant(
         "L23", "a prefetch goes on while a request waits", "kvdock/tiers/mover/fetches.py",
-        "any(one.ticket for one in self._running)", "False",
+        "not all(one.is_ahead for one in self._running)", "False",
         ("tests/tiers/test_fetches.py",), "test_what_requests_wait_for_goes_before_what_comes_ahead_of_them",
     ),
     Mutant(
         "L24", "prefetches take the threads of requests", "kvdock/tiers/mover/fetches.py",
-        "(self._threads.fetches if fetch.ticket else self._threads.ahead)", "self._threads.fetches",
+        "(self._threads.ahead if fetch.is_ahead else self._threads.fetches)", "self._threads.fetches",
         ("tests/tiers/test_fetches.py",), "test_what_requests_wait_for_goes_before_what_comes_ahead_of_them",
     ),
     Mutant(

@@ -11,7 +11,7 @@ from api_helpers import OPERATOR, Engine, ServerProcess, access_file, attach, ev
 from page_helpers import OpenPage
 from playwright.sync_api import Locator, Page, expect
 
-from kvdock.api.access.issue import entry
+from kvdock.api.access.access_file import entry
 from kvdock.client.client import Client
 from kvdock.protocol.admin_schemas import EvictChunks
 from kvdock.protocol.schemas import Lookup

@@ -15,8 +15,7 @@ from playwright.sync_api import Page, expect
 
 from kvdock.protocol import schemas
 from kvdock.protocol.admin_schemas import Namespaces
-from kvdock.protocol.reports import ChunkCounts, Leases
-from kvdock.protocol.usage import Prefixes
+from kvdock.protocol.reports import ChunkCounts, Leases, Prefixes
 
 pytest_plugins = ["page_fixtures"]
 pytestmark = pytest.mark.page

@@ -13,8 +13,7 @@ from page_helpers import OpenPage, PageServer
 from playwright.sync_api import Page, expect
 
 from kvdock.protocol import events as e, schemas
-from kvdock.protocol.reports import Leases, Requests
-from kvdock.protocol.usage import CopyRates, Prefixes, Saved, UseTotals
+from kvdock.protocol.reports import CopyRates, Leases, Prefixes, Requests, Saved, UseTotals
 
 pytest_plugins = ["page_fixtures"]
 pytestmark = pytest.mark.page

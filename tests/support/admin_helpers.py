@@ -3,19 +3,45 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from api_helpers import raw
 from fastapi.routing import APIRoute
 
-from kvdock.api.http import routes_admin, routes_engine, routes_people
+from kvdock.api.http import routes_admin, routes_people
+from kvdock.api.http.engine_calls import ENGINE_CALLS
+from kvdock.api.http.openapi import scope_of
+from kvdock.protocol.calls import Scope
 
-CALLS = [
-    (method, route.path_format)
-    for module in (routes_engine, routes_people, routes_admin) for route in module.router.routes
-    if isinstance(route, APIRoute) and route.include_in_schema for method in sorted(route.methods or ())
-]
+
+class Route(NamedTuple):
+    """A call of the API. `body`: the name of its struct; "": it has none."""
+
+    method: str
+    path: str
+    scope: Scope
+    body: str
+
+
+def _routes() -> list[Route]:
+    found = [
+        Route(one.call.method, one.call.path, one.call.scope, "" if one.body is None else one.body.__name__)
+        for one in ENGINE_CALLS
+    ]
+    for route in (*routes_people.router.routes, *routes_admin.router.routes):
+        if isinstance(route, APIRoute) and route.include_in_schema:
+            media = (route.openapi_extra or {}).get("requestBody", {}).get("content", {}).get("application/json")
+            body = media["schema"]["$ref"].rpartition("/")[2] if media else ""
+            found += [
+                Route(method, route.path_format, scope_of(route), body) for method in sorted(route.methods or ())
+            ]
+    return found
+
+
+ROUTES = _routes()
+"""Every call of the API."""
+CALLS = [(route.method, route.path) for route in ROUTES]
 """(method, path) of every call of the API."""
 
 

@@ -22,7 +22,7 @@ from typing import Any, Self
 import msgspec
 from forks import ServerFork
 
-from kvdock.api.access.issue import entry
+from kvdock.api.access.access_file import entry
 from kvdock.client.client import Client
 from kvdock.client.transport import Address
 from kvdock.datapath.liveness import MemberLiveness

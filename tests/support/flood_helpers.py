@@ -17,11 +17,9 @@ import uvicorn
 from api_helpers import OPERATOR, access_file, eventually, small_pool
 
 from kvdock.api.access.access_file import AccessFile
-from kvdock.api.app import create_app
-from kvdock.api.build import Parts, build
+from kvdock.api.build import Parts, build, create_app
 from kvdock.api.clock import Clocks
 from kvdock.api.http.connection import connection_class
-from kvdock.api.http.hot_path import HotPath
 from kvdock.api.http.limits import ConnectionLimits
 from kvdock.api.http.listen import bind_tcp, bind_unix
 from kvdock.api.pool.pool import open_pool
@@ -122,8 +120,7 @@ def quick_server(folder: str, **limits: Any) -> Iterator[Quick]:
         with bind_tcp("127.0.0.1", 0) as tcp, bind_unix(settings.socket_path) as unix:
             parts = build(settings, pool, AccessFile(path), Clocks())
             app = create_app(settings, parts)
-            hot = HotPath(app, parts.access, parts.handlers.service, parts.meter, settings.body_limit_bytes)
-            config = uvicorn_config(hot, connection_class(replace(LIMITS, **limits), parts.meter))
+            config = uvicorn_config(app, connection_class(replace(LIMITS, **limits), parts.meter))
             server = uvicorn.Server(config)
             port = tcp.getsockname()[1]
             thread = threading.Thread(target=loop.run_until_complete, args=(server.serve([tcp, unix]),))

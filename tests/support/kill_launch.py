@@ -193,7 +193,7 @@ def main(core: str) -> None:
     sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent.parent)]
     import kill_engine  # noqa: F401  (what children need is imported once, here)
 
-    import kvdock.api.app
+    import kvdock.api.build
     import kvdock.api.server  # noqa: F401  (the same)
 
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children leave no zombies

@@ -20,9 +20,9 @@ from typing import Any, Final
 from api_helpers import ServerProcess
 from mover_steps import use
 
-from kvdock.tiers.mooncake.library import Library
-from kvdock.tiers.mooncake.tier import Buffer, MooncakeTier
 from kvdock.tiers.record import HEADER_BYTES
+from kvdock.tiers.stores.mooncake.library import Library
+from kvdock.tiers.stores.mooncake.tier import Buffer, MooncakeTier
 from kvdock.tiers.tier import Deadline, TierError
 
 

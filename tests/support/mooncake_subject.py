@@ -10,10 +10,10 @@ from mooncake_servers import MooncakeServers
 from tier_helpers import patient
 from tier_subject import TierSubject
 
-from kvdock.tiers.mooncake.library import Library
-from kvdock.tiers.mooncake.settings import MooncakeSettings
-from kvdock.tiers.mooncake.tier import MooncakeTier
 from kvdock.tiers.record import HEADER_BYTES, PartName
+from kvdock.tiers.stores.mooncake.library import Library
+from kvdock.tiers.stores.mooncake.settings import MooncakeSettings
+from kvdock.tiers.stores.mooncake.tier import MooncakeTier
 from kvdock.tiers.tier import Tier
 
 

@@ -51,11 +51,11 @@ def put_steps(armed: Path) -> None:
     from kvdock.client.client import Client
     from kvdock.tiers.disk.stores import StoreBatch
     from kvdock.tiers.disk.tier import DiskTier
-    from kvdock.tiers.mooncake.library import Library
     from kvdock.tiers.mover.fetches import Fetches
     from kvdock.tiers.mover.write_behind import WriteBehind
-    from kvdock.tiers.objects import _Sink
-    from kvdock.tiers.resp import Wire
+    from kvdock.tiers.stores.mooncake.library import Library
+    from kvdock.tiers.stores.objects import _Sink
+    from kvdock.tiers.stores.resp import Wire
 
     at = partial(stand, armed)
 

@@ -19,8 +19,8 @@ from ports import held_port
 from tier_helpers import KIB, patient
 from tier_subject import TierSubject
 
-from kvdock.tiers.objects import open_tier
 from kvdock.tiers.record import HEADER_BYTES, PartName
+from kvdock.tiers.stores.objects import open_tier
 from kvdock.tiers.tier import Tier
 
 BUCKET = "kvdock-test"

@@ -7,10 +7,23 @@ from typing import Any
 import msgspec
 
 from kvdock.protocol import admin_schemas as a, events as e, schemas as s
-from kvdock.protocol.curve import Curve, CurvePoint, NamespaceCurve, SpaceCurve, TenantCurve
-from kvdock.protocol.explain import BREAKS, Break, Explanation, LoadStory, LookupStory, OtherNamespace
 from kvdock.protocol.outcomes import Outcome, view_of
-from kvdock.protocol.usage import Prefixes, PrefixView, UseTotals
+from kvdock.protocol.reports import (
+    BREAKS,
+    Break,
+    Curve,
+    CurvePoint,
+    Explanation,
+    LoadStory,
+    LookupStory,
+    NamespaceCurve,
+    OtherNamespace,
+    Prefixes,
+    PrefixView,
+    SpaceCurve,
+    TenantCurve,
+    UseTotals,
+)
 
 GIB = 1 << 30
 MIB = 1 << 20

@@ -14,7 +14,7 @@ from tier_helpers import patient
 from tier_subject import TierSubject
 
 from kvdock.tiers.record import HEADER_BYTES, PartName
-from kvdock.tiers.redis import RedisTier, open_tier
+from kvdock.tiers.stores.redis import RedisTier, open_tier
 from kvdock.tiers.tier import Tier
 
 

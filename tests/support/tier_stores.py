@@ -18,9 +18,9 @@ from tier_helpers import patient
 
 from kvdock.client.client import Client
 from kvdock.protocol.admin_schemas import EvictChunks
-from kvdock.tiers import objects, redis
-from kvdock.tiers.mooncake import tier as mooncake
 from kvdock.tiers.record import HEADER_BYTES, PartName
+from kvdock.tiers.stores import objects, redis
+from kvdock.tiers.stores.mooncake import tier as mooncake
 from kvdock.tiers.tier import Tier
 
 

@@ -16,7 +16,7 @@ from tier_server import PART, POOL, POOL_CHUNKS
 from kvdock.datapath.checksum import checksum
 from kvdock.protocol.mover_schemas import Generation
 from kvdock.tiers.mover.agreement import Agreement
-from kvdock.tiers.mover.fetches import AHEAD_BATCH_BYTES, Fetch, Fetches, FetchObserver
+from kvdock.tiers.mover.fetches import AHEAD_BATCH_BYTES, Fetch, Fetches, FetchObserver, Wanted
 from kvdock.tiers.mover.namespaces import NamespaceSession
 from kvdock.tiers.mover.tier_handle import TierHandle
 from kvdock.tiers.record import PartName
@@ -110,10 +110,10 @@ def test_what_requests_wait_for_goes_before_what_comes_ahead_of_them(
 ) -> None:
     ahead, also, waits = engine.chain(BATCH + 2), engine.chain(2), engine.chain(4)
     assert len(ahead) + len(also) + len(waits) <= POOL_CHUNKS
-    fetches.start(Fetch(space, ahead, 0, 0, 60.0, prefetch=1))
-    fetches.start(Fetch(space, also, 0, 0, 60.0, prefetch=2))
+    fetches.start(Fetch(Wanted(space, ahead, 0, prefetch=1), 60.0))
+    fetches.start(Fetch(Wanted(space, also, 0, prefetch=2), 60.0))
     eventually(lambda: tier.began == [ahead[0]])
-    fetches.start(Fetch(space, waits, 0, 7, 60.0))
+    fetches.start(Fetch(Wanted(space, waits, 0, 7), 60.0))
     eventually(lambda: tier.began == [ahead[0], waits[0]])
     tier.held[ahead[0]].set()
     eventually(lambda: engine.lookup(ahead, "is there").hit_tokens == BATCH * CHUNK_TOKENS)
@@ -121,7 +121,8 @@ def test_what_requests_wait_for_goes_before_what_comes_ahead_of_them(
     assert tier.began == [ahead[0], waits[0]], "the rest waits, and so does the other prefetch"
     for key in (waits[0], ahead[BATCH], also[0]):
         tier.held[key].set()
-    eventually(lambda: [(fetch.ticket, fetch.prefetch) for fetch in ended] == [(7, 0), (0, 1), (0, 2)], 30.0)
+    wanted = [(7, 0), (0, 1), (0, 2)]
+    eventually(lambda: [(fetch.wanted.ticket, fetch.wanted.prefetch) for fetch in ended] == wanted, 30.0)
     assert tier.began == [ahead[0], waits[0], ahead[BATCH], also[0]]
     assert [fetch.loaded for fetch in ended] == [4, BATCH + 2, 2]
 
@@ -130,14 +131,14 @@ def test_a_request_loads_for_itself_what_another_one_has_given_up(
     engine: TierEngine, tier: HeldTier, space: NamespaceSession, fetches: Fetches, ended: list[Fetch]
 ) -> None:
     keys = engine.chain(8)
-    fetches.start(Fetch(space, keys[:6], 0, 1, 60.0))
+    fetches.start(Fetch(Wanted(space, keys[:6], 0, 1), 60.0))
     eventually(lambda: tier.began == [keys[0]])
-    fetches.start(Fetch(space, keys, 0, 2, 60.0))
+    fetches.start(Fetch(Wanted(space, keys, 0, 2), 60.0))
     eventually(lambda: tier.began == [keys[0], keys[6]])
     tier.held[keys[6]].set()
     fetches.cancel(1)
     tier.held[keys[0]].set()
-    eventually(lambda: [fetch.ticket for fetch in ended] == [1, 2], 30.0)
+    eventually(lambda: [fetch.wanted.ticket for fetch in ended] == [1, 2], 30.0)
     assert tier.began == [keys[0], keys[6], keys[0]]
     assert [fetch.loaded for fetch in ended] == [0, 8]
     assert engine.lookup(keys, "is there").hit_tokens == 8 * CHUNK_TOKENS

@@ -19,13 +19,12 @@ import pytest
 from mooncake_servers import MooncakeServers
 from tier_helpers import ARENA, MIB, POISON, Part, Parts, assert_loads, load, patient, store, store_all
 
-from kvdock.tiers.mooncake.library import Library
-from kvdock.tiers.mooncake.settings import MooncakeSettings
-from kvdock.tiers.mooncake.tier import MooncakeTier, open_tier
 from kvdock.tiers.notes import begins
 from kvdock.tiers.record import HEADER_BYTES
-from kvdock.tiers.tier import Deadline, Outcome, StillRunning, TierError
-from kvdock.tiers.urls import TierUrlError
+from kvdock.tiers.stores.mooncake.library import Library
+from kvdock.tiers.stores.mooncake.settings import MooncakeSettings
+from kvdock.tiers.stores.mooncake.tier import MooncakeTier, open_tier
+from kvdock.tiers.tier import Deadline, Outcome, StillRunning, TierError, TierUrlError
 
 pytestmark = pytest.mark.tiers
 

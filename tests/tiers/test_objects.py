@@ -37,13 +37,12 @@ from tier_helpers import (
     store_all,
 )
 
-from kvdock.tiers import objects
 from kvdock.tiers.notes import begins, deletes
-from kvdock.tiers.objects import NOTE_FRESH_S, ObjectTier, open_tier
-from kvdock.tiers.objects_url import StoreLocation, open_location
 from kvdock.tiers.record import HEADER_BYTES, Record, RecordError
-from kvdock.tiers.tier import Deadline, Outcome, StillRunning, TierError, ToStore
-from kvdock.tiers.urls import TierUrlError
+from kvdock.tiers.stores import objects
+from kvdock.tiers.stores.objects import NOTE_FRESH_S, ObjectTier, open_tier
+from kvdock.tiers.stores.objects_url import StoreLocation, open_location
+from kvdock.tiers.tier import Deadline, Outcome, StillRunning, TierError, TierUrlError, ToStore
 
 pytestmark = pytest.mark.tiers
 

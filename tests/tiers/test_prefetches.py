@@ -21,8 +21,7 @@ from tier_server import (
 )
 
 from kvdock.protocol.admin_schemas import PatchConfig, TierKeep
-from kvdock.protocol.schemas import Lookup
-from kvdock.protocol.tier_schemas import Prefetch, PrefetchAnswer
+from kvdock.protocol.schemas import Lookup, Prefetch, PrefetchAnswer
 
 pytestmark = [pytest.mark.tiers, pytest.mark.timeout(120)]
 

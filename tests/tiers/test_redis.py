@@ -20,11 +20,10 @@ from redis_subject import opened
 from tier_helpers import ARENA, MIB, Parts, assert_loads, load, outcomes_of, patient, store, store_all
 
 from kvdock.tiers.record import HEADER_BYTES
-from kvdock.tiers.redis import PIECE_BYTES, RUN_BYTES, RedisTier, _Value, open_tier
-from kvdock.tiers.redis_nodes import Address, read_settings
-from kvdock.tiers.resp import Wire
-from kvdock.tiers.tier import Deadline, Loaded, Outcome, TierError
-from kvdock.tiers.urls import TierUrlError
+from kvdock.tiers.stores.redis import PIECE_BYTES, RUN_BYTES, RedisTier, _Value, open_tier
+from kvdock.tiers.stores.redis_nodes import Address, read_settings
+from kvdock.tiers.stores.resp import Wire
+from kvdock.tiers.tier import Deadline, Loaded, Outcome, TierError, TierUrlError
 
 pytestmark = pytest.mark.tiers
 

@@ -12,8 +12,8 @@ from redis_server import RedisServer
 from redis_subject import opened
 from tier_helpers import ARENA, Part, Parts, assert_loads, eventually, outcomes_of, patient, store, store_all, works
 
-from kvdock.tiers.redis import RedisTier
-from kvdock.tiers.redis_nodes import Address, read_slots
+from kvdock.tiers.stores.redis import RedisTier
+from kvdock.tiers.stores.redis_nodes import Address, read_slots
 from kvdock.tiers.tier import Outcome, TierError
 
 pytestmark = pytest.mark.tiers

@@ -8,7 +8,7 @@ import threading
 import pytest
 from tier_helpers import eventually, patient
 
-from kvdock.tiers.mooncake.workers import Call, GivenUp, Names, Workers
+from kvdock.tiers.stores.mooncake.workers import Call, GivenUp, Names, Workers
 from kvdock.tiers.tier import Deadline, StillRunning, TierError
 
 pytestmark = pytest.mark.tiers

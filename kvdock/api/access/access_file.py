@@ -7,7 +7,7 @@
     scopes = ["engine"]            # health, read, engine, admin
     caps = {bytes = 8589934592, sessions = 4}    # the tenant's quota, in one of its tokens; left out: the default
 
-It is private (kvdock/protocol/private_file.py). The keeper asks every round whether it has changed. A change that is
+The file is private (kvdock/protocol/access.py). The keeper checks every round whether it has changed. A change that is
 wrong leaves the tokens as they were, with one line in the log.
 """
 
@@ -15,22 +15,25 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 import logging
+import os
+import secrets
+import stat
 import tomllib
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
 
-from kvdock.api.access.audit import AUDIT
-from kvdock.api.access.peer import Peer
+from kvdock.api.access.peer import AUDIT, Peer
 from kvdock.api.errors import AccessFileError
+from kvdock.protocol.access import PrivateFileError, read_private
 from kvdock.protocol.admin_schemas import Quota
 from kvdock.protocol.calls import INCLUDED, Scope
 from kvdock.protocol.errors import ApiError
-from kvdock.protocol.private_file import PrivateFileError, read_private
 from kvdock.protocol.wire_types import OWN_TENANT, Tenant
 
 log = logging.getLogger(AUDIT)
@@ -72,17 +75,17 @@ class AccessFile:
         self._changing: tuple[int, ...] | None = None
         """What the file looked like at the last call; None if it had not changed."""
         self._peers: dict[bytes, tuple[Peer, Peer]] = {}
-        """By a token's digest: whom it stands for over TCP, and over the Unix socket."""
+        """By a token's digest: the peers that it stands for over TCP and over the Unix socket."""
         self.caps: dict[str, Quota] = {}
         """The quotas that the file names, by tenant."""
         self.changed = bool(path)
-        """Whether `caps` has news. Whoever reads it sets this to False."""
+        """Whether `caps` has changed. Its reader sets this to False."""
         if path:
             self._seen = _signature(path)
             self._take(read(path))
 
     def peer_of(self, authorization: bytes, connection: Peer) -> Peer:
-        """Whom the header stands for, on a connection of that peer. Raises ApiError(unauthenticated)."""
+        """The peer that the header stands for, on a connection of `connection`. Raises ApiError(unauthenticated)."""
         kind, _, token = authorization.strip().partition(b" ")
         found = self._peers.get(digest_of(token.strip())) if kind.lower() == b"bearer" else None
         if found is None:
@@ -96,8 +99,8 @@ class AccessFile:
         self.caps = {token.tenant: token.caps for token in tokens.values() if token.caps is not None}
 
     async def refresh(self) -> None:
-        """Reads the file again if it has changed, and not since the last call: whoever writes it may be half done. In a
-        thread, because a long one takes a while."""
+        """Reads the file again if it has changed, and not since the last call, as it may be half written. In a
+        thread, because a long file takes a while."""
         if not self._path or (seen := _signature(self._path)) == self._seen:
             return
         if seen != self._changing:
@@ -106,7 +109,7 @@ class AccessFile:
         await self.reread()
 
     async def reread(self) -> None:
-        """Now, whether it has changed or not. What is wrong with it is only logged."""
+        """Reads the file now, whether it has changed or not. Errors are only logged."""
         if not self._path:
             return
         self._seen = _signature(self._path)
@@ -146,3 +149,40 @@ def read(path: str) -> dict[bytes, Token]:
 
 def _twice(values: Iterable[str]) -> list[str]:
     return sorted(value for value, count in Counter(values).items() if count > 1)
+
+
+TOKEN_BYTES = 32
+
+
+def entry(name: str, token: str, scopes: Sequence[str], tenant: str = OWN_TENANT) -> str:
+    """The token's lines in an access file. The scopes come last: an entry that is cut short lacks them, and is refused.
+    """
+    lines = ["[[token]]", f"name = {json.dumps(name)}", f'sha256 = "{digest_of(token.encode()).hex()}"']
+    lines += [f"tenant = {json.dumps(tenant)}"] if tenant else []
+    return "\n".join([*lines, f"scopes = {json.dumps(list(scopes))}"]) + "\n"
+
+
+def add_token(path: str, name: str, scopes: Sequence[str], tenant: str = OWN_TENANT) -> str:
+    """Returns a new token, once the file has its entry; the file is made if it is missing. Raises AccessFileError; then
+    the file is unchanged."""
+    token = secrets.token_urlsafe(TOKEN_BYTES)
+    try:
+        file = Path(path).resolve()
+        found = file.stat() if file.exists() else None
+        before = file.read_text() if found else ""
+        text = f"{before}\n{entry(name, token, scopes, tenant)}" if before else entry(name, token, scopes, tenant)
+        replacement = Path(f"{file}.{secrets.token_hex(4)}")
+        replacement.touch(mode=0o600, exist_ok=False)
+        try:
+            replacement.write_text(text)
+            if found:
+                replacement.chmod(stat.S_IMODE(found.st_mode))
+            read(str(replacement))
+            if found:  # the server that could read the file still can
+                os.chown(replacement, found.st_uid, found.st_gid)
+            replacement.replace(file)
+        finally:
+            replacement.unlink(missing_ok=True)
+    except (OSError, UnicodeDecodeError) as error:
+        raise AccessFileError(f"access file {path}: {error}") from error
+    return token

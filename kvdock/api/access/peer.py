@@ -1,4 +1,5 @@
-"""Who makes a call, and what it may do.
+"""The callers: where a call comes from, what it may do, and the audit log of operators' calls and of callers that were
+refused for lack of an access token.
 
 A connection's Peer is made once, from what the kernel says of its socket, never from what the caller says. An access
 token (kvdock/api/access/access_file.py) in a call's header stands for another Peer during that call.
@@ -6,14 +7,16 @@ token (kvdock/api/access/access_file.py) in a call's header stands for another P
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 from typing import Final, NamedTuple
 
-from kvdock.protocol.calls import INCLUDED, Scope
+from kvdock.protocol.access import credentials_of
+from kvdock.protocol.calls import INCLUDED, Call, Scope
 from kvdock.protocol.errors import ApiError
-from kvdock.protocol.peers import credentials_of
-from kvdock.protocol.wire_types import OWN_TENANT
+from kvdock.protocol.forms import JSON
+from kvdock.protocol.wire_types import OWN_TENANT, Answer, Body
 
 
 class Peer(NamedTuple):
@@ -21,7 +24,7 @@ class Peer(NamedTuple):
     """For the log: `user 1000`, `token team-a`."""
     scopes: frozenset[Scope]
     tenant: str | None
-    """Whose sessions and namespaces it may use. None: nobody's."""
+    """The tenant whose sessions and namespaces it may use. None: it may use none."""
     is_unix: bool
     """It came over the Unix socket, which no web page can reach."""
 
@@ -45,7 +48,7 @@ NOBODY: Final = Peer("nobody: TCP without an access token", INCLUDED["health"], 
 
 
 def peer_of(connected: socket.socket) -> Peer:
-    """The peer of a connection that was just accepted. OSError if the kernel does not say who it is."""
+    """The peer of a connection that was just accepted. Raises OSError if the kernel does not name it."""
     if connected.getsockopt(socket.SOL_SOCKET, socket.SO_DOMAIN) != socket.AF_UNIX:
         return NOBODY
     return of_user(credentials_of(connected).uid)
@@ -56,3 +59,31 @@ def of_user(uid: int) -> Peer:
     if uid in (os.geteuid(), 0):
         return Peer(f"user {uid}", ALL_SCOPES, OWN_TENANT, is_unix=True)
     return Peer(f"user {uid} without an access token", INCLUDED["health"], None, is_unix=True)
+
+
+AUDIT = "kvdock.audit"
+"""The logger."""
+SHOWN_CHARACTERS = 200
+"""The longest piece of a body, an answer or a path in a line."""
+ACCESS_CODES = frozenset({"unauthenticated", "forbidden"})
+
+log = logging.getLogger(AUDIT)
+log.setLevel(logging.INFO)
+
+
+def log_done(peer: Peer, call: Call[Answer], asked: Body, answer: Answer) -> None:
+    """Logs a call of an operator that took effect, with its body and its answer."""
+    log.info("%s: %s %s %s: %s", peer.name, call.method, call.path, _cut(JSON.encode(asked)), _cut(JSON.encode(answer)))
+
+
+def log_refusal(peer: Peer, method: str, path: str, error: ApiError) -> None:
+    """Logs the refusal if it is one of access."""
+    if error.code in ACCESS_CODES:
+        shown = _cut(path.encode())
+        log.warning("refused %s: %s %s: %s, wanted %s", peer.name, method, shown, error.code, error.wanted)
+
+
+def _cut(text: bytes) -> str:
+    """As ASCII in quotes, so that a caller's text cannot end a line or change its direction."""
+    shown = ascii(text.decode(errors="replace"))
+    return shown if len(shown) <= SHOWN_CHARACTERS else f"{shown[:SHOWN_CHARACTERS]}…"

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Extras:
-    """What needs packages that are extras. None: the settings do not ask for it."""
+    """The feeds that need packages that are extras. None: the settings do not ask for it."""
 
     traces: Traces | None = None
     kv_zmq: KvZmq | None = None
@@ -39,7 +39,7 @@ class Extras:
             self.kv_zmq.start(kv_log)
 
     def close(self) -> None:
-        """Waits a moment for what is not sent yet."""
+        """Waits a moment until all is sent."""
         if self.kv_zmq is not None:
             self.kv_zmq.close()
         if self.traces is not None:
@@ -109,7 +109,8 @@ class Feeds:
         journal.open()
 
     def runs(self) -> list[Coroutine[None, None, None]]:
-        """What hands out the journal's events, and what follows the table for KV events: each runs until cancelled."""
+        """The tasks that hand out the journal's events, and that follow the table for KV events: each runs until
+        cancelled."""
         return [self._journal.run(), *([self.kv.run()] if self.kv is not None else [])]
 
     # ---------------------------------------------------------------- figures for `/metrics`

@@ -1,10 +1,10 @@
 """KV cache events for routers: which chunks lookups find, in vLLM's form, numbered, for each tenant apart.
 
-`KvLog` follows the table's log of changes (csrc/table/change_log.h), which it reads every EVERY_S. What engines name a
-chunk by waits here until the chunk is published. A reader that knows a number gets what came after it; one that was
-away for too long, comes late, or knows another server's numbers gets a snapshot: AllBlocksCleared, and then all that
-is there. Numbers begin with the time, so that those of the next server are higher and leave a gap. `KvStream` sends the
-log as server-sent events; kvdock/api/feeds/kv_zmq.py publishes it over ZeroMQ.
+`KvLog` follows the table's log of changes (csrc/table/change_log.h), which it reads every EVERY_S. The names that
+engines give a chunk wait here until the chunk is published. A reader that knows a number gets what came after it; one
+that was away for too long, comes late, or knows another server's numbers gets a snapshot: AllBlocksCleared, and then
+all that is there. Numbers begin with the time, so that those of the next server are higher and leave a gap. `KvStream`
+sends the log as server-sent events; kvdock/api/feeds/kv_zmq.py publishes it over ZeroMQ.
 
 Invariants: stored and removed events alternate for each chunk. Memory is bounded: routers get a removal for what does
 not fit, so that they believe less than the truth and never more. The event loop writes; one lock lets other threads
@@ -38,16 +38,16 @@ from kvdock.protocol.wire_types import KEY_BYTES
 EVERY_S = 0.05
 SLICE = 1024
 BEAT_S = 10.0
-"""After so long without events, a batch without any shows late readers by its number what they lack."""
+"""After this long without events, an empty batch shows late readers by its number that they lack some."""
 BATCH_CHUNKS = 256
 MOST_BYTES = 128 << 20
 """About how much the log may remember of all chunks that lookups find."""
 KEPT_BYTES = 32 << 20
 """What is kept for readers that were away, of all tenants."""
 NAMES_BYTES = 32 << 20
-"""How much is kept of what engines name chunks by that are not there, or not yet: the oldest is forgotten first."""
+"""How much is kept of the names of chunks that are not there, or not yet: the oldest are forgotten first."""
 CHUNK_BYTES, HASH_BYTES = 400, 64
-"""What a chunk and each of its hashes take, beside its tokens."""
+"""How much memory a chunk and each of its hashes take, beside its tokens."""
 
 Change = tuple[int, bytes, bool, bytes]
 Changes = Callable[[int, int], tuple[list[Change], int, bool]]
@@ -122,7 +122,7 @@ class TenantLog:
         self._begins = True
 
     def begin_anew(self) -> None:
-        """Nothing that was announced holds any more."""
+        """All that was announced is void."""
         self.there.clear()
         self._begins = True
 
@@ -322,7 +322,7 @@ class KvLog:
             for space, key, is_there, parent in changes:
                 source = self._sources.get(space)
                 if source is None:
-                    continue  # routers hear of it once an engine attaches to the namespace
+                    continue  # announced once an engine attaches to the namespace
                 log, at = self._logs.of(source.tenant), (space, key)
                 if is_there == (at in log.there):
                     continue
@@ -355,7 +355,7 @@ class KvLog:
         self._count[key[0]] -= 1
         self._bytes -= chunk.size_bytes
         if chunk.name is not None:
-            self._name(key, chunk.name)  # it may come back: from a lower tier, or with an engine that knows less
+            self._name(key, chunk.name)  # it may come back: from a lower tier, or from an engine that does not name it
         return BlockRemoved(list(chunk.hashes))
 
     def _publish(self, log: TenantLog, items: Sequence[tuple[Source, Item]]) -> None:
@@ -410,7 +410,7 @@ class KvStream(Stream):
         self._wake()
 
     def read(self, tenant: str, last_id: str, *, follows: bool) -> AsyncIterator[bytes]:
-        """What came after `last_id`, or a snapshot; if it `follows`, then what comes, until the server drains."""
+        """The batches after `last_id`, or a snapshot; if `follows`, then new ones too, until the server drains."""
         return self._sent(self._pieces(tenant, last_id, follows=follows))
 
     def _pieces(self, tenant: str, last_id: str, *, follows: bool) -> Iterator[bytes | None]:

@@ -5,8 +5,8 @@
     answered    ("", topic, number, MessagePack) for each batch, then ("", "", -1, "")
 
 A number that is not kept is answered with a snapshot (kvdock/api/feeds/kv.py). A thread of its own owns the
-sockets, so that no reader holds up the event loop. ZeroMQ knows no callers: only what belongs to the server's own user
-is sent.
+sockets, so that no reader holds up the event loop. ZeroMQ does not identify callers, so only events of the server's own
+user are sent.
 
 Needs the extra `zmq`; kvdock/api/feeds/feeds.py alone imports this module.
 """
@@ -25,7 +25,7 @@ from kvdock.protocol.kv_events import KvBatch, positional
 from kvdock.protocol.wire_types import OWN_TENANT
 
 SEND_MS = 1000
-"""A reader that takes nothing of an answer for so long gets no more of it, and has to ask again."""
+"""A reader that takes nothing of an answer for this long gets no more of it, and has to ask again."""
 END_SEQ = (-1).to_bytes(8, "big", signed=True)
 NUMBER_BYTES = 8
 
@@ -94,7 +94,7 @@ class KvZmq:
             if self._replay in found:
                 try:
                     self._answer(source)
-                except zmq.ZMQError as error:  # it went, or takes nothing: it can ask again
+                except zmq.ZMQError as error:  # it is gone, or takes nothing: it can ask again
                     log.info("a reader of KV events got no whole answer: %s", error)
         self._context.destroy(linger=0)
 

@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 
 from kvdock.api.log import shown
 from kvdock.protocol import events as e
-from kvdock.protocol.log_format import EVENT
-from kvdock.protocol.words import size
+from kvdock.protocol.readable import EVENT, size
 
 log = logging.getLogger("kvdock.events")
 
@@ -22,40 +21,40 @@ class Sentence(NamedTuple):
     level: int
     template: str
     values: Callable[[Any], tuple[object, ...]]
-    """What the template's holes get, of the event."""
+    """The values of the template's placeholders, from the event."""
 
     def template_of(self, event: e.Event) -> str:
-        """Each code of refusals has one of its own: many of one code do not fold away another's."""
+        """The template. Each code of refusals has its own, so that many refusals of one code hide no others."""
         return self.template.format(code=event.code) if isinstance(event, e.Refused) else self.template
 
 
-def _who(event: Any) -> tuple[str, str, str]:
+def _member_of(event: Any) -> tuple[str, str, str]:
     return event.session, shown(event.label), shown(event.member)
 
 
 SENTENCES: dict[type[e.Event], Sentence] = {
     e.Attached: Sentence(
         logging.INFO, "session %s (%s): member %s has attached with ranks %s of the model %s",
-        lambda event: (*_who(event), event.ranks, shown(event.model)),
+        lambda event: (*_member_of(event), event.ranks, shown(event.model)),
     ),
     e.Suspect: Sentence(
         logging.WARNING, "session %s (%s): member %s has sent nothing for %.1f s, and gets nothing new until it does",
-        lambda event: (*_who(event), event.silent_s),
+        lambda event: (*_member_of(event), event.silent_s),
     ),
-    e.Recovered: Sentence(logging.INFO, "session %s (%s): member %s is heard again", _who),
-    e.Dead: Sentence(logging.WARNING, "session %s (%s): member %s is dead", _who),
-    e.Left: Sentence(logging.INFO, "session %s (%s): member %s has left", _who),
+    e.Recovered: Sentence(logging.INFO, "session %s (%s): member %s sends heartbeats again", _member_of),
+    e.Dead: Sentence(logging.WARNING, "session %s (%s): member %s is dead", _member_of),
+    e.Left: Sentence(logging.INFO, "session %s (%s): member %s has left", _member_of),
     e.Refused: Sentence(
         logging.INFO, "a call was refused: {code} (%s): %s",
         lambda event: (event.route or "no route", shown(event.detail)),
     ),
     e.Evicted: Sentence(
-        logging.INFO, "evicting under pressure: %d chunks went to make room, %d since the start",
+        logging.INFO, "evicting under pressure: %d chunks were evicted for others, %d since the start",
         lambda event: (event.chunks, event.total),
     ),
     e.Mismatched: Sentence(
-        logging.ERROR, "session %s (%s): %d chunks of lease %s did not have the bytes that were stored, and are found "
-        "no more", lambda event: (event.session, shown(event.label), event.chunks, event.lease),
+        logging.ERROR, "session %s (%s): %d chunks of lease %s did not have the bytes that were stored, and are no "
+        "longer found", lambda event: (event.session, shown(event.label), event.chunks, event.lease),
     ),
     e.Grown: Sentence(
         logging.INFO, "segment %d added: the pool has %s",
@@ -83,8 +82,8 @@ SENTENCES: dict[type[e.Event], Sentence] = {
         lambda event: (", ".join(f"{name} {was} → {now}" for name, (was, now) in event.changed.items()),),
     ),
     e.Adopted: Sentence(
-        logging.INFO, "took over pool %s: it keeps %d chunks, %d sessions and %d leases, and lets go of %d chunks that "
-        "were being stored",
+        logging.INFO, "took over pool %s: it keeps %d chunks, %d sessions and %d leases, and drops %d chunks that were "
+        "being stored",
         lambda event: (event.pool, event.chunks, event.sessions, event.leases, event.aborted),
     ),
     e.Ready: Sentence(

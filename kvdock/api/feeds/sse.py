@@ -20,9 +20,9 @@ from kvdock.protocol.forms import JSON
 
 MOST_READERS = 64
 IDLE_S = 15.0
-"""So often a comment is sent where nothing happens: proxies end connections that are silent."""
+"""How often a comment is sent while nothing happens: proxies close connections that are silent."""
 RETRY = b"retry: 1000\n\n"
-"""A reader whose connection has ended connects again after so many milliseconds."""
+"""A reader whose connection has ended connects again after this many milliseconds."""
 IDLE = b": nothing has happened\n\n"
 KEPT_EVENTS = 4096
 KEPT_RARE = 1024
@@ -34,12 +34,12 @@ class Stream:
 
     def __init__(self) -> None:
         self.readers = 0
-        """How many read at present: callers let no more than MOST_READERS begin."""
+        """How many read now. Callers refuse more than MOST_READERS."""
         self._came = asyncio.Event()
         self._is_ending = False
 
     def _wake(self) -> None:
-        """Has those who wait look again."""
+        """Wakes the readers that wait."""
         if self.readers:
             self._came.set()
             self._came = asyncio.Event()  # the next one's
@@ -54,7 +54,7 @@ class Stream:
                     yield piece
                 elif self._is_ending:
                     return
-                else:  # nothing can have come since the stream has looked: nobody was awaited in between
+                else:  # nothing can have come since: no other task has run
                     try:
                         await asyncio.wait_for(self._came.wait(), IDLE_S)
                     except TimeoutError:

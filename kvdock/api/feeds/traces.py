@@ -1,6 +1,6 @@
 """Spans of lookups, loads and stores, sent by the OpenTelemetry SDK over OTLP/HTTP to a collector.
 
-A span's parent is what the engine sent with the request (kvdock/protocol/trace_context.py). Spans are made from events,
+A span's parent is what the engine sent with the request (kvdock/protocol/wire_types.py). Spans are made from events,
 when what they describe has ended. The event loop does one append for each; a thread of its own makes spans, and the
 SDK's thread sends them. Whatever a collector does, at most QUEUE_EVENTS and QUEUE_SPANS wait; what does not fit is
 dropped and counted.
@@ -31,15 +31,15 @@ from opentelemetry.trace import (
 )
 
 from kvdock.protocol import events as e
-from kvdock.protocol.trace_context import trace_context
+from kvdock.protocol.wire_types import trace_context
 
 QUEUE_EVENTS = 8192
 QUEUE_SPANS = 4096
 GATHER_S = 0.1
-"""So long the thread waits for more events before it makes spans of them."""
+"""How long the thread waits for more events before it makes spans of them."""
 SEND_S = 1.0
 END_S = 2.0
-"""The server's end waits so long for what is still to be sent."""
+"""How long the server waits at its end until all is sent."""
 SENT, FAILED, DROPPED = "sent", "failed", "dropped"
 
 
@@ -87,7 +87,7 @@ class Traces:
     # ---------------------------------------------------------------- the event loop
 
     def take(self, event: e.Event) -> None:
-        """`spans` is raised in two threads: a number may come out too low, and none is wrong for long."""
+        """`spans` is raised in two threads, so a count may be too low for a moment."""
         if isinstance(event, e.Aborted) and not event.is_over:
             return
         if len(self._events) >= QUEUE_EVENTS:
@@ -99,7 +99,7 @@ class Traces:
         self._thread.start()
 
     def close(self) -> None:
-        """Sends what there is, for END_S at most."""
+        """Sends the spans that are left, for END_S at most."""
         if not self._thread.is_alive():
             return
         self._ending.set()
@@ -163,7 +163,7 @@ def described(event: e.Event) -> tuple[str, dict[str, Any]]:
             return ("kvdock.store" if event.is_store else "kvdock.load"), {
                 **about, held[0]: event.name, held[1]: event.grant,
             }
-    raise AssertionError(f"no span tells of {type(event).__name__}")
+    raise AssertionError(f"no span describes {type(event).__name__}")
 
 
 def _parent(traceparent: str) -> Context | None:

@@ -2,7 +2,7 @@
 
 Invariants: a request's line and header are bounded before they are kept; a request that has begun ends within its time;
 a client that does not read loses its connection; TCP never uses the descriptors that engines and the pool need. What is
-refused here leaves as problem details, like all else, and the connection is closed.
+refused here leaves as problem details too, and the connection is closed.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class Stage(enum.Enum):
     BODY = enum.auto()
 
 
-class Door:
-    """Counts the connections of one family."""
+class ConnectionCount:
+    """The open connections of one family, and how many there may be."""
 
     def __init__(self, name: str, limit: int) -> None:
         self.name, self.limit, self.open = name, limit, 0
@@ -51,12 +51,12 @@ class Connection(HttpToolsProtocol):
 
     limits: ClassVar[ConnectionLimits]
     meter: ClassVar[Meter]
-    unix: ClassVar[Door]
-    tcp: ClassVar[Door]
+    unix: ClassVar[ConnectionCount]
+    tcp: ClassVar[ConnectionCount]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._door: Door | None = None
+        self._counted: ConnectionCount | None = None
         self._stage = Stage.NEW
         self._refusal: ApiError | None = None
         self._running: RequestResponseCycle | None = None
@@ -64,7 +64,8 @@ class Connection(HttpToolsProtocol):
         self._timer: asyncio.TimerHandle | None = None
         self._unread: asyncio.TimerHandle | None = None
         self._quiet_bytes = self._pieces = self._body_bytes = 0
-        """`_quiet_bytes`: received since the parser last came to the end of something."""
+        """`_quiet_bytes`: received since the parser last came to the end of a header, a piece of a body or a
+        request."""
 
     # ---------------------------------------------------------------- the connection
 
@@ -80,28 +81,28 @@ class Connection(HttpToolsProtocol):
         if peer.is_unix:
             self.app_state["connection"] = weakref.ref(self)  # a plain reference keeps it alive after its end
         super().connection_made(transport)
-        door = self.unix if peer.is_unix else self.tcp
-        if door.open >= door.limit:
+        count = self.unix if peer.is_unix else self.tcp
+        if count.open >= count.limit:
             self.meter.counters.refused_connections += 1
             self._refuse(ApiError(
-                "too_busy", f"no more {door.name} connections: try again", found=door.open, wanted=f"< {door.limit}"
+                "too_busy", f"no more {count.name} connections: try again", found=count.open, wanted=f"< {count.limit}"
             ))
             return
-        door.open += 1
-        self._door = door
+        count.open += 1
+        self._counted = count
         self._wait(self.limits.header_s)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        if self._door is not None:
-            self._door.open -= 1
-            self._door = None
+        if self._counted is not None:
+            self._counted.open -= 1
+            self._counted = None
         self._stop_waiting()
         if self._unread is not None:
             self._unread.cancel()
-        self._unset_keepalive_if_required()  # uvicorn leaves it when the connection broke, and so the object alive
+        self._unset_keepalive_if_required()  # uvicorn keeps it after a broken connection, and with it this object
         self.pipeline.clear()
         if self._running is not None and not self._running.response_complete:
-            self._running.disconnected = True  # uvicorn tells only the newest of several calls
+            self._running.disconnected = True  # uvicorn does this only for the newest of several calls
             self._running.message_event.set()
         super().connection_lost(exc)
 
@@ -117,13 +118,13 @@ class Connection(HttpToolsProtocol):
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade:
-            # Served as if it had not asked. What follows may be in the other protocol, so nothing more is read.
+            # The upgrade is ignored. What follows may be in the other protocol, so nothing more is read.
             self._refusal = ApiError("malformed_request", "the connection speaks HTTP/1.1 only")
             self.cycle.keep_alive = False
             self._stop_waiting()
             return
         except httptools.HttpParserError as error:
-            ours = isinstance(error, httptools.HttpParserCallbackError)  # then the parser says no more than that
+            ours = isinstance(error, httptools.HttpParserCallbackError)  # then the parser gives no reason
             what = "its URL" if ours else str(error)
             self._refuse(self._refusal or ApiError(
                 "malformed_request", f"the request cannot be parsed: {what}", wanted="HTTP/1.1"
@@ -159,16 +160,17 @@ class Connection(HttpToolsProtocol):
             self._stop(self._too_large_header("bytes", size, self.limits.header_bytes))
         if [name for name, _ in self.headers].count(b"authorization") > 1:
             self._stop(ApiError("malformed_request", "a request has one Authorization", found="several", wanted=1))
-        if self._door is self.tcp:  # browsers reach no other
+        if self._counted is self.tcp:  # browsers reach no other
             self._settle_host()
         super().on_headers_complete()
-        self.headers = [*self.headers]  # a trailer counts with them, but says nothing of the call or who makes it
+        self.headers = [*self.headers]  # a copy: trailers are added to it and counted, but the call does not see them
         self._stage = Stage.BODY
         self._quiet_bytes = 0
         self._stop_waiting()
 
     def _settle_host(self) -> None:
-        """Leaves the one Host that the request is for: that of its URL, if it names one (RFC 9112)."""
+        """Leaves one Host header, with the host that the request is for: that of its URL, if the URL has one (RFC
+        9112)."""
         hosts = [header for header in self.headers if header[0] == b"host"]
         if len(hosts) != 1:
             self._stop(ApiError(
@@ -198,8 +200,8 @@ class Connection(HttpToolsProtocol):
 
     def answer(self, scope: Scope, whole: bytes) -> bool:
         """Sends header and body of a call's answer in one system call, where ASGI's two messages take two; `whole` has
-        all headers, since uvicorn adds none. False, and nothing done, if it has to wait, or the connection ends with
-        it: ASGI knows how."""
+        all headers, since uvicorn adds none. False, and nothing is sent, if the answer would have to wait or the
+        connection ends after it: send it by ASGI's messages then."""
         cycle = self.cycle
         if cycle.scope is not scope or cycle.disconnected or not cycle.keep_alive or self.flow.write_paused:
             return False
@@ -212,7 +214,7 @@ class Connection(HttpToolsProtocol):
     # ---------------------------------------------------------------- refusals
 
     def _unended(self) -> ApiError | None:
-        """Why what has arrived so far is refused, before its end has come."""
+        """The refusal of a request of which only a part has arrived; None: there is no reason yet."""
         limits = self.limits
         if self._stage is Stage.HEAD and len(self.url) > limits.url_bytes:
             return self._too_long_url()
@@ -231,7 +233,7 @@ class Connection(HttpToolsProtocol):
         return ApiError("header_too_large", f"the header has too many {of}", found=found, wanted=wanted)
 
     def _stop(self, refusal: ApiError) -> None:
-        """Inside the parser: it passes no exception on, only that there was one."""
+        """For the parser's callbacks. The parser does not pass an exception on, it only says that there was one."""
         self._refusal = refusal
         raise ValueError(refusal.code)
 
@@ -248,7 +250,7 @@ class Connection(HttpToolsProtocol):
             cycle.keep_alive = False  # its request and those before it are whole: they are answered first
             return
         if self.pipeline or (is_answering and cycle.response_started):
-            self.transport.abort()  # an answer now would be taken for that of an earlier request
+            self.transport.abort()  # the client would take an answer now for that of an earlier request
             return
         if is_answering:
             cycle.disconnected = True  # this answer takes the place of the call's
@@ -292,7 +294,7 @@ class Connection(HttpToolsProtocol):
         super().resume_writing()
 
     def _close_unread(self) -> None:
-        """A transport that is closed waits for its client to read; this one does not wait for ever."""
+        """A transport that is being closed waits until its client has read; this one waits for `unread_s` at most."""
         if self._unread is None:
             self._unread = self.loop.call_later(self.limits.unread_s, self.transport.abort)
 
@@ -311,8 +313,8 @@ class Connection(HttpToolsProtocol):
 def connection_class(limits: ConnectionLimits, meter: Meter) -> type[Connection]:
     """For uvicorn.Config(http=…): the connections of one server."""
     shared = {
-        "limits": limits, "meter": meter, "unix": Door("Unix", limits.unix_connections),
-        "tcp": Door("TCP", limits.tcp_connections),
+        "limits": limits, "meter": meter, "unix": ConnectionCount("Unix", limits.unix_connections),
+        "tcp": ConnectionCount("TCP", limits.tcp_connections),
     }
     return type("ServerConnection", (Connection,), shared)
 

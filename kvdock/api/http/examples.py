@@ -13,9 +13,9 @@ from typing import Any
 import msgspec
 from msgspec import inspect
 
-from kvdock.protocol import admin_schemas as a, schemas as s, tier_schemas as t
+from kvdock.protocol import admin_schemas as a, schemas as s
 from kvdock.protocol.calls import Scope
-from kvdock.protocol.hints import Hint
+from kvdock.protocol.schemas import Hint
 from kvdock.protocol.wire_types import Answer, Body
 
 SESSION = "0a1b2c-1-" + "5d" * 16
@@ -62,8 +62,8 @@ BODIES: dict[type[Body], dict[str, Any]] = {
     s.ReleaseMany: {"session": SESSION, "releases": [[LEASE, [0]]]},
     s.ReportMismatch: {"session": SESSION, "lease": LEASE, "chunks": [0]},
     Hint: {**_ASKER, "keys": KEYS, "priority": 10, "duration_s": 60},
-    t.Hold: {**_ASKER, "request": "h-1", "keys": KEYS},
-    t.Prefetch: {**_ASKER, "keys": KEYS, "after_s": 20},
+    s.Hold: {**_ASKER, "request": "h-1", "keys": KEYS},
+    s.Prefetch: {**_ASKER, "keys": KEYS, "after_s": 20},
     s.Reserve: {**_ASKER, "store": "s-1", "keys": KEYS},
     s.Commit: {"session": SESSION, "rank": 0, "parts": [[0, 0, CHECKSUM]]},
     s.Abort: {"session": SESSION, "ranks": [0]},

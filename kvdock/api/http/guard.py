@@ -1,15 +1,18 @@
-"""The outermost layer: who calls and what it may do, host name, version, query parameters; headers of every answer.
+"""Checks of calls: the caller and its scope, host name, version, query parameters; and the headers of every answer.
 
-Each route names the scope that it needs (kvdock/protocol/calls.py). What has no route, as the page's files, needs
-`health`. A HEAD is its GET, so every check is the same. Against web pages in a browser stand four walls: they have no
-access token; they cannot send JSON across origins (kvdock/api/http/wire.py requires the content type); they cannot use
-their own host name for this address (this module requires a known Host); and browsers name the page that calls, which
-must be this server's. Browsers cannot reach Unix sockets.
+`Checks` is for all calls; `Guard` is the outermost layer of the app, around all that are not an engine's
+(kvdock/api/http/dispatch.py answers those). Each call names the scope that it needs (kvdock/protocol/calls.py). What
+has no route, as the page's files, needs `health`. A HEAD is its GET, so every check is the same.
+
+Four checks keep out web pages in a browser: they have no access token; they cannot send JSON across origins
+(kvdock/api/http/wire.py requires the content type); they cannot use their own host name for this address (this module
+requires a known Host); and browsers name the page that calls, which must be this server's. Browsers cannot reach Unix
+sockets.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from urllib.parse import parse_qsl, urlsplit
 
 from fastapi.routing import APIRoute
@@ -17,89 +20,51 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kvdock.api.access import audit
 from kvdock.api.access.access_file import AccessFile
-from kvdock.api.access.peer import Peer
+from kvdock.api.access.peer import Peer, log_refusal
 from kvdock.api.http.openapi import scope_of
 from kvdock.api.http.wire import COMMON_HEADERS, REFUSAL, problem_response, refusal
 from kvdock.api.record.timings import Meter
 from kvdock.api.settings import Settings, is_loopback
+from kvdock.protocol.calls import Scope as CallScope
 from kvdock.protocol.errors import ApiError
 from kvdock.protocol.reports import Problem
-from kvdock.protocol.version import SUPPORTED_VERSIONS, VERSION_HEADER, supported
+from kvdock.protocol.wire_types import SUPPORTED_VERSIONS, VERSION_HEADER
 
 _HEADERS = [(name.encode(), value.encode()) for name, value in COMMON_HEADERS.items()]
 _VERSION_HEADER = VERSION_HEADER.lower().encode()
+_VERSIONS = frozenset(str(version).encode() for version in SUPPORTED_VERSIONS)
+"""Values of that header; leading zeros and signs are no version."""
 _PAGES = frozenset({"/", "/docs"})
 """Links of other sites may lead here."""
 _OWN_SITES = (b"same-origin", b"none")
 
 
-class Guard:
-    """ASGI middleware; counts refusals and times each call. `routes`: all of the app."""
+class Checks:
+    """The checks of every call that come before anything of it is read: host, calling page, access token, scope,
+    version."""
 
-    def __init__(
-        self, app: ASGIApp, settings: Settings, access: AccessFile, meter: Meter, routes: Iterable[BaseRoute]
-    ) -> None:
-        self._app = app
-        self._access = access
-        self._hosts = allowed_hosts(settings)
-        self._meter = meter
-        self._routes = [route for route in routes if isinstance(route, APIRoute)]
+    def __init__(self, settings: Settings, access: AccessFile) -> None:
+        self._hosts, self._access = allowed_hosts(settings), access
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        started_ns, method = self._meter.now_ns(), scope["method"]
-        if method == "HEAD":
-            scope = {**scope, "method": "GET"}  # the same answer: the connection knows, and leaves out the body
-
-        async def send_guarded(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                message["headers"] = [*message["headers"], *_HEADERS]
-            await send(message)
-
-        try:
-            self._check(scope)
-        except ApiError as error:
-            audit.refused(scope["state"]["peer"], method, scope["path"], error)
-            await refused(error, scope["path"])(scope, receive, send_guarded)
-        else:
-            try:
-                await self._app(scope, receive, send_guarded)
-            except Exception:  # whatever it was, the layer outside of this one answers it; here it is only counted
-                self._meter.refuse("internal", "see the traceback", _route_of(scope))
-                raise
-        problem: Problem | None = scope["state"].get(REFUSAL)
-        if problem is not None:
-            self._meter.refuse(problem.code, problem.detail, _route_of(scope))
-        self._meter.timings.add(method, _path_of(scope), self._meter.now_ns() - started_ns)
-
-    def _check(self, scope: Scope) -> None:
-        """Raises ApiError: wrong_host, cross_site, unauthenticated, forbidden, method_not_allowed,
-        unsupported_version, unknown_parameter."""
-        headers = dict(scope["headers"])
+    def admit(self, scope: Scope, headers: Mapping[bytes, bytes], wanted: CallScope) -> Peer:
+        """The caller, which is in `scope["state"]["peer"]` from now on. Raises ApiError: wrong_host, cross_site,
+        unauthenticated, forbidden, unsupported_version."""
         peer: Peer = scope["state"]["peer"]
         if not peer.is_unix:
             self._check_host(headers)
             self._check_site(headers, scope)
-        route = next((route for route in self._routes if route.matches(scope)[0] is Match.FULL), None)
-        called = route if route is not None and route.include_in_schema else None
         authorization = headers.get(b"authorization")
         if authorization is not None:
             peer = scope["state"]["peer"] = self._access.peer_of(authorization, peer)
-        peer.require("health" if called is None else scope_of(called))
-        if route is None:
-            self._check_method(scope)
+        peer.require(wanted)
         version = headers.get(_VERSION_HEADER)
-        if version is not None and not supported(text := version.decode("latin-1")):
+        if version is not None and version not in _VERSIONS:
             raise ApiError(
                 "unsupported_version", f"the {VERSION_HEADER} header names a version that this server does not speak",
-                found=text, wanted=list(SUPPORTED_VERSIONS),
+                found=version.decode("latin-1"), wanted=list(SUPPORTED_VERSIONS),
             )
-        if scope["query_string"] and called is not None:
-            _check_parameters(scope["query_string"].decode("latin-1"), called)
+        return peer
 
     def _check_host(self, headers: Mapping[bytes, bytes]) -> None:
         found = host_name(headers.get(b"host", b"").decode("latin-1"))
@@ -107,7 +72,7 @@ class Guard:
             raise ApiError("wrong_host", "set allowed_hosts to serve it", found=found, wanted=sorted(self._hosts))
 
     def _check_site(self, headers: Mapping[bytes, bytes], scope: Scope) -> None:
-        """What a browser says of the page that made it call. Programs say nothing."""
+        """The page that made a browser call, by the browser's headers. Programs do not send them."""
         origin, port = headers.get(b"origin"), scope["server"][1]
         if origin is not None and not self._is_own(text := origin.decode("latin-1"), port):
             wanted = f"http, an allowed host, port {port}"
@@ -130,10 +95,61 @@ class Guard:
             return False
         return url.scheme == "http" and found_port == port and (self._hosts is None or host in self._hosts)
 
+
+class Guard:
+    """ASGI middleware around the app's routes; counts refusals and times each call. `routes`: all of the app.
+    `methods_at`: the methods of a path that are answered elsewhere."""
+
+    def __init__(
+        self, app: ASGIApp, checks: Checks, meter: Meter, routes: Iterable[BaseRoute],
+        methods_at: Callable[[str], set[str]],
+    ) -> None:
+        self._app, self._checks, self._meter, self._methods_at = app, checks, meter, methods_at
+        self._routes = [route for route in routes if isinstance(route, APIRoute)]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        started_ns, method = self._meter.now_ns(), scope["method"]
+        if method == "HEAD":
+            scope = {**scope, "method": "GET"}  # the same answer; the connection leaves out the body
+
+        async def send_guarded(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], *_HEADERS]
+            await send(message)
+
+        try:
+            self._check(scope)
+        except ApiError as error:
+            log_refusal(scope["state"]["peer"], method, scope["path"], error)
+            await refused(error, scope["path"])(scope, receive, send_guarded)
+        else:
+            try:
+                await self._app(scope, receive, send_guarded)
+            except Exception:  # the layer around this one answers it; here it is only counted
+                self._meter.refuse("internal", "see the traceback", _route_of(scope))
+                raise
+        problem: Problem | None = scope["state"].get(REFUSAL)
+        if problem is not None:
+            self._meter.refuse(problem.code, problem.detail, _route_of(scope))
+        self._meter.timings.add(method, _path_of(scope), self._meter.now_ns() - started_ns)
+
+    def _check(self, scope: Scope) -> None:
+        """Raises ApiError, as Checks does; method_not_allowed, unknown_parameter."""
+        route = next((route for route in self._routes if route.matches(scope)[0] is Match.FULL), None)
+        called = route if route is not None and route.include_in_schema else None
+        self._checks.admit(scope, dict(scope["headers"]), "health" if called is None else scope_of(called))
+        if route is None:
+            self._check_method(scope)
+        if scope["query_string"] and called is not None:
+            _check_parameters(scope["query_string"].decode("latin-1"), called)
+
     def _check_method(self, scope: Scope) -> None:
-        """For a call that has no route: others may have its path."""
+        """For a call that has no route, while other methods may have its path. Raises ApiError(method_not_allowed)."""
         here = [route for route in self._routes if route.matches(scope)[0] is Match.PARTIAL]
-        methods = {method for route in here for method in route.methods or ()}
+        methods = self._methods_at(scope["path"]) | {method for route in here for method in route.methods or ()}
         if methods:
             allowed = sorted(methods | {"HEAD"} if "GET" in methods else methods)
             raise ApiError("method_not_allowed", "Method Not Allowed", found=scope["method"], wanted=allowed)

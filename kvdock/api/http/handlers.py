@@ -10,7 +10,7 @@ from kvdock.api.access.peer import Peer
 from kvdock.api.admin import Admin
 from kvdock.api.feeds.kv import KvStream
 from kvdock.api.feeds.sse import EventStream
-from kvdock.api.http.limits import BodyRoom
+from kvdock.api.http.limits import BodyCapacity
 from kvdock.api.reports.contents import Contents
 from kvdock.api.reports.explain import Explainer
 from kvdock.api.reports.lists import Lists
@@ -32,7 +32,7 @@ class Handlers(NamedTuple):
     """None: it is switched off, as `kv_stream` may be."""
     kv_stream: KvStream | None
     body_limit_bytes: int
-    body_room: BodyRoom
+    body_capacity: BodyCapacity
 
 
 def peer_of_call(request: Request) -> Peer:

@@ -1,4 +1,5 @@
-"""What one client may use of the server: connections, bytes that have arrived, time to send and to read.
+"""What one client may use of the server: connections, bytes of bodies, time to send and to read, and turns of the event
+loop.
 
 Each limit is written once, here; `tcp_connections` is a setting. kvdock/api/http/connection.py holds connections to
 them and kvdock/api/http/wire.py bodies.
@@ -6,23 +7,52 @@ them and kvdock/api/http/wire.py bodies.
 
 from __future__ import annotations
 
+import asyncio
 import resource
+from collections import deque
 from dataclasses import dataclass
 from typing import Final
 
-from kvdock.api.http.turns import Turns
 from kvdock.protocol.errors import ApiError
 
 DESCRIPTORS_KEPT: Final = 128
-"""For the pool, which opens one to grow, its lock file, the listening sockets and files of the status page."""
+"""For the pool, which opens a file to grow, its lock file, the listening sockets and files of the status page."""
 UNIX_CONNECTIONS_LEAST: Final = 64
-"""A machine that gives fewer descriptors than this, the TCP connections and those that are kept is warned about."""
+"""The server warns if the system allows fewer descriptors than these, those of TCP and those that are kept."""
 NO_LIMIT: Final = 1 << 20
+
+
+class FairQueue:
+    """`await queue.next()` returns to one caller in each turn of the event loop, in the order of the calls. Without it,
+    sixty requests that arrive together are answered together, and an engine waits for all of them."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._taken = False
+
+    async def next(self) -> None:
+        loop = asyncio.get_running_loop()
+        if not self._taken:
+            self._taken = True
+            loop.call_soon(self._pass_on, loop)
+            return
+        mine = loop.create_future()
+        self._waiting.append(mine)
+        await mine
+
+    def _pass_on(self, loop: asyncio.AbstractEventLoop) -> None:
+        while self._waiting:
+            first = self._waiting.popleft()
+            if not first.done():  # its call may have been cancelled
+                first.set_result(None)
+                loop.call_soon(self._pass_on, loop)
+                return
+        self._taken = False
 
 
 @dataclass(frozen=True, slots=True)
 class ConnectionLimits:
-    """What one connection may use, unless it says otherwise. Beyond it, the connection is refused and closed."""
+    """What one connection may use, if not stated otherwise. A connection that goes beyond it is refused and closed."""
 
     tcp_connections: int
     """All together."""
@@ -46,52 +76,51 @@ class ConnectionLimits:
     """While the client does not read its answers."""
 
 
-class BodyRoom:
-    """Bytes of long bodies that are being received or worked on, over all calls that share the room.
-
-    Short bodies are not counted: a room that is full of long ones does not stop them. Used from one event loop.
-    """
+class BodyCapacity:
+    """How many bytes of long bodies may be received or in work at once, over all calls that share this. Short bodies
+    are not counted, so that long ones do not stop them. Used from one event loop."""
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
         self.taken_bytes = 0
-        self.turns = Turns()
+        self.queue = FairQueue()
 
     @classmethod
-    def for_bodies_of(cls, body_limit_bytes: int) -> BodyRoom:
+    def for_bodies_of(cls, body_limit_bytes: int) -> BodyCapacity:
         """For two of the longest at a time."""
         return cls(2 * body_limit_bytes)
 
 
 class BodyShare:
-    """What one call takes of the room, until it gives it back."""
+    """One call's share of the capacity, until it is given back."""
 
     FREE_BYTES: Final = 64 << 10
     """Shorter bodies take nothing."""
-    __slots__ = ("_bytes", "_room")
+    __slots__ = ("_bytes", "_capacity")
 
-    def __init__(self, room: BodyRoom) -> None:
-        self._room, self._bytes = room, 0
+    def __init__(self, capacity: BodyCapacity) -> None:
+        self._capacity, self._bytes = capacity, 0
 
     def hold(self, body_bytes: int) -> None:
-        """Takes room for a body of which `body_bytes` have arrived. Raises ApiError(too_busy) if there is none."""
+        """Counts a body of which `body_bytes` have arrived. Raises ApiError(too_busy) if that exceeds the capacity."""
         if body_bytes <= self.FREE_BYTES:
             return
-        room, more = self._room, body_bytes - self._bytes
-        if room.taken_bytes + more > room.limit_bytes:
+        capacity, more = self._capacity, body_bytes - self._bytes
+        if capacity.taken_bytes + more > capacity.limit_bytes:
             raise ApiError(
-                "too_busy", "other calls send long bodies now: try again", found=room.taken_bytes + more,
-                wanted=room.limit_bytes,
+                "too_busy", "other calls send long bodies now: try again", found=capacity.taken_bytes + more,
+                wanted=capacity.limit_bytes,
             )
-        room.taken_bytes += more
+        capacity.taken_bytes += more
         self._bytes = body_bytes
 
     async def next_turn(self) -> None:
-        """A long body is decoded when it is its turn: several that end together do not add up."""
-        await self._room.turns.next()
+        """Long bodies are decoded one in each turn of the event loop, so that several that end together do not delay
+        other calls by their sum."""
+        await self._capacity.queue.next()
 
     def give_back(self) -> None:
-        self._room.taken_bytes -= self._bytes
+        self._capacity.taken_bytes -= self._bytes
         self._bytes = 0
 
 

@@ -15,7 +15,8 @@ from kvdock.api.errors import StartupError
 
 @contextmanager
 def bind_tcp(host: str, port: int) -> Iterator[socket.socket]:
-    """Bound, not yet listening; port 0: the system chooses. StartupError(address_in_use | bad_address)."""
+    """A bound socket, not yet listening; port 0: the system chooses. Raises StartupError: address_in_use,
+    bad_address."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -35,11 +36,10 @@ def bind_tcp(host: str, port: int) -> Iterator[socket.socket]:
 
 @contextmanager
 def bind_unix(path: str) -> Iterator[socket.socket]:
-    """Bound with mode 0600; the file is removed at the end if it is still the same one.
+    """A bound socket whose file has mode 0600; the file is removed at the end if it is still the same one.
 
-    StartupError: socket_in_use if a live server answers there, bad_address if the file is something else, or if others
-    could put something else in its place.
-    """
+    Raises StartupError: socket_in_use if a live server answers there, bad_address if the file is something else, or if
+    others could put something else in its place."""
     _require_own_folder(Path(path).absolute().parent)
     _remove_stale(path)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
@@ -60,7 +60,7 @@ def bind_unix(path: str) -> Iterator[socket.socket]:
 
 
 def _require_own_folder(folder: Path) -> None:
-    """Makes a missing folder, for nobody else."""
+    """Makes a missing folder, which only this user can open."""
     try:
         with suppress(FileExistsError):
             folder.mkdir(mode=0o700)

@@ -1,13 +1,15 @@
-"""The OpenAPI document, made from the message structs and from what each route states about itself.
+"""The OpenAPI document, made from the message structs and from the descriptions of calls.
 
-`route` adds one route; `openapi_schema` adds the components that routes refer to, and examples.
+`route` adds one route of FastAPI's; `openapi_schema` adds the calls of engines, the components that calls refer to,
+and examples.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import re
+from collections.abc import Callable, Iterable, Sequence
 from types import NoneType
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 from fastapi import APIRouter, FastAPI
@@ -17,30 +19,20 @@ from fastapi.routing import APIRoute
 from fastapi.types import DecoratedCallable
 
 from kvdock.api.http import examples
-from kvdock.protocol import (
-    admin_schemas,
-    curve,
-    explain,
-    hints,
-    outcomes,
-    reports,
-    schemas,
-    tier_schemas,
-    usage,
-    wire_types,
-)
+from kvdock.protocol import admin_schemas, outcomes, reports, schemas, wire_types
 from kvdock.protocol.calls import Call, Scope
 from kvdock.protocol.errors import CODES, problem_of
 from kvdock.protocol.forms import JSON, PACKED
-from kvdock.protocol.outcomes import Teller
+from kvdock.protocol.outcomes import Reporting
 from kvdock.protocol.reports import Problem
-from kvdock.protocol.version import SUPPORTED_VERSIONS, VERSION_HEADER
-from kvdock.protocol.wire_types import Answer, Body, Carried, Carrier, Identity
+from kvdock.protocol.wire_types import SUPPORTED_VERSIONS, VERSION_HEADER, Answer, Body, Carried, Carrier, Identity
 
 READS = "reads only, so it may be repeated."
 IDEMPOTENT = "idempotent: a repeat finds less or nothing to do, and leaves the same state."
 PAGED = "A page of at most `limit`, maybe of fewer; `next` is the `cursor` of the following one, null after the last."
 
+ID_CHARACTERS = 256
+"""The longest id in a query."""
 _REF = "#/components/schemas/{name}"
 _BODY_ERRORS = ("malformed_json", "too_large", "unsupported_media_type", "invalid_body")
 _ANY_ERRORS = (
@@ -79,25 +71,76 @@ _VERSION_PARAMETER = {
 }
 
 
+class About(NamedTuple):
+    """A call's description in the document. `note`: how it behaves; `retry`: what repeating it does; `errors`: codes of
+    its own."""
+
+    tag: str
+    summary: str
+    note: str = ""
+    retry: str = READS
+    errors: Sequence[str] = ()
+
+
+class Described(Protocol):
+    """A call of an engine, which has no route of FastAPI's."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def call(self) -> Call[Any]: ...
+    @property
+    def body(self) -> type[Body] | None: ...
+    @property
+    def about(self) -> About: ...
+    @property
+    def parameters(self) -> Sequence[Parameter]: ...
+
+
+class Parameter(NamedTuple):
+    """A parameter of a call's query. Required ones are ids, of at most ID_CHARACTERS."""
+
+    name: str
+    is_required: bool
+
+
 def route(
     router: APIRouter, call: Call[Any], tag: str, summary: str, note: str = "", *, retry: str = READS,
-    body: type[Body] | None = None, errors: Iterable[str] = (), statuses: Iterable[int] = (200,),
-    parameters: Iterable[dict[str, Any]] = (), name: str | None = None, media_type: str = "text/plain",
+    body: type[Body] | None = None, errors: Sequence[str] = (), statuses: Iterable[int] = (200,),
+    name: str | None = None, media_type: str = "text/plain",
 ) -> Callable[[DecoratedCallable], DecoratedCallable]:
-    """Decorates the function that answers `call`.
+    """Decorates the function that answers `call`. `note`, `retry`, `errors`: as in About. `statuses`: those that the
+    answer comes with. `name`: instead of the function's. `media_type`: that of an answer that is text."""
+    about = About(tag, summary, note, retry, errors)
+    path = call.path.replace("{request}", "{request:path}")  # engines choose these ids: they may have slashes
+    has_answer = call.answer is not NoneType
+    return router.api_route(
+        path, methods=[call.method], tags=[tag], summary=summary, name=name, description=_description(about),
+        responses=_responses(call, body, errors, statuses, media_type), response_model=None,
+        response_class=PlainTextResponse if call.answer is str else JSONResponse,
+        status_code=200 if has_answer else 204, openapi_extra=_extra(call, body),
+    )
 
-    `note`: how the call behaves; `retry`: what repeating it does. If the call is `packed`, its body and answer may be
-    MessagePack too, of the same shape; bytes are a bin there, not base64. `statuses`: those that the answer comes with.
-    `parameters`: those that the function does not name; `name`: instead of the function's. `media_type`: that of
-    an answer that is text.
-    """
-    packed, has_answer = call.packed and body is not None, call.answer is not NoneType
+
+def _description(about: About) -> str:
+    return f"{about.note}\n\nRetry: {about.retry}".lstrip()
+
+
+def _is_packed(call: Call[Any], body: type[Body] | None) -> bool:
+    """Whether body and answer may be MessagePack too, of the same shape; bytes are a bin there, not base64."""
+    return call.packed and body is not None
+
+
+def _responses(
+    call: Call[Any], body: type[Body] | None, errors: Iterable[str], statuses: Iterable[int], media_type: str
+) -> dict[int | str, dict[str, Any]]:
+    packed = _is_packed(call, body)
     forms = (*_BODY_ERRORS, *(("malformed_msgpack",) if packed else ())) if body else ()
     codes = [*errors, *(() if call.scope == "health" else ("forbidden",)), *forms, *_ANY_ERRORS]
     responses: dict[int | str, dict[str, Any]] = {}
     if call.answer is str:
         responses[200] = {"description": "OK", "content": {media_type: {"schema": _TEXTS[media_type]}}}
-    elif has_answer:
+    elif call.answer is not NoneType:
         for status in statuses:
             responses[status] = {"description": call.answer.__name__, "content": _content(call.answer, packed)}
     for status in sorted({CODES[code].status for code in codes}):
@@ -109,22 +152,41 @@ def route(
             header, kind, text = _HEADERS[status]
             answer["headers"] = {header: {"description": text, "required": True, "schema": {"type": kind}}}
     responses["default"] = {"description": "Any error", "content": _problem()}
-    extra: dict[str, Any] = {"parameters": list(parameters)} if parameters else {}
-    extra[_SCOPE] = call.scope
+    return responses
+
+
+def _extra(call: Call[Any], body: type[Body] | None) -> dict[str, Any]:
+    extra: dict[str, Any] = {_SCOPE: call.scope}
     extra["security"] = [*([{}] if call.scope == "health" else []), {"token": [call.scope]}]
     if body is not None:
-        extra["requestBody"] = {"required": True, "content": _content(body, packed)}
-    path = call.path.replace("{request}", "{request:path}")  # engines choose these ids: they may have slashes
-    return router.api_route(
-        path, methods=[call.method], tags=[tag], summary=summary, name=name,
-        description=f"{note}\n\nRetry: {retry}".lstrip(), responses=responses, response_model=None,
-        response_class=PlainTextResponse if call.answer is str else JSONResponse,
-        status_code=200 if has_answer else 204, openapi_extra=extra,
-    )
+        extra["requestBody"] = {"required": True, "content": _content(body, _is_packed(call, body))}
+    return extra
+
+
+def _operation(one: Described) -> dict[str, Any]:
+    """An engine's call as the document has it."""
+    responses = _responses(one.call, one.body, one.about.errors, (200,), "")
+    if one.call.answer is NoneType:
+        responses = {204: {"description": "No content"}, **responses}
+    ids = [_parameter(id_, "path", {"type": "string"}, True) for id_ in re.findall(r"{(\w+)}", one.call.path)]
+    id_schema = {"type": "string", "minLength": 1, "maxLength": ID_CHARACTERS}
+    query = [
+        _parameter(found.name, "query", id_schema if found.is_required else {"type": "string"}, found.is_required)
+        for found in one.parameters
+    ]
+    return {
+        "tags": [one.about.tag], "summary": one.about.summary, "description": _description(one.about),
+        "operationId": one.name, "parameters": [*ids, *query],
+        "responses": {str(status): answer for status, answer in responses.items()}, **_extra(one.call, one.body),
+    }
+
+
+def _parameter(name: str, where: str, schema: dict[str, Any], is_required: bool) -> dict[str, Any]:
+    return {"name": name, "in": where, "required": is_required, "schema": {**schema, "title": name.title()}}
 
 
 def scope_of(route: APIRoute) -> Scope:
-    """What a caller needs for the route. Every route of the API was made by `route`."""
+    """The scope that a caller needs for the route. Every route of the API was made by `route`."""
     scope: Scope = (route.openapi_extra or {})[_SCOPE]
     return scope
 
@@ -140,8 +202,8 @@ def _problem() -> dict[str, Any]:
 
 def wire_structs() -> list[type[msgspec.Struct]]:
     """Every body and answer."""
-    bases = (Body, Identity, Answer, Carrier, Carried, Teller)
-    rooms = (wire_types, usage, outcomes, curve, explain, reports, schemas, hints, tier_schemas, admin_schemas)
+    bases = (Body, Identity, Answer, Carrier, Carried, Reporting)
+    rooms = (wire_types, outcomes, reports, schemas, admin_schemas)
     named = {name: found for room in rooms for name, found in vars(room).items()}
     return [
         item
@@ -150,13 +212,19 @@ def wire_structs() -> list[type[msgspec.Struct]]:
     ]
 
 
-def openapi_schema(app: FastAPI) -> dict[str, Any]:
-    """The app's OpenAPI document, made once."""
+def openapi_schema(app: FastAPI, engine_calls: Iterable[Described]) -> dict[str, Any]:
+    """The OpenAPI document of the app's routes and of `engine_calls`, made once."""
     if app.openapi_schema is None:
         schema = get_openapi(
             title=app.title, version=app.version, description=app.description, routes=app.routes,
             tags=app.openapi_tags, servers=app.servers,
         )
+        paths: dict[str, dict[str, Any]] = {}
+        for one in engine_calls:
+            paths.setdefault(one.call.path, {})[one.call.method.lower()] = _operation(one)
+        for path, methods in schema["paths"].items():
+            paths.setdefault(path, {}).update(methods)
+        schema["paths"] = paths
         _, components = msgspec.json.schema_components(wire_structs(), ref_template=_REF)
         schema.setdefault("components", {}).setdefault("schemas", {}).update(components)
         bearer = {"type": "http", "scheme": "bearer", "description": _TOKENS}

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request, Response
 
-from kvdock.api.access import audit
+from kvdock.api.access.peer import log_done
 from kvdock.api.admin import Admin
 from kvdock.api.http.handlers import handlers_of, peer_of_call
 from kvdock.api.http.openapi import IDEMPOTENT, route
@@ -33,7 +33,7 @@ def _add(
     async def respond(request: Request) -> Response:
         asked = await read_body(request, codec)
         done = await run(handlers_of(request).admin, asked)
-        audit.done(peer_of_call(request), call, asked, done)
+        log_done(peer_of_call(request), call, asked, done)
         return answer(done)
 
     _route(call, summary=summary, note=note, body=body, name=name, **more)(respond)
@@ -54,10 +54,10 @@ _add(
     retry=IDEMPOTENT, errors=("unknown_namespace",),
 )
 _add(
-    c.EVICT, a.EvictChunks, Admin.evict, "evict", "Evict what is worth least until so much is free",
-    "In the order in which the pool itself would make room. Memory that the pool may still grow by is free. What "
-    "engines hold or write stays, and so do pinned chunks and what precedes them in their prefix; then the answer's "
-    "`free_bytes` is less than was asked for. What no lower tier has is lost.",
+    c.EVICT, a.EvictChunks, Admin.evict, "evict", "Evict the chunks that are worth least, until enough is free",
+    "In the order in which the pool itself would evict. Memory by which the pool may still grow counts as free. Chunks "
+    "that engines hold or write stay, and so do pinned chunks and those before them in their prefix; then the answer's "
+    "`free_bytes` is less than was asked for. Chunks that no lower tier has are lost.",
     retry=IDEMPOTENT, errors=("bad_argument",),
 )
 _add(
@@ -70,8 +70,8 @@ _add(
 _add(
     c.CONFIGURE, a.PatchConfig, Admin.configure, "configure", "Change limits while the server runs",
     "Changes last until the server ends. A smaller `pool_bytes` drains whole segments: nothing new is stored in them, "
-    "what nobody holds is evicted, and a segment is removed once nobody holds any of it. Each quota in `tenants` "
-    "replaces that tenant's quota; what a tenant has beyond it is evicted, except what its engines hold.",
+    "chunks that no engine holds are evicted, and a segment is removed once no engine holds any of it. Each quota in "
+    "`tenants` replaces that tenant's quota; chunks beyond it are evicted, except those that its engines hold.",
     retry="idempotent: values are absolute.", errors=("bad_argument", "no_memory"),
 )
 

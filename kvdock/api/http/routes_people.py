@@ -19,10 +19,10 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from kvdock.api.access.peer import Peer
 from kvdock.api.feeds.sse import MOST_READERS, Stream
-from kvdock.api.http.docs_page import STYLE, docs_page
+from kvdock.api.http.engine_calls import ENGINE_CALLS
 from kvdock.api.http.handlers import handlers_of, peer_of_call
-from kvdock.api.http.manual import manual_page, page_names
 from kvdock.api.http.openapi import EVENT_STREAM, PAGED, openapi_schema, route
+from kvdock.api.http.pages import STYLE, docs_page, manual_page, page_names
 from kvdock.api.http.wire import DEFAULT_LIMIT, NO_STORE, PROBLEM_HEADERS, Cursor, Limit, answer
 from kvdock.api.reports.lists import Lists
 from kvdock.api.reports.status import Probes
@@ -97,7 +97,7 @@ _probe("/readyz", "Slots can be given out", _NO_SLOT, Probes.ready)
 # ------------------------------------------------------------------ lists, and the pool at a glance
 
 
-_list(c.SESSIONS, "sessions", "list_sessions", "Who is attached", Lists.sessions)
+_list(c.SESSIONS, "sessions", "list_sessions", "Attached sessions and their members", Lists.sessions)
 
 
 @_route(
@@ -145,7 +145,7 @@ async def stats(request: Request, over: OverQuery = "minutes") -> Response:
 @_route(
     c.CURVE, "pool", "What if the pool were larger or smaller",
     "The share of tokens that lookups would find in pools of 1/4 to 8 times the size, and in one without bound, as "
-    "simulated pools under the same eviction policy say. docs/observe.md tells how far they are right.",
+    "simulated pools under the same eviction policy show. docs/observe.md says how accurate they are.",
     errors=("not_found",),
 )
 async def curve(request: Request) -> Response:
@@ -154,7 +154,7 @@ async def curve(request: Request) -> Response:
 
 @_route(
     c.NAMESPACES, "pool", "Manifests that engines have attached with, what is cached of each, and what it was used for",
-    f"{PAGED} The pool's chunks are counted when somebody asks, at most once in some seconds.",
+    f"{PAGED} The pool's chunks are counted when a call asks for them, at most once in some seconds.",
     errors=("bad_argument",), name="list_namespaces",
 )
 async def list_namespaces(request: Request, limit: Limit = DEFAULT_LIMIT, cursor: Cursor = 0) -> Response:
@@ -163,9 +163,9 @@ async def list_namespaces(request: Request, limit: Limit = DEFAULT_LIMIT, cursor
 
 @_route(
     c.PREFIXES, "pool", "What is cached, by prefix: the most used first",
-    "A prefix is a first chunk with all that goes on from it. The pool's chunks are counted when somebody asks, at "
-    "most once in some seconds, and after an operator took some out of use. The 256 most used are listed at "
-    "most.",
+    "A prefix is a first chunk with all chunks that continue it. The pool's chunks are counted when a call asks for "
+    "them, at most once in some seconds, and after an operator took some out of use. At most the 256 most used "
+    "prefixes are listed.",
     errors=("bad_argument",), name="list_prefixes",
 )
 async def list_prefixes(request: Request, limit: Limit = DEFAULT_LIMIT) -> Response:
@@ -173,13 +173,13 @@ async def list_prefixes(request: Request, limit: Limit = DEFAULT_LIMIT) -> Respo
 
 
 RequestId = Annotated[str, PathParameter(alias="request", max_length=256, description="As the engine names it")]
-OfSession = Annotated[str, Query(max_length=256, description="As lists have it; empty: the latest request's")]
+OfSession = Annotated[str, Query(max_length=256, description="As lists show it; empty: the latest request's")]
 Begins = Annotated[str, Query(alias="request", max_length=256, description="How the ids of requests begin")]
 
 
 @_route(
     c.REQUESTS, "pool", "The last lookups and stores, newest first, and what became of their requests",
-    f"{PAGED} `outcome` is what the engine's heartbeat told of a request when it had ended. A request that looked up "
+    f"{PAGED} `outcome` is what the engine's heartbeat reported when the request had ended. A request that looked up "
     "nothing here is a row of its own, of the kind `ended`. Stores have ids of their own.",
     errors=("bad_argument",),
 )
@@ -195,7 +195,7 @@ Follow = Annotated[bool, Query(description="Go on with what comes, until the ser
 
 def _streamed(stream: Stream, pieces: AsyncIterator[bytes]) -> Response:
     if stream.readers >= MOST_READERS:
-        raise ApiError("too_busy", "others read the events", found=stream.readers, wanted=f"< {MOST_READERS}")
+        raise ApiError("too_busy", "too many others read the events", found=stream.readers, wanted=f"< {MOST_READERS}")
     return StreamingResponse(pieces, media_type=EVENT_STREAM, headers=NO_STORE)
 
 
@@ -239,9 +239,9 @@ async def kv_events(request: Request, follow: Follow = False) -> Response:
 
 @_route(
     c.EXPLAIN, "pool", "Why a request found what it found",
-    "The latest request of that id: what its lookups found, where the prefix ends and why, what loading took, and what "
-    "its engine told of it. As long as `GET /v1/requests` has it. Engines choose ids: where several use one, `session` "
-    "says whose is meant.",
+    "The latest request of that id: what its lookups found, where the prefix ends and why, how long loading took, "
+    "and what its engine reported, as long as `GET /v1/requests` has it. Engines choose ids: where several use the "
+    "same one, `session` chooses between them.",
     errors=("unknown_request", "bad_argument"), name="explain",
 )
 async def explain(request: Request, request_id: RequestId, session: OfSession = "") -> Response:
@@ -268,7 +268,7 @@ async def _documents(app: FastAPI) -> Documents:
 
 
 def _make_documents(app: FastAPI) -> Documents:
-    schema = openapi_schema(app)
+    schema = openapi_schema(app, ENGINE_CALLS)
     return Documents(msgspec.json.encode(schema), docs_page(schema).encode())
 
 

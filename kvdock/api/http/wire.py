@@ -1,9 +1,8 @@
 """Between HTTP and structs: reads bodies, makes answers and problems. Decides nothing.
 
-Invariants: no more than `body_limit_bytes` of a body is ever held, and of long
-bodies together no more than their room (kvdock/api/http/limits.py); every error leaves as problem
-details; a body is JSON or MessagePack by its content type (which a web page's cross-site form cannot send).
-"""
+Invariants: no more than `body_limit_bytes` of a body is ever held, and of long bodies together no more than their
+capacity (kvdock/api/http/limits.py); every error leaves as problem details; a body is JSON or MessagePack by its
+content type, which a web page's cross-site form cannot send."""
 
 from __future__ import annotations
 
@@ -18,13 +17,12 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from kvdock._core import TableError
-from kvdock.api.http.limits import BodyRoom, BodyShare
+from kvdock.api.http.limits import BodyCapacity, BodyShare
 from kvdock.api.log import shown
 from kvdock.protocol.errors import CODES, ApiError, problem_of
 from kvdock.protocol.forms import JSON, Codec, form_of_body
 from kvdock.protocol.reports import Problem
-from kvdock.protocol.version import API_VERSION, VERSION_HEADER
-from kvdock.protocol.wire_types import Answer, Body
+from kvdock.protocol.wire_types import API_VERSION, VERSION_HEADER, Answer, Body
 
 B = TypeVar("B", bound=Body)
 
@@ -39,7 +37,6 @@ Cursor = Annotated[
 
 PROBLEM = "application/problem+json"
 NO_STORE = {"cache-control": "no-store"}
-"""With 503: every call may be repeated."""
 SECURITY_HEADERS = {
     "content-security-policy": (
         "default-src 'self'; img-src 'self' data:; object-src 'none'; base-uri 'none'; form-action 'none'; "
@@ -68,8 +65,8 @@ async def read_body(request: Request, codec: Codec[B]) -> B:
 async def read_limited(request: Request) -> bytes | bytearray:
     """The whole body. Raises ApiError: too_large, too_busy."""
     limit: int = request.app.state.handlers.body_limit_bytes
-    room: BodyRoom = request.app.state.handlers.body_room
-    share, declared = BodyShare(room), request.headers.get("content-length", "")
+    capacity: BodyCapacity = request.app.state.handlers.body_capacity
+    share, declared = BodyShare(capacity), request.headers.get("content-length", "")
     try:
         return await read_all(request.receive, declared, min(limit, PLAIN_BODY_BYTES), share)
     finally:
@@ -119,11 +116,11 @@ PROBLEM_HEADERS: Mapping[int, Mapping[str, str]] = {
     429: {"retry-after": "1"},
     503: {"retry-after": "1"},
 }
-"""What a problem of that status says besides its body; the times are whole seconds."""
+"""The headers of a problem by its status; times are whole seconds."""
 
 
 REFUSAL = "refusal"
-"""Where the scope's state has the problem that a call was answered with, if it was."""
+"""The key in the scope's state of the problem with which the call was answered, if it was refused."""
 
 
 class ProblemResponse(Response):
@@ -177,7 +174,7 @@ async def on_bad_parameters(request: Request, error: Exception) -> Response:
 
 
 async def on_disconnect(request: Request, error: Exception) -> Response:
-    """The client went away within its body: nobody reads this, and nothing needs to be logged."""
+    """The client went away before its body had ended: no one reads the answer, and nothing needs to be logged."""
     return no_content()
 
 

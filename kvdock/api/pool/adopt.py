@@ -1,4 +1,4 @@
-"""Taking over the pool that a dead server left.
+"""Takes over the pool that a dead server has left.
 
 A pool belongs to the address where it was served. The next server there adopts it, completely or not at all; a server
 at another address leaves it alone for ORPHAN_S after its server's death, and removes it then.
@@ -50,11 +50,11 @@ class Adopted(NamedTuple):
 
     objects: PoolObjects
     found: dict[str, int]
-    """What the table found in it: see Table.adopt."""
+    """What the table has found in the pool: see Table.adopt."""
     retiring: list[int]
     """Ids of the segments that were being drained."""
     removed: list[int]
-    """Ids of removed segments: members that have not come back yet may still map them."""
+    """Ids of removed segments: members that have not attached again may still map them."""
 
 
 def address_of(settings: Settings) -> str:
@@ -67,7 +67,7 @@ def left_at(address: str) -> list[int]:
 
 
 def is_strangers(left: LeftPool, address: str) -> bool:
-    """Whether the pool still waits for the next server at another address than `address`."""
+    """Whether the pool is still kept for the next server at an address other than `address`."""
     waits = left.address and left.idle_s < ORPHAN_S and Path(left.address).parent.is_dir()
     return bool(waits) and left.address != address
 

@@ -1,4 +1,4 @@
-"""An orderly shutdown: nothing new is given out, and what is under way may finish.
+"""An orderly shutdown: nothing new is given out, and calls, leases and reservations in progress may finish.
 
 SIGTERM begins it. While it lasts, `/readyz` says so; new sessions, and lookups and reservations that do not have
 their grant yet, are refused with `not_ready`; everything else is answered: commits, releases, heartbeats. It has
@@ -53,7 +53,7 @@ class Drain:
         self._until_s = self._now_s() + self._drain_s
 
     def hand_over(self, running: Iterable[asyncio.Task[Any]]) -> None:
-        """As `begin`; also when that was done before."""
+        """As `begin`; also after `begin`."""
         self._handing_over = True
         if not self.begun:
             self.begin(running)

@@ -1,7 +1,7 @@
-"""Asking the server at a socket to end and leave its pool: `kvdock serve --takeover`, a rolling upgrade.
+"""Asks the server at a socket to end and leave its pool: `kvdock serve --takeover`, a rolling upgrade.
 
 The kernel names the process that listens at the socket. It gets the signal HAND_OVER, finishes its reservations and
-leaves its pool. A server that does not know the signal dies of it, which leaves the pool too. The new server then
+leaves its pool. A server that does not know the signal is killed by it, which leaves the pool too. The new server then
 adopts the pool (kvdock/api/pool/adopt.py).
 """
 
@@ -14,16 +14,16 @@ import socket
 from typing import Final
 
 from kvdock.api.errors import StartupError
-from kvdock.protocol.peers import require_trusted_server
+from kvdock.protocol.access import require_trusted_server
 
 HAND_OVER: Final = signal.SIGUSR2
 CONNECT_S: Final = 1.0
 
 
 def ask_to_leave(socket_path: str, *, patience_s: float) -> int:
-    """Returns once the server that listened there has ended: its process id; 0 when none listened.
+    """Returns once the server that listened there has ended: its process id; 0 if none listened.
 
-    StartupError(socket_in_use): it belongs to another user or pid namespace, or did not end within `patience_s`.
+    Raises StartupError(socket_in_use): it belongs to another user or pid namespace, or did not end within `patience_s`.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking:
         asking.settimeout(CONNECT_S)

@@ -14,11 +14,11 @@ log = logging.getLogger("kvdock.api")
 
 class KeptObject:
     def __init__(self, path: Path, what: str) -> None:
-        """`what` it holds, for the log."""
+        """`what`: its content, for the log."""
         self._path, self._what = path, what
 
     def read(self) -> bytes:
-        """Empty: there is none, or it cannot be read."""
+        """Returns its content; empty: there is none, or it cannot be read."""
         try:
             with os.fdopen(shm.open_lock(self._path), "rb") as file:
                 return file.read()

@@ -33,7 +33,8 @@ class PoolLock:
     def create(
         cls, pool_id: int, shm_dir: Path = shm.SHM_DIR, *, address: str = "", secret: bytes = bytes(SECRET_BYTES)
     ) -> PoolLock:
-        """A new lock file, byte 0 taken before it has a name. FileExistsError when the pool id is in use.
+        """A new lock file, whose byte 0 is locked before it has a name. Raises FileExistsError if the pool id is in
+        use.
 
         `address`: where the pool is served, so that the next server there finds it. `secret`: SECRET_BYTES random ones.
         """
@@ -76,7 +77,7 @@ class PoolLock:
         return cls(path, fd, lock)
 
     def member_alive(self, offset: int) -> bool:
-        """True while someone holds that byte."""
+        """True while a process holds that byte."""
         return lock_holder_alive(self.fd, offset)
 
     def touch(self) -> None:
@@ -84,7 +85,7 @@ class PoolLock:
         os.utime(self.fd)
 
     def close(self, *, unlink: bool) -> None:
-        """Gives the pool up; unlink=True removes the lock file, after everything else of the pool is gone."""
+        """Gives the pool up; unlink=True removes the lock file, after everything else of the pool has been removed."""
         if self.fd < 0:
             return
         if unlink:
@@ -143,11 +144,12 @@ def remove_stale(
     shm_dir: Path = shm.SHM_DIR, *, spare: Callable[[LeftPool], bool] = lambda left: False,
     wall_s: Callable[[], float] = time.time,
 ) -> list[str]:
-    """Removes what dead servers left and returns the names. Live pools stay, and so do those that `spare` chooses.
+    """Removes objects that dead servers left, and returns their names. Live pools stay, and so do those that `spare`
+    chooses.
 
     A server may die at any moment, so each pool is checked by itself, and once more when its lock is held. The lock of
     a pool that stays is not taken, because its next server may be trying to take it. Engines that still map a removed
-    object keep their memory until they unmap it. What is not ours stays too (shm.objects.is_own).
+    object keep their memory until they unmap it. Objects of others stay too (shm.objects.is_own).
     """
     removed: list[str] = []
     for pool_id, names in shm.pool_objects(shm_dir).items():

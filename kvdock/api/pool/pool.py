@@ -45,7 +45,7 @@ class GrowthRetry:
 
     def __init__(self, now_s: Callable[[], float]) -> None:
         self.error = ""
-        """Of the last attempt; '' if it succeeded or there was none."""
+        """The error of the last attempt; '' if it succeeded or there was none."""
         self._now_s = now_s
         self._wait_s, self._at_s = FIRST_RETRY_S, 0.0
 
@@ -53,7 +53,7 @@ class GrowthRetry:
         return not self.error or self._now_s() >= self._at_s
 
     def failed(self, error: str) -> float:
-        """How many seconds it waits now."""
+        """Returns how many seconds it waits now."""
         self.error, waits_s = error, self._wait_s
         self._at_s, self._wait_s = self._now_s() + waits_s, min(2 * waits_s, LONGEST_RETRY_S)
         return waits_s
@@ -107,7 +107,7 @@ class Pool:
         self._objects.leave()
 
     def view(self) -> PoolView:
-        """Its sizes, for people to read."""
+        """The pool's sizes, for people."""
         stats = self.table.stats()
         return PoolView(
             limit_bytes=self.limit_bytes,
@@ -138,15 +138,15 @@ class Pool:
 
     @property
     def secret(self) -> bytes:
-        """Random bytes that all servers of this pool share, and nobody else can read."""
+        """Random bytes that all servers of this pool share, and that no other user can read."""
         return self._lock.secret
 
     def lock_held(self, offset: int) -> bool:
-        """Whether someone holds that byte of the lock file."""
+        """Whether a process holds that byte of the lock file."""
         return self._lock.member_alive(offset)
 
     def unheard_has_lock(self, nonce: bytes, offset: int) -> bool:
-        """Whether a member of the adopted pool that has not come back yet, another than `nonce`, has that byte."""
+        """Whether that byte is of a member of the adopted pool that has not attached again, other than `nonce`."""
         if offset not in self.unheard.values():
             return False
         return any(
@@ -154,12 +154,12 @@ class Pool:
             for member in self.table.members()
         )
 
-    def say_alive(self) -> None:
+    def touch(self) -> None:
         """Records the time in the lock file, so that later servers know when this one died."""
         self._lock.touch()
 
     def missing(self) -> list[str]:
-        """Names of objects of the pool that somebody removed: engines that start now cannot attach."""
+        """Names of objects of the pool that were removed by others: engines that start now cannot attach."""
         names = [*(info.name for info in self._added), self._lock.path.name]
         return [name for name in names if not (shm.SHM_DIR / name.removeprefix("/")).exists()]
 
@@ -180,7 +180,7 @@ class Pool:
 
     @property
     def free_bytes(self) -> int:
-        """Nothing is there, or it is not allocated yet."""
+        """Bytes that are unused or not allocated yet."""
         return max(0, self.limit_bytes - self.allocated_bytes) + self.table.free_bytes()
 
     @property
@@ -198,7 +198,7 @@ class Pool:
 
     @property
     def largest_part_bytes(self) -> int:
-        """Of one writer's part of a chunk: no slot crosses a segment."""
+        """The largest part of a chunk: no slot crosses a segment."""
         return self._segment_bytes - SEGMENT_HEADER_BYTES - SLOT_ALIGN
 
     @property
@@ -226,8 +226,8 @@ class Pool:
             for info in (self._added if infos is None else infos)
         ]
 
-    async def make_room(self, space: int, keys: bytes, chunk_bytes: int) -> None:
-        """Grows before a store that needs memory the pool does not have yet: growing beats evicting."""
+    async def grow_for(self, space: int, keys: bytes, chunk_bytes: int) -> None:
+        """Grows before a store that needs memory that the pool does not have yet: growing is better than evicting."""
         if self.table.room_bytes() >= len(keys) // KEY_BYTES * chunk_bytes or not self.can_grow():
             return
         missing = 0
@@ -237,10 +237,10 @@ class Pool:
                 await asyncio.sleep(0)  # about 0.5 ms each
         await self.grow_until(missing * chunk_bytes)
 
-    async def grow_until(self, room_bytes: int) -> None:
-        """Adds segments until there is so much room or the pool may not grow. Concurrent calls share the work."""
+    async def grow_until(self, wanted_bytes: int) -> None:
+        """Adds segments until `wanted_bytes` are free or the pool may not grow. Concurrent calls share the work."""
         async with self._growing:
-            while self.table.room_bytes() < room_bytes and self.can_grow():
+            while self.table.room_bytes() < wanted_bytes and self.can_grow():
                 await self._grow()
 
     async def grow_once(self) -> bool:
@@ -303,7 +303,8 @@ class Pool:
             self._limit_table()
 
     def _require_segments(self, pool_bytes: int) -> None:
-        """ApiError(bad_argument) unless so much fits into the segments that the pool may have once it is drained."""
+        """Raises ApiError(bad_argument) unless `pool_bytes` fit into the segments that the pool may have once it is
+        drained."""
         staying = [info.bytes for info in self._added if info.id not in self._retiring]
         most_bytes = sum(staying) + (MAX_SEGMENTS - max(1, len(staying))) * self._segment_bytes
         if pool_bytes > most_bytes:
@@ -313,7 +314,7 @@ class Pool:
             )
 
     async def drain(self) -> None:
-        """Evicts what nobody holds from retiring segments, in slices, and removes segments that are empty."""
+        """Evicts chunks that no engine holds from retiring segments, in slices, and removes segments that are empty."""
         for segment in tuple(self._retiring):
             before = -1
             in_use = self.table.retire_segment(segment, RETIRE_SLICE_CHUNKS)
@@ -325,7 +326,7 @@ class Pool:
                     await self._remove(segment)
 
     async def _remove(self, segment: int) -> None:
-        """From here on it is not listed, and heartbeat answers name it as retired."""
+        """From now on the segment is not listed, and heartbeat answers name it as retired."""
         self.table.remove_segment(segment)
         self._added = [info for info in self._added if info.id != segment]
         self._retiring.remove(segment)
@@ -415,7 +416,7 @@ def _adopt(
         aborted=found["aborted"], dropped=found["dropped"],
     ))
     if found["dropped"]:
-        log.warning("pool %016x: %d chunks were damaged and are not found any more", pool_id, found["dropped"])
+        log.warning("pool %016x: %d chunks were damaged and are no longer found", pool_id, found["dropped"])
     return adopted
 
 
@@ -426,14 +427,14 @@ def _clear_up(address: str) -> None:
 
 
 def _new_objects(settings: Settings, randbits: Callable[[int], int]) -> PoolObjects:
-    pool_id, incarnation = randbits(64), randbits(22) + 1  # servers that adopt the pool count on from it
+    pool_id, incarnation = randbits(64), randbits(22) + 1  # servers that adopt the pool continue this count
     with ExitStack() as undo:
         try:
             secret = randbits(8 * SECRET_BYTES).to_bytes(SECRET_BYTES, "little")
             lock = PoolLock.create(pool_id, address=address_of(settings), secret=secret)
             undo.callback(lock.close, unlink=True)
             undo.callback(shm.history_path(pool_id).unlink, missing_ok=True)
-            region = _make_region(settings, pool_id, undo)  # first: the segments must fit into what the table leaves
+            region = _make_region(settings, pool_id, undo)  # first, because the segments must fit beside it
             segments = SegmentPool(
                 pool_id,
                 limit_bytes=settings.pool_bytes,

@@ -1,5 +1,5 @@
-"""What each tenant may use. The table limits bytes and chunks itself; a session, namespace or grant too many is refused
-here.
+"""How much each tenant may use. The table limits bytes and chunks itself; sessions, namespaces and grants beyond the
+quota are refused here.
 
 Ownership: quotas last as long as the server; the next one sets its own, also over a pool that it adopts.
 Invariant: each quota that was put is in force in the table, and the default is for all other tenants. The server's own
@@ -42,7 +42,7 @@ class Quotas:
         self._default = default
         self._put: dict[str, Quota] = {}
         self._of_file: dict[str, Quota] = {}
-        """What the access file said when it was last read."""
+        """The quotas in the access file when it was last read."""
         self._names: Recent[bytes, str] = Recent(keep=KEPT_NAMES)
         """Tenants that have attached to this server, by the table's id."""
         table.set_default_quota(bytes=default.bytes, chunks=default.chunks)
@@ -57,7 +57,7 @@ class Quotas:
         self._table.set_quota(tenant_id(tenant), bytes=quota.bytes, chunks=quota.chunks)
 
     def put_back(self, tenant: str) -> None:
-        """Replaces what a call has put by what the access file says, or by the default."""
+        """Replaces a quota that a call has put by the access file's, or by the default."""
         if tenant in self._of_file:
             self.put(tenant, self._of_file[tenant])
         else:
@@ -70,7 +70,7 @@ class Quotas:
 
     def follow(self, caps: Mapping[str, Quota]) -> None:
         """The access file's quotas: puts those that are new there, and gives the default back to tenants that the file
-        names no more. What a call has put meanwhile stays, unless the file's own word has changed."""
+        names no more. A quota that a call has put stays, unless the file's has changed."""
         for tenant, quota in self._of_file.items():
             if tenant not in caps and self._put.get(tenant) == quota:
                 self._reset(tenant)
@@ -79,8 +79,8 @@ class Quotas:
                 self.put(tenant, quota)
         self._of_file = dict(caps)
 
-    def require_room(self, wanted: Mapping[str, Quota | None]) -> None:
-        """Raises ApiError(bad_argument) if too many tenants had a quota by calls with these."""
+    def check_count(self, wanted: Mapping[str, Quota | None]) -> None:
+        """Raises ApiError(bad_argument) if, with these, too many tenants have a quota by calls."""
         named = {tenant for tenant, quota in wanted.items() if quota is not None}
         count = len((self._put.keys() | named) - self._of_file.keys())
         if count > MAX_QUOTAS:
@@ -89,8 +89,8 @@ class Quotas:
     # ---------------------------------------------------------------- checks
 
     def check_session(self, tenant: str, nonce: bytes) -> None:
-        """Before a session is opened; `nonce`: as the table has it. One that the table knows already, of before a
-        restart, is not a new one. Raises ApiError(quota_exceeded)."""
+        """Before a session is opened; `nonce`: as the table has it. A session from before a
+        restart, which the table knows, does not count as new. Raises ApiError(quota_exceeded)."""
         self._names.put(tenant_id(tenant), tenant)
         used, limit = self._used(tenant).sessions, self.of(tenant).sessions
         if limit is None or used < limit:
@@ -99,8 +99,8 @@ class Quotas:
             raise _exceeded("sessions", used, limit)
 
     def check_namespace(self, tenant: str, digest: bytes, moves: SessionRecord | None = None) -> None:
-        """Before a namespace is used, new or not. Those that sessions have left do not count: they go as others are
-        needed. `moves`: the session that leaves another one for it. Raises ApiError(quota_exceeded)."""
+        """Before a namespace is used, new or not. Namespaces that sessions have left do not count: they are removed
+        when others are needed. `moves`: the session that leaves another one for it. Raises ApiError(quota_exceeded)."""
         limit = self.of(tenant).namespaces
         if limit is None or self._table.has_namespace(digest):
             return
@@ -117,7 +117,7 @@ class Quotas:
 
     def empty_left(self, max_chunks: int) -> int:
         """Evicts chunks of namespaces that were left by tenants with more namespaces than they may have. Returns how
-        many went."""
+        many."""
         for tenant, quota in (*self._put.items(), *((name, self._default) for name in self._defaulted())):
             is_over = quota.namespaces is not None and self._used(tenant).namespaces > quota.namespaces
             if is_over and (gone := self._table.empty_left(0, max_chunks, tenant_id(tenant))):
@@ -132,7 +132,7 @@ class Quotas:
         return [name for name in names if name is not None and name != OWN_TENANT and name not in self._put]
 
     def grants_refusal(self, session: SessionRecord) -> ApiError | None:
-        """Why the session's tenant may open no further grant; None: it may."""
+        """The reason why the session's tenant may open no further grant; None: it may."""
         limit = self.of(session.tenant).grants
         if limit is None:
             return None  # the table is not asked

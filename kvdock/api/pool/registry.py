@@ -1,4 +1,4 @@
-"""Who is attached, by the ids of the API: names, labels and manifests that belong to the table's numbers.
+"""Attached sessions and members by the ids of the API: names, labels and manifests for the table's numbers.
 
 Ownership: the table decides which sessions exist; this module keeps the strings that the table stores only as digests.
 Invariants: each session here was attached to this server; `prune` drops those that the table has closed. Used from the
@@ -23,7 +23,7 @@ K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 
 SLICE_SESSIONS = 256
-"""So many are looked at in one turn of the event loop."""
+"""At most this many are looked at in one turn of the event loop."""
 
 
 def digest16(text: str) -> bytes:
@@ -32,20 +32,21 @@ def digest16(text: str) -> bytes:
 
 
 def owned(tenant: str, text: str) -> str:
-    """A string of that tenant's, different from all strings of every other. A tenant's name has no line break."""
+    """The string as one of that tenant's: it differs from all strings of other tenants, as their names have no line
+    break."""
     return f"{tenant}\n{text}" if tenant or "\n" in text else text
 
 
 @dataclass(slots=True)
 class NamespaceUse:
-    """What has become of a namespace since this server first saw it."""
+    """A namespace, and how it was used since this server first saw it."""
 
     sums: Sums = field(default_factory=Sums)
     is_bench: bool = True
-    """Benchmarks alone have used it."""
+    """Only benchmarks have used it."""
     weights: str | None = None
-    """The name of the weights whose chunks are filed in it; "": those that engines start with. None: of engines of the
-    server before, which have not said it yet."""
+    """The name of the weights whose chunks it has; "": those that engines start with. None: not known, because its
+    engines attached to an earlier server and have not reported it yet."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -75,13 +76,13 @@ class MemberRecord:
     scheduler: bool
     lock_offset: int
     retired_before: int = 0
-    """How many segments had been removed when the member attached: it never mapped those."""
+    """How many segments had been removed when the member attached: it has never mapped them."""
     follows: NamespaceRecord | None = None
-    """Whose changes it hears of; None: of none yet."""
+    """The namespace whose changes it gets; None: none yet."""
     heard_ms: int = 0
     """The last attach or heartbeat, on the server clock."""
     suspect: bool = False
-    """Told of: its heartbeats are missing."""
+    """Its heartbeats are missing, and an event has reported that."""
     dead: bool = False
     """Its lock was found free. It never comes back: a new process is a new member."""
     copies: Copies = field(default_factory=Copies)
@@ -97,16 +98,17 @@ class SessionRecord:
     id: str
     """For lists and the log."""
     capability: str
-    """The id with its proof. Whoever knows it may use the session, so only the answer to an attach has it."""
+    """The id with its secret. Every caller that knows it may use the session, so only the answer to an attach has
+    it."""
     table_id: int
     instance: str
     label: str
     namespace: NamespaceRecord
     number: int
-    """Rises from session to session, and orders their list."""
+    """Rises from session to session; lists are in this order."""
     tenant: str
     is_bench: bool = False
-    """The server's totals leave out what it does."""
+    """The server's totals leave it out."""
     members: dict[str, MemberRecord] = field(default_factory=dict)
     sums: Sums = field(default_factory=Sums)
     grants: int = 0
@@ -119,7 +121,7 @@ class SessionRecord:
 
     @property
     def who(self) -> dict[str, Any]:
-        """How events name it."""
+        """Its name in events."""
         return {"tenant": self.tenant, "session": self.id, "label": self.label}
 
     def member(self, member_id: str) -> MemberRecord:
@@ -133,7 +135,8 @@ class Registry:
     """Sessions by wire id, instance and table id; namespaces by digest."""
 
     def __init__(self, pool: int, secret: bytes) -> None:
-        """Takes a number and a secret that all servers of this pool share, and servers of other pools do not."""
+        """`secret` and the pool's number: all servers of this pool share them, and servers of other pools have
+        others."""
         self._prefix, self._secret = f"{pool:06x}", secret
         self._by_id: dict[str, SessionRecord] = {}
         self._by_capability: dict[str, SessionRecord] = {}
@@ -148,14 +151,14 @@ class Registry:
         return list(self._by_id.values())
 
     def session(self, capability: str, tenant: str | None) -> SessionRecord:
-        """For the calls of engines. Another tenant's session does not exist."""
+        """For the calls of engines. Sessions of other tenants do not exist there. Raises ApiError(unknown_session)."""
         found = self._by_capability.get(capability)
         if found is None or found.tenant != tenant:
             raise ApiError("unknown_session", "attach again: this server does not know the session", found=capability)
         return found
 
     def listed(self, session_id: str, sees: Callable[[str], bool]) -> SessionRecord:
-        """For people: by the id in lists, or by the whole of it. `sees`: as in `namespace`."""
+        """For people: by the id in lists, or by the whole id. `sees`: as in `namespace`."""
         found = self._by_id.get(session_id) or self._by_capability.get(session_id)
         if found is None or not sees(found.tenant):
             raise ApiError("unknown_session", "no such session is attached", found=session_id)
@@ -172,11 +175,11 @@ class Registry:
         return sorted(self._namespaces.values(), key=lambda record: record.table_id)
 
     def of_number(self, table_id: int) -> NamespaceRecord | None:
-        """The namespace with that number in the table; None: it is forgotten."""
+        """The namespace with that number in the table; None: there is none any more."""
         return next((one for one in self._namespaces.values() if one.table_id == table_id), None)
 
     def namespace(self, digest: bytes, sees: Callable[[str], bool]) -> NamespaceRecord:
-        """`sees`: whether the caller may know of a tenant. Of the others it learns nothing."""
+        """`sees`: whether the caller may know of a tenant. Namespaces of other tenants do not exist for it."""
         found = self._namespaces.get(digest)
         if found is None or not sees(found.tenant):
             raise ApiError(
@@ -234,7 +237,7 @@ class Registry:
         self._forget_lock(member)
 
     def others_lock(self, session: SessionRecord | None, wanted: Member) -> bool:
-        """Whether another member that is not known to be dead holds the byte: one byte proves one life."""
+        """Whether another member that is not known to be dead has the byte: a byte proves that one member is alive."""
         holder = self._by_lock.get(wanted.lock_offset)
         itself = None if session is None else session.members.get(wanted.id)
         return holder is not None and not holder.dead and holder is not itself
@@ -245,7 +248,7 @@ class Registry:
 
     def drop_session(self, record: SessionRecord) -> None:
         if self._by_id.get(record.id) is not record:
-            return  # it went before, and its instance may have attached again
+            return  # it was dropped before, and its instance may have attached again
         del self._by_id[record.id], self._by_capability[record.capability], self._by_table_id[record.table_id]
         if self._by_instance.get((record.tenant, record.instance)) is record:
             del self._by_instance[record.tenant, record.instance]
@@ -258,7 +261,7 @@ class Registry:
         return [one for one in self._namespaces.values() if one.use.is_bench and one.table_id not in used]
 
     async def prune(self, table: Table) -> None:
-        """Drops what the table has closed, in slices of all sessions; then namespaces that nothing is left of."""
+        """Drops sessions that the table has closed, in slices; then namespaces without sessions and chunks."""
         records = self.sessions()
         for start in range(0, len(records), SLICE_SESSIONS):
             self.drop_ended(table, records[start : start + SLICE_SESSIONS])

@@ -136,7 +136,7 @@ class SegmentPool:
     def adopt(self, *, known: Collection[int] | None = None, next_id: int = 0) -> None:
         """Maps the segments that an earlier server of this pool left: all of them, or those that `known` names.
 
-        The names of the others are removed: nobody holds any of them. Ids below `next_id` are not used again. Called
+        The names of the others are removed: no engine holds any of them. Ids below `next_id` are not used again. Called
         once, before grow(). AttachError when a segment is missing, damaged or there twice; then nothing is changed.
         """
         opened: list[tuple[SegmentInfo, _core.Mapping]] = []
@@ -195,9 +195,10 @@ class SegmentPool:
             return info
 
     def retire(self, segment: int) -> None:
-        """Removes one segment: its name goes, and its memory as soon as nobody maps it. KeyError when it is not there.
+        """Removes one segment: its name at once, and its memory as soon as no process maps it. Raises KeyError if there
+        is none.
 
-        Only for a segment of which nobody holds a slot. Takes some ms a GiB.
+        Only for a segment of which no engine holds a slot. Takes some ms a GiB.
         """
         with self._lock:
             gone = self._segments.pop(segment)

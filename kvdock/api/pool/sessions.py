@@ -1,4 +1,4 @@
-"""Sessions: who may attach, in which namespace a session is filed, and whether it gets one more grant.
+"""Sessions: which members may attach, in which namespace a session is, and whether it gets one more grant.
 
 To attach is manifest → namespace → session → member. Everything is checked before anything is made.
 """
@@ -68,12 +68,12 @@ class Sessions:
         nonce = digest16(owned(tenant, member.id))
         if registry.others_lock(session, member) or pool.unheard_has_lock(nonce, member.lock_offset):
             raise ApiError(
-                "lock_not_visible", "hold a byte of your own: a live member has this one", wanted="another byte"
+                "lock_not_visible", "lock a byte of its own: a live member has this one", wanted="another byte"
             )
         if not pool.lock_held(member.lock_offset):
             raise ApiError(
                 "lock_not_visible",
-                f"hold byte lock_offset of {pool.lock_path} (same file, same machine) before attaching",
+                f"lock byte lock_offset of {pool.lock_path} (same file, same machine) before attaching",
                 wanted="a held byte",
             )
         if session is None:
@@ -118,10 +118,10 @@ class Sessions:
     # ---------------------------------------------------------------- namespaces
 
     def run_weights(self, session: SessionRecord, weights: str) -> None:
-        """What the session looks up and stores from now on is filed under these weights; repeating it changes nothing.
+        """From now on the session looks up and stores in the namespace of these weights; repeating it changes nothing.
 
-        Raises ApiError(quota_exceeded), and what the table refuses (table_full); then it stays where it is.
-        """
+        Raises ApiError(quota_exceeded), and what the table refuses (table_full); then the session stays in its
+        namespace."""
         before = session.namespace
         if before.digest == filed_in(before.base, weights):
             before.use.weights = weights
@@ -189,7 +189,8 @@ class Sessions:
 
 
 def _canonical(manifest: Manifest) -> Manifest:
-    """One form of each manifest, and so one namespace: a group with the manifest's block size leaves it out."""
+    """The one form of a manifest, so that it has one namespace: a group with the manifest's block size leaves it
+    out."""
     groups = tuple(
         msgspec.structs.replace(group, block_tokens=msgspec.UNSET)
         if group.block_tokens == manifest.block_tokens else group

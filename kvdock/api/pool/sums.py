@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvdock.protocol.outcomes import OutcomeView
-from kvdock.protocol.usage import Copied, CopyRates, Saved, UseTotals
+from kvdock.protocol.outcomes import Copied, OutcomeView
+from kvdock.protocol.reports import CopyRates, Saved, UseTotals
 
 KEPT_SHARE = 0.8
-"""What older copies count for when newer ones are added: rates are those of the last few heartbeats with copies."""
+"""The weight of older copies when newer ones are added: rates are those of the last few heartbeats with copies."""
 
 
 @dataclass(slots=True)
@@ -53,7 +53,7 @@ class Speed:
 
 
 class Copies:
-    """How fast one member copies, as its heartbeats tell."""
+    """How fast one member copies, as its heartbeats report."""
 
     def __init__(self) -> None:
         self.loads, self.stores, self.ceiling_bytes_per_s = Speed(), Speed(), 0.0
@@ -65,7 +65,7 @@ class Copies:
 
 
 def rates_of(members: list[Copies]) -> CopyRates:
-    """One session's: its members copy side by side, so their rates add up, as far as they are known."""
+    """The rates of one session: its members copy at the same time, so their rates add up, as far as they are known."""
 
     def total(rates: list[float | None]) -> float | None:
         known = [rate for rate in rates if rate]
@@ -79,7 +79,7 @@ def rates_of(members: list[Copies]) -> CopyRates:
 
 
 def mean_of(sessions: list[CopyRates]) -> CopyRates:
-    """Several sessions do not copy at the same time: the means of those that load, or store."""
+    """The rates of several sessions, which do not copy at the same time: the means of those that load, or store."""
     loading = [one for one in sessions if one.load_bytes_per_s is not None]
 
     def mean(rates: list[float | None]) -> float | None:

@@ -27,7 +27,7 @@ class Counters(msgspec.Struct):
     loaded_bytes: Annotated[int, Meta(description="Bytes in leases, counted once per fetch")] = 0
     """Includes leases that were cancelled."""
     loaded_tokens: Annotated[int, Meta(
-        description="Tokens that engines loaded instead of computing them, as they tell of ended requests"
+        description="Tokens that engines loaded instead of computing them, as they report with ended requests"
     )] = 0
     reservations: Annotated[int, Meta(description="Reservations asked for")] = 0
     short_reservations: Annotated[int, Meta(description="Reservations cut short for want of memory")] = 0
@@ -54,9 +54,9 @@ class Counters(msgspec.Struct):
         description="Prefetches that were not done in time, or that were lost with the mover"
     )] = 0
     prefetched_chunks: Annotated[int, Meta(description="Chunks that lower tiers loaded ahead of requests")] = 0
-    outcomes: Annotated[int, Meta(description="Ended requests that engines told of")] = 0
+    outcomes: Annotated[int, Meta(description="Ended requests that engines reported")] = 0
     dropped_outcomes: Annotated[int, Meta(
-        description="Ended requests that engines did not tell of, because no heartbeat had room"
+        description="Ended requests that engines did not report, because they did not fit into heartbeats"
     )] = 0
     mismatches: Annotated[int, Meta(description="Chunks taken out of use after a checksum mismatch")] = 0
 

@@ -17,14 +17,14 @@ from kvdock.api.access.peer import Peer
 from kvdock.api.pool.pool import Pool
 from kvdock.api.pool.registry import NamespaceRecord
 from kvdock.protocol.admin_schemas import Limits
-from kvdock.protocol.curve import Curve, CurvePoint, NamespaceCurve, SpaceCurve, TenantCurve
+from kvdock.protocol.reports import Curve, CurvePoint, NamespaceCurve, SpaceCurve, TenantCurve
 
 MOST_SHARE = 1.0
-"""The share of chunks that is sampled at first: as long as there are few of them, nothing need be estimated."""
+"""The share of chunks that is sampled at first: while there are few chunks, nothing has to be estimated."""
 MOST_ENTRIES = 16384
-"""Chunks in all simulated pools together; as many are remembered for the one without bound."""
+"""Chunks in all bounded simulated pools together; as many more in the one without bound."""
 MOST_WORK = 13.0
-"""What a lookup costs on average, in chunks that are stored in a simulated pool: each is about 0.2 µs."""
+"""How much a lookup may cost on average, in chunks stored in a simulated pool, which take about 0.2 µs each."""
 HALF_LIFE_S = 6 * 3600.0
 AGE_S = 600.0
 """How often older lookups are made to count for less."""
@@ -32,7 +32,7 @@ MOST_NAMESPACES = 256
 ENOUGH_SAMPLES = 500
 """How many sampled chunks a curve needs: with fewer, it shows the samples rather than the pool."""
 ENOUGH_ROOM = 16
-"""How many sampled chunks a simulated pool must have room for: in a smaller one, one prompt fills it."""
+"""The capacity of a simulated pool in sampled chunks, at least: one prompt would fill a smaller one."""
 
 
 @dataclass(slots=True)
@@ -42,7 +42,8 @@ class _Space:
 
 
 class Curves:
-    """Counts what lookups ask for and what is stored, and computes what lookups would find in pools of other sizes."""
+    """Counts the chunks that are looked up and stored, and computes how many lookups would find in pools of other
+    sizes."""
 
     def __init__(self, pool: Pool, now_s: Callable[[], float]) -> None:
         self._pool, self._now_s = pool, now_s
@@ -105,8 +106,8 @@ class Curves:
     # ---------------------------------------------------------------- reading
 
     def view(self, peer: Peer) -> Curve:
-        """For the tenants that the caller sees; an administrator's totals include namespaces that are not kept apart
-        any more."""
+        """For the tenants that the caller sees; an administrator's totals include namespaces that are no
+        longer counted apart."""
         self._follow_limits()
         sums = [
             (space.record, self._simulated.of_space(space.number)) for space in self._spaces.values()

@@ -25,7 +25,7 @@ log = logging.getLogger("kvdock.api")
 
 
 class Sample(NamedTuple):
-    """Everything a series may be computed from, at one moment."""
+    """All that a series may be computed from, at one moment."""
 
     counters: Counters
     pool: PoolView
@@ -117,8 +117,8 @@ class _Rings:
         self.sampled_at_s = 0.0
 
     def sample(self, sample: Sample, now_s: float) -> bool:
-        """Takes a value of each series if it is time; whether it did. The first sample is only what the second is
-        compared with."""
+        """Takes a value of each series if an interval has passed; returns whether it did. The first sample is only
+        compared with by the second."""
         elapsed_s = now_s - self.sampled_at_s
         # An interval is some samples long, and those come a little late or early.
         if self._before is not None and elapsed_s < self.level.interval_s - sample.elapsed_s / 2:
@@ -140,7 +140,7 @@ class _Rings:
         )
 
     def take_over(self, kept: Stats, missed: int) -> None:
-        """Goes on where another server ended: `missed` intervals passed without one."""
+        """Continues the series of an earlier server: `missed` intervals have passed without a value."""
         values = {series.name: series.values for series in kept.series}
         length = max(map(len, values.values()), default=0)
         for spec, ring in zip(self._specs, self.values, strict=True):
@@ -149,7 +149,7 @@ class _Rings:
 
 
 class _Kept(msgspec.Struct):
-    """What is written. `at`: Unix seconds."""
+    """The series as they are kept. `at`: Unix seconds."""
 
     at: float
     levels: dict[Over, Stats]
@@ -162,7 +162,7 @@ class History:
         self, values: int, interval_s: float, specs: tuple[SeriesSpec, ...] = SERIES, *, kept: KeptObject | None = None,
         wall_s: Callable[[], float],
     ) -> None:
-        """`kept`: what hours and days are kept in; None: they end with the server."""
+        """`kept`: the object that keeps hours and days; None: they end with the server."""
         levels = (Level("minutes", interval_s, values), *KEPT_LEVELS)
         self._levels = {level.name: _Rings(level, specs) for level in levels}
         self._kept, self._wall_s = kept, wall_s
@@ -180,7 +180,7 @@ class History:
         return self._levels[over].view(now_s)
 
     def filling_bytes_per_s(self) -> float | None:
-        """How fast the pool has filled over the finest level. None: that is not known yet."""
+        """How fast the pool has filled over the finest level. None: not known yet."""
         rings = self._levels["minutes"]
         ready = next(ring for spec, ring in zip(SERIES, rings.values, strict=False) if spec.name == "ready_bytes")
         known = [value for value in ready if value is not None]

@@ -24,7 +24,8 @@ QUEUE_EVENTS = 16_384
 """How many events may wait: those of some seconds of a busy server."""
 SLICE_EVENTS = 64
 BATCH_S = 0.02
-"""How much later subscribers get events, many at a time: to wake for each would cost a call more than to publish it."""
+"""How much later subscribers get events, many at a time: waking them for each would cost a call more than publishing
+it."""
 
 
 class Subscriber(Protocol):
@@ -40,7 +41,7 @@ class Subscriber(Protocol):
 
 
 class _Later(NamedTuple):
-    """An event that is not made yet."""
+    """An event that is made when it is handed out."""
 
     seq: int
     at: float
@@ -127,7 +128,7 @@ class Journal:
                 await asyncio.sleep(0)
 
     def flush(self) -> None:
-        """Hands out all events that wait, now: at the server's end, or before somebody reads what has happened."""
+        """Hands out all events that wait, now: at the server's end, or before figures are read."""
         self._hand_out(len(self._queue))
 
     def _hand_out(self, most: int) -> None:

@@ -7,20 +7,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
 
-from kvdock.protocol.explain import Break
-from kvdock.protocol.reports import RequestView
+from kvdock.protocol.reports import Break, RequestView
 
 
 @dataclass(slots=True)
 class Detail:
-    """What explains a request, beyond its row in lists."""
+    """What explanations of a request need beyond its row in lists."""
 
     namespace: bytes
     broke: Break | None = None
     loaded_us: int | None = None
     """From the answer to a lookup until all ranks had read what it got."""
     weights: str | None = ""
-    """The weights that its engine ran."""
+    """The weights that its engine ran then."""
 
 
 class RecentRequests:
@@ -35,7 +34,7 @@ class RecentRequests:
         self._without_outcome: dict[tuple[str, str], deque[RequestView]] = {}
         """By session and request, the lookups of the ring that have no outcome yet, oldest first."""
         self._with_outcome: dict[tuple[str, str], RequestView] = {}
-        """By session and request, the newest of the ring that has one."""
+        """By session and request, the newest row of the ring that has an outcome."""
 
     def add(self, tenant: str, request: RequestView, detail: Detail) -> None:
         if len(self._ring) == self._keep:
@@ -82,7 +81,7 @@ class RecentRequests:
         return shown, None
 
     def named(self, request: str, sees: Callable[[str], bool], most: int) -> list[tuple[RequestView, Detail]]:
-        """Those of one request, newest first."""
+        """The rows of one request, newest first."""
         found = ((one, detail) for tenant, one, detail in self._ring if one.request == request and sees(tenant))
         return list(islice(found, most))
 

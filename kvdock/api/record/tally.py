@@ -21,9 +21,8 @@ from kvdock.api.record.journal import Journal
 from kvdock.api.record.requests import Detail, RecentRequests
 from kvdock.api.settings import Settings
 from kvdock.protocol import events as e
-from kvdock.protocol.explain import BREAKS, Break
 from kvdock.protocol.outcomes import view_of
-from kvdock.protocol.reports import RequestView
+from kvdock.protocol.reports import BREAKS, Break, RequestView
 from kvdock.protocol.schemas import Heartbeat, Lookup, Reserve
 from kvdock.protocol.wire_types import KEY_BYTES
 
@@ -37,7 +36,7 @@ class Memory(NamedTuple):
 
 @dataclass(slots=True)
 class _Open:
-    """A lease that was not released, or a reservation, as far as it goes."""
+    """An open lease or reservation, as far as it is known."""
 
     name: str
     """The request's or the store's."""
@@ -55,7 +54,7 @@ class _Open:
 
 
 class Tally:
-    """`counters` may be raised directly; lookups, stores and what becomes of members are recorded by methods."""
+    """`counters` may be raised directly; methods record lookups, stores, and changes of members."""
 
     def __init__(
         self, settings: Settings, table: Table, journal: Journal, curves: Curves | None, clocks: Clocks,
@@ -65,12 +64,12 @@ class Tally:
         self.counters = Counters()
         self.recent = RecentRequests(settings.recent_requests)
         self.saved = Sums()
-        """What all engines have loaded and saved, without benchmarks."""
+        """How much all engines have loaded and saved, without benchmarks."""
         self.missed: Counter[str] = Counter()
         """Tokens that lookups asked for and did not get, by the reason."""
         self.now_ns = clocks.perf_ns
         self._apart = Counters()
-        """What benchmarks did."""
+        """The counts of benchmarks."""
         self._memory = Memory(0, 0)
         self._table, self._journal, self._curves = table, journal, curves
         self._wall_s, self._server_ms = clocks.wall_s, server_clock.now_ms
@@ -90,7 +89,7 @@ class Tally:
         return self._apart if session.is_bench else self.counters
 
     def _wants(self, session: SessionRecord, kind: type[e.Event]) -> bool:
-        """Benchmarks cause no events: theirs would push out the events of engines that serve."""
+        """Benchmarks cause no events: theirs would displace those of engines that serve."""
         return not session.is_bench and self._journal.wants(kind)
 
     def _publish_later(
@@ -186,7 +185,7 @@ class Tally:
         )
 
     def cancelled(self, session: SessionRecord, grant: int) -> None:
-        """The member that had asked for a lease or reservation does not want it."""
+        """The member that had asked for a lease or reservation has given it back."""
         lease = self._leases.get(grant)
         known = lease or self._stores.get(grant)
         if known is None or known.has_ended:
@@ -234,7 +233,7 @@ class Tally:
             ))
 
     def committed(self, session: SessionRecord, reservation: int, published: int, *, is_whole: bool) -> None:
-        """`published`: chunks of it by now. `is_whole`: no rank is to come."""
+        """`published`: how many of its chunks are published by now. `is_whole`: no rank has still to commit."""
         known = self._stores.get(reservation)
         if known is None or known.has_ended:
             return
@@ -257,7 +256,7 @@ class Tally:
             ))
 
     def aborted(self, session: SessionRecord, reservation: int, ranks: Sequence[int], *, is_over: bool) -> None:
-        """`is_over`: no rank is to come."""
+        """`is_over`: no rank has still to commit."""
         known = self._stores.get(reservation)
         if known is not None and not known.has_ended:
             known.has_ended = is_over
@@ -338,9 +337,9 @@ class Tally:
 
 
 def _break_of(table: Table, session: SessionRecord, keys: bytes, found: Found, now_ms: int) -> Break | None:
-    """Why a lookup found less than it asked for; None: it found all. `keys`: all of them, 32 bytes each.
+    """The reason why a lookup found less than it asked for; None: it found all. `keys`: all of them, 32 bytes each.
 
-    It is asked with the lookup, because a moment later the request itself may store what was missing.
+    The table is asked with the lookup, because a moment later the request itself may store what was missing.
     """
     space = session.namespace
     chunk_tokens = space.manifest.chunk_tokens
@@ -363,7 +362,7 @@ def _detail(session: SessionRecord, broke: Break | None = None) -> Detail:
 
 
 def _slot_bytes(granted: Granted) -> int:
-    """What the slots of a reservation take."""
+    """The size of a reservation's slots."""
     return sum(-(-part[4] // SLOT_ALIGN) * SLOT_ALIGN for _, parts in granted.chunks for part in parts)
 
 

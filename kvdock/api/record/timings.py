@@ -56,7 +56,7 @@ class Timings:
 
 
 class Meter(NamedTuple):
-    """What every answer adds to: its time, and a count if it is a refusal."""
+    """The figures that every answer adds to: its time, and a count if it is a refusal."""
 
     counters: Counters
     timings: Timings

@@ -1,5 +1,5 @@
 """What the pool holds, by namespace and prefix, from a census of all chunks (csrc/table/census.h): the event loop makes
-it in slices when somebody asks, and others get the same census for a while.
+it in slices when a call asks for it, and later calls get the same census for a while.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from kvdock._core import Census, Table
 from kvdock.api.access.peer import Peer
 from kvdock.api.clock import ServerClock
 from kvdock.api.pool.registry import Registry
-from kvdock.protocol.usage import Prefixes, PrefixView
+from kvdock.protocol.reports import Prefixes, PrefixView
 
 SLICE_CHUNKS = 4096
 """Less than a millisecond."""
 FRESH_S = 1.0
 MOST_SHARE = 0.005
-"""A census may take so much of the event loop's time: one that took longer counts as fresh for longer."""
+"""The share of the event loop's time that censuses may take: one that took longer counts as fresh for longer."""
 
 
 class Count(NamedTuple):
@@ -45,7 +45,7 @@ class Contents:
         self._making: asyncio.Task[None] | None = None
 
     async def refresh(self) -> None:
-        """Counts, unless that was done a moment ago. Those who ask meanwhile wait for the same count."""
+        """Counts, unless that was done a moment ago. Calls that ask meanwhile wait for the same count."""
         if self._making is None or self._making.done():
             lasts_s = max(FRESH_S, self._took_s / MOST_SHARE)
             if not self._is_stale and self._now_s() - self._counted_s < lasts_s:
@@ -54,7 +54,7 @@ class Contents:
         await asyncio.shield(self._making)
 
     def forget(self) -> None:
-        """An operator took chunks out of use: who asks next gets a new count."""
+        """An operator took chunks out of use: the next call gets a new count."""
         self._is_stale = True
 
     async def _count(self) -> None:

@@ -18,14 +18,13 @@ from kvdock.api.record.requests import Detail
 from kvdock.api.reports.lists import shown_manifest
 from kvdock.api.reports.recorded import Recent
 from kvdock.protocol.errors import ApiError
-from kvdock.protocol.explain import Break, Explanation, LoadStory, LookupStory, OtherNamespace
 from kvdock.protocol.outcomes import OutcomeView
-from kvdock.protocol.reports import RequestView
+from kvdock.protocol.readable import duration, size, span
+from kvdock.protocol.reports import Break, Explanation, LoadStory, LookupStory, OtherNamespace, RequestView
 from kvdock.protocol.schemas import Manifest
-from kvdock.protocol.words import duration, size, span
 
 MOST_ROWS = 64
-"""So many of one request are looked at."""
+"""At most this many rows of one request are explained."""
 
 
 class Explainer:
@@ -33,7 +32,8 @@ class Explainer:
         self._recent, self._registry, self._table = recent, registry, table
 
     def explain(self, peer: Peer, request: str, session: str = "") -> Explanation:
-        """The latest of that id that the caller may see, or that of the session. Raises ApiError(unknown_request)."""
+        """Explains the latest request of that id that the caller may see, or the session's. Raises
+        ApiError(unknown_request)."""
         found = self._recent.named(request, peer.sees, MOST_ROWS)
         rows = [one for one in found if session in ("", one[0].session)]
         if not rows:
@@ -94,38 +94,38 @@ def _story(row: RequestView, detail: Detail) -> LookupStory:
 def _sentences(
     rows: Sequence[RequestView], lookups: Sequence[LookupStory], outcome: OutcomeView | None
 ) -> list[str]:
-    said = []
+    sentences = []
     for one in lookups:
         when = time.strftime("%H:%M:%S", time.localtime(one.at))
         found = f"the first {one.hit_tokens:,}" if one.hit_tokens else "none"
-        said.append(
+        sentences.append(
             f"At {when} {one.engine} asked for {one.tokens:,} tokens, in whole chunks, and the server had {found} of "
             f"them; it took {one.took_us:,} µs to say so."
         )
         if one.broke is not None:
-            said.append(_broke(one.broke))
+            sentences.append(_broke(one.broke))
         if one.loaded_us is not None:
             rate = f", {size(one.bytes / one.loaded_us * 1e6)}/s" if one.loaded_us and one.bytes else ""
-            said.append(
+            sentences.append(
                 f"All ranks had given back what they read, {one.chunks:,} {'chunk' if one.chunks == 1 else 'chunks'} "
                 f"({size(one.bytes)}), {one.loaded_us / 1000:,.1f} ms after that{rate}."
             )
     stored = [row for row in rows if row.kind == "store"]
     for row in stored:
-        said.append(
+        sentences.append(
             f"{row.tokens:,} tokens were to be stored as {row.request}; {row.hit_tokens:,} of them were there already."
         )
     if outcome is not None:
-        said.append(
+        sentences.append(
             f"It has ended: of {outcome.prompt_tokens:,} prompt tokens the engine's own cache had "
             f"{outcome.local_tokens:,}, and {outcome.loaded_tokens:,} were loaded."
         )
-        said += _load_sentences(outcome)
+        sentences += _load_sentences(outcome)
         if outcome.why:
-            said.append(f"Not more were loaded: {outcome.why_in_words}.")
+            sentences.append(f"Not more were loaded: {outcome.why_in_words}.")
     elif lookups:
-        said.append("Its engine has not told yet what became of it.")
-    return said
+        sentences.append("Its engine has not reported yet what became of it.")
+    return sentences
 
 
 def _load_of(outcome: OutcomeView | None) -> LoadStory | None:
@@ -144,16 +144,16 @@ def _load_sentences(outcome: OutcomeView) -> list[str]:
     load = _load_of(outcome)
     if load is None:
         return []
-    said = f"Loading took the engine {load.took_ms:,.1f} ms"
+    text = f"Loading took the engine {load.took_ms:,.1f} ms"
     if load.copy_ms is not None and load.queue_ms is not None:
         rate = f" ({size(load.bytes)}, {size(load.bytes_per_s)}/s)" if load.bytes_per_s else ""
-        said += f": {load.queue_ms:,.1f} ms of waiting and {load.copy_ms:,.1f} ms of copying{rate}"
+        text += f": {load.queue_ms:,.1f} ms of waiting and {load.copy_ms:,.1f} ms of copying{rate}"
     saved = outcome.saved_s
     if saved is None:
-        return [f"{said}."]
+        return [f"{text}."]
     computing = f"At the {outcome.prefill_tokens_per_s:,.0f} tokens/s that the engine computes"
-    effect = f"it saved {span(saved)}" if saved >= 0 else f"it was dearer than computing by {span(-saved)}"
-    return [f"{said}.", f"{computing}, {effect}."]
+    effect = f"it saved {span(saved)}" if saved >= 0 else f"it took {span(-saved)} longer than computing"
+    return [f"{text}.", f"{computing}, {effect}."]
 
 
 def _broke(broke: Break) -> str:
@@ -167,8 +167,10 @@ def _others(rows: Sequence[RequestView]) -> list[str]:
     engines = {row.session: row.label or row.session for row in rows}
     if not engines:
         return []
-    said = ", ".join(f"{name} (session {session})" if name != session else session for session, name in engines.items())
-    return [f"Other engines had requests with this id, which are explained if their session is named: {said}."]
+    others = ", ".join(
+        f"{name} (session {session})" if name != session else session for session, name in engines.items()
+    )
+    return [f"Other engines had requests with this id, which are explained if their session is named: {others}."]
 
 
 def _weights(weights: str | None) -> list[str]:

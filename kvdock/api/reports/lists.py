@@ -27,8 +27,7 @@ from kvdock.api.reports.recorded import Recent
 from kvdock.protocol import schemas as s
 from kvdock.protocol.admin_schemas import MemberDetail, Namespaces, NamespaceView, SessionDetail
 from kvdock.protocol.errors import ApiError
-from kvdock.protocol.reports import Leases, LeaseView, Requests
-from kvdock.protocol.usage import CopyRates, UseTotals
+from kvdock.protocol.reports import CopyRates, Leases, LeaseView, Requests, UseTotals
 
 SESSIONS_OF_PAGE = 64
 """A page is as long as can be made in one turn of the event loop, even if more are asked for."""
@@ -41,8 +40,8 @@ T = TypeVar("T")
 
 
 class Lists:
-    """One method for each list. `limit` and `cursor` choose a page of it. A list has what the caller may see: its own
-    tenant's, or all."""
+    """One method for each list. `limit` and `cursor` choose a page of it. A list has the items that the caller may see:
+    those of its own tenant, or all."""
 
     def __init__(self, sessions: Sessions, recent: Recent, contents: Contents) -> None:
         self._pool, self._table = sessions.pool, sessions.pool.table
@@ -86,7 +85,7 @@ class Lists:
         )
 
     def copy_rates(self) -> CopyRates:
-        """The engines' mean, but for benchmarks."""
+        """The engines' mean, without benchmarks."""
         return mean_of([
             rates_of([member.copies for member in record.members.values()])
             for record in self._registry.sessions() if not record.is_bench
@@ -234,7 +233,7 @@ def _member_fields(record: SessionRecord, view: MemberView, now_ms: int) -> dict
 
 
 def shown_manifest(manifest: s.Manifest) -> s.Manifest:
-    """Without its secrets: whoever knows a salt could ask what is stored under it."""
+    """Without its secrets: a caller that knows a salt could look up what is stored under it."""
     return msgspec.structs.replace(
         manifest, **{name: "hidden" for name in s.SECRET_FIELDS if getattr(manifest, name)}
     )

@@ -30,9 +30,7 @@ from kvdock.api.reports.recorded import Answers, CallTimes, FeedFigures, Totals
 from kvdock.api.reports.status import Overview, Probes
 from kvdock.protocol.admin_schemas import TenantView
 from kvdock.protocol.events import Event, Loaded, Stored, kind_of
-from kvdock.protocol.explain import BREAKS
-from kvdock.protocol.reports import WAIT_BOUNDS_S, MoverView, Status, TierView
-from kvdock.protocol.usage import CopyRates, UseTotals
+from kvdock.protocol.reports import BREAKS, WAIT_BOUNDS_S, CopyRates, MoverView, Status, TierView, UseTotals
 
 _HELP = {name: hint.__metadata__[0].description for name, hint in get_type_hints(Counters, include_extras=True).items()}
 FRESH_S = 1.0
@@ -50,7 +48,7 @@ class Metrics:
         self._tenants_s = -FRESH_S
 
     async def text(self, peer: Peer) -> bytes:
-        """The totals, which are everybody's, and what each tenant uses, of those that the caller may know of."""
+        """The totals, which every caller may see, and the use of each tenant that the caller may know of."""
         return self._totals() + await self._of_tenants(peer)
 
     def _totals(self) -> bytes:
@@ -163,7 +161,7 @@ class ServerMetrics:
 
 
 def used_by(tenants: Mapping[str, TenantView]) -> bytes:
-    """Takes 20 ms for hundreds of tenants."""
+    """Takes 20 ms with hundreds of tenants."""
     used = GaugeMetricFamily("kvdock_tenant_used", "What a tenant uses, by what", labels=["tenant", "what"])
     for tenant, view in tenants.items():
         for what, amount in msgspec.structs.asdict(view.used).items():
@@ -271,7 +269,7 @@ _TIER_LABELLED = {
 
 
 def _of_tiers(tiers: Sequence[TierView]) -> Iterator[Metric]:
-    """Totals begin anew with each mover. Of a tier that is not open it is only known that it is off."""
+    """Totals begin anew with each mover. A tier that is not open only has the metric that says so."""
     used = GaugeMetricFamily("kvdock_tier_used", "1 while the tier is used, 0 while it is off", labels=["tier"])
     for tier in tiers:
         used.add_metric([tier.name], tier.state == "open")

@@ -1,8 +1,7 @@
 """What reports see of the records: these protocols have no method that records anything.
 
 kvdock/api/record/ and kvdock/api/feeds/ implement them; kvdock/api/build.py passes the real objects. Reports import
-nothing else of those folders but values, which tests/house/test_imports.py checks.
-"""
+only values of those folders, which tests/house/test_imports.py checks."""
 
 from __future__ import annotations
 
@@ -14,9 +13,8 @@ from kvdock.api.pool.sums import Sums
 from kvdock.api.record.counters import Counters
 from kvdock.api.record.requests import Detail
 from kvdock.api.record.timings import Buckets, RouteTimes
-from kvdock.protocol.curve import Curve
 from kvdock.protocol.events import Event
-from kvdock.protocol.reports import Over, RequestView, Stats
+from kvdock.protocol.reports import Curve, Over, RequestView, Stats
 
 
 class Recent(Protocol):
@@ -73,7 +71,7 @@ class CallTimes(Protocol):
 
 
 class Answers(Protocol):
-    """What answers added to: `Meter`."""
+    """The figures to which answers add: `Meter`."""
 
     @property
     def refusals(self) -> Mapping[str, int]:
@@ -90,7 +88,7 @@ class GrantTimes(Protocol):
 
 
 class FeedFigures(Protocol):
-    """What became of events: `Feeds`."""
+    """Counts of events: `Feeds`."""
 
     def catch_up(self) -> None:
         """Hands out the events that wait, so that all figures are of now."""

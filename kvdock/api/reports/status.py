@@ -21,15 +21,14 @@ from kvdock.api.pool.registry import Registry
 from kvdock.api.pool.sessions import Sessions
 from kvdock.api.reports.recorded import Curves, Loop, Series, Totals
 from kvdock.api.settings import Settings
-from kvdock.protocol.curve import Curve
 from kvdock.protocol.errors import ApiError
-from kvdock.protocol.reports import ChunkCounts, Health, MoverView, Over, Stats, Status, TierView
+from kvdock.protocol.reports import ChunkCounts, Curve, Health, MoverView, Over, Stats, Status, TierView
 
 VERSION = version("kvdock")
 FULL_SHARE = 0.02
 """A pool with a smaller share of free memory counts as full."""
 STUCK_ROUNDS = 20
-"""A keeper that has missed this many rounds does not come back."""
+"""A keeper that has missed this many rounds is stuck."""
 STUCK_LEAST_S = 10.0
 
 STARTING = "the first segment is being allocated"
@@ -61,7 +60,7 @@ class Probes:
         return _health([])
 
     def started(self) -> Health:
-        """Once true it stays so."""
+        """Stays true once it was."""
         return _health([] if self._pool.ready else [STARTING])
 
     def ready(self) -> Health:
@@ -95,8 +94,8 @@ class Probes:
         return _health(reasons)
 
     def blamed(self, health: Health, peer: Peer) -> list[str]:
-        """A sentence that names the session that holds most, if that is why no slot can be given out, somebody holds
-        anything, and the caller may know."""
+        """A sentence that names the session that holds most, if that is the reason why no slot can be given out, and if
+        the caller may know of it."""
         if {ALL_HELD, CAP_REACHED, TABLE_HELD}.isdisjoint(health.reasons):
             return []
         views = [view for view in self._pool.table.sessions() if view.held_bytes]
@@ -116,7 +115,7 @@ def _health(reasons: list[str]) -> Health:
 
 
 class LowerTiers(NamedTuple):
-    """What the mover has last reported. To read it waits for nobody."""
+    """What the mover has last reported. Reading it does not wait for the mover."""
 
     tiers: Callable[[], list[TierView]]
     mover: Callable[[], MoverView | None]

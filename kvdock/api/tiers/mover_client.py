@@ -26,9 +26,8 @@ from kvdock.api.tiers.prefetches import Prefetches
 from kvdock.api.tiers.tickets import ASKING_S, LookupCall, Tickets
 from kvdock.api.tiers.tier_state import EvictionForecast, TierState
 from kvdock.protocol import mover_schemas as m
-from kvdock.protocol.awaited import PendingTokens
 from kvdock.protocol.reports import MoverView, TierView
-from kvdock.protocol.tier_schemas import Why
+from kvdock.protocol.schemas import PendingTokens, Why
 from kvdock.protocol.wire_types import KEY_BYTES
 
 QUEUE_BYTES = 8 << 20

@@ -19,7 +19,7 @@ from kvdock.api.pool.pool import Pool
 from kvdock.api.pool.registry import NamespaceRecord
 from kvdock.api.record.counters import Counters
 from kvdock.protocol import mover_schemas as m
-from kvdock.protocol.tier_schemas import PrefetchAnswer, Why
+from kvdock.protocol.schemas import PrefetchAnswer, Why
 from kvdock.protocol.wire_types import KEY_BYTES
 
 SHARE = 0.25

@@ -38,8 +38,7 @@ class MoverProcess:
         self._client, self._program, self._drain_s = client, program, settings.tier_drain_s
         self._config = MoverConfig(
             address=address, instance_prefix=client.instance_prefix, disk_path=settings.disk_path,
-            disk_bytes=settings.disk_bytes, redis_url=settings.redis_url, objects_url=settings.objects_url,
-            mooncake_url=settings.mooncake_url, asks=settings.tier_asks,
+            disk_bytes=settings.disk_bytes, stores=settings.store_urls, asks=settings.tier_asks,
             log_level=settings.log_level, log_format=settings.log_format, drain_s=settings.tier_drain_s,
             queue_bytes=settings.tier_queue_bytes or settings.pool_bytes,
             batch_bytes=min(BATCH_BYTES, settings.pool_bytes // POOL_BATCHES),

@@ -22,8 +22,8 @@ from typing import Literal, get_args
 from kvdock._core import Lookup as Found, Table, TableError
 from kvdock.api.pool.registry import NamespaceRecord, SessionRecord
 from kvdock.protocol import mover_schemas as m
-from kvdock.protocol.awaited import PendingTokens
 from kvdock.protocol.reports import WAIT_BOUNDS_S
+from kvdock.protocol.schemas import PendingTokens
 from kvdock.protocol.wire_types import KEY_BYTES
 
 ASKING_S = 0.05

@@ -15,7 +15,7 @@ from collections.abc import Callable, Container, Iterator, Mapping
 from kvdock.api.pool.pool import Pool
 from kvdock.api.pool.registry import NamespaceRecord, Registry
 from kvdock.protocol import mover_schemas as m
-from kvdock.protocol.awaited import worth_chunks
+from kvdock.protocol.mover_schemas import worth_chunks
 from kvdock.protocol.reports import TierView
 from kvdock.protocol.wire_types import KEY_BYTES
 

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 from kvdock.connectors.errors import NotSupportedError
 from kvdock.connectors.settings import MOST_TIER_WAIT_S, EngineSettings, checked
-from kvdock.protocol.address import default_address
+from kvdock.protocol.access import default_address
 
 log = logging.getLogger("kvdock.sglang")
 

@@ -72,7 +72,7 @@ from kvdock.connectors.vllm.unfit import UNLOADED, refuse_what_is_no_prefix, why
 from kvdock.connectors.vllm.weight_changes import hear, hear_model
 from kvdock.connectors.vllm.worker import VllmWorker
 from kvdock.connectors.worker import cores_of, hash_threads
-from kvdock.protocol.access_token import read_token
+from kvdock.protocol.access import read_token
 from kvdock.protocol.keys import HASH_FUNCTION
 from kvdock.protocol.schemas import Manifest
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from kvdock.connectors.requests import Wish
-from kvdock.protocol.tier_schemas import MAX_AFTER_S
+from kvdock.protocol.schemas import MAX_AFTER_S
 from kvdock.protocol.wire_types import MAX_HINT_S, MOST_PRIORITY
 
 log = logging.getLogger("kvdock.vllm")

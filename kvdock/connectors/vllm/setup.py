@@ -17,7 +17,7 @@ from kvdock.connectors.session import Attachment, ServerEpoch
 from kvdock.connectors.settings import EngineSettings, checked
 from kvdock.connectors.vllm.groups import KVGroup
 from kvdock.connectors.vllm.steps import NOWHERE
-from kvdock.protocol.address import CONNECTOR_PREFIX, default_address
+from kvdock.protocol.access import CONNECTOR_PREFIX, default_address
 
 log = logging.getLogger("kvdock.vllm")
 

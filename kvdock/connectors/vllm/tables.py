@@ -10,7 +10,7 @@ from typing import Any
 from kvdock.connectors.plans import LoadPiece, LoadPlan
 from kvdock.connectors.vllm.groups import KVGroup, step_tokens
 from kvdock.connectors.vllm.setup import drafts_with_kv
-from kvdock.protocol.trace_context import traceparent_or_none
+from kvdock.protocol.wire_types import traceparent_or_none
 
 Table = list[list[int | None]]
 """Per KV group a request's blocks, from its first token on; None where it has none."""

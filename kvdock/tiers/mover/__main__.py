@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 
-from kvdock.protocol.log_format import CONSOLE, JsonFormatter
+from kvdock.protocol.readable import CONSOLE, JsonFormatter
 from kvdock.tiers.mover.pipe import Pipe
 from kvdock.tiers.mover.run import Mover
 

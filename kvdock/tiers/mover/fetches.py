@@ -24,9 +24,8 @@ from typing import NamedTuple
 from kvdock.client.client import Client
 from kvdock.connectors.session import Attachment
 from kvdock.datapath.checksum import checksum
-from kvdock.protocol.awaited import worth_chunks
 from kvdock.protocol.errors import ApiError, ServerUnavailable
-from kvdock.protocol.mover_schemas import BATCH_BYTES, Promise
+from kvdock.protocol.mover_schemas import BATCH_BYTES, Promise, worth_chunks
 from kvdock.protocol.schemas import Abort, Commit, GrantedChunk, PartDone, Reserve, ReserveAnswer
 from kvdock.protocol.wire_types import MAX_ENTRIES
 from kvdock.shm.errors import AttachError, ShmError
@@ -50,26 +49,33 @@ LOOK_S = 0.05
 """How often a thread that waits for others looks at its deadline, which the server may cancel."""
 
 
-@dataclass
-class Fetch:
-    """`keys`: of the prompt's chunks from the first on; the pool has the first `hit`. `ticket` 0: it is ahead of
-    requests, for the prefetch of number `prefetch`. `wait_s`: how long it may take, from now on."""
+class Wanted(NamedTuple):
+    """The chunks that a fetch is to load. `keys`: of the prompt's chunks from the first on; the pool has the first
+    `hit`. `ticket`: the request's that waits for them; 0: they come ahead of requests, for the prefetch of number
+    `prefetch`. `tokens_per_s`: how fast the engine computes; 0: that is not known."""
 
     space: NamespaceSession
     keys: Sequence[bytes]
     hit: int
-    ticket: int
-    wait_s: float
-    tokens_per_s: float = 0.0
+    ticket: int = 0
     prefetch: int = 0
-    deadline: Deadline = field(init=False)
-    loaded: int = 0
-    """How many chunks it has published."""
-    agreed: AgreedNote | None = None
-    """The note from which it makes names of parts, in the tier from which it loads."""
+    tokens_per_s: float = 0.0
 
-    def __post_init__(self) -> None:
-        self.deadline = Deadline(self.wait_s)
+
+class Fetch:
+    """Loads `wanted`. `wait_s`: how long it may take, from now on."""
+
+    def __init__(self, wanted: Wanted, wait_s: float) -> None:
+        self.wanted, self.deadline = wanted, Deadline(wait_s)
+        self.loaded = 0
+        """How many chunks it has published."""
+        self.agreed: AgreedNote | None = None
+        """The note from which it makes names of parts, in the tier from which it loads."""
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether no request waits for it."""
+        return not self.wanted.ticket
 
 
 class FetchObserver(NamedTuple):
@@ -128,9 +134,9 @@ class Fetches:
     def start(self, fetch: Fetch) -> None:
         with self._lock:
             self._running.append(fetch)
-            if fetch.ticket:
-                self._by_ticket[fetch.ticket] = fetch
-        (self._threads.fetches if fetch.ticket else self._threads.ahead).submit(self._run, fetch)
+            if fetch.wanted.ticket:
+                self._by_ticket[fetch.wanted.ticket] = fetch
+        (self._threads.ahead if fetch.is_ahead else self._threads.fetches).submit(self._run, fetch)
 
     def cancel(self, ticket: int) -> None:
         """The ticket's request no longer waits."""
@@ -143,12 +149,13 @@ class Fetches:
         """These chunks were cleared or deleted: fetches that load them are cancelled. None: all of the namespace."""
         with self._lock:
             for fetch in self._running:
-                if fetch.space.digest == digest and (keys is None or any(key in keys for key in fetch.keys)):
+                wanted = fetch.wanted
+                if wanted.space.digest == digest and (keys is None or any(key in keys for key in wanted.keys)):
                     fetch.deadline.cancel()
 
     def is_busy(self, space: NamespaceSession) -> bool:
         with self._lock:
-            return any(fetch.space is space for fetch in self._running)
+            return any(fetch.wanted.space is space for fetch in self._running)
 
     def close(self) -> None:
         with self._lock:
@@ -173,7 +180,7 @@ class Fetches:
         finally:
             with self._filled:
                 self._running.remove(fetch)
-                self._by_ticket.pop(fetch.ticket, None)
+                self._by_ticket.pop(fetch.wanted.ticket, None)
                 self._filled.notify_all()
             self._observer.ended(fetch)
 
@@ -181,21 +188,21 @@ class Fetches:
         """A fetch ahead of requests waits while fetches for requests run. It holds no reservation here, so they do not
         wait for it."""
         with self._filled:
-            while not (fetch.ticket or fetch.deadline.is_over) and any(one.ticket for one in self._running):
+            while fetch.is_ahead and not fetch.deadline.is_over and not all(one.is_ahead for one in self._running):
                 self._filled.wait(min(LOOK_S, fetch.deadline.left_s))
 
     def _find(self, fetch: Fetch, handle: TierHandle) -> list[list[int]]:
         """For each chunk after the hit, up to the first that the tier lacks: the groups that the tier has of it."""
         if handle.breaker.is_open or fetch.deadline.is_over:
             return []
-        space, missing = fetch.space, fetch.keys[fetch.hit :]
+        space, missing = fetch.wanted.space, fetch.wanted.keys[fetch.wanted.hit :]
         agreed = fetch.agreed = self._agreement.wait_for(handle, space.digest, fetch.deadline)
         if agreed is None:
             return []
         per_chunk = [space.names(agreed.note, key) for key in missing]
         names = [name for names in per_chunk for name in names]
         left_s = fetch.deadline.left_s
-        most_s = min(max(EXISTS_S, EXISTS_SHARE * left_s) if fetch.ticket else AHEAD_EXISTS_S, left_s)
+        most_s = min(AHEAD_EXISTS_S if fetch.is_ahead else max(EXISTS_S, EXISTS_SHARE * left_s), left_s)
         holds = self._threads.notes.submit(
             self._agreement.still_holds, handle, space.digest, agreed, Deadline(most_s)
         )
@@ -222,21 +229,21 @@ class Fetches:
 
     def _worth(self, fetch: Fetch, handle: TierHandle, count: int) -> int:
         """How many of `count` chunks come before the deadline, and sooner than the engine would compute them."""
-        if not fetch.ticket:
+        if fetch.is_ahead:
             return count
         worth = worth_chunks(
-            count, chunk_bytes=fetch.space.chunk_bytes, chunk_tokens=fetch.space.manifest.chunk_tokens,
+            count, chunk_bytes=fetch.wanted.space.chunk_bytes, chunk_tokens=fetch.wanted.space.manifest.chunk_tokens,
             latency_s=handle.expected_s(0), bytes_per_s=handle.speed.rate, wait_s=fetch.deadline.left_s,
-            tokens_per_s=fetch.tokens_per_s,
+            tokens_per_s=fetch.wanted.tokens_per_s,
         )
         handle.counters["declined_too_slow"] += count > 0 and worth == 0
         return worth
 
     def _load_all(self, fetch: Fetch, handle: TierHandle, found: list[list[int]]) -> None:
-        space = fetch.space
-        if fetch.ticket:
+        space = fetch.wanted.space
+        if fetch.wanted.ticket:
             by_s = handle.expected_s(len(found) * space.chunk_bytes)
-            self._observer.promised(Promise(fetch.ticket, fetch.hit + len(found), handle.name, by_s))
+            self._observer.promised(Promise(fetch.wanted.ticket, fetch.wanted.hit + len(found), handle.name, by_s))
         attachment = space.session.attachment
         if attachment is None or not attachment.acquire():
             return
@@ -252,15 +259,15 @@ class Fetches:
     ) -> None:
         """Batch by batch: while one is hashed and published, others are being loaded. Ahead of requests there is one
         batch at a time."""
-        depth, most_bytes = (DEPTH, self._batch_bytes) if fetch.ticket else (1, AHEAD_BATCH_BYTES)
+        depth, most_bytes = (1, AHEAD_BATCH_BYTES) if fetch.is_ahead else (DEPTH, self._batch_bytes)
         in_progress: deque[_Batch] = deque()
         is_whole = True
         try:
-            for first, count in self._batches(fetch.space, found, most_bytes):
+            for first, count in self._batches(fetch.wanted.space, found, most_bytes):
                 self._yield_to_requests(fetch)
                 if fetch.deadline.is_over or not is_whole:
                     break
-                batch = self._reserve(fetch, handle, attachment, fetch.hit + first, count, found[first])
+                batch = self._reserve(fetch, handle, attachment, fetch.wanted.hit + first, count, found[first])
                 if batch is None:
                     break
                 handle.counters["fetched_elsewhere"] += len(batch.granted.busy) + len(batch.granted.present)
@@ -290,23 +297,23 @@ class Fetches:
         self, fetch: Fetch, handle: TierHandle, attachment: Attachment, first: int, count: int, groups: list[int]
     ) -> _Batch | None:
         """Reserves slots and starts to fill them. None: the server gives no slots."""
-        keys = fetch.keys[first : first + count]
+        keys = fetch.wanted.keys[first : first + count]
         body = Reserve(
             session=attachment.session, member=attachment.member, store=f"fetch-{next(self._numbers)}",
-            parent=fetch.keys[first - 1].hex() if first else None, keys=b"".join(keys), groups=groups,
-            temporary=bool(fetch.ticket), edition=fetch.agreed.edition if fetch.agreed is not None else None,
+            parent=fetch.wanted.keys[first - 1].hex() if first else None, keys=b"".join(keys), groups=groups,
+            temporary=not fetch.is_ahead, edition=fetch.agreed.edition if fetch.agreed is not None else None,
         )
         try:
             granted = self._client.reserve(body)
         except (ServerUnavailable, ApiError) as error:
-            _call_failed(fetch.space, attachment, error)
+            _call_failed(fetch.wanted.space, attachment, error)
             return None
         batch = _Batch(first, keys, groups, granted)
         if granted.reservation is None:
             return batch
         if not attachment.grants.begin(granted.reservation):
             return None
-        batch.names = {(fetch.space.digest, keys[chunk.index]) for chunk in granted.chunks}
+        batch.names = {(fetch.wanted.space.digest, keys[chunk.index]) for chunk in granted.chunks}
         with self._lock:
             self._filling |= batch.names
         batch.good = self._threads.readers.submit(self._fill, fetch, handle, attachment, keys, granted.chunks)
@@ -322,7 +329,7 @@ class Fetches:
             try:
                 good = batch.good.result()
                 published = self._commit(
-                    fetch.space, attachment, granted.reservation, granted.chunks, good if is_wanted else {}
+                    fetch.wanted.space, attachment, granted.reservation, granted.chunks, good if is_wanted else {}
                 )
                 fetch.loaded += published
                 is_whole = published == len(granted.chunks)
@@ -347,7 +354,7 @@ class Fetches:
         """Waits while other fetches load these chunks; they may end without having loaded them, when their own requests
         no longer wait. Chunks that an engine stores are not waited for. Returns whether there was a fetch to wait
         for."""
-        names = {(fetch.space.digest, key) for key in keys}
+        names = {(fetch.wanted.space.digest, key) for key in keys}
         has_waited = False
         with self._filled:
             while not names.isdisjoint(self._filling) and not fetch.deadline.is_over:
@@ -361,7 +368,7 @@ class Fetches:
     ) -> dict[tuple[int, int, int], int]:
         """Loads the parts into their slots. Returns the checksums of those that came whole and match, by (index of the
         chunk, group, writer)."""
-        space, agreed = fetch.space, fetch.agreed
+        space, agreed = fetch.wanted.space, fetch.agreed
         assert agreed is not None
         wanted: list[tuple[int, int, int]] = []
         loads: list[ToLoad] = []

@@ -16,8 +16,7 @@ from kvdock.connectors.errors import RefusedError
 from kvdock.connectors.session import Attachment, EngineSession, Identity, SessionObserver
 from kvdock.datapath.registration import Registration
 from kvdock.protocol.mover_schemas import ServedNamespace
-from kvdock.protocol.schemas import Changes, Manifest
-from kvdock.protocol.tier_schemas import MOVER_LABEL
+from kvdock.protocol.schemas import MOVER_LABEL, Changes, Manifest
 from kvdock.shm.errors import SegmentNotRegistered
 from kvdock.tiers.notes import Note
 from kvdock.tiers.record import PartName

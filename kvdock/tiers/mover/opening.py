@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import logging
-import os
 import queue
 import threading
+import tomllib
 from collections.abc import Callable
+from functools import partial
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import NamedTuple
 
 from kvdock.protocol.mover_schemas import MoverConfig
 from kvdock.tiers.mover.namespaces import PoolMemory
-from kvdock.tiers.tier import Deadline, Tier, TierError
-from kvdock.tiers.urls import TierUrlError
+from kvdock.tiers.tier import Deadline, Store, Tier, TierError, TierUrlError
 
 log = logging.getLogger("kvdock.tiers")
 
@@ -21,17 +22,19 @@ OPEN_S = 10.0
 """How long a tier may take to open."""
 RETRY_S = 5.0
 
+GROUP = "kvdock.tiers"
+"""The group of the entry points that name stores."""
+CHECKOUT = Path(__file__).parents[3] / "pyproject.toml"
+
 OPENING = "it is being opened"
 UNOPENED = "it cannot be opened"
 WRONG_SETTING = "its setting is wrong"
 
 
 class _Opener(NamedTuple):
-    """`setting`: the path or URL; empty: the tier is not wanted. `open_tier` imports what the tier needs when it is
-    called."""
+    """`open_tier` imports what the tier needs when it is called."""
 
     name: str
-    setting: str
     open_tier: Callable[[], Tier]
 
 
@@ -40,7 +43,7 @@ class OpeningTiers:
     does."""
 
     def __init__(self, config: MoverConfig, memory: PoolMemory | None) -> None:
-        openers = [opener for opener in _openers(config) if opener.setting]
+        openers = _openers(config)
         self._memory = memory
         self._opened: queue.SimpleQueue[Tier] = queue.SimpleQueue()
         self._closed = threading.Event()
@@ -87,40 +90,61 @@ class OpeningTiers:
 
 def registers_memory(config: MoverConfig) -> bool:
     """Whether a tier that the settings name wants to know the pool's memory (Registers): Mooncake over RDMA."""
-    if not config.mooncake_url:
-        return False
-    from kvdock.tiers.mooncake.settings import MooncakeSettings
+    for name, url in config.stores.items():
+        try:
+            if find_store(name).registers_memory(url):
+                return True
+        except (TierUrlError, TierError):  # the tier is not opened, and OpeningTiers reports why
+            continue
+    return False
 
+
+def find_store(name: str) -> Store:
+    """The store that the entry point `name` names. Raises TierUrlError if there is none; TierError if it cannot be
+    imported."""
+    found = {entry.name: entry for entry in (*entry_points(group=GROUP), *_in_checkout())}
+    if name not in found:
+        raise TierUrlError(
+            f"found no entry point {name!r} in the group {GROUP}, wanted one of {', '.join(sorted(found))}: install "
+            "the package that has the store"
+        )
     try:
-        return MooncakeSettings.parse(config.mooncake_url).registers_memory
-    except TierUrlError:  # the tier is not opened, and OpeningTiers reports why
-        return False
+        store = found[name].load()
+    except Exception as error:  # the package may be anybody's
+        raise TierError(name, f"{found[name].value} cannot be imported: {error}") from error
+    if not isinstance(store, Store):
+        raise TierUrlError(f"found {type(store).__name__} at {found[name].value}, wanted a kvdock.tiers.tier.Store")
+    return store
+
+
+def _in_checkout() -> list[EntryPoint]:
+    """The entry points of kvdock itself where it is imported from a checkout: one that is only on Python's path has no
+    metadata, and the metadata of an editable installation may be older than the checkout."""
+    try:
+        project = tomllib.loads(CHECKOUT.read_text())["project"]
+    except (OSError, tomllib.TOMLDecodeError, KeyError):
+        return []
+    if project.get("name") != "kvdock":
+        return []
+    return [EntryPoint(name, value, GROUP) for name, value in project["entry-points"][GROUP].items()]
 
 
 def _openers(config: MoverConfig) -> list[_Opener]:
-    """One for each tier, the quickest first."""
+    """One for each tier, in the order in which they are asked."""
 
     def disk() -> Tier:
         from kvdock.tiers.disk.tier import DiskTier
 
         return DiskTier.open(Path(config.disk_path), config.disk_bytes)
 
-    def mooncake() -> Tier:
-        from kvdock.tiers.mooncake.tier import open_tier
+    stores = [_Opener(name, partial(_open_store, name, url)) for name, url in config.stores.items()]
+    return [_Opener("disk", disk), *stores] if config.disk_path else stores
 
-        return open_tier(config.mooncake_url, Deadline(OPEN_S))
 
-    def redis() -> Tier:
-        from kvdock.tiers.redis import open_tier
-
-        return open_tier(config.redis_url, Deadline(OPEN_S), os.environ)
-
-    def objects() -> Tier:
-        from kvdock.tiers.objects import open_tier
-
-        return open_tier(config.objects_url, Deadline(OPEN_S))
-
-    return [
-        _Opener("disk", config.disk_path, disk), _Opener("mooncake", config.mooncake_url, mooncake),
-        _Opener("redis", config.redis_url, redis), _Opener("objects", config.objects_url, objects),
-    ]
+def _open_store(name: str, url: str) -> Tier:
+    """Raises TierUrlError, TierError."""
+    tier = find_store(name).open_tier(url, Deadline(OPEN_S))
+    if tier.name != name:
+        tier.close(Deadline(0.0))
+        raise TierUrlError(f"found a tier named {tier.name!r}, wanted {name!r}, as its entry point is named")
+    return tier

@@ -34,7 +34,7 @@ from kvdock.protocol.reports import TierView
 from kvdock.protocol.schemas import Changes
 from kvdock.tiers.mover.admission import MOST_EVICTED, AskCounts
 from kvdock.tiers.mover.agreement import Agreement
-from kvdock.tiers.mover.fetches import Fetch, Fetches, FetchObserver
+from kvdock.tiers.mover.fetches import Fetch, Fetches, FetchObserver, Wanted
 from kvdock.tiers.mover.namespaces import NamespaceSession, NamespaceSessions, PoolMemory
 from kvdock.tiers.mover.opening import OpeningTiers, registers_memory
 from kvdock.tiers.mover.pipe import Pipe
@@ -194,9 +194,8 @@ class Mover:
                     self._report.ended_tickets.append(notice.ticket)
             return
         if notice.ticket:
-            self._fetches.start(Fetch(
-                space, keys, notice.hit_chunks, notice.ticket, notice.wait_s, notice.tokens_per_s
-            ))
+            wanted = Wanted(space, keys, notice.hit_chunks, notice.ticket, tokens_per_s=notice.tokens_per_s)
+            self._fetches.start(Fetch(wanted, notice.wait_s))
         self._offer(space, keys[: notice.hit_chunks])
 
     def _prefetch(self, request: PrefetchRequest) -> None:
@@ -205,9 +204,8 @@ class Mover:
             with self._lock:
                 self._report.prefetch_results.append(PrefetchResult(request.number, 0, True))
             return
-        self._fetches.start(Fetch(
-            space, split_keys(request.keys), request.hit_chunks, 0, request.wait_s, prefetch=request.number
-        ))
+        wanted = Wanted(space, split_keys(request.keys), request.hit_chunks, prefetch=request.number)
+        self._fetches.start(Fetch(wanted, request.wait_s))
 
     def _prioritise(self, evicting_soon: Sequence[EvictingSoon]) -> None:
         chunks = [(self._sessions.of(bytes.fromhex(one.namespace)), split_keys(one.keys)) for one in evicting_soon]
@@ -243,11 +241,11 @@ class Mover:
 
     def _fetch_ended(self, fetch: Fetch) -> None:
         with self._lock:
-            if fetch.ticket:
-                self._report.ended_tickets.append(fetch.ticket)
+            if ticket := fetch.wanted.ticket:
+                self._report.ended_tickets.append(ticket)
             else:
                 was_dropped = fetch.deadline.is_over or all(handle.breaker.is_open for handle in self._handles)
-                self._report.prefetch_results.append(PrefetchResult(fetch.prefetch, fetch.loaded, was_dropped))
+                self._report.prefetch_results.append(PrefetchResult(fetch.wanted.prefetch, fetch.loaded, was_dropped))
         self._pipe.wake()
 
     def _note_changed(self, change: NoteChange) -> None:

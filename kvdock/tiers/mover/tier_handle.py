@@ -118,7 +118,7 @@ class Breaker:
             self._failures[kind] += 1
             self.why = why
             if self._failures[kind] < MOST_FAILURES if not self.is_open else kind != PROBE:
-                return False  # calls that began before it opened tell nothing new, however late they end
+                return False  # calls that began before it opened show nothing new, however late they end
             opens, self.is_open = not self.is_open, True
             self._until_s = self._clock() + self._rest_s
             self._rest_s = min(2 * self._rest_s, LONGEST_REST_S)

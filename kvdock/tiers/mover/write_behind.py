@@ -16,8 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from kvdock.client.client import Client
 from kvdock.connectors.session import Attachment
 from kvdock.protocol.errors import ApiError, ServerUnavailable
-from kvdock.protocol.schemas import Part
-from kvdock.protocol.tier_schemas import Hold
+from kvdock.protocol.schemas import Hold, Part
 from kvdock.shm.errors import ShmError
 from kvdock.tiers.mover.agreement import AgreedNote, Agreement
 from kvdock.tiers.mover.namespaces import NamespaceSession, NamespaceSessions

@@ -7,10 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
-
-class TierUrlError(ValueError):
-    """The tier cannot use its URL, or what the URL points to. The message names what was found and what is wanted, and
-    never contains a password."""
+from kvdock.tiers.tier import TierUrlError
 
 
 class TierUrl(NamedTuple):

@@ -14,7 +14,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Any, Final, Self
 
-from kvdock.tiers.mooncake.settings import MooncakeSettings
+from kvdock.tiers.stores.mooncake.settings import MooncakeSettings
 from kvdock.tiers.tier import Deadline, TierError
 
 TIER: Final = "mooncake"

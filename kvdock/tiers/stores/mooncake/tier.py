@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from time import monotonic
 from typing import Final
 
-from kvdock.tiers.mooncake import library as codes
-from kvdock.tiers.mooncake.library import TIER, Library, Unended
-from kvdock.tiers.mooncake.settings import MooncakeSettings
-from kvdock.tiers.mooncake.workers import Call, Names, Workers
 from kvdock.tiers.notes import HEAD_BYTES, Change, Note, NoteError, name_of_note
 from kvdock.tiers.record import HEADER_BYTES, PartName, Record, RecordError
-from kvdock.tiers.tier import PAGE_BYTES, Deadline, Loaded, Outcome, TierError, ToLoad, ToStore, Usage
+from kvdock.tiers.stores.mooncake import library as codes
+from kvdock.tiers.stores.mooncake.library import TIER, Library, Unended
+from kvdock.tiers.stores.mooncake.settings import MooncakeSettings
+from kvdock.tiers.stores.mooncake.workers import Call, Names, Workers
+from kvdock.tiers.tier import PAGE_BYTES, Deadline, Loaded, Outcome, Store, TierError, ToLoad, ToStore, Usage
 
 _GROUP_PARTS: Final = 32
 _GROUP_BYTES: Final = (2 << 20, 32 << 20)
@@ -203,8 +203,8 @@ class MooncakeTier:
         return []
 
     def _read_note(self, key: str, buffer: Buffer) -> Note | None:
-        """An object that is not a note counts as none, so change() makes a new one. Raises TierError, also if the bytes
-        of the object cannot be read: it may be a note."""
+        """An object that is not a note counts as none, so change() makes a new one. Raises TierError, also for an
+        object whose bytes cannot be read: it may be a note."""
         (code,) = self._library.begin_reads([key])
         if code != codes.DONE:
             if code in _ABSENT:
@@ -428,6 +428,14 @@ class MooncakeTier:
 def open_tier(url: str, deadline: Deadline) -> MooncakeTier:
     """`url`: docs/tiers.md#mooncake-store. Raises TierUrlError, and TierError as MooncakeTier.open does."""
     return MooncakeTier.open(MooncakeSettings.parse(url), deadline)
+
+
+def registers_memory(url: str) -> bool:
+    """Over RDMA. Raises TierUrlError."""
+    return MooncakeSettings.parse(url).registers_memory
+
+
+STORE: Final = Store(open_tier, registers_memory)
 
 
 _REMOVED: Final = {codes.DONE: Outcome.DONE, codes.ABSENT: Outcome.MISSING, codes.BEING_WRITTEN: Outcome.MISSING}

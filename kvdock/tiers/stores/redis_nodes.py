@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from kvdock.tiers.resp import SLICE_S, ErrorReply, OutOfTime, Reply, Wire, WireError, command
-from kvdock.tiers.tier import Deadline, TierError
-from kvdock.tiers.urls import TierUrlError, existing_file, read_url, some_text, whole, yes_or_no
+from kvdock.tiers.stores.resp import SLICE_S, ErrorReply, OutOfTime, Reply, Wire, WireError, command
+from kvdock.tiers.stores.urls import existing_file, read_url, some_text, whole, yes_or_no
+from kvdock.tiers.tier import Deadline, TierError, TierUrlError
 
 NAME: Final = "redis"
 DEFAULT_PORT: Final = 6379

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any, Final
 from urllib.parse import unquote
 
-from kvdock.tiers.urls import TierUrl, TierUrlError, existing_file, read_url, some_text, whole, yes_or_no
+from kvdock.tiers.stores.urls import TierUrl, existing_file, read_url, some_text, whole, yes_or_no
+from kvdock.tiers.tier import TierUrlError
 
 MIB: Final = 1 << 20
 CONNECT_S: Final = 5

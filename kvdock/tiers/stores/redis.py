@@ -7,6 +7,7 @@ small parts do not wait for a round trip each, and the bytes in flight are bound
 from __future__ import annotations
 
 import importlib
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -16,9 +17,9 @@ from typing import Any, Final, Generic, TypeVar
 
 from kvdock.tiers.notes import HEAD_BYTES, Change, Note, NoteError, name_of_note
 from kvdock.tiers.record import HEADER_BYTES, VERSION, PartName, Record, RecordError, folder_of
-from kvdock.tiers.redis_nodes import NAME, Address, Nodes, Settings, read_settings
-from kvdock.tiers.resp import ErrorReply, OutOfTime, Reply, Wire, WireError, command
-from kvdock.tiers.tier import Deadline, Loaded, Outcome, TierError, ToLoad, ToStore, Usage
+from kvdock.tiers.stores.redis_nodes import NAME, Address, Nodes, Settings, read_settings
+from kvdock.tiers.stores.resp import ErrorReply, OutOfTime, Reply, Wire, WireError, command
+from kvdock.tiers.tier import Deadline, Loaded, Outcome, OwnUsage, Store, TierError, ToLoad, ToStore, Usage
 
 RUN_BYTES: Final = 8 << 20
 RUN_JOBS: Final = 128
@@ -64,7 +65,7 @@ class _Answers(Generic[T]):
             self.by_job.update((job.at, Outcome.FAILED) for job in jobs)
 
 
-def open_tier(url: str, deadline: Deadline, environment: Mapping[str, str]) -> RedisTier:
+def open_tier(url: str, deadline: Deadline, environment: Mapping[str, str] = os.environ) -> RedisTier:
     """`url`: docs/tiers.md#redis. `environment`: where password_env is looked up. Raises TierUrlError; TierError where
     the server does not answer or refuses, or redis-py is not installed."""
     settings = read_settings(url, environment)
@@ -90,8 +91,7 @@ class RedisTier:
     def __init__(self, settings: Settings, nodes: Nodes) -> None:
         self._settings, self._nodes = settings, nodes
         self._threads = ThreadPoolExecutor(settings.connections, thread_name_prefix="kvdock-redis")
-        self._lock = threading.Lock()
-        self._objects = self._bytes = 0
+        self._usage = OwnUsage(wears_out=False)
         self._cached_notes: dict[bytes, tuple[bytes, Note]] = {}
         """Notes as they were last read, with their packed heads."""
         self._sweeping: dict[tuple[bytes, Address], bytes] = {}
@@ -150,7 +150,7 @@ class RedisTier:
                 continue
             outcomes.append(Outcome.MISSING if found is None else Outcome.DONE)
             if found is not None:
-                self._count(-1, -found)
+                self._usage.deleted(1, found)
         return outcomes
 
     def notes(self, namespaces: Sequence[bytes], deadline: Deadline) -> list[Note | None]:
@@ -275,8 +275,7 @@ class RedisTier:
         return [answers[job.at] for job in jobs]
 
     def usage(self) -> Usage:
-        with self._lock:
-            return Usage(max(0, self._objects), max(0, self._bytes), 0, 0)
+        return self._usage.view()
 
     def close(self, deadline: Deadline) -> None:
         self._threads.shutdown()
@@ -300,13 +299,8 @@ class RedisTier:
             found = answers[job.at]
             outcomes[job.at] = found if isinstance(found, Outcome) else Outcome.DONE
             if outcomes[job.at] is Outcome.DONE and found is not None and condition:
-                self._count(1, job.size)
+                self._usage.stored(job.size)
         return [at for at in which if answers[at] is None]
-
-    def _count(self, objects: int, size: int) -> None:
-        with self._lock:
-            self._objects += objects
-            self._bytes += size
 
     def _execute(self, jobs: Sequence[_Job[T]], deadline: Deadline) -> dict[int, T | Outcome]:
         """The answer to each job by its `at`, or LATE, FULL, DAMAGED or FAILED. Raises TierError if no server answered
@@ -513,3 +507,6 @@ def _read_reply(wire: Wire, deadline: Deadline) -> Reply | Any:
 
 def _key(name: PartName) -> bytes:
     return name.text().encode()
+
+
+STORE: Final = Store(open_tier)

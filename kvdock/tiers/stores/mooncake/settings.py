@@ -8,7 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
-from kvdock.tiers.urls import TierUrlError, read_url, some_text, whole, yes_or_no
+from kvdock.tiers.stores.urls import read_url, some_text, whole, yes_or_no
+from kvdock.tiers.tier import TierUrlError
 
 _SIZE: Final = re.compile(r"(\d+)(|KiB|MiB|GiB|TiB)")
 _UNITS: Final = {"": 0, "KiB": 10, "MiB": 20, "GiB": 30, "TiB": 40}

@@ -22,14 +22,16 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, TypeVar
 
 from kvdock.tiers.notes import Change, Note, NoteError, name_of_note
-from kvdock.tiers.objects_url import StoreLocation, open_location
 from kvdock.tiers.record import HEADER_BYTES, VERSION, PartName, Record, RecordError, folder_of
+from kvdock.tiers.stores.objects_url import StoreLocation, open_location
 from kvdock.tiers.tier import (
     Deadline,
     Loaded,
     Outcome,
+    OwnUsage,
     ReadOnly,
     StillRunning,
+    Store,
     TierError,
     ToLoad,
     ToStore,
@@ -54,7 +56,7 @@ NOTE_FRESH_S: Final = 6 * 3600.0
 NOTE_RETRY_S: Final = 600.0
 """How long a note that could not be written again is left as it is."""
 NOTE_WRITE_S: Final = 0.5
-"""How long whoever reads a note waits until it is written again."""
+"""How long the read of a note waits until it is written again."""
 _FULL: Final = (
     "os error 28", "os error 27", "os error 122", "507 ", "QuotaExceeded", "StorageFull", "InsufficientStorage",
 )  # fmt: skip
@@ -96,9 +98,7 @@ class ObjectTier:
         self._loading, self._storing, self._asking = (
             asyncio.Semaphore(location.connections) for _ in range(3)
         )
-        self._lock = threading.Lock()
-        self._usage = Usage(0, 0, 0, 0)
-        """What this instance has stored, less what it has deleted, so it may be negative."""
+        self._usage = OwnUsage(wears_out=True)
         self._notes: dict[bytes, _CachedNote] = {}
         self._thread = threading.Thread(target=self._loop.run_forever, name="kvdock-objects", daemon=True)
         self._thread.start()
@@ -239,9 +239,7 @@ class ObjectTier:
         return remove
 
     def usage(self) -> Usage:
-        with self._lock:
-            usage = self._usage
-        return replace(usage, objects=max(0, usage.objects), bytes_used=max(0, usage.bytes_used))
+        return self._usage.view()
 
     def close(self, deadline: Deadline) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -431,7 +429,7 @@ class ObjectTier:
                 if self._can_create and await self._is_whole(record):
                     return Outcome.DONE
                 await self._obstore.put_async(self._store, path, value, use_multipart=False)
-            self._count(1, size)
+            self._usage.stored(size)
             return Outcome.DONE
 
     async def _create(self, path: str, value: list[Any]) -> bool:
@@ -471,19 +469,12 @@ class ObjectTier:
                 except FileNotFoundError:
                     # Another server deletes the same objects, so each is deleted by itself.
                     await asyncio.gather(*(self._delete_one(path) for path in there))
-        self._count(-len(there), -sum(size for size in sizes if size is not None))
+        self._usage.deleted(len(there), sum(size for size in sizes if size is not None))
         return outcomes
 
     async def _delete_one(self, path: str) -> None:
         with contextlib.suppress(FileNotFoundError):
             await self._obstore.delete_async(self._store, path)
-
-    def _count(self, objects: int, size: int) -> None:
-        with self._lock:
-            usage = self._usage
-            self._usage = Usage(
-                usage.objects + objects, usage.bytes_used + size, 0, usage.wear_bytes + max(0, size)
-            )
 
 
 class _Sink:
@@ -553,3 +544,6 @@ def _judge(error: BaseException) -> Outcome:
 def _brief(error: BaseException) -> str:
     """The error without the details that obstore adds for its own developers."""
     return f"{type(error).__name__}: {' '.join(str(error).partition('Debug source')[0].split())[:800]}"
+
+
+STORE: Final = Store(open_tier)

@@ -1,8 +1,7 @@
-"""Both forms of the engine's calls say the same; the short way and the long way answer alike; releases ride along."""
+"""Both forms of the engine's calls say the same; both sockets answer alike; releases ride along."""
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,8 +10,7 @@ import msgspec
 import pytest
 from api_helpers import MIB, Engine, ServerProcess, attach, keys, raw, unique
 
-from kvdock.api.access.peer import NOBODY, of_user
-from kvdock.api.http.hot_path import hot_endpoint
+from kvdock.api.http.engine_calls import ENGINE_CALLS, find
 from kvdock.client.client import Client
 from kvdock.client.transport import Transport
 from kvdock.protocol import calls, schemas as s
@@ -212,10 +210,10 @@ def test_a_checksum_out_of_range_is_refused(home: ServerProcess, engine: Engine,
         assert (status, problem["code"]) == (422, "invalid_body")
 
 
-# --------------------------------------------------------------------------- the short way
+# --------------------------------------------------------------------------- the table of calls, on both sockets
 
 
-def test_a_refusal_is_the_same_problem_by_both_ways(home: ServerProcess, engine: Engine) -> None:
+def test_a_refusal_is_the_same_problem_on_both_sockets(home: ServerProcess, engine: Engine) -> None:
     body = {"session": engine.session, "member": "nobody", "keys": b""}
     refused = [send(address, "/v1/lookups", body, PACKED) for address in (home.unix, home.http)]
     assert refused[0] == refused[1] and refused[0][0] == 404 and refused[0][2]["code"] == "unknown_member"
@@ -224,29 +222,75 @@ def test_a_refusal_is_the_same_problem_by_both_ways(home: ServerProcess, engine:
         assert len(status) == 1 and status <= {400, 415, 406, 409, 421, 422, 426}
 
 
-def test_refusals_by_the_short_way_are_counted(home: ServerProcess, engine: Engine) -> None:
+def test_refusals_are_counted(home: ServerProcess, engine: Engine) -> None:
     before = engine.client.status().counters["refusals"]
     send(home.unix, "/v1/lookups", {}, PACKED)
     assert engine.client.status().counters["refusals"] == before + 1
 
 
-@pytest.mark.parametrize(("hot", "scope"), [
-    (True, {"path": "/v1/lookups"}),
-    (True, {"path": "/v1/leases/0f/release"}),
-    (False, {"path": "/v1/lookups", "method": "PUT"}),
-    (False, {"path": "/v1/lookups", "state": {"peer": NOBODY}}),
-    (False, {"path": "/v1/lookups", "query_string": b"a=1"}),
-    (False, {"path": "/v1/lookups/"}),
-    (False, {"path": "/v1/leases//release"}),
-    (False, {"path": "/v1/leases/a/b/release"}),
-    (False, {"path": "/v2/leases/0f/release"}),
-    (False, {"path": "/v1/leases/0f/commit"}),
-    (False, {"type": "lifespan"}),
+@pytest.mark.parametrize(("method", "path", "name", "id_"), [
+    ("POST", "/v1/lookups", "lookup", ""),
+    ("POST", "/v1/leases/0f/release", "release", "0f"),
+    ("DELETE", "/v1/leases/0f", "cancel", "0f"),
+    ("DELETE", "/v1/sessions/0f", "leave", "0f"),
+    ("PUT", "/v1/lookups", "", ""),
+    ("GET", "/v1/leases/0f", "", ""),
+    ("POST", "/v1/lookups/", "", ""),
+    ("POST", "/v1/leases//release", "", ""),
+    ("POST", "/v1/leases/0f/", "", ""),
+    ("DELETE", "/v1/leases/0f/", "", ""),
+    ("DELETE", "/v1/leases/", "", ""),
+    ("POST", "/v1/leases/a/b/release", "", ""),
+    ("POST", "/v2/leases/0f/release", "", ""),
+    ("POST", "/v1/leases/0f/commit", "", ""),
 ])
-def test_only_posts_over_the_unix_socket_take_the_short_way(hot: bool, scope: dict[str, Any]) -> None:
-    own = {"peer": of_user(os.geteuid())}
-    whole = {"type": "http", "method": "POST", "state": own, "query_string": b"", "path": "/", **scope}
-    assert (hot_endpoint(whole)[0] is not None) is hot
+def test_a_call_is_found_by_its_method_and_path(method: str, path: str, name: str, id_: str) -> None:
+    found = find(method, path)
+    assert (name, id_) == ("" if found is None else found[0].name, "" if found is None else found[1])
+
+
+def test_the_table_has_every_call_for_engines() -> None:
+    wanted = [call for call in vars(calls).values() if isinstance(call, calls.Call) and call.scope == "engine"]
+    assert {one.call for one in ENGINE_CALLS} == set(wanted)
+
+
+@pytest.mark.parametrize("way", ["unix", "http"])
+@pytest.mark.parametrize(("method", "path", "code", "found", "status"), [
+    ("POST", "/v1/lookups?a=1", "unknown_parameter", "a", 422),
+    ("DELETE", "/v1/leases/0f?session=s&member=m&a=1", "unknown_parameter", "a", 422),
+    ("DELETE", "/v1/leases/0f?session=s", "bad_argument", "query.member", 422),
+    ("DELETE", "/v1/leases/0f?session=&member=m", "bad_argument", "query.session", 422),
+    ("DELETE", f"/v1/leases/0f?session={'s' * 257}&member=m", "bad_argument", "query.session", 422),
+    ("DELETE", f"/v1/leases/0f?session={'s' * 256}&member=m", "unknown_session", "s" * 256, 404),
+    ("DELETE", "/v1/sessions/0f?member=", "unknown_session", "0f", 404),
+    ("GET", "/v1/lookups", "method_not_allowed", "GET", 405),
+    ("PUT", "/v1/sessions/0f", "method_not_allowed", "PUT", 405),
+])
+def test_what_a_call_does_not_take_is_refused_on_both_sockets(
+    home: ServerProcess, way: str, method: str, path: str, code: str, found: str, status: int
+) -> None:
+    body, content_type = b"{}" if method == "POST" else None, {"Content-Type": JSON.media_type}
+    answered, headers, content = raw(getattr(home, way), method, path, body, content_type)
+    problem = msgspec.json.decode(content, type=Problem)
+    assert (answered, problem.code, problem.found) == (status, code, found)
+    if status == 405:
+        assert headers["allow"] == ("POST" if path == "/v1/lookups" else "DELETE, GET, HEAD")
+
+
+def test_a_member_leaves_and_a_lease_is_cancelled_without_content(home: ServerProcess) -> None:
+    with Client(home.unix) as client:
+        engine = attach(client)
+        stored = keys(1, unique("cancelled"))
+        engine.store(stored)
+        lease = engine.lookup(stored, request=unique("r")).lease
+        for path in (
+            f"/v1/leases/{lease}?session={engine.session}&member={engine.member}",
+            f"/v1/sessions/{engine.session}?member={engine.member}",
+        ):
+            status, headers, content = raw(home.http, "DELETE", path)
+            assert (status, content, headers.get("content-type")) == (204, b"", None)
+            assert headers["cache-control"] == "no-store" and headers["kvdock-api"] == "1"
+        engine.close()
 
 
 def test_every_call_of_the_clients_is_a_route_of_the_openapi(home: ServerProcess) -> None:

@@ -1,0 +1,119 @@
+"""Where a server is, and who may use it: its address, access tokens in files that nobody else can read, and the user at
+the other end of a Unix socket."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import stat
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from kvdock.protocol.errors import KvdockError
+
+ADDRESS_VARIABLE: Final = "KVDOCK_ADDRESS"
+"""Names the server for commands and connectors: unix:/path or http://host:port."""
+SOCKET_VARIABLE: Final = "KVDOCK_SOCKET_PATH"
+"""The server's own setting, which commands and connectors follow."""
+CONNECTOR_PREFIX: Final = "KVDOCK_VLLM_"
+"""The variables of the vLLM connector's settings begin with it, and none of the server's do."""
+
+
+def default_socket_path(environ: Mapping[str, str], run_user: Path = Path("/run/user")) -> str:
+    """The default socket of one user's server and engines: in the folder that the system made for the user, whether the
+    environment names it or not, else in one under /tmp, which the server makes."""
+    for folder in (environ.get("XDG_RUNTIME_DIR", ""), run_user / str(os.getuid())):
+        if folder and Path(folder).is_dir():
+            return str(Path(folder) / "kvdock.sock")
+    return f"/tmp/kvdock-{os.getuid()}/kvdock.sock"
+
+
+def default_address(environ: Mapping[str, str]) -> str:
+    """The address of the server that the environment names, else of this user's, at its default socket."""
+    socket_path = environ.get(SOCKET_VARIABLE) or default_socket_path(environ)
+    return environ.get(ADDRESS_VARIABLE) or f"unix:{socket_path}"
+
+
+# --------------------------------------------------------------------------- access tokens
+
+MAX_BYTES: Final = 1 << 20
+FORBIDDEN_BITS: Final = 0o037
+"""The permission bits that a private file must not have. The group may read it: in containers, where files belong to
+root, that is how a server reads them."""
+
+
+class PrivateFileError(KvdockError, ValueError):
+    """The file cannot be read, or others may read or write it; the message names the file."""
+
+
+def read_private(path: str | Path) -> str:
+    """Returns the text of a regular file that belongs to this user or to root, and that others can neither read nor
+    write. Raises PrivateFileError."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        with os.fdopen(fd, encoding="utf-8") as file:
+            found = os.fstat(fd)
+            if not stat.S_ISREG(found.st_mode) or found.st_uid not in (os.geteuid(), 0):
+                raise PrivateFileError(f"{path}: found {_shown(found)}, wanted a file of user {os.geteuid()} or root")
+            if found.st_mode & FORBIDDEN_BITS:
+                raise PrivateFileError(f"{path}: found {_shown(found)}, wanted one that others cannot open: chmod 600")
+            if found.st_size > MAX_BYTES:
+                raise PrivateFileError(f"{path}: found {found.st_size} bytes, wanted at most {MAX_BYTES}")
+            return file.read()
+    except (OSError, UnicodeDecodeError) as error:
+        raise PrivateFileError(f"{path}: {error}") from error
+
+
+def _shown(found: os.stat_result) -> str:
+    return f"{stat.filemode(found.st_mode)} of user {found.st_uid}"
+
+
+TOKEN_FILE_VARIABLE: Final = "KVDOCK_ACCESS_TOKEN_FILE"
+"""Names the file for commands."""
+_TOKEN: Final = re.compile(r"[\x21-\x7e]{16,256}")
+
+
+def read_token(path: str | Path) -> str:
+    """Returns the token in the file, its only line; '' if `path` is empty. Raises PrivateFileError."""
+    if not path:
+        return ""
+    token = read_private(path).strip()
+    if not _TOKEN.fullmatch(token):
+        raise PrivateFileError(f"{path}: found {len(token)} characters, wanted one access token of 16 to 256")
+    return token
+
+
+def authorization(token: str) -> dict[str, str]:
+    """The header that sends the token; no header for ''."""
+    return {"authorization": f"Bearer {token}"} if token else {}
+
+
+# --------------------------------------------------------------------------- the other end of a socket
+
+_CREDENTIALS: Final = struct.Struct("=iII")  # pid, uid, gid
+
+
+class Credentials(NamedTuple):
+    """A process that connected or, seen from the other end, one that listens."""
+
+    pid: int
+    uid: int
+
+
+def credentials_of(connected: socket.socket) -> Credentials:
+    """Raises OSError if the kernel does not say."""
+    raw = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, uid, _ = _CREDENTIALS.unpack(raw)
+    return Credentials(pid, uid)
+
+
+def require_trusted_server(connected: socket.socket, path: str) -> Credentials:
+    """Raises PermissionError unless the process that listens at `path` is this user's, or root's: anybody may have
+    bound a socket there, and its answers decide which memory is written and loaded."""
+    found = credentials_of(connected)
+    if found.uid not in (os.geteuid(), 0):
+        raise PermissionError(f"the server at {path}: found user {found.uid}, wanted {os.geteuid()} or root")
+    return found

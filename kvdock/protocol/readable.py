@@ -1,0 +1,56 @@
+"""What processes of this project write for people: the lines of their logs, sizes and times."""
+
+from __future__ import annotations
+
+import logging
+from datetime import UTC, datetime
+from typing import Final, Literal
+
+import msgspec
+
+LogFormat = Literal["console", "json"]
+LogLevel = Literal["debug", "info", "warning", "error"]
+CONSOLE: Final = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+EVENT: Final = "event"
+"""The attribute of a log record that holds its event, a struct."""
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object a line: the time, the level, the logger, the message, and the fields of the event."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        fields: dict[str, object] = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(), "logger": record.name,
+            "message": record.getMessage().encode(errors="backslashreplace").decode(),
+        }
+        if record.exc_info:
+            fields["traceback"] = self.formatException(record.exc_info)
+        if (event := getattr(record, EVENT, None)) is not None:
+            fields["event"] = event
+        return msgspec.json.encode(fields).decode()
+
+
+def size(size_bytes: float) -> str:
+    """1536 → 1.5 KiB."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size_bytes < 1024:
+            return f"{size_bytes:.0f} {unit}" if unit == "B" else f"{size_bytes:.1f} {unit}"
+        size_bytes /= 1024
+    return f"{size_bytes:.1f} TiB"
+
+
+def duration(seconds: float) -> str:
+    """The two largest units: 3725 → 1 h 2 min."""
+    whole = int(seconds)
+    days, hours, minutes = whole // 86400, whole // 3600 % 24, whole // 60 % 60
+    parts = [f"{days} d" if days else "", f"{hours} h" if hours else "", f"{minutes} min" if minutes else ""]
+    given = [part for part in [*parts, f"{whole % 60} s"] if part]
+    return " ".join(given[:2])
+
+
+def span(seconds: float) -> str:
+    """A time that may be short: 0.0123 → 12.3 ms, 2.34 → 2.3 s, and from a minute on as `duration` has it."""
+    if seconds < 1:
+        return f"{seconds * 1000:,.1f} ms"
+    return f"{seconds:.1f} s" if seconds < 60 else duration(seconds)

@@ -113,7 +113,7 @@ class LoadOrCompute:
         self._cost.loaded(tokens, seconds)
         self._newest_s = self._clock()
 
-    def is_dearer(self, tokens: int) -> bool:
+    def is_too_slow(self, tokens: int) -> bool:
         """Whether it takes longer to load `tokens` than to compute them."""
         load_s = self._cost.seconds(tokens)
         if load_s is None or not self._speed.is_known or load_s * self._speed.tokens_per_s <= tokens:
@@ -156,6 +156,40 @@ class LoadLimits:
         """The prefix of `tokens` that may be looked up."""
         end = local_tokens + min(int(len(tokens) * self.max_load_share), self.max_load_tokens)
         return tokens[:end] if end < len(tokens) else tokens
+
+
+class LoadChoice:
+    """Which hits are loaded: those that `limits` allow and that take no longer to load than to compute, as `cost` says;
+    None: all that the limits allow."""
+
+    def __init__(self, limits: LoadLimits | None = None, cost: LoadOrCompute | None = None) -> None:
+        self.limits, self._cost = limits if limits is not None else LoadLimits(), cost
+        self._declined: set[str] = set()
+        self._accepted: set[str] = set()
+        """`cost` is asked once for each request: a load that it wants to see is made."""
+
+    def why_not(self, request_id: str, tokens: int) -> str:
+        """Why the request's hit of `tokens` is not loaded: "short" (there are too few), "dear" (to load them takes
+        longer than to compute them), or "" (it is loaded)."""
+        if tokens < self.limits.min_load_tokens:
+            return "short"
+        if self._cost is None or request_id in self._accepted:
+            return ""
+        if self._cost.is_too_slow(tokens):
+            return "dear"
+        self._accepted.add(request_id)
+        return ""
+
+    def decline(self, request_id: str) -> None:
+        """Nothing is loaded for the request until it is forgotten."""
+        self._declined.add(request_id)
+
+    def is_declined(self, request_id: str) -> bool:
+        return request_id in self._declined
+
+    def forget(self, request_id: str) -> None:
+        self._declined.discard(request_id)
+        self._accepted.discard(request_id)
 
 
 def _require(ok: bool, name: str, found: object, wanted: str) -> None:

@@ -3,9 +3,11 @@
     engine thread      lookup ──► begin_load ──► poll … begin_store ──► poll … finished
     background         fetch      load           reserve + store        cancel
 
-The driver (kvdock/connectors/driver.py) asks the server; loads have a thread of their own here, so that none waits for
-a question or a store. What they finish is handed over by poll(). Invariant: every begin_load and every non-empty
-begin_store is answered by exactly one LoadDone or StoreDone, whatever fails, once all ranks are done with it.
+The scheduler connector (kvdock/connectors/scheduler.py) asks the server. Loads have a thread of their own here, so that
+none waits for a question or a store. poll() hands over what they finish.
+
+Invariant: every begin_load and every non-empty begin_store is answered by exactly one LoadDone or StoreDone, whatever
+fails, once all ranks are done with it.
 """
 
 from __future__ import annotations
@@ -18,17 +20,18 @@ from dataclasses import dataclass
 from kvdock.client.client import Client
 from kvdock.connectors.background import Background
 from kvdock.connectors.chunk_statistics import ChunkStatistics
-from kvdock.connectors.cost import UNLIMITED, LoadLimits
-from kvdock.connectors.driver import Driver
+from kvdock.connectors.cost import UNLIMITED, LoadChoice, LoadLimits
 from kvdock.connectors.interface import BlocksRead, GroupBlocks, LoadDone, LookupResult, Progress, StoreDone
 from kvdock.connectors.load_once import LoadOnce
+from kvdock.connectors.lookups import LookupRecord
 from kvdock.connectors.outcomes import EngineOutcomes
-from kvdock.connectors.plans import LoadPlan, StoreBatch, StorePlan
+from kvdock.connectors.plans import LoadPlan, StorePlan
 from kvdock.connectors.ranks import Answer, Peers, RankWorker
-from kvdock.connectors.requests import ChunkObserver, StoreOffer
+from kvdock.connectors.requests import ChunkObserver, RequestCallbacks
 from kvdock.connectors.scheduler import SchedulerConnector
 from kvdock.connectors.session import Attachment, EngineSession, Identity, SessionObserver
-from kvdock.connectors.waits import AwaitTiers
+from kvdock.connectors.stores import StoreBatch, StoreOffer
+from kvdock.connectors.waits import AwaitTiers, Waits
 from kvdock.connectors.worker import WorkerConnector
 from kvdock.datapath.cuda import CopyTuning
 from kvdock.datapath.devices import Device
@@ -83,28 +86,31 @@ class EngineConnector:
         limits = LoadLimits(settings.max_load_tokens, settings.max_load_share, settings.min_load_tokens)
         self.statistics = ChunkStatistics(manifest.chunk_tokens) if settings.chunk_statistics else None
         self.session, self.worker = open_worker(settings, manifest, identity, layouts, stream=stream)
-        tiers = AwaitTiers(settings.tier_wait_s, None, time.perf_counter)
         has_windows = any(group.window_tokens for group in manifest.groups)
-        loads = LoadOnce(manifest.chunk_tokens, time.perf_counter, whole=has_windows)
         self._traceparents: dict[str, str] = {}
         self._tokens = _KnownByTokens(manifest.chunk_tokens)
         self.scheduler = SchedulerConnector(
-            self.session, readers=manifest.tensor_parallel, terms=tiers.terms,
-            traceparent_of=lambda request_id: self._traceparents.get(request_id, ""), observer=self._tokens,
+            self.session, readers=manifest.tensor_parallel, choice=LoadChoice(limits),
+            callbacks=RequestCallbacks(
+                traceparent_of=lambda request_id: self._traceparents.get(request_id, ""), observer=self._tokens
+            ),
+            waits=Waits(
+                tiers=AwaitTiers(settings.tier_wait_s, None, time.perf_counter),
+                loads=LoadOnce(manifest.chunk_tokens, time.perf_counter, whole=has_windows),
+            ),
+            record=LookupRecord(
+                lambda _seconds: self._tell(),
+                lambda request_id, why, tokens: self._outcomes.declined(request_id, why, tokens), self.statistics,
+            ),
         )
-        self._driver = Driver(
-            self.scheduler, answered=lambda _seconds: self._tell(), limits=limits, statistics=self.statistics,
-            tiers=tiers, declined=lambda request_id, why, tokens: self._outcomes.declined(request_id, why, tokens),
-            loads=loads,
-        )
-        self._outcomes = EngineOutcomes(self._driver.ended, time.perf_counter)
+        self._outcomes = EngineOutcomes(self.scheduler.ended, time.perf_counter)
         self._news = threading.Condition()
         self._loads: list[tuple[LoadDone, float | None]] = []
         """With what the copies took on the slowest rank, in seconds."""
         self._stores: list[StoreDone] = []
         self._woken = False
         self._loading = Background("kvdock-load")
-        start(self.session, self.worker, SessionObserver(self.scheduler.keeps_lease))
+        start(self.session, self.worker, SessionObserver(self.scheduler.lookups.keeps_lease))
 
     # ------------------------------------------------------------------ the verbs
 
@@ -113,17 +119,17 @@ class EngineConnector:
     ) -> LookupResult:
         if traceparent:
             self._traceparents[request_id] = traceparent_or_none(traceparent)
-        found = self._driver.lookup(request_id, token_ids, local_tokens)
+        found = self.scheduler.lookups.lookup(request_id, token_ids, local_tokens)
         self._outcomes.lookup(request_id, len(token_ids), local_tokens, found)
         return found
 
     def begin_load(self, request_id: str, block_ids: GroupBlocks, local_tokens: int, hit_tokens: int) -> None:
-        begun = self._driver.begin_load(request_id, block_ids, local_tokens, hit_tokens)
+        begun = self.scheduler.lookups.begin_load(request_id, block_ids, local_tokens, hit_tokens)
         self._outcomes.begin_load(request_id, local_tokens, hit_tokens)
         if begun is None:
             self._tell(load=(LoadDone(request_id, local_tokens), None))
         else:
-            self._outcomes.loading(request_id, self.scheduler.bytes_of(begun[1]))
+            self._outcomes.loading(request_id, self.scheduler.lookups.bytes_of(begun[1]))
             self._loading.run(self._load, *begun)
 
     def begin_store(
@@ -134,7 +140,7 @@ class EngineConnector:
         offer = self.scheduler.stores.begin_store(request_id, token_ids, block_ids, computed_tokens)
         if offer is None:
             return ()
-        self._driver.store(offer, lambda batch, plan: self._store(offer, batch, plan))
+        self.scheduler.stores.store(offer, lambda batch, plan: self._store(offer, batch, plan))
         return offer.reads
 
     def poll(self, timeout_s: float = 0.0) -> Progress:
@@ -146,19 +152,19 @@ class EngineConnector:
             stores, self._stores = self._stores, []
         self._outcomes.step(loads)
         for done, _ in loads:
-            self._driver.load_ended(done.request_id, done.valid_tokens, is_shared=True)
-        self._driver.step(is_idle=False)
+            self.scheduler.lookups.load_ended(done.request_id, done.valid_tokens, is_shared=True)
+        self.scheduler.lookups.step(is_idle=False)
         return Progress(tuple(done for done, _ in loads), tuple(stores))
 
     def finished(self, request_id: str) -> None:
         self._outcomes.finished(request_id)
         self._traceparents.pop(request_id, None)
         self._tokens.of.pop(request_id, None)
-        self._driver.finished(request_id)
+        self.scheduler.finished(request_id)
 
     def close(self) -> None:
         self._loading.close()
-        self._driver.close()
+        self.scheduler.close()
         self.peers.close()
         self.worker.close()
         self.session.close()
@@ -178,7 +184,7 @@ class EngineConnector:
             if not_begun:
                 self.session.client.release_later(plan.lease, attachment.session, not_begun)
             if valid < plan.hit_tokens:
-                self._driver.load_failed(plan.request_id, valid)
+                self.scheduler.lookups.load_failed(plan.request_id, valid)
             self._tell(load=(LoadDone(plan.request_id, valid), took_s))
             self.worker.settle(attachment)
             attachment.release()

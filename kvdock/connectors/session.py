@@ -546,7 +546,7 @@ def _unmap(attachment: Attachment, segment: int) -> None:
 # --------------------------------------------------------------------------------
 # A call in the background to a server that may be gone, and whose answer nobody needs.
 
-def tell(session: EngineSession, attachment: Attachment, call: Callable[..., object], *arguments: object) -> None:
+def notify(session: EngineSession, attachment: Attachment, call: Callable[..., object], *arguments: object) -> None:
     """Nothing happens when the server that `attachment` is to is not there: should it return, it asks."""
     if session.attachment is not attachment:
         return

@@ -4,13 +4,15 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvdock.connectors.cost import PrefillSpeed
-from kvdock.protocol.awaited import BeingStored, PendingTokens
+from kvdock.connectors.load_once import LoadOnce
+from kvdock.protocol.awaited import NO_WAIT, BeingStored, PendingTokens, WaitTerms
 
 # --------------------------------------------------------------------------------
 # How long the engine's thread waits for the server's answer to a lookup.
@@ -39,14 +41,14 @@ NEWEST_STEP = 0.2
 
 
 @dataclass
-class Question:
-    """A lookup under way: `answered` ends with its answer, and it was asked at `asked_s` of the clock. `was_late`:
-    somebody was told so. `was_seen`: whoever waits for another engine has seen its answer."""
+class SentQuestion:
+    """`answered` ends with the answer. `asked_s`: the time of the clock at which the question was given to the thread
+    that sends it. `was_late`: a lookup was a miss because the answer was late. `was_read`: a lookup has read it."""
 
     answered: Future[None]
     asked_s: float
     was_late: bool = False
-    was_seen: bool = False
+    was_read: bool = False
 
 
 class Patience:
@@ -71,7 +73,7 @@ class Patience:
         self._began_s, self._is_idle = None if is_idle else now_s, is_idle
         self._left_s = max(self._wait_s, STEP_SHARE * self._step_s)
 
-    def wait(self, question: Question) -> bool:
+    def wait(self, question: SentQuestion) -> bool:
         """Whether it is answered, at once or within the time that is left."""
         has_waited = False
         while not question.answered.done():
@@ -193,9 +195,7 @@ class ComputeOnce:
         wait = self._waits.get(request_id)
         return wait is not None and not wait.has_ended
 
-    def waits(
-        self, request_id: str, stored: BeingStored | None, hit_tokens: int, local_tokens: int, asked_s: float
-    ) -> bool:
+    def waits(self, request_id: str, stored: BeingStored | None, hit_tokens: int, local_tokens: int) -> bool:
         """Whether the request waits, now that its newest answer says `stored` and found `hit_tokens`. Its time begins
         now, whenever it was asked about."""
         now_s, wait = self._clock(), self._waits.get(request_id)
@@ -247,16 +247,6 @@ class ComputeOnce:
 
 LEAST_S = 0.01
 """What is computed sooner is not waited for."""
-
-
-class WaitTerms(NamedTuple):
-    """What a lookup says: as its body has them."""
-
-    wait_s: float
-    tokens_per_s: float
-
-
-NO_WAIT = WaitTerms(0.0, 0.0)
 
 
 @dataclass
@@ -329,3 +319,68 @@ class AwaitTiers:
     def forget(self, request_id: str) -> None:
         """The request ended, was aborted or preempted."""
         self._waits.pop(request_id, None)
+
+
+# --------------------------------------------------------------------------------
+# All waits of an engine's requests.
+
+class Expected(NamedTuple):
+    """What may still come for a request, by the newest answer to its lookup. None: nothing does."""
+
+    being_stored: BeingStored | None = None
+    """By other engines."""
+    pending: PendingTokens | None = None
+    """By lower tiers."""
+
+
+NOTHING = Expected()
+
+
+@dataclass
+class Waits:
+    """Each is None where requests do not wait for that. `clock`: seconds, monotonic."""
+
+    patience: Patience | None = None
+    """For the server's answer. None: a lookup is Pending until the answer is there."""
+    once: ComputeOnce | None = None
+    """For what other engines compute and store."""
+    tiers: AwaitTiers | None = None
+    """For what lower tiers load."""
+    loads: LoadOnce | None = None
+    """For what other requests of this engine load."""
+    clock: Callable[[], float] = time.perf_counter
+
+    def terms(self, missing_tokens: int) -> WaitTerms:
+        """As AwaitTiers has it."""
+        return self.tiers.terms(missing_tokens) if self.tiers is not None else NO_WAIT
+
+    def are_for(self, expected: Expected) -> bool:
+        """Whether requests wait for anything of that."""
+        stored = expected.being_stored if self.once is not None else None
+        return stored is not None or (self.tiers is not None and expected.pending is not None)
+
+    def is_waiting(self, request_id: str) -> bool:
+        """Whether the request waits for more than what was found, and has time left."""
+        waits = [one for one in (self.once, self.tiers) if one is not None and one.is_waiting(request_id)]
+        over = [one.is_over(request_id) for one in waits]  # of all of them: a wait that is over ends here
+        return not all(over)
+
+    def for_more(
+        self, request_id: str, expected: Expected, hit_tokens: int, local_tokens: int, asked_s: float
+    ) -> bool:
+        """Whether the request waits for more than the `hit_tokens` that were found, now that an answer that says
+        `expected` was read. `asked_s`: when the question was sent that this answers."""
+        is_waiting = False
+        if self.once is not None:
+            is_waiting = self.once.waits(request_id, expected.being_stored, hit_tokens, local_tokens)
+        if self.tiers is not None:
+            is_waiting |= self.tiers.waits(request_id, expected.pending, hit_tokens, local_tokens, asked_s)
+        return is_waiting
+
+    def forget(self, request_id: str) -> bool:
+        """The request ended, was aborted or preempted. Returns whether it was waiting for lower tiers."""
+        was_waiting = self.tiers is not None and self.tiers.is_waiting(request_id)
+        for one in (self.once, self.tiers, self.loads):
+            if one is not None:
+                one.forget(request_id)
+        return was_waiting

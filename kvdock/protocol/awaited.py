@@ -2,7 +2,21 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from kvdock.protocol.wire_types import Answer
+
+
+class WaitTerms(NamedTuple):
+    """How long a request may wait for chunks that lower tiers load, and how fast its engine would compute them."""
+
+    wait_s: float
+    """0: not at all."""
+    tokens_per_s: float
+    """0: that is not known."""
+
+
+NO_WAIT = WaitTerms(0.0, 0.0)
 
 
 class BeingStored(Answer):

@@ -92,7 +92,7 @@ class Waiting:
     def after(self, seconds: float, tokens: int, committed: int, hit: int = 0, local: int = 0) -> bool:
         self.clock.now_s += seconds
         stored = BeingStored(tokens, committed) if tokens else None
-        return self.once.waits("r", stored, hit, local, self.clock.now_s)
+        return self.once.waits("r", stored, hit, local)
 
 
 def test_a_request_waits_no_longer_than_its_share_of_computing() -> None:
@@ -353,7 +353,7 @@ def test_a_request_that_ends_early_takes_its_promise_back(
         assert found is not None and found.tokens == CHUNK * CHUNKS and found.committed == 0
         if end == "dropped store":
             engine.scheduler.allocated(request_of("r"), [list(range(1, 20))], 0)
-            engine.scheduler._driver._storing.run(time.sleep, 0.2)  # it is dropped before its slots are asked for
+            engine.scheduler._connector.stores.run(time.sleep, 0.2)  # it is dropped before its slots are asked for
             engine.build({"r": 2 * CHUNK}, (SimpleNamespace(req_id="r", block_ids=[list(range(1, 20))]),))
             engine.scheduler._stores.drop_unsent()
         else:
@@ -396,7 +396,7 @@ def test_a_request_that_stores_all_asks_for_nothing_more(
         engine.client.withdraw = withdrawn.append  # type: ignore[method-assign,assignment]  # counts
         engine.compute("r", len(TOKENS))
         engine.scheduler.finished(request_of("r"), has_answered=False)
-        engine.scheduler._driver._storing.run(time.sleep, 0.0).result(5.0)
+        engine.scheduler._connector.stores.run(time.sleep, 0.0).result(5.0)
         assert withdrawn == []
         found = member.lookup(keys).being_stored
         assert found is not None and found.tokens == CHUNK * CHUNKS
@@ -446,8 +446,8 @@ def test_a_late_withdrawal_leaves_the_promise_of_the_request_that_came_back(
     member, keys = producer
     with consumer(server, described) as engine:
         assert engine.until_admitted("r") == (0, False)
-        engine.scheduler._driver._storing.run(time.sleep, 0.2)  # at work for others
+        engine.scheduler._connector.stores.run(time.sleep, 0.2)  # at work for others
         engine.scheduler._forget("r")
         assert engine.until_admitted("r") == (0, False)
-        engine.scheduler._driver._storing.run(lambda: None).result(5.0)
+        engine.scheduler._connector.stores.run(lambda: None).result(5.0)
         assert member.lookup(keys).being_stored is not None, "it computes"

@@ -6,6 +6,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -67,8 +68,10 @@ def test_what_an_engine_has_not_hashed_yet_is_neither_stored_nor_looked_up(curio
     tokens, hashes = tokens_of(40, 4), [unique("hash").encode() for _ in range(4)]
     with Rig(curious.unix) as rig:
         known = hashes[:2]
-        rig.connector.scheduler._requests._chain_of = lambda request_id, namespace, chunk_tokens: HashedChain(
-            namespace, chunk_tokens, known, CHUNK
+        requests = rig.connector.scheduler._requests
+        requests.callbacks = replace(
+            requests.callbacks,
+            chain_of=lambda request_id, namespace, chunk_tokens: HashedChain(namespace, chunk_tokens, known, CHUNK),
         )
         first = rig.connector.begin_store("s", tokens, [range(16)], 4 * CHUNK)
         assert first == (tuple(range(8)),)
@@ -202,7 +205,7 @@ def test_a_load_under_way_is_not_answered_for(rig: Rig, asking: Client) -> None:
     rig.store("s", tokens, range(8))
     assert rig.lookup("r", tokens) == 128
     [lease] = leases_of(asking, rig)
-    begun = rig.connector.scheduler.begin_load("r", [range(8, 16)], 0, 128)
+    begun = rig.connector.scheduler.lookups.begin_load("r", [range(8, 16)], 0, 128)
     assert begun is not None
     attachment, plan = begun
     assert attachment.grants.begin(plan.lease)
@@ -219,7 +222,7 @@ def handed_out(rig: Rig, seed: int) -> tuple[Attachment, LoadPlan]:
     tokens = tokens_of(seed, 2)
     rig.store("s", tokens, range(8))
     assert rig.lookup("r", tokens) == 128
-    begun = rig.connector.scheduler.begin_load("r", [range(8, 16)], 0, 128)
+    begun = rig.connector.scheduler.lookups.begin_load("r", [range(8, 16)], 0, 128)
     assert begun is not None
     return begun
 
@@ -227,7 +230,7 @@ def handed_out(rig: Rig, seed: int) -> tuple[Attachment, LoadPlan]:
 def test_a_plan_on_its_way_to_its_rank_is_not_refused_when_the_lease_is_asked_about(rig: Rig) -> None:
     """The lease is old, its plan has left, and the rank has not begun: as behind a long step of the engine."""
     attachment, plan = handed_out(rig, 6)
-    asked, keeps = threading.Event(), rig.connector.scheduler.keeps_lease
+    asked, keeps = threading.Event(), rig.connector.scheduler.lookups.keeps_lease
 
     def noted(lease: str) -> bool:
         asked.set()
@@ -272,7 +275,7 @@ def test_copies_are_cut_into_the_right_blocks_for_every_local_hit(rig: Rig) -> N
     for local in range(0, 4 * CHUNK, 16):
         request = f"local-{local}"
         assert rig.lookup(request, tokens, local) == 4 * CHUNK
-        begun = rig.connector.scheduler.begin_load(request, [range(32, 48)], local, 4 * CHUNK)
+        begun = rig.connector.scheduler.lookups.begin_load(request, [range(32, 48)], local, 4 * CHUNK)
         assert begun is not None
         attachment, plan = begun
         assert [piece.chunk for piece in plan.pieces] == list(range(local // CHUNK, 4))

@@ -40,7 +40,7 @@ def test_a_request_that_ended_is_told_with_the_next_heartbeat(quick: ServerProce
     with Rig(quick.unix) as rig, Client(quick.unix) as client:
         name = unique("ended")
         began_s = time.perf_counter()
-        rig.connector._driver.ended(outcome(name))
+        rig.connector.scheduler.ended(outcome(name))
         assert time.perf_counter() - began_s < 0.05, "nobody is asked"
         eventually(lambda: [one.kind for one in client.requests(request=name).requests] == ["ended"])
         view = client.requests(request=name).requests[0]

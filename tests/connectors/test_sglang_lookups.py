@@ -15,21 +15,22 @@ from api_helpers import ServerProcess, eventually, unique
 from connector_helpers import PATIENCE_S
 
 from kvdock.client.client import Client
-from kvdock.connectors.cost import LoadOrCompute, PrefillSpeed
-from kvdock.connectors.driver import Driver
+from kvdock.connectors.cost import LoadChoice, LoadOrCompute, PrefillSpeed
 from kvdock.connectors.engine_connector import ConnectorSettings, open_worker, start
+from kvdock.connectors.lookups import Verification
+from kvdock.connectors.requests import RequestCallbacks
 from kvdock.connectors.running_weights import RunningWeights
 from kvdock.connectors.scheduler import SchedulerConnector
 from kvdock.connectors.session import Attachment, EngineSession, Identity, SessionObserver
 from kvdock.connectors.sglang.figures import METRICS, Figures
 from kvdock.connectors.sglang.holding import Holding, admit, next_batch, put_back
 from kvdock.connectors.sglang.loads import Loads, QueuedLoad
-from kvdock.connectors.sglang.lookups import FORGET_S, Chains, Lookups
+from kvdock.connectors.sglang.lookups import FORGET_S, Chains, PageLookups
 from kvdock.connectors.sglang.offloads import Known, Offloads, known_of
 from kvdock.connectors.sglang.pools import KVGroup
 from kvdock.connectors.sglang.ranks import Ranks
 from kvdock.connectors.verify import ChecksumVerifier, HashAhead, Trust
-from kvdock.connectors.waits import Patience
+from kvdock.connectors.waits import Patience, Waits
 from kvdock.datapath.layout import paged_layout
 from kvdock.protocol.schemas import Group, LookupAnswer, Manifest
 
@@ -74,7 +75,7 @@ class OneProbe(LoadOrCompute):
 
     asked = 0
 
-    def is_dearer(self, tokens: int) -> bool:
+    def is_too_slow(self, tokens: int) -> bool:
         self.asked += 1
         return self.asked > 1
 
@@ -96,13 +97,12 @@ class Engine:
         self.weights = RunningWeights()
         self.chains, self.clock, self.figures, self.known = Chains(self.weights), Clock(), Figures(), Known()
         self.verifier = GatedVerifier(self.session)
-        scheduler = SchedulerConnector(self.session, verifier=self.verifier, chain_of=self.chains.of)
         self.patience = CountingPatience(1.0, self.clock)
-        self.driver = Driver(
-            scheduler, answered=lambda seconds: None, verifies_all=True, patience=self.patience, clock=self.clock,
-            cost=cost,
+        self.connector = SchedulerConnector(
+            self.session, callbacks=RequestCallbacks(self.chains.of), waits=Waits(self.patience, clock=self.clock),
+            choice=LoadChoice(cost=cost), verification=Verification(self.verifier, is_eager=True),
         )
-        self.lookups = Lookups(self.driver, self.chains, self.figures, PAGE, 5.0, 3.0, self.clock)
+        self.lookups = PageLookups(self.connector, self.chains, self.figures, PAGE, 5.0, 3.0, self.clock)
         self.loads = Loads(
             self.worker, self.groups, PAGE, self.weights, stream=None, ended=self.lookups.loaded,
             took=lambda seconds, copies: None,
@@ -110,10 +110,10 @@ class Engine:
         self.trust = Trust(60.0, self.clock)
         self.ahead = HashAhead(self.trust)
         self.offloads = Offloads(
-            self.worker, self.groups, PAGE, Ranks(), self.driver, self.chains, self.known, self.figures, self.weights,
-            self.ahead,
+            self.worker, self.groups, PAGE, Ranks(), self.connector, self.chains, self.known, self.figures,
+            self.weights, self.ahead,
         )
-        start(self.session, self.worker, SessionObserver(scheduler.keeps_lease))
+        start(self.session, self.worker, SessionObserver(self.connector.lookups.keeps_lease))
 
     def ask(self, rid: str, pages: list[str]) -> int:
         """Again, while it is worth waiting."""
@@ -141,7 +141,7 @@ class Engine:
         self.loads.close()
         self.offloads.close()
         self.ahead.close()
-        self.driver.close()
+        self.connector.close()
         self.worker.close()
         self.session.close()
         self.session.client.close()

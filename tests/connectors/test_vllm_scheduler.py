@@ -294,7 +294,7 @@ def test_steps_do_not_wait_for_a_slow_servers_slots_once_it_is_known_to_be_late(
         return reserve(body)
 
     scheduler._session.client.reserve = slow  # type: ignore[method-assign,assignment]  # the real one, later
-    patience = scheduler._driver.patience
+    patience = scheduler._connector.lookups.waits.patience
     assert patience is not None
     patience.is_open = True
     for number in range(10):

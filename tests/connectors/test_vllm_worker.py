@@ -15,8 +15,7 @@ from connector_helpers import BLOCK, CHUNK, PER_CHUNK, Spectator, continued, sto
 from engine_helpers import config
 
 from kvdock.client.client import Client
-from kvdock.connectors.interface import Hit
-from kvdock.connectors.requests import Fetch
+from kvdock.connectors.interface import Hit, Pending
 from kvdock.connectors.scheduler import SchedulerConnector
 from kvdock.connectors.session import EngineSession, Identity
 from kvdock.connectors.vllm.setup import EngineTraits, Settings
@@ -72,10 +71,11 @@ class Worker:
 
     def load(self, name: str, tokens: list[int], first_block: int, after: tuple[str, ...]) -> LoadOrder:
         """A load of all of `tokens`, which are stored."""
-        fetch = self.scheduler.lookup(name, tokens, 0)
-        assert isinstance(fetch, Fetch)
-        assert self.scheduler.fetch(fetch) is None and isinstance(self.scheduler.lookup(name, tokens, 0), Hit)
-        begun = self.scheduler.begin_load(name, [list(range(first_block, first_block + BLOCKS))], 0, len(tokens))
+        lookups = self.scheduler.lookups
+        assert lookups.lookup(name, tokens, 0) == Pending()
+        lookups.wait_for_answer(TIMEOUT_S)
+        assert lookups.lookup(name, tokens, 0) == Hit(len(tokens))
+        begun = lookups.begin_load(name, [list(range(first_block, first_block + BLOCKS))], 0, len(tokens))
         assert begun is not None
         begun[0].release()
         return LoadOrder(begun[0].epoch, begun[1], is_async=False, waits=False, after=after)

@@ -149,7 +149,7 @@ MUTANTS = (
     ),
     Mutant(
         "V13", "a request that vLLM begins anew keeps what it had offered", SCHEDULER,
-        "            self._connector.stores.offer_anew([request_id])\n", "",
+        "            self._connector.stores.offer_again([request_id])\n", "",
         ("tests/vllm/test_undone.py", "-k", "goes_on and 0.24.0"),
         "test_a_request_that_goes_on_stores_what_it_computes_again",
     ),

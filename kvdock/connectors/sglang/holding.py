@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
-from kvdock.connectors.sglang.lookups import Lookups
+from kvdock.connectors.sglang.lookups import PageLookups
 from kvdock.connectors.sglang.ranks import Ranks
 
 REST_S = 0.001
@@ -29,7 +29,7 @@ class Holding:
     """`lookups`: rank 0's. `planned`: called with how many tokens of prompts the step has that was planned, 0 if none.
     """
 
-    def __init__(self, ranks: Ranks, lookups: Lookups | None, planned: Callable[[int], None]) -> None:
+    def __init__(self, ranks: Ranks, lookups: PageLookups | None, planned: Callable[[int], None]) -> None:
         self._ranks, self._lookups, self.planned = ranks, lookups, planned
         self._looked_up: str | None = None
         self._held: frozenset[str] = frozenset()

@@ -29,10 +29,11 @@ from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
 
 from kvdock.connectors.chunk_statistics import ChunkStatistics
-from kvdock.connectors.cost import LoadOrCompute, PrefillSpeed
-from kvdock.connectors.driver import Driver
+from kvdock.connectors.cost import LoadChoice, LoadOrCompute, PrefillSpeed
 from kvdock.connectors.engine_connector import ConnectorSettings, open_worker, start
+from kvdock.connectors.lookups import LookupRecord, Verification
 from kvdock.connectors.plans import LoadPlan
+from kvdock.connectors.requests import RequestCallbacks
 from kvdock.connectors.running_weights import RunningWeights
 from kvdock.connectors.scheduler import SchedulerConnector
 from kvdock.connectors.session import Attachment, EngineSession, Identity, ServerEpoch, SessionObserver
@@ -42,14 +43,14 @@ from kvdock.connectors.sglang.holding import Holding
 from kvdock.connectors.sglang.hooks import PLANS, hook_change, tell
 from kvdock.connectors.sglang.identity import manifest_of, revision
 from kvdock.connectors.sglang.loads import Loads, QueuedLoad
-from kvdock.connectors.sglang.lookups import Chains, Lookups
+from kvdock.connectors.sglang.lookups import Chains, PageLookups
 from kvdock.connectors.sglang.offloads import Known, Offloads, known_of
 from kvdock.connectors.sglang.pools import FULL, groups_of
 from kvdock.connectors.sglang.ranks import Ranks
 from kvdock.connectors.sglang.setup import Settings, drafts_of, refuse_what_is_not_supported, warn_of_version
 from kvdock.connectors.sglang.updates import UNKNOWN, Changes, Fresh, Guard
 from kvdock.connectors.verify import ChecksumVerifier, HashAhead, Trust
-from kvdock.connectors.waits import AwaitTiers, Patience
+from kvdock.connectors.waits import AwaitTiers, Patience, Waits
 from kvdock.connectors.worker import WorkerConnector, cores_of, hash_threads
 
 log = logging.getLogger("kvdock.sglang")
@@ -86,12 +87,12 @@ class KvdockLinker(UnifiedCacheLinker):
         self._chains, self._known, self._trust = Chains(self._weights), Known(), Trust(settings.trust_s, clock)
         self._speed = PrefillSpeed(clock, 0 if server_args.disable_overlap_schedule else 1)
         self._cost = LoadOrCompute(self._speed, clock) if settings.load_if_cheaper else None
-        self._driver = self._drive(settings) if self._ranks.rank == 0 else None
+        self._connector = self._connect(settings) if self._ranks.rank == 0 else None
         self._lookups, self._ahead = None, None
-        if self._driver is not None:
+        if self._connector is not None:
             self._ahead = HashAhead(self._trust) if settings.trust_s > 0 else None
-            self._lookups = Lookups(
-                self._driver, self._chains, self._figures, self._page_tokens, settings.verify_wait_s,
+            self._lookups = PageLookups(
+                self._connector, self._chains, self._figures, self._page_tokens, settings.verify_wait_s,
                 settings.tier_wait_s, clock,
             )
         self.holding = Holding(self._ranks, self._lookups, self._speed.step)
@@ -102,14 +103,14 @@ class KvdockLinker(UnifiedCacheLinker):
         )
         self.layer_done_counter = self._loads.counter
         self._offloads = Offloads(
-            self._worker, self._groups, self._page_tokens, self._ranks, self._driver, self._chains, self._known,
+            self._worker, self._groups, self._page_tokens, self._ranks, self._connector, self._chains, self._known,
             self._figures, self._weights, self._ahead,
         )
         self._loading: dict[str, tuple[list[str], str, LoadPlan]] = {}
         self.parent: str | None = UNKNOWN
         self.fresh, self.changes = Fresh(self._weights), Changes(self._weights, self._weights_change)
         self.guard = Guard(hook_change, PLANS, self.changes.unheard)
-        keeps = self._driver.scheduler.keeps_lease if self._driver is not None else lambda lease: False
+        keeps = self._connector.lookups.keeps_lease if self._connector is not None else lambda lease: False
         start(self._session, self._worker, SessionObserver(keeps))
         tell(self)
 
@@ -133,20 +134,23 @@ class KvdockLinker(UnifiedCacheLinker):
             [replace(group.layout, token_order=manifest.token_order) for group in self._groups], stream=self._stream,
         )
 
-    def _drive(self, settings: Settings) -> Driver:
+    def _connect(self, settings: Settings) -> SchedulerConnector:
         """Rank 0's."""
         threads = hash_threads(cores_of(self._ranks.size))
         speed = self._speed if settings.load_if_cheaper else None
-        tiers = AwaitTiers(settings.tier_wait_s, speed, self._clock, self._figures.waited)
-        scheduler = SchedulerConnector(
-            self._session, readers=self._ranks.size, chain_of=self._chains.of, terms=tiers.terms,
-            verifier=ChecksumVerifier(self._session, threads=threads, trust=self._trust),
-        )
-        statistics = ChunkStatistics(self._page_tokens) if settings.chunk_statistics else None
-        return Driver(
-            scheduler, answered=partial(self._figures.add, "lookup_seconds"), limits=settings, verifies_all=True,
-            patience=Patience(settings.lookup_wait_s, self._clock), statistics=statistics, clock=self._clock,
-            tiers=tiers, cost=self._cost, declined=lambda rid, why, tokens: self._figures.add(f"declined_{why}"),
+        verifier = ChecksumVerifier(self._session, threads=threads, trust=self._trust)
+        return SchedulerConnector(
+            self._session, readers=self._ranks.size, callbacks=RequestCallbacks(self._chains.of),
+            waits=Waits(
+                Patience(settings.lookup_wait_s, self._clock), clock=self._clock,
+                tiers=AwaitTiers(settings.tier_wait_s, speed, self._clock, self._figures.waited),
+            ),
+            choice=LoadChoice(settings, self._cost), verification=Verification(verifier, is_eager=True),
+            record=LookupRecord(
+                partial(self._figures.add, "lookup_seconds"),
+                lambda rid, why, tokens: self._figures.add(f"declined_{why}"),
+                ChunkStatistics(self._page_tokens) if settings.chunk_statistics else None,
+            ),
         )
 
     # ------------------------------------------------------------------ lookups and loads
@@ -229,7 +233,7 @@ class KvdockLinker(UnifiedCacheLinker):
         if FULL not in by_name or not by_name[FULL].keys:
             return False
         may_store = self._shares()
-        if self._driver is not None:
+        if self._connector is not None:
             full = by_name[FULL]
             may_store = self.fresh.may_store(full.keys, self.parent, full.device_indices) and may_store
         self._offloads.offer(
@@ -293,8 +297,8 @@ class KvdockLinker(UnifiedCacheLinker):
         self._offloads.close()
         if self._ahead is not None:
             self._ahead.close()
-        if self._driver is not None:
-            self._driver.close()
+        if self._connector is not None:
+            self._connector.close()
         self._worker.close()
         self._session.close()
         self._session.client.close()

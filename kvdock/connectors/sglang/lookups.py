@@ -12,7 +12,7 @@ suffix of the one before, and the answer still holds. Any other tail is another 
 SGLang says nothing when a request ends that has loaded nothing. One that was not asked about for FORGET_S is forgotten,
 and its lease given back; should it be asked about after all, that is a new question.
 
-Threads: SGLang's scheduler thread calls everything; chains are made by the driver's too.
+Threads: SGLang's scheduler thread calls everything; threads of the scheduler connector make chains, too.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kvdock.connectors.driver import Driver
 from kvdock.connectors.interface import Hit, Pending
 from kvdock.connectors.plans import LoadPlan
 from kvdock.connectors.requests import Chain
 from kvdock.connectors.running_weights import RunningWeights
+from kvdock.connectors.scheduler import SchedulerConnector
 from kvdock.connectors.session import Attachment
 from kvdock.connectors.sglang.figures import Figures
 from kvdock.connectors.sglang.updates import START, UNKNOWN
@@ -75,15 +75,15 @@ class Chains:
         return chain
 
 
-class Lookups:
+class PageLookups:
     """`verify_wait_s`: how long a request may wait until what was found is verified; `tier_wait_s`: for lower tiers.
     `clock`: seconds, monotonic."""
 
     def __init__(
-        self, driver: Driver, chains: Chains, figures: Figures, page_tokens: int, verify_wait_s: float,
-        tier_wait_s: float, clock: Callable[[], float],
+        self, connector: SchedulerConnector, chains: Chains, figures: Figures, page_tokens: int,
+        verify_wait_s: float, tier_wait_s: float, clock: Callable[[], float],
     ) -> None:
-        self._driver, self._chains, self._figures, self._clock = driver, chains, figures, clock
+        self._connector, self._chains, self._figures, self._clock = connector, chains, figures, clock
         self._page_tokens, self._verify_wait_s = page_tokens, verify_wait_s
         self._most_s = tier_wait_s + verify_wait_s
         self._batches, self._late = 0, 0
@@ -118,10 +118,10 @@ class Lookups:
     def _found(self, asked: _Asked) -> int | None:
         """How many pages may be promised that the device lacks. None: more may be found soon."""
         size = self._page_tokens
-        hit = self._driver.lookup(asked.name, range(len(asked.pages) * size), asked.local * size)
+        hit = self._connector.lookups.lookup(asked.name, range(len(asked.pages) * size), asked.local * size)
         if not isinstance(hit, Hit):
             return None if isinstance(hit, Pending) else 0
-        if self._driver.is_verified(asked.name):
+        if self._connector.lookups.is_verified(asked.name):
             return hit.tokens // size - asked.local
         now_s = self._clock()
         if asked.verified_by_s is None:
@@ -164,7 +164,8 @@ class Lookups:
         end = asked.local + pages
         numbers = [max(0, at - asked.local) for at in range(end)]
         columns = self._columns(numbers, asked.local, end)
-        begun = self._driver.begin_load(asked.name, columns, asked.local * self._page_tokens, end * self._page_tokens)
+        local_tokens, hit_tokens = asked.local * self._page_tokens, end * self._page_tokens
+        begun = self._connector.lookups.begin_load(asked.name, columns, local_tokens, hit_tokens)
         if begun is None:
             self._finish(asked.name)
         else:
@@ -175,7 +176,7 @@ class Lookups:
     def _columns(self, numbers: Sequence[int], local: int, end: int) -> list[list[int | None]]:
         """Per group, what it holds of the pages before `end`: of a window, its last ones."""
         columns: list[list[int | None]] = []
-        for group in self._driver.scheduler.session.manifest.groups:
+        for group in self._connector.session.manifest.groups:
             first = 0
             if group.kind == "window":
                 first = max(local, end - -(-group.window_tokens // self._page_tokens))
@@ -188,17 +189,17 @@ class Lookups:
         if name is None:
             return
         if ok is False:
-            self._driver.load_failed(name, 0)
+            self._connector.lookups.load_failed(name, 0)
         self._finish(name)
 
     def tick(self, batches: int) -> None:
         """SGLang's loop has turned: forgets what was not asked about for long. `batches`: how many forward passes have
         begun so far."""
         is_idle, self._batches = batches == self._batches, batches
-        self._driver.step(is_idle)
-        if self._driver.late > self._late:
-            self._figures.add("lookups_late", self._driver.late - self._late)
-            self._late = self._driver.late
+        self._connector.lookups.step(is_idle)
+        if self._connector.lookups.late > self._late:
+            self._figures.add("lookups_late", self._connector.lookups.late - self._late)
+            self._late = self._connector.lookups.late
         now_s = self._clock()
         for rid in [rid for rid, asked in self._asked.items() if now_s - asked.asked_s > FORGET_S]:
             self._finish(self._asked.pop(rid).name)
@@ -210,5 +211,5 @@ class Lookups:
         self._asked.clear()
 
     def _finish(self, name: str) -> None:
-        self._driver.finished(name)
+        self._connector.finished(name)
         self._chains.forget(name)

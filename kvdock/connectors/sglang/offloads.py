@@ -25,15 +25,16 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvdock.connectors.background import Background
-from kvdock.connectors.driver import Driver
-from kvdock.connectors.plans import StoreBatch, StorePlan
+from kvdock.connectors.plans import StorePlan
 from kvdock.connectors.ranks import Order
 from kvdock.connectors.running_weights import RunningWeights
+from kvdock.connectors.scheduler import SchedulerConnector
 from kvdock.connectors.session import Attachment
 from kvdock.connectors.sglang.figures import Figures
 from kvdock.connectors.sglang.lookups import Chains
 from kvdock.connectors.sglang.pools import STATES, KVGroup
 from kvdock.connectors.sglang.ranks import Ranks
+from kvdock.connectors.stores import StoreBatch
 from kvdock.connectors.verify import HashAhead
 from kvdock.connectors.worker import WorkerConnector
 
@@ -98,15 +99,16 @@ class Known:
 
 
 class Offloads:
-    """`driver`, `chains` and `ahead`: rank 0's; `ahead` hashes what this rank has stored, None: nothing does."""
+    """`connector`, `chains` and `ahead`: rank 0's; `ahead` hashes what this rank has stored, None: nothing does."""
 
     def __init__(
-        self, worker: WorkerConnector, groups: Sequence[KVGroup], page_tokens: int, ranks: Ranks, driver: Driver | None,
-        chains: Chains, known: Known, figures: Figures, weights: RunningWeights, ahead: HashAhead | None = None,
+        self, worker: WorkerConnector, groups: Sequence[KVGroup], page_tokens: int, ranks: Ranks,
+        connector: SchedulerConnector | None, chains: Chains, known: Known, figures: Figures,
+        weights: RunningWeights, ahead: HashAhead | None = None,
     ) -> None:
         self._worker, self._groups, self._page_tokens, self._ranks = worker, groups, page_tokens, ranks
         self._weights, self._ahead = weights, ahead
-        self._driver, self._chains, self._known, self._figures = driver, chains, known, figures
+        self._connector, self._chains, self._known, self._figures = connector, chains, known, figures
         self._offering, self._writing = Background("kvdock-offer"), Background("kvdock-write")
         self._offers: deque[_Offer] = deque()
         self._unshared: deque[_Offer] = deque()
@@ -123,17 +125,17 @@ class Offloads:
         made = _Offer(f"offer-{self._count}", tuple(pages), indices, counts, ready, self._weights.epoch, may_store)
         self._offers.append(made)
         writers = self._worker.session.manifest.writers
-        if self._driver is not None:
-            self._begin(self._driver, made, parent)
+        if self._connector is not None:
+            self._begin(self._connector, made, parent)
         if writers > 1:
             self._unshared.append(made)
-        elif self._driver is not None:
+        elif self._connector is not None:
             made.reserved.add_done_callback(lambda _: self._writing.run(self._write, made))
         else:
             made.ended.set_result(True)
 
-    def _begin(self, driver: Driver, made: _Offer, parent: str | None) -> None:
-        attachment = driver.scheduler.session.attachment
+    def _begin(self, connector: SchedulerConnector, made: _Offer, parent: str | None) -> None:
+        attachment = connector.session.attachment
         if attachment is None or not made.may_store:
             made.reserved.set_result(False)
             return
@@ -145,7 +147,7 @@ class Offloads:
             return
         above = made.pages[made.known - 1] if made.known else parent
         self._chains.named(made.name, made.pages[made.known :], above)
-        self._offering.run(self._reserve, driver, made)
+        self._offering.run(self._reserve, connector, made)
 
     def count_ended(self) -> int:
         """How many of the first offers have ended. All ranks call it alike, in each step."""
@@ -162,7 +164,7 @@ class Offloads:
         """The oldest one's outcome: whether the server has all of it."""
         offer = self._offers.popleft()
         ok = offer.ended.exception() is None and offer.ended.result()
-        if self._driver is not None:
+        if self._connector is not None:
             failed = "stores_failed" if offer.may_store and self._is_current(offer) else "stores_outdated"
             self._figures.add("store_tokens" if ok else failed, self._tokens(offer) if ok else 1)
         return ok
@@ -173,11 +175,11 @@ class Offloads:
 
     def reset(self) -> None:
         """Waits until no copy reads a page. SGLang has forgotten its offers, on all ranks."""
-        if self._driver is not None:
+        if self._connector is not None:
             for offer in self._unshared:
                 offer.reserved.exception()
                 for attachment, plan in offer.plans:
-                    self._driver.abort(attachment, plan)
+                    self._connector.stores.abort(attachment, plan)
                     attachment.release()
         for offer in self._offers:
             if offer not in self._unshared:
@@ -195,22 +197,22 @@ class Offloads:
 
     # ------------------------------------------------------------------ rank 0, background
 
-    def _reserve(self, driver: Driver, offer: _Offer) -> None:
+    def _reserve(self, connector: SchedulerConnector, offer: _Offer) -> None:
         ok = False
         try:
-            ok = self._reserved(driver, offer)
+            ok = self._reserved(connector, offer)
         finally:
             if not offer.reserved.done():
                 offer.reserved.set_result(ok)
-            driver.finished(offer.name)
+            connector.finished(offer.name)
             self._chains.forget(offer.name)
 
-    def _reserved(self, driver: Driver, offer: _Offer) -> bool:
+    def _reserved(self, connector: SchedulerConnector, offer: _Offer) -> bool:
         if not self._is_current(offer):
             return False
         wanted = len(offer.pages) - offer.known
         tokens = range(wanted * self._page_tokens)
-        made = driver.scheduler.stores.begin_store(offer.name, tokens, self._columns(offer), len(tokens))
+        made = connector.stores.begin_store(offer.name, tokens, self._columns(offer), len(tokens))
         if made is None:
             return False
 
@@ -218,8 +220,8 @@ class Offloads:
             if plan is not None and made.attachment.acquire():
                 offer.plans.append((made.attachment, plan))
 
-        driver.store(made, carry_out).result()
-        return made.request.reserved >= wanted
+        connector.stores.store(made, carry_out).result()
+        return made.request.store.reserved >= wanted
 
     def _columns(self, offer: _Offer) -> list[list[int | None]]:
         """Per group the numbers of the pages that SGLang has and that are not known to be at the server."""
@@ -234,22 +236,22 @@ class Offloads:
     def _share(self) -> None:
         """Gives what rank 0 has reserved by now to all writers, in the order of the offers."""
         ready: list[tuple[bool, list[Order]]] = []
-        for offer in self._unshared if self._driver is not None else ():
+        for offer in self._unshared if self._connector is not None else ():
             if not offer.reserved.done():
                 break
             orders = [Order(0, attachment.epoch, plan) for attachment, plan in offer.plans]
             ready.append((offer.reserved.result(), orders))
         for ok, orders in self._ranks.share(ready):
             offer = self._unshared.popleft()
-            if self._driver is None:
+            if self._connector is None:
                 offer.plans = self._attached(orders) if offer.may_store else []
                 offer.reserved.set_result(ok)
             if not orders or self._ranks.all_agree(len(offer.plans) == len(orders)):
                 self._writing.run(self._write, offer)
                 continue
             for attachment, plan in offer.plans:  # a rank is not attached: nobody writes
-                if self._driver is not None:
-                    self._driver.abort(attachment, plan)
+                if self._connector is not None:
+                    self._connector.stores.abort(attachment, plan)
                 attachment.release()
             offer.ended.set_result(False)
 

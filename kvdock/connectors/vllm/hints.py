@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from kvdock.connectors.requests import Wish
+from kvdock.connectors.scheduler import Preference
 from kvdock.protocol.tier_schemas import MAX_AFTER_S
 from kvdock.protocol.wire_types import MAX_HINT_S, MOST_PRIORITY
 
@@ -23,7 +23,7 @@ MOST_ACTIONS = 16
 """In one envelope; the others are ignored."""
 MOST_DIRECTIVES = 64
 """In one `kv.retain`."""
-MOST_WISHES = 64
+MOST_PREFERENCES = 64
 """For one request: each is a call to the server, before the stores of other requests."""
 MOST_NAME = 128
 """Characters of a name of weights."""
@@ -70,17 +70,18 @@ class Hints:
     def __init__(self, ignored: Callable[[int], None]) -> None:
         self._ignored, self._is_told = ignored, False
 
-    def of(self, request: Any) -> list[Wish]:
+    def of(self, request: Any) -> list[Preference]:
         """What is wished for the request's chunks, if it ends by itself. Never raises."""
-        wishes: list[Wish] = []
+        preferences: list[Preference] = []
         for name, read in _hints_of(request):
             try:
-                wishes += read()
+                preferences += read()
             except Exception as error:  # whatever an orchestrator sends, the request goes on
                 self._ignore(name, error)
-        if len(wishes) > MOST_WISHES:
-            self._ignore("kv_hints", Unreadable(f"found {len(wishes)} wishes, wanted at most {MOST_WISHES}"))
-        return wishes[:MOST_WISHES]
+        if len(preferences) > MOST_PREFERENCES:
+            found = f"found {len(preferences)} preferences, wanted at most {MOST_PREFERENCES}"
+            self._ignore("kv_hints", Unreadable(found))
+        return preferences[:MOST_PREFERENCES]
 
     def _ignore(self, name: str, error: Exception) -> None:
         self._ignored(1)
@@ -92,7 +93,7 @@ class Hints:
             )
 
 
-def _hints_of(request: Any) -> Iterator[tuple[str, Callable[[], list[Wish]]]]:
+def _hints_of(request: Any) -> Iterator[tuple[str, Callable[[], list[Preference]]]]:
     """The name of each hint, and what reads it."""
     params = getattr(request, "kv_transfer_params", None)
     if isinstance(params, Mapping) and OWN in params:
@@ -113,12 +114,12 @@ def _hints_of(request: Any) -> Iterator[tuple[str, Callable[[], list[Wish]]]]:
         yield name, lambda action=action: _of_action(action)  # type: ignore[misc]  # a default binds it
 
 
-def _of_params(own: object) -> list[Wish]:
+def _of_params(own: object) -> list[Preference]:
     asked = _asked(own)
-    wishes = [Wish(conversation_ended=True)] if asked.session_end else []
+    preferences = [Preference(conversation_ended=True)] if asked.session_end else []
     if asked.prefetch_after_s is not None:
-        wishes.append(Wish(prefetch_after_s=min(asked.prefetch_after_s, MAX_AFTER_S)))
-    return wishes
+        preferences.append(Preference(prefetch_after_s=min(asked.prefetch_after_s, MAX_AFTER_S)))
+    return preferences
 
 
 def _asked(own: object) -> Asked:
@@ -136,7 +137,7 @@ def _asked(own: object) -> Asked:
     return Asked(**own)
 
 
-def _of_action(action: Any) -> list[Wish]:
+def _of_action(action: Any) -> list[Preference]:
     kind, version, payload = action.action_type, str(action.action_version), action.payload
     read = _ACTIONS.get(kind)
     if read is None:
@@ -148,7 +149,7 @@ def _of_action(action: Any) -> list[Wish]:
     return read(payload)
 
 
-def _retain(payload: Mapping[str, Any]) -> list[Wish]:
+def _retain(payload: Mapping[str, Any]) -> list[Preference]:
     """`directives` for ranges of tokens, or one priority for all of the request."""
     directives = payload.get("directives")
     if directives is None:
@@ -158,7 +159,7 @@ def _retain(payload: Mapping[str, Any]) -> list[Wish]:
     return [_retained(one) for one in directives]
 
 
-def _retained(directive: Any) -> Wish:
+def _retained(directive: Any) -> Preference:
     """What comes before the range is retained with it: without that, nobody could find it."""
     if not isinstance(directive, Mapping):
         _refuse("directives", directive, "objects")
@@ -167,34 +168,34 @@ def _retained(directive: Any) -> Wish:
     if end is not None and _whole(directive, "end") <= start:
         _refuse("end", end, f"above start, {start}")
     duration_s = _seconds(directive, "duration" if "duration" in directive else "ttl_seconds")
-    return _wish(priority, duration_s, end)
+    return _preference(priority, duration_s, end)
 
 
-def _set_priority(payload: Mapping[str, Any]) -> list[Wish]:
+def _set_priority(payload: Mapping[str, Any]) -> list[Preference]:
     """`value` None takes back what was wished before."""
     if payload.get("target", "request_cached") != "request_cached":
         _refuse("target", payload["target"], "request_cached")
     if "value" in payload and payload["value"] is None:
-        return [Wish()]
-    return [_wish(_whole(payload, "value"), _seconds(payload, "ttl_seconds"), None)]
+        return [Preference()]
+    return [_preference(_whole(payload, "value"), _seconds(payload, "ttl_seconds"), None)]
 
 
-def _evict(payload: Mapping[str, Any]) -> list[Wish]:
-    return [Wish(conversation_ended=True)] if _is_of_this_request(payload) else []
+def _evict(payload: Mapping[str, Any]) -> list[Preference]:
+    return [Preference(conversation_ended=True)] if _is_of_this_request(payload) else []
 
 
-_ACTIONS: Mapping[str, Callable[[Mapping[str, Any]], list[Wish]]] = {
+_ACTIONS: Mapping[str, Callable[[Mapping[str, Any]], list[Preference]]] = {
     "kv.retain": _retain, "kv.evict": _evict, "vllm.set_priority": _set_priority
 }
 
 
-def _wish(priority: int, duration_s: float, end: int | None) -> Wish:
+def _preference(priority: int, duration_s: float, end: int | None) -> Preference:
     if duration_s == 0:  # over already
         priority = 0
     if priority == 0:
-        return Wish(tokens=end)
+        return Preference(tokens=end)
     priority = max(-MOST_PRIORITY, min(priority, MOST_PRIORITY))
-    return Wish(priority, min(duration_s, MAX_HINT_S), end)
+    return Preference(priority, min(duration_s, MAX_HINT_S), end)
 
 
 def _is_of_this_request(payload: Mapping[str, Any]) -> bool:

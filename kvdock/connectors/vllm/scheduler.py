@@ -22,11 +22,11 @@ from functools import partial
 from typing import Any
 
 from kvdock.connectors.chunk_statistics import ChunkStatistics
-from kvdock.connectors.cost import LoadOrCompute, PrefillSpeed
-from kvdock.connectors.driver import Driver
+from kvdock.connectors.cost import LoadChoice, LoadOrCompute, PrefillSpeed
 from kvdock.connectors.interface import Hit, Pending
 from kvdock.connectors.load_once import LoadOnce
-from kvdock.connectors.requests import Chain
+from kvdock.connectors.lookups import LookupRecord, Verification
+from kvdock.connectors.requests import Chain, RequestCallbacks
 from kvdock.connectors.running_weights import RunningWeights
 from kvdock.connectors.scheduler import SchedulerConnector
 from kvdock.connectors.session import EngineSession, SessionObserver
@@ -41,7 +41,7 @@ from kvdock.connectors.vllm.request_tag import Tags, chain_of, is_plain
 from kvdock.connectors.vllm.resets import Clearing
 from kvdock.connectors.vllm.setup import Attached, Settings
 from kvdock.connectors.vllm.steps import IDLE_WAIT_S, NOWHERE, LoadOrder, Orders, Report
-from kvdock.connectors.vllm.stores import Stores
+from kvdock.connectors.vllm.stores import OpenStores
 from kvdock.connectors.vllm.tables import (
     Handed,
     OwnCache,
@@ -56,7 +56,7 @@ from kvdock.connectors.vllm.tables import (
     settled,
 )
 from kvdock.connectors.vllm.worker import InFlight
-from kvdock.connectors.waits import AwaitTiers, ComputeOnce, EarlyQuestions, Patience
+from kvdock.connectors.waits import AwaitTiers, ComputeOnce, EarlyQuestions, Patience, Waits
 
 LEAST_PROMPT = 64
 """Tokens: a request of which a step computes fewer has drafts checked, or the end of its prompt computed."""
@@ -91,33 +91,33 @@ class VllmScheduler:
         self._reset_epoch = 0  # of the weights, when the connector was reset last
         # Requests that name their weights look for chunks of other weights than the engine runs. Keys tell all apart.
         self._files_together = settings.on_reset == "apart"
-        share, self._chunk_tokens = settings.compute_once, session.manifest.chunk_tokens
+        self._chunk_tokens = session.manifest.chunk_tokens
         self._speed = PrefillSpeed(clock, steps_ahead)
-        speed = self._speed if settings.load_if_cheaper else None
-        tiers = AwaitTiers(settings.tier_wait_s, speed, clock, partial(self.figures.waited, "tier_"))
-        self._connector = SchedulerConnector(
-            session, readers=ranks, verifier=ChecksumVerifier(session), chain_of=partial(self._chain_of, hash_tokens),
-            observer=Announcing(announcer, namer, lambda name: self._tracked[name].request),
-            computes=share > 0, is_stored=self._is_stored, terms=tiers.terms,
-            traceparent_of=lambda name: self._tracked[name].traceparent,
-        )
         self._cost = LoadOrCompute(self._speed, clock) if settings.load_if_cheaper else None
-        once = ComputeOnce(share, self._speed, clock, partial(self.figures.waited, "")) if share > 0 else None
         self._own_cache = own_cache if settings.load_once else None
-        self._driver = Driver(
-            self._connector, answered=partial(self.figures.add, "lookup_seconds"), limits=settings,
-            verifies_all=self._verifies_all, once=once, clock=clock, patience=Patience(settings.lookup_wait_s, clock),
-            statistics=ChunkStatistics(self._chunk_tokens) if settings.chunk_statistics else None,
-            cost=self._cost, declined=self._declined, tiers=tiers, loads=self._load_once(steps_ahead, clock),
+        self._connector = SchedulerConnector(
+            session, readers=ranks, waits=self._waits(settings, steps_ahead, clock),
+            callbacks=RequestCallbacks(
+                partial(self._chain_of, hash_tokens), self._is_stored, lambda name: self._tracked[name].traceparent,
+                Announcing(announcer, namer, lambda name: self._tracked[name].request),
+            ),
+            choice=LoadChoice(settings, self._cost),
+            verification=Verification(ChecksumVerifier(session), is_eager=self._verifies_all),
+            record=LookupRecord(
+                partial(self.figures.add, "lookup_seconds"), self._declined,
+                ChunkStatistics(self._chunk_tokens) if settings.chunk_statistics else None,
+            ),
         )
         self._early = EarlyQuestions(self._expect)
-        self._outcomes = Outcomes(self._driver.ended, self._speed, clock)
+        self._outcomes = Outcomes(self._connector.ended, self._speed, clock)
         self._clearing, self._on_reset, self._built = Clearing(session), settings.on_reset, 0
         self._last_store: Future[None] | None = None
         self._loads: list[LoadOrder] = []
         self._steps_ahead = steps_ahead
         count_dropped = partial(self.figures.add, "stores_dropped", 1)
-        self._stores = Stores(self._driver, ranks, count_dropped, steps_ahead=steps_ahead, holds=is_beside)
+        self._stores = OpenStores(
+            self._connector.stores, ranks, count_dropped, steps_ahead=steps_ahead, holds=is_beside
+        )
         self._fresh: set[int] = set()  # blocks given out since the last build
         self._loaded_into: set[int] = set()  # those of them that no step writes before a load has ended
         self._unnamed: set[str] = set()  # requests that were given blocks since, it is not known which
@@ -130,7 +130,16 @@ class VllmScheduler:
         """Attaches, if a server is there. RefusedError when it does not accept this engine."""
         self._session.runs(self._weights.name)
         changed = self._announcer.changed if self._announcer is not None else None
-        self._session.start(SessionObserver(self._connector.keeps_lease, changed))
+        self._session.start(SessionObserver(self._connector.lookups.keeps_lease, changed))
+
+    def _waits(self, settings: Settings, steps_ahead: int, clock: Callable[[], float]) -> Waits:
+        share, speed = settings.compute_once, self._speed if settings.load_if_cheaper else None
+        return Waits(
+            Patience(settings.lookup_wait_s, clock),
+            ComputeOnce(share, self._speed, clock, partial(self.figures.waited, "")) if share > 0 else None,
+            AwaitTiers(settings.tier_wait_s, speed, clock, partial(self.figures.waited, "tier_")),
+            self._load_once(steps_ahead, clock), clock,
+        )
 
     def _load_once(self, steps_ahead: int, clock: Callable[[], float]) -> LoadOnce | None:
         if self._own_cache is None:
@@ -168,7 +177,7 @@ class VllmScheduler:
 
     def lookup(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
         """(tokens beyond `local_tokens`, loaded in the background?); None: ask again."""
-        if self._driver.still_waits(request.request_id, local_tokens):
+        if self._connector.lookups.still_waits(request.request_id, local_tokens):
             return None, False  # at once: in each step vLLM asks about all that wait
         self._begins_anew(request.request_id)
         self._outcomes.looked_up(request.request_id, local_tokens)
@@ -192,9 +201,9 @@ class VllmScheduler:
         if usable // self._chunk_tokens * self._chunk_tokens <= local_tokens:
             return 0, False
         self._early.asked(request.request_id)
-        late = self._driver.late
-        found = self._driver.lookup(request.request_id, request.all_token_ids[:usable], local_tokens)
-        if self._driver.late > late:
+        late = self._connector.lookups.late
+        found = self._connector.lookups.lookup(request.request_id, request.all_token_ids[:usable], local_tokens)
+        if self._connector.lookups.late > late:
             self._outcomes.held_back(request.request_id, "late")
         if not isinstance(found, Hit):
             return (None if isinstance(found, Pending) else 0), False
@@ -205,9 +214,9 @@ class VllmScheduler:
         if not self._attached.everywhere(self._session.attachment):
             # Such a load fails, and vLLM has no way back from some. Workers say so with their first steps.
             return (None if self._built < FIRST_STEPS + 2 * self._steps_ahead else 0), False
-        if (self._verifies_all or not tracked.is_async) and not self._driver.is_verified(request.request_id):
+        if (self._verifies_all or not tracked.is_async) and not self._connector.lookups.is_verified(request.request_id):
             return None, False
-        if self._driver.is_verifying(request.request_id):  # begun when it did not fit the budget
+        if self._connector.lookups.is_verifying(request.request_id):  # begun when it did not fit the budget
             return None, False
         return found.tokens - local_tokens, tracked.is_async
 
@@ -217,7 +226,7 @@ class VllmScheduler:
         tracked = self._tracked.get(request_id)
         if tracked is not None and tracked.table is not None:
             tracked.table = None
-            self._connector.stores.offer_anew([request_id])
+            self._connector.stores.offer_again([request_id])
 
     def _may_load(self, request: Any) -> bool:
         is_fit = not self.unfit and not getattr(request, "skip_reading_prefix_cache", False)
@@ -252,7 +261,7 @@ class VllmScheduler:
     def _expect(self, request_id: str) -> None:
         if self._clearing.is_over and self._weights.may_share:
             request = self._tracked[request_id].request
-            self._driver.expect(request_id, request.all_token_ids[: self._usable(request)])
+            self._connector.lookups.expect(request_id, request.all_token_ids[: self._usable(request)])
 
     def allocated(self, request: Any, table: Table, external_tokens: int) -> None:
         """The request has its blocks: a load begins when it was promised external tokens."""
@@ -266,14 +275,14 @@ class VllmScheduler:
         self._early.left(request.request_id)
         self._outcomes.admitted(request.request_id, external_tokens)
         if external_tokens == 0:
-            self._driver.drop_lookup(request.request_id)
+            self._connector.lookups.drop_lookup(request.request_id)
             return
         hit = tracked.local_tokens + external_tokens
         if tracked.is_async:
             self._budget.take(request)
             self._loaded_into |= tracked.given
         columns = whole_blocks(self._groups, table, hit)
-        begun = self._driver.begin_load(
+        begun = self._connector.lookups.begin_load(
             request.request_id, columns, tracked.local_tokens, hit, is_shared=not tracked.is_async
         )
         if begun is None:  # the server went away since it was promised: the workers report a failed load
@@ -281,7 +290,7 @@ class VllmScheduler:
             self._loads.append(LoadOrder(NOWHERE, plan, tracked.is_async))
             return
         attachment, plan = begun
-        self._outcomes.loading(request.request_id, self._connector.bytes_of(plan))
+        self._outcomes.loading(request.request_id, self._connector.lookups.bytes_of(plan))
         self._loads.append(LoadOrder(attachment.epoch, plan, tracked.is_async))
         attachment.release()  # this process copies nothing
 
@@ -299,15 +308,15 @@ class VllmScheduler:
         if self._tags.lost():
             self._stores.drop_unsent()
         self.figures.state("attached", int(self._session.attachment is not None))
-        self.figures.add("lookups_late", self._driver.late)
-        self._driver.late = 0
+        self.figures.add("lookups_late", self._connector.lookups.late)
+        self._connector.lookups.late = 0
         self._note_given(output)
         for request_id in output.preempted_req_ids or ():
             self._note_used(request_id, is_preempted=True)
             self._offer_rest(request_id)
             self._forget(request_id)
         follow(output, self._tracked)
-        patience = self._driver.patience
+        patience = self._connector.lookups.waits.patience
         if self._last_store is not None and patience is not None and not patience.is_open:
             patience.spend(self._last_store)  # before more steps are given its blocks
         self._last_store = None
@@ -324,10 +333,10 @@ class VllmScheduler:
             noted.clear()
         scheduled = list(output.num_scheduled_tokens)
         is_idle, alone = not scheduled, scheduled[0] if len(scheduled) == 1 else None
-        self._driver.step(is_idle)
+        self._connector.lookups.step(is_idle)
         self._speed.step(sum(count for count in output.num_scheduled_tokens.values() if count >= LEAST_PROMPT))
         if is_idle:
-            self._driver.wait_for_answer(IDLE_WAIT_S)  # nothing is computed: the loop had better wait than spin
+            self._connector.lookups.wait_for_answer(IDLE_WAIT_S)  # waiting costs less than spinning
         return Orders(
             loads, tuple(stores), tuple(fences), is_idle, alone, frozenset(output.finished_req_ids),
             self._weights.epoch,
@@ -416,12 +425,12 @@ class VllmScheduler:
             self.loads_failed()
         for request_id, (tokens, seconds) in report.took_s.items():
             self._outcomes.loaded(request_id, seconds)
-            self._driver.load_ended(request_id)
+            self._connector.lookups.load_ended(request_id)
             if self._cost is not None:
                 self._cost.loaded(tokens, seconds)
         for request_id, valid in report.valid_tokens.items():
-            self._driver.load_failed(request_id, valid)
-            self._driver.load_ended(request_id, valid)
+            self._connector.lookups.load_failed(request_id, valid)
+            self._connector.lookups.load_ended(request_id, valid)
             self._outcomes.failed(request_id, valid)
             self.figures.add("load_failures", 1)
         self._stores.read(report.stores)
@@ -431,7 +440,7 @@ class VllmScheduler:
         """Some of what steps have read did not come, whoever was to load it: it is computed again, or its requests end,
         and what those steps left is not stored."""
         self._stores.drop_unsent()
-        self._connector.stores.offer_anew(self._tracked)
+        self._connector.stores.offer_again(self._tracked)
 
     def finished(self, request: Any, *, has_answered: bool, has_failed: bool = False) -> dict[str, Any] | None:
         """`has_answered`: it ended by itself, so its hints hold. `has_failed`: it ended in an error, so it is not known
@@ -443,7 +452,7 @@ class VllmScheduler:
         elif request_id in self._tracked:
             self._offer_rest(request_id, self._tracked[request_id].request.num_computed_tokens)
         if has_answered and self._tags.of(request) is not None:
-            self._driver.hint(request_id, self._hints.of(request))
+            self._connector.hint(request_id, self._hints.of(request))
         self._forget(request_id)
         self._tracked.pop(request_id, None)
         self._tags.finished(request_id)
@@ -463,7 +472,7 @@ class VllmScheduler:
         if self._on_reset != "clear" or is_done_with:  # since the weights have changed, nothing of before is found
             return True
         cleared = self._clearing.ask()
-        self._driver.run(self._clearing.tell_of_others)
+        self._connector.run(self._clearing.tell_of_others)
         return cleared
 
     def weights_change(self, kind: str, version: str = "") -> None:
@@ -490,7 +499,7 @@ class VllmScheduler:
 
     def _clear_again(self) -> None:
         if self._clearing.starts_again():
-            self._driver.run(self._clearing.again)
+            self._connector.run(self._clearing.again)
 
     @property
     def busy(self) -> bool:
@@ -499,12 +508,12 @@ class VllmScheduler:
 
     def close(self) -> None:
         self._tags.close()
-        self._driver.close()
+        self._connector.close()
         self._session.close()
         self._session.client.close()
 
     def _forget(self, request_id: str) -> None:
-        self._driver.finished(request_id)
+        self._connector.finished(request_id)
         tracked = self._tracked.get(request_id)
         if tracked is not None:
             tracked.table, tracked.local_tokens = None, 0

@@ -21,10 +21,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 
-from kvdock.connectors.driver import Driver
-from kvdock.connectors.plans import StoreBatch, StorePlan
-from kvdock.connectors.requests import StoreOffer
+from kvdock.connectors.plans import StorePlan
 from kvdock.connectors.session import Attachment
+from kvdock.connectors.stores import StoreBatch, StoreOffer, Stores
 from kvdock.connectors.vllm.steps import StoreOrder
 
 
@@ -42,16 +41,16 @@ class _Store:
     is_dropped: bool = False
 
 
-class Stores:
+class OpenStores:
     """`ranks`: how many workers report on each. `count_dropped`: is called for each store that the workers never get.
     `steps_ahead`: how many steps are under way when vLLM plans another one. `holds`: a store is held back until what it
     stores is computed. `step`: the number of the newest step, from 1.
     """
 
     def __init__(
-        self, driver: Driver, ranks: int, count_dropped: Callable[[], None], *, steps_ahead: int, holds: bool
+        self, stores: Stores, ranks: int, count_dropped: Callable[[], None], *, steps_ahead: int, holds: bool
     ) -> None:
-        self._driver, self._ranks, self._count_dropped = driver, ranks, count_dropped
+        self._offered, self._ranks, self._count_dropped = stores, ranks, count_dropped
         self._steps_ahead, self._holds, self.step = steps_ahead, holds, 0
         self._stores: dict[str, _Store] = {}
         self._lock = threading.Lock()
@@ -70,7 +69,7 @@ class Stores:
     ) -> Future[None] | None:
         """Ends when the offer's slots are reserved, or could not be. `computed_in`: given how many of the request's
         first chunks, the number of the step that computes the last of them; None: the newest. `holds`: it is held back
-        until what it stores is computed, as all are with Stores' own `holds`."""
+        until what it stores is computed, as all are with the constructor's `holds`."""
         if offer is None:
             return None
         for batch in offer.batches:
@@ -79,7 +78,7 @@ class Stores:
             self._stores[batch.store_id] = _Store(
                 offer.request_id, blocks, self._ranks, self.step if step is None else step, holds or self._holds
             )
-        return self._driver.store(
+        return self._offered.store(
             offer, partial(self._take_reserved, offer.attachment),
             is_wanted=lambda batch: not self._stores[batch.store_id].is_dropped,
         )
@@ -118,7 +117,7 @@ class Stores:
                 if store.is_dropped:
                     self._count_dropped()
                 if plan is not None:
-                    self._driver.abort(attachment, plan)
+                    self._offered.abort(attachment, plan)
                 continue
             waits = self.step - store.step <= self._steps_ahead
             if waits and store.holds:

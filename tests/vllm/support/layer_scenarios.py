@@ -155,7 +155,7 @@ def undone(address: str, **settings: Any) -> dict[str, Any]:
     while not engine.seen["sync_loads"]:
         engine.step()
         # What the step offered has its slots before the next one is built.
-        engine.scheduler.connector._scheduler._driver._storing.run(int).result()
+        engine.scheduler.connector._scheduler._connector.stores._storing.run(int).result()
     engine.run()
     for name in ("again", "and again", "once more"):  # each stores what the one before could not, or too late
         before = engine.loaded_tokens

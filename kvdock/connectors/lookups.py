@@ -22,7 +22,7 @@ request is forgotten. Epochs of questions only rise while this process runs: onc
 request was forgotten, the next question names a higher one, so a late release of the old lease cannot touch the new
 one.
 
-Threads: methods marked "Background" run in a background thread. Calls that concern one request come one at a time; those
+Threads: methods marked "Background" run in a background thread. Calls about one request come one at a time; those
 for loads that failed may come from any thread. The lock of the requests guards what is known of them, and is never held
 while the server is asked.
 """

@@ -239,14 +239,15 @@ class ComputeOnce:
 # --------------------------------------------------------------------------------
 # How long a request waits for chunks that a lower tier is loading into the pool, instead of computing them.
 #
-# A lookup says how long its request may wait and how fast this engine computes; nothing is loaded that would come later
-# than it is computed. Its answer says what is expected, and by when. The request waits until all of it is there, until
-# nothing comes any more, or until the time that its lookup named is over; then it takes what there is.
+# A lookup passes on the terms of its request: how long it may wait, which is never longer than computing takes, and how
+# fast this engine computes. Whether the wait is worth it is decided in the mover (kvdock/protocol/awaited.py). The
+# answer says what is expected, and by when. The request waits until all of it is there, until nothing comes any more, or
+# until its time is over; then it takes what there is.
 #
-# Threads: the engine's, one at a time. Nothing here blocks: who waits asks again in a later step.
+# Threads: the engine's, one at a time. Nothing here blocks: a request that waits is looked up again in a later step.
 
 LEAST_S = 0.01
-"""What is computed sooner is not waited for."""
+"""No request waits for less: its answer is not read before a later step anyway."""
 
 
 @dataclass
@@ -272,7 +273,7 @@ class AwaitTiers:
         self._waits: dict[str, _TierWait] = {}
 
     def terms(self, missing_tokens: int) -> WaitTerms:
-        """What a lookup says whose request lacks `missing_tokens` at most."""
+        """The terms of a request that lacks at most `missing_tokens` tokens."""
         tokens_per_s = self._speed.tokens_per_s if self._speed is not None else 0.0
         wait_s = min(self._most_s, missing_tokens / tokens_per_s) if tokens_per_s > 0 else self._most_s
         return WaitTerms(wait_s, tokens_per_s) if wait_s >= LEAST_S else NO_WAIT

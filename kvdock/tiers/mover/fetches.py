@@ -221,7 +221,8 @@ class Fetches:
         return found
 
     def _worth(self, fetch: Fetch, handle: TierHandle, count: int) -> int:
-        """How many of `count` chunks come before the deadline, and sooner than the engine would compute them."""
+        """How many of `count` chunks are loaded: those that come before the deadline, and sooner than the engine would
+        compute them."""
         if not fetch.ticket:
             return count
         worth = worth_chunks(

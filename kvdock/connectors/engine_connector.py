@@ -249,8 +249,7 @@ def open_worker(
     client = Client(settings.address, timeout_s=settings.timeout_s, access_token=token)
     session = EngineSession(client, manifest, identity, register=device.register)
     worker = WorkerConnector(
-        session, layouts, rank=identity.ranks[0], device=device, stream=stream, threads=settings.copy_threads,
-        tuning=settings.copy_tuning,
+        session, layouts, device=device, stream=stream, threads=settings.copy_threads, tuning=settings.copy_tuning
     )
     return session, worker
 

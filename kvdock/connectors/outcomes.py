@@ -1,8 +1,8 @@
-"""What became of requests and what was copied, until a heartbeat tells it. People read it at the server; nothing else
-depends on it.
+"""The outcomes of requests, and how much was copied, until a heartbeat reports them. People read them at the server;
+nothing else depends on them.
 
-Bounded: of more than fit into a heartbeat the newest are kept, and the others are counted. No outcome keeps a heartbeat
-from being heard: what the server cannot read is not sent again.
+Bounded: of more outcomes than fit into a heartbeat the newest are kept, and the others are counted. No outcome keeps a
+heartbeat from its effect: what the server cannot read is not sent again.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from kvdock.protocol.wire_types import MAX_NAME
 log = logging.getLogger("kvdock.connector")
 
 
-class Untold:
+class OutcomeBuffer:
     """What the server does not know yet. The thread that sends heartbeats calls `ceiling_bytes_per_s` once, before it
     reports the first copies. Thread-safe."""
 
@@ -50,7 +50,7 @@ class Untold:
             self._outcomes.append(outcome)
 
     def loaded(self, size_bytes: int, seconds: float) -> None:
-        """A load's copies have taken so long."""
+        """A load's copies have taken `seconds`."""
         with self._lock:
             self._copied.load_bytes += size_bytes
             self._copied.load_us += round(seconds * 1e6)
@@ -70,9 +70,9 @@ class Untold:
         copied.ceiling_bytes_per_s = self._ceiling
         return copied
 
-    def carried(self, beat: Heartbeat, send: Callable[[Heartbeat], HeartbeatAnswer]) -> HeartbeatAnswer:
-        """Sends a heartbeat with all of it. Raises what `send` raises; if nobody answered, outcomes go with the next
-        heartbeat."""
+    def send_with(self, beat: Heartbeat, send: Callable[[Heartbeat], HeartbeatAnswer]) -> HeartbeatAnswer:
+        """Sends a heartbeat with all of it. Raises what `send` raises; if the server has not answered, the outcomes go
+        with the next heartbeat."""
         beat.copied = None if self._is_refused else self._take_copied()
         with self._lock:
             beat.outcomes, beat.outcomes_dropped = list(self._outcomes), self._dropped
@@ -88,18 +88,17 @@ class Untold:
                 beat.outcomes or beat.outcomes_dropped or beat.copied
             ):
                 log.warning(
-                    "the server does not take what became of requests or was copied, so it is not told any more: %s",
-                    error,
+                    "the server does not take outcomes of requests, so none is sent from now on: %s", error,
                 )
                 self._refuse()
             raise
 
-    def tell_last(self, beat: Heartbeat, send: Callable[[Heartbeat], HeartbeatAnswer]) -> None:
-        """Sends a heartbeat if there is anything left to tell. Raises what `send` raises."""
+    def send_rest(self, beat: Heartbeat, send: Callable[[Heartbeat], HeartbeatAnswer]) -> None:
+        """Sends a heartbeat if anything is left to report. Raises what `send` raises."""
         with self._lock:
             is_any = bool(self._outcomes or self._dropped or self._copied.load_bytes or self._copied.store_bytes)
         if is_any:
-            self.carried(beat, send)
+            self.send_with(beat, send)
 
     def _put_back(self, outcomes: Sequence[Outcome], dropped: int) -> None:
         with self._lock:

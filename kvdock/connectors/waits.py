@@ -241,8 +241,8 @@ class ComputeOnce:
 #
 # A lookup passes on the terms of its request: how long it may wait, which is never longer than computing takes, and how
 # fast this engine computes. Whether the wait is worth it is decided in the mover (kvdock/protocol/awaited.py). The
-# answer says what is expected, and by when. The request waits until all of it is there, until nothing comes any more, or
-# until its time is over; then it takes what there is.
+# answer says what is expected, and by when. The request waits until all of it is there, until nothing comes any more,
+# or until its time is over; then it takes what there is.
 #
 # Threads: the engine's, one at a time. Nothing here blocks: a request that waits is looked up again in a later step.
 

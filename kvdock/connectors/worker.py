@@ -134,12 +134,12 @@ class Loading(_Copying[LoadPiece]):
 
 
 class WorkerConnector:
-    """`layouts[g]` says where KV group g has its blocks, which are on `device`; `rank` is this worker's among the
-    instance's: ranks below the manifest's `writers` store, and rank r loads part r mod writers; `threads` copy when
-    the blocks are in host memory, and `tuning` is how GPUs do it (None: as measured), stores as its for_stores().
+    """`session`: its identity has one rank, this worker's: ranks below the manifest's `writers` store, and rank r loads
+    part r mod writers. `layouts[g]`: where KV group g has its blocks, which are on `device`. `threads`: how many copy
+    when the blocks are in host memory. `tuning`: for copies on a GPU (None: as measured), stores by its for_stores().
 
-    `stream`: where the engine reads and writes its blocks (a CUstream as an integer): copies come after what is on
-    it when they begin. None on the CPU, and when every step has ended before its blocks are handed over.
+    `stream`: where the engine reads and writes its blocks (a CUstream as an integer): copies come after the work that
+    is on it when they start. None on the CPU, and when every step has ended before its blocks are handed over.
     """
 
     def __init__(
@@ -147,7 +147,6 @@ class WorkerConnector:
         session: EngineSession,
         layouts: Sequence[PagedLayout],
         *,
-        rank: int = 0,
         device: Device = CPU,
         stream: int | None = None,
         threads: int = 2,
@@ -176,7 +175,7 @@ class WorkerConnector:
             self._part_blocks.append(blocks)
             if layout.token_order not in (manifest.token_order, "ND"):
                 raise LayoutMismatchError(f"token order: found {layout.token_order}, wanted {manifest.token_order}")
-        self.session, self.rank, self._stream = session, rank, stream
+        self.session, self.rank, self._stream = session, session.identity.ranks[0], stream
         self._clock = clock
         session.outcomes.ceiling_bytes_per_s = partial(ceiling_bytes_per_s, device, threads)
 
@@ -219,7 +218,7 @@ class WorkerConnector:
         """Enqueues the copies and returns. `bands`: per group; GPUs only. Not `waits`: nothing that is on the engine's
         stream uses the blocks, so the copies may begin before it has ended, but not before what is on `after`."""
         loading = Loading(attachment, plan, self._clock())
-        loading.holds_lease = attachment.grants.begin(plan.lease)
+        loading.holds_lease = attachment.grants.start(plan.lease)
         if not loading.holds_lease:
             loading.lost = True
             return loading
@@ -295,7 +294,7 @@ class WorkerConnector:
             self.session.lost(attachment, error)
         finally:
             self.session.client.release_later(plan.lease, attachment.session, [self.rank])
-            attachment.grants.end(plan.lease)
+            attachment.grants.stop(plan.lease)
 
     def settle(self, attachment: Attachment) -> None:
         """Sends the words that load() queued, once the engine has its blocks: no load waits for it."""
@@ -317,7 +316,7 @@ class WorkerConnector:
         """Enqueues the copies of all groups and returns. `after`: the stream whose work so far comes before them; None:
         the one on which the engine computes."""
         storing = Storing(attachment, plan, self._clock())
-        storing.holds_reservation = attachment.grants.begin(plan.reservation)
+        storing.holds_reservation = attachment.grants.start(plan.reservation)
         if not storing.holds_reservation:
             return storing
         after = self._stream if after is None else after
@@ -364,7 +363,7 @@ class WorkerConnector:
             log.warning("store request=%s not committed: %s", plan.request_id, error)
             self.session.lost(attachment, error)
         finally:
-            attachment.grants.end(plan.reservation)
+            attachment.grants.stop(plan.reservation)
         return ready
 
     def committed_parts(self, storing: Storing) -> list[Part]:

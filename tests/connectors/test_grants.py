@@ -16,7 +16,7 @@ from connector_helpers import CHUNK, PER_CHUNK, Rig, tokens_of
 
 from kvdock.client.client import Client
 from kvdock.connectors.plans import LoadPiece, LoadPlan, StorePiece, StorePlan
-from kvdock.connectors.session import Attachment, GrantBook, SessionObserver
+from kvdock.connectors.session import Attachment, GrantBook, PoolHold, SessionObserver
 from kvdock.datapath.liveness import MemberLiveness
 from kvdock.datapath.segments import AttachedSegments
 from kvdock.protocol import schemas as s
@@ -91,29 +91,29 @@ def test_what_an_engine_has_not_hashed_yet_is_neither_stored_nor_looked_up(curio
 
 def test_a_refused_grant_is_never_begun() -> None:
     book = GrantBook()
-    assert book.ask("a")
-    assert not book.begin("a")
-    assert book.ask("a"), "the same question gets the same answer"
-    assert not book.begin("a")
-    assert book.begin("b"), "another grant is another matter"
+    assert book.refuse("a")
+    assert not book.start("a")
+    assert book.refuse("a"), "the same question gets the same answer"
+    assert not book.start("a")
+    assert book.start("b"), "another grant is another matter"
 
 
 def test_a_grant_at_work_is_not_answered_for_until_all_its_copies_ended() -> None:
     book = GrantBook()
-    assert book.begin("a") and book.begin("a")
-    assert not book.ask("a")
-    book.end("a")
-    assert not book.ask("a"), "one copy is still under way"
-    book.end("a")
-    assert book.ask("a")
-    assert not book.begin("a")
+    assert book.start("a") and book.start("a")
+    assert not book.refuse("a")
+    book.stop("a")
+    assert not book.refuse("a"), "one copy is still under way"
+    book.stop("a")
+    assert book.refuse("a")
+    assert not book.start("a")
 
 
 def test_a_question_does_not_slip_between_the_check_and_the_beginning() -> None:
     """Staged: the question is asked at the very moment the book has looked whether the grant is refused."""
     book = GrantBook()
     answers: list[bool] = []
-    asking = threading.Thread(target=lambda: answers.append(book.ask("a")))
+    asking = threading.Thread(target=lambda: answers.append(book.refuse("a")))
 
     class Interrupted(set[str]):
         def __contains__(self, grant: object) -> bool:
@@ -123,7 +123,7 @@ def test_a_question_does_not_slip_between_the_check_and_the_beginning() -> None:
             return found
 
     book._refused = Interrupted()
-    assert book.begin("a")
+    assert book.start("a")
     asking.join()
     assert answers == [False]
 
@@ -131,7 +131,7 @@ def test_a_question_does_not_slip_between_the_check_and_the_beginning() -> None:
 def test_a_copy_does_not_begin_between_the_check_and_the_promise() -> None:
     book = GrantBook()
     begun: list[bool] = []
-    beginning = threading.Thread(target=lambda: begun.append(book.begin("a")))
+    beginning = threading.Thread(target=lambda: begun.append(book.start("a")))
 
     class Interrupted(Counter[str]):
         def __getitem__(self, grant: str) -> int:
@@ -142,7 +142,7 @@ def test_a_copy_does_not_begin_between_the_check_and_the_promise() -> None:
             return found
 
     book._active = Interrupted()
-    assert book.ask("a")
+    assert book.refuse("a")
     beginning.join()
     assert begun == [False]
 
@@ -208,10 +208,10 @@ def test_a_load_under_way_is_not_answered_for(rig: Rig, asking: Client) -> None:
     begun = rig.connector.scheduler.lookups.begin_load("r", [range(8, 16)], 0, 128)
     assert begun is not None
     attachment, plan = begun
-    assert attachment.grants.begin(plan.lease)
+    assert attachment.grants.start(plan.lease)
     eventually(lambda: leases_of(asking, rig)[0].age_s > lease.age_s + 4 * ASK_S)
     assert leases_of(asking, rig)[0].remaining == [0]
-    attachment.grants.end(plan.lease)
+    attachment.grants.stop(plan.lease)
     eventually(lambda: leases_of(asking, rig) == [])
     assert rig.connector.worker.load(attachment, plan) == 0
     attachment.release()
@@ -259,7 +259,7 @@ def test_memory_and_lock_of_an_attachment_stay_while_somebody_uses_it(curious: S
     found = pool.segments[0]
     segments.attach(SegmentInfo(found.id, found.name, found.bytes, found.data_offset))
     liveness = MemberLiveness(pool.lock_file, source=Random(1))
-    one = Attachment("s", "m", bytes(32), pool.pool_id, segments, liveness, 1.0)
+    one = PoolHold(segments, liveness)
     assert one.acquire()
     one.release()
     assert segments.segments, "unmapped under a copy"

@@ -34,7 +34,7 @@ class GpuRig(Rig):
         super().__init__(address, kv=kv, device="cuda")
         self.fill(seed)
         torch.cuda.synchronize()
-        eventually(lambda: self.attachment.registrar is not None and self.attachment.registrar.pinned_through > 0)
+        eventually(lambda: (self.attachment.hold.pinned_through or 0) > 0)
 
     def hit(self, tokens: list[int], local: int = 0) -> str:
         """A request that hits all of `tokens`; it may take a heartbeat until the server knows what is registered."""
@@ -134,7 +134,7 @@ def test_a_store_comes_after_the_step_that_is_still_under_way_on_the_engines_str
         settings, manifest, Identity(unique("i"), unique("m")), [layout], stream=stream_of(stream)
     )
     with rig:
-        eventually(lambda: rig.attachment.registrar is not None and rig.attachment.registrar.pinned_through > 0)
+        eventually(lambda: (rig.attachment.hold.pinned_through or 0) > 0)
         warm = stored(rig, 15)
         rig.connector.finished(rig.hit(warm))
         tokens = tokens_of(16, CHUNKS)

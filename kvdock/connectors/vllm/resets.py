@@ -205,7 +205,7 @@ class Clearing:
             return False
         namespace = attachment.filed_in.hex()
         try:
-            self._session.tell_weights(attachment)  # what is to be found from now on is cleared
+            self._session.report_weights(attachment)  # what is to be found from now on is cleared
             namespace = attachment.filed_in.hex()
             answer = self._session.client.clear(ClearCache(namespace=namespace), timeout_s=timeout_s)
         except (ServerUnavailable, ApiError) as error:

@@ -305,7 +305,7 @@ class Fetches:
         batch = _Batch(first, keys, groups, granted)
         if granted.reservation is None:
             return batch
-        if not attachment.grants.begin(granted.reservation):
+        if not attachment.grants.start(granted.reservation):
             return None
         batch.names = {(fetch.space.digest, keys[chunk.index]) for chunk in granted.chunks}
         with self._lock:
@@ -328,7 +328,7 @@ class Fetches:
                 fetch.loaded += published
                 is_whole = published == len(granted.chunks)
             finally:
-                attachment.grants.end(granted.reservation)
+                attachment.grants.stop(granted.reservation)
                 with self._filled:
                     self._filling -= batch.names
                     self._filled.notify_all()

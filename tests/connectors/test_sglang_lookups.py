@@ -26,8 +26,9 @@ from kvdock.connectors.sglang.figures import METRICS, Figures
 from kvdock.connectors.sglang.holding import Holding, admit, next_batch, put_back
 from kvdock.connectors.sglang.loads import Loads, QueuedLoad
 from kvdock.connectors.sglang.lookups import FORGET_S, Chains, PageLookups
-from kvdock.connectors.sglang.offloads import Known, Offloads, known_of
-from kvdock.connectors.sglang.pools import KVGroup
+from kvdock.connectors.sglang.offloads import Offloads
+from kvdock.connectors.sglang.pools import KVGroup, RankPools
+from kvdock.connectors.sglang.rank_zero import Known, RankZero, known_of
 from kvdock.connectors.sglang.ranks import Ranks
 from kvdock.connectors.verify import ChecksumVerifier, HashAhead, Trust
 from kvdock.connectors.waits import Patience, Waits
@@ -103,16 +104,15 @@ class Engine:
             choice=LoadChoice(cost=cost), verification=Verification(self.verifier, is_eager=True),
         )
         self.lookups = PageLookups(self.connector, self.chains, self.figures, PAGE, 5.0, 3.0, self.clock)
+        pools = RankPools(self.worker, self.groups, PAGE)
         self.loads = Loads(
-            self.worker, self.groups, PAGE, self.weights, stream=None, ended=self.lookups.loaded,
+            pools, self.weights, ended=lambda load, ok: self.lookups.loaded(load.rid, ok),
             took=lambda seconds, copies: None,
         )
         self.trust = Trust(60.0, self.clock)
         self.ahead = HashAhead(self.trust)
-        self.offloads = Offloads(
-            self.worker, self.groups, PAGE, Ranks(), self.connector, self.chains, self.known, self.figures,
-            self.weights, self.ahead,
-        )
+        zero = RankZero(self.connector, self.lookups, self.chains, self.known, self.trust, self.ahead, cost)
+        self.offloads = Offloads(pools, Ranks(), self.weights, self.figures, zero)
         start(self.session, self.worker, SessionObserver(self.connector.lookups.keeps_lease))
 
     def ask(self, rid: str, pages: list[str]) -> int:

@@ -58,7 +58,7 @@ ADMITS = "sglang.srt.managers.schedule_policy.PrefillAdder.add_one_req"
 PLANS = "_get_new_batch_prefill_raw"
 
 
-class Told(Protocol):
+class Hooked(Protocol):
     """A linker."""
 
     holding: Holding
@@ -90,8 +90,8 @@ def install() -> None:
             _register(f"{path}.{name}", _HEARS.get(name, _change))
 
 
-def tell(linker: Told) -> None:
-    """Tells `linker` from now on."""
+def register(linker: Hooked) -> None:
+    """From now on the hooks call `linker`."""
     from sglang.srt.plugins.hook_registry import HookRegistry
 
     _linkers.add(linker)
@@ -162,7 +162,7 @@ def _insert(original: Callable[..., Any], cache: Any, params: Any, *more: Any, *
 
 
 def _linker_of(cache: Any) -> Any:
-    """The one that was told, of a scheduler's cache; None: it is another one's."""
+    """The registered linker of a scheduler's cache; None: its linker is not kvdock's."""
     linker = getattr(getattr(cache, "linker", None), "cache_linker", None)
     return linker if linker in _linkers else None
 

@@ -24,21 +24,23 @@ from kvdock.connectors.background import Background
 from kvdock.connectors.plans import LoadPiece, LoadPlan
 from kvdock.connectors.running_weights import RunningWeights
 from kvdock.connectors.session import Attachment
-from kvdock.connectors.sglang.pools import KVGroup
-from kvdock.connectors.worker import VERIFIED_BEFORE, Layers, Loading, WorkerConnector
+from kvdock.connectors.sglang.pools import KVGroup, RankPools
+from kvdock.connectors.worker import VERIFIED_BEFORE, Layers, Loading
 
 log = logging.getLogger("kvdock.sglang")
 
 
 @dataclass(frozen=True)
 class QueuedLoad:
-    """`indices`: SGLang's, by the name of the transfer; `epoch`: of the weights for which it was promised."""
+    """`indices`: SGLang's, by the name of the transfer; `epoch`: of the weights for which it was promised; `pages`: the
+    hashes of what is loaded."""
 
     rid: str
     attachment: Attachment
     plan: LoadPlan
     indices: Mapping[str, Any]
     epoch: int
+    pages: Sequence[str] = ()
 
 
 @dataclass
@@ -94,18 +96,18 @@ class LayerCounter:
 
 
 class Loads:
-    """`stream`: gives the CUstream that the forward pass is on, or None on a CPU. SGLang's thread calls `ended(rid,
-    ok)`, None if it was cancelled, and `took` with the seconds of a batch's loads, from when they were begun, and the
-    tokens of each with the seconds of its copies. `clock`: seconds, monotonic."""
+    """SGLang's thread calls `ended` with each load and whether it has brought all; None: it was cancelled. It calls
+    `took` with the seconds of a batch's loads, counted from their start, and the tokens of each with the seconds of its
+    copies. `clock`: seconds, monotonic."""
 
     def __init__(
-        self, worker: WorkerConnector, groups: Sequence[KVGroup], page_tokens: int, weights: RunningWeights, *,
-        stream: Callable[[], int] | None, ended: Callable[[str, bool | None], None],
+        self, pools: RankPools, weights: RunningWeights, *, ended: Callable[[QueuedLoad, bool | None], None],
         took: Callable[[float, Sequence[tuple[int, float]]], None],
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._worker, self._groups, self._page_tokens, self._weights = worker, groups, page_tokens, weights
-        self._stream, self._ended, self._took, self._clock = stream, ended, took, clock
+        self._pools, self._weights = pools, weights
+        self._ended, self._took, self._clock = ended, took, clock
+        groups = pools.groups
         count = 1 + max(layer for group in groups if not group.is_draft for layer in group.planes)
         self._layers = Layers([waits(group, count) for group in groups], VERIFIED_BEFORE)
         self.counter = LayerCounter(count, self._wait_for_layer, any(group.has_slots for group in groups))
@@ -124,7 +126,7 @@ class Loads:
         if load is None:
             return False
         self.give_up(load.attachment, load.plan)
-        self._ended(rid, None)
+        self._ended(load, None)
         return True
 
     def give_up(self, attachment: Attachment, plan: LoadPlan) -> None:
@@ -154,7 +156,7 @@ class Loads:
         if landed:
             self._took(batch.took_s, batch.copies)
         for load in batch.loads:
-            self._ended(load.rid, landed)
+            self._ended(load, landed)
         return landed
 
     def reset(self) -> None:
@@ -175,13 +177,13 @@ class Loads:
         batch = self._batches.get(index)
         if batch is None:
             return
-        if self._stream is None:
+        if self._pools.stream is None:
             batch.landed.exception()  # the verdict is finish()'s
             return
         if self._watched != index:
             self._layers.watch(batch.submitted.result())
             self._watched = index
-        self._layers.order(str(layer), self._stream())
+        self._layers.order(str(layer), self._pools.stream())
 
     # ------------------------------------------------------------------ background
 
@@ -191,11 +193,11 @@ class Loads:
             try:
                 ready()
                 for load in () if batch.is_outdated else batch.loads:
-                    bands = self._layers.bands if self._stream is not None else None
-                    loadings.append(self._worker.submit_load(load.attachment, self._placed(load), bands))
+                    bands = self._layers.bands if self._pools.stream is not None else None
+                    loadings.append(self._pools.worker.submit_load(load.attachment, self._placed(load), bands))
             finally:
                 batch.submitted.set_result(loadings)
-            valid = [self._worker.finish_load(loading) for loading in loadings]
+            valid = [self._pools.worker.finish_load(loading) for loading in loadings]
             landed = valid == [loading.plan.hit_tokens for loading in loadings]
             batch.copies = [
                 (loading.plan.hit_tokens - loading.plan.local_tokens, took_s)
@@ -208,12 +210,12 @@ class Loads:
 
     def _placed(self, load: QueuedLoad) -> LoadPlan:
         """With SGLang's pages in the place of their numbers."""
-        plan, first = load.plan, load.plan.local_tokens // self._page_tokens
+        plan, first = load.plan, load.plan.local_tokens // self._pools.page_tokens
         pages: dict[int, list[int]] = {}
-        for group, about in enumerate(self._groups):
+        for group, about in enumerate(self._pools.groups):
             if about.transfer in load.indices:
                 pages[group] = about.pages_of(load.indices[about.transfer])
-        count = plan.hit_tokens // self._page_tokens - first
+        count = plan.hit_tokens // self._pools.page_tokens - first
         pieces = []
         for piece in plan.pieces:
             of_group = pages.get(piece.group, [])
@@ -224,18 +226,18 @@ class Loads:
     def _settle(self, batch: _Batch, loadings: Sequence[Loading]) -> None:
         """The words to the server, for which nobody waits."""
         for loading in loadings:
-            self._worker.end_load(loading)
+            self._pools.worker.end_load(loading)
         for load in batch.loads[len(loadings) :]:
             self._release(load.attachment, load.plan)
         for load in batch.loads:
-            self._worker.settle(load.attachment)
+            self._pools.worker.settle(load.attachment)
             load.attachment.release()
 
     def _give_back(self, attachment: Attachment, plan: LoadPlan) -> None:
         self._release(attachment, plan)
-        self._worker.settle(attachment)
+        self._pools.worker.settle(attachment)
         attachment.release()
 
     def _release(self, attachment: Attachment, plan: LoadPlan) -> None:
-        session = self._worker.session
-        session.client.release_later(plan.lease, attachment.session, [self._worker.rank])
+        session = self._pools.worker.session
+        session.client.release_later(plan.lease, attachment.session, [self._pools.worker.rank])

@@ -18,7 +18,7 @@ Invariant: each offer ends exactly once, after its last copy; what was reserved 
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
@@ -31,18 +31,12 @@ from kvdock.connectors.running_weights import RunningWeights
 from kvdock.connectors.scheduler import SchedulerConnector
 from kvdock.connectors.session import Attachment
 from kvdock.connectors.sglang.figures import Figures
-from kvdock.connectors.sglang.lookups import Chains
-from kvdock.connectors.sglang.pools import STATES, KVGroup
+from kvdock.connectors.sglang.pools import STATES, RankPools
+from kvdock.connectors.sglang.rank_zero import RankZero, known_of
 from kvdock.connectors.sglang.ranks import Ranks
 from kvdock.connectors.stores import StoreBatch
-from kvdock.connectors.verify import HashAhead
-from kvdock.connectors.worker import WorkerConnector
 
 log = logging.getLogger("kvdock.sglang")
-
-KNOWN_PAGES = 1 << 16
-"""How many pages of the newest loads and stores are known to be at the server."""
-
 
 @dataclass
 class _Offer:
@@ -66,49 +60,14 @@ class _Offer:
     ended: Future[bool] = field(default_factory=Future)
 
 
-def known_of(session: str, epoch: int) -> str:
-    """What pages are known for: a session with a server, and an epoch of the engine's weights."""
-    return f"{session} {epoch}"
-
-
-class Known:
-    """Pages that this engine has just loaded. SGLang's thread, in rank 0."""
-
-    def __init__(self, most: int = KNOWN_PAGES) -> None:
-        self._pages: OrderedDict[str, bool] = OrderedDict()
-        """Whether a load ended with it."""
-        self._most, self._of = most, ""
-
-    def add(self, pages: Sequence[str], of: str) -> None:
-        """They are at the server, as known_of has it."""
-        if of != self._of:
-            self._pages.clear()
-            self._of = of
-        self._pages.update({page: page == pages[-1] for page in pages})
-        while len(self._pages) > self._most:
-            self._pages.popitem(last=False)
-
-    def take(self, pages: Sequence[str], of: str, *, has_state: bool = False) -> int:
-        """How many of the first are known. They are forgotten: the next offer of them may come much later.
-        `has_state`: the last one comes with a state, which is known only where a load ended."""
-        for at, page in enumerate(pages):
-            ended_load = self._pages.pop(page, None) if of == self._of else None
-            if ended_load is None or (has_state and not ended_load and at + 1 == len(pages)):
-                return at
-        return len(pages)
-
-
 class Offloads:
-    """`connector`, `chains` and `ahead`: rank 0's; `ahead` hashes what this rank has stored, None: nothing does."""
+    """`zero`: rank 0's; None in other ranks."""
 
     def __init__(
-        self, worker: WorkerConnector, groups: Sequence[KVGroup], page_tokens: int, ranks: Ranks,
-        connector: SchedulerConnector | None, chains: Chains, known: Known, figures: Figures,
-        weights: RunningWeights, ahead: HashAhead | None = None,
+        self, pools: RankPools, ranks: Ranks, weights: RunningWeights, figures: Figures, zero: RankZero | None
     ) -> None:
-        self._worker, self._groups, self._page_tokens, self._ranks = worker, groups, page_tokens, ranks
-        self._weights, self._ahead = weights, ahead
-        self._connector, self._chains, self._known, self._figures = connector, chains, known, figures
+        self._pools, self._worker, self._ranks = pools, pools.worker, ranks
+        self._weights, self._figures, self._zero = weights, figures, zero
         self._offering, self._writing = Background("kvdock-offer"), Background("kvdock-write")
         self._offers: deque[_Offer] = deque()
         self._unshared: deque[_Offer] = deque()
@@ -119,35 +78,35 @@ class Offloads:
         self, pages: Sequence[str], parent: str | None, indices: Mapping[str, Any], counts: Mapping[str, int],
         ready: Callable[[], object], *, may_store: bool,
     ) -> None:
-        """Its pages stay as they are until it has ended. `parent`: as Told has it. Not `may_store`: nothing of it is
+        """Its pages stay as they are until it has ended. `parent`: as Hooked has it. Not `may_store`: nothing of it is
         stored; where rank 0 says so, no rank stores, and where another one does, none that it would have a part in."""
         self._count += 1
         made = _Offer(f"offer-{self._count}", tuple(pages), indices, counts, ready, self._weights.epoch, may_store)
         self._offers.append(made)
         writers = self._worker.session.manifest.writers
-        if self._connector is not None:
-            self._begin(self._connector, made, parent)
+        if self._zero is not None:
+            self._start(self._zero, made, parent)
         if writers > 1:
             self._unshared.append(made)
-        elif self._connector is not None:
+        elif self._zero is not None:
             made.reserved.add_done_callback(lambda _: self._writing.run(self._write, made))
         else:
             made.ended.set_result(True)
 
-    def _begin(self, connector: SchedulerConnector, made: _Offer, parent: str | None) -> None:
-        attachment = connector.session.attachment
+    def _start(self, zero: RankZero, made: _Offer, parent: str | None) -> None:
+        attachment = zero.connector.session.attachment
         if attachment is None or not made.may_store:
             made.reserved.set_result(False)
             return
         of = known_of(attachment.session, made.epoch)
-        made.known = self._known.take(made.pages, of, has_state=STATES in made.counts)
+        made.known = zero.known.take(made.pages, of, has_state=STATES in made.counts)
         if made.known == len(made.pages):
             self._figures.add("stores_known")
             made.reserved.set_result(True)
             return
         above = made.pages[made.known - 1] if made.known else parent
-        self._chains.named(made.name, made.pages[made.known :], above)
-        self._offering.run(self._reserve, connector, made)
+        zero.chains.named(made.name, made.pages[made.known :], above)
+        self._offering.run(self._reserve, zero, made)
 
     def count_ended(self) -> int:
         """How many of the first offers have ended. All ranks call it alike, in each step."""
@@ -164,7 +123,7 @@ class Offloads:
         """The oldest one's outcome: whether the server has all of it."""
         offer = self._offers.popleft()
         ok = offer.ended.exception() is None and offer.ended.result()
-        if self._connector is not None:
+        if self._zero is not None:
             failed = "stores_failed" if offer.may_store and self._is_current(offer) else "stores_outdated"
             self._figures.add("store_tokens" if ok else failed, self._tokens(offer) if ok else 1)
         return ok
@@ -175,11 +134,11 @@ class Offloads:
 
     def reset(self) -> None:
         """Waits until no copy reads a page. SGLang has forgotten its offers, on all ranks."""
-        if self._connector is not None:
+        if self._zero is not None:
             for offer in self._unshared:
                 offer.reserved.exception()
                 for attachment, plan in offer.plans:
-                    self._connector.stores.abort(attachment, plan)
+                    self._zero.connector.stores.abort(attachment, plan)
                     attachment.release()
         for offer in self._offers:
             if offer not in self._unshared:
@@ -193,25 +152,25 @@ class Offloads:
         self._writing.close()
 
     def _tokens(self, offer: _Offer) -> int:
-        return len(offer.pages) * self._page_tokens
+        return len(offer.pages) * self._pools.page_tokens
 
     # ------------------------------------------------------------------ rank 0, background
 
-    def _reserve(self, connector: SchedulerConnector, offer: _Offer) -> None:
+    def _reserve(self, zero: RankZero, offer: _Offer) -> None:
         ok = False
         try:
-            ok = self._reserved(connector, offer)
+            ok = self._reserved(zero.connector, offer)
         finally:
             if not offer.reserved.done():
                 offer.reserved.set_result(ok)
-            connector.finished(offer.name)
-            self._chains.forget(offer.name)
+            zero.connector.finished(offer.name)
+            zero.chains.forget(offer.name)
 
     def _reserved(self, connector: SchedulerConnector, offer: _Offer) -> bool:
         if not self._is_current(offer):
             return False
         wanted = len(offer.pages) - offer.known
-        tokens = range(wanted * self._page_tokens)
+        tokens = range(wanted * self._pools.page_tokens)
         made = connector.stores.begin_store(offer.name, tokens, self._columns(offer), len(tokens))
         if made is None:
             return False
@@ -226,7 +185,7 @@ class Offloads:
     def _columns(self, offer: _Offer) -> list[list[int | None]]:
         """Per group the numbers of the pages that SGLang has and that are not known to be at the server."""
         columns: list[list[int | None]] = []
-        for group in self._groups:
+        for group in self._pools.groups:
             first = len(offer.pages) - offer.counts.get(group.transfer, 0)
             columns.append([at if at >= first else None for at in range(offer.known, len(offer.pages))])
         return columns
@@ -236,22 +195,22 @@ class Offloads:
     def _share(self) -> None:
         """Gives what rank 0 has reserved by now to all writers, in the order of the offers."""
         ready: list[tuple[bool, list[Order]]] = []
-        for offer in self._unshared if self._connector is not None else ():
+        for offer in self._unshared if self._zero is not None else ():
             if not offer.reserved.done():
                 break
             orders = [Order(0, attachment.epoch, plan) for attachment, plan in offer.plans]
             ready.append((offer.reserved.result(), orders))
         for ok, orders in self._ranks.share(ready):
             offer = self._unshared.popleft()
-            if self._connector is None:
+            if self._zero is None:
                 offer.plans = self._attached(orders) if offer.may_store else []
                 offer.reserved.set_result(ok)
             if not orders or self._ranks.all_agree(len(offer.plans) == len(orders)):
                 self._writing.run(self._write, offer)
                 continue
             for attachment, plan in offer.plans:  # a rank is not attached: nobody writes
-                if self._connector is not None:
-                    self._connector.stores.abort(attachment, plan)
+                if self._zero is not None:
+                    self._zero.connector.stores.abort(attachment, plan)
                 attachment.release()
             offer.ended.set_result(False)
 
@@ -287,13 +246,14 @@ class Offloads:
     def _store(self, attachment: Attachment, plan: StorePlan) -> None:
         storing = self._worker.submit_store(attachment, plan)
         self._worker.finish_store(storing)
-        if self._ahead is not None and (parts := self._worker.committed_parts(storing)):
-            self._ahead.add(attachment, parts)
+        ahead = self._zero.ahead if self._zero is not None else None
+        if ahead is not None and (parts := self._worker.committed_parts(storing)):
+            ahead.add(attachment, parts)
 
     def _pages(self, offer: _Offer) -> dict[int, list[int]]:
         """By group, this rank's pages; in front of those that a window has, nothing that anybody asks for."""
         found = {}
-        for group, about in enumerate(self._groups):
+        for group, about in enumerate(self._pools.groups):
             if about.transfer in offer.indices:
                 pages = about.pages_of(offer.indices[about.transfer])
                 found[group] = [-1] * (len(offer.pages) - len(pages)) + pages

@@ -9,13 +9,14 @@ each of its tensors is a group.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from kvdock.connectors.errors import NotSupportedError
+from kvdock.connectors.worker import WorkerConnector
 from kvdock.datapath.errors import LayoutError
 from kvdock.datapath.layout import PagedLayout, paged_layout
 from kvdock.protocol.schemas import Group
@@ -58,6 +59,17 @@ class KVGroup:
         size = self.layout.block_tokens
         pages: list[int] = (flat.reshape(-1, size)[:, 0] // size).tolist()
         return pages
+
+
+@dataclass(frozen=True)
+class RankPools:
+    """A rank's pools, and the worker connector that copies from and to them. `stream`: returns the CUstream on which
+    the forward pass runs; None: the pools are on a CPU."""
+
+    worker: WorkerConnector
+    groups: Sequence[KVGroup]
+    page_tokens: int
+    stream: Callable[[], int] | None = None
 
 
 def groups_of(

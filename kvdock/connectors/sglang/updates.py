@@ -356,7 +356,7 @@ class Fresh:
 
     def may_store(self, pages: Sequence[str], parent: str | None, slots: Any) -> bool:
         """Whether what is offered is all of the weights of now. `pages`: their hashes; `parent`: the hash of the page
-        before, as Told has it; `slots`: of their tokens."""
+        before, as Hooked has it; `slots`: of their tokens."""
         if not self._weights.is_stale:
             return True
         if self._epoch != self._weights.epoch:

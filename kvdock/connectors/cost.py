@@ -180,6 +180,11 @@ class LoadChoice:
         self._accepted.add(request_id)
         return ""
 
+    def loaded(self, tokens: int, seconds: float) -> None:
+        """As LoadOrCompute has it."""
+        if self._cost is not None:
+            self._cost.loaded(tokens, seconds)
+
     def decline(self, request_id: str) -> None:
         """Nothing is loaded for the request until it is forgotten."""
         self._declined.add(request_id)

@@ -530,6 +530,10 @@ class Lookups:
             if is_shared:
                 self.waits.loads.shared(request_id)
 
+    def load_took(self, tokens: int, seconds: float) -> None:
+        """A load of `tokens` has ended. It took `seconds`, counted from the moment when it could start."""
+        self._choice.loaded(tokens, seconds)
+
     def load_failed(self, request_id: str, valid_tokens: int) -> None:
         """Some rank has the tokens up to `valid_tokens` only: what failed is not asked for again, and is offered once
         it is recomputed. May be called for each rank, from any thread."""

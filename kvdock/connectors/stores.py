@@ -80,7 +80,7 @@ CarryOut = Callable[[StoreBatch, StorePlan | None], None]
 
 class Stores:
     def __init__(self, requests: Requests) -> None:
-        self._requests, self._lock, self._callbacks = requests, requests.lock, requests.callbacks
+        self._requests, self._lock = requests, requests.lock
         self._session = session = requests.session
         self._chunk_tokens = session.manifest.chunk_tokens
         self._batches = _Batches(session.manifest, session.identity.member)
@@ -126,10 +126,11 @@ class Stores:
     def _offer(self, request_id: str, request: RequestState, batches: tuple[StoreBatch, ...]) -> StoreOffer | None:
         if not batches or not request.attachment.acquire():
             return None
-        observer, first, end = self._callbacks.observer, batches[0].first, batches[-1].first + len(batches[-1].keys)
+        observer, first = self._requests.callbacks.observer, batches[0].first
+        end = batches[-1].first + len(batches[-1].keys)
         observer.known(request_id, request.chain.keys[:end])
         names = observer.names(request_id, first, end) if request.attachment.wants_blocks else ()
-        traceparent = self._callbacks.traceparent_of(request_id)
+        traceparent = self._requests.callbacks.traceparent_of(request_id)
         return StoreOffer(request_id, request, batches, self._batches.blocks_read(batches), traceparent, names)
 
     def offer_again(self, request_ids: Iterable[str]) -> None:
@@ -180,7 +181,7 @@ class Stores:
             if not is_there or batch.first > progress.reserved:
                 progress.falls_short(min(batch.first, progress.reserved))
                 return None
-        found = self._callbacks.observer.asking(offer.attachment)
+        found = self._requests.callbacks.observer.asking(offer.attachment)
         try:
             answer = self._session.client.reserve(body)
         except (ServerUnavailable, ApiError) as error:

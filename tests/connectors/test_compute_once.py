@@ -22,7 +22,7 @@ from kvdock.connectors.cost import START_TOKENS_PER_S, PrefillSpeed
 from kvdock.connectors.session import EngineSession, Identity
 from kvdock.connectors.vllm.block_budget import BlockBudget
 from kvdock.connectors.vllm.groups import KVGroup
-from kvdock.connectors.vllm.scheduler import VllmScheduler
+from kvdock.connectors.vllm.scheduler import EngineView, VllmScheduler
 from kvdock.connectors.vllm.setup import Settings
 from kvdock.connectors.vllm.steps import Report
 from kvdock.connectors.waits import ASK_S, STALL_SHARE, ComputeOnce
@@ -147,8 +147,8 @@ class Consumer:
         group = KVGroup(None, BLOCK, {"a": 128}, False)
         budget = BlockBudget((group,), blocks=100, longest_tokens=1024, step_tokens=64)
         self.scheduler = VllmScheduler(
-            session, (group,), budget, Settings(address=address, compute_once=float(on), lookup_wait_s=1.0),
-            ranks=1,
+            session, EngineView((group,)), budget,
+            Settings(address=address, compute_once=float(on), lookup_wait_s=1.0),
         )
         self.scheduler._speed._tokens, self.scheduler._speed._seconds = float(CHUNK * CHUNKS), may_wait_s
         self.asked, self.arrived = 0, set[str]()

@@ -111,7 +111,7 @@ class Engine:
         )
         self.trust = Trust(60.0, self.clock)
         self.ahead = HashAhead(self.trust)
-        zero = RankZero(self.connector, self.lookups, self.chains, self.known, self.trust, self.ahead, cost)
+        zero = RankZero(self.connector, self.lookups, self.chains, self.known, self.trust, self.ahead)
         self.offloads = Offloads(pools, Ranks(), self.weights, self.figures, zero)
         start(self.session, self.worker, SessionObserver(self.connector.lookups.keeps_lease))
 

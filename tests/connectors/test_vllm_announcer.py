@@ -7,6 +7,7 @@ import random
 import signal
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -57,8 +58,9 @@ class Telling:
         self.announcer = Announcer(self.rig.connector.session, CHUNK, BLOCK)
         # As vLLM's scheduler process wires them up; the small engine has no announcer.
         scheduler, session = self.rig.connector.scheduler, self.rig.connector.session
-        scheduler._observer = scheduler.stores._observer = Asking(self.announcer)
-        session._observer = SessionObserver(scheduler.keeps_lease, self.announcer.changed)
+        requests = scheduler._requests
+        requests.callbacks = replace(requests.callbacks, observer=Asking(self.announcer))
+        session._observer = SessionObserver(scheduler.lookups.keeps_lease, self.announcer.changed)
         self.told: set[bytes] = set()
         self.known: set[bytes] = set()
         self.heard: list[Told] = []

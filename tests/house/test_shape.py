@@ -21,12 +21,6 @@ from tests.house.shape import NO_PRODUCT, product
 
 MOST_ARGUMENTS, MOST_ATTRIBUTES = 7, 15
 ARGUMENTS = {
-    "kvdock/connectors/session.py Attachment": 15,
-    "kvdock/connectors/sglang/loads.py Loads": 8,
-    "kvdock/connectors/sglang/offloads.py Offloads": 10,
-    "kvdock/connectors/vllm/scheduler.py VllmScheduler": 15,
-    "kvdock/connectors/vllm/worker.py VllmWorker": 11,
-    "kvdock/connectors/worker.py WorkerConnector": 8,
     "kvdock/engine/request.py Request": 16,
     "kvdock/tiers/mover/fetches.py Fetch": 10,
     "kvdock/tiers/mover/fetches.py Fetches": 8,
@@ -35,11 +29,6 @@ ARGUMENTS = {
 ATTRIBUTES = {
     "csrc/cuda/copier.h Copier": 28,
     "csrc/table/chunks.h Chunks": 32,
-    "kvdock/connectors/session.py EngineSession": 17,
-    "kvdock/connectors/sglang/linker.py KvdockLinker": 29,
-    "kvdock/connectors/vllm/connector.py KvdockConnector": 21,
-    "kvdock/connectors/vllm/scheduler.py VllmScheduler": 39,
-    "kvdock/connectors/vllm/worker.py VllmWorker": 30,
     "kvdock/engine/request.py Request": 16,
     "kvdock/tiers/mover/fetches.py Fetches": 18,
     "kvdock/tiers/mover/lanes.py Lane": 17,

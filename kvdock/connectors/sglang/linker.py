@@ -178,9 +178,9 @@ class KvdockLinker(UnifiedCacheLinker):
 
     def _loads_took(self, batch_s: float, copies: Sequence[tuple[int, float]]) -> None:
         self._figures.add("load_seconds", batch_s)
-        if self._zero is not None and self._zero.cost is not None:
+        if self._zero is not None:
             for tokens, seconds in copies:
-                self._zero.cost.loaded(tokens, seconds)
+                self._zero.connector.lookups.load_took(tokens, seconds)
 
     # ------------------------------------------------------------------ stores
 

@@ -60,8 +60,7 @@ class Known:
 
 @dataclass(frozen=True)
 class RankZero:
-    """`ahead`: hashes what rank 0 has stored, so that it can be promised at once; None: nothing does. `cost`: learns
-    from loads; None: nothing does."""
+    """`ahead`: hashes what rank 0 has stored, so that it can be promised at once; None: nothing does."""
 
     connector: SchedulerConnector
     lookups: PageLookups
@@ -69,7 +68,6 @@ class RankZero:
     known: Known
     trust: Trust
     ahead: HashAhead | None = None
-    cost: LoadOrCompute | None = None
 
     @classmethod
     def of(
@@ -96,9 +94,8 @@ class RankZero:
         lookups = PageLookups(
             connector, chains, figures, page_tokens, settings.verify_wait_s, settings.tier_wait_s, clock
         )
-        return cls(
-            connector, lookups, chains, Known(), trust, HashAhead(trust) if settings.trust_s > 0 else None, cost
-        )
+        ahead = HashAhead(trust) if settings.trust_s > 0 else None
+        return cls(connector, lookups, chains, Known(), trust, ahead)
 
     def load_ended(self, load: QueuedLoad, ok: bool | None, epoch: int) -> None:
         """`ok`: whether it has brought all; None: it was cancelled. `epoch`: of the weights that the engine runs."""

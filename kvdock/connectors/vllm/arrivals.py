@@ -20,6 +20,8 @@ from contextlib import AbstractContextManager
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
+from kvdock.connectors.waits import EarlyQuestions
+
 log = logging.getLogger("kvdock.vllm")
 
 CORE = "vllm.v1.engine.core"
@@ -50,27 +52,31 @@ def in_turn(method: Callable[Concatenate[T, P], R]) -> Callable[Concatenate[T, P
     return run
 
 
-class Unscheduled:
-    """Requests that vLLM has received, and of which its scheduler has not heard. The scheduler hears of them before it
-    plans the next step. vLLM refuses some, while it is paused for example: of these the scheduler never hears, and
-    nobody tells connectors. What was leased for them is given back when vLLM plans steps again."""
+class Arrivals:
+    """Requests that vLLM has received, and of which its scheduler has not heard. The scheduler takes them in before it
+    plans the next step. vLLM refuses some, while it is paused for example: its scheduler never hears of these, and no
+    connector does. What was leased for them is given back when vLLM plans steps again. `early`: asks the server about
+    requests that wait."""
 
-    def __init__(self) -> None:
+    def __init__(self, early: EarlyQuestions) -> None:
+        self.early = early
         self._steps = 0
         self._since: dict[str, int] = {}
 
-    def add(self, request_id: str) -> None:
+    def received(self, request_id: str) -> None:
         self._since[request_id] = self._steps
 
-    def remove(self, request_id: str) -> None:
+    def scheduled(self, request_id: str) -> None:
+        """vLLM's scheduler has heard of it."""
         self._since.pop(request_id, None)
 
     def refused(self) -> list[str]:
-        """Called in each step. A request that is scheduled later all the same is asked about once more."""
+        """Called in each step. A request that is scheduled later all the same is asked about again."""
         self._steps += 1
         found = [request_id for request_id, steps in self._since.items() if self._steps - steps > MOST_STEPS]
         for request_id in found:
             del self._since[request_id]
+            self.early.left(request_id)
         return found
 
 

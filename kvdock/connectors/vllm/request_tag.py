@@ -98,7 +98,7 @@ class Tags:
         self, adapters_as: str = "", began_ns: int = 0, clock: Callable[[], float] = time.perf_counter, *,
         weights: RunningWeights | None = None, trusts_names: bool = True,
     ) -> None:
-        self._weights, self._trusts_names = weights if weights is not None else RunningWeights(), trusts_names
+        self.weights, self._trusts_names = weights if weights is not None else RunningWeights(), trusts_names
         self._hashing, self._clock, self._step = Background("kvdock-hash"), clock, 0
         self._adapters, self._adapters_as = Adapters(self._hashing.run, began_ns, hears=LOADS.hears), adapters_as
         self._media = Media(self._hashing.run)
@@ -124,7 +124,7 @@ class Tags:
 
     def namespace_of(self, request: Any, namespace: bytes) -> bytes:
         """What takes the place of the engine's `namespace` in the keys of what is computed of the request now."""
-        return namespace if self.names_weights(request) else tagged(namespace, self._weights.tag)
+        return namespace if self.names_weights(request) else tagged(namespace, self.weights.tag)
 
     def names_weights(self, request: Any) -> bool:
         """Whether the name that the request gives stands for the weights that compute it."""

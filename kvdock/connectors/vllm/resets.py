@@ -135,7 +135,7 @@ def _gives_up_blocks(scheduler: Any, request: Any) -> None:
 # publish nothing any more. Until a server that did not answer has cleared, nothing is looked up. It is asked again
 # after a pause that doubles; a lost one when it is back.
 #
-# Threads: the scheduler's thread calls everything but again() and tell_of_others(); `_lock` guards what they share.
+# Threads: the scheduler's thread calls everything but again() and warn_of_others(); `_lock` guards what they share.
 
 log = logging.getLogger("kvdock.vllm")
 
@@ -223,7 +223,7 @@ class Clearing:
             self._cleared = max(self._cleared, asked)
         return True
 
-    def tell_of_others(self) -> None:
+    def warn_of_others(self) -> None:
         """Background: warns when other instances share what was cleared, for they go on storing."""
         attachment = self._session.attachment
         if attachment is None:
@@ -242,3 +242,20 @@ class Clearing:
                 "the weights have changed, reset them as well, or give each version a weights_digest of its own",
                 len(others), ", ".join(others[:5]),
             )
+
+
+class Resets:
+    """What a reset means, as Settings.on_reset has it."""
+
+    def __init__(self, session: EngineSession, on_reset: str) -> None:
+        self.clearing, self.on_reset = Clearing(session), on_reset
+        self._epoch = 0  # of the weights, at the last reset
+        self.files_together = on_reset == "apart"
+        """Chunks of all weights are filed together, as those of requests that name their weights: they look for chunks
+        of other weights than the engine runs. Keys tell them apart."""
+
+    def has_to_clear(self, epoch: int) -> bool:
+        """Whether a reset now, under the weights of that epoch, has to clear at the server. If the weights have changed
+        since the last reset, nothing that was stored before can be found."""
+        has_changed, self._epoch = epoch != self._epoch, epoch
+        return self.on_reset == "clear" and not has_changed

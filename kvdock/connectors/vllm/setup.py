@@ -308,29 +308,43 @@ def log_among_theirs() -> None:
 log = logging.getLogger("kvdock.vllm")
 
 
-class Attached:
-    """`ranks`: how many workers there are."""
+FIRST_STEPS = 3
+"""After this many steps every worker has had time to report whether it is attached."""
 
-    def __init__(self, ranks: int) -> None:
-        self._ranks = ranks
+
+class Attached:
+    """`ranks`: how many workers there are. `steps_ahead`: how many steps are in progress when vLLM plans another one.
+    """
+
+    def __init__(self, ranks: int, steps_ahead: int = 0) -> None:
+        self._ranks, self._first_steps, self._steps = ranks, FIRST_STEPS + 2 * steps_ahead, 0
         self._epochs: dict[int, ServerEpoch] = {}
         self._own_pools: set[str] = set()
-        self._said: set[int] = set()
+        self._logged: set[int] = set()
 
-    def told(self, epochs: Mapping[int, ServerEpoch]) -> None:
-        """What workers have said with a step."""
+    def planned(self) -> None:
+        """vLLM plans a step."""
+        self._steps += 1
+
+    def reported(self, epochs: Mapping[int, ServerEpoch]) -> None:
+        """Workers have reported with a step to which server they are attached."""
         self._epochs.update(epochs)
 
+    @property
+    def is_early(self) -> bool:
+        """Some workers may not have reported yet."""
+        return self._steps < self._first_steps
+
     def everywhere(self, attachment: Attachment | None) -> bool:
-        """Every worker has said that it is attached to what this side is."""
+        """Every worker has reported that it is attached to the server of this side."""
         if attachment is None:
             return False
         self._own_pools.add(attachment.epoch.pool_id)
         if len(self._epochs) < self._ranks:
             return False
         elsewhere = {rank for rank, epoch in self._epochs.items() if self._is_elsewhere(epoch)}
-        if elsewhere - self._said:
-            self._said |= elsewhere
+        if elsewhere - self._logged:
+            self._logged |= elsewhere
             log.warning(
                 "nothing is loaded: the workers of ranks %s are attached to another kvdock server than the scheduler. "
                 "All of an engine run on one machine and have one address (KVDOCK_ADDRESS)",

@@ -55,6 +55,9 @@ class OpenStores:
         self._stores: dict[str, _Store] = {}
         self._lock = threading.Lock()
         self._reserved: list[tuple[str, Attachment, StorePlan | None]] = []
+        self.last: Future[None] | None = None
+        """Ends when the slots are reserved of the last stores of requests that ended since the last step was planned.
+        """
 
     def __bool__(self) -> bool:
         return bool(self._stores)
@@ -65,23 +68,25 @@ class OpenStores:
 
     def begin(
         self, offer: StoreOffer | None, computed_in: Callable[[int], int | None] = lambda chunks: None, *,
-        holds: bool = False,
-    ) -> Future[None] | None:
-        """Ends when the offer's slots are reserved, or could not be. `computed_in`: given how many of the request's
-        first chunks, the number of the step that computes the last of them; None: the newest. `holds`: it is held back
-        until what it stores is computed, as all are with the constructor's `holds`."""
+        holds: bool = False, is_last: bool = False,
+    ) -> None:
+        """Reserves the offer's slots in the background. `computed_in`: for a number of the request's first chunks, the
+        number of the step that computes the last of them; None: the newest. `holds`: it is held back until what it
+        stores is computed, as all are with the constructor's `holds`. `is_last`: its request has ended."""
         if offer is None:
-            return None
+            return
         for batch in offer.batches:
             blocks = frozenset(block for chunk in batch.block_ids for part in chunk for block in part)
             step = computed_in(batch.first + len(batch.keys))
             self._stores[batch.store_id] = _Store(
                 offer.request_id, blocks, self._ranks, self.step if step is None else step, holds or self._holds
             )
-        return self._offered.store(
+        reserved = self._offered.store(
             offer, partial(self._take_reserved, offer.attachment),
             is_wanted=lambda batch: not self._stores[batch.store_id].is_dropped,
         )
+        if is_last:
+            self.last = reserved
 
     def _take_reserved(self, attachment: Attachment, batch: StoreBatch, plan: StorePlan | None) -> None:
         """Background."""

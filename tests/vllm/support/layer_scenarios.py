@@ -150,7 +150,7 @@ def undone(address: str, **settings: Any) -> dict[str, Any]:
         store.copies.wait(None)
         return future
 
-    engine.worker._worker._storing.run = at_once
+    engine.worker._worker._stores._storing.run = at_once
     engine.add("alone", prompt(6, 150))
     while not engine.seen["sync_loads"]:
         engine.step()

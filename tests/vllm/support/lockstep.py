@@ -188,13 +188,13 @@ def into_lockstep(
     def delay() -> int:
         return source.randrange(most_steps + 1)
 
-    for owner in (connector.lookups, connector.stores, connector, engine.worker._worker):
+    worker = engine.worker._worker
+    for owner in (connector.lookups, connector.stores, connector, worker._reports, worker._stores):
         for value in vars(owner).values():
             if isinstance(value, Background) and value._thread not in queues:  # two of them share one
                 value.close()
                 queues.append(Queue(delay, failures))
                 value._thread = queues[-1]
-    worker = engine.worker._worker
     submit = worker._connector.submit_load
     least = LEAST_QUESTIONS if verified else 0
     worker._connector.submit_load = lambda *arguments, **how: LateLoading(
@@ -226,7 +226,7 @@ def into_lockstep(
         for job in jobs:
             job.result()
 
-    worker_module.wait, worker_module.TELL_AFTER_S = wait, 0.0
+    worker_module.wait, worker_module.REPORT_AFTER_S = wait, 0.0
     engine.before_step = tick
     return failures
 

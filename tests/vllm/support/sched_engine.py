@@ -349,7 +349,7 @@ class SchedEngine:
         """How much is still known of lookups and loads: nothing when all requests have ended."""
         half, lookups = self.half, self.half._connector.lookups
         once = lookups.waits.loads
-        kept = (lookups._sent, lookups._checks, half._early._open, half._early._waiting)
+        kept = (lookups._sent, lookups._checks, half._arrivals.early._open, half._arrivals.early._waiting)
         return sum(map(len, kept + ((once._loads, once._by_key, once._waits) if once is not None else ())))
 
     def _forward(self, out: Any) -> ModelRunnerOutput:

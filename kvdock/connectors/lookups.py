@@ -472,7 +472,7 @@ class Lookups:
             self._record.statistics.load_begun(request_id, local_tokens, hit_tokens)
         if self.waits.loads is not None and not is_shared:
             known = self._requests.known_keys(request_id)
-            self.waits.loads.begins(request_id, known[1] if known is not None else (), local_tokens, hit_tokens)
+            self.waits.loads.started(request_id, known[1] if known is not None else (), local_tokens, hit_tokens)
         return started
 
     def _hand_out(

@@ -1,4 +1,4 @@
-"""A whole connector in one process, behind the verbs of interface.py: what an engine's first process plugs in.
+"""A whole connector in one process, behind the verbs of interface.py, for an engine's first process.
 
     engine thread      lookup ──► begin_load ──► poll … begin_store ──► poll … finished
     background         fetch      load           reserve + store        cancel
@@ -63,14 +63,14 @@ class ConnectorSettings:
     tier_wait_s: float = 2.0
     """The longest that a request waits for what the server's lower tiers have; 0: not at all."""
     chunk_statistics: bool = False
-    """Counts which chunks are used again; see the connector's `statistics`."""
+    """Counts which chunks are used again: the connector's `statistics`."""
 
 
 class EngineConnector:
-    """A Connector (interface.py). `layouts`: where each KV group of the manifest has its blocks; groups that
-    share their memory share a layout. RefusedError when a server is there and does not accept this engine;
-    LayoutMismatchError when `layouts` and `manifest` disagree; NoCuda when there is no such GPU. `stream`: as
-    WorkerConnector has it. `peers`: the way to the workers of the ranks beside this one, whose rank is 0."""
+    """A Connector (interface.py). `layouts`: where each KV group of the manifest has its blocks; groups that share their
+    memory share a layout. RefusedError when a server is there and does not accept this engine; LayoutMismatchError when
+    `layouts` and `manifest` disagree; NoCuda when there is no such GPU. `stream`: as WorkerConnector has it. `peers`:
+    the way to the workers of the ranks beside this one, whose rank is 0."""
 
     def __init__(
         self,
@@ -99,14 +99,14 @@ class EngineConnector:
                 loads=LoadOnce(manifest.chunk_tokens, time.perf_counter, whole=has_windows),
             ),
             record=LookupRecord(
-                lambda _seconds: self._tell(),
+                lambda _seconds: self._report(),
                 lambda request_id, why, tokens: self._outcomes.declined(request_id, why, tokens), self.statistics,
             ),
         )
         self._outcomes = EngineOutcomes(self.scheduler.ended, time.perf_counter)
-        self._news = threading.Condition()
+        self._reported = threading.Condition()
         self._loads: list[tuple[LoadDone, float | None]] = []
-        """With what the copies took on the slowest rank, in seconds."""
+        """With the seconds that the copies took on the slowest rank."""
         self._stores: list[StoreDone] = []
         self._woken = False
         self._loading = Background("kvdock-load")
@@ -124,13 +124,13 @@ class EngineConnector:
         return found
 
     def begin_load(self, request_id: str, block_ids: GroupBlocks, local_tokens: int, hit_tokens: int) -> None:
-        begun = self.scheduler.lookups.begin_load(request_id, block_ids, local_tokens, hit_tokens)
+        started = self.scheduler.lookups.begin_load(request_id, block_ids, local_tokens, hit_tokens)
         self._outcomes.begin_load(request_id, local_tokens, hit_tokens)
-        if begun is None:
-            self._tell(load=(LoadDone(request_id, local_tokens), None))
+        if started is None:
+            self._report(load=(LoadDone(request_id, local_tokens), None))
         else:
-            self._outcomes.loading(request_id, self.scheduler.lookups.bytes_of(begun[1]))
-            self._loading.run(self._load, *begun)
+            self._outcomes.loading(request_id, self.scheduler.lookups.bytes_of(started[1]))
+            self._loading.run(self._load, *started)
 
     def begin_store(
         self, request_id: str, token_ids: Sequence[int], block_ids: GroupBlocks, computed_tokens: int
@@ -144,9 +144,9 @@ class EngineConnector:
         return offer.reads
 
     def poll(self, timeout_s: float = 0.0) -> Progress:
-        with self._news:
+        with self._reported:
             if not self._woken and timeout_s > 0:
-                self._news.wait(timeout_s)
+                self._reported.wait(timeout_s)
             self._woken = False
             loads, self._loads = self._loads, []
             stores, self._stores = self._stores, []
@@ -185,12 +185,12 @@ class EngineConnector:
                 self.session.client.release_later(plan.lease, attachment.session, not_begun)
             if valid < plan.hit_tokens:
                 self.scheduler.lookups.load_failed(plan.request_id, valid)
-            self._tell(load=(LoadDone(plan.request_id, valid), took_s))
+            self._report(load=(LoadDone(plan.request_id, valid), took_s))
             self.worker.settle(attachment)
             attachment.release()
 
     def _load_here(self, attachment: Attachment, plan: LoadPlan) -> tuple[int, float | None]:
-        """(tokens valid from token 0 on, what the copies took on the slowest rank if that is known)."""
+        """(tokens valid from token 0 on, seconds that the copies took on the slowest rank, if that is known)."""
         loading = self.worker.submit_load(attachment, plan)
         try:
             valid = self.worker.finish_load(loading)
@@ -204,10 +204,10 @@ class EngineConnector:
                 self._store_everywhere(offer.attachment, plan)
         finally:
             if batch is offer.batches[-1]:
-                self._tell(store=StoreDone(offer.request_id, offer.reads))
+                self._report(store=StoreDone(offer.request_id, offer.reads))
 
     def _store_everywhere(self, attachment: Attachment, plan: StorePlan) -> None:
-        """Every writer its part; with the last commit the chunks are there."""
+        """Every writer stores its part. With the last commit the chunks are there."""
         others = self.peers.send(attachment.epoch, plan, below=self.session.manifest.writers)
         try:
             self.worker.store(attachment, plan)
@@ -216,19 +216,19 @@ class EngineConnector:
             if not_begun:
                 self.session.abort(attachment, plan.reservation, not_begun)
 
-    def _tell(self, *, load: tuple[LoadDone, float | None] | None = None, store: StoreDone | None = None) -> None:
-        with self._news:
+    def _report(self, *, load: tuple[LoadDone, float | None] | None = None, store: StoreDone | None = None) -> None:
+        with self._reported:
             if load is not None:
                 self._loads.append(load)
             if store is not None:
                 self._stores.append(store)
             self._woken = True
-            self._news.notify_all()
+            self._reported.notify_all()
 
 
 class _KnownByTokens(ChunkObserver):
-    """Routers know chunks by their tokens and keys: the engine has no hashes of its own that they could have. `of`: the
-    tokens of each request that stores."""
+    """Routers know chunks by their tokens and keys: the engine has no hashes of its own. `of`: the tokens of each
+    request that stores."""
 
     def __init__(self, chunk_tokens: int) -> None:
         self._chunk_tokens = chunk_tokens
@@ -268,8 +268,8 @@ def open_rank(
     settings: ConnectorSettings, manifest: Manifest, identity: Identity, layouts: Sequence[PagedLayout],
     answer: Callable[[Answer], None], *, stream: int | None = None,
 ) -> RankWorker:
-    """What another rank's process plugs in; `identity` has rank 0's instance, a member and a rank of its own. Raises
-    what EngineConnector raises."""
+    """The connector of another rank's process. `identity`: has rank 0's instance, and a member and a rank of its own.
+    Raises what EngineConnector raises."""
     session, worker = open_worker(settings, manifest, identity, layouts, stream=stream)
     start(session, worker)
     return RankWorker(session, worker, answer)

@@ -55,8 +55,8 @@ class _Load:
         return self.first + len(self.keys)
 
     def common_end(self, keys: Sequence[bytes], chunk: int) -> int:
-        """The end of the chunks that `keys` and the load have in common. The load has their `chunk`; each key stands for
-        all chunks before it, too."""
+        """The end of the chunks that `keys` and the load have in common. The load has their `chunk`. Each key stands
+        for all chunks before it, too."""
         low, high = chunk + 1, min(self.end, len(keys))
         while low < high:
             middle = (low + high + 1) // 2
@@ -81,8 +81,8 @@ class _Wait:
 
 
 class LoadOnce:
-    """`shares`: whether the engine's own cache, which has the first tokens of the request `loader`, has them for `other`
-    as well. `whole`: it has a load only for requests that have all of it in common, as with windows.
+    """`shares`: whether the engine's own cache, which has the first tokens of the request `loader`, has them for the
+    request `other` as well. `whole`: it has a load only for requests that have all of it in common, as with windows.
     `lost_tokens`: how many tokens at the end of a cached prefix are computed again all the same. `steps_ahead`: how
     many steps are in progress when another one is planned. `count`: called when a wait ends, with its outcome
     ("fulfilled", "failed", "expired", "missed") and its seconds."""

@@ -67,10 +67,10 @@ class ConnectorSettings:
 
 
 class EngineConnector:
-    """A Connector (interface.py). `layouts`: where each KV group of the manifest has its blocks; groups that share their
-    memory share a layout. RefusedError when a server is there and does not accept this engine; LayoutMismatchError when
-    `layouts` and `manifest` disagree; NoCuda when there is no such GPU. `stream`: as WorkerConnector has it. `peers`:
-    the way to the workers of the ranks beside this one, whose rank is 0."""
+    """A Connector (interface.py). `layouts`: where each KV group of the manifest has its blocks; groups that share
+    their memory share a layout. RefusedError when a server is there and does not accept this engine;
+    LayoutMismatchError when `layouts` and `manifest` disagree; NoCuda when there is no such GPU. `stream`: as
+    WorkerConnector has it. `peers`: the way to the workers of the ranks beside this one, whose rank is 0."""
 
     def __init__(
         self,
@@ -178,11 +178,11 @@ class EngineConnector:
         try:
             valid, took_s = self._load_here(attachment, plan)
         finally:
-            elsewhere, not_begun = others.wait()
+            elsewhere, not_started = others.wait()
             if elsewhere is not None:
                 valid = max(plan.local_tokens, min(valid, elsewhere))
-            if not_begun:
-                self.session.client.release_later(plan.lease, attachment.session, not_begun)
+            if not_started:
+                self.session.client.release_later(plan.lease, attachment.session, not_started)
             if valid < plan.hit_tokens:
                 self.scheduler.lookups.load_failed(plan.request_id, valid)
             self._report(load=(LoadDone(plan.request_id, valid), took_s))
@@ -212,9 +212,9 @@ class EngineConnector:
         try:
             self.worker.store(attachment, plan)
         finally:
-            _, not_begun = others.wait()
-            if not_begun:
-                self.session.abort(attachment, plan.reservation, not_begun)
+            _, not_started = others.wait()
+            if not_started:
+                self.session.abort(attachment, plan.reservation, not_started)
 
     def _report(self, *, load: tuple[LoadDone, float | None] | None = None, store: StoreDone | None = None) -> None:
         with self._reported:

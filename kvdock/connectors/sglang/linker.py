@@ -68,7 +68,7 @@ class KvdockLinker(UnifiedCacheLinker):
         self._ranks = Ranks(params.attn_tp_cache_group or params.tp_cache_group)
         self._figures = Figures(_prometheus() if params.enable_metrics else None)
         self._weights = RunningWeights(
-            trusts_versions=settings.trust_weight_versions, draw=nonce, told=self._weights_named
+            trusts_versions=settings.trust_weight_versions, draw=nonce, renamed=self._weights_named
         )
         self._rank_pools = self._open(settings, server_args, params, model, groups, nonce)
         speed = PrefillSpeed(clock, 0 if server_args.disable_overlap_schedule else 1)

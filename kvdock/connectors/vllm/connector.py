@@ -187,7 +187,7 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
             transfer.kv_load_failure_policy = "recompute"  # vLLM reads it afterwards; of another connector's copy never
         elif role == KVConnectorRole.WORKER and (self._is_beside or not self._settings.recompute_failed_loads):
             warn_of_policy((transfer if engine is None else engine.kv_transfer_config).kv_load_failure_policy, place)
-        self._weights = RunningWeights(trusts_versions=self._settings.trust_weight_versions, told=self._runs)
+        self._weights = RunningWeights(trusts_versions=self._settings.trust_weight_versions, renamed=self._runs)
         self._worker: VllmWorker | None = None
         self._streams = _Streams()
         self._scheduler: VllmScheduler | None = None

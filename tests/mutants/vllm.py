@@ -82,7 +82,7 @@ MUTANTS = (
     ),
     Mutant(
         "V5e", "KV of long and of short rotary factors is shared", DEPENDENCES,
-        "told.append([kind, is_beyond])", "told.append([kind])",
+        "found_kinds.append([kind, is_beyond])", "found_kinds.append([kind])",
         IDENTITY, "test_longrope_engines_share_while_they_use_the_same_factors",
     ),
     Mutant(
@@ -262,12 +262,12 @@ MUTANTS = (
     ),
     Mutant(
         "V18a", "a salt does not count", "kvdock/connectors/vllm/request_tag.py",
-        '                met.told["salt"] = request.cache_salt\n', "                pass\n",
+        '                met.inputs["salt"] = request.cache_salt\n', "                pass\n",
         TAGS, "test_keys_are_shared_as_far_as_requests_are_alike",
     ),
     Mutant(
         "V18b", "embeddings do not count", "kvdock/connectors/vllm/request_tag.py",
-        '            told["embeddings"] = met.embeddings\n', "            pass\n",
+        '            inputs["embeddings"] = met.embeddings\n', "            pass\n",
         TAGS, "test_keys_are_shared_as_far_as_requests_are_alike",
     ),
     Mutant(

@@ -16,7 +16,7 @@ from kvdock.connectors.dependences import described
 from kvdock.connectors.errors import NotSupportedError
 from kvdock.connectors.vllm.dependences import positions_of, unusual_around, unusual_of
 from kvdock.connectors.vllm.groups import KVGroup, signature, step_tokens
-from kvdock.connectors.vllm.setup import Place, drafts_with_kv
+from kvdock.connectors.vllm.setup import RankPosition, drafts_with_kv
 from kvdock.connectors.weights import FindSnapshot, hub_snapshot, weights_of
 from kvdock.protocol.keys import HASH_FUNCTION
 from kvdock.protocol.schemas import Group, Manifest
@@ -85,7 +85,7 @@ def _draft_weights(
 
 
 def manifest_of(
-    vllm_config: Any, version: str, groups: Sequence[KVGroup], tensors: Mapping[str, Any], place: Place, *,
+    vllm_config: Any, version: str, groups: Sequence[KVGroup], tensors: Mapping[str, Any], place: RankPosition, *,
     num_blocks: int, chunk_tokens: int, weights_digest: str, hashing: tuple[str, str],
     environ: Mapping[str, str] = MappingProxyType({}), find_snapshot: FindSnapshot = hub_snapshot,
     read_all: bool = False,

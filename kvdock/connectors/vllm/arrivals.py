@@ -1,14 +1,14 @@
 """Requests that reach vLLM while a step runs.
 
-vLLM's scheduler takes new requests in between two steps, and only then tells connectors of them. Under load a step
-takes 300 ms and more, in which a lower tier loads gigabytes. So the connector hears of a request when vLLM's core
+vLLM's scheduler takes in new requests between two steps, and only then reports them to connectors. Under load a step
+takes 300 ms and more, in which a lower tier loads gigabytes. So kvdock's connector learns of a request when vLLM's core
 receives it:
 
-    vLLM's receiving thread   EngineCore.preprocess_add_request ──► kvdock_received: the server is asked, tiers load
-    vLLM's scheduler thread   … a step ends ──► on_new_request ──► get_num_new_matched_tokens: what has come is found
+    vLLM's receiving thread   EngineCore.preprocess_add_request ──► kvdock_received: a question is sent, tiers load
+    vLLM's scheduler thread   … a step ends ──► on_new_request ──► get_num_new_matched_tokens: the answer is read
 
-Connectors have no hook there, so `listen` wraps the method. A vLLM without it is served as well: a request is asked
-about in between two steps. `in_turn` lets one of the two threads in at a time.
+Connectors have no hook there, so `listen` wraps the method. A vLLM without it is served as well: then questions are
+sent between two steps. `in_turn` lets one of the two threads in at a time.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ log = logging.getLogger("kvdock.vllm")
 
 CORE = "vllm.v1.engine.core"
 MOST_STEPS = 3
-"""A request that vLLM does not schedule within so many steps was refused."""
+"""A request that vLLM does not schedule within this many steps was refused."""
 _is_listening = False
 
 
@@ -81,7 +81,7 @@ class Arrivals:
 
 
 def listen() -> None:
-    """From now on all cores of this process tell their connectors of each request that they have received, by
+    """From now on all cores of this process report each request that they have received to their connectors, by
     `kvdock_received(request)`."""
     global _is_listening
     core = getattr(sys.modules.get(CORE), "EngineCore", None)  # not loaded: this process has no core
@@ -96,7 +96,7 @@ def listen() -> None:
     def preprocess(self: Any, *args: Any, **more: Any) -> Any:
         made = real(self, *args, **more)
         try:
-            _tell(self, made[0])
+            _report(self, made[0])
         except Exception:  # vLLM has its request all the same, whatever its version's core is like
             core.preprocess_add_request = real  # one traceback, not one for each request
             log.exception("from now on requests are asked about in between two steps")
@@ -106,7 +106,7 @@ def listen() -> None:
     _is_listening = True
 
 
-def _tell(core: Any, request: Any) -> None:
+def _report(core: Any, request: Any) -> None:
     connector = getattr(getattr(core, "scheduler", None), "connector", None)
     for one in (connector, *getattr(connector, "_connectors", ())):  # MultiConnector has several
         if hasattr(one, "kvdock_received"):

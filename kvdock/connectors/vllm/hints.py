@@ -1,8 +1,8 @@
-"""What a request of vLLM says of the worth of its KV: in `kv_hints`, an envelope that newer versions have, and in
-`kv_transfer_params`; there it also says what kvdock is to do for it.
+"""Hints of vLLM's requests on the worth of their KV: in `kv_hints`, an envelope that newer versions have, and in
+`kv_transfer_params`, which also holds a request's options for kvdock.
 
-Orchestrators write hints, in forms that are still moving, so nothing here makes a request fail: what is unknown or
-cannot be read is counted, and the first of it logged.
+Orchestrators write hints, in forms that still change, so nothing here makes a request fail: hints that are unknown or
+cannot be read are counted, and the first one is logged.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ OWN = "kvdock"
 
 @dataclass(frozen=True)
 class Asked:
-    """What a request asks of kvdock in its `kv_transfer_params`. `load`: it may be looked up; `store`: it may be
-    stored; `report`: its answer says what became of it; `session_end`, `prefetch_after_s`: as docs/vllm.md has them;
-    `weights`: names the weights that it runs with, where they change in place."""
+    """The options of a request in its `kv_transfer_params`. `load`: it may be looked up; `store`: it may be stored;
+    `report`: its answer has its outcome; `session_end`, `prefetch_after_s`: as docs/vllm.md has them; `weights`: names
+    the weights that it runs with, where they change in place."""
 
     load: bool = True
     store: bool = True
@@ -50,7 +50,7 @@ class Asked:
 
 
 def asked_by(request: Any) -> Asked:
-    """What cannot be read asks for nothing; Hints.of counts it."""
+    """Options that cannot be read count as not given; Hints.of counts them."""
     params = getattr(request, "kv_transfer_params", None)
     if not isinstance(params, Mapping) or OWN not in params:
         return Asked()
@@ -61,17 +61,17 @@ def asked_by(request: Any) -> Asked:
 
 
 class Unreadable(ValueError):
-    """A hint that is not in a form that we know; says what was found and what is wanted."""
+    """A hint in an unknown form; says what was found and what is wanted."""
 
 
 class Hints:
-    """`ignored`: called with how many hints of a request came to nothing."""
+    """`ignored`: called with the number of hints of a request that were ignored."""
 
     def __init__(self, ignored: Callable[[int], None]) -> None:
-        self._ignored, self._is_told = ignored, False
+        self._ignored, self._has_logged = ignored, False
 
     def of(self, request: Any) -> list[Preference]:
-        """What is wished for the request's chunks, if it ends by itself. Never raises."""
+        """The preferences for the request's chunks, if it ends by itself. Never raises."""
         preferences: list[Preference] = []
         for name, read in _hints_of(request):
             try:
@@ -85,8 +85,8 @@ class Hints:
 
     def _ignore(self, name: str, error: Exception) -> None:
         self._ignored(1)
-        if not self._is_told:
-            self._is_told = True
+        if not self._has_logged:
+            self._has_logged = True
             log.warning(
                 "kvdock: ignores the KV hint %.80r: %s. Others are counted in hints_ignored, and not logged.", name,
                 str(error)[:300],
@@ -94,7 +94,7 @@ class Hints:
 
 
 def _hints_of(request: Any) -> Iterator[tuple[str, Callable[[], list[Preference]]]]:
-    """The name of each hint, and what reads it."""
+    """The name of each hint, and a function that reads it."""
     params = getattr(request, "kv_transfer_params", None)
     if isinstance(params, Mapping) and OWN in params:
         own = params[OWN]
@@ -160,7 +160,7 @@ def _retain(payload: Mapping[str, Any]) -> list[Preference]:
 
 
 def _retained(directive: Any) -> Preference:
-    """What comes before the range is retained with it: without that, nobody could find it."""
+    """The chunks before the range are retained with it: without them, no lookup could find it."""
     if not isinstance(directive, Mapping):
         _refuse("directives", directive, "objects")
     priority = _whole(directive, "priority", least=0)
@@ -172,7 +172,7 @@ def _retained(directive: Any) -> Preference:
 
 
 def _set_priority(payload: Mapping[str, Any]) -> list[Preference]:
-    """`value` None takes back what was wished before."""
+    """`value` None takes back earlier preferences."""
     if payload.get("target", "request_cached") != "request_cached":
         _refuse("target", payload["target"], "request_cached")
     if "value" in payload and payload["value"] is None:

@@ -1,12 +1,12 @@
 """In the scheduler's process: stores from their offer until no worker reads for them any more.
 
-Their slots are reserved in the background, and the plan goes to the workers with a later step. vLLM frees blocks when
-it likes, so a store whose blocks are given out anew is fenced: it goes to the workers with that step at the latest, and
-what the step writes comes after the store has read. It is dropped when its slots are not reserved yet. Where a load
-writes first, the load alone comes after the store, and the step in which its request runs.
+Their slots are reserved in the background, and the plan goes to the workers with a later step. vLLM may free the blocks
+at any time, so a store whose blocks are given out anew is fenced: it goes to the workers with that step at the latest,
+and the writes of the step come after the reads of the store. It is dropped when its slots are not reserved yet. Where a
+load writes first, only the load comes after the store, and the step in which the load's request runs.
 
-What a step computes may rest on a load of another connector that fails, which is known with the step's outcome. Workers
-publish what they are given, so beside other connectors a store is held back until the steps before it have ended.
+The KV of a step may depend on a load of another connector that fails, which is known with the step's outcome. Workers
+publish all stores that they get, so beside other connectors a store is held back until the steps before it have ended.
 
 Invariant: every store that may still read its blocks is known here.
 

@@ -1,4 +1,4 @@
-"""Which blocks requests have, as vLLM names them."""
+"""Which blocks requests have, and which of them steps use, by vLLM's block ids."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Handed = tuple[int, int, int]
 
 
 def begun(output: Any) -> Iterator[tuple[str, Table]]:
-    """The whole tables of requests that begin in the step, or begin again."""
+    """The whole tables of requests that start in the step, or start again."""
     for new in output.scheduled_new_reqs:
         yield new.req_id, [_or_none(column) for column in new.block_ids]
     cached = output.scheduled_cached_reqs
@@ -30,7 +30,7 @@ def begun(output: Any) -> Iterator[tuple[str, Table]]:
 
 
 def grown(output: Any) -> Iterator[tuple[str, Table]]:
-    """What is added to the tables of requests that go on."""
+    """The blocks that are added to the tables of requests that go on."""
     cached = output.scheduled_cached_reqs
     for request_id, ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
         if ids is not None and request_id not in cached.resumed_req_ids:
@@ -38,7 +38,8 @@ def grown(output: Any) -> Iterator[tuple[str, Table]]:
 
 
 def follow(output: Any, tracked: Mapping[str, Any]) -> None:
-    """Brings the `table` of each tracked request up to date: the step's `output` says what blocks it was given."""
+    """Brings the `table` of each tracked request up to date, with the blocks that it was given by the step's
+    `output`."""
     for request_id, table in begun(output):
         if request_id in tracked:
             tracked[request_id].table = table
@@ -49,16 +50,16 @@ def follow(output: Any, tracked: Mapping[str, Any]) -> None:
 
 
 def handed(output: Any, request_id: str) -> Set[Handed]:
-    """The states that vLLM says the step leaves of the request; before 0.32 none."""
-    told = getattr(output, "kv_connector_block_state", None)
-    return frozenset(told.boundary_state_offloads.get(request_id, ())) if told is not None else frozenset()
+    """The states that the step leaves of the request, as vLLM reports them; before 0.32 none."""
+    states = getattr(output, "kv_connector_block_state", None)
+    return frozenset(states.boundary_state_offloads.get(request_id, ())) if states is not None else frozenset()
 
 
 def settled(
     groups: Sequence[KVGroup], columns: Table, boundaries: Collection[int] = (), states: Set[Handed] = frozenset()
 ) -> Table:
     """`columns` without recurrent states that may still change (states.py). What is left: the states at
-    `boundaries`, which are numbers of tokens at which a step begins or ends, and those of `states` that are still in
+    `boundaries`, which are numbers of tokens at which a step starts or ends, and those of `states` that are still in
     their places."""
     left = []
     for index, (column, group) in enumerate(zip(columns, groups, strict=True)):
@@ -97,7 +98,7 @@ def _or_none(blocks: Sequence[int]) -> list[int | None]:
 
 
 # --------------------------------------------------------------------------------
-# What the scheduler's side knows of a request, from its arrival to its end.
+# What the scheduler's side knows about a request, from its arrival to its end.
 
 @dataclass
 class Tracked:
@@ -111,7 +112,7 @@ class Tracked:
     """It was not in any step since it was given its blocks."""
     table: Table | None = None
     is_old: bool = False
-    """The cache was reset since it was looked up: what it computes may rest on what was there before."""
+    """The cache was reset since it was looked up: its KV may depend on KV from before."""
     given: set[int] = field(default_factory=set)
     """Blocks that it was given, until it is in a step."""
     steps: deque[tuple[int, int]] = field(default_factory=deque)
@@ -119,7 +120,7 @@ class Tracked:
 
     @property
     def traceparent(self) -> str:
-        """As vLLM got it; empty: none. It keeps these headers only if it sends traces itself."""
+        """As vLLM got it; empty: none. vLLM keeps these headers only if it sends traces itself."""
         headers = getattr(self.request, "trace_headers", None) or {}
         return traceparent_or_none(headers.get("traceparent"))
 
@@ -127,7 +128,7 @@ class Tracked:
         """The number of a step: once it has ended, the first `tokens` tokens are in their blocks. None: not known."""
         if not self.steps:
             return None
-        # What was computed before the oldest of these may have been loaded, which has ended when that one has.
+        # Tokens before the oldest of these may have been loaded: that load has ended when this step has.
         return next((number for number, before in reversed(self.steps) if before < tokens), self.steps[0][0])
 
 
@@ -246,12 +247,12 @@ class NextStep:
 
 
 # --------------------------------------------------------------------------------
-# What one request has loaded, and others find in vLLM's own prefix cache once it has come
+# Loads of one request that others find in vLLM's own prefix cache once they have ended
 # (kvdock/connectors/load_once.py).
 #
-# vLLM names what its cache has by hashes of its own: an adapter's name and a client's name of an image are in them, so
-# that requests whose KV is the same, and whose keys are equal, may have other hashes. Then neither finds what the other
-# has loaded.
+# vLLM names the blocks of its cache by hashes of its own: they include an adapter's name and a client's name of an
+# image, so requests whose KV is the same, and whose keys are equal, may have different hashes. Then neither finds the
+# other's blocks.
 
 @dataclass(frozen=True)
 class OwnCache:
@@ -270,8 +271,9 @@ class OwnCache:
 
 
 def own_cache_of(vllm_config: Any, groups: Sequence[KVGroup], hash_tokens: int) -> OwnCache | None:
-    """None: other requests do not find what one has loaded. Nor is it known of recurrent states, of which a load brings
-    one alone; and with drafts' KV vLLM wants one block more before the end than a window needs, which is not loaded."""
+    """None: other requests do not find the blocks that one has loaded. So it is with recurrent states, of which a load
+    brings one alone, and with windows beside drafts' KV: there vLLM needs one block more before the end than the
+    window, which is not loaded."""
     has_windows = any(group.window_tokens is not None for group in groups)
     has_drafts = drafts_with_kv(vllm_config) is not None
     if not vllm_config.cache_config.enable_prefix_caching or any(group.state for group in groups):

@@ -197,7 +197,7 @@ def test_a_request_is_held_back_until_what_was_found_is_verified_but_not_for_eve
         engine.lookups.tick(0)
         assert engine.lookups.ask(rid, pages) in (0, 2)
         holding.looked_up(rid)
-        return holding.begins(rid)
+        return holding.starts(rid)
 
     engine.verifier.gate.clear()
     assert is_held_back("soon") and holding.held(["other", "soon"]) == {"soon"}
@@ -211,7 +211,7 @@ def test_a_request_is_held_back_until_what_was_found_is_verified_but_not_for_eve
     engine.clock.ahead_s += 6.0
     assert not holding.held(["late"]) and not is_held_back("late") and engine.lookups.ask("late", pages) == 0
     assert engine.figures.counted["lookups_unverified"] == 1
-    assert not holding.begins("late"), "it was not asked about"
+    assert not holding.starts("late"), "it was not asked about"
     engine.verifier.gate.set()
 
 
@@ -264,7 +264,7 @@ def test_who_is_held_back_is_out_of_the_queue_while_others_are_admitted(engine: 
     engine.verifier.gate.clear()
     assert engine.lookups.ask("held", pages) == 0
     holding.looked_up("held")
-    assert holding.begins("held")
+    assert holding.starts("held")
     scheduler = SimpleNamespace(waiting_queue=[other, held, third])
 
     def admits_all(scheduler: Any) -> tuple[Any, Any]:

@@ -1,11 +1,12 @@
-"""The class SGLang makes in each rank of an engine. It holds the parts of this folder together and hands each call on.
+"""The class that SGLang makes in each rank of an engine. It holds the parts of this folder together.
 
     --enable-unified-cache-external-linker --unified-cache-external-linker-backend dynamic
     --unified-cache-external-linker-config
         '{"linker": "KvdockLinker", "linker_module_path": "kvdock.connectors.sglang"}'
 
-SGLang calls the linkers of all ranks alike, and joins their answers: a request may load what all of them say, and has
-failed if one of them says so. Rank 0 alone asks the server; the others say yes to all of it, so rank 0's word counts.
+SGLang calls the linkers of all ranks alike, and joins their answers: a request may load the pages that all of them
+promise, and has failed if it has failed in one of them. Only rank 0 looks up at the server. The other ranks promise
+everything, so rank 0 decides.
 
 Threads: SGLang's scheduler thread calls everything.
 """
@@ -229,19 +230,19 @@ class KvdockLinker(UnifiedCacheLinker):
         self._weights.computed()
 
     def _weights_change(self) -> None:
-        """What was asked for is not loaded from now on, and what was offered and not begun is not stored."""
+        """From now on, pages that were looked up are not loaded, and offers that have not started are not stored."""
         if self._zero is not None:
             self._zero.lookups.reset()
 
     def _weights_named(self, name: str) -> None:
-        """The weights that this engine runs are known by `name` from now on, as RunningWeights has it."""
+        """The weights that this engine runs have this name from now on, as RunningWeights has it."""
         self._figures.add("weights_changes")
         self._figures.add("weights_private", int(name.startswith("private")))
 
     # ------------------------------------------------------------------ ends
 
     def reset(self) -> None:
-        """What the server holds stays: /flush_cache is about this engine's memory."""
+        """The server's chunks stay: /flush_cache is about this engine's memory."""
         self._loads.reset()
         self._offloads.reset()
         if self._zero is not None:

@@ -1,11 +1,11 @@
-"""A rank's loads: queued while SGLang builds a batch, begun with it, waited for layer by layer, and ended with it.
+"""A rank's loads: queued while SGLang builds a batch, started with it, awaited layer by layer, and ended with it.
 
-    load ──► queue ──► start ──► "kvdock-load": submit ──► copies ──► verdict, words to the server
+    load ──► queue ──► start ──► "kvdock-load": submit ──► copies ──► verdict, reports to the server
                          └► batch ◄── wait_until(layer) …… forward …… finish
 
 The forward pass asks for a layer's KV before it reads it. On a GPU its stream is ordered after the band of layers that
 has it, so loading and computing overlap; on a CPU it waits for the load. Recurrent states are all there before the
-forward pass begins. SGLang reads the verdict after the forward pass, and by then no copy writes to its pages.
+forward pass starts. SGLang reads the verdict after the forward pass, and by then no copy writes to its pages.
 
 Invariant: every plan that was queued is copied, or given up, exactly once; its lease is released once its copies have
 ended (W1).
@@ -47,7 +47,7 @@ class QueuedLoad:
 class _Batch:
     loads: Sequence[QueuedLoad]
     is_outdated: bool
-    """It has a load of what other weights have computed: nothing is copied, and all of it fails."""
+    """It has a load of KV of other weights: nothing is copied, and all of it fails."""
     submitted: Future[list[Loading]] = field(default_factory=Future)
     landed: Future[bool] = field(default_factory=Future)
     took_s: float = 0.0
@@ -55,14 +55,14 @@ class _Batch:
 
 
 START = -1
-"""In the place of a layer: before the forward pass begins."""
+"""In place of a layer: before the forward pass starts."""
 
 
 def waits(group: KVGroup, count: int) -> dict[str, int]:
-    """For each layer that SGLang may ask for, of `count`, the group's last plane that must be there. Who asks for a
-    layer may also read those before it: a graph of the whole forward pass asks for the last one alone. A draft's
-    forward pass follows the target's and asks for nothing, and a graph of a part of it may have states in it without
-    asking for them. So a draft's group is there with the first layer, and a group of states before all of them."""
+    """For each of the `count` layers for which SGLang may ask, the group's last plane that must be there. After that
+    the layers before it may be read, too: a graph of the whole forward pass asks for the last layer alone. A draft's
+    forward pass follows the target's and asks for nothing, and a graph of a part of it may read states without asking
+    for them. So a draft's group is there with the first layer, and a group of states before all of them."""
     if group.has_slots:
         return {str(START): max(group.planes.values())}
     if group.is_draft:
@@ -74,14 +74,14 @@ def waits(group: KVGroup, count: int) -> dict[str, int]:
 
 
 class LayerCounter:
-    """What SGLang's pools wait for (its LayerWiseLoadCounter)."""
+    """The object on which SGLang's pools wait (its LayerWiseLoadCounter)."""
 
     def __init__(self, num_layers: int, wait: Callable[[int, int], None], waits_at_start: bool = False) -> None:
         """`wait(batch, layer)`; `waits_at_start`: also for START."""
         self.num_layers, self.consumer_index, self._wait = num_layers, -1, wait
         self._waits_at_start = waits_at_start
         self.batches = 0
-        """How many forward passes have begun, whether they load or not."""
+        """How many forward passes have started, whether they load or not."""
 
     def set_consumer(self, index: int) -> None:
         """SGLang calls it on the forward pass's stream, before the pass."""
@@ -121,7 +121,7 @@ class Loads:
         self._queued[load.rid] = load
 
     def cancel(self, rid: str) -> bool:
-        """Whether it was queued, and is given up."""
+        """Whether the load was queued; then it is given up."""
         load = self._queued.pop(rid, None)
         if load is None:
             return False
@@ -130,11 +130,12 @@ class Loads:
         return True
 
     def give_up(self, attachment: Attachment, plan: LoadPlan) -> None:
-        """A plan of which nothing was or will be copied here."""
+        """Gives back a plan of which nothing was or will be copied here."""
         self._loading.run(self._give_back, attachment, plan)
 
     def start(self, ready: Callable[[], object]) -> int:
-        """Begins what is queued. `ready`: waits until the GPU has given out the pages. -1: nothing is queued."""
+        """Starts the queued loads. `ready`: waits until the GPU has given out the pages. Returns the number of the
+        batch; -1: nothing is queued."""
         if not self._queued:
             return -1
         self._started += 1
@@ -148,7 +149,7 @@ class Loads:
         return self._started
 
     def finish(self, index: int) -> bool:
-        """Waits for a batch. Whether all of it is there."""
+        """Waits for a batch. Returns whether all of it is there."""
         batch = self._batches.pop(index, None)
         if batch is None:
             return True
@@ -160,7 +161,7 @@ class Loads:
         return landed
 
     def reset(self) -> None:
-        """Waits for what was begun and gives up what was not."""
+        """Waits for loads that have started and gives up the others."""
         for rid in list(self._queued):
             self.cancel(rid)
         for index in list(self._batches):
@@ -188,7 +189,7 @@ class Loads:
     # ------------------------------------------------------------------ background
 
     def _run(self, batch: _Batch, ready: Callable[[], object]) -> None:
-        began_s, loadings, landed = self._clock(), list[Loading](), False
+        started_s, loadings, landed = self._clock(), list[Loading](), False
         try:
             try:
                 ready()
@@ -204,12 +205,12 @@ class Loads:
                 for loading in loadings if (took_s := loading.took_s()) is not None
             ]
         finally:
-            batch.took_s = self._clock() - began_s
+            batch.took_s = self._clock() - started_s
             batch.landed.set_result(landed and len(loadings) == len(batch.loads))
             self._settle(batch, loadings)
 
     def _placed(self, load: QueuedLoad) -> LoadPlan:
-        """With SGLang's pages in the place of their numbers."""
+        """The plan with SGLang's pages in place of their numbers."""
         plan, first = load.plan, load.plan.local_tokens // self._pools.page_tokens
         pages: dict[int, list[int]] = {}
         for group, about in enumerate(self._pools.groups):
@@ -224,7 +225,7 @@ class Loads:
         return replace(plan, pieces=tuple(pieces))
 
     def _settle(self, batch: _Batch, loadings: Sequence[Loading]) -> None:
-        """The words to the server, for which nobody waits."""
+        """Reports to the server; nothing waits for that."""
         for loading in loadings:
             self._pools.worker.end_load(loading)
         for load in batch.loads[len(loadings) :]:

@@ -1,16 +1,15 @@
-"""Rank 0's questions: what a request can load of the pages that the engine lacks, and what is promised of it.
+"""Rank 0's lookups: which of the pages that the engine lacks a request can load, and which of them are promised.
 
-SGLang asks for the tail of a prompt: the pages behind those on its device, by their hashes. It asks again in every
-round in which it tries to admit the request, and what it is not promised then it computes, unless the request is held
-back (holding.py): until the server has answered, until what was found is hashed, and until lower tiers have brought
-what they have (kvdock/connectors/waits.py). A promised load that fails aborts its request: what is not verified
-is never promised.
+SGLang looks up the tail of a prompt: the pages behind those on its device, by their hashes. It does so again in every
+round in which it tries to admit the request, and it computes the pages that it is not promised then, unless the request
+is held back (holding.py): until the server has answered, until the found pages are hashed, and until lower tiers have
+loaded (kvdock/connectors/waits.py). A promised load that fails aborts its request, so only verified pages are promised.
 
-The device may hold more of the prompt by the next question, for another request has computed it: the tail is then a
+The device may hold more of the prompt at the next lookup, because another request has computed it: the tail is then a
 suffix of the one before, and the answer still holds. Any other tail is another question.
 
-SGLang says nothing when a request ends that has loaded nothing. One that was not asked about for FORGET_S is forgotten,
-and its lease given back; should it be asked about after all, that is a new question.
+SGLang does not report the end of a request that has loaded nothing. A request that was not looked up for FORGET_S is
+forgotten, and its lease given back; if it is looked up after all, that is a new question.
 
 Threads: SGLang's scheduler thread calls everything; threads of the scheduler connector make chains, too.
 """
@@ -35,9 +34,9 @@ FORGET_S = 10.0
 
 @dataclass
 class _Asked:
-    """`pages`: the hashes of the tail that the question was about; `local`: how many of them the device has by now.
-    `verified_by_s`: when to wait no longer until what was found is verified, and `was_late`: it was not by then.
-    `waits`: more may be promised later; `until_s`: when the request waits no longer, whatever it was asked about."""
+    """`pages`: the hashes of the tail that was looked up; `local`: how many of them the device has by now.
+    `verified_by_s`: until then the request waits for the verification of the found pages, and `was_late`: it took
+    longer. `waits`: more may be promised later; `until_s`: until then the request waits, whatever was looked up."""
 
     name: str
     pages: tuple[str, ...]
@@ -50,8 +49,8 @@ class _Asked:
 
 
 class Chains:
-    """The keys of what is looked up and stored, by the name of the question or the offer. A name is bound to the
-    weights that the engine runs when it is given; what has a name is asked for and stored under these alone."""
+    """The keys of lookups and stores, by the name of the question or the offer. A name is bound to the weights that the
+    engine runs when the name is given; its pages are looked up and stored under these weights alone."""
 
     def __init__(self, weights: RunningWeights) -> None:
         self._weights = weights
@@ -76,7 +75,7 @@ class Chains:
 
 
 class PageLookups:
-    """`verify_wait_s`: how long a request may wait until what was found is verified; `tier_wait_s`: for lower tiers.
+    """`verify_wait_s`: how long a request may wait for the verification of found pages; `tier_wait_s`: for lower tiers.
     `clock`: seconds, monotonic."""
 
     def __init__(
@@ -100,7 +99,7 @@ class PageLookups:
         return found or 0
 
     def waits(self, rid: str, anew: bool) -> bool:
-        """Whether it is worth waiting to ask again: as the last question has found, or, `anew`, now."""
+        """Whether the request waits for more: by the last lookup, or, `anew`, by one that is made now."""
         asked = self._asked.get(rid)
         if asked is None:
             return False
@@ -143,7 +142,7 @@ class PageLookups:
             self._finish(asked.name)
         until_s = asked.until_s if asked is not None else None
         self._count += 1
-        name = f"{rid}-{self._count}"  # what is known of an earlier question does not hold for this one
+        name = f"{rid}-{self._count}"  # the state of an earlier question does not hold for this one
         self._chains.named(name, pages)
         asked = self._asked[rid] = _Asked(name, pages, self._clock(), until_s=until_s)
         self._figures.add("lookup_tokens", len(pages) * self._page_tokens)
@@ -156,8 +155,8 @@ class PageLookups:
             self._finish(asked.name)
 
     def begin_load(self, rid: str, pages: int) -> tuple[Attachment, LoadPlan] | None:
-        """Hands the lease out for the first `pages` of those last asked about. None: it is not there any more, or for
-        another length. The plan's pieces have numbers in the place of blocks: which of the load's pages they are."""
+        """Hands the lease out for the first `pages` of the pages that were looked up last. None: it is not there any
+        more, or for another length. In place of blocks, the plan's pieces have the numbers of the load's pages."""
         asked = self._asked.pop(rid, None)
         if asked is None:
             return None
@@ -174,7 +173,7 @@ class PageLookups:
         return begun
 
     def _columns(self, numbers: Sequence[int], local: int, end: int) -> list[list[int | None]]:
-        """Per group, what it holds of the pages before `end`: of a window, its last ones."""
+        """Per group, its pages before `end`: of a window, the last ones."""
         columns: list[list[int | None]] = []
         for group in self._connector.session.manifest.groups:
             first = 0
@@ -184,7 +183,7 @@ class PageLookups:
         return columns
 
     def loaded(self, rid: str, ok: bool | None) -> None:
-        """A load has ended. False: what it should have loaded is damaged; None: it was given up or cancelled."""
+        """A load has ended. False: its pages are damaged; None: it was given up or cancelled."""
         name = self._loading.pop(rid, None)
         if name is None:
             return
@@ -193,8 +192,8 @@ class PageLookups:
         self._finish(name)
 
     def tick(self, batches: int) -> None:
-        """SGLang's loop has turned: forgets what was not asked about for long. `batches`: how many forward passes have
-        begun so far."""
+        """SGLang's loop has turned: forgets requests that were not looked up for long. `batches`: how many forward
+        passes have started so far."""
         is_idle, self._batches = batches == self._batches, batches
         self._connector.lookups.step(is_idle)
         if self._connector.lookups.late > self._late:
@@ -205,7 +204,7 @@ class PageLookups:
             self._finish(self._asked.pop(rid).name)
 
     def reset(self) -> None:
-        """SGLang has forgotten all requests, or computes with other weights: nothing that was found holds."""
+        """SGLang has forgotten all requests, or computes with other weights: no answer holds any more."""
         for asked in self._asked.values():
             self._finish(asked.name)
         self._asked.clear()

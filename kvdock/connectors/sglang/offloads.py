@@ -2,15 +2,15 @@
 
     offer ──► "kvdock-offer": reserve (rank 0) ──► plans ──► each writer copies, commits ──► ended, in order
 
-SGLang locks a node until its offer has ended, and takes the ends in the order of the offers. Rank 0 asks the server;
-where other ranks write too, they get the plans with SGLang's next call to all of them. A rank that writes nothing (MLA)
-says at once that it is done.
+SGLang locks a node until its offer has ended, and takes the ends in the order of the offers. Rank 0 reserves slots at
+the server; where other ranks write too, they get the plans with SGLang's next call to all of them. A rank that writes
+nothing (MLA) is done at once.
 
-An offer belongs to the weights that the engine ran when it was made. Once these change, what was not begun is dropped,
-so that a flush waits for the copies that are under way and for nothing else.
+An offer belongs to the weights that the engine ran when it was made. Once these change, offers that have not started
+are dropped, so that a flush waits for copies in progress and for nothing else.
 
-What was loaded or stored a moment ago is not offered to the server again: SGLang offers the pages of a load once their
-request is in its tree. A node ends well when the server has all of it; any other is offered again by SGLang.
+Pages that were loaded a moment ago are not offered to the server again: SGLang offers the pages of a load once their
+request is in its tree. An offer succeeds when the server has all of it; SGLang makes any other one again.
 
 Invariant: each offer ends exactly once, after its last copy; what was reserved is copied or aborted.
 """
@@ -41,8 +41,8 @@ log = logging.getLogger("kvdock.sglang")
 @dataclass
 class _Offer:
     """`pages`: their hashes; `indices`: SGLang's, by the name of the transfer; `counts`: of the last pages that each
-    transfer has; `ready`: waits until the GPU has computed them; `epoch`: of the weights that have; `may_store`: what
-    this rank has found."""
+    transfer has; `ready`: waits until the GPU has computed them; `epoch`: of the weights that have computed them;
+    `may_store`: whether this rank may store it."""
 
     name: str
     pages: tuple[str, ...]
@@ -54,7 +54,7 @@ class _Offer:
     known: int = 0
     """How many of the first pages are known to be at the server."""
     plans: list[tuple[Attachment, StorePlan]] = field(default_factory=list)
-    """In the place of blocks they have numbers: which of the offer's pages they are."""
+    """In place of blocks they have the numbers of the offer's pages."""
     reserved: Future[bool] = field(default_factory=Future)
     """Rank 0's: whether the server has all of it, or will have with the plans."""
     ended: Future[bool] = field(default_factory=Future)
@@ -79,7 +79,7 @@ class Offloads:
         ready: Callable[[], object], *, may_store: bool,
     ) -> None:
         """Its pages stay as they are until it has ended. `parent`: as Hooked has it. Not `may_store`: nothing of it is
-        stored; where rank 0 says so, no rank stores, and where another one does, none that it would have a part in."""
+        stored; in rank 0 that holds for all ranks, in another rank for all chunks of which it would store a part."""
         self._count += 1
         made = _Offer(f"offer-{self._count}", tuple(pages), indices, counts, ready, self._weights.epoch, may_store)
         self._offers.append(made)
@@ -193,7 +193,7 @@ class Offloads:
     # ------------------------------------------------------------------ all writers
 
     def _share(self) -> None:
-        """Gives what rank 0 has reserved by now to all writers, in the order of the offers."""
+        """Gives the plans that rank 0 has reserved by now to all writers, in the order of the offers."""
         ready: list[tuple[bool, list[Order]]] = []
         for offer in self._unshared if self._zero is not None else ():
             if not offer.reserved.done():
@@ -208,14 +208,14 @@ class Offloads:
             if not orders or self._ranks.all_agree(len(offer.plans) == len(orders)):
                 self._writing.run(self._write, offer)
                 continue
-            for attachment, plan in offer.plans:  # a rank is not attached: nobody writes
+            for attachment, plan in offer.plans:  # a rank is not attached: no rank writes
                 if self._zero is not None:
                     self._zero.connector.stores.abort(attachment, plan)
                 attachment.release()
             offer.ended.set_result(False)
 
     def _attached(self, orders: Sequence[Order]) -> list[tuple[Attachment, StorePlan]]:
-        """Those of the server epoch that this rank is attached to."""
+        """Plans of the server epoch to which this rank is attached."""
         found = []
         for order in orders:
             assert order.epoch is not None and isinstance(order.plan, StorePlan)
@@ -251,7 +251,7 @@ class Offloads:
             ahead.add(attachment, parts)
 
     def _pages(self, offer: _Offer) -> dict[int, list[int]]:
-        """By group, this rank's pages; in front of those that a window has, nothing that anybody asks for."""
+        """By group, this rank's pages; -1 in front of those that a window has, which no piece names."""
         found = {}
         for group, about in enumerate(self._pools.groups):
             if about.transfer in offer.indices:
@@ -261,7 +261,7 @@ class Offloads:
 
 
 def _placed(plan: StorePlan, pages: Mapping[int, Sequence[int]]) -> StorePlan:
-    """With pages in the place of their numbers."""
+    """The plan with pages in place of their numbers."""
     pieces = tuple(
         replace(piece, block_ids=tuple(pages[piece.group][number] for number in piece.block_ids))
         for piece in plan.pieces

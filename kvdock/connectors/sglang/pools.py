@@ -22,13 +22,13 @@ from kvdock.datapath.layout import PagedLayout, paged_layout
 from kvdock.protocol.schemas import Group
 
 FULL, SWA, STATES = "kv", "swa", "mamba"
-"""What SGLang calls the transfers (PoolName)."""
+"""SGLang's names of the transfers (PoolName)."""
 
 
 @dataclass(frozen=True)
 class KVGroup:
-    """`transfer`: the name of its transfers; `planes`: for each layer, as the forward pass counts them, the last of its
-    planes in `layout`; `window_tokens` None: full attention."""
+    """`transfer`: the name of its transfers; `planes`: for each layer, by its number in the forward pass, the last of
+    its planes in `layout`; `window_tokens` None: full attention."""
 
     transfer: str
     layout: PagedLayout

@@ -1,8 +1,8 @@
 """The facts on which the KV of all requests depends: the model and its settings, in the manifest and its revision.
 
-Adapters, salts and a caller's extra key are in SGLang's own hashes of pages, from which keys are made. An adapter that is
-named on SGLang's command line has a hash of its name and path there, which does not cover its files: so their digest is
-in the revision. An adapter that is loaded later has a name that no other engine gives.
+Adapters, salts and a caller's extra key are in SGLang's own hashes of pages, from which keys are made. An adapter that
+is named on SGLang's command line has a hash of its name and path there, which does not cover its files: so their digest
+is in the revision. An adapter that is loaded later has a name that no other engine gives.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
 from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind
 
 from kvdock.connectors.session import EngineSession
-from kvdock.connectors.vllm.announcer import Announcer, Chunk, Namer, ChunkChange, chunk_of
+from kvdock.connectors.vllm.announcer import Announcer, Chunk, ChunkChange, Namer, chunk_of
 from kvdock.connectors.vllm.figures import METRICS, Data, Figures, merge, summary
 from kvdock.connectors.vllm.groups import KVGroup
 from kvdock.protocol.kv_events import BlockNames, named

@@ -35,21 +35,24 @@ METRICS: Mapping[str, Metric] = {
     "stores_dropped": Metric("counter", "Stores given up: vLLM reused their blocks, or was told to reset."),
     "fence_seconds": Metric("counter", "Seconds that steps waited for stores to leave blocks, over all ranks."),
     **{
-        f"bypassed_{why}": Metric("counter", f"Requests that were not looked up: {reason}.") for why, reason in
-        WHY.items() }, "weight_changes": Metric("counter", "Times that the weights changed, or may have changed, while
-        the engine ran."), "withheld": Metric("gauge", "1 while nothing is shared because nobody would hear of a change
-        of weights."), "hints_ignored": Metric("counter", "KV hints of requests that kvdock does not know or cannot
-        read."), "wait_seconds": Metric("seconds", "Time that a request waited for tokens that another engine was
-        computing."), "waits_fulfilled": Metric("counter", "Requests that waited for another engine until all of it was
-        stored."), "waits_withdrawn": Metric("counter", "Requests whose other engine ended, died or gave up before all
-        was stored."), "waits_stalled": Metric("counter", "Requests that waited for another engine and saw nothing more
-        being stored."), "waits_expired": Metric("counter", "Requests that waited for another engine for as long as they
-        may."), "load_wait_seconds": Metric("seconds", "Time that a request waited for what another one was loading."),
-        "load_waits_fulfilled": Metric("counter", "Loads that a request waited for and took from vLLM's own cache."),
-        "load_waits_failed": Metric("counter", "Loads that a request waited for and that failed, or whose request
-        ended."), "load_waits_expired": Metric("counter", "Loads that a request waited for as long as they are expected
-        to take."), "load_waits_missed": Metric("counter", "Loads that a request waited for and did not find in vLLM's
-        own cache."), } """By name without prefix: `load_bytes` is vllm:kvdock_load_bytes_total."""
+        f"bypassed_{why}": Metric("counter", f"Requests that were not looked up: {reason}.")
+        for why, reason in WHY.items()
+    },
+    "weight_changes": Metric("counter", "Times that the weights changed, or may have changed, while the engine ran."),
+    "withheld": Metric("gauge", "1 while nothing is shared because nobody would hear of a change of weights."),
+    "hints_ignored": Metric("counter", "KV hints of requests that kvdock does not know or cannot read."),
+    "wait_seconds": Metric("seconds", "Time that a request waited for tokens that another engine was computing."),
+    "waits_fulfilled": Metric("counter", "Requests that waited for another engine until all of it was stored."),
+    "waits_withdrawn": Metric("counter", "Requests whose other engine ended, died or gave up before all was stored."),
+    "waits_stalled": Metric("counter", "Requests that waited for another engine and saw nothing more being stored."),
+    "waits_expired": Metric("counter", "Requests that waited for another engine for as long as they may."),
+    "load_wait_seconds": Metric("seconds", "Time that a request waited for what another one was loading."),
+    "load_waits_fulfilled": Metric("counter", "Loads that a request waited for and took from vLLM's own cache."),
+    "load_waits_failed": Metric("counter", "Loads that a request waited for and that failed, or whose request ended."),
+    "load_waits_expired": Metric("counter", "Loads that a request waited for as long as they are expected to take."),
+    "load_waits_missed": Metric("counter", "Loads that a request waited for and did not find in vLLM's own cache."),
+}
+"""By name without prefix: `load_bytes` is vllm:kvdock_load_bytes_total."""
 
 
 class Figures:

@@ -1,10 +1,10 @@
-"""The class vLLM loads. It holds one of the two sides, by its role, and hands each call on.
+"""The class that vLLM loads. It holds one of the two sides, by its role, and forwards each call.
 
     --kv-transfer-config '{"kv_connector": "KvdockConnector", "kv_role": "kv_both"}'
 
-Life: the workers register their KV tensors, attach, and send the manifest to the scheduler's side as their
-handshake. MultiConnector hands one connector's handshake to all of them, so beside others the manifest comes with the
-first step, and lookups wait for that. An engine whose manifest does not come looks up nothing.
+Life: the workers register their KV tensors, attach, and send the manifest to the scheduler's side as their handshake.
+MultiConnector hands one connector's handshake to all of them, so beside others the manifest comes with the first step,
+and lookups wait for that. An engine whose manifest does not come looks up nothing.
 """
 
 from __future__ import annotations
@@ -139,8 +139,8 @@ register()  # MultiConnector finds classes by name alone when it reads their sta
 
 
 class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
-    """Raises a ConnectorError at start when this engine cannot be served as it is set up. Beside a model that keeps
-    what it cannot cache it stands aside: nothing is stored or loaded, and vLLM runs as without it."""
+    """Raises a ConnectorError at start when this engine cannot be served with its settings. For a model whose KV it
+    cannot cache it stands aside: nothing is stored or loaded, and vLLM runs as without it."""
 
     def __init__(
         self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any, *,
@@ -172,7 +172,7 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
         engine = get_current_vllm_config_or_none()  # known in workers; another connector gives a copy of its own making
         self._is_beside = engine is None or engine.kv_transfer_config is not transfer
         if self._is_beside and role == KVConnectorRole.WORKER and any(group.state for group in self._groups):
-            self._groups = ()  # nobody introduces itself, so the scheduler's side does not begin
+            self._groups = ()  # no worker sends its manifest, so the scheduler's side does not start
             if place.rank == 0:
                 log.warning(ASIDE, "it caches recurrent states where no other connector is set, and one is.")
         if role == KVConnectorRole.SCHEDULER:
@@ -208,7 +208,7 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
-        """Where it says no, vLLM does; where it may depend, setup.py says on what."""
+        """vLLM refuses sleep mode where this is False. Where it depends on settings, setup.py refuses it."""
         return True
 
     def unregister_kv_caches(self) -> None:
@@ -332,11 +332,11 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        self.set_xfer_handshake_metadata(dict(enumerate(metadata.values())))  # all say the same
+        self.set_xfer_handshake_metadata(dict(enumerate(metadata.values())))  # they are equal
 
     @in_turn
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
-        """What is another connector's is left to it."""
+        """Handshakes of other connectors are ignored."""
         encoded = [one.manifest for one in metadata.values() if isinstance(one, Handshake)]
         if encoded:
             self._start(encoded, is_beside=False)
@@ -391,7 +391,7 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
 
     @in_turn
     def kvdock_received(self, request: Any) -> None:
-        """vLLM has a new request, of which its scheduler hears in between two steps (arrivals.py)."""
+        """vLLM's core has received a request, which its scheduler takes in between two steps (arrivals.py)."""
         if self._scheduler is not None:
             self._scheduler.received(request)
 
@@ -420,7 +420,7 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler.lookup(request, num_computed_tokens)
 
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
-        """Newer versions count by source what was not computed: ours comes from this host's memory."""
+        """Newer versions count tokens that were not computed by their source: kvdock's come from this host's memory."""
         return {CacheHitSource.HOST: num_external_tokens} if num_external_tokens else {}
 
     @in_turn
@@ -496,13 +496,13 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
 
     @in_turn
     def reset_cache(self) -> bool:
-        """vLLM asks for it with reset_connector=True, when it pauses to change weights, and when it sleeps. As
-        Settings.on_reset has it; False, and nothing is loaded until then, if the server was to clear and did not."""
+        """vLLM calls it with reset_connector=True, when it pauses to change weights, and when it sleeps. As
+        Settings.on_reset has it. False: the server was to clear and did not, and nothing is loaded until it has."""
         return self._scheduler is not None and self._scheduler.reset()
 
     @in_turn
     def take_events(self) -> Iterable[Any]:
-        """KV cache events, when vLLM publishes them: what of the server this instance has met (announcer.py)."""
+        """KV cache events, when vLLM publishes them: of the server's chunks that this instance knows (announcer.py)."""
         return self._events.take() if self._events is not None else ()
 
     def _hashing(self) -> tuple[str, str]:

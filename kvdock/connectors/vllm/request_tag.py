@@ -105,10 +105,10 @@ class Tags:
         self._media = Media(self._hashing.run)
         self._met: dict[str, _Met] = {}
         self._has_grown = False
-        """A prompt grew: what it grew by may be images that never came here."""
+        """A prompt grew: the new part may have images that never came here."""
 
     def arrived(self, request: Any) -> None:
-        """Every request must come here first: what vLLM computes of it may stay in its own prefix cache."""
+        """Every request must come here first: its KV may stay in vLLM's own prefix cache."""
         if not is_plain(request):
             self._meet(request)
 
@@ -124,7 +124,7 @@ class Tags:
         return met.tag
 
     def namespace_of(self, request: Any, namespace: bytes) -> bytes:
-        """What takes the place of the engine's `namespace` in the keys of what is computed of the request now."""
+        """The namespace, in place of the engine's `namespace`, of the keys of chunks that the request computes now."""
         return namespace if self.names_weights(request) else tagged(namespace, self.weights.tag)
 
     def names_weights(self, request: Any) -> bool:
@@ -149,7 +149,7 @@ class Tags:
         self._adapters.meet(asked)
 
     def lost(self) -> bool:
-        """Whether an adapter is not what it was when the last steps computed with it. True once for each."""
+        """Whether an adapter has changed since the last steps computed with it. True once for each."""
         lost = self._adapters.lost(self._step)
         self._step += 1  # that was a look back: requests are looked up by a look of their own
         return lost
@@ -165,7 +165,7 @@ class Tags:
         self._met.pop(request_id, None)
 
     def close(self) -> None:
-        """Waits for what is being hashed."""
+        """Waits for inputs that are being hashed."""
         self._hashing.close()
 
     def _meet(self, request: Any) -> _Met:

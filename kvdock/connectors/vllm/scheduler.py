@@ -1,14 +1,15 @@
-"""In the scheduler's process: answers lookups, plans loads, and offers what is computed.
+"""In the scheduler's process: answers lookups, plans loads, and offers computed chunks.
 
-A plain request is asked about when vLLM receives it (arrivals.py), others when its scheduler does, if few wait before
-it (kvdock/connectors/waits.py), and by its lookup at the latest.
-"Ask again" costs a request a whole step, so a lookup waits a moment for its answer (kvdock/connectors/waits.py). An
-admission begins a load. Each step offers the chunks that its end completes (stores.py).
+The question about a plain request is sent when vLLM's core receives it (arrivals.py), about others when vLLM's
+scheduler takes them in, if few requests wait before them, and with the lookup at the latest. A lookup without an answer
+costs its request a whole step, so it waits a moment for the answer (kvdock/connectors/waits.py). An admission starts a
+load. Each step offers the chunks that it completes (stores.py).
 
-Invariants: a plan leaves with the step that is being built or never; loads that vLLM cannot preempt leave room for the
-largest other request (block_budget.py); nothing is offered that vLLM has not computed, or not finished loading.
+Invariants: a plan leaves with the step that is being planned or never; loads that vLLM cannot preempt leave capacity
+for the largest other request (block_budget.py); no chunk is offered that vLLM has not computed, or not finished
+loading.
 
-Threads: vLLM's scheduler thread calls everything but received(), and one of them is let in at a time (arrivals.py).
+Threads: vLLM's scheduler thread calls everything but received(), and one thread is let in at a time (arrivals.py).
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ from kvdock.connectors.vllm.tables import (
 from kvdock.connectors.waits import AwaitTiers, ComputeOnce, EarlyQuestions, Patience, Waits
 
 LEAST_PROMPT = 64
-"""Tokens: a request of which a step computes fewer has drafts checked, or the end of its prompt computed."""
+"""A step that computes fewer tokens of a request checks its drafts, or computes the end of its prompt."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ class EngineView:
     is_beside: bool = False
     """Other connectors load, too."""
     own_cache: OwnCache | None = None
-    """vLLM's prefix cache; None: requests do not find there what others load."""
+    """vLLM's prefix cache; None: requests do not find the loads of others there."""
     announcer: Announcer | None = None
     """If the engine publishes KV cache events."""
     namer: Namer | None = None
@@ -87,7 +88,7 @@ class EngineView:
 
 
 class VllmScheduler:
-    """`session` is not started yet. `tags`: what requests depend on beside tokens and the weights, which the engine
+    """`session` is not started yet. `tags`: of the inputs of requests beside tokens, and of the weights that the engine
     runs. `clock`: seconds, monotonic."""
 
     def __init__(
@@ -155,7 +156,7 @@ class VllmScheduler:
 
     @property
     def _verifies_all(self) -> bool:
-        """Whether vLLM cannot compute again what a load did not bring, whichever load it is."""
+        """Whether every load is verified before it is promised, because vLLM may have no way back from a failed one."""
         return len(self._engine.groups) > 1 or not self._load_async
 
     def start(self) -> None:
@@ -172,7 +173,7 @@ class VllmScheduler:
         self._outcomes.declined(request_id, why, tokens)
 
     def _is_stored(self, request_id: str) -> bool:
-        """Whether what the request computes may be stored."""
+        """Whether the chunks that the request computes may be stored."""
         tracked = self._tracked[request_id]
         if tracked.is_old or not self._weights.may_share:
             return False
@@ -192,11 +193,11 @@ class VllmScheduler:
     def lookup(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
         """(tokens beyond `local_tokens`, loaded in the background?); None: ask again."""
         if self._connector.lookups.still_waits(request.request_id, local_tokens):
-            return None, False  # at once: in each step vLLM asks about all that wait
-        self._begins_anew(request.request_id)
+            return None, False  # at once: in each step vLLM looks up all requests that wait
+        self._restarts(request.request_id)
         self._outcomes.looked_up(request.request_id, local_tokens)
         tracked = self._tracked.setdefault(request.request_id, Tracked(request))
-        # vLLM's own cache may have kept KV of earlier weights: what is computed behind that is of no weights.
+        # vLLM's own cache may have kept KV of earlier weights: KV that is computed behind it belongs to no weights.
         tracked.is_old = not self._weights.may_share or (self._weights.is_stale and local_tokens > 0)
         if tracked.is_old or not self._may_load(request):
             return 0, False
@@ -230,13 +231,13 @@ class VllmScheduler:
             return (None if self._attached.is_early else 0), False
         if (self._verifies_all or not tracked.is_async) and not self._connector.lookups.is_verified(request.request_id):
             return None, False
-        if self._connector.lookups.is_verifying(request.request_id):  # begun when it did not fit the budget
+        if self._connector.lookups.is_verifying(request.request_id):  # started when it did not fit the budget
             return None, False
         return found.tokens - local_tokens, tracked.is_async
 
-    def _begins_anew(self, request_id: str) -> None:
-        """vLLM looks up what it computes from the first token. If it had blocks, it has none any more: vLLM may take
-        them without a word, when its cache is reset."""
+    def _restarts(self, request_id: str) -> None:
+        """vLLM looks up requests that it computes from the first token. If this one had blocks, it has lost them: vLLM
+        may take them without a report, when its cache is reset."""
         tracked = self._tracked.get(request_id)
         if tracked is not None and tracked.table is not None:
             tracked.table = None
@@ -257,7 +258,8 @@ class VllmScheduler:
         self._expects(request)
 
     def received(self, request: Any) -> None:
-        """vLLM has it, and its scheduler has not. One that is not plain may be part of a request that runs."""
+        """vLLM's core has received it, and its scheduler has not. One that is not plain may be a part of a running
+        request."""
         if is_plain(request) and request.request_id not in self._tracked:
             self._arrivals.received(request.request_id)
             self._expects(request)
@@ -278,7 +280,7 @@ class VllmScheduler:
             self._connector.lookups.expect(request_id, request.all_token_ids[: self._usable(request)])
 
     def allocated(self, request: Any, table: Table, external_tokens: int) -> None:
-        """The request has its blocks: a load begins when it was promised external tokens."""
+        """The request has its blocks: a load starts when it was promised external tokens."""
         tracked = self._tracked.setdefault(request.request_id, Tracked(request))
         tracked.request, tracked.table, tracked.is_new = request, table, True
         tracked.steps = deque(maxlen=self._engine.steps_ahead + 2)
@@ -293,16 +295,16 @@ class VllmScheduler:
             self._budget.take(request)
             self._next.loads_into(tracked)
         columns = whole_blocks(self._engine.groups, table, hit)
-        begun = self._connector.lookups.begin_load(
+        started = self._connector.lookups.begin_load(
             request.request_id, columns, tracked.local_tokens, hit, is_shared=not tracked.is_async
         )
-        if begun is None:  # the server went away since it was promised: the workers report a failed load
+        if started is None:  # the server was lost since the promise: the workers report a failed load
             plan = failing(
                 self._engine.groups, self._chunk_tokens, request.request_id, columns, tracked.local_tokens, hit
             )
             self._next.loads.append(LoadOrder(NOWHERE, plan, tracked.is_async))
             return
-        attachment, plan = begun
+        attachment, plan = started
         self._outcomes.loading(request.request_id, self._connector.lookups.bytes_of(plan))
         self._next.loads.append(LoadOrder(attachment.epoch, plan, tracked.is_async))
         attachment.release()  # this process copies nothing
@@ -310,7 +312,7 @@ class VllmScheduler:
     # ------------------------------------------------------------------ each step
 
     def build(self, output: Any) -> Orders:
-        """Takes what is planned, and records what vLLM has scheduled."""
+        """Returns the orders for the step that vLLM has scheduled, and records its requests and blocks."""
         self._attached.planned()
         for request_id in self._arrivals.refused():
             self._forget(request_id)
@@ -359,16 +361,16 @@ class VllmScheduler:
         return replace(load, waits=self._next.in_flight.touches(blocks), after=tuple(self._stores.guard(blocks)))
 
     def _offer(self, request_id: str, count: int, states: Set[Handed]) -> None:
-        """Chunks that are complete when this step has computed `count` tokens of the request."""
+        """Offers the chunks that are complete when this step has computed `count` tokens of the request."""
         tracked = self._tracked.get(request_id)
         if tracked is None or tracked.table is None or tracked.is_old or not self._is_stored(request_id):
             return
         request = tracked.request
         before = request.num_computed_tokens
-        computed = min(before + count, request.num_tokens)  # what lies behind are drafts
+        computed = min(before + count, request.num_tokens)  # the tokens behind are drafts
         tracked.steps.append((self._stores.step, before))
         for column, group in zip(tracked.table, self._engine.groups, strict=True):
-            if group.window_tokens is not None:  # vLLM has let these go
+            if group.window_tokens is not None:  # vLLM has freed these
                 gone = min(group.left_behind(before) // group.block_tokens, len(column))
                 column[:gone] = [None] * gone
         is_new, tracked.is_new = tracked.is_new, False
@@ -380,8 +382,8 @@ class VllmScheduler:
         self._stores.begin(offer, holds=self._tags.may_be_lost(request))
 
     def _offer_rest(self, request_id: str, computed_tokens: int = 1 << 62) -> None:
-        """Chunks that found no room, of a request that ends or was preempted, and had `computed_tokens` at most. Blocks
-        that other requests were given since are not its own any more."""
+        """Offers again the chunks that found no room, of a request that ends or was preempted and had `computed_tokens`
+        at most. Blocks that were given to other requests since are no longer its own."""
         tracked = self._tracked.get(request_id)
         if tracked is None or tracked.table is None or tracked.is_old or not self._is_stored(request_id):
             return
@@ -415,14 +417,14 @@ class VllmScheduler:
         self._clear_again()
 
     def loads_failed(self) -> None:
-        """Some of what steps have read did not come, whoever was to load it: it is computed again, or its requests end,
-        and what those steps left is not stored."""
+        """Steps have read blocks whose load failed, in whichever connector: vLLM computes them again or ends the
+        requests, and the KV that those steps left is not stored."""
         self._stores.drop_unsent()
         self._connector.stores.offer_again(self._tracked)
 
     def finished(self, request: Any, *, has_answered: bool, has_failed: bool = False) -> dict[str, Any] | None:
-        """`has_answered`: it ended by itself, so its hints hold. `has_failed`: it ended in an error, so it is not known
-        what its blocks hold. Returns what its answer's kv_transfer_params say."""
+        """`has_answered`: it ended by itself, so its hints hold. `has_failed`: it ended in an error, so the content of
+        its blocks is not known. Returns the kv_transfer_params of its answer."""
         request_id = request.request_id
         self._arrivals.early.left(request_id)
         if has_failed:
@@ -440,9 +442,9 @@ class VllmScheduler:
         return self._outcomes.answer(request)
 
     def reset(self) -> bool:
-        """As Settings.on_reset has it. False: the server has not cleared (yet) what it holds for engines like this one.
+        """As Settings.on_reset has it. False: the server has not cleared (yet) the namespace of this engine.
 
-        Waits for the server, as long as the client does: somebody asked for it."""
+        Waits for the server, as long as the client does: a user asked for the reset."""
         self._leave_behind()
         if self._resets.on_reset == "apart":
             self.weights_change("changed")
@@ -468,7 +470,7 @@ class VllmScheduler:
         self._session.runs("" if self._resets.files_together else weights)
 
     def _leave_behind(self) -> None:
-        """What requests have computed, and what they have asked for, is not shared any more."""
+        """The chunks that requests have computed or looked up so far are no longer shared."""
         for request_id, tracked in self._tracked.items():
             self._forget(request_id)
             tracked.is_old = True
@@ -480,7 +482,7 @@ class VllmScheduler:
 
     @property
     def busy(self) -> bool:
-        """Stores are under way: the engine must go on stepping for them to get to the workers."""
+        """Stores are in progress: the engine must go on stepping for them to get to the workers."""
         return bool(self._stores)
 
     def close(self) -> None:

@@ -29,22 +29,22 @@ from kvdock.connectors.vllm.steps import StoreOrder
 
 @dataclass
 class _Store:
-    """`step`: the number of the step that computes the last of what it stores."""
+    """`step`: the number of the step that computes the last of its tokens."""
 
     request_id: str
     blocks: frozenset[int]
     ranks_left: int
     step: int
     holds: bool = False
-    """It is held back until what it stores is computed."""
+    """It is held back until its tokens are computed."""
     is_sent: bool = False
     is_dropped: bool = False
 
 
 class OpenStores:
     """`ranks`: how many workers report on each. `count_dropped`: is called for each store that the workers never get.
-    `steps_ahead`: how many steps are under way when vLLM plans another one. `holds`: a store is held back until what it
-    stores is computed. `step`: the number of the newest step, from 1.
+    `steps_ahead`: how many steps are in progress when vLLM plans another one. `holds`: a store is held back until what
+    it stores is computed. `step`: the number of the newest step, from 1.
     """
 
     def __init__(

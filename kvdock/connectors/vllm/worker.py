@@ -111,7 +111,7 @@ class _Outcomes:
         return self._fails_by_block(order) or (self._traits.takes_failed_requests and order.is_async)
 
     def take_report(self) -> Report:
-        """For the scheduler's side: what came since the last call."""
+        """For the scheduler's side: loads that fell short or took time since the last call."""
         report = Report(self.fell_short, took_s=self.took_s)
         self.fell_short, self.took_s = {}, {}
         return report
@@ -185,13 +185,13 @@ class _Stores:
 
     def start(self, order: StoreOrder, after: int | None, unended: Sequence[Loading]) -> None:
         """Submits its copies in the background, after the work on the stream `after`, if it is to wait for steps.
-        `unended`: loads that what is stored may have been computed from."""
+        `unended`: loads from which the stored KV may have been computed."""
         store = self._stores[order.store_id] = _Store(order)
         after = after if order.waits else self._aside
         store.submitted = self._storing.run(self._submit, store, after, unended)
 
     def submitted(self, store_ids: Iterable[str]) -> list[_Store]:
-        """Those that are in progress, when it is known what they copy."""
+        """Those that are in progress, once their copies are submitted."""
         stores = [self._stores[store_id] for store_id in store_ids if store_id in self._stores]
         wait([store.submitted for store in stores])
         return stores
@@ -340,7 +340,7 @@ class VllmWorker:
         self._raise_lost()
 
     def _order_reported(self, alone: str | None, stream: int | None) -> None:
-        """The step may read what was reported, or write to its blocks if its request is gone."""
+        """The step may read reported loads, or write to their blocks if their requests are gone."""
         loads = [load for load in self._running if load.reported and not load.ordered]
         by_layer = self._traits.loads_by_layer and [load.order.plan.request_id for load in loads] == [alone]
         for load in loads:
@@ -355,7 +355,7 @@ class VllmWorker:
         return self._layers.any_watched
 
     def wait_for_layer(self, layer: str, stream: int | None) -> None:
-        """What is put on `stream` (a CUstream) from now on finds that layer's KV of this step's loads."""
+        """Work that is put on `stream` (a CUstream) from now on finds that layer's KV of this step's loads."""
         assert stream is not None, "loads are verified on a GPU only"
         self._layers.order(layer, stream)
 

@@ -148,7 +148,7 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         """`nonce`: a random name; `now_ns`: since 1970; vLLM passes the others."""
         super().__init__(vllm_config, role, kv_cache_config)
-        self._own = _Instance(f"vllm-{vllm_config.kv_transfer_config.engine_id}", nonce, now_ns())
+        self._instance = _Instance(f"vllm-{vllm_config.kv_transfer_config.engine_id}", nonce, now_ns())
         self.turn = threading.RLock()
         log_among_theirs()
         transfer = vllm_config.kv_transfer_config
@@ -252,10 +252,8 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
         )
         device = next(iter(kv_caches.values())).device
         if device.type == "cuda":
-            computed = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # so in torch
-            self._streams = _Streams(
-                computed, torch.cuda.Stream(device),  # type: ignore[no-untyped-call]  # so in torch
-            )
+            streams = [torch.cuda.Stream(device) for _ in range(2)]  # type: ignore[no-untyped-call]  # so in torch
+            self._streams = _Streams(*streams)
         computed, aside = self._streams
         self._worker = VllmWorker(
             self._settings, manifest, self._identity(f"rank{place.rank}", ranks=(place.rank,), scheduler=False),
@@ -272,7 +270,7 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
                 zeroes_blocks=zeroes_blocks(self._cache),
             ),
         )
-        self._handshake = Handshake(msgspec.json.encode(manifest), self._own.name)
+        self._handshake = Handshake(msgspec.json.encode(manifest), self._instance.name)
 
     def get_handshake_metadata(self) -> Handshake | None:
         return None if self._is_beside else self._handshake
@@ -379,7 +377,7 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
                 namer=namer_of(self._groups, manifest.chunk_tokens, hash_tokens),
             ),
             budget, self._settings, tags=Tags(
-                _adapters_as(self._config.lora_config), self._own.started_ns, weights=self._weights,
+                _adapters_as(self._config.lora_config), self._instance.started_ns, weights=self._weights,
                 trusts_names=self._settings.trust_weight_versions,
             ),
         )
@@ -512,9 +510,9 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
         )
 
     def _identity(self, member: str, *, ranks: tuple[int, ...], scheduler: bool) -> Identity:
-        name, short_id = served_name(self._config.model_config), self._own.name.removeprefix("vllm-")[:8]
+        name, short_id = served_name(self._config.model_config), self._instance.name.removeprefix("vllm-")[:8]
         return Identity(
-            instance=self._own.name, member=f"{member}-{self._own.nonce()}", ranks=ranks, scheduler=scheduler,
+            instance=self._instance.name, member=f"{member}-{self._instance.nonce()}", ranks=ranks, scheduler=scheduler,
             label=f"vLLM {vllm.__version__} {name} {short_id}",
         )
 

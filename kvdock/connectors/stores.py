@@ -1,10 +1,11 @@
-"""Stores: which chunks of a request are offered, which of them the server has room for, and when they are copied.
+"""Stores: which chunks of a request are offered, for which of them the server has capacity, and when they are copied.
 
     engine thread      begin_store ─► offer ─► store
     "kvdock-store"                              └► for each batch: reserve ─► carry out, with a plan or without one
 
-Chunks are offered once they are complete, in order. What found no room is offered again when the request has more, or
-when it ends; until then nothing behind it is stored, because no lookup could find it behind a gap.
+Chunks are offered once they are complete, in order. Chunks for which the server had no capacity are offered again when
+the request has more, or when it ends; until then nothing behind them is stored, because no lookup could find it behind a
+gap.
 
 Invariant: each batch of an offer is carried out exactly once, with a plan or without one, whatever fails.
 
@@ -75,7 +76,7 @@ class StoreOffer:
 
 
 CarryOut = Callable[[StoreBatch, StorePlan | None], None]
-"""Copies a batch by its plan. None: the server has all of it or has no room, or the batch is not wanted any more."""
+"""Copies a batch by its plan. None: the server has all of it or no capacity, or the batch is not wanted any more."""
 
 
 class Stores:
@@ -109,8 +110,9 @@ class Stores:
         return self._offer(request_id, request, batches)
 
     def begin_last_store(self, request_id: str, block_ids: GroupBlocks, computed_tokens: int) -> StoreOffer | None:
-        """The request ends or is preempted: the chunks of [0, computed_tokens) that found no room; None when all did.
-        The offer ends before a chunk of which `block_ids` lacks a block. Afterwards the request is to be forgotten."""
+        """The request ends or is preempted: the chunks of [0, computed_tokens) for which the server had no capacity; None
+        when there are none. The offer ends before a chunk of which `block_ids` lacks a block. Afterwards the request is
+        to be forgotten."""
         with self._lock:
             request = self._requests.get(request_id)
             if request is None or not request.store.fell_short_at:
@@ -164,7 +166,7 @@ class Stores:
             carry_out(batch, plan)
 
     def reserve(self, offer: StoreOffer, batch: StoreBatch) -> StorePlan | None:
-        """Background: asks for slots. None when the server has all of the batch, has no room, or is not there."""
+        """Background: asks for slots. None when the server has all of the batch, has no capacity, or is not there."""
         body = Reserve(
             session=offer.attachment.session,
             member=offer.attachment.member,
@@ -204,7 +206,7 @@ class Stores:
         return StorePlan(offer.request_id, answer.reservation, len(answer.chunks) * self._chunk_tokens, pieces)
 
     def _fell_short(self, offer: StoreOffer, chunk: int) -> None:
-        """From `chunk` on there was no room."""
+        """From `chunk` on, the server had no capacity."""
         with self._lock:
             offer.request.store.falls_short(chunk)
         self._requests.withdraw_promise(offer.attachment, offer.request_id, offer.request)

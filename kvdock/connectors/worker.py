@@ -60,8 +60,8 @@ class Bands(NamedTuple):
 class _Copying(Generic[Piece]):
     """Copies in progress. `copies`: (group, its pieces, their copy)."""
 
-    def __init__(self, attachment: Attachment, began_s: float) -> None:
-        self.attachment, self.began_s = attachment, began_s
+    def __init__(self, attachment: Attachment, started_s: float) -> None:
+        self.attachment, self.started_s = attachment, started_s
         self.copies: list[tuple[int, Sequence[Piece], CopyHandle]] = []
 
     def done(self) -> bool:
@@ -92,8 +92,8 @@ class _Copying(Generic[Piece]):
 class Storing(_Copying[StorePiece]):
     """A store in progress."""
 
-    def __init__(self, attachment: Attachment, plan: StorePlan, began_s: float) -> None:
-        super().__init__(attachment, began_s)
+    def __init__(self, attachment: Attachment, plan: StorePlan, started_s: float) -> None:
+        super().__init__(attachment, started_s)
         self.plan, self.holds_reservation = plan, False
         self.error: Exception | None = None
         """Why a copy could not be submitted."""
@@ -104,8 +104,8 @@ class Storing(_Copying[StorePiece]):
 class Loading(_Copying[LoadPiece]):
     """A load in progress, and its outcome."""
 
-    def __init__(self, attachment: Attachment, plan: LoadPlan, began_s: float) -> None:
-        super().__init__(attachment, began_s)
+    def __init__(self, attachment: Attachment, plan: LoadPlan, started_s: float) -> None:
+        super().__init__(attachment, started_s)
         self.plan, self.holds_lease = plan, False
         self.lost = False
         """It could not be submitted, or its copies failed: nothing is known of any byte."""
@@ -270,7 +270,7 @@ class WorkerConnector:
             return plan.local_tokens
         valid = min([index * plan.chunk_tokens for index in (*failed, *loading.damaged)], default=plan.hit_tokens)
         valid = max(plan.local_tokens, min(valid, plan.hit_tokens))
-        self._log("load", plan.request_id, valid - plan.local_tokens, self._bytes(plan.pieces), loading.began_s)
+        self._log("load", plan.request_id, valid - plan.local_tokens, self._bytes(plan.pieces), loading.started_s)
         if not failed and (took_s := loading.took_s()) is not None:
             self.session.outcomes.loaded(self._bytes(plan.pieces), took_s)
         return valid
@@ -353,7 +353,7 @@ class WorkerConnector:
                 body = Commit(session=attachment.session, rank=self.rank, parts=done[start : start + MAX_ENTRIES])
                 ready = self.session.client.commit(plan.reservation, body).ready
             storing.committed = results
-            self._log("store", plan.request_id, plan.tokens, self._bytes(plan.pieces), storing.began_s)
+            self._log("store", plan.request_id, plan.tokens, self._bytes(plan.pieces), storing.started_s)
             if (took_s := storing.took_s()) is not None:
                 self.session.outcomes.stored(self._bytes(plan.pieces), took_s)
         except CopyFailed as error:

@@ -108,7 +108,8 @@ class PageLookups:
         return asked.waits
 
     def _may_wait(self, asked: _Asked) -> bool:
-        """One that is asked about by other pages each time would begin to wait anew each time."""
+        """The time counts from the first wait: a request that is looked up by other pages each time would otherwise wait
+        anew each time."""
         now_s = self._clock()
         if asked.until_s is None:
             asked.until_s = now_s + self._most_s
@@ -164,13 +165,13 @@ class PageLookups:
         numbers = [max(0, at - asked.local) for at in range(end)]
         columns = self._columns(numbers, asked.local, end)
         local_tokens, hit_tokens = asked.local * self._page_tokens, end * self._page_tokens
-        begun = self._connector.lookups.begin_load(asked.name, columns, local_tokens, hit_tokens)
-        if begun is None:
+        started = self._connector.lookups.begin_load(asked.name, columns, local_tokens, hit_tokens)
+        if started is None:
             self._finish(asked.name)
         else:
             self._loading[rid] = asked.name
             self._figures.add("hit_tokens", pages * self._page_tokens)
-        return begun
+        return started
 
     def _columns(self, numbers: Sequence[int], local: int, end: int) -> list[list[int | None]]:
         """Per group, its pages before `end`: of a window, the last ones."""

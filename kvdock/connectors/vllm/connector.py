@@ -214,7 +214,7 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
     def unregister_kv_caches(self) -> None:
         """vLLM takes the KV memory away, and gives it back at the same addresses."""
         if self._worker is not None:
-            self._worker.rest()
+            self._worker.wait_idle()
 
     def get_kv_connector_stats(self) -> KvdockStats | None:
         side = self._worker or self._scheduler

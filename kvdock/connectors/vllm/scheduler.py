@@ -379,10 +379,10 @@ class VllmScheduler:
         whole = whole_blocks(self._engine.groups, tracked.table, computed)
         columns = settled(self._engine.groups, whole, (before, before + count), states)
         offer = self._connector.stores.begin_store(request_id, request.all_token_ids, columns, computed)
-        self._stores.begin(offer, holds=self._tags.may_be_lost(request))
+        self._stores.start(offer, holds=self._tags.may_be_lost(request))
 
     def _offer_rest(self, request_id: str, computed_tokens: int = 1 << 62) -> None:
-        """Offers again the chunks that found no room, of a request that ends or was preempted and had `computed_tokens`
+        """Offers again the chunks without capacity, of a request that ends or was preempted and had `computed_tokens`
         at most. Blocks that were given to other requests since are no longer its own."""
         tracked = self._tracked.get(request_id)
         if tracked is None or tracked.table is None or tracked.is_old or not self._is_stored(request_id):
@@ -391,7 +391,7 @@ class VllmScheduler:
         if own is None:
             return
         offer = self._connector.stores.begin_last_store(request_id, own, computed_tokens)
-        self._stores.begin(
+        self._stores.start(
             offer, lambda chunks: tracked.computed_in(chunks * self._chunk_tokens),
             holds=self._tags.may_be_lost(tracked.request), is_last=True,
         )

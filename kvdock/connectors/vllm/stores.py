@@ -66,7 +66,7 @@ class OpenStores:
         """The blocks that each may still read."""
         return (store.blocks for store in self._stores.values())
 
-    def begin(
+    def start(
         self, offer: StoreOffer | None, computed_in: Callable[[int], int | None] = lambda chunks: None, *,
         holds: bool = False, is_last: bool = False,
     ) -> None:

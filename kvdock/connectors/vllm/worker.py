@@ -66,7 +66,7 @@ class _Load:
     reported: bool = False
     ordered: bool = False
     is_of_old_weights: bool = False
-    """The weights have changed since it began: it fails."""
+    """The weights have changed since it started: it fails."""
 
 
 class _Outcomes:
@@ -227,7 +227,7 @@ class _Stores:
             if copies is not None:
                 is_sound = all(load.is_whole() for load in unended) and not self._is_lost() and not store.is_late
                 ready = self._connector.finish_store(copies, is_sound=is_sound)
-                self._figures.stored(plan, ready, self._clock() - copies.began_s)
+                self._figures.stored(plan, ready, self._clock() - copies.started_s)
         finally:
             if attachment is not None:
                 attachment.release()
@@ -411,7 +411,7 @@ class VllmWorker:
         next orders are of another epoch."""
         self._wrote_weights = True
 
-    def rest(self) -> None:
+    def wait_idle(self) -> None:
         """Returns once no copy is in progress."""
         self._take_ended(lambda load: True)
         for store in self._stores.all_submitted():
@@ -465,7 +465,7 @@ class VllmWorker:
         valid, plan = self._connector.finish_load(loading), load.order.plan
         if load.is_of_old_weights:
             valid = plan.local_tokens
-        self.figures.loaded(plan, valid, self._clock() - loading.began_s)
+        self.figures.loaded(plan, valid, self._clock() - loading.started_s)
         took_s = loading.took_s()
         if valid == plan.hit_tokens and took_s is not None:
             self._outcomes.took_s[plan.request_id] = valid - plan.local_tokens, took_s

@@ -4,8 +4,8 @@
     "kvdock-store"                              └► for each batch: reserve ─► carry out, with a plan or without one
 
 Chunks are offered once they are complete, in order. Chunks for which the server had no capacity are offered again when
-the request has more, or when it ends; until then nothing behind them is stored, because no lookup could find it behind a
-gap.
+the request has more, or when it ends; until then nothing behind them is stored, because no lookup could find it behind
+a gap.
 
 Invariant: each batch of an offer is carried out exactly once, with a plan or without one, whatever fails.
 
@@ -110,9 +110,9 @@ class Stores:
         return self._offer(request_id, request, batches)
 
     def begin_last_store(self, request_id: str, block_ids: GroupBlocks, computed_tokens: int) -> StoreOffer | None:
-        """The request ends or is preempted: the chunks of [0, computed_tokens) for which the server had no capacity; None
-        when there are none. The offer ends before a chunk of which `block_ids` lacks a block. Afterwards the request is
-        to be forgotten."""
+        """The request ends or is preempted: the chunks of [0, computed_tokens) for which the server had no capacity;
+        None when there are none. The offer ends before a chunk of which `block_ids` lacks a block. Afterwards the
+        request is to be forgotten."""
         with self._lock:
             request = self._requests.get(request_id)
             if request is None or not request.store.fell_short_at:

@@ -133,7 +133,7 @@ def test_before_kv_memory_goes_all_copies_have_ended(worker: Worker) -> None:
     copier._thread.submit(may_copy.wait)  # it is at work for somebody else
     worker.half.start(Orders(stores=(order,)))
     threading.Timer(0.3, may_copy.set).start()
-    worker.half.rest()
+    worker.half.wait_idle()
     assert may_copy.is_set()
     worker.overwrite(order)
     eventually(worker.is_told)

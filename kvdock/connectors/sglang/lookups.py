@@ -108,8 +108,8 @@ class PageLookups:
         return asked.waits
 
     def _may_wait(self, asked: _Asked) -> bool:
-        """The time counts from the first wait: a request that is looked up by other pages each time would otherwise wait
-        anew each time."""
+        """The time counts from the first wait: a request that is looked up by other pages each time would otherwise
+        wait anew each time."""
         now_s = self._clock()
         if asked.until_s is None:
             asked.until_s = now_s + self._most_s

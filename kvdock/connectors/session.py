@@ -137,8 +137,9 @@ class SessionObserver:
 
 
 class PoolHold:
-    """What this process holds of one pool: a byte of its lock file, and mappings of its segments. Both stay while
-    somebody uses them. `registrar`: registers the segments with the GPU's driver; None where copies need no that."""
+    """This process's hold on one pool: a byte of its lock file, and mappings of its segments. Both stay while a copy or
+    the session uses them. `registrar`: registers the segments with the GPU's driver; None where copies do not need it.
+    """
 
     def __init__(
         self, segments: AttachedSegments, liveness: MemberLiveness, registrar: SegmentRegistrar | None = None
@@ -260,7 +261,7 @@ class _RunWeights:
         self.name = ""
 
     def report(self, attachment: Attachment) -> None:
-        """If the server does not know them. Raises ServerUnavailable, ApiError."""
+        """Reports the name if the server does not know it. Raises ServerUnavailable, ApiError."""
         with self._reporting:
             name = self.name
             if attachment.weights == name or not self._is_scheduler:

@@ -28,7 +28,7 @@ LONGEST_CALL_S = 0.25
 
 
 class Subject(Protocol):
-    """One engine process, as far as a connector can tell."""
+    """One engine process, as a connector sees it."""
 
     @property
     def connector(self) -> Connector: ...

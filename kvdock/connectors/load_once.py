@@ -1,4 +1,4 @@
-"""How long a request waits for a load that another request of this engine has under way, instead of loading it as well.
+"""How long a request waits for a load that another request of this engine has started, instead of loading it as well.
 
 Requests that come together and lack the same prefix, as the samples of one prompt do, would each load it into blocks of
 their own. The first one loads. A request whose next missing chunk is part of that load waits until the engine's own

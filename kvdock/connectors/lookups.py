@@ -5,7 +5,7 @@
                                 └─► send the question, keep the answer ─┐
     "kvdock-verify"                                                     └─► hash what was found
 
-The engine looks a request up again in each step until it is told Hit or Miss. `Lookups.lookup` is the whole way:
+The engine looks a request up again in each step until the result is a Hit or a Miss. `Lookups.lookup` is the whole way:
 
 - ask: the first lookup sends a question to the server in the background. Another one is sent when more is asked for,
   and when more may have been stored since the last answer;
@@ -81,8 +81,8 @@ class Known(NamedTuple):
 
 @dataclass(frozen=True)
 class Verification:
-    """`verifier`: says whether what an answer leases may be promised. `is_eager`: each answer is verified as soon as it
-    is there, so that the next lookup can promise it; otherwise once `is_verified` asks for it."""
+    """`verifier`: decides whether the chunks that an answer leases may be promised. `is_eager`: each answer is verified
+    as soon as it is there, so that the next lookup can promise it; otherwise when `is_verified` is called."""
 
     verifier: Verifier = field(default_factory=Verifier)
     is_eager: bool = False
@@ -99,7 +99,7 @@ class LookupRecord:
 
 
 class Lookups:
-    """`settling`: runs calls to the server that nobody waits for. `readers`: how many ranks read each lease."""
+    """`settling`: runs calls to the server for which nothing waits. `readers`: how many ranks read each lease."""
 
     def __init__(
         self, requests: Requests, settling: Background, *, readers: int, waits: Waits, choice: LoadChoice,
@@ -125,13 +125,13 @@ class Lookups:
         if self._waits_for_load(request_id, tokens, local_tokens):
             return Pending()
 
-        # Ask. A request that waits for what may come is asked about every ASK_S, and reads each answer once.
+        # Ask. For a request that waits for more, the question is sent again every ASK_S, and each answer is read once.
         if self.waits.is_waiting(request_id) and not self._has_news(request_id):
             return Pending()
         wanted = self._choice.limits.shortened(tokens, local_tokens)
         found, expected = self._ask_and_wait(request_id, wanted, local_tokens)
 
-        # Wait. The answer has not come in time, or it says that others store what is missing or that tiers load it.
+        # Wait: for an answer that has not come in time, or for more chunks that the answer expects.
         if isinstance(found, Pending):
             return Miss() if self._is_late(request_id) else found
         sent = self._sent.get(request_id)
@@ -147,7 +147,7 @@ class Lookups:
                 self._record.declined(request_id, why, found.tokens)
             found, least = Miss(), UNLIMITED
 
-        # Lease. A hit keeps it. A miss has one where the engine has computed meanwhile what was found.
+        # Lease. A hit keeps it. A miss has one where the engine has computed the found chunks meanwhile.
         if isinstance(found, Miss):
             self._give_up_lease(request_id, local_tokens, min_load_tokens=least)
         if self._record.statistics is not None:
@@ -155,7 +155,7 @@ class Lookups:
         return found
 
     def expect(self, request_id: str, tokens: Sequence[int]) -> None:
-        """A lookup of the request is to come, with any number of local tokens: asks now."""
+        """A lookup of the request will come, with any number of local tokens: sends its question now."""
         question = self._known_or_question(request_id, self._choice.limits.shortened(tokens, 0), 0)
         if isinstance(question, Question):
             self._send(question)
@@ -174,7 +174,7 @@ class Lookups:
         return self.waits.loads is not None and self.waits.loads.still_waits(request_id, local_tokens)
 
     def _waits_for_load(self, request_id: str, tokens: Sequence[int], local_tokens: int) -> bool:
-        """Whether the request waits for what another one loads. It needs no answer for that, and may have none."""
+        """Whether the request waits for a load of another one. It needs no answer for that, and may have none."""
         loads = self.waits.loads
         if loads is None:
             return False
@@ -194,7 +194,7 @@ class Lookups:
     # ------------------------------------------------------------------ ask
 
     def _has_news(self, request_id: str) -> bool:
-        """Of a request that waits for what may come: whether an answer is there that it has not read. Asks again in
+        """Whether there is an answer that the request, which waits for more, has not read. Sends its question again in
         time."""
         sent, patience = self._sent.get(request_id), self.waits.patience
         if sent is None:
@@ -252,8 +252,8 @@ class Lookups:
                 self._send(again)
 
     def _is_late(self, request_id: str) -> bool:
-        """Whether nobody waits for the request's answer. A server that is late must not hold up what may have nothing
-        to load; one that only has much to answer will be asked in the next step."""
+        """Whether the request does not wait for its answer. A late server must not hold up requests that may have
+        nothing to load; the answer of one that is only busy is read in the next step."""
         sent, patience = self._sent.get(request_id), self.waits.patience
         if patience is None or not patience.is_open or sent is None:
             return False
@@ -373,7 +373,7 @@ class Lookups:
             self.cancel(attachment, question.replaces)
         answer, found = MISS, self._requests.callbacks.observer.asking(attachment)
         try:
-            if self._session.attachment is attachment:  # else nobody is there: no timeout for each question
+            if self._session.attachment is attachment:  # else the server is lost: no timeout for each question
                 answer = self._session.client.lookup(question.body)
                 found(question.keys[: answer.hit_tokens // self._chunk_tokens])
         except (ServerUnavailable, ApiError) as error:
@@ -419,7 +419,8 @@ class Lookups:
         return False
 
     def is_verifying(self, request_id: str) -> bool:
-        """Whether what the request's lookup found is being verified now: nobody may load it meanwhile."""
+        """Whether the chunks that the request's lookup found are being verified now: they must not be loaded
+        meanwhile."""
         with self._requests.lock:
             request = self._requests.leased(request_id)
             if request is None or request.lookup.verified is request.lookup.answer:
@@ -437,7 +438,7 @@ class Lookups:
         self._awaited = self._checks[request_id] = self._verifying.run(self._verify_now, request_id)
 
     def _verify_now(self, request_id: str) -> None:
-        """Background. What cannot be verified is a miss from then on."""
+        """Background. An answer that cannot be verified is a miss from then on."""
         with self._requests.lock:
             request = self._requests.leased(request_id)
             answer = request.lookup.answer if request is not None else None
@@ -524,7 +525,7 @@ class Lookups:
 
     def load_ended(self, request_id: str, valid_tokens: int | None = None, *, is_shared: bool = False) -> None:
         """In the engine's thread: a load has brought all that it was to bring, or the tokens up to `valid_tokens`.
-        `is_shared`: the engine's own cache has it before the next lookup; else drop_lookup says when."""
+        `is_shared`: the engine's own cache has it before the next lookup; else from drop_lookup on."""
         if self.waits.loads is not None:
             self.waits.loads.ended(request_id, valid_tokens)
             if is_shared:
@@ -547,8 +548,8 @@ class Lookups:
     # ------------------------------------------------------------------ ends
 
     def drop_lookup(self, request_id: str) -> None:
-        """The engine runs the request: what its lookup found, or finds when it is answered, is of no use. What the
-        request has loaded, if anything, the engine's own cache has now."""
+        """The engine runs the request: the answer to its lookup, also one that comes later, is of no use. The engine's
+        own cache has now what the request has loaded, if anything."""
         self._drop_question(request_id)
         if self.waits.loads is not None:
             self.waits.loads.admitted(request_id)

@@ -1,6 +1,6 @@
 """What the scheduler connector sends to the worker connectors: which slots, which blocks, under which grant.
 
-Plans are data: picklable, immutable, complete. A worker that gets one needs to ask nobody anything.
+Plans are data: picklable, immutable, complete. A worker needs nothing else to carry one out.
 A piece is one chunk of one KV group: a part for each writer, and the engine's blocks for its tokens.
 """
 
@@ -19,7 +19,7 @@ class LoadPiece:
     group: int
     parts: tuple[Part, ...]
     block_ids: tuple[int, ...]
-    """In order; what stands in the place of a skipped block means nothing."""
+    """In order; the ids in place of skipped blocks mean nothing."""
     skip_blocks: int
     """Leading blocks the engine's own prefix cache shares, or a window has left behind: hashed, never written."""
 

@@ -218,8 +218,9 @@ class Requests(dict[str, RequestState]):
         return self._epoch
 
     def withdraw_promise(self, attachment: Attachment, request_id: str, request: RequestState | None) -> None:
-        """Background: tells the server that the request stores no more of what it has promised. Nothing happens if the
-        id belongs to another entry by now, which came back and has promised anew. None: nor if the id is known at all.
+        """Background: reports to the server that the request stores no more of its promised chunks. Nothing happens if
+        the id belongs to another entry by now, which came back and has promised anew. None: nor if the id is known at
+        all.
         """
         if self.promises and self.get(request_id, request) is request:
             notify(self.session, attachment, self.session.client.withdraw, attachment.session, [request_id])

@@ -347,7 +347,7 @@ class EngineSession:
     def lost(self, attachment: Attachment, error: Exception) -> None:
         """A call under `attachment` failed: suspends the attachment if the failure means that the server is lost.
 
-        A late failure of a call under an earlier epoch says nothing about the present one."""
+        A late failure of a call under an earlier epoch does not concern the present one."""
         if isinstance(error, ApiError) and error.code not in LOST_CODES:
             return
         with self._lock:
@@ -538,7 +538,7 @@ class EngineSession:
                 )
                 answer = self.outcomes.send_with(beat, partial(self.client.heartbeat, attachment.session))
                 is_reported = answer.changes is None or self._report_changes(attachment, answer.changes)
-                for segment in answer.retired:  # nobody holds any of it: no copy of ours can be in it
+                for segment in answer.retired:  # no grant holds any of it: no copy of this process can be in it
                     attachment.hold.unmap(segment)
                 if answer.segments != len(attachment.segments.segments):
                     self._follow(attachment)

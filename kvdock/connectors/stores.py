@@ -147,8 +147,8 @@ class Stores:
     def store(
         self, offer: StoreOffer, carry_out: CarryOut, is_wanted: Callable[[StoreBatch], bool] = lambda batch: True
     ) -> Future[None]:
-        """Reserves each batch in the background and carries it out there, if `is_wanted` says then that it is still
-        wanted. The future ends with the last batch."""
+        """Reserves each batch in the background and carries it out there, if `is_wanted` is still true then. The future
+        ends with the last batch."""
         for batch in offer.batches:
             self._storing.run(self._store, offer, batch, carry_out, is_wanted)
         return self._storing.run(offer.attachment.release)

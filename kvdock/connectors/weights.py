@@ -1,6 +1,6 @@
 """Which weights a model has: a digest of the content of its files, in whatever folder and under whatever name.
 
-Invariant: weights that were not looked at have a name that somebody gave them, or are refused. The digest of no file
+Invariant: weights whose files are not read have a name that a user gave them, or are refused. The digest of no file
 never stands for a model.
 """
 

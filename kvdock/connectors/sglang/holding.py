@@ -1,9 +1,9 @@
-"""Holds requests back while more may be promised soon (lookups.py says what is waited for, and how long).
+"""Holds requests back while more may be promised soon (lookups.py decides for what they wait, and how long).
 
 SGLang computes what a linker has not promised when it admits a request, and a linker cannot say "later". So a request
 that waits is left in SGLang's queue, by two of SGLang's own plugin hooks (sglang.srt.plugins):
 
-    SGLang has looked a request up and is about to admit it ──► `admit` says: not now
+    SGLang has looked a request up and is about to admit it ──► `admit` answers: not now
     SGLang plans a batch while the request still waits ──► `next_batch` takes it out of the queue for that time
 
 Once the request waits no longer, SGLang finds it in the queue and looks it up anew. SGLang admits others meanwhile.

@@ -31,7 +31,7 @@ def revision(
     find_snapshot: FindSnapshot = hub_snapshot, read_all: bool = False,
 ) -> str:
     """Digest of weights and of all that can change KV. NotSupportedError where it cannot be known. `args`, `model`:
-    SGLang's ServerArgs and ModelConfig; `settings`: what somebody has set, as dependences.py has it; `read_all`: the
+    SGLang's ServerArgs and ModelConfig; `settings`: those that are set, as dependences.py has them; `read_all`: the
     digest of the weights is of all bytes of their files."""
     load = SimpleNamespace(
         load_format=args.load_format, download_dir=args.download_dir,
@@ -41,14 +41,14 @@ def revision(
         model=args.model_path, revision=args.revision, hf_config=model.hf_config, seed=args.random_seed,
         model_weights="",
     )
-    told = {
+    fields = {
         "hf_config": described(json.loads(model.hf_config.to_json_string(use_diff=False))),
         "dtype": str(model.dtype), "quantization": str(model.quantization),
         "settings": dict(settings), "adapters": adapters_of(args.lora_paths, find_snapshot),
         "draft": draft_of(args, about, load, weights_digest, find_snapshot, read_all=read_all),
         **weights_of(about, load, weights_digest, find_snapshot, whole=read_all),
     }
-    return hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(fields, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def draft_of(

@@ -136,7 +136,7 @@ def _states(requests: Any, page_tokens: int) -> list[KVGroup]:
         if not state.numel():
             continue  # short convolutions have no temporal state
         rows = [of_layer.flatten(1).view(torch.uint8) for of_layer in state]
-        if rows[0].data_ptr() != state.data_ptr():  # a copy: nobody would see what is written to it
+        if rows[0].data_ptr() != state.data_ptr():  # a copy: what is written to it would be lost
             raise NotSupportedError(
                 "kvdock cannot describe recurrent states whose bytes are not in order within a slot: a MambaPool whose "
                 "tensors are contiguous is wanted."

@@ -98,7 +98,7 @@ def is_of_weights(request: Any) -> bool:
 
 
 def only_reads(request: Any) -> bool:
-    """Whether a request to check weights leaves them as they are; SGLang can be told to overwrite them by it."""
+    """Whether a request to check weights leaves them as they are; by some of its actions SGLang overwrites them."""
     return getattr(request, "action", None) in ("snapshot", "compare", "checksum")
 
 

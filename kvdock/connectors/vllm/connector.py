@@ -154,7 +154,7 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
         transfer = vllm_config.kv_transfer_config
         self._settings = Settings.load(transfer.kv_connector_extra_config, os.environ)
         if kv_cache_config is None:
-            raise NotSupportedError("kvdock needs a vLLM that tells its connectors the KV cache configuration.")
+            raise NotSupportedError("kvdock needs a vLLM that passes the KV cache configuration to its connectors.")
         refuse_what_is_not_supported(vllm_config, len(kv_cache_config.kv_cache_groups), self._settings)
         self._config, self._cache = vllm_config, kv_cache_config
         self._groups: tuple[KVGroup, ...] = ()

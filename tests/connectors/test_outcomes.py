@@ -121,7 +121,7 @@ def test_a_server_without_this_field_loses_no_engine(
         heard.clear()
         eventually(lambda: len(heard) >= 5)
         assert rig.connector.session.attachment is attachment
-        assert caplog.text.count("the server does not take what became of requests") == 1
+        assert caplog.text.count("the server does not take the outcomes of requests") == 1
 
 
 def test_what_ended_while_the_server_was_gone_is_told_to_the_next() -> None:

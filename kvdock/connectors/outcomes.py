@@ -88,7 +88,8 @@ class OutcomeBuffer:
                 beat.outcomes or beat.outcomes_dropped or beat.copied
             ):
                 log.warning(
-                    "the server does not take the outcomes of requests and copies, so none is sent from now on: %s", error,
+                    "the server does not take the outcomes of requests and copies, so none is sent from now on: %s",
+                    error,
                 )
                 self._refuse()
             raise

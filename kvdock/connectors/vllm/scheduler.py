@@ -118,10 +118,9 @@ class VllmScheduler:
     ) -> SchedulerConnector:
         engine, share, figures = self._engine, settings.compute_once, self.figures
         cost = LoadOrCompute(self._speed, clock) if settings.load_if_cheaper else None
-        once, own_cache = None, engine.own_cache if settings.load_once else None
-        if share > 0:
-            once = ComputeOnce(share, self._speed, clock, partial(figures.waited, ""))
-        loads = None
+        once = ComputeOnce(share, self._speed, clock, partial(figures.waited, "")) if share > 0 else None
+        loads: LoadOnce | None = None
+        own_cache = engine.own_cache if settings.load_once else None
         if own_cache is not None:
             loads = LoadOnce(
                 session.manifest.chunk_tokens, clock, whole=own_cache.whole, lost_tokens=own_cache.lost_tokens,

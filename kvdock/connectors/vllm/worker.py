@@ -421,8 +421,9 @@ class VllmWorker:
         try:
             self._take_ended(lambda load: True)
         finally:
-            for part in (self._reports, self._stores, self._connector):
-                part.close()
+            self._reports.close()
+            self._stores.close()
+            self._connector.close()
             self._connector.session.close()
             self._connector.session.client.close()
 

@@ -101,6 +101,7 @@ class Worker:
 
     def close(self) -> None:
         self.half.close()
+        self.scheduler.close()
         self.session.close()
         self.session.client.close()
 

@@ -11,8 +11,9 @@ written between the two, so what vLLM has read between them is what was hashed b
 - when this engine started, for files that have not changed since;
 - else when the adapter is met, if that was before vLLM read it: its request arrives, or EngineCore.add_lora is called
   (AdapterLoads), with nothing of it in any worker. It counts only while it is certain that kvdock notices all calls
-  that make workers read adapters. The second is each later step. The chunks that a step has computed are stored once
-  the files were checked after the step ended (OpenStores.start), and dropped if they differ then.
+  that make workers read adapters.
+The second is each later step. The chunks that a step has computed are stored once the files were checked after the step
+ended (OpenStores.start), and dropped if they differ then.
 
 Threads: the engine's thread meets and checks adapters, the background reads their files.
 """

@@ -28,8 +28,7 @@ from kvdock.cli.render import say, size
 from kvdock.client.client import Client
 from kvdock.connectors.engine_connector import ConnectorSettings, open_worker, start
 from kvdock.connectors.errors import RefusedError
-from kvdock.connectors.interface import Hit
-from kvdock.connectors.requests import Fetch
+from kvdock.connectors.interface import Hit, Pending
 from kvdock.connectors.scheduler import SchedulerConnector
 from kvdock.connectors.session import Attachment, Identity, SessionObserver
 from kvdock.datapath.layout import PagedLayout, Plane
@@ -39,6 +38,8 @@ LOOKUP_KEYS = (2, 32, 512)
 BLOCK_TOKENS = 16
 WARM_UP = 20
 COPY_ROUNDS = 5
+ANSWER_S = 10.0
+"""How long the thread that waits for a lookup sleeps at most; each call has a timeout of its own."""
 POOL_SHARE = 0.5
 """The benchmark uses at most this share of what one session may hold."""
 REQUEST = "bench"
@@ -119,11 +120,12 @@ class _Engine:
         )
         self._scheduler = SchedulerConnector(self.session)
         try:
-            start(self.session, self._worker, SessionObserver(self._scheduler.keeps_lease))
+            start(self.session, self._worker, SessionObserver(self._scheduler.lookups.keeps_lease))
         except RefusedError as error:
             raise CommandError(str(error), FAILED) from error
 
     def close(self) -> None:
+        self._scheduler.close()
         self._worker.close()
         self.session.close()
         self.session.client.close()
@@ -151,16 +153,17 @@ class _Engine:
     def find(self) -> None:
         """Looks up what was stored. Raises CommandError unless all of it is there. `load` uses the lease; otherwise it
         ends with the session."""
-        found = self._scheduler.lookup(REQUEST, self.tokens, 0)
-        if isinstance(found, Fetch):
-            self._scheduler.fetch(found)  # nobody forgets a request meanwhile
-            found = self._scheduler.lookup(REQUEST, self.tokens, 0)
+        lookups = self._scheduler.lookups
+        found = lookups.lookup(REQUEST, self.tokens, 0)
+        while isinstance(found, Pending):
+            lookups.wait_for_answer(ANSWER_S)
+            found = lookups.lookup(REQUEST, self.tokens, 0)
         if not isinstance(found, Hit) or found.tokens < len(self.tokens):
             raise CommandError(_NO_ROOM, FAILED)
 
     def load(self) -> None:
         """Fills the blocks with what `find` found."""
-        begun = self._scheduler.begin_load(REQUEST, [self._order], 0, len(self.tokens))
+        begun = self._scheduler.lookups.begin_load(REQUEST, [self._order], 0, len(self.tokens))
         if begun is None:
             raise CommandError(_LOST, FAILED)
         attachment, plan = begun

@@ -1,6 +1,6 @@
 """Calls that run in a thread of the connector's own, so that the engine's thread never waits for them.
 
-Invariant: nobody waits for a call's result, so a call that raises is logged here, whoever started it.
+Invariant: a call that raises is logged here, because its result may never be read.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which chunks are used again: counters per chunk of what is looked up, hit and loaded through a connector.
+"""Which chunks are used again: counters per chunk of lookups, hits and loads through a connector.
 
 A chunk is named by a hash of its tokens and all before them, as at the server, but under no namespace: the names are
 of use here only. Invariants: a request's lookup counts once, however often it is asked, until its tokens grow or
@@ -50,7 +50,7 @@ class ChunkStatistics:
         self._lock = threading.Lock()
 
     def looked_up(self, request_id: str, tokens: Sequence[int], found_tokens: int) -> None:
-        """`found_tokens`: how long a prefix can be had, from the server or from the engine's own cache."""
+        """`found_tokens`: how long the prefix is that the server or the engine's own cache has."""
         if len(self._keys.get(request_id, ())) >= max(1, len(tokens) // self.chunk_tokens):
             return
         keys = list(chunk_keys(bytes(KEY_BYTES), tokens, self.chunk_tokens))
@@ -60,7 +60,7 @@ class ChunkStatistics:
                 self._count(key, at, looked_up=1, hit=int((at + 1) * self.chunk_tokens <= found_tokens))
 
     def load_begun(self, request_id: str, local_tokens: int, hit_tokens: int) -> None:
-        """Counts the chunks as loaded; load_failed() takes back what was not."""
+        """Counts the chunks as loaded; load_failed() takes back those that were not."""
         first, end = local_tokens // self.chunk_tokens, hit_tokens // self.chunk_tokens
         with self._lock:
             keys = self._keys.get(request_id, [])[first:end]

@@ -1,7 +1,7 @@
-"""Checks that any connector must pass: for who writes one for another engine, and for our own.
+"""Checks that any connector must pass: kvdock's own, and one that is written for another engine.
 
     for check in CHECKS:
-        check(Bench(factory, server_address))          # AssertionError says what did not hold
+        check(Bench(factory, server_address))          # AssertionError says which claim did not hold
 
 or, with pytest, `@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)`.
 
@@ -28,7 +28,7 @@ LONGEST_CALL_S = 0.25
 
 
 class Subject(Protocol):
-    """One engine process, as far as a connector can tell."""
+    """One engine process, as a connector sees it."""
 
     @property
     def connector(self) -> Connector: ...
@@ -46,14 +46,14 @@ class Subject(Protocol):
     def windows(self) -> Sequence[int | None]:
         """Per KV group how many tokens a window of it holds; None: full attention."""
     def fill(self, block: int, seed: int) -> None:
-        """Writes bytes to a block that no other seed gives."""
+        """Writes bytes to a block that differ for each seed."""
     def contents(self, block: int) -> bytes:
         """All bytes of a block."""
     def close(self) -> None: ...
 
 
 class Bench:
-    """What the checks work with: subjects, fresh tokens, and the verbs run to their end.
+    """The tools of the checks: subjects, fresh tokens, and the verbs run to their end.
 
     `seed`: another one for each check, or None: no check must meet the tokens of another.
     """
@@ -74,7 +74,7 @@ class Bench:
         return [self._source.randrange(256) for _ in range(count)]
 
     def table(self, subject: Subject, blocks: Sequence[int], hit: int = 0) -> list[list[int | None]]:
-        """Per group the ids of `blocks`; of a window, None for what it leaves behind before token `hit`."""
+        """Per group the ids of `blocks`; of a window, None for blocks that it has left behind before token `hit`."""
         share = subject.num_blocks // len(subject.windows)
         behind = [max(0, hit - window) // subject.block_tokens if window else 0 for window in subject.windows]
         return [
@@ -83,7 +83,7 @@ class Bench:
         ]
 
     def contents(self, subject: Subject, blocks: Sequence[int], hit: int = 0) -> list[bytes]:
-        """What each of `blocks` holds in all groups that want it for a hit of `hit` tokens."""
+        """The bytes of each of `blocks` in all groups that want it for a hit of `hit` tokens."""
         rows = zip(*self.table(subject, blocks, hit), strict=True)
         return [b"".join(subject.contents(block) for block in row if block is not None) for row in rows]
 
@@ -94,7 +94,7 @@ class Bench:
                 subject.fill(block, self._source.randrange(1 << 30))
 
     def hit(self, subject: Subject, request: str, tokens: list[int], local: int = 0) -> int:
-        """lookup, asked until it answers: the tokens that can be had."""
+        """Calls lookup until it is not Pending. Returns how many tokens can be loaded or are local."""
         end = time.monotonic() + ANSWER_S
         while time.monotonic() < end:
             began = time.monotonic()
@@ -124,7 +124,8 @@ class Bench:
         self._await(subject, lambda done: isinstance(done, StoreDone) and done.block_ids == held)
 
     def stored(self, subject: Subject, chunks: int) -> tuple[list[int], list[bytes]]:
-        """Tokens of that many chunks, stored from the subject's first blocks; and what a hit of all of them loads."""
+        """Tokens of that many chunks, stored from the subject's first blocks; and the bytes that a hit of all of them
+        loads."""
         tokens = self.tokens(chunks * subject.chunk_tokens)
         blocks = list(range(chunks * subject.chunk_tokens // subject.block_tokens))
         self.fill(subject, blocks)
@@ -141,7 +142,7 @@ class Bench:
         return sum(s.leases + s.reservations for s in sessions)
 
     def loaded(self, subject: Subject, request: str, tokens: list[int], blocks: list[int], wanted: list[bytes]) -> None:
-        """Looks up all of `tokens`, loads them into `blocks`, and expects what they hold to be `wanted`."""
+        """Looks up all of `tokens`, loads them into `blocks`, and expects their bytes to be `wanted`."""
         expect("hit", self.hit(subject, request, tokens), len(tokens))
         expect("valid tokens", self.load(subject, request, blocks, 0, len(tokens)), len(tokens))
         expect("loaded", self.contents(subject, blocks, len(tokens)), wanted)
@@ -237,7 +238,7 @@ def a_store_reads_no_block_after_its_report(bench: Bench) -> None:
         bench.fill(writer, blocks)
         contents = bench.contents(writer, blocks, len(tokens))
         bench.store(writer, "w", tokens, blocks, len(tokens))
-        bench.fill(writer, blocks)  # the engine gives them to somebody else
+        bench.fill(writer, blocks)  # the engine gives them to another request
         bench.loaded(reader, "r", tokens, blocks, contents)
 
 

@@ -1,10 +1,11 @@
-"""Whether a request's hit is worth loading: what its load would take, against what computing its tokens would take.
+"""Whether a request's hit is worth loading: the time to load it, against the time to compute its tokens.
 
-What loads take is learned from those that ended: a fixed time and a time for each token, the line through them with the
-least squares, in which older loads count less and less. So a bus that others keep busy shows, and so does a slow copy.
-What computing takes is the speed of the engine's own steps (PrefillSpeed). Until both are known, every hit is loaded.
+The time of loads is learned from those that ended: a fixed time and a time for each token, the line through them with
+the least squares, in which older loads count less and less. So a bus that others keep busy shows, and so does a slow
+copy. The time to compute follows from the speed of the engine's own steps (PrefillSpeed). Until both are known, every
+hit is loaded.
 
-If no load has been made for PROBE_S, the next hit is loaded whatever was learned, for the bus may be free again.
+If no load was made for PROBE_S, the next hit is loaded whatever was learned, because the bus may be free again.
 
 Threads: the engine's, one at a time.
 """
@@ -23,32 +24,32 @@ from kvdock.connectors.errors import SettingError
 # Threads: the engine's, one at a time.
 
 START_TOKENS_PER_S = 50_000.0
-"""Until this engine's speed is known. A fast engine waits least."""
-"""What the older steps count for when a new one is added to the speed."""
+"""Until this engine's speed is known. It is high, because a fast engine waits least."""
 LARGE_SHARE = 0.5
-"""Steps that compute less of prompts than this share of the largest one are not counted: they take as long for less."""
+"""Steps that compute fewer tokens of prompts than this share of the largest step are not counted: they take as long for
+fewer tokens."""
 
 
 class PrefillSpeed:
     """How many tokens of prompts this engine computes in a second. `clock`: seconds, monotonic. `ahead`: how many steps
-    are under way when the engine plans another one. It plans the next one when the oldest of them has ended."""
+    are in progress when the engine plans another one. It plans the next one when the oldest of them has ended."""
 
     def __init__(self, clock: Callable[[], float], ahead: int = 0) -> None:
         self._clock = clock
         self._largest = 0
         self._tokens = self._seconds = 0.0
-        self._planned_s, self._under_way = 0.0, deque([0], maxlen=ahead + 1)
+        self._planned_s, self._in_progress = 0.0, deque([0], maxlen=ahead + 1)
 
     def step(self, tokens: int) -> None:
-        """A step that computes `tokens` of prompts is planned, so the oldest one under way has ended."""
-        now_s, ended = self._clock(), self._under_way[0] if len(self._under_way) == self._under_way.maxlen else 0
+        """A step that computes `tokens` of prompts is planned, so the oldest one in progress has ended."""
+        now_s, ended = self._clock(), self._in_progress[0] if len(self._in_progress) == self._in_progress.maxlen else 0
         self.ended(ended, now_s - self._planned_s)
         self._planned_s = now_s
-        self._under_way.append(tokens)
+        self._in_progress.append(tokens)
 
     def ended(self, tokens: int, seconds: float) -> None:
         """A step that took `seconds` has computed `tokens` of prompts."""
-        if tokens > self._largest / LARGE_SHARE:  # the first large one: smaller ones say little
+        if tokens > self._largest / LARGE_SHARE:  # the first large one: smaller ones do not show the speed
             self._tokens = self._seconds = 0.0
         self._largest = max(self._largest, tokens)
         if tokens and tokens >= LARGE_SHARE * self._largest:
@@ -65,11 +66,11 @@ class PrefillSpeed:
 
 
 PROBE_S = 10.0
-"""How long hits may be computed before one is loaded, to see what loads take now."""
+"""How long hits may be computed before one is loaded, to see how long loads take now."""
 LEAST_LOADS = 3
-"""Fewer loads say too little."""
+"""Nothing is learned from fewer loads."""
 KEPT_SHARE = 0.9
-"""What the older loads count for when a new one is added."""
+"""The weight that older loads and steps keep when a new one is added."""
 
 
 class LoadCost:
@@ -93,7 +94,7 @@ class LoadCost:
         if self._count < LEAST_LOADS:
             return None
         spread = self._weight * self._squares - self._tokens**2
-        slope = self._seconds / self._tokens  # where all are of one length, and where a line would begin below zero
+        slope = self._seconds / self._tokens  # where all have one length, and where the line would start below zero
         if spread > 1e-6 * self._weight * self._squares:
             fitted = (self._weight * self._products - self._tokens * self._seconds) / spread
             slope = min(max(0.0, fitted), slope)
@@ -109,11 +110,11 @@ class LoadOrCompute:
         self._newest_s = clock()
 
     def loaded(self, tokens: int, seconds: float) -> None:
-        """A load of `tokens` has ended. It took `seconds`, counted from the moment when it could begin."""
+        """A load of `tokens` has ended. It took `seconds`, counted from the moment when it could start."""
         self._cost.loaded(tokens, seconds)
         self._newest_s = self._clock()
 
-    def is_dearer(self, tokens: int) -> bool:
+    def is_too_slow(self, tokens: int) -> bool:
         """Whether it takes longer to load `tokens` than to compute them."""
         load_s = self._cost.seconds(tokens)
         if load_s is None or not self._speed.is_known or load_s * self._speed.tokens_per_s <= tokens:
@@ -125,7 +126,7 @@ class LoadOrCompute:
 
 
 # --------------------------------------------------------------------------------
-# What an operator allows requests to load.
+# How much an operator allows requests to load.
 #
 # A limit shortens the prefix that is looked up, never the answer: the parts of a window are leased for one length, so
 # an answer that is cut afterwards could not be loaded.
@@ -156,6 +157,45 @@ class LoadLimits:
         """The prefix of `tokens` that may be looked up."""
         end = local_tokens + min(int(len(tokens) * self.max_load_share), self.max_load_tokens)
         return tokens[:end] if end < len(tokens) else tokens
+
+
+class LoadChoice:
+    """Which hits are loaded: those that `limits` allow and that take no longer to load than to compute, as `cost` says;
+    None: all that the limits allow."""
+
+    def __init__(self, limits: LoadLimits | None = None, cost: LoadOrCompute | None = None) -> None:
+        self.limits, self._cost = limits if limits is not None else LoadLimits(), cost
+        self._declined: set[str] = set()
+        self._accepted: set[str] = set()
+        """`cost` is asked once for each request: a load that it wants to see is made."""
+
+    def why_not(self, request_id: str, tokens: int) -> str:
+        """Why the request's hit of `tokens` is not loaded: "short" (there are too few), "dear" (to load them takes
+        longer than to compute them), or "" (it is loaded)."""
+        if tokens < self.limits.min_load_tokens:
+            return "short"
+        if self._cost is None or request_id in self._accepted:
+            return ""
+        if self._cost.is_too_slow(tokens):
+            return "dear"
+        self._accepted.add(request_id)
+        return ""
+
+    def loaded(self, tokens: int, seconds: float) -> None:
+        """As LoadOrCompute has it."""
+        if self._cost is not None:
+            self._cost.loaded(tokens, seconds)
+
+    def decline(self, request_id: str) -> None:
+        """Nothing is loaded for the request until it is forgotten."""
+        self._declined.add(request_id)
+
+    def is_declined(self, request_id: str) -> bool:
+        return request_id in self._declined
+
+    def forget(self, request_id: str) -> None:
+        self._declined.discard(request_id)
+        self._accepted.discard(request_id)
 
 
 def _require(ok: bool, name: str, found: object, wanted: str) -> None:

@@ -1,19 +1,19 @@
-"""Environment variables on which KV may depend: a rule for those that nobody knows, and lists of those that are known.
+"""Environment variables on which KV may depend: a rule for unknown ones, and lists of known ones.
 
 The rule. A variable counts if it belongs to a family that engines, or the libraries that compute for them, read:
 FAMILIES, and each engine's own. It is named in the manifest with its value, so instances with other values share
 nothing. It does not count
 
-- if it is on a list, by its full name: of what changes no byte of KV, and of what another part of the manifest says;
-- if its last words (and none before them) say that it is a place, a time or an address of this machine: LAST_WORDS;
+- if its full name is on a list: of variables that change no byte of KV, or that another part of the manifest covers;
+- if the last words of its name (and none before them) mean a path, a time or an address of this machine: LAST_WORDS;
 - if it is empty, or has a value that is known to be the usual one.
 
-A word in the midst of a name says nothing: PROLOGUE and LOG_TAU are kernels, not logs. A variable that a new version
-brings thus keeps instances apart until somebody has looked at it; it never lets them share what differs.
+A word inside a name means nothing: PROLOGUE and LOG_TAU are kernels, not logs. A variable that a new version brings
+thus keeps instances apart until a person has examined it; it never lets them share KV that differs.
 
-NCCL's, UCX's and CUDA's variables are of no family, for nearly all say how ranks reach each other and where memory is:
-the few that choose what is computed stand in OTHERS. OMP_NUM_THREADS and its like are not there: who splits sums over
-threads computes the same function, and engines set them by themselves.
+NCCL's, UCX's and CUDA's variables belong to no family, because nearly all of them control how ranks reach each other
+and where memory is: the few that choose what is computed are in OTHERS. OMP_NUM_THREADS and the like are not: sums that
+are split over threads are the same function, and engines set these variables by themselves.
 """
 
 from __future__ import annotations
@@ -62,23 +62,23 @@ _HARMLESS = """
 HARMLESS = frozenset(_HARMLESS.split())
 """Logs, caches, places, memory and compilers' output."""
 HARMLESS_FAMILIES = ("TORCH_NCCL_", "TORCH_GLOO_", "TORCH_ELASTIC_")
-"""How ranks meet, and who watches them."""
+"""How ranks find each other, and how they are monitored."""
 LAST_WORDS = re.compile(
     r"_(DIR|DIRECTORY|FOLDER|PORT|IP|ADDR|URL|URI|HOSTNAME|LOG_LEVEL|LOGGING_LEVEL|LOG_FILE|LOG_PATH|SO_PATH"
     r"|(TIMEOUT|INTERVAL)(_(S|MS|SEC|SECS|SECONDS))?)$"
 )
 """Where things lie and listen, and how long and how often."""
 TUNED = re.compile(r"CONFIGS?_(DIR|FOLDER|PATH)$")
-"""A place that tells kernels how to compute. What is in it is not looked at."""
+"""Paths of files that tell kernels how to compute. The files are not read."""
 
 
 def counted(
     environ: Mapping[str, str], own: tuple[str, ...], harmless: Collection[str],
     usual: Mapping[str, tuple[str, ...]] | None = None,
 ) -> dict[str, str]:
-    """The variables of `environ`, the process's environment, on which KV may depend. `own`: the beginnings of the
-    engine's own; `harmless`: full names of those of them that change no byte of KV; `usual`: values, in lower case,
-    with which a variable changes nothing."""
+    """The variables of `environ`, the process's environment, on which KV may depend. `own`: the prefixes of the
+    engine's own variables; `harmless`: full names of those of them that change no byte of KV; `usual`: values, in lower
+    case, with which a variable changes nothing."""
     usual = usual or {}
     return {
         name: value for name, value in environ.items()
@@ -98,7 +98,7 @@ def _may_count(name: str, own: tuple[str, ...], harmless: Collection[str]) -> bo
 
 
 # --------------------------------------------------------------------------------
-# What a model's configuration says of its KV.
+# The fields of a model's configuration on which its KV depends.
 
 SAYS_NOTHING = ("transformers_version", "auto_map", "custom_pipelines", "max_model_len")
 """Fields of a model's configuration that name how it was saved or where its code came from; and max_model_len, which
@@ -106,7 +106,8 @@ some models leave there although they do not use it to compute."""
 
 
 def described(config: Any) -> Any:
-    """A model's configuration without what says nothing: where it lies, who saved it, and whose code it names."""
+    """A model's configuration without the fields that mean nothing for its KV: its path, how it was saved, and where
+    its code came from."""
     if isinstance(config, Mapping):
         return {
             name: described(value) for name, value in config.items()

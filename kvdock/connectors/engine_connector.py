@@ -1,11 +1,13 @@
-"""A whole connector in one process, behind the verbs of interface.py: what an engine's first process plugs in.
+"""A whole connector in one process, behind the verbs of interface.py, for an engine's first process.
 
     engine thread      lookup ──► begin_load ──► poll … begin_store ──► poll … finished
     background         fetch      load           reserve + store        cancel
 
-The driver (kvdock/connectors/driver.py) asks the server; loads have a thread of their own here, so that none waits for
-a question or a store. What they finish is handed over by poll(). Invariant: every begin_load and every non-empty
-begin_store is answered by exactly one LoadDone or StoreDone, whatever fails, once all ranks are done with it.
+The scheduler connector (kvdock/connectors/scheduler.py) asks the server. Loads have a thread of their own here, so that
+none waits for a question or a store. poll() hands over what they finish.
+
+Invariant: every begin_load and every non-empty begin_store is answered by exactly one LoadDone or StoreDone, whatever
+fails, once all ranks are done with it.
 """
 
 from __future__ import annotations
@@ -18,17 +20,18 @@ from dataclasses import dataclass
 from kvdock.client.client import Client
 from kvdock.connectors.background import Background
 from kvdock.connectors.chunk_statistics import ChunkStatistics
-from kvdock.connectors.cost import UNLIMITED, LoadLimits
-from kvdock.connectors.driver import Driver
+from kvdock.connectors.cost import UNLIMITED, LoadChoice, LoadLimits
 from kvdock.connectors.interface import BlocksRead, GroupBlocks, LoadDone, LookupResult, Progress, StoreDone
 from kvdock.connectors.load_once import LoadOnce
+from kvdock.connectors.lookups import LookupRecord
 from kvdock.connectors.outcomes import EngineOutcomes
-from kvdock.connectors.plans import LoadPlan, StoreBatch, StorePlan
+from kvdock.connectors.plans import LoadPlan, StorePlan
 from kvdock.connectors.ranks import Answer, Peers, RankWorker
-from kvdock.connectors.requests import ChunkObserver, StoreOffer
+from kvdock.connectors.requests import ChunkObserver, RequestCallbacks
 from kvdock.connectors.scheduler import SchedulerConnector
 from kvdock.connectors.session import Attachment, EngineSession, Identity, SessionObserver
-from kvdock.connectors.waits import AwaitTiers
+from kvdock.connectors.stores import StoreBatch, StoreOffer
+from kvdock.connectors.waits import AwaitTiers, Waits
 from kvdock.connectors.worker import WorkerConnector
 from kvdock.datapath.cuda import CopyTuning
 from kvdock.datapath.devices import Device
@@ -60,12 +63,12 @@ class ConnectorSettings:
     tier_wait_s: float = 2.0
     """The longest that a request waits for what the server's lower tiers have; 0: not at all."""
     chunk_statistics: bool = False
-    """Counts which chunks are used again; see the connector's `statistics`."""
+    """Counts which chunks are used again: the connector's `statistics`."""
 
 
 class EngineConnector:
-    """A Connector (interface.py). `layouts`: where each KV group of the manifest has its blocks; groups that
-    share their memory share a layout. RefusedError when a server is there and does not accept this engine;
+    """A Connector (interface.py). `layouts`: where each KV group of the manifest has its blocks; groups that share
+    their memory share a layout. RefusedError when a server is there and does not accept this engine;
     LayoutMismatchError when `layouts` and `manifest` disagree; NoCuda when there is no such GPU. `stream`: as
     WorkerConnector has it. `peers`: the way to the workers of the ranks beside this one, whose rank is 0."""
 
@@ -83,28 +86,31 @@ class EngineConnector:
         limits = LoadLimits(settings.max_load_tokens, settings.max_load_share, settings.min_load_tokens)
         self.statistics = ChunkStatistics(manifest.chunk_tokens) if settings.chunk_statistics else None
         self.session, self.worker = open_worker(settings, manifest, identity, layouts, stream=stream)
-        tiers = AwaitTiers(settings.tier_wait_s, None, time.perf_counter)
         has_windows = any(group.window_tokens for group in manifest.groups)
-        loads = LoadOnce(manifest.chunk_tokens, time.perf_counter, whole=has_windows)
         self._traceparents: dict[str, str] = {}
         self._tokens = _KnownByTokens(manifest.chunk_tokens)
         self.scheduler = SchedulerConnector(
-            self.session, readers=manifest.tensor_parallel, terms=tiers.terms,
-            traceparent_of=lambda request_id: self._traceparents.get(request_id, ""), observer=self._tokens,
+            self.session, readers=manifest.tensor_parallel, choice=LoadChoice(limits),
+            callbacks=RequestCallbacks(
+                traceparent_of=lambda request_id: self._traceparents.get(request_id, ""), observer=self._tokens
+            ),
+            waits=Waits(
+                tiers=AwaitTiers(settings.tier_wait_s, None, time.perf_counter),
+                loads=LoadOnce(manifest.chunk_tokens, time.perf_counter, whole=has_windows),
+            ),
+            record=LookupRecord(
+                lambda _seconds: self._report(),
+                lambda request_id, why, tokens: self._outcomes.declined(request_id, why, tokens), self.statistics,
+            ),
         )
-        self._driver = Driver(
-            self.scheduler, answered=lambda _seconds: self._tell(), limits=limits, statistics=self.statistics,
-            tiers=tiers, declined=lambda request_id, why, tokens: self._outcomes.declined(request_id, why, tokens),
-            loads=loads,
-        )
-        self._outcomes = EngineOutcomes(self._driver.ended, time.perf_counter)
-        self._news = threading.Condition()
+        self._outcomes = EngineOutcomes(self.scheduler.ended, time.perf_counter)
+        self._reported = threading.Condition()
         self._loads: list[tuple[LoadDone, float | None]] = []
-        """With what the copies took on the slowest rank, in seconds."""
+        """With the seconds that the copies took on the slowest rank."""
         self._stores: list[StoreDone] = []
         self._woken = False
         self._loading = Background("kvdock-load")
-        start(self.session, self.worker, SessionObserver(self.scheduler.keeps_lease))
+        start(self.session, self.worker, SessionObserver(self.scheduler.lookups.keeps_lease))
 
     # ------------------------------------------------------------------ the verbs
 
@@ -113,18 +119,18 @@ class EngineConnector:
     ) -> LookupResult:
         if traceparent:
             self._traceparents[request_id] = traceparent_or_none(traceparent)
-        found = self._driver.lookup(request_id, token_ids, local_tokens)
+        found = self.scheduler.lookups.lookup(request_id, token_ids, local_tokens)
         self._outcomes.lookup(request_id, len(token_ids), local_tokens, found)
         return found
 
     def begin_load(self, request_id: str, block_ids: GroupBlocks, local_tokens: int, hit_tokens: int) -> None:
-        begun = self._driver.begin_load(request_id, block_ids, local_tokens, hit_tokens)
+        started = self.scheduler.lookups.begin_load(request_id, block_ids, local_tokens, hit_tokens)
         self._outcomes.begin_load(request_id, local_tokens, hit_tokens)
-        if begun is None:
-            self._tell(load=(LoadDone(request_id, local_tokens), None))
+        if started is None:
+            self._report(load=(LoadDone(request_id, local_tokens), None))
         else:
-            self._outcomes.loading(request_id, self.scheduler.bytes_of(begun[1]))
-            self._loading.run(self._load, *begun)
+            self._outcomes.loading(request_id, self.scheduler.lookups.bytes_of(started[1]))
+            self._loading.run(self._load, *started)
 
     def begin_store(
         self, request_id: str, token_ids: Sequence[int], block_ids: GroupBlocks, computed_tokens: int
@@ -134,31 +140,31 @@ class EngineConnector:
         offer = self.scheduler.stores.begin_store(request_id, token_ids, block_ids, computed_tokens)
         if offer is None:
             return ()
-        self._driver.store(offer, lambda batch, plan: self._store(offer, batch, plan))
+        self.scheduler.stores.store(offer, lambda batch, plan: self._store(offer, batch, plan))
         return offer.reads
 
     def poll(self, timeout_s: float = 0.0) -> Progress:
-        with self._news:
+        with self._reported:
             if not self._woken and timeout_s > 0:
-                self._news.wait(timeout_s)
+                self._reported.wait(timeout_s)
             self._woken = False
             loads, self._loads = self._loads, []
             stores, self._stores = self._stores, []
         self._outcomes.step(loads)
         for done, _ in loads:
-            self._driver.load_ended(done.request_id, done.valid_tokens, is_shared=True)
-        self._driver.step(is_idle=False)
+            self.scheduler.lookups.load_ended(done.request_id, done.valid_tokens, is_shared=True)
+        self.scheduler.lookups.step(is_idle=False)
         return Progress(tuple(done for done, _ in loads), tuple(stores))
 
     def finished(self, request_id: str) -> None:
         self._outcomes.finished(request_id)
         self._traceparents.pop(request_id, None)
         self._tokens.of.pop(request_id, None)
-        self._driver.finished(request_id)
+        self.scheduler.finished(request_id)
 
     def close(self) -> None:
         self._loading.close()
-        self._driver.close()
+        self.scheduler.close()
         self.peers.close()
         self.worker.close()
         self.session.close()
@@ -172,19 +178,19 @@ class EngineConnector:
         try:
             valid, took_s = self._load_here(attachment, plan)
         finally:
-            elsewhere, not_begun = others.wait()
+            elsewhere, not_started = others.wait()
             if elsewhere is not None:
                 valid = max(plan.local_tokens, min(valid, elsewhere))
-            if not_begun:
-                self.session.client.release_later(plan.lease, attachment.session, not_begun)
+            if not_started:
+                self.session.client.release_later(plan.lease, attachment.session, not_started)
             if valid < plan.hit_tokens:
-                self._driver.load_failed(plan.request_id, valid)
-            self._tell(load=(LoadDone(plan.request_id, valid), took_s))
+                self.scheduler.lookups.load_failed(plan.request_id, valid)
+            self._report(load=(LoadDone(plan.request_id, valid), took_s))
             self.worker.settle(attachment)
             attachment.release()
 
     def _load_here(self, attachment: Attachment, plan: LoadPlan) -> tuple[int, float | None]:
-        """(tokens valid from token 0 on, what the copies took on the slowest rank if that is known)."""
+        """(tokens valid from token 0 on, seconds that the copies took on the slowest rank, if that is known)."""
         loading = self.worker.submit_load(attachment, plan)
         try:
             valid = self.worker.finish_load(loading)
@@ -198,31 +204,31 @@ class EngineConnector:
                 self._store_everywhere(offer.attachment, plan)
         finally:
             if batch is offer.batches[-1]:
-                self._tell(store=StoreDone(offer.request_id, offer.reads))
+                self._report(store=StoreDone(offer.request_id, offer.reads))
 
     def _store_everywhere(self, attachment: Attachment, plan: StorePlan) -> None:
-        """Every writer its part; with the last commit the chunks are there."""
+        """Every writer stores its part. With the last commit the chunks are there."""
         others = self.peers.send(attachment.epoch, plan, below=self.session.manifest.writers)
         try:
             self.worker.store(attachment, plan)
         finally:
-            _, not_begun = others.wait()
-            if not_begun:
-                self.session.abort(attachment, plan.reservation, not_begun)
+            _, not_started = others.wait()
+            if not_started:
+                self.session.abort(attachment, plan.reservation, not_started)
 
-    def _tell(self, *, load: tuple[LoadDone, float | None] | None = None, store: StoreDone | None = None) -> None:
-        with self._news:
+    def _report(self, *, load: tuple[LoadDone, float | None] | None = None, store: StoreDone | None = None) -> None:
+        with self._reported:
             if load is not None:
                 self._loads.append(load)
             if store is not None:
                 self._stores.append(store)
             self._woken = True
-            self._news.notify_all()
+            self._reported.notify_all()
 
 
 class _KnownByTokens(ChunkObserver):
-    """Routers know chunks by their tokens and keys: the engine has no hashes of its own that they could have. `of`: the
-    tokens of each request that stores."""
+    """Routers know chunks by their tokens and keys: the engine has no hashes of its own. `of`: the tokens of each
+    request that stores."""
 
     def __init__(self, chunk_tokens: int) -> None:
         self._chunk_tokens = chunk_tokens
@@ -243,8 +249,7 @@ def open_worker(
     client = Client(settings.address, timeout_s=settings.timeout_s, access_token=token)
     session = EngineSession(client, manifest, identity, register=device.register)
     worker = WorkerConnector(
-        session, layouts, rank=identity.ranks[0], device=device, stream=stream, threads=settings.copy_threads,
-        tuning=settings.copy_tuning,
+        session, layouts, device=device, stream=stream, threads=settings.copy_threads, tuning=settings.copy_tuning
     )
     return session, worker
 
@@ -263,8 +268,8 @@ def open_rank(
     settings: ConnectorSettings, manifest: Manifest, identity: Identity, layouts: Sequence[PagedLayout],
     answer: Callable[[Answer], None], *, stream: int | None = None,
 ) -> RankWorker:
-    """What another rank's process plugs in; `identity` has rank 0's instance, a member and a rank of its own. Raises
-    what EngineConnector raises."""
+    """The connector of another rank's process. `identity`: has rank 0's instance, and a member and a rank of its own.
+    Raises what EngineConnector raises."""
     session, worker = open_worker(settings, manifest, identity, layouts, stream=stream)
     start(session, worker)
     return RankWorker(session, worker, answer)

@@ -1,4 +1,4 @@
-"""What a connector raises. A lost server is never an error here: it is a miss."""
+"""The exceptions of connectors. A lost server is never an error here: it is a miss."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class LayoutMismatchError(ConnectorError):
 
 
 class SettingError(ConnectorError, ValueError):
-    """A setting out of its range; the message names what was found and what is wanted."""
+    """A setting out of its range; the message names the value found and the values wanted."""
 
 
 class NotSupportedError(ConnectorError, ValueError):

@@ -1,4 +1,4 @@
-"""What an engine asks of a KV connector: a few verbs, paired begin and finish.
+"""What an engine asks of a KV connector: a few verbs, most of them in pairs.
 
 An engine knows this file and nothing else of kvdock. Ranges are half-open and in tokens, counted from the
 start of the request. Block ids are the engine's own, one list a KV group in the order of the manifest: entry
@@ -21,8 +21,8 @@ BlocksRead: TypeAlias = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class Hit:
-    """Tokens [0, tokens) can be had, which is more than the engine has itself. Good for every group: of a window, what
-    it holds before `tokens`."""
+    """Tokens [0, tokens) can be loaded, which is more than the engine has itself. Good for every group: of a window,
+    the tokens that it holds before `tokens`."""
 
     tokens: int
 
@@ -42,10 +42,10 @@ LookupResult: TypeAlias = Hit | Miss | Pending
 
 @dataclass(frozen=True)
 class LoadDone:
-    """A load ended. What was asked for of tokens [0, valid_tokens) may be used; what lies behind is not there.
+    """A load ended. Tokens [0, valid_tokens) may be used; those behind are not there.
 
-    `valid_tokens` counts the tokens the engine already had; it is below what was asked for when a
-    chunk failed its checksum or the server was lost.
+    `valid_tokens` includes the tokens that the engine already had. It is below the length of the hit when a chunk
+    failed its checksum or the server was lost.
     """
 
     request_id: str
@@ -54,7 +54,7 @@ class LoadDone:
 
 @dataclass(frozen=True)
 class StoreDone:
-    """A store no longer reads `block_ids` (what `begin_store` returned), stored or not."""
+    """A store no longer reads `block_ids` (those that `begin_store` returned), whether it was stored or not."""
 
     request_id: str
     block_ids: BlocksRead
@@ -67,24 +67,24 @@ class Progress:
 
 
 class Connector(Protocol):
-    """Never raises for a lost or unhappy server: that is a miss."""
+    """Never raises for a server that is lost or refuses a call: that is a miss."""
 
     def lookup(
         self, request_id: str, token_ids: Sequence[int], local_tokens: int, traceparent: str = ""
     ) -> LookupResult:
-        """Which prefix of `token_ids` can be had.
+        """Which prefix of `token_ids` can be loaded.
 
-        `local_tokens` is what the engine's own prefix cache holds, a multiple of the manifest's block_tokens: whole
-        blocks in every group. Asking again is free and changes nothing. After a LoadDone that fell short, a hit has at
-        most its valid_tokens, until `finished`. `traceparent`: the W3C trace context that the request came with.
+        `local_tokens`: how many tokens the engine's own prefix cache holds, a multiple of the manifest's block_tokens:
+        whole blocks in every group. Asking again is free and changes nothing. After a LoadDone that fell short, a hit
+        has at most its valid_tokens, until `finished`. `traceparent`: the W3C trace context that the request came with.
         """
 
     def begin_load(self, request_id: str, block_ids: GroupBlocks, local_tokens: int, hit_tokens: int) -> None:
         """Fill tokens [local_tokens, hit_tokens) of the request's blocks; blocks before are never written.
 
-        Each list covers [0, hit_tokens); where it says None nothing is loaded. `hit_tokens` is what
-        the Hit said: another length needs other parts of a window. The engine neither reads nor frees the
-        blocks of [local_tokens, hit_tokens) until `poll` returns the LoadDone of this request: exactly one comes.
+        Each list covers [0, hit_tokens); where it has None, nothing is loaded. `hit_tokens`: as the Hit has it; another
+        length needs other parts of a window. The engine neither reads nor frees the blocks of [local_tokens,
+        hit_tokens) until `poll` returns the LoadDone of this request: exactly one comes.
         """
 
     def begin_store(
@@ -97,7 +97,7 @@ class Connector(Protocol):
         """
 
     def poll(self, timeout_s: float = 0.0) -> Progress:
-        """What ended since the last call; waits up to `timeout_s` for something to end."""
+        """The loads and stores that ended since the last call; waits up to `timeout_s` for one to end."""
 
     def finished(self, request_id: str) -> None:
         """The request finished, was aborted or was preempted: forget its lookup. A preempted request may

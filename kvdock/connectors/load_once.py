@@ -1,15 +1,15 @@
-"""How long a request waits for a load that another request of this engine has under way, instead of loading it as well.
+"""How long a request waits for a load that another request of this engine has started, instead of loading it as well.
 
 Requests that come together and lack the same prefix, as the samples of one prompt do, would each load it into blocks of
 their own. The first one loads. A request whose next missing chunk is part of that load waits until the engine's own
-prefix cache has it, and loads or computes itself what is left.
+prefix cache has it, and then loads or computes the rest itself.
 
 Such a wait is short. It ends when the load has taken MOST_TIMES as long as loads of its length take, counted from its
-begin, and at once when it fails or when its request ends; the next request to be looked up loads then, and the others
-wait for that one. Nobody waits for a load that takes much longer than a load of what the two have in common. A request
-that has waited in vain loads itself, and does not wait again.
+start, and at once when it fails or when its request ends; the next request to be looked up loads then, and the others
+wait for that one. No request waits for a load that takes much longer than a load of the common prefix. A request that
+has waited in vain loads itself, and does not wait again.
 
-Threads: the engine's, one at a time. Nothing here blocks: who waits asks again in a later step.
+Threads: the engine's, one at a time. Nothing here blocks: a request that waits is looked up again in a later step.
 """
 
 from __future__ import annotations
@@ -20,30 +20,32 @@ from dataclasses import dataclass
 from kvdock.connectors.cost import LoadCost
 
 MOST_TIMES = 4.0
-"""How long a load is waited for, in times of what loads of its length take: others may load beside it."""
+"""How long requests wait for a load, in multiples of the time that loads of its length take: others may load beside it.
+"""
 SLACK_S = 0.02
-"""It is waited for that much longer."""
+"""They wait that much longer."""
 LEAST_STEPS = 2
-"""So many steps, and those under way when it began, may pass before its end is known, however long they take."""
+"""This many steps, and those in progress when the load started, may pass before its end is known, however long they
+take."""
 FAIR_TIMES = 2.0
-"""A load is waited for if what is left of it takes at most so many times as long as loading what is in common."""
+"""A request waits for a load if the rest of it takes at most this many times as long as loading the common prefix."""
 FIRST_FIXED_S, FIRST_TOKEN_S = 0.05, 2e-5
-"""What a load is expected to take before any was seen: seconds, and seconds for each token."""
+"""How long a load is expected to take before any was seen: seconds, and seconds for each token."""
 MOST_IN_VAIN = 3
-"""After so many loads that failed a request waits for none."""
+"""After this many loads that failed, a request waits for none."""
 
 
 @dataclass(eq=False)
 class _Load:
-    """`keys`: of its chunks, of which the first one is chunk number `first`. `step`: the number of that in which it
-    began. `why_over`: "" while it is under way."""
+    """`keys`: of its chunks, the first of which has the number `first`. `step`: the number of the step in which it
+    started. `why_over`: "" while it is in progress."""
 
     request_id: str
     keys: Sequence[bytes]
     first: int
     local_tokens: int
     hit_tokens: int
-    began_s: float
+    started_s: float
     takes_s: float
     step: int
     why_over: str = ""
@@ -53,7 +55,8 @@ class _Load:
         return self.first + len(self.keys)
 
     def common_end(self, keys: Sequence[bytes], chunk: int) -> int:
-        """Up to which chunk `keys` are the load's, which has their `chunk`: each key stands for all before it."""
+        """The end of the chunks that `keys` and the load have in common. The load has their `chunk`. Each key stands
+        for all chunks before it, too."""
         low, high = chunk + 1, min(self.end, len(keys))
         while low < high:
             middle = (low + high + 1) // 2
@@ -66,22 +69,23 @@ class _Load:
 
 @dataclass
 class _Wait:
-    """`load`: None when the last one has ended. `wanted_tokens`: from token 0 on, what is to be at hand then."""
+    """`load`: None when the last one has ended. `wanted_tokens`: the engine's own cache is to have them then, counted
+    from token 0."""
 
     load: _Load | None = None
     wanted_tokens: int = 0
-    began_s: float = 0.0
+    started_s: float = 0.0
     in_vain: int = 0
     is_old: bool = False
-    """A load failed that the request has waited for: what it was answered before may name the same damage."""
+    """A load failed for which the request has waited: its own answer may name the same damaged chunks."""
 
 
 class LoadOnce:
-    """`shares`: whether the engine's own cache, which has the first so many tokens of the first request, has them for
-    the second one as well. `whole`: it has what was loaded only for who has all of it in common, as windows make it.
-    `lost_tokens`: at the end of what it has, that many are computed again all the same. `steps_ahead`: how many steps
-    are under way when another one is planned. `count`: called when a wait ends, with its outcome ("fulfilled",
-    "failed", "expired", "missed") and its seconds."""
+    """`shares`: whether the engine's own cache, which has the first tokens of the request `loader`, has them for the
+    request `other` as well. `whole`: it has a load only for requests that have all of it in common, as with windows.
+    `lost_tokens`: how many tokens at the end of a cached prefix are computed again all the same. `steps_ahead`: how
+    many steps are in progress when another one is planned. `count`: called when a wait ends, with its outcome
+    ("fulfilled", "failed", "expired", "missed") and its seconds."""
 
     def __init__(
         self, chunk_tokens: int, clock: Callable[[], float], *, whole: bool, lost_tokens: int = 0, steps_ahead: int = 0,
@@ -92,15 +96,15 @@ class LoadOnce:
         self._shares, self._count, self._least_steps = shares, count, steps_ahead + LEAST_STEPS
         self._cost, self._steps = LoadCost(), 0
         self._loads: dict[str, _Load] = {}
-        """By request, the loads whose end is not known."""
+        """By request, the loads that are not known to have ended."""
         self._by_key: dict[bytes, _Load] = {}
-        """The newest load of each chunk, of those that are waited for."""
+        """The newest load of each chunk, of those for which requests wait."""
         self._waits: dict[str, _Wait] = {}
 
     # ------------------------------------------------------------------ loads
 
-    def begins(self, request_id: str, keys: Sequence[bytes], local_tokens: int, hit_tokens: int) -> None:
-        """A load of the tokens [local_tokens, hit_tokens) begins, for a request whose chunks have `keys`."""
+    def started(self, request_id: str, keys: Sequence[bytes], local_tokens: int, hit_tokens: int) -> None:
+        """A load of the tokens [local_tokens, hit_tokens) starts, for a request whose chunks have `keys`."""
         self._over(request_id, "failed")
         first, end = local_tokens // self._chunk_tokens, hit_tokens // self._chunk_tokens
         load = _Load(
@@ -117,7 +121,7 @@ class LoadOnce:
         if load is not None and valid_tokens is not None and valid_tokens < load.hit_tokens:
             self._over(request_id, "damaged")
         elif load is not None:
-            self._cost.loaded(load.hit_tokens - load.local_tokens, self._clock() - load.began_s)
+            self._cost.loaded(load.hit_tokens - load.local_tokens, self._clock() - load.started_s)
 
     def shared(self, request_id: str) -> None:
         """The engine's own cache has what the request has loaded."""
@@ -126,9 +130,10 @@ class LoadOnce:
     def _over(self, request_id: str, why: str) -> None:
         load = self._loads.pop(request_id, None)
         if load is not None and not load.why_over:
-            self._is_waited_for_no_more(load, why)
+            self._end_load(load, why)
 
-    def _is_waited_for_no_more(self, load: _Load, why: str) -> None:
+    def _end_load(self, load: _Load, why: str) -> None:
+        """No request waits for it any more."""
         load.why_over = why
         for key in load.keys:
             if self._by_key.get(key) is load:
@@ -143,11 +148,11 @@ class LoadOnce:
     def waits(
         self, request_id: str, keys_of: Callable[[], Sequence[bytes]], local_tokens: int, least_tokens: int = 1
     ) -> bool:
-        """Whether the request, whose first `local_tokens` tokens the engine's own cache has, waits. `keys_of`: makes
-        the keys of its chunks. It waits for no less than `least_tokens`."""
+        """Whether the request waits, whose first `local_tokens` tokens the engine's own cache has. `keys_of`: makes the
+        keys of its chunks. It does not wait for fewer tokens than `least_tokens`."""
         if self.still_waits(request_id, local_tokens):
             return True
-        self._over(request_id, "failed")  # it is looked up anew: what it had loaded, the engine has taken from it
+        self._over(request_id, "failed")  # it is looked up anew: the engine has taken from it what it had loaded
         wait = self._waits.get(request_id)
         if wait is not None and wait.load is not None:
             self._end(wait, local_tokens)
@@ -159,11 +164,11 @@ class LoadOnce:
         if wait is None:
             wait = self._waits[request_id] = _Wait()
         wait.load, wait.wanted_tokens = found
-        wait.began_s = self._clock()
+        wait.started_s = self._clock()
         return True
 
     def still_waits(self, request_id: str, local_tokens: int) -> bool:
-        """Whether the request waits for a load, which is under way."""
+        """Whether the request waits for a load that is in progress."""
         wait = self._waits.get(request_id)
         if wait is None or wait.load is None or local_tokens >= wait.wanted_tokens:
             return False
@@ -172,7 +177,7 @@ class LoadOnce:
     def _to_wait_for(
         self, request_id: str, keys: Sequence[bytes], local_tokens: int, least_tokens: int
     ) -> tuple[_Load, int] | None:
-        """A load, and up to which token it is of use to the request."""
+        """A load, and the number of tokens up to which it is of use to the request."""
         chunk = local_tokens // self._chunk_tokens
         load = self._by_key.get(keys[chunk]) if chunk < len(keys) else None
         if load is None or load.request_id == request_id or self._is_over(load):
@@ -181,7 +186,7 @@ class LoadOnce:
         if self._whole and end < load.end:
             return None
         wanted = min(end * self._chunk_tokens, load.hit_tokens - self._lost_tokens)
-        left_s = load.began_s + load.takes_s - self._clock()
+        left_s = load.started_s + load.takes_s - self._clock()
         if wanted - local_tokens < least_tokens or left_s > FAIR_TIMES * self._takes_s(wanted - local_tokens):
             return None
         return (load, wanted) if self._shares(load.request_id, request_id, end * self._chunk_tokens) else None
@@ -195,12 +200,12 @@ class LoadOnce:
             return True
         if self._steps - load.step <= self._least_steps:
             return False
-        if self._clock() - load.began_s > MOST_TIMES * load.takes_s + SLACK_S:
-            self._is_waited_for_no_more(load, "expired")
+        if self._clock() - load.started_s > MOST_TIMES * load.takes_s + SLACK_S:
+            self._end_load(load, "expired")
         return bool(load.why_over)
 
     def _end(self, wait: _Wait, local_tokens: int) -> None:
-        assert wait.load is not None, "nobody waits"
+        assert wait.load is not None, "no wait"
         why, wait.load = wait.load.why_over, None
         if local_tokens >= wait.wanted_tokens:
             how = "fulfilled"
@@ -208,10 +213,10 @@ class LoadOnce:
             how, wait.in_vain = why, MOST_IN_VAIN
         else:
             how, wait.in_vain, wait.is_old = "failed", wait.in_vain + 1, wait.is_old or why == "damaged"
-        self._count(how, self._clock() - wait.began_s)
+        self._count(how, self._clock() - wait.started_s)
 
     def takes_back(self, request_id: str) -> bool:
-        """Whether what the request was answered is to be asked anew, once for each load that failed."""
+        """Whether the request's question is to be sent anew, once for each load that failed."""
         wait = self._waits.get(request_id)
         is_old = wait is not None and wait.is_old
         if wait is not None:

@@ -1,8 +1,8 @@
-"""What became of requests and what was copied, until a heartbeat tells it. People read it at the server; nothing else
-depends on it.
+"""The outcomes of requests, and how much was copied, until a heartbeat reports them. People read them at the server;
+nothing else depends on them.
 
-Bounded: of more than fit into a heartbeat the newest are kept, and the others are counted. No outcome keeps a heartbeat
-from being heard: what the server cannot read is not sent again.
+Bounded: of more outcomes than fit into a heartbeat the newest are kept, and the others are counted. No outcome keeps a
+heartbeat from its effect: what the server cannot read is not sent again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kvdock.protocol.wire_types import MAX_NAME
 log = logging.getLogger("kvdock.connector")
 
 
-class Untold:
+class OutcomeBuffer:
     """What the server does not know yet. The thread that sends heartbeats calls `ceiling_bytes_per_s` once, before it
     reports the first copies. Thread-safe."""
 
@@ -49,7 +49,7 @@ class Untold:
             self._outcomes.append(outcome)
 
     def loaded(self, size_bytes: int, seconds: float) -> None:
-        """A load's copies have taken so long."""
+        """A load's copies have taken `seconds`."""
         with self._lock:
             self._copied.load_bytes += size_bytes
             self._copied.load_us += round(seconds * 1e6)
@@ -69,9 +69,9 @@ class Untold:
         copied.ceiling_bytes_per_s = self._ceiling
         return copied
 
-    def carried(self, beat: Heartbeat, send: Callable[[Heartbeat], HeartbeatAnswer]) -> HeartbeatAnswer:
-        """Sends a heartbeat with all of it. Raises what `send` raises; if nobody answered, outcomes go with the next
-        heartbeat."""
+    def send_with(self, beat: Heartbeat, send: Callable[[Heartbeat], HeartbeatAnswer]) -> HeartbeatAnswer:
+        """Sends a heartbeat with all of it. Raises what `send` raises; if the server has not answered, the outcomes go
+        with the next heartbeat."""
         beat.copied = None if self._is_refused else self._take_copied()
         with self._lock:
             beat.outcomes, beat.outcomes_dropped = list(self._outcomes), self._dropped
@@ -87,18 +87,18 @@ class Untold:
                 beat.outcomes or beat.outcomes_dropped or beat.copied
             ):
                 log.warning(
-                    "the server does not take what became of requests or was copied, so it is not told any more: %s",
+                    "the server does not take the outcomes of requests and copies, so none is sent from now on: %s",
                     error,
                 )
                 self._refuse()
             raise
 
-    def tell_last(self, beat: Heartbeat, send: Callable[[Heartbeat], HeartbeatAnswer]) -> None:
-        """Sends a heartbeat if there is anything left to tell. Raises what `send` raises."""
+    def send_rest(self, beat: Heartbeat, send: Callable[[Heartbeat], HeartbeatAnswer]) -> None:
+        """Sends a heartbeat if anything is left to report. Raises what `send` raises."""
         with self._lock:
             is_any = bool(self._outcomes or self._dropped or self._copied.load_bytes or self._copied.store_bytes)
         if is_any:
-            self.carried(beat, send)
+            self.send_with(beat, send)
 
     def _put_back(self, outcomes: Sequence[Outcome], dropped: int) -> None:
         with self._lock:
@@ -115,16 +115,16 @@ class Untold:
 
 
 # --------------------------------------------------------------------------------
-# What became of each request, under every engine: what kvdock had of it, what was loaded, what that took, and why not
-# more. The outcome goes to the server when the request ends, and people read it there (kvdock/protocol/outcomes.py).
+# The outcome of each request, under every engine: how many tokens kvdock had, how many were loaded, how long that took,
+# and why not more. It goes to the server when the request ends, and people read it there (kvdock/protocol/outcomes.py).
 #
 # Threads: the engine's, one at a time.
 
 @dataclass(slots=True)
 class _Story:
-    """`found_tokens`: from the request's first; `loaded_tokens`: of its last load, behind the `local_tokens` that the
-    engine had then, or when it admitted the request for the first time. `why`: "" while nothing kept more from being
-    loaded. `cached_tokens`: what the engine's own cache has now."""
+    """`found_tokens`: counted from token 0. `loaded_tokens`: of its last load, behind the `local_tokens` that the
+    engine had then, or when it admitted the request for the first time. `why`: why not more was loaded; "": all was.
+    `cached_tokens`: how many the engine's own cache has now."""
 
     cached_tokens: int = 0
     is_admitted: bool = False
@@ -132,21 +132,21 @@ class _Story:
     local_tokens: int = 0
     loaded_tokens: int = 0
     loaded_bytes: int = 0
-    began_s: float = 0.0
+    started_s: float = 0.0
     load_s: float | None = None
     copy_s: float | None = None
     why: str = ""
 
 
 class RequestOutcomes:
-    """`tell` is given the outcome of each request that has ended. `speed`: of the engine's prefill. `clock`: seconds,
+    """`report` gets the outcome of each request that has ended. `speed`: of the engine's prefill. `clock`: seconds,
     monotonic."""
 
     def __init__(
-        self, tell: Callable[[Outcome], None], speed: PrefillSpeed | None = None,
+        self, report: Callable[[Outcome], None], speed: PrefillSpeed | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._tell, self._speed, self._clock = tell, speed, clock
+        self._report, self._speed, self._clock = report, speed, clock
         self._stories: dict[str, _Story] = {}
 
     def looked_up(self, request_id: str, local_tokens: int) -> None:
@@ -159,7 +159,7 @@ class RequestOutcomes:
         story.found_tokens = max(story.found_tokens, tokens)
 
     def held_back(self, request_id: str, why: str) -> None:
-        """Nothing, or less, is loaded: `why` is the last word."""
+        """Nothing, or less, is loaded. A later reason replaces `why`."""
         self._of(request_id).why = why
 
     def declined(self, request_id: str, why: str, tokens: int) -> None:
@@ -168,36 +168,35 @@ class RequestOutcomes:
         self.held_back(request_id, f"declined_{why}")
 
     def admitted(self, request_id: str, tokens: int) -> None:
-        """A load of `tokens` tokens begins. What an engine has of a request that it preempted may be the request's
-        own."""
+        """A load of `tokens` tokens starts; 0: the request runs without one. Tokens that the engine has of a request
+        that it preempted may be the request's own."""
         story = self._of(request_id)
         if tokens or not story.is_admitted:
             story.local_tokens, story.loaded_tokens, story.loaded_bytes = story.cached_tokens, tokens, 0
             story.load_s = story.copy_s = None
         if tokens:
-            story.why, story.began_s = "", self._clock()
+            story.why, story.started_s = "", self._clock()
         story.is_admitted = True
 
     def loading(self, request_id: str, size_bytes: int) -> None:
-        """The load that has begun copies `size_bytes`, over all ranks."""
+        """The load that has started copies `size_bytes`, over all ranks."""
         self._of(request_id).loaded_bytes = size_bytes
 
     def loaded(self, request_id: str, copy_s: float | None) -> None:
-        """All of its load has come. `copy_s`: what the copies took on the slowest rank, None where that is not
-        known."""
+        """All of its load has come. `copy_s`: how long the copies took on the slowest rank; None: that is not known."""
         story = self._stories.get(request_id)
         if story is not None and story.loaded_tokens:  # else the request has ended
-            story.load_s, story.copy_s = self._clock() - story.began_s, copy_s
+            story.load_s, story.copy_s = self._clock() - story.started_s, copy_s
 
     def failed(self, request_id: str, valid_tokens: int) -> None:
-        """A load fell short: what lies behind `valid_tokens` did not come."""
+        """A load fell short: the tokens behind `valid_tokens` did not come."""
         story = self._stories.get(request_id)
         if story is not None:
             story.loaded_tokens = max(0, min(story.loaded_tokens, valid_tokens - story.local_tokens))
             story.why = "load_failed"
 
     def ended(self, request_id: str, prompt_tokens: int) -> Outcome | None:
-        """Tells what became of it, and returns that. None: nothing is known of it, or it was told before."""
+        """Reports its outcome, and returns that. None: the request is not known, or its outcome was reported before."""
         story = self._stories.pop(request_id, None)
         if story is None:
             return None
@@ -208,7 +207,7 @@ class RequestOutcomes:
             loaded_bytes=story.loaded_bytes if story.loaded_tokens else 0, load_us=_microseconds(story.load_s),
             copy_us=_microseconds(story.copy_s), prefill_tokens_per_s=speed,
         )
-        self._tell(outcome)
+        self._report(outcome)
         return outcome
 
     def _of(self, request_id: str) -> _Story:
@@ -223,23 +222,23 @@ def _microseconds(seconds: float | None) -> int | None:
 
 
 # --------------------------------------------------------------------------------
-# What becomes of the requests of an engine that calls the verbs of interface.py, and how fast it computes prompts.
+# The outcomes of the requests of an engine that calls the verbs of interface.py, and how fast it computes prompts.
 #
-# A step's time is that from the end of one poll to the last begin_store before the next: an engine polls before it
-# computes, and offers what it has computed.
+# The time of a step is the time from the end of one poll to the last begin_store before the next one: an engine polls
+# before it computes, and offers what it has computed.
 #
 # Threads: the engine's, alone.
 
 class EngineOutcomes(RequestOutcomes):
-    """Each method but `step` is called with the verb that it is named for."""
+    """Each method but `step` is called with the verb after which it is named."""
 
-    def __init__(self, tell: Callable[[Outcome], None], clock: Callable[[], float]) -> None:
+    def __init__(self, report: Callable[[Outcome], None], clock: Callable[[], float]) -> None:
         self._step_speed = PrefillSpeed(clock)
-        super().__init__(tell, self._step_speed, clock)
+        super().__init__(report, self._step_speed, clock)
         self._now_s = clock
         self._prompts: dict[str, int] = {}
         self._hits: dict[str, int] = {}
-        """The tokens that are there if all of a load under way comes."""
+        """How many tokens are there once all of the request's load has come."""
         self._computed: dict[str, int] = {}
         """Tokens of running requests whose KV is there."""
         self._polled_s = self._offered_s = clock()
@@ -264,7 +263,7 @@ class EngineOutcomes(RequestOutcomes):
             self._offered_s = self._now_s()
 
     def step(self, loads: Iterable[tuple[LoadDone, float | None]]) -> None:
-        """A poll ends, with the loads that it returns and what the copies of each took."""
+        """A poll ends, with the loads that it returns and the seconds that the copies of each took."""
         if self._step_tokens:
             self._step_speed.ended(self._step_tokens, self._offered_s - self._polled_s)
             self._step_tokens = 0

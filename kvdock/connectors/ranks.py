@@ -3,9 +3,10 @@
     rank 0      Peers.send ──► Order ─────► each rank …… Barrier.wait ◄── Answer ◄── each rank
     rank 1…     RankWorker.take ──► its own thread ──► WorkerConnector.load, store ──► Answer
 
-How messages travel is the engine's: it has a way to its ranks already. Invariants: every order that was sent has
-one answer, or its rank is lost; a rank that answers "not begun" has not touched the grant and never will, for
-an order is sent once, so rank 0 may answer for it. Nobody answers for a lost rank: the server sees that it is gone.
+How messages travel is left to the engine, which has a way to its ranks already. Invariants: every order that was sent
+has one answer, or its rank is lost; a rank that answers "not started" has not touched the grant and never will, because
+an order is sent once, so rank 0 may answer the server for it. For a lost rank no other one answers: the server sees
+that it is gone.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ class Order:
 class Answer:
     number: int
     rank: int
-    begun: bool
+    is_started: bool
     valid_tokens: int = 0
-    """How far a load has come; 0 for a store."""
+    """How many tokens of a load are valid, from token 0 on; 0 for a store."""
 
 
 class Barrier:
@@ -45,33 +46,33 @@ class Barrier:
         self._forget = ended
         self._missing = set(ranks)
         self._ended = threading.Condition()
-        self._not_begun: list[int] = []
+        self._not_started: list[int] = []
         self._valid_tokens: list[int] = []
 
     def take(self, rank: int, answer: Answer | None) -> None:
-        """`answer` None: the rank is lost, and of what it should have loaded nothing is there."""
+        """`answer` None: the rank is lost, and nothing of its load is there."""
         with self._ended:
             if rank not in self._missing:
                 return
             self._missing.discard(rank)
             self._valid_tokens.append(answer.valid_tokens if answer is not None else 0)
-            if answer is not None and not answer.begun:
-                self._not_begun.append(rank)
+            if answer is not None and not answer.is_started:
+                self._not_started.append(rank)
             self._ended.notify_all()
 
     def wait(self) -> tuple[int | None, list[int]]:
-        """Once every rank has ended: the tokens valid in all of them (None: there are no others), and the ranks
-        that never began."""
+        """Once every rank has ended: the tokens valid in all of them (None: there are no others), and the ranks that
+        never started."""
         with self._ended:
             # Without a limit: a rank that neither answers nor dies may still be writing blocks.
             self._ended.wait_for(lambda: not self._missing)
             self._forget()
-            return valid_in_all(self._valid_tokens), sorted(self._not_begun)
+            return valid_in_all(self._valid_tokens), sorted(self._not_started)
 
 
 class Peers:
-    """Rank 0's. `post(rank, order)` sends, from any thread; False: the rank did not and will not get it. Whoever has
-    the other end of that way calls `answered` and `lost`."""
+    """Rank 0's. `post(rank, order)` sends, from any thread; False: the rank did not and will not get it. The receiver
+    of the ranks' messages calls `answered` and `lost`."""
 
     def __init__(self, ranks: Sequence[int] = (), post: Callable[[int, Order], bool] = lambda rank, order: False):
         self._ranks, self._post = tuple(ranks), post
@@ -90,7 +91,7 @@ class Peers:
             self._barriers[order.number] = barrier
         for rank in ranks:
             if rank in lost or not self._post(rank, order):
-                barrier.take(rank, Answer(order.number, rank, begun=False))
+                barrier.take(rank, Answer(order.number, rank, is_started=False))
         return barrier
 
     def answered(self, answer: Answer) -> None:
@@ -121,7 +122,7 @@ class RankWorker:
     def take(self, order: Order) -> None:
         if order.plan is None:
             self.close()
-            self._answer(Answer(order.number, self.worker.rank, begun=False))
+            self._answer(Answer(order.number, self.worker.rank, is_started=False))
         elif isinstance(order.plan, LoadPlan):
             self._loading.run(self._load, order, order.plan)
         else:
@@ -142,7 +143,7 @@ class RankWorker:
         try:
             valid = self.worker.load(attachment, plan)
         finally:
-            self._answer(Answer(order.number, self.worker.rank, begun=True, valid_tokens=valid))
+            self._answer(Answer(order.number, self.worker.rank, is_started=True, valid_tokens=valid))
             self.worker.settle(attachment)
             attachment.release()
 
@@ -154,11 +155,12 @@ class RankWorker:
             self.worker.store(attachment, plan)
         finally:
             attachment.release()
-            self._answer(Answer(order.number, self.worker.rank, begun=True))
+            self._answer(Answer(order.number, self.worker.rank, is_started=True))
 
     def _attachment(self, order: Order) -> Attachment | None:
-        """The order's server epoch, held; None, and answered, when this rank is not attached to it."""
+        """The attachment to the order's server epoch, acquired. None when this rank is not attached to it; then the
+        order is answered."""
         attachment = self.session.attachment_to(order.epoch) if order.epoch is not None else None
         if attachment is None:
-            self._answer(Answer(order.number, self.worker.rank, begun=False))
+            self._answer(Answer(order.number, self.worker.rank, is_started=False))
         return attachment

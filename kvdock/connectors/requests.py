@@ -1,21 +1,24 @@
-"""What the scheduler connector knows of requests, and what it hands to the background."""
+"""What a scheduler connector knows of requests: their keys, what was looked up for them, and how far they are stored.
+
+Nothing here waits or starts a thread. `Requests.lock` guards all entries; lookups (kvdock/connectors/lookups.py) and
+stores (kvdock/connectors/stores.py) share them.
+"""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
-from msgspec import UNSET, UnsetType
-
-from kvdock.connectors.interface import BlocksRead
-from kvdock.connectors.plans import StoreBatch
-from kvdock.connectors.session import Attachment, EngineSession, tell
+from kvdock.connectors.session import Attachment, EngineSession, notify
+from kvdock.connectors.waits import NOTHING, Expected
 from kvdock.protocol.keys import KeyChain
 from kvdock.protocol.kv_events import BlockNames
-from kvdock.protocol.schemas import BeingStored, Hint, Lookup, LookupAnswer, PendingTokens, Prefetch
+from kvdock.protocol.schemas import LookupAnswer
 from kvdock.protocol.wire_types import MAX_KEYS
+
+MISS = LookupAnswer(hit_tokens=0, lease=None, first_chunk=0, chunks=[])
 
 
 class Chain(Protocol):
@@ -27,7 +30,7 @@ class Chain(Protocol):
     @property
     def parent(self) -> bytes | None:
         """The key before the first, where an engine begins in the midst of a sequence; None: there is none;
-        UNKNOWN_PARENT: it does not know."""
+        UNKNOWN_PARENT: the engine does not know it."""
 
     def follow(self, tokens: Sequence[int]) -> None:
         """`tokens`: all that are known so far."""
@@ -41,7 +44,118 @@ def chain_of_tokens(request_id: str, namespace: bytes, chunk_tokens: int) -> Cha
     return KeyChain(namespace, chunk_tokens)
 
 
-MISS = LookupAnswer(hit_tokens=0, lease=None, first_chunk=0, chunks=[])
+class ChunkObserver:
+    """Learns which chunks requests have, and which of them the server has. This one ignores both."""
+
+    def known(self, request_id: str, keys: Sequence[bytes]) -> None:
+        """The engine's thread is about to look up or store the first chunks of a request, which have these keys."""
+
+    def asking(self, attachment: Attachment) -> Callable[[Sequence[bytes]], None]:
+        """Called before a call is sent. Returns a callback that gets the keys that the server reports as present."""
+        return lambda keys: None
+
+    def names(self, request_id: str, first: int, end: int) -> Sequence[BlockNames | None]:
+        """The names by which routers know the request's chunks [first, end), as far as they are known; () if none is.
+        Called in the engine's thread, when the request is about to store the chunks."""
+        return ()
+
+
+@dataclass(frozen=True)
+class RequestCallbacks:
+    """What only the engine knows of its requests, each by its id."""
+
+    chain_of: ChainOf = chain_of_tokens
+    is_stored: Callable[[str], bool] = lambda request_id: True
+    """Whether the chunks that the request computes may be stored."""
+    traceparent_of: Callable[[str], str] = lambda request_id: ""
+    """The trace context that the engine got with the request; empty: none."""
+    observer: ChunkObserver = field(default_factory=ChunkObserver)
+
+
+@dataclass
+class LookupState:
+    """What was asked for a request, and what was answered."""
+
+    asked: tuple[int, int] | None = None
+    """(keys, local tokens) of the question that was sent or answered last."""
+    answer: LookupAnswer | None = None
+    newer: LookupAnswer | None = None
+    """The answer to the same question when it was sent again. The next lookup reads it."""
+    verifying: LookupAnswer | None = None
+    """The answer whose verification has started."""
+    verified: LookupAnswer | None = None
+    epoch: int = 0
+    """Of the question; 0: the next question takes a new one."""
+    handed_out: str | None = None
+    """The lease of the last plan, until the server has asked about it."""
+
+    @property
+    def newest(self) -> LookupAnswer | None:
+        return self.newer if self.newer is not None else self.answer
+
+    @property
+    def lease(self) -> str | None:
+        """The lease that the server has given and that no rank has."""
+        return self.newest.lease if self.newest is not None else None
+
+    @property
+    def expected(self) -> Expected:
+        """What may still come, by the newest answer."""
+        if self.newest is None:
+            return NOTHING
+        # Where a limit cut the answer, what others store is of no use.
+        return Expected(self.newest.being_stored if self.newest.limited_by is None else None, self.newest.pending)
+
+    def take_newer(self) -> None:
+        """Makes the newest answer the one that counts, unless the verification of the older one has started."""
+        if self.newer is not None and self.verifying is not self.answer:
+            self.answer, self.newer = self.newer, None
+
+    def forget_answer(self) -> None:
+        self.asked = self.answer = self.newer = None
+
+    def forget(self) -> None:
+        self.forget_answer()
+        self.epoch = 0
+
+
+@dataclass
+class StoreProgress:
+    """How far a request is stored, in chunks from its first."""
+
+    offered: int = 0
+    """Chunks [0, offered) are stored, or offered to be."""
+    reserved: int = 0
+    """Chunks [0, reserved) are at the server, or on their way to it. Behind a gap, no lookup could find a chunk."""
+    promised: int = 0
+    """Chunks [0, promised) were named by a lookup that promised that the request computes and stores the missing ones.
+    """
+    fell_short_at: int = 0
+    """How many chunks were offered when some of them could not be stored. These are offered again once there are more,
+    or when the request ends. 0: all were stored so far."""
+
+    @property
+    def has_pending_promise(self) -> bool:
+        """Whether the request has promised chunks that it has not offered yet."""
+        return self.offered < self.promised
+
+    def falls_short(self, chunk: int) -> None:
+        """What was offered from `chunk` on is not stored."""
+        self.fell_short_at = max(self.offered, self.fell_short_at)
+        self.offered, self.reserved = min(self.offered, chunk), min(self.reserved, chunk)
+
+    def restart(self) -> None:
+        """The engine has not computed what it has offered, or computes it again."""
+        self.offered = self.reserved = self.fell_short_at = 0
+
+    def loaded(self, chunks: int) -> None:
+        """The first `chunks` chunks are loaded from the server: they are not offered to it."""
+        self.offered, self.reserved = max(self.offered, chunks), max(self.reserved, chunks)
+
+    def limit(self, chunks: int) -> None:
+        """Of what was loaded, the chunks behind the first `chunks` chunks are damaged."""
+        self.offered, self.reserved = min(chunks, self.offered), min(chunks, self.reserved)
+        self.fell_short_at = min(chunks, self.fell_short_at)
 
 
 @dataclass
@@ -50,98 +164,29 @@ class RequestState:
 
     chain: Chain
     attachment: Attachment
-    asked: tuple[int, int] | None = None
-    """(keys, local tokens) of the lookup under way or answered."""
-    answer: LookupAnswer | None = None
-    newer: LookupAnswer | None = None
-    """The answer to the same question asked once more, which the next lookup sees."""
-    verifying: LookupAnswer | None = None
-    """The answer whose verification has begun."""
-    verified: LookupAnswer | None = None
-    epoch: int = 0
-    handed_out: str | None = None
-    """The lease of the last plan, until the server has asked about it."""
-    offered: int = 0
-    """Chunks [0, offered) are stored, or offered to be."""
-    reserved: int = 0
-    """Chunks [0, reserved) are at the server, or on their way to it. Nobody could find another one behind a gap."""
+    lookup: LookupState = field(default_factory=LookupState)
+    store: StoreProgress = field(default_factory=StoreProgress)
     ceiling: int = MAX_KEYS
-    """Chunks from here on are not asked for: one of them failed to load."""
-    promised: int = 0
-    """Chunks [0, promised) were named by a lookup that said that the request computes what is missing."""
-    fell_short_at: int = 0
-    """How many chunks were offered when some of them could not be stored. These are offered again once there are more,
-    or when the request ends. 0: all were stored so far."""
+    """Chunks from here on are not looked up: one of them failed to load."""
 
-    @property
-    def lease(self) -> str | None:
-        """What the server leased it and nobody has been given."""
-        last = self.newer if self.newer is not None else self.answer
-        return last.lease if last is not None else None
+    def keys_of(self, chunks: int) -> list[bytes]:
+        """Those of its first `chunks` chunks that are looked up."""
+        return self.chain.keys[: min(chunks, self.ceiling)]
 
-    @property
-    def being_stored(self) -> BeingStored | None:
-        """What the newest answer says that others store; None as well where a limit cut it: waiting is of no use then.
-        """
-        last = self.newer if self.newer is not None else self.answer
-        return last.being_stored if last is not None and last.limited_by is None else None
-
-    @property
-    def pending(self) -> PendingTokens | None:
-        """What the newest answer says that lower tiers may bring."""
-        last = self.newer if self.newer is not None else self.answer
-        return last.pending if last is not None else None
-
-    def take_newer(self) -> None:
-        """The newest answer is the one that counts, but for one whose verification has begun."""
-        if self.newer is not None and self.verifying is not self.answer:
-            self.answer, self.newer = self.newer, None
-
-    def forget_answer(self) -> None:
-        self.asked = self.answer = self.newer = None
-
-    def forget_lookup(self) -> None:
-        self.forget_answer()
-        self.epoch = 0
-
-    def falls_short(self, chunk: int) -> None:
-        """What was offered from `chunk` on is not stored."""
-        self.fell_short_at = max(self.offered, self.fell_short_at)
-        self.offered, self.reserved = min(self.offered, chunk), min(self.reserved, chunk)
-
-    def offer_anew(self) -> None:
-        """The engine has not computed what it has offered, or computes it again."""
-        self.offered = self.reserved = self.fell_short_at = 0
-
-    def is_valid_to(self, chunks: int) -> None:
-        """Behind these, what was loaded is damaged."""
-        self.ceiling, self.offered, self.reserved, self.fell_short_at = (
-            min(chunks, of) for of in (self.ceiling, self.offered, self.reserved, self.fell_short_at)
-        )
-
-
-class ChunkObserver:
-    """Learns which chunks requests have, and which of them the server says are present. This one does not care."""
-
-    def known(self, request_id: str, keys: Sequence[bytes]) -> None:
-        """The engine's thread is about to look up or store the first chunks of a request, which have these keys."""
-
-    def asking(self, attachment: Attachment) -> Callable[[Sequence[bytes]], None]:
-        """Called before the request is sent; returns a callback that gets the keys the server says are present."""
-        return lambda keys: None
-
-    def names(self, request_id: str, first: int, end: int) -> Sequence[BlockNames | None]:
-        """What routers know the request's chunks [first, end) by, as far as it is known; () if nothing of it is.
-        Called in the engine's thread, when the request is about to store them."""
-        return ()
+    def limit(self, chunks: int) -> None:
+        """Of what was loaded, the chunks behind the first `chunks` chunks are damaged."""
+        self.ceiling = min(chunks, self.ceiling)
+        self.store.limit(chunks)
 
 
 class Requests(dict[str, RequestState]):
-    """By id; `lock` guards them all, and their states."""
+    """By id. `lock` guards all of them and their states. `promises`: lookups promise to store what they do not find."""
 
-    def __init__(self, session: EngineSession, chain_of: ChainOf) -> None:
+    def __init__(self, session: EngineSession, callbacks: RequestCallbacks, *, promises: bool) -> None:
         super().__init__()
-        self.session, self.lock, self._chain_of = session, threading.Lock(), chain_of
+        self.session, self.callbacks, self.promises = session, callbacks, promises
+        self.lock = threading.Lock()
+        self._epoch = 0
 
     def known(self, request_id: str, tokens: Sequence[int]) -> RequestState | None:
         """Under `lock`: the request's entry with keys for all of `tokens`; None while the server is lost."""
@@ -149,93 +194,33 @@ class Requests(dict[str, RequestState]):
         if attachment is None:
             return None  # it may come back: what we know, a lease above all, may still hold
         request = self.get(request_id)
-        if request is None or request.attachment is not attachment:  # nothing holds that we knew of another epoch
-            chain = self._chain_of(request_id, attachment.namespace, self.session.manifest.chunk_tokens)
-            request = RequestState(chain, attachment)
-            self[request_id] = request
+        if request is None or request.attachment is not attachment:  # nothing that we knew of another epoch holds
+            chain = self.callbacks.chain_of(request_id, attachment.namespace, self.session.manifest.chunk_tokens)
+            request = self[request_id] = RequestState(chain, attachment)
         request.chain.follow(tokens)
         return request
 
+    def leased(self, request_id: str) -> RequestState | None:
+        """Under `lock`: the request, if the answer to its lookup has a lease."""
+        request = self.get(request_id)
+        answer = request.lookup.answer if request is not None else None
+        return request if answer is not None and answer.lease is not None else None
 
-@dataclass(frozen=True)
-class Fetch:
-    """A lookup to be sent by a background thread."""
+    def known_keys(self, request_id: str) -> tuple[Attachment, tuple[bytes, ...]] | None:
+        """The keys of the request's chunks, from its first; None when it was neither looked up nor stored."""
+        with self.lock:
+            request = self.get(request_id)
+            return (request.attachment, tuple(request.chain.keys)) if request is not None else None
 
-    request_id: str
-    attachment: Attachment
-    keys: tuple[bytes, ...]
-    body: Lookup
-    renews: str | None = None
-    """The lease that the request has already, if it is asked about once more."""
-    replaces: str | None = None
-    """A lease to be cancelled first: of an earlier question, with more keys."""
+    def next_epoch(self) -> int:
+        """Under `lock`: an epoch for a lookup, higher than all before."""
+        self._epoch += 1
+        return self._epoch
 
-    @property
-    def asked(self) -> tuple[int, int]:
-        """As RequestState has it."""
-        return len(self.keys), self.body.skip_prefix_tokens
-
-
-@dataclass(frozen=True)
-class StoreOffer:
-    """Chunks to reserve and store; `reads` are all blocks of it, per group of the manifest. `traceparent`: as Reserve
-    has it."""
-
-    request_id: str
-    request: RequestState
-    batches: tuple[StoreBatch, ...]
-    reads: BlocksRead
-    traceparent: str = ""
-    names: Sequence[BlockNames | None] = ()
-    """What routers know these chunks by, from the first batch's first on."""
-
-    def names_of(self, batch: StoreBatch) -> list[BlockNames] | UnsetType:
-        """Those of all chunks of the batch, or none."""
-        start = batch.first - self.batches[0].first
-        known = [name for name in self.names[start : start + len(batch.keys)] if name is not None]
-        return known if len(known) == len(batch.keys) else UNSET
-
-    @property
-    def attachment(self) -> Attachment:
-        return self.request.attachment
-
-
-# --------------------------------------------------------------------------------
-# What an engine was told to wish for a request's chunks, and how the server hears of it.
-
-@dataclass(frozen=True)
-class Wish:
-    """For a request's chunks once it has ended. `tokens`: for its first ones; None: for all. `prefetch_after_s`: lower
-    tiers load then what the pool lacks of them; None: this is a hint, and the other fields are those of schemas.Hint.
-    """
-
-    priority: int = 0
-    duration_s: float | None = None
-    tokens: int | None = None
-    conversation_ended: bool = False
-    prefetch_after_s: float | None = None
-
-
-def tell_wishes(
-    session: EngineSession, attachment: Attachment, keys: Sequence[bytes], wishes: Sequence[Wish]
-) -> None:
-    """Background. `keys`: a request's, from its first. Where they are more than one call may name, the first are
-    retained or loaded, and the last are let go."""
-    chunk_tokens = session.manifest.chunk_tokens
-    for wish in wishes:
-        meant = keys if wish.tokens is None else keys[: -(-wish.tokens // chunk_tokens)]
-        is_from_first = wish.priority > 0 or wish.prefetch_after_s is not None
-        meant = meant[:MAX_KEYS] if is_from_first else meant[-MAX_KEYS:]
-        if not meant:
-            continue
-        if wish.prefetch_after_s is not None:
-            tell(session, attachment, session.client.prefetch, Prefetch(
-                session=attachment.session, member=attachment.member, keys=b"".join(meant),
-                after_s=wish.prefetch_after_s,
-            ))
-            continue
-        body = Hint(
-            session=attachment.session, member=attachment.member, keys=b"".join(meant), priority=wish.priority,
-            duration_s=wish.duration_s, conversation_ended=wish.conversation_ended,
-        )
-        tell(session, attachment, session.client.hint, body)
+    def withdraw_promise(self, attachment: Attachment, request_id: str, request: RequestState | None) -> None:
+        """Background: reports to the server that the request stores no more of its promised chunks. Nothing happens if
+        the id belongs to another entry by now, which came back and has promised anew. None: nor if the id is known at
+        all.
+        """
+        if self.promises and self.get(request_id, request) is request:
+            notify(self.session, attachment, self.session.client.withdraw, attachment.session, [request_id])

@@ -1,18 +1,18 @@
-"""Which weights an engine computes with while it runs, and what of its KV other instances may use.
+"""The weights with which an engine computes while it runs, and which of its KV other instances may use.
 
 A digest of the model's files names the weights that an engine starts with. Reinforcement learning and online updates
 change them in place, and KV of other weights gives wrong tokens. So each key is made with a tag of the weights that
 compute its chunk, and the tag changes with the weights:
 
     start ──begin()──► changing ──end()──► changed, stale ──flushed()──► changed
-                 nothing is shared     what has KV of before in front of it is not shared
+                 nothing is shared     KV that depends on KV of earlier weights is not shared
 
 A version that the engine names stands for its weights: instances that started with equal weights and name the same
-version have the same tag, so they share. Weights without a version, or with one that is not to be trusted, have a tag
-that is drawn at random: they are private to this instance.
+version have the same tag, so they share. Weights without a version, or with one that is not trusted, have a tag that is
+drawn at random: they are private to this instance.
 
-Invariant: a tag stands for one set of weights. A version that is named once more after a change, although tokens were
-computed under it before, is not trusted any more: an update in several parts looks like that when steps run in between,
+Invariant: a tag stands for one set of weights. A version that is named again after a change, although tokens were
+computed under it before, is no longer trusted: an update in several parts looks like that when steps run in between,
 and so does a version that never changes.
 
 Threads: one at a time.
@@ -26,7 +26,7 @@ from collections.abc import Callable
 from hashlib import sha256
 
 MOST_LETTERS = 100
-"""The longest version that stands in the name of its weights as it is."""
+"""The longest version that is part of the name of its weights as it is."""
 
 log = logging.getLogger("kvdock.weights")
 
@@ -36,21 +36,21 @@ def _draw() -> str:
 
 
 def _short(version: str) -> str:
-    """The version, or a digest of one that is too long to be shown."""
+    """The version, or the digest of a version that is too long."""
     return version if len(version) <= MOST_LETTERS else sha256(version.encode()).hexdigest()
 
 
 class RunningWeights:
-    """`trusts_versions`: as the setting `trust_weight_versions` has it. `draw`: a name that nobody else has. `told` is
-    called with the new `name` of weights when it is first used."""
+    """`trusts_versions`: as the setting `trust_weight_versions` has it. `draw`: makes a name that is unique. `renamed`:
+    called with the new `name` of the weights when it is first used."""
 
     def __init__(
         self, *, trusts_versions: bool = True, draw: Callable[[], str] = _draw,
-        told: Callable[[str], None] = lambda name: None,
+        renamed: Callable[[str], None] = lambda name: None,
     ) -> None:
-        self._trusts_versions, self._draw, self._told = trusts_versions, draw, told
+        self._trusts_versions, self._draw, self._renamed = trusts_versions, draw, renamed
         self.epoch = 0
-        """Rises with each change. What began in another epoch is of other weights."""
+        """Rises with each change. What started in another epoch belongs to other weights."""
         self.is_changing = False
         """Parameters may be written at any time."""
         self.is_stale = False
@@ -70,32 +70,32 @@ class RunningWeights:
 
     @property
     def name(self) -> str:
-        """The name of the weights: "" for those that the engine started with, "version …", or "private …"."""
+        """The name of the weights: "" for those with which the engine started, "version …", or "private …"."""
         if self._name is None:
             self._name = f"private {self._draw()}"
             log.info("the weights have changed and have no version: KV is shared with no other engine from now on")
-            self._told(self._name)
+            self._renamed(self._name)
         return self._name
 
     @property
     def tag(self) -> bytes:
-        """What names the weights in keys, as the `tag` of kvdock.protocol.keys.tagged; b"" for the first weights."""
+        """The part of keys that names the weights, as kvdock.protocol.keys.tagged has it; b"" for the first weights."""
         return f"weights {self.name}".encode() if self.name else b""
 
     def begin(self) -> None:
-        """A change begins: until end(), parameters may be written at any time."""
+        """A change starts: until end(), parameters may be written at any time."""
         self.changed()
         self.is_changing = True
 
     def end(self, version: str = "") -> None:
-        """The change has ended, or has failed. `version`: what the engine calls the weights now; "": nothing, or what
-        named() said since begin()."""
+        """The change has ended, or has failed. `version`: the engine's name for the weights now; "": it has none, or
+        the one of named() since begin()."""
         version = version or (self._version if self.is_changing else "")
         self.is_changing = False
         self.changed(version)
 
     def changed(self, version: str = "") -> None:
-        """The weights are others from now on, or a part of them is. `version`: as end() has it."""
+        """From now on the weights are different, or a part of them is. `version`: as end() has it."""
         self.epoch += 1
         self.is_stale, self._name = self.is_stale or not self._is_empty, None
         if not self.is_changing:
@@ -104,7 +104,7 @@ class RunningWeights:
                 self._call(version)
 
     def named(self, version: str) -> None:
-        """The engine names the weights that it runs. Another name than that they have stands for a change."""
+        """The engine names the weights that it runs. A name that differs from their present one stands for a change."""
         if not version or version == self._version:
             return
         if self.is_changing:
@@ -125,8 +125,8 @@ class RunningWeights:
         self._has_computed_as_last |= self._version == self._last_version != ""
 
     def hear(self, kind: str, version: str = "") -> None:
-        """One of the methods above and below, by a word for what has happened: "begin", "changed", "end", "named",
-        "flushed", "unheard" (`version` says why) or "heard"."""
+        """Calls one of the other methods, by the kind of event: "begin", "changed", "end", "named", "flushed",
+        "unheard" (`version` says why) or "heard"."""
         match kind:
             case "begin":
                 self.begin()
@@ -144,13 +144,13 @@ class RunningWeights:
                 self.changed(version)
 
     def withhold(self, why: str) -> None:
-        """From now on nothing is shared: nobody may hear of a change."""
+        """From now on nothing is shared, because changes may go unnoticed."""
         if self.doubt != why:
             self.doubt = why
             log.warning("kvdock shares nothing with this engine: %s", why)
 
     def trust_again(self) -> None:
-        """Ends what withhold() began. What happened meanwhile is not known, so the weights count as changed."""
+        """Undoes withhold(). What happened meanwhile is not known, so the weights count as changed."""
         if self.doubt:
             self.doubt = ""
             self.changed()
@@ -169,4 +169,4 @@ class RunningWeights:
         self._name = f"version {_short(version)}" if is_trusted else None
         if is_trusted:
             log.info("the weights have changed: KV is shared with engines that run version %r from now on", version)
-            self._told(self._name or "")
+            self._renamed(self._name or "")

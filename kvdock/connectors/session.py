@@ -1,10 +1,10 @@
 """An engine process's session at the server: it attaches, holds its lock, sends heartbeats, answers the server's
 questions, receives changes, and attaches again when the server was lost.
 
-A lost server is a miss: `attachment` is None until the session is attached again, by itself, with
-back-off and jitter. An Attachment is one server epoch as this process sees it. When only the line was
-lost, the same attachment comes back; when the server's lock is free or the pool is another, it retires:
-copies in flight keep its memory mapped, and its lock held, until they end.
+A lost server is a miss: `attachment` is None until the session has attached again. It tries so by itself, with back-off
+and jitter. An Attachment is one server epoch as this process sees it. When only the connection was lost, the same
+attachment comes back. When the server's lock is free or the pool is another one, the attachment retires: copies in
+progress keep its memory mapped, and its lock held, until they end.
 
 Threads: one heartbeat thread; every method may be called from any thread.
 """
@@ -16,12 +16,12 @@ import random
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 from kvdock.client.client import Client
 from kvdock.connectors.errors import RefusedError
-from kvdock.connectors.outcomes import Untold
+from kvdock.connectors.outcomes import OutcomeBuffer
 from kvdock.datapath.liveness import MemberLiveness
 from kvdock.datapath.registration import Register, SegmentRegistrar
 from kvdock.datapath.segments import AttachedSegments
@@ -48,34 +48,35 @@ from kvdock.shm.segment import SegmentInfo
 # --------------------------------------------------------------------------------
 # Which of the server's grants this member uses, and which it has promised never to touch.
 #
-# Invariant: "done" is a promise. A grant in `refused` is never begun; a grant that is active is never answered for.
-# Checking and beginning happen under one lock, so no question can slip in between.
+# Invariant: "done" is a promise. No copy starts under a grant in `refused`, and no question about an active grant is
+# answered with "done". Both are checked under one lock, so no question can slip in between.
 
 class GrantBook:
     """Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._active: Counter[str] = Counter()  # plans handed out or copies in flight, by grant
+        self._active: Counter[str] = Counter()  # plans handed out or copies in progress, by grant
         self._refused: set[str] = set()
 
-    def begin(self, grant: str) -> bool:
-        """False when this member has answered "done" for the grant: the load fails or the store is dropped."""
+    def start(self, grant: str) -> bool:
+        """A copy starts. False when this member has answered "done" for the grant: the load fails or the store is
+        dropped."""
         with self._lock:
             if grant in self._refused:
                 return False
             self._active[grant] += 1
             return True
 
-    def end(self, grant: str) -> None:
-        """After the copy was seen to end and its release or commit is on the way."""
+    def stop(self, grant: str) -> None:
+        """The copy was seen to end, and its release or commit is on the way."""
         with self._lock:
             self._active[grant] -= 1
             if self._active[grant] <= 0:
                 del self._active[grant]
 
-    def ask(self, grant: str) -> bool:
-        """A question of the server: True means done, and the grant is refused from now on."""
+    def refuse(self, grant: str) -> bool:
+        """The server asks whether the grant is done. True: it is, and no copy starts under it from now on."""
         with self._lock:
             if self._active[grant] > 0:
                 return False
@@ -90,7 +91,7 @@ class GrantBook:
         for question in questions:
             if not question.ranks and keeps_lease(question.grant):
                 keep.append(question.grant)
-            elif self.ask(question.grant):
+            elif self.refuse(question.grant):
                 done.append(question)
         return done, keep
 
@@ -101,12 +102,12 @@ FIRST_RETRY_S, LONGEST_RETRY_S = 0.2, 1.0
 """A server that is back is found within 1.5 s, jitter included."""
 LOST_CODES = frozenset({"unknown_session", "unknown_member", "member_dead"})
 NotYet = (ServerUnavailable, ApiError, AttachError, OSError)
-"""What attaching may meet that passes by itself; RefusedError is what does not."""
+"""Failures to attach that pass by themselves; a RefusedError does not."""
 
 
 @dataclass(frozen=True)
 class Identity:
-    """Who this process is: the instance it belongs to, its member id, its ranks."""
+    """How this process presents itself: the instance it belongs to, its member id, its ranks."""
 
     instance: str
     member: str
@@ -114,13 +115,12 @@ class Identity:
     scheduler: bool = True
     label: str = ""
     is_bench: bool = False
-    """It measures: the server's totals leave out what it does."""
+    """It measures: the server's totals leave out its calls."""
 
 
 @dataclass(frozen=True)
 class ServerEpoch:
-    """What one session at one pool is known by. A process that is attached to another one cannot follow plans made
-    under this one."""
+    """One session at one pool. A process that is attached to another one cannot follow plans made under this one."""
 
     pool_id: str
     session: str
@@ -133,36 +133,40 @@ class SessionObserver:
     keeps_lease: Callable[[str], bool] = lambda _lease: False
     """Answers the server's question about an old lease of this member's lookups: True means keep it."""
     changed: Callable[[Attachment, Changes], None] | None = None
-    """Gets with each heartbeat which chunks lookups began and ceased to find."""
+    """Gets with each heartbeat the chunks that lookups find from then on, and those that they no longer find."""
 
 
-@dataclass
-class Attachment:
-    """One server epoch. `namespace` salts the keys; `segments` are mapped here; `wants_blocks` is the answer's.
-    `filed_in`: the namespace of the weights that the server was told of last, which are `weights`."""
+class PoolHold:
+    """This process's hold on one pool: a byte of its lock file, and mappings of its segments. Both stay while a copy or
+    the session uses them. `registrar`: registers the segments with the GPU's driver; None where copies do not need it.
+    """
 
-    session: str
-    member: str
-    namespace: bytes
-    pool_id: str
-    segments: AttachedSegments
-    liveness: MemberLiveness
-    heartbeat_s: float
-    registrar: SegmentRegistrar | None = None
-    grants: GrantBook = field(default_factory=GrantBook)
-    changes_since: int = 0
-    wants_blocks: bool = False
-    filed_in: bytes = b""
-    weights: str = ""
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-    _users: int = 1
+    def __init__(
+        self, segments: AttachedSegments, liveness: MemberLiveness, registrar: SegmentRegistrar | None = None
+    ) -> None:
+        self.segments, self.liveness, self.registrar = segments, liveness, registrar
+        self._lock = threading.Lock()
+        self._users = 1
 
-    @property
-    def epoch(self) -> ServerEpoch:
-        return ServerEpoch(self.pool_id, self.session)
+    @classmethod
+    def take(
+        cls, pool_id: int, source: random.Random, register: Register | None, progress: Callable[[], None]
+    ) -> PoolHold:
+        """Takes a free byte of the pool's lock file. Nothing is mapped yet."""
+        hold = cls(
+            AttachedSegments(pool_id),
+            MemberLiveness(lock_path(pool_id), source=source, with_children=register is not None),
+        )
+        try:
+            if register is not None:
+                hold.registrar = SegmentRegistrar(hold.segments, register, progress=progress)
+        except BaseException:
+            hold.release()
+            raise
+        return hold
 
     def acquire(self) -> bool:
-        """Memory and lock of this epoch stay until release(). False when they have gone already."""
+        """Memory and lock stay until release(). False when they have been given up already."""
         with self._lock:
             if self._users == 0:
                 return False
@@ -172,12 +176,100 @@ class Attachment:
     def release(self) -> None:
         with self._lock:
             self._users -= 1
-            last = self._users == 0
-        if last:
+            is_last = self._users == 0
+        if is_last:
             if self.registrar is not None:
                 self.registrar.close()
             self.segments.close()
             self.liveness.close()
+
+    @property
+    def pinned_through(self) -> int | None:
+        """As Member has it; None: the segments need no pinning."""
+        return None if self.registrar is None else self.registrar.pinned_through
+
+    def map(self, segments: Sequence[Segment], *, populate: bool) -> None:
+        """In the order of their ids. A registrar maps the pages itself, in a thread of its own."""
+        try:
+            for one in segments:
+                info = SegmentInfo(one.id, one.name, one.bytes, one.data_offset)
+                self.segments.attach(info, populate=populate and self.registrar is None)
+        finally:
+            if self.registrar is not None:
+                self.registrar.wake()
+
+    def unmap(self, segment: int) -> None:
+        if self.registrar is not None:
+            self.registrar.unregister(segment)
+        self.segments.detach(segment)
+
+
+class Attachment:
+    """One server epoch, as the member `member` of `answer` sees it. `namespace` salts the keys."""
+
+    def __init__(self, answer: SessionAttached, member: str, weights: str, hold: PoolHold) -> None:
+        self.session, self.pool_id, self.member, self.hold = answer.session, answer.pool_id, member, hold
+        self.namespace, self.heartbeat_s = bytes.fromhex(answer.namespace), answer.heartbeat_s
+        self.grants = GrantBook()
+        self.changes_since = answer.changes_next
+        self.resumed(answer, weights)
+
+    def resumed(self, answer: SessionAttached, weights: str) -> None:
+        """The server has answered that this member is attached, while the engine runs `weights`."""
+        self.wants_blocks = answer.wants_blocks
+        self.filed_in, self.weights = bytes.fromhex(answer.filed_in), weights
+        """The weights that were reported to the server last, and the namespace for them."""
+
+    @property
+    def epoch(self) -> ServerEpoch:
+        return ServerEpoch(self.pool_id, self.session)
+
+    @property
+    def segments(self) -> AttachedSegments:
+        return self.hold.segments
+
+    def acquire(self) -> bool:
+        """As PoolHold has it."""
+        return self.hold.acquire()
+
+    def release(self) -> None:
+        self.hold.release()
+
+
+class _Members:
+    """Makes a member for each server epoch, under a new id: to a server that saw the old one die, the old one stays
+    dead. `progress`: called when a registrar has registered more."""
+
+    def __init__(
+        self, name: str, source: random.Random, register: Register | None, progress: Callable[[], None]
+    ) -> None:
+        self._name, self._source, self._register, self._progress = name, source, register, progress
+        self._epochs = 0
+
+    def next(self, pool_id: int) -> tuple[str, PoolHold]:
+        self._epochs += 1
+        return f"{self._name}-{self._epochs}", PoolHold.take(pool_id, self._source, self._register, self._progress)
+
+
+class _RunWeights:
+    """The name of the weights that the engine runs, which only a scheduler's session reports to the server. "": those
+    with which it started."""
+
+    def __init__(self, client: Client, *, is_scheduler: bool) -> None:
+        self._client, self._is_scheduler = client, is_scheduler
+        self._reporting = threading.Lock()  # one call at a time
+        self.name = ""
+
+    def report(self, attachment: Attachment) -> None:
+        """Reports the name if the server does not know it. Raises ServerUnavailable, ApiError."""
+        with self._reporting:
+            name = self.name
+            if attachment.weights == name or not self._is_scheduler:
+                return
+            answer = self._client.weights(RunWeights(
+                session=attachment.session, member=attachment.member, weights=name
+            ))
+            attachment.filed_in, attachment.weights = bytes.fromhex(answer.filed_in), name
 
 
 class EngineSession:
@@ -191,19 +283,18 @@ class EngineSession:
         register: Register | None = None,
     ) -> None:
         self.client, self.manifest, self.identity = client, manifest, identity
-        self.outcomes = Untold()  # heartbeats tell them
+        self.outcomes = OutcomeBuffer()  # heartbeats send them
         self._observer = SessionObserver()
-        self._register = register
         self._source = source if source is not None else random.Random()
         self._lock = threading.Lock()
         self._attachment: Attachment | None = None
         self._suspended: Attachment | None = None  # its server may only be out of reach
-        self._epochs = 0
-        self._weights = ""
-        self._told = threading.Lock()  # one call about weights at a time
-        self._said = ""
+        self._weights = _RunWeights(client, is_scheduler=identity.scheduler)
+        self._logged = ""
+        """The cause of the last failure that was logged, since the last success."""
         self._stop = threading.Event()
         self._wake = threading.Event()
+        self._members = _Members(identity.member, self._source, register, self._wake.set)
         self._thread = new_thread("kvdock-heartbeat", self._run)
 
     @property
@@ -227,11 +318,11 @@ class EngineSession:
         try:
             self._attach()
         except NotYet as error:
-            self._say(logging.WARNING, "no kvdock server yet, serving misses", error)
+            self._log_once(logging.WARNING, "no kvdock server yet, serving misses", error)
         except RefusedError:
             raise
         except Exception as error:  # whatever it is, the heartbeat thread tries again
-            self._say(logging.ERROR, "cannot attach yet, serving misses", error)
+            self._log_once(logging.ERROR, "cannot attach yet, serving misses", error)
         try:
             self._thread.start()
         except BaseException:
@@ -240,29 +331,23 @@ class EngineSession:
 
     def runs(self, weights: str) -> None:
         """The scheduler's session: from now on the engine runs the weights of that name, at most MAX_WEIGHTS
-        characters; "": those that it started with. Returns at once: the server is told in the background, and once
-        more when it was lost. Until it knows, what is looked up and stored is filed under the weights before, where
-        keys of other weights are only missed. ValueError for a longer name."""
+        characters; "": those with which it started. Returns at once: the name is reported to the server in the
+        background, and again when the server was lost. Until then lookups and stores are filed under the weights
+        before, where keys of other weights are only missed. ValueError for a longer name."""
         if len(weights) > MAX_WEIGHTS:
             raise ValueError(f"a name of weights has {len(weights)} characters, wanted at most {MAX_WEIGHTS}")
-        self._weights = weights
+        self._weights.name = weights
         self._wake.set()
 
-    def tell_weights(self, attachment: Attachment) -> None:
-        """Tells the server which weights the engine runs, if it does not know. Raises ServerUnavailable, ApiError."""
-        with self._told:
-            weights = self._weights
-            if attachment.weights == weights or not self.identity.scheduler:
-                return
-            answer = self.client.weights(RunWeights(
-                session=attachment.session, member=attachment.member, weights=weights
-            ))
-            attachment.filed_in, attachment.weights = bytes.fromhex(answer.filed_in), weights
+    def report_weights(self, attachment: Attachment) -> None:
+        """Reports to the server which weights the engine runs, if it does not know. Raises ServerUnavailable,
+        ApiError."""
+        self._weights.report(attachment)
 
     def lost(self, attachment: Attachment, error: Exception) -> None:
-        """A call under `attachment` failed: suspend it if that is what the failure means.
+        """A call under `attachment` failed: suspends the attachment if the failure means that the server is lost.
 
-        What an earlier epoch's calls meet late says nothing about the present one."""
+        A late failure of a call under an earlier epoch does not concern the present one."""
         if isinstance(error, ApiError) and error.code not in LOST_CODES:
             return
         with self._lock:
@@ -273,29 +358,30 @@ class EngineSession:
         self._wake.set()
 
     def ensure_segment(self, attachment: Attachment, segment: int) -> None:
-        """Maps a segment the pool grew since we last looked. AttachError, ServerUnavailable, ApiError.
+        """Maps the segment, if the pool has grown by it since the last heartbeat. AttachError, ServerUnavailable,
+        ApiError.
 
         SegmentNotRegistered when copies need it registered with the driver, and it is not yet."""
-        if all(known.id != segment for known in attachment.segments.segments):
-            self._map(attachment, self.client.segments().segments, populate=False)
-        if attachment.registrar is not None and not attachment.registrar.is_registered(segment):
+        hold = attachment.hold
+        if all(known.id != segment for known in hold.segments.segments):
+            hold.map(self.client.segments().segments, populate=False)
+        if hold.registrar is not None and not hold.registrar.is_registered(segment):
             raise SegmentNotRegistered(
-                f"segment {segment}", found=f"pinned through {attachment.registrar.pinned_through}",
-                wanted="a registered one",
+                f"segment {segment}", found=f"pinned through {hold.pinned_through}", wanted="a registered one"
             )
 
     def report(self, attachment: Attachment, lease: str, damaged: Sequence[int]) -> None:
-        """Says which chunks of a lease do not match their checksums. Raises ServerUnavailable, ApiError."""
+        """Reports the chunks of a lease that do not match their checksums. Raises ServerUnavailable, ApiError."""
         for start in range(0, len(damaged), MAX_ENTRIES):
             chunks = list(damaged[start : start + MAX_ENTRIES])
             self.client.mismatch(ReportMismatch(session=attachment.session, lease=lease, chunks=chunks))
 
     def abort(self, attachment: Attachment, reservation: str, ranks: Sequence[int] | None = None) -> None:
-        """Says that `ranks` will not store; None: that no rank was given the reservation. Nothing of it is published.
-        """
+        """Reports that `ranks` will not store; None: that no rank was given the reservation. Nothing of it is
+        published."""
         is_handed_out = ranks is not None
         if self._attachment is not attachment and not (is_handed_out and self._suspended is attachment):
-            return  # nobody listens; if that server returns, it asks
+            return  # that server is lost; if it returns, it asks
         body = Abort(session=attachment.session, member=attachment.member)
         if ranks is not None:
             body = Abort(session=attachment.session, ranks=list(ranks))
@@ -306,7 +392,7 @@ class EngineSession:
             self.lost(attachment, error)
 
     def close(self) -> None:
-        """Leaves the server, which gives back everything this process holds. Call it when no copy is in flight."""
+        """Leaves the server, which frees everything this process holds. Call it when no copy is in progress."""
         self._stop.set()
         self._wake.set()
         if self._thread.is_alive():
@@ -320,10 +406,10 @@ class EngineSession:
 
     def _leave(self, session: str, member: str) -> None:
         try:
-            self.outcomes.tell_last(Heartbeat(member=member), partial(self.client.heartbeat, session))
+            self.outcomes.send_rest(Heartbeat(member=member), partial(self.client.heartbeat, session))
             self.client.leave(session, member)
         except (ServerUnavailable, ApiError) as error:
-            log.info("left without a word: %s", error)
+            log.info("left, and could not report it to the server: %s", error)
 
     # ------------------------------------------------------------------ attaching
 
@@ -331,39 +417,23 @@ class EngineSession:
         pool = self.client.segments()
         if self._resume(pool.pool_id):
             return
-        # A new member id an epoch: to a server that saw the old one die, the old one stays dead.
-        self._epochs += 1
-        member = f"{self.identity.member}-{self._epochs}"
-        liveness = MemberLiveness(
-            lock_path(int(pool.pool_id, 16)), source=self._source, with_children=self._register is not None
-        )
-        segments = AttachedSegments(int(pool.pool_id, 16))
-        registrar = None
+        member, hold = self._members.next(int(pool.pool_id, 16))
         answer: SessionAttached | None = None
         try:
-            if self._register is not None:
-                registrar = SegmentRegistrar(segments, self._register, progress=self._wake.set)
-            body = self._attach_body(member, liveness, registrar)
+            body = self._attach_body(member, hold)
             answer = self.client.attach(body)
-            attachment = Attachment(
-                answer.session, member, bytes.fromhex(answer.namespace), answer.pool_id, segments, liveness,
-                answer.heartbeat_s, registrar, changes_since=answer.changes_next, wants_blocks=answer.wants_blocks,
-                filed_in=bytes.fromhex(answer.filed_in), weights=body.weights,
-            )
-            self._map(attachment, answer.segments, populate=False)
+            attachment = Attachment(answer, member, body.weights, hold)
+            hold.map(answer.segments, populate=False)
         except BaseException as error:
-            if answer is not None:  # without a word it would be taken for dead, and its ranks for taken until then
+            if answer is not None:  # else the server takes the member for dead, and its ranks for taken until then
                 self._leave(answer.session, member)
-            if registrar is not None:
-                registrar.close()
-            segments.close()
-            liveness.close()
+            hold.release()
             if isinstance(error, ApiError) and error.code != "not_ready":
                 raise RefusedError(f"the server refuses this engine: {error}") from error
             raise
         with self._lock:
             self._attachment = attachment
-        self._said = ""
+        self._logged = ""
         log.info("attached to %s as %s: pool %s, namespace %s", self.client.address, member, answer.pool_id,
                  answer.namespace[:12])
 
@@ -372,16 +442,15 @@ class EngineSession:
         last = self._suspended
         if last is not None and last.pool_id == pool_id:
             try:
-                body = self._attach_body(last.member, last.liveness, last.registrar)
+                body = self._attach_body(last.member, last.hold)
                 answer = self.client.attach(body)
             except ApiError as error:
                 log.warning("cannot come back as %s: %s", last.member, error)
             else:
-                last.wants_blocks = answer.wants_blocks
-                last.filed_in, last.weights = bytes.fromhex(answer.filed_in), body.weights
+                last.resumed(answer, body.weights)
                 with self._lock:
                     self._attachment, self._suspended = last, None
-                self._said = ""
+                self._logged = ""
                 log.info("attached again to %s as %s: pool %s", self.client.address, last.member, pool_id)
                 return True
         self._retire_suspended()
@@ -393,30 +462,19 @@ class EngineSession:
         if last is not None:
             last.release()
 
-    def _attach_body(self, member: str, liveness: MemberLiveness, registrar: SegmentRegistrar | None) -> AttachSession:
-        who = self.identity
+    def _attach_body(self, member: str, hold: PoolHold) -> AttachSession:
+        own = self.identity
         return AttachSession(
-            instance=who.instance,
+            instance=own.instance,
             manifest=self.manifest,
-            label=who.label,
-            is_bench=who.is_bench,
-            weights=self._weights if who.scheduler else "",
+            label=own.label,
+            is_bench=own.is_bench,
+            weights=self._weights.name if own.scheduler else "",
             member=Member(
-                id=member, ranks=list(who.ranks), scheduler=who.scheduler, lock_offset=liveness.offset,
-                pinned_through=_pinned_through(registrar),
+                id=member, ranks=list(own.ranks), scheduler=own.scheduler, lock_offset=hold.liveness.offset,
+                pinned_through=hold.pinned_through,
             ),
         )
-
-    def _map(self, attachment: Attachment, segments: list[Segment], *, populate: bool) -> None:
-        """In the order of their ids. A registrar maps the pages itself, outside of this thread."""
-        registrar = attachment.registrar
-        try:
-            for one in segments:
-                info = SegmentInfo(one.id, one.name, one.bytes, one.data_offset)
-                attachment.segments.attach(info, populate=populate and registrar is None)
-        finally:
-            if registrar is not None:
-                registrar.wake()
 
     # ------------------------------------------------------------------ the heartbeat thread
 
@@ -433,7 +491,7 @@ class EngineSession:
                     wait_s = retry_s * self._source.uniform(0.5, 1.5)
                     retry_s = min(2 * retry_s, LONGEST_RETRY_S)
             except Exception as error:  # without this thread, there would be no more hits
-                self._say(logging.ERROR, f"unexpected {type(error).__name__}, trying again", error)
+                self._log_once(logging.ERROR, f"unexpected {type(error).__name__}, trying again", error)
                 wait_s = LONGEST_RETRY_S
             self._wake.wait(wait_s)
             self._wake.clear()
@@ -442,112 +500,103 @@ class EngineSession:
         try:
             self._attach()
         except NotYet as error:
-            # That nobody answers was said when the server was lost.
-            loud = logging.DEBUG if isinstance(error, ServerUnavailable) else logging.WARNING
-            self._say(loud, "still no server", error)
-            self._let_go_of_the_dead()
+            # That no server answers was logged when it was lost.
+            level = logging.DEBUG if isinstance(error, ServerUnavailable) else logging.WARNING
+            self._log_once(level, "still no server", error)
+            self._retire_if_pool_is_gone()
         except RefusedError as error:
-            self._say(logging.ERROR, "the server refuses this engine", error.__cause__ or error)
+            self._log_once(logging.ERROR, "the server refuses this engine", error.__cause__ or error)
         else:
             return True
         return False
 
-    def _say(self, level: int, what: str, why: BaseException) -> None:
-        """Why this process is not served: once, however often it tries."""
+    def _log_once(self, level: int, what: str, why: BaseException) -> None:
+        """Logs why this process is not served: once, however often it tries."""
         cause = why.code if isinstance(why, ApiError) else str(why)
-        log.log(level if cause != self._said else logging.DEBUG, "%s: %s", what, why)
-        self._said = cause
+        log.log(level if cause != self._logged else logging.DEBUG, "%s: %s", what, why)
+        self._logged = cause
 
-    def _let_go_of_the_dead(self) -> None:
-        """A pool whose lock file is gone comes never back. One that a dead server left is the next server's, and
-        this member with all that it holds: until then it keeps its memory and its lock."""
+    def _retire_if_pool_is_gone(self) -> None:
+        """A pool whose lock file is gone never comes back. One that a dead server left is adopted by the next server,
+        and this member with all that it holds: until then it keeps its memory and its lock."""
         last = self._suspended
         if last is not None and not pool_exists(int(last.pool_id, 16)):
             self._retire_suspended()
 
     def _beat(self, attachment: Attachment) -> float:
-        """One heartbeat, and a second at once when there are questions to answer or more to hear. Returns seconds to
-        wait."""
+        """One heartbeat, and another one at once when there are questions to answer or more changes to receive. Returns
+        the seconds to wait until the next one."""
         done: list[GrantRanks] = []
         keep: list[str] = []
         try:
-            retry_s = self._try_to_tell_weights(attachment)
+            retry_s = self._try_to_report_weights(attachment)
             while True:
-                through = _pinned_through(attachment.registrar)
+                through = attachment.hold.pinned_through
                 since = attachment.changes_since if self._observer.changed is not None else None
                 beat = Heartbeat(
                     member=attachment.member, done=done, keep=keep, pinned_through=through, changes_since=since
                 )
-                answer = self.outcomes.carried(beat, partial(self.client.heartbeat, attachment.session))
-                has_told = answer.changes is None or self._tell(attachment, answer.changes)
-                for segment in answer.retired:  # nobody holds any of it: no copy of ours can be in it
-                    _unmap(attachment, segment)
+                answer = self.outcomes.send_with(beat, partial(self.client.heartbeat, attachment.session))
+                is_reported = answer.changes is None or self._report_changes(attachment, answer.changes)
+                for segment in answer.retired:  # no grant holds any of it: no copy of this process can be in it
+                    attachment.hold.unmap(segment)
                 if answer.segments != len(attachment.segments.segments):
                     self._follow(attachment)
                 done, keep = attachment.grants.answers(answer.questions, self._observer.keeps_lease)
                 is_behind = answer.changes is not None and len(answer.changes.changes) == MAX_ENTRIES
                 if not done and not keep and not is_behind:
-                    if has_told and retry_s is None:
-                        self._said = ""
+                    if is_reported and retry_s is None:
+                        self._logged = ""
                     return answer.heartbeat_s if retry_s is None else min(retry_s, answer.heartbeat_s)
         except (ServerUnavailable, ApiError) as error:
             if isinstance(error, ApiError) and error.code not in LOST_CODES:
-                self._say(logging.WARNING, "the server refuses heartbeats", error)
+                self._log_once(logging.WARNING, "the server refuses heartbeats", error)
             self.lost(attachment, error)
             return attachment.heartbeat_s if self._attachment is not None else 0.0
 
-    def _try_to_tell_weights(self, attachment: Attachment) -> float | None:
-        """Seconds until it is to be tried again; None: the server knows them. Raises what means that it is lost."""
+    def _try_to_report_weights(self, attachment: Attachment) -> float | None:
+        """Seconds until it is to be tried again; None: the server knows the weights. Raises errors that mean that the
+        server is lost."""
         try:
-            self.tell_weights(attachment)
+            self.report_weights(attachment)
         except ApiError as error:
             if error.code in LOST_CODES:
                 raise
-            self._say(logging.WARNING, "the server does not take the weights that the engine runs", error)
+            self._log_once(logging.WARNING, "the server does not take the weights that the engine runs", error)
             return LONGEST_RETRY_S
         return None
 
-    def _tell(self, attachment: Attachment, changes: Changes) -> bool:
-        """False: whoever asked for the changes failed. The server's questions are answered all the same."""
+    def _report_changes(self, attachment: Attachment, changes: Changes) -> bool:
+        """False: the observer failed. The server's questions are answered all the same."""
         attachment.changes_since = changes.next
         try:
             if self._observer.changed is not None:
                 self._observer.changed(attachment, changes)
         except Exception as error:  # it is not this module's
-            self._say(logging.ERROR, f"changes of the cache were lost by {type(error).__name__}", error)
+            self._log_once(logging.ERROR, f"changes of the cache were lost by {type(error).__name__}", error)
             return False
         return True
 
     def _follow(self, attachment: Attachment) -> None:
-        """Maps what the pool grew, and unmaps what it removed and forgot to say. A segment that cannot be mapped now is
-        tried again with the next heartbeat, or by the copy that needs it."""
+        """Maps the segments that the pool has grown by, and unmaps those that it removed without a report to this
+        member. A segment that cannot be mapped now is tried again with the next heartbeat, or by the copy that needs
+        it."""
         segments = self.client.segments().segments
         listed = {one.id for one in segments}
         for known in attachment.segments.segments:
             if known.id < max(listed, default=0) and known.id not in listed:  # ids rise: it is gone, not yet to come
-                _unmap(attachment, known.id)
+                attachment.hold.unmap(known.id)
         try:
-            self._map(attachment, segments, populate=True)
+            attachment.hold.map(segments, populate=True)
         except (AttachError, OSError) as error:
             log.warning("cannot map the pool's new segments yet: %s", error)
 
 
-def _pinned_through(registrar: SegmentRegistrar | None) -> int | None:
-    """What a member says of itself; None: it needs no pinning."""
-    return None if registrar is None else registrar.pinned_through
-
-
-def _unmap(attachment: Attachment, segment: int) -> None:
-    if attachment.registrar is not None:
-        attachment.registrar.unregister(segment)
-    attachment.segments.detach(segment)
-
-
 # --------------------------------------------------------------------------------
-# A call in the background to a server that may be gone, and whose answer nobody needs.
+# A call in the background to a server that may be gone, and whose answer is not needed.
 
-def tell(session: EngineSession, attachment: Attachment, call: Callable[..., object], *arguments: object) -> None:
-    """Nothing happens when the server that `attachment` is to is not there: should it return, it asks."""
+def notify(session: EngineSession, attachment: Attachment, call: Callable[..., object], *arguments: object) -> None:
+    """Nothing is sent when the server of `attachment` is not there: if it returns, it asks."""
     if session.attachment is not attachment:
         return
     try:

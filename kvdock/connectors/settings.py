@@ -11,13 +11,13 @@ from kvdock.connectors.cost import LoadLimits
 from kvdock.connectors.errors import NotSupportedError, SettingError
 
 MOST_WAIT_S = 1.0
-"""A longer wait in an engine's scheduling loop costs more than what it waits for."""
+"""A longer wait in an engine's scheduling loop costs more than it gains."""
 MOST_TIER_WAIT_S = 600.0
 
 
 @dataclass(frozen=True)
 class EngineSettings(LoadLimits):
-    """What connectors of all engines have."""
+    """Settings of the connectors of all engines."""
 
     ABOVE_ZERO: ClassVar[tuple[str, ...]] = ("timeout_s", "copy_threads")
     RANGES: ClassVar[Mapping[str, tuple[float, float]]] = {
@@ -31,16 +31,16 @@ class EngineSettings(LoadLimits):
     timeout_s: float = 2.0
     """Bounds every call to the server."""
     lookup_wait_s: float = 0.005
-    """How late the server's answer to a lookup may be before nobody waits for it (kvdock/connectors/waits.py)."""
+    """How late the server's answer to a lookup may be before lookups no longer wait (kvdock/connectors/waits.py)."""
     tier_wait_s: float = 2.0
-    """The longest that a request may wait for what the server's lower tiers have; never longer than computing it would
-    take, if load_if_cheaper. 0: not at all (kvdock/connectors/waits.py)."""
+    """The longest that a request may wait for chunks that the server's lower tiers load; never longer than computing
+    them would take, if load_if_cheaper. 0: not at all (kvdock/connectors/waits.py)."""
     load_if_cheaper: bool = True
     """A hit is computed instead of loaded where that is expected to take less time (kvdock/connectors/cost.py)."""
     copy_threads: int = 2
     """Threads that copy when KV is on the CPU."""
     weights_digest: str = ""
-    """Names the weights; empty: a digest of the model's files does (kvdock/connectors/weights.py)."""
+    """A name for the weights; empty: a digest of the model's files names them (kvdock/connectors/weights.py)."""
     read_all_weights: bool = False
     """That digest is of all bytes of the files, not of samples of their large tensors
     (kvdock/connectors/weight_files.py)."""
@@ -58,8 +58,8 @@ class EngineSettings(LoadLimits):
 
     @classmethod
     def of(cls, values: Mapping[str, object], where: str) -> Self:
-        """`values`: each of its setting's type; `where`: what the user calls the place. NotSupportedError for a value
-        out of range."""
+        """`values`: each has its setting's type; `where`: the user's name for the place where they are set.
+        NotSupportedError for a value out of range."""
         try:
             made = cls(**values)  # type: ignore[arg-type]  # checked() has seen to their types
         except SettingError as error:
@@ -79,8 +79,8 @@ class EngineSettings(LoadLimits):
 
 
 def checked(given: Mapping[str, object], known: Mapping[str, type], where: str) -> dict[str, object]:
-    """`given`, each value of its setting's type. `known`: the type of each setting; `where`: what the user calls the
-    place. NotSupportedError for a name that is no setting, and for a value of another type."""
+    """`given`, each value of its setting's type. `known`: the type of each setting; `where`: the user's name for the
+    place where they are set. NotSupportedError for a name that is no setting, and for a value of another type."""
     values: dict[str, object] = {}
     for name, value in given.items():
         if name not in known:

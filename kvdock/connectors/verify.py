@@ -1,4 +1,4 @@
-"""Verification of what a lookup found, before the engine is promised it.
+"""Verification of what a lookup found, before it is promised to the engine.
 
 A worker verifies each load while it copies it, and an engine that can compute the failed tokens again needs nothing
 more. Other engines can only be promised chunks whose bytes were verified beforehand, while the lease keeps them.
@@ -27,11 +27,11 @@ log = logging.getLogger("kvdock.connector")
 MOST_TRUSTED = 1 << 16
 """Parts: those of a pool of 512 GiB, where one has 8 MiB."""
 MOST_AHEAD_BYTES = 4 << 30
-"""What may wait to be hashed ahead: about a second of one thread's work."""
+"""The most bytes that wait to be hashed ahead: about a second of one thread's work."""
 
 
 class Verifier:
-    """Promises everything: the workers verify it while they load it."""
+    """Lets everything be promised: the workers verify it while they load it."""
 
     def verify(self, request_id: str, attachment: Attachment, answer: LookupAnswer) -> bool:
         """Whether all that `answer` leases may be promised. Runs in a background thread; it may take long, or raise."""
@@ -39,7 +39,7 @@ class Verifier:
 
 
 class Trust:
-    """Parts that were hashed and right within the last `seconds`, by where they lie and what they hold. Thread-safe."""
+    """Parts whose hashes were right within the last `seconds`, by their place and their checksum. Thread-safe."""
 
     def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic, most: int = MOST_TRUSTED) -> None:
         self._seconds, self._clock, self._most = seconds, clock, most
@@ -48,7 +48,7 @@ class Trust:
         self._hashed_s: OrderedDict[tuple[int, int, int], float] = OrderedDict()
 
     def add(self, epoch: str, parts: Iterable[Part]) -> None:
-        """`epoch`: names the server's life in which they lie there."""
+        """`epoch`: names the session with the server in which they lie there."""
         now_s = self._clock()
         with self._lock:
             if epoch != self._epoch:
@@ -67,7 +67,7 @@ class Trust:
             return epoch == self._epoch and hashed_s is not None and self._clock() - hashed_s < self._seconds
 
     def clear(self) -> None:
-        """Something was found to be damaged after it had been right."""
+        """A part was found to be damaged after its hash had been right."""
         with self._lock:
             self._hashed_s.clear()
 
@@ -103,7 +103,7 @@ class ChecksumVerifier(Verifier):
         ]
         if not parts:
             return []
-        for segment in {part.segment for _, part in parts}:  # by one thread, for it may have to be mapped
+        for segment in {part.segment for _, part in parts}:  # in one thread, because it may have to be mapped
             self._session.ensure_segment(attachment, segment)
             attachment.segments.require_whole(segment)
         with Pool(min(self._threads, len(parts)), "kvdock-hash") as threads:
@@ -115,9 +115,9 @@ class ChecksumVerifier(Verifier):
 
 
 class HashAhead:
-    """Hashes what this engine has stored, where it lies, in a thread of its own, so that a lookup need not: what is
-    right is trusted. A wrong hash is not reported. It proves nothing, for no lease keeps these bytes: the server may
-    have evicted them by now.
+    """Hashes the parts that this engine has stored, in the pool and in a thread of its own, so that no lookup has to:
+    parts whose hash is right are trusted. A wrong hash is not reported. It proves nothing, because no lease keeps these
+    bytes: the server may have evicted them by now.
     """
 
     def __init__(self, trust: Trust, most_bytes: int = MOST_AHEAD_BYTES) -> None:
@@ -127,7 +127,7 @@ class HashAhead:
         self._waiting_bytes = 0
 
     def add(self, attachment: Attachment, parts: Sequence[Part]) -> None:
-        """Lookups hash them, if too much waits already. Thread-safe."""
+        """Where too many wait already, they are left to lookups. Thread-safe."""
         size_bytes = sum(part.length for part in parts)
         with self._lock:
             if self._waiting_bytes + size_bytes > self._most_bytes or not attachment.acquire():
@@ -137,21 +137,21 @@ class HashAhead:
 
     def _hash(self, attachment: Attachment, parts: Sequence[Part], size_bytes: int) -> None:
         try:
-            for part in parts:  # one by one, so that a lookup finds what is done by then
+            for part in parts:  # one by one, so that a lookup finds the parts that are done by then
                 with attachment.segments.reading(part.segment) as is_there:  # a pool may give memory back meanwhile
                     if is_there:
                         attachment.segments.require_whole(part.segment)
                         if _matches(attachment, part):
                             self._trust.add(attachment.session, [part])
         except (ShmError, OSError) as error:
-            log.info("what was stored is not hashed ahead: %s", error)
+            log.info("stored chunks are not hashed ahead: %s", error)
         finally:
             attachment.release()
             with self._lock:
                 self._waiting_bytes -= size_bytes
 
     def close(self) -> None:
-        """Waits for what was added."""
+        """Waits for the parts that were added."""
         self._hashing.close()
 
 

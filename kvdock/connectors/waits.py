@@ -1,52 +1,53 @@
-"""How long requests wait: for the server's answer (Patience), for what another engine computes and stores
-(ComputeOnce), and for what a lower tier loads (AwaitTiers). Lookups may be sent before the engine asks
-(EarlyQuestions)."""
+"""How long requests wait: for the server's answer (Patience), for chunks that another engine computes and stores
+(ComputeOnce), and for chunks that a lower tier loads (AwaitTiers). Questions may be sent before the engine looks a
+request up (EarlyQuestions)."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 from kvdock.connectors.cost import PrefillSpeed
+from kvdock.connectors.load_once import LoadOnce
 from kvdock.protocol.schemas import BeingStored, PendingTokens
 
 # --------------------------------------------------------------------------------
 # How long the engine's thread waits for the server's answer to a lookup.
 #
-# A lookup that is answered "ask again" costs a request the step that comes between: some 300 ms under load, while the
-# answer takes less than one. So it is worth waiting for an answer that is about to come, and never for one that is not.
+# A lookup that is Pending costs its request the engine's step until the next lookup: some 300 ms under load, while the
+# answer takes less than one millisecond. So it is worth waiting for an answer that is about to come, and for no other.
 #
-# An answer that is later than `wait_s` opens the breaker: from then on nobody waits, and what is not known is a miss,
-# because a server that is slow must not hold up requests that have nothing to load. The next answer in time closes it.
-# Whatever the server does, one step waits at most `wait_s`, or a tenth of what steps take where that is longer. An
-# engine that computes nothing makes such steps one after the other, for nobody else waits: there an answer may be
-# later.
+# An answer that is later than `wait_s` opens the breaker: from then on no lookup waits, and one without an answer is a
+# miss, because a slow server must not hold up requests that have nothing to load. The next answer in time closes the
+# breaker. Whatever the server does, one step waits at most `wait_s`, or a tenth of the time that steps take where that
+# is longer. In an engine that computes nothing no other request is held up by the wait: there an answer may be later.
 #
-# Threads: the engine's waits, the background tells of answers. The breaker is one flag; either may have the last word.
+# Threads: the engine's thread waits, a background thread reports answers. The breaker is one flag, which both set.
 
 IDLE_WAITS = 10
 """While the engine computes nothing, an answer may take this many times longer: a miss costs more than the waiting."""
 STEP_SHARE = 0.1
-"""What all the waiting of a step may add to it, as a share of what steps take, where the server answers in time."""
+"""How much all waits of a step may add to it, as a share of the time that steps take."""
 LONGEST_STEP_S = 1.0
-"""What lasted longer was no step."""
+"""A longer time between two steps was not the time of a step: it counts as this long."""
 TURN_S = 0.001
-"""How long a lookup waits for an answer that is late already: the thread that gets it may have had no turn yet."""
+"""How long a lookup waits for an answer that is already late: the thread that receives it may not have run yet."""
 NEWEST_STEP = 0.2
 """Weight of the newest step in the mean of what steps take."""
 
 
 @dataclass
-class Question:
-    """A lookup under way: `answered` ends with its answer, and it was asked at `asked_s` of the clock. `was_late`:
-    somebody was told so. `was_seen`: whoever waits for another engine has seen its answer."""
+class SentQuestion:
+    """`answered` ends with the answer. `asked_s`: the time of the clock at which the question was given to the thread
+    that sends it. `was_late`: a lookup was a miss because the answer was late. `was_read`: a lookup has read it."""
 
     answered: Future[None]
     asked_s: float
     was_late: bool = False
-    was_seen: bool = False
+    was_read: bool = False
 
 
 class Patience:
@@ -57,33 +58,33 @@ class Patience:
         self._left_s = wait_s
         self._answered_s = 0.0
         self._step_s = 0.0
-        self._began_s: float | None = None
+        self._started_s: float | None = None
         self._is_idle = True
         self.is_open = False
-        """The breaker: an answer was late when somebody wanted it, and none has come in time since."""
+        """The breaker: an answer was late when a lookup wanted it, and none has come in time since."""
 
     def step(self, is_idle: bool) -> None:
-        """A step has been built. `is_idle`: it computes nothing, so how long it takes says nothing."""
+        """A step has been planned. `is_idle`: it computes nothing, so the time that it takes does not count."""
         now_s = self._clock()
-        if self._began_s is not None:
-            took_s = min(now_s - self._began_s, LONGEST_STEP_S)
+        if self._started_s is not None:
+            took_s = min(now_s - self._started_s, LONGEST_STEP_S)
             self._step_s += NEWEST_STEP * (took_s - self._step_s)
-        self._began_s, self._is_idle = None if is_idle else now_s, is_idle
+        self._started_s, self._is_idle = None if is_idle else now_s, is_idle
         self._left_s = max(self._wait_s, STEP_SHARE * self._step_s)
 
-    def wait(self, question: Question) -> bool:
-        """Whether it is answered, at once or within the time that is left."""
+    def wait(self, question: SentQuestion) -> bool:
+        """Whether it is answered, at once or within the time that is left of this step's waiting."""
         has_waited = False
         while not question.answered.done():
-            began_s = self._clock()
-            # One question is sent at a time: this one's turn came with the answer to the one before.
+            started_s = self._clock()
+            # One question is sent at a time: this one was sent after the answer to the one before.
             late_s = max(question.asked_s, self._answered_s) + self._late_after_s
-            if began_s >= late_s and (has_waited or not self._wait_s):
+            if started_s >= late_s and (has_waited or not self._wait_s):
                 self.is_open = True
             if self.is_open or self._left_s <= 0:
                 return False
-            wait([question.answered], min(self._left_s, max(late_s - began_s, TURN_S)))
-            self._left_s -= self._clock() - began_s
+            wait([question.answered], min(self._left_s, max(late_s - started_s, TURN_S)))
+            self._left_s -= self._clock() - started_s
             has_waited = True
         return True
 
@@ -92,48 +93,50 @@ class Patience:
         return self._wait_s * (IDLE_WAITS if self._is_idle else 1)
 
     def spend(self, work: Future[None]) -> bool:
-        """Whether other work has ended, at once or within what is left of the step's waiting; it opens no breaker."""
+        """Whether other work has ended, at once or within the time that is left of this step's waiting. It opens no
+        breaker."""
         if not work.done() and self._left_s > 0:
-            began_s = self._clock()
+            started_s = self._clock()
             wait([work], min(self._left_s, self._wait_s))
-            self._left_s -= self._clock() - began_s
+            self._left_s -= self._clock() - started_s
         return work.done()
 
     def answered(self, took_s: float) -> None:
-        """Background: the server took `took_s` over an answer."""
+        """Background: the server has answered within `took_s`."""
         self._answered_s = self._clock()
         if took_s <= self._late_after_s:
             self.is_open = False
 
 
 # --------------------------------------------------------------------------------
-# Which of the requests that wait for an engine are asked about before the engine comes to them.
+# For which of the requests that wait in an engine a question is sent before the engine looks them up.
 #
-# What is found for a waiting request is leased, so it cannot be evicted. Few leases are enough, because an engine takes
-# few requests in one step, and many would keep the pool full of what is needed much later: the first MOST_EARLY that
-# arrived are asked about, and the next when one of these has been admitted or has ended.
+# The chunks that are found for a waiting request are leased, so they cannot be evicted. Few leases are enough, because
+# an engine admits few requests in one step, and many would keep the pool full of chunks that are needed much later:
+# questions are sent for the first MOST_EARLY requests that arrived, and for the next one when one of these has been
+# admitted or has ended.
 
 MOST_EARLY = 4
 
 
 class EarlyQuestions:
-    """`ask`: sends the question of a request. Every request leaves, whatever becomes of it."""
+    """`ask`: sends the question of a request. For every request, left() is called in the end."""
 
     def __init__(self, ask: Callable[[str], None]) -> None:
         self._ask = ask
         self._waiting: dict[str, None] = {}
-        """In the order in which they arrived; not asked about."""
+        """In the order in which they arrived. No question was sent for them."""
         self._open: set[str] = set()
-        """Asked about, by us or by the engine's own lookup."""
+        """A question was sent, early or by the engine's own lookup."""
 
     def arrived(self, request_id: str) -> None:
-        """The engine may say it more than once."""
+        """May be called more than once for a request."""
         if request_id not in self._open:
             self._waiting.setdefault(request_id)
             self._ask_next()
 
     def asked(self, request_id: str) -> None:
-        """The engine has looked the request up, in whatever order it takes them."""
+        """The engine has looked the request up, in an order of its own."""
         self._waiting.pop(request_id, None)
         self._open.add(request_id)
 
@@ -151,53 +154,78 @@ class EarlyQuestions:
 
 
 # --------------------------------------------------------------------------------
-# How long a request waits for what another engine computes and stores, instead of computing it as well.
+# What requests wait for in later steps. A wait has an end, and its request does not wait again before it is forgotten.
 #
-# A lookup's answer says how far others, who are known to be alive, store the request's prefix. Waiting for them pays
-# while it takes less than computing: so the wait of a request is bounded by a share of what computing the missing
-# tokens would take here, at the speed of this engine's own steps. It ends earlier when for half of that time nothing
-# more was stored, or when nobody stores any more. A request that has given up computes, and does not wait again.
-#
-# Threads: the engine's, one at a time. Nothing here blocks: who waits asks again in a later step.
+# Threads: the engine's, one at a time. Nothing here blocks: a request that waits is looked up again in a later step.
 
 ASK_S = 0.02
-"""While a request waits, it is asked about again this long after the last time."""
-STALL_SHARE = 0.5
-"""How long a request waits while nothing more is stored, as a share of the time that it may wait at most."""
-
+"""While a request waits, its question is sent again this long after the last time."""
 
 
 @dataclass
-class _StoreWait:
-    began_s: float
-    longest_s: float
+class _Wait:
+    started_s: float
     tokens: int
-    """What is awaited, counted from token 0."""
-    committed: int
-    progress_s: float
-    """When more was stored than before."""
+    """How long the hit is expected to be, counted from token 0."""
     has_ended: bool = False
 
 
-class ComputeOnce:
-    """A request may wait for `share` times what it would take to compute the missing tokens. When a wait ends, `count`
-    is called with its outcome ("fulfilled", "withdrawn", "stalled", "expired") and its seconds."""
+W = TypeVar("W", bound=_Wait)
 
-    def __init__(
-        self, share: float, speed: PrefillSpeed, clock: Callable[[], float], count: Callable[[str, float], None]
-    ) -> None:
-        self._share, self._speed, self._clock, self._count = share, speed, clock, count
-        self._waits: dict[str, _StoreWait] = {}
+
+class _Waiting(Generic[W]):
+    """By request. When a wait ends, `count` is called with its outcome and its seconds."""
+
+    def __init__(self, clock: Callable[[], float], count: Callable[[str, float], None]) -> None:
+        self._clock, self._count = clock, count
+        self._waits: dict[str, W] = {}
 
     def is_waiting(self, request_id: str) -> bool:
         wait = self._waits.get(request_id)
         return wait is not None and not wait.has_ended
 
-    def waits(
-        self, request_id: str, stored: BeingStored | None, hit_tokens: int, local_tokens: int, asked_s: float
-    ) -> bool:
-        """Whether the request waits, now that its newest answer says `stored` and found `hit_tokens`. Its time begins
-        now, whenever it was asked about."""
+    def _end(self, wait: W, how: str) -> None:
+        wait.has_ended = True
+        self._count(how, self._clock() - wait.started_s)
+
+    def forget(self, request_id: str) -> None:
+        """The request ended, was aborted or preempted."""
+        self._waits.pop(request_id, None)
+
+
+# --------------------------------------------------------------------------------
+# How long a request waits for chunks that another engine computes and stores, instead of computing them as well.
+#
+# A lookup's answer says how far other sessions, all of whose members are alive, store the request's prefix. Waiting for
+# them pays while it takes less than computing: so the wait of a request is bounded by a share of the time in which this
+# engine would compute the missing tokens, at the speed of its own steps. It ends earlier when for half of that time
+# nothing more was stored, or when no session stores any more.
+
+STALL_SHARE = 0.5
+"""How long a request waits while nothing more is stored, as a share of the time that it may wait at most."""
+
+
+@dataclass
+class _StoreWait(_Wait):
+    longest_s: float = 0.0
+    committed: int = 0
+    progress_s: float = 0.0
+    """When more was stored than before."""
+
+
+class ComputeOnce(_Waiting[_StoreWait]):
+    """A request may wait for `share` times the time in which this engine computes the missing tokens. Outcomes:
+    "fulfilled", "withdrawn", "stalled", "expired"."""
+
+    def __init__(
+        self, share: float, speed: PrefillSpeed, clock: Callable[[], float], count: Callable[[str, float], None]
+    ) -> None:
+        super().__init__(clock, count)
+        self._share, self._speed = share, speed
+
+    def waits(self, request_id: str, stored: BeingStored | None, hit_tokens: int, local_tokens: int) -> bool:
+        """Whether the request waits, now that its newest answer says `stored` and found `hit_tokens`. Its time starts
+        now, not with its question."""
         now_s, wait = self._clock(), self._waits.get(request_id)
         if wait is None:
             if stored is None:
@@ -205,7 +233,9 @@ class ComputeOnce:
             longest_s = self._share * (stored.tokens - max(stored.committed, local_tokens)) / self._speed.tokens_per_s
             if longest_s < 2 * ASK_S:
                 return False  # it would be over before the second answer
-            self._waits[request_id] = _StoreWait(now_s, longest_s, stored.tokens, stored.committed, now_s)
+            self._waits[request_id] = _StoreWait(
+                now_s, stored.tokens, longest_s=longest_s, committed=stored.committed, progress_s=now_s
+            )
             return True
         if wait.has_ended:
             return False
@@ -221,98 +251,85 @@ class ComputeOnce:
         """Whether the request has waited too long: its wait ends."""
         wait = self._waits[request_id]
         now_s = self._clock()
-        if now_s - wait.began_s > wait.longest_s:
+        if now_s - wait.started_s > wait.longest_s:
             self._end(wait, "expired")
         elif now_s - wait.progress_s > STALL_SHARE * wait.longest_s:
             self._end(wait, "stalled")
         return wait.has_ended
 
-    def _end(self, wait: _StoreWait, how: str) -> None:
-        wait.has_ended = True
-        self._count(how, self._clock() - wait.began_s)
-
-    def forget(self, request_id: str) -> None:
-        """The request ended, was aborted or preempted."""
-        self._waits.pop(request_id, None)
-
 
 # --------------------------------------------------------------------------------
 # How long a request waits for chunks that a lower tier is loading into the pool, instead of computing them.
 #
-# A lookup says how long its request may wait and how fast this engine computes; nothing is loaded that would come later
-# than it is computed. Its answer says what is expected, and by when. The request waits until all of it is there, until
-# nothing comes any more, or until the time that its lookup named is over; then it takes what there is.
-#
-# Threads: the engine's, one at a time. Nothing here blocks: who waits asks again in a later step.
+# A lookup passes on the terms of its request: how long it may wait, which is never longer than computing takes, and how
+# fast this engine computes. The mover decides whether the wait is worth it (kvdock/protocol/mover_schemas.py). The
+# answer says what is expected, and by when. The request waits until all of it is there, until nothing comes any more,
+# or until its time is over; then it takes what there is.
 
 LEAST_S = 0.01
-"""What is computed sooner is not waited for."""
+"""No request waits for less: its answer is not read before a later step anyway."""
 
 
 class WaitTerms(NamedTuple):
-    """What a lookup says: as its body has them."""
+    """How long a request may wait for chunks that lower tiers load, and how fast its engine would compute them."""
 
     wait_s: float
+    """0: not at all."""
     tokens_per_s: float
+    """0: that is not known."""
 
 
 NO_WAIT = WaitTerms(0.0, 0.0)
 
 
 @dataclass
-class _TierWait:
-    """`server_until_s`: before that, the server says that nothing comes only when it knows so."""
-
-    began_s: float
-    until_s: float
-    server_until_s: float
-    tokens: int
-    has_ended: bool = False
+class _TierWait(_Wait):
+    until_s: float = 0.0
+    server_until_s: float = 0.0
+    """Before that time, the server answers that nothing comes only when it knows so."""
 
 
-class AwaitTiers:
-    """`most_s`: the longest wait. `speed`: of this engine; None: it is not known. When a wait ends,
-    `count` is called with its outcome ("fulfilled", "shortened", "expired") and its seconds."""
+class AwaitTiers(_Waiting[_TierWait]):
+    """`most_s`: the longest wait. `speed`: of this engine; None: it is not known. Outcomes: "fulfilled", "shortened",
+    "expired"."""
 
     def __init__(
         self, most_s: float, speed: PrefillSpeed | None, clock: Callable[[], float],
         count: Callable[[str, float], None] = lambda how, seconds: None,
     ) -> None:
-        self._most_s, self._speed, self._clock, self._count = most_s, speed, clock, count
-        self._waits: dict[str, _TierWait] = {}
+        super().__init__(clock, count)
+        self._most_s, self._speed = most_s, speed
 
     def terms(self, missing_tokens: int) -> WaitTerms:
-        """What a lookup says whose request lacks `missing_tokens` at most."""
+        """The terms of a request that lacks at most `missing_tokens` tokens."""
         tokens_per_s = self._speed.tokens_per_s if self._speed is not None else 0.0
         wait_s = min(self._most_s, missing_tokens / tokens_per_s) if tokens_per_s > 0 else self._most_s
         return WaitTerms(wait_s, tokens_per_s) if wait_s >= LEAST_S else NO_WAIT
 
-    def is_waiting(self, request_id: str) -> bool:
-        wait = self._waits.get(request_id)
-        return wait is not None and not wait.has_ended
-
     def waits(
-        self, request_id: str, said: PendingTokens | None, hit_tokens: int, local_tokens: int, asked_s: float
+        self, request_id: str, pending: PendingTokens | None, hit_tokens: int, local_tokens: int, asked_s: float
     ) -> bool:
-        """Whether the request waits, now that its newest answer says `said` and found `hit_tokens`. Its time begins
-        now; that at the server began with the question, sent at `asked_s`."""
+        """Whether the request waits, now that its newest answer says `pending` and found `hit_tokens`. Its time starts
+        now; its time at the server started with the question, sent at `asked_s`."""
         wait = self._waits.get(request_id)
         if wait is None:
-            if said is None or said.tokens <= max(hit_tokens, local_tokens):
+            if pending is None or pending.tokens <= max(hit_tokens, local_tokens):
                 return False
-            terms = self.terms(said.tokens - max(hit_tokens, local_tokens))
+            terms = self.terms(pending.tokens - max(hit_tokens, local_tokens))
             if terms is NO_WAIT:
                 return False
             now_s = self._clock()
-            self._waits[request_id] = _TierWait(now_s, now_s + terms.wait_s, asked_s + terms.wait_s, said.tokens)
+            self._waits[request_id] = _TierWait(
+                now_s, pending.tokens, until_s=now_s + terms.wait_s, server_until_s=asked_s + terms.wait_s
+            )
             return True
         if wait.has_ended:
             return False
-        if said is None:
+        if pending is None:
             is_over = self._clock() > wait.server_until_s
             self._end(wait, "fulfilled" if hit_tokens >= wait.tokens else "expired" if is_over else "shortened")
             return False
-        wait.tokens = said.tokens
+        wait.tokens = pending.tokens
         return not self.is_over(request_id)
 
     def is_over(self, request_id: str) -> bool:
@@ -322,10 +339,67 @@ class AwaitTiers:
             self._end(wait, "expired")
         return wait.has_ended
 
-    def _end(self, wait: _TierWait, how: str) -> None:
-        wait.has_ended = True
-        self._count(how, self._clock() - wait.began_s)
 
-    def forget(self, request_id: str) -> None:
-        """The request ended, was aborted or preempted."""
-        self._waits.pop(request_id, None)
+# --------------------------------------------------------------------------------
+# All waits of an engine's requests.
+
+class Expected(NamedTuple):
+    """What may still come for a request, by the newest answer to its lookup. None: nothing does."""
+
+    being_stored: BeingStored | None = None
+    """By other engines."""
+    pending: PendingTokens | None = None
+    """By lower tiers."""
+
+
+NOTHING = Expected()
+
+
+@dataclass
+class Waits:
+    """What the requests of an engine wait for. Each is None where they do not. `clock`: seconds, monotonic."""
+
+    patience: Patience | None = None
+    """For the server's answer. None: a lookup is Pending until the answer is there."""
+    once: ComputeOnce | None = None
+    """For what other engines compute and store."""
+    tiers: AwaitTiers | None = None
+    """For what lower tiers load."""
+    loads: LoadOnce | None = None
+    """For what other requests of this engine load."""
+    clock: Callable[[], float] = time.perf_counter
+
+    def terms(self, missing_tokens: int) -> WaitTerms:
+        """As AwaitTiers has it."""
+        return self.tiers.terms(missing_tokens) if self.tiers is not None else NO_WAIT
+
+    def are_for(self, expected: Expected) -> bool:
+        """Whether requests wait for anything that is expected."""
+        stored = expected.being_stored if self.once is not None else None
+        return stored is not None or (self.tiers is not None and expected.pending is not None)
+
+    def is_waiting(self, request_id: str) -> bool:
+        """Whether the request waits for more than what was found, and has time left."""
+        waits = [one for one in (self.once, self.tiers) if one is not None and one.is_waiting(request_id)]
+        over = [one.is_over(request_id) for one in waits]  # of all of them: a wait that is over ends here
+        return not all(over)
+
+    def for_more(
+        self, request_id: str, expected: Expected, hit_tokens: int, local_tokens: int, asked_s: float
+    ) -> bool:
+        """Whether the request waits for more than the `hit_tokens` that were found, now that an answer that says
+        `expected` was read. `asked_s`: when the question was sent that this answers."""
+        is_waiting = False
+        if self.once is not None:
+            is_waiting = self.once.waits(request_id, expected.being_stored, hit_tokens, local_tokens)
+        if self.tiers is not None:
+            is_waiting |= self.tiers.waits(request_id, expected.pending, hit_tokens, local_tokens, asked_s)
+        return is_waiting
+
+    def forget(self, request_id: str) -> bool:
+        """The request ended, was aborted or preempted. Returns whether it was waiting for lower tiers."""
+        was_waiting = self.tiers is not None and self.tiers.is_waiting(request_id)
+        for one in (self.once, self.tiers, self.loads):
+            if one is not None:
+                one.forget(request_id)
+        return was_waiting

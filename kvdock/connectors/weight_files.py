@@ -34,23 +34,25 @@ PIECE_BYTES = 4096
 STRETCH_BYTES = 1 << 18
 """A larger tensor has one piece in each stretch of about this length: a 64th of it is read."""
 MOST_PIECES = 1 << 17
-"""Where a model's large tensors would have more, stretches are longer (half a GiB is read then), …"""
+"""The most pieces of a model's large tensors: where there would be more, stretches are longer (half a GiB is read
+then).
+"""
 LEAST_PIECES = 16
-"""… but no tensor has fewer pieces than these."""
+"""No tensor has fewer pieces, though."""
 READ_BYTES = 1 << 20
 THREADS = 8
-"""They read at the same time: a disk answers many small reads at once quicker than one by one."""
+"""How many threads read at the same time: a disk serves many small reads at once faster than one by one."""
 SLICES = 8
-"""So many times as many tasks as threads, for tensors differ in length."""
+"""How many tasks there are for each thread, because tensors differ in length."""
 MOST_HEADER_BYTES = 1 << 30
-"""A header that says to be longer is no header."""
+"""A header that claims to be longer is not valid."""
 STORAGE = re.compile(r"(^|/)data/\d+$")
 GOLDEN = 0.6180339887498949
 """Its multiples, without their whole parts, are spread evenly over 0 … 1, however many of them are taken."""
 
 
 class NoLayout(Exception):
-    """Where the tensors lie in a file cannot be told from its header."""
+    """The header of a file does not show where its tensors lie."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,7 @@ class Run:
 
 
 def digest_of_files(files: Sequence[tuple[Path, str]], *, whole: bool) -> str:
-    """Hexadecimal SHA-256 over the files in this order, each with the name that is given beside it, and its size.
+    """Hexadecimal SHA-256 over the files in this order, each with the name that is given with it, and its size.
     `whole`: all bytes are read. OSError where a file cannot be read, or changes meanwhile."""
     opened = [_Opened(path, whole=whole) for path, _ in files]
     large = [run.end - run.start for one in opened for run in one.runs if run.is_large]
@@ -150,7 +152,7 @@ def _digest(descriptor: int, run: Run, stretch: int) -> bytes:
 
 
 def _pieces(run: Run, stretch: int) -> Iterator[tuple[int, int]]:
-    """(first byte, bytes) of what is read of it. The first and the last piece are the ends."""
+    """(first byte, bytes) of each piece that is read. The first and the last piece are the ends of the run."""
     size = run.end - run.start
     if not run.is_large:
         for start in range(run.start, run.end, READ_BYTES):
@@ -164,8 +166,8 @@ def _pieces(run: Run, stretch: int) -> Iterator[tuple[int, int]]:
 
 
 def _runs(tensors: Sequence[tuple[int, int]], size: int) -> Iterator[Run]:
-    """The whole file, cut at the tensors, with neighbours that are read whole in one. NoLayout where tensors overlap
-    or lie outside."""
+    """The whole file, cut at the tensors; neighbours that are read whole are one run. NoLayout where tensors overlap or
+    lie outside the file."""
     whole_since, at = 0, 0
     for start, end in sorted(tensors):
         if not at <= start <= end <= size:
@@ -184,8 +186,8 @@ def _runs(tensors: Sequence[tuple[int, int]], size: int) -> Iterator[Run]:
 
 
 def layout_of(file: BinaryIO, size: int) -> list[tuple[int, int]]:
-    """(first byte, byte behind the last) of each tensor of a file of safetensors, GGUF or torch (zip), told by what
-    the file holds and not by its name. NoLayout for anything else."""
+    """(first byte, byte behind the last) of each tensor of a file of safetensors, GGUF or torch (zip). The content of
+    the file decides which it is, not its name. NoLayout for anything else."""
     file.seek(0)
     start = file.read(8)
     if start[:4] == b"GGUF":

@@ -1,6 +1,6 @@
-"""Which weights a model has: a digest of what its files hold, wherever they lie and whatever the model is called.
+"""Which weights a model has: a digest of the content of its files, in whatever folder and under whatever name.
 
-Invariant: weights that were not looked at have a name that somebody gave them, or are refused. The digest of no file
+Invariant: weights whose files are not read have a name that a user gave them, or are refused. The digest of no file
 never stands for a model.
 """
 
@@ -17,11 +17,11 @@ from kvdock.connectors.weight_files import digest_of_files
 
 SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 READ_ALIKE = ("hf", "safetensors", "fastsafetensors", "instanttensor", "runai_streamer")
-"""Engines' load formats that read one set of files, each at its own speed."""
+"""Engines' load formats that read the same files, each at its own speed."""
 FROM_FILES = (
     "auto", *READ_ALIKE, "mistral", "npcache", "pt", "bitsandbytes", "sharded_state", "runai_streamer_sharded", "gguf"
 )
-"""Load formats that read what lies in the model's folder. Others have their weights from somewhere else."""
+"""Load formats that read files in the model's folder. Others get their weights from somewhere else."""
 SHARD = re.compile(r"^(?P<model>.+)-\d{5}-of-\d{5}\.gguf$")
 
 FindSnapshot = Callable[[str, str | None, str | None], Path | None]
@@ -29,7 +29,8 @@ FindSnapshot = Callable[[str, str | None, str | None], Path | None]
 
 
 def hub_snapshot(name: str, revision: str | None, downloads: str | None) -> Path | None:
-    """Where an engine has downloaded a model of the Hugging Face hub to, without asking the hub. None: nowhere here."""
+    """The folder to which an engine has downloaded a model of the Hugging Face hub, without a call to the hub. None:
+    there is none on this machine."""
     try:
         import huggingface_hub as hub  # engines need it, kvdock does not
         from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
@@ -44,9 +45,10 @@ def hub_snapshot(name: str, revision: str | None, downloads: str | None) -> Path
 def weights_of(
     model: Any, load: Any, given: str, find_snapshot: FindSnapshot, *, whole: bool = False
 ) -> dict[str, Any]:
-    """What tells these weights from others. `model`, `load`: vLLM's ModelConfig and LoadConfig, or what has those of
-    their fields that are read here; `given`: the user's own name of the weights, which spares the look at them;
-    `whole`: all bytes of the files are read, not samples of them. NotSupportedError where nothing tells them apart."""
+    """The fields of the manifest that distinguish these weights from others. `model`, `load`: vLLM's ModelConfig and
+    LoadConfig, or objects with those of their fields that are read here. `given`: the user's own name of the weights;
+    then no file is read. `whole`: all bytes of the files are read, not samples of them. NotSupportedError where nothing
+    distinguishes them."""
     read_as = str(load.load_format).rpartition(".")[2].lower()
     if read_as == "dummy":
         return {"weights": given or "dummy", "seed": model.seed}
@@ -70,7 +72,7 @@ def weights_of(
         read_as = "mistral" if any(file.name.startswith("consolidated") for file in files) else "hf"
     if read_as in READ_ALIKE:
         return {"weights": _digest(files, names=True, whole=whole)}
-    # Some of these formats take their choice of the files from here.
+    # Some of these formats read only some of the files in the folder.
     return {"weights": _digest(files, names=True, whole=whole), "read_as": [read_as, load.model_loader_extra_config]}
 
 
@@ -82,7 +84,7 @@ def _unknown(why: str) -> NotSupportedError:
 
 
 def _files_in(folder: Path) -> list[Path]:
-    """NotSupportedError if there is none: neither in the folder nor, as some models have theirs, below it."""
+    """The files of weights in the folder or, as in some models, below it. NotSupportedError if there is none."""
     for candidates in (folder.iterdir(), folder.rglob("*")):
         found = sorted(path for path in candidates if path.suffix in SUFFIXES and path.is_file())
         if found:
@@ -112,7 +114,7 @@ def _digest(files: Sequence[Path], *, names: bool, whole: bool) -> str:
 
 
 def digest_of_folder(folder: Path) -> str:
-    """What all files below it hold: an adapter's weights, and what is said of them. They are read whole."""
+    """The content of all files below it: an adapter's weights, and their description. They are read whole."""
     digest = hashlib.sha256()
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         digest.update(f"{path.relative_to(folder)} {path.stat().st_size}\n".encode())

@@ -1,12 +1,12 @@
-"""The worker connector: carries out plans with the copier, and says when it is done.
+"""The worker connector: carries out plans with the copier, and reports when copies have ended.
 
-Each rank has one. It decides nothing: a plan names slots, blocks and checksums. What it reports to the
-server (release, commit) follows the copy's observed completion (W1, W2); a chunk whose bytes do not
-hash to what the lease promised is reported and never counted as loaded (W3).
+Each rank has one. It decides nothing: a plan names slots, blocks and checksums. Its reports to the server (release,
+commit) follow the observed end of the copy (W1, W2). A chunk whose bytes do not match the checksum that the lease
+promised is reported and never counted as loaded (W3).
 
-A load is submit_load() (which only enqueues), finish_load() once its copies are done, and end_load(), whose words
-to the server nobody waits for; load() is all three. On a GPU it is verified before it is done, when all of its bytes
-have been hashed and the last ones are still being moved: what reads them is ordered after it on the reader's stream.
+A load is submit_load() (which only enqueues), finish_load() once its copies are done, and end_load(), whose reports to
+the server nothing waits for; load() is all three. On a GPU a load is verified before it is done: all of its bytes have
+been hashed, and the last ones are still being moved. Work that reads them is ordered after it on the reader's stream.
 A store is submit_store(), which only enqueues, and finish_store(); store() is both.
 
 Thread safety: loads may be submitted and finished by one thread while others submit and finish stores and call
@@ -44,7 +44,7 @@ CallFailed = (ServerUnavailable, ApiError)
 CopyFailed = (DatapathError, ShmError, CopyError, CudaError, OSError, MemoryError)
 
 FIRST_PARTS = 16
-"""How many parts a load's first copy has: to submit one takes microseconds, to copy it takes longer."""
+"""How many parts the first copy of a load has: to submit a part takes microseconds, to copy it takes longer."""
 
 Piece = TypeVar("Piece", LoadPiece, StorePiece)
 AnyPart = TypeVar("AnyPart", Part, WritePart)
@@ -58,10 +58,10 @@ class Bands(NamedTuple):
 
 
 class _Copying(Generic[Piece]):
-    """Copies under way. `copies`: (group, what of it, the copy)."""
+    """Copies in progress. `copies`: (group, its pieces, their copy)."""
 
-    def __init__(self, attachment: Attachment, began_s: float) -> None:
-        self.attachment, self.began_s = attachment, began_s
+    def __init__(self, attachment: Attachment, started_s: float) -> None:
+        self.attachment, self.started_s = attachment, started_s
         self.copies: list[tuple[int, Sequence[Piece], CopyHandle]] = []
 
     def done(self) -> bool:
@@ -72,8 +72,8 @@ class _Copying(Generic[Piece]):
         return all(handle.wait(timeout_s) for _, _, handle in self.copies)
 
     def took_s(self) -> float | None:
-        """What the copies took, in seconds: of one group they follow each other, and groups copy side by side. None
-        where one of them is not known."""
+        """The seconds that the copies took: those of one group follow each other, and groups copy side by side. None
+        where the time of one of them is not known."""
         by_group: dict[int, float] = {}
         for group, _, handle in self.copies:
             seconds = handle.took_s()
@@ -83,44 +83,44 @@ class _Copying(Generic[Piece]):
         return max(by_group.values(), default=None)
 
     def order(self, stream: int) -> None:
-        """What is put on `stream` (a CUstream) from now on runs after the copies, which are a GPU's."""
+        """Work that is put on `stream` (a CUstream) from now on runs after the copies, which are a GPU's."""
         for _, _, handle in self.copies:
             assert isinstance(handle, StreamHandle), "streams are a GPU's"
             handle.order(stream)
 
 
 class Storing(_Copying[StorePiece]):
-    """A store under way."""
+    """A store in progress."""
 
-    def __init__(self, attachment: Attachment, plan: StorePlan, began_s: float) -> None:
-        super().__init__(attachment, began_s)
+    def __init__(self, attachment: Attachment, plan: StorePlan, started_s: float) -> None:
+        super().__init__(attachment, started_s)
         self.plan, self.holds_reservation = plan, False
         self.error: Exception | None = None
         """Why a copy could not be submitted."""
         self.committed: Sequence[tuple[StorePiece, int]] = ()
-        """What this rank has written, with its checksums, once the server knows."""
+        """The pieces that this rank has written, with their checksums, once the server knows."""
 
 
 class Loading(_Copying[LoadPiece]):
-    """A load under way, and what becomes of it."""
+    """A load in progress, and its outcome."""
 
-    def __init__(self, attachment: Attachment, plan: LoadPlan, began_s: float) -> None:
-        super().__init__(attachment, began_s)
+    def __init__(self, attachment: Attachment, plan: LoadPlan, started_s: float) -> None:
+        super().__init__(attachment, started_s)
         self.plan, self.holds_lease = plan, False
         self.lost = False
         """It could not be submitted, or its copies failed: nothing is known of any byte."""
         self.damaged: list[int] = []
-        """Chunks whose bytes did not hash to what was promised."""
+        """Chunks whose bytes do not match their checksums."""
 
     def verified(self, timeout_s: float) -> bool:
-        """True once all that was promised is known to be there for work that is ordered after the load."""
+        """True once work that is ordered after the load is known to find all that was promised."""
         if self.lost:
             return False
         for _, _, handle in self.copies:
             try:
                 found = handle.verified(timeout_s) if isinstance(handle, StreamHandle) else None
             except CopyFailed:
-                return False  # finish_load() says so
+                return False  # finish_load() reports it
             if found is None or not all(result.ok for result in found):
                 return False
         return True
@@ -134,12 +134,12 @@ class Loading(_Copying[LoadPiece]):
 
 
 class WorkerConnector:
-    """`layouts[g]` says where KV group g has its blocks, which are on `device`; `rank` is this worker's among the
-    instance's: ranks below the manifest's `writers` store, and rank r loads part r mod writers; `threads` copy when
-    the blocks are in host memory, and `tuning` is how GPUs do it (None: as measured), stores as its for_stores().
+    """`session`: its identity has one rank, this worker's: ranks below the manifest's `writers` store, and rank r loads
+    part r mod writers. `layouts[g]`: where KV group g has its blocks, which are on `device`. `threads`: how many copy
+    when the blocks are in host memory. `tuning`: for copies on a GPU (None: as measured), stores by its for_stores().
 
-    `stream`: where the engine reads and writes its blocks (a CUstream as an integer): copies come after what is on
-    it when they begin. None on the CPU, and when every step has ended before its blocks are handed over.
+    `stream`: where the engine reads and writes its blocks (a CUstream as an integer): copies come after the work that
+    is on it when they start. None on the CPU, and when every step has ended before its blocks are handed over.
     """
 
     def __init__(
@@ -147,7 +147,6 @@ class WorkerConnector:
         session: EngineSession,
         layouts: Sequence[PagedLayout],
         *,
-        rank: int = 0,
         device: Device = CPU,
         stream: int | None = None,
         threads: int = 2,
@@ -176,7 +175,7 @@ class WorkerConnector:
             self._part_blocks.append(blocks)
             if layout.token_order not in (manifest.token_order, "ND"):
                 raise LayoutMismatchError(f"token order: found {layout.token_order}, wanted {manifest.token_order}")
-        self.session, self.rank, self._stream = session, rank, stream
+        self.session, self.rank, self._stream = session, session.identity.ranks[0], stream
         self._clock = clock
         session.outcomes.ceiling_bytes_per_s = partial(ceiling_bytes_per_s, device, threads)
 
@@ -204,7 +203,7 @@ class WorkerConnector:
     def load(self, attachment: Attachment, plan: LoadPlan) -> int:
         """Fills the plan's blocks. Returns the tokens valid from token 0 on: short when a chunk failed.
 
-        Never raises for a server or a slot that is not there: what could not be had is recomputed.
+        Never raises for a server or a slot that is not there: the engine recomputes what was not loaded.
         """
         loading = self.submit_load(attachment, plan)
         try:
@@ -216,16 +215,16 @@ class WorkerConnector:
         self, attachment: Attachment, plan: LoadPlan, bands: Sequence[Bands] | None = None, *, waits: bool = True,
         after: int | None = None,
     ) -> Loading:
-        """Enqueues the copies and returns. `bands`: per group; GPUs only. Not `waits`: nothing that is on the engine's
-        stream uses the blocks, so the copies may begin before it has ended, but not before what is on `after`."""
+        """Enqueues the copies and returns. `bands`: per group; GPUs only. Not `waits`: no work on the engine's stream
+        uses the blocks, so the copies may start before it has ended, but not before the work on `after`."""
         loading = Loading(attachment, plan, self._clock())
-        loading.holds_lease = attachment.grants.begin(plan.lease)
+        loading.holds_lease = attachment.grants.start(plan.lease)
         if not loading.holds_lease:
             loading.lost = True
             return loading
         try:
             for group, pieces in _by_group(plan.pieces).items():
-                # The copy begins with a few parts, and goes on while the rest is described.
+                # The copy starts with a few parts, and goes on while the rest is described.
                 for some in (pieces[:FIRST_PARTS], pieces[FIRST_PARTS:]):
                     if some:
                         banded = bands[group] if bands is not None else None
@@ -271,7 +270,7 @@ class WorkerConnector:
             return plan.local_tokens
         valid = min([index * plan.chunk_tokens for index in (*failed, *loading.damaged)], default=plan.hit_tokens)
         valid = max(plan.local_tokens, min(valid, plan.hit_tokens))
-        self._log("load", plan.request_id, valid - plan.local_tokens, self._bytes(plan.pieces), loading.began_s)
+        self._log("load", plan.request_id, valid - plan.local_tokens, self._bytes(plan.pieces), loading.started_s)
         if not failed and (took_s := loading.took_s()) is not None:
             self.session.outcomes.loaded(self._bytes(plan.pieces), took_s)
         return valid
@@ -281,11 +280,11 @@ class WorkerConnector:
         loading.lost = True
 
     def end_load(self, loading: Loading) -> None:
-        """Reports damaged chunks and queues the word that the lease is not read any more; settle() sends it."""
+        """Reports damaged chunks, and queues the release of the lease; settle() sends it."""
         if not loading.holds_lease:
             return
         attachment, plan = loading.attachment, loading.plan
-        loading.wait(None)  # the word follows the copy's end, whatever became of the load (W1)
+        loading.wait(None)  # the release follows the copy's end, whatever the outcome of the load (W1)
         try:
             if loading.damaged:
                 chunks = sorted(set(loading.damaged))
@@ -295,12 +294,12 @@ class WorkerConnector:
             self.session.lost(attachment, error)
         finally:
             self.session.client.release_later(plan.lease, attachment.session, [self.rank])
-            attachment.grants.end(plan.lease)
+            attachment.grants.stop(plan.lease)
 
     def settle(self, attachment: Attachment) -> None:
-        """Sends the words that load() queued, once the engine has its blocks: no load waits for it."""
+        """Sends the releases that end_load() queued, once the engine has its blocks: no load waits for that."""
         if self.session.attachment is not attachment:
-            return  # nobody listens. Should that server return, it asks about the lease, and the book says done.
+            return  # that server is lost. If it returns, it asks about the lease, and the answer is "done".
         try:
             self.session.client.flush(attachment.session)
         except CallFailed as error:
@@ -315,9 +314,9 @@ class WorkerConnector:
 
     def submit_store(self, attachment: Attachment, plan: StorePlan, *, after: int | None = None) -> Storing:
         """Enqueues the copies of all groups and returns. `after`: the stream whose work so far comes before them; None:
-        the one on which the engine computes."""
+        the stream on which the engine computes."""
         storing = Storing(attachment, plan, self._clock())
-        storing.holds_reservation = attachment.grants.begin(plan.reservation)
+        storing.holds_reservation = attachment.grants.start(plan.reservation)
         if not storing.holds_reservation:
             return storing
         after = self._stream if after is None else after
@@ -332,7 +331,7 @@ class WorkerConnector:
         return storing
 
     def finish_store(self, storing: Storing, *, is_sound: bool = True) -> int:
-        """Waits for the copies and commits. Not `is_sound`: what they copied must not be published. Returns how many
+        """Waits for the copies and commits. Not `is_sound`: the copied bytes must not be published. Returns how many
         chunks are ready by then."""
         storing.wait(None)
         if not storing.holds_reservation:
@@ -349,12 +348,12 @@ class WorkerConnector:
                 self.session.abort(attachment, plan.reservation, [self.rank])
                 return 0
             done = [PartDone(piece.chunk, piece.group, f"{checksum:016x}") for piece, checksum in results]
-            # Once at least: the server waits for the rank's word.
+            # At least once: the server waits for the rank's commit.
             for start in range(0, max(1, len(done)), MAX_ENTRIES):
                 body = Commit(session=attachment.session, rank=self.rank, parts=done[start : start + MAX_ENTRIES])
                 ready = self.session.client.commit(plan.reservation, body).ready
             storing.committed = results
-            self._log("store", plan.request_id, plan.tokens, self._bytes(plan.pieces), storing.began_s)
+            self._log("store", plan.request_id, plan.tokens, self._bytes(plan.pieces), storing.started_s)
             if (took_s := storing.took_s()) is not None:
                 self.session.outcomes.stored(self._bytes(plan.pieces), took_s)
         except CopyFailed as error:
@@ -364,11 +363,11 @@ class WorkerConnector:
             log.warning("store request=%s not committed: %s", plan.request_id, error)
             self.session.lost(attachment, error)
         finally:
-            attachment.grants.end(plan.reservation)
+            attachment.grants.stop(plan.reservation)
         return ready
 
     def committed_parts(self, storing: Storing) -> list[Part]:
-        """What this rank has committed, as lookups find it."""
+        """The parts that this rank has committed, as lookups find them."""
         return [
             Part(part.group, part.writer, part.segment, part.offset, part.length, f"{checksum:016x}")
             for piece, checksum in storing.committed for part in piece.parts if part.writer == self.rank
@@ -377,7 +376,7 @@ class WorkerConnector:
     # ------------------------------------------------------------------ both
 
     def _own_part(self, piece: LoadPiece | StorePiece, parts: Iterable[AnyPart], writer: int) -> AnyPart:
-        """The part of `parts` that this rank copies. CopyError unless it is as long as what is copied."""
+        """The part of `parts` that this rank copies. CopyError unless it has the length of the copy."""
         wanted, blocks = self.session.manifest.groups[piece.group].part_bytes, self._part_blocks[piece.group]
         part = next((part for part in parts if part.writer == writer), None)
         if part is None or part.length != wanted:
@@ -388,18 +387,19 @@ class WorkerConnector:
         return part
 
     def _addresses(self, attachment: Attachment, parts: Sequence[Part | WritePart]) -> list[int]:
-        """Where the parts' slots lie. AttachError when a segment is not there, or not whole; each is looked at once."""
+        """The addresses of the parts' slots. AttachError when a segment is not there, or not whole; each one is checked
+        once."""
         for segment in {part.segment for part in parts}:
             self.session.ensure_segment(attachment, segment)
             attachment.segments.require_whole(segment)
         return [attachment.segments.address(part.segment, part.offset, part.length) for part in parts]
 
     def _bytes(self, pieces: Iterable[LoadPiece | StorePiece]) -> int:
-        """That this rank copies."""
+        """How many bytes this rank copies."""
         return sum(self.session.manifest.groups[piece.group].part_bytes for piece in pieces)
 
-    def _log(self, verb: str, request_id: str, tokens: int, size_bytes: int, began: float) -> None:
-        took_s = self._clock() - began
+    def _log(self, verb: str, request_id: str, tokens: int, size_bytes: int, started_s: float) -> None:
+        took_s = self._clock() - started_s
         log.debug(
             "%s request=%s tokens=%d bytes=%d ms=%.2f gb_s=%.2f",
             verb, request_id, tokens, size_bytes, took_s * 1e3, size_bytes / max(took_s, 1e-9) / 1e9,
@@ -414,19 +414,19 @@ def _by_group(pieces: Iterable[Piece]) -> dict[int, list[Piece]]:
 
 
 # --------------------------------------------------------------------------------
-# Layer by layer: how loads are cut into bands of layers, and which of them a step's forward pass has asked for.
+# Layer by layer: how loads are cut into bands of layers, and which bands a step's forward pass has asked for.
 #
 # A load that may be reported early is copied band by band. When most of it was moved, and the CPU has hashed the rest,
-# the request may run: either the step's work is ordered after the whole load, or each attention layer's after the band
-# that has its KV, so that the first layers are computed while the last ones are still on their way. Where a load was
-# verified before it began, the first band may be small: layers are computed from then on.
+# the request may run: either the step's work is ordered after the whole load, or the work of each attention layer after
+# the band that has its KV, so that the first layers are computed while the last ones are still being copied. Where a
+# load was verified before it started, the first band may be small: layers are computed from then on.
 #
-# Invariant: `all_ordered` is False while some band of a watched load was not asked for: what ran may have read
+# Invariant: `all_ordered` is False while the step has not asked for some band of a watched load: the step may have read
 # anything.
 
 class Cut(NamedTuple):
-    """`first_share`: of the layers, in the first band; `later`: how many bands follow, of which each costs a descriptor
-    upload and an event; `verified_after`: as the copier has it."""
+    """`first_share`: the share of the layers that is in the first band. `later`: how many bands follow; each costs a
+    descriptor upload and an event. `verified_after`: as the copier has it."""
 
     first_share: float
     later: int
@@ -458,11 +458,12 @@ class Layers:
         self._ordered: set[tuple[int, int, int]] = set()
 
     def watch(self, loadings: Sequence[Loading]) -> None:
-        """Loads that are verified, of a step that asks for each layer; those of the step before are forgotten."""
+        """Verified loads of a step that asks for each layer. Those of the step before are forgotten."""
         self._watched, self._ordered = [loading for loading in loadings if loading.copies], set()
 
     def order(self, layer: str, stream: int) -> None:
-        """Work put on `stream` from now on finds the layer's KV. A layer of no group shares another's: all of it."""
+        """Work that is put on `stream` from now on finds the layer's KV. A layer that is in no group shares the KV of
+        another one: then all KV is there."""
         if not self._watched:
             return
         all_of_it = [(group, len(bands.ends) - 1) for group, bands in enumerate(self.bands)]
@@ -493,7 +494,7 @@ class Layers:
 
 
 # --------------------------------------------------------------------------------
-# How many CPU threads a worker may hash with, beside whatever else runs on its machine.
+# With how many CPU threads a worker may hash, beside the other programs of its machine.
 
 MOST_HASH_THREADS = 8
 """The most that were tried on an H200's host (bench/LOG.md)."""

@@ -74,7 +74,7 @@ class Rank:
         if self.worker is not None:
             self.worker.take(order)
         else:
-            self.answer(Answer(order.number, self.team.rank, begun=False))
+            self.answer(Answer(order.number, self.team.rank, is_started=False))
         if order.plan is None:
             self.worker = None
 

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from kvdock.connectors.vllm import arrivals
-from kvdock.connectors.vllm.arrivals import CORE, MOST_STEPS, Unscheduled, in_turn, listen
+from kvdock.connectors.vllm.arrivals import CORE, MOST_STEPS, Arrivals, in_turn, listen
+from kvdock.connectors.waits import EarlyQuestions
 
 
 class Side:
@@ -53,13 +54,13 @@ def test_one_thread_at_a_time_is_let_in_and_may_call_on() -> None:
 
 
 def test_what_is_not_scheduled_for_some_steps_was_refused() -> None:
-    unscheduled = Unscheduled()
-    unscheduled.add("refused")
-    assert unscheduled.refused() == []
-    unscheduled.add("taken")
-    unscheduled.remove("taken")
-    unscheduled.remove("never received")
-    assert [unscheduled.refused() for _ in range(MOST_STEPS + 1)] == [[]] * (MOST_STEPS - 1) + [["refused"], []]
+    arrivals = Arrivals(EarlyQuestions(lambda request_id: None))
+    arrivals.received("refused")
+    assert arrivals.refused() == []
+    arrivals.received("taken")
+    arrivals.scheduled("taken")
+    arrivals.scheduled("never received")
+    assert [arrivals.refused() for _ in range(MOST_STEPS + 1)] == [[]] * (MOST_STEPS - 1) + [["refused"], []]
 
 
 def core_of(monkeypatch: pytest.MonkeyPatch, *connectors: Any) -> Any:

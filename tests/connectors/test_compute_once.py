@@ -22,7 +22,7 @@ from kvdock.connectors.cost import START_TOKENS_PER_S, PrefillSpeed
 from kvdock.connectors.session import EngineSession, Identity
 from kvdock.connectors.vllm.block_budget import BlockBudget
 from kvdock.connectors.vllm.groups import KVGroup
-from kvdock.connectors.vllm.scheduler import VllmScheduler
+from kvdock.connectors.vllm.scheduler import EngineView, VllmScheduler
 from kvdock.connectors.vllm.setup import Settings
 from kvdock.connectors.vllm.steps import Report
 from kvdock.connectors.waits import ASK_S, STALL_SHARE, ComputeOnce
@@ -91,7 +91,7 @@ class Waiting:
     def after(self, seconds: float, tokens: int, committed: int, hit: int = 0, local: int = 0) -> bool:
         self.clock.now_s += seconds
         stored = BeingStored(tokens, committed) if tokens else None
-        return self.once.waits("r", stored, hit, local, self.clock.now_s)
+        return self.once.waits("r", stored, hit, local)
 
 
 def test_a_request_waits_no_longer_than_its_share_of_computing() -> None:
@@ -146,8 +146,8 @@ class Consumer:
         group = KVGroup(None, BLOCK, {"a": 128}, False)
         budget = BlockBudget((group,), blocks=100, longest_tokens=1024, step_tokens=64)
         self.scheduler = VllmScheduler(
-            session, (group,), budget, Settings(address=address, compute_once=float(on), lookup_wait_s=1.0),
-            ranks=1,
+            session, EngineView((group,)), budget,
+            Settings(address=address, compute_once=float(on), lookup_wait_s=1.0),
         )
         self.scheduler._speed._tokens, self.scheduler._speed._seconds = float(CHUNK * CHUNKS), may_wait_s
         self.asked, self.arrived = 0, set[str]()
@@ -352,7 +352,7 @@ def test_a_request_that_ends_early_takes_its_promise_back(
         assert found is not None and found.tokens == CHUNK * CHUNKS and found.committed == 0
         if end == "dropped store":
             engine.scheduler.allocated(request_of("r"), [list(range(1, 20))], 0)
-            engine.scheduler._driver._storing.run(time.sleep, 0.2)  # it is dropped before its slots are asked for
+            engine.scheduler._connector.stores.run(time.sleep, 0.2)  # it is dropped before its slots are asked for
             engine.build({"r": 2 * CHUNK}, (SimpleNamespace(req_id="r", block_ids=[list(range(1, 20))]),))
             engine.scheduler._stores.drop_unsent()
         else:
@@ -395,7 +395,7 @@ def test_a_request_that_stores_all_asks_for_nothing_more(
         engine.client.withdraw = withdrawn.append  # type: ignore[method-assign,assignment]  # counts
         engine.compute("r", len(TOKENS))
         engine.scheduler.finished(request_of("r"), has_answered=False)
-        engine.scheduler._driver._storing.run(time.sleep, 0.0).result(5.0)
+        engine.scheduler._connector.stores.run(time.sleep, 0.0).result(5.0)
         assert withdrawn == []
         found = member.lookup(keys).being_stored
         assert found is not None and found.tokens == CHUNK * CHUNKS
@@ -445,8 +445,8 @@ def test_a_late_withdrawal_leaves_the_promise_of_the_request_that_came_back(
     member, keys = producer
     with consumer(server, described) as engine:
         assert engine.until_admitted("r") == (0, False)
-        engine.scheduler._driver._storing.run(time.sleep, 0.2)  # at work for others
+        engine.scheduler._connector.stores.run(time.sleep, 0.2)  # at work for others
         engine.scheduler._forget("r")
         assert engine.until_admitted("r") == (0, False)
-        engine.scheduler._driver._storing.run(lambda: None).result(5.0)
+        engine.scheduler._connector.stores.run(lambda: None).result(5.0)
         assert member.lookup(keys).being_stored is not None, "it computes"

@@ -6,6 +6,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -15,7 +16,7 @@ from connector_helpers import CHUNK, PER_CHUNK, Rig, tokens_of
 
 from kvdock.client.client import Client
 from kvdock.connectors.plans import LoadPiece, LoadPlan, StorePiece, StorePlan
-from kvdock.connectors.session import Attachment, GrantBook, SessionObserver
+from kvdock.connectors.session import Attachment, GrantBook, PoolHold, SessionObserver
 from kvdock.datapath.liveness import MemberLiveness
 from kvdock.datapath.segments import AttachedSegments
 from kvdock.protocol import schemas as s
@@ -67,8 +68,10 @@ def test_what_an_engine_has_not_hashed_yet_is_neither_stored_nor_looked_up(curio
     tokens, hashes = tokens_of(40, 4), [unique("hash").encode() for _ in range(4)]
     with Rig(curious.unix) as rig:
         known = hashes[:2]
-        rig.connector.scheduler._requests._chain_of = lambda request_id, namespace, chunk_tokens: HashedChain(
-            namespace, chunk_tokens, known, CHUNK
+        requests = rig.connector.scheduler._requests
+        requests.callbacks = replace(
+            requests.callbacks,
+            chain_of=lambda request_id, namespace, chunk_tokens: HashedChain(namespace, chunk_tokens, known, CHUNK),
         )
         first = rig.connector.begin_store("s", tokens, [range(16)], 4 * CHUNK)
         assert first == (tuple(range(8)),)
@@ -88,29 +91,29 @@ def test_what_an_engine_has_not_hashed_yet_is_neither_stored_nor_looked_up(curio
 
 def test_a_refused_grant_is_never_begun() -> None:
     book = GrantBook()
-    assert book.ask("a")
-    assert not book.begin("a")
-    assert book.ask("a"), "the same question gets the same answer"
-    assert not book.begin("a")
-    assert book.begin("b"), "another grant is another matter"
+    assert book.refuse("a")
+    assert not book.start("a")
+    assert book.refuse("a"), "the same question gets the same answer"
+    assert not book.start("a")
+    assert book.start("b"), "another grant is another matter"
 
 
 def test_a_grant_at_work_is_not_answered_for_until_all_its_copies_ended() -> None:
     book = GrantBook()
-    assert book.begin("a") and book.begin("a")
-    assert not book.ask("a")
-    book.end("a")
-    assert not book.ask("a"), "one copy is still under way"
-    book.end("a")
-    assert book.ask("a")
-    assert not book.begin("a")
+    assert book.start("a") and book.start("a")
+    assert not book.refuse("a")
+    book.stop("a")
+    assert not book.refuse("a"), "one copy is still under way"
+    book.stop("a")
+    assert book.refuse("a")
+    assert not book.start("a")
 
 
 def test_a_question_does_not_slip_between_the_check_and_the_beginning() -> None:
     """Staged: the question is asked at the very moment the book has looked whether the grant is refused."""
     book = GrantBook()
     answers: list[bool] = []
-    asking = threading.Thread(target=lambda: answers.append(book.ask("a")))
+    asking = threading.Thread(target=lambda: answers.append(book.refuse("a")))
 
     class Interrupted(set[str]):
         def __contains__(self, grant: object) -> bool:
@@ -120,7 +123,7 @@ def test_a_question_does_not_slip_between_the_check_and_the_beginning() -> None:
             return found
 
     book._refused = Interrupted()
-    assert book.begin("a")
+    assert book.start("a")
     asking.join()
     assert answers == [False]
 
@@ -128,7 +131,7 @@ def test_a_question_does_not_slip_between_the_check_and_the_beginning() -> None:
 def test_a_copy_does_not_begin_between_the_check_and_the_promise() -> None:
     book = GrantBook()
     begun: list[bool] = []
-    beginning = threading.Thread(target=lambda: begun.append(book.begin("a")))
+    beginning = threading.Thread(target=lambda: begun.append(book.start("a")))
 
     class Interrupted(Counter[str]):
         def __getitem__(self, grant: str) -> int:
@@ -139,7 +142,7 @@ def test_a_copy_does_not_begin_between_the_check_and_the_promise() -> None:
             return found
 
     book._active = Interrupted()
-    assert book.ask("a")
+    assert book.refuse("a")
     beginning.join()
     assert begun == [False]
 
@@ -202,13 +205,13 @@ def test_a_load_under_way_is_not_answered_for(rig: Rig, asking: Client) -> None:
     rig.store("s", tokens, range(8))
     assert rig.lookup("r", tokens) == 128
     [lease] = leases_of(asking, rig)
-    begun = rig.connector.scheduler.begin_load("r", [range(8, 16)], 0, 128)
+    begun = rig.connector.scheduler.lookups.begin_load("r", [range(8, 16)], 0, 128)
     assert begun is not None
     attachment, plan = begun
-    assert attachment.grants.begin(plan.lease)
+    assert attachment.grants.start(plan.lease)
     eventually(lambda: leases_of(asking, rig)[0].age_s > lease.age_s + 4 * ASK_S)
     assert leases_of(asking, rig)[0].remaining == [0]
-    attachment.grants.end(plan.lease)
+    attachment.grants.stop(plan.lease)
     eventually(lambda: leases_of(asking, rig) == [])
     assert rig.connector.worker.load(attachment, plan) == 0
     attachment.release()
@@ -219,7 +222,7 @@ def handed_out(rig: Rig, seed: int) -> tuple[Attachment, LoadPlan]:
     tokens = tokens_of(seed, 2)
     rig.store("s", tokens, range(8))
     assert rig.lookup("r", tokens) == 128
-    begun = rig.connector.scheduler.begin_load("r", [range(8, 16)], 0, 128)
+    begun = rig.connector.scheduler.lookups.begin_load("r", [range(8, 16)], 0, 128)
     assert begun is not None
     return begun
 
@@ -227,7 +230,7 @@ def handed_out(rig: Rig, seed: int) -> tuple[Attachment, LoadPlan]:
 def test_a_plan_on_its_way_to_its_rank_is_not_refused_when_the_lease_is_asked_about(rig: Rig) -> None:
     """The lease is old, its plan has left, and the rank has not begun: as behind a long step of the engine."""
     attachment, plan = handed_out(rig, 6)
-    asked, keeps = threading.Event(), rig.connector.scheduler.keeps_lease
+    asked, keeps = threading.Event(), rig.connector.scheduler.lookups.keeps_lease
 
     def noted(lease: str) -> bool:
         asked.set()
@@ -256,7 +259,7 @@ def test_memory_and_lock_of_an_attachment_stay_while_somebody_uses_it(curious: S
     found = pool.segments[0]
     segments.attach(SegmentInfo(found.id, found.name, found.bytes, found.data_offset))
     liveness = MemberLiveness(pool.lock_file, source=Random(1))
-    one = Attachment("s", "m", bytes(32), pool.pool_id, segments, liveness, 1.0)
+    one = PoolHold(segments, liveness)
     assert one.acquire()
     one.release()
     assert segments.segments, "unmapped under a copy"
@@ -272,7 +275,7 @@ def test_copies_are_cut_into_the_right_blocks_for_every_local_hit(rig: Rig) -> N
     for local in range(0, 4 * CHUNK, 16):
         request = f"local-{local}"
         assert rig.lookup(request, tokens, local) == 4 * CHUNK
-        begun = rig.connector.scheduler.begin_load(request, [range(32, 48)], local, 4 * CHUNK)
+        begun = rig.connector.scheduler.lookups.begin_load(request, [range(32, 48)], local, 4 * CHUNK)
         assert begun is not None
         attachment, plan = begun
         assert [piece.chunk for piece in plan.pieces] == list(range(local // CHUNK, 4))

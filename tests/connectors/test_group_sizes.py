@@ -143,7 +143,7 @@ def test_a_plan_counts_blocks_of_each_group_in_its_own_size(pair: tuple[Mixed, M
     tokens = list(range(128))
     stored(writer, tokens)
     assert reader.lookup("r", tokens, 32) == 128
-    begun = reader.connector.scheduler.begin_load(
+    begun = reader.connector.scheduler.lookups.begin_load(
         "r", [[10, 11, 12, 13, 14, 15, 16, 17], [None, None, 22, 23]], 32, 128
     )
     assert begun is not None

@@ -100,7 +100,7 @@ def test_only_the_parts_that_a_window_still_needs_are_planned(rig: Rig) -> None:
     tokens = tokens_of(2, 4)
     store(rig, tokens, table_of(range(16)))
     assert rig.lookup("r", tokens) == 256
-    begun = rig.connector.scheduler.begin_load("r", table_of(range(16, 32), 256), 0, 256)
+    begun = rig.connector.scheduler.lookups.begin_load("r", table_of(range(16, 32), 256), 0, 256)
     assert begun is not None
     attachment, plan = begun
     planned = [(piece.group, piece.chunk, piece.skip_blocks) for piece in plan.pieces]

@@ -67,21 +67,21 @@ SLOW = [(tokens, 0.05 + tokens * 5e-5) for tokens in (500, 1000, 2000)]
 """50 ms each, and half of what computing takes."""
 
 
-def test_a_short_hit_is_dearer_than_computing_and_a_long_one_is_not() -> None:
+def test_a_short_hit_is_slower_to_load_than_to_compute_and_a_long_one_is_not() -> None:
     choosing = Choosing()
     choosing.compute()
     choosing.load(*SLOW)
-    assert choosing.choice.is_dearer(990) and not choosing.choice.is_dearer(1010)
+    assert choosing.choice.is_too_slow(990) and not choosing.choice.is_too_slow(1010)
 
 
 def test_until_both_are_known_every_hit_is_loaded() -> None:
     choosing = Choosing()
     choosing.load(*SLOW)
-    assert not choosing.choice.is_dearer(1)
+    assert not choosing.choice.is_too_slow(1)
     other = Choosing()
     other.compute()
     other.load(*SLOW[: LEAST_LOADS - 1])
-    assert not other.choice.is_dearer(1)
+    assert not other.choice.is_too_slow(1)
 
 
 def test_after_a_while_without_a_load_one_is_made_to_see() -> None:
@@ -89,9 +89,9 @@ def test_after_a_while_without_a_load_one_is_made_to_see() -> None:
     choosing.compute()
     choosing.load(*SLOW)
     choosing.now_s += PROBE_S - 0.01
-    assert choosing.choice.is_dearer(100)
+    assert choosing.choice.is_too_slow(100)
     choosing.now_s += 0.02
-    assert not choosing.choice.is_dearer(100), "the probe"
-    assert choosing.choice.is_dearer(100), "one is enough"
+    assert not choosing.choice.is_too_slow(100), "the probe"
+    assert choosing.choice.is_too_slow(100), "one is enough"
     choosing.load(*[(tokens, tokens * 1e-6) for tokens in (100, 200, 300) * 10])
-    assert not choosing.choice.is_dearer(100), "the bus is free again"
+    assert not choosing.choice.is_too_slow(100), "the bus is free again"

@@ -58,7 +58,7 @@ class Made:
 @pytest.fixture
 def made() -> Made:
     loading = Made()
-    loading.once.begins("loads", EIGHT, 0, 8 * CHUNK)
+    loading.once.started("loads", EIGHT, 0, 8 * CHUNK)
     return loading
 
 
@@ -117,11 +117,11 @@ def test_who_shares_the_beginning_waits_for_that_alone(made: Made) -> None:
 def test_a_long_load_is_not_waited_for_by_who_needs_little_of_it(common: int, waits: bool) -> None:
     long = Made()
     for number in range(3):  # loads take a second for each chunk
-        long.once.begins(f"{number}", keys([number] * CHUNK * 8), 0, 8 * CHUNK)
+        long.once.started(f"{number}", keys([number] * CHUNK * 8), 0, 8 * CHUNK)
         long.passes(8.0)
         long.once.ended(f"{number}")
         long.once.admitted(f"{number}")
-    long.once.begins("loads", keys(TOKENS[: 10 * CHUNK]), 0, 10 * CHUNK)
+    long.once.started("loads", keys(TOKENS[: 10 * CHUNK]), 0, 10 * CHUNK)
     own = keys(TOKENS[: common * CHUNK], [7] * CHUNK)
     assert long.waits(own=own) == waits
     if not waits:
@@ -139,14 +139,14 @@ def test_a_wait_ends_when_loads_of_that_length_have_long_ended(made: Made) -> No
     assert not made.waits("second")
     assert not made.waits("third"), "nor does anybody begin to wait"
     assert made.outcomes == ["expired", "expired"]
-    made.once.begins("follows", EIGHT, 0, 8 * CHUNK)
+    made.once.started("follows", EIGHT, 0, 8 * CHUNK)
     assert not made.waits("second"), "it has waited in vain"
     assert made.waits("third")
 
 
 def test_a_load_may_end_in_the_steps_after_that_in_which_it_began() -> None:
     ahead = Made(steps_ahead=1)
-    ahead.once.begins("loads", EIGHT, 0, 8 * CHUNK)
+    ahead.once.started("loads", EIGHT, 0, 8 * CHUNK)
     assert ahead.waits()
     ahead.passes(100.0, LEAST_STEPS + 1)
     assert ahead.waits(), "three long steps"
@@ -156,11 +156,11 @@ def test_a_load_may_end_in_the_steps_after_that_in_which_it_began() -> None:
 
 def test_expected_is_what_loads_took(made: Made) -> None:
     for name in "abc":
-        made.once.begins(name, OTHERS, 0, 8 * CHUNK)
+        made.once.started(name, OTHERS, 0, 8 * CHUNK)
         made.passes(2.0)
         made.once.ended(name)
         made.once.admitted(name)
-    made.once.begins("later", OTHERS, 0, 8 * CHUNK)
+    made.once.started("later", OTHERS, 0, 8 * CHUNK)
     assert made.waits(own=OTHERS)
     made.passes(MOST_TIMES * 2.0)
     assert made.waits(own=OTHERS)
@@ -170,13 +170,13 @@ def test_expected_is_what_loads_took(made: Made) -> None:
 
 def test_a_load_that_nobody_waits_for_any_more_is_learned_from(made: Made) -> None:
     for name in "abc":
-        made.once.begins(name, OTHERS, 0, 8 * CHUNK)
+        made.once.started(name, OTHERS, 0, 8 * CHUNK)
         made.waits(name + " follows", own=OTHERS)
         made.passes(20.0)
         assert not made.waits(name + " follows", own=OTHERS)
         made.once.ended(name)
         made.once.admitted(name)
-    made.once.begins("later", OTHERS, 0, 8 * CHUNK)
+    made.once.started("later", OTHERS, 0, 8 * CHUNK)
     made.waits(own=OTHERS)
     made.passes(20.0)
     assert made.waits(own=OTHERS)
@@ -192,7 +192,7 @@ def test_when_a_load_fails_one_of_those_who_wait_loads_and_the_others_wait_for_t
     assert not made.waits("second")
     assert made.once.takes_back("second") == (why == "damaged")
     assert not made.once.takes_back("second"), "once"
-    made.once.begins("second", EIGHT, 0, 8 * CHUNK)
+    made.once.started("second", EIGHT, 0, 8 * CHUNK)
     assert made.waits("third")
     assert made.once.takes_back("third") == (why == "damaged")
     assert made.outcomes == ["failed", "failed"]
@@ -209,7 +209,7 @@ def test_nobody_waits_for_one_failed_load_after_the_other(made: Made) -> None:
     for number in range(MOST_IN_VAIN):
         assert made.waits(), number
         made.once.forget("loads")
-        made.once.begins("loads", EIGHT, 0, 8 * CHUNK)
+        made.once.started("loads", EIGHT, 0, 8 * CHUNK)
     assert not made.waits()
     assert made.waits("another")
 
@@ -218,7 +218,7 @@ def test_who_does_not_find_what_was_loaded_waits_no_more(made: Made) -> None:
     assert made.waits()
     made.once.admitted("loads")
     assert not made.waits()
-    made.once.begins("again", EIGHT, 0, 8 * CHUNK)
+    made.once.started("again", EIGHT, 0, 8 * CHUNK)
     assert not made.waits()
     made.once.forget("follows")
     assert made.waits(), "another request, of the same name"
@@ -227,7 +227,7 @@ def test_who_does_not_find_what_was_loaded_waits_no_more(made: Made) -> None:
 
 def test_with_windows_only_who_shares_all_of_it_waits() -> None:
     windows = Made(whole=True)
-    windows.once.begins("loads", EIGHT, 0, 8 * CHUNK)
+    windows.once.started("loads", EIGHT, 0, 8 * CHUNK)
     assert not windows.waits(own=keys(TOKENS[: 7 * CHUNK], [7] * 8 * CHUNK))
     assert not windows.waits(own=EIGHT[:7])
     assert windows.waits(own=keys(TOKENS[: 8 * CHUNK], [7] * CHUNK))
@@ -235,7 +235,7 @@ def test_with_windows_only_who_shares_all_of_it_waits() -> None:
 
 def test_what_the_engine_computes_again_at_the_end_is_not_waited_for() -> None:
     drafts = Made(lost_tokens=16)
-    drafts.once.begins("loads", EIGHT, 0, 8 * CHUNK)
+    drafts.once.started("loads", EIGHT, 0, 8 * CHUNK)
     assert not drafts.waits(local_tokens=8 * CHUNK - 16)
     assert drafts.waits()
     drafts.once.admitted("loads")
@@ -251,7 +251,7 @@ def test_whose_prefix_has_another_name_in_the_engines_own_cache_does_not_wait() 
         return bool(names[1] == "follows")
 
     named = Made(shares=shares)
-    named.once.begins("loads", EIGHT, 0, 8 * CHUNK)
+    named.once.started("loads", EIGHT, 0, 8 * CHUNK)
     assert named.waits() and not named.waits("other adapter", own=keys(TOKENS[: 6 * CHUNK], [7] * 64))
     assert asked == [("loads", "follows", 8 * CHUNK), ("loads", "other adapter", 6 * CHUNK)]
 

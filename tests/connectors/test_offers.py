@@ -8,8 +8,7 @@ import pytest
 from api_helpers import ServerProcess
 from connector_helpers import CHUNK, PER_CHUNK, Rig, tokens_of
 
-from kvdock.connectors.offers import StoreOffers
-from kvdock.connectors.requests import StoreOffer
+from kvdock.connectors.stores import StoreOffer, Stores
 
 MIB = 1 << 20
 TOKENS = tokens_of(5, chunks=12)
@@ -23,11 +22,11 @@ def rig() -> Iterator[Rig]:
 
 
 @pytest.fixture
-def stores(rig: Rig) -> StoreOffers:
+def stores(rig: Rig) -> Stores:
     return rig.connector.scheduler.stores
 
 
-def offer(stores: StoreOffers, chunks: int) -> StoreOffer:
+def offer(stores: Stores, chunks: int) -> StoreOffer:
     made = stores.begin_store("r", TOKENS, [BLOCKS], chunks * CHUNK)
     assert made is not None
     made.attachment.release()
@@ -38,9 +37,9 @@ def chunks_of(made: StoreOffer) -> tuple[int, int]:
     return made.batches[0].first, made.batches[-1].first + len(made.batches[-1].keys)
 
 
-def test_what_lies_between_two_offers_that_found_no_room_is_offered_again(stores: StoreOffers) -> None:
+def test_what_lies_between_two_offers_that_found_no_room_is_offered_again(stores: Stores) -> None:
     first, second = offer(stores, 4), offer(stores, 6)
-    stores._requests["r"].reserved = 2
+    stores._requests["r"].store.reserved = 2
     stores._fell_short(first, 2)
     third = offer(stores, 8)
     assert chunks_of(second) == (4, 6) and chunks_of(third) == (2, 8)
@@ -49,7 +48,7 @@ def test_what_lies_between_two_offers_that_found_no_room_is_offered_again(stores
     assert chunks_of(offer(stores, 10))[0] <= 8
 
 
-def test_a_store_that_met_no_server_leaves_no_gap(rig: Rig, stores: StoreOffers) -> None:
+def test_a_store_that_met_no_server_leaves_no_gap(rig: Rig, stores: Stores) -> None:
     attachment = rig.attachment
     one = offer(stores, 4)
     rig.connector.session._attachment = None  # suspended for a moment
@@ -60,23 +59,23 @@ def test_a_store_that_met_no_server_leaves_no_gap(rig: Rig, stores: StoreOffers)
 
 
 def test_news_of_a_request_before_its_preemption_do_not_touch_the_one_that_came_back(
-    rig: Rig, stores: StoreOffers
+    rig: Rig, stores: Stores
 ) -> None:
     before = offer(stores, 8)
     rig.connector.scheduler.finished("r")
     offer(stores, 4)
     stores._fell_short(before, 1)
-    assert stores._requests["r"].offered == 4
+    assert stores._requests["r"].store.offered == 4
     assert stores.begin_last_store("r", [BLOCKS], len(TOKENS)) is None, "nothing of it fell short"
 
 
-def test_what_failed_to_load_is_not_stored_when_its_request_ends(rig: Rig, stores: StoreOffers) -> None:
+def test_what_failed_to_load_is_not_stored_when_its_request_ends(rig: Rig, stores: Stores) -> None:
     stores._fell_short(offer(stores, 8), 6)
-    rig.connector.scheduler.load_failed("r", 2 * CHUNK)
+    rig.connector.scheduler.lookups.load_failed("r", 2 * CHUNK)
     assert stores.begin_last_store("r", [BLOCKS], len(TOKENS)) is None
 
 
-def test_no_more_is_stored_when_a_request_ends_than_was_computed(stores: StoreOffers) -> None:
+def test_no_more_is_stored_when_a_request_ends_than_was_computed(stores: Stores) -> None:
     stores._fell_short(offer(stores, 8), 2)
     last = stores.begin_last_store("r", [BLOCKS], 4 * CHUNK - 1)
     assert last is not None and chunks_of(last) == (2, 3)

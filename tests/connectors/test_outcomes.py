@@ -13,7 +13,7 @@ from api_helpers import ServerProcess, eventually, manifest, unique
 from connector_helpers import Rig, continued, mortal, stopped, successor
 
 from kvdock.client.client import Client
-from kvdock.connectors.outcomes import Untold
+from kvdock.connectors.outcomes import OutcomeBuffer
 from kvdock.connectors.session import EngineSession, Identity
 from kvdock.protocol import schemas as s
 from kvdock.protocol.errors import ApiError, ServerUnavailable
@@ -40,7 +40,7 @@ def test_a_request_that_ended_is_told_with_the_next_heartbeat(quick: ServerProce
     with Rig(quick.unix) as rig, Client(quick.unix) as client:
         name = unique("ended")
         began_s = time.perf_counter()
-        rig.connector._driver.ended(outcome(name))
+        rig.connector.scheduler.ended(outcome(name))
         assert time.perf_counter() - began_s < 0.05, "nobody is asked"
         eventually(lambda: [one.kind for one in client.requests(request=name).requests] == ["ended"])
         view = client.requests(request=name).requests[0]
@@ -48,36 +48,36 @@ def test_a_request_that_ended_is_told_with_the_next_heartbeat(quick: ServerProce
 
 
 def test_of_more_than_a_heartbeat_holds_the_newest_are_told_and_the_others_counted() -> None:
-    untold, beats = Untold(), list[s.Heartbeat]()
+    buffer, beats = OutcomeBuffer(), list[s.Heartbeat]()
 
     def answered(beat: s.Heartbeat) -> s.HeartbeatAnswer:
         beats.append(beat)
         return s.HeartbeatAnswer(heartbeat_s=1.0, questions=[], segments=1)
 
     for number in range(MAX_OUTCOMES + SPARE):
-        untold.add(outcome(f"r{number}"))
+        buffer.add(outcome(f"r{number}"))
     for _ in range(2):
-        untold.carried(s.Heartbeat(member="m"), answered)
+        buffer.send_with(s.Heartbeat(member="m"), answered)
     assert names(beats[0]) == [f"r{number}" for number in range(SPARE, MAX_OUTCOMES + SPARE)]
     assert [beat.outcomes_dropped for beat in beats] == [SPARE, 0] and names(beats[1]) == []
     assert msgspec.msgpack.encode(beats[1]) == msgspec.msgpack.encode(s.Heartbeat(member="m"))
 
 
 def test_what_nobody_heard_is_told_again_and_what_the_server_refuses_is_not() -> None:
-    untold, beats = Untold(), list[s.Heartbeat]()
+    buffer, beats = OutcomeBuffer(), list[s.Heartbeat]()
 
     def fail(error: Exception) -> None:
         def send(beat: s.Heartbeat) -> s.HeartbeatAnswer:
             beats.append(beat)
             for number in range(SPARE):  # more end meanwhile
-                untold.add(outcome(f"late-{number}"))
+                buffer.add(outcome(f"late-{number}"))
             raise error
 
         with pytest.raises(type(error)):
-            untold.carried(s.Heartbeat(member="m"), send)
+            buffer.send_with(s.Heartbeat(member="m"), send)
 
     for number in range(MAX_OUTCOMES):
-        untold.add(outcome(f"r{number}"))
+        buffer.add(outcome(f"r{number}"))
     fail(ServerUnavailable("gone"))
     fail(ApiError("unknown_session", "it has ended"))
     assert names(beats[1]) == [f"r{number}" for number in range(SPARE, MAX_OUTCOMES)] + [
@@ -86,7 +86,7 @@ def test_what_nobody_heard_is_told_again_and_what_the_server_refuses_is_not() ->
     assert beats[1].outcomes_dropped == SPARE
     fail(ApiError("invalid_body", "a server that knows no outcomes"))
     assert names(beats[2]) == [f"late-{number}" for number in range(SPARE)] and beats[2].outcomes_dropped == 0
-    untold.add(outcome("r"))
+    buffer.add(outcome("r"))
     fail(ApiError("unknown_session", "it has ended"))
     assert names(beats[3]) == [], "its heartbeats would be refused for ever"
 
@@ -121,7 +121,7 @@ def test_a_server_without_this_field_loses_no_engine(
         heard.clear()
         eventually(lambda: len(heard) >= 5)
         assert rig.connector.session.attachment is attachment
-        assert caplog.text.count("the server does not take what became of requests") == 1
+        assert caplog.text.count("the server does not take the outcomes of requests") == 1
 
 
 def test_what_ended_while_the_server_was_gone_is_told_to_the_next() -> None:
@@ -148,7 +148,7 @@ def test_a_stopped_server_holds_nobody_up_that_tells() -> None:
 
 
 def test_threads_lose_nothing_between_them() -> None:
-    untold, told, counted = Untold(), [], 0
+    buffer, told, counted = OutcomeBuffer(), [], 0
     stop = threading.Event()
 
     def keep(beat: s.Heartbeat) -> s.HeartbeatAnswer:
@@ -159,15 +159,15 @@ def test_threads_lose_nothing_between_them() -> None:
 
     def tell() -> None:
         while not stop.is_set():
-            untold.carried(s.Heartbeat(member="m"), keep)
+            buffer.send_with(s.Heartbeat(member="m"), keep)
 
     teller = threading.Thread(target=tell)
     teller.start()
     for number in range(20_000):
-        untold.add(outcome(f"{number}"))
+        buffer.add(outcome(f"{number}"))
     stop.set()
     teller.join()
-    untold.carried(s.Heartbeat(member="m"), keep)
+    buffer.send_with(s.Heartbeat(member="m"), keep)
     assert told == sorted(told, key=int) and len(set(told)) == len(told)
     assert len(told) + counted == 20_000
 

@@ -14,11 +14,20 @@ from connector_helpers import Rig, continued, mortal, stopped, tokens_of
 
 from kvdock.client.client import Client
 from kvdock.connectors import waits as patience_module
-from kvdock.connectors.cost import LoadLimits
-from kvdock.connectors.driver import FRESH_S, Driver
+from kvdock.connectors.cost import LoadChoice, LoadLimits
 from kvdock.connectors.interface import Hit, LookupResult, Miss, Pending
+from kvdock.connectors.lookups import FRESH_S
 from kvdock.connectors.scheduler import SchedulerConnector
-from kvdock.connectors.waits import IDLE_WAITS, MOST_EARLY, STEP_SHARE, TURN_S, EarlyQuestions, Patience, Question
+from kvdock.connectors.waits import (
+    IDLE_WAITS,
+    MOST_EARLY,
+    STEP_SHARE,
+    TURN_S,
+    EarlyQuestions,
+    Patience,
+    SentQuestion,
+    Waits,
+)
 from kvdock.protocol.schemas import Lookup, LookupAnswer, listed_id
 
 WAIT_S = 0.005
@@ -59,9 +68,9 @@ def patience(clock: Clock) -> Patience:
     return made
 
 
-def asked(clock: Clock, patience: Patience, after_s: float | None, took_s: float = 0.001) -> Question:
+def asked(clock: Clock, patience: Patience, after_s: float | None, took_s: float = 0.001) -> SentQuestion:
     """A question that is answered `after_s` from now; None: never. `took_s`: how long the server takes over it."""
-    question = Question(Future(), clock())
+    question = SentQuestion(Future(), clock())
     if after_s is not None:
         def answered() -> None:
             patience.answered(took_s)
@@ -229,11 +238,8 @@ def slow(rig: Rig) -> Slow:
 
 
 @pytest.fixture
-def driver(rig: Rig) -> Iterator[Driver]:
-    made = Driver(
-        SchedulerConnector(rig.connector.session), answered=lambda seconds: None,
-        patience=Patience(LONG_S, time.perf_counter),
-    )
+def connector(rig: Rig) -> Iterator[SchedulerConnector]:
+    made = SchedulerConnector(rig.connector.session, waits=Waits(Patience(LONG_S, time.perf_counter)))
     yield made
     made.close()
 
@@ -242,165 +248,168 @@ def leases(client: Client, rig: Rig) -> int:
     return sum(lease.session == listed_id(rig.attachment.session) for lease in client.leases().leases)
 
 
-def hasty(driver: Driver) -> None:
+def hasty(connector: SchedulerConnector) -> None:
     """From now on answers are late at once."""
-    driver.patience = Patience(0.0, time.perf_counter)
-    driver.patience.step(is_idle=False)
+    connector.lookups.waits.patience = Patience(0.0, time.perf_counter)
+    connector.lookups.waits.patience.step(is_idle=False)
 
 
-def test_what_is_expected_is_asked_once_and_answers_for_any_local_tokens(rig: Rig, driver: Driver, slow: Slow) -> None:
+def test_what_is_expected_is_asked_once_and_answers_for_any_local_tokens(
+    rig: Rig, connector: SchedulerConnector, slow: Slow
+) -> None:
     tokens = tokens_of(1, 3)
     rig.store("s", tokens, range(12))
     for request, local in (("a", 0), ("b", 64), ("c", 112)):
-        driver.expect(request, tokens)
-        assert driver.lookup(request, tokens, local) == Hit(192)
+        connector.lookups.expect(request, tokens)
+        assert connector.lookups.lookup(request, tokens, local) == Hit(192)
         assert len(slow.bodies) == 1
         slow.bodies.clear()
-        begun = driver.begin_load(request, [range(20, 32)], local, 192)
+        begun = connector.lookups.begin_load(request, [range(20, 32)], local, 192)
         assert begun is not None
         attachment, plan = begun
         assert rig.connector.worker.load(attachment, plan) == 192
         attachment.release()
         first = local // 16
         assert rig.blocks(range(20 + first, 32)).equal(rig.blocks(range(first, 12)))
-        driver.finished(request)
+        connector.finished(request)
 
 
 def test_a_lookup_whose_answer_is_late_is_a_miss_and_what_it_finds_is_given_back(
-    rig: Rig, client: Client, driver: Driver, slow: Slow
+    rig: Rig, client: Client, connector: SchedulerConnector, slow: Slow
 ) -> None:
     tokens = tokens_of(2, 3)
     rig.store("s", tokens, range(12))
-    hasty(driver)
+    hasty(connector)
     slow.delay_s = 0.2
     began_s = time.monotonic()
-    assert driver.lookup("r", tokens, 0) == Miss()
-    assert driver.lookup("r", tokens, 0) == Miss() and driver.late == 1
-    driver.drop_lookup("r")  # it was admitted, with nothing to load
+    assert connector.lookups.lookup("r", tokens, 0) == Miss()
+    assert connector.lookups.lookup("r", tokens, 0) == Miss() and connector.lookups.late == 1
+    connector.lookups.drop_lookup("r")  # it was admitted, with nothing to load
     assert time.monotonic() - began_s < 0.2
-    driver.wait_for_answer(LONG_S)
+    connector.lookups.wait_for_answer(LONG_S)
     assert len(slow.bodies) == 1
     eventually(lambda: leases(client, rig) == 0)
     slow.delay_s = 0.0
-    driver.patience = Patience(LONG_S, time.perf_counter)
-    assert driver.lookup("r", tokens, 0) == Hit(192), "after a preemption it is asked about anew"
-    driver.finished("r")
+    connector.lookups.waits.patience = Patience(LONG_S, time.perf_counter)
+    assert connector.lookups.lookup("r", tokens, 0) == Hit(192), "after a preemption it is asked about anew"
+    connector.finished("r")
     eventually(lambda: leases(client, rig) == 0)
 
 
-def test_a_late_answer_serves_the_lookups_after_it(rig: Rig, driver: Driver, slow: Slow) -> None:
+def test_a_late_answer_serves_the_lookups_after_it(rig: Rig, connector: SchedulerConnector, slow: Slow) -> None:
     tokens = tokens_of(3, 3)
     rig.store("s", tokens, range(12))
-    hasty(driver)
+    hasty(connector)
     slow.delay_s = 0.05
-    assert driver.lookup("r", tokens, 0) == Miss()
-    driver.wait_for_answer(LONG_S)
-    assert driver.lookup("r", tokens, 0) == Hit(192) and len(slow.bodies) == 1
-    driver.finished("r")
+    assert connector.lookups.lookup("r", tokens, 0) == Miss()
+    connector.lookups.wait_for_answer(LONG_S)
+    assert connector.lookups.lookup("r", tokens, 0) == Hit(192) and len(slow.bodies) == 1
+    connector.finished("r")
 
 
 def test_an_old_answer_that_was_not_all_is_asked_for_once_more(
-    rig: Rig, client: Client, driver: Driver, slow: Slow
+    rig: Rig, client: Client, connector: SchedulerConnector, slow: Slow
 ) -> None:
     tokens = tokens_of(4, 3)
     rig.store("s", tokens, range(12), computed=64)
-    driver.expect("r", tokens)
-    driver.expect("never", tokens_of(5, 3))
-    driver.wait_for_answer(LONG_S)
+    connector.lookups.expect("r", tokens)
+    connector.lookups.expect("never", tokens_of(5, 3))
+    connector.lookups.wait_for_answer(LONG_S)
     rig.store("t", tokens, range(12))
-    assert driver.lookup("r", tokens, 0) in (Hit(64), Hit(192))
+    assert connector.lookups.lookup("r", tokens, 0) in (Hit(64), Hit(192))
     time.sleep(FRESH_S)
-    assert driver.lookup("r", tokens, 0) == Hit(192)
-    assert driver.lookup("never", tokens_of(5, 3), 0) == Miss()
+    assert connector.lookups.lookup("r", tokens, 0) == Hit(192)
+    assert connector.lookups.lookup("never", tokens_of(5, 3), 0) == Miss()
     assert leases(client, rig) == 1, "the same lease, longer"
     time.sleep(FRESH_S)
     asked_before = len(slow.bodies)
-    assert driver.lookup("r", tokens, 0) == Hit(192) and len(slow.bodies) == asked_before, "there is no more to find"
-    driver.finished("r")
-    driver.finished("never")
+    assert connector.lookups.lookup("r", tokens, 0) == Hit(192)
+    assert len(slow.bodies) == asked_before, "there is no more to find"
+    connector.finished("r")
+    connector.finished("never")
     eventually(lambda: leases(client, rig) == 0)
 
 
 def test_an_old_answer_holds_while_it_is_asked_for_once_more(
-    rig: Rig, client: Client, driver: Driver, slow: Slow
+    rig: Rig, client: Client, connector: SchedulerConnector, slow: Slow
 ) -> None:
     """The lease of the answer that was used is not given back when the other one comes."""
     tokens = tokens_of(6, 3)
     rig.store("s", tokens, range(12), computed=64)
-    assert driver.lookup("r", tokens, 0) == Hit(64)
+    assert connector.lookups.lookup("r", tokens, 0) == Hit(64)
     rig.store("t", tokens, range(12))
     time.sleep(FRESH_S)
-    driver.patience = Patience(0.001, time.perf_counter)
+    connector.lookups.waits.patience = Patience(0.001, time.perf_counter)
     slow.delay_s = 0.2
-    assert driver.lookup("r", tokens, 0) == Hit(64)
-    begun = driver.begin_load("r", [range(20, 24)], 0, 64)
+    assert connector.lookups.lookup("r", tokens, 0) == Hit(64)
+    begun = connector.lookups.begin_load("r", [range(20, 24)], 0, 64)
     assert begun is not None
-    driver.wait_for_answer(LONG_S)
+    connector.lookups.wait_for_answer(LONG_S)
     attachment, plan = begun
     assert leases(client, rig) == 1
     assert rig.connector.worker.load(attachment, plan) == 64
     attachment.release()
     assert rig.blocks(range(20, 24)).equal(rig.blocks(range(4)))
-    driver.finished("r")
+    connector.finished("r")
 
 
 def test_an_answer_to_an_earlier_question_is_not_taken_for_the_present_one(
-    rig: Rig, client: Client, driver: Driver, slow: Slow
+    rig: Rig, client: Client, connector: SchedulerConnector, slow: Slow
 ) -> None:
     """Asked with 128 local tokens, once more, and then with none: what was leased for the first two leaves a gap."""
     tokens = tokens_of(10, 6)
     rig.store("s", tokens, range(24), computed=256)
-    assert driver.lookup("r", tokens, 128) == Hit(256)
+    assert connector.lookups.lookup("r", tokens, 128) == Hit(256)
     time.sleep(FRESH_S)
-    driver.patience = Patience(0.001, time.perf_counter)
+    connector.lookups.waits.patience = Patience(0.001, time.perf_counter)
     slow.delay_s = 0.1
-    assert driver.lookup("r", tokens, 128) == Hit(256), "the older answer"
-    driver.patience = Patience(LONG_S, time.perf_counter)
-    assert driver.lookup("r", tokens, 0) == Hit(256)
-    begun = driver.begin_load("r", [range(40, 56)], 0, 256)
+    assert connector.lookups.lookup("r", tokens, 128) == Hit(256), "the older answer"
+    connector.lookups.waits.patience = Patience(LONG_S, time.perf_counter)
+    assert connector.lookups.lookup("r", tokens, 0) == Hit(256)
+    begun = connector.lookups.begin_load("r", [range(40, 56)], 0, 256)
     assert begun is not None
     attachment, plan = begun
     assert sorted(piece.chunk for piece in plan.pieces) == [0, 1, 2, 3]
     assert rig.connector.worker.load(attachment, plan) == 256
     attachment.release()
     assert rig.blocks(range(40, 56)).equal(rig.blocks(range(16)))
-    driver.finished("r")
+    connector.finished("r")
     eventually(lambda: leases(client, rig) == 0)
 
 
-def test_nothing_is_loaded_from_a_lease_that_begins_behind_what_is_at_hand(rig: Rig, driver: Driver) -> None:
+def test_nothing_is_loaded_from_a_lease_that_begins_behind_what_is_at_hand(
+    rig: Rig, connector: SchedulerConnector
+) -> None:
     tokens = tokens_of(11, 4)
     rig.store("s", tokens, range(16))
-    assert driver.lookup("r", tokens, 128) == Hit(256)
-    assert driver.begin_load("r", [range(20, 36)], 0, 256) is None
-    driver.finished("r")
+    assert connector.lookups.lookup("r", tokens, 128) == Hit(256)
+    assert connector.lookups.begin_load("r", [range(20, 36)], 0, 256) is None
+    connector.finished("r")
 
 
 def test_a_question_with_fewer_keys_gets_a_lease_of_its_own(rig: Rig, client: Client, slow: Slow) -> None:
     """A share of the prompt may be loaded: the more is local, the more keys are asked for."""
     tokens = tokens_of(12, 8)
     rig.store("s", tokens, range(32))
-    driver = Driver(
-        SchedulerConnector(rig.connector.session), answered=lambda seconds: None,
-        patience=Patience(LONG_S, time.perf_counter), limits=LoadLimits(max_load_share=0.5),
+    connector = SchedulerConnector(
+        rig.connector.session, waits=Waits(Patience(LONG_S, time.perf_counter)),
+        choice=LoadChoice(LoadLimits(max_load_share=0.5)),
     )
-    assert driver.lookup("r", tokens, 192) == Hit(448)
-    assert driver.lookup("r", tokens, 0) == Hit(256)
-    driver.expect("early", tokens)
-    assert driver.lookup("early", tokens, 192) == Hit(448), "asked behind the early question, and waited for"
-    driver.finished("r")
-    driver.finished("early")
+    assert connector.lookups.lookup("r", tokens, 192) == Hit(448)
+    assert connector.lookups.lookup("r", tokens, 0) == Hit(256)
+    connector.lookups.expect("early", tokens)
+    assert connector.lookups.lookup("early", tokens, 192) == Hit(448), "asked behind the early question, and waited for"
+    connector.finished("r")
+    connector.finished("early")
     eventually(lambda: leases(client, rig) == 0)
-    driver.close()
+    connector.close()
 
 
 def test_a_stopped_server_costs_one_moment_and_then_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     with mortal() as server, Rig(server.unix) as rig:
         patience = Patience(0.05, time.perf_counter)
         patience.step(is_idle=False)
-        driver = Driver(
-            SchedulerConnector(rig.connector.session), answered=lambda seconds: None, patience=patience
-        )
+        connector = SchedulerConnector(rig.connector.session, waits=Waits(patience))
         waited = [0.0]
 
         def counted(futures: list[Future[None]], timeout_s: float) -> object:
@@ -412,14 +421,14 @@ def test_a_stopped_server_costs_one_moment_and_then_nothing(monkeypatch: pytest.
         found: list[LookupResult] = []
         for number in range(10):
             patience.step(is_idle=False)
-            found.append(driver.lookup(f"r{number}", tokens_of(7 + number, 2), 0))
+            found.append(connector.lookups.lookup(f"r{number}", tokens_of(7 + number, 2), 0))
         continued(server)
         assert found == [Miss()] * 10
         assert sum(waited) <= 0.05 + 0.01
-        driver.close()
+        connector.close()
 
 
-def test_no_lookup_waits_behind_another_call(rig: Rig, driver: Driver) -> None:
+def test_no_lookup_waits_behind_another_call(rig: Rig, connector: SchedulerConnector) -> None:
     """Cancels, verifications and the like have a thread of their own."""
     tokens, go = tokens_of(8, 1), threading.Event()
     rig.store("s", tokens, range(4))
@@ -427,11 +436,11 @@ def test_no_lookup_waits_behind_another_call(rig: Rig, driver: Driver) -> None:
     def hold() -> None:
         go.wait(LONG_S)
 
-    driver.run(hold)
+    connector.run(hold)
     try:
-        assert driver.lookup("r", tokens, 0) == Hit(64)
+        assert connector.lookups.lookup("r", tokens, 0) == Hit(64)
     finally:
         go.set()
-    driver.finished("r")
-    assert not isinstance(driver.lookup("other", tokens_of(9, 1), 0), Pending)
-    driver.finished("other")
+    connector.finished("r")
+    assert not isinstance(connector.lookups.lookup("other", tokens_of(9, 1), 0), Pending)
+    connector.finished("other")

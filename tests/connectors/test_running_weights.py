@@ -15,7 +15,7 @@ pytestmark = pytest.mark.weights
 
 def weights(*, trusts_versions: bool = True) -> tuple[RunningWeights, list[str]]:
     names, told = itertools.count(), list[str]()
-    made = RunningWeights(trusts_versions=trusts_versions, draw=lambda: f"n{next(names)}", told=told.append)
+    made = RunningWeights(trusts_versions=trusts_versions, draw=lambda: f"n{next(names)}", renamed=told.append)
     return made, told
 
 

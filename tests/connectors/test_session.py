@@ -139,7 +139,7 @@ def test_an_answer_of_a_dead_server_is_still_loaded_and_never_hurts_its_successo
         tokens = tokens_of(3, 2)
         rig.store("s", tokens, range(8))
         assert rig.lookup("r", tokens) == 128
-        begun = rig.connector.scheduler.begin_load("r", [range(64, 72)], 0, 128)
+        begun = rig.connector.scheduler.lookups.begin_load("r", [range(64, 72)], 0, 128)
         assert begun is not None
         server.stop(signal.SIGKILL)
         with successor(server):

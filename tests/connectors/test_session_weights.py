@@ -115,7 +115,7 @@ def test_a_worker_s_session_says_nothing() -> None:
         session.start()
         attachment = session.attachment
         assert attachment is not None
-        session.tell_weights(attachment)
+        session.report_weights(attachment)
         assert attachment.filed_in == attachment.namespace
         assert is_filed(client, session, "")()
         session.close()

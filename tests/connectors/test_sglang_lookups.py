@@ -15,21 +15,23 @@ from api_helpers import ServerProcess, eventually, unique
 from connector_helpers import PATIENCE_S
 
 from kvdock.client.client import Client
-from kvdock.connectors.cost import LoadOrCompute, PrefillSpeed
-from kvdock.connectors.driver import Driver
+from kvdock.connectors.cost import LoadChoice, LoadOrCompute, PrefillSpeed
 from kvdock.connectors.engine_connector import ConnectorSettings, open_worker, start
+from kvdock.connectors.lookups import Verification
+from kvdock.connectors.requests import RequestCallbacks
 from kvdock.connectors.running_weights import RunningWeights
 from kvdock.connectors.scheduler import SchedulerConnector
 from kvdock.connectors.session import Attachment, EngineSession, Identity, SessionObserver
 from kvdock.connectors.sglang.figures import METRICS, Figures
 from kvdock.connectors.sglang.holding import Holding, admit, next_batch, put_back
 from kvdock.connectors.sglang.loads import Loads, QueuedLoad
-from kvdock.connectors.sglang.lookups import FORGET_S, Chains, Lookups
-from kvdock.connectors.sglang.offloads import Known, Offloads, known_of
-from kvdock.connectors.sglang.pools import KVGroup
+from kvdock.connectors.sglang.lookups import FORGET_S, Chains, PageLookups
+from kvdock.connectors.sglang.offloads import Offloads
+from kvdock.connectors.sglang.pools import KVGroup, RankPools
+from kvdock.connectors.sglang.rank_zero import Known, RankZero, known_of
 from kvdock.connectors.sglang.ranks import Ranks
 from kvdock.connectors.verify import ChecksumVerifier, HashAhead, Trust
-from kvdock.connectors.waits import Patience
+from kvdock.connectors.waits import Patience, Waits
 from kvdock.datapath.layout import paged_layout
 from kvdock.protocol.schemas import Group, LookupAnswer, Manifest
 
@@ -74,7 +76,7 @@ class OneProbe(LoadOrCompute):
 
     asked = 0
 
-    def is_dearer(self, tokens: int) -> bool:
+    def is_too_slow(self, tokens: int) -> bool:
         self.asked += 1
         return self.asked > 1
 
@@ -96,24 +98,22 @@ class Engine:
         self.weights = RunningWeights()
         self.chains, self.clock, self.figures, self.known = Chains(self.weights), Clock(), Figures(), Known()
         self.verifier = GatedVerifier(self.session)
-        scheduler = SchedulerConnector(self.session, verifier=self.verifier, chain_of=self.chains.of)
         self.patience = CountingPatience(1.0, self.clock)
-        self.driver = Driver(
-            scheduler, answered=lambda seconds: None, verifies_all=True, patience=self.patience, clock=self.clock,
-            cost=cost,
+        self.connector = SchedulerConnector(
+            self.session, callbacks=RequestCallbacks(self.chains.of), waits=Waits(self.patience, clock=self.clock),
+            choice=LoadChoice(cost=cost), verification=Verification(self.verifier, is_eager=True),
         )
-        self.lookups = Lookups(self.driver, self.chains, self.figures, PAGE, 5.0, 3.0, self.clock)
+        self.lookups = PageLookups(self.connector, self.chains, self.figures, PAGE, 5.0, 3.0, self.clock)
+        pools = RankPools(self.worker, self.groups, PAGE)
         self.loads = Loads(
-            self.worker, self.groups, PAGE, self.weights, stream=None, ended=self.lookups.loaded,
+            pools, self.weights, ended=lambda load, ok: self.lookups.loaded(load.rid, ok),
             took=lambda seconds, copies: None,
         )
         self.trust = Trust(60.0, self.clock)
         self.ahead = HashAhead(self.trust)
-        self.offloads = Offloads(
-            self.worker, self.groups, PAGE, Ranks(), self.driver, self.chains, self.known, self.figures, self.weights,
-            self.ahead,
-        )
-        start(self.session, self.worker, SessionObserver(scheduler.keeps_lease))
+        zero = RankZero(self.connector, self.lookups, self.chains, self.known, self.trust, self.ahead)
+        self.offloads = Offloads(pools, Ranks(), self.weights, self.figures, zero)
+        start(self.session, self.worker, SessionObserver(self.connector.lookups.keeps_lease))
 
     def ask(self, rid: str, pages: list[str]) -> int:
         """Again, while it is worth waiting."""
@@ -141,7 +141,7 @@ class Engine:
         self.loads.close()
         self.offloads.close()
         self.ahead.close()
-        self.driver.close()
+        self.connector.close()
         self.worker.close()
         self.session.close()
         self.session.client.close()
@@ -197,7 +197,7 @@ def test_a_request_is_held_back_until_what_was_found_is_verified_but_not_for_eve
         engine.lookups.tick(0)
         assert engine.lookups.ask(rid, pages) in (0, 2)
         holding.looked_up(rid)
-        return holding.begins(rid)
+        return holding.starts(rid)
 
     engine.verifier.gate.clear()
     assert is_held_back("soon") and holding.held(["other", "soon"]) == {"soon"}
@@ -211,7 +211,7 @@ def test_a_request_is_held_back_until_what_was_found_is_verified_but_not_for_eve
     engine.clock.ahead_s += 6.0
     assert not holding.held(["late"]) and not is_held_back("late") and engine.lookups.ask("late", pages) == 0
     assert engine.figures.counted["lookups_unverified"] == 1
-    assert not holding.begins("late"), "it was not asked about"
+    assert not holding.starts("late"), "it was not asked about"
     engine.verifier.gate.set()
 
 
@@ -264,7 +264,7 @@ def test_who_is_held_back_is_out_of_the_queue_while_others_are_admitted(engine: 
     engine.verifier.gate.clear()
     assert engine.lookups.ask("held", pages) == 0
     holding.looked_up("held")
-    assert holding.begins("held")
+    assert holding.starts("held")
     scheduler = SimpleNamespace(waiting_queue=[other, held, third])
 
     def admits_all(scheduler: Any) -> tuple[Any, Any]:

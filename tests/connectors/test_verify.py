@@ -11,8 +11,8 @@ from api_helpers import ServerProcess, eventually
 from connector_helpers import PATIENCE_S, PER_CHUNK, Rig, Spectator, tokens_of
 
 from kvdock.client.client import Client
-from kvdock.connectors.driver import Driver
 from kvdock.connectors.interface import Hit, LookupResult, Miss, Pending
+from kvdock.connectors.lookups import Verification
 from kvdock.connectors.scheduler import SchedulerConnector
 from kvdock.connectors.verify import ChecksumVerifier, HashAhead, Trust
 from kvdock.engine.config import preset
@@ -32,23 +32,23 @@ def rig(server: ServerProcess, request: pytest.FixtureRequest) -> Iterator[Rig]:
 
 
 @pytest.fixture
-def driver(rig: Rig) -> Iterator[Driver]:
+def connector(rig: Rig) -> Iterator[SchedulerConnector]:
     session = rig.connector.session
-    made = Driver(SchedulerConnector(session, verifier=ChecksumVerifier(session)), answered=lambda seconds: None)
+    made = SchedulerConnector(session, verification=Verification(ChecksumVerifier(session)))
     yield made
     made.close()
 
 
-def asked(driver: Driver, request: str, tokens: Sequence[int] = TOKENS) -> LookupResult:
-    while isinstance(found := driver.lookup(request, tokens, 0), Pending):
-        driver.wait_for_answer(PATIENCE_S)
+def asked(connector: SchedulerConnector, request: str, tokens: Sequence[int] = TOKENS) -> LookupResult:
+    while isinstance(found := connector.lookups.lookup(request, tokens, 0), Pending):
+        connector.lookups.wait_for_answer(PATIENCE_S)
     return found
 
 
-def verified(driver: Driver, request: str, tokens: Sequence[int] = TOKENS) -> LookupResult:
+def verified(connector: SchedulerConnector, request: str, tokens: Sequence[int] = TOKENS) -> LookupResult:
     """What is promised in the end."""
-    while isinstance(found := asked(driver, request, tokens), Hit) and not driver.is_verified(request):
-        driver.wait_for_answer(PATIENCE_S)
+    while isinstance(found := asked(connector, request, tokens), Hit) and not connector.lookups.is_verified(request):
+        connector.lookups.wait_for_answer(PATIENCE_S)
     return found
 
 
@@ -60,35 +60,35 @@ def cannot_hash(length: int) -> None:
     raise MemoryError(f"no keys for {length} bytes")
 
 
-def test_what_is_whole_is_promised_once_it_is_verified(rig: Rig, client: Client, driver: Driver) -> None:
-    assert asked(driver, "r") == HIT and not driver.is_verified("r")
-    assert verified(driver, "r") == HIT and leases(client, rig) == 1
-    driver.finished("r")
-    assert asked(driver, "r") == HIT and not driver.is_verified("r"), "another lease is verified anew"
+def test_what_is_whole_is_promised_once_it_is_verified(rig: Rig, client: Client, connector: SchedulerConnector) -> None:
+    assert asked(connector, "r") == HIT and not connector.lookups.is_verified("r")
+    assert verified(connector, "r") == HIT and leases(client, rig) == 1
+    connector.finished("r")
+    assert asked(connector, "r") == HIT and not connector.lookups.is_verified("r"), "another lease is verified anew"
 
 
 def test_an_answer_that_is_always_verified_is_promised_by_the_next_lookup(rig: Rig) -> None:
     """Each further lookup would cost its request a step of the engine."""
     session = rig.connector.session
-    scheduler = SchedulerConnector(session, verifier=ChecksumVerifier(session))
-    driver = Driver(scheduler, answered=lambda seconds: None, verifies_all=True)
-    assert driver.lookup("r", TOKENS, 0) == Pending()
-    driver.wait_for_answer(PATIENCE_S)
-    assert driver.lookup("r", TOKENS, 0) == HIT and driver.is_verified("r")
-    driver.close()
+    connector = SchedulerConnector(session, verification=Verification(ChecksumVerifier(session), is_eager=True))
+    assert connector.lookups.lookup("r", TOKENS, 0) == Pending()
+    connector.lookups.wait_for_answer(PATIENCE_S)
+    assert connector.lookups.lookup("r", TOKENS, 0) == HIT and connector.lookups.is_verified("r")
+    connector.close()
 
 
-def test_what_is_being_verified_is_known_until_the_verification_ends(rig: Rig, driver: Driver) -> None:
-    assert asked(driver, "r") == HIT and not driver.is_verifying("r")
+def test_what_is_being_verified_is_known_until_the_verification_ends(rig: Rig, connector: SchedulerConnector) -> None:
+    assert asked(connector, "r") == HIT and not connector.lookups.is_verifying("r")
     go = threading.Event()
 
     def hold() -> None:
         go.wait(PATIENCE_S)
 
-    driver._verifying.run(hold)
-    assert not driver.is_verified("r") and driver.is_verifying("r"), "it waits behind another question"
+    connector.lookups._verifying.run(hold)
+    assert not connector.lookups.is_verified("r")
+    assert connector.lookups.is_verifying("r"), "it waits behind another question"
     go.set()
-    assert verified(driver, "r") == HIT and not driver.is_verifying("r")
+    assert verified(connector, "r") == HIT and not connector.lookups.is_verifying("r")
 
 
 @pytest.mark.parametrize("group", [0, 1])
@@ -102,40 +102,41 @@ def test_one_damaged_part_makes_its_chunk_a_miss_that_goes(
         columns = [list(range(2 * PER_CHUNK)), list(range(2 * PER_CHUNK, 4 * PER_CHUNK))]
         rig.wait_store("w", rig.connector.begin_store("w", TOKENS, columns, len(TOKENS)))
         rig.connector.finished("w")
-        driver = Driver(SchedulerConnector(session, verifier=ChecksumVerifier(session)), answered=lambda seconds: None)
+        connector = SchedulerConnector(session, verification=Verification(ChecksumVerifier(session)))
         with Spectator(client, session.manifest) as spectator:
             whole = spectator.slots(TOKENS)
             spectator.flip([part for part in whole if part.group == group][-1], 5)
-            assert asked(driver, "r") == HIT
-            assert verified(driver, "r") == Miss()
-            driver.close()
+            assert asked(connector, "r") == HIT
+            assert verified(connector, "r") == Miss()
+            connector.close()
             assert leases(client, rig) == 0
             assert len(spectator.slots(TOKENS)) < len(whole), "the server has taken the chunk out of use"
 
 
 def test_what_cannot_be_hashed_is_a_miss_whatever_was_raised(
-    rig: Rig, client: Client, driver: Driver, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    rig: Rig, client: Client, connector: SchedulerConnector, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.ERROR, "kvdock.connector")
     with monkeypatch.context() as broken:
         broken.setattr("kvdock.connectors.verify.ensure_keys", cannot_hash)
-        assert asked(driver, "r") == HIT and leases(client, rig) == 1
-        assert verified(driver, "r") == Miss()
+        assert asked(connector, "r") == HIT and leases(client, rig) == 1
+        assert verified(connector, "r") == Miss()
     eventually(lambda: leases(client, rig) == 0)
     eventually(lambda: "background call failed" in caplog.text and "no keys for" in caplog.text)
-    driver.finished("r")
-    assert verified(driver, "r") == HIT, "it stays at the server"
+    connector.finished("r")
+    assert verified(connector, "r") == HIT, "it stays at the server"
 
 
 def test_a_request_that_was_given_a_miss_may_ask_for_more_later(
-    rig: Rig, driver: Driver, monkeypatch: pytest.MonkeyPatch
+    rig: Rig, connector: SchedulerConnector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as broken:
         broken.setattr("kvdock.connectors.verify.ensure_keys", cannot_hash)
         half = TOKENS[: len(TOKENS) // 2]
-        assert asked(driver, "r", half) == Hit(len(half))
-        assert verified(driver, "r", half) == Miss()
-    assert verified(driver, "r") == HIT, "its cancelled lease was asked for again"
+        assert asked(connector, "r", half) == Hit(len(half))
+        assert verified(connector, "r", half) == Miss()
+    assert verified(connector, "r") == HIT, "its cancelled lease was asked for again"
 
 
 # ---------------------------------------------------------------------- trust
@@ -184,16 +185,16 @@ def test_what_was_verified_is_not_hashed_again_until_trust_ends(rig: Rig, client
     """A byte that is damaged meanwhile is found when trust has ended: until then the load's own hash would find it."""
     session, clock = rig.connector.session, Clock()
     verifier = ChecksumVerifier(session, trust=Trust(60.0, clock))
-    driver = Driver(SchedulerConnector(session, verifier=verifier), answered=lambda seconds: None)
+    connector = SchedulerConnector(session, verification=Verification(verifier))
     try:
-        assert verified(driver, "first") == HIT
+        assert verified(connector, "first") == HIT
         with Spectator(client, session.manifest) as spectator:
             spectator.flip(spectator.slots(TOKENS)[1], 77)
-        assert verified(driver, "second") == HIT
+        assert verified(connector, "second") == HIT
         clock.now_s += 61.0
-        assert verified(driver, "third") == Miss()
+        assert verified(connector, "third") == Miss()
     finally:
-        driver.close()
+        connector.close()
 
 
 # ---------------------------------------------------------------------- hashed ahead

@@ -106,12 +106,12 @@ def test_an_adapter_that_is_another_one_by_now_is_told_of_once(
 ) -> None:
     folder, known = written(tmp_path / "sql"), adapters()
     adapter = known.meet(asked(folder))
-    known.tell(adapter)
+    known.log(adapter)
     assert known.check(adapter, 1) and not caplog.messages
     spoil(folder, known)
     assert not known.check(adapter, 2)
     for _ in range(2):
-        known.tell(adapter)
+        known.log(adapter)
     (said,) = caplog.messages
     assert said.startswith("what is computed with the adapter sql is not cached: ")
     assert re.search(why, said)

@@ -7,6 +7,7 @@ import random
 import signal
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +20,7 @@ from connector_helpers import BLOCK, CHUNK, PATIENCE_S, PER_CHUNK, Rig, tokens_o
 from kvdock.connectors.requests import ChunkObserver
 from kvdock.connectors.session import Attachment, SessionObserver
 from kvdock.connectors.vllm import announcer as module
-from kvdock.connectors.vllm.announcer import Announcer, Told
+from kvdock.connectors.vllm.announcer import Announcer, ChunkChange
 from kvdock.protocol import schemas as s
 from kvdock.protocol.admin_schemas import ClearCache
 from kvdock.protocol.keys import chunk_keys
@@ -57,11 +58,12 @@ class Telling:
         self.announcer = Announcer(self.rig.connector.session, CHUNK, BLOCK)
         # As vLLM's scheduler process wires them up; the small engine has no announcer.
         scheduler, session = self.rig.connector.scheduler, self.rig.connector.session
-        scheduler._observer = scheduler.stores._observer = Asking(self.announcer)
-        session._observer = SessionObserver(scheduler.keeps_lease, self.announcer.changed)
+        requests = scheduler._requests
+        requests.callbacks = replace(requests.callbacks, observer=Asking(self.announcer))
+        session._observer = SessionObserver(scheduler.lookups.keeps_lease, self.announcer.changed)
         self.told: set[bytes] = set()
         self.known: set[bytes] = set()
-        self.heard: list[Told] = []
+        self.heard: list[ChunkChange] = []
 
     def keys(self, tokens: Sequence[int]) -> list[bytes]:
         return chunk_keys(self.rig.attachment.namespace, tokens, CHUNK)
@@ -261,7 +263,7 @@ def test_what_an_earlier_server_epoch_said_late_is_not_heard(quick: ServerProces
 def test_of_many_chunks_that_never_come_the_oldest_are_forgotten(
     quick: ServerProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "UNTOLD_CHUNKS", 4)
+    monkeypatch.setattr(module, "UNANNOUNCED_CHUNKS", 4)
     with Telling(quick.unix) as one:
         first, second = tokens_of(9, 2), tokens_of(10, 4)
         one.knows(first)
@@ -271,7 +273,7 @@ def test_of_many_chunks_that_never_come_the_oldest_are_forgotten(
 
 
 def test_what_is_met_again_is_not_among_the_oldest(quick: ServerProcess, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "UNTOLD_CHUNKS", 4)
+    monkeypatch.setattr(module, "UNANNOUNCED_CHUNKS", 4)
     with Telling(quick.unix) as one:
         prompts = [tokens_of(seed, 2) for seed in (18, 19, 20)]
         for at in (0, 1, 0, 2):

@@ -14,7 +14,7 @@ from kvdock.connectors.errors import NotSupportedError
 from kvdock.connectors.session import EngineSession, Identity
 from kvdock.connectors.vllm.block_budget import BlockBudget
 from kvdock.connectors.vllm.groups import KVGroup, chunk_tokens, groups_of, layouts_of, step_tokens
-from kvdock.connectors.vllm.scheduler import VllmScheduler
+from kvdock.connectors.vllm.scheduler import EngineView, VllmScheduler
 from kvdock.connectors.vllm.setup import Settings
 from kvdock.datapath.copy import CpuCopier, PartCopy
 from kvdock.datapath.layout import PagedLayout
@@ -166,7 +166,7 @@ def test_a_plan_of_nothing_names_the_blocks_of_each_group_that_were_to_be_filled
     )
     session = EngineSession(Client("unix:/nobody/listens"), described, Identity("i", "m"))
     budget = BlockBudget(groups, blocks=100, longest_tokens=1024, step_tokens=64)
-    side = VllmScheduler(session, groups, budget, Settings(), ranks=1)
+    side = VllmScheduler(session, EngineView(groups), budget, Settings())
     request = SimpleNamespace(
         request_id="r", prompt_token_ids=[1] * 150, all_token_ids=[1] * 150, num_tokens=150, num_prompt_tokens=150,
         max_tokens=0,

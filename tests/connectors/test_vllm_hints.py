@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from kvdock.connectors.requests import Wish
-from kvdock.connectors.vllm.hints import MOST_ACTIONS, MOST_DIRECTIVES, MOST_WISHES, Asked, Hints, asked_by
+from kvdock.connectors.scheduler import Preference
+from kvdock.connectors.vllm.hints import MOST_ACTIONS, MOST_DIRECTIVES, MOST_PREFERENCES, Asked, Hints, asked_by
 from kvdock.protocol.wire_types import MAX_HINT_S
 
-ENDED = Wish(conversation_ended=True)
+ENDED = Preference(conversation_ended=True)
 
 
 def action(kind: Any, payload: Any, version: Any = "1.0") -> Any:
@@ -24,8 +24,8 @@ def request(*actions: Any, **more: Any) -> Any:
     return SimpleNamespace(**{"request_id": "r", "kv_transfer_params": None, "kv_hints": envelope, **more})
 
 
-def read(asked: Any) -> tuple[list[Wish], int]:
-    """The wishes, and how many hints were ignored."""
+def read(asked: Any) -> tuple[list[Preference], int]:
+    """The preferences, and how many hints were ignored."""
     ignored: list[int] = []
     return Hints(ignored.append).of(asked), sum(ignored)
 
@@ -34,35 +34,35 @@ def retain(*directives: Any) -> Any:
     return action("kv.retain", {"scope": None, "directives": list(directives)})
 
 
-@pytest.mark.parametrize(("hinted", "wishes"), [
-    (action("kv.retain", {"priority": 10, "duration": 60}), [Wish(10, 60.0)]),
-    (action("kv.retain", {"priority": 3, "ttl_seconds": 2.5}), [Wish(3, 2.5)]),
+@pytest.mark.parametrize(("hinted", "preferences"), [
+    (action("kv.retain", {"priority": 10, "duration": 60}), [Preference(10, 60.0)]),
+    (action("kv.retain", {"priority": 3, "ttl_seconds": 2.5}), [Preference(3, 2.5)]),
     (action("kv.retain", {
         "priority": 3, "ttl_seconds": 2.5, "execute_at": "request_completion", "block_hashes": ["11"],
         "include_current_request": True,
-    }), [Wish(3, 2.5)]),
+    }), [Preference(3, 2.5)]),
     (action("kv.retain", {"priority": 3, "ttl_seconds": 2, "include_current_request": False}), []),
     (retain({"priority": 80, "end": 100, "duration": 60}, {"priority": 50, "start": 100, "end": 300, "duration": 30}),
-     [Wish(80, 60.0, 100), Wish(50, 30.0, 300)]),
-    (retain({"priority": 5, "covers_output": True, "duration": None}), [Wish(5, MAX_HINT_S)]),
-    (retain({"priority": 5, "duration": 1e9}), [Wish(5, MAX_HINT_S)]),
-    (retain({"priority": 1000, "duration": 1}), [Wish(100, 1.0)]),
-    (retain({"priority": 0, "end": 64}), [Wish(tokens=64)]),
-    (retain({"priority": 7, "duration": 0}), [Wish()]),
+     [Preference(80, 60.0, 100), Preference(50, 30.0, 300)]),
+    (retain({"priority": 5, "covers_output": True, "duration": None}), [Preference(5, MAX_HINT_S)]),
+    (retain({"priority": 5, "duration": 1e9}), [Preference(5, MAX_HINT_S)]),
+    (retain({"priority": 1000, "duration": 1}), [Preference(100, 1.0)]),
+    (retain({"priority": 0, "end": 64}), [Preference(tokens=64)]),
+    (retain({"priority": 7, "duration": 0}), [Preference()]),
     (retain(), []),
     (action("vllm.set_priority", {
         "target": "request_cached", "location": "local_g1", "claim_id": "c", "revision": 1, "value": 10,
         "ttl_seconds": 60,
-    }), [Wish(10, 60.0)]),
-    (action("vllm.set_priority", {"value": -3, "ttl_seconds": 60}), [Wish(-3, 60.0)]),
-    (action("vllm.set_priority", {"value": -1000, "ttl_seconds": 60}), [Wish(-100, 60.0)]),
-    (action("vllm.set_priority", {"claim_id": "c", "revision": 2, "value": None}), [Wish()]),
+    }), [Preference(10, 60.0)]),
+    (action("vllm.set_priority", {"value": -3, "ttl_seconds": 60}), [Preference(-3, 60.0)]),
+    (action("vllm.set_priority", {"value": -1000, "ttl_seconds": 60}), [Preference(-100, 60.0)]),
+    (action("vllm.set_priority", {"claim_id": "c", "revision": 2, "value": None}), [Preference()]),
     (action("kv.evict", {"include_current_request": True, "block_hashes": []}), [ENDED]),
     (action("kv.evict", {"include_current_request": False, "block_hashes": ["1"]}), []),
     (action("kv.evict", {}, "0.1"), [ENDED]),
 ])
-def test_hints_are_read(hinted: Any, wishes: list[Wish]) -> None:
-    assert read(request(hinted)) == (wishes, 0)
+def test_hints_are_read(hinted: Any, preferences: list[Preference]) -> None:
+    assert read(request(hinted)) == (preferences, 0)
 
 
 @pytest.mark.parametrize("hinted", [
@@ -98,7 +98,7 @@ def test_hints_are_read(hinted: Any, wishes: list[Wish]) -> None:
 ])
 def test_what_cannot_be_read_is_counted_and_leaves_the_others_as_they_are(hinted: Any) -> None:
     good = action("kv.retain", {"priority": 4, "duration": 5})
-    assert read(request(good, hinted, good)) == ([Wish(4, 5.0)] * 2, 1)
+    assert read(request(good, hinted, good)) == ([Preference(4, 5.0)] * 2, 1)
 
 
 @pytest.mark.parametrize("envelope", [SimpleNamespace(), SimpleNamespace(actions=None), "hints", 7, {"actions": []}])
@@ -113,8 +113,8 @@ def test_an_envelope_of_too_many_actions_is_read_as_far_as_it_may_be() -> None:
 
 def test_of_too_many_wishes_the_first_are_told() -> None:
     full = retain(*[{"priority": 1}] * MOST_DIRECTIVES)
-    wishes, ignored = read(request(full, full))
-    assert len(wishes) == MOST_WISHES and ignored == 1
+    preferences, ignored = read(request(full, full))
+    assert len(preferences) == MOST_PREFERENCES and ignored == 1
 
 
 def test_a_version_without_hints_has_none() -> None:
@@ -122,17 +122,17 @@ def test_a_version_without_hints_has_none() -> None:
     assert read(SimpleNamespace(request_id="r", kv_transfer_params={"remote": 1})) == ([], 0)
 
 
-@pytest.mark.parametrize(("own", "wishes", "ignored"), [
+@pytest.mark.parametrize(("own", "preferences", "ignored"), [
     ({"session_end": True}, [ENDED], 0), ({"session_end": False}, [], 0), ({"session_end": 1}, [], 1),
     ({"session_end": True, "retain": 1}, [], 1), ({}, [], 1), (True, [], 1), (None, [], 1),
     ({"load": False, "session_end": True}, [ENDED], 0), ({"store": "false"}, [], 1),
-    ({"prefetch_after_s": 0}, [Wish(prefetch_after_s=0)], 0), ({"prefetch_after_s": None}, [], 1),
-    ({"prefetch_after_s": 1e9}, [Wish(prefetch_after_s=3600.0)], 0), ({"prefetch_after_s": -1}, [], 1),
+    ({"prefetch_after_s": 0}, [Preference(prefetch_after_s=0)], 0), ({"prefetch_after_s": None}, [], 1),
+    ({"prefetch_after_s": 1e9}, [Preference(prefetch_after_s=3600.0)], 0), ({"prefetch_after_s": -1}, [], 1),
 ])
 def test_what_comes_of_a_conversation_can_be_said_in_kv_transfer_params(
-    own: Any, wishes: list[Wish], ignored: int
+    own: Any, preferences: list[Preference], ignored: int
 ) -> None:
-    assert read(request(kv_transfer_params={"kvdock": own})) == (wishes, ignored)
+    assert read(request(kv_transfer_params={"kvdock": own})) == (preferences, ignored)
 
 
 @pytest.mark.parametrize(("params", "asked"), [

@@ -21,11 +21,10 @@ from kvdock.connectors.session import EngineSession, Identity, ServerEpoch
 from kvdock.connectors.vllm.announcer import Namer
 from kvdock.connectors.vllm.block_budget import BlockBudget
 from kvdock.connectors.vllm.groups import KVGroup
-from kvdock.connectors.vllm.scheduler import VllmScheduler
+from kvdock.connectors.vllm.scheduler import EngineView, VllmScheduler
 from kvdock.connectors.vllm.setup import Settings
 from kvdock.connectors.vllm.steps import NOWHERE, LoadOrder, Orders, Report
-from kvdock.connectors.vllm.tables import Tracked
-from kvdock.connectors.vllm.worker import InFlight
+from kvdock.connectors.vllm.tables import InFlight, Tracked
 from kvdock.protocol import schemas as s
 from kvdock.protocol.admin_schemas import PatchConfig
 from kvdock.protocol.kv_events import named
@@ -52,8 +51,7 @@ def scheduler_of(
     )
     budget = BlockBudget(groups, blocks=100, longest_tokens=1024, step_tokens=64)
     return VllmScheduler(
-        session, groups, budget, Settings(address=address), ranks=1, steps_ahead=steps_ahead,
-        namer=namer,
+        session, EngineView(groups, steps_ahead=steps_ahead, namer=namer), budget, Settings(address=address)
     )
 
 
@@ -294,7 +292,7 @@ def test_steps_do_not_wait_for_a_slow_servers_slots_once_it_is_known_to_be_late(
         return reserve(body)
 
     scheduler._session.client.reserve = slow  # type: ignore[method-assign,assignment]  # the real one, later
-    patience = scheduler._driver.patience
+    patience = scheduler._connector.lookups.waits.patience
     assert patience is not None
     patience.is_open = True
     for number in range(10):
@@ -306,7 +304,7 @@ def test_steps_do_not_wait_for_a_slow_servers_slots_once_it_is_known_to_be_late(
         took.append(time.perf_counter() - began_s)
         await_reserved(scheduler)
         scheduler.finished(request, has_answered=False)
-        assert scheduler._last_store is not None
+        assert scheduler._stores.last is not None
     scheduler._session.client.reserve = reserve  # type: ignore[method-assign]  # as it was
     scheduler.close()
     assert sorted(took)[5] < Settings.lookup_wait_s / 2
@@ -376,7 +374,7 @@ def waits(scheduler: VllmScheduler, *blocks: int, skip: int = 0) -> bool:
 def ahead(server: ServerProcess) -> Iterator[VllmScheduler]:
     """Plans while STEPS steps may be under way."""
     made = scheduler_of(server.unix, FULL)
-    made._in_flight = InFlight(STEPS, keeps_back=False)
+    made._next.in_flight = InFlight(STEPS, keeps_back=False)
     yield made  # never started: it stores nothing
     made._session.client.close()
 
@@ -412,7 +410,7 @@ def test_a_load_comes_after_a_step_whose_blocks_are_not_known(ahead: VllmSchedul
 
 def test_a_load_comes_after_a_step_that_reads_what_the_window_leaves_behind_next(server: ServerProcess) -> None:
     scheduler, request = scheduler_of(server.unix, FULL, WINDOW), request_of(160)
-    scheduler._in_flight = InFlight(STEPS, keeps_back=False)
+    scheduler._next.in_flight = InFlight(STEPS, keeps_back=False)
     scheduler.allocated(request, [[*range(1, 11)], [*range(11, 21)]], 0)
     step(scheduler, request, 96, new=[[*range(1, 11)], [*range(11, 21)]])
     for _ in range(STEPS):
@@ -424,7 +422,7 @@ def test_a_load_comes_after_a_step_that_reads_what_the_window_leaves_behind_next
 
 def test_a_load_comes_after_stores_that_still_read_its_blocks(server: ServerProcess) -> None:
     scheduler, request = scheduler_of(server.unix, FULL), request_of(64)
-    scheduler._in_flight = InFlight(STEPS, keeps_back=False)
+    scheduler._next.in_flight = InFlight(STEPS, keeps_back=False)
     scheduler.start()
     scheduler.allocated(request, [[1, 2, 3, 4]], 0)
     step(scheduler, request, 64, new=[[1, 2, 3, 4]])
@@ -516,7 +514,7 @@ def test_a_reset_after_a_change_clears_nothing_at_the_server(
         cleared.append(1)
         return True
 
-    monkeypatch.setattr(scheduler._clearing, "ask", ask)
+    monkeypatch.setattr(scheduler._resets.clearing, "ask", ask)
     assert scheduler.reset() and len(cleared) == 1
     scheduler.weights_change("changed")
     assert scheduler.reset() and len(cleared) == 1, "what other engines share stays"

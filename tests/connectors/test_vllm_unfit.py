@@ -70,22 +70,22 @@ def test_all_workers_are_where_the_scheduler_is_before_a_load_is_promised(caplog
     caplog.set_level(logging.WARNING, "kvdock.vllm")
     attached = Attached(2)
     assert not attached.everywhere(at(HERE)), "nobody has said where it is"
-    attached.told({0: HERE})
+    attached.reported({0: HERE})
     assert not attached.everywhere(at(HERE))
-    attached.told({1: NOWHERE})
+    attached.reported({1: NOWHERE})
     assert not attached.everywhere(at(HERE)) and not attached.everywhere(None)
-    attached.told({1: HERE})
+    attached.reported({1: HERE})
     assert attached.everywhere(at(HERE))
     assert not attached.everywhere(at(NEXT)), "the server was replaced, and the workers have not heard yet"
     assert not caplog.records, "that is no other server"
-    attached.told({0: NEXT, 1: NEXT})
+    attached.reported({0: NEXT, 1: NEXT})
     assert attached.everywhere(at(NEXT)) and not caplog.records
 
 
 def test_workers_at_another_server_are_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, "kvdock.vllm")
     attached = Attached(3)
-    attached.told({0: HERE, 1: THERE, 2: THERE})
+    attached.reported({0: HERE, 1: THERE, 2: THERE})
     assert [attached.everywhere(at(HERE)) for _ in range(3)] == [False] * 3
     (said,) = caplog.messages
     assert "the workers of ranks 1, 2 are attached to another kvdock server than the scheduler" in said

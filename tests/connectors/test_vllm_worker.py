@@ -15,13 +15,12 @@ from connector_helpers import BLOCK, CHUNK, PER_CHUNK, Spectator, continued, sto
 from engine_helpers import config
 
 from kvdock.client.client import Client
-from kvdock.connectors.interface import Hit
-from kvdock.connectors.requests import Fetch
+from kvdock.connectors.interface import Hit, Pending
 from kvdock.connectors.scheduler import SchedulerConnector
 from kvdock.connectors.session import EngineSession, Identity
 from kvdock.connectors.vllm.setup import EngineTraits, Settings
 from kvdock.connectors.vllm.steps import LoadOrder, Orders, Report, StoreOrder
-from kvdock.connectors.vllm.worker import VllmWorker
+from kvdock.connectors.vllm.worker import VllmWorker, WorkerKV
 from kvdock.datapath.checksum import checksum
 from kvdock.datapath.copy import CpuCopier
 from kvdock.datapath.layout import paged_layout
@@ -56,8 +55,7 @@ class Worker:
         self.scheduler = SchedulerConnector(self.session)
         self.half = VllmWorker(
             Settings(address=address, timeout_s=TIMEOUT_S), self.manifest,
-            Identity(instance, unique("member"), ranks=(0,)), [self.layout], [{"layer": 0}], TRAITS, device="cpu",
-            stream=None,
+            Identity(instance, unique("member"), ranks=(0,)), WorkerKV([self.layout], [{"layer": 0}], "cpu"), TRAITS,
         )
 
     def order(self, name: str, tokens: list[int], first_block: int) -> StoreOrder:
@@ -72,10 +70,11 @@ class Worker:
 
     def load(self, name: str, tokens: list[int], first_block: int, after: tuple[str, ...]) -> LoadOrder:
         """A load of all of `tokens`, which are stored."""
-        fetch = self.scheduler.lookup(name, tokens, 0)
-        assert isinstance(fetch, Fetch)
-        assert self.scheduler.fetch(fetch) is None and isinstance(self.scheduler.lookup(name, tokens, 0), Hit)
-        begun = self.scheduler.begin_load(name, [list(range(first_block, first_block + BLOCKS))], 0, len(tokens))
+        lookups = self.scheduler.lookups
+        assert lookups.lookup(name, tokens, 0) == Pending()
+        lookups.wait_for_answer(TIMEOUT_S)
+        assert lookups.lookup(name, tokens, 0) == Hit(len(tokens))
+        begun = lookups.begin_load(name, [list(range(first_block, first_block + BLOCKS))], 0, len(tokens))
         assert begun is not None
         begun[0].release()
         return LoadOrder(begun[0].epoch, begun[1], is_async=False, waits=False, after=after)
@@ -102,6 +101,7 @@ class Worker:
 
     def close(self) -> None:
         self.half.close()
+        self.scheduler.close()
         self.session.close()
         self.session.client.close()
 
@@ -118,7 +118,7 @@ def test_a_step_waits_for_a_stores_copies(worker: Worker) -> None:
     copier = worker.half._connector._storers[0]
     assert isinstance(copier, CpuCopier)
     copier._thread.submit(may_copy.wait)  # it is at work for somebody else
-    worker.half.begin(Orders(stores=(order,)))
+    worker.half.start(Orders(stores=(order,)))
     threading.Timer(0.3, may_copy.set).start()
     worker.half.fence(Orders(fences=(order.store_id,)), None)
     assert may_copy.is_set()
@@ -132,9 +132,9 @@ def test_before_kv_memory_goes_all_copies_have_ended(worker: Worker) -> None:
     copier = worker.half._connector._storers[0]
     assert isinstance(copier, CpuCopier)
     copier._thread.submit(may_copy.wait)  # it is at work for somebody else
-    worker.half.begin(Orders(stores=(order,)))
+    worker.half.start(Orders(stores=(order,)))
     threading.Timer(0.3, may_copy.set).start()
-    worker.half.rest()
+    worker.half.wait_idle()
     assert may_copy.is_set()
     worker.overwrite(order)
     eventually(worker.is_told)
@@ -142,7 +142,7 @@ def test_before_kv_memory_goes_all_copies_have_ended(worker: Worker) -> None:
 
 
 def test_a_load_waits_for_the_copies_of_a_store_that_reads_its_blocks(worker: Worker) -> None:
-    worker.half.begin(Orders(stores=(worker.order("first", TOKENS, 1),)))
+    worker.half.start(Orders(stores=(worker.order("first", TOKENS, 1),)))
     eventually(worker.is_told)
     second, may_copy = worker.order("second", OTHERS, 1 + BLOCKS), threading.Event()
     load = worker.load("r", TOKENS, 1 + BLOCKS, after=(second.store_id,))
@@ -150,7 +150,7 @@ def test_a_load_waits_for_the_copies_of_a_store_that_reads_its_blocks(worker: Wo
     assert isinstance(copier, CpuCopier)
     copier._thread.submit(may_copy.wait)  # it is at work for somebody else
     threading.Timer(0.3, may_copy.set).start()
-    worker.half.begin(Orders(stores=(second,), loads=(load,)))
+    worker.half.start(Orders(stores=(second,), loads=(load,)))
     assert may_copy.is_set()
     eventually(worker.is_told)
     worker.expect_stored(OTHERS)
@@ -165,9 +165,9 @@ def test_a_step_does_not_wait_until_the_server_knows_of_a_store_or_of_the_one_be
     stopped(server)
     try:
         began_s = time.monotonic()
-        worker.half.begin(Orders(stores=(first,)))
+        worker.half.start(Orders(stores=(first,)))
         worker.half.fence(Orders(fences=(first.store_id,)), None)
-        worker.half.begin(Orders(stores=(second,)))
+        worker.half.start(Orders(stores=(second,)))
         worker.half.fence(Orders(fences=(second.store_id,)), None)
         assert time.monotonic() - began_s < TIMEOUT_S / 2, "the server answers nobody"
         worker.overwrite(first)
@@ -183,7 +183,7 @@ def test_a_step_does_not_wait_until_the_server_knows_of_a_store_or_of_the_one_be
 @pytest.mark.weights
 @pytest.mark.parametrize("is_told", [True, False], ids=["by the scheduler's side", "by the model alone"])
 def test_a_load_that_is_under_way_when_the_weights_change_fails(worker: Worker, is_told: bool) -> None:
-    worker.half.begin(Orders(stores=(worker.order("first", TOKENS, 1),)))
+    worker.half.start(Orders(stores=(worker.order("first", TOKENS, 1),)))
     eventually(worker.is_told)
     worker.half.report()
     load = replace(worker.load("r", TOKENS, 1 + BLOCKS, after=()), is_async=True)
@@ -191,15 +191,15 @@ def test_a_load_that_is_under_way_when_the_weights_change_fails(worker: Worker, 
     copier = worker.half._connector._loaders[0]
     assert isinstance(copier, CpuCopier)
     copier._thread.submit(may_copy.wait)  # it is at work for somebody else
-    worker.half.begin(Orders(loads=(load,)))
+    worker.half.start(Orders(loads=(load,)))
     if not is_told:
         worker.half.weights_written()
-    worker.half.begin(Orders(weights=int(is_told)))
+    worker.half.start(Orders(weights=int(is_told)))
     may_copy.set()
     reports: list[Report] = []
 
     def has_ended() -> bool:
-        loaded, _ = worker.half.ended()
+        loaded = worker.half.ended()
         reports.append(worker.half.report())
         return loaded == {"r"}
 
@@ -211,13 +211,13 @@ def test_a_load_that_is_under_way_when_the_weights_change_fails(worker: Worker, 
 
 @pytest.mark.weights
 def test_an_unheard_change_refuses_loads_until_the_schedulers_side_knows_of_it(worker: Worker) -> None:
-    worker.half.begin(Orders(stores=(worker.order("first", TOKENS, 1),)))
+    worker.half.start(Orders(stores=(worker.order("first", TOKENS, 1),)))
     eventually(worker.is_told)
     worker.half.weights_written()
     load = replace(worker.load("r", TOKENS, 1 + BLOCKS, after=()), is_async=True)
-    worker.half.begin(Orders(loads=(load,)))
-    assert worker.half.ended()[0] == {"r"}
+    worker.half.start(Orders(loads=(load,)))
+    assert worker.half.ended() == {"r"}
     report = worker.half.report()
     assert (report.valid_tokens, report.wrote_weights) == ({"r": 0}, {0})
-    worker.half.begin(Orders(weights=1))
+    worker.half.start(Orders(weights=1))
     assert not worker.half.report().wrote_weights

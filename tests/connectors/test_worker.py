@@ -60,7 +60,7 @@ def test_a_part_that_is_not_as_long_as_what_is_copied_is_a_miss(
         rig.store("w", tokens, range(2 * PER_CHUNK))
         hit = rig.lookup("r", tokens)
         before = rig.blocks(range(64, 64 + 2 * PER_CHUNK))
-        begun = rig.connector.scheduler.begin_load("r", [range(64, 64 + 2 * PER_CHUNK)], 0, hit)
+        begun = rig.connector.scheduler.lookups.begin_load("r", [range(64, 64 + 2 * PER_CHUNK)], 0, hit)
         assert begun is not None
         attachment, plan = begun
         plan = replace(plan, pieces=(*plan.pieces[:-1], changed(plan.pieces[-1])))

@@ -34,7 +34,7 @@ class GpuRig(Rig):
         super().__init__(address, kv=kv, device="cuda")
         self.fill(seed)
         torch.cuda.synchronize()
-        eventually(lambda: self.attachment.registrar is not None and self.attachment.registrar.pinned_through > 0)
+        eventually(lambda: (self.attachment.hold.pinned_through or 0) > 0)
 
     def hit(self, tokens: list[int], local: int = 0) -> str:
         """A request that hits all of `tokens`; it may take a heartbeat until the server knows what is registered."""
@@ -134,7 +134,7 @@ def test_a_store_comes_after_the_step_that_is_still_under_way_on_the_engines_str
         settings, manifest, Identity(unique("i"), unique("m")), [layout], stream=stream_of(stream)
     )
     with rig:
-        eventually(lambda: rig.attachment.registrar is not None and rig.attachment.registrar.pinned_through > 0)
+        eventually(lambda: (rig.attachment.hold.pinned_through or 0) > 0)
         warm = stored(rig, 15)
         rig.connector.finished(rig.hit(warm))
         tokens = tokens_of(16, CHUNKS)
@@ -159,7 +159,7 @@ def test_a_load_that_need_not_wait_ends_while_the_engines_stream_is_at_work(
     try:
         for waits in (False, True):
             request = writer.hit(tokens)
-            begun = writer.connector.scheduler.begin_load(request, [[*into]], 0, len(tokens))
+            begun = writer.connector.scheduler.lookups.begin_load(request, [[*into]], 0, len(tokens))
             assert begun is not None
             torch.cuda.synchronize()
             keep_busy(stream, 1_600_000_000)
@@ -184,7 +184,7 @@ def test_a_load_into_blocks_that_a_store_still_reads_comes_after_it_alone(
         offer = writer.connector.scheduler.stores.begin_store("late", late, [into], len(late))
         assert offer is not None
         plan = writer.connector.scheduler.stores.reserve(offer, offer.batches[0])
-        begun = writer.connector.scheduler.begin_load(request, [[*into]], 0, len(tokens))
+        begun = writer.connector.scheduler.lookups.begin_load(request, [[*into]], 0, len(tokens))
         assert plan is not None and begun is not None
         torch.cuda.synchronize()
         keep_busy(busy, 800_000_000)
@@ -222,7 +222,7 @@ def test_a_load_by_layers_is_read_layer_by_layer_and_its_damage_is_found_at_its_
                 spectator = Spectator(client, writer.connector.session.manifest)
                 spectator.flip(spectator.slots(tokens)[1], 12345)
                 spectator.close()
-            begun = reader.connector.scheduler.begin_load(request, [into], 0, len(tokens))
+            begun = reader.connector.scheduler.lookups.begin_load(request, [into], 0, len(tokens))
             assert begun is not None
             attachment, plan = begun
             bands = Bands([2 * (layer + 1) for layer in range(layers)], verified_after=1)

@@ -50,7 +50,7 @@ def test_eight_requests_load_their_prefix_once(own: int, engine: Engine) -> None
 def test_when_the_loaders_request_is_aborted_one_other_loads(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    may_end, worker, once = threading.Event(), kvdock_of(engine).worker, kvdock_of(engine)._driver._loads
+    may_end, worker, once = threading.Event(), kvdock_of(engine).worker, kvdock_of(engine).scheduler.lookups.waits.loads
     assert once is not None
     monkeypatch.setattr(once, "_clock", lambda: 5.0)  # however slow this machine is, no wait is over
     finish_load = worker.finish_load

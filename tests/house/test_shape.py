@@ -21,26 +21,11 @@ from tests.house.shape import NO_PRODUCT, product
 
 MOST_ARGUMENTS, MOST_ATTRIBUTES = 7, 15
 ARGUMENTS = {
-    "kvdock/connectors/driver.py Driver": 12,
-    "kvdock/connectors/requests.py RequestState": 15,
-    "kvdock/connectors/scheduler.py SchedulerConnector": 9,
-    "kvdock/connectors/session.py Attachment": 15,
-    "kvdock/connectors/sglang/loads.py Loads": 8,
-    "kvdock/connectors/sglang/offloads.py Offloads": 10,
-    "kvdock/connectors/vllm/scheduler.py VllmScheduler": 15,
-    "kvdock/connectors/vllm/worker.py VllmWorker": 11,
-    "kvdock/connectors/worker.py WorkerConnector": 8,
     "kvdock/engine/request.py Request": 16,
 }
 ATTRIBUTES = {
     "csrc/cuda/copier.h Copier": 28,
     "csrc/table/chunks.h Chunks": 32,
-    "kvdock/connectors/driver.py Driver": 21,
-    "kvdock/connectors/session.py EngineSession": 17,
-    "kvdock/connectors/sglang/linker.py KvdockLinker": 29,
-    "kvdock/connectors/vllm/connector.py KvdockConnector": 21,
-    "kvdock/connectors/vllm/scheduler.py VllmScheduler": 39,
-    "kvdock/connectors/vllm/worker.py VllmWorker": 30,
     "kvdock/engine/request.py Request": 16,
 }
 

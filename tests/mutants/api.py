@@ -108,7 +108,7 @@ MUTANTS = (
         "test_nothing_is_remembered_of_requests_that_are_not_listed_any_more",
     ),
     Mutant(
-        "P80", "a store forgets its request's trace", "kvdock/connectors/offers.py",
+        "P80", "a store forgets its request's trace", "kvdock/connectors/stores.py",
         "traceparent=offer.traceparent or UNSET", "traceparent=UNSET",
         ("tests/engine/test_traces.py", "-k", "whole_tree"),
         "test_the_whole_tree_of_a_request_comes_to_the_collector",

@@ -42,12 +42,13 @@ MUTANTS = (
     ),
     Mutant(
         "V3", "a load that could not begin is reported as loaded", WORKER,
-        "self._file(load.order, load.order.plan.local_tokens)", "self._file(load.order, load.order.plan.hit_tokens)",
+        "self._outcomes.add(load.order, load.order.plan.local_tokens)",
+        "self._outcomes.add(load.order, load.order.plan.hit_tokens)",
         ("tests/vllm/test_parallel.py", "-k", "without_a_server and 0.24.0"),
         "test_a_worker_without_a_server_reports_its_loads_and_stores",
     ),
     Mutant(
-        "V4", "blocks that a running request grows into do not fence stores", SCHEDULER,
+        "V4", "blocks that a running request grows into do not fence stores", TABLES,
         "                self._fresh.update(filter(None, column))\n", "                pass\n",
         PRESSURE, "test_under_pressure_nothing_wrong_is_read_and_all_requests_end",
     ),
@@ -81,7 +82,7 @@ MUTANTS = (
     ),
     Mutant(
         "V5e", "KV of long and of short rotary factors is shared", DEPENDENCES,
-        "told.append([kind, is_beyond])", "told.append([kind])",
+        "found_kinds.append([kind, is_beyond])", "found_kinds.append([kind])",
         IDENTITY, "test_longrope_engines_share_while_they_use_the_same_factors",
     ),
     Mutant(
@@ -138,18 +139,18 @@ MUTANTS = (
     ),
     Mutant(
         "V12", "a load never waits for steps under way", SCHEDULER,
-        "waits=self._in_flight.touches(blocks)", "waits=False",
+        "waits=self._next.in_flight.touches(blocks)", "waits=False",
         ("tests/vllm/test_undone.py", "-k", "under_way and 0.33.0"),
         "test_a_load_into_blocks_that_a_step_under_way_still_writes_comes_after_it",
     ),
     Mutant(
-        "V12b", "what a window leaves behind next is not used by its step", SCHEDULER,
+        "V12b", "what a window leaves behind next is not used by its step", TABLES,
         "else group.left_behind(computed)", "else computed",
         BY_HAND, "test_a_load_comes_after_a_step_that_reads_what_the_window_leaves_behind_next",
     ),
     Mutant(
         "V13", "a request that vLLM begins anew keeps what it had offered", SCHEDULER,
-        "            self._connector.stores.offer_anew([request_id])\n", "",
+        "            self._connector.stores.offer_again([request_id])\n", "",
         ("tests/vllm/test_undone.py", "-k", "goes_on and 0.24.0"),
         "test_a_request_that_goes_on_stores_what_it_computes_again",
     ),
@@ -162,8 +163,8 @@ MUTANTS = (
     Mutant(
         "V15", "a store whose blocks a step gives away is dropped", SCHEDULER,
         "        stores = self._stores.send()\n"
-        "        fences = self._stores.guard(None if self._unnamed else self._fresh - self._loaded_into)\n",
-        "        fences = self._stores.guard(None if self._unnamed else self._fresh - self._loaded_into)\n"
+        "        fences = self._stores.guard(self._next.overwritten)\n",
+        "        fences = self._stores.guard(self._next.overwritten)\n"
         "        stores = self._stores.send()\n",
         ("tests/vllm/test_undone.py", "-k", "read_before and 0.33.0"),
         "test_what_a_request_stores_as_it_ends_is_read_before_its_blocks_are_written",
@@ -217,7 +218,7 @@ MUTANTS = (
     ),
     Mutant(
         "V16i", "what vLLM declares unfit is loaded", SCHEDULER,
-        "not self.unfit and not getattr", "not getattr",
+        "not self._engine.unfit and not getattr", "not getattr",
         ("tests/vllm/test_unfit.py", "-k", "experts and 0.33.0"),
         "test_what_vllm_declares_unfit_is_stored_and_not_loaded",
     ),
@@ -261,12 +262,12 @@ MUTANTS = (
     ),
     Mutant(
         "V18a", "a salt does not count", "kvdock/connectors/vllm/request_tag.py",
-        '                met.told["salt"] = request.cache_salt\n', "                pass\n",
+        '                met.inputs["salt"] = request.cache_salt\n', "                pass\n",
         TAGS, "test_keys_are_shared_as_far_as_requests_are_alike",
     ),
     Mutant(
         "V18b", "embeddings do not count", "kvdock/connectors/vllm/request_tag.py",
-        '            told["embeddings"] = met.embeddings\n', "            pass\n",
+        '            inputs["embeddings"] = met.embeddings\n', "            pass\n",
         TAGS, "test_keys_are_shared_as_far_as_requests_are_alike",
     ),
     Mutant(
@@ -332,8 +333,8 @@ MUTANTS = (
         "test_vllm_knows_it_by_its_name_and_multiconnector_reads_its_statistics",
     ),
     Mutant(
-        "V22", "blocks that vLLM gives a request without naming them do not fence stores", SCHEDULER,
-        "            self._unnamed.add(request.request_id)\n", "            pass\n",
+        "V22", "blocks that vLLM gives a request without naming them do not fence stores", TABLES,
+        "            self._unnamed.add(tracked.request.request_id)\n", "            pass\n",
         ("tests/vllm/test_beside.py", "-k", "read_before and 0.24.0"),
         "test_beside_another_connector_stores_are_read_before_their_blocks_are_written",
     ),
@@ -344,13 +345,13 @@ MUTANTS = (
     ),
     Mutant(
         "V29", "a load does not come after the stores that read its blocks", "kvdock/connectors/vllm/worker.py",
-        "self._come_after(store.copies, self._stream if waits else self._aside)", "pass",
+        "self._come_after(store.copies, self._kv.stream if waits else self._kv.aside)", "pass",
         ("tests/connectors/test_vllm_worker.py",),
         "test_a_load_waits_for_the_copies_of_a_store_that_reads_its_blocks",
     ),
     Mutant(
-        "V30", "a step does not come after stores of what its request was loaded into", SCHEDULER,
-        "                self._fresh |= tracked.given\n", "",
+        "V30", "a step does not come after stores of what its request was loaded into", TABLES,
+        "                self._fresh |= one.given\n", "",
         BY_HAND, "test_a_store_holds_up_the_load_of_its_blocks_and_no_step_before_that_request_runs",
     ),
     Mutant(
@@ -360,7 +361,7 @@ MUTANTS = (
     ),
     Mutant(
         "V31", "after a reset that sets apart, requests share as before", SCHEDULER,
-        """        if self._on_reset == "apart":
+        """        if self._resets.on_reset == "apart":
             self.weights_change("changed")
 """, "",
         ("tests/vllm/test_tags.py", "-k", "kept_apart and tokens-0.33.0"),
@@ -425,7 +426,7 @@ MUTANTS = (
     ),
     Mutant(
         "V44", "a load of states takes blocks that vLLM did not count", SCHEDULER,
-        "if self._has_states and not tracked.is_async:", "if False:",
+        "if self._engine.has_states and not tracked.is_async:", "if False:",
         ("tests/vllm/test_states.py", "-k", "under_pressure_no_state"),
         "test_under_pressure_no_state_is_read_that_is_not_right",
     ),
@@ -447,7 +448,7 @@ MUTANTS = (
     ),
     Mutant(
         "V48", "what vLLM refuses is waited for", SCHEDULER,
-        "for request_id in self._unscheduled.refused():", "for request_id in ():",
+        "for request_id in self._arrivals.refused():", "for request_id in ():",
         ("tests/vllm/test_metrics.py", "-k", "refuses"),
         "test_what_vllm_receives_and_refuses_leaves_nothing_behind",
     ),

@@ -94,12 +94,12 @@ MUTANTS = (
     ),
     Mutant(
         "G26", "a session comes back to the weights of before", "kvdock/connectors/session.py",
-        'weights=self._weights if who.scheduler else "",', 'weights="",',
+        'weights=self._weights.name if own.scheduler else "",', 'weights="",',
         SESSION, "test_a_session_that_attaches_later_or_again_says_what_its_engine_runs_by_then",
     ),
     Mutant(
         "G27", "a reset clears the weights that the server knows", "kvdock/connectors/vllm/resets.py",
-        "            self._session.tell_weights(attachment)  # what is to be found from now on is cleared\n", "",
+        "            self._session.report_weights(attachment)  # what is to be found from now on is cleared\n", "",
         SESSION, "test_a_reset_clears_what_the_weights_of_now_find",
     ),
     Mutant(

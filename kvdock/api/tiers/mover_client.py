@@ -131,7 +131,7 @@ class MoverClient:
     ) -> bool:
         if self._why_unavailable(space, keys, stored):
             return False
-        if not self._tiers.is_worth(space, len(keys) // KEY_BYTES - stored, wait_s, tokens_per_s):
+        if not self._tiers.may_be_worth(space, len(keys) // KEY_BYTES - stored, wait_s, tokens_per_s):
             self._declined += 1
             return False
         return not self.tickets.is_full

@@ -94,9 +94,9 @@ class TierState:
             return self._has_forgotten
         return key[: m.KNOWN_BYTES] in known
 
-    def is_worth(self, space: NamespaceRecord, chunks: int, wait_s: float, tokens_per_s: float) -> bool:
-        """Whether some tier may bring some of `chunks` chunks sooner than an engine computes them. The mover decides
-        how many."""
+    def may_be_worth(self, space: NamespaceRecord, chunks: int, wait_s: float, tokens_per_s: float) -> bool:
+        """False: certainly no tier loads any of `chunks` chunks sooner than an engine computes them, at the speeds that
+        the mover reported last. Where one may, the mover decides (kvdock/protocol/mover_schemas.py says why)."""
         return any(
             worth_chunks(
                 chunks, chunk_bytes=space.chunk_bytes, chunk_tokens=space.manifest.chunk_tokens,

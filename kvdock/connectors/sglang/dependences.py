@@ -1,9 +1,9 @@
-"""What the bytes of KV depend on beside tokens and weights, of SGLang's settings and environment.
+"""The settings and environment variables of SGLang on which the bytes of KV depend, beside tokens and weights.
 
-SGLang has some four hundred settings and as many variables, and each release adds some. So the question is put the
-other way round than for vLLM: whatever somebody has set is named in the manifest, but for what is known to change no
-byte of KV, or is said by another part of the manifest. A setting that nobody knows keeps two engines apart; it never
-lets them share what differs.
+SGLang has some four hundred settings and as many variables, and each release adds some. So the rule is the opposite of
+that for vLLM: every setting that is not at its default is named in the manifest, except those that are known to change
+no byte of KV, or that another part of the manifest covers. An unknown setting keeps two engines apart; it never lets
+them share KV that differs.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _HARMLESS = """
     disable_outlines_disk_cache custom_sigquit_handler is_embedding
 """
 HARMLESS = frozenset(_HARMLESS.split())
-"""Settings that change no byte of KV, or that other parts of the manifest say: the model's files, the KV's type, the
+"""Settings that change no byte of KV, or that other parts of the manifest cover: the model's files, the KV's type, the
 split over ranks, adapters."""
 OWN = ("SGLANG_", "SGL_")
 _HARMLESS_VARIABLES = """
@@ -92,12 +92,13 @@ _HARMLESS_VARIABLES = """
     SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION SGLANG_TEST_MAX_RETRY SGLANG_IS_IN_CI SGLANG_IS_IN_CI_AMD
 """
 HARMLESS_VARIABLES = frozenset(_HARMLESS_VARIABLES.split())
-"""Variables of SGLang 0.5.23: they say where things lie, how they are watched, and which process this is. All others
-of its own count, as kvdock/connectors/dependences.py has it."""
+"""Variables of SGLang 0.5.23 for paths, monitoring and the roles of processes. All its other variables count, as
+kvdock/connectors/dependences.py has it."""
 
 
 def settings_set(args: Any, fields: Iterable[Any]) -> dict[str, str]:
-    """What somebody has set, and what KV may depend on. `fields`: those of SGLang's ServerArgs, with their defaults."""
+    """The settings that are not at their defaults and on which KV may depend. `fields`: those of SGLang's ServerArgs,
+    with their defaults."""
     return dict(_set(args, fields))
 
 

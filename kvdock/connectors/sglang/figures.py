@@ -1,7 +1,7 @@
-"""What the linker counts, as metrics of SGLang's own registry: sglang:kvdock_…
+"""The linker's metrics, in SGLang's own registry: sglang:kvdock_…
 
-With --enable-metrics SGLang gathers the metrics of all its processes, ours among them. What all ranks do alike (tokens,
-lookups) is counted by rank 0.
+With --enable-metrics SGLang collects the metrics of all its processes, and kvdock's with them. Rank 0 counts what all
+ranks do alike (tokens, lookups).
 """
 
 from __future__ import annotations
@@ -61,5 +61,5 @@ class Figures:
             return
         self.counted[name] = amount if kind == "gauge" else self.counted.get(name, 0) + amount
         if made is not None:
-            tell = {"counter": "inc", "gauge": "set", "seconds": "observe"}[kind]
-            getattr(made, tell)(amount)
+            update = {"counter": "inc", "gauge": "set", "seconds": "observe"}[kind]
+            getattr(made, update)(amount)

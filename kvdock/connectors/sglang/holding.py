@@ -1,15 +1,15 @@
-"""Holds requests back while more may be promised soon (lookups.py says what is waited for, and how long).
+"""Holds requests back while more may be promised soon (lookups.py decides for what they wait, and how long).
 
 SGLang computes what a linker has not promised when it admits a request, and a linker cannot say "later". So a request
 that waits is left in SGLang's queue, by two of SGLang's own plugin hooks (sglang.srt.plugins):
 
-    SGLang has looked a request up and is about to admit it ──► `admit` says: not now
+    SGLang has looked a request up and is about to admit it ──► `admit` answers: not now
     SGLang plans a batch while the request still waits ──► `next_batch` takes it out of the queue for that time
 
 Once the request waits no longer, SGLang finds it in the queue and looks it up anew. SGLang admits others meanwhile.
 
-Invariant: all ranks hold the same requests. Rank 0 knows who waits. It tells the others whenever a batch is planned
-while a request is held, and for each request that was looked up and was promised nothing.
+Invariant: all ranks hold the same requests. Rank 0 knows which requests wait. It reports them to the others whenever a
+batch is planned while a request is held, and for each request that was looked up and was promised nothing.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ import time
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
-from kvdock.connectors.sglang.lookups import Lookups
+from kvdock.connectors.sglang.lookups import PageLookups
 from kvdock.connectors.sglang.ranks import Ranks
 
-REST_S = 0.001
-"""Between two rounds of an engine that has nothing to do but wait."""
+IDLE_S = 0.001
+"""Between two rounds of an engine that only waits."""
 
 
 class Holding:
-    """`lookups`: rank 0's. `planned`: called with how many tokens of prompts the step has that was planned, 0 if none.
+    """`lookups`: rank 0's. `planned`: called with how many tokens of prompts the planned step has, 0 if none.
     """
 
-    def __init__(self, ranks: Ranks, lookups: Lookups | None, planned: Callable[[int], None]) -> None:
+    def __init__(self, ranks: Ranks, lookups: PageLookups | None, planned: Callable[[int], None]) -> None:
         self._ranks, self._lookups, self.planned = ranks, lookups, planned
         self._looked_up: str | None = None
         self._held: frozenset[str] = frozenset()
 
     def looked_up(self, rid: str) -> None:
-        """SGLang has asked about a request, and admits it next or does not."""
+        """SGLang has looked a request up, and decides next whether it admits it."""
         self._looked_up = rid
 
-    def begins(self, rid: str) -> bool:
-        """Whether a request is held back from now on that SGLang would admit. Nothing is promised of it."""
+    def starts(self, rid: str) -> bool:
+        """Whether a request that SGLang would admit is held back from now on. Nothing of it is promised."""
         was_looked_up, self._looked_up = self._looked_up == rid, None
         if not was_looked_up:
             return False
@@ -49,7 +49,7 @@ class Holding:
         return waits
 
     def held(self, queue: Iterable[str]) -> frozenset[str]:
-        """Those who still wait of the requests that are held back. `queue`: all that SGLang has not admitted."""
+        """The requests that are held back and still wait. `queue`: all that SGLang has not admitted."""
         if self._held:
             before, waiting, lookups = self._held, self._held.intersection(queue), self._lookups
             if lookups is not None:
@@ -64,7 +64,7 @@ def admit(holding: Holding, original: Callable[..., Any], adder: Any, req: Any, 
     """Around PrefillAdder.add_one_req. SGLang goes on to the next request where it can; a request with a recurrent
     state has been given room for it by now, which SGLang takes back where it ends the round. A request for which
     SGLang has preempted others does not wait."""
-    if req.host_hit_length > 0 or adder.preempt_list or not holding.begins(req.rid):
+    if req.host_hit_length > 0 or adder.preempt_list or not holding.starts(req.rid):
         return original(adder, req, *more, **how)
     from sglang.srt.managers.schedule_policy import AddReqResult
 
@@ -82,15 +82,16 @@ def next_batch(holding: Holding, original: Callable[..., Any], scheduler: Any, *
     finally:
         if held:
             scheduler.waiting_queue = put_back(queue, held, scheduler.waiting_queue)
-    computes = batch is not None and batch.hicache_consumer_index < 0  # how long a load takes says nothing of that
+    computes = batch is not None and batch.hicache_consumer_index < 0  # the time of a batch with loads does not count
     holding.planned(batch.extend_num_tokens if computes else 0)
-    if held and batch is None and running.is_empty() and not scheduler.require_mlp_sync:  # nobody else is kept waiting
-        time.sleep(REST_S)  # the threads that ask and hash have the interpreter meanwhile
+    if held and batch is None and running.is_empty() and not scheduler.require_mlp_sync:  # no other request waits
+        time.sleep(IDLE_S)  # the threads that ask and hash have the interpreter meanwhile
     return batch, running
 
 
 def put_back(queue: list[Any], held: Collection[str], left: list[Any]) -> list[Any]:
-    """`left` of a queue from which `held` were taken, and they in their old places. What SGLang has added is last."""
+    """`left` of a queue from which `held` were taken, with these in their old places. Requests that SGLang has added
+    come last."""
     stayed = {id(req) for req in left}
     old = {id(req) for req in queue}
     return [req for req in queue if req.rid in held or id(req) in stayed] + [req for req in left if id(req) not in old]

@@ -1,9 +1,9 @@
-"""What SGLang does not say to a linker, read where SGLang's own hooks (sglang.srt.plugins) let it be read.
+"""Facts that SGLang does not report to a linker, read in SGLang's own hooks (sglang.srt.plugins).
 
 The parent of a node: a linker is offered the pages of a node of SGLang's tree, and not the page before them, without
 which a server does not know which chunks a chunk needs. A hook around the wrapper's offer reads it from the tree. Where
-that fails, the parent is unknown, which the protocol allows: chunks are found all the same, and only which of them goes
-first is known less well.
+that fails, the parent is unknown, which the protocol allows: chunks are found all the same, and only the order of their
+eviction is worse.
 
 Requests that run while weights change, and which pages of the tree are theirs: updates.py.
 
@@ -58,8 +58,8 @@ ADMITS = "sglang.srt.managers.schedule_policy.PrefillAdder.add_one_req"
 PLANS = "_get_new_batch_prefill_raw"
 
 
-class Told(Protocol):
-    """A linker."""
+class Hooked(Protocol):
+    """A linker, as the hooks call it."""
 
     holding: Holding
     fresh: Fresh
@@ -69,7 +69,7 @@ class Told(Protocol):
     """The hash of the page before the node that is offered next, as Chains.named has it."""
 
     def planned(self) -> None:
-        """A forward pass comes that computes a prompt."""
+        """A forward pass that computes a prompt is planned."""
 
 
 _linkers: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -90,8 +90,8 @@ def install() -> None:
             _register(f"{path}.{name}", _HEARS.get(name, _change))
 
 
-def tell(linker: Told) -> None:
-    """Tells `linker` from now on."""
+def register(linker: Hooked) -> None:
+    """From now on the hooks call `linker`."""
     from sglang.srt.plugins.hook_registry import HookRegistry
 
     _linkers.add(linker)
@@ -99,7 +99,7 @@ def tell(linker: Told) -> None:
     for path in (*CHANGES, SCHEDULER, WORKER):
         try:
             owner = pkgutil.resolve_name(path)
-        except (ImportError, AttributeError) as error:  # linker.guard says what that means
+        except (ImportError, AttributeError) as error:  # linker.guard decides what follows from that
             log.debug("SGLang has no %s: %s", path, error)
             continue
         for name in changes_of(owner):
@@ -162,7 +162,7 @@ def _insert(original: Callable[..., Any], cache: Any, params: Any, *more: Any, *
 
 
 def _linker_of(cache: Any) -> Any:
-    """The one that was told, of a scheduler's cache; None: it is another one's."""
+    """The registered linker of a scheduler's cache; None: its linker is not kvdock's."""
     linker = getattr(getattr(cache, "linker", None), "cache_linker", None)
     return linker if linker in _linkers else None
 
@@ -261,4 +261,4 @@ def _named(original: Callable[..., Any], scheduler: Any, new_version: Any, *more
 _HEARS: dict[str, Callable[..., Any]] = {
     BEGINS: _begin, ENDS: _end, RELEASES: _release, RESUMES: _resume, CHECKS: _check,
 }
-"""What goes around a method of CHANGES that is no change by itself."""
+"""The hooks of the methods of CHANGES that are no change by themselves."""

@@ -1,8 +1,8 @@
-"""What KV of all requests depends on: the model and its set-up, named by the manifest and its revision.
+"""The facts on which the KV of all requests depends: the model and its settings, in the manifest and its revision.
 
-Adapters, salts and what a caller calls an extra key are in SGLang's own hashes of pages, from which keys are made. An
-adapter that is named on SGLang's command line has a hash of its name and path there, which says nothing of its files:
-so these are in the revision. One that is loaded later has a name that no other engine gives.
+Adapters, salts and a caller's extra key are in SGLang's own hashes of pages, from which keys are made. An adapter that
+is named on SGLang's command line has a hash of its name and path there, which does not cover its files: so their digest
+is in the revision. An adapter that is loaded later has a name that no other engine gives.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvdock.connectors.weights import FindSnapshot, digest_of_folder, hub_snapsh
 from kvdock.protocol.schemas import Manifest
 
 MOST_LETTERS = 128
-"""The most letters of a name that is shown to people."""
+"""The longest name that is shown to people, in characters."""
 HASHES = "sglang sha256 pages"
 """SGLang chains its hashes of pages from the tokens, an adapter and salts alone: every process makes the same ones."""
 
@@ -31,7 +31,7 @@ def revision(
     find_snapshot: FindSnapshot = hub_snapshot, read_all: bool = False,
 ) -> str:
     """Digest of weights and of all that can change KV. NotSupportedError where it cannot be known. `args`, `model`:
-    SGLang's ServerArgs and ModelConfig; `settings`: what somebody has set, as dependences.py has it; `read_all`: the
+    SGLang's ServerArgs and ModelConfig; `settings`: those that are set, as dependences.py has them; `read_all`: the
     digest of the weights is of all bytes of their files."""
     load = SimpleNamespace(
         load_format=args.load_format, download_dir=args.download_dir,
@@ -41,21 +41,21 @@ def revision(
         model=args.model_path, revision=args.revision, hf_config=model.hf_config, seed=args.random_seed,
         model_weights="",
     )
-    told = {
+    fields = {
         "hf_config": described(json.loads(model.hf_config.to_json_string(use_diff=False))),
         "dtype": str(model.dtype), "quantization": str(model.quantization),
         "settings": dict(settings), "adapters": adapters_of(args.lora_paths, find_snapshot),
         "draft": draft_of(args, about, load, weights_digest, find_snapshot, read_all=read_all),
         **weights_of(about, load, weights_digest, find_snapshot, whole=read_all),
     }
-    return hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(fields, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def draft_of(
     args: Any, target: Any, load: Any, weights_digest: str, find_snapshot: FindSnapshot, *, read_all: bool = False
 ) -> dict[str, Any]:
-    """What the KV of a draft model depends on, if the model is no part of the target: how drafts are made, and its
-    weights. `weights_digest`, where it is given, names these too."""
+    """The facts on which the KV of a draft model depends, if the model is no part of the target: how drafts are made,
+    and its weights. `weights_digest`, where it is given, names these too."""
     path = getattr(args, "speculative_draft_model_path", None)
     if path in (None, args.model_path):
         return {}
@@ -86,7 +86,7 @@ def adapters_of(given: Any, find_snapshot: FindSnapshot) -> list[list[str]]:
 
 
 def _named(adapter: Any) -> tuple[str, str]:
-    """Name and path of an adapter, however SGLang was told of it: NAME=PATH, PATH, a mapping or a LoRARef."""
+    """Name and path of an adapter, in each form that SGLang accepts: NAME=PATH, PATH, a mapping or a LoRARef."""
     if isinstance(adapter, str):
         name, _, path = adapter.rpartition("=")
         return name or path, path

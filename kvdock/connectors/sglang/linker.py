@@ -1,11 +1,12 @@
-"""The class SGLang makes in each rank of an engine. It holds the parts of this folder together and hands each call on.
+"""The class that SGLang makes in each rank of an engine. It holds the parts of this folder together.
 
     --enable-unified-cache-external-linker --unified-cache-external-linker-backend dynamic
     --unified-cache-external-linker-config
         '{"linker": "KvdockLinker", "linker_module_path": "kvdock.connectors.sglang"}'
 
-SGLang calls the linkers of all ranks alike, and joins their answers: a request may load what all of them say, and has
-failed if one of them says so. Rank 0 alone asks the server; the others say yes to all of it, so rank 0's word counts.
+SGLang calls the linkers of all ranks alike, and joins their answers: a request may load the pages that all of them
+promise, and has failed if it has failed in one of them. Only rank 0 looks up at the server. The other ranks promise
+everything, so rank 0 decides.
 
 Threads: SGLang's scheduler thread calls everything.
 """
@@ -18,7 +19,6 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import sglang
@@ -28,29 +28,23 @@ from sglang.srt.arg_groups.overrides import model_config_of
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
 
-from kvdock.connectors.chunk_statistics import ChunkStatistics
-from kvdock.connectors.cost import LoadOrCompute, PrefillSpeed
-from kvdock.connectors.driver import Driver
+from kvdock.connectors.cost import PrefillSpeed
 from kvdock.connectors.engine_connector import ConnectorSettings, open_worker, start
 from kvdock.connectors.plans import LoadPlan
 from kvdock.connectors.running_weights import RunningWeights
-from kvdock.connectors.scheduler import SchedulerConnector
-from kvdock.connectors.session import Attachment, EngineSession, Identity, ServerEpoch, SessionObserver
+from kvdock.connectors.session import Attachment, Identity, ServerEpoch, SessionObserver
 from kvdock.connectors.sglang.dependences import settings_set, variables_set
 from kvdock.connectors.sglang.figures import Figures
 from kvdock.connectors.sglang.holding import Holding
-from kvdock.connectors.sglang.hooks import PLANS, hook_change, tell
+from kvdock.connectors.sglang.hooks import PLANS, hook_change, register
 from kvdock.connectors.sglang.identity import manifest_of, revision
 from kvdock.connectors.sglang.loads import Loads, QueuedLoad
-from kvdock.connectors.sglang.lookups import Chains, Lookups
-from kvdock.connectors.sglang.offloads import Known, Offloads, known_of
-from kvdock.connectors.sglang.pools import FULL, groups_of
+from kvdock.connectors.sglang.offloads import Offloads
+from kvdock.connectors.sglang.pools import FULL, KVGroup, RankPools, groups_of
+from kvdock.connectors.sglang.rank_zero import RankZero
 from kvdock.connectors.sglang.ranks import Ranks
 from kvdock.connectors.sglang.setup import Settings, drafts_of, refuse_what_is_not_supported, warn_of_version
 from kvdock.connectors.sglang.updates import UNKNOWN, Changes, Fresh, Guard
-from kvdock.connectors.verify import ChecksumVerifier, HashAhead, Trust
-from kvdock.connectors.waits import AwaitTiers, Patience
-from kvdock.connectors.worker import WorkerConnector, cores_of, hash_threads
 
 log = logging.getLogger("kvdock.sglang")
 
@@ -65,131 +59,105 @@ class KvdockLinker(UnifiedCacheLinker):
     ) -> None:
         """`nonce`: a random name; `clock`: seconds, monotonic; SGLang passes the others."""
         warn_of_version(sglang.__version__)
-        self.forward_stream, self._page_tokens, self._clock = forward_stream, params.page_size, clock
         settings, model = Settings.load(extra_config or {}, os.environ), model_config_of(server_args)
         refuse_what_is_not_supported(server_args, params, model, [component.name for component in components])
         kvcache = params.token_to_kv_pool_allocator.get_kvcache()
-        self._groups = groups_of(
+        groups = groups_of(
             kvcache, params.page_size, params.swa_retain_window, drafts_of(params), params.req_to_token_pool
         )
-        self.pools = {PoolName(group.transfer): kvcache for group in self._groups}
-        self._ranks, self._draw = Ranks(params.attn_tp_cache_group or params.tp_cache_group), nonce
+        self.forward_stream, self.pools = forward_stream, {PoolName(group.transfer): kvcache for group in groups}
+        self._ranks = Ranks(params.attn_tp_cache_group or params.tp_cache_group)
         self._figures = Figures(_prometheus() if params.enable_metrics else None)
-        device, self._stream = "cpu", None  # a GPU's default stream is 0
-        if torch.device(kvcache.device).type == "cuda":
-            device = f"cuda:{torch.cuda.current_device()}"
-            self._stream = int((forward_stream or torch.cuda.current_stream()).cuda_stream)
-        self._session, self._worker = self._open(settings, server_args, model, str(kvcache.dtype), device)
         self._weights = RunningWeights(
-            trusts_versions=settings.trust_weight_versions, draw=nonce, told=self._weights_named
+            trusts_versions=settings.trust_weight_versions, draw=nonce, renamed=self._weights_named
         )
-        self._chains, self._known, self._trust = Chains(self._weights), Known(), Trust(settings.trust_s, clock)
-        self._speed = PrefillSpeed(clock, 0 if server_args.disable_overlap_schedule else 1)
-        self._cost = LoadOrCompute(self._speed, clock) if settings.load_if_cheaper else None
-        self._driver = self._drive(settings) if self._ranks.rank == 0 else None
-        self._lookups, self._ahead = None, None
-        if self._driver is not None:
-            self._ahead = HashAhead(self._trust) if settings.trust_s > 0 else None
-            self._lookups = Lookups(
-                self._driver, self._chains, self._figures, self._page_tokens, settings.verify_wait_s,
-                settings.tier_wait_s, clock,
+        self._rank_pools = self._open(settings, server_args, params, model, groups, nonce)
+        speed = PrefillSpeed(clock, 0 if server_args.disable_overlap_schedule else 1)
+        self._zero: RankZero | None = None
+        if self._ranks.rank == 0:
+            self._zero = RankZero.of(
+                self._rank_pools.worker.session, settings, ranks=self._ranks.size, weights=self._weights, speed=speed,
+                figures=self._figures, clock=clock,
             )
-        self.holding = Holding(self._ranks, self._lookups, self._speed.step)
-        self._loads = Loads(
-            self._worker, self._groups, self._page_tokens, self._weights,
-            stream=_current_stream if self._stream is not None else None,
-            ended=self._load_ended, took=self._loads_took, clock=clock,
-        )
+        self.holding = Holding(self._ranks, self._zero.lookups if self._zero is not None else None, speed.step)
+        self._loads = Loads(self._rank_pools, self._weights, ended=self._load_ended, took=self._loads_took, clock=clock)
         self.layer_done_counter = self._loads.counter
-        self._offloads = Offloads(
-            self._worker, self._groups, self._page_tokens, self._ranks, self._driver, self._chains, self._known,
-            self._figures, self._weights, self._ahead,
-        )
-        self._loading: dict[str, tuple[list[str], str, LoadPlan]] = {}
+        self._offloads = Offloads(self._rank_pools, self._ranks, self._weights, self._figures, self._zero)
         self.parent: str | None = UNKNOWN
         self.fresh, self.changes = Fresh(self._weights), Changes(self._weights, self._weights_change)
         self.guard = Guard(hook_change, PLANS, self.changes.unheard)
-        keeps = self._driver.scheduler.keeps_lease if self._driver is not None else lambda lease: False
-        start(self._session, self._worker, SessionObserver(keeps))
-        tell(self)
+        keeps = self._zero.connector.lookups.keeps_lease if self._zero is not None else lambda lease: False
+        start(self._rank_pools.worker.session, self._rank_pools.worker, SessionObserver(keeps))
+        register(self)
 
     def _open(
-        self, settings: Settings, args: Any, model: Any, kv_dtype: str, device: str
-    ) -> tuple[EngineSession, WorkerConnector]:
+        self, settings: Settings, args: Any, params: Any, model: Any, groups: Sequence[KVGroup],
+        nonce: Callable[[], str],
+    ) -> RankPools:
+        """This rank's worker connector, which is not attached yet, over SGLang's pools."""
+        kvcache, device, stream = params.token_to_kv_pool_allocator.get_kvcache(), "cpu", None
+        if torch.device(kvcache.device).type == "cuda":
+            device = f"cuda:{torch.cuda.current_device()}"
+            stream = int((self.forward_stream or torch.cuda.current_stream()).cuda_stream)  # the default stream is 0
         dependences = settings_set(args, record_fields(type(args))) | variables_set(os.environ)
         manifest = manifest_of(
-            model, sglang.__version__, self._groups, page_tokens=self._page_tokens, ranks=self._ranks.size,
+            model, sglang.__version__, groups, page_tokens=params.page_size, ranks=self._ranks.size,
             revision=revision(
                 args, model, dependences, weights_digest=settings.weights_digest, read_all=settings.read_all_weights
-            ), kv_dtype=kv_dtype,
+            ), kv_dtype=str(kvcache.dtype),
         )
-        instance, rank = self._ranks.share(f"sglang-{self._draw()}"), self._ranks.rank
+        instance, rank = self._ranks.share(f"sglang-{nonce()}"), self._ranks.rank
         label = str(args.served_model_name or args.model_path)[-100:]
-        return open_worker(
+        _, worker = open_worker(
             ConnectorSettings(
                 settings.address, settings.access_token_file, settings.timeout_s, device, settings.copy_threads
             ),
-            manifest, Identity(instance, f"{instance}-{rank}-{self._draw()}", (rank,), rank == 0, label),
-            [replace(group.layout, token_order=manifest.token_order) for group in self._groups], stream=self._stream,
+            manifest, Identity(instance, f"{instance}-{rank}-{nonce()}", (rank,), rank == 0, label),
+            [replace(group.layout, token_order=manifest.token_order) for group in groups], stream=stream,
         )
-
-    def _drive(self, settings: Settings) -> Driver:
-        """Rank 0's."""
-        threads = hash_threads(cores_of(self._ranks.size))
-        speed = self._speed if settings.load_if_cheaper else None
-        tiers = AwaitTiers(settings.tier_wait_s, speed, self._clock, self._figures.waited)
-        scheduler = SchedulerConnector(
-            self._session, readers=self._ranks.size, chain_of=self._chains.of, terms=tiers.terms,
-            verifier=ChecksumVerifier(self._session, threads=threads, trust=self._trust),
-        )
-        statistics = ChunkStatistics(self._page_tokens) if settings.chunk_statistics else None
-        return Driver(
-            scheduler, answered=partial(self._figures.add, "lookup_seconds"), limits=settings, verifies_all=True,
-            patience=Patience(settings.lookup_wait_s, self._clock), statistics=statistics, clock=self._clock,
-            tiers=tiers, cost=self._cost, declined=lambda rid, why, tokens: self._figures.add(f"declined_{why}"),
-        )
+        return RankPools(worker, groups, params.page_size, _current_stream if stream is not None else None)
 
     # ------------------------------------------------------------------ lookups and loads
 
     def lookup(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:
         self.holding.looked_up(rid)
         pages = next(list(one.keys) for one in transfers if one.name == FULL)
-        if not self._shares():
+        if not self._may_share():
             return []
-        if self._lookups is None:
+        if self._zero is None:
             return list(range(1, len(pages) + 1))
-        found = self._lookups.ask(rid, pages)
+        found = self._zero.lookups.ask(rid, pages)
         return [found] if found else []
 
     def load(self, rid: str, transfers: list[PoolTransfer]) -> bool:
         by_name = {str(one.name): one for one in transfers}
         pages = list(by_name[FULL].keys)
-        said: tuple[ServerEpoch, LoadPlan] | None = None
-        begun: tuple[Attachment, LoadPlan] | None = None
-        shares = self._shares()
-        if self._lookups is not None and shares:
-            begun = self._lookups.begin_load(rid, len(pages))
-            said = (begun[0].epoch, begun[1]) if begun is not None else None
-        said = self._ranks.share(said)
-        if said is None:
-            return self._gives_up(rid, None)
-        if begun is None and shares and (attachment := self._session.attachment_to(said[0])) is not None:
-            begun = attachment, said[1]
-        if not self._ranks.all_agree(begun is not None):
-            return self._gives_up(rid, begun)
-        assert begun is not None
+        shared: tuple[ServerEpoch, LoadPlan] | None = None
+        started: tuple[Attachment, LoadPlan] | None = None
+        may_load = self._may_share()
+        if self._zero is not None and may_load:
+            started = self._zero.lookups.begin_load(rid, len(pages))
+            shared = (started[0].epoch, started[1]) if started is not None else None
+        shared = self._ranks.share(shared)
+        if shared is None:
+            return self._give_up(rid, None)
+        session = self._rank_pools.worker.session
+        if started is None and may_load and (attachment := session.attachment_to(shared[0])) is not None:
+            started = attachment, shared[1]
+        if not self._ranks.all_agree(started is not None):
+            return self._give_up(rid, started)
+        assert started is not None
         indices = {name: one.device_indices for name, one in by_name.items()}
-        self._loads.queue(QueuedLoad(rid, *begun, indices, self._weights.epoch))
-        self._loading[rid] = pages, begun[0].session, begun[1]
+        self._loads.queue(QueuedLoad(rid, *started, indices, self._weights.epoch, pages))
         return True
 
-    def _gives_up(self, rid: str, begun: tuple[Attachment, LoadPlan] | None) -> bool:
+    def _give_up(self, rid: str, started: tuple[Attachment, LoadPlan] | None) -> bool:
         """A rank cannot load: no rank does, and SGLang computes."""
         self._figures.add("loads_given_up")
-        if begun is not None:
-            self._loads.give_up(*begun)
-            if self._lookups is not None:
-                self._lookups.loaded(rid, None)
+        if started is not None:
+            self._loads.give_up(*started)
+            if self._zero is not None:
+                self._zero.lookups.loaded(rid, None)
         return False
 
     def start_layer_wise_loading(self) -> int:
@@ -201,26 +169,19 @@ class KvdockLinker(UnifiedCacheLinker):
     def cancel_queued_load(self, rid: str) -> bool:
         return self._loads.cancel(rid)
 
-    def _load_ended(self, rid: str, ok: bool | None) -> None:
-        pages, epoch, plan = self._loading.pop(rid)
-        if self._lookups is None:
+    def _load_ended(self, load: QueuedLoad, ok: bool | None) -> None:
+        if self._zero is None:
             return
-        self._lookups.loaded(rid, ok)
-        if ok is None:
-            return
-        if ok:  # what this rank has copied was hashed once more meanwhile
-            own = self._ranks.rank % self._session.manifest.writers
-            self._known.add(pages, known_of(epoch, self._weights.epoch))
-            self._trust.add(epoch, (part for piece in plan.pieces for part in piece.parts if part.writer == own))
-        else:
-            self._trust.clear()
-        self._figures.add("load_tokens" if ok else "load_failures", len(pages) * self._page_tokens if ok else 1)
+        self._zero.load_ended(load, ok, self._weights.epoch)
+        if ok is not None:
+            tokens = len(load.pages) * self._rank_pools.page_tokens
+            self._figures.add("load_tokens" if ok else "load_failures", tokens if ok else 1)
 
     def _loads_took(self, batch_s: float, copies: Sequence[tuple[int, float]]) -> None:
         self._figures.add("load_seconds", batch_s)
-        if self._cost is not None:
+        if self._zero is not None:
             for tokens, seconds in copies:
-                self._cost.loaded(tokens, seconds)
+                self._zero.connector.lookups.load_took(tokens, seconds)
 
     # ------------------------------------------------------------------ stores
 
@@ -228,8 +189,8 @@ class KvdockLinker(UnifiedCacheLinker):
         by_name = {str(one.name): one for one in transfers}
         if FULL not in by_name or not by_name[FULL].keys:
             return False
-        may_store = self._shares()
-        if self._driver is not None:
+        may_store = self._may_share()
+        if self._zero is not None:
             full = by_name[FULL]
             may_store = self.fresh.may_store(full.keys, self.parent, full.device_indices) and may_store
         self._offloads.offer(
@@ -239,11 +200,11 @@ class KvdockLinker(UnifiedCacheLinker):
         return True
 
     def num_completed_offloads(self) -> int:
-        """SGLang asks in each turn of its loop."""
-        if self._lookups is not None:
-            self._lookups.tick(self._loads.counter.batches)
-            self._figures.add("attached", int(self._session.attachment is not None))
-            self._figures.add("shares", int(self._shares()))
+        """SGLang calls it in each turn of its loop."""
+        if self._zero is not None:
+            self._zero.lookups.tick(self._loads.counter.batches)
+            self._figures.add("attached", int(self._rank_pools.worker.session.attachment is not None))
+            self._figures.add("shares", int(self._may_share()))
         return self._offloads.count_ended()
 
     def pop_completed_offload(self) -> bool:
@@ -251,7 +212,7 @@ class KvdockLinker(UnifiedCacheLinker):
 
     def _ready(self) -> Callable[[], object]:
         """Waits until the GPU knows the pages that SGLang has named. Copies come after the forward pass's stream."""
-        if self._stream is None:
+        if self._rank_pools.stream is None:
             return lambda: None
         event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch does not say
         event.record()
@@ -260,44 +221,42 @@ class KvdockLinker(UnifiedCacheLinker):
 
     # ------------------------------------------------------------------ weights
 
-    def _shares(self) -> bool:
+    def _may_share(self) -> bool:
         """Whether anything may be looked up, loaded or stored."""
         return self.guard.in_force() and self._weights.may_share
 
     def planned(self) -> None:
-        """As Told has it."""
+        """As Hooked has it."""
         self._weights.computed()
 
     def _weights_change(self) -> None:
-        """What was asked for is not loaded from now on, and what was offered and not begun is not stored."""
-        if self._lookups is not None:
-            self._lookups.reset()
+        """From now on, pages that were looked up are not loaded, and offers that have not started are not stored."""
+        if self._zero is not None:
+            self._zero.lookups.reset()
 
     def _weights_named(self, name: str) -> None:
-        """The weights that this engine runs are known by `name` from now on, as RunningWeights has it."""
+        """The weights that this engine runs have this name from now on, as RunningWeights has it."""
         self._figures.add("weights_changes")
         self._figures.add("weights_private", int(name.startswith("private")))
 
     # ------------------------------------------------------------------ ends
 
     def reset(self) -> None:
-        """What the server holds stays: /flush_cache is about this engine's memory."""
+        """The server's chunks stay: /flush_cache is about this engine's memory."""
         self._loads.reset()
         self._offloads.reset()
-        if self._lookups is not None:
-            self._lookups.reset()
+        if self._zero is not None:
+            self._zero.lookups.reset()
         self._weights.flushed()
 
     def close(self) -> None:
         self._loads.close()
         self._offloads.close()
-        if self._ahead is not None:
-            self._ahead.close()
-        if self._driver is not None:
-            self._driver.close()
-        self._worker.close()
-        self._session.close()
-        self._session.client.close()
+        if self._zero is not None:
+            self._zero.close()
+        self._rank_pools.worker.close()
+        self._rank_pools.worker.session.close()
+        self._rank_pools.worker.session.client.close()
 
 
 def _current_stream() -> int:

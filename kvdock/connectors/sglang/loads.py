@@ -1,11 +1,11 @@
-"""A rank's loads: queued while SGLang builds a batch, begun with it, waited for layer by layer, and ended with it.
+"""A rank's loads: queued while SGLang builds a batch, started with it, awaited layer by layer, and ended with it.
 
-    load ──► queue ──► start ──► "kvdock-load": submit ──► copies ──► verdict, words to the server
+    load ──► queue ──► start ──► "kvdock-load": submit ──► copies ──► verdict, reports to the server
                          └► batch ◄── wait_until(layer) …… forward …… finish
 
 The forward pass asks for a layer's KV before it reads it. On a GPU its stream is ordered after the band of layers that
 has it, so loading and computing overlap; on a CPU it waits for the load. Recurrent states are all there before the
-forward pass begins. SGLang reads the verdict after the forward pass, and by then no copy writes to its pages.
+forward pass starts. SGLang reads the verdict after the forward pass, and by then no copy writes to its pages.
 
 Invariant: every plan that was queued is copied, or given up, exactly once; its lease is released once its copies have
 ended (W1).
@@ -24,28 +24,30 @@ from kvdock.connectors.background import Background
 from kvdock.connectors.plans import LoadPiece, LoadPlan
 from kvdock.connectors.running_weights import RunningWeights
 from kvdock.connectors.session import Attachment
-from kvdock.connectors.sglang.pools import KVGroup
-from kvdock.connectors.worker import VERIFIED_BEFORE, Layers, Loading, WorkerConnector
+from kvdock.connectors.sglang.pools import KVGroup, RankPools
+from kvdock.connectors.worker import VERIFIED_BEFORE, Layers, Loading
 
 log = logging.getLogger("kvdock.sglang")
 
 
 @dataclass(frozen=True)
 class QueuedLoad:
-    """`indices`: SGLang's, by the name of the transfer; `epoch`: of the weights for which it was promised."""
+    """`indices`: SGLang's, by the name of the transfer; `epoch`: of the weights for which it was promised; `pages`: the
+    hashes of what is loaded."""
 
     rid: str
     attachment: Attachment
     plan: LoadPlan
     indices: Mapping[str, Any]
     epoch: int
+    pages: Sequence[str] = ()
 
 
 @dataclass
 class _Batch:
     loads: Sequence[QueuedLoad]
     is_outdated: bool
-    """It has a load of what other weights have computed: nothing is copied, and all of it fails."""
+    """It has a load of KV of other weights: nothing is copied, and all of it fails."""
     submitted: Future[list[Loading]] = field(default_factory=Future)
     landed: Future[bool] = field(default_factory=Future)
     took_s: float = 0.0
@@ -53,14 +55,14 @@ class _Batch:
 
 
 START = -1
-"""In the place of a layer: before the forward pass begins."""
+"""In place of a layer: before the forward pass starts."""
 
 
 def waits(group: KVGroup, count: int) -> dict[str, int]:
-    """For each layer that SGLang may ask for, of `count`, the group's last plane that must be there. Who asks for a
-    layer may also read those before it: a graph of the whole forward pass asks for the last one alone. A draft's
-    forward pass follows the target's and asks for nothing, and a graph of a part of it may have states in it without
-    asking for them. So a draft's group is there with the first layer, and a group of states before all of them."""
+    """For each of the `count` layers for which SGLang may ask, the group's last plane that must be there. After that
+    the layers before it may be read, too: a graph of the whole forward pass asks for the last layer alone. A draft's
+    forward pass follows the target's and asks for nothing, and a graph of a part of it may read states without asking
+    for them. So a draft's group is there with the first layer, and a group of states before all of them."""
     if group.has_slots:
         return {str(START): max(group.planes.values())}
     if group.is_draft:
@@ -72,14 +74,14 @@ def waits(group: KVGroup, count: int) -> dict[str, int]:
 
 
 class LayerCounter:
-    """What SGLang's pools wait for (its LayerWiseLoadCounter)."""
+    """The object on which SGLang's pools wait (its LayerWiseLoadCounter)."""
 
     def __init__(self, num_layers: int, wait: Callable[[int, int], None], waits_at_start: bool = False) -> None:
         """`wait(batch, layer)`; `waits_at_start`: also for START."""
         self.num_layers, self.consumer_index, self._wait = num_layers, -1, wait
         self._waits_at_start = waits_at_start
         self.batches = 0
-        """How many forward passes have begun, whether they load or not."""
+        """How many forward passes have started, whether they load or not."""
 
     def set_consumer(self, index: int) -> None:
         """SGLang calls it on the forward pass's stream, before the pass."""
@@ -94,18 +96,18 @@ class LayerCounter:
 
 
 class Loads:
-    """`stream`: gives the CUstream that the forward pass is on, or None on a CPU. SGLang's thread calls `ended(rid,
-    ok)`, None if it was cancelled, and `took` with the seconds of a batch's loads, from when they were begun, and the
-    tokens of each with the seconds of its copies. `clock`: seconds, monotonic."""
+    """SGLang's thread calls `ended` with each load and whether it has brought all; None: it was cancelled. It calls
+    `took` with the seconds of a batch's loads, counted from their start, and the tokens of each with the seconds of its
+    copies. `clock`: seconds, monotonic."""
 
     def __init__(
-        self, worker: WorkerConnector, groups: Sequence[KVGroup], page_tokens: int, weights: RunningWeights, *,
-        stream: Callable[[], int] | None, ended: Callable[[str, bool | None], None],
+        self, pools: RankPools, weights: RunningWeights, *, ended: Callable[[QueuedLoad, bool | None], None],
         took: Callable[[float, Sequence[tuple[int, float]]], None],
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._worker, self._groups, self._page_tokens, self._weights = worker, groups, page_tokens, weights
-        self._stream, self._ended, self._took, self._clock = stream, ended, took, clock
+        self._pools, self._weights = pools, weights
+        self._ended, self._took, self._clock = ended, took, clock
+        groups = pools.groups
         count = 1 + max(layer for group in groups if not group.is_draft for layer in group.planes)
         self._layers = Layers([waits(group, count) for group in groups], VERIFIED_BEFORE)
         self.counter = LayerCounter(count, self._wait_for_layer, any(group.has_slots for group in groups))
@@ -119,20 +121,21 @@ class Loads:
         self._queued[load.rid] = load
 
     def cancel(self, rid: str) -> bool:
-        """Whether it was queued, and is given up."""
+        """Whether the load was queued; then it is given up."""
         load = self._queued.pop(rid, None)
         if load is None:
             return False
         self.give_up(load.attachment, load.plan)
-        self._ended(rid, None)
+        self._ended(load, None)
         return True
 
     def give_up(self, attachment: Attachment, plan: LoadPlan) -> None:
-        """A plan of which nothing was or will be copied here."""
+        """Gives back a plan of which nothing was or will be copied here."""
         self._loading.run(self._give_back, attachment, plan)
 
     def start(self, ready: Callable[[], object]) -> int:
-        """Begins what is queued. `ready`: waits until the GPU has given out the pages. -1: nothing is queued."""
+        """Starts the queued loads. `ready`: waits until the GPU has given out the pages. Returns the number of the
+        batch; -1: nothing is queued."""
         if not self._queued:
             return -1
         self._started += 1
@@ -146,7 +149,7 @@ class Loads:
         return self._started
 
     def finish(self, index: int) -> bool:
-        """Waits for a batch. Whether all of it is there."""
+        """Waits for a batch. Returns whether all of it is there."""
         batch = self._batches.pop(index, None)
         if batch is None:
             return True
@@ -154,11 +157,11 @@ class Loads:
         if landed:
             self._took(batch.took_s, batch.copies)
         for load in batch.loads:
-            self._ended(load.rid, landed)
+            self._ended(load, landed)
         return landed
 
     def reset(self) -> None:
-        """Waits for what was begun and gives up what was not."""
+        """Waits for loads that have started and gives up the others."""
         for rid in list(self._queued):
             self.cancel(rid)
         for index in list(self._batches):
@@ -175,45 +178,45 @@ class Loads:
         batch = self._batches.get(index)
         if batch is None:
             return
-        if self._stream is None:
+        if self._pools.stream is None:
             batch.landed.exception()  # the verdict is finish()'s
             return
         if self._watched != index:
             self._layers.watch(batch.submitted.result())
             self._watched = index
-        self._layers.order(str(layer), self._stream())
+        self._layers.order(str(layer), self._pools.stream())
 
     # ------------------------------------------------------------------ background
 
     def _run(self, batch: _Batch, ready: Callable[[], object]) -> None:
-        began_s, loadings, landed = self._clock(), list[Loading](), False
+        started_s, loadings, landed = self._clock(), list[Loading](), False
         try:
             try:
                 ready()
                 for load in () if batch.is_outdated else batch.loads:
-                    bands = self._layers.bands if self._stream is not None else None
-                    loadings.append(self._worker.submit_load(load.attachment, self._placed(load), bands))
+                    bands = self._layers.bands if self._pools.stream is not None else None
+                    loadings.append(self._pools.worker.submit_load(load.attachment, self._placed(load), bands))
             finally:
                 batch.submitted.set_result(loadings)
-            valid = [self._worker.finish_load(loading) for loading in loadings]
+            valid = [self._pools.worker.finish_load(loading) for loading in loadings]
             landed = valid == [loading.plan.hit_tokens for loading in loadings]
             batch.copies = [
                 (loading.plan.hit_tokens - loading.plan.local_tokens, took_s)
                 for loading in loadings if (took_s := loading.took_s()) is not None
             ]
         finally:
-            batch.took_s = self._clock() - began_s
+            batch.took_s = self._clock() - started_s
             batch.landed.set_result(landed and len(loadings) == len(batch.loads))
             self._settle(batch, loadings)
 
     def _placed(self, load: QueuedLoad) -> LoadPlan:
-        """With SGLang's pages in the place of their numbers."""
-        plan, first = load.plan, load.plan.local_tokens // self._page_tokens
+        """The plan with SGLang's pages in place of their numbers."""
+        plan, first = load.plan, load.plan.local_tokens // self._pools.page_tokens
         pages: dict[int, list[int]] = {}
-        for group, about in enumerate(self._groups):
+        for group, about in enumerate(self._pools.groups):
             if about.transfer in load.indices:
                 pages[group] = about.pages_of(load.indices[about.transfer])
-        count = plan.hit_tokens // self._page_tokens - first
+        count = plan.hit_tokens // self._pools.page_tokens - first
         pieces = []
         for piece in plan.pieces:
             of_group = pages.get(piece.group, [])
@@ -222,20 +225,20 @@ class Loads:
         return replace(plan, pieces=tuple(pieces))
 
     def _settle(self, batch: _Batch, loadings: Sequence[Loading]) -> None:
-        """The words to the server, for which nobody waits."""
+        """Reports to the server; nothing waits for that."""
         for loading in loadings:
-            self._worker.end_load(loading)
+            self._pools.worker.end_load(loading)
         for load in batch.loads[len(loadings) :]:
             self._release(load.attachment, load.plan)
         for load in batch.loads:
-            self._worker.settle(load.attachment)
+            self._pools.worker.settle(load.attachment)
             load.attachment.release()
 
     def _give_back(self, attachment: Attachment, plan: LoadPlan) -> None:
         self._release(attachment, plan)
-        self._worker.settle(attachment)
+        self._pools.worker.settle(attachment)
         attachment.release()
 
     def _release(self, attachment: Attachment, plan: LoadPlan) -> None:
-        session = self._worker.session
-        session.client.release_later(plan.lease, attachment.session, [self._worker.rank])
+        session = self._pools.worker.session
+        session.client.release_later(plan.lease, attachment.session, [self._pools.worker.rank])

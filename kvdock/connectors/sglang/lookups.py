@@ -1,18 +1,17 @@
-"""Rank 0's questions: what a request can load of the pages that the engine lacks, and what is promised of it.
+"""Rank 0's lookups: which of the pages that the engine lacks a request can load, and which of them are promised.
 
-SGLang asks for the tail of a prompt: the pages behind those on its device, by their hashes. It asks again in every
-round in which it tries to admit the request, and what it is not promised then it computes, unless the request is held
-back (holding.py): until the server has answered, until what was found is hashed, and until lower tiers have brought
-what they have (kvdock/connectors/waits.py). A promised load that fails aborts its request: what is not verified
-is never promised.
+SGLang looks up the tail of a prompt: the pages behind those on its device, by their hashes. It does so again in every
+round in which it tries to admit the request, and it computes the pages that it is not promised then, unless the request
+is held back (holding.py): until the server has answered, until the found pages are hashed, and until lower tiers have
+loaded (kvdock/connectors/waits.py). A promised load that fails aborts its request, so only verified pages are promised.
 
-The device may hold more of the prompt by the next question, for another request has computed it: the tail is then a
+The device may hold more of the prompt at the next lookup, because another request has computed it: the tail is then a
 suffix of the one before, and the answer still holds. Any other tail is another question.
 
-SGLang says nothing when a request ends that has loaded nothing. One that was not asked about for FORGET_S is forgotten,
-and its lease given back; should it be asked about after all, that is a new question.
+SGLang does not report the end of a request that has loaded nothing. A request that was not looked up for FORGET_S is
+forgotten, and its lease given back; if it is looked up after all, that is a new question.
 
-Threads: SGLang's scheduler thread calls everything; chains are made by the driver's too.
+Threads: SGLang's scheduler thread calls everything; threads of the scheduler connector make chains, too.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kvdock.connectors.driver import Driver
 from kvdock.connectors.interface import Hit, Pending
 from kvdock.connectors.plans import LoadPlan
 from kvdock.connectors.requests import Chain
 from kvdock.connectors.running_weights import RunningWeights
+from kvdock.connectors.scheduler import SchedulerConnector
 from kvdock.connectors.session import Attachment
 from kvdock.connectors.sglang.figures import Figures
 from kvdock.connectors.sglang.updates import START, UNKNOWN
@@ -35,9 +34,9 @@ FORGET_S = 10.0
 
 @dataclass
 class _Asked:
-    """`pages`: the hashes of the tail that the question was about; `local`: how many of them the device has by now.
-    `verified_by_s`: when to wait no longer until what was found is verified, and `was_late`: it was not by then.
-    `waits`: more may be promised later; `until_s`: when the request waits no longer, whatever it was asked about."""
+    """`pages`: the hashes of the tail that was looked up; `local`: how many of them the device has by now.
+    `verified_by_s`: until then the request waits for the verification of the found pages, and `was_late`: it took
+    longer. `waits`: more may be promised later; `until_s`: until then the request waits, whatever was looked up."""
 
     name: str
     pages: tuple[str, ...]
@@ -50,8 +49,8 @@ class _Asked:
 
 
 class Chains:
-    """The keys of what is looked up and stored, by the name of the question or the offer. A name is bound to the
-    weights that the engine runs when it is given; what has a name is asked for and stored under these alone."""
+    """The keys of lookups and stores, by the name of the question or the offer. A name is bound to the weights that the
+    engine runs when the name is given; its pages are looked up and stored under these weights alone."""
 
     def __init__(self, weights: RunningWeights) -> None:
         self._weights = weights
@@ -75,15 +74,15 @@ class Chains:
         return chain
 
 
-class Lookups:
-    """`verify_wait_s`: how long a request may wait until what was found is verified; `tier_wait_s`: for lower tiers.
+class PageLookups:
+    """`verify_wait_s`: how long a request may wait for the verification of found pages; `tier_wait_s`: for lower tiers.
     `clock`: seconds, monotonic."""
 
     def __init__(
-        self, driver: Driver, chains: Chains, figures: Figures, page_tokens: int, verify_wait_s: float,
-        tier_wait_s: float, clock: Callable[[], float],
+        self, connector: SchedulerConnector, chains: Chains, figures: Figures, page_tokens: int,
+        verify_wait_s: float, tier_wait_s: float, clock: Callable[[], float],
     ) -> None:
-        self._driver, self._chains, self._figures, self._clock = driver, chains, figures, clock
+        self._connector, self._chains, self._figures, self._clock = connector, chains, figures, clock
         self._page_tokens, self._verify_wait_s = page_tokens, verify_wait_s
         self._most_s = tier_wait_s + verify_wait_s
         self._batches, self._late = 0, 0
@@ -100,7 +99,7 @@ class Lookups:
         return found or 0
 
     def waits(self, rid: str, anew: bool) -> bool:
-        """Whether it is worth waiting to ask again: as the last question has found, or, `anew`, now."""
+        """Whether the request waits for more: by the last lookup, or, `anew`, by one that is made now."""
         asked = self._asked.get(rid)
         if asked is None:
             return False
@@ -109,7 +108,8 @@ class Lookups:
         return asked.waits
 
     def _may_wait(self, asked: _Asked) -> bool:
-        """One that is asked about by other pages each time would begin to wait anew each time."""
+        """The time counts from the first wait: a request that is looked up by other pages each time would otherwise
+        wait anew each time."""
         now_s = self._clock()
         if asked.until_s is None:
             asked.until_s = now_s + self._most_s
@@ -118,10 +118,10 @@ class Lookups:
     def _found(self, asked: _Asked) -> int | None:
         """How many pages may be promised that the device lacks. None: more may be found soon."""
         size = self._page_tokens
-        hit = self._driver.lookup(asked.name, range(len(asked.pages) * size), asked.local * size)
+        hit = self._connector.lookups.lookup(asked.name, range(len(asked.pages) * size), asked.local * size)
         if not isinstance(hit, Hit):
             return None if isinstance(hit, Pending) else 0
-        if self._driver.is_verified(asked.name):
+        if self._connector.lookups.is_verified(asked.name):
             return hit.tokens // size - asked.local
         now_s = self._clock()
         if asked.verified_by_s is None:
@@ -143,7 +143,7 @@ class Lookups:
             self._finish(asked.name)
         until_s = asked.until_s if asked is not None else None
         self._count += 1
-        name = f"{rid}-{self._count}"  # what is known of an earlier question does not hold for this one
+        name = f"{rid}-{self._count}"  # the state of an earlier question does not hold for this one
         self._chains.named(name, pages)
         asked = self._asked[rid] = _Asked(name, pages, self._clock(), until_s=until_s)
         self._figures.add("lookup_tokens", len(pages) * self._page_tokens)
@@ -156,26 +156,27 @@ class Lookups:
             self._finish(asked.name)
 
     def begin_load(self, rid: str, pages: int) -> tuple[Attachment, LoadPlan] | None:
-        """Hands the lease out for the first `pages` of those last asked about. None: it is not there any more, or for
-        another length. The plan's pieces have numbers in the place of blocks: which of the load's pages they are."""
+        """Hands the lease out for the first `pages` of the pages that were looked up last. None: it is not there any
+        more, or for another length. In place of blocks, the plan's pieces have the numbers of the load's pages."""
         asked = self._asked.pop(rid, None)
         if asked is None:
             return None
         end = asked.local + pages
         numbers = [max(0, at - asked.local) for at in range(end)]
         columns = self._columns(numbers, asked.local, end)
-        begun = self._driver.begin_load(asked.name, columns, asked.local * self._page_tokens, end * self._page_tokens)
-        if begun is None:
+        local_tokens, hit_tokens = asked.local * self._page_tokens, end * self._page_tokens
+        started = self._connector.lookups.begin_load(asked.name, columns, local_tokens, hit_tokens)
+        if started is None:
             self._finish(asked.name)
         else:
             self._loading[rid] = asked.name
             self._figures.add("hit_tokens", pages * self._page_tokens)
-        return begun
+        return started
 
     def _columns(self, numbers: Sequence[int], local: int, end: int) -> list[list[int | None]]:
-        """Per group, what it holds of the pages before `end`: of a window, its last ones."""
+        """Per group, its pages before `end`: of a window, the last ones."""
         columns: list[list[int | None]] = []
-        for group in self._driver.scheduler.session.manifest.groups:
+        for group in self._connector.session.manifest.groups:
             first = 0
             if group.kind == "window":
                 first = max(local, end - -(-group.window_tokens // self._page_tokens))
@@ -183,32 +184,32 @@ class Lookups:
         return columns
 
     def loaded(self, rid: str, ok: bool | None) -> None:
-        """A load has ended. False: what it should have loaded is damaged; None: it was given up or cancelled."""
+        """A load has ended. False: its pages are damaged; None: it was given up or cancelled."""
         name = self._loading.pop(rid, None)
         if name is None:
             return
         if ok is False:
-            self._driver.load_failed(name, 0)
+            self._connector.lookups.load_failed(name, 0)
         self._finish(name)
 
     def tick(self, batches: int) -> None:
-        """SGLang's loop has turned: forgets what was not asked about for long. `batches`: how many forward passes have
-        begun so far."""
+        """SGLang's loop has turned: forgets requests that were not looked up for long. `batches`: how many forward
+        passes have started so far."""
         is_idle, self._batches = batches == self._batches, batches
-        self._driver.step(is_idle)
-        if self._driver.late > self._late:
-            self._figures.add("lookups_late", self._driver.late - self._late)
-            self._late = self._driver.late
+        self._connector.lookups.step(is_idle)
+        if self._connector.lookups.late > self._late:
+            self._figures.add("lookups_late", self._connector.lookups.late - self._late)
+            self._late = self._connector.lookups.late
         now_s = self._clock()
         for rid in [rid for rid, asked in self._asked.items() if now_s - asked.asked_s > FORGET_S]:
             self._finish(self._asked.pop(rid).name)
 
     def reset(self) -> None:
-        """SGLang has forgotten all requests, or computes with other weights: nothing that was found holds."""
+        """SGLang has forgotten all requests, or computes with other weights: no answer holds any more."""
         for asked in self._asked.values():
             self._finish(asked.name)
         self._asked.clear()
 
     def _finish(self, name: str) -> None:
-        self._driver.finished(name)
+        self._connector.finished(name)
         self._chains.forget(name)

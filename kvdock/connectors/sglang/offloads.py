@@ -2,15 +2,15 @@
 
     offer ──► "kvdock-offer": reserve (rank 0) ──► plans ──► each writer copies, commits ──► ended, in order
 
-SGLang locks a node until its offer has ended, and takes the ends in the order of the offers. Rank 0 asks the server;
-where other ranks write too, they get the plans with SGLang's next call to all of them. A rank that writes nothing (MLA)
-says at once that it is done.
+SGLang locks a node until its offer has ended, and takes the ends in the order of the offers. Rank 0 reserves slots at
+the server; where other ranks write too, they get the plans with SGLang's next call to all of them. A rank that writes
+nothing (MLA) is done at once.
 
-An offer belongs to the weights that the engine ran when it was made. Once these change, what was not begun is dropped,
-so that a flush waits for the copies that are under way and for nothing else.
+An offer belongs to the weights that the engine ran when it was made. Once these change, offers that have not started
+are dropped, so that a flush waits for copies in progress and for nothing else.
 
-What was loaded or stored a moment ago is not offered to the server again: SGLang offers the pages of a load once their
-request is in its tree. A node ends well when the server has all of it; any other is offered again by SGLang.
+Pages that were loaded a moment ago are not offered to the server again: SGLang offers the pages of a load once their
+request is in its tree. An offer succeeds when the server has all of it; SGLang makes any other one again.
 
 Invariant: each offer ends exactly once, after its last copy; what was reserved is copied or aborted.
 """
@@ -18,36 +18,31 @@ Invariant: each offer ends exactly once, after its last copy; what was reserved 
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvdock.connectors.background import Background
-from kvdock.connectors.driver import Driver
-from kvdock.connectors.plans import StoreBatch, StorePlan
+from kvdock.connectors.plans import StorePlan
 from kvdock.connectors.ranks import Order
 from kvdock.connectors.running_weights import RunningWeights
+from kvdock.connectors.scheduler import SchedulerConnector
 from kvdock.connectors.session import Attachment
 from kvdock.connectors.sglang.figures import Figures
-from kvdock.connectors.sglang.lookups import Chains
-from kvdock.connectors.sglang.pools import STATES, KVGroup
+from kvdock.connectors.sglang.pools import STATES, RankPools
+from kvdock.connectors.sglang.rank_zero import RankZero, known_of
 from kvdock.connectors.sglang.ranks import Ranks
-from kvdock.connectors.verify import HashAhead
-from kvdock.connectors.worker import WorkerConnector
+from kvdock.connectors.stores import StoreBatch
 
 log = logging.getLogger("kvdock.sglang")
-
-KNOWN_PAGES = 1 << 16
-"""How many pages of the newest loads and stores are known to be at the server."""
-
 
 @dataclass
 class _Offer:
     """`pages`: their hashes; `indices`: SGLang's, by the name of the transfer; `counts`: of the last pages that each
-    transfer has; `ready`: waits until the GPU has computed them; `epoch`: of the weights that have; `may_store`: what
-    this rank has found."""
+    transfer has; `ready`: waits until the GPU has computed them; `epoch`: of the weights that have computed them;
+    `may_store`: whether this rank may store it."""
 
     name: str
     pages: tuple[str, ...]
@@ -59,54 +54,20 @@ class _Offer:
     known: int = 0
     """How many of the first pages are known to be at the server."""
     plans: list[tuple[Attachment, StorePlan]] = field(default_factory=list)
-    """In the place of blocks they have numbers: which of the offer's pages they are."""
+    """In place of blocks they have the numbers of the offer's pages."""
     reserved: Future[bool] = field(default_factory=Future)
     """Rank 0's: whether the server has all of it, or will have with the plans."""
     ended: Future[bool] = field(default_factory=Future)
 
 
-def known_of(session: str, epoch: int) -> str:
-    """What pages are known for: a session with a server, and an epoch of the engine's weights."""
-    return f"{session} {epoch}"
-
-
-class Known:
-    """Pages that this engine has just loaded. SGLang's thread, in rank 0."""
-
-    def __init__(self, most: int = KNOWN_PAGES) -> None:
-        self._pages: OrderedDict[str, bool] = OrderedDict()
-        """Whether a load ended with it."""
-        self._most, self._of = most, ""
-
-    def add(self, pages: Sequence[str], of: str) -> None:
-        """They are at the server, as known_of has it."""
-        if of != self._of:
-            self._pages.clear()
-            self._of = of
-        self._pages.update({page: page == pages[-1] for page in pages})
-        while len(self._pages) > self._most:
-            self._pages.popitem(last=False)
-
-    def take(self, pages: Sequence[str], of: str, *, has_state: bool = False) -> int:
-        """How many of the first are known. They are forgotten: the next offer of them may come much later.
-        `has_state`: the last one comes with a state, which is known only where a load ended."""
-        for at, page in enumerate(pages):
-            ended_load = self._pages.pop(page, None) if of == self._of else None
-            if ended_load is None or (has_state and not ended_load and at + 1 == len(pages)):
-                return at
-        return len(pages)
-
-
 class Offloads:
-    """`driver`, `chains` and `ahead`: rank 0's; `ahead` hashes what this rank has stored, None: nothing does."""
+    """`zero`: rank 0's; None in other ranks."""
 
     def __init__(
-        self, worker: WorkerConnector, groups: Sequence[KVGroup], page_tokens: int, ranks: Ranks, driver: Driver | None,
-        chains: Chains, known: Known, figures: Figures, weights: RunningWeights, ahead: HashAhead | None = None,
+        self, pools: RankPools, ranks: Ranks, weights: RunningWeights, figures: Figures, zero: RankZero | None
     ) -> None:
-        self._worker, self._groups, self._page_tokens, self._ranks = worker, groups, page_tokens, ranks
-        self._weights, self._ahead = weights, ahead
-        self._driver, self._chains, self._known, self._figures = driver, chains, known, figures
+        self._pools, self._worker, self._ranks = pools, pools.worker, ranks
+        self._weights, self._figures, self._zero = weights, figures, zero
         self._offering, self._writing = Background("kvdock-offer"), Background("kvdock-write")
         self._offers: deque[_Offer] = deque()
         self._unshared: deque[_Offer] = deque()
@@ -117,35 +78,35 @@ class Offloads:
         self, pages: Sequence[str], parent: str | None, indices: Mapping[str, Any], counts: Mapping[str, int],
         ready: Callable[[], object], *, may_store: bool,
     ) -> None:
-        """Its pages stay as they are until it has ended. `parent`: as Told has it. Not `may_store`: nothing of it is
-        stored; where rank 0 says so, no rank stores, and where another one does, none that it would have a part in."""
+        """Its pages stay as they are until it has ended. `parent`: as Hooked has it. Not `may_store`: nothing of it is
+        stored; in rank 0 that holds for all ranks, in another rank for all chunks of which it would store a part."""
         self._count += 1
         made = _Offer(f"offer-{self._count}", tuple(pages), indices, counts, ready, self._weights.epoch, may_store)
         self._offers.append(made)
         writers = self._worker.session.manifest.writers
-        if self._driver is not None:
-            self._begin(self._driver, made, parent)
+        if self._zero is not None:
+            self._start(self._zero, made, parent)
         if writers > 1:
             self._unshared.append(made)
-        elif self._driver is not None:
+        elif self._zero is not None:
             made.reserved.add_done_callback(lambda _: self._writing.run(self._write, made))
         else:
             made.ended.set_result(True)
 
-    def _begin(self, driver: Driver, made: _Offer, parent: str | None) -> None:
-        attachment = driver.scheduler.session.attachment
+    def _start(self, zero: RankZero, made: _Offer, parent: str | None) -> None:
+        attachment = zero.connector.session.attachment
         if attachment is None or not made.may_store:
             made.reserved.set_result(False)
             return
         of = known_of(attachment.session, made.epoch)
-        made.known = self._known.take(made.pages, of, has_state=STATES in made.counts)
+        made.known = zero.known.take(made.pages, of, has_state=STATES in made.counts)
         if made.known == len(made.pages):
             self._figures.add("stores_known")
             made.reserved.set_result(True)
             return
         above = made.pages[made.known - 1] if made.known else parent
-        self._chains.named(made.name, made.pages[made.known :], above)
-        self._offering.run(self._reserve, driver, made)
+        zero.chains.named(made.name, made.pages[made.known :], above)
+        self._offering.run(self._reserve, zero, made)
 
     def count_ended(self) -> int:
         """How many of the first offers have ended. All ranks call it alike, in each step."""
@@ -162,7 +123,7 @@ class Offloads:
         """The oldest one's outcome: whether the server has all of it."""
         offer = self._offers.popleft()
         ok = offer.ended.exception() is None and offer.ended.result()
-        if self._driver is not None:
+        if self._zero is not None:
             failed = "stores_failed" if offer.may_store and self._is_current(offer) else "stores_outdated"
             self._figures.add("store_tokens" if ok else failed, self._tokens(offer) if ok else 1)
         return ok
@@ -173,11 +134,11 @@ class Offloads:
 
     def reset(self) -> None:
         """Waits until no copy reads a page. SGLang has forgotten its offers, on all ranks."""
-        if self._driver is not None:
+        if self._zero is not None:
             for offer in self._unshared:
                 offer.reserved.exception()
                 for attachment, plan in offer.plans:
-                    self._driver.abort(attachment, plan)
+                    self._zero.connector.stores.abort(attachment, plan)
                     attachment.release()
         for offer in self._offers:
             if offer not in self._unshared:
@@ -191,26 +152,26 @@ class Offloads:
         self._writing.close()
 
     def _tokens(self, offer: _Offer) -> int:
-        return len(offer.pages) * self._page_tokens
+        return len(offer.pages) * self._pools.page_tokens
 
     # ------------------------------------------------------------------ rank 0, background
 
-    def _reserve(self, driver: Driver, offer: _Offer) -> None:
+    def _reserve(self, zero: RankZero, offer: _Offer) -> None:
         ok = False
         try:
-            ok = self._reserved(driver, offer)
+            ok = self._reserved(zero.connector, offer)
         finally:
             if not offer.reserved.done():
                 offer.reserved.set_result(ok)
-            driver.finished(offer.name)
-            self._chains.forget(offer.name)
+            zero.connector.finished(offer.name)
+            zero.chains.forget(offer.name)
 
-    def _reserved(self, driver: Driver, offer: _Offer) -> bool:
+    def _reserved(self, connector: SchedulerConnector, offer: _Offer) -> bool:
         if not self._is_current(offer):
             return False
         wanted = len(offer.pages) - offer.known
-        tokens = range(wanted * self._page_tokens)
-        made = driver.scheduler.stores.begin_store(offer.name, tokens, self._columns(offer), len(tokens))
+        tokens = range(wanted * self._pools.page_tokens)
+        made = connector.stores.begin_store(offer.name, tokens, self._columns(offer), len(tokens))
         if made is None:
             return False
 
@@ -218,13 +179,13 @@ class Offloads:
             if plan is not None and made.attachment.acquire():
                 offer.plans.append((made.attachment, plan))
 
-        driver.store(made, carry_out).result()
-        return made.request.reserved >= wanted
+        connector.stores.store(made, carry_out).result()
+        return made.request.store.reserved >= wanted
 
     def _columns(self, offer: _Offer) -> list[list[int | None]]:
         """Per group the numbers of the pages that SGLang has and that are not known to be at the server."""
         columns: list[list[int | None]] = []
-        for group in self._groups:
+        for group in self._pools.groups:
             first = len(offer.pages) - offer.counts.get(group.transfer, 0)
             columns.append([at if at >= first else None for at in range(offer.known, len(offer.pages))])
         return columns
@@ -232,29 +193,29 @@ class Offloads:
     # ------------------------------------------------------------------ all writers
 
     def _share(self) -> None:
-        """Gives what rank 0 has reserved by now to all writers, in the order of the offers."""
+        """Gives the plans that rank 0 has reserved by now to all writers, in the order of the offers."""
         ready: list[tuple[bool, list[Order]]] = []
-        for offer in self._unshared if self._driver is not None else ():
+        for offer in self._unshared if self._zero is not None else ():
             if not offer.reserved.done():
                 break
             orders = [Order(0, attachment.epoch, plan) for attachment, plan in offer.plans]
             ready.append((offer.reserved.result(), orders))
         for ok, orders in self._ranks.share(ready):
             offer = self._unshared.popleft()
-            if self._driver is None:
+            if self._zero is None:
                 offer.plans = self._attached(orders) if offer.may_store else []
                 offer.reserved.set_result(ok)
             if not orders or self._ranks.all_agree(len(offer.plans) == len(orders)):
                 self._writing.run(self._write, offer)
                 continue
-            for attachment, plan in offer.plans:  # a rank is not attached: nobody writes
-                if self._driver is not None:
-                    self._driver.abort(attachment, plan)
+            for attachment, plan in offer.plans:  # a rank is not attached: no rank writes
+                if self._zero is not None:
+                    self._zero.connector.stores.abort(attachment, plan)
                 attachment.release()
             offer.ended.set_result(False)
 
     def _attached(self, orders: Sequence[Order]) -> list[tuple[Attachment, StorePlan]]:
-        """Those of the server epoch that this rank is attached to."""
+        """Plans of the server epoch to which this rank is attached."""
         found = []
         for order in orders:
             assert order.epoch is not None and isinstance(order.plan, StorePlan)
@@ -285,13 +246,14 @@ class Offloads:
     def _store(self, attachment: Attachment, plan: StorePlan) -> None:
         storing = self._worker.submit_store(attachment, plan)
         self._worker.finish_store(storing)
-        if self._ahead is not None and (parts := self._worker.committed_parts(storing)):
-            self._ahead.add(attachment, parts)
+        ahead = self._zero.ahead if self._zero is not None else None
+        if ahead is not None and (parts := self._worker.committed_parts(storing)):
+            ahead.add(attachment, parts)
 
     def _pages(self, offer: _Offer) -> dict[int, list[int]]:
-        """By group, this rank's pages; in front of those that a window has, nothing that anybody asks for."""
+        """By group, this rank's pages; -1 in front of those that a window has, which no piece names."""
         found = {}
-        for group, about in enumerate(self._groups):
+        for group, about in enumerate(self._pools.groups):
             if about.transfer in offer.indices:
                 pages = about.pages_of(offer.indices[about.transfer])
                 found[group] = [-1] * (len(offer.pages) - len(pages)) + pages
@@ -299,7 +261,7 @@ class Offloads:
 
 
 def _placed(plan: StorePlan, pages: Mapping[int, Sequence[int]]) -> StorePlan:
-    """With pages in the place of their numbers."""
+    """The plan with pages in place of their numbers."""
     pieces = tuple(
         replace(piece, block_ids=tuple(pages[piece.group][number] for number in piece.block_ids))
         for piece in plan.pieces

@@ -4,7 +4,7 @@ Where a scheduler may run it registers hooks (hooks.py). They do nothing without
 
     SGLANG_KVDOCK=1 sglang serve --model-path MODEL --page-size 64
 
-is the whole set-up then. Without the variable the linker is named by SGLang's own flags.
+is then the whole configuration. Without the variable the linker is named by SGLang's own flags.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from kvdock.connectors.sglang.hooks import install
 
 VARIABLE = "SGLANG_KVDOCK"
 SCHEDULES = "sglang.srt.managers.scheduler"
-"""The module of SGLang's schedulers, which a process that runs one has loaded by now."""
+"""The module of SGLang's schedulers, which a process that runs one has loaded by then."""
 SETTLES = "sglang.srt.arg_groups.hicache_hook.handle_hicache"
-"""What settles SGLang's settings of linkers."""
+"""The function that resolves SGLang's settings of linkers."""
 LINKER = {"linker": "KvdockLinker", "linker_module_path": "kvdock.connectors.sglang"}
 
 
@@ -33,7 +33,7 @@ def register() -> None:
 
 
 def _name_the_linker(server_args: Any) -> None:
-    """Unless another one is named."""
+    """Names kvdock's linker, unless another one is named."""
     from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
 
     if not resolving_view(server_args).enable_unified_cache_external_linker:

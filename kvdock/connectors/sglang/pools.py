@@ -9,25 +9,26 @@ each of its tensors is a group.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from kvdock.connectors.errors import NotSupportedError
+from kvdock.connectors.worker import WorkerConnector
 from kvdock.datapath.errors import LayoutError
 from kvdock.datapath.layout import PagedLayout, paged_layout
 from kvdock.protocol.schemas import Group
 
 FULL, SWA, STATES = "kv", "swa", "mamba"
-"""What SGLang calls the transfers (PoolName)."""
+"""SGLang's names of the transfers (PoolName)."""
 
 
 @dataclass(frozen=True)
 class KVGroup:
-    """`transfer`: the name of its transfers; `planes`: for each layer, as the forward pass counts them, the last of its
-    planes in `layout`; `window_tokens` None: full attention."""
+    """`transfer`: the name of its transfers; `planes`: for each layer, by its number in the forward pass, the last of
+    its planes in `layout`; `window_tokens` None: full attention."""
 
     transfer: str
     layout: PagedLayout
@@ -58,6 +59,17 @@ class KVGroup:
         size = self.layout.block_tokens
         pages: list[int] = (flat.reshape(-1, size)[:, 0] // size).tolist()
         return pages
+
+
+@dataclass(frozen=True)
+class RankPools:
+    """A rank's pools, and the worker connector that copies from and to them. `stream`: returns the CUstream on which
+    the forward pass runs; None: the pools are on a CPU."""
+
+    worker: WorkerConnector
+    groups: Sequence[KVGroup]
+    page_tokens: int
+    stream: Callable[[], int] | None = None
 
 
 def groups_of(
@@ -124,7 +136,7 @@ def _states(requests: Any, page_tokens: int) -> list[KVGroup]:
         if not state.numel():
             continue  # short convolutions have no temporal state
         rows = [of_layer.flatten(1).view(torch.uint8) for of_layer in state]
-        if rows[0].data_ptr() != state.data_ptr():  # a copy: nobody would see what is written to it
+        if rows[0].data_ptr() != state.data_ptr():  # a copy: what is written to it would be lost
             raise NotSupportedError(
                 "kvdock cannot describe recurrent states whose bytes are not in order within a slot: a MambaPool whose "
                 "tensors are contiguous is wanted."

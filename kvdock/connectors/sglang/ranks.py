@@ -1,7 +1,7 @@
-"""What the ranks of an engine tell each other, between the calls that SGLang makes to all of them alike.
+"""Messages between the ranks of an engine, beside the calls that SGLang makes to all of them alike.
 
 SGLang calls each rank's linker in the same order with the same keys, and its own reductions keep their answers alike.
-What remains is said here, over SGLang's process group for the CPU.
+Everything else that ranks have to agree on goes through here, over SGLang's process group for the CPU.
 
 Invariant: whether a rank calls share() or all_agree() follows from SGLang's calls alone, never from what one rank has
 seen of a server or a clock; otherwise the ranks would wait for each other for ever.
@@ -26,16 +26,16 @@ class Ranks:
             self.rank, self.size = distributed.get_rank(group=group), distributed.get_world_size(group=group)
 
     def share(self, value: T) -> T:
-        """What rank 0 gives, in every rank."""
+        """Returns rank 0's `value` in every rank."""
         if self.size == 1:
             return value
-        said: list[Any] = [value]
-        self._distributed.broadcast_object_list(said, group=self._group, group_src=0)
-        given: T = said[0]
-        return given
+        sent: list[Any] = [value]
+        self._distributed.broadcast_object_list(sent, group=self._group, group_src=0)
+        received: T = sent[0]
+        return received
 
     def all_agree(self, ok: bool) -> bool:
-        """Whether every rank says so."""
+        """Whether `ok` is true in every rank."""
         if self.size == 1:
             return ok
         import torch

@@ -1,4 +1,4 @@
-"""What is settled once, when the linker is made: settings, and what is refused.
+"""What is decided once, when the linker is made: settings, and engines that are refused.
 
 Invariant: what is not known to work is refused with one sentence that names what was found and what is wanted.
 """
@@ -20,7 +20,7 @@ log = logging.getLogger("kvdock.sglang")
 
 EXTRA = "linker_extra_config"
 PAGES = (64, 128)
-"""Sizes of a page, in tokens, that are worth a chunk each: smaller ones cost more to find than they hold."""
+"""Sizes of a page, in tokens, that are worth a chunk each: to find a smaller page costs more than to compute it."""
 MOST_RANKS = 128
 DRAFTS_WITHOUT_KV = (None, "NGRAM")
 
@@ -34,9 +34,11 @@ class Settings(EngineSettings):
     }
 
     verify_wait_s: float = 2.0
-    """How long a request may wait until what was found is hashed; SGLang computes what was not verified by then."""
+    """How long a request may wait until found pages are hashed; SGLang computes pages that were not verified by
+    then."""
     trust_s: float = 600.0
-    """What was hashed and right so lately is promised without being hashed again; 0: all of it is hashed each time."""
+    """Pages whose hashes were right within this time are promised without being hashed again; 0: all are hashed each
+    time."""
 
     @classmethod
     def load(cls, extra: Mapping[str, object], environ: Mapping[str, str]) -> Settings:
@@ -98,7 +100,7 @@ UNSERVED = {
 """Settings that are on, with the reason for which they are refused."""
 
 VERSIONS = (0, 5, 23), (0, 5, 23)
-"""The first and the last version of SGLang that were tried."""
+"""The first and the last version of SGLang that were tested."""
 
 
 def warn_of_version(version: str) -> None:

@@ -1,22 +1,21 @@
-"""SGLang's ways to change weights: what each of them means, and the proof that kvdock hears of all of them.
+"""SGLang's ways to change weights: what each of them means, and the proof that kvdock notices all of them.
 
     SchedulerWeightUpdaterManager   what SGLang's control calls reach in each rank
     Scheduler, TpModelWorker        what other plugins and RPC call
     WeightUpdater                   a model's, which all of these end in
 
-A method of these classes whose name looks like a change of weights counts as one, whether anybody here knows it or not
+A method of these classes whose name looks like a change of weights counts as one, whether it is known here or not
 (looks_like_change). Around each of them is one of SGLang's own plugin hooks (hooks.py).
 
 Between begin_weight_update and end_weight_update parameters may be written at any time without a call (P2P, RDMA).
 
 SGLang's Scheduler names a version by record_weight_version_change: in an update once the parameters are loaded, and by
-itself for /update_weight_version. An update that does not come to that has failed, and left weights that nobody can
-name.
+itself for /update_weight_version. An update that ends without that call has failed, and left weights without a name.
 
-A hook that is not in force says nothing: SGLang's method was renamed, another plugin has taken its place, or its
-dispatcher was made before. So Guard calls each method with a Probe in the place of its object: a hook that hears it
-goes no further, and anything else stops at the first attribute that it reads. Until all of them have heard it, and from
-the moment in which one of them has been replaced by something that does not, nothing is shared.
+A hook that is not in force is not noticed: SGLang's method was renamed, another plugin has replaced it, or SGLang's
+dispatcher was made before. So Guard calls each method with a Probe in place of its object: a hook recognises it and
+goes no further, and any other code stops at the first attribute that it reads. Until all hooks have recognised it, and
+from the moment in which one of them is replaced by other code, nothing is shared.
 
 Threads: SGLang's scheduler thread calls everything.
 """
@@ -55,7 +54,9 @@ CHANGES: dict[str, tuple[str, ...]] = {
         "load_weights_from_distributed", BEGINS, ENDS,
     ),
 }
-"""What SGLang 0.5.23 has, by the path of its class. What other versions and plugins add is found by its name."""
+"""The methods of SGLang 0.5.23, by the path of their class. Those that other versions and plugins add are found by
+name.
+"""
 NAMES_VERSION = f"{SCHEDULER}.record_weight_version_change"
 
 _WRITES = re.compile(
@@ -70,7 +71,7 @@ _HARMLESS = frozenset((
     "weight_update_runners", "weight_load_time", "start_startup_weight_load", "finalize_startup_weight_load",
     "receive_weights_from_distributed", "_receive_bucketed_weights_from_distributed", "handle_update_weight_version",
 ))
-"""Methods of SGLang 0.5.23 that read, receive into memory of their own, run before an engine serves, or say a version.
+"""Methods of SGLang 0.5.23 that read, receive into memory of their own, run before an engine serves, or name a version.
 """
 
 
@@ -97,19 +98,19 @@ def is_of_weights(request: Any) -> bool:
 
 
 def only_reads(request: Any) -> bool:
-    """Whether a request to check weights leaves them as they are; SGLang can be told to overwrite them by it."""
+    """Whether a request to check weights leaves them as they are; by some of its actions SGLang overwrites them."""
     return getattr(request, "action", None) in ("snapshot", "compare", "checksum")
 
 
 class Changes:
-    """Follows SGLang's calls, from the hooks around them. `began`: is called when a change begins."""
+    """Follows SGLang's calls, from the hooks around them. `started`: is called when a change starts."""
 
-    def __init__(self, weights: RunningWeights, began: Callable[[], None]) -> None:
-        self._weights, self._began = weights, began
+    def __init__(self, weights: RunningWeights, started: Callable[[], None]) -> None:
+        self._weights, self._started = weights, started
         self._open: set[str] = set()  # why parameters may be written between calls
         self._depth = 0
         self._version: str | None = None  # that the change has named so far
-        self._was_loaded = False  # the call under way has said so
+        self._was_loaded = False  # by the call in progress
         self._has_failed = False
 
     def opens(self, why: str) -> None:
@@ -152,34 +153,34 @@ class Changes:
             before = self._weights.epoch
             self._weights.named(version)
             if self._weights.epoch != before:
-                self._began()
+                self._started()
 
     def unheard(self, why: str) -> None:
-        """Weights may change without a word, and may have."""
+        """Weights may change unnoticed, and may have changed."""
         self._weights.withhold(why)
         self._weights.changed()
-        self._began()
+        self._started()
 
     def _begin(self) -> None:
         self._version, self._has_failed = None, False
         self._weights.begin()
-        self._began()
+        self._started()
 
     def _end(self) -> None:
         self._weights.end("" if self._has_failed else self._version or "")
 
 
 class Probe:
-    """Goes in the place of an object whose method is called, to see who hears it. It has no attributes."""
+    """Takes the place of an object whose method is called, to see which hooks recognise it. It has no attributes."""
 
     def __init__(self) -> None:
         self.heard: set[str] = set()
 
 
 class Guard:
-    """Whether all of SGLang's ways to change weights are heard. `hook`: puts a hook around a method, by the path of its
-    class and its name, if it can. `plans`: the name of the Scheduler's method whose hook calls meet(). `unheard`: is
-    called with the reason why they are not."""
+    """Whether all of SGLang's ways to change weights are noticed. `hook`: puts a hook around a method, by the path of
+    its class and its name, if it can. `plans`: the name of the Scheduler's method whose hook calls meet(). `unheard`:
+    is called with the reason why they are not."""
 
     def __init__(self, hook: Callable[[str, str], None], plans: str, unheard: Callable[[str], None]) -> None:
         self._hook, self._plans, self._unheard = hook, plans, unheard
@@ -198,8 +199,8 @@ class Guard:
             self._prove()  # nothing was computed before
 
     def in_force(self) -> bool:
-        """Looks again where SGLang's methods are others than those that were proven. What was not in force once is
-        not trusted again: nobody knows what happened meanwhile."""
+        """Proves the hooks again where SGLang's methods have changed since the last proof. Once a hook was not in
+        force, the weights count as changed, because what happened meanwhile is not known."""
         if not self.why and not self._is_as_proven():
             self._prove()
         return not self.why
@@ -221,7 +222,7 @@ class Guard:
             self._prove_all()
         except _NotHeard as error:
             self.why = str(error)
-        except Exception as error:  # SGLang's objects are others than those this was written for
+        except Exception as error:  # SGLang's objects differ from those for which this was written
             self.why = f"SGLang is not as expected ({type(error).__name__}: {error})"
         if self.why:
             self._unheard(f"it would not hear of all changes of its weights, for {self.why}")
@@ -257,7 +258,7 @@ class Guard:
         self._proven.append((owner, name, method))
 
     def _prove_dispatcher(self, mapping: Any) -> None:
-        """What SGLang calls for a request was looked up when the dispatcher was made, maybe before a hook."""
+        """SGLang's dispatcher holds the methods that it found when it was made, maybe before a hook was installed."""
         self._answers = len(mapping)
         for asked, method in mapping.items():
             names = (_snake(asked.__name__), getattr(method, "__name__", ""))
@@ -270,7 +271,7 @@ class Guard:
 
 
 class _NotHeard(Exception):
-    """Says what."""
+    """Its message names the method."""
 
 
 def _runs_later(method: Any) -> bool:
@@ -286,7 +287,7 @@ def is_heard(method: Any) -> bool:
     for arguments in ((Probe(), Probe()), (Probe(),)):
         try:
             method(*arguments)
-        except Exception as error:  # what is not ours does not know the probe
+        except Exception as error:  # other code does not know the probe
             log.debug("a probe of %s ended with %r", method, error)
         if arguments[0].heard:
             return True
@@ -296,16 +297,15 @@ def is_heard(method: Any) -> bool:
 # --------------------------------------------------------------------------------
 # Which pages of SGLang's tree may be stored after weights have changed, until the tree is flushed.
 #
-# A page's KV depends on all pages before it. So it is of the weights of now if they have computed all of it and all
-# that is in front of it. Of a page that is offered SGLang tells neither: the tree keeps what older weights have
-# computed, and a request that ran across the change brings pages that are of both. So three things are known of each
-# page:
+# A page's KV depends on all pages before it. So it belongs to the present weights if these have computed it and all
+# pages before it. SGLang shows neither for a page that is offered: the tree keeps pages of older weights, and a request
+# that ran across the change brings pages of both. So three facts are recorded about each page:
 #
-#     who brings it        a request inserts it into the tree; it was admitted under the weights of now, or before
-#     who has computed it  its slots are the request's own, or the tree had it already
-#     what is before it    the start of the prompt, or a page that is fresh
+#     its request     the one that inserts it into the tree; it was admitted under the present weights, or before
+#     its slots       they are the request's own, or the tree had the page already
+#     its parent      the start of the prompt, or a page that is fresh
 #
-# A page is fresh if a request that was admitted under the weights of now inserts its own slots behind a fresh page.
+# A page is fresh if a request that was admitted under the present weights inserts its own slots behind a fresh page.
 #
 # Invariant: a page of the tree whose hash is in `_pages` is fresh. One that comes into the tree is offered at once, so
 # its hash leaves `_pages` if it is not.
@@ -313,9 +313,9 @@ def is_heard(method: Any) -> bool:
 # Threads: SGLang's scheduler thread calls everything.
 
 START, UNKNOWN = "", None
-"""In the place of the hash of the page before: there is none; nobody knows."""
+"""In place of the hash of the page before: there is none; it is not known."""
 MOST_PAGES = 1 << 18
-"""How many pages are known to be fresh; those that came first are forgotten, and not stored again."""
+"""How many pages are known to be fresh; the oldest ones are forgotten, and not stored again."""
 
 
 class Fresh:
@@ -331,14 +331,14 @@ class Fresh:
         self._own: Any = None
 
     def admitted(self, request: Any) -> None:
-        """A request is about to be admitted: all but what it has in front in the tree is computed from now on. One of
-        a session may go on from KV that is in no tree."""
+        """A request is about to be admitted: all but its prefix in the tree is computed from now on. A request of a
+        session may continue KV that is in no tree."""
         if getattr(request, "session", None) is None:
             self._admitted[request] = self._weights.epoch
 
     @contextmanager
     def inserting(self, request: Any) -> Iterator[None]:
-        """A request gives what it has computed to the tree."""
+        """A request inserts its pages into the tree."""
         before, self._inserts = self._inserts, request
         try:
             yield
@@ -355,8 +355,8 @@ class Fresh:
             self._own = before
 
     def may_store(self, pages: Sequence[str], parent: str | None, slots: Any) -> bool:
-        """Whether what is offered is all of the weights of now. `pages`: their hashes; `parent`: the hash of the page
-        before, as Told has it; `slots`: of their tokens."""
+        """Whether all offered pages belong to the present weights. `pages`: their hashes; `parent`: the hash of the
+        page before, as Hooked has it; `slots`: of their tokens."""
         if not self._weights.is_stale:
             return True
         if self._epoch != self._weights.epoch:

@@ -1,21 +1,21 @@
-"""LoRA adapters by what their files hold, never by their names alone.
+"""LoRA adapters by the content of their files, never by their names alone.
 
-vLLM's workers read an adapter's files when they first need it, and again after it had to make room; its own prefix
-cache knows adapters by name. So a digest of the files says what was computed only if they are as they were before vLLM
-read them for the first time, and if the adapter's name and number have stood for this one folder ever since. An adapter
-of which that is not known is not cached, and a line of the log says why.
+vLLM's workers read an adapter's files when they first need it, and again after it was evicted from their memory; its
+own prefix cache knows adapters by name. So a digest of the files stands for the computation only if they are the same
+as before vLLM read them for the first time, and if the adapter's name and number have stood for this one folder ever
+since. An adapter for which that is not known is not cached, and a log line says why.
 
-Why it is enough to look. Let the files look alike (sizes, inodes, times of their last change) at two moments, and let
-the last change before the first of them be older than a tick of the clock that stamps changes. Then nothing was
-written between the two, so whatever vLLM has read between them is what was hashed between them. The first moment is
+Why it is enough to compare file attributes. Let sizes, inodes and times of the last change be equal at two moments, and
+let the last change before the first moment be older than a tick of the clock that stamps changes. Then nothing was
+written between the two, so what vLLM has read between them is what was hashed between them. The first moment is
 - when this engine started, for files that have not changed since;
 - else when the adapter is met, if that was before vLLM read it: its request arrives, or EngineCore.add_lora is called
-  (AdapterLoads), with nothing of it in any worker. It counts only while it is certain that kvdock hears of all that
-  makes workers read adapters.
-The second is each later step. What a step has computed is stored once the files were looked at after the step ended
-(Stores.begin), and dropped if they differ then.
+  (AdapterLoads), with nothing of it in any worker. It counts only while it is certain that kvdock notices all calls
+  that make workers read adapters.
+The second is each later step. The chunks that a step has computed are stored once the files were checked after the step
+ended (OpenStores.start), and dropped if they differ then.
 
-Threads: the engine's meets and checks adapters, the background reads their files.
+Threads: the engine's thread meets and checks adapters, the background reads their files.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from kvdock.connectors.weights import FindSnapshot, hub_snapshot
 log = logging.getLogger("kvdock.vllm")
 
 FILES = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt")
-"""What vLLM reads of an adapter's folder: the first, and one of the others."""
+"""The files that vLLM reads in an adapter's folder: the first, and one of the others."""
 CLOCK_TICK_NS = 20_000_000
 """File systems note the time of a change as of the kernel's last tick, so it may look this much too old."""
 READ_BYTES = 1 << 20
@@ -52,7 +52,7 @@ Run = Callable[..., Future[None]]
 
 @dataclass(frozen=True)
 class Look:
-    """What the file system says of an adapter. `state` differs after any change; `changed_ns`: when the last one was,
+    """The attributes of an adapter's files. `state` differs after any change; `changed_ns`: the time of the last one,
     in ns since 1970."""
 
     state: tuple[tuple[int, ...], ...]
@@ -70,7 +70,7 @@ class Adapter:
     is_local: bool = True
     """Its path names a folder, and not a name on a hub."""
     why: str = ""
-    is_told: bool = False
+    is_logged: bool = False
     """`why` was logged."""
     digest: bytes | None = None
     look: Look | None = None
@@ -167,10 +167,10 @@ class Adapters:
             return None
         return look_at(adapter.folder, is_local=adapter.is_local)
 
-    def tell(self, adapter: Adapter) -> None:
-        """Says once that it is not cached, and why."""
-        if adapter.why and not adapter.is_told:
-            adapter.is_told = True
+    def log(self, adapter: Adapter) -> None:
+        """Logs once that it is not cached, and why."""
+        if adapter.why and not adapter.is_logged:
+            adapter.is_logged = True
             log.warning("what is computed with the adapter %s is not cached: %s", adapter.name, adapter.why)
 
     def lost(self, step: int) -> bool:
@@ -245,23 +245,23 @@ def digest_of_files(folder: Path) -> bytes:
 # --------------------------------------------------------------------------------
 # Adapters that vLLM loads before any request names them: by EngineCore.add_lora, as its servers do.
 #
-# Connectors meet an adapter before a worker reads its files (adapters.py). What else makes workers read adapters, a
-# collective_rpc with "lora" in its name or a function, is noted: from then on only files that are older than the engine
-# are known for sure. Both are hooks that prove to be in force (weight_changes.py).
+# Connectors meet an adapter before a worker reads its files (adapters.py). Other calls that make workers read adapters,
+# a collective_rpc with "lora" in its name or a function, are recorded: from then on only files that are older than the
+# engine are known for sure. Both are hooks that prove to be in force (weight_changes.py).
 
 log = logging.getLogger("kvdock.vllm")
 
 
 class AdapterLoads:
-    """What is heard of all cores of this process."""
+    """The adapters that all cores of this process load."""
 
     def __init__(self) -> None:
         self._hooks: tuple[Hook, ...] = ()
         self._is_unheard = False
-        """Workers may have read adapters without a word."""
+        """Workers may have read adapters unnoticed."""
 
     def listen(self) -> None:
-        """From now on cores tell their connectors of each adapter before they load it, by
+        """From now on cores report each adapter to their connectors before they load it, by
         `kvdock_adapter(lora_request)`."""
         core = getattr(sys.modules.get(CORE), "EngineCore", None)  # not loaded: this process has no core
         if core is None or self._hooks:
@@ -276,7 +276,7 @@ class AdapterLoads:
         return bool(self._hooks) and not self._is_unheard and not any(one.why_not() for one in self._hooks)
 
     def miss(self) -> None:
-        """Nobody was there to meet an adapter."""
+        """An adapter was loaded when no connector could meet it."""
         self._is_unheard = True
 
     def _load(self, core: Any, args: tuple[Any, ...], more: dict[str, Any]) -> None:

@@ -1,9 +1,9 @@
-"""What is announced to a router: which chunks this instance can load instead of computing them.
+"""The chunks that are announced to a router: those that this instance can load instead of computing them.
 
-The server says with each heartbeat which chunks of the namespace its lookups began and ceased to find, whoever stored
-them. A router knows blocks by vLLM's hashes and their tokens, and this instance knows those only of the chunks that it
-looked up or computed. Only these are announced. Chunks stored before this instance attached are announced when a
-lookup or store next meets them.
+The server reports with each heartbeat which chunks of the namespace its lookups find from then on, and which they no
+longer find, whichever engine stored them. A router knows blocks by vLLM's hashes and their tokens, and this instance
+knows those only of the chunks that it looked up or computed. Only these are announced. Chunks that were stored before
+this instance attached are announced when a lookup or store next meets them.
 
 Invariants: stored and removed events alternate for each chunk; a lookup's result is dropped if a later heartbeat
 reported the eviction, for evictions are reported once. Thread-safe: one lock.
@@ -25,10 +25,11 @@ from kvdock.connectors.vllm.request_tag import is_plain
 from kvdock.protocol.kv_events import BlockNames
 from kvdock.protocol.schemas import Changes
 
-UNTOLD_CHUNKS = 1 << 14
-"""Known and not there, or not yet: of more the oldest are forgotten. Each takes some 1.5 KB."""
+UNANNOUNCED_CHUNKS = 1 << 14
+"""The most chunks that are known and not there, or not yet announced. The oldest ones are forgotten. Each takes some
+1.5 KB."""
 STEP_CHUNKS = 1024
-"""Told in one step of the engine: vLLM takes some 15 us for each."""
+"""The most chunks that are announced in one step of the engine: vLLM takes some 15 us for each."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Chunk:
 
 
 Namer = Callable[[Any, int], BlockNames | None]
-"""What routers know a chunk of a request by, from its number; None: vLLM has not hashed all of it."""
+"""Makes the names by which routers know a chunk of a request, from its number; None: vLLM has not hashed all of it."""
 
 
 def chunk_of(request: Any, at: int, hashes: int, chunk_tokens: int) -> Chunk | None:
@@ -55,7 +56,7 @@ def chunk_of(request: Any, at: int, hashes: int, chunk_tokens: int) -> Chunk | N
 
 
 @dataclass(frozen=True)
-class Told:
+class ChunkChange:
     chunk: Chunk
     is_there: bool
 
@@ -65,14 +66,14 @@ class Announcer:
 
     def __init__(self, session: EngineSession, chunk_tokens: int, hash_tokens: int) -> None:
         self._session, self._chunk_tokens, self._hashes = session, chunk_tokens, chunk_tokens // hash_tokens
-        self._told: dict[bytes, Chunk] = {}
-        self._untold: OrderedDict[bytes, Chunk] = OrderedDict()
-        self._news: dict[bytes, bool] = {}
-        """By key, since they were last taken: whether it is there."""
+        self._announced: dict[bytes, Chunk] = {}
+        self._unannounced: OrderedDict[bytes, Chunk] = OrderedDict()
+        self._changes: dict[bytes, bool] = {}
+        """Changes since the last take(), by key: whether the chunk is there."""
         self._gone: dict[bytes, int] = {}
-        """Known chunks that were removed, with the number of the heartbeat that said so last."""
+        """Known chunks that were removed, with the number of the heartbeat that last reported it."""
         self._left: set[bytes] = set()
-        """Told chunks of earlier weights: once they were told as gone, they are forgotten."""
+        """Announced chunks of earlier weights: once they were announced as removed, they are forgotten."""
         self._beats = self._all_gone = 0
         self._attachment: Attachment | None = None
         self._lock = threading.Lock()
@@ -81,9 +82,9 @@ class Announcer:
         """`keys`: of the request's chunks, from its first."""
         with self._lock:
             for at, key in enumerate(keys):
-                if key in self._untold:
-                    self._untold.move_to_end(key)
-                elif key not in self._told and (
+                if key in self._unannounced:
+                    self._unannounced.move_to_end(key)
+                elif key not in self._announced and (
                     chunk := chunk_of(request, at, self._hashes, self._chunk_tokens)
                 ) is not None:
                     self._add(key, chunk)
@@ -97,15 +98,15 @@ class Announcer:
         def found(keys: Sequence[bytes]) -> None:
             with self._lock:
                 if attachment is self._followed() and asked >= self._all_gone:
-                    known = [key for key in keys if key in self._told or key in self._untold]
-                    self._news.update(
+                    known = [key for key in keys if key in self._announced or key in self._unannounced]
+                    self._changes.update(
                         (key, True) for key in known if key not in self._left and self._gone.get(key, 0) <= asked
                     )
 
         return found
 
     def changed(self, attachment: Attachment, changes: Changes) -> None:
-        """As a heartbeat said."""
+        """A heartbeat has reported `changes`."""
         with self._lock:
             self._beats += 1
             if attachment is not self._followed():
@@ -114,31 +115,31 @@ class Announcer:
                 self._forget_all()
             for change in changes.changes:
                 key = bytes.fromhex(change.key)
-                if key not in self._left and (key in self._told or key in self._untold):
-                    self._news[key] = change.is_there
+                if key not in self._left and (key in self._announced or key in self._unannounced):
+                    self._changes[key] = change.is_there
                     self._gone.pop(key, None)
                     if not change.is_there:
                         self._gone[key] = self._beats
 
     def weights_changed(self) -> None:
-        """This instance loads none of the chunks of before any more."""
+        """This instance no longer loads chunks of earlier weights."""
         with self._lock:
             self._forget_all()
-            self._left |= self._told.keys()
-            self._untold.clear()
+            self._left |= self._announced.keys()
+            self._unannounced.clear()
 
-    def take(self) -> list[Told]:
-        """What has changed since it was last taken: STEP_CHUNKS at most, the rest next time."""
+    def take(self) -> list[ChunkChange]:
+        """The changes since the last call: STEP_CHUNKS at most, the rest next time."""
         out = []
         with self._lock:
             self._followed()
-            for key in list(islice(self._news, STEP_CHUNKS)):
-                is_there = self._news.pop(key)
-                chunk = (self._untold if is_there else self._told).pop(key, None)
+            for key in list(islice(self._changes, STEP_CHUNKS)):
+                is_there = self._changes.pop(key)
+                chunk = (self._unannounced if is_there else self._announced).pop(key, None)
                 if chunk is not None:
-                    out.append(Told(chunk, is_there))
+                    out.append(ChunkChange(chunk, is_there))
                     if is_there:
-                        self._told[key] = chunk
+                        self._announced[key] = chunk
                     elif key in self._left:
                         self._left.discard(key)
                     else:
@@ -146,28 +147,28 @@ class Announcer:
         return out
 
     def _followed(self) -> Attachment | None:
-        """The present server life. What another one said does not hold any more."""
+        """The present attachment. The reports of an earlier one hold no longer."""
         if self._attachment is not self._session.attachment:
             self._attachment = self._session.attachment
             self._forget_all()
         return self._attachment
 
     def _forget_all(self) -> None:
-        self._news = dict.fromkeys(self._told, False)
+        self._changes = dict.fromkeys(self._announced, False)
         self._gone.clear()
         self._all_gone = self._beats
 
     def _add(self, key: bytes, chunk: Chunk) -> None:
-        self._untold[key] = chunk
-        if len(self._untold) > UNTOLD_CHUNKS:
-            oldest, _ = self._untold.popitem(last=False)
+        self._unannounced[key] = chunk
+        if len(self._unannounced) > UNANNOUNCED_CHUNKS:
+            oldest, _ = self._unannounced.popitem(last=False)
             self._gone.pop(oldest, None)
 
 
 class Announcing(ChunkObserver):
-    """Lets the announcer know of chunks by their requests, which `request_of` finds, and a server that tells routers
-    itself, what `namer` makes of them. What depends on more than tokens is not announced: a router that hashes tokens
-    alone would send others to it."""
+    """Reports chunks to the announcer, by their requests, which `request_of` finds; and the names that `namer` makes to
+    a server that publishes events for routers itself. Chunks that depend on more than tokens are not announced: a
+    router that hashes tokens alone would send other requests to them."""
 
     def __init__(self, announcer: Announcer | None, namer: Namer | None, request_of: Callable[[str], Any]) -> None:
         self._announcer, self._namer, self._request_of = announcer, namer, request_of

@@ -1,14 +1,14 @@
 """Requests that reach vLLM while a step runs.
 
-vLLM's scheduler takes new requests in between two steps, and only then tells connectors of them. Under load a step
-takes 300 ms and more, in which a lower tier loads gigabytes. So the connector hears of a request when vLLM's core
+vLLM's scheduler takes in new requests between two steps, and only then reports them to connectors. Under load a step
+takes 300 ms and more, in which a lower tier loads gigabytes. So kvdock's connector learns of a request when vLLM's core
 receives it:
 
-    vLLM's receiving thread   EngineCore.preprocess_add_request ──► kvdock_received: the server is asked, tiers load
-    vLLM's scheduler thread   … a step ends ──► on_new_request ──► get_num_new_matched_tokens: what has come is found
+    vLLM's receiving thread   EngineCore.preprocess_add_request ──► kvdock_received: a question is sent, tiers load
+    vLLM's scheduler thread   … a step ends ──► on_new_request ──► get_num_new_matched_tokens: the answer is read
 
-Connectors have no hook there, so `listen` wraps the method. A vLLM without it is served as well: a request is asked
-about in between two steps. `in_turn` lets one of the two threads in at a time.
+Connectors have no hook there, so `listen` wraps the method. A vLLM without it is served as well: then questions are
+sent between two steps. `in_turn` lets one of the two threads in at a time.
 """
 
 from __future__ import annotations
@@ -20,11 +20,13 @@ from contextlib import AbstractContextManager
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
+from kvdock.connectors.waits import EarlyQuestions
+
 log = logging.getLogger("kvdock.vllm")
 
 CORE = "vllm.v1.engine.core"
 MOST_STEPS = 3
-"""A request that vLLM does not schedule within so many steps was refused."""
+"""A request that vLLM does not schedule within this many steps was refused."""
 _is_listening = False
 
 
@@ -50,32 +52,36 @@ def in_turn(method: Callable[Concatenate[T, P], R]) -> Callable[Concatenate[T, P
     return run
 
 
-class Unscheduled:
-    """Requests that vLLM has received, and of which its scheduler has not heard. The scheduler hears of them before it
-    plans the next step. vLLM refuses some, while it is paused for example: of these the scheduler never hears, and
-    nobody tells connectors. What was leased for them is given back when vLLM plans steps again."""
+class Arrivals:
+    """Requests that vLLM has received, and of which its scheduler has not heard. The scheduler takes them in before it
+    plans the next step. vLLM refuses some, while it is paused for example: its scheduler never hears of these, and no
+    connector does. What was leased for them is given back when vLLM plans steps again. `early`: asks the server about
+    requests that wait."""
 
-    def __init__(self) -> None:
+    def __init__(self, early: EarlyQuestions) -> None:
+        self.early = early
         self._steps = 0
         self._since: dict[str, int] = {}
 
-    def add(self, request_id: str) -> None:
+    def received(self, request_id: str) -> None:
         self._since[request_id] = self._steps
 
-    def remove(self, request_id: str) -> None:
+    def scheduled(self, request_id: str) -> None:
+        """vLLM's scheduler has heard of it."""
         self._since.pop(request_id, None)
 
     def refused(self) -> list[str]:
-        """Called in each step. A request that is scheduled later all the same is asked about once more."""
+        """Called in each step. A request that is scheduled later all the same is asked about again."""
         self._steps += 1
         found = [request_id for request_id, steps in self._since.items() if self._steps - steps > MOST_STEPS]
         for request_id in found:
             del self._since[request_id]
+            self.early.left(request_id)
         return found
 
 
 def listen() -> None:
-    """From now on all cores of this process tell their connectors of each request that they have received, by
+    """From now on all cores of this process report each request that they have received to their connectors, by
     `kvdock_received(request)`."""
     global _is_listening
     core = getattr(sys.modules.get(CORE), "EngineCore", None)  # not loaded: this process has no core
@@ -90,7 +96,7 @@ def listen() -> None:
     def preprocess(self: Any, *args: Any, **more: Any) -> Any:
         made = real(self, *args, **more)
         try:
-            _tell(self, made[0])
+            _report(self, made[0])
         except Exception:  # vLLM has its request all the same, whatever its version's core is like
             core.preprocess_add_request = real  # one traceback, not one for each request
             log.exception("from now on requests are asked about in between two steps")
@@ -100,7 +106,7 @@ def listen() -> None:
     _is_listening = True
 
 
-def _tell(core: Any, request: Any) -> None:
+def _report(core: Any, request: Any) -> None:
     connector = getattr(getattr(core, "scheduler", None), "connector", None)
     for one in (connector, *getattr(connector, "_connectors", ())):  # MultiConnector has several
         if hasattr(one, "kvdock_received"):

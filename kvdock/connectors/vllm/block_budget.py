@@ -1,13 +1,14 @@
 """How much of the block pool may be tied up by loads that vLLM cannot preempt.
 
-A request that loads in the background holds its blocks while it waits, and vLLM preempts only what runs. If such
-requests held so much that the request at the head of the queue could not be given its blocks, and nothing ran, nobody
-would ever move again.
+A request that loads in the background holds its blocks while it waits, and vLLM preempts only requests that run. If
+such requests held so many blocks that the request at the head of the queue could not be given its own, and no request
+ran, the engine would stand still for ever.
 
-Invariant: blocks of background loads (in full length) + blocks of the largest other request <= blocks of the
-pool. So when all that runs has ended, whoever is at the head fits: one that has loaded has its share, and any other
-fits beside them. Who comes later stays behind them. Not so where requests have priorities: there the largest other
-request is the longest that may come. What does not fit is loaded in the step that runs it, which ties up nothing.
+Invariant: blocks of background loads (in full length) + blocks of the largest other request <= blocks of the pool. So
+when all running requests have ended, the request at the head fits: one that has loaded has its blocks, and any other
+fits beside those that load. Later requests queue behind it. Where requests have priorities they may not: there the
+largest other request is the longest that may come. A request that does not fit is loaded in the step that runs it,
+which ties up no blocks.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from typing import Any
 from kvdock.connectors.vllm.groups import KVGroup
 
 STATE_BLOCKS = 4
-"""What a request may have for its recurrent state: the block that steps write, two before it that steps under way may
-read, and one with a state that vLLM keeps for its own prefix cache."""
+"""How many blocks a request may have for its recurrent state: the block that steps write, two before it that steps in
+progress may read, and one with a state that vLLM keeps for its own prefix cache."""
 
 
 class BlockBudget:
     """`blocks`: of the pool. `longest_tokens`: of any request. `step_tokens`: of one step. `in_order`: requests are
-    scheduled as they came."""
+    scheduled in the order in which they came."""
 
     def __init__(
         self, groups: Sequence[KVGroup], *, blocks: int, longest_tokens: int, step_tokens: int, in_order: bool = True

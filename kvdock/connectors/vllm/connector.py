@@ -1,10 +1,10 @@
-"""The class vLLM loads. It holds one of the two sides, by its role, and hands each call on.
+"""The class that vLLM loads. It holds one of the two sides, by its role, and forwards each call.
 
     --kv-transfer-config '{"kv_connector": "KvdockConnector", "kv_role": "kv_both"}'
 
-Life: the workers register their KV tensors, attach, and send the manifest to the scheduler's side as their
-handshake. MultiConnector hands one connector's handshake to all of them, so beside others the manifest comes with the
-first step, and lookups wait for that. An engine whose manifest does not come looks up nothing.
+Life: the workers register their KV tensors, attach, and send the manifest to the scheduler's side as their handshake.
+MultiConnector hands one connector's handshake to all of them, so beside others the manifest comes with the first step,
+and lookups wait for that. An engine whose manifest does not come looks up nothing.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -49,7 +49,7 @@ from kvdock.connectors.vllm.identity import hashing_of, manifest_of, served_name
 from kvdock.connectors.vllm.plugin import register
 from kvdock.connectors.vllm.request_tag import Tags
 from kvdock.connectors.vllm.resets import end_loads_first
-from kvdock.connectors.vllm.scheduler import VllmScheduler
+from kvdock.connectors.vllm.scheduler import EngineView, VllmScheduler
 from kvdock.connectors.vllm.setup import (
     EngineTraits,
     Settings,
@@ -70,7 +70,7 @@ from kvdock.connectors.vllm.steps import Orders, Report
 from kvdock.connectors.vllm.tables import own_cache_of
 from kvdock.connectors.vllm.unfit import UNLOADED, refuse_what_is_no_prefix, why_unfit
 from kvdock.connectors.vllm.weight_changes import hear, hear_model
-from kvdock.connectors.vllm.worker import VllmWorker
+from kvdock.connectors.vllm.worker import VllmWorker, WorkerKV
 from kvdock.connectors.worker import cores_of, hash_threads
 from kvdock.protocol.access import read_token
 from kvdock.protocol.keys import HASH_FUNCTION
@@ -108,12 +108,39 @@ class Handshake(KVConnectorHandshakeMetadata):
     instance: str
 
 
+class _Streams(NamedTuple):
+    """`computed`: holds, when a step starts, the work that comes before the step's stores. `aside`: nothing is computed
+    on it, for copies that need not wait for steps. None on a CPU."""
+
+    computed: torch.cuda.Stream | None = None
+    aside: torch.cuda.Stream | None = None
+
+
+@dataclass(frozen=True)
+class _Instance:
+    """`nonce`: a random name; `started_ns`: since 1970."""
+
+    name: str
+    nonce: Callable[[], str]
+    started_ns: int
+
+
+@dataclass
+class _Early:
+    """What came to the scheduler's side before it had the workers' manifests."""
+
+    requests: list[Any] = field(default_factory=list)
+    reports: Report = field(default_factory=Report)
+    steps: int = 0
+    """How many steps vLLM has planned."""
+
+
 register()  # MultiConnector finds classes by name alone when it reads their statistics
 
 
 class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
-    """Raises a ConnectorError at start when this engine cannot be served as it is set up. Beside a model that keeps
-    what it cannot cache it stands aside: nothing is stored or loaded, and vLLM runs as without it."""
+    """Raises a ConnectorError at start when this engine cannot be served with its settings. For a model whose KV it
+    cannot cache it stands aside: nothing is stored or loaded, and vLLM runs as without it."""
 
     def __init__(
         self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any, *,
@@ -121,12 +148,13 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         """`nonce`: a random name; `now_ns`: since 1970; vLLM passes the others."""
         super().__init__(vllm_config, role, kv_cache_config)
-        self._nonce, self._began_ns, self.turn = nonce, now_ns(), threading.RLock()
+        self._instance = _Instance(f"vllm-{vllm_config.kv_transfer_config.engine_id}", nonce, now_ns())
+        self.turn = threading.RLock()
         log_among_theirs()
         transfer = vllm_config.kv_transfer_config
         self._settings = Settings.load(transfer.kv_connector_extra_config, os.environ)
         if kv_cache_config is None:
-            raise NotSupportedError("kvdock needs a vLLM that tells its connectors the KV cache configuration.")
+            raise NotSupportedError("kvdock needs a vLLM that passes the KV cache configuration to its connectors.")
         refuse_what_is_not_supported(vllm_config, len(kv_cache_config.kv_cache_groups), self._settings)
         self._config, self._cache = vllm_config, kv_cache_config
         self._groups: tuple[KVGroup, ...] = ()
@@ -140,12 +168,11 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
         except CannotCacheError as why:
             if role is KVConnectorRole.SCHEDULER:  # once for each engine
                 log.warning(ASIDE, why)
-        self._instance = f"vllm-{transfer.engine_id}"
         place = place_of(vllm_config.parallel_config, self._groups)
         engine = get_current_vllm_config_or_none()  # known in workers; another connector gives a copy of its own making
         self._is_beside = engine is None or engine.kv_transfer_config is not transfer
         if self._is_beside and role == KVConnectorRole.WORKER and any(group.state for group in self._groups):
-            self._groups = ()  # nobody introduces itself, so the scheduler's side does not begin
+            self._groups = ()  # no worker sends its manifest, so the scheduler's side does not start
             if place.rank == 0:
                 log.warning(ASIDE, "it caches recurrent states where no other connector is set, and one is.")
         if role == KVConnectorRole.SCHEDULER:
@@ -160,14 +187,12 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
             transfer.kv_load_failure_policy = "recompute"  # vLLM reads it afterwards; of another connector's copy never
         elif role == KVConnectorRole.WORKER and (self._is_beside or not self._settings.recompute_failed_loads):
             warn_of_policy((transfer if engine is None else engine.kv_transfer_config).kv_load_failure_policy, place)
-        self._weights = RunningWeights(trusts_versions=self._settings.trust_weight_versions, told=self._runs)
+        self._weights = RunningWeights(trusts_versions=self._settings.trust_weight_versions, renamed=self._runs)
         self._worker: VllmWorker | None = None
-        self._computed: torch.cuda.Stream | None = None
-        self._aside: torch.cuda.Stream | None = None
+        self._streams = _Streams()
         self._scheduler: VllmScheduler | None = None
         self._handshake: Handshake | None = None
-        self._told, self._built = Report(), 0  # what workers said before the manifests were there; steps planned
-        self._waiting: list[Any] = []  # requests that came before the handshake
+        self._early = _Early()
         self._events: Events | None = None
 
     # ------------------------------------------------------------------ both
@@ -183,13 +208,13 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
-        """Where it says no, vLLM does; where it may depend, setup.py says on what."""
+        """vLLM refuses sleep mode where this is False. Where it depends on settings, setup.py refuses it."""
         return True
 
     def unregister_kv_caches(self) -> None:
         """vLLM takes the KV memory away, and gives it back at the same addresses."""
         if self._worker is not None:
-            self._worker.rest()
+            self._worker.wait_idle()
 
     def get_kv_connector_stats(self) -> KvdockStats | None:
         side = self._worker or self._scheduler
@@ -227,11 +252,16 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
         )
         device = next(iter(kv_caches.values())).device
         if device.type == "cuda":
-            self._computed = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # so in torch
-            self._aside = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # so in torch
+            streams = [torch.cuda.Stream(device) for _ in range(2)]  # type: ignore[no-untyped-call]  # so in torch
+            self._streams = _Streams(*streams)
+        computed, aside = self._streams
         self._worker = VllmWorker(
             self._settings, manifest, self._identity(f"rank{place.rank}", ranks=(place.rank,), scheduler=False),
-            layouts_of(self._groups, kv_caches, blocks, manifest.token_order), planes_of(self._groups, kv_caches),
+            WorkerKV(
+                layouts_of(self._groups, kv_caches, blocks, manifest.token_order), planes_of(self._groups, kv_caches),
+                str(device), _stream_of(str(device)), computed.cuda_stream if computed is not None else None,
+                aside.cuda_stream if aside is not None else None,
+            ),
             EngineTraits(
                 takes_failed_requests=BY_REQUEST, undoes_steps=undoes_steps(self._config),
                 loads_by_layer=loads_by_layer(self._config, self._settings, self._groups),
@@ -239,11 +269,8 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
                 hash_threads=hash_threads(cores_of(workers_here(self._config))),
                 zeroes_blocks=zeroes_blocks(self._cache),
             ),
-            device=str(device), stream=_stream_of(str(device)),
-            computed=self._computed.cuda_stream if self._computed is not None else None,
-            aside=self._aside.cuda_stream if self._aside is not None else None,
         )
-        self._handshake = Handshake(msgspec.json.encode(manifest), self._instance)
+        self._handshake = Handshake(msgspec.json.encode(manifest), self._instance.name)
 
     def get_handshake_metadata(self) -> Handshake | None:
         return None if self._is_beside else self._handshake
@@ -259,14 +286,15 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
         if self._worker is None:
             return
         self._worker.fence(orders, _stream_of(self._worker.device))
-        if self._computed is not None and orders.stores:  # they wait for earlier steps, but not for this one
-            self._computed.wait_stream(torch.cuda.current_stream(self._computed.device))
+        computed = self._streams.computed
+        if computed is not None and orders.stores:  # they wait for earlier steps, but not for this one
+            computed.wait_stream(torch.cuda.current_stream(computed.device))
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, Metadata)
         if self._worker is not None:
-            self._worker.begin(metadata.orders)
+            self._worker.start(metadata.orders)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         if self._worker is not None and self._worker.waits_for_layers:
@@ -279,12 +307,12 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
         """Nothing waits for a store."""
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        loaded, self._failed = self._worker.ended() if self._worker is not None else (set(), set())
+        loaded = self._worker.ended() if self._worker is not None else set()
         return None, loaded or None
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         results = super().get_transfer_results(finished_req_ids)
-        results.failed_recving = self._failed
+        results.failed_recving = self._worker.failed_requests() if self._worker is not None else set()
         return results
 
     def get_block_ids_with_load_errors(self) -> set[int]:
@@ -302,18 +330,18 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        self.set_xfer_handshake_metadata(dict(enumerate(metadata.values())))  # all say the same
+        self.set_xfer_handshake_metadata(dict(enumerate(metadata.values())))  # they are equal
 
     @in_turn
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
-        """What is another connector's is left to it."""
-        told = [one.manifest for one in metadata.values() if isinstance(one, Handshake)]
-        if told:
-            self._begin(told, is_beside=False)
+        """Handshakes of other connectors are ignored."""
+        encoded = [one.manifest for one in metadata.values() if isinstance(one, Handshake)]
+        if encoded:
+            self._start(encoded, is_beside=False)
 
-    def _begin(self, told: Sequence[bytes], *, is_beside: bool) -> None:
-        """`told`: each worker's manifest. `is_beside`: other connectors may load as well. NotSupportedError."""
-        manifests = [msgspec.json.decode(one, type=Manifest) for one in told]
+    def _start(self, encoded: Sequence[bytes], *, is_beside: bool) -> None:
+        """`encoded`: each worker's manifest. `is_beside`: other connectors may load as well. NotSupportedError."""
+        manifests = [msgspec.json.decode(one, type=Manifest) for one in encoded]
         manifest = manifests[0]
         if any((one.hash_function, one.hash_seed) != self._hashing() for one in manifests):
             raise NotSupportedError(
@@ -325,7 +353,7 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
                 f"same environment variables, and theirs differ in {_differing(manifests)}."
             )
         if self._scheduler is not None:
-            return  # vLLM says it again when it wakes
+            return  # vLLM sends it again when it wakes
         token = read_token(self._settings.access_token_file)
         client = Client(self._settings.address, timeout_s=self._settings.timeout_s, access_token=token)
         session = EngineSession(client, manifest, self._identity("scheduler", ranks=(), scheduler=True))
@@ -336,32 +364,32 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
             self._groups, blocks=self._cache.num_blocks - 1, longest_tokens=self._config.model_config.max_model_len,
             step_tokens=limits.max_num_batched_tokens, in_order=limits.policy == "fcfs",
         )
+        unfit = why_unfit(self._config, manifest.token_order, os.environ)
+        if unfit:
+            log.warning(UNLOADED, unfit)
         self._scheduler = VllmScheduler(
-            session, self._groups, budget, self._settings, ranks=len(manifests),
-            steps_ahead=self._config.max_concurrent_batches - 1,
-            keeps_back=keeps_blocks_back(self._config),
-            announcer=self._events.announcer if self._events is not None else None,
-            hash_tokens=hash_tokens if manifest.hash_function != HASH_FUNCTION else None,
-            is_beside=is_beside, weights=self._weights,
-            tags=Tags(
-                _adapters_as(self._config.lora_config), self._began_ns, weights=self._weights,
+            session, EngineView(
+                self._groups, ranks=len(manifests), steps_ahead=self._config.max_concurrent_batches - 1,
+                keeps_back=keeps_blocks_back(self._config), is_beside=is_beside, unfit=unfit,
+                hash_tokens=hash_tokens if manifest.hash_function != HASH_FUNCTION else None,
+                own_cache=own_cache_of(self._config, self._groups, hash_tokens),
+                announcer=self._events.announcer if self._events is not None else None,
+                namer=namer_of(self._groups, manifest.chunk_tokens, hash_tokens),
+            ),
+            budget, self._settings, tags=Tags(
+                _adapters_as(self._config.lora_config), self._instance.started_ns, weights=self._weights,
                 trusts_names=self._settings.trust_weight_versions,
             ),
-            namer=namer_of(self._groups, manifest.chunk_tokens, hash_tokens),
-            own_cache=own_cache_of(self._config, self._groups, hash_tokens),
         )
         self._prove_hooks()
-        self._scheduler.unfit = why_unfit(self._config, manifest.token_order, os.environ)
-        if self._scheduler.unfit:
-            log.warning(UNLOADED, self._scheduler.unfit)
         self._scheduler.start()
-        for request in self._waiting:
+        for request in self._early.requests:
             self._scheduler.arrived(request)
-        self._waiting.clear()
+        self._early.requests.clear()
 
     @in_turn
     def kvdock_received(self, request: Any) -> None:
-        """vLLM has a new request, of which its scheduler hears in between two steps (arrivals.py)."""
+        """vLLM's core has received a request, which its scheduler takes in between two steps (arrivals.py)."""
         if self._scheduler is not None:
             self._scheduler.received(request)
 
@@ -378,19 +406,19 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
         if self._scheduler is not None:
             self._scheduler.arrived(request)
         elif self._groups:
-            self._waiting.append(request)
+            self._early.requests.append(request)
             if getattr(request, "lora_request", None) is not None:
                 LOADS.miss()
 
     @in_turn
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         if self._scheduler is None:
-            is_soon = bool(self._groups) and self._built <= self._config.max_concurrent_batches
+            is_soon = bool(self._groups) and self._early.steps <= self._config.max_concurrent_batches
             return (None if is_soon else 0), False
         return self._scheduler.lookup(request, num_computed_tokens)
 
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
-        """Newer versions count by source what was not computed: ours comes from this host's memory."""
+        """Newer versions count tokens that were not computed by their source: kvdock's come from this host's memory."""
         return {CacheHitSource.HOST: num_external_tokens} if num_external_tokens else {}
 
     @in_turn
@@ -418,7 +446,7 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
 
     @in_turn
     def build_connector_meta(self, scheduler_output: Any) -> Metadata:
-        self._built += 1
+        self._early.steps += 1
         self._prove_hooks()
         orders = self._scheduler.build(scheduler_output) if self._scheduler is not None else Orders()
         if orders.loads or scheduler_output.num_scheduled_tokens:
@@ -427,8 +455,8 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
 
     @in_turn
     def update_connector_output(self, connector_output: Any) -> None:
-        told = connector_output.kv_connector_worker_meta
-        report = told.report if isinstance(told, WorkerMetadata) else Report()
+        metadata = connector_output.kv_connector_worker_meta
+        report = metadata.report if isinstance(metadata, WorkerMetadata) else Report()
         if self._scheduler is None:
             report = self._introduced(report)
         if self._scheduler is None:
@@ -438,11 +466,12 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler.take(report)
 
     def _introduced(self, report: Report) -> Report:
-        """Begins once every worker has told its manifest. Returns all that they have reported until now."""
-        self._told.add(report)
-        if len(self._told.manifests) == place_of(self._config.parallel_config, self._groups).ranks:
-            self._begin(list(self._told.manifests.values()), is_beside=True)
-        return self._told
+        """Starts once every worker has reported its manifest. Returns all that they have reported until now."""
+        reports = self._early.reports
+        reports.add(report)
+        if len(reports.manifests) == place_of(self._config.parallel_config, self._groups).ranks:
+            self._start(list(reports.manifests.values()), is_beside=True)
+        return reports
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished_all_groups(request, (block_ids,))
@@ -456,7 +485,7 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
                 request, has_answered=_has_answered(request),
                 has_failed=request.status == RequestStatus.FINISHED_ERROR,
             )
-        self._waiting = [one for one in self._waiting if one.request_id != request.request_id]
+        self._early.requests = [one for one in self._early.requests if one.request_id != request.request_id]
         return False, None
 
     @in_turn
@@ -465,13 +494,13 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
 
     @in_turn
     def reset_cache(self) -> bool:
-        """vLLM asks for it with reset_connector=True, when it pauses to change weights, and when it sleeps. As
-        Settings.on_reset has it; False, and nothing is loaded until then, if the server was to clear and did not."""
+        """vLLM calls it with reset_connector=True, when it pauses to change weights, and when it sleeps. As
+        Settings.on_reset has it. False: the server was to clear and did not, and nothing is loaded until it has."""
         return self._scheduler is not None and self._scheduler.reset()
 
     @in_turn
     def take_events(self) -> Iterable[Any]:
-        """KV cache events, when vLLM publishes them: what of the server this instance has met (announcer.py)."""
+        """KV cache events, when vLLM publishes them: of the server's chunks that this instance knows (announcer.py)."""
         return self._events.take() if self._events is not None else ()
 
     def _hashing(self) -> tuple[str, str]:
@@ -480,18 +509,18 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
             fixed_seed=getattr(kv_cache_utils, "DEFAULT_NONE_HASH_SEED", None),
         )
 
-    def _identity(self, who: str, *, ranks: tuple[int, ...], scheduler: bool) -> Identity:
-        name, short_id = served_name(self._config.model_config), self._instance.removeprefix("vllm-")[:8]
+    def _identity(self, member: str, *, ranks: tuple[int, ...], scheduler: bool) -> Identity:
+        name, short_id = served_name(self._config.model_config), self._instance.name.removeprefix("vllm-")[:8]
         return Identity(
-            instance=self._instance, member=f"{who}-{self._nonce()}", ranks=ranks, scheduler=scheduler,
+            instance=self._instance.name, member=f"{member}-{self._instance.nonce()}", ranks=ranks, scheduler=scheduler,
             label=f"vLLM {vllm.__version__} {name} {short_id}",
         )
 
 
 def _differing(manifests: Sequence[Manifest]) -> str:
     """The fields, by name. `revision` is of weights, settings and environment variables."""
-    told = [msgspec.to_builtins(one) for one in manifests]
-    return ", ".join(name for name in told[0] if any(one[name] != told[0][name] for one in told))
+    fields = [msgspec.to_builtins(one) for one in manifests]
+    return ", ".join(name for name in fields[0] if any(one[name] != fields[0][name] for one in fields))
 
 
 def _has_answered(request: Any) -> bool:

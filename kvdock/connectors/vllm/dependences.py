@@ -1,11 +1,12 @@
 """What the bytes of KV depend on beside tokens and weights: tables of vLLM's settings, each with its reason.
 
-A row is here if it changes which function of the tokens the model computes, or to how many bits. Not here is what
-computes the same function in another order (graphs, compilation, cascade attention, data and expert parallelism, the
-kernels that vLLM chooses by itself), what other parts of the manifest say (the KV's type, shapes, strides, attention
-backends, the split over workers), and what makes requests bypass the cache (adapters, images). A setting at its usual
-value says nothing, so that versions of vLLM that lack it need no rule. Environment variables, which choose kernels one
-by one, are put the other way round: those that are not known to change nothing count.
+A setting has a row here if it changes which function of the tokens the model computes, or with how many bits. It has
+none if it only changes the order in which the same function is computed (graphs, compilation, cascade attention, data
+and expert parallelism, the kernels that vLLM chooses by itself), if other parts of the manifest cover it (the KV's
+type, shapes, strides, attention backends, the split over workers), or if requests that use it bypass the cache
+(adapters, images). A setting at its usual value is left out, so versions of vLLM that lack it need no rule. For
+environment variables, which choose single kernels, the rule is the opposite: all count but those that are known to
+change nothing.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ UNUSUAL_ENGINE = {
 """Fields of vLLM's VllmConfig."""
 OFF, ON = ("", "0", "false", "none"), ("", "1", "true")
 UNUSUAL_ENVIRONMENT = {
-    "VLLM_BATCH_INVARIANT": (OFF, "who asks for the same bits in every batch gets none of another engine's"),
+    "VLLM_BATCH_INVARIANT": (OFF, "an engine that computes the same bits in every batch loads none of others"),
     "VLLM_FLOAT32_MATMUL_PRECISION": (("", "highest"), "products are rounded"),
     "VLLM_MARLIN_INPUT_DTYPE": (OFF, "activations are rounded"),
     "VLLM_TEST_FORCE_FP8_MARLIN": (OFF, "activations are not rounded"),
@@ -108,8 +109,8 @@ _HARMLESS_VARIABLES = """
     VLLM_WORKER_MULTIPROC_METHOD VLLM_WSL2_ENABLE_PIN_MEMORY VLLM_XGRAMMAR_CACHE_MB VLLM_XLA_CACHE_PATH
 """
 HARMLESS_VARIABLES = frozenset(_HARMLESS_VARIABLES.split())
-"""Variables of vLLM 0.24 to 0.33: servers and their processes, logs, places, limits of requests, sampling, and what the
-manifest says otherwise (the order of KV's elements, images by their content)."""
+"""Variables of vLLM 0.24 to 0.33: servers and their processes, logs, paths, limits of requests, sampling, and settings
+that the manifest covers otherwise (the order of KV's elements, images by their content)."""
 NEVER = (
     "default", "linear", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling", "mrope", "bailing_mrope", "ntk",
     "openpangu", "proportional", "mllama4", "xdrope", "telechat3-yarn",
@@ -119,7 +120,7 @@ MOVING = ("longrope", "dynamic")
 """Kinds that Transformers' own models choose anew in each batch, and vLLM's once."""
 ORIGINAL, TRAINED = "original_max_position_embeddings", "max_position_embeddings"
 LLAMA4_TOKENS = 32768
-"""Llama 4 weighs attention by the distance of tokens when max_model_len is more, if nobody says otherwise."""
+"""Llama 4 weighs attention by the distance of tokens when max_model_len is more, unless it is configured otherwise."""
 
 
 def unusual_of(model: Any) -> dict[str, str]:
@@ -127,7 +128,7 @@ def unusual_of(model: Any) -> dict[str, str]:
 
 
 STATE_VARIABLES = frozenset({"VLLM_SSM_CONV_STATE_LAYOUT"})
-"""These say how recurrent states lie in memory: of other models they change nothing. vLLM sets the first one by itself
+"""These set the layout of recurrent states in memory: for other models they change nothing. vLLM sets it by itself
 beside some connectors."""
 
 
@@ -150,11 +151,11 @@ def _unusual(config: Any, rows: Mapping[str, str]) -> Iterator[tuple[str, str]]:
 
 
 def positions_of(config: Mapping[str, Any], model: Any) -> list[Any]:
-    """What max_model_len does to how positions are seen: nothing, for nearly all models. `config`: of `model`, which
-    is vLLM's ModelConfig. NotSupportedError where a position is seen otherwise from batch to batch."""
+    """How max_model_len changes the encoding of positions: not at all, for nearly all models. `config`: of `model`,
+    which is vLLM's ModelConfig. NotSupportedError where the encoding differs from batch to batch."""
     # None for a max_model_len of -1: the model was made for a length that vLLM has since shortened to what fits.
     longest = None if getattr(model, "original_max_model_len", 0) == -1 else int(model.max_model_len)
-    told: list[Any] = []
+    found_kinds: list[Any] = []
     for kind, rope, around in _ropes(config):
         if kind in NEVER:
             continue
@@ -166,14 +167,14 @@ def positions_of(config: Mapping[str, Any], model: Any) -> list[Any]:
                 f"request of each batch: a max_model_len of at most {limit} is wanted, or model_impl vllm."
             )
         if kind not in MOVING or limit is None or longest is None:
-            told.append([kind, longest])
+            found_kinds.append([kind, longest])
         elif kind == "longrope":  # one of two sets of factors, for all positions
-            told.append([kind, is_beyond])
+            found_kinds.append([kind, is_beyond])
         elif "alpha" not in rope:  # some models take max_model_len, if it is less, for their own length
-            told.append([kind, limit if is_beyond else longest])
+            found_kinds.append([kind, limit if is_beyond else longest])
     if any(kind.startswith("llama4") for kind in _model_types(config)):
-        told.append(["llama4", longest and longest > LLAMA4_TOKENS])
-    return told
+        found_kinds.append(["llama4", longest and longest > LLAMA4_TOKENS])
+    return found_kinds
 
 
 def _is_transformers(model: Any) -> bool:

@@ -1,4 +1,4 @@
-"""What vLLM publishes for us, in its own types: statistics and Prometheus metrics (vllm:kvdock_…), and KV cache events.
+"""What vLLM publishes for kvdock, in its own types: statistics, Prometheus metrics (vllm:kvdock_…), KV cache events.
 
 Scheduler and workers hand out KvdockStats with each step; vLLM adds them up, first over the workers, then with the
 scheduler's, and sends their `data` to the process that logs and exports. Events are for routers that send requests
@@ -19,7 +19,7 @@ from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
 from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind
 
 from kvdock.connectors.session import EngineSession
-from kvdock.connectors.vllm.announcer import Announcer, Chunk, Namer, Told, chunk_of
+from kvdock.connectors.vllm.announcer import Announcer, Chunk, ChunkChange, Namer, chunk_of
 from kvdock.connectors.vllm.figures import METRICS, Data, Figures, merge, summary
 from kvdock.connectors.vllm.groups import KVGroup
 from kvdock.protocol.kv_events import BlockNames, named
@@ -97,7 +97,7 @@ MEDIUM = "CPU"
 
 
 class Events:
-    """Turns what `announcer` says into vLLM's events. vLLM makes one hash for each `hash_tokens` tokens."""
+    """Turns the changes of `announcer` into vLLM's events. vLLM makes one hash for each `hash_tokens` tokens."""
 
     def __init__(self, announcer: Announcer, groups: Sequence[KVGroup], kv_cache_config: Any, hash_tokens: int) -> None:
         self.announcer, self._hash_tokens = announcer, hash_tokens
@@ -109,14 +109,14 @@ class Events:
 
     def take(self) -> list[KVCacheEvent]:
         """The events since the last call: chunks that can be loaded now, and chunks that no longer can."""
-        return [self._event(told, *group) for told in self.announcer.take() for group in self._groups]
+        return [self._event(change, *group) for change in self.announcer.take() for group in self._groups]
 
-    def _event(self, told: Told, group: int, kind: str, step: int) -> KVCacheEvent:
-        hashes = _of_blocks(told.chunk, step)
-        if not told.is_there:
+    def _event(self, change: ChunkChange, group: int, kind: str, step: int) -> KVCacheEvent:
+        hashes = _of_blocks(change.chunk, step)
+        if not change.is_there:
             return BlockRemoved(block_hashes=hashes, medium=MEDIUM, group_idx=group)
         return BlockStored(
-            block_hashes=hashes, parent_block_hash=_before(told.chunk), token_ids=list(told.chunk.tokens),
+            block_hashes=hashes, parent_block_hash=_before(change.chunk), token_ids=list(change.chunk.tokens),
             block_size=step * self._hash_tokens, lora_id=None, lora_name=None, medium=MEDIUM, group_idx=group,
             kv_cache_spec_kind=kind,
         )

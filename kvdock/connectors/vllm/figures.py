@@ -1,7 +1,7 @@
-"""What a side of the connector counts for vLLM's statistics: plain numbers by name, which travel and add up.
+"""What each side of the connector counts for vLLM's statistics: plain numbers by name, which travel and add up.
 
-Counters and durations hold what came since the last take(); a gauge holds its latest value and is told when it
-changes. Workers' figures are summed, so what all ranks do alike (tokens, failed loads) is counted by one of them.
+Counters and durations hold what was added since the last take(); a gauge holds its latest value and is reported when
+it changes. Workers' figures are summed, so what all ranks do alike (tokens, failed loads) is counted by one of them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ METRICS: Mapping[str, Metric] = {
     "stores_dropped": Metric("counter", "Stores given up: vLLM reused their blocks, or was told to reset."),
     "fence_seconds": Metric("counter", "Seconds that steps waited for stores to leave blocks, over all ranks."),
     **{
-        f"bypassed_{why}": Metric("counter", f"Requests that were not looked up: {said}.") for why, said in WHY.items()
+        f"bypassed_{why}": Metric("counter", f"Requests that were not looked up: {reason}.")
+        for why, reason in WHY.items()
     },
     "weight_changes": Metric("counter", "Times that the weights changed, or may have changed, while the engine ran."),
     "withheld": Metric("gauge", "1 while nothing is shared because nobody would hear of a change of weights."),
@@ -60,7 +61,7 @@ class Figures:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._data: Data = {}
-        self._told: dict[str, float] = {}
+        self._reported: dict[str, float] = {}
 
     def add(self, name: str, amount: int | float) -> None:
         """To a counter; an observation of durations."""
@@ -78,11 +79,11 @@ class Figures:
     def state(self, name: str, value: int) -> None:
         assert METRICS[name].kind == "gauge", name
         with self._lock:
-            if self._told.get(name) != value:
-                self._told[name] = self._data[name] = value
+            if self._reported.get(name) != value:
+                self._reported[name] = self._data[name] = value
 
     def take(self) -> Data:
-        """What came since the last call; empty when nothing did."""
+        """The figures since the last call; empty when there are none."""
         with self._lock:
             taken, self._data = self._data, {}
             return taken
@@ -112,7 +113,8 @@ class CopyFigures(Figures):
 
 
 def merge(into: Data, other: Mapping[str, Value]) -> None:
-    """Adds `other`, which stays as it is: counters are summed, durations joined, of gauges the later counts."""
+    """Adds `other`, which stays as it is: counters are summed, durations are joined, a later gauge replaces an earlier
+    one."""
     for name, value in other.items():
         have = into.get(name)
         if have is None or METRICS[name].kind == "gauge":
@@ -126,32 +128,32 @@ def merge(into: Data, other: Mapping[str, Value]) -> None:
 
 
 def summary(data: Mapping[str, Value]) -> dict[str, int | float]:
-    """An interval in a few words, for vLLM's log line. What did not happen is left out."""
-    told: dict[str, int | float] = {}
+    """A short form of an interval, for vLLM's log line. Figures that are 0 are left out."""
+    shown: dict[str, int | float] = {}
     for verb, name in (("Load", "load"), ("Store", "store")):
         seconds, size = durations(data, f"{name}_seconds"), number(data, f"{name}_bytes")
         if seconds:
-            told[f"{verb}s"] = len(seconds)
-            told[f"{verb} MB"] = round(size / MB, 3)
-            told[f"Avg {verb.lower()} GB/s"] = round(size / GB / max(sum(seconds), 1e-9), 3)
+            shown[f"{verb}s"] = len(seconds)
+            shown[f"{verb} MB"] = round(size / MB, 3)
+            shown[f"Avg {verb.lower()} GB/s"] = round(size / GB / max(sum(seconds), 1e-9), 3)
     for name, label in (
         ("load_failures", "Failed loads"), ("stores_dropped", "Dropped stores"), ("lookups_late", "Late lookups"),
         ("hints_ignored", "Ignored hints"),
     ):
         if number(data, name):
-            told[label] = number(data, name)
+            shown[label] = number(data, name)
     bypassed = sum(number(data, f"bypassed_{why}") for why in WHY)
     if bypassed:
-        told["Bypassed requests"] = bypassed
+        shown["Bypassed requests"] = bypassed
     if number(data, "fence_seconds"):
-        told["Waited for stores ms"] = round(number(data, "fence_seconds") * 1e3, 1)
+        shown["Waited for stores ms"] = round(number(data, "fence_seconds") * 1e3, 1)
     lookups = durations(data, "lookup_seconds")
     if lookups:
-        told["Lookups"] = len(lookups)
-        told["Max lookup ms"] = round(max(lookups) * 1e3, 2)
+        shown["Lookups"] = len(lookups)
+        shown["Max lookup ms"] = round(max(lookups) * 1e3, 2)
     if "attached" in data:
-        told["Server attached"] = number(data, "attached")
-    return told
+        shown["Server attached"] = number(data, "attached")
+    return shown
 
 
 def number(data: Mapping[str, Value], name: str) -> int | float:
@@ -168,13 +170,13 @@ def durations(data: Mapping[str, Value], name: str) -> list[float]:
 
 
 # --------------------------------------------------------------------------------
-# What became of each of vLLM's requests. Those that ask for it hear it with their answer, and people read it at the
-# server; docs/vllm.md has the words.
+# The outcome of each of vLLM's requests. Requests that ask for it get it with their answer, and people read it at the
+# server; docs/vllm.md lists the reasons.
 #
 # Threads: vLLM's, one at a time (arrivals.py).
 
 class Outcomes(RequestOutcomes):
-    """As RequestOutcomes, with what each request asks for."""
+    """As RequestOutcomes, with the options of each request."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -184,7 +186,7 @@ class Outcomes(RequestOutcomes):
         asked = self._asked.get(request.request_id)
         if asked is None:
             asked = self._asked[request.request_id] = asked_by(request)
-            self._of(request.request_id)  # every request that was looked at has an outcome
+            self._of(request.request_id)  # every request whose options were read has an outcome
         return asked
 
     def forget(self, request_id: str) -> None:
@@ -193,8 +195,8 @@ class Outcomes(RequestOutcomes):
         self._stories.pop(request_id, None)
 
     def answer(self, request: Any) -> dict[str, Any] | None:
-        """The request has ended: what its answer's `kv_transfer_params` are to say. None: nothing, because it did not
-        ask, or because another connector may have something to say there: vLLM takes one answer alone."""
+        """The request has ended: the `kv_transfer_params` of its answer. None: it did not ask for them, or another
+        connector may put its own there: vLLM takes those of one connector alone."""
         asked = self._asked.pop(request.request_id, None)
         outcome = self.ended(request.request_id, request.num_prompt_tokens)
         params = getattr(request, "kv_transfer_params", None)
@@ -202,9 +204,9 @@ class Outcomes(RequestOutcomes):
             return None
         if not isinstance(params, Mapping) or set(params) != {OWN}:
             return None
-        return {OWN: _told(outcome)}
+        return {OWN: _params_of(outcome)}
 
 
-def _told(outcome: Outcome) -> dict[str, Any]:
-    told: dict[str, Any] = {"found_tokens": outcome.found_tokens, "loaded_tokens": outcome.loaded_tokens}
-    return told | ({"why": outcome.why} if outcome.why else {})
+def _params_of(outcome: Outcome) -> dict[str, Any]:
+    params: dict[str, Any] = {"found_tokens": outcome.found_tokens, "loaded_tokens": outcome.loaded_tokens}
+    return params | ({"why": outcome.why} if outcome.why else {})

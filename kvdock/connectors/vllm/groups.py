@@ -1,8 +1,8 @@
-"""vLLM's KV cache groups as kvdock's: what a hit must hold of each, and where its pages lie.
+"""vLLM's KV cache groups as kvdock's: which tokens of each a hit must have, and where its pages lie.
 
-A page is what one layer has of one block. It is copied whole and never looked into: its place comes from
-the tensor's own strides, its size from the spec, and the order of the elements inside it goes into the manifest as a
-signature, so that engines whose pages differ inside never meet. Layers at one address are one plane.
+A page is one layer's part of one block. It is copied whole, and its content is never interpreted: its address comes
+from the tensor's own strides, its size from the spec, and the order of the elements inside it goes into the manifest as
+a signature, so that engines whose pages differ inside never share. Layers at one address are one plane.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class KVGroup:
     """Chunked local attention: the length of a piece. A token sees the tokens of its own piece, up to itself. None: of
     all other kinds."""
     state: str = ""
-    """What a page holds of a recurrent state (states.py): its tensors' types and shapes. Empty: it holds KV."""
+    """The types and shapes of the tensors of a recurrent state in a page (states.py). Empty: the page holds KV."""
 
     def left_behind(self, tokens: int) -> int:
-        """How many of the first `tokens` tokens nobody reads any more who goes on behind them: vLLM gives them away."""
+        """How many of the first `tokens` tokens no later token reads: vLLM gives their blocks away."""
         if self.window_tokens is None:
             return 0
         if self.local_tokens is not None:

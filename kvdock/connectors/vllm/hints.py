@@ -1,8 +1,8 @@
-"""What a request of vLLM says of the worth of its KV: in `kv_hints`, an envelope that newer versions have, and in
-`kv_transfer_params`; there it also says what kvdock is to do for it.
+"""Hints of vLLM's requests on the worth of their KV: in `kv_hints`, an envelope that newer versions have, and in
+`kv_transfer_params`, which also holds a request's options for kvdock.
 
-Orchestrators write hints, in forms that are still moving, so nothing here makes a request fail: what is unknown or
-cannot be read is counted, and the first of it logged.
+Orchestrators write hints, in forms that still change, so nothing here makes a request fail: hints that are unknown or
+cannot be read are counted, and the first one is logged.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from kvdock.connectors.requests import Wish
+from kvdock.connectors.scheduler import Preference
 from kvdock.protocol.schemas import MAX_AFTER_S
 from kvdock.protocol.wire_types import MAX_HINT_S, MOST_PRIORITY
 
@@ -23,7 +23,7 @@ MOST_ACTIONS = 16
 """In one envelope; the others are ignored."""
 MOST_DIRECTIVES = 64
 """In one `kv.retain`."""
-MOST_WISHES = 64
+MOST_PREFERENCES = 64
 """For one request: each is a call to the server, before the stores of other requests."""
 MOST_NAME = 128
 """Characters of a name of weights."""
@@ -37,9 +37,9 @@ OWN = "kvdock"
 
 @dataclass(frozen=True)
 class Asked:
-    """What a request asks of kvdock in its `kv_transfer_params`. `load`: it may be looked up; `store`: it may be
-    stored; `report`: its answer says what became of it; `session_end`, `prefetch_after_s`: as docs/vllm.md has them;
-    `weights`: names the weights that it runs with, where they change in place."""
+    """The options of a request in its `kv_transfer_params`. `load`: it may be looked up; `store`: it may be stored;
+    `report`: its answer has its outcome; `session_end`, `prefetch_after_s`: as docs/vllm.md has them; `weights`: names
+    the weights that it runs with, where they change in place."""
 
     load: bool = True
     store: bool = True
@@ -50,7 +50,7 @@ class Asked:
 
 
 def asked_by(request: Any) -> Asked:
-    """What cannot be read asks for nothing; Hints.of counts it."""
+    """Options that cannot be read count as not given; Hints.of counts them."""
     params = getattr(request, "kv_transfer_params", None)
     if not isinstance(params, Mapping) or OWN not in params:
         return Asked()
@@ -61,39 +61,40 @@ def asked_by(request: Any) -> Asked:
 
 
 class Unreadable(ValueError):
-    """A hint that is not in a form that we know; says what was found and what is wanted."""
+    """A hint in an unknown form; says what was found and what is wanted."""
 
 
 class Hints:
-    """`ignored`: called with how many hints of a request came to nothing."""
+    """`ignored`: called with the number of hints of a request that were ignored."""
 
     def __init__(self, ignored: Callable[[int], None]) -> None:
-        self._ignored, self._is_told = ignored, False
+        self._ignored, self._has_logged = ignored, False
 
-    def of(self, request: Any) -> list[Wish]:
-        """What is wished for the request's chunks, if it ends by itself. Never raises."""
-        wishes: list[Wish] = []
+    def of(self, request: Any) -> list[Preference]:
+        """The preferences for the request's chunks, if it ends by itself. Never raises."""
+        preferences: list[Preference] = []
         for name, read in _hints_of(request):
             try:
-                wishes += read()
+                preferences += read()
             except Exception as error:  # whatever an orchestrator sends, the request goes on
                 self._ignore(name, error)
-        if len(wishes) > MOST_WISHES:
-            self._ignore("kv_hints", Unreadable(f"found {len(wishes)} wishes, wanted at most {MOST_WISHES}"))
-        return wishes[:MOST_WISHES]
+        if len(preferences) > MOST_PREFERENCES:
+            found = f"found {len(preferences)} preferences, wanted at most {MOST_PREFERENCES}"
+            self._ignore("kv_hints", Unreadable(found))
+        return preferences[:MOST_PREFERENCES]
 
     def _ignore(self, name: str, error: Exception) -> None:
         self._ignored(1)
-        if not self._is_told:
-            self._is_told = True
+        if not self._has_logged:
+            self._has_logged = True
             log.warning(
                 "kvdock: ignores the KV hint %.80r: %s. Others are counted in hints_ignored, and not logged.", name,
                 str(error)[:300],
             )
 
 
-def _hints_of(request: Any) -> Iterator[tuple[str, Callable[[], list[Wish]]]]:
-    """The name of each hint, and what reads it."""
+def _hints_of(request: Any) -> Iterator[tuple[str, Callable[[], list[Preference]]]]:
+    """The name of each hint, and a function that reads it."""
     params = getattr(request, "kv_transfer_params", None)
     if isinstance(params, Mapping) and OWN in params:
         own = params[OWN]
@@ -113,12 +114,12 @@ def _hints_of(request: Any) -> Iterator[tuple[str, Callable[[], list[Wish]]]]:
         yield name, lambda action=action: _of_action(action)  # type: ignore[misc]  # a default binds it
 
 
-def _of_params(own: object) -> list[Wish]:
+def _of_params(own: object) -> list[Preference]:
     asked = _asked(own)
-    wishes = [Wish(conversation_ended=True)] if asked.session_end else []
+    preferences = [Preference(conversation_ended=True)] if asked.session_end else []
     if asked.prefetch_after_s is not None:
-        wishes.append(Wish(prefetch_after_s=min(asked.prefetch_after_s, MAX_AFTER_S)))
-    return wishes
+        preferences.append(Preference(prefetch_after_s=min(asked.prefetch_after_s, MAX_AFTER_S)))
+    return preferences
 
 
 def _asked(own: object) -> Asked:
@@ -136,7 +137,7 @@ def _asked(own: object) -> Asked:
     return Asked(**own)
 
 
-def _of_action(action: Any) -> list[Wish]:
+def _of_action(action: Any) -> list[Preference]:
     kind, version, payload = action.action_type, str(action.action_version), action.payload
     read = _ACTIONS.get(kind)
     if read is None:
@@ -148,7 +149,7 @@ def _of_action(action: Any) -> list[Wish]:
     return read(payload)
 
 
-def _retain(payload: Mapping[str, Any]) -> list[Wish]:
+def _retain(payload: Mapping[str, Any]) -> list[Preference]:
     """`directives` for ranges of tokens, or one priority for all of the request."""
     directives = payload.get("directives")
     if directives is None:
@@ -158,8 +159,8 @@ def _retain(payload: Mapping[str, Any]) -> list[Wish]:
     return [_retained(one) for one in directives]
 
 
-def _retained(directive: Any) -> Wish:
-    """What comes before the range is retained with it: without that, nobody could find it."""
+def _retained(directive: Any) -> Preference:
+    """The chunks before the range are retained with it: without them, no lookup could find it."""
     if not isinstance(directive, Mapping):
         _refuse("directives", directive, "objects")
     priority = _whole(directive, "priority", least=0)
@@ -167,34 +168,34 @@ def _retained(directive: Any) -> Wish:
     if end is not None and _whole(directive, "end") <= start:
         _refuse("end", end, f"above start, {start}")
     duration_s = _seconds(directive, "duration" if "duration" in directive else "ttl_seconds")
-    return _wish(priority, duration_s, end)
+    return _preference(priority, duration_s, end)
 
 
-def _set_priority(payload: Mapping[str, Any]) -> list[Wish]:
-    """`value` None takes back what was wished before."""
+def _set_priority(payload: Mapping[str, Any]) -> list[Preference]:
+    """`value` None takes back earlier preferences."""
     if payload.get("target", "request_cached") != "request_cached":
         _refuse("target", payload["target"], "request_cached")
     if "value" in payload and payload["value"] is None:
-        return [Wish()]
-    return [_wish(_whole(payload, "value"), _seconds(payload, "ttl_seconds"), None)]
+        return [Preference()]
+    return [_preference(_whole(payload, "value"), _seconds(payload, "ttl_seconds"), None)]
 
 
-def _evict(payload: Mapping[str, Any]) -> list[Wish]:
-    return [Wish(conversation_ended=True)] if _is_of_this_request(payload) else []
+def _evict(payload: Mapping[str, Any]) -> list[Preference]:
+    return [Preference(conversation_ended=True)] if _is_of_this_request(payload) else []
 
 
-_ACTIONS: Mapping[str, Callable[[Mapping[str, Any]], list[Wish]]] = {
+_ACTIONS: Mapping[str, Callable[[Mapping[str, Any]], list[Preference]]] = {
     "kv.retain": _retain, "kv.evict": _evict, "vllm.set_priority": _set_priority
 }
 
 
-def _wish(priority: int, duration_s: float, end: int | None) -> Wish:
+def _preference(priority: int, duration_s: float, end: int | None) -> Preference:
     if duration_s == 0:  # over already
         priority = 0
     if priority == 0:
-        return Wish(tokens=end)
+        return Preference(tokens=end)
     priority = max(-MOST_PRIORITY, min(priority, MOST_PRIORITY))
-    return Wish(priority, min(duration_s, MAX_HINT_S), end)
+    return Preference(priority, min(duration_s, MAX_HINT_S), end)
 
 
 def _is_of_this_request(payload: Mapping[str, Any]) -> bool:

@@ -16,15 +16,15 @@ from kvdock.connectors.dependences import described
 from kvdock.connectors.errors import NotSupportedError
 from kvdock.connectors.vllm.dependences import positions_of, unusual_around, unusual_of
 from kvdock.connectors.vllm.groups import KVGroup, signature, step_tokens
-from kvdock.connectors.vllm.setup import Place, drafts_with_kv
+from kvdock.connectors.vllm.setup import RankPosition, drafts_with_kv
 from kvdock.connectors.weights import FindSnapshot, hub_snapshot, weights_of
 from kvdock.protocol.keys import HASH_FUNCTION
 from kvdock.protocol.schemas import Group, Manifest
 
 MOST_LETTERS = 128
-"""The most letters of a name that is shown to people."""
+"""The longest name that is shown to people, in characters."""
 CRYPTOGRAPHIC = ("sha256", "sha256_cbor")
-"""vLLM's hash algorithms under which nobody can find two prompts that have one hash."""
+"""vLLM's hash algorithms for which it is infeasible to find two prompts with one hash."""
 
 
 def hashing_of(algorithm: str, *, seed: str | None, fixed_seed: str | None) -> tuple[str, str]:
@@ -44,21 +44,21 @@ def revision(
     it has KV of its own (`drafts`: vLLM's SpeculativeConfig then, else None). NotSupportedError where it cannot be
     known.
 
-    `weights_digest`: takes the place of a look at the model's files. `read_all`: that look is at all of their bytes.
+    `weights_digest`: takes the place of a digest of the model's files. `read_all`: that digest is of all their bytes.
     `environ`: the process's environment variables.
     """
     model, load = vllm_config.model_config, vllm_config.load_config
     weights = weights_of(model, load, weights_digest, find_snapshot, whole=read_all)
-    told = {**_described(model), **weights, **unusual_around(vllm_config, environ)}
+    fields = {**_described(model), **weights, **unusual_around(vllm_config, environ)}
     if drafts is not None:
         draft = drafts.draft_model_config
         is_inside = draft.model == model.model and draft.revision == model.revision
         # Which of the two lengths counts for drafts differs from method to method.
         lengths = positions_of(_config_of(draft), model)
-        told["draft"] = {"method": drafts.method, "lengths": lengths, **_described(draft)} | (
+        fields["draft"] = {"method": drafts.method, "lengths": lengths, **_described(draft)} | (
             weights if is_inside else _draft_weights(drafts, load, weights_digest, find_snapshot, read_all)
         )
-    return hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(fields, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def _described(model: Any) -> dict[str, Any]:
@@ -73,8 +73,8 @@ def _config_of(model: Any) -> Any:
 def _draft_weights(
     drafts: Any, load: Any, weights_digest: str, find_snapshot: FindSnapshot, read_all: bool
 ) -> dict[str, Any]:
-    """What tells apart weights that are not among the model's. Where they cannot be looked at, the user's name is of
-    both."""
+    """The fields that distinguish the draft's weights, where they are not among the model's. Where their files cannot
+    be read, the user's name stands for both."""
     own = getattr(drafts, "draft_load_config", None) or load
     try:
         return weights_of(drafts.draft_model_config, own, "", find_snapshot, whole=read_all)
@@ -85,13 +85,13 @@ def _draft_weights(
 
 
 def manifest_of(
-    vllm_config: Any, version: str, groups: Sequence[KVGroup], tensors: Mapping[str, Any], place: Place, *,
+    vllm_config: Any, version: str, groups: Sequence[KVGroup], tensors: Mapping[str, Any], place: RankPosition, *,
     num_blocks: int, chunk_tokens: int, weights_digest: str, hashing: tuple[str, str],
     environ: Mapping[str, str] = MappingProxyType({}), find_snapshot: FindSnapshot = hub_snapshot,
     read_all: bool = False,
 ) -> Manifest:
     """Alike on every worker. Its `tensor_parallel` and `writers` name the split, so that of MLA is 1 in all sizes.
-    Its `model` is what the model is, not what it is called here. `hashing`: as hashing_of has it; the last three and
+    Its `model` is the architecture, not the served name. `hashing`: as hashing_of has it; the last three and
     NotSupportedError: as revision has them."""
     model = vllm_config.model_config
     per_chunk = [chunk_tokens // group.block_tokens for group in groups]
@@ -127,7 +127,8 @@ def manifest_of(
 
 
 def served_name(model: Any) -> str:
-    """What people here call the model: --served-model-name, or else what was typed. `model`: vLLM's ModelConfig."""
+    """The users' name of the model: --served-model-name, or else the name that was given. `model`: vLLM's ModelConfig.
+    """
     name = model.served_model_name
     return (name if isinstance(name, str) else str(model.model))[-MOST_LETTERS:]
 
@@ -144,7 +145,7 @@ def _plain(dtype: Any) -> str:
 
 def _backends(vllm_config: Any, groups: Sequence[KVGroup]) -> str:
     """The backends of each group's attention layers, once if all groups have the same: some reorder the elements of a
-    page without its shape showing it."""
+    page, which its shape does not show."""
     layers = vllm_config.compilation_config.static_forward_context
     found = []
     for group in groups:

@@ -1,10 +1,11 @@
-"""Images and other inputs that are not tokens, by what the model is given of them, never by their names.
+"""Images and other inputs that are not tokens, by the tensors that the model gets, never by their names.
 
-vLLM names each by a hash of its content, or as the client likes (`uuid` in a request), and a name does not show which
-it is. Its caches go by these names. So what it hands to the model is hashed here, and a name is trusted as long as it
-has stood for one content in this engine: then what was computed under the name was computed from that content.
+vLLM names each by a hash of its content, or by a name of the client's (`uuid` in a request), and a name does not show
+which of the two it is. Its caches use these names. So the tensors that it hands to the model are hashed here, and a
+name is trusted as long as it has stood for one content in this engine: then KV under the name was computed from that
+content.
 
-Threads: the engine's meets them, the background hashes.
+Threads: the engine's thread meets inputs, the background hashes them.
 """
 
 from __future__ import annotations
@@ -22,26 +23,27 @@ import torch
 from kvdock.connectors.vllm.adapters import Run
 
 MOST_NAMES = 1 << 17
-"""More than an engine's own caches can hold; of more the oldest are forgotten."""
+"""More than an engine's own caches can hold. Where there are more, the oldest ones are forgotten."""
 
 
 class Unhashable(ValueError):
-    """What is to be hashed is not here, or has no bytes of its own."""
+    """An input to be hashed is not in this process, or has no bytes of its own."""
 
 
 @dataclass
 class Named:
-    """What a name stands for. `digest`: None until it was hashed; `under_way`: how often it is being hashed now."""
+    """The content for which a name stands. `digest`: None until it was hashed; `in_progress`: how often it is being
+    hashed now."""
 
     digest: bytes | None = None
     is_sound: bool = True
-    under_way: int = 0
+    in_progress: int = 0
     content: weakref.ref[Any] | None = None
-    """What was hashed last, if it still lives: vLLM keeps what it has seen, and hands out the same object."""
+    """The object that was hashed last, if it still exists: vLLM keeps inputs, and hands out the same object again."""
 
     @property
     def is_known(self) -> bool:
-        return self.digest is not None and not self.under_way
+        return self.digest is not None and not self.in_progress
 
 
 class Media:
@@ -61,7 +63,7 @@ class Media:
             if data is None:
                 named.is_sound = False
             elif named.content is None or named.content() is not data:
-                named.under_way += 1
+                named.in_progress += 1
                 self._run(self._hash, named, data)
         return named
 
@@ -74,7 +76,7 @@ class Media:
             pass
         finally:
             with self._lock:
-                named.under_way -= 1
+                named.in_progress -= 1
                 if found is None or named.digest not in (None, found):
                     named.is_sound = False
                 else:
@@ -82,8 +84,8 @@ class Media:
 
 
 def digest_of_item(item: Mapping[str, Any]) -> bytes:
-    """32 bytes: of all that the model is given of one input, a MultiModalKwargsItem. Unhashable unless all of it is
-    tensors: a number may be an address of what lies elsewhere."""
+    """32 bytes: of all that the model gets of one input, a MultiModalKwargsItem. Unhashable unless all of it is
+    tensors: a number may be an address of data elsewhere."""
     if not item:
         raise Unhashable("found an empty item, wanted tensors")
     digest = hashlib.sha256()

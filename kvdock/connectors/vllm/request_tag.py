@@ -31,14 +31,14 @@ WHY: Mapping[str, str] = {
     "growing": "their prompt grows while they run",
     "unready": "their adapter, images or embeddings were still being hashed",
 }
-"""The reasons why requests are not cached, each in a few words."""
+"""The reasons why requests are not cached, each with a short explanation."""
 WAIT_S = 0.1
-"""How long a lookup is put off for what is still being hashed."""
+"""How long a lookup waits for inputs that are still being hashed."""
 
 
 @dataclass(frozen=True)
 class Tag:
-    """`of_all`: bytes that name what holds for all of the request; `marks`: as KeyChain has them."""
+    """`of_all`: bytes that name the inputs of the whole request; `marks`: as KeyChain has them."""
 
     of_all: bytes = b""
     marks: tuple[Mark, ...] = ()
@@ -53,8 +53,8 @@ PLAIN = Tag()
 def chain_of(
     tag: Tag | None, namespace: bytes, chunk_tokens: int, hashes: Sequence[bytes], hash_tokens: int | None
 ) -> Chain:
-    """A request's keys. `namespace`: that of the weights which compute it (Tags.namespace_of). `hashes`: vLLM's, one
-    for each `hash_tokens` tokens; None: they are of no use to others."""
+    """A request's keys. `namespace`: that of the weights that compute it (Tags.namespace_of). `hashes`: vLLM's, one for
+    each `hash_tokens` tokens; None: other processes do not make the same ones."""
     if tag is None:
         return _NoKeys()
     if tag or hash_tokens is None:
@@ -84,30 +84,31 @@ class _Met:
     embeddings: str = ""
     weights: str = ""
     awaits_embeddings: bool = False
-    told: dict[str, Any] = field(default_factory=dict)
+    inputs: dict[str, Any] = field(default_factory=dict)
+    """What is named in its tag, beside adapter, embeddings and weights."""
     is_counted: bool = False
     tag: Tag | None = None
 
 
 class Tags:
-    """`adapters_as`: what vLLM's set-up says of all adapters and can change KV. `began_ns`: as Adapters has it.
-    `weights`: what this engine runs. `trusts_names`: a request that names its weights needs no other name of them.
-    `clock`: seconds, monotonic."""
+    """`adapters_as`: vLLM's settings for all adapters that can change KV. `began_ns`: as Adapters has it. `weights`: of
+    this engine. `trusts_names`: for a request that names its weights, that name stands for them. `clock`: seconds,
+    monotonic."""
 
     def __init__(
         self, adapters_as: str = "", began_ns: int = 0, clock: Callable[[], float] = time.perf_counter, *,
         weights: RunningWeights | None = None, trusts_names: bool = True,
     ) -> None:
-        self._weights, self._trusts_names = weights if weights is not None else RunningWeights(), trusts_names
+        self.weights, self._trusts_names = weights if weights is not None else RunningWeights(), trusts_names
         self._hashing, self._clock, self._step = Background("kvdock-hash"), clock, 0
         self._adapters, self._adapters_as = Adapters(self._hashing.run, began_ns, hears=LOADS.hears), adapters_as
         self._media = Media(self._hashing.run)
         self._met: dict[str, _Met] = {}
         self._has_grown = False
-        """A prompt grew: what it grew by may be images that never came here."""
+        """A prompt grew: the new part may have images that never came here."""
 
     def arrived(self, request: Any) -> None:
-        """Every request must come here first: what vLLM computes of it may stay in its own prefix cache."""
+        """Every request must come here first: its KV may stay in vLLM's own prefix cache."""
         if not is_plain(request):
             self._meet(request)
 
@@ -123,8 +124,8 @@ class Tags:
         return met.tag
 
     def namespace_of(self, request: Any, namespace: bytes) -> bytes:
-        """What takes the place of the engine's `namespace` in the keys of what is computed of the request now."""
-        return namespace if self.names_weights(request) else tagged(namespace, self._weights.tag)
+        """The namespace, in place of the engine's `namespace`, of the keys of chunks that the request computes now."""
+        return namespace if self.names_weights(request) else tagged(namespace, self.weights.tag)
 
     def names_weights(self, request: Any) -> bool:
         """Whether the name that the request gives stands for the weights that compute it."""
@@ -136,11 +137,11 @@ class Tags:
         return self._why_not(met) == "unready" and self._clock() - met.since_s < WAIT_S
 
     def bypassed(self, request: Any) -> str:
-        """Why it is not cached, told once for each request; then ""."""
+        """Why it is not cached, at the first call for each request; then ""."""
         met = self._meet(request)
         why, met.is_counted = "" if met.is_counted else self._why_not(met), True
         if why == "adapter" and met.adapter is not None:
-            self._adapters.tell(met.adapter)
+            self._adapters.log(met.adapter)
         return why
 
     def meet_adapter(self, asked: Any) -> None:
@@ -148,7 +149,7 @@ class Tags:
         self._adapters.meet(asked)
 
     def lost(self) -> bool:
-        """Whether an adapter is not what it was when the last steps computed with it. True once for each."""
+        """Whether an adapter has changed since the last steps computed with it. True once for each."""
         lost = self._adapters.lost(self._step)
         self._step += 1  # that was a look back: requests are looked up by a look of their own
         return lost
@@ -164,7 +165,7 @@ class Tags:
         self._met.pop(request_id, None)
 
     def close(self) -> None:
-        """Waits for what is being hashed."""
+        """Waits for inputs that are being hashed."""
         self._hashing.close()
 
     def _meet(self, request: Any) -> _Met:
@@ -173,13 +174,13 @@ class Tags:
             met = self._met[request.request_id] = _Met(self._clock())
             if getattr(request, "lora_request", None) is not None:
                 met.adapter = self._adapters.meet(request.lora_request)
-                met.told["3d"] = bool(getattr(request.lora_request, "is_3d_lora_weight", False))
+                met.inputs["3d"] = bool(getattr(request.lora_request, "is_3d_lora_weight", False))
             met.media = [
                 (self._media.meet(feature), feature) for feature in getattr(request, "mm_features", None) or ()
             ]
             met.weights = asked_by(request).weights
             if getattr(request, "cache_salt", None):
-                met.told["salt"] = request.cache_salt
+                met.inputs["salt"] = request.cache_salt
             if getattr(request, "resumable", False):
                 met.why, self._has_grown = "growing", True
             self._meet_embeddings(request, met)
@@ -209,16 +210,16 @@ class Tags:
         return "" if is_known else "unready"
 
     def _tag(self, met: _Met) -> Tag:
-        told = dict(met.told)
+        inputs = dict(met.inputs)
         if met.adapter is not None:
             assert met.adapter.digest is not None
-            told |= {"adapter": met.adapter.digest.hex(), "adapters as": self._adapters_as}
+            inputs |= {"adapter": met.adapter.digest.hex(), "adapters as": self._adapters_as}
         if met.embeddings:
-            told["embeddings"] = met.embeddings
+            inputs["embeddings"] = met.embeddings
         if met.weights:
-            told["weights"] = met.weights
+            inputs["weights"] = met.weights
         marks = sorted((_mark(named, feature) for named, feature in met.media), key=lambda mark: (mark.start, mark.end))
-        return Tag(json.dumps(told, sort_keys=True).encode() if told else b"", tuple(marks))
+        return Tag(json.dumps(inputs, sort_keys=True).encode() if inputs else b"", tuple(marks))
 
 
 def is_plain(request: Any) -> bool:
@@ -235,12 +236,12 @@ def is_plain(request: Any) -> bool:
 
 
 def _mark(named: Named, feature: Any) -> Mark:
-    """With the kind of the input, and which of its tokens it takes the place of."""
+    """With the kind of the input, and the tokens that it replaces."""
     assert named.digest is not None
     place = feature.mm_position
     chosen = place.is_embed.tolist() if place.is_embed is not None else None
-    told = json.dumps([feature.modality, named.digest.hex(), chosen])
-    return Mark(place.offset, place.offset + place.length, sha256(told.encode()).digest())
+    described = json.dumps([feature.modality, named.digest.hex(), chosen])
+    return Mark(place.offset, place.offset + place.length, sha256(described.encode()).digest())
 
 
 def _hash_embeddings(embeddings: Any, met: _Met) -> None:

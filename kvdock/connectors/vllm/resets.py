@@ -1,14 +1,13 @@
-"""A reset of vLLM's prefix cache that preempts what runs, while loads are under way.
+"""A reset of vLLM's prefix cache that preempts running requests, while loads are in progress.
 
-vLLM preempts requests that run, so that nobody holds a block when it resets. A request that loads, or has loaded and
-not run since, it leaves its blocks, and the reset raises. It does the same when it pauses to change weights, for then
-it resets at once. So before such a reset the loads end, which takes as long as they do: workers are stepped without
-computing anything. Then those requests give their blocks up, as vLLM has it for a load of which nothing came: they are
-looked up again. Steps that are under way end first as well, for until then vLLM keeps back the blocks of what it
-preempts.
+vLLM preempts running requests, so that no request holds a block when it resets. A request that loads, or has loaded and
+not run since, keeps its blocks, and the reset raises. The same happens when vLLM pauses to change weights, because then
+it resets at once. So before such a reset kvdock waits for the loads: workers are stepped without computing anything.
+Then those requests give up their blocks, as vLLM does it for a load that brought nothing: they are looked up again.
+Steps in progress end first as well, because until then vLLM keeps back the blocks of the requests that it preempts.
 
-Connectors have no hook there, so `end_loads_first` wraps EngineCore.reset_prefix_cache. Whatever does not end within
-MOST_S is left to vLLM, which raises then.
+Connectors have no hook there, so `end_loads_first` wraps EngineCore.reset_prefix_cache. Loads that do not end within
+MOST_S are left to vLLM, which raises then.
 """
 
 from __future__ import annotations
@@ -31,15 +30,15 @@ log = logging.getLogger("kvdock.vllm")
 
 CORE = "vllm.v1.engine.core"
 MOST_S = 10.0
-"""How long a reset waits for loads, and for steps under way. A load of a long prompt takes a second."""
+"""How long a reset waits for loads, and for steps in progress. A load of a long prompt takes a second."""
 _is_wrapped = False
 
 Step = Callable[[], bool]
-"""Makes one step that computes nothing. Whether there is more to wait for."""
+"""Makes one step that computes nothing. Returns whether there is more to wait for."""
 
 
 def end_loads_first() -> None:
-    """From now on, in all cores of this process whose scheduler has a connector of kvdock's."""
+    """Wraps the reset of all cores of this process whose scheduler has a connector of kvdock's."""
     global _is_wrapped
     core = getattr(sys.modules.get(CORE), "EngineCore", None)  # not loaded: this process has no core
     real = getattr(core, "reset_prefix_cache", None)
@@ -51,7 +50,7 @@ def end_loads_first() -> None:
         if reset_running_requests and _is_ours(getattr(self.scheduler, "connector", None)):
             try:
                 end_loads(self.scheduler, lambda: _step(self))
-            except Exception:  # vLLM resets all the same, and says whether it could
+            except Exception:  # vLLM resets all the same, and raises if it cannot
                 log.exception("loads could not be ended before vLLM resets its prefix cache")
         return real(self, reset_running_requests, *args, **more)
 
@@ -64,19 +63,19 @@ def _is_ours(connector: Any) -> bool:
 
 
 def end_loads(scheduler: Any, step: Step, clock: Callable[[], float] = time.monotonic) -> None:
-    """No request holds blocks any more that does not run. `step`: what the workers do in a step of `scheduler`."""
+    """Afterwards only running requests hold blocks. `step`: makes a step of `scheduler` and its workers."""
     end_s = clock() + MOST_S
     with _paused(scheduler):
-        while (step() or _loads_under_way(scheduler)) and clock() < end_s:
+        while (step() or _loads_in_progress(scheduler)) and clock() < end_s:
             time.sleep(0.001)  # copies end in other threads
     for request in list(scheduler.requests.values()):
         if request.status.name in ("WAITING_FOR_REMOTE_KVS", "WAITING", "PREEMPTED"):
-            _gives_up_blocks(scheduler, request)
+            _give_up_blocks(scheduler, request)
 
 
 def _step(core: Any) -> bool:
-    """One step of a core whose scheduler is paused: its oldest step under way ends, or the workers are asked what has
-    ended. What that gives out goes where the core's own loop puts it."""
+    """One step of a core whose scheduler is paused: its oldest step in progress ends, or the workers report what has
+    ended. The outputs go where the core's own loop puts them."""
     scheduler, has_queue = core.scheduler, hasattr(core, "output_queue")  # else it runs in its caller's process
     if getattr(core, "batch_queue", None) and has_queue:
         core._process_engine_step()
@@ -99,7 +98,7 @@ def _paused(scheduler: Any) -> Iterator[None]:
         scheduler._pause_state = before
 
 
-def _loads_under_way(scheduler: Any) -> bool:
+def _loads_in_progress(scheduler: Any) -> bool:
     ended = scheduler.finished_recving_kv_req_ids
     return any(
         (request.status.name == "WAITING_FOR_REMOTE_KVS" and request.request_id not in ended) or request.is_finished()
@@ -107,7 +106,7 @@ def _loads_under_way(scheduler: Any) -> bool:
     )
 
 
-def _gives_up_blocks(scheduler: Any, request: Any) -> None:
+def _give_up_blocks(scheduler: Any, request: Any) -> None:
     if request.status.name == "WAITING_FOR_REMOTE_KVS":
         if request.request_id not in scheduler.finished_recving_kv_req_ids:
             return  # it may still be written to
@@ -129,21 +128,21 @@ def _gives_up_blocks(scheduler: Any, request: Any) -> None:
 
 
 # --------------------------------------------------------------------------------
-# reset_cache: what the server holds for engines like this one is taken out of use, and none of it is found again.
+# reset_cache: the server clears the namespace of this engine, and none of its chunks is found again.
 #
-# The server clears what is published, in lower tiers too, and closes what is reserved: stores that workers have begun
-# publish nothing any more. Until a server that did not answer has cleared, nothing is looked up. It is asked again
-# after a pause that doubles; a lost one when it is back.
+# The server clears published chunks, in lower tiers too, and closes reservations: stores that workers have started
+# publish nothing any more. Until a server that did not answer has cleared, nothing is looked up. The call is repeated
+# after a pause that doubles, for a lost server when it is back.
 #
-# Threads: the scheduler's thread calls everything but again() and tell_of_others(); `_lock` guards what they share.
+# Threads: the scheduler's thread calls everything but again() and warn_of_others(); `_lock` guards what they share.
 
 log = logging.getLogger("kvdock.vllm")
 
 BACKGROUND_TIMEOUT_S = 10.0
-"""A large table takes the server seconds to walk."""
+"""To walk a large table takes the server seconds."""
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
-"""From one try in the background that failed to the next."""
+"""Between a failed try in the background and the next one."""
 
 
 class Clearing:
@@ -172,7 +171,7 @@ class Clearing:
 
     @property
     def is_over(self) -> bool:
-        """Nothing old can be found any more."""
+        """No chunk from before a reset can be found any more."""
         return self._cleared == self._asked
 
     def starts_again(self) -> bool:
@@ -205,7 +204,7 @@ class Clearing:
             return False
         namespace = attachment.filed_in.hex()
         try:
-            self._session.tell_weights(attachment)  # what is to be found from now on is cleared
+            self._session.report_weights(attachment)  # what is to be found from now on is cleared
             namespace = attachment.filed_in.hex()
             answer = self._session.client.clear(ClearCache(namespace=namespace), timeout_s=timeout_s)
         except (ServerUnavailable, ApiError) as error:
@@ -223,8 +222,8 @@ class Clearing:
             self._cleared = max(self._cleared, asked)
         return True
 
-    def tell_of_others(self) -> None:
-        """Background: warns when other instances share what was cleared, for they go on storing."""
+    def warn_of_others(self) -> None:
+        """Background: warns when other instances share the namespace that was cleared, because they go on storing."""
         attachment = self._session.attachment
         if attachment is None:
             return
@@ -242,3 +241,20 @@ class Clearing:
                 "the weights have changed, reset them as well, or give each version a weights_digest of its own",
                 len(others), ", ".join(others[:5]),
             )
+
+
+class Resets:
+    """What a reset means, as Settings.on_reset has it."""
+
+    def __init__(self, session: EngineSession, on_reset: str) -> None:
+        self.clearing, self.on_reset = Clearing(session), on_reset
+        self._epoch = 0  # of the weights, at the last reset
+        self.files_together = on_reset == "apart"
+        """Chunks of all weights are filed together, as those of requests that name their weights: they look for chunks
+        of other weights than the engine runs. Keys tell them apart."""
+
+    def has_to_clear(self, epoch: int) -> bool:
+        """Whether a reset now, under the weights of that epoch, has to clear at the server. If the weights have changed
+        since the last reset, nothing that was stored before can be found."""
+        has_changed, self._epoch = epoch != self._epoch, epoch
+        return self.on_reset == "clear" and not has_changed

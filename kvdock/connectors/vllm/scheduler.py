@@ -1,14 +1,15 @@
-"""In the scheduler's process: answers lookups, plans loads, and offers what is computed.
+"""In the scheduler's process: answers lookups, plans loads, and offers computed chunks.
 
-A plain request is asked about when vLLM receives it (arrivals.py), others when its scheduler does, if few wait before
-it (kvdock/connectors/waits.py), and by its lookup at the latest.
-"Ask again" costs a request a whole step, so a lookup waits a moment for its answer (kvdock/connectors/waits.py). An
-admission begins a load. Each step offers the chunks that its end completes (stores.py).
+The question about a plain request is sent when vLLM's core receives it (arrivals.py), about others when vLLM's
+scheduler takes them in, if few requests wait before them, and with the lookup at the latest. A lookup without an answer
+costs its request a whole step, so it waits a moment for the answer (kvdock/connectors/waits.py). An admission starts a
+load. Each step offers the chunks that it completes (stores.py).
 
-Invariants: a plan leaves with the step that is being built or never; loads that vLLM cannot preempt leave room for the
-largest other request (block_budget.py); nothing is offered that vLLM has not computed, or not finished loading.
+Invariants: a plan leaves with the step that is being planned or never; loads that vLLM cannot preempt leave capacity
+for the largest other request (block_budget.py); no chunk is offered that vLLM has not computed, or not finished
+loading.
 
-Threads: vLLM's scheduler thread calls everything but received(), and one of them is let in at a time (arrivals.py).
+Threads: vLLM's scheduler thread calls everything but received(), and one thread is let in at a time (arrivals.py).
 """
 
 from __future__ import annotations
@@ -16,150 +17,172 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence, Set
-from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from kvdock.connectors.chunk_statistics import ChunkStatistics
-from kvdock.connectors.cost import LoadOrCompute, PrefillSpeed
-from kvdock.connectors.driver import Driver
+from kvdock.connectors.cost import LoadChoice, LoadOrCompute, PrefillSpeed
 from kvdock.connectors.interface import Hit, Pending
 from kvdock.connectors.load_once import LoadOnce
-from kvdock.connectors.requests import Chain
+from kvdock.connectors.lookups import LookupRecord, Verification
+from kvdock.connectors.requests import Chain, RequestCallbacks
 from kvdock.connectors.running_weights import RunningWeights
 from kvdock.connectors.scheduler import SchedulerConnector
 from kvdock.connectors.session import EngineSession, SessionObserver
 from kvdock.connectors.verify import ChecksumVerifier
 from kvdock.connectors.vllm.announcer import Announcer, Announcing, Namer
-from kvdock.connectors.vllm.arrivals import Unscheduled
+from kvdock.connectors.vllm.arrivals import Arrivals
 from kvdock.connectors.vllm.block_budget import BlockBudget
 from kvdock.connectors.vllm.figures import Figures, Outcomes
 from kvdock.connectors.vllm.groups import KVGroup, whole_blocks
 from kvdock.connectors.vllm.hints import Hints
 from kvdock.connectors.vllm.request_tag import Tags, chain_of, is_plain
-from kvdock.connectors.vllm.resets import Clearing
+from kvdock.connectors.vllm.resets import Resets
 from kvdock.connectors.vllm.setup import Attached, Settings
 from kvdock.connectors.vllm.steps import IDLE_WAIT_S, NOWHERE, LoadOrder, Orders, Report
-from kvdock.connectors.vllm.stores import Stores
+from kvdock.connectors.vllm.stores import OpenStores
 from kvdock.connectors.vllm.tables import (
     Handed,
+    InFlight,
+    NextStep,
     OwnCache,
     Table,
     Tracked,
-    begun,
-    blocks_behind,
     failing,
     follow,
-    grown,
     handed,
     settled,
 )
-from kvdock.connectors.vllm.worker import InFlight
-from kvdock.connectors.waits import AwaitTiers, ComputeOnce, EarlyQuestions, Patience
+from kvdock.connectors.waits import AwaitTiers, ComputeOnce, EarlyQuestions, Patience, Waits
 
 LEAST_PROMPT = 64
-"""Tokens: a request of which a step computes fewer has drafts checked, or the end of its prompt computed."""
-FIRST_STEPS = 3
-"""After this many steps every worker has had time to say whether it is attached."""
+"""A step that computes fewer tokens of a request checks its drafts, or computes the end of its prompt."""
+
+
+@dataclass(frozen=True)
+class EngineView:
+    """The engine around the scheduler's side. `ranks`: how many workers report on each store. `steps_ahead`: how many
+    steps are in progress when vLLM plans another one. `keeps_back`: as InFlight has it."""
+
+    groups: Sequence[KVGroup]
+    ranks: int = 1
+    steps_ahead: int = 0
+    keeps_back: bool = True
+    hash_tokens: int | None = None
+    """Keys are made from vLLM's hashes, one for each `hash_tokens` tokens; None: from tokens."""
+    is_beside: bool = False
+    """Other connectors load, too."""
+    own_cache: OwnCache | None = None
+    """vLLM's prefix cache; None: requests do not find the loads of others there."""
+    announcer: Announcer | None = None
+    """If the engine publishes KV cache events."""
+    namer: Namer | None = None
+    """Makes the names by which routers know chunks."""
+    unfit: str = ""
+    """Why nothing may be loaded (unfit.py)."""
+
+    @property
+    def has_states(self) -> bool:
+        return any(group.state for group in self.groups)
 
 
 class VllmScheduler:
-    """`session` is not started yet. `ranks`: how many workers report on each store; `hash_tokens`: keys are made from
-    vLLM's hashes, one for each `hash_tokens` tokens; `announcer`: set if the engine publishes KV cache events, `namer`
-    says what routers know chunks by. `steps_ahead`: how many steps are under way when vLLM plans another one;
-    `keeps_back`: as InFlight has it. `tags`: what requests depend on beside tokens and `weights`, which this engine
-    runs; `is_beside`: others load, too. `own_cache`: of vLLM, None if requests do not find there what others load."""
+    """`session` is not started yet. `tags`: of the inputs of requests beside tokens, and of the weights that the engine
+    runs. `clock`: seconds, monotonic."""
 
     def __init__(
-        self, session: EngineSession, groups: Sequence[KVGroup], budget: BlockBudget, settings: Settings, *, ranks: int,
-        steps_ahead: int = 0, keeps_back: bool = True, announcer: Announcer | None = None,
-        hash_tokens: int | None = None, tags: Tags | None = None, is_beside: bool = False, namer: Namer | None = None,
-        weights: RunningWeights | None = None, own_cache: OwnCache | None = None,
-        clock: Callable[[], float] = time.perf_counter,
+        self, session: EngineSession, engine: EngineView, budget: BlockBudget, settings: Settings, *,
+        tags: Tags | None = None, clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._session, self._groups, self._budget, self._announcer = session, groups, budget, announcer
-        self._ranks, self._load_async = ranks, settings.load_async
-        self._verifies_all = len(groups) > 1 or not settings.load_async
-        self._has_states = any(group.state for group in groups)
-        self.figures = Figures()
+        self._engine, self._budget, self._load_async = engine, budget, settings.load_async
+        self.figures, ahead = Figures(), engine.steps_ahead
         self._hints = Hints(partial(self.figures.add, "hints_ignored"))
         self._tracked: dict[str, Tracked] = {}
-        self._unscheduled = Unscheduled()
-        self._weights = weights if weights is not None else RunningWeights()
-        self._tags = tags if tags is not None else Tags(weights=self._weights)
-        self._reset_epoch = 0  # of the weights, when the connector was reset last
-        # Requests that name their weights look for chunks of other weights than the engine runs. Keys tell all apart.
-        self._files_together = settings.on_reset == "apart"
-        share, self._chunk_tokens = settings.compute_once, session.manifest.chunk_tokens
-        self._speed = PrefillSpeed(clock, steps_ahead)
+        self._tags = tags if tags is not None else Tags()
+        self._speed = PrefillSpeed(clock, ahead)
+        self._connector = self._connect(session, settings, clock)
+        self._arrivals = Arrivals(EarlyQuestions(self._expect))
+        self._outcomes = Outcomes(self._connector.ended, self._speed, clock)
+        self._resets = Resets(session, settings.on_reset)
+        self._stores = OpenStores(
+            self._connector.stores, engine.ranks, partial(self.figures.add, "stores_dropped", 1), steps_ahead=ahead,
+            holds=engine.is_beside,
+        )
+        in_flight = InFlight(ahead + 2, keeps_back=engine.keeps_back)  # one more, for safety
+        self._next = NextStep(engine.groups, in_flight)
+        self._attached = Attached(engine.ranks, ahead)
+
+    def _connect(
+        self, session: EngineSession, settings: Settings, clock: Callable[[], float]
+    ) -> SchedulerConnector:
+        engine, share, figures = self._engine, settings.compute_once, self.figures
+        cost = LoadOrCompute(self._speed, clock) if settings.load_if_cheaper else None
+        once = ComputeOnce(share, self._speed, clock, partial(figures.waited, "")) if share > 0 else None
+        loads: LoadOnce | None = None
+        own_cache = engine.own_cache if settings.load_once else None
+        if own_cache is not None:
+            loads = LoadOnce(
+                session.manifest.chunk_tokens, clock, whole=own_cache.whole, lost_tokens=own_cache.lost_tokens,
+                steps_ahead=engine.steps_ahead, shares=partial(self._shares, own_cache),
+                count=partial(figures.waited, "load_"),
+            )
         speed = self._speed if settings.load_if_cheaper else None
-        tiers = AwaitTiers(settings.tier_wait_s, speed, clock, partial(self.figures.waited, "tier_"))
-        self._connector = SchedulerConnector(
-            session, readers=ranks, verifier=ChecksumVerifier(session), chain_of=partial(self._chain_of, hash_tokens),
-            observer=Announcing(announcer, namer, lambda name: self._tracked[name].request),
-            computes=share > 0, is_stored=self._is_stored, terms=tiers.terms,
-            traceparent_of=lambda name: self._tracked[name].traceparent,
+        tiers = AwaitTiers(settings.tier_wait_s, speed, clock, partial(figures.waited, "tier_"))
+        statistics = ChunkStatistics(session.manifest.chunk_tokens) if settings.chunk_statistics else None
+        return SchedulerConnector(
+            session, readers=engine.ranks, choice=LoadChoice(settings, cost),
+            waits=Waits(Patience(settings.lookup_wait_s, clock), once, tiers, loads, clock),
+            callbacks=RequestCallbacks(
+                self._chain_of, self._is_stored, lambda name: self._tracked[name].traceparent,
+                Announcing(engine.announcer, engine.namer, lambda name: self._tracked[name].request),
+            ),
+            verification=Verification(ChecksumVerifier(session), is_eager=self._verifies_all),
+            record=LookupRecord(partial(figures.add, "lookup_seconds"), self._declined, statistics),
         )
-        self._cost = LoadOrCompute(self._speed, clock) if settings.load_if_cheaper else None
-        once = ComputeOnce(share, self._speed, clock, partial(self.figures.waited, "")) if share > 0 else None
-        self._own_cache = own_cache if settings.load_once else None
-        self._driver = Driver(
-            self._connector, answered=partial(self.figures.add, "lookup_seconds"), limits=settings,
-            verifies_all=self._verifies_all, once=once, clock=clock, patience=Patience(settings.lookup_wait_s, clock),
-            statistics=ChunkStatistics(self._chunk_tokens) if settings.chunk_statistics else None,
-            cost=self._cost, declined=self._declined, tiers=tiers, loads=self._load_once(steps_ahead, clock),
-        )
-        self._early = EarlyQuestions(self._expect)
-        self._outcomes = Outcomes(self._driver.ended, self._speed, clock)
-        self._clearing, self._on_reset, self._built = Clearing(session), settings.on_reset, 0
-        self._last_store: Future[None] | None = None
-        self._loads: list[LoadOrder] = []
-        self._steps_ahead = steps_ahead
-        count_dropped = partial(self.figures.add, "stores_dropped", 1)
-        self._stores = Stores(self._driver, ranks, count_dropped, steps_ahead=steps_ahead, holds=is_beside)
-        self._fresh: set[int] = set()  # blocks given out since the last build
-        self._loaded_into: set[int] = set()  # those of them that no step writes before a load has ended
-        self._unnamed: set[str] = set()  # requests that were given blocks since, it is not known which
-        self._in_flight = InFlight(steps_ahead + 2, keeps_back=keeps_back)  # one more, for safety
-        self._attached = Attached(ranks)
-        self.unfit = ""
-        """Why nothing may be loaded (unfit.py)."""
+
+    @property
+    def _session(self) -> EngineSession:
+        return self._connector.session
+
+    @property
+    def _weights(self) -> RunningWeights:
+        return self._tags.weights
+
+    @property
+    def _chunk_tokens(self) -> int:
+        return self._session.manifest.chunk_tokens
+
+    @property
+    def _verifies_all(self) -> bool:
+        """Whether every load is verified before it is promised, because vLLM may have no way back from a failed one."""
+        return len(self._engine.groups) > 1 or not self._load_async
 
     def start(self) -> None:
         """Attaches, if a server is there. RefusedError when it does not accept this engine."""
         self._session.runs(self._weights.name)
-        changed = self._announcer.changed if self._announcer is not None else None
-        self._session.start(SessionObserver(self._connector.keeps_lease, changed))
+        changed = self._engine.announcer.changed if self._engine.announcer is not None else None
+        self._session.start(SessionObserver(self._connector.lookups.keeps_lease, changed))
 
-    def _load_once(self, steps_ahead: int, clock: Callable[[], float]) -> LoadOnce | None:
-        if self._own_cache is None:
-            return None
-        return LoadOnce(
-            self._chunk_tokens, clock, whole=self._own_cache.whole, lost_tokens=self._own_cache.lost_tokens,
-            steps_ahead=steps_ahead, shares=self._shares, count=partial(self.figures.waited, "load_"),
-        )
-
-    def _shares(self, loader: str, other: str, tokens: int) -> bool:
-        assert self._own_cache is not None, "nobody waits"
-        return self._own_cache.shares(self._tracked[loader].request, self._tracked[other].request, tokens)
+    def _shares(self, own_cache: OwnCache, loader: str, other: str, tokens: int) -> bool:
+        return own_cache.shares(self._tracked[loader].request, self._tracked[other].request, tokens)
 
     def _declined(self, request_id: str, why: str, tokens: int) -> None:
         self.figures.add(f"declined_{why}", 1)
         self._outcomes.declined(request_id, why, tokens)
 
     def _is_stored(self, request_id: str) -> bool:
-        """Whether what the request computes may be stored."""
+        """Whether the chunks that the request computes may be stored."""
         tracked = self._tracked[request_id]
         if tracked.is_old or not self._weights.may_share:
             return False
         return self._outcomes.asked(tracked.request).store and self._tags.of(tracked.request) is not None
 
-    def _chain_of(self, hash_tokens: int | None, request_id: str, namespace: bytes, chunk_tokens: int) -> Chain:
-        request = self._tracked[request_id].request
+    def _chain_of(self, request_id: str, namespace: bytes, chunk_tokens: int) -> Chain:
+        request, hash_tokens = self._tracked[request_id].request, self._engine.hash_tokens
         hashes = request.block_hashes if hash_tokens is not None else ()
-        if not self._files_together and self._tags.names_weights(request):
-            self._files_together = True
+        if not self._resets.files_together and self._tags.names_weights(request):
+            self._resets.files_together = True
             self._session.runs("")
         namespace = self._tags.namespace_of(request, namespace)
         return chain_of(self._tags.of(request), namespace, chunk_tokens, hashes, hash_tokens)
@@ -168,12 +191,12 @@ class VllmScheduler:
 
     def lookup(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
         """(tokens beyond `local_tokens`, loaded in the background?); None: ask again."""
-        if self._driver.still_waits(request.request_id, local_tokens):
-            return None, False  # at once: in each step vLLM asks about all that wait
-        self._begins_anew(request.request_id)
+        if self._connector.lookups.still_waits(request.request_id, local_tokens):
+            return None, False  # at once: in each step vLLM looks up all requests that wait
+        self._restarts(request.request_id)
         self._outcomes.looked_up(request.request_id, local_tokens)
         tracked = self._tracked.setdefault(request.request_id, Tracked(request))
-        # vLLM's own cache may have kept KV of earlier weights: what is computed behind that is of no weights.
+        # vLLM's own cache may have kept KV of earlier weights: KV that is computed behind it belongs to no weights.
         tracked.is_old = not self._weights.may_share or (self._weights.is_stale and local_tokens > 0)
         if tracked.is_old or not self._may_load(request):
             return 0, False
@@ -185,42 +208,42 @@ class VllmScheduler:
                 self._outcomes.held_back(request.request_id, f"bypassed_{why}")
             return 0, False
         tracked.request, tracked.local_tokens = request, local_tokens
-        if not self._clearing.is_over:
+        if not self._resets.clearing.is_over:
             self._clear_again()
             return 0, False
         usable = self._usable(request)
         if usable // self._chunk_tokens * self._chunk_tokens <= local_tokens:
             return 0, False
-        self._early.asked(request.request_id)
-        late = self._driver.late
-        found = self._driver.lookup(request.request_id, request.all_token_ids[:usable], local_tokens)
-        if self._driver.late > late:
+        self._arrivals.early.asked(request.request_id)
+        late = self._connector.lookups.late
+        found = self._connector.lookups.lookup(request.request_id, request.all_token_ids[:usable], local_tokens)
+        if self._connector.lookups.late > late:
             self._outcomes.held_back(request.request_id, "late")
         if not isinstance(found, Hit):
             return (None if isinstance(found, Pending) else 0), False
         self._outcomes.found(request.request_id, found.tokens)
         tracked.is_async = self._load_async and self._budget.fits(request)
-        if self._has_states and not tracked.is_async:
+        if self._engine.has_states and not tracked.is_async:
             return 0, False  # as states.py has it
         if not self._attached.everywhere(self._session.attachment):
-            # Such a load fails, and vLLM has no way back from some. Workers say so with their first steps.
-            return (None if self._built < FIRST_STEPS + 2 * self._steps_ahead else 0), False
-        if (self._verifies_all or not tracked.is_async) and not self._driver.is_verified(request.request_id):
+            # Such a load fails, and vLLM has no way back from some. Workers report it with their first steps.
+            return (None if self._attached.is_early else 0), False
+        if (self._verifies_all or not tracked.is_async) and not self._connector.lookups.is_verified(request.request_id):
             return None, False
-        if self._driver.is_verifying(request.request_id):  # begun when it did not fit the budget
+        if self._connector.lookups.is_verifying(request.request_id):  # started when it did not fit the budget
             return None, False
         return found.tokens - local_tokens, tracked.is_async
 
-    def _begins_anew(self, request_id: str) -> None:
-        """vLLM looks up what it computes from the first token. If it had blocks, it has none any more: vLLM may take
-        them without a word, when its cache is reset."""
+    def _restarts(self, request_id: str) -> None:
+        """vLLM looks up requests that it computes from the first token. If this one had blocks, it has lost them: vLLM
+        may take them without a report, when its cache is reset."""
         tracked = self._tracked.get(request_id)
         if tracked is not None and tracked.table is not None:
             tracked.table = None
-            self._connector.stores.offer_anew([request_id])
+            self._connector.stores.offer_again([request_id])
 
     def _may_load(self, request: Any) -> bool:
-        is_fit = not self.unfit and not getattr(request, "skip_reading_prefix_cache", False)
+        is_fit = not self._engine.unfit and not getattr(request, "skip_reading_prefix_cache", False)
         return is_fit and self._outcomes.asked(request).load
 
     def _usable(self, request: Any) -> int:
@@ -228,15 +251,16 @@ class VllmScheduler:
         return int(request.num_tokens) - 1
 
     def arrived(self, request: Any) -> None:
-        self._unscheduled.remove(request.request_id)
+        self._arrivals.scheduled(request.request_id)
         self._budget.add(request)
         self._tags.arrived(request)
         self._expects(request)
 
     def received(self, request: Any) -> None:
-        """vLLM has it, and its scheduler has not. One that is not plain may be part of a request that runs."""
+        """vLLM's core has received it, and its scheduler has not. One that is not plain may be a part of a running
+        request."""
         if is_plain(request) and request.request_id not in self._tracked:
-            self._unscheduled.add(request.request_id)
+            self._arrivals.received(request.request_id)
             self._expects(request)
 
     def adapter_loads(self, asked: Any) -> None:
@@ -247,51 +271,49 @@ class VllmScheduler:
         is_long = self._usable(request) >= self._chunk_tokens
         if is_long and self._may_load(request) and self._tags.of(request) is not None:
             self._tracked.setdefault(request.request_id, Tracked(request))
-            self._early.arrived(request.request_id)
+            self._arrivals.early.arrived(request.request_id)
 
     def _expect(self, request_id: str) -> None:
-        if self._clearing.is_over and self._weights.may_share:
+        if self._resets.clearing.is_over and self._weights.may_share:
             request = self._tracked[request_id].request
-            self._driver.expect(request_id, request.all_token_ids[: self._usable(request)])
+            self._connector.lookups.expect(request_id, request.all_token_ids[: self._usable(request)])
 
     def allocated(self, request: Any, table: Table, external_tokens: int) -> None:
-        """The request has its blocks: a load begins when it was promised external tokens."""
+        """The request has its blocks: a load starts when it was promised external tokens."""
         tracked = self._tracked.setdefault(request.request_id, Tracked(request))
         tracked.request, tracked.table, tracked.is_new = request, table, True
-        if not any(table):  # vLLM names blocks, until 0.25, to the connector alone that loads
-            self._unnamed.add(request.request_id)
-        tracked.steps = deque(maxlen=self._steps_ahead + 2)
-        tracked.given = blocks_behind(self._groups, table, tracked.local_tokens)
-        self._fresh |= tracked.given
-        self._early.left(request.request_id)
+        tracked.steps = deque(maxlen=self._engine.steps_ahead + 2)
+        self._next.allocated(tracked, table)
+        self._arrivals.early.left(request.request_id)
         self._outcomes.admitted(request.request_id, external_tokens)
         if external_tokens == 0:
-            self._driver.drop_lookup(request.request_id)
+            self._connector.lookups.drop_lookup(request.request_id)
             return
         hit = tracked.local_tokens + external_tokens
         if tracked.is_async:
             self._budget.take(request)
-            self._loaded_into |= tracked.given
-        columns = whole_blocks(self._groups, table, hit)
-        begun = self._driver.begin_load(
+            self._next.loads_into(tracked)
+        columns = whole_blocks(self._engine.groups, table, hit)
+        started = self._connector.lookups.begin_load(
             request.request_id, columns, tracked.local_tokens, hit, is_shared=not tracked.is_async
         )
-        if begun is None:  # the server went away since it was promised: the workers report a failed load
-            plan = failing(self._groups, self._chunk_tokens, request.request_id, columns, tracked.local_tokens, hit)
-            self._loads.append(LoadOrder(NOWHERE, plan, tracked.is_async))
+        if started is None:  # the server was lost since the promise: the workers report a failed load
+            plan = failing(
+                self._engine.groups, self._chunk_tokens, request.request_id, columns, tracked.local_tokens, hit
+            )
+            self._next.loads.append(LoadOrder(NOWHERE, plan, tracked.is_async))
             return
-        attachment, plan = begun
-        self._outcomes.loading(request.request_id, self._connector.bytes_of(plan))
-        self._loads.append(LoadOrder(attachment.epoch, plan, tracked.is_async))
+        attachment, plan = started
+        self._outcomes.loading(request.request_id, self._connector.lookups.bytes_of(plan))
+        self._next.loads.append(LoadOrder(attachment.epoch, plan, tracked.is_async))
         attachment.release()  # this process copies nothing
 
     # ------------------------------------------------------------------ each step
 
     def build(self, output: Any) -> Orders:
-        """Drains what is planned and takes note of what vLLM has scheduled."""
-        self._built += 1
-        for request_id in self._unscheduled.refused():
-            self._early.left(request_id)
+        """Returns the orders for the step that vLLM has scheduled, and records its requests and blocks."""
+        self._attached.planned()
+        for request_id in self._arrivals.refused():
             self._forget(request_id)
             self._outcomes.forget(request_id)
             self._tracked.pop(request_id, None)
@@ -299,151 +321,117 @@ class VllmScheduler:
         if self._tags.lost():
             self._stores.drop_unsent()
         self.figures.state("attached", int(self._session.attachment is not None))
-        self.figures.add("lookups_late", self._driver.late)
-        self._driver.late = 0
-        self._note_given(output)
+        self.figures.add("lookups_late", self._connector.lookups.late)
+        self._connector.lookups.late = 0
+        self._next.planned(output, self._tracked)
         for request_id in output.preempted_req_ids or ():
-            self._note_used(request_id, is_preempted=True)
+            self._next.used(self._tracked.get(request_id), is_preempted=True)
             self._offer_rest(request_id)
             self._forget(request_id)
         follow(output, self._tracked)
-        patience = self._driver.patience
-        if self._last_store is not None and patience is not None and not patience.is_open:
-            patience.spend(self._last_store)  # before more steps are given its blocks
-        self._last_store = None
+        patience = self._connector.lookups.waits.patience
+        if self._stores.last is not None and patience is not None and not patience.is_open:
+            patience.spend(self._stores.last)  # before more steps are given its blocks
+        self._stores.last = None
         stores = self._stores.send()
-        fences = self._stores.guard(None if self._unnamed else self._fresh - self._loaded_into)
-        loads = tuple(self._ordered(load) for load in self._loads)
-        self._loads = []
-        self._in_flight.begin_step()
+        fences = self._stores.guard(self._next.overwritten)
+        loads = tuple(self._ordered(load) for load in self._next.loads)
+        self._next.loads.clear()
+        self._next.start_step()
         for request_id, count in output.num_scheduled_tokens.items():
             self._budget.give_back(request_id)
-            self._note_used(request_id)
+            self._next.used(self._tracked.get(request_id))
             self._offer(request_id, count, handed(output, request_id))
-        for noted in (self._fresh, self._loaded_into, self._unnamed):
-            noted.clear()
+        self._next.end_plan()
         scheduled = list(output.num_scheduled_tokens)
         is_idle, alone = not scheduled, scheduled[0] if len(scheduled) == 1 else None
-        self._driver.step(is_idle)
+        self._connector.lookups.step(is_idle)
         self._speed.step(sum(count for count in output.num_scheduled_tokens.values() if count >= LEAST_PROMPT))
         if is_idle:
-            self._driver.wait_for_answer(IDLE_WAIT_S)  # nothing is computed: the loop had better wait than spin
+            self._connector.lookups.wait_for_answer(IDLE_WAIT_S)  # waiting costs less than spinning
         return Orders(
             loads, tuple(stores), tuple(fences), is_idle, alone, frozenset(output.finished_req_ids),
             self._weights.epoch,
         )
 
     def _ordered(self, load: LoadOrder) -> LoadOrder:
-        """It comes after steps under way that may still use blocks that it writes, and after stores that may."""
+        """It comes after steps in progress that may still use blocks that it writes, and after stores that may."""
         blocks = {block for piece in load.plan.pieces for block in piece.block_ids[piece.skip_blocks :]}
-        return replace(load, waits=self._in_flight.touches(blocks), after=tuple(self._stores.guard(blocks)))
-
-    def _note_used(self, request_id: str, *, is_preempted: bool = False) -> None:
-        """The step writes behind what the request has computed, drafts and their KV included, and reads what a window
-        may have left behind when the next step is planned. Steps under way may use all that a preempted one had."""
-        noted = [not self._in_flight.keeps_back or group.window_tokens is not None for group in self._groups]
-        tracked = self._tracked.get(request_id)
-        if not any(noted):
-            return
-        if tracked is None or tracked.table is None:  # it was forgotten when the cache was reset
-            self._in_flight.uses_any()
-            return
-        computed = 0 if is_preempted else tracked.request.num_computed_tokens
-        for column, group, is_noted in zip(tracked.table, self._groups, noted, strict=True):
-            if is_noted:
-                first = computed if group.window_tokens is None else group.left_behind(computed)
-                self._in_flight.uses(column[first // group.block_tokens :])
-
-    def _note_given(self, output: Any) -> None:
-        """Blocks that the step's requests are given beside those of allocated()."""
-        for request_id, table in begun(output):
-            tracked = self._tracked.get(request_id)
-            if request_id in self._unnamed and tracked is not None:
-                self._unnamed.remove(request_id)
-                tracked.given = blocks_behind(self._groups, table, tracked.local_tokens)
-            if tracked is not None:  # what was loaded into as well: from now on, steps write it
-                self._fresh |= tracked.given
-                tracked.given = set()
-        for _, more in grown(output):
-            for column in more:
-                self._fresh.update(filter(None, column))
+        return replace(load, waits=self._next.in_flight.touches(blocks), after=tuple(self._stores.guard(blocks)))
 
     def _offer(self, request_id: str, count: int, states: Set[Handed]) -> None:
-        """Chunks that are complete when this step has computed `count` tokens of the request."""
+        """Offers the chunks that are complete when this step has computed `count` tokens of the request."""
         tracked = self._tracked.get(request_id)
         if tracked is None or tracked.table is None or tracked.is_old or not self._is_stored(request_id):
             return
         request = tracked.request
         before = request.num_computed_tokens
-        computed = min(before + count, request.num_tokens)  # what lies behind are drafts
+        computed = min(before + count, request.num_tokens)  # the tokens behind are drafts
         tracked.steps.append((self._stores.step, before))
-        for column, group in zip(tracked.table, self._groups, strict=True):
-            if group.window_tokens is not None:  # vLLM has let these go
+        for column, group in zip(tracked.table, self._engine.groups, strict=True):
+            if group.window_tokens is not None:  # vLLM has freed these
                 gone = min(group.left_behind(before) // group.block_tokens, len(column))
                 column[:gone] = [None] * gone
         is_new, tracked.is_new = tracked.is_new, False
         if is_new and computed // self._chunk_tokens <= tracked.local_tokens // self._chunk_tokens:
             return  # all of it was a local hit: it is offered again once the first token is out
-        whole = whole_blocks(self._groups, tracked.table, computed)
-        columns = settled(self._groups, whole, (before, before + count), states)
+        whole = whole_blocks(self._engine.groups, tracked.table, computed)
+        columns = settled(self._engine.groups, whole, (before, before + count), states)
         offer = self._connector.stores.begin_store(request_id, request.all_token_ids, columns, computed)
-        self._stores.begin(offer, holds=self._tags.may_be_lost(request))
+        self._stores.start(offer, holds=self._tags.may_be_lost(request))
 
     def _offer_rest(self, request_id: str, computed_tokens: int = 1 << 62) -> None:
-        """Chunks that found no room, of a request that ends or was preempted, and had `computed_tokens` at most. Blocks
-        that other requests were given since are not its own any more."""
+        """Offers again the chunks without capacity, of a request that ends or was preempted and had `computed_tokens`
+        at most. Blocks that were given to other requests since are no longer its own."""
         tracked = self._tracked.get(request_id)
-        if tracked is None or tracked.table is None or tracked.is_old or self._unnamed:
+        if tracked is None or tracked.table is None or tracked.is_old or not self._is_stored(request_id):
             return
-        if not self._is_stored(request_id):
+        own = self._next.own(settled(self._engine.groups, tracked.table))
+        if own is None:
             return
-        whole = settled(self._groups, tracked.table)
-        own = [[None if block in self._fresh else block for block in column] for column in whole]
         offer = self._connector.stores.begin_last_store(request_id, own, computed_tokens)
-        last = self._stores.begin(
+        self._stores.start(
             offer, lambda chunks: tracked.computed_in(chunks * self._chunk_tokens),
-            holds=self._tags.may_be_lost(tracked.request),
+            holds=self._tags.may_be_lost(tracked.request), is_last=True,
         )
-        self._last_store = last or self._last_store
 
     # ------------------------------------------------------------------ ends
 
     def take(self, report: Report) -> None:
         if self._weights.epoch in report.wrote_weights:
             self.weights_change("changed")
-        self._attached.told(report.epochs)
+        self._attached.reported(report.epochs)
         if report.valid_tokens:
             self.loads_failed()
         for request_id, (tokens, seconds) in report.took_s.items():
             self._outcomes.loaded(request_id, seconds)
-            self._driver.load_ended(request_id)
-            if self._cost is not None:
-                self._cost.loaded(tokens, seconds)
+            self._connector.lookups.load_ended(request_id)
+            self._connector.lookups.load_took(tokens, seconds)
         for request_id, valid in report.valid_tokens.items():
-            self._driver.load_failed(request_id, valid)
-            self._driver.load_ended(request_id, valid)
+            self._connector.lookups.load_failed(request_id, valid)
+            self._connector.lookups.load_ended(request_id, valid)
             self._outcomes.failed(request_id, valid)
             self.figures.add("load_failures", 1)
         self._stores.read(report.stores)
         self._clear_again()
 
     def loads_failed(self) -> None:
-        """Some of what steps have read did not come, whoever was to load it: it is computed again, or its requests end,
-        and what those steps left is not stored."""
+        """Steps have read blocks whose load failed, in whichever connector: vLLM computes them again or ends the
+        requests, and the KV that those steps left is not stored."""
         self._stores.drop_unsent()
-        self._connector.stores.offer_anew(self._tracked)
+        self._connector.stores.offer_again(self._tracked)
 
     def finished(self, request: Any, *, has_answered: bool, has_failed: bool = False) -> dict[str, Any] | None:
-        """`has_answered`: it ended by itself, so its hints hold. `has_failed`: it ended in an error, so it is not known
-        what its blocks hold. Returns what its answer's kv_transfer_params say."""
+        """`has_answered`: it ended by itself, so its hints hold. `has_failed`: it ended in an error, so the content of
+        its blocks is not known. Returns the kv_transfer_params of its answer."""
         request_id = request.request_id
-        self._early.left(request_id)
+        self._arrivals.early.left(request_id)
         if has_failed:
             self._stores.drop_unsent(request_id)
         elif request_id in self._tracked:
             self._offer_rest(request_id, self._tracked[request_id].request.num_computed_tokens)
         if has_answered and self._tags.of(request) is not None:
-            self._driver.hint(request_id, self._hints.of(request))
+            self._connector.hint(request_id, self._hints.of(request))
         self._forget(request_id)
         self._tracked.pop(request_id, None)
         self._tags.finished(request_id)
@@ -453,17 +441,16 @@ class VllmScheduler:
         return self._outcomes.answer(request)
 
     def reset(self) -> bool:
-        """As Settings.on_reset has it. False: the server has not cleared (yet) what it holds for engines like this one.
+        """As Settings.on_reset has it. False: the server has not cleared (yet) the namespace of this engine.
 
-        Waits for the server, as long as the client does: somebody asked for it."""
+        Waits for the server, as long as the client does: a user asked for the reset."""
         self._leave_behind()
-        if self._on_reset == "apart":
+        if self._resets.on_reset == "apart":
             self.weights_change("changed")
-        is_done_with, self._reset_epoch = self._weights.epoch != self._reset_epoch, self._weights.epoch
-        if self._on_reset != "clear" or is_done_with:  # since the weights have changed, nothing of before is found
+        if not self._resets.has_to_clear(self._weights.epoch):
             return True
-        cleared = self._clearing.ask()
-        self._driver.run(self._clearing.tell_of_others)
+        cleared = self._resets.clearing.ask()
+        self._connector.run(self._resets.clearing.warn_of_others)
         return cleared
 
     def weights_change(self, kind: str, version: str = "") -> None:
@@ -474,37 +461,37 @@ class VllmScheduler:
         if self._weights.epoch != epoch:
             self.figures.add("weight_changes", 1)
             self._leave_behind()
-            if self._announcer is not None:
-                self._announcer.weights_changed()
+            if self._engine.announcer is not None:
+                self._engine.announcer.weights_changed()
 
     def runs(self, weights: str) -> None:
         """As EngineSession has it, unless chunks of all weights are filed together."""
-        self._session.runs("" if self._files_together else weights)
+        self._session.runs("" if self._resets.files_together else weights)
 
     def _leave_behind(self) -> None:
-        """What requests have computed, and what they have asked for, is not shared any more."""
+        """The chunks that requests have computed or looked up so far are no longer shared."""
         for request_id, tracked in self._tracked.items():
             self._forget(request_id)
             tracked.is_old = True
         self._stores.drop_unsent()
 
     def _clear_again(self) -> None:
-        if self._clearing.starts_again():
-            self._driver.run(self._clearing.again)
+        if self._resets.clearing.starts_again():
+            self._connector.run(self._resets.clearing.again)
 
     @property
     def busy(self) -> bool:
-        """Stores are under way: the engine must go on stepping for them to get to the workers."""
+        """Stores are in progress: the engine must go on stepping for them to get to the workers."""
         return bool(self._stores)
 
     def close(self) -> None:
         self._tags.close()
-        self._driver.close()
+        self._connector.close()
         self._session.close()
         self._session.client.close()
 
     def _forget(self, request_id: str) -> None:
-        self._driver.finished(request_id)
+        self._connector.finished(request_id)
         tracked = self._tracked.get(request_id)
         if tracked is not None:
             tracked.table, tracked.local_tokens = None, 0

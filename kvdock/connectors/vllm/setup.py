@@ -22,7 +22,7 @@ from kvdock.protocol.access import CONNECTOR_PREFIX, default_address
 log = logging.getLogger("kvdock.vllm")
 
 MOST_SHARE = 10.0
-"""The largest compute_once: who waits longer for others had better compute."""
+"""The largest compute_once: a request that would wait longer for another engine is computed sooner."""
 EXTRA = "kv_connector_extra_config"
 BY_LAYER = ("eager", "piecewise", "never")
 ON_RESET = ("clear", "apart", "leave")
@@ -37,22 +37,22 @@ class Settings(EngineSettings):
     """How long a request may wait for tokens that another engine is computing, as a share of what computing them here
     would take; 0: not at all (kvdock/connectors/waits.py)."""
     load_once: bool = True
-    """A request waits for what another one of this engine is loading, and takes it from vLLM's own prefix cache,
-    instead of loading it as well (kvdock/connectors/load_once.py)."""
+    """A request waits for a load of another request of this engine, and takes its tokens from vLLM's own prefix cache,
+    instead of loading them as well (kvdock/connectors/load_once.py)."""
     chunk_tokens: int = 128
-    """What is stored and found as one; rounded up to whole blocks."""
+    """Tokens that are stored and found together; rounded up to whole blocks."""
     load_async: bool = True
-    """False: a request that loads does so in the step that runs it, and holds that step up."""
+    """False: a request is loaded in the step that runs it, and holds that step up."""
     load_by_layer: str = "never"
     """When each layer waits only for its own KV of a load, instead of for all of the load. "eager": if vLLM runs
     without CUDA graphs; "piecewise": always, and vLLM uses no full graphs; "never". See loads_by_layer."""
     on_reset: str = "clear"
-    """What vLLM's reset of the connector means. "clear": what the server holds for engines like this is cleared;
-    "apart": the weights may have changed, so this engine shares nothing with what was stored before; "leave": the
-    weights are what they were. Sleep mode wants one of the last two."""
+    """What vLLM's reset of the connector means. "clear": the server clears the namespace of this engine; "apart": the
+    weights may have changed, so this engine shares nothing that was stored before; "leave": the weights are the same.
+    Sleep mode needs one of the last two."""
     recompute_failed_loads: bool = True
-    """What could not be loaded is computed, whatever vLLM's kv_load_failure_policy says. Beside other connectors that
-    counts all the same."""
+    """Tokens that could not be loaded are computed, whatever vLLM's kv_load_failure_policy is. Beside other connectors
+    that policy decides all the same."""
 
     @classmethod
     def load(cls, extra: Mapping[str, object], environ: Mapping[str, str]) -> Settings:
@@ -70,13 +70,13 @@ class Settings(EngineSettings):
 
 DRAFTS_WITHOUT_KV = ("ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator")
 DRAFTS_WITH_KV = ("eagle", "eagle3", "mtp", "draft_model", "dflash", "dspark")
-"""What the target model accepts is the target's: their KV can be wrong at no other cost than drafts refused."""
+"""The tokens that the target model accepts are its own: wrong KV of drafts costs refused drafts and nothing else."""
 MOST_RANKS = 128
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a worker stands among those of its engine. `rank` counts the pipeline stages first: where all workers of a
+class RankPosition:
+    """A worker's position among those of its engine. `rank` counts the pipeline stages first: where all workers of a
     stage hold the same bytes (MLA), ranks 0 … writers - 1 are one of each stage; rank r reads part r mod writers."""
 
     rank: int
@@ -88,7 +88,7 @@ class Place:
 
 @dataclass(frozen=True)
 class EngineTraits:
-    """What a worker has to know of the engine around it."""
+    """The facts about the engine that a worker needs."""
 
     takes_failed_requests: bool
     """Failed loads can be reported by request."""
@@ -104,12 +104,12 @@ class EngineTraits:
     """vLLM zeroes the blocks that it gives out, on its own stream: loads come after that."""
 
 
-def place_of(parallel: Any, groups: Sequence[KVGroup]) -> Place:
+def place_of(parallel: Any, groups: Sequence[KVGroup]) -> RankPosition:
     """`parallel`: the worker's own ParallelConfig, whose rank counts the tensor-parallel workers first."""
     shards, stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
     stage, shard = divmod(parallel.rank % (shards * stages), shards)
     split = 1 if all(group.latent for group in groups) else shards
-    return Place(shard * stages + stage, shards * stages, split * stages, split)
+    return RankPosition(shard * stages + stage, shards * stages, split * stages, split)
 
 
 def workers_here(vllm_config: Any) -> int:
@@ -146,7 +146,8 @@ def refuse_what_is_not_supported(vllm_config: Any, kv_groups: int, settings: Set
 
 
 def _refuse_what_the_cpu_lays_out_wrong(vllm_config: Any) -> None:
-    """vLLM's CPU backend writes blocks with scales of their own 8,192 bytes apart where it says 4,096. GPUs do not."""
+    """vLLM's CPU backend writes blocks that have scales of their own 8,192 bytes apart, and reports 4,096. GPUs are not
+    affected."""
     device = getattr(vllm_config, "device_config", None)
     kind = str(getattr(vllm_config.cache_config, "cache_dtype", "auto"))
     if kind.endswith("_per_token_head") and getattr(device, "device_type", "") == "cpu":
@@ -157,7 +158,8 @@ def _refuse_what_the_cpu_lays_out_wrong(vllm_config: Any) -> None:
 
 
 def _refuse_to_sleep(settings: Settings) -> None:
-    """NotSupportedError, unless it is known what a sleep means for the pool and vLLM says when KV memory goes."""
+    """NotSupportedError, unless it is known what a sleep means for the pool and vLLM reports when it takes the KV
+    memory away."""
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
     if settings.on_reset == "clear":
@@ -197,7 +199,7 @@ def _refuse_unequal_stages(vllm_config: Any, kv_groups: int) -> None:
 
 
 VERSIONS = (0, 24), (0, 33)
-"""The first and the last minor version of vLLM that were tried."""
+"""The first and the last minor version of vLLM that were tested."""
 
 
 def warn_of_version(version: str) -> None:
@@ -211,7 +213,7 @@ def warn_of_version(version: str) -> None:
         )
 
 
-def warn_of_policy(policy: str, place: Place) -> None:
+def warn_of_policy(policy: str, place: RankPosition) -> None:
     """`policy`: the engine's kv_load_failure_policy. One worker of an engine warns."""
     if policy != "recompute" and place.rank == 0:
         log.warning(
@@ -243,7 +245,7 @@ def _asks(layer: object) -> bool:
     return any(kind.__name__ in ("Attention", "MLAAttention") for kind in type(layer).__mro__)
 
 
-def reports_early(vllm_config: Any, kv_cache_config: Any, place: Place) -> bool:
+def reports_early(vllm_config: Any, kv_cache_config: Any, place: RankPosition) -> bool:
     """Whether a load may be reported before it has ended. Not if other ranks store on this rank's behalf: they would
     publish bytes that only this rank has verified. Not in a pipeline, where another stage may be waiting although a
     step computes nothing. Not where vLLM zeroes the blocks that it gives out, which is not ordered after loads."""
@@ -265,8 +267,8 @@ def keeps_blocks_back(vllm_config: Any) -> bool:
 
 def undoes_steps(vllm_config: Any) -> bool:
     """Whether this engine computes a step again that read what did not load. One that schedules ahead keeps the next
-    step's token all the same, and so does a pipeline, where a prompt's next chunk is under way by then; and the second
-    model runner does not take its count of computed tokens back."""
+    step's token all the same, and so does a pipeline, where a prompt's next chunk is in progress by then; and the
+    second model runner does not take its count of computed tokens back."""
     runs_ahead = vllm_config.scheduler_config.async_scheduling or vllm_config.parallel_config.pipeline_parallel_size > 1
     return not runs_ahead and not getattr(vllm_config, "use_v2_model_runner", True)
 
@@ -280,18 +282,19 @@ class _AmongTheirs(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             text = record.getMessage()
-        except (TypeError, ValueError):  # a line that does not fit its arguments ends nobody's thread
+        except (TypeError, ValueError):  # a line that does not fit its arguments must not end a thread
             self.handleError(record)
             return
-        said = copy.copy(record)
-        said.msg, said.args = text if text.startswith("kvdock") else f"kvdock: {text}", None
+        named = copy.copy(record)
+        named.msg, named.args = text if text.startswith("kvdock") else f"kvdock: {text}", None
         for handler in THEIRS.handlers:
-            if said.levelno >= handler.level:
-                handler.handle(said)
+            if named.levelno >= handler.level:
+                handler.handle(named)
 
 
 def log_among_theirs() -> None:
-    """Changes nothing where somebody has configured kvdock's logger, or where vLLM was told to configure none."""
+    """From now on kvdock's log lines go to vLLM's handlers. Changes nothing where kvdock's logger is configured, or
+    where vLLM configures none."""
     if THEIRS.handlers and not OURS.handlers and OURS.level == logging.NOTSET:
         OURS.addHandler(_AmongTheirs())
         OURS.setLevel(THEIRS.getEffectiveLevel())
@@ -301,36 +304,50 @@ def log_among_theirs() -> None:
 # --------------------------------------------------------------------------------
 # Which server each worker of an engine is attached to: no load is promised until all are at the scheduler's.
 #
-# A lease that the scheduler's side has from its server means nothing at another one. A worker is at another if it runs
-# on another machine, or with another address. A worker that has not heard yet that its server was replaced is behind,
-# and not elsewhere: it catches up with its next steps.
+# A lease that the scheduler's side has from its server means nothing at another one. A worker is attached to another
+# one if it runs on another machine, or with another address. A worker that does not know yet that its server was
+# replaced is late, not elsewhere: it catches up with its next steps.
 
 log = logging.getLogger("kvdock.vllm")
 
 
-class Attached:
-    """`ranks`: how many workers there are."""
+FIRST_STEPS = 3
+"""After this many steps every worker has had time to report whether it is attached."""
 
-    def __init__(self, ranks: int) -> None:
-        self._ranks = ranks
+
+class Attached:
+    """`ranks`: how many workers there are. `steps_ahead`: how many steps are in progress when vLLM plans another one.
+    """
+
+    def __init__(self, ranks: int, steps_ahead: int = 0) -> None:
+        self._ranks, self._first_steps, self._steps = ranks, FIRST_STEPS + 2 * steps_ahead, 0
         self._epochs: dict[int, ServerEpoch] = {}
         self._own_pools: set[str] = set()
-        self._said: set[int] = set()
+        self._logged: set[int] = set()
 
-    def told(self, epochs: Mapping[int, ServerEpoch]) -> None:
-        """What workers have said with a step."""
+    def planned(self) -> None:
+        """vLLM plans a step."""
+        self._steps += 1
+
+    def reported(self, epochs: Mapping[int, ServerEpoch]) -> None:
+        """Workers have reported with a step to which server they are attached."""
         self._epochs.update(epochs)
 
+    @property
+    def is_early(self) -> bool:
+        """Some workers may not have reported yet."""
+        return self._steps < self._first_steps
+
     def everywhere(self, attachment: Attachment | None) -> bool:
-        """Every worker has said that it is attached to what this side is."""
+        """Every worker has reported that it is attached to the server of this side."""
         if attachment is None:
             return False
         self._own_pools.add(attachment.epoch.pool_id)
         if len(self._epochs) < self._ranks:
             return False
         elsewhere = {rank for rank, epoch in self._epochs.items() if self._is_elsewhere(epoch)}
-        if elsewhere - self._said:
-            self._said |= elsewhere
+        if elsewhere - self._logged:
+            self._logged |= elsewhere
             log.warning(
                 "nothing is loaded: the workers of ranks %s are attached to another kvdock server than the scheduler. "
                 "All of an engine run on one machine and have one address (KVDOCK_ADDRESS)",

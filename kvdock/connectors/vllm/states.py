@@ -4,11 +4,11 @@ With mamba_cache_mode "align" a request has its state in the block of its newest
 state in the block of the last token before it, and leaves it in the block of its own last token. So
 - a step that ends at the boundary of a block leaves a state there that no step changes any more: the next one leaves
   its own in another block, and vLLM gives this one away as it does what a window has left behind;
-- a step that begins at such a boundary reads that state there;
-- of every other block it is not known what it holds: a state inside the block, or another request's KV.
-Only the first two are stored (`settled` in tables.py), and what vLLM itself hands to connectors: newer kernels leave a
-state at a boundary inside a step. A hit ends where a state was stored, and its load fills the one block that the next
-step reads. So a state is kept as a window of one token is, and a chunk is one block.
+- a step that starts at such a boundary reads that state there;
+- the content of every other block is not known: a state inside the block, or another request's KV.
+Only the first two are stored (`settled` in tables.py), and the states that vLLM itself hands to connectors: newer
+kernels leave a state at a boundary inside a step. A hit ends where a state was stored, and its load fills the one block
+that the next step reads. So a state is stored like a window of one token, and a chunk is one block.
 
 Drafts would move a state on by tokens that are refused, so beside them nothing is stored.
 """

@@ -1,4 +1,4 @@
-"""What the scheduler's side tells the workers each step, and what they report. Data: picklable, complete."""
+"""Orders of the scheduler's side to the workers for each step, and their reports. Data: picklable, complete."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvdock.connectors.plans import LoadPlan, StorePlan, valid_in_all
 from kvdock.connectors.session import ServerEpoch
 
 IDLE_WAIT_S = 0.001
-"""What a side may wait in a step that computes nothing: as long as vLLM's own loop sleeps then."""
+"""How long a side may wait in a step that computes nothing: as long as vLLM's own loop sleeps then."""
 
 NOWHERE = ServerEpoch("", "")
 """No worker is ever attached there: a load from it fails."""
@@ -17,8 +17,8 @@ NOWHERE = ServerEpoch("", "")
 
 @dataclass(frozen=True)
 class LoadOrder:
-    """`is_async`: the request does not run in this step. `waits`: steps under way may still use some of its blocks, so
-    it comes after them. `after`: stores that may still read some of its blocks."""
+    """`is_async`: the request does not run in this step. `waits`: steps in progress may still use some of its blocks,
+    so it comes after them. `after`: stores that may still read some of its blocks."""
 
     epoch: ServerEpoch
     plan: LoadPlan
@@ -29,7 +29,7 @@ class LoadOrder:
 
 @dataclass(frozen=True)
 class StoreOrder:
-    """`waits`: steps under way may still compute what it reads."""
+    """`waits`: steps in progress may still compute the blocks that it reads."""
 
     store_id: str
     epoch: ServerEpoch
@@ -39,7 +39,7 @@ class StoreOrder:
 
 @dataclass(frozen=True)
 class Orders:
-    """What the workers do in one step. `fences`: stores that must have ended before this step writes anything.
+    """The workers' orders for one step. `fences`: stores that must have ended before this step writes anything.
     `is_idle`: the step computes nothing. `alone`: the one request that it computes. `gone`: requests that have ended
     since the last step. `weights`: RunningWeights.epoch."""
 
@@ -54,20 +54,21 @@ class Orders:
 
 @dataclass
 class Report:
-    """What workers report of one step: one worker, or several added up."""
+    """The workers' report on one step: of one worker, or of several added up."""
 
     valid_tokens: dict[str, int] = field(default_factory=dict)
     """Loads that fell short, by request: the least of the ranks."""
     stores: Counter[str] = field(default_factory=Counter)
     """How many ranks no longer read for a store."""
     epochs: dict[int, ServerEpoch] = field(default_factory=dict)
-    """What ranks are attached to, when that has changed; NOWHERE: to nothing."""
+    """The servers to which ranks are attached, when that has changed; NOWHERE: to none."""
     took_s: dict[str, tuple[int, float]] = field(default_factory=dict)
     """Loads that brought all, by request: their tokens, and the seconds that they took on the slowest rank."""
     manifests: dict[int, bytes] = field(default_factory=dict)
     """Each rank's own, as JSON, with its first step if it has not gone with vLLM's handshake."""
     wrote_weights: set[int] = field(default_factory=set)
-    """Something was loaded into a rank's model, and the last order that it had seen was of this epoch of weights."""
+    """Something was loaded into a rank's model, and the last order that it had received was of this epoch of
+    weights."""
 
     def add(self, other: Report) -> None:
         for request_id, valid in other.valid_tokens.items():

@@ -1,12 +1,12 @@
 """In the scheduler's process: stores from their offer until no worker reads for them any more.
 
-Their slots are reserved in the background, and the plan goes to the workers with a later step. vLLM frees blocks when
-it likes, so a store whose blocks are given out anew is fenced: it goes to the workers with that step at the latest, and
-what the step writes comes after the store has read. It is dropped when its slots are not reserved yet. Where a load
-writes first, the load alone comes after the store, and the step in which its request runs.
+Their slots are reserved in the background, and the plan goes to the workers with a later step. vLLM may free the blocks
+at any time, so a store whose blocks are given out anew is fenced: it goes to the workers with that step at the latest,
+and the writes of the step come after the reads of the store. It is dropped when its slots are not reserved yet. Where a
+load writes first, only the load comes after the store, and the step in which the load's request runs.
 
-What a step computes may rest on a load of another connector that fails, which is known with the step's outcome. Workers
-publish what they are given, so beside other connectors a store is held back until the steps before it have ended.
+The KV of a step may depend on a load of another connector that fails, which is known with the step's outcome. Workers
+publish all stores that they get, so beside other connectors a store is held back until the steps before it have ended.
 
 Invariant: every store that may still read its blocks is known here.
 
@@ -21,41 +21,43 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 
-from kvdock.connectors.driver import Driver
-from kvdock.connectors.plans import StoreBatch, StorePlan
-from kvdock.connectors.requests import StoreOffer
+from kvdock.connectors.plans import StorePlan
 from kvdock.connectors.session import Attachment
+from kvdock.connectors.stores import StoreBatch, StoreOffer, Stores
 from kvdock.connectors.vllm.steps import StoreOrder
 
 
 @dataclass
 class _Store:
-    """`step`: the number of the step that computes the last of what it stores."""
+    """`step`: the number of the step that computes the last of its tokens."""
 
     request_id: str
     blocks: frozenset[int]
     ranks_left: int
     step: int
     holds: bool = False
-    """It is held back until what it stores is computed."""
+    """It is held back until its tokens are computed."""
     is_sent: bool = False
     is_dropped: bool = False
 
 
-class Stores:
+class OpenStores:
     """`ranks`: how many workers report on each. `count_dropped`: is called for each store that the workers never get.
-    `steps_ahead`: how many steps are under way when vLLM plans another one. `holds`: a store is held back until what it
-    stores is computed. `step`: the number of the newest step, from 1.
+    `steps_ahead`: how many steps are in progress when vLLM plans another one. `holds`: a store is held back until what
+    it stores is computed. `step`: the number of the newest step, from 1.
     """
 
     def __init__(
-        self, driver: Driver, ranks: int, count_dropped: Callable[[], None], *, steps_ahead: int, holds: bool
+        self, stores: Stores, ranks: int, count_dropped: Callable[[], None], *, steps_ahead: int, holds: bool
     ) -> None:
-        self._driver, self._ranks, self._count_dropped = driver, ranks, count_dropped
+        self._offered, self._ranks, self._count_dropped = stores, ranks, count_dropped
         self._steps_ahead, self._holds, self.step = steps_ahead, holds, 0
         self._stores: dict[str, _Store] = {}
         self._lock = threading.Lock()
         self._reserved: list[tuple[str, Attachment, StorePlan | None]] = []
+        self.last: Future[None] | None = None
+        """Ends when the slots are reserved of the last stores of requests that ended since the last step was planned.
+        """
 
     def __bool__(self) -> bool:
         return bool(self._stores)
@@ -64,25 +66,27 @@ class Stores:
         """The blocks that each may still read."""
         return (store.blocks for store in self._stores.values())
 
-    def begin(
+    def start(
         self, offer: StoreOffer | None, computed_in: Callable[[int], int | None] = lambda chunks: None, *,
-        holds: bool = False,
-    ) -> Future[None] | None:
-        """Ends when the offer's slots are reserved, or could not be. `computed_in`: given how many of the request's
-        first chunks, the number of the step that computes the last of them; None: the newest. `holds`: it is held back
-        until what it stores is computed, as all are with Stores' own `holds`."""
+        holds: bool = False, is_last: bool = False,
+    ) -> None:
+        """Reserves the offer's slots in the background. `computed_in`: for a number of the request's first chunks, the
+        number of the step that computes the last of them; None: the newest. `holds`: it is held back until what it
+        stores is computed, as all are with the constructor's `holds`. `is_last`: its request has ended."""
         if offer is None:
-            return None
+            return
         for batch in offer.batches:
             blocks = frozenset(block for chunk in batch.block_ids for part in chunk for block in part)
             step = computed_in(batch.first + len(batch.keys))
             self._stores[batch.store_id] = _Store(
                 offer.request_id, blocks, self._ranks, self.step if step is None else step, holds or self._holds
             )
-        return self._driver.store(
+        reserved = self._offered.store(
             offer, partial(self._take_reserved, offer.attachment),
             is_wanted=lambda batch: not self._stores[batch.store_id].is_dropped,
         )
+        if is_last:
+            self.last = reserved
 
     def _take_reserved(self, attachment: Attachment, batch: StoreBatch, plan: StorePlan | None) -> None:
         """Background."""
@@ -118,7 +122,7 @@ class Stores:
                 if store.is_dropped:
                     self._count_dropped()
                 if plan is not None:
-                    self._driver.abort(attachment, plan)
+                    self._offered.abort(attachment, plan)
                 continue
             waits = self.step - store.step <= self._steps_ahead
             if waits and store.holds:

@@ -1,15 +1,16 @@
-"""Which blocks requests have, as vLLM names them."""
+"""Which blocks requests have, and which of them steps use, by vLLM's block ids."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
 from kvdock.connectors.plans import LoadPiece, LoadPlan
 from kvdock.connectors.vllm.groups import KVGroup, step_tokens
 from kvdock.connectors.vllm.setup import drafts_with_kv
+from kvdock.connectors.vllm.steps import LoadOrder
 from kvdock.protocol.wire_types import traceparent_or_none
 
 Table = list[list[int | None]]
@@ -19,7 +20,7 @@ Handed = tuple[int, int, int]
 
 
 def begun(output: Any) -> Iterator[tuple[str, Table]]:
-    """The whole tables of requests that begin in the step, or begin again."""
+    """The whole tables of requests that start in the step, or start again."""
     for new in output.scheduled_new_reqs:
         yield new.req_id, [_or_none(column) for column in new.block_ids]
     cached = output.scheduled_cached_reqs
@@ -29,7 +30,7 @@ def begun(output: Any) -> Iterator[tuple[str, Table]]:
 
 
 def grown(output: Any) -> Iterator[tuple[str, Table]]:
-    """What is added to the tables of requests that go on."""
+    """The blocks that are added to the tables of requests that go on."""
     cached = output.scheduled_cached_reqs
     for request_id, ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
         if ids is not None and request_id not in cached.resumed_req_ids:
@@ -37,7 +38,8 @@ def grown(output: Any) -> Iterator[tuple[str, Table]]:
 
 
 def follow(output: Any, tracked: Mapping[str, Any]) -> None:
-    """Brings the `table` of each tracked request up to date: the step's `output` says what blocks it was given."""
+    """Brings the `table` of each tracked request up to date, with the blocks that it was given by the step's
+    `output`."""
     for request_id, table in begun(output):
         if request_id in tracked:
             tracked[request_id].table = table
@@ -48,16 +50,16 @@ def follow(output: Any, tracked: Mapping[str, Any]) -> None:
 
 
 def handed(output: Any, request_id: str) -> Set[Handed]:
-    """The states that vLLM says the step leaves of the request; before 0.32 none."""
-    told = getattr(output, "kv_connector_block_state", None)
-    return frozenset(told.boundary_state_offloads.get(request_id, ())) if told is not None else frozenset()
+    """The states that the step leaves of the request, as vLLM reports them; before 0.32 none."""
+    states = getattr(output, "kv_connector_block_state", None)
+    return frozenset(states.boundary_state_offloads.get(request_id, ())) if states is not None else frozenset()
 
 
 def settled(
     groups: Sequence[KVGroup], columns: Table, boundaries: Collection[int] = (), states: Set[Handed] = frozenset()
 ) -> Table:
     """`columns` without recurrent states that may still change (states.py). What is left: the states at
-    `boundaries`, which are numbers of tokens at which a step begins or ends, and those of `states` that are still in
+    `boundaries`, which are numbers of tokens at which a step starts or ends, and those of `states` that are still in
     their places."""
     left = []
     for index, (column, group) in enumerate(zip(columns, groups, strict=True)):
@@ -96,7 +98,7 @@ def _or_none(blocks: Sequence[int]) -> list[int | None]:
 
 
 # --------------------------------------------------------------------------------
-# What the scheduler's side knows of a request, from its arrival to its end.
+# What the scheduler's side knows about a request, from its arrival to its end.
 
 @dataclass
 class Tracked:
@@ -110,7 +112,7 @@ class Tracked:
     """It was not in any step since it was given its blocks."""
     table: Table | None = None
     is_old: bool = False
-    """The cache was reset since it was looked up: what it computes may rest on what was there before."""
+    """The cache was reset since it was looked up: its KV may depend on KV from before."""
     given: set[int] = field(default_factory=set)
     """Blocks that it was given, until it is in a step."""
     steps: deque[tuple[int, int]] = field(default_factory=deque)
@@ -118,7 +120,7 @@ class Tracked:
 
     @property
     def traceparent(self) -> str:
-        """As vLLM got it; empty: none. It keeps these headers only if it sends traces itself."""
+        """As vLLM got it; empty: none. vLLM keeps these headers only if it sends traces itself."""
         headers = getattr(self.request, "trace_headers", None) or {}
         return traceparent_or_none(headers.get("traceparent"))
 
@@ -126,17 +128,131 @@ class Tracked:
         """The number of a step: once it has ended, the first `tokens` tokens are in their blocks. None: not known."""
         if not self.steps:
             return None
-        # What was computed before the oldest of these may have been loaded, which has ended when that one has.
+        # Tokens before the oldest of these may have been loaded: that load has ended when this step has.
         return next((number for number, before in reversed(self.steps) if before < tokens), self.steps[0][0])
 
 
 # --------------------------------------------------------------------------------
-# What one request has loaded, and others find in vLLM's own prefix cache once it has come
+# Which blocks the step that is being planned is given, and which blocks the steps in progress may still use, although
+# they may have been given to another request since.
+#
+# vLLM plans steps ahead. It keeps the blocks of a request that ended or was preempted until the steps are over that
+# were planned before (defer_block_free in its scheduler; since 0.24), but gives away at once the blocks that a window
+# has left behind. A load into such a block must come after those steps on the GPU. All other loads need not wait for
+# computation.
+#
+# The blocks of a group that a step uses lie behind the tokens that its request has computed, less the window.
+#
+# Threads: vLLM's scheduler thread, alone.
+
+class InFlight:
+    """`steps`: the most that may be in progress when another one starts. `keeps_back`: vLLM keeps back the blocks that
+    requests lose when they end or are preempted, so that only those that windows leave behind are to be recorded."""
+
+    def __init__(self, steps: int, *, keeps_back: bool) -> None:
+        self.keeps_back = keeps_back
+        self._used: deque[set[int] | None] = deque([set()], maxlen=steps)
+        """By step; None: it may use any."""
+
+    def start_step(self) -> None:
+        self._used.append(set())
+
+    def uses(self, blocks: Iterable[int | None]) -> None:
+        """The newest step writes these, or steps in progress may read them although their request has lost them."""
+        used = self._used[-1]
+        if used is not None:
+            used.update(block for block in blocks if block is not None)
+
+    def uses_any(self) -> None:
+        """It is not known which blocks the newest step writes."""
+        self._used[-1] = None
+
+    def touches(self, blocks: Set[int]) -> bool:
+        return any(used is None or not used.isdisjoint(blocks) for used in self._used)
+
+
+class NextStep:
+    """The step that vLLM plans next: the blocks that its requests are given, and the loads that start with it.
+    `groups`: of the engine."""
+
+    def __init__(self, groups: Sequence[KVGroup], in_flight: InFlight) -> None:
+        self._groups, self.in_flight = groups, in_flight
+        self._fresh: set[int] = set()
+        """Blocks that were given out since the last step was planned."""
+        self._loaded_into: set[int] = set()
+        """Those of them that no step writes before a load has ended."""
+        self._unnamed: set[str] = set()
+        """Requests that were given blocks since, and it is not known which."""
+        self.loads: list[LoadOrder] = []
+
+    def allocated(self, tracked: Tracked, table: Table) -> None:
+        """vLLM has given the request the blocks of `table`."""
+        if not any(table):  # vLLM names blocks, until 0.25, to the connector alone that loads
+            self._unnamed.add(tracked.request.request_id)
+        tracked.given = blocks_behind(self._groups, table, tracked.local_tokens)
+        self._fresh |= tracked.given
+
+    def loads_into(self, tracked: Tracked) -> None:
+        """A load in the background starts, into the blocks that the request was given."""
+        self._loaded_into |= tracked.given
+
+    def planned(self, output: Any, tracked: Mapping[str, Tracked]) -> None:
+        """A step is planned: the blocks that its requests are given beside those of allocated()."""
+        for request_id, table in begun(output):
+            one = tracked.get(request_id)
+            if request_id in self._unnamed and one is not None:
+                self._unnamed.remove(request_id)
+                one.given = blocks_behind(self._groups, table, one.local_tokens)
+            if one is not None:  # the blocks that were loaded into as well: from now on, steps write them
+                self._fresh |= one.given
+                one.given = set()
+        for _, more in grown(output):
+            for column in more:
+                self._fresh.update(filter(None, column))
+
+    @property
+    def overwritten(self) -> set[int] | None:
+        """The blocks that the step may overwrite, because they are given out anew; None: it may be any."""
+        return None if self._unnamed else self._fresh - self._loaded_into
+
+    def own(self, columns: Table) -> Table | None:
+        """`columns` of a request that has lost its blocks, without those that were given to other requests since. None:
+        it is not known which were."""
+        if self._unnamed:
+            return None
+        return [[None if block in self._fresh else block for block in column] for column in columns]
+
+    def start_step(self) -> None:
+        self.in_flight.start_step()
+
+    def used(self, tracked: Tracked | None, *, is_preempted: bool = False) -> None:
+        """The step writes behind what the request has computed, drafts and their KV included, and reads what a window
+        may have left behind when the next step is planned. Steps in progress may use all that a preempted one had."""
+        recorded = [not self.in_flight.keeps_back or group.window_tokens is not None for group in self._groups]
+        if not any(recorded):
+            return
+        if tracked is None or tracked.table is None:  # it was forgotten when the cache was reset
+            self.in_flight.uses_any()
+            return
+        computed = 0 if is_preempted else tracked.request.num_computed_tokens
+        for column, group, is_recorded in zip(tracked.table, self._groups, recorded, strict=True):
+            if is_recorded:
+                first = computed if group.window_tokens is None else group.left_behind(computed)
+                self.in_flight.uses(column[first // group.block_tokens :])
+
+    def end_plan(self) -> None:
+        """The step is planned. Blocks that are given out from now on are the next step's."""
+        for blocks in (self._fresh, self._loaded_into, self._unnamed):
+            blocks.clear()
+
+
+# --------------------------------------------------------------------------------
+# Loads of one request that others find in vLLM's own prefix cache once they have ended
 # (kvdock/connectors/load_once.py).
 #
-# vLLM names what its cache has by hashes of its own: an adapter's name and a client's name of an image are in them, so
-# that requests whose KV is the same, and whose keys are equal, may have other hashes. Then neither finds what the other
-# has loaded.
+# vLLM names the blocks of its cache by hashes of its own: they include an adapter's name and a client's name of an
+# image, so requests whose KV is the same, and whose keys are equal, may have different hashes. Then neither finds the
+# other's blocks.
 
 @dataclass(frozen=True)
 class OwnCache:
@@ -155,8 +271,9 @@ class OwnCache:
 
 
 def own_cache_of(vllm_config: Any, groups: Sequence[KVGroup], hash_tokens: int) -> OwnCache | None:
-    """None: other requests do not find what one has loaded. Nor is it known of recurrent states, of which a load brings
-    one alone; and with drafts' KV vLLM wants one block more before the end than a window needs, which is not loaded."""
+    """None: other requests do not find the blocks that one has loaded. So it is with recurrent states, of which a load
+    brings one alone, and with windows beside drafts' KV: there vLLM needs one block more before the end than the
+    window, which is not loaded."""
     has_windows = any(group.window_tokens is not None for group in groups)
     has_drafts = drafts_with_kv(vllm_config) is not None
     if not vllm_config.cache_config.enable_prefix_caching or any(group.state for group in groups):

@@ -1,15 +1,15 @@
-"""What vLLM itself declares unfit for the reuse of prefixes: nothing is loaded there, and one line of the log says so.
+"""Cases in which vLLM itself does not reuse prefixes: there nothing is loaded, and one log line says so.
 
-Who turns the prefix cache off by --no-enable-prefix-caching declares nothing: a load is right, and is made. vLLM does
-not tell who turned it off, so its own reasons are asked for again. They are of three kinds:
+A user who turns the prefix cache off by --no-enable-prefix-caching is no such case: loads are right, and are made. vLLM
+does not show whether the user or vLLM turned it off, so vLLM's own reasons are checked again here. There are three:
 
-- KV that depends on later tokens (attention that is not causal, encoders): it is no function of a prefix. Nothing is
-  stored either: kvdock stands aside.
-- what a model makes of all hidden states, such as the mean over a prompt: an engine that computes only a prompt's end
-  has not got the others. Their KV is right, and is stored.
-- more than KV hangs on a block, which only the engine that computed it has: routed experts.
+- KV depends on later tokens (attention that is not causal, encoders): it is no function of a prefix. Nothing is stored
+  either: kvdock stands aside.
+- The model's output depends on all hidden states, as a mean over the prompt does: an engine that computes only the end
+  of a prompt lacks the others. The KV is right, and is stored.
+- A block has data beside KV that only the engine that computed it has: routed experts.
 
-What vLLM declares of single requests (skip_reading_prefix_cache) is read in scheduler.py.
+For single requests vLLM decides by skip_reading_prefix_cache, which scheduler.py reads.
 """
 
 from __future__ import annotations

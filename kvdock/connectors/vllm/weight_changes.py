@@ -1,18 +1,18 @@
-"""Hears of weights that change in a running vLLM, by whichever way it is made to change them.
+"""Notices when weights change in a running vLLM, in whichever way they are changed.
 
-Everything that an engine has its workers do, steps included, goes through one method, `Executor.collective_rpc`: HTTP
-calls, LLM and AsyncLLM, sleep mode, weight transfer, the methods of a worker extension, functions that are sent to the
-workers. A hook there hears the name of each. What is known to leave weights alone does nothing; whatever else is called
-counts as a change, so what nobody knows yet costs hits and never tokens. In a worker's process the model's own
-`load_weights` is heard as well, because programs that hold the engine's model call it directly.
+Every call of an engine to its workers, steps included, goes through one method, `Executor.collective_rpc`: HTTP calls,
+LLM and AsyncLLM, sleep mode, weight transfer, the methods of a worker extension, functions that are sent to the
+workers. A hook there sees the name of each call. Calls that are known to leave weights alone are ignored; every other
+call counts as a change, so an unknown one costs hits and never wrong tokens. In a worker's process the model's own
+`load_weights` has a hook as well, because programs that hold the engine's model call it directly.
 
     scheduler's process   Executor.collective_rpc ───────────► RunningWeights.begin, changed, end
                           the core's set_weight_version ─────► RunningWeights.named
                           the scheduler resets its cache ────► RunningWeights.flushed
     worker's process      the model's load_weights ──────────► the next report, unless an order says so first
 
-Without the first hook nobody hears of a change: then nothing is shared (Hook proves it). Without the others an
-engine shares less, never more.
+Without the first hook changes go unnoticed: then nothing is shared (Hook proves it). Without the others an engine
+shares less, never more.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from functools import wraps
 from typing import Any, Protocol
 
 # --------------------------------------------------------------------------------
-# Methods of vLLM that kvdock wraps, because connectors are told of them in no other way.
+# Methods of vLLM that kvdock wraps, because connectors learn of their calls in no other way.
 #
-# Safety may rest on such a wrapper, and vLLM's next release may rename the method, or another plug-in may replace it.
-# So a hook proves that it is in force: it calls the method, as vLLM would, with a probe in the place of its object. A
-# wrapper that is called hears the probe and goes no further. What is not wrapped fails at the probe, which has nothing
-# of the object's. The proof is repeated when something else stands in the method's place.
+# Safety may depend on such a wrapper, and vLLM's next release may rename the method, or another plug-in may replace it.
+# So a hook proves that it is in force: it calls the method, as vLLM would, with a probe in place of its object. A
+# wrapper that is called recognises the probe and goes no further. A method that is not wrapped fails at the probe,
+# which has no attributes. The proof is repeated when the method was replaced.
 
 Heard = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], None]
-"""Is called after the method, also if it raised, with its object, its arguments, and what it returned (None: it raised,
-or returned None)."""
+"""Is called after the method, also if it raised, with its object, its arguments, and its result (None: it raised, or
+returned None)."""
 
 Before = Callable[[Any, tuple[Any, ...], dict[str, Any]], None]
 """Is called before the method, with its object and its arguments."""
@@ -45,7 +45,7 @@ _installed: dict[tuple[type, str], Hook] = {}
 
 
 class _Probe:
-    """Stands in the place of the method's object."""
+    """Takes the place of the method's object."""
 
     def __init__(self) -> None:
         self.heard: set[Hook] = set()
@@ -59,7 +59,7 @@ class Hook:
         self._heard: list[Heard] = []
         self._before: list[Before] = []
         self._proved: Any = None
-        """What stood in the method's place when the last proof succeeded."""
+        """The method when the last proof succeeded."""
 
     @property
     def _name(self) -> str:
@@ -84,8 +84,8 @@ class Hook:
                 this.heard.add(self)
                 return None
             made = None
-            for tell in self._before:
-                tell(this, args, more)
+            for before in self._before:
+                before(this, args, more)
             try:
                 made = real(this, *args, **more)
             finally:
@@ -96,14 +96,14 @@ class Hook:
         setattr(self._owner, self._method, around)
 
     def why_not(self) -> str:
-        """Why the method is not heard, in a few words; "": it is, which was proved by a call through it."""
+        """Why calls of the method go unnoticed; "": they do not, which a call through it has proved."""
         now = getattr(self._owner, self._method, None)
         if now is None:
             return f"this vLLM has no {self._name}"
         if now is self._proved:
             return ""
         probe = _Probe()
-        with suppress(Exception):  # whatever stands there instead of the hook, it has not heard the probe
+        with suppress(Exception):  # a method that replaces the hook does not recognise the probe
             now(probe, "kvdock's probe")
         if self not in probe.heard:
             return f"something else has taken the place of {self._name}"
@@ -138,12 +138,12 @@ _HARMLESS = """
     checkpoint_prepare checkpoint_restore reinitialize_distributed
 """
 HARMLESS = frozenset(_HARMLESS.split())
-"""Methods of vLLM's own workers (0.24 to 0.33) after which the model computes what it computed before. Adapters are in
-the keys of the requests that use them; sleep of level 1 keeps the weights, and waking brings them back."""
+"""Methods of vLLM's own workers (0.24 to 0.33) that leave the weights as they are. Adapters are in the keys of the
+requests that use them; sleep of level 1 keeps the weights, and waking brings them back."""
 BEGINS = frozenset({"start_weight_update", "start_draft_weight_update"})
 ENDS = frozenset({"finish_weight_update"})
 ONLY_READS = re.compile(r"^(get|list|report|check|is|has|count|describe|print|compute|dump|save)_")
-"""What methods are called that only look, where an extension of the worker brings its own."""
+"""Names of methods that only read, where an extension of the worker has its own."""
 WRITES = re.compile(r"weight|param|load|sync|update|recv|receive|broadcast|merge|model|state")
 
 
@@ -160,7 +160,7 @@ _models: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def kind_of_call(method: Any, args: tuple[Any, ...], named: dict[str, Any]) -> str:
-    """What a call to the workers does to their weights: "" (nothing), or as Hears has it. `method`: a name, or a
+    """How a call to the workers changes their weights: "" (not at all), or as Hears has it. `method`: a name, or a
     function that each worker runs."""
     if not isinstance(method, str):
         return "changed"
@@ -181,7 +181,8 @@ def kind_of_call(method: Any, args: tuple[Any, ...], named: dict[str, Any]) -> s
 
 
 def hear(side: Hears, vllm_config: Any) -> Callable[[], str]:
-    """Tells `side` from now on. Returns a function that says why it may not hear of a change; "": it hears of all."""
+    """From now on changes are reported to `side`. Returns a function that says why changes may go unnoticed; "": they
+    do not."""
     _sides.add(side)
     executor = _executor_class(vllm_config)
     if executor is None:
@@ -229,7 +230,7 @@ def _executor_class(vllm_config: Any) -> type | None:
         from vllm.v1.executor.abstract import Executor
 
         found: type = Executor.get_class(vllm_config)
-    except Exception as error:  # whatever another version raises: nothing is shared then, and it is said why
+    except Exception as error:  # whatever another version raises: nothing is shared then, and the log says why
         log.warning("kvdock does not know vLLM's executor: %s", error)
         return None
     return found
@@ -243,7 +244,7 @@ def _called(executor: Any, args: tuple[Any, ...], more: dict[str, Any], made: An
     kind = kind_of_call(method, tuple(of_call), dict(named))
     if not kind:
         return
-    log.info("weights: vLLM's workers were told to run %s", method if isinstance(method, str) else "a function")
+    log.info("weights: vLLM's workers run %s", method if isinstance(method, str) else "a function")
     for side in list(_sides):  # all of this process: which engine's they are is not always known
         side.kvdock_weights(kind, "")
 

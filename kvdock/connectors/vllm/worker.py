@@ -1,21 +1,21 @@
 """In a worker's process: carries out the scheduler's orders and reports what ended.
 
 Loads are submitted, and found to have ended, by vLLM's own thread: a thread of ours would wait for the interpreter
-while vLLM's loop keeps it. What is said to the server afterwards runs in the background. So does a store: one thread
-submits its copies, and another sees to their end, so that no store waits for the end of the one before.
+while vLLM's loop keeps it. The reports to the server that follow run in the background. So does a store: one thread
+submits its copies, and another waits for their end, so that no store waits for the end of the one before.
 
 A step may be given blocks that a store still reads. Then the CPU waits until the store's copies are submitted, and the
 GPU's later work comes after them; on the CPU the step waits for their end.
 
-A load in the background that begins in a step that computes nothing is reported in such a step once it is verified
+A load in the background that starts in a step that computes nothing is reported in such a step once it is verified
 (Loading.verified): on a GPU while its last layers are on their way. The next step's work is ordered after them.
 
-Invariants: every load is reported once, also one that fails; what is put on the streams after a fence named a store,
-and fence() returned, writes after the store has read; blocks that a failed load leaves behind are reported no later
-than its end; nothing that was computed from a load is published before its copies have ended and hashed to what was
-promised.
+Invariants: every load is reported once, also one that fails; work that is put on the streams after a fence named a
+store, and fence() returned, writes after the store has read; blocks that a failed load leaves behind are reported no
+later than its end; nothing that was computed from a load is published before its copies have ended and their hashes
+match what was promised.
 
-Threads: vLLM's worker thread calls everything; `_lock` guards what stores hand over.
+Threads: vLLM's worker thread calls everything but what is marked "Background".
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import logging
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 
@@ -36,7 +36,7 @@ from kvdock.connectors.session import Attachment, Identity, ServerEpoch
 from kvdock.connectors.vllm.figures import CopyFigures
 from kvdock.connectors.vllm.setup import EngineTraits, Settings
 from kvdock.connectors.vllm.steps import IDLE_WAIT_S, NOWHERE, LoadOrder, Orders, Report, StoreOrder
-from kvdock.connectors.worker import Layers, Loading, Storing
+from kvdock.connectors.worker import Layers, Loading, Storing, WorkerConnector
 from kvdock.datapath.cuda import CopyTuning
 from kvdock.datapath.devices import Device
 from kvdock.datapath.layout import PagedLayout
@@ -47,17 +47,17 @@ log = logging.getLogger("kvdock.vllm")
 BESIDE_STEPS = 4
 """Thread blocks of a load: others are computed beside it, by kernels that want nearly all multiprocessors. A load
 loses less than a hundredth of its speed."""
-TELL_AFTER_S = 0.02
+REPORT_AFTER_S = 0.02
 """A step of an eager engine is launched in some 10 ms."""
 
 
 class LoadLostError(ConnectorError, RuntimeError):
-    """vLLM cannot be told that this load failed, so the engine is stopped instead of computing on missing KV."""
+    """vLLM has no way to learn that this load failed, so the engine is stopped instead of computing on missing KV."""
 
 
 @dataclass
 class _Load:
-    """`loading`: None when it could not begin. `is_early`: it may be reported before it has ended; `reported`: it was.
+    """`loading`: None when it could not start. `is_early`: it may be reported before it has ended; `reported`: it was.
     `ordered`: the engine's later work runs after it, or each layer's work after that layer's KV."""
 
     order: LoadOrder
@@ -66,7 +66,90 @@ class _Load:
     reported: bool = False
     ordered: bool = False
     is_of_old_weights: bool = False
-    """The weights have changed since it began: it fails."""
+    """The weights have changed since it started: it fails."""
+
+
+class _Outcomes:
+    """What became of loads, until vLLM and the scheduler's side take it."""
+
+    def __init__(self, traits: EngineTraits, groups: int) -> None:
+        self._traits, self._groups = traits, groups
+        self.loaded: set[str] = set()
+        """Requests whose load in the background has ended."""
+        self.failed_blocks: set[int] = set()
+        self.failed_requests: set[str] = set()
+        self.fell_short: dict[str, int] = {}
+        self.took_s: dict[str, tuple[int, float]] = {}
+        """These two: as Report has them."""
+        self.lost: LoadLostError | None = None
+
+    def add(self, order: LoadOrder, valid: int) -> None:
+        """A load has brought `valid` tokens."""
+        plan = order.plan
+        if order.is_async:
+            self.loaded.add(plan.request_id)
+        if valid == plan.hit_tokens:
+            return
+        log.warning("load request=%s: %d of %d tokens", plan.request_id, valid, plan.hit_tokens)
+        self.fell_short[plan.request_id] = valid
+        if self._fails_by_block(order):
+            self.failed_blocks |= _blocks_behind(plan, valid)
+        elif self.may_fail(order):
+            self.failed_requests.add(plan.request_id)
+        else:
+            what = "after several KV cache groups" if order.is_async else "in the step that runs the request"
+            self.lost = LoadLostError(
+                f"request {plan.request_id}: {plan.hit_tokens - valid} tokens could not be loaded, and {what} this "
+                "vLLM has no way to compute them again"
+            )
+
+    def _fails_by_block(self, order: LoadOrder) -> bool:
+        return self._groups == 1 and (order.is_async or self._traits.undoes_steps)
+
+    def may_fail(self, order: LoadOrder) -> bool:
+        """Whether vLLM computes the tokens that a load did not bring."""
+        return self._fails_by_block(order) or (self._traits.takes_failed_requests and order.is_async)
+
+    def take_report(self) -> Report:
+        """For the scheduler's side: loads that fell short or took time since the last call."""
+        report = Report(self.fell_short, took_s=self.took_s)
+        self.fell_short, self.took_s = {}, {}
+        return report
+
+
+class _LoadReports:
+    """Reports loads that have ended to the server, in the background: nothing waits for that."""
+
+    def __init__(self, connector: WorkerConnector) -> None:
+        self._connector, self._reporting = connector, Background("kvdock-report")
+        self._ended: deque[Loading] = deque()
+
+    def add(self, loading: Loading) -> None:
+        self._ended.append(loading)
+        self._reporting.run(self._run, 0.0 if loading.damaged else REPORT_AFTER_S)
+
+    def _run(self, after_s: float) -> None:
+        """Background."""
+        if self._ended:  # else an earlier call has reported it
+            time.sleep(after_s)  # the step that runs the request is being launched: leave it the interpreter
+            self.send()
+
+    def send(self) -> None:
+        """Reports those that wait. Any thread."""
+        while self._ended:
+            try:
+                loading = self._ended.popleft()
+            except IndexError:
+                return  # the other thread was quicker
+            try:
+                self._connector.end_load(loading)
+                if not self._ended:
+                    self._connector.settle(loading.attachment)
+            finally:
+                loading.attachment.release()
+
+    def close(self) -> None:
+        self._reporting.close()
 
 
 class _Store:
@@ -79,118 +162,185 @@ class _Store:
         self.submitted: Future[None]
 
 
+class _Stores:
+    """Stores until the scheduler's side knows that they read no more. `is_lost`: whether a load has failed of which
+    vLLM has no way to learn, so that nothing is published any more. `_lock` guards what the background hands over."""
+
+    def __init__(
+        self, connector: WorkerConnector, aside: int | None, figures: CopyFigures, is_lost: Callable[[], bool],
+        clock: Callable[[], float],
+    ) -> None:
+        self._connector, self._aside, self._figures = connector, aside, figures
+        self._is_lost, self._clock = is_lost, clock
+        self._storing, self._publishing = Background("kvdock-store"), Background("kvdock-publish")
+        self._stores: dict[str, _Store] = {}
+        self._lock = threading.Lock()
+        self._ended: Counter[str] = Counter()
+
+    def __contains__(self, store_id: str) -> bool:
+        return store_id in self._stores
+
+    def __len__(self) -> int:
+        return len(self._stores)
+
+    def start(self, order: StoreOrder, after: int | None, unended: Sequence[Loading]) -> None:
+        """Submits its copies in the background, after the work on the stream `after`, if it is to wait for steps.
+        `unended`: loads from which the stored KV may have been computed."""
+        store = self._stores[order.store_id] = _Store(order)
+        after = after if order.waits else self._aside
+        store.submitted = self._storing.run(self._submit, store, after, unended)
+
+    def submitted(self, store_ids: Iterable[str]) -> list[_Store]:
+        """Those that are in progress, once their copies are submitted."""
+        stores = [self._stores[store_id] for store_id in store_ids if store_id in self._stores]
+        wait([store.submitted for store in stores])
+        return stores
+
+    def all_submitted(self) -> list[_Store]:
+        return self.submitted(list(self._stores))
+
+    def take_ended(self) -> Counter[str]:
+        """Those that read no more, since the last call."""
+        with self._lock:
+            ended, self._ended = self._ended, Counter()
+        for store_id in ended:
+            self._stores.pop(store_id, None)
+        return ended
+
+    def close(self) -> None:
+        for background in (self._storing, self._publishing):
+            background.close()
+
+    # ------------------------------------------------------------------ background
+
+    def _submit(self, store: _Store, after: int | None, unended: Sequence[Loading]) -> None:
+        attachment = self._connector.session.attachment_to(store.order.epoch)
+        try:
+            if attachment is not None and self._connector.writes and not self._is_lost():
+                store.copies = self._connector.submit_store(attachment, store.order.plan, after=after)
+        finally:
+            self._publishing.run(self._publish, store, attachment, unended)
+
+    def _publish(self, store: _Store, attachment: Attachment | None, unended: Sequence[Loading]) -> None:
+        plan, copies = store.order.plan, store.copies
+        try:
+            if copies is not None:
+                is_sound = all(load.is_whole() for load in unended) and not self._is_lost() and not store.is_late
+                ready = self._connector.finish_store(copies, is_sound=is_sound)
+                self._figures.stored(plan, ready, self._clock() - copies.started_s)
+        finally:
+            if attachment is not None:
+                attachment.release()
+            with self._lock:
+                self._ended[store.order.store_id] += 1
+
+
 def beside_steps(measured: CopyTuning, hash_threads: int) -> CopyTuning:
     """What was measured for copies alone, for loads that others are computed beside."""
     return replace(measured, load_ctas=min(measured.load_ctas, BESIDE_STEPS), hash_threads=hash_threads)
 
 
+@dataclass(frozen=True)
+class WorkerKV:
+    """The engine's KV in this worker. `device`: "cpu" or "cuda:N", where `layouts` are. `planes`: as Layers has it."""
+
+    layouts: Sequence[PagedLayout]
+    planes: Sequence[Mapping[str, int]]
+    device: str
+    stream: int | None = None
+    """As WorkerConnector has it."""
+    computed: int | None = None
+    """A stream that holds, when start() is called, the work that comes before the step's stores; None: `stream`."""
+    aside: int | None = None
+    """A stream on which nothing is computed, for copies that need not wait for steps."""
+
+
 class VllmWorker:
-    """`device`: "cpu" or "cuda:N", where `layouts` are. `planes`: as Layers has it. `stream`: as WorkerConnector has
-    it. `computed`: a stream that holds, when begin() is called, what comes before the step's stores; None: `stream` is
-    it. `aside`: a stream on which nothing is computed, for copies that need not wait for steps."""
+    """`clock`: seconds, monotonic."""
 
     def __init__(
-        self, settings: Settings, manifest: Manifest, identity: Identity, layouts: Sequence[PagedLayout],
-        planes: Sequence[Mapping[str, int]], traits: EngineTraits, *, device: str, stream: int | None,
-        computed: int | None = None, aside: int | None = None, clock: Callable[[], float] = time.perf_counter,
+        self, settings: Settings, manifest: Manifest, identity: Identity, kv: WorkerKV, traits: EngineTraits, *,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        where, self.device = Device.named(device), device
-        self._traits = traits
-        self._reports_early = where.cuda is not None and traits.reports_early
-        tuning = where.tuning(layouts, chunk_tokens=manifest.chunk_tokens)
+        where = Device.named(kv.device)
+        tuning = where.tuning(kv.layouts, chunk_tokens=manifest.chunk_tokens)
         of_engine = ConnectorSettings(
-            settings.address, settings.access_token_file, settings.timeout_s, device, settings.copy_threads,
+            settings.address, settings.access_token_file, settings.timeout_s, kv.device, settings.copy_threads,
             None if tuning is None else beside_steps(tuning, traits.hash_threads),
         )
-        self._session, self._connector = open_worker(of_engine, manifest, identity, layouts, stream=stream)
-        self._groups, self._layers = len(layouts), Layers(planes)
-        self.figures, self._clock = CopyFigures(manifest, identity.ranks[0]), clock
-        self._stream, self._computed, self._aside = stream, computed, aside
-        self._telling = Background("kvdock-tell")
-        self._storing, self._publishing = Background("kvdock-store"), Background("kvdock-publish")
-        self._stores: dict[str, _Store] = {}
-        self._lock = threading.Lock()
-        self._stored: Counter[str] = Counter()
-        self._fell_short: dict[str, int] = {}
-        self._took_s: dict[str, tuple[int, float]] = {}
+        _, self._connector = open_worker(of_engine, manifest, identity, kv.layouts, stream=kv.stream)
+        self._kv, self._traits, self._clock = kv, traits, clock
+        self._reports_early = where.cuda is not None and traits.reports_early
+        self._layers, self.figures = Layers(kv.planes), CopyFigures(manifest, identity.ranks[0])
         self._running: list[_Load] = []
+        self._outcomes, self._reports = _Outcomes(traits, len(kv.layouts)), _LoadReports(self._connector)
+        self._stores = _Stores(
+            self._connector, kv.aside, self.figures, lambda: self._outcomes.lost is not None, clock
+        )
         self._reported_epoch: ServerEpoch | None = None
-        self._ended: deque[Loading] = deque()
         self._is_idle = False
-        self._loaded: set[str] = set()
-        self._failed_blocks: set[int] = set()
-        self._failed_requests: set[str] = set()
-        self._lost: LoadLostError | None = None
         self._weights, self._wrote_weights = 0, False
         """The epoch in the last orders, and whether something was loaded into the model since then."""
-        start(self._session, self._connector)
+        start(self._connector.session, self._connector)
+
+    @property
+    def device(self) -> str:
+        return self._kv.device
 
     # ------------------------------------------------------------------ the worker's thread
 
     def fence(self, orders: Orders, stream: int | None) -> None:
-        """Before anything of the step is put on `stream`: what is, and later loads, come after `orders.fences`."""
+        """Before any work of the step is put on `stream`: that work, and later loads, come after `orders.fences`."""
         fences = set(orders.fences)
         if self._traits.zeroes_blocks:  # also those that are loaded into
             fences.update(store_id for load in orders.loads for store_id in load.after)
         for order in orders.stores:
             if order.store_id in fences:  # this step is given their blocks: they come before it
-                self._begin_store(order, self._stream)
-        if fenced := self._submitted(fences):
-            began = self._clock()
+                self._stores.start(order, self._kv.stream, self._unended())
+        if fenced := self._stores.submitted(fences):
+            started_s = self._clock()
             for store in fenced:
                 store.is_late = self._traits.zeroes_blocks
-                for later in {stream, self._stream}:
+                for later in {stream, self._kv.stream}:
                     self._come_after(store.copies, later)
-            self.figures.add("fence_seconds", self._clock() - began)
+            self.figures.add("fence_seconds", self._clock() - started_s)
         if not orders.is_idle:
             self._order_reported(orders.alone, stream)
-
-    def _submitted(self, store_ids: Iterable[str]) -> list[_Store]:
-        """Those that are under way, when it is known what they copy."""
-        stores = [self._stores[store_id] for store_id in store_ids if store_id in self._stores]
-        wait([store.submitted for store in stores])
-        return stores
 
     def _come_after(self, copies: Storing | None, stream: int | None) -> None:
         if copies is None:
             return
-        if stream is None or self._stream is None:
+        if stream is None or self._kv.stream is None:
             copies.wait(None)
         else:
             copies.order(stream)
 
-    def begin(self, orders: Orders) -> None:
-        """Submits copies, before the step's forward pass or, if it reads none of them, after its launch. Those that it
-        reads have ended when it returns."""
-        self._raise_what_was_lost()  # first: nothing is stored of a step that read what was lost
+    def start(self, orders: Orders) -> None:
+        """Submits copies, before the step's forward pass or, if the pass reads none of them, after its launch. Those
+        that the pass reads have ended when this returns."""
+        self._raise_lost()  # first: nothing is stored of a step that read lost KV
         self._is_idle = orders.is_idle
         is_unheard = self._wrote_weights and orders.weights == self._weights  # the scheduler's side plans as before
         if is_unheard or orders.weights != self._weights:
             for load in self._running:
-                load.is_of_old_weights |= not load.reported and self._may_fail(load.order)
+                load.is_of_old_weights |= not load.reported and self._outcomes.may_fail(load.order)
         self._weights, self._wrote_weights = orders.weights, is_unheard
         for stored in orders.stores:
-            if stored.store_id not in self._stores:  # else fence() has begun it
-                self._begin_store(stored, self._computed)
+            if stored.store_id not in self._stores:  # else fence() has started it
+                self._stores.start(stored, self._kv.computed, self._unended())
         for order in orders.loads:  # one by one: should one raise, those before it are known to close()
             # Beside requests that run it is not reported early, and the CPU need not hash ahead.
             is_early = order.is_async and orders.is_idle and self._reports_early
-            is_refused = is_unheard and self._may_fail(order)
+            is_refused = is_unheard and self._outcomes.may_fail(order)
             self._running.append(_Load(order, None if is_refused else self._submit(order, is_early), is_early))
-        # Of a request that is gone, who knows when there is another step: what it loads is seen to its end now.
+        # A request that is gone may have no further step: its load is waited for now.
         self._take_ended(
             lambda load: not load.order.is_async or (load.reported and load.order.plan.request_id in orders.gone)
         )
-        self._raise_what_was_lost()
-
-    def _begin_store(self, order: StoreOrder, after: int | None) -> None:
-        unended = [load.loading for load in self._running if load.reported and load.loading is not None]
-        store = self._stores[order.store_id] = _Store(order)
-        after = after if order.waits else self._aside
-        store.submitted = self._storing.run(self._submit_store, store, after, unended)
+        self._raise_lost()
 
     def _order_reported(self, alone: str | None, stream: int | None) -> None:
-        """The step may read what was reported, or write to its blocks if its request is gone."""
+        """The step may read reported loads, or write to their blocks if their requests are gone."""
         loads = [load for load in self._running if load.reported and not load.ordered]
         by_layer = self._traits.loads_by_layer and [load.order.plan.request_id for load in loads] == [alone]
         for load in loads:
@@ -205,47 +355,50 @@ class VllmWorker:
         return self._layers.any_watched
 
     def wait_for_layer(self, layer: str, stream: int | None) -> None:
-        """What is put on `stream` (a CUstream) from now on finds that layer's KV of this step's loads."""
+        """Work that is put on `stream` (a CUstream) from now on finds that layer's KV of this step's loads."""
         assert stream is not None, "loads are verified on a GPU only"
         self._layers.order(layer, stream)
 
-    def ended(self) -> tuple[set[str], set[str]]:
-        """(async loads that ended, those of them to be reported as failed), since the last call."""
+    def ended(self) -> set[str]:
+        """Requests whose loads in the background have ended, since the last call."""
         if not self._layers.all_ordered:
-            self._lost = LoadLostError("vLLM ran a step without asking for each layer's KV: set load_by_layer to never")
+            self._outcomes.lost = LoadLostError(
+                "vLLM ran a step without asking for each layer's KV: set load_by_layer to never"
+            )
         self._layers.watch([])
         self._take_ended(lambda load: False)
         if self._is_idle:
             self._report_verified()
-        self._raise_what_was_lost()
-        loaded, self._loaded = self._loaded, set()
-        failed, self._failed_requests = self._failed_requests, set()
-        return loaded, failed
+        self._raise_lost()
+        loaded, self._outcomes.loaded = self._outcomes.loaded, set()
+        return loaded
+
+    def failed_requests(self) -> set[str]:
+        """Those of ended() whose loads have failed, since the last call."""
+        failed, self._outcomes.failed_requests = self._outcomes.failed_requests, set()
+        return failed
 
     def _report_verified(self) -> None:
-        """Nothing is computed, and nobody else waits for the step that a verified load holds up."""
-        waits_s = IDLE_WAIT_S  # for the first: the loop had better wait than spin
+        """Nothing is computed, and no other request waits for the step that a verified load holds up."""
+        waits_s = IDLE_WAIT_S  # for the first one: waiting costs less than spinning
         for load in self._running:
             if load.loading is not None and not load.reported:
                 if load.is_early:
                     load.reported = load.loading.verified(waits_s)
-                    self._loaded |= {load.order.plan.request_id} if load.reported else set()
+                    self._outcomes.loaded |= {load.order.plan.request_id} if load.reported else set()
                 else:
                     load.loading.wait(waits_s)
                 waits_s = 0.0
         self._take_ended(lambda load: False)
 
     def failed_blocks(self) -> set[int]:
-        failed, self._failed_blocks = self._failed_blocks, set()
+        failed, self._outcomes.failed_blocks = self._outcomes.failed_blocks, set()
         return failed
 
     def report(self) -> Report:
-        with self._lock:
-            stored, self._stored = self._stored, Counter()
-        for store_id in stored:
-            self._stores.pop(store_id, None)
-        report, self._fell_short, self._took_s = Report(self._fell_short, stored, took_s=self._took_s), {}, {}
-        attachment = self._session.attachment
+        report = self._outcomes.take_report()
+        report.stores = self._stores.take_ended()
+        attachment = self._connector.session.attachment
         epoch = attachment.epoch if attachment is not None else NOWHERE
         if epoch != self._reported_epoch:
             report.epochs[self._connector.rank] = self._reported_epoch = epoch
@@ -254,50 +407,54 @@ class VllmWorker:
         return report
 
     def weights_written(self) -> None:
-        """Something was loaded into this worker's model. If a call did that which the scheduler's side has heard of,
-        the next orders are of another epoch."""
+        """Something was loaded into this worker's model. If the scheduler's side has heard of the call that did it, the
+        next orders are of another epoch."""
         self._wrote_weights = True
 
-    def rest(self) -> None:
-        """Returns once no copy is under way."""
+    def wait_idle(self) -> None:
+        """Returns once no copy is in progress."""
         self._take_ended(lambda load: True)
-        for store in self._submitted(list(self._stores)):
+        for store in self._stores.all_submitted():
             self._come_after(store.copies, None)
 
     def close(self) -> None:
         try:
             self._take_ended(lambda load: True)
         finally:
-            for background in (self._telling, self._storing, self._publishing):
-                background.close()
+            self._reports.close()
+            self._stores.close()
             self._connector.close()
-            self._session.close()
-            self._session.client.close()
+            self._connector.session.close()
+            self._connector.session.client.close()
 
-    def _raise_what_was_lost(self) -> None:
-        if self._lost is not None:
-            self._tell_of_ended()  # the next engine must not meet the same damage
-            raise self._lost
+    def _raise_lost(self) -> None:
+        if self._outcomes.lost is not None:
+            self._reports.send()  # the next engine must not meet the same damage
+            raise self._outcomes.lost
+
+    def _unended(self) -> list[Loading]:
+        """Loads that were reported, and that the next steps may compute from, before they have ended."""
+        return [load.loading for load in self._running if load.reported and load.loading is not None]
 
     def _submit(self, order: LoadOrder, is_early: bool) -> Loading | None:
-        attachment = self._session.attachment_to(order.epoch)
+        attachment = self._connector.session.attachment_to(order.epoch)
         if attachment is None:
             return None
         bands = self._layers.bands if is_early else None
-        waits, stores = order.waits or self._traits.zeroes_blocks, self._submitted(order.after)
+        waits, stores = order.waits or self._traits.zeroes_blocks, self._stores.submitted(order.after)
         for store in stores:
-            self._come_after(store.copies, self._stream if waits else self._aside)
-        after = self._aside if stores else None
+            self._come_after(store.copies, self._kv.stream if waits else self._kv.aside)
+        after = self._kv.aside if stores else None
         return self._connector.submit_load(attachment, order.plan, bands, waits=waits, after=after)
 
     def _take_ended(self, awaited: Callable[[_Load], bool]) -> None:
-        """Files the loads that have ended, and waits for those that are `awaited`."""
+        """Records the loads that have ended, and waits for those that are `awaited`."""
         running, self._running = deque(self._running), []
         try:
             while running:
                 load = running.popleft()
                 if load.loading is None:
-                    self._file(load.order, load.order.plan.local_tokens)
+                    self._outcomes.add(load.order, load.order.plan.local_tokens)
                 elif awaited(load) or load.loading.done():
                     self._finish(load, load.loading)
                 else:
@@ -309,87 +466,17 @@ class VllmWorker:
         valid, plan = self._connector.finish_load(loading), load.order.plan
         if load.is_of_old_weights:
             valid = plan.local_tokens
-        self.figures.loaded(plan, valid, self._clock() - loading.began_s)
+        self.figures.loaded(plan, valid, self._clock() - loading.started_s)
         took_s = loading.took_s()
         if valid == plan.hit_tokens and took_s is not None:
-            self._took_s[plan.request_id] = valid - plan.local_tokens, took_s
+            self._outcomes.took_s[plan.request_id] = valid - plan.local_tokens, took_s
         if not load.reported:
-            self._file(load.order, valid)
+            self._outcomes.add(load.order, valid)
         elif valid < plan.hit_tokens:
-            self._lost = LoadLostError(
+            self._outcomes.lost = LoadLostError(
                 f"request {plan.request_id}: the server's memory changed while it was being copied"
             )
-        self._ended.append(loading)
-        self._telling.run(self._tell, 0.0 if loading.damaged else TELL_AFTER_S)
-
-    def _file(self, order: LoadOrder, valid: int) -> None:
-        plan = order.plan
-        if order.is_async:
-            self._loaded.add(plan.request_id)
-        if valid == plan.hit_tokens:
-            return
-        log.warning("load request=%s: %d of %d tokens", plan.request_id, valid, plan.hit_tokens)
-        self._fell_short[plan.request_id] = valid
-        if self._fails_by_block(order):
-            self._failed_blocks |= _blocks_behind(plan, valid)
-        elif self._may_fail(order):
-            self._failed_requests.add(plan.request_id)
-        else:
-            what = "after several KV cache groups" if order.is_async else "in the step that runs the request"
-            self._lost = LoadLostError(
-                f"request {plan.request_id}: {plan.hit_tokens - valid} tokens could not be loaded, and {what} this "
-                "vLLM has no way to compute them again"
-            )
-
-    def _fails_by_block(self, order: LoadOrder) -> bool:
-        return self._groups == 1 and (order.is_async or self._traits.undoes_steps)
-
-    def _may_fail(self, order: LoadOrder) -> bool:
-        """Whether vLLM computes what a load did not bring."""
-        return self._fails_by_block(order) or (self._traits.takes_failed_requests and order.is_async)
-
-    def _tell_of_ended(self) -> None:
-        """Says to the server what became of the loads that were filed."""
-        while self._ended:
-            try:
-                loading = self._ended.popleft()
-            except IndexError:
-                return  # the other thread was quicker
-            try:
-                self._connector.end_load(loading)
-                if not self._ended:
-                    self._connector.settle(loading.attachment)
-            finally:
-                loading.attachment.release()
-
-    # ------------------------------------------------------------------ background
-
-    def _tell(self, after_s: float) -> None:
-        if self._ended:  # else an earlier call has told of it
-            time.sleep(after_s)  # the step that runs the request is being launched: leave it the interpreter
-            self._tell_of_ended()
-
-    def _submit_store(self, store: _Store, after: int | None, unended: Sequence[Loading]) -> None:
-        """`unended`: loads that what is stored may have been computed from."""
-        attachment = self._session.attachment_to(store.order.epoch)
-        try:
-            if attachment is not None and self._connector.writes and self._lost is None:
-                store.copies = self._connector.submit_store(attachment, store.order.plan, after=after)
-        finally:
-            self._publishing.run(self._publish, store, attachment, unended)
-
-    def _publish(self, store: _Store, attachment: Attachment | None, unended: Sequence[Loading]) -> None:
-        plan, copies = store.order.plan, store.copies
-        try:
-            if copies is not None:
-                is_sound = all(loading.is_whole() for loading in unended) and self._lost is None and not store.is_late
-                ready = self._connector.finish_store(copies, is_sound=is_sound)
-                self.figures.stored(plan, ready, self._clock() - copies.began_s)
-        finally:
-            if attachment is not None:
-                attachment.release()
-            with self._lock:
-                self._stored[store.order.store_id] += 1
+        self._reports.add(loading)
 
 
 def _blocks_behind(plan: LoadPlan, valid: int) -> set[int]:
@@ -399,41 +486,3 @@ def _blocks_behind(plan: LoadPlan, valid: int) -> set[int]:
         for piece in plan.pieces if (piece.chunk + 1) * plan.chunk_tokens > valid  # local tokens may end inside a chunk
         for block in piece.block_ids[piece.skip_blocks :]
     }
-
-
-# --------------------------------------------------------------------------------
-# Which blocks the steps under way may still use, although they may have been given to another request since.
-#
-# vLLM plans steps ahead. It keeps the blocks of a request that ended or was preempted until the steps are over that
-# were planned before (defer_block_free in its scheduler; since 0.24), but gives away at once what a window has left
-# behind. A load into such a block must come after those steps on the GPU. All other loads need not wait for what is
-# computed.
-#
-# What a step uses of a group lies behind what its request has computed, less the window.
-#
-# Threads: vLLM's scheduler thread, alone.
-
-class InFlight:
-    """`steps`: the most that may be under way when another one begins. `keeps_back`: vLLM keeps back what requests lose
-    when they end or are preempted, so that only what windows leave behind is to be noted."""
-
-    def __init__(self, steps: int, *, keeps_back: bool) -> None:
-        self.keeps_back = keeps_back
-        self._used: deque[set[int] | None] = deque([set()], maxlen=steps)
-        """By step; None: it may use any."""
-
-    def begin_step(self) -> None:
-        self._used.append(set())
-
-    def uses(self, blocks: Iterable[int | None]) -> None:
-        """The newest step writes these, or steps under way may read them although their request has lost them."""
-        used = self._used[-1]
-        if used is not None:
-            used.update(block for block in blocks if block is not None)
-
-    def uses_any(self) -> None:
-        """It is not known what the newest step writes."""
-        self._used[-1] = None
-
-    def touches(self, blocks: Set[int]) -> bool:
-        return any(used is None or not used.isdisjoint(blocks) for used in self._used)

@@ -228,7 +228,8 @@ class Fetches:
         return found
 
     def _worth(self, fetch: Fetch, handle: TierHandle, count: int) -> int:
-        """How many of `count` chunks come before the deadline, and sooner than the engine would compute them."""
+        """How many of `count` chunks are loaded: those that come before the deadline, and sooner than the engine would
+        compute them."""
         if fetch.is_ahead:
             return count
         worth = worth_chunks(
@@ -311,7 +312,7 @@ class Fetches:
         batch = _Batch(first, keys, groups, granted)
         if granted.reservation is None:
             return batch
-        if not attachment.grants.begin(granted.reservation):
+        if not attachment.grants.start(granted.reservation):
             return None
         batch.names = {(fetch.wanted.space.digest, keys[chunk.index]) for chunk in granted.chunks}
         with self._lock:
@@ -334,7 +335,7 @@ class Fetches:
                 fetch.loaded += published
                 is_whole = published == len(granted.chunks)
             finally:
-                attachment.grants.end(granted.reservation)
+                attachment.grants.stop(granted.reservation)
                 with self._filled:
                     self._filling -= batch.names
                     self._filled.notify_all()

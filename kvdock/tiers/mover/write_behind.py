@@ -284,13 +284,13 @@ class WriteBehind:
         self._handle.counters["left_out_evicted"] += sum(not parts for parts in held.chunks)
         if held.lease is None:
             return True
-        is_held = attachment.grants.begin(held.lease)
+        is_held = attachment.grants.start(held.lease)
         try:
             return not is_held or self._store(space, agreed, attachment, keys, held.chunks)
         finally:
             self._client.release_later(held.lease, attachment.session, [0])
             if is_held:
-                attachment.grants.end(held.lease)
+                attachment.grants.stop(held.lease)
             try:
                 self._client.flush(attachment.session)
             except (ServerUnavailable, ApiError) as error:

@@ -54,7 +54,7 @@ def ended(linker: Any, count: int) -> list[bool]:
 def found(linker: Any, rid: str, *transfers: PoolTransfer) -> list[int]:
     """What is promised, asked again while the request would be held back."""
     promised: list[int] = linker.lookup(rid, list(transfers))
-    while linker.holding.begins(rid):
+    while linker.holding.starts(rid):
         linker.num_completed_offloads()
         time.sleep(0.001)  # as SGLang's loop turns
         promised = linker.lookup(rid, list(transfers))

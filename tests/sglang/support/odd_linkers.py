@@ -38,15 +38,15 @@ class FailingLinker(KvdockLinker):
     """The copies of a load cannot be begun."""
 
     def start_layer_wise_loading(self) -> int:
-        real = self._worker.submit_load
+        real = self._rank_pools.worker.submit_load
 
         def submit_load(attachment: Any, plan: Any, bands: Any = None, **how: Any) -> Any:
             loading = real(attachment, plan, bands, **how)
             if happens("fail"):
-                self._worker._load_lost(loading, copy_error("blocks", found="a test", wanted="none"))
+                self._rank_pools.worker._load_lost(loading, copy_error("blocks", found="a test", wanted="none"))
             return loading
 
-        self._worker.submit_load = submit_load  # type: ignore[method-assign]  # for this process alone
+        self._rank_pools.worker.submit_load = submit_load  # type: ignore[method-assign]  # for this process alone
         return super().start_layer_wise_loading()
 
 
@@ -55,13 +55,13 @@ class LateLinker(KvdockLinker):
 
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
-        real = self._worker.submit_load
+        real = self._rank_pools.worker.submit_load
 
         def submit_load(*args: Any, **how: Any) -> Any:
             time.sleep(0.5)  # by then a forward pass that waits for nothing has read what was there before
             return real(*args, **how)
 
-        self._worker.submit_load = submit_load  # type: ignore[method-assign]  # for this process alone
+        self._rank_pools.worker.submit_load = submit_load  # type: ignore[method-assign]  # for this process alone
 
 
 class HeldOffersLinker(KvdockLinker):

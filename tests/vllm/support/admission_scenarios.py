@@ -85,9 +85,11 @@ def engine_of(address: str, server: str, pid: int, weights: str = "none stored")
             lookup = client.lookup
             client.lookup = lambda body: (time.sleep(0.05), lookup(body))[1]
         elif server == "at_once":
-            for value in vars(engine.scheduler.connector._scheduler._driver).values():
-                if isinstance(value, Background):
-                    value._thread = AtOnce()
+            connector = engine.scheduler.connector._scheduler._connector
+            for owner in (connector, connector.lookups, connector.stores):
+                for value in vars(owner).values():
+                    if isinstance(value, Background):
+                        value._thread = AtOnce()
         elif server in ("stopped", "lost"):
             os.kill(pid, signal.SIGSTOP if server == "stopped" else signal.SIGKILL)
         yield engine

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from dataclasses import replace
 from typing import Any
 
 from sched_engine import SchedEngine
@@ -19,7 +20,8 @@ def chosen(address: str, load_s: float, step_s: float, probe_s: float = 1000.0, 
     the last ones was loaded."""
     engine = SchedEngine(address, budget=256, step_s=step_s, weights_digest=os.urandom(8).hex(), **settings)
     half, copier = engine.scheduler.connector._scheduler, engine.worker._worker._connector._loaders[0]
-    declined, half._driver._tell_declined = list[str](), lambda request_id, why, tokens: declined.append(why)
+    declined, lookups = list[str](), half._connector.lookups
+    lookups._record = replace(lookups._record, declined=lambda request_id, why, tokens: declined.append(why))
     cost.PROBE_S, real = probe_s, cost.PROBE_S
     try:
         for number in range(PROMPTS):

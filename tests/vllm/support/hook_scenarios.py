@@ -150,7 +150,8 @@ def refused(address: str) -> dict[str, Any]:
     hit = loaded(engine, "taken")
     engine.add("long", prompt(2, 40), max_tokens=12)
     engine.run()
-    left = {"tracked": len(half._tracked), "open": len(half._early._open), "waiting": len(half._early._waiting)}
+    early = half._arrivals.early
+    left = {"tracked": len(half._tracked), "open": len(early._open), "waiting": len(early._waiting)}
     left |= {"asked": len(half._outcomes._asked), "stories": len(half._outcomes._stories)}
     found = {"leases": [asked, leases(0)], "hit": hit, "left": left}
     engine.close()
@@ -198,7 +199,7 @@ def reset_during_store(address: str) -> dict[str, Any]:
         engine.run()
     finally:
         WorkerConnector.finish_store = real  # type: ignore[method-assign]  # as it was
-    hits, clearing = [], engine.scheduler.connector._scheduler._clearing
+    hits, clearing = [], engine.scheduler.connector._scheduler._resets.clearing
     with other_weights(engine):
         for name in ("after", "again", "more"):
             hits.append(loaded(engine, name))
@@ -269,7 +270,7 @@ class RecurrentEngine(SchedEngine):
         return MambaSpec(block_size=size, shapes=((BLOCK, 4),), dtypes=(torch.float16,))
 
     def _remembered(self) -> int:
-        return len(self.scheduler.connector._waiting)
+        return len(self.scheduler.connector._early.requests)
 
     def _forward(self, out: Any) -> ModelRunnerOutput:
         names = list(out.num_scheduled_tokens)

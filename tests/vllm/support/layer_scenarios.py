@@ -150,12 +150,12 @@ def undone(address: str, **settings: Any) -> dict[str, Any]:
         store.copies.wait(None)
         return future
 
-    engine.worker._worker._storing.run = at_once
+    engine.worker._worker._stores._storing.run = at_once
     engine.add("alone", prompt(6, 150))
     while not engine.seen["sync_loads"]:
         engine.step()
         # What the step offered has its slots before the next one is built.
-        engine.scheduler.connector._scheduler._driver._storing.run(int).result()
+        engine.scheduler.connector._scheduler._connector.stores._storing.run(int).result()
     engine.run()
     for name in ("again", "and again", "once more"):  # each stores what the one before could not, or too late
         before = engine.loaded_tokens

@@ -40,7 +40,7 @@ class Once:
             return loading
 
         worker.submit_load = submitted
-        once = engine.half._driver._loads
+        once = engine.half._connector.lookups.waits.loads
         if once is not None:
             once._clock, once._count = lambda: self.now_s, lambda how, seconds: self.outcomes.append(how)
         for salt in salts:
@@ -108,7 +108,7 @@ def loader_goes(address: str, how: str, **settings: Any) -> dict[str, Any]:
         damage(made.loadings[0], 2)
         made.loadings[0].steps_left = 0
     else:
-        once = made.engine.half._driver._loads
+        once = made.engine.half._connector.lookups.waits.loads
         bound_s = 4.0 * next(iter(once._loads.values())).takes_s + 0.02
         made.now_s += bound_s - 0.001
         made.steps(5)

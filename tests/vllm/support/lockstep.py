@@ -18,11 +18,11 @@ from typing import Any
 
 from sched_engine import SchedEngine
 
-from kvdock.connectors import driver as driver_module
+from kvdock.connectors import lookups as lookups_module
 from kvdock.connectors.background import Background
-from kvdock.connectors.driver import FRESH_S
+from kvdock.connectors.lookups import FRESH_S
 from kvdock.connectors.vllm import worker as worker_module
-from kvdock.connectors.waits import Patience, Question
+from kvdock.connectors.waits import Patience, SentQuestion
 from kvdock.connectors.worker import Loading
 from kvdock.datapath.checksum import checksum
 from kvdock.datapath.copy import CopyHandle, PartResult
@@ -157,14 +157,14 @@ class AsksAgain(Patience):
 
     def __init__(self) -> None:
         super().__init__(0.0, time.perf_counter)
-        driver_module.FRESH_S = -1.0
+        lookups_module.FRESH_S = -1.0
 
-    def wait(self, question: Question) -> bool:
+    def wait(self, question: SentQuestion) -> bool:
         return question.answered.done()
 
 
 def misses() -> Patience:
-    driver_module.FRESH_S = FRESH_S
+    lookups_module.FRESH_S = FRESH_S
     return Patience(0.0, time.perf_counter)
 
 
@@ -182,18 +182,19 @@ def into_lockstep(
     `waits`: see WAITS."""
     failures: list[Exception] = []
     queues = []
-    engine.scheduler.connector._scheduler._driver.patience = WAITS[waits]()
+    connector = engine.scheduler.connector._scheduler._connector
+    connector.lookups.waits.patience = WAITS[waits]()
 
     def delay() -> int:
         return source.randrange(most_steps + 1)
 
-    for owner in (engine.scheduler.connector._scheduler._driver, engine.worker._worker):
+    worker = engine.worker._worker
+    for owner in (connector.lookups, connector.stores, connector, worker._reports, worker._stores):
         for value in vars(owner).values():
-            if isinstance(value, Background):
+            if isinstance(value, Background) and value._thread not in queues:  # two of them share one
                 value.close()
                 queues.append(Queue(delay, failures))
                 value._thread = queues[-1]
-    worker = engine.worker._worker
     submit = worker._connector.submit_load
     least = LEAST_QUESTIONS if verified else 0
     worker._connector.submit_load = lambda *arguments, **how: LateLoading(
@@ -225,7 +226,7 @@ def into_lockstep(
         for job in jobs:
             job.result()
 
-    worker_module.wait, worker_module.TELL_AFTER_S = wait, 0.0
+    worker_module.wait, worker_module.REPORT_AFTER_S = wait, 0.0
     engine.before_step = tick
     return failures
 

@@ -347,9 +347,10 @@ class SchedEngine:
 
     def _remembered(self) -> int:
         """How much is still known of lookups and loads: nothing when all requests have ended."""
-        half, once = self.half, self.half._driver._loads
-        lookups = (half._driver._questions, half._driver._checks, half._early._open, half._early._waiting)
-        return sum(map(len, lookups + ((once._loads, once._by_key, once._waits) if once is not None else ())))
+        half, lookups = self.half, self.half._connector.lookups
+        once = lookups.waits.loads
+        kept = (lookups._sent, lookups._checks, half._arrivals.early._open, half._arrivals.early._waiting)
+        return sum(map(len, kept + ((once._loads, once._by_key, once._waits) if once is not None else ())))
 
     def _forward(self, out: Any) -> ModelRunnerOutput:
         if not self._is_connected:

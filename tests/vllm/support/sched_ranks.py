@@ -215,7 +215,7 @@ def one_damaged(address: str, rank: int, **how: Any) -> dict[str, Any]:
 def one_gone(address: str, **how: Any) -> dict[str, Any]:
     """One worker has lost the server, the scheduler's side and the other worker have not."""
     engine = cold(address, **how)
-    engine.workers[-1]._worker._session.attachment_to = lambda epoch: None
+    engine.workers[-1]._worker._connector.session.attachment_to = lambda epoch: None
     engine.add("warm", prompt(1, 150))
     engine.add("other", prompt(2, 150))
     engine.run()
@@ -226,7 +226,7 @@ def one_gone(address: str, **how: Any) -> dict[str, Any]:
 def two_short(address: str, **how: Any) -> dict[str, Any]:
     """One worker has nothing of a load and says so at once; the other has a chunk, and says so some steps later."""
     engine = cold(address, **how)
-    engine.workers[0]._worker._session.attachment_to = lambda epoch: None
+    engine.workers[0]._worker._connector.session.attachment_to = lambda epoch: None
     half, waits = engine.halves[1], iter([False] * 5)
     real, loads = half.submit_load, []
 

@@ -229,7 +229,7 @@ def damaged_before(address: str, windows: Windows, **settings: Any) -> dict[str,
         engine.add(name, prompt(3, 150), 2)
         engine.run()
         loads.append(engine.loaded_tokens - before)
-        time.sleep(2 * worker_module.TELL_AFTER_S)  # the server hears of damage
+        time.sleep(2 * worker_module.REPORT_AFTER_S)  # the server hears of damage
     engine.close()
     return figures(engine, **chaos.seen, loads=loads)
 

@@ -29,13 +29,14 @@ def same_prompt(address: str, share: float, load_async: bool = True, after_steps
         while engine.scheduler.has_requests():
             step(engine)
     waits: list[str] = []
-    once = pair[1].scheduler.connector._scheduler._driver._waits[0][0]
+    once = pair[1].scheduler.connector._scheduler._connector.lookups.waits.once
     if once is not None:
         once._count = lambda how, _seconds: waits.append(how)
     computed, steps, other = [0, 0], [0, 0], -1
     for engine in pair:
         engine.add("same", prompt(7, TOKENS), 1)  # so that no step computes but the prompt
-        engine.scheduler.connector._scheduler._driver.wait_for_answer(5.0)  # the first engine is the first to ask
+        lookups = engine.scheduler.connector._scheduler._connector.lookups
+        lookups.wait_for_answer(5.0)  # the first engine is the first to ask
     pair[1].add("other", prompt(8, 100), 2)
     end_s = time.monotonic() + 30.0
     while any(engine.scheduler.has_requests() for engine in pair):

@@ -112,7 +112,8 @@ class Upstream:
         assert not wrong, f"the server has {wrong} tokens, of which {self.connector.valid} came"
         side = self.connector._scheduler
         if side is not None:
-            kept = (side._tracked, side._outcomes._stories, side._driver._questions, side._early._waiting)
+            lookups, early = side._connector.lookups, side._arrivals.early
+            kept = (side._tracked, side._outcomes._stories, lookups._sent, early._waiting)
             assert not any(kept), f"requests that have ended are remembered: {kept}"
 
     def close(self) -> None:

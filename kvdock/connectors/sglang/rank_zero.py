@@ -1,0 +1,113 @@
+"""What rank 0 alone has: it looks up and reserves at the server for all ranks of its engine."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from kvdock.connectors.chunk_statistics import ChunkStatistics
+from kvdock.connectors.cost import LoadChoice, LoadOrCompute, PrefillSpeed
+from kvdock.connectors.lookups import LookupRecord, Verification
+from kvdock.connectors.requests import RequestCallbacks
+from kvdock.connectors.running_weights import RunningWeights
+from kvdock.connectors.scheduler import SchedulerConnector
+from kvdock.connectors.session import EngineSession
+from kvdock.connectors.sglang.figures import Figures
+from kvdock.connectors.sglang.loads import QueuedLoad
+from kvdock.connectors.sglang.lookups import Chains, PageLookups
+from kvdock.connectors.sglang.setup import Settings
+from kvdock.connectors.verify import ChecksumVerifier, HashAhead, Trust
+from kvdock.connectors.waits import AwaitTiers, Patience, Waits
+from kvdock.connectors.worker import cores_of, hash_threads
+
+KNOWN_PAGES = 1 << 16
+"""How many pages of the newest loads are known to be at the server."""
+
+
+def known_of(session: str, epoch: int) -> str:
+    """The scope in which pages are known: a session with a server, and an epoch of the engine's weights."""
+    return f"{session} {epoch}"
+
+
+class Known:
+    """Pages that this engine has just loaded. SGLang's thread."""
+
+    def __init__(self, most: int = KNOWN_PAGES) -> None:
+        self._pages: OrderedDict[str, bool] = OrderedDict()
+        """Whether it was the last page of a load."""
+        self._most, self._of = most, ""
+
+    def add(self, pages: Sequence[str], of: str) -> None:
+        """They are at the server. `of`: as known_of has it."""
+        if of != self._of:
+            self._pages.clear()
+            self._of = of
+        self._pages.update({page: page == pages[-1] for page in pages})
+        while len(self._pages) > self._most:
+            self._pages.popitem(last=False)
+
+    def take(self, pages: Sequence[str], of: str, *, has_state: bool = False) -> int:
+        """How many of the first pages are known. They are forgotten: the next offer of them may come much later.
+        `has_state`: the last one comes with a state, which is known only where a load ended."""
+        for at, page in enumerate(pages):
+            ended_load = self._pages.pop(page, None) if of == self._of else None
+            if ended_load is None or (has_state and not ended_load and at + 1 == len(pages)):
+                return at
+        return len(pages)
+
+
+@dataclass(frozen=True)
+class RankZero:
+    """`ahead`: hashes what rank 0 has stored, so that it can be promised at once; None: nothing does."""
+
+    connector: SchedulerConnector
+    lookups: PageLookups
+    chains: Chains
+    known: Known
+    trust: Trust
+    ahead: HashAhead | None = None
+
+    @classmethod
+    def of(
+        cls, session: EngineSession, settings: Settings, *, ranks: int, weights: RunningWeights, speed: PrefillSpeed,
+        figures: Figures, clock: Callable[[], float],
+    ) -> RankZero:
+        """`ranks`: of the engine. `clock`: seconds, monotonic."""
+        page_tokens, known_speed = session.manifest.chunk_tokens, speed if settings.load_if_cheaper else None
+        chains, trust = Chains(weights), Trust(settings.trust_s, clock)
+        cost = LoadOrCompute(speed, clock) if settings.load_if_cheaper else None
+        verifier = ChecksumVerifier(session, threads=hash_threads(cores_of(ranks)), trust=trust)
+        connector = SchedulerConnector(
+            session, readers=ranks, callbacks=RequestCallbacks(chains.of),
+            waits=Waits(
+                Patience(settings.lookup_wait_s, clock), clock=clock,
+                tiers=AwaitTiers(settings.tier_wait_s, known_speed, clock, figures.waited),
+            ),
+            choice=LoadChoice(settings, cost), verification=Verification(verifier, is_eager=True),
+            record=LookupRecord(
+                partial(figures.add, "lookup_seconds"), lambda rid, why, tokens: figures.add(f"declined_{why}"),
+                ChunkStatistics(page_tokens) if settings.chunk_statistics else None,
+            ),
+        )
+        lookups = PageLookups(
+            connector, chains, figures, page_tokens, settings.verify_wait_s, settings.tier_wait_s, clock
+        )
+        ahead = HashAhead(trust) if settings.trust_s > 0 else None
+        return cls(connector, lookups, chains, Known(), trust, ahead)
+
+    def load_ended(self, load: QueuedLoad, ok: bool | None, epoch: int) -> None:
+        """`ok`: whether it has brought all; None: it was cancelled. `epoch`: of the weights that the engine runs."""
+        self.lookups.loaded(load.rid, ok)
+        session = load.attachment.session
+        if ok:  # the parts that this rank has copied were hashed again meanwhile
+            self.known.add(load.pages, known_of(session, epoch))
+            self.trust.add(session, (part for piece in load.plan.pieces for part in piece.parts if part.writer == 0))
+        elif ok is False:
+            self.trust.clear()
+
+    def close(self) -> None:
+        if self.ahead is not None:
+            self.ahead.close()
+        self.connector.close()

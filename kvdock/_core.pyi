@@ -171,11 +171,11 @@ class Table:
     def add_segment(self, segment: int, data_offset: int, data_bytes: int) -> None: ...
     def free_bytes(self) -> int: ...
     def segment_used_bytes(self, segment: int) -> int: ...  # in slots that have an owner; add_segment named it
-    def room_bytes(self) -> int:
+    def available_bytes(self) -> int:
         """The smallest of these: all free bytes; and, for each slot size that a store had to evict for since the last
         evict(), the bytes that slots of that size could take now."""
-    def evict(self, target_room_bytes: int, max_chunks: int) -> int:
-        """Evicts unpinned chunks, the leaf first that is worth least to the eviction policy, until room_bytes is so
+    def evict(self, target_bytes: int, max_chunks: int) -> int:
+        """Evicts unpinned chunks, the leaf first that is worth least to the eviction policy, until available_bytes is so
         much, or until about `max_chunks` went; returns their number."""
     def set_eviction(self, policy: str) -> None:
         """'adaptive' (the default) or 'lru'; bad_argument for another. What an earlier policy learnt is lost; it

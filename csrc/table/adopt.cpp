@@ -72,8 +72,8 @@ void Table::adopt(const std::vector<SegmentFacts>& segments, Adoption* found) {
   grants.rebuild();
   remember_widest_caps();
   for (uint32_t cell : members_.open_sessions())
-    widest_session_cap_ = std::max(widest_session_cap_, static_cast<double>(chunks_.held_bytes(cell)));
-  widest_total_cap_ = std::max(widest_total_cap_, static_cast<double>(chunks_.held_bytes()));
+    widest_session_cap_ = std::max(widest_session_cap_, static_cast<double>(chunks_.pins().held_bytes(cell)));
+  widest_total_cap_ = std::max(widest_total_cap_, static_cast<double>(chunks_.pins().held_bytes()));
   chunks.settle();
   grants.settle();
   for (uint32_t cell : members_.sessions_without_members())

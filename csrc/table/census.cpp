@@ -18,8 +18,8 @@ bool comes_first(const PrefixCount& a, const PrefixCount& b) {
 
 }  // namespace
 
-Census::Census(const Chunks& chunks)
-    : chunks_(chunks), end_(chunks.records_end()), spaces_(kMaxNamespaces), rankings_(kMaxNamespaces) {}
+Census::Census(const Records& records)
+    : records_(records), end_(records.end()), spaces_(kMaxNamespaces), rankings_(kMaxNamespaces) {}
 
 bool Census::step(uint32_t budget) {
   for (int64_t left = budget; left > 0 && phase_ != Phase::done;) left -= work();
@@ -51,7 +51,7 @@ uint32_t Census::work() {
 }
 
 uint32_t Census::look() {
-  if (uint32_t next = chunks_.next_record(at_); next != at_) at_ = next, walk_ = kNone;
+  if (uint32_t next = records_.next(at_); next != at_) at_ = next, walk_ = kNone;
   if (at_ >= end_) {
     enter(phase_ == Phase::link ? Phase::add : Phase::rank);
   } else if (phase_ == Phase::add) {
@@ -65,20 +65,20 @@ uint32_t Census::look() {
 
 // A page that was used again may have no room for that id any more.
 bool Census::is_ready(uint32_t id) const {
-  return chunks_.next_record(id) == id && chunks_.record(id).state() == RecordState::kReady;
+  return records_.next(id) == id && records_.at(id).state() == RecordState::kReady;
 }
 
 // Whether the record has the same chunk still.
 bool Census::is_there(uint32_t id, uint32_t stamp) const { return is_ready(id) && this->stamp(id) == stamp; }
 
 void Census::link(uint32_t id) {
-  const Record& r = chunks_.record(id);
-  const KeyEntry* before = r.parent.names_chunk() ? chunks_.look(r.space, r.parent) : nullptr;
+  const Record& r = records_.at(id);
+  const KeyEntry* before = r.parent.names_chunk() ? records_.find(r.space, r.parent) : nullptr;
   if (!r.parent.names_chunk() || (before && before->ready == id)) nodes_.at(id) = {id, new_prefix(id), stamp(id), 0};
   else if (before && before->ready < end_) nodes_.at(id) = {before->ready, 1, stamp(id), stamp(before->ready)};
   SpaceCount& space = spaces_[r.space];
   ++space.chunks;
-  space.bytes += chunks_.bytes_of(id);
+  space.bytes += records_.bytes_of(id);
   space.oldest = std::min(space.oldest, r.last_used);
   space.newest = std::max(space.newest, r.last_used);
 }
@@ -118,11 +118,11 @@ bool Census::climb() {
 
 void Census::add(uint32_t id, Prefix& to, uint32_t depth) {
   if (!is_there(id, nodes_.at(id).stamp) || !is_there(to.first, to.stamp)) return;
-  const Record& r = chunks_.record(id);
+  const Record& r = records_.at(id);
   ++to.chunks;
-  to.bytes += chunks_.bytes_of(id);
+  to.bytes += records_.bytes_of(id);
   to.used = std::max(to.used, r.last_used);
-  if (depth > to.last_chunks && uint64_t{chunks_.uses_of(id)} * 2 >= chunks_.uses_of(to.first)) {
+  if (depth > to.last_chunks && uint64_t{records_.info(id).uses} * 2 >= records_.info(to.first).uses) {
     to.last = id;
     to.last_stamp = stamp(id);
     to.last_chunks = depth;
@@ -131,19 +131,19 @@ void Census::add(uint32_t id, Prefix& to, uint32_t depth) {
 
 uint32_t Census::rank(const Prefix& prefix) {
   if (!prefix.chunks || !is_there(prefix.first, prefix.stamp)) return 1;
-  const Record& r = chunks_.record(prefix.first);
+  const Record& r = records_.at(prefix.first);
   Ranking& in = rankings_[r.space];
   ++in.count;
-  PrefixCount one{r.space,      r.key, prefix.chunks, prefix.bytes, chunks_.born_ms(prefix.first), 0,
-                  chunks_.uses_of(prefix.first), r.key, 1, prefix.first, prefix.stamp};
+  PrefixCount one{r.space,      r.key, prefix.chunks, prefix.bytes, records_.born_ms(prefix.first), 0,
+                  records_.info(prefix.first).uses, r.key, 1, prefix.first, prefix.stamp};
   if (in.top.size() == kMostPrefixes) {
     if (!comes_first(one, in.top.front())) return 1;
     std::pop_heap(in.top.begin(), in.top.end(), comes_first);
     in.top.pop_back();
   }
-  one.used_ms = chunks_.used_ms(prefix.used);
+  one.used_ms = records_.used_ms(prefix.used);
   if (is_there(prefix.last, prefix.last_stamp))
-    one.last = chunks_.record(prefix.last).key, one.last_chunks = prefix.last_chunks;
+    one.last = records_.at(prefix.last).key, one.last_chunks = prefix.last_chunks;
   in.top.push_back(one);
   std::push_heap(in.top.begin(), in.top.end(), comes_first);
   return kRankCost;
@@ -159,8 +159,8 @@ std::vector<std::pair<uint32_t, SpaceCount>> Census::spaces() const {
   for (uint32_t space = 0; space < spaces_.size(); ++space) {
     if (!spaces_[space].chunks) continue;
     SpaceCount count = spaces_[space];
-    count.oldest = chunks_.used_ms(count.oldest);
-    count.newest = chunks_.used_ms(count.newest);
+    count.oldest = records_.used_ms(count.oldest);
+    count.newest = records_.used_ms(count.newest);
     out.push_back({space, count});
   }
   return out;

@@ -10,7 +10,7 @@
 #include <memory>
 #include <vector>
 
-#include "table/chunks.h"
+#include "table/records.h"
 
 namespace kvdock {
 
@@ -35,7 +35,7 @@ struct PrefixCount {
 
 class Census {
  public:
-  explicit Census(const Chunks& chunks);
+  explicit Census(const Records& records);
 
   // Does `budget` pieces of work more; a piece is about what looking at one chunk takes. True: all is counted.
   bool step(uint32_t budget);
@@ -51,7 +51,7 @@ class Census {
   static constexpr size_t kMostPrefixes = 256;
   enum class Phase { link, add, rank, sort, free, done };
   // Which chunk the record has: what its generation ends with. Within a count no two chunks have the same.
-  uint32_t stamp(uint32_t id) const { return static_cast<uint32_t>(chunks_.record(id).generation()); }
+  uint32_t stamp(uint32_t id) const { return static_cast<uint32_t>(records_.at(id).generation()); }
   struct Node {
     uint32_t above = kNone;  // a record on the way to the first chunk, itself at a first chunk, kNone: not counted
     uint32_t up = 0;         // how many chunks above that is; at a first chunk: its prefix
@@ -98,7 +98,7 @@ class Census {
   uint32_t rank(const Prefix& prefix);
   uint32_t sort(Ranking& ranking);
 
-  const Chunks& chunks_;
+  const Records& records_;
   uint32_t end_, at_ = 0;
   Phase phase_ = Phase::link;
   uint32_t walk_ = kNone, walked_ = 0;  // where on the way from chunk at_ it is, and how many chunks above that

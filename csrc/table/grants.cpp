@@ -195,7 +195,7 @@ void Grants::close(Grant& g) {
   if (held->second.empty()) held_.erase(held);
   --usage_of(g).grants;
   answers_.erase(cell);
-  for_each_line(g, [&](const Line& line) { chunks_.prefetch_record(line.record); });
+  for_each_line(g, [&](const Line& line) { chunks_.records().prefetch(line.record); });
   for_each_line(g, [&](const Line& line) { chunks_.drop_pin(line.record, g.session); });
   if (g.kind == GrantKind::kLease) free_lines(g);  // a reservation's are what a repeated commit is compared with
   tombstones_.push_back(cell);
@@ -207,7 +207,7 @@ void Grants::close_reservation(Grant& g) {
   publish(g.word, grant_word(cell, g.use(), GrantState::kClosed));
   answers_.erase(cell);
   for_each_line(g, [&](const Line& line) {
-    if (!chunks_.names_live(line) || chunks_.record(line.record).state() != RecordState::kReserved) return;
+    if (!chunks_.records().names_live(line) || chunks_.record(line.record).state() != RecordState::kReserved) return;
     ++aborted_chunks_;
     chunks_.take_out(line.record, Gone::deleted);  // it was never found
   });
@@ -257,7 +257,7 @@ GrantInfo Grants::info_of(const Grant& g) const {
   bool closed = g.state() == GrantState::kClosed;
   GrantInfo info{g.id,         g.kind, members_.session_id(g.session), g.request,   g.epoch, g.readers, remaining(g),
                  g.line_count, 0,      g.opened_ms,                    place_of(g), closed};
-  for_each_line(g, [&](const Line& line) { info.bytes += chunks_.bytes_of(line.record); });
+  for_each_line(g, [&](const Line& line) { info.bytes += chunks_.records().bytes_of(line.record); });
   return info;
 }
 
@@ -335,7 +335,7 @@ void Grants::check_cell(uint32_t cell) const {
   require(!answers_.count(cell) || open_reservation, "an answer is kept for a reservation that is not open", cell);
   if (!g.live_holders()) return;
   for_each_line(g, [&](const Line& line) {
-    require(chunks_.names_live(line), "I2: a pinned record was given away", line.record);
+    require(chunks_.records().names_live(line), "I2: a pinned record was given away", line.record);
     require(g.kind == GrantKind::kLease || open_reservation ||
                 chunks_.record(line.record).state() != RecordState::kReserved,
             "a closed reservation can still publish", line.record);

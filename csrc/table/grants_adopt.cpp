@@ -78,7 +78,7 @@ void Grants::Adopter::judge_cell(uint32_t cell) {
 }
 
 bool Grants::Adopter::names_its_record(const Line& line) const {
-  return g.chunks_.names_live(line) && !(line.groups & ~g.chunks_.record(line.record).groups);
+  return g.chunks_.records().names_live(line) && !(line.groups & ~g.chunks_.record(line.record).groups);
 }
 
 // The chain of line blocks, each in one grant only; nullopt when it is no such chain. Behind the last line of a held

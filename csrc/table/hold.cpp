@@ -53,8 +53,8 @@ Grant* Table::hold_new(const Members::Asker& asker, const Id16& request, const s
   for (uint32_t i = 0; i < keys.size(); ++i) {
     const KeyEntry* e = chunks_.find(space, keys[i]);
     if (!e || e->ready == kNone) continue;
-    uint64_t bytes = chunks_.bytes_of(e->ready);
-    if (chunks_.held_bytes(asker.session) + bytes > session_room() || chunks_.held_bytes() + bytes > total_room()) {
+    uint64_t bytes = chunks_.records().bytes_of(e->ready);
+    if (chunks_.pins().held_bytes(asker.session) + bytes > session_room() || chunks_.pins().held_bytes() + bytes > total_room()) {
       out->limited = Limit::held_bytes;
       break;
     }

@@ -25,13 +25,13 @@ Table::Scan Table::scan(uint32_t space, const std::vector<Key>& keys) {
   }
   s.runs.resize(ns.group_count);
   // The table does not fit the caches: ask for what every key will touch before looking at the first.
-  for (const Key& key : keys) chunks_.prefetch_key(space, key);
+  for (const Key& key : keys) chunks_.records().prefetch_key(space, key);
   std::vector<uint32_t> ids(keys.size(), kNone);
   for (size_t i = 0; i < keys.size(); ++i) {
     const KeyEntry* e = chunks_.find(space, keys[i]);
     if (!e || e->ready == kNone) continue;
     ids[i] = e->ready;
-    chunks_.prefetch_record(e->ready);
+    chunks_.records().prefetch(e->ready);
   }
   s.found.reserve(keys.size());
   for (uint32_t id : ids) {
@@ -79,13 +79,13 @@ uint32_t Table::within_pinned(const Scan& s, uint32_t session, uint32_t first, u
 
 // The end of the chunks from `first` on that may be pinned before a byte cap is reached.
 uint32_t Table::within_caps(const Scan& s, uint32_t session, uint32_t first, uint32_t end) {
-  uint64_t mine = chunks_.held_bytes(session), all = chunks_.held_bytes();
+  uint64_t mine = chunks_.pins().held_bytes(session), all = chunks_.pins().held_bytes();
   for (uint32_t i = first; i < end; ++i) {
     uint32_t id = s.found[i];
     if (id == kNone) continue;
-    uint64_t bytes = chunks_.bytes_of(id);
-    if (!chunks_.pinned(id)) all += bytes;
-    if (!chunks_.pinned_by(id, session)) mine += bytes;
+    uint64_t bytes = chunks_.records().bytes_of(id);
+    if (!chunks_.pins().has(id)) all += bytes;
+    if (!chunks_.pins().has(id, session)) mine += bytes;
     if (mine > session_room() || all > total_room()) return i;
   }
   return end;
@@ -168,7 +168,7 @@ LookupResult Table::lookup(uint64_t session, uint64_t member, const LookupCall& 
 uint32_t Table::who_stores(uint32_t space, const Key& key, uint64_t now) {
   const KeyEntry* e = chunks_.find(space, key);
   if (e && e->reserved != kNone) {
-    uint32_t session = chunks_.pinned_only_by(e->reserved);  // a reservation's, until it closes
+    uint32_t session = chunks_.pins().only_session(e->reserved);  // a reservation's, until it closes
     if (session != kNone && members_.lives(session)) return session;
   }
   if (e && e->ready != kNone) return kNone;
@@ -213,7 +213,7 @@ void Table::drop_promises(const Grant& reservation) {
   if (promises_.empty() || reservation.kind != GrantKind::kReservation) return;
   grants_.for_each_line(reservation, [&](const Line& line) {
     const Record& r = chunks_.record(line.record);
-    if (chunks_.names_live(line) && r.state() == RecordState::kReserved) promises_.drop(r.space, r.key);
+    if (chunks_.records().names_live(line) && r.state() == RecordState::kReserved) promises_.drop(r.space, r.key);
   });
 }
 
@@ -277,13 +277,13 @@ uint64_t Table::peek(uint32_t space, const std::vector<Key>& keys) {
 
 Changes Table::changes(uint32_t space, uint64_t since, size_t at_most) {
   chunks_.namespaces().require(space);
-  Changes out = chunks_.changes().since(space, since >= changes_base() ? since - changes_base() : UINT64_MAX, at_most);
+  Changes out = chunks_.records().changes().since(space, since >= changes_base() ? since - changes_base() : UINT64_MAX, at_most);
   std::get<1>(out) += changes_base();
   return out;
 }
 
 AllChanges Table::all_changes(uint64_t since, size_t at_most) {
-  AllChanges out = chunks_.changes().since(since >= changes_base() ? since - changes_base() : UINT64_MAX, at_most);
+  AllChanges out = chunks_.records().changes().since(since >= changes_base() ? since - changes_base() : UINT64_MAX, at_most);
   std::get<1>(out) += changes_base();
   return out;
 }

@@ -60,7 +60,7 @@ class Namespaces {
   const LeftSpaces& left() const { return left_; }
   // What was left by then goes first. Until the grace is over, an engine that runs those weights may come back.
   uint64_t left_until_ms() const { return now_ms_ >= grace_ms_ ? now_ms_ - grace_ms_ : 0; }
-  bool goes_first(uint32_t space) const { return left_.has(space) && left_.left_at(space) <= left_until_ms(); }
+  bool evict_first(uint32_t space) const { return left_.has(space) && left_.left_at(space) <= left_until_ms(); }
   void check(const std::vector<bool>& has_leaves) const;  // by number; TableError corrupt
 
   uint64_t generation(uint32_t space) const { return entries_[space].generation & kWordMask; }

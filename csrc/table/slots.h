@@ -79,7 +79,7 @@ class SlotAllocator {
   std::optional<Window> oldest_window(uint64_t bytes, std::optional<uint64_t> older_than);
 
   // Bytes that slots of that size could take without eviction. It stops counting at `enough`.
-  uint64_t room_for(uint64_t slot_bytes, uint64_t enough) const;
+  uint64_t available_for(uint64_t slot_bytes, uint64_t enough) const;
   bool has_other_sizes(uint64_t bytes) const;
   uint64_t total_bytes() const { return total_bytes_; }
   uint64_t free_bytes() const;  // without those of retired segments

@@ -141,7 +141,7 @@ Grant* Table::reserve_missing(const Members::Asker& asker, const ReserveCall& ca
         continue;
       }
     }
-    if (chunks_.held_bytes(asker.session) + bytes > session_room() || chunks_.held_bytes() + bytes > total_room()) {
+    if (chunks_.pins().held_bytes(asker.session) + bytes > session_room() || chunks_.pins().held_bytes() + bytes > total_room()) {
       out->limited = Limit::held_bytes;
       break;
     }
@@ -201,7 +201,7 @@ std::vector<Table::NewPart> Table::fresh_parts(const std::vector<Line>& lines, u
       throw TableError("not_reserved", "the reservation has no such part", index, int64_t(lines.size()));
     if (checksum >= kChecksumPrime)
       throw TableError("bad_argument", "a checksum is below 2^61 - 1", int64_t(checksum));
-    if (!chunks_.names_live(*it)) continue;  // published, read and gone since: a late repeat
+    if (!chunks_.records().names_live(*it)) continue;  // published, read and gone since: a late repeat
     Record& r = chunks_.record(it->record);
     auto part = std::find_if(r.parts, r.parts + r.part_count,
                              [&](const StoredPart& x) { return x.group == group && x.writer == rank; });

@@ -109,8 +109,7 @@ void Table::tick(uint64_t now) {
   region_.header.clock_ms = now;
   chunks_.set_now(now);
   Members::Due due = members_.age(now, options_);
-  chunks_.expire_kept(now);
-  chunks_.expire_wishes(now);
+  chunks_.end_preferences(now);
   grants_.close_late(now);
   promises_.sweep([&](const Promise& promise) { return holds(promise, now); });
   for (uint32_t session : due.empty) members_.close_session(session);
@@ -192,12 +191,55 @@ Damaged Table::mismatch(uint64_t session, uint64_t id, const std::vector<uint32_
   std::sort(ids.begin(), ids.end());
   ids.erase(std::unique(ids.begin(), ids.end()), ids.end());
   Damaged found;
-  for (uint32_t id : ids) {
-    found.space = chunks_.record(id).space;  // a lease is of one namespace
-    found.keys.push_back(chunks_.record(id).key);
+  for (uint32_t record : ids) {
+    found.space = chunks_.record(record).space;  // a lease is of one namespace
+    found.keys.push_back(chunks_.record(record).key);
   }
   counters_.mismatches += take_out(std::move(ids), Gone::mismatched);
   return found;
+}
+
+// ---- hints
+
+RetainResult Table::retain(uint32_t space, const std::vector<Key>& keys, int priority, uint64_t until_ms) {
+  chunks_.namespaces().require(space);
+  if (priority < 1 || priority > kMostPriority)
+    throw TableError("bad_argument", "a priority of retained chunks is out of range", priority,
+                     "1.." + std::to_string(kMostPriority));
+  if (until_ms == 0) throw TableError("bad_argument", "chunks are retained until some time", 0, "milliseconds");
+  RetainResult out;
+  for (const Key& key : keys) {
+    const KeyEntry* e = chunks_.find(space, key);
+    if (!e || e->any() == kNone) break;
+    Preferences::Retained done = chunks_.retain(e->any(), static_cast<int8_t>(priority), until_ms);
+    out.chunks += done == Preferences::Retained::yes;
+    out.refused += done == Preferences::Retained::no_capacity;
+  }
+  counters_.refused_retains += out.refused;
+  return out;
+}
+
+LowerResult Table::lower(uint32_t space, const std::vector<Key>& keys, int priority, uint64_t until_ms,
+                         const Key& following) {
+  chunks_.namespaces().require(space);
+  if (priority < kConversationEnded || priority > 0)
+    throw TableError("bad_argument", "a lowered priority is out of range", priority,
+                     std::to_string(kConversationEnded) + "..0");
+  const KeyEntry* below = following.names_chunk() ? chunks_.find(space, following) : nullptr;
+  uint32_t own_children = below && below->any() != kNone;  // those that belong to this chain
+  LowerResult out;
+  for (auto key = keys.rbegin(); key != keys.rend(); ++key) {
+    const KeyEntry* e = chunks_.find(space, *key);
+    if (e && e->children > own_children) {
+      out.shared = true;
+      break;
+    }
+    own_children = e && e->any() != kNone;
+    if (!own_children) continue;
+    chunks_.set_priority(e->any(), static_cast<int8_t>(priority), until_ms);
+    ++out.chunks;
+  }
+  return out;
 }
 
 // ---- administration
@@ -257,7 +299,7 @@ std::vector<SessionInfo> Table::sessions(const std::optional<std::vector<uint64_
   for (uint32_t cell : members_.open_sessions(named)) {
     const Session& s = members_.session(cell);
     auto [leases, reservations] = grants_.count(cell);
-    out.push_back({members_.session_id(cell), s.nonce, s.space(), leases, reservations, chunks_.held_bytes(cell),
+    out.push_back({members_.session_id(cell), s.nonce, s.space(), leases, reservations, chunks_.pins().held_bytes(cell),
                    s.opened_ms});
   }
   return out;
@@ -275,16 +317,16 @@ std::map<std::string, uint64_t> Table::stats() {
     auto [leases, reservations] = grants_.count(cell);
     grants.leases += leases, grants.reservations += reservations;
   }
-  const Chunks::Sums& sums = chunks_.sums();
+  const Records::Sums& sums = chunks_.records().sums();
   return {
       {"pool_bytes", chunks_.slots().total_bytes()},
       {"free_bytes", chunks_.slots().free_bytes()},
       {"reserved_bytes", sums.bytes[1]},
       {"ready_bytes", sums.bytes[2]},
       {"quarantined_bytes", sums.bytes[3]},
-      {"held_bytes", chunks_.held_bytes()},
-      {"kept_bytes", chunks_.kept_bytes()},
-      {"retained_bytes", chunks_.retained_bytes()},
+      {"held_bytes", chunks_.pins().held_bytes()},
+      {"kept_bytes", chunks_.preferences().kept_bytes()},
+      {"retained_bytes", chunks_.preferences().retained_bytes()},
       {"limit_bytes", options_.limit_bytes},
       {"reserved_chunks", sums.records[1]},
       {"ready_chunks", sums.records[2]},
@@ -300,8 +342,8 @@ std::map<std::string, uint64_t> Table::stats() {
       {"stored_chunks", chunks_.counters().stored_chunks},
       {"stored_bytes", chunks_.counters().stored_bytes},
       {"aborted_chunks", grants_.aborted_chunks()},
-      {"evicted_chunks", chunks_.counters().evicted_chunks},
-      {"oldest_used_ms", chunks_.oldest_used_ms()},
+      {"evicted_chunks", chunks_.eviction().evicted_chunks()},
+      {"oldest_used_ms", chunks_.eviction().oldest_used_ms()},
       {"mismatches", counters_.mismatches},
       {"refused_retains", counters_.refused_retains},
   };
@@ -314,14 +356,14 @@ void Table::check_integrity() {
   chunks_.check(grants_.check());
   promises_.check();
   for (uint32_t cell : members_.open_sessions())
-    require(static_cast<double>(chunks_.held_bytes(cell)) <= widest_session_cap_, "I7: a session is over its cap",
+    require(static_cast<double>(chunks_.pins().held_bytes(cell)) <= widest_session_cap_, "I7: a session is over its cap",
             cell);
-  require(static_cast<double>(chunks_.held_bytes()) <= widest_total_cap_, "I7: the pool is over its cap");
+  require(static_cast<double>(chunks_.pins().held_bytes()) <= widest_total_cap_, "I7: the pool is over its cap");
   check_tenants();
 }
 
 void Table::check_tenants() {
-  std::vector<Usage> counted = chunks_.count_usage();
+  std::vector<Usage> counted = chunks_.records().count_usage();
   for (uint32_t cell : members_.open_sessions()) {
     Usage& usage = counted.at(chunks_.namespaces().tenant_of(members_.session(cell).space()));
     ++usage.sessions;

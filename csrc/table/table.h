@@ -43,6 +43,8 @@ class Table {
     if constexpr (std::is_same_v<Part, Members>) return members_;
     else if constexpr (std::is_same_v<Part, Grants>) return grants_;
     else if constexpr (std::is_same_v<Part, Chunks>) return chunks_;
+    else if constexpr (std::is_same_v<Part, Records>) return chunks_.records();
+    else if constexpr (std::is_same_v<Part, Eviction>) return chunks_.eviction();
     else if constexpr (std::is_same_v<Part, SlotAllocator>) return chunks_.slots();
     else if constexpr (std::is_same_v<Part, Tenants>) return chunks_.namespaces().tenants();
     else return *this;
@@ -74,7 +76,7 @@ class Table {
   uint64_t peek(uint32_t space, const std::vector<Key>& keys);
   std::optional<Departure> departure(uint32_t space, const Key& key) {
     chunks_.namespaces().require(space);
-    return chunks_.departure(space, key);
+    return chunks_.records().departure(space, key);
   }
   // As ChangeLog's, but numbered for each server of the pool apart: an engine that asks with another server's number
   // learns that it missed something.

@@ -228,7 +228,7 @@ class Pool:
 
     async def make_room(self, space: int, keys: bytes, chunk_bytes: int) -> None:
         """Grows before a store that needs memory the pool does not have yet: growing beats evicting."""
-        if self.table.room_bytes() >= len(keys) // KEY_BYTES * chunk_bytes or not self.can_grow():
+        if self.table.available_bytes() >= len(keys) // KEY_BYTES * chunk_bytes or not self.can_grow():
             return
         missing = 0
         for start in range(0, len(keys), KEY_BYTES):
@@ -240,7 +240,7 @@ class Pool:
     async def grow_until(self, room_bytes: int) -> None:
         """Adds segments until there is so much room or the pool may not grow. Concurrent calls share the work."""
         async with self._growing:
-            while self.table.room_bytes() < room_bytes and self.can_grow():
+            while self.table.available_bytes() < room_bytes and self.can_grow():
                 await self._grow()
 
     async def grow_once(self) -> bool:

@@ -122,7 +122,7 @@ class Curve:
     share: float  # of all chunks that are sampled now
     entries: int  # chunks in all simulated pools
     remembered: int  # chunks that are remembered as asked for
-    rooms: list[float | None]  # sampled chunks of the present mean size that each pool has room for; None: it has none
+    capacities: list[float | None]  # sampled chunks of its present mean size that each pool holds; None: it is empty
     all: CurveSums
     def __init__(
         self, policy: str, pool_bytes: int, *, salt: int, most_share: float, most_entries: int, most_work: float

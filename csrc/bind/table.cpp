@@ -1,5 +1,5 @@
-// The chunk table in Python. Every call is made without the GIL and under the table's mutex; its arguments and its
-// answer are converted with the GIL. Bytes become keys and ids, errors become TableError.
+// Bindings of csrc/table. Every call runs without the GIL and with the table's mutex; its arguments and its result are
+// converted with the GIL. Bytes become keys and ids, errors become TableError.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -31,7 +31,7 @@ struct type_caster<kvdock::Digest<kBytes>> {
 };
 
 template <>
-struct type_caster<std::vector<kvdock::Key>> {  // one behind the other in one bytes object
+struct type_caster<std::vector<kvdock::Key>> {  // concatenated in one bytes object
   PYBIND11_TYPE_CASTER(std::vector<kvdock::Key>, const_name("bytes"));
   bool load(handle source, bool) {
     if (!isinstance<bytes>(source)) return false;
@@ -59,7 +59,7 @@ struct BoundTable {
   std::unique_ptr<Table> table;
 };
 
-// A method of the table, or of one of its parts, that Python calls as it is.
+// Binds a method of the table, or of one of its parts, without further conversion.
 template <class Part, class... Args, class Method>
 auto locked(Method method) {
   return [method](BoundTable& t, Args... args) {
@@ -315,9 +315,9 @@ void bind_grants(py::class_<BoundTable>& c) {
       .def("chunks_in", call(&Records::chunks_in), "namespace"_a)
       .def("gone", [](BoundTable& t, uint32_t space, const Key& key) {
         std::optional<Departure> found = call(&Table::departure)(t, space, key);
-        using Told = std::tuple<const char*, uint64_t, uint64_t>;
-        return found ? std::optional<Told>({kGoneNames[static_cast<size_t>(found->why)], found->at_ms, found->used_ms})
-                     : std::nullopt;
+        std::optional<std::tuple<const char*, uint64_t, uint64_t>> out;
+        if (found) out.emplace(kGoneNames[static_cast<size_t>(found->why)], found->at_ms, found->used_ms);
+        return out;
       }, "namespace"_a, "key"_a)
       .def("changes", call(&Table::changes), "namespace"_a, "since"_a, "at_most"_a)
       .def("all_changes", [](BoundTable& t, uint64_t since, size_t at_most) {

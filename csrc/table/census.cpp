@@ -6,9 +6,9 @@ namespace kvdock {
 
 namespace {
 
-// What work costs that is more than looking at a chunk, measured in that.
+// The cost of work that is more than looking at a chunk, in units of that.
 constexpr uint32_t kRankCost = 4, kSortCost = 1024, kFreeCost = 256;
-// How many prefixes one answer looks at, if many have gone since they were counted.
+// How many prefixes one answer looks at, if many were removed since they were counted.
 constexpr uint32_t kMostLooks = 2048;
 
 bool comes_first(const PrefixCount& a, const PrefixCount& b) {
@@ -26,8 +26,8 @@ bool Census::step(uint32_t budget) {
   return phase_ == Phase::done;
 }
 
-// First every chunk finds the one before it, then each is added to its first one, and what comes of it is ranked.
-// Returns what that piece of work costs.
+// First every chunk is linked to its parent, then each is added to its first ancestor, then prefixes are ranked.
+// Returns the cost of that piece of work.
 uint32_t Census::work() {
   switch (phase_) {
     case Phase::link:
@@ -63,7 +63,7 @@ uint32_t Census::look() {
   return 1;
 }
 
-// A page that was used again may have no room for that id any more.
+// A page that serves records of another size since may not have that id any more.
 bool Census::is_ready(uint32_t id) const {
   return records_.next(id) == id && records_.at(id).state() == RecordState::kReady;
 }
@@ -88,8 +88,8 @@ uint32_t Census::new_prefix(uint32_t id) {
   return prefix_count_++;
 }
 
-// One link up from chunk at_ to its first one; the way becomes shorter by it. True: the chunk was added, or has no
-// first one.
+// Follows one link from chunk at_ towards its first ancestor, and shortens the path. Returns whether it is done: the
+// chunk was added to its prefix, or has none.
 bool Census::climb() {
   if (walk_ == kNone) walk_ = at_, walked_ = 0;
   Node& node = nodes_.at(walk_);
@@ -97,7 +97,7 @@ bool Census::climb() {
     add(at_, prefixes_.at(node.up), walked_ + 1);
     return true;
   }
-  if (node.above == kNone) return true;  // it came while the others were counted, or has lost what came before it
+  if (node.above == kNone) return true;  // it was stored during the count, or an ancestor was removed
   Node over = nodes_.at(node.above);
   if (over.stamp != node.above_stamp) {  // another chunk took that record
     node.above = kNone;
@@ -105,7 +105,7 @@ bool Census::climb() {
   }
   if (over.above != node.above && over.above != kNone) {
     node = {over.above, node.up + over.up, node.stamp, over.above_stamp};
-    // Chunks that name each other lead in a circle: it begins somewhere.
+    // Chunks that name each other as parents form a circle: any of them serves as the first.
     if (node.above == walk_) {
       node = is_there(walk_, node.stamp) ? Node{walk_, new_prefix(walk_), node.stamp, 0} : Node{};
       return false;
@@ -168,7 +168,7 @@ std::vector<std::pair<uint32_t, SpaceCount>> Census::spaces() const {
 
 std::pair<std::vector<PrefixCount>, uint64_t> Census::prefixes(const std::vector<uint32_t>& spaces, size_t most) const {
   using At = std::vector<PrefixCount>::const_iterator;
-  std::vector<std::pair<At, At>> lists;  // what is left of each namespace's: a heap with the first of all in front
+  std::vector<std::pair<At, At>> lists;  // the rest of each namespace's: a heap with the most used in front
   auto comes_later = [](const auto& a, const auto& b) { return comes_first(*b.first, *a.first); };
   uint64_t all = 0;
   for (uint32_t space : spaces) {

@@ -9,7 +9,7 @@
 namespace kvdock {
 
 namespace {
-constexpr uint64_t kSaneKeepMs = 1ull << 40;  // nobody keeps a chunk for so long
+constexpr uint64_t kSaneKeepMs = 1ull << 40;  // no administrator keeps a chunk for so long
 }  // namespace
 
 void Chunks::Adopter::judge(const Region& region, const std::vector<SegmentFacts>& segments) {
@@ -18,7 +18,7 @@ void Chunks::Adopter::judge(const Region& region, const std::vector<SegmentFacts
     refuse_adoption("the last generation is damaged", c.header_.last_generation, int64_t(kGenerations - 1));
   for (uint32_t space : c.spaces_.live())
     if (c.spaces_.cleared_through(space) > c.header_.last_generation)
-      refuse_adoption("a namespace was cleared of chunks that never were", space);
+      refuse_adoption("a namespace was cleared through a generation that was never given", space);
   judge_segments(segments);
   judge_slabs(region.slabs);
   bad_pages = c.records_.pages().judge();
@@ -87,7 +87,7 @@ void Chunks::Adopter::judge_record(uint32_t id) {
   if (loser != kNone) older.push_back(loser);
 }
 
-// Everything that a record says about itself, checked against its namespace; judge_record checks its slots.
+// Checks all fields of a record against its namespace; judge_record() checks its slots.
 bool Chunks::Adopter::sound(const Record& r, uint32_t size) const {
   if (!whole(r.word) || r.state() == RecordState::kFree || r.state() > RecordState::kQuarantined) return false;
   if (sizeof(Record) + r.part_count * sizeof(StoredPart) != size || r.crc != body_crc(r, r.generation())) return false;

@@ -81,7 +81,7 @@ Chunk Eviction::described(uint32_t id) const {
 void Eviction::stamp(uint32_t id, uint64_t tick) {
   unlist(id);
   RecordInfo& in = records_.info(id);
-  if (in.priority < 0) preferences_.set_priority(id, 0, 0);  // somebody asks for it after all
+  if (in.priority < 0) preferences_.set_priority(id, 0, 0);  // an engine asks for it after all
   if (in.kind != kNoKind) policy_->touched(described(id), tick);
   Record& r = records_.at(id);
   r.last_used = tick;
@@ -110,9 +110,10 @@ void Eviction::stamp_path(uint32_t space, Key key, uint64_t tick) {
 
 void Eviction::stored(uint32_t id) {
   const KeyEntry* parent = records_.parent_of(records_.at(id));
-  std::optional<uint8_t> line;
-  if (parent && parent->ready != kNone && parent->children == 1) line = records_.info(parent->ready).kind;
-  records_.info(id).kind = policy_->stored(described(id), line);
+  std::optional<uint8_t> inherited;
+  if (parent && parent->ready != kNone && parent->children == 1)
+    inherited = records_.info(parent->ready).kind;
+  records_.info(id).kind = policy_->stored(described(id), inherited);
 }
 
 void Eviction::adopted(uint32_t id) { records_.info(id).kind = policy_->stored(described(id), std::nullopt); }
@@ -122,7 +123,7 @@ void Eviction::adopted(uint32_t id) { records_.info(id).kind = policy_->stored(d
 void Eviction::unpinned(uint32_t id) {
   const Record& r = records_.at(id);
   if (r.state() == RecordState::kQuarantined) return records_.free(id);
-  // A temporary chunk goes with its last reader, unless a second request has hit it.
+  // A temporary chunk is removed with its last reader, unless a second request has hit it.
   if (r.state() == RecordState::kReady && r.temporary && r.temp_seen != 0 && r.temp_seen != kTempKept)
     return take_out(id, Gone::read);
   offer(id);
@@ -213,7 +214,7 @@ std::optional<Choice> Eviction::least_with(std::optional<uint64_t> slot_bytes) c
   auto look = [&](const auto& lists, auto&& least_of) {
     lists.for_each_shape([&](uint32_t shape) {
       if (slot_bytes && !spaces_.shape_has(shape, *slot_bytes)) return;
-      if (auto c = least_of(shape); c && (!best || c->goes_before(*best))) best = c;
+      if (auto c = least_of(shape); c && (!best || c->evict_before(*best))) best = c;
     });
   };
   look(spaces_.left(), [&](uint32_t shape) {
@@ -232,7 +233,7 @@ bool Eviction::evict_for_id(uint32_t space, uint32_t parts) {
   auto victim = least(spaces_.shape_of(space));
   if (!victim) return false;
   bool is_of_size = records_.at(victim->leaf.record).part_count == parts;
-  if (!is_of_size && victim->priority != kLeft) return false;  // what lookups do not find any more goes all the same
+  if (!is_of_size && victim->priority != kLeft) return false;  // of weights that no engine runs, any record is evicted
   evict_least(*victim);
   return true;
 }
@@ -257,12 +258,13 @@ bool Eviction::evict_toward(uint64_t bytes) {
   }
   if (!window || window->records.empty()) return false;
   for (uint32_t id : window->records)
-    if (records_.at(id).state() == RecordState::kReady) evict_one(id);  // else it went with an earlier one
+    if (records_.at(id).state() == RecordState::kReady) evict_one(id);  // else it left with an earlier one
   return true;
 }
 
-// No candidate is left. Records above one that is pinned, kept or RESERVED, or above the new chunk, wait for it. Any
-// other unpinned READY record is part of a chain that names itself as ancestor: the oldest with a slot of the size goes.
+// No candidate is left. Ancestors of a record that is pinned, kept or RESERVED, and of the new chunk, must stay. Any
+// other unpinned READY record is part of a chain that names itself as its ancestor: evicts the oldest of them that has
+// a slot of the size.
 bool Eviction::evict_self_naming_chain(uint64_t bytes, const NewChunk& chunk) {
   std::vector<bool> above(records_.end(), false);
   auto walk_up = [&](uint32_t space, Key key) {
@@ -389,16 +391,16 @@ bool Eviction::can_evict() const {
 
 // ---- views
 
-// The candidates that are worth least now, each with what is above it as long as that is as old.
+// The candidates that are worth least now, each with its ancestors as far as they are as old.
 std::map<uint32_t, std::vector<Key>> Eviction::next_out(uint64_t bytes) const {
   constexpr size_t kSeen = 64;  // of each kind: enough for the order of those that are evicted soon
   std::vector<Choice> leaves;
   for (auto& [priority, lists] : lists_)
     lists.for_each_oldest(kSeen, [&, priority = priority](uint8_t kind, const Leaf& leaf) {
-      if (spaces_.left().has(records_.at(leaf.record).space)) return;  // nobody will want it
+      if (spaces_.left().has(records_.at(leaf.record).space)) return;  // no engine will look it up
       leaves.push_back({policy_->worth(kind, leaf.used, header_.use_tick), leaf, kind, priority});
     });
-  std::sort(leaves.begin(), leaves.end(), [](const Choice& a, const Choice& b) { return a.goes_before(b); });
+  std::sort(leaves.begin(), leaves.end(), [](const Choice& a, const Choice& b) { return a.evict_before(b); });
   std::map<uint32_t, std::vector<Key>> out;
   for (const Choice& one : leaves) {
     for (uint32_t id = one.leaf.record; id != kNone;) {

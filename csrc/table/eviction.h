@@ -2,9 +2,9 @@
 // record that is still pinned stays QUARANTINED until its last pin is dropped.
 //
 // Ownership: derived. The other parts of Chunks belong to Chunks.
-// Invariants: a record that is READY, unpinned and without children is a candidate, listed under its priority, or, if it
-//   is kept, for eviction by its own tenant's quota; no other record is. A record that is RESERVED or QUARANTINED is
-//   pinned. Each namespace lists its candidates, but for kept ones.
+// Invariants: a record that is READY, unpinned and without children is a candidate; no other record is. A candidate is
+//   listed under its priority, or, if it is kept, for eviction by its own tenant's quota. A record that is RESERVED or
+//   QUARANTINED is pinned. Each namespace lists its candidates, except kept ones.
 #pragma once
 
 #include <map>
@@ -36,8 +36,8 @@ class Eviction {
   void use(uint32_t id, uint64_t tick);    // a lookup found it
   void stamp(uint32_t id, uint64_t tick);  // a store names it
   void stamp_path(uint32_t space, Key key, uint64_t tick);  // from `key` to its root
-  void stored(uint32_t id);   // it became READY. REQUIRES: it is not listed
-  void adopted(uint32_t id);  // an earlier server stored it; likewise
+  void stored(uint32_t id);   // the record became READY. REQUIRES: it is not listed
+  void adopted(uint32_t id);  // an earlier server stored the chunk. REQUIRES: it is not listed
 
   // -- the end of a record, from one to the next: unpinned → take_out → retire → free. None of them calls back
   void unpinned(uint32_t id);            // its last pin was dropped
@@ -45,28 +45,29 @@ class Eviction {
   void retire(uint32_t id);              // its key does not name it: → QUARANTINED, and FREE unless it is pinned
 
   // -- memory for a store
-  bool evict_for_id(uint32_t space, uint32_t parts);           // for a record of so many parts; false: nothing may go
-  bool evict_for_slot(uint64_t bytes, const NewChunk& chunk);  // for a part of that size; false: likewise
-  bool evict_for_quota(const NewChunk& chunk);                 // false: the chunk does not fit its tenant's quota
+  // False: no chunk may be evicted for a record of that many parts in the namespace, or for a part of `bytes`.
+  bool evict_for_id(uint32_t space, uint32_t parts);
+  bool evict_for_slot(uint64_t bytes, const NewChunk& chunk);
+  bool evict_for_quota(const NewChunk& chunk);  // false: the chunk does not fit its tenant's quota
 
   // -- eviction in the background
-  // The smallest of these: all free bytes; and, for each slot size that a store had to evict for since the last
-  // evict(), the bytes that slots of that size could take now.
+  // The smallest of these: all free bytes; and, for each slot size that stores had to evict for since the last evict(),
+  // the bytes that slots of that size could take now.
   uint64_t available_bytes() const;
   // Until available_bytes() is the target, or about max_chunks were evicted; returns how many were.
   uint32_t evict(uint64_t target_bytes, uint32_t max_chunks);
   bool can_evict() const;
   // Of tenants that use more than their quota, down to it, at most max_chunks; returns how many were evicted.
   uint32_t evict_over_quota(uint32_t max_chunks);
-  // Of the namespaces that were left, whenever that was, but for the `kept` latest: the oldest first, at most
-  // max_chunks. Returns how many were evicted. `tenant`: of its namespaces; `kept` is 0 then.
+  // Evicts at most max_chunks of the namespaces that sessions have left, the oldest first, whenever that was, except
+  // the `kept` latest. Returns how many were evicted. `tenant`: only of its namespaces; `kept` is ignored then.
   uint32_t empty_left(size_t kept, uint32_t max_chunks, const std::optional<Id16>& tenant);
-  // At most max_chunks of those with a slot in the segment.
+  // Evicts at most max_chunks of the chunks with a slot in the segment.
   void empty_segment(uint32_t segment, uint32_t max_chunks);
 
-  // About those that are evicted next, `bytes` of them at most, by namespace.
+  // By namespace, the keys of about those chunks that are evicted next, of `bytes` together at most.
   std::map<uint32_t, std::vector<Key>> next_out(uint64_t bytes) const;
-  // The last use of the chunk that was unused longest, of those that no engine holds; 0 if that is not known.
+  // When the candidate that was unused longest was last used; 0 if that is not known.
   uint64_t oldest_used_ms() const;
   uint64_t evicted_chunks() const { return evicted_; }
   const char* policy() const { return policy_->name(); }
@@ -75,8 +76,8 @@ class Eviction {
   void check() const;  // TableError corrupt
 
  private:
-  // The parent of the last chunk that was evicted, if it is as old and of its kind: the next choice of that shape, as
-  // long as no tick passes. Then nothing need be compared.
+  // The parent of the last chunk that was evicted, if it is as old and of its kind. As long as no tick passes it is the
+  // next choice of that shape, and no candidates need be compared.
   struct Next {
     Choice choice;
     uint32_t shape;
@@ -113,7 +114,7 @@ class Eviction {
   std::unique_ptr<Policy> policy_ = make_policy("adaptive");
   std::map<int8_t, LeafLists> lists_;  // candidates by priority; only the list of priority 0 may be empty
   LeafLists kept_;                     // kept candidates
-  std::vector<uint32_t> in_space_;     // by namespace: the first of its candidates, but for kept ones; or kNone
+  std::vector<uint32_t> in_space_;     // by namespace: the first of its candidates, except kept ones; or kNone
   std::optional<Next> next_;
   std::set<uint64_t> wanted_;  // slot sizes that stores had to evict for
   Gone cause_ = Gone::room;    // of what is being evicted

@@ -1,4 +1,4 @@
-// Who pins which record: a pin is one line of a grant that has a holder. Pins counts by session and knows no grants.
+// Who pins which record: a pin is one entry of a grant that has a holder. Pins counts by session and knows no grants.
 //
 // Ownership: derived from the grants; a record's count lies in its RecordInfo.
 // Invariants: I7 of docs/lifetime_protocol.md#invariants, and of I2 that a pinned record is never FREE. The bytes that
@@ -12,7 +12,7 @@
 
 namespace kvdock {
 
-// What the lines of all grants imply: by record, how often each session pins it. Pins::check compares.
+// What the entries of all grants imply: by record, how often each session pins it. Pins::check compares.
 using ImpliedPins = std::map<uint32_t, std::map<uint32_t, uint32_t>>;
 
 class Pins {

@@ -10,8 +10,9 @@ namespace kvdock {
 Records::Records(const Region& region, Namespaces& spaces, SlotAllocator& slots)
     : header_(region.header), spaces_(spaces), slots_(slots), pages_(region) {}
 
-bool Records::names_live(const Line& line) const {
-  return line.record < info_.size() && info_[line.record].pages != 0 && at(line.record).generation() == line.generation;
+bool Records::names_live(const GrantEntry& entry) const {
+  return entry.record < info_.size() && info_[entry.record].pages != 0 &&
+         at(entry.record).generation() == entry.generation;
 }
 
 std::vector<Usage> Records::count_usage() const {

@@ -83,7 +83,7 @@ class Records {
   const KeyEntry* parent_of(const Record& r) const {
     return r.parent.names_chunk() ? index_.find(r.space, r.parent) : nullptr;
   }
-  bool names_live(const Line& line) const;  // the record is of that generation, and it is not FREE
+  bool names_live(const GrantEntry& entry) const;  // the record is of that generation, and it is not FREE
   bool was_cleared(const Record& r) const { return spaces_.was_cleared(r.space, r.generation()); }
   const Sums& sums() const { return sums_; }
   uint32_t chunks_in(uint32_t space) const { return space < in_space_.size() ? in_space_[space] : 0; }

@@ -91,7 +91,7 @@ MUTANTS = (
     ),
     Mutant(
         "C18", "a late repeat of a commit does not compare generations", "csrc/table/store.cpp",
-        "    if (!chunks_.names_live(*it)) continue;", "    if (it->generation == 0) continue;",
+        "    if (!chunks_.records().names_live(*it)) continue;", "    if (it->generation == 0) continue;",
         GRANTS, "test_a_commit_repeated_after_its_record_was_used_again_looks_at_nothing_of_the_new_one",
     ),
     Mutant(
@@ -131,7 +131,7 @@ MUTANTS = (
     ),
     Mutant(
         "C26", "what was let go stays so when somebody names it", "csrc/table/eviction.cpp",
-        "  if (in.priority < 0) preferences_.set_priority(id, 0, 0);  // somebody asks for it after all\n", "",
+        "  if (in.priority < 0) preferences_.set_priority(id, 0, 0);  // an engine asks for it after all\n", "",
         HINTS, "test_a_chunk_that_somebody_names_after_all_is_as_any_other",
     ),
     Mutant(

@@ -56,7 +56,7 @@ MUTANTS = (
     ),
     Mutant(
         "G9", "what was left is named as what goes next", "csrc/table/eviction.cpp",
-        "      if (spaces_.left().has(records_.at(leaf.record).space)) return;  // nobody will want it\n", "",
+        "      if (spaces_.left().has(records_.at(leaf.record).space)) return;  // no engine will look it up\n", "",
         TABLE, "test_what_is_left_is_never_named_as_what_goes_next",
     ),
     Mutant(

@@ -38,7 +38,7 @@ void bind_curve(py::module_& m) {
       .def("__iadd__", [](CurveSums& s, const CurveSums& other) {
         s.add(other);
         return s;
-      })
+      }, "other"_a)
       .def_readonly("lookups", &CurveSums::lookups)
       .def_readonly("samples", &CurveSums::samples)
       .def_readonly("asked", &CurveSums::asked)

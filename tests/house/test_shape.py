@@ -36,8 +36,6 @@ ARGUMENTS = {
     "kvdock/tiers/mover/write_behind.py WriteBehind": 8,
 }
 ATTRIBUTES = {
-    "csrc/cuda/copier.h Copier": 28,
-    "csrc/table/chunks.h Chunks": 32,
     "kvdock/connectors/driver.py Driver": 21,
     "kvdock/connectors/session.py EngineSession": 17,
     "kvdock/connectors/sglang/linker.py KvdockLinker": 29,

@@ -24,7 +24,7 @@ class SlotHashers {
                      const Bands& bands);
   // Waits until no thread reads the copy's slots. Hashes that have not begun are dropped.
   void release_slots(std::unique_lock<std::mutex>& lock, Copy& copy);
-  void stop();  // the threads end once they have hashed what is there
+  void stop();  // the threads end once they have hashed all that was added
   void join();
 
  private:

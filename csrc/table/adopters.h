@@ -27,7 +27,7 @@ struct Chunks::Adopter {
   Adoption& found;
   std::vector<uint32_t> live;       // records that are whole
   std::vector<uint32_t> damaged;    // records that are not
-  std::vector<uint32_t> bad_pages;  // pages of which not even the record size can be trusted
+  std::vector<uint32_t> bad_pages;  // pages with an impossible record size
   std::vector<uint32_t> older;      // READY records of a key that a later generation has
   std::vector<uint32_t> cleared;    // READY records that were cleared, and not taken out yet
 };

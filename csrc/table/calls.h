@@ -28,7 +28,7 @@ struct SegmentFacts {
   uint64_t data_offset, data_bytes;
 };
 struct Adoption {  // what a server found when it adopted a pool
-  uint64_t clock_ms = 0;  // the earlier server's clock: the new one goes on from there
+  uint64_t clock_ms = 0;  // the earlier server's clock, from which the new one continues
   uint32_t chunks = 0, dropped = 0, aborted = 0, replaced = 0, cleared = 0;
   uint32_t leases = 0, reservations = 0, sessions = 0, members = 0;
 };

@@ -77,7 +77,7 @@ Chunks::Reserved Chunks::reserve(const NewChunk& chunk) {
 }
 
 std::optional<uint32_t> Chunks::take_id(const NewChunk& chunk, uint32_t parts) {
-  constexpr int kMostEvicted = 64;  // those of other sizes than the record's bring it no nearer
+  constexpr int kMostEvicted = 64;
   std::optional<uint32_t> id;
   for (int tries = 0; !(id = records_.take_id(parts)) && chunk.may_evict() && tries < kMostEvicted; ++tries)
     if (!eviction_.evict_for_id(chunk.space, parts)) break;
@@ -109,7 +109,7 @@ bool Chunks::take_slots(const NewChunk& chunk, uint32_t id, std::vector<StoredPa
   return ok;
 }
 
-// An administrator's and an engine's preferences were for the key: they move to the record that takes its place.
+// Preferences are for the key: they move to the record that it names now.
 void Chunks::publish_chunk(uint32_t id) {
   uint32_t old = records_.make_ready(id);
   eviction_.stored(id);
@@ -130,9 +130,8 @@ void Chunks::keep(uint32_t id, uint64_t until_ms) {
 }
 
 Preferences::Retained Chunks::retain(uint32_t id, int8_t priority, uint64_t until_ms) {
-  eviction_.unlist(id);
-  Preferences::Retained done = preferences_.retain(id, priority, until_ms);
-  eviction_.offer(id);
+  Preferences::Retained done = preferences_.bound(id, &priority, &until_ms);
+  if (done == Preferences::Retained::yes) set_priority(id, priority, until_ms);
   return done;
 }
 

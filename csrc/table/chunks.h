@@ -34,13 +34,13 @@ class Chunks {
   Record& record(uint32_t id) const { return records_.at(id); }
 
   // -- finding
-  const KeyEntry* find(uint32_t space, const Key& key);  // takes out what was cleared
-  Key parent_of(uint32_t space, const Key& key) const;  // the root's if it begins a sequence, or is not READY
-  // READY chunks, from place `start` on, some `budget` places; where the next call goes on, -1 after the last.
+  const KeyEntry* find(uint32_t space, const Key& key);  // takes a chunk out that was cleared
+  Key parent_of(uint32_t space, const Key& key) const;   // the root if it starts a sequence, or is not READY
+  // The READY chunks at `budget` places from `start` on; then the `start` of the next call, -1 after the last place.
   std::pair<std::vector<Ready>, int64_t> ready(uint64_t start, uint32_t budget) const;
 
   // -- storing and using
-  // FREE → RESERVED, or what there is too little of. The caller pins the record before anything else.
+  // FREE → RESERVED, or the limit that prevents it. The caller must pin the record before any other call.
   struct Reserved {
     uint32_t record = kNone;
     Limit limited = Limit::none;
@@ -72,13 +72,14 @@ class Chunks {
   void keep(uint32_t id, uint64_t until_ms);
   Preferences::Retained retain(uint32_t id, int8_t priority, uint64_t until_ms);
   void set_priority(uint32_t id, int8_t priority, uint64_t until_ms);
-  void end_preferences(uint64_t now);  // those whose time is over
+  void end_preferences(uint64_t now);  // those whose end has come
 
   // -- namespaces and clears
   std::vector<SpaceInfo> spaces();
   void drop_idle(const std::vector<bool>& used);  // namespaces that have no record and are not in `used`
   Cleared clear(int64_t space, uint64_t start, uint32_t budget);  // space -1: all
-  // Lookups do not find what is in the namespace now. Takes nothing out: clear_old() does, in slices, and find().
+  // From now on lookups find none of the namespace's present chunks. clear_old() takes these out, in slices, as find()
+  // does.
   void raise_generation(uint32_t space, uint64_t generation) {
     spaces_.raise(space, generation, header_.last_generation);
   }

@@ -1,4 +1,4 @@
-// Who pins which record: a pin is one entry of a grant that has a holder. Pins counts by session and knows no grants.
+// Pins of records, counted by session. A pin is one entry of a grant that has a holder; Pins knows no grants.
 //
 // Ownership: derived from the grants; a record's count lies in its RecordInfo.
 // Invariants: I7 of docs/lifetime_protocol.md#invariants, and of I2 that a pinned record is never FREE. The bytes that
@@ -12,7 +12,7 @@
 
 namespace kvdock {
 
-// What the entries of all grants imply: by record, how often each session pins it. Pins::check compares.
+// The pins that the entries of all grants imply: by record, how often each session pins it. Pins::check compares.
 using ImpliedPins = std::map<uint32_t, std::map<uint32_t, uint32_t>>;
 
 class Pins {
@@ -20,7 +20,7 @@ class Pins {
   Pins(Records& records, SlotAllocator& slots) : records_(records), slots_(slots) {}
 
   void add(uint32_t id, uint32_t session);
-  bool drop(uint32_t id, uint32_t session);  // whether it was the record's last
+  bool drop(uint32_t id, uint32_t session);  // returns whether it was the record's last
 
   bool has(uint32_t id) const { return records_.info(id).pins != 0; }
   bool has(uint32_t id, uint32_t session) const {

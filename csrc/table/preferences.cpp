@@ -54,20 +54,19 @@ bool Preferences::may_retain(uint32_t id) const {
 
 // A chunk is not evicted while another continues it. As none is retained longer, or at a higher priority, than the one
 // before it, all that hints retain is counted.
-Preferences::Retained Preferences::retain(uint32_t id, int8_t priority, uint64_t until_ms) {
+Preferences::Retained Preferences::bound(uint32_t id, int8_t* priority, uint64_t* until_ms) const {
   const RecordInfo& in = records_.info(id);
   if (in.priority <= 0 && !may_retain(id)) return Retained::no_capacity;
   if (records_.at(id).parent.names_chunk()) {
     const KeyEntry* parent = records_.parent_of(records_.at(id));
     if (!parent || parent->any() == kNone || records_.info(parent->any()).priority <= 0) return Retained::no_parent;
-    priority = std::min(priority, records_.info(parent->any()).priority);
-    until_ms = std::min(until_ms, priority_until(parent->any()));
+    *priority = std::min(*priority, records_.info(parent->any()).priority);
+    *until_ms = std::min(*until_ms, priority_until(parent->any()));
   }
   if (in.priority > 0) {
-    priority = std::max(priority, in.priority);
-    until_ms = std::max(until_ms, priority_until(id));
+    *priority = std::max(*priority, in.priority);
+    *until_ms = std::max(*until_ms, priority_until(id));
   }
-  set_priority(id, priority, until_ms);
   return Retained::yes;
 }
 

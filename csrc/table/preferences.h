@@ -1,4 +1,5 @@
-// Which chunks are to stay longer than others, and until when: an administrator's keeps, and engines' hints.
+// Preferences for chunks to stay longer than others, or shorter: administrators' keeps, and priorities by engines'
+// hints.
 //
 // A kept chunk is evicted by its own tenant's quota alone. A hint gives a chunk a priority, which orders eviction and
 // forbids none: the lowest priority is evicted first, 0 is that of chunks without a hint.
@@ -29,10 +30,10 @@ class Preferences {
   uint64_t kept_bytes() const { return kept_bytes_; }
 
   // -- priorities
-  // Raises the chunk's priority and its end, but neither above its parent's. no_capacity: more would be retained than
-  // may be; no_parent: its parent is not retained.
+  // Whether the chunk may be retained, with that priority until then. Lowers both to its parent's, and raises them to
+  // those that it has. no_capacity: more would be retained than may be; no_parent: its parent is not retained.
   enum class Retained { yes, no_capacity, no_parent };
-  Retained retain(uint32_t id, int8_t priority, uint64_t until_ms);
+  Retained bound(uint32_t id, int8_t* priority, uint64_t* until_ms) const;
   // until_ms 0: until a request names the chunk, or for 0 no time at all.
   void set_priority(uint32_t id, int8_t priority, uint64_t until_ms);
   // A record whose priority has ended by then.

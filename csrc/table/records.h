@@ -32,7 +32,7 @@ struct NewChunk {
   bool may_evict() const { return below == kNone; }
 };
 
-// What is derived about one record. The parts of Chunks keep it in one array, because a release of 512 chunks touches
+// The derived state of one record. The parts of Chunks keep it in one array, because a release of 512 chunks touches
 // 512 entries: three arrays would be three times the cache misses. Each part writes the fields under its name.
 struct RecordInfo {
   // Records
@@ -79,7 +79,7 @@ class Records {
   void prefetch_key(uint32_t space, const Key& key) const { index_.prefetch(space, key); }
   template <class F>
   void for_each_key(F&& f) const { index_.for_each(f); }
-  // What the key before this one in its chain names; nullptr: nothing, or the chain starts here.
+  // The index entry of the record's parent key; nullptr: there is none, or the record starts a sequence.
   const KeyEntry* parent_of(const Record& r) const {
     return r.parent.names_chunk() ? index_.find(r.space, r.parent) : nullptr;
   }
@@ -87,7 +87,7 @@ class Records {
   bool was_cleared(const Record& r) const { return spaces_.was_cleared(r.space, r.generation()); }
   const Sums& sums() const { return sums_; }
   uint32_t chunks_in(uint32_t space) const { return space < in_space_.size() ? in_space_[space] : 0; }
-  // By tenant: what its namespaces and records add up to.
+  // By tenant: its namespaces and records, counted again.
   std::vector<Usage> count_usage() const;
 
   // -- transitions: each is one 64-bit store
@@ -96,18 +96,18 @@ class Records {
   void give_id(uint32_t id) { pages_.give(id); }  // nothing was written under it
   void write(const NewChunk& chunk, uint32_t id, std::span<const StoredPart> parts);  // FREE → RESERVED
   uint32_t make_ready(uint32_t id);  // RESERVED → READY; returns the record that the key named before, or kNone
-  void note_gone(const Record& r, Gone why);  // lookups do not find it any more
+  void note_gone(const Record& r, Gone why);  // from now on lookups do not find it
   void forget_key(uint32_t id);               // its key does not name it any more
   void quarantine(uint32_t id);               // → QUARANTINED
   void free(uint32_t id);                     // QUARANTINED → FREE: its slots may be given out again
-  // One record more, or less, has this parent. Both return the parent's READY record, or kNone.
+  // The parent has one child more, or less. Both return the parent's READY record, or kNone.
   uint32_t add_child(uint32_t space, const Key& parent);
   uint32_t drop_child(uint32_t space, const Key& parent);
 
-  // -- what has become of keys, and when; on the server clock, as all `_ms` here
+  // -- the history of keys; times are on the server clock, as all `_ms` here
   void set_now(uint64_t now_ms) { departures_.set_now(now_ms, header_.use_tick); }
   const ChangeLog& changes() const { return changes_; }
-  // Why lookups do not find the key any more.
+  // Why lookups ceased to find the key.
   std::optional<Departure> departure(uint32_t space, const Key& key) const { return departures_.find(space, key); }
   // When a request last named a chunk, by its tick; 0 if that is not known.
   uint64_t used_ms(uint64_t tick) const { return departures_.used_at(tick); }

@@ -93,7 +93,7 @@ class Table {
                       uint64_t now);
   std::vector<uint32_t> abort(uint64_t session, uint64_t grant, const std::vector<uint32_t>& ranks);
 
-  // Takes temporary chunks out of use that nobody has read; returns how many .
+  // Takes out temporary chunks that no reader has read; returns how many.
   uint32_t drop_unread(uint32_t space, const std::vector<Key>& keys);
 
   // -- hints of engines (csrc/table/preferences.h)

@@ -121,7 +121,7 @@ MUTANTS = (
     ),
     Mutant(
         "C24", "a chunk is retained longer than the one before it", "csrc/table/preferences.cpp",
-        "    until_ms = std::min(until_ms, priority_until(parent->any()));\n", "",
+        "    *until_ms = std::min(*until_ms, priority_until(parent->any()));\n", "",
         HINTS, "test_the_end_of_a_chain_is_not_retained_without_its_beginning",
     ),
     Mutant(

@@ -292,9 +292,9 @@ class Table:
     def lower(
         self, namespace: int, keys: bytes, priority: int, until_ms: int = 0, following: bytes = b""
     ) -> tuple[int, bool]:
-        """Chunks at the end of `keys` that no other chain shares are evicted before others, until a request names them or
-        until `until_ms`; CONVERSATION_ENDED <= priority <= 0. `following`: the key after the last, whose chunk is not
-        shared. Returns how many chunks, and whether it ended at a chunk that is shared. bad_argument."""
+        """Chunks at the end of `keys` that no other chain shares are evicted before others, until a request names them
+        or until `until_ms`; CONVERSATION_ENDED <= priority <= 0. `following`: the key after the last, whose chunk is
+        not shared. Returns how many chunks, and whether it ended at a chunk that is shared. bad_argument."""
     def next_out(self, bytes: int) -> dict[int, bytes]: ...  # by namespace, keys of about the chunks evicted next
     def can_evict(self) -> bool: ...  # whether a chunk is unpinned, not kept, and the last of its chain
     def set_limits(self, *, limit_bytes: int, session_cap: float, total_cap: float) -> None:
@@ -417,8 +417,8 @@ def cuda_unavailable() -> str:
     """"" when a GPU can be used, else one sentence with the reason."""
 def cuda_relax_thread() -> None:
     """Puts the calling thread in the driver's relaxed capture mode, for good: the driver then allows the thread's own
-    calls, too, while another thread captures a CUDA graph. Does nothing where this process does not use the driver. CudaError when
-    the driver refuses."""
+    calls, too, while another thread captures a CUDA graph. Does nothing where this process does not use the driver.
+    CudaError when the driver refuses."""
 def cuda_devices() -> list[CudaDevice]: ...  # raises CudaError when there is no driver or GPU
 def cuda_kernels() -> list[str]:
     """The targets of the copy kernels, such as sm_90; empty when nvcc was missing at build time."""

@@ -1,4 +1,7 @@
-"""Types of kvdock's native core. Every call that can take more than a few microseconds drops the GIL."""
+"""Types of kvdock's native core. Every call that can take more than a few microseconds releases the GIL.
+
+tests/house/test_stub.py compares names and parameters with the module's.
+"""
 
 from collections.abc import Sequence
 from typing import Final, Literal
@@ -32,8 +35,8 @@ class Lookup:
     lease: int  # a grant's id; 0 when nothing was locked
     limited: Literal['', 'held_bytes', 'pinning']  # what shortened the hit
     unpinned_tokens: int  # by how much 'pinning' shortened it
-    being_stored: int  # how far live others store the prefix now, in tokens; 0: nobody does
-    committed: int  # how much of that is stored, whatever shortened the hit
+    being_stored: int  # tokens of the prefix that other live sessions store now; 0: none does
+    committed: int  # how many of these are stored, whatever shortened the hit
     chunks: list[list[tuple[int, int, int, int, int, int]]]
     """Per chunk from first_chunk on: (group, writer, segment, offset, length, checksum)."""
     chunks_json: bytes
@@ -102,12 +105,12 @@ class NamespaceView:
     base: bytes
     tenant: bytes
     chunks: int  # records that are not FREE
-    left_ms: int | None  # when its last session left, so that it goes first after `grace_ms`; None: it does not
+    left_ms: int | None  # when its last session left: after `grace_ms` it is evicted first; None: it was not left
 
 # ------------------------------------------------------------------ curve (csrc/curve/, csrc/bind/curve.cpp)
 POOL_FACTORS: Final[list[float]]
 class CurveSums:
-    """What lookups asked for. Namespaces are added: `+=`."""
+    """Sums over lookups. `+=` adds those of another namespace."""
     lookups: int
     samples: int  # sampled chunks
     asked: int  # tokens
@@ -122,7 +125,7 @@ class Curve:
     share: float  # of all chunks that are sampled now
     entries: int  # chunks in all simulated pools
     remembered: int  # chunks that are remembered as asked for
-    rooms: list[float | None]  # sampled chunks of the present mean size that each pool has room for; None: it has none
+    capacities: list[float | None]  # sampled chunks of its present mean size that each pool holds; None: it is empty
     all: CurveSums
     def __init__(
         self, policy: str, pool_bytes: int, *, salt: int, most_share: float, most_entries: int, most_work: float
@@ -130,7 +133,7 @@ class Curve:
     def set_space(self, space: int, chunk_tokens: int, chunk_bytes: int) -> None: ...
     def looked_up(self, space: int, keys: bytes, found: int) -> None: ...  # `found`: chunks
     def stored(self, space: int, keys: bytes) -> None: ...
-    def age(self, kept: float) -> None: ...  # what was counted up to now counts for that share of it from now on
+    def age(self, kept: float) -> None: ...  # multiplies the present counts by that share
     def of_space(self, space: int) -> CurveSums: ...
     def check(self) -> None: ...
 
@@ -152,10 +155,10 @@ class Table:
         ask_ms: int = 60_000, settle_ms: int = 3_000, suspect_ms: int = 6_000, session_cap: float = 0.5,
         total_cap: float = 0.75, grace_ms: int = 10_000,
     ) -> tuple[Table, dict[str, int]]:
-        """Takes over what an earlier server of the pool left behind; the capacities are the region's.
+        """Takes over the region of an earlier server of the pool, with its capacities.
 
         segments: (id, data_offset, data_bytes) of the live and retiring ones, as found in memory.
-        Returns the table and what was found: clock_ms, and counts of chunks, dropped, aborted, replaced,
+        Returns the table and a dict with clock_ms, and with counts of chunks, dropped, aborted, replaced,
         cleared, leases, reservations, sessions, members. TableError wrong_version or not_adoptable: nothing was
         changed."""
     @staticmethod
@@ -171,15 +174,15 @@ class Table:
     def add_segment(self, segment: int, data_offset: int, data_bytes: int) -> None: ...
     def free_bytes(self) -> int: ...
     def segment_used_bytes(self, segment: int) -> int: ...  # in slots that have an owner; add_segment named it
-    def room_bytes(self) -> int:
+    def available_bytes(self) -> int:
         """The smallest of these: all free bytes; and, for each slot size that a store had to evict for since the last
         evict(), the bytes that slots of that size could take now."""
-    def evict(self, target_room_bytes: int, max_chunks: int) -> int:
-        """Evicts unpinned chunks, the leaf first that is worth least to the eviction policy, until room_bytes is so
-        much, or until about `max_chunks` went; returns their number."""
+    def evict(self, target_bytes: int, max_chunks: int) -> int:
+        """Evicts unpinned chunks, first the leaf that is worth least to the eviction policy, until available_bytes is
+        `target_bytes`, or about `max_chunks` were evicted; returns their number."""
     def set_eviction(self, policy: str) -> None:
-        """'adaptive' (the default) or 'lru'; bad_argument for another. What an earlier policy learnt is lost; it
-        looks at every chunk."""
+        """'adaptive' (the default) or 'lru'; bad_argument for another. The new policy has learnt nothing yet. Looks at
+        every chunk."""
     def eviction(self) -> str: ...
 
     # -- identity
@@ -187,14 +190,14 @@ class Table:
         self, digest: bytes, *, chunk_tokens: int, block_tokens: int, writers: int,
         groups: Sequence[tuple[str, int, int]], tenant: bytes = ..., base: bytes | None = None,
     ) -> int:
-        """groups: (kind 'full'|'window', window_tokens, part_bytes). tenant: 16 bytes, whose it is; zeros, the default:
-        the server's own user's. base: the digest of the same manifest and tenant without weights; None: `digest`.
+        """groups: (kind 'full'|'window', window_tokens, part_bytes). tenant: the owner, 16 bytes; zeros, the default:
+        the server's own user. base: the digest of the same manifest and tenant without weights; None: `digest`.
         Idempotent by digest; bad_argument if it is another tenant's or has another base. Drops idle namespaces if it
         has to: table_full if there are none. A namespace's number is used again once it was dropped."""
     def namespaces(self) -> list[NamespaceView]: ...
     def empty_left(self, kept: int, max_chunks: int, tenant: bytes | None = None) -> int:
         """Evicts at most `max_chunks` of namespaces that sessions have left, the oldest first, whenever that was, but
-        not of the `kept` latest. `tenant`: of its namespaces, `kept` or not. Returns how many went."""
+        not of the `kept` latest. `tenant`: only of its namespaces, `kept` or not. Returns how many were evicted."""
     def has_namespace(self, digest: bytes) -> bool: ...
     def drop_idle_namespaces(self) -> list[int]:
         """Forgets the namespaces that have neither a session nor a chunk; returns the others."""
@@ -203,8 +206,8 @@ class Table:
         """
     def session_of(self, nonce: bytes) -> int: ...  # its id; 0: none is open
     def move_session(self, session: int, namespace: int, now_ms: int) -> None:
-        """What it looks up and stores from now on is filed in that namespace, which has the same base: bad_argument for
-        another. What it was granted before stays as it is. A namespace that it was the last to use was left then."""
+        """The session's later lookups and stores are in that namespace, which has the same base: bad_argument for
+        another. Its earlier grants stay. If it was the last session in its namespace, that one counts as left."""
     def add_member(
         self, session: int, nonce: bytes, ranks: Sequence[int], scheduler: bool, now_ms: int, lock_offset: int = 0
     ) -> int:
@@ -216,9 +219,9 @@ class Table:
         with this object. A reservation over it evicts the tenant's own chunks, pinned ones last, and then is cut short
         with 'quota'. Above a quota that was lowered nothing is granted until the tenant uses less."""
     def set_default_quota(self, *, bytes: int | None, chunks: int | None) -> None:
-        """The quota of all tenants that have none of their own, but for the server's own user."""
+        """The quota of all tenants that have none of their own, except the server's own user."""
     def evict_over_quota(self, max_chunks: int) -> int:
-        """Evicts chunks of tenants that use more than their quota, `max_chunks` at most; returns how many went."""
+        """Evicts chunks of tenants that use more than their quota, at most `max_chunks`; returns their number."""
     def tenant(self, tenant: bytes) -> TenantView: ...
     def tenants(self) -> list[TenantView]: ...  # those that have a namespace or a quota of their own
 
@@ -232,23 +235,24 @@ class Table:
     def member_dead(self, member: int, now_ms: int) -> None: ...  # its lock was found free; tick() makes it GONE
     def leave(self, member: int) -> None: ...  # D2 for all that it holds; the last to leave closes the session
     def tick(self, now_ms: int) -> None:
-        """Does what time demands: deadlines, missed heartbeats, dead members, kept chunks, wishes."""
+        """Applies the passing of time: deadlines, missed heartbeats, dead members, ends of keeps and of hints."""
 
     # -- grants
     def lookup(
         self, session: int, member: int, request: bytes, epoch: int, keys: bytes, *,
         readers: int, skip_tokens: int, now_ms: int, computes: bool = False,
     ) -> Lookup: ...  # computes: the request promises to store what nobody alive stores or has stored
-    def withdraw(self, session: int, request: bytes) -> None: ...  # the request stores no more of what it promised
+    def withdraw(self, session: int, request: bytes) -> None: ...  # drops the request's promises
     def hold(self, session: int, member: int, request: bytes, keys: bytes, now_ms: int) -> Lookup: ...  # of single keys
-    def peek(self, namespace: int, keys: bytes) -> int: ...  # the hit in tokens; it locks nothing and counts as no use
+    def peek(self, namespace: int, keys: bytes) -> int: ...  # the hit in tokens; without lease or use
     def changes(self, namespace: int, since: int, at_most: int) -> tuple[list[tuple[bytes, bool]], int, bool]:
-        """([(key, is it found from now on)], oldest first; the next `since`; False: more than 65,536 changes ago)."""
-    # Both: [(namespace, key, is it found, its parent's key or zeros)]; ready() from a place on, -1 is behind the last.
+        """([(key, whether lookups find it)], oldest first; the next `since`; False: more than 65,536 changes ago)."""
+    # Both: [(namespace, key, whether lookups find it, its parent's key or zeros)]. ready() starts at a place and
+    # returns the next one; -1: it has reached the last.
     def all_changes(self, since: int, at_most: int) -> tuple[list[tuple[int, bytes, bool, bytes]], int, bool]: ...
     def ready(self, start: int, budget: int) -> tuple[list[tuple[int, bytes, bool, bytes]], int]: ...
     def chunks_in(self, namespace: int) -> int: ...  # records that are not FREE
-    def gone(self, namespace: int, key: bytes) -> tuple[str, int, int] | None: ...  # why, when, last use (departures)
+    def gone(self, namespace: int, key: bytes) -> tuple[str, int, int] | None: ...  # why, when, last use
     def release(self, session: int, grant: int, ranks: Sequence[int]) -> list[int]:
         """Returns the ranks that remain. A repeat is harmless; foreign_grant for another session's grant."""
     def cancel(self, session: int, member: int, grant: int) -> None:
@@ -263,45 +267,45 @@ class Table:
         self, session: int, grant: int, rank: int, parts: Sequence[tuple[int, int, int]], now_ms: int
     ) -> tuple[int, list[int]]:
         """parts: (index into the store's keys, group, checksum). Returns (chunks ready, ranks remaining)."""
-    def abort(self, session: int, grant: int, ranks: Sequence[int]) -> list[int]: ...  # unpublished chunks go
+    def abort(self, session: int, grant: int, ranks: Sequence[int]) -> list[int]: ...  # unpublished chunks are removed
     def mismatch(self, session: int, grant: int, chunks: Sequence[int]) -> tuple[int, bytes]:
         """Takes chunks of a lease, whose checksums did not match, out of use. `chunks`: counted from token 0. Returns
-        the namespace of the lease, and the keys of those that were."""
+        the namespace of the lease, and the keys of the chunks that were taken out."""
     def delete(self, namespace: int, keys: bytes) -> int:
         """Takes chunks out of use, also those that are being written; returns how many were READY."""
-    def drop_unread(self, namespace: int, keys: bytes) -> int: ...  # those that are temporary and no lookup leased
+    def drop_unread(self, namespace: int, keys: bytes) -> int: ...  # temporary chunks that no lookup leased
     def clear(self, namespace: int, start: int, budget: int) -> tuple[int, int]:
         """Takes READY chunks of a namespace (-1: of all) out of use, looking at `budget` records from cursor
         `start` (0 first). Returns (chunks taken, next cursor or -1 when done): call it until then."""
     def raise_generation(self, namespace: int, least: int = 0) -> int:
-        """Clears the namespace at once: what it has is not found any more, and what is reserved is not published.
+        """Clears the namespace at once: lookups find none of its chunks, and its open reservations publish nothing.
         Raises its generation by one, or to `least` where that is more; does nothing if `least` is neither 0 nor above
-        it. Returns the generation. The memory goes with clear_old()."""
+        it. Returns the generation. clear_old() frees the memory."""
     def generation(self, namespace: int) -> int: ...
     def clear_old(self, start: int, budget: int) -> tuple[int, int]:
-        """As clear(), for what raise_generation() has cleared."""
+        """As clear(), for chunks that raise_generation() has cleared."""
     def pin(self, namespace: int, keys: bytes, until_ms: int) -> int:
         """Keeps READY chunks of these keys from eviction until `until_ms` (0: no longer); returns how many it found."""
     def retain(self, namespace: int, keys: bytes, priority: int, until_ms: int) -> tuple[int, int]:
-        """A chain's chunks, from its first on, go after others until `until_ms`; priority 1..MOST_PRIORITY. Returns how
-        many of those that are there are retained, and how many were too much. bad_argument."""
+        """A chain's chunks, from its first on, are evicted after others until `until_ms`; priority 1..MOST_PRIORITY.
+        Returns how many of the stored ones are retained, and how many exceeded the limit. bad_argument."""
     def lower(
         self, namespace: int, keys: bytes, priority: int, until_ms: int = 0, following: bytes = b""
     ) -> tuple[int, bool]:
-        """Chunks at the end of `keys` that no other chain shares go before others, until they are named again or until
-        `until_ms`; CONVERSATION_ENDED <= priority <= 0. `following`: the key after the last, which nothing shares.
-        Returns how many, and whether it ended at a chunk that is shared. bad_argument."""
-    def next_out(self, bytes: int) -> dict[int, bytes]: ...  # about those evicted next; their keys by namespace
-    def can_evict(self) -> bool: ...  # is there a chunk that is not pinned, not kept, and the last of its chain
+        """Chunks at the end of `keys` that no other chain shares are evicted before others, until a request names them
+        or until `until_ms`; CONVERSATION_ENDED <= priority <= 0. `following`: the key after the last, whose chunk is
+        not shared. Returns how many chunks, and whether it ended at a chunk that is shared. bad_argument."""
+    def next_out(self, bytes: int) -> dict[int, bytes]: ...  # by namespace, keys of about the chunks evicted next
+    def can_evict(self) -> bool: ...  # whether a chunk is unpinned, not kept, and the last of its chain
     def set_limits(self, *, limit_bytes: int, session_cap: float, total_cap: float) -> None:
-        """Caps for grants to come; what is held stays held. bad_argument if the segments hold more."""
+        """Caps for later grants; present ones stay. bad_argument if the segments hold more."""
     def retire_segment(self, segment: int, max_chunks: int) -> int:
         """Gives out none of its slots any more and evicts up to `max_chunks` chunks; returns its bytes still in use."""
     def remove_segment(self, segment: int) -> None: ...  # bad_argument unless it was retired and is empty
 
     # -- views
     def sessions(self, named: Sequence[int] | None = None) -> list[SessionView]:
-        """The named sessions, as far as they are open; by default all that are."""
+        """The open ones of the named sessions; by default all open ones."""
     def members(self, sessions: Sequence[int] | None = None) -> list[MemberView]: ...  # by default of all sessions
     def grants(self, session: int = 0, *, from_place: int = 0, limit: int = ...) -> list[GrantView]:
         """Grants that have a holder, oldest first, from that place on, at most `limit`. session 0: of all sessions."""
@@ -316,9 +320,10 @@ class Table:
 class Census:
     """Counts a table's chunks while it changes (csrc/table/census.h). Times are the server clock's; 0: not known."""
     def __init__(self, table: Table) -> None: ...
-    def step(self, budget: int) -> bool: ...  # does about what looking at so many chunks takes; whether all are counted
+    def step(self, budget: int) -> bool: ...  # looks at about that many chunks; True: all are counted
     def spaces(self) -> list[tuple[int, int, int, int, int]]: ...  # namespace, chunks, bytes, oldest and newest use
-    # (namespace, first key, chunks, bytes, stored, last used, uses, last key, its depth), most used first; of how many
+    # [(namespace, first key, chunks, bytes, stored, last used, uses, last key, its depth)], most used first; how many
+    # there are
     def prefixes(
         self, namespaces: Sequence[int], most: int
     ) -> tuple[list[tuple[int, bytes, int, int, int, int, int, bytes, int]], int]: ...
@@ -326,7 +331,7 @@ class Census:
 # ----------------------------------------------- bytes (mapping, liveness, checksum, copy; csrc/bind/bytes.cpp)
 
 class LayoutError(ValueError):
-    """Strides that no copy can follow; `found` and `wanted` name the values."""
+    """Strides that copies do not support; `found` and `wanted` name the values."""
     found: object
     wanted: object
 class CopyError(ValueError):
@@ -350,11 +355,11 @@ class MemberLock:
     """An open-file-description lock on one byte, kept by a mapping: it ends with the address space."""
     offset: int
     def __init__(self, path: str, offset: int, *, with_children: bool = False) -> None:
-        """BlockingIOError when someone else holds the byte. `with_children`: forked children keep it, too."""
+        """BlockingIOError when another open file holds the byte. `with_children`: forked children keep it, too."""
     def close(self) -> None: ...
 
 def lock_holder_alive(fd: int, offset: int) -> bool:
-    """F_OFD_GETLK: True while someone holds the byte. fd: the server's own descriptor of the lock file."""
+    """F_OFD_GETLK: True while another open file holds the byte. fd: the server's own descriptor of the lock file."""
 
 SEGMENT_VERSION: Final[int]
 SEGMENT_HEADER_BYTES: Final[int]
@@ -390,7 +395,7 @@ def scatter(
 ) -> list[int]:
     """Slots → paged; the first skips[i] blocks of part i are hashed but never written."""
 def memcpy_pieces(to: Buffer, from_: Buffer, bytes: int, *, threads: int) -> None:
-    """The benchmark's yardstick: libc memcpy of equal pieces. to, from_: uint64 addresses [n], unchecked."""
+    """The benchmark's reference: libc memcpy of pieces of equal size. to, from_: uint64 addresses [n], unchecked."""
 
 # ------------------------------------------------------------------ CUDA (csrc/cuda/)
 
@@ -409,14 +414,14 @@ class CudaDevice:
     memory_bytes: int
 
 def cuda_unavailable() -> str:
-    """"" when a GPU can be used, else one sentence that says why not."""
+    """"" when a GPU can be used, else one sentence with the reason."""
 def cuda_relax_thread() -> None:
-    """Puts the calling thread in the driver's relaxed capture mode, for good: what it asks of the driver beside what
-    this module asks is allowed while another thread captures a CUDA graph. Nothing happens where this process does not
-    use the driver. CudaError when the driver refuses."""
+    """Puts the calling thread in the driver's relaxed capture mode, for good: the driver then allows the thread's own
+    calls, too, while another thread captures a CUDA graph. Does nothing where this process does not use the driver.
+    CudaError when the driver refuses."""
 def cuda_devices() -> list[CudaDevice]: ...  # raises CudaError when there is no driver or GPU
 def cuda_kernels() -> list[str]:
-    """What the copy kernels were compiled for; empty when nvcc was missing at build time."""
+    """The targets of the copy kernels, such as sm_90; empty when nvcc was missing at build time."""
 
 class CudaSlotMemory:
     """Lets slots lie in [address, address + bytes): registers host memory with the driver (touch its pages
@@ -432,7 +437,7 @@ class CudaBuffer:
     bytes: int
     def __init__(self, *, device: int, bytes: int, host: bool) -> None: ...
 class CudaStopwatch:
-    """A stream of its own; times what is ordered between start and stop."""
+    """A stream of its own; times the work between start and stop on it."""
     stream: int
     def __init__(self, *, device: int) -> None: ...
     def start(self) -> None: ...
@@ -448,7 +453,7 @@ class CudaCopy:
     def checksums(self) -> list[int]: ...  # waits; one for each part. Raises CudaError when the copy failed
     def wait_verified(self, timeout_s: float | None = None) -> bool: ...
     def verified_checksums(self) -> list[int]:
-        """Like checksums(), once the copy is verified: of the bytes copied, and of the others as found in the slots."""
+        """Like checksums(), once the copy is verified: of the bytes copied by then, and of the others in the slots."""
 
 class CudaCopier:
     """Copies by block id between slots and the paged blocks of layouts (device addresses), which share staging,
@@ -478,4 +483,4 @@ class CudaCopier:
         band. The copy is verified once `verified_after` bands have been copied and the CPU has hashed the others in
         the slots; 0: when it has ended."""
     def fileno(self) -> int: ...  # an eventfd that counts the copies that have ended
-    def close(self) -> None: ...  # waits for what was submitted; later calls raise CopyError
+    def close(self) -> None: ...  # waits for the submitted copies; later calls raise CopyError

@@ -1,4 +1,4 @@
-// SSE4.2 where there is one, else a table.
+// With SSE4.2 where the processor has it, else with a table.
 #include "base/crc32c.h"
 
 #include <array>

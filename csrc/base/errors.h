@@ -1,4 +1,4 @@
-// Errors that cross into Python. Both kinds name the value found and the value wanted.
+// Exceptions that become Python's. Both kinds name the value found and the value wanted.
 #pragma once
 
 #include <concepts>
@@ -11,7 +11,7 @@ namespace kvdock {
 
 using Value = std::variant<std::monostate, long long, std::string>;  // monostate: there is no such value
 
-// A copy, a layout or the CUDA driver: `kind` says which Python class it becomes.
+// `kind` is the Python class that the exception becomes: LayoutError, CopyError or CudaError.
 enum class Refusal { layout, copy, cuda };
 
 class Refused : public std::exception {
@@ -32,7 +32,7 @@ class Refused : public std::exception {
 inline Value value_of(std::integral auto number) { return static_cast<long long>(number); }
 inline Value value_of(std::string text) { return text; }
 
-// Says "what: found …, wanted …". Either value is an integer or a text.
+// Throws with the message "what: found …, wanted …". Each value is an integer or a text.
 [[noreturn]] void refuse(Refusal kind, const std::string& what, const auto& found, const auto& wanted) {
   auto text_of = [](const Value& value) {
     auto* number = std::get_if<long long>(&value);
@@ -42,7 +42,7 @@ inline Value value_of(std::string text) { return text; }
   throw Refused(kind, what + ": found " + text_of(one) + ", wanted " + text_of(other), one, other);
 }
 
-// The chunk table: always Python's TableError, whose `code` the server hands to its clients (docs/errors.md).
+// From the chunk table: Python's TableError, whose `code` the server sends to its clients (docs/errors.md).
 struct TableError : std::exception {
   std::string code, message;
   Value found, wanted;
@@ -51,7 +51,7 @@ struct TableError : std::exception {
   const char* what() const noexcept override { return message.c_str(); }
 };
 
-// What the table's checks of itself find is an error of its own.
+// For the table's checks of itself.
 inline void require(bool sound, const char* what, long long where = 0) {
   if (!sound) throw TableError("corrupt", what, where);
 }

@@ -1,5 +1,5 @@
-// Allocator for the table's large derived arrays: asks for huge pages, so that random access to a million
-// entries does not miss the TLB each time. Small arrays come from the ordinary heap.
+// Allocator for the table's large derived arrays: it asks for huge pages, so that random access to a million entries
+// does not miss the TLB each time. Small arrays come from the ordinary heap.
 #pragma once
 
 #include <sys/mman.h>
@@ -25,7 +25,7 @@ struct HugeAllocator {
     size_t rounded = (bytes + kHugePage - 1) / kHugePage * kHugePage;
     void* at = std::aligned_alloc(kHugePage, rounded);
     if (!at) throw std::bad_alloc();
-    madvise(at, rounded, MADV_HUGEPAGE);  // a wish: without huge pages it works all the same
+    madvise(at, rounded, MADV_HUGEPAGE);  // advice only: it works without huge pages, too
     return static_cast<T*>(at);
   }
   void deallocate(T* at, size_t n) {

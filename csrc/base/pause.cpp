@@ -17,7 +17,7 @@ namespace {
 
 struct PausePage {
   char point[56];    // written by the test; empty: none
-  uint32_t skip;     // how often to pass it first
+  uint32_t skip;     // how often the process passes it first
   uint32_t reached;  // set here
 };
 
@@ -34,7 +34,7 @@ PausePage* control() {
 
 void pause_at(const char* point) {
   static PausePage* const page = control();
-  std::atomic_signal_fence(std::memory_order_seq_cst);  // what was stored before the point is stored when it is reached
+  std::atomic_signal_fence(std::memory_order_seq_cst);  // earlier stores are made before the point is reached
   if (!page || std::strncmp(page->point, point, sizeof page->point) != 0) return;
   if (page->skip > 0) {
     --page->skip;

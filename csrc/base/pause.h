@@ -1,12 +1,13 @@
 // Named places at which the kill tests stop a process: KVDOCK_PAUSE("operation.step"). Only a target with
-// -DKVDOCK_PAUSE_POINTS has them; everywhere else the macro is nothing, and so is this file.
+// -DKVDOCK_PAUSE_POINTS has them; in all others the macro does nothing.
 #pragma once
 
 #ifdef KVDOCK_PAUSE_POINTS
 
 namespace kvdock {
 
-// Holds the calling thread while the page at $KVDOCK_PAUSE_PAGE names this point, once its count is up.
+// Holds the calling thread while the page at $KVDOCK_PAUSE_PAGE names this point, after it was passed as often as the
+// page says.
 void pause_at(const char* point);
 
 }  // namespace kvdock

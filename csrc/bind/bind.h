@@ -1,4 +1,4 @@
-// What each room of csrc/ adds to the extension module.
+// Each function adds the bindings of one or more folders of csrc/ to the extension module.
 #pragma once
 
 #include <pybind11/pybind11.h>

@@ -165,7 +165,7 @@ void set_keys(const py::bytes& nh, const py::bytes& level2) {
   set_checksum_keys(first.data(), second.data(), second.size() / 32);
 }
 
-// Numbers of a layout are not negative: one that is gets refused by name instead of wrapping around.
+// Refuses a negative number of a layout by its name, instead of letting it wrap around.
 size_t natural(long long value, const char* name) {
   if (value < 0) refuse(Refusal::layout, name, value, "at least 0");
   return size_t(value);

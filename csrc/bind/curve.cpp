@@ -1,4 +1,4 @@
-// The curve of hit shares in Python. It is used with the GIL held: a call takes microseconds.
+// Bindings of csrc/curve. Calls keep the GIL, since each takes microseconds.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -38,7 +38,7 @@ void bind_curve(py::module_& m) {
       .def("__iadd__", [](CurveSums& s, const CurveSums& other) {
         s.add(other);
         return s;
-      })
+      }, "other"_a)
       .def_readonly("lookups", &CurveSums::lookups)
       .def_readonly("samples", &CurveSums::samples)
       .def_readonly("asked", &CurveSums::asked)
@@ -69,7 +69,7 @@ void bind_curve(py::module_& m) {
       .def_property_readonly("share", &Curve::share)
       .def_property_readonly("entries", &Curve::entries)
       .def_property_readonly("remembered", &Curve::remembered)
-      .def_property_readonly("rooms", &Curve::rooms)
+      .def_property_readonly("capacities", &Curve::capacities)
       .def_property_readonly("all", [](const Curve& c) { return c.all(); })
       .def("of_space", [](const Curve& c, uint32_t space) { return c.of_space(space); }, "space"_a)
       .def("check", &Curve::check);

@@ -15,7 +15,7 @@ void put_hex16(std::string* out, uint64_t v) {
   for (int shift = 60; shift >= 0; shift -= 4) out->push_back("0123456789abcdef"[v >> shift & 15]);
 }
 
-// MessagePack: big-endian, in the shortest form of each kind.
+// MessagePack: big-endian, each value in its shortest form.
 void put_big_endian(std::string* out, uint64_t v, int bytes) {
   for (int shift = 8 * (bytes - 1); shift >= 0; shift -= 8) out->push_back(static_cast<char>(v >> shift));
 }

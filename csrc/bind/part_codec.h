@@ -1,4 +1,4 @@
-// The parts of a lookup or reservation as wire bytes, so that no Python object is made for each.
+// The parts of a lookup or reservation as bytes of JSON or MessagePack, so that no Python object is made for each.
 #pragma once
 
 #include <string>
@@ -7,12 +7,13 @@
 
 namespace kvdock {
 
-// One array a chunk, of [group, writer, segment, offset, length, checksum]; the checksum as 16 hex digits …
+// One array for each chunk, of [group, writer, segment, offset, length, checksum]; the checksum as 16 hex digits …
 std::string parts_json(const LookupResult& found);
 // … or as an unsigned integer.
 std::string parts_msgpack(const LookupResult& found);
 
-// One map a chunk: {"index": into the keys of the call, "parts": arrays of [group, writer, segment, offset, length]}.
+// One map for each chunk: {"index": into the keys of the call, "parts": arrays of [group, writer, segment, offset,
+// length]}.
 std::string granted_json(const ReserveResult& granted);
 std::string granted_msgpack(const ReserveResult& granted);
 

@@ -1,5 +1,5 @@
-// The chunk table in Python. Every call is made without the GIL and under the table's mutex; its arguments and its
-// answer are converted with the GIL. Bytes become keys and ids, errors become TableError.
+// Bindings of csrc/table. Every call runs without the GIL and with the table's mutex; its arguments and its result are
+// converted with the GIL. Bytes become keys and ids, errors become TableError.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -31,7 +31,7 @@ struct type_caster<kvdock::Digest<kBytes>> {
 };
 
 template <>
-struct type_caster<std::vector<kvdock::Key>> {  // one behind the other in one bytes object
+struct type_caster<std::vector<kvdock::Key>> {  // concatenated in one bytes object
   PYBIND11_TYPE_CASTER(std::vector<kvdock::Key>, const_name("bytes"));
   bool load(handle source, bool) {
     if (!isinstance<bytes>(source)) return false;
@@ -59,7 +59,7 @@ struct BoundTable {
   std::unique_ptr<Table> table;
 };
 
-// A method of the table, or of one of its parts, that Python calls as it is.
+// Binds a method of the table, or of one of its parts, without further conversion.
 template <class Part, class... Args, class Method>
 auto locked(Method method) {
   return [method](BoundTable& t, Args... args) {
@@ -215,17 +215,17 @@ void bind_pool(py::class_<BoundTable>& c) {
       .def("remove_segment", call(&Chunks::remove_segment), "segment"_a)
       .def("segment_used_bytes", call(&SlotAllocator::used_in), "segment"_a)
       .def("free_bytes", call(&SlotAllocator::free_bytes))
-      .def("room_bytes", call(&Chunks::room_bytes))
-      .def("evict", call(&Chunks::evict), "target_room_bytes"_a, "max_chunks"_a)
-      .def("can_evict", call(&Chunks::can_evict))
+      .def("available_bytes", call(&Eviction::available_bytes))
+      .def("evict", call(&Chunks::evict), "target_bytes"_a, "max_chunks"_a)
+      .def("can_evict", call(&Eviction::can_evict))
       .def("next_out", [](BoundTable& t, uint64_t bytes) {
         py::dict out;
-        for (auto& [space, keys] : call(&Chunks::next_out)(t, bytes))
+        for (auto& [space, keys] : call(&Eviction::next_out)(t, bytes))
           out[py::int_(space)] = py::bytes(reinterpret_cast<const char*>(keys.data()), keys.size() * kKeyBytes);
         return out;
       }, "bytes"_a)
       .def("set_eviction", call(&Chunks::set_eviction), "policy"_a)
-      .def("eviction", call(&Chunks::eviction))
+      .def("eviction", call(&Eviction::policy))
       .def("set_limits", call(&Table::set_limits), py::kw_only(), "limit_bytes"_a, "session_cap"_a, "total_cap"_a)
       .def("delete", call(&Table::remove), "namespace"_a, "keys"_a)
       .def("drop_unread", call(&Table::drop_unread), "namespace"_a, "keys"_a)
@@ -312,12 +312,12 @@ void bind_grants(py::class_<BoundTable>& c) {
       .def("commit", call(&Table::commit), "session"_a, "grant"_a, "rank"_a, "parts"_a, "now_ms"_a)
       .def("hold", call(&Table::hold), "session"_a, "member"_a, "request"_a, "keys"_a, "now_ms"_a)
       .def("peek", call(&Table::peek), "namespace"_a, "keys"_a)
-      .def("chunks_in", call(&Chunks::chunks_in), "namespace"_a)
+      .def("chunks_in", call(&Records::chunks_in), "namespace"_a)
       .def("gone", [](BoundTable& t, uint32_t space, const Key& key) {
         std::optional<Departure> found = call(&Table::departure)(t, space, key);
-        using Told = std::tuple<const char*, uint64_t, uint64_t>;
-        return found ? std::optional<Told>({kGoneNames[static_cast<size_t>(found->why)], found->at_ms, found->used_ms})
-                     : std::nullopt;
+        std::optional<std::tuple<const char*, uint64_t, uint64_t>> out;
+        if (found) out.emplace(kGoneNames[static_cast<size_t>(found->why)], found->at_ms, found->used_ms);
+        return out;
       }, "namespace"_a, "key"_a)
       .def("changes", call(&Table::changes), "namespace"_a, "since"_a, "at_most"_a)
       .def("all_changes", [](BoundTable& t, uint64_t since, size_t at_most) {
@@ -369,7 +369,7 @@ void bind_census(py::module_& m) {
       .def(py::init([](py::object table) {
         auto& of = table.cast<BoundTable&>();
         std::lock_guard lock(of.table->mutex);
-        return std::unique_ptr<BoundCensus>(new BoundCensus{table, of, Census(of.table->part<Chunks>())});
+        return std::unique_ptr<BoundCensus>(new BoundCensus{table, of, Census(of.table->part<Records>())});
       }), "table"_a)
       .def("step", counted<uint32_t>(&Census::step), "budget"_a)
       .def("spaces", [](BoundCensus& c) {

@@ -2,10 +2,10 @@
 //
 //   part → stripes of 4096 bytes, the last padded with zeros
 //   stripe → a, b: NH sums under two keys (level one: the loops of cpu_paths.h)
-//   part → Σ over stripes of halves of a and b times keys, mod p = 2^61 - 1 (level two)
+//   part → the sum over stripes of the halves of a and b times keys, mod p = 2^61 - 1 (level two)
 //
-// Thread safety: keys are immutable once published. A reader holds the table it started with, so a
-//   longer table may replace it at any time.
+// Thread safety: keys never change once they are set. A reader keeps the table that it started with, so a longer table
+//   may replace it at any time.
 #pragma once
 
 #include <cstddef>
@@ -24,12 +24,13 @@ struct ChecksumKeys {
   static constexpr size_t kWords = kChecksumStripeBytes / sizeof(uint32_t);
   alignas(64) uint32_t first[kWords];   // k
   alignas(64) uint32_t second[kWords];  // k'
-  std::vector<uint64_t> level2;         // four a stripe, each < 2^61
+  std::vector<uint64_t> level2;         // four for each stripe, each < 2^61
 
   size_t stripes() const { return level2.size() / 4; }
 };
 
-// nh: k, then k' (a stripe's bytes each); level2: 32 bytes a stripe. A table no longer than the present one is dropped.
+// nh: k, then k' (each as long as a stripe); level2: 32 bytes for each stripe. Ignores a table that is no longer than
+// the present one.
 void set_checksum_keys(const char* nh, const char* level2, size_t stripes);
 
 // Keys for parts of up to `stripes` stripes. Throws Refused{copy} when the table is shorter.

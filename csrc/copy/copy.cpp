@@ -47,7 +47,7 @@ struct Fragment {
   bool skipped = false;
 };
 
-// Yields where a part's bytes lie in the engine's blocks, run by run, from any position of the part on.
+// Yields the places of a part's bytes in the engine's blocks, run by run, from any position of the part on.
 class Walk {
  public:
   Walk(const PagedLayout& layout, const Part& part, size_t position) : layout_(layout), part_(part) {

@@ -1,12 +1,12 @@
 // Copies between paged KV and slots, on the CPU.
 //
 // A slot holds a part in canonical order: plane after plane (layer, then K before V), inside a plane the part's blocks
-// in order, inside a block its runs. Layouts that order a block's elements alike have equal slot bytes.
+// in order, inside a block its runs. Layouts with the same order of elements in a block have equal slot bytes.
 //
-// Ownership: none. Until the call returns, addresses must stay valid and nobody else may write the blocks and slots.
+// Ownership: none. Until the call returns, addresses must stay valid and nothing else may write the blocks and slots.
 // Thread safety: calls are independent. One call splits its parts at stripes over `threads` threads.
-// Invariants: nothing is read or written before every argument was checked. A block is stored from the
-//   very registers that were hashed. A skipped block is read from the slot and hashed, never written.
+// Invariants: nothing is read or written before every argument was checked. A block is stored from the registers that
+//   were hashed. A skipped block is read from the slot and hashed, never written.
 #pragma once
 
 #include <cstddef>
@@ -55,15 +55,15 @@ struct Part {
   size_t skip_blocks = 0;          // scatter only
 };
 
-// Throws Refused{copy} unless every slot is aligned, every block exists and no more is skipped than there is.
+// Throws Refused{copy} unless every slot is aligned, every block exists and no part skips more blocks than it has.
 void check_parts(const PagedLayout& layout, std::span<const Part> parts);
 
-// Both return each part's checksum and throw Refused{copy}. A scatter that names one block twice leaves one of the two
-// contents in it.
+// Both return each part's checksum and throw Refused{copy}. After a scatter that names a block twice, the block has one
+// of the two contents.
 std::vector<uint64_t> gather(const PagedLayout& layout, std::span<const Part> parts, int threads);
 std::vector<uint64_t> scatter(const PagedLayout& layout, std::span<const Part> parts, int threads);
 
-// The yardstick of bench/copy.py: libc memcpy of equal pieces, piece i from from[i] to to[i].
+// The reference of bench/copy.py: libc memcpy of pieces of equal size, piece i from from[i] to to[i].
 void memcpy_pieces(std::span<const uint64_t> to, std::span<const uint64_t> from, size_t bytes, int threads);
 
 }  // namespace kvdock

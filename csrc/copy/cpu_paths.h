@@ -10,13 +10,13 @@
 
 namespace kvdock {
 
-// Partial NH sums of one stripe. How a path spreads them over the lanes is its own affair: only the totals count.
+// Partial NH sums of one stripe. Paths may spread them over the lanes differently: only the totals count.
 struct alignas(64) StripeSums {
   uint64_t a[8];
   uint64_t b[8];
 };
 
-// Hashes `bytes` (a multiple of 16) at `from` into `sums`, and stores at `to` the very registers that were hashed.
+// Hashes `bytes` (a multiple of 16) at `from` into `sums`, and stores at `to` the registers that were hashed.
 // `first`, `second`: the keys at this position of the stripe. `ahead`: what will be read next, to be prefetched; any
 // address will do. REQUIRES: to is 16-byte aligned (hash ignores it).
 using SpanLoop = void (*)(const char* from, char* to, size_t bytes, const uint32_t* first, const uint32_t* second,
@@ -24,15 +24,15 @@ using SpanLoop = void (*)(const char* from, char* to, size_t bytes, const uint32
 
 struct CpuPath {
   const char* name;
-  SpanLoop copy;  // non-temporal stores: store_fence() before anyone else may look
+  SpanLoop copy;  // uses non-temporal stores: store_fence() before another thread reads
   SpanLoop hash;
 };
 
-// The fastest path this processor has, or the one chosen by use_cpu_path.
+// The fastest path that this processor has, or the one chosen by use_cpu_path().
 const CpuPath& cpu_path();
 // Names of the paths that this processor can run, fastest first. The last, "scalar", runs anywhere.
 std::vector<std::string> cpu_paths();
-// For tests and measurements. Returns false when this processor lacks it. "" goes back to the fastest.
+// For tests and measurements. Returns false when this processor lacks the path. "" chooses the fastest again.
 bool use_cpu_path(const std::string& name);
 void store_fence();
 

@@ -1,11 +1,17 @@
 // A batch: the parts of one call, or some of them, whose descriptors a Copier uploads together. Internal to the Copier.
 #pragma once
 
+#include <condition_variable>
+#include <deque>
 #include <memory>
+#include <mutex>
 #include <span>
+#include <string>
 #include <vector>
 
-#include "cuda/copier.h"
+#include "copy/copy.h"
+#include "cuda/device_layout.h"
+#include "cuda/handle.h"
 #include "cuda/kernel_args.h"
 
 namespace kvdock::cuda {
@@ -21,7 +27,7 @@ struct Piece {
   uint32_t first_stripe, last_stripe;  // the last one excluded
 };
 
-// Shared by a Copier and its Copies: whichever goes last frees it.
+// Shared by a Copier and its Copies; the last of them frees it.
 struct Copy::Shared {
   explicit Shared(Device& device_used) : device(device_used) {}
   Device& device;
@@ -29,17 +35,10 @@ struct Copy::Shared {
   std::condition_variable changed;  // a batch was submitted, a copy ended
 };
 
-// A staging buffer. Event `full`: the bytes are in it; `free`: they have been copied out. A wait for one of them means
-// its latest record before the wait.
-struct Copier::Staging {
-  uintptr_t address;
-  OwnedEvent full, free;
-};
-
-struct Copier::Batch {
+struct Batch {
   const DeviceLayout* layout = nullptr;
   std::shared_ptr<Copy> copy;
-  size_t first_result = 0;  // parts[i] is the call's part first_result + i, or that part's share of a band
+  size_t first_result = 0;  // parts[i] is part first_result + i of the call, or its share of a band
   size_t band = 0;
   std::vector<PartArgs> parts;
   std::vector<int32_t> ids;
@@ -52,9 +51,10 @@ struct Copier::Batch {
   bool has_ring = false, uploaded_ids = false;
   size_t ring_begin = 0;
   std::string error;  // submission failed
+  Event after = nullptr;  // the end of the work before the copy: the upload waits for it
   Event uploaded = nullptr, done = nullptr;
 
-  // In the ring: the sums and a counter, all zero at first, then descriptors, then block ids.
+  // The batch's memory in the ring holds the sums and a counter, all zero at first, then descriptors, then block ids.
   size_t sums_bytes() const { return (parts.size() * 2 + 2) * sizeof(uint64_t); }
   size_t parts_bytes() const { return parts.size() * sizeof(PartArgs); }
   size_t ring_bytes() const {
@@ -65,7 +65,7 @@ struct Copier::Batch {
   uint32_t part_of(uint32_t stripe) const;
 };
 
-// Memory for descriptors, given back in the order in which it was taken.
+// Allocates the memory for descriptors, which is given back in the order in which it was taken.
 class DescriptorRing {
  public:
   explicit DescriptorRing(size_t bytes) : bytes_(bytes) {}
@@ -74,6 +74,37 @@ class DescriptorRing {
 
  private:
   size_t bytes_, head_ = 0, tail_ = 0, taken_ = 0;
+};
+
+// Cuts a call into batches, and each of them into pieces. REQUIRES: check_call() passed.
+std::vector<std::unique_ptr<Batch>> make_batches(const Tuning& tuning, const DeviceLayout& layout,
+                                                 std::span<const Part> parts, Direction direction,
+                                                 std::span<const size_t> bands);
+
+// A Copier's batches in the order of their calls: first in the backlog, then, once all their pieces are submitted, in
+// flight. The Copier's mutex guards it.
+class BatchQueue {
+ public:
+  void push(std::unique_ptr<Batch> batch) { backlog_.push_back(std::move(batch)); }
+  size_t backlog() const { return backlog_.size(); }
+  // Whether pieces of the front of the backlog can be submitted. Takes its memory for descriptors.
+  bool can_advance();
+  Batch& start_submitting() {
+    submitting_ = true;
+    return *backlog_.front();
+  }
+  void stop_submitting() { submitting_ = false; }
+  void submitted_front();  // moves the front from the backlog to those in flight
+
+  bool has_in_flight() const { return !in_flight_.empty(); }
+  Batch& first_in_flight() { return *in_flight_.front(); }
+  std::unique_ptr<Batch> take_first_in_flight();
+  void free_descriptors(const Batch& batch) { ring_.give_back(batch.ring_begin + batch.ring_bytes()); }
+
+ private:
+  DescriptorRing ring_{kRingBytes};
+  std::deque<std::unique_ptr<Batch>> backlog_, in_flight_;
+  bool submitting_ = false;  // a thread submits the front of the backlog: no other may
 };
 
 }  // namespace kvdock::cuda

@@ -1,9 +1,8 @@
-// One GPU as this process uses it: the primary context (the one torch works in), the copy kernels loaded
-// into it, and the checksum keys on the device.
+// One GPU in this process: the primary context (in which torch works), the copy kernels loaded into it, and the
+// checksum keys on the device.
 //
-// Ownership: retained for the life of the process, one Device each; streams and memory belong to whoever
-//   makes them. Thread safety: all methods. Every driver call on a context needs a
-//   ContextGuard, which is also the way to the driver.
+// Ownership: one Device for each GPU, for the life of the process; streams and memory belong to their makers.
+// Thread safety: all methods. Every driver call on a context needs a ContextGuard, which is also the way to the driver.
 #pragma once
 
 #include <memory>
@@ -21,7 +20,7 @@ struct DeviceInfo {
   int index;
   std::string name, uuid;  // uuid: 32 hex digits
   int compute;             // 90 for sm_90
-  int driver;              // CUDA version the driver speaks: 13000 for 13.0
+  int driver;              // the CUDA version that the driver supports: 13000 for 13.0
   int multiprocessors;
   size_t memory_bytes;
 };
@@ -77,7 +76,8 @@ class ContextGuard : public Calls {
   }
 };
 
-// Calls f with the device's context current. Once the driver is gone, so is whatever f would free or wait for.
+// Calls f with the device's context current. Does nothing when the driver has ended, and with it all that f would free
+// or wait for.
 template <class F>
 void unless_gone(const Device& device, F&& f) try {
   const ContextGuard cu(device);

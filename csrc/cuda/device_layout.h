@@ -1,4 +1,4 @@
-// The blocks of a PagedLayout that are in a GPU's memory, as the kernels need them described.
+// A PagedLayout whose blocks are in a GPU's memory, with its description for the kernels.
 #pragma once
 
 #include "copy/copy.h"
@@ -14,7 +14,7 @@ struct DeviceLayout {
 
   PagedLayout layout;
   size_t part_blocks;  // of the longest part that copies may name
-  bool alike, wide;    // all planes have the same runs; no run cuts a granule of 128 bytes
+  bool alike, wide;    // alike: all planes have the same runs; wide: every run is a multiple of 128 bytes
   Buffer planes;       // a PlaneArgs for each plane
 };
 

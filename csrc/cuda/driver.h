@@ -1,7 +1,7 @@
 // The CUDA driver, opened at run time: neither libcuda nor libcudart is linked, and no CUDA header is needed to build,
 // so one build serves machines with and without a GPU. Types and values are those of the driver's stable ABI.
 //
-// An engine may capture a CUDA graph at any time, most do so when they start. While a thread captures in the global
+// An engine may capture a CUDA graph at any time; most do so when they start. While a thread captures in the global
 // mode, which is the usual one, the driver refuses many calls in all threads of the process and spoils the capture:
 // cuMemHostRegister, cuMemAlloc, cuEventQuery and more. It allows them in threads that are in the relaxed mode.
 // Invariant: the driver is called through Calls alone, and a thread that has one is in the relaxed mode.
@@ -51,7 +51,7 @@ struct MemcpyAttributes {
   unsigned flags = 0;
 };
 
-// Entry points by their exported names, with what they take; a suffix names the version of the ABI that we speak.
+// Entry points by their exported names, with their arguments; a suffix names the version of the ABI that is used.
 #define KVDOCK_DRIVER_CALLS(CALL) \
   CALL(cuInit, unsigned) \
   CALL(cuDriverGetVersion, int*) \
@@ -102,11 +102,11 @@ struct Driver {
                                Stream);
 };
 
-// "" when the driver is open and sees a GPU, else one sentence that says what is missing.
+// "" when the driver is open and finds a GPU, else one sentence with the reason.
 const std::string& why_unavailable();
 
-// The way to the driver. While it lives, its thread is in the relaxed capture mode; then the thread gets back the mode
-// that it had, for it may be the engine's own.
+// The way to the driver. While it lives, its thread is in the relaxed capture mode; at its end the thread gets its
+// earlier mode back, since it may be one of the engine's own threads.
 class Calls {
  public:
   // Throws Refused{cuda} with why_unavailable().
@@ -121,12 +121,12 @@ class Calls {
   CaptureMode before_ = CaptureMode::relaxed;
 };
 
-// Puts this thread in the relaxed mode for good: it calls torch.cuda beside what it calls here. Does nothing while this
+// Puts this thread in the relaxed mode for good, for threads that also call torch.cuda. Does nothing while this
 // process has not opened the driver.
 void relax_thread();
 
-// Throws Refused{cuda} when a graph is being captured on `stream`. An event of such a stream belongs to the graph: who
-// waits for it is captured as well.
+// Throws Refused{cuda} when a graph is being captured on `stream`. An event of such a stream belongs to the graph: a
+// stream that waits for it is captured as well.
 void refuse_captured(const Calls& cu, Stream stream);
 
 // Throws Refused{cuda} with the driver's own text when `what` failed.

@@ -1,23 +1,21 @@
-// Verifying a load before it has ended: the CPU hashes, in the slots, the bytes that are still to be copied.
-#include <deque>
+#include "cuda/hashing.h"
+
 #include <system_error>
 
-#include "copy/checksum.h"
 #include "base/errors.h"
-#include "cuda/batch.h"
+#include "copy/checksum.h"
 
 namespace kvdock::cuda {
 
-// These run with the mutex held, except run_hasher().
-void Copier::start_hashers() try {
-  while (hashers_.size() < size_t(tuning_.hash_threads)) hashers_.emplace_back([this] { run_hasher(); });
+void SlotHashers::start() try {
+  while (threads_.size() < size_t(count_)) threads_.emplace_back([this] { run(); });
 } catch (const std::system_error& error) {
-  throw Refused(Refusal::cuda, std::string("hash threads: ") + error.what(), (long long)(hashers_.size()),
-                (long long)(tuning_.hash_threads));
+  throw Refused(Refusal::cuda, std::string("hash threads: ") + error.what(), (long long)(threads_.size()),
+                (long long)(count_));
 }
 
-void Copier::hash_the_rest(const std::shared_ptr<Copy>& copy, const PagedLayout& layout, std::span<const Part> parts,
-                           const Bands& bands) {
+void SlotHashers::hash_the_rest(const std::shared_ptr<Copy>& copy, const PagedLayout& layout,
+                                std::span<const Part> parts, const Bands& bands) {
   copy->verified_after_ = bands.verified_after;
   copy->verified_sums_.resize(parts.size());
   const size_t first_planes = layout.bytes_before(bands.ends[bands.verified_after - 1]);
@@ -30,19 +28,28 @@ void Copier::hash_the_rest(const std::shared_ptr<Copy>& copy, const PagedLayout&
   to_hash_.notify_all();
 }
 
-// A copy whose bytes have all been copied has all its sums: hashes that have not begun are dropped, those under way are
-// waited for.
-void Copier::let_go_of_slots(std::unique_lock<std::mutex>& lock, Copy& copy) {
+// Called when all bytes have been copied: the GPU's sums are complete, so the remaining hashes are not needed.
+void SlotHashers::release_slots(std::unique_lock<std::mutex>& lock, Copy& copy) {
   if (copy.hashes_left_ == 0) return;
   copy.verified_after_ = 0;
   copy.hashes_left_ -= std::erase_if(hashes_, [&](const Hash& hash) { return hash.copy.get() == &copy; });
-  shared_->changed.wait(lock, [&] { return copy.hashes_left_ == 0; });
+  shared_.changed.wait(lock, [&] { return copy.hashes_left_ == 0; });
 }
 
-void Copier::run_hasher() {
-  std::unique_lock<std::mutex> lock(shared_->mutex);
+void SlotHashers::stop() {
+  stopped_ = true;
+  to_hash_.notify_all();
+}
+
+void SlotHashers::join() {
+  for (std::thread& thread : threads_) thread.join();
+  threads_.clear();
+}
+
+void SlotHashers::run() {
+  std::unique_lock<std::mutex> lock(shared_.mutex);
   while (true) {
-    to_hash_.wait(lock, [&] { return !hashes_.empty() || drained_; });
+    to_hash_.wait(lock, [&] { return !hashes_.empty() || stopped_; });
     if (hashes_.empty()) return;
     const Hash hash = std::move(hashes_.front());
     hashes_.pop_front();
@@ -51,7 +58,7 @@ void Copier::run_hasher() {
     lock.lock();
     uint64_t& sum = hash.copy->verified_sums_[hash.part];
     sum = add_mod_p(sum, found);
-    if (--hash.copy->hashes_left_ == 0) shared_->changed.notify_all();
+    if (--hash.copy->hashes_left_ == 0) shared_.changed.notify_all();
   }
 }
 

@@ -1,4 +1,4 @@
-// The arguments of the copy kernels: plain data, laid out alike by the host's compiler and by nvcc.
+// The arguments of the copy kernels: plain data, with the same layout in the host's compiler and in nvcc.
 //
 // A call's parts, or shares of them, form one row of stripes (the last stripe of a part is padded). A launch copies
 // stripes [first_stripe, last_stripe) of that row. Sizes inside a part are in units of 16 bytes, the width of one load.
@@ -59,15 +59,15 @@ struct CopyArgs {
   const PlaneArgs* planes;
   const PartArgs* parts;
   const int32_t* ids;
-  unsigned long long* sums;       // two a part: of the low 32 bits and of the high 29 bits of stripe sums
-  const uint32_t* nh_keys;        // k, then k': a stripe's bytes each
-  const uint64_t* level2;         // four a stripe
+  unsigned long long* sums;       // two for each part: of the low 32 bits and of the high 29 bits of stripe sums
+  const uint32_t* nh_keys;        // k, then k': each as long as a stripe
+  const uint64_t* level2;         // four for each stripe
   unsigned int* finished_blocks;  // zero at first; counts the thread blocks of the reporting launch that have ended
   unsigned long long* report;     // host memory for the sums, written by the last launch; null in the others
-  uint64_t stage;                 // where first_stripe lies; 0: in the slots themselves
+  uint64_t stage;                 // the address of first_stripe in staging; 0: direct, in the slots themselves
   uint32_t num_planes;
   uint32_t first_stripe, last_stripe;
-  uint32_t first_part, last_part;  // the parts those stripes belong to, last one included
+  uint32_t first_part, last_part;  // the parts of those stripes, the last one included
   uint32_t num_parts;
 };
 

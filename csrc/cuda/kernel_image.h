@@ -7,7 +7,7 @@
 
 namespace kvdock::cuda {
 
-extern const std::vector<std::string> kKernelTargets;  // "sm_90", "compute_80", …; none in a build without nvcc
+extern const std::vector<std::string> kKernelTargets;  // "sm_90", "compute_80", …; empty in a build without nvcc
 extern const size_t kKernelImageBytes;
 extern const unsigned char kKernelImage[];
 

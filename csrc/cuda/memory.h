@@ -1,7 +1,7 @@
 // Memory that copies may use: page-locked host memory, registered with the driver, and memory on the device.
 //
-// Thread safety: all. Invariant: a slot that is not wholly inside one known range is refused, since the
-// driver would copy it synchronously, or fail where one registration ends and another begins.
+// Thread safety: all. Invariant: a slot that is not inside one known range is refused, since the driver would copy it
+// synchronously, or fail where one registration ends and another begins.
 #pragma once
 
 #include <cstddef>
@@ -64,7 +64,7 @@ class Buffer {
   MemoryUse use_;
 };
 
-// Times, by two events, what is ordered between start and stop on a stream of its own.
+// Times, with two events, the work between start and stop on a stream of its own.
 class Stopwatch {
  public:
   explicit Stopwatch(Device& device);

@@ -11,16 +11,16 @@ namespace kvdock {
 
 namespace {
 
-constexpr uint32_t kWorkLookups = 1024;   // whose mean work is compared with the limit
+constexpr uint32_t kWorkLookups = 1024;   // the number of lookups whose mean work is compared with the limit
 constexpr double kFewer = 0.5;            // the share of samples that stays when memory is short
-constexpr double kMostOfACall = 512;      // samples: however long a lookup is, nobody waits for it for long
-constexpr double kLeastAtOnce = 0.25, kMostAtOnce = 0.875;  // … when time is
+constexpr double kMostOfACall = 512;      // samples: so that no call takes long, however long its lookup is
+constexpr double kLeastAtOnce = 0.25, kMostAtOnce = 0.875;  // … when it takes too much time
 constexpr double kRememberedWork = 0.1;   // as MiniPool counts it
 constexpr uint32_t kMostSpaces = 1u << 16;
 
 }  // namespace
 
-// As far as samples of the real pool's misses differ from all of them, so do samples of what another pool would miss.
+// Samples of another pool's misses are assumed to be off by the same ratio as samples of the real pool's misses are.
 double CurveSums::found(const Missed& sampled) const {
   double alike = sampled.here > 0 ? std::min(1.0, sampled.there / sampled.here) : 0;
   double missing = sampled.there + alike * (static_cast<double>(missed) - sampled.here);
@@ -87,9 +87,9 @@ size_t Curve::entries() const {
   return sum;
 }
 
-std::vector<std::optional<double>> Curve::rooms() const {
+std::vector<std::optional<double>> Curve::capacities() const {
   std::vector<std::optional<double>> out;
-  for (const MiniPool& pool : pools_) out.push_back(pool.room());
+  for (const MiniPool& pool : pools_) out.push_back(pool.capacity());
   return out;
 }
 
@@ -111,7 +111,7 @@ void Curve::sample(uint32_t space, const uint8_t* keys, size_t count) {
   }
 }
 
-// Those of the call that are below `share`, into names_. Returns how many of them are missing in the real pool.
+// Puts the call's samples that are below `share` into names_. Returns how many of them are missing in the real pool.
 size_t Curve::choose(double share, size_t found) {
   size_t missing = 0;
   names_.clear();
@@ -124,7 +124,7 @@ size_t Curve::choose(double share, size_t found) {
 }
 
 void Curve::looked_up(uint32_t space, const uint8_t* keys, size_t count, size_t found) {
-  of_space(space);  // or it throws
+  of_space(space);  // throws if it is unknown
   Space& in = spaces_[space];
   tick_ += std::max<size_t>(1, count);
   sample_fewer_for(count);
@@ -161,7 +161,7 @@ void Curve::stored(uint32_t space, const uint8_t* keys, size_t count) {
   }
 }
 
-// ---- what would be missing
+// ---- misses of other pools
 
 void Curve::remember(Space& space, size_t found) {
   size_t here = choose(remembered_share_, found), before = remembered_.size();

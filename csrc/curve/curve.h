@@ -1,16 +1,16 @@
-// What share of the tokens that lookups ask for would be found in pools of other sizes: a live miss-ratio curve.
+// The share of the tokens of lookups that pools of other sizes would find: a live miss-ratio curve.
 //
 // Sampling is spatial: a chunk is sampled if a hash of its key lies below a threshold, so every use of it is seen or
 // none. Waldspurger, Park, Garthwaite and Ahmad, "Efficient MRC Construction with SHARDS" (FAST 2015); as there, the
 // threshold falls when samples become too many, here also when they cost too much time. Each size of pool is a
-// MiniPool under the policy that runs. Without bound, a chunk is missing once: names of chunks are remembered, with a
-// threshold of their own, which falls as they become more.
+// MiniPool under the pool's own policy. A pool without bound misses a chunk once: for it, names of chunks are
+// remembered, with a threshold of their own, which falls as they become more.
 //
-// A sampled miss stands for 1 / share of them, while all lookups are counted: chunks that all ask for weigh nothing
-// when they are sampled by chance, as they are never missing. What the real pool missed is known of the sampled chunks
-// and of all; by that ratio the estimates are corrected (a control variate).
+// A sampled miss stands for 1 / share misses, while the tokens of all lookups are counted. So a chunk that every lookup
+// asks for distorts nothing when it happens to be sampled, as it is never missing. The real pool's misses are known
+// both for the sampled chunks and for all: their ratio corrects the estimates (a control variate).
 //
-// Ownership: derived from nothing, and not kept: a new server begins anew.
+// Ownership: on the heap; a new server starts with an empty one.
 // Thread safety: none; the caller calls from one thread.
 #pragma once
 
@@ -30,7 +30,7 @@ constexpr std::array<double, 6> kMoreSeen{4, 4, 4, 2, 1, 1};
 constexpr size_t kPools = kPoolFactors.size();
 
 struct CurveOptions {
-  uint64_t salt;        // random, so that nobody can choose keys that are sampled
+  uint64_t salt;        // random, so that no caller can choose keys that are sampled
   double most_share;    // of the chunks that are sampled, at first
   size_t most_entries;  // of all simulated pools together, and of the chunks remembered as seen
   double most_work;     // a lookup, on average, in chunks stored in a simulated pool
@@ -40,7 +40,7 @@ struct CurveOptions {
 struct CurveSums {
   uint64_t lookups = 0, samples = 0;  // sampled chunks
   uint64_t asked = 0, missed = 0;     // all tokens; missed by the real pool
-  // As samples say: what the real pool missed, and what others would have.
+  // Estimates by samples: the misses of the real pool, and those of the others.
   struct Missed {
     double here = 0, there = 0;
   };
@@ -62,14 +62,14 @@ class Curve {
   // TableError bad_argument.
   Curve(const std::string& policy, uint64_t pool_bytes, const CurveOptions& options);
 
-  // A namespace gets the number, and its sums begin anew; one that had it before is forgotten.
+  // A namespace gets the number. Its sums start at zero; those of one that had the number before are forgotten.
   void set_space(uint32_t space, uint32_t chunk_tokens, uint64_t chunk_bytes);
-  // A request has asked for the `count` chunks, and the first `found` of them were there.
+  // A request asked for the `count` chunks, and the first `found` of them were found.
   void looked_up(uint32_t space, const uint8_t* keys, size_t count, size_t found);
-  // Chunks are stored. Those that a lookup has named are there already.
+  // Chunks were stored. Those that a lookup named are in the simulated pools already.
   void stored(uint32_t space, const uint8_t* keys, size_t count);
 
-  // What was counted up to now counts for `kept` of it from now on. TableError bad_argument.
+  // Multiplies the present counts by `kept`. TableError bad_argument.
   void age(double kept);
 
   double share() const { return seen_by(0); }  // of all chunks that are sampled now
@@ -77,7 +77,7 @@ class Curve {
   const CurveSums& of_space(uint32_t space) const;  // TableError bad_argument
   size_t entries() const;
   size_t remembered() const { return remembered_.size(); }
-  std::vector<std::optional<double>> rooms() const;  // of the simulated pools, as MiniPool has them
+  std::vector<std::optional<double>> capacities() const;  // MiniPool::capacity of each simulated pool
   void check() const;  // TableError corrupt
 
  private:
@@ -99,7 +99,7 @@ class Curve {
 
   CurveOptions options_;
   uint64_t pool_bytes_, tick_ = 0;
-  double share_, remembered_share_;  // of all chunks: what the largest pool sees, and what is remembered
+  double share_, remembered_share_;  // of chunks: seen by the largest pool, and remembered
   double work_ = 0;            // of the last lookups
   uint32_t work_lookups_ = 0;  // how many
   std::vector<MiniPool> pools_;

@@ -10,7 +10,7 @@ namespace kvdock {
 namespace {
 
 constexpr size_t kChosenShare = 16;  // a sixteenth of the leaves is chosen at a time, so all are looked at less often
-constexpr double kAskedWork = 0.25, kFoundWork = 0.1;  // compared with a chunk that is stored and lets another go
+constexpr double kAskedWork = 0.25, kFoundWork = 0.1;  // compared with storing a chunk and evicting another
 
 }  // namespace
 
@@ -19,7 +19,7 @@ MiniPool::MiniPool(const std::string& policy, double factor) : policy_(make_poli
 void MiniPool::resize(uint64_t pool_bytes, double share) {
   share_ = share;
   policy_->see_share(share);
-  room_bytes_ = static_cast<uint64_t>(factor_ * share * static_cast<double>(pool_bytes));
+  capacity_bytes_ = static_cast<uint64_t>(factor_ * share * static_cast<double>(pool_bytes));
 }
 
 uint32_t MiniPool::look(const std::vector<uint64_t>& names, uint64_t tick, size_t keys, uint64_t chunk_bytes,
@@ -62,16 +62,16 @@ void MiniPool::store(const std::vector<uint64_t>& names, uint64_t tick, uint64_t
   }
 }
 
-// What has the present tick is not evicted, so it may become a parent.
+// A chunk of the present tick is not evicted, so it may become a parent.
 void MiniPool::touch(uint32_t id, uint64_t tick) {
   Entry& e = entries_[id];
   policy_->touched({id, e.name, e.kind, e.used}, tick);
   e.used = tick;
 }
 
-// False: there is no room, and what is there is as young.
+// False: the pool is full of chunks that are as young.
 bool MiniPool::insert(uint64_t name, uint32_t parent, uint64_t tick, uint64_t chunk_bytes) {
-  while (used_bytes_ + chunk_bytes > room_bytes_)
+  while (used_bytes_ + chunk_bytes > capacity_bytes_)
     if (!evict_one(tick)) return false;
   uint32_t id = static_cast<uint32_t>(entries_.size());
   if (free_.empty()) {
@@ -85,13 +85,13 @@ bool MiniPool::insert(uint64_t name, uint32_t parent, uint64_t tick, uint64_t ch
   used_bytes_ += chunk_bytes;
   add_leaf(id);
   link(id, parent);
-  std::optional<uint8_t> line;
-  if (parent != kNone && entries_[parent].children == 1) line = entries_[parent].kind;
-  entries_[id].kind = policy_->stored({id, name, kNoKind, tick}, line);
+  std::optional<uint8_t> inherited;
+  if (parent != kNone && entries_[parent].children == 1) inherited = entries_[parent].kind;
+  entries_[id].kind = policy_->stored({id, name, kNoKind, tick}, inherited);
   return true;
 }
 
-// Unless it has a parent already, or is one of those before the parent: engines may name chains that cross.
+// Unless it has a parent already, or is an ancestor of that parent: engines may name chains that cross.
 void MiniPool::link(uint32_t id, uint32_t parent) {
   if (parent == kNone || parent == id || entries_[id].parent != kNone) return;
   if (entries_[id].children != 0)
@@ -132,7 +132,7 @@ bool MiniPool::is_as_chosen(const Victim& one) const {
   return e.name == one.name && e.used == one.used && e.leaf_at != kNone;
 }
 
-// What the present request uses stays, as it is pinned in the pool.
+// Chunks that the present request uses stay, as they are pinned in the pool.
 bool MiniPool::evict_one(uint64_t tick) {
   do {
     while (!victims_.empty() && !is_as_chosen(victims_.back())) victims_.pop_back();
@@ -145,13 +145,13 @@ bool MiniPool::evict_one(uint64_t tick) {
   policy_->evicted({id, e.name, e.kind, e.used}, tick);
   drop_leaf(id);
   forget(id);
-  entries_[id].name = ~e.name;  // it is not as anybody chose it
+  entries_[id].name = ~e.name;  // no victim that was chosen before matches it now
   if (e.parent == kNone || --entries_[e.parent].children != 0) return true;
   add_leaf(e.parent);
   if (entries_[e.parent].used == tick) return true;
   Victim above = victim(e.parent, tick);
-  auto before = [](const Victim& a, const Victim& b) { return b.goes_before(a); };
-  if (!victims_.empty() && victims_.front().goes_before(above)) return true;
+  auto before = [](const Victim& a, const Victim& b) { return b.evict_before(a); };
+  if (!victims_.empty() && victims_.front().evict_before(above)) return true;
   if (victims_.empty() && leaves_.size() > 1) return true;
   victims_.insert(std::upper_bound(victims_.begin(), victims_.end(), above, before), above);
   return true;
@@ -160,7 +160,7 @@ bool MiniPool::evict_one(uint64_t tick) {
 void MiniPool::choose(uint64_t tick) {
   for (uint32_t id : leaves_)
     if (entries_[id].used != tick) victims_.push_back(victim(id, tick));
-  auto before = [](const Victim& a, const Victim& b) { return a.goes_before(b); };
+  auto before = [](const Victim& a, const Victim& b) { return a.evict_before(b); };
   size_t most = std::max<size_t>(1, victims_.size() / kChosenShare);
   if (victims_.size() > most) {
     std::nth_element(victims_.begin(), victims_.begin() + static_cast<std::ptrdiff_t>(most), victims_.end(), before);

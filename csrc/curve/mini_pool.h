@@ -1,12 +1,12 @@
-// A pool of another size, made small: the eviction policy decides over sampled chunks only, in as small a share of the
-// room. Waldspurger, Saemundsson, Ahmad and Park, "Cache Modeling and Optimization using Miniature Simulations"
+// A miniature of a pool of another size: the eviction policy decides over sampled chunks only, in the same share of the
+// pool's bytes. Waldspurger, Saemundsson, Ahmad and Park, "Cache Modeling and Optimization using Miniature Simulations"
 // (USENIX ATC 2017).
 //
-// A chunk's parent is here the nearest chunk before it that is sampled too. Leaves go first, as in the pool. Time is in
-// the ticks of all chunks, not of those that are sampled, so that ages are what the policy expects.
+// A chunk's parent is here the nearest chunk before it that is sampled too. Leaves are evicted first, as in the pool.
+// Time is in ticks of all chunks, not only of sampled ones, so that ages are as the policy expects them.
 //
 // Invariants: an entry is a leaf, and in leaves_, exactly while no other names it as its parent; names_ has each entry
-//   once; used_bytes_ is what the entries stand for.
+//   once; used_bytes_ is the sum of the entries' bytes.
 #pragma once
 
 #include <cstdint>
@@ -26,23 +26,23 @@ class MiniPool {
   // TableError bad_argument.
   MiniPool(const std::string& policy, double factor);
 
-  // Room for `factor` times the pool's bytes; of all chunks `share` are sampled.
+  // Sets the capacity to `factor` times the pool's bytes, of which the miniature has `share`: that of sampled chunks.
   void resize(uint64_t pool_bytes, double share);
-  // Keeps only the entries that are sampled still. resize() follows.
+  // Keeps only the entries that are still sampled. resize() must follow.
   void thin(const std::function<bool(uint64_t name)>& stays);
 
-  // A lookup of `keys` chunks, of which those with these names are sampled, in their order. How many of them it finds,
-  // until the first that is missing; those are stored then. `work` rises by what it took, in stored chunks.
+  // A lookup of `keys` chunks: those with these names are sampled, in this order. Returns how many of these it finds up
+  // to the first that is missing; the missing ones are stored then. Adds its cost to `work`, in stored chunks.
   uint32_t look(const std::vector<uint64_t>& names, uint64_t tick, size_t keys, uint64_t chunk_bytes, double* work);
-  // They are stored without having been asked for.
+  // Chunks that are stored without having been asked for.
   void store(const std::vector<uint64_t>& names, uint64_t tick, uint64_t chunk_bytes);
 
   double factor() const { return factor_; }
   size_t size() const { return names_.size(); }
-  // How many sampled chunks of the mean size of those that are there it has room for.
-  std::optional<double> room() const {
+  // How many sampled chunks of its present mean size it can hold; nullopt while it is empty.
+  std::optional<double> capacity() const {
     if (used_bytes_ == 0) return std::nullopt;
-    return static_cast<double>(room_bytes_) * static_cast<double>(size()) / static_cast<double>(used_bytes_);
+    return static_cast<double>(capacity_bytes_) * static_cast<double>(size()) / static_cast<double>(used_bytes_);
   }
   void check() const;  // TableError corrupt
 
@@ -56,7 +56,7 @@ class MiniPool {
     double worth;
     uint64_t used, name;
     uint32_t entry;
-    bool goes_before(const Victim& other) const {
+    bool evict_before(const Victim& other) const {
       return worth != other.worth ? worth < other.worth : used < other.used;
     }
   };
@@ -74,10 +74,10 @@ class MiniPool {
 
   std::unique_ptr<Policy> policy_;
   double factor_, share_ = 1;
-  uint64_t room_bytes_ = 0, used_bytes_ = 0;
+  uint64_t capacity_bytes_ = 0, used_bytes_ = 0;
   std::vector<Entry> entries_;
   std::vector<uint32_t> free_, leaves_;
-  std::vector<Victim> victims_;  // those that go next, the first of them last
+  std::vector<Victim> victims_;  // those that are evicted next, in reverse order
   Names names_;
 };
 

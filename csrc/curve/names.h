@@ -1,6 +1,6 @@
 // A bounded map from the names of sampled chunks to numbers: open addressing, without tombstones.
 //
-// A name is a hash, so its own bits say where it lies.
+// A name is a hash, so its own bits select its cell.
 #pragma once
 
 #include <cstddef>

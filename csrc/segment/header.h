@@ -1,4 +1,4 @@
-// What a segment of the pool looks like in memory. This file alone describes it.
+// The layout of a segment of the pool in memory. This file alone describes it.
 //
 //   0                    data_offset                                   bytes
 //   | SegmentHeader | 0…0 | slots, each at a multiple of kSlotAlign …    |
@@ -7,7 +7,7 @@
 // Process safety: `version` is written last, with release order, and read first, with acquire order (SYNC POINT
 // version), so a reader that sees it sees the other fields too. A fresh object is all zeros, so version 0 means
 // "not ready yet". Afterwards the header is constant.
-// Invariant: `crc` covers every field before it but `version`. A reader can tell a header that is
+// Invariant: `crc` covers every field before it except `version`. A reader can tell a header that is
 // still being written, one of another build, and a damaged one apart.
 #pragma once
 
@@ -25,7 +25,7 @@ inline constexpr uint64_t kSegmentMagic = 0x6765736b636f6476;  // "vdockseg", li
 
 struct SegmentHeader {
   uint64_t magic;
-  uint32_t version;  // kSegmentVersion; 0 until everything else is written
+  uint32_t version;  // kSegmentVersion; 0 until all other fields are written
   uint32_t header_bytes;
   uint64_t pool_id;
   uint64_t bytes;        // of the whole object
@@ -41,7 +41,7 @@ static_assert(offsetof(SegmentHeader, version) == 8);  // never moves: other bui
 static_assert(offsetof(SegmentHeader, crc) == sizeof(SegmentHeader) - 4);
 static_assert(std::atomic_ref<uint32_t>::is_always_lock_free);
 
-// Structure sizes are folded in, so builds that disagree about the layout refuse each other.
+// It depends on the sizes of structures, so builds that disagree about the layout refuse each other.
 inline constexpr uint32_t kSegmentFormat = 1;
 inline constexpr uint32_t kSegmentVersion =
     kSegmentFormat << 24 | uint32_t(sizeof(SegmentHeader)) << 12 | uint32_t(kSegmentHeaderBytes >> 6);
@@ -56,7 +56,7 @@ void write_segment_header(void* base, uint64_t bytes, uint64_t pool_id, uint32_t
 
 enum class HeaderState { ok, not_ready, wrong_version, corrupt };
 
-// Copies the header to *out and judges the copy. `bytes` is the size of the object as the reader sees it.
+// Copies the header to *out and checks the copy. `bytes` is the size of the object as the reader sees it.
 inline HeaderState read_segment_header(const void* base, uint64_t bytes, SegmentHeader* out) {
   auto* shared = static_cast<SegmentHeader*>(const_cast<void*>(base));
   const uint32_t version =

@@ -46,7 +46,7 @@ MemberLock::MemberLock(const std::string& path, int64_t offset, bool with_childr
     throw std::invalid_argument("lock file " + path + ": found " + std::to_string(st.st_size) +
                                 " bytes, wanted at least " + std::to_string(page_bytes()));
   if (fcntl(file.fd, F_OFD_SETLK, &lock) != 0) {
-    if (errno == EACCES) errno = EAGAIN;  // two names for "held": one error for callers
+    if (errno == EACCES) errno = EAGAIN;  // both mean that the byte is held: callers get one error
     fail("F_OFD_SETLK");
   }
   KVDOCK_PAUSE("lock.taken");

@@ -3,14 +3,14 @@
 // Ownership: a MemberLock holds its byte until close() or its end.
 // Thread safety: none; one thread uses a MemberLock at a time. lock_holder_alive() may be called from any thread.
 // Invariant: the lock belongs to the open file, and a mapping keeps the file open after its descriptor is closed. So
-//   the lock ends with the last address space that maps the page: after the threads and the pid of the process.
-// Process safety: MADV_DONTFORK, as for the slots (segment/mapping.h) and for the same reason. A forked child has
-//   neither the slots nor the threads that copy, so it cannot touch what the lock protects, and does not keep it.
-//   Not so with a GPU. A child inherits the open files of the GPU's driver, and they keep the dead parent's context:
-//   what it submitted still runs, and writes to registered memory. On an H200 a kernel wrote 5.5 s after its process
-//   was killed, because a child lived; without one it never did. So a process that copies with a GPU takes its lock
-//   `with_children`, and the lock lasts as long as the last of them.
-//   A child that is forked while a constructor runs may keep the lock, too: longer than needed, which is safe.
+//   the lock is freed with the last address space that maps the page: after the process's threads and pid have ended.
+//   Process safety: MADV_DONTFORK, as for the slots (segment/mapping.h) and for the same reason. A forked child has
+//   neither the slots nor the threads that copy, so it cannot touch the memory that the lock protects, and does not
+//   keep the lock. With a GPU this is different: a child inherits the open files of the GPU's driver, and these keep
+//   the dead parent's context alive: its submitted work still runs, and writes to registered memory. On an H200 a
+//   kernel wrote 5.5 s after its process was killed, because a child lived; without one it never did. So a process that
+//   copies with a GPU takes its lock `with_children`, and the lock lasts as long as the last of them. A child that is
+//   forked while a constructor runs may keep the lock, too: longer than needed, which is safe.
 #pragma once
 
 #include <cstdint>
@@ -20,7 +20,7 @@ namespace kvdock {
 
 class MemberLock {
  public:
-  // Throws std::system_error (EAGAIN: someone else holds the byte), std::invalid_argument when the
+  // Throws std::system_error (EAGAIN: another open file holds the byte), std::invalid_argument when the
   // file is shorter than a page or the offset is negative. `with_children`: forked children keep the lock, too.
   MemberLock(const std::string& path, int64_t offset, bool with_children);
   ~MemberLock();

@@ -6,7 +6,7 @@
 // Process safety: MADV_DONTFORK. A forked child does not have these pages, so it cannot touch memory that its parent's
 //   grants protect.
 // Invariant: the object is at least `bytes` long when it is mapped, so access within bounds raises no SIGBUS, unless
-//   its owner cuts it short later: reaches_end() tells.
+//   its owner shortens it later: reaches_end() finds out.
 #pragma once
 
 #include <atomic>

@@ -1,10 +1,11 @@
-// Taking over the region of an earlier server: first everything is judged and nothing is written, then the few
-// transitions of a new server are made, then what is derived is built.
+// The takeover of an earlier server's region: first everything is checked and nothing is written, then come the few
+// transitions of a new server, then the derived state is built.
 //
 // Crash safety: every write is a transition of its own, or repairs what the one before left behind, so a server killed
 //   while it adopts leaves a region that the next one adopts.
-// Invariants: what SIGKILL at any instruction leaves is accepted, anything else is named. A record that nobody holds
-//   and that is damaged is dropped and counted; damage to what protects memory in use refuses the whole region.
+// Invariants: a region as SIGKILL at any instruction leaves it is accepted. A damaged record without a holder is
+//   dropped and counted; damage to grants, or to records that they pin, refuses the whole region, with an error that
+//   names it.
 #include <algorithm>
 
 #include "base/pause.h"
@@ -14,7 +15,7 @@
 namespace kvdock {
 
 namespace {
-constexpr uint64_t kSaneMs = 1ull << 50;  // no clock gets there
+constexpr uint64_t kSaneMs = 1ull << 50;  // no clock reaches it
 constexpr uint64_t kSaneTick = 1ull << 62;
 }  // namespace
 
@@ -72,8 +73,8 @@ void Table::adopt(const std::vector<SegmentFacts>& segments, Adoption* found) {
   grants.rebuild();
   remember_widest_caps();
   for (uint32_t cell : members_.open_sessions())
-    widest_session_cap_ = std::max(widest_session_cap_, static_cast<double>(chunks_.held_bytes(cell)));
-  widest_total_cap_ = std::max(widest_total_cap_, static_cast<double>(chunks_.held_bytes()));
+    widest_session_cap_ = std::max(widest_session_cap_, static_cast<double>(chunks_.pins().held_bytes(cell)));
+  widest_total_cap_ = std::max(widest_total_cap_, static_cast<double>(chunks_.pins().held_bytes()));
   chunks.settle();
   grants.settle();
   for (uint32_t cell : members_.sessions_without_members())

@@ -1,8 +1,8 @@
-// Those who take over what an earlier server left: judge() writes nothing; then come the transitions, then rebuild(),
-// which makes what is derived, then settle(). csrc/table/adopt.cpp says in which order the two of them work.
+// The takeover of an earlier server's chunks and grants: judge() writes nothing; then come the transitions, then
+// rebuild() of the derived state, then settle(). csrc/table/adopt.cpp has the order in which the two work.
 //
-// Invariants: a record that is damaged and that nobody holds is dropped and counted; a slot with two owners, or damage
-//   to a grant that has a holder, refuses the whole region: it protects memory in use.
+// Invariants: a damaged record without a holder is dropped and counted; a slot with two owners, or damage to a grant
+//   that has a holder, refuses the whole region, since memory in use would be unprotected.
 #pragma once
 
 #include "table/grants.h"
@@ -13,9 +13,9 @@ struct Chunks::Adopter {
   Adopter(Chunks& chunks, Adoption& counts) : c(chunks), found(counts) {}
   void judge(const Region& region, const std::vector<SegmentFacts>& segments);
   void drop_damaged();
-  void quarantine_unfinished();  // what was never published, and what was replaced
+  void quarantine_unfinished();  // records that were never published, were replaced or cleared
   void rebuild();
-  void settle();  // what nobody holds any more goes where it would have gone
+  void settle();  // records without pins: the transitions that their last unpinning would have made
 
  private:
   void judge_segments(const std::vector<SegmentFacts>& segments);
@@ -27,7 +27,7 @@ struct Chunks::Adopter {
   Adoption& found;
   std::vector<uint32_t> live;       // records that are whole
   std::vector<uint32_t> damaged;    // records that are not
-  std::vector<uint32_t> bad_pages;  // pages of which not even the record size can be trusted
+  std::vector<uint32_t> bad_pages;  // pages with an impossible record size
   std::vector<uint32_t> older;      // READY records of a key that a later generation has
   std::vector<uint32_t> cleared;    // READY records that were cleared, and not taken out yet
 };
@@ -41,23 +41,23 @@ struct Grants::Adopter {
   void settle();  // reservations whose holders had all committed before the server ended
 
  private:
-  struct Lines {
+  struct Entries {
     std::vector<uint32_t> blocks;
     uint32_t count;
   };
-  enum class Chain { held, discharged };  // a held grant's may end in a line that was being added
+  enum class Chain { held, discharged };  // a held grant's may end in an entry that was being added
 
   void judge_cell(uint32_t cell);
   void judge_body(const Grant& grant, uint32_t cell) const;
-  std::optional<Lines> follow_lines(const Grant& grant, Chain chain);
-  bool names_its_record(const Line& line) const;
-  void restart(Grant& grant, const Lines& lines);
+  std::optional<Entries> follow_entries(const Grant& grant, Chain chain);
+  bool names_its_record(const GrantEntry& entry) const;
+  void restart(Grant& grant, const Entries& entries);
   void finish_commits(Grant& grant, uint64_t holders[2]);
   void name(uint32_t cell);
 
   Grants& g;
   Adoption& found;
-  std::map<uint32_t, Lines> held_;   // by cell
+  std::map<uint32_t, Entries> held_;   // by cell
   std::vector<uint32_t> answering_;  // discharged grants that can still answer repeats
   std::vector<uint32_t> forgotten_;  // discharged grants that cannot
   std::vector<bool> block_used_;

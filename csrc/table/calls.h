@@ -1,4 +1,4 @@
-// What goes into the chunk table's calls and what comes out of them: plain values.
+// Arguments and results of the chunk table's calls: plain values.
 #pragma once
 
 #include <cstdint>
@@ -18,7 +18,7 @@ struct TableOptions {
   uint64_t max_records, max_grants;
   uint64_t ask_ms, settle_ms, suspect_ms;
   double session_cap, total_cap;  // shares of limit_bytes that grants may pin
-  uint64_t grace_ms;  // how long a namespace that was left is kept like any other
+  uint64_t grace_ms;  // how long chunks of a namespace that was left are evicted like all others
 };
 
 // A segment as the table names it, or as the server that adopts it found it in memory.
@@ -27,8 +27,8 @@ struct SegmentFacts {
   SegmentState state;
   uint64_t data_offset, data_bytes;
 };
-struct Adoption {  // what an adopting server found
-  uint64_t clock_ms = 0;  // the earlier server's clock: the new one goes on from there
+struct Adoption {  // what a server found when it adopted a pool
+  uint64_t clock_ms = 0;  // the earlier server's clock, from which the new one continues
   uint32_t chunks = 0, dropped = 0, aborted = 0, replaced = 0, cleared = 0;
   uint32_t leases = 0, reservations = 0, sessions = 0, members = 0;
 };
@@ -46,11 +46,12 @@ struct LookupCall {
   std::vector<Key> keys;
   uint32_t readers;
   uint64_t skip_tokens;
-  bool computes;  // what is not found, and stores it
+  bool computes;  // the request computes what is not found, and stores it
 };
 struct LookupResult {
   uint64_t hit_tokens = 0, lease = 0;
-  // How far others store the prefix now, and how much of that is stored, also where the hit is limited; 0: nobody does.
+  // How many tokens of the prefix other sessions store now, and how many of these are stored, limited or not; 0: no
+  // session stores it.
   uint64_t being_stored = 0, committed = 0;
   uint32_t first_chunk = 0;
   Limit limited = Limit::none;
@@ -58,7 +59,7 @@ struct LookupResult {
   std::vector<PartAt> parts;        // of all chunks, one after the other
   std::vector<uint32_t> part_ends;  // per chunk: where its parts end
 };
-// What a reader has found to be damaged: chunks of one namespace.
+// Chunks of one namespace whose bytes a reader found damaged.
 struct Damaged {
   uint32_t space = 0;
   std::vector<Key> keys;
@@ -78,14 +79,14 @@ struct ReserveResult {
   Limit limited = Limit::none;
 };
 struct RetainResult {
-  uint32_t chunks = 0, refused = 0;  // how many are retained by now, and how many would have been too much
+  uint32_t chunks = 0, refused = 0;  // how many are retained now, and how many exceeded the limit
 };
 struct LowerResult {
   uint32_t chunks = 0;
   bool shared = false;  // it ended at a chunk that another chain shares
 };
 using PartCommit = std::tuple<uint32_t, uint32_t, uint64_t>;  // index into the store's keys, group, checksum
-// Chunks of the reservation that are READY, and the ranks that have not said done.
+// How many chunks of the reservation are READY, and the ranks that have not finished.
 using CommitResult = std::pair<uint32_t, std::vector<uint32_t>>;
 // How many chunks were taken out, and where the next call starts; -1: everything was looked at.
 using Cleared = std::pair<uint32_t, int64_t>;
@@ -94,7 +95,7 @@ struct Ready {  // a chunk that lookups find
   uint32_t space;
   Key key, parent;
 };
-// A grant, and the ranks that are asked; none: the member that asked for the grant is.
+// A grant and the ranks that are asked whether they still need it; none: the member that asked for the grant is asked.
 using Question = std::pair<uint64_t, std::vector<uint32_t>>;
 
 struct SpaceInfo {

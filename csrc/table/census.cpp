@@ -6,9 +6,9 @@ namespace kvdock {
 
 namespace {
 
-// What work costs that is more than looking at a chunk, measured in that.
+// The cost of work that is more than looking at a chunk, in units of that.
 constexpr uint32_t kRankCost = 4, kSortCost = 1024, kFreeCost = 256;
-// How many prefixes one answer looks at, if many have gone since they were counted.
+// How many prefixes one answer looks at, if many were removed since they were counted.
 constexpr uint32_t kMostLooks = 2048;
 
 bool comes_first(const PrefixCount& a, const PrefixCount& b) {
@@ -18,16 +18,16 @@ bool comes_first(const PrefixCount& a, const PrefixCount& b) {
 
 }  // namespace
 
-Census::Census(const Chunks& chunks)
-    : chunks_(chunks), end_(chunks.records_end()), spaces_(kMaxNamespaces), rankings_(kMaxNamespaces) {}
+Census::Census(const Records& records)
+    : records_(records), end_(records.end()), spaces_(kMaxNamespaces), rankings_(kMaxNamespaces) {}
 
 bool Census::step(uint32_t budget) {
   for (int64_t left = budget; left > 0 && phase_ != Phase::done;) left -= work();
   return phase_ == Phase::done;
 }
 
-// First every chunk finds the one before it, then each is added to its first one, and what comes of it is ranked.
-// Returns what that piece of work costs.
+// First every chunk is linked to its parent, then each is added to its first ancestor, then prefixes are ranked.
+// Returns the cost of that piece of work.
 uint32_t Census::work() {
   switch (phase_) {
     case Phase::link:
@@ -51,7 +51,7 @@ uint32_t Census::work() {
 }
 
 uint32_t Census::look() {
-  if (uint32_t next = chunks_.next_record(at_); next != at_) at_ = next, walk_ = kNone;
+  if (uint32_t next = records_.next(at_); next != at_) at_ = next, walk_ = kNone;
   if (at_ >= end_) {
     enter(phase_ == Phase::link ? Phase::add : Phase::rank);
   } else if (phase_ == Phase::add) {
@@ -63,22 +63,22 @@ uint32_t Census::look() {
   return 1;
 }
 
-// A page that was used again may have no room for that id any more.
+// A page that serves records of another size since may not have that id any more.
 bool Census::is_ready(uint32_t id) const {
-  return chunks_.next_record(id) == id && chunks_.record(id).state() == RecordState::kReady;
+  return records_.next(id) == id && records_.at(id).state() == RecordState::kReady;
 }
 
 // Whether the record has the same chunk still.
 bool Census::is_there(uint32_t id, uint32_t stamp) const { return is_ready(id) && this->stamp(id) == stamp; }
 
 void Census::link(uint32_t id) {
-  const Record& r = chunks_.record(id);
-  const KeyEntry* before = r.parent.names_chunk() ? chunks_.look(r.space, r.parent) : nullptr;
+  const Record& r = records_.at(id);
+  const KeyEntry* before = r.parent.names_chunk() ? records_.find(r.space, r.parent) : nullptr;
   if (!r.parent.names_chunk() || (before && before->ready == id)) nodes_.at(id) = {id, new_prefix(id), stamp(id), 0};
   else if (before && before->ready < end_) nodes_.at(id) = {before->ready, 1, stamp(id), stamp(before->ready)};
   SpaceCount& space = spaces_[r.space];
   ++space.chunks;
-  space.bytes += chunks_.bytes_of(id);
+  space.bytes += records_.bytes_of(id);
   space.oldest = std::min(space.oldest, r.last_used);
   space.newest = std::max(space.newest, r.last_used);
 }
@@ -88,8 +88,8 @@ uint32_t Census::new_prefix(uint32_t id) {
   return prefix_count_++;
 }
 
-// One link up from chunk at_ to its first one; the way becomes shorter by it. True: the chunk was added, or has no
-// first one.
+// Follows one link from chunk at_ towards its first ancestor, and shortens the path. Returns whether it is done: the
+// chunk was added to its prefix, or has none.
 bool Census::climb() {
   if (walk_ == kNone) walk_ = at_, walked_ = 0;
   Node& node = nodes_.at(walk_);
@@ -97,7 +97,7 @@ bool Census::climb() {
     add(at_, prefixes_.at(node.up), walked_ + 1);
     return true;
   }
-  if (node.above == kNone) return true;  // it came while the others were counted, or has lost what came before it
+  if (node.above == kNone) return true;  // it was stored during the count, or an ancestor was removed
   Node over = nodes_.at(node.above);
   if (over.stamp != node.above_stamp) {  // another chunk took that record
     node.above = kNone;
@@ -105,7 +105,7 @@ bool Census::climb() {
   }
   if (over.above != node.above && over.above != kNone) {
     node = {over.above, node.up + over.up, node.stamp, over.above_stamp};
-    // Chunks that name each other lead in a circle: it begins somewhere.
+    // Chunks that name each other as parents form a circle: any of them serves as the first.
     if (node.above == walk_) {
       node = is_there(walk_, node.stamp) ? Node{walk_, new_prefix(walk_), node.stamp, 0} : Node{};
       return false;
@@ -118,11 +118,11 @@ bool Census::climb() {
 
 void Census::add(uint32_t id, Prefix& to, uint32_t depth) {
   if (!is_there(id, nodes_.at(id).stamp) || !is_there(to.first, to.stamp)) return;
-  const Record& r = chunks_.record(id);
+  const Record& r = records_.at(id);
   ++to.chunks;
-  to.bytes += chunks_.bytes_of(id);
+  to.bytes += records_.bytes_of(id);
   to.used = std::max(to.used, r.last_used);
-  if (depth > to.last_chunks && uint64_t{chunks_.uses_of(id)} * 2 >= chunks_.uses_of(to.first)) {
+  if (depth > to.last_chunks && uint64_t{records_.info(id).uses} * 2 >= records_.info(to.first).uses) {
     to.last = id;
     to.last_stamp = stamp(id);
     to.last_chunks = depth;
@@ -131,19 +131,19 @@ void Census::add(uint32_t id, Prefix& to, uint32_t depth) {
 
 uint32_t Census::rank(const Prefix& prefix) {
   if (!prefix.chunks || !is_there(prefix.first, prefix.stamp)) return 1;
-  const Record& r = chunks_.record(prefix.first);
+  const Record& r = records_.at(prefix.first);
   Ranking& in = rankings_[r.space];
   ++in.count;
-  PrefixCount one{r.space,      r.key, prefix.chunks, prefix.bytes, chunks_.born_ms(prefix.first), 0,
-                  chunks_.uses_of(prefix.first), r.key, 1, prefix.first, prefix.stamp};
+  PrefixCount one{r.space,      r.key, prefix.chunks, prefix.bytes, records_.born_ms(prefix.first), 0,
+                  records_.info(prefix.first).uses, r.key, 1, prefix.first, prefix.stamp};
   if (in.top.size() == kMostPrefixes) {
     if (!comes_first(one, in.top.front())) return 1;
     std::pop_heap(in.top.begin(), in.top.end(), comes_first);
     in.top.pop_back();
   }
-  one.used_ms = chunks_.used_ms(prefix.used);
+  one.used_ms = records_.used_ms(prefix.used);
   if (is_there(prefix.last, prefix.last_stamp))
-    one.last = chunks_.record(prefix.last).key, one.last_chunks = prefix.last_chunks;
+    one.last = records_.at(prefix.last).key, one.last_chunks = prefix.last_chunks;
   in.top.push_back(one);
   std::push_heap(in.top.begin(), in.top.end(), comes_first);
   return kRankCost;
@@ -159,8 +159,8 @@ std::vector<std::pair<uint32_t, SpaceCount>> Census::spaces() const {
   for (uint32_t space = 0; space < spaces_.size(); ++space) {
     if (!spaces_[space].chunks) continue;
     SpaceCount count = spaces_[space];
-    count.oldest = chunks_.used_ms(count.oldest);
-    count.newest = chunks_.used_ms(count.newest);
+    count.oldest = records_.used_ms(count.oldest);
+    count.newest = records_.used_ms(count.newest);
     out.push_back({space, count});
   }
   return out;
@@ -168,7 +168,7 @@ std::vector<std::pair<uint32_t, SpaceCount>> Census::spaces() const {
 
 std::pair<std::vector<PrefixCount>, uint64_t> Census::prefixes(const std::vector<uint32_t>& spaces, size_t most) const {
   using At = std::vector<PrefixCount>::const_iterator;
-  std::vector<std::pair<At, At>> lists;  // what is left of each namespace's: a heap with the first of all in front
+  std::vector<std::pair<At, At>> lists;  // the rest of each namespace's: a heap with the most used in front
   auto comes_later = [](const auto& a, const auto& b) { return comes_first(*b.first, *a.first); };
   uint64_t all = 0;
   for (uint32_t space : spaces) {

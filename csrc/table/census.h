@@ -1,16 +1,16 @@
-// What the pool holds, for people: by namespace, and by prefix: a first chunk with all that goes on from it.
+// The contents of the pool, for people: by namespace, and by prefix, which is a first chunk with all its descendants.
 //
-// It is counted and ranked some chunks at a time, while the pool changes, so that no call takes long. Chunks that come
-// or go meanwhile are counted or left out. A prefix whose first chunk goes is left out; nobody finds the others, which
-// are of no prefix then.
-// Ownership: derived, and of one count alone. Once all is counted only the figures and the most used prefixes are left.
+// They are counted and ranked some chunks at a time, while the pool changes, so that no call takes long. Chunks that
+// are stored or removed meanwhile may be counted or left out. A prefix whose first chunk is removed is left out;
+// lookups do not find its other chunks, which then belong to no prefix.
+// Ownership: derived, for one count. At its end only the figures and the most used prefixes remain.
 // Thread safety: the caller holds the table's mutex.
 #pragma once
 
 #include <memory>
 #include <vector>
 
-#include "table/chunks.h"
+#include "table/records.h"
 
 namespace kvdock {
 
@@ -19,15 +19,15 @@ struct SpaceCount {
   uint64_t oldest = UINT64_MAX, newest = 0;  // ticks of last uses
 };
 
-// As counted.
+// A prefix as it was counted.
 struct PrefixCount {
   uint32_t space;
   Key first;
   uint64_t chunks, bytes;
   uint64_t born_ms, used_ms;  // on the server clock; 0: not known
   uint32_t uses;              // lookups that found the first chunk
-  // The deepest chunk that at least half of those lookups found as well, and how many chunks lead to it, both ends
-  // counted.
+  // The deepest chunk that at least half of those lookups also found, and the number of chunks from the first one to
+  // it, both counted.
   Key last;
   uint32_t last_chunks;
   uint32_t record, stamp;  // the first chunk's, as Census has them
@@ -35,26 +35,26 @@ struct PrefixCount {
 
 class Census {
  public:
-  explicit Census(const Chunks& chunks);
+  explicit Census(const Records& records);
 
-  // Does `budget` pieces of work more; a piece is about what looking at one chunk takes. True: all is counted.
+  // Does `budget` more pieces of work, each of about the cost of looking at one chunk. Returns whether all is counted.
   bool step(uint32_t budget);
 
-  // By namespace, those that have chunks; the ticks are milliseconds of the server clock, 0: not known.
+  // Namespaces that have chunks. Here `oldest` and `newest` are milliseconds of the server clock; 0: not known.
   std::vector<std::pair<uint32_t, SpaceCount>> spaces() const;
-  // The `most` prefixes of those namespaces that were used most often, but at most kMostPrefixes, and how many there
-  // are. Of equally often used ones the larger comes first. Those that have gone since are left out; where many have,
-  // fewer are found. REQUIRES: all is counted; each namespace is named once.
+  // The `most` prefixes of those namespaces that were used most often, at most kMostPrefixes, and the number of all
+  // prefixes. Of equally often used ones the larger comes first. Prefixes that were removed since are left out; where
+  // these are many, fewer are returned. REQUIRES: all is counted; each namespace is named once.
   std::pair<std::vector<PrefixCount>, uint64_t> prefixes(const std::vector<uint32_t>& spaces, size_t most) const;
 
  private:
   static constexpr size_t kMostPrefixes = 256;
   enum class Phase { link, add, rank, sort, free, done };
-  // Which chunk the record has: what its generation ends with. Within a count no two chunks have the same.
-  uint32_t stamp(uint32_t id) const { return static_cast<uint32_t>(chunks_.record(id).generation()); }
+  // Identifies the chunk that a record has, by the low bits of its generation: different for all chunks of a count.
+  uint32_t stamp(uint32_t id) const { return static_cast<uint32_t>(records_.at(id).generation()); }
   struct Node {
-    uint32_t above = kNone;  // a record on the way to the first chunk, itself at a first chunk, kNone: not counted
-    uint32_t up = 0;         // how many chunks above that is; at a first chunk: its prefix
+    uint32_t above = kNone;  // an ancestor, towards the first chunk; a first chunk's is itself; kNone: not counted
+    uint32_t up = 0;         // how many chunks up that is; of a first chunk: the index of its prefix
     uint32_t stamp = 0, above_stamp = 0;
   };
   struct Prefix {
@@ -63,9 +63,10 @@ class Census {
   };
   struct Ranking {
     uint64_t count = 0;
-    std::vector<PrefixCount> top;  // a heap with the last of them in front, until all are ranked: then in their order
+    std::vector<PrefixCount> top;  // until all are ranked, a heap with the least used in front; then sorted
   };
-  // An array that is never moved or filled at once: its blocks come when they are first touched and go one by one.
+  // An array in blocks: each is allocated when it is first used, and they are freed one by one, so that no step is
+  // long.
   template <class T>
   class Blocks {
    public:
@@ -98,10 +99,10 @@ class Census {
   uint32_t rank(const Prefix& prefix);
   uint32_t sort(Ranking& ranking);
 
-  const Chunks& chunks_;
+  const Records& records_;
   uint32_t end_, at_ = 0;
   Phase phase_ = Phase::link;
-  uint32_t walk_ = kNone, walked_ = 0;  // where on the way from chunk at_ it is, and how many chunks above that
+  uint32_t walk_ = kNone, walked_ = 0;  // the ancestor of chunk at_ that climb() has reached, and how far up it is
   Blocks<Node> nodes_;                  // by record
   Blocks<Prefix> prefixes_;
   uint32_t prefix_count_ = 0;

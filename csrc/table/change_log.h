@@ -1,6 +1,6 @@
-// The keys that lookups have begun or ceased to find, in order, for engines that announce them to routers.
+// The keys that lookups began or ceased to find, in order, for engines that announce them to routers.
 //
-// Ownership: it is lost with the process.
+// Ownership: on the heap; it ends with the process.
 // Invariant: the latest kKept changes are known.
 #pragma once
 
@@ -19,8 +19,8 @@ struct Change {
   bool is_there;
 };
 
-// Keys and whether they are there, oldest first; what to ask from next time; false: some changes are not known any
-// more, and there are none in the list.
+// Keys, each with whether lookups find it, oldest first; the number to ask from next time; and whether all changes
+// since the number asked for are known: if not, the list is empty.
 using Changes = std::tuple<std::vector<std::pair<Key, bool>>, uint64_t, bool>;
 using AllChanges = std::tuple<std::vector<Change>, uint64_t, bool>;
 
@@ -36,7 +36,7 @@ class ChangeLog {
     ++next_;
   }
 
-  // Call it before another namespace gets the number `space`: sessions of that one must not hear of these changes.
+  // Call it before another namespace gets the number `space`, whose sessions must not see these changes.
   void forget(uint32_t space) {
     for (Change& change : kept_)
       if (change.space == space) change.space = kNone;
@@ -54,7 +54,7 @@ class ChangeLog {
     return {std::move(changes), next, complete};
   }
 
-  // The same of all namespaces; what was forgotten is left out.
+  // The same for all namespaces, without what was forgotten.
   AllChanges since(uint64_t from, size_t at_most) const {
     bool complete = next_ - kept_.size() <= from && from <= next_;
     uint64_t next = complete ? from : next_;

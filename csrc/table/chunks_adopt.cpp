@@ -9,7 +9,7 @@
 namespace kvdock {
 
 namespace {
-constexpr uint64_t kSaneKeepMs = 1ull << 40;  // nobody keeps a chunk for so long
+constexpr uint64_t kSaneKeepMs = 1ull << 40;  // no administrator keeps a chunk for so long
 }  // namespace
 
 void Chunks::Adopter::judge(const Region& region, const std::vector<SegmentFacts>& segments) {
@@ -18,18 +18,18 @@ void Chunks::Adopter::judge(const Region& region, const std::vector<SegmentFacts
     refuse_adoption("the last generation is damaged", c.header_.last_generation, int64_t(kGenerations - 1));
   for (uint32_t space : c.spaces_.live())
     if (c.spaces_.cleared_through(space) > c.header_.last_generation)
-      refuse_adoption("a namespace was cleared of chunks that never were", space);
+      refuse_adoption("a namespace was cleared through a generation that was never given", space);
   judge_segments(segments);
   judge_slabs(region.slabs);
-  bad_pages = c.pages_.judge();
-  c.info_.resize(c.pages_.end());
+  bad_pages = c.records_.pages().judge();
+  c.records_.cover_pages();
   auto bad = bad_pages.begin();
-  for (uint32_t page = 0; page < c.pages_.page_count(); ++page) {
+  for (uint32_t page = 0; page < c.records_.pages().page_count(); ++page) {
     if (bad != bad_pages.end() && *bad == page) {
       ++bad;
       continue;
     }
-    for (uint32_t i = 0; i < c.pages_.records_in(page); ++i) judge_record(page * kPageRecords + i);
+    for (uint32_t i = 0; i < c.records_.pages().records_in(page); ++i) judge_record(page * kPageRecords + i);
   }
 }
 
@@ -60,7 +60,7 @@ void Chunks::Adopter::judge_slabs(const Slab* slabs) {
 void Chunks::Adopter::judge_record(uint32_t id) {
   const Record& r = c.record(id);
   if (r.word == 0) return;
-  if (!sound(r, c.pages_.size_at(id))) {
+  if (!sound(r, c.records_.pages().size_at(id))) {
     damaged.push_back(id);
     return;
   }
@@ -71,14 +71,14 @@ void Chunks::Adopter::judge_record(uint32_t id) {
     *owner = id;
     bytes += round_slot(r.parts[p].length);
   }
-  c.info_[id].pages = static_cast<uint32_t>(bytes / kSlotAlign);
+  c.records_.info(id).pages = static_cast<uint32_t>(bytes / kSlotAlign);
   live.push_back(id);
   if (r.state() != RecordState::kReady) return;
-  if (c.was_cleared(r)) {
+  if (c.records_.was_cleared(r)) {
     cleared.push_back(id);
     return;
   }
-  KeyEntry& e = c.index_.insert(r.space, r.key);
+  KeyEntry& e = c.records_.entry(r.space, r.key);
   uint32_t loser = e.ready;
   if (loser == kNone || c.record(loser).generation() < r.generation())
     e.ready = id;
@@ -87,7 +87,7 @@ void Chunks::Adopter::judge_record(uint32_t id) {
   if (loser != kNone) older.push_back(loser);
 }
 
-// Everything that a record says about itself, checked against its namespace; judge_record checks its slots.
+// Checks all fields of a record against its namespace; judge_record() checks its slots.
 bool Chunks::Adopter::sound(const Record& r, uint32_t size) const {
   if (!whole(r.word) || r.state() == RecordState::kFree || r.state() > RecordState::kQuarantined) return false;
   if (sizeof(Record) + r.part_count * sizeof(StoredPart) != size || r.crc != body_crc(r, r.generation())) return false;
@@ -114,7 +114,7 @@ bool Chunks::Adopter::sound(const Record& r, uint32_t size) const {
 void Chunks::Adopter::drop_damaged() {
   found.dropped = static_cast<uint32_t>(damaged.size() + bad_pages.size());
   for (uint32_t id : damaged) publish(c.record(id).word, 0);
-  for (uint32_t page : bad_pages) c.pages_.clear_page(page);
+  for (uint32_t page : bad_pages) c.records_.pages().clear_page(page);
 }
 
 void Chunks::Adopter::quarantine_unfinished() {
@@ -134,30 +134,30 @@ void Chunks::Adopter::quarantine_unfinished() {
 }
 
 void Chunks::Adopter::rebuild() {
-  std::vector<bool> taken(c.info_.size(), false);
+  std::vector<bool> taken(c.records_.end(), false);
   for (uint32_t id : live) taken[id] = true;
   c.slots_.adopted();
   for (uint32_t i = 0; i < kMaxSegments; ++i)
     if (c.segments_[i].state() == SegmentState::kRetiring) c.slots_.retire_segment(c.segments_[i].id());
-  c.pages_.rebuild(taken);
+  c.records_.pages().rebuild(taken);
   for (uint32_t id : live) {
     Record& r = c.record(id);
     r.last_used = std::min(r.last_used, c.header_.use_tick);
     for (uint32_t p = 0; p < r.part_count; ++p) c.slots_.touch(r.parts[p].slab, r.last_used);
-    c.count_state(id, 1);
+    c.records_.count(id, 1);
     if (r.state() != RecordState::kReady) continue;
-    c.add_child(r.space, r.parent);
-    c.info_[id].children = c.index_.find(r.space, r.key)->children;
-    c.info_[id].kind = c.policy_->stored(c.described(id), std::nullopt);
+    c.eviction_.add_child(r.space, r.parent);
+    c.records_.info(id).children = c.records_.find(r.space, r.key)->children;
+    c.eviction_.adopted(id);
     bool kept = r.kept_until_ms > found.clock_ms && r.kept_until_ms < found.clock_ms + kSaneKeepMs;
-    c.set_kept(id, kept ? r.kept_until_ms : 0);
+    c.preferences_.keep(id, kept ? r.kept_until_ms : 0);
     ++found.chunks;
   }
 }
 
 void Chunks::Adopter::settle() {
   for (uint32_t id : live)
-    if (c.info_[id].pins == 0) c.unpinned(id);
+    if (!c.pins_.has(id)) c.eviction_.unpinned(id);
 }
 
 }  // namespace kvdock

@@ -1,6 +1,6 @@
-// Why lookups have ceased to find chunks, and when: what people ask when a request missed.
+// Why and when lookups ceased to find chunks: the explanation of a miss.
 //
-// Ownership: it is lost with the process.
+// Ownership: on the heap; it ends with the process.
 // Invariant: the latest kKept departures are known, each by its key.
 #pragma once
 
@@ -15,9 +15,10 @@
 
 namespace kvdock {
 
-// room: a store needed its slot. ahead: the pool had too little free. quota: its tenant's. shrunk: its segment was
-// given back. cleared, deleted: an operator said so. mismatched: a reader found other bytes. unread: it was loaded from
-// a lower tier for a request that has gone. read: for one that has read it. weights: nobody runs its weights any more.
+// Why a chunk left the pool. It was evicted: room: a store needed its slot; ahead: too little was free; quota: its
+// tenant used too much; shrunk: its segment was given back; weights: no engine runs its weights any more. Or it was
+// removed: cleared, deleted: by an operator; mismatched: a reader found other bytes; read: a temporary chunk, with its
+// last reader; unread: it was loaded from a lower tier for a request that has ended.
 enum class Gone : uint8_t { room, ahead, quota, shrunk, cleared, deleted, mismatched, unread, read, weights };
 constexpr const char* kGoneNames[] = {
     "room", "ahead", "quota", "shrunk", "cleared", "deleted", "mismatched", "unread", "read", "weights"};
@@ -33,7 +34,7 @@ class Departures {
  public:
   static constexpr uint32_t kKept = 1 << 16;
 
-  // The server clock, from calls that have it; and how far uses were counted by then.
+  // The server clock, and the use tick at that time.
   void set_now(uint64_t now_ms, uint64_t use_tick) {
     now_ms_ = std::max(now_ms_, now_ms);
     if (!uses_.empty() && now_ms_ < uses_.back().ms + kUseMs) return;
@@ -54,7 +55,7 @@ class Departures {
     ++next_;
   }
 
-  // The latest of that key, if it is known. Keys are digests, so eight bytes of one find it.
+  // The latest departure of that key, if it is known. Keys are digests, so eight bytes of one serve as its hash.
   std::optional<Departure> find(uint32_t space, const Key& key) const {
     auto it = latest_.find(hash(space, key));
     if (it == latest_.end()) return std::nullopt;
@@ -73,7 +74,7 @@ class Departures {
 
   uint64_t now_ms() const { return now_ms_; }
 
-  // The time of that tick of use; 0 if it lies before those that are known.
+  // The time of that use tick; 0 if it lies before those that are known.
   uint64_t used_at(uint64_t tick) const {
     auto is_before = [](const Use& use, uint64_t t) { return use.tick < t; };
     auto it = std::lower_bound(uses_.begin(), uses_.end(), tick, is_before);
@@ -100,7 +101,7 @@ class Departures {
 
   uint64_t now_ms_ = 0, next_ = 0;
   std::vector<Departure> kept_;
-  std::unordered_map<uint64_t, uint32_t> latest_;  // by hash: where in kept_
+  std::unordered_map<uint64_t, uint32_t> latest_;  // by hash: an index into kept_
   std::deque<Use> uses_;
 };
 

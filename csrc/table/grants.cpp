@@ -30,7 +30,7 @@ void Grants::begin_empty() {
     grants_[cell].word = grant_word(cell, 0, GrantState::kAbsent);
     free_grants_.push_back(cell);
   }
-  for (uint32_t i = header_.max_line_blocks; i-- > 0;) free_blocks_.push_back(i);
+  for (uint32_t i = header_.max_entry_blocks; i-- > 0;) free_blocks_.push_back(i);
 }
 
 // ---- finding
@@ -54,7 +54,7 @@ Grant* Grants::of_session(uint64_t session, uint64_t id, std::optional<GrantKind
 
 void Grants::require_own(const Grant& g, uint32_t cell) const {
   if (g.session == cell && g.session_use == members_.session(cell).use()) return;
-  // Of another tenant's grant, and of an ended session's, a caller learns no more than of one that never was.
+  // For a grant of another tenant or of an ended session the error is that of a grant that was never given.
   bool open = members_.is_open(g.session) && g.session_use == members_.session(g.session).use();
   if (!open || !members_.of_one_tenant(g.session, cell))
     throw TableError("unknown_grant", "no such grant was given", hex_of(g.id));
@@ -126,33 +126,34 @@ void Grants::open(Grant& g) {
   requests_[key_of(g)] = cell;
 }
 
-void Grants::require_lines(uint32_t count) {
-  uint32_t blocks = (count + kLinesPerBlock - 1) / kLinesPerBlock + 1;
+void Grants::require_entries(uint32_t count) {
+  uint32_t blocks = (count + kEntriesPerBlock - 1) / kEntriesPerBlock + 1;
   while (free_blocks_.size() < blocks)
     if (!reclaim_tombstone())
-      throw TableError("table_full", "no room for the grant's lines", int64_t(free_blocks_.size()), blocks);
+      throw TableError("table_full", "too few blocks are free for the grant's entries", int64_t(free_blocks_.size()),
+                       blocks);
 }
 
-void Grants::add_line(Grant& g, const Line& line) {
-  uint32_t at = g.line_count % kLinesPerBlock;
+void Grants::add_entry(Grant& g, const GrantEntry& entry) {
+  uint32_t at = g.entry_count % kEntriesPerBlock;
   if (at == 0) {
     uint32_t b = free_blocks_.back();
     free_blocks_.pop_back();
-    std::memset(&blocks_[b], 0, sizeof blocks_[b]);  // a line that was not written has generation 0
+    std::memset(&blocks_[b], 0, sizeof blocks_[b]);  // an entry that was not written has generation 0
     blocks_[b].next = kNone;
     std::atomic_signal_fence(std::memory_order_seq_cst);  // adoption follows the link, so the block is written first
     (g.first_block == kNone ? g.first_block : blocks_[g.last_block].next) = b;
     g.last_block = b;
     KVDOCK_PAUSE("grant.block_linked");
   }
-  blocks_[g.last_block].lines[at] = line;
-  KVDOCK_PAUSE("grant.line_written");
-  publish(g.line_count, g.line_count + 1);
-  chunks_.add_pin(line.record, g.session);
+  blocks_[g.last_block].entries[at] = entry;
+  KVDOCK_PAUSE("grant.entry_written");
+  publish(g.entry_count, g.entry_count + 1);
+  chunks_.add_pin(entry.record, g.session);
 }
 
-void Grants::free_lines(Grant& g) {
-  g.line_count = 0;
+void Grants::free_entries(Grant& g) {
+  g.entry_count = 0;
   for (uint32_t b = g.first_block; b != kNone; b = blocks_[b].next) free_blocks_.push_back(b);
   g.first_block = g.last_block = kNone;
 }
@@ -162,7 +163,7 @@ bool Grants::reclaim_tombstone() {
   uint32_t cell = tombstones_.front();
   tombstones_.pop_front();
   Grant& g = grants_[cell];
-  free_lines(g);
+  free_entries(g);
   auto it = requests_.find(key_of(g));
   if (it != requests_.end() && it->second == cell) requests_.erase(it);
   publish(g.word, grant_word(cell, g.use(), GrantState::kAbsent));
@@ -184,7 +185,7 @@ void Grants::discharge(Grant& g, std::span<const uint32_t> ranks) {
   if (!g.live_holders() && is_held(g)) close(g);
 }
 
-// The last holder is discharged: the pins go, and the cell becomes a tombstone.
+// The last holder is discharged: drops the pins, and makes the cell a tombstone.
 void Grants::close(Grant& g) {
   uint32_t cell = cell_of(g);
   if (g.kind == GrantKind::kReservation && !g.completed) close_reservation(g);
@@ -195,9 +196,9 @@ void Grants::close(Grant& g) {
   if (held->second.empty()) held_.erase(held);
   --usage_of(g).grants;
   answers_.erase(cell);
-  for_each_line(g, [&](const Line& line) { chunks_.prefetch_record(line.record); });
-  for_each_line(g, [&](const Line& line) { chunks_.drop_pin(line.record, g.session); });
-  if (g.kind == GrantKind::kLease) free_lines(g);  // a reservation's are what a repeated commit is compared with
+  for_each_entry(g, [&](const GrantEntry& entry) { chunks_.records().prefetch(entry.record); });
+  for_each_entry(g, [&](const GrantEntry& entry) { chunks_.drop_pin(entry.record, g.session); });
+  if (g.kind == GrantKind::kLease) free_entries(g);  // a repeated commit is compared with a reservation's entries
   tombstones_.push_back(cell);
 }
 
@@ -206,10 +207,10 @@ void Grants::close_reservation(Grant& g) {
   uint32_t cell = cell_of(g);
   publish(g.word, grant_word(cell, g.use(), GrantState::kClosed));
   answers_.erase(cell);
-  for_each_line(g, [&](const Line& line) {
-    if (!chunks_.names_live(line) || chunks_.record(line.record).state() != RecordState::kReserved) return;
+  for_each_entry(g, [&](const GrantEntry& entry) {
+    if (!chunks_.records().names_live(entry) || chunks_.record(entry.record).state() != RecordState::kReserved) return;
     ++aborted_chunks_;
-    chunks_.take_out(line.record, Gone::deleted);  // it was never found
+    chunks_.take_out(entry.record, Gone::deleted);  // lookups never found it
   });
 }
 
@@ -220,7 +221,7 @@ std::vector<Grant*> Grants::reservations_in(uint32_t space) const {
     for (uint32_t cell : cells) {
       Grant& g = grants_[cell];
       if (g.kind != GrantKind::kReservation || g.state() != GrantState::kOpen) continue;
-      const Line& first = blocks_[g.first_block].lines[0];
+      const GrantEntry& first = blocks_[g.first_block].entries[0];
       if (chunks_.record(first.record).space == space) out.push_back(&g);
     }
   }
@@ -256,12 +257,12 @@ void Grants::close_late(uint64_t now) {
 GrantInfo Grants::info_of(const Grant& g) const {
   bool closed = g.state() == GrantState::kClosed;
   GrantInfo info{g.id,         g.kind, members_.session_id(g.session), g.request,   g.epoch, g.readers, remaining(g),
-                 g.line_count, 0,      g.opened_ms,                    place_of(g), closed};
-  for_each_line(g, [&](const Line& line) { info.bytes += chunks_.bytes_of(line.record); });
+                 g.entry_count, 0,      g.opened_ms,                    place_of(g), closed};
+  for_each_entry(g, [&](const GrantEntry& entry) { info.bytes += chunks_.records().bytes_of(entry.record); });
   return info;
 }
 
-// Only the page's grants are looked at closely; of the others no more than their places.
+// Of grants that are not on the page, only the places are read.
 std::vector<GrantInfo> Grants::page(uint64_t session, uint64_t from, size_t at_most) const {
   std::vector<std::pair<uint64_t, uint32_t>> found;
   for (auto& [owner, cells] : held_) {
@@ -307,7 +308,7 @@ ImpliedPins Grants::check() const {
     if (g.state() == GrantState::kAbsent) continue;
     ++present;
     check_cell(cell);
-    blocks += (g.line_count + kLinesPerBlock - 1) / kLinesPerBlock;
+    blocks += (g.entry_count + kEntriesPerBlock - 1) / kEntriesPerBlock;
     auto request = requests_.find(key_of(g));
     named += request != requests_.end() && request->second == cell;
     require(request == requests_.end() || request->second == cell || grants_[request->second].request == g.request,
@@ -317,11 +318,11 @@ ImpliedPins Grants::check() const {
     if (!g.live_holders()) continue;
     open_reservations += g.kind == GrantKind::kReservation && g.state() == GrantState::kOpen;
     require(members_.is_open(g.session), "L1: a grant outlived its session", cell);
-    for_each_line(g, [&](const Line& line) { ++implied[line.record][g.session]; });
+    for_each_entry(g, [&](const GrantEntry& entry) { ++implied[entry.record][g.session]; });
   }
   require(present + free_grants_.size() == header_.max_grants, "a grant cell is lost", present);
   require(tombstones.size() == tombstones_.size(), "a tombstone is listed twice", 0);
-  require(blocks + free_blocks_.size() == header_.max_line_blocks, "a line block is lost", blocks);
+  require(blocks + free_blocks_.size() == header_.max_entry_blocks, "an entry block is lost", blocks);
   require(named == requests_.size(), "a request names a grant that is not its own", 0);
   require(answers_.size() == open_reservations, "an answer is kept for a reservation that is not open", 0);
   return implied;
@@ -334,11 +335,11 @@ void Grants::check_cell(uint32_t cell) const {
   bool open_reservation = g.kind == GrantKind::kReservation && g.state() == GrantState::kOpen;
   require(!answers_.count(cell) || open_reservation, "an answer is kept for a reservation that is not open", cell);
   if (!g.live_holders()) return;
-  for_each_line(g, [&](const Line& line) {
-    require(chunks_.names_live(line), "I2: a pinned record was given away", line.record);
+  for_each_entry(g, [&](const GrantEntry& entry) {
+    require(chunks_.records().names_live(entry), "I2: a pinned record was given away", entry.record);
     require(g.kind == GrantKind::kLease || open_reservation ||
-                chunks_.record(line.record).state() != RecordState::kReserved,
-            "a closed reservation can still publish", line.record);
+                chunks_.record(entry.record).state() != RecordState::kReserved,
+            "a closed reservation can still publish", entry.record);
   });
 }
 

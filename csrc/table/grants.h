@@ -1,9 +1,9 @@
-// Leases and reservations: what they let their holders touch, and who has not said done yet.
+// Leases and reservations: which chunks their holders may touch, and which holders have not finished.
 //
-// Ownership: the cells of grants and their lines lie in the region; everything else is derived.
+// Ownership: the cells of grants and their entries lie in the region; everything else is derived.
 // Invariants: a holder is discharged once, by D1, D2 or D3 of docs/lifetime_protocol.md#grants; time alone discharges
-//   nobody (I6). A grant pins what its lines name while it has a holder. Without one it is closed: its cell is a
-//   tombstone that answers repeats until it is needed for another grant.
+//   none (I6). A grant pins the records that its entries name while it has a holder. Without one it is closed: its cell
+//   is a tombstone that answers repeats until it is needed for another grant.
 #pragma once
 
 #include <deque>
@@ -16,7 +16,7 @@
 
 namespace kvdock {
 
-std::string hex_of(uint64_t id);  // as the wire and errors write it
+std::string hex_of(uint64_t id);  // as in JSON and in errors
 
 struct NewGrant {
   GrantKind kind;
@@ -33,7 +33,7 @@ class Grants {
 
   // -- finding
   Grant* find(uint64_t id) const;  // nullptr: never given, or forgotten
-  // nullptr: forgotten, since everyone has said done. TableError unknown_grant (never given, or not of `kind`),
+  // nullptr: forgotten, since all holders were discharged. TableError unknown_grant (never given, or not of `kind`),
   // foreign_grant.
   Grant* of_session(uint64_t session, uint64_t id, std::optional<GrantKind> kind) const;
   void require_own(const Grant& g, uint32_t session) const;  // TableError: foreign_grant, unknown_grant
@@ -43,21 +43,21 @@ class Grants {
   std::vector<uint32_t> remaining(const Grant& g) const;
   void require_ranks(const Grant& g, std::span<const uint32_t> ranks) const;  // TableError not_a_holder
 
-  // -- opening: prepare, add lines, fill in what is the caller's, open
-  void require_lines(uint32_t count);  // TableError table_full without room for `count` more lines
+  // -- opening: prepare, add entries, set the fields that only the caller knows, open
+  void require_entries(uint32_t count);  // TableError table_full unless `count` more entries fit
   Grant& prepare(const NewGrant& wanted);
-  void give_up(Grant& g) { free_grants_.push_back(cell_of(g)); }  // prepared, but without a line
+  void give_up(Grant& g) { free_grants_.push_back(cell_of(g)); }  // prepared, but without an entry
   void open(Grant& g);     // the store that makes it live: it happens before the answer is sent
-  void add_line(Grant& g, const Line& line);
+  void add_entry(Grant& g, const GrantEntry& entry);
   template <class F>
-  void for_each_line(const Grant& g, F&& f) const {
+  void for_each_entry(const Grant& g, F&& f) const {
     uint32_t b = g.first_block;
-    for (uint32_t i = 0; i < g.line_count; ++i) {
-      f(blocks_[b].lines[i % kLinesPerBlock]);
-      if (i % kLinesPerBlock == kLinesPerBlock - 1) b = blocks_[b].next;
+    for (uint32_t i = 0; i < g.entry_count; ++i) {
+      f(blocks_[b].entries[i % kEntriesPerBlock]);
+      if (i % kEntriesPerBlock == kEntriesPerBlock - 1) b = blocks_[b].next;
     }
   }
-  // What a repeat of an open reservation's call answers, but for its chunks.
+  // The answer to a repeat of an open reservation's call, without its chunks.
   ReserveResult& answer(const Grant& g) { return answers_[cell_of(g)]; }
 
   // -- ending
@@ -69,17 +69,17 @@ class Grants {
   void close_late(uint64_t now);      // reservations past their deadline
 
   uint64_t aborted_chunks() const { return aborted_chunks_; }
-  // Those from that place on that have a holder, in rising order, `at_most` of them. session 0: of all.
+  // Grants with a holder from place `from` on, in rising order, at most `at_most`. session 0: of all sessions.
   std::vector<GrantInfo> page(uint64_t session, uint64_t from, size_t at_most) const;
-  std::optional<GrantInfo> view(uint64_t id) const;  // none once everyone has said done
-  // How many of the session's grants have a holder left, and whether one of them was asked for by that name.
+  std::optional<GrantInfo> view(uint64_t id) const;  // nullopt once all holders were discharged
+  // How many of the session's grants have a holder, and whether one of them was asked for as `request`.
   std::pair<uint32_t, bool> open_grants(uint64_t session, const Id16& request) const;
   struct Count {
     uint32_t leases = 0, reservations = 0;
   };
   Count count(uint32_t session) const;
 
-  // Compares what is derived; returns what the lines of all grants imply. TableError corrupt.
+  // Computes the derived state again and compares. Returns the pins that the entries imply. TableError corrupt.
   ImpliedPins check() const;
   struct Adopter;  // csrc/table/adopters.h
 
@@ -105,13 +105,13 @@ class Grants {
   Usage& usage_of(const Grant& g) { return chunks_.namespaces().usage(members_.session(g.session).space()); }
   GrantInfo info_of(const Grant& g) const;
   void close(Grant& g);
-  void free_lines(Grant& g);
+  void free_entries(Grant& g);
   bool reclaim_tombstone();
   void check_cell(uint32_t cell) const;
 
   TableHeader& header_;
   Grant* grants_;
-  LineBlock* blocks_;
+  EntryBlock* blocks_;
   Members& members_;
   Chunks& chunks_;
   std::vector<uint32_t> free_grants_, free_blocks_;

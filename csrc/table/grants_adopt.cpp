@@ -15,12 +15,12 @@ uint64_t readers_mask(const Grant& g, uint32_t i) {
   return ranks == 64 ? ~0ull : (1ull << ranks) - 1;
 }
 
-// Undischarged holders: a rank counts as one until both words say that it is not.
+// Undischarged holders: a rank is one until both words agree that it is not.
 void holders_of(const Grant& g, uint64_t out[2]) {
   for (uint32_t i = 0; i < 2; ++i) out[i] = (g.holders[i] | ~g.released[i]) & readers_mask(g, i);
 }
 
-// No rank holds and has released; the bits of ranks that are none are as the grant was opened.
+// No rank is both holder and released; bits beyond the readers are as they were when the grant was opened.
 bool holders_possible(const Grant& g) {
   for (uint32_t i = 0; i < 2; ++i)
     if ((g.holders[i] & g.released[i]) || ((g.holders[i] | ~g.released[i]) & ~readers_mask(g, i))) return false;
@@ -30,7 +30,7 @@ bool holders_possible(const Grant& g) {
 }  // namespace
 
 void Grants::Adopter::judge() {
-  block_used_.assign(g.header_.max_line_blocks, false);
+  block_used_.assign(g.header_.max_entry_blocks, false);
   for (uint32_t cell = 0; cell < g.header_.max_grants; ++cell) judge_cell(cell);
 }
 
@@ -60,48 +60,49 @@ void Grants::Adopter::judge_cell(uint32_t cell) {
   uint64_t holders[2];
   holders_of(grant, holders);
   if (!(holders[0] | holders[1])) {
-    // Nothing depends on it: one that cannot answer repeats any more is forgotten.
-    bool answers = session_open && (grant.kind == GrantKind::kLease || follow_lines(grant, Chain::discharged));
+    // Nothing depends on it: a grant that cannot answer repeats any more is forgotten.
+    bool answers = session_open && (grant.kind == GrantKind::kLease || follow_entries(grant, Chain::discharged));
     (answers ? answering_ : forgotten_).push_back(cell);
     return;
   }
   const Member& asker = g.members_.member(grant.asker);
   if (!session_open || asker.state() == MemberState::kFree || asker.session != grant.session)
     refuse_adoption("L1: a grant outlived its session or its asker", cell);
-  auto lines = follow_lines(grant, Chain::held);
-  if (!lines) refuse_adoption("a grant's lines are damaged", cell);
-  for (uint32_t i = 0; i < lines->count; ++i) {
-    const Line& line = g.blocks_[lines->blocks[i / kLinesPerBlock]].lines[i % kLinesPerBlock];
-    if (!names_its_record(line)) refuse_adoption("I2: a record that is held is damaged or gone", line.record);
+  auto entries = follow_entries(grant, Chain::held);
+  if (!entries) refuse_adoption("a grant's entries are damaged", cell);
+  for (uint32_t i = 0; i < entries->count; ++i) {
+    const GrantEntry& entry = g.blocks_[entries->blocks[i / kEntriesPerBlock]].entries[i % kEntriesPerBlock];
+    if (!names_its_record(entry)) refuse_adoption("I2: a record that is held is damaged or gone", entry.record);
   }
-  held_.emplace(cell, std::move(*lines));
+  held_.emplace(cell, std::move(*entries));
 }
 
-bool Grants::Adopter::names_its_record(const Line& line) const {
-  return g.chunks_.names_live(line) && !(line.groups & ~g.chunks_.record(line.record).groups);
+bool Grants::Adopter::names_its_record(const GrantEntry& entry) const {
+  return g.chunks_.records().names_live(entry) && !(entry.groups & ~g.chunks_.record(entry.record).groups);
 }
 
-// The chain of line blocks, each in one grant only; nullopt when it is no such chain. Behind the last line of a held
-// grant there may be one that was being added: it counts if it names its record. After that all is zero.
-std::optional<Grants::Adopter::Lines> Grants::Adopter::follow_lines(const Grant& grant, Chain chain) {
+// The grant's chain of entry blocks; nullopt if it is broken, or shares a block. Behind the last entry of a held
+// grant there may be one that was being added: it counts if it names its record. The rest of a block is zero.
+std::optional<Grants::Adopter::Entries> Grants::Adopter::follow_entries(const Grant& grant, Chain chain) {
   bool held = chain == Chain::held;
-  Lines out{{}, grant.line_count};
-  uint32_t blocks = (grant.line_count + kLinesPerBlock - 1) / kLinesPerBlock, used = grant.line_count % kLinesPerBlock;
+  Entries out{{}, grant.entry_count};
+  uint32_t blocks = (grant.entry_count + kEntriesPerBlock - 1) / kEntriesPerBlock;
+  uint32_t used = grant.entry_count % kEntriesPerBlock;
   uint32_t b = grant.first_block;
   auto take = [&] {
-    if (b >= g.header_.max_line_blocks || block_used_[b]) return false;
+    if (b >= g.header_.max_entry_blocks || block_used_[b]) return false;
     block_used_[b] = true;
     out.blocks.push_back(b);
     b = g.blocks_[b].next;
     return true;
   };
-  bool chained = blocks <= g.header_.max_line_blocks;
+  bool chained = blocks <= g.header_.max_entry_blocks;
   for (uint32_t i = 0; chained && i < blocks; ++i) chained = take();
   if (chained && held && !used && b != kNone) chained = take();
   if (chained && held && b == kNone && !out.blocks.empty()) {
-    const Line* tail = g.blocks_[out.blocks.back()].lines;
+    const GrantEntry* tail = g.blocks_[out.blocks.back()].entries;
     bool full = !used && out.blocks.size() == blocks;
-    for (uint32_t i = full ? kLinesPerBlock : used + 1; i < kLinesPerBlock; ++i)
+    for (uint32_t i = full ? kEntriesPerBlock : used + 1; i < kEntriesPerBlock; ++i)
       chained = chained && tail[i].generation == 0;
     if (!full && names_its_record(tail[used])) ++out.count;
   }
@@ -111,21 +112,21 @@ std::optional<Grants::Adopter::Lines> Grants::Adopter::follow_lines(const Grant&
 }
 
 void Grants::Adopter::restart_held() {
-  for (auto& [cell, lines] : held_) restart(g.grants_[cell], lines);
+  for (auto& [cell, entries] : held_) restart(g.grants_[cell], entries);
 }
 
-// A lease will be asked about after the usual time, and any lookup may repeat it.
-void Grants::Adopter::restart(Grant& grant, const Lines& lines) {
+// A lease's holders are asked after the usual time, and any lookup may repeat it.
+void Grants::Adopter::restart(Grant& grant, const Entries& entries) {
   uint64_t holders[2];
   holders_of(grant, holders);
-  grant.line_count = lines.count;
-  grant.first_block = lines.blocks.empty() ? kNone : lines.blocks.front();
-  grant.last_block = lines.blocks.empty() ? kNone : lines.blocks.back();
-  if (lines.count % kLinesPerBlock == 0 && lines.count / kLinesPerBlock < lines.blocks.size()) {
+  grant.entry_count = entries.count;
+  grant.first_block = entries.blocks.empty() ? kNone : entries.blocks.front();
+  grant.last_block = entries.blocks.empty() ? kNone : entries.blocks.back();
+  if (entries.count % kEntriesPerBlock == 0 && entries.count / kEntriesPerBlock < entries.blocks.size()) {
     // The last block was linked and never used.
-    grant.last_block = lines.blocks.size() > 1 ? lines.blocks[lines.blocks.size() - 2] : kNone;
+    grant.last_block = entries.blocks.size() > 1 ? entries.blocks[entries.blocks.size() - 2] : kNone;
     (grant.last_block == kNone ? grant.first_block : g.blocks_[grant.last_block].next) = kNone;
-    block_used_[lines.blocks.back()] = false;
+    block_used_[entries.blocks.back()] = false;
   }
   grant.asked_ms = found.clock_ms;
   grant.key_count = 0;
@@ -145,8 +146,8 @@ void Grants::Adopter::restart(Grant& grant, const Lines& lines) {
 void Grants::Adopter::finish_commits(Grant& grant, uint64_t holders[2]) {
   bool published = true;
   uint64_t busy[2] = {0, 0};
-  g.for_each_line(grant, [&](const Line& line) {
-    const Record& r = g.chunks_.record(line.record);
+  g.for_each_entry(grant, [&](const GrantEntry& entry) {
+    const Record& r = g.chunks_.record(entry.record);
     published = published && r.state() != RecordState::kReserved;
     for (uint32_t p = 0; p < r.part_count; ++p) {
       bool committed = r.parts[p].committed & kCommitted;
@@ -167,7 +168,7 @@ void Grants::Adopter::finish_discharged() {
     Grant& grant = g.grants_[cell];
     publish(grant.word, grant_word(cell, grant.use(), GrantState::kClosed));
     if (grant.kind != GrantKind::kLease) continue;
-    grant.line_count = 0;
+    grant.entry_count = 0;
     grant.first_block = grant.last_block = kNone;
   }
 }
@@ -175,7 +176,7 @@ void Grants::Adopter::finish_discharged() {
 void Grants::Adopter::rebuild() {
   for (uint32_t i = g.header_.max_grants; i-- > 0;)
     if (g.grants_[i].state() == GrantState::kAbsent) g.free_grants_.push_back(i);
-  for (uint32_t i = g.header_.max_line_blocks; i-- > 0;)
+  for (uint32_t i = g.header_.max_entry_blocks; i-- > 0;)
     if (!block_used_[i]) g.free_blocks_.push_back(i);
   std::sort(answering_.begin(), answering_.end(),
             [this](uint32_t a, uint32_t b) { return g.grants_[a].opened_ms < g.grants_[b].opened_ms; });
@@ -183,16 +184,16 @@ void Grants::Adopter::rebuild() {
     name(cell);
     g.tombstones_.push_back(cell);
   }
-  for (auto& [cell, lines] : held_) {
+  for (auto& [cell, entries] : held_) {
     const Grant& grant = g.grants_[cell];
     name(cell);
     g.held_[grant.session].insert(cell);
     ++g.usage_of(grant).grants;
-    g.for_each_line(grant, [&](const Line& line) { g.chunks_.add_pin(line.record, grant.session); });
+    g.for_each_entry(grant, [&](const GrantEntry& entry) { g.chunks_.add_pin(entry.record, grant.session); });
   }
 }
 
-// A request may have a lease for each of its epochs: the last one answers.
+// A request may have a lease for each of its epochs: its name leads to the last one.
 void Grants::Adopter::name(uint32_t cell) {
   const Grant& grant = g.grants_[cell];
   auto [at, fresh] = g.requests_.try_emplace(g.key_of(grant), cell);
@@ -201,7 +202,7 @@ void Grants::Adopter::name(uint32_t cell) {
 }
 
 void Grants::Adopter::settle() {
-  for (auto& [cell, lines] : held_) g.discharge(g.grants_[cell], {});
+  for (auto& [cell, entries] : held_) g.discharge(g.grants_[cell], {});
 }
 
 }  // namespace kvdock

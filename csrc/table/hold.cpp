@@ -1,4 +1,5 @@
-// What lower tiers need: leases of chunks wherever they stand in their chains, and an end to what came for nobody.
+// Calls for lower tiers: leases of single chunks, wherever they are in their chains, and the removal of chunks that
+// were loaded for requests that have ended.
 #include <algorithm>
 
 #include "table/table.h"
@@ -35,26 +36,26 @@ LookupResult Table::hold(uint64_t session, uint64_t member, const Id16& request,
   out.part_ends.resize(keys.size());
   if (!g) return out;
   out.lease = g->id;
-  grants_.for_each_line(*g, [&](const Line& line) {
-    append_parts(chunks_.record(line.record), line.groups, &out.parts);
-    out.part_ends[line.index] = static_cast<uint32_t>(out.parts.size());
+  grants_.for_each_entry(*g, [&](const GrantEntry& entry) {
+    append_parts(chunks_.record(entry.record), entry.groups, &out.parts);
+    out.part_ends[entry.index] = static_cast<uint32_t>(out.parts.size());
   });
   // A chunk that is not leased ends where the one before it ends.
   for (size_t i = 1; i < out.part_ends.size(); ++i) out.part_ends[i] = std::max(out.part_ends[i], out.part_ends[i - 1]);
   return out;
 }
 
-// nullptr: none of them is READY, or there is no room for any.
+// nullptr: none of them is READY, or the caps allow none.
 Grant* Table::hold_new(const Members::Asker& asker, const Id16& request, const std::vector<Key>& keys, uint64_t hash,
                        uint64_t now, LookupResult* out) {
   uint32_t space = members_.session(asker.session).space();
-  grants_.require_lines(static_cast<uint32_t>(keys.size()));
+  grants_.require_entries(static_cast<uint32_t>(keys.size()));
   Grant* g = nullptr;
   for (uint32_t i = 0; i < keys.size(); ++i) {
     const KeyEntry* e = chunks_.find(space, keys[i]);
     if (!e || e->ready == kNone) continue;
-    uint64_t bytes = chunks_.bytes_of(e->ready);
-    if (chunks_.held_bytes(asker.session) + bytes > session_room() || chunks_.held_bytes() + bytes > total_room()) {
+    uint64_t bytes = chunks_.records().bytes_of(e->ready);
+    if (!may_hold(asker.session, bytes)) {
       out->limited = Limit::held_bytes;
       break;
     }
@@ -64,7 +65,7 @@ Grant* Table::hold_new(const Members::Asker& asker, const Id16& request, const s
       grants_.open(*g);
     }
     const Record& r = chunks_.record(e->ready);
-    grants_.add_line(*g, {r.generation(), e->ready, static_cast<uint16_t>(r.groups), static_cast<uint16_t>(i)});
+    grants_.add_entry(*g, {r.generation(), e->ready, static_cast<uint16_t>(r.groups), static_cast<uint16_t>(i)});
   }
   return g;
 }

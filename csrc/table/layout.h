@@ -1,12 +1,12 @@
-// The chunk table's region: the one description of what lies where.
+// The layout of the chunk table's region: this file alone describes it.
 //
-// Ownership: only the server maps the region. Everything in it is primary; whatever can be computed from it (key index,
+// Ownership: only the server maps the region. It holds primary state only; what can be computed from that (key index,
 //   pins, children, free lists, eviction order, byte sums) lives on the heap.
 // Crash safety: a body is written first, with a CRC-32C over body and generation; then one 64-bit store makes it live.
 //   Every transition is one such store. Fields named "mutable" may change while the word is live; the CRC leaves them
 //   out. The next server checks all of it before it trusts any (csrc/table/adopt.cpp): a word contains a check of
 //   itself, and the holders of a grant are written twice.
-// No pointers: things are named by index; index 0 is valid, kNone is none.
+// There are no pointers: cells are named by index; 0 is a valid index, kNone means none.
 #pragma once
 
 #include <algorithm>
@@ -32,7 +32,7 @@ constexpr uint32_t kMaxMembers = 65536;
 constexpr uint32_t kMaxSlabs = 1u << 18;
 constexpr uint32_t kPageBytes = 64 * 1024;  // records of one size share a page
 constexpr uint32_t kPageRecords = 512;      // record id = page * kPageRecords + index
-constexpr uint32_t kLinesPerBlock = 15;
+constexpr uint32_t kEntriesPerBlock = 15;
 
 template <uint32_t kBytes>
 struct Digest {
@@ -50,14 +50,14 @@ struct Digest {
     return std::all_of(bytes, bytes + kBytes, [](uint8_t b) { return b == 0xff; });
   }
 };
-// Of a chunk. Zeros, the root: the parent of chunks that start their sequence. Ones: a parent that its engine did not
-// know.
+// Of a chunk. Zeros: the root, which is the parent of chunks that start their sequence. Ones: a parent that the engine
+// did not know.
 using Key = Digest<kKeyBytes>;
 using Id16 = Digest<kIdBytes>;
 
 // The one store that makes a transition happen. The only other reader is the next server, in adoption, after this
-// process has ended: it sees every store that this process made. So what matters is the order in which they are made:
-// release keeps what is written before the transition before it, the fence what follows after it.
+// process has ended: it sees every store that this process made. So only their order matters: release keeps earlier
+// stores before the transition, the fence keeps later ones after it.
 template <class Word>
 void publish(Word& word, std::type_identity_t<Word> value) {
   std::atomic_ref<Word>(word).store(value, std::memory_order_release);
@@ -95,7 +95,7 @@ constexpr uint64_t kCommitted = 1ull << 63;
 struct Record {
   Key key;
   Key parent;
-  uint64_t temp_seen;      // mutable, temporary records: 0 unread, else who read it; kTempKept: two did
+  uint64_t temp_seen;      // mutable, temporary records: 0: unread, else a hash of its reader; kTempKept: two readers
   uint64_t kept_until_ms;  // mutable: an administrator keeps it until then, on the server clock
   // A lookup or release touches no more than the 64 bytes from here to the end of the first part.
   uint64_t word;  // record_word()
@@ -112,7 +112,7 @@ struct Record {
 };
 constexpr uint64_t kTempKept = ~0ull;
 constexpr uint32_t kMaxParts = (kPageBytes - sizeof(Record)) / sizeof(StoredPart);  // a record fits its page
-constexpr uint64_t kGenerations = 1ull << 45;  // a record's word has room for generations below it
+constexpr uint64_t kGenerations = 1ull << 45;  // a record's word holds generations below it
 
 constexpr uint64_t record_word(uint64_t generation, RecordState state) {
   return state == RecordState::kFree ? 0 : sealed(generation << 3 | static_cast<uint64_t>(state));
@@ -122,17 +122,17 @@ constexpr uint64_t record_word(uint64_t generation, RecordState state) {
 enum class GrantState : uint64_t { kAbsent = 0, kOpen = 1, kClosed = 2 };
 enum class GrantKind : uint32_t { kLease = 1, kReservation = 2 };
 
-struct Line {  // one chunk that a grant lets its holders touch
+struct GrantEntry {  // one chunk that a grant lets its holders touch
   uint64_t generation;
   uint32_t record;
   uint16_t groups;
   uint16_t index;  // lease: chunk index from token 0; reservation: index into the store's keys
 };
 
-struct LineBlock {
+struct EntryBlock {
   uint32_t next;
   uint32_t spare[3];
-  Line lines[kLinesPerBlock];
+  GrantEntry entries[kEntriesPerBlock];
 };
 
 struct Grant {
@@ -148,11 +148,11 @@ struct Grant {
   uint64_t body_hash;  // reservation: of its keys and options
   uint64_t session_use;  // … and which of the sessions that used the cell
   uint64_t opened_ms;
-  uint64_t holders[2];   // mutable: a set bit is a rank that has not said done …
-  uint64_t released[2];  // mutable: … here it is one that has: set just after the other is cleared
+  uint64_t holders[2];   // mutable: a set bit is a rank that was not discharged …
+  uint64_t released[2];  // mutable: … here it is one that was: set just after the other is cleared
   uint64_t deadline_ms;  // mutable, reservation
   uint64_t asked_ms;     // mutable, lease: opened or last kept
-  uint32_t line_count;   // mutable: stored after the line
+  uint32_t entry_count;   // mutable: stored after the entry
   uint32_t first_block;  // mutable
   uint32_t last_block;   // mutable
   uint32_t asker_done;   // mutable
@@ -180,7 +180,7 @@ struct Group {
   uint64_t part_bytes;
 };
 
-constexpr uint64_t kMostGeneration = (1ull << 48) - 2;  // of a namespace: a sealed word has room for it
+constexpr uint64_t kMostGeneration = (1ull << 48) - 2;  // of a namespace: the most that a sealed word holds
 
 struct Namespace {
   uint64_t word;  // sealed: 1 = live
@@ -191,12 +191,12 @@ struct Namespace {
   uint32_t group_count;
   uint32_t spare;
   Key digest;
-  Key base;     // the digest of the same without weights; equal: it is that of the weights that engines start with
-  Id16 tenant;  // whose it is; zeros: the server's own user's
+  Key base;     // the digest without weights; equal to `digest`: the namespace of the weights that engines start with
+  Id16 tenant;  // its owner; zeros: the server's own user
   Group groups[kMaxGroups];
-  uint64_t left_ms;  // mutable, server clock: when a session left it last, as Namespaces::leave_session has it; 0: none
-  // mutable, sealed with the cell: how often it was cleared, as all who share its chunks count; and what was: records
-  // of these generations and below.
+  uint64_t left_ms;  // mutable, server clock: when a session left it last (Namespaces::leave_session); 0: none did
+  // mutable, sealed with the cell: how often it was cleared, counted over all pools and tiers that share its chunks;
+  // and the highest generation of records that were cleared.
   uint64_t generation;
   uint64_t cleared_through;
 };
@@ -247,7 +247,7 @@ constexpr const char* name_of(SegmentState state) {
 }
 
 // The entry of a segment that is gone is used again, by a segment with a higher id. So the highest id of all entries is
-// the highest that there was.
+// the highest that was ever given.
 struct SegmentEntry {
   uint64_t word;  // 0, or segment_word()
   uint64_t data_offset;
@@ -280,11 +280,11 @@ struct TableHeader {
   uint64_t region_bytes;
   uint64_t lock_inode;  // of the lock file whose bytes the members hold
   uint32_t max_grants;
-  uint32_t max_line_blocks;
+  uint32_t max_entry_blocks;
   uint32_t max_pages;
   uint32_t first_incarnation;  // of the pool's first server
   uint64_t incarnation;        // mutable, sealed: of the present one
-  uint64_t last_generation;    // mutable: none above it was handed out
+  uint64_t last_generation;    // mutable: the highest that was given to a record
   uint64_t use_tick;           // mutable
   uint64_t limit_bytes;        // mutable
   uint64_t clock_ms;           // mutable: the server clock at the last tick
@@ -294,7 +294,7 @@ struct TableHeader {
 static_assert(sizeof(Key) == 32 && sizeof(Id16) == 16);
 static_assert(sizeof(StoredPart) == 32 && offsetof(StoredPart, committed) == 24);
 static_assert(sizeof(Record) == 112 && offsetof(Record, word) == 80 && offsetof(Record, last_used) == 104);
-static_assert(sizeof(Line) == 16 && sizeof(LineBlock) == 256);
+static_assert(sizeof(GrantEntry) == 16 && sizeof(EntryBlock) == 256);
 static_assert(sizeof(Grant) == 184 && offsetof(Grant, holders) == 80);
 static_assert(sizeof(Group) == 16 && sizeof(Namespace) == 392);
 static_assert(sizeof(Session) == 560 && sizeof(Member) == 88);
@@ -307,7 +307,7 @@ constexpr uint64_t fold(uint64_t h, uint64_t v) { return (h ^ v) * 0x9e3779b97f4
 constexpr uint64_t table_geometry() {
   uint64_t h = kTableVersion;
   for (uint64_t v :
-       {sizeof(Record), sizeof(StoredPart), sizeof(Line), sizeof(LineBlock), sizeof(Grant), sizeof(Namespace),
+       {sizeof(Record), sizeof(StoredPart), sizeof(GrantEntry), sizeof(EntryBlock), sizeof(Grant), sizeof(Namespace),
         sizeof(Session), sizeof(Member), sizeof(SegmentEntry), sizeof(Slab), size_t{kPageBytes}, size_t{kPageRecords},
         size_t{kMaxSlabs}, size_t{kMaxSessions}, size_t{kMaxMembers}})
     h = fold(h, v);
@@ -316,9 +316,9 @@ constexpr uint64_t table_geometry() {
 
 // Where each array begins, given the capacities; page-aligned.
 struct RegionMap {
-  uint64_t namespaces, segments, slabs, sessions, members, grants, line_blocks, page_sizes, pages, end;
+  uint64_t namespaces, segments, slabs, sessions, members, grants, entry_blocks, page_sizes, pages, end;
 
-  RegionMap(uint32_t max_grants, uint32_t max_line_blocks, uint32_t max_pages) {
+  RegionMap(uint32_t max_grants, uint32_t max_entry_blocks, uint32_t max_pages) {
     uint64_t at = kSlotAlign;
     auto take = [&at](uint64_t bytes) {
       uint64_t start = at;
@@ -331,7 +331,7 @@ struct RegionMap {
     sessions = take(uint64_t{kMaxSessions} * sizeof(Session));
     members = take(uint64_t{kMaxMembers} * sizeof(Member));
     grants = take(uint64_t{max_grants} * sizeof(Grant));
-    line_blocks = take(uint64_t{max_line_blocks} * sizeof(LineBlock));
+    entry_blocks = take(uint64_t{max_entry_blocks} * sizeof(EntryBlock));
     page_sizes = take(uint64_t{max_pages} * sizeof(uint32_t));
     pages = take(uint64_t{max_pages} * kPageBytes);
     end = at;

@@ -1,4 +1,4 @@
-// The chunks that may go, for each shape and for each tenant: what a policy chooses from.
+// Chunks that may be evicted, by shape and by tenant: a policy chooses among them.
 //
 // Ownership: derived.
 // Invariant: a leaf is in the list of its shape and in that of its tenant, under the kind and last use that it has now.
@@ -39,7 +39,7 @@ class LeafLists {
   void for_each_shape(F&& f) const {
     for (auto& [shape, leaves] : by_shape_) f(shape);
   }
-  // The least last use of all.
+  // The earliest last use of all.
   std::optional<uint64_t> oldest() const {
     std::optional<uint64_t> used;
     for (auto& [shape, leaves] : by_shape_)
@@ -47,7 +47,7 @@ class LeafLists {
         if (!kind.empty() && (!used || kind.begin()->used < *used)) used = kind.begin()->used;
     return used;
   }
-  // f(kind, leaf): of each shape and kind the least recently used ones, `most` of them.
+  // f(kind, leaf) for the `most` least recently used leaves of each shape and kind.
   template <class F>
   void for_each_oldest(size_t most, F&& f) const {
     for (auto& [shape, leaves] : by_shape_)

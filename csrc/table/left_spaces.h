@@ -1,7 +1,7 @@
-// Namespaces that no session uses any more and whose weights nobody runs: what may go of them goes first.
+// Namespaces that all sessions have left, of weights that no engine runs: their chunks are evicted first.
 //
-// Ownership: derived. Namespaces says which of them were left, Chunks which of those have chunks that may go.
-// Invariant: a namespace is in the orders exactly if it was left and has chunks that may go.
+// Ownership: derived. Namespaces keeps which of them were left, Eviction which of those have candidates (leaves).
+// Invariant: a namespace is in the orders exactly if it was left and has candidates.
 #pragma once
 
 #include <map>
@@ -29,7 +29,7 @@ class LeftSpaces {
     e.shape = shape, e.tenant = tenant, e.at_ms = at_ms;
     if (e.has_leaves) add(space);
   }
-  // A session uses it, or it is no more.
+  // A session uses it, or it was dropped.
   void come_back(uint32_t space) {
     Entry& e = entry(space);
     if (e.is_left && e.has_leaves) remove(space);
@@ -45,12 +45,12 @@ class LeftSpaces {
 
   bool has(uint32_t space) const { return space < entries_.size() && entries_[space].is_left; }
   uint64_t left_at(uint32_t space) const { return entries_[space].at_ms; }
-  // Of those with chunks that may go: the one that was left first, if that was at `until_ms` or before.
+  // Of those with candidates: the one that was left first, if that was at `until_ms` or before.
   std::optional<Left> of_shape(uint32_t shape, uint64_t until_ms) const { return first(by_shape_, shape, until_ms); }
   std::optional<Left> of_tenant(uint32_t tenant, uint64_t until_ms) const {
     return first(by_tenant_, tenant, until_ms);
   }
-  // Whenever that was; all but the `kept` that were left last.
+  // The one that was left first, whenever that was, of all but the `kept` that were left last.
   std::optional<Left> before_the_last(size_t kept) const {
     return all_.size() > kept ? std::optional(*all_.begin()) : std::nullopt;
   }

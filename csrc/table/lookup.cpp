@@ -24,14 +24,14 @@ Table::Scan Table::scan(uint32_t space, const std::vector<Key>& keys) {
     s.needs.push_back(full ? 0 : (group.window_tokens + ns.chunk_tokens - 1) / ns.chunk_tokens);
   }
   s.runs.resize(ns.group_count);
-  // The table does not fit the caches: ask for what every key will touch before looking at the first.
-  for (const Key& key : keys) chunks_.prefetch_key(space, key);
+  // The table does not fit the processor's caches: prefetch the memory of all keys before the first is looked up.
+  for (const Key& key : keys) chunks_.records().prefetch_key(space, key);
   std::vector<uint32_t> ids(keys.size(), kNone);
   for (size_t i = 0; i < keys.size(); ++i) {
     const KeyEntry* e = chunks_.find(space, keys[i]);
     if (!e || e->ready == kNone) continue;
     ids[i] = e->ready;
-    chunks_.prefetch_record(e->ready);
+    chunks_.records().prefetch(e->ready);
   }
   s.found.reserve(keys.size());
   for (uint32_t id : ids) {
@@ -79,14 +79,14 @@ uint32_t Table::within_pinned(const Scan& s, uint32_t session, uint32_t first, u
 
 // The end of the chunks from `first` on that may be pinned before a byte cap is reached.
 uint32_t Table::within_caps(const Scan& s, uint32_t session, uint32_t first, uint32_t end) {
-  uint64_t mine = chunks_.held_bytes(session), all = chunks_.held_bytes();
+  uint64_t mine = chunks_.pins().held_bytes(session), all = chunks_.pins().held_bytes();
   for (uint32_t i = first; i < end; ++i) {
     uint32_t id = s.found[i];
     if (id == kNone) continue;
-    uint64_t bytes = chunks_.bytes_of(id);
-    if (!chunks_.pinned(id)) all += bytes;
-    if (!chunks_.pinned_by(id, session)) mine += bytes;
-    if (mine > session_room() || all > total_room()) return i;
+    uint64_t bytes = chunks_.records().bytes_of(id);
+    if (!chunks_.pins().has(id)) all += bytes;
+    if (!chunks_.pins().has(id, session)) mine += bytes;
+    if (mine > session_cap_bytes() || all > total_cap_bytes()) return i;
   }
   return end;
 }
@@ -132,7 +132,7 @@ LookupResult Table::lookup(uint64_t session, uint64_t member, const LookupCall& 
   promise(asker, call, s, stored, now, &out);
   counters_.lookup_tokens += call.keys.size() * ns.chunk_tokens;
   counters_.hit_tokens += out.hit_tokens;
-  // Once for each request, and for all that it wants, also where a limit cuts it short.
+  // A request's use counts once, and for all chunks that were found, also where a limit cuts the hit short.
   uint64_t tick = region_.header.use_tick += g ? 1 : std::max<uint64_t>(1, call.keys.size());
   if (!g) chunks_.asked(tick, call.keys.size());
   for (uint32_t id : s.found) {
@@ -140,7 +140,7 @@ LookupResult Table::lookup(uint64_t session, uint64_t member, const LookupCall& 
     if (g) chunks_.stamp(id, tick);
     else chunks_.use(id, tick);
   }
-  // Keys from the midst of a sequence: what comes before them is in use as well.
+  // The keys may start inside a sequence: the chunks before them are in use as well.
   uint32_t first = s.found.empty() ? kNone : s.found[0];
   if (first != kNone) chunks_.stamp_path(space, chunks_.record(first).parent, tick);
   if (out.hit_tokens <= call.skip_tokens) {
@@ -148,7 +148,7 @@ LookupResult Table::lookup(uint64_t session, uint64_t member, const LookupCall& 
     return out;
   }
 
-  grants_.require_lines(hit - out.first_chunk);
+  grants_.require_entries(hit - out.first_chunk);
   if (!g) {
     g = &grants_.prepare({GrantKind::kLease, asker, call.request, call.readers, now});
     g->epoch = call.epoch;
@@ -164,11 +164,11 @@ LookupResult Table::lookup(uint64_t session, uint64_t member, const LookupCall& 
   return out;
 }
 
-// The session that stores the chunk now, or has promised to, and is alive; kNone: nobody, or it is there already.
-uint32_t Table::who_stores(uint32_t space, const Key& key, uint64_t now) {
+// The live session that stores the chunk now, or has promised to; kNone: none does, or the chunk is stored already.
+uint32_t Table::storer_of(uint32_t space, const Key& key, uint64_t now) {
   const KeyEntry* e = chunks_.find(space, key);
   if (e && e->reserved != kNone) {
-    uint32_t session = chunks_.pinned_only_by(e->reserved);  // a reservation's, until it closes
+    uint32_t session = chunks_.pins().only_session(e->reserved);  // a reservation's, until it closes
     if (session != kNone && members_.lives(session)) return session;
   }
   if (e && e->ready != kNone) return kNone;
@@ -182,7 +182,8 @@ bool Table::holds(const Promise& promise, uint64_t now) const {
   return members_.is_live(promise.member) && members_.lives(*session);
 }
 
-// Says how far others store the prefix whose first `hit` chunks are there, and promises what nobody does.
+// Reports how far other sessions store the prefix whose first `hit` chunks are stored, and promises the chunks that no
+// other session stores.
 void Table::promise(const Members::Asker& asker, const LookupCall& call, const Scan& s, uint32_t hit, uint64_t now,
                     LookupResult* out) {
   auto is_there = [&](uint32_t i) { return i < s.found.size() && s.found[i] != kNone; };
@@ -190,7 +191,7 @@ void Table::promise(const Members::Asker& asker, const LookupCall& call, const S
   uint32_t end = hit;
   for (uint32_t i = hit; i < count; ++i) {
     if (is_there(i)) continue;
-    uint32_t by = who_stores(s.space, call.keys[i], now);
+    uint32_t by = storer_of(s.space, call.keys[i], now);
     if (by == kNone || by == asker.session) break;
     end = i + 1;
   }
@@ -202,7 +203,7 @@ void Table::promise(const Members::Asker& asker, const LookupCall& call, const S
   std::vector<Key> wanted;
   for (uint32_t i = end; i < count; ++i) {
     if (is_there(i)) continue;
-    uint32_t by = who_stores(s.space, call.keys[i], now);
+    uint32_t by = storer_of(s.space, call.keys[i], now);
     if (by == kNone || by == asker.session) wanted.push_back(call.keys[i]);
   }
   uint64_t session = members_.session_id(asker.session), member = members_.member_id(asker.member);
@@ -211,9 +212,9 @@ void Table::promise(const Members::Asker& asker, const LookupCall& call, const S
 
 void Table::drop_promises(const Grant& reservation) {
   if (promises_.empty() || reservation.kind != GrantKind::kReservation) return;
-  grants_.for_each_line(reservation, [&](const Line& line) {
-    const Record& r = chunks_.record(line.record);
-    if (chunks_.names_live(line) && r.state() == RecordState::kReserved) promises_.drop(r.space, r.key);
+  grants_.for_each_entry(reservation, [&](const GrantEntry& entry) {
+    const Record& r = chunks_.record(entry.record);
+    if (chunks_.records().names_live(entry) && r.state() == RecordState::kReserved) promises_.drop(r.space, r.key);
   });
 }
 
@@ -222,8 +223,8 @@ void Table::withdraw(uint64_t session, const Id16& request) {
   promises_.withdraw(session, request);
 }
 
-// Shortens a hit of `hit` chunks to what this session may be given, and writes the answer's tokens. The skipped tokens
-// need no grant, so they always count as hit.
+// Shortens a hit of `hit` chunks to the limits of this session, and writes the answer's tokens. The skipped tokens need
+// no grant, so they always count as hit.
 uint32_t Table::limit_hit(const Scan& s, uint32_t session, uint64_t skip_tokens, uint32_t hit, LookupResult* out) {
   uint64_t chunk_tokens = s.ns.chunk_tokens;
   out->hit_tokens = hit * chunk_tokens;
@@ -233,22 +234,22 @@ uint32_t Table::limit_hit(const Scan& s, uint32_t session, uint64_t skip_tokens,
                      int64_t(out->hit_tokens));
   uint32_t first = out->first_chunk = static_cast<uint32_t>(skip_tokens / chunk_tokens);
   uint32_t pinned = within_pinned(s, session, first, hit);
-  uint32_t room = within_caps(s, session, first, pinned);
-  if (room == hit) return hit;
+  uint32_t allowed = within_caps(s, session, first, pinned);
+  if (allowed == hit) return hit;
   auto tokens_up_to = [&](uint32_t end) { return std::max(best_hit(s, end) * chunk_tokens, skip_tokens); };
-  out->limited = room < pinned ? Limit::held_bytes : Limit::pinning;
+  out->limited = allowed < pinned ? Limit::held_bytes : Limit::pinning;
   out->unpinned_tokens = out->hit_tokens - tokens_up_to(pinned);
-  out->hit_tokens = tokens_up_to(room);
-  return best_hit(s, room);
+  out->hit_tokens = tokens_up_to(allowed);
+  return best_hit(s, allowed);
 }
 
-// Adds a line for each chunk of [first, hit) that the lease does not hold yet, and names its parts.
+// Adds an entry for each chunk of [first, hit) that the lease does not hold yet, and appends its parts to the answer.
 void Table::lock_chunks(Grant& g, const Scan& s, uint32_t first, uint32_t hit, uint64_t reader, LookupResult* out) {
   out->parts.reserve((hit - first) * s.ns.writers * s.ns.group_count);
   out->part_ends.reserve(hit - first);
-  std::vector<Line> have(hit, Line{0, kNone, 0, 0});
-  grants_.for_each_line(g, [&](const Line& line) {
-    if (line.index < hit) have[line.index] = line;
+  std::vector<GrantEntry> have(hit, GrantEntry{0, kNone, 0, 0});
+  grants_.for_each_entry(g, [&](const GrantEntry& entry) {
+    if (entry.index < hit) have[entry.index] = entry;
   });
   for (uint32_t i = first; i < hit; ++i) {
     uint32_t groups = s.full_groups;
@@ -259,7 +260,7 @@ void Table::lock_chunks(Grant& g, const Scan& s, uint32_t first, uint32_t hit, u
       bool held = have[i].record == s.found[i] && have[i].generation == r.generation();
       if (!held || (groups & ~have[i].groups)) {
         auto all = static_cast<uint16_t>(groups | (held ? have[i].groups : 0));
-        grants_.add_line(g, {r.generation(), s.found[i], all, static_cast<uint16_t>(i)});
+        grants_.add_entry(g, {r.generation(), s.found[i], all, static_cast<uint16_t>(i)});
       }
       if (r.temporary && r.temp_seen != reader && r.temp_seen != kTempKept)
         r.temp_seen = r.temp_seen ? kTempKept : reader;
@@ -277,14 +278,16 @@ uint64_t Table::peek(uint32_t space, const std::vector<Key>& keys) {
 
 Changes Table::changes(uint32_t space, uint64_t since, size_t at_most) {
   chunks_.namespaces().require(space);
-  Changes out = chunks_.changes().since(space, since >= changes_base() ? since - changes_base() : UINT64_MAX, at_most);
-  std::get<1>(out) += changes_base();
+  uint64_t base = changes_base();
+  Changes out = chunks_.records().changes().since(space, since >= base ? since - base : UINT64_MAX, at_most);
+  std::get<1>(out) += base;
   return out;
 }
 
 AllChanges Table::all_changes(uint64_t since, size_t at_most) {
-  AllChanges out = chunks_.changes().since(since >= changes_base() ? since - changes_base() : UINT64_MAX, at_most);
-  std::get<1>(out) += changes_base();
+  uint64_t base = changes_base();
+  AllChanges out = chunks_.records().changes().since(since >= base ? since - base : UINT64_MAX, at_most);
+  std::get<1>(out) += base;
   return out;
 }
 

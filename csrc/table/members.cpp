@@ -145,7 +145,7 @@ uint64_t Members::add_member(uint64_t id, const NewMember& wanted, uint64_t now)
   return member_id(cell);
 }
 
-// A member attaches once more: after an adoption this is how the server hears of it again.
+// A member attaches once more: after an adoption this is its first sign of life.
 uint64_t Members::come_back(uint32_t cell, const NewMember& wanted, uint64_t now) {
   Member& m = members_[cell];
   auto bits = bits_of(wanted.ranks);

@@ -2,9 +2,9 @@
 //
 // Ownership: the cells of sessions and members lie in the region; which of them are in use is derived.
 // Invariants: a member belongs to one open session; a rank of a session belongs to at most one of its members that are
-//   not gone; a session whose members are all gone is closed by the call that saw the last one go.
+//   not gone; a session whose members are all gone is closed by the call that made the last one gone.
 //
-// Ids are `use << 20 | cell`: an id is never used twice. Grants are none of its business: csrc/table/grants.h.
+// Ids are `use << 20 | cell`, so that none is used twice. Members knows no grants (csrc/table/grants.h).
 #pragma once
 
 #include <map>
@@ -26,8 +26,8 @@ class Members {
   struct Asker {
     uint32_t session, member;  // cells
   };
-  struct Due {  // what has come of the passing time
-    std::vector<uint32_t> settled, empty;  // members to be gone; sessions that never got a member
+  struct Due {  // what became due as time passed
+    std::vector<uint32_t> settled, empty;  // members that are gone now; sessions that never got a member
   };
 
   Members(const Region& region, Namespaces& spaces)
@@ -43,7 +43,7 @@ class Members {
   const Session& session(uint32_t cell) const { return sessions_[cell]; }
   const Member& member(uint32_t cell) const { return members_[cell]; }
   bool is_live(uint64_t member) const;  // by its id
-  // Whether all processes of the session that have not left are known to be alive, and some are.
+  // Whether the session has members that have not left, and all of these are known to be alive.
   bool lives(uint32_t session) const;
   static uint64_t session_id(uint32_t cell, uint64_t use) { return use << 20 | cell; }
   uint64_t session_id(uint32_t cell) const { return session_id(cell, sessions_[cell].use()); }
@@ -53,9 +53,9 @@ class Members {
   uint64_t add_member(uint64_t session_id, const NewMember& wanted, uint64_t now);
   void heartbeat(uint32_t member, uint64_t now);
   void report_pinned(uint64_t member_id, uint32_t through);
-  // The least that the session's living members have pinned; kNone when none of them pins.
+  // The least pinned_through of the session's living members; kNone when none of them page-locks segments.
   uint32_t pinned_through(uint32_t session) const { return open_.at(session).pinned_through; }
-  // Who answers for a rank's grants: the member that has the rank, else the one that asked for the grant.
+  // The member that answers for a rank's grants: the one that has the rank, else the one that asked for the grant.
   uint32_t speaker(uint32_t session, uint32_t rank, uint32_t asker) const {
     uint32_t m = sessions_[session].rank_member[rank];
     return m != kNone ? m : asker;
@@ -67,7 +67,7 @@ class Members {
   Left set_gone(uint32_t member);  // Left::none: the session has to be closed
   void close_session(uint32_t session);
   void file_session(uint32_t session, uint32_t space);  // from now on
-  uint64_t session_of(const Id16& nonce) const;         // its id; 0: none is open
+  uint64_t session_of(const Id16& nonce) const;         // the session's id; 0: none is open
 
   size_t session_count() const { return open_.size(); }
   size_t member_count() const;
@@ -80,8 +80,8 @@ class Members {
   std::vector<bool> namespaces() const;  // by number: whether an open session is in it
   std::vector<MemberInfo> views(const std::optional<std::vector<uint64_t>>& sessions) const;  // nullopt: of all
 
-  // Adoption: judge() takes over what is there, or refuses it, and writes nothing. restart(): nobody has been heard of
-  // yet, so the living are suspect until they come back, and the dead settle once more.
+  // Adoption: judge() checks sessions and members and takes them over, or refuses them; it writes nothing. restart():
+  // no heartbeat has come yet, so living members are suspect until one does, and dead ones settle once more.
   void judge(const std::vector<bool>& namespaces, Adoption* found);
   void restart(uint64_t clock_ms);
   std::vector<uint32_t> sessions_without_members() const;
@@ -101,7 +101,7 @@ class Members {
 
   Session* sessions_;
   Member* members_;
-  Namespaces& spaces_;  // whose tenants' sessions are counted
+  Namespaces& spaces_;  // counts their sessions
   std::map<uint32_t, Open> open_;  // by session cell
   std::vector<uint32_t> free_sessions_, free_members_;
 };

@@ -104,7 +104,7 @@ void Namespaces::leave_session(uint32_t space, Leaves how) {
   if (is_left(space)) left_.leave(space, shape_of_[space], tenant_of_[space], left_ms);
 }
 
-// A server may have been killed between a session's end and the note of it.
+// The earlier server may have been killed between a session's end and the store of left_ms.
 void Namespaces::restart(uint64_t clock_ms) {
   set_now(clock_ms);
   for (uint32_t space : live()) {
@@ -143,7 +143,7 @@ bool Namespaces::shape_has(uint32_t shape, uint64_t slot_bytes) const {
   return std::binary_search(shapes_[shape].begin(), shapes_[shape].end(), slot_bytes);
 }
 
-// Two stores: what was cleared goes in any case, and a server killed between them has told nobody of the generation.
+// Two stores. A server that is killed between them has cleared the records, but reported the generation to no client.
 void Namespaces::raise(uint32_t space, uint64_t generation, uint64_t cleared_through) {
   Namespace& ns = entries_[space];
   publish(ns.cleared_through, sealed(cleared_through, space + 1));

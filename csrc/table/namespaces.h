@@ -1,4 +1,4 @@
-// The namespaces of a pool, whose they are, which of them make room for each other, and which of them go first.
+// The namespaces of a pool: their tenants, the shapes of their chunks, and which of them sessions have left.
 //
 // Ownership: the entries lie in the region; their number and shapes are derived.
 // Invariants: a live entry never changes; an entry is dropped only while no session and no record names it, and may
@@ -23,8 +23,8 @@ struct NewNamespace {
 class Namespaces {
  public:
   Namespaces(const Region& region, uint64_t grace_ms) : entries_(region.spaces), grace_ms_(grace_ms) {}
-  void judge();  // adoption: takes over what is there, or refuses it; writes nothing
-  void restart(uint64_t clock_ms);  // … then it sees which ones were left
+  void judge();  // adoption: takes the entries over, or refuses them; writes nothing
+  void restart(uint64_t clock_ms);  // after judge(): finds which namespaces were left
 
   // Idempotent by digest.
   uint32_t add(const NewNamespace& wanted);
@@ -40,9 +40,9 @@ class Namespaces {
 
   Tenants& tenants() { return tenants_; }
   uint32_t tenant_of(uint32_t space) const { return tenant_of_[space]; }
-  Usage& usage(uint32_t space) { return tenants_.usage(tenant_of_[space]); }  // its tenant's
+  Usage& usage(uint32_t space) { return tenants_.usage(tenant_of_[space]); }  // that of its tenant
 
-  // A digest of the same manifest and tenant.
+  // Whether both are of the same manifest and tenant.
   bool differ_in_weights_alone(uint32_t space, uint32_t other) const {
     return entries_[space].base == entries_[other].base;
   }
@@ -52,19 +52,20 @@ class Namespaces {
   enum class Leaves { ended, moved };
   void enter_session(uint32_t space);
   void leave_session(uint32_t space, Leaves how);
-  void count_session(uint32_t space);  // adoption: it is in it
+  void count_session(uint32_t space);  // adoption: a session is in the namespace
   uint32_t sessions_in(uint32_t space) const { return sessions_[space]; }
 
   void set_now(uint64_t now_ms) { now_ms_ = std::max(now_ms_, now_ms); }  // the server clock
   LeftSpaces& left() { return left_; }
   const LeftSpaces& left() const { return left_; }
-  // What was left by then goes first. Until the grace is over, an engine that runs those weights may come back.
+  // Chunks of namespaces that were left by then are evicted first. Until the grace is over, an engine that runs those
+  // weights may come back.
   uint64_t left_until_ms() const { return now_ms_ >= grace_ms_ ? now_ms_ - grace_ms_ : 0; }
-  bool goes_first(uint32_t space) const { return left_.has(space) && left_.left_at(space) <= left_until_ms(); }
+  bool evict_first(uint32_t space) const { return left_.has(space) && left_.left_at(space) <= left_until_ms(); }
   void check(const std::vector<bool>& has_leaves) const;  // by number; TableError corrupt
 
   uint64_t generation(uint32_t space) const { return entries_[space].generation & kWordMask; }
-  // A record of the namespace that has this generation, its own.
+  // `generation`: of a record of the namespace.
   bool was_cleared(uint32_t space, uint64_t generation) const {
     return generation <= cleared_through(space);
   }
@@ -87,7 +88,7 @@ class Namespaces {
   LeftSpaces left_;
   std::vector<uint32_t> shape_of_;  // by entry; kNone: not live
   std::vector<uint32_t> tenant_of_;
-  std::vector<uint32_t> sessions_;  // how many are open in it
+  std::vector<uint32_t> sessions_;  // by entry: how many are open in it
   std::vector<std::vector<uint64_t>> shapes_;
   Tenants tenants_;
 };

@@ -8,17 +8,17 @@ constexpr uint32_t kSmallestRecord = sizeof(Record) + sizeof(StoredPart);
 
 std::optional<uint32_t> RecordPages::take(uint32_t parts) {
   auto size = static_cast<uint32_t>(sizeof(Record) + parts * sizeof(StoredPart));
-  auto& room = with_room_[size];
-  if (room.empty()) {
+  auto& pages = with_free_[size];
+  if (pages.empty()) {
     auto page = open_page(size);
     if (!page) return std::nullopt;
-    room.insert(*page);
+    pages.insert(*page);
   }
-  Page& page = pages_[*room.begin()];
+  Page& page = pages_[*pages.begin()];
   uint32_t id = page.free.back();
   page.free.pop_back();
   ++page.taken;
-  if (page.free.empty()) room.erase(room.begin());
+  if (page.free.empty()) pages.erase(pages.begin());
   return id;
 }
 
@@ -45,11 +45,11 @@ std::optional<uint32_t> RecordPages::open_page(uint32_t size) {
 void RecordPages::give(uint32_t id) {
   uint32_t at = id / kPageRecords;
   pages_[at].free.push_back(id);
-  auto& room = with_room_[sizes_[at]];
+  auto& pages = with_free_[sizes_[at]];
   if (--pages_[at].taken > 0) {
-    room.insert(at);
+    pages.insert(at);
   } else {
-    room.erase(at);
+    pages.erase(at);
     spare_.push_back(at);
   }
 }
@@ -90,15 +90,15 @@ void RecordPages::rebuild(const std::vector<bool>& taken) {
     if (p.taken == 0)
       spare_.push_back(page);
     else if (!p.free.empty())
-      with_room_[sizes_[page]].insert(page);
+      with_free_[sizes_[page]].insert(page);
   }
 }
 
 void RecordPages::check(const std::vector<bool>& taken) const {
   std::set<uint32_t> spare(spare_.begin(), spare_.end());
   require(spare.size() == spare_.size(), "a spare page is listed twice", 0);
-  size_t roomy = 0;
-  for (auto& [size, pages] : with_room_) roomy += pages.size();
+  size_t in_lists = 0;
+  for (auto& [size, pages] : with_free_) in_lists += pages.size();
   for (uint32_t page = 0; page < pages_.size(); ++page) {
     const Page& p = pages_[page];
     std::set<uint32_t> free(p.free.begin(), p.free.end());
@@ -110,12 +110,12 @@ void RecordPages::check(const std::vector<bool>& taken) const {
     }
     require(free.size() == p.free.size() && live == p.taken, "a page counts its records wrongly", page);
     require((live == 0) == (spare.count(page) != 0), "a page without records is not a spare page", page);
-    auto room = with_room_.find(sizes_[page]);
-    bool listed = room != with_room_.end() && room->second.count(page);
-    require(listed == (live > 0 && !p.free.empty()), "a page with room is not listed under its size", page);
-    roomy -= listed;
+    auto pages = with_free_.find(sizes_[page]);
+    bool listed = pages != with_free_.end() && pages->second.count(page);
+    require(listed == (live > 0 && !p.free.empty()), "a page with free ids is not listed under its size", page);
+    in_lists -= listed;
   }
-  require(roomy == 0, "a page is listed under a size that is not its own", 0);
+  require(in_lists == 0, "a page is listed under a size that is not its own", 0);
 }
 
 }  // namespace kvdock

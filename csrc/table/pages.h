@@ -1,8 +1,8 @@
-// Where records lie: pages of 64 KiB, each for records of one size, and which of their ids are free.
+// The memory of records: pages of 64 KiB, each for records of one size, and the ids that are free.
 //
 // Ownership: pages and their sizes lie in the region; everything else is derived.
 // Invariants: an id is free or taken; a page with taken ids keeps its size; one that has taken and free ids stands in
-//   with_room_ under its size, one whose ids are all free in spare_, and then it may serve records of any size.
+//   with_free_ under its size, one whose ids are all free in spare_, and then it may serve records of any size.
 #pragma once
 
 #include <algorithm>
@@ -30,8 +30,8 @@ class RecordPages {
   // The first id from `id` on at which a record can lie; end() when there is none.
   uint32_t next_id(uint32_t id) const;
 
-  // Adoption: judge() finds the pages in use and returns those whose size cannot be; clear_page() empties such a
-  // one; rebuild() makes every id free that is not `taken`.
+  // Adoption: judge() finds the pages in use and returns those of an impossible record size; clear_page() empties such
+  // a page; rebuild() makes every id free that is not `taken`.
   std::vector<uint32_t> judge();
   void clear_page(uint32_t page);
   void rebuild(const std::vector<bool>& taken);
@@ -54,7 +54,7 @@ class RecordPages {
   uint32_t* sizes_;
   uint32_t max_pages_;
   std::vector<Page> pages_;
-  std::map<uint32_t, std::set<uint32_t>> with_room_;  // by record size
+  std::map<uint32_t, std::set<uint32_t>> with_free_;  // by record size
   std::vector<uint32_t> spare_;
 };
 

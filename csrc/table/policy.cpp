@@ -1,4 +1,4 @@
-// The policy that looks at recency alone, and the choice among all.
+// The policy by recency alone, and the choice of a policy by its name.
 #include "table/policy.h"
 
 #include "table/calls.h"
@@ -8,7 +8,7 @@ namespace kvdock {
 
 namespace {
 
-// The least recently used goes first.
+// The least recently used leaf is evicted first.
 class Lru : public Policy {
  public:
   const char* name() const override { return "lru"; }

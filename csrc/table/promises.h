@@ -1,4 +1,4 @@
-// What engines have said that they compute and will store, so that others can wait for it instead of computing it too.
+// Promises of requests to compute and store chunks, so that others can wait for these instead of computing them too.
 //
 // Ownership: derived from calls and kept on the heap alone: the next server begins without promises.
 // Invariants: a key of a namespace is in one promise at most; a promise has a key or does not exist; there are at most
@@ -16,7 +16,7 @@
 namespace kvdock {
 
 struct Promise {
-  uint64_t session, member;  // ids of who made it
+  uint64_t session, member;  // the ids of its maker
   Id16 request;
   uint32_t space;
   uint64_t until_ms = 0;  // unless some of it is stored by then
@@ -29,15 +29,16 @@ class Promises {
   static constexpr uint64_t kLastsMs = 30'000;
 
   bool empty() const { return at_.empty(); }
-  // The promise with the key, or nullptr. Whether it still holds is for the caller to say.
+  // The promise with the key, or nullptr. The caller decides whether it still holds.
   const Promise* find(uint32_t space, const Key& key) const;
-  // The request promises the keys, in place of what it or another has promised of them; as many as there is room for.
+  // The request promises the keys, as many as the limits allow. This replaces its earlier promise, and others' of the
+  // same keys.
   void make(const Promise& wanted, std::span<const Key> keys, uint64_t now);
   void stored(uint32_t space, const Key& key, uint64_t now);  // the rest of its promise lasts longer
   void drop(uint32_t space, const Key& key);
   void withdraw(uint64_t session, const Id16& request) { forget({session, request}, kMostKeysOf); }
-  // Looks at some promises, where the last call ended, and drops those that `holds` is false for. At most kMostSwept
-  // keys go in one call, so that no other call waits long.
+  // Looks at some promises, from where the last call ended, and drops those for which `holds` is false: at most
+  // kMostSwept keys in one call, so that no other call waits long.
   template <class F>
   void sweep(F&& holds) {
     uint32_t left = kMostSwept;
@@ -56,7 +57,7 @@ class Promises {
  private:
   using Name = std::pair<uint64_t, Id16>;  // session, request
   static constexpr uint32_t kMostSwept = 2048;
-  uint32_t forget(Name name, uint32_t most);  // returns how many of its keys went
+  uint32_t forget(Name name, uint32_t most);  // returns how many of its keys were dropped
   using Made = std::map<Name, Promise>;
   using At = std::map<std::pair<uint32_t, Key>, Name>;
   At::iterator remove(At::iterator key);              // returns what follows it

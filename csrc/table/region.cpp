@@ -6,19 +6,19 @@ namespace kvdock {
 
 namespace {
 
-constexpr uint64_t kLastIncarnation = (1ull << 24) - 1;  // grant ids have that much room for it
+constexpr uint64_t kLastIncarnation = (1ull << 24) - 1;  // grant ids have 24 bits for it
 
 struct Capacity {
-  uint32_t grants, line_blocks, pages;
+  uint32_t grants, entry_blocks, pages;
 
   Capacity(uint64_t max_records, uint64_t max_grants)
       : grants(static_cast<uint32_t>(max_grants)),
-        line_blocks(static_cast<uint32_t>(max_grants * 4 + 1024)),
+        entry_blocks(static_cast<uint32_t>(max_grants * 4 + 1024)),
         // Pages for records of up to 4 parts, and a few more, since each record size starts its own page.
         pages(static_cast<uint32_t>(max_records / (kPageBytes / (sizeof(Record) + 4 * sizeof(StoredPart))) + 8)) {}
 };
 
-RegionMap map_of(const TableHeader& h) { return {h.max_grants, h.max_line_blocks, h.max_pages}; }
+RegionMap map_of(const TableHeader& h) { return {h.max_grants, h.max_entry_blocks, h.max_pages}; }
 
 template <class T>
 T* array(void* base, uint64_t RegionMap::*where) {
@@ -39,13 +39,13 @@ Region::Region(void* at)
       sessions(array<Session>(at, &RegionMap::sessions)),
       members(array<Member>(at, &RegionMap::members)),
       grants(array<Grant>(at, &RegionMap::grants)),
-      blocks(array<LineBlock>(at, &RegionMap::line_blocks)),
+      blocks(array<EntryBlock>(at, &RegionMap::entry_blocks)),
       page_sizes(array<uint32_t>(at, &RegionMap::page_sizes)),
       pages(array<uint8_t>(at, &RegionMap::pages)) {}
 
 uint64_t Region::bytes_for(uint64_t max_records, uint64_t max_grants) {
   Capacity c(max_records, max_grants);
-  return RegionMap(c.grants, c.line_blocks, c.pages).end;
+  return RegionMap(c.grants, c.entry_blocks, c.pages).end;
 }
 
 Region Region::create(const Mapping& memory, const TableOptions& options) {
@@ -59,7 +59,7 @@ Region Region::create(const Mapping& memory, const TableOptions& options) {
   auto& h = *reinterpret_cast<TableHeader*>(memory.data());
   h.crc = 0;
   h.max_grants = capacity.grants;
-  h.max_line_blocks = capacity.line_blocks;
+  h.max_entry_blocks = capacity.entry_blocks;
   h.max_pages = capacity.pages;
   h.pool_id = options.pool_id;
   h.region_bytes = bytes;

@@ -1,6 +1,6 @@
 // The table's region as typed arrays: made for a new pool, or opened as an earlier server left it.
 //
-// Ownership: none: the memory is the caller's. Region is a handful of pointers that its copies share.
+// Ownership: none: the memory is the caller's. Region consists of pointers, and copies share what these point to.
 // Invariant: the arrays lie where RegionMap says, by the capacities in the header.
 #pragma once
 
@@ -17,14 +17,14 @@ struct Region {
   Session* sessions;
   Member* members;
   Grant* grants;
-  LineBlock* blocks;
+  EntryBlock* blocks;
   uint32_t* page_sizes;
   uint8_t* pages;
 
   explicit Region(void* at);  // REQUIRES: the header's capacities are written
 
   static uint64_t bytes_for(uint64_t max_records, uint64_t max_grants);
-  // Writes the header of a new table, but for its version.
+  // Writes the header of a new table, without its version.
   static Region create(const Mapping& memory, const TableOptions& options);
   // The last store of a new table: from now on it can be adopted.
   void finish();
@@ -34,7 +34,7 @@ struct Region {
   uint64_t incarnation() const { return header.incarnation & kWordMask; }
 };
 
-// The region of an earlier server holds something that SIGKILL cannot have left behind.
+// For damage in an earlier server's region that SIGKILL cannot have left behind.
 [[noreturn]] void refuse_adoption(const char* what, uint64_t where = 0, Value wanted = {});
 
 }  // namespace kvdock

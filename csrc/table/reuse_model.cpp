@@ -8,10 +8,10 @@ namespace kvdock {
 
 namespace {
 
-// How much is believed before anything was seen, in requests whose chunks lived through a bin, or were hit.
+// The weight of the prior, in requests whose chunks lived through a bin, or were hit.
 constexpr double kCommonPrior = 683, kKindPrior = 171, kFactorPrior = 10.7, kScalePrior = 2.1;
-constexpr double kNear = 32;           // ticks: what is younger is not taken for ever more likely to be used
-constexpr double kKept = 511.0 / 512;  // of the counts, each time that it learns
+constexpr double kNear = 32;           // ticks: below this age a chunk does not become more likely to be used
+constexpr double kKept = 511.0 / 512;  // the share of the counts that stays, each time that it learns
 
 }  // namespace
 
@@ -60,7 +60,7 @@ void ReuseModel::learn(const Counts& alive, double together) {
       own += hits_[kind][k];
       usual += lived[kind][k] * scale * base[k];
     }
-    std::array<double, kBins> reused;  // the share of those that reach a bin that is used in it
+    std::array<double, kBins> reused;  // of chunks that reach a bin, the share that is used in it
     for (int k = 0; k < kBins; ++k) {
       double prior = kKindPrior * together * width(k);
       double rate = (hits_[kind][k] + prior * common[k] * own / usual) / (lived[kind][k] + prior);

@@ -1,11 +1,12 @@
-// How likely chunks are to be used again, by how often they were and how long ago: what a leaf is worth.
+// How likely a chunk is to be used again, by the number and the age of its uses: the worth of a leaf.
 //
 // Chunks are of kinds, by the number of their uses. For each kind and age the model counts how many were used again and
 // how many chunks lived through that age for how long, which gives a rate of reuse: an estimate of the hazard function.
-// What is rare borrows from what all kinds have in common, and that from 1 / age, under which the policy is LRU. The
-// worth of a leaf is the best rate of hits for the room that it takes, over all times that one might keep it: Gittins,
-// "Bandit processes and dynamic allocation indices" (1979). Ranking by hits for room and time is from Beckmann, Chen
-// and Cidon, "LHD: improving cache hit rate by maximizing hit density" (NSDI 2018). bench/LOG.md tells what was tried.
+// Rates with few samples borrow from the rates of all kinds together, and these from 1 / age, with which the policy is
+// LRU. The worth of a leaf is its best rate of hits for its memory, over all times that one might keep it: Gittins,
+// "Bandit processes and dynamic allocation indices" (1979). Ranking by hits for memory and time is from Beckmann,
+// Chen and Cidon, "LHD: improving cache hit rate by maximizing hit density" (NSDI 2018). bench/LOG.md has what was
+// tried.
 //
 // Ages are in ticks, and in bins of half an octave.
 #pragma once
@@ -25,10 +26,10 @@ class ReuseModel {
   ReuseModel();
 
   static int bin_of(uint64_t age);
-  // A chunk was `age` ticks old when it was used again, or when it was given up.
+  // A chunk was `age` ticks old when it was used again, or when the policy forgot it.
   void ended(uint8_t kind, uint64_t age, bool reused);
-  // `alive`: how many chunks are of each kind and age now. `together`: how many are used in one request, and so tell as
-  // much as one. What was counted before weighs less from now on.
+  // `alive`: how many chunks are of each kind and age now. `together`: how many are used in one request: they count as
+  // one sample. Earlier counts weigh less from now on.
   void learn(const Counts& alive, double together);
 
   double worth(uint8_t kind, uint64_t age) const;  // linear between the middles of bins
@@ -40,7 +41,7 @@ class ReuseModel {
   double width(int bin) const { return low_[bin + 1] - low_[bin]; }
   double middle(int bin) const { return (low_[bin] + low_[bin + 1]) / 2; }
 
-  std::array<double, kBins + 1> low_;  // where bins begin
+  std::array<double, kBins + 1> low_;  // the lower ends of the bins
   Counts ends_{}, hits_{}, worth_{};
 };
 

@@ -9,10 +9,10 @@ namespace kvdock {
 namespace {
 
 constexpr double kNewestLookup = 1.0 / 64;  // its weight in the mean
-constexpr uint64_t kLearnTicks = 64;   // at least, between two times that it learns
+constexpr uint64_t kLearnTicks = 64;   // at least, from one time that it learns to the next
 constexpr uint64_t kLearnShare = 4;    // … and a pool's chunks by this
-constexpr uint64_t kLearnSamples = 256;  // if it hears of a share only: learning costs as much as with all
-constexpr uint64_t kTouchShare = 128;  // uses between which less than this share of the pool was asked for are one
+constexpr uint64_t kLearnSamples = 256;  // if it sees only a share of the chunks: learning costs as much as with all
+constexpr uint64_t kTouchShare = 128;  // less of the pool asked for between two uses: they count as one
 
 }  // namespace
 
@@ -29,7 +29,7 @@ void ReusePolicy::asked(uint64_t tick, uint64_t resident, size_t keys) {
 void ReusePolicy::learn(uint64_t tick) {
   ReuseModel::Counts alive{};
   for (const Sample& one : samples_) alive[one.kind][ReuseModel::bin_of(tick - std::min(tick, one.used))] += 1;
-  double seen = share_ * static_cast<double>(one_in_of_all_) / static_cast<double>(one_in_);  // of what it would see
+  double seen = share_ * static_cast<double>(one_in_of_all_) / static_cast<double>(one_in_);  // of all it would see
   while (static_cast<double>(samples_.size()) > seen * kMostSamples) {
     one_in_of_all_ *= 2;
     seen *= 2;
@@ -37,8 +37,8 @@ void ReusePolicy::learn(uint64_t tick) {
   model_.learn(alive, std::max(1.0, keys_) * seen);
 }
 
-uint8_t ReusePolicy::stored(const Chunk& chunk, std::optional<uint8_t> line) {
-  uint8_t kind = line ? std::min(*line, kInherited) : 0;
+uint8_t ReusePolicy::stored(const Chunk& chunk, std::optional<uint8_t> inherited) {
+  uint8_t kind = inherited ? std::min(*inherited, kInherited) : 0;
   if (auto ghost = ghosts_.find(chunk.name); ghost != ghosts_.end()) {
     Ghost was = ghost->second;
     kind = again(was.kind, was.used, chunk.used, was.sample != kNone);
@@ -93,7 +93,7 @@ void ReusePolicy::close_oldest_ghost(uint64_t tick) {
   auto [name, used] = ghosts_in_order_.front();
   ghosts_in_order_.pop_front();
   auto ghost = ghosts_.find(name);
-  if (ghost == ghosts_.end() || ghost->second.used != used) return;  // it is back, or went once more
+  if (ghost == ghosts_.end() || ghost->second.used != used) return;  // it came back, or was evicted again
   Ghost was = ghost->second;
   if (was.sample != kNone) {
     model_.ended(was.kind, tick - std::min(tick, was.used), false);
@@ -145,13 +145,13 @@ double ReusePolicy::worth(uint8_t kind, uint64_t used, uint64_t tick) const {
   return model_.worth(kind, tick - std::min(tick, used));
 }
 
-// Between two middles of bins worth() is linear, so that the least of a stretch is its oldest or its youngest leaf.
+// Between two middles of bins worth() is linear, so that a stretch's least is its oldest or its youngest leaf.
 std::optional<Choice> ReusePolicy::least(const Leaves& leaves, uint64_t tick) const {
   std::optional<Choice> best;
   for (uint8_t kind = 0; kind < kKinds; ++kind) {
     auto see = [&](const Leaf& leaf) {
       Choice one{worth(kind, leaf.used, tick), leaf, kind};
-      if (!best || one.goes_before(*best)) best = one;
+      if (!best || one.evict_before(*best)) best = one;
     };
     const std::set<Leaf>& list = leaves[kind];
     for (auto it = list.begin(); it != list.end();) {

@@ -1,9 +1,10 @@
-// Evicts the leaf that is least likely to be worth its room (reuse_model.h). It adapts to what it sees: where nothing
-// is to be learnt from the number of uses, it is LRU.
+// Evicts the leaf that is worth least for its memory (reuse_model.h). It learns from the uses that it sees: where the
+// number of uses predicts nothing, it is LRU.
 //
-// A chunk's kind is the number of its uses, up to the last kind. A chunk that continues a line begins with its parent's
-// kind, up to kInherited: a conversation that went on is likely to go on. It remembers what went, by a third of all
-// names, for three times as long as it could remember all: so it sees reuse that comes after eviction.
+// A chunk's kind is the number of its uses, up to the last kind. A chunk that is its parent's only child begins with
+// that one's kind, up to kInherited: a conversation that was continued is likely to be continued again. The policy
+// remembers evicted chunks, a third of all names for three times as long as it could remember all: so it sees reuse
+// that comes after eviction.
 //
 // Invariant: samples_ has each sampled chunk and ghost once, and they know their place.
 #pragma once
@@ -21,7 +22,7 @@ class ReusePolicy : public Policy {
   const char* name() const override { return "adaptive"; }
   void see_share(double share) override { share_ = share; }
   void asked(uint64_t tick, uint64_t resident, size_t keys) override;
-  uint8_t stored(const Chunk& chunk, std::optional<uint8_t> line) override;
+  uint8_t stored(const Chunk& chunk, std::optional<uint8_t> inherited) override;
   uint8_t used(const Chunk& chunk, uint64_t tick) override;
   void touched(const Chunk& chunk, uint64_t tick) override;
   void evicted(const Chunk& chunk, uint64_t tick) override;
@@ -58,9 +59,9 @@ class ReusePolicy : public Policy {
 
   ReuseModel model_;
   uint64_t resident_ = 0, next_learn_ = 0, one_in_ = 1;
-  uint64_t one_in_of_all_ = 1;  // what one_in_ would be if it heard of all chunks
+  uint64_t one_in_of_all_ = 1;  // what one_in_ would be if it saw all chunks
   double share_ = 1;
-  double keys_ = 0;  // of a lookup, the mean of the last ones
+  double keys_ = 0;  // of the latest lookups, the mean
   std::vector<Sample> samples_;
   std::vector<uint32_t> sample_of_;  // by record
   std::unordered_map<uint64_t, Ghost> ghosts_;                // by name

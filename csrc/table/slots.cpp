@@ -8,7 +8,7 @@ namespace kvdock {
 namespace {
 // Slabs aim at 16 MiB, or 1/64 of a smaller segment: small enough to be emptied for another size.
 constexpr uint64_t kSlabTarget = 16ull << 20;
-constexpr size_t kColdest = 16;  // slabs around which room is looked for, if something else could be evicted
+constexpr size_t kColdest = 16;  // slabs that are looked at for a window, if something else could be evicted
 }  // namespace
 
 void SlotAllocator::add_segment(uint32_t segment, uint64_t data_offset, uint64_t data_bytes) {
@@ -22,19 +22,19 @@ std::optional<uint32_t> SlotAllocator::open_slab(uint64_t slot_bytes, uint32_t b
   if (extents_.empty() || *extents_.rbegin() < slot_bytes) return std::nullopt;
   Segment* home = nullptr;
   uint32_t home_id = 0;
-  uint64_t offset = 0, room = 0;
+  uint64_t offset = 0, found = 0;
   for (auto& [id, s] : segments_) {
     if (id >= below) break;
     if (s.retired) continue;
     uint64_t target = std::max(slot_bytes, std::min(kSlabTarget, s.data_bytes / 64) / slot_bytes * slot_bytes);
     for (auto& [at, bytes] : s.free) {
       if (bytes >= target) {
-        home = &s, home_id = id, offset = at, room = target;
+        home = &s, home_id = id, offset = at, found = target;
         break;
       }
-      if (bytes >= slot_bytes && bytes > room) home = &s, home_id = id, offset = at, room = bytes;
+      if (bytes >= slot_bytes && bytes > found) home = &s, home_id = id, offset = at, found = bytes;
     }
-    if (home == &s && room >= target) break;
+    if (home == &s && found >= target) break;
   }
   if (!home) return std::nullopt;
   uint32_t slab;
@@ -47,7 +47,7 @@ std::optional<uint32_t> SlotAllocator::open_slab(uint64_t slot_bytes, uint32_t b
   } else {
     return std::nullopt;
   }
-  uint32_t count = static_cast<uint32_t>(room / slot_bytes);
+  uint32_t count = static_cast<uint32_t>(found / slot_bytes);
   uint64_t extent = home->free[offset];
   remove_extent(*home, home->free.find(offset));
   if (extent > count * slot_bytes) add_extent(*home, offset + count * slot_bytes, extent - count * slot_bytes);
@@ -64,7 +64,7 @@ std::optional<uint32_t> SlotAllocator::open_slab(uint64_t slot_bytes, uint32_t b
   live.owner.assign(count, kNone);
   live.free.resize(count);
   for (uint32_t i = 0; i < count; ++i) live.free[i] = count - 1 - i;
-  with_room_[slot_bytes].insert(slab);
+  with_free_[slot_bytes].insert(slab);
   ++slabs_of_size_[slot_bytes];
   free_slots_[slot_bytes] += count;
   list(slab);
@@ -73,12 +73,12 @@ std::optional<uint32_t> SlotAllocator::open_slab(uint64_t slot_bytes, uint32_t b
 
 std::optional<Slot> SlotAllocator::take(uint64_t bytes, uint32_t record, uint32_t below) {
   uint64_t slot_bytes = round_slot(bytes);
-  auto room = with_room_.find(slot_bytes);
+  auto slabs = with_free_.find(slot_bytes);
   std::optional<uint32_t> found;
-  if (room != with_room_.end()) {
+  if (slabs != with_free_.end()) {
     auto in_reach = [&](uint32_t s) { return slabs_[s].segment < below; };
-    auto first = std::find_if(room->second.begin(), room->second.end(), in_reach);
-    if (first != room->second.end()) found = *first;
+    auto first = std::find_if(slabs->second.begin(), slabs->second.end(), in_reach);
+    if (first != slabs->second.end()) found = *first;
   }
   if (!found) found = open_slab(slot_bytes, below);
   if (!found) return std::nullopt;
@@ -87,7 +87,7 @@ std::optional<Slot> SlotAllocator::take(uint64_t bytes, uint32_t record, uint32_
   uint32_t i = live.free.back();
   live.free.pop_back();
   live.owner[i] = record;
-  if (live.free.empty()) with_room_[slot_bytes].erase(slab);
+  if (live.free.empty()) with_free_[slot_bytes].erase(slab);
   --free_slots_[slot_bytes];
   used_bytes_ += slot_bytes;
   const Slab& body = slabs_[slab];
@@ -101,7 +101,7 @@ void SlotAllocator::give(uint32_t slab, uint64_t offset) {
   live.owner[i] = kNone;
   live.free.push_back(i);
   if (!segments_[body.segment].retired) {
-    with_room_[body.slot_bytes].insert(slab);
+    with_free_[body.slot_bytes].insert(slab);
     ++free_slots_[body.slot_bytes];
   }
   used_bytes_ -= body.slot_bytes;
@@ -112,11 +112,11 @@ void SlotAllocator::close_slab(uint32_t slab) {
   Slab& body = slabs_[slab];
   publish(body.word, 0);
   KVDOCK_PAUSE("evict.slab_closed");
-  with_room_[body.slot_bytes].erase(slab);
+  with_free_[body.slot_bytes].erase(slab);
   if (!segments_[body.segment].retired) free_slots_[body.slot_bytes] -= body.count;
   if (--slabs_of_size_[body.slot_bytes] == 0) {
     slabs_of_size_.erase(body.slot_bytes);
-    with_room_.erase(body.slot_bytes);
+    with_free_.erase(body.slot_bytes);
     free_slots_.erase(body.slot_bytes);
   }
   live_[slab] = Live{};
@@ -154,12 +154,12 @@ void SlotAllocator::free_extent(Segment& s, uint64_t offset, uint64_t bytes) {
   add_extent(s, offset, bytes);
 }
 
-uint64_t SlotAllocator::room_for(uint64_t slot_bytes, uint64_t enough) const {
+uint64_t SlotAllocator::available_for(uint64_t slot_bytes, uint64_t enough) const {
   auto slots = free_slots_.find(slot_bytes);
-  uint64_t room = slots == free_slots_.end() ? 0 : slots->second * slot_bytes;
-  for (auto at = extents_.lower_bound(slot_bytes); at != extents_.end() && room < enough; ++at)
-    room += *at / slot_bytes * slot_bytes;
-  return room;
+  uint64_t available = slots == free_slots_.end() ? 0 : slots->second * slot_bytes;
+  for (auto at = extents_.lower_bound(slot_bytes); at != extents_.end() && available < enough; ++at)
+    available += *at / slot_bytes * slot_bytes;
+  return available;
 }
 
 bool SlotAllocator::has_other_sizes(uint64_t bytes) const {
@@ -249,7 +249,7 @@ void SlotAllocator::retire_segment(uint32_t segment) {
   Segment& s = segments_.at(segment);
   s.retired = true;
   for (auto& [at, slab] : s.slabs) {
-    with_room_[slabs_[slab].slot_bytes].erase(slab);
+    with_free_[slabs_[slab].slot_bytes].erase(slab);
     free_slots_[slabs_[slab].slot_bytes] -= live_[slab].free.size();
   }
   for (auto& [at, bytes] : s.free) extents_.erase(extents_.find(bytes));
@@ -324,6 +324,62 @@ void SlotAllocator::check() const {
   }
   require(used == used_bytes_, "used bytes of slots do not add up");
   check_derived();
+}
+
+// ---- adoption
+
+bool SlotAllocator::adopt_slab(uint32_t slab) {
+  const Slab& body = slabs_[slab];
+  auto home = segments_.find(body.segment);
+  if (body.word != slab_word(body) || home == segments_.end()) return false;
+  Segment& s = home->second;
+  if (body.count == 0 || body.slot_bytes == 0 || body.slot_bytes % kSlotAlign || body.offset % kSlotAlign) return false;
+  if (body.slot_bytes > s.data_bytes / body.count) return false;
+  auto extent = s.free.upper_bound(body.offset);
+  if (extent == s.free.begin()) return false;
+  --extent;
+  uint64_t begin = extent->first, extent_end = begin + extent->second;
+  uint64_t end = body.offset + body.count * body.slot_bytes;
+  if (end > extent_end) return false;
+  remove_extent(s, extent);
+  if (begin < body.offset) add_extent(s, begin, body.offset - begin);
+  if (end < extent_end) add_extent(s, end, extent_end - end);
+  s.slabs[body.offset] = slab;
+  if (slab >= next_slab_) live_.resize(next_slab_ = slab + 1);
+  live_[slab].owner.assign(body.count, kNone);
+  return true;
+}
+
+uint32_t* SlotAllocator::owner_of(const StoredPart& part) {
+  if (part.slab >= live_.size() || live_[part.slab].owner.empty()) return nullptr;
+  const Slab& body = slabs_[part.slab];
+  if (part.segment != body.segment || part.offset < body.offset || round_slot(part.length) != body.slot_bytes)
+    return nullptr;
+  uint64_t from = part.offset - body.offset;
+  if (from % body.slot_bytes || from / body.slot_bytes >= body.count) return nullptr;
+  return &live_[part.slab].owner[from / body.slot_bytes];
+}
+
+void SlotAllocator::adopted() {
+  for (uint32_t slab = 0; slab < next_slab_; ++slab) {
+    Live& live = live_[slab];
+    if (live.owner.empty()) {
+      spare_slabs_.push_back(slab);
+      continue;
+    }
+    const Slab& body = slabs_[slab];
+    for (uint32_t i = body.count; i-- > 0;)
+      if (live.owner[i] == kNone) live.free.push_back(i);
+    used_bytes_ += (body.count - live.free.size()) * body.slot_bytes;
+    ++slabs_of_size_[body.slot_bytes];
+    free_slots_[body.slot_bytes] += live.free.size();
+    if (live.free.size() == body.count) {
+      close_slab(slab);
+      continue;
+    }
+    if (!live.free.empty()) with_free_[body.slot_bytes].insert(slab);
+    list(slab);
+  }
 }
 
 }  // namespace kvdock

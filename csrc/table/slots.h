@@ -35,14 +35,13 @@ class SlotAllocator {
 
   void add_segment(uint32_t segment, uint64_t data_offset, uint64_t data_bytes);
 
-  // Adoption: add the segments first, then every slab with a live word, then the slots that records name; adopted()
-  // makes the rest free and closes slabs without an owned slot. adopt_slab() returns false, and changes nothing, if the
-  // slab cannot lie there.
+  // Adoption: first the segments are added, then every slab with a live word, then records set the owners of their
+  // slots (owner_of); adopted() frees the other slots and closes slabs without an owner. adopt_slab() returns false,
+  // and changes nothing, if the slab cannot lie there.
   bool adopt_slab(uint32_t slab);
   void adopted();
 
-  // A slot of at least `bytes` in a segment with an id below `below`, owned by `record`; nullopt when only eviction
-  // could make room.
+  // A slot of at least `bytes` in a segment with an id below `below`, owned by `record`; nullopt when none is free.
   std::optional<Slot> take(uint64_t bytes, uint32_t record, uint32_t below = kNone);
   void give(uint32_t slab, uint64_t offset);
   // Which record owns the slot that a part names, or kNone; nullptr if no slot of the part's size is there.
@@ -73,16 +72,16 @@ class SlotAllocator {
     uint64_t newest;  // use tick of the most recently used record in it
     std::vector<uint32_t> records;
   };
-  // Neighbouring slabs without pinned or kept slots that, once emptied, have room for a slot of `bytes`: the slab used
-  // least recently, and as many of its neighbours as the slot needs. With `older_than`, a use tick, only slabs used
-  // before it are looked at, and at most kColdest of them.
+  // Neighbouring slabs without pinned or kept slots which, once emptied, hold a slot of `bytes`: the slab used least
+  // recently, and as many of its neighbours as the slot needs. With `older_than`, a use tick, it looks only at slabs
+  // that were used before it, and at most at kColdest of them.
   std::optional<Window> oldest_window(uint64_t bytes, std::optional<uint64_t> older_than);
 
-  // Bytes that slots of that size could take without eviction. It stops counting at `enough`.
-  uint64_t room_for(uint64_t slot_bytes, uint64_t enough) const;
+  // Bytes that slots of that size could take without eviction. Stops counting at `enough`.
+  uint64_t available_for(uint64_t slot_bytes, uint64_t enough) const;
   bool has_other_sizes(uint64_t bytes) const;
   uint64_t total_bytes() const { return total_bytes_; }
-  uint64_t free_bytes() const;  // without those of retired segments
+  uint64_t free_bytes() const;  // without those in retired segments
   uint64_t used_bytes() const { return used_bytes_; }
   uint64_t used_in(uint32_t segment) const;
 
@@ -130,7 +129,7 @@ class SlotAllocator {
   std::vector<uint32_t> spare_slabs_;
   std::map<uint32_t, Segment> segments_;
   std::vector<Live> live_;                            // by slab; no owners: closed
-  std::map<uint64_t, std::set<uint32_t>> with_room_;  // slot bytes → slabs with a free slot
+  std::map<uint64_t, std::set<uint32_t>> with_free_;  // slot bytes → slabs with a free slot
   std::map<uint64_t, uint32_t> slabs_of_size_;
   std::map<uint64_t, uint64_t> free_slots_;  // by slot bytes: in slabs of segments that are not retired
   std::multiset<uint64_t> extents_;          // sizes of the free extents of all segments

@@ -12,7 +12,7 @@ namespace {
 
 const Key& parent_of(const ReserveCall& call, size_t i) { return i ? call.keys[i - 1] : call.parent; }
 
-// A parent that is not known contradicts none.
+// An unknown parent contradicts none.
 bool contradict(const Key& a, const Key& b) { return !(a == b) && !a.is_unknown() && !b.is_unknown(); }
 
 uint64_t hash_call(const ReserveCall& call) {
@@ -42,7 +42,7 @@ void require_distinct(const std::vector<Key>& keys) {
   std::sort(order.begin(), order.end(), less);
   for (size_t i = 1; i < order.size(); ++i)
     if (!less(order[i - 1], order[i]))
-      throw TableError("bad_argument", "a key stands twice in one store", order[i], "distinct keys");
+      throw TableError("bad_argument", "a key occurs twice in one store", order[i], "distinct keys");
 }
 
 }  // namespace
@@ -55,7 +55,7 @@ void append_parts(const Record& r, uint32_t groups, std::vector<PartAt>* out) {
   }
 }
 
-// Refuses before anything is done: groups that cannot be, keys repeated, or known under another parent.
+// Throws before anything was changed: for impossible groups, repeated keys, and keys stored under another parent.
 void Table::check_chain(uint32_t space, const ReserveCall& call, uint32_t groups) {
   const Namespace& ns = chunks_.namespaces()[space];
   uint32_t all = (1u << ns.group_count) - 1, full = 0;
@@ -83,8 +83,8 @@ void Table::repeat_reservation(Grant& g, const ReserveCall& call, uint64_t now, 
   if (g.state() != GrantState::kOpen) throw TableError("grant_closed", "the reservation is closed");
   g.deadline_ms = now + call.deadline_ms;
   *out = grants_.answer(g);
-  grants_.for_each_line(g, [&](const Line& line) {
-    out->chunks.emplace_back(line.index, parts_of(chunks_.record(line.record), line.groups));
+  grants_.for_each_entry(g, [&](const GrantEntry& entry) {
+    out->chunks.emplace_back(entry.index, parts_of(chunks_.record(entry.record), entry.groups));
   });
 }
 
@@ -99,24 +99,25 @@ ReserveResult Table::reserve(uint64_t session, uint64_t member, const ReserveCal
   }
   uint32_t groups = call.groups ? call.groups : (1u << chunks_.namespaces()[space].group_count) - 1;
   check_chain(space, call, groups);
-  grants_.require_lines(static_cast<uint32_t>(call.keys.size()));
+  grants_.require_entries(static_cast<uint32_t>(call.keys.size()));
   Grant* g = reserve_missing(asker, call, groups, now, &out);
   if (!g) return out;
-  if (g->line_count == 0) {
+  if (g->entry_count == 0) {
     grants_.give_up(*g);
     return out;
   }
   g->body_hash = hash_call(call);
   g->deadline_ms = now + call.deadline_ms;
-  KVDOCK_PAUSE("reserve.lines_written");
+  KVDOCK_PAUSE("reserve.entries_written");
   out.grant = g->id;
-  grants_.answer(*g) = {out.grant, {}, out.present, out.busy, out.limited};  // a repeat says the same, whatever went
+  // A repeat has the same answer, whatever was removed since.
+  grants_.answer(*g) = {out.grant, {}, out.present, out.busy, out.limited};
   grants_.open(*g);
   ++counters_.reservations;
   return out;
 }
 
-// Reserves those keys that nobody has stored or reserved, until a limit is met. nullptr: there was none to reserve.
+// Reserves the keys that are neither stored nor reserved, until a limit is met. nullptr: there were none.
 Grant* Table::reserve_missing(const Members::Asker& asker, const ReserveCall& call, uint32_t groups, uint64_t now,
                               ReserveResult* out) {
   uint32_t space = members_.session(asker.session).space();
@@ -135,13 +136,13 @@ Grant* Table::reserve_missing(const Members::Asker& asker, const ReserveCall& ca
     }
     if (e && e->ready != kNone) {
       uint32_t has = chunks_.record(e->ready).groups;
-      if (!(groups & ~has) || (has & ~groups)) {  // covered, or not a superset of what is there
+      if (!(groups & ~has) || (has & ~groups)) {  // covered, or not a superset of the stored groups
         chunks_.stamp(e->ready, tick);
         out->present.push_back(i);
         continue;
       }
     }
-    if (chunks_.held_bytes(asker.session) + bytes > session_room() || chunks_.held_bytes() + bytes > total_room()) {
+    if (!may_hold(asker.session, bytes)) {
       out->limited = Limit::held_bytes;
       break;
     }
@@ -153,7 +154,7 @@ Grant* Table::reserve_missing(const Members::Asker& asker, const ReserveCall& ca
       break;
     }
     const Record& r = chunks_.record(id);
-    grants_.add_line(*grant, {r.generation(), id, static_cast<uint16_t>(groups), static_cast<uint16_t>(i)});
+    grants_.add_entry(*grant, {r.generation(), id, static_cast<uint16_t>(groups), static_cast<uint16_t>(i)});
     out->chunks.emplace_back(i, parts_of(r, groups));
   }
   return grant;
@@ -166,12 +167,12 @@ CommitResult Table::commit(uint64_t session, uint64_t id, uint32_t rank, const s
   grants_.require_ranks(*g, {&rank, 1});
   if (g->state() == GrantState::kOpen && now > g->deadline_ms) grants_.close_reservation(*g);
 
-  std::vector<Line> lines;  // in rising order of their index, as they were added
-  lines.reserve(g->line_count);
-  grants_.for_each_line(*g, [&](const Line& line) { lines.push_back(line); });
-  std::vector<NewPart> fresh = fresh_parts(lines, rank, parts);
+  std::vector<GrantEntry> entries;  // in rising order of their index, as they were added
+  entries.reserve(g->entry_count);
+  grants_.for_each_entry(*g, [&](const GrantEntry& entry) { entries.push_back(entry); });
+  std::vector<NewPart> fresh = fresh_parts(entries, rank, parts);
   if (g->state() != GrantState::kOpen) {
-    if (g->completed && fresh.empty()) return {static_cast<uint32_t>(lines.size()), grants_.remaining(*g)};
+    if (g->completed && fresh.empty()) return {static_cast<uint32_t>(entries.size()), grants_.remaining(*g)};
     grants_.discharge(*g, {&rank, 1});  // a late commit still discharges the rank (D1)
     throw TableError("grant_closed", "the reservation was aborted or is past its deadline");
   }
@@ -179,7 +180,7 @@ CommitResult Table::commit(uint64_t session, uint64_t id, uint32_t rank, const s
     publish(part.at->committed, kCommitted | part.checksum);
     KVDOCK_PAUSE("publish.part_set");
   }
-  return publish_whole(*g, lines, rank, now);
+  return publish_whole(*g, entries, rank, now);
 }
 
 void Table::require_one_checksum_each(std::vector<NewPart> parts) {
@@ -191,17 +192,17 @@ void Table::require_one_checksum_each(std::vector<NewPart> parts) {
 }
 
 // Those of the named parts that were not committed before.
-std::vector<Table::NewPart> Table::fresh_parts(const std::vector<Line>& lines, uint32_t rank,
+std::vector<Table::NewPart> Table::fresh_parts(const std::vector<GrantEntry>& entries, uint32_t rank,
                                                const std::vector<PartCommit>& parts) {
   std::vector<NewPart> fresh;
   for (auto [index, group, checksum] : parts) {
-    auto it = std::lower_bound(lines.begin(), lines.end(), index,
-                               [](const Line& line, uint32_t wanted) { return line.index < wanted; });
-    if (it == lines.end() || it->index != index || group >= kMaxGroups || !(it->groups >> group & 1))
-      throw TableError("not_reserved", "the reservation has no such part", index, int64_t(lines.size()));
+    auto it = std::lower_bound(entries.begin(), entries.end(), index,
+                               [](const GrantEntry& entry, uint32_t wanted) { return entry.index < wanted; });
+    if (it == entries.end() || it->index != index || group >= kMaxGroups || !(it->groups >> group & 1))
+      throw TableError("not_reserved", "the reservation has no such part", index, int64_t(entries.size()));
     if (checksum >= kChecksumPrime)
-      throw TableError("bad_argument", "a checksum is below 2^61 - 1", int64_t(checksum));
-    if (!chunks_.names_live(*it)) continue;  // published, read and gone since: a late repeat
+      throw TableError("bad_argument", "a checksum is out of range", int64_t(checksum), "less than 2^61 - 1");
+    if (!chunks_.records().names_live(*it)) continue;  // a late repeat: the chunk was published, read and removed since
     Record& r = chunks_.record(it->record);
     auto part = std::find_if(r.parts, r.parts + r.part_count,
                              [&](const StoredPart& x) { return x.group == group && x.writer == rank; });
@@ -215,11 +216,11 @@ std::vector<Table::NewPart> Table::fresh_parts(const std::vector<Line>& lines, u
 }
 
 // Publishes the chunks whose parts are all committed, and discharges the rank once all of its own are.
-CommitResult Table::publish_whole(Grant& g, const std::vector<Line>& lines, uint32_t rank, uint64_t now) {
+CommitResult Table::publish_whole(Grant& g, const std::vector<GrantEntry>& entries, uint32_t rank, uint64_t now) {
   uint32_t ready = 0;
   bool rank_done = true;
-  for (const Line& line : lines) {
-    const Record& r = chunks_.record(line.record);
+  for (const GrantEntry& entry : entries) {
+    const Record& r = chunks_.record(entry.record);
     bool whole = true;
     for (uint32_t p = 0; p < r.part_count; ++p) {
       bool set = r.parts[p].committed & kCommitted;
@@ -227,12 +228,12 @@ CommitResult Table::publish_whole(Grant& g, const std::vector<Line>& lines, uint
       if (r.parts[p].writer == rank) rank_done = rank_done && set;
     }
     if (whole && r.state() == RecordState::kReserved) {
-      chunks_.publish_chunk(line.record);
+      chunks_.publish_chunk(entry.record);
       promises_.stored(r.space, r.key, now);
     }
     ready += whole;
   }
-  if (ready == lines.size()) g.completed = 1;
+  if (ready == entries.size()) g.completed = 1;
   KVDOCK_PAUSE("publish.completed");
   if (rank_done) grants_.discharge(g, {&rank, 1});
   return {ready, grants_.remaining(g)};

@@ -31,7 +31,7 @@ void Table::set_limits(uint64_t limit_bytes, double session_cap, double total_ca
                      int64_t(limit_bytes), int64_t(total));
   for (double cap : {session_cap, total_cap})
     if (!(cap > 0 && cap <= 1))
-      throw TableError("bad_argument", "a cap is a share of the pool", std::to_string(cap), "above 0, at most 1");
+      throw TableError("bad_argument", "a cap is no share of the pool", std::to_string(cap), "above 0, at most 1");
   region_.header.limit_bytes = options_.limit_bytes = limit_bytes;
   options_.session_cap = session_cap;
   options_.total_cap = total_cap;
@@ -61,7 +61,7 @@ void Table::move_session(uint64_t session, uint32_t space, uint64_t now) {
   chunks_.namespaces().require(space);
   uint32_t filed = members_.session(cell).space();
   if (!chunks_.namespaces().differ_in_weights_alone(space, filed))
-    throw TableError("bad_argument", "a session moves to a namespace of its own manifest", space, filed);
+    throw TableError("bad_argument", "a session moves to a namespace of another manifest", space, filed);
   chunks_.set_now(now);
   members_.file_session(cell, space);
 }
@@ -86,7 +86,7 @@ std::vector<Question> Table::heartbeat(uint64_t member, uint64_t now) {
   return out;
 }
 
-// Its lock was seen free: nothing it has not finished is published. Its holders wait until it is gone.
+// Its lock was found free: its unfinished stores are never published. Its holders wait until it is gone.
 void Table::member_dead(uint64_t member, uint64_t now) {
   uint32_t cell = members_.member_cell(member);
   if (members_.member(cell).state() >= MemberState::kDead) return;
@@ -109,15 +109,14 @@ void Table::tick(uint64_t now) {
   region_.header.clock_ms = now;
   chunks_.set_now(now);
   Members::Due due = members_.age(now, options_);
-  chunks_.expire_kept(now);
-  chunks_.expire_wishes(now);
+  chunks_.end_preferences(now);
   grants_.close_late(now);
   promises_.sweep([&](const Promise& promise) { return holds(promise, now); });
   for (uint32_t session : due.empty) members_.close_session(session);
   for (uint32_t member : due.settled) gone(member);
 }
 
-// ---- grants: what holders and askers say
+// ---- grants: calls of holders and askers
 
 std::vector<uint32_t> Table::release(uint64_t session, uint64_t id, const std::vector<uint32_t>& ranks) {
   Grant* g = grants_.of_session(session, id, GrantKind::kLease);
@@ -130,7 +129,7 @@ std::vector<uint32_t> Table::release(uint64_t session, uint64_t id, const std::v
 std::vector<uint32_t> Table::abort(uint64_t session, uint64_t id, const std::vector<uint32_t>& ranks) {
   Grant* g = grants_.of_session(session, id, GrantKind::kReservation);
   if (!g) return {};
-  if (ranks.empty()) throw TableError("bad_argument", "an abort names the ranks that say done", 0, "1 or more ranks");
+  if (ranks.empty()) throw TableError("bad_argument", "an abort names no ranks", 0, "1 or more ranks");
   grants_.require_ranks(*g, ranks);
   if (g->live_holders()) {
     drop_promises(*g);
@@ -154,7 +153,7 @@ void Table::cancel(uint64_t session, uint64_t member, uint64_t id) {
   grants_.discharge(*g, left);
 }
 
-// D1 by answer to a question: also for grants that closed meanwhile, and no error for forgotten ones.
+// D1, as the answer to a question: also for grants that closed meanwhile; for forgotten ones it does nothing.
 void Table::done(uint64_t member, uint64_t id, const std::vector<uint32_t>& ranks) {
   uint32_t cell = members_.member_cell(member);
   Grant* g = grants_.find(id);
@@ -162,7 +161,7 @@ void Table::done(uint64_t member, uint64_t id, const std::vector<uint32_t>& rank
   grants_.require_own(*g, members_.member(cell).session);
   if (ranks.empty()) {
     if (g->asker != cell)
-      throw TableError("not_the_asker", "only the member that asked may say that it is done", hex_of(id));
+      throw TableError("not_the_asker", "only the member that asked may end its own part", hex_of(id));
     g->asker_done = 1;
     return;
   }
@@ -185,19 +184,64 @@ Damaged Table::mismatch(uint64_t session, uint64_t id, const std::vector<uint32_
   if (!g) return {};
   std::set<uint32_t> wanted(chunks.begin(), chunks.end());
   std::vector<uint32_t> ids;
-  grants_.for_each_line(*g, [&](const Line& line) {  // a lease with lines has a holder, so it pins its records
-    if (!wanted.count(line.index)) return;
-    if (chunks_.record(line.record).state() == RecordState::kReady) ids.push_back(line.record);
+  // A lease with entries has a holder, so it pins its records.
+  grants_.for_each_entry(*g, [&](const GrantEntry& entry) {
+    if (!wanted.count(entry.index)) return;
+    if (chunks_.record(entry.record).state() == RecordState::kReady) ids.push_back(entry.record);
   });
   std::sort(ids.begin(), ids.end());
   ids.erase(std::unique(ids.begin(), ids.end()), ids.end());
   Damaged found;
-  for (uint32_t id : ids) {
-    found.space = chunks_.record(id).space;  // a lease is of one namespace
-    found.keys.push_back(chunks_.record(id).key);
+  for (uint32_t record : ids) {
+    found.space = chunks_.record(record).space;  // a lease is of one namespace
+    found.keys.push_back(chunks_.record(record).key);
   }
   counters_.mismatches += take_out(std::move(ids), Gone::mismatched);
   return found;
+}
+
+// ---- hints
+
+RetainResult Table::retain(uint32_t space, const std::vector<Key>& keys, int priority, uint64_t until_ms) {
+  chunks_.namespaces().require(space);
+  if (priority < 1 || priority > kMostPriority)
+    throw TableError("bad_argument", "a priority of retained chunks is out of range", priority,
+                     "1.." + std::to_string(kMostPriority));
+  if (until_ms == 0)
+    throw TableError("bad_argument", "retained chunks have no end", 0, "milliseconds of the server clock");
+  RetainResult out;
+  for (const Key& key : keys) {
+    const KeyEntry* e = chunks_.find(space, key);
+    if (!e || e->any() == kNone) break;
+    Preferences::Retained done = chunks_.retain(e->any(), static_cast<int8_t>(priority), until_ms);
+    out.chunks += done == Preferences::Retained::yes;
+    out.refused += done == Preferences::Retained::no_capacity;
+  }
+  counters_.refused_retains += out.refused;
+  return out;
+}
+
+LowerResult Table::lower(uint32_t space, const std::vector<Key>& keys, int priority, uint64_t until_ms,
+                         const Key& following) {
+  chunks_.namespaces().require(space);
+  if (priority < kConversationEnded || priority > 0)
+    throw TableError("bad_argument", "a lowered priority is out of range", priority,
+                     std::to_string(kConversationEnded) + "..0");
+  const KeyEntry* below = following.names_chunk() ? chunks_.find(space, following) : nullptr;
+  uint32_t own_children = below && below->any() != kNone;  // children in this chain
+  LowerResult out;
+  for (auto key = keys.rbegin(); key != keys.rend(); ++key) {
+    const KeyEntry* e = chunks_.find(space, *key);
+    if (e && e->children > own_children) {
+      out.shared = true;
+      break;
+    }
+    own_children = e && e->any() != kNone;
+    if (!own_children) continue;
+    chunks_.set_priority(e->any(), static_cast<int8_t>(priority), until_ms);
+    ++out.chunks;
+  }
+  return out;
 }
 
 // ---- administration
@@ -257,7 +301,7 @@ std::vector<SessionInfo> Table::sessions(const std::optional<std::vector<uint64_
   for (uint32_t cell : members_.open_sessions(named)) {
     const Session& s = members_.session(cell);
     auto [leases, reservations] = grants_.count(cell);
-    out.push_back({members_.session_id(cell), s.nonce, s.space(), leases, reservations, chunks_.held_bytes(cell),
+    out.push_back({members_.session_id(cell), s.nonce, s.space(), leases, reservations, chunks_.pins().held_bytes(cell),
                    s.opened_ms});
   }
   return out;
@@ -275,16 +319,16 @@ std::map<std::string, uint64_t> Table::stats() {
     auto [leases, reservations] = grants_.count(cell);
     grants.leases += leases, grants.reservations += reservations;
   }
-  const Chunks::Sums& sums = chunks_.sums();
+  const Records::Sums& sums = chunks_.records().sums();
   return {
       {"pool_bytes", chunks_.slots().total_bytes()},
       {"free_bytes", chunks_.slots().free_bytes()},
       {"reserved_bytes", sums.bytes[1]},
       {"ready_bytes", sums.bytes[2]},
       {"quarantined_bytes", sums.bytes[3]},
-      {"held_bytes", chunks_.held_bytes()},
-      {"kept_bytes", chunks_.kept_bytes()},
-      {"retained_bytes", chunks_.retained_bytes()},
+      {"held_bytes", chunks_.pins().held_bytes()},
+      {"kept_bytes", chunks_.preferences().kept_bytes()},
+      {"retained_bytes", chunks_.preferences().retained_bytes()},
       {"limit_bytes", options_.limit_bytes},
       {"reserved_chunks", sums.records[1]},
       {"ready_chunks", sums.records[2]},
@@ -300,8 +344,8 @@ std::map<std::string, uint64_t> Table::stats() {
       {"stored_chunks", chunks_.counters().stored_chunks},
       {"stored_bytes", chunks_.counters().stored_bytes},
       {"aborted_chunks", grants_.aborted_chunks()},
-      {"evicted_chunks", chunks_.counters().evicted_chunks},
-      {"oldest_used_ms", chunks_.oldest_used_ms()},
+      {"evicted_chunks", chunks_.eviction().evicted_chunks()},
+      {"oldest_used_ms", chunks_.eviction().oldest_used_ms()},
       {"mismatches", counters_.mismatches},
       {"refused_retains", counters_.refused_retains},
   };
@@ -314,14 +358,14 @@ void Table::check_integrity() {
   chunks_.check(grants_.check());
   promises_.check();
   for (uint32_t cell : members_.open_sessions())
-    require(static_cast<double>(chunks_.held_bytes(cell)) <= widest_session_cap_, "I7: a session is over its cap",
-            cell);
-  require(static_cast<double>(chunks_.held_bytes()) <= widest_total_cap_, "I7: the pool is over its cap");
+    require(static_cast<double>(chunks_.pins().held_bytes(cell)) <= widest_session_cap_,
+            "I7: a session is over its cap", cell);
+  require(static_cast<double>(chunks_.pins().held_bytes()) <= widest_total_cap_, "I7: the pool is over its cap");
   check_tenants();
 }
 
 void Table::check_tenants() {
-  std::vector<Usage> counted = chunks_.count_usage();
+  std::vector<Usage> counted = chunks_.records().count_usage();
   for (uint32_t cell : members_.open_sessions()) {
     Usage& usage = counted.at(chunks_.namespaces().tenant_of(members_.session(cell).space()));
     ++usage.sessions;

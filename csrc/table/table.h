@@ -1,12 +1,12 @@
-// The chunk table: which chunks exist, who may read or write them, and when their memory is used again.
+// The chunk table: which chunks exist, which processes may read or write them, and when their memory is used again.
 // It implements docs/lifetime_protocol.md.
 //
 // Ownership: a Table owns the region it is given for as long as it lives. Its parts own what they derive from it:
 //   Chunks (records, slots, keys, pins, eviction), Members (sessions, members), Grants (leases, reservations). Grants
-//   uses the other two; neither knows Grants. Promises stand alone. Table has the calls, and with them the rules that
-//   span the parts.
-// Thread safety: who calls the table or one of its parts holds its one mutex (csrc/bind/table.cpp), but for
-//   incarnation() and first_incarnation(), which return constants. The parts and what they consist of lock nothing.
+//   uses the other two; neither knows Grants. Promises uses none. Table has the calls, and with them the
+//   rules that span the parts.
+// Thread safety: the caller of the table or of one of its parts holds its one mutex (csrc/bind/table.cpp), except for
+//   incarnation() and first_incarnation(), which return constants. The parts lock nothing.
 // Invariants: I1-I8 and L1 of docs/lifetime_protocol.md#invariants. check_integrity() sees I1, I2, I4, I5, I7 and L1,
 //   and compares all that is derived. It cannot see I3, I6 and I8: they are about steps, not about a state.
 //   tests/table/test_model.py holds I6 and I8 step by step, tests/table/test_protocol_model.py all three in the model.
@@ -19,30 +19,32 @@
 
 namespace kvdock {
 
-// Names the parts of those groups.
+// Appends the record's parts of those groups.
 void append_parts(const Record& r, uint32_t groups, std::vector<PartAt>* out);
 
 class Table {
  public:
   Table(const Mapping& memory, const TableOptions& options);
 
-  // Takes over the region that an earlier server of the pool left (docs/lifetime_protocol.md#table-and-restart); its
-  // capacities are the region's. TableError before anything was changed: wrong_version, or not_adoptable and why.
+  // Takes over the region of an earlier server of the pool (docs/lifetime_protocol.md#table-and-restart), with the
+  // capacities that this has. TableError before anything was changed: wrong_version, or not_adoptable with the reason.
   // REQUIRES: the pool's lock.
   Table(const Mapping& memory, const TableOptions& options, const std::vector<SegmentFacts>& segments, Adoption* found);
-  // The segments the region names, gone ones included, in rising order; refuses as the constructor does.
+  // The segments that the region names, gone ones included, in rising order. Throws as the constructor does.
   static std::vector<SegmentFacts> stored_segments(const Mapping& memory, const TableOptions& options);
   uint64_t incarnation() const { return region_.incarnation(); }
   uint64_t first_incarnation() const { return region_.header.first_incarnation; }
 
   std::mutex mutex;
 
-  // What a call is made of: the table itself, or the part that alone it concerns.
+  // The table itself, or the one part that a call concerns.
   template <class Part>
   auto& part() {
     if constexpr (std::is_same_v<Part, Members>) return members_;
     else if constexpr (std::is_same_v<Part, Grants>) return grants_;
     else if constexpr (std::is_same_v<Part, Chunks>) return chunks_;
+    else if constexpr (std::is_same_v<Part, Records>) return chunks_.records();
+    else if constexpr (std::is_same_v<Part, Eviction>) return chunks_.eviction();
     else if constexpr (std::is_same_v<Part, SlotAllocator>) return chunks_.slots();
     else if constexpr (std::is_same_v<Part, Tenants>) return chunks_.namespaces().tenants();
     else return *this;
@@ -54,12 +56,12 @@ class Table {
   // Idempotent by digest. Drops idle ones if it has to.
   uint32_t add_namespace(const NewNamespace& wanted);
   bool has_namespace(const Key& digest) { return chunks_.namespaces().find(digest).has_value(); }
-  // Those without session and chunk are forgotten; returns the others.
+  // Forgets those without sessions and chunks; returns the others.
   std::vector<uint32_t> drop_idle_namespaces();
-  // Idempotent by nonce: a session that is open stays in its namespace, which differs from `space` in weights alone.
+  // Idempotent by nonce: an open session stays in its namespace, which may differ from `space` only in weights.
   uint64_t open_session(const Id16& nonce, uint32_t space, uint64_t now);
-  // From now on what it looks up and stores is filed in that namespace, which differs from its present one in weights
-  // alone. Grants made before keep their chunks. TableError bad_argument.
+  // From now on the session's lookups and stores are in that namespace, which differs from its present one only in
+  // weights. Earlier grants keep their chunks. TableError bad_argument.
   void move_session(uint64_t session, uint32_t space, uint64_t now);
   std::vector<Question> heartbeat(uint64_t member, uint64_t now);
   void member_dead(uint64_t member, uint64_t now);
@@ -68,21 +70,21 @@ class Table {
 
   // -- lookups and leases
   LookupResult lookup(uint64_t session, uint64_t member, const LookupCall& call, uint64_t now);
-  // Leases those of `keys` that are READY, with all their groups, to one reader (hold.cpp): copies to lower tiers read
-  // them. It is no use of them. In the result a chunk without parts is not leased.
+  // Leases those of `keys` that are READY, with all their groups, to one reader, for copies to lower tiers. It does not
+  // count as a use. In the result, a chunk that was not leased has no parts.
   LookupResult hold(uint64_t session, uint64_t member, const Id16& request, const std::vector<Key>& keys, uint64_t now);
   uint64_t peek(uint32_t space, const std::vector<Key>& keys);
   std::optional<Departure> departure(uint32_t space, const Key& key) {
     chunks_.namespaces().require(space);
-    return chunks_.departure(space, key);
+    return chunks_.records().departure(space, key);
   }
-  // As ChangeLog's, but numbered for each server of the pool apart: an engine that asks with another server's number
-  // learns that it missed something.
+  // As ChangeLog's, but each server of the pool has numbers of its own: the answer to another server's number is that
+  // changes may be missing.
   Changes changes(uint32_t space, uint64_t since, size_t at_most);
   AllChanges all_changes(uint64_t since, size_t at_most);
-  void withdraw(uint64_t session, const Id16& request);  // what the request's lookups have promised
+  void withdraw(uint64_t session, const Id16& request);  // the promises of the request's lookups
   std::vector<uint32_t> release(uint64_t session, uint64_t grant, const std::vector<uint32_t>& ranks);
-  // Returns the keys of what it took out.
+  // Returns the keys of the chunks that it took out.
   Damaged mismatch(uint64_t session, uint64_t grant, const std::vector<uint32_t>& chunks);
 
   // -- stores
@@ -91,30 +93,30 @@ class Table {
                       uint64_t now);
   std::vector<uint32_t> abort(uint64_t session, uint64_t grant, const std::vector<uint32_t>& ranks);
 
-  // Takes temporary chunks out of use that nobody has read; returns how many (hold.cpp).
+  // Takes out temporary chunks that no reader has read; returns how many.
   uint32_t drop_unread(uint32_t space, const std::vector<Key>& keys);
 
-  // -- hints of engines (hints.cpp): preferences of the eviction policy, forgotten when the server ends
-  // `keys`: in the order of their chain. Retains chunks as far as the chain is there and retained from its start on,
+  // -- hints of engines (csrc/table/preferences.h)
+  // `keys`: in the order of their chain. Retains chunks as far as the chain is stored, and retained from its start on,
   // within kRetainedShare of the pool. 1 <= priority <= kMostPriority. TableError bad_argument.
   RetainResult retain(uint32_t space, const std::vector<Key>& keys, int priority, uint64_t until_ms);
-  // From the end of `keys` back to a chunk that another chain goes on from. `following`: the key after the last, of
-  // which nothing was shared; root: none. kConversationEnded <= priority <= 0; until_ms 0: until a request names the
-  // chunk. TableError bad_argument.
+  // Lowers the priority of `keys`, from the last back to a chunk that another chain continues too. `following`: the key
+  // after the last, whose chunk is not shared; root: none. kConversationEnded <= priority <= 0; until_ms 0: until a
+  // request names the chunk. TableError bad_argument.
   LowerResult lower(uint32_t space, const std::vector<Key>& keys, int priority, uint64_t until_ms,
                     const Key& following);
 
   // -- any grant
   void cancel(uint64_t session, uint64_t member, uint64_t grant);  // D3
   void keep(uint64_t member, uint64_t grant, uint64_t now);
-  void done(uint64_t member, uint64_t grant, const std::vector<uint32_t>& ranks);  // no ranks: the asker is done
+  void done(uint64_t member, uint64_t grant, const std::vector<uint32_t>& ranks);  // no ranks: the asker has finished
 
   // -- administration: none of it discharges a holder (I6)
   // READY and RESERVED; counts the READY ones.
   uint32_t remove(uint32_t space, const std::vector<Key>& keys);
-  // Raises the namespace's generation by one, or to `least` where that is more; not where `least` is not above it,
-  // unless it is 0. From then on nothing that was there is found, and what is reserved is not published. Returns the
-  // generation. TableError bad_argument.
+  // Clears the namespace: raises its generation by one, or to `least` where that is more; does nothing where `least` is
+  // not above it, unless it is 0. From then on lookups find none of the chunks that were stored, and open reservations
+  // publish nothing. Returns the generation. TableError bad_argument.
   uint64_t raise_generation(uint32_t space, uint64_t least);
   uint64_t generation(uint32_t space) {
     chunks_.namespaces().require(space);
@@ -129,7 +131,7 @@ class Table {
   void check_integrity();  // TableError corrupt
 
  private:
-  // Below 2^53: JSON's readers hold no larger integers exactly.
+  // Below 2^53, since JSON readers hold no larger integers exactly.
   uint64_t changes_base() const { return (incarnation() & 0x1fffff) << 32; }
   struct Counters {
     uint64_t lookups = 0, lookup_tokens = 0, hit_tokens = 0, reservations = 0, mismatches = 0;
@@ -149,7 +151,7 @@ class Table {
   uint32_t within_caps(const Scan& s, uint32_t session, uint32_t first, uint32_t end);
   uint32_t limit_hit(const Scan& s, uint32_t session, uint64_t skip_tokens, uint32_t hit, LookupResult* out);
   void lock_chunks(Grant& g, const Scan& s, uint32_t first, uint32_t hit, uint64_t reader, LookupResult* out);
-  uint32_t who_stores(uint32_t space, const Key& key, uint64_t now);
+  uint32_t storer_of(uint32_t space, const Key& key, uint64_t now);
   void promise(const Members::Asker& asker, const LookupCall& call, const Scan& s, uint32_t hit, uint64_t now,
                LookupResult* out);
   bool holds(const Promise& promise, uint64_t now) const;
@@ -170,12 +172,18 @@ class Table {
     uint64_t checksum;
   };
   static void require_one_checksum_each(std::vector<NewPart> parts);
-  std::vector<NewPart> fresh_parts(const std::vector<Line>& lines, uint32_t rank, const std::vector<PartCommit>& parts);
-  CommitResult publish_whole(Grant& g, const std::vector<Line>& lines, uint32_t rank, uint64_t now);
-  uint32_t take_out(std::vector<uint32_t> ids, Gone why);  // returns how many distinct ones there were
+  std::vector<NewPart> fresh_parts(const std::vector<GrantEntry>& entries, uint32_t rank,
+                                   const std::vector<PartCommit>& parts);
+  CommitResult publish_whole(Grant& g, const std::vector<GrantEntry>& entries, uint32_t rank, uint64_t now);
+  uint32_t take_out(std::vector<uint32_t> ids, Gone why);  // returns how many distinct ones they were
 
-  uint64_t session_room() const { return static_cast<uint64_t>(cap_bytes(options_.session_cap)); }
-  uint64_t total_room() const { return static_cast<uint64_t>(cap_bytes(options_.total_cap)); }
+  uint64_t session_cap_bytes() const { return static_cast<uint64_t>(cap_bytes(options_.session_cap)); }
+  uint64_t total_cap_bytes() const { return static_cast<uint64_t>(cap_bytes(options_.total_cap)); }
+  // Whether the session may pin so many bytes more.
+  bool may_hold(uint32_t session, uint64_t bytes) const {
+    const Pins& pins = chunks_.pins();
+    return pins.held_bytes(session) + bytes <= session_cap_bytes() && pins.held_bytes() + bytes <= total_cap_bytes();
+  }
   double cap_bytes(double share) const { return share * static_cast<double>(options_.limit_bytes); }
 
   TableOptions options_;
@@ -184,7 +192,7 @@ class Table {
   Members members_;
   Grants grants_;
   Promises promises_;
-  double widest_session_cap_ = 0, widest_total_cap_ = 0;  // bytes: what was given under wider caps stays given
+  double widest_session_cap_ = 0, widest_total_cap_ = 0;  // bytes: grants made under wider caps stay
   Counters counters_;
 };
 

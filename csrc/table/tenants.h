@@ -1,6 +1,6 @@
-// Who shares the pool: what each tenant uses of the table, and how many bytes and chunks it may use.
+// Tenants, which share the pool: how much of it each uses, and how many bytes and chunks it may use.
 //
-// Ownership: usage is derived; its owners count it here as it changes. Quotas are set again by each server.
+// Ownership: usage is derived; the other parts of the table count it here. Each server sets the quotas again.
 // Invariants: a tenant has a number while it has a namespace or a quota of its own; then the number may be used again.
 //   Usage is what namespaces, records, sessions and grants add up to (Table::check_integrity).
 #pragma once
@@ -35,7 +35,7 @@ struct TenantInfo {
 
 class Tenants {
  public:
-  // A namespace more, or less, of that tenant. enter() returns the tenant's number.
+  // The tenant has one namespace more, or less. enter() returns the tenant's number.
   uint32_t enter(const Id16& tenant);
   void leave(uint32_t number);
 
@@ -50,11 +50,11 @@ class Tenants {
   // For tenants without a quota of their own, except the server's own user (zeros).
   void set_default(const Quota& quota) { default_ = quota; }
   bool is_over(uint32_t number) const;
-  // Whether one more chunk of `bytes` is within the quota; could_fit: whether it would be if nothing else were there.
+  // Whether one more chunk of `bytes` is within the quota; could_fit: whether it would be if the tenant had no others.
   bool fits(uint32_t number, uint64_t bytes) const;
   bool could_fit(uint32_t number, uint64_t bytes) const;
 
-  TenantInfo view(const Id16& tenant) const;  // of one that is unknown: nothing used
+  TenantInfo view(const Id16& tenant) const;  // of an unknown tenant: without usage
   std::vector<TenantInfo> views() const;
 
   void check(const std::vector<Usage>& counted) const;  // by number; TableError corrupt

@@ -130,12 +130,12 @@ class Keeper:
         high_bytes = int(pool.limits.high_water * pool.limit_bytes)
         grow_share = 1.0 if self._settings.growth == "ahead" else pool.limits.grow_water
         grow_bytes = int(grow_share * pool.limit_bytes)
-        room_bytes = table.room_bytes()
-        if room_bytes < grow_bytes and pool.can_grow():
+        available_bytes = table.available_bytes()
+        if available_bytes < grow_bytes and pool.can_grow():
             if self._growth is None or self._growth.done():
                 self._growth = asyncio.create_task(pool.grow_until(grow_bytes))
             return
-        if room_bytes >= low_bytes:
+        if available_bytes >= low_bytes:
             return
-        while table.room_bytes() < high_bytes and table.evict(high_bytes, EVICT_SLICE_CHUNKS):
+        while table.available_bytes() < high_bytes and table.evict(high_bytes, EVICT_SLICE_CHUNKS):
             await asyncio.sleep(0)

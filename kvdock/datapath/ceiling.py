@@ -1,7 +1,7 @@
-"""How fast plain copies go on this machine: what an engine's copies are compared with.
+"""The rate of plain copies on this machine, with which the rate of an engine's copies is compared.
 
-In host memory it is what memcpy reaches with the copier's threads, measured here once in a process. On a GPU it is what
-one copy between page-locked memory and the device reaches, as the calibration of copies has measured it.
+In host memory it is the rate of memcpy with the copier's threads, measured here once in a process. On a GPU it is the
+rate of one copy between page-locked memory and the device, as the calibration of copies measured it.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from kvdock.datapath.devices import Device
 from kvdock.datapath.tuning import cached_tunings
 
 SCRATCH_BYTES = 96 << 20
-"""More than processors' caches hold."""
+"""More than the caches of processors hold."""
 PIECE_BYTES = 64 << 10
 ROUNDS = 2
 
 
 def ceiling_bytes_per_s(device: Device, threads: int) -> float:
-    """The best of ROUNDS. 0: not known, because copies of that GPU were not calibrated. NoCuda."""
+    """The best of ROUNDS. 0: not known, because copies on that GPU were not calibrated. Raises NoCuda."""
     if device.cuda is None:
         return _memcpy_bytes_per_s(threads)
     uuid = require_cuda(device.cuda).uuid

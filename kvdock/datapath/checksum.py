@@ -1,8 +1,8 @@
 """The keys of the part checksum (docs/lifetime_protocol.md#checksum).
 
-The keys are a SHAKE-128 stream, so a longer table begins with the shorter one: growing it changes no
-checksum. Tables grow by powers of two and are swapped whole in the native core; a copy that runs
-meanwhile keeps the one it started with.
+The keys are a SHAKE-128 stream, so a longer table begins with the shorter one: a longer table changes no checksum.
+Tables grow by powers of two, and the native core replaces them whole; a copy under way keeps the table that it started
+with.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _stripes = 0
 
 
 def ensure_keys(part_bytes: int) -> None:
-    """Makes the native core able to hash parts of up to `part_bytes` bytes. Cheap when it already is."""
+    """Gives the native core keys for parts of up to `part_bytes` bytes. Cheap when it has them already."""
     global _stripes
     needed = -(-part_bytes // _core.CHECKSUM_STRIPE_BYTES)
     if _stripes > 0 and needed <= _stripes:

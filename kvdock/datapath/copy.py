@@ -1,4 +1,4 @@
-"""Copies between an engine's paged KV and slots: what all copiers offer, and the copier that uses the CPU.
+"""Copies between an engine's paged KV and slots: the interface of copiers, and the copier that uses the CPU.
 
     Copier.gather(parts)    paged KV → slots; the results hold each part's checksum
     Copier.scatter(parts)   slots → paged KV; the results say whether each part has the expected checksum
@@ -8,7 +8,7 @@ the blocks of a part belong to the copy until its handle is done.
 
 Invariants: all arguments of a call are checked before any byte is copied; a block that is skipped is hashed
 but never written; a result is ok only when the bytes that were copied have the expected checksum. CudaCopier
-is in cuda.py; devices.py chooses.
+is in cuda.py; devices.py chooses between the two.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class PartCopy:
     """Address of the slot in this process, a multiple of 16."""
     block_ids: BlockIds
     skip_blocks: int = 0
-    """Scatter only: that many leading blocks are hashed but never written."""
+    """Scatter only: the number of leading blocks that are hashed but never written."""
     checksum: int | None = None
     """The expected one; required for scatter. A gather compares when it is given."""
 
@@ -70,7 +70,7 @@ class CopyHandle(Protocol):
         """Waits for the end; one result for each part, in order. Raises the copy's error."""
 
     def took_s(self) -> float | None:
-        """Seconds from when what comes before the copy had ended, to its own end. None: not known, or not ended."""
+        """Seconds from the end of the work before the copy to the copy's end. None: not known, or it has not ended."""
 
 
 @runtime_checkable
@@ -102,7 +102,7 @@ class PackedParts(NamedTuple):
     slots: array[int]
     """uint64 [n], addresses."""
     block_ids: array[int]
-    """int64, those of all parts in a row; `starts`: int64 [n + 1]; `skips`: int64 [n]."""
+    """int64, the ids of all parts one after the other; `starts`: int64 [n + 1]; `skips`: int64 [n]."""
     starts: array[int]
     skips: array[int]
 
@@ -125,7 +125,7 @@ def packed_for_scatter(layout: PagedLayout, parts: Sequence[PartCopy]) -> Packed
 
 
 def _packed(layout: PagedLayout, parts: Sequence[PartCopy]) -> PackedParts:
-    """Also grows the checksum keys for the longest part. Engines wait for this: about a microsecond a part."""
+    """Also makes checksum keys for the longest part. Engines wait for it: about a microsecond for each part."""
     slots, ids, starts, skips = array("Q"), array("q"), array("q", [0]), array("q")
     longest = end = 0
     try:

@@ -11,8 +11,8 @@ any torch version. Slots lie in memory that the driver knows: registered segment
 on the device.
 
 Invariants: those of copy.py; gather(), scatter() and order() do not wait for the GPU, with two exceptions: when the
-driver refuses a submission, that call waits for what is on the copier's streams already; and order() waits for earlier
-copies when their descriptors fill the ring (csrc/cuda/copier.h). Opening and closing a copier wait for the GPU.
+driver refuses a submission, that call waits for the work that is on the copier's streams already; and order() waits for
+earlier copies when their descriptors fill the ring (csrc/cuda/copier.h). Opening and closing a copier wait for the GPU.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from kvdock.datapath.layout import PagedLayout
 
 @dataclass(frozen=True)
 class CopyTuning:
-    """How copies use the GPU; tuning.py measures what is fastest. The defaults are good on an H200."""
+    """How copies use the GPU; tuning.py measures the fastest values. The defaults are good on an H200."""
 
     piece_bytes: int = 16 << 20
     """Bytes of one staging buffer."""
@@ -58,9 +58,8 @@ class CopyTuning:
 
     def for_stores(self) -> CopyTuning:
         """For stores while the engine computes: by the kernel alone, whatever their size. While a store keeps the copy
-        engine busy, no other copy to the host begins, and an engine copies its tokens there: with a store of 1 GiB on
-        an H200, they came 15 ms late. More CTAs than fill PCIe would hold up the engine's
-        kernels (bench/LOG.md)."""
+        engine busy, no other copy to the host starts, and an engine copies its tokens there: with a store of 1 GiB on
+        an H200, they came 15 ms late. More CTAs than fill PCIe would delay the engine's kernels (bench/LOG.md)."""
         least = 1 << 20  # of staging, which is not used
         return replace(self, piece_bytes=least, direct_ctas=self.background_store_ctas, direct_store_bytes=1 << 62)
 
@@ -73,7 +72,7 @@ def require_cuda(device: int) -> _core.CudaDevice:
     known = _core.cuda_devices()
     if not 0 <= device < len(known):
         wanted = f"one of 0..{len(known) - 1}"
-        sentence = f'device "cuda:{device}" is not there: this process sees {len(known)}'
+        sentence = f'device "cuda:{device}" does not exist: this process has {len(known)}'
         raise NoCuda(sentence, found=device, wanted=wanted)
     return known[device]
 
@@ -92,22 +91,23 @@ class CudaHandle:
         return self._copy.wait(timeout_s)
 
     def order(self, stream: int, band: int | None = None) -> None:
-        """Work put on `stream` (a CUstream as an integer) from now on runs after the copy, or after its bands up to
-        `band`. CopyError for a band that the copy does not have."""
+        """Later work on `stream` (a CUstream as an integer) runs after the copy, or after its bands up to `band`.
+        CopyError for a band that the copy does not have."""
         self._copy.order(stream, band)
 
     def verified(self, timeout_s: float | None) -> list[PartResult] | None:
-        """Waits until the copy is verified. Like result(), for the bytes already copied, and for the others as the CPU
-        found them in the slots. None on timeout."""
+        """Waits until the copy is verified. Returns what result() does, for the bytes that were copied by then, and for
+        the others as the CPU found them in the slots. None on timeout."""
         return results_of(self._copy.verified_checksums(), self._parts) if self._copy.wait_verified(timeout_s) else None
 
     def result(self) -> list[PartResult]:
-        """Waits for the end; one result for each part, in order. CudaError when the copy failed: no byte is certain."""
+        """Waits for the end; one result for each part, in order. CudaError when the copy failed: the blocks may hold
+        anything."""
         return results_of(self._copy.checksums(), self._parts)
 
     def took_s(self) -> float | None:
-        """Seconds of the GPU's clock from when the work that came before the copy had ended, to the copy's end; without
-        such work, from the call. None: it has not ended, or failed."""
+        """Seconds on the GPU's clock from the end of the work before the copy to the copy's end; without such work,
+        from the call. None: it has not ended, or it failed."""
         return self._copy.took_s()
 
 
@@ -117,8 +117,8 @@ class CudaCopier:
 
     `part_blocks`: of the longest part that copies will name; None: as many as the layout has.
 
-    Raises NoCuda; CopyError for a tuning that cannot be; CudaError when the layout's memory is not that GPU's, or
-    when there is no memory for staging (`tuning.buffers * tuning.piece_bytes` bytes of the GPU, and 8 MiB page-locked).
+    Raises NoCuda; CopyError for an impossible tuning; CudaError when the layout's memory is not on that GPU, or when
+    there is no memory for staging (`tuning.buffers * tuning.piece_bytes` bytes of the GPU, and 8 MiB page-locked).
     """
 
     def __init__(
@@ -148,7 +148,7 @@ class CudaCopier:
 
     def gather(self, parts: Sequence[PartCopy], *, after: int | None = None) -> CudaHandle:
         """Paged blocks → slots. `after`: a stream (a CUstream as an integer, 0: the legacy default stream) whose work
-        so far comes first. CopyError (block ids, lengths, slots that a copy cannot have), CopierClosed, CudaError."""
+        so far comes first. CopyError (impossible block ids, lengths or slots), CopierClosed, CudaError."""
         packed = packed_for_gather(self._layout, parts)
         self._require_open()
         copied = self._core.gather(self._number, packed.slots, packed.block_ids, packed.starts, after=after)

@@ -22,7 +22,7 @@ class Device:
 
     @classmethod
     def named(cls, name: str) -> Device:
-        """DeviceUnknown for a name that is no device's; NoCuda for a GPU that this process cannot use."""
+        """DeviceUnknown for a name that names no device; NoCuda for a GPU that this process cannot use."""
         if name == "cpu":
             return cls()
         match = re.fullmatch(r"cuda(?::(\d{1,3}))?", name)
@@ -34,7 +34,7 @@ class Device:
 
     @property
     def register(self) -> Register | None:
-        """Registers segments with the driver; None when nothing needs it."""
+        """Registers segments with the driver; None on the CPU, which needs no registration."""
         return None if self.cuda is None else CudaRegister(self.cuda)
 
     def tuning(self, layouts: Sequence[PagedLayout], *, chunk_tokens: int) -> CopyTuning | None:

@@ -3,12 +3,12 @@ the data path also raises, are in kvdock/shm/errors.py.
 
     DatapathError
     ├── CopierClosed        a copy was submitted after close()
-    ├── DeviceUnknown       a name that is no device's
+    ├── DeviceUnknown       a name that names no device
     └── NoCuda              a GPU was asked for that this process cannot use
 
     ValueError
-    ├── LayoutError         strides that no copy can follow (from the native core)
-    └── CopyError           ids, lengths, skips or addresses that a copy cannot have (from the native core)
+    ├── LayoutError         strides that copies do not support (from the native core)
+    └── CopyError           impossible ids, lengths, skips or addresses (from the native core)
 
     RuntimeError
     └── CudaError           the GPU's driver refused (from the native core)
@@ -25,7 +25,7 @@ E = TypeVar("E", LayoutError, CopyError)
 
 
 class DatapathError(Exception):
-    """`found` and `wanted` are the values the message names."""
+    """`found` and `wanted` are the values that the message names."""
 
     def __init__(self, message: str, *, found: object, wanted: object) -> None:
         super().__init__(f"{message}: found {found}, wanted {wanted}")
@@ -50,7 +50,7 @@ class NoCuda(DatapathError):
 
 
 def _as_core(kind: type[E], message: str, *, found: object, wanted: object) -> E:
-    """An error of the native core, in the shape that it gives it."""
+    """An error of the native core, as that makes it."""
     error = kind(f"{message}: found {found}, wanted {wanted}")
     error.found, error.wanted = found, wanted
     return error

@@ -1,9 +1,9 @@
-"""Any engine's paged KV described by strides. A named format only says how to build that description.
+"""An engine's paged KV, described by strides. A named format is a way to build that description.
 
 A plane is the K or the V (or the one latent) of one layer; its blocks are `block_stride` bytes apart and consist
 of equal runs. Slots hold planes in one canonical order: layer by layer, K before V. So formats with the same order of
-elements inside a block ("NHD": token, head, element; "HND": head, token, element) have equal slot bytes: what was
-gathered from one can be scattered into another.
+elements inside a block ("NHD": token, head, element; "HND": head, token, element) have equal slot bytes: a part that
+was gathered from one can be scattered into another.
 
 Tensors are duck-typed (data_ptr, shape, stride, element_size): torch is never imported here. Strides are
 read from the tensors, so views and padding work as long as the runs inside a block are regular.
@@ -20,7 +20,7 @@ from kvdock.datapath.errors import layout_error
 
 
 class PagedTensor(Protocol):
-    """What copies need of a torch tensor; strides in elements."""
+    """The attributes of a torch tensor that copies use; strides in elements."""
 
     @property
     def shape(self) -> Sequence[int]: ...
@@ -61,7 +61,7 @@ class PagedLayout:
 
 @dataclass(frozen=True)
 class NamedFormat:
-    """A format as its name says it: `A_X_B_C` is a list over A of tensors with dimensions B and C, outermost first.
+    """A format, parsed from its name: `A_X_B_C` is a list over A of tensors with dimensions B and C, outermost first.
 
     NB blocks, NL layers, TWO K and V, NBBS token slots of all blocks, BS tokens of a block, NH heads, HS elements of a
     head, ONE a dimension of size one.

@@ -14,9 +14,9 @@ from kvdock.shm.objects import open_lock
 class MemberLiveness:
     """Keeps the byte at `offset` of the lock file locked until close(), or until this process's address space ends.
 
-    `with_children`: and those of the children that it forks, as long as they run. For a process that copies with a GPU
-    (csrc/segment/liveness.h says why). OSError when the lock file cannot be opened, ForeignObject when it is not this
-    user's own.
+    `with_children`: also until the address spaces of its forked children end. For a process that copies with a GPU
+    (csrc/segment/liveness.h has the reason). OSError when the lock file cannot be opened, ForeignObject when it is not
+    this user's own.
     """
 
     def __init__(self, lock_file: str | Path, *, source: random.Random, with_children: bool = False) -> None:

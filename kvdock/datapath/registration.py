@@ -1,13 +1,13 @@
 """Registers the segments that an engine process maps with the GPU's driver, in the background.
 
-A GPU copies at full speed only from page-locked memory that its driver knows. Registering a segment takes a
-fraction of a second a GiB, and far longer where pages must be faulted in first, and the engine's first step must not
-wait for that. So one thread takes the segments in the order of their ids: it maps the pages of a segment in small
+A GPU copies at full speed only from page-locked memory that its driver knows. To register a segment takes a fraction of
+a second for each GiB, and far longer where pages must be faulted in first. The engine's first step must not wait for
+that. So one thread takes the segments in the order of their ids: it maps the pages of a segment in small
 pieces, then registers the whole segment in one piece, since no slot crosses a segment.
 
-Its progress is one number: `pinned_through = n`, as the protocol calls it, says that every segment with an id below n
-that the pool still has is registered here. Ids rise and are never used again, so the number only rises, and keeps its
-meaning when a segment below it retires; a count of segments or bytes would not.
+Its progress is one number, which the protocol calls `pinned_through`: every segment of the pool with an id below it is
+registered here. Ids rise and are never used again, so the number only rises, and keeps its meaning when a segment below
+it retires; a count of segments or bytes would not.
 
 A segment that cannot be registered stays above the number, and is tried again every `retry_s`.
 
@@ -36,7 +36,7 @@ ADVICE: Final = (
     "LimitMEMLOCK=infinity) and see that the machine has memory to spare; `kvdock doctor` shows both"
 )
 RegistrationFailed = (_core.CudaError, OSError, MemoryError)
-"""What registering may raise; each of them may pass, so each is tried again."""
+"""The errors of registering. The cause of each may be temporary, so registering is tried again."""
 
 
 class Registration(Protocol):
@@ -46,7 +46,7 @@ class Registration(Protocol):
 
 
 class Register(Protocol):
-    """Registers [address, address + size_bytes), whose pages are there. Raises one of RegistrationFailed."""
+    """Registers [address, address + size_bytes), whose pages are mapped. Raises one of RegistrationFailed."""
 
     def __call__(self, address: int, size_bytes: int) -> Registration: ...
 
@@ -98,7 +98,7 @@ class SegmentRegistrar:
 
     @property
     def pinned_through(self) -> int:
-        """Every segment with an id below it that the pool still has is registered."""
+        """Every segment of the pool with an id below it is registered."""
         return self._through
 
     def is_registered(self, segment: int) -> bool:

@@ -24,7 +24,7 @@ class AttachedSegments:
         self._segments: dict[int, tuple[SegmentInfo, _core.Mapping]] = {}
         self._readers: Counter[int] = Counter()
         self._detached: dict[int, _core.Mapping] = {}
-        """Those that are still read."""
+        """Segments that are still read."""
 
     @property
     def segments(self) -> list[SegmentInfo]:
@@ -57,15 +57,15 @@ class AttachedSegments:
         return address_of(info, mapping, segment, offset, length)
 
     def require_whole(self, segment: int) -> None:
-        """SegmentCorrupt when its object has been cut short: a copy would end this process with SIGBUS. Call it before
-        each copy: it costs about a microsecond. What is cut short later is not seen."""
+        """SegmentCorrupt when its object has become shorter: a copy would end this process with SIGBUS. Call it before
+        each copy: it costs about a microsecond. It cannot see that an object becomes shorter later."""
         info, mapping = self._segments.get(segment, (None, None))
         if info is not None and mapping is not None and not mapping.reaches_end():
             raise SegmentCorrupt(f"segment {info.name}", found="fewer bytes", wanted=f"{info.bytes} bytes")
 
     @contextmanager
     def reading(self, segment: int) -> Iterator[bool]:
-        """Within it the segment stays mapped, also for who has no lease. False: it is not attached."""
+        """Within it the segment stays mapped, also for a reader without a lease. False: it is not attached."""
         with self._lock:
             is_there = segment in self._segments
             self._readers[segment] += is_there
@@ -78,7 +78,7 @@ class AttachedSegments:
                     mapping.close()
 
     def detach(self, segment: int) -> None:
-        """Unmaps one segment, once nobody is reading() it. No error when it is not attached."""
+        """Unmaps one segment, once no reading() of it is open. No error when it is not attached."""
         with self._lock:
             _, mapping = self._segments.pop(segment, (None, None))
             if mapping is None:

@@ -2,10 +2,10 @@
 
 While a thread of the engine captures a CUDA graph, as vLLM and SGLang do when they start, the driver refuses many calls
 of other threads, and the capture is lost with them: registering or allocating memory, waiting for an event. It allows
-them in a thread that is in the relaxed capture mode. The native core is in it during each of its own calls; threads
-that are made here are in it whenever they run, so they may call torch.cuda too.
+them in a thread in the relaxed capture mode. The native core switches to this mode for each of its calls; threads that
+are made here are always in it, so they may call torch.cuda too.
 
-Invariant: nothing else in an engine's process starts a thread of ours (tests/house/test_capture.py).
+Invariant: no other module of kvdock starts a thread in an engine's process (tests/house/test_capture.py).
 """
 
 from __future__ import annotations

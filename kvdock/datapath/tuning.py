@@ -5,7 +5,7 @@
 It chooses the size of a staging buffer, how many CTAs (thread blocks) a kernel gets, and up to which size a call
 goes direct. One process calibrates at a time, since two would disturb each other.
 
-Nothing here fails an engine: without memory for scratch or a directory for the file, the usual values serve.
+No failure here stops an engine: without memory for scratch or a directory for the file, it uses the default values.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ CTAS: Final = (4, 8, 16, 32)
 BACKGROUND_STORE_CTAS: Final = (1, 2, 4, 8)
 DIRECT_SIZES: Final = tuple(1 << shift for shift in range(18, 25))  # 256 KiB .. 16 MiB
 PASSES: Final = 4
-"""How often one call copies the scratch when the size of pieces is chosen, so that the cost of starting does not hide
-the cost of each byte. The CTAs of a load are chosen with shorter calls, in which the last piece's kernel counts. Those
+"""How often one call copies the scratch when the size of pieces is chosen, so that the cost of a call does not hide the
+cost of its bytes. The CTAs of a load are chosen with shorter calls, in which the last piece's kernel counts. Those
 of a staged store are not measured: four fill PCIe."""
 FILLS: Final = 1.1
-"""A background store may take this many times as long as with more CTAs: nobody waits for it, and fewer CTAs disturb
-the engine less."""
+"""A background store may take this many times as long as with more CTAs: no request waits for it, and fewer CTAs
+disturb the engine less."""
 MARGIN: Final = 0.01
 """The usual choice is replaced only by one that saves more than this share; half of it is noise."""
 ROUNDS: Final = 5
@@ -50,7 +50,7 @@ ROUNDS: Final = 5
 
 @dataclass(frozen=True)
 class Geometry:
-    """What decides the speed of copies of a layout."""
+    """The properties of a layout that decide the speed of its copies."""
 
     planes: int
     run_bytes: int

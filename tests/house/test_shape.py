@@ -24,8 +24,6 @@ ARGUMENTS = {
     "kvdock/engine/request.py Request": 16,
 }
 ATTRIBUTES = {
-    "csrc/cuda/copier.h Copier": 28,
-    "csrc/table/chunks.h Chunks": 32,
     "kvdock/engine/request.py Request": 16,
 }
 

@@ -112,7 +112,7 @@ MUTANTS = (
         ("tests/api/test_log.py",), "test_one_callers_refusals_do_not_hide_anothers",
     ),
     Mutant(
-        "S20", "a tenant at its quota evicts what others have", "csrc/table/evict.cpp",
+        "S20", "a tenant at its quota evicts what others have", "csrc/table/eviction.cpp",
         "it->second.of_tenant(tenant,", "it->second.of_tenant(0,",
         ("tests/table/test_quotas.py",),
         "test_a_tenant_at_its_quota_evicts_its_own_coldest_chunks_and_nobody_elses",

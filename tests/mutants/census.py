@@ -58,7 +58,7 @@ MUTANTS = (
     ),
     Mutant(
         "C50", "what is to be kept must be found by more than half of the lookups", CENSUS_FILE,
-        "* 2 >= chunks_.uses_of", "* 2 > chunks_.uses_of",
+        "* 2 >= records_.info", "* 2 > records_.info",
         LAST, LAST_TEST,
     ),
     Mutant(
@@ -94,7 +94,7 @@ MUTANTS = (
     ),
     Mutant(
         "C58", "a record is looked for where its page holds larger ones", CENSUS_FILE,
-        "return chunks_.next_record(id) == id && chunks_", "return chunks_",
+        "return records_.next(id) == id && records_", "return records_",
         CENSUS, "test_ids_of_records_that_their_page_has_no_more_room_for_are_not_followed",
     ),
     Mutant(

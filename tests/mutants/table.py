@@ -34,7 +34,7 @@ MUTANTS = (
         MODEL, MODEL_TEST,
     ),
     Mutant(
-        "C5", "a parent is evicted before its child", "csrc/table/chunks.cpp",
+        "C5", "a parent is evicted before its child", "csrc/table/eviction.cpp",
         "in.pins == 0 && in.children == 0 &&", "in.pins == 0 &&",
         MODEL, MODEL_TEST,
     ),
@@ -45,7 +45,7 @@ MUTANTS = (
         MODEL, MODEL_TEST,
     ),
     Mutant(
-        "C7", "the generation stays when a record is reused", "csrc/table/chunks.cpp",
+        "C7", "the generation stays when a record is reused", "csrc/table/records.cpp",
         "uint64_t generation = ++header_.last_generation;", "uint64_t generation = header_.last_generation |= 1;",
         MODEL, MODEL_TEST,
     ),
@@ -68,8 +68,8 @@ MUTANTS = (
         MODEL, MODEL_TEST,
     ),
     Mutant(
-        "C11", "a chunk that other sessions share counts as this session's", "csrc/table/chunks.h",
-        "(in.sole == kMany && shared_pins_.count(pair_of(session, id)))", "in.sole == kMany",
+        "C11", "a chunk that other sessions share counts as this session's", "csrc/table/pins.h",
+        "(in.sole == kMany && shared_.count(pair_of(session, id)))", "in.sole == kMany",
         GRANTS, "test_a_chunk_that_others_hold_counts_against_a_cap_and_one_that_i_hold_does_not",
     ),
     Mutant(
@@ -91,7 +91,7 @@ MUTANTS = (
     ),
     Mutant(
         "C18", "a late repeat of a commit does not compare generations", "csrc/table/store.cpp",
-        "    if (!chunks_.names_live(*it)) continue;", "    if (it->generation == 0) continue;",
+        "    if (!chunks_.records().names_live(*it)) continue;", "    if (it->generation == 0) continue;",
         GRANTS, "test_a_commit_repeated_after_its_record_was_used_again_looks_at_nothing_of_the_new_one",
     ),
     Mutant(
@@ -105,57 +105,57 @@ MUTANTS = (
         MODEL, MODEL_TEST,
     ),
     Mutant(
-        "C21", "a quota spares what an administrator keeps", "csrc/table/evict.cpp",
+        "C21", "a quota spares what an administrator keeps", "csrc/table/eviction.cpp",
         "  if (!c) c = kept_.of_tenant(", "  if (false) c = kept_.of_tenant(",
         QUOTAS, "test_a_pin_never_beats_a_quota_and_goes_last",
     ),
     Mutant(
-        "C22", "a reservation brings a tenant down to a lowered quota all at once", "csrc/table/evict.cpp",
+        "C22", "a reservation brings a tenant down to a lowered quota all at once", "csrc/table/eviction.cpp",
         "  if (tenants.is_over(tenant) || !tenants.could_fit", "  if (!tenants.could_fit",
         QUOTAS, "test_a_lowered_quota_is_reached_in_slices_and_leaves_what_is_leased",
     ),
     Mutant(
-        "C23", "any share of the pool is retained", "csrc/table/hints.cpp",
-        "if (info_[id].priority <= 0 && !may_retain(id)) return", "if (false) return",
+        "C23", "any share of the pool is retained", "csrc/table/preferences.cpp",
+        "if (in.priority <= 0 && !may_retain(id)) return", "if (false) return",
         HINTS, "test_only_so_much_of_the_pool_is_retained_and_the_rest_is_counted",
     ),
     Mutant(
-        "C24", "a chunk is retained longer than the one before it", "csrc/table/hints.cpp",
-        "    until_ms = std::min(until_ms, wished_until(e->any()));\n", "",
+        "C24", "a chunk is retained longer than the one before it", "csrc/table/preferences.cpp",
+        "    *until_ms = std::min(*until_ms, priority_until(parent->any()));\n", "",
         HINTS, "test_the_end_of_a_chain_is_not_retained_without_its_beginning",
     ),
     Mutant(
-        "C25", "the end of a conversation takes what others share", "csrc/table/hints.cpp",
+        "C25", "the end of a conversation takes what others share", "csrc/table/table.cpp",
         "if (e && e->children > own_children) {", "if (e && e->children > own_children + 1) {",
         HINTS, "test_the_end_of_a_conversation_lets_exactly_the_unshared_chunks_go_first",
     ),
     Mutant(
-        "C26", "what was let go stays so when somebody names it", "csrc/table/chunks.cpp",
-        "  if (info_[id].priority < 0) set_wish(id, 0, 0);  // somebody asks for it after all\n", "",
+        "C26", "what was let go stays so when somebody names it", "csrc/table/eviction.cpp",
+        "  if (in.priority < 0) preferences_.set_priority(id, 0, 0);  // an engine asks for it after all\n", "",
         HINTS, "test_a_chunk_that_somebody_names_after_all_is_as_any_other",
     ),
     Mutant(
-        "C27", "a quota spares what is retained", "csrc/table/evict.cpp",
-        "it != evictions_.end() && !c; ++it)", "it != evictions_.end() && it->first <= 0 && !c; ++it)",
+        "C27", "a quota spares what is retained", "csrc/table/eviction.cpp",
+        "it != lists_.end() && !c; ++it)", "it != lists_.end() && it->first <= 0 && !c; ++it)",
         HINTS, "test_a_quota_evicts_what_is_retained_after_the_tenants_other_chunks",
     ),
     Mutant(
-        "C28", "a chunk that takes another's place is not retained", "csrc/table/chunks.cpp",
-        "if (wished > 0 && info_[id].priority <= 0 &&", "if (info_[old].kept &&",
+        "C28", "a chunk that takes another's place is not retained", "csrc/table/preferences.cpp",
+        "if (priority > 0 && records_.info(to).priority <= 0 &&", "if (old.kept &&",
         HINTS, "test_a_chunk_that_is_replaced_stays_retained",
     ),
     Mutant(
-        "C29", "what is retained keeps its room although nothing else is left", "csrc/table/evict.cpp",
-        "it != evictions_.end() && !best;", "it != evictions_.end() && !best && it->first <= 0;",
+        "C29", "what is retained keeps its room although nothing else is left", "csrc/table/eviction.cpp",
+        "it != lists_.end() && !best;", "it != lists_.end() && !best && it->first <= 0;",
         HINTS, "test_when_nothing_else_is_left_what_is_retained_goes",
     ),
     Mutant(
-        "C30", "a window takes what is retained before other leaves go", "csrc/table/evict.cpp",
+        "C30", "a window takes what is retained before other leaves go", "csrc/table/eviction.cpp",
         "!(own && own->priority < 0)", "true",
         HINTS, "test_what_makes_room_for_slots_of_another_size_takes_what_is_retained_last",
     ),
     Mutant(
-        "C36", "a chunk of a higher priority goes right after what continues it", "csrc/table/evict.cpp",
+        "C36", "a chunk of a higher priority goes right after what continues it", "csrc/table/eviction.cpp",
         "|| in.priority != least.priority) return;", ") return;",
         ORDER, "test_what_goes_is_what_the_model_says",
     ),

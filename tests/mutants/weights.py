@@ -50,13 +50,13 @@ MUTANTS = (
         TABLE, "test_a_session_moves_within_its_own_manifest_and_tenant_only",
     ),
     Mutant(
-        "G8", "an administrator's keep does not hold for what was left", "csrc/table/chunks.cpp",
-        "  if (!info_[id].kept) list_in_space(id);\n", "  list_in_space(id);\n",
+        "G8", "an administrator's keep does not hold for what was left", "csrc/table/eviction.cpp",
+        "  if (!in.kept) list_in_space(id);\n", "  list_in_space(id);\n",
         TABLE, "test_what_an_administrator_keeps_stays_and_what_engines_wished_to_retain_does_not",
     ),
     Mutant(
-        "G9", "what was left is named as what goes next", "csrc/table/evict.cpp",
-        "      if (spaces_.left().has(record(leaf.record).space)) return;  // nobody will want it\n", "",
+        "G9", "what was left is named as what goes next", "csrc/table/eviction.cpp",
+        "      if (spaces_.left().has(records_.at(leaf.record).space)) return;  // no engine will look it up\n", "",
         TABLE, "test_what_is_left_is_never_named_as_what_goes_next",
     ),
     Mutant(

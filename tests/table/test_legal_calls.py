@@ -199,11 +199,11 @@ def test_room_is_made_for_the_sizes_that_stores_ask_for() -> None:
     while not table.stats()["evicted_chunks"]:
         turn += 1
         small.store([key("small", turn, n) for n in range(8)])
-    assert table.room_bytes() == table.free_bytes()
+    assert table.available_bytes() == table.free_bytes()
     assert large.store([key("large")]) == 1  # by eviction, so room is wanted for that size
     for n in range(200):  # holes that no large slot fits into
         table.delete(small.space, key("small", n // 2, n % 8))
-    assert table.room_bytes() < table.free_bytes()
+    assert table.available_bytes() < table.free_bytes()
     while table.evict(12 * MIB, 16):
         pass
     before = table.stats()["evicted_chunks"]

@@ -228,7 +228,7 @@ class Pool:
 
     async def grow_for(self, space: int, keys: bytes, chunk_bytes: int) -> None:
         """Grows before a store that needs memory that the pool does not have yet: growing is better than evicting."""
-        if self.table.room_bytes() >= len(keys) // KEY_BYTES * chunk_bytes or not self.can_grow():
+        if self.table.available_bytes() >= len(keys) // KEY_BYTES * chunk_bytes or not self.can_grow():
             return
         missing = 0
         for start in range(0, len(keys), KEY_BYTES):
@@ -240,7 +240,7 @@ class Pool:
     async def grow_until(self, wanted_bytes: int) -> None:
         """Adds segments until `wanted_bytes` are free or the pool may not grow. Concurrent calls share the work."""
         async with self._growing:
-            while self.table.room_bytes() < wanted_bytes and self.can_grow():
+            while self.table.available_bytes() < wanted_bytes and self.can_grow():
                 await self._grow()
 
     async def grow_once(self) -> bool:

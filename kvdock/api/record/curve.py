@@ -149,7 +149,7 @@ class Curves:
                 factor=factor, pool_bytes=int(factor * self._limits.pool_bytes),
                 hit_share=share if room is None or room >= ENOUGH_ROOM else None,
             )
-            for factor, share, room in zip(POOL_FACTORS, sums.found_at, self._simulated.rooms, strict=True)
+            for factor, share, room in zip(POOL_FACTORS, sums.found_at, self._simulated.capacities, strict=True)
         ]
         return [*points, CurvePoint(factor=None, pool_bytes=None, hit_share=sums.found_ever)]
 

@@ -1,10 +1,10 @@
-// Submission. A batch becomes one upload, then for each piece a transfer and a kernel, and one event at the end.
+#include "cuda/pipeline.h"
+
 #include <algorithm>
 #include <cstring>
 
 #include "base/errors.h"
 #include "copy/checksum.h"
-#include "cuda/batch.h"
 
 namespace kvdock::cuda {
 
@@ -39,57 +39,30 @@ void transfer(const ContextGuard& cu, std::vector<DevicePtr>& to, std::vector<De
 
 }  // namespace
 
-bool Copier::can_advance() {
-  if (submitting_ || backlog_.empty()) return false;
-  Batch& front = *backlog_.front();
-  if (!front.has_ring) front.has_ring = ring_->take(front.ring_bytes(), &front.ring_begin);
-  return front.has_ring;
+Event EventPool::take() {
+  if (idle_.empty()) {
+    all_.push_back(make_event(device_, kEventWithTime));
+    return all_.back().get();
+  }
+  const Event event = idle_.back();
+  idle_.pop_back();
+  return event;
 }
 
-void Copier::advance(std::unique_lock<std::mutex>& lock, size_t most_pieces) {
-  submitting_ = true;
-  Batch& front = *backlog_.front();
-  try {
-    if (front.done == nullptr) {
-      front.uploaded = take_event();
-      front.done = take_event();
-    }
-    lock.unlock();
-    const ContextGuard cu(device_);
-    submit(cu, front, most_pieces);
-  } catch (const Refused& refused) {
-    front.error = refused.what();
-    wait_for_streams();  // what was enqueued must not outlive the copy's end
-  }
-  if (!lock.owns_lock()) lock.lock();
-  submitting_ = false;
-  if (!front.error.empty() || front.next_piece == front.pieces.size()) {
-    Copy& copy = *front.copy;
-    if (front.ends_band) {
-      copy.bands_[front.band] = front.done;
-      ++copy.bands_submitted_;
-    }
-    in_flight_.push_back(std::move(backlog_.front()));
-    backlog_.pop_front();
-    to_finish_.notify_one();
-    shared_->changed.notify_all();
-  }
-  if (!backlog_.empty()) to_submit_.notify_one();
+Pipeline::Pipeline(Device& device, const Tuning& tuning)
+    : device_(device),
+      tuning_(tuning),
+      ring_host_(device_, kRingBytes, MemoryKind::host),
+      ring_device_(device_, kRingBytes, MemoryKind::device),
+      staging_(device_, tuning.piece_bytes * size_t(tuning.buffers), MemoryKind::device),
+      uploads_(make_stream(device_)),
+      transfers_(make_stream(device_)),
+      kernels_(make_stream(device_)) {
+  for (size_t i = 0; i < size_t(tuning_.buffers); ++i)
+    buffers_.push_back({staging_.address() + i * tuning_.piece_bytes, make_event(device_), make_event(device_)});
 }
 
-void Copier::run_submitter() {
-  std::unique_lock<std::mutex> lock(shared_->mutex);
-  while (true) {
-    to_submit_.wait(lock, [&] { return can_advance() || (closed_ && backlog_.empty()); });
-    if (backlog_.empty()) break;
-    advance(lock, SIZE_MAX);
-  }
-  drained_ = true;
-  to_finish_.notify_one();
-  to_hash_.notify_all();
-}
-
-void Copier::submit(const ContextGuard& cu, Batch& batch, size_t most_pieces) {
+void Pipeline::submit(const ContextGuard& cu, Batch& batch, size_t most_pieces) {
   if (!batch.uploaded_ids) {
     upload(cu, batch);
     wait_for(cu, kernels_, batch.uploaded);
@@ -111,13 +84,13 @@ void Copier::submit(const ContextGuard& cu, Batch& batch, size_t most_pieces) {
   record(cu, batch.done, ends_with_transfer ? transfers_ : kernels_);
 }
 
-void Copier::upload(const ContextGuard& cu, Batch& batch) {
+void Pipeline::upload(const ContextGuard& cu, Batch& batch) {
   char* ring = ring_host_.host() + batch.ring_begin;
   std::memset(ring, 0, batch.sums_bytes());
   std::memcpy(ring + batch.sums_bytes(), batch.parts.data(), batch.parts_bytes());
   std::memcpy(ring + batch.sums_bytes() + batch.parts_bytes(), batch.ids.data(), batch.ids.size() * sizeof(int32_t));
   // Only kernels touch the engine's blocks, and they come after the upload. Transfers of a load need not wait.
-  if (batch.copy->after_ != nullptr) wait_for(cu, uploads_, batch.copy->after_);
+  if (batch.after != nullptr) wait_for(cu, uploads_, batch.after);
   cuda::check(cu->cuMemcpyHtoDAsync_v2(ring_device_.address() + batch.ring_begin, ring, batch.ring_bytes(),
                                        uploads_.get()),
               "upload of block ids");
@@ -125,7 +98,7 @@ void Copier::upload(const ContextGuard& cu, Batch& batch) {
 }
 
 // A piece passes through a staging buffer: by the kernel, then the transfer (gather), or the other way round (scatter).
-void Copier::move_piece(const ContextGuard& cu, const Batch& batch, const Piece& piece, const Staging& staging) {
+void Pipeline::move_piece(const ContextGuard& cu, const Batch& batch, const Piece& piece, const Staging& staging) {
   const bool gathers = batch.direction == Direction::gather;
   const OwnedStream& in = gathers ? kernels_ : transfers_;
   const OwnedStream& out = gathers ? transfers_ : kernels_;
@@ -140,7 +113,7 @@ void Copier::move_piece(const ContextGuard& cu, const Batch& batch, const Piece&
 }
 
 // Slots -> staging (scatter), or staging -> slots (gather): one transfer for each part, or for slots that touch.
-void Copier::move_slots(const ContextGuard& cu, const Batch& batch, const Piece& piece, uintptr_t staging) {
+void Pipeline::move_slots(const ContextGuard& cu, const Batch& batch, const Piece& piece, uintptr_t staging) {
   std::vector<DevicePtr> slots, stages;
   std::vector<size_t> sizes;
   for (uint32_t i = batch.part_of(piece.first_stripe), last = batch.part_of(piece.last_stripe - 1); i <= last; ++i) {
@@ -166,7 +139,7 @@ void Copier::move_slots(const ContextGuard& cu, const Batch& batch, const Piece&
   transfer(cu, gathers ? slots : stages, gathers ? stages : slots, sizes, batch.direction, transfers_);
 }
 
-void Copier::launch(const ContextGuard& cu, const Batch& batch, const Piece& piece, uintptr_t staging) {
+void Pipeline::launch(const ContextGuard& cu, const Batch& batch, const Piece& piece, uintptr_t staging) {
   const uintptr_t ring = ring_device_.address() + batch.ring_begin;
   const Device::Keys keys = device_.keys();
   CopyArgs args{};
@@ -196,6 +169,11 @@ void Copier::launch(const ContextGuard& cu, const Batch& batch, const Piece& pie
   cuda::check(cu->cuLaunchKernel(device_.kernel(kind), ctas, 1, 1, kBlockThreads, 1, 1, 0, kernels_.get(),
                                  parameters, nullptr),
               "copy kernel");
+}
+
+void Pipeline::wait_for_streams() {
+  for (const OwnedStream* stream : {&uploads_, &transfers_, &kernels_})
+    unless_gone(device_, [&](const Calls& cu) { cu->cuStreamSynchronize(stream->get()); });
 }
 
 }  // namespace kvdock::cuda

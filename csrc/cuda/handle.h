@@ -1,0 +1,72 @@
+// Copy: the handle of a copy under way. Tuning and Bands: the options of a Copier and of a call.
+#pragma once
+
+#include <chrono>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "cuda/device.h"
+
+namespace kvdock::cuda {
+
+// CopyTuning in kvdock/datapath/cuda.py has the usual values.
+struct Tuning {
+  size_t piece_bytes;
+  int buffers;                                   // staging buffers of piece_bytes each
+  int load_ctas, store_ctas, direct_ctas;  // CTAs (thread blocks) of a kernel
+  size_t direct_load_bytes, direct_store_bytes;  // calls of up to that many bytes go direct
+  int hash_threads;                              // CPU threads that verify loads before they have ended
+};
+
+// The bands of a load. `ends`: ascending plane indices at which each band ends; the last equals the number of planes;
+// empty: one band. The load is verified once its first `verified_after` bands have been copied and the CPU has hashed
+// the others in the slots; 0: when it has ended.
+struct Bands {
+  std::span<const size_t> ends;
+  size_t verified_after = 0;
+};
+
+class Copier;
+
+// A copy under way, shared by its caller and the Copier, which it may outlive.
+class Copy {
+ public:
+  bool done() const;
+  bool wait(double timeout_s) const;  // negative: for ever. False on timeout
+  // Later work on `stream` runs after the copy, or after its bands up to `band`. Submits the pieces up to there that
+  // are not submitted yet.
+  void order(uintptr_t stream, std::optional<size_t> band);
+  // Waits, then returns each part's checksum. Throws Refused{cuda} when the copy failed.
+  std::vector<uint64_t> checksums() const;
+  // Seconds on the GPU's clock from the end of the work before the copy (`after`) to the copy's end; without such work,
+  // from the call. nullopt until the copy has ended, and when it failed.
+  std::optional<double> took_s() const;
+  // Like wait() and checksums(), but until the copy is verified: the sums cover the bytes that were copied by then, and
+  // the others as the CPU found them in the slots.
+  bool wait_verified(double timeout_s) const;
+  std::vector<uint64_t> verified_checksums() const;
+
+ private:
+  friend class Copier;
+  friend class SlotHashers;
+  struct Shared;  // mutex and condition of the Copier, which may be gone before the Copy
+  bool is_verified() const;
+  template <typename Condition>
+  bool wait_until(double timeout_s, Condition holds) const;
+  std::shared_ptr<Shared> shared_;
+  Copier* copier_ = nullptr;  // valid until all of the copy is submitted
+  std::vector<uint64_t> sums_;
+  size_t batches_left_ = 0, bands_submitted_ = 0;
+  std::vector<uint64_t> verified_sums_;
+  size_t verified_after_ = 0, first_batches_left_ = 0, hashes_left_ = 0;  // first batches: those of the first bands
+  Event after_ = nullptr;     // belongs to the copier, as those of bands_ do; null once it is not needed
+  std::vector<Event> bands_;  // the end of each band
+  std::chrono::steady_clock::time_point called_ = std::chrono::steady_clock::now();
+  std::optional<double> took_s_;
+  std::string error_;
+};
+
+}  // namespace kvdock::cuda

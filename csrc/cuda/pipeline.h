@@ -1,0 +1,61 @@
+// The way of a batch through the GPU: one upload, then for each piece a transfer and a kernel, and one event at the
+// end.
+//
+// Ownership: streams, staging buffers and the memory of the descriptor ring.
+// Threads: only the thread that submits a batch (BatchQueue) calls submit() and wait_for_streams().
+#pragma once
+
+#include <vector>
+
+#include "cuda/batch.h"
+#include "cuda/memory.h"
+
+namespace kvdock::cuda {
+
+// Events that are used again. The Copier's mutex guards it.
+class EventPool {
+ public:
+  explicit EventPool(Device& device) : device_(device) {}
+  Event take();
+  void give_back(Event event) { idle_.push_back(event); }
+
+ private:
+  Device& device_;
+  std::vector<OwnedEvent> all_;
+  std::vector<Event> idle_;  // of those, the ones not in use
+};
+
+class Pipeline {
+ public:
+  Pipeline(Device& device, const Tuning& tuning);
+
+  // Puts the batch's next pieces on the streams, `most_pieces` of them at most. Throws Refused{cuda}.
+  void submit(const ContextGuard& cu, Batch& batch, size_t most_pieces);
+  void wait_for_streams();
+  // Where the GPU has written the sums of a batch that has ended: two for each part.
+  const uint64_t* sums_of(const Batch& batch) const {
+    return reinterpret_cast<const uint64_t*>(ring_host_.host() + batch.ring_begin);
+  }
+
+ private:
+  // A staging buffer. Event `full`: the bytes are in it; `free`: they have been copied out. A wait for one of them
+  // means its latest record before the wait.
+  struct Staging {
+    uintptr_t address;
+    OwnedEvent full, free;
+  };
+
+  void upload(const ContextGuard& cu, Batch& batch);
+  void move_piece(const ContextGuard& cu, const Batch& batch, const Piece& piece, const Staging& staging);
+  void move_slots(const ContextGuard& cu, const Batch& batch, const Piece& piece, uintptr_t staging);
+  void launch(const ContextGuard& cu, const Batch& batch, const Piece& piece, uintptr_t staging);
+
+  Device& device_;
+  Tuning tuning_;
+  Buffer ring_host_, ring_device_, staging_;
+  OwnedStream uploads_, transfers_, kernels_;
+  std::vector<Staging> buffers_;
+  size_t next_buffer_ = 0;
+};
+
+}  // namespace kvdock::cuda

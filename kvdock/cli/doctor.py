@@ -1,8 +1,8 @@
-"""`kvdock doctor`: checks the machine, the settings and the server. Starts nothing, needs no GPU.
+"""`kvdock doctor`: checks the machine, the settings and the server. It starts no server and needs no GPU.
 
-Each check gives one Finding: `ok`, `note` (works, could be better) or `problem` (the server would not start or not
-serve). Only problems make the exit status 1. The checks only read. The paths that they read are passed in, so that
-tests can describe other machines.
+A check returns findings: `ok`, `note` (works, but could be better) or `problem` (the server would not start, or does
+not serve). The exit status is 1 if there is a problem. The checks change nothing. The paths that they read are
+arguments, so that tests can describe other machines.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from kvdock.api.errors import AccessFileError, SettingsError
 from kvdock.api.pool.capacity import Capacity
 from kvdock.api.pool.lock import server_alive
 from kvdock.api.settings import Settings, effective
+from kvdock.cli.client import TIMEOUT_S, print_json
 from kvdock.cli.errors import DONE, FAILED
-from kvdock.cli.operator import TIMEOUT_S, print_json
 from kvdock.cli.render import duration, printable, say, size
 from kvdock.client.client import Client
 from kvdock.datapath.tuning import Calibration, cached_tunings
@@ -63,7 +63,7 @@ def examine(environ: Mapping[str, str], *, config: str | None, machine: Machine)
     server = _server(settings, token)
     findings = [_versions(), settings_finding, server, _access(settings, token), *_extension()]
     wanted_bytes = settings.pool_bytes + _core.Table.region_bytes(settings.table_records, settings.table_grants)
-    # A running server has its pool already: no memory for another is needed.
+    # A running server has allocated its pool already, so no more memory is needed.
     findings += machine_findings(machine, 0 if server.level == "ok" else wanted_bytes)
     findings.append(_stale_pools(machine))
     return findings
@@ -93,7 +93,7 @@ def _token(environ: Mapping[str, str]) -> str | PrivateFileError:
 
 
 def _access(settings: Settings, token: str | PrivateFileError) -> Finding:
-    """Who may call a server that is started here, and the token of commands."""
+    """Who may call a server that is started here, and the access token of commands."""
     if isinstance(token, PrivateFileError):
         return Finding("access", "problem", f"{TOKEN_FILE_VARIABLE}: {token}", "docs/security.md describes the file")
     if not settings.access_file:
@@ -101,10 +101,10 @@ def _access(settings: Settings, token: str | PrivateFileError) -> Finding:
     try:
         tokens = read(settings.access_file)
     except AccessFileError as error:
-        return Finding("access", "problem", str(error), "a server with it does not start: docs/security.md")
+        return Finding("access", "problem", str(error), "a server does not start with it: see docs/security.md")
     said = f"access tokens in {settings.access_file}: {len(tokens)}"
     if token and digest_of(token.encode()) not in tokens:
-        return Finding("access", "problem", f"{said}, that of {TOKEN_FILE_VARIABLE} is none of them")
+        return Finding("access", "problem", f"{said}; the token of {TOKEN_FILE_VARIABLE} is not among them")
     return Finding("access", "ok", said)
 
 
@@ -115,11 +115,11 @@ def _server(settings: Settings, token: str | PrivateFileError) -> Finding:
             status = client.status()
     except ServerUnavailable as error:
         if _listens(settings.socket_path):
-            return Finding("server", "problem", f"it listens at {error}", "it is stopped or hangs: look at its log")
+            return Finding("server", "problem", f"it listens at {error}", "it is stopped or hangs: see its log")
         return Finding("server", "note", f"none answers at {error}", "start one with `kvdock serve`")
     except ApiError as error:
         if error.code == "unauthenticated":
-            advice = f"the token of {TOKEN_FILE_VARIABLE} is none of this server's"
+            advice = f"this server does not know the token of {TOKEN_FILE_VARIABLE}"
             return Finding("server", "note", f"at {address}: {error}", advice)
         return Finding("server", "problem", f"at {address}: {error}", "use the client of the server's release")
     said = f"{status.version} at {address}, up {duration(status.uptime_s)}"
@@ -133,7 +133,7 @@ def _server(settings: Settings, token: str | PrivateFileError) -> Finding:
 
 
 def _listens(socket_path: str) -> bool:
-    """Whether a process listens there, even a stopped one: the kernel accepts connections for it."""
+    """Whether a process listens there; the kernel accepts connections even for a stopped one."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.settimeout(TIMEOUT_S)
         try:
@@ -148,7 +148,7 @@ def _listens(socket_path: str) -> bool:
 
 def _extension() -> list[Finding]:
     paths = _core.cpu_paths()
-    plain = "" if paths[0] != "scalar" else "there is no vectorised copy for this processor: copies are slow"
+    plain = "" if paths[0] != "scalar" else "there is no vectorised copy for this processor, so copies are slow"
     build = Finding("extension", "note" if plain else "ok", f"CPU copy by {', '.join(paths)}", plain)
     return [build, _kernels(_core.cuda_kernels(), _core.cuda_unavailable()), _calibrations(cached_tunings())]
 
@@ -156,15 +156,15 @@ def _extension() -> list[Finding]:
 def _kernels(compiled_for: list[str], unavailable: str) -> Finding:
     """`unavailable`: why the kernels cannot run here, "" when they can."""
     if not compiled_for:
-        return Finding("GPU kernels", "note", "none in this build: CPU copy only", "for GPUs: build it where nvcc is")
+        return Finding("GPU kernels", "note", "none in this build: CPU copy only", "for GPUs: build it with nvcc")
     said = f"for {', '.join(compiled_for)}"
     return Finding("GPU kernels", "note" if unavailable else "ok", f"{said}; {unavailable}" if unavailable else said)
 
 
 def _calibrations(known: list[Calibration]) -> Finding:
-    """How this user's engines copy with GPUs: what they measured at their first start."""
+    """The tuning that this user's engines measured for their GPUs when they first started."""
     if not known:
-        return Finding("GPU copies", "ok", "not measured yet: an engine does so once for each GPU and layout")
+        return Finding("GPU copies", "ok", "not measured yet: an engine measures them once for each GPU and layout")
     return Finding("GPU copies", "ok", "; ".join(calibration.describe() for calibration in known))
 
 
@@ -181,15 +181,15 @@ def _stale_pools(machine: Machine) -> Finding:
             if server_alive(pool_id, machine.shm_dir):
                 live += 1
                 continue
-        except (OSError, ForeignObject):  # it has changed meanwhile
+        except (OSError, ForeignObject):  # it was changed or removed meanwhile
             continue
         stale += 1
         stale_bytes += sum(_size_bytes(machine, name) for name in names)
-    said = f"{live} in use" + (f", {foreign} objects that are not ours alone" if foreign else "")
+    said = f"{live} in use" + (f", {foreign} objects that are not this user's alone" if foreign else "")
     if stale:
         return Finding(
             "pools", "note", f"{said}, {stale} left by servers that have ended: {size(stale_bytes)}",
-            "the next `kvdock serve` at its socket takes a pool over; others of this user remove it after five minutes",
+            "the next `kvdock serve` at its socket takes a pool over; other servers of this user remove it later",
         )
     return Finding("pools", "ok", f"{said}, none left behind")
 
@@ -224,7 +224,7 @@ class Finding:
     level: Level
     found: str
     advice: str = ""
-    """What to do; empty when there is nothing to do."""
+    """What to do about it; empty: nothing."""
 
 
 @dataclass(frozen=True)
@@ -240,7 +240,7 @@ class Machine:
 
 
 def machine_findings(machine: Machine, wanted_bytes: int) -> Iterator[Finding]:
-    """`wanted_bytes`: the most shared memory that a server started now would need."""
+    """`wanted_bytes`: the shared memory that a server started now would need at most."""
     yield from _memory(machine, wanted_bytes)
     yield _huge_pages(machine)
     yield _open_files(*resource.getrlimit(resource.RLIMIT_NOFILE))
@@ -279,7 +279,7 @@ def _memory(machine: Machine, wanted_bytes: int) -> Iterator[Finding]:
     elif (available_bytes := _available_bytes(machine)) is not None and available_bytes < wanted_bytes:
         yield Finding(
             "shared memory", "note", f"{said}, but the machine has only {size(available_bytes)} of memory available",
-            f"a full pool needs {size(wanted_bytes)}: serve with a smaller --pool-bytes, or the machine will swap",
+            f"a full pool needs {size(wanted_bytes)}: use a smaller --pool-bytes, or the machine will swap",
         )
     elif kind not in ("tmpfs", ""):
         yield Finding("shared memory", "note", f"{said}, on {kind}", "use a tmpfs: this may write to a disk")
@@ -321,7 +321,7 @@ def _huge_pages(machine: Machine) -> Finding:
     path = machine.sys / "kernel/mm/transparent_hugepage/shmem_enabled"
     chosen = re.search(r"\[(\w+)\]", _text(path))
     if chosen is None:
-        return Finding("huge pages", "note", f"{path} does not exist: shared memory has small pages")
+        return Finding("huge pages", "note", f"{path} does not exist, so shared memory has small pages")
     if chosen[1] in ("never", "deny"):
         return Finding(
             "huge pages", "note", f"{chosen[1]} for shared memory", f"for faster copies: echo advise > {path} (as root)"
@@ -380,7 +380,7 @@ def _nvcc(machine: Machine) -> Finding:
     answered, said = _run([program, "--version"])
     release = re.search(r"release ([\d.]+)", said)
     if not answered or release is None:
-        return Finding("nvcc", "note", f"{program} does not tell its version: {said[-80:]}")
+        return Finding("nvcc", "note", f"{program} does not print its version: {said[-80:]}")
     return Finding("nvcc", "ok", f"{release[1]} at {program}")
 
 

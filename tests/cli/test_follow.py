@@ -22,7 +22,7 @@ from kvdock.client.transport import Address
 
 Following = tuple[subprocess.Popen[str], Iterator[str]]
 READS = re.compile(r'^kvdock_call_seconds_count\{method="GET",route="/v1/events"\} (\S+)$', re.MULTILINE)
-LOST = re.compile(r"kvdock: the server is lost \(unix:.*\), trying again each 1 s\n")
+LOST = re.compile(r"kvdock: the server is lost \(unix:.*\), trying again every 1 s\n")
 
 
 @contextmanager

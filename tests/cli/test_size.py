@@ -31,9 +31,9 @@ def test_it_shows_what_pools_of_other_sizes_would_find() -> None:
             told = client.curve()
         said = kvdock("size", "--server", server.unix).stdout
         assert "80 lookups" in said and "the pool itself found 0%" in said
-        rows = [line for line in said.splitlines() if line.startswith(("1.0 MiB", "8.0 MiB", "without bound"))]
+        rows = [line for line in said.splitlines() if line.startswith(("1.0 MiB", "8.0 MiB", "unlimited"))]
         assert [row.split()[-1] for row in rows] == ["0.0%", "75.0%", "75.0%"]
-        assert "(now)" in rows[0] and "would find nearly all that any pool can" in said
+        assert "(now)" in rows[0] and "would find nearly as much as an unlimited one" in said
         answer = json.loads(kvdock("size", "--server", server.unix, "--json").stdout)
         assert answer["total"]["tokens"] == told.total.tokens
         sized = json.loads(kvdock(

@@ -163,7 +163,7 @@ def test_requests_of_a_real_server_are_found_by_how_their_ids_begin(open_page: O
         expect(rows).to_contain_text("needle-1")
         expect(rows).to_contain_text("not all of a load came")
         page.get_by_label("Request id begins with").fill("nobody & nothing")
-        expect(page.locator("#requests .hint")).to_have_text("None of the last requests has an id that begins so.")
+        expect(page.locator("#requests .hint")).to_have_text("No recent request has such an id.")
         page.get_by_label("Request id begins with").fill("")
         expect(rows).to_have_count(10)
         page.get_by_role("button", name="more").click()

@@ -3,9 +3,6 @@
 All are real processes. The two engines take turns answering questions about a long document, so in each turn one of
 them gets text whose KV the other has computed. Each row shows the time to the first token with and without reuse, how
 much was loaded, and whether the tokens are the same. Afterwards the server stays up until Ctrl-C.
-
-`python -m kvdock.cli.demo --port 7410 …` is the demo's server: a `kvdock serve` that ends when its standard input is
-closed. The demo holds the other end of that pipe, so the server ends with the demo, even if the demo is killed.
 """
 
 from __future__ import annotations
@@ -19,7 +16,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -146,7 +142,7 @@ def serving(port: int, pool_bytes: str, folder: Path) -> Iterator[tuple[subproce
     """Starts a server; yields its process, the URL of its page, and its Unix address."""
     socket_path = folder / "kvdock.sock"
     process = _started(
-        "demo", "--port", str(port), "--socket-path", str(socket_path), "--pool-bytes", pool_bytes,
+        "demo_server", "--port", str(port), "--socket-path", str(socket_path), "--pool-bytes", pool_bytes,
         "--log-level", "warning",
         "--access-file", str(folder / "access.toml"),
     )
@@ -307,22 +303,3 @@ def linger(
         console.print("\nstopping")
     else:
         raise CommandError(f"the server ended with status {status}", FAILED)
-
-
-def _end_with_input() -> None:
-    while os.read(sys.stdin.fileno(), 4096):  # not sys.stdin.read: it would hold a lock that the exit needs
-        pass
-    os.kill(os.getpid(), signal.SIGTERM)
-
-
-def _serve() -> None:
-    """Runs the demo's server."""
-    from kvdock.cli.main import main
-
-    threading.Thread(target=_end_with_input, daemon=True).start()
-    sys.argv.insert(1, "serve")
-    main()
-
-
-if __name__ == "__main__":
-    _serve()

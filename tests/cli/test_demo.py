@@ -115,7 +115,7 @@ def test_its_last_hint_runs_as_printed_and_its_server_ends_with_a_demo_that_was_
 def test_a_demo_whose_server_is_lost_says_so(tmp_path: Path) -> None:
     with lingering(tmp_path) as (demo, _, _):
         children = Path(f"/proc/{demo.pid}/task/{demo.pid}/children").read_text().split()
-        (server,) = (pid for pid in children if b"kvdock.cli.demo\0" in Path(f"/proc/{pid}/cmdline").read_bytes())
+        (server,) = (pid for pid in children if b"demo_server" in Path(f"/proc/{pid}/cmdline").read_bytes())
         os.kill(int(server), signal.SIGKILL)
         assert demo.wait(TIMEOUT_S) == 1
         assert demo.stderr is not None

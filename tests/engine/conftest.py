@@ -5,7 +5,7 @@ from __future__ import annotations
 import forks
 import pytest
 
-forks.preload("kvdock.engine.rank")
+forks.preload("kvdock.engine.ranks")
 
 
 @pytest.fixture(scope="session", autouse=True)

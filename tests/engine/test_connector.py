@@ -23,7 +23,7 @@ from engine_helpers import (
     sampling,
 )
 
-from kvdock.engine.block_manager import held
+from kvdock.engine.blocks import held
 from kvdock.engine.config import EngineConfig, preset
 from kvdock.engine.engine import Engine
 from kvdock.engine.request import Completion, RequestError, State

@@ -21,10 +21,8 @@ from kvdock.client.client import Client
 from kvdock.engine.config import ConfigError, EngineConfig, preset
 from kvdock.engine.engine import Engine
 from kvdock.engine.model import Model
-from kvdock.engine.process_group import ProcessGroup
-from kvdock.engine.rank import Rank
+from kvdock.engine.ranks import ProcessGroup, Rank, RankLost
 from kvdock.engine.request import Completion
-from kvdock.engine.team import RankLost
 
 TOKENS = prompt(1, 210)
 STORED = len(TOKENS) // CHUNK * CHUNK

@@ -13,11 +13,9 @@ from random import Random
 import pytest
 from engine_helpers import MemoryConnector, Pool, config, make_engine, prompt, run, run_one, sampling
 
-from kvdock.engine.block_manager import BlockManager, Hit, Table, held
-from kvdock.engine.block_pool import OutOfBlocks
-from kvdock.engine.config import preset
+from kvdock.engine.blocks import BlockManager, Hit, OutOfBlocks, Table, held
+from kvdock.engine.config import FullAttention, GroupKind, SlidingWindow, preset
 from kvdock.engine.engine import Engine
-from kvdock.engine.groups import FullAttention, GroupKind, SlidingWindow
 
 pytestmark = pytest.mark.two_phase
 

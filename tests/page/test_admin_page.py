@@ -102,7 +102,8 @@ def test_evicting_says_how_much_goes_and_refuses_what_is_no_size(
     admin_page.get_by_role("button", name="Cancel").click()
     evict.locator("input").fill("16 MiB")
     evict.get_by_role("button", name="Evict…").click()
-    expect(admin_page.get_by_role("dialog")).to_contain_text("that can be hit are evicted, the least valuable chunks first")
+    question = admin_page.get_by_role("dialog")
+    expect(question).to_contain_text("that can be hit are evicted, the least valuable chunks first")
     admin_page.get_by_role("button", name="Evict", exact=True).click()
     expect(evict.locator(".said")).to_contain_text("Evicted 4\u00a0chunks (64.0\u00a0KiB)")
     assert found(busy[1]) == 0

@@ -41,7 +41,9 @@ def test_each_tier_has_a_row_that_says_what_it_has_and_why_it_is_off(
 def test_waits_are_told_by_how_they_ended(page_server: PageServer, open_page: OpenPage) -> None:
     page = open_page(page_server.url)
     said = say.plain(page.locator("#tiers .after").inner_text())
-    assert said == "3 requests wait for lower tiers now. Earlier waits: 812 until all chunks came, 6 until the time was over."
+    assert said == (
+        "3 requests wait for lower tiers now. Earlier waits: 812 until all chunks came, 6 until the time was over."
+    )
     expect(page.locator("#tiers .failed").filter(visible=True)).to_have_count(0)
 
 

@@ -89,7 +89,7 @@ class ProcessGroup:
         self._sending = {rank: threading.Lock() for rank in range(1, size)}
         store = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
         forkserver = multiprocessing.get_context("forkserver")
-        forkserver.set_forkserver_preload(["kvdock.engine.rank"])  # importing torch takes most of a rank's start
+        forkserver.set_forkserver_preload(["kvdock.engine.ranks"])  # importing torch takes most of a rank's start
         self.processes: dict[int, ForkServerProcess] = {}
         self._links: dict[int, Connection] = {}
         for rank in range(1, size):

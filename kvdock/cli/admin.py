@@ -327,11 +327,11 @@ def _has_quota(quota: Amounts) -> bool:
 
 
 def _amounts(amounts: Amounts, fields: Iterable[str] = Amounts.__struct_fields__) -> str:
-    said = [
+    shown = [
         exact_bytes(value) if field == "bytes" else f"{value:,} {field}"
         for field in fields if (value := getattr(amounts, field)) is not None
     ]
-    return ", ".join(said) or "no limit"
+    return ", ".join(shown) or "no limit"
 
 
 def _say_retiring(console: Console, config: Config) -> None:

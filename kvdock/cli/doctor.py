@@ -102,10 +102,10 @@ def _access(settings: Settings, token: str | PrivateFileError) -> Finding:
         tokens = read(settings.access_file)
     except AccessFileError as error:
         return Finding("access", "problem", str(error), "a server does not start with it: see docs/security.md")
-    said = f"access tokens in {settings.access_file}: {len(tokens)}"
+    text = f"access tokens in {settings.access_file}: {len(tokens)}"
     if token and digest_of(token.encode()) not in tokens:
-        return Finding("access", "problem", f"{said}; the token of {TOKEN_FILE_VARIABLE} is not among them")
-    return Finding("access", "ok", said)
+        return Finding("access", "problem", f"{text}; the token of {TOKEN_FILE_VARIABLE} is not among them")
+    return Finding("access", "ok", text)
 
 
 def _server(settings: Settings, token: str | PrivateFileError) -> Finding:
@@ -122,14 +122,14 @@ def _server(settings: Settings, token: str | PrivateFileError) -> Finding:
             advice = f"this server does not know the token of {TOKEN_FILE_VARIABLE}"
             return Finding("server", "note", f"at {address}: {error}", advice)
         return Finding("server", "problem", f"at {address}: {error}", "use the client of the server's release")
-    said = f"{status.version} at {address}, up {duration(status.uptime_s)}"
+    text = f"{status.version} at {address}, up {duration(status.uptime_s)}"
     if status.status != "ok":
         reasons = ", ".join(status.reasons)
-        return Finding("server", "problem", f"{said}, not ready: {reasons}", "docs/runbook.md explains each reason")
+        return Finding("server", "problem", f"{text}, not ready: {reasons}", "docs/runbook.md explains each reason")
     if damaged := status.counters["mismatches"]:
         advice = "no wrong token was served; if the number rises, check the machine's memory: docs/runbook.md"
-        return Finding("server", "note", f"{said}; chunks that did not match their checksum: {damaged}", advice)
-    return Finding("server", "ok", said)
+        return Finding("server", "note", f"{text}; chunks that did not match their checksum: {damaged}", advice)
+    return Finding("server", "ok", text)
 
 
 def _listens(socket_path: str) -> bool:
@@ -157,8 +157,8 @@ def _kernels(compiled_for: list[str], unavailable: str) -> Finding:
     """`unavailable`: why the kernels cannot run here, "" when they can."""
     if not compiled_for:
         return Finding("GPU kernels", "note", "none in this build: CPU copy only", "for GPUs: build it with nvcc")
-    said = f"for {', '.join(compiled_for)}"
-    return Finding("GPU kernels", "note" if unavailable else "ok", f"{said}; {unavailable}" if unavailable else said)
+    text = f"for {', '.join(compiled_for)}"
+    return Finding("GPU kernels", "note" if unavailable else "ok", f"{text}; {unavailable}" if unavailable else text)
 
 
 def _calibrations(known: list[Calibration]) -> Finding:
@@ -185,13 +185,13 @@ def _stale_pools(machine: Machine) -> Finding:
             continue
         stale += 1
         stale_bytes += sum(_size_bytes(machine, name) for name in names)
-    said = f"{live} in use" + (f", {foreign} objects that are not this user's alone" if foreign else "")
+    text = f"{live} in use" + (f", {foreign} objects that are not this user's alone" if foreign else "")
     if stale:
         return Finding(
-            "pools", "note", f"{said}, {stale} left by servers that have ended: {size(stale_bytes)}",
+            "pools", "note", f"{text}, {stale} left by servers that have ended: {size(stale_bytes)}",
             "the next `kvdock serve` at its socket takes a pool over; other servers of this user remove it later",
         )
-    return Finding("pools", "ok", f"{said}, none left behind")
+    return Finding("pools", "ok", f"{text}, none left behind")
 
 
 def _size_bytes(machine: Machine, name: str) -> int:
@@ -204,11 +204,11 @@ def _size_bytes(machine: Machine, name: str) -> int:
 def _table(findings: list[Finding]) -> Table:
     table = Table(show_header=False, box=None, pad_edge=False)
     for finding in findings:
-        said = Text(printable(finding.found), overflow="fold")
+        text = Text(printable(finding.found), overflow="fold")
         if finding.advice:
-            said.append(f"\n→ {printable(finding.advice)}", style="italic")
+            text.append(f"\n→ {printable(finding.advice)}", style="italic")
         level = "OK" if finding.level == "ok" else finding.level
-        table.add_row(Text(level, style=_STYLES[finding.level]), Text(finding.check, style="bold"), said)
+        table.add_row(Text(level, style=_STYLES[finding.level]), Text(finding.check, style="bold"), text)
     return table
 
 
@@ -268,23 +268,23 @@ def _memory(machine: Machine, wanted_bytes: int) -> Iterator[Finding]:
     capacity = Capacity(machine.shm_dir, machine.proc / "self/cgroup", machine.sys / "fs/cgroup")
     (_, free_bytes), *groups = capacity.limits()
     total_bytes = shutil.disk_usage(machine.shm_dir).total
-    said = f"{size(free_bytes)} free of {size(total_bytes)} in {machine.shm_dir}"
+    text = f"{size(free_bytes)} free of {size(total_bytes)} in {machine.shm_dir}"
     kind = _file_system(machine)
     if free_bytes < wanted_bytes:
         yield Finding(
-            "shared memory", "problem", f"{said}, {size(wanted_bytes)} needed for pool_bytes and the chunk table",
+            "shared memory", "problem", f"{text}, {size(wanted_bytes)} needed for pool_bytes and the chunk table",
             "serve with a smaller --pool-bytes, or give more: docker run --shm-size, or "
             f"mount -o remount,size=… {machine.shm_dir}",
         )
     elif (available_bytes := _available_bytes(machine)) is not None and available_bytes < wanted_bytes:
         yield Finding(
-            "shared memory", "note", f"{said}, but the machine has only {size(available_bytes)} of memory available",
+            "shared memory", "note", f"{text}, but the machine has only {size(available_bytes)} of memory available",
             f"a full pool needs {size(wanted_bytes)}: use a smaller --pool-bytes, or the machine will swap",
         )
     elif kind not in ("tmpfs", ""):
-        yield Finding("shared memory", "note", f"{said}, on {kind}", "use a tmpfs: this may write to a disk")
+        yield Finding("shared memory", "note", f"{text}, on {kind}", "use a tmpfs: this may write to a disk")
     else:
-        yield Finding("shared memory", "ok", said)
+        yield Finding("shared memory", "ok", text)
     yield _control_group(groups, wanted_bytes)
 
 
@@ -292,11 +292,11 @@ def _control_group(groups: list[tuple[str, int]], wanted_bytes: int) -> Finding:
     if not groups:
         return Finding("control group", "ok", "no memory limit")
     where, free_bytes = min(groups, key=lambda group: group[1])
-    said = f"{size(free_bytes)} left in {where.removeprefix('control group ')}"
+    text = f"{size(free_bytes)} left in {where.removeprefix('control group ')}"
     if free_bytes >= wanted_bytes:
-        return Finding("control group", "ok", said)
+        return Finding("control group", "ok", text)
     return Finding(
-        "control group", "problem", f"{said}, {size(wanted_bytes)} needed for pool_bytes and the chunk table",
+        "control group", "problem", f"{text}, {size(wanted_bytes)} needed for pool_bytes and the chunk table",
         "raise the limit (docker --memory, Kubernetes resources.limits.memory, systemd MemoryMax), or serve with a "
         "smaller --pool-bytes",
     )
@@ -366,10 +366,10 @@ def _gpu(machine: Machine) -> Finding:
             return Finding("GPU", "note", "none: engines on this machine copy with the CPU")
         return Finding("GPU", "note", f"driver {driver[1]}, but no nvidia-smi to list the GPUs")
     query = [program, "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
-    answered, said = _run(query)
+    answered, text = _run(query)
     if not answered:
-        return Finding("GPU", "note", f"nvidia-smi failed: {said}", "engines copy with the CPU until the driver works")
-    return Finding("GPU", "ok", "; ".join(said.splitlines()))
+        return Finding("GPU", "note", f"nvidia-smi failed: {text}", "engines copy with the CPU until the driver works")
+    return Finding("GPU", "ok", "; ".join(text.splitlines()))
 
 
 def _nvcc(machine: Machine) -> Finding:
@@ -377,10 +377,10 @@ def _nvcc(machine: Machine) -> Finding:
     program = found or next((str(place) for place in machine.nvcc_places if place.is_file()), None)
     if program is None:
         return Finding("nvcc", "note", "none: needed only to build GPU kernels")
-    answered, said = _run([program, "--version"])
-    release = re.search(r"release ([\d.]+)", said)
+    answered, text = _run([program, "--version"])
+    release = re.search(r"release ([\d.]+)", text)
     if not answered or release is None:
-        return Finding("nvcc", "note", f"{program} does not print its version: {said[-80:]}")
+        return Finding("nvcc", "note", f"{program} does not print its version: {text[-80:]}")
     return Finding("nvcc", "ok", f"{release[1]} at {program}")
 
 

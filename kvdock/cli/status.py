@@ -130,8 +130,8 @@ def _overview(
     if copies := copies_in_words(sessions or ()):
         rows["copies"] = copies
     rows |= {f"tier {tier.name}": tier_in_words(tier) for tier in status.tiers}
-    if status.mover is not None and (said := _mover(status.mover)):
-        rows["lower tiers"] = said
+    if status.mover is not None and (shown := _mover(status.mover)):
+        rows["lower tiers"] = shown
     rows["server"] = f"{status.version} at {address}, up {duration(status.uptime_s)}"
     if settings and status.chunks.ready:
         rows["at its end"] = AT_ITS_END[settings["on_exit"]]
@@ -144,14 +144,14 @@ def _rows(status: Status, rates: Sequence[Rates]) -> Iterator[tuple[str, str]]:
     pool, chunks = status.pool, status.chunks
     evicted = rates[0].evicted_chunks_per_s if rates else None
     yield "pool", pool_in_words(pool) + f", {brief(evicted or 0)} chunks/s evicted"
-    said = [f"{size(pool.ready_bytes)} in {counted(chunks.ready, 'chunk')}"]
+    shown = [f"{size(pool.ready_bytes)} in {counted(chunks.ready, 'chunk')}"]
     if chunks.reserved:
-        said.append(f"{size(pool.reserved_bytes)} in {counted(chunks.reserved, 'chunk')} being written")
+        shown.append(f"{size(pool.reserved_bytes)} in {counted(chunks.reserved, 'chunk')} being written")
     if chunks.quarantined:
-        said.append(f"{size(pool.quarantined_bytes)} in {counted(chunks.quarantined, 'chunk')} quarantined")
+        shown.append(f"{size(pool.quarantined_bytes)} in {counted(chunks.quarantined, 'chunk')} quarantined")
     if pool.retained_bytes:
-        said.append(f"{size(pool.retained_bytes)} retained by hints")
-    yield "content", ", ".join(said)
+        shown.append(f"{size(pool.retained_bytes)} retained by hints")
+    yield "content", ", ".join(shown)
     if age := age_in_words(status):
         yield "age", age
     if pool.held_bytes or status.leases or status.reservations:
@@ -189,18 +189,18 @@ def _two_columns(rows: Iterable[tuple[str, str]]) -> Table:
 
 
 def tier_in_words(tier: TierView) -> str:
-    said = "used" if tier.state == "open" else f"off: {tier.why}"
+    shown = "used" if tier.state == "open" else f"off: {tier.why}"
     if tier.error:
-        said += f" ({tier.error})"
+        shown += f" ({tier.error})"
     if not tier.counters:  # it has never been open
-        return said
+        return shown
     limit = f" of at most {size(tier.bytes_limit)}" if tier.bytes_limit else ""
     waits = f", {size(tier.queued_bytes)} waiting to be written" if tier.queued_bytes else ""
     bad = f", {tier.counters['damaged']:,} damaged" if tier.counters.get("damaged") else ""
     pending = f", {tier.pending_orders:,} clears and deletions pending" if tier.pending_orders else ""
     stored, loaded = (size(tier.counters.get(name, 0)) for name in ("stored_bytes", "loaded_bytes"))
     return (
-        f"{said}; {size(tier.bytes_used)}{limit} in {tier.objects:,} parts{waits}; "
+        f"{shown}; {size(tier.bytes_used)}{limit} in {tier.objects:,} parts{waits}; "
         f"{stored} stored, {loaded} loaded{bad}{pending}"
     )
 
@@ -210,18 +210,18 @@ def _mover(mover: MoverView) -> str:
         f"{count:,} {how} after {mover.wait_s[how] / count:.2f} s on average"
         for how, count in mover.waits.items() if count
     )
-    said = [f"requests waiting now: {mover.waiting}"] if mover.waiting else []
+    shown = [f"requests waiting now: {mover.waiting}"] if mover.waiting else []
     if waits:
-        said.append(f"requests that have waited: {waits}")
+        shown.append(f"requests that have waited: {waits}")
     if mover.restarts:
-        said.append(f"restarts of the mover: {mover.restarts}")
+        shown.append(f"restarts of the mover: {mover.restarts}")
     if mover.silent_s > SILENT_S:
-        said.append(f"the mover has not reported for {duration(mover.silent_s)}")
+        shown.append(f"the mover has not reported for {duration(mover.silent_s)}")
     if mover.declined:
-        said.append(f"requests that computed because no tier was quicker: {mover.declined:,}")
+        shown.append(f"requests that computed because no tier was quicker: {mover.declined:,}")
     if mover.lost_lookups:
-        said.append(f"lookups that were not sent to the mover: {mover.lost_lookups:,}")
-    return "; ".join(said)
+        shown.append(f"lookups that were not sent to the mover: {mover.lost_lookups:,}")
+    return "; ".join(shown)
 
 
 GROUPS: Final[dict[str, dict[str, str]]] = {
@@ -267,16 +267,16 @@ def folded(counters: Mapping[str, int]) -> Iterator[tuple[str, str]]:
     known: set[str] = set()
     for group, phrases in GROUPS.items():
         known |= phrases.keys()
-        said = [_said(phrase, name, counters[name]) for name, phrase in phrases.items() if counters.get(name)]
-        if said:
-            yield group, ", ".join(said)
+        shown = [_phrase(phrase, name, counters[name]) for name, phrase in phrases.items() if counters.get(name)]
+        if shown:
+            yield group, ", ".join(shown)
     others = [f"{value_of(name, total)} {name.replace('_', ' ')}" for name, total in counters.items()
               if total and name not in known]
     if others:
         yield "others", ", ".join(others)
 
 
-def _said(phrase: str, counter: str, total: int) -> str:
+def _phrase(phrase: str, counter: str, total: int) -> str:
     return re.sub(r"\|(\w+)", "" if total == 1 else r"\1", phrase).format(value_of(counter, total))
 
 

@@ -56,7 +56,7 @@ def test_keep_keeps_a_prompt_while_others_go(tmp_path: Path) -> None:
         file, chain = prompt(engine, tmp_path, 7)
         asked = ("--tokens-file", file, "--server", server.unix)
         said = kvdock("keep", *asked, "--for", "15min").stdout
-        assert re.match(r"4 of 4 chunks for test-model \([0-9a-f]{8}\) kept from eviction until \d{4}-", said)
+        assert re.match(r"4 of 4 chunks for test-model \([0-9a-f]{8}\) are kept from eviction until \d{4}-", said)
         for number in range(6):
             engine.store(keys(100, f"flood {number}"))
         assert stored(engine, chain) == 4

@@ -15,8 +15,8 @@ let token = "";
 /** Whether the server has answered a call with this token. */
 let isKnown = false;
 /**
- * Paths that are open to everybody. They are fetched without the token until the server has accepted it: a token that it
- * does not know would be refused. With an accepted token the answers contain more.
+ * Paths that are open to everybody. They are fetched without the token until the server has accepted it, because an
+ * unknown token would be refused. With an accepted token the answers contain more.
  */
 const OPEN = new Set(["v1/status", "v1/stats"]);
 

@@ -92,6 +92,12 @@ def test_a_word_with_two_entries_is_found() -> None:
 # --------------------------------------------------------------------------- lists on pages
 
 
+def test_the_decision_on_one_package_names_each_room() -> None:
+    page = sources()[PurePosixPath("docs/decisions/0001-one-package.md")]
+    named = set(re.findall(r"`(kvdock/\w+/)`", page.partition("installed path:")[2].partition("The import path")[0]))
+    assert named == rooms(sources()) - {"csrc/"}
+
+
 def named_folders(row: str, room: str, files: Files) -> tuple[set[str], set[str]]:
     """The folders that a row of a table names, and those of the room that hold code."""
     depth = len(PurePosixPath(room).parts)

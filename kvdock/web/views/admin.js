@@ -86,8 +86,8 @@ export function mountAdmin(root, changed) {
     const wanted = parsedBytes(amount.value);
     const missing = wanted - freeNow(bodies.status);
     const lines = missing > 0
-      ? [`About ${bytes(missing)} of the ${bytes(bodies.status.pool.ready_bytes)} that can be hit are evicted, the least `
-          + "valuable chunks first.", "Chunks that no lower tier has are lost: requests compute them again."]
+      ? [`About ${bytes(missing)} of the ${bytes(bodies.status.pool.ready_bytes)} that can be hit are evicted, the `
+          + "least valuable chunks first.", "Chunks that no lower tier has are lost: requests compute them again."]
       : [`${bytes(freeNow(bodies.status))} are free already, so nothing is evicted.`];
     if (!(await confirmed({ title: `Evict until ${bytes(wanted)} are free?`, lines, verb: "Evict" }))) return "";
     const done = await send("POST", "v1/cache/evict", { free_bytes: wanted });

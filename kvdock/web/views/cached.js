@@ -103,7 +103,7 @@ async function keep(prefix) {
   const lines = [
     prefix.uses
       ? `Its first ${length}, which at least half of its uses found, are kept for the time chosen below.`
-      : `It has not been used yet. The longest prefix that begins with it, ${length}, is kept for the time chosen below.`,
+      : `It has not been used yet. The longest prefix that begins with it, ${length}, is kept for the chosen time.`,
     COSTS,
     `To stop sooner, enter ${prefix.last_key} under "Administration".`,
   ];

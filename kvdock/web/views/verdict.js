@@ -32,7 +32,7 @@ const RULES = [
     return ["warn", `${many}, the oldest ${age(oldest.age_s)}.`, "grants"];
   },
   ({ status: { counters: c } }) => c.mismatches
-    ? ["bad", `${plural(c.mismatches, "chunk")} did not match the stored checksum: check the machine's memory.`, "totals"]
+    ? ["bad", `${plural(c.mismatches, "chunk")} did not match their checksum: check the machine's memory.`, "totals"]
     : null,
   ({ status: { tiers = [] } }) => {
     const off = tiers.filter((tier) => tier.state !== "open");

@@ -25,7 +25,7 @@ from kvdock.protocol.outcomes import Outcome
 
 @pytest.fixture
 def engine(client: Client) -> Iterator[Engine]:
-    """Attached with a namespace of its own; leaves at the end."""
+    """An engine that is attached with a namespace of its own; it leaves at the end."""
     attached = attach(client, label="asker", model=unique("model"))
     yield attached
     client.leave(attached.session, attached.member)
@@ -171,7 +171,7 @@ def test_clear_asks_a_person(
 
 
 def _control_terminal() -> None:
-    """Standard input becomes the terminal of the session, so that Ctrl-C typed there is a signal."""
+    """Makes standard input the terminal of the process session, so that Ctrl-C typed there sends SIGINT."""
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
 

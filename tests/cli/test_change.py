@@ -23,7 +23,7 @@ CHUNK_BYTES = 16384
 
 @pytest.fixture
 def engine(client: Client) -> Iterator[Engine]:
-    """Attached with a namespace of its own, the only one with something in it."""
+    """An engine with a namespace of its own, the only one that has chunks."""
     client.clear(ClearCache())
     attached = attach(client, label="changer", model=unique("model"))
     yield attached
@@ -32,7 +32,7 @@ def engine(client: Client) -> Iterator[Engine]:
 
 
 def stored(engine: Engine, chain: list[str]) -> int:
-    """How many chunks of the chain can be found."""
+    """The number of chunks of the chain that a lookup finds."""
     body = Lookup(namespace=engine.attached.namespace, keys=chain)
     return engine.client.lookup(body).hit_tokens // 16
 

@@ -1,4 +1,4 @@
-"""`kvdock events --follow` where its server drains, ends or dies, and the next one comes."""
+"""`kvdock events --follow` when its server drains, ends or is killed, and another one starts."""
 
 from __future__ import annotations
 
@@ -65,14 +65,14 @@ def asked(path: Path, times: int) -> None:
 
 
 def reads(server: ServerProcess) -> float:
-    """How many calls have read the server's events."""
+    """The number of calls that have read the server's events."""
     found = READS.search(raw(server.unix, "GET", "/metrics")[2].decode())
     return float(found[1]) if found else 0.0
 
 
 @pytest.fixture
 def settings(tmp_path: Path) -> dict[str, object]:
-    """Servers that follow each other have these, and so one address."""
+    """The settings of servers that follow each other, which so have one address."""
     return {"socket_path": str(tmp_path / "kvdock.sock")}
 
 

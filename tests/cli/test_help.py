@@ -25,7 +25,7 @@ TOP = typer.main.get_group(app)
 
 
 def paths() -> Iterator[str]:
-    """Every command as it is typed."""
+    """Every command, with its subcommands."""
     for name, command in TOP.commands.items():
         yield name
         yield from (f"{name} {inner}" for inner in getattr(command, "commands", {}))
@@ -38,7 +38,7 @@ def help_of(path: str) -> str:
 
 
 def sections(text: str) -> dict[str, list[str]]:
-    """Lines by the heading that they are under."""
+    """The lines under each heading."""
     found: dict[str, list[str]] = {}
     for line in text.splitlines():
         if line and not line.startswith(" ") and line.endswith(":"):

@@ -1,4 +1,4 @@
-"""`kvdock status`: first whether the server helps, then what it holds; without zeros, no blanks at line ends."""
+"""`kvdock status`: first whether the server helps, then what it holds; no zeros, and no blanks at line ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Preemption: what was computed is loaded from the connector, and no request is preempted without need.
+"""Preemption: what was computed is loaded from the connector, and no request is preempted needlessly.
 
 Preempted runs have the same tokens as runs with enough blocks. Logits are not compared, because the shapes of what is
 computed again differ (tests/engine/test_same_tokens.py compares bits under equal shapes).

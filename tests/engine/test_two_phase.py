@@ -1,4 +1,4 @@
-"""Local hits and fresh blocks over several KV groups: no physical block is ever given out twice.
+"""Local hits and fresh blocks over several KV groups: no physical block is ever allocated twice.
 
 Each contended scenario runs in both orders. In two phases it must succeed. In the other order
 (Interleaved), one group's allocation takes another's hits, and that must be detected, or the scenario shows nothing.
@@ -73,7 +73,7 @@ def names(seed: int, count: int) -> list[bytes]:
 
 @dataclass
 class Holder:
-    """The part of a request that concerns blocks."""
+    """The block-related part of a request."""
 
     names: list[bytes]
     table: Table = field(default_factory=list)

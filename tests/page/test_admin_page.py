@@ -1,4 +1,5 @@
-"""What an administrator does on the status page of a real server: each change is confirmed with what it costs."""
+"""The changes that an administrator can make on the status page of a real server: each asks first, with its
+consequences."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ EVERYTHING = EvictChunks(free_bytes=16 << 20)
 
 @pytest.fixture
 def busy(tmp_path: Path) -> Iterator[tuple[ServerProcess, Engine]]:
-    """A server of its own: what is changed here would disturb others. One engine has stored four chunks."""
+    """A separate server, because the changes would disturb other tests. One engine has stored four chunks."""
     path = access_file(tmp_path, entry("reader", READER, ["read"], ""))
     with ServerProcess(access_file=str(path)) as server, Client(server.unix) as client:
         engine = attach(client, model=unique("model"))

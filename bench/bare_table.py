@@ -1,4 +1,4 @@
-"""A chunk table without memory behind it: it hands out slots of one size, and nobody touches what lies in them."""
+"""A chunk table without memory: it allocates slots of one size, which are never read or written."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@
 
 For each fragment size, libc memcpy and gather (or scatter) with checksums take turns in copying the same pieces, in
 the same shuffled order and with the same threads. The share is the median of the paired ratios: 1.0 means as fast as
-memcpy. Slots lie in a real, prefaulted segment. Destinations are poisoned once and compared byte by byte, so a fast
+memcpy. Slots are in a real, prefaulted segment. Destinations are poisoned once and compared byte by byte, so a fast
 copy of the wrong bytes does not count.
 """
 

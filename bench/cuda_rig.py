@@ -1,4 +1,5 @@
-"""What GPU copies are measured on: registered segments of a real pool, paged blocks as torch tensors, and clocks."""
+"""The set-up for measuring GPU copies: registered segments of a real pool, paged blocks as torch tensors, and
+clocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An engine to measure, in a process of its own that reads jobs as JSON lines, and what such engines have in common."""
+"""An engine to measure, in a process of its own that reads jobs as JSON lines: the code that all such engines share."""
 
 from __future__ import annotations
 

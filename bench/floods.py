@@ -1,12 +1,12 @@
-"""What an engine notices of clients that misbehave: the latency of an honest lookup beside each flood.
+"""How much clients that misbehave delay an engine: the latency of a normal lookup beside each flood.
 
     python -m bench.floods --json
 
-An engine looks up 16 keys over the Unix socket every 4 ms: beside a process that only computes, which is the measure,
-and beside each flood of FLOODS, which comes from another process, by turns, because a shared machine is not equally
-quiet for long. For each flood `NAME_p99_ms`, `NAME_max_ms`, `NAME_errors` and `NAME_ratio`, its p99 by the p99 of the
-measure; at the end the most memory that the server ever had, its descriptors, and how many tokens of what was stored
-before are still found. tests/api/test_floods.py bounds them.
+An engine looks up 16 keys over the Unix socket every 4 ms: beside a process that only computes, which is the baseline,
+and beside each flood of FLOODS, which comes from another process. They take turns, because the load of a shared machine
+changes. For each flood: `NAME_p99_ms`, `NAME_max_ms`, `NAME_errors` and `NAME_ratio`, its p99 divided by that of the
+baseline; at the end the peak memory of the server, its descriptors, and how many tokens that were stored before are
+still found. tests/api/test_floods.py bounds them.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""What the digest of a model's weights costs an engine that starts, and which changes of one tensor it finds.
+"""How long the digest of a model's weights takes when an engine starts, and which changes of one tensor it finds.
 
     python -m bench.identity --json --gib 8 --path /var/tmp
 
-One file of safetensors with the tensors of Llama 3 8B, as many of its layers as `--gib` has room for, of random bytes.
-It is read by samples and as a whole, from the disk (`cold`: the kernel is told to drop what it has cached) and from
-memory (`warm`); of each the quickest of `--rounds`. `found`: of `--changes` random changes of so many bytes in a row of
-a large tensor, the share that the samples find.
+One file of safetensors with the tensors of Llama 3 8B, as many of its layers as fit in `--gib`, of random bytes. It is
+read by samples and as a whole, from the disk (`cold`: the page cache is dropped before) and from memory (`warm`); each
+figure is the quickest of `--rounds`. `found`: the share of `--changes` random changes of that many contiguous bytes of
+a large tensor that the samples find.
 """
 
 from __future__ import annotations

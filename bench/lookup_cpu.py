@@ -1,10 +1,10 @@
-"""What a lookup costs in CPU time of the server and of the client: steadier than its latency on a shared machine.
+"""The CPU time of a lookup in the server and in the client, which varies less than its latency on a shared machine.
 
     python -m bench.lookup_cpu --json
 
 Lookup-and-lock of 2, 32 and 512 resident keys over the Unix socket, one client; each call also releases the lease of
 the call before. Time on a core is the scheduler's own count (/proc/PID/task/TID/schedstat), all threads added up. A
-round is thousands of calls of one kind; of several rounds the cheapest counts, because other programs only add.
+round is thousands of calls of one kind; of several rounds the cheapest counts, because other programs only add time.
 """
 
 from __future__ import annotations

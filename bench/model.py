@@ -3,8 +3,8 @@
     python -m bench.model --json --trace FILE [--modes one two_random two_affinity]
 
 It runs vLLM's rules for admission, chunked prefill and its own prefix cache (free blocks, the least recently used
-first), and the real chunk table, without a GPU and in seconds. So it tells what a policy is worth before a machine is
-asked; it knows nothing of copies, other processes and time spent by CPUs. Kinds: native (vLLM's own offload, LRU of
+first), and the real chunk table, without a GPU and in seconds. So it estimates a policy before it is measured on a
+machine; it does not model copies, other processes and CPU time. Kinds: native (vLLM's own offload, LRU of
 single blocks; two engines have half each) and kvdock. Figures, for each mode and kind: cached_share, took_s,
 ttft_mean_ms, ttft_p50_ms, ttft_p99_ms. On seeds 1 and 2 the cached share of native is that of an H200 within .005
 (bench/LOG.md).

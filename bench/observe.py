@@ -1,10 +1,10 @@
-"""What observing costs, and how far it is right.
+"""The cost and the error of the curve, and the cost of the other observers.
 
     python -m bench.observe --json --trace FILE
 
-`mrc_error_points`: the largest distance, in points of 100, between the hit shares that the live curve predicts
+`mrc_error_points`: the largest difference, in percentage points, between the hit shares that the live curve predicts
 (csrc/curve/) and those of exact replays through the real chunk table with the same policy, for each size of pool and
-the one without bound. The pool has room for 5 % of the trace's distinct chunks; `mrc_error_points_2` and
+the unlimited one. The pool fits 5 % of the trace's distinct chunks; `mrc_error_points_2` and
 `mrc_error_points_10` are those of pools of 2 and 10 %. Each is the largest of several salts, which choose the samples.
 
 `mrc_us_per_lookup`: the mean time that a lookup of the trace takes there, over all of the trace, in the quickest

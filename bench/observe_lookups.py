@@ -1,9 +1,9 @@
 """Lookups beside all observers and beside none: the part of bench.observe that runs servers.
 
-Two servers, one whose `observe` names all there is, traces to a collector and KV events among them, and one whose
-`observe` is empty. Lookups of 512 resident keys over
-the Unix socket; each carries the release of the lease before it, so each causes three events. Rounds of both in turns:
-of each the median, and the quickest round counts, because other programs only add.
+Two servers: `observe` of one names all outputs, including traces to a collector and KV events; that of the other is
+empty. Lookups of 512 resident keys over the Unix socket; each carries the release of the lease before it, so each
+causes three events. Rounds of both take turns; a round's figure is its median, and the quickest round counts, because
+other programs only add time.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""What open status pages cost the server, in per cent of a core.
+"""The load of open status pages on the server, in per cent of a core.
 
     python -m bench.page --json
 
 A server with engines, chunks, leases and a full list of recent requests; then tabs of a real browser show its page with
-an administrator's token, all of them in sight and every panel open. Rounds with and without tabs take turns. Time on a
-core is the scheduler's own count of the server's process. `busy`: an engine makes lookups all the while, so that each
-answer is new; its own cost is in the rounds without tabs too.
+an administrator's token, all of them visible and every panel open. Rounds with and without tabs take turns. Time on a
+core is the scheduler's own count of the server's process. `busy`: an engine makes lookups all the time, so that each
+answer is new; its own load is in the rounds without tabs, too.
 """
 
 from __future__ import annotations

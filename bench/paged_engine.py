@@ -1,4 +1,4 @@
-"""An engine of nothing but a connector over paged memory, whose bytes follow from the tokens, so each can be checked.
+"""An engine that is only a connector over paged memory. Its bytes follow from the tokens, so each byte can be checked.
 
 Each call waits until the connector has finished. Used by bench/soak.py and by the kill tests.
 """

@@ -2,16 +2,15 @@
 
     python -m bench.replay --json --trace FILE
 
-Figures are shares of all prompt tokens. `POLICY_2` is that of the whole trace in a pool that has room for 2 % of the
-trace's distinct chunks of 512 tokens; `POLICY_5` and `POLICY_10` have room for 5 % and 10 %. `sessions60_POLICY` and
-`sessions100_POLICY` show what one engine sees: the sessions that bench.service samples with seeds 1 and 2, in a pool
-that has room for 448 chunks. Each request is looked up, what it lacks is stored,
-and its lease is released before the next one comes.
+Figures are shares of all prompt tokens. `POLICY_2` is that of the whole trace in a pool that fits 2 % of the trace's
+distinct chunks of 512 tokens; `POLICY_5` and `POLICY_10` fit 5 % and 10 %. `sessions60_POLICY` and `sessions100_POLICY`
+show what one engine sees: the sessions that bench.service samples with seeds 1 and 2, in a pool that fits 448 chunks.
+Each request is looked up, its missing chunks are stored, and its lease is released before the next one comes.
 
-`hinted` is the default policy, told after the last request of each conversation that it has ended, as a hint of an
-engine would tell it. That is hindsight: the replay has read the trace to its end, and an engine knows only if somebody
-tells it. So it is a bound of what such hints bring, not a figure to expect. A conversation is what bench/trace.py calls
-a session; one of a single request ends at once.
+`hinted` is the default policy, with a hint after the last request of each conversation that it has ended. That is
+hindsight: the replay has read the whole trace, and an engine knows the end only from its clients. So it is a bound of
+what such hints bring, not a figure to expect. A conversation is what bench/trace.py calls a session; one of a single
+request ends at once.
 
 `belady` is no policy but the bound: it knows the future, and lets go of the chunk whose next use is farthest (Belady,
 "A study of replacement algorithms for a virtual-storage computer", 1966). A use of a chunk is one of those before it,

@@ -1,9 +1,9 @@
-"""A warm restart: how long until the next server has a big pool?
+"""How long the next server needs to adopt a large pool.
 
     python -m bench.restart --json
 
-A pool of `--chunks` chunks is left behind and adopted in this process, as the server does it
-(kvdock/api/pool/adopt.py): the pool is judged, rebuilt and checked, without a new Python process. A test shows that
+A pool of `--chunks` chunks is left behind and adopted in this process, with the server's code
+(kvdock/api/pool/adopt.py): the pool is checked and rebuilt, without a new Python process. A test shows that
 engines have hits again within 2 s of the new server, with the same tokens (tests/api/test_adoption.py).
 """
 

@@ -1,11 +1,11 @@
-"""Mixed load for a long time: does anything grow, slow down, or come back with other bytes?
+"""Mixed load for a long time: whether memory grows, lookups slow down, or loads return wrong bytes.
 
     python -m bench.soak --minutes 30 --json
 
-Each worker process has a connector over its own paged memory. It looks up conversations of random length out of a
-common set, loads them, compares every byte with what the tokens say, extends and stores them. A worker ends after a
-random number of turns, or is killed, and a new one replaces it. `--server-kills` kills the server as well, and the
-next one adopts the pool. Figures: the time of a lookup in a worker, from the question to the answer; private memory and
+Each worker process has a connector over its own paged memory. It looks up conversations of random length from a common
+set, loads them, compares every byte with the one that follows from the tokens, extends and stores them. A worker ends
+after a random number of turns, or is killed, and a new one replaces it. `--server-kills` kills the server as well, and
+the next one adopts the pool. Figures: the time of a lookup in a worker, from the call to the answer; private memory and
 descriptors of the server, as medians over the first and the last tenth.
 """
 

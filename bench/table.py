@@ -3,10 +3,10 @@
     python -m bench.table
 
 `reserve_1024_ms_*`: CPU time of one reservation of 1,024 chunks of 1 MiB in a full pool. All of its slots are of that
-size (`one_size`), or a tenth of it has slots of 1.25 MiB that are not used any more (`two_sizes_cold`) or stored anew
-all the time (`two_sizes_hot`). Median of 21, and the longest. bench.control shows lookups.
+size (`one_size`), or a tenth of it has slots of 1.25 MiB that are not used any more (`two_sizes_cold`) or are stored
+again all the time (`two_sizes_hot`). Median of 21, and the longest. bench.control shows lookups.
 
-Segments here are numbers only: the table hands out slots and never touches what lies in them.
+Segments here are numbers only: the table allocates slots and never touches their bytes.
 """
 
 from __future__ import annotations

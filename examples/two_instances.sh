@@ -1,14 +1,14 @@
 #!/bin/sh
-# Two instances of vLLM, or of SGLang, share one kvdock server: what the first computed, the second loads.
+# Two instances of vLLM, or of SGLang, share one kvdock server: the second loads what the first has computed.
 #
 #     MODEL=folder-or-name sh examples/two_instances.sh
 #     ENGINE=sglang MODEL=folder-or-name sh examples/two_instances.sh
 #
-# Wants `kvdock`, `curl` and `vllm` or `sglang` on the PATH, and room for both instances (GPU_SHARE of the memory each).
-# More arguments for `vllm serve` may come in VLLM_ARGS, for `sglang serve` in SGLANG_ARGS, separated by spaces. LOGS:
-# an existing folder that keeps the logs.
+# Needs `kvdock`, `curl` and `vllm` or `sglang` on the PATH, and memory for both instances (GPU_SHARE of it for each).
+# VLLM_ARGS has more arguments for `vllm serve`, SGLANG_ARGS for `sglang serve`, separated by spaces. LOGS: an existing
+# folder for the logs.
 set -eu
-: "${MODEL:?say which model}"
+: "${MODEL:?name the model}"
 ENGINE=${ENGINE:-vllm}
 GPU_SHARE=${GPU_SHARE:-0.4}
 POOL=${POOL:-8GiB}

@@ -2,12 +2,12 @@
 #
 #     docker build -f examples/vllm.Dockerfile -t vllm-kvdock .
 #
-# `--build-arg VLLM=v0.32.0` takes another version of vLLM. What the image runs is vLLM's choice; its user is the one that
-# kvdock's own image has, because engines and server are one user. docs/deploy.md has the `docker run` lines.
+# `--build-arg VLLM=v0.32.0` builds with another version of vLLM. The command is that of vLLM's image; the user is that of
+# kvdock's image, because engines and server must have one user. docs/deploy.md has the `docker run` lines.
 
 ARG VLLM=v0.33.0
 
-# The extension is built where it will run: for vLLM's Python, and with the nvcc that vLLM has there for kernels of its own.
+# The extension is built in the image in which it runs: for vLLM's Python, with the nvcc that vLLM's image has.
 FROM vllm/vllm-openai:${VLLM} AS build
 USER root
 RUN apt-get update && apt-get install --no-install-recommends -y g++ && rm -rf /var/lib/apt/lists/*
@@ -22,7 +22,7 @@ RUN /build/bin/pip wheel --no-build-isolation --no-deps -w dist .
 
 FROM vllm/vllm-openai:${VLLM}
 USER root
-# What vLLM has stays as it is: the connector needs two packages, and takes vLLM's where they are there.
+# vLLM's packages are not changed: the connector needs two packages, and uses vLLM's if they are installed.
 RUN --mount=type=bind,from=build,source=/src/dist,target=/dist \
     python3 -m pip install --no-cache-dir --no-index --find-links /dist --no-deps kvdock msgspec posix-ipc \
     && python3 -c "from kvdock import _core; raise SystemExit(not _core.cuda_kernels() \

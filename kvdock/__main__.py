@@ -1,6 +1,6 @@
 """The `kvdock` program, also as `python -m kvdock`.
 
-Who starts it may block SIGINT until it is ready for Ctrl-C, as `make run` does.
+The parent process may block SIGINT until the program is ready for Ctrl-C, as `make run` does.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import signal
 
 
 def main() -> None:
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # until the commands are imported, and can be ended
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # until the commands are imported and handle it
     from kvdock.cli.main import main as run
 
     run()

@@ -1,4 +1,4 @@
-"""A trace's sessions through vLLM in service: kvdock, beside what else keeps KV in host memory.
+"""A trace's sessions through vLLM in service: kvdock, compared with other ways to keep KV in host memory.
 
     python -m bench.service --json --trace FILE [--kinds off native kvdock] [--modes one two_random two_affinity]
     python -m bench.service --json --modes together together4 [--gpus 4]

@@ -2,9 +2,9 @@
 
     python -m bench.service.engine FILE
 
-FILE is JSON: connector, engine, environment, model, requests, concurrency, and perhaps rounds. It says {"ready": true}
-once it is, waits for a line, serves, and answers with what it saw; with rounds, once for each request. Times are those
-of the frontend, and the engine's core runs in a process of its own, with vLLM's own loop.
+FILE is JSON: connector, engine, environment, model, requests, concurrency, and perhaps rounds. It prints {"ready":
+true} when it is ready, waits for a line, serves, and answers with the measurements; with rounds, once for each request.
+Times are those of the frontend, and the engine's core runs in a process of its own, with vLLM's own loop.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What an engine is measured with: nothing, vLLM's own offload, kvdock, and the peers that are installed.
+"""The caches that an engine is measured with: none, vLLM's own offload, kvdock, and the peers that are installed.
 
 Each gives the connector's setting; LMCache and PegaFlow have a server of their own, as kvdock has.
 """

@@ -6,8 +6,8 @@
     loads   time to first token: of a new prompt, of a local hit, and from host memory once it has left the device
     decode  tokens a second, and gaps between tokens, of running requests alone, beside loads and beside stores
 
-Prints one JSON object. Each engine is a process of its own and they take turns; both are up at the same time and want
-some 30 GiB of GPU memory each. What has left the device was driven out by other prompts, under both engines. Without a
+Prints one JSON object. Each engine is a process of its own and they take turns; both run at the same time and need
+some 30 GiB of GPU memory each. KV that has left the device was evicted by other prompts, in both engines. Without a
 GPU, `--device cpu --model FOLDER` with a tiny model shows that it works, without hicache.
 """
 

@@ -2,15 +2,15 @@
 
     python -m bench.tiers --json --path FOLDER                 disk, lookups, and the stores that can be started here
     python -m bench.tiers --json --path FOLDER --only disk     one of them
-    python -m bench.tiers --json --path FOLDER --url URL       a store of yours; what it stores there it deletes
+    python -m bench.tiers --json --path FOLDER --url URL       an existing store; chunks that it stores are deleted
 
 disk_store_gb_s, disk_load_gb_s, fio_write_gb_s, fio_read_gb_s, disk_store_share, disk_load_share: the tier and fio
 (O_DIRECT, psync, several jobs, preallocated files) take turns in going first; a share of 1.0 means as fast as fio.
 redis_, objects_ (files in a folder), objects_s3_ (an S3 server in Python) and mooncake_: store_gb_s and load_gb_s. A
-server on the same machine takes cores away from the tier. What cannot be started is left out, with a line on stderr.
-lookup_ratio_under_load: what lookups of 512 keys take while the disk tier writes and loads all the time, as a share of
-what they take while it is idle; lookup_ratio_beside_other_work: the same at another server, which has no tier. What
-both have is the machine's, not the tier's.
+server on the same machine takes cores away from the tier. Stores that cannot be started are omitted, with a line on
+stderr. lookup_ratio_under_load: what lookups of 512 keys take while the disk tier writes and loads all the time, as a
+share of what they take while it is idle; lookup_ratio_beside_other_work: the same at another server, which has no tier.
+What both have is the machine's, not the tier's.
 
 Each figure is the median of its rounds, a share or ratio the median of the paired ones. Parts lie in POSIX shared
 memory, are 2 to 32 MiB large, and are compared with what was stored. On disk none goes through the page cache.

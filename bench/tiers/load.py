@@ -1,9 +1,10 @@
-"""Keeps a server's tier busy in both directions, in a process of its own, so that who measures lookups does not.
+"""Keeps a server's tier busy in both directions, in a process of its own, so that the process that measures lookups
+does not do this work.
 
     python -m bench.tiers.load ADDRESS PART_BYTES
 
-It stores new chunks somewhat faster than the tier writes them, and asks for old ones that the pool has let go, two
-prompts at a time. Nothing but zeros ever lies in the pool, so nothing needs to be written into it. A line on stdin
+It stores new chunks somewhat faster than the tier writes them, and looks up old ones that the pool has evicted,
+two prompts at a time. All chunks are zeros, so nothing needs to be written into the pool. A line on stdin
 begins, another one ends; a line on stdout says that the tier is busy, or idle again.
 """
 

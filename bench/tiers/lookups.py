@@ -1,4 +1,4 @@
-"""What lookups take while a tier is busy, as a share of what they take while it is idle.
+"""The time of lookups while a tier is busy, divided by their time while it is idle.
 
 Lookups of 512 resident keys, as bench.control has them, by turns of two servers: one with a tier on disk, and one
 without. Another process (bench/tiers/load.py) makes the tier busy with writing and with loading, and idle again, in

@@ -1,4 +1,4 @@
-"""Whether vLLM says the same with kvdock as without it.
+"""Whether vLLM generates the same text with kvdock as without it.
 
 Outputs are compared token by token. Two runs of one prompt in different batches, or with different chunks of prefill,
 differ in the last bits anyway, and where two tokens are about equally likely that changes the text. So each comparison

@@ -1,4 +1,4 @@
-"""When what an engine stores can be hit by others."""
+"""The time until other engines can hit what an engine stores."""
 
 from __future__ import annotations
 

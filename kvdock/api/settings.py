@@ -79,7 +79,7 @@ OTLP_VARIABLE = "OTEL_EXPORTER_OTLP_ENDPOINT"
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Build it with `load`, which checks; every field has a working default. kvdock/cli/meanings.py says what each
+    """Build it with `load`, which checks; every field has a working default. kvdock/cli/help.py says what each
     means."""
 
     # where it listens

@@ -1,22 +1,40 @@
-"""`kvdock clear`, `evict` and `keep`: what is stored, by hand. Engines that hold a chunk go on; its memory is freed
-when they are done."""
+"""What an operator changes: `kvdock clear`, `evict` and `keep`, and the settings of `kvdock config`.
+
+Engines that hold a chunk which is removed go on with it; its memory is freed when they have released it.
+"""
 
 from __future__ import annotations
 
+import difflib
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import msgspec
 import typer
 from rich.console import Console
+from rich.table import Column, Table
+from rich.text import Text
 
-from kvdock.api.settings import parse_bytes
+from kvdock.api.errors import SettingsError
+from kvdock.api.settings import ENV_PREFIX, Effective, Settings, parse_bytes
+from kvdock.cli.client import LONG_TIMEOUT_S, Prompt, delete, parts_of, print_json, reached, resolve
 from kvdock.cli.errors import FAILED, WRONG, CommandError
-from kvdock.cli.operator import LONG_TIMEOUT_S, delete, parts_of, print_json, reached
-from kvdock.cli.prompts import Prompt, resolve
+from kvdock.cli.help import choices_of, exact_bytes
 from kvdock.cli.render import counted, duration, printable, say, size
-from kvdock.protocol.admin_schemas import MAX_PIN_S, ClearCache, EvictChunks, NamespaceView, PinChunks
+from kvdock.protocol.admin_schemas import (
+    MAX_PIN_S,
+    Amounts,
+    ClearCache,
+    Config,
+    EvictChunks,
+    Limits,
+    NamespaceView,
+    PatchConfig,
+    PinChunks,
+    TenantView,
+)
 from kvdock.protocol.schemas import Lookup
 from kvdock.protocol.wire_types import MAX_KEYS
 
@@ -28,15 +46,15 @@ class Kept(msgspec.Struct):
     model: str
     asked_chunks: int
     chunks: int
-    """Stored, and kept from now on; with `--end`, kept no longer."""
+    """How many of them are stored, and are kept from now on; with `--end`, are not kept any more."""
     duration_s: float
-    """0: no longer kept."""
+    """0: not kept any more."""
 
 
 def clear_cache(
     server: str, *, namespace: str, everything: bool, yes: bool, as_json: bool, console: Console
 ) -> None:
-    """Raises CommandError for wrong options, when the person says no, and when no server answers; ApiError."""
+    """Raises CommandError for wrong options, when the user declines, and when no server answers; ApiError."""
     if bool(namespace) == everything:
         raise CommandError("clear needs either --namespace or --all", WRONG)
     with reached(server) as client:
@@ -44,8 +62,9 @@ def clear_cache(
         if not yes:
             status = client.status()
             what = "all namespaces" if space is None else _named(space)
-            stored = f"{status.chunks.ready:,} chunks, {size(status.pool.ready_bytes)} in all namespaces together"
-            _confirm("clear", f"Clear {what} at {client.address}? Stored are {stored}.", "nothing was cleared")
+            stored = f"{status.chunks.ready:,} chunks of {size(status.pool.ready_bytes)}"
+            _confirm("clear", f"Clear {what} at {client.address}? All namespaces together have {stored}.",
+                     "nothing was cleared")
         body = ClearCache(namespace=None if space is None else space.namespace)
         cleared = client.clear(body, timeout_s=LONG_TIMEOUT_S)
     if as_json:
@@ -58,8 +77,8 @@ def clear_cache(
 def evict(
     server: str, prompt: Prompt, *, bytes_text: str, free_text: str, yes: bool, as_json: bool, console: Console
 ) -> None:
-    """A prompt's chunks, or what is worth least. Raises CommandError for wrong options, when the person says no, and
-    when no server answers; ApiError."""
+    """Evicts a prompt's chunks, or the least valuable ones. Raises CommandError for wrong options, when the user
+    declines, and when no server answers; ApiError."""
     if sum((prompt.given, bool(bytes_text), bool(free_text))) != 1:
         raise CommandError("evict needs one of --tokens-file, --keys, --bytes and --free", WRONG)
     if prompt.given:
@@ -75,8 +94,8 @@ def evict(
         wanted = free + amount if bytes_text else amount
         missing = max(0, wanted - free)
         if not yes and missing:
-            lost = f"{size(min(missing, ready))} of the {size(ready)} that are stored, those worth least first"
-            _confirm("evict", f"Evict {lost}, at {client.address}? What engines hold stays, and what is kept.",
+            lost = f"{size(min(missing, ready))} of the {size(ready)} that are stored, the least valuable chunks first"
+            _confirm("evict", f"Evict {lost}, at {client.address}? Chunks that engines hold, and kept chunks, stay.",
                      "nothing was evicted")
         evicted = client.evict(EvictChunks(free_bytes=wanted), timeout_s=LONG_TIMEOUT_S)
     if as_json:
@@ -85,7 +104,7 @@ def evict(
     say(console, f"{counted(evicted.chunks, 'chunk')} of {size(evicted.bytes)} evicted; "
                  f"{size(evicted.free_bytes)} are free")
     if evicted.free_bytes < wanted:
-        say(console, "nothing more may be evicted: the rest is held by engines, kept, or being written")
+        say(console, "nothing more may be evicted: the other chunks are held by engines, kept, or being written")
 
 
 def _evict_prompt(server: str, prompt: Prompt, *, yes: bool, as_json: bool, console: Console) -> None:
@@ -95,9 +114,9 @@ def _evict_prompt(server: str, prompt: Prompt, *, yes: bool, as_json: bool, cons
         keys = wanted.keys_in(space)
         stored = client.lookup(Lookup(namespace=space.namespace, keys=keys[:MAX_KEYS])).hit_tokens
         if not yes:
-            lost = f"a prompt of {counted(len(keys), 'chunk')}, of which {stored:,} tokens can be found"
-            _confirm("evict", f"Evict {lost}, from {_named(space)} at {client.address}? Longer prompts that begin so "
-                     "are not found any more either, kept ones included.", "nothing was evicted")
+            lost = f"a prompt of {counted(len(keys), 'chunk')}, of which {stored:,} tokens are stored"
+            _confirm("evict", f"Evict {lost}, from {_named(space)} at {client.address}? Longer prompts that begin "
+                     "with it will not be found any more either, including kept ones.", "nothing was evicted")
         gone = delete(client, space.namespace, keys)
     if as_json:
         print_json(console, gone)
@@ -113,8 +132,8 @@ def _evict_prompt(server: str, prompt: Prompt, *, yes: bool, as_json: bool, cons
 def keep(
     server: str, prompt: Prompt, *, duration_s: float, as_json: bool, console: Console
 ) -> None:
-    """`duration_s` 0: no longer. Raises CommandError for wrong options, when nothing of the prompt is stored, and when
-    no server answers; ApiError."""
+    """`duration_s` 0: stop keeping it. Raises CommandError for wrong options, when no chunk of the prompt is stored,
+    and when no server answers; ApiError."""
     wanted = prompt.read("keep")
     if duration_s > MAX_PIN_S:
         raise CommandError(f"--for: wanted at most {duration(MAX_PIN_S)}, found {duration(duration_s)}", WRONG)
@@ -126,22 +145,22 @@ def keep(
             for part in parts_of(keys)
         )
     if not chunks and duration_s:
-        raise CommandError(f"nothing of this prompt is stored for {_named(space)}: nothing is kept", FAILED)
+        raise CommandError(f"no chunk of this prompt is stored for {_named(space)}: nothing is kept", FAILED)
     if as_json:
         print_json(console, Kept(space.namespace, space.manifest.model, len(keys), chunks, duration_s))
         return
     what = f"{chunks:,} of {counted(len(keys), 'chunk')} for {_named(space)}"
     if not duration_s:
-        say(console, f"{what} no longer kept")
+        say(console, f"{what} are not kept any more")
         return
     until = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(time.time() + duration_s))
     rest = "" if chunks == len(keys) else "; the others are not stored"
-    say(console, f"{what} kept from eviction until {until}{rest}")
+    say(console, f"{what} are kept from eviction until {until}{rest}")
 
 
 def _say_pending(console: Console, tiers: Sequence[str]) -> None:
     if tiers:
-        say(console, f"still to be done in the lower tiers {', '.join(tiers)}; they are not used for it until then")
+        say(console, f"pending in the lower tiers {', '.join(tiers)}; they are not used for the namespace until then")
 
 
 def _named(space: NamespaceView) -> str:
@@ -149,8 +168,172 @@ def _named(space: NamespaceView) -> str:
 
 
 def _confirm(command: str, question: str, refusal: str) -> None:
-    """On stderr, so that --json on stdout stays JSON."""
+    """Asks on standard error, so that standard output stays JSON with --json."""
     if not sys.stdin.isatty():
         raise CommandError(f"{command} asks for confirmation, and standard input is no terminal: add --yes", WRONG)
     if not typer.confirm(question, err=True):
         raise CommandError(refusal, FAILED)
+
+
+# ------------------------------------------------------------------ settings
+
+
+def show_config(effective: Effective, *, as_json: bool, console: Console) -> None:
+    values = {name: getattr(effective.settings, name) for name in effective.origins}
+    if as_json:
+        print_json(console, {"settings": {
+            name: {"value": values[name], "source": origin.source, "where": origin.where}
+            for name, origin in effective.origins.items()
+        }})
+        return
+    table = Table(Column("setting", no_wrap=True), "value", "from", box=None, pad_edge=False)
+    for name, origin in effective.origins.items():
+        value = exact_bytes(values[name]) if name.endswith("_bytes") else str(values[name])
+        place = f"{origin.source}: {origin.where}" if origin.where else origin.source
+        style = "" if origin.source == "default" else "bold"
+        table.add_row(name, Text(printable(value) or "(empty)", style=style, overflow="fold"),
+                      Text(printable(place), overflow="fold"))
+    say(console, table)
+
+
+LIVE = Limits.__struct_fields__
+"""Settings that can be changed in a running server."""
+TENANTS = "tenants"
+
+
+def show_live_config(server: str, *, as_json: bool, console: Console) -> None:
+    """Raises CommandError when no server answers; ApiError."""
+    with reached(server) as client:
+        config = client.config()
+        address = client.address
+    if as_json:
+        print_json(console, config)
+        return
+    say(console, f"settings of the server at {address}", "", _live_table(config))
+    say(console, "", "Fixed until the server is restarted:", "", _fixed_table(config))
+    if shown := {name: view for name, view in config.tenants.items() if _has_quota(view.quota)}:
+        say(console, "", _tenants_table(shown))
+    _say_retiring(console, config)
+
+
+def change_live_config(server: str, changes: Sequence[str], *, as_json: bool, console: Console) -> None:
+    """`changes`: NAME=VALUE each; all take effect, or none. Raises CommandError for a setting that cannot be changed,
+    and when no server answers; ApiError."""
+    body = parse_changes(changes)
+    with reached(server) as client:
+        before = client.config().limits
+        config = client.configure(body, timeout_s=LONG_TIMEOUT_S)
+    if as_json:
+        print_json(console, config)
+        return
+    for name in LIVE:
+        if getattr(body, name) is not None:
+            was, now = (in_words(name, getattr(limits, name)) for limits in (before, config.limits))
+            say(console, f"{name}: {was} → {now}" if was != now else f"{name}: {now}, as before")
+    for tenant in body.tenants or {}:
+        view = config.tenants.get(tenant)
+        named = printable(tenant) or "the server's own user"
+        say(console, f"quota of {named}: {'none' if view is None else _amounts(view.quota)}")
+    _say_retiring(console, config)
+    kept = [name for name in LIVE if getattr(body, name) is not None]
+    if kept:
+        variable = f"{ENV_PREFIX}{kept[0].upper()}={in_words(kept[0], getattr(config.limits, kept[0]))}"
+        say(console, f"This lasts until the server ends: start the next one with {variable}, or set it in its file.")
+
+
+def parse_changes(changes: Sequence[str]) -> PatchConfig:
+    """Raises CommandError naming the change, what was found and what was wanted."""
+    values: dict[str, Any] = {}
+    for change in changes:
+        name, equals, text = change.partition("=")
+        name = name.strip().replace("-", "_")
+        if not equals:
+            raise CommandError(f"wanted NAME=VALUE, such as pool_bytes=16GiB, found {change!r}", WRONG)
+        _require_live(name)
+        if name in values:
+            raise CommandError(f"{name} is given twice", WRONG)
+        values[name] = _parsed(name, text.strip())
+    try:
+        return msgspec.convert(values, PatchConfig, strict=False)
+    except msgspec.ValidationError as error:
+        given = " ".join(changes)
+        raise CommandError(f"{error}; found {given}", WRONG) from error
+
+
+def _require_live(name: str) -> None:
+    known = [*LIVE, TENANTS]
+    if name in known:
+        return
+    wanted = f"wanted one of {', '.join(known)}"
+    if name in Settings.__struct_fields__:
+        raise CommandError(f"{name} is fixed until the server is restarted; {wanted}", WRONG)
+    near = difflib.get_close_matches(name, known, 1)
+    raise CommandError(f"unknown setting {name!r}{f' (meant {near[0]}?)' if near else ''}; {wanted}", WRONG)
+
+
+def _parsed(name: str, text: str) -> Any:
+    """The value for the body of PATCH; msgspec converts numbers."""
+    if name == TENANTS:
+        try:
+            return msgspec.json.decode(text)
+        except msgspec.DecodeError as error:
+            wanted = 'JSON as in {"a": {"bytes": 8589934592}, "b": null}'
+            raise CommandError(f"tenants: wanted {wanted}, found {text!r}: {error}", WRONG) from error
+    if name.endswith("_bytes"):
+        try:
+            return parse_bytes(text)
+        except SettingsError as error:
+            raise CommandError(f"{name}: {error}", WRONG) from error
+    if (choices := choices_of(name)) and text not in choices:
+        raise CommandError(f"{name}: wanted {' or '.join(choices)}, found {text!r}", WRONG)
+    if not text or text.lower() in ("null", "none"):
+        raise CommandError(f"{name}: wanted a value, found {text!r}", WRONG)
+    return text
+
+
+def in_words(name: str, value: object) -> str:
+    if name.endswith("_bytes") and isinstance(value, int):
+        return exact_bytes(value)
+    return printable(str(value)) or "(empty)"
+
+
+def _live_table(config: Config) -> Table:
+    table = Table(Column("can be changed live", no_wrap=True), "value now", "started with", box=None, pad_edge=False)
+    for name in LIVE:
+        now, first = (in_words(name, value) for value in (getattr(config.limits, name), config.settings.get(name)))
+        table.add_row(name, Text(now, style="" if now == first else "bold"), "" if now == first else first)
+    return table
+
+
+def _fixed_table(config: Config) -> Table:
+    table = Table(Column(no_wrap=True), Column(overflow="fold"), box=None, pad_edge=False, show_header=False)
+    for name, value in config.settings.items():
+        if name not in LIVE:
+            table.add_row(printable(name), Text(in_words(name, value), overflow="fold"))
+    return table
+
+
+def _tenants_table(tenants: dict[str, TenantView]) -> Table:
+    table = Table("tenant", "quota", "used", box=None, pad_edge=False)
+    for name, view in tenants.items():
+        limited = [field for field in Amounts.__struct_fields__ if getattr(view.quota, field) is not None]
+        named = Text(printable(name) or "(own user)")
+        table.add_row(named, _amounts(view.quota, limited), _amounts(view.used, limited))
+    return table
+
+
+def _has_quota(quota: Amounts) -> bool:
+    return any(getattr(quota, field) is not None for field in Amounts.__struct_fields__)
+
+
+def _amounts(amounts: Amounts, fields: Iterable[str] = Amounts.__struct_fields__) -> str:
+    shown = [
+        exact_bytes(value) if field == "bytes" else f"{value:,} {field}"
+        for field in fields if (value := getattr(amounts, field)) is not None
+    ]
+    return ", ".join(shown) or "no limit"
+
+
+def _say_retiring(console: Console, config: Config) -> None:
+    if config.retiring:
+        say(console, f"segments being emptied, because the pool was made smaller: {len(config.retiring)}")

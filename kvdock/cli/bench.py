@@ -1,8 +1,8 @@
-"""`kvdock bench`: how fast a running server answers and copies on this machine, beside plain memcpy; some seconds.
+"""`kvdock bench`: how fast a running server answers lookups, and how fast stores and loads are beside plain memcpy.
 
-Two engines of the benchmark's own attach. One stores many tiny chunks and times lookups of them. The other stores and
-loads synthetic KV through the connectors, into blocks that are wiped in between and compared afterwards, so that a
-fast copy of wrong bytes cannot score. Everything stored is deleted at the end.
+The benchmark attaches two engines of its own. One stores many tiny chunks and times lookups of them. The other stores
+and loads synthetic KV through the connectors. Its blocks are wiped in between and compared afterwards, so that a fast
+copy of wrong bytes is an error. All stored chunks are deleted at the end.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from rich.console import Console
 from rich.table import Table
 
 from kvdock import _core
+from kvdock.cli.client import delete, print_json, reached
 from kvdock.cli.errors import FAILED, CommandError
-from kvdock.cli.operator import delete, print_json, reached
 from kvdock.cli.render import say, size
 from kvdock.client.client import Client
 from kvdock.connectors.engine_connector import ConnectorSettings, open_worker, start
@@ -41,19 +41,19 @@ COPY_ROUNDS = 5
 ANSWER_S = 10.0
 """How long the thread that waits for a lookup sleeps at most; each call has a timeout of its own."""
 POOL_SHARE = 0.5
-"""The benchmark uses at most this share of what one session may hold."""
+"""The benchmark holds at most this share of the bytes that one session may hold."""
 REQUEST = "bench"
-_NO_ROOM = "the pool has no room for the benchmark's chunks: try a smaller --mib, or an idle server"
-_LOST = "the server was lost while it was measured"
+_NO_ROOM = "the benchmark's chunks do not fit in the pool: try a smaller --mib, or an idle server"
+_LOST = "the server was lost during the benchmark"
 
 
 @dataclass(frozen=True)
 class Shape:
-    """The KV's dimensions; by default a small model's: 2 MiB a chunk."""
+    """The dimensions of the KV; by default those of a small model, with chunks of 2 MiB."""
 
     planes: int = 8
     run_bytes: int = 16 << 10
-    """Bytes of a block in one plane."""
+    """Bytes of one block in one plane."""
     chunk_blocks: int = 16
 
     @property
@@ -65,7 +65,7 @@ class Shape:
         return self.chunk_blocks * self.planes * self.run_bytes
 
     def manifest(self) -> s.Manifest:
-        """The same for every run, so that the server gets no new namespace each time."""
+        """Equal in every run, so that all runs share a namespace."""
         return s.Manifest(
             model=f"kvdock-bench-{self.chunk_bytes}", kv_dtype="bytes", layers=self.planes // 2, kv_heads=1,
             head_size=self.run_bytes // BLOCK_TOKENS, chunk_tokens=self.chunk_tokens, block_tokens=BLOCK_TOKENS,
@@ -74,12 +74,13 @@ class Shape:
 
 
 TINY = Shape(planes=2, run_bytes=512, chunk_blocks=1)
-"""Chunks of 1 KiB: their number matters here, not their size."""
+"""Chunks of 1 KiB, for lookups: only their number matters."""
 
 
 def run_bench(server: str, *, rounds: int, mib: int, threads: int, as_json: bool, console: Console) -> None:
-    """`--json` prints what the table shows. `gb_s`: 10⁹ bytes a second; `moved_bytes`: stored once and loaded once, per
-    round. Raises CommandError when no server answers, when the pool has no room or wrong bytes are loaded; ApiError."""
+    """`--json` prints the figures of the table. `gb_s`: 10⁹ bytes per second; `moved_bytes`: the bytes that each round
+    stores once and loads once. Raises CommandError when no server answers, when the pool is too full, and when wrong
+    bytes were loaded; ApiError."""
     with reached(server) as client:
         status = client.status()
         if status.status != "ok":
@@ -96,10 +97,10 @@ def run_bench(server: str, *, rounds: int, mib: int, threads: int, as_json: bool
 
 
 class _Engine:
-    """An engine without a model: paged memory, a layout over it, and both connectors, called in turn.
+    """An engine without a model: paged memory, a layout over it, and both connectors.
 
-    It is attached from its construction to close(). Raises CommandError when the server refuses it. It owns `memory`,
-    and a spare mapping of the same size for plain copies.
+    It is attached from its construction until close(). It owns `memory`, and a mapping of the same size for plain
+    copies. Raises CommandError when the server refuses it.
     """
 
     def __init__(self, client: Client, shape: Shape, chunks: int, threads: int) -> None:
@@ -107,7 +108,7 @@ class _Engine:
         self.tokens: list[int] = []
         blocks = chunks * shape.chunk_blocks
         self.memory, self._spare = (mmap.mmap(-1, chunks * shape.chunk_bytes) for _ in range(2))
-        self._spare[:] = bytes(len(self._spare))  # touched: no page faults while it is measured
+        self._spare[:] = bytes(len(self._spare))  # touches every page, so that no page fault is measured
         self._order = random.Random(7).sample(range(blocks), blocks)
         name, run = f"bench-{secrets.token_hex(8)}", shape.run_bytes
         self._bases = [_address_of(self.memory) + plane * blocks * run for plane in range(shape.planes)]
@@ -132,8 +133,8 @@ class _Engine:
 
     @contextmanager
     def stored(self) -> Iterator[tuple[Attachment, list[bytes]]]:
-        """Stores all blocks under random tokens, whose keys are in no pool; yields the keys, and deletes their chunks
-        at the end."""
+        """Stores all blocks under random tokens, whose keys no pool has; yields the keys, and deletes their chunks at
+        the end."""
         source = random.Random(secrets.randbits(64))
         self.tokens = [source.randrange(1 << 32) for _ in range(self.chunks * self.shape.chunk_tokens)]
         offer = self._scheduler.stores.begin_store(REQUEST, self.tokens, [self._order], len(self.tokens))
@@ -151,8 +152,8 @@ class _Engine:
             delete(self._people, offer.attachment.namespace.hex(), [key.hex() for key in keys])
 
     def find(self) -> None:
-        """Looks up what was stored. Raises CommandError unless all of it is there. `load` uses the lease; otherwise it
-        ends with the session."""
+        """Looks up the stored tokens. Raises CommandError unless all of them are found. `load` releases the lease;
+        without it the lease ends with the session."""
         lookups = self._scheduler.lookups
         found = lookups.lookup(REQUEST, self.tokens, 0)
         while isinstance(found, Pending):
@@ -172,7 +173,7 @@ class _Engine:
         attachment.release()
 
     def memcpy_s(self) -> float:
-        """Seconds to copy every run of the blocks, in the order in which they are stored, to the spare memory."""
+        """Seconds to copy every run of the blocks, in the order in which they are stored, to the spare mapping."""
         run, spare = self.shape.run_bytes, _address_of(self._spare)
         pieces = array("Q", (base + block * run for block in self._order for base in self._bases))
         to = array("Q", range(spare, spare + len(self._spare), run))
@@ -186,7 +187,7 @@ def _address_of(memory: mmap.mmap) -> int:
 
 
 def _lookups(client: Client, rounds: int) -> dict[str, float]:
-    """Times round trips, the sizes in turn. Each call also releases the lease of the call before."""
+    """Times round trips, one of each size in turn. Each call also releases the lease of the call before."""
     took_ms: dict[int, list[float]] = {count: [] for count in LOOKUP_KEYS}
     with closing(_Engine(client, TINY, max(LOOKUP_KEYS), threads=1)) as engine, engine.stored() as (at, keys):
         engine.find()
@@ -201,7 +202,7 @@ def _lookups(client: Client, rounds: int) -> dict[str, float]:
                 spent_ms = (time.perf_counter_ns() - began) / 1e6
                 if answer.lease is None or len(answer.chunks) != count:
                     found = f"a lookup found {len(answer.chunks)} of {count} chunks"
-                    raise CommandError(f"{found}: other engines use the pool; try when it is idle", FAILED)
+                    raise CommandError(f"{found}: other engines use the pool; try again when it is idle", FAILED)
                 asked.release_later(answer.lease, session, [0])
                 if number >= 0:
                     took_ms[count].append(spent_ms)
@@ -213,13 +214,13 @@ def _lookups(client: Client, rounds: int) -> dict[str, float]:
 
 
 def _copies(client: Client, chunks: int, threads: int) -> dict[str, float]:
-    """A store is reserve, copy, checksum and commit; a load fills and checks the blocks and releases the lease; memcpy
-    copies the same pieces with as many threads."""
+    """Times stores (reserve, copy, checksum, commit), loads (copy, check, release) and a memcpy of the same pieces with
+    as many threads."""
     if chunks < 1:
         raise CommandError(_NO_ROOM, FAILED)
     spent_s: dict[str, list[float]] = {"store": [], "load": [], "memcpy": []}
     with closing(_Engine(client, Shape(), chunks, threads)) as engine:
-        for _ in range(1 + COPY_ROUNDS):  # the first round, which maps the pool's pages, is left out
+        for _ in range(1 + COPY_ROUNDS):  # the first round maps the pool's pages and does not count
             engine.memory[:] = before = random.randbytes(len(engine.memory))
             began = time.perf_counter()
             with engine.stored():
@@ -240,7 +241,7 @@ def _table(figures: dict[str, float]) -> Table:
     table = Table(show_header=False, box=None, pad_edge=False)
     for count in LOOKUP_KEYS:
         p50, p99 = (figures[f"lookup_{count}_p{percent}_ms"] for percent in (50, 99))
-        table.add_row(f"lookup and lock {count} keys", f"{p50:.3f} ms", f"p99 {p99:.3f} ms")
+        table.add_row(f"lookup and lease of {count} keys", f"{p50:.3f} ms", f"p99 {p99:.3f} ms")
     plain = figures["memcpy_gb_s"]
     for name in ("store", "load"):
         rate = figures[f"{name}_gb_s"]

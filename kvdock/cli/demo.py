@@ -1,8 +1,8 @@
 """`kvdock demo`: one server, two engines that share it, and a third engine without kvdock for comparison.
 
-All are real processes. The two engines take turns answering questions about a long document, so each turn one of them
-gets text whose KV the other has computed. Each row shows the time to the first token with and without reuse, what
-was loaded, and whether the tokens are the same. Afterwards the server stays up until Ctrl-C.
+All are real processes. The two engines take turns answering questions about a long document, so in each turn one of
+them gets text whose KV the other has computed. Each row shows the time to the first token with and without reuse, how
+much was loaded, and whether the tokens are the same. Afterwards the server stays up until Ctrl-C.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ END_TIMEOUT_S = 30.0
 
 @dataclass(frozen=True)
 class Turn:
-    """One question; times in seconds to the first token, sizes in bytes and tokens."""
+    """One question to one engine, and what it took."""
 
     turn: int
     engine: str
@@ -62,7 +62,8 @@ class Turn:
 
 
 def _started(module: str, *arguments: str, pass_fds: Sequence[int] = ()) -> subprocess.Popen[str]:
-    """A program of kvdock's, in a session of its own: Ctrl-C reaches the demo, which ends it."""
+    """Starts a module of kvdock.cli in a process session of its own, so that Ctrl-C reaches only the demo, which then
+    ends the module's process."""
     return subprocess.Popen(
         [sys.executable, "-m", f"kvdock.cli.{module}", *arguments], pass_fds=pass_fds,
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True,
@@ -70,7 +71,7 @@ def _started(module: str, *arguments: str, pass_fds: Sequence[int] = ()) -> subp
 
 
 class DemoEngine:
-    """One engine of the engines' process, at the other end of two pipes."""
+    """One engine, reached through two pipes."""
 
     def __init__(self, name: str, address: str | None) -> None:
         self.name, self.address = name, address
@@ -83,7 +84,7 @@ class DemoEngine:
         self._read()
 
     def ask(self, prompt: list[int]) -> dict[str, Any]:
-        with suppress(BrokenPipeError):  # it has ended: reading will say so
+        with suppress(BrokenPipeError):  # the engine has ended: the read below finds that out
             self._to_it.write(json.dumps({"prompt": prompt, "max_tokens": ANSWER_TOKENS}) + "\n")
             self._to_it.flush()
         return self._read()
@@ -103,7 +104,7 @@ class DemoEngine:
 
 @contextmanager
 def computing(address: str, preset: str) -> Iterator[list[DemoEngine]]:
-    """Starts two engines at the server and one alone. One process imports torch, and forks the others."""
+    """Starts two engines with the server and one without. One process imports torch, and forks the others."""
     engines = [DemoEngine("engine A", address), DemoEngine("engine B", address), DemoEngine("engine alone", None)]
     settings = [
         {"name": engine.name, "address": engine.address, "preset": preset, "chunk_tokens": CHUNK_TOKENS,
@@ -125,7 +126,7 @@ def computing(address: str, preset: str) -> Iterator[list[DemoEngine]]:
 
 
 def _reap(process: subprocess.Popen[str]) -> None:
-    """Waits for a program that was asked to end; kills it, and what it has started, when it does not."""
+    """Waits for a process to end; after a timeout, kills it and the processes that it has started."""
     assert process.stdin is not None and process.stdout is not None
     process.stdin.close()
     try:
@@ -138,7 +139,7 @@ def _reap(process: subprocess.Popen[str]) -> None:
 
 @contextmanager
 def serving(port: int, pool_bytes: str, folder: Path) -> Iterator[tuple[subprocess.Popen[str], str, str]]:
-    """Starts a server; yields it, its page's URL and its Unix address."""
+    """Starts a server; yields its process, the URL of its page, and its Unix address."""
     socket_path = folder / "kvdock.sock"
     process = _started(
         "demo_server", "--port", str(port), "--socket-path", str(socket_path), "--pool-bytes", pool_bytes,
@@ -157,7 +158,7 @@ def serving(port: int, pool_bytes: str, folder: Path) -> Iterator[tuple[subproce
 
 
 def run_turns(engines: list[DemoEngine], alone: DemoEngine, turns: int, show: Screen) -> list[Turn]:
-    """Turn 1 goes to both engines: the first computes and stores the document, the second finds it there."""
+    """In turn 1 both engines answer: the first computes and stores the document, the second loads it."""
     done: list[Turn] = []
     package = files("kvdock.cli")
     questions = package.joinpath("demo_questions.txt").read_text().splitlines()
@@ -179,7 +180,7 @@ def run_turns(engines: list[DemoEngine], alone: DemoEngine, turns: int, show: Sc
 
 
 class Screen(Live):
-    """What the terminal shows: one row a turn, and a spinner for what is under way. The rows stay when it ends."""
+    """The terminal's output: one row for each answer, and a spinner while an engine works. The rows stay at the end."""
 
     def __init__(self, console: Console) -> None:
         super().__init__(
@@ -226,14 +227,15 @@ def figures(turns: list[Turn], counters: dict[str, int], seconds: float) -> dict
 
 
 def _interrupt(*_: object) -> None:
-    """Unwinds the stack once, so that nothing is left behind; further signals do not disturb that."""
+    """Unwinds the stack once, which ends all processes; further signals are ignored meanwhile."""
     for number in ending_signals():
         signal.signal(number, signal.SIG_IGN)
     raise KeyboardInterrupt
 
 
 def _refuse_taken_port(host: str, port: int) -> None:
-    """Before anything is started. CommandError when another program has the port, StartupError for a wrong host."""
+    """Raises CommandError when another program uses the port, StartupError for a wrong host. Called before anything is
+    started."""
     try:
         with bind_tcp(host, port):
             pass
@@ -244,7 +246,7 @@ def _refuse_taken_port(host: str, port: int) -> None:
 
 
 def demo(*, port: int, as_json: bool, preset: str, turns: int, pool_bytes: str) -> int:
-    """Runs the demo; returns the exit status: 0 when every token was the same and something was reused.
+    """Runs the demo; returns the exit status: 0 when all tokens were the same and some were loaded.
 
     Raises SettingsError, and CommandError when one of its processes ends early.
     """
@@ -263,7 +265,7 @@ def demo(*, port: int, as_json: bool, preset: str, turns: int, pool_bytes: str) 
         for engine in engines:
             engine.wait_ready()
         console.print(f"kvdock serves at {url} (open it in a browser) and at {address}", soft_wrap=True)
-        console.print(f"The page shows totals; who is attached it shows to this token: {token}", soft_wrap=True)
+        console.print(f"The page shows totals, and more with this access token: {token}", soft_wrap=True)
         results = run_turns(engines[:2], engines[2], turns, screen)
         with Client(address) as client:
             found = figures(results, client.status().counters, time.monotonic() - began)
@@ -276,7 +278,7 @@ def demo(*, port: int, as_json: bool, preset: str, turns: int, pool_bytes: str) 
 
 
 def _program() -> str:
-    """This program as a shell finds it."""
+    """The command line that runs this program."""
     program = sys.argv[0]
     return f"{sys.executable} -m kvdock" if program.endswith("__main__.py") else shlex.quote(program)
 
@@ -293,7 +295,7 @@ def linger(
     )
     try:
         console.print(
-            f"The server stays up: open {url} in a browser, or ask it: {_program()} status --server {address}\n"
+            f"The server stays up: open {url} in a browser, or run: {_program()} status --server {address}\n"
             "Ctrl-C ends it and removes every segment.", soft_wrap=True,
         )
         status = server.wait()

@@ -1,12 +1,12 @@
-"""The engines of the demo: JSON lines in (prompts), JSON lines out (what happened), two pipes for each engine.
+"""The engines of the demo: each reads prompts and writes results as lines of JSON, through two pipes.
 
     python -m kvdock.cli.demo_engine '[{"name": "A", "address": "unix:/…", "preset": "small", "chunk_tokens": 256,
                                         "reads": 3, "writes": 6}, …]'
 
-One process imports torch, which takes most of a start, and forks the others. An engine's own prefix cache is off, so
-that every reuse seen is kvdock's, and a prefill chunk is as long as a kvdock chunk, so that a run with reuse computes
-in the same shapes as one without and gives the same bits. An engine ends when its pipe does, or by SIGTERM, and leaves
-the server either way; the first one waits for the others.
+One process imports torch, which takes most of the time of a start, and forks the others. An engine's own prefix cache
+is off, so that all reuse comes from kvdock. A prefill chunk is as long as a kvdock chunk, so that a run with reuse
+computes in the same shapes as one without, and gives the same bits. An engine ends when its pipe is closed, or with
+SIGTERM; in both cases it detaches from the server. The first engine waits for the others.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ LONGEST_PROMPT = 8192
 
 
 def build(settings: dict[str, Any]) -> Engine:
-    """`address` None: an engine that stands alone."""
+    """`address` None: an engine without kvdock."""
     config = preset(settings["preset"])
     chunk = settings["chunk_tokens"]
     config = dataclasses.replace(
@@ -55,7 +55,7 @@ def build(settings: dict[str, Any]) -> Engine:
 
 
 def answer(engine: Engine, order: dict[str, Any]) -> dict[str, Any]:
-    """Serves one prompt to the end, stores included."""
+    """Serves one prompt, and waits for its stores."""
     done = engine.generate([order["prompt"]], SamplingParams(max_tokens=order["max_tokens"], ignore_eos=True))[0]
     drained = engine.drain(DRAIN_S)
     return {
@@ -90,7 +90,7 @@ def serve(settings: dict[str, Any]) -> None:
 def main() -> None:
     engines: list[dict[str, Any]] = json.loads(sys.argv[1])
     signal.signal(signal.SIGTERM, _end)
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # while it attaches: only what has attached can leave
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # until the engine has attached, so that it can detach
     mine = engines[0]
     forked: list[int] = []
     for other in engines[1:]:

@@ -1,8 +1,8 @@
-"""The demo's server: a `kvdock serve` that ends when its standard input does.
+"""The demo's server: a `kvdock serve` that ends when its standard input is closed.
 
     python -m kvdock.cli.demo_server --port 7410 …
 
-The parent holds the other end of that pipe, so the server ends with its parent, even when that was killed.
+The demo holds the other end of that pipe, so the server ends with the demo, even if the demo is killed.
 """
 
 from __future__ import annotations

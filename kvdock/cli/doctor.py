@@ -1,8 +1,8 @@
-"""`kvdock doctor`: checks the machine, the settings and the server. Starts nothing, needs no GPU.
+"""`kvdock doctor`: checks the machine, the settings and the server. It starts no server and needs no GPU.
 
-Each check gives one Finding: `ok`, `note` (works, could be better) or `problem` (the server would not start or not
-serve). Only problems make the exit status 1. The checks only read. The paths that they read are passed in, so that
-tests can describe other machines.
+A check returns findings: `ok`, `note` (works, but could be better) or `problem` (the server would not start, or does
+not serve). The exit status is 1 if there is a problem. The checks change nothing. The paths that they read are
+arguments, so that tests can describe other machines.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from kvdock.api.errors import AccessFileError, SettingsError
 from kvdock.api.pool.capacity import Capacity
 from kvdock.api.pool.lock import server_alive
 from kvdock.api.settings import Settings, effective
+from kvdock.cli.client import TIMEOUT_S, print_json
 from kvdock.cli.errors import DONE, FAILED
-from kvdock.cli.operator import TIMEOUT_S, print_json
 from kvdock.cli.render import duration, printable, say, size
 from kvdock.client.client import Client
 from kvdock.datapath.tuning import Calibration, cached_tunings
@@ -62,7 +62,7 @@ def examine(environ: Mapping[str, str], *, config: str | None, machine: Machine)
     server = _server(settings, token)
     findings = [_versions(), settings_finding, server, _access(settings, token), *_extension()]
     wanted_bytes = settings.pool_bytes + _core.Table.region_bytes(settings.table_records, settings.table_grants)
-    # A running server has its pool already: no memory for another is needed.
+    # A running server has allocated its pool already, so no more memory is needed.
     findings += machine_findings(machine, 0 if server.level == "ok" else wanted_bytes)
     findings.append(_stale_pools(machine))
     return findings
@@ -92,7 +92,7 @@ def _token(environ: Mapping[str, str]) -> str | PrivateFileError:
 
 
 def _access(settings: Settings, token: str | PrivateFileError) -> Finding:
-    """Who may call a server that is started here, and the token of commands."""
+    """Who may call a server that is started here, and the access token of commands."""
     if isinstance(token, PrivateFileError):
         return Finding("access", "problem", f"{TOKEN_FILE_VARIABLE}: {token}", "docs/security.md describes the file")
     if not settings.access_file:
@@ -100,11 +100,11 @@ def _access(settings: Settings, token: str | PrivateFileError) -> Finding:
     try:
         tokens = read(settings.access_file)
     except AccessFileError as error:
-        return Finding("access", "problem", str(error), "a server with it does not start: docs/security.md")
-    said = f"access tokens in {settings.access_file}: {len(tokens)}"
+        return Finding("access", "problem", str(error), "a server does not start with it: see docs/security.md")
+    text = f"access tokens in {settings.access_file}: {len(tokens)}"
     if token and digest_of(token.encode()) not in tokens:
-        return Finding("access", "problem", f"{said}, that of {TOKEN_FILE_VARIABLE} is none of them")
-    return Finding("access", "ok", said)
+        return Finding("access", "problem", f"{text}; the token of {TOKEN_FILE_VARIABLE} is not among them")
+    return Finding("access", "ok", text)
 
 
 def _server(settings: Settings, token: str | PrivateFileError) -> Finding:
@@ -114,25 +114,25 @@ def _server(settings: Settings, token: str | PrivateFileError) -> Finding:
             status = client.status()
     except ServerUnavailable as error:
         if _listens(settings.socket_path):
-            return Finding("server", "problem", f"it listens at {error}", "it is stopped or hangs: look at its log")
+            return Finding("server", "problem", f"it listens at {error}", "it is stopped or hangs: see its log")
         return Finding("server", "note", f"none answers at {error}", "start one with `kvdock serve`")
     except ApiError as error:
         if error.code == "unauthenticated":
-            advice = f"the token of {TOKEN_FILE_VARIABLE} is none of this server's"
+            advice = f"this server does not know the token of {TOKEN_FILE_VARIABLE}"
             return Finding("server", "note", f"at {address}: {error}", advice)
         return Finding("server", "problem", f"at {address}: {error}", "use the client of the server's release")
-    said = f"{status.version} at {address}, up {duration(status.uptime_s)}"
+    text = f"{status.version} at {address}, up {duration(status.uptime_s)}"
     if status.status != "ok":
         reasons = ", ".join(status.reasons)
-        return Finding("server", "problem", f"{said}, not ready: {reasons}", "docs/runbook.md explains each reason")
+        return Finding("server", "problem", f"{text}, not ready: {reasons}", "docs/runbook.md explains each reason")
     if damaged := status.counters["mismatches"]:
         advice = "no wrong token was served; if the number rises, check the machine's memory: docs/runbook.md"
-        return Finding("server", "note", f"{said}; chunks that did not match their checksum: {damaged}", advice)
-    return Finding("server", "ok", said)
+        return Finding("server", "note", f"{text}; chunks that did not match their checksum: {damaged}", advice)
+    return Finding("server", "ok", text)
 
 
 def _listens(socket_path: str) -> bool:
-    """Whether a process listens there, even a stopped one: the kernel accepts connections for it."""
+    """Whether a process listens there; the kernel accepts connections even for a stopped one."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.settimeout(TIMEOUT_S)
         try:
@@ -147,7 +147,7 @@ def _listens(socket_path: str) -> bool:
 
 def _extension() -> list[Finding]:
     paths = _core.cpu_paths()
-    plain = "" if paths[0] != "scalar" else "there is no vectorised copy for this processor: copies are slow"
+    plain = "" if paths[0] != "scalar" else "there is no vectorised copy for this processor, so copies are slow"
     build = Finding("extension", "note" if plain else "ok", f"CPU copy by {', '.join(paths)}", plain)
     return [build, _kernels(_core.cuda_kernels(), _core.cuda_unavailable()), _calibrations(cached_tunings())]
 
@@ -155,15 +155,15 @@ def _extension() -> list[Finding]:
 def _kernels(compiled_for: list[str], unavailable: str) -> Finding:
     """`unavailable`: why the kernels cannot run here, "" when they can."""
     if not compiled_for:
-        return Finding("GPU kernels", "note", "none in this build: CPU copy only", "for GPUs: build it where nvcc is")
-    said = f"for {', '.join(compiled_for)}"
-    return Finding("GPU kernels", "note" if unavailable else "ok", f"{said}; {unavailable}" if unavailable else said)
+        return Finding("GPU kernels", "note", "none in this build: CPU copy only", "for GPUs: build it with nvcc")
+    text = f"for {', '.join(compiled_for)}"
+    return Finding("GPU kernels", "note" if unavailable else "ok", f"{text}; {unavailable}" if unavailable else text)
 
 
 def _calibrations(known: list[Calibration]) -> Finding:
-    """How this user's engines copy with GPUs: what they measured at their first start."""
+    """The tuning that this user's engines measured for their GPUs when they first started."""
     if not known:
-        return Finding("GPU copies", "ok", "not measured yet: an engine does so once for each GPU and layout")
+        return Finding("GPU copies", "ok", "not measured yet: an engine measures them once for each GPU and layout")
     return Finding("GPU copies", "ok", "; ".join(calibration.describe() for calibration in known))
 
 
@@ -180,17 +180,17 @@ def _stale_pools(machine: Machine) -> Finding:
             if server_alive(pool_id, machine.shm_dir):
                 live += 1
                 continue
-        except (OSError, ForeignObject):  # it has changed meanwhile
+        except (OSError, ForeignObject):  # it was changed or removed meanwhile
             continue
         stale += 1
         stale_bytes += sum(_size_bytes(machine, name) for name in names)
-    said = f"{live} in use" + (f", {foreign} objects that are not ours alone" if foreign else "")
+    text = f"{live} in use" + (f", {foreign} objects that are not this user's alone" if foreign else "")
     if stale:
         return Finding(
-            "pools", "note", f"{said}, {stale} left by servers that have ended: {size(stale_bytes)}",
-            "the next `kvdock serve` at its socket takes a pool over; others of this user remove it after five minutes",
+            "pools", "note", f"{text}, {stale} left by servers that have ended: {size(stale_bytes)}",
+            "the next `kvdock serve` at its socket takes a pool over; other servers of this user remove it later",
         )
-    return Finding("pools", "ok", f"{said}, none left behind")
+    return Finding("pools", "ok", f"{text}, none left behind")
 
 
 def _size_bytes(machine: Machine, name: str) -> int:
@@ -203,11 +203,11 @@ def _size_bytes(machine: Machine, name: str) -> int:
 def _table(findings: list[Finding]) -> Table:
     table = Table(show_header=False, box=None, pad_edge=False)
     for finding in findings:
-        said = Text(printable(finding.found), overflow="fold")
+        text = Text(printable(finding.found), overflow="fold")
         if finding.advice:
-            said.append(f"\n→ {printable(finding.advice)}", style="italic")
+            text.append(f"\n→ {printable(finding.advice)}", style="italic")
         level = "OK" if finding.level == "ok" else finding.level
-        table.add_row(Text(level, style=_STYLES[finding.level]), Text(finding.check, style="bold"), said)
+        table.add_row(Text(level, style=_STYLES[finding.level]), Text(finding.check, style="bold"), text)
     return table
 
 
@@ -223,7 +223,7 @@ class Finding:
     level: Level
     found: str
     advice: str = ""
-    """What to do; empty when there is nothing to do."""
+    """What to do about it; empty: nothing."""
 
 
 @dataclass(frozen=True)
@@ -239,7 +239,7 @@ class Machine:
 
 
 def machine_findings(machine: Machine, wanted_bytes: int) -> Iterator[Finding]:
-    """`wanted_bytes`: the most shared memory that a server started now would need."""
+    """`wanted_bytes`: the shared memory that a server started now would need at most."""
     yield from _memory(machine, wanted_bytes)
     yield _huge_pages(machine)
     yield _open_files(*resource.getrlimit(resource.RLIMIT_NOFILE))
@@ -267,23 +267,23 @@ def _memory(machine: Machine, wanted_bytes: int) -> Iterator[Finding]:
     capacity = Capacity(machine.shm_dir, machine.proc / "self/cgroup", machine.sys / "fs/cgroup")
     (_, free_bytes), *groups = capacity.limits()
     total_bytes = shutil.disk_usage(machine.shm_dir).total
-    said = f"{size(free_bytes)} free of {size(total_bytes)} in {machine.shm_dir}"
+    text = f"{size(free_bytes)} free of {size(total_bytes)} in {machine.shm_dir}"
     kind = _file_system(machine)
     if free_bytes < wanted_bytes:
         yield Finding(
-            "shared memory", "problem", f"{said}, {size(wanted_bytes)} needed for pool_bytes and the chunk table",
+            "shared memory", "problem", f"{text}, {size(wanted_bytes)} needed for pool_bytes and the chunk table",
             "serve with a smaller --pool-bytes, or give more: docker run --shm-size, or "
             f"mount -o remount,size=… {machine.shm_dir}",
         )
     elif (available_bytes := _available_bytes(machine)) is not None and available_bytes < wanted_bytes:
         yield Finding(
-            "shared memory", "note", f"{said}, but the machine has only {size(available_bytes)} of memory available",
-            f"a full pool needs {size(wanted_bytes)}: serve with a smaller --pool-bytes, or the machine will swap",
+            "shared memory", "note", f"{text}, but the machine has only {size(available_bytes)} of memory available",
+            f"a full pool needs {size(wanted_bytes)}: use a smaller --pool-bytes, or the machine will swap",
         )
     elif kind not in ("tmpfs", ""):
-        yield Finding("shared memory", "note", f"{said}, on {kind}", "use a tmpfs: this may write to a disk")
+        yield Finding("shared memory", "note", f"{text}, on {kind}", "use a tmpfs: this may write to a disk")
     else:
-        yield Finding("shared memory", "ok", said)
+        yield Finding("shared memory", "ok", text)
     yield _control_group(groups, wanted_bytes)
 
 
@@ -291,11 +291,11 @@ def _control_group(groups: list[tuple[str, int]], wanted_bytes: int) -> Finding:
     if not groups:
         return Finding("control group", "ok", "no memory limit")
     where, free_bytes = min(groups, key=lambda group: group[1])
-    said = f"{size(free_bytes)} left in {where.removeprefix('control group ')}"
+    text = f"{size(free_bytes)} left in {where.removeprefix('control group ')}"
     if free_bytes >= wanted_bytes:
-        return Finding("control group", "ok", said)
+        return Finding("control group", "ok", text)
     return Finding(
-        "control group", "problem", f"{said}, {size(wanted_bytes)} needed for pool_bytes and the chunk table",
+        "control group", "problem", f"{text}, {size(wanted_bytes)} needed for pool_bytes and the chunk table",
         "raise the limit (docker --memory, Kubernetes resources.limits.memory, systemd MemoryMax), or serve with a "
         "smaller --pool-bytes",
     )
@@ -320,7 +320,7 @@ def _huge_pages(machine: Machine) -> Finding:
     path = machine.sys / "kernel/mm/transparent_hugepage/shmem_enabled"
     chosen = re.search(r"\[(\w+)\]", _text(path))
     if chosen is None:
-        return Finding("huge pages", "note", f"{path} does not exist: shared memory has small pages")
+        return Finding("huge pages", "note", f"{path} does not exist, so shared memory has small pages")
     if chosen[1] in ("never", "deny"):
         return Finding(
             "huge pages", "note", f"{chosen[1]} for shared memory", f"for faster copies: echo advise > {path} (as root)"
@@ -365,10 +365,10 @@ def _gpu(machine: Machine) -> Finding:
             return Finding("GPU", "note", "none: engines on this machine copy with the CPU")
         return Finding("GPU", "note", f"driver {driver[1]}, but no nvidia-smi to list the GPUs")
     query = [program, "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
-    answered, said = _run(query)
+    answered, text = _run(query)
     if not answered:
-        return Finding("GPU", "note", f"nvidia-smi failed: {said}", "engines copy with the CPU until the driver works")
-    return Finding("GPU", "ok", "; ".join(said.splitlines()))
+        return Finding("GPU", "note", f"nvidia-smi failed: {text}", "engines copy with the CPU until the driver works")
+    return Finding("GPU", "ok", "; ".join(text.splitlines()))
 
 
 def _nvcc(machine: Machine) -> Finding:
@@ -376,10 +376,10 @@ def _nvcc(machine: Machine) -> Finding:
     program = found or next((str(place) for place in machine.nvcc_places if place.is_file()), None)
     if program is None:
         return Finding("nvcc", "note", "none: needed only to build GPU kernels")
-    answered, said = _run([program, "--version"])
-    release = re.search(r"release ([\d.]+)", said)
+    answered, text = _run([program, "--version"])
+    release = re.search(r"release ([\d.]+)", text)
     if not answered or release is None:
-        return Finding("nvcc", "note", f"{program} does not tell its version: {said[-80:]}")
+        return Finding("nvcc", "note", f"{program} does not print its version: {text[-80:]}")
     return Finding("nvcc", "ok", f"{release[1]} at {program}")
 
 

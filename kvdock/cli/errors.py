@@ -1,6 +1,6 @@
-"""How a command ends: its exit status, and one sentence when something went wrong; with `--json` also one object.
+"""How a command ends: its exit status and, if it failed, one sentence; with `--json` also one object.
 
-Scripts rely on the exit statuses:
+Scripts rely on these exit statuses:
 
     0    success
     1    failure: no server, an error from it, a problem found
@@ -27,17 +27,17 @@ INTERRUPTED: Final = 130
 
 TITLES: Final = {
     "failed": "The command failed",
-    "usage": "The command was asked for wrongly",
+    "usage": "The command line is wrong",
     "wrong_setting": "A setting is wrong",
     "cannot_start": "The server cannot start",
     "no_server": "No server answers",
     "interrupted": "The command was interrupted",
 }
-"""Codes of problems that no server answered with. `cannot_start` stands for the codes of StartupError."""
+"""Titles of the problems that do not come from a server, by code. `cannot_start` is for all codes of StartupError."""
 
 
 class CommandError(Exception):
-    """One sentence for the person at the terminal, and the exit status."""
+    """One sentence for the user, and the exit status."""
 
     def __init__(self, sentence: str, exit_code: int) -> None:
         super().__init__(sentence)
@@ -45,13 +45,13 @@ class CommandError(Exception):
 
 
 class CommandProblem(msgspec.Struct, kw_only=True):
-    """What `--json` prints when a command fails: RFC 9457 problem details, as the API's, and the exit status."""
+    """What `--json` prints when a command fails: problem details as in RFC 9457, and the exit status."""
 
     type: str = "about:blank"
-    """For a refusal its entry on the server's /docs page."""
+    """For a refusal of the server, its entry on the /docs page."""
     title: str
     status: int | None = None
-    """The HTTP status; None: no server answered."""
+    """The HTTP status of the answer; None: no server answered."""
     detail: str
     """The sentence on standard error."""
     code: str
@@ -62,7 +62,7 @@ class CommandProblem(msgspec.Struct, kw_only=True):
 
 
 def problem_of_command(error: BaseException, sentence: str, exit_status: int) -> CommandProblem:
-    """`error`, or the error that caused it, says what it is; `sentence` and the status are what the person gets."""
+    """The code and title are those of `error`, or of the error that caused it. `sentence` becomes the detail."""
     cause = error.__cause__ if isinstance(error, CommandError) else error
     if isinstance(cause, ApiError):
         title = CODES[cause.code].title if cause.code in CODES else cause.code
@@ -86,14 +86,14 @@ def _code_of(error: BaseException | None, exit_status: int) -> str:
 
 
 def wants_json(arguments: Sequence[str]) -> bool:
-    """Whether a command line asks for JSON. It may be one that cannot be parsed."""
+    """Whether a command line asks for JSON, even if it cannot be parsed."""
     options = list(arguments)
     return "--json" in (options[: options.index("--")] if "--" in options else options)
 
 
 @contextmanager
 def ctrl_c_waits() -> Iterator[None]:
-    """For long imports: a KeyboardInterrupt in the midst of one can become another exception."""
+    """Holds SIGINT back during a long import, in which a KeyboardInterrupt can become another exception."""
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
         yield

@@ -1,5 +1,5 @@
-"""`kvdock explain`, `kvdock lookup` and `kvdock events`: why a request missed, what a prompt would find, and what
-happens in the server. A lookup here has no session, so it takes no lease."""
+"""`kvdock explain`, `kvdock lookup` and `kvdock events`: why a request missed, how much of a prompt is stored, and what
+happens in the server. A lookup of these commands has no session, so it takes no lease."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ import typer
 from rich.console import Console
 
 from kvdock.api.feeds.log import SENTENCES
+from kvdock.cli.client import Prompt, default_address, print_json, reached, resolve
 from kvdock.cli.errors import WRONG, CommandError
-from kvdock.cli.operator import default_address, print_json, reached
-from kvdock.cli.prompts import Prompt, resolve
 from kvdock.cli.render import printable, say
 from kvdock.client.events import StreamedEvent, read_events
 from kvdock.client.transport import Address
@@ -26,11 +25,12 @@ from kvdock.protocol.events import KINDS, Event
 from kvdock.protocol.schemas import Lookup
 
 RETRY_S = 1.0
-"""So often a server that is lost is looked for."""
+"""How long to wait before the next attempt to reach a lost server."""
 
 
 def show_explanation(server: str, *, request: str, session: str, as_json: bool, console: Console) -> None:
-    """`session`: whose request; empty: the latest. Raises CommandError, ApiError."""
+    """`session`: the engine's session; empty: that of the latest request with this id. Raises CommandError,
+    ApiError."""
     with reached(server) as client:
         found = client.explain(request, session=session)
     if as_json:
@@ -41,54 +41,55 @@ def show_explanation(server: str, *, request: str, session: str, as_json: bool, 
 
 
 def show_events(server: str, *, kinds: str, follow: bool, as_json: bool) -> None:
-    """One line an event. Raises CommandError, ApiError, ServerUnavailable."""
+    """Prints one line for each event. Raises CommandError, ApiError, ServerUnavailable."""
     try:
         address = Address.parse(server or default_address())
     except ValueError as error:
         raise CommandError(str(error), WRONG) from error
-    for told in _told(address, read_token(os.environ.get(TOKEN_FILE_VARIABLE, "")), kinds, follow=follow):
-        typer.echo(msgspec.json.encode(told.event).decode() if as_json else line_of(told.event))
+    for one in _events(address, read_token(os.environ.get(TOKEN_FILE_VARIABLE, "")), kinds, follow=follow):
+        typer.echo(msgspec.json.encode(one.event).decode() if as_json else line_of(one.event))
 
 
-def _told(address: Address, token: str, kinds: str, *, follow: bool) -> Iterator[StreamedEvent]:
-    """First what is kept. If it follows, then what comes. Once the server is lost it says so, on standard error, and
-    goes on when that server or the next one answers."""
+def _events(address: Address, token: str, kinds: str, *, follow: bool) -> Iterator[StreamedEvent]:
+    """First the events that the server has kept; with `follow` then new ones. When the server is lost, prints that to
+    standard error, and goes on when that server or the next one answers."""
     last_id, is_lost = "", False
-    for told in read_events(address, token, kinds=kinds):
-        last_id = told.id
-        yield told
+    for one in read_events(address, token, kinds=kinds):
+        last_id = one.id
+        yield one
     while follow:
         try:
-            for told in _behind(address, token, kinds, last_id, may_be_new=is_lost):
-                last_id, is_lost = told.id, False
-                yield told
+            for one in _after(address, token, kinds, last_id, may_be_new=is_lost):
+                last_id, is_lost = one.id, False
+                yield one
             why = f"{address.text}: it has ended"
         except (ServerUnavailable, ApiError) as error:
             if isinstance(error, ApiError) and error.status != HTTPStatus.SERVICE_UNAVAILABLE:
                 raise
             why = str(error)
         if not is_lost:
-            typer.echo(f"kvdock: the server is lost ({printable(why)}), trying again each {RETRY_S:g} s", err=True)
+            typer.echo(f"kvdock: the server is lost ({printable(why)}), trying again every {RETRY_S:g} s", err=True)
         is_lost = True
-        time.sleep(RETRY_S)  # also behind a stream that has ended: while a server drains, each one ends at once
+        time.sleep(RETRY_S)  # also after a stream that has ended: while a server drains, each stream ends at once
 
 
-def _behind(address: Address, token: str, kinds: str, last_id: str, *, may_be_new: bool) -> Iterator[StreamedEvent]:
-    """What comes behind `last_id`. Without one nothing was told so far, so all that a new server keeps is news."""
+def _after(address: Address, token: str, kinds: str, last_id: str, *, may_be_new: bool) -> Iterator[StreamedEvent]:
+    """The events after `last_id`. If it is empty no event was printed so far, so those that a new server has kept come
+    first."""
     if may_be_new and not last_id:
-        for told in read_events(address, token, kinds=kinds):
-            last_id = told.id
-            yield told
+        for one in read_events(address, token, kinds=kinds):
+            last_id = one.id
+            yield one
     yield from read_events(address, token, kinds=kinds, follow=True, last_id=last_id)
 
 
 def line_of(event: dict[str, Any]) -> str:
-    """The log's sentence, where it has one; else the event's fields."""
+    """The sentence that the log has for the event, or else its fields."""
     when = time.strftime("%H:%M:%S", time.localtime(event["at"]))
-    return f"{when} {event['kind']:<14} {printable(_words(event))}"
+    return f"{when} {event['kind']:<14} {printable(_sentence(event))}"
 
 
-def _words(event: dict[str, Any]) -> str:
+def _sentence(event: dict[str, Any]) -> str:
     kind = KINDS.get(event["kind"])
     if kind in SENTENCES:
         made, sentence = msgspec.convert(event, kind), SENTENCES[kind]

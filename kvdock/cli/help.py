@@ -1,32 +1,38 @@
-"""How `--help` looks: options in groups, commands in groups, and examples; plain text, as wide as the terminal. And
-the options that several commands have.
+"""What `--help` shows: groups of options and commands, examples, the options that several commands share, and the
+meaning of each setting.
 
-A group is the `rich_help_panel` of an option or a command, which typer shows only with rich, whose import takes longer
-than the rest of `--help`.
+The output is plain text, as wide as the terminal. A group is the `rich_help_panel` of an option or a command. typer
+shows these only with rich, whose import takes longer than everything else in `--help`, so the groups are written here.
+
+Invariant: MEANINGS and SETTING_GROUPS have the names of api.settings.Settings (tests/cli/test_cli.py and
+tests/cli/test_help.py).
 """
 
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
+import msgspec
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from kvdock.api.settings import Settings
 from kvdock.cli.errors import WRONG, CommandError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 _TYPE = re.compile(r"(?<=\S) <\w+(\[\w+\])?>$")
-"""The type of an argument, such as `<list[str]>`; its name and help say it better."""
+"""The type of an argument, such as `<list[str]>`, which its name and help make superfluous."""
 _DEFAULT = re.compile(r"\[default: \((.*)\)\]$")
 COMMON = "Common options"
-"""The group of what nearly every command takes; it comes last."""
+"""The group of the options that nearly every command has; it comes last."""
 
 
 class Command(TyperCommand):
-    """A command whose help has its options in groups, and examples."""
+    """A command whose help shows its options in groups, and examples."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         _write_options(self, ctx, formatter)
@@ -37,7 +43,7 @@ class Command(TyperCommand):
 
 
 class Group(TyperGroup):
-    """A group of commands whose help has them in groups too."""
+    """A group of commands whose help shows the commands in groups, too."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         _write_options(self, ctx, formatter)
@@ -93,7 +99,7 @@ def _write_examples(ctx: Any, formatter: Any) -> None:
 EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
     "": (
         ("kvdock serve --pool-bytes 8GiB", "start a server"),
-        ("kvdock status", "is it up, is it helping"),
+        ("kvdock status", "is it up, does it help"),
         ("kvdock top", "the same, live"),
         ("kvdock COMMAND --help", "what a command does"),
     ),
@@ -110,15 +116,15 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
     "top": (
         ("kvdock top", "live; q ends it"),
         ("kvdock top --once", "one picture"),
-        ("kvdock top --json --interval 10 >> kvdock.log", "an object every 10 s"),
+        ("kvdock top --json --interval 10 >> kvdock.log", "one object every 10 s"),
     ),
     "explain": (
         ("kvdock explain cmpl-7f3a", "why it missed"),
         ("kvdock explain cmpl-7f3a --json", "all figures"),
     ),
     "events": (
-        ("kvdock events", "what has happened lately"),
-        ("kvdock events --follow --kinds attached,left,dead", "engines that come and go"),
+        ("kvdock events", "the latest events"),
+        ("kvdock events --follow --kinds attached,left,dead", "engines come and go"),
     ),
     "cached": (
         ("kvdock cached", "what fills the pool"),
@@ -129,12 +135,12 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
         ("kvdock history --over days", "the last two weeks"),
     ),
     "size": (
-        ("kvdock size", "what other sizes would find"),
-        ("kvdock size --users 50 --tokens-each 8000", "without any traffic yet"),
+        ("kvdock size", "from the lookups so far"),
+        ("kvdock size --users 50 --tokens-each 8000", "before there is traffic"),
     ),
     "doctor": (
-        ("kvdock doctor", "what helps or hinders here"),
-        ("kvdock doctor --config /etc/kvdock.toml", "before a server starts with it"),
+        ("kvdock doctor", "this machine as it is"),
+        ("kvdock doctor --config /etc/kvdock.toml", "before a server uses it"),
     ),
     "lookup": (
         ("kvdock lookup --tokens-file tokens.json", "a prompt's token ids"),
@@ -142,41 +148,41 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
     ),
     "keep": (
         ("kvdock keep --tokens-file system.json --for 12h", "for half a day"),
-        ("kvdock keep --tokens-file system.json --end", "no longer"),
+        ("kvdock keep --tokens-file system.json --end", "stop keeping it"),
     ),
     "evict": (
-        ("kvdock evict --bytes 2GiB", "what is worth least"),
-        ("kvdock evict --free 8GiB", "until so much is free"),
-        ("kvdock evict --tokens-file old.json --yes", "a prompt, without asking"),
+        ("kvdock evict --bytes 2GiB", "the least valuable chunks"),
+        ("kvdock evict --free 8GiB", "until 8 GiB are free"),
+        ("kvdock evict --tokens-file old.json --yes", "a prompt, unconfirmed"),
     ),
     "clear": (
-        ("kvdock clear --namespace 5e1c", "what one model's engines stored"),
+        ("kvdock clear --namespace 5e1c", "the chunks of one model"),
         ("kvdock clear --all", "everything"),
     ),
-    "sessions": (("kvdock sessions", "engines, their processes, what they hold"),),
-    "leases": (("kvdock leases --limit 20", "the oldest first"),),
+    "sessions": (("kvdock sessions", "engines and their processes"),),
+    "leases": (("kvdock leases --limit 20", "the 20 oldest"),),
     "requests": (
         ("kvdock requests", "the last lookups and stores"),
-        ("kvdock requests cmpl-7f3a", "what became of one request"),
+        ("kvdock requests cmpl-7f3a", "one request"),
     ),
     "access-token": (
         ("kvdock access-token me --scope admin --access-file FILE", ""),
         ("kvdock access-token team-a --scope engine --tenant a > token", ""),
     ),
-    "bench": (("kvdock bench --mib 256 --threads 4", "some seconds"),),
+    "bench": (("kvdock bench --mib 256 --threads 4", "takes some seconds"),),
     "demo": (("kvdock demo --port 0", "any free port"),),
     "config": (
-        ("kvdock config --config /etc/kvdock.toml", "of a server started with it"),
-        ("kvdock config get", "of the running server"),
+        ("kvdock config --config /etc/kvdock.toml", "a server's settings with this file"),
+        ("kvdock config get", "the running server's"),
         ("kvdock config set pool_bytes=16GiB", "change the running server"),
     ),
     "config get": (
         ("kvdock config get", "this user's server"),
-        ("kvdock config get --json | jq .limits", "what can be changed live"),
+        ("kvdock config get --json | jq .limits", "those that can be changed"),
     ),
     "config set": (
         ("kvdock config set pool_bytes=16GiB", "a larger pool"),
-        ("kvdock config set session_cap=0.25 total_cap=0.9", "both, or neither"),
+        ("kvdock config set session_cap=0.25 total_cap=0.9", "both or neither"),
         ("kvdock config set 'tenants={\"a\": {\"sessions\": 4}}'", "a quota"),
     ),
 }
@@ -184,12 +190,12 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
 
 Server = Annotated[str, typer.Option(
     "--server", metavar="ADDRESS", show_default=False, rich_help_panel=COMMON,
-    help="localhost:7410, http://host:port or unix:/path; by default this user's socket. A server that wants an access "
-    "token gets the one in the file that KVDOCK_ACCESS_TOKEN_FILE names.",
+    help="localhost:7410, http://host:port or unix:/path; by default this user's socket. If KVDOCK_ACCESS_TOKEN_FILE "
+    "names a file, the access token in it is sent.",
 )]
 AsJson = Annotated[bool, typer.Option(
     "--json", rich_help_panel=COMMON,
-    help="One JSON object on standard output, also if the command fails: then an RFC 9457 problem.",
+    help="Print one JSON object on standard output; if the command fails, an RFC 9457 problem.",
 )]
 ListLimit = Annotated[int, typer.Option("--limit", min=1, metavar="N", help="Show at most N.")]
 ListAll = Annotated[bool, typer.Option("--all", help="Show all.")]
@@ -197,11 +203,11 @@ Namespace = Annotated[str, typer.Option(
     "--namespace", metavar="HEX", help="The namespace, or its first hex digits.", show_default=False,
 )]
 Keys = Annotated[list[str] | None, typer.Option(
-    "--keys", metavar="HEX", help="Chunk keys of 64 hex digits, in order; separated by commas, or several --keys.",
+    "--keys", metavar="HEX", help="Chunk keys of 64 hex digits, in order; separated by commas, or one --keys for each.",
     show_default=False,
 )]
 TokensFile = Annotated[str, typer.Option(
-    "--tokens-file", metavar="FILE", help="File of token ids: a JSON list, or numbers; - is standard input.",
+    "--tokens-file", metavar="FILE", help="File of token ids, a JSON list or plain numbers; - reads standard input.",
     show_default=False,
 )]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")]
@@ -220,7 +226,7 @@ def parse_duration(option: str, text: str) -> float:
 
 
 def console() -> Console:
-    """Where the output is no terminal, lines are as long as they have to be: ids can be searched for."""
+    """A console whose lines are not wrapped if the output is not a terminal, so that scripts find whole ids."""
     import os
     import sys
 
@@ -228,3 +234,145 @@ def console() -> Console:
 
     is_free = not sys.stdout.isatty() and "COLUMNS" not in os.environ
     return Console(width=FREE_COLUMNS) if is_free else Console()
+
+
+# ------------------------------------------------------------------ settings
+
+
+MEANINGS: dict[str, str] = {
+    "host": "Address of the TCP port, for browsers and curl.",
+    "port": "TCP port; 0: any free port.",
+    "socket_path": "Unix socket for engines; only the server's own user may connect.",
+    "allowed_hosts": "Host names for which the TCP port answers, separated by commas; `*` for all. Empty: loopback "
+    "names if `host` is a loopback address, otherwise all.",
+    "access_file": "TOML file of access tokens and their scopes; required if `host` is not a loopback address. "
+    "Without a token the TCP port answers only probes and totals.",
+    "body_limit_bytes": "Largest request body.",
+    "tcp_connections": "Connections that the TCP port serves at once; engines' connections over the Unix socket do "
+    "not count.",
+    "pool_bytes": "Maximum size of the pool.",
+    "segment_bytes": "The pool grows by segments of this size, at most 1GiB; the first has at most 256MiB.",
+    "prefault_threads": "Threads that touch new memory in advance, to save engines the page faults.",
+    "grow_water": "When less than this share of the pool is free, the pool grows, up to its maximum size.",
+    "low_water": "When the pool has its maximum size, chunks are evicted in the background while less than this share "
+    "of it is free. Stores evict what they need themselves, so a small share is enough.",
+    "high_water": "Eviction in the background continues until this share of the pool is free.",
+    "growth": "When the pool allocates memory: `demand`, as stores need it; `ahead`, the whole pool in the background "
+    "after the start. Use `ahead` with GPUs: their engines page-lock memory before they use it.",
+    "eviction": "Which chunks are evicted first: with `adaptive`, those that are least likely to be used again, as "
+    "learned from earlier uses; with `lru`, those that were unused for longest. A chunk is always evicted before the "
+    "chunks that precede it in its prefix.",
+    "table_records": "Chunks that the chunk table can hold, if each has at most four parts.",
+    "table_grants": "Leases and reservations that may be open at once.",
+    "session_cap": "Share of the pool that one session may hold by leases and reservations.",
+    "total_cap": "Share of the pool that all sessions together may hold by leases and reservations.",
+    "session_grants": "Leases and reservations that one session may have open at once.",
+    "tenant_bytes": "Bytes that one tenant may store, unless it has a quota of its own; beyond that, its own least "
+    "valuable chunks are evicted. 0: no limit. This and the other `tenant_` settings do not limit the server's own "
+    "user.",
+    "tenant_chunks": "Chunks that one tenant may store, in the same way. 0: no limit.",
+    "tenant_namespaces": "Namespaces with sessions or chunks that one tenant may have. 0: no limit.",
+    "tenant_sessions": "Sessions that one tenant may have. 0: no limit.",
+    "tenant_grants": "Leases and reservations that one tenant may have open at once, in all its sessions. 0: no limit.",
+    "disk_path": "Folder of the lower tier on disk; empty: none.",
+    "disk_bytes": "Bytes that the tier on disk may use there.",
+    "redis_url": "Redis or Valkey as a lower tier, as `redis://host:port`; empty: none.",
+    "objects_url": "Object store as a lower tier, as `s3://bucket/prefix`; empty: none.",
+    "mooncake_url": "Mooncake Store as a lower tier, as `mooncake://host:port`; empty: none.",
+    "tier_urls": "Further stores as lower tiers, as `name=url`, separated by spaces; other packages add them "
+    "(docs/tiers.md).",
+    "tier_asks": "A chunk is written to lower tiers once prompts have asked for it this often; 0: once or twice, "
+    "whichever pays.",
+    "tier_queue_bytes": "Bytes that may wait to be written to one tier; beyond that, the chunks that have waited "
+    "longest are not written. 0: `pool_bytes`.",
+    "tier_keep": "Which of the chunks that lower tiers loaded for a request stay in the pool after it: `shared`, "
+    "those that a second request has hit; `always`, all of them.",
+    "tier_drain_s": "How long the server goes on writing chunks to lower tiers when it ends.",
+    "heartbeat_s": "Interval of engines' heartbeats.",
+    "missed_heartbeats": "After this many missed heartbeats a process gets no new leases or reservations until its "
+    "next one.",
+    "settle_s": "Time between the death of a process and the reuse of memory that it held.",
+    "ask_s": "When a lease is older than this, the server asks the engine whether it still needs it.",
+    "weights_grace_s": "How long chunks of weights that no engine runs any more are treated like others; then they "
+    "are evicted first.",
+    "watch_s": "How often the server checks for dead processes, expired deadlines and free space.",
+    "adopt": "What to do with a pool that an earlier server left at this socket: `auto` takes it over, or removes it "
+    "if it is damaged; `never` removes it; `require` takes it over, or the server does not start.",
+    "drain_s": "After SIGTERM the server waits this long for open calls, leases and reservations, and grants nothing "
+    "new.",
+    "on_exit": "What SIGTERM does with the pool: `remove` it, or `keep` it for the next server at this socket. Ctrl-C "
+    "always removes it.",
+    "log_level": "The least severe messages that are logged: `debug`, `info`, `warning` or `error`.",
+    "log_format": "`console`: one line of text for each message; `json`: one JSON object, with the fields of the "
+    "event.",
+    "observe": "The outputs to produce, separated by commas: `log`, events in the log; `stream`, `GET /v1/events`; "
+    "`metrics`, histograms of how long loads and stores take; `curve`, hit rates of pools of other sizes; `traces`, "
+    "spans of lookups, loads and stores; `kv_events`, `GET /v1/kv-events` for routers. Empty: none.",
+    "traces_endpoint": "OpenTelemetry collector to which traces are sent over OTLP/HTTP, as `http://host:4318`.",
+    "kv_events_endpoint": "Address at which KV events are published over ZeroMQ, as `tcp://127.0.0.1:5557` or "
+    "`ipc://path`; empty: none.",
+    "kv_events_replay_endpoint": "Address at which readers over ZeroMQ ask for missed events; empty: none.",
+    "kv_events_topic": "Topic of KV events over ZeroMQ; `{model}` in it is replaced by the model's name.",
+    "kv_events_form": "Form of KV events over ZeroMQ: `map`, as in vLLM since 0.24; `array`, as in vLLM before.",
+    "history_interval_s": "Interval of the recent history that the status page draws.",
+    "history_values": "Values kept in each series of that history.",
+    "recent_requests": "Lookups, stores and ended requests that are kept for `kvdock requests` and the status page.",
+}
+
+COMPUTED_DEFAULTS: dict[str, str] = {
+    "socket_path": "$XDG_RUNTIME_DIR/kvdock.sock, else /run/user/UID/kvdock.sock, else /tmp/kvdock-UID/kvdock.sock",
+    "prefault_threads": "half of the cores, at most 8",
+    "traces_endpoint": "$OTEL_EXPORTER_OTLP_ENDPOINT, else empty",
+}
+
+SETTING_GROUPS: dict[str, tuple[str, ...]] = {
+    "Pool": ("pool_bytes", "segment_bytes", "growth", "eviction", "prefault_threads", "grow_water", "low_water",
+             "high_water", "table_records", "table_grants"),
+    "Addresses and access": ("host", "port", "socket_path", "access_file", "allowed_hosts",
+                                      "body_limit_bytes", "tcp_connections"),
+    "Limits of sessions and tenants": ("session_cap", "total_cap", "session_grants", "tenant_bytes", "tenant_chunks",
+                                       "tenant_namespaces", "tenant_sessions", "tenant_grants"),
+    "Lower tiers": ("disk_path", "disk_bytes", "redis_url", "objects_url", "mooncake_url", "tier_urls",
+                    "tier_asks", "tier_queue_bytes", "tier_keep", "tier_drain_s"),
+    "Start and end": ("adopt", "drain_s", "on_exit"),
+    "Engines' liveness": ("heartbeat_s", "missed_heartbeats", "settle_s", "ask_s", "weights_grace_s", "watch_s"),
+    "Logs, events and traces": ("log_level", "log_format", "observe", "traces_endpoint", "kv_events_endpoint",
+                      "kv_events_replay_endpoint", "kv_events_topic", "kv_events_form"),
+    "History": ("history_interval_s", "history_values", "recent_requests"),
+}
+"""The settings in the groups of `--help`."""
+OTHER_GROUP = "Other settings"
+
+_UNITS = (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
+
+
+def default_text(name: str) -> str:
+    """A setting's default as it would be typed, `4GiB` or `0.05`; a description if it depends on the machine."""
+    default = next(field.default for field in msgspec.structs.fields(Settings) if field.name == name)
+    if default is msgspec.NODEFAULT:
+        return COMPUTED_DEFAULTS[name]
+    return exact_bytes(default) if name.endswith("_bytes") else str(default)
+
+
+def group_of(name: str) -> str:
+    return next((group for group, names in SETTING_GROUPS.items() if name in names), OTHER_GROUP)
+
+
+def in_groups(names: Iterable[str]) -> list[str]:
+    """The settings' names, in the order in which `--help` shows them."""
+    shown = [name for group in SETTING_GROUPS.values() for name in group]
+    return sorted(names, key=lambda name: shown.index(name) if name in shown else len(shown))
+
+
+def choices_of(name: str) -> tuple[str, ...]:
+    """The values that a setting may have; empty for numbers, sizes and free text."""
+    hint = get_type_hints(Settings).get(name)
+    return get_args(hint) if get_origin(hint) is Literal else ()
+
+
+def exact_bytes(size_bytes: int) -> str:
+    """The size in the largest unit that divides it: 4294967296 → 4GiB, 1000 → 1000."""
+    for unit, factor in _UNITS:
+        if size_bytes and size_bytes % factor == 0:
+            return f"{size_bytes // factor}{unit}"
+    return str(size_bytes)

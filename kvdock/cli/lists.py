@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
-from kvdock.cli.operator import first, print_json, reached
+from kvdock.cli.client import first, print_json, reached
 from kvdock.cli.render import brief, counted, duration, percent, printable, say, size, space, span
 from kvdock.protocol.admin_schemas import NamespaceView
 from kvdock.protocol.reports import Leases, LeaseView, Over, Prefixes, PrefixView, Requests, RequestView, Stats
@@ -50,7 +50,7 @@ def show_requests(server: str, *, begins: str, limit: int | None, as_json: bool,
     if as_json:
         print_json(console, Requests(requests=requests, next=following))
         return
-    nothing = "none of the last requests has an id that begins so" if begins else "no engine has asked for anything yet"
+    nothing = "no recent request has such an id" if begins else "no engine has looked up or stored anything yet"
     say(console, _requests_table(requests) if requests else nothing)
     _say_more(console, following)
 
@@ -84,9 +84,10 @@ def _requests_table(requests: Iterable[RequestView]) -> Table:
 
 
 def _outcome(view: RequestView) -> tuple[str, str, str]:
-    """Local and loaded tokens, and why not more were loaded; empty as long as the engine has not told them."""
-    told = view.outcome
-    return ("", "", "") if told is None else (f"{told.local_tokens:,}", f"{told.loaded_tokens:,}", told.why_in_words)
+    """Local and loaded tokens, and why not more were loaded; empty until the engine has reported them."""
+    if (found := view.outcome) is None:
+        return "", "", ""
+    return f"{found.local_tokens:,}", f"{found.loaded_tokens:,}", found.why_in_words
 
 
 def _table(title: str, heads: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> Table:
@@ -119,7 +120,7 @@ class Cached(msgspec.Struct, kw_only=True):
     """What `--json` prints."""
 
     namespaces: list[NamespaceView]
-    """Those that hold most come first."""
+    """Sorted by stored bytes, the largest first."""
     prefixes: Prefixes
 
 
@@ -164,7 +165,7 @@ def _prefixes_table(views: Iterable[PrefixView]) -> Table:
 
 
 def _beside(view: NamespaceView) -> str:
-    """What is said of its engines."""
+    """What the list adds to the number of engines."""
     if view.left_s is not None:
         return f" (left {duration(view.left_s)} ago)"
     return " (bench)" if view.is_bench else ""
@@ -175,7 +176,7 @@ def _ago(seconds: float | None) -> str:
 
 
 def _cached_table(heads: Sequence[str], rows: Sequence[Sequence[str]], *, left: int) -> Table:
-    """The first `left` columns are words."""
+    """The first `left` columns are text and aligned left, the others are numbers."""
     columns = [Column(head, justify="left" if at < left else "right") for at, head in enumerate(heads)]
     table = Table(*columns, box=None, pad_edge=False)
     for row in rows:
@@ -203,12 +204,12 @@ def show_past(server: str, *, over: Over, as_json: bool, console: Console) -> No
         print_json(console, stats)
         return
     rows = list(_rows(stats, now))
-    nothing = f"nothing was measured yet: the first value comes after {span(stats.interval_s)}"
+    nothing = f"there are no measurements yet: the first comes after {span(stats.interval_s)}"
     say(console, _history_table(rows) if rows else nothing)
 
 
 def _rows(stats: Stats, now: float) -> Iterator[tuple[str, ...]]:
-    """Oldest first. What was not measured is a dash."""
+    """Oldest first. A missing measurement is a dash."""
     series = {one.name: one.values for one in stats.series}
     count = max(map(len, series.values()), default=0)
     each = max(1, -(-count // MOST_HISTORY_ROWS))

@@ -1,6 +1,8 @@
-"""The `kvdock` command: its subcommands, and how it ends. `--help` imports neither the server nor torch.
+"""The `kvdock` command: its subcommands with their options and help, and how a command ends.
 
-A failure that a person can do something about is one sentence on stderr; kvdock/cli/errors.py lists the exit statuses.
+Each subcommand imports what it needs when it runs, so that `--help` and completion load neither rich, the server nor
+torch. A failure that a person can repair is one sentence on standard error; kvdock/cli/errors.py lists the exit
+statuses.
 """
 
 from __future__ import annotations
@@ -10,36 +12,420 @@ import os
 import signal
 import sys
 from importlib.metadata import version
-from typing import Annotated
+from importlib.util import find_spec
+from typing import Annotated, Literal
 
 import msgspec
 import typer
 
 from kvdock.api.errors import SettingsError, StartupError
-from kvdock.cli import commands
 from kvdock.cli.errors import (
     DONE,
     FAILED,
     INTERRUPTED,
     WRONG,
     CommandError,
+    ctrl_c_waits,
     problem_of_command,
     wants_json,
 )
-from kvdock.cli.help import Command, Group
+from kvdock.cli.help import (
+    AsJson,
+    Command,
+    Group,
+    Keys,
+    ListAll,
+    ListLimit,
+    Namespace,
+    Server,
+    TokensFile,
+    Yes,
+    console,
+    parse_duration,
+)
 from kvdock.cli.serve import config, config_get, config_set, serve
 from kvdock.protocol.errors import ApiError, ServerUnavailable
 
+Preset = Literal["small", "tiny", "tiny-hybrid2", "tiny-hybrid3", "tiny-mha", "tiny-mla"]
+"""The names of engine.config.PRESETS, which cannot be imported here without torch."""
+
+
+def status(
+    server: Server = "",
+    everything: Annotated[bool, typer.Option(
+        "--all", help="Also list the engines, and every counter with its meaning, zeros included.",
+    )] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Show whether the server is up and helps.
+
+    First the hit rate and throughput: of the last minute, of the whole history, and since the start. Then the pool,
+    the engines and the lower tiers. Then the counters that are not zero. `--json` prints all of it.
+    """
+    from kvdock.cli.status import show_status
+
+    show_status(server, everything=everything, as_json=as_json, console=console())
+
+
+def top(
+    server: Server = "",
+    interval_s: Annotated[float, typer.Option(
+        "--interval", min=0.2, max=3600.0, metavar="SECONDS", help="Seconds between two updates.",
+    )] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Print one picture and exit.")] = False,
+    as_json: Annotated[bool, typer.Option(
+        "--json", help="Print one JSON object per interval, each on a line of its own; with --once a single one.",
+    )] = False,
+) -> None:
+    """Watch the server: hit rate, pool, engines, requests.
+
+    `q` or Ctrl-C ends it. If the server is lost, the last picture stays, and `top` tries again every interval. If
+    standard output is not a terminal, one picture is printed. The figures of an engine count from when it attached.
+    """
+    from kvdock.cli.top import show_top
+
+    show_top(server, interval_s=interval_s, once=once, as_json=as_json, console=console())
+
+
+def doctor(
+    config: Annotated[str | None, typer.Option(
+        "--config", metavar="FILE", help="TOML file of settings. [KVDOCK_CONFIG]", show_default=False,
+    )] = None,
+    as_json: AsJson = False,
+) -> int:
+    """Check this machine, the settings and the server.
+
+    Each line is OK, a note or a problem, with advice where there is any. The exit status is 1 if there is a problem.
+    """
+    from kvdock.cli.doctor import doctor as examine
+
+    return examine(os.environ, config=config, as_json=as_json, console=console())
+
+
+def lookup(
+    namespace: Namespace = "", keys: Keys = None, tokens_file: TokensFile = "", server: Server = "",
+    as_json: AsJson = False,
+) -> None:
+    """Show how many tokens of a prompt are stored. Takes no lease.
+
+    --namespace may be omitted if the server has exactly one.
+    """
+    from kvdock.cli.client import Prompt
+    from kvdock.cli.explain import show_lookup
+
+    show_lookup(server, Prompt(namespace, keys or [], tokens_file), as_json=as_json, console=console())
+
+
+def explain(
+    request: Annotated[str, typer.Argument(metavar="ID", help="The request's id, as its engine names it.")],
+    session: Annotated[str, typer.Option(
+        "--session", metavar="SESSION", help="The engine's session, if several engines use the id.", show_default=False,
+    )] = "",
+    server: Server = "",
+    as_json: AsJson = False,
+) -> None:
+    """Explain why a recent request hit or missed.
+
+    Shows what its lookups found, where the stored prefix ends and why, what loading cost, and how the engine reports
+    that the request ended.
+    """
+    from kvdock.cli.explain import show_explanation
+
+    show_explanation(server, request=request, session=session, as_json=as_json, console=console())
+
+
+def events(
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with new events; Ctrl-C ends it.")] = False,
+    kinds: Annotated[str, typer.Option(
+        "--kinds", metavar="KIND,…", help="Only these kinds: attached, left, dead, evicted, ….", show_default=False,
+    )] = "",
+    server: Server = "",
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per event, each on a line.")] = False,
+) -> None:
+    """Show the latest events of the server.
+
+    With --follow, when the server ends, the command waits for the next server at the same address and goes on.
+    """
+    from kvdock.cli.explain import show_events
+
+    show_events(server, kinds=kinds, follow=follow, as_json=as_json)
+
+
+def sessions(
+    server: Server = "", as_json: AsJson = False, limit: ListLimit = 100, everything: ListAll = False
+) -> None:
+    """List the attached engines and what they hold."""
+    from kvdock.cli.lists import show_sessions
+
+    show_sessions(server, limit=None if everything else limit, as_json=as_json, console=console())
+
+
+def leases(
+    server: Server = "", as_json: AsJson = False, limit: ListLimit = 100, everything: ListAll = False
+) -> None:
+    """List open leases and reservations, oldest first."""
+    from kvdock.cli.lists import show_leases
+
+    show_leases(server, limit=None if everything else limit, as_json=as_json, console=console())
+
+
+def cached(
+    server: Server = "", as_json: AsJson = False,
+    limit: Annotated[int, typer.Option(min=1, max=256, metavar="N", help="Prefixes to list, at most 256.")] = 20,
+) -> None:
+    """List what is cached: by model and tenant, then by prefix.
+
+    Prefixes that lookups found most often come first. The counts may be some seconds old.
+    """
+    from kvdock.cli.lists import show_cached
+
+    show_cached(server, limit=limit, as_json=as_json, console=console())
+
+
+def history(
+    over: Annotated[Literal["minutes", "hours", "days"], typer.Option(
+        "--over", help="5 minutes in seconds, half a day in minutes, or two weeks in half-hours.",
+    )] = "hours",
+    server: Server = "", as_json: AsJson = False,
+) -> None:
+    """Show how the server did over the last minutes, hours or days.
+
+    Prints at most 24 rows, each a mean over its part of the time. If a server leaves its pool to the next one, the
+    next one continues hours and days.
+    """
+    from kvdock.cli.lists import show_past
+
+    show_past(server, over=over, as_json=as_json, console=console())
+
+
+def requests(
+    begins: Annotated[str, typer.Argument(
+        metavar="ID", help="A request's id, or the first characters of it.", show_default=False,
+    )] = "",
+    server: Server = "",
+    as_json: AsJson = False,
+    limit: ListLimit = 100,
+    everything: ListAll = False,
+) -> None:
+    """List the last lookups and stores, newest first.
+
+    Once its engine has reported that a request ended, the row shows how many tokens the engine's own cache had, how
+    many were loaded, and why not more. A request that ended without a lookup has the kind `ended`.
+    """
+    from kvdock.cli.lists import show_requests
+
+    show_requests(
+        server, begins=begins, limit=None if everything else limit, as_json=as_json, console=console()
+    )
+
+
+def size(
+    users: Annotated[int | None, typer.Option(
+        min=1, metavar="N", help="Users, or conversations, whose prompts are to stay.", show_default=False,
+    )] = None,
+    tokens_each: Annotated[int | None, typer.Option(
+        min=1, metavar="N", help="Tokens of each user's longest prompt, without the shared ones.", show_default=False,
+    )] = None,
+    shared_tokens: Annotated[int, typer.Option(
+        min=0, metavar="N", help="Tokens with which all prompts begin, such as a system prompt.",
+    )] = 0,
+    new_tokens: Annotated[int, typer.Option(
+        min=0, metavar="N", help="Tokens at the end of each prompt that no earlier prompt had.",
+    )] = 0,
+    bytes_per_token: Annotated[int | None, typer.Option(
+        min=1, metavar="BYTES", help="Bytes of KV per token, in all layers and ranks.", show_default=False,
+    )] = None,
+    layers: Annotated[int | None, typer.Option(min=1, metavar="N", help="Or: layers …", show_default=False)] = None,
+    kv_heads: Annotated[int | None, typer.Option(min=1, metavar="N", help="… KV heads …", show_default=False)] = None,
+    head_size: Annotated[int | None, typer.Option(
+        min=1, metavar="N", help="… and their size.", show_default=False,
+    )] = None,
+    dtype: Annotated[str, typer.Option(metavar="DTYPE", help="float32, bfloat16, float16 or fp8.")] = "bfloat16",
+    server: Server = "",
+    as_json: AsJson = False,
+) -> None:
+    """Show how much memory the pool should have.
+
+    Asks a running server which share of the tokens pools of other sizes would have found. With --users and
+    --tokens-each it computes, by a formula, the memory for the prompts of all users instead.
+    """
+    from kvdock.cli.size import Model, Users, show_size
+
+    if (users is None) != (tokens_each is None):
+        raise CommandError("the formula needs both --users and --tokens-each", WRONG)
+    sized_for = None
+    if users is not None and tokens_each is not None:
+        sized_for = Users(users, tokens_each, shared_tokens, new_tokens)
+    show_size(
+        server, model=Model(bytes_per_token, layers, kv_heads, head_size, dtype), users=sized_for, as_json=as_json,
+        console=console(),
+    )
+
+
+def bench(
+    server: Server = "",
+    as_json: AsJson = False,
+    rounds: Annotated[int, typer.Option(min=10, metavar="N", help="Lookups of each size.")] = 300,
+    mib: Annotated[int, typer.Option(min=1, metavar="MIB", help="MiB of synthetic KV to store and load.")] = 64,
+    threads: Annotated[int, typer.Option(min=1, max=64, metavar="N", help="Threads that copy, at most 64.")] = 2,
+) -> None:
+    """Measure a running server; takes seconds.
+
+    Times lookups, and times stores and loads of synthetic KV beside plain memcpy. It deletes what it stored at the
+    end; in a full pool it evicts the oldest chunks. The server's own figures do not include the benchmark.
+    """
+    from kvdock.cli.bench import run_bench
+
+    run_bench(server, rounds=rounds, mib=mib, threads=threads, as_json=as_json, console=console())
+
+
+def demo(
+    port: Annotated[int, typer.Option(
+        min=0, max=65535, metavar="PORT", help="TCP port of the server; 0: any free port."
+    )] = 7410,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the figures as one JSON object and exit.")] = False,
+    preset: Annotated[Preset, typer.Option(help="Size of the engines' model.")] = "small",
+    turns: Annotated[int, typer.Option(min=1, metavar="N", help="Questions to ask.")] = 4,
+    pool_bytes: Annotated[str, typer.Option(metavar="SIZE", help="Size of the server's pool.")] = "1GiB",
+) -> int:
+    """Run a server and two small engines that share it.
+
+    Prints the address of the status page. Ctrl-C ends it.
+    """
+    # The engines are separate processes, so a missing package is reported here, before any of them starts.
+    missing = [name for name in ("torch", "numpy") if find_spec(name) is None]
+    if missing:
+        advice = "in a checkout, pip install '.[engine]'"
+        raise CommandError(f"the demo's engines need {' and '.join(missing)}: {advice}", FAILED)
+    with ctrl_c_waits():
+        from kvdock.cli.demo import demo as run_demo
+
+    return run_demo(port=port, as_json=as_json, preset=preset, turns=turns, pool_bytes=pool_bytes)
+
+
+def keep(
+    namespace: Namespace = "",
+    keys: Keys = None,
+    tokens_file: TokensFile = "",
+    lasts: Annotated[str, typer.Option(
+        "--for", metavar="DURATION", help="How long from now, as 90s, 15min, 12h or 7d; at most a year.",
+    )] = "1h",
+    end: Annotated[bool, typer.Option("--end", help="Stop keeping it.")] = False,
+    server: Server = "",
+    as_json: AsJson = False,
+) -> None:
+    """Keep a prompt from being evicted for a while.
+
+    Its stored chunks stay when the pool needs memory. `kvdock clear`, `kvdock evict` with this prompt, and a full
+    quota of the tenant still remove them. Kept chunks can fill the pool; then engines store nothing more. The command
+    fails if no chunk of the prompt is stored.
+    """
+    from kvdock.cli.admin import keep as keep_prompt
+    from kvdock.cli.client import Prompt
+
+    duration_s = 0.0 if end else parse_duration("--for", lasts)
+    keep_prompt(
+        server, Prompt(namespace, keys or [], tokens_file), duration_s=duration_s, as_json=as_json, console=console()
+    )
+
+
+def evict(
+    namespace: Namespace = "",
+    keys: Keys = None,
+    tokens_file: TokensFile = "",
+    bytes_text: Annotated[str, typer.Option(
+        "--bytes", metavar="SIZE", help="Evict this much, the least valuable chunks first.", show_default=False,
+    )] = "",
+    free_text: Annotated[str, typer.Option(
+        "--free", metavar="SIZE", help="Evict the least valuable chunks until this much is free.",
+        show_default=False,
+    )] = "",
+    yes: Yes = False,
+    server: Server = "",
+    as_json: AsJson = False,
+) -> None:
+    """Evict a prompt, or the least valuable chunks.
+
+    By size, chunks are evicted in the order in which the pool itself evicts them; chunks that engines hold or write,
+    and kept chunks, stay. A named prompt is evicted whether it is kept or not; engines that are loading it finish.
+    """
+    from kvdock.cli.admin import evict as evict_chunks
+    from kvdock.cli.client import Prompt
+
+    evict_chunks(
+        server, Prompt(namespace, keys or [], tokens_file), bytes_text=bytes_text, free_text=free_text, yes=yes,
+        as_json=as_json, console=console(),
+    )
+
+
+def clear(
+    namespace: Namespace = "",
+    everything: Annotated[bool, typer.Option("--all", help="Clear all namespaces.")] = False,
+    yes: Yes = False,
+    server: Server = "",
+    as_json: AsJson = False,
+) -> None:
+    """Remove all stored chunks, or one namespace's.
+
+    Engines that are loading a chunk finish first; then its memory is freed.
+    """
+    from kvdock.cli.admin import clear_cache
+
+    clear_cache(server, namespace=namespace, everything=everything, yes=yes, as_json=as_json, console=console())
+
+
+def access_token(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="The token's name, which the server writes to its log.")],
+    access_file: Annotated[str, typer.Option(
+        "--access-file", metavar="FILE", help="The server's access file; created if missing. [KVDOCK_ACCESS_FILE]",
+        show_default=False,
+    )] = "",
+    scopes: Annotated[list[str], typer.Option(
+        "--scope", metavar="health|read|engine|admin", help="What the token may do; may be given several times.",
+    )] = ["read"],  # noqa: B006  # typer shows it as the default, and nothing changes it
+    tenant: Annotated[str, typer.Option(
+        "--tenant", metavar="TENANT", help="The tenant of the token; by default the server's own user.",
+        show_default=False,
+    )] = "",
+    as_json: AsJson = False,
+) -> None:
+    """Create an access token and print it, once.
+
+    Adds the token's name, digest and scopes to the server's access file; a running server reads it again. Store the
+    token in a file with mode 0600 and name that file in KVDOCK_ACCESS_TOKEN_FILE, or enter it in the status page.
+    """
+    from kvdock.api.access.access_file import add_token
+    from kvdock.api.errors import AccessFileError
+    from kvdock.api.settings import effective
+    from kvdock.cli.client import print_json
+    from kvdock.protocol.calls import INCLUDED
+
+    path = access_file or effective(os.environ).settings.access_file
+    if not path:
+        raise CommandError("name the server's access file: --access-file FILE", WRONG)
+    if wrong := [scope for scope in scopes if scope not in INCLUDED]:
+        raise CommandError(f"--scope: found {wrong[0]!r}, wanted {', '.join(INCLUDED)}", WRONG)
+    try:
+        token = add_token(path, name, scopes, tenant)
+    except AccessFileError as error:
+        raise CommandError(f"{error}; the file was not changed", WRONG) from error
+    if as_json:
+        made = {"name": name, "scopes": scopes, "tenant": tenant, "access_file": path, "access_token": token}
+        print_json(console(), made)
+    else:
+        typer.echo(token)
+
+
+# ------------------------------------------------------------------ the program
+
+
 EPILOG = "Exit status: 0 success; 1 failure; 2 usage error; 130 interrupted by Ctrl-C."
 GROUPS = {
-    "Run": (serve, commands.demo, commands.doctor, commands.bench),
-    "Look": (
-        commands.status, commands.top, commands.history, commands.requests, commands.explain, commands.events,
-        commands.sessions, commands.cached, commands.leases, commands.lookup, commands.size,
-    ),
-    "Change": (commands.keep, commands.evict, commands.clear, commands.access_token),
+    "Run": (serve, demo, doctor, bench),
+    "Look": (status, top, history, requests, explain, events, sessions, cached, leases, lookup, size),
+    "Change": (keep, evict, clear, access_token),
 }
-"""The commands as `--help` groups them; `config` is beside the last ones."""
+"""The commands in the groups of `--help`; `config` is added to the last group."""
 
 
 app = typer.Typer(
@@ -76,7 +462,7 @@ def main() -> None:
         # By default typer detects the calling shell; with this variable it takes the shell as an argument.
         os.environ["_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION"] = "1"
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # a label or a bar that the terminal cannot show ends no command
+        if isinstance(stream, io.TextIOWrapper):  # a character that the terminal cannot show must not end a command
             stream.reconfigure(errors="replace")
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
@@ -92,14 +478,14 @@ def main() -> None:
         _fail(error, str(error), WRONG)
     except (StartupError, ApiError, ServerUnavailable) as error:
         _fail(error, str(error), FAILED)
-    except BrokenPipeError:  # whoever read the output has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes at its end
+    except BrokenPipeError:  # the reader of the output has closed it
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes when it exits
         sys.exit(FAILED)
     except (KeyboardInterrupt, typer.Abort) as error:
-        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # people press it again
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # a second Ctrl-C must not interrupt the exit
         _say(error, "stopped", INTERRUPTED)
         sys.stdout.flush()
-        os._exit(INTERRUPTED)  # after a KeyboardInterrupt within exec(), Python's own end has another status
+        os._exit(INTERRUPTED)  # after a KeyboardInterrupt within exec(), Python would exit with another status
 
 
 def _names_a_shell(arguments: list[str]) -> bool:
@@ -114,7 +500,7 @@ def _fail(error: BaseException, sentence: str, exit_status: int) -> None:
 
 
 def _say(error: BaseException, sentence: str, exit_status: int) -> None:
-    """For people on standard error; for programs that asked for JSON on standard output as well."""
+    """Prints the sentence on standard error and, with `--json`, the problem on standard output."""
     typer.echo(f"kvdock: {sentence}", err=True)
     if wants_json(sys.argv[1:]):
         typer.echo(msgspec.json.encode(problem_of_command(error, sentence, exit_status)))

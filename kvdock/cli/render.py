@@ -1,5 +1,4 @@
-"""What people read in a terminal: sizes, durations, text from other programs, and tables without blanks at the end of
-lines."""
+"""Text for a terminal: numbers with units, names from other programs, and tables without trailing blanks."""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ from kvdock.protocol.readable import duration as duration, size as size, span as
 
 
 def printable(text: str) -> str:
-    """Without control characters: engines choose their labels, and no label may control the terminal."""
+    """Replaces control characters: engines choose their labels, and a label must not control the terminal."""
     return "".join(char if char.isprintable() else "�" for char in text)
 
 
@@ -21,13 +20,13 @@ def counted(count: int, noun: str, plural: str = "") -> str:
 
 
 def space(namespace: str, weights: str | None) -> str:
-    """A namespace, as short as lists show it, and the weights whose chunks are in it, if engines changed theirs."""
+    """The first digits of a namespace, and the name of its weights if engines changed to them while they ran."""
     known = "weights unknown" if weights is None else weights if len(weights) <= 24 else f"{weights[:23]}…"
     return f"{namespace[:8]} ({known})" if known else namespace[:8]
 
 
 def percent(share: float | None) -> str:
-    """0.7824 → 78.2 %; what was not measured is a dash."""
+    """0.7824 → 78.2 %; None, which is not measured, is a dash."""
     return "-" if share is None else f"{100 * share:.1f} %" if share < 0.9995 else "100 %"
 
 
@@ -44,7 +43,7 @@ _BLANKS = re.compile(r" +((?:\x1b\[[\d;]*m)*)$", re.MULTILINE)
 
 
 def say(console: Console, *things: RenderableType) -> None:
-    """Prints each on lines of its own. Text in it is shown as it is: no markup, no colours by guess."""
+    """Prints each thing on lines of its own. Text is printed as it is, without markup and highlighting."""
     with console.capture() as captured:
         for thing in things:
             console.print(thing, highlight=False, markup=False)

@@ -1,7 +1,9 @@
-"""`kvdock serve` and `kvdock config`: the server in this process, the settings it would have, and a running one's.
+"""`kvdock serve` and `kvdock config`: the server in this process, the settings that it would have, and the settings of
+a running server.
 
-The flags are made from the Settings struct, so a new setting has its flag, its KVDOCK_… variable and its default
-without a line here. When the server ends, its pool is removed, unless `--on-exit=keep` or another server takes it over.
+The flags are derived from the Settings struct, so a new setting has its flag, its KVDOCK_… variable and its default
+without a change here. When the server ends, its pool is removed, unless `--on-exit=keep` is set or another server takes
+the pool over.
 """
 
 from __future__ import annotations
@@ -19,34 +21,43 @@ from kvdock.api.errors import StartupError
 from kvdock.api.log import set_up
 from kvdock.api.settings import ENV_PREFIX, Settings, effective
 from kvdock.cli.errors import ctrl_c_waits
-from kvdock.cli.help import COMMON, AsJson, Server, console
-from kvdock.cli.meanings import MEANINGS, choices_of, default_text, group_of, in_groups
+from kvdock.cli.help import (
+    COMMON,
+    MEANINGS,
+    AsJson,
+    Server,
+    choices_of,
+    console,
+    default_text,
+    group_of,
+    in_groups,
+)
 from kvdock.protocol.admin_schemas import Limits
 
 if TYPE_CHECKING:
     from kvdock.api.server import Addresses
 
 LEAVING_S = 10.0
-"""How long a server that was asked to leave may take, beyond draining."""
+"""How long a server that is replaced may take to end, beyond draining."""
 
 
 def serve(config: str | None, takeover: bool, as_json: bool, **flags: str | None) -> None:
     """Serve KV memory to the engines of this machine.
 
-    Every flag can also be set in the environment (--pool-bytes as KVDOCK_POOL_BYTES) or in a TOML file (as
+    Every setting can also be given in the environment (--pool-bytes as KVDOCK_POOL_BYTES) or in a TOML file (as
     `pool_bytes = "8GiB"`). Sizes may be written 512MiB or 4GiB. Flags win over the environment, which wins over
     the file.
 
     Ctrl-C ends the server at once. SIGTERM, or closing the terminal, drains it first: it refuses new work and waits up
-    to --drain-s for open leases and reservations. Its exit status is 0 in both cases. After SIGHUP it reads settings
-    and access tokens again.
+    to --drain-s for open leases and reservations. The exit status is 0 in both cases. On SIGHUP the server reads its
+    settings and access tokens again.
     """
     def read() -> Settings:
         return effective(os.environ, config=config, flags=flags).settings
 
     settings = read()
     set_up(settings.log_level, settings.log_format)
-    with ctrl_c_waits():  # half a second, which --help does not need
+    with ctrl_c_waits():  # takes half a second, which --help does not need
         from kvdock.api.server import Server, ending_signals
 
     if takeover:
@@ -60,7 +71,7 @@ def serve(config: str | None, takeover: bool, as_json: bool, **flags: str | None
         typer.echo(ready_object(addresses) if as_json else ready_line(addresses))
 
     server = Server(settings, announce, read)
-    for number in ending_signals():  # for its start and its clean-up; in between it has its own
+    for number in ending_signals():  # while it starts and cleans up; in between it has handlers of its own
         signal.signal(number, lambda *_: server.stop())
     server.run()
     if not announced:
@@ -68,7 +79,7 @@ def serve(config: str | None, takeover: bool, as_json: bool, **flags: str | None
 
 
 def make_room(settings: Settings) -> None:
-    """Asks the server at the socket, if there is one, to end and leave its pool to this one."""
+    """Asks the server at the socket, if there is one, to end and to leave its pool to this one."""
     from kvdock.api.pool.handover import ask_to_leave
 
     if settings.adopt == "never":
@@ -79,7 +90,7 @@ def make_room(settings: Settings) -> None:
 
 
 class ConfigOptions(NamedTuple):
-    """What stands between `config` and `get` or `set`."""
+    """The options given between `config` and `get` or `set`."""
 
     server: str = ""
     as_json: bool = False
@@ -88,11 +99,11 @@ class ConfigOptions(NamedTuple):
 def config(
     context: typer.Context, server: str, config: str | None, as_json: bool, **flags: str | None
 ) -> None:
-    """Show settings, or change a running server's.
+    """Show settings, or change those of a running server.
 
-    Without --server these are the settings that `kvdock serve` would use with the same flags, environment and file, and
-    where each comes from; every flag of `kvdock serve` may be given. With --server, as with `kvdock config get`, they
-    are those of the server that runs there.
+    Without --server it shows the settings that `kvdock serve` would use with the same flags, environment and file, and
+    the source of each; every flag of `kvdock serve` may be given. With --server, as with `kvdock config get`, it shows
+    those of the server at that address.
     """
     if context.invoked_subcommand is not None:
         context.obj = ConfigOptions(server, as_json)
@@ -100,7 +111,7 @@ def config(
     if server:
         config_get(context, server, as_json)
         return
-    from kvdock.cli.config import show_config
+    from kvdock.cli.admin import show_config
 
     show_config(effective(os.environ, config=config, flags=flags), as_json=as_json, console=console())
 
@@ -108,16 +119,16 @@ def config(
 def config_get(context: typer.Context, server: Server = "", as_json: AsJson = False) -> None:
     """Show the running server's settings and limits.
 
-    First those that can be changed live, with their value now; then those that are fixed until it is started anew.
+    First those that can be changed while the server runs; then those that are fixed until it is restarted.
     """
-    from kvdock.cli.config import show_live_config
+    from kvdock.cli.admin import show_live_config
 
     before = context.obj or ConfigOptions()
     show_live_config(server or before.server, as_json=as_json or before.as_json, console=console())
 
 
 def complete_change(incomplete: str) -> list[str]:
-    """For the shell: `pool` → `pool_bytes=`, `eviction=` → its choices."""
+    """Shell completion: `pool` → `pool_bytes=`, `eviction=` → its choices."""
     name, equals, _ = incomplete.partition("=")
     if equals:
         return [f"{name}={choice}" for choice in choices_of(name)]
@@ -135,10 +146,10 @@ def config_set(
 ) -> None:
     """Change the running server's limits.
 
-    All changes take effect, or none. They last until the server ends. Sizes may be written 512MiB or 4GiB. A smaller
-    pool gives memory back as engines release it.
+    Makes all the changes, or none. They last until the server ends. Sizes may be written 512MiB or 4GiB. If the pool is
+    made smaller, its memory is freed as engines release it.
     """
-    from kvdock.cli.config import change_live_config
+    from kvdock.cli.admin import change_live_config
 
     before = context.obj or ConfigOptions()
     change_live_config(server or before.server, changes, as_json=as_json or before.as_json, console=console())
@@ -149,7 +160,7 @@ def ready_line(addresses: Addresses) -> str:
 
 
 def ready_object(addresses: Addresses) -> str:
-    """What `serve --json` prints instead."""
+    """What `serve --json` prints instead of `ready_line`."""
     shown = {"unix": addresses.unix, "http": addresses.http, "pool_id": f"{addresses.pool_id:016x}"}
     return msgspec.json.encode(shown).decode()
 
@@ -158,11 +169,11 @@ _UNIT_METAVARS = {
     "bytes": "SIZE", "s": "SECONDS", "water": "SHARE", "cap": "SHARE", "url": "URL", "path": "PATH", "file": "FILE",
     "host": "HOST", "port": "PORT", "hosts": "HOSTS",
 }
-"""By the last word of a setting's name."""
+"""Keyed by the last word of a setting's name."""
 
 
 def metavar_of(name: str) -> str:
-    """What to write for a setting: its choices, or its unit."""
+    """The placeholder for a setting's value in `--help`: its choices, or its unit."""
     if choices := choices_of(name):
         return "|".join(choices)
     return _UNIT_METAVARS.get(name.rpartition("_")[2], "N")
@@ -193,7 +204,7 @@ _TAKEOVER = _parameter("takeover", False, Annotated[bool, typer.Option(
     "--takeover", help="Ask the server at the socket to end, and take over its pool.",
 )])
 _SERVE_JSON = _parameter("as_json", False, Annotated[bool, typer.Option(
-    "--json", help="Say where it serves as one JSON object; say so too if it cannot start.", rich_help_panel=COMMON,
+    "--json", help="Print the addresses as one JSON object; a problem if it cannot start.", rich_help_panel=COMMON,
 )])
 _AS_JSON = _parameter("as_json", False, AsJson)
 _SERVER = _parameter("server", "", Server)
@@ -201,7 +212,7 @@ _CONTEXT = _parameter("context", inspect.Parameter.empty, typer.Context)
 
 
 def _give_flags(command: Callable[..., None], *others: inspect.Parameter, hidden: bool = False) -> None:
-    """Typer reads a function's signature: the command gets one parameter per setting."""
+    """Gives the command one parameter for each setting, in the signature that typer reads."""
     settings = (_setting(name, hidden=hidden) for name in in_groups(Settings.__struct_fields__))
     parameters = [*others, *settings]
     vars(command)["__signature__"] = inspect.Signature(parameters)

@@ -1,4 +1,5 @@
-"""`kvdock size`: how much memory, by what a server has seen or, before there is traffic, by a formula."""
+"""`kvdock size`: how much memory the pool should have, from a server's lookups or, before there is traffic, by a
+formula."""
 
 from __future__ import annotations
 
@@ -9,20 +10,21 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from kvdock.cli.client import print_json, reached
 from kvdock.cli.errors import FAILED, WRONG, CommandError
-from kvdock.cli.operator import print_json, reached
 from kvdock.cli.render import duration, printable, size
 from kvdock.protocol.reports import Curve, CurvePoint
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
 NEAR = 0.02
-"""A pool that finds this much less than one without bound is large enough: the prediction is no better."""
+"""A pool whose hit share is this much below that of an unlimited pool is large enough: the error of the estimate is
+about as large."""
 SHARES = (0.25, 0.5, 1.0)
 
 
 @dataclass(frozen=True)
 class Model:
-    """What a token's KV takes: the bytes, or the shape of the model that they follow from."""
+    """The bytes of a token's KV, or the shape of the model from which they follow."""
 
     bytes_per_token: int | None
     layers: int | None
@@ -35,7 +37,7 @@ class Model:
         return any(one is not None for one in (self.bytes_per_token, self.layers, self.kv_heads, self.head_size))
 
     def token_bytes(self) -> int:
-        """Keys and values of all layers. Raises CommandError if something is missing, or said twice."""
+        """Bytes of the keys and values of all layers. Raises CommandError if an option is missing or superfluous."""
         shape = (self.layers, self.kv_heads, self.head_size)
         if self.bytes_per_token is not None:
             if any(one is not None for one in shape):
@@ -53,31 +55,31 @@ class Model:
 class Users:
     count: int
     tokens_each: int
-    """In the longest prompt of each user, without what it shares with all others."""
+    """Tokens of each user's longest prompt, without the shared ones."""
     shared_tokens: int
     new_tokens: int
-    """At the end of each prompt: nobody has computed them before."""
+    """Tokens at the end of each prompt that no earlier prompt had."""
 
 
 class SizedPoint(msgspec.Struct, kw_only=True):
     pool_bytes: int
     users: int
-    """Whose prompts have room there, besides what all share."""
+    """How many users' prompts fit, beside the shared tokens."""
 
 
 class Sized(msgspec.Struct, kw_only=True):
-    """What the formula says."""
+    """The result of the formula; `--json` prints it."""
 
     bytes_per_token: int
     pool_bytes: int
-    """Room for the prompts of all users."""
+    """Memory for the prompts of all users."""
     most_hit_share: float
-    """If all tokens of a prompt but its new ones are found."""
+    """The hit share if all tokens of a prompt except its new ones are found."""
     points: list[SizedPoint]
 
 
 def show_size(server: str, *, model: Model, users: Users | None, as_json: bool, console: Console) -> None:
-    """Raises CommandError for wrong options, when no server answers, and when it has seen too little; ApiError."""
+    """Raises CommandError for wrong options, when no server answers, and when it has had too few lookups; ApiError."""
     if users is None:
         if model.is_named:
             raise CommandError("the formula needs --users and --tokens-each as well", WRONG)
@@ -91,18 +93,18 @@ def show_size(server: str, *, model: Model, users: Users | None, as_json: bool, 
     shared = f" + {users.shared_tokens:,} shared" if users.shared_tokens else ""
     each = f"{users.count:,} users × {users.tokens_each:,} tokens{shared}"
     console.print(f"{each}, {size(token_bytes)} a token: {size(sized.pool_bytes)}", highlight=False)
-    _print(console, ("pool", "users whose prompts have room"), (
+    _print(console, ("pool", "users whose prompts fit"), (
         (size(point.pool_bytes), f"{point.users:,}") for point in sized.points
     ))
     found = f"At most {sized.most_hit_share:.0%} of a prompt's tokens can be found" if users.new_tokens else (
-        "What share of the tokens is found depends on how much of a prompt is new"
+        "The share of tokens that is found depends on how much of each prompt is new"
     )
-    console.print(f"{found}. It is a formula: ask again when the server has had traffic.", highlight=False)
+    console.print(f"{found}. This is a formula: ask again when the server has had traffic.", highlight=False)
 
 
 def by_formula(bytes_per_token: int, users: Users) -> Sized:
-    """A prompt is found again if it has stayed until its user's next one. With room for all users it does, whatever
-    the order in which they come; with less, as many users are served as have room."""
+    """A prompt is found again if its chunks stay until the user's next prompt. If the prompts of all users fit, they
+    stay, in whatever order the prompts arrive; otherwise they stay for as many users as fit."""
     shared, each = users.shared_tokens * bytes_per_token, users.tokens_each * bytes_per_token
     whole = shared + users.count * each
     prompt = users.shared_tokens + users.tokens_each
@@ -117,7 +119,7 @@ def by_formula(bytes_per_token: int, users: Users) -> Sized:
 
 
 def _bytes_per_token(server: str) -> int:
-    """What the server's engines store for a token, if they agree."""
+    """The bytes that the server's engines store for each token, if all store the same."""
     with reached(server) as client:
         spaces = client.namespaces().namespaces
     found = {space.chunk_bytes // space.manifest.chunk_tokens for space in spaces}
@@ -136,18 +138,18 @@ def _show_curve(server: str, as_json: bool, console: Console) -> None:
     total = curve.total
     if not total.points:
         raise CommandError(
-            f"{total.lookups:,} lookups say too little yet; for an estimate give --users and --tokens-each",
+            f"{total.lookups:,} lookups are too few for an answer; for an estimate give --users and --tokens-each",
             FAILED,
         )
     console.print(
         f"{total.tokens:,} tokens in {total.lookups:,} lookups over {duration(curve.covers_s)}; the pool itself found "
         f"{total.hit_share or 0:.0%} of them", highlight=False,
     )
-    _print(console, ("pool", "tokens that it would find"), (
+    _print(console, ("pool", "share of tokens it would find"), (
         (_pool(point, curve), _share(point)) for point in total.points
     ))
     if enough := _enough(total.points):
-        console.print(f"{size(enough)} would find nearly all that any pool can.", highlight=False)
+        console.print(f"A pool of {size(enough)} would find nearly as much as an unlimited one.", highlight=False)
     apart = [one for one in curve.namespaces if one.points]
     if len(apart) > 1:
         _print(console, ("model", "namespace", "tenant", "found", *map(_column, apart[0].points)), (
@@ -157,7 +159,7 @@ def _show_curve(server: str, as_json: bool, console: Console) -> None:
 
 
 def _enough(points: list[CurvePoint]) -> int | None:
-    """The size of the smallest pool that finds nearly what one without bound does."""
+    """The size of the smallest pool that finds nearly as much as an unlimited one."""
     most = points[-1].hit_share or 0
     sizes = [one.pool_bytes for one in points[:-1] if one.hit_share is not None and one.hit_share >= most - NEAR]
     return next((one for one in sizes if one is not None), None)
@@ -165,7 +167,7 @@ def _enough(points: list[CurvePoint]) -> int | None:
 
 def _pool(point: CurvePoint, curve: Curve) -> str:
     if point.pool_bytes is None:
-        return "without bound"
+        return "unlimited"
     return f"{size(point.pool_bytes)}{' (now)' if point.pool_bytes == curve.pool_bytes else ''}"
 
 

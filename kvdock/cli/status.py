@@ -1,6 +1,6 @@
-"""`kvdock status`: is the server up, is it helping, and what does it hold; or all figures as JSON.
+"""`kvdock status`: whether the server is up, whether it helps, and what it holds; or all figures as JSON.
 
-The figures are computed from `GET /v1/status`, `/v1/stats` and `/v1/sessions`. `kvdock top` shows the same.
+The figures come from `GET /v1/status`, `/v1/stats`, `/v1/sessions` and `/v1/config`. `kvdock top` uses them, too.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from kvdock.api.record.counters import Counters
+from kvdock.cli.client import first, print_json, reached
 from kvdock.cli.lists import sessions_table
-from kvdock.cli.operator import first, print_json, reached
 from kvdock.cli.render import brief, counted, duration, percent, printable, say, size, span
 from kvdock.client.client import Client
 from kvdock.protocol.errors import ApiError
@@ -25,27 +25,27 @@ from kvdock.protocol.reports import MoverView, PoolView, Saved, Stats, Status, T
 from kvdock.protocol.schemas import MOVER_LABEL, SessionView
 
 SILENT_S = 5.0
-"""A mover that tells of its tiers less often hangs, or is starting."""
+"""A mover that has not reported for this long hangs, or is starting."""
 NARROW_COLUMNS = 60
 AT_ITS_END = {
-    "keep": "what is cached stays for the next server at its socket",
-    "remove": "what is cached goes; `kvdock serve --takeover` replaces the server and keeps it",
+    "keep": "the cached chunks stay for the next server at its socket",
+    "remove": "the cached chunks are removed; `kvdock serve --takeover` replaces the server and keeps them",
 }
-"""What becomes of the pool, by the setting `on_exit`."""
+"""What happens to the pool, by the setting `on_exit`."""
 NO_TOKEN = frozenset({"unauthenticated", "forbidden"})
 
 
 class StatusFigures(Status, kw_only=True):
-    """What `--json` prints: the server's answer, and what follows from its history."""
+    """What `--json` prints: the server's answer, and rates computed from its history."""
 
     hit_rate: float | None
-    """Tokens found of those looked up since the start, 0 to 1."""
+    """The share of the tokens looked up since the start that were found, 0 to 1."""
     rates: list[Rates]
 
 
 def show_status(server: str, *, everything: bool, as_json: bool, console: Console) -> None:
-    """`everything`: all counters, with what they mean, and all engines. Raises CommandError when no server answers;
-    ApiError."""
+    """`everything`: print all counters with their meanings, and all engines. Raises CommandError when no server
+    answers; ApiError."""
     with reached(server) as client:
         status = client.status()
         rates = rates_of(client.stats())
@@ -66,7 +66,7 @@ def show_status(server: str, *, everything: bool, as_json: bool, console: Consol
 
 
 def attached(client: Client) -> list[SessionView] | None:
-    """The engines' sessions, without those of the server's mover. None: the caller may see totals only."""
+    """The sessions of engines, without those of the server's mover. None: the caller may see only totals."""
     try:
         sessions = first(client.sessions, lambda page: page.sessions)[0]
         return [view for view in sessions if view.label != MOVER_LABEL]
@@ -77,7 +77,7 @@ def attached(client: Client) -> list[SessionView] | None:
 
 
 def _settings(client: Client) -> dict[str, Any]:
-    """Empty: the caller may see totals only."""
+    """Empty: the caller may see only totals."""
     try:
         return client.config().settings
     except ApiError as error:
@@ -118,7 +118,7 @@ def _overview(
 ) -> Table:
     rows = dict(_rows(status, rates))
     rows["engines"] = (
-        f"{status.sessions} attached; their names need an access token" if sessions is None
+        f"{status.sessions} attached; an access token shows their names" if sessions is None
         else engines_in_words(sessions)
     )
     if sessions and len(sessions) <= 8:
@@ -128,8 +128,8 @@ def _overview(
     if copies := copies_in_words(sessions or ()):
         rows["copies"] = copies
     rows |= {f"tier {tier.name}": tier_in_words(tier) for tier in status.tiers}
-    if status.mover is not None and (said := _mover(status.mover)):
-        rows["lower tiers"] = said
+    if status.mover is not None and (shown := _mover(status.mover)):
+        rows["lower tiers"] = shown
     rows["server"] = f"{status.version} at {address}, up {duration(status.uptime_s)}"
     if settings and status.chunks.ready:
         rows["at its end"] = AT_ITS_END[settings["on_exit"]]
@@ -142,14 +142,14 @@ def _rows(status: Status, rates: Sequence[Rates]) -> Iterator[tuple[str, str]]:
     pool, chunks = status.pool, status.chunks
     evicted = rates[0].evicted_chunks_per_s if rates else None
     yield "pool", pool_in_words(pool) + f", {brief(evicted or 0)} chunks/s evicted"
-    said = [f"{size(pool.ready_bytes)} in {counted(chunks.ready, 'chunk')}"]
+    shown = [f"{size(pool.ready_bytes)} in {counted(chunks.ready, 'chunk')}"]
     if chunks.reserved:
-        said.append(f"{size(pool.reserved_bytes)} in {counted(chunks.reserved, 'chunk')} being written")
+        shown.append(f"{size(pool.reserved_bytes)} in {counted(chunks.reserved, 'chunk')} being written")
     if chunks.quarantined:
-        said.append(f"{size(pool.quarantined_bytes)} in {counted(chunks.quarantined, 'chunk')} quarantined")
+        shown.append(f"{size(pool.quarantined_bytes)} in {counted(chunks.quarantined, 'chunk')} quarantined")
     if pool.retained_bytes:
-        said.append(f"{size(pool.retained_bytes)} retained by hints")
-    yield "content", ", ".join(said)
+        shown.append(f"{size(pool.retained_bytes)} retained by hints")
+    yield "content", ", ".join(shown)
     if age := age_in_words(status):
         yield "age", age
     if pool.held_bytes or status.leases or status.reservations:
@@ -187,18 +187,18 @@ def _two_columns(rows: Iterable[tuple[str, str]]) -> Table:
 
 
 def tier_in_words(tier: TierView) -> str:
-    said = "used" if tier.state == "open" else f"off: {tier.why}"
+    shown = "used" if tier.state == "open" else f"off: {tier.why}"
     if tier.error:
-        said += f" ({tier.error})"
+        shown += f" ({tier.error})"
     if not tier.counters:  # it has never been open
-        return said
+        return shown
     limit = f" of at most {size(tier.bytes_limit)}" if tier.bytes_limit else ""
-    waits = f", {size(tier.queued_bytes)} wait to be written" if tier.queued_bytes else ""
+    waits = f", {size(tier.queued_bytes)} waiting to be written" if tier.queued_bytes else ""
     bad = f", {tier.counters['damaged']:,} damaged" if tier.counters.get("damaged") else ""
-    pending = f", {tier.pending_orders:,} clears and deletions still to be done" if tier.pending_orders else ""
+    pending = f", {tier.pending_orders:,} clears and deletions pending" if tier.pending_orders else ""
     stored, loaded = (size(tier.counters.get(name, 0)) for name in ("stored_bytes", "loaded_bytes"))
     return (
-        f"{said}; {size(tier.bytes_used)}{limit} in {tier.objects:,} parts{waits}; "
+        f"{shown}; {size(tier.bytes_used)}{limit} in {tier.objects:,} parts{waits}; "
         f"{stored} stored, {loaded} loaded{bad}{pending}"
     )
 
@@ -208,18 +208,18 @@ def _mover(mover: MoverView) -> str:
         f"{count:,} {how} after {mover.wait_s[how] / count:.2f} s on average"
         for how, count in mover.waits.items() if count
     )
-    said = [f"requests that wait now: {mover.waiting}"] if mover.waiting else []
+    shown = [f"requests waiting now: {mover.waiting}"] if mover.waiting else []
     if waits:
-        said.append(f"requests that have waited: {waits}")
+        shown.append(f"requests that have waited: {waits}")
     if mover.restarts:
-        said.append(f"times that the mover ended and was started again: {mover.restarts}")
+        shown.append(f"restarts of the mover: {mover.restarts}")
     if mover.silent_s > SILENT_S:
-        said.append(f"the mover has said nothing for {duration(mover.silent_s)}")
+        shown.append(f"the mover has not reported for {duration(mover.silent_s)}")
     if mover.declined:
-        said.append(f"computed instead, as no tier is quicker: {mover.declined:,}")
+        shown.append(f"requests that computed because no tier was quicker: {mover.declined:,}")
     if mover.lost_lookups:
-        said.append(f"lookups that were not sent to it: {mover.lost_lookups:,}")
-    return "; ".join(said)
+        shown.append(f"lookups that were not sent to the mover: {mover.lost_lookups:,}")
+    return "; ".join(shown)
 
 
 GROUPS: Final[dict[str, dict[str, str]]] = {
@@ -229,30 +229,30 @@ GROUPS: Final[dict[str, dict[str, str]]] = {
     },
     "hits cut short": {
         "limited_lookups": "{} by a byte cap", "unpinned_lookups": "{} by a rank that had not registered memory",
-        "unpinned_chunks": "{} chunk|s lost so", "unpinned_tokens": "{} token|s lost so",
+        "unpinned_chunks": "{} chunk|s lost by that", "unpinned_tokens": "{} token|s lost by that",
     },
-    "loaded": {"loaded_chunks": "{} chunk|s", "loaded_bytes": "{}", "loaded_tokens": "{} token|s, as engines tell"},
+    "loaded": {"loaded_chunks": "{} chunk|s", "loaded_bytes": "{}", "loaded_tokens": "{} token|s, as engines report"},
     "stored": {
         "stored_chunks": "{} chunk|s", "stored_bytes": "{}", "reservations": "{} reservation|s",
-        "aborted_chunks": "{} chunk|s given up",
+        "aborted_chunks": "{} chunk|s aborted",
     },
     "stores cut short": {
-        "short_reservations": "{} for want of memory", "quota_reservations": "{} by a quota",
-        "unpinned_reservations": "{} for want of memory that every rank had registered",
+        "short_reservations": "{} by lack of memory", "quota_reservations": "{} by a quota",
+        "unpinned_reservations": "{} by lack of memory that every rank had registered",
     },
-    "made room": {"evicted_chunks": "{} chunk|s evicted", "refused_retains": "{} not retained, as too many were"},
+    "eviction": {"evicted_chunks": "{} chunk|s evicted", "refused_retains": "{} not retained, over the limit"},
     "loaded ahead": {
-        "prefetched_chunks": "{} chunk|s", "prefetches": "asked {} time|s", "prefetches_refused": "{} refused",
-        "prefetches_dropped": "{} not done",
+        "prefetched_chunks": "{} chunk|s", "prefetches": "{} call|s", "prefetches_refused": "{} refused",
+        "prefetches_dropped": "{} dropped",
     },
-    "requests": {"outcomes": "{} ended and told of", "dropped_outcomes": "{} ended and not told of"},
+    "requests": {"outcomes": "{} reported as ended", "dropped_outcomes": "{} ended without a report"},
     "engines": {"attached_members": "{} process|es attached", "dead_members": "{} found dead"},
     "trouble": {
         "mismatches": "{} chunk|s with a wrong checksum", "refusals": "{} call|s refused",
         "refused_connections": "{} connection|s refused",
     },
 }
-"""By group: counters, and how their totals are said. What is behind a `|` is left out where there is one."""
+"""By group: counters, and a phrase for each total. The letters after a `|` are omitted if the total is 1."""
 
 
 def value_of(counter: str, total: int) -> str:
@@ -260,26 +260,26 @@ def value_of(counter: str, total: int) -> str:
 
 
 def folded(counters: Mapping[str, int]) -> Iterator[tuple[str, str]]:
-    """(group, its counters in words) of the groups that have something to say. A counter that a newer server has is in
-    the group "others"."""
+    """(group, its counters in words) for each group with a counter above 0. Counters that this version does not know
+    are in the group "others"."""
     known: set[str] = set()
     for group, phrases in GROUPS.items():
         known |= phrases.keys()
-        said = [_said(phrase, name, counters[name]) for name, phrase in phrases.items() if counters.get(name)]
-        if said:
-            yield group, ", ".join(said)
+        shown = [_phrase(phrase, name, counters[name]) for name, phrase in phrases.items() if counters.get(name)]
+        if shown:
+            yield group, ", ".join(shown)
     others = [f"{value_of(name, total)} {name.replace('_', ' ')}" for name, total in counters.items()
               if total and name not in known]
     if others:
         yield "others", ", ".join(others)
 
 
-def _said(phrase: str, counter: str, total: int) -> str:
+def _phrase(phrase: str, counter: str, total: int) -> str:
     return re.sub(r"\|(\w+)", "" if total == 1 else r"\1", phrase).format(value_of(counter, total))
 
 
 def meaning_of(counter: str) -> str:
-    """As `/metrics` describes it; empty for one that this version does not know."""
+    """As `/metrics` describes it; empty for a counter that this version does not know."""
     hint = get_type_hints(Counters, include_extras=True).get(counter)
     return "" if hint is None else str(hint.__metadata__[0].description)
 
@@ -288,11 +288,11 @@ MINUTE_S = 60.0
 
 
 class Rates(msgspec.Struct, kw_only=True):
-    """Averages over the last `seconds`. None: nothing was measured."""
+    """Averages over the last `seconds`. None: there was no measurement."""
 
     seconds: float
     hit_rate: float | None
-    """Tokens found of those looked up, 0 to 1. None: nothing was looked up."""
+    """The share of the tokens looked up that were found, 0 to 1. None: nothing was looked up."""
     lookup_tokens_per_s: float | None
     hit_tokens_per_s: float | None
     stored_bytes_per_s: float | None
@@ -301,7 +301,7 @@ class Rates(msgspec.Struct, kw_only=True):
 
 
 class EngineFigures(msgspec.Struct, kw_only=True):
-    """An attached engine, and what it has used since it attached."""
+    """An attached engine, with its totals since it attached."""
 
     session: str
     name: str
@@ -313,11 +313,11 @@ class EngineFigures(msgspec.Struct, kw_only=True):
     loaded_bytes: int
     stored_bytes: int
     saved_s: float | None
-    """None: it has not told how fast it computes, or what its loads took."""
+    """None: it has not reported how fast it computes, or how long its loads took."""
     load_bytes_per_s: float | None
-    """How fast it copies now. None: it does not."""
+    """How fast it loads now. None: it does not load."""
     ceiling_bytes_per_s: float | None
-    """What plain copies reach there. None: not measured."""
+    """The speed of plain copies on its machine. None: not measured."""
 
     @property
     def hit_rate(self) -> float | None:
@@ -325,8 +325,8 @@ class EngineFigures(msgspec.Struct, kw_only=True):
 
 
 def rates_of(stats: Stats) -> list[Rates]:
-    """Over the last minute, if the history is clearly longer, and over all of it. Empty: the history is shorter than a
-    second."""
+    """Over the last minute, if the history is longer than 1.5 minutes, and over all of it. Empty: the history is
+    shorter than a second."""
     values = {series.name: series.values for series in stats.series}
     samples = max(map(len, values.values()), default=0)
     if samples * stats.interval_s < 1:
@@ -350,18 +350,18 @@ def _rates(values: dict[str, list[float | None]], count: int, interval_s: float)
 
 
 def hit_rate(status: Status) -> float | None:
-    """Since the server's start."""
+    """Since the server started."""
     asked = status.counters.get("lookup_tokens", 0)
     return status.counters.get("hit_tokens", 0) / asked if asked else None
 
 
 def verdict(status: Status, rates: Sequence[Rates]) -> str:
-    """Is it up, is it helping: one sentence."""
+    """One sentence: whether it is up, and whether it helps."""
     if status.status != "ok":
-        return f"up, but not ready: {'; '.join(map(printable, status.reasons)) or 'it does not say why'}"
+        return f"up, but not ready: {'; '.join(map(printable, status.reasons)) or 'it gives no reason'}"
     total = hit_rate(status)
     if total is None:
-        return "up and ready; no engine has looked anything up yet"
+        return "up and ready; no engine has looked up anything yet"
     if not rates or (recent := rates[-1].hit_rate) is None:
         span = f"nothing was looked up in the last {duration(rates[-1].seconds)}; " if rates else ""
         return f"up and ready; {span}since its start {percent(total)} of the tokens looked up were found"
@@ -382,7 +382,7 @@ def name_of(view: SessionView) -> str:
 
 
 def engines_in_words(views: Sequence[SessionView]) -> str:
-    """How many, and who of them is not live."""
+    """The number of engines, and the names of those that are not live."""
     if not views:
         return "none is attached"
     by_state = Counter(map(state_of, views))
@@ -395,7 +395,7 @@ def engines_in_words(views: Sequence[SessionView]) -> str:
 
 
 def engines_of(views: Iterable[SessionView]) -> list[EngineFigures]:
-    """In the order of the sessions."""
+    """In the order of `views`."""
     return [
         EngineFigures(
             session=view.session, name=name_of(view), state=state_of(view), held_bytes=view.held_bytes,
@@ -410,26 +410,26 @@ def engines_of(views: Iterable[SessionView]) -> list[EngineFigures]:
 def saved_in_words(saved: Saved) -> str:
     tokens = f"{brief(saved.tokens)} tok loaded instead of computed"
     if saved.seconds is None:
-        return f"{tokens}; no engine has told how fast it computes"
+        return f"{tokens}; no engine has reported how fast it computes"
     if saved.seconds < 0:
         return f"{tokens}, which took {span(-saved.seconds)} longer than computing them"
-    return f"{tokens}, {span(saved.seconds)} of engines' time saved"
+    return f"{tokens}, {span(saved.seconds)} of computing time saved"
 
 
 def copies_in_words(views: Iterable[SessionView]) -> str:
-    """How fast engines load, on average, beside what plain copies reach. Empty: none of them has told."""
+    """How fast engines load on average, compared with plain copies. Empty: no engine has reported it."""
     rates = [view.copy for view in views if view.copy.load_bytes_per_s]
     if not rates:
         return ""
     load = sum(rate.load_bytes_per_s or 0.0 for rate in rates) / len(rates)
     ceiling = sum(rate.ceiling_bytes_per_s or 0.0 for rate in rates) / len(rates)
     is_known = all(rate.ceiling_bytes_per_s for rate in rates)
-    of = f", {percent(load / ceiling)} of what plain copies reach there" if is_known else ""
+    of = f", {percent(load / ceiling)} of the speed of plain copies" if is_known else ""
     return f"{size(load)}/s while an engine loads{of}"
 
 
 def age_in_words(status: Status) -> str:
-    """What goes when, and when the pool is full. Empty: nothing is stored."""
+    """How long the oldest chunk was unused, and when the pool will be full. Empty: nothing is stored."""
     if status.oldest_s is None:
         return ""
     full = "" if status.full_in_s is None else f"; full in {duration(status.full_in_s)} at the present rate"

@@ -1,8 +1,9 @@
-"""`kvdock top`: the server, live. On a terminal a picture that is drawn anew; elsewhere one picture, or JSON.
+"""`kvdock top`: a live view of the server. On a terminal the picture is redrawn every interval; elsewhere the command
+prints one picture, or JSON.
 
-A server that is lost is asked again every interval, and the last picture stays. Keys work without Return. Ctrl-C,
-SIGTERM and SIGHUP end the view as `q` does, and leave the terminal as it was. Ctrl-Z gives the terminal back until the
-view goes on. When the window's size changes, the picture is drawn anew at once.
+When the server is lost, the last picture stays, and `top` tries again every interval. Keys work without Return. Ctrl-C,
+SIGTERM and SIGHUP end the view as `q` does, and restore the terminal. Ctrl-Z restores the terminal until the view is
+continued. When the window's size changes, the picture is redrawn at once.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from rich.cells import cell_len, set_cell_size
 from rich.console import Console, Group
 from rich.text import Text
 
+from kvdock.cli.client import open_client, print_json, reached
 from kvdock.cli.errors import FAILED, CommandProblem, problem_of_command
-from kvdock.cli.operator import open_client, print_json, reached
 from kvdock.cli.render import brief, counted, duration, percent, printable, say, size, span
 from kvdock.cli.status import (
     EngineFigures,
@@ -44,9 +45,9 @@ from kvdock.protocol.errors import ApiError, ServerUnavailable
 from kvdock.protocol.reports import PoolView, RequestView, Stats, Status
 
 PATIENCE_S = 1.0
-"""A server that is slower than this is as good as lost: keys are not read meanwhile."""
+"""The timeout of a call. While a call waits, keys are not read, so a slower server counts as lost."""
 REQUESTS = 256
-"""How many of the last requests are asked for."""
+"""How many of the latest requests are fetched."""
 END_KEYS = frozenset("qQ")
 
 
@@ -54,22 +55,22 @@ class Tick(msgspec.Struct, kw_only=True):
     """What `--json` prints at each interval."""
 
     at: float
-    """Unix seconds at this machine."""
+    """Unix seconds, by the clock of this machine."""
     reachable: bool
     status: Status | None = None
-    """As of `GET /v1/status`; this and the next are absent when the server does not answer."""
+    """The answer of `GET /v1/status`. This and the following fields are null when the server does not answer."""
     hit_rate: float | None = None
-    """Tokens found of those looked up since the start, 0 to 1."""
+    """The share of the tokens looked up since the start that were found, 0 to 1."""
     rates: list[Rates] | None = None
     engines: list[EngineFigures] | None = None
-    """None: the caller may see totals only."""
+    """None: the caller may see only totals."""
     requests: list[RequestView] | None = None
     problem: CommandProblem | None = None
     """Why the server does not answer."""
 
 
 def show_top(server: str, *, interval_s: float, once: bool, as_json: bool, console: Console) -> None:
-    """Returns when the person ends it. Raises CommandError for a wrong address, and, for one picture, when no server
+    """Returns when the user ends it. Raises CommandError for a wrong address and, for one picture, when no server
     answers; ApiError."""
     live = as_json or (sys.stdout.isatty() and not console.is_dumb_terminal)
     if once or not live:
@@ -105,7 +106,7 @@ def _tick(shown: Snapshot) -> Tick:
 
 
 def _stream(client: Client, interval_s: float, console: Console) -> None:
-    """Ctrl-C is how it ends."""
+    """Ends with Ctrl-C."""
     try:
         due_s = time.monotonic()
         while True:
@@ -116,7 +117,7 @@ def _stream(client: Client, interval_s: float, console: Console) -> None:
             print_json(console, tick)
             sys.stdout.flush()
             due_s = max(due_s + interval_s, time.monotonic())
-            time.sleep(due_s - time.monotonic())  # the interval that was asked for
+            time.sleep(due_s - time.monotonic())  # also when the server answered slowly
     except KeyboardInterrupt:
         return
 
@@ -151,19 +152,19 @@ def _drawn(console: Console, lines: Sequence[Text]) -> str:
 NARROW_COLUMNS = 72
 NAME_CELLS = 10
 FEWEST_REQUESTS = 3
-"""Rows of requests that engines and tiers leave room for, where there is any."""
+"""Rows that engines and tiers leave free for requests, if the screen is high enough."""
 
 
 class Snapshot(NamedTuple):
     """What the server answered at one moment."""
 
     at: float
-    """Unix seconds at this machine."""
+    """Unix seconds, by the clock of this machine."""
     status: Status
     stats: Stats
     rates: list[Rates]
     engines: list[EngineFigures] | None
-    """None: the caller may see totals only."""
+    """None: the caller may see only totals."""
     requests: list[RequestView]
 
 
@@ -171,7 +172,7 @@ class Look(NamedTuple):
     columns: int
     rows: int
     plain: bool = False
-    """The terminal has no block characters."""
+    """The terminal cannot show block characters."""
 
     @property
     def narrow(self) -> bool:
@@ -182,8 +183,8 @@ Lines = list[Text]
 
 
 def picture(shown: Snapshot | None, trouble: str, address: str, look: Look) -> Lines:
-    """`trouble`: why the server does not answer now, empty if it does; `shown` is then what it answered last. At most
-    `look.rows` lines of at most `look.columns` cells."""
+    """At most `look.rows` lines of at most `look.columns` cells. `trouble`: why the server does not answer now; then
+    `shown` is its last answer. Empty: it answers."""
     lines = _header(shown, trouble, address, look)
     if shown is not None:
         lines += _totals(shown, look)
@@ -252,7 +253,7 @@ def _totals(shown: Snapshot, look: Look) -> Lines:
 
 
 def _rows(name: str, value: str, look: Look, style: str = "not bold") -> Lines:
-    """One line, or one for each part of a value that is too long for one."""
+    """One line, or one for each part of a value that does not fit in one line."""
     parts = value.split(", ") if NAME_CELLS + len(value) > look.columns else [value]
     return [
         Text((name if number == 0 else "").ljust(NAME_CELLS), style="bold") + Text(part, style=style)
@@ -265,7 +266,7 @@ def _series(stats: Stats, name: str) -> list[float | None]:
 
 
 def sparkline(values: Sequence[float | None], columns: int, plain: bool) -> str:
-    """Shares of 0 to 1, the newest on the right, averaged so that they fit. Where nothing was measured is a dot."""
+    """Shares of 0 to 1, the newest on the right, averaged so that they fit. A missing measurement is a dot."""
     marks = "_.-=+*#@" if plain else "▁▂▃▄▅▆▇█"
     per = max(1, -(-len(values) // max(1, columns)))
     drawn = []
@@ -279,7 +280,7 @@ def sparkline(values: Sequence[float | None], columns: int, plain: bool) -> str:
 
 
 def pool_bar(pool: PoolView, columns: int, plain: bool) -> str:
-    """Shares of the pool's limit: what is stored, what is being written or waits to be freed, and what is free."""
+    """A bar for the pool's limit: bytes that are stored, bytes that are being written or quarantined, free bytes."""
     stored, other, free = ("#", "+", ".") if plain else ("█", "▒", "·")
     width = max(10, min(columns, 60))
     used = round(width * min(1.0, used_bytes(pool) / pool.limit_bytes))
@@ -361,13 +362,13 @@ def _table(
 
 
 ENTER = "\x1b[?1049h\x1b[?25l"
-"""The other screen, without a cursor."""
+"""Switches to the alternate screen and hides the cursor."""
 LEAVE = "\x1b[?25h\x1b[?1049l"
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Terminal:
-    """While `held`, the screen is the view's."""
+    """Shows the view on the alternate screen while `held`."""
 
     def __init__(self, out: IO[str]) -> None:
         """`out`: the terminal. Keys are read from standard input, if that is a terminal as well."""
@@ -398,14 +399,14 @@ class Terminal:
         return self._ended
 
     def draw(self, picture: str) -> None:
-        """The picture from the screen's first line on. Lines that it does not have become empty."""
-        lines = picture.replace("\n", "\x1b[K\n")  # in this mode the terminal itself adds what brings it to the left
+        """Draws the picture from the first line of the screen on, and clears the lines below it."""
+        lines = picture.replace("\n", "\x1b[K\n")  # the terminal adds the carriage returns
         self._out.write(f"\x1b[H{lines}\x1b[K\x1b[J")
         self._out.flush()
 
     def key(self, patience_s: float) -> str:
-        """The next key; empty when the time is over, or the view is to be drawn anew. Whoever presses keys does not
-        shorten the time for others: ask again with what is left of it."""
+        """The next keys; empty when `patience_s` is over, or when the view must be redrawn. Other keys end the wait
+        early: call again with the remaining time."""
         if self._ended:
             return ""
         watched = [self._wakes] if self._keys is None else [self._wakes, self._keys]
@@ -414,7 +415,7 @@ class Terminal:
             os.read(self._wakes, 4096)
         if self._keys in ready and self._keys is not None:
             typed = os.read(self._keys, 64)
-            if not typed:  # nobody is there any more
+            if not typed:  # end of input
                 self._ended = True
             return typed.decode(errors="replace")
         return ""
@@ -437,13 +438,13 @@ class Terminal:
             self._stop()
         elif number in _ENDING:
             self._ended = True
-        with suppress(BlockingIOError):  # many have not been read yet: one is enough
+        with suppress(BlockingIOError):  # the pipe is full, so it wakes the reader anyway
             os.write(self._wake, b"\0")
 
     def _stop(self) -> None:
-        """As the shell expects it of a program that knows nothing of Ctrl-Z."""
+        """Restores the terminal, and stops as a program without a handler for Ctrl-Z does."""
         self._leave()
         before = signal.signal(signal.SIGTSTP, signal.SIG_DFL)
-        os.kill(os.getpid(), signal.SIGTSTP)  # it returns when the shell lets this process go on
+        os.kill(os.getpid(), signal.SIGTSTP)  # returns when the shell continues this process
         signal.signal(signal.SIGTSTP, before)
         self._enter()

@@ -1,7 +1,16 @@
-"""The engine's settings: its model, how its KV is paged, how much a step may compute.
+"""The engine's settings: its model, the kinds of its KV groups, how its KV is paged, how much a step may compute.
 
-Owns every default. Invariants: a config that exists is valid and never changes; the model's weights
-follow from ModelConfig alone, so `ModelConfig.revision` names them.
+Owns every default. Invariants: a config that exists is valid and never changes; the weights of a model follow from
+ModelConfig alone, so `ModelConfig.revision` names them.
+
+A KV group is the layers that attend to the same earlier tokens; they share a block table. Everything that the engine
+needs to know about the kind of a group follows from `first_seen`, which never decreases:
+
+    to compute from token n on      the KV of [first_needed(n), n) must be present: that is a hit of n tokens
+    once n tokens are computed      blocks that lie completely below first_needed(n) are no longer needed
+
+Chunked-local attention would be a kind whose first token is position // chunk * chunk; a recurrent state, kept as one
+entry for each block, would be one whose first token is position - 1.
 """
 
 from __future__ import annotations
@@ -10,15 +19,57 @@ import dataclasses
 import hashlib
 from bisect import bisect_right
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 from kvdock.datapath.layout import FORMATS
-from kvdock.engine.groups import FullAttention, GroupKind, SlidingWindow, most_blocks
 from kvdock.engine.tokenizer import VOCAB_SIZE
 
 
+class GroupKind(Protocol):
+    @property
+    def reach(self) -> int | None:
+        """The most tokens that a token attends to, including itself; None: all."""
+
+    def first_seen(self, position: int) -> int:
+        """The first token that the token at `position` attends to."""
+
+
+@dataclass(frozen=True)
+class FullAttention:
+    reach = None
+
+    def first_seen(self, position: int) -> int:
+        return 0
+
+
+@dataclass(frozen=True)
+class SlidingWindow:
+    """A token attends to itself and the `tokens - 1` tokens before it."""
+
+    tokens: int
+
+    @property
+    def reach(self) -> int:
+        return self.tokens
+
+    def first_seen(self, position: int) -> int:
+        return max(0, position - self.tokens + 1)
+
+
+def first_needed(kind: GroupKind, tokens: int) -> int:
+    """The first token whose KV is needed to continue after `tokens` tokens, the last of which is computed again."""
+    return kind.first_seen(max(0, tokens - 1))
+
+
+def most_blocks(kind: GroupKind, tokens: int, step_tokens: int, block_tokens: int) -> int:
+    """The most blocks that a request of `tokens` can hold at one time if it computes `step_tokens` in a step."""
+    whole = -(-tokens // block_tokens)
+    # One more, because the range may begin and end in the middle of a block.
+    return whole if kind.reach is None else min(whole, -(-(kind.reach + step_tokens) // block_tokens) + 1)
+
+
 class ConfigError(ValueError):
-    """A setting outside its range; the message names the value found and the value wanted."""
+    """A setting is out of its range; the message names the value found and the value wanted."""
 
 
 def require(ok: bool, name: str, found: object, wanted: str) -> None:
@@ -29,7 +80,8 @@ def require(ok: bool, name: str, found: object, wanted: str) -> None:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A decoder-only transformer; weights are drawn from `seed`. As many KV heads as heads is MHA, fewer is GQA."""
+    """A decoder-only transformer, whose weights are drawn from `seed`. With as many KV heads as heads it has multi-head
+    attention, with fewer grouped-query attention."""
 
     name: str
     layers: int
@@ -39,10 +91,10 @@ class ModelConfig:
     head_size: int
     mlp_hidden: int
     latent_size: int = 0
-    """Multi-head latent attention when positive: one latent of this size and head_size - latent_size rotated elements
-    replace K and V of all heads. 0: each head has K and V."""
+    """Multi-head latent attention if positive: one latent of this size, and head_size - latent_size rotated elements,
+    replace K and V of all heads. 0: each KV head has K and V."""
     groups: tuple[GroupKind, ...] = (FullAttention(),)
-    """The KV groups; layer i belongs to groups[i % len(groups)], so that all have equally many layers."""
+    """The KV groups; layer i belongs to groups[i % len(groups)], so all groups have the same number of layers."""
     vocab_size: int = VOCAB_SIZE
     max_positions: int = 8192
     rope_theta: float = 10_000.0
@@ -83,11 +135,12 @@ class ModelConfig:
 
     @property
     def rows(self) -> int:
-        """Layers of one group: layer i has its KV in row i // len(groups) of the memory, in its group's blocks."""
+        """The number of layers of one group: layer i has its KV in row i // len(groups) of the memory."""
         return self.layers // len(self.groups)
 
     def share(self, ranks: int) -> ModelConfig:
-        """What each of `ranks` computes: its heads and its part of the MLP. Every rank has the whole latent."""
+        """The part that each of `ranks` computes: its heads and its part of the MLP. Every rank has the whole
+        latent."""
         kv_heads = self.kv_heads if self.latent_size else self.kv_heads // ranks
         return dataclasses.replace(
             self, heads=self.heads // ranks, kv_heads=kv_heads, mlp_hidden=self.mlp_hidden // ranks
@@ -110,9 +163,9 @@ class EngineConfig:
     num_blocks: int = 256
     kv_format: str = "NL_X_TWO_NB_BS_NH_HS"
     max_running: int = 16
-    """Requests that hold blocks at the same time, loading ones included."""
+    """The most requests that hold blocks at the same time, including those that are loading."""
     prefill_chunk_tokens: int = 512
-    """A prompt is computed in chunks that end at multiples of this, whatever else is running."""
+    """A prompt is computed in chunks that end at multiples of this, independent of other requests."""
     max_step_tokens: int = 1024
     max_local_hit_tokens: int | None = None
     """The most tokens a request may take from the engine's own prefix cache; None: no limit, 0: none."""
@@ -150,7 +203,7 @@ class EngineConfig:
         return self.model.share(self.tensor_parallel)
 
     def most_blocks(self, tokens: int) -> int:
-        """The most blocks that a request of `tokens` holds at a time."""
+        """The most blocks that a request of `tokens` holds at one time."""
         step_tokens = self.prefill_chunk_tokens
         return sum(most_blocks(kind, tokens, step_tokens, self.block_tokens) for kind in self.model.groups)
 
@@ -158,7 +211,7 @@ class EngineConfig:
 TINY = ModelConfig(
     name="kvdock-tiny", layers=2, hidden=64, heads=4, kv_heads=2, head_size=16, mlp_hidden=128
 )
-"""For tests: 512 bytes of KV a token (float32), a few hundred tokens in milliseconds."""
+"""For tests: 512 bytes of KV for each token (float32)."""
 
 TINY_MHA = dataclasses.replace(TINY, name="kvdock-tiny-mha", kv_heads=4)
 TINY_MLA = dataclasses.replace(TINY, name="kvdock-tiny-mla", kv_heads=1, head_size=48, latent_size=32)
@@ -172,7 +225,7 @@ TINY_HYBRID3 = dataclasses.replace(
 SMALL = ModelConfig(
     name="kvdock-small", layers=8, hidden=512, heads=8, kv_heads=4, head_size=64, mlp_hidden=1536
 )
-"""For the demo: 16 KiB of KV a token (float32), a 4000-token prompt in a few seconds on two cores."""
+"""For the demo: 16 KiB of KV for each token (float32)."""
 
 _TINY = EngineConfig(model=TINY, num_blocks=128, prefill_chunk_tokens=64, max_step_tokens=256)
 

@@ -1,8 +1,8 @@
 """The engine: requests in, tokens out, one step at a time.
 
-Owns the model and the KV memory; the scheduler owns the rest. A step, in order: take in what the connector has
-finished, schedule, compute each request's chunk, offer the new KV to the connector, sample, end the requests that
-are complete. One thread only; the connector may copy on its own threads.
+Owns the model and the KV memory; the scheduler owns queues and blocks. A step has these parts: take in the loads and
+stores that the connector has finished, schedule, compute each request's chunk, offer the new KV to the connector,
+sample, end the requests that are complete. One thread only; the connector may copy in threads of its own.
 """
 
 from __future__ import annotations
@@ -15,15 +15,14 @@ from kvdock.connectors.interface import BlocksRead, Connector, GroupBlocks, Look
 from kvdock.engine import tokenizer
 from kvdock.engine.config import EngineConfig
 from kvdock.engine.kv_cache import KVCache
-from kvdock.engine.request import Completion, Request, RequestError, SamplingParams, State
-from kvdock.engine.runner import Runner, Step
-from kvdock.engine.sampler import sample
+from kvdock.engine.model import Runner, Step
+from kvdock.engine.request import Arrival, Completion, Request, RequestError, SamplingParams, State, sample
 from kvdock.engine.scheduler import Scheduler, Work
 
 
 @dataclass(frozen=True)
 class TokenOutput:
-    """One sampled token; `completion` comes with the request's last."""
+    """One sampled token; `completion` is set for the last token of a request."""
 
     request_id: str
     token: int
@@ -31,12 +30,11 @@ class TokenOutput:
 
 
 class Engine:
-    """A connector that copies to and from the KV memory needs it first: make the KVCache, then the
-    connector, and pass both. With several ranks, make a ProcessGroup (process_group.py) and its `runner`, and pass that
-    instead of `kv`.
-    Sets torch's thread count for the whole process.
+    """An engine without a connector makes its own KV memory. A connector needs the KV memory that it copies to and
+    from, so make a KVCache first, then the connector, and pass both. With several ranks, make a ProcessGroup (ranks.py)
+    and pass its `runner` instead of `kv`.
 
-    Raises ConfigError when `kv` was made for another config."""
+    Sets torch's thread count for the whole process. Raises ConfigError when `kv` was made for another config."""
 
     def __init__(
         self,
@@ -62,8 +60,8 @@ class Engine:
         self, prompt: str | Sequence[int], sampling: SamplingParams | None = None, request_id: str | None = None, *,
         traceparent: str = "",
     ) -> str:
-        """Queues a prompt and returns the request's id. Raises RequestError if it could never be served. `traceparent`:
-        the W3C trace context that it came with."""
+        """Queues a prompt and returns the request's id. `traceparent`: its W3C trace context. Raises RequestError if
+        the request can never be served."""
         sampling = sampling if sampling is not None else SamplingParams()
         tokens = tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         request_id = request_id if request_id is not None else f"request-{self._arrivals}"
@@ -79,16 +77,15 @@ class Engine:
             raise RequestError(
                 f"prompt and max_tokens: found {length} tokens, wanted at most {self.config.max_request_tokens}"
             )
-        request = Request(
-            request_id, tokens, len(tokens), sampling, self._arrivals, self.clock(), traceparent=traceparent
-        )
+        request = Request(request_id, tokens, sampling, Arrival(self._arrivals, self.clock(), traceparent))
         self._arrivals += 1
         self.requests[request_id] = request
         self.scheduler.add(request)
         return request_id
 
     def abort(self, request_id: str) -> Completion:
-        """Ends a request now; its id stays in use until its load has ended, if it has one. Raises RequestError."""
+        """Ends a request now. If it is being loaded, its id stays in use until the load has ended. Raises RequestError
+        for an id that no unfinished request has."""
         request = self.requests.get(request_id)
         if request is None or request.state is State.FINISHED:
             raise RequestError(f"request_id: found {request_id!r}, wanted an unfinished request")
@@ -97,7 +94,8 @@ class Engine:
     def generate(
         self, prompts: Sequence[str | Sequence[int]], sampling: SamplingParams | None = None
     ) -> list[Completion]:
-        """Runs the prompts, and all other queued requests, to the end; completions in the order of the prompts."""
+        """Runs the prompts, and all other queued requests, to the end. Returns completions in the order of
+        `prompts`."""
         ids = [self.add_request(prompt, sampling) for prompt in prompts]
         done: dict[str, Completion] = {}
         while self.has_unfinished:
@@ -113,9 +111,9 @@ class Engine:
     # ------------------------------------------------------------------ steps
 
     def step(self) -> list[TokenOutput]:
-        """Computes one chunk or token of each request that can run; waits for the connector when none can.
+        """Computes one chunk or token of each request that can run; if none can, waits for the connector.
 
-        Raises RankLost when another rank has ended: nothing can be computed any more, so close the engine."""
+        Raises RankLost when another rank has ended. Then nothing can be computed any more: close the engine."""
         self.runner.check()
         self._take_in(self.connector.poll(0.0))
         works = self.scheduler.schedule()
@@ -124,7 +122,8 @@ class Engine:
         return [output for work in works for output in self._compute(work)]
 
     def drain(self, timeout_s: float) -> bool:
-        """Waits, without computing, for loads and stores that are under way; True when all have ended."""
+        """Waits, without computing, for loads and stores in progress. True: all have ended. False: `timeout_s` is
+        over."""
         deadline = self.clock() + timeout_s
         while self.scheduler.storing or self.scheduler.loading:
             left_s = deadline - self.clock()
@@ -160,7 +159,7 @@ class Engine:
     def _append(self, request: Request, token: int) -> TokenOutput:
         request.tokens.append(token)
         if request.metrics.time_to_first_token_s is None:
-            request.metrics.time_to_first_token_s = self.clock() - request.arrived_s
+            request.metrics.time_to_first_token_s = self.clock() - request.arrival.at_s
         completion = None
         if token == tokenizer.EOS and not request.sampling.ignore_eos:
             completion = self._finish(request, "stop")
@@ -176,8 +175,6 @@ class Engine:
             request.id, request.tokens[: request.prompt_length], request.output, tokenizer.decode(request.output),
             reason, request.metrics, request.logits,
         )
-
-    # ------------------------------------------------------------------ what the connector has finished
 
     def _take_in(self, progress: Progress) -> None:
         for load in progress.loads:
@@ -197,7 +194,7 @@ class NoConnector:
         return Miss()
 
     def begin_load(self, request_id: str, block_ids: GroupBlocks, local_tokens: int, hit_tokens: int) -> None:
-        raise AssertionError("begin_load: found a call, wanted none: lookup never finds anything")
+        raise AssertionError("begin_load: found a call, wanted none: lookup finds nothing")
 
     def begin_store(
         self, request_id: str, token_ids: Sequence[int], block_ids: GroupBlocks, computed_tokens: int

@@ -1,4 +1,4 @@
-"""The engine's plug: describes this engine to kvdock and returns the connector to run it with."""
+"""Connects the small engine to kvdock: describes its KV, and returns the connector to run it with."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from kvdock.connectors.session import Identity
 from kvdock.datapath.layout import PagedLayout, paged_layout
 from kvdock.engine.config import EngineConfig
 from kvdock.engine.kv_cache import KVCache
-from kvdock.engine.process_group import ProcessGroup
-from kvdock.engine.rank import Rank
+from kvdock.engine.ranks import ProcessGroup, Rank
 from kvdock.protocol.schemas import Group, Manifest
 
 
 def manifest_of(config: EngineConfig, layout: PagedLayout, chunk_tokens: int, cache_salt: str = "") -> Manifest:
-    """Everything that changes the bytes of this engine's KV. `chunk_tokens`: a multiple of the block size. `layout` is
-    one rank's; engines of another tensor-parallel size add in another order, so they share nothing."""
+    """Everything that changes the bytes of this engine's KV. `chunk_tokens`: a multiple of the block size. `layout`:
+    that of one rank. Engines of another tensor-parallel size add in another order, so they share no chunk with this
+    one."""
     model = config.model
     part_bytes = layout.part_bytes(chunk_tokens // config.block_tokens)
     groups = tuple(
@@ -47,8 +47,8 @@ def connect(
     config: EngineConfig, kv: KVCache, settings: ConnectorSettings, identity: Identity, *, chunk_tokens: int,
     cache_salt: str = "", process_group: ProcessGroup | None = None,
 ) -> EngineConnector:
-    """A connector for an engine over `kv`; with a `process_group`, for all its ranks. Raises what EngineConnector
-    raises, LayoutError and RankLost."""
+    """A connector for an engine over `kv`; with a `process_group`, for all its ranks. Raises LayoutError, RankLost, and
+    the errors of EngineConnector."""
     manifest, layouts = _described(config, kv, chunk_tokens, cache_salt)
     peers = None
     if process_group is not None:
@@ -61,7 +61,7 @@ def connect(
 def _connect_rank(
     settings: ConnectorSettings, identity: Identity, chunk_tokens: int, cache_salt: str, rank: Rank
 ) -> None:
-    """In each other rank's process."""
+    """Runs in the process of each other rank."""
     number = rank.team.rank
     manifest, layouts = _described(rank.runner.config, rank.runner.kv, chunk_tokens, cache_salt)
     own = replace(identity, member=f"{identity.member}-rank-{number}", ranks=(number,), scheduler=False)
@@ -72,5 +72,5 @@ def _described(
     config: EngineConfig, kv: KVCache, chunk_tokens: int, cache_salt: str
 ) -> tuple[Manifest, list[PagedLayout]]:
     layout = paged_layout(kv.format, kv.tensors, block_tokens=kv.block_tokens)
-    # A block of any group has the same place and size: the groups take turns in one memory.
+    # All groups use the same blocks of one memory, so they have the same layout.
     return manifest_of(config, layout, chunk_tokens, cache_salt), [layout] * len(config.model.groups)

@@ -1,15 +1,20 @@
-"""A decoder-only transformer: RMSNorm, RoPE, grouped-query or latent attention, SwiGLU, untied head.
+"""A decoder-only transformer, and what each rank computes of it: RMSNorm, RoPE, grouped-query or latent attention,
+SwiGLU, untied head.
 
-Owns the weights. They are drawn from the config's seed and never trained, so the text is meaningless, but every
+Model owns the weights. They are drawn from the config's seed and never trained, so the text is meaningless, but every
 cached block must change the output. In a plain untrained transformer the context would average out. Three measures
 prevent that: queries and keys are normalised, and scored with a fixed sharpness for each head; the output of a head is
 normalised again, so an average over thousands of tokens is as large as a single token; and the residual stream starts
 small, so that the context outweighs the last token.
 
-Every rank of a team draws all weights and keeps its share: whole heads, rows into the MLP and columns out of it. The
-outputs of attention and MLP are partial sums, which the team adds up. Every rank has the whole latent.
+Every rank draws all weights and keeps its share: whole heads, rows into the MLP and columns out of it. The outputs of
+attention and MLP are partial sums, which the Team of the ranks adds up. Every rank has the whole latent.
 
-Invariant: equal config, team size and shapes give equal bits, in every process with the same thread count.
+Runner has a rank's model and KV memory. It decides nothing: a Step names the tokens of a request to compute, and its
+blocks.
+
+Invariants: equal config, team size and shapes give equal bits, in every process with the same thread count; a step
+that has returned has written its KV.
 """
 
 from __future__ import annotations
@@ -17,13 +22,35 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvdock.engine.config import ModelConfig
-from kvdock.engine.team import Alone, Team
+from kvdock.engine.config import EngineConfig, ModelConfig, require
+from kvdock.engine.kv_cache import KVCache, attend, pages
+
+
+class Team(Protocol):
+    """The ranks that compute one model together, as one of them sees them."""
+
+    rank: int
+    size: int
+
+    def total(self, part: Tensor) -> Tensor:
+        """The sum of `part` over all ranks, equal in all of them. All must call it, in the same order. Raises
+        RankLost."""
+
+
+class Alone:
+    """The team of an engine with one rank."""
+
+    rank, size = 0, 1
+
+    def total(self, part: Tensor) -> Tensor:
+        return part
+
 
 Attend = Callable[[int, Tensor, Tensor, Tensor | None], Tensor]
 """(layer, q (n, heads, head), k, v (n, kv_heads, head)) → (n, heads, value); v None: the front of k."""
@@ -83,7 +110,7 @@ class Model:
         return torch.cat([*own, *parts[cut:]], dim)
 
     def forward(self, tokens: Tensor, start: int, attend: Attend) -> Tensor:
-        """Logits of the token after the last: tokens int64 (n,) at positions [start, start + n) → float32 (vocab,)."""
+        """tokens int64 (n,) at positions [start, start + n) → the logits of the next token, float32 (vocab,)."""
         cos, sin = self.cos[start : start + len(tokens)], self.sin[start : start + len(tokens)]
         x = self.embedding[tokens]
         for index, layer in enumerate(self.layers):
@@ -98,7 +125,7 @@ class Model:
     def project(self, layer: Layer, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """x (n, hidden) → q (n, heads, head), multiplied by the sharpness; k and v (n, kv_heads, head).
 
-        Latent attention has its absorbed form: queries are in the latent's space, and the latent is the value."""
+        Latent attention is in its absorbed form: queries are in the latent's space, and the latent is the value."""
         c = self.config
         rows = F.linear(unit(x), layer.qkv).view(len(x), -1, c.head_size)
         q, k, v = torch.split(rows, [c.heads, c.kv_heads, rows.shape[1] - c.heads - c.kv_heads], dim=1)
@@ -106,7 +133,7 @@ class Model:
         return q.to(self.dtype), k.to(self.dtype), None if c.latent_size else v
 
     def turn(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Normalises, and rotates what follows the latent: (n, heads, head) → float32 of the same shape."""
+        """Normalises, and rotates the elements after the latent: (n, heads, head) → float32 of the same shape."""
         latent = self.config.latent_size
         turned = rotate(unit(x[..., latent:]), cos, sin)
         return torch.cat((unit(x[..., :latent]).float(), turned), dim=-1) if latent else turned
@@ -129,3 +156,48 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """RoPE, which pairs the first half with the second: (n, heads, head) → float32 of the same shape."""
     left, right = x.float().chunk(2, dim=-1)
     return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1)
+
+
+# ------------------------------------------------------------------ steps
+
+
+@dataclass(frozen=True)
+class Step:
+    """Compute `tokens`, which begin at position `start`; `table` (blocks.py) covers the positions from 0 to their
+    end."""
+
+    tokens: tuple[int, ...]
+    start: int
+    table: tuple[tuple[int | None, ...], ...]
+
+
+class Runner:
+    """Sets torch's thread count for the whole process. Raises ConfigError when `kv` was made for another config."""
+
+    def __init__(self, config: EngineConfig, kv: KVCache | None = None, team: Team | None = None) -> None:
+        torch.set_num_threads(config.threads)
+        require(kv is None or kv.config == config, "kv", kv and kv.config, "the KV memory of the same config")
+        team = team if team is not None else Alone()
+        wanted = f"{config.tensor_parallel} as the config says"
+        require(team.size == config.tensor_parallel, "ranks", team.size, wanted)
+        self.config = config
+        self.model = Model(config.model, team)
+        self.kv = kv if kv is not None else KVCache(config)
+
+    def check(self) -> None:
+        """Raises RankLost when a rank cannot continue."""
+
+    def run(self, step: Step) -> Tensor:
+        """The logits of the next token, float32 (vocab,), the same in every rank. All ranks must run the same steps.
+        Raises RankLost."""
+        kinds, end = self.config.model.groups, step.start + len(step.tokens)
+        where = [
+            pages(blocks, kind, self.config.block_tokens, step.start, end)
+            for blocks, kind in zip(step.table, kinds, strict=True)
+        ]
+        with torch.inference_mode():
+            return self.model.forward(
+                torch.tensor(step.tokens),
+                step.start,
+                lambda layer, q, k, v: attend(q, k, v, self.kv, layer // len(kinds), where[layer % len(kinds)]),
+            )

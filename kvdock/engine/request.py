@@ -1,22 +1,24 @@
-"""One request from arrival to completion: its tokens, its blocks, how much of its KV is valid.
+"""One request from arrival to completion: its tokens, its blocks, how much of its KV is valid, and how its next token
+is drawn.
 
-Invariant: the blocks of `table` hold valid KV for those of the tokens [0, computed) that are still needed. `tokens`
-may be longer (not computed yet), and so may `table` (allocated ahead).
+Invariants: the blocks of `table` hold valid KV for those of the tokens [0, computed) that are still needed; `tokens`
+may be longer (not computed yet), and so may `table` (allocated ahead). A sampled token depends on the logits, the
+parameters and how many tokens this request has drawn before, never on the batch.
 
     WAITING ─► LOADING ─► RUNNING ─► FINISHED
        │  ▲───────┴─────────┘ ▲          abort leads to FINISHED from every state
-       └──────────────────────┘          back to WAITING: preempted, or the load was of no use
+       └──────────────────────┘          back to WAITING: preempted, or no useful part of the load is valid
 """
 
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
-from kvdock.engine.block_manager import Table
-from kvdock.engine.block_pool import chain_hash
+from kvdock.engine.blocks import Table, chain_hash
 
 
 class RequestError(ValueError):
@@ -32,7 +34,7 @@ class State(enum.Enum):
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How tokens are chosen and when to stop. temperature 0 is greedy; otherwise each request draws with `seed`."""
+    """How tokens are chosen, and when to stop. temperature 0 is greedy; otherwise each request draws with `seed`."""
 
     max_tokens: int = 16
     temperature: float = 0.0
@@ -40,9 +42,9 @@ class SamplingParams:
     seed: int = 0
     ignore_eos: bool = False
     keep_logits: bool = False
-    """Keeps the logits of every sampled position: float32 (vocab,) each."""
+    """Whether to keep the logits of every sampled position: float32 (vocab,) each."""
     max_local_hit_tokens: int | None = None
-    """A limit for this request, beside that of EngineConfig; None: no other."""
+    """A limit for this request, in addition to that of EngineConfig; None: no limit."""
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
@@ -57,7 +59,7 @@ class SamplingParams:
 
 @dataclass
 class Metrics:
-    """Where the KV of one request came from. Counts include what was done before a preemption."""
+    """Where the KV of one request came from. The counts include work before a preemption."""
 
     time_to_first_token_s: float | None = None
     local_hit_tokens: int = 0
@@ -65,37 +67,44 @@ class Metrics:
     loaded_tokens: int = 0
     """Loaded by the connector and valid."""
     computed_prefill_tokens: int = 0
-    """Computed, without the one token of each decoding step."""
+    """Computed, not counting the one token of each decoding step."""
     preemptions: int = 0
 
 
-@dataclass
-class Request:
-    id: str
-    tokens: list[int]
-    """Prompt, then output."""
-    prompt_length: int
-    sampling: SamplingParams
-    arrival: int
-    """Order of arrival: a smaller number is served earlier and preempted later."""
-    arrived_s: float
-    traceparent: str = ""
-    """The W3C trace context that it came with; empty: none."""
-    state: State = State.WAITING
-    computed: int = 0
-    table: Table = field(default_factory=list)
-    local: int = 0
-    """Tokens [0, local) are in blocks that other requests may share, so they are never written."""
-    hashes: list[bytes] = field(default_factory=list)
-    """Chain hashes of the first full blocks; extended on demand."""
-    registered: int = 0
-    """Blocks [0, registered) of each group have been offered to the prefix cache."""
-    metrics: Metrics = field(default_factory=Metrics)
-    logits: list[torch.Tensor] = field(default_factory=list)
-    generator: torch.Generator = field(init=False)
+@dataclass(frozen=True)
+class Arrival:
+    """When a request came, and the trace that it belongs to."""
 
-    def __post_init__(self) -> None:
-        self.generator = torch.Generator().manual_seed(self.sampling.seed)
+    order: int
+    """A request with a smaller number is served earlier and preempted later."""
+    at_s: float
+    """By the engine's clock."""
+    traceparent: str = ""
+    """The request's W3C trace context; empty: none."""
+
+
+class Request:
+    """A request of an engine. The scheduler changes its state, its blocks and their marks; the engine its tokens."""
+
+    def __init__(self, request_id: str, prompt: list[int], sampling: SamplingParams, arrival: Arrival) -> None:
+        self.id = request_id
+        self.tokens = prompt
+        """The prompt, then the output."""
+        self.prompt_length = len(prompt)
+        self.sampling = sampling
+        self.arrival = arrival
+        self.state = State.WAITING
+        self.metrics = Metrics()
+        self.logits: list[Tensor] = []
+        self.generator = torch.Generator().manual_seed(sampling.seed)
+        self.hashes: list[bytes] = []
+        """Chain hashes of the first full blocks; extended on demand."""
+        self.take_table([], 0, 0)
+
+    def take_table(self, table: Table, local: int, registered: int) -> None:
+        """Begins with a new table, of which nothing is computed. Tokens [0, local) are in blocks that other requests
+        may share, so they are never written. Blocks [0, registered) of each group are in the prefix cache already."""
+        self.table, self.local, self.registered, self.computed = table, local, registered, 0
 
     @property
     def output(self) -> list[int]:
@@ -126,5 +135,16 @@ class Completion:
     finish_reason: str
     """'stop' (EOS), 'length' or 'aborted'."""
     metrics: Metrics
-    logits: list[torch.Tensor]
+    logits: list[Tensor]
     """One row for each sampled token, with keep_logits."""
+
+
+def sample(logits: Tensor, sampling: SamplingParams, generator: torch.Generator) -> int:
+    """logits float32 (vocab,) → token id. Greedy ties go to the lowest id."""
+    if sampling.temperature == 0:
+        return int(logits.argmax())
+    scaled = logits / sampling.temperature
+    if sampling.top_k is not None and sampling.top_k < len(scaled):
+        least = scaled.topk(sampling.top_k).values[-1]
+        scaled = scaled.masked_fill(scaled < least, float("-inf"))
+    return int(torch.multinomial(scaled.softmax(-1), 1, generator=generator))

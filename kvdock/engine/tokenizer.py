@@ -1,4 +1,4 @@
-"""Bytes as tokens: token i < 256 is byte i, then there are a few special ones. Nothing to download or to train.
+"""Bytes as tokens: token i < 256 is byte i, and there are two special ones. Nothing to download or to train.
 
 Invariant: decode(encode(text)) == text for every str.
 """

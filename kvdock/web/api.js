@@ -15,8 +15,8 @@ let token = "";
 /** Whether the server has answered a call with this token. */
 let isKnown = false;
 /**
- * For everybody, so asked without the token until it is known: with one that the server does not know they are refused.
- * With one that it knows their answers tell more.
+ * Paths that are open to everybody. They are fetched without the token until the server has accepted it, because an
+ * unknown token would be refused. With an accepted token the answers contain more.
  */
 const OPEN = new Set(["v1/status", "v1/stats"]);
 
@@ -31,7 +31,7 @@ function headersFor(path) {
   return token && (isKnown || !isOpen(path)) ? { Authorization: `Bearer ${token}` } : {};
 }
 
-/** The answer to a fetch; throws an Error for people, with the answer's status, if it is a refusal. */
+/** The answer to a fetch; if it is a refusal, throws an Error with a message for the user and the answer's status. */
 export async function ask(path, { headers = {}, ...options } = {}) {
   const all = { ...headersFor(path), ...headers };
   const answer = await fetch(path, { cache: "no-store", ...options, headers: all });
@@ -84,11 +84,11 @@ async function problem(answer) {
 export class Source {
   body = null;
   error = null;
-  /** The server does not show it to this page: without a token, or with this one. */
+  /** The server refuses it to this page, because the token is missing or has not the scope. */
   locked = false;
-  /** The server has no such path, or it is switched off there. */
+  /** The server does not have the path, or it is switched off. */
   absent = false;
-  /** It was asked for something that it does not give; the server counts such calls, so it is seldom asked again. */
+  /** The last fetch was refused. The server counts such calls, so the path is seldom fetched again. */
   isRefused = false;
   #busy = false;
   /** When the last fetch ended. */
@@ -101,12 +101,12 @@ export class Source {
     this.list = list;
   }
 
-  /** The next call fetches, whatever the time. */
+  /** Makes the next call fetch without waiting. */
   hurry() {
     this.#doneMs = -Infinity;
   }
 
-  /** From now on it is another path; the last body stays until its first answer. */
+  /** Changes the path; the last body stays until the first answer of the new path. */
   turnTo(path) {
     this.path = path;
     this.hurry();

@@ -1,5 +1,5 @@
-// The loop. v1/status is fetched first, once a second; each good answer starts the fetches of the other paths, so a
-// path that hangs delays only its own panel. A hidden tab fetches nothing, nor does a folded panel. New figures are
+// The page's loop. v1/status is fetched first, once a second; each good answer starts the fetches of the other paths,
+// so a path that hangs delays only its own panel. Nothing is fetched for a hidden tab or a folded panel. New figures are
 // drawn in the next frame.
 
 import { get, Link, Source, useToken } from "./api.js";
@@ -23,7 +23,7 @@ import { mountTotals } from "./views/totals.js";
 import { mountVerdict } from "./views/verdict.js";
 
 const TICK_MS = 500;
-/** How many times longer what is not in sight may wait. */
+/** How many times longer the figures of a panel out of sight may wait. */
 const PATIENT = 3;
 const NEVER_SEEN = "Nothing to show yet. Is the server running? Try: kvdock serve";
 const byId = (id) => document.getElementById(id);
@@ -31,12 +31,12 @@ const every = (seconds) => () => seconds * 1000;
 
 const link = new Link();
 /**
- * How often each is asked for is a compromise: five tabs in sight cost the server less than a per cent of a core
+ * The intervals are a compromise: five visible tabs cost the server less than one per cent of a core
  * (bench/page.py).
  */
 const sources = {
   stats: new Source("v1/stats", (stats) => Math.min(15, Math.max(4, stats?.interval_s ?? 4)) * 1000),
-  // Asked before those below: while it is locked, so are they.
+  // Fetched before the paths below: while this one is locked, they are locked, too.
   sessions: new Source("v1/sessions", every(3), "sessions"),
   leases: new Source("v1/leases", every(3)),
   requests: new Source("v1/requests", every(3)),
@@ -49,8 +49,8 @@ const sources = {
 let status = null;
 
 /**
- * Each panel: its element's id, paths that it needs, paths that it uses if known, paths at which it only glances, its
- * view, and for what it is there. Status is always known.
+ * Each panel: its element's id, the paths that it needs, the paths that it uses if they are known, the paths whose
+ * figures may be old, its view, and whether it is shown. Status is always known.
  */
 const panels = [
   { id: "verdict", needs: [], glances: ["sessions", "leases"], view: mountVerdict },
@@ -97,7 +97,7 @@ function findRequests(begins) {
   turn(sources.requests, begins ? `v1/requests?request=${encodeURIComponent(begins)}` : "v1/requests");
 }
 
-/** Something was changed: its figures are fetched at once. */
+/** Called after a change: fetches all figures at once. */
 function changed() {
   for (const source of Object.values(sources)) source.hurry();
   ask();
@@ -146,8 +146,8 @@ async function refresh(source, patience) {
 }
 
 /**
- * What open panels show, each with its patience: a folded panel costs the server nothing, and one out of sight little.
- * `config` tells who may change things.
+ * The paths that open panels show, each with its patience: a folded panel costs the server nothing, and one out of
+ * sight little. `config` shows whether the caller may change things.
  */
 function wanted() {
   const found = new Map([["config", 1]]);
@@ -163,7 +163,7 @@ function wanted() {
   return found;
 }
 
-/** Totals are for everybody. The other paths are asked only while the first of them is not locked. */
+/** Totals are for everybody. The other paths are fetched only while the first of them is not locked. */
 async function refreshAll() {
   const { stats, sessions, ...others } = sources;
   const names = wanted();

@@ -1,4 +1,4 @@
-// A line chart in SVG. It knows no series by name: title, unit and values come from the server.
+// A line chart in SVG. Title, unit and values come from the server.
 // The pointer, or the arrow keys when the chart has the focus, move a cursor; the legend shows the values there.
 // Charts of one group move their cursors together. Every node is made once and reused; null values are gaps, and in a
 // gap a share of nothing is drawn as a thin line at its last value.
@@ -91,7 +91,7 @@ export class Chart {
     this.#moveTo(Math.round((1 - x / this.#box.width) * (this.#span() - 1)));
   }
 
-  /** `speak`: a person pressed a key, so a screen reader is to read the new value. */
+  /** `speak`: the user pressed a key, so a screen reader should read the new value. */
   #moveTo(cursor, speak = false) {
     for (const chart of this.group) chart.#follow(cursor, speak && chart === this);
   }

@@ -52,7 +52,7 @@ export function select(options) {
   return node;
 }
 
-/** Keeps what was chosen, if it is still there. */
+/** Keeps the chosen option, if it still exists. */
 export function setOptions(node, options) {
   const same = options.length === node.options.length
     && options.every(([value, text], i) => node.options[i].value === value && node.options[i].text === text);

@@ -1,4 +1,4 @@
-// A question before something is changed. It says what will be lost, and the safe answer has the focus.
+// A question before a change. It names what will be lost, and the safe answer has the focus.
 
 import { button } from "./choice.js";
 import { el } from "./dom.js";
@@ -6,8 +6,8 @@ import { el } from "./dom.js";
 const dialog = () => document.getElementById("confirm");
 
 /**
- * title: what is to be done; lines: what that costs; verb: on the button; asks: a control, if there is something to
- * choose. Resolves to whether to do it.
+ * title: the change; lines: its consequences; verb: the label of the button; asks: a control, if there is something to
+ * choose. Resolves to true if the user confirms.
  */
 export function confirmed({ title, lines, verb, asks = null }) {
   const node = dialog();

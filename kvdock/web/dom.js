@@ -32,7 +32,7 @@ export function setHidden(node, hidden) {
   if (node.hidden !== hidden) node.hidden = hidden;
 }
 
-/** A sentence that says what to do next; `command` is shown as code. */
+/** A sentence that suggests what to do next; `command` is shown as code. */
 export function hint(text, command = "") {
   const node = el("p", { cls: "hint", text: command ? text + " Try: " : text });
   if (command) node.append(el("code", { text: command }));

@@ -1,4 +1,4 @@
-// A panel that can be folded: its heading stays, with a few words of what is in it.
+// A panel that can be folded: its heading stays, with a summary of its contents.
 
 import { el, setText } from "./dom.js";
 
@@ -23,7 +23,7 @@ export function mountFold(root, changed) {
     if (isSeen) changed();
   }, { rootMargin: AROUND }).observe(root);
   return {
-    /** Whether it is in sight, or nearly. */
+    /** Whether it is in sight, or close to it. */
     get isSeen() {
       return isSeen;
     },

@@ -73,7 +73,7 @@ export function age(seconds) {
   return pair(Math.floor(hours / 24), "d", hours % 24, "h");
 }
 
-/** The largest unit alone, rounded down: "4 min". Nothing for what is not known. */
+/** The largest unit alone, rounded down: "4 min". Empty if it is not known. */
 export function about(seconds) {
   if (seconds === null || seconds === undefined) return "–";
   return age(seconds).split(NB).slice(0, 2).join(NB);

@@ -1,4 +1,4 @@
-// What the server's metrics mean, in the words that it gives Prometheus: asked once, when somebody wants to know.
+// The descriptions of the server's metrics, from /metrics; fetched once, when the user asks for one.
 
 import { ask } from "./api.js";
 

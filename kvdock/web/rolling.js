@@ -8,7 +8,7 @@ const SHARE = "hit_ratio";
 
 const valuesOf = (stats, name) => stats?.series.find((series) => series.name === name)?.values;
 
-/** What was looked up and found in all of the stats, in tokens a second summed over the intervals. */
+/** Tokens per second that were looked up and found, summed over all intervals of the stats. */
 export function recent(stats) {
   const [asked, found] = [valuesOf(stats, ASKED) ?? [], valuesOf(stats, FOUND) ?? []];
   const sum = (values) => values.reduce((all, value) => all + (value ?? 0), 0);

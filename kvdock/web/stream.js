@@ -1,18 +1,18 @@
 // Server-sent events over fetch: an EventSource cannot send the access token. Uses no DOM.
 //
-// What is new is read every few seconds. A stream that stays open costs the server more: it wakes for the events that
+// New events are read every few seconds. An open stream would cost the server more: it would wake for the events that
 // requests cause, fifty times a second.
 
 import { ask, TIMEOUT_MS } from "./api.js";
 
 const AGAIN_MS = 3000;
-/** The server has no events, or not for this page; it counts such calls. */
+/** The server has no events, or refuses them to this page; it counts such calls. */
 const REFUSED_MS = 300_000;
 
 /**
- * Reads v1/events from what the server keeps on, and goes on until `stop`. Each time it comes with the id of the last
- * event, so that nothing is missed, whatever happened meanwhile.
- * hear: (events) => void, gets those that came together. say: (trouble) => void, "" while it is well.
+ * Reads v1/events, from the oldest event that the server has kept, until `stop`. Each read sends the id of the last
+ * event, so that no event is missed.
+ * hear: (events) => void, called with the events of one read. say: (trouble) => void, "" if there is none.
  */
 export class EventReader {
   #abort = null;
@@ -28,7 +28,7 @@ export class EventReader {
     return this.#abort !== null;
   }
 
-  /** kinds: names; none: all. Another choice begins with what is kept. */
+  /** kinds: names; none: all. Another choice begins with the kept events again. */
   start(kinds) {
     const query = kinds.length ? `kinds=${kinds.join(",")}` : "";
     if (this.isRunning && query === this.#query) return;

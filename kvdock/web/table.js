@@ -1,5 +1,5 @@
-// A table whose columns are data. Rows are keyed and reused. Where there is less room than it needs each row becomes a
-// small card (display: block), so every cell has its column's name, and every element its role, which it would lose.
+// A table whose columns are data. Rows are keyed and reused. On a narrow screen each row becomes a small card
+// (display: block), so every cell repeats its column's name, and every element has the role that it would lose.
 
 import { el, KeyedList, setAttr, setHidden, setText } from "./dom.js";
 
@@ -76,7 +76,7 @@ function textCell(cell, { text, title }) {
   };
 }
 
-/** A cell with a main text and a muted one beside it. What is cut off can be read in the title. */
+/** A cell with a main text and a muted one beside it. The title has the whole text. */
 export function twoPart(main, muted, title = (item) => [main(item), muted(item)].filter(Boolean).join(" · ")) {
   return (cell) => {
     const first = el("span", { cls: "main" });
@@ -90,7 +90,7 @@ export function twoPart(main, muted, title = (item) => [main(item), muted(item)]
   };
 }
 
-/** A cell with a thin bar for a part of a whole, its figure, and a muted text. A dash where there is no whole. */
+/** A cell with a thin bar for a part of a whole, its figure, and a muted text. A dash if there is no whole. */
 export function barred(part, whole, text, muted = () => "") {
   return (cell) => {
     const fill = el("span");

@@ -1,4 +1,4 @@
-"""`kvdock access-token` adds to an access file, and whoever could read the file still can."""
+"""`kvdock access-token` adds to an access file, and all users that could read the file still can."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_a_new_file_is_private_and_has_the_digest_alone(tmp_path: Path) -> None:
 
 
 def test_owner_group_mode_and_links_of_the_file_stay(tmp_path: Path) -> None:
-    """As a server reads it whose group the file has, from a folder that a link names."""
+    """The file has the group of a server that reads it, and is named through a link to its folder."""
     path, link = tmp_path / "access.toml", tmp_path / "link.toml"
     path.touch(mode=0o600)
     path.chmod(0o640)

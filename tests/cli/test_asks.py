@@ -25,7 +25,7 @@ from kvdock.protocol.outcomes import Outcome
 
 @pytest.fixture
 def engine(client: Client) -> Iterator[Engine]:
-    """Attached with a namespace of its own; leaves at the end."""
+    """An engine that is attached with a namespace of its own; it leaves at the end."""
     attached = attach(client, label="asker", model=unique("model"))
     yield attached
     client.leave(attached.session, attached.member)
@@ -171,7 +171,7 @@ def test_clear_asks_a_person(
 
 
 def _control_terminal() -> None:
-    """Standard input becomes the terminal of the session, so that Ctrl-C typed there is a signal."""
+    """Makes standard input the terminal of the process session, so that Ctrl-C typed there sends SIGINT."""
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
 
@@ -225,7 +225,7 @@ def test_requests_lists_what_became_of_each_and_finds_them_by_id(server: ServerP
     every = kvdock("requests", "--server", server.unix, "--all", COLUMNS="200").stdout
     assert f"{name}-0" in every and "store" in every
     assert kvdock("requests", f"{name}-9", "--server", server.unix).stdout == (
-        "none of the last requests has an id that begins so\n"
+        "no recent request has such an id\n"
     )
     own = json.loads(raw(server.unix, "GET", f"/v1/requests?request={name}")[2])
     assert json.loads(kvdock("requests", name, "--json", "--server", server.unix).stdout) == own
@@ -252,7 +252,7 @@ def test_lists_go_on_over_pages_and_say_when_there_is_more() -> None:
 def test_empty_lists_say_so() -> None:
     with ServerProcess() as server:
         assert kvdock("sessions", "--server", server.unix).stdout == "no engine is attached\n"
-        assert kvdock("requests", "--server", server.unix).stdout == "no engine has asked for anything yet\n"
+        assert kvdock("requests", "--server", server.unix).stdout == "no engine has looked up or stored anything yet\n"
         assert kvdock("leases", "--server", server.unix).stdout == "no engine holds a lease or a reservation\n"
 
 
@@ -307,4 +307,4 @@ def test_bench_says_when_the_pool_has_no_space_and_cleans_up() -> None:
 def test_bench_in_words_compares_with_memcpy(server: ServerProcess) -> None:
     done = kvdock("bench", "--mib", "2", "--rounds", "10", "--server", server.unix)
     assert done.returncode == 0, done.stderr
-    assert "lookup and lock 512 keys" in done.stdout and "% of memcpy" in done.stdout
+    assert "lookup and lease of 512 keys" in done.stdout and "% of memcpy" in done.stdout

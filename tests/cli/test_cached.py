@@ -57,7 +57,7 @@ def test_what_is_cached_is_listed_by_model_and_by_prefix(server: ServerProcess, 
 
 def test_history_has_rows_of_means(server: ServerProcess, client: Client) -> None:
     assert said(server, "history", "--over", "days").strip() == (
-        "nothing was measured yet: the first value comes after 30 min 0 s"
+        "there are no measurements yet: the first comes after 30 min 0 s"
     )
     engine = attach(client)
     engine.store(keys(2))
@@ -82,10 +82,10 @@ def test_status_says_what_was_saved_and_how_fast_engines_copy(server: ServerProc
         copied=Copied(load_bytes=3 << 30, load_us=1_000_000, ceiling_bytes_per_s=4 << 30),
     )
     text = said(server, "status")
-    assert "32 tok loaded instead of computed, 1.5 s of engines' time saved" in text
-    assert "3.0 GiB/s while an engine loads, 75.0 % of what plain copies reach there" in text
+    assert "32 tok loaded instead of computed, 1.5 s of computing time saved" in text
+    assert "3.0 GiB/s while an engine loads, 75.0 % of the speed of plain copies" in text
     assert "the oldest chunk was unused for" in text
-    assert "what is cached goes; `kvdock serve --takeover` replaces the server and keeps it" in text
+    assert "the cached chunks are removed; `kvdock serve --takeover` replaces the server and keeps them" in text
     assert "3.0 GiB/s, 75.0 % of plain" in said(server, "top", "--once")
     engine.heartbeat(outcomes=[
         Outcome(request="r2", prompt_tokens=40, loaded_tokens=16, load_us=4_000_000, prefill_tokens_per_s=16.0)
@@ -99,6 +99,6 @@ def test_status_says_that_a_kept_pool_stays() -> None:
         engine = attach(client)
         assert "at its end" not in said(server, "status"), "nothing is cached yet"
         engine.store(keys(1))
-        assert "what is cached stays for the next server at its socket" in said(server, "status")
+        assert "the cached chunks stay for the next server at its socket" in said(server, "status")
         engine.close()
         server.stop(2)

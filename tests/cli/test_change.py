@@ -12,7 +12,7 @@ from api_helpers import MIB, Engine, ServerProcess, attach, eventually, keys, ra
 from cli_helpers import KVDOCK, clean_environ, kvdock, refusal
 from pty_screen import PtyProgram
 
-from kvdock.cli.config import LIVE
+from kvdock.cli.admin import LIVE
 from kvdock.client.client import Client
 from kvdock.protocol.admin_schemas import ClearCache
 from kvdock.protocol.keys import chunk_keys
@@ -23,7 +23,7 @@ CHUNK_BYTES = 16384
 
 @pytest.fixture
 def engine(client: Client) -> Iterator[Engine]:
-    """Attached with a namespace of its own, the only one with something in it."""
+    """An engine with a namespace of its own, the only one that has chunks."""
     client.clear(ClearCache())
     attached = attach(client, label="changer", model=unique("model"))
     yield attached
@@ -32,7 +32,7 @@ def engine(client: Client) -> Iterator[Engine]:
 
 
 def stored(engine: Engine, chain: list[str]) -> int:
-    """How many chunks of the chain can be found."""
+    """The number of chunks of the chain that a lookup finds."""
     body = Lookup(namespace=engine.attached.namespace, keys=chain)
     return engine.client.lookup(body).hit_tokens // 16
 
@@ -56,7 +56,7 @@ def test_keep_keeps_a_prompt_while_others_go(tmp_path: Path) -> None:
         file, chain = prompt(engine, tmp_path, 7)
         asked = ("--tokens-file", file, "--server", server.unix)
         said = kvdock("keep", *asked, "--for", "15min").stdout
-        assert re.match(r"4 of 4 chunks for test-model \([0-9a-f]{8}\) kept from eviction until \d{4}-", said)
+        assert re.match(r"4 of 4 chunks for test-model \([0-9a-f]{8}\) are kept from eviction until \d{4}-", said)
         for number in range(6):
             engine.store(keys(100, f"flood {number}"))
         assert stored(engine, chain) == 4
@@ -156,7 +156,7 @@ def test_evict_asks_a_person_and_says_what_will_be_lost(
     with PtyProgram([*KVDOCK, "evict", "--bytes", "32KiB", "--server", server.unix], clean_environ()) as program:
         eventually(lambda: "[y/N]" in program.text)
         said = " ".join(program.text.split())
-        assert "Evict 32.0 KiB of the 32.0 KiB that are stored, those worth least first, at unix:" in said
+        assert "Evict 32.0 KiB of the 32.0 KiB that are stored, the least valuable chunks first, at unix:" in said
         program.press(f"{typed}\n")
         assert program.ended() == exit_code and stored(engine, chain) == left
 
@@ -167,7 +167,7 @@ def test_evict_asks_a_person_and_says_what_will_be_lost(
 def test_config_get_shows_the_running_server_and_what_can_be_changed(server: ServerProcess, client: Client) -> None:
     own = json.loads(raw(server.unix, "GET", "/v1/config")[2])
     for command in (["config", "get", "--server", server.unix], ["config", "--server", server.unix]):
-        live, _, fixed = kvdock(*command).stdout.partition("Fixed until the server is started anew:")
+        live, _, fixed = kvdock(*command).stdout.partition("Fixed until the server is restarted:")
         assert server.unix in live and "pool_bytes           16MiB" in live and "socket_path" in fixed
         assert all(f"\n{name} " in live and f"\n{name} " not in fixed for name in LIVE)
         shown = json.loads(kvdock(*command, "--json").stdout)
@@ -197,7 +197,7 @@ def test_config_set_changes_all_or_nothing() -> None:
 
 @pytest.mark.parametrize(("change", "said"), [
     ("pool_bytes", "wanted NAME=VALUE, such as pool_bytes=16GiB, found 'pool_bytes'"),
-    ("port=1", "port is fixed until the server is started anew; wanted one of pool_bytes, "),
+    ("port=1", "port is fixed until the server is restarted; wanted one of pool_bytes, "),
     ("pool_byts=1GiB", "unknown setting 'pool_byts' (meant pool_bytes?)"),
     ("pool_bytes=much", "pool_bytes: a size like 512MiB or 4GiB was wanted, found 'much'"),
     ("eviction=fifo", "eviction: wanted adaptive or lru, found 'fifo'"),

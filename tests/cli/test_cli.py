@@ -21,8 +21,8 @@ from typer.testing import CliRunner
 
 from kvdock._core import Table
 from kvdock.api.settings import Settings
+from kvdock.cli.help import COMPUTED_DEFAULTS, MEANINGS, default_text, exact_bytes
 from kvdock.cli.main import app
-from kvdock.cli.meanings import COMPUTED_DEFAULTS, MEANINGS, default_text, exact_bytes
 from kvdock.cli.render import duration, printable, size
 from kvdock.client.client import Client
 from kvdock.shm.objects import pool_objects

@@ -1,4 +1,4 @@
-"""`kvdock config`: settings from flags, environment, file and defaults, and what is said of wrong ones."""
+"""`kvdock config`: settings from flags, environment, file and defaults, and the messages for wrong ones."""
 
 from __future__ import annotations
 

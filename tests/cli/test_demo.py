@@ -17,7 +17,7 @@ import pytest
 from api_helpers import ServerProcess, eventually
 from cli_helpers import KVDOCK, TIMEOUT_S, clean_environ, complaints, kvdock, refusal
 
-from kvdock.cli.commands import Preset
+from kvdock.cli.main import Preset
 from kvdock.client.client import Client
 from kvdock.engine.config import PRESETS
 from kvdock.shm.objects import pool_objects
@@ -29,7 +29,7 @@ TINY = ("demo", "--preset", "tiny", "--port", "0", "--turns", "1", "--pool-bytes
 
 @contextmanager
 def lingering(folder: Path) -> Iterator[tuple[subprocess.Popen[str], int, str]]:
-    """A demo that has shown everything, its pool, and what it has printed."""
+    """A demo after its last turn, its pool, and its output."""
     with subprocess.Popen(
         [*KVDOCK, *TINY], env=clean_environ(TMPDIR=str(folder), COLUMNS="80"), stdout=subprocess.PIPE,
         stderr=subprocess.PIPE, text=True, start_new_session=True,

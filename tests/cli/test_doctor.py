@@ -1,4 +1,4 @@
-"""`kvdock doctor` on this machine, and on machines made of files that have what this one lacks."""
+"""`kvdock doctor` on this machine, and on simulated machines that consist of files."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def examined(machine: Machine, tmp_path: Path, **environ: str) -> dict[str, Find
 
 
 def machine_of(root: Path, files: dict[str, str]) -> Machine:
-    """A machine whose /proc and /sys hold these files, with this one's shared memory and no programs."""
+    """A machine whose /proc and /sys have these files, with this machine's shared memory and no programs."""
     for name, text in files.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text)
@@ -162,7 +162,7 @@ def test_gpu_kernels_say_what_they_were_compiled_for_and_why_they_cannot_run() -
 
 
 def pools_of(found: Finding) -> tuple[int, int]:
-    """(in use, left behind): killed runs may have left some."""
+    """(pools in use, pools left behind); killed test runs may have left some."""
     counted = re.search(r"^(\d+) in use.*, (\d+|none) left", found.found)
     assert counted is not None, found.found
     return int(counted[1]), 0 if counted[2] == "none" else int(counted[2])

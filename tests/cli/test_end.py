@@ -60,7 +60,7 @@ def pool_of(client: Client) -> int:
 
 
 def drain(process: subprocess.Popen[str], folder: Path) -> None:
-    """SIGTERM, and the server has noticed."""
+    """Sends SIGTERM, and waits until the server drains."""
     process.send_signal(signal.SIGTERM)
 
     def draining() -> bool:
@@ -71,7 +71,7 @@ def drain(process: subprocess.Popen[str], folder: Path) -> None:
 
 
 def ended(process: subprocess.Popen[str]) -> None:
-    """By itself, without a word."""
+    """It ends by itself, without a message."""
     assert last_words(process) == []
 
 

@@ -1,4 +1,4 @@
-"""`kvdock events --follow` where its server drains, ends or dies, and the next one comes."""
+"""`kvdock events --follow` when its server drains, ends or is killed, and another one starts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from kvdock.client.transport import Address
 
 Following = tuple[subprocess.Popen[str], Iterator[str]]
 READS = re.compile(r'^kvdock_call_seconds_count\{method="GET",route="/v1/events"\} (\S+)$', re.MULTILINE)
-LOST = re.compile(r"kvdock: the server is lost \(unix:.*\), trying again each 1 s\n")
+LOST = re.compile(r"kvdock: the server is lost \(unix:.*\), trying again every 1 s\n")
 
 
 @contextmanager
@@ -65,14 +65,14 @@ def asked(path: Path, times: int) -> None:
 
 
 def reads(server: ServerProcess) -> float:
-    """How many calls have read the server's events."""
+    """The number of calls that have read the server's events."""
     found = READS.search(raw(server.unix, "GET", "/metrics")[2].decode())
     return float(found[1]) if found else 0.0
 
 
 @pytest.fixture
 def settings(tmp_path: Path) -> dict[str, object]:
-    """Servers that follow each other have these, and so one address."""
+    """The settings of servers that follow each other, which so have one address."""
     return {"socket_path": str(tmp_path / "kvdock.sock")}
 
 

@@ -16,9 +16,8 @@ from cli_helpers import SMALL, TIMEOUT_S, first_line, kvdock, kvdock_serve, refu
 from typer.testing import CliRunner
 
 from kvdock.api.settings import Settings
-from kvdock.cli.help import EXAMPLES
+from kvdock.cli.help import EXAMPLES, SETTING_GROUPS, choices_of
 from kvdock.cli.main import app
-from kvdock.cli.meanings import GROUPS, choices_of
 from kvdock.cli.serve import metavar_of
 from kvdock.protocol.errors import CODES
 
@@ -26,7 +25,7 @@ TOP = typer.main.get_group(app)
 
 
 def paths() -> Iterator[str]:
-    """Every command as it is typed."""
+    """Every command, with its subcommands."""
     for name, command in TOP.commands.items():
         yield name
         yield from (f"{name} {inner}" for inner in getattr(command, "commands", {}))
@@ -39,7 +38,7 @@ def help_of(path: str) -> str:
 
 
 def sections(text: str) -> dict[str, list[str]]:
-    """Lines by the heading that they are under."""
+    """The lines under each heading."""
     found: dict[str, list[str]] = {}
     for line in text.splitlines():
         if line and not line.startswith(" ") and line.endswith(":"):
@@ -59,9 +58,9 @@ def test_commands_are_in_groups_with_a_whole_sentence_each() -> None:
 
 def test_the_settings_of_serve_are_in_groups_with_their_choices() -> None:
     shown = sections(help_of("serve"))
-    assert list(shown) == ["Options", *GROUPS, "Common options", "Examples"]
-    assert sorted(name for names in GROUPS.values() for name in names) == sorted(Settings.__struct_fields__)
-    for group, names in GROUPS.items():
+    assert list(shown) == ["Options", *SETTING_GROUPS, "Common options", "Examples"]
+    assert sorted(name for names in SETTING_GROUPS.values() for name in names) == sorted(Settings.__struct_fields__)
+    for group, names in SETTING_GROUPS.items():
         flags = [line.split()[0] for line in shown[group] if line.startswith("  --")]
         assert flags == [f"--{name.replace('_', '-')}" for name in names]
     text = help_of("serve")

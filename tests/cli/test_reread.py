@@ -21,7 +21,7 @@ NEW = "newcomer-" + "n" * 40
 
 @contextmanager
 def served(folder: Path, text: str, *flags: str) -> Iterator[tuple[subprocess.Popen[str], Client, Path]]:
-    """With a settings file, and what it writes to the log."""
+    """A server with a settings file, and its log."""
     (folder / "kvdock.toml").write_text(text)
     log = folder / "log"
     with kvdock_serve(folder, "--config", str(folder / "kvdock.toml"), *flags, log=log) as process:

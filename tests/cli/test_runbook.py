@@ -46,7 +46,7 @@ def metric_names(address: str) -> set[str]:
 
 
 def sentences(source: str) -> set[str]:
-    """The fixed beginnings of sentences that are made when they are needed."""
+    """The constant beginnings of sentences that the server composes."""
     beginnings = (node.values[0] for node in ast.walk(ast.parse(source)) if isinstance(node, ast.JoinedStr))
     found = {str(piece.value) for piece in beginnings if isinstance(piece, ast.Constant)}
     return {text for text in found if " " in text}  # a format like `.0f` is no sentence
@@ -146,7 +146,7 @@ def test_the_daemonsets_flags_and_probes_fit_the_image(tmp_path: Path) -> None:
 
 @pytest.mark.security
 def test_the_daemonset_asks_for_no_more_than_it_needs() -> None:
-    """Pod Security's level "restricted", but for host paths and the container that makes the socket's folder."""
+    """Pod Security's level "restricted", except for host paths and the container that creates the socket's folder."""
     spec = daemonset()
     pod, server, first = spec["securityContext"], spec["containers"][0], spec["initContainers"][0]["securityContext"]
     assert pod["runAsNonRoot"] and pod["runAsUser"] and pod["seccompProfile"] == {"type": "RuntimeDefault"}

@@ -1,4 +1,4 @@
-"""`kvdock size`: what a real server has seen, and the formula before it has seen anything."""
+"""`kvdock size`: the curve of a real server after lookups, and the formula before there are any."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SHAPE = ("--layers", "32", "--kv-heads", "8", "--head-size", "128")
 
 
 def test_it_shows_what_pools_of_other_sizes_would_find() -> None:
-    """A pool of 255 chunks, asked for 400 by turns."""
+    """A pool of 255 chunks; lookups ask for 400 chunks in turn."""
     with ServerProcess(pool_bytes=1 << 20, segment_bytes=1 << 20, eviction="lru") as server:
         assert "0 lookups say too little yet" in refusal(kvdock("size", "--server", server.unix), 1)
         with Client(server.unix) as client, closing(attach(client, groups=GROUPS)) as engine:
@@ -31,9 +31,9 @@ def test_it_shows_what_pools_of_other_sizes_would_find() -> None:
             told = client.curve()
         said = kvdock("size", "--server", server.unix).stdout
         assert "80 lookups" in said and "the pool itself found 0%" in said
-        rows = [line for line in said.splitlines() if line.startswith(("1.0 MiB", "8.0 MiB", "without bound"))]
+        rows = [line for line in said.splitlines() if line.startswith(("1.0 MiB", "8.0 MiB", "unlimited"))]
         assert [row.split()[-1] for row in rows] == ["0.0%", "75.0%", "75.0%"]
-        assert "(now)" in rows[0] and "would find nearly all that any pool can" in said
+        assert "(now)" in rows[0] and "would find nearly as much as an unlimited one" in said
         answer = json.loads(kvdock("size", "--server", server.unix, "--json").stdout)
         assert answer["total"]["tokens"] == told.total.tokens
         sized = json.loads(kvdock(
@@ -55,7 +55,7 @@ def test_the_formula_needs_no_server() -> None:
 
 
 def test_a_share_of_the_room_serves_whole_users() -> None:
-    """What all share comes first: with less there is room for nobody."""
+    """Memory for the shared tokens comes first: with less, no user's prompt fits."""
     sized = by_formula(10, Users(count=2, tokens_each=100, shared_tokens=10_000, new_tokens=0))
     assert [point.users for point in sized.points] == [0, 0, 2]
     assert by_formula(10, Users(count=1, tokens_each=10, shared_tokens=0, new_tokens=99)).most_hit_share == 0

@@ -1,4 +1,4 @@
-"""`kvdock status`: first whether the server helps, then what it holds; without zeros, no blanks at line ends."""
+"""`kvdock status`: first whether the server helps, then what it holds; no zeros, and no blanks at line ends."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def first_line(server: ServerProcess, **environ: str) -> str:
 
 
 def test_the_first_line_says_whether_it_helps(fresh: ServerProcess) -> None:
-    assert first_line(fresh) == "kvdock is up and ready; no engine has looked anything up yet"
+    assert first_line(fresh) == "kvdock is up and ready; no engine has looked up anything yet"
     with Client(fresh.unix) as client:
         engine = attach(client, label="helped")
         engine.store(keys(3, "stored"))
@@ -89,7 +89,7 @@ def test_without_an_access_token_totals_are_shown_and_nobodys_name(fresh: Server
     with Client(fresh.unix) as client:
         engine = attach(client, label="secretive")
         said = kvdock("status", "--server", fresh.http.removeprefix("http://")).stdout
-        assert "1 attached; their names need an access token" in said and "secretive" not in said
+        assert "1 attached; an access token shows their names" in said and "secretive" not in said
         engine.close()
 
 

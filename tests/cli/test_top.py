@@ -22,7 +22,7 @@ from kvdock.protocol.reports import PoolView
 
 @pytest.fixture
 def engine(client: Client) -> Iterator[Engine]:
-    """It has stored 3 chunks and found 3 of 4, and holds them."""
+    """An engine that has stored 3 chunks, found 3 of 4, and holds a lease on them."""
     attached = attach(client, label="watched \x1b[31m", model=unique("model"))
     attached.store(keys(3, "top"))
     attached.lookup(keys(4, "top"), request=f"cmpl-{attached.member}")
@@ -32,7 +32,7 @@ def engine(client: Client) -> Iterator[Engine]:
 
 
 def environ() -> dict[str, str]:
-    """A common terminal's, whose size is asked of it."""
+    """The environment in a terminal, without COLUMNS, so that the program asks the terminal for its size."""
     found = clean_environ(TERM="xterm-256color", LANG="C.UTF-8")
     return {name: text for name, text in found.items() if name not in ("COLUMNS", "LINES", "NO_COLOR", "ENV")}
 
@@ -89,7 +89,7 @@ def test_it_ends_cleanly_and_the_terminal_is_as_it_was(server: ServerProcess, ho
 
 
 def test_ctrl_z_gives_the_terminal_back_until_it_goes_on(server: ServerProcess) -> None:
-    """Under a shell: a program that no shell waits for cannot be stopped so."""
+    """Runs under a shell, because Ctrl-Z cannot stop a program for which no shell waits."""
     with PtyProgram(["sh", "-i"], environ()) as shell:
         shell.press(f"{shlex.join([*KVDOCK, 'top', '--server', server.unix, '--interval', '0.2'])}\n")
         shell.wait_for(lambda lines: has("hit rate", lines))

@@ -1,4 +1,4 @@
-"""The recipe of vLLM's image with kvdock in it, as far as it can be checked without a container engine."""
+"""The recipe of vLLM's image with kvdock in it, checked without a container engine."""
 
 from __future__ import annotations
 

@@ -394,7 +394,7 @@ def test_a_member_that_the_server_takes_for_dead_attaches_again_under_a_new_id()
             session.start()
         first = dies.attachment
         assert first is not None and first.member == "dies-1"
-        first.liveness.close()
+        first.hold.liveness.close()
         eventually(lambda: dies.attachment not in (None, first))
         assert dies.attachment is not None and dies.attachment.member != "dies-1"
         for session in (dies, stays):

@@ -104,4 +104,4 @@ def test_a_member_that_comes_back_reports_what_is_still_registered() -> None:
         before = attached(session)
         session.lost(before, ServerUnavailable("the line was cut"))
         eventually(lambda: session.attachment is before)
-        assert reported(client) == [1] and before.registrar is not None and before.registrar.is_registered(0)
+        assert reported(client) == [1] and before.hold.registrar is not None and before.hold.registrar.is_registered(0)

@@ -23,7 +23,7 @@ from kvdock.connectors.engine_connector import EngineConnector
 from kvdock.connectors.plans import LoadPlan
 from kvdock.connectors.session import Attachment
 from kvdock.connectors.worker import Loading, WorkerConnector
-from kvdock.engine.block_manager import held
+from kvdock.engine.blocks import held
 from kvdock.engine.engine import Engine
 from kvdock.engine.kv_cache import KVCache
 from kvdock.engine.request import Completion, State

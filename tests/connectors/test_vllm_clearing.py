@@ -133,8 +133,8 @@ def test_others_who_share_it_are_named(server: ServerProcess, caplog: pytest.Log
     caplog.set_level(logging.WARNING, "kvdock.vllm")
     with Rig(server.unix, instance="mine") as rig, Rig(server.unix, salt="other", instance="apart"):
         clearing = Clearing(session(rig))
-        clearing.tell_of_others()
+        clearing.warn_of_others()
         assert not caplog.text
         with Rig(server.unix, instance="neighbour"):
-            clearing.tell_of_others()
+            clearing.warn_of_others()
     assert "neighbour" in caplog.text and "mine" not in caplog.text and "apart" not in caplog.text

@@ -5,10 +5,10 @@ from __future__ import annotations
 import forks
 import pytest
 
-forks.preload("kvdock.engine.rank")
+forks.preload("kvdock.engine.ranks")
 
 
 @pytest.fixture(scope="session", autouse=True)
 def forking() -> None:
-    """Before an engine of several ranks would start it for its own ranks alone."""
+    """Starts the fork server before an engine of several ranks would start one with only its own modules."""
     forks.start()

@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from kvdock.engine.block_pool import BlockPool, Name, OutOfBlocks, chain_hash
+from kvdock.engine.blocks import BlockPool, Name, OutOfBlocks, chain_hash
 
 
 def name(text: bytes) -> Name:

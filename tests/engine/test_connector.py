@@ -1,4 +1,4 @@
-"""The engine with a connector: loads that succeed, fail or come late, stores under way, preemption and abort.
+"""The engine with a connector: loads that succeed, fail or come late, stores in progress, preemption and abort.
 
 The connector is real and runs in this process (engine_helpers.MemoryConnector); blocks that are being
 loaded are NaN until the load is done, and a store reads its blocks only when it ends.
@@ -23,7 +23,7 @@ from engine_helpers import (
     sampling,
 )
 
-from kvdock.engine.block_manager import held
+from kvdock.engine.blocks import held
 from kvdock.engine.config import EngineConfig, preset
 from kvdock.engine.engine import Engine
 from kvdock.engine.request import Completion, RequestError, State
@@ -38,7 +38,7 @@ def connected(pool: Pool, settings: EngineConfig | None = None, **options: Any) 
 
 
 def filled_pool(*prompts: list[int], max_tokens: int = 12) -> Pool:
-    """The memory that an engine leaves after serving these prompts."""
+    """The connector's memory after an engine has served these prompts."""
     pool: Pool = {}
     engine, _ = connected(pool)
     for tokens in prompts:

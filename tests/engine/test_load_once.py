@@ -1,4 +1,4 @@
-"""Requests of the small engine that come together and lack the same prefix load it once, from a real server."""
+"""Requests of the small engine that arrive together and lack the same prefix load it once, from a real server."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NAMES = [f"r{number}" for number in range(8)]
 
 @pytest.fixture
 def engine() -> Iterator[Engine]:
-    """It has nothing itself, and can load STORED tokens."""
+    """An engine with an empty cache of its own, for which the server has STORED tokens."""
     with ServerProcess(pool_bytes=64 << 20, segment_bytes=64 << 20) as server:
         first = engine_over(server.unix)
         run_one(first, SHARED)

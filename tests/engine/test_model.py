@@ -13,8 +13,7 @@ from torch import Tensor
 
 from kvdock.datapath.layout import FORMATS, paged_layout
 from kvdock.engine import tokenizer
-from kvdock.engine.config import ConfigError, EngineConfig, preset
-from kvdock.engine.groups import SlidingWindow
+from kvdock.engine.config import ConfigError, EngineConfig, SlidingWindow, preset
 from kvdock.engine.kv_cache import KVCache, Tensors
 from kvdock.engine.model import Model
 

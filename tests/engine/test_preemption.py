@@ -1,4 +1,4 @@
-"""Preemption: what was computed is loaded from the connector, and no request is preempted without need.
+"""Preemption: what was computed is loaded from the connector, and no request is preempted needlessly.
 
 Preempted runs have the same tokens as runs with enough blocks. Logits are not compared, because the shapes of what is
 computed again differ (tests/engine/test_same_tokens.py compares bits under equal shapes).
@@ -15,10 +15,9 @@ from connector_helpers import engine_over
 from engine_helpers import MemoryConnector, Pool, make_engine, prompt, run, run_one, sampling
 
 from kvdock.connectors.interface import Pending
-from kvdock.engine.block_manager import held
-from kvdock.engine.config import EngineConfig, preset
+from kvdock.engine.blocks import held
+from kvdock.engine.config import EngineConfig, FullAttention, SlidingWindow, preset
 from kvdock.engine.engine import Engine
-from kvdock.engine.groups import FullAttention, SlidingWindow
 from kvdock.engine.request import Completion, State
 
 HYBRIDS = ["tiny-hybrid2", "tiny-hybrid3"]

@@ -26,7 +26,7 @@ from torch import Tensor
 from kvdock.client.client import Client
 from kvdock.connectors.engine_connector import EngineConnector
 from kvdock.connectors.interface import BlocksRead, GroupBlocks, LoadDone, LookupResult, Progress, StoreDone
-from kvdock.engine.block_manager import held
+from kvdock.engine.blocks import held
 from kvdock.engine.engine import Engine
 from kvdock.engine.kv_cache import KVCache
 from kvdock.engine.request import Completion

@@ -15,8 +15,7 @@ from kvdock.engine import tokenizer
 from kvdock.engine.config import ConfigError
 from kvdock.engine.engine import Engine
 from kvdock.engine.kv_cache import KVCache
-from kvdock.engine.request import Completion, RequestError, SamplingParams, State
-from kvdock.engine.sampler import sample
+from kvdock.engine.request import Completion, RequestError, SamplingParams, State, sample
 
 
 def assert_same_tokens(found: Completion, wanted: Completion) -> None:

@@ -1,4 +1,4 @@
-"""Engines of several ranks: what they share with others, and what is left when one rank is killed."""
+"""Engines of several ranks: which chunks they share with others, and the server's state after one rank is killed."""
 
 from __future__ import annotations
 
@@ -21,10 +21,8 @@ from kvdock.client.client import Client
 from kvdock.engine.config import ConfigError, EngineConfig, preset
 from kvdock.engine.engine import Engine
 from kvdock.engine.model import Model
-from kvdock.engine.process_group import ProcessGroup
-from kvdock.engine.rank import Rank
+from kvdock.engine.ranks import ProcessGroup, Rank, RankLost
 from kvdock.engine.request import Completion
-from kvdock.engine.team import RankLost
 
 TOKENS = prompt(1, 210)
 STORED = len(TOKENS) // CHUNK * CHUNK
@@ -189,7 +187,7 @@ def assert_all_comes_back(client: Client) -> None:
 def test_a_rank_killed_in_the_middle_of_a_copy(
     tmp_path: Path, name: str, size: int, victim: int, verb: Verb
 ) -> None:
-    """The others get an error at once, no incomplete chunk is published, and all memory is released."""
+    """The other ranks get an error at once, no incomplete chunk is published, and all memory is freed."""
     settings = shared(name, size)
     with ServerProcess() as server, Client(server.unix) as client:
         process_group = ProcessGroup(size)

@@ -1,4 +1,4 @@
-"""An engine's request has one trace: what a real server did for it comes to a real collector as its children."""
+"""An engine's request has one trace: a real collector gets the spans of a real server as its children."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Local hits and fresh blocks over several KV groups: no physical block is ever given out twice.
+"""Local hits and fresh blocks over several KV groups: no physical block is ever allocated twice.
 
 Each contended scenario runs in both orders. In two phases it must succeed. In the other order
 (Interleaved), one group's allocation takes another's hits, and that must be detected, or the scenario shows nothing.
@@ -13,11 +13,9 @@ from random import Random
 import pytest
 from engine_helpers import MemoryConnector, Pool, config, make_engine, prompt, run, run_one, sampling
 
-from kvdock.engine.block_manager import BlockManager, Hit, Table, held
-from kvdock.engine.block_pool import OutOfBlocks
-from kvdock.engine.config import preset
+from kvdock.engine.blocks import BlockManager, Hit, OutOfBlocks, Table, held
+from kvdock.engine.config import FullAttention, GroupKind, SlidingWindow, preset
 from kvdock.engine.engine import Engine
-from kvdock.engine.groups import FullAttention, GroupKind, SlidingWindow
 
 pytestmark = pytest.mark.two_phase
 
@@ -75,7 +73,7 @@ def names(seed: int, count: int) -> list[bytes]:
 
 @dataclass
 class Holder:
-    """The part of a request that concerns blocks."""
+    """The block-related part of a request."""
 
     names: list[bytes]
     table: Table = field(default_factory=list)

@@ -10,6 +10,10 @@ from pathlib import PurePosixPath
 import pytest
 from sources import sources
 
+from kvdock.connectors.interface import Connector
+from kvdock.protocol.admin_schemas import Limits
+from kvdock.protocol.calls import INCLUDED
+
 Files = Mapping[PurePosixPath, str]
 PAGES = ("README.md", "CONTRIBUTING.md", "docs/architecture.md")
 ENGINES = {
@@ -83,3 +87,68 @@ def test_the_glossary_has_one_entry_a_word() -> None:
 
 def test_a_word_with_two_entries_is_found() -> None:
     assert entries("| word | meaning |\n|---|---|\n| hit, miss | x |\n| hit | y |\n") == ["hit", "miss", "hit"]
+
+
+# --------------------------------------------------------------------------- lists on pages
+
+
+def test_the_decision_on_one_package_names_each_room() -> None:
+    page = sources()[PurePosixPath("docs/decisions/0001-one-package.md")]
+    named = set(re.findall(r"`(kvdock/\w+/)`", page.partition("installed path:")[2].partition("The import path")[0]))
+    assert named == rooms(sources()) - {"csrc/"}
+
+
+def named_folders(row: str, room: str, files: Files) -> tuple[set[str], set[str]]:
+    """The folders that a row of a table names, and those of the room that hold code."""
+    depth = len(PurePosixPath(room).parts)
+    there = {path.parts[depth] for path in files if str(path).startswith(room) and len(path.parts) > depth + 1}
+    return set(re.findall(r"`(\w+)/`", row.split("|", 2)[2])), there
+
+
+@pytest.mark.parametrize("room", ["kvdock/api/", "kvdock/tiers/", "kvdock/connectors/", "csrc/"])
+def test_the_architecture_page_names_each_folder_of_a_room(room: str) -> None:
+    page = sources()[PurePosixPath("docs/architecture.md")]
+    (row,) = (line for line in page.splitlines() if line.startswith(f"| `{room}` |"))
+    named, there = named_folders(row, room, sources())
+    assert len(there) > 1
+    assert named == there
+
+
+def test_a_folder_without_a_name_is_found() -> None:
+    files = {PurePosixPath("kvdock/api/pool/a.py"): "", PurePosixPath("kvdock/api/new/b.py"): ""}
+    assert named_folders("| `kvdock/api/` | `pool/` x |", "kvdock/api/", files) == ({"pool"}, {"pool", "new"})
+
+
+def listed(page: str, begin: str, end: str) -> list[str]:
+    """Names in backquotes between two texts of a page."""
+    text = sources()[PurePosixPath(page)]
+    assert text.count(begin) == 1, begin
+    return re.findall(r"`(\w+)`", text.partition(begin)[2].partition(end)[0])
+
+
+def test_the_settings_page_names_each_setting_that_changes_live() -> None:
+    found = listed("docs/settings.md", "`kvdock config set` changes ", " and the quotas of tenants")
+    assert sorted(found) == sorted(Limits.__struct_fields__)
+
+
+def test_the_errors_page_names_each_reason_why_a_server_does_not_start() -> None:
+    raised = {
+        code for path, text in sources().items() if path.parts[0] == "kvdock" and path.suffix == ".py"
+        for code in re.findall(r'StartupError\(\s*"(\w+)"', text)
+    }
+    assert len(raised) > 5
+    assert raised <= set(listed("docs/errors.md", "exits with status 1 (`StartupError`): ", "it exits with status 2"))
+
+
+def test_the_connector_page_has_a_row_for_each_method() -> None:
+    page = sources()[PurePosixPath("docs/connector.md")]
+    rows = {name for line in page.splitlines() if line.startswith("|") for name in re.findall(r"\| `([a-z_]+)\(", line)}
+    assert rows == {name for name in vars(Connector) if not name.startswith("_")}
+
+
+def test_the_api_page_has_a_row_for_each_scope_and_what_it_includes() -> None:
+    table = sources()[PurePosixPath("docs/api.md")].partition("| scope |")[2].partition("\n\n")[0]
+    rows = dict(re.findall(r"^\| `(\w+)` \| [^|]* \| (?:`(\w+)` )?\|$", table, re.MULTILINE))
+    assert rows.keys() == INCLUDED.keys()
+    for scope, other in rows.items():
+        assert INCLUDED[scope] == {scope, *(INCLUDED[other] if other else ())}

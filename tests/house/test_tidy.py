@@ -17,7 +17,7 @@ from sources import sources
 from tidy_rules import RULES, Rule
 
 from kvdock.api.settings import Settings
-from kvdock.cli.meanings import MEANINGS, default_text
+from kvdock.cli.help import MEANINGS, default_text
 from kvdock.protocol.errors import CODES
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from paths import ROOT
 
-from kvdock.engine.block_manager import BlockManager
-from kvdock.engine.groups import FullAttention, SlidingWindow
+from kvdock.engine.blocks import BlockManager
+from kvdock.engine.config import FullAttention, SlidingWindow
 
 PAGE = ROOT / "docs" / "walkthrough.md"
 PARTS = [part for part in re.split(r"^## ", PAGE.read_text(), flags=re.MULTILINE) if "\n1. " in part]

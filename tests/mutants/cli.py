@@ -48,7 +48,7 @@ MUTANTS = (
         ("tests/cli/test_change.py", "-k", "makes_so_much_room"), "test_evict_makes_so_much_room",
     ),
     Mutant(
-        "P16i", "a setting that is fixed is sent to the server", "kvdock/cli/config.py",
+        "P16i", "a setting that is fixed is sent to the server", "kvdock/cli/admin.py",
         "        _require_live(name)\n", "",
         ("tests/cli/test_change.py", "-k", "cannot_be_changed"),
         "test_what_cannot_be_changed_so_is_refused_before_anybody_is_asked",

@@ -1,4 +1,5 @@
-"""What an administrator does on the status page of a real server: each change is confirmed with what it costs."""
+"""The changes that an administrator can make on the status page of a real server: each asks first, with its
+consequences."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ EVERYTHING = EvictChunks(free_bytes=16 << 20)
 
 @pytest.fixture
 def busy(tmp_path: Path) -> Iterator[tuple[ServerProcess, Engine]]:
-    """A server of its own: what is changed here would disturb others. One engine has stored four chunks."""
+    """A separate server, because the changes would disturb other tests. One engine has stored four chunks."""
     path = access_file(tmp_path, entry("reader", READER, ["read"], ""))
     with ServerProcess(access_file=str(path)) as server, Client(server.unix) as client:
         engine = attach(client, model=unique("model"))
@@ -64,7 +65,7 @@ def test_a_token_that_may_only_read_is_shown_no_administration(
 
 
 def test_it_says_whether_what_is_cached_survives_a_restart(admin_page: Page) -> None:
-    expect(admin_page.locator("#admin .advice")).to_contain_text("everything cached is lost. A takeover loses nothing")
+    expect(admin_page.locator("#admin .advice")).to_contain_text("all cached chunks are lost. A takeover keeps them")
 
 
 def test_clearing_says_what_is_lost_and_does_nothing_until_it_is_confirmed(
@@ -92,17 +93,18 @@ def test_clearing_says_what_is_lost_and_does_nothing_until_it_is_confirmed(
 def test_evicting_says_how_much_goes_and_refuses_what_is_no_size(
     busy: tuple[ServerProcess, Engine], admin_page: Page
 ) -> None:
-    evict = form(admin_page, "Make room")
+    evict = form(admin_page, "Free memory")
     evict.locator("input").fill("some")
     evict.get_by_role("button", name="Evict…").click()
-    expect(evict.locator(".said")).to_have_text('Not done: "some" is no size: write it as 8 GiB.')
+    expect(evict.locator(".said")).to_have_text('Not done: "some" is not a size: write it as 8 GiB.')
     evict.locator("input").fill("1 MiB")
     evict.get_by_role("button", name="Evict…").click()
     expect(admin_page.get_by_role("dialog")).to_contain_text("so nothing is evicted")
     admin_page.get_by_role("button", name="Cancel").click()
     evict.locator("input").fill("16 MiB")
     evict.get_by_role("button", name="Evict…").click()
-    expect(admin_page.get_by_role("dialog")).to_contain_text("that can be hit is evicted, what is worth least first")
+    question = admin_page.get_by_role("dialog")
+    expect(question).to_contain_text("that can be hit are evicted, the least valuable chunks first")
     admin_page.get_by_role("button", name="Evict", exact=True).click()
     expect(evict.locator(".said")).to_contain_text("Evicted 4\u00a0chunks (64.0\u00a0KiB)")
     assert found(busy[1]) == 0
@@ -126,8 +128,8 @@ def test_a_kept_prefix_survives_eviction_and_goes_once_it_is_unpinned(
         assert found(engine) == 64, "what precedes a kept chunk stays as well"
         keep.get_by_label("For").select_option("0")
         keep.get_by_role("button", name="Keep…").click()
-        admin_page.get_by_role("button", name="Unpin", exact=True).click()
-        expect(keep.locator(".said")).to_have_text("Unpinned.")
+        admin_page.get_by_role("button", name="Stop", exact=True).click()
+        expect(keep.locator(".said")).to_have_text("Not kept any more.")
         client.evict(EVERYTHING)
     assert found(engine) == 0
 
@@ -159,10 +161,10 @@ def test_limits_are_changed_together_and_wrong_ones_are_refused_in_words(
     server, _ = busy
     limits = form(admin_page, "Limits")
     limits.get_by_role("button", name="Change…").click()
-    expect(limits.locator(".said")).to_have_text("Nothing is different from what counts now.")
+    expect(limits.locator(".said")).to_have_text("All values are as they were.")
     limits.get_by_label("Session cap").fill("half")
     limits.get_by_role("button", name="Change…").click()
-    expect(limits.locator(".said")).to_have_text('Not done: "half" is no share: write it as 65 %.')
+    expect(limits.locator(".said")).to_have_text('Not done: "half" is not a share: write it as 65 %.')
     limits.get_by_label("Session cap").fill("50 %")
     limits.get_by_label("Eviction").select_option("lru")
     limits.get_by_label("Session grants").fill("17")
@@ -187,7 +189,7 @@ def test_a_smaller_pool_says_what_is_lost(busy: tuple[ServerProcess, Engine], ad
     limits.get_by_role("button", name="Change…").click()
     question = admin_page.get_by_role("dialog", name="Change limits?")
     expect(question).to_contain_text("Pool bytes: 16.0 MiB → 8.00 MiB.")
-    expect(question).to_contain_text("may be evicted: whole segments are emptied and given back.")
+    expect(question).to_contain_text("may be evicted: whole segments are emptied and freed.")
     admin_page.get_by_role("button", name="Cancel").click()
     with Client(busy[0].unix) as client:
         assert client.config().limits.pool_bytes == 16 << 20

@@ -101,7 +101,7 @@ def test_figures_of_a_real_server_that_is_stopped_look_old_until_it_goes_on(open
 
 
 def test_events_of_a_real_server_are_each_shown_once(open_page: OpenPage) -> None:
-    """The page reads what is kept, then goes on behind the last of that."""
+    """The page reads the kept events, then those after the last of them."""
     with ServerProcess() as server, Client(server.unix) as client:
         engines = [attach(client, label=f"engine {number}") for number in range(2)]
         page = open_page(server.http, access_token=OPERATOR)
@@ -145,7 +145,7 @@ def test_a_real_request_is_explained_and_its_prefix_listed_and_removed(open_page
 
 
 def test_requests_of_a_real_server_are_found_by_how_their_ids_begin(open_page: OpenPage) -> None:
-    """Also those that are too far back to be in the list of all."""
+    """Finds also requests that are too old for the unfiltered list."""
     with ServerProcess(recent_requests=1000) as server, Client(server.unix) as client:
         engine = attach(client, label="told")
         chain = keys(2, "found by id")
@@ -163,7 +163,7 @@ def test_requests_of_a_real_server_are_found_by_how_their_ids_begin(open_page: O
         expect(rows).to_contain_text("needle-1")
         expect(rows).to_contain_text("not all of a load came")
         page.get_by_label("Request id begins with").fill("nobody & nothing")
-        expect(page.locator("#requests .hint")).to_have_text("None of the last requests has an id that begins so.")
+        expect(page.locator("#requests .hint")).to_have_text("No recent request has such an id.")
         page.get_by_label("Request id begins with").fill("")
         expect(rows).to_have_count(10)
         page.get_by_role("button", name="more").click()

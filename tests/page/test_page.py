@@ -89,7 +89,7 @@ def test_sessions_show_members_in_trouble_first(page_server: PageServer, open_pa
 def test_grants_are_oldest_first_and_name_who_has_not_finished(page_server: PageServer, open_page: OpenPage) -> None:
     page = open_page(page_server.url)
     rows = [say.plain(text) for text in page.locator("#grants tbody tr").all_inner_texts()]
-    assert rows[0] == "Lease req-17 instance-s3 1 of 1 closed, waits for rank 0 20 40.0 MiB 1 min 11 s"
+    assert rows[0] == "Lease req-17 instance-s3 1 of 1 closed, waiting for rank 0 20 40.0 MiB 1 min 11 s"
     assert rows[1] == "Lease chatcmpl-8e1f04 epoch 1 vllm-prod-0 4 of 8 ranks 0–2, 5 53 106 MiB 1.4 s"
 
 

@@ -25,7 +25,7 @@ HOSTILE = '"><img src=x onerror=alert(1)>\u202egpj.exe' + "W" * 200
 
 
 def _live(server: PageServer) -> None:
-    """As it begins."""
+    """The page before the first answer."""
 
 
 def _empty(server: PageServer) -> None:

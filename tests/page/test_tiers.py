@@ -41,7 +41,9 @@ def test_each_tier_has_a_row_that_says_what_it_has_and_why_it_is_off(
 def test_waits_are_told_by_how_they_ended(page_server: PageServer, open_page: OpenPage) -> None:
     page = open_page(page_server.url)
     said = say.plain(page.locator("#tiers .after").inner_text())
-    assert said == "3 requests wait for lower tiers now. Waited: 812 until all came, 6 until the time was over."
+    assert said == (
+        "3 requests wait for lower tiers now. Earlier waits: 812 until all chunks came, 6 until the time was over."
+    )
     expect(page.locator("#tiers .failed").filter(visible=True)).to_have_count(0)
 
 
@@ -54,6 +56,6 @@ def test_a_mover_that_is_silent_or_was_lost_is_named(page_server: PageServer, op
     expect(page.locator("#tiers .hint")).to_have_text("The mover has not reported on its tiers yet.")
     assert say.plain(page.locator("#tiers .after").inner_text()) == "1 request waits for lower tiers now."
     assert say.plain(page.locator("#tiers .failed").first.inner_text()) == (
-        "The mover has said nothing for 42 s, so these figures are old. The mover has ended and was started again "
-        "2 times. 1 lookup was not sent to it, because too many waited."
+        "The mover has not reported for 42 s, so these figures are old. The mover ended and was restarted "
+        "2 times. 1 lookup was not sent to the mover, because too many waited."
     )

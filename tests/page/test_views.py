@@ -201,7 +201,7 @@ def test_what_most_uses_of_a_prefix_find_can_be_kept_after_a_question(
     page_server.answers["/v1/pins"] = {"chunks": 0}
     page.get_by_role("button", name="Keep the prefix 030303030303").click()
     unused = page.get_by_role("dialog", name="Keep the prefix 030303030303?")
-    expect(unused).to_contain_text("Nobody has used it yet. The longest that begins with it, 1,536\u00a0tokens")
+    expect(unused).to_contain_text("The longest prefix that begins with it, 1,536\u00a0tokens")
     unused.get_by_role("button", name="Keep", exact=True).click()
     expect(row.nth(1)).to_contain_text("No chunk of that key can be hit in this namespace.")
 
@@ -241,13 +241,15 @@ def test_engines_show_hits_bytes_and_their_copies_beside_what_the_machine_can(
 def test_the_curve_says_whether_more_memory_would_help(page_server: PageServer, open_page: OpenPage) -> None:
     page = open_page(page_server.url)
     advice = page.locator("#curve .advice")
-    expect(advice).to_have_text("A pool of 32\u00a0GiB would find 8 points of 100 more, one without bound 12.")
+    expect(advice).to_have_text(
+        "A pool of 32\u00a0GiB would raise the hit rate by 8 percentage points, an unlimited one by 12."
+    )
     points = [say.plain(text) for text in page.locator("#curve li").all_inner_texts()]
     assert points[0] == "31 % 4 GiB ¼ ×" and points[2] == "63 % 16 GiB now" and points[6] == "75 % any size ∞ ×"
     page_server.bodies["curve"] = views.curve((0.6, 0.63, 0.63, 0.63, 0.63, 0.63, 0.63))
     page.reload()
     expect(advice).to_have_text(
-        re.compile("More memory would find no more than now. 8.GiB would find as much.")
+        re.compile("More memory would not raise the hit rate. 8.GiB would find as much.")
     )
     page.locator("#curve select").select_option("tenant research")
     expect(page.locator("#curve .hint")).to_be_visible()

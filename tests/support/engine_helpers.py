@@ -27,9 +27,8 @@ from kvdock.connectors.interface import (
     Progress,
     StoreDone,
 )
-from kvdock.engine.config import EngineConfig, preset
+from kvdock.engine.config import EngineConfig, first_needed, preset
 from kvdock.engine.engine import Engine
-from kvdock.engine.groups import first_needed
 from kvdock.engine.kv_cache import KVCache
 from kvdock.engine.request import Completion, SamplingParams
 

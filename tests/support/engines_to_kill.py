@@ -11,7 +11,7 @@ from engine_helpers import prompt, sampling
 from tp_helpers import engine_of_ranks, shared
 
 from kvdock.datapath.copy import Copier, CopyHandle, PartCopy
-from kvdock.engine.process_group import ProcessGroup
+from kvdock.engine.ranks import ProcessGroup
 
 
 class HalfwayCopier:

@@ -21,7 +21,7 @@ from connector_helpers import engine_over, kvdock_of, sweep
 from engine_helpers import make_engine, prompt, run_one, sampling
 
 from kvdock.client.client import Client
-from kvdock.engine.block_manager import held
+from kvdock.engine.blocks import held
 from kvdock.engine.config import EngineConfig, preset
 from kvdock.engine.engine import Engine
 from kvdock.protocol.keys import chunk_keys

@@ -19,8 +19,7 @@ from kvdock.datapath.copy import Copier, CopyHandle, PartCopy
 from kvdock.engine.config import EngineConfig, preset
 from kvdock.engine.engine import Engine
 from kvdock.engine.kvdock import connect
-from kvdock.engine.process_group import ProcessGroup
-from kvdock.engine.rank import Rank
+from kvdock.engine.ranks import ProcessGroup, Rank
 
 Verb = Literal["load", "store"]
 

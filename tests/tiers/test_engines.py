@@ -16,7 +16,7 @@ from tp_helpers import engine_of_ranks, shared
 from kvdock.client.client import Client
 from kvdock.engine.config import preset
 from kvdock.engine.engine import Engine
-from kvdock.engine.process_group import ProcessGroup
+from kvdock.engine.ranks import ProcessGroup
 
 pytestmark = [pytest.mark.tiers, pytest.mark.same_tokens, pytest.mark.timeout(120)]
 

@@ -19,7 +19,7 @@ from tp_helpers import engine_of_ranks, shared
 
 from kvdock.engine.config import preset
 from kvdock.engine.engine import Engine
-from kvdock.engine.process_group import ProcessGroup
+from kvdock.engine.ranks import ProcessGroup
 from kvdock.shm import objects as shm
 from kvdock.tiers.record import HEADER_BYTES
 

@@ -5,7 +5,7 @@ import { setHidden, setText } from "../dom.js";
 const byId = (id) => document.getElementById(id);
 const REFUSED = "The server does not know this token, or it lacks the scope read.";
 
-/** use: (text) => void, is given each token. Returns {isNew, judged}. */
+/** use: (text) => void, called with each token. Returns {isNew, judged}. */
 export function mountAccess(use) {
   let fresh = false;
 
@@ -20,7 +20,7 @@ export function mountAccess(use) {
   });
 
   return {
-    /** Whether a token was given that the server has not judged yet. */
+    /** Whether a token was entered that the server has not answered yet. */
     isNew: () => fresh,
     judged(locked) {
       setHidden(byId("locked"), !locked);

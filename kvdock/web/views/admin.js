@@ -11,11 +11,11 @@ import { mountLimits } from "./limits.js";
 import { mountTenants } from "./tenants.js";
 
 const ALL = "";
-const UNTIL = [...FOR, ["0", "no longer: unpin it"]];
+const UNTIL = [...FOR, ["0", "no time: stop keeping it"]];
 /** By the setting `on_exit`. */
 const AT_ITS_END = {
-  keep: "When this server is stopped it keeps its pool: the next one goes on with what is cached.",
-  remove: "When this server is stopped everything cached is lost. A takeover loses nothing: kvdock serve --takeover.",
+  keep: "When this server is stopped, it leaves its pool: the next server continues with the cached chunks.",
+  remove: "When this server is stopped, all cached chunks are lost. A takeover keeps them: kvdock serve --takeover.",
 };
 const WHOLE_KEY = /^[0-9a-f]{64}$/;
 
@@ -27,17 +27,17 @@ function nameOf({ namespace, manifest, tenant, weights }) {
   ].filter(Boolean).join(" · ");
 }
 
-/** What clearing one namespace, or all, takes out of use. */
+/** What is lost when one namespace, or all, are cleared. */
 function lossOf(chosen, { status: { chunks, pool } }) {
   const [n, size] = chosen ? [chosen.chunks, chosen.bytes] : [chunks.ready, pool.ready_bytes];
   const what = n === undefined ? "All its chunks" : `${plural(n, "chunk")} (${bytes(size)})`;
   return [
     `${what} will not be found any more${chosen ? "" : ", of every model and tenant"}.`,
-    "Requests that would have loaded them compute them again. This cannot be undone.",
+    "Requests that would have loaded them will compute them again. This cannot be undone.",
   ];
 }
 
-/** A form: controls, a button, and what became of it. run: () => promise of a sentence, or "" if not done. */
+/** A form: controls, a button, and the result. run: () => promise of a sentence, or "" if nothing was done. */
 function action(title, about, controls, verb, run) {
   const said = el("p", { cls: "said", attrs: { role: "status" } });
   const go = button(verb, null);
@@ -69,7 +69,7 @@ export function mountAdmin(root, changed) {
   const [space, key, until] = [select([]), search("64 hex digits"), select(UNTIL)];
   const atItsEnd = el("p", { cls: "advice" });
   root.append(atItsEnd, grid);
-  setHidden(grid, true); // until it is known what there is
+  setHidden(grid, true); // until the first answer
 
   async function clear() {
     const chosen = named(where.value);
@@ -78,7 +78,7 @@ export function mountAdmin(root, changed) {
     const done = await send("POST", "v1/cache/clear", chosen ? { namespace: chosen.namespace } : {});
     changed();
     const tiers = (done.pending_tiers ?? []).join(", ");
-    const pending = tiers ? ` Still to be done in the tiers ${tiers}, which are not used for it until then.` : "";
+    const pending = tiers ? ` Pending in the tiers ${tiers}, which are not used for the namespace until then.` : "";
     return `Cleared ${plural(done.chunks, "chunk")}.${pending}`;
   }
 
@@ -86,8 +86,8 @@ export function mountAdmin(root, changed) {
     const wanted = parsedBytes(amount.value);
     const missing = wanted - freeNow(bodies.status);
     const lines = missing > 0
-      ? [`About ${bytes(missing)} of the ${bytes(bodies.status.pool.ready_bytes)} that can be hit is evicted, what is `
-          + "worth least first.", "What no lower tier has is lost: requests compute it again."]
+      ? [`About ${bytes(missing)} of the ${bytes(bodies.status.pool.ready_bytes)} that can be hit are evicted, the `
+          + "least valuable chunks first.", "Chunks that no lower tier has are lost: requests compute them again."]
       : [`${bytes(freeNow(bodies.status))} are free already, so nothing is evicted.`];
     if (!(await confirmed({ title: `Evict until ${bytes(wanted)} are free?`, lines, verb: "Evict" }))) return "";
     const done = await send("POST", "v1/cache/evict", { free_bytes: wanted });
@@ -99,24 +99,24 @@ export function mountAdmin(root, changed) {
     const text = key.value.trim().toLowerCase();
     if (!WHOLE_KEY.test(text)) throw new Error(`a key has 64 hex digits, this has ${count(text.length)} characters`);
     const ends = until.value === "0";
-    const title = `${ends ? "Unpin" : "Keep"} ${text.slice(0, 12)}…?`;
+    const title = `${ends ? "Stop keeping" : "Keep"} ${text.slice(0, 12)}…?`;
     const lines = ends
-      ? ["The prefix may be evicted again like any other. Nothing is lost by that alone."]
-      : [`The chunk and what precedes it in its prefix are not evicted for ${until.selectedOptions[0].text}.`,
+      ? ["The prefix may then be evicted like any other. Nothing is lost by that alone."]
+      : [`The chunk and those before it in its prefix are not evicted for ${until.selectedOptions[0].text}.`,
         COSTS];
-    if (!(await confirmed({ title, lines, verb: ends ? "Unpin" : "Keep" }))) return "";
+    if (!(await confirmed({ title, lines, verb: ends ? "Stop" : "Keep" }))) return "";
     const said = await pin(space.value, text, until.selectedOptions[0]);
     changed();
     return said;
   }
 
   grid.append(
-    action("Clear", "Takes all chunks of one namespace, or all, out of use.", [labelled("What", where)], "Clear…",
+    action("Clear", "Removes all chunks of one namespace, or of all.", [labelled("What", where)], "Clear…",
       clear),
-    action("Make room", "Evicts what is worth least until so much is free.", [labelled("Free", amount)], "Evict…",
-      evict),
+    action("Free memory", "Evicts the least valuable chunks until this much is free.", [labelled("Free", amount)],
+      "Evict…", evict),
     action(
-      "Keep a prefix", "Keeps a chunk and what precedes it from being evicted. kvdock keep does it for a whole prompt.",
+      "Keep a prefix", "Keeps a chunk, and the chunks before it, from being evicted. kvdock keep keeps a whole prompt.",
       [labelled("Namespace", space), labelled("Key of the last chunk", key), labelled("For", until)], "Keep…", keep,
     ),
   );

@@ -1,4 +1,4 @@
-// What is cached, summed up by model, namespace or tenant, or prefix by prefix.
+// The cached chunks: sums by model, namespace or tenant, or one row for each prefix.
 
 import { send } from "../api.js";
 import { button, choice, labelled, select } from "../choice.js";
@@ -12,7 +12,7 @@ const OWN = "the server's own user";
 const tenantName = (tenant) => tenant || OWN;
 const WAYS = [["model", "Model"], ["namespace", "Namespace"], ["tenant", "Tenant"], ["prefix", "Prefix"]];
 
-/** How namespaces are put together: what is the same in a group, its name, and what is said beside it. */
+/** How namespaces are grouped: the key of a group, its name, and the text beside the name. */
 const GROUPS = {
   model: {
     key: (n) => n.manifest.model,
@@ -59,7 +59,7 @@ function grouped(namespaces, way) {
   return rows.sort((a, b) => b.bytes - a.bytes || b.sessions - a.sessions);
 }
 
-const told = (seconds) => (Number.isFinite(seconds) ? about(seconds) : "–");
+const since = (seconds) => (Number.isFinite(seconds) ? about(seconds) : "–");
 
 const BY_GROUP = [
   { head: "Name", cls: "wide stacked", make: twoPart((g) => g.name, (g) => g.beside, (g) => g.title) },
@@ -72,40 +72,40 @@ const BY_GROUP = [
     make: twoPart((g) => shareOf(g.hit_tokens, g.lookup_tokens), (g) => `of ${count(g.lookup_tokens)} tokens`),
   },
   {
-    head: "Last used", cls: "num", has: (g) => g.isKnown, text: (g) => told(g.unused_s),
-    title: () => "How long ago a request named one of its chunks",
+    head: "Last used", cls: "num", has: (g) => g.isKnown, text: (g) => since(g.unused_s),
+    title: () => "Time since a request last used one of its chunks",
   },
   {
-    head: "Least used", cls: "num", has: (g) => g.isKnown, text: (g) => told(g.oldest_s),
-    title: () => "How long ago a request named the chunk that was unused for longest",
+    head: "Least used", cls: "num", has: (g) => g.isKnown, text: (g) => since(g.oldest_s),
+    title: () => "Time since a request last used the chunk that was unused for longest",
   },
   { head: "Engines", cls: "num", text: (g) => count(g.sessions) },
 ];
 
 const shortly = (prefix) => prefix.key.slice(0, 12);
 
-/** Takes a prefix out of use by its first chunk: nothing behind that can be found without it. */
+/** Removes a prefix by its first chunk: no later chunk can be found without it. */
 async function remove(prefix) {
   const title = `Remove the prefix ${shortly(prefix)}?`;
   const lines = [
-    `None of its ${plural(prefix.tokens, "token")} will be found any more: requests compute them again.`,
-    "Its memory is free once room is needed. This cannot be undone.",
+    `None of its ${plural(prefix.tokens, "token")} will be found any more: requests will compute them again.`,
+    "The memory of the other chunks is freed when the pool needs it. This cannot be undone.",
   ];
   if (!(await confirmed({ title, lines, verb: "Remove" }))) return "";
   await send("POST", "v1/chunks/delete", { namespace: prefix.namespace, keys: [prefix.key] });
   return "Removed.";
 }
 
-/** Keeps of a prefix what most of those use who use it. */
+/** Keeps the part of a prefix that at least half of its uses found. */
 async function keep(prefix) {
   const until = select(FOR);
   const length = plural(prefix.last_tokens, "token");
   const lines = [
     prefix.uses
-      ? `Its first ${length}, which at least half of its uses found, stay for the time chosen below.`
-      : `Nobody has used it yet. The longest that begins with it, ${length}, stays for the time chosen below.`,
+      ? `Its first ${length}, which at least half of its uses found, are kept for the time chosen below.`
+      : `It has not been used yet. The longest prefix that begins with it, ${length}, is kept for the chosen time.`,
     COSTS,
-    `To end it sooner, unpin ${prefix.last_key} under "Administration".`,
+    `To stop sooner, enter ${prefix.last_key} under "Administration".`,
   ];
   const title = `Keep the prefix ${shortly(prefix)}?`;
   if (!(await confirmed({ title, lines, verb: "Keep", asks: labelled("For", until) }))) return "";
@@ -148,7 +148,7 @@ function byPrefix(changed) {
   ];
 }
 
-/** changed: () => void, when something was kept or removed. ask: () => void, has the page fetch what is wanted now. */
+/** changed: () => void, called when a prefix was kept or removed. ask: () => void, fetches the figures needed now. */
 export function mountCached(root, changed, ask) {
   let way = "model";
   let last = null;
@@ -187,9 +187,9 @@ export function mountCached(root, changed, ask) {
     setHidden(more, isPrefix ? found.prefixes.length >= found.prefix_count : !namespaces.next);
     setText(more, isPrefix
       ? `The most used of ${plural(found.prefix_count, "prefix", "prefixes")}.`
-      : "Only the first of many namespaces are summed up here.");
+      : "There are more namespaces than these sums include.");
   }
-  /** Not wanted now, if it is known whether there are any. */
+  /** Paths that need not be fetched now. */
   draw.resting = () => (way === "prefix" ? [] : ["prefixes"]);
   draw.digest = ({ status: { pool, chunks } }) => `${bytes(pool.ready_bytes)} in ${plural(chunks.ready, "chunk")}`;
   return draw;

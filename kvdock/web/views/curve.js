@@ -1,4 +1,4 @@
-// The hit rate that pools of other sizes would have, as columns from the smallest to the one without bound.
+// The hit rate that pools of other sizes would have, as columns from the smallest to an unlimited one.
 
 import { labelled, select, setOptions } from "../choice.js";
 import { el, hint, KeyedList, setAttr, setHidden, setText } from "../dom.js";
@@ -8,7 +8,7 @@ import { tidy } from "../scale.js";
 const FACTORS = { 0.25: "¼ ×", 0.5: "½ ×" };
 const factorWords = (factor) => (factor === null ? "∞ ×" : (FACTORS[factor] ?? `${factor} ×`));
 const sizeWords = (point) => (point.pool_bytes === null ? "any size" : tidy(bytes(point.pool_bytes)));
-/** A column is narrow: there a figure may be broken before its unit. */
+/** A column is narrow, so a figure may be broken before its unit. */
 const breakable = (text) => text.replaceAll("\u00a0", " ");
 const WORTH = 0.01;
 
@@ -28,7 +28,7 @@ function makeColumn() {
   return { node, update };
 }
 
-/** What an operator wants to know of it: is more memory worth it, would less do? */
+/** Whether more memory would help, and whether less would be enough. */
 function advice(points) {
   const at = (factor) => points.find((p) => p.factor === factor)?.hit_share ?? null;
   const now = at(1);
@@ -37,14 +37,14 @@ function advice(points) {
   const better = known.filter((p) => (p.factor ?? Infinity) > 1 && p.hit_share - now >= WORTH);
   const smaller = known.filter((p) => p.factor !== null && p.factor < 1 && now - p.hit_share < WORTH);
   const half = smaller.length ? ` ${sizeWords(smaller[0])} would find as much.` : "";
-  if (!better.length) return `More memory would find no more than now.${half}`;
+  if (!better.length) return `More memory would not raise the hit rate.${half}`;
   const points100 = (p) => Math.round((p.hit_share - now) * 100);
   const [first] = better;
   const last = better.at(-1);
-  const largest = last.factor === null ? "one without bound" : `one of ${sizeWords(last)}`;
-  const most = last === first ? "" : `, ${largest} ${points100(last)}`;
-  const name = first.factor === null ? "A pool without bound" : `A pool of ${sizeWords(first)}`;
-  return `${name} would find ${points100(first)} points of 100 more${most}.`;
+  const largest = last.factor === null ? "an unlimited one" : `one of ${sizeWords(last)}`;
+  const most = last === first ? "" : `, ${largest} by ${points100(last)}`;
+  const name = first.factor === null ? "An unlimited pool" : `A pool of ${sizeWords(first)}`;
+  return `${name} would raise the hit rate by ${points100(first)} percentage points${most}.`;
 }
 
 function spaces({ total, tenants, namespaces }) {
@@ -60,7 +60,7 @@ export function mountCurve(root) {
   const words = el("p", { cls: "advice" });
   const list = el("ol", { cls: "curve", attrs: { "aria-label": "Hit rate by the size of the pool" } });
   const basis = el("p", { cls: "muted after" });
-  const empty = hint("Too few lookups yet to say. It takes some hundreds of chunks that were asked for.");
+  const empty = hint("There are too few lookups yet: the estimate needs some hundreds of chunks that were looked up.");
   root.append(labelled("Requests of", pick), words, list, basis, empty);
   const columns = new KeyedList(list, (point) => String(point.factor), makeColumn);
   let last = null;
@@ -79,9 +79,9 @@ export function mountCurve(root) {
     if (!isThere) return;
     columns.update(chosen.points);
     setText(words, advice(chosen.points));
-    const older = curve.half_life_s ? `; what is ${age(curve.half_life_s)} old counts for half` : "";
+    const older = curve.half_life_s ? `; a lookup ${age(curve.half_life_s)} ago counts half` : "";
     const asked = `${plural(chosen.lookups, "lookup")} of ${count(chosen.tokens)} tokens`;
-    const policy = `the eviction policy that runs (${curve.eviction})`;
+    const policy = `the present eviction policy (${curve.eviction})`;
     setText(basis, `Estimated for ${policy}, from ${asked} in the last ${age(curve.covers_s)}${older}.`);
   }
   draw.digest = ({ curve }) => (curve ? advice(curve.total.points) : "");

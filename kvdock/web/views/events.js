@@ -1,4 +1,4 @@
-// Live events: what the server keeps of them, then what comes. They are read only while the panel is open.
+// Live events: those that the server has kept, then new ones. They are read only while the panel is open.
 
 import { labelled, select, toggle } from "../choice.js";
 import { el, hint, KeyedList, setAttr, setHidden, setText } from "../dom.js";
@@ -7,7 +7,7 @@ import { EventReader } from "../stream.js";
 
 const MOST = 100;
 const KEPT = 500;
-/** Kinds of memory's events that come every second in a full pool. */
+/** Kinds of events about memory that come every second in a full pool. */
 const OFTEN = new Set(["evicted", "quarantined", "freed"]);
 const MEMORY = ["evicted", "mismatched", "quarantined", "freed", "grown", "growth_failed", "shrunk", "limits_changed"];
 const ENGINES = ["attached", "suspect", "recovered", "dead", "left"];
@@ -16,7 +16,7 @@ const REQUESTS = [
   "looked_up", "leased", "loaded", "cancelled", "reserved", "stored", "committed", "aborted", "refused",
 ];
 
-/** What may be chosen: value, text, kinds; none: all. */
+/** The choices: value, text, kinds of events; no kinds: all. */
 const CHOICES = [
   ["notable", "all but requests", [...ENGINES, ...MEMORY.filter((kind) => !OFTEN.has(kind)), ...SERVER, "refused"]],
   ["engines", "engines", ENGINES],
@@ -27,9 +27,9 @@ const CHOICES = [
 ];
 const BAD = new Set(["dead", "mismatched", "growth_failed"]);
 const WARN = new Set(["suspect", "refused", "aborted", "draining", "gap"]);
-/** Shown by itself, or of no use to a person. */
+/** Fields that are shown elsewhere in the row, or not at all. */
 const LEFT_OUT = new Set(["kind", "seq", "at", "tenant", "session", "label"]);
-/** A key or a namespace: nobody reads all of it. */
+/** A key or a namespace, of which only the first digits are shown. */
 const LONG_HEX = /^[0-9a-f]{64}$/;
 const UNITS = [["_bytes", bytes], ["_us", took], ["_s", age], ["bytes", bytes]];
 
@@ -121,7 +121,7 @@ export function mountEvents(root) {
   });
 
   const update = () => {};
-  /** Told at each drawing whether a person can see it. */
+  /** Called at each drawing with whether the panel is visible. */
   update.shown = (now) => {
     if (now === isShown) return;
     isShown = now;

@@ -1,4 +1,4 @@
-// Why a request found what it found, in a dialog: the server's sentences first, then the figures behind them.
+// A dialog that explains a request: the server's sentences first, then the figures behind them.
 
 import { get } from "../api.js";
 import { button } from "../choice.js";
@@ -7,7 +7,7 @@ import { age, bytes, clock, count, plural, rate, shareOf, took } from "../format
 
 const dialog = () => document.getElementById("explain");
 
-/** Pairs of words and figures; what is not known is left out. */
+/** Pairs of names and figures; figures that are not known are omitted. */
 function facts(pairs) {
   const known = pairs.filter(([, value]) => value !== null && value !== undefined && value !== "");
   return el("dl", {
@@ -20,7 +20,7 @@ function facts(pairs) {
 
 const section = (title, ...children) => el("section", { children: [el("h3", { text: title }), ...children] });
 
-/** What the prompt's tokens were: from the engine's own cache, loaded, computed. */
+/** How many of the prompt's tokens came from the engine's own cache, were loaded, and were computed. */
 function tokenBar({ prompt_tokens: all, local_tokens: local, loaded_tokens: loaded }) {
   const computed = all - local - loaded;
   const parts = [["local", "the engine had", local], ["loaded", "loaded", loaded], ["computed", "computed", computed]];

@@ -1,4 +1,4 @@
-// Open leases and reservations, the oldest first, because people look for those that stay long.
+// Open leases and reservations, the oldest first, because operators look for those that stay long.
 
 import { el, hint, setAttr, setText } from "../dom.js";
 import { age, bytes, exact, plural, rankWords } from "../format.js";
@@ -9,10 +9,10 @@ import { OLD_LEASE_S } from "./verdict.js";
 function waiting({ remaining, readers, closed }) {
   if (remaining.length === 0) return "";
   const who = remaining.length === readers && readers > 1 ? "all ranks" : rankWords(remaining);
-  return closed ? `closed, waits for ${who}` : who;
+  return closed ? `closed, waiting for ${who}` : who;
 }
 
-/** One that has been there for long stands out. */
+/** The age, highlighted if the grant is old. */
 function aged(cell) {
   const text = el("span");
   cell.append(text);
@@ -27,7 +27,7 @@ const COLUMNS = [
   { head: "Kind", text: (g) => (g.kind === "lease" ? "Lease" : "Reservation"), title: (g) => g.grant },
   { head: "Request", cls: "wide", make: twoPart((g) => g.request, (g) => (g.epoch ? `epoch ${g.epoch}` : "")) },
   { head: "Engine", cls: "wide", make: twoPart((g) => g.engine, () => "") },
-  { head: "Still to finish", cls: "wide", make: twoPart((g) => `${g.remaining.length} of ${g.readers}`, waiting) },
+  { head: "Unfinished ranks", cls: "wide", make: twoPart((g) => `${g.remaining.length} of ${g.readers}`, waiting) },
   { head: "Chunks", cls: "num", text: (g) => exact(g.chunks) },
   { head: "Bytes", cls: "num", text: (g) => bytes(g.bytes) },
   { head: "Age", cls: "num", make: aged },

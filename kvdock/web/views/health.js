@@ -13,7 +13,7 @@ const PILL = {
   gone: ["bad", "Unreachable"],
 };
 
-/** A fact that the server does not tell is left out. */
+/** A fact that the server does not report is omitted. */
 const FACTS = [
   ["host", (s) => s.host ?? ""],
   ["version", (s) => s.version],
@@ -23,7 +23,7 @@ const ICONS = { gone: "static/favicon-gone.svg" };
 const ICON = "static/favicon.svg";
 
 const RESTARTED = {
-  pool: (s, at) => `The server restarted at ${at} with a new pool (${s.pool_id}): what was cached before is gone.`,
+  pool: (s, at) => `The server restarted at ${at} with a new pool (${s.pool_id}): the chunks cached before are gone.`,
   server: (s, at) =>
     `The server restarted at ${at} and took over its pool (incarnation ${s.incarnation}): published chunks survived.`,
 };
@@ -71,7 +71,7 @@ function showFacts(facts, status, ageS) {
   }
 }
 
-/** The tab says it too: people look at it when they do not look at the page. */
+/** Shows the state in the tab's title and icon, for people who look at another tab. */
 function showTab(phase, status) {
   const name = status?.host ? `kvdock on ${status.host}` : "kvdock";
   const said = { gone: "Unreachable: ", stale: "Stale: " }[phase] ?? "";

@@ -22,7 +22,7 @@ function grouped(stats) {
   return [...charts.values()];
 }
 
-/** turn: (path) => void, has the page ask for the history there. */
+/** turn: (path) => void, makes the page fetch the history from that path. */
 export function mountHistory(root, turn) {
   const ranges = choice("How far back", RANGES, DEFAULT, (range) => {
     turn(range === DEFAULT ? "v1/stats" : `v1/stats?over=${range}`);

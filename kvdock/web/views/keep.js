@@ -1,16 +1,16 @@
-// Keeping a prefix for a while: the administration does it by a key, the list of prefixes by a button.
+// Keeps a prefix for a while: by a key under "Administration", by a button in the list of prefixes.
 
 import { send } from "../api.js";
 
 export const FOR = [["3600", "an hour"], ["43200", "12 hours"], ["604800", "a week"]];
-export const COSTS = "Other chunks are evicted instead, and so much less room is left for new ones.";
+export const COSTS = "Other chunks are evicted instead, and less memory is left for new ones.";
 
 /**
- * Keeps that chunk, and so what precedes it. until: the chosen option of a list, seconds and their name; 0: no longer.
- * Resolves to a sentence that says what became of it.
+ * Keeps that chunk, and with it the chunks before it. until: the chosen option, with seconds as its value; 0: stop
+ * keeping it. Resolves to a sentence with the result.
  */
 export async function pin(namespace, key, until) {
   const done = await send("POST", "v1/pins", { namespace, keys: [key], duration_s: Number(until.value) });
   if (!done.chunks) return "No chunk of that key can be hit in this namespace.";
-  return until.value === "0" ? "Unpinned." : `Kept for ${until.text}.`;
+  return until.value === "0" ? "Not kept any more." : `Kept for ${until.text}.`;
 }

@@ -1,4 +1,4 @@
-// The limits that can be changed while the server runs: a control for each, by what kind of value it has.
+// The limits that can be changed while the server runs, with a control for each that fits its kind of value.
 
 import { send } from "../api.js";
 import { labelled, search, select } from "../choice.js";
@@ -7,7 +7,7 @@ import { el, KeyedList } from "../dom.js";
 import { bytes, words } from "../format.js";
 import { parsedBytes, parsedShare, parsedWhole } from "../parse.js";
 
-/** Values of which one is chosen. */
+/** The choices of limits that are not numbers. */
 const CHOICES = { eviction: ["adaptive", "lru"], tier_keep: ["shared", "always"] };
 const sizeText = (n) => (n % 2 ** 20 ? `${n} B` : bytes(n).replaceAll("\u00a0", " "));
 const shareText = (x) => `${+(x * 100).toFixed(2)} %`;
@@ -29,7 +29,7 @@ function makeField([name]) {
     was = now;
     if (!isTouched && document.activeElement !== input) input.value = text(now);
   };
-  /** [name, the value wanted, the value that counts]; null while they are the same. */
+  /** [name, new value, present value]; null if they are equal. */
   const change = () => {
     if (input.value === text(was)) return null;
     const wanted = value(input.value);
@@ -38,17 +38,17 @@ function makeField([name]) {
   return { node: labelled(words(name), input), update, change };
 }
 
-/** What a change costs. */
+/** The consequences of a change, in sentences. */
 function costs(changes, { status: { pool } }) {
   const written = (name, value) => kindOf(name).text(value);
   const lines = changes.map(([name, now, was]) => `${words(name)}: ${written(name, was)} → ${written(name, now)}.`);
   const size = changes.find(([name]) => name === "pool_bytes");
   if (size && size[1] < size[2]) {
     const lost = Math.max(0, pool.ready_bytes - size[1]);
-    const least = lost ? `At least ${bytes(lost)} of what can be hit is` : "Some of what can be hit may be";
-    lines.push(`${least} evicted: whole segments are emptied and given back.`);
+    const least = lost ? `At least ${bytes(lost)} that can be hit are` : "Some chunks that can be hit may be";
+    lines.push(`${least} evicted: whole segments are emptied and freed.`);
   }
-  if (changes.some(([name]) => name === "eviction")) lines.push("The new policy begins with nothing learnt.");
+  if (changes.some(([name]) => name === "eviction")) lines.push("The new policy has not learned from earlier uses.");
   return [...lines, "The change lasts until the server ends."];
 }
 
@@ -65,14 +65,14 @@ export function mountLimits(root, action, changed) {
 
   async function apply() {
     const changes = [...fields.values()].map((field) => field.change()).filter(Boolean);
-    if (!changes.length) return "Nothing is different from what counts now.";
+    if (!changes.length) return "All values are as they were.";
     if (!(await confirmed({ title: "Change limits?", lines: costs(changes, bodies), verb: "Change" }))) return "";
     await send("PATCH", "v1/config", Object.fromEntries(changes));
     changed();
     return "Changed.";
   }
 
-  const about = "They count at once, and until the server ends. The next start reads its own settings.";
+  const about = "Changes take effect at once and last until the server ends. The next server reads its own settings.";
   root.append(action("Limits", about, [grid], "Change…", apply));
   return (latest) => {
     bodies = latest;

@@ -1,5 +1,5 @@
-// Recent lookups and stores, the newest first: their tokens, how many of them were found, and what became of their
-// requests once the engines have told it. A click on a request explains it.
+// Recent lookups and stores, the newest first: their tokens, how many of them were found, and how their requests ended,
+// once the engines have reported it. A click on a request explains it.
 
 import { button, labelled, search, select, toggle } from "../choice.js";
 import { el, hint, setAttr, setHidden, setText } from "../dom.js";
@@ -18,8 +18,8 @@ const SHOWN = [
   ["all", "all", () => true],
 ];
 
-/** A figure of the request's outcome; nothing as long as its engine has not told it. */
-const told = (figure) => (r) => (r.outcome ? figure(r.outcome) : "");
+/** A figure of the request's outcome; empty until its engine has reported it. */
+const reported = (figure) => (r) => (r.outcome ? figure(r.outcome) : "");
 
 function kind(cell) {
   const text = el("span", { cls: "kind" });
@@ -53,9 +53,9 @@ function named(explain) {
 
 const LOCAL = "Tokens that the engine's own cache had";
 const LOADED = "Tokens that the engine loaded";
-const NONE_YET = "No request yet. Lookups and stores of attached engines are listed here.";
-const NONE_SUCH = "None of the last requests has an id that begins so.";
-const NONE_OF_KIND = "None of the last requests is of this kind.";
+const NONE_YET = "There is no request yet. Lookups and stores of attached engines are listed here.";
+const NONE_SUCH = "No recent request has such an id.";
+const NONE_OF_KIND = "No recent request is of this kind.";
 
 const columns = (explain) => [
   { head: "Time", text: (r) => clock(r.at), title: (r) => dateTime(r.at) },
@@ -70,9 +70,9 @@ const columns = (explain) => [
       (r) => (isLookup(r) ? shareOf(r.hit_tokens, r.tokens) : "–"),
     ),
   },
-  { head: "Local", cls: "num spare detail", text: told((o) => count(o.local_tokens)), title: () => LOCAL },
-  { head: "Loaded", cls: "num spare detail", text: told((o) => count(o.loaded_tokens)), title: () => LOADED },
-  { head: "Why less", cls: "wide why", text: told((o) => o.why_in_words), title: told((o) => o.why) },
+  { head: "Local", cls: "num spare detail", text: reported((o) => count(o.local_tokens)), title: () => LOCAL },
+  { head: "Loaded", cls: "num spare detail", text: reported((o) => count(o.loaded_tokens)), title: () => LOADED },
+  { head: "Why less", cls: "wide why", text: reported((o) => o.why_in_words), title: reported((o) => o.why) },
   { head: "Bytes", cls: "num spare detail", text: (r) => bytes(r.bytes), title: (r) => plural(r.chunks, "chunk") },
   { head: "Took", cls: "num spare detail", text: (r) => (r.kind === "ended" ? "–" : took(r.took_us)) },
 ];
@@ -83,7 +83,7 @@ function tokensTitle(r) {
 
 const keyOf = (r) => `${r.at} ${r.kind} ${r.session} ${r.request}`;
 
-/** find: (text) => void, has the server asked for requests whose ids begin so. explain: (request, session) => void. */
+/** find: (text) => void, fetches requests whose ids begin with `text`. explain: (request, session) => void. */
 export function mountRequests(root, find, explain) {
   let drawn = [];
   let held = null;
@@ -106,7 +106,7 @@ export function mountRequests(root, find, explain) {
   });
   pick.addEventListener("change", draw);
 
-  /** What is there of the last answer at once; the server's answer may have more. */
+  /** Draws the matching rows of the last answer at once; the server's next answer may have more. */
   function draw() {
     const begins = input.value.trim();
     const [, , belongs] = SHOWN.find(([value]) => value === pick.value);

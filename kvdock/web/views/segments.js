@@ -1,5 +1,5 @@
 // A map for each segment: cells in use, ready for use, and not yet prefaulted. It shows amounts, not addresses. In a
-// pool of many segments each is one cell, or some together are: how full it is.
+// pool with many segments, a cell shows how full one segment is, or several together.
 
 import { el, KeyedList, setAttr, setHidden, setText, svg } from "../dom.js";
 import { bytes, count, plural, share, shareOf } from "../format.js";

@@ -1,4 +1,4 @@
-// Attached engines: a row for each, with what it found, loaded and stored, and how its processes are.
+// Attached engines: a row for each, with what it found, loaded and stored, and the state of its processes.
 
 import { el, hint, KeyedList, setAttr, setText } from "../dom.js";
 import { age, bytes, count, exact, plural, rankWords, rate, shareOf, weightsName } from "../format.js";
@@ -51,7 +51,7 @@ function processWords(members) {
   return { worst, text: `${plural(members.length, "process", "processes")}: ${words}` };
 }
 
-/** One chip in all; the processes on a click. They are drawn only while they are open. */
+/** One chip for all processes; a click shows each of them. They are drawn only while they are shown. */
 function members(cell) {
   const chip = el("span", { cls: "chip" });
   const beat = el("small");
@@ -77,7 +77,7 @@ const hasTotals = (s) => Boolean(s.totals);
 const hasSaved = (s) => (s.totals?.saved_s ?? null) !== null;
 const hasCopy = (s) => (s.copy?.load_bytes_per_s ?? s.copy?.store_bytes_per_s ?? null) !== null;
 
-/** The rate of loads, beside what the machine can do. */
+/** The rate of loads, compared with plain copies on the machine. */
 const copied = barred(
   (s) => s.copy?.load_bytes_per_s, (s) => s.copy?.ceiling_bytes_per_s, (s) => rate(s.copy?.load_bytes_per_s),
   ({ copy }) => (copy?.ceiling_bytes_per_s ? `of ${rate(copy.ceiling_bytes_per_s)}` : ""),

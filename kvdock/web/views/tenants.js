@@ -1,4 +1,4 @@
-// What each tenant uses, beside its quota.
+// The usage and the quota of each tenant.
 
 import { el, hint } from "../dom.js";
 import { bytes, count } from "../format.js";

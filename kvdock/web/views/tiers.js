@@ -1,4 +1,4 @@
-// Tiers below the pool: whether each is used, how full it is, what has gone down and come up.
+// Tiers below the pool: whether each is used, how full it is, and how much was stored and loaded.
 
 import { el, hint, setAttr, setHidden, setText } from "../dom.js";
 import { age, bytes, count, exact, plural, shareOf } from "../format.js";
@@ -53,7 +53,7 @@ function damaged(cell) {
   cell.append(figure);
   return (tier) => {
     setText(figure, isKnown(tier) ? count(total("damaged")(tier)) : "–");
-    setAttr(cell, "title", "Parts that were not what was stored; they are deleted");
+    setAttr(cell, "title", "Loaded parts that differed from the stored ones; they are deleted");
     setAttr(figure, "class", total("damaged")(tier) ? "alarm" : "");
   };
 }
@@ -70,24 +70,24 @@ const COLUMNS = [
 ];
 
 const ENDS = {
-  fulfilled: "until all came",
-  shortened: "until no more came",
+  fulfilled: "until all chunks came",
+  shortened: "until no more chunks came",
   expired: "until the time was over",
-  withdrawn: "and went on without",
+  withdrawn: "until the request went on without",
 };
 
 function waitWords({ waiting, waits }) {
   const ended = Object.entries(waits).filter(([, n]) => n);
   const earlier = ended.map(([how, n]) => `${count(n)} ${ENDS[how] ?? how}`).join(", ");
   const now = `${plural(waiting, "request waits", "requests wait")} for lower tiers now.`;
-  return earlier ? `${now} Waited: ${earlier}.` : now;
+  return earlier ? `${now} Earlier waits: ${earlier}.` : now;
 }
 
 function troubleWords({ restarts, silent_s: silent, lost_lookups: lost }) {
   const said = [];
-  if (silent > SILENT_S) said.push(`The mover has said nothing for ${age(silent)}, so these figures are old.`);
-  if (restarts) said.push(`The mover has ended and was started again ${plural(restarts, "time")}.`);
-  if (lost) said.push(`${plural(lost, "lookup was", "lookups were")} not sent to it, because too many waited.`);
+  if (silent > SILENT_S) said.push(`The mover has not reported for ${age(silent)}, so these figures are old.`);
+  if (restarts) said.push(`The mover ended and was restarted ${plural(restarts, "time")}.`);
+  if (lost) said.push(`${plural(lost, "lookup was", "lookups were")} not sent to the mover, because too many waited.`);
   return said.join(" ");
 }
 

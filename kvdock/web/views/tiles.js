@@ -1,4 +1,4 @@
-// The main figures. What a server does not know is left out.
+// The main figures. A figure that the server does not have is omitted.
 
 import { el, setText } from "../dom.js";
 import { about, age, bytes, count, plural, shareOf } from "../format.js";
@@ -20,21 +20,21 @@ function hitRate({ status: { counters: c }, stats }) {
 
 const asOf = (c) => plural(c.lookup_tokens ?? 0, "token");
 
-function saved({ status: { counters: c, saved: told } }) {
-  if (!told?.tokens) return [count(c.hit_tokens ?? 0), `tokens found, in ${plural(c.lookups ?? 0, "lookup")}`];
-  if ((told.seconds ?? null) === null) return [count(told.tokens), "tokens were loaded instead of computed"];
-  return [age(told.seconds), `of computing: ${plural(told.tokens, "token")} were loaded instead`];
+function saved({ status: { counters: c, saved: reported } }) {
+  if (!reported?.tokens) return [count(c.hit_tokens ?? 0), `tokens found, in ${plural(c.lookups ?? 0, "lookup")}`];
+  if ((reported.seconds ?? null) === null) return [count(reported.tokens), "tokens were loaded instead of computed"];
+  return [age(reported.seconds), `of computing: ${plural(reported.tokens, "token")} were loaded instead`];
 }
 
-/** With less free than this a pool is called full: it keeps a little free. */
+/** A pool with a smaller free share than this counts as full: eviction keeps a little free. */
 const FULL_SHARE = 0.05;
 
-/** When it is full; else, what goes first. */
+/** When the pool will be full; if it is full, the age of the chunk that is evicted next. */
 function fullWords({ full_in_s: fullInS, oldest_s: oldestS, pool }) {
   const free = pool.free_bytes + pool.limit_bytes - pool.allocated_bytes;
   const isFull = free < FULL_SHARE * pool.limit_bytes;
   if (!isFull && (fullInS ?? null) !== null) return `; full in ${about(fullInS)} at this rate`;
-  return isFull && (oldestS ?? null) !== null ? `; what goes next was unused for ${about(oldestS)}` : "";
+  return isFull && (oldestS ?? null) !== null ? `; the oldest chunk was unused for ${about(oldestS)}` : "";
 }
 
 /** Name and bodies → [value, note]. */

@@ -1,5 +1,5 @@
-// Every counter of the server, under the name that the server gives it. A click tells what it counts; those that are
-// zero are folded away.
+// The server's counters, with the names that the server gives them. A click shows what one counts; counters that are
+// zero are folded.
 
 import { el, KeyedList, setAttr, setHidden, setText } from "../dom.js";
 import { bytes, count, exact, plural, words } from "../format.js";
@@ -17,7 +17,7 @@ function makeRow([name]) {
   const summary = el("summary", { children: [label, value] });
   const node = el("details", { cls: "counter", children: [summary, meaning, link] });
   node.addEventListener("toggle", async () => {
-    if (node.open) setText(meaning, `${(await meanings()).get(metricOf(name)) ?? "The server does not say"}.`);
+    if (node.open) setText(meaning, `${(await meanings()).get(metricOf(name)) ?? "The server gives no description"}.`);
   });
   const update = ([, n]) => {
     setText(value, name.endsWith("_bytes") ? bytes(n) : count(n));

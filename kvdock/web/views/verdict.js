@@ -1,10 +1,10 @@
-// Health in words: what an operator should look at now, or that there is nothing.
+// Sentences about what an operator should look at now, or one that nothing needs attention.
 
 import { el, KeyedList, setAttr, setHidden, setText } from "../dom.js";
 import { age, bytes, count, plural } from "../format.js";
 import { nameOf, inTrouble } from "./sessions.js";
 
-/** A lease of this age is worth a look: a copy takes seconds. */
+/** An older lease needs attention: a copy takes seconds. */
 export const OLD_LEASE_S = 60;
 const MOST_NAMES = 3;
 
@@ -13,7 +13,7 @@ function names(all) {
   return all.slice(0, MOST_NAMES).join(", ") + (more > 0 ? ` and ${count(more)} more` : "");
 }
 
-/** Each rule: bodies → [tone, sentence, where to look] or null. A list that is not known is null. */
+/** Each rule: bodies → [tone, sentence, id of the panel] or null. A list that is not known is null. */
 const RULES = [
   ({ sessions }) => {
     const bad = (sessions?.sessions ?? []).filter((s) => inTrouble(s).length);
@@ -32,7 +32,7 @@ const RULES = [
     return ["warn", `${many}, the oldest ${age(oldest.age_s)}.`, "grants"];
   },
   ({ status: { counters: c } }) => c.mismatches
-    ? ["bad", `${plural(c.mismatches, "chunk")} had other bytes than were stored: check the memory.`, "totals"]
+    ? ["bad", `${plural(c.mismatches, "chunk")} did not match their checksum: check the machine's memory.`, "totals"]
     : null,
   ({ status: { tiers = [] } }) => {
     const off = tiers.filter((tier) => tier.state !== "open");
@@ -40,11 +40,11 @@ const RULES = [
   },
 ];
 
-/** What is well, in one sentence. Without the lists of engines and leases it is not known whether they are. */
+/** One sentence if no rule applies. Without the lists of engines and leases their state is not known. */
 function allWell({ status: { sessions, pool, chunks }, sessions: known }) {
   if (!sessions) return "Ready, and no engine is attached.";
   const who = `${plural(sessions, "engine is", "engines are")} attached`;
-  if (!known) return `Ready: ${who}. How they are is shown to an access token.`;
+  if (!known) return `Ready: ${who}. Their state is shown after you enter an access token.`;
   return `Nothing needs attention: ${who}, ${bytes(pool.ready_bytes)} in ${plural(chunks.ready, "chunk")} can be hit.`;
 }
 

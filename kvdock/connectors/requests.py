@@ -85,7 +85,7 @@ class LookupState:
     """The answer whose verification has started."""
     verified: LookupAnswer | None = None
     epoch: int = 0
-    """Of the question; 0: the next question takes a new one."""
+    """The epoch of the question; 0: the next question takes a new one."""
     handed_out: str | None = None
     """The lease of the last plan, until the server has asked about it."""
 
@@ -153,7 +153,7 @@ class StoreProgress:
         self.offered, self.reserved = max(self.offered, chunks), max(self.reserved, chunks)
 
     def limit(self, chunks: int) -> None:
-        """Of what was loaded, the chunks behind the first `chunks` chunks are damaged."""
+        """The chunks behind the first `chunks` chunks that were loaded are damaged."""
         self.offered, self.reserved = min(chunks, self.offered), min(chunks, self.reserved)
         self.fell_short_at = min(chunks, self.fell_short_at)
 
@@ -174,7 +174,7 @@ class RequestState:
         return self.chain.keys[: min(chunks, self.ceiling)]
 
     def limit(self, chunks: int) -> None:
-        """Of what was loaded, the chunks behind the first `chunks` chunks are damaged."""
+        """The chunks behind the first `chunks` chunks that were loaded are damaged."""
         self.ceiling = min(chunks, self.ceiling)
         self.store.limit(chunks)
 

@@ -15,9 +15,9 @@ from kvdock.api.record.counters import Counters
 from kvdock.protocol.events import Event, Loaded, Refused, Stored
 
 BOUNDS_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0)
-"""Of calls."""
+"""Upper bounds of the buckets for calls."""
 GRANT_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
-"""Of loads and stores."""
+"""Upper bounds of the buckets for loads and stores."""
 WATCH_S = 0.1
 WINDOW_S = 10.0
 

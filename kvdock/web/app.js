@@ -1,6 +1,6 @@
-// The page's loop. v1/status is fetched first, once a second; each good answer starts the fetches of the other
-// paths, so a path that hangs delays only its own panel. Nothing is fetched for a hidden tab or a folded panel. New
-// figures are drawn in the next frame.
+// The page's loop. v1/status is fetched first, once a second; each good answer starts the fetches of the other paths,
+// so a path that hangs delays only its own panel. Nothing is fetched for a hidden tab or a folded panel. New figures
+// are drawn in the next frame.
 
 import { get, Link, Source, useToken } from "./api.js";
 import { setAttr, setHidden, setText } from "./dom.js";

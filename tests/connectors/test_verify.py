@@ -280,5 +280,5 @@ def test_a_segment_that_leaves_before_it_is_hashed_is_no_error(
     ahead = HashAhead(trust)
     ahead.add(rig.attachment, parts)
     ahead.close()
-    assert "is not hashed ahead" in caplog.text and "background call failed" not in caplog.text
+    assert "are not hashed ahead" in caplog.text and "background call failed" not in caplog.text
     assert not any(trust.has(rig.attachment.session, part) for part in parts) and ahead._waiting_bytes == 0

@@ -1,4 +1,4 @@
-"""Of a test that is marked `sweep`, each value of its axis and each combination of its other parameters runs."""
+"""A test that is marked `sweep` runs with each value of its axis and each combination of its other parameters."""
 
 from __future__ import annotations
 

@@ -35,7 +35,8 @@ RUN_SIZE := Installing what kvdock needs: downloads about 300 MB (PyTorch for CU
 TEST_SIZE := Installing what tests and checks need: downloads about 100 MB, less than a minute
 
 .NOTPARALLEL:
-.PHONY: setup run test sanitize test-vllm vllm test-vllm-versions test-sglang sglang bench pins sbom lint types clean
+.PHONY: setup run test test-all sanitize test-vllm vllm test-vllm-versions test-sglang sglang bench pins sbom lint \
+	types clean
 
 # Everything for development.
 setup:
@@ -56,6 +57,12 @@ test-vllm: vllm
 # The schedulers of the newest release of each minor version between those two, as far as tests are marked every_minor.
 test-vllm-versions: vllm $(BETWEEN:%=.venv-vllm-%/.deps)
 	VLLM_VERSIONS='$(BETWEEN)' VLLM_SEEDS=$(or $(VLLM_SEEDS),24) $(IN_VLLM) -m every_minor $(ARGS)
+
+# All combinations of what `make test` runs in turns (`sweep`), and all minor versions of vLLM between; hours.
+test-all: test-vllm-versions sglang
+	$(BIN)/python -m pytest --sweeps $(ARGS)
+	$(IN_VLLM) $(ARGS)
+	$(IN_SGLANG) $(ARGS)
 
 # What test-vllm needs.
 vllm: setup $(addprefix .venv-vllm-cpu/.,built installed upstream weights) \

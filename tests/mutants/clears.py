@@ -8,7 +8,7 @@ CLEARS, WRITES = "kvdock/api/tiers/clears.py", "kvdock/tiers/mover/write_behind.
 
 
 def on_disk(test: str) -> tuple[str, ...]:
-    return "tests/tiers/test_clears.py", "-k", f"disk and {test}"
+    return "tests/tiers/test_clears.py", "--sweeps", "-k", f"disk and {test}"
 
 
 MUTANTS = (
@@ -63,7 +63,7 @@ MUTANTS = (
         "        space = self._namespace(change.namespace)\n"
         "        if space is not None:\n            if change.generation",
         "        space = None\n        if space is not None:\n            if change.generation",
-        ("tests/tiers/test_clears.py", "-k", "redis and at_no_other"),
+        ("tests/tiers/test_clears.py", "--sweeps", "-k", "redis and at_no_other"),
         "test_what_one_server_clears_is_found_at_no_other_that_shares_the_store",
     ),
     Mutant(

@@ -2,6 +2,9 @@
 
 A module's tests stay together, so that what they share is made once, but where a conftest says otherwise. Tests marked
 `alone`, which measure the machine or look at all of it, come last, and no other test runs beside one of them.
+
+Of a test marked `sweep(axis)`, each combination of its other parameters runs with one value of the parameter `axis`;
+these take turns, so that each comes up. `--sweeps` runs all combinations.
 """
 
 from __future__ import annotations
@@ -72,9 +75,15 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         builder.wait()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--sweeps", action="store_true", help="run all combinations of tests marked `sweep`")
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Before pytest-xdist's, which reads the marks."""
+    if not (config.option.sweeps or any("::" in one for one in config.args)):
+        _leave_out_sweeps(config, items)
     if LOCKS in config.stash:
         items.sort(key=_turn)
         for item in items:
@@ -90,6 +99,35 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         scattered = [item.nodeid for item in session.items if "@" not in item.nodeid]
         if scattered:
             raise RuntimeError(f"{len(scattered)} tests have no group for pytest-xdist, {scattered[0]} among them")
+
+
+def _leave_out_sweeps(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """All but the combinations whose turn it is, of tests that are marked `sweep`."""
+    swept = {item: mark.args[0] for item in items if (mark := item.get_closest_marker("sweep"))}
+    values: dict[tuple[str, str], list[object]] = {}
+    """By function and parameter, in the order in which they come."""
+    for item in swept:
+        for name, value in _parameters(item).items():
+            known = values.setdefault((_function(item), name), [])
+            if value not in known:
+                known.append(value)
+
+    def has_its_turn(item: pytest.Item, axis: str) -> bool:
+        place = {name: values[_function(item), name].index(value) for name, value in _parameters(item).items()}
+        own = place.pop(axis)
+        return sum(place.values()) % len(values[_function(item), axis]) == own
+
+    left_out = {item for item, axis in swept.items() if not has_its_turn(item, axis)}
+    config.hook.pytest_deselected(items=list(left_out))
+    items[:] = [item for item in items if item not in left_out]
+
+
+def _function(item: pytest.Item) -> str:
+    return item.nodeid.partition("[")[0]
+
+
+def _parameters(item: pytest.Item) -> dict[str, object]:
+    return dict(item.callspec.params) if isinstance(item, pytest.Function) else {}
 
 
 def _turn(item: pytest.Item) -> int:

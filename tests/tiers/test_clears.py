@@ -176,6 +176,7 @@ def test_what_was_cleared_comes_back_from_no_tier(servers: Servers, change: Chan
     assert hits(engine, keys) == 0, "a second time as well"
 
 
+@pytest.mark.sweep("made")
 @pytest.mark.parametrize("with_pool", [False, True], ids=["restarted", "pool removed"])
 @changes
 def test_what_was_cleared_does_not_come_back_with_the_next_server(
@@ -222,6 +223,7 @@ def test_more_deletions_than_a_note_can_name_clear_the_namespace(servers: Server
 # ---------------------------------------------------------------- on its way
 
 
+@pytest.mark.sweep("made")
 @pytest.mark.parametrize("step", ["down.asked", "down.held", "down.written"])
 @pytest.mark.parametrize("change", [clear, delete], ids=lambda change: change.__name__)
 def test_what_was_on_its_way_down_is_not_found(servers: Servers, change: Change, step: str) -> None:
@@ -244,6 +246,7 @@ def test_what_was_on_its_way_down_is_not_found(servers: Servers, change: Change,
     pytest.fail("what is stored again does not come back")
 
 
+@pytest.mark.sweep("made")
 @pytest.mark.parametrize("step", ["up.asked", "up.reserved", "up.hashed", "up.committed"])
 @pytest.mark.parametrize("change", [clear, delete], ids=lambda change: change.__name__)
 def test_what_was_on_its_way_up_is_not_published(servers: Servers, change: Change, step: str) -> None:
@@ -265,6 +268,7 @@ def test_what_was_on_its_way_up_is_not_published(servers: Servers, change: Chang
     assert hits(engine, keys) == 0
 
 
+@pytest.mark.sweep("made")
 @pytest.mark.parametrize("change", [clear, delete], ids=lambda change: change.__name__)
 def test_what_an_engine_was_storing_is_not_published(servers: Servers, change: Change) -> None:
     _, engine = ready(servers)
@@ -291,6 +295,7 @@ def off(store: Store) -> None:
     store.stop("stat sync") if isinstance(store, DiskStore) else store.stop()
 
 
+@pytest.mark.sweep("made")
 @pytest.mark.parametrize("with_pool", [None, False, True], ids=["same server", "restarted", "pool removed"])
 @pytest.mark.parametrize("change", [clear, delete], ids=lambda change: change.__name__)
 def test_a_tier_with_a_pending_order_is_not_used_until_it_has_carried_it_out(
@@ -347,6 +352,7 @@ def test_what_one_server_clears_is_found_at_no_other_that_shares_the_store(shari
     assert hits(engine, keys) == CHUNKS, "what is stored anew is shared again"
 
 
+@pytest.mark.sweep("shared")
 @pytest.mark.parametrize("change", [clear, delete], ids=lambda change: change.__name__)
 def test_what_another_server_was_writing_is_not_found(sharing: Servers, change: Change) -> None:
     """It has leased the chunks before, and writes them after the clear."""

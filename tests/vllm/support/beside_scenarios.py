@@ -66,13 +66,13 @@ class SlowStores(BesideEngine):
     def connect(self, kv_config: Any) -> None:
         super().connect(kv_config)
         worker = self.worker._connectors[len(self._before)]._worker
-        submit = worker._submit_store
+        submit = worker._stores._submit
 
         def late(*arguments: Any) -> None:
             time.sleep(0.02)  # longer than a step
             submit(*arguments)
 
-        worker._submit_store = late
+        worker._stores._submit = late
 
 
 def sibling_fails(address: str, policy: str, load_async: bool, overlap: bool, runner: int) -> dict[str, Any]:

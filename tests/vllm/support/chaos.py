@@ -27,17 +27,17 @@ class Chaos:
         """Answers whose parts are looked at in the background: they are promised if they are found whole."""
         self._lock = threading.Lock()
         half = self._connector = engine.scheduler.connector._scheduler._connector
-        verify = half.verify
+        verify = half.lookups._verify_now
 
         def verifying(request_id: str) -> None:
             request = half._requests.get(request_id)
-            with self._looking_at(request.answer if request is not None else None):
+            with self._looking_at(request.lookup.answer if request is not None else None):
                 verify(request_id)
 
-        half.verify = verifying
+        half.lookups._verify_now = verifying
         worker = engine.worker._worker
         self._has_way_back = len(engine.windows) == 1 or worker._traits.takes_failed_requests
-        finish, submit, begin = worker._connector.finish_store, worker._submit, worker.begin
+        finish, submit, begin = worker._connector.finish_store, worker._submit, worker.start
         self._in_step: list[Any] = []
 
         def begun(orders: Any) -> None:
@@ -52,7 +52,7 @@ class Chaos:
         def endangered(order: Any, is_early: bool) -> Any:
             if order.is_async and self._has_way_back and self._happens():
                 piece = source.choice(order.plan.pieces)
-                attachment = worker._session.attachment
+                attachment = worker._connector.session.attachment
                 part = source.choice(piece.parts) if piece.parts else None
                 with self._lock:
                     if part is not None and attachment is not None and part not in self._promised():
@@ -60,7 +60,7 @@ class Chaos:
                         self.seen["damaged_loads"] += 1
             return submit(order, is_early)
 
-        worker._connector.finish_store, worker._submit, worker.begin = noted, endangered, begun
+        worker._connector.finish_store, worker._submit, worker.start = noted, endangered, begun
 
     def step(self) -> None:
         engine = self._engine
@@ -76,7 +76,8 @@ class Chaos:
     def _promised(self) -> list[Any]:
         """Parts of loads that were promised because they were seen to be whole, or may be."""
         half = self._connector
-        verified = [one.verified for one in list(half._requests.values()) if one.verified is one.answer]
+        lookups = [request.lookup for request in list(half._requests.values())]
+        verified = [one.verified for one in lookups if one.verified is one.answer]
         promised = [answer for answer in verified + self._looked_at if answer is not None]
         return [part for answer in promised for parts in answer.chunks for part in parts] + self._in_step
 

@@ -116,7 +116,7 @@ def changed(address: str, **settings: Any) -> dict[str, Any]:
         report()
         for load in worker._running:
             if load.reported and not engine.seen["flipped"]:
-                chaos._flip(worker._session.attachment, load.order.plan.pieces[1].parts[0])
+                chaos._flip(worker._connector.session.attachment, load.order.plan.pieces[1].parts[0])
                 engine.seen["flipped"] += 1
 
     worker._report_verified, worker._connector.submit_load = endangered, late
@@ -172,7 +172,7 @@ def flip_as_it_begins(engine: SchedEngine) -> None:
     submit = worker._submit
 
     def endangered(order: Any, is_early: bool) -> Any:
-        chaos._flip(worker._session.attachment, order.plan.pieces[1].parts[0])
+        chaos._flip(worker._connector.session.attachment, order.plan.pieces[1].parts[0])
         worker._submit = submit
         return submit(order, is_early)
 

@@ -210,7 +210,8 @@ def into_lockstep(
         storing.wait(None)  # as early as it may
         return storing
 
-    worker._connector.submit_store, worker._aside = submit_computed, ASIDE
+    worker._connector.submit_store, worker._stores._aside = submit_computed, ASIDE
+    worker._kv = replace(worker._kv, aside=ASIDE)
     worker._reports_early = verified
     if verified and hasty:
         into_haste(worker)
@@ -233,9 +234,9 @@ def into_lockstep(
 
 def into_haste(worker: Any) -> None:
     """Loads are reported in every step, not in those alone that compute nothing."""
-    begin = worker.begin
+    start = worker.start
 
-    def begun(orders: Any) -> None:
-        begin(replace(orders, is_idle=True))
+    def started(orders: Any) -> None:
+        start(replace(orders, is_idle=True))
 
-    worker.begin = begun
+    worker.start = started

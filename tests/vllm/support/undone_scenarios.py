@@ -73,7 +73,9 @@ def no_room(engine: SchedEngine) -> Iterator[None]:
     """What is offered meanwhile finds no room, and is offered once more when its request ends."""
     client, stores = half_of(engine)._session.client, half_of(engine)._stores
     reserve = client.reserve
-    client.reserve = lambda body: ReserveAnswer(reservation=None, present=[], busy=[], chunks=[], limited_by="memory")
+    client.reserve = lambda body: ReserveAnswer(
+        reservation=None, deadline_s=30.0, present=[], busy=[], chunks=[], limited_by="no_space"
+    )
     try:
         yield
         end_s = time.monotonic() + 10.0
@@ -144,7 +146,7 @@ def damaging(engine: SchedEngine) -> Iterator[list[str]]:
     submit = worker._submit
 
     def submit_damaged(order: Any, is_early: bool) -> Any:
-        part, attachment = order.plan.pieces[3].parts[0], worker._session.attachment
+        part, attachment = order.plan.pieces[3].parts[0], worker._connector.session.attachment
         address = attachment.segments.address(part.segment, part.offset, part.length)
         ctypes.c_uint8.from_address(address).value ^= 1
         damaged.append(order.plan.request_id)

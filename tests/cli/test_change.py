@@ -79,7 +79,7 @@ def test_keep_says_when_not_all_of_it_or_nothing_is_stored(
     assert "2 of 3 chunks" in (said := kvdock("keep", *space, "--keys", ",".join(chain)).stdout)
     assert said.endswith("; the others are not stored\n")
     absent = ("--keys", keys(1, unique("absent"))[0])
-    assert "nothing of this prompt is stored" in refusal(kvdock("keep", *space, *absent, "--json"), 1)
+    assert "no chunk of this prompt is stored" in refusal(kvdock("keep", *space, *absent, "--json"), 1)
     assert kvdock("keep", *space, *absent, "--end").returncode == 0
 
 

@@ -205,7 +205,7 @@ class MooncakeTier:
         return found
 
     def _read_note(self, key: str, own: Own) -> Note | None:
-        """What is no note is none: it is begun anew. What cannot be read may be one. Raises TierError."""
+        """None: there is no note, so change() begins one. Raises TierError if an object cannot be read: it may be one."""
         (code,) = self._library.begin_reads([key])
         if code != codes.DONE:
             if code in _ABSENT:
@@ -222,8 +222,10 @@ class MooncakeTier:
             self._library.end_reads([key])
 
     def _read_whole(self, key: str, own: Own, length: int) -> None:
-        """Raises TierError."""
+        """Raises NoteError if the object is shorter, and TierError if its bytes do not come."""
         code = self._library.read(key, own.address, length, 0)
+        if code == codes.INVALID:
+            raise NoteError(f"an object of at least {length} bytes was wanted, found a shorter one")
         if code != length:
             raise TierError(TIER, f"{length} bytes of {key} cannot be read (code {code})")
 

@@ -205,7 +205,7 @@ class MooncakeTier:
         return found
 
     def _read_note(self, key: str, own: Own) -> Note | None:
-        """None: there is no note, so change() begins one. Raises TierError if an object cannot be read: it may be one."""
+        """None: there is no note, so change() begins one. Raises TierError if what is there cannot be read."""
         (code,) = self._library.begin_reads([key])
         if code != codes.DONE:
             if code in _ABSENT:

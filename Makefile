@@ -58,11 +58,11 @@ test-vllm: vllm
 test-vllm-versions: vllm $(BETWEEN:%=.venv-vllm-%/.deps)
 	VLLM_VERSIONS='$(BETWEEN)' VLLM_SEEDS=$(or $(VLLM_SEEDS),24) $(IN_VLLM) -m every_minor $(ARGS)
 
-# All combinations of what `make test` runs in turns (`sweep`), and all minor versions of vLLM between; hours.
+# All tests, with all combinations of those that are marked `sweep`, and all minor versions of vLLM between; hours.
 test-all: test-vllm-versions sglang
 	$(BIN)/python -m pytest --sweeps $(ARGS)
-	$(IN_VLLM) $(ARGS)
-	$(IN_SGLANG) $(ARGS)
+	$(IN_VLLM) --sweeps $(ARGS)
+	$(IN_SGLANG) --sweeps $(ARGS)
 
 # What test-vllm needs.
 vllm: setup $(addprefix .venv-vllm-cpu/.,built installed upstream weights) \

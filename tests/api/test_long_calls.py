@@ -48,8 +48,8 @@ OWN = of_user(os.geteuid())
 
 
 async def ask(app: Dispatch, method: str, path: str, body: object = None, *, tcp: bool = False) -> tuple[int, bytes]:
-    """(status, content). What arrives is in one piece."""
-    sent = b"" if body is None else msgspec.json.encode(body)
+    """(status, content). What arrives is in one piece. `body`: what JSON is made of, or bytes as they are sent."""
+    sent = b"" if body is None else body if isinstance(body, bytes) else msgspec.json.encode(body)
     path, _, query = path.partition("?")
     got: list[Any] = []
     messages = [{"type": "http.request", "body": sent, "more_body": False}]
@@ -160,7 +160,9 @@ CALLS: dict[str, tuple[str, str, Any]] = {
 
 
 TURN_MS = 6.0
-"""Several times what a quiet machine needs. Before there were slices and shorter pages, some took 7 to 16 ms."""
+"""A quiet machine needs 0.5 to 4 ms. Before there were slices and shorter pages, some calls took 7 to 16 ms."""
+TRIES = 10
+"""The least of several is looked at, for others who share the machine's caches make a turn longer and never shorter."""
 
 
 async def promised(rig: Rig, unique: str) -> list[str]:
@@ -193,10 +195,10 @@ async def prepared(rig: Rig, name: str, unique: str) -> dict[str, Any]:
 def test_the_largest_call_leaves_turns_to_others(name: str, rig: Rig) -> None:
     method, path, body = CALLS[name]
     took_ms = []
-    for number in range(3):
+    for number in range(TRIES):
         answers: list[tuple[int, bytes]] = []
         words = {"{s}": rig.session, "{n}": f"{name}-{number}"} | asyncio.run(prepared(rig, name, f"{name}-{number}"))
-        again = body and {key: words.get(str(value), value) for key, value in body.items()}
+        again = body and msgspec.json.encode({key: words.get(str(value), value) for key, value in body.items()})
         there = path.replace("{s}", rig.session).replace("{r}", words.get("{r}", ""))
 
         async def work(
@@ -207,7 +209,9 @@ def test_the_largest_call_leaves_turns_to_others(name: str, rig: Rig) -> None:
         took_ms.append(turns_of(work).longest_ms)
         assert answers[0][0] == 200, answers[0][1][:200]
         assert len(answers[0][1]) < 256 << 10, "no answer grows without bounds"
-    assert min(took_ms) < TURN_MS, took_ms
+        if took_ms[-1] < TURN_MS:
+            return
+    pytest.fail(f"{took_ms} ms, {TURN_MS} wanted")
 
 
 def test_pages_of_leases_are_short_and_lose_none(rig: Rig) -> None:

@@ -19,7 +19,7 @@ import pytest
 from mooncake_servers import MooncakeServers
 from tier_helpers import ARENA, MIB, POISON, Part, Parts, assert_loads, load, patient, store, store_all
 
-from kvdock.tiers.notes import begins
+from kvdock.tiers.notes import begins, name_of_note
 from kvdock.tiers.record import HEADER_BYTES
 from kvdock.tiers.stores.mooncake.library import Library
 from kvdock.tiers.stores.mooncake.settings import MooncakeSettings
@@ -214,6 +214,14 @@ def test_a_note_that_a_peer_does_not_give_is_not_begun_anew(
         else:
             tier.change(namespace, begins(1), patient())
     servers.peer.resume()
+    assert tier.notes([namespace], patient()) == [begun]
+
+
+def test_an_object_that_is_too_short_for_a_note_is_replaced_by_one(tiers: Tiers, servers: MooncakeServers) -> None:
+    namespace, tier = secrets.token_bytes(32), tiers.open()
+    servers.put(name_of_note(namespace), b"short")
+    assert tier.notes([namespace], patient()) == [None]
+    begun = tier.change(namespace, begins(0), patient())
     assert tier.notes([namespace], patient()) == [begun]
 
 

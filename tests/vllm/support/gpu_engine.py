@@ -35,7 +35,6 @@ OFFLINE = {
     "VLLM_USE_FLASHINFER_SAMPLER": "0",  # 1 imports flashinfer, which nothing else here needs
     "TORCHINDUCTOR_DETERMINISTIC": "1",  # else each process chooses kernels by timing them, and rounds as they do
     "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",  # it uses NVLink multicast, which hosts may forbid
-    "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # for poison()
 }
 
 
@@ -47,6 +46,7 @@ def settings_of(said: dict[str, Any]) -> dict[str, Any]:
     }
     return {
         "model": said["model"], "skip_tokenizer_init": True, "disable_log_stats": False,  # it counts drafts
+        "worker_extension_cls": "gpu_engine.KvMemory",
         "max_model_len": 1024, "gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": 1 << 29,  # others share the GPU
         "kv_transfer_config": {
             "kv_connector": "KvdockConnector", "kv_connector_module_path": "kvdock.connectors.vllm",
@@ -68,16 +68,22 @@ def about(config: Any) -> dict[str, Any]:
     }
 
 
-def poison(worker: Any) -> None:
-    """Overwrites all KV of a worker. vLLM sends this function to each."""
-    import torch
+class KvMemory:
+    """What vLLM adds to each worker."""
 
-    for cache in worker.model_runner.kv_caches:
-        for tensor in cache if isinstance(cache, (list, tuple)) else (cache,):
-            memory = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
-            memory.fill_(POISON)
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+    model_runner: Any
+
+    def report_poisoned(self) -> None:
+        """Overwrites all KV. The name is that of a method that only looks: any other that kvdock does not know counts
+        as a change of the weights, after which an engine loads nothing that was stored before."""
+        import torch
+
+        for cache in self.model_runner.kv_caches:
+            for tensor in cache if isinstance(cache, (list, tuple)) else (cache,):
+                memory = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+                memory.fill_(POISON)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
 
 
 class Engine:
@@ -124,7 +130,7 @@ class Engine:
                 before, now = now, 0 if status.reservations else status.counters["stored_chunks"]
 
     def poison(self) -> None:
-        self.llm.collective_rpc(poison)
+        self.llm.collective_rpc("report_poisoned")
 
     def forget(self) -> None:
         """Resets the prefix cache, which a connector may keep vLLM from for a moment."""

@@ -203,8 +203,7 @@ class MooncakeTier:
         return []
 
     def _read_note(self, key: str, buffer: Buffer) -> Note | None:
-        """An object that is not a note counts as none, so change() makes a new one. Raises TierError, also for an
-        object whose bytes cannot be read: it may be a note."""
+        """None: there is no note, so change() begins one. Raises TierError if what is there cannot be read."""
         (code,) = self._library.begin_reads([key])
         if code != codes.DONE:
             if code in _ABSENT:
@@ -221,8 +220,10 @@ class MooncakeTier:
             self._library.end_reads([key])
 
     def _read_whole(self, key: str, buffer: Buffer, length: int) -> None:
-        """Raises TierError."""
+        """Raises NoteError if the object is shorter, and TierError if its bytes do not come."""
         code = self._library.read(key, buffer.address, length, 0)
+        if code == codes.INVALID:
+            raise NoteError(f"an object of at least {length} bytes was wanted, found a shorter one")
         if code != length:
             raise TierError(TIER, f"{length} bytes of {key} cannot be read (code {code})")
 

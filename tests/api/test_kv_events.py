@@ -407,7 +407,7 @@ def test_half_a_wish_is_refused(given: dict[str, Any], said: str) -> None:
 
 
 def serve(*arguments: str, before: str = "") -> subprocess.CompletedProcess[str]:
-    code = f"import sys; {before}\nfrom kvdock.cli.__main__ import main; main()"
+    code = f"import sys; {before}\nfrom kvdock.__main__ import main; main()"
     return subprocess.run(
         [sys.executable, "-c", code, "serve", "--observe", "kv_events", *arguments], capture_output=True, text=True,
         timeout=60,

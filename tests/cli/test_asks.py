@@ -300,7 +300,7 @@ def test_bench_measures_and_leaves_nothing_stored() -> None:
 
 def test_bench_says_when_the_pool_has_no_space_and_cleans_up() -> None:
     with ServerProcess(pool_bytes="2MiB", segment_bytes="2MiB") as server, Client(server.unix) as client:
-        assert "no room" in refusal(kvdock("bench", "--rounds", "10", "--server", server.unix), 1)
+        assert "do not fit in the pool" in refusal(kvdock("bench", "--rounds", "10", "--server", server.unix), 1)
         assert client.status().sessions == 0 and ready_chunks(client) == 0
 
 

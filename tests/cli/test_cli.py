@@ -202,7 +202,7 @@ def test_completion_completes_commands_and_flags(words: str, wanted: set[str]) -
 
 def test_version_is_the_packages_however_the_program_is_started() -> None:
     beside = str(Path(sys.executable).with_name("kvdock"))
-    for program in ([beside], [sys.executable, "-m", "kvdock"], [sys.executable, "-m", "kvdock.cli"]):
+    for program in ([beside], [sys.executable, "-m", "kvdock"]):
         done = subprocess.run([*program, "--version"], env=clean_environ(), capture_output=True, text=True)
         assert (done.returncode, done.stdout) == (0, "kvdock 0.1.0\n"), (program, done.stderr)
 

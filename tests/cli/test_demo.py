@@ -105,7 +105,7 @@ def test_a_signal_ends_all_of_it(tmp_path: Path, number: signal.Signals) -> None
 
 def test_its_last_hint_runs_as_printed_and_its_server_ends_with_a_demo_that_was_killed(tmp_path: Path) -> None:
     with lingering(tmp_path) as (demo, pool, said):
-        hint = said.partition("or ask it: ")[2].splitlines()[0]
+        hint = said.partition("or run: ")[2].splitlines()[0]
         done = subprocess.run(shlex.split(hint), env=clean_environ(PATH=""), capture_output=True, text=True)
         assert done.returncode == 0 and "engine A" in done.stdout, (hint, done.stderr)
         demo.kill()

@@ -113,7 +113,7 @@ def test_access_files_are_read_as_the_server_and_commands_would(tmp_path: Path) 
     found = examined(Machine(), tmp_path, **both)["access"]
     assert (found.level, found.found) == ("ok", f"access tokens in {file}: 1")
     token.write_text(secret[:-1])
-    assert "is none of them" in examined(Machine(), tmp_path, **both)["access"].found
+    assert "is not among them" in examined(Machine(), tmp_path, **both)["access"].found
     token.chmod(0o644)
     found = examined(Machine(), tmp_path, **both)["access"]
     assert found.level == "problem" and "chmod 600" in found.found

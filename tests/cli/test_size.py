@@ -21,7 +21,7 @@ SHAPE = ("--layers", "32", "--kv-heads", "8", "--head-size", "128")
 def test_it_shows_what_pools_of_other_sizes_would_find() -> None:
     """A pool of 255 chunks; lookups ask for 400 chunks in turn."""
     with ServerProcess(pool_bytes=1 << 20, segment_bytes=1 << 20, eviction="lru") as server:
-        assert "0 lookups say too little yet" in refusal(kvdock("size", "--server", server.unix), 1)
+        assert "0 lookups are too few" in refusal(kvdock("size", "--server", server.unix), 1)
         with Client(server.unix) as client, closing(attach(client, groups=GROUPS)) as engine:
             for turn in range(4):
                 for prompt in range(PROMPTS):

@@ -184,7 +184,7 @@ def test_the_endpoint_of_all_exporters_counts_where_none_is_named(monkeypatch: p
 def test_without_the_package_the_server_does_not_start_and_says_what_to_install() -> None:
     code = (
         "import sys; sys.modules['opentelemetry.exporter.otlp.proto.http.trace_exporter'] = None\n"
-        "from kvdock.cli.__main__ import main; main()"
+        "from kvdock.__main__ import main; main()"
     )
     found = subprocess.run(
         [sys.executable, "-c", code, "serve", "--observe", "traces", "--traces-endpoint", "http://127.0.0.1:9"],

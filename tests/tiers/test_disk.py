@@ -229,6 +229,6 @@ def test_a_path_that_is_no_folder_and_a_limit_that_is_too_small_are_refused(tmp_
     (tmp_path / "file").write_text("")
     with pytest.raises(TierError, match="cannot be opened"):
         DiskTier.open(tmp_path / "file", LIMIT)
-    with pytest.raises(TierError, match=f"{LEAST_LIMIT_BYTES - 1} bytes was found, at least {LEAST_LIMIT_BYTES}"):
+    with pytest.raises(TierError, match=f"{LEAST_LIMIT_BYTES - 1:,} bytes, wanted at least {LEAST_LIMIT_BYTES:,}"):
         DiskTier.open(tmp_path / "new", LEAST_LIMIT_BYTES - 1)
     assert not (tmp_path / "new").exists()

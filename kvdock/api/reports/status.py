@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable
-from importlib.metadata import version
 from typing import NamedTuple
 
 import msgspec
 
+from kvdock import __version__
 from kvdock._core import SLOT_ALIGN
 from kvdock.api.access.peer import Peer
 from kvdock.api.convert import grant_text
@@ -24,7 +24,6 @@ from kvdock.api.settings import Settings
 from kvdock.protocol.errors import ApiError
 from kvdock.protocol.reports import ChunkCounts, Curve, Health, MoverView, Over, Stats, Status, TierView
 
-VERSION = version("kvdock")
 FULL_SHARE = 0.02
 """A pool with a smaller share of free memory counts as full."""
 STUCK_ROUNDS = 20
@@ -140,7 +139,7 @@ class Overview:
         return Status(
             status=now.status,
             reasons=[*now.reasons, *self._probes.blamed(now, peer), *growth],
-            version=VERSION,
+            version=__version__,
             pool_id=grant_text(pool.pool_id),
             incarnation=pool.incarnation,
             uptime_s=(self._clock.now_ms() - self._started_ms) / 1000,

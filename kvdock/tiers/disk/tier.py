@@ -49,8 +49,8 @@ class Sizes(NamedTuple):
     def of(limit_bytes: int) -> Sizes:
         """Raises TierError."""
         if limit_bytes < LEAST_LIMIT_BYTES:
-            found = f"found a limit of {limit_bytes / MIB:.1f} MiB, wanted at least {LEAST_LIMIT_BYTES // MIB} MiB"
-            raise TierError(TIER, found)
+            wanted = f"at least {LEAST_LIMIT_BYTES:,} ({LEAST_LIMIT_BYTES // MIB} MiB)"
+            raise TierError(TIER, f"found a limit of {limit_bytes:,} bytes, wanted {wanted}")
         wal_bytes = (256 << 10) if limit_bytes < (1 << 30) else (4 << 20)
         segments_bytes = limit_bytes - 2 * wal_bytes - limit_bytes // RECORD_SHARE_BYTES * ROW_BYTES
         segment_bytes = min(MOST_SEGMENT_BYTES, segments_bytes // 4 // PAGE_BYTES * PAGE_BYTES)

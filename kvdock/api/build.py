@@ -13,6 +13,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
+from kvdock import __version__
 from kvdock._core import TableError
 from kvdock.api.access.access_file import AccessFile
 from kvdock.api.admin import Admin
@@ -41,7 +42,7 @@ from kvdock.api.reports.contents import Contents
 from kvdock.api.reports.explain import Explainer
 from kvdock.api.reports.lists import Lists
 from kvdock.api.reports.metrics import Metrics, ServerMetrics
-from kvdock.api.reports.status import VERSION, LowerTiers, Overview, Probes
+from kvdock.api.reports.status import LowerTiers, Overview, Probes
 from kvdock.api.service import CacheService
 from kvdock.api.settings import Settings
 from kvdock.api.tiers.clears import Clears, OrderFile
@@ -123,7 +124,7 @@ def create_app(settings: Settings, parts: Parts, lifespan: Lifespan | None = Non
     """`lifespan` runs the background work (kvdock/api/server.py); tests of routes alone leave it out."""
     app = FastAPI(
         title="kvdock",
-        version=VERSION,
+        version=__version__,
         description=DESCRIPTION,
         openapi_tags=TAGS,
         servers=[{"url": "/", "description": "The server that this document comes from"}],

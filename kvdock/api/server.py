@@ -28,6 +28,7 @@ import uvicorn
 from fastapi import FastAPI
 from starlette.types import ASGIApp
 
+from kvdock import __version__
 from kvdock.api.access.access_file import AccessFile
 from kvdock.api.admin import Admin
 from kvdock.api.build import build, create_app
@@ -43,7 +44,6 @@ from kvdock.api.pool.drain import Drain
 from kvdock.api.pool.handover import HAND_OVER
 from kvdock.api.pool.pool import Pool, open_pool
 from kvdock.api.record.journal import Journal
-from kvdock.api.reports.status import VERSION
 from kvdock.api.settings import Settings
 from kvdock.api.tiers.process import MoverProcess
 from kvdock.protocol.admin_schemas import Limits
@@ -135,7 +135,7 @@ class Server:
         settings = self._settings
         sys.setswitchinterval(SWITCH_S)
         try:
-            access, extras = AccessFile(settings.access_file), open_extras(settings, VERSION)
+            access, extras = AccessFile(settings.access_file), open_extras(settings, __version__)
         except AccessFileError as error:
             raise StartupError("access_file", str(error)) from error
         with ExitStack() as undo:

@@ -12,8 +12,8 @@ from api_helpers import NOBODYS, ServerProcess, attach, http_connection, keys, r
 from flood_helpers import quick_server, refusal_in, until_closed
 from prometheus_client.parser import text_string_to_metric_families
 
+from kvdock import __version__
 from kvdock.api.http.wire import COMMON_HEADERS, SECURITY_HEADERS
-from kvdock.api.reports.status import VERSION
 from kvdock.client.client import Client
 
 JSON = {"Content-Type": "application/json"}
@@ -304,7 +304,7 @@ def test_metrics_tell_the_version_the_process_and_refusals_by_code() -> None:
         assert refusals == {"not_found": 2, "malformed_json": 1, "malformed_request": 1}
         assert ok(server.http, "GET", "/v1/status")["counters"]["refusals"] == sum(refusals.values())
         (build,) = families["kvdock_build_info"].samples
-        assert (build.name, build.labels, build.value) == ("kvdock_build_info", {"version": VERSION}, 1)
+        assert (build.name, build.labels, build.value) == ("kvdock_build_info", {"version": __version__}, 1)
         values = {name: family.samples[0].value for name, family in families.items() if name.startswith("process_")}
         assert 1e7 < values["process_resident_memory_bytes"] < 1e10
         assert 5 < values["process_open_fds"] < values["process_max_fds"]

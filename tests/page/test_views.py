@@ -185,7 +185,7 @@ def test_what_most_uses_of_a_prefix_find_can_be_kept_after_a_question(
     question = page.get_by_role("dialog", name="Keep the prefix 020202020202?")
     keep.click()
     expect(question).to_contain_text("Its first 1,024\u00a0tokens, which at least half of its uses found")
-    expect(question).to_contain_text(f"unpin {'02' * 16}{'fe' * 16} under \"Administration\"")
+    expect(question).to_contain_text(f"use its key under \"Administration\": {'02' * 16}{'fe' * 16}.")
     expect(question.get_by_role("button", name="Cancel")).to_be_focused()
     page.keyboard.press("Escape")
     expect(question).to_be_hidden()

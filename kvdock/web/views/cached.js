@@ -105,7 +105,7 @@ async function keep(prefix) {
       ? `Its first ${length}, which at least half of its uses found, are kept for the time chosen below.`
       : `It has not been used yet. The longest prefix that begins with it, ${length}, is kept for the chosen time.`,
     COSTS,
-    `To stop sooner, unpin ${prefix.last_key} under "Administration".`,
+    `To stop sooner, use its key under "Administration": ${prefix.last_key}.`,
   ];
   const title = `Keep the prefix ${shortly(prefix)}?`;
   if (!(await confirmed({ title, lines, verb: "Keep", asks: labelled("For", until) }))) return "";

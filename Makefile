@@ -56,9 +56,9 @@ test-vllm: vllm
 
 # The schedulers of the newest release of each minor version between those two, as far as tests are marked every_minor.
 test-vllm-versions: vllm $(BETWEEN:%=.venv-vllm-%/.deps)
-	VLLM_VERSIONS='$(BETWEEN)' VLLM_SEEDS=$(or $(VLLM_SEEDS),24) $(IN_VLLM) -m every_minor $(ARGS)
+	VLLM_VERSIONS='$(BETWEEN)' VLLM_SEEDS=$(or $(VLLM_SEEDS),24) $(IN_VLLM) --sweeps -m every_minor $(ARGS)
 
-# All tests, with all combinations of those that are marked `sweep`, and all minor versions of vLLM between; hours.
+# All tests, with what `sweep` leaves out, and all minor versions of vLLM between; hours.
 test-all: test-vllm-versions sglang
 	$(BIN)/python -m pytest --sweeps $(ARGS)
 	$(IN_VLLM) --sweeps $(ARGS)

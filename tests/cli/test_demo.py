@@ -85,6 +85,7 @@ def test_ctrl_c_at_any_moment_ends_all_of_it_without_a_traceback(tmp_path: Path,
     assert processes_of(tmp_path) == [] and not list(tmp_path.iterdir())
 
 
+@pytest.mark.sweep("number")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_to_the_whole_group_ends_all_of_it_without_a_warning(tmp_path: Path, number: signal.Signals) -> None:
     with lingering(tmp_path) as (demo, pool, _):
@@ -94,7 +95,8 @@ def test_a_signal_to_the_whole_group_ends_all_of_it_without_a_warning(tmp_path: 
         assert pool not in pool_objects() and processes_of(tmp_path) == []
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.sweep("number")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_ends_all_of_it(tmp_path: Path, number: signal.Signals) -> None:
     with lingering(tmp_path) as (demo, pool, _):
         assert pool in pool_objects()

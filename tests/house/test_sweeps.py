@@ -1,4 +1,5 @@
-"""A test that is marked `sweep` runs with each value of its axis and each combination of its other parameters."""
+"""A test that is marked `sweep` runs with each value of its axis and each combination of its other parameters; without
+an axis, only with --sweeps."""
 
 from __future__ import annotations
 
@@ -22,10 +23,14 @@ def store(request): return request.param
 @pytest.mark.parametrize("step", [1, 2])
 def test_swept(store, change, step): print(f"\\nran {store} {change} {step}")
 
+@pytest.mark.sweep
+def test_only_in_sweeps(): print("\\nran alone")
+
 @pytest.mark.parametrize("store", ["disk", "redis"], indirect=True)
 def test_unmarked(store): print(f"\\nunmarked {store}")
 '''
 ALL = set(product(("disk", "redis", "objects"), ("clear", "delete"), ("1", "2")))
+ALONE = ("alone",)
 
 
 def ran(folder: Path, *arguments: str) -> tuple[list[tuple[str, ...]], int]:
@@ -52,11 +57,13 @@ def test_each_value_and_each_other_combination_runs_once(tmp_path: Path) -> None
 
 def test_sweeps_run_all(tmp_path: Path) -> None:
     swept, unmarked = ran(tmp_path, "--sweeps")
-    assert len(swept) == len(ALL) and set(swept) == ALL
+    assert len(swept) == len(ALL) + 1 and set(swept) == ALL | {ALONE}
     assert unmarked == 2
 
 
-@pytest.mark.parametrize("name", ["test_it.py::test_swept", "test_it.py::test_swept[objects-1-clear]"])
-def test_what_is_asked_for_by_its_name_runs(tmp_path: Path, name: str) -> None:
-    swept, _ = ran(tmp_path, name)
-    assert set(swept) == (ALL if "[" not in name else {("objects", "clear", "1")})
+@pytest.mark.parametrize(("name", "wanted"), [
+    ("test_swept", ALL), ("test_swept[objects-1-clear]", {("objects", "clear", "1")}), ("test_only_in_sweeps", {ALONE}),
+])
+def test_what_is_asked_for_by_its_name_runs(tmp_path: Path, name: str, wanted: set[tuple[str, ...]]) -> None:
+    swept, _ = ran(tmp_path, f"test_it.py::{name}")
+    assert set(swept) == wanted

@@ -86,6 +86,7 @@ BROKEN_WORDS = """() => [...document.querySelectorAll('main :is(td, th, dt, dd, 
 """Single words, figures and names of common length that stand on more than one line."""
 
 
+@pytest.mark.sweep("scheme")
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("state", STATES)
 def test_axe_finds_nothing_serious_and_no_word_is_broken(

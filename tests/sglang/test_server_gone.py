@@ -34,7 +34,8 @@ def hits(engine: Engine) -> list[int]:
     return engine.generate(PROMPTS)[1]
 
 
-@pytest.mark.parametrize("how", [{}, TP2], ids=["one rank", "two ranks"])
+@pytest.mark.sweep("how")
+@pytest.mark.parametrize("how", [TP2, {}], ids=["two ranks", "one rank"])
 def test_no_request_fails_whatever_becomes_of_the_server(how: dict[str, object], models: dict[str, Path]) -> None:
     with mortal(pool_bytes=64 << 20, segment_bytes=64 << 20) as server, (
         Engine(models["llama"], server.unix, extra=IMPATIENT, **how)

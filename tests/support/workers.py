@@ -4,7 +4,8 @@ A module's tests stay together, so that what they share is made once, but where 
 `alone`, which measure the machine or look at all of it, come last, and no other test runs beside one of them.
 
 Of a test marked `sweep(axis)`, each combination of its other parameters runs with one value of the parameter `axis`;
-these take turns, so that each comes up. `--sweeps` runs all combinations.
+these take turns, so that each comes up. A test marked `sweep` without an axis does not run. `--sweeps` runs all, and so
+does a run of tests that are named with `::`.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--sweeps", action="store_true", help="run all combinations of tests marked `sweep`")
+    parser.addoption("--sweeps", action="store_true", help="also run what `sweep` leaves out")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -103,7 +104,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 def _leave_out_sweeps(config: pytest.Config, items: list[pytest.Item]) -> None:
     """All but the combinations whose turn it is, of tests that are marked `sweep`."""
-    swept = {item: mark.args[0] for item in items if (mark := item.get_closest_marker("sweep"))}
+    marked = {item: mark for item in items if (mark := item.get_closest_marker("sweep"))}
+    swept = {item: mark.args[0] for item, mark in marked.items() if mark.args}
     values: dict[tuple[str, str], list[object]] = {}
     """By function and parameter, in the order in which they come."""
     for item in swept:
@@ -117,7 +119,7 @@ def _leave_out_sweeps(config: pytest.Config, items: list[pytest.Item]) -> None:
         own = place.pop(axis)
         return sum(place.values()) % len(values[_function(item), axis]) == own
 
-    left_out = {item for item, axis in swept.items() if not has_its_turn(item, axis)}
+    left_out = {item for item in marked if item not in swept or not has_its_turn(item, swept[item])}
     config.hook.pytest_deselected(items=list(left_out))
     items[:] = [item for item in items if item not in left_out]
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from api_helpers import ServerProcess
 from connector_helpers import mortal
-from schedulers import Schedulers, every_version
+from schedulers import Schedulers, every_version, versions_in_turn
 
 from kvdock.connectors.vllm.setup import Settings
 
@@ -28,7 +28,7 @@ def pid_of(server: ServerProcess) -> int:
     return server.process.pid
 
 
-@every_version
+@versions_in_turn
 @pytest.mark.parametrize("state", ["answers", "slow", "stopped", "lost"])
 def test_requests_with_nothing_to_load_are_admitted_as_without_a_connector(
     version: str, state: str, schedulers: Schedulers

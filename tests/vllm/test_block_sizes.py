@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from api_helpers import ServerProcess
 from engines import HITS, PROMPTS, Engine
-from schedulers import SEEDS, Schedulers, every_mode, every_version
+from schedulers import SEEDS, Schedulers, every_mode, every_version, versions_in_turn
 
 from kvdock.client.client import Client
 
@@ -35,7 +35,7 @@ def test_a_prefix_is_loaded_into_blocks_of_each_groups_size(
     assert found["loaded"] == (144 if 24 in sizes else 128)
 
 
-@every_version
+@versions_in_turn
 @every_mode
 @every_shape
 def test_under_pressure_blocks_of_no_size_are_read_wrongly(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from api_helpers import ServerProcess
-from schedulers import Schedulers, every_version
+from schedulers import Schedulers, every_version, versions_in_turn
 
 from kvdock.client.client import Client
 
@@ -67,7 +67,7 @@ def test_an_engine_that_does_not_ask_for_each_layer_ends_when_it_was_said_to(
     assert found["ended"] == "vLLM ran a step without asking for each layer's KV: set load_by_layer to never"
 
 
-@every_version
+@versions_in_turn
 @every_groups
 def test_under_pressure_requests_run_before_their_loads_have_ended_and_nothing_wrong_is_read(
     version: str, windows: list[int | None], server: ServerProcess, schedulers: Schedulers

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from api_helpers import ServerProcess
-from schedulers import SEEDS, VERSIONS, Schedulers, every_mode, every_version, minor
+from schedulers import SEEDS, VERSIONS, Schedulers, every_mode, every_version, minor, versions_in_turn
 
 pytestmark = pytest.mark.vllm
 
@@ -74,7 +74,7 @@ def test_a_scheduler_that_hashes_otherwise_than_its_workers_is_refused(
 
 
 @pytest.mark.every_minor
-@every_version
+@versions_in_turn
 @every_mode
 @and_local
 def test_under_pressure_nothing_wrong_is_read_and_all_requests_end(
@@ -99,7 +99,7 @@ def test_under_pressure_with_real_threads_nothing_wrong_is_read(
     assert found["loaded"] > 0
 
 
-@every_version
+@versions_in_turn
 @every_groups
 def test_misfortune_with_every_other_load_harms_nothing(
     version: str, windows: list[int | None], server: ServerProcess, schedulers: Schedulers
@@ -169,7 +169,7 @@ def test_loads_that_cannot_be_preempted_stop_vllm_without_our_cap_and_never_with
 
 
 @pytest.mark.every_minor
-@every_version
+@versions_in_turn
 @pytest.mark.parametrize("windows", [ONE, TWO], ids=["1group", "2groups"])
 def test_what_is_loaded_beside_a_step_under_way_is_not_overwritten_by_it(
     version: str, windows: list[int | None], server: ServerProcess, schedulers: Schedulers

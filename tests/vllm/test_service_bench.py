@@ -62,6 +62,7 @@ def test_a_trace_is_served_and_measured(models: dict[str, Path], server: ServerP
     assert found["one_kvdock_ttft_p99_ms"] >= found["one_kvdock_ttft_p50_ms"] > 0
 
 
+@pytest.mark.sweep
 def test_a_tier_on_disk_is_measured_beside_a_pool_without(
     models: dict[str, Path], server: ServerProcess, tmp_path: Path
 ) -> None:
@@ -88,6 +89,7 @@ def test_a_tier_on_disk_is_measured_beside_a_pool_without(
     )
 
 
+@pytest.mark.sweep
 def test_two_engines_that_get_one_prompt_are_measured_with_the_setting_and_without(
     models: dict[str, Path], server: ServerProcess, tmp_path: Path
 ) -> None:

@@ -47,6 +47,7 @@ def test_a_conversation_goes_on_from_the_last_whole_block_of_its_answer(
     assert found == {"loaded": loaded}
 
 
+@pytest.mark.sweep("way")
 @every_shape
 @every_way
 def test_under_pressure_no_state_is_read_that_is_not_right(

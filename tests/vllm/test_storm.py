@@ -137,6 +137,7 @@ def answer(client: httpx.Client, url: str, prompt: list[int], **own: object) -> 
     return list(answered.json()["choices"][0]["token_ids"])
 
 
+@pytest.mark.sweep
 def test_a_server_that_is_killed_and_halted_fails_no_request_and_changes_no_answer(
     models: dict[str, Path], tmp_path: Path
 ) -> None:

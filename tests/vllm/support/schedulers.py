@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,14 @@ SEEDS = int(os.environ.get("VLLM_SEEDS", "40"))
 """For each kind of engine: 12 kinds a version, half of them with hundreds of seeds in all."""
 
 every_version = pytest.mark.parametrize("version", VERSIONS)
+
+
+def versions_in_turn(test: Callable[..., None]) -> Callable[..., None]:
+    """As every_version, but one version for each combination of the other parameters, unless with `--sweeps`."""
+    swept: Callable[..., None] = pytest.mark.sweep("version")(every_version(test))
+    return swept
+
+
 every_mode = pytest.mark.parametrize("load_async", [True, False], ids=["async", "sync"])
 
 

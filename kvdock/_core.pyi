@@ -24,7 +24,7 @@ CONVERSATION_ENDED: Final[int]
 # ------------------------------------------------------------------ table (csrc/table/, csrc/bind/table.cpp)
 
 class TableError(Exception):
-    """A refused call: `code` is stable (docs list them), `found` and `wanted` name the values."""
+    """A refused call: `code` is stable (docs/errors.md), `found` and `wanted` name the values; None: there is none."""
     code: str
     found: object
     wanted: object
@@ -227,7 +227,7 @@ class Table:
 
     # -- liveness
     def heartbeat(self, member: int, now_ms: int) -> list[tuple[int, list[int]]]:
-        """Marks the member live, renews its session's leases; returns questions (grant, ranks; [] = asker)."""
+        """Marks the member live; returns questions about grants (grant, ranks; []: for the member that asked)."""
     def report_pinned(self, member: int, through: int) -> None: ...  # it page-locked the segments with ids below
     def keep(self, member: int, grant: int, now_ms: int) -> None: ...
     def done(self, member: int, grant: int, ranks: Sequence[int]) -> None:

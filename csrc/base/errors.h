@@ -1,4 +1,5 @@
-// Exceptions that become Python's. Both kinds name the value found and the value wanted.
+// Exceptions that become Python's. Refused names the value found and the value wanted, TableError where there are such
+// values.
 #pragma once
 
 #include <concepts>

@@ -27,8 +27,8 @@ void require_on_device(const Device& device, uintptr_t address, size_t bytes);
 // The range that holds all of [address, address + bytes).
 std::optional<Range> find_range(uintptr_t address, size_t bytes);
 
-// Lets slots lie in [address, address + bytes) while it lives: registers host memory (for every context of
-// this process), or checks that device memory is this device's. Closing it while a copy uses it is undefined.
+// While this object lives, slots may lie in [address, address + bytes). It registers host memory (for every context of
+// this process), or checks that device memory belongs to `device`. Do not close it while a copy uses the memory.
 class SlotMemory {
  public:
   // Throws Refused{cuda}.

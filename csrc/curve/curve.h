@@ -31,12 +31,12 @@ constexpr size_t kPools = kPoolFactors.size();
 
 struct CurveOptions {
   uint64_t salt;        // random, so that no caller can choose keys that are sampled
-  double most_share;    // of the chunks that are sampled, at first
-  size_t most_entries;  // of all simulated pools together, and of the chunks remembered as seen
-  double most_work;     // a lookup, on average, in chunks stored in a simulated pool
+  double most_share;    // the share of chunks that is sampled at first; it only falls
+  size_t most_entries;  // in all simulated pools together; as many names of chunks are remembered at most
+  double most_work;     // of a lookup, on average; the unit is storing one chunk in a simulated pool
 };
 
-// Of a namespace, or of all. Chunks of namespaces differ in size, so the sums are in tokens.
+// Sums of one namespace, or of all. They are in tokens, because the chunks of namespaces differ in size.
 struct CurveSums {
   uint64_t lookups = 0, samples = 0;  // sampled chunks
   uint64_t asked = 0, missed = 0;     // all tokens; missed by the real pool

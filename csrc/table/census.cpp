@@ -88,8 +88,8 @@ uint32_t Census::new_prefix(uint32_t id) {
   return prefix_count_++;
 }
 
-// Follows one link from chunk at_ towards its first ancestor, and shortens the path. Returns whether it is done: the
-// chunk was added to its prefix, or has none.
+// One step from chunk at_ towards the first chunk of its prefix; it also shortens the path for later walks. Returns
+// true when chunk at_ has been added to its prefix, or has none.
 bool Census::climb() {
   if (walk_ == kNone) walk_ = at_, walked_ = 0;
   Node& node = nodes_.at(walk_);

@@ -50,11 +50,11 @@ class Census {
  private:
   static constexpr size_t kMostPrefixes = 256;
   enum class Phase { link, add, rank, sort, free, done };
-  // Identifies the chunk that a record has, by the low bits of its generation: different for all chunks of a count.
+  // The low bits of the record's generation. They tell apart the chunks that the record has had during a count.
   uint32_t stamp(uint32_t id) const { return static_cast<uint32_t>(records_.at(id).generation()); }
   struct Node {
-    uint32_t above = kNone;  // an ancestor, towards the first chunk; a first chunk's is itself; kNone: not counted
-    uint32_t up = 0;         // how many chunks up that is; of a first chunk: the index of its prefix
+    uint32_t above = kNone;  // the record of an ancestor; a first chunk names itself; kNone: the chunk has no prefix
+    uint32_t up = 0;         // how many chunks lie from here to `above`; in a first chunk: the index of its prefix
     uint32_t stamp = 0, above_stamp = 0;
   };
   struct Prefix {

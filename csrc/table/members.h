@@ -75,7 +75,7 @@ class Members {
   bool of_one_tenant(uint32_t session, uint32_t other) const {
     return spaces_.tenant_of(sessions_[session].space()) == spaces_.tenant_of(sessions_[other].space());
   }
-  // Cells. Of the named sessions those that are open; nullopt: all that are.
+  // The cells of the open sessions among `named`; nullopt: of all open sessions.
   std::vector<uint32_t> open_sessions(const std::optional<std::vector<uint64_t>>& named = std::nullopt) const;
   std::vector<bool> namespaces() const;  // by number: whether an open session is in it
   std::vector<MemberInfo> views(const std::optional<std::vector<uint64_t>>& sessions) const;  // nullopt: of all

@@ -78,8 +78,8 @@ class Table {
     chunks_.namespaces().require(space);
     return chunks_.records().departure(space, key);
   }
-  // As ChangeLog's, but each server of the pool has numbers of its own: the answer to another server's number is that
-  // changes may be missing.
+  // As ChangeLog::since(), but each server of the pool numbers its changes from a base of its own. `since` another
+  // server's number, changes may be missing, and the answer says so.
   Changes changes(uint32_t space, uint64_t since, size_t at_most);
   AllChanges all_changes(uint64_t since, size_t at_most);
   void withdraw(uint64_t session, const Id16& request);  // the promises of the request's lookups

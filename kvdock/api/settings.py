@@ -87,7 +87,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 7410
     socket_path: str = msgspec.field(default_factory=lambda: default_socket_path(os.environ))
     allowed_hosts: str = ""
-    """With loopback names only, a web page cannot reach the pool by DNS rebinding."""
+    """Empty, on a loopback address: loopback names only, so that no web page reaches the pool by DNS rebinding."""
     access_file: str = ""
     body_limit_bytes: Annotated[int, msgspec.Meta(ge=1 << 10)] = 8 << 20
     tcp_connections: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)] = 64

@@ -1,13 +1,13 @@
 """How long a request waits for a load that another request of this engine has started, instead of loading it as well.
 
-Requests that come together and lack the same prefix, as the samples of one prompt do, would each load it into blocks of
-their own. The first one loads. A request whose next missing chunk is part of that load waits until the engine's own
-prefix cache has it, and then loads or computes the rest itself.
+Requests that come together often lack the same prefix, such as the samples of one prompt. Without this, each would load
+it into blocks of its own. Here the first one loads. A request whose next missing chunk is part of that load waits until
+the engine's own prefix cache has the chunk, and then loads or computes the rest itself.
 
-Such a wait is short. It ends when the load has taken MOST_TIMES as long as loads of its length take, counted from its
-start, and at once when it fails or when its request ends; the next request to be looked up loads then, and the others
-wait for that one. No request waits for a load that takes much longer than a load of the common prefix. A request that
-has waited in vain loads itself, and does not wait again.
+Such a wait is short. It ends when the load has lasted MOST_TIMES as long as loads of its length usually take; then the
+request loads the chunks itself, and does not wait again. It ends at once when the load fails or when the request that
+loads ends; then the next request to be looked up loads, and the others wait for that load, each for MOST_IN_VAIN failed
+loads at most. No request waits for a load that takes much longer than a load of the common prefix.
 
 Threads: the engine's, one at a time. Nothing here blocks: a request that waits is looked up again in a later step.
 """
@@ -20,19 +20,19 @@ from dataclasses import dataclass
 from kvdock.connectors.cost import LoadCost
 
 MOST_TIMES = 4.0
-"""How long requests wait for a load, in multiples of the time that loads of its length take: others may load beside it.
-"""
+"""How long requests wait for a load, as a multiple of the time that loads of its length usually take."""
 SLACK_S = 0.02
-"""They wait that much longer."""
+"""Requests wait this much longer."""
 LEAST_STEPS = 2
 """This many steps, and those in progress when the load started, may pass before its end is known, however long they
 take."""
 FAIR_TIMES = 2.0
-"""A request waits for a load if the rest of it takes at most this many times as long as loading the common prefix."""
+"""A request waits for a load if the rest of the load takes at most this many times as long as loading what the two have
+in common."""
 FIRST_FIXED_S, FIRST_TOKEN_S = 0.05, 2e-5
 """How long a load is expected to take before any was seen: seconds, and seconds for each token."""
 MOST_IN_VAIN = 3
-"""After this many loads that failed, a request waits for none."""
+"""A request that has waited for this many loads that failed does not wait again."""
 
 
 @dataclass(eq=False)

@@ -21,7 +21,7 @@ class LoadPiece:
     block_ids: tuple[int, ...]
     """In order; the ids in place of skipped blocks mean nothing."""
     skip_blocks: int
-    """Leading blocks the engine's own prefix cache shares, or a window has left behind: hashed, never written."""
+    """How many of the first blocks are hashed and not written: other requests share them, or a window has left them."""
 
 
 @dataclass(frozen=True)

@@ -438,7 +438,7 @@ class EngineSession:
                  answer.namespace[:12])
 
     def _resume(self, pool_id: str) -> bool:
-        """Presents the suspended member again; False when its server epoch is over."""
+        """Attaches the suspended member again. False: there is none for this pool, or the server refuses it."""
         last = self._suspended
         if last is not None and last.pool_id == pool_id:
             try:
@@ -500,7 +500,7 @@ class EngineSession:
         try:
             self._attach()
         except NotYet as error:
-            # That no server answers was logged when it was lost.
+            # An unavailable server was logged when it was lost.
             level = logging.DEBUG if isinstance(error, ServerUnavailable) else logging.WARNING
             self._log_once(level, "still no server", error)
             self._retire_if_pool_is_gone()
@@ -517,8 +517,8 @@ class EngineSession:
         self._logged = cause
 
     def _retire_if_pool_is_gone(self) -> None:
-        """A pool whose lock file is gone never comes back. One that a dead server left is adopted by the next server,
-        and this member with all that it holds: until then it keeps its memory and its lock."""
+        """A pool without a lock file never comes back. If a dead server has left the lock file, the next server adopts
+        the pool and this member's grants, so until then the member keeps its memory and its lock."""
         last = self._suspended
         if last is not None and not pool_exists(int(last.pool_id, 16)):
             self._retire_suspended()
@@ -538,7 +538,7 @@ class EngineSession:
                 )
                 answer = self.outcomes.send_with(beat, partial(self.client.heartbeat, attachment.session))
                 is_reported = answer.changes is None or self._report_changes(attachment, answer.changes)
-                for segment in answer.retired:  # no grant holds any of it: no copy of this process can be in it
+                for segment in answer.retired:  # no grant names it any more, so no copy uses it
                     attachment.hold.unmap(segment)
                 if answer.segments != len(attachment.segments.segments):
                     self._follow(attachment)

@@ -261,10 +261,10 @@ class ComputeOnce(_Waiting[_StoreWait]):
 # --------------------------------------------------------------------------------
 # How long a request waits for chunks that a lower tier is loading into the pool, instead of computing them.
 #
-# A lookup passes on the terms of its request: how long it may wait, which is never longer than computing takes, and how
-# fast this engine computes. The mover decides whether the wait is worth it (kvdock/protocol/mover_schemas.py). The
-# answer says what is expected, and by when. The request waits until all of it is there, until nothing comes any more,
-# or until its time is over; then it takes what there is.
+# A lookup passes on the terms of its request: how long it may wait, and how fast this engine computes. Where that speed
+# is known, the request waits no longer than computing the missing tokens would take. The mover decides whether the wait
+# is worth it (kvdock/protocol/mover_schemas.py). The answer says what is expected, and by when. The request waits until
+# all of it is there, until nothing comes any more, or until its time is over; then it takes what there is.
 
 LEAST_S = 0.01
 """No request waits for less: its answer is not read before a later step anyway."""
@@ -381,7 +381,7 @@ class Waits:
     def is_waiting(self, request_id: str) -> bool:
         """Whether the request waits for more than what was found, and has time left."""
         waits = [one for one in (self.once, self.tiers) if one is not None and one.is_waiting(request_id)]
-        over = [one.is_over(request_id) for one in waits]  # of all of them: a wait that is over ends here
+        over = [one.is_over(request_id) for one in waits]  # calls each, because is_over() also ends a wait
         return not all(over)
 
     def for_more(

@@ -232,7 +232,7 @@ def _of_zip(file: BinaryIO, size: int) -> list[tuple[int, int]]:
         if entry.compress_type != zipfile.ZIP_STORED or entry.compress_size != entry.file_size:
             raise NoLayout(f"its entry {entry.filename} is compressed")
         file.seek(entry.header_offset)
-        local = file.read(30)  # its own lengths of name and padding, which the list does not have
+        local = file.read(30)  # has the lengths of the entry's name and padding, which may differ from the list's
         if len(local) < 30 or local[:4] != b"PK\x03\x04":
             raise NoLayout(f"its entry {entry.filename} is not where its list says")
         start = entry.header_offset + 30 + sum(struct.unpack_from("<HH", local, 26))

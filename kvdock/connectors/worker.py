@@ -1,13 +1,14 @@
-"""The worker connector: carries out plans with the copier, and reports when copies have ended.
+"""The worker connector: carries out plans with the copier, and reports the end of copies to the server.
 
-Each rank has one. It decides nothing: a plan names slots, blocks and checksums. Its reports to the server (release,
-commit) follow the observed end of the copy (W1, W2). A chunk whose bytes do not match the checksum that the lease
-promised is reported and never counted as loaded (W3).
+Each rank has one. It decides nothing: a plan names slots, blocks and checksums. It releases leases and commits stores
+only after it has observed the end of the copies (W1, W2). A chunk whose bytes do not have the checksum in the lease is
+reported and never counted as loaded (W3).
 
-A load is submit_load() (which only enqueues), finish_load() once its copies are done, and end_load(), whose reports to
-the server nothing waits for; load() is all three. On a GPU a load is verified before it is done: all of its bytes have
-been hashed, and the last ones are still being moved. Work that reads them is ordered after it on the reader's stream.
-A store is submit_store(), which only enqueues, and finish_store(); store() is both.
+    load()    submit_load() enqueues the copies, finish_load() waits for their end, end_load() reports to the server
+    store()   submit_store() enqueues the copies, finish_store() waits for their end and commits
+
+On a GPU a load may be verified before its copies have ended: all of its bytes have been hashed, while the last ones are
+still being copied. Work that reads them is ordered after the copies on the GPU.
 
 Thread safety: loads may be submitted and finished by one thread while others submit and finish stores and call
 end_load(); a copier of its own for each group and direction keeps a load from waiting behind stores.

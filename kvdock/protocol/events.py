@@ -300,7 +300,7 @@ class Reread(Event, kw_only=True, tag="reread"):
 
 
 class Draining(Event, kw_only=True, tag="draining"):
-    """The server gives out nothing new, and ends."""
+    """The server accepts no new session, gives no new grant, and ends soon."""
 
     is_takeover: bool
     """Another server goes on with the pool."""

@@ -26,16 +26,16 @@ def worth_chunks(
     most: int, *, chunk_bytes: int, chunk_tokens: int, latency_s: float, bytes_per_s: float, wait_s: float,
     tokens_per_s: float,
 ) -> int:
-    """Whether it is worth waiting for a tier: how many of `most` chunks it loads within `wait_s`, and sooner than an
-    engine computes them that computes `tokens_per_s` (0: that is not known). 0: it is not worth it. The latency counts
-    least for the longest prefix that comes in time, so that prefix decides.
+    """How many of `most` chunks a tier loads within `wait_s`, and sooner than an engine computes them at `tokens_per_s`
+    (0: the speed is not known). 0: it is not worth waiting. The longer the prefix, the less the latency counts, so the
+    longest prefix that can come in time decides.
 
     The mover decides, with the chunks that a tier has and the time that is left (kvdock/tiers/mover/fetches.py). The
-    engine passes on its terms: how long the request may wait, which is never longer than computing all that it lacks,
-    and how fast it computes. The server (kvdock/api/tiers/tier_state.py) asks the same with the speed that the mover
-    reported last and as if the tier had every chunk, only in order to refuse at once: where nothing is worth it for all
-    chunks, nothing is for fewer. Without that, a request that no tier can serve in time would wait for a round trip
-    through the mover, and for the step of its engine in which it is looked up again.
+    engine passes on its terms: how long the request may wait, and how fast it computes. The server
+    (kvdock/api/tiers/tier_state.py) asks the same with the speed that the mover reported last and as if the tier had
+    every chunk, only in order to refuse at once: where nothing is worth it for all chunks, nothing is for fewer.
+    Without that, a request that no tier can serve in time would wait for a round trip through the mover, and for the
+    step of its engine in which it is looked up again.
     """
     chunk_s = chunk_bytes / bytes_per_s
     count = min(most, int((wait_s - latency_s) / chunk_s))

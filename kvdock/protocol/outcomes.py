@@ -82,7 +82,7 @@ class Reporting(Carrier, kw_only=True):
     outcomes_dropped: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)] = 0
     """How many others have ended since the last heartbeat, which did not fit."""
     copied: Copied | None = None
-    """None: nothing has been copied since."""
+    """None: the member has copied nothing since its last heartbeat."""
 
 
 class OutcomeView(Answer, kw_only=True):

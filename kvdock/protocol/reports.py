@@ -19,7 +19,7 @@ class CopyRates(Answer, kw_only=True):
     """All members together, over the time in which they copied."""
     store_bytes_per_s: float | None = None
     ceiling_bytes_per_s: float | None = None
-    """How fast plain copies go there, all members together. None: not measured."""
+    """How fast plain copies of all members together would go, as they have measured it. None: they have not."""
 
 
 class UseTotals(Answer, kw_only=True):
@@ -152,7 +152,7 @@ class Series(Answer, kw_only=True):
     title: str
     unit: Literal["bytes", "chunks", "tokens", "ratio", "per_s", "bytes_per_s"]
     chart: str
-    """Series with one chart name are drawn together: the page knows no series by name."""
+    """Series with the same value are drawn in one chart. The page decides by this alone, not by names of series."""
     values: list[float | None]
 
 
@@ -262,8 +262,8 @@ class Status(Answer, kw_only=True):
     """The time since the last use of the chunk that was unused longest, of those that no engine holds: chunks that are
     evicted now have been unused for about this long. None: there is none."""
     full_in_s: float | None = None
-    """When the pool is full, at the rate at which it has filled in the last minutes. None: it does not fill, or is
-    full."""
+    """When the pool is full, at the rate at which it has filled in the last minutes. None: it does not fill, it is
+    full, or the server has just started."""
     host: str = ""
     """The machine's name; only for callers with the scope `read`."""
     tiers: list[TierView] = msgspec.field(default_factory=list)

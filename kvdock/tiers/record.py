@@ -2,8 +2,8 @@
 
 A part is one writer's bytes of one KV group of one chunk. The header names the namespace (the digest of a manifest),
 its generation (kvdock/tiers/notes.py), the chunk's key, the group and writer, the length and the checksum. So an index
-can be made from the records alone, and a record that is under a wrong name, cut short or damaged is never taken for
-another.
+can be rebuilt from the records and the notes, and a record that is under a wrong name, cut short or damaged is never
+taken for another.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 // The page's loop. v1/status is fetched first, once a second; each good answer starts the fetches of the other paths,
-// so a path that hangs delays only its own panel. Nothing is fetched for a hidden tab or a folded panel. New figures
-// are drawn in the next frame.
+// so a path that hangs delays only its own panel. A hidden tab fetches nothing. A path that only folded panels show is
+// not fetched, unless it is stats, sessions or config. New figures are drawn in the next frame.
 
 import { get, Link, Source, useToken } from "./api.js";
 import { setAttr, setHidden, setText } from "./dom.js";
@@ -146,8 +146,8 @@ async function refresh(source, patience) {
 }
 
 /**
- * The paths that open panels show, each with its patience: a folded panel costs the server nothing, and one out of
- * sight little. `config` shows whether the caller may change things.
+ * The paths that open panels show, each with its patience: a folded panel adds none, and those of a panel out of sight
+ * are fetched less often. `config` shows whether the caller may change things.
  */
 function wanted() {
   const found = new Map([["config", 1]]);
@@ -163,7 +163,10 @@ function wanted() {
   return found;
 }
 
-/** Totals are for everybody. The other paths are fetched only while the first of them is not locked. */
+/**
+ * Totals (stats) are for everybody. The other paths are fetched only while sessions is not locked, so it is fetched
+ * first, whether a panel shows it or not.
+ */
 async function refreshAll() {
   const { stats, sessions, ...others } = sources;
   const names = wanted();

@@ -13,6 +13,7 @@ from sources import sources
 from kvdock.connectors.interface import Connector
 from kvdock.protocol.admin_schemas import Limits
 from kvdock.protocol.calls import INCLUDED
+from kvdock.protocol.events import KINDS
 
 Files = Mapping[PurePosixPath, str]
 PAGES = ("README.md", "CONTRIBUTING.md", "docs/architecture.md")
@@ -152,3 +153,28 @@ def test_the_api_page_has_a_row_for_each_scope_and_what_it_includes() -> None:
     assert rows.keys() == INCLUDED.keys()
     for scope, other in rows.items():
         assert INCLUDED[scope] == {scope, *(INCLUDED[other] if other else ())}
+
+
+# --------------------------------------------------------------------------- sets in code
+
+
+def arrays(script: str) -> dict[str, list[str]]:
+    """The constants of a script that are arrays of strings."""
+    found = re.findall(r"^const ([A-Z]+) = \[([^\]]*)\];", sources()[PurePosixPath(script)], re.MULTILINE)
+    return {name: re.findall(r'"(\w+)"', text) for name, text in found}
+
+
+def test_the_page_offers_each_kind_of_event_in_one_choice() -> None:
+    found = arrays("kvdock/web/views/events.js")
+    assert sorted(kind for name in ("ENGINES", "MEMORY", "SERVER", "REQUESTS") for kind in found[name]) == sorted(KINDS)
+
+
+def test_each_call_of_the_service_gets_its_caller_first() -> None:
+    tree = ast.parse(sources()[PurePosixPath("kvdock/api/service.py")])
+    (service,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "CacheService")
+    calls = [
+        node for node in service.body
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not node.name.startswith("_")
+    ]
+    assert len(calls) > 10
+    assert {call.args.args[1].arg for call in calls} == {"peer"}

@@ -127,7 +127,7 @@ class TenantLog:
         self._begins = True
 
     def add(self, at: float, model: str, items: list[Item]) -> int:
-        """Returns the bytes that it takes."""
+        """Keeps a batch. Returns its size in bytes."""
         if self._begins:
             items, self._begins = [AllBlocksCleared(), *items], False
         self.last, self.at = self.last + 1, at
@@ -135,7 +135,7 @@ class TenantLog:
         return self._kept[-1].size_bytes
 
     def drop_oldest(self) -> int:
-        """Forgets the oldest batch. Returns the bytes that it took; 0: there is none."""
+        """Forgets the oldest batch. Returns its size in bytes; 0: there is no batch."""
         return self._kept.popleft().size_bytes if self._kept else 0
 
     def since(self, seq: int) -> list[Batch] | None:

@@ -2,9 +2,9 @@
 of engine calls (kvdock/api/http/engine_calls.py), the checks that the guard makes for all other calls, one call of the
 service.
 
-What arrives over TCP may come from people and strangers: it takes turns with their other calls
-(kvdock/api/http/limits.py), has its own room for long bodies, and its answers have the headers that browsers heed. All
-other calls go to the app, in the same turns.
+All other calls go to the app, one in each turn of the event loop (FairQueue in kvdock/api/http/limits.py). Engine calls
+over TCP may come from strangers: they wait in the same queue, have their own limit for long bodies, and their answers
+have the headers that browsers heed.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ class ConnectionLimits:
     """Names and values of one request's headers."""
     headers: int = 64
     body_pieces: int = 512
-    """How many pieces a body may arrive in, and one more for each KiB of it: each piece costs the server a turn."""
+    """A body may arrive in this many pieces and one for each KiB of it: each piece costs a turn of the event loop."""
     pipelined: int = 16
     """Requests that wait for the answer of an earlier one."""
     header_s: float = 10.0

@@ -189,7 +189,7 @@ def _leading_code(cell: Token) -> str:
 
 
 def _unlink(children: list[Token]) -> None:
-    """Links that nothing here answers become plain text."""
+    """Turns links to files that this server does not serve into plain text."""
     for token in children:
         href = str(token.attrGet("href") or "")
         if token.type == "link_open" and _ELSEWHERE.match(href):

@@ -115,7 +115,7 @@ _list(c.LEASES, "reading", "list_leases", "Open leases and reservations, oldest 
 
 @_route(
     c.LEASE, "reading", "One lease or reservation: what it holds, and for which ranks it waits",
-    "A heartbeat renews the leases of its session; this call changes nothing.", errors=("unknown_grant",),
+    "A lease has no deadline, so nothing renews it; this call changes nothing.", errors=("unknown_grant",),
 )
 async def show_lease(request: Request, lease: str) -> Response:
     return answer(handlers_of(request).lists.lease(peer_of_call(request), lease))

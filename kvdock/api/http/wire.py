@@ -1,8 +1,8 @@
 """Between HTTP and structs: reads bodies, makes answers and problems. Decides nothing.
 
-Invariants: no more than `body_limit_bytes` of a body is ever held, and of long bodies together no more than their
-capacity (kvdock/api/http/limits.py); every error leaves as problem details; a body is JSON or MessagePack by its
-content type, which a web page's cross-site form cannot send."""
+Invariants: of a body, at most `body_limit_bytes` are held, and of all long bodies together at most what BodyCapacity
+allows (kvdock/api/http/limits.py); every error leaves as problem details; a body is JSON or MessagePack by its content
+type, which a web page's cross-site form cannot send."""
 
 from __future__ import annotations
 

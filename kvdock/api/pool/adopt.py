@@ -2,8 +2,8 @@
 
 A pool belongs to the address where it was served. The next server there adopts it, completely or not at all; a server
 at another address leaves it alone for ORPHAN_S after its server's death, and removes it then.
-Invariants: nothing of a pool is changed before all of it has been checked; the pool's lock is held before anything is
-read. Only here is table data of an earlier server used, and only after it has passed its checks.
+Invariants: nothing of a pool is changed before all of it has been checked; the pool's lock is held before its segments
+and its table are read. Only here is table data of an earlier server used, and only after it has passed its checks.
 """
 
 from __future__ import annotations

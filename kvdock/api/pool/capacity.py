@@ -27,7 +27,7 @@ class Capacity:
     cgroup_root: Path = Path("/sys/fs/cgroup")
 
     def limits(self) -> Iterator[tuple[str, int]]:
-        """(what limits, bytes still available) for each limit that exists."""
+        """(name, bytes still available) of each limit that exists."""
         there = os.statvfs(self.shm_dir)
         yield str(self.shm_dir), there.f_bavail * there.f_frsize
         for folder, limit_name, usage_name in self._memory_groups():

@@ -1,4 +1,4 @@
-"""An orderly shutdown: nothing new is given out, and calls, leases and reservations in progress may finish.
+"""An orderly shutdown: there are no new sessions and grants; calls, leases and reservations in progress may finish.
 
 SIGTERM begins it. While it lasts, `/readyz` says so; new sessions, and lookups and reservations that do not have
 their grant yet, are refused with `not_ready`; everything else is answered: commits, releases, heartbeats. It has

@@ -17,7 +17,7 @@ class Detail:
     namespace: bytes
     broke: Break | None = None
     loaded_us: int | None = None
-    """From the answer to a lookup until all ranks had read what it got."""
+    """From the answer to the lookup until all ranks had read the chunks that it leased. None: they have not."""
     weights: str | None = ""
     """The weights that its engine ran then."""
 

@@ -265,7 +265,8 @@ _TIER_LABELLED = {
     "stores": ("store_", "outcome", "Parts given to the tier, by outcome"),
     "left_out": ("left_out_", "reason", "Chunks that waited to be written and were not, by reason"),
 }
-"""By metric: how such counters of the mover begin, and of what the rest of their names is the label."""
+"""By metric: the prefix of the names of the mover's counters in it, its label, and its help text. The rest of a
+counter's name is the value of the label."""
 
 
 def _of_tiers(tiers: Sequence[TierView]) -> Iterator[Metric]:

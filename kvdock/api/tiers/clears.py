@@ -98,15 +98,16 @@ class _Pending:
     done: asyncio.Event = field(default_factory=asyncio.Event)
     """Set once all tiers have carried it out."""
     chunks: int = 0
-    """How many chunks were deleted from tiers, counted in each."""
+    """How many chunks were deleted from tiers; a chunk counts once for each tier that had it."""
     has_cleared: bool = False
     """The order was a deletion, and a tier has cleared the namespace instead."""
 
 
 @dataclass(frozen=True)
 class TierAnswers:
-    """What tiers have done about one call. `pending`: those that have not carried it out yet. `chunks`: how many were
-    deleted from tiers, counted in each. `is_cleared`: the namespace was cleared instead."""
+    """What tiers have done about one call. `pending`: the tiers that have not carried it out yet. `chunks`: how many
+    were deleted from tiers; a chunk counts once for each tier that had it. `is_cleared`: the namespace was cleared
+    instead."""
 
     pending: list[str]
     chunks: int = 0

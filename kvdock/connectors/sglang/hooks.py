@@ -1,19 +1,14 @@
-"""Facts that SGLang does not report to a linker, read in SGLang's own hooks (sglang.srt.plugins).
+"""Hooks around SGLang's methods (sglang.srt.plugins), for the facts that SGLang does not report to a linker.
 
-The parent of a node: a linker is offered the pages of a node of SGLang's tree, and not the page before them, without
-which a server does not know which chunks a chunk needs. A hook around the wrapper's offer reads it from the tree. Where
-that fails, the parent is unknown, which the protocol allows: chunks are found all the same, and only the order of their
-eviction is worse.
+- The parent of a node. SGLang offers a linker the pages of a node of its tree, but not the page before them, which the
+  server needs to know the order of chunks. A hook around the offer reads that page's hash from the tree. If it cannot,
+  the parent is unknown, which the protocol allows: chunks are found all the same, and are evicted in a worse order.
+- Changes of weights, and the requests and pages of the tree that these concern (updates.py).
+- Requests that wait (holding.py).
 
-Requests that run while weights change, and which pages of the tree are theirs: updates.py.
-
-Weights that change while the engine runs: updates.py.
-
-Requests that wait: holding.py.
-
-SGLang wants hooks while it loads its plugins, before anything refers to what they go around: plugin.py calls install()
-by then. A linker that is made without it (SGLANG_PLUGINS may leave it out) does so itself. Whether hooks are in force
-is for updates.py to prove.
+SGLang expects hooks to be registered while it loads its plugins, before other modules import the methods: plugin.py
+then calls install(). If SGLANG_PLUGINS leaves that plug-in out, the linker calls it. updates.py proves that the hooks
+are in force.
 """
 
 from __future__ import annotations
@@ -261,4 +256,4 @@ def _named(original: Callable[..., Any], scheduler: Any, new_version: Any, *more
 _HEARS: dict[str, Callable[..., Any]] = {
     BEGINS: _begin, ENDS: _end, RELEASES: _release, RESUMES: _resume, CHECKS: _check,
 }
-"""The hooks of the methods of CHANGES that are no change by themselves."""
+"""The hooks of methods of CHANGES whose calls are not themselves a change of weights, by the name of the method."""

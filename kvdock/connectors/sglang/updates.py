@@ -103,24 +103,24 @@ def only_reads(request: Any) -> bool:
 
 
 class Changes:
-    """Follows SGLang's calls, from the hooks around them. `started`: is called when a change starts."""
+    """Derives from SGLang's calls when weights change; the hooks call it. `started`: called when a change starts."""
 
     def __init__(self, weights: RunningWeights, started: Callable[[], None]) -> None:
         self._weights, self._started = weights, started
-        self._open: set[str] = set()  # why parameters may be written between calls
+        self._open: set[str] = set()  # the reasons why weights may be written now without a call
         self._depth = 0
-        self._version: str | None = None  # that the change has named so far
-        self._was_loaded = False  # by the call in progress
+        self._version: str | None = None  # the version that SGLang has named for the change in progress
+        self._was_loaded = False  # whether the call in progress has loaded weights
         self._has_failed = False
 
     def opens(self, why: str) -> None:
-        """From now on parameters may be written without a call."""
+        """From now on weights may be written without a call. `why`: a reason, for closes()."""
         if not self._open:
             self._begin()
         self._open.add(why)
 
     def closes(self, why: str) -> None:
-        """`why`: as opens() had it; where it had not, this is a change by itself."""
+        """Ends what opens() began with the same `why`. Without such an opens(), this is a change by itself."""
         if not self._open:
             self._begin()
         self._open.discard(why)

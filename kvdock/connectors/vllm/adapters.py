@@ -1,19 +1,18 @@
-"""LoRA adapters by the content of their files, never by their names alone.
+"""Identifies LoRA adapters by the content of their files, not by their names.
 
-vLLM's workers read an adapter's files when they first need it, and again after it was evicted from their memory; its
-own prefix cache knows adapters by name. So a digest of the files stands for the computation only if they are the same
-as before vLLM read them for the first time, and if the adapter's name and number have stood for this one folder ever
-since. An adapter for which that is not known is not cached, and a log line says why.
+vLLM's workers read an adapter's files when they first need it, and again after it was evicted from their memory. vLLM's
+own prefix cache identifies adapters by name. So a digest of the files identifies what is computed with an adapter only
+if its files have not changed since before vLLM first read them, and if its name and number have meant this one folder
+ever since. What is computed with other adapters is not cached, and a log line says why.
 
 Why it is enough to compare file attributes. Let sizes, inodes and times of the last change be equal at two moments, and
 let the last change before the first moment be older than a tick of the clock that stamps changes. Then nothing was
 written between the two, so what vLLM has read between them is what was hashed between them. The first moment is
-- when this engine started, for files that have not changed since;
-- else when the adapter is met, if that was before vLLM read it: its request arrives, or EngineCore.add_lora is called
-  (AdapterLoads), with nothing of it in any worker. It counts only while it is certain that kvdock notices all calls
-  that make workers read adapters.
-The second is each later step. The chunks that a step has computed are stored once the files were checked after the step
-ended (OpenStores.start), and dropped if they differ then.
+- the start of this engine, for files that have not changed since;
+- for other files, the moment in which kvdock meets the adapter: its first request arrives, or EngineCore.add_lora is
+  called. This counts only while kvdock certainly meets every adapter before a worker reads it (AdapterLoads.hears).
+The second moment is each later step. The chunks that a step has computed are stored once the files were checked after
+the step ended (OpenStores.start), and dropped if they differ then.
 
 Threads: the engine's thread meets and checks adapters, the background reads their files.
 """
@@ -100,7 +99,7 @@ class Adapters:
         self._by_number: dict[int, Adapter] = {}
 
     def meet(self, asked: Any) -> Adapter:
-        """That of `asked`, a LoRARequest. Every request's must come here, in the order of arrival."""
+        """The adapter of `asked`, a LoRARequest. Must be called for every request with one, in the order of arrival."""
         adapter = self._by_name.get(asked.lora_name)
         if adapter is None:
             adapter = self._by_name[asked.lora_name] = Adapter(asked.lora_name, asked.lora_path)
@@ -168,13 +167,13 @@ class Adapters:
         return look_at(adapter.folder, is_local=adapter.is_local)
 
     def log(self, adapter: Adapter) -> None:
-        """Logs once that it is not cached, and why."""
+        """Logs once why the adapter is not cached."""
         if adapter.why and not adapter.is_logged:
             adapter.is_logged = True
             log.warning("what is computed with the adapter %s is not cached: %s", adapter.name, adapter.why)
 
     def lost(self, step: int) -> bool:
-        """Whether one was sound until now, and is not any more, that a request had in the last STILL_USED steps."""
+        """Whether an adapter that a request had in the last STILL_USED steps has just ceased to be sound."""
         used = [one for one in self._by_name.values() if one.is_sound and step - one.used <= STILL_USED]
         return not all(self._is_as_it_was(adapter, step) for adapter in used)
 
@@ -245,15 +244,13 @@ def digest_of_files(folder: Path) -> bytes:
 # --------------------------------------------------------------------------------
 # Adapters that vLLM loads before any request names them: by EngineCore.add_lora, as its servers do.
 #
-# Connectors meet an adapter before a worker reads its files (adapters.py). Other calls that make workers read adapters,
-# a collective_rpc with "lora" in its name or a function, are recorded: from then on only files that are older than the
-# engine are known for sure. Both are hooks that prove to be in force (weight_changes.py).
-
-log = logging.getLogger("kvdock.vllm")
+# Connectors meet such an adapter before a worker reads its files. Workers may read other adapters unnoticed in a
+# collective_rpc with a function or with "lora" in its name: after such a call only adapters whose files have not
+# changed since the engine started are cached. Both calls have hooks that prove to be in force (weight_changes.py).
 
 
 class AdapterLoads:
-    """The adapters that all cores of this process load."""
+    """Notices the adapters that vLLM's EngineCores in this process load."""
 
     def __init__(self) -> None:
         self._hooks: tuple[Hook, ...] = ()
@@ -276,7 +273,7 @@ class AdapterLoads:
         return bool(self._hooks) and not self._is_unheard and not any(one.why_not() for one in self._hooks)
 
     def miss(self) -> None:
-        """An adapter was loaded when no connector could meet it."""
+        """An adapter was loaded when there was no connector to meet it."""
         self._is_unheard = True
 
     def _load(self, core: Any, args: tuple[Any, ...], more: dict[str, Any]) -> None:

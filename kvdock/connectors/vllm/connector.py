@@ -466,7 +466,7 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler.take(report)
 
     def _introduced(self, report: Report) -> Report:
-        """Starts once every worker has reported its manifest. Returns all that they have reported until now."""
+        """Starts once every worker has reported its manifest. Returns everything that workers have reported so far."""
         reports = self._early.reports
         reports.add(report)
         if len(reports.manifests) == place_of(self._config.parallel_config, self._groups).ranks:

@@ -65,7 +65,7 @@ class Unreadable(ValueError):
 
 
 class Hints:
-    """`ignored`: called with the number of hints of a request that were ignored."""
+    """`ignored`: called with how many more hints were ignored."""
 
     def __init__(self, ignored: Callable[[int], None]) -> None:
         self._ignored, self._has_logged = ignored, False

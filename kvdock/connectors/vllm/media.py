@@ -1,9 +1,9 @@
-"""Images and other inputs that are not tokens, by the tensors that the model gets, never by their names.
+"""Identifies images and other inputs that are not tokens by a hash of the tensors that the model gets.
 
-vLLM names each by a hash of its content, or by a name of the client's (`uuid` in a request), and a name does not show
-which of the two it is. Its caches use these names. So the tensors that it hands to the model are hashed here, and a
-name is trusted as long as it has stood for one content in this engine: then KV under the name was computed from that
-content.
+vLLM's caches identify such an input by a name: a hash of its content, or the client's own name (`uuid` in a request).
+The name does not show which of the two it is. So this module hashes the tensors that vLLM hands to the model. A name is
+trusted as long as all inputs of this name had the same tensors in this engine: then KV that vLLM has cached under the
+name was computed from them.
 
 Threads: the engine's thread meets inputs, the background hashes them.
 """
@@ -23,7 +23,7 @@ import torch
 from kvdock.connectors.vllm.adapters import Run
 
 MOST_NAMES = 1 << 17
-"""More than an engine's own caches can hold. Where there are more, the oldest ones are forgotten."""
+"""More than an engine's own caches can hold. Beyond that, the names that were used longest ago are forgotten."""
 
 
 class Unhashable(ValueError):
@@ -53,7 +53,8 @@ class Media:
         self._lock = threading.Lock()
 
     def meet(self, feature: Any) -> Named:
-        """That of `feature`, a MultiModalFeatureSpec. Every request's must come here, in the order of arrival."""
+        """What is known of the name of `feature`, a MultiModalFeatureSpec. Must be called for every request's, in the
+        order of arrival."""
         named = self._names.setdefault(feature.identifier, Named())
         self._names.move_to_end(feature.identifier)
         if len(self._names) > self._most_names:

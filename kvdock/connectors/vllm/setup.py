@@ -304,9 +304,9 @@ def log_among_theirs() -> None:
 # --------------------------------------------------------------------------------
 # Which server each worker of an engine is attached to: no load is promised until all are at the scheduler's.
 #
-# A lease that the scheduler's side has from its server means nothing at another one. A worker is attached to another
-# one if it runs on another machine, or with another address. A worker that does not know yet that its server was
-# replaced is late, not elsewhere: it catches up with its next steps.
+# A lease of the scheduler's server means nothing at another server. A worker is attached to another server if it runs
+# on another machine, or with another address. A worker that does not know yet that its server was replaced is late, not
+# elsewhere: it catches up with its next steps.
 
 log = logging.getLogger("kvdock.vllm")
 
@@ -339,7 +339,7 @@ class Attached:
         return self._steps < self._first_steps
 
     def everywhere(self, attachment: Attachment | None) -> bool:
-        """Every worker has reported that it is attached to the server of this side."""
+        """Whether every worker has reported that it is attached to the scheduler's server."""
         if attachment is None:
             return False
         self._own_pools.add(attachment.epoch.pool_id)

@@ -67,8 +67,7 @@ class Report:
     manifests: dict[int, bytes] = field(default_factory=dict)
     """Each rank's own, as JSON, with its first step if it has not gone with vLLM's handshake."""
     wrote_weights: set[int] = field(default_factory=set)
-    """Something was loaded into a rank's model, and the last order that it had received was of this epoch of
-    weights."""
+    """Epochs of weights: weights were loaded into a rank's model when its last orders were of this epoch."""
 
     def add(self, other: Report) -> None:
         for request_id, valid in other.valid_tokens.items():

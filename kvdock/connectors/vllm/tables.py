@@ -74,7 +74,7 @@ def settled(
 
 
 def blocks_behind(groups: Sequence[KVGroup], table: Table, tokens: int) -> set[int]:
-    """Those that hold more of a request than its first `tokens` tokens."""
+    """The blocks that hold tokens of a request behind its first `tokens`."""
     columns = zip(table, groups, strict=True)
     return {block for column, group in columns for block in column[tokens // group.block_tokens :] if block}
 
@@ -82,7 +82,7 @@ def blocks_behind(groups: Sequence[KVGroup], table: Table, tokens: int) -> set[i
 def failing(
     groups: Sequence[KVGroup], chunk_tokens: int, request_id: str, columns: Table, local_tokens: int, hit_tokens: int
 ) -> LoadPlan:
-    """A plan that names the blocks to be filled and nothing to fill them with."""
+    """A plan for a load that fails: it names the blocks that were to be filled, and no slots to fill them from."""
     sizes = [group.block_tokens for group in groups]
     pieces = tuple(
         LoadPiece(at * size // chunk_tokens, group, (), (block,), 0)
@@ -102,12 +102,12 @@ def _or_none(blocks: Sequence[int]) -> list[int | None]:
 
 @dataclass
 class Tracked:
-    """`table`: per group its blocks, None where it has none."""
+    """A request. `table`: its blocks in each group; None in place of a block that it does not have."""
 
     request: Any
     local_tokens: int = 0
     is_async: bool = False
-    """As LoadOrder has it: of the load that it was last promised."""
+    """Whether the load that it was last promised runs in the background (LoadOrder)."""
     is_new: bool = True
     """It was not in any step since it was given its blocks."""
     table: Table | None = None
@@ -116,7 +116,7 @@ class Tracked:
     given: set[int] = field(default_factory=set)
     """Blocks that it was given, until it is in a step."""
     steps: deque[tuple[int, int]] = field(default_factory=deque)
-    """The newest that it was in since it was given its blocks: their numbers, and the tokens computed before each."""
+    """(number, tokens computed before it) of the newest steps that it was in since it was given its blocks."""
 
     @property
     def traceparent(self) -> str:

@@ -52,7 +52,7 @@ class _Probe:
 
 
 class Hook:
-    """Around one method of one class, for all of its objects in this process. Made by hook()."""
+    """A wrapper around one method of a class, in this process. hook() makes it."""
 
     def __init__(self, owner: type, method: str) -> None:
         self._owner, self._method = owner, method

@@ -280,7 +280,7 @@ class VllmWorker:
         self._reported_epoch: ServerEpoch | None = None
         self._is_idle = False
         self._weights, self._wrote_weights = 0, False
-        """The epoch in the last orders, and whether something was loaded into the model since then."""
+        """The epoch of weights in the last orders, and whether weights were loaded into the model since then."""
         start(self._connector.session, self._connector)
 
     @property
@@ -407,8 +407,8 @@ class VllmWorker:
         return report
 
     def weights_written(self) -> None:
-        """Something was loaded into this worker's model. If the scheduler's side has heard of the call that did it, the
-        next orders are of another epoch."""
+        """Weights were loaded into this worker's model. The next report names the epoch of weights in the last orders.
+        If the scheduler's side has noticed the change by itself, it has begun another epoch and ignores that."""
         self._wrote_weights = True
 
     def wait_idle(self) -> None:

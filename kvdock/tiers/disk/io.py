@@ -178,7 +178,7 @@ class Io:
             self.headers.give_back(header)
 
     def close(self) -> None:
-        """Waits until all reads and writes have ended."""
+        """Waits until everything that begin() has started has ended."""
         self._pool.shutdown()
 
 

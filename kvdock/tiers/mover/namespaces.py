@@ -41,7 +41,7 @@ class NamespaceSession:
 
     @property
     def ranks(self) -> range:
-        """The mover is all writers of the namespace at once."""
+        """All ranks of the namespace's engines: the mover stores and loads the parts of each of them."""
         return range(self.manifest.writers)
 
     @property

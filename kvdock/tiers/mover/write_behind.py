@@ -300,7 +300,8 @@ class WriteBehind:
         self, space: NamespaceSession, agreed: AgreedNote, attachment: Attachment, keys: list[bytes],
         chunks: list[list[Part]],
     ) -> bool:
-        """A chunk's part of group 0 is stored last, because _missing() asks for that part alone."""
+        """In each chunk the part of group 0 and writer 0 comes last, because _missing() asks for that part alone. Tiers
+        that store several parts at once may end them in another order."""
         stores: list[ToStore] = []
         of_key: list[bytes] = []
         try:

@@ -9,7 +9,10 @@ const MOST = 100;
 const KEPT = 500;
 /** Kinds of events about memory that come every second in a full pool. */
 const OFTEN = new Set(["evicted", "quarantined", "freed"]);
-const MEMORY = ["evicted", "mismatched", "quarantined", "freed", "grown", "growth_failed", "shrunk", "limits_changed"];
+const MEMORY = [
+  "evicted", "mismatched", "quarantined", "freed", "grown", "growth_failed", "shrunk", "generation_raised",
+  "tiers_pending", "limits_changed",
+];
 const ENGINES = ["attached", "suspect", "recovered", "dead", "left"];
 const SERVER = ["adopted", "ready", "reread", "draining", "ended"];
 const REQUESTS = [

@@ -13,7 +13,7 @@ SEED, STEPS = seed_and_steps()
 
 @pytest.mark.timeout(120 + STEPS // 4)
 @pytest.mark.sweep("model")
-@pytest.mark.parametrize("model", reversed(BLOCKS))
+@pytest.mark.parametrize("model", list(reversed(BLOCKS)))
 def test_random_use_loses_no_block_and_no_token(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     with capsys.disabled():
         print(f"\nsoak of {model}: KVDOCK_SOAK_SEED={SEED} KVDOCK_SOAK_STEPS={STEPS}")

@@ -18,7 +18,7 @@ class SlotHashers {
  public:
   SlotHashers(Copy::Shared& shared, int threads) : shared_(shared), count_(threads) {}
 
-  void start();  // the threads, unless they run. Throws Refused{cuda}
+  void start();  // starts the threads, unless they run. Throws Refused{cuda}
   // Hashes, in the slots, the bands after the first `verified_after`.
   void hash_the_rest(const std::shared_ptr<Copy>& copy, const PagedLayout& layout, std::span<const Part> parts,
                      const Bands& bands);
@@ -28,7 +28,7 @@ class SlotHashers {
   void join();
 
  private:
-  struct Hash {  // a share of a part that is to be hashed in its slot
+  struct Hash {  // of a part, in its slot: the stripes from first_stripe to its end
     std::shared_ptr<Copy> copy;
     size_t part, bytes, first_stripe;
     uintptr_t slot;

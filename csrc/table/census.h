@@ -1,9 +1,10 @@
-// The contents of the pool, for people: by namespace, and by prefix, which is a first chunk with all its descendants.
+// Counts the contents of the pool for people: by namespace, and by prefix. A prefix is a first chunk with all its
+// descendants.
 //
 // They are counted and ranked some chunks at a time, while the pool changes, so that no call takes long. Chunks that
 // are stored or removed meanwhile may be counted or left out. A prefix whose first chunk is removed is left out;
 // lookups do not find its other chunks, which then belong to no prefix.
-// Ownership: derived, for one count. At its end only the figures and the most used prefixes remain.
+// Ownership: derived data of one count. After the count only the figures and the most used prefixes remain.
 // Thread safety: the caller holds the table's mutex.
 #pragma once
 
@@ -50,11 +51,11 @@ class Census {
  private:
   static constexpr size_t kMostPrefixes = 256;
   enum class Phase { link, add, rank, sort, free, done };
-  // The low bits of the record's generation. They tell apart the chunks that the record has had during a count.
+  // Identifies the chunk in a record: the low bits of its generation, which no two chunks of a record share in a count.
   uint32_t stamp(uint32_t id) const { return static_cast<uint32_t>(records_.at(id).generation()); }
   struct Node {
-    uint32_t above = kNone;  // the record of an ancestor; a first chunk names itself; kNone: the chunk has no prefix
-    uint32_t up = 0;         // how many chunks lie from here to `above`; in a first chunk: the index of its prefix
+    uint32_t above = kNone;  // the record of an ancestor; for a first chunk, its own; kNone: not counted
+    uint32_t up = 0;         // the distance to that ancestor, in chunks; for a first chunk, the index of its prefix
     uint32_t stamp = 0, above_stamp = 0;
   };
   struct Prefix {

@@ -109,7 +109,7 @@ bool Chunks::take_slots(const NewChunk& chunk, uint32_t id, std::vector<StoredPa
   return ok;
 }
 
-// Preferences are for the key: they move to the record that it names now.
+// Keeps and priorities above 0 belong to the key: they move from its old record to the new one.
 void Chunks::publish_chunk(uint32_t id) {
   uint32_t old = records_.make_ready(id);
   eviction_.stored(id);

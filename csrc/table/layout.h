@@ -50,8 +50,8 @@ struct Digest {
     return std::all_of(bytes, bytes + kBytes, [](uint8_t b) { return b == 0xff; });
   }
 };
-// Of a chunk. Zeros: the root, which is the parent of chunks that start their sequence. Ones: a parent that the engine
-// did not know.
+// The key of a chunk. All zeros: the root, which is the parent of chunks that start a sequence. All ones: a parent that
+// the engine did not know.
 using Key = Digest<kKeyBytes>;
 using Id16 = Digest<kIdBytes>;
 

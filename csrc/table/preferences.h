@@ -1,12 +1,12 @@
 // Preferences for chunks to stay longer than others, or shorter: administrators' keeps, and priorities by engines'
 // hints.
 //
-// A kept chunk is evicted by its own tenant's quota alone. A hint gives a chunk a priority, which orders eviction and
-// forbids none: the lowest priority is evicted first, 0 is that of chunks without a hint.
+// A kept chunk is evicted only by its own tenant's quota. A hint gives a chunk a priority, which orders evictions but
+// prevents none: the lowest priority is evicted first. Chunks without a hint have priority 0.
 //
 // Ownership: the end of a keep lies in the record, so that it outlives the server; everything else is derived, and
 //   hints end with the server.
-// Invariant: a keep and a priority are those of a record that can be found.
+// Invariant: only records that can be found have a keep or a priority.
 #pragma once
 
 #include <set>
@@ -16,25 +16,25 @@
 
 namespace kvdock {
 
-// Eviction orders its candidates by what is set here. So a record that is changed must not be among them:
-// Eviction::unlist() before a call that names one, Eviction::offer() after it.
+// Eviction orders its candidates by the preferences. So a record must not be a candidate while its preferences change:
+// call Eviction::unlist() for it before, and Eviction::offer() after.
 class Preferences {
  public:
   Preferences(const TableHeader& header, Records& records, SlotAllocator& slots)
       : header_(header), records_(records), slots_(slots) {}
 
   // -- keeps
-  void keep(uint32_t id, uint64_t until_ms);  // 0: no longer
+  void keep(uint32_t id, uint64_t until_ms);  // until_ms 0: ends the keep
   // A record whose keep has ended by then.
   std::optional<uint32_t> keep_over(uint64_t now) const { return over(keeps_end_, now); }
   uint64_t kept_bytes() const { return kept_bytes_; }
 
   // -- priorities
-  // Whether the chunk may be retained, with that priority until then. Lowers both to its parent's, and raises them to
-  // those that it has. no_capacity: more would be retained than may be; no_parent: its parent is not retained.
+  // Whether the chunk may be retained with *priority until *until_ms. Lowers both to its parent's, and raises them to
+  // those that the chunk has. no_capacity: more would be retained than may be; no_parent: its parent is not retained.
   enum class Retained { yes, no_capacity, no_parent };
   Retained bound(uint32_t id, int8_t* priority, uint64_t* until_ms) const;
-  // until_ms 0: until a request names the chunk, or for 0 no time at all.
+  // priority 0: none. until_ms 0: the priority ends when a request names the chunk.
   void set_priority(uint32_t id, int8_t priority, uint64_t until_ms);
   // A record whose priority has ended by then.
   std::optional<uint32_t> priority_over(uint64_t now) const { return over(priorities_end_, now); }
@@ -60,8 +60,8 @@ class Preferences {
   SlotAllocator& slots_;
   Ends keeps_end_;  // one for each kept record
   uint64_t kept_bytes_ = 0;
-  std::unordered_map<uint32_t, uint64_t> priority_until_;  // by record: when a priority ends that has an end
-  Ends priorities_end_;                                    // one for each of those
+  std::unordered_map<uint32_t, uint64_t> priority_until_;  // by record: when its priority ends, if it does
+  Ends priorities_end_;                                    // one for each of priority_until_
   uint64_t retained_bytes_ = 0;
 };
 

@@ -1,10 +1,10 @@
-// Evicts the leaf that is worth least for its memory (reuse_model.h). It learns from the uses that it sees: where the
-// number of uses predicts nothing, it is LRU.
+// Evicts the leaf that is worth least for its memory (reuse_model.h). It learns from the uses that it sees: if the
+// number of uses predicts nothing, it evicts as LRU does.
 //
 // A chunk's kind is the number of its uses, up to the last kind. A chunk that is its parent's only child begins with
-// that one's kind, up to kInherited: a conversation that was continued is likely to be continued again. The policy
-// remembers evicted chunks, a third of all names for three times as long as it could remember all: so it sees reuse
-// that comes after eviction.
+// the parent's kind, up to kInherited: a conversation that was continued is likely to be continued again. The policy
+// remembers evicted chunks, so it sees reuse after eviction: it keeps a third of the names, three times as long as it
+// could keep all.
 //
 // Invariant: samples_ has each sampled chunk and ghost once, and they know their place.
 #pragma once
@@ -59,9 +59,9 @@ class ReusePolicy : public Policy {
 
   ReuseModel model_;
   uint64_t resident_ = 0, next_learn_ = 0, one_in_ = 1;
-  uint64_t one_in_of_all_ = 1;  // what one_in_ would be if it saw all chunks
+  uint64_t one_in_of_all_ = 1;  // what one_in_ would be if the policy saw all chunks
   double share_ = 1;
-  double keys_ = 0;  // of the latest lookups, the mean
+  double keys_ = 0;  // keys per lookup: the mean of the latest lookups
   std::vector<Sample> samples_;
   std::vector<uint32_t> sample_of_;  // by record
   std::unordered_map<uint64_t, Ghost> ghosts_;                // by name

@@ -1,4 +1,4 @@
-"""How long a request waits for a load that another request of this engine has started, instead of loading it as well.
+"""How long a request waits for a load of another request of this engine, instead of loading the same chunks itself.
 
 Requests that come together often lack the same prefix, such as the samples of one prompt. Without this, each would load
 it into blocks of its own. Here the first one loads. A request whose next missing chunk is part of that load waits until
@@ -24,21 +24,21 @@ MOST_TIMES = 4.0
 SLACK_S = 0.02
 """Requests wait this much longer."""
 LEAST_STEPS = 2
-"""This many steps, and those in progress when the load started, may pass before its end is known, however long they
-take."""
+"""However long they take, a request waits for this many steps, and for those in progress when the load started: the
+load's end may not be reported sooner."""
 FAIR_TIMES = 2.0
 """A request waits for a load if the rest of the load takes at most this many times as long as loading what the two have
 in common."""
 FIRST_FIXED_S, FIRST_TOKEN_S = 0.05, 2e-5
-"""How long a load is expected to take before any was seen: seconds, and seconds for each token."""
+"""The expected time of a load before its speed is known: seconds, and seconds for each token."""
 MOST_IN_VAIN = 3
 """A request that has waited for this many loads that failed does not wait again."""
 
 
 @dataclass(eq=False)
 class _Load:
-    """`keys`: of its chunks, the first of which has the number `first`. `step`: the number of the step in which it
-    started. `why_over`: "" while it is in progress."""
+    """`keys`: the keys of the load's chunks. `first`: the number of the first one. `step`: the number of the step in
+    which the load started. `why_over`: "" while it is in progress."""
 
     request_id: str
     keys: Sequence[bytes]
@@ -55,8 +55,8 @@ class _Load:
         return self.first + len(self.keys)
 
     def common_end(self, keys: Sequence[bytes], chunk: int) -> int:
-        """The end of the chunks that `keys` and the load have in common. The load has their `chunk`. Each key stands
-        for all chunks before it, too."""
+        """The end of the chunks that `keys` and the load have in common. The load has the chunk `keys[chunk]`. Equal
+        keys mean that all chunks before them are equal, too."""
         low, high = chunk + 1, min(self.end, len(keys))
         while low < high:
             middle = (low + high + 1) // 2
@@ -69,23 +69,23 @@ class _Load:
 
 @dataclass
 class _Wait:
-    """`load`: None when the last one has ended. `wanted_tokens`: the engine's own cache is to have them then, counted
-    from token 0."""
+    """`load`: None after the last load has ended. `wanted_tokens`: how many tokens, counted from token 0, the engine's
+    own cache should have at the end of the wait."""
 
     load: _Load | None = None
     wanted_tokens: int = 0
     started_s: float = 0.0
     in_vain: int = 0
     is_old: bool = False
-    """A load failed for which the request has waited: its own answer may name the same damaged chunks."""
+    """The request waited for a load that fell short: the answer to its own lookup may name the same damaged chunks."""
 
 
 class LoadOnce:
-    """`shares`: whether the engine's own cache, which has the first tokens of the request `loader`, has them for the
-    request `other` as well. `whole`: it has a load only for requests that have all of it in common, as with windows.
-    `lost_tokens`: how many tokens at the end of a cached prefix are computed again all the same. `steps_ahead`: how
-    many steps are in progress when another one is planned. `count`: called when a wait ends, with its outcome
-    ("fulfilled", "failed", "expired", "missed") and its seconds."""
+    """`shares(loader, other, tokens)`: whether the request `other` can use the first `tokens` tokens of the request
+    `loader` from the engine's own cache. `whole`: a request can use a load only if it has all chunks of the load, as
+    with windows. `lost_tokens`: how many tokens at the end of a cached prefix are computed again all the same.
+    `steps_ahead`: how many steps are in progress when another one is planned. `count`: called when a wait ends, with
+    its outcome ("fulfilled", "failed", "expired", "missed") and its seconds."""
 
     def __init__(
         self, chunk_tokens: int, clock: Callable[[], float], *, whole: bool, lost_tokens: int = 0, steps_ahead: int = 0,
@@ -96,9 +96,9 @@ class LoadOnce:
         self._shares, self._count, self._least_steps = shares, count, steps_ahead + LEAST_STEPS
         self._cost, self._steps = LoadCost(), 0
         self._loads: dict[str, _Load] = {}
-        """By request, the loads that are not known to have ended."""
+        """By request, loads that may still be in progress."""
         self._by_key: dict[bytes, _Load] = {}
-        """The newest load of each chunk, of those for which requests wait."""
+        """By key of a chunk, the newest load of it that requests may wait for."""
         self._waits: dict[str, _Wait] = {}
 
     # ------------------------------------------------------------------ loads
@@ -115,8 +115,8 @@ class LoadOnce:
         self._by_key.update(dict.fromkeys(load.keys, load))
 
     def ended(self, request_id: str, valid_tokens: int | None = None) -> None:
-        """The request's load has brought the tokens up to `valid_tokens`, None: all. The engine may take a while to put
-        them into its cache."""
+        """The request's load has ended: the tokens up to `valid_tokens` are valid; None: all are. The engine may put
+        them into its cache later."""
         load = self._loads.get(request_id)
         if load is not None and valid_tokens is not None and valid_tokens < load.hit_tokens:
             self._over(request_id, "damaged")
@@ -124,7 +124,7 @@ class LoadOnce:
             self._cost.loaded(load.hit_tokens - load.local_tokens, self._clock() - load.started_s)
 
     def shared(self, request_id: str) -> None:
-        """The engine's own cache has what the request has loaded."""
+        """The engine's own cache has the tokens that the request has loaded."""
         self._over(request_id, "missed")
 
     def _over(self, request_id: str, why: str) -> None:
@@ -133,7 +133,7 @@ class LoadOnce:
             self._end_load(load, why)
 
     def _end_load(self, load: _Load, why: str) -> None:
-        """No request waits for it any more."""
+        """Ends the load: no request waits for it any more."""
         load.why_over = why
         for key in load.keys:
             if self._by_key.get(key) is load:
@@ -148,11 +148,11 @@ class LoadOnce:
     def waits(
         self, request_id: str, keys_of: Callable[[], Sequence[bytes]], local_tokens: int, least_tokens: int = 1
     ) -> bool:
-        """Whether the request waits, whose first `local_tokens` tokens the engine's own cache has. `keys_of`: makes the
-        keys of its chunks. It does not wait for fewer tokens than `least_tokens`."""
+        """Whether the request waits. `local_tokens`: how many of its first tokens the engine's own cache has.
+        `keys_of`: returns the keys of its chunks. It does not wait for fewer tokens than `least_tokens`."""
         if self.still_waits(request_id, local_tokens):
             return True
-        self._over(request_id, "failed")  # it is looked up anew: the engine has taken from it what it had loaded
+        self._over(request_id, "failed")  # looked up again: the engine has freed its blocks, so its load is lost
         wait = self._waits.get(request_id)
         if wait is not None and wait.load is not None:
             self._end(wait, local_tokens)
@@ -177,7 +177,7 @@ class LoadOnce:
     def _to_wait_for(
         self, request_id: str, keys: Sequence[bytes], local_tokens: int, least_tokens: int
     ) -> tuple[_Load, int] | None:
-        """A load, and the number of tokens up to which it is of use to the request."""
+        """A load to wait for, and the number of the request's tokens that it will bring, counted from token 0."""
         chunk = local_tokens // self._chunk_tokens
         load = self._by_key.get(keys[chunk]) if chunk < len(keys) else None
         if load is None or load.request_id == request_id or self._is_over(load):
@@ -216,7 +216,7 @@ class LoadOnce:
         self._count(how, self._clock() - wait.started_s)
 
     def takes_back(self, request_id: str) -> bool:
-        """Whether the request's question is to be sent anew, once for each load that failed."""
+        """Whether the request's lookup must be sent again. True once after it has waited for a load that fell short."""
         wait = self._waits.get(request_id)
         is_old = wait is not None and wait.is_old
         if wait is not None:
@@ -224,7 +224,7 @@ class LoadOnce:
         return is_old
 
     def admitted(self, request_id: str) -> None:
-        """The engine runs the request, with what its own cache has and, if it had loaded, with that: others find it."""
+        """The engine runs the request. If it has loaded, other requests find its tokens in the engine's own cache."""
         self.shared(request_id)
         wait = self._waits.pop(request_id, None)
         if wait is not None and wait.load is not None:

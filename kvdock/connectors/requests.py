@@ -29,11 +29,11 @@ class Chain(Protocol):
 
     @property
     def parent(self) -> bytes | None:
-        """The key before the first, where an engine begins in the midst of a sequence; None: there is none;
-        UNKNOWN_PARENT: the engine does not know it."""
+        """The key before the first, if the engine starts in the middle of a sequence. None: the first chunk starts the
+        sequence. UNKNOWN_PARENT: the engine does not know the key."""
 
     def follow(self, tokens: Sequence[int]) -> None:
-        """`tokens`: all that are known so far."""
+        """Extends the chain to `tokens`: all tokens of the request that are known so far."""
 
 
 ChainOf = Callable[[str, bytes, int], Chain]
@@ -48,10 +48,11 @@ class ChunkObserver:
     """Learns which chunks requests have, and which of them the server has. This one ignores both."""
 
     def known(self, request_id: str, keys: Sequence[bytes]) -> None:
-        """The engine's thread is about to look up or store the first chunks of a request, which have these keys."""
+        """Called before the first chunks of a request are looked up or stored. `keys`: the keys of these chunks."""
 
     def asking(self, attachment: Attachment) -> Callable[[Sequence[bytes]], None]:
-        """Called before a call is sent. Returns a callback that gets the keys that the server reports as present."""
+        """Called before a lookup or a reservation is sent. Returns a callback that gets the keys of the chunks that the
+        server has, by its answer."""
         return lambda keys: None
 
     def names(self, request_id: str, first: int, end: int) -> Sequence[BlockNames | None]:
@@ -62,7 +63,7 @@ class ChunkObserver:
 
 @dataclass(frozen=True)
 class RequestCallbacks:
-    """What only the engine knows of its requests, each by its id."""
+    """Facts that only the engine knows about its requests. Each callback gets a request's id."""
 
     chain_of: ChainOf = chain_of_tokens
     is_stored: Callable[[str], bool] = lambda request_id: True
@@ -74,7 +75,7 @@ class RequestCallbacks:
 
 @dataclass
 class LookupState:
-    """What was asked for a request, and what was answered."""
+    """The question that was sent for a request, and the answers to it."""
 
     asked: tuple[int, int] | None = None
     """(keys, local tokens) of the question that was sent or answered last."""
@@ -100,10 +101,10 @@ class LookupState:
 
     @property
     def expected(self) -> Expected:
-        """What may still come, by the newest answer."""
+        """The chunks that may still come, by the newest answer."""
         if self.newest is None:
             return NOTHING
-        # Where a limit cut the answer, what others store is of no use.
+        # If a limit cut the answer, chunks that others store are of no use.
         return Expected(self.newest.being_stored if self.newest.limited_by is None else None, self.newest.pending)
 
     def take_newer(self) -> None:
@@ -124,7 +125,7 @@ class StoreProgress:
     """How far a request is stored, in chunks from its first."""
 
     offered: int = 0
-    """Chunks [0, offered) are stored, or offered to be."""
+    """Chunks [0, offered) are stored, or were offered to the server."""
     reserved: int = 0
     """Chunks [0, reserved) are at the server, or on their way to it. Behind a gap, no lookup could find a chunk."""
     promised: int = 0
@@ -140,12 +141,12 @@ class StoreProgress:
         return self.offered < self.promised
 
     def falls_short(self, chunk: int) -> None:
-        """What was offered from `chunk` on is not stored."""
+        """The chunks from `chunk` on were offered, and are not stored."""
         self.fell_short_at = max(self.offered, self.fell_short_at)
         self.offered, self.reserved = min(self.offered, chunk), min(self.reserved, chunk)
 
     def restart(self) -> None:
-        """The engine has not computed what it has offered, or computes it again."""
+        """The engine has not computed the chunks that it has offered, or computes them again."""
         self.offered = self.reserved = self.fell_short_at = 0
 
     def loaded(self, chunks: int) -> None:
@@ -160,7 +161,7 @@ class StoreProgress:
 
 @dataclass
 class RequestState:
-    """What is known of one request, from its first lookup until it is finished or preempted."""
+    """The state of one request, from its first lookup or store until it is finished or preempted."""
 
     chain: Chain
     attachment: Attachment
@@ -180,7 +181,8 @@ class RequestState:
 
 
 class Requests(dict[str, RequestState]):
-    """By id. `lock` guards all of them and their states. `promises`: lookups promise to store what they do not find."""
+    """Requests by id. `lock` guards the dict and all states in it. `promises`: lookups promise to store the chunks that
+    they do not find."""
 
     def __init__(self, session: EngineSession, callbacks: RequestCallbacks, *, promises: bool) -> None:
         super().__init__()
@@ -192,9 +194,9 @@ class Requests(dict[str, RequestState]):
         """Under `lock`: the request's entry with keys for all of `tokens`; None while the server is lost."""
         attachment = self.session.attachment
         if attachment is None:
-            return None  # it may come back: what we know, a lease above all, may still hold
+            return None  # an existing entry stays: if the server comes back, its lease may still be valid
         request = self.get(request_id)
-        if request is None or request.attachment is not attachment:  # nothing that we knew of another epoch holds
+        if request is None or request.attachment is not attachment:  # an entry of another epoch is void
             chain = self.callbacks.chain_of(request_id, attachment.namespace, self.session.manifest.chunk_tokens)
             request = self[request_id] = RequestState(chain, attachment)
         request.chain.follow(tokens)
@@ -218,9 +220,8 @@ class Requests(dict[str, RequestState]):
         return self._epoch
 
     def withdraw_promise(self, attachment: Attachment, request_id: str, request: RequestState | None) -> None:
-        """Background: reports to the server that the request stores no more of its promised chunks. Nothing happens if
-        the id belongs to another entry by now, which came back and has promised anew. None: nor if the id is known at
-        all.
-        """
+        """Background: reports to the server that the request stores no more of its promised chunks. Does nothing if
+        the id has another entry by now: that request came back and has promised anew. `request` None: does nothing if
+        the id has any entry."""
         if self.promises and self.get(request_id, request) is request:
             notify(self.session, attachment, self.session.client.withdraw, attachment.session, [request_id])

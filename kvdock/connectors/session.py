@@ -1,9 +1,9 @@
 """An engine process's session at the server: it attaches, holds its lock, sends heartbeats, answers the server's
 questions, receives changes, and attaches again when the server was lost.
 
-A lost server is a miss: `attachment` is None until the session has attached again. It tries so by itself, with back-off
-and jitter. An Attachment is one server epoch as this process sees it. When only the connection was lost, the same
-attachment comes back. When the server's lock is free or the pool is another one, the attachment retires: copies in
+A lost server is a miss: `attachment` is None until the session has attached again. It tries again by itself, with
+back-off and jitter. An Attachment is one server epoch as this process sees it. When only the connection was lost, the
+same attachment comes back. When the server's lock is free or the pool is another one, the attachment retires: copies in
 progress keep its memory mapped, and its lock held, until they end.
 
 Threads: one heartbeat thread; every method may be called from any thread.
@@ -46,7 +46,7 @@ from kvdock.shm.objects import lock_path, pool_exists
 from kvdock.shm.segment import SegmentInfo
 
 # --------------------------------------------------------------------------------
-# Which of the server's grants this member uses, and which it has promised never to touch.
+# The grants of the server that this member uses, and those that it has promised not to use any more.
 #
 # Invariant: "done" is a promise. No copy starts under a grant in `refused`, and no question about an active grant is
 # answered with "done". Both are checked under one lock, so no question can slip in between.
@@ -69,14 +69,14 @@ class GrantBook:
             return True
 
     def stop(self, grant: str) -> None:
-        """The copy was seen to end, and its release or commit is on the way."""
+        """The copy has ended, and its release or commit has been sent or queued."""
         with self._lock:
             self._active[grant] -= 1
             if self._active[grant] <= 0:
                 del self._active[grant]
 
     def refuse(self, grant: str) -> bool:
-        """The server asks whether the grant is done. True: it is, and no copy starts under it from now on."""
+        """The server asks whether the grant is done. Returns True if so: then no copy starts under it from now on."""
         with self._lock:
             if self._active[grant] > 0:
                 return False
@@ -102,12 +102,12 @@ FIRST_RETRY_S, LONGEST_RETRY_S = 0.2, 1.0
 """A server that is back is found within 1.5 s, jitter included."""
 LOST_CODES = frozenset({"unknown_session", "unknown_member", "member_dead"})
 NotYet = (ServerUnavailable, ApiError, AttachError, OSError)
-"""Failures to attach that pass by themselves; a RefusedError does not."""
+"""Failures to attach after which another try may succeed; a RefusedError is not among them."""
 
 
 @dataclass(frozen=True)
 class Identity:
-    """How this process presents itself: the instance it belongs to, its member id, its ranks."""
+    """How this process presents itself to the server: its instance, its member id, its ranks."""
 
     instance: str
     member: str
@@ -115,12 +115,12 @@ class Identity:
     scheduler: bool = True
     label: str = ""
     is_bench: bool = False
-    """It measures: the server's totals leave out its calls."""
+    """A benchmark's session: the server's totals leave out its calls."""
 
 
 @dataclass(frozen=True)
 class ServerEpoch:
-    """One session at one pool. A process that is attached to another one cannot follow plans made under this one."""
+    """One session at one pool. A plan is valid only in processes that are attached to the same epoch."""
 
     pool_id: str
     session: str
@@ -133,7 +133,8 @@ class SessionObserver:
     keeps_lease: Callable[[str], bool] = lambda _lease: False
     """Answers the server's question about an old lease of this member's lookups: True means keep it."""
     changed: Callable[[Attachment, Changes], None] | None = None
-    """Gets with each heartbeat the chunks that lookups find from then on, and those that they no longer find."""
+    """Called with each heartbeat's changes: chunks that lookups find from now on, and chunks that they no longer
+    find."""
 
 
 class PoolHold:
@@ -166,7 +167,7 @@ class PoolHold:
         return hold
 
     def acquire(self) -> bool:
-        """Memory and lock stay until release(). False when they have been given up already."""
+        """Keeps memory and lock until release(). Returns False if they were given up already."""
         with self._lock:
             if self._users == 0:
                 return False
@@ -237,8 +238,8 @@ class Attachment:
 
 
 class _Members:
-    """Makes a member for each server epoch, under a new id: to a server that saw the old one die, the old one stays
-    dead. `progress`: called when a registrar has registered more."""
+    """Makes a member with a new id for each server epoch: a server that saw a member die keeps its id as dead.
+    `progress`: called when a registrar has registered more."""
 
     def __init__(
         self, name: str, source: random.Random, register: Register | None, progress: Callable[[], None]
@@ -252,8 +253,8 @@ class _Members:
 
 
 class _RunWeights:
-    """The name of the weights that the engine runs, which only a scheduler's session reports to the server. "": those
-    with which it started."""
+    """The name of the weights that the engine runs; "": those with which it started. Only a scheduler's session reports
+    it to the server."""
 
     def __init__(self, client: Client, *, is_scheduler: bool) -> None:
         self._client, self._is_scheduler = client, is_scheduler
@@ -261,7 +262,7 @@ class _RunWeights:
         self.name = ""
 
     def report(self, attachment: Attachment) -> None:
-        """Reports the name if the server does not know it. Raises ServerUnavailable, ApiError."""
+        """Reports the name unless the server has it already. Raises ServerUnavailable, ApiError."""
         with self._reporting:
             name = self.name
             if attachment.weights == name or not self._is_scheduler:
@@ -310,9 +311,8 @@ class EngineSession:
         return attachment
 
     def start(self, observer: SessionObserver | None = None) -> None:
-        """Attaches if the server is there. RefusedError when it is there and does not accept this engine.
-
-        `observer` is not called before."""
+        """Attaches if a server answers. Raises RefusedError if the server does not accept this engine. `observer` is
+        called only from now on."""
         if observer is not None:
             self._observer = observer
         try:
@@ -332,8 +332,8 @@ class EngineSession:
     def runs(self, weights: str) -> None:
         """The scheduler's session: from now on the engine runs the weights of that name, at most MAX_WEIGHTS
         characters; "": those with which it started. Returns at once: the name is reported to the server in the
-        background, and again when the server was lost. Until then lookups and stores are filed under the weights
-        before, where keys of other weights are only missed. ValueError for a longer name."""
+        background, and again when the server was lost. Until then lookups and stores use the namespace of the
+        weights before, where keys of other weights are only missed. ValueError for a longer name."""
         if len(weights) > MAX_WEIGHTS:
             raise ValueError(f"a name of weights has {len(weights)} characters, wanted at most {MAX_WEIGHTS}")
         self._weights.name = weights
@@ -392,7 +392,8 @@ class EngineSession:
             self.lost(attachment, error)
 
     def close(self) -> None:
-        """Leaves the server, which frees everything this process holds. Call it when no copy is in progress."""
+        """Detaches from the server, which frees everything that this process holds. Call it when no copy is in
+        progress."""
         self._stop.set()
         self._wake.set()
         if self._thread.is_alive():
@@ -425,7 +426,7 @@ class EngineSession:
             attachment = Attachment(answer, member, body.weights, hold)
             hold.map(answer.segments, populate=False)
         except BaseException as error:
-            if answer is not None:  # else the server takes the member for dead, and its ranks for taken until then
+            if answer is not None:  # else its ranks stay taken until the server considers it dead
                 self._leave(answer.session, member)
             hold.release()
             if isinstance(error, ApiError) and error.code != "not_ready":
@@ -490,7 +491,7 @@ class EngineSession:
                 elif not self._try_to_attach():
                     wait_s = retry_s * self._source.uniform(0.5, 1.5)
                     retry_s = min(2 * retry_s, LONGEST_RETRY_S)
-            except Exception as error:  # without this thread, there would be no more hits
+            except Exception as error:  # if this thread ended, there would be no more hits
                 self._log_once(logging.ERROR, f"unexpected {type(error).__name__}, trying again", error)
                 wait_s = LONGEST_RETRY_S
             self._wake.wait(wait_s)
@@ -500,7 +501,7 @@ class EngineSession:
         try:
             self._attach()
         except NotYet as error:
-            # An unavailable server was logged when it was lost.
+            # If no server answers, that was logged already: at the start, or when the server was lost.
             level = logging.DEBUG if isinstance(error, ServerUnavailable) else logging.WARNING
             self._log_once(level, "still no server", error)
             self._retire_if_pool_is_gone()
@@ -511,7 +512,7 @@ class EngineSession:
         return False
 
     def _log_once(self, level: int, what: str, why: BaseException) -> None:
-        """Logs why this process is not served: once, however often it tries."""
+        """Logs why this process is not served. The same cause is logged once, however often attaching fails."""
         cause = why.code if isinstance(why, ApiError) else str(why)
         log.log(level if cause != self._logged else logging.DEBUG, "%s: %s", what, why)
         self._logged = cause
@@ -555,7 +556,7 @@ class EngineSession:
             return attachment.heartbeat_s if self._attachment is not None else 0.0
 
     def _try_to_report_weights(self, attachment: Attachment) -> float | None:
-        """Seconds until it is to be tried again; None: the server knows the weights. Raises errors that mean that the
+        """Returns the seconds until the next try; None: the server knows the weights. Raises errors that mean that the
         server is lost."""
         try:
             self.report_weights(attachment)
@@ -567,12 +568,12 @@ class EngineSession:
         return None
 
     def _report_changes(self, attachment: Attachment, changes: Changes) -> bool:
-        """False: the observer failed. The server's questions are answered all the same."""
+        """Returns False if the observer failed. The server's questions are answered all the same."""
         attachment.changes_since = changes.next
         try:
             if self._observer.changed is not None:
                 self._observer.changed(attachment, changes)
-        except Exception as error:  # it is not this module's
+        except Exception as error:  # the observer is not part of this module
             self._log_once(logging.ERROR, f"changes of the cache were lost by {type(error).__name__}", error)
             return False
         return True
@@ -593,10 +594,10 @@ class EngineSession:
 
 
 # --------------------------------------------------------------------------------
-# A call in the background to a server that may be gone, and whose answer is not needed.
+# A call in the background whose answer is not needed, to a server that may be gone.
 
 def notify(session: EngineSession, attachment: Attachment, call: Callable[..., object], *arguments: object) -> None:
-    """Nothing is sent when the server of `attachment` is not there: if it returns, it asks."""
+    """Sends nothing while the server of `attachment` is lost: when it comes back, it asks about grants."""
     if session.attachment is not attachment:
         return
     try:

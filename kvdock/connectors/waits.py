@@ -23,26 +23,27 @@ from kvdock.protocol.schemas import BeingStored, PendingTokens
 # An answer that is later than `wait_s` opens the breaker: from then on no lookup waits, and one without an answer is a
 # miss, because a slow server must not hold up requests that have nothing to load. The next answer in time closes the
 # breaker. Whatever the server does, one step waits at most `wait_s`, or a tenth of the time that steps take where that
-# is longer. In an engine that computes nothing no other request is held up by the wait: there an answer may be later.
+# is longer. While the engine computes nothing, a wait delays no other request, so an answer is late only
+# after IDLE_WAITS times `wait_s`.
 #
 # Threads: the engine's thread waits, a background thread reports answers. The breaker is one flag, which both set.
 
 IDLE_WAITS = 10
-"""While the engine computes nothing, an answer may take this many times longer: a miss costs more than the waiting."""
+"""While the engine computes nothing, an answer may take this many times `wait_s`: a miss costs more than the wait."""
 STEP_SHARE = 0.1
-"""How much all waits of a step may add to it, as a share of the time that steps take."""
+"""The most that all waits of one step may take together, as a share of the mean time of a step."""
 LONGEST_STEP_S = 1.0
-"""A longer time between two steps was not the time of a step: it counts as this long."""
+"""A longer time between two steps is not the time of a step: it counts as this long."""
 TURN_S = 0.001
 """How long a lookup waits for an answer that is already late: the thread that receives it may not have run yet."""
 NEWEST_STEP = 0.2
-"""Weight of the newest step in the mean of what steps take."""
+"""Weight of the newest step in the mean time of a step."""
 
 
 @dataclass
 class SentQuestion:
-    """`answered` ends with the answer. `asked_s`: the time of the clock at which the question was given to the thread
-    that sends it. `was_late`: a lookup was a miss because the answer was late. `was_read`: a lookup has read it."""
+    """`answered` is done when the answer has come. `asked_s`: when the question was given to the thread that sends it,
+    by the clock. `was_late`: a lookup was a miss because the answer was late. `was_read`: a lookup has read it."""
 
     answered: Future[None]
     asked_s: float
@@ -51,7 +52,7 @@ class SentQuestion:
 
 
 class Patience:
-    """`wait_s`: how late an answer may be. `clock`: seconds, monotonic."""
+    """`wait_s`: after how many seconds an answer is late. `clock`: seconds, monotonic."""
 
     def __init__(self, wait_s: float, clock: Callable[[], float]) -> None:
         self._wait_s, self._clock = wait_s, clock
@@ -73,7 +74,7 @@ class Patience:
         self._left_s = max(self._wait_s, STEP_SHARE * self._step_s)
 
     def wait(self, question: SentQuestion) -> bool:
-        """Whether it is answered, at once or within the time that is left of this step's waiting."""
+        """Whether the question is answered already, or within the time that this step may still wait."""
         has_waited = False
         while not question.answered.done():
             started_s = self._clock()
@@ -93,8 +94,8 @@ class Patience:
         return self._wait_s * (IDLE_WAITS if self._is_idle else 1)
 
     def spend(self, work: Future[None]) -> bool:
-        """Whether other work has ended, at once or within the time that is left of this step's waiting. It opens no
-        breaker."""
+        """Whether other work has ended already, or ends within the time that this step may still wait. Does not open
+        the breaker."""
         if not work.done() and self._left_s > 0:
             started_s = self._clock()
             wait([work], min(self._left_s, self._wait_s))
@@ -109,7 +110,7 @@ class Patience:
 
 
 # --------------------------------------------------------------------------------
-# For which of the requests that wait in an engine a question is sent before the engine looks them up.
+# Which of the requests that wait in an engine get their question sent before the engine looks them up.
 #
 # The chunks that are found for a waiting request are leased, so they cannot be evicted. Few leases are enough, because
 # an engine admits few requests in one step, and many would keep the pool full of chunks that are needed much later:
@@ -120,14 +121,14 @@ MOST_EARLY = 4
 
 
 class EarlyQuestions:
-    """`ask`: sends the question of a request. For every request, left() is called in the end."""
+    """`ask`: sends the question of a request. left() must be called for every request that arrived."""
 
     def __init__(self, ask: Callable[[str], None]) -> None:
         self._ask = ask
         self._waiting: dict[str, None] = {}
-        """In the order in which they arrived. No question was sent for them."""
+        """Requests without a question yet, in the order of their arrival."""
         self._open: set[str] = set()
-        """A question was sent, early or by the engine's own lookup."""
+        """Requests whose question was sent, early or by the engine's own lookup."""
 
     def arrived(self, request_id: str) -> None:
         """May be called more than once for a request."""
@@ -136,12 +137,12 @@ class EarlyQuestions:
             self._ask_next()
 
     def asked(self, request_id: str) -> None:
-        """The engine has looked the request up, in an order of its own."""
+        """The engine has looked the request up, which it may do in any order."""
         self._waiting.pop(request_id, None)
         self._open.add(request_id)
 
     def left(self, request_id: str) -> None:
-        """It was admitted, or has ended."""
+        """The request was admitted, or has ended."""
         self._waiting.pop(request_id, None)
         self._open.discard(request_id)
         self._ask_next()
@@ -154,7 +155,7 @@ class EarlyQuestions:
 
 
 # --------------------------------------------------------------------------------
-# What requests wait for in later steps. A wait has an end, and its request does not wait again before it is forgotten.
+# Waits that last several steps. Each has a time limit. After it, the request does not wait again until it is forgotten.
 #
 # Threads: the engine's, one at a time. Nothing here blocks: a request that waits is looked up again in a later step.
 
@@ -196,10 +197,10 @@ class _Waiting(Generic[W]):
 # --------------------------------------------------------------------------------
 # How long a request waits for chunks that another engine computes and stores, instead of computing them as well.
 #
-# A lookup's answer says how far other sessions, all of whose members are alive, store the request's prefix. Waiting for
-# them pays while it takes less than computing: so the wait of a request is bounded by a share of the time in which this
-# engine would compute the missing tokens, at the speed of its own steps. It ends earlier when for half of that time
-# nothing more was stored, or when no session stores any more.
+# A lookup's answer says how much of the request's prefix other sessions, whose members are all alive, are storing. It
+# pays to wait for them as long as that takes less than computing: so a request waits at most a share of the time in
+# which this engine would compute the missing tokens, at the speed of its own steps. The wait ends earlier if nothing
+# more was stored for half of that time, or if no session stores the prefix any more.
 
 STALL_SHARE = 0.5
 """How long a request waits while nothing more is stored, as a share of the time that it may wait at most."""
@@ -210,7 +211,7 @@ class _StoreWait(_Wait):
     longest_s: float = 0.0
     committed: int = 0
     progress_s: float = 0.0
-    """When more was stored than before."""
+    """When the last progress was seen."""
 
 
 class ComputeOnce(_Waiting[_StoreWait]):
@@ -224,15 +225,15 @@ class ComputeOnce(_Waiting[_StoreWait]):
         self._share, self._speed = share, speed
 
     def waits(self, request_id: str, stored: BeingStored | None, hit_tokens: int, local_tokens: int) -> bool:
-        """Whether the request waits, now that its newest answer says `stored` and found `hit_tokens`. Its time starts
-        now, not with its question."""
+        """Whether the request waits, now that its newest answer has `stored` and `hit_tokens`. Its time starts
+        now, not when the question was sent."""
         now_s, wait = self._clock(), self._waits.get(request_id)
         if wait is None:
             if stored is None:
                 return False
             longest_s = self._share * (stored.tokens - max(stored.committed, local_tokens)) / self._speed.tokens_per_s
             if longest_s < 2 * ASK_S:
-                return False  # it would be over before the second answer
+                return False  # the wait would be over before the second answer
             self._waits[request_id] = _StoreWait(
                 now_s, stored.tokens, longest_s=longest_s, committed=stored.committed, progress_s=now_s
             )
@@ -274,9 +275,9 @@ class WaitTerms(NamedTuple):
     """How long a request may wait for chunks that lower tiers load, and how fast its engine would compute them."""
 
     wait_s: float
-    """0: not at all."""
+    """0: the request does not wait."""
     tokens_per_s: float
-    """0: that is not known."""
+    """0: not known."""
 
 
 NO_WAIT = WaitTerms(0.0, 0.0)
@@ -286,7 +287,8 @@ NO_WAIT = WaitTerms(0.0, 0.0)
 class _TierWait(_Wait):
     until_s: float = 0.0
     server_until_s: float = 0.0
-    """Before that time, the server answers that nothing comes only when it knows so."""
+    """Until then an answer without `pending` means that no more will come; later, that the time at the server is
+    over."""
 
 
 class AwaitTiers(_Waiting[_TierWait]):
@@ -309,8 +311,8 @@ class AwaitTiers(_Waiting[_TierWait]):
     def waits(
         self, request_id: str, pending: PendingTokens | None, hit_tokens: int, local_tokens: int, asked_s: float
     ) -> bool:
-        """Whether the request waits, now that its newest answer says `pending` and found `hit_tokens`. Its time starts
-        now; its time at the server started with the question, sent at `asked_s`."""
+        """Whether the request waits, now that its newest answer has `pending` and `hit_tokens`. Its time starts
+        now; its time at the server started when the question was sent, at `asked_s`."""
         wait = self._waits.get(request_id)
         if wait is None:
             if pending is None or pending.tokens <= max(hit_tokens, local_tokens):
@@ -344,12 +346,12 @@ class AwaitTiers(_Waiting[_TierWait]):
 # All waits of an engine's requests.
 
 class Expected(NamedTuple):
-    """What may still come for a request, by the newest answer to its lookup. None: nothing does."""
+    """The chunks that may still come for a request, by the newest answer to its lookup. None: no more will come."""
 
     being_stored: BeingStored | None = None
-    """By other engines."""
+    """From other engines."""
     pending: PendingTokens | None = None
-    """By lower tiers."""
+    """From lower tiers."""
 
 
 NOTHING = Expected()
@@ -357,16 +359,16 @@ NOTHING = Expected()
 
 @dataclass
 class Waits:
-    """What the requests of an engine wait for. Each is None where they do not. `clock`: seconds, monotonic."""
+    """The kinds of waits that an engine's requests have; None: they have no such wait. `clock`: seconds, monotonic."""
 
     patience: Patience | None = None
     """For the server's answer. None: a lookup is Pending until the answer is there."""
     once: ComputeOnce | None = None
-    """For what other engines compute and store."""
+    """For chunks that other engines compute and store."""
     tiers: AwaitTiers | None = None
-    """For what lower tiers load."""
+    """For chunks that lower tiers load."""
     loads: LoadOnce | None = None
-    """For what other requests of this engine load."""
+    """For chunks that other requests of this engine load."""
     clock: Callable[[], float] = time.perf_counter
 
     def terms(self, missing_tokens: int) -> WaitTerms:
@@ -387,8 +389,8 @@ class Waits:
     def for_more(
         self, request_id: str, expected: Expected, hit_tokens: int, local_tokens: int, asked_s: float
     ) -> bool:
-        """Whether the request waits for more than the `hit_tokens` that were found, now that an answer that says
-        `expected` was read. `asked_s`: when the question was sent that this answers."""
+        """Whether the request waits for more than the `hit_tokens` that were found, now that an answer with `expected`
+        was read. `asked_s`: when the question of this answer was sent."""
         is_waiting = False
         if self.once is not None:
             is_waiting = self.once.waits(request_id, expected.being_stored, hit_tokens, local_tokens)

@@ -45,7 +45,7 @@ CallFailed = (ServerUnavailable, ApiError)
 CopyFailed = (DatapathError, ShmError, CopyError, CudaError, OSError, MemoryError)
 
 FIRST_PARTS = 16
-"""How many parts the first copy of a load has: to submit a part takes microseconds, to copy it takes longer."""
+"""How many parts the first copy of a load has. It is small, so that copying starts while the rest is submitted."""
 
 Piece = TypeVar("Piece", LoadPiece, StorePiece)
 AnyPart = TypeVar("AnyPart", Part, WritePart)
@@ -97,7 +97,7 @@ class Storing(_Copying[StorePiece]):
         super().__init__(attachment, started_s)
         self.plan, self.holds_reservation = plan, False
         self.error: Exception | None = None
-        """Why a copy could not be submitted."""
+        """The reason if a copy could not be submitted."""
         self.committed: Sequence[tuple[StorePiece, int]] = ()
         """The pieces that this rank has written, with their checksums, once the server knows."""
 
@@ -109,12 +109,12 @@ class Loading(_Copying[LoadPiece]):
         super().__init__(attachment, started_s)
         self.plan, self.holds_lease = plan, False
         self.lost = False
-        """It could not be submitted, or its copies failed: nothing is known of any byte."""
+        """The load could not be submitted, or its copies failed: no byte can be trusted."""
         self.damaged: list[int] = []
         """Chunks whose bytes do not match their checksums."""
 
     def verified(self, timeout_s: float) -> bool:
-        """True once work that is ordered after the load is known to find all that was promised."""
+        """True once all bytes are verified: work that is ordered after the load finds everything that was promised."""
         if self.lost:
             return False
         for _, _, handle in self.copies:
@@ -127,7 +127,7 @@ class Loading(_Copying[LoadPiece]):
         return True
 
     def is_whole(self) -> bool:
-        """Waits for its copies."""
+        """Whether all bytes have come and match their checksums. Waits for the copies."""
         try:
             return not self.lost and all(result.ok for _, _, handle in self.copies for result in handle.result())
         except CopyFailed:
@@ -136,11 +136,13 @@ class Loading(_Copying[LoadPiece]):
 
 class WorkerConnector:
     """`session`: its identity has one rank, this worker's: ranks below the manifest's `writers` store, and rank r loads
-    part r mod writers. `layouts[g]`: where KV group g has its blocks, which are on `device`. `threads`: how many copy
-    when the blocks are in host memory. `tuning`: for copies on a GPU (None: as measured), stores by its for_stores().
+    part r mod writers. `layouts[g]`: where KV group g has its blocks, which are on `device`. `threads`: how many
+    threads copy when the blocks are in host memory. `tuning`: for copies on a GPU (None: the measured default); stores
+    use its for_stores().
 
-    `stream`: where the engine reads and writes its blocks (a CUstream as an integer): copies come after the work that
-    is on it when they start. None on the CPU, and when every step has ended before its blocks are handed over.
+    `stream`: the stream on which the engine reads and writes its blocks (a CUstream as an integer). Unless a call says
+    otherwise, a copy runs after the work that is on this one when the copy is submitted. None on the CPU, and if
+    every step has ended before its blocks are passed to the connector.
     """
 
     def __init__(
@@ -202,7 +204,7 @@ class WorkerConnector:
     # ------------------------------------------------------------------ load
 
     def load(self, attachment: Attachment, plan: LoadPlan) -> int:
-        """Fills the plan's blocks. Returns the tokens valid from token 0 on: short when a chunk failed.
+        """Fills the plan's blocks. Returns how many tokens are valid, counted from token 0: fewer if a chunk failed.
 
         Never raises for a server or a slot that is not there: the engine recomputes what was not loaded.
         """
@@ -225,7 +227,7 @@ class WorkerConnector:
             return loading
         try:
             for group, pieces in _by_group(plan.pieces).items():
-                # The copy starts with a few parts, and goes on while the rest is described.
+                # A few parts are submitted first: they are copied while the rest is prepared.
                 for some in (pieces[:FIRST_PARTS], pieces[FIRST_PARTS:]):
                     if some:
                         banded = bands[group] if bands is not None else None
@@ -256,7 +258,7 @@ class WorkerConnector:
         loading.copies.append((group, pieces, handle))
 
     def finish_load(self, loading: Loading) -> int:
-        """Waits for the copies. Tokens valid from token 0 on."""
+        """Waits for the copies. Returns how many tokens are valid, counted from token 0."""
         loading.wait(None)
         plan = loading.plan
         failed = [piece.chunk for piece in plan.pieces] if loading.lost else []
@@ -298,7 +300,8 @@ class WorkerConnector:
             attachment.grants.stop(plan.lease)
 
     def settle(self, attachment: Attachment) -> None:
-        """Sends the releases that end_load() queued, once the engine has its blocks: no load waits for that."""
+        """Sends the releases that end_load() queued. Call it once the engine has its blocks, so that no load waits for
+        it."""
         if self.session.attachment is not attachment:
             return  # that server is lost. If it returns, it asks about the lease, and the answer is "done".
         try:
@@ -349,7 +352,7 @@ class WorkerConnector:
                 self.session.abort(attachment, plan.reservation, [self.rank])
                 return 0
             done = [PartDone(piece.chunk, piece.group, f"{checksum:016x}") for piece, checksum in results]
-            # At least once: the server waits for the rank's commit.
+            # An empty commit is sent, too: the server waits for each rank's commit.
             for start in range(0, max(1, len(done)), MAX_ENTRIES):
                 body = Commit(session=attachment.session, rank=self.rank, parts=done[start : start + MAX_ENTRIES])
                 ready = self.session.client.commit(plan.reservation, body).ready

@@ -48,13 +48,13 @@ class PartCopy:
     skip_blocks: int = 0
     """Scatter only: the number of leading blocks that are hashed but never written."""
     checksum: int | None = None
-    """The expected one; required for scatter. A gather compares when it is given."""
+    """The expected checksum: required for scatter. A gather compares with it if it is given."""
 
 
 @dataclass(frozen=True)
 class PartResult:
     checksum: int
-    """That of the bytes that were copied."""
+    """The checksum of the bytes that were copied."""
     ok: bool
 
 
@@ -67,10 +67,11 @@ class CopyHandle(Protocol):
         """True once the copy has ended, False on timeout. `timeout_s` None: no timeout."""
 
     def result(self) -> list[PartResult]:
-        """Waits for the end; one result for each part, in order. Raises the copy's error."""
+        """Waits for the end of the copy. Returns one result for each part, in order. Raises the copy's error."""
 
     def took_s(self) -> float | None:
-        """Seconds from the end of the work before the copy to the copy's end. None: not known, or it has not ended."""
+        """Seconds from the call to the end of the copy; if it had to wait for work on the stream `after`, from the end
+        of that work. None: not known, or the copy has not ended."""
 
 
 @runtime_checkable
@@ -85,7 +86,8 @@ class StreamHandle(CopyHandle, Protocol):
 class Copier(Protocol):
     """Copies parts between slots and the blocks of one layout.
 
-    `after`: a stream of the blocks' device, whose work so far comes first; None: nothing comes first.
+    `after`: a stream of the blocks' device: the copy starts after the work that is on it now. None: it waits for no
+    stream.
     """
 
     def gather(self, parts: Sequence[PartCopy], *, after: int | None = None) -> CopyHandle: ...

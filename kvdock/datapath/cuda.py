@@ -106,8 +106,8 @@ class CudaHandle:
         return results_of(self._copy.checksums(), self._parts)
 
     def took_s(self) -> float | None:
-        """Seconds on the GPU's clock from the end of the work before the copy to the copy's end; without such work,
-        from the call. None: it has not ended, or it failed."""
+        """Seconds from the end of the work on the stream `after` to the end of the copy, by the GPU's clock; without
+        `after`, from the call. None: the copy has not ended, or it failed."""
         return self._copy.took_s()
 
 

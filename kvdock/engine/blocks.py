@@ -2,7 +2,7 @@
 
 BlockPool knows single blocks. The reference count of a block is the number of its holders: each request whose table
 names it, and each store of the connector that reads it. The free queue is in order of release, so an allocation takes
-the least recently used block, and its name is forgotten. A free block that has a name is evictable: it counts as free
+the least recently used block, which loses its name. A free block that has a name is evictable: it counts as free
 until a hit holds it.
 
 BlockManager has the block tables of requests, one list of blocks for each KV group, over one pool that all groups
@@ -184,7 +184,7 @@ class BlockManager:
         return table
 
     def _turns(self) -> Iterable[tuple[int, int]]:
-        """(phase, group): every group touches its hits before any group allocates."""
+        """All (phase, group). In phase 0 each group touches its hits; then, in phase 1, each group allocates."""
         return product((0, 1), range(len(self.kinds)))
 
     def lacking(self, table: Table, end: int) -> int:

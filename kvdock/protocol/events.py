@@ -1,7 +1,7 @@
-"""What happens in a server, event by event: `GET /v1/events` sends them, the log has a sentence for those that
-operators want to know of. docs/events.md lists them.
+"""The events of a server. `GET /v1/events` sends them, and the server logs those that matter to operators
+(kvdock/api/feeds/log.py). docs/events.md lists them.
 
-Every event is one of the structs below. `kind` names it. Fields may be added to them; none is renamed.
+Each event is one of the structs below; its `kind` names the struct. Later versions may add fields; none is renamed.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from kvdock.protocol.wire_types import Answer, Hex64, Key
 
 
 class Event(Answer, kw_only=True, tag_field="kind", gc=False):  # no event is part of a cycle
-    """What all events have. The journal sets `seq` and `at`."""
+    """The fields of all events. The journal sets `seq` and `at`."""
 
     seq: int = 0
-    """From 1 on at the server's start, one more with each event."""
+    """The number of the event: 1 for the first after the server's start."""
     at: float = 0.0
     """Unix seconds, for display only."""
     tenant: str | None = None
-    """The tenant that it concerns: "" is the server's own user. None: it concerns the whole server."""
+    """The tenant that the event concerns; "": the server's own user. None: it concerns the whole server."""
 
     of_requests: ClassVar[bool] = False
-    """Whether requests cause it, so that there may be thousands a second."""
+    """Whether requests cause this kind of event, so that there may be thousands a second."""
 
 
 # ---------------------------------------------------------------- engines
@@ -47,21 +47,21 @@ class Attached(_OfMember, kw_only=True, tag="attached"):
 
 
 class Suspect(_OfMember, kw_only=True, tag="suspect"):
-    """Its heartbeats are missing: it gets nothing new until the next one."""
+    """A member's heartbeats are missing: it gets no new grants until the next heartbeat."""
 
     silent_s: float
 
 
 class Recovered(_OfMember, kw_only=True, tag="recovered"):
-    """The next heartbeat of a suspect member has come."""
+    """A suspect member has sent a heartbeat."""
 
 
 class Dead(_OfMember, kw_only=True, tag="dead"):
-    """Its process has ended without leaving. What it held is freed after a while."""
+    """A member's process has ended without detaching. Its grants are freed after a while."""
 
 
 class Left(_OfMember, kw_only=True, tag="left"):
-    """It has detached."""
+    """A member has detached."""
 
 
 # ---------------------------------------------------------------- requests
@@ -78,28 +78,28 @@ class LookedUp(_OfRequest, kw_only=True, tag="looked_up"):
 
     request: str
     tokens: int
-    """Asked for, in whole chunks."""
+    """Tokens asked for, in whole chunks."""
     hit_tokens: int
-    """Found, from token 0 on."""
+    """Tokens found, counted from token 0."""
     why: str
-    """Why not more was found, as `GET /v1/requests/{request}/explain` has it; empty: all was."""
+    """Why no more was found, as in `GET /v1/requests/{request}/explain`; empty: everything was found."""
     took_us: int
-    """In the server."""
+    """Time in the server."""
 
 
 class Leased(_OfRequest, kw_only=True, tag="leased"):
-    """A lookup got a lease, or a lease that it had has grown."""
+    """A lookup got a lease, or its lease has grown."""
 
     request: str
     lease: Hex64
     chunks: int
-    """Those that this call added."""
+    """Chunks that this call added to the lease."""
     bytes: int
-    """How large those are, counted once per fetch."""
+    """Bytes of these chunks, counted once per fetch."""
 
 
 class Loaded(_OfRequest, kw_only=True, tag="loaded"):
-    """All readers of a lease have released it: they have read what they wanted."""
+    """All readers of a lease have released it."""
 
     request: str
     lease: Hex64
@@ -116,7 +116,7 @@ class Cancelled(_OfRequest, kw_only=True, tag="cancelled"):
     """The request's or the store's."""
     grant: Hex64
     is_store: bool
-    """It was a reservation."""
+    """True: a reservation. False: a lease."""
     took_us: int
     """From the lease or reservation to this call."""
 
@@ -126,12 +126,12 @@ class Reserved(_OfRequest, kw_only=True, tag="reserved"):
 
     store: str
     reservation: Hex64 | None
-    """None: it got none."""
+    """None: the store got no reservation."""
     tokens: int
     present_tokens: int
-    """What was stored already."""
+    """Tokens among these whose chunks were stored already."""
     chunks: int
-    """Granted."""
+    """Chunks that the reservation has slots for."""
     bytes: int
     limited_by: str | None
 
@@ -142,7 +142,7 @@ class Stored(_OfRequest, kw_only=True, tag="stored"):
     store: str
     reservation: Hex64
     chunks: int
-    """Those that this call published."""
+    """Chunks that this call published."""
     took_us: int
     """From the reservation to this call."""
 
@@ -153,23 +153,23 @@ class Committed(_OfRequest, kw_only=True, tag="committed"):
     store: str
     reservation: Hex64
     chunks: int
-    """Published."""
+    """Chunks that were published."""
     bytes: int
-    """Reserved."""
+    """Bytes that were reserved."""
     took_us: int
     """From the reservation to this call."""
 
 
 class Aborted(_OfRequest, kw_only=True, tag="aborted"):
-    """Ranks gave up what they had not finished of a reservation."""
+    """Ranks gave up the part of a reservation that they had not finished."""
 
     store: str
     reservation: Hex64
     ranks: list[int]
     chunks: int
-    """Published by now."""
+    """Chunks of the reservation that are published by now."""
     is_over: bool
-    """No rank is left that stores more of it."""
+    """No rank stores more of the reservation."""
     took_us: int
     """From the reservation to this call."""
 
@@ -180,16 +180,16 @@ class Refused(Event, kw_only=True, tag="refused"):
     of_requests: ClassVar[bool] = True
     code: str
     route: str
-    """Method and path's template; empty where none was recognised."""
+    """The method and the template of the path; empty if no route was recognised."""
     detail: str
-    """As the answer has it."""
+    """As in the answer."""
 
 
 # ---------------------------------------------------------------- memory
 
 
 class Evicted(Event, kw_only=True, tag="evicted"):
-    """Chunks were evicted for others, since the last event of this kind."""
+    """Chunks were evicted to make room for others since the last event of this kind."""
 
     of_requests: ClassVar[bool] = True
     chunks: int
@@ -198,18 +198,18 @@ class Evicted(Event, kw_only=True, tag="evicted"):
 
 
 class Mismatched(_OfSession, kw_only=True, tag="mismatched"):
-    """A reader found other bytes than were stored: the chunks are no longer found."""
+    """A reader found that chunks had other bytes than were stored: lookups no longer find these chunks."""
 
     lease: Hex64
     chunks: int
 
 
 class Quarantined(Event, kw_only=True, tag="quarantined"):
-    """More memory waits, since the last event of this kind or `freed`, for engines that still read or write it."""
+    """More memory than at the last event of this kind or `freed` waits for engines that still read or write it."""
 
     of_requests: ClassVar[bool] = True
     bytes: int
-    """That wait now."""
+    """Bytes that wait now."""
 
 
 class Freed(Event, kw_only=True, tag="freed"):
@@ -217,7 +217,7 @@ class Freed(Event, kw_only=True, tag="freed"):
 
     of_requests: ClassVar[bool] = True
     bytes: int
-    """That still wait."""
+    """Bytes that still wait."""
 
 
 class Grown(Event, kw_only=True, tag="grown"):
@@ -226,7 +226,7 @@ class Grown(Event, kw_only=True, tag="grown"):
     segment: int
     bytes: int
     allocated_bytes: int
-    """The whole pool's."""
+    """Bytes of the whole pool."""
 
 
 class GrowthFailed(Event, kw_only=True, tag="growth_failed"):
@@ -250,21 +250,21 @@ class GenerationRaised(Event, kw_only=True, tag="generation_raised"):
 
     namespace: Key
     generation: int
-    """The pool's, from now on."""
+    """The pool's generation of the namespace from now on."""
 
 
 class TiersPending(Event, kw_only=True, tag="tiers_pending"):
-    """Chunks were cleared or deleted, and lower tiers have not carried that out yet. They are not used for the
+    """Chunks were cleared or deleted, and some lower tiers have not done so yet. They are not used for the
     namespace until they have."""
 
     tiers: list[str]
 
 
 class LimitsChanged(Event, kw_only=True, tag="limits_changed"):
-    """An operator has changed limits, or a settings file that was read again has."""
+    """An operator has changed limits, or the settings file has when it was read again."""
 
     changed: dict[str, list[str | int | float]]
-    """By name: the value before, and the one that counts now."""
+    """By name: the value before, and the value from now on."""
     source: Literal["call", "settings"]
 
 
@@ -272,16 +272,16 @@ class LimitsChanged(Event, kw_only=True, tag="limits_changed"):
 
 
 class Adopted(Event, kw_only=True, tag="adopted"):
-    """The server goes on with the pool of the one before it."""
+    """The server has taken over the pool of the server before it."""
 
     pool: Hex64
     chunks: int
     sessions: int
     leases: int
     aborted: int
-    """Chunks that were being stored, and are dropped."""
+    """Chunks that were dropped, because they were still being stored."""
     dropped: int
-    """Chunks that were damaged, and are no longer found."""
+    """Damaged chunks: lookups no longer find them."""
 
 
 class Ready(Event, kw_only=True, tag="ready"):
@@ -296,14 +296,14 @@ class Reread(Event, kw_only=True, tag="reread"):
     """Settings and access tokens were read again."""
 
     needs_restart: list[str]
-    """Settings that have changed and count from the next start only."""
+    """Changed settings that take effect at the next start."""
 
 
 class Draining(Event, kw_only=True, tag="draining"):
     """The server accepts no new session, gives no new grant, and ends soon."""
 
     is_takeover: bool
-    """Another server goes on with the pool."""
+    """True: the pool stays for the next server."""
     leases: int
     reservations: int
 
@@ -316,10 +316,10 @@ class Ended(Event, kw_only=True, tag="ended"):
 
 
 class Gap(Event, kw_only=True, tag="gap"):
-    """Only in the stream: events that its reader does not get. Its number is that of the last of them."""
+    """Only in the stream: stands for events that the reader does not get. `seq` is that of the last of them."""
 
     lost: int
-    """How many; 0: that is not known."""
+    """How many events; 0: not known."""
     why: Literal["too_slow", "another_server"]
     """The reader was away or slow for too long; or its `Last-Event-ID` is not of this server."""
 

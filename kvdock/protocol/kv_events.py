@@ -1,8 +1,8 @@
-"""What routers get to know of the cache: vLLM's KV cache events, and the names by which routers know a chunk.
+"""What routers learn about the cache: vLLM's KV cache events, and the names by which routers know a chunk.
 
-A router that sends requests where their prefix is knows blocks by the engine's hashes, and computes the same from their
-tokens. The server knows keys alone, so engines send with their reservations the names by which routers know the chunks.
-docs/events.md explains the forms.
+A router that sends each request to an engine with its prefix knows blocks by the engine's hashes, and computes the same
+hashes from the tokens. The server knows keys alone, so engines send with their reservations the names by which routers
+know the chunks. docs/events.md explains the forms.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvdock.protocol.wire_types import MAX_STORE_KEYS, Identity, Traced
 
 MAX_HASHES = 4096
 BlockHash = Annotated[int, msgspec.Meta(ge=0)]
-"""The last 64 bits of the engine's hash, as vLLM's own events have it: not all routers read more."""
+"""The last 64 bits of the engine's hash, as in vLLM's own events: not all routers read more."""
 HASH_BITS = 64
 TOKEN_BYTES = 4
 MEDIUM = "CPU"
@@ -27,14 +27,15 @@ class BlockNames(Identity, array_like=True, frozen=True):
     """`[parent, hashes, tokens]`: the names by which routers know a chunk."""
 
     parent: BlockHash | None
-    """The block before it; None: it begins a sequence, or has no hashes."""
+    """The hash of the block before the chunk; None: the chunk starts a sequence, or has no hashes."""
     hashes: Annotated[list[BlockHash], msgspec.Meta(max_length=MAX_HASHES)]
-    """Those of its blocks, which have one size. Empty: the engine has none, and the chunk's key stands for it."""
+    """The hashes of the chunk's blocks, which are of equal size. Empty: the engine has none, and the chunk's key is
+    used."""
     tokens: Annotated[bytes, msgspec.Meta(max_length=TOKEN_BYTES << 16)]
-    """The chunk's, as unsigned 32-bit integers in a row, little-endian."""
+    """The chunk's tokens: unsigned 32-bit integers, little-endian."""
 
     def fault(self, chunk_tokens: int) -> str:
-        """What is wrong with it; empty: nothing."""
+        """Why these names are not valid; "": they are."""
         if len(self.tokens) != TOKEN_BYTES * chunk_tokens:
             return f"{len(self.tokens)} bytes of tokens"
         if self.hashes and chunk_tokens % len(self.hashes):
@@ -45,12 +46,12 @@ class BlockNames(Identity, array_like=True, frozen=True):
 
 
 def block_hash(whole: bytes | int) -> int:
-    """What routers read of an engine's hash, or of a chunk's key."""
+    """The last 64 bits of an engine's hash or a chunk's key, which is all that routers read."""
     return whole if isinstance(whole, int) else int.from_bytes(whole[-HASH_BITS // 8 :], "big")
 
 
 def named(parent: bytes | int | None, hashes: Sequence[bytes | int], tokens: Sequence[int]) -> BlockNames:
-    """From an engine's hashes: whole ones, or their last bits."""
+    """The names made from an engine's hashes: whole ones, or their last 64 bits."""
     before = None if parent is None else block_hash(parent)
     return BlockNames(before, [block_hash(one) for one in hashes], struct.pack(f"<{len(tokens)}I", *tokens))
 
@@ -59,7 +60,7 @@ class Naming(Traced, kw_only=True):
     """A call that may give the names by which routers know its chunks."""
 
     blocks: Annotated[list[BlockNames], msgspec.Meta(max_length=MAX_STORE_KEYS)] | msgspec.UnsetType = msgspec.UNSET
-    """One for each key, if SessionAttached.wants_blocks."""
+    """The names of each key's chunk, in order, if SessionAttached.wants_blocks."""
 
 
 class BlockStored(msgspec.Struct, tag="BlockStored", tag_field="type"):
@@ -80,7 +81,7 @@ class BlockRemoved(msgspec.Struct, tag="BlockRemoved", tag_field="type"):
 
 
 class AllBlocksCleared(msgspec.Struct, tag="AllBlocksCleared", tag_field="type"):
-    """All earlier events are void. The blocks that are there follow."""
+    """All earlier events are void. Events for all present blocks follow."""
 
 
 KvEvent = BlockStored | BlockRemoved | AllBlocksCleared
@@ -95,7 +96,7 @@ class KvBatch(msgspec.Struct, array_like=True, omit_defaults=True):
 
 
 def positional(event: KvEvent) -> list[Any]:
-    """As vLLM before 0.24 had it: `["BlockStored", block_hashes, …]`."""
+    """The form of vLLM before 0.24: `["BlockStored", block_hashes, …]`."""
     return [type(event).__name__, *msgspec.structs.astuple(event)]
 
 

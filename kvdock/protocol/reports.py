@@ -29,9 +29,9 @@ class UseTotals(Answer, kw_only=True):
     lookup_tokens: int = 0
     hit_tokens: int = 0
     loaded_tokens: int = 0
-    """As engines report it when requests have ended."""
+    """As reported by engines when requests have ended."""
     loaded_bytes: int = 0
-    """In leases, counted once per fetch."""
+    """Bytes of the leased chunks, counted once per fetch."""
     stored_bytes: int = 0
     saved_s: float | None = None
     """What computing the loaded tokens would have taken, less what loading them took. None: no engine has reported
@@ -220,7 +220,7 @@ WAIT_BOUNDS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 
 
 class MoverView(Answer, kw_only=True):
-    """What the server itself knows of its mover. Totals count from the server's start."""
+    """The server's own figures about its mover. Totals count from the server's start."""
 
     silent_s: float
     """Since the mover last reported on its tiers. It does so twice a second."""
@@ -237,7 +237,7 @@ class MoverView(Answer, kw_only=True):
     wait_s: dict[str, float]
     """How long they waited, in sum, by how the wait ended."""
     wait_counts: dict[str, list[int]] = msgspec.field(default_factory=dict)
-    """How many waits lay between each two of WAIT_BOUNDS_S: the first below all bounds, the last above them."""
+    """A histogram of these waits with the bounds WAIT_BOUNDS_S: the first count is below all bounds, the last above."""
 
 
 class Status(Answer, kw_only=True):
@@ -259,8 +259,8 @@ class Status(Answer, kw_only=True):
     """Totals since start; kvdock/api/record/counters.py explains each. What benchmarks do is left out."""
     saved: Saved = msgspec.field(default_factory=Saved)
     oldest_s: float | None = None
-    """The time since the last use of the chunk that was unused longest, of those that no engine holds: chunks that are
-    evicted now have been unused for about this long. None: there is none."""
+    """The longest time that a chunk which no engine holds has been unused: chunks that are evicted now have been unused
+    for about this long. None: there is no such chunk."""
     full_in_s: float | None = None
     """When the pool is full, at the rate at which it has filled in the last minutes. None: it does not fill, it is
     full, or the server has just started."""
@@ -302,7 +302,7 @@ class Break(Answer, kw_only=True):
     """A key of BREAKS."""
     in_words: str
     gone_s: float | None = None
-    """How long the next chunk had been gone. None: as far as is known, it never was there."""
+    """How long ago the next chunk was removed. None: as far as is known, it was never stored."""
     unused_s: float | None = None
     """How long no request had named it when it was removed. None: not known."""
 
@@ -343,7 +343,7 @@ class LoadStory(Answer, kw_only=True):
     took_ms: float
     """From when the engine began the load until it knew the load's end."""
     queue_ms: float | None
-    """The part that was not copying: waiting for copies before it, and for the engine's next step."""
+    """The part of that time without copying: waiting for earlier copies, and for the engine's next step."""
     copy_ms: float | None
     """The copies on the slowest rank; None: that is not known."""
     bytes_per_s: float | None
@@ -351,18 +351,18 @@ class LoadStory(Answer, kw_only=True):
 
 
 class Explanation(Answer, kw_only=True):
-    """What the server knows of a request. `sentences` say it in words; the other fields have the figures."""
+    """What the server knows about a request: as text in `sentences`, as figures in the other fields."""
 
     request: str
     namespace: Key
     model: str
     weights: str | None = ""
-    """That its engine ran then, as in NamespaceView."""
+    """The weights that its engine ran then, as in NamespaceView."""
     sentences: list[str]
     lookups: list[LookupStory] = msgspec.field(default_factory=list)
     """Oldest first."""
     outcome: OutcomeView | None = None
-    """What its engine reported when it had ended."""
+    """What its engine reported after the request had ended."""
     load: LoadStory | None = None
     """None: it loaded nothing, or its engine has not reported how long that took."""
     saved_s: float | None = None
@@ -386,15 +386,15 @@ class CurvePoint(Answer, kw_only=True):
 
 
 class SpaceCurve(Answer, kw_only=True):
-    """What was asked for, and how much of it was found and would be found."""
+    """Tokens that lookups asked for, and the share that was found, or would be found in pools of other sizes."""
 
     lookups: int
     """Repeats of a request within its epoch are not counted."""
     tokens: int
     sampled_chunks: int
-    """How many of the chunks that were asked for the simulated pools saw."""
+    """How many of the chunks asked for were sampled: the simulated pools see only these."""
     hit_share: float | None
-    """Found in the pool itself, as far as it was counted; None: nothing was asked for."""
+    """The share that was found in the pool itself; None: nothing was asked for."""
     points: list[CurvePoint]
     """From the smallest pool to the one without bound. Empty where too few chunks were sampled."""
 
@@ -413,21 +413,21 @@ class NamespaceCurve(SpaceCurve, kw_only=True):
 
 
 class Curve(Answer, kw_only=True):
-    """Predicted hit shares by the size of the pool, of what the caller may see. It begins anew with the server, and
-    when the pool's size or its eviction policy is changed."""
+    """Predicted hit shares by pool size, for the namespaces that the caller may see. The curve starts again when the
+    server starts, and when the pool's size or eviction policy changes."""
 
     eviction: str
     pool_bytes: int
     covers_s: float
-    """Since it began."""
+    """Seconds since the curve started."""
     half_life_s: float
-    """A lookup this long ago counts for half, in all counts and shares."""
+    """All counts and shares here weigh lookups by age: one that is this old counts half."""
     sampled_share: float
-    """How much of all chunks is sampled now. It falls when they become many."""
+    """The share of all chunks that is sampled now. It falls as the number of chunks grows."""
     total: SpaceCurve
     tenants: list[TenantCurve]
     namespaces: list[NamespaceCurve]
-    """Those that were looked up in last: at most 256 are counted apart."""
+    """The namespaces that were used last, the latest first: at most 256 are counted separately."""
 
 
 # --------------------------------------------------------------------------- errors

@@ -52,15 +52,16 @@ class FairQueue:
 
 @dataclass(frozen=True, slots=True)
 class ConnectionLimits:
-    """What one connection may use, if not stated otherwise. A connection that goes beyond it is refused and closed."""
+    """Limits of one connection, except the first two, which are for all. A connection beyond a limit is refused and
+    closed."""
 
     tcp_connections: int
-    """All together."""
+    """How many may be open over TCP."""
     unix_connections: int
-    """All together."""
+    """How many may be open over the Unix socket."""
     url_bytes: int = 8 << 10
     header_bytes: int = 32 << 10
-    """Names and values of one request's headers."""
+    """The names and values of a request's headers, in sum."""
     headers: int = 64
     body_pieces: int = 512
     """A body may arrive in this many pieces and one for each KiB of it: each piece costs a turn of the event loop."""

@@ -57,7 +57,7 @@ class Quotas:
         self._table.set_quota(tenant_id(tenant), bytes=quota.bytes, chunks=quota.chunks)
 
     def put_back(self, tenant: str) -> None:
-        """Replaces a quota that a call has put by the access file's, or by the default."""
+        """Replaces the tenant's quota with the one in the access file, or else with the default."""
         if tenant in self._of_file:
             self.put(tenant, self._of_file[tenant])
         else:
@@ -69,8 +69,8 @@ class Quotas:
         self._table.set_quota(tenant_id(tenant), bytes=default.bytes, chunks=default.chunks)
 
     def follow(self, caps: Mapping[str, Quota]) -> None:
-        """The access file's quotas: puts those that are new there, and gives the default back to tenants that the file
-        names no more. A quota that a call has put stays, unless the file's has changed."""
+        """Takes over the quotas of the access file: puts those that are new, and gives the default back to tenants that
+        the file no longer names. A quota that a call has put stays until the file's quota for that tenant changes."""
         for tenant, quota in self._of_file.items():
             if tenant not in caps and self._put.get(tenant) == quota:
                 self._reset(tenant)
@@ -100,7 +100,8 @@ class Quotas:
 
     def check_namespace(self, tenant: str, digest: bytes, moves: SessionRecord | None = None) -> None:
         """Before a namespace is used, new or not. Namespaces that sessions have left do not count: they are removed
-        when others are needed. `moves`: the session that leaves another one for it. Raises ApiError(quota_exceeded)."""
+        when others are needed. `moves`: the session that changes from another namespace to this one. Raises
+        ApiError(quota_exceeded)."""
         limit = self.of(tenant).namespaces
         if limit is None or self._table.has_namespace(digest):
             return

@@ -2,15 +2,15 @@
 
     offer ──► "kvdock-offer": reserve (rank 0) ──► plans ──► each writer copies, commits ──► ended, in order
 
-SGLang locks a node until its offer has ended, and takes the ends in the order of the offers. Rank 0 reserves slots at
-the server; where other ranks write too, they get the plans with SGLang's next call to all of them. A rank that writes
-nothing (MLA) is done at once.
+SGLang locks a node until its offer has ended, and asks for the outcomes in the order in which it made the offers. Rank
+0 reserves slots at the server; where other ranks write too, they get the plans with SGLang's next call to all of them.
+A rank that writes nothing (MLA) is done at once.
 
-An offer belongs to the weights that the engine ran when it was made. Once these change, offers that have not started
-are dropped, so that a flush waits for copies in progress and for nothing else.
+An offer belongs to the weights that the engine ran when it was made. When the weights change, offers that have not
+started are dropped, so that a flush waits only for copies in progress.
 
 Pages that were loaded a moment ago are not offered to the server again: SGLang offers the pages of a load once their
-request is in its tree. An offer succeeds when the server has all of it; SGLang makes any other one again.
+request is in its tree. An offer succeeds if the server has all of its pages; SGLang repeats an offer that fails.
 
 Invariant: each offer ends exactly once, after its last copy; what was reserved is copied or aborted.
 """
@@ -40,9 +40,9 @@ log = logging.getLogger("kvdock.sglang")
 
 @dataclass
 class _Offer:
-    """`pages`: their hashes; `indices`: SGLang's, by the name of the transfer; `counts`: of the last pages that each
-    transfer has; `ready`: waits until the GPU has computed them; `epoch`: of the weights that have computed them;
-    `may_store`: whether this rank may store it."""
+    """`pages`: the hashes of the pages; `indices`: SGLang's indices, by the name of the transfer; `counts`: how many of
+    the last pages each transfer has; `ready`: waits until the GPU has computed the pages; `epoch`: the epoch of the
+    weights that computed them; `may_store`: whether this rank may store them."""
 
     name: str
     pages: tuple[str, ...]
@@ -52,16 +52,16 @@ class _Offer:
     epoch: int
     may_store: bool
     known: int = 0
-    """How many of the first pages are known to be at the server."""
+    """How many pages, counted from the first, are known to be at the server."""
     plans: list[tuple[Attachment, StorePlan]] = field(default_factory=list)
-    """In place of blocks they have the numbers of the offer's pages."""
+    """Plans with the numbers of the offer's pages in place of blocks."""
     reserved: Future[bool] = field(default_factory=Future)
-    """Rank 0's: whether the server has all of it, or will have with the plans."""
+    """Whether the server has all pages, or will have them when the plans are carried out. Set by rank 0."""
     ended: Future[bool] = field(default_factory=Future)
 
 
 class Offloads:
-    """`zero`: rank 0's; None in other ranks."""
+    """`zero`: the state of rank 0; None in other ranks."""
 
     def __init__(
         self, pools: RankPools, ranks: Ranks, weights: RunningWeights, figures: Figures, zero: RankZero | None
@@ -71,15 +71,15 @@ class Offloads:
         self._offering, self._writing = Background("kvdock-offer"), Background("kvdock-write")
         self._offers: deque[_Offer] = deque()
         self._unshared: deque[_Offer] = deque()
-        """Those of which other writers have no plans yet; where there are none, always empty."""
+        """Offers whose plans other writers do not have yet. Always empty if this rank is the only writer."""
         self._count = 0
 
     def offer(
         self, pages: Sequence[str], parent: str | None, indices: Mapping[str, Any], counts: Mapping[str, int],
         ready: Callable[[], object], *, may_store: bool,
     ) -> None:
-        """Its pages stay as they are until it has ended. `parent`: as Hooked has it. Not `may_store`: nothing of it is
-        stored; in rank 0 that holds for all ranks, in another rank for all chunks of which it would store a part."""
+        """The pages must not change until the offer has ended. `parent`: as in Hooked. Not `may_store`: if this is rank
+        0, no rank stores anything; in another rank, no chunk is stored of which this rank would write a part."""
         self._count += 1
         made = _Offer(f"offer-{self._count}", tuple(pages), indices, counts, ready, self._weights.epoch, may_store)
         self._offers.append(made)
@@ -109,7 +109,8 @@ class Offloads:
         self._offering.run(self._reserve, zero, made)
 
     def count_ended(self) -> int:
-        """How many of the first offers have ended. All ranks call it alike, in each step."""
+        """How many offers have ended, counted from the oldest up to one that has not. All ranks call this in each
+        step."""
         if self._unshared:
             self._share()
         count = 0
@@ -120,7 +121,7 @@ class Offloads:
         return count
 
     def take_ended(self) -> bool:
-        """The oldest one's outcome: whether the server has all of it."""
+        """Removes the oldest offer, which has ended. Returns whether the server has all of its pages."""
         offer = self._offers.popleft()
         ok = offer.ended.exception() is None and offer.ended.result()
         if self._zero is not None:
@@ -133,7 +134,7 @@ class Offloads:
         return offer.epoch == self._weights.epoch
 
     def reset(self) -> None:
-        """Waits until no copy reads a page. SGLang has forgotten its offers, on all ranks."""
+        """Waits until no copy reads a page. Called after SGLang has dropped its offers on all ranks."""
         if self._zero is not None:
             for offer in self._unshared:
                 offer.reserved.exception()
@@ -183,7 +184,7 @@ class Offloads:
         return made.request.store.reserved >= wanted
 
     def _columns(self, offer: _Offer) -> list[list[int | None]]:
-        """Per group the numbers of the pages that SGLang has and that are not known to be at the server."""
+        """For each group, the numbers of the pages that SGLang has there and that are not known to be at the server."""
         columns: list[list[int | None]] = []
         for group in self._pools.groups:
             first = len(offer.pages) - offer.counts.get(group.transfer, 0)
@@ -193,7 +194,7 @@ class Offloads:
     # ------------------------------------------------------------------ all writers
 
     def _share(self) -> None:
-        """Gives the plans that rank 0 has reserved by now to all writers, in the order of the offers."""
+        """Passes the plans that rank 0 has reserved by now to all writers, in the order of the offers."""
         ready: list[tuple[bool, list[Order]]] = []
         for offer in self._unshared if self._zero is not None else ():
             if not offer.reserved.done():
@@ -215,7 +216,7 @@ class Offloads:
             offer.ended.set_result(False)
 
     def _attached(self, orders: Sequence[Order]) -> list[tuple[Attachment, StorePlan]]:
-        """Plans of the server epoch to which this rank is attached."""
+        """The plans that are for the server epoch to which this rank is attached."""
         found = []
         for order in orders:
             assert order.epoch is not None and isinstance(order.plan, StorePlan)
@@ -251,7 +252,8 @@ class Offloads:
             ahead.add(attachment, parts)
 
     def _pages(self, offer: _Offer) -> dict[int, list[int]]:
-        """By group, this rank's pages; -1 in front of those that a window has, which no piece names."""
+        """By group, this rank's pages. A group with windows has only the last ones: -1 stands for the others, which no
+        piece names."""
         found = {}
         for group, about in enumerate(self._pools.groups):
             if about.transfer in offer.indices:
@@ -261,7 +263,7 @@ class Offloads:
 
 
 def _placed(plan: StorePlan, pages: Mapping[int, Sequence[int]]) -> StorePlan:
-    """The plan with pages in place of their numbers."""
+    """The plan with page indices in place of page numbers."""
     pieces = tuple(
         replace(piece, block_ids=tuple(pages[piece.group][number] for number in piece.block_ids))
         for piece in plan.pieces

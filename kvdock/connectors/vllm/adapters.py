@@ -51,8 +51,8 @@ Run = Callable[..., Future[None]]
 
 @dataclass(frozen=True)
 class Look:
-    """The attributes of an adapter's files. `state` differs after any change; `changed_ns`: the time of the last one,
-    in ns since 1970."""
+    """The attributes of an adapter's files. `state` differs after any change; `changed_ns`: the time of the last
+    change, in ns since 1970."""
 
     state: tuple[tuple[int, ...], ...]
     changed_ns: int
@@ -61,22 +61,22 @@ class Look:
 @dataclass
 class Adapter:
     """`path`: as the request names it, `folder`: where its files are. `digest`: None until the files were read. `why`:
-    it is not cached, in a sentence that says what to do."""
+    the reason why it is not cached, with advice; "": it may be."""
 
     name: str
     path: str
     folder: Path | None = None
     is_local: bool = True
-    """Its path names a folder, and not a name on a hub."""
+    """True: `path` is a folder. False: it is the adapter's name on a hub."""
     why: str = ""
     is_logged: bool = False
     """`why` was logged."""
     digest: bytes | None = None
     look: Look | None = None
     checked: int = -1
-    """The step in which its files were looked at last."""
+    """The step in which its files were last checked."""
     used: int = -1
-    """The last step for which a request asked about it."""
+    """The last step for which a request needed it."""
 
     @property
     def is_sound(self) -> bool:
@@ -138,8 +138,8 @@ class Adapters:
             self._run(self._read, adapter)
 
     def _settled_ns(self, adapter: Adapter) -> int:
-        """The moment of the adapter's look. Files that were written a moment ago get a tick: until then, another
-        change of them would look like that one."""
+        """When the adapter's files were looked at. If they were written less than a tick ago, waits for a tick and
+        looks again: within one tick, another change would not show."""
         looked_ns = self._now_ns()
         rest_ns = adapter.look.changed_ns + CLOCK_TICK_NS - looked_ns if adapter.look is not None else -1
         if 0 <= rest_ns <= CLOCK_TICK_NS:
@@ -161,19 +161,19 @@ class Adapters:
         return adapter.is_sound
 
     def _look(self, adapter: Adapter) -> Look | None:
-        """None as well if its path stands for another folder by now."""
+        """As look_at(); also None if its path means another folder by now."""
         if is_local(adapter.path) != adapter.is_local:
             return None
         return look_at(adapter.folder, is_local=adapter.is_local)
 
     def log(self, adapter: Adapter) -> None:
-        """Logs once why the adapter is not cached."""
+        """If the adapter is not cached, logs the reason, once."""
         if adapter.why and not adapter.is_logged:
             adapter.is_logged = True
             log.warning("what is computed with the adapter %s is not cached: %s", adapter.name, adapter.why)
 
     def lost(self, step: int) -> bool:
-        """Whether an adapter that a request had in the last STILL_USED steps has just ceased to be sound."""
+        """Whether an adapter that a request used in the last STILL_USED steps has become unsound now."""
         used = [one for one in self._by_name.values() if one.is_sound and step - one.used <= STILL_USED]
         return not all(self._is_as_it_was(adapter, step) for adapter in used)
 
@@ -198,7 +198,8 @@ def is_local(path: str) -> bool:
 
 
 def folder_of(path: str, find_snapshot: FindSnapshot) -> Path | None:
-    """Where vLLM's workers find the adapter, by the rules of its get_adapter_absolute_path. None: nowhere yet."""
+    """The folder in which vLLM's workers find the adapter, by the rules of its get_adapter_absolute_path. None: it is
+    not on this machine yet."""
     if is_local(path):
         return Path(path).expanduser().absolute()
     if os.environ.get("VLLM_USE_MODELSCOPE", "").lower() in ("1", "true"):
@@ -207,8 +208,8 @@ def folder_of(path: str, find_snapshot: FindSnapshot) -> Path | None:
 
 
 def look_at(folder: Path | None, *, is_local: bool = True) -> Look | None:
-    """None where there is no adapter. Links are followed, and count. Not `is_local`: it is a snapshot in the hub's
-    cache, where refs/main says which one the hub's name means."""
+    """None if there is no adapter. Links are followed, and their own attributes are included. Not `is_local`: the
+    folder is a snapshot in the hub's cache, and refs/main there names the current snapshot, so it is included, too."""
     if folder is None:
         return None
     try:
@@ -229,7 +230,7 @@ def look_at(folder: Path | None, *, is_local: bool = True) -> Look | None:
 
 
 def digest_of_files(folder: Path) -> bytes:
-    """32 bytes: of all that vLLM may read of the adapter. OSError when a file cannot be read."""
+    """32 bytes: the SHA-256 of all files of the adapter that vLLM may read. Raises OSError if one cannot be read."""
     digest = hashlib.sha256()
     for name in FILES:
         if not (folder / name).exists():
@@ -244,9 +245,9 @@ def digest_of_files(folder: Path) -> bytes:
 # --------------------------------------------------------------------------------
 # Adapters that vLLM loads before any request names them: by EngineCore.add_lora, as its servers do.
 #
-# Connectors meet such an adapter before a worker reads its files. Workers may read other adapters unnoticed in a
-# collective_rpc with a function or with "lora" in its name: after such a call only adapters whose files have not
-# changed since the engine started are cached. Both calls have hooks that prove to be in force (weight_changes.py).
+# Connectors meet an adapter before a worker reads its files (Adapters). Other calls that make workers read adapters, a
+# collective_rpc with "lora" in its name or a function, are recorded: from then on an adapter is trusted only if its
+# files are older than the engine. Both use hooks that prove that they are in force (weight_changes.py).
 
 
 class AdapterLoads:
@@ -255,7 +256,7 @@ class AdapterLoads:
     def __init__(self) -> None:
         self._hooks: tuple[Hook, ...] = ()
         self._is_unheard = False
-        """Workers may have read adapters unnoticed."""
+        """Workers may have read adapters that no connector has met."""
 
     def listen(self) -> None:
         """From now on cores report each adapter to their connectors before they load it, by

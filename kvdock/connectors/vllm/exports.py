@@ -30,11 +30,11 @@ SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.
 
 @dataclass
 class KvdockStats(KVConnectorStats):
-    """`data`: as figures.Data; vLLM carries nothing else from process to process."""
+    """`data`: as figures.Data; vLLM sends nothing else between processes."""
 
     @classmethod
     def of(cls, data: Mapping[str, Any]) -> KvdockStats:
-        """With numbers of its own: what vLLM hands to several loggers is one and the same."""
+        """A copy of `data`, because vLLM passes the same object to several loggers."""
         made = cls()
         merge(made.data, data)
         return made

@@ -1,7 +1,8 @@
-"""What each side of the connector counts for vLLM's statistics: plain numbers by name, which travel and add up.
+"""The connector's figures for vLLM's statistics: plain numbers by name, which processes send each other and add up.
 
-Counters and durations hold what was added since the last take(); a gauge holds its latest value and is reported when
-it changes. Workers' figures are summed, so what all ranks do alike (tokens, failed loads) is counted by one of them.
+Counters and durations hold what was added since the last take(); a gauge holds its latest value and is reported when it
+changes. Workers' figures are summed, so figures that are the same on all ranks (tokens, failed loads) are counted by
+one of them.
 """
 
 from __future__ import annotations
@@ -32,24 +33,24 @@ METRICS: Mapping[str, Metric] = {
     "store_tokens": Metric("counter", "Tokens published to the kvdock server."),
     "store_bytes": Metric("counter", "Bytes of KV published to the kvdock server, over all ranks."),
     "store_seconds": Metric("seconds", "Duration of a store, each rank's."),
-    "stores_dropped": Metric("counter", "Stores given up: vLLM reused their blocks, or was told to reset."),
+    "stores_dropped": Metric("counter", "Stores dropped before they were copied."),
     "fence_seconds": Metric("counter", "Seconds that steps waited for stores to leave blocks, over all ranks."),
     **{
         f"bypassed_{why}": Metric("counter", f"Requests that were not looked up: {reason}.")
         for why, reason in WHY.items()
     },
     "weight_changes": Metric("counter", "Times that the weights changed, or may have changed, while the engine ran."),
-    "withheld": Metric("gauge", "1 while nothing is shared because nobody would hear of a change of weights."),
+    "withheld": Metric("gauge", "1 while nothing is shared because a change of weights could go unnoticed."),
     "hints_ignored": Metric("counter", "KV hints of requests that kvdock does not know or cannot read."),
     "wait_seconds": Metric("seconds", "Time that a request waited for tokens that another engine was computing."),
     "waits_fulfilled": Metric("counter", "Requests that waited for another engine until all of it was stored."),
     "waits_withdrawn": Metric("counter", "Requests whose other engine ended, died or gave up before all was stored."),
     "waits_stalled": Metric("counter", "Requests that waited for another engine and saw nothing more being stored."),
     "waits_expired": Metric("counter", "Requests that waited for another engine for as long as they may."),
-    "load_wait_seconds": Metric("seconds", "Time that a request waited for what another one was loading."),
+    "load_wait_seconds": Metric("seconds", "Time that a request waited for tokens that another one was loading."),
     "load_waits_fulfilled": Metric("counter", "Loads that a request waited for and took from vLLM's own cache."),
     "load_waits_failed": Metric("counter", "Loads that a request waited for and that failed, or whose request ended."),
-    "load_waits_expired": Metric("counter", "Loads that a request waited for as long as they are expected to take."),
+    "load_waits_expired": Metric("counter", "Loads that a request waited for as long as it may."),
     "load_waits_missed": Metric("counter", "Loads that a request waited for and did not find in vLLM's own cache."),
 }
 """By name without prefix: `load_bytes` is vllm:kvdock_load_bytes_total."""
@@ -64,7 +65,7 @@ class Figures:
         self._reported: dict[str, float] = {}
 
     def add(self, name: str, amount: int | float) -> None:
-        """To a counter; an observation of durations."""
+        """Adds to a counter, or adds one observation to durations."""
         kind = METRICS[name].kind
         assert kind != "gauge", name
         if amount or kind == "seconds":
@@ -72,7 +73,7 @@ class Figures:
                 merge(self._data, {name: [amount] if kind == "seconds" else amount})
 
     def waited(self, prefix: str, how: str, seconds: float) -> None:
-        """A wait of the kind with that prefix has ended."""
+        """Counts a wait that has ended. `prefix`: the kind of wait."""
         self.add(f"{prefix}waits_{how}", 1)
         self.add(f"{prefix}wait_seconds", seconds)
 
@@ -195,8 +196,8 @@ class Outcomes(RequestOutcomes):
         self._stories.pop(request_id, None)
 
     def answer(self, request: Any) -> dict[str, Any] | None:
-        """The request has ended: the `kv_transfer_params` of its answer. None: it did not ask for them, or another
-        connector may put its own there: vLLM takes those of one connector alone."""
+        """The request has ended. Returns the `kv_transfer_params` of its answer. None: the request did not ask for its
+        outcome, or it has parameters for another connector, which may answer: vLLM accepts only one answer."""
         asked = self._asked.pop(request.request_id, None)
         outcome = self.ended(request.request_id, request.num_prompt_tokens)
         params = getattr(request, "kv_transfer_params", None)

@@ -1,10 +1,11 @@
-"""What a request's KV depends on beside its tokens: its tag, which is mixed into its keys (kvdock/protocol/keys.py).
+"""The tag of a request: everything beside its tokens on which its KV depends. It is mixed into the request's keys
+(kvdock/protocol/keys.py).
 
-Adapter, salt, prompt embeddings and weights hold for all of a request; images and the like stand at some of
-its tokens, so that requests which differ in a later image share what comes before it. Such requests have keys made of
-tokens in all engines: vLLM's own hashes know adapters by their names, and images by names that clients may give.
+Adapter, salt, prompt embeddings and weights apply to the whole request. Images and other media take the place of some
+tokens, so requests that differ in a later image share the tokens before it. The keys of such requests are made from
+tokens, not from vLLM's own hashes: these contain adapters by name, and images by names that clients may choose.
 
-A request is not cached while its tag is not known: neither looked up nor stored. WHY has the reasons.
+While a request's tag is not known, the request is not cached: neither looked up nor stored. WHY has the reasons.
 """
 
 from __future__ import annotations
@@ -53,8 +54,9 @@ PLAIN = Tag()
 def chain_of(
     tag: Tag | None, namespace: bytes, chunk_tokens: int, hashes: Sequence[bytes], hash_tokens: int | None
 ) -> Chain:
-    """A request's keys. `namespace`: that of the weights that compute it (Tags.namespace_of). `hashes`: vLLM's, one for
-    each `hash_tokens` tokens; None: other processes do not make the same ones."""
+    """The chain of a request's keys. `namespace`: the namespace of the weights that compute the request
+    (Tags.namespace_of). `hashes`: vLLM's hashes, one for each `hash_tokens` tokens. `hash_tokens` None: other processes
+    do not compute the same hashes, so keys are made from tokens."""
     if tag is None:
         return _NoKeys()
     if tag or hash_tokens is None:
@@ -70,12 +72,12 @@ class _NoKeys:
         self.parent: bytes | None = None
 
     def follow(self, tokens: Sequence[int]) -> None:
-        """There is nothing to follow."""
+        """Does nothing."""
 
 
 @dataclass
 class _Met:
-    """A request that has more than tokens. `why`: it will never be cached."""
+    """A request whose KV depends on more than its tokens. `why`: the reason why it is never cached; "": it may be."""
 
     since_s: float
     why: str = ""
@@ -85,14 +87,14 @@ class _Met:
     weights: str = ""
     awaits_embeddings: bool = False
     inputs: dict[str, Any] = field(default_factory=dict)
-    """What is named in its tag, beside adapter, embeddings and weights."""
+    """Further inputs of its tag, beside adapter, embeddings and weights."""
     is_counted: bool = False
     tag: Tag | None = None
 
 
 class Tags:
-    """`adapters_as`: vLLM's settings for all adapters that can change KV. `began_ns`: as Adapters has it. `weights`: of
-    this engine. `trusts_names`: for a request that names its weights, that name stands for them. `clock`: seconds,
+    """`adapters_as`: vLLM's settings for all adapters that can change KV. `began_ns`: as in Adapters. `weights`: the
+    weights of this engine. `trusts_names`: if a request names its weights, the name identifies them. `clock`: seconds,
     monotonic."""
 
     def __init__(
@@ -105,15 +107,16 @@ class Tags:
         self._media = Media(self._hashing.run)
         self._met: dict[str, _Met] = {}
         self._has_grown = False
-        """A prompt grew: the new part may have images that never came here."""
+        """A prompt has grown: the new part may have images that Tags has not seen."""
 
     def arrived(self, request: Any) -> None:
-        """Every request must come here first: its KV may stay in vLLM's own prefix cache."""
+        """Must be called for every request before any other method, also if it is never stored here: its KV may stay in
+        vLLM's own prefix cache under the names of its adapter and images, so these names must be known."""
         if not is_plain(request):
             self._meet(request)
 
     def of(self, request: Any) -> Tag | None:
-        """None while it is not known, or when it will never be."""
+        """The request's tag; None if it is not known, or not known yet."""
         if is_plain(request):
             return PLAIN
         met = self._meet(request)
@@ -124,7 +127,7 @@ class Tags:
         return met.tag
 
     def namespace_of(self, request: Any, namespace: bytes) -> bytes:
-        """The namespace, in place of the engine's `namespace`, of the keys of chunks that the request computes now."""
+        """The namespace for the keys of chunks that the request computes now, made from the engine's `namespace`."""
         return namespace if self.names_weights(request) else tagged(namespace, self.weights.tag)
 
     def names_weights(self, request: Any) -> bool:
@@ -137,7 +140,7 @@ class Tags:
         return self._why_not(met) == "unready" and self._clock() - met.since_s < WAIT_S
 
     def bypassed(self, request: Any) -> str:
-        """Why it is not cached, at the first call for each request; then ""."""
+        """The reason why the request is not cached, at the first call for each request; at later calls ""."""
         met = self._meet(request)
         why, met.is_counted = "" if met.is_counted else self._why_not(met), True
         if why == "adapter" and met.adapter is not None:
@@ -145,20 +148,20 @@ class Tags:
         return why
 
     def meet_adapter(self, asked: Any) -> None:
-        """vLLM is about to load that of `asked`, a LoRARequest."""
+        """vLLM is about to load the adapter of `asked`, a LoRARequest."""
         self._adapters.meet(asked)
 
     def lost(self) -> bool:
         """Whether an adapter has changed since the last steps computed with it. True once for each."""
         lost = self._adapters.lost(self._step)
-        self._step += 1  # that was a look back: requests are looked up by a look of their own
+        self._step += 1  # the next lookups check the files again
         return lost
 
     def may_be_lost(self, request: Any) -> bool:
         return getattr(request, "lora_request", None) is not None
 
     def step(self) -> None:
-        """What may change on disk is looked at again."""
+        """A new step: files that may change are checked again."""
         self._step += 1
 
     def finished(self, request_id: str) -> None:
@@ -236,7 +239,7 @@ def is_plain(request: Any) -> bool:
 
 
 def _mark(named: Named, feature: Any) -> Mark:
-    """With the kind of the input, and the tokens that it replaces."""
+    """The mark of an input: the tokens whose place it takes, and a digest of its kind and content."""
     assert named.digest is not None
     place = feature.mm_position
     chosen = place.is_embed.tolist() if place.is_embed is not None else None

@@ -1,6 +1,7 @@
-"""What is settled once, when the connector starts: settings, what is refused, what this engine can do, logs.
+"""Everything that is decided once, when the connector starts: settings, refusals, the engine's traits, logs.
 
-Invariant: what is not known to work is refused with one sentence that names what was found and what is wanted.
+Invariant: an engine that is not known to work is refused, in one sentence that names the value found and the one
+wanted.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from kvdock.protocol.access import CONNECTOR_PREFIX, default_address
 log = logging.getLogger("kvdock.vllm")
 
 MOST_SHARE = 10.0
-"""The largest compute_once: a request that would wait longer for another engine is computed sooner."""
+"""The largest value of compute_once: it is quicker to compute than to wait longer for another engine."""
 EXTRA = "kv_connector_extra_config"
 BY_LAYER = ("eager", "piecewise", "never")
 ON_RESET = ("clear", "apart", "leave")
@@ -37,8 +38,8 @@ class Settings(EngineSettings):
     """How long a request may wait for tokens that another engine is computing, as a share of what computing them here
     would take; 0: not at all (kvdock/connectors/waits.py)."""
     load_once: bool = True
-    """A request waits for a load of another request of this engine, and takes its tokens from vLLM's own prefix cache,
-    instead of loading them as well (kvdock/connectors/load_once.py)."""
+    """If another request of this engine is loading the same tokens, a request waits for that load and takes the tokens
+    from vLLM's own prefix cache, instead of loading them as well (kvdock/connectors/load_once.py)."""
     chunk_tokens: int = 128
     """Tokens that are stored and found together; rounded up to whole blocks."""
     load_async: bool = True
@@ -51,8 +52,8 @@ class Settings(EngineSettings):
     weights may have changed, so this engine shares nothing that was stored before; "leave": the weights are the same.
     Sleep mode needs one of the last two."""
     recompute_failed_loads: bool = True
-    """Tokens that could not be loaded are computed, whatever vLLM's kv_load_failure_policy is. Beside other connectors
-    that policy decides all the same."""
+    """Tokens that could not be loaded are computed, whatever vLLM's kv_load_failure_policy is, unless other connectors
+    are used as well: then that policy applies."""
 
     @classmethod
     def load(cls, extra: Mapping[str, object], environ: Mapping[str, str]) -> Settings:
@@ -70,7 +71,8 @@ class Settings(EngineSettings):
 
 DRAFTS_WITHOUT_KV = ("ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator")
 DRAFTS_WITH_KV = ("eagle", "eagle3", "mtp", "draft_model", "dflash", "dspark")
-"""The tokens that the target model accepts are its own: wrong KV of drafts costs refused drafts and nothing else."""
+"""Methods whose drafts keep KV. The target model checks every draft, so wrong KV of drafts costs speed, and never
+changes tokens."""
 MOST_RANKS = 128
 
 
@@ -83,7 +85,7 @@ class RankPosition:
     ranks: int
     writers: int
     heads_split: int
-    """Over how many workers of a stage the bytes of a token are spread."""
+    """The number of workers of a stage over which the bytes of a token are spread."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +95,7 @@ class EngineTraits:
     takes_failed_requests: bool
     """Failed loads can be reported by request."""
     undoes_steps: bool
-    """vLLM runs a step again after we report that the step read blocks that failed to load."""
+    """vLLM computes a step again if kvdock reports that it read blocks that failed to load."""
     loads_by_layer: bool
     """vLLM asks for each layer's KV before it reads it."""
     reports_early: bool
@@ -101,7 +103,7 @@ class EngineTraits:
     hash_threads: int
     """CPU threads that hash the end of a load that is reported early."""
     zeroes_blocks: bool = False
-    """vLLM zeroes the blocks that it gives out, on its own stream: loads come after that."""
+    """vLLM zeroes the blocks that it allocates, on its own stream: loads must come after that."""
 
 
 def place_of(parallel: Any, groups: Sequence[KVGroup]) -> RankPosition:
@@ -113,13 +115,13 @@ def place_of(parallel: Any, groups: Sequence[KVGroup]) -> RankPosition:
 
 
 def workers_here(vllm_config: Any) -> int:
-    """How many workers this engine and its data-parallel peers have on this machine."""
+    """The number of workers that this engine and its data-parallel peers have on this machine."""
     parallel = vllm_config.parallel_config
     return int(parallel.local_world_size * max(1, parallel.data_parallel_size_local))
 
 
 def refuse_what_is_not_supported(vllm_config: Any, kv_groups: int, settings: Settings) -> None:
-    """NotSupportedError, one sentence each. `kv_groups`: how many KV cache groups there are."""
+    """Raises NotSupportedError, with one sentence for each reason. `kv_groups`: the number of KV cache groups."""
     parallel, transfer = vllm_config.parallel_config, vllm_config.kv_transfer_config
     if transfer.kv_role != "kv_both":
         raise NotSupportedError(f'kvdock is a cache: kv_role is "kv_both", found "{transfer.kv_role}".')
@@ -152,14 +154,14 @@ def _refuse_what_the_cpu_lays_out_wrong(vllm_config: Any) -> None:
     kind = str(getattr(vllm_config.cache_config, "cache_dtype", "auto"))
     if kind.endswith("_per_token_head") and getattr(device, "device_type", "") == "cpu":
         raise NotSupportedError(
-            f"kvdock cannot share KV of --kv-cache-dtype {kind} on a CPU, where vLLM lays it out otherwise than it "
-            "says: auto or fp8 is wanted."
+            f"kvdock cannot share KV of --kv-cache-dtype {kind} on a CPU, where vLLM lays it out in another way "
+            "than it reports: auto or fp8 is wanted."
         )
 
 
 def _refuse_to_sleep(settings: Settings) -> None:
-    """NotSupportedError, unless it is known what a sleep means for the pool and vLLM reports when it takes the KV
-    memory away."""
+    """Raises NotSupportedError, unless `on_reset` defines the effect of a sleep on the pool and vLLM reports when it
+    frees the KV memory."""
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
     if settings.on_reset == "clear":
@@ -169,13 +171,13 @@ def _refuse_to_sleep(settings: Settings) -> None:
         )
     if not hasattr(KVConnectorBase_V1, "unregister_kv_caches"):
         raise NotSupportedError(
-            "kvdock: enable_sleep_mode is on, and this vLLM does not tell connectors when it takes the KV memory away; "
+            "kvdock: enable_sleep_mode is on, and this vLLM does not notify connectors when it frees the KV memory; "
             "wanted: off, or vLLM 0.33."
         )
 
 
 def _refuse_unequal_stages(vllm_config: Any, kv_groups: int) -> None:
-    """Parts of a group are of one size, and a stage's part is what it has of a chunk."""
+    """Raises NotSupportedError unless all stages have parts of equal size: a part is the KV of a chunk in one stage."""
     if kv_groups > 1:
         raise NotSupportedError(
             f"kvdock serves pipeline parallelism with one KV cache group, found {kv_groups}: use tensor parallelism."
@@ -223,14 +225,14 @@ def warn_of_policy(policy: str, place: RankPosition) -> None:
 
 
 def drafts_with_kv(vllm_config: Any) -> Any:
-    """vLLM's SpeculativeConfig if what drafts keeps KV; else None."""
+    """vLLM's SpeculativeConfig if its method keeps KV of drafts; else None."""
     drafts = vllm_config.speculative_config
     return drafts if drafts is not None and drafts.method in DRAFTS_WITH_KV else None
 
 
 def loads_by_layer(vllm_config: Any, settings: Settings, groups: Sequence[KVGroup]) -> bool:
-    """Whether vLLM asks for each layer's KV before it reads it, in every step. It does of attention layers alone: an
-    indexer reads its own before anybody asks; and drafts' layers it asks for too late."""
+    """Whether vLLM asks for each layer's KV before it reads it, in every step. It does so only for attention layers: an
+    indexer reads its KV without asking, and vLLM asks for drafts' layers too late."""
     layerwise = settings.load_by_layer == "piecewise" or (
         settings.load_by_layer == "eager" and vllm_config.model_config.enforce_eager
     )
@@ -258,17 +260,17 @@ def zeroes_blocks(kv_cache_config: Any) -> bool:
 
 
 def keeps_blocks_back(vllm_config: Any) -> bool:
-    """Whether vLLM gives out what a request had only when the steps that it was in have ended (defer_block_free). It
-    does so for connectors that load; all versions that we know do."""
-    from vllm.v1.core.sched.scheduler import Scheduler  # not where settings are read without vLLM
+    """Whether vLLM reuses a request's blocks only after the steps in which the request ran have ended
+    (defer_block_free). All tested versions do so for connectors that load."""
+    from vllm.v1.core.sched.scheduler import Scheduler  # imported here: settings are also read without vLLM
 
     return hasattr(Scheduler, "_drain_deferred_frees") and bool(vllm_config.kv_transfer_config.is_kv_consumer)
 
 
 def undoes_steps(vllm_config: Any) -> bool:
-    """Whether this engine computes a step again that read what did not load. One that schedules ahead keeps the next
-    step's token all the same, and so does a pipeline, where a prompt's next chunk is in progress by then; and the
-    second model runner does not take its count of computed tokens back."""
+    """Whether this engine computes a step again if it read blocks that failed to load. An engine that schedules ahead
+    keeps the next step's token all the same, and so does a pipeline, where a prompt's next chunk is already in
+    progress. The second model runner does not correct its count of computed tokens."""
     runs_ahead = vllm_config.scheduler_config.async_scheduling or vllm_config.parallel_config.pipeline_parallel_size > 1
     return not runs_ahead and not getattr(vllm_config, "use_v2_model_runner", True)
 
@@ -282,7 +284,7 @@ class _AmongTheirs(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             text = record.getMessage()
-        except (TypeError, ValueError):  # a line that does not fit its arguments must not end a thread
+        except (TypeError, ValueError):  # a wrong log call must not end the thread
             self.handleError(record)
             return
         named = copy.copy(record)
@@ -302,11 +304,11 @@ def log_among_theirs() -> None:
 
 
 # --------------------------------------------------------------------------------
-# Which server each worker of an engine is attached to: no load is promised until all are at the scheduler's.
+# To which server each worker of an engine is attached: no load is promised until it is the scheduler's for all workers.
 #
-# A lease of the scheduler's server means nothing at another server. A worker is attached to another server if it runs
-# on another machine, or with another address. A worker that does not know yet that its server was replaced is late, not
-# elsewhere: it catches up with its next steps.
+# A lease is valid only at the server that granted it. A worker is attached to another server than the scheduler if it
+# runs on another machine, or with another address. A worker that has not yet noticed that its server was replaced is
+# late, not elsewhere: it catches up within its next steps.
 
 log = logging.getLogger("kvdock.vllm")
 
@@ -330,7 +332,7 @@ class Attached:
         self._steps += 1
 
     def reported(self, epochs: Mapping[int, ServerEpoch]) -> None:
-        """Workers have reported with a step to which server they are attached."""
+        """Workers have reported the servers to which they are attached."""
         self._epochs.update(epochs)
 
     @property
@@ -339,7 +341,8 @@ class Attached:
         return self._steps < self._first_steps
 
     def everywhere(self, attachment: Attachment | None) -> bool:
-        """Whether every worker has reported that it is attached to the scheduler's server."""
+        """Whether every worker has reported that it is attached to the same server epoch as the scheduler
+        (`attachment`)."""
         if attachment is None:
             return False
         self._own_pools.add(attachment.epoch.pool_id)
@@ -350,7 +353,7 @@ class Attached:
             self._logged |= elsewhere
             log.warning(
                 "nothing is loaded: the workers of ranks %s are attached to another kvdock server than the scheduler. "
-                "All of an engine run on one machine and have one address (KVDOCK_ADDRESS)",
+                "All processes of an engine must run on one machine and use one address (KVDOCK_ADDRESS)",
                 ", ".join(str(rank) for rank in sorted(elsewhere)),
             )
         return set(self._epochs.values()) == {attachment.epoch}
@@ -362,14 +365,14 @@ class Attached:
 # --------------------------------------------------------------------------------
 # Settings of the connector from the environment: KVDOCK_VLLM_CHUNK_TOKENS is chunk_tokens.
 #
-# vLLM's processes have one environment, but for workers that Ray starts elsewhere.
+# All processes of vLLM have the same environment, except workers that Ray starts on other machines.
 
 TRUTHS = {"true": True, "1": True, "false": False, "0": False}
 
 
 def from_environment(environ: Mapping[str, str], known: Mapping[str, type]) -> dict[str, object]:
-    """`known`: the type of each setting. NotSupportedError for a variable that names none, or whose text is not of its
-    setting's type."""
+    """`known`: the type of each setting. Raises NotSupportedError for a variable that names no setting, or whose text
+    is not of the setting's type."""
     found: dict[str, object] = {}
     for variable, text in environ.items():
         if not variable.startswith(CONNECTOR_PREFIX):

@@ -1,12 +1,13 @@
-"""In the scheduler's process: stores from their offer until no worker reads for them any more.
+"""In the scheduler's process: stores, from their offer until no worker reads their blocks any more.
 
 Their slots are reserved in the background, and the plan goes to the workers with a later step. vLLM may free the blocks
 at any time, so a store whose blocks are given out anew is fenced: it goes to the workers with that step at the latest,
-and the writes of the step come after the reads of the store. It is dropped when its slots are not reserved yet. Where a
-load writes first, only the load comes after the store, and the step in which the load's request runs.
+and the writes of the step come after the reads of the store. A store whose slots are not reserved yet is dropped
+instead. If a load is the first to write to the blocks, only the load is ordered after the store, and the step in which
+the load's request runs.
 
-The KV of a step may depend on a load of another connector that fails, which is known with the step's outcome. Workers
-publish all stores that they get, so beside other connectors a store is held back until the steps before it have ended.
+A step may compute KV from a load of another connector, and only the step's outcome shows whether that load failed.
+Workers publish all stores that they get, so beside other connectors a store is held back until its steps have ended.
 
 Invariant: every store that may still read its blocks is known here.
 
@@ -36,15 +37,15 @@ class _Store:
     ranks_left: int
     step: int
     holds: bool = False
-    """It is held back until its tokens are computed."""
+    """The store is held back until its tokens are computed."""
     is_sent: bool = False
     is_dropped: bool = False
 
 
 class OpenStores:
     """`ranks`: how many workers report on each. `count_dropped`: is called for each store that the workers never get.
-    `steps_ahead`: how many steps are in progress when vLLM plans another one. `holds`: a store is held back until what
-    it stores is computed. `step`: the number of the newest step, from 1.
+    `steps_ahead`: how many steps are in progress when vLLM plans another one. `holds`: every store is held back
+    until its tokens are computed. `step`: the number of the newest step, from 1.
     """
 
     def __init__(
@@ -56,23 +57,23 @@ class OpenStores:
         self._lock = threading.Lock()
         self._reserved: list[tuple[str, Attachment, StorePlan | None]] = []
         self.last: Future[None] | None = None
-        """Ends when the slots are reserved of the last stores of requests that ended since the last step was planned.
-        """
+        """Done when slots are reserved for the last stores of the requests that ended since the last step was
+        planned."""
 
     def __bool__(self) -> bool:
         return bool(self._stores)
 
     def __iter__(self) -> Iterator[frozenset[int]]:
-        """The blocks that each may still read."""
+        """For each store, the blocks that it may still read."""
         return (store.blocks for store in self._stores.values())
 
     def start(
         self, offer: StoreOffer | None, computed_in: Callable[[int], int | None] = lambda chunks: None, *,
         holds: bool = False, is_last: bool = False,
     ) -> None:
-        """Reserves the offer's slots in the background. `computed_in`: for a number of the request's first chunks, the
-        number of the step that computes the last of them; None: the newest. `holds`: it is held back until what it
-        stores is computed, as all are with the constructor's `holds`. `is_last`: its request has ended."""
+        """Reserves the offer's slots in the background. `computed_in(n)`: the number of the step that computes the last
+        of the request's first n chunks; None: the newest step. `holds`: this store is held back until its tokens are
+        computed, as all are with the constructor's `holds`. `is_last`: its request has ended."""
         if offer is None:
             return
         for batch in offer.batches:
@@ -105,12 +106,13 @@ class OpenStores:
         return fences
 
     def drop_unsent(self, request_id: str | None = None) -> None:
-        """Those of one request, or of all."""
+        """Drops the stores of one request, or of all, that were not sent to the workers."""
         for store in self._stores.values():
             store.is_dropped |= not store.is_sent and request_id in (None, store.request_id)
 
     def send(self) -> list[StoreOrder]:
-        """A step is planned: those whose slots are reserved, and which are not held back any more."""
+        """A step is planned. Returns orders for the stores whose slots are reserved and that are not held back any
+        more."""
         self.step += 1
         with self._lock:
             reserved, self._reserved = self._reserved, []
@@ -135,7 +137,7 @@ class OpenStores:
         return orders
 
     def read(self, ranks: Mapping[str, int]) -> None:
-        """`ranks`: how many more of them read no more, by store."""
+        """`ranks`: by store, how many more ranks have stopped reading its blocks."""
         for store_id, count in ranks.items():
             store = self._stores[store_id]
             store.ranks_left -= count

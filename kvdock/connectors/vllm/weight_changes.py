@@ -1,4 +1,4 @@
-"""Notices when weights change in a running vLLM, in whichever way they are changed.
+"""Notices every change of the weights in a running vLLM.
 
 Every call of an engine to its workers, steps included, goes through one method, `Executor.collective_rpc`: HTTP calls,
 LLM and AsyncLLM, sleep mode, weight transfer, the methods of a worker extension, functions that are sent to the
@@ -9,7 +9,7 @@ call counts as a change, so an unknown one costs hits and never wrong tokens. In
     scheduler's process   Executor.collective_rpc ───────────► RunningWeights.begin, changed, end
                           the core's set_weight_version ─────► RunningWeights.named
                           the scheduler resets its cache ────► RunningWeights.flushed
-    worker's process      the model's load_weights ──────────► the next report, unless an order says so first
+    worker's process      the model's load_weights ──────────► the next report, unless an order has reported it first
 
 Without the first hook changes go unnoticed: then nothing is shared (Hook proves it). Without the others an engine
 shares less, never more.
@@ -27,50 +27,50 @@ from functools import wraps
 from typing import Any, Protocol
 
 # --------------------------------------------------------------------------------
-# Methods of vLLM that kvdock wraps, because connectors learn of their calls in no other way.
+# Methods of vLLM that kvdock wraps, because vLLM does not notify connectors of their calls.
 #
 # Safety may depend on such a wrapper, and vLLM's next release may rename the method, or another plug-in may replace it.
 # So a hook proves that it is in force: it calls the method, as vLLM would, with a probe in place of its object. A
-# wrapper that is called recognises the probe and goes no further. A method that is not wrapped fails at the probe,
-# which has no attributes. The proof is repeated when the method was replaced.
+# wrapper that is called recognises the probe and does not call vLLM's method. A method that is not wrapped fails at the
+# probe, which has no attributes. The proof is repeated if the method was replaced.
 
 Heard = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], None]
-"""Is called after the method, also if it raised, with its object, its arguments, and its result (None: it raised, or
-returned None)."""
+"""A callback that runs after the method, also if that raised. It gets the object, the arguments, and the result (None:
+the method raised, or returned None)."""
 
 Before = Callable[[Any, tuple[Any, ...], dict[str, Any]], None]
-"""Is called before the method, with its object and its arguments."""
+"""A callback that runs before the method. It gets the object and the arguments."""
 
 _installed: dict[tuple[type, str], Hook] = {}
 
 
 class _Probe:
-    """Takes the place of the method's object."""
+    """Stands for the object whose method is called."""
 
     def __init__(self) -> None:
         self.heard: set[Hook] = set()
 
 
 class Hook:
-    """A wrapper around one method of a class, in this process. hook() makes it."""
+    """A wrapper around one method of a class, for all objects of the class in this process. Made by hook()."""
 
     def __init__(self, owner: type, method: str) -> None:
         self._owner, self._method = owner, method
         self._heard: list[Heard] = []
         self._before: list[Before] = []
         self._proved: Any = None
-        """The method when the last proof succeeded."""
+        """The method as it was when the last proof succeeded."""
 
     @property
     def _name(self) -> str:
         return f"{self._owner.__name__}.{self._method}"
 
     def listen(self, heard: Heard) -> None:
-        """Calls `heard` from now on."""
+        """From now on, calls `heard` after each call of the method."""
         self._heard.append(heard)
 
     def listen_before(self, heard: Before) -> None:
-        """Calls `heard`, which must not raise, from now on before the method runs."""
+        """From now on, calls `heard`, which must not raise, before each call of the method."""
         self._before.append(heard)
 
     def install(self) -> None:
@@ -96,7 +96,7 @@ class Hook:
         setattr(self._owner, self._method, around)
 
     def why_not(self) -> str:
-        """Why calls of the method go unnoticed; "": they do not, which a call through it has proved."""
+        """The reason why calls of the method go unnoticed; "": they are noticed, as a test call has proved."""
         now = getattr(self._owner, self._method, None)
         if now is None:
             return f"this vLLM has no {self._name}"
@@ -112,7 +112,7 @@ class Hook:
 
 
 def hook(owner: type, method: str) -> Hook:
-    """The hook around `owner`'s method, which is installed with the first call."""
+    """The hook around `owner`'s method. The first call for a method installs it."""
     found = _installed.get((owner, method))
     if found is None:
         found = _installed[owner, method] = Hook(owner, method)
@@ -143,7 +143,7 @@ requests that use them; sleep of level 1 keeps the weights, and waking brings th
 BEGINS = frozenset({"start_weight_update", "start_draft_weight_update"})
 ENDS = frozenset({"finish_weight_update"})
 ONLY_READS = re.compile(r"^(get|list|report|check|is|has|count|describe|print|compute|dump|save)_")
-"""Names of methods that only read, where an extension of the worker has its own."""
+"""Names of methods that only read. A worker extension may have methods of its own."""
 WRITES = re.compile(r"weight|param|load|sync|update|recv|receive|broadcast|merge|model|state")
 
 
@@ -170,7 +170,7 @@ def kind_of_call(method: Any, args: tuple[Any, ...], named: dict[str, Any]) -> s
         return "begin"
     if method in ENDS:
         return "end"
-    if method == "sleep":  # from level 2 on, the weights are given up
+    if method == "sleep":  # from level 2 on, the weights are dropped
         return "changed" if (args[0] if args else named.get("level", 1)) >= 2 else ""
     if method == "discard":
         tags = args[0] if args else named.get("tags", ("weights",))
@@ -181,8 +181,8 @@ def kind_of_call(method: Any, args: tuple[Any, ...], named: dict[str, Any]) -> s
 
 
 def hear(side: Hears, vllm_config: Any) -> Callable[[], str]:
-    """From now on changes are reported to `side`. Returns a function that says why changes may go unnoticed; "": they
-    do not."""
+    """From now on, reports changes to `side`. Returns a function that returns the reason why changes may go unnoticed;
+    "": they are noticed."""
     _sides.add(side)
     executor = _executor_class(vllm_config)
     if executor is None:
@@ -198,8 +198,8 @@ def hear(side: Hears, vllm_config: Any) -> Callable[[], str]:
 
 
 def hear_model(worker: Any, vllm_config: Any) -> None:
-    """Calls `worker.kvdock_weights_written()` from now on whenever something is loaded into the model, or into the
-    model that makes drafts."""
+    """From now on, calls `worker.kvdock_weights_written()` whenever weights are loaded into the model or the draft
+    model."""
     from vllm.model_executor.model_loader.utils import get_model_cls
 
     _models.add(worker)
@@ -210,7 +210,7 @@ def hear_model(worker: Any, vllm_config: Any) -> None:
 
 
 def sides_of(connector: Any) -> list[Any]:
-    """kvdock's own among an engine's connectors: MultiConnector has several."""
+    """kvdock's connectors of an engine: `connector` itself, or those among a MultiConnector's."""
     return [one for one in (connector, *getattr(connector, "_connectors", ())) if one in _sides]
 
 
@@ -230,7 +230,7 @@ def _executor_class(vllm_config: Any) -> type | None:
         from vllm.v1.executor.abstract import Executor
 
         found: type = Executor.get_class(vllm_config)
-    except Exception as error:  # whatever another version raises: nothing is shared then, and the log says why
+    except Exception as error:  # of any kind, in another vLLM: nothing is shared then, and the log has the reason
         log.warning("kvdock does not know vLLM's executor: %s", error)
         return None
     return found
@@ -245,7 +245,7 @@ def _called(executor: Any, args: tuple[Any, ...], more: dict[str, Any], made: An
     if not kind:
         return
     log.info("weights: vLLM's workers run %s", method if isinstance(method, str) else "a function")
-    for side in list(_sides):  # all of this process: which engine's they are is not always known
+    for side in list(_sides):  # all in this process: it is not always known which engine's workers these are
         side.kvdock_weights(kind, "")
 
 
@@ -264,5 +264,5 @@ def _flushed(scheduler: Any, args: tuple[Any, ...], more: dict[str, Any], made: 
 def _written(model: Any, args: tuple[Any, ...], more: dict[str, Any], made: Any) -> None:
     for worker in list(_models):
         worker.kvdock_weights_written()
-    for side in list(_sides):  # where one process has both, it need not wait for the next report
+    for side in list(_sides):  # a side in the same process does not wait for the next report
         side.kvdock_weights("changed", "")

@@ -30,7 +30,7 @@ NEVER: Final = Deadline()
 _DROPPED_AT_ONCE: Final = 4096
 """How many parts are dropped before other threads get the lock."""
 LOOK_S: Final = 0.05
-"""How often a thread that waits for others looks at its deadline, which may be cancelled."""
+"""How often a thread that waits for others checks its deadline, which may be cancelled."""
 
 
 class Extent(NamedTuple):
@@ -114,7 +114,8 @@ class Space:
         return entry
 
     def drop_where(self, is_dropped: Callable[[bytes], bool]) -> None:
-        """Removes parts from the maps. Their rows and bytes are freed with their segments, empty segments first."""
+        """Removes parts from the maps. Their rows in the index and their bytes are freed with their segments; empty
+        segments are freed first."""
         with self.changed:
             keys = list(self.entries)
         dropped = [key for key in keys if is_dropped(key)]
@@ -198,7 +199,7 @@ class Space:
                 self._put(row.key, Entry(extent.segment, row.offset, row.length, row.checksum))
 
     def leave(self, extents: Sequence[Extent]) -> None:
-        """Nothing writes to these extents any more."""
+        """No thread writes to these extents any more."""
         with self.changed:
             for extent in extents:
                 extent.segment.writers -= 1
@@ -210,10 +211,10 @@ class Space:
             self.changed.notify_all()
 
     def claim(self, keys: Sequence[bytes], deadline: Deadline) -> tuple[set[bytes], set[bytes]]:
-        """(the parts that the caller stores now, until unclaim(); those that other threads are storing). The tier has
-        the others already.
+        """Returns (the parts that the caller must store now, until unclaim(); the parts that other threads are
+        storing). The tier has the others already.
 
-        If other threads are storing all parts that the tier lacks, it waits first until that may have changed.
+        If other threads are storing all parts that the tier lacks, waits until that may have changed.
         """
         with self.changed:
             absent = {key for key in keys if key not in self.entries}

@@ -1,4 +1,4 @@
-"""Opens the tiers that the settings name, each in a thread of its own, so one that cannot be opened delays no other."""
+"""Opens the tiers that the settings name, each in its own thread, so a tier that cannot be opened delays no other."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class _Opener(NamedTuple):
 
 
 class OpeningTiers:
-    """`memory`: registers the pool's segments with each tier that wants it, before the tier is used; None: none
-    does."""
+    """`memory`: registers the pool's segments with each tier that needs that, before the tier is used. None: no tier
+    needs it."""
 
     def __init__(self, config: MoverConfig, memory: PoolMemory | None) -> None:
         openers = _openers(config)
@@ -50,14 +50,14 @@ class OpeningTiers:
         self.order = [opener.name for opener in openers]
         """The names of the tiers in the order in which they are asked: the quickest first."""
         self.unopened: dict[str, tuple[str, str]] = dict.fromkeys(self.order, (OPENING, ""))
-        """Tiers that are not open yet: why not, and the error."""
+        """Tiers that are not open yet, each with the reason and the error."""
         for opener in openers:
             threading.Thread(
                 target=self._open, args=(opener,), name=f"kvdock-open-{opener.name}", daemon=True
             ).start()
 
     def take_opened(self) -> list[Tier]:
-        """Those that have been opened since the last call."""
+        """The tiers that have been opened since the last call."""
         found = []
         while not self._opened.empty():
             found.append(self._opened.get())
@@ -89,7 +89,7 @@ class OpeningTiers:
 
 
 def registers_memory(config: MoverConfig) -> bool:
-    """Whether a tier that the settings name wants to know the pool's memory (Registers): Mooncake over RDMA."""
+    """Whether a tier that the settings name needs the pool's memory registered (Registers): Mooncake over RDMA."""
     for name, url in config.stores.items():
         try:
             if find_store(name).registers_memory(url):
@@ -110,7 +110,7 @@ def find_store(name: str) -> Store:
         )
     try:
         store = found[name].load()
-    except Exception as error:  # the package may be anybody's
+    except Exception as error:  # the code of another package, which may raise anything
         raise TierError(name, f"{found[name].value} cannot be imported: {error}") from error
     if not isinstance(store, Store):
         raise TierUrlError(f"found {type(store).__name__} at {found[name].value}, wanted a kvdock.tiers.tier.Store")
@@ -118,7 +118,7 @@ def find_store(name: str) -> Store:
 
 
 def _in_checkout() -> list[EntryPoint]:
-    """The entry points of kvdock itself where it is imported from a checkout: one that is only on Python's path has no
+    """kvdock's own entry points if it is imported from a checkout: a checkout that is only on Python's path has no
     metadata, and the metadata of an editable installation may be older than the checkout."""
     try:
         project = tomllib.loads(CHECKOUT.read_text())["project"]
@@ -130,7 +130,7 @@ def _in_checkout() -> list[EntryPoint]:
 
 
 def _openers(config: MoverConfig) -> list[_Opener]:
-    """One for each tier, in the order in which they are asked."""
+    """One opener for each tier, in the order in which the tiers are asked."""
 
     def disk() -> Tier:
         from kvdock.tiers.disk.tier import DiskTier

@@ -1,7 +1,7 @@
 """A tier in use: its own threads, how long its calls take, and a breaker that keeps calls away while it fails.
 
-A call that is late holds its thread until it returns, and no other tier's. Loads, stores and questions each have their
-own threads, so no load waits behind stores.
+Each tier has its own threads for loads, for stores and for questions. So a call that is late blocks no other tier, and
+no load waits behind stores.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ PROBE = "probe"
 MOST_FAILURES = 3
 """After this many failures in a row the breaker opens."""
 FIRST_REST_S, LONGEST_REST_S = 1.0, 30.0
-"""How long the breaker stays open before a probe; it doubles with each probe that fails."""
+"""How long the breaker stays open before a probe: at first, and at most. It doubles with each probe that fails."""
 PROBE_S = 2.0
 SMOOTHING = 0.2
 """The weight of the newest call in the estimate of the tier's speed."""
 UNRETURNED = "a call does not return"
 FAIR_S = 0.04
-"""A call that had less time than this and did not make it is no failure."""
+"""A call that had less time than this and did not finish counts as no failure."""
 COUNTED = (
     *(f"{verb}_{outcome.value}" for verb in ("load", "store") for outcome in Outcome), "loaded_bytes", "stored_bytes",
     "failures", "damaged", "declined_too_slow", "fetched_elsewhere",
@@ -60,10 +60,10 @@ FIRST_RATE = 8e9
 """Bytes a second, assumed until something has been loaded: a tier that was assumed to be slow would never be tried."""
 SHORTEST_S = 1e-6
 MEASURE_S = 10.0
-"""A tier from which nothing was loaded for so long loads some of what it stored last, to be measured."""
+"""If nothing was loaded from a tier for this long, some of the parts stored last are loaded to measure it."""
 MEASURED_BYTES, MORE_BYTES = 32 << 20, 128 << 20
-"""The size of that load. If it took at most QUICK_S, MORE_BYTES are loaded too, as many as the batches of a fetch in
-progress have: only then does a quick tier show what its threads do together."""
+"""The size of that load. If it took at most QUICK_S, MORE_BYTES are loaded too, as many as a fetch has in progress at
+once: only then does a quick tier show how fast its threads are together."""
 QUICK_S = 0.02
 
 
@@ -92,9 +92,8 @@ class Speed:
 
 
 class Breaker:
-    """Closed while the tier works; open, so that it is not called, until a probe succeeds. Failures in a row are
-    counted for each kind of call apart: a store may answer at once what it has, and yet fail at every load.
-    Thread-safe."""
+    """Closed while the tier works. Open, the tier is not called until a probe succeeds. Failures in a row are counted
+    separately for each kind of call: a store may list its parts at once, and yet fail at every load. Thread-safe."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock, self._lock = clock, threading.Lock()
@@ -113,7 +112,7 @@ class Breaker:
             self.is_open, self.why = False, ""
 
     def failed(self, kind: str, why: str) -> bool:
-        """Returns whether this failure opens it."""
+        """Returns whether this failure opens the breaker."""
         with self._lock:
             self._failures[kind] += 1
             self.why = why
@@ -131,7 +130,7 @@ class Breaker:
 
 @dataclass(eq=False)
 class _Call:
-    """A call in progress. `part`: one of those that it loads, if it is a load."""
+    """A call in progress. `part`: if it is a load, one of the parts that it loads."""
 
     kind: str
     deadline: Deadline
@@ -149,7 +148,7 @@ class FetchTotals:
 
 
 class TierHandle:
-    """`lost`: called when a call may still write to the pool, which only the end of the process stops."""
+    """`lost`: called when a call cannot be stopped and may still write to the pool, until the process ends."""
 
     def __init__(self, tier: Tier, *, clock: Callable[[], float], lost: Callable[[StillRunning], None]) -> None:
         self.tier = tier
@@ -186,14 +185,16 @@ class TierHandle:
         return self._call("ask", deadline, lambda: self.tier.exists(names, deadline), judge)
 
     def load(self, parts: Sequence[ToLoad], deadline: Deadline) -> Future[list[Loaded]]:
-        """The future is done when nothing touches the pages any more, however late. It raises TierOff, TierError."""
+        """The future is done once no one reads or writes the pages any more, even if that is after the deadline. It
+        raises TierOff, TierError."""
         bytes_wanted = sum(part.length for part in parts)
         with self._lock:
             self.loading_bytes += bytes_wanted
         return self._pools["load"].submit(self._load, parts, bytes_wanted, deadline)
 
     def store(self, parts: Sequence[ToStore], deadline: Deadline) -> list[Outcome]:
-        """Returns when nothing touches the pages any more, however late. Raises TierOff, TierError."""
+        """Returns once no one reads the pages any more, even if that is after the deadline. Raises TierOff,
+        TierError."""
         self._require_closed()
         found = self._guarded(_Call("store", deadline), lambda: self.tier.store(parts, deadline), _failure)
         for part, outcome in zip(parts, found, strict=True):
@@ -207,7 +208,8 @@ class TierHandle:
         return found
 
     def delete_damaged(self, names: Sequence[PartName]) -> None:
-        """Parts that cannot be deleted now are found to be damaged again."""
+        """Deletes damaged parts. A part that cannot be deleted now is found damaged, and deleted, when it is next
+        loaded."""
         deadline = Deadline(PROBE_S)
         try:
             self._call("ask", deadline, lambda: self.tier.delete(names, deadline), _failure)
@@ -238,7 +240,7 @@ class TierHandle:
         return self._call("note", deadline, lambda: tier.sweep(namespace, note, deadline), lambda _: "")
 
     def expected_s(self, more_bytes: int) -> float:
-        """How long it takes until `more_bytes` are loaded, after those that are being loaded."""
+        """The expected seconds until `more_bytes` are loaded, after the bytes that are being loaded now."""
         return self.speed.seconds(self.loading_bytes + more_bytes)
 
     def fetched(self, done_bytes: int, took_s: float) -> None:
@@ -250,8 +252,8 @@ class TierHandle:
             self._learn(done_bytes, took_s)
 
     def probe(self) -> None:
-        """Call it every now and then. Counts calls that do not return. In the background, tries a tier whose breaker is
-        open, and measures one from which nothing was loaded for long."""
+        """To be called at regular intervals. Counts calls that do not return. In the background, probes the tier while
+        its breaker is open, and measures it if nothing was loaded for MEASURE_S."""
         now_s = self._clock()
         for call in [] if self.breaker.is_open else self._late():
             if call.counted_s is None:
@@ -282,7 +284,8 @@ class TierHandle:
             raise TierOff(self.name, self.breaker.why)
 
     def _call(self, kind: str, deadline: Deadline, run: Callable[[], R], judge: Callable[[R], str]) -> R:
-        """Runs it in a thread of the kind, and waits until LATE_S after the deadline at most."""
+        """Calls `run` in one of the threads for this kind of call, and waits for it until LATE_S after the deadline.
+        `judge`: as in _guarded(). Raises TierOff, TierError."""
         self._require_closed()
         future = self._pools[kind].submit(self._guarded, _Call(kind, deadline), run, judge)
         try:
@@ -296,7 +299,8 @@ class TierHandle:
             return [call for call in self._calls if call.deadline.is_over]
 
     def _guarded(self, call: _Call, run: Callable[[], R], judge: Callable[[R], str]) -> R:
-        """`judge`: says why an answer counts as a failure; "": it does not."""
+        """Calls `run` and counts its outcome. `judge` returns the reason why an answer counts as a failure; "": it does
+        not."""
         kind = call.kind
         with self._lock:
             self._calls.add(call)
@@ -349,7 +353,7 @@ class TierHandle:
         self._learned_s = self._clock()
 
     def _measure(self) -> None:
-        """Loads some of what was stored last, and more of it if the tier is quick."""
+        """Loads some of the parts stored last, and more of them if the tier is quick."""
         self._learned_s = self._clock()
         with suppress(TierError):  # _guarded() has counted the failure
             found = self._load_own(MEASURED_BYTES)
@@ -359,8 +363,8 @@ class TierHandle:
                 self._learn(*found)
 
     def _load_own(self, most_bytes: int) -> tuple[int, float] | None:
-        """Loads parts as a fetch does, into memory outside the pool. Returns bytes and seconds; None: not all of it
-        came."""
+        """Loads parts as a fetch does, into memory outside the pool. Returns bytes and seconds; None: some did not
+        come."""
         parts: list[ToLoad] = []
         size = 0
         for name, length in self._stored_last:
@@ -387,7 +391,7 @@ class TierHandle:
             log.warning("the tier %s is not used for a while: %s", self.name, why)
 
     def _try(self) -> None:
-        """Probes the tier: asks it, and loads what could not be loaded, into memory outside the pool."""
+        """Probes the tier: asks it, and loads the part that last failed to load, into memory outside the pool."""
         deadline, wanted = Deadline(PROBE_S), self._unloaded
         why = ""
         try:

@@ -27,7 +27,7 @@ from kvdock.tiers.tier import Deadline, Outcome, TierError, ToStore
 log = logging.getLogger("kvdock.tiers")
 
 BATCH_S = 30.0
-"""How long a batch may take."""
+"""How long writing a batch may take."""
 RETRY_S = 0.2
 """Between two tries while the tier, or the server, does not answer."""
 MOST_KNOWN_STORED = 1 << 18
@@ -148,7 +148,7 @@ class WriteBehind:
         return self._queue.waiting_bytes
 
     def offer(self, space: NamespaceSession, keys: Sequence[bytes]) -> None:
-        """The pool has these chunks, and they are worth writing."""
+        """Queues chunks that the pool has and that are worth writing, unless the tier is known to have them."""
         with self._changed:
             if self._until_s is None:
                 for key in self._known_stored.unknown(keys):
@@ -157,7 +157,7 @@ class WriteBehind:
             self._changed.notify()
 
     def prioritise(self, evicting_soon: Iterable[tuple[NamespaceSession, Sequence[bytes]]]) -> None:
-        """The pool evicts these chunks next, and no longer those of the last call."""
+        """The pool evicts these chunks next: they are written first, in place of those of the last call."""
         with self._changed:
             self._queue.prioritise(
                 ((space.digest, key), space.chunk_bytes)
@@ -190,7 +190,8 @@ class WriteBehind:
                 self._known_stored.discard(name[1])
 
     def drain(self, seconds: float) -> None:
-        """The server is about to end: what waits is written, for `seconds` at most, and nothing more is taken."""
+        """The server is about to end: waiting chunks are written for at most `seconds`, and new ones are not
+        accepted."""
         with self._changed:
             if self._until_s is None:
                 self._until_s = self._clock() + seconds

@@ -193,7 +193,7 @@ def test_blocks_that_are_not_on_the_device_are_refused_when_the_copier_is_made()
     for tensors in ([torch.empty(8, 4, 64)], [torch.empty(8, 4, 64, device="cuda"), torch.empty(8, 4, 64)]):
         with pytest.raises(CudaError, match="wanted memory of device 0"):
             CudaCopier(paged_layout("NL_X_NB_BS_HS", tensors, block_tokens=4), device=0, tuning=STAGED)
-    with pytest.raises(NoCuda, match='device "cuda:99" is not there'):
+    with pytest.raises(NoCuda, match='device "cuda:99" does not exist'):
         CudaCopier(Paged("NL_X_NB_BS_HS", torch.int8, SHAPE, device="cuda").layout, device=99)
 
 

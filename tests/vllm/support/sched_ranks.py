@@ -145,7 +145,7 @@ def cold(address: str, **how: Any) -> RanksEngine:
 def warm(address: str, **how: Any) -> dict[str, Any]:
     engine = cold(address, **how)
     warmed(engine)
-    readers = engine.scheduler.connector._scheduler._connector.readers
+    readers = engine.scheduler.connector._scheduler._connector.lookups._readers
     engine.close()
     return figures(engine, readers=readers)
 

@@ -234,6 +234,21 @@ def continued(server: ServerProcess) -> None:
     server.process.send_signal(signal.SIGCONT)
 
 
+@contextmanager
+def halted(server: ServerProcess, *rigs: Rig, timeout_s: float = 1.0) -> Iterator[None]:
+    """The server is stopped, and the calls of these connectors give up after `timeout_s`. While it runs they do not:
+    a slow machine is no lost server."""
+    stopped(server)
+    try:
+        for rig in rigs:
+            rig.connector.session.client.timeout_s = timeout_s
+        yield
+    finally:
+        for rig in rigs:
+            rig.connector.session.client.timeout_s = PATIENCE_S
+        continued(server)
+
+
 def sweep(server: ServerProcess) -> None:
     """Removes what a killed server left in shared memory."""
     for name in server.shared_memory():

@@ -206,7 +206,7 @@ def test_a_stopped_server_comes_back_as_the_same_attachment_and_the_waiting_leas
         before = rig.attachment
         with Client(server.unix) as client:
             [lease] = client.leases().leases
-        with halted(server, rig):
+        with halted(server, rig.connector):
             rig.connector.lookup("r", tokens, 0)
             eventually(lambda: rig.connector.session.attachment is None)
             assert rig.connector.lookup("r", tokens, 16) == Miss()
@@ -231,7 +231,7 @@ def test_stores_queued_behind_a_stopped_server_give_their_blocks_back_together()
         for number in range(8):
             tokens = tokens_of(10 + number, 1)
             offered[f"r{number}"] = rig.connector.begin_store(f"r{number}", tokens, [range(4)], 64)
-        with halted(server, rig):
+        with halted(server, rig.connector):
             calls.go.set()
             for request, blocks in offered.items():
                 assert blocks == ((0, 1, 2, 3),)
@@ -249,7 +249,7 @@ def test_loads_queued_behind_a_stopped_server_are_done_together() -> None:
         calls = Held(rig.connector.session.client, "flush")
         for number in range(8):
             rig.connector.begin_load(f"r{number}", [range(64 + 8 * number, 72 + 8 * number)], 0, 128)
-        with halted(server, rig):
+        with halted(server, rig.connector):
             calls.go.set()
             for number in range(8):
                 assert rig.wait_load(f"r{number}").valid_tokens == 128
@@ -261,7 +261,7 @@ def test_questions_queued_behind_a_stopped_server_are_misses_together() -> None:
         before, calls = rig.attachment, Held(rig.connector.session.client, "lookup")
         for number in range(8):
             assert rig.connector.lookup(f"r{number}", tokens_of(30, 2), 0) == Pending()
-        with halted(server, rig):
+        with halted(server, rig.connector):
             calls.go.set()
             eventually(lambda: rig.connector.session.attachment is None)
         eventually(lambda: rig.connector.session.attachment is before)
@@ -395,7 +395,7 @@ def test_a_connector_that_lost_its_server_closes_without_a_trace() -> None:
             tokens = tokens_of(40, 3 * 2)
             rig.store("s", tokens, range(24))
             rig.lookup("r", tokens)
-            with halted(server, rig):
+            with halted(server, rig.connector):
                 rig.connector.begin_load("r", [range(64, 88)], 0, 6 * CHUNK)
                 rig.connector.begin_store("t", tokens_of(41, 2), [range(8)], 128)
                 rig.connector.lookup("u", tokens, 0)

@@ -233,7 +233,7 @@ def attach(
 
 class _UnixHTTPConnection(http.client.HTTPConnection):
     def __init__(self, path: str) -> None:
-        super().__init__("localhost", timeout=10.0)
+        super().__init__("localhost", timeout=PATIENCE_S)
         self._path = path
 
     def connect(self) -> None:
@@ -246,7 +246,7 @@ def http_connection(address: str) -> http.client.HTTPConnection:
     """Somebody else's HTTP, over either kind of socket."""
     at = Address.parse(address)
     return _UnixHTTPConnection(at.socket_path) if at.socket_path else http.client.HTTPConnection(
-        at.host, at.port, timeout=10.0
+        at.host, at.port, timeout=PATIENCE_S
     )
 
 

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from api_helpers import PATIENCE_S, soon
+from api_helpers import LATE_S, PATIENCE_S, soon
 from peer_helpers import listener, reply
 
 from kvdock.client.transport import MAX_HEAD_BYTES, Address, Transport
@@ -98,7 +98,8 @@ def test_an_answer_that_trickles_ends_at_the_timeout(tmp_path: Path) -> None:
 
     def serve(connection: socket.socket, number: int) -> None:
         connection.recv(65536)
-        while not stop.wait(0.02):
+        until_s = time.monotonic() + LATE_S
+        while not stop.wait(0.02) and time.monotonic() < until_s:
             try:
                 connection.sendall(b"H")
             except OSError:

@@ -206,6 +206,10 @@ class Consumer:
         }
 
 
+def wait_for(go: threading.Event) -> None:
+    assert go.wait(PATIENCE_S)
+
+
 def request_of(name: str, tokens: list[int] = TOKENS) -> Any:
     return SimpleNamespace(
         request_id=name, prompt_token_ids=tokens, all_token_ids=tokens, num_tokens=len(tokens),
@@ -354,7 +358,7 @@ def test_a_request_that_ends_early_takes_its_promise_back(
         if end == "dropped store":
             engine.scheduler.allocated(request_of("r"), [list(range(1, 20))], 0)
             go = threading.Event()
-            engine.scheduler._connector.stores.run(go.wait, PATIENCE_S)
+            engine.scheduler._connector.stores.run(wait_for, go)
             engine.build({"r": 2 * CHUNK}, (SimpleNamespace(req_id="r", block_ids=[list(range(1, 20))]),))
             engine.scheduler._stores.drop_unsent()  # before its slots are asked for
             go.set()
@@ -454,7 +458,7 @@ def test_a_late_withdrawal_leaves_the_promise_of_the_request_that_came_back(
     with consumer(server, described) as engine:
         assert engine.until_admitted("r") == (0, False)
         go = threading.Event()
-        engine.scheduler._connector.stores.run(go.wait, PATIENCE_S)  # at work for others
+        engine.scheduler._connector.stores.run(wait_for, go)  # at work for others
         engine.scheduler._forget("r")
         assert engine.until_admitted("r") == (0, False)
         go.set()

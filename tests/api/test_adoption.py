@@ -185,10 +185,10 @@ def test_a_segment_the_table_never_knew_goes_and_its_id_is_free_again() -> None:
             engine.close()
 
 
-def test_engines_have_hits_again_within_two_seconds_and_the_same_tokens_after_every_kill() -> None:
+def test_engines_have_hits_again_after_one_wait_at_most_and_the_same_tokens_after_every_kill() -> None:
     settings = config(num_blocks=200, max_local_hit_tokens=0)
     wanted = [run_one(make_engine(), prompt(n, length), sampling(8)).output_tokens for n, length in enumerate(LENGTHS)]
-    with mortal(heartbeat_s=1.0) as server:  # what is waited for between two of them is noted, too
+    with mortal() as server:
         engine = engine_over(server.unix, settings)
         for number, length in enumerate(LENGTHS):
             run_one(engine, prompt(number, length), sampling(1))
@@ -196,10 +196,12 @@ def test_engines_have_hits_again_within_two_seconds_and_the_same_tokens_after_ev
         session = kvdock_of(engine).session
         before, running = session.attachment, server
         waits: list[float] = []
+        """Those of a member without a server."""
         wait = session._wake.wait
 
         def noted(timeout: float | None = None) -> bool:
-            waits.append(math.inf if timeout is None else timeout)
+            if session.attachment is None:
+                waits.append(math.inf if timeout is None else timeout)
             return wait(timeout)
 
         session._wake.wait = noted  # type: ignore[method-assign]  # real, its length kept
@@ -208,14 +210,14 @@ def test_engines_have_hits_again_within_two_seconds_and_the_same_tokens_after_ev
             missed = run_one(engine, prompt(0, LENGTHS[0]), sampling(8))
             assert (missed.output_tokens, missed.metrics.loaded_tokens) == (wanted[0], 0), "meanwhile it has misses"
             with next_at(server) as running:
-                began = time.monotonic()
-                eventually(lambda: session.attachment is not None, timeout_s=2.0)
+                begun = len(waits)
+                eventually(lambda: session.attachment is not None)
+                assert len(waits) <= begun + 1, "it attaches with the first try, or with the next after one under way"
                 for number, length in enumerate(LENGTHS):
                     done = run_one(engine, prompt(number, length), sampling(8))
                     assert done.output_tokens == wanted[number]
                     assert done.metrics.loaded_tokens == length // CHUNK * CHUNK
-                    assert time.monotonic() - began < 2.0 or number
                 assert session.attachment is before, "it came back as who it was"
                 running.stop(signal.SIGKILL)
-        assert max(waits) <= 1.5, "the next server is looked for so often"
+        assert waits and max(waits) <= 1.5, "the next server is looked for so often"
         engine.close()

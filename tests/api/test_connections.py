@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import re
+import select
 import socket
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from pathlib import Path
 
 import pytest
 import uvicorn
-from api_helpers import ServerProcess, attach, eventually, keys, raw
+from api_helpers import PATIENCE_S, ServerProcess, attach, eventually, keys, raw
 from flood_helpers import (
     LIMITS,
     Quick,
@@ -42,7 +43,8 @@ pytestmark = pytest.mark.security
 
 CHUNKED = request("POST", "/v1/lookups", length=0).replace(b"Content-Length: 0", b"Transfer-Encoding: chunked")
 HEAD = b"GET /livez HTTP/1.1\r\nHost: localhost\r\n"
-PATIENCE_S = 0.2
+SHORT_S = 0.5
+"""The `quick` server's patience."""
 
 
 @pytest.fixture(params=["unix", "http"])
@@ -55,7 +57,7 @@ def address(request: pytest.FixtureRequest, server: ServerProcess) -> str:
 def quick(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Quick]:
     folder = str(tmp_path_factory.mktemp("quick"))
     with quick_server(
-        folder, header_s=PATIENCE_S, body_s=PATIENCE_S, unread_s=PATIENCE_S, idle_s=1, tcp_connections=4,
+        folder, header_s=SHORT_S, body_s=SHORT_S, unread_s=SHORT_S, idle_s=1, tcp_connections=4,
     ) as server:
         yield server
 
@@ -91,9 +93,9 @@ def test_a_request_beyond_a_limit_is_a_problem_and_ends_the_connection(
 @pytest.mark.parametrize("second", [b"GET /" + b"a" * 100_000, HEAD + b"a: " + b"b" * 60_000 + b"\r\nc: d\r\ne"])
 def test_a_limit_counts_behind_another_request_too(second: bytes, address: str) -> None:
     """Both arrive at once: what the second has too much is refused before its end, and the first is answered."""
-    began_s = time.monotonic()
     answer = until_closed(address, request("GET", "/livez") + second)
-    assert re.findall(rb"HTTP/1\.1 (\d\d\d)", answer)[0] == b"200" and time.monotonic() - began_s < 3.0
+    assert re.findall(rb"HTTP/1\.1 (\d\d\d)", answer)[0] == b"200"
+    assert b'"too_slow"' not in answer, "its end was awaited"
 
 
 def test_a_connection_that_has_ended_leaves_nothing() -> None:
@@ -120,7 +122,8 @@ def test_a_connection_that_has_ended_leaves_nothing() -> None:
             ours.setblocking(False)
             await asyncio.get_running_loop().sock_sendall(ours, request("GET", "/"))
             assert b" 204 " in await asyncio.get_running_loop().sock_recv(ours, 1024)
-        for _ in range(5):
+        until_s = time.monotonic() + PATIENCE_S
+        while seen[0]() is not None and time.monotonic() < until_s:
             await asyncio.sleep(0.01)
         return [one() for one in seen]
 
@@ -178,7 +181,7 @@ def test_a_request_that_does_not_end_is_too_slow(sent: bytes, family: str, quick
     began_s = time.monotonic()
     found = refusal_in(until_closed(getattr(quick, family), sent))
     assert (found.status, found.problem["code"]) == (408, "too_slow")
-    assert time.monotonic() - began_s >= PATIENCE_S
+    assert time.monotonic() - began_s >= SHORT_S
 
 
 def test_sending_a_little_now_and_then_buys_no_time(quick: Quick) -> None:
@@ -186,8 +189,8 @@ def test_sending_a_little_now_and_then_buys_no_time(quick: Quick) -> None:
         began_s = time.monotonic()
         for number in range(100):
             send_all(sock, b"X-%d: a\r\n" % number if number else HEAD)
-            time.sleep(PATIENCE_S / 10)  # ten times within what a whole header may take
-            if time.monotonic() - began_s > 2 * PATIENCE_S:
+            time.sleep(SHORT_S / 10)  # ten times within what a whole header may take
+            if time.monotonic() - began_s > 2 * SHORT_S:
                 break
         assert refusal_in(rest(sock)).problem["code"] == "too_slow"
 
@@ -201,7 +204,7 @@ def test_a_connection_without_a_request_is_closed_without_a_word(sent: bytes, qu
 def test_a_client_that_does_not_read_loses_its_connection(quick: Quick) -> None:
     with wire(quick.unix) as sock:
         sock.sendall(request("GET", "/openapi.json") * 8)
-        time.sleep(10 * PATIENCE_S)  # the server closes after one, if it gets a core in time
+        eventually(lambda: is_closed(sock))
         assert 0 < len(rest(sock)) < 8 * len(raw(quick.unix, "GET", "/openapi.json")[2])
 
 
@@ -218,9 +221,8 @@ def test_a_client_that_leaves_while_its_requests_wait_fails_nothing() -> None:
 # ------------------------------------------------------------------ numbers
 
 
-def test_tcp_has_so_many_connections_and_engines_are_not_counted(quick: Quick) -> None:
-    before = quick.parts.meter.counters.refused_connections
-    with ExitStack() as held:
+def test_tcp_has_so_many_connections_and_engines_are_not_counted(tmp_path: Path) -> None:
+    with quick_server(str(tmp_path), tcp_connections=4) as quick, ExitStack() as held:
         for _ in range(4):
             sock = held.enter_context(wire(quick.http))
             sock.sendall(request("GET", "/livez"))
@@ -230,8 +232,9 @@ def test_tcp_has_so_many_connections_and_engines_are_not_counted(quick: Quick) -
         assert (found.problem["found"], found.problem["wanted"]) == (4, "< 4")
         for _ in range(5):
             assert raw(quick.unix, "GET", "/livez")[0] == 200
-    assert quick.parts.meter.counters.refused_connections == before + 1
-    eventually(lambda: until_closed(quick.http, request("GET", "/livez")).startswith(b"HTTP/1.1 200"))
+        assert quick.parts.meter.counters.refused_connections == 1
+        held.close()
+        eventually(lambda: raw(quick.http, "GET", "/livez")[0] == 200)
 
 
 def test_long_bodies_together_have_a_limit_and_short_ones_are_not_stopped(tmp_path: Path) -> None:
@@ -290,7 +293,7 @@ def test_a_server_takes_all_descriptors_it_may_have_and_keeps_some(tmp_path: Pat
             with ExitStack() as held:
                 socks = [held.enter_context(wire(f"unix:{path}")) for _ in range(130)]
                 socks += [held.enter_context(wire(http)) for _ in range(90)]
-                time.sleep(0.5)
+                eventually(lambda: sum(map(was_refused, socks)) >= 220 - (300 - 128))
                 assert sum(map(was_refused, socks[:130])) == 130 - (300 - 128 - 64)
                 assert sum(map(was_refused, socks[130:])) == 90 - 64
                 assert len(list(Path(f"/proc/{process.pid}/fd").iterdir())) > 160
@@ -307,10 +310,17 @@ def test_a_server_takes_all_descriptors_it_may_have_and_keeps_some(tmp_path: Pat
         assert "open descriptors" not in said, said
 
 
+def is_closed(sock: socket.socket) -> bool:
+    """By the server; what it has sent stays unread."""
+    poll = select.poll()
+    poll.register(sock, select.POLLRDHUP)
+    return bool(poll.poll(0))
+
+
 def was_refused(sock: socket.socket) -> bool:
     sock.setblocking(False)
     try:
-        return b'"too_busy"' in sock.recv(1 << 16)
+        return b'"too_busy"' in sock.recv(1 << 16, socket.MSG_PEEK)
     except BlockingIOError:
         return False
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from api_helpers import Engine, attach, eventually, http_connection, keys, raw, small_pool
+from api_helpers import Engine, attach, eventually, http_connection, keys, raw, small_pool, soon
 from cli_helpers import (
     KVDOCK,
     SMALL,
@@ -45,7 +45,8 @@ from kvdock.protocol.errors import ApiError
 from kvdock.shm.objects import history_path, pool_objects
 
 Serving = tuple[subprocess.Popen[str], Client]
-LONG = ("--drain-s", "30")
+LONG = ("--drain-s", "120")
+"""Longer than ended() waits: a server that ends has not waited for its drain."""
 
 
 @contextmanager
@@ -112,10 +113,9 @@ def test_a_drain_gives_out_nothing_new_and_ends_when_the_last_grant_does(tmp_pat
         assert engine.commit(coming).ready == 1
         time.sleep(0.5)  # several looks at what is open
         assert process.poll() is None, "a lease is held"
-        began = time.monotonic()
         engine.release(lease, 0)
         ended(process)
-        assert time.monotonic() - began < 5 and pool not in pool_objects()
+        assert pool not in pool_objects()
         engine.close()
 
 
@@ -147,7 +147,7 @@ def test_a_server_that_holds_something_ends_when_it_may_no_longer_wait(tmp_path:
         began = time.monotonic()
         process.send_signal(signal.SIGTERM)
         ended(process)
-        assert 0.5 <= time.monotonic() - began < 5
+        assert time.monotonic() - began >= 0.5
         engine.close()
 
 
@@ -156,10 +156,8 @@ def test_a_drain_does_not_wait_for_engines_that_die(tmp_path: Path) -> None:
         engine, _, _ = holding(client)
         drain(process, tmp_path)
         engine.close()
-        began = time.monotonic()
         _, err = process.communicate(timeout=TIMEOUT_S)
         assert process.returncode == 0 and "is dead" in err
-        assert time.monotonic() - began < 10
 
 
 @pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
@@ -167,10 +165,8 @@ def test_a_second_signal_ends_the_drain_at_once(tmp_path: Path, second: signal.S
     with ready(tmp_path, *LONG) as (process, client):
         engine, _, _ = holding(client)
         drain(process, tmp_path)
-        began = time.monotonic()
         process.send_signal(second)
         ended(process)
-        assert time.monotonic() - began < 5
         engine.close()
 
 
@@ -245,10 +241,10 @@ def test_ctrl_c_does_not_wait_for_a_call_in_flight(tmp_path: Path) -> None:
     with ready(tmp_path, *LONG) as (process, _):
         connection, _ = slow_call(tmp_path)
         drain(process, tmp_path)
-        began = time.monotonic()
         process.send_signal(signal.SIGINT)
-        process.communicate(timeout=TIMEOUT_S)
-        assert process.returncode == 0 and time.monotonic() - began < 4
+        with soon():  # the server gives the call 30 s to send its body
+            process.communicate(timeout=TIMEOUT_S)
+        assert process.returncode == 0
         connection.close()
 
 
@@ -289,10 +285,8 @@ def test_ctrl_c_removes_the_pool_whatever_on_exit_says(tmp_path: Path, first: si
         engine, _, _ = holding(client)
         if first is not None:
             drain(process, tmp_path)
-        began = time.monotonic()
         process.send_signal(signal.SIGINT)
         ended(process)
-        assert time.monotonic() - began < 5
         assert pool not in pool_objects()
         engine.close()
 

@@ -8,8 +8,9 @@ import time
 from pathlib import Path
 
 import pytest
-from api_helpers import ServerProcess, attach, keys
+from api_helpers import PATIENCE_S, ServerProcess, attach, keys, soon
 from peer_helpers import listener, reply
+from turns import slowness
 
 from kvdock.client.client import Client
 from kvdock.client.transport import Address
@@ -61,10 +62,10 @@ def test_silence_ends_at_the_timeout_and_its_connection_is_never_used_again(tmp_
 
     with listener(tmp_path, serve) as address, Client(address) as client:
         began = time.monotonic()
-        with pytest.raises(ServerUnavailable, match=r"no answer within 0\.2 s"):
+        with soon(), pytest.raises(ServerUnavailable, match=r"no answer within 0\.2 s"):
             client.leases(timeout_s=0.2)
-        assert 0.15 < time.monotonic() - began < 2
-        assert client.leases(timeout_s=20).leases == []
+        assert time.monotonic() - began > 0.15
+        assert client.leases(timeout_s=PATIENCE_S).leases == []
         assert asked == [0, 1], "silence is not repeated: the caller set the bound"
 
 
@@ -167,7 +168,7 @@ def test_names_with_any_characters_reach_the_server_whole(client: Client) -> Non
 
 
 def test_a_lookup_of_512_chunks_is_answered_within_20_ms(client: Client) -> None:
-    """A bound that only a mistake misses: the best of twenty, on a busy machine, is a few milliseconds."""
+    """On a quiet machine, by the best of twenty; it takes a few milliseconds."""
     engine = attach(client)
     wanted = keys(512, "long prompt")
     engine.store(wanted)
@@ -180,7 +181,9 @@ def test_a_lookup_of_512_chunks_is_answered_within_20_ms(client: Client) -> None
         engine.release(found.lease, 0)
         return took_s
 
-    assert min(once(number) for number in range(20)) < 0.020
+    before = slowness()
+    best_s = min(once(number) for number in range(20))
+    assert best_s / max(before, slowness()) < 0.020
     client.leave(engine.session, engine.member)
     engine.close()
 

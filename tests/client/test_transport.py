@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from api_helpers import LATE_S, PATIENCE_S, soon
 from peer_helpers import listener, reply
 
 from kvdock.client.transport import MAX_HEAD_BYTES, Address, Transport
@@ -28,7 +29,7 @@ def answers(folder: Path, *pieces: bytes, pause_s: float = 0.0) -> tuple[int, by
     with listener(folder, serve) as address:
         transport = Transport(Address.parse(address))
         try:
-            return transport.call("GET", "/", None, 5.0)
+            return transport.call("GET", "/", None, PATIENCE_S)
         finally:
             transport.close()
 
@@ -87,7 +88,7 @@ def test_a_connection_that_will_close_is_not_used_again(tmp_path: Path, last: by
     with listener(tmp_path, serve) as address:
         transport = Transport(Address.parse(address))
         for _ in range(2):
-            assert transport.call("GET", "/", None, 20.0) == (200, b"hello")
+            assert transport.call("GET", "/", None, PATIENCE_S) == (200, b"hello")
         transport.close()
     assert served == ([0, 1] if last else [0, 0])
 
@@ -97,7 +98,8 @@ def test_an_answer_that_trickles_ends_at_the_timeout(tmp_path: Path) -> None:
 
     def serve(connection: socket.socket, number: int) -> None:
         connection.recv(65536)
-        while not stop.wait(0.02):
+        until_s = time.monotonic() + LATE_S
+        while not stop.wait(0.02) and time.monotonic() < until_s:
             try:
                 connection.sendall(b"H")
             except OSError:
@@ -106,9 +108,9 @@ def test_an_answer_that_trickles_ends_at_the_timeout(tmp_path: Path) -> None:
     with listener(tmp_path, serve) as address:
         transport = Transport(Address.parse(address))
         began = time.monotonic()
-        with pytest.raises(ServerUnavailable, match=r"no answer within 0\.3 s"):
+        with soon(), pytest.raises(ServerUnavailable, match=r"no answer within 0\.3 s"):
             transport.call("GET", "/", None, 0.3)
-        assert 0.25 < time.monotonic() - began < 1.0
+        assert time.monotonic() - began > 0.25
         stop.set()
         transport.close()
 
@@ -117,7 +119,7 @@ def test_a_peer_that_reads_nothing_ends_at_the_timeout(tmp_path: Path) -> None:
     done = threading.Event()
 
     def serve(connection: socket.socket, number: int) -> None:
-        done.wait(10)
+        done.wait(PATIENCE_S)
 
     with listener(tmp_path, serve) as address:
         transport = Transport(Address.parse(address))
@@ -172,7 +174,7 @@ def test_threads_share_a_client_and_each_gets_its_own_answer(tmp_path: Path) -> 
 
         def ask(who: int) -> None:
             for number in range(50):
-                _, content = transport.call("GET", f"/{who}/{number}", None, 5.0)
+                _, content = transport.call("GET", f"/{who}/{number}", None, PATIENCE_S)
                 if content != f"/{who}/{number}".encode():
                     wrong.append(content)
 
@@ -180,7 +182,7 @@ def test_threads_share_a_client_and_each_gets_its_own_answer(tmp_path: Path) -> 
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(20)
+            thread.join(PATIENCE_S)
         assert wrong == []
         transport.close()
         listening.shutdown(socket.SHUT_RDWR)

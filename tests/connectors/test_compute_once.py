@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from api_helpers import Engine as Member, ServerProcess, attach, eventually, manifest, unique
+from api_helpers import PATIENCE_S, Engine as Member, ServerProcess, attach, eventually, manifest, unique
 from forks import forked
 
 from kvdock.client.client import Client
@@ -135,11 +135,15 @@ def test_nobody_waits_for_little() -> None:
 # ---------------------------------------------------------------------- with a server
 
 
+STEP_S = 0.001
+
+
 class Consumer:
-    """A VllmScheduler whose engine computes so slowly that it may wait `may_wait_s` for TOKENS."""
+    """A VllmScheduler whose engine computes so slowly that it may wait `may_wait_s` for TOKENS. By its clock, only
+    steps take time: an answer of the server is there when a step wants it."""
 
     def __init__(self, address: str, described: Manifest, *, may_wait_s: float = LONG_S, on: bool = True) -> None:
-        self.client = Client(address)
+        self.clock, self.client = Clock(), Client(address, timeout_s=PATIENCE_S)
         session = EngineSession(
             self.client, described, Identity(unique("instance"), unique("member"), ranks=(), scheduler=True)
         )
@@ -147,7 +151,7 @@ class Consumer:
         budget = BlockBudget((group,), blocks=100, longest_tokens=1024, step_tokens=64)
         self.scheduler = VllmScheduler(
             session, EngineView((group,)), budget,
-            Settings(address=address, compute_once=float(on), lookup_wait_s=1.0),
+            Settings(address=address, compute_once=float(on), lookup_wait_s=LONG_S), clock=self.clock,
         )
         self.scheduler._speed._tokens, self.scheduler._speed._seconds = float(CHUNK * CHUNKS), may_wait_s
         self.asked, self.arrived = 0, set[str]()
@@ -170,6 +174,7 @@ class Consumer:
         return self.scheduler.lookup(request, 0)
 
     def idle(self) -> None:
+        self.clock.now_s += STEP_S
         self.build({})
 
     def build(self, scheduled: dict[str, int], new: tuple[Any, ...] = ()) -> None:
@@ -185,13 +190,13 @@ class Consumer:
         self.scheduler.allocated(request_of(name), blocks, 0)
         self.build({name: count}, (SimpleNamespace(req_id=name, block_ids=blocks),))
 
-    def until_admitted(self, name: str, most_s: float = 5.0) -> tuple[int | None, bool]:
+    def until_admitted(self, name: str) -> tuple[int | None, bool]:
         """As vLLM steps an engine that has nothing else to do."""
-        end_s = time.monotonic() + most_s
+        end_s = time.monotonic() + PATIENCE_S
         while (found := self.ask(name)) == WAITS:
             assert time.monotonic() < end_s, "it waits for ever"
             self.idle()
-            time.sleep(0.001)  # as vLLM's loop does
+            time.sleep(STEP_S)  # others get no less time than the steps take
         return found
 
     def ends(self) -> dict[str, Any]:
@@ -199,6 +204,10 @@ class Consumer:
             name.removeprefix("waits_"): count
             for name, count in self.scheduler.figures.take().items() if name.startswith("waits_")
         }
+
+
+def wait_for(go: threading.Event) -> None:
+    assert go.wait(PATIENCE_S)
 
 
 def request_of(name: str, tokens: list[int] = TOKENS) -> Any:
@@ -250,8 +259,7 @@ def test_a_request_waits_until_all_is_stored(
         assert engine.ask("r") == WAITS
         assert engine.ask("other", [3] * 100) == (0, False), "others go on"
         member.store(keys[:3])
-        deadline = time.monotonic() + 0.3
-        while time.monotonic() < deadline:
+        for _ in range(300):
             engine.idle()
             assert engine.ask("r") == WAITS
         member.store(keys[3:], parent=keys[2])
@@ -268,7 +276,8 @@ def test_the_step_that_asks_again_has_the_answer(
         assert engine.ask("r") == WAITS
         engine.idle()
         member.store(keys)
-        time.sleep(2 * ASK_S)  # it is asked about no sooner
+        assert engine.ask("r") == WAITS, "it is asked about no sooner"
+        engine.clock.now_s += 2 * ASK_S
         assert engine.ask("r") == (CHUNK * CHUNKS, True)
 
 
@@ -278,14 +287,10 @@ def test_who_waits_asks_every_20_ms_at_most(
     member, keys = producer
     member.lookup(keys, computes=True)
     with consumer(server, described) as engine:
-        began_s, steps = time.monotonic(), 0
-        while time.monotonic() < began_s + 0.5:
+        for _ in range(500):
             assert engine.ask("r") == WAITS
             engine.idle()
-            time.sleep(0.001)
-            steps += 1
-        took_s = time.monotonic() - began_s
-        assert 3 <= engine.asked <= took_s / ASK_S + 1 < steps
+        assert 500 * STEP_S / (2 * ASK_S) <= engine.asked <= 500 * STEP_S / ASK_S + 1
 
 
 def test_who_has_waited_too_long_loads_what_is_there(
@@ -294,11 +299,11 @@ def test_who_has_waited_too_long_loads_what_is_there(
     member, keys = producer
     member.lookup(keys, computes=True)
     with consumer(server, described, may_wait_s=0.4) as engine:
-        began_s = time.monotonic()
+        began_s = engine.clock()
         assert engine.ask("r") == WAITS
         member.store(keys[:2])
         assert engine.until_admitted("r") == (2 * CHUNK, True)
-        assert STALL_SHARE * 0.4 <= time.monotonic() - began_s < 2.0
+        assert 0 <= engine.clock() - began_s - STALL_SHARE * 0.4 <= 3 * ASK_S
         assert engine.ends() == {"stalled": 1}
 
 
@@ -318,7 +323,7 @@ def test_nobody_waits_for_a_producer_that_gives_up(
             client.abort(granted.reservation, Abort(session=member.session, member=member.member))
         else:
             client.leave(member.session, member.member)
-        assert engine.until_admitted("r", 2.0) == (0, False)
+        assert engine.until_admitted("r") == (0, False)
         assert engine.ends() == {"withdrawn": 1}
         member.close()
 
@@ -337,7 +342,7 @@ def test_nobody_waits_for_a_producer_that_is_killed(server: ServerProcess, descr
         assert process.recv() == "promised"
         assert engine.ask("r") == WAITS
         process.send("die")
-        assert engine.until_admitted("r", 5.0) == (0, False)
+        assert engine.until_admitted("r") == (0, False)
         assert engine.ends() == {"withdrawn": 1}
 
 
@@ -352,19 +357,23 @@ def test_a_request_that_ends_early_takes_its_promise_back(
         assert found is not None and found.tokens == CHUNK * CHUNKS and found.committed == 0
         if end == "dropped store":
             engine.scheduler.allocated(request_of("r"), [list(range(1, 20))], 0)
-            engine.scheduler._connector.stores.run(time.sleep, 0.2)  # it is dropped before its slots are asked for
+            go = threading.Event()
+            engine.scheduler._connector.stores.run(wait_for, go)
             engine.build({"r": 2 * CHUNK}, (SimpleNamespace(req_id="r", block_ids=[list(range(1, 20))]),))
-            engine.scheduler._stores.drop_unsent()
+            engine.scheduler._stores.drop_unsent()  # before its slots are asked for
+            go.set()
         else:
             engine.compute("r", 2 * CHUNK)
             if end == "finished":
                 engine.scheduler.finished(request_of("r"), has_answered=False)
             else:
                 engine.scheduler._forget("r")
-        end_s = time.monotonic() + 5.0
-        while (found := member.lookup(keys).being_stored) is not None and found.tokens > 2 * CHUNK:
-            assert time.monotonic() < end_s, "it still promises"
-            time.sleep(0.01)
+
+        def promised() -> int:
+            found = member.lookup(keys).being_stored
+            return found.tokens if found is not None else 0
+
+        eventually(lambda: promised() <= 2 * CHUNK)
 
 
 def test_a_request_without_room_takes_back_what_it_cannot_store(server: ServerProcess) -> None:
@@ -375,11 +384,13 @@ def test_a_request_without_room_takes_back_what_it_cannot_store(server: ServerPr
         member, keys = member_like(client, large)
         assert engine.until_admitted("r") == (0, False)
         engine.compute("r", len(TOKENS))
-        end_s, found = time.monotonic() + 5.0, member.lookup(keys).being_stored
-        while found is None or found.tokens >= CHUNK * CHUNKS:
-            assert time.monotonic() < end_s, "it still promises"
-            time.sleep(0.01)
-            found = member.lookup(keys).being_stored  # what is reserved
+
+        def promised() -> int | None:
+            """What is reserved, in the end."""
+            found = member.lookup(keys).being_stored
+            return found.tokens if found is not None else None
+
+        eventually(lambda: 0 < (promised() or 0) < CHUNK * CHUNKS)
         client.leave(member.session, member.member)
         member.close()
 
@@ -395,7 +406,7 @@ def test_a_request_that_stores_all_asks_for_nothing_more(
         engine.client.withdraw = withdrawn.append  # type: ignore[method-assign,assignment]  # counts
         engine.compute("r", len(TOKENS))
         engine.scheduler.finished(request_of("r"), has_answered=False)
-        engine.scheduler._connector.stores.run(time.sleep, 0.0).result(5.0)
+        engine.scheduler._connector.stores.run(lambda: None).result(PATIENCE_S)
         assert withdrawn == []
         found = member.lookup(keys).being_stored
         assert found is not None and found.tokens == CHUNK * CHUNKS
@@ -423,10 +434,10 @@ def test_a_request_that_ends_before_its_lookup_was_sent_promises_nothing(
     member, keys = producer
     with consumer(server, described) as engine:
         lookup = engine.client.lookup
-        sent = threading.Event()
+        ended, sent = threading.Event(), threading.Event()
 
         def late(*arguments: Any, **named: Any) -> Any:
-            time.sleep(0.1)
+            ended.wait(PATIENCE_S)
             try:
                 return lookup(*arguments, **named)
             finally:
@@ -435,7 +446,8 @@ def test_a_request_that_ends_before_its_lookup_was_sent_promises_nothing(
         engine.client.lookup = late  # type: ignore[method-assign]  # the real one, a moment later
         engine.scheduler.arrived(request_of("r"))
         engine.scheduler.finished(request_of("r"), has_answered=False)
-        assert sent.wait(5.0)
+        ended.set()
+        assert sent.wait(PATIENCE_S)
         eventually(lambda: member.lookup(keys).being_stored is None)
 
 
@@ -445,8 +457,10 @@ def test_a_late_withdrawal_leaves_the_promise_of_the_request_that_came_back(
     member, keys = producer
     with consumer(server, described) as engine:
         assert engine.until_admitted("r") == (0, False)
-        engine.scheduler._connector.stores.run(time.sleep, 0.2)  # at work for others
+        go = threading.Event()
+        engine.scheduler._connector.stores.run(wait_for, go)  # at work for others
         engine.scheduler._forget("r")
         assert engine.until_admitted("r") == (0, False)
-        engine.scheduler._connector.stores.run(lambda: None).result(5.0)
+        go.set()
+        engine.scheduler._connector.stores.run(lambda: None).result(PATIENCE_S)
         assert member.lookup(keys).being_stored is not None, "it computes"

@@ -13,8 +13,8 @@ from math import lcm
 import msgspec
 import pytest
 import torch
-from api_helpers import ServerProcess, attach, manifest, unique
-from connector_helpers import PATIENCE_S, Rig
+from api_helpers import PATIENCE_S, ServerProcess, attach, manifest, unique
+from connector_helpers import Rig
 from hypothesis import given, settings, strategies as st
 
 from kvdock.client.client import Client

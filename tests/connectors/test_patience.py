@@ -213,17 +213,30 @@ def test_the_first_that_wait_are_asked_about_and_the_next_when_one_of_them_leave
 
 
 class Slow:
-    """A client's lookups, `delay_s` late."""
+    """A client's lookups, which are sent once `go` is set."""
 
     def __init__(self, client: Client) -> None:
-        self.delay_s, self._lookup = 0.0, client.lookup
+        self.go, self._lookup = threading.Event(), client.lookup
+        self.go.set()
         self.bodies: list[Lookup] = []
         client.lookup = self.lookup  # type: ignore[method-assign]  # the real one, later
 
     def lookup(self, body: Lookup, **named: Any) -> LookupAnswer:
         self.bodies.append(body)
-        time.sleep(self.delay_s)
+        self.go.wait(LONG_S)
         return self._lookup(body, **named)
+
+
+class LetsGo(Patience):
+    """Waits as long as an answer takes. No lookup is sent before the first wait."""
+
+    def __init__(self, clock: Clock, slow: Slow) -> None:
+        super().__init__(LONG_S, clock)
+        self._slow = slow
+
+    def wait(self, question: SentQuestion) -> bool:
+        self._slow.go.set()
+        return super().wait(question)
 
 
 @pytest.fixture
@@ -238,8 +251,14 @@ def slow(rig: Rig) -> Slow:
 
 
 @pytest.fixture
-def connector(rig: Rig) -> Iterator[SchedulerConnector]:
-    made = SchedulerConnector(rig.connector.session, waits=Waits(Patience(LONG_S, time.perf_counter)))
+def still() -> Clock:
+    """It stands still, so a lookup waits as long as its answer takes. A test moves it."""
+    return Clock()
+
+
+@pytest.fixture
+def connector(rig: Rig, still: Clock) -> Iterator[SchedulerConnector]:
+    made = SchedulerConnector(rig.connector.session, waits=Waits(Patience(LONG_S, still), clock=still))
     yield made
     made.close()
 
@@ -250,7 +269,7 @@ def leases(client: Client, rig: Rig) -> int:
 
 def hasty(connector: SchedulerConnector) -> None:
     """From now on answers are late at once."""
-    connector.lookups.waits.patience = Patience(0.0, time.perf_counter)
+    connector.lookups.waits.patience = Patience(0.0, connector.lookups.waits.clock)
     connector.lookups.waits.patience.step(is_idle=False)
 
 
@@ -275,22 +294,20 @@ def test_what_is_expected_is_asked_once_and_answers_for_any_local_tokens(
 
 
 def test_a_lookup_whose_answer_is_late_is_a_miss_and_what_it_finds_is_given_back(
-    rig: Rig, client: Client, connector: SchedulerConnector, slow: Slow
+    rig: Rig, client: Client, connector: SchedulerConnector, slow: Slow, still: Clock
 ) -> None:
     tokens = tokens_of(2, 3)
     rig.store("s", tokens, range(12))
     hasty(connector)
-    slow.delay_s = 0.2
-    began_s = time.monotonic()
+    slow.go.clear()
     assert connector.lookups.lookup("r", tokens, 0) == Miss()
     assert connector.lookups.lookup("r", tokens, 0) == Miss() and connector.lookups.late == 1
     connector.lookups.drop_lookup("r")  # it was admitted, with nothing to load
-    assert time.monotonic() - began_s < 0.2
+    slow.go.set()
     connector.lookups.wait_for_answer(LONG_S)
     assert len(slow.bodies) == 1
     eventually(lambda: leases(client, rig) == 0)
-    slow.delay_s = 0.0
-    connector.lookups.waits.patience = Patience(LONG_S, time.perf_counter)
+    connector.lookups.waits.patience = Patience(LONG_S, still)
     assert connector.lookups.lookup("r", tokens, 0) == Hit(192), "after a preemption it is asked about anew"
     connector.finished("r")
     eventually(lambda: leases(client, rig) == 0)
@@ -300,15 +317,16 @@ def test_a_late_answer_serves_the_lookups_after_it(rig: Rig, connector: Schedule
     tokens = tokens_of(3, 3)
     rig.store("s", tokens, range(12))
     hasty(connector)
-    slow.delay_s = 0.05
+    slow.go.clear()
     assert connector.lookups.lookup("r", tokens, 0) == Miss()
+    slow.go.set()
     connector.lookups.wait_for_answer(LONG_S)
     assert connector.lookups.lookup("r", tokens, 0) == Hit(192) and len(slow.bodies) == 1
     connector.finished("r")
 
 
 def test_an_old_answer_that_was_not_all_is_asked_for_once_more(
-    rig: Rig, client: Client, connector: SchedulerConnector, slow: Slow
+    rig: Rig, client: Client, connector: SchedulerConnector, slow: Slow, still: Clock
 ) -> None:
     tokens = tokens_of(4, 3)
     rig.store("s", tokens, range(12), computed=64)
@@ -316,12 +334,12 @@ def test_an_old_answer_that_was_not_all_is_asked_for_once_more(
     connector.lookups.expect("never", tokens_of(5, 3))
     connector.lookups.wait_for_answer(LONG_S)
     rig.store("t", tokens, range(12))
-    assert connector.lookups.lookup("r", tokens, 0) in (Hit(64), Hit(192))
-    time.sleep(FRESH_S)
+    assert connector.lookups.lookup("r", tokens, 0) == Hit(64), "the answer is new"
+    still.now_s += 2 * FRESH_S
     assert connector.lookups.lookup("r", tokens, 0) == Hit(192)
     assert connector.lookups.lookup("never", tokens_of(5, 3), 0) == Miss()
     assert leases(client, rig) == 1, "the same lease, longer"
-    time.sleep(FRESH_S)
+    still.now_s += 2 * FRESH_S
     asked_before = len(slow.bodies)
     assert connector.lookups.lookup("r", tokens, 0) == Hit(192)
     assert len(slow.bodies) == asked_before, "there is no more to find"
@@ -331,19 +349,21 @@ def test_an_old_answer_that_was_not_all_is_asked_for_once_more(
 
 
 def test_an_old_answer_holds_while_it_is_asked_for_once_more(
-    rig: Rig, client: Client, connector: SchedulerConnector, slow: Slow
+    rig: Rig, client: Client, connector: SchedulerConnector, slow: Slow, still: Clock
 ) -> None:
     """The lease of the answer that was used is not given back when the other one comes."""
     tokens = tokens_of(6, 3)
     rig.store("s", tokens, range(12), computed=64)
     assert connector.lookups.lookup("r", tokens, 0) == Hit(64)
     rig.store("t", tokens, range(12))
-    time.sleep(FRESH_S)
-    connector.lookups.waits.patience = Patience(0.001, time.perf_counter)
-    slow.delay_s = 0.2
+    still.now_s += 2 * FRESH_S
+    hasty(connector)
+    slow.go.clear()
     assert connector.lookups.lookup("r", tokens, 0) == Hit(64)
+    eventually(lambda: len(slow.bodies) == 2)
     begun = connector.lookups.begin_load("r", [range(20, 24)], 0, 64)
     assert begun is not None
+    slow.go.set()
     connector.lookups.wait_for_answer(LONG_S)
     attachment, plan = begun
     assert leases(client, rig) == 1
@@ -354,17 +374,17 @@ def test_an_old_answer_holds_while_it_is_asked_for_once_more(
 
 
 def test_an_answer_to_an_earlier_question_is_not_taken_for_the_present_one(
-    rig: Rig, client: Client, connector: SchedulerConnector, slow: Slow
+    rig: Rig, client: Client, connector: SchedulerConnector, slow: Slow, still: Clock
 ) -> None:
     """Asked with 128 local tokens, once more, and then with none: what was leased for the first two leaves a gap."""
     tokens = tokens_of(10, 6)
     rig.store("s", tokens, range(24), computed=256)
     assert connector.lookups.lookup("r", tokens, 128) == Hit(256)
-    time.sleep(FRESH_S)
-    connector.lookups.waits.patience = Patience(0.001, time.perf_counter)
-    slow.delay_s = 0.1
+    still.now_s += 2 * FRESH_S
+    hasty(connector)
+    slow.go.clear()
     assert connector.lookups.lookup("r", tokens, 128) == Hit(256), "the older answer"
-    connector.lookups.waits.patience = Patience(LONG_S, time.perf_counter)
+    connector.lookups.waits.patience = LetsGo(still, slow)
     assert connector.lookups.lookup("r", tokens, 0) == Hit(256)
     begun = connector.lookups.begin_load("r", [range(40, 56)], 0, 256)
     assert begun is not None

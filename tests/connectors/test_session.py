@@ -8,17 +8,28 @@ import resource
 import secrets
 import signal
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import msgspec
 import pytest
 import torch
 import uvicorn
 from adoption_helpers import remove_stale_of
-from api_helpers import MIB, ServerProcess, attach, eventually, keys, manifest, raw, small_pool, unique
-from connector_helpers import CHUNK, Rig, continued, mapped_objects, mortal, no_trace, stopped, successor, tokens_of
+from api_helpers import (
+    MIB,
+    PATIENCE_S,
+    ServerProcess,
+    attach,
+    eventually,
+    keys,
+    manifest,
+    raw,
+    small_pool,
+    unique,
+)
+from connector_helpers import CHUNK, Rig, halted, mapped_objects, mortal, no_trace, successor, tokens_of
 
 from kvdock.api.access.access_file import AccessFile
 from kvdock.api.build import build, create_app
@@ -35,6 +46,19 @@ from kvdock.protocol.admin_schemas import PatchConfig
 from kvdock.protocol.errors import ServerUnavailable
 from kvdock.protocol.wire_types import MAX_ENTRIES
 from kvdock.shm.objects import SHM_DIR
+
+
+class Held:
+    """A client's calls of one method, made once `go` is set. `begun`: how many."""
+
+    def __init__(self, client: Client, name: str) -> None:
+        self.go, self.begun, self._call = threading.Event(), 0, getattr(client, name)
+        setattr(client, name, self)
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        self.begun += 1
+        self.go.wait(PATIENCE_S)
+        return self._call(*arguments, **named)
 
 
 @contextmanager
@@ -175,19 +199,18 @@ def test_a_request_of_the_first_epoch_is_looked_up_again_in_the_second() -> None
 
 
 def test_a_stopped_server_comes_back_as_the_same_attachment_and_the_waiting_lease_holds() -> None:
-    with mortal(ask_s=0.5, heartbeat_s=0.1) as server, Rig(server.unix, timeout_s=1.5) as rig:
+    with mortal(ask_s=0.5, heartbeat_s=0.1) as server, Rig(server.unix) as rig:
         tokens = tokens_of(5, 2)
         rig.store("s", tokens, range(8))
         assert rig.lookup("waits", tokens) == 128
         before = rig.attachment
         with Client(server.unix) as client:
             [lease] = client.leases().leases
-        stopped(server)
-        rig.connector.lookup("r", tokens, 0)
-        eventually(lambda: rig.connector.session.attachment is None)
-        assert rig.connector.lookup("r", tokens, 16) == Miss()
-        assert rig.connector.lookup("waits", tokens, 16) == Miss()
-        continued(server)
+        with halted(server, rig.connector):
+            rig.connector.lookup("r", tokens, 0)
+            eventually(lambda: rig.connector.session.attachment is None)
+            assert rig.connector.lookup("r", tokens, 16) == Miss()
+            assert rig.connector.lookup("waits", tokens, 16) == Miss()
         eventually(lambda: rig.connector.session.attachment is before)
         assert rig.lookup("new", tokens) == 128
         assert rig.lookup("waits", tokens) == 128
@@ -203,45 +226,44 @@ def test_a_stopped_server_comes_back_as_the_same_attachment_and_the_waiting_leas
 
 def test_stores_queued_behind_a_stopped_server_give_their_blocks_back_together() -> None:
     """Not after a timeout each: the engine needs those blocks."""
-    with mortal() as server, Rig(server.unix, timeout_s=1.0) as rig:
-        stopped(server)
-        began = time.monotonic()
-        offered = {}
+    with mortal() as server, Rig(server.unix) as rig:
+        calls, offered = Held(rig.connector.session.client, "reserve"), {}
         for number in range(8):
             tokens = tokens_of(10 + number, 1)
             offered[f"r{number}"] = rig.connector.begin_store(f"r{number}", tokens, [range(4)], 64)
-        for request, blocks in offered.items():
-            assert blocks == ((0, 1, 2, 3),)
-            rig.wait_store(request, blocks)
-        assert time.monotonic() - began < 4.0, "each store waited for a timeout of its own"
-        continued(server)
+        with halted(server, rig.connector):
+            calls.go.set()
+            for request, blocks in offered.items():
+                assert blocks == ((0, 1, 2, 3),)
+                rig.wait_store(request, blocks)
+            assert calls.begun == 1, "each store waited for a timeout of its own"
 
 
 def test_loads_queued_behind_a_stopped_server_are_done_together() -> None:
     """The bytes are in shared memory: only the word of release has to wait."""
-    with mortal() as server, Rig(server.unix, timeout_s=1.0) as rig:
+    with mortal() as server, Rig(server.unix) as rig:
         tokens = tokens_of(20, 2)
         rig.store("s", tokens, range(8))
         for number in range(8):
             assert rig.lookup(f"r{number}", tokens) == 128
-        stopped(server)
-        began = time.monotonic()
+        calls = Held(rig.connector.session.client, "flush")
         for number in range(8):
             rig.connector.begin_load(f"r{number}", [range(64 + 8 * number, 72 + 8 * number)], 0, 128)
-        for number in range(8):
-            assert rig.wait_load(f"r{number}").valid_tokens == 128
-        assert time.monotonic() - began < 4.0, "each load waited for a timeout of its own"
-        continued(server)
+        with halted(server, rig.connector):
+            calls.go.set()
+            for number in range(8):
+                assert rig.wait_load(f"r{number}").valid_tokens == 128
+            assert calls.begun == 1, "each load waited for a timeout of its own"
 
 
 def test_questions_queued_behind_a_stopped_server_are_misses_together() -> None:
-    with mortal() as server, Rig(server.unix, timeout_s=1.0) as rig:
-        before = rig.attachment
-        stopped(server)
+    with mortal() as server, Rig(server.unix) as rig:
+        before, calls = rig.attachment, Held(rig.connector.session.client, "lookup")
         for number in range(8):
             assert rig.connector.lookup(f"r{number}", tokens_of(30, 2), 0) == Pending()
-        eventually(lambda: rig.connector.session.attachment is None)
-        continued(server)
+        with halted(server, rig.connector):
+            calls.go.set()
+            eventually(lambda: rig.connector.session.attachment is None)
         eventually(lambda: rig.connector.session.attachment is before)
         rig.lookup("new", tokens_of(31, 1))
         with Client(server.unix) as client:
@@ -368,15 +390,16 @@ def test_a_refusal_is_said_once_until_the_engine_is_attached(caplog: pytest.LogC
 
 def test_a_connector_that_lost_its_server_closes_without_a_trace() -> None:
     with mortal() as server:
-        with no_trace(), Rig(server.unix, timeout_s=1.0) as rig:
+        with no_trace():
+            rig = Rig(server.unix)
             tokens = tokens_of(40, 3 * 2)
             rig.store("s", tokens, range(24))
             rig.lookup("r", tokens)
-            stopped(server)
-            rig.connector.begin_load("r", [range(64, 88)], 0, 6 * CHUNK)
-            rig.connector.begin_store("t", tokens_of(41, 2), [range(8)], 128)
-            rig.connector.lookup("u", tokens, 0)
-        continued(server)
+            with halted(server, rig.connector):
+                rig.connector.begin_load("r", [range(64, 88)], 0, 6 * CHUNK)
+                rig.connector.begin_store("t", tokens_of(41, 2), [range(8)], 128)
+                rig.connector.lookup("u", tokens, 0)
+                rig.close()
         with Client(server.unix) as client:
             eventually(lambda: client.status().sessions == 0)
             eventually(lambda: client.status().chunks.quarantined == client.status().chunks.reserved == 0)

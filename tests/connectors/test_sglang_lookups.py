@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from api_helpers import ServerProcess, eventually, unique
-from connector_helpers import PATIENCE_S
+from api_helpers import PATIENCE_S, ServerProcess, eventually, unique
 
 from kvdock.client.client import Client
 from kvdock.connectors.cost import LoadChoice, LoadOrCompute, PrefillSpeed

@@ -7,8 +7,8 @@ import threading
 from collections.abc import Iterator, Sequence
 
 import pytest
-from api_helpers import ServerProcess, eventually
-from connector_helpers import PATIENCE_S, PER_CHUNK, Rig, Spectator, tokens_of
+from api_helpers import PATIENCE_S, ServerProcess, eventually
+from connector_helpers import PER_CHUNK, Rig, Spectator, tokens_of
 
 from kvdock.client.client import Client
 from kvdock.connectors.interface import Hit, LookupResult, Miss, Pending

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 from adoption_helpers import next_at
-from api_helpers import ServerProcess, eventually
-from connector_helpers import BLOCK, CHUNK, PATIENCE_S, PER_CHUNK, Rig, tokens_of
+from api_helpers import PATIENCE_S, ServerProcess, eventually
+from connector_helpers import BLOCK, CHUNK, PER_CHUNK, Rig, tokens_of
 
 from kvdock.connectors.requests import ChunkObserver
 from kvdock.connectors.session import Attachment, SessionObserver

@@ -8,8 +8,8 @@ import time
 
 import pytest
 from adoption_helpers import next_at
-from api_helpers import ServerProcess
-from connector_helpers import PATIENCE_S, PER_CHUNK, Rig, mortal, tokens_of
+from api_helpers import PATIENCE_S, ServerProcess
+from connector_helpers import PER_CHUNK, Rig, mortal, tokens_of
 
 from kvdock.connectors.session import EngineSession
 from kvdock.connectors.vllm.resets import Clearing

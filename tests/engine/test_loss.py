@@ -6,8 +6,8 @@ import dataclasses
 import signal
 from typing import Any
 
-from api_helpers import ServerProcess, eventually
-from connector_helpers import CHUNK, engine_over, kvdock_of, mortal, no_trace
+from api_helpers import PATIENCE_S, ServerProcess, eventually
+from connector_helpers import CHUNK, engine_over, halted, kvdock_of, mortal, no_trace
 from engine_helpers import TINY, config, make_engine, prompt, run_one, sampling
 from engines_to_kill import store_half
 from forks import forked
@@ -65,7 +65,7 @@ def test_a_server_killed_and_started_again_costs_misses_and_nothing_else() -> No
         assert missed.metrics.loaded_tokens == 0
 
         with ServerProcess(socket_path=server.settings["socket_path"], adopt="never") as second:
-            eventually(lambda: all(attached(engine) for engine in engines), timeout_s=8.0)
+            eventually(lambda: all(attached(engine) for engine in engines))
             assert second.pool_id != server.pool_id
             first = run_one(engines[0], prompt(0, LENGTHS[0]), sampling(20))
             assert first.metrics.loaded_tokens == 0, "nothing of the old pool may be served"
@@ -82,22 +82,21 @@ def test_a_server_killed_and_started_again_costs_misses_and_nothing_else() -> No
 
 def test_engines_go_on_while_the_server_is_stopped_and_use_the_same_attachment_afterwards() -> None:
     with mortal() as server:
-        engine = engine_over(server.unix, config(num_blocks=200, max_local_hit_tokens=0), timeout_s=1.5)
+        engine = engine_over(server.unix, config(num_blocks=200, max_local_hit_tokens=0))
         for number, length in enumerate(LENGTHS[:3]):
             run_one(engine, prompt(number, length), sampling(1))
         assert engine.drain(20.0)
         before = kvdock_of(engine).session.attachment
-        server.process.send_signal(signal.SIGSTOP)
         done: dict[str, Completion] = {}
-        for number, length in enumerate(LENGTHS):
-            engine.add_request(prompt(number, length), sampling(5), f"r{number}")
-        finish([engine], done)
-        for number, length in enumerate(LENGTHS):
-            assert done[f"r{number}"].output_tokens == cold(prompt(number, length), 5)
-            assert done[f"r{number}"].metrics.loaded_tokens == 0
-        eventually(lambda: not attached(engine))
-        assert engine.drain(20.0)
-        server.process.send_signal(signal.SIGCONT)
+        with halted(server, kvdock_of(engine)):
+            for number, length in enumerate(LENGTHS):
+                engine.add_request(prompt(number, length), sampling(5), f"r{number}")
+            finish([engine], done)
+            for number, length in enumerate(LENGTHS):
+                assert done[f"r{number}"].output_tokens == cold(prompt(number, length), 5)
+                assert done[f"r{number}"].metrics.loaded_tokens == 0
+            eventually(lambda: not attached(engine))
+            assert engine.drain(PATIENCE_S)
         eventually(lambda: kvdock_of(engine).session.attachment is before)
         found = run_one(engine, prompt(1, LENGTHS[1]), sampling(5))
         assert found.metrics.loaded_tokens == LENGTHS[1] // CHUNK * CHUNK

@@ -66,7 +66,7 @@ def test_the_whole_tree_of_a_request_comes_to_the_collector(collector: Collector
                 "kvdock.load", "kvdock.lookup"
             ] and any(span["name"] == "kvdock.store" for span in found)
 
-        eventually(all_came, 20.0)
+        eventually(all_came)
     finally:
         storing.close()
         loading.close()
@@ -209,7 +209,7 @@ def test_a_collector_that_fails_or_hangs_holds_up_nothing(
         for number in range(20):
             engine.lookup(keys(1), f"r{number}")
         if what == "fail":
-            eventually(lambda: spans_of(server, "failed") == 20, 20.0)
+            eventually(lambda: spans_of(server, "failed") == 20)
         assert spans_of(server, "sent") == 0 and client.status().counters["lookups"] == 20
         engine.close()
     assert server.stop() == 0

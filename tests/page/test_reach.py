@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 import page_helpers as say
 import pytest
-from page_helpers import OpenPage, PageServer
+from page_helpers import PATIENCE_MS, OpenPage, PageServer
 from playwright.sync_api import Browser, ConsoleMessage, Page, expect
 
 from kvdock.protocol import schemas
@@ -67,7 +67,7 @@ def test_the_page_asks_only_its_own_origin_and_logs_no_error(status_page_url: st
     page.on("pageerror", lambda error: wrong.append(str(error)))
     page.goto(status_page_url)
     panels = {"/v1/status", "/v1/stats", "/v1/sessions", "/v1/leases"}
-    until = time.monotonic() + 20
+    until = time.monotonic() + PATIENCE_MS / 1000
     while not {urlsplit(url).path for url in asked} >= panels and time.monotonic() < until:
         page.wait_for_timeout(100)
     page.wait_for_timeout(2_500)

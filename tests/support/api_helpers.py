@@ -14,7 +14,8 @@ import signal
 import socket
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -34,7 +35,13 @@ OPERATOR = "operator-" + "0" * 32
 """The access token of every ServerProcess, for all that there is to do over TCP."""
 NOBODYS = {"Authorization": ""}
 """Headers of a call over TCP without a token."""
-START_TIMEOUT_S = 30.0
+START_TIMEOUT_S = 60.0
+PATIENCE_S = 60.0
+"""How long a test waits for an event that must come, on a busy machine."""
+SOON_S = 20.0
+"""An upper bound for a call that waits for nothing, on a busy machine. The calls in soon() would wait longer than this
+if they waited at all: for a stopped server and a client's timeout of LATE_S, for example."""
+LATE_S = 60.0
 
 
 def small_pool(**overrides: object) -> dict[str, object]:
@@ -226,7 +233,7 @@ def attach(
 
 class _UnixHTTPConnection(http.client.HTTPConnection):
     def __init__(self, path: str) -> None:
-        super().__init__("localhost", timeout=10.0)
+        super().__init__("localhost", timeout=PATIENCE_S)
         self._path = path
 
     def connect(self) -> None:
@@ -239,7 +246,7 @@ def http_connection(address: str) -> http.client.HTTPConnection:
     """Somebody else's HTTP, over either kind of socket."""
     at = Address.parse(address)
     return _UnixHTTPConnection(at.socket_path) if at.socket_path else http.client.HTTPConnection(
-        at.host, at.port, timeout=10.0
+        at.host, at.port, timeout=PATIENCE_S
     )
 
 
@@ -271,7 +278,16 @@ def post(address: str, path: str, body: object) -> tuple[int, dict[str, Any]]:
     return status, answer
 
 
-def eventually(claim: Callable[[], bool], timeout_s: float = 10.0) -> None:
+@contextmanager
+def soon() -> Iterator[None]:
+    """Fails if the block has waited for something that takes LATE_S."""
+    began_s = time.monotonic()
+    yield
+    took_s = time.monotonic() - began_s
+    assert took_s < SOON_S, f"it took {took_s:.1f} s, so it waited"
+
+
+def eventually(claim: Callable[[], bool], timeout_s: float = PATIENCE_S) -> None:
     """Waits for another process to get there; fails when it does not."""
     until = time.monotonic() + timeout_s
     while not claim():

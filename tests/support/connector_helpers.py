@@ -18,7 +18,7 @@ from typing import Any
 import forks
 import msgspec
 import torch
-from api_helpers import Engine as Member, ServerProcess, attach, unique
+from api_helpers import PATIENCE_S, Engine as Member, ServerProcess, attach, unique
 from bytes_helpers import open_descriptors
 from engine_helpers import config, poison, prompt
 from frozen import send
@@ -41,7 +41,6 @@ CHUNK = 64
 """Tokens of a chunk: equal to the tiny preset's prefill chunk, so that a hit ends where a step would."""
 BLOCK = 16
 PER_CHUNK = CHUNK // BLOCK
-PATIENCE_S = 20.0
 
 
 def connector_over(
@@ -232,6 +231,20 @@ def stopped(server: ServerProcess) -> None:
 
 def continued(server: ServerProcess) -> None:
     server.process.send_signal(signal.SIGCONT)
+
+
+@contextmanager
+def halted(server: ServerProcess, connector: EngineConnector) -> Iterator[None]:
+    """The server is stopped, and the connector's calls give up after a second. While it runs they do not: a slow
+    machine is no lost server."""
+    stopped(server)
+    client = connector.session.client
+    client.timeout_s, before_s = 1.0, client.timeout_s
+    try:
+        yield
+    finally:
+        client.timeout_s = before_s
+        continued(server)
 
 
 def sweep(server: ServerProcess) -> None:

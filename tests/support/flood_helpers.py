@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import uvicorn
-from api_helpers import OPERATOR, access_file, eventually, small_pool
+from api_helpers import OPERATOR, PATIENCE_S, access_file, eventually, small_pool
 
 from kvdock.api.access.access_file import AccessFile
 from kvdock.api.build import Parts, build, create_app
@@ -30,7 +30,7 @@ from kvdock.client.transport import Address
 LIMITS = ConnectionLimits(tcp_connections=64, unix_connections=256)
 
 
-def wire(address: str, timeout_s: float = 5.0, receive_bytes: int = 0) -> socket.socket:
+def wire(address: str, timeout_s: float = PATIENCE_S, receive_bytes: int = 0) -> socket.socket:
     """A connection of its own. `receive_bytes`: how much the system takes in for a client that does not read."""
     at = Address.parse(address)
     sock = socket.socket(socket.AF_UNIX if at.socket_path else socket.AF_INET)
@@ -72,7 +72,7 @@ def send_all(sock: socket.socket, data: bytes) -> None:
         sock.sendall(data)
 
 
-def until_closed(address: str, data: bytes, timeout_s: float = 5.0) -> bytes:
+def until_closed(address: str, data: bytes, timeout_s: float = PATIENCE_S) -> bytes:
     """What one connection gets for these bytes until the server closes it."""
     with wire(address, timeout_s) as sock:
         send_all(sock, data)

@@ -18,6 +18,8 @@ ARGS = [
     "--disable-component-update", "--disable-sync", "--host-resolver-rules=MAP evil.test 127.0.0.1",
 ]
 
+expect.set_options(timeout=say.PATIENCE_MS)
+
 
 def browser_path() -> str | None:
     """The shell is Chromium without the windows that nobody sees: half the work."""
@@ -45,7 +47,7 @@ def open_page(browser: Browser) -> Iterator[say.OpenPage]:
         context = browser.new_context(**({"viewport": {"width": 1280, "height": 4000}} | options))
         contexts.append(context)
         page = context.new_page()
-        page.set_default_timeout(8_000)
+        page.set_default_timeout(say.PATIENCE_MS)
         page.goto(url)
         if access_token:
             page.fill("#token", access_token)

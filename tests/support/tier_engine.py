@@ -7,6 +7,8 @@ import random
 import time
 from collections.abc import Sequence
 
+from api_helpers import PATIENCE_S
+
 from kvdock.client.client import Client
 from kvdock.connectors.session import Attachment, EngineSession, Identity
 from kvdock.datapath.checksum import checksum
@@ -37,7 +39,8 @@ class TierEngine:
     """All ranks of one instance."""
 
     def __init__(self, address: str, of: Manifest, name: str = "engine", seed: int = 0) -> None:
-        self.client, self.manifest, self.rng = Client(address), of, random.Random(f"{name}/{seed}")
+        self.client, self.manifest = Client(address, timeout_s=PATIENCE_S), of
+        self.rng = random.Random(f"{name}/{seed}")
         ranks = tuple(range(of.tensor_parallel))
         self.session = EngineSession(self.client, of, Identity(instance=name, member=f"{name}-m", ranks=ranks))
         self.session.start()
@@ -56,7 +59,7 @@ class TierEngine:
     @property
     def attachment(self) -> Attachment:
         """It may be lost for a moment, on a busy machine."""
-        until_s = time.monotonic() + 20.0
+        until_s = time.monotonic() + PATIENCE_S
         while (attachment := self.session.attachment) is None:
             assert time.monotonic() < until_s, "the server is lost"
             time.sleep(0.01)  # between two looks
@@ -97,7 +100,7 @@ class TierEngine:
 
     def awaited(self, keys: Sequence[bytes], request: str = "r", wait_s: float = 20.0) -> LookupAnswer:
         """Asks until nothing more is pending."""
-        until_s = time.monotonic() + wait_s + 5.0
+        until_s = time.monotonic() + wait_s + PATIENCE_S
         while (found := self.lookup(keys, request, wait_s)).pending is not None:
             assert time.monotonic() < until_s, "it says for ever that more comes"
             time.sleep(0.005)  # between two questions

@@ -9,8 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from api_helpers import unique
-from connector_helpers import CHUNK, PATIENCE_S
+from api_helpers import PATIENCE_S, unique
+from connector_helpers import CHUNK
 from engine_helpers import poison
 
 from kvdock.connectors.engine_connector import ConnectorSettings, EngineConnector

@@ -40,7 +40,7 @@ def clear_once_written(server: ServerProcess) -> None:
             moved = [tier.counters.get(name, 0) for tier in status.tiers for name in ("stored_bytes", "loaded_bytes")]
             return sum(moved) >= status.counters["stored_bytes"]  # what was loaded counts as stored in the pool again
 
-        eventually(all_written, 15.0)
+        eventually(all_written)
     clear_pool(server.unix)
 
 

@@ -17,7 +17,7 @@ from typing import ClassVar
 
 import pytest
 from mooncake_servers import MooncakeServers
-from tier_helpers import ARENA, MIB, POISON, Part, Parts, assert_loads, load, patient, store, store_all
+from tier_helpers import ARENA, MIB, POISON, Part, Parts, assert_loads, eventually, load, patient, store, store_all
 
 from kvdock.tiers.notes import begins, name_of_note
 from kvdock.tiers.record import HEADER_BYTES
@@ -27,6 +27,9 @@ from kvdock.tiers.stores.mooncake.tier import MooncakeTier, open_tier
 from kvdock.tiers.tier import Deadline, Outcome, StillRunning, TierError, TierUrlError
 
 pytestmark = pytest.mark.tiers
+
+TRIES = 4
+"""Of what a busy machine may end before the test gets at it."""
 
 
 class Kept(Library):
@@ -137,7 +140,7 @@ def test_nobody_reaches_the_pool_through_the_clients_port(
     assert source.pages[: len(part.data)] == part.data
     tier.unregister(where)
     servers.client.register_buffer(where, len(source.pages))  # registered memory is reached with the same request
-    assert first in [raw_read(port, where) for port in listening()]
+    eventually(lambda: first in [raw_read(port, where) for port in listening()])
     servers.client.unregister_buffer(where)
 
 
@@ -166,9 +169,8 @@ def test_a_peer_that_hangs_in_the_midst_of_a_copy_leaves_the_pages_alone(
     tiers: Tiers, servers: MooncakeServers, parts: Parts, verb: str
 ) -> None:
     """The copy ends soon after the deadline, because it makes no progress, and nothing comes later."""
-    part = parts.make(32 * MIB)
     tier = tiers.fresh("stall_s=1", patience_s=30)
-    outcome = hung(tier, servers, part, verb)
+    part, outcome = hung(tier, servers, parts, verb)
     assert outcome in (Outcome.LATE, Outcome.FAILED)
     other = tiers.open()
     store_all(other, [part])  # what was begun for it is not in the way
@@ -178,10 +180,9 @@ def test_a_peer_that_hangs_in_the_midst_of_a_copy_leaves_the_pages_alone(
 def test_a_copy_that_does_not_end_is_still_running(
     tiers: Tiers, servers: MooncakeServers, parts: Parts
 ) -> None:
-    part = parts.make(32 * MIB)
     tier = tiers.fresh("stall_s=15", patience_s=0.2)
     with pytest.raises(StillRunning):
-        hung(tier, servers, part, "load")
+        hung(tier, servers, parts, "load")
 
 
 def test_a_peer_that_hangs_before_a_copy_never_gets_at_the_pages(
@@ -311,9 +312,19 @@ def test_a_url_that_is_not_understood_is_refused(url: str, says: str) -> None:
 # --------------------------------------------------------------------------- what the tests above are made of
 
 
-def hung(tier: MooncakeTier, servers: MooncakeServers, part: Part, verb: str) -> Outcome:
-    """What a verb answers whose peer is stopped as soon as bytes move. Whatever it answers, the pages have their poison
-    long after it, or did not change any more."""
+def hung(tier: MooncakeTier, servers: MooncakeServers, parts: Parts, verb: str) -> tuple[Part, Outcome]:
+    """A part, and what a verb answers for it whose peer is stopped as soon as bytes move. A busy machine may stop the
+    peer only after the copy: then another part is tried."""
+    for _ in range(TRIES):
+        part = parts.make(32 * MIB)
+        if (outcome := stopped_midway(tier, servers, part, verb)) is not Outcome.DONE:
+            break
+        tier.delete([part.name], patient())
+    return part, outcome
+
+
+def stopped_midway(tier: MooncakeTier, servers: MooncakeServers, part: Part, verb: str) -> Outcome:
+    """Whatever the verb answers, the pages have their poison long after it, or did not change any more."""
     source, target = part.to_store(), part.to_load()
     if verb == "load":
         store_all(tier, [part])

@@ -6,13 +6,12 @@ import itertools
 import json
 import signal
 import socket
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from api_helpers import MIB, NOBODYS, ServerProcess, eventually, raw
+from api_helpers import MIB, NOBODYS, ServerProcess, eventually, raw, soon
 from cli_helpers import kvdock
 from prometheus_client.parser import text_string_to_metric_families
 from tier_engine import CHUNK_TOKENS, TierEngine, manifest
@@ -92,7 +91,7 @@ def history(server: ServerProcess, name: str) -> list[float | None]:
 def test_what_a_tier_did_is_in_status_metrics_and_history(server: ServerProcess, engine: TierEngine) -> None:
     brought_up(engine, stored_and_gone(engine, 8))
     eventually(lambda: tier(engine).fetches >= 1, 30.0)
-    eventually(lambda: samples(server)["kvdock_tier_fetch_seconds_count{disk}"] == tier(engine).fetches, 10.0)
+    eventually(lambda: samples(server)["kvdock_tier_fetch_seconds_count{disk}"] == tier(engine).fetches)
     view, found = tier(engine), samples(server)
     assert view.fetch_s > 0 and view.load_latency_s > 0 and view.load_bytes_per_s > 0
     assert found["kvdock_tier_fetch_seconds_sum{disk}"] == view.fetch_s
@@ -103,7 +102,7 @@ def test_what_a_tier_did_is_in_status_metrics_and_history(server: ServerProcess,
     assert found["kvdock_tier_used{disk}"] == 1 and found["kvdock_tier_limit_bytes{disk}"] == 256 * MIB
     left_out = found["kvdock_tier_left_out_total{disk,full_queue}"]
     assert left_out == view.counters["left_out_full_queue"] and found["kvdock_tier_waiting_requests{}"] == 0
-    eventually(lambda: sum(filter(None, history(server, "tier_loaded_bytes"))) > 0, 10.0)
+    eventually(lambda: sum(filter(None, history(server, "tier_loaded_bytes"))) > 0)
 
 
 def test_every_counter_of_the_mover_is_a_metric(server: ServerProcess, engine: TierEngine) -> None:
@@ -130,7 +129,7 @@ def test_waits_are_counted_by_how_they_ended(server: ServerProcess, engine: Tier
     process.send_signal(signal.SIGSTOP)
     try:
         assert engine.lookup(keys, "late", 0.2).pending is not None
-        eventually(lambda: view(engine).waits["expired"] == 1, 10.0)
+        eventually(lambda: view(engine).waits["expired"] == 1)
         assert engine.lookup(keys, "ends", 20.0).pending is not None
         engine.client.withdraw(engine.attachment.session, ["ends"])
     finally:
@@ -138,7 +137,7 @@ def test_waits_are_counted_by_how_they_ended(server: ServerProcess, engine: Tier
     found = view(engine)
     assert found.waits["fulfilled"] >= 1 == found.waits["expired"] == found.waits["withdrawn"] and found.waiting == 0
     assert found.wait_s["fulfilled"] > 0 and found.wait_s["expired"] >= 0.2
-    eventually(lambda: samples(server)["kvdock_tier_wait_seconds_count{withdrawn}"] == 1, 10.0)
+    eventually(lambda: samples(server)["kvdock_tier_wait_seconds_count{withdrawn}"] == 1)
     assert samples(server)["kvdock_tier_wait_seconds_sum{expired}"] == found.wait_s["expired"]
     assert {how: sum(counts) for how, counts in found.wait_counts.items()} == found.waits
     assert sum(found.wait_counts["expired"][:4]) == 0, "it has waited for more than 0.1 s"
@@ -210,9 +209,8 @@ def test_nothing_that_is_read_waits_for_a_mover_that_stands_still(server: Server
     try:
         eventually(lambda: view(engine).silent_s > 1.5, 30.0)
         for path in ("/v1/status", "/metrics", "/v1/stats", "/readyz"):
-            began_s = time.monotonic()
-            assert raw(server.http, "GET", path)[0] == 200
-            assert time.monotonic() - began_s < 5.0
+            with soon():
+                assert raw(server.http, "GET", path)[0] == 200
         assert tier(engine).state == "open", "as it was last reported"
         assert samples(server)["kvdock_mover_silent_seconds{}"] > 1
     finally:

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 from api_helpers import ServerProcess
-from engines import HITS, PROMPTS, TP2, Engine, prompts_of, tokens_of
+from engines import TP2, Engine
 from tier_server import clear_once_written, mover, with_disk
+from whole_engines import HITS, PROMPTS, prompts_of, tokens_of
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(400)]
 
@@ -28,7 +29,7 @@ def leave_in_the_tier(server: ServerProcess, engine: Engine, share: float = 1.0)
     """What was stored: neither the pool nor the engine has it any more."""
     engine.drain(server)
     clear_once_written(server, share)
-    assert engine.do("flush")["flushed"]
+    engine.flush()
 
 
 @pytest.mark.same_tokens
@@ -60,7 +61,7 @@ def test_who_waits_for_a_frozen_tier_holds_up_nobody_and_is_computed_in_the_end(
         leave_in_the_tier(server, engine)
         engine.generate(others)
         engine.drain(server)
-        assert engine.do("flush")["flushed"]
+        engine.flush()
         process = mover(server)
         process.send_signal(signal.SIGSTOP)
         try:
@@ -87,7 +88,7 @@ def test_what_takes_longer_to_load_than_to_compute_is_computed(
         found = [HITS[:1]]
         while found[-1] == HITS[:1]:
             assert len(found) < 20, "a load of half a second"
-            assert engine.do("flush")["flushed"]
+            engine.flush()
             found.append(engine.generate(PROMPTS[:1])[1])
         assert found[-1] == [0] and len(found) > 3, "three loads say what loads take"
         assert "sglang:kvdock_declined_dear_total 1.0" in engine.do("metrics")["text"]

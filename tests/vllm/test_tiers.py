@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 from api_helpers import ServerProcess
-from engines import HITS, PROMPTS, Engine
+from engines import Engine
 from tier_server import clear_once_written, mover, with_disk
+from whole_engines import HITS, PROMPTS
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from api_helpers import ServerProcess
 from engines import TP2, Engine
-from tier_server import clear_once_written, mover, with_disk
+from server_fixtures import server_of_all
+from tier_server import clear_once_written, mover
 from whole_engines import HITS, PROMPTS, prompts_of, tokens_of
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(400)]
@@ -18,11 +18,7 @@ PATIENT = {"tier_wait_s": 20.0}
 STATES_SHARE = 0.98
 """A recurrent state's bytes are no multiple of what the pool rounds to."""
 
-
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[ServerProcess]:
-    with with_disk(tmp_path) as process:
-        yield process
+server = server_of_all
 
 
 def leave_in_the_tier(server: ServerProcess, engine: Engine, share: float = 1.0) -> None:

@@ -214,12 +214,10 @@ def run_to_its_end(
     return subprocess.CompletedProcess(command, process.returncode, out, err)
 
 
-EXAMPLE = ["sh", ROOT / "examples" / "two_instances.sh"]
+EXAMPLE: list[str | Path] = ["sh", ROOT / "examples" / "two_instances.sh"]
 
 
-def run_example(
-    engine: str, program: str, folder: Path, seconds: float, **environ: str
-) -> tuple[int, list[str]]:
+def run_example(engine: str, program: str, folder: Path, seconds: float, **environ: str) -> tuple[int, list[str]]:
     """examples/two_instances.sh, as it is. `program`: the shell's command in the place of `engine serve`.
 
     Both instances answer alike, and the first from nothing. Returns how many tokens the second has loaded, and the

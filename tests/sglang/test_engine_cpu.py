@@ -300,7 +300,7 @@ def test_what_is_not_served_is_refused_with_one_sentence(
 ) -> None:
     with Engine(models["llama"], server.unix, **how) as engine:
         with pytest.raises(AssertionError, match="the engine ended"):
-            engine.ready()
+            assert engine.about
         assert said in engine.log_text()
 
 

@@ -6,7 +6,6 @@ import asyncio
 import secrets
 import subprocess
 import sys
-from collections.abc import Iterator
 from contextlib import closing
 from itertools import pairwise
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 from admin_helpers import call, ok, refused
 from api_helpers import MIB, Engine, ServerProcess, attach, eventually, keys, small_pool, unique
+from server_fixtures import attached_engine
 
 from kvdock.api.pool import pool as pools
 from kvdock.api.settings import Settings
@@ -27,13 +27,7 @@ CHUNK_BYTES = 16384
 NO_TIERS = {"tier_chunks": 0, "pending_tiers": [], "is_cleared": False}
 """What a deletion answers of lower tiers where there are none."""
 
-
-@pytest.fixture
-def engine(client: Client) -> Iterator[Engine]:
-    attached = attach(client, model=unique("model"))
-    yield attached
-    client.leave(attached.session, attached.member)
-    attached.close()
+engine = attached_engine(has_own_model=True)
 
 
 def hit_tokens(engine: Engine, chain: list[str]) -> int:

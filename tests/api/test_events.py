@@ -6,13 +6,13 @@ import asyncio
 import json
 import re
 import signal
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 from api_helpers import MIB, OPERATOR, ServerProcess, access_file, attach, eventually, http_connection, keys, raw
+from server_fixtures import fresh_server
 
 from kvdock.api.access.access_file import entry
 from kvdock.api.feeds.sse import EventStream
@@ -25,17 +25,7 @@ from kvdock.protocol.events import EVENTS, KINDS, Draining, Event, Freed, Gap, G
 
 Read = list[dict[str, Any]]
 
-
-@pytest.fixture
-def server() -> Iterator[ServerProcess]:
-    with ServerProcess() as process:
-        yield process
-
-
-@pytest.fixture
-def client(server: ServerProcess) -> Iterator[Client]:
-    with Client(server.unix) as made:
-        yield made
+server = fresh_server()
 
 
 def parsed(body: bytes) -> Read:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from api_helpers import MIB, ServerProcess, access_file, attach, eventually, keys, raw
+from server_fixtures import fresh_server
 
 from kvdock.api.access.access_file import entry
 from kvdock.client.client import Client
@@ -20,17 +20,7 @@ from kvdock.protocol.reports import BREAKS, Break, Explanation
 
 LARGE = (s.Group(part_bytes=MIB),)
 
-
-@pytest.fixture
-def server() -> Iterator[ServerProcess]:
-    with ServerProcess() as process:
-        yield process
-
-
-@pytest.fixture
-def client(server: ServerProcess) -> Iterator[Client]:
-    with Client(server.unix) as made:
-        yield made
+server = fresh_server()
 
 
 def broken(client: Client, request: str) -> Break:

@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 import pytest
 from api_helpers import Engine, ServerProcess, attach, eventually, keys, post, unique
+from server_fixtures import attached_engine
 
 from kvdock.client.client import Client
 from kvdock.protocol.wire_types import MAX_ANSWERS, MAX_GROUPS, MAX_RANKS
 
 pytestmark = pytest.mark.security
 
-
-@pytest.fixture
-def engine(client: Client) -> Iterator[Engine]:
-    attached = attach(client)
-    yield attached
-    client.leave(attached.session, attached.member)
-    attached.close()
+engine = attached_engine()
 
 
 def attach_body(engine: Engine, **changes: Any) -> dict[str, Any]:

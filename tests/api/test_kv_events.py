@@ -48,12 +48,6 @@ def reader(server: ServerProcess) -> Iterator[ZmqReader]:
     made.close()
 
 
-@pytest.fixture
-def client(server: ServerProcess) -> Iterator[Client]:
-    with Client(server.unix) as made:
-        yield made
-
-
 def names_of(chain: list[str], blocks: int = 4) -> list[BlockNames]:
     """What an engine might call these: hashes that follow from the keys."""
     hashes = [[int(key[:12], 16) << 8 | at for at in range(blocks)] for key in chain]

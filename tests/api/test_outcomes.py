@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import tracemalloc
-from collections.abc import Iterator
 from contextlib import closing
 from typing import Any
 
 import pytest
 from api_helpers import Engine, ServerProcess, attach, keys, post, raw, unique
 from paths import ROOT
+from server_fixtures import attached_engine
 
 from kvdock.api.record.requests import Detail, RecentRequests
 from kvdock.client.client import Client
@@ -17,13 +17,7 @@ from kvdock.protocol.errors import ApiError
 from kvdock.protocol.outcomes import MAX_OUTCOMES, REASONS, Outcome, view_of
 from kvdock.protocol.reports import RequestView
 
-
-@pytest.fixture
-def engine(client: Client) -> Iterator[Engine]:
-    attached = attach(client, label="teller", model=unique("model"))
-    yield attached
-    client.leave(attached.session, attached.member)
-    attached.close()
+engine = attached_engine(label="teller", has_own_model=True)
 
 
 def told(request: str, **more: Any) -> Outcome:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 
 import pytest
-from api_helpers import Engine, ServerProcess, attach, eventually, keys, raw, unique
+from api_helpers import Engine, ServerProcess, eventually, keys, raw, unique
 from prometheus_client.parser import text_string_to_metric_families
+from server_fixtures import attached_engine
 
 from kvdock.api.http.openapi import wire_structs
 from kvdock.api.http.wire import SECURITY_HEADERS
@@ -16,13 +16,7 @@ from kvdock.client.client import Client
 from kvdock.protocol.errors import CODES
 from kvdock.protocol.wire_types import Answer
 
-
-@pytest.fixture
-def engine(client: Client) -> Iterator[Engine]:
-    attached = attach(client, label="people")
-    yield attached
-    client.leave(attached.session, attached.member)
-    attached.close()
+engine = attached_engine(label="people")
 
 
 def get(server: ServerProcess, path: str) -> tuple[int, dict[str, str], bytes]:

@@ -14,6 +14,7 @@ import pytest
 from admin_helpers import ok, refused
 from adoption_helpers import next_at
 from api_helpers import MIB, Engine, ServerProcess, attach, eventually, keys, manifest, small_pool, unique
+from server_fixtures import fresh_server
 
 from kvdock.api.clock import ServerClock
 from kvdock.api.pool.drain import Drain
@@ -32,17 +33,7 @@ pytestmark = pytest.mark.security
 
 CHUNK_BYTES = 16384
 
-
-@pytest.fixture
-def server() -> Iterator[ServerProcess]:
-    with ServerProcess() as one:
-        yield one
-
-
-@pytest.fixture
-def client(server: ServerProcess) -> Iterator[Client]:
-    with Client(server.unix) as one:
-        yield one
+server = fresh_server()
 
 
 @pytest.fixture

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import closing
 
 import msgspec
 import pytest
 from api_helpers import Engine, ServerProcess, attach, eventually, keys, post, raw, unique
+from server_fixtures import attached_engine
 
 from kvdock.client.client import Client
 from kvdock.protocol import schemas as s
@@ -15,13 +15,7 @@ from kvdock.protocol.errors import ApiError
 from kvdock.protocol.keys import chunk_keys
 from kvdock.protocol.reports import LeaseView
 
-
-@pytest.fixture
-def engine(client: Client) -> Iterator[Engine]:
-    attached = attach(client, label="reader")
-    yield attached
-    client.leave(attached.session, attached.member)
-    attached.close()
+engine = attached_engine(label="reader")
 
 
 @pytest.fixture

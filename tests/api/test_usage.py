@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 import pytest
 from api_helpers import MIB, NOBODYS, Engine, ServerProcess, access_file, attach, eventually, keys, raw
 from prometheus_client.parser import text_string_to_metric_families
+from server_fixtures import fresh_server
 
 from kvdock.api.access.access_file import entry
 from kvdock.client.client import Client
@@ -19,17 +19,7 @@ from kvdock.protocol.reports import UseTotals
 
 CHUNK_TOKENS, CHUNK_BYTES = 16, 16384
 
-
-@pytest.fixture
-def server() -> Iterator[ServerProcess]:
-    with ServerProcess() as process:
-        yield process
-
-
-@pytest.fixture
-def client(server: ServerProcess) -> Iterator[Client]:
-    with Client(server.unix) as made:
-        yield made
+server = fresh_server()
 
 
 def totals_of(client: Client, engine: Engine) -> UseTotals:

@@ -4,7 +4,6 @@ any more goes first, whatever happens to servers and engines meanwhile."""
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,18 +24,6 @@ from kvdock.protocol.keys import chunk_keys, filed_in
 pytestmark = pytest.mark.weights
 
 CHUNK_BYTES = 16384
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[ServerProcess]:
-    with ServerProcess() as running:
-        yield running
-
-
-@pytest.fixture
-def client(server: ServerProcess) -> Iterator[Client]:
-    with Client(server.unix) as one:
-        yield one
 
 
 def runs(engine: Engine, weights: str) -> str:

@@ -7,18 +7,13 @@ from collections.abc import Iterator
 import pytest
 from admin_helpers import ok
 from api_helpers import MIB, Engine, ServerProcess, attach, eventually, keys, unique
+from server_fixtures import attached_engine
 
 from kvdock.client.client import Client
 from kvdock.protocol import schemas as s
 from kvdock.protocol.errors import ApiError
 
-
-@pytest.fixture
-def engine(client: Client) -> Iterator[Engine]:
-    attached = attach(client, label="writer")
-    yield attached
-    client.leave(attached.session, attached.member)
-    attached.close()
+engine = attached_engine(label="writer")
 
 
 @pytest.fixture

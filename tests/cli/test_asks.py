@@ -8,13 +8,13 @@ import os
 import pty
 import subprocess
 import termios
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from api_helpers import OPERATOR, Engine, ServerProcess, attach, eventually, keys, raw, unique
 from cli_helpers import KVDOCK, TIMEOUT_S, clean_environ, kvdock, refusal
+from server_fixtures import attached_engine
 
 from kvdock.client.client import Client
 from kvdock.client.events import read_events
@@ -22,14 +22,7 @@ from kvdock.client.transport import Address
 from kvdock.protocol.keys import chunk_keys
 from kvdock.protocol.outcomes import Outcome
 
-
-@pytest.fixture
-def engine(client: Client) -> Iterator[Engine]:
-    """An engine that is attached with a namespace of its own; it leaves at the end."""
-    attached = attach(client, label="asker", model=unique("model"))
-    yield attached
-    client.leave(attached.session, attached.member)
-    attached.close()
+engine = attached_engine(label="asker", has_own_model=True)
 
 
 def ready_chunks(client: Client) -> int:

@@ -3,26 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 
-import pytest
 from api_helpers import ServerProcess, attach, eventually, keys
 from cli_helpers import kvdock
+from server_fixtures import fresh_server
 
 from kvdock.client.client import Client
 from kvdock.protocol.outcomes import Copied, Outcome
 
-
-@pytest.fixture
-def server() -> Iterator[ServerProcess]:
-    with ServerProcess(history_interval_s=0.1) as process:
-        yield process
-
-
-@pytest.fixture
-def client(server: ServerProcess) -> Iterator[Client]:
-    with Client(server.unix) as made:
-        yield made
+server = fresh_server()
 
 
 def said(server: ServerProcess, *words: str) -> str:

@@ -8,17 +8,13 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
 from api_helpers import ServerProcess, attach, keys
 from cli_helpers import KVDOCK, TIMEOUT_S, clean_environ, kvdock, refusal
+from server_fixtures import fresh_server
 
 from kvdock.client.client import Client
 
-
-@pytest.fixture
-def server() -> Iterator[ServerProcess]:
-    with ServerProcess() as process:
-        yield process
+server = fresh_server()
 
 
 def test_a_miss_is_explained_in_sentences_and_as_json(server: ServerProcess) -> None:

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
-import pytest
 from api_helpers import ServerProcess, eventually
 from connector_helpers import BLOCK, CHUNK, Rig
 from engine_helpers import prompt
 from kv_readers import streamed
+from server_fixtures import fresh_server
 
 from kvdock.protocol.keys import chunk_keys
 
-
-@pytest.fixture
-def server() -> Iterator[ServerProcess]:
-    with ServerProcess(observe="kv_events") as process:
-        yield process
+server = fresh_server(observe="kv_events")
 
 
 def told(server: ServerProcess) -> list[dict[str, Any]]:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from api_helpers import ServerProcess
 from engines import ENGINE_PYTHON, HERE, TP2
+from whole_engines import make_models
 
 KINDS = ("llama", "window", "states", "mla", "adapter-a", "adapter-b", "llama-b", "llama-c")
 """What models.py makes."""
@@ -48,16 +46,4 @@ def server() -> Iterator[ServerProcess]:
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Folders by kind, weights and all. Workers of pytest-xdist share them."""
-    base = tmp_path_factory.getbasetemp()
-    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
-    folders = {kind: shared / f"model-{kind}" for kind in KINDS}
-    words = [str(word) for pair in folders.items() for word in pair]
-    with (shared / "models.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not (shared / "models.made").exists():
-            for folder in folders.values():
-                folder.mkdir()
-            subprocess.run([ENGINE_PYTHON, HERE / "models.py", *words], check=True, capture_output=True)
-            (shared / "models.made").touch()
-    return folders
+    return make_models(tmp_path_factory, ENGINE_PYTHON, HERE / "models.py", KINDS)

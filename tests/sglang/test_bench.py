@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 from api_helpers import ServerProcess
-from engines import ENGINE_PYTHON, HERE, ROOT
+from engines import ENGINE_PYTHON, HERE
+from paths import ROOT
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(400)]
 ON_CPU = {

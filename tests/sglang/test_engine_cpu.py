@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 from api_helpers import ServerProcess
-from engines import HITS, PROMPTS, TP2, Engine, prompts_of, tokens_of
+from engines import TP2, Engine
+from whole_engines import HITS, PROMPTS, prompts_of, tokens_of
 
 from kvdock.client.client import Client
 from kvdock.datapath.segments import AttachedSegments
@@ -54,7 +55,7 @@ def test_what_is_loaded_computes_as_a_local_hit_bit_for_bit(
         local, cached = first.generate(PROMPTS)
         assert cached == hits
         first.drain(server)
-        assert first.do("flush")["flushed"]
+        first.flush()
         assert first.generate(PROMPTS) == (local, hits)
         assert second.generate(PROMPTS) == (local, hits)
         assert second.generate(PROMPTS) == (local, hits), "what was loaded is in its own cache"
@@ -75,7 +76,7 @@ def test_four_at_once_under_memory_pressure_load_and_give_the_same_tokens(
         alone, _ = engine.generate(FOUR, new=24)
         for _ in range(3):
             engine.drain(server)
-            assert engine.do("flush")["flushed"]
+            engine.flush()
             together, cached = engine.generate(FOUR, new=24, at_once=True)
             assert tokens_of(together) == tokens_of(alone)
             assert cached == [512] * 4
@@ -99,13 +100,13 @@ def test_damaged_bytes_are_a_miss_and_never_tokens(models: dict[str, Path], serv
         engine.generate(PROMPTS)
         local, _ = engine.generate(PROMPTS)
         engine.drain(server)
-        assert engine.do("flush")["flushed"]
+        engine.flush()
         spoil(server)
         found = engine.do("generate", prompts=PROMPTS)
         assert found["cached"] == NOTHING and found["why"] == ["length"] * 3
         assert tokens_of(found["runs"]) == tokens_of(local)
         engine.drain(server)
-        assert engine.do("flush")["flushed"]
+        engine.flush()
         assert engine.generate(PROMPTS) == (local, HITS), "what was computed has taken its place"
         assert engine.close() == 0, engine.log_text()
 
@@ -118,9 +119,9 @@ def test_damage_to_what_is_trusted_ends_requests_once_and_is_never_tokens(
         engine.generate(PROMPTS)
         local, _ = engine.generate(PROMPTS)
         engine.drain(server)
-        assert engine.do("flush")["flushed"]
+        engine.flush()
         assert engine.generate(PROMPTS) == (local, HITS), "what was loaded is trusted"
-        assert engine.do("flush")["flushed"]
+        engine.flush()
         spoil(server)
         failed = engine.do("generate", prompts=PROMPTS[:1])
         assert "External KV cache load failed" in failed["why"][0] or failed["why"] == ["abort"]
@@ -140,7 +141,7 @@ def test_a_load_that_fails_after_its_promise_ends_its_request_and_no_other(
         engine.generate(PROMPTS)
         local, _ = engine.generate(PROMPTS)
         engine.drain(server)
-        assert engine.do("flush")["flushed"]
+        engine.flush()
         (tmp_path / when).touch()
         failed = engine.do("generate", prompts=PROMPTS[:1])
         assert "External KV cache load failed" in failed["why"][0] or failed["why"] == ["abort"]
@@ -148,7 +149,7 @@ def test_a_load_that_fails_after_its_promise_ends_its_request_and_no_other(
         found = engine.do("generate", prompts=PROMPTS)
         assert found["why"] == ["length"] * 3 and tokens_of(found["runs"]) == tokens_of(local)
         engine.drain(server)
-        assert engine.do("flush")["flushed"]
+        engine.flush()
         assert engine.generate(PROMPTS) == (local, HITS)
         assert engine.close() == 0, engine.log_text()
 
@@ -160,7 +161,7 @@ def test_bytes_that_were_not_loaded_would_show(models: dict[str, Path], server: 
         engine.generate(PROMPTS)
         local, _ = engine.generate(PROMPTS)
         engine.drain(server)
-        assert engine.do("flush")["flushed"]
+        engine.flush()
         loaded, cached = engine.generate(PROMPTS)
         assert cached == HITS and all(a != b for a, b in zip(tokens_of(loaded), tokens_of(local), strict=True))
 
@@ -191,7 +192,7 @@ def test_recurrent_states_are_read_once_they_are_there(
         local, _ = engine.generate(PROMPTS)
         engine.drain(server)
         for _ in range(2):
-            assert engine.do("flush")["flushed"]
+            engine.flush()
             assert engine.generate(PROMPTS) == (local, HITS)
         assert engine.close() == 0, engine.log_text()
 
@@ -213,11 +214,11 @@ def test_the_drafts_kv_is_loaded_with_the_targets(
         assert local["cached"] == HITS and local["verified"] == [4] * 3, "one token by prefill, and three by each"
         first.drain(server)
         for engine in (other, first):
-            assert first.do("flush")["flushed"]
+            first.flush()
             found = engine.do("generate", prompts=PROMPTS)
             assert {**found, "took_s": 0} == {**local, "took_s": 0}
         (tmp_path / "forget").touch()
-        assert first.do("flush")["flushed"]
+        first.flush()
         forgotten = first.do("generate", prompts=PROMPTS)
         assert tokens_of(forgotten["runs"]) == tokens_of(local["runs"]) and forgotten["cached"] == HITS
         assert min(forgotten["verified"]) > 4, "drafts without the draft's KV are wrong"
@@ -283,7 +284,7 @@ def test_other_weights_share_nothing_with_what_was_stored_before(
         assert "True" in first.do("weights", model=str(models["llama"]))["done"]
         assert first.generate(PROMPTS)[1] == NOTHING
         first.drain(server)
-        assert first.do("flush")["flushed"]
+        first.flush()
         assert first.generate(PROMPTS)[1] == HITS
         with Engine(models["llama"], server.unix) as second:
             assert second.generate(PROMPTS)[1] == HITS, "what the first weights computed"
@@ -299,7 +300,7 @@ def test_what_is_not_served_is_refused_with_one_sentence(
 ) -> None:
     with Engine(models["llama"], server.unix, **how) as engine:
         with pytest.raises(AssertionError, match="the engine ended"):
-            engine.ready()
+            assert engine.about
         assert said in engine.log_text()
 
 
@@ -308,7 +309,7 @@ def test_figures_are_among_sglangs_metrics(models: dict[str, Path], server: Serv
     with Engine(models["llama"], server.unix, engine={"enable_metrics": True}, environ=environ) as engine:
         engine.generate(PROMPTS)
         engine.drain(server)
-        assert engine.do("flush")["flushed"]
+        engine.flush()
         engine.generate(PROMPTS)
         found = dict(
             line.rsplit(" ", 1) for line in engine.do("metrics")["text"].splitlines() if not line.startswith("#")
@@ -329,6 +330,6 @@ def test_one_variable_is_the_whole_set_up(models: dict[str, Path], server: Serve
         first.drain(server)
         with Engine(models["llama"], server.unix, plugin=True, environ=environ) as second:
             second.generate(PROMPTS[:1])  # to be asked in a few milliseconds is little on a busy machine
-            assert second.do("flush")["flushed"]
+            second.flush()
             assert sum(second.generate(PROMPTS)[1]) > 0
             assert second.close() == 0, second.log_text()

@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 from adoption_helpers import next_at
-from api_helpers import ServerProcess
+from api_helpers import ServerProcess, comes_true
 from connector_helpers import mortal
-from engines import HITS, PROMPTS, TP2, Engine, comes_true, prompts_of, tokens_of
+from engines import TP2, Engine
+from whole_engines import CROWD, HITS, PROMPTS, tokens_of
 
 from kvdock.client.client import Client
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(400)]
 
-CROWD = [prompt for seed in range(200, 1000, 100) for prompt in prompts_of(seed)]
 IMPATIENT = {"timeout_s": 1.0, "lookup_wait_s": 0.05}
 
 
@@ -30,7 +30,7 @@ def at_work(engine: Engine, address: str) -> None:
 
 
 def hits(engine: Engine) -> list[int]:
-    assert engine.do("flush")["flushed"]
+    engine.flush()
     return engine.generate(PROMPTS)[1]
 
 
@@ -43,7 +43,7 @@ def test_no_request_fails_whatever_becomes_of_the_server(how: dict[str, object],
         wanted, _ = engine.generate(CROWD)
         engine.generate(PROMPTS)
         engine.drain(server)
-        assert engine.do("flush")["flushed"]
+        engine.flush()
 
         at_work(engine, server.unix)  # loads of what was stored
         server.stop(signal.SIGKILL)
@@ -54,7 +54,7 @@ def test_no_request_fails_whatever_becomes_of_the_server(how: dict[str, object],
 
         with next_at(server) as second:
             assert comes_true(lambda: hits(engine) == HITS), second.log_text()
-            assert engine.do("flush")["flushed"]
+            engine.flush()
             at_work(engine, second.unix)
             second.process.send_signal(signal.SIGSTOP)
             answer = engine.answer()

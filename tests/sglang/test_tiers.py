@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from api_helpers import ServerProcess
-from engines import HITS, PROMPTS, TP2, Engine, prompts_of, tokens_of
-from tier_server import clear_once_written, mover, with_disk
+from engines import TP2, Engine
+from server_fixtures import server_of_all
+from tier_server import clear_once_written, mover
+from whole_engines import HITS, PROMPTS, prompts_of, tokens_of
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(400)]
 
@@ -17,18 +18,14 @@ PATIENT = {"tier_wait_s": 20.0}
 STATES_SHARE = 0.98
 """A recurrent state's bytes are no multiple of what the pool rounds to."""
 
-
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[ServerProcess]:
-    with with_disk(tmp_path) as process:
-        yield process
+server = server_of_all
 
 
 def leave_in_the_tier(server: ServerProcess, engine: Engine, share: float = 1.0) -> None:
     """What was stored: neither the pool nor the engine has it any more."""
     engine.drain(server)
     clear_once_written(server, share)
-    assert engine.do("flush")["flushed"]
+    engine.flush()
 
 
 @pytest.mark.same_tokens
@@ -60,7 +57,7 @@ def test_who_waits_for_a_frozen_tier_holds_up_nobody_and_is_computed_in_the_end(
         leave_in_the_tier(server, engine)
         engine.generate(others)
         engine.drain(server)
-        assert engine.do("flush")["flushed"]
+        engine.flush()
         process = mover(server)
         process.send_signal(signal.SIGSTOP)
         try:
@@ -87,7 +84,7 @@ def test_what_takes_longer_to_load_than_to_compute_is_computed(
         found = [HITS[:1]]
         while found[-1] == HITS[:1]:
             assert len(found) < 20, "a load of half a second"
-            assert engine.do("flush")["flushed"]
+            engine.flush()
             found.append(engine.generate(PROMPTS[:1])[1])
         assert found[-1] == [0] and len(found) > 3, "three loads say what loads take"
         assert "sglang:kvdock_declined_dear_total 1.0" in engine.do("metrics")["text"]

@@ -7,23 +7,25 @@ computes of them under a salt that nobody else has.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
-from api_helpers import MIB, ServerProcess, eventually
-from engines import TP2, Engine, comes_true, tokens_of
+from api_helpers import MIB, ServerProcess, comes_true
+from engines import TP2, Engine
+from tier_server import wait_until_written, with_disk
+from whole_engines import HITS, drawn_prompts, tokens_of
 
 from kvdock.client.client import Client
 
 pytestmark = [pytest.mark.sglang, pytest.mark.weights, pytest.mark.timeout(1800)]
 
-HITS, LONG_HITS = [128, 320, 512], [192, 384, 576]
+LONG_HITS = [192, 384, 576]
 NOTHING = [0, 0, 0]
 NEW = 6
+ROOM = {"pool_bytes": 128 * MIB, "disk_bytes": 512 * MIB}
 WITH, LATER, NEVER = "flushed with it", "flushed later", "never flushed"
 CHANGES = [
     *[("rdma", reset) for reset in (WITH, LATER, NEVER)], ("unknown", WITH), ("memory", WITH),
@@ -36,15 +38,9 @@ gives away comes first: who does not notice it goes on under the name of the fir
 _salts = count()
 
 
-def prompts_of(seed: int) -> list[list[int]]:
-    """Prompts that share no page with those of another seed: each of their tokens is drawn."""
-    draw = random.Random(seed)
-    return [[draw.randrange(5, 590) for _ in range(length)] for length in (150, 333, 530)]
-
-
 def longer(prompts: list[list[int]]) -> list[list[int]]:
     """Each goes on for a page."""
-    return [prompt + more[:70] for prompt, more in zip(prompts, prompts_of(sum(prompts[0]) + 7), strict=True)]
+    return [prompt + more[:70] for prompt, more in zip(prompts, drawn_prompts(sum(prompts[0]) + 7), strict=True)]
 
 
 def generate(engine: Engine, prompts: list[list[int]], **how: Any) -> tuple[list[list[int]], list[int]]:
@@ -57,30 +53,6 @@ def truth(engine: Engine, prompts: list[list[int]]) -> list[list[int]]:
     tokens, cached = generate(engine, prompts, cache_salt=f"truth {next(_salts)}")
     assert cached == [0] * len(prompts)
     return tokens
-
-
-def flush(engine: Engine) -> None:
-    assert engine.do("flush")["flushed"]
-
-
-def with_disk(folder: Path) -> ServerProcess:
-    return ServerProcess(
-        pool_bytes=128 * MIB, segment_bytes=64 * MIB, disk_path=str(folder / "disk"), disk_bytes=512 * MIB, tier_asks=1,
-        heartbeat_s=0.2,
-    )
-
-
-def wait_until_written(server: ServerProcess) -> None:
-    """All that was stored is on disk."""
-    with Client(server.unix) as client:
-
-        def is_written() -> bool:
-            status = client.status()
-            (tier,) = status.tiers
-            moved = sum(tier.counters.get(name, 0) for name in ("stored_bytes", "loaded_bytes"))
-            return tier.queued_bytes == 0 and moved >= status.counters["stored_bytes"] > 0
-
-        eventually(is_written, 60.0)
 
 
 class Seen:
@@ -105,7 +77,7 @@ def change(engine: Engine, server: ServerProcess, route: str, reset: str, folder
     generate(engine, prompts)  # and its stores may still be queued
     engine.do("change", route=route, model=str(folder), flush=reset == WITH)
     if reset == WITH:
-        flush(engine)
+        engine.flush()
         seen.after = generate(engine, prompts)
     generate(engine, longs)  # extends what the tree has
     seen.true, seen.long_true = truth(engine, prompts), truth(engine, longs)
@@ -114,13 +86,13 @@ def change(engine: Engine, server: ServerProcess, route: str, reset: str, folder
 
 def heal(engine: Engine, server: ServerProcess, seen: Seen) -> None:
     """Flushes twice, and once more: what is stored in front of a stale tail would be loaded with it."""
-    flush(engine)
+    engine.flush()
     seen.once = generate(engine, seen.prompts)
     engine.drain(server)
-    flush(engine)
+    engine.flush()
     seen.twice = generate(engine, longer(seen.prompts))
     engine.drain(server)
-    flush(engine)
+    engine.flush()
     seen.thrice = generate(engine, longer(seen.prompts))
 
 
@@ -129,9 +101,9 @@ def weights_story(models: dict[str, Path], tmp_path_factory: pytest.TempPathFact
     """By what was done. Nobody asks about a change's prompts before it but the engine itself, and each of the other
     engines asks about one of them."""
     folder = tmp_path_factory.mktemp("weights")
-    seen = {done: Seen(prompts_of(10_000 + 10 * at)) for at, done in enumerate(CHANGES)}
+    seen = {done: Seen(drawn_prompts(10_000 + 10 * at)) for at, done in enumerate(CHANGES)}
     with (
-        with_disk(folder) as server,
+        with_disk(folder, **ROOM) as server,
         Engine(models["llama"], server.unix) as first, Engine(models["llama"], server.unix) as alive,
     ):
         for at, ((route, reset), one) in enumerate(seen.items()):
@@ -147,7 +119,7 @@ def weights_story(models: dict[str, Path], tmp_path_factory: pytest.TempPathFact
                 one.late = generate(late, one.prompts[1:2])
         wait_until_written(server)
         assert first.close() == alive.close() == 0, first.log_text() + alive.log_text()
-    with with_disk(folder) as again, Engine(models["llama"], again.unix, extra={"tier_wait_s": 20.0}) as engine:
+    with with_disk(folder, **ROOM) as again, Engine(models["llama"], again.unix, extra={"tier_wait_s": 20.0}) as engine:
         for one in seen.values():
             one.disk = generate(engine, one.prompts[:1] + one.prompts[2:])
     yield seen
@@ -225,7 +197,7 @@ def bring(engine: Engine, route: str, version: str | None, folder: Path) -> None
     else:
         for one in route.split(" and "):
             engine.do("change", route=one, model=str(folder), version=version)
-    flush(engine)
+    engine.flush()
 
 
 @pytest.fixture(scope="module")
@@ -239,19 +211,19 @@ def versions_story(models: dict[str, Path]) -> Iterator[dict[str, Any]]:
         Engine(models["llama"], server.unix, **distrusts) as wary,
     ):
         for at, (name, (route, version, other, kind)) in enumerate(VERSIONS.items()):
-            prompts = prompts_of(20_000 + 10 * at)
+            prompts = drawn_prompts(20_000 + 10 * at)
             bring(first, route, version, models[kind])
             generate(first, prompts)
             first.drain(server)
             bring(second, route, other, models[kind])
             found[name] = generate(second, prompts), truth(second, prompts)
-        prompts = prompts_of(30_000)
+        prompts = drawn_prompts(30_000)
         for engine in (first, wary):
             bring(engine, "disk", "step-20", models["llama-b"])
         generate(first, prompts)
         first.drain(server)
         found["not trusted"] = generate(wary, prompts), truth(wary, prompts)
-        flush(first)
+        first.flush()
         found["nothing has changed"] = generate(first, prompts), truth(first, prompts)
         # The same version once more, for other weights.
         bring(first, "disk", "step-20", models["llama-c"])
@@ -296,11 +268,11 @@ def stored(server: ServerProcess) -> int:
 
 
 def test_between_begin_and_end_nothing_is_looked_up_or_stored(models: dict[str, Path], server: ServerProcess) -> None:
-    prompts, others = prompts_of(1), prompts_of(2)
+    prompts, others = drawn_prompts(1), drawn_prompts(2)
     with Engine(models["llama"], server.unix) as engine:
         generate(engine, prompts)
         engine.drain(server)
-        flush(engine)
+        engine.flush()
         engine.do("change", route="begin", model=str(models["llama-b"]))
         before = stored(server)
         assert generate(engine, prompts)[1] == NOTHING
@@ -308,7 +280,7 @@ def test_between_begin_and_end_nothing_is_looked_up_or_stored(models: dict[str, 
         engine.drain(server)
         assert stored(server) == before
         engine.do("change", route="end", model="")
-        flush(engine)
+        engine.flush()
         assert generate(engine, others)[1] == NOTHING
         engine.drain(server)
         assert stored(server) > before, "and from then on it is"
@@ -317,7 +289,7 @@ def test_between_begin_and_end_nothing_is_looked_up_or_stored(models: dict[str, 
 
 def test_a_request_that_runs_across_a_change_is_not_stored(models: dict[str, Path], server: ServerProcess) -> None:
     """Nor what goes on from it, before the tree is flushed; what has nothing of it in front is."""
-    prompt, other = prompts_of(3)[0], prompts_of(4)
+    prompt, other = drawn_prompts(3)[0], drawn_prompts(4)
     with Engine(models["llama"], server.unix) as engine:
         tokens = engine.do("across", prompt=prompt, model=str(models["llama-b"]), new=150)["tokens"]
         whole = [prompt + tokens]
@@ -327,7 +299,7 @@ def test_a_request_that_runs_across_a_change_is_not_stored(models: dict[str, Pat
         true, other_true = truth(engine, longs), truth(engine, other)
         engine.drain(server)
         for hits in ([0], [len(longs[0]) // 64 * 64]):
-            flush(engine)
+            engine.flush()
             assert generate(engine, longs) == (true, hits)
             assert generate(engine, other) == (other_true, HITS)
             engine.drain(server)
@@ -338,18 +310,18 @@ def test_stores_that_are_queued_when_weights_change_are_not_filed_under_the_new_
     models: dict[str, Path], server: ServerProcess, tmp_path: Path
 ) -> None:
     """Nor under any: nobody waits for them."""
-    prompts = prompts_of(10)
+    prompts = drawn_prompts(10)
     odd = {"linker": ["HeldOffersLinker", "odd_linkers"], "environ": {"KVDOCK_ODD": str(tmp_path)}}
     with Engine(models["llama"], server.unix, **odd) as engine:
         generate(engine, prompts)
         engine.do("change", route="disk", model=str(models["llama-b"]))
         (tmp_path / "go").touch()
-        flush(engine)
+        engine.flush()
         assert generate(engine, prompts) == (truth(engine, prompts), NOTHING)
         with Engine(models["llama"], server.unix) as other:
             assert generate(other, prompts)[1] == NOTHING
         engine.drain(server)
-        flush(engine)
+        engine.flush()
         assert generate(engine, prompts)[1] == HITS
         assert engine.close() == 0, engine.log_text()
 
@@ -358,21 +330,21 @@ def test_stores_that_are_queued_when_weights_change_are_not_filed_under_the_new_
 def test_two_ranks_agree_about_each_change(
     route: str, how: dict[str, Any], models: dict[str, Path], server: ServerProcess
 ) -> None:
-    prompts = prompts_of(5)
+    prompts = drawn_prompts(5)
     with Engine(models["llama"], server.unix, **how) as engine:
         generate(engine, prompts)
         engine.do("change", route=route, model=str(models["llama-b"]))
-        flush(engine)
+        engine.flush()
         found, true = generate(engine, prompts), truth(engine, prompts)
         assert found == (true, NOTHING)
         engine.drain(server)
-        flush(engine)
+        engine.flush()
         assert generate(engine, prompts) == (true, HITS)
         engine.do("change", route=route, model=str(models["llama-c"]))
         generate(engine, longer(prompts))
         engine.drain(server)
         for hits in (NOTHING, LONG_HITS):
-            flush(engine)
+            engine.flush()
             assert generate(engine, longer(prompts)) == (truth(engine, longer(prompts)), hits)
             engine.drain(server)
         assert engine.close() == 0, engine.log_text()
@@ -383,15 +355,15 @@ def test_a_hook_that_one_rank_lacks_stops_all_of_them(
     how: dict[str, Any], models: dict[str, Path], server: ServerProcess
 ) -> None:
     """And none waits for another."""
-    prompts = prompts_of(6)
+    prompts = drawn_prompts(6)
     with Engine(models["llama"], server.unix, **how) as engine:
         true, _ = generate(engine, prompts)
         engine.drain(server)
         engine.do("rpc", method="take_the_updates_place", how={"only_rank": 1})
         before = stored(server)
-        flush(engine)
+        engine.flush()
         assert generate(engine, prompts) == (true, NOTHING)
-        generate(engine, prompts_of(7))
+        generate(engine, drawn_prompts(7))
         engine.drain(server)
         assert stored(server) == before
         assert "kvdock shares nothing with this engine" in engine.log_text()
@@ -410,11 +382,11 @@ def test_a_hook_that_one_rank_lacks_stops_all_of_them(
 def test_what_is_not_proven_to_be_heard_lets_nothing_be_shared(
     how: dict[str, Any], shares: bool, models: dict[str, Path], server: ServerProcess
 ) -> None:
-    prompts = prompts_of(8)
+    prompts = drawn_prompts(8)
     with Engine(models["llama"], server.unix, **how) as engine:
         true, _ = generate(engine, prompts)
         engine.drain(server)
-        flush(engine)
+        engine.flush()
         assert generate(engine, prompts) == (true, HITS if shares else NOTHING)
         assert bool(stored(server)) == shares
         assert ("kvdock shares nothing with this engine" in engine.log_text()) != shares
@@ -424,15 +396,15 @@ def test_what_is_not_proven_to_be_heard_lets_nothing_be_shared(
 def test_who_takes_a_methods_place_later_ends_sharing_and_who_calls_through_does_not(
     models: dict[str, Path], server: ServerProcess
 ) -> None:
-    prompts = prompts_of(9)
+    prompts = drawn_prompts(9)
     with Engine(models["llama"], server.unix) as engine:
         true, _ = generate(engine, prompts)
         engine.do("rpc", method="take_the_updates_place", how={"calls_through": True})
         engine.drain(server)
-        flush(engine)
+        engine.flush()
         assert generate(engine, prompts) == (true, HITS)
         engine.do("rpc", method="take_the_updates_place", how={})
-        flush(engine)
+        engine.flush()
         assert generate(engine, prompts) == (true, NOTHING)
         assert comes_true(lambda: "kvdock shares nothing with this engine" in engine.log_text())
         assert engine.close() == 0, engine.log_text()

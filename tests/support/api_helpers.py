@@ -287,9 +287,16 @@ def soon() -> Iterator[None]:
     assert took_s < SOON_S, f"it took {took_s:.1f} s, so it waited"
 
 
-def eventually(claim: Callable[[], bool], timeout_s: float = PATIENCE_S) -> None:
-    """Waits for another process to get there; fails when it does not."""
+def comes_true(claim: Callable[[], bool], timeout_s: float = PATIENCE_S, pause_s: float = 0.2) -> bool:
+    """Whether it becomes true in that time. `pause_s`: between two looks."""
     until = time.monotonic() + timeout_s
     while not claim():
-        assert time.monotonic() < until, "it never came true"
-        time.sleep(0.01)
+        if time.monotonic() > until:
+            return False
+        time.sleep(pause_s)
+    return True
+
+
+def eventually(claim: Callable[[], bool], timeout_s: float = PATIENCE_S) -> None:
+    """Waits for another process to get there; fails when it does not."""
+    assert comes_true(claim, timeout_s, pause_s=0.01), "it never came true"

@@ -37,6 +37,7 @@ class MooncakeSubject(TierSubject):
     name = "mooncake"
     has_server = True
     is_shared = True
+    byte_of_body = HEADER_BYTES + 100
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -50,13 +51,7 @@ class MooncakeSubject(TierSubject):
         library = KeptLibrary.kept.pop() if KeptLibrary.kept else KeptLibrary.open(settings, patient())
         return MooncakeTier(settings, library, patience_s=3)
 
-    def corrupt_header(self, name: PartName) -> None:
-        self._flip(name, HEADER_BYTES // 2)
-
-    def corrupt_body(self, name: PartName) -> None:
-        self._flip(name, HEADER_BYTES + 100)
-
-    def _flip(self, name: PartName, at: int) -> None:
+    def flip(self, name: PartName, at: int) -> None:
         data = bytearray(self.servers.get(name.text()))
         data[at] ^= 1
         self.servers.put(name.text(), bytes(data))

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil  # type: ignore[import-untyped]  # it has no stubs here
-from api_helpers import ServerProcess
+from api_helpers import ServerProcess, eventually
 from kill_launch import around
 
 UP = ("up.asked", "up.reserved", "up.loading", "up.hashed", "up.half", "up.committed")
@@ -137,6 +137,16 @@ def has_ended(process: psutil.Process) -> bool:
         return bool(process.status() == psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return True
+
+
+def kill_with_mover(server: ServerProcess) -> None:
+    """As a machine that goes down."""
+    movers = movers_of(server.process.pid)
+    server.process.kill()
+    for mover in movers:
+        mover.send_signal(signal.SIGKILL)
+    server.process.wait(30.0)
+    eventually(lambda: all(map(has_ended, movers)), 30.0)
 
 
 def use(program: tuple[str, ...], environment: dict[str, str]) -> None:

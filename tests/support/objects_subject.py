@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import resource
 import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import ClassVar
 from urllib.request import Request, urlopen
 
 import pytest
-from frozen import send
 from ports import held_port
-from tier_helpers import KIB, patient
-from tier_subject import TierSubject
+from tier_helpers import patient
+from tier_subject import ServedSubject, StoreProcess, TierSubject, files_of_64_kib
 
-from kvdock.tiers.record import HEADER_BYTES, PartName
+from kvdock.tiers.record import PartName
 from kvdock.tiers.stores.objects import open_tier
 from kvdock.tiers.tier import Tier
 
@@ -28,7 +25,7 @@ SIGNED = "me/20260101/us-east-1/s3/aws4_request"
 KEYS = {"AWS_ACCESS_KEY_ID": "me", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_REGION": "us-east-1"}
 
 
-class S3Server:
+class S3Server(StoreProcess):
     """Keeps objects in its memory: `limit_bytes` of them at most, if that is not 0, and notes beside them, unless
     `with_notes`. `flag`: while this file is there, it takes nothing. `half`: while this one is there, an answer stops
     in its midst."""
@@ -37,7 +34,6 @@ class S3Server:
         pytest.importorskip("moto")
         self.port, self.flag, self.half, self._log = held_port(), folder / "full", folder / "half", folder / "log"
         self._limit_bytes, self._with_notes = limit_bytes, with_notes
-        self._process: subprocess.Popen[bytes] | None = None
         self.start()
 
     @property
@@ -48,11 +44,11 @@ class S3Server:
         program = Path(__file__).with_name("s3_process.py")
         with self._log.open("ab") as log:
             what = (self.port, self.flag, self.half, self._limit_bytes, int(self._with_notes))
-            self._process = subprocess.Popen(
+            self.process = subprocess.Popen(
                 [sys.executable, str(program), *map(str, what)], stdout=subprocess.PIPE, stderr=log
             )
-        assert self._process.stdout is not None
-        if not self._process.stdout.readline():
+        assert self.process.stdout is not None
+        if not self.process.stdout.readline():
             self.kill()
             raise AssertionError(self._log.read_text())
         self.call("PUT", "")
@@ -66,18 +62,6 @@ class S3Server:
             body: bytes = answer.read()
             return body
 
-    def send(self, what: signal.Signals) -> None:
-        assert self._process is not None
-        send(self._process.pid, what)
-
-    def kill(self) -> None:
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-            assert self._process.stdout is not None
-            self._process.stdout.close()
-            self._process = None
-
 
 class ObjectsSubject(TierSubject):
     """What both have in common: an object is read, changed and written back."""
@@ -90,13 +74,7 @@ class ObjectsSubject(TierSubject):
     def write(self, name: PartName, data: bytes) -> None:
         raise NotImplementedError
 
-    def corrupt_header(self, name: PartName) -> None:
-        self._flip(name, HEADER_BYTES // 2)
-
-    def corrupt_body(self, name: PartName) -> None:
-        self._flip(name, HEADER_BYTES + 1)
-
-    def _flip(self, name: PartName, at: int) -> None:
+    def flip(self, name: PartName, at: int) -> None:
         data = bytearray(self.read(name))
         data[at] ^= 1
         self.write(name, bytes(data))
@@ -109,9 +87,9 @@ class ObjectsSubject(TierSubject):
         self.write(name, self.read(other))
 
 
-class S3Subject(ObjectsSubject):
+class S3Subject(ServedSubject, ObjectsSubject):
     name = "s3"
-    has_server = True
+    server: S3Server
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -138,21 +116,6 @@ class S3Subject(ObjectsSubject):
             yield
         finally:
             self.server.flag.unlink()
-
-    def stop(self) -> None:
-        self.server.send(signal.SIGSTOP)
-
-    def resume(self) -> None:
-        self.server.send(signal.SIGCONT)
-
-    def kill(self) -> None:
-        self.server.kill()
-
-    def restart(self) -> None:
-        self.server.start()
-
-    def end(self) -> None:
-        self.server.kill()
 
 
 class FolderSubject(ObjectsSubject):
@@ -181,15 +144,8 @@ class FolderSubject(ObjectsSubject):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(data)
 
-    @contextmanager
-    def exhausted(self) -> Iterator[None]:
-        """No file of this process may grow beyond 64 KiB."""
-        before = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (64 * KIB, before[1]))
-        try:
-            yield
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    def exhausted(self) -> AbstractContextManager[None]:
+        return files_of_64_kib()
 
 
 @contextmanager

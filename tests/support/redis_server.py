@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import signal
 import socket
 import subprocess
 import time
@@ -12,12 +11,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from frozen import send
+from tier_subject import StoreProcess
 
 START_S = 30.0
 
 
-class RedisServer:
+class RedisServer(StoreProcess):
     """`settings`: lines of redis.conf. `address`: a host and a port, or the path of a Unix socket."""
 
     def __init__(self, folder: Path, address: tuple[str, int] | str, *settings: str) -> None:
@@ -29,7 +28,6 @@ class RedisServer:
         listen = ("port 0", f"unixsocket {address}") if isinstance(address, str) else ()
         config = (f"dir {folder}", "bind 127.0.0.1", 'save ""', "appendonly no", "daemonize no", *listen, *settings)
         (folder / "redis.conf").write_text("\n".join(config) + "\n")
-        self._process: subprocess.Popen[bytes] | None = None
         self.start()
 
     @property
@@ -39,24 +37,14 @@ class RedisServer:
 
     def start(self) -> None:
         with (self._folder / "log").open("ab") as log:
-            self._process = subprocess.Popen(
+            self.process = subprocess.Popen(
                 ["redis-server", str(self._folder / "redis.conf")], stdout=log, stderr=log, stdin=subprocess.DEVNULL
             )
         until = time.monotonic() + START_S
         while not self._accepts():
-            assert self._process.poll() is None, (self._folder / "log").read_text()
+            assert self.process.poll() is None, (self._folder / "log").read_text()
             assert time.monotonic() < until, "redis-server does not accept connections"
             time.sleep(0.01)  # between two tries to connect
-
-    def send(self, what: signal.Signals) -> None:
-        assert self._process is not None
-        send(self._process.pid, what)
-
-    def kill(self) -> None:
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-            self._process = None
 
     def _accepts(self) -> bool:
         family = socket.AF_UNIX if isinstance(self.address, str) else socket.AF_INET

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,9 +10,9 @@ from typing import Any
 import pytest
 from redis_server import RedisServer
 from tier_helpers import patient
-from tier_subject import TierSubject
+from tier_subject import ServedSubject
 
-from kvdock.tiers.record import HEADER_BYTES, PartName
+from kvdock.tiers.record import PartName
 from kvdock.tiers.stores.redis import RedisTier, open_tier
 from kvdock.tiers.tier import Tier
 
@@ -27,9 +26,9 @@ def opened(url: str, environment: dict[str, str] | None = None) -> Iterator[Redi
         tier.close(patient())
 
 
-class RedisSubject(TierSubject):
+class RedisSubject(ServedSubject):
     name = "redis"
-    has_server = True
+    server: RedisServer
     is_shared = True
 
     def __init__(self, folder: Path) -> None:
@@ -44,13 +43,7 @@ class RedisSubject(TierSubject):
     def open(self) -> Tier:
         return open_tier(f"unix://{self.server.address}", patient(), {})
 
-    def corrupt_header(self, name: PartName) -> None:
-        self._flip(name, HEADER_BYTES // 2)
-
-    def corrupt_body(self, name: PartName) -> None:
-        self._flip(name, HEADER_BYTES + 1)
-
-    def _flip(self, name: PartName, at: int) -> None:
+    def flip(self, name: PartName, at: int) -> None:
         (byte,) = self.client.getrange(name.text(), at, at)
         self.client.setrange(name.text(), at, bytes([byte ^ 1]))
 
@@ -69,18 +62,6 @@ class RedisSubject(TierSubject):
         finally:
             self.client.config_set("maxmemory", 0)
 
-    def stop(self) -> None:
-        self.server.send(signal.SIGSTOP)
-
-    def resume(self) -> None:
-        self.server.send(signal.SIGCONT)
-
-    def kill(self) -> None:
-        self.server.kill()
-
-    def restart(self) -> None:
-        self.server.start()
-
     def end(self) -> None:
         self.client.close()
-        self.server.kill()
+        super().end()

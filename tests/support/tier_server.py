@@ -34,16 +34,16 @@ def movers(server: ServerProcess) -> list[psutil.Process]:
     ]
 
 
-def with_disk(folder: Path) -> ServerProcess:
+def with_disk(folder: Path, **settings: object) -> ServerProcess:
     """For whole engines: a pool that holds all that they store, and a tier on disk that each chunk is written to."""
-    return ServerProcess(
-        pool_bytes=64 * MIB, segment_bytes=64 * MIB, disk_path=str(folder / "disk"), disk_bytes=256 * MIB, tier_asks=1,
-        heartbeat_s=0.2,
-    )
+    return ServerProcess(**{
+        "pool_bytes": 64 * MIB, "segment_bytes": 64 * MIB, "disk_path": str(folder / "disk"), "disk_bytes": 256 * MIB,
+        "tier_asks": 1, "heartbeat_s": 0.2, **settings,
+    })
 
 
-def clear_once_written(server: ServerProcess, share: float = 1.0) -> None:
-    """Leaves what was stored in the tier alone. `share`: how many of the pool's bytes the tier's are at least; the pool
+def wait_until_written(server: ServerProcess, share: float = 1.0) -> None:
+    """All that was stored is in the tier. `share`: how many of the pool's bytes the tier's are at least; the pool
     rounds the bytes of a part up, and a tier does not."""
     with Client(server.unix) as client:
 
@@ -54,6 +54,12 @@ def clear_once_written(server: ServerProcess, share: float = 1.0) -> None:
             return tier.queued_bytes == 0 and moved >= share * status.counters["stored_bytes"] > 0
 
         eventually(is_written, 60.0)
+
+
+def clear_once_written(server: ServerProcess, share: float = 1.0) -> None:
+    """Leaves what was stored in the tier alone."""
+    wait_until_written(server, share)
+    with Client(server.unix) as client:
         client.evict(EvictChunks(free_bytes=client.status().pool.limit_bytes))
 
 

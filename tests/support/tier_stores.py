@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -15,6 +14,7 @@ from mover_steps import HUNG
 from objects_subject import KEYS, S3Server, environment
 from redis_server import RedisServer
 from tier_helpers import patient
+from tier_subject import StoreProcess
 
 from kvdock.client.client import Client
 from kvdock.protocol.admin_schemas import EvictChunks
@@ -49,8 +49,24 @@ class SharedStore(Store, Protocol):
 AnyStore = TypeVar("AnyStore", bound=Store)
 
 
-class RedisStore:
+class ServedStore:
+    """Its bytes are with a process."""
+
+    _server: StoreProcess
+
+    def stop(self) -> None:
+        self._server.stop()
+
+    def resume(self) -> None:
+        self._server.resume()
+
+    def end(self) -> None:
+        self._server.kill()
+
+
+class RedisStore(ServedStore):
     name = "redis"
+    _server: RedisServer
 
     def __init__(self, folder: Path, limit_bytes: int = 0) -> None:
         limit = ("maxmemory-policy allkeys-random", f"maxmemory {limit_bytes}") if limit_bytes else ()
@@ -75,18 +91,10 @@ class RedisStore:
             for byte in client.getrange(name.text(), at, at):
                 client.setrange(name.text(), at, bytes([byte ^ 1]))
 
-    def stop(self) -> None:
-        self._server.send(signal.SIGSTOP)
 
-    def resume(self) -> None:
-        self._server.send(signal.SIGCONT)
-
-    def end(self) -> None:
-        self._server.kill()
-
-
-class S3Store:
+class S3Store(ServedStore):
     name = "objects"
+    _server: S3Server
 
     def __init__(self, folder: Path, limit_bytes: int = 0) -> None:
         self._server = S3Server(folder, limit_bytes)
@@ -103,15 +111,6 @@ class S3Store:
             data = bytearray(self._server.call("GET", path))
             data[HEADER_BYTES + 1] ^= 1
             self._server.call("PUT", path, bytes(data))
-
-    def stop(self) -> None:
-        self._server.send(signal.SIGSTOP)
-
-    def resume(self) -> None:
-        self._server.send(signal.SIGCONT)
-
-    def end(self) -> None:
-        self._server.kill()
 
 
 class MooncakeStore:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import resource
+import signal
+import subprocess
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import ClassVar
 
-from tier_helpers import patient
+from frozen import send
+from tier_helpers import KIB, patient
 
-from kvdock.tiers.record import PartName
+from kvdock.tiers.record import HEADER_BYTES, PartName
 from kvdock.tiers.tier import Tier
 
 
@@ -30,6 +34,9 @@ class TierSubject:
     forgets_at_once: ClassVar[bool] = True
     """Whether exists() finds nothing while the server is lost: not where another one keeps the names."""
 
+    byte_of_body: ClassVar[int] = HEADER_BYTES + 1
+    """Where a byte of the part lies in what is stored."""
+
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
@@ -43,10 +50,14 @@ class TierSubject:
 
     def corrupt_header(self, name: PartName) -> None:
         """Changes a byte of the stored record's header."""
-        raise NotImplementedError
+        self.flip(name, HEADER_BYTES // 2)
 
     def corrupt_body(self, name: PartName) -> None:
         """Changes a byte of the stored part."""
+        self.flip(name, self.byte_of_body)
+
+    def flip(self, name: PartName, at: int) -> None:
+        """Flips the lowest bit of a byte of the stored record."""
         raise NotImplementedError
 
     def truncate(self, name: PartName) -> None:
@@ -78,6 +89,65 @@ class TierSubject:
 
     def end(self) -> None:
         """Stops and removes what was started."""
+
+
+class StoreProcess:
+    """A server of a store, in a process that start() starts."""
+
+    process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        raise NotImplementedError
+
+    def send(self, what: signal.Signals) -> None:
+        assert self.process is not None
+        send(self.process.pid, what)
+
+    def stop(self) -> None:
+        """It hangs."""
+        self.send(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        self.send(signal.SIGCONT)
+
+    def kill(self) -> None:
+        if self.process is not None:
+            with self.process:  # closes its pipes
+                self.process.kill()
+            self.process = None
+
+
+class ServedSubject(TierSubject):
+    """One whose storage is a process."""
+
+    has_server = True
+    server: StoreProcess
+
+    def stop(self) -> None:
+        self.server.stop()
+
+    def resume(self) -> None:
+        self.server.resume()
+
+    def kill(self) -> None:
+        self.server.kill()
+
+    def restart(self) -> None:
+        self.server.start()
+
+    def end(self) -> None:
+        self.server.kill()
+
+
+@contextmanager
+def files_of_64_kib() -> Iterator[None]:
+    """No file of this process may grow beyond that."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64 * KIB, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 @contextmanager

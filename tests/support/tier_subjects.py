@@ -6,17 +6,15 @@ A tier joins by a subclass of TierSubject and its name in SUBJECTS.
 from __future__ import annotations
 
 import os
-import resource
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from mooncake_subject import MooncakePeerSubject, MooncakeSubject
 from objects_subject import FolderSubject, S3Subject
 from redis_subject import RedisSubject
-from tier_helpers import KIB, MIB
-from tier_subject import TierSubject, opened
+from tier_helpers import MIB
+from tier_subject import TierSubject, files_of_64_kib, opened
 
 from kvdock.tiers.disk.tier import DiskTier
 from kvdock.tiers.record import HEADER_BYTES, PartName, Record, RecordError
@@ -28,6 +26,7 @@ __all__ = ["SERVED", "SUBJECTS", "TierSubject", "opened"]
 class DiskSubject(TierSubject):
     name = "disk"
     limit_bytes = 32 * MIB
+    byte_of_body = PAGE_BYTES
 
     @property
     def store(self) -> Path:
@@ -51,13 +50,7 @@ class DiskSubject(TierSubject):
                     continue
         raise AssertionError(f"{name.text()} is in no file")
 
-    def corrupt_header(self, name: PartName) -> None:
-        self._flip(name, HEADER_BYTES // 2)
-
-    def corrupt_body(self, name: PartName) -> None:
-        self._flip(name, PAGE_BYTES)
-
-    def _flip(self, name: PartName, at: int) -> None:
+    def flip(self, name: PartName, at: int) -> None:
         path, offset = self.find(name)
         with path.open("r+b") as file:
             file.seek(offset + at)
@@ -78,15 +71,9 @@ class DiskSubject(TierSubject):
             file.seek(offset)
             file.write(data[:length])
 
-    @contextmanager
-    def exhausted(self) -> Iterator[None]:
-        """No file of this process may grow beyond 64 KiB, so that no room for records can be had."""
-        before = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (64 * KIB, before[1]))
-        try:
-            yield
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    def exhausted(self) -> AbstractContextManager[None]:
+        """No room for records can be had."""
+        return files_of_64_kib()
 
 
 SUBJECTS: tuple[type[TierSubject], ...] = (

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 from api_helpers import MIB, ServerProcess, eventually, unique
-from mover_steps import SteppedServer, has_ended, movers_of
+from connector_helpers import sweep
+from mover_steps import SteppedServer, kill_with_mover
 from tier_engine import CHUNK_TOKENS, TierEngine, manifest
 from tier_stores import SHARED, STORES, DiskStore, Store, clear_pool, has_state, opened
 
@@ -20,7 +21,6 @@ from kvdock.client.client import Client
 from kvdock.protocol.admin_schemas import ClearCache, Cleared, DeleteChunks, Deleted
 from kvdock.protocol.errors import ApiError
 from kvdock.protocol.schemas import Commit, PartDone, ReportMismatch, Reserve
-from kvdock.shm import objects as shm
 
 pytestmark = [pytest.mark.tiers, pytest.mark.timeout(180)]
 
@@ -85,15 +85,9 @@ class Servers:
         return engine
 
     def kill(self, server: ServerProcess, *, with_pool: bool) -> None:
-        """With its mover."""
-        movers = movers_of(server.process.pid)
-        server.process.kill()
-        for mover in movers:
-            mover.send_signal(signal.SIGKILL)
-        server.process.wait(30.0)
-        eventually(lambda: all(map(has_ended, movers)), 30.0)
-        for name in shm.pool_objects().get(server.pool_id, []) if with_pool else []:
-            Path(f"{shm.SHM_DIR}{name}").unlink(missing_ok=True)
+        kill_with_mover(server)
+        if with_pool:
+            sweep(server)
 
 
 def apart(kinds: Sequence[type[Store]]) -> list[Any]:

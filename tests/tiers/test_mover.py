@@ -6,11 +6,11 @@ import itertools
 import os
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from api_helpers import ServerProcess, eventually, soon
+from server_fixtures import server_of_few, tiered_engine
 from tier_engine import CHUNK_TOKENS, TierEngine, manifest
 from tier_server import (
     PART,
@@ -30,19 +30,8 @@ from kvdock.tiers.mover.tier_handle import FIRST_RATE
 
 pytestmark = [pytest.mark.tiers, pytest.mark.timeout(120)]
 
-
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[ServerProcess]:
-    with ServerProcess(**{**SETTINGS, "disk_path": str(tmp_path / "disk")}) as process:
-        yield process
-
-
-@pytest.fixture
-def engine(server: ServerProcess) -> Iterator[TierEngine]:
-    made = TierEngine(server.unix, manifest(PART))
-    is_served(server, 1)
-    yield made
-    made.close()
+server = server_of_few
+engine = tiered_engine
 
 
 def test_what_the_pool_let_go_comes_back_under_one_lookup(engine: TierEngine) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from api_helpers import ServerProcess, eventually
+from server_fixtures import server_of_few, tiered_engine
 from tier_engine import CHUNK_TOKENS, TierEngine, manifest
 from tier_server import (
     PART,
@@ -28,19 +29,8 @@ pytestmark = [pytest.mark.tiers, pytest.mark.timeout(120)]
 SHARE = POOL_CHUNKS // 4
 """Chunks that prefetches may push out."""
 
-
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[ServerProcess]:
-    with ServerProcess(**{**SETTINGS, "disk_path": str(tmp_path / "disk")}) as process:
-        yield process
-
-
-@pytest.fixture
-def engine(server: ServerProcess) -> Iterator[TierEngine]:
-    made = TierEngine(server.unix, manifest(PART))
-    is_served(server, 1)
-    yield made
-    made.close()
+server = server_of_few
+engine = tiered_engine
 
 
 def prefetch(engine: TierEngine, keys: list[bytes], **more: float) -> PrefetchAnswer:

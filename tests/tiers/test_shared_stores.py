@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 from api_helpers import MIB, ServerProcess, eventually, unique
-from connector_helpers import engine_over
+from connector_helpers import engine_over, sweep
 from engine_helpers import prompt, run_one, sampling
-from mover_steps import SteppedServer, has_ended, movers_of
+from mover_steps import SteppedServer, kill_with_mover
 from same_tokens_helpers import LENGTH, MODELS, STORED, TOKENS, Served, assert_same, served
 from tier_engine import CHUNK_TOKENS, TierEngine, manifest
 from tier_stores import SHARED, RedisStore, Store, clear_once_written, clear_pool, has_state, opened
@@ -20,7 +20,6 @@ from tp_helpers import engine_of_ranks, shared
 from kvdock.engine.config import preset
 from kvdock.engine.engine import Engine
 from kvdock.engine.ranks import ProcessGroup
-from kvdock.shm import objects as shm
 from kvdock.tiers.record import HEADER_BYTES
 
 pytestmark = [pytest.mark.tiers, pytest.mark.same_tokens, pytest.mark.timeout(180)]
@@ -52,15 +51,9 @@ def servers(store: Store, tmp_path: Path) -> Iterator[tuple[SteppedServer, Stepp
 
 
 def kill(server: ServerProcess) -> None:
-    """With its mover, as a machine that goes down."""
-    movers = movers_of(server.process.pid)
-    server.process.kill()
-    for mover in movers:
-        mover.send_signal(signal.SIGKILL)
-    server.process.wait(30.0)
-    eventually(lambda: all(map(has_ended, movers)), 30.0)
-    for name in shm.pool_objects().get(server.pool_id, []):
-        Path(f"{shm.SHM_DIR}{name}").unlink(missing_ok=True)
+    """With its mover and its pool."""
+    kill_with_mover(server)
+    sweep(server)
 
 
 def ended(engine: Engine, tokens: list[int], new: int = TOKENS) -> Served:

@@ -2,31 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 from api_helpers import ServerProcess, eventually
-from tier_engine import CHUNK_TOKENS, TierEngine, manifest
-from tier_server import PART, SETTINGS, flood, is_served, is_written, mover, written
+from server_fixtures import server_of_few, tiered_engine
+from tier_engine import CHUNK_TOKENS, TierEngine
+from tier_server import flood, is_written, mover, written
 
 from kvdock.protocol.schemas import ReportMismatch
 
 pytestmark = [pytest.mark.weights, pytest.mark.tiers, pytest.mark.timeout(120)]
 
-
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[ServerProcess]:
-    with ServerProcess(**{**SETTINGS, "disk_path": str(tmp_path / "disk")}) as process:
-        yield process
-
-
-@pytest.fixture
-def engine(server: ServerProcess) -> Iterator[TierEngine]:
-    made = TierEngine(server.unix, manifest(PART))
-    is_served(server, 1)
-    yield made
-    made.close()
+server = server_of_few
+engine = tiered_engine
 
 
 def runs(engine: TierEngine, weights: str) -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +9,7 @@ import pytest
 from api_helpers import ServerProcess
 from engines import ENGINE_PYTHON, HERE
 from schedulers import VERSIONS, Schedulers
+from whole_engines import make_models
 
 KINDS = (
     "llama", "gemma", "gemma4", "mla", "deep", "mimo", "eagle", "eagle3", "phi3", "qwen3", "gptoss", "blip2", "lfm2",
@@ -80,16 +78,4 @@ def schedulers() -> Iterator[Schedulers]:
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Folders by kind, weights and all. Workers of pytest-xdist share them."""
-    base = tmp_path_factory.getbasetemp()
-    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
-    folders = {kind: shared / f"model-{kind}" for kind in KINDS}
-    words = [str(word) for pair in folders.items() for word in pair]
-    with (shared / "models.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not (shared / "models.made").exists():
-            for folder in folders.values():
-                folder.mkdir()
-            subprocess.run([ENGINE_PYTHON, HERE / "models.py", *words], check=True, capture_output=True)
-            (shared / "models.made").touch()
-    return folders
+    return make_models(tmp_path_factory, ENGINE_PYTHON, HERE / "models.py", KINDS)

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 from api_helpers import ServerProcess
-from engines import HITS, PROMPTS, Engine
+from engines import Engine
 from schedulers import SEEDS, Schedulers, every_mode, every_version, versions_in_turn
+from whole_engines import HITS, PROMPTS
 
 from kvdock.client.client import Client
 

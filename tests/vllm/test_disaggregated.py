@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 from api_helpers import ServerProcess
-from engines import HITS, KV_DEVICE, PROMPTS, Engine, prompts_of, tokens_of
+from engines import KV_DEVICE, Engine
 from ports import held_port
+from whole_engines import HITS, OTHERS, PROMPTS, tokens_of
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
 
-OTHERS = prompts_of(100)
 NOTHING, WHOLE = [0, 0, 0], [len(prompt) for prompt in PROMPTS]
 LAYOUT = {"VLLM_KV_CACHE_LAYOUT": "HND"}
 """Which NIXL wants on a GPU. Engines of another layout are in another namespace."""

@@ -14,16 +14,15 @@ from pathlib import Path
 
 import pytest
 from adoption_helpers import next_at
-from api_helpers import ServerProcess
+from api_helpers import ServerProcess, comes_true
 from connector_helpers import mortal
-from engines import HITS, PROMPTS, Engine, comes_true, prompts_of, tokens_of
+from engines import Engine
+from whole_engines import CROWD, HITS, OTHERS, PROMPTS, tokens_of
 
 from kvdock.client.client import Client
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
 
-OTHERS = prompts_of(100)
-CROWD = [prompt for seed in range(200, 1000, 100) for prompt in prompts_of(seed)]
 
 
 @contextmanager

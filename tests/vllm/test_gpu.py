@@ -13,12 +13,8 @@ by the engine that stored, whose KV memory was overwritten meanwhile, and by an 
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import random
-import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -30,6 +26,7 @@ import pytest
 from api_helpers import ServerProcess
 from cuda_helpers import GPUS, WHY_NOT
 from engines import HERE
+from whole_engines import make_model, run_on_gpu
 
 WHY = WHY_NOT or ("" if find_spec("vllm") else f"vLLM is not installed for {sys.executable}")
 pytestmark = [
@@ -42,6 +39,7 @@ CHUNKS = 320
 """Tokens of the prompt's whole chunks."""
 TAIL = 9
 GIB = 1 << 30
+MODELS = HERE / "models.py"
 LOOKUP = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
 
 
@@ -85,31 +83,6 @@ def prompt_of(row: Row) -> list[int]:
     return made[-length:]
 
 
-def model_of(kind: str, tmp_path: Path) -> Path:
-    (tmp_path / kind).mkdir(exist_ok=True)
-    subprocess.run([sys.executable, HERE / "models.py", kind, tmp_path / kind], check=True, capture_output=True)
-    return tmp_path / kind
-
-
-def run(said: dict[str, Any], log: Path) -> dict[str, Any]:
-    """What gpu_engine.py prints. All that it has started ends with it."""
-    with log.open("w") as errors:
-        process = subprocess.Popen(
-            [sys.executable, HERE / "gpu_engine.py", json.dumps(said)], stdout=subprocess.PIPE, stderr=errors,
-            text=True, start_new_session=True,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "VLLM_LOGGING_STREAM": "ext://sys.stderr"},
-        )
-        try:
-            printed, _ = process.communicate(timeout=START_S)
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-    assert process.returncode == 0, log.read_text(errors="replace")[-6000:]
-    found: dict[str, Any] = json.loads(printed.splitlines()[-1])
-    return found
-
-
 @pytest.fixture
 def large() -> Iterator[ServerProcess]:
     """A server whose pool grows by itself, so that it is being registered while graphs are captured."""
@@ -132,12 +105,16 @@ def test_what_is_loaded_gives_the_bits_of_a_local_hit(name: str, tmp_path: Path,
     if row.ranks > GPUS:
         pytest.skip(f"{GPUS} GPU, {row.ranks} wanted")
     said = {
-        "model": str(model_of(row.model, tmp_path)), "address": large.unix, "prompt": prompt_of(row),
+        "model": str(make_model(MODELS, row.model, tmp_path)), "address": large.unix, "prompt": prompt_of(row),
         "engine": row.engine,
-        "adapter": ["sql", 1, str(model_of("lora", tmp_path) / row.adapter)] if row.adapter else None,
+        "adapter": ["sql", 1, str(make_model(MODELS, "lora", tmp_path) / row.adapter)] if row.adapter else None,
     }
-    first = run({**said, "is_first": True}, tmp_path / "first.log")
-    second = run({**said, "is_first": False}, tmp_path / "second.log")
+    first, second = (
+        run_on_gpu(
+            HERE / "gpu_engine.py", json.dumps({**said, "is_first": is_first}), seconds=START_S,
+            VLLM_LOGGING_STREAM="ext://sys.stderr",
+        ) for is_first in (True, False)
+    )
     assert set_up_as_usual(row, first) and first["about"] == second["about"], first["about"]
     local = first["local"]
     assert (first["cold"]["cached"], local["cached"]) == (0, CHUNKS), "the control: there is a local hit"

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 from api_helpers import ServerProcess
-from engines import Engine, tokens_of
+from engines import Engine
 from schedulers import Schedulers, every_mode, every_version
+from whole_engines import tokens_of
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
 

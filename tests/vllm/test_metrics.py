@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 from api_helpers import ServerProcess
-from engines import HITS, PROMPTS, Engine
+from engines import Engine
 from prometheus_client.parser import text_string_to_metric_families
 from schedulers import ITSELF, VERSIONS, Schedulers
+from whole_engines import HITS, PROMPTS
 
 from kvdock.connectors.vllm.figures import METRICS
 

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from api_helpers import ServerProcess
-from engines import Engine, comes_true, tokens_of
+from api_helpers import ServerProcess, comes_true
+from engines import Engine
 from schedulers import VERSIONS, Schedulers
+from whole_engines import tokens_of
 
 pytestmark = pytest.mark.vllm
 

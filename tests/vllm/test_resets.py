@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 from api_helpers import ServerProcess
-from engines import HITS, PROMPTS, Engine, tokens_of
+from engines import Engine
 from schedulers import Schedulers, every_version
+from whole_engines import HITS, PROMPTS, tokens_of
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
 

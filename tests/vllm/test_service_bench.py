@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 from api_helpers import MIB, ServerProcess, eventually
-from engines import ENGINE_PYTHON, ROOT
+from engines import ENGINE_PYTHON
+from paths import ROOT
 
 from kvdock.client.client import Client
 

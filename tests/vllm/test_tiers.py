@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from api_helpers import ServerProcess
-from engines import HITS, PROMPTS, Engine
-from tier_server import clear_once_written, mover, with_disk
+from engines import Engine
+from server_fixtures import server_of_all
+from tier_server import clear_once_written, mover
+from whole_engines import HITS, PROMPTS
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
 
-
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[ServerProcess]:
-    with with_disk(tmp_path) as process:
-        yield process
+server = server_of_all
 
 
 def leave_in_the_tier(server: ServerProcess, engine: Engine) -> None:

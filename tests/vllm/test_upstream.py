@@ -16,8 +16,9 @@ from xml.etree import ElementTree
 
 import pytest
 from api_helpers import ServerProcess
-from engines import ENGINE_PYTHON, HERE, python_path
+from engines import ENGINE_PYTHON, HERE
 from upstream_sources import UNIT
+from whole_engines import python_path
 
 from kvdock.client.client import Client
 

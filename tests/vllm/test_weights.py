@@ -8,7 +8,6 @@ without a connector is given the same weights: it says what is right.
 
 from __future__ import annotations
 
-import random
 import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -18,9 +17,10 @@ from typing import Any
 
 import pytest
 from api_helpers import ServerProcess, eventually
-from engines import ENGINE_PYTHON, HERE, Engine, tokens_of
+from engines import ENGINE_PYTHON, HERE, Engine
 from tier_server import clear_once_written, with_disk
 from weight_routes import EXTENSION
+from whole_engines import drawn_prompts, tokens_of
 
 from kvdock.client.client import Client
 from kvdock.protocol.admin_schemas import EvictChunks
@@ -44,8 +44,7 @@ Prompts = list[list[int]]
 
 def two(seed: int) -> Prompts:
     """Two prompts that no other seed has."""
-    drawn = random.Random(seed)
-    return [[drawn.randrange(5, 590) for _ in range(tokens)] for tokens in (150, 333)]
+    return drawn_prompts(seed, (150, 333))
 
 
 CONTROL = two(9_000)

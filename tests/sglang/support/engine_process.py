@@ -2,10 +2,8 @@
 
     python engine_process.py SOCKET_FD
 
-Engines are forked from this program, which has imported SGLang: that takes longer than most of what they do. A message
-at the socket is {"model": "folder", "address": "unix:/…" or null, …} with four descriptors: what becomes the engine's
-stdin, stdout and stderr, and where its process id and in the end its exit status are written. {"contract": [model,
-address]} runs contract.py instead.
+Engines are forked from this program, which has imported SGLang (engine_forker.py). A message at the socket is {"model":
+"folder", "address": "unix:/…" or null, …}; {"contract": [model, address]} runs contract.py instead.
 
 A job is {"do": "generate", "prompts": [[…]]}, with "at_once" if they are to run side by side, "new": how many tokens
 each generates, "salt" and "extra_key" as SGLang has them. Other jobs: {"do": "flush"}, what /flush_cache does;
@@ -16,21 +14,18 @@ that were not computed, "why" how each ended, "took_s" when, "verified" how ofte
 
 from __future__ import annotations
 
-import gc
 import json
 import os
-import signal
-import socket
 import sys
 import time
-from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import odd_plugins
 import weight_routes
 from cpu_drafts import bring_drafts
 from cpu_only import prepare
 from cpu_states import bring_states
+from engine_forker import answers, fork_engines
 
 os.environ.update(
     SGLANG_USE_CPU_ENGINE="1", HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1", TORCHDYNAMO_DISABLE="1",
@@ -39,24 +34,6 @@ os.environ.update(
 
 NEW = 12
 """Tokens that a request generates."""
-
-
-def fork_engines(socket_fd: int) -> None:
-    """Until the other end of the socket is closed."""
-    import_sglang()
-    gc.freeze()  # engines collect garbage: not this program's modules, whose memory they share until they touch it
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how a fork below ended
-    with socket.socket(fileno=socket_fd) as asked:
-        while True:
-            message, fds, _, _ = socket.recv_fds(asked, 1 << 20, 4)
-            if not message:
-                return
-            if os.fork() == 0:
-                asked.close()
-                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                run_engine(json.loads(message), *fds)
-            for fd in fds:
-                os.close(fd)
 
 
 def import_sglang() -> None:
@@ -104,31 +81,6 @@ def keep_attention_latent() -> None:
     AttentionBackendRegistry.register("torch_native", lambda attention, batch: AttnForwardMethod.MLA)
 
 
-def run_engine(said: dict[str, Any], stdin: int, stdout: int, stderr: int, status: int) -> NoReturn:
-    """This process waits for the engine's, which is another one."""
-    pid = os.fork()
-    if pid == 0:
-        os.setpgid(0, 0)  # what kills the engine kills its processes
-        os.close(status)
-        for number, fd in enumerate((stdin, stdout, stderr)):
-            os.dup2(fd, number)
-            os.close(fd)
-        if "contract" in said:
-            import contract
-
-            contract.main(*said["contract"])
-            sys.stdout.flush()
-        else:
-            serve(said)
-        os._exit(0)  # to take a whole engine apart takes seconds
-    for fd in (stdin, stdout, stderr):
-        os.close(fd)
-    with os.fdopen(status, "w") as news:
-        print(pid, file=news, flush=True)
-        print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), file=news, flush=True)
-    os._exit(0)
-
-
 def settings_of(said: dict[str, Any]) -> dict[str, Any]:
     """What the engine is made with."""
     linker: dict[str, Any] = {}
@@ -157,22 +109,23 @@ def settings_of(said: dict[str, Any]) -> dict[str, Any]:
 
 
 def serve(said: dict[str, Any]) -> None:
+    if "contract" in said:
+        import contract
+
+        contract.main(*said["contract"])
+        return
     os.environ.update(said.get("environ", {}))
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print is no answer
+    answer = answers()
     import sglang
 
     if "plugin_of_others" in said:
         getattr(odd_plugins, said["plugin_of_others"])()
     engine = sglang.Engine(**settings_of(said))
 
-    def say(answer: dict[str, Any]) -> None:
-        print(json.dumps(answer), file=answers, flush=True)
-
-    say({"ready": True})
+    answer({"ready": True})
     for line in sys.stdin:
         job = json.loads(line)
-        say(JOBS[job.pop("do")](engine, **job))
+        answer(JOBS[job.pop("do")](engine, **job))
     engine.shutdown()
 
 
@@ -245,5 +198,5 @@ JOBS = {"generate": generate, "flush": flush, "metrics": metrics, "weights": wei
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parent))
-    fork_engines(int(sys.argv[1]))
+    import_sglang()
+    fork_engines(int(sys.argv[1]), serve)

@@ -14,14 +14,13 @@ import json
 import os
 import random
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import sglang
+from gpu_waits import wait_until_flushed, wait_until_stored
 
 from bench.engine_child import wait_until_pinned
-from kvdock.client.client import Client
 
 PROMPT = [random.Random(7).randrange(3, 600) for _ in range(5 * 64 + 9)]
 NEW = 40
@@ -72,29 +71,10 @@ def main(kind: str, model: str, address: str, folder: str) -> None:
         wait_until_stored(address)
         if name == "forgotten":
             Path(folder, "forget").touch()
-        flush(engine)
+        wait_until_flushed(lambda: bool(engine.flush_cache().success))
         found[name] = run()
     print(json.dumps(found), flush=True)
     os._exit(0)  # to take a whole engine apart takes seconds
-
-
-def wait_until_stored(address: str) -> None:
-    """Until something is stored, and nothing more in a pause."""
-    end_s, before, now = time.monotonic() + 30.0, 0, 0
-    with Client(address) as client:
-        while before == 0 or before != now:
-            assert time.monotonic() < end_s, "what was computed is not stored"
-            time.sleep(0.2)  # the server does not say when a store ends: it is asked again
-            status = client.status()
-            before, now = now, 0 if status.reservations else status.counters["stored_chunks"]
-
-
-def flush(engine: Any, patience_s: float = 10.0) -> None:
-    """SGLang flushes nothing in the turn of its loop in which a request's last token was said."""
-    end_s = time.monotonic() + patience_s
-    while not engine.flush_cache().success:
-        assert time.monotonic() < end_s, "the engine does not flush its cache"
-        time.sleep(0.01)  # until its loop has turned, of which it says nothing
 
 
 if __name__ == "__main__":

@@ -6,11 +6,11 @@ being all alike: a wide spread of weights.
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
 from cpu_only import prepare
+from tiny_models import write_adapter, write_tokenizer
 
 VOCABULARY = 600
 COMMON = {
@@ -27,7 +27,8 @@ def make(kind: str, folder: str) -> None:
 
     torch.manual_seed({"llama-b": 1, "llama-c": 2}.get(kind, 0))
     if kind.startswith("adapter"):
-        write_adapter(folder, seed=ord(kind[-1]))
+        rows = {"q_proj": 64, "v_proj": 32}
+        write_adapter(Path(folder), seed=ord(kind[-1]), width=64, rows=rows, scale=0.3, rank=4)
         return
     if kind in ("llama", "llama-b", "llama-c"):
         config = transformers.LlamaConfig(**COMMON)
@@ -67,41 +68,7 @@ def make(kind: str, folder: str) -> None:
     # The states' model has experts that all tokens share, of no width; SGLang knows none.
     weights = {name: weight for name, weight in model.state_dict().items() if "shared_expert" not in name}
     model.save_pretrained(folder, state_dict=weights)
-    write_tokenizer(folder)
-
-
-def write_adapter(folder: str, seed: int, rank: int = 4) -> None:
-    """A LoRA adapter of the llama's attention; other seeds give other ones."""
-    import torch
-    from safetensors.torch import save_file
-
-    source = torch.Generator().manual_seed(seed)
-    weights = {}
-    for layer in range(3):
-        for name, width in (("q_proj", 64), ("v_proj", 32)):
-            where = f"base_model.model.model.layers.{layer}.self_attn.{name}"
-            weights[f"{where}.lora_A.weight"] = 0.3 * torch.randn(rank, 64, generator=source)
-            weights[f"{where}.lora_B.weight"] = 0.3 * torch.randn(width, rank, generator=source)
-    save_file(weights, Path(folder) / "adapter_model.safetensors")
-    (Path(folder) / "adapter_config.json").write_text(json.dumps({
-        "peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_modules": ["q_proj", "v_proj"], "bias": "none",
-        "lora_dropout": 0.0, "task_type": "CAUSAL_LM",
-    }))
-
-
-def write_tokenizer(folder: str) -> None:
-    """A token for each byte, behind the three that models here know."""
-    import tokenizers
-    import transformers
-
-    letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    words = {word: number for number, word in enumerate(["<unk>", "<s>", "</s>", *letters])}
-    of_bytes = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=words, merges=[], unk_token="<unk>"))
-    of_bytes.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    of_bytes.decoder = tokenizers.decoders.ByteLevel()
-    transformers.PreTrainedTokenizerFast(
-        tokenizer_object=of_bytes, unk_token="<unk>", bos_token="<s>", eos_token="</s>"
-    ).save_pretrained(folder)
+    write_tokenizer(Path(folder))
 
 
 if __name__ == "__main__":

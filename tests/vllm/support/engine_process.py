@@ -2,9 +2,8 @@
 
     python engine_process.py SOCKET_FD
 
-Engines are forked from this program, which has imported vLLM: that takes longer than most of what they do. A message
-at the socket is {"model": "folder", "address": "unix:/…" or null, …} with four descriptors: what becomes the engine's
-stdin, stdout and stderr, and where its process id and in the end its exit status are written.
+Engines are forked from this program, which has imported vLLM (engine_forker.py). A message at the socket is {"model":
+"folder", "address": "unix:/…" or null, …}.
 
 A job is {"do": "generate", "prompts": [[…]]}, with "at_once" if they are to run side by side and "together" if they
 are to be admitted in one step, "during_a_step" if they come while one runs, "adapter": [name, number, folder],
@@ -23,21 +22,18 @@ bin/python has a vLLM for GPUs.
 
 from __future__ import annotations
 
-import gc
 import json
 import multiprocessing
 import os
-import signal
-import socket
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from engines import KV_DEVICE
+from engine_forker import answers, fork_engines
 from weight_routes import change, register_transfer
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -47,6 +43,7 @@ os.environ.update(
     VLLM_CPU_OMP_THREADS_BIND="nobind", OMP_NUM_THREADS="1",  # threads that wait for each other spin
 )
 
+KV_DEVICE = os.environ.get("KVDOCK_ENGINES_DEVICE", "cpu")
 NEW = 12
 """Tokens that a request generates."""
 ON_GPU = {"dtype": "bfloat16", "kv_cache_memory_bytes": 1 << 30}
@@ -204,52 +201,12 @@ def asked_of(job: dict[str, Any]) -> list[dict[str, Any]]:
     return asked
 
 
-def fork_engines(socket_fd: int) -> None:
-    """Until the other end of the socket is closed."""
-    if KV_DEVICE == "cpu":  # a fork cannot use a GPU that its parent has looked at
-        import_vllm()
-    gc.freeze()  # engines collect garbage: not this program's modules, whose memory they share until they touch it
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how a fork below ended
-    with socket.socket(fileno=socket_fd) as asked:
-        while True:
-            message, fds, _, _ = socket.recv_fds(asked, 1 << 20, 4)
-            if not message:
-                return
-            if os.fork() == 0:
-                asked.close()
-                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                run_engine(json.loads(message), *fds)
-            for fd in fds:
-                os.close(fd)
-
-
 def import_vllm() -> None:
     import vllm.v1.worker.cpu_worker  # noqa: F401  # with all that an engine imports
     from vllm.model_executor.models import registry
 
     # vLLM asks another process what a class of model can do, and that process imports vllm again.
     registry._run_in_subprocess = lambda ask: ask()
-
-
-def run_engine(said: dict[str, Any], stdin: int, stdout: int, stderr: int, status: int) -> NoReturn:
-    """This process waits for the engine's, which is another one."""
-    pid = os.fork()
-    if pid == 0:
-        os.close(status)
-        for number, fd in enumerate((stdin, stdout, stderr)):
-            os.dup2(fd, number)
-            os.close(fd)
-        serve(said)
-        left = [thread.name for thread in threading.enumerate() if thread.name.startswith("kvdock")]
-        if left:
-            sys.exit(f"threads of the connector outlived it: {left}")
-        os._exit(0)  # to take a whole vLLM apart takes seconds
-    for fd in (stdin, stdout, stderr):
-        os.close(fd)
-    with os.fdopen(status, "w") as news:
-        print(pid, file=news, flush=True)
-        print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), file=news, flush=True)
-    os._exit(0)
 
 
 def settings_of(said: dict[str, Any]) -> dict[str, Any]:
@@ -369,8 +326,7 @@ class Served:
 
 def serve(said: dict[str, Any]) -> None:
     os.environ.update(said.get("environ", {}))
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print is no answer
+    answer = answers()
     from vllm import LLM
     from vllm.v1.executor import multiproc_executor
 
@@ -383,14 +339,16 @@ def serve(said: dict[str, Any]) -> None:
     llm = LLM(model=said["model"], tokenizer=said["model"], **settings_of(said))
     served = Served(llm, said["address"])
 
-    def say(answer: dict[str, Any]) -> None:
-        print(json.dumps(answer), file=answers, flush=True)
-
-    say({"groups": len(served.scheduler.kv_cache_config.kv_cache_groups)})
+    answer({"groups": len(served.scheduler.kv_cache_config.kv_cache_groups)})
     for line in sys.stdin:
-        say(served.do(json.loads(line)))
+        answer(served.do(json.loads(line)))
     llm.llm_engine.engine_core.shutdown()
+    left = [thread.name for thread in threading.enumerate() if thread.name.startswith("kvdock")]
+    if left:
+        sys.exit(f"threads of the connector outlived it: {left}")
 
 
 if __name__ == "__main__":
-    fork_engines(int(sys.argv[1]))
+    if KV_DEVICE == "cpu":  # a fork cannot use a GPU that its parent has looked at
+        import_vllm()
+    fork_engines(int(sys.argv[1]), serve)

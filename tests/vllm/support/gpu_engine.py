@@ -21,11 +21,11 @@ import sys
 import time
 from typing import Any
 
+from gpu_waits import wait_until_flushed, wait_until_stored
+
 from bench.engine_child import wait_until_pinned
-from kvdock.client.client import Client
 
 NEW = 32
-PATIENCE_S = 30.0
 UNTOUCHED = {"kv_transfer_params": {"kvdock": {"load": False, "store": False}}}
 POISON = 0x55
 """A byte that makes a large finite number of each type of KV: what is masked must stay masked."""
@@ -119,25 +119,8 @@ class Engine:
         names = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
         return [int(found.get(f"vllm:spec_decode_{name}", 0)) for name in names]
 
-    def wait_until_stored(self) -> None:
-        """Until something is stored, and nothing more in a pause."""
-        end_s, before, now = time.monotonic() + PATIENCE_S, 0, 0
-        with Client(self._said["address"]) as client:
-            while before == 0 or before != now:
-                assert time.monotonic() < end_s, "what was computed is not stored"
-                time.sleep(0.3)  # the server does not say when a store ends: it is asked again
-                status = client.status()
-                before, now = now, 0 if status.reservations else status.counters["stored_chunks"]
-
     def poison(self) -> None:
         self.llm.collective_rpc("report_poisoned")
-
-    def forget(self) -> None:
-        """Resets the prefix cache, which a connector may keep vLLM from for a moment."""
-        end_s = time.monotonic() + PATIENCE_S
-        while not self.llm.reset_prefix_cache():
-            assert time.monotonic() < end_s, "vLLM does not reset its prefix cache"
-            time.sleep(0.05)  # until a store has ended, of which vLLM says nothing
 
 
 def main(said: dict[str, Any]) -> dict[str, Any]:
@@ -148,11 +131,11 @@ def main(said: dict[str, Any]) -> dict[str, Any]:
     wait_until_pinned(said["address"])
     if said["is_first"]:
         found |= {"cold": engine.run(), "local": engine.run()}
-        engine.wait_until_stored()
+        wait_until_stored(said["address"])
         engine.poison()
         found["poisoned"] = engine.run()
         engine.poison()
-        engine.forget()
+        wait_until_flushed(engine.llm.reset_prefix_cache)
     else:
         engine.poison()
     found |= {"loaded": engine.run(), "again": engine.run(), "untouched": engine.untouched()}

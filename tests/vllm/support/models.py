@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from tiny_models import write_adapter, write_tokenizer
+
 IMAGE = 259
 """The token behind the bytes' and the three before them."""
 SIDE, IMAGE_TOKENS = 56, 16
@@ -156,20 +158,6 @@ def add_mtp(weights: Mapping[str, Any], folder: Path) -> None:
     config.write_text(json.dumps({**json.loads(config.read_text()), "architectures": ["MiMoForCausalLM"]}))
 
 
-def write_tokenizer(folder: Path) -> None:
-    """Bytes as tokens, behind the three that models here know."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    names = ["<unk>", "<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    made = Tokenizer(models.BPE(vocab={name: at for at, name in enumerate(names)}, merges=[], unk_token="<unk>"))
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(
-        tokenizer_object=made, unk_token="<unk>", bos_token="<s>", eos_token="</s>"
-    ).save_pretrained(folder)
-
-
 def write_processor(folder: Path) -> None:
     """A tokenizer that knows `IMAGE`, and what makes a blip2's pixels."""
     import transformers as t
@@ -184,26 +172,11 @@ def write_processor(folder: Path) -> None:
 
 def write_adapters(folder: Path) -> None:
     """Each in a folder of its own inside `folder`, for the llama of three layers."""
-    import torch
-    from safetensors.torch import save_file
-
-    rank, rows = 8, {"k": 64, "v": 64}
-    config = {
-        "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": rank, "lora_alpha": 2 * rank, "bias": "none",
-        "target_modules": [f"{letter}_proj" for letter in rows],
-    }
-    for seed, names in enumerate((["one", "copy"], ["other"])):
-        torch.manual_seed(seed)
-        weights = {}
-        for layer in range(LLAMA_LAYERS["llama"]):
-            for letter, out in rows.items():
-                name = f"base_model.model.model.layers.{layer}.self_attn.{letter}_proj"
-                weights[f"{name}.lora_A.weight"] = torch.randn(rank, 128) * 0.25
-                weights[f"{name}.lora_B.weight"] = torch.randn(out, rank) * 0.25
-        for made in names:
-            (folder / made).mkdir()
-            (folder / made / "adapter_config.json").write_text(json.dumps(config))
-            save_file(weights, folder / made / "adapter_model.safetensors")
+    for name, seed in (("one", 0), ("copy", 0), ("other", 1)):
+        write_adapter(
+            folder / name, seed=seed, width=128, rows={"k_proj": 64, "v_proj": 64}, scale=0.25, rank=8,
+            layers=LLAMA_LAYERS["llama"],
+        )
 
 
 if __name__ == "__main__":

@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import ENGINE_PYTHON, HERE, ROOT, python_path
+from engines import ENGINE_PYTHON, HERE
+from paths import ROOT
+from whole_engines import python_path
 
 # With VLLM_VERSIONS: `make test-vllm-versions`.
 VERSIONS = tuple(os.environ.get("VLLM_VERSIONS", "0.24.0 0.33.0").split())

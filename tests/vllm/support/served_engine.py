@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any, Self
 from urllib.request import Request, urlopen
 
-from engines import ENGINE_PYTHON, comes_true
+from api_helpers import comes_true
+from engines import ENGINE_PYTHON
 from ports import held_port
 from prometheus_client.parser import text_string_to_metric_families
 

@@ -1,0 +1,257 @@
+"""Whole engines of vLLM and SGLang in processes of their own, as tests start and ask them.
+
+tests/vllm/support/engines.py and tests/sglang/support/engines.py say where each engine's environment is, and what it
+does that the other does not.
+"""
+
+from __future__ import annotations
+
+import atexit
+import fcntl
+import json
+import os
+import random
+import select
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import pytest
+from paths import ROOT, SUPPORT
+from ports import held_port
+
+HITS = [128, 320, 512]
+"""Tokens in whole chunks of the prompts below, of 64 tokens a chunk."""
+
+
+def prompts_of(seed: int) -> list[list[int]]:
+    return [[random.Random(seed + at).randrange(5, 590) for _ in range(n)] for at, n in enumerate((150, 333, 530))]
+
+
+PROMPTS = prompts_of(0)
+OTHERS = prompts_of(100)
+CROWD = [prompt for seed in range(200, 1000, 100) for prompt in prompts_of(seed)]
+
+
+def drawn_prompts(seed: int, lengths: Sequence[int] = (150, 333, 530)) -> list[list[int]]:
+    """Prompts that share no chunk with those of another seed."""
+    draw = random.Random(seed)
+    return [[draw.randrange(5, 590) for _ in range(length)] for length in lengths]
+
+
+def tokens_of(runs: Sequence[Sequence[tuple[int, str]]]) -> list[list[int]]:
+    """The tokens of what WholeEngine.generate gives."""
+    return [[token for token, _ in run] for run in runs]
+
+
+def python_path(*folders: Path) -> str:
+    """PYTHONPATH with `folders` before those that it has."""
+    return ":".join([*map(str, folders), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
+def with_support() -> dict[str, str]:
+    """The environment of a program that imports from tests/support."""
+    return {**os.environ, "PYTHONPATH": python_path(SUPPORT)}
+
+
+@cache
+def _forker(*program: Path) -> socket.socket:
+    """A program that calls engine_forker.fork_engines(), started when its first engine is."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs:
+        process = subprocess.Popen(
+            [*program, str(theirs.fileno())], pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=with_support()
+        )
+
+    def end() -> None:
+        ours.close()
+        process.wait(60)
+
+    atexit.register(end)
+    return ours
+
+
+class EngineFork:
+    """A process forked from `program`: its pipes, and how it ended."""
+
+    def __init__(self, program: tuple[Path, ...], said: dict[str, Any], log_fd: int) -> None:
+        (stdin, to), (out, stdout), (news, status) = os.pipe(), os.pipe(), os.pipe()
+        socket.send_fds(_forker(*program), [json.dumps(said).encode()], [stdin, stdout, log_fd, status])
+        for fd in (stdin, stdout, status):
+            os.close(fd)
+        self.stdin, self.stdout = os.fdopen(to, "w"), os.fdopen(out)
+        self._news = os.fdopen(news, "rb", buffering=0)  # select() sees what no buffer holds
+        self._pid = 0
+        self._status: int | None = None
+
+    @property
+    def pid(self) -> int:
+        if self._pid == 0:
+            self._pid = int(self._news.readline())
+        return self._pid
+
+    def wait(self, timeout_s: float) -> int:
+        """Its exit status, negative for a signal."""
+        if self._status is None:
+            assert self.pid
+            if not select.select([self._news], [], [], timeout_s)[0]:
+                raise subprocess.TimeoutExpired("an engine", timeout_s)
+            self._status = int(self._news.readline())
+        return self._status
+
+    def close(self) -> None:
+        """Kills it if it still runs, and every process that it has started."""
+        if self._status is None:
+            with suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
+        self.stdout.close()
+        self._news.close()
+
+
+class WholeEngine:
+    """A whole engine on the CPU. It starts while the caller goes on; `about` and the first job wait for it."""
+
+    program: ClassVar[tuple[Path, Path]]
+    """The Python of the engine's environment, and the program that engines are forked from."""
+
+    def __init__(self, model: Path, address: str | None, **said: Any) -> None:
+        self._log = (model / f"engine-{os.urandom(4).hex()}.log").open("w+")
+        self.process = EngineFork(self.program, {"model": str(model), "address": address, **said}, self._log.fileno())
+        self._about: dict[str, Any] | None = None
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """How the engine is set up: the first line that it writes."""
+        if self._about is None:
+            self._about = self.answer()
+        return self._about
+
+    def generate(self, prompts: Sequence[Sequence[int]], **how: Any) -> tuple[list[Any], list[int]]:
+        """([(token, log-probability as hex)] a prompt, tokens a prompt that were not computed)."""
+        answer = self.do("generate", prompts=prompts, **how)
+        assert all(run is not None for run in answer["runs"]), f"{answer['why']}\n{self.log_text()[-4000:]}"
+        return answer["runs"], answer["cached"]
+
+    def do(self, what: str, **more: Any) -> dict[str, Any]:
+        self.tell(what, **more)
+        return self.answer()
+
+    def tell(self, what: str, **more: Any) -> None:
+        """A job whose answer() is to be taken later."""
+        assert self.about
+        self.process.stdin.write(json.dumps({"do": what, **more}) + "\n")
+        self.process.stdin.flush()
+
+    def has_answered(self) -> bool:
+        return bool(select.select([self.process.stdout], [], [], 0)[0])
+
+    def answer(self) -> dict[str, Any]:
+        line = self.process.stdout.readline()
+        assert line, f"the engine ended:\n{self.log_text()[-6000:]}"
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def log_text(self) -> str:
+        return Path(self._log.name).read_text()
+
+    def close(self) -> int:
+        self.process.stdin.close()
+        try:
+            return self.process.wait(60)
+        finally:
+            self.process.close()
+            self._log.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def make_models(factory: pytest.TempPathFactory, python: Path, script: Path, kinds: Sequence[str]) -> dict[str, Path]:
+    """Folders by kind, weights and all, made by `script`. Workers of pytest-xdist share them."""
+    base = factory.getbasetemp()
+    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    folders = {kind: shared / f"model-{kind}" for kind in kinds}
+    with (shared / "models.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (shared / "models.made").exists():
+            for folder in folders.values():
+                folder.mkdir()
+            words = [str(word) for pair in folders.items() for word in pair]
+            subprocess.run([python, script, *words], check=True, capture_output=True, env=with_support())
+            (shared / "models.made").touch()
+    return folders
+
+
+# ---------------------------------------------------------------------- programs that start engines
+
+
+def run_to_its_end(
+    command: Sequence[str | Path], seconds: float, environ: dict[str, str]
+) -> subprocess.CompletedProcess[str]:
+    """However it ends, nothing that it started goes on."""
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace", env=environ,
+        start_new_session=True,
+    ) as process:
+        try:
+            out, err = process.communicate(timeout=seconds)
+        finally:
+            if process.poll() is None:
+                process.terminate()  # it ends its children, servers among them that remove their memory
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(30)
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+
+EXAMPLE: list[str | Path] = ["sh", ROOT / "examples" / "two_instances.sh"]
+
+
+def run_example(engine: str, program: str, folder: Path, seconds: float, **environ: str) -> tuple[int, list[str]]:
+    """examples/two_instances.sh, as it is. `program`: the shell's command in the place of `engine serve`.
+
+    Both instances answer alike, and the first from nothing. Returns how many tokens the second has loaded, and the
+    logs of both.
+    """
+    (folder / "kvdock").symlink_to(Path(sys.executable).parent / "kvdock")
+    (folder / engine).write_text(f"#!/bin/sh\nshift\nexec {program}\n")
+    (folder / engine).chmod(0o755)
+    ports = [str(held_port()), str(held_port())]
+    done = run_to_its_end(EXAMPLE, seconds, {
+        **os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "ENGINE": engine, "POOL": "64MiB", "FIRST": ports[0],
+        "SECOND": ports[1], "SENTENCES": "30", "LOGS": str(folder), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1",
+        **environ,
+    })
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    answers = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    ours, theirs = (answer["choices"][0]["text"] for answer in answers)
+    assert ours == theirs and ours
+    cold, loaded = ((answer["usage"]["prompt_tokens_details"] or {}).get("cached_tokens", 0) for answer in answers)
+    assert cold == 0
+    return loaded, [(folder / f"{port}.log").read_text() for port in ports]
+
+
+def make_model(script: Path, kind: str, folder: Path) -> Path:
+    """With this Python, which has the engine for a GPU."""
+    (folder / kind).mkdir(exist_ok=True)
+    subprocess.run([sys.executable, script, kind, folder / kind], check=True, capture_output=True, env=with_support())
+    return folder / kind
+
+
+def run_on_gpu(script: Path, *said: object, seconds: float = 300.0, **environ: str) -> Any:
+    """The JSON that a script prints last, with this Python."""
+    path = os.pathsep.join(sys.path)
+    command: list[str | Path] = [sys.executable, script, *map(str, said)]
+    done = run_to_its_end(command, seconds, {**os.environ, "PYTHONPATH": path, **environ})
+    assert done.returncode == 0, done.stderr[-6000:]
+    return json.loads(done.stdout.splitlines()[-1])

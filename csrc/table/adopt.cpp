@@ -1,11 +1,11 @@
 // The takeover of an earlier server's region: first everything is checked and nothing is written, then come the few
 // transitions of a new server, then the derived state is built.
 //
-// Crash safety: every write is a transition of its own, or repairs what the one before left behind, so a server killed
-//   while it adopts leaves a region that the next one adopts.
-// Invariants: a region as SIGKILL at any instruction leaves it is accepted. A damaged record without a holder is
+// Crash safety: every write is a transition of its own, or repairs what the write before it left behind. So a server
+//   that is killed while it adopts leaves a region that the next server can adopt.
+// Invariants: a region is accepted in any state in which SIGKILL can leave it. A damaged record without a holder is
 //   dropped and counted; damage to grants, or to records that they pin, refuses the whole region, with an error that
-//   names it.
+//   names the damage.
 #include <algorithm>
 
 #include "base/pause.h"
@@ -15,7 +15,7 @@
 namespace kvdock {
 
 namespace {
-constexpr uint64_t kSaneMs = 1ull << 50;  // no clock reaches it
+constexpr uint64_t kSaneMs = 1ull << 50;  // no server clock reaches it
 constexpr uint64_t kSaneTick = 1ull << 62;
 }  // namespace
 

@@ -1,5 +1,6 @@
-// The takeover of an earlier server's chunks and grants: judge() writes nothing; then come the transitions, then
-// rebuild() of the derived state, then settle(). csrc/table/adopt.cpp has the order in which the two work.
+// The takeover of an earlier server's chunks and grants. judge() writes nothing; then come the transitions, then
+// rebuild() of the derived state, then settle(). csrc/table/adopt.cpp has the order in which Chunks::Adopter and
+// Grants::Adopter work.
 //
 // Invariants: a damaged record without a holder is dropped and counted; a slot with two owners, or damage to a grant
 //   that has a holder, refuses the whole region, since memory in use would be unprotected.
@@ -13,9 +14,9 @@ struct Chunks::Adopter {
   Adopter(Chunks& chunks, Adoption& counts) : c(chunks), found(counts) {}
   void judge(const Region& region, const std::vector<SegmentFacts>& segments);
   void drop_damaged();
-  void quarantine_unfinished();  // records that were never published, were replaced or cleared
+  void quarantine_unfinished();  // records that were never published, or were replaced or cleared
   void rebuild();
-  void settle();  // records without pins: the transitions that their last unpinning would have made
+  void settle();  // makes the transitions of records without pins that their last unpinning would have made
 
  private:
   void judge_segments(const std::vector<SegmentFacts>& segments);
@@ -26,26 +27,26 @@ struct Chunks::Adopter {
   Chunks& c;
   Adoption& found;
   std::vector<uint32_t> live;       // records that are whole
-  std::vector<uint32_t> damaged;    // records that are not
+  std::vector<uint32_t> damaged;    // records that are damaged
   std::vector<uint32_t> bad_pages;  // pages with an impossible record size
-  std::vector<uint32_t> older;      // READY records of a key that a later generation has
+  std::vector<uint32_t> older;      // READY records of a key that also has a READY record of a later generation
   std::vector<uint32_t> cleared;    // READY records that were cleared, and not taken out yet
 };
 
 struct Grants::Adopter {
   Adopter(Grants& grants, Adoption& counts) : g(grants), found(counts) {}
   void judge();
-  void restart_held();      // reservations close; a lease stays as it was
-  void finish_discharged();  // each becomes a tombstone, or is forgotten
+  void restart_held();      // closes reservations; a lease stays as it was
+  void finish_discharged();  // each grant becomes a tombstone, or is forgotten
   void rebuild();
-  void settle();  // reservations whose holders had all committed before the server ended
+  void settle();  // completes reservations whose holders had all committed before the server ended
 
  private:
   struct Entries {
     std::vector<uint32_t> blocks;
     uint32_t count;
   };
-  enum class Chain { held, discharged };  // a held grant's may end in an entry that was being added
+  enum class Chain { held, discharged };  // the chain of a held grant may end in an entry that was being added
 
   void judge_cell(uint32_t cell);
   void judge_body(const Grant& grant, uint32_t cell) const;
@@ -59,7 +60,7 @@ struct Grants::Adopter {
   Adoption& found;
   std::map<uint32_t, Entries> held_;   // by cell
   std::vector<uint32_t> answering_;  // discharged grants that can still answer repeats
-  std::vector<uint32_t> forgotten_;  // discharged grants that cannot
+  std::vector<uint32_t> forgotten_;  // discharged grants that cannot answer repeats any more
   std::vector<bool> block_used_;
 };
 

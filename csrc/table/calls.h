@@ -18,7 +18,7 @@ struct TableOptions {
   uint64_t max_records, max_grants;
   uint64_t ask_ms, settle_ms, suspect_ms;
   double session_cap, total_cap;  // shares of limit_bytes that grants may pin
-  uint64_t grace_ms;  // how long chunks of a namespace that was left are evicted like all others
+  uint64_t grace_ms;  // how long chunks of a namespace that sessions have left are evicted like all others
 };
 
 // A segment as the table names it, or as the server that adopts it found it in memory.
@@ -33,7 +33,7 @@ struct Adoption {  // what a server found when it adopted a pool
   uint32_t leases = 0, reservations = 0, sessions = 0, members = 0;
 };
 
-// What made an answer shorter than it could have been.
+// The reason why an answer is shorter than it could have been.
 enum class Limit { none, held_bytes, no_space, pinning, quota };
 
 struct PartAt {
@@ -50,8 +50,8 @@ struct LookupCall {
 };
 struct LookupResult {
   uint64_t hit_tokens = 0, lease = 0;
-  // How many tokens of the prefix other sessions store now, and how many of these are stored, limited or not; 0: no
-  // session stores it.
+  // How many tokens the stored prefix will have once other sessions have stored what they store or promise now, and how
+  // many it has already, whatever limits the hit; 0: no other session stores more of it.
   uint64_t being_stored = 0, committed = 0;
   uint32_t first_chunk = 0;
   Limit limited = Limit::none;
@@ -83,12 +83,12 @@ struct RetainResult {
 };
 struct LowerResult {
   uint32_t chunks = 0;
-  bool shared = false;  // it ended at a chunk that another chain shares
+  bool shared = false;  // it ended at a chunk that another chain continues too
 };
 using PartCommit = std::tuple<uint32_t, uint32_t, uint64_t>;  // index into the store's keys, group, checksum
 // How many chunks of the reservation are READY, and the ranks that have not finished.
 using CommitResult = std::pair<uint32_t, std::vector<uint32_t>>;
-// How many chunks were taken out, and where the next call starts; -1: everything was looked at.
+// How many chunks were taken out, and the `start` of the next call; -1: every place was looked at.
 using Cleared = std::pair<uint32_t, int64_t>;
 
 struct Ready {  // a chunk that lookups find
@@ -113,7 +113,7 @@ struct GrantInfo {
   uint32_t epoch, readers;
   std::vector<uint32_t> remaining;
   uint64_t chunks, bytes, opened_ms;
-  uint64_t place;  // rises from the oldest grant to the youngest; ids do not, as their cells are used again
+  uint64_t place;  // rises from the oldest grant to the youngest; ids do not, because cells are reused
   bool closed;
 };
 struct SessionInfo {

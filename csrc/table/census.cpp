@@ -6,9 +6,9 @@ namespace kvdock {
 
 namespace {
 
-// The cost of work that is more than looking at a chunk, in units of that.
+// The costs of the other kinds of work, in units of looking at one chunk.
 constexpr uint32_t kRankCost = 4, kSortCost = 1024, kFreeCost = 256;
-// How many prefixes one answer looks at, if many were removed since they were counted.
+// The most prefixes that one answer looks at, when many of them were removed after they were counted.
 constexpr uint32_t kMostLooks = 2048;
 
 bool comes_first(const PrefixCount& a, const PrefixCount& b) {
@@ -26,8 +26,8 @@ bool Census::step(uint32_t budget) {
   return phase_ == Phase::done;
 }
 
-// First every chunk is linked to its parent, then each is added to its first ancestor, then prefixes are ranked.
-// Returns the cost of that piece of work.
+// Does one piece of the work and returns its cost. First every chunk is linked to its parent, then each is added to its
+// first ancestor, then prefixes are ranked.
 uint32_t Census::work() {
   switch (phase_) {
     case Phase::link:
@@ -63,12 +63,12 @@ uint32_t Census::look() {
   return 1;
 }
 
-// A page that serves records of another size since may not have that id any more.
+// False also for an id that does not exist any more, because its page now serves records of another size.
 bool Census::is_ready(uint32_t id) const {
   return records_.next(id) == id && records_.at(id).state() == RecordState::kReady;
 }
 
-// Whether the record has the same chunk still.
+// Whether the record still holds the chunk with that stamp.
 bool Census::is_there(uint32_t id, uint32_t stamp) const { return is_ready(id) && this->stamp(id) == stamp; }
 
 void Census::link(uint32_t id) {

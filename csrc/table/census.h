@@ -1,9 +1,9 @@
 // Counts the contents of the pool for people: by namespace, and by prefix. A prefix is a first chunk with all its
 // descendants.
 //
-// They are counted and ranked some chunks at a time, while the pool changes, so that no call takes long. Chunks that
-// are stored or removed meanwhile may be counted or left out. A prefix whose first chunk is removed is left out;
-// lookups do not find its other chunks, which then belong to no prefix.
+// Chunks are counted and ranked some at a time, while the pool changes, so that no call takes long. A chunk that is
+// stored or removed meanwhile may be counted or left out. A prefix whose first chunk is removed is left out; lookups do
+// not find its other chunks, which then belong to no prefix.
 // Ownership: derived data of one count. After the count only the figures and the most used prefixes remain.
 // Thread safety: the caller holds the table's mutex.
 #pragma once

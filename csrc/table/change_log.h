@@ -36,7 +36,7 @@ class ChangeLog {
     ++next_;
   }
 
-  // Call it before another namespace gets the number `space`, whose sessions must not see these changes.
+  // Call it before the number `space` goes to another namespace, whose sessions must not see these changes.
   void forget(uint32_t space) {
     for (Change& change : kept_)
       if (change.space == space) change.space = kNone;
@@ -54,7 +54,7 @@ class ChangeLog {
     return {std::move(changes), next, complete};
   }
 
-  // The same for all namespaces, without what was forgotten.
+  // As above, but for all namespaces, without forgotten changes.
   AllChanges since(uint64_t from, size_t at_most) const {
     bool complete = next_ - kept_.size() <= from && from <= next_;
     uint64_t next = complete ? from : next_;

@@ -84,7 +84,7 @@ std::optional<uint32_t> Chunks::take_id(const NewChunk& chunk, uint32_t parts) {
   return id;
 }
 
-// A slot for each part.
+// Takes a slot for each part. Returns false, and takes none, if one cannot be had.
 bool Chunks::take_slots(const NewChunk& chunk, uint32_t id, std::vector<StoredPart>* out) {
   const Namespace& ns = spaces_[chunk.space];
   bool ok = true;
@@ -167,7 +167,7 @@ void Chunks::drop_idle(const std::vector<bool>& used) {
   }
 }
 
-// In slices, so that no other call waits long.
+// Looks at no more than `budget` places, so that no other call waits long.
 template <class F>
 Cleared Chunks::take_out_where(uint64_t start, uint32_t budget, F&& wanted) {
   uint32_t taken = 0;
@@ -195,7 +195,7 @@ Cleared Chunks::clear_old(uint64_t start, uint32_t budget) {
 
 void Chunks::add_segment(uint32_t segment, uint64_t data_offset, uint64_t data_bytes) {
   if (segment >= kSegmentIds) throw TableError("bad_argument", "segment id out of range", segment, kSegmentIds - 1);
-  std::optional<uint32_t> cell;  // one that was never used, else that of the segment that is gone longest
+  std::optional<uint32_t> cell;  // an entry that was never used, else the entry of the segment that is gone longest
   uint32_t next = 0;
   for (uint32_t i = 0; i < kMaxSegments; ++i) {
     const SegmentEntry& s = segments_[i];

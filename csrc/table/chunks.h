@@ -1,7 +1,7 @@
 // The pool's chunks: a facade over records, pins, preferences and eviction, and over what these share: namespaces,
 // segments and slots.
 //
-// Each part can be read by itself. Calls that change something are here, because most of them concern several parts.
+// Each part can be read by itself. Calls that change the table are here, because most of them concern several parts.
 //
 // Ownership: Chunks owns its parts. Of the region, record pages are Records', slabs the slot allocator's, and segment
 //   entries those of Chunks itself.
@@ -34,7 +34,7 @@ class Chunks {
   Record& record(uint32_t id) const { return records_.at(id); }
 
   // -- finding
-  const KeyEntry* find(uint32_t space, const Key& key);  // takes a chunk out that was cleared
+  const KeyEntry* find(uint32_t space, const Key& key);  // takes out the chunk if it was cleared
   Key parent_of(uint32_t space, const Key& key) const;   // the root if it starts a sequence, or is not READY
   // The READY chunks at `budget` places from `start` on; then the `start` of the next call, -1 after the last place.
   std::pair<std::vector<Ready>, int64_t> ready(uint64_t start, uint32_t budget) const;
@@ -72,14 +72,14 @@ class Chunks {
   void keep(uint32_t id, uint64_t until_ms);
   Preferences::Retained retain(uint32_t id, int8_t priority, uint64_t until_ms);
   void set_priority(uint32_t id, int8_t priority, uint64_t until_ms);
-  void end_preferences(uint64_t now);  // those whose end has come
+  void end_preferences(uint64_t now);  // ends those whose time has come
 
   // -- namespaces and clears
   std::vector<SpaceInfo> spaces();
   void drop_idle(const std::vector<bool>& used);  // namespaces that have no record and are not in `used`
   Cleared clear(int64_t space, uint64_t start, uint32_t budget);  // space -1: all
-  // From now on lookups find none of the namespace's present chunks. clear_old() takes these out, in slices, as find()
-  // does.
+  // From now on lookups find none of the namespace's present chunks. clear_old() takes them out in slices; find() takes
+  // out those that it meets.
   void raise_generation(uint32_t space, uint64_t generation) {
     spaces_.raise(space, generation, header_.last_generation);
   }

@@ -63,7 +63,7 @@ class Departures {
     return found.space == space && found.key == key ? std::optional(found) : std::nullopt;
   }
 
-  // Call it before another namespace gets the number `space`.
+  // Call it before the number `space` goes to another namespace.
   void forget(uint32_t space) {
     for (uint32_t at = 0; at < kept_.size(); ++at) {
       if (kept_[at].space != space) continue;
@@ -74,7 +74,7 @@ class Departures {
 
   uint64_t now_ms() const { return now_ms_; }
 
-  // The time of that use tick; 0 if it lies before those that are known.
+  // The time of a use tick; 0 if the tick is older than those that are known.
   uint64_t used_at(uint64_t tick) const {
     auto is_before = [](const Use& use, uint64_t t) { return use.tick < t; };
     auto it = std::lower_bound(uses_.begin(), uses_.end(), tick, is_before);
@@ -86,7 +86,7 @@ class Departures {
     uint64_t tick, ms;
   };
   static constexpr uint64_t kUseMs = 1000;
-  static constexpr size_t kUses = 1 << 14;  // some four hours
+  static constexpr size_t kUses = 1 << 14;  // at kUseMs apart, about four and a half hours
 
   static uint64_t hash(uint32_t space, const Key& key) {
     uint64_t word;

@@ -21,7 +21,7 @@ bool Eviction::is_candidate(uint32_t id) const {
 void Eviction::offer(uint32_t id) {
   RecordInfo& in = records_.info(id);
   if (in.listed || !is_candidate(id)) return;
-  next_.reset();  // this one may be worth less
+  next_.reset();  // this record may be worth less
   const Record& r = records_.at(id);
   list_of(id).add(spaces_.shape_of(r.space), spaces_.tenant_of(r.space), in.kind, leaf_of(id));
   in.listed = true;
@@ -81,7 +81,7 @@ Chunk Eviction::described(uint32_t id) const {
 void Eviction::stamp(uint32_t id, uint64_t tick) {
   unlist(id);
   RecordInfo& in = records_.info(id);
-  if (in.priority < 0) preferences_.set_priority(id, 0, 0);  // an engine asks for it after all
+  if (in.priority < 0) preferences_.set_priority(id, 0, 0);  // an engine uses the chunk after all
   if (in.kind != kNoKind) policy_->touched(described(id), tick);
   Record& r = records_.at(id);
   r.last_used = tick;
@@ -97,7 +97,7 @@ void Eviction::use(uint32_t id, uint64_t tick) {
   stamp(id, tick);
 }
 
-// A chunk is never older than what is stored under it.
+// Also stamps the chunk's ancestors, so that no chunk was last used before a chunk that is stored under it.
 void Eviction::stamp_path(uint32_t space, Key key, uint64_t tick) {
   while (key.names_chunk()) {
     const KeyEntry* e = records_.find(space, key);
@@ -139,7 +139,7 @@ void Eviction::take_out(uint32_t id, Gone why) {
   retire(id);
 }
 
-// Its parent may lose its last child, and with it what kept it from being evicted.
+// Afterwards the parent may have no child left, and so become a candidate.
 void Eviction::retire(uint32_t id) {
   uint32_t space = records_.at(id).space;
   Key parent = records_.at(id).parent;
@@ -156,7 +156,7 @@ void Eviction::evict_one(uint32_t id) {
   const Record& r = records_.at(id);
   ++evicted_;
   Gone why = cause_;
-  if (spaces_.left().has(r.space)) {  // a policy learns nothing from it
+  if (spaces_.left().has(r.space)) {  // the policy learns nothing from such an eviction
     if (spaces_.evict_first(r.space)) why = Gone::weights;
   } else {
     policy_->evicted(described(id), header_.use_tick);
@@ -169,7 +169,8 @@ void Eviction::evict_one(uint32_t id) {
 
 // ---- the choice
 
-// For what least() or least_with() chose: then its parent, if it is as old and of its kind, is the next least.
+// Evicts the choice of least() or least_with(). If its parent is now a candidate of the same priority, kind and last
+// use, the parent is the next choice.
 void Eviction::evict_least(const Choice& least) {
   const Record& r = records_.at(least.leaf.record);
   uint32_t space = r.space;
@@ -193,7 +194,7 @@ std::optional<Choice> Eviction::least_in(int8_t priority, const LeafLists& leave
   return c;
 }
 
-// Some candidate of a namespace that was left: its chunks are all worth nothing.
+// Any candidate of the namespace: all chunks of a namespace that sessions have left are worth nothing.
 std::optional<Choice> Eviction::first_of(const std::optional<LeftSpaces::Left>& left) const {
   if (!left) return std::nullopt;
   uint32_t id = in_space_[left->space];
@@ -208,7 +209,7 @@ std::optional<Choice> Eviction::least(uint32_t shape) const {
   return std::nullopt;
 }
 
-// Of all chunks, or of those of namespaces that have slots of that size.
+// As least(), but among all chunks, or among those of namespaces that have slots of `slot_bytes`.
 std::optional<Choice> Eviction::least_with(std::optional<uint64_t> slot_bytes) const {
   std::optional<Choice> best;
   auto look = [&](const auto& lists, auto&& least_of) {
@@ -233,7 +234,7 @@ bool Eviction::evict_for_id(uint32_t space, uint32_t parts) {
   auto victim = least(spaces_.shape_of(space));
   if (!victim) return false;
   bool is_of_size = records_.at(victim->leaf.record).part_count == parts;
-  if (!is_of_size && victim->priority != kLeft) return false;  // of weights that no engine runs, any record is evicted
+  if (!is_of_size && victim->priority != kLeft) return false;  // no engine runs its weights: any size is evicted
   evict_least(*victim);
   return true;
 }
@@ -244,8 +245,8 @@ bool Eviction::evict_for_slot(uint64_t bytes, const NewChunk& chunk) {
   return evict_toward(bytes) || evict_self_naming_chain(bytes, chunk);
 }
 
-// Frees something on the way to a slot of `bytes`; false when no candidate and no window may be evicted. A window has
-// chunks of all priorities: it comes after candidates of a low one, and before those that are retained.
+// Evicts the next chunk or window on the way to a slot of `bytes`; false when neither may be evicted. A window has
+// chunks of all priorities: candidates of a priority below 0 are evicted before it, those above 0 after it.
 bool Eviction::evict_toward(uint64_t bytes) {
   std::optional<Choice> own = least_with(round_slot(bytes));
   std::optional<uint64_t> own_use;
@@ -262,9 +263,9 @@ bool Eviction::evict_toward(uint64_t bytes) {
   return true;
 }
 
-// No candidate is left. Ancestors of a record that is pinned, kept or RESERVED, and of the new chunk, must stay. Any
-// other unpinned READY record is part of a chain that names itself as its ancestor: evicts the oldest of them that has
-// a slot of the size.
+// Called when no candidate is left. Ancestors of the new chunk, and of records that are pinned, kept or RESERVED, must
+// stay. Any other unpinned READY record is part of a chain in which a chunk names itself as its ancestor. Evicts the
+// oldest of these records that has a slot of the size.
 bool Eviction::evict_self_naming_chain(uint64_t bytes, const NewChunk& chunk) {
   std::vector<bool> above(records_.end(), false);
   auto walk_up = [&](uint32_t space, Key key) {
@@ -300,8 +301,8 @@ bool Eviction::evict_self_naming_chain(uint64_t bytes, const NewChunk& chunk) {
 
 // ---- quotas
 
-// The tenant's candidate that is worth least, of the lowest priority that it has; one that an administrator keeps only
-// if there is no other.
+// Evicts one candidate of the tenant: of a namespace that sessions have left, if there is one; else the one worth
+// least, of the lowest priority; and one that an administrator keeps only if there is no other.
 bool Eviction::evict_of(uint32_t tenant) {
   cause_ = Gone::quota;
   std::optional<Choice> c = first_of(spaces_.left().of_tenant(tenant, spaces_.left_until_ms()));
@@ -312,8 +313,8 @@ bool Eviction::evict_of(uint32_t tenant) {
   return c.has_value();
 }
 
-// Evicts no more than the new chunk needs: of a tenant that was above its quota before, evict_over_quota() evicts.
-// Nothing is evicted for a chunk that could never fit.
+// Evicts no more than the new chunk needs. Evicts nothing for a tenant that is above its quota already, which is left
+// to evict_over_quota(), and nothing for a chunk that could never fit.
 bool Eviction::evict_for_quota(const NewChunk& chunk) {
   uint32_t tenant = spaces_.tenant_of(chunk.space);
   Tenants& tenants = spaces_.tenants();
@@ -339,7 +340,7 @@ uint64_t Eviction::available_bytes() const {
   return available;
 }
 
-// First for the sizes that stores had to evict for: what is free elsewhere is of no use to them.
+// Evicts first for the slot sizes that stores had to evict for, because free memory elsewhere is of no use to them.
 uint32_t Eviction::evict(uint64_t target_bytes, uint32_t max_chunks) {
   cause_ = Gone::ahead;
   uint64_t until = evicted_ + max_chunks, before = evicted_;
@@ -469,7 +470,7 @@ void Eviction::check_lists() const {
   require(listed == in_lists, "something is listed that is no candidate");
 }
 
-// Each namespace lists its candidates, but for what an administrator keeps.
+// Each namespace lists exactly its candidates, except those that an administrator keeps.
 void Eviction::check_spaces() const {
   std::vector<uint32_t> wanted(kMaxNamespaces), found(kMaxNamespaces);
   for (uint32_t id = records_.next(0); id < records_.end(); id = records_.next(id + 1))

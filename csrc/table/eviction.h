@@ -1,7 +1,7 @@
 // Which chunks are evicted, in which order, and how a chunk leaves the pool. Nothing here discharges a holder (I6): a
 // record that is still pinned stays QUARANTINED until its last pin is dropped.
 //
-// Ownership: derived. The other parts of Chunks belong to Chunks.
+// Ownership: everything here is derived. The parts of Chunks that are used here belong to Chunks.
 // Invariants: a record that is READY, unpinned and without children is a candidate; no other record is. A candidate is
 //   listed under its priority, or, if it is kept, for eviction by its own tenant's quota. A record that is RESERVED or
 //   QUARANTINED is pinned. Each namespace lists its candidates, except kept ones.
@@ -25,7 +25,7 @@ class Eviction {
   // -- candidates
   bool is_candidate(uint32_t id) const;
   void offer(uint32_t id);   // lists the record if it is a candidate
-  void unlist(uint32_t id);  // before anything changes by which it is listed
+  void unlist(uint32_t id);  // call it before a change of any field that decides where the record is listed
   void add_child(uint32_t space, const Key& parent);
   void drop_child(uint32_t space, const Key& parent);
 
@@ -42,7 +42,7 @@ class Eviction {
   // -- the end of a record, from one to the next: unpinned → take_out → retire → free. None of them calls back
   void unpinned(uint32_t id);            // its last pin was dropped
   void take_out(uint32_t id, Gone why);  // READY or RESERVED → lookups do not find it from now on
-  void retire(uint32_t id);              // its key does not name it: → QUARANTINED, and FREE unless it is pinned
+  void retire(uint32_t id);              // of a record that no key names: → QUARANTINED, and FREE unless pinned
 
   // -- memory for a store
   // False: no chunk may be evicted for a record of that many parts in the namespace, or for a part of `bytes`.
@@ -54,18 +54,19 @@ class Eviction {
   // The smallest of these: all free bytes; and, for each slot size that stores had to evict for since the last evict(),
   // the bytes that slots of that size could take now.
   uint64_t available_bytes() const;
-  // Until available_bytes() is the target, or about max_chunks were evicted; returns how many were.
+  // Evicts until available_bytes() is the target, or about max_chunks were evicted; returns how many were.
   uint32_t evict(uint64_t target_bytes, uint32_t max_chunks);
   bool can_evict() const;
-  // Of tenants that use more than their quota, down to it, at most max_chunks; returns how many were evicted.
+  // Evicts at most max_chunks of tenants that use more than their quota, down to it; returns how many were evicted.
   uint32_t evict_over_quota(uint32_t max_chunks);
-  // Evicts at most max_chunks of the namespaces that sessions have left, the oldest first, whenever that was, except
-  // the `kept` latest. Returns how many were evicted. `tenant`: only of its namespaces; `kept` is ignored then.
+  // Evicts at most max_chunks of the namespaces that sessions have left, the one left first comes first, however long
+  // ago that was, except the `kept` that were left last. Returns how many were evicted. `tenant`: only of its
+  // namespaces; `kept` is ignored then.
   uint32_t empty_left(size_t kept, uint32_t max_chunks, const std::optional<Id16>& tenant);
   // Evicts at most max_chunks of the chunks with a slot in the segment.
   void empty_segment(uint32_t segment, uint32_t max_chunks);
 
-  // By namespace, the keys of about those chunks that are evicted next, of `bytes` together at most.
+  // By namespace, the keys of about those chunks that are evicted next, which take at most `bytes` together.
   std::map<uint32_t, std::vector<Key>> next_out(uint64_t bytes) const;
   // When the candidate that was unused longest was last used; 0 if that is not known.
   uint64_t oldest_used_ms() const;
@@ -76,8 +77,8 @@ class Eviction {
   void check() const;  // TableError corrupt
 
  private:
-  // The parent of the last chunk that was evicted, if it is as old and of its kind. As long as no tick passes it is the
-  // next choice of that shape, and no candidates need be compared.
+  // The parent of the last chunk that was evicted, if both have the same kind, priority and last use. Until the next
+  // tick it is the next choice of its shape, without a comparison of candidates.
   struct Next {
     Choice choice;
     uint32_t shape;
@@ -117,7 +118,7 @@ class Eviction {
   std::vector<uint32_t> in_space_;     // by namespace: the first of its candidates, except kept ones; or kNone
   std::optional<Next> next_;
   std::set<uint64_t> wanted_;  // slot sizes that stores had to evict for
-  Gone cause_ = Gone::room;    // of what is being evicted
+  Gone cause_ = Gone::room;    // the reason that evictions are recorded with
   uint64_t evicted_ = 0;
 };
 

@@ -9,7 +9,7 @@
 namespace kvdock {
 
 namespace {
-constexpr uint64_t kNumberMask = (1ull << 40) - 1;  // of an id; above it lies the server's incarnation
+constexpr uint64_t kNumberMask = (1ull << 40) - 1;  // the bits of an id below the server's incarnation
 }  // namespace
 
 std::string hex_of(uint64_t id) {
@@ -99,7 +99,7 @@ Grant& Grants::prepare(const NewGrant& wanted) {
   free_grants_.pop_back();
   Grant& g = grants_[cell];
   uint64_t use = g.use() + 1;
-  std::memset(&g.crc, 0, sizeof g - offsetof(Grant, crc));  // the word keeps its count of uses
+  std::memset(&g.crc, 0, sizeof g - offsetof(Grant, crc));  // g.word stays: it counts the uses of the cell
   g.kind = wanted.kind;
   g.id = (header_.incarnation & kWordMask) << 40 | (use * header_.max_grants + cell);
   g.session = wanted.asker.session;
@@ -139,7 +139,7 @@ void Grants::add_entry(Grant& g, const GrantEntry& entry) {
   if (at == 0) {
     uint32_t b = free_blocks_.back();
     free_blocks_.pop_back();
-    std::memset(&blocks_[b], 0, sizeof blocks_[b]);  // an entry that was not written has generation 0
+    std::memset(&blocks_[b], 0, sizeof blocks_[b]);  // generation 0 marks an entry that was not written
     blocks_[b].next = kNone;
     std::atomic_signal_fence(std::memory_order_seq_cst);  // adoption follows the link, so the block is written first
     (g.first_block == kNone ? g.first_block : blocks_[g.last_block].next) = b;
@@ -198,7 +198,7 @@ void Grants::close(Grant& g) {
   answers_.erase(cell);
   for_each_entry(g, [&](const GrantEntry& entry) { chunks_.records().prefetch(entry.record); });
   for_each_entry(g, [&](const GrantEntry& entry) { chunks_.drop_pin(entry.record, g.session); });
-  if (g.kind == GrantKind::kLease) free_entries(g);  // a repeated commit is compared with a reservation's entries
+  if (g.kind == GrantKind::kLease) free_entries(g);  // a reservation's stay, to compare repeated commits with
   tombstones_.push_back(cell);
 }
 
@@ -214,7 +214,7 @@ void Grants::close_reservation(Grant& g) {
   });
 }
 
-// A session may have moved to another namespace since.
+// Asks the records, because a session may have moved to another namespace after it reserved them.
 std::vector<Grant*> Grants::reservations_in(uint32_t space) const {
   std::vector<Grant*> out;
   for (auto& [session, cells] : held_) {
@@ -262,7 +262,7 @@ GrantInfo Grants::info_of(const Grant& g) const {
   return info;
 }
 
-// Of grants that are not on the page, only the places are read.
+// Describes only the grants of the page; of the others it reads the places.
 std::vector<GrantInfo> Grants::page(uint64_t session, uint64_t from, size_t at_most) const {
   std::vector<std::pair<uint64_t, uint32_t>> found;
   for (auto& [owner, cells] : held_) {
@@ -328,7 +328,7 @@ ImpliedPins Grants::check() const {
   return implied;
 }
 
-// I2, and that a closed reservation publishes nothing.
+// Checks I2, and that a closed reservation publishes nothing.
 void Grants::check_cell(uint32_t cell) const {
   const Grant& g = grants_[cell];
   require(g.crc == body_crc(g), "a grant's body does not match its CRC", cell);

@@ -32,22 +32,22 @@ class Grants {
   void begin_empty();
 
   // -- finding
-  Grant* find(uint64_t id) const;  // nullptr: never given, or forgotten
-  // nullptr: forgotten, since all holders were discharged. TableError unknown_grant (never given, or not of `kind`),
-  // foreign_grant.
+  Grant* find(uint64_t id) const;  // nullptr: such a grant was never given, or is forgotten
+  // nullptr: the grant is forgotten, because all its holders were discharged. TableError unknown_grant (it was never
+  // given, or is not of `kind`), foreign_grant.
   Grant* of_session(uint64_t session, uint64_t id, std::optional<GrantKind> kind) const;
   void require_own(const Grant& g, uint32_t session) const;  // TableError: foreign_grant, unknown_grant
   // The last grant that the session was given under the name `request`, or nullptr.
   Grant* of_request(uint32_t session, GrantKind kind, const Id16& request) const;
-  std::vector<Grant*> held_by(uint32_t session) const;  // those with a holder
+  std::vector<Grant*> held_by(uint32_t session) const;  // the session's grants that have a holder
   std::vector<uint32_t> remaining(const Grant& g) const;
   void require_ranks(const Grant& g, std::span<const uint32_t> ranks) const;  // TableError not_a_holder
 
-  // -- opening: prepare, add entries, set the fields that only the caller knows, open
+  // -- opening: prepare() first; a lease is opened before its entries are added, a reservation after them
   void require_entries(uint32_t count);  // TableError table_full unless `count` more entries fit
   Grant& prepare(const NewGrant& wanted);
-  void give_up(Grant& g) { free_grants_.push_back(cell_of(g)); }  // prepared, but without an entry
-  void open(Grant& g);     // the store that makes it live: it happens before the answer is sent
+  void give_up(Grant& g) { free_grants_.push_back(cell_of(g)); }  // for a grant that was prepared and got no entry
+  void open(Grant& g);     // makes it live with one store, before the answer is sent
   void add_entry(Grant& g, const GrantEntry& entry);
   template <class F>
   void for_each_entry(const Grant& g, F&& f) const {
@@ -57,16 +57,16 @@ class Grants {
       if (i % kEntriesPerBlock == kEntriesPerBlock - 1) b = blocks_[b].next;
     }
   }
-  // The answer to a repeat of an open reservation's call, without its chunks.
+  // The answer to a repeated call for an open reservation, without its chunks.
   ReserveResult& answer(const Grant& g) { return answers_[cell_of(g)]; }
 
   // -- ending
   void discharge(Grant& g, std::span<const uint32_t> ranks);  // closes the grant when no holder is left
   void close_reservation(Grant& g);  // it publishes nothing from now on; its memory waits for the holders
-  std::vector<Grant*> reservations_in(uint32_t space) const;  // open ones that have chunks there
-  void member_dead(uint32_t member);  // closes the reservations that it has not finished
+  std::vector<Grant*> reservations_in(uint32_t space) const;  // open reservations that have chunks in the namespace
+  void member_dead(uint32_t member);  // closes the reservations that the member has not finished
   void member_gone(uint32_t member);  // D2
-  void close_late(uint64_t now);      // reservations past their deadline
+  void close_late(uint64_t now);      // closes reservations past their deadline
 
   uint64_t aborted_chunks() const { return aborted_chunks_; }
   // Grants with a holder from place `from` on, in rising order, at most `at_most`. session 0: of all sessions.
@@ -85,7 +85,7 @@ class Grants {
 
  private:
   struct RequestKey {
-    uint64_t session = 0;  // its id
+    uint64_t session = 0;  // the session's id
     GrantKind kind{};
     Id16 id{};
     bool operator==(const RequestKey& o) const { return session == o.session && kind == o.kind && id == o.id; }

@@ -9,13 +9,13 @@ namespace kvdock {
 
 namespace {
 
-// Bits of the grant's readers in word i of its holders.
+// The bits of word i of a grant's `holders` that stand for its readers.
 uint64_t readers_mask(const Grant& g, uint32_t i) {
   uint32_t ranks = g.readers > 64 * i ? std::min(g.readers - 64 * i, 64u) : 0;
   return ranks == 64 ? ~0ull : (1ull << ranks) - 1;
 }
 
-// Undischarged holders: a rank is one until both words agree that it is not.
+// The holders that are not discharged: a rank is one unless `holders` and `released` agree that it is not.
 void holders_of(const Grant& g, uint64_t out[2]) {
   for (uint32_t i = 0; i < 2; ++i) out[i] = (g.holders[i] | ~g.released[i]) & readers_mask(g, i);
 }
@@ -60,7 +60,7 @@ void Grants::Adopter::judge_cell(uint32_t cell) {
   uint64_t holders[2];
   holders_of(grant, holders);
   if (!(holders[0] | holders[1])) {
-    // Nothing depends on it: a grant that cannot answer repeats any more is forgotten.
+    // Nothing depends on a grant without holders: one that cannot answer repeats any more is forgotten.
     bool answers = session_open && (grant.kind == GrantKind::kLease || follow_entries(grant, Chain::discharged));
     (answers ? answering_ : forgotten_).push_back(cell);
     return;
@@ -81,8 +81,9 @@ bool Grants::Adopter::names_its_record(const GrantEntry& entry) const {
   return g.chunks_.records().names_live(entry) && !(entry.groups & ~g.chunks_.record(entry.record).groups);
 }
 
-// The grant's chain of entry blocks; nullopt if it is broken, or shares a block. Behind the last entry of a held
-// grant there may be one that was being added: it counts if it names its record. The rest of a block is zero.
+// The grant's chain of entry blocks; nullopt if it is broken, or shares a block with another grant. After the last
+// counted entry of a held grant there may be one that was being added: it counts if it names its record. The rest of
+// that block is zero.
 std::optional<Grants::Adopter::Entries> Grants::Adopter::follow_entries(const Grant& grant, Chain chain) {
   bool held = chain == Chain::held;
   Entries out{{}, grant.entry_count};
@@ -115,7 +116,8 @@ void Grants::Adopter::restart_held() {
   for (auto& [cell, entries] : held_) restart(g.grants_[cell], entries);
 }
 
-// A lease's holders are asked after the usual time, and any lookup may repeat it.
+// After this, a lease's holders are asked as if it had just been opened, and a lookup may renew it whatever keys it
+// names.
 void Grants::Adopter::restart(Grant& grant, const Entries& entries) {
   uint64_t holders[2];
   holders_of(grant, holders);
@@ -142,7 +144,7 @@ void Grants::Adopter::restart(Grant& grant, const Entries& entries) {
   ++(reservation ? found.reservations : found.leases);
 }
 
-// A commit may have been cut short between the last part's word and the discharge that follows from it.
+// The earlier server may have been killed after it stored the last part's checksum and before it discharged the rank.
 void Grants::Adopter::finish_commits(Grant& grant, uint64_t holders[2]) {
   bool published = true;
   uint64_t busy[2] = {0, 0};

@@ -45,7 +45,7 @@ LookupResult Table::hold(uint64_t session, uint64_t member, const Id16& request,
   return out;
 }
 
-// nullptr: none of them is READY, or the caps allow none.
+// nullptr: none of the keys has a READY chunk, or the caps allow none of them.
 Grant* Table::hold_new(const Members::Asker& asker, const Id16& request, const std::vector<Key>& keys, uint64_t hash,
                        uint64_t now, LookupResult* out) {
   uint32_t space = members_.session(asker.session).space();

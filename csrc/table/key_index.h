@@ -53,7 +53,7 @@ class KeyIndex {
     return place(KeyEntry{key, space});
   }
 
-  // A key's READY record and its number of children, after it changed. What names no chunk has none: {kNone, 0}.
+  // A parent's READY record and its number of children after a change; {kNone, 0} for a parent that names no chunk.
   struct Parent {
     uint32_t ready, children;
   };
@@ -70,7 +70,7 @@ class KeyIndex {
     return left;
   }
 
-  // Nobody finds the record by its key any more.
+  // From now on the key's entry does not name the record.
   void forget(uint32_t space, const Key& key, uint32_t record) {
     KeyEntry& e = *find(space, key);
     if (e.ready == record) e.ready = kNone;

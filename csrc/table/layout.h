@@ -4,8 +4,8 @@
 //   pins, children, free lists, eviction order, byte sums) lives on the heap.
 // Crash safety: a body is written first, with a CRC-32C over body and generation; then one 64-bit store makes it live.
 //   Every transition is one such store. Fields named "mutable" may change while the word is live; the CRC leaves them
-//   out. The next server checks all of it before it trusts any (csrc/table/adopt.cpp): a word contains a check of
-//   itself, and the holders of a grant are written twice.
+//   out. The next server checks everything before it trusts any of it (csrc/table/adopt.cpp): a word contains a check
+//   of itself, and the holders of a grant are written twice.
 // There are no pointers: cells are named by index; 0 is a valid index, kNone means none.
 #pragma once
 
@@ -55,9 +55,9 @@ struct Digest {
 using Key = Digest<kKeyBytes>;
 using Id16 = Digest<kIdBytes>;
 
-// The one store that makes a transition happen. The only other reader is the next server, in adoption, after this
-// process has ended: it sees every store that this process made. So only their order matters: release keeps earlier
-// stores before the transition, the fence keeps later ones after it.
+// Makes a transition happen, with one store. The only other reader is the next server, when it adopts the region after
+// this process has ended: it sees every store that this process made. So only the order of the stores matters: release
+// keeps earlier stores before the transition, the fence keeps later ones after it.
 template <class Word>
 void publish(Word& word, std::type_identity_t<Word> value) {
   std::atomic_ref<Word>(word).store(value, std::memory_order_release);
@@ -136,29 +136,29 @@ struct EntryBlock {
 };
 
 struct Grant {
-  uint64_t word;  // grant_word(): use << 2 | state; the cell's id is incarnation << 40 | (use * capacity + cell)
+  uint64_t word;  // grant_word(): use << 2 | state; `id` is incarnation << 40 | (use * capacity + cell)
   uint32_t crc;
   GrantKind kind;
   uint64_t id;
-  uint32_t session;  // cell …
+  uint32_t session;  // session cell
   uint32_t asker;    // member cell
   uint32_t readers;  // holders: ranks 0..readers-1
   uint32_t epoch;
   Id16 request;        // request or store id
   uint64_t body_hash;  // reservation: of its keys and options
-  uint64_t session_use;  // … and which of the sessions that used the cell
+  uint64_t session_use;  // the session's use(): a session cell is used by one session after another
   uint64_t opened_ms;
-  uint64_t holders[2];   // mutable: a set bit is a rank that was not discharged …
-  uint64_t released[2];  // mutable: … here it is one that was: set just after the other is cleared
+  uint64_t holders[2];   // mutable: the bits of ranks that are not discharged
+  uint64_t released[2];  // mutable: the bits of ranks that are; set just after the bit in `holders` is cleared
   uint64_t deadline_ms;  // mutable, reservation
   uint64_t asked_ms;     // mutable, lease: opened or last kept
-  uint32_t entry_count;   // mutable: stored after the entry
+  uint32_t entry_count;   // mutable: stored after the entry itself
   uint32_t first_block;  // mutable
   uint32_t last_block;   // mutable
   uint32_t asker_done;   // mutable
-  uint32_t key_count;    // mutable, lease: how many keys were asked for …
+  uint32_t key_count;    // mutable, lease: how many keys its last lookup asked for
   uint32_t completed;    // mutable, reservation: every holder committed all its parts
-  Key last_key;          // mutable, lease: … and the last of them
+  Key last_key;          // mutable, lease: the last of these keys
 
   GrantState state() const { return static_cast<GrantState>(word & 3); }
   uint64_t use() const { return (word & kWordMask) >> 2; }
@@ -166,7 +166,8 @@ struct Grant {
   bool holds(uint32_t rank) const { return holders[rank / 64] >> (rank % 64) & 1; }
 };
 
-// Sealed with its cell, in every cell from the start: if a word is lost, adoption must not take its cell for empty.
+// The check includes the cell, in every cell from the start: if a word is lost, adoption must not take its cell for
+// empty.
 constexpr uint64_t grant_word(uint32_t cell, uint64_t use, GrantState state) {
   return sealed(use << 2 | static_cast<uint64_t>(state), cell + 1);
 }
@@ -191,10 +192,10 @@ struct Namespace {
   uint32_t group_count;
   uint32_t spare;
   Key digest;
-  Key base;     // the digest without weights; equal to `digest`: the namespace of the weights that engines start with
+  Key base;     // the digest without weights; equal to `digest` where the weights are those that engines start with
   Id16 tenant;  // its owner; zeros: the server's own user
   Group groups[kMaxGroups];
-  uint64_t left_ms;  // mutable, server clock: when a session left it last (Namespaces::leave_session); 0: none did
+  uint64_t left_ms;  // mutable, server clock: when it was last left (Namespaces::leave_session); 0: it was not
   // mutable, sealed with the cell: how often it was cleared, counted over all pools and tiers that share its chunks;
   // and the highest generation of records that were cleared.
   uint64_t generation;
@@ -272,19 +273,19 @@ struct Slab {     // slots of one size, side by side in a segment
 
 // ---- the region --------------------------------------------------------------------------------
 struct TableHeader {
-  uint64_t magic;      // this and the next never move: other builds look here
+  uint64_t magic;      // `magic` and `version` never move: other builds read them
   uint32_t version;    // stored last
-  uint32_t crc;        // of what follows, as far as it is constant
-  uint64_t geometry;   // sizes of all structures, folded: builds that disagree refuse each other
+  uint32_t crc;        // of the constant fields below
+  uint64_t geometry;   // a hash of the sizes of all structures: builds that disagree refuse each other's regions
   uint64_t pool_id;
   uint64_t region_bytes;
-  uint64_t lock_inode;  // of the lock file whose bytes the members hold
+  uint64_t lock_inode;  // inode of the lock file whose bytes the members hold
   uint32_t max_grants;
   uint32_t max_entry_blocks;
   uint32_t max_pages;
   uint32_t first_incarnation;  // of the pool's first server
-  uint64_t incarnation;        // mutable, sealed: of the present one
-  uint64_t last_generation;    // mutable: the highest that was given to a record
+  uint64_t incarnation;        // mutable, sealed: of the present server
+  uint64_t last_generation;    // mutable: the highest generation that was given to a record
   uint64_t use_tick;           // mutable
   uint64_t limit_bytes;        // mutable
   uint64_t clock_ms;           // mutable: the server clock at the last tick

@@ -1,7 +1,7 @@
 // Namespaces that all sessions have left, of weights that no engine runs: their chunks are evicted first.
 //
-// Ownership: derived. Namespaces keeps which of them were left, Eviction which of those have candidates (leaves).
-// Invariant: a namespace is in the orders exactly if it was left and has candidates.
+// Ownership: derived. Namespaces reports which namespaces were left, Eviction which of these have candidates (leaves).
+//   Invariant: a namespace is in all_, by_shape_ and by_tenant_ exactly if it was left and has candidates.
 #pragma once
 
 #include <map>

@@ -58,13 +58,14 @@ uint32_t Table::best_hit(const Scan& s, uint32_t limit) {
   return 0;
 }
 
-// Grants of the session name slots in segments with ids below this; kNone: in any.
+// Grants of the session may name slots only in segments with ids below the result; kNone: in any segment.
 uint32_t Table::segments_in_reach(uint32_t session) {
   uint32_t through = members_.pinned_through(session);
   return through >= chunks_.slots().segment_end() ? kNone : through;
 }
 
-// The end of the chunks from `first` on that lie wholly in segments that every rank has page-locked.
+// The index from `first` on of the first chunk that is not wholly in segments that every rank has page-locked; else
+// `end`.
 uint32_t Table::within_pinned(const Scan& s, uint32_t session, uint32_t first, uint32_t end) {
   uint32_t below = segments_in_reach(session);
   if (below == kNone) return end;
@@ -77,7 +78,7 @@ uint32_t Table::within_pinned(const Scan& s, uint32_t session, uint32_t first, u
   return end;
 }
 
-// The end of the chunks from `first` on that may be pinned before a byte cap is reached.
+// The index from `first` on of the first chunk that would exceed a byte cap if all up to it were pinned; else `end`.
 uint32_t Table::within_caps(const Scan& s, uint32_t session, uint32_t first, uint32_t end) {
   uint64_t mine = chunks_.pins().held_bytes(session), all = chunks_.pins().held_bytes();
   for (uint32_t i = first; i < end; ++i) {
@@ -91,7 +92,7 @@ uint32_t Table::within_caps(const Scan& s, uint32_t session, uint32_t first, uin
   return end;
 }
 
-// The lease this call renews, or nullptr for a new one.
+// The lease that this call renews; nullptr: the call needs a new one.
 Grant* Table::current_lease(uint32_t session, const LookupCall& call) {
   Grant* g = grants_.of_request(session, GrantKind::kLease, call.request);
   if (!g || call.epoch > g->epoch) return nullptr;
@@ -132,7 +133,7 @@ LookupResult Table::lookup(uint64_t session, uint64_t member, const LookupCall& 
   promise(asker, call, s, stored, now, &out);
   counters_.lookup_tokens += call.keys.size() * ns.chunk_tokens;
   counters_.hit_tokens += out.hit_tokens;
-  // A request's use counts once, and for all chunks that were found, also where a limit cuts the hit short.
+  // One request is one use of each chunk that was found, even where a limit cuts the hit short.
   uint64_t tick = region_.header.use_tick += g ? 1 : std::max<uint64_t>(1, call.keys.size());
   if (!g) chunks_.asked(tick, call.keys.size());
   for (uint32_t id : s.found) {
@@ -140,7 +141,7 @@ LookupResult Table::lookup(uint64_t session, uint64_t member, const LookupCall& 
     if (g) chunks_.stamp(id, tick);
     else chunks_.use(id, tick);
   }
-  // The keys may start inside a sequence: the chunks before them are in use as well.
+  // The keys may start inside a sequence: then the chunks before them are in use as well.
   uint32_t first = s.found.empty() ? kNone : s.found[0];
   if (first != kNone) chunks_.stamp_path(space, chunks_.record(first).parent, tick);
   if (out.hit_tokens <= call.skip_tokens) {
@@ -168,7 +169,7 @@ LookupResult Table::lookup(uint64_t session, uint64_t member, const LookupCall& 
 uint32_t Table::storer_of(uint32_t space, const Key& key, uint64_t now) {
   const KeyEntry* e = chunks_.find(space, key);
   if (e && e->reserved != kNone) {
-    uint32_t session = chunks_.pins().only_session(e->reserved);  // a reservation's, until it closes
+    uint32_t session = chunks_.pins().only_session(e->reserved);  // only its reservation pins a RESERVED record
     if (session != kNone && members_.lives(session)) return session;
   }
   if (e && e->ready != kNone) return kNone;
@@ -182,8 +183,8 @@ bool Table::holds(const Promise& promise, uint64_t now) const {
   return members_.is_live(promise.member) && members_.lives(*session);
 }
 
-// Reports how far other sessions store the prefix whose first `hit` chunks are stored, and promises the chunks that no
-// other session stores.
+// Reports how far other sessions store the prefix beyond its first `hit` chunks, which are stored, and promises the
+// chunks that no other session stores.
 void Table::promise(const Members::Asker& asker, const LookupCall& call, const Scan& s, uint32_t hit, uint64_t now,
                     LookupResult* out) {
   auto is_there = [&](uint32_t i) { return i < s.found.size() && s.found[i] != kNone; };

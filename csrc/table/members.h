@@ -1,4 +1,4 @@
-// Sessions, their members, and whether those are alive.
+// Sessions, their members, and whether each member is alive.
 //
 // Ownership: the cells of sessions and members lie in the region; which of them are in use is derived.
 // Invariants: a member belongs to one open session; a rank of a session belongs to at most one of its members that are
@@ -66,7 +66,7 @@ class Members {
   enum class Left { some, none };
   Left set_gone(uint32_t member);  // Left::none: the session has to be closed
   void close_session(uint32_t session);
-  void file_session(uint32_t session, uint32_t space);  // from now on
+  void file_session(uint32_t session, uint32_t space);  // its lookups and stores are in `space` from now on
   uint64_t session_of(const Id16& nonce) const;         // the session's id; 0: none is open
 
   size_t session_count() const { return open_.size(); }

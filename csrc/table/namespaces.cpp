@@ -74,7 +74,7 @@ std::vector<uint32_t> Namespaces::live() const {
   return out;
 }
 
-// The entry is live from here on.
+// From the end of this function on, the entry is live.
 void Namespaces::enter(uint32_t space) {
   if (space >= shape_of_.size()) {
     shape_of_.resize(space + 1, kNone);

@@ -40,15 +40,15 @@ class Namespaces {
 
   Tenants& tenants() { return tenants_; }
   uint32_t tenant_of(uint32_t space) const { return tenant_of_[space]; }
-  Usage& usage(uint32_t space) { return tenants_.usage(tenant_of_[space]); }  // that of its tenant
+  Usage& usage(uint32_t space) { return tenants_.usage(tenant_of_[space]); }  // the usage of the namespace's tenant
 
-  // Whether both are of the same manifest and tenant.
+  // Whether both namespaces have the same manifest and tenant.
   bool differ_in_weights_alone(uint32_t space, uint32_t other) const {
     return entries_[space].base == entries_[other].base;
   }
   bool has_weights(uint32_t space) const { return !(entries_[space].digest == entries_[space].base); }
 
-  // moved: to another namespace, because its engine runs other weights now.
+  // ended: the session ended. moved: it is in another namespace now, because its engine runs other weights.
   enum class Leaves { ended, moved };
   void enter_session(uint32_t space);
   void leave_session(uint32_t space, Leaves how);
@@ -58,14 +58,14 @@ class Namespaces {
   void set_now(uint64_t now_ms) { now_ms_ = std::max(now_ms_, now_ms); }  // the server clock
   LeftSpaces& left() { return left_; }
   const LeftSpaces& left() const { return left_; }
-  // Chunks of namespaces that were left by then are evicted first. Until the grace is over, an engine that runs those
-  // weights may come back.
+  // Chunks of namespaces that were left at this time or before are evicted first. After a later departure, an engine
+  // that runs the weights may still come back within the grace.
   uint64_t left_until_ms() const { return now_ms_ >= grace_ms_ ? now_ms_ - grace_ms_ : 0; }
   bool evict_first(uint32_t space) const { return left_.has(space) && left_.left_at(space) <= left_until_ms(); }
   void check(const std::vector<bool>& has_leaves) const;  // by number; TableError corrupt
 
   uint64_t generation(uint32_t space) const { return entries_[space].generation & kWordMask; }
-  // `generation`: of a record of the namespace.
+  // `generation`: that of a record of the namespace.
   bool was_cleared(uint32_t space, uint64_t generation) const {
     return generation <= cleared_through(space);
   }

@@ -28,7 +28,7 @@ std::optional<uint32_t> RecordPages::open_page(uint32_t size) {
   if (!spare_.empty()) {
     page = spare_.back();
     spare_.pop_back();
-    // State words of another size lie where bodies of the old one did: all FREE before the size changes.
+    // State words of the new record size lie where the old one had bodies. Zeroed, all of them are FREE.
     if (sizes_[page] != size) std::memset(bytes_ + uint64_t{page} * kPageBytes, 0, kPageBytes);
   } else if (pages_.size() < max_pages_) {
     page = static_cast<uint32_t>(pages_.size());

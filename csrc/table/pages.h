@@ -1,8 +1,9 @@
 // The memory of records: pages of 64 KiB, each for records of one size, and the ids that are free.
 //
 // Ownership: pages and their sizes lie in the region; everything else is derived.
-// Invariants: an id is free or taken; a page with taken ids keeps its size; one that has taken and free ids stands in
-//   with_free_ under its size, one whose ids are all free in spare_, and then it may serve records of any size.
+// Invariants: an id is free or taken; a page with taken ids keeps its size. A page with taken and free ids is in
+//   with_free_ under its size; a page whose ids are all free is in spare_, and may be used again for records of any
+//   size.
 #pragma once
 
 #include <algorithm>

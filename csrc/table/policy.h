@@ -1,7 +1,7 @@
 // Which leaf is evicted first: the interface of eviction policies.
 //
 // A policy sorts chunks into kinds by their uses. The leaves of a kind are ordered by their last use; the policy
-// chooses the leaf that is worth least. Which chunks may be evicted at all, Eviction decides.
+// chooses the leaf that is worth least. Eviction decides which chunks may be evicted at all.
 //
 // Ownership: derived. A server that adopts a pool starts with a new policy, and with the last uses that records hold.
 // Time is in ticks: one for each chunk that lookups ask for.
@@ -17,7 +17,7 @@
 namespace kvdock {
 
 constexpr uint8_t kKinds = 8;
-// Below all priorities of hints: that of chunks of weights that no engine runs any more.
+// The priority of chunks of weights that no engine runs any more: below all priorities of hints.
 constexpr int8_t kLeft = INT8_MIN;
 
 constexpr uint8_t kNoKind = 0xff;  // of a record that is not READY
@@ -40,7 +40,8 @@ struct Choice {
   }
 };
 
-// A chunk as a policy sees it. `name` is a hash of its key and namespace: the chunk has it again when it comes back.
+// A chunk as a policy sees it. `name` is a hash of its key and namespace: a chunk that is stored again has the same
+// name.
 struct Chunk {
   uint32_t record;
   uint64_t name;
@@ -58,10 +59,11 @@ class Policy {
 
   // A lookup of `keys` keys has come. The uses of the chunks that it found follow. `resident`: chunks in the pool.
   virtual void asked(uint64_t tick, uint64_t resident, size_t keys) = 0;
-  // Each returns the chunk's kind from now on. `inherited`: its parent's kind if it is the parent's only child.
+  // Each of these returns the chunk's kind from now on. `inherited`: its parent's kind if it is the parent's only
+  // child.
   virtual uint8_t stored(const Chunk& chunk, std::optional<uint8_t> inherited) = 0;
   virtual uint8_t used(const Chunk& chunk, uint64_t tick) = 0;
-  // A store, or the same request, names it again: this renews its last use, and counts as no use.
+  // A store, or the same request, names the chunk again: this renews its last use, and counts as no use.
   virtual void touched(const Chunk& chunk, uint64_t tick) = 0;
   virtual void evicted(const Chunk& chunk, uint64_t tick) = 0;
   virtual void removed(const Chunk& chunk) = 0;  // not by eviction

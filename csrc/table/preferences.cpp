@@ -52,8 +52,8 @@ bool Preferences::may_retain(uint32_t id) const {
   return static_cast<double>(retained_bytes_ + records_.bytes_of(id)) <= most;
 }
 
-// A chunk is not evicted while another continues it. As none is retained longer, or at a higher priority, than the one
-// before it, all that hints retain is counted.
+// A chunk that another continues is not evicted, so a retained chunk also keeps its ancestors. None is retained longer,
+// or at a higher priority, than its parent: so retained_bytes_ counts everything that hints retain.
 Preferences::Retained Preferences::bound(uint32_t id, int8_t* priority, uint64_t* until_ms) const {
   const RecordInfo& in = records_.info(id);
   if (in.priority <= 0 && !may_retain(id)) return Retained::no_capacity;
@@ -114,7 +114,7 @@ void Preferences::check_keeps() const {
     require(slots_.kept_slots(slab) == count, "a slab counts its kept slots wrongly", slab);
 }
 
-// Priorities are those of chunks that can be found, each end is that of a priority, and retained bytes add up.
+// Only chunks that can be found have priorities, each end is that of a priority, and retained bytes add up.
 void Preferences::check_priorities() const {
   uint64_t retained = 0, ends = 0;
   for (uint32_t id = 0; id < records_.end(); ++id) {

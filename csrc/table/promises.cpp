@@ -12,7 +12,7 @@ const Promise* Promises::find(uint32_t space, const Key& key) const {
 void Promises::make(const Promise& wanted, std::span<const Key> keys, uint64_t now) {
   Name name{wanted.session, wanted.request};
   auto mine = promises_.find(name);
-  if (mine != promises_.end() && mine->second.space != wanted.space) {  // its session has moved since
+  if (mine != promises_.end() && mine->second.space != wanted.space) {  // the session has moved since
     forget(name, kMostKeysOf);
     mine = promises_.end();
   }
@@ -26,14 +26,14 @@ void Promises::make(const Promise& wanted, std::span<const Key> keys, uint64_t n
       mine = promises_.emplace(name, wanted).first;
       mine->second.until_ms = now + kLastsMs;
     }
-    if (is_promised && at->second.first == wanted.session) {  // of a request before this one, as a rule
+    if (is_promised && at->second.first == wanted.session) {  // by an earlier request, as a rule
       pass_on(at, mine);
       continue;
     }
     auto of_session = keys_of_.find(wanted.session);
     if (of_session != keys_of_.end() && of_session->second == kMostKeysOf) break;
     if (!is_promised && at_.size() == kMostKeys) break;
-    if (is_promised) at = remove(at);  // another session's
+    if (is_promised) at = remove(at);  // another session promised it
     ++keys_of_[wanted.session];
     at_.emplace_hint(at, at_key, name);
     mine->second.keys.insert(key);

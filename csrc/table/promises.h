@@ -19,7 +19,7 @@ struct Promise {
   uint64_t session, member;  // the ids of its maker
   Id16 request;
   uint32_t space;
-  uint64_t until_ms = 0;  // unless some of it is stored by then
+  uint64_t until_ms = 0;  // the promise ends then; each chunk of it that is stored puts the end off
   std::set<Key> keys{};
 };
 
@@ -31,10 +31,10 @@ class Promises {
   bool empty() const { return at_.empty(); }
   // The promise with the key, or nullptr. The caller decides whether it still holds.
   const Promise* find(uint32_t space, const Key& key) const;
-  // The request promises the keys, as many as the limits allow. This replaces its earlier promise, and others' of the
-  // same keys.
+  // The request promises the keys, as many as the limits allow, beside those that it has promised in the namespace
+  // before. Other promises lose these keys. It ends kLastsMs from `now`.
   void make(const Promise& wanted, std::span<const Key> keys, uint64_t now);
-  void stored(uint32_t space, const Key& key, uint64_t now);  // the rest of its promise lasts longer
+  void stored(uint32_t space, const Key& key, uint64_t now);  // takes the key out of its promise, which lasts longer
   void drop(uint32_t space, const Key& key);
   void withdraw(uint64_t session, const Id16& request) { forget({session, request}, kMostKeysOf); }
   // Looks at some promises, from where the last call ended, and drops those for which `holds` is false: at most

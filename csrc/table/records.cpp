@@ -46,7 +46,7 @@ void Records::count(uint32_t id, int sign) {
   usage.chunks += sign;
 }
 
-// Every transition of a record but its first.
+// Makes every transition of a record except FREE → RESERVED.
 void Records::set_state(uint32_t id, RecordState state) {
   Record& r = at(id);
   count(id, -1);

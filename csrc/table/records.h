@@ -28,7 +28,8 @@ struct NewChunk {
   uint64_t bytes;  // of all its slots
   uint32_t below;  // its slots lie in segments with ids below this; kNone: in any
 
-  // Memory that is freed by eviction could lie where the session may not write: then only free memory will do.
+  // With a limit, memory that eviction frees could lie in segments that the session may not name: it gets free memory
+  // only.
   bool may_evict() const { return below == kNone; }
 };
 
@@ -36,7 +37,7 @@ struct NewChunk {
 // 512 entries: three arrays would be three times the cache misses. Each part writes the fields under its name.
 struct RecordInfo {
   // Records
-  uint32_t children = 0;  // of a READY record: what its key's index entry counts
+  uint32_t children = 0;  // of a READY record: the same number as in its key's index entry
   uint32_t pages = 0;     // its bytes in units of kSlotAlign; 0 while FREE
   uint32_t born_s = 0;    // when it became READY, on the server clock; 0: before this server
   uint32_t uses = 0;      // how many lookups found it
@@ -47,8 +48,8 @@ struct RecordInfo {
   bool kept = false;    // an administrator keeps it until Record::kept_until_ms
   int8_t priority = 0;  // from engines' hints; the lowest is evicted first
   // Eviction
-  bool listed = false;  // among the candidates, and unless it is kept, in the list of its namespace
-  uint8_t kind = kNoKind;                       // the policy's
+  bool listed = false;  // it is among the candidates and, unless it is kept, in the list of its namespace
+  uint8_t kind = kNoKind;                       // as the policy last chose
   uint32_t previous = kNone, next = kNone;      // in the list of its namespace
 };
 constexpr uint32_t kMany = kNone - 1;
@@ -93,11 +94,11 @@ class Records {
   // -- transitions: each is one 64-bit store
   // An id for a record with so many parts; nullopt: every page is in use.
   std::optional<uint32_t> take_id(uint32_t parts);
-  void give_id(uint32_t id) { pages_.give(id); }  // nothing was written under it
+  void give_id(uint32_t id) { pages_.give(id); }  // for an id under which nothing was written
   void write(const NewChunk& chunk, uint32_t id, std::span<const StoredPart> parts);  // FREE → RESERVED
   uint32_t make_ready(uint32_t id);  // RESERVED → READY; returns the record that the key named before, or kNone
   void note_gone(const Record& r, Gone why);  // from now on lookups do not find it
-  void forget_key(uint32_t id);               // its key does not name it any more
+  void forget_key(uint32_t id);               // from now on its key does not name it
   void quarantine(uint32_t id);               // → QUARANTINED
   void free(uint32_t id);                     // QUARANTINED → FREE: its slots may be given out again
   // The parent has one child more, or less. Both return the parent's READY record, or kNone.
@@ -112,13 +113,13 @@ class Records {
   // When a request last named a chunk, by its tick; 0 if that is not known.
   uint64_t used_ms(uint64_t tick) const { return departures_.used_at(tick); }
   uint64_t born_ms(uint32_t id) const { return uint64_t{info_[id].born_s} * 1000; }  // 0: before this server
-  void forget_space(uint32_t space);  // before another namespace gets its number
+  void forget_space(uint32_t space);  // call it before the number goes to another namespace
 
   void check() const;  // TableError corrupt
 
   // -- adoption (Chunks::Adopter)
   RecordPages& pages() { return pages_; }
-  void cover_pages() { info_.resize(pages_.end()); }  // after the pages were found
+  void cover_pages() { info_.resize(pages_.end()); }  // call it after the pages were found
   KeyEntry& entry(uint32_t space, const Key& key) { return index_.insert(space, key); }
   void count(uint32_t id, int sign);  // adds the record to the sums of its state, or takes it out
 

@@ -73,14 +73,14 @@ Region Region::create(const Mapping& memory, const TableOptions& options) {
   return Region(memory.data());
 }
 
-void Region::finish() { publish(header.version, kTableVersion); }  // partner: the load in open()
+void Region::finish() { publish(header.version, kTableVersion); }  // pairs with the acquire load in open()
 
 Region Region::open(const Mapping& memory, const TableOptions& options) {
   uint64_t bytes = memory.bytes();
   if (bytes < sizeof(TableHeader)) refuse_adoption("the region is shorter than a table's header", bytes);
   auto& h = *reinterpret_cast<TableHeader*>(memory.data());
   if (h.magic != kTableMagic) refuse_adoption("the region holds no chunk table", h.magic);
-  // Acquire: what finish() stored before the version is seen with it.
+  // Acquire: if the version is seen, so is everything that finish() stored before it.
   uint32_t version = std::atomic_ref<uint32_t>(h.version).load(std::memory_order_acquire);
   if (version == 0) refuse_adoption("the region was never finished");
   if (version != kTableVersion)

@@ -1,6 +1,6 @@
 // The table's region as typed arrays: made for a new pool, or opened as an earlier server left it.
 //
-// Ownership: none: the memory is the caller's. Region consists of pointers, and copies share what these point to.
+// Ownership: none: the memory is the caller's. Region consists of pointers, so its copies share the same memory.
 // Invariant: the arrays lie where RegionMap says, by the capacities in the header.
 #pragma once
 

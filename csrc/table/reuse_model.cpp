@@ -8,10 +8,10 @@ namespace kvdock {
 
 namespace {
 
-// The weight of the prior, in requests whose chunks lived through a bin, or were hit.
+// The weights of the priors, in requests: a request's chunks lived through a bin, or were hit.
 constexpr double kCommonPrior = 683, kKindPrior = 171, kFactorPrior = 10.7, kScalePrior = 2.1;
-constexpr double kNear = 32;           // ticks: below this age a chunk does not become more likely to be used
-constexpr double kKept = 511.0 / 512;  // the share of the counts that stays, each time that it learns
+constexpr double kNear = 32;           // ticks; the prior rate of reuse is 1 / (age + kNear)
+constexpr double kKept = 511.0 / 512;  // the share of each count that remains after learn()
 
 }  // namespace
 
@@ -33,7 +33,7 @@ void ReuseModel::ended(uint8_t kind, uint64_t age, bool reused) {
 }
 
 void ReuseModel::learn(const Counts& alive, double together) {
-  Counts lived;  // chunk-ticks
+  Counts lived;  // by kind and bin, how long chunks lived in it, in chunk-ticks
   std::array<double, kBins> all_hits{}, all_lived{}, base, common;
   for (int kind = 0; kind < kKinds; ++kind) {
     double older = 0;
@@ -73,8 +73,9 @@ void ReuseModel::learn(const Counts& alive, double together) {
       for (double& count : row) count *= kKept;
 }
 
-// The best time to keep a chunk from a bin on is that bin's alone, or longer by the best time from the next bin on if
-// that has the higher rate: so the bins after it are joined to stretches, each of a lower rate than the one before it.
+// worth_ of a bin is the best rate of hits for memory over all times to keep a chunk from that bin on. Goes from the
+// last bin back. `after` holds the later bins, joined to stretches with falling rates: as long as the next stretch has
+// a higher rate than the bin has so far, keeping the chunk through it too is better.
 void ReuseModel::rank(const std::array<double, kBins>& reused, int kind) {
   struct Stretch {
     double gain, cost, left;  // of a chunk that reaches it

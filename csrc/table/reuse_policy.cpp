@@ -8,11 +8,15 @@ namespace kvdock {
 
 namespace {
 
-constexpr double kNewestLookup = 1.0 / 64;  // its weight in the mean
-constexpr uint64_t kLearnTicks = 64;   // at least, from one time that it learns to the next
-constexpr uint64_t kLearnShare = 4;    // … and a pool's chunks by this
-constexpr uint64_t kLearnSamples = 256;  // if it sees only a share of the chunks: learning costs as much as with all
-constexpr uint64_t kTouchShare = 128;  // less of the pool asked for between two uses: they count as one
+constexpr double kNewestLookup = 1.0 / 64;  // the weight of the newest lookup in the mean number of keys
+// From one learn() to the next pass at least kLearnTicks ticks, and the pool's chunks divided by kLearnShare. If the
+// policy sees only a share of the chunks, at least kLearnSamples divided by the share pass, so that learning costs no
+// more than with all.
+constexpr uint64_t kLearnTicks = 64;
+constexpr uint64_t kLearnShare = 4;
+constexpr uint64_t kLearnSamples = 256;
+// Two uses count as one if fewer ticks lie between them than the pool's chunks divided by this.
+constexpr uint64_t kTouchShare = 128;
 
 }  // namespace
 
@@ -29,7 +33,7 @@ void ReusePolicy::asked(uint64_t tick, uint64_t resident, size_t keys) {
 void ReusePolicy::learn(uint64_t tick) {
   ReuseModel::Counts alive{};
   for (const Sample& one : samples_) alive[one.kind][ReuseModel::bin_of(tick - std::min(tick, one.used))] += 1;
-  double seen = share_ * static_cast<double>(one_in_of_all_) / static_cast<double>(one_in_);  // of all it would see
+  double seen = share_ * static_cast<double>(one_in_of_all_) / static_cast<double>(one_in_);  // of all samples
   while (static_cast<double>(samples_.size()) > seen * kMostSamples) {
     one_in_of_all_ *= 2;
     seen *= 2;

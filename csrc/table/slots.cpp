@@ -179,7 +179,7 @@ void SlotAllocator::list(uint32_t slab) {
   std::make_heap(cold_.begin(), cold_.end(), warmer);
 }
 
-// Takes the entry of the slab used least recently, of those that are not blocked, off the heap.
+// Takes the entry of the least recently used slab off the heap, among slabs that are not blocked.
 std::optional<SlotAllocator::Cold> SlotAllocator::coldest() {
   while (!cold_.empty()) {
     std::pop_heap(cold_.begin(), cold_.end(), warmer);
@@ -211,7 +211,8 @@ std::optional<SlotAllocator::Window> SlotAllocator::oldest_window(uint64_t bytes
   return best;
 }
 
-// Grows to the side that was used less recently until the slot fits; nullopt between two blocked neighbours.
+// Extends the window to the side that was used less recently until the slot fits; nullopt when both neighbours are
+// blocked.
 std::optional<SlotAllocator::Window> SlotAllocator::window_around(uint32_t slab, uint64_t bytes) const {
   const Segment& s = segments_.at(slabs_[slab].segment);
   uint64_t begin = slabs_[slab].offset, end = begin + bytes_of(slab);

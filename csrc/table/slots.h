@@ -59,10 +59,10 @@ class SlotAllocator {
     if (live_[slab].listed == 0) list(slab);
   }
 
-  // No slot of the segment is given out any more; remove_segment once used_in(segment) is 0.
+  // From now on no slot of the segment is given out. Call remove_segment() once used_in(segment) is 0.
   void retire_segment(uint32_t segment);
   void remove_segment(uint32_t segment);
-  // Every segment's id is below it.
+  // The id of every segment is below this.
   uint32_t segment_end() const { return segments_.empty() ? 0 : segments_.rbegin()->first + 1; }
   bool knows(uint32_t segment) const { return segments_.count(segment) != 0; }
   bool retired(uint32_t segment) const { return segments_.at(segment).retired; }
@@ -77,7 +77,7 @@ class SlotAllocator {
   // that were used before it, and at most at kColdest of them.
   std::optional<Window> oldest_window(uint64_t bytes, std::optional<uint64_t> older_than);
 
-  // Bytes that slots of that size could take without eviction. Stops counting at `enough`.
+  // Bytes that slots of that size could take without eviction. Counts no further once it has reached `enough`.
   uint64_t available_for(uint64_t slot_bytes, uint64_t enough) const;
   bool has_other_sizes(uint64_t bytes) const;
   uint64_t total_bytes() const { return total_bytes_; }
@@ -99,7 +99,7 @@ class SlotAllocator {
     uint64_t listed = 0;  // its entry in cold_; 0: none
   };
   struct Cold {
-    uint64_t newest;  // when listed
+    uint64_t newest;  // `newest` of the slab when it was listed
     uint64_t number;
     uint32_t slab;
   };
@@ -128,13 +128,14 @@ class SlotAllocator {
   uint32_t next_slab_ = 0;
   std::vector<uint32_t> spare_slabs_;
   std::map<uint32_t, Segment> segments_;
-  std::vector<Live> live_;                            // by slab; no owners: closed
+  std::vector<Live> live_;                            // by slab; without owners: closed
   std::map<uint64_t, std::set<uint32_t>> with_free_;  // slot bytes → slabs with a free slot
   std::map<uint64_t, uint32_t> slabs_of_size_;
   std::map<uint64_t, uint64_t> free_slots_;  // by slot bytes: in slabs of segments that are not retired
   std::multiset<uint64_t> extents_;          // sizes of the free extents of all segments
-  // A heap of open slabs, the one used least recently on top; one without pinned and kept slots is always listed. An
-  // entry that comes to the top is dropped if its slab is gone or blocked, and listed anew if it was used since.
+  // A heap of open slabs, the least recently used one on top; an open slab without pinned or kept slots is in it, unless
+  // its segment is retired. An entry that comes to the top is dropped if its slab is closed or blocked, and listed anew
+  // if the slab was used since.
   std::vector<Cold> cold_;
   uint64_t listings_ = 0;
   uint64_t total_bytes_ = 0;

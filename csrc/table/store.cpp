@@ -12,7 +12,7 @@ namespace {
 
 const Key& parent_of(const ReserveCall& call, size_t i) { return i ? call.keys[i - 1] : call.parent; }
 
-// An unknown parent contradicts none.
+// An unknown parent contradicts no other.
 bool contradict(const Key& a, const Key& b) { return !(a == b) && !a.is_unknown() && !b.is_unknown(); }
 
 uint64_t hash_call(const ReserveCall& call) {
@@ -110,14 +110,14 @@ ReserveResult Table::reserve(uint64_t session, uint64_t member, const ReserveCal
   g->deadline_ms = now + call.deadline_ms;
   KVDOCK_PAUSE("reserve.entries_written");
   out.grant = g->id;
-  // A repeat has the same answer, whatever was removed since.
+  // A repeat of the call gets the same answer, whatever was removed since.
   grants_.answer(*g) = {out.grant, {}, out.present, out.busy, out.limited};
   grants_.open(*g);
   ++counters_.reservations;
   return out;
 }
 
-// Reserves the keys that are neither stored nor reserved, until a limit is met. nullptr: there were none.
+// Reserves the keys that are neither stored nor reserved, until a limit is met. nullptr: nothing was reserved.
 Grant* Table::reserve_missing(const Members::Asker& asker, const ReserveCall& call, uint32_t groups, uint64_t now,
                               ReserveResult* out) {
   uint32_t space = members_.session(asker.session).space();
@@ -191,7 +191,7 @@ void Table::require_one_checksum_each(std::vector<NewPart> parts) {
                        hex_of(parts[i].checksum), hex_of(parts[i - 1].checksum));
 }
 
-// Those of the named parts that were not committed before.
+// Those of the named parts that are not committed yet.
 std::vector<Table::NewPart> Table::fresh_parts(const std::vector<GrantEntry>& entries, uint32_t rank,
                                                const std::vector<PartCommit>& parts) {
   std::vector<NewPart> fresh;

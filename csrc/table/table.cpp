@@ -66,7 +66,8 @@ void Table::move_session(uint64_t session, uint32_t space, uint64_t now) {
   members_.file_session(cell, space);
 }
 
-// A lease is asked about first to the member that asked for it, then to the ranks; a reservation once it is closed.
+// The grants about which the member is asked. For a lease, the member that asked for it is asked first, and the ranks
+// once it has finished or is dead; for a reservation, the ranks are asked once it is closed.
 std::vector<Question> Table::heartbeat(uint64_t member, uint64_t now) {
   uint32_t cell = members_.member_cell(member);
   members_.heartbeat(cell, now);
@@ -86,7 +87,7 @@ std::vector<Question> Table::heartbeat(uint64_t member, uint64_t now) {
   return out;
 }
 
-// Its lock was found free: its unfinished stores are never published. Its holders wait until it is gone.
+// Its lock was found free: its unfinished stores are never published. Its holders are discharged when it is gone.
 void Table::member_dead(uint64_t member, uint64_t now) {
   uint32_t cell = members_.member_cell(member);
   if (members_.member(cell).state() >= MemberState::kDead) return;
@@ -153,7 +154,8 @@ void Table::cancel(uint64_t session, uint64_t member, uint64_t id) {
   grants_.discharge(*g, left);
 }
 
-// D1, as the answer to a question: also for grants that closed meanwhile; for forgotten ones it does nothing.
+// D1, as the answer to heartbeat()'s question: it also discharges holders of closed grants, and does nothing for
+// forgotten ones.
 void Table::done(uint64_t member, uint64_t id, const std::vector<uint32_t>& ranks) {
   uint32_t cell = members_.member_cell(member);
   Grant* g = grants_.find(id);

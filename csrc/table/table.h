@@ -53,14 +53,14 @@ class Table {
   void set_limits(uint64_t limit_bytes, double session_cap, double total_cap);
 
   // -- namespaces, sessions and members
-  // Idempotent by digest. Drops idle ones if it has to.
+  // Idempotent by digest. Drops idle namespaces if there is no free entry.
   uint32_t add_namespace(const NewNamespace& wanted);
   bool has_namespace(const Key& digest) { return chunks_.namespaces().find(digest).has_value(); }
-  // Forgets those without sessions and chunks; returns the others.
+  // Forgets namespaces that have no sessions and no chunks; returns the others.
   std::vector<uint32_t> drop_idle_namespaces();
   // Idempotent by nonce: an open session stays in its namespace, which may differ from `space` only in weights.
   uint64_t open_session(const Id16& nonce, uint32_t space, uint64_t now);
-  // From now on the session's lookups and stores are in that namespace, which differs from its present one only in
+  // From now on the session's lookups and stores are in `space`, which differs from its present namespace only in
   // weights. Earlier grants keep their chunks. TableError bad_argument.
   void move_session(uint64_t session, uint32_t space, uint64_t now);
   std::vector<Question> heartbeat(uint64_t member, uint64_t now);
@@ -78,8 +78,8 @@ class Table {
     chunks_.namespaces().require(space);
     return chunks_.records().departure(space, key);
   }
-  // As ChangeLog::since(), but each server of the pool numbers its changes from a base of its own. `since` another
-  // server's number, changes may be missing, and the answer says so.
+  // As ChangeLog::since(), but each server of the pool numbers its changes from a base of its own. If `since` is a
+  // number of another server, changes may be missing, and the answer says so.
   Changes changes(uint32_t space, uint64_t since, size_t at_most);
   AllChanges all_changes(uint64_t since, size_t at_most);
   void withdraw(uint64_t session, const Id16& request);  // the promises of the request's lookups
@@ -112,7 +112,7 @@ class Table {
   void done(uint64_t member, uint64_t grant, const std::vector<uint32_t>& ranks);  // no ranks: the asker has finished
 
   // -- administration: none of it discharges a holder (I6)
-  // READY and RESERVED; counts the READY ones.
+  // Takes out READY and RESERVED chunks; returns how many of them were READY.
   uint32_t remove(uint32_t space, const std::vector<Key>& keys);
   // Clears the namespace: raises its generation by one, or to `least` where that is more; does nothing where `least` is
   // not above it, unless it is 0. From then on lookups find none of the chunks that were stored, and open reservations
@@ -142,7 +142,7 @@ class Table {
   void adopt(const std::vector<SegmentFacts>& segments, Adoption* found);
   void remember_widest_caps();
   void check_tenants();
-  void gone(uint32_t member);  // D2, or the leaving member's own promise
+  void gone(uint32_t member);  // D2, also when the member leaves
 
   // -- lookups (lookup.cpp)
   Scan scan(uint32_t space, const std::vector<Key>& keys);

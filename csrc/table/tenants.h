@@ -47,7 +47,7 @@ class Tenants {
   uint32_t end() const { return static_cast<uint32_t>(tenants_.size()); }  // every number is below it
 
   void set_quota(const Id16& tenant, const Quota& quota);
-  // For tenants without a quota of their own, except the server's own user (zeros).
+  // For tenants without a quota of their own, except the server's own user (the tenant whose id is zeros).
   void set_default(const Quota& quota) { default_ = quota; }
   bool is_over(uint32_t number) const;
   // Whether one more chunk of `bytes` is within the quota; could_fit: whether it would be if the tenant had no others.

@@ -133,7 +133,7 @@ class SlotAllocator {
   std::map<uint64_t, uint32_t> slabs_of_size_;
   std::map<uint64_t, uint64_t> free_slots_;  // by slot bytes: in slabs of segments that are not retired
   std::multiset<uint64_t> extents_;          // sizes of the free extents of all segments
-  // A heap of open slabs, the least recently used one on top; an open slab without pinned or kept slots is in it, unless
+  // A heap of open slabs, the least recently used one on top; an open slab without pinned or kept slots is in it unless
   // its segment is retired. An entry that comes to the top is dropped if its slab is closed or blocked, and listed anew
   // if the slab was used since.
   std::vector<Cold> cold_;

@@ -1,4 +1,4 @@
-// With SSE4.2 where the processor has it, else with a table.
+// Uses SSE4.2 where the processor has it, else a table.
 #include "base/crc32c.h"
 
 #include <array>

@@ -1,5 +1,5 @@
-// Exceptions that become Python's. Refused names the value found and the value wanted, TableError where there are such
-// values.
+// Exceptions that become Python's. Refused always names the value found and the value wanted, TableError where there
+// are such values.
 #pragma once
 
 #include <concepts>

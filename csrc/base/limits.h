@@ -18,8 +18,8 @@ inline constexpr uint32_t kMaxRanks = 128;      // writers of a chunk, readers o
 inline constexpr uint32_t kMaxSegments = 4096;  // of a pool, at one time
 inline constexpr uint32_t kSegmentIds = 1u << 31;  // ids are below it, rise, and are never used again
 
-inline constexpr int8_t kMostPriority = 100;        // of a chunk by a hint; -kMostPriority is the least …
-inline constexpr int8_t kConversationEnded = -101;  // … except for chunks that no request is expected to ask for again
+inline constexpr int8_t kMostPriority = 100;        // the highest that a hint may give; the lowest is -kMostPriority
+inline constexpr int8_t kConversationEnded = -101;  // of chunks that no request is expected to ask for again
 
 // The checksum of a part: docs/lifetime_protocol.md#checksum.
 inline constexpr uint64_t kChecksumPrime = (uint64_t{1} << 61) - 1;

@@ -17,8 +17,8 @@ namespace {
 
 struct PausePage {
   char point[56];    // written by the test; empty: none
-  uint32_t skip;     // how often the process passes it first
-  uint32_t reached;  // set here
+  uint32_t skip;     // how often the process still passes the point before it stops there
+  uint32_t reached;  // 1 once the process has stopped at the point
 };
 
 PausePage* control() {

@@ -7,9 +7,9 @@
 
 namespace kvdock {
 
-// One array for each chunk, of [group, writer, segment, offset, length, checksum]; the checksum as 16 hex digits …
+// For each chunk an array of [group, writer, segment, offset, length, checksum], the checksum as 16 hex digits.
 std::string parts_json(const LookupResult& found);
-// … or as an unsigned integer.
+// The same as MessagePack, the checksum as an unsigned integer.
 std::string parts_msgpack(const LookupResult& found);
 
 // One map for each chunk: {"index": into the keys of the call, "parts": arrays of [group, writer, segment, offset,

@@ -38,8 +38,8 @@ void require_entries(const Integers<T>& buffer, const std::string& name, size_t 
     refuse(Refusal::copy, name + " (entries)", std::to_string(found), std::to_string(wanted));
 }
 
-// Part i takes block_ids[starts[i], starts[i + 1]) and skips[i]; without skips it skips nothing. The parts are valid as
-// long as this lives.
+// Part i gets the blocks block_ids[starts[i], starts[i + 1]) and skips the first skips[i] of them; without `skips` it
+// skips none. The parts are valid as long as this object lives.
 class PartBuffers {
  public:
   PartBuffers(const py::buffer& slots, const py::buffer& block_ids, const py::buffer& starts,
@@ -52,7 +52,8 @@ class PartBuffers {
     if (start.front() != 0 || start.back() != int64_t(ids.size()))
       refuse(Refusal::copy, "starts (range)", std::to_string(start.front()) + ".." + std::to_string(start.back()),
              "0.." + std::to_string(ids.size()));
-    // Checks all of them before any is used: after an entry that is too large comes one that is less than it.
+    // Checks the order of all starts before any of them is used as an index: this bounds them, as the last one is in
+    // bounds.
     for (size_t i = 0; i < count; ++i)
       if (start[i] > start[i + 1])
         refuse(Refusal::copy, "starts (order)", std::to_string(start[i + 1]), "at least " + std::to_string(start[i]));

@@ -12,15 +12,16 @@ namespace kvdock {
 namespace {
 
 constexpr uint32_t kWorkLookups = 1024;   // the number of lookups whose mean work is compared with the limit
-constexpr double kFewer = 0.5;            // the share of samples that stays when memory is short
-constexpr double kMostOfACall = 512;      // samples: so that no call takes long, however long its lookup is
-constexpr double kLeastAtOnce = 0.25, kMostAtOnce = 0.875;  // … when it takes too much time
-constexpr double kRememberedWork = 0.1;   // as MiniPool counts it
+constexpr double kFewer = 0.5;            // the share of samples that stays when there are too many
+constexpr double kMostOfACall = 512;      // sampled chunks: limits the time of one call, however long its lookup is
+constexpr double kLeastAtOnce = 0.25, kMostAtOnce = 0.875;  // bounds of that share when lookups take too much time
+constexpr double kRememberedWork = 0.1;   // of one remembered name, in MiniPool's unit
 constexpr uint32_t kMostSpaces = 1u << 16;
 
 }  // namespace
 
-// Samples of another pool's misses are assumed to be off by the same ratio as samples of the real pool's misses are.
+// Samples of another pool's misses are assumed to be too many or too few by the same ratio as samples of the real
+// pool's.
 double CurveSums::found(const Missed& sampled) const {
   double alike = sampled.here > 0 ? std::min(1.0, sampled.there / sampled.here) : 0;
   double missing = sampled.there + alike * (static_cast<double>(missed) - sampled.here);

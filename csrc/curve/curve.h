@@ -32,8 +32,8 @@ constexpr size_t kPools = kPoolFactors.size();
 struct CurveOptions {
   uint64_t salt;        // random, so that no caller can choose keys that are sampled
   double most_share;    // the share of chunks that is sampled at first; it only falls
-  size_t most_entries;  // in all simulated pools together; as many names of chunks are remembered at most
-  double most_work;     // of a lookup, on average; the unit is storing one chunk in a simulated pool
+  size_t most_entries;  // of all simulated pools together; the limit of remembered names, too
+  double most_work;     // of a lookup, on average; its unit is the storing of one chunk in a simulated pool
 };
 
 // Sums of one namespace, or of all. They are in tokens, because the chunks of namespaces differ in size.
@@ -62,7 +62,8 @@ class Curve {
   // TableError bad_argument.
   Curve(const std::string& policy, uint64_t pool_bytes, const CurveOptions& options);
 
-  // A namespace gets the number. Its sums start at zero; those of one that had the number before are forgotten.
+  // A namespace gets the number. Its sums start at zero; the sums of a namespace that had the number before are
+  // forgotten.
   void set_space(uint32_t space, uint32_t chunk_tokens, uint64_t chunk_bytes);
   // A request asked for the `count` chunks, and the first `found` of them were found.
   void looked_up(uint32_t space, const uint8_t* keys, size_t count, size_t found);
@@ -72,7 +73,7 @@ class Curve {
   // Multiplies the present counts by `kept`. TableError bad_argument.
   void age(double kept);
 
-  double share() const { return seen_by(0); }  // of all chunks that are sampled now
+  double share() const { return seen_by(0); }  // the share of all chunks that is sampled now
   const CurveSums& all() const { return all_; }
   const CurveSums& of_space(uint32_t space) const;  // TableError bad_argument
   size_t entries() const;
@@ -100,8 +101,8 @@ class Curve {
   CurveOptions options_;
   uint64_t pool_bytes_, tick_ = 0;
   double share_, remembered_share_;  // of chunks: seen by the largest pool, and remembered
-  double work_ = 0;            // of the last lookups
-  uint32_t work_lookups_ = 0;  // how many
+  double work_ = 0;            // of the last work_lookups_ lookups
+  uint32_t work_lookups_ = 0;  // how many lookups work_ is the work of
   std::vector<MiniPool> pools_;
   Names remembered_;
   std::vector<Space> spaces_;
@@ -111,7 +112,7 @@ class Curve {
     size_t at;  // in the call's keys
   };
   std::vector<Sampled> sampled_;  // of the present call
-  std::vector<uint64_t> names_;   // those of them that one pool sees
+  std::vector<uint64_t> names_;   // names of those of sampled_ that one pool sees
 };
 
 }  // namespace kvdock

@@ -9,8 +9,8 @@ namespace kvdock {
 
 namespace {
 
-constexpr size_t kChosenShare = 16;  // a sixteenth of the leaves is chosen at a time, so all are looked at less often
-constexpr double kAskedWork = 0.25, kFoundWork = 0.1;  // compared with storing a chunk and evicting another
+constexpr size_t kChosenShare = 16;  // a sixteenth of the leaves is chosen at a time: fewer comparisons
+constexpr double kAskedWork = 0.25, kFoundWork = 0.1;  // work in units of storing a chunk and evicting another
 
 }  // namespace
 
@@ -62,14 +62,14 @@ void MiniPool::store(const std::vector<uint64_t>& names, uint64_t tick, uint64_t
   }
 }
 
-// A chunk of the present tick is not evicted, so it may become a parent.
+// A chunk that was used in the present tick is not evicted, so it may become a parent.
 void MiniPool::touch(uint32_t id, uint64_t tick) {
   Entry& e = entries_[id];
   policy_->touched({id, e.name, e.kind, e.used}, tick);
   e.used = tick;
 }
 
-// False: the pool is full of chunks that are as young.
+// False: the pool is full of chunks of the present tick.
 bool MiniPool::insert(uint64_t name, uint32_t parent, uint64_t tick, uint64_t chunk_bytes) {
   while (used_bytes_ + chunk_bytes > capacity_bytes_)
     if (!evict_one(tick)) return false;
@@ -91,7 +91,7 @@ bool MiniPool::insert(uint64_t name, uint32_t parent, uint64_t tick, uint64_t ch
   return true;
 }
 
-// Unless it has a parent already, or is an ancestor of that parent: engines may name chains that cross.
+// Does nothing if the chunk has a parent already, or is an ancestor of `parent`: engines may name chains that cross.
 void MiniPool::link(uint32_t id, uint32_t parent) {
   if (parent == kNone || parent == id || entries_[id].parent != kNone) return;
   if (entries_[id].children != 0)
@@ -132,7 +132,7 @@ bool MiniPool::is_as_chosen(const Victim& one) const {
   return e.name == one.name && e.used == one.used && e.leaf_at != kNone;
 }
 
-// Chunks that the present request uses stay, as they are pinned in the pool.
+// Evicts no chunk that the present request uses, as such chunks are pinned in a real pool.
 bool MiniPool::evict_one(uint64_t tick) {
   do {
     while (!victims_.empty() && !is_as_chosen(victims_.back())) victims_.pop_back();
@@ -145,7 +145,7 @@ bool MiniPool::evict_one(uint64_t tick) {
   policy_->evicted({id, e.name, e.kind, e.used}, tick);
   drop_leaf(id);
   forget(id);
-  entries_[id].name = ~e.name;  // no victim that was chosen before matches it now
+  entries_[id].name = ~e.name;  // so no victim that was chosen before matches this entry any more
   if (e.parent == kNone || --entries_[e.parent].children != 0) return true;
   add_leaf(e.parent);
   if (entries_[e.parent].used == tick) return true;

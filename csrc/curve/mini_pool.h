@@ -2,8 +2,8 @@
 // pool's bytes. Waldspurger, Saemundsson, Ahmad and Park, "Cache Modeling and Optimization using Miniature Simulations"
 // (USENIX ATC 2017).
 //
-// A chunk's parent is here the nearest chunk before it that is sampled too. Leaves are evicted first, as in the pool.
-// Time is in ticks of all chunks, not only of sampled ones, so that ages are as the policy expects them.
+// In a MiniPool, a chunk's parent is the nearest chunk before it that is sampled too. Leaves are evicted first, as in
+// the
 //
 // Invariants: an entry is a leaf, and in leaves_, exactly while no other names it as its parent; names_ has each entry
 //   once; used_bytes_ is the sum of the entries' bytes.
@@ -26,7 +26,7 @@ class MiniPool {
   // TableError bad_argument.
   MiniPool(const std::string& policy, double factor);
 
-  // Sets the capacity to `factor` times the pool's bytes, of which the miniature has `share`: that of sampled chunks.
+  // Sets the capacity to `factor` times the pool's bytes, times `share`, which is the share of chunks that are sampled.
   void resize(uint64_t pool_bytes, double share);
   // Keeps only the entries that are still sampled. resize() must follow.
   void thin(const std::function<bool(uint64_t name)>& stays);
@@ -39,7 +39,7 @@ class MiniPool {
 
   double factor() const { return factor_; }
   size_t size() const { return names_.size(); }
-  // How many sampled chunks of its present mean size it can hold; nullopt while it is empty.
+  // How many sampled chunks of the present mean size the miniature can hold; nullopt while it is empty.
   std::optional<double> capacity() const {
     if (used_bytes_ == 0) return std::nullopt;
     return static_cast<double>(capacity_bytes_) * static_cast<double>(size()) / static_cast<double>(used_bytes_);

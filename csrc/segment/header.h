@@ -37,11 +37,11 @@ struct SegmentHeader {
 
 static_assert(sizeof(SegmentHeader) == 56);
 static_assert(offsetof(SegmentHeader, magic) == 0);
-static_assert(offsetof(SegmentHeader, version) == 8);  // never moves: other builds look here
+static_assert(offsetof(SegmentHeader, version) == 8);  // never moves: other builds read it
 static_assert(offsetof(SegmentHeader, crc) == sizeof(SegmentHeader) - 4);
 static_assert(std::atomic_ref<uint32_t>::is_always_lock_free);
 
-// It depends on the sizes of structures, so builds that disagree about the layout refuse each other.
+// The version contains sizes of structures, so builds that disagree about the layout refuse each other's segments.
 inline constexpr uint32_t kSegmentFormat = 1;
 inline constexpr uint32_t kSegmentVersion =
     kSegmentFormat << 24 | uint32_t(sizeof(SegmentHeader)) << 12 | uint32_t(kSegmentHeaderBytes >> 6);

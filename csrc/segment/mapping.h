@@ -6,7 +6,7 @@
 // Process safety: MADV_DONTFORK. A forked child does not have these pages, so it cannot touch memory that its parent's
 //   grants protect.
 // Invariant: the object is at least `bytes` long when it is mapped, so access within bounds raises no SIGBUS, unless
-//   its owner shortens it later: reaches_end() finds out.
+//   the owner shortens the object later, which reaches_end() detects.
 #pragma once
 
 #include <atomic>
@@ -30,8 +30,9 @@ class Mapping {
   // On a kernel without MADV_POPULATE_WRITE it does nothing: the caller has allocated the object's memory, so later
   // access costs minor faults but cannot fail.
   void populate(size_t offset, size_t bytes);
-  // False when the object has become shorter than the mapping, so that access would raise SIGBUS; it may become so at
-  // any moment after the call. Costs less than a microsecond. On a kernel without MADV_POPULATE_READ: always true.
+  // False when the object has become shorter than the mapping, so that access would raise SIGBUS. The object may be
+  // shortened at any moment after the call. Costs less than a microsecond. On a kernel without MADV_POPULATE_READ:
+  // always true.
   bool reaches_end() const;
   // Returns whether the kernel accepted the advice; tmpfs may be mounted without huge pages.
   bool advise_huge();

@@ -11,7 +11,7 @@ wanted.
         ├── SegmentAbsent        no shared memory object of that name
         ├── SegmentNotReady      its header is not written yet: try again
         ├── SegmentNotRegistered it is mapped, but not yet registered with the GPU's driver: try again
-        ├── ForeignObject        it is another user's, or others may open, link or replace it
+        ├── ForeignObject        it is another user's, or other users may open, link or replace it
         ├── SegmentWrongVersion  it was written by a build with another layout
         └── SegmentCorrupt       the header contradicts itself, the object or the caller
 """
@@ -20,7 +20,7 @@ from __future__ import annotations
 
 
 class ShmError(Exception):
-    """`found` and `wanted` are the values the message names."""
+    """`found` and `wanted` are the values that the message names."""
 
     def __init__(self, message: str, *, found: object, wanted: object) -> None:
         super().__init__(f"{message}: found {found}, wanted {wanted}")
@@ -57,7 +57,7 @@ class SegmentAbsent(AttachError):
 
 
 class ForeignObject(AttachError):
-    """Also of a lock file or a table. found, wanted: kind, owner, mode and links."""
+    """Raised for a lock file or a table too. found, wanted: kind, owner, mode and links."""
 
 
 class SegmentNotRegistered(AttachError):

@@ -8,9 +8,9 @@ A pool with id P (16 hex digits) owns exactly these names in the shared-memory d
     kvdock-P-0000-R … the segments, by number; R: 16 random hex digits, drawn for each, so that no other user can
                       take the name of the next one
 
-Invariants: an object that `create` returned has every byte allocated, so touching it cannot fail; one that could not be
-allocated is gone again. Anybody may put objects of any name there: one that is not this user's own, or that others may
-open, is not listed, opened or removed.
+Invariants: an object that `create` returned has every byte allocated, so touching it cannot fail; a name for which
+memory ran out is removed again. Anybody may put objects of any name into the directory: an object that is not this
+user's own, or that others may open, is not listed, opened or removed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import Any, Final
 from kvdock._core import Mapping
 from kvdock.shm.errors import ForeignObject, PoolTooSmall
 
-# posix_ipc ships no types; this is the only place that touches it.
+# posix_ipc ships no types; only this module uses it.
 _posix_ipc: Final[Any] = importlib.import_module("posix_ipc")
 
 SHM_DIR: Final = Path("/dev/shm")
@@ -50,7 +50,7 @@ def history_path(pool_id: int, shm_dir: Path = SHM_DIR) -> Path:
 
 
 def fresh_path(path: Path) -> Path:
-    """Where an object is written before it takes the place of the one at `path`."""
+    """The path at which an object is written before it takes the place of the one at `path`."""
     return path.with_name(f"{path.name}.new")
 
 
@@ -86,7 +86,7 @@ def pool_objects(shm_dir: Path = SHM_DIR) -> dict[int, list[str]]:
 
 
 def foreign_objects(shm_dir: Path = SHM_DIR) -> list[str]:
-    """Objects there that have a name of ours and belong to others, sorted."""
+    """Objects in the directory that have a name of ours and belong to others, sorted."""
     return [path.name for path, own in _named(shm_dir) if not own]
 
 
@@ -94,12 +94,13 @@ def _named(shm_dir: Path) -> Iterator[tuple[Path, bool]]:
     """Objects that have a name of ours, each with whether it is our own."""
     for path in sorted(Path(shm_dir).iterdir()):
         if _NAME.fullmatch(path.name):
-            with suppress(FileNotFoundError):  # gone meanwhile
+            with suppress(FileNotFoundError):  # removed meanwhile
                 yield path, is_own(path.lstat())
 
 
 def open_lock(path: Path) -> int:
-    """A file's descriptor, readable and writable. FileNotFoundError, PermissionError, ForeignObject."""
+    """Opens a lock file and returns its descriptor, readable and writable. FileNotFoundError, PermissionError,
+    ForeignObject."""
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except (FileNotFoundError, PermissionError):
@@ -115,12 +116,12 @@ def open_lock(path: Path) -> int:
 
 
 def pool_exists(pool_id: int, shm_dir: Path = SHM_DIR) -> bool:
-    """Whether a server serves the pool, or may yet adopt it."""
+    """Whether the pool's lock file is there: a server serves the pool, or may yet adopt it."""
     return lock_path(pool_id, shm_dir).exists()
 
 
 def segment_names(pool_id: int, shm_dir: Path = SHM_DIR) -> Iterator[tuple[int, str]]:
-    """(number, name) of each segment that is there, sorted by name."""
+    """(number, name) of each segment of the pool in the directory, sorted by name."""
     for entry in pool_objects(shm_dir).get(pool_id, []):
         match = _NAME.fullmatch(entry)
         if match and match[2]:
@@ -130,7 +131,7 @@ def segment_names(pool_id: int, shm_dir: Path = SHM_DIR) -> Iterator[tuple[int, 
 def create(name: str, size_bytes: int) -> int:
     """A new object, mode 0600, all of `size_bytes` allocated; returns its descriptor.
 
-    FileExistsError when the name is taken, PoolTooSmall when memory runs out (the name is gone again).
+    FileExistsError when the name is taken, PoolTooSmall when memory runs out (then the name is removed).
     """
     try:
         fd: int = _posix_ipc.SharedMemory(name, _posix_ipc.O_CREX, mode=0o600).fd
@@ -160,7 +161,7 @@ def allocate(fd: int, size_bytes: int, name: str) -> None:
 
 
 def open_existing(name: str) -> int:
-    """The object's descriptor, readable and writable. FileNotFoundError when there is none, ForeignObject."""
+    """The object's descriptor, readable and writable. FileNotFoundError when there is no such object, ForeignObject."""
     try:
         fd: int = _posix_ipc.SharedMemory(name).fd
     except _posix_ipc.ExistentialError as error:
@@ -201,7 +202,7 @@ def open_region(name: str) -> Mapping:
     try:
         size_bytes = os.fstat(fd).st_size
         if size_bytes:
-            allocate(fd, size_bytes, name)  # a hole would be filled when it is read, and might then fail
+            allocate(fd, size_bytes, name)  # reading a hole allocates memory, which might fail at that time
         return Mapping(fd, size_bytes)
     finally:
         os.close(fd)

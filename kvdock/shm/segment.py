@@ -43,7 +43,7 @@ class SegmentInfo:
 
 
 def map_checked(name: str, pool_id: int, segment: int) -> tuple[_core.Mapping, dict[str, int]]:
-    """Maps an object by name and checks its header; an AttachError says what is wrong. Also returns its fields."""
+    """Maps an object by name and checks its header. Returns the mapping and the header's fields. AttachError."""
     try:
         fd = objects.open_existing(name)
     except FileNotFoundError as error:
@@ -68,7 +68,8 @@ def map_checked(name: str, pool_id: int, segment: int) -> tuple[_core.Mapping, d
 def address_of(
     info: SegmentInfo | None, mapping: _core.Mapping | None, segment: int, offset: int, length: int
 ) -> int:
-    """Address of bytes [offset, offset + length) of a segment, or of None when it is not mapped. SlotOutOfBounds."""
+    """The address of bytes [offset, offset + length) of a segment. `info` and `mapping` are None if it is not mapped.
+    Raises SlotOutOfBounds."""
     if info is None or mapping is None:
         raise SlotOutOfBounds("segment", found=segment, wanted="one that is attached")
     if not (info.data_offset <= offset and 0 <= length <= info.bytes - offset):

@@ -41,7 +41,7 @@ from kvdock.protocol.wire_types import (
 A = TypeVar("A")
 C = TypeVar("C", bound=Carrier)
 FLUSH_S = 1.0
-"""How long close() may take to send queued releases. The server asks about those that do not arrive."""
+"""How long close() may take to send queued releases. The server asks about releases that do not arrive."""
 _JSON_TYPE = JSON.media_type.encode()
 _LEASE = re.compile(r"[0-9a-f]{16}")
 
@@ -57,7 +57,7 @@ class ReleaseQueue:
         self._waiting: dict[str, dict[str, set[int]]] = {}
 
     def add(self, session: str, lease: str, ranks: Collection[int]) -> None:
-        """Raises ValueError for values that every server refuses: they would make the call that carries them fail."""
+        """Raises ValueError for values that every server refuses, because the call that carries them would fail."""
         if not _LEASE.fullmatch(lease):
             raise ValueError(f"lease found {lease!r}, wanted 16 lower-case hex digits")
         if not all(0 <= rank < MAX_RANKS for rank in ranks):
@@ -70,7 +70,7 @@ class ReleaseQueue:
             return list(self._waiting)
 
     def waits(self, session: str) -> bool:
-        """Whether any release of the session waits."""
+        """Whether a release of the session waits."""
         return session in self._waiting
 
     def load(self, session: str | None, body: C) -> tuple[C, list[Released]]:
@@ -89,8 +89,8 @@ class ReleaseQueue:
         return taken
 
     def put_back(self, session: str, releases: list[Released], error: BaseException) -> None:
-        """After a call that failed: they may not have arrived. A server that does not know the session holds nothing
-        that they release."""
+        """Queues the releases of a failed call again, because they may not have arrived. After `unknown_session` it
+        does not: a server without the session holds nothing that they release."""
         if isinstance(error, ApiError) and error.code == "unknown_session":
             return
         for released in releases:
@@ -106,8 +106,8 @@ class Client:
     def __init__(self, address: str, *, timeout_s: float = 5.0, packed: bool = True, access_token: str = "") -> None:
         """`address`: `unix:/path` or `http://host:port`; ValueError otherwise. Connects on the first call.
 
-        `packed`: MessagePack bodies; otherwise JSON, which people can read. `access_token`: of the server's access file
-        (protocol.access reads it from a file); over the Unix socket the server's own user needs none.
+        `packed`: MessagePack bodies; otherwise JSON, which people can read. `access_token`: a token of the server's
+        access file (protocol.access reads it from a file); over the Unix socket the server's own user needs none.
         """
         self._releases = ReleaseQueue()
         headers = {VERSION_HEADER: str(API_VERSION), **authorization(access_token)}
@@ -168,7 +168,7 @@ class Client:
         return self._carrying(c.HEARTBEAT, body, timeout_s, session, session)
 
     def leave(self, session: str, member: str, *, timeout_s: float | None = None) -> None:
-        """Releases everything that the member holds, so releases that it has queued need not be sent."""
+        """Releases everything that the member holds, so the releases that it has queued need not be sent."""
         return self._do(c.LEAVE, None, timeout_s, session, query={"member": member})
 
     def weights(self, body: s.RunWeights, *, timeout_s: float | None = None) -> s.WeightsAnswer:
@@ -183,7 +183,7 @@ class Client:
     def session(
         self, session: str, *, limit: int | None = None, cursor: str | None = None, timeout_s: float | None = None
     ) -> a.SessionDetail:
-        """With its members and a page of its grants."""
+        """The session with its members and a page of its grants."""
         return self._do(c.SESSION, None, timeout_s, session, query=page(limit, cursor))
 
     # ---------------------------------------------------------------- reading
@@ -195,15 +195,15 @@ class Client:
         return self._do(c.RELEASE, body, timeout_s, lease)
 
     def release_later(self, lease: str, session: str, ranks: Collection[int]) -> None:
-        """Queued: the next lookup, reserve, commit or heartbeat of the session carries it. Raises ValueError.
+        """Queues a release, which the session's next lookup, reserve, commit or heartbeat carries. Raises ValueError.
 
-        The copies of these ranks have ended. A session that sends heartbeats releases at the latest with the next one;
-        for others `flush` and `close` send what is queued.
+        Call it when the copies of these ranks have ended. A session that sends heartbeats sends the release at the
+        latest with the next one; for other sessions `flush` and `close` send it.
         """
         self._releases.add(session, lease, ranks)
 
     def flush(self, session: str, *, timeout_s: float | None = None) -> list[RefusedRelease]:
-        """Sends what release_later queued for the session; returns what was refused."""
+        """Sends the releases that are queued for the session; returns those that were refused."""
         refused: list[RefusedRelease] = []
         while self._releases.waits(session):
             answer = self._carrying(c.RELEASE_MANY, s.ReleaseMany(session=session), timeout_s, session)
@@ -213,12 +213,14 @@ class Client:
     def withdraw(
         self, session: str, requests: Sequence[str], *, timeout_s: float | None = None
     ) -> s.ReleaseManyAnswer:
-        """These requests store no more of what lookups with `computes` have promised for them."""
+        """Withdraws the promises that lookups with `computes` made for these requests, which store no more of the
+        chunks."""
         body = s.ReleaseMany(session=session, withdraws=list(requests))
         return self._carrying(c.RELEASE_MANY, body, timeout_s, session)
 
     def cancel(self, lease: str, session: str, member: str, *, timeout_s: float | None = None) -> None:
-        """For the member that asked, if no rank was or will be handed the plan."""
+        """Gives back a lease or reservation. For the member that asked for it, if no rank has been or will be handed
+        the plan."""
         return self._do(c.CANCEL, None, timeout_s, lease, query={"session": session, "member": member})
 
     def mismatch(self, body: s.ReportMismatch, *, timeout_s: float | None = None) -> s.MismatchAnswer:
@@ -234,7 +236,7 @@ class Client:
         return self._do(c.PREFETCH, body, timeout_s)
 
     def lease(self, lease: str, *, timeout_s: float | None = None) -> LeaseView:
-        """What a lease or reservation still holds."""
+        """The chunks and ranks that a lease or reservation still holds."""
         return self._do(c.LEASE, None, timeout_s, lease)
 
     def leases(
@@ -256,7 +258,7 @@ class Client:
     # ---------------------------------------------------------------- the pool, and what people read
 
     def segments(self, *, timeout_s: float | None = None) -> s.Segments:
-        """All of them, however many pages they fill."""
+        """All segments, however many pages their list fills."""
         found = self._do(c.SEGMENTS, None, timeout_s)
         while found.next is not None:
             more = self._do(c.SEGMENTS, None, timeout_s, query=page(None, found.next))
@@ -270,7 +272,7 @@ class Client:
         return self._do(c.STATS, None, timeout_s, query={} if over == "minutes" else {"over": over})
 
     def prefixes(self, limit: int | None = None, *, timeout_s: float | None = None) -> Prefixes:
-        """What is cached, by prefix, the most used first."""
+        """The cached prefixes, the most used first."""
         return self._do(c.PREFIXES, None, timeout_s, query=page(limit, None))
 
     def curve(self, *, timeout_s: float | None = None) -> Curve:
@@ -280,25 +282,25 @@ class Client:
     def requests(
         self, *, limit: int | None = None, cursor: str | None = None, request: str = "", timeout_s: float | None = None
     ) -> Requests:
-        """Those whose ids begin with `request`."""
+        """Recent requests whose ids begin with `request`."""
         query = {"request": request} if request else {}
         return self._do(c.REQUESTS, None, timeout_s, query=page(limit, cursor) | query)
 
     def explain(self, request: str, *, session: str = "", timeout_s: float | None = None) -> Explanation:
-        """Why the latest request of that id, or that of the session, found what it found."""
+        """Explains why the latest request of that id, or the session's latest, found no more than it did."""
         return self._do(c.EXPLAIN, None, timeout_s, request, query={"session": session} if session else {})
 
     # ---------------------------------------------------------------- administration
 
     def clear(self, body: a.ClearCache, *, timeout_s: float | None = None) -> a.Cleared:
-        """It walks the whole table, so allow it time."""
+        """The server walks its whole table, so allow it time."""
         return self._do(c.CLEAR, body, timeout_s)
 
     def delete(self, body: a.DeleteChunks, *, timeout_s: float | None = None) -> a.Deleted:
         return self._do(c.DELETE, body, timeout_s)
 
     def evict(self, body: a.EvictChunks, *, timeout_s: float | None = None) -> a.Evicted:
-        """It gives back the memory of many chunks, one after the other, so allow it time."""
+        """The server evicts the chunks one after the other, so allow it time."""
         return self._do(c.EVICT, body, timeout_s)
 
     def pin(self, body: a.PinChunks, *, timeout_s: float | None = None) -> a.Pinned:
@@ -318,7 +320,7 @@ class Client:
 
 
 def _with_key_bytes(body: Body) -> Body:
-    """The body with hex keys as one bin. Strings that are no keys stay, and the server refuses them."""
+    """The body with hex keys as concatenated bytes. Strings that are no keys stay, and the server refuses them."""
     if not isinstance(body, s.Lookup | s.Reserve | s.Hint) or not isinstance(body.keys, list):
         return body
     if set(map(len, body.keys)) - {2 * KEY_BYTES}:

@@ -1,4 +1,4 @@
-"""Reads a server's events: what `GET /v1/events` streams, one by one."""
+"""Reads the events of a server, one by one, from the stream of `GET /v1/events`."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ class StreamedEvent(NamedTuple):
     id: str
     """Pass it as `last_id` to continue after this event."""
     event: dict[str, Any]
-    """As docs/events.md has it."""
+    """Its fields are those of docs/events.md."""
 
 
 def read_events(
     address: Address, access_token: str = "", *, kinds: str = "", follow: bool = False, last_id: str = ""
 ) -> Iterator[StreamedEvent]:
-    """The events that are kept, or those after `last_id`; with `follow`, then new ones too, until the server drains.
-    `kinds`: separated by commas; '' is all. Raises ApiError, and ServerUnavailable when there is no server or it is
-    lost."""
+    """The events that the server has kept, or those after `last_id`; with `follow`, then also new ones, until the
+    server drains. `kinds`: kinds of events, separated by commas; '' for all. Raises ApiError, and ServerUnavailable
+    when the server cannot be reached or the connection is lost."""
     query = {"kinds": kinds} if kinds else {}
     if follow:
         query["follow"] = "true"
@@ -44,7 +44,7 @@ def read_events(
         if answer.status != http.client.OK:
             raise ApiError.from_problem(msgspec.json.decode(answer.read(), type=Problem))
         yield from _events(answer)
-    except (OSError, http.client.HTTPException, msgspec.DecodeError) as error:  # the last: not our server's
+    except (OSError, http.client.HTTPException, msgspec.DecodeError) as error:  # DecodeError: no kvdock server
         raise ServerUnavailable(f"{address.text}: {error}") from error
     finally:
         connection.close()

@@ -3,7 +3,7 @@
     with HttpClient("http://127.0.0.1:7410") as client: print(client.status())
     async with AsyncHttpClient("unix:/run/user/1000/kvdock.sock") as client: print(await client.status())
 
-The same methods, bodies, answers and errors as client.Client, whose calls cost a fraction of a call through httpx.
+The methods, bodies, answers and errors are those of client.Client, whose calls cost a fraction of a call through httpx.
 Needs the extra `client` (httpx). A ready httpx client (proxies, authentication, event hooks) may be passed in; it is
 closed with this one. At a Unix socket, only a server of this user, or of root, is sent anything.
 """
@@ -35,7 +35,7 @@ P = ParamSpec("P")
 _CLOSED = (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError)
 """The server had closed an idle connection: the call is repeated once, as every call may be."""
 _FAILED = (httpx.HTTPError, PermissionError, RuntimeError)
-"""PermissionError: another user's server. RuntimeError: the client is closed."""
+"""PermissionError: the server is another user's. RuntimeError: the client is closed."""
 _HEADERS = {"content-type": JSON.media_type, VERSION_HEADER.lower(): str(API_VERSION)}
 
 
@@ -43,7 +43,7 @@ def _asked(
     address: Address, headers: dict[str, str], method: str, path: str, body: bytes | None, timeout_s: float,
     trace: Callable[..., Any],
 ) -> dict[str, Any]:
-    """Arguments of httpx's `request`. `trace` gets each step of it, by name."""
+    """The arguments of httpx's `request`. httpx calls `trace` at each step of the request, with the step's name."""
     url = f"http://{address.authority}{path}"
     return {
         "method": method, "url": url, "content": body, "headers": headers, "timeout": timeout_s,
@@ -52,7 +52,7 @@ def _asked(
 
 
 def _is_strangers(address: Address, step: str, about: dict[str, Any]) -> PermissionError | None:
-    """The reason why the connection that this step has made must not be used; None: there is none."""
+    """The reason why the connection that this step has made must not be used; None if it may be used."""
     if step != "connection.connect_unix_socket.complete":
         return None
     fd = about["return_value"].get_extra_info("socket").fileno()
@@ -98,7 +98,7 @@ class HttpClient(Client):
     def __init__(
         self, address: str, *, timeout_s: float = 5.0, access_token: str = "", http: httpx.Client | None = None
     ) -> None:
-        """As client.Client's. `http` keeps its own transport."""
+        """As client.Client's. `http`: an httpx client, which keeps its own transport."""
         super().__init__(address, timeout_s=timeout_s, packed=False)
         self._transport = _HttpxTransport(self._transport.address, access_token, http)
 
@@ -106,8 +106,8 @@ class HttpClient(Client):
 def _awaited(
     method: Callable[Concatenate[Client, P], A]
 ) -> Callable[Concatenate[AsyncHttpClient, P], Coroutine[Any, Any, A]]:
-    """The same call, awaited. `method` ends in one `_do` or `_carrying`, so with AsyncHttpClient's it returns a
-    coroutine of its answer."""
+    """The same call, awaited. `method` ends in one call of `_do` or `_carrying`, which AsyncHttpClient defines as
+    coroutines, so here `method` returns a coroutine of its answer."""
 
     async def call(self: AsyncHttpClient, /, *args: P.args, **kwargs: P.kwargs) -> A:
         asked: Any = method(cast(Client, self), *args, **kwargs)
@@ -123,7 +123,7 @@ class AsyncHttpClient:
     def __init__(
         self, address: str, *, timeout_s: float = 5.0, access_token: str = "", http: httpx.AsyncClient | None = None
     ) -> None:
-        """As client.Client's. `http` keeps its own transport."""
+        """As client.Client's. `http`: an httpx client, which keeps its own transport."""
         self._headers = {**_HEADERS, **authorization(access_token)}
         self._parsed = Address.parse(address)
         self.address, self.timeout_s = self._parsed.text, timeout_s
@@ -195,7 +195,7 @@ class AsyncHttpClient:
         await self.close()
 
     def release_later(self, lease: str, session: str, ranks: Collection[int]) -> None:
-        """Queued, so not awaited; see Client."""
+        """As Client.release_later. It only queues the release, so it is not awaited."""
         self._releases.add(session, lease, ranks)
 
     attach = _awaited(Client.attach)

@@ -47,14 +47,14 @@ class Address(NamedTuple):
     """`unix:/path` or `http://host:port`."""
 
     text: str
-    """In one of these forms, whichever it was given in."""
+    """The address in one of these two forms, whatever form was parsed."""
     socket_path: str
     host: str
     port: int
 
     @classmethod
     def parse(cls, text: str) -> Address:
-        """Also takes `host:port` and `/path`. Raises ValueError, which names the text."""
+        """Also accepts `host:port` and `/path`. Raises ValueError, which names the text."""
         wrong = ValueError(f"address found {text!r}, wanted unix:/path or http://host:port")
         if text.startswith(("unix:", "/")):
             path = text.removeprefix("unix:").removeprefix("//")
@@ -269,8 +269,8 @@ class Answers:
         self._decoders: dict[tuple[type, bool], msgspec.json.Decoder[object] | msgspec.msgpack.Decoder[object]] = {}
 
     def decoded(self, call: Call[A], status: int, raw: bytes, *, packed: bool) -> A:
-        """Raises ApiError if it is a refusal, ServerUnavailable if it is no answer to this call. `packed`: whether
-        `raw` is MessagePack; refusals are always JSON."""
+        """Raises ApiError for a refusal, and ServerUnavailable for bytes that are no answer to this call. `packed`:
+        whether `raw` is MessagePack; refusals are always JSON."""
         try:
             if status >= 400:
                 raise ApiError.from_problem(_PROBLEM.decode(raw))

@@ -10,9 +10,9 @@ const REFUSED_MS = 300_000;
 const MOST_PAGES = 8;
 const BACKOFF_MS = [1000, 2000, 4000, 8000, 10000];
 
-/** Only here, in memory: it ends with the page, and is in no URL and no storage. */
+/** The token is only in memory: it ends with the page, and is in no URL and no storage. */
 let token = "";
-/** Whether the server has answered a call with this token. */
+/** Whether the server accepted the token in the last call that carried it. */
 let isKnown = false;
 /**
  * Paths that are open to everybody. They are fetched without the token until the server has accepted it, because an
@@ -37,7 +37,7 @@ export async function ask(path, { headers = {}, ...options } = {}) {
   const answer = await fetch(path, { cache: "no-store", ...options, headers: all });
   if (all.Authorization) isKnown = answer.status !== 401;
   if (answer.ok) return answer;
-  if (all.Authorization && !isKnown && isOpen(path)) return ask(path, { headers, ...options }); // it was revoked
+  if (all.Authorization && !isKnown && isOpen(path)) return ask(path, { headers, ...options }); // the token was revoked
   const refusal = new Error(`it answered ${answer.status}${await problem(answer)}`);
   throw Object.assign(refusal, { status: answer.status });
 }
@@ -47,7 +47,7 @@ export function get(path, timeoutMs = TIMEOUT_MS) {
   return within(timeoutMs, async (signal) => (await ask(path, { signal, headers: { Accept: JSON_TYPE } })).json());
 }
 
-/** Sends a body and gives the answer's. Throws as `get` does. */
+/** Sends a body and resolves to the answer's. Throws as `get` does. */
 export function send(method, path, body, timeoutMs = SEND_TIMEOUT_MS) {
   const headers = { Accept: JSON_TYPE, "Content-Type": JSON_TYPE };
   const options = { method, headers, body: JSON.stringify(body) };
@@ -69,7 +69,7 @@ async function within(timeoutMs, call) {
   }
 }
 
-/** The text of an RFC 9457 body, if it is one. */
+/** The text of a refusal whose body is problem details (RFC 9457); else empty. */
 async function problem(answer) {
   try {
     const body = await answer.json();
@@ -84,7 +84,7 @@ async function problem(answer) {
 export class Source {
   body = null;
   error = null;
-  /** The server refuses it to this page, because the token is missing or has not the scope. */
+  /** The server refuses the path to this page, because the token is missing or lacks the scope. */
   locked = false;
   /** The server does not have the path, or it is switched off. */
   absent = false;

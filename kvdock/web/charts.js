@@ -1,7 +1,7 @@
 // A line chart in SVG. Title, unit and values come from the server.
 // The pointer, or the arrow keys when the chart has the focus, move a cursor; the legend shows the values there.
-// Charts of one group move their cursors together. Every node is made once and reused; null values are gaps, and in a
-// gap a share of nothing is drawn as a thin line at its last value.
+// Charts of one group move their cursors together. Every node is made once and reused. Null values are gaps; in a gap,
+// a share of nothing is drawn as a thin line at its last value.
 
 import { el, KeyedList, setAttr, setText, svg } from "./dom.js";
 import { age } from "./format.js";

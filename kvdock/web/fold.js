@@ -6,7 +6,8 @@ const AROUND = "200px";
 
 /**
  * Sections that are no <details> are always open. The others start open where the screen is at least as wide as their
- * `data-from` says, in pixels; "never": folded. changed: () => void, when it is opened or comes into sight.
+ * `data-from` says, in pixels; "never": folded. changed: () => void, called when the panel is opened or comes into
+ * sight.
  */
 export function mountFold(root, changed) {
   const isFold = root instanceof HTMLDetailsElement;
@@ -23,7 +24,7 @@ export function mountFold(root, changed) {
     if (isSeen) changed();
   }, { rootMargin: AROUND }).observe(root);
   return {
-    /** Whether it is in sight, or close to it. */
+    /** Whether the panel is in sight, or nearly. */
     get isSeen() {
       return isSeen;
     },

@@ -6,7 +6,7 @@
 import { ask, TIMEOUT_MS } from "./api.js";
 
 const AGAIN_MS = 3000;
-/** The server has no events, or refuses them to this page; it counts such calls. */
+/** The wait after a refusal: the server sends no events, or none to this page, and counts refused calls. */
 const REFUSED_MS = 300_000;
 
 /**

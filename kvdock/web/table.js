@@ -7,8 +7,8 @@ import { el, KeyedList, setAttr, setHidden, setText } from "./dom.js";
  * columns: [{head, cls?, text: item => string, title?: item => string}]
  *       or [{head, cls?, make: cell => (item => void)}] where a cell is more than text.
  * With `has: item => boolean` a column is there only while some item has it.
- * limit: the rows drawn at first; a button below the table adds as many again. needsPx: the least width of a
- * table, and allPx: of one with its columns of the class `spare`.
+ * limit: the rows drawn at first; a button below the table adds as many again. Narrower than needsPx, rows
+ * are cards; narrower than allPx, columns of the class `spare` are hidden.
  */
 export class Table {
   #items = [];

@@ -29,7 +29,7 @@ function saved({ status: { counters: c, saved: reported } }) {
 /** A pool with a smaller free share than this counts as full: eviction keeps a little free. */
 const FULL_SHARE = 0.05;
 
-/** When the pool will be full; if it is full, the age of the chunk that is evicted next. */
+/** When the pool will be full; if it is full, how long its oldest chunk was unused. */
 function fullWords({ full_in_s: fullInS, oldest_s: oldestS, pool }) {
   const free = pool.free_bytes + pool.limit_bytes - pool.allocated_bytes;
   const isFull = free < FULL_SHARE * pool.limit_bytes;
@@ -37,7 +37,7 @@ function fullWords({ full_in_s: fullInS, oldest_s: oldestS, pool }) {
   return isFull && (oldestS ?? null) !== null ? `; the oldest chunk was unused for ${about(oldestS)}` : "";
 }
 
-/** Name and bodies → [value, note]. */
+/** The tiles: a name, and a function from bodies to [value, note]. */
 const TILES = [
   ["Hit rate", hitRate],
   ["Saved", saved],

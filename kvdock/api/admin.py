@@ -1,7 +1,7 @@
 """What an operator may do: clear, delete, evict, pin, change limits. None of these frees memory that an engine holds.
 
-Every call is idempotent: repeated because its answer was lost, it leaves the same state. Long walks over the table are
-done in slices, with other calls answered in between.
+Every call is idempotent: if it is repeated because its answer was lost, it leaves the same state. Long walks over the
+table are done in slices, with other calls answered in between.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class Admin:
         return self.config()
 
     async def change_limits(self, changes: dict[str, object], source: Literal["call", "settings"]) -> None:
-        """All or none. Raises ApiError: bad_argument, no_memory."""
+        """Makes all changes, or none. Raises ApiError: bad_argument, no_memory."""
         before = msgspec.structs.asdict(self._pool.limits)
         await self._pool.change_limits(changes)
         after = msgspec.structs.asdict(self._pool.limits)

@@ -17,14 +17,14 @@ MAX_STEP_NS = 1_000_000_000
 
 
 class Clocks(NamedTuple):
-    """What a server reads the time from. Tests pass clocks of their own."""
+    """The clocks that a server reads. Tests pass clocks of their own."""
 
     perf_ns: Callable[[], int] = time.perf_counter_ns
-    """Times calls."""
+    """Times calls, in nanoseconds."""
     wall_s: Callable[[], float] = time.time
     """Unix seconds: dates what people read."""
     now_s: Callable[[], float] = time.monotonic
-    """Never goes back: what lasts for seconds."""
+    """Never goes back; for times of seconds and more."""
 
 
 def boottime_ns() -> int:
@@ -50,5 +50,5 @@ class ServerClock:
             return self._sum_ns // 1_000_000
 
     def since_s(self, at_ms: int) -> float | None:
-        """How long ago it was `at_ms`; None: 0, which stands for a time that is not known."""
+        """Seconds since `at_ms`; None for `at_ms` 0, which stands for a time that is not known."""
         return max(0, self.now_ms() - at_ms) / 1000 if at_ms else None

@@ -62,7 +62,7 @@ def group_indices(manifest: Manifest, groups: list[int] | None) -> list[int]:
 
 @contextmanager
 def ignore_unknown_grant() -> Iterator[None]:
-    """For heartbeats that name a grant that has ended already: nothing is left to do."""
+    """Ignores the refusal of a grant that has ended already, when a heartbeat names it: nothing is left to do."""
     try:
         yield
     except TableError as error:

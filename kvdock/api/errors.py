@@ -27,7 +27,7 @@ class StartupError(KvdockError):
 
 
 class AccessFileError(KvdockError):
-    """The file of access tokens cannot be read, or says something that was not wanted."""
+    """The file of access tokens cannot be read, or has a content that is not allowed."""
 
 
 class AdoptionError(KvdockError):

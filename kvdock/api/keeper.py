@@ -1,8 +1,9 @@
 """The server's background work: it watches members' locks, lets deadlines pass, keeps tenants within their quotas and
 memory free, empties segments that are being retired, rereads the access file, and takes samples.
 
-One task, on the event loop, every `watch_s`. A round is short; eviction is done in small slices, so that calls are
-answered in between. Time comes from the server clock, so no member counts as late after the server itself was stopped.
+It is one task on the event loop, with a round every `watch_s`. A round is short; eviction is done in small slices, so
+that calls are answered in between. Time is the server clock's, so no member counts as late after the server itself was
+stopped.
 """
 
 from __future__ import annotations
@@ -68,12 +69,12 @@ class Keeper:
                 self._growth.cancel()
 
     async def _watch_members(self) -> None:
-        """A lock that is free is the only proof of death. Afterwards the table lets time pass."""
+        """Finds dead members: a free lock is the only proof of death. Then the table's deadlines pass."""
         for number, session in enumerate(self._registry.sessions(), 1):
             if number % SLICE_SESSIONS == 0:
                 await asyncio.sleep(0)
             if self._registry.of_table_id(session.table_id) is not session:
-                continue  # it has ended meanwhile
+                continue  # the session has ended meanwhile
             for member in session.members.values():
                 if not member.dead:
                     self._watch(session, member)
@@ -118,13 +119,13 @@ class Keeper:
             self._access.changed = False
 
     async def _keep_quotas(self) -> None:
-        """Evicts what tenants have above their quota, if it was lowered."""
+        """Evicts the chunks that tenants have above their quota, if a quota was lowered."""
         while self._table.evict_over_quota(EVICT_SLICE_CHUNKS):
             await asyncio.sleep(0)
 
     async def _keep_free(self) -> None:
-        """Below its mark the pool grows in the background, with growth=ahead without waiting for it. At its maximum
-        size chunks are evicted below the low mark, up to the high mark."""
+        """Grows the pool in the background while less than its mark is available; with growth=ahead until it has its
+        full size. When it cannot grow and less than the low mark is available, evicts chunks up to the high mark."""
         pool, table = self._pool, self._table
         low_bytes = int(pool.limits.low_water * pool.limit_bytes)
         high_bytes = int(pool.limits.high_water * pool.limit_bytes)

@@ -1,4 +1,4 @@
-"""The server's log: one line a message, whatever callers have put into it, and not too many lines.
+"""The server's log: one line for each message, whatever callers have put into it, and not too many lines.
 
 Callers choose labels, ids, paths and more. `shown` shortens such text where a message has it; the handler escapes
 characters that would end a line, move the cursor or turn the text around, in every message. Of the messages with one

@@ -1,7 +1,7 @@
 """The server process: one event loop, listening on a Unix socket and on TCP, over one pool.
 
-It binds both sockets, opens the pool, serves and drains; on SIGHUP it reads settings and access tokens again. However
-it ends, it removes the sockets, segments, table and lock file; a drain may keep the last three
+It binds both sockets, opens the pool, serves and drains; on SIGHUP it reads settings and access tokens again. At its
+end, unless it is killed, it removes the sockets, segments, table and lock file; a drain may keep the last three
 (kvdock/api/pool/drain.py). Start-up problems are StartupError, raised before anything is served. Imports neither torch
 nor numpy: the server has no GPU context and starts in under a second.
 """
@@ -62,12 +62,12 @@ AT_ONCE = frozenset(Limits.__struct_fields__) | OF_THE_LOG
 
 
 class Rereading:
-    """Reads settings and access tokens again while the server runs. `source` reads all settings anew, as at the start:
-    SettingsError.
+    """Reads settings and access tokens again while the server runs. `source` reads all settings anew, as at the start,
+    and raises SettingsError.
 
-    What may change at once does: the limits, and how the log is written. For the others the log says that they count
-    from the next start. Nothing changes if a setting is refused. A limit that a call has changed since stays, unless
-    the settings themselves name another value than before."""
+    The limits and the log's level and format change at once. Other settings keep their values until the next start, and
+    the log names them. Nothing changes if a setting is refused. A limit that a call has changed since stays, unless the
+    settings themselves name another value than before."""
 
     def __init__(
         self, settings: Settings, source: Callable[[], Settings], *, access: AccessFile, admin: Admin, journal: Journal
@@ -110,7 +110,7 @@ OnReady = Callable[[Addresses], None]
 
 
 class Server:
-    """`run` serves until SIGINT, which ends it at once, or until SIGTERM, which drains it: StartupError.
+    """`run` serves until SIGINT, which ends it at once, or SIGTERM, which drains it first. Raises StartupError.
 
     Call `run` in any thread, and `stop` from any thread: it acts like SIGINT. `on_ready` is called once, when both
     addresses answer and there is memory to give out.

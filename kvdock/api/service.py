@@ -132,7 +132,7 @@ class CacheService:
         for start in range(0, max(len(body.done), len(body.keep)), SLICE_ANSWERS):
             if start:
                 await asyncio.sleep(0)
-                session.member(body.member)  # it may have left meanwhile
+                session.member(body.member)  # the member may have left meanwhile
             for done in body.done[start : start + SLICE_ANSWERS]:
                 with ignore_unknown_grant():
                     self._table.done(member.table_id, grant_id(done.grant), done.ranks)
@@ -273,7 +273,7 @@ class CacheService:
                 if retained + too_many < len(some) // KEY_BYTES:
                     break  # a key is missing there, and nothing behind a gap is retained
                 await asyncio.sleep(0)
-                session.member(body.member)  # it may have left meanwhile
+                session.member(body.member)  # the member may have left meanwhile
             return HintAnswer(chunks=chunks, refused=refused)
         priority = CONVERSATION_ENDED if body.conversation_ended else body.priority
         for start in reversed(starts):
@@ -389,7 +389,7 @@ class CacheService:
         )
 
     async def _peek(self, peer: Peer, body: s.Lookup) -> s.LookupAnswer:
-        """A lookup without a session: it answers a length, and holds nothing."""
+        """A lookup without a session: the answer is only a length, and nothing is leased."""
         if body.releases:
             raise ApiError("invalid_body", "without a session there is no lease", found="$.releases", wanted="session")
         if body.computes:

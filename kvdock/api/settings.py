@@ -31,7 +31,7 @@ ENV_PREFIX = "KVDOCK_"
 CONFIG_VARIABLE = "KVDOCK_CONFIG"
 """Names the settings file; it is not a setting itself."""
 OTHER_VARIABLES = frozenset({CONFIG_VARIABLE, TOKEN_FILE_VARIABLE, ADDRESS_VARIABLE})
-"""Not the server's settings, nor are those of vLLM's connector."""
+"""KVDOCK_ variables that are no settings of the server; those of vLLM's connector are none either."""
 
 _UNITS = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": GIB, "tib": 1 << 40, "kb": 10**3, "mb": 10**6,
           "gb": 10**9, "tb": 10**12}
@@ -158,7 +158,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def tier_names(self) -> list[str]:
-        """As the mover calls them, in the order in which it asks them."""
+        """The names of the tiers, in the order in which the mover asks them."""
         return ["disk", *self.store_urls] if self.disk_path else list(self.store_urls)
 
     @property

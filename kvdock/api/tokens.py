@@ -26,11 +26,12 @@ LONG_BODY_BYTES = 64 << 10
 SLICE_BYTES = 32 << 10
 SLICE_TOKENS = 8192
 TURN_KEY_BYTES = 2048 * KEY_BYTES
-"""To decode as many takes some tenths of a millisecond, and to look them up a millisecond more."""
+"""After keys of more than this length were decoded, other calls have a turn: to decode as many takes some tenths of a
+millisecond, and to look them up a millisecond more."""
 
 MAX_PACKED_TOKENS = 1 << 16
 _PACKED_TOKENS = re.compile(rb"(?:\xa6|\xd9\x06|\xda\0\x06|\xdb\0\0\0\x06)tokens\xdd(.{4})", re.DOTALL)
-"""The field's name, its length in any spelling, and an array with a 4-byte count."""
+"""The name `tokens` in any encoding of a MessagePack string, then the head of an array with a 4-byte count."""
 _TOKENS = re.compile(rb'"tokens"\s*:\s*\[')
 _PIECE: msgspec.json.Decoder[list[int]] = msgspec.json.Decoder(list[Token])
 

@@ -7,8 +7,8 @@
     scopes = ["engine"]            # health, read, engine, admin
     caps = {bytes = 8589934592, sessions = 4}    # the tenant's quota, in one of its tokens; left out: the default
 
-The file is private (kvdock/protocol/access.py). The keeper checks every round whether it has changed. A change that is
-wrong leaves the tokens as they were, with one line in the log.
+The file is private (kvdock/protocol/access.py). The keeper checks every round whether it has changed. If the new
+content is wrong, the tokens stay as they were, and the log gets one line.
 """
 
 from __future__ import annotations
@@ -62,18 +62,19 @@ class _Content(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def digest_of(token: bytes) -> bytes:
-    """A token is 32 random bytes or more, so a plain digest cannot be guessed back."""
+    """The SHA-256 of a token. A token has at least 32 random bytes, so nobody can find it by guessing."""
     return hashlib.sha256(token).digest()
 
 
 class AccessFile:
-    """The tokens of the file at `path`, '' for none. Raises AccessFileError at first; later changes are only logged."""
+    """The tokens of the file at `path`, '' for none. The constructor raises AccessFileError; later errors are
+    logged."""
 
     def __init__(self, path: str) -> None:
         self._path = path
         self._seen: tuple[int, ...] = ()
         self._changing: tuple[int, ...] | None = None
-        """What the file looked like at the last call; None if it had not changed."""
+        """The file's signature at the last `refresh`, if it was a new one."""
         self._peers: dict[bytes, tuple[Peer, Peer]] = {}
         """By a token's digest: the peers that it stands for over TCP and over the Unix socket."""
         self.caps: dict[str, Quota] = {}
@@ -85,7 +86,7 @@ class AccessFile:
             self._take(read(path))
 
     def peer_of(self, authorization: bytes, connection: Peer) -> Peer:
-        """The peer that the header stands for, on a connection of `connection`. Raises ApiError(unauthenticated)."""
+        """The peer that the header's token stands for on this connection. Raises ApiError(unauthenticated)."""
         kind, _, token = authorization.strip().partition(b" ")
         found = self._peers.get(digest_of(token.strip())) if kind.lower() == b"bearer" else None
         if found is None:
@@ -99,8 +100,8 @@ class AccessFile:
         self.caps = {token.tenant: token.caps for token in tokens.values() if token.caps is not None}
 
     async def refresh(self) -> None:
-        """Reads the file again if it has changed, and not since the last call, as it may be half written. In a
-        thread, because a long file takes a while."""
+        """Reads the file again once two calls in a row have seen the same change, because a file that has just changed
+        may be half written. Reads in a thread, because a long file takes a while."""
         if not self._path or (seen := _signature(self._path)) == self._seen:
             return
         if seen != self._changing:

@@ -1,8 +1,8 @@
 """The callers: where a call comes from, what it may do, and the audit log of operators' calls and of callers that were
 refused for lack of an access token.
 
-A connection's Peer is made once, from what the kernel says of its socket, never from what the caller says. An access
-token (kvdock/api/access/access_file.py) in a call's header stands for another Peer during that call.
+A connection's Peer is made once, from the kernel's facts about its socket, never from anything that the caller sends.
+An access token (kvdock/api/access/access_file.py) in a call's header stands for another Peer during that call.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Peer(NamedTuple):
     tenant: str | None
     """The tenant whose sessions and namespaces it may use. None: it may use none."""
     is_unix: bool
-    """It came over the Unix socket, which no web page can reach."""
+    """The call came over the Unix socket, which no web page can reach."""
 
     def may(self, scope: Scope) -> bool:
         return scope in self.scopes
@@ -35,7 +35,8 @@ class Peer(NamedTuple):
         return tenant == self.tenant or "admin" in self.scopes
 
     def require(self, scope: Scope) -> None:
-        """Raises ApiError: unauthenticated if a token would help, forbidden if it has one that may not."""
+        """Raises ApiError without the scope: unauthenticated if there is no access token, forbidden if the token lacks
+        it."""
         if scope in self.scopes:
             return
         if self.tenant is None:
@@ -62,9 +63,9 @@ def of_user(uid: int) -> Peer:
 
 
 AUDIT = "kvdock.audit"
-"""The logger."""
+"""The name of the audit log's logger."""
 SHOWN_CHARACTERS = 200
-"""The longest piece of a body, an answer or a path in a line."""
+"""The most characters of a body, an answer or a path in one line of the log."""
 ACCESS_CODES = frozenset({"unauthenticated", "forbidden"})
 
 log = logging.getLogger(AUDIT)
@@ -77,13 +78,13 @@ def log_done(peer: Peer, call: Call[Answer], asked: Body, answer: Answer) -> Non
 
 
 def log_refusal(peer: Peer, method: str, path: str, error: ApiError) -> None:
-    """Logs the refusal if it is one of access."""
+    """Logs the refusal if its code is one of ACCESS_CODES."""
     if error.code in ACCESS_CODES:
         shown = _cut(path.encode())
         log.warning("refused %s: %s %s: %s, wanted %s", peer.name, method, shown, error.code, error.wanted)
 
 
 def _cut(text: bytes) -> str:
-    """As ASCII in quotes, so that a caller's text cannot end a line or change its direction."""
+    """The text as ASCII in quotes, so that a caller's text cannot end a line or change its direction."""
     shown = ascii(text.decode(errors="replace"))
     return shown if len(shown) <= SHOWN_CHARACTERS else f"{shown[:SHOWN_CHARACTERS]}…"

@@ -39,7 +39,7 @@ class Extras:
             self.kv_zmq.start(kv_log)
 
     def close(self) -> None:
-        """Waits a moment until all is sent."""
+        """Waits until everything is sent, but only for a moment."""
         if self.kv_zmq is not None:
             self.kv_zmq.close()
         if self.traces is not None:
@@ -92,7 +92,7 @@ class Feeds:
     def __init__(
         self, settings: Settings, table: Table, journal: Journal, wall_s: Callable[[], float], extras: Extras
     ) -> None:
-        """Subscribes them. `wall_s`: Unix seconds."""
+        """Subscribes the feeds to the journal. `wall_s`: Unix seconds."""
         wanted = settings.observers
         events = EventStream(table.incarnation, journal.flush)
         self.grant_times = GrantTimes()
@@ -116,7 +116,7 @@ class Feeds:
     # ---------------------------------------------------------------- figures for `/metrics`
 
     def catch_up(self) -> None:
-        """Hands out the events that wait, so that all figures are of now."""
+        """Hands out the events that wait, so that all figures include them."""
         self._journal.flush()
 
     @property

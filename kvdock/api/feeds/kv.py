@@ -1,4 +1,5 @@
-"""KV cache events for routers: which chunks lookups find, in vLLM's form, numbered, for each tenant apart.
+"""KV cache events for routers: which chunks lookups find, in vLLM's form, with numbers that count for each tenant
+alone.
 
 `KvLog` follows the table's log of changes (csrc/table/change_log.h), which it reads every EVERY_S. The names that
 engines give a chunk wait here until the chunk is published. A reader that knows a number gets what came after it; one
@@ -6,9 +7,9 @@ that was away for too long, comes late, or knows another server's numbers gets a
 all that is there. Numbers begin with the time, so that those of the next server are higher and leave a gap. `KvStream`
 sends the log as server-sent events; kvdock/api/feeds/kv_zmq.py publishes it over ZeroMQ.
 
-Invariants: stored and removed events alternate for each chunk. Memory is bounded: routers get a removal for what does
-not fit, so that they believe less than the truth and never more. The event loop writes; one lock lets other threads
-read.
+Invariants: stored and removed events alternate for each chunk. Memory is bounded: for a chunk that does not fit,
+routers get a removal, so that they may miss chunks that are there, but do not expect chunks that are not. The event
+loop writes; one lock lets other threads read.
 """
 
 from __future__ import annotations
@@ -38,12 +39,13 @@ from kvdock.protocol.wire_types import KEY_BYTES
 EVERY_S = 0.05
 SLICE = 1024
 BEAT_S = 10.0
-"""After this long without events, an empty batch shows late readers by its number that they lack some."""
+"""After this long without events, an empty batch is added, whose number shows readers that missed events that they
+did."""
 BATCH_CHUNKS = 256
 MOST_BYTES = 128 << 20
 """About how much the log may remember of all chunks that lookups find."""
 KEPT_BYTES = 32 << 20
-"""What is kept for readers that were away, of all tenants."""
+"""How much is kept, for all tenants together, for readers that were away."""
 NAMES_BYTES = 32 << 20
 """How much is kept of the names of chunks that are not there, or not yet: the oldest are forgotten first."""
 CHUNK_BYTES, HASH_BYTES = 400, 64
@@ -95,7 +97,7 @@ def _size_bytes(name: BlockNames) -> int:
 
 
 Item = Announced | BlockRemoved | AllBlocksCleared
-"""What is kept of an event: tokens as bytes take a tenth of what a list takes."""
+"""An event as it is kept: tokens as bytes take a tenth of the memory of a list."""
 
 
 class Batch(NamedTuple):
@@ -113,7 +115,7 @@ class Batch(NamedTuple):
 
 
 class TenantLog:
-    """The events of one tenant, and the chunks that are there for it."""
+    """The events of one tenant, and those of its chunks that were announced as stored and not as removed."""
 
     def __init__(self, first: int, at: float) -> None:
         self.last, self.at = first - 1, at
@@ -122,7 +124,7 @@ class TenantLog:
         self._begins = True
 
     def begin_anew(self) -> None:
-        """All that was announced is void."""
+        """Declares all that was announced void: the next batch begins with AllBlocksCleared."""
         self.there.clear()
         self._begins = True
 
@@ -147,7 +149,7 @@ class TenantLog:
         return [batch for batch in self._kept if batch.seq >= seq]
 
     def snapshot(self, at: float) -> list[Batch]:
-        """Its last batch has the number of the newest event."""
+        """All announced chunks, as batches. The last batch has the number of the newest event."""
         of_model: dict[str, list[Item]] = {}
         for chunk in self.there.values():
             of_model.setdefault(chunk.model, []).append(chunk)
@@ -185,7 +187,7 @@ class TenantLogs:
             self._kept_bytes -= dropped
 
     def add_all(self, log: TenantLog, items: Sequence[tuple[Source, Item]]) -> None:
-        """In batches, each of which has one model's events, in their order."""
+        """Adds the items in batches, in their order; each batch has items of one model."""
         now, batch = self._wall_s(), list[Item]()
         for number, (source, item) in enumerate(items):
             batch.append(item)
@@ -195,7 +197,7 @@ class TenantLogs:
                 batch = []
 
     def beat(self) -> bool:
-        """Adds an empty batch to each log that was silent for BEAT_S; whether there was one."""
+        """Adds an empty batch to each log that was silent for BEAT_S. Returns whether there was such a log."""
         now = self._wall_s()
         silent = [log for log in self if abs(now - log.at) >= BEAT_S]
         for log in silent:
@@ -204,13 +206,13 @@ class TenantLogs:
 
 
 class KvLog:
-    """`changes`, `ready`: the table's. `run` follows it, until cancelled. `wall_s`: Unix seconds."""
+    """`changes`, `ready`: the table's methods. `run` follows the table until cancelled. `wall_s`: Unix seconds."""
 
     def __init__(
         self, changes: Changes, ready: Ready, wall_s: Callable[[], float], *, most_bytes: int = MOST_BYTES
     ) -> None:
         self.snapshots = 0
-        """Sent to readers."""
+        """How many snapshots were sent to readers."""
         self.listeners: list[Callable[[], None]] = []
         """Called when there is something new."""
         self._changes, self._ready, self._wall_s = changes, ready, wall_s
@@ -220,7 +222,8 @@ class KvLog:
         self._names: OrderedDict[tuple[int, bytes], BlockNames] = OrderedDict()
         self._names_bytes = 0
         self._count: Counter[int] = Counter()
-        """How many entries of `there` and `_names` each namespace has: a number without any is taken over at once."""
+        """How many entries of `there` and `_names` each namespace number has. A number without any is reused without a
+        search."""
         self._logs = TenantLogs(wall_s)
         self._is_walked = False
         self._lock = threading.Lock()
@@ -228,7 +231,8 @@ class KvLog:
     # ---------------------------------------------------------------- from engines
 
     def met(self, space: int, source: Source) -> None:
-        """An engine has attached to a namespace. The table uses numbers of namespaces again."""
+        """An engine has attached to a namespace. The number may have been another namespace's: the table reuses
+        numbers."""
         known = self._sources.get(space)
         if known == source:
             return
@@ -289,7 +293,7 @@ class KvLog:
             self._notify()
 
     async def _walk(self) -> None:
-        """All that is there; what changes meanwhile is followed afterwards."""
+        """Announces all chunks that are there. Changes meanwhile are followed afterwards."""
         self._is_walked = True
         if self._since == 0:
             self._since = self._changes(0, 0)[1]
@@ -355,7 +359,7 @@ class KvLog:
         self._count[key[0]] -= 1
         self._bytes -= chunk.size_bytes
         if chunk.name is not None:
-            self._name(key, chunk.name)  # it may come back: from a lower tier, or from an engine that does not name it
+            self._name(key, chunk.name)  # kept, because the chunk may come back without a name
         return BlockRemoved(list(chunk.hashes))
 
     def _publish(self, log: TenantLog, items: Sequence[tuple[Source, Item]]) -> None:

@@ -57,7 +57,7 @@ class KvZmq:
 
     @property
     def addresses(self) -> tuple[str, str]:
-        """Where they listen: with the ports that the system chose, where none was named."""
+        """The addresses at which the sockets listen, with the ports that the system chose where none was named."""
         return self._publisher.get_string(zmq.LAST_ENDPOINT), self._replay.get_string(zmq.LAST_ENDPOINT)
 
     def start(self, source: KvLog) -> None:
@@ -94,7 +94,7 @@ class KvZmq:
             if self._replay in found:
                 try:
                     self._answer(source)
-                except zmq.ZMQError as error:  # it is gone, or takes nothing: it can ask again
+                except zmq.ZMQError as error:  # the reader is gone, or takes nothing: it can ask again
                     log.info("a reader of KV events got no whole answer: %s", error)
         self._context.destroy(linger=0)
 

@@ -1,4 +1,4 @@
-"""The log's sentences for events: one for each thing that an operator wants to know.
+"""The log's sentences for events: one for each kind of event that operators should know of.
 
 Messages with one template are folded by the log's handler (kvdock/api/log.py), so that a storm of refusals is two
 lines.

@@ -26,7 +26,7 @@ RETRY = b"retry: 1000\n\n"
 IDLE = b": nothing has happened\n\n"
 KEPT_EVENTS = 4096
 KEPT_RARE = 1024
-"""Events that no request causes are kept in a ring of their own, so that those of last night are still there."""
+"""How many events that no request causes are kept, in a ring of their own, so that last night's are still there."""
 
 
 class Stream:
@@ -34,7 +34,7 @@ class Stream:
 
     def __init__(self) -> None:
         self.readers = 0
-        """How many read now. Callers refuse more than MOST_READERS."""
+        """How many readers there are now. Callers refuse more than MOST_READERS."""
         self._came = asyncio.Event()
         self._is_ending = False
 
@@ -42,11 +42,11 @@ class Stream:
         """Wakes the readers that wait."""
         if self.readers:
             self._came.set()
-            self._came = asyncio.Event()  # the next one's
+            self._came = asyncio.Event()  # for the next wake-up
 
     async def _sent(self, pieces: Iterator[bytes | None]) -> AsyncIterator[bytes]:
-        """The pieces of a body. None among them: the stream has just looked, and nothing is new. Then the reader waits,
-        or, once the server drains, is done."""
+        """The pieces of a body. A piece that is None means that nothing is new: then the reader waits, or, once the
+        server drains, the body ends."""
         self.readers += 1
         try:
             for piece in pieces:
@@ -91,9 +91,9 @@ class EventStream(Stream):
     def read(
         self, last_id: str, kinds: Collection[type[Event]], sees: Callable[[str], bool], *, follows: bool
     ) -> AsyncIterator[bytes]:
-        """What is kept behind `last_id`, as pieces of a body; if it `follows`, then what comes, until the server
-        drains. Without `last_id` all that is kept; if it follows, only what comes. `sees`: whether the caller may know
-        of a tenant."""
+        """The kept events after `last_id`, as pieces of a body; if it `follows`, then new ones, until the server
+        drains. Without `last_id`: all kept events, or, if it follows, only new ones. `sees`: whether the caller may
+        know of a tenant."""
         return self._sent(self._pieces(last_id, kinds, sees, follows=follows))
 
     def _pieces(
@@ -109,7 +109,7 @@ class EventStream(Stream):
                 new = [*(event for event in self._rare if event.seq < new[0].seq), *new]
             if new and new[0].seq > seen + 1 and last_id:
                 yield self._piece(Gap(at=new[0].at, seq=new[0].seq - 1, lost=new[0].seq - seen - 1, why="too_slow"))
-            last_id = last_id or "read"  # from now on nothing may be missed
+            last_id = last_id or "read"  # from now on no event may be missed
             for event in new:
                 seen = event.seq
                 if type(event) in kinds and (event.tenant is None or sees(event.tenant)):
@@ -120,7 +120,8 @@ class EventStream(Stream):
                 yield None
 
     def _behind(self, seen: int) -> list[Event]:
-        """A copy: while they are sent, others come. The numbers of those that are kept have no gap."""
+        """The events of the main ring after number `seen`, without a gap; as a copy, because others come while they are
+        sent."""
         if not self._kept or self._kept[-1].seq <= seen:
             return []
         return list(islice(self._kept, max(0, seen + 1 - self._kept[0].seq), None))

@@ -1,9 +1,9 @@
 """Spans of lookups, loads and stores, sent by the OpenTelemetry SDK over OTLP/HTTP to a collector.
 
-A span's parent is what the engine sent with the request (kvdock/protocol/wire_types.py). Spans are made from events,
-when what they describe has ended. The event loop does one append for each; a thread of its own makes spans, and the
-SDK's thread sends them. Whatever a collector does, at most QUEUE_EVENTS and QUEUE_SPANS wait; what does not fit is
-dropped and counted.
+A span's parent is the trace context that the engine sent with the request (kvdock/protocol/wire_types.py). A span is
+made from an event, once the lookup, load or store has ended. The event loop does one append for each event; a thread of
+its own makes spans, and the SDK's thread sends them. Whatever a collector does, at most QUEUE_EVENTS and QUEUE_SPANS
+wait; the rest is dropped and counted.
 
 Needs the extra `traces`; kvdock/api/feeds/feeds.py alone imports this module.
 """
@@ -44,7 +44,7 @@ SENT, FAILED, DROPPED = "sent", "failed", "dropped"
 
 
 class _Counted(SpanExporter):
-    """Counts what becomes of spans. Called from the SDK's thread alone."""
+    """Counts spans by outcome. Called from the SDK's thread alone."""
 
     def __init__(self, exporter: SpanExporter, spans: dict[str, int]) -> None:
         self._exporter, self._spans = exporter, spans
@@ -87,7 +87,7 @@ class Traces:
     # ---------------------------------------------------------------- the event loop
 
     def take(self, event: e.Event) -> None:
-        """`spans` is raised in two threads, so a count may be too low for a moment."""
+        """Queues the event for the thread. `spans` is raised in two threads, so a count may be too low for a moment."""
         if isinstance(event, e.Aborted) and not event.is_over:
             return
         if len(self._events) >= QUEUE_EVENTS:
@@ -167,7 +167,7 @@ def described(event: e.Event) -> tuple[str, dict[str, Any]]:
 
 
 def _parent(traceparent: str) -> Context | None:
-    """None: it begins a trace of its own."""
+    """The context of the span's parent; None: the span begins a trace of its own."""
     found = trace_context(traceparent)
     if found is None:
         return None

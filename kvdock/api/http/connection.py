@@ -1,8 +1,8 @@
 """One client's connection: uvicorn's parser of HTTP/1.1, held to limits (kvdock/api/http/limits.py).
 
 Invariants: a request's line and header are bounded before they are kept; a request that has begun ends within its time;
-a client that does not read loses its connection; TCP never uses the descriptors that engines and the pool need. What is
-refused here leaves as problem details too, and the connection is closed.
+a client that does not read loses its connection; TCP never uses the descriptors that engines and the pool need.
+Refusals here are problem details, too, and the connection is closed.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class Connection(HttpToolsProtocol):
         self._stop_waiting()
         if self._unread is not None:
             self._unread.cancel()
-        self._unset_keepalive_if_required()  # uvicorn keeps it after a broken connection, and with it this object
+        self._unset_keepalive_if_required()  # else uvicorn's timer would keep this object after a broken connection
         self.pipeline.clear()
         if self._running is not None and not self._running.response_complete:
             self._running.disconnected = True  # uvicorn does this only for the newest of several calls
@@ -160,7 +160,7 @@ class Connection(HttpToolsProtocol):
             self._stop(self._too_large_header("bytes", size, self.limits.header_bytes))
         if [name for name, _ in self.headers].count(b"authorization") > 1:
             self._stop(ApiError("malformed_request", "a request has one Authorization", found="several", wanted=1))
-        if self._counted is self.tcp:  # browsers reach no other
+        if self._counted is self.tcp:  # browsers reach only TCP
             self._settle_host()
         super().on_headers_complete()
         self.headers = [*self.headers]  # a copy: trailers are added to it and counted, but the call does not see them
@@ -200,8 +200,8 @@ class Connection(HttpToolsProtocol):
 
     def answer(self, scope: Scope, whole: bytes) -> bool:
         """Sends header and body of a call's answer in one system call, where ASGI's two messages take two; `whole` has
-        all headers, since uvicorn adds none. False, and nothing is sent, if the answer would have to wait or the
-        connection ends after it: send it by ASGI's messages then."""
+        all headers, since uvicorn adds none. Returns False and sends nothing if the answer would have to wait or the
+        connection ends after it: then send it by ASGI's messages."""
         cycle = self.cycle
         if cycle.scope is not scope or cycle.disconnected or not cycle.keep_alive or self.flow.write_paused:
             return False
@@ -214,7 +214,7 @@ class Connection(HttpToolsProtocol):
     # ---------------------------------------------------------------- refusals
 
     def _unended(self) -> ApiError | None:
-        """The refusal of a request of which only a part has arrived; None: there is no reason yet."""
+        """The refusal of a request of which only a part has arrived; None: there is no reason for a refusal yet."""
         limits = self.limits
         if self._stage is Stage.HEAD and len(self.url) > limits.url_bytes:
             return self._too_long_url()
@@ -233,7 +233,8 @@ class Connection(HttpToolsProtocol):
         return ApiError("header_too_large", f"the header has too many {of}", found=found, wanted=wanted)
 
     def _stop(self, refusal: ApiError) -> None:
-        """For the parser's callbacks. The parser does not pass an exception on, it only says that there was one."""
+        """Refuses, from a callback of the parser. The parser reports that a callback raised an exception, but not which
+        one."""
         self._refusal = refusal
         raise ValueError(refusal.code)
 

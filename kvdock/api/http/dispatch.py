@@ -1,6 +1,6 @@
-"""Answers all calls of engines, on both sockets, without FastAPI's router and its middlewares: one look into the table
-of engine calls (kvdock/api/http/engine_calls.py), the checks that the guard makes for all other calls, one call of the
-service.
+"""Answers all calls of engines, on both sockets, without FastAPI's router and its middlewares. A call takes one lookup
+in the table of engine calls (kvdock/api/http/engine_calls.py), the checks that the guard makes for all other calls, and
+one call of the service.
 
 All other calls go to the app, one in each turn of the event loop (FairQueue in kvdock/api/http/limits.py). Engine calls
 over TCP may come from strangers: they wait in the same queue, have their own limit for long bodies, and their answers
@@ -30,7 +30,7 @@ from kvdock.protocol.wire_types import API_VERSION, VERSION_HEADER
 Headers = list[tuple[bytes, bytes]]
 
 _UNIX_HEADERS: Headers = [(b"cache-control", b"no-store"), (VERSION_HEADER.lower().encode(), str(API_VERSION).encode())]
-"""No browser reaches the Unix socket."""
+"""Without the headers that browsers heed: no browser reaches the Unix socket."""
 _TCP_HEADERS: Headers = [(name.encode(), value.encode()) for name, value in {**NO_STORE, **COMMON_HEADERS}.items()]
 
 

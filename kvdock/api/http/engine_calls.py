@@ -1,7 +1,7 @@
-"""Every call that engines make, in one table: its request, the scope that it needs, what it does, what the document
-says of it. Dispatch (kvdock/api/http/dispatch.py) answers them on both sockets.
+"""Every call that engines make, in one table: its request, the scope that it needs, its work, and its description in
+the OpenAPI document. Dispatch (kvdock/api/http/dispatch.py) answers them on both sockets.
 
-An answer leaves in the form that the caller sent or, if it says so, accepts.
+An answer has the form of the request's body, unless the request accepts only the other form.
 """
 
 from __future__ import annotations
@@ -33,13 +33,14 @@ RunQuery = Callable[[CacheService, Peer, dict[str, str], str], None]
 """(service, caller, values of the query's parameters, the id in the path)."""
 
 DECODED_ALONE_BYTES = 20 << 10
-"""Between decoding a body of this length and working on it, other calls have a turn."""
+"""After a body of this length was decoded, other calls have a turn before the call goes on."""
 SHORT_BYTES = 256 << 10
-"""Bodies of calls that carry neither tokens nor checksums, with all that they may list."""
+"""The longest body of calls that carry neither tokens nor checksums: enough for the longest lists that they may
+have."""
 
 
 class Incoming(NamedTuple):
-    """A call that has arrived: its caller, its headers, '' where there is none, its query, and the source of its
+    """A call that has arrived: its caller, its headers ('' where one is missing), its query, and the source of its
     body. `capacity`: for long bodies."""
 
     peer: Peer

@@ -127,7 +127,7 @@ def _example(kind: inspect.Type, value: Any = None) -> Any:
 
 
 def _field(struct: str, field: inspect.Field) -> Any:
-    """A field with a default has it, but for those that few would guess. NODEFAULT: absent."""
+    """An example of a field: its default, unless it has none or few would guess its form. NODEFAULT: absent."""
     if field.required or field.name in ("changes", "outcome"):
         return _example(field.type, _VALUES.get(f"{struct}.{field.name}", _VALUES.get(field.name)))
     return field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory()

@@ -34,7 +34,7 @@ from kvdock.protocol.wire_types import SUPPORTED_VERSIONS, VERSION_HEADER
 _HEADERS = [(name.encode(), value.encode()) for name, value in COMMON_HEADERS.items()]
 _VERSION_HEADER = VERSION_HEADER.lower().encode()
 _VERSIONS = frozenset(str(version).encode() for version in SUPPORTED_VERSIONS)
-"""Values of that header; leading zeros and signs are no version."""
+"""The values of that header that are accepted: digits without leading zeros or signs."""
 _PAGES = frozenset({"/", "/docs"})
 """Links of other sites may lead here."""
 _OWN_SITES = (b"same-origin", b"none")
@@ -72,7 +72,8 @@ class Checks:
             raise ApiError("wrong_host", "set allowed_hosts to serve it", found=found, wanted=sorted(self._hosts))
 
     def _check_site(self, headers: Mapping[bytes, bytes], scope: Scope) -> None:
-        """The page that made a browser call, by the browser's headers. Programs do not send them."""
+        """Refuses a call that a browser made for a page of another site, by headers that browsers send and programs do
+        not."""
         origin, port = headers.get(b"origin"), scope["server"][1]
         if origin is not None and not self._is_own(text := origin.decode("latin-1"), port):
             wanted = f"http, an allowed host, port {port}"

@@ -1,4 +1,4 @@
-"""What the routes call, and where a route finds it."""
+"""The objects that routes call, and how a route gets them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Handlers(NamedTuple):
 
 
 def peer_of_call(request: Request) -> Peer:
-    """Who makes the call: the guard has found it out."""
+    """The caller, as the guard has determined."""
     peer: Peer = request.scope["state"]["peer"]
     return peer
 

@@ -16,9 +16,9 @@ from typing import Final
 from kvdock.protocol.errors import ApiError
 
 DESCRIPTORS_KEPT: Final = 128
-"""For the pool, which opens a file to grow, its lock file, the listening sockets and files of the status page."""
+"""Descriptors for the pool (which opens a file to grow), its lock file, the listening sockets and the page's files."""
 UNIX_CONNECTIONS_LEAST: Final = 64
-"""The server warns if the system allows fewer descriptors than these, those of TCP and those that are kept."""
+"""The server warns if the system allows fewer descriptors than these, TCP's and DESCRIPTORS_KEPT together."""
 NO_LIMIT: Final = 1 << 20
 
 
@@ -88,7 +88,7 @@ class BodyCapacity:
 
     @classmethod
     def for_bodies_of(cls, body_limit_bytes: int) -> BodyCapacity:
-        """For two of the longest at a time."""
+        """Capacity for two bodies of the greatest length at a time."""
         return cls(2 * body_limit_bytes)
 
 
@@ -96,7 +96,7 @@ class BodyShare:
     """One call's share of the capacity, until it is given back."""
 
     FREE_BYTES: Final = 64 << 10
-    """Shorter bodies take nothing."""
+    """Shorter bodies need no share."""
     __slots__ = ("_bytes", "_capacity")
 
     def __init__(self, capacity: BodyCapacity) -> None:

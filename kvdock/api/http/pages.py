@@ -3,8 +3,8 @@
 /docs is the OpenAPI document: every call with its parameters, body and answers, every struct with its fields, and every
 error code. The anchor of an error is its code, and a problem's `type` points to it.
 
-/manual has the pages of docs/. A heading's anchor is as elsewhere; a table's row that begins with code has that code as
-its anchor, so a metric or an error can be linked to. Links that lead out of docs/ are text: what they lead to is not
+/manual has the pages of docs/. Headings have anchors; a table's row that begins with code has that code as its anchor,
+so a metric or an error can be linked to. Links that lead out of docs/ become text, because their targets are not
 served.
 """
 

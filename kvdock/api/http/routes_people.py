@@ -260,7 +260,7 @@ class Documents(NamedTuple):
 
 
 async def _documents(app: FastAPI) -> Documents:
-    """Made once, in a thread: it takes about 100 ms. Those who ask meanwhile wait for the same."""
+    """Made once, in a thread: it takes about 100 ms. Calls that ask meanwhile wait for the same result."""
     making: asyncio.Task[Documents] | None = getattr(app.state, "documents", None)
     if making is None:
         making = app.state.documents = asyncio.create_task(asyncio.to_thread(_make_documents, app))

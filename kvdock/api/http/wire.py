@@ -120,7 +120,7 @@ PROBLEM_HEADERS: Mapping[int, Mapping[str, str]] = {
 
 
 REFUSAL = "refusal"
-"""The key in the scope's state of the problem with which the call was answered, if it was refused."""
+"""A key in the scope's state: under it is the problem with which the call was refused, if it was."""
 
 
 class ProblemResponse(Response):
@@ -174,7 +174,7 @@ async def on_bad_parameters(request: Request, error: Exception) -> Response:
 
 
 async def on_disconnect(request: Request, error: Exception) -> Response:
-    """The client went away before its body had ended: no one reads the answer, and nothing needs to be logged."""
+    """The client went away before its body had ended: nobody reads the answer, and nothing needs to be logged."""
     return no_content()
 
 

@@ -8,7 +8,7 @@ ended when no lease or reservation is open and the calls that were running when 
 Handing over (kvdock/api/pool/handover.py) is a drain that leaves leases to the next server. It waits only for
 reservations, because the next server would abort those.
 
-Invariant: the pool is kept only after a drain without SIGINT, and only if it was ready.
+Invariant: the pool is kept only after a drain without SIGINT, and only if the pool is ready.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Drain:
         self._until_s = self._now_s() + self._drain_s
 
     def hand_over(self, running: Iterable[asyncio.Task[Any]]) -> None:
-        """As `begin`; also after `begin`."""
+        """As `begin`, but the next server takes the leases over. May be called after `begin`."""
         self._handing_over = True
         if not self.begun:
             self.begin(running)
@@ -63,7 +63,7 @@ class Drain:
         self._remove = True
 
     def ended(self) -> bool:
-        """False before it began."""
+        """Whether the drain is over; False before it has begun."""
         if self._until_s is None:
             return False
         if self._now_s() >= self._until_s:

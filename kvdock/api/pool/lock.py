@@ -77,7 +77,7 @@ class PoolLock:
         return cls(path, fd, lock)
 
     def member_alive(self, offset: int) -> bool:
-        """True while a process holds that byte."""
+        """True while a process holds the byte at `offset`."""
         return lock_holder_alive(self.fd, offset)
 
     def touch(self) -> None:
@@ -183,7 +183,7 @@ def _lock_of(path: Path) -> MemberLock:
 
 
 def _take(fd: int, path: Path) -> MemberLock:
-    """The server's byte of the file that `fd` has open, whatever lies at `path` by now."""
+    """Takes the lock on the server's byte of the file that `fd` has open, whatever file is at `path` by now."""
     try:
         return MemberLock(f"/proc/self/fd/{fd}", SERVER_OFFSET)
     except BlockingIOError as error:

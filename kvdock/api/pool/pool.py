@@ -75,7 +75,7 @@ class Pool:
     ) -> None:
         self.table = table = objects.table
         self.clock_ms = adopted.found["clock_ms"] if adopted else 0
-        """Where the server clock continues."""
+        """The time from which the server clock continues, in milliseconds."""
         self.limits = Limits(**{name: getattr(settings, name) for name in Limits.__struct_fields__})
         """In effect now, complete and checked; `change_limits` replaces them."""
         table.set_eviction(self.limits.eviction)
@@ -167,7 +167,7 @@ class Pool:
 
     @property
     def ready(self) -> bool:
-        """There is memory to give out."""
+        """Whether there is memory to give out."""
         return bool(self._added)
 
     @property
@@ -180,7 +180,7 @@ class Pool:
 
     @property
     def free_bytes(self) -> int:
-        """Bytes that are unused or not allocated yet."""
+        """Bytes of slots that are free, and bytes that the pool has not allocated yet."""
         return max(0, self.limit_bytes - self.allocated_bytes) + self.table.free_bytes()
 
     @property
@@ -198,7 +198,7 @@ class Pool:
 
     @property
     def largest_part_bytes(self) -> int:
-        """The largest part of a chunk: no slot crosses a segment."""
+        """The largest size that a part may have: no slot crosses a segment."""
         return self._segment_bytes - SEGMENT_HEADER_BYTES - SLOT_ALIGN
 
     @property
@@ -207,7 +207,7 @@ class Pool:
         return self._retry.error
 
     def can_grow(self) -> bool:
-        """False at the limit, and for a while after an attempt that failed."""
+        """Whether the pool may grow now: not at its limit, and not for a while after an attempt that failed."""
         return self._retry.is_due() and self._segments.can_grow()
 
     @property
@@ -216,7 +216,7 @@ class Pool:
         return self._added
 
     def segments(self, infos: Sequence[SegmentInfo] | None = None) -> list[Segment]:
-        """All of them, or those that `infos` names."""
+        """All segments, or those that `infos` names."""
         return [
             Segment(
                 id=info.id, name=info.name, bytes=info.bytes, data_offset=info.data_offset,
@@ -234,7 +234,7 @@ class Pool:
         for start in range(0, len(keys), KEY_BYTES):
             missing += self.table.state_of(space, keys[start : start + KEY_BYTES]) == "absent"
             if start % (512 * KEY_BYTES) == 0:
-                await asyncio.sleep(0)  # about 0.5 ms each
+                await asyncio.sleep(0)  # each slice takes about 0.5 ms
         await self.grow_until(missing * chunk_bytes)
 
     async def grow_until(self, wanted_bytes: int) -> None:
@@ -244,7 +244,7 @@ class Pool:
                 await self._grow()
 
     async def grow_once(self) -> bool:
-        """One more segment, if the pool may grow."""
+        """Adds one segment, if the pool may grow. Returns whether the pool has more segments than before."""
         before = self.segment_count
         async with self._growing:
             if self.segment_count == before and self.can_grow():
@@ -252,7 +252,7 @@ class Pool:
         return self.segment_count > before
 
     async def grow_first(self) -> None:
-        """The first segment. Raises PoolTooSmall."""
+        """Allocates the first segment. Raises StartupError(pool_too_small)."""
         async with self._growing:
             if not self.ready:
                 await self._grow()
@@ -260,7 +260,7 @@ class Pool:
                     raise StartupError("pool_too_small", self.growth_error)
 
     async def _grow(self) -> None:
-        """One more segment. After a failure the next attempt waits, and longer after each further failure."""
+        """Adds one segment. After a failure the next attempt waits, and longer after each further failure."""
         try:
             info = await asyncio.to_thread(self._segments.grow)
             try:
@@ -326,7 +326,7 @@ class Pool:
                     await self._remove(segment)
 
     async def _remove(self, segment: int) -> None:
-        """From now on the segment is not listed, and heartbeat answers name it as retired."""
+        """Removes the segment: it is no longer listed, and heartbeat answers name it as retired."""
         self.table.remove_segment(segment)
         self._added = [info for info in self._added if info.id != segment]
         self._retiring.remove(segment)
@@ -346,7 +346,8 @@ class Pool:
             excess_bytes -= info.bytes
 
     def _limit_table(self) -> None:
-        """The table's caps are shares of its limit, which is never below what is allocated."""
+        """Sets the table's limit and caps. The caps are shares of the limit, which is never below the allocated
+        bytes."""
         self.table.set_limits(
             limit_bytes=max(self.limit_bytes, self.allocated_bytes),
             session_cap=self.limits.session_cap, total_cap=self.limits.total_cap,

@@ -21,7 +21,7 @@ from kvdock.protocol.wire_types import OWN_TENANT
 
 UNLIMITED = Quota()
 KEPT_NAMES = 8192
-"""Tenants that have attached lately: lists show them by name."""
+"""How many of the tenants that attached last are known by name, for lists."""
 
 
 def tenant_id(tenant: str) -> bytes:

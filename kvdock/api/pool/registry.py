@@ -23,7 +23,7 @@ K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 
 SLICE_SESSIONS = 256
-"""At most this many are looked at in one turn of the event loop."""
+"""At most this many sessions are looked at in one turn of the event loop."""
 
 
 def digest16(text: str) -> bytes:
@@ -61,7 +61,7 @@ class NamespaceRecord:
 
     @property
     def chunk_bytes(self) -> int:
-        """All parts of a chunk that holds every group."""
+        """The size of a chunk with all parts of every group."""
         return self.bytes_of_groups(range(len(self.manifest.groups)))
 
     def bytes_of_groups(self, groups: Iterable[int]) -> int:
@@ -96,7 +96,7 @@ class MemberRecord:
 @dataclass(slots=True)
 class SessionRecord:
     id: str
-    """For lists and the log."""
+    """The id that lists and the log show."""
     capability: str
     """The id with its secret. Every caller that knows it may use the session, so only the answer to an attach has
     it."""
@@ -116,12 +116,12 @@ class SessionRecord:
 
     @property
     def all_sums(self) -> tuple[Sums, Sums]:
-        """Its own, and its namespace's."""
+        """The sums that the session's calls are added to: its own, and its namespace's."""
         return self.sums, self.namespace.use.sums
 
     @property
     def who(self) -> dict[str, Any]:
-        """Its name in events."""
+        """The fields of events that name the session."""
         return {"tenant": self.tenant, "session": self.id, "label": self.label}
 
     def member(self, member_id: str) -> MemberRecord:
@@ -191,8 +191,9 @@ class Registry:
         self, table_id: int, digest: bytes, manifest: Manifest, tenant: str = "", *, holds_chunks: bool = False,
         base: bytes = b"", weights: str | None = "",
     ) -> NamespaceRecord:
-        """The table uses the numbers of namespaces again: what had this one is gone. `holds_chunks`: of engines of the
-        server before, if this one does not know the namespace yet. `base`: empty: the digest itself."""
+        """Adds a namespace, unless it is known under this number. Drops what was known under the number, because the
+        table reuses numbers. `holds_chunks`: whether a namespace that is new here has chunks of an earlier server's
+        engines. `base`: empty: the digest itself."""
         found = self._namespaces.get(digest)
         if found is None or found.table_id != table_id:
             self._keep_namespaces(lambda record: record.table_id != table_id)
@@ -225,7 +226,7 @@ class Registry:
         return record
 
     def move_session(self, session: SessionRecord, namespace: NamespaceRecord) -> None:
-        """Another one of its manifest and tenant."""
+        """`namespace`: another one of the session's manifest and tenant."""
         session.namespace = namespace
         namespace.use.is_bench &= session.is_bench
 
@@ -237,7 +238,8 @@ class Registry:
         self._forget_lock(member)
 
     def others_lock(self, session: SessionRecord | None, wanted: Member) -> bool:
-        """Whether another member that is not known to be dead has the byte: a byte proves that one member is alive."""
+        """Whether another member that is not known to be dead has the lock byte: a byte proves that one member is
+        alive."""
         holder = self._by_lock.get(wanted.lock_offset)
         itself = None if session is None else session.members.get(wanted.id)
         return holder is not None and not holder.dead and holder is not itself

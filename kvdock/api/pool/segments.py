@@ -237,7 +237,7 @@ class SegmentPool:
 
 
 def _only_name(segment: int, names: list[str]) -> str:
-    """SegmentAbsent, SegmentCorrupt."""
+    """The only name of the segment. Raises SegmentAbsent if there is none, SegmentCorrupt if there are several."""
     if not names:
         raise SegmentAbsent(f"segment {segment}", found="no such object", wanted="a segment of the pool")
     if len(names) > 1:

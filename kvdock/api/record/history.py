@@ -59,7 +59,7 @@ def _pool(field: str) -> Compute:
 
 
 def _tiers(counter: str) -> Compute:
-    """All tiers together. None where a tier has begun to count anew."""
+    """The counter's rise per second, over all tiers. None where a tier's counter has started again."""
 
     def per_second(before: Sample, after: Sample) -> float | None:
         was = {tier.name: tier.counters.get(counter, 0) for tier in before.tiers}
@@ -96,7 +96,7 @@ TIER_SERIES: tuple[SeriesSpec, ...] = (
 
 
 class Level(NamedTuple):
-    """How far back, and how finely."""
+    """The length and the resolution of a series."""
 
     name: Over
     interval_s: float
@@ -117,8 +117,8 @@ class _Rings:
         self.sampled_at_s = 0.0
 
     def sample(self, sample: Sample, now_s: float) -> bool:
-        """Takes a value of each series if an interval has passed; returns whether it did. The first sample is only
-        compared with by the second."""
+        """Takes a value of each series if an interval has passed, and returns whether it did. The first sample gives no
+        value: the second one is compared with it."""
         elapsed_s = now_s - self.sampled_at_s
         # An interval is some samples long, and those come a little late or early.
         if self._before is not None and elapsed_s < self.level.interval_s - sample.elapsed_s / 2:

@@ -39,17 +39,17 @@ class _Open:
     """An open lease or reservation, as far as it is known."""
 
     name: str
-    """The request's or the store's."""
+    """The id of the request or the store."""
     chunks: int
     bytes: int
     began_ns: int
     detail: Detail | None = None
-    """The lookup's."""
+    """The detail of the lookup that got the lease."""
     traceparent: str = ""
     published: int = 0
-    """Chunks."""
+    """How many chunks were published."""
     slot_bytes: int = 0
-    """A benchmark's store: what the table counts for it."""
+    """For the store of a benchmark: the bytes that the table counts for it."""
     has_ended: bool = False
 
 
@@ -172,7 +172,7 @@ class Tally:
         )
 
     def loaded(self, session: SessionRecord, lease: int) -> None:
-        """All of its readers have released it."""
+        """All readers have released the lease."""
         known = self._leases.get(lease)
         if known is None or known.has_ended:
             return

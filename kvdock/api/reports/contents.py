@@ -15,7 +15,7 @@ from kvdock.api.pool.registry import Registry
 from kvdock.protocol.reports import Prefixes, PrefixView
 
 SLICE_CHUNKS = 4096
-"""Less than a millisecond."""
+"""The chunks of one slice, which take less than a millisecond."""
 FRESH_S = 1.0
 MOST_SHARE = 0.005
 """The share of the event loop's time that censuses may take: one that took longer counts as fresh for longer."""
@@ -71,11 +71,11 @@ class Contents:
         self._census, self._counted_s, self._took_s = census, self._now_s(), worked_s
 
     def of(self, space: int) -> Count:
-        """As last counted."""
+        """What the namespace held when it was last counted."""
         return self._counts.get(space, NOTHING)
 
     async def prefixes(self, peer: Peer, limit: int) -> Prefixes:
-        """Those of namespaces that the caller sees."""
+        """The most used prefixes of the namespaces that the caller sees."""
         await self.refresh()
         assert self._census is not None, "it was counted"
         seen = {one.table_id: one for one in self._registry.namespaces() if peer.sees(one.tenant)}

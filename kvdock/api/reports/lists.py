@@ -35,7 +35,7 @@ GRANTS_OF_PAGE = 64
 MOST_SESSIONS = 32
 """Sessions that metrics name."""
 ALL_SESSIONS = 0
-"""For the table."""
+"""The session id by which the table means all sessions."""
 T = TypeVar("T")
 
 
@@ -58,7 +58,7 @@ class Lists:
         )
 
     def requests(self, peer: Peer, limit: int, cursor: int, request: str) -> Requests:
-        """Those whose ids begin with `request`."""
+        """The recent requests whose ids begin with `request`."""
         shown, following = self._recent.view(limit, cursor, peer.sees, request)
         return Requests(requests=shown, next=following)
 
@@ -85,7 +85,7 @@ class Lists:
         )
 
     def copy_rates(self) -> CopyRates:
-        """The engines' mean, without benchmarks."""
+        """The mean rates of all engines, without benchmarks."""
         return mean_of([
             rates_of([member.copies for member in record.members.values()])
             for record in self._registry.sessions() if not record.is_bench
@@ -233,7 +233,7 @@ def _member_fields(record: SessionRecord, view: MemberView, now_ms: int) -> dict
 
 
 def shown_manifest(manifest: s.Manifest) -> s.Manifest:
-    """Without its secrets: a caller that knows a salt could look up what is stored under it."""
+    """The manifest without its secrets: a caller that knows a salt could look up chunks that are stored under it."""
     return msgspec.structs.replace(
         manifest, **{name: "hidden" for name in s.SECRET_FIELDS if getattr(manifest, name)}
     )

@@ -161,7 +161,7 @@ class Clears:
         await self._save()
         for space in spaces:
             self._raise(space, 0)
-        for one in others:  # of engines that have not attached again
+        for one in others:  # of namespaces whose engines have not attached again
             if self._table.has_namespace(one.digest):
                 self._table.raise_generation(one.namespace)
         for order in pending:
@@ -343,7 +343,7 @@ class Clears:
         self.wake()
 
     async def _save(self) -> None:
-        """For the next server, should this one end before tiers have carried the orders out."""
+        """Saves the pending orders for the next server, in case this one ends before tiers have carried them out."""
         if not self._tiers and not self._pending:
             return
         async with self._writing:

@@ -97,7 +97,7 @@ class MoverClient:
             self._wake.set()
 
     def moved(self, session: SessionRecord, before: NamespaceRecord) -> None:
-        """The session's engine runs other weights now. What its requests waited for is of no use to it."""
+        """The session's engine runs other weights now. The chunks that its requests waited for are of no use to it."""
         if self.has_mover:
             self._namespaces.left(before)
             self.tickets.end_of_session(session)
@@ -137,7 +137,7 @@ class MoverClient:
         return not self.tickets.is_full
 
     def _why_unavailable(self, space: NamespaceRecord, keys: bytes, stored: int) -> Why:
-        """Why no tier can bring the chunk after the first `stored`; "": one may."""
+        """Why no tier can load the chunk after the first `stored` ones; "": a tier may have it."""
         if not self.has_mover:
             return "no_tiers"
         if space.tenant:

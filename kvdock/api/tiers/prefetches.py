@@ -51,8 +51,8 @@ class _Prefetch:
 
 
 class Prefetches:
-    """`why_unavailable`: says why no tier can bring a namespace's chunk at an index of a chain; "": one may. `now_s`: a
-    clock that never goes back."""
+    """`why_unavailable`: returns why no tier can load the chunk at an index of a namespace's chain; "": a tier may have
+    it. `now_s`: a clock that never goes back."""
 
     def __init__(
         self, pool: Pool, counters: Counters, why_unavailable: Callable[[NamespaceRecord, bytes, int], Why],
@@ -116,7 +116,7 @@ class Prefetches:
                     del self._all[number]
 
     def due(self, most_bytes: int) -> list[m.PrefetchRequest]:
-        """Those that start now, for the mover, with about `most_bytes` of keys."""
+        """The prefetches that start now, for the mover, with about `most_bytes` of keys."""
         now_s = self._now_s()
         self._expire(now_s)
         found: list[m.PrefetchRequest] = []
@@ -156,7 +156,7 @@ class Prefetches:
                 self._counters.prefetches_dropped += not one.has_ended
 
     def ended(self, result: m.PrefetchResult) -> None:
-        """The mover loads nothing more for it."""
+        """The mover has finished a prefetch: it loads nothing more for it."""
         if (one := self._all.get(result.number)) is None:
             return
         self._counters.prefetched_chunks += result.chunks

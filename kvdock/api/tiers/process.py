@@ -24,7 +24,7 @@ FIRST_RETRY_S, LONGEST_RETRY_S = 0.2, 10.0
 HEALTHY_S = 30.0
 """The start of a mover that has lived this long did not fail: the next one is started soon again."""
 POOL_BATCHES = 64
-"""A batch of loads is at most this fraction of the pool."""
+"""A batch of loads has at most the pool's bytes divided by this."""
 STOP_S = 3.0
 """How long the mover may take to stop, beyond the time that it has to write."""
 KILL_S = 2.0
@@ -46,7 +46,7 @@ class MoverProcess:
         self._process: Process | None = None
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Runs a mover, and another one after each that ends, until cancelled."""
         retry_s, loop = FIRST_RETRY_S, asyncio.get_running_loop()
         while True:
             began_s = loop.time()

@@ -38,7 +38,7 @@ WaitOutcome = Literal["fulfilled", "shortened", "expired", "withdrawn"]
 
 @dataclass(frozen=True)
 class LookupCall:
-    """All that repeats a lookup. `keys`: 32 bytes each."""
+    """All values that are needed to make a lookup again. `keys`: 32 bytes each."""
 
     session: SessionRecord
     member: int
@@ -95,7 +95,7 @@ class Tickets:
         self._by_request: dict[tuple[int, bytes], int] = {}
         """By the session's id in the table and the request."""
         self._ended: list[int] = []
-        """Those that have ended and that the mover does not know to have ended."""
+        """Tickets that have ended without the mover's knowledge."""
         self._temporary: dict[int, tuple[NamespaceRecord, bytes]] = {}
         """Namespace and keys of the mover's open reservations for temporary chunks, by grant."""
 

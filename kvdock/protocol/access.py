@@ -15,11 +15,11 @@ from typing import Final, NamedTuple
 from kvdock.protocol.errors import KvdockError
 
 ADDRESS_VARIABLE: Final = "KVDOCK_ADDRESS"
-"""Names the server for commands and connectors: unix:/path or http://host:port."""
+"""The environment variable that names the server for commands and connectors: unix:/path or http://host:port."""
 SOCKET_VARIABLE: Final = "KVDOCK_SOCKET_PATH"
 """The server's own setting, which commands and connectors follow."""
 CONNECTOR_PREFIX: Final = "KVDOCK_VLLM_"
-"""The variables of the vLLM connector's settings begin with it, and none of the server's do."""
+"""The prefix of the variables of the vLLM connector's settings; no setting of the server begins with it."""
 
 
 def default_socket_path(environ: Mapping[str, str], run_user: Path = Path("/run/user")) -> str:
@@ -72,7 +72,7 @@ def _shown(found: os.stat_result) -> str:
 
 
 TOKEN_FILE_VARIABLE: Final = "KVDOCK_ACCESS_TOKEN_FILE"
-"""Names the file for commands."""
+"""The environment variable that names the file of the access token for commands."""
 _TOKEN: Final = re.compile(r"[\x21-\x7e]{16,256}")
 
 
@@ -87,7 +87,7 @@ def read_token(path: str | Path) -> str:
 
 
 def authorization(token: str) -> dict[str, str]:
-    """The header that sends the token; no header for ''."""
+    """The HTTP header that carries the token; no header for ''."""
     return {"authorization": f"Bearer {token}"} if token else {}
 
 
@@ -104,7 +104,7 @@ class Credentials(NamedTuple):
 
 
 def credentials_of(connected: socket.socket) -> Credentials:
-    """Raises OSError if the kernel does not say."""
+    """The credentials of the process at the other end. Raises OSError if the kernel does not report them."""
     raw = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, uid, _ = _CREDENTIALS.unpack(raw)
     return Credentials(pid, uid)

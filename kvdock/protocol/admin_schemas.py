@@ -19,7 +19,7 @@ _Amount = Annotated[int, msgspec.Meta(ge=0, le=1 << 20)]
 Eviction = Literal["adaptive", "lru"]
 TierKeep = Literal["shared", "always"]
 MAX_QUOTAS = 128
-"""Tenants that may have a quota by calls, beside those of the access file."""
+"""The most tenants that may have a quota by calls, beside those of the access file."""
 
 
 class Limits(Answer, kw_only=True):
@@ -51,7 +51,7 @@ class ClearCache(Body, kw_only=True):
 
 class Cleared(Answer, kw_only=True):
     chunks: int
-    """Taken out of use by this call, in the pool."""
+    """How many chunks this call took out of use in the pool."""
     pending_tiers: list[Name] = msgspec.field(default_factory=list)
     """Lower tiers that have not carried out the clear yet. They are not used for what was cleared until they have, also
     by the next server at the same socket."""
@@ -64,11 +64,11 @@ class DeleteChunks(Body, kw_only=True):
 
 class Deleted(Answer, kw_only=True):
     chunks: int
-    """Taken out of use by this call, in the pool; the other keys were not READY."""
+    """How many chunks this call took out of use in the pool; the other keys were not READY."""
     tier_chunks: int = 0
-    """Taken out of lower tiers, counted in each."""
+    """How many chunks were deleted from lower tiers; a chunk counts once for each tier that had it."""
     pending_tiers: list[Name] = msgspec.field(default_factory=list)
-    """As in Cleared."""
+    """As in `Cleared`."""
     is_cleared: bool = False
     """More keys were deleted than tiers can name, so the whole namespace was cleared instead."""
 
@@ -83,11 +83,11 @@ class EvictChunks(Body, kw_only=True):
 
 class Evicted(Answer, kw_only=True):
     chunks: int
-    """Evicted by this call."""
+    """How many chunks this call evicted."""
     bytes: int
-    """Freed by this call."""
+    """How many bytes this call freed."""
     free_bytes: int
-    """Free afterwards, as in the call. Less than was asked for: nothing more may be evicted."""
+    """The bytes that are free now, counted as in the call. If fewer than asked for, nothing more may be evicted."""
 
 
 class PinChunks(Body, kw_only=True):
@@ -97,7 +97,7 @@ class PinChunks(Body, kw_only=True):
     namespace: Key
     keys: _Keys
     duration_s: Annotated[float, msgspec.Meta(ge=0, le=MAX_PIN_S)]
-    """Counted from now; it replaces the duration of an earlier call. 0 unpins."""
+    """Seconds from now, in place of the duration of an earlier call. 0 unpins."""
 
 
 class Pinned(Answer, kw_only=True):
@@ -109,10 +109,10 @@ class Quota(Identity, frozen=True, kw_only=True):
     """How much one tenant may use at a time. None: no limit."""
 
     bytes: _Size | None = None
-    """Size of all its slots. Beyond it the tenant's own coldest chunks are evicted, pinned ones last."""
+    """Bytes of slots. Above this, the tenant's own least valuable chunks are evicted, pinned ones last."""
     chunks: _Size | None = None
     namespaces: _Amount | None = None
-    """With a session or a chunk."""
+    """Namespaces that have a session or a chunk."""
     sessions: _Amount | None = None
     grants: _Amount | None = None
     """Open leases and reservations of all its sessions."""
@@ -146,9 +146,9 @@ class PatchConfig(Body, kw_only=True):
     high_water: _Mark | None = None
     session_grants: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)] | None = None
     eviction: Eviction | None = None
-    """Another policy begins with the chunks that are there, and with nothing learned."""
+    """A new policy starts with the present chunks, but has learned nothing about them."""
     tier_keep: TierKeep | None = None
-    """For chunks that come from now on."""
+    """Applies to chunks that are loaded from now on."""
     tenants: Annotated[dict[Tenant, Quota | None], msgspec.Meta(max_length=MAX_QUOTAS)] | None = None
     """Quotas by tenant, each in place of the tenant's quota before; null: what the access file says, or the default. ""
     is the server's own user. Other tenants keep theirs."""
@@ -156,14 +156,14 @@ class PatchConfig(Body, kw_only=True):
 
 class Config(Answer, kw_only=True):
     limits: Limits
-    """In effect now; PATCH changes them."""
+    """The limits that are in effect now; PATCH changes them."""
     settings: dict[str, Any]
-    """All settings by name, as the server was started."""
+    """All settings by name, with the values that the server was started with."""
     retiring: list[int]
     """Ids of segments that are being drained because the limit was lowered."""
     tenants: dict[str, TenantView]
-    """Those that have a namespace or a quota of their own, by name; "" is the server's own user. A tenant that has not
-    attached since a restart is named by 32 hex digits."""
+    """Tenants that have a namespace or a quota of their own, by name; "" is the server's own user. A tenant that has
+    not attached since a restart is named by 32 hex digits."""
 
 
 class NamespaceView(Answer, kw_only=True):
@@ -171,7 +171,7 @@ class NamespaceView(Answer, kw_only=True):
     tenant: str = ""
     """Empty: the server's own user."""
     manifest: Manifest
-    """With `hidden` in place of its secrets."""
+    """The manifest with `hidden` in place of its secrets."""
     weights: str | None = ""
     """The weights of the engines whose chunks are here. Empty: those that they started with. None: not known since the
     server was started again."""
@@ -183,16 +183,16 @@ class NamespaceView(Answer, kw_only=True):
     chunk_bytes: int
     """Size of a chunk with the parts of all groups and writers."""
     sessions: int
-    """How many are attached now."""
+    """How many sessions are attached now."""
     is_bench: bool = False
-    """Benchmarks alone have used it: totals leave it out, and it is removed with the last of them."""
+    """Only benchmarks have used the namespace: totals leave it out, and it is removed when the last of them leaves."""
     chunks: int = 0
-    """READY; counted some seconds ago, as are the next three fields."""
+    """READY chunks. This and the next three fields were counted some seconds ago."""
     bytes: int = 0
     oldest_s: float | None = None
     """The time since the last use of the chunk that was unused longest. None: there is none, or it is not known."""
     unused_s: float | None = None
-    """Since a request last named one of its chunks."""
+    """Seconds since a request last named one of its chunks."""
     totals: UseTotals = msgspec.field(default_factory=UseTotals)
 
 
@@ -203,7 +203,7 @@ class Namespaces(Answer, kw_only=True):
 
 class MemberDetail(MemberView, kw_only=True):
     grants: list[Hex64]
-    """Those of `grants` that one of this member's ranks still holds."""
+    """The grants that one of this member's ranks still holds."""
 
 
 class SessionDetail(SessionView, kw_only=True):
@@ -211,5 +211,5 @@ class SessionDetail(SessionView, kw_only=True):
 
     members: list[MemberDetail]  # type: ignore[assignment]  # narrower, and an answer is only read
     grants: list[LeaseView]
-    """Open leases and reservations, oldest first; a page of them."""
+    """A page of its open leases and reservations, oldest first."""
     next: str | None = None

@@ -21,8 +21,8 @@ INCLUDED: Final[dict[Scope, frozenset[Scope]]] = {
     "engine": frozenset({"health", "read", "engine"}),
     "admin": frozenset({"health", "read", "admin"}),
 }
-"""What a caller with a scope may call. health: probes and totals; read: lists of its own tenant; engine: what engines
-do; admin: what operators do, and lists of all tenants."""
+"""The calls that a caller with a scope may make. health: probes and totals; read: lists of its own tenant; engine: the
+calls of engines; admin: the calls of operators, and lists of all tenants."""
 
 _HOLE = re.compile(r"\{\w+\}")
 

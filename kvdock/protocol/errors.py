@@ -91,11 +91,13 @@ class KvdockError(Exception):
 
 
 class ServerUnavailable(KvdockError):
-    """No answer: connection refused or lost, or nothing within the timeout. For an engine, a miss."""
+    """There is no answer: the connection was refused or lost, or nothing came within the timeout. An engine treats it
+    as a miss."""
 
 
 class ManifestError(KvdockError, ValueError):
-    """A manifest or token list without one canonical form; `found` and `wanted` are the values the message names."""
+    """A manifest or token list without one canonical form; `found` and `wanted` are the values that the message
+    names."""
 
     def __init__(self, message: str, *, found: object, wanted: object) -> None:
         super().__init__(f"{message}: found {found}, wanted {wanted}")
@@ -122,7 +124,7 @@ class ApiError(KvdockError):
 
     @classmethod
     def from_problem(cls, problem: Problem) -> ApiError:
-        """For the client. A code that this version does not know keeps the status it came with."""
+        """For the client. A code that this version does not know keeps the status of the answer."""
         return cls(
             problem.code, problem.detail, found=problem.found, wanted=problem.wanted, status=problem.status
         )
@@ -144,7 +146,7 @@ def problem_of(code: str, detail: str, *, found: object = None, wanted: object =
 
 
 def _plain(value: object) -> Any:
-    """The value as JSON can hold it; digests and keys as hex."""
+    """The value in a form that JSON has; digests and keys as hex."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, bytes):

@@ -106,19 +106,19 @@ class Loaded(_OfRequest, kw_only=True, tag="loaded"):
     chunks: int
     bytes: int
     took_us: int
-    """From the lease to its last release."""
+    """Time from the lease to its last release."""
 
 
 class Cancelled(_OfRequest, kw_only=True, tag="cancelled"):
     """A lease or reservation was given back by the member that had asked for it."""
 
     name: str
-    """The request's or the store's."""
+    """The id of the request or the store."""
     grant: Hex64
     is_store: bool
     """True: a reservation. False: a lease."""
     took_us: int
-    """From the lease or reservation to this call."""
+    """Time from the lease or reservation to this call."""
 
 
 class Reserved(_OfRequest, kw_only=True, tag="reserved"):
@@ -144,7 +144,7 @@ class Stored(_OfRequest, kw_only=True, tag="stored"):
     chunks: int
     """Chunks that this call published."""
     took_us: int
-    """From the reservation to this call."""
+    """Time from the reservation to this call."""
 
 
 class Committed(_OfRequest, kw_only=True, tag="committed"):
@@ -157,7 +157,7 @@ class Committed(_OfRequest, kw_only=True, tag="committed"):
     bytes: int
     """Bytes that were reserved."""
     took_us: int
-    """From the reservation to this call."""
+    """Time from the reservation to this call."""
 
 
 class Aborted(_OfRequest, kw_only=True, tag="aborted"):
@@ -171,7 +171,7 @@ class Aborted(_OfRequest, kw_only=True, tag="aborted"):
     is_over: bool
     """No rank stores more of the reservation."""
     took_us: int
-    """From the reservation to this call."""
+    """Time from the reservation to this call."""
 
 
 class Refused(Event, kw_only=True, tag="refused"):
@@ -182,7 +182,7 @@ class Refused(Event, kw_only=True, tag="refused"):
     route: str
     """The method and the template of the path; empty if no route was recognised."""
     detail: str
-    """As in the answer."""
+    """The `detail` of the answer."""
 
 
 # ---------------------------------------------------------------- memory
@@ -194,7 +194,7 @@ class Evicted(Event, kw_only=True, tag="evicted"):
     of_requests: ClassVar[bool] = True
     chunks: int
     total: int
-    """Since the server's start."""
+    """The total since the server's start."""
 
 
 class Mismatched(_OfSession, kw_only=True, tag="mismatched"):
@@ -250,7 +250,7 @@ class GenerationRaised(Event, kw_only=True, tag="generation_raised"):
 
     namespace: Key
     generation: int
-    """The pool's generation of the namespace from now on."""
+    """The namespace's generation in the pool from now on."""
 
 
 class TiersPending(Event, kw_only=True, tag="tiers_pending"):

@@ -32,19 +32,19 @@ _BY_MEDIA_TYPE = {form.media_type: form for form in (JSON, PACKED)}
 
 
 class LookupReply(LookupHead, kw_only=True):
-    """LookupAnswer as the server sends it, its chunks already encoded."""
+    """LookupAnswer as the server sends it: its chunks are already encoded."""
 
     chunks: msgspec.Raw
 
 
 class ReserveReply(ReserveHead, kw_only=True):
-    """ReserveAnswer as the server sends it, its chunks already encoded."""
+    """ReserveAnswer as the server sends it: its chunks are already encoded."""
 
     chunks: msgspec.Raw
 
 
 class HoldReply(HoldHead, kw_only=True):
-    """HoldAnswer as the server sends it, its chunks already encoded."""
+    """HoldAnswer as the server sends it: its chunks are already encoded."""
 
     chunks: msgspec.Raw
 
@@ -83,7 +83,7 @@ def form_of_body(content_type: str) -> Form:
 
 
 def form_of_answer(accept: str, body: Form) -> Form:
-    """The request's own form, unless it accepts only the other."""
+    """The form of the request's body, unless the request accepts only the other form."""
     if not accept:
         return body
     named = {item.partition(";")[0].strip().lower() for item in accept.split(",")} & _BY_MEDIA_TYPE.keys()

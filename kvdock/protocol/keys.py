@@ -37,7 +37,8 @@ from kvdock.protocol.errors import ManifestError
 HASH_FUNCTION: Final = "blake2b-256"
 """The manifest's `hash_function` when keys are made from tokens."""
 UNKNOWN_PARENT: Final = b"\xff" * KEY_BYTES
-"""In the place of a parent's key: the engine does not know what comes before the first key of its store."""
+"""Stands for the key of a parent that the engine does not know: it does not know what comes before its store's first
+key."""
 
 
 def canonical_manifest(manifest: Mapping[str, object]) -> bytes:
@@ -47,7 +48,8 @@ def canonical_manifest(manifest: Mapping[str, object]) -> bytes:
 
 
 def namespace_digest(manifest: Mapping[str, object], tenant: str = "") -> bytes:
-    """32 bytes: equal exactly when the canonical manifests and the tenants are."""
+    """The namespace of a manifest and a tenant, 32 bytes: equal exactly when the canonical manifests and the tenants
+    are."""
     digest = _digest(b"kvdock manifest", canonical_manifest(manifest))
     return _digest(b"kvdock tenant", digest + tenant.encode()) if tenant else digest
 
@@ -59,14 +61,15 @@ def filed_in(namespace: bytes, weights: str) -> bytes:
 
 
 def tagged(namespace: bytes, tag: bytes) -> bytes:
-    """What takes the namespace's place in the keys of a request that `tag` belongs to. 32 bytes; without a tag it is
-    the namespace."""
+    """The 32 bytes that take the namespace's place in the keys of a request with this tag. Without a tag: the
+    namespace."""
     return _digest(b"kvdock request", namespace + tag) if tag else namespace
 
 
 @dataclass(frozen=True)
 class Mark:
-    """Tokens [start, end) of a sequence stand for something else, which `digest`, 32 bytes, names."""
+    """Tokens [start, end) of a sequence are placeholders, for example of an image, whose content `digest` (32 bytes)
+    names."""
 
     start: int
     end: int
@@ -94,7 +97,7 @@ class KeyChain:
         self.keys: list[bytes] = []
         """One key for each whole chunk so far."""
         self.parent: bytes | None = None
-        """What comes before the first key: nothing."""
+        """The key before the first: none."""
         self._parent = _digest(b"kvdock root", namespace)
         self._tail = b""
 
@@ -104,7 +107,7 @@ class KeyChain:
         return len(self.keys) * self.chunk_tokens + len(self._tail) // 4
 
     def follow(self, tokens: Sequence[int]) -> None:
-        """Appends the tokens of the whole sequence that were not given before."""
+        """Appends those tokens of the whole sequence that were not appended before."""
         if len(tokens) > self.tokens:
             self.extend(tokens[self.tokens :])
 
@@ -126,7 +129,7 @@ class KeyChain:
         return fresh
 
     def _marks_of(self, chunk: int) -> bytes:
-        """Those that touch the chunk."""
+        """The marks that touch the chunk, encoded."""
         first, end = chunk * self.chunk_tokens, (chunk + 1) * self.chunk_tokens
         touching = (mark for mark in self._marks if mark.start < end and first < mark.end)
         return b"".join(struct.pack("<QQ", mark.start, mark.end) + mark.digest for mark in touching)
@@ -142,15 +145,16 @@ class HashedChain:
         self.keys: list[bytes] = []
         """One key for each whole chunk so far."""
         self.parent: bytes | None = None
-        """The key before the first; None: there is none; UNKNOWN_PARENT: the engine does not say."""
+        """The key before the first; None: there is none; UNKNOWN_PARENT: the engine does not know it."""
         self._namespace, self._hashes, self._per_chunk = namespace, hashes, chunk_tokens // hash_tokens
 
     def key_of(self, hashed: bytes) -> bytes:
-        """The key that an engine's hash stands for."""
+        """The key made from an engine's hash."""
         return _digest(b"kvdock hashed", self._namespace + hashed)
 
     def follow(self, tokens: Sequence[int]) -> None:
-        """Makes keys of the hashes added since the last call. The engine computed them from `tokens`."""
+        """Makes keys of the hashes that were added since the last call. The engine computed the hashes from
+        `tokens`."""
         for end in range((len(self.keys) + 1) * self._per_chunk, len(self._hashes) + 1, self._per_chunk):
             self.keys.append(self.key_of(self._hashes[end - 1]))
 

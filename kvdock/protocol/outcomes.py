@@ -15,7 +15,7 @@ from kvdock.protocol.wire_types import Answer, Body, Carrier, Identity, Name
 Amount = Annotated[int, msgspec.Meta(ge=0, lt=1 << 60)]
 Rate = Annotated[float, msgspec.Meta(ge=0, le=1e15)]
 MAX_OUTCOMES: Final = 64
-"""In one heartbeat."""
+"""The most outcomes in one heartbeat."""
 TokenCount = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 Microseconds = Annotated[int, msgspec.Meta(ge=0, lt=1 << 50)]
 Why = Annotated[str, msgspec.Meta(pattern=r"^[a-z0-9_]{0,64}$(?!\n)")]
@@ -35,7 +35,7 @@ REASONS: Final = {
 
 
 def in_words(why: str) -> str:
-    """A reason as people read it: "" stays ""."""
+    """A reason as text for people; "" stays ""."""
     return REASONS.get(why) or why.replace("_", " ")
 
 
@@ -43,7 +43,7 @@ class Outcome(Identity, frozen=True, kw_only=True):
     """A request that has ended. Its loaded tokens follow the local tokens of the same admission."""
 
     request: Name
-    """As the engine's lookups name it."""
+    """The request's id in the engine's lookups."""
     prompt_tokens: TokenCount
     local_tokens: TokenCount = 0
     """How much the engine's own cache had of it when it was first admitted, or when its last load began."""
@@ -51,13 +51,13 @@ class Outcome(Identity, frozen=True, kw_only=True):
     """The longest prefix that the server had, from the first token on."""
     loaded_tokens: TokenCount = 0
     why: Why = ""
-    """What kept more from being loaded. Empty: nothing did."""
+    """The reason why no more was loaded. Empty: nothing prevented it."""
     loaded_bytes: Annotated[int, msgspec.Meta(ge=0, lt=1 << 50)] = 0
     """The size of the last load, over all ranks."""
     load_us: Microseconds | None = None
     """From when the engine began the load until it knew the load's end. None: it did not load, or not all came."""
     copy_us: Microseconds | None = None
-    """How much of that was copying, on the slowest rank. None: not known."""
+    """The part of `load_us` that was copying, on the slowest rank. None: not known."""
     prefill_tokens_per_s: Annotated[float, msgspec.Meta(ge=0, le=1e12)] = 0.0
     """How fast the engine computes prompts, as it has measured. 0: it has not."""
 
@@ -78,7 +78,7 @@ class Reporting(Carrier, kw_only=True):
     """A call that may report what became of requests, and what was copied."""
 
     outcomes: Annotated[list[Outcome], msgspec.Meta(max_length=MAX_OUTCOMES)] = msgspec.field(default_factory=list)
-    """Requests that have ended, in that order. Reporting one again is harmless."""
+    """Requests that have ended, in the order in which they ended. Reporting one again is harmless."""
     outcomes_dropped: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)] = 0
     """How many others have ended since the last heartbeat, which did not fit."""
     copied: Copied | None = None

@@ -1,4 +1,4 @@
-"""What processes of this project write for people: the lines of their logs, sizes and times."""
+"""The texts that processes of this project write for people: the lines of their logs, sizes and times."""
 
 from __future__ import annotations
 

@@ -196,14 +196,14 @@ class TierView(Answer, kw_only=True):
     """The last error of the tier or its storage. Only for callers with the scope `read`: it may name hosts and
     paths."""
     objects: int = 0
-    """Parts of chunks."""
+    """How many parts of chunks the tier has."""
     bytes_used: int = 0
     bytes_limit: int = 0
     """0: the tier knows no limit."""
     wear_bytes: int = 0
-    """Written to its storage, its own copying included; 0 where it is not known."""
+    """Bytes written to its storage, including copies that the tier makes itself; 0: not known."""
     queued_bytes: int = 0
-    """Chunks that wait to be written."""
+    """Bytes of chunks that wait to be written."""
     pending_orders: int = 0
     """Clears and deletions that it has not carried out yet. It is not used for their namespaces until then."""
     load_bytes_per_s: float = 0.0
@@ -223,7 +223,7 @@ class MoverView(Answer, kw_only=True):
     """The server's own figures about its mover. Totals count from the server's start."""
 
     silent_s: float
-    """Since the mover last reported on its tiers. It does so twice a second."""
+    """Seconds since the mover last reported on its tiers, which it does twice a second."""
     restarts: int
     lost_lookups: int
     """Lookups that were not sent to it, because too many waited."""
@@ -259,8 +259,8 @@ class Status(Answer, kw_only=True):
     """Totals since start; kvdock/api/record/counters.py explains each. What benchmarks do is left out."""
     saved: Saved = msgspec.field(default_factory=Saved)
     oldest_s: float | None = None
-    """The longest time that a chunk which no engine holds has been unused: chunks that are evicted now have been unused
-    for about this long. None: there is no such chunk."""
+    """How long the chunk that was unused longest, of those that no engine holds, has been unused. None: there is no
+    such chunk."""
     full_in_s: float | None = None
     """When the pool is full, at the rate at which it has filled in the last minutes. None: it does not fill, it is
     full, or the server has just started."""
@@ -329,7 +329,8 @@ class LookupStory(Answer, kw_only=True):
     bytes: int
     took_us: int
     loaded_us: int | None
-    """From the answer until all ranks had read what they got; None: they have not, or got nothing."""
+    """Time from the answer until all ranks had read the chunks that it leased; None: they have not, or there was no
+    lease."""
     broke: Break | None
     """None: all was found."""
 
@@ -339,13 +340,13 @@ class LoadStory(Answer, kw_only=True):
 
     tokens: int
     bytes: int
-    """Over all ranks."""
+    """The bytes of all ranks."""
     took_ms: float
-    """From when the engine began the load until it knew the load's end."""
+    """Time from when the engine began the load until it knew that the load had ended."""
     queue_ms: float | None
     """The part of that time without copying: waiting for earlier copies, and for the engine's next step."""
     copy_ms: float | None
-    """The copies on the slowest rank; None: that is not known."""
+    """Time of the copies on the slowest rank; None: not known."""
     bytes_per_s: float | None
     """All ranks' bytes over the time of the copies."""
 

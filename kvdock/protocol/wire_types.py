@@ -16,9 +16,9 @@ server's own."""
 VERSION_HEADER = "Kvdock-Api"
 SUPPORTED_VERSIONS = (API_VERSION,)
 MAX_KEYS: Final = _core.MAX_KEYS
-"""In one lookup."""
+"""The most keys in one lookup."""
 MAX_STORE_KEYS: Final = _core.MAX_STORE_KEYS
-"""In one reservation, which takes several times what a lookup does."""
+"""The most keys in one reservation, which takes several times as long as a lookup."""
 MAX_GROUPS: Final = _core.MAX_GROUPS
 MAX_RANKS: Final = _core.MAX_RANKS
 KEY_BYTES: Final = _core.KEY_BYTES
@@ -27,9 +27,9 @@ MAX_NAME: Final = 256
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME)]
 Label = Annotated[str, msgspec.Meta(max_length=256)]
 Tenant = Annotated[str, msgspec.Meta(pattern=r"^([a-z0-9][a-z0-9._-]{0,63})?$(?!\n)")]
-"""Whose sessions and chunks."""
+"""The tenant whose sessions and chunks are meant."""
 OWN_TENANT: Final = ""
-"""That of the server's own user and of root."""
+"""The tenant of the server's own user and of root."""
 Text = Annotated[str, msgspec.Meta(max_length=1024)]
 MAX_WEIGHTS: Final = 128
 Weights = Annotated[str, msgspec.Meta(max_length=MAX_WEIGHTS)]
@@ -44,7 +44,7 @@ Key = Annotated[
 ]
 Token = Annotated[int, msgspec.Meta(ge=0, le=(1 << 32) - 1)]
 MAX_TOKENS = 1 << 20
-"""In one call."""
+"""The most tokens in one call."""
 Tokens = Annotated[list[Token], msgspec.Meta(max_length=MAX_TOKENS)]
 Rank = Annotated[int, msgspec.Meta(ge=0, lt=MAX_RANKS)]
 Ranks = Annotated[list[Rank], msgspec.Meta(max_length=MAX_RANKS)]
@@ -69,9 +69,10 @@ def checksum_value(checksum: str | int) -> int:
 
 
 MAX_RELEASES = 256
-"""In one call."""
+"""The most releases in one call."""
 MAX_ENTRIES: Final = 1024
-"""Parts of a commit, chunks of a report of mismatches, changes of an answer: each takes the server 1 to 2 µs."""
+"""The most parts of a commit, chunks of a report of mismatches, or changes of an answer: each takes the server 1 to 2
+µs."""
 MOST_PRIORITY: Final = _core.MOST_PRIORITY
 """The highest priority that a hint may give; the lowest is its negative."""
 MAX_HINT_S: Final = 86_400.0
@@ -115,13 +116,13 @@ class Carrier(Body, kw_only=True):
 
 class Carried(Answer, kw_only=True):
     refused_releases: list[RefusedRelease] = msgspec.field(default_factory=list)
-    """Those of the carried releases that were refused; the others are done."""
+    """The carried releases that were refused; all others took effect."""
 
 
 # --------------------------------------------------------------------------- traces
 
 MAX_TRACEPARENT = 256
-"""Version 00 has 55 characters; later versions may add to it."""
+"""The longest traceparent. Version 00 has 55 characters; later versions may add to it."""
 
 _FORM = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
 

@@ -1,4 +1,4 @@
-"""A chunk table without memory: it allocates slots of one size, which are never read or written."""
+"""A chunk table without memory: it hands out slots of one size, which are never read or written."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from kvdock._core import Mapping, Table
 
 
 def bare_table(room: int, slot_bytes: int, *, grants: int, session_cap: float, total_cap: float) -> Table:
-    """With room for `room` slots. The caps: as Table has them."""
+    """A table with memory for `room` slots. The caps are Table's."""
     records = 2 * room + 4096
     size = Table.region_bytes(records, grants)
     fd = os.memfd_create("bench-table")

@@ -42,7 +42,7 @@ FLOOR_CALL = s.ReleaseLease(session="0" * 16, ranks=[0])
 BEAT_S = 2.0
 
 Timed = Callable[[], int]
-"""One call; nanoseconds."""
+"""Makes one call, and returns how many nanoseconds it took."""
 Counts: TypeAlias = "SynchronizedArray[int]"
 
 
@@ -75,12 +75,13 @@ def floor_calls(client: Client) -> Timed:
 
 
 def quantile(took_ns: list[int], share: float) -> float:
-    """In ms."""
+    """The quantile in ms."""
     return sorted(took_ns)[min(len(took_ns) - 1, int(len(took_ns) * share))] / 1e6
 
 
 def latencies(server: ServerProcess, floor: ServerProcess, rounds: int) -> dict[str, float]:
-    """All kinds of calls, in turns; each kind has a session of its own, so it carries its own releases."""
+    """Latencies of all kinds of calls, which take turns; each kind has a session of its own, so it carries its own
+    releases."""
     keys = chain(512, "resident")
     hex_keys = [keys[at : at + 32].hex() for at in range(0, len(keys), 32)]
     with ExitStack() as stack:
@@ -105,7 +106,7 @@ def latencies(server: ServerProcess, floor: ServerProcess, rounds: int) -> dict[
                 beaten_s = time.monotonic()
                 for engine in engines:
                     engine.beat()
-            for name in order.sample(list(calls), len(calls)):  # so that none always comes after the slowest
+            for name in order.sample(list(calls), len(calls)):  # so that no kind always comes after the slowest
                 pair = (("floor", floor_call()), (name, calls[name]()))
                 if number >= 0:
                     for kind, took_ns in pair:
@@ -126,7 +127,8 @@ def latencies(server: ServerProcess, floor: ServerProcess, rounds: int) -> dict[
 def client_process(
     address: str, floor_address: str, number: int, rounds: int, round_s: float, start: Barrier, counts: Counts
 ) -> None:
-    """Rounds of calls as fast as they go: floor, lookups, floor, lookups …; all processes start each together."""
+    """Rounds of calls as fast as possible: floor, lookups, floor, lookups …; all processes start each round
+    together."""
     keys = chain(512, "resident")[: 32 * 32]
     with Client(address) as client, Client(floor_address) as bare:
         engine = Engine(client, f"client-{number}")
@@ -146,7 +148,8 @@ def client_process(
 
 
 def rates(server: ServerProcess, floor: ServerProcess, rounds: int, round_s: float) -> dict[str, float]:
-    """Calls a second of CLIENTS processes together: medians over rounds taken in turns."""
+    """Calls a second of CLIENTS processes together: medians over rounds of lookups and of the floor, which take
+    turns."""
     context = multiprocessing.get_context("spawn")
     start = context.Barrier(CLIENTS)
     counts = context.Array("l", 2 * rounds * CLIENTS)
@@ -183,7 +186,7 @@ def fill(server: ServerProcess, chunks: int) -> None:
 
 
 def ready_seconds() -> tuple[float, int]:
-    """(from starting the process to its first answerable call, bytes of the pool)."""
+    """(seconds from starting the process to its first answerable call, bytes of the pool)."""
     shm = os.statvfs("/dev/shm")
     pool_bytes = min(READY_POOL, shm.f_bavail * shm.f_frsize * 9 // 10)
     took = []

@@ -47,7 +47,7 @@ class Case:
     block_ids: Any
     starts: Any
     paged_at: Any
-    """uint64 [pieces], slot order: the paged address of each piece; `slot_at` likewise."""
+    """uint64 [pieces], in slot order: the paged address of each piece; `slot_at`: its address in the slot."""
     slot_at: Any
     fragment_bytes: int
 
@@ -110,7 +110,7 @@ def timed(call: Callable[[], object]) -> float:
 
 
 def share(plain: Callable[[], object], ours: Callable[[], object], rounds: int) -> tuple[float, float]:
-    """(median of plain time / our time, median plain time in s). The two take turns in going first."""
+    """(median of plain time / our time, median plain time in s). The two take turns in running first."""
     plain()
     ours()
     pairs: list[tuple[float, float]] = []
@@ -183,7 +183,7 @@ def main(arguments: list[str]) -> int:
         except NoCuda as error:
             print(f"bench.copy: {error}", file=sys.stderr)
             return 2
-        from bench import copy_cuda  # it wants torch
+        from bench import copy_cuda  # it imports torch
 
         figures = copy_cuda.measure(random.getrandbits(32))
         if chosen.gpus > 1:

@@ -56,7 +56,7 @@ class Bench:
         return made.tuning
 
     def plain_ms(self, to_device: bool, size: int) -> float:
-        """One plain copy. For more bytes than the segment has, it times fewer and scales the result."""
+        """Time of one plain copy. For more bytes than the segment has, it copies fewer and scales the time."""
         moved = min(size, self.memory.plain_bytes, GIB)
         gpu, host = self.plain_on_gpu.address, self.memory.plain_at
         to, from_ = (gpu, host) if to_device else (host, gpu)
@@ -229,7 +229,8 @@ class Bench:
 
     def tokens(self, shape: Shape, tuning: CopyTuning) -> None:
         """Microseconds that a small copy to the host takes: alone, and while 1 GiB is copied there too, in pieces like
-        those of staged stores. One small copy follows the other: few of them wait for the end, and those wait long."""
+        those of staged stores. One small copy follows the other, so a few of them wait until the large copy ends, for a
+        long time."""
         case = self.case(shape)
         background, usual = (
             CudaCopier(case.layout, device=self.device, tuning=one)
@@ -299,7 +300,7 @@ class Bench:
                 ways["memcpy_batch"] = batch
             for name, way in ways.items():
                 case.fill_slots()
-                case.paged.random_(0, 256)  # whatever is not moved differs
+                case.paged.random_(0, 256)  # so that whatever is not copied differs
                 plain = partial(self.plain_ms, to_device, case.bytes)
                 key = f"{name}_{direction}_share_{shape.name}"
                 try:
@@ -316,7 +317,7 @@ class Bench:
 
 
 class _Attributes(ctypes.Structure):
-    """cudaMemcpyAttributes: sources are read in stream order, no hints."""
+    """cudaMemcpyAttributes: sources are read in stream order, without hints."""
 
     _fields_ = (("source_access_order", ctypes.c_int), ("hints", ctypes.c_int * 4), ("flags", ctypes.c_uint))
 

@@ -19,7 +19,7 @@ from kvdock.shm.segment import SegmentInfo
 
 ROUNDS = 7
 PASSES = 4
-"""Copies in a round, so that the two workers' rounds overlap except at their ends."""
+"""Copies in a round: enough that the rounds of the two workers overlap except at their ends."""
 
 
 def work(device: int, pool_id: int, infos: list[SegmentInfo], seed: int, start: Barrier, results: Connection) -> None:

@@ -27,7 +27,7 @@ from kvdock.shm.segment import SegmentInfo
 GIB: Final = 1 << 30
 POISON: Final = 0xA5
 _GAP_BYTES: Final = 4096
-"""Between slots, so that no two can be copied as one."""
+"""The gap between slots, so that no two slots can be copied as one piece."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ SHAPES: Final = (
     Shape(61, 18 << 10, 1, 16, "mla_18k"),
     Shape(61, 72 << 10, 1, 4, "mla_72k"),
 )
-"""256 tokens a part: 16 blocks of 16, and 4 of 64."""
+"""Shapes with 256 tokens a part: 16 blocks of 16 tokens, or 4 blocks of 64."""
 
 
 class ThreeSegments:
@@ -128,7 +128,7 @@ class Case:
         return [PartCopy(self.slots[i], ids[i], 0, sums[i]) for i in range(self.parts)]
 
     def fill_slots(self) -> list[int]:
-        """Fresh random bytes in every slot; their checksums, by the CPU."""
+        """Fills every slot with fresh random bytes; returns their checksums, by the CPU."""
         sums = []
         for slot in self.slots:
             view = self._memory.bytes_at(slot, self.shape.part_bytes)
@@ -155,7 +155,7 @@ class Case:
             self._memory.bytes_at(slot, self.shape.part_bytes)[:] = POISON
 
     def compare(self, what: str, sums: Sequence[int] | None = None) -> None:
-        """AssertionError unless blocks and slots hold the same bytes, with these sums."""
+        """Raises AssertionError unless blocks and slots hold the same bytes, with the checksums `sums`."""
         device = self.paged.device
         torch.cuda.synchronize(device)
         for i, slot in enumerate(self.slots):
@@ -186,7 +186,7 @@ class Clock:
         return self._copy_ms(copier.gather, parts)
 
     def _copy_ms(self, call: Callable[..., CudaHandle], parts: Sequence[PartCopy]) -> float:
-        """RuntimeError when a part has another checksum than expected: a copy that failed is not a fast one."""
+        """Raises RuntimeError when a part has another checksum than expected: a copy that failed is not a fast one."""
         self._watch.start()
         handle = call(parts, after=self.stream)
         handle.order(self.stream)
@@ -201,7 +201,7 @@ class Clock:
 
 
 def in_turns(first: Callable[[], float], second: Callable[[], float], rounds: int) -> list[tuple[float, float]]:
-    """Pairs of `first` and `second`, which take turns in going first; one round to warm up is dropped."""
+    """Pairs of `first` and `second`, which take turns in running first; one round to warm up is dropped."""
     pairs = []
     for index in range(rounds + 1):
         if index % 2:

@@ -21,9 +21,9 @@ START_S = 300.0
 END_S = 30.0
 PINNED_S = 60.0
 CPU_SLOWER = 5
-"""Time limits are multiplied by this without a GPU."""
+"""The factor of time limits without a GPU."""
 STILL_S = 2.0
-"""A pool that has not grown for this long is not growing by itself."""
+"""A pool that has not grown for this long is taken to have its final size."""
 
 LLAMA_8B: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "hidden_size": 4096,
@@ -42,8 +42,8 @@ def prompt(rng: random.Random, vocabulary: int, tokens: int) -> list[int]:
 
 
 class Child:
-    """An engine that `module` runs, told `said`, which has its "kind". `address`: of its server; `slower`: its time
-    limits are multiplied by this. `facts` are known once `started` has returned."""
+    """An engine that runs `module` with the argument `said`, in which "kind" is its kind. `address`: its server's;
+    `slower`: a factor of its time limits. `facts` are known once `started` has returned."""
 
     def __init__(self, module: str, said: dict[str, Any], *, address: str, log_at: Path, slower: int = 1) -> None:
         self.kind: str = said["kind"]
@@ -62,7 +62,7 @@ class Child:
         self.facts = self._answer(self._began + START_S * self._slower)
 
     def do(self, what: str, limit_s: float = 60.0, **more: Any) -> dict[str, Any]:
-        """The job's answer. Raises Failed when there is none within a little more than `limit_s` (longer on a CPU)."""
+        """Runs a job and returns its answer. Raises Failed without one a little after `limit_s` (later on a CPU)."""
         assert self._process.stdin is not None
         limit_s *= self._slower
         try:
@@ -100,7 +100,8 @@ class Child:
 
 
 def wait_until_pinned(address: str) -> None:
-    """Waits until the pool has grown and every worker has page-locked all of it: what is not page-locked is a miss."""
+    """Waits until the pool has grown and every worker has page-locked all of it: chunks in other memory would be
+    misses."""
     until = time.monotonic() + PINNED_S
     grown, since = -1, time.monotonic()
     with Client(address) as client:
@@ -118,7 +119,7 @@ def wait_until_pinned(address: str) -> None:
                 return
             if time.monotonic() > until:
                 raise Failed(f"kvdock: workers have page-locked {pinned} of {segments} segments after {PINNED_S} s")
-            time.sleep(0.1)  # between two looks at how far the pool is pinned
+            time.sleep(0.1)  # between two queries of how far the pool is page-locked
 
 
 def pace(times: list[list[float]], start: float, end: float) -> dict[str, Any]:

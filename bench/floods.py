@@ -50,9 +50,9 @@ class Target(NamedTuple):
     session: str
     member: str
     token: str
-    """An engine's access token: whoever has none is refused before anything costs much."""
+    """An engine's access token: calls without a token are refused before they cost much."""
     until_s: float
-    """By time.monotonic()."""
+    """The time at which the flood ends, by time.monotonic()."""
 
     def signed(self, messages: bytes) -> bytes:
         return messages.replace(HOST, HOST + f"Authorization: Bearer {self.token}\r\n".encode())
@@ -80,7 +80,8 @@ def get(path: str) -> bytes:
 
 
 def repeat(target: Target, first: bytes, then: bytes = b"", *, pause_s: float = 0.0) -> None:
-    """One connection after the other: `first`, then `then` again and again, until the server has enough of it."""
+    """Opens one connection after the other. On each it sends `first`, then `then` again and again until the server
+    closes it."""
     first, then = target.signed(first), target.signed(then)
     while target.goes_on:
         with suppress(OSError), connect(target.http) as sock:
@@ -89,11 +90,11 @@ def repeat(target: Target, first: bytes, then: bytes = b"", *, pause_s: float = 
                 sock.sendall(then)
             if not then:
                 sock.recv(1 << 16)
-        time.sleep(pause_s)  # some floods are a client that comes back again and again, not one in a hurry
+        time.sleep(pause_s)  # some floods are a client that comes back again and again, not as fast as it can
 
 
 def storm(target: Target, message: bytes, connections: int, address: str) -> None:
-    """As many calls as the server answers, on some connections."""
+    """Makes as many calls as the server answers, on several connections."""
     message, socks = target.signed(message), [connect(address) for _ in range(connections)]
     while target.goes_on:
         for sock in socks:
@@ -114,7 +115,7 @@ def read_answer(sock: socket.socket) -> None:
 
 
 def hold(target: Target, message: bytes, connections: int, drip: bytes = b"") -> None:
-    """Many connections that send a part of something and stay."""
+    """Opens many connections, sends a part of a message on each, and keeps them open."""
     message, poll, socks = target.signed(message), select.poll(), []
     for _ in range(connections):
         with suppress(OSError):
@@ -127,7 +128,7 @@ def hold(target: Target, message: bytes, connections: int, drip: bytes = b"") ->
         for sock in socks if drip else ():
             with suppress(OSError):
                 sock.sendall(drip)
-        time.sleep(0.1)  # each connection sends a little now and then, to stay open for as long as it may
+        time.sleep(0.1)  # between two pieces of `drip`, which keep the connections open
 
 
 def heartbeats(target: Target, field: str, item: str, count: int) -> None:
@@ -153,7 +154,7 @@ def tokens(target: Target) -> None:
 
 
 def compute(target: Target) -> None:
-    """Takes a core and leaves the server alone."""
+    """Computes on one core, without any call of the server."""
     while target.goes_on:
         sum(range(10_000))
 
@@ -191,7 +192,7 @@ FLOODS: dict[str, Callable[[Target], None]] = {
 @dataclass(frozen=True)
 class Latencies:
     took_s: list[float]
-    """In rising order."""
+    """Seconds of each lookup, in rising order."""
     errors: int
 
     @property
@@ -207,7 +208,7 @@ class Latencies:
 
 
 def honest(engine: Engine, keys: bytes, seconds: float) -> Latencies:
-    """Lookups of resident keys, each with the release of the lease before it."""
+    """Makes lookups of resident keys, each with the release of the lease before it."""
     took_s, errors, beaten_s = [], 0, 0.0
     until_s = time.monotonic() + seconds
     while time.monotonic() < until_s:
@@ -230,7 +231,7 @@ def honest(engine: Engine, keys: bytes, seconds: float) -> Latencies:
 
 
 def beside(name: str, engine: Engine, keys: bytes, server: ServerProcess, token: str, seconds: float) -> Latencies:
-    """`honest` beside a flood from another process, which ends with it."""
+    """Runs `honest` beside a flood in another process, and ends that process."""
     arguments = json.dumps([server.unix, server.http, engine.session, engine.member, token, seconds + 0.5])
     with subprocess.Popen(
         [sys.executable, "-m", "bench.floods", "--attack", name, arguments], cwd=Path(__file__).parent.parent,
@@ -245,7 +246,7 @@ def beside(name: str, engine: Engine, keys: bytes, server: ServerProcess, token:
 
 
 def most_memory_mib(pid: int) -> float:
-    """The most memory that the process ever had at once, without what it shares with engines now: pool and table."""
+    """The peak memory of the process, without the memory that it shares with engines now: pool and table."""
     words = dict(line.split(":") for line in Path(f"/proc/{pid}/status").read_text().splitlines())
     return (int(words["VmHWM"].split()[0]) - int(words["RssShmem"].split()[0])) / 1024
 
@@ -255,7 +256,7 @@ def descriptors(pid: int) -> int:
 
 
 def attack(name: str, target: list[Any]) -> None:
-    """`target`: both addresses, session, member, access token, seconds."""
+    """The flooding process. `target`: both addresses, session, member, access token, seconds."""
     unix, http, session, member, token, seconds = target
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 4096), hard))
@@ -278,7 +279,7 @@ def measure(seconds: float) -> dict[str, float]:
             for _ in range(ROUNDS):
                 quiet += beside(QUIET, engine, keys, server, token, seconds / ROUNDS)
                 seen += beside(name, engine, keys, server, token, seconds / ROUNDS)
-                time.sleep(0.2)  # the server closes what the flood left, which the next quiet round must not feel
+                time.sleep(0.2)  # the server closes the flood's connections before the next quiet round
             figures |= {f"{name}_p99_ms": seen.p99_ms, f"{name}_max_ms": seen.max_ms, f"{name}_errors": seen.errors,
                         f"{name}_ratio": seen.p99_ms / quiet.p99_ms}
         figures |= {"memory_mib": most_memory_mib(server.pid), "descriptors": descriptors(server.pid)}

@@ -32,7 +32,7 @@ BLOCK_BYTES = 64 << 20
 
 
 def shapes(total_bytes: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """The embedding, and at least one layer."""
+    """The names and shapes of the tensors: the embedding, and at least one layer."""
     yield "embedding", EMBEDDING
     layer_bytes = sum(_bytes(shape) for shape in LAYER.values())
     for number in range(max(1, (total_bytes - _bytes(EMBEDDING)) // layer_bytes)):
@@ -48,7 +48,7 @@ def _bytes(shape: tuple[int, ...]) -> int:
 
 
 def write(path: Path, total_bytes: int) -> int:
-    """Returns how many bytes the file has."""
+    """Writes the file; returns how many bytes it has."""
     header, end = {}, 0
     for name, shape in shapes(total_bytes):
         header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [end, end + _bytes(shape)]}
@@ -73,7 +73,7 @@ def seconds(path: Path, *, whole: bool, cold: bool) -> float:
 
 
 def found_share(changed_bytes: int, changes: int, draw: random.Random) -> float:
-    """The share found of changes that begin anywhere in a matrix of an MLP."""
+    """The share of random changes of `changed_bytes` bytes, anywhere in a matrix of an MLP, that samples find."""
     size = _bytes(LAYER["gate"])
     run = weight_files.Run(0, size, is_tensor=True)
     read = list(weight_files._pieces(run, weight_files.STRETCH_BYTES))

@@ -30,7 +30,8 @@ def on_core_ns(pid: int) -> int:
 
 
 def measure(rounds: int) -> dict[str, float]:
-    """µs a call: of the server's CPU, of the client's, and from the call to its answer (the round's median)."""
+    """Microseconds a call: of the server's CPU, of the client's CPU, and from the call to its answer (the round's
+    median)."""
     best: dict[str, float] = {}
     quiet = {"watch_s": 1.0, "history_interval_s": 60.0, "heartbeat_s": 60.0}
     with ServerProcess("serve", pool_bytes=POOL_BYTES, **quiet) as server, Client(server.unix) as client:

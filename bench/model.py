@@ -33,15 +33,16 @@ from kvdock.protocol.wire_types import MAX_STORE_KEYS
 BLOCK = 16
 STEP_TOKENS = 8192
 GIB_TOKENS = 8192
-"""In a model with 128 KiB of KV for each token."""
+"""Tokens for each GiB, in a model with 128 KiB of KV for each token."""
 PREFILL_PER_S, STEP_S, ATTENTION_S, LOAD_PER_S = 26_000.0, 0.012, 1.3e-9, 400_000.0
-"""Tokens of prefill, what a step costs besides, for each pair of tokens, tokens loaded: about those of an H200."""
+"""Tokens of prefill a second, the fixed time of a step, the time for each pair of tokens, and tokens loaded a second:
+about those of an H200."""
 KINDS, MODES = ("native", "kvdock"), ("one", "two_random", "two_affinity")
 
 
 @dataclass(eq=False)
 class Request:
-    """`names`: one for each whole block of prompt and output, which tells its content and all before it."""
+    """`names`: one for each whole block of prompt and output, which stands for its content and everything before it."""
 
     tokens: int
     new_tokens: int
@@ -70,7 +71,7 @@ def request_of(number: int, one: trace.Request, most_new: int) -> Request:
 
 
 class PrefixCache:
-    """vLLM's: blocks that nobody uses keep their content until they are given out, the longest unused first."""
+    """As vLLM's: free blocks keep their content until they are given out, the least recently used first."""
 
     def __init__(self, blocks: int) -> None:
         self.free = OrderedDict.fromkeys(range(blocks))
@@ -96,7 +97,7 @@ class PrefixCache:
         return taken
 
     def know(self, request: Request, begin: int, end: int) -> None:
-        """Tokens [begin, end) are computed."""
+        """Makes the blocks of tokens [begin, end), which are computed now, available to other requests."""
         for at in range(begin // BLOCK, min(end // BLOCK, len(request.names))):
             if request.names[at] not in self._block_of:
                 self._block_of[request.names[at]] = request.blocks[at]
@@ -110,7 +111,7 @@ class PrefixCache:
 
 
 class NativePool:
-    """Blocks one by one, the least recently used goes."""
+    """A pool of single blocks, from which the least recently used is evicted."""
 
     def __init__(self, tokens: int) -> None:
         self._room, self._blocks = tokens // BLOCK, OrderedDict[int, None]()
@@ -141,7 +142,7 @@ def key_of(name: int) -> bytes:
 
 
 class TablePool:
-    """The real table; its segment is a number only."""
+    """The real table. Its segment exists only as a number, without memory."""
 
     def __init__(self, tokens: int, chunk_tokens: int) -> None:
         self._chunk, page = chunk_tokens, 4096
@@ -228,7 +229,8 @@ class Engine:
             self.now_s = max(self.now_s + 0.001, min((done_s for done_s, _ in self._loading), default=0.0))
 
     def _go_on(self) -> dict[Request, int]:
-        """Tokens of the step by request, of those that run."""
+        """The running requests' tokens in the next step, by request. Preempts the last requests if there are too few
+        blocks."""
         work: dict[Request, int] = {}
         for request in list(self._running):
             if request not in self._running:
@@ -262,7 +264,8 @@ class Engine:
             work[request] = count
 
     def _finds(self, request: Request) -> bool:
-        """False: it does not fit. Else it has its blocks, and waits for a load if it has one."""
+        """False: the request does not fit. Else it has its cached blocks, and waits for a load if there is something to
+        load."""
         local = self._gpu.found(request.names[: (request.tokens - 1) // BLOCK])
         request.local = request.computed = len(local) * BLOCK
         found = max(request.local, self._pool.ask(request, request.tokens - 1, self.now_s))

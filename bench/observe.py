@@ -49,7 +49,8 @@ def new_curve(room: int, salt: int) -> Curve:
 
 
 def timed_us(curve: Curve, keys: Sequence[bytes], hits: Sequence[int]) -> float:
-    """The mean of these lookups. Keys are copied first: in a server the table's lookup has just read them."""
+    """The mean time of these lookups. Keys are copied first, because in a server the table's lookup has just read
+    them."""
     took_ns = 0
     for some, found in zip(keys, hits, strict=True):
         copied = bytes(memoryview(some))
@@ -67,7 +68,8 @@ class Trace:
         self.different = len({block for one in requests for block in one.whole_blocks})
 
     def hits(self, room: int) -> list[int]:
-        """Chunks that each request finds in a real pool with room for so many; one for all of them is the largest."""
+        """Chunks that each request finds in a real pool with room for `room` chunks; with room for all, the most
+        possible."""
         pool = Pool(min(room, self.different + 100), "default")
         return [pool.serve(number, one.whole_blocks, one.at_ms + 2) for number, one in enumerate(self.requests)]
 
@@ -87,8 +89,8 @@ class Trace:
 
 
 def long_lookups_us(known_share: float) -> float:
-    """Lookups of 512 keys, of which that share from the first on was seen before. The quickest of the last five parts:
-    at first the curve learns how many samples such lookups can have."""
+    """The time of lookups of 512 keys, of which the first `known_share` were seen before. The quickest of the last five
+    parts: at first the curve learns how many samples such lookups can have."""
     choose = random.Random(1)
     known = round(known_share * LONG_KEYS)
     prompts = [choose.randbytes(32 * LONG_KEYS) for _ in range(LONG_PROMPTS)]

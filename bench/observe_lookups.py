@@ -1,9 +1,9 @@
 """Lookups beside all observers and beside none: the part of bench.observe that runs servers.
 
-Two servers: `observe` of one names all outputs, including traces to a collector and KV events; that of the other is
-empty. Lookups of 512 resident keys over the Unix socket; each carries the release of the lease before it, so each
-causes three events. Rounds of both take turns; a round's figure is its median, and the quickest round counts, because
-other programs only add time.
+Two servers: the setting `observe` of one names all outputs, including traces to a collector and KV events; that of the
+other is empty. Lookups of 512 resident keys over the Unix socket; each carries the release of the lease before it, so
+each causes three events. Rounds of both take turns; a round's figure is its median, and the quickest round counts,
+because other programs only add time.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ print(server.server_port, flush=True)
 server.serve_forever()
 """
 PATIENT = 100_000
-"""Heartbeats that engines of a bench may miss."""
+"""How many heartbeats the engines may miss: more than a measurement lasts."""
 
 
 @contextmanager
 def collector() -> Iterator[str]:
-    """The address of a process that takes all traces and keeps none."""
+    """The address of a process that accepts all traces and keeps none."""
     with subprocess.Popen([sys.executable, "-c", COLLECTOR], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         try:
@@ -55,7 +55,7 @@ def collector() -> Iterator[str]:
 
 
 def lookup_figures() -> dict[str, float]:
-    """ms, and the ratio of both."""
+    """Medians in ms at both servers, and their ratio."""
     with ExitStack() as stack:
         calls = {}
         everything = {"observe": ",".join(get_args(Observer)), "traces_endpoint": stack.enter_context(collector())}

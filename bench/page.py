@@ -56,7 +56,7 @@ def look_up(engine: Engine, at: int) -> None:
 
 @contextmanager
 def busy(engine: Engine) -> Iterator[None]:
-    """Lookups at an even pace, from a thread."""
+    """Makes lookups at an even pace, in a thread."""
     ended = threading.Event()
 
     def run() -> None:

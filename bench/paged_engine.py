@@ -71,13 +71,14 @@ class PagedEngine:
         self._done: list[LoadDone | StoreDone] = []
 
     def look(self, request: str, tokens: list[int]) -> int:
-        """The tokens of the hit."""
+        """Looks up the tokens; returns how many of them the hit has."""
         while isinstance(found := self._connector.lookup(request, tokens, 0), Pending):
             self._poll()
         return found.tokens if isinstance(found, Hit) else 0
 
     def fetch(self, request: str, table: list[int], hit: int) -> int:
-        """The valid tokens of a load of `hit` tokens into the blocks of `table`, which are overwritten first."""
+        """Loads `hit` tokens into the blocks of `table`, which are overwritten first; returns how many tokens are
+        valid."""
         self._memory[:, table] = 0xEE
         if hit == 0:
             return 0

@@ -47,7 +47,7 @@ class Workload:
     name: str
     requests: Sequence[Request]
     room: int
-    """Chunks of 512 tokens."""
+    """The capacity of the pool, in chunks of 512 tokens."""
 
 
 def workloads(trace: Sequence[Request]) -> list[Workload]:
@@ -62,7 +62,7 @@ def workloads(trace: Sequence[Request]) -> list[Workload]:
 
 
 def hit_share(requests: Sequence[Request], hits: Sequence[int]) -> float:
-    """`hits`: chunks that each found."""
+    """`hits`: how many chunks each request found."""
     return sum(hits) * BLOCK_TOKENS / sum(one.tokens for one in requests)
 
 
@@ -72,7 +72,7 @@ def key_of(block: int) -> bytes:
 
 
 class Pool:
-    """A table whose segment is a number only: it hands out slots, and nobody touches what lies in them."""
+    """A table whose segment exists only as a number: it hands out slots, and nobody reads or writes them."""
 
     def __init__(self, room: int, policy: str) -> None:
         self._table = bare_table(room, SLOT_BYTES, grants=16, session_cap=1.0, total_cap=1.0)
@@ -85,7 +85,7 @@ class Pool:
         self._stores = 0
 
     def serve(self, number: int, blocks: Sequence[int], now_ms: int) -> int:
-        """How many chunks the request finds; afterwards as much of it is there as there is room for."""
+        """How many chunks the request finds. Afterwards the pool has as much of it as fits."""
         table, session, member = self._table, self._session, self._member
         table.tick(now_ms)
         table.heartbeat(member, now_ms)
@@ -108,7 +108,7 @@ class Pool:
         return hit
 
     def end(self, blocks: Sequence[int]) -> None:
-        """The request's conversation has ended."""
+        """Reports that the request's conversation has ended."""
         self._table.lower(self._space, b"".join(map(key_of, blocks)), CONVERSATION_ENDED)
 
 
@@ -123,11 +123,11 @@ def replayed(work: Workload, policy: str) -> float:
 
 
 def belady(work: Workload) -> float:
-    uses: dict[int, list[int]] = defaultdict(list)  # by chunk, its uses, the last first
+    uses: dict[int, list[int]] = defaultdict(list)  # by chunk: the numbers of the requests that use it, the last first
     for number in range(len(work.requests) - 1, -1, -1):
         for block in work.requests[number].whole_blocks:
             uses[block].append(number)
-    resident: dict[int, int] = {}  # its next use, by chunk
+    resident: dict[int, int] = {}  # by chunk: the request that uses it next
     farthest: list[tuple[int, int, int]] = []
     hits = []
     for one in work.requests:

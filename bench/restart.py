@@ -35,7 +35,7 @@ def digest(*what: object) -> bytes:
 
 
 def leave_pool(settings: Settings, pool_id: int, chunks: int) -> None:
-    """A pool of READY chunks of one part each, with a lease on the last, as a killed server would leave it."""
+    """Leaves a pool of READY chunks of one part each, with a lease on the last, as a killed server would leave it."""
     lock = PoolLock.create(pool_id, address=settings.socket_path)
     size = Table.region_bytes(settings.table_records, settings.table_grants)
     region = shm.create_region(shm.region_name(pool_id), size)
@@ -64,7 +64,7 @@ def leave_pool(settings: Settings, pool_id: int, chunks: int) -> None:
 
 
 def adopt(chunks: int, times: int) -> dict[str, object]:
-    """Seconds of adopting that pool, some times in a row; none of them changes what the next one finds."""
+    """Seconds of adopting that pool, several times in a row; no adoption changes what the next one finds."""
     with tempfile.TemporaryDirectory(prefix="kvdock-restart-") as folder:
         settings = Settings.load({
             "socket_path": f"{folder}/s.sock", "pool_bytes": chunks * PART_BYTES + (64 << 20),

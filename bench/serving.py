@@ -39,7 +39,7 @@ START_TIMEOUT_S = 60.0
 
 
 def serve(values: dict[str, object]) -> None:
-    logging.basicConfig(handlers=[ServerLog()])  # what a flood makes the server write is cut
+    logging.basicConfig(handlers=[ServerLog()])  # cuts the many lines that a flood would log
     server.Server(Settings.load(values), on_ready=lambda at: print(json.dumps(at._asdict()), flush=True)).run()
 
 
@@ -97,7 +97,7 @@ class ServerProcess:
         return self._process.pid
 
     def private_mib(self) -> float:
-        """Anonymous memory: none of it is the pool's or the table's, which are shared."""
+        """Anonymous memory of the server, in MiB: the pool and the table, which are shared memory, do not count."""
         for line in Path(f"/proc/{self._process.pid}/smaps_rollup").read_text().splitlines():
             if line.startswith("Anonymous:"):
                 return int(line.split()[1]) / 1024
@@ -115,12 +115,12 @@ class ServerProcess:
 
 
 def chain(count: int, seed: str) -> bytes:
-    """Keys in a row."""
+    """`count` different keys, concatenated."""
     return b"".join(hashlib.blake2b(f"{seed}/{at}".encode(), digest_size=32).digest() for at in range(count))
 
 
 class Engine:
-    """One attached member of an instance of its own; all of one `part_bytes` share a namespace."""
+    """One attached member of an instance of its own. All engines with the same `part_bytes` share a namespace."""
 
     def __init__(self, client: Client, name: str, part_bytes: int = PART_BYTES) -> None:
         self.client = client
@@ -137,7 +137,8 @@ class Engine:
         self._stores = 0
 
     def store(self, keys: bytes, checksum: int | None = None) -> None:
-        """Reserves and commits; the bytes are whatever lies in the slots, and `checksum` theirs, if anybody looks."""
+        """Reserves and commits chunks without writing to their slots. `checksum`: that of the slots' bytes, if a reader
+        checks."""
         self._stores += 1
         body = s.Reserve(session=self.session, member=self.member, store=str(self._stores), keys=keys)
         granted = self.client.reserve(body)

@@ -50,7 +50,7 @@ class Worker(PagedEngine):
         self._random = random.Random(seed)
 
     def turn(self, number: int) -> None:
-        """Looks up, loads, compares, computes the rest, stores."""
+        """One turn: looks up, loads, compares, computes the rest, stores."""
         conversation = int(self._random.paretovariate(0.6)) % CONVERSATIONS
         tokens = tokens_of(conversation, self._random.randint(1, LONGEST_CHUNKS))
         wanted = content_of(tokens)
@@ -86,7 +86,7 @@ class Sample:
 
 @dataclass
 class Totals:
-    """What was measured; a lookup is (seconds since the start, ms)."""
+    """The results so far; a lookup is (seconds since the start, ms)."""
 
     lookups: list[tuple[float, float]] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
@@ -163,7 +163,7 @@ class Workers:
         self._partial = [b""] * count
 
     def _start(self) -> tuple[subprocess.Popen[bytes], float]:
-        """A worker, and the time when it will be killed (or never)."""
+        """Starts a worker; also returns the time when it will be killed (infinity: never)."""
         program = [sys.executable, "-m", "bench.soak", "--worker", self._address, str(self._random.getrandbits(40))]
         process = subprocess.Popen([*program, str(self._random.randint(50, 400))], stdout=subprocess.PIPE)
         assert process.stdout is not None
@@ -217,7 +217,7 @@ def run(minutes: float, workers: int, server_kills: int, seed: int) -> dict[str,
 
 
 def settle(running: Server) -> dict[str, int]:
-    """What is still held when the server knows that all workers are dead; anything is a leak."""
+    """The amounts that are still held once the server knows that all workers are dead; anything above 0 is a leak."""
     until = time.monotonic() + WAIT_S
     while (status := running.status()) is None or status.leases + status.reservations + status.sessions:
         if time.monotonic() > until:

@@ -36,7 +36,7 @@ def resident_bytes() -> int:
 
 
 def _filled(table: Table, session: int, member: int, chunks: int, source: random.Random) -> list[bytes]:
-    """Sequences of KEYS chunks, all READY."""
+    """Stores sequences of KEYS chunks, all of which become READY."""
     sequences = []
     for store in range(chunks // KEYS):
         keys = source.randbytes(32 * KEYS)
@@ -101,7 +101,7 @@ class _Storer:
         self._member = table.add_member(self._session, name * 16, [0], True, 1)
 
     def store(self, count: int) -> float:
-        """CPU seconds of the reservation; all chunks are stored."""
+        """Stores `count` chunks; returns the CPU seconds of the reservation."""
         self._stores += 1
         keys, store = os.urandom(32 * count), self._stores.to_bytes(15) + self._name
         began = time.thread_time()

@@ -21,8 +21,8 @@ OWN_TOKENS = 8
 
 @dataclass(frozen=True)
 class Request:
-    """`number`: its line in the trace; `session`: what is common to a conversation; `blocks`: one id for each 512
-    tokens, the last of which may be begun only."""
+    """`number`: its line in the trace; `session`: common to all requests of a conversation; `blocks`: one id for each
+    512 tokens; the last block may be shorter."""
 
     number: int
     session: int
@@ -37,7 +37,7 @@ class Request:
 
 
 def read(path: Path) -> list[Request]:
-    """Raises OSError, and ValueError naming a line that is no request."""
+    """Reads a trace. Raises OSError, and ValueError naming a line that is no request."""
     found = []
     with (gzip.open(path, "rt") if path.suffix == ".gz" else path.open()) as lines:
         for number, line in enumerate(lines):
@@ -68,8 +68,8 @@ def sampled_sessions(
 
 
 def by_turns(requests: Sequence[Request]) -> list[Request]:
-    """The first request of each session, then the second of each, and so on: between two of a session come one of every
-    other."""
+    """The first request of each session, then the second of each, and so on: between two requests of a session comes
+    one of every other session."""
     seen: Counter[int] = Counter()
     turns = []
     for request in requests:
@@ -81,7 +81,8 @@ def by_turns(requests: Sequence[Request]) -> list[Request]:
 def prompts(
     requests: Iterable[Request], *, seed: int, vocabulary: int, block_tokens: int = BLOCK_TOKENS
 ) -> list[list[int]]:
-    """Token ids, `block_tokens` for each block: where the trace's prefixes are equal, so are these."""
+    """Token ids, `block_tokens` for each block. Two prompts are equal as far as their prefixes are equal in the
+    trace."""
     made: dict[int, list[int]] = {}
     usable = range(3, vocabulary)
 

@@ -51,7 +51,7 @@ MODES = ("one", "two_random", "two_affinity")
 TOGETHER = {"together": 2, "together4": 4}
 """Modes without a trace, and how many engines they have."""
 ROUND_S = 0.5
-"""Between two rounds."""
+"""Seconds between two rounds."""
 GIB = 1 << 30
 
 
@@ -98,7 +98,7 @@ class EngineProcess:
 
 
 def shares(mode: str, requests: Sequence[trace.Request], seed: int) -> list[list[int]]:
-    """For each engine the places of its requests."""
+    """For each engine, the indices of its requests."""
     if mode == "one":
         return [list(range(len(requests)))]
     parts: list[list[int]] = [[], []]
@@ -109,7 +109,7 @@ def shares(mode: str, requests: Sequence[trace.Request], seed: int) -> list[list
 
 
 def figures_of(found: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """What all engines saw together."""
+    """Figures over the answers of all engines."""
     ttft_ms = sorted(1e3 * s for one in found for s in one["ttft_s"])
     gaps_ms = sorted(1e3 * s for one in found for s in one["gaps_s"])
     tokens = sum(sum(one["tokens"]) for one in found)
@@ -176,7 +176,7 @@ def engines_of(
         if kind.startswith("kvdock") and chosen.device == "cuda":
             assert connector is not None
             wait_until_pinned(connector["kv_connector_extra_config"]["address"])
-        time.sleep(chosen.settle_s)  # others page-lock their memory meanwhile
+        time.sleep(chosen.settle_s)  # other engines page-lock their memory meanwhile
         yield engines
 
 
@@ -197,7 +197,7 @@ def serve_together(
             for engine in engines:
                 engine.go()
             rounds.append([engine.answer() for engine in engines])
-            time.sleep(ROUND_S)  # what was stored last is published
+            time.sleep(ROUND_S)  # so that the chunks stored last are published
     (folder / f"{mode}-{once}.answers.json").write_text(json.dumps(rounds))
     counted = rounds[1:]
     last_ms = [1e3 * max(answer["ttft_s"][0] for answer in answers) for answers in counted]
@@ -212,7 +212,7 @@ def serve(
     chosen: argparse.Namespace, kind: str, mode: str, requests: Sequence[trace.Request], prompts: list[list[int]],
     folder: Path,
 ) -> dict[str, float]:
-    """One kind in one mode."""
+    """Serves one kind in one mode; returns its figures."""
     parts = shares(mode, requests, chosen.seed)
     work = [{
         "requests": [(prompts[n], max(4, min(requests[n].new_tokens, chosen.new))) for n in part],
@@ -229,7 +229,7 @@ def serve(
 
 
 def tier_figures(connector: Mapping[str, Any]) -> dict[str, float]:
-    """What the server says of its tier."""
+    """The figures that the server reports of its tier."""
     with Client(connector["kv_connector_extra_config"]["address"]) as client:
         status = client.status()
     [tier], mover = status.tiers, status.mover
@@ -297,7 +297,7 @@ def parsed(arguments: list[str]) -> argparse.Namespace:
 
 
 def kv_bytes(requests: Sequence[trace.Request], config: dict[str, Any], chosen: argparse.Namespace) -> int:
-    """What all different prompts have together, in whole blocks of the trace."""
+    """The bytes of KV of all different prompts together, in whole blocks of the trace."""
     heads = config["num_attention_heads"]
     elements = config.get("head_dim", config["hidden_size"] // heads) * config.get("num_key_value_heads", heads)
     token_bytes: int = 2 * config["num_hidden_layers"] * elements * (4 if chosen.device == "cpu" else 2)
@@ -306,7 +306,8 @@ def kv_bytes(requests: Sequence[trace.Request], config: dict[str, Any], chosen: 
 
 
 def disk_ratios(figures: Mapping[str, float], mode: str) -> dict[str, float]:
-    """What the tier on disk made of the time to the first token; nothing where one of the two kinds was not served."""
+    """The time to the first token with the tier on disk, as shares of that without; empty unless both kinds were
+    served."""
     with_disk, without = f"{mode}_kvdock_disk", f"{mode}_kvdock"
     return {
         f"{mode}_disk_{name}": round(figures[f"{with_disk}_{key}"] / figures[f"{without}_{key}"], 3)
@@ -348,7 +349,7 @@ def main(arguments: list[str]) -> int:
                         found = serve_together(chosen, mode, kind == "kvdock_once", folder, config["vocab_size"])
                     else:
                         found = serve(chosen, kind, mode, requests, prompts, folder)
-                except RuntimeError as error:  # the others may do better
+                except RuntimeError as error:  # the other kinds may still be measured
                     print(f"bench.service: {mode} {kind}: {error}", file=sys.stderr, flush=True)
                     failed = True
                     continue

@@ -25,7 +25,7 @@ WARM_TOKENS, WARM_NEW = 200, 8
 
 
 def build(said: dict[str, Any]) -> Any:
-    """vLLM, with a model of random weights where a configuration is given in place of a folder."""
+    """Starts vLLM; a configuration in place of a folder gets random weights."""
     from vllm import LLM
 
     options = {
@@ -47,7 +47,7 @@ class Loop:
         self.engine = engine
         self.began_s: dict[str, float] = {}
         self.token_s: dict[str, list[float]] = {}
-        """When its tokens came, by request."""
+        """By request: the times at which its tokens came."""
         self.cached: dict[str, int] = {}
         self.finished: set[str] = set()
 
@@ -71,7 +71,7 @@ class Loop:
                 self.finished.add(name)
 
     def serve(self, requests: list[tuple[list[int], int]], concurrency: int, first: int = 0) -> dict[str, Any]:
-        """`first`: the number of the first request."""
+        """Serves all requests. `first`: the number of the first one."""
         begun_s, queue = time.perf_counter(), deque(enumerate(requests, first))
         before = len(self.finished)
         while queue or self.engine.has_unfinished_requests():
@@ -94,7 +94,7 @@ class Loop:
 def main() -> None:
     said = json.loads(Path(sys.argv[1]).read_text())
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # libraries may print to stdout, which is for answers
+    os.dup2(2, 1)  # libraries may print to stdout, which carries the answers
     own_process = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}  # for randomise
     os.environ.update(ENVIRONMENT | own_process | said["environment"])
     llm = build(said)

@@ -1,6 +1,6 @@
 """The caches that an engine is measured with: none, vLLM's own offload, kvdock, and the peers that are installed.
 
-Each gives the connector's setting; LMCache and PegaFlow have a server of their own, as kvdock has.
+Each kind gives the connector's setting; LMCache and PegaFlow have a server of their own, as kvdock has.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ def installed(kind: str, path: str) -> bool:
 
 
 def folder_of(kind: str, path: str) -> Path | None:
-    """Where the package of a kind is."""
+    """The folder of the kind's package; None if it is not installed."""
     found = importlib.machinery.PathFinder.find_spec(PACKAGE[kind], [*filter(None, [path]), *sys.path])
     return Path(found.origin).parent if found is not None and found.origin else None
 
 
 def environment(path: str) -> dict[str, str]:
-    """For a process that has `path` before the folders of this one."""
+    """The environment of a process that searches `path` for packages before the folders of this process."""
     folders = [*filter(None, [path]), str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**os.environ, "PYTHONPATH": ":".join(folders), "LMCACHE_TRACK_USAGE": "false"}
 
@@ -73,7 +73,7 @@ def connector(
             extra = {"lmcache.mp.host": "tcp://localhost", "lmcache.mp.port": port}
             yield common | {"kv_connector": "LMCacheMPConnector", "kv_connector_extra_config": extra}
     else:
-        # Its server's ports are its own, and its connector finds it by them.
+        # The ports are those of this server alone, and its connector finds it by them.
         folder = folder_of(kind, path)
         assert folder is not None, "what is not installed is left out"
         command = [str(folder / "pegaflow-server-py"), "--pool-size", f"{host_bytes >> 30}gb", "--devices", "0"]
@@ -83,7 +83,7 @@ def connector(
 
 @contextmanager
 def on_disk(folder: Path, gib: float) -> Iterator[dict[str, Any]]:
-    """Settings of our server for a tier in `folder`, empty at first and gone afterwards."""
+    """Settings of our server for a tier in `folder`, which is empty at first and removed afterwards."""
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="kvdock-bench-", dir=folder.resolve()) as at:
         yield {"disk_path": at, "disk_bytes": int(gib * (1 << 30))}
@@ -106,7 +106,7 @@ def running(command: list[str], health: str, env: Mapping[str, str]) -> Iterator
         while not answers(health):
             if process.poll() is not None or time.monotonic() > until_s:
                 raise RuntimeError(f"{command[0]} did not start, wanted an answer at {health}")
-            time.sleep(0.05)  # between two looks at whether it answers
+            time.sleep(0.05)  # between two checks whether the server answers
         yield
     finally:
         process.terminate()

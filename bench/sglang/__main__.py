@@ -39,7 +39,7 @@ POOL_BYTES = {"cuda": 28 << 30, "cpu": 256 << 20}
 FIRST_S = 150.0
 """Limit of a request: the first ones compile kernels."""
 HICACHE_GB = 30
-"""What POOL_BYTES are in SGLang's unit."""
+"""POOL_BYTES, in SGLang's unit."""
 
 
 @dataclass(frozen=True)
@@ -48,11 +48,11 @@ class Scale:
 
     layers: int = 32
     device_tokens: int = 72 << 10
-    """What the KV on the device holds: more than all of `lens`, less than the prompts of `feed`."""
+    """Capacity of the KV on the device: more than all of `lens`, less than the prompts of `feed`."""
     lens: Sequence[int] = (2048, 8192, 32768)
     reps: int = 4
     checked: int = 2048
-    """Length of the prompt whose output is compared, and how many tokens of it."""
+    """Length of the prompt whose output is compared; `checked_new`: how many tokens of output."""
     checked_new: int = 16
     decoders: int = 16
     decoded: int = 256
@@ -64,7 +64,7 @@ class Scale:
     """Length of the new prompts in the decode mode."""
     stored_interval_s: float = 0.2
     settle_s: float = 0.5
-    """From a request's end until all of it is in host memory."""
+    """Seconds from a request's end until all of its KV is in host memory."""
 
 
 CPU_SCALE = Scale(
@@ -124,27 +124,28 @@ class Turns:
         return prompt(self._draw, self._vocabulary, tokens)
 
     def drive_out(self, engine: Child) -> None:
-        """Fills the device with other prompts."""
+        """Fills the device with other prompts, so that KV from before is evicted."""
         longest = max(self.scale.lens)
         for _ in range(self.scale.device_tokens // longest + 1):
             engine.do("first_token", FIRST_S, ids=self.prompt(longest + TAIL))
         self.settle()
 
     def settle(self) -> None:
-        """Waits until what was computed last is in host memory: HiCache does not tell when it is."""
+        """Waits until the KV that was computed last is in host memory: HiCache does not report when it is."""
         time.sleep(self.scale.settle_s)
 
     def first_token_ms(self, engine: Child, ids: list[int], cached: int, way: str) -> float:
         seen = engine.do("first_token", FIRST_S, ids=ids, tokens=2)
-        if seen["cached"] != cached:  # its time would be that of something else
+        if seen["cached"] != cached:  # another case would be timed
             raise Failed(f"{engine.kind} {way}: {seen['cached']} cached tokens, not {cached} ({seen['from']})")
         return float(seen["ttft_s"] * 1e3)
 
     # ------------------------------------------------------------------ modes
 
     def loads(self) -> Figures:
-        """Medians in ms, by engine and length: `cold` (nobody has the prompt), `local` (it is on the device), `load`
-        (it is in host memory alone). `same`: whether the output after a load is a local hit's, in every bit."""
+        """Medians in ms, by engine and length: `cold` (no cache has the prompt), `local` (it is on the device), `load`
+        (it is in host memory alone). `same`: whether the output after a load equals that of a local hit, bit for
+        bit."""
         taken: dict[str, list[float]] = defaultdict(list)
         for rep in range(-1, self.scale.reps):  # the first compiles kernels and does not count
             for kind in self._draw.sample(sorted(self.engines), len(self.engines)):
@@ -236,7 +237,7 @@ def parsed(arguments: list[str]) -> argparse.Namespace:
 
 
 def obstacle(device: str, model: Path | None) -> str:
-    """Why nothing can be measured here, or ""."""
+    """Why nothing can be measured here; "" if it can."""
     if find_spec("sglang") is None:
         return f"SGLang is not installed for {sys.executable}"
     if device == "cuda" and (why := _core.cuda_unavailable()):
@@ -285,7 +286,7 @@ def main(arguments: list[str]) -> int:
             turns = Turns(engines, scale, config["vocab_size"])
             for mode in chosen.modes or MODES:
                 figures[mode] = rounded(MODES[mode](turns))
-        except Failed as error:  # what was measured before is told
+        except Failed as error:  # figures that were measured before are still printed
             say(str(error))
             figures["error"] = str(error)
     print(json.dumps(figures))

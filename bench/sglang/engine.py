@@ -53,7 +53,7 @@ class Engine:
         }
 
     async def _answers(self, ids: Prompt, tokens: int, **more: Any) -> AsyncIterator[dict[str, Any]]:
-        """What the engine says of a request, token by token."""
+        """SGLang's answers to a request, token by token."""
         from sglang.srt.managers.io_struct import GenerateReqInput
 
         asked = GenerateReqInput(
@@ -73,7 +73,7 @@ class Engine:
         return {"ttft_s": first_s, "cached": last["cached_tokens"], "from": last.get("cached_tokens_details")}
 
     async def run(self, ids: Prompt, tokens: int) -> dict[str, Any]:
-        """`run`: tokens and their log-probabilities, every bit of them."""
+        """The answer of the job `run`: tokens and their log-probabilities, bit for bit."""
         said = [about async for about in self._answers(
             ids, tokens, return_logprob=True, logprob_start_len=len(ids) - 1
         )]
@@ -84,8 +84,8 @@ class Engine:
         self, prompts: list[Prompt], tokens: int, feed: list[Prompt] | None = None, interval_s: float = 0.0,
         is_new: bool = False,
     ) -> dict[str, Any]:
-        """All of `prompts` decode together; meanwhile requests for one token arrive, made from `feed` in turns;
-        `is_new`: none of them twice. Figures cover the time in which all of `prompts` ran."""
+        """All of `prompts` decode together; meanwhile requests for one token arrive, made from `feed` in turns.
+        `is_new`: no prompt of `feed` is used twice. Figures cover the time in which all of `prompts` ran."""
         times: list[list[float]] = [[] for _ in prompts]
         waits_ms: list[float] = []
         cached: list[int] = []
@@ -143,7 +143,7 @@ class Engine:
 def main() -> None:
     said = json.loads(sys.argv[1])
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # libraries may print to stdout, which is for answers
+    os.dup2(2, 1)  # libraries may print to stdout, which carries the answers
     os.environ.update(ENVIRONMENT)
     try:
         engine = Engine(said)
@@ -156,7 +156,7 @@ def main() -> None:
         print(json.dumps({"error": f"{type(error).__name__}: {error}"}), file=answers, flush=True)
         if (utils := sys.modules.get("sglang.srt.utils")) is not None:
             utils.kill_process_tree(os.getpid(), include_parent=False)  # a scheduler waits for work on a whole core
-        os._exit(1)  # what the engine has started keeps an ordinary exit waiting
+        os._exit(1)  # processes that the engine has started would delay an ordinary exit
 
 
 if __name__ == "__main__":

@@ -35,13 +35,13 @@ KINDS = ("disk", "lookups", *stores.STARTS)
 
 
 def of_store(name: str, chosen: argparse.Namespace, folder: Path) -> dict[str, list[float]]:
-    """`name`: a store, or its URL. Raises CannotStart, TierError."""
+    """Figures of one store. `name`: a store, or its URL. Raises CannotStart, TierError."""
     with ExitStack() as stack:
         url = name if ":" in name else stores.start(name, folder, chosen.store_mib, stack)
         tier = stores.opened(url)
         stack.callback(tier.close, Deadline(stores.OPEN_S))
         batch = Batch(chosen.store_mib, seed=7)
-        batch.round(tier, 0)  # connections are made, and a server has its memory
+        batch.round(tier, 0)  # makes connections, and the server allocates its memory
         rates = [batch.round(tier, 1 + number) for number in range(chosen.rounds)]
     name = tier.name if ":" in name else name
     return {f"{name}_store_gb_s": [store for store, _ in rates], f"{name}_load_gb_s": [load for _, load in rates]}
@@ -71,7 +71,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--threads", type=int, default=THREADS, help=f"of the disk tier (default {THREADS})")
     chosen = parser.parse_args(arguments)
     chosen.path.mkdir(parents=True, exist_ok=True)
-    path = chosen.path.resolve()  # URLs have whole paths
+    path = chosen.path.resolve()  # URLs need absolute paths
     figures: dict[str, float] = {}
     for name in chosen.url or chosen.only:
         with tempfile.TemporaryDirectory(prefix="kvdock-bench-", dir=path) as folder:

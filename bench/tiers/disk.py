@@ -17,7 +17,8 @@ WAYS = ("write", "read")
 
 
 def fio(folder: Path, what: str, mib: int) -> float:
-    """GB/s. `what`: "read" or "write". The files are written once before, so neither allocates anything."""
+    """The speed of fio in GB/s. `what`: "read" or "write". The files are written once before, so that neither
+    allocates."""
     command = [
         "fio", "--name=bench", f"--directory={folder}", "--direct=1", "--ioengine=psync", f"--rw={what}",
         f"--bs={FIO_BLOCK_MIB}m", f"--numjobs={FIO_JOBS}", f"--size={mib // FIO_JOBS}m", "--group_reporting",
@@ -29,7 +30,7 @@ def fio(folder: Path, what: str, mib: int) -> float:
 
 
 def measure(folder: Path, mib: int, rounds: int, threads: int) -> dict[str, list[float]]:
-    """A figure of each round, by name. `folder`: an empty one. Without fio nothing is compared with it. Raises
+    """The figures of each round, by name. `folder`: an empty one. Without fio there are no figures of fio. Raises
     TierError."""
     has_fio = shutil.which("fio") is not None
     figures: dict[str, list[float]] = {}
@@ -41,7 +42,7 @@ def measure(folder: Path, mib: int, rounds: int, threads: int) -> dict[str, list
     (folder / "fio").mkdir()
     tier, batch = DiskTier.open(folder / "tier", 4 * mib * MIB, threads=threads), Batch(mib, seed=7)
     try:
-        for warm in range(-4, 0):  # every segment and file was written once before anything counts
+        for warm in range(-4, 0):  # before anything counts, every segment and file was written once
             batch.round(tier, -warm)
         if has_fio:
             fio(folder / "fio", "write", mib)

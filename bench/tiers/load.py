@@ -3,9 +3,9 @@ does not do this work.
 
     python -m bench.tiers.load ADDRESS PART_BYTES
 
-It stores new chunks somewhat faster than the tier writes them, and looks up old ones that the pool has evicted,
-two prompts at a time. All chunks are zeros, so nothing needs to be written into the pool. A line on stdin
-begins, another one ends; a line on stdout says that the tier is busy, or idle again.
+It stores new chunks somewhat faster than the tier writes them, and looks up old chunks that the pool has evicted, two
+prompts at a time. All chunks are zeros, so nothing needs to be written into the pool. A line on stdin starts the load,
+another one stops it; a line on stdout reports that the tier is busy, or idle again.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from kvdock.protocol import schemas as s
 from kvdock.protocol.reports import TierView
 
 CHUNKS = 16
-"""In a prompt."""
+"""Chunks of each prompt."""
 POOL_PROMPTS = 24
-"""So many fit into the pool."""
+"""The number of prompts that fit into the pool."""
 AGE = range(2 * POOL_PROMPTS, 4 * POOL_PROMPTS)
-"""So many prompts ago that was stored which is asked for: the pool has let it go, and the tier has it."""
+"""How many prompts ago a prompt that is looked up was stored: the pool has evicted it, and the tier has it."""
 FETCHES = 2
 OVERDRIVE = 1.25
 TURN_S = 0.05
-"""How often a request asks whether what it waits for has come: about as often as an engine does."""
+"""How often a request asks whether its chunks have come: about as often as an engine does."""
 WAIT_S = 30.0
 QUIET_S = 2.0
-"""A tier that has done nothing for so long is idle: its mover hears of new chunks and reports more often."""
+"""A tier that has done nothing for this long is idle: its mover learns of new chunks and reports more often."""
 
 
 class Load:
@@ -54,23 +54,23 @@ class Load:
         return self._client.status().tiers[0]
 
     def prepare(self) -> None:
-        """Fills the tier, and learns how fast it writes."""
+        """Fills the tier, and measures how fast it writes."""
         began_s = time.monotonic()
         for number in range(AGE.stop):
             self._store()
             wanted = (number + 1 - POOL_PROMPTS // 2) * CHUNKS * self._part_bytes
-            while self._done_bytes() < wanted:  # what waits is not evicted
+            while self._done_bytes() < wanted:  # chunks that wait to be written are not evicted
                 self._rest()
         self._every_s = (time.monotonic() - began_s) / AGE.stop / OVERDRIVE
 
     def _done_bytes(self) -> int:
-        """Written, or left out."""
+        """Bytes that the tier has written or left out."""
         counters = self._tier.counters
         left_out = sum(count for name, count in counters.items() if name.startswith("left_out_"))
         return counters.get("stored_bytes", 0) + left_out * self._part_bytes
 
     def run(self) -> int:
-        """Until a line comes; how many prompts came back."""
+        """Keeps the tier busy until a line comes; returns how many prompts were loaded."""
         due_s, came, is_told = time.monotonic(), 0, False
         while not select.select([sys.stdin], [], [], TURN_S)[0]:
             while due_s < time.monotonic():
@@ -83,7 +83,7 @@ class Load:
         return came
 
     def quiet(self) -> None:
-        """Returns when the tier does nothing any more."""
+        """Returns once the tier has become idle."""
         for request, keys in self._fetches.items():
             while (found := self._lookup(request, keys)).pending is not None:
                 self._rest()
@@ -96,7 +96,7 @@ class Load:
             now = self._tier
 
     def _look(self) -> int:
-        """Each request asks again; how many have ended with all that they asked for."""
+        """Repeats the lookup of each request; returns how many requests have ended with all their chunks."""
         came = 0
         for request, keys in list(self._fetches.items()):
             found = self._lookup(request, keys)
@@ -127,7 +127,7 @@ class Load:
         self._stored.append(keys)
 
     def _rest(self, seconds: float = TURN_S) -> None:
-        time.sleep(seconds)  # between two looks
+        time.sleep(seconds)  # between two queries
         self._beat()
 
     def _beat(self) -> None:

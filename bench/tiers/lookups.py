@@ -1,8 +1,8 @@
 """The time of lookups while a tier is busy, divided by their time while it is idle.
 
-Lookups of 512 resident keys, as bench.control has them, by turns of two servers: one with a tier on disk, and one
-without. Another process (bench/tiers/load.py) makes the tier busy with writing and with loading, and idle again, in
-turns. So the second server shows what other work on the machine does to lookups, and the first what the tier adds.
+Lookups of 512 resident keys, as in bench.control, at two servers in turns: one with a tier on disk, and one without.
+Another process (bench/tiers/load.py) makes the tier busy with writing and loading, and idle again, in turns. So the
+second server shows the effect of other work on the machine on lookups, and the first the effect of the tier.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PLACES = ("with", "without")
 
 
 class Engines:
-    """One at each server, with all its keys there; `time` is their lookups, by turns."""
+    """One engine at each server, which has all of its keys; `time` measures their lookups in turns."""
 
     def __init__(self, servers: list[ServerProcess], stack: ExitStack) -> None:
         keys = chain(KEYS, "resident")
@@ -40,10 +40,10 @@ class Engines:
             engine.store(keys)
             self._engines.append(engine)
             self._calls[place] = lookups(engine, client, keys, KEYS)
-            self._calls[place]()  # from now on a lease keeps them
+            self._calls[place]()  # from now on a lease keeps the chunks
 
     def time(self, calls: int) -> dict[str, float]:
-        """ms: the median of so many calls at each."""
+        """The median time in ms of `calls` lookups at each server."""
         took_ns: dict[str, list[int]] = {place: [] for place in PLACES}
         for number in range(calls):
             if time.monotonic() - self._beaten_s > BEAT_S:
@@ -55,7 +55,8 @@ class Engines:
         return {place: statistics.median(took) / 1e6 for place, took in took_ns.items()}
 
     def while_it_is(self, word: str, load: subprocess.Popen[str], calls: int) -> dict[str, float]:
-        """As `time`, once the tier is "busy" or "idle"; afterwards the load goes on to the other."""
+        """As `time`, once the load has reported that the tier is "busy" or "idle"; then switches the load to the other
+        state."""
         assert load.stdin is not None and load.stdout is not None
         if (said := load.stdout.readline().strip()) != word:
             raise RuntimeError(f"the load said {said!r}, wanted {word!r}")
@@ -67,11 +68,11 @@ class Engines:
 
 
 def measure(folder: Path, rounds: int, calls: int, part_bytes: int) -> dict[str, list[float]]:
-    """A figure of each round, by name. `folder`: an empty one for the tier; `part_bytes`: of the chunks that it writes
-    and loads."""
+    """The figures of each round, by name. `folder`: an empty one for the tier; `part_bytes`: the size of the parts that
+    it writes and loads."""
     pool = {
         "pool_bytes": (POOL_PROMPTS + 1) * CHUNKS * part_bytes, "session_cap": 1.0, "total_cap": 1.0,
-        "heartbeat_s": 0.2, "missed_heartbeats": 1000,  # the mover hears of new chunks with its heartbeats
+        "heartbeat_s": 0.2, "missed_heartbeats": 1000,  # the mover learns of new chunks with its heartbeats
     }
     tier = {
         "disk_path": str(folder), "disk_bytes": 4 * AGE.stop * CHUNKS * part_bytes, "tier_asks": 1,

@@ -25,7 +25,7 @@ class CannotStart(Exception):
 
 
 def opened(url: str) -> Tier:
-    """Raises TierError, also where its package is not installed."""
+    """Opens the tier of a URL. Raises TierError, also if the package that it needs is not installed."""
     from kvdock.tiers.stores import objects, redis
     from kvdock.tiers.stores.mooncake import tier as mooncake
 
@@ -63,7 +63,7 @@ def _objects_s3(folder: Path, mib: int, stack: ExitStack) -> str:
 
 
 def _mooncake(folder: Path, mib: int, stack: ExitStack) -> str:
-    """Its master, and a client that contributes the memory."""
+    """Starts Mooncake's master, and a client that contributes the memory."""
     port, metrics, client = free_port(), free_port(), free_port()
     address = ("127.0.0.1", port)
     _run([
@@ -83,12 +83,12 @@ STARTS: Mapping[str, Callable[[Path, int, ExitStack], str]] = {
 
 
 def _program(name: str) -> str:
-    """Programs of packages lie beside this Python."""
+    """The path of a program that a package has installed beside this Python."""
     return str(Path(sys.executable).parent / name)
 
 
 def _run(command: list[str], family: socket.AddressFamily, address: tuple[str, int] | str, stack: ExitStack) -> None:
-    """Returns when it listens."""
+    """Starts a server, and returns once it listens."""
     if shutil.which(command[0]) is None:
         raise CannotStart(f"{command[0]} is not installed")
     process = stack.enter_context(_program_of(command))
@@ -103,7 +103,7 @@ def _run(command: list[str], family: socket.AddressFamily, address: tuple[str, i
 
 @contextmanager
 def _program_of(command: list[str]) -> Iterator[subprocess.Popen[bytes]]:
-    """Some of them start the real program as a child, which has to end as well."""
+    """Runs a program and ends it, with its child: some of these programs start the real one as a child."""
     process = subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
     )

@@ -43,13 +43,13 @@ MODES: dict[str, Mode] = {
     "concurrent": outputs.concurrent,
 }
 GROUPS = {"timed": ("loads", "decode", "samples"), "preemption": ("preemption",), "concurrent": ("concurrent",)}
-"""Modes that share their engines."""
+"""The modes of each group share their engines."""
 COMMANDS = {"serving": ("preemption", "concurrent")}
 POOL_BYTES = {"cuda": 28 << 30, "cpu": 1 << 30}
 
 
 def wanted_engines(setting: Setting, group: str) -> list[dict[str, Any]]:
-    """What to tell each engine of a group."""
+    """The description of each engine that a group needs."""
     scale, blocks = setting.scale, 0
     common: dict[str, Any]
     if group == "preemption":
@@ -105,14 +105,15 @@ def run(setting: Setting, chosen: Sequence[str], until: float) -> dict[str, Any]
                         raise Failed("no time was left for it")
                     figures[left[0]] = rounded(MODES[left[0]](children, setting.scale, setting.vocabulary))
                     say(f"{left.pop(0)}: {time.monotonic() - began:.1f} s")
-        except Failed as error:  # the other groups may do better
+        except Failed as error:  # the other groups may still be measured
             say(f"{group}: {error}")
             figures |= {mode: {"error": str(error)} for mode in left}
     return figures
 
 
 def beside(figures: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """Times of the loads mode by what was measured, then by way and engine: {"8192_load_ms": {"kvdock_graphs": …}}."""
+    """The times of the loads mode by what was measured, then by way and kind: {"8192_load_ms": {"kvdock_graphs":
+    …}}."""
     found: dict[str, dict[str, float]] = {}
     for way, measured in figures.items():
         for name, value in measured.items():
@@ -147,7 +148,7 @@ def parsed(arguments: list[str]) -> argparse.Namespace:
 
 
 def obstacle(device: str, model: Path | None) -> str:
-    """Why nothing can be measured here, or ""."""
+    """Why nothing can be measured here; "" if it can."""
     if find_spec("vllm") is None:
         return f"vLLM is not installed for {sys.executable}"
     if device == "cuda" and (why := _core.cuda_unavailable()):

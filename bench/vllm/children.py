@@ -80,7 +80,7 @@ CPU_SCALE = Scale(
 
 @dataclass(frozen=True)
 class Setting:
-    """What all engines of a run have in common."""
+    """The settings that all engines of a run have in common."""
 
     scale: Scale
     device: str

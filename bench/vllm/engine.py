@@ -192,7 +192,7 @@ class Engine:
         ))
         while self.engine.has_unfinished_requests():
             outputs, now_s = self.step(), time.perf_counter()
-            peak = max(peak, pool.num_gpu_blocks - 1 - pool.get_num_free_blocks())  # one is nobody's
+            peak = max(peak, pool.num_gpu_blocks - 1 - pool.get_num_free_blocks())  # one block is vLLM's null block
             for completion in (one for output in outputs for one in output.outputs if one.token_ids):
                 first_s.setdefault(completion.index, now_s - began_s)
         took_s = time.perf_counter() - began_s

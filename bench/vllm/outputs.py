@@ -48,7 +48,7 @@ def same_bits(runs: Sequence[Any], others: Sequence[Any]) -> int:
 
 
 def happened(mode: str, wanted: Mapping[str, int]) -> bool:
-    """False, with a line that says so, when nothing took place that could be compared."""
+    """False, and prints a line that reports it, when nothing happened that could be compared."""
     missing = [what for what, count in wanted.items() if not count]
     if missing:
         say(f"{mode}: NOTHING IS SHOWN, for there were no {', no '.join(missing)}")

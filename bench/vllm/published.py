@@ -11,7 +11,7 @@ POLL_S = 0.001
 
 
 class Published:
-    """Asks a server that serves nobody else how many chunks it has published, until `chunks` more are there."""
+    """Asks a server without other engines how many chunks it has published, until there are `chunks` more."""
 
     def __init__(self, address: str, chunks: int) -> None:
         self._client = Client(address)
@@ -31,7 +31,8 @@ class Published:
                 return
 
     def at_s(self, limit_s: float) -> float | None:
-        """On the clock of `time.perf_counter`, which is the same for all processes; None: not within `limit_s`."""
+        """When they were all published, on the clock of `time.perf_counter`, which all processes share; None: not
+        within `limit_s`."""
         self._thread.join(limit_s)
         self._ended.set()
         self._thread.join()

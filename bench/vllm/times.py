@@ -13,11 +13,12 @@ from bench.vllm.outputs import loaded_alone
 from bench.vllm.published import Published
 
 STORED_S = 10.0
-"""What is not stored within this time is taken for dropped."""
+"""Chunks that are not stored within this time are taken for dropped."""
 
 
 def first_token(engine: Child, ids: list[int], chunks: int) -> dict[str, Any]:
-    """The job's answer; with `chunks`, which is how many it stores, also "stored_after_s" of them all."""
+    """The job's answer. `chunks`: how many chunks it stores; if any, "stored_after_s" is the time from the first token
+    until all of them were stored."""
     watch = Published(engine.address, chunks) if chunks else None
     seen = engine.do("first_token", ids=ids, tokens=4)
     if watch is None:
@@ -49,7 +50,7 @@ def loads(engines: Engines, scale: Scale, vocabulary: int) -> Figures:
                         engine.do("forget", order=order, seed=rep)
                     chunks = length // scale.chunk if (kind, way) == ("kvdock", "cold") else 0
                     seen = first_token(engine, ids, chunks)
-                    if seen["cached"] != cached:  # its time would be that of something else
+                    if seen["cached"] != cached:  # another case would be timed
                         raise Failed(f"{kind} {way}: {seen['cached']} cached tokens, not {cached}")
                     if rep >= 0:
                         taken[f"{kind}_{length}_{way}_ms"].append(seen["ttft_s"] * 1e3)
@@ -108,7 +109,7 @@ def decode(engines: Engines, scale: Scale, vocabulary: int) -> Figures:
     rng = random.Random("decode")
 
     def decoders() -> list[list[int]]:
-        """New ones each time, so that what they store themselves is stored each time."""
+        """New prompts each time, so that the chunks that they store are new, too."""
         return [prompt(rng, vocabulary, scale.decoder_prompt) for _ in range(scale.decoders)]
 
     known = [prompt(rng, vocabulary, scale.feed + TAIL) for _ in range(scale.feed_prompts)]

@@ -46,9 +46,9 @@ class Kept(msgspec.Struct):
     model: str
     asked_chunks: int
     chunks: int
-    """How many of them are stored, and are kept from now on; with `--end`, are not kept any more."""
+    """How many of the prompt's chunks are stored, and so are kept from now on; with `--end`, no longer."""
     duration_s: float
-    """0: not kept any more."""
+    """How long from now; 0: no longer."""
 
 
 def clear_cache(

@@ -35,7 +35,7 @@ LONG_TIMEOUT_S = 120.0
 
 
 def parts_of(keys: Sequence[str]) -> Iterator[list[str]]:
-    """Splits the keys into as many as one call accepts."""
+    """Splits the keys into lists that one call accepts."""
     for start in range(0, len(keys), MAX_KEYS):
         yield list(keys[start : start + MAX_KEYS])
 
@@ -60,7 +60,7 @@ def default_address() -> str:
 
 
 def open_client(address: str, timeout_s: float) -> Client:
-    """A client as that of `reached`, but the caller handles the errors of its calls."""
+    """A client as that of `reached`, but without its handling of errors."""
     try:
         token = read_token(os.environ.get(TOKEN_FILE_VARIABLE, ""))
         return Client(address or default_address(), timeout_s=timeout_s, packed=False, access_token=token)

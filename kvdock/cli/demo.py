@@ -45,7 +45,7 @@ END_TIMEOUT_S = 30.0
 
 @dataclass(frozen=True)
 class Turn:
-    """One question to one engine, and what it took."""
+    """One question to one engine, and the answer's figures."""
 
     turn: int
     engine: str
@@ -84,7 +84,7 @@ class DemoEngine:
         self._read()
 
     def ask(self, prompt: list[int]) -> dict[str, Any]:
-        with suppress(BrokenPipeError):  # the engine has ended: the read below finds that out
+        with suppress(BrokenPipeError):  # the engine has ended: the read below reports that
             self._to_it.write(json.dumps({"prompt": prompt, "max_tokens": ANSWER_TOKENS}) + "\n")
             self._to_it.flush()
         return self._read()

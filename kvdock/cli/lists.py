@@ -165,7 +165,7 @@ def _prefixes_table(views: Iterable[PrefixView]) -> Table:
 
 
 def _beside(view: NamespaceView) -> str:
-    """What the list adds to the number of engines."""
+    """The text that the list adds to the number of engines."""
     if view.left_s is not None:
         return f" (left {duration(view.left_s)} ago)"
     return " (bench)" if view.is_bench else ""
@@ -209,7 +209,7 @@ def show_past(server: str, *, over: Over, as_json: bool, console: Console) -> No
 
 
 def _rows(stats: Stats, now: float) -> Iterator[tuple[str, ...]]:
-    """Oldest first. A missing measurement is a dash."""
+    """The rows of the table, oldest first. A missing measurement is a dash."""
     series = {one.name: one.values for one in stats.series}
     count = max(map(len, series.values()), default=0)
     each = max(1, -(-count // MOST_HISTORY_ROWS))

@@ -169,7 +169,7 @@ _UNIT_METAVARS = {
     "bytes": "SIZE", "s": "SECONDS", "water": "SHARE", "cap": "SHARE", "url": "URL", "path": "PATH", "file": "FILE",
     "host": "HOST", "port": "PORT", "hosts": "HOSTS",
 }
-"""Keyed by the last word of a setting's name."""
+"""The units that placeholders show, by the last word of a setting's name."""
 
 
 def metavar_of(name: str) -> str:

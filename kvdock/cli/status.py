@@ -77,7 +77,7 @@ def attached(client: Client) -> list[SessionView] | None:
 
 
 def _settings(client: Client) -> dict[str, Any]:
-    """Empty: the caller may see only totals."""
+    """The server's settings. Empty: the caller may see only totals."""
     try:
         return client.config().settings
     except ApiError as error:
@@ -190,7 +190,7 @@ def tier_in_words(tier: TierView) -> str:
     shown = "used" if tier.state == "open" else f"off: {tier.why}"
     if tier.error:
         shown += f" ({tier.error})"
-    if not tier.counters:  # it has never been open
+    if not tier.counters:  # the tier has never been open
         return shown
     limit = f" of at most {size(tier.bytes_limit)}" if tier.bytes_limit else ""
     waits = f", {size(tier.queued_bytes)} waiting to be written" if tier.queued_bytes else ""
@@ -279,7 +279,7 @@ def _phrase(phrase: str, counter: str, total: int) -> str:
 
 
 def meaning_of(counter: str) -> str:
-    """As `/metrics` describes it; empty for a counter that this version does not know."""
+    """The counter's description in `/metrics`; empty for a counter that this version does not know."""
     hint = get_type_hints(Counters, include_extras=True).get(counter)
     return "" if hint is None else str(hint.__metadata__[0].description)
 
@@ -288,7 +288,7 @@ MINUTE_S = 60.0
 
 
 class Rates(msgspec.Struct, kw_only=True):
-    """Averages over the last `seconds`. None: there was no measurement."""
+    """Averages over the last `seconds`. None: nothing was measured."""
 
     seconds: float
     hit_rate: float | None
@@ -313,11 +313,11 @@ class EngineFigures(msgspec.Struct, kw_only=True):
     loaded_bytes: int
     stored_bytes: int
     saved_s: float | None
-    """None: it has not reported how fast it computes, or how long its loads took."""
+    """Seconds saved. None: the engine has not reported how fast it computes, or how long its loads took."""
     load_bytes_per_s: float | None
-    """How fast it loads now. None: it does not load."""
+    """How fast the engine loads now. None: it does not load."""
     ceiling_bytes_per_s: float | None
-    """The speed of plain copies on its machine. None: not measured."""
+    """The speed of plain copies on the engine's machine. None: not measured."""
 
     @property
     def hit_rate(self) -> float | None:
@@ -350,13 +350,13 @@ def _rates(values: dict[str, list[float | None]], count: int, interval_s: float)
 
 
 def hit_rate(status: Status) -> float | None:
-    """Since the server started."""
+    """The share of tokens found since the server started."""
     asked = status.counters.get("lookup_tokens", 0)
     return status.counters.get("hit_tokens", 0) / asked if asked else None
 
 
 def verdict(status: Status, rates: Sequence[Rates]) -> str:
-    """One sentence: whether it is up, and whether it helps."""
+    """One sentence: whether the server is up, and whether it helps."""
     if status.status != "ok":
         return f"up, but not ready: {'; '.join(map(printable, status.reasons)) or 'it gives no reason'}"
     total = hit_rate(status)
@@ -395,7 +395,7 @@ def engines_in_words(views: Sequence[SessionView]) -> str:
 
 
 def engines_of(views: Iterable[SessionView]) -> list[EngineFigures]:
-    """In the order of `views`."""
+    """The figures of the engines, in the order of `views`."""
     return [
         EngineFigures(
             session=view.session, name=name_of(view), state=state_of(view), held_bytes=view.held_bytes,

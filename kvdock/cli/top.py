@@ -66,7 +66,7 @@ class Tick(msgspec.Struct, kw_only=True):
     """None: the caller may see only totals."""
     requests: list[RequestView] | None = None
     problem: CommandProblem | None = None
-    """Why the server does not answer."""
+    """The reason why the server does not answer."""
 
 
 def show_top(server: str, *, interval_s: float, once: bool, as_json: bool, console: Console) -> None:
@@ -90,7 +90,7 @@ def show_top(server: str, *, interval_s: float, once: bool, as_json: bool, conso
 
 
 def snapshot(client: Client) -> Snapshot:
-    """Raises ServerUnavailable, ApiError."""
+    """Asks the server for the figures of one picture. Raises ServerUnavailable, ApiError."""
     status, stats = client.status(), client.stats()
     sessions = attached(client)
     requests = [] if sessions is None else client.requests(limit=REQUESTS).requests
@@ -106,7 +106,7 @@ def _tick(shown: Snapshot) -> Tick:
 
 
 def _stream(client: Client, interval_s: float, console: Console) -> None:
-    """Ends with Ctrl-C."""
+    """Prints the figures as JSON at each interval, until Ctrl-C."""
     try:
         due_s = time.monotonic()
         while True:
@@ -396,7 +396,7 @@ class Terminal:
 
     @property
     def ended(self) -> bool:
-        """A signal has ended the view."""
+        """Whether a signal has ended the view."""
         return self._ended
 
     def draw(self, picture: str) -> None:

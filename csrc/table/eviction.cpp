@@ -81,7 +81,7 @@ Chunk Eviction::described(uint32_t id) const {
 void Eviction::stamp(uint32_t id, uint64_t tick) {
   unlist(id);
   RecordInfo& in = records_.info(id);
-  if (in.priority < 0) preferences_.set_priority(id, 0, 0);  // an engine uses the chunk after all
+  if (in.priority < 0) preferences_.set_priority(id, 0, 0);  // an engine asks for it after all
   if (in.kind != kNoKind) policy_->touched(described(id), tick);
   Record& r = records_.at(id);
   r.last_used = tick;

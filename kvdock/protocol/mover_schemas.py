@@ -134,7 +134,7 @@ class PrefetchRequest(Answer, kw_only=True):
     number: int
     namespace: Key
     keys: bytes
-    """As in LookupNotice."""
+    """The keys of the prompt's chunks from the first on, in a row."""
     hit_chunks: int
     wait_s: float
 
@@ -184,7 +184,7 @@ class ServerUpdate(Answer, kw_only=True):
     """The server sends one whenever something has changed."""
 
     namespaces: list[ServedNamespace] | None = None
-    """Those in which engines have a session now; None: unchanged."""
+    """The namespaces in which engines have a session now; None: unchanged."""
     abandoned: list[Key] = msgspec.field(default_factory=list)
     """Namespaces of weights that no engine runs any more: their chunks that wait to be written are not written."""
     generations: list[Generation] | None = None

@@ -126,8 +126,8 @@ class Purpose(Body, kw_only=True, omit_defaults=True):
     """What an engine attaches for."""
 
     is_bench: bool = False
-    """It is a benchmark or a demonstration. The server's totals leave it out. When the last such session of a namespace
-    has ended, and no other session has used the namespace, its chunks are removed."""
+    """The session is a benchmark or a demonstration. The server's totals leave it out. When the last such session of a
+    namespace has ended, and no other session has used the namespace, its chunks are removed."""
 
 
 class AttachSession(Purpose, kw_only=True):
@@ -187,13 +187,13 @@ class RunWeights(Body, kw_only=True):
 
     session: Name
     member: Name
-    """The scheduler's."""
+    """The id of the scheduler's member."""
     weights: Weights
 
 
 class WeightsAnswer(Answer, kw_only=True):
     filed_in: Key
-    """As in SessionAttached."""
+    """The namespace in which the session looks up and stores from now on, as in SessionAttached."""
 
 
 class GrantRanks(Body, kw_only=True):
@@ -208,7 +208,7 @@ class Heartbeat(Reporting, kw_only=True, omit_defaults=True):
     """Answers to questions: these ranks are done, and promise to refuse later work that names the grant."""
     keep: Annotated[list[Hex64], msgspec.Meta(max_length=MAX_ANSWERS)] = msgspec.field(default_factory=list)
     pinned_through: PinnedThrough | None = None
-    """The member's value now; None: unchanged."""
+    """The new value of `Member.pinned_through`; None: unchanged."""
     changes_since: Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)] | None = None
     """Asks for the changes since the answer whose `changes.next` this is, or since attaching (`changes_next`). None:
     does not ask."""
@@ -259,7 +259,7 @@ def listed_id(session: str) -> str:
 
 class SessionView(Used, kw_only=True):
     session: str
-    """As listed_id has it."""
+    """The id without its secret part, as listed_id() returns it."""
     tenant: str = ""
     """Empty: the server's own user."""
     instance: str
@@ -324,7 +324,7 @@ class Lookup(Traced, kw_only=True):
     session: Name | None = None
     member: Label = ""
     namespace: Key | None = None
-    """Only without a session."""
+    """The namespace to look in; only for a lookup without a session."""
     request: Name = "-"
     epoch: Annotated[int, msgspec.Meta(ge=0, le=(1 << 31) - 1)] = 0
     keys: Keys | None = None
@@ -412,7 +412,7 @@ class WritePart(Answer, array_like=True, gc=False):
 
 class GrantedChunk(Answer, kw_only=True):
     index: int
-    """Into the keys of the call."""
+    """The index of the chunk's key in the call."""
     parts: list[WritePart]
 
 
@@ -448,7 +448,7 @@ class Commit(Carrier, kw_only=True):
     session: Name
     rank: Rank
     parts: Annotated[list[PartDone], msgspec.Meta(max_length=MAX_ENTRIES)]
-    """A rank with more of them commits in several calls."""
+    """The parts to commit. A rank with more parts commits them in several calls."""
 
 
 class CommitAnswer(Carried, kw_only=True):
@@ -557,7 +557,7 @@ class PrefetchAnswer(Answer, kw_only=True):
     """The answer comes at once, before any tier is asked."""
 
     stored_tokens: int
-    """How many tokens from the first on the pool has."""
+    """How many of the prompt's first tokens the pool has."""
     coming_tokens: int
     """How many of the next tokens may be loaded now, as far as a tier has them."""
     why: Why

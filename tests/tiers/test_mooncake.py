@@ -29,7 +29,7 @@ from kvdock.tiers.tier import Deadline, Outcome, StillRunning, TierError, TierUr
 pytestmark = pytest.mark.tiers
 
 TRIES = 4
-"""Of what a busy machine may end before the test gets at it."""
+"""A busy machine may end what the test wants to get at before it gets there."""
 
 
 class Kept(Library):

@@ -8,7 +8,7 @@ counts as too slow to load.
 If no load has ended for PROBE_S, the next hit is loaded even if that is expected to be slow, because the bus may be
 free again.
 
-Threads: the engine's, one at a time.
+Not thread-safe: the engine calls it from one thread at a time.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvdock.connectors.errors import SettingError
 # How fast this engine computes prompts, learned from the time between planned steps, or from the time that each step
 # took.
 #
-# Threads: the engine's, one at a time.
+# Not thread-safe: the engine calls it from one thread at a time.
 
 START_TOKENS_PER_S = 50_000.0
 """The speed that is assumed until this engine's speed is known. It is high, because a fast engine should wait least."""

@@ -118,6 +118,7 @@ class OutcomeBuffer:
 # The outcome of each request, for all engines: how many tokens the server had, how many were loaded, how long the load
 # took, and why not more were loaded. It is sent to the server after the request has ended
 # (kvdock/protocol/outcomes.py).
+#
 # Not thread-safe: the engine calls it from one thread at a time.
 
 @dataclass(slots=True)
@@ -230,6 +231,7 @@ def _microseconds(seconds: float | None) -> int | None:
 #
 # The time of a step is the time from the end of one poll to the last begin_store before the next poll, because an
 # engine polls before it computes and stores after it has computed.
+#
 # Not thread-safe: only the engine's thread calls it.
 
 class EngineOutcomes(RequestOutcomes):

@@ -16,6 +16,7 @@ from kvdock.protocol.schemas import BeingStored, PendingTokens
 
 # --------------------------------------------------------------------------------
 # How long the engine's thread waits for the server's answer to a lookup.
+#
 # A request whose lookup is Pending is looked up again in the engine's next step: some 300 ms later under load, while
 # the answer takes less than one millisecond. So it is worth waiting for an answer that is about to come, and for no
 # other.
@@ -25,6 +26,7 @@ from kvdock.protocol.schemas import BeingStored, PendingTokens
 # breaker. Whatever the server does, one step waits at most `wait_s`, or a tenth of the time that steps take where that
 # is longer. While the engine computes nothing, a wait delays no other request, so an answer is late only
 # after IDLE_WAITS times `wait_s`.
+#
 # Threads: the engine's thread waits, and a background thread calls answered(). Both set the breaker, which is one flag.
 
 IDLE_WAITS = 10
@@ -158,6 +160,7 @@ class EarlyQuestions:
 # --------------------------------------------------------------------------------
 # Waits that last several steps. Each has a time limit. Once a wait of a request has ended, the request does not start
 # another one until it is forgotten.
+#
 # Not thread-safe: the engine calls it from one thread at a time. Nothing here blocks: a request that waits is looked up
 # again in a later step.
 
@@ -263,6 +266,7 @@ class ComputeOnce(_Waiting[_StoreWait]):
 
 # --------------------------------------------------------------------------------
 # How long a request waits for chunks that a lower tier is loading into the pool, instead of computing them.
+#
 # A lookup sends the terms of its request to the server: how long the request may wait, and how fast this engine
 # computes. If that speed is known, the request waits no longer than computing the missing tokens would take. The mover
 # decides whether the wait is worth it (kvdock/protocol/mover_schemas.py). The answer says how many tokens are expected,

@@ -1,9 +1,10 @@
 """Copies on a GPU: the Copier of copy.py for blocks in a GPU's memory, ordered with the engine's streams.
 
-    copier.scatter(parts, after=stream) ─► handle enqueues; runs after the present work on `after` handle.order(stream)
-    later work on `stream` runs after the copy handle.order(stream, band) … or after its first layers: scatter(…,
-    bands=…) handle.verified(timeout_s) the results before the copy has ended: scatter(…, verified_after=…)
-    handle.done() | wait() | copier.fileno() for the CPU
+    copier.scatter(parts, after=stream) ─► handle     enqueues; runs after the present work on `after`
+    handle.order(stream)                              later work on `stream` runs after the copy
+    handle.order(stream, band)                        … or after its first layers: scatter(…, bands=…)
+    handle.verified(timeout_s)                        the results before the copy has ended: scatter(…, verified_after=…)
+    handle.done() | wait() | copier.fileno()          for the CPU
 
 The native core opens the CUDA driver itself and works in the primary context, so a PagedLayout can describe tensors of
 any torch version. Slots lie in memory that the driver knows: registered segments (registration.py), or CudaSlotMemory

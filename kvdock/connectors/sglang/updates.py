@@ -1,7 +1,8 @@
 """SGLang's ways to change weights: the meaning of each, and the proof that kvdock notices all of them.
 
-    SchedulerWeightUpdaterManager SGLang's control calls reach it in each rank Scheduler, TpModelWorker other plugins
-    and RPC call these WeightUpdater a model's updater: all of the above call it
+    SchedulerWeightUpdaterManager   SGLang's control calls reach it in each rank
+    Scheduler, TpModelWorker        other plugins and RPC call these
+    WeightUpdater                   a model's updater: all of the above call it
 
 A method of these classes whose name looks like a change of weights counts as one, whether it is known here or not
 (looks_like_change). Around each of them is one of SGLang's own plugin hooks (hooks.py).

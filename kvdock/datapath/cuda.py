@@ -3,7 +3,7 @@
     copier.scatter(parts, after=stream) ─► handle     enqueues; runs after the present work on `after`
     handle.order(stream)                              later work on `stream` runs after the copy
     handle.order(stream, band)                        … or after its first layers: scatter(…, bands=…)
-    handle.verified(timeout_s)                        the results before the copy has ended: scatter(…, verified_after=…)
+    handle.verified(timeout_s)                        results before the end of the copy: scatter(…, verified_after=…)
     handle.done() | wait() | copier.fileno()          for the CPU
 
 The native core opens the CUDA driver itself and works in the primary context, so a PagedLayout can describe tensors of

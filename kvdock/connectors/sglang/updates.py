@@ -17,7 +17,8 @@ dispatcher was made before the hook. So Guard calls each method with a Probe in 
 it and goes no further, and any other code stops at the first attribute that it reads. Until all hooks have recognised a
 Probe, and again when one of them is replaced by other code, nothing is shared.
 
-Threads: SGLang's scheduler thread calls every method. """
+Threads: SGLang's scheduler thread calls every method.
+"""
 
 from __future__ import annotations
 
@@ -316,7 +317,7 @@ def is_heard(method: Any) -> bool:
 START, UNKNOWN = "", None
 """Values in place of the hash of a page's parent: there is no page before it; its parent is not known."""
 MOST_PAGES = 1 << 18
-"""How many fresh pages are remembered. The oldest ones are forgotten, and pages behind them are not stored."""
+"""How many fresh pages are remembered. The oldest ones are forgotten: they and pages behind them are not stored again."""
 
 
 class Fresh:

@@ -28,9 +28,9 @@ CRYPTOGRAPHIC = ("sha256", "sha256_cbor")
 
 
 def hashing_of(algorithm: str, *, seed: str | None, fixed_seed: str | None) -> tuple[str, str]:
-    """The manifest's `hash_function` and `hash_seed`. They name vLLM's own hashes if every process computes the same
-    ones, which needs a known root: `seed`, the value of PYTHONHASHSEED, or else this vLLM's `fixed_seed`. Without both,
-    the root is random."""
+    """The manifest's `hash_function` and `hash_seed`. They name vLLM's own hashes if `algorithm` is cryptographic and
+    every process computes the same hashes, which needs a known root: `seed`, the value of PYTHONHASHSEED, or else this
+    vLLM's `fixed_seed`. Without both, the root is random."""
     root = seed if seed is not None else fixed_seed
     if algorithm not in CRYPTOGRAPHIC or root is None:
         return HASH_FUNCTION, ""

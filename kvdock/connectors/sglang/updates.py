@@ -317,7 +317,7 @@ def is_heard(method: Any) -> bool:
 START, UNKNOWN = "", None
 """Values in place of the hash of a page's parent: there is no page before it; its parent is not known."""
 MOST_PAGES = 1 << 18
-"""How many fresh pages are remembered. The oldest ones are forgotten: they and pages behind them are not stored again."""
+"""How many fresh pages are remembered. The oldest ones are forgotten; they and pages behind them are not stored."""
 
 
 class Fresh:

@@ -29,14 +29,14 @@ struct ChecksumKeys {
   size_t stripes() const { return level2.size() / 4; }
 };
 
-// nh: k, then k' (each as long as a stripe); level2: 32 bytes for each stripe. Ignores a table that is no longer than
-// the present one.
+// Sets the keys. nh: k, then k' (each as long as a stripe); level2: 32 bytes for each stripe. Ignores a table unless it
+// has more stripes than the present one.
 void set_checksum_keys(const char* nh, const char* level2, size_t stripes);
 
 // Keys for parts of up to `stripes` stripes. Throws Refused{copy} when the table is shorter.
 std::shared_ptr<const ChecksumKeys> checksum_keys(size_t stripes);
 
-// Level two over the stripes of one part, or of a share of it. The sums of shares add up mod p.
+// Computes level two over the stripes of one part, or of a share of the part. A part's sum is that of its shares mod p.
 class PartSum {
  public:
   explicit PartSum(const ChecksumKeys& keys) : keys_(keys) {}
@@ -53,10 +53,11 @@ inline uint64_t add_mod_p(uint64_t x, uint64_t y) {
   return sum >= kChecksumPrime ? sum - kChecksumPrime : sum;
 }
 
-// Hashes the zeros that pad a stripe whose first `used` bytes (a multiple of 16) are the part's.
+// Hashes the zeros that pad a part's last stripe, of which the first `used` bytes (a multiple of 16) are the part's.
 void hash_padding(const CpuPath& path, const ChecksumKeys& keys, size_t used, StripeSums* sums);
 
-// The checksum of a part of any length and alignment (`data`, `bytes`), or of its share from `first_stripe` on.
+// The checksum of a part of any length and alignment (`data`, `bytes`), or the share of the stripes from `first_stripe`
+// on.
 uint64_t checksum(const char* data, size_t bytes, size_t first_stripe = 0);
 
 }  // namespace kvdock

@@ -14,8 +14,8 @@ namespace kvdock {
 
 namespace {
 
-constexpr size_t kGrain = 16;                        // every run, stride and address is a multiple of it
-constexpr size_t kUnitStripes = 64;                  // at most that many are handed to a thread at a time
+constexpr size_t kGrain = 16;                        // runs, strides and addresses are multiples of it
+constexpr size_t kUnitStripes = 64;                  // the most stripes that a thread takes at a time
 constexpr size_t kBytesPerThread = size_t(1) << 20;  // with fewer bytes a thread costs more than it saves
 
 void check_plane(size_t index, const Plane& plane, size_t num_blocks) {
@@ -149,7 +149,7 @@ void run_parallel(size_t count, size_t threads, const Work& work) {
     try {
       others.emplace_back(loop);
     } catch (const std::system_error&) {
-      break;  // the system gives no more threads: fewer do the same work
+      break;  // the system has no more threads: fewer threads do the work
     }
   }
   loop();
@@ -196,7 +196,7 @@ PagedLayout::PagedLayout(std::vector<Plane> planes, size_t num_blocks, size_t bl
   for (size_t i = 0; i < planes_.size(); ++i) {
     Plane& plane = planes_[i];
     check_plane(i, plane, num_blocks);
-    if (plane.run_stride == plane.run_bytes) {  // neighbouring runs are one
+    if (plane.run_stride == plane.run_bytes) {  // adjacent runs are merged
       plane.run_bytes *= plane.run_count;
       plane.run_count = 1;
     }

@@ -19,7 +19,7 @@
 namespace kvdock {
 
 // K or V (or one latent for both) of one layer: block i begins at base + i * block_stride and consists of
-// run_count runs of run_bytes, run_stride apart. All multiples of 16.
+// run_count runs of run_bytes, run_stride apart. `base`, the strides and run_bytes are multiples of 16.
 struct Plane {
   uintptr_t base;
   size_t block_stride;
@@ -32,7 +32,7 @@ struct Plane {
 
 class PagedLayout {
  public:
-  // Throws Refused{layout}.
+  // Throws Refused{layout} unless the planes satisfy the rules above.
   PagedLayout(std::vector<Plane> planes, size_t num_blocks, size_t block_tokens);
 
   const std::vector<Plane>& planes() const { return planes_; }
@@ -58,12 +58,12 @@ struct Part {
 // Throws Refused{copy} unless every slot is aligned, every block exists and no part skips more blocks than it has.
 void check_parts(const PagedLayout& layout, std::span<const Part> parts);
 
-// Both return each part's checksum and throw Refused{copy}. After a scatter that names a block twice, the block has one
-// of the two contents.
+// Both return each part's checksum, and throw Refused{copy} for a wrong argument. After a scatter that names a block
+// twice, the block may have a mix of the two contents.
 std::vector<uint64_t> gather(const PagedLayout& layout, std::span<const Part> parts, int threads);
 std::vector<uint64_t> scatter(const PagedLayout& layout, std::span<const Part> parts, int threads);
 
-// The reference of bench/copy.py: libc memcpy of pieces of equal size, piece i from from[i] to to[i].
+// The baseline of bench/copy.py: libc memcpy of pieces of equal size, piece i from from[i] to to[i].
 void memcpy_pieces(std::span<const uint64_t> to, std::span<const uint64_t> from, size_t bytes, int threads);
 
 }  // namespace kvdock

@@ -43,7 +43,7 @@ KVDOCK_AVX2_INLINE __m128i nh128(__m128i w, const uint32_t* key) {
   return _mm_mul_epu32(t, _mm_srli_epi64(t, 32));
 }
 
-// One 16-byte step, for what lies before and after whole cache lines.
+// One 16-byte step, for the bytes before and after whole cache lines.
 template <bool kStore>
 KVDOCK_AVX2_INLINE void step128(const char* from, char* to, const uint32_t* first, const uint32_t* second, __m128i* a,
                                 __m128i* b) {
@@ -53,7 +53,7 @@ KVDOCK_AVX2_INLINE void step128(const char* from, char* to, const uint32_t* firs
   if (kStore) _mm_stream_si128(reinterpret_cast<__m128i*>(to), w);
 }
 
-// Bytes before `to` reaches a cache line, so that the main loop fills whole lines.
+// How many bytes come before `to` reaches a cache line. The main loop then fills whole lines.
 template <bool kStore>
 inline size_t head_bytes(const char* to, size_t bytes) {
   const size_t head = kStore ? -reinterpret_cast<uintptr_t>(to) & 63 : 0;
@@ -76,7 +76,7 @@ KVDOCK_AVX2 void avx2_span(const char* from, char* to, size_t bytes, const uint3
   for (const size_t head = head_bytes<kStore>(to, bytes); i < head; i += 16)
     step128<kStore>(from + i, to + i, first + i / 4, second + i / 4, &a, &b);
   for (; i + 64 <= bytes; i += 64) {
-    _mm_prefetch(ahead + i, _MM_HINT_NTA);  // read once: it need not displace what others cache
+    _mm_prefetch(ahead + i, _MM_HINT_NTA);  // read once, so it need not displace other data in the cache
     const __m256i w0 = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + i));
     const __m256i w1 = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + i + 32));
     if (kStore) {
@@ -99,7 +99,7 @@ constexpr CpuPath kAvx2{"avx2", avx2_span<true>, avx2_span<false>};
 
 #endif
 
-// Fastest first; the scalar path is last.
+// The paths that this processor can run, fastest first; the scalar path is last.
 std::vector<const CpuPath*> detect() {
   std::vector<const CpuPath*> paths;
 #if defined(__x86_64__)
@@ -114,7 +114,7 @@ const std::vector<const CpuPath*>& available() {
   return paths;
 }
 
-std::atomic<const CpuPath*> g_chosen{nullptr};  // null: the fastest. It points to constants: no order is needed
+std::atomic<const CpuPath*> g_chosen{nullptr};  // null: the fastest. The paths are constants, so relaxed is enough
 
 }  // namespace
 

@@ -1,6 +1,6 @@
-// The loops that hash bytes while copying them, one pair for each instruction set (a CpuPath).
+// Loops that hash bytes while copying them, and loops that only hash: a pair (CpuPath) for each instruction set.
 //
-// Thread safety: all. Invariant: all paths give the same sums and copy the same bytes.
+// Thread safety: all functions. Invariant: all paths give the same sums and copy the same bytes.
 #pragma once
 
 #include <cstddef>
@@ -17,8 +17,8 @@ struct alignas(64) StripeSums {
 };
 
 // Hashes `bytes` (a multiple of 16) at `from` into `sums`, and stores at `to` the registers that were hashed.
-// `first`, `second`: the keys at this position of the stripe. `ahead`: what will be read next, to be prefetched; any
-// address will do. REQUIRES: to is 16-byte aligned (hash ignores it).
+// `first`, `second`: the keys at this position of the stripe. `ahead`: the address that is read next, to be prefetched;
+// a wrong one does no harm. REQUIRES: to is 16-byte aligned (hash ignores it).
 using SpanLoop = void (*)(const char* from, char* to, size_t bytes, const uint32_t* first, const uint32_t* second,
                           const char* ahead, StripeSums* sums);
 
@@ -32,7 +32,7 @@ struct CpuPath {
 const CpuPath& cpu_path();
 // Names of the paths that this processor can run, fastest first. The last, "scalar", runs anywhere.
 std::vector<std::string> cpu_paths();
-// For tests and measurements. Returns false when this processor lacks the path. "" chooses the fastest again.
+// Chooses a path, for tests and measurements; "" chooses the fastest. Returns false when this processor lacks the path.
 bool use_cpu_path(const std::string& name);
 void store_fence();
 

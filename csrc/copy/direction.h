@@ -1,4 +1,4 @@
-// The direction of a copy. In a file of its own because nvcc compiles it too, as C++17.
+// The direction of a copy. It has a file of its own, because nvcc compiles it, too, as C++17.
 #pragma once
 
 namespace kvdock {

@@ -11,7 +11,8 @@ namespace {
 
 constexpr uint32_t kSmallestPiece = (1u << 20) / kChecksumStripeBytes;
 
-// The share of a part that reaches to plane `end` and begins where the share before it ended, at stripe `begin`.
+// Describes the share of a part from stripe `begin`, where the share before it ended, to the last stripe before plane
+// `end`.
 PartArgs describe(const PagedLayout& layout, const Part& part, uint32_t first_stripe, size_t first_id, uint32_t begin,
                   size_t end) {
   const size_t blocks = part.block_ids.size(), bytes = blocks * layout.block_bytes();
@@ -136,7 +137,7 @@ bool DescriptorRing::take(size_t bytes, size_t* begin) {
     else if (tail_ > bytes) *begin = 0;
     else return false;
   } else {
-    if (tail_ - head_ <= bytes) return false;  // head never catches up with tail while something is taken
+    if (tail_ - head_ <= bytes) return false;  // while memory is taken, head must not reach tail
     *begin = head_;
   }
   head_ = *begin + bytes;

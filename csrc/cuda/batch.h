@@ -1,4 +1,4 @@
-// A batch: the parts of one call, or some of them, whose descriptors a Copier uploads together. Internal to the Copier.
+// A batch: parts of one call, or shares of parts, whose descriptors a Copier uploads together. Internal to the Copier.
 #pragma once
 
 #include <condition_variable>
@@ -19,7 +19,7 @@ namespace kvdock::cuda {
 inline constexpr size_t kRingBytes = size_t(8) << 20;
 inline constexpr size_t kBatchRingBytes = kRingBytes / 4;  // so that several batches are under way
 
-// Throws Refused{copy}.
+// Checks all arguments of a call. Throws Refused{copy}.
 void check_call(const DeviceLayout& layout, std::span<const Part> parts, const Bands& bands);
 
 // Stripes of a batch that pass through a staging buffer together.
@@ -32,7 +32,7 @@ struct Copy::Shared {
   explicit Shared(Device& device_used) : device(device_used) {}
   Device& device;
   std::mutex mutex;
-  std::condition_variable changed;  // a batch was submitted, a copy ended
+  std::condition_variable changed;  // a batch was submitted or has ended, or all hashes of a copy are done
 };
 
 struct Batch {
@@ -47,10 +47,10 @@ struct Batch {
   Direction direction = Direction::gather;
   bool direct = false, ends_band = false;
   std::vector<Piece> pieces;
-  size_t next_piece = 0;  // the first that is not submitted yet
+  size_t next_piece = 0;  // the first piece that is not submitted yet
   bool has_ring = false, uploaded_ids = false;
   size_t ring_begin = 0;
-  std::string error;  // submission failed
+  std::string error;  // why the submission or the copy failed; empty: it has not
   Event after = nullptr;  // the end of the work before the copy: the upload waits for it
   Event uploaded = nullptr, done = nullptr;
 
@@ -61,11 +61,11 @@ struct Batch {
     const size_t all = sums_bytes() + parts_bytes() + ids.size() * sizeof(int32_t);
     return (all + 255) / 256 * 256;
   }
-  // Index of the part that a stripe belongs to.
+  // The index of the part to which a stripe belongs.
   uint32_t part_of(uint32_t stripe) const;
 };
 
-// Allocates the memory for descriptors, which is given back in the order in which it was taken.
+// Allocates memory for descriptors from a ring: it must be given back in the order in which it was taken.
 class DescriptorRing {
  public:
   explicit DescriptorRing(size_t bytes) : bytes_(bytes) {}
@@ -87,7 +87,8 @@ class BatchQueue {
  public:
   void push(std::unique_ptr<Batch> batch) { backlog_.push_back(std::move(batch)); }
   size_t backlog() const { return backlog_.size(); }
-  // Whether pieces of the front of the backlog can be submitted. Takes its memory for descriptors.
+  // Whether pieces of the backlog's front can be submitted. Takes the front's memory for descriptors, if there is
+  // enough.
   bool can_advance();
   Batch& start_submitting() {
     submitting_ = true;
@@ -104,7 +105,7 @@ class BatchQueue {
  private:
   DescriptorRing ring_{kRingBytes};
   std::deque<std::unique_ptr<Batch>> backlog_, in_flight_;
-  bool submitting_ = false;  // a thread submits the front of the backlog: no other may
+  bool submitting_ = false;  // a thread is submitting the front of the backlog, so no other may
 };
 
 }  // namespace kvdock::cuda

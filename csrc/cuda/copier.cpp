@@ -167,7 +167,7 @@ void Copier::run_submitter() {
 // ------------------------------------------------------------------ the end of copies
 
 void Copier::run_finisher() {
-  prctl(PR_SET_TIMERSLACK, 1000);  // ns; the usual 50 us would be most of a small copy
+  prctl(PR_SET_TIMERSLACK, 1000);  // ns; the default, 50 us, is longer than a small copy takes
   std::unique_lock<std::mutex> lock(shared_->mutex);
   while (true) {
     to_finish_.wait(lock, [&] { return queue_.has_in_flight() || drained_; });
@@ -233,14 +233,14 @@ void Copier::finish(Batch& batch) {
   queue_.free_descriptors(batch);
   if (batch.uploaded != nullptr) events_.give_back(batch.uploaded);
   if (batch.done != nullptr) events_.give_back(batch.done);
-  if (batch.ends_band) copy.bands_[batch.band] = nullptr;  // it has ended, and another copy may use its event
+  if (batch.ends_band) copy.bands_[batch.band] = nullptr;  // the band has ended, and another copy may use its event
   if (batch.band < copy.verified_after_) --copy.first_batches_left_;
   if (--copy.batches_left_ > 0) return;
   if (copy.error_.empty()) note_time(copy, batch.done);
   if (copy.after_ != nullptr) events_.give_back(copy.after_);
   copy.after_ = nullptr;
   const uint64_t one = 1;
-  if (::write(ended_fd_, &one, sizeof one) < 0) return;  // a full counter is readable, too
+  if (::write(ended_fd_, &one, sizeof one) < 0) return;  // the counter is full, so it is readable all the same
 }
 
 // ------------------------------------------------------------------ what the caller holds
@@ -298,7 +298,7 @@ void Copy::order(uintptr_t stream, std::optional<size_t> which) {
     if (copier_->can_advance()) copier_->advance(lock, SIZE_MAX);
     else shared_->changed.wait(lock);
   }
-  if (bands_[band] == nullptr) return;  // it has ended
+  if (bands_[band] == nullptr) return;  // the band has ended
   const ContextGuard cu(shared_->device);
   refuse_captured(cu, reinterpret_cast<Stream>(stream));
   check(cu->cuStreamWaitEvent(reinterpret_cast<Stream>(stream), bands_[band], 0), "cuStreamWaitEvent");

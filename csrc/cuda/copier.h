@@ -1,13 +1,14 @@
-// Copies by block id between paged KV on a GPU and slots: what copy/copy.h does, on the GPU.
+// Copies between paged KV on a GPU and slots, by block id: the counterpart of copy/copy.h on the GPU.
 //
 //   staged   slots <-> staging buffers by the copy engine, staging <-> paged blocks by a kernel on a few
 //            multiprocessors, each on a stream of its own; events say when a buffer is full or free
 //   direct   the same kernel reads or writes the slots themselves: small transfers, and slots on the device
 //
 // A call is cut into batches that fit the descriptor ring, a batch into pieces that fit a staging buffer. Pieces become
-// smaller towards the end of a load (and larger from the start of a store), because no transfer hides the last kernel,
-// which is short then. A load may be cut into bands: neighbouring planes (layers) of all parts, then the next ones. The
-// CPU can hash, in the slots, the bands that are not copied yet: then a load is verified before it has ended.
+// smaller towards the end of a load (and larger from the start of a store), because the last kernel of a load (the
+// first of a store) does not overlap any transfer, so it should be short. A load may be cut into bands: neighbouring
+// planes (layers) of all parts, then the next ones. The CPU can hash, in the slots, the bands that are not copied yet:
+// thus a load can be verified before it has ended.
 //
 // Threads: a call checks its arguments, makes batches, and submits the first pieces, so that the GPU has work at once;
 //   the submitter thread submits the rest; the finisher thread waits for the GPU, reads the sums and wakes waiters;
@@ -43,13 +44,13 @@ class Copier {
   Copier(int device, const Tuning& tuning);
   ~Copier();
 
-  // Adds a layout, whose copies share staging and order with those of the others; returns the number by which copies
-  // name it. `part_blocks`: blocks of the longest part, for which it uploads checksum keys, so that no call has to.
-  // Waits for the GPU.
+  // Adds a layout and returns its number, which copies name. The copies of all layouts share staging buffers and one
+  // order. `part_blocks`: how many blocks the longest part has; checksum keys for this length are uploaded now, so that
+  // no call has to. Waits for the GPU.
   size_t add_layout(const PagedLayout& layout, size_t part_blocks);
 
-  // Gathers into the slots of `parts`, or scatters from them. `after`: a stream whose work so far comes first (0: the
-  // legacy stream). Only a scatter has bands.
+  // Gathers into the slots of `parts`, or scatters from them. `after`: a stream whose present work the copy waits for
+  // (0: the legacy stream). Only a scatter has bands.
   std::shared_ptr<Copy> copy(size_t layout, std::span<const Part> parts, Direction direction,
                              std::optional<uintptr_t> after, const Bands& bands);
 

@@ -59,7 +59,7 @@ std::vector<DeviceInfo> devices() {
 
 Device& Device::get(int index) {
   static std::mutex mutex;
-  static std::map<int, Device*> open;  // never closed: the context is torch's too, and lives as long as the process
+  static std::map<int, Device*> open;  // never closed: torch uses the contexts, too, until the process ends
   const std::lock_guard<std::mutex> guard(mutex);
   Device*& device = open[index];
   if (device == nullptr) device = new Device(index);

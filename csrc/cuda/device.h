@@ -2,7 +2,7 @@
 // checksum keys on the device.
 //
 // Ownership: one Device for each GPU, for the life of the process; streams and memory belong to their makers.
-// Thread safety: all methods. Every driver call on a context needs a ContextGuard, which is also the way to the driver.
+// Thread safety: all methods. Driver calls that need a context are made through a ContextGuard.
 #pragma once
 
 #include <memory>
@@ -27,7 +27,7 @@ struct DeviceInfo {
 
 std::vector<DeviceInfo> devices();
 
-// Which of the kernels: see kernels.cu.
+// Chooses a kernel: see kernels.cu.
 struct Variant {
   Direction direction;
   bool alike, wide;
@@ -45,10 +45,11 @@ class Device {
   struct Keys {
     DevicePtr nh, level2;
   };
-  // Uploads checksum keys for parts of up to `stripes` stripes, unless they are there, and waits for that. Earlier
-  // tables stay valid: copies may be using them. Throws Refused{cuda}, or Refused{copy} when the CPU has no such keys.
+  // Uploads checksum keys for parts of up to `stripes` stripes, unless the device has them already, and waits for the
+  // upload. Earlier tables stay valid, because copies may use them. Throws Refused{cuda}, or Refused{copy} when the CPU
+  // has no such keys.
   void grow_keys(size_t stripes);
-  Keys keys() const;  // of the longest table
+  Keys keys() const;  // the keys of the longest table
 
   Device(const Device&) = delete;
   Device& operator=(const Device&) = delete;
@@ -65,7 +66,7 @@ class Device {
   size_t key_stripes_ = 0;
 };
 
-// Makes a context current on this thread while it lives.
+// Makes a context current on this thread while the guard lives.
 class ContextGuard : public Calls {
  public:
   explicit ContextGuard(const Device& device) : ContextGuard(device.context()) {}
@@ -76,8 +77,8 @@ class ContextGuard : public Calls {
   }
 };
 
-// Calls f with the device's context current. Does nothing when the driver has ended, and with it all that f would free
-// or wait for.
+// Calls f with the device's context current, and ignores Refused: after the driver's end, everything that f would free
+// or wait for is gone.
 template <class F>
 void unless_gone(const Device& device, F&& f) try {
   const ContextGuard cu(device);

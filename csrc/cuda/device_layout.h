@@ -13,7 +13,7 @@ struct DeviceLayout {
   DeviceLayout(Device& device, const PagedLayout& layout, size_t most_blocks);
 
   PagedLayout layout;
-  size_t part_blocks;  // of the longest part that copies may name
+  size_t part_blocks;  // how many blocks the longest part of a copy may have
   bool alike, wide;    // alike: all planes have the same runs; wide: every run is a multiple of 128 bytes
   Buffer planes;       // a PlaneArgs for each plane
 };

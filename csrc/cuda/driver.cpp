@@ -38,7 +38,7 @@ std::string describe(const Driver& table, Result result) {
   return std::string(text) + " (" + std::to_string(result) + ")";
 }
 
-// Whether a thread gets the relaxed mode when it asks for it. Leaves the thread as it was.
+// Whether the driver puts this thread in the relaxed mode. Afterwards the thread has its earlier mode again.
 bool can_relax(const Driver& table) {
   CaptureMode mode = CaptureMode::relaxed;
   if (table.cuThreadExchangeStreamCaptureMode(&mode) != kSuccess) return false;
@@ -69,7 +69,7 @@ Opened open_driver() {
   return opened;
 }
 
-std::atomic<const Driver*> g_usable{nullptr};  // once opened_driver() has found that it works
+std::atomic<const Driver*> g_usable{nullptr};  // set once opened_driver() has found that the driver works
 
 const Opened& opened_driver() {
   static const Opened opened = open_driver();

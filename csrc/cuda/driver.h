@@ -4,7 +4,8 @@
 // An engine may capture a CUDA graph at any time; most do so when they start. While a thread captures in the global
 // mode, which is the usual one, the driver refuses many calls in all threads of the process and spoils the capture:
 // cuMemHostRegister, cuMemAlloc, cuEventQuery and more. It allows them in threads that are in the relaxed mode.
-// Invariant: the driver is called through Calls alone, and a thread that has one is in the relaxed mode.
+// Invariant: outside driver.cpp the driver is called through Calls alone, and a thread that has a Calls is in the
+// relaxed mode.
 //
 // Ownership: the library stays open for the life of the process. Thread safety: all calls.
 #pragma once
@@ -105,8 +106,8 @@ struct Driver {
 // "" when the driver is open and finds a GPU, else one sentence with the reason.
 const std::string& why_unavailable();
 
-// The way to the driver. While it lives, its thread is in the relaxed capture mode; at its end the thread gets its
-// earlier mode back, since it may be one of the engine's own threads.
+// Gives access to the driver. While a Calls lives, its thread is in the relaxed capture mode; then the thread gets its
+// earlier mode back, because it may be one of the engine's own threads.
 class Calls {
  public:
   // Throws Refused{cuda} with why_unavailable().

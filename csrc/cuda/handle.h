@@ -17,7 +17,7 @@ struct Tuning {
   size_t piece_bytes;
   int buffers;                                   // staging buffers of piece_bytes each
   int load_ctas, store_ctas, direct_ctas;  // CTAs (thread blocks) of a kernel
-  size_t direct_load_bytes, direct_store_bytes;  // calls of up to that many bytes go direct
+  size_t direct_load_bytes, direct_store_bytes;  // calls of up to this many bytes are direct copies
   int hash_threads;                              // CPU threads that verify loads before they have ended
 };
 
@@ -36,16 +36,16 @@ class Copy {
  public:
   bool done() const;
   bool wait(double timeout_s) const;  // negative: for ever. False on timeout
-  // Later work on `stream` runs after the copy, or after its bands up to `band`. Submits the pieces up to there that
-  // are not submitted yet.
+  // Later work on `stream` runs after the copy, or after its bands up to `band`. Submits the pieces of these bands that
+  // were not submitted yet.
   void order(uintptr_t stream, std::optional<size_t> band);
   // Waits, then returns each part's checksum. Throws Refused{cuda} when the copy failed.
   std::vector<uint64_t> checksums() const;
   // Seconds on the GPU's clock from the end of the work before the copy (`after`) to the copy's end; without such work,
   // from the call. nullopt until the copy has ended, and when it failed.
   std::optional<double> took_s() const;
-  // Like wait() and checksums(), but until the copy is verified: the sums cover the bytes that were copied by then, and
-  // the others as the CPU found them in the slots.
+  // Like wait() and checksums(), but they wait only until the copy is verified. The sums then cover the bytes that were
+  // copied, and, for the other bytes, the content that the CPU found in the slots.
   bool wait_verified(double timeout_s) const;
   std::vector<uint64_t> verified_checksums() const;
 
@@ -57,7 +57,7 @@ class Copy {
   template <typename Condition>
   bool wait_until(double timeout_s, Condition holds) const;
   std::shared_ptr<Shared> shared_;
-  Copier* copier_ = nullptr;  // valid until all of the copy is submitted
+  Copier* copier_ = nullptr;  // valid until all pieces of the copy are submitted
   std::vector<uint64_t> sums_;
   size_t batches_left_ = 0, bands_submitted_ = 0;
   std::vector<uint64_t> verified_sums_;

@@ -13,12 +13,12 @@
 
 namespace kvdock::cuda {
 
-// All but join() runs with the Copier's mutex held.
+// The caller of every method but join() holds the Copier's mutex.
 class SlotHashers {
  public:
   SlotHashers(Copy::Shared& shared, int threads) : shared_(shared), count_(threads) {}
 
-  void start();  // starts the threads, unless they run. Throws Refused{cuda}
+  void start();  // starts the threads that do not run yet. Throws Refused{cuda}
   // Hashes, in the slots, the bands after the first `verified_after`.
   void hash_the_rest(const std::shared_ptr<Copy>& copy, const PagedLayout& layout, std::span<const Part> parts,
                      const Bands& bands);
@@ -28,7 +28,7 @@ class SlotHashers {
   void join();
 
  private:
-  struct Hash {  // of a part, in its slot: the stripes from first_stripe to its end
+  struct Hash {  // the stripes of a part from first_stripe to its end, in its slot
     std::shared_ptr<Copy> copy;
     size_t part, bytes, first_stripe;
     uintptr_t slot;

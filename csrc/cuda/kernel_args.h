@@ -35,7 +35,7 @@ struct PlaneArgs {
   uint64_t base;
   uint64_t block_stride;
   uint64_t run_stride;
-  uint32_t before_units;  // of one block, in the planes before this one
+  uint32_t before_units;  // the units of one block in the planes before this one
   uint32_t block_units;
   uint32_t run_units;
   Divisor by_block, by_run;
@@ -44,8 +44,8 @@ struct PlaneArgs {
 
 struct PartArgs {
   uint64_t slot;
-  uint32_t first_stripe;  // in the row of all parts
-  uint32_t stripes;       // of this share of the part, which begins at the part's stripe `begin`
+  uint32_t first_stripe;  // the share's first stripe in the row of all parts
+  uint32_t stripes;       // of this share, which begins at the part's stripe `begin`
   uint32_t begin;
   uint32_t units;
   uint32_t first_id;
@@ -59,7 +59,7 @@ struct CopyArgs {
   const PlaneArgs* planes;
   const PartArgs* parts;
   const int32_t* ids;
-  unsigned long long* sums;       // two for each part: of the low 32 bits and of the high 29 bits of stripe sums
+  unsigned long long* sums;       // two for each part: the sums of the low 32 bits and of the high 29 bits
   const uint32_t* nh_keys;        // k, then k': each as long as a stripe
   const uint64_t* level2;         // four for each stripe
   unsigned int* finished_blocks;  // zero at first; counts the thread blocks of the reporting launch that have ended

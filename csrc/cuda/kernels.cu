@@ -14,7 +14,7 @@ namespace kvdock::cuda {
 
 namespace {
 
-constexpr int kRows = 8;  // of 32 units: a stripe
+constexpr int kRows = 8;  // rows of 32 units in a stripe
 constexpr unsigned kAll = 0xffffffffu;
 
 __device__ __forceinline__ uint32_t divide(uint32_t n, Divisor by) {

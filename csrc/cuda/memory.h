@@ -1,7 +1,7 @@
 // Memory that copies may use: page-locked host memory, registered with the driver, and memory on the device.
 //
-// Thread safety: all. Invariant: a slot that is not inside one known range is refused, since the driver would copy it
-// synchronously, or fail where one registration ends and another begins.
+// Thread safety: all functions. Invariant: a slot that is not inside one known range is refused, since the driver would
+// copy it synchronously, or fail where one registration ends and another begins.
 #pragma once
 
 #include <cstddef>
@@ -14,7 +14,7 @@
 namespace kvdock::cuda {
 
 enum class MemoryKind { host, device };
-enum class MemoryUse { own, slots };  // `slots`: slots may lie in it
+enum class MemoryUse { own, slots };  // `slots`: slots may lie in the memory
 
 struct Range {
   uintptr_t begin, end;
@@ -24,7 +24,7 @@ struct Range {
 // Throws Refused{cuda} unless the first and the last byte are memory of `device`.
 void require_on_device(const Device& device, uintptr_t address, size_t bytes);
 
-// The range that holds all of [address, address + bytes).
+// The known range that contains [address, address + bytes); nullopt if there is none.
 std::optional<Range> find_range(uintptr_t address, size_t bytes);
 
 // While this object lives, slots may lie in [address, address + bytes). It registers host memory (for every context of

@@ -89,7 +89,8 @@ void Pipeline::upload(const ContextGuard& cu, Batch& batch) {
   std::memset(ring, 0, batch.sums_bytes());
   std::memcpy(ring + batch.sums_bytes(), batch.parts.data(), batch.parts_bytes());
   std::memcpy(ring + batch.sums_bytes() + batch.parts_bytes(), batch.ids.data(), batch.ids.size() * sizeof(int32_t));
-  // Only kernels touch the engine's blocks, and they come after the upload. Transfers of a load need not wait.
+  // Only kernels touch the engine's blocks, and kernels run after the upload. Transfers of a load need not wait for
+  // `after`.
   if (batch.after != nullptr) wait_for(cu, uploads_, batch.after);
   cuda::check(cu->cuMemcpyHtoDAsync_v2(ring_device_.address() + batch.ring_begin, ring, batch.ring_bytes(),
                                        uploads_.get()),
@@ -127,7 +128,7 @@ void Pipeline::move_slots(const ContextGuard& cu, const Batch& batch, const Piec
     const uintptr_t slot = part.slot + from;
     const uintptr_t stage = staging + size_t(first - piece.first_stripe) * kChecksumStripeBytes;
     const bool touches = !sizes.empty() && slots.back() + sizes.back() == slot && stages.back() + sizes.back() == stage;
-    if (touches && find_range(slots.back(), sizes.back() + to - from)) {  // not across two registrations
+    if (touches && find_range(slots.back(), sizes.back() + to - from)) {  // a transfer must not span two registrations
       sizes.back() += to - from;
     } else {
       slots.push_back(slot);

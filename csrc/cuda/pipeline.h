@@ -1,8 +1,8 @@
-// The way of a batch through the GPU: one upload, then for each piece a transfer and a kernel, and one event at the
-// end.
+// Puts a batch on the GPU's streams: one upload, then for each piece a transfer and a kernel (for a direct copy the
+// kernel alone), and one event at the end.
 //
-// Ownership: streams, staging buffers and the memory of the descriptor ring.
-// Threads: only the thread that submits a batch (BatchQueue) calls submit() and wait_for_streams().
+// Ownership: a Pipeline owns its streams, its staging buffers and the memory of the descriptor ring. Threads: only the
+// thread that submits a batch (BatchQueue) calls submit() and wait_for_streams().
 #pragma once
 
 #include <vector>
@@ -12,7 +12,7 @@
 
 namespace kvdock::cuda {
 
-// Events that are used again. The Copier's mutex guards it.
+// A pool of events for reuse. The Copier's mutex guards it.
 class EventPool {
  public:
   explicit EventPool(Device& device) : device_(device) {}
@@ -22,7 +22,7 @@ class EventPool {
  private:
   Device& device_;
   std::vector<OwnedEvent> all_;
-  std::vector<Event> idle_;  // of those, the ones not in use
+  std::vector<Event> idle_;  // the events of all_ that are not in use
 };
 
 class Pipeline {
@@ -32,7 +32,7 @@ class Pipeline {
   // Puts the batch's next pieces on the streams, `most_pieces` of them at most. Throws Refused{cuda}.
   void submit(const ContextGuard& cu, Batch& batch, size_t most_pieces);
   void wait_for_streams();
-  // Where the GPU has written the sums of a batch that has ended: two for each part.
+  // The sums that the GPU has written for a batch that has ended: two for each part.
   const uint64_t* sums_of(const Batch& batch) const {
     return reinterpret_cast<const uint64_t*>(ring_host_.host() + batch.ring_begin);
   }

@@ -1,6 +1,6 @@
-"""Calls that run in a thread of the connector's own, so that the engine's thread never waits for them.
+"""Calls that run in a background thread of the connector, so that the engine's thread does not wait for them.
 
-Invariant: a call that raises is logged here, because its result may never be read.
+The exception of a call is logged here, because the caller may never read the call's result.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ log = logging.getLogger("kvdock.connector")
 
 
 class Background:
-    """One thread, which starts with the first call and runs calls in the order in which they came."""
+    """A single thread. It starts with the first call, and runs calls in the order in which they were submitted."""
 
     def __init__(self, name: str) -> None:
         self._thread = Pool(1, name)
@@ -26,7 +26,7 @@ class Background:
         return future
 
     def close(self) -> None:
-        """Waits for the calls that were started."""
+        """Waits until all submitted calls have ended."""
         self._thread.shutdown(wait=True)
 
 

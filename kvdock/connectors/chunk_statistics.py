@@ -1,9 +1,9 @@
-"""Which chunks are used again: counters per chunk of lookups, hits and loads through a connector.
+"""Counts, for each chunk, how often a connector looked it up, found it and loaded it.
 
-A chunk is named by a hash of its tokens and all before them, as at the server, but under no namespace: the names are
-of use here only. Invariants: a request's lookup counts once, however often it is asked, until its tokens grow or
-it is `finished`; at most `max_chunks` chunks are remembered, those not seen for longest are forgotten first; the
-totals forget nothing. Thread-safe.
+A chunk's name is a hash of its tokens and of all tokens before them, as at the server, but without a namespace, so the
+name means nothing outside this module. Invariants: however often a request is looked up, its chunks are counted once,
+until the request has one more chunk or is `finished`; at most `max_chunks` chunks are remembered, and those not seen
+for longest are forgotten first; the totals include forgotten chunks. Thread-safe.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ log = logging.getLogger("kvdock.connector")
 
 @dataclass
 class ChunkUse:
-    """The counts of one chunk, or of all. `hit`: a lookup found it, at the server or in the engine's cache."""
+    """The counts of one chunk, or of all chunks. `hit`: how many lookups found it, at the server or in the engine's own
+    cache."""
 
     key: str
     end_tokens: int
@@ -33,7 +34,7 @@ class ChunkUse:
 
 
 class ChunkStatistics:
-    """`chunk_tokens`: as in the manifest."""
+    """`chunk_tokens`: that of the manifest. SettingError for a number below 1."""
 
     def __init__(self, chunk_tokens: int, *, max_chunks: int = 65536) -> None:
         for name, value in (("chunk_tokens", chunk_tokens), ("max_chunks", max_chunks)):
@@ -44,13 +45,13 @@ class ChunkStatistics:
         self._uses: OrderedDict[bytes, ChunkUse] = OrderedDict()
         self._totals = ChunkUse("", 0)
         self._keys: dict[str, list[bytes]] = {}
-        """Keys by request, once its lookup was counted."""
+        """By request, the keys of the chunks whose lookup was counted."""
         self._loaded: dict[str, tuple[int, list[bytes]]] = {}
-        """(first chunk, keys) of each request's last load, as far as it has not failed."""
+        """By request, (number of the first chunk, keys) of its last load, without chunks that failed."""
         self._lock = threading.Lock()
 
     def looked_up(self, request_id: str, tokens: Sequence[int], found_tokens: int) -> None:
-        """`found_tokens`: how long the prefix is that the server or the engine's own cache has."""
+        """`found_tokens`: the length of the prefix that the server or the engine's own cache has."""
         if len(self._keys.get(request_id, ())) >= max(1, len(tokens) // self.chunk_tokens):
             return
         keys = list(chunk_keys(bytes(KEY_BYTES), tokens, self.chunk_tokens))
@@ -60,7 +61,7 @@ class ChunkStatistics:
                 self._count(key, at, looked_up=1, hit=int((at + 1) * self.chunk_tokens <= found_tokens))
 
     def load_begun(self, request_id: str, local_tokens: int, hit_tokens: int) -> None:
-        """Counts the chunks as loaded; load_failed() takes back those that were not."""
+        """Counts the chunks as loaded; load_failed() subtracts those that failed."""
         first, end = local_tokens // self.chunk_tokens, hit_tokens // self.chunk_tokens
         with self._lock:
             keys = self._keys.get(request_id, [])[first:end]
@@ -83,7 +84,7 @@ class ChunkStatistics:
             self._keys.pop(request_id, None)
             self._loaded.pop(request_id, None)
 
-    # ------------------------------------------------------------------ for people
+    # ------------------------------------------------------------------ summaries
 
     @property
     def totals(self) -> ChunkUse:
@@ -91,7 +92,7 @@ class ChunkStatistics:
             return replace(self._totals)
 
     def top(self, count: int = 10) -> list[ChunkUse]:
-        """The chunks hit most often, then looked up most often."""
+        """The `count` chunks with the most hits; among equals, those looked up most often come first."""
         with self._lock:
             uses = [replace(use) for use in self._uses.values()]
         return sorted(uses, key=lambda use: (-use.hit, -use.looked_up, use.end_tokens, use.key))[:count]

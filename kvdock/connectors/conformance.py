@@ -1,14 +1,14 @@
-"""Checks that any connector must pass: kvdock's own, and one that is written for another engine.
+"""Checks that every connector must pass: kvdock's own, and one that is written for another engine.
 
     for check in CHECKS:
         check(Bench(factory, server_address))          # AssertionError says which claim did not hold
 
 or, with pytest, `@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)`.
 
-`factory(name)` makes a Subject: a connector at the server, over KV memory of its own that the check
-can fill and read. Checks speak of the blocks of a request by number; a Bench gives each KV group a range of
-the block ids of its own, and windows the Nones that an engine would give. Checks use new tokens each
-time, so they may share one server, also a busy one.
+`factory(name)` makes a Subject: a connector that is attached to the server, with KV memory of its own that the check
+can fill and read. Checks number the blocks of a request from 0. A Bench turns these numbers into block ids, from a
+separate range for each KV group, and into None where a window has left the block behind. Checks use new tokens each
+time, so they may share one server, even a busy one.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ from kvdock.connectors.interface import BlocksRead, Connector, Hit, LoadDone, Mi
 
 ANSWER_S = 10.0
 LONGEST_CALL_S = 0.25
-"""No verb of the engine thread may take longer: a scheduling loop waits for it."""
+"""The most seconds that a call of `lookup` may take, because the engine's scheduling loop waits for it."""
 
 
 class Subject(Protocol):
-    """One engine process, as a connector sees it."""
+    """An engine process that has a connector."""
 
     @property
     def connector(self) -> Connector: ...
     @property
     def label(self) -> str:
-        """The label under which its session shows at the server."""
+        """The label of the connector's session at the server."""
     @property
     def chunk_tokens(self) -> int: ...
     @property
     def block_tokens(self) -> int: ...
     @property
     def num_blocks(self) -> int:
-        """At least 8 chunks' worth for each group."""
+        """The blocks of all KV groups together; each group needs those of at least 8 chunks."""
     @property
     def windows(self) -> Sequence[int | None]:
-        """Per KV group how many tokens a window of it holds; None: full attention."""
+        """For each KV group, the length of its sliding window in tokens; None: full attention."""
     def fill(self, block: int, seed: int) -> None:
         """Writes bytes to a block that differ for each seed."""
     def contents(self, block: int) -> bytes:
@@ -53,9 +53,9 @@ class Subject(Protocol):
 
 
 class Bench:
-    """The tools of the checks: subjects, fresh tokens, and the verbs run to their end.
+    """The tools of the checks: subjects, new tokens, and calls of the connector that return when their work has ended.
 
-    `seed`: another one for each check, or None: no check must meet the tokens of another.
+    `seed`: a different one for each check, or None, so that no check looks up the tokens of another one.
     """
 
     def __init__(self, factory: Callable[[str], Subject], address: str, *, seed: int | None = None) -> None:
@@ -74,7 +74,8 @@ class Bench:
         return [self._source.randrange(256) for _ in range(count)]
 
     def table(self, subject: Subject, blocks: Sequence[int], hit: int = 0) -> list[list[int | None]]:
-        """Per group the ids of `blocks`; of a window, None for blocks that it has left behind before token `hit`."""
+        """For each group, the ids of `blocks`; None for a block that the group's window has left behind at token
+        `hit`."""
         share = subject.num_blocks // len(subject.windows)
         behind = [max(0, hit - window) // subject.block_tokens if window else 0 for window in subject.windows]
         return [
@@ -83,7 +84,7 @@ class Bench:
         ]
 
     def contents(self, subject: Subject, blocks: Sequence[int], hit: int = 0) -> list[bytes]:
-        """The bytes of each of `blocks` in all groups that want it for a hit of `hit` tokens."""
+        """For each of `blocks`, its bytes in all groups that need it for a hit of `hit` tokens."""
         rows = zip(*self.table(subject, blocks, hit), strict=True)
         return [b"".join(subject.contents(block) for block in row if block is not None) for row in rows]
 
@@ -94,7 +95,7 @@ class Bench:
                 subject.fill(block, self._source.randrange(1 << 30))
 
     def hit(self, subject: Subject, request: str, tokens: list[int], local: int = 0) -> int:
-        """Calls lookup until it is not Pending. Returns how many tokens can be loaded or are local."""
+        """Calls lookup until it is not Pending. Returns the length of the prefix that can be loaded or is local."""
         end = time.monotonic() + ANSWER_S
         while time.monotonic() < end:
             began = time.monotonic()
@@ -124,8 +125,8 @@ class Bench:
         self._await(subject, lambda done: isinstance(done, StoreDone) and done.block_ids == held)
 
     def stored(self, subject: Subject, chunks: int) -> tuple[list[int], list[bytes]]:
-        """Tokens of that many chunks, stored from the subject's first blocks; and the bytes that a hit of all of them
-        loads."""
+        """Stores `chunks` chunks of new tokens from the subject's first blocks. Returns the tokens, and for each block
+        the bytes that a hit of all tokens loads."""
         tokens = self.tokens(chunks * subject.chunk_tokens)
         blocks = list(range(chunks * subject.chunk_tokens // subject.block_tokens))
         self.fill(subject, blocks)
@@ -135,7 +136,7 @@ class Bench:
         return tokens, contents
 
     def leases(self, subject: Subject) -> int:
-        """Leases and reservations the server still counts for the subject's session."""
+        """How many leases and reservations the subject's session still has at the server."""
         with Client(self.address) as client:
             sessions = [s for s in client.sessions().sessions if s.label == subject.label]
         assert sessions, f"the server shows no session labelled {subject.label!r}"
@@ -181,7 +182,7 @@ def unknown_tokens_are_a_miss(bench: Bench) -> None:
 def what_one_stores_another_loads_byte_for_byte(bench: Bench) -> None:
     with bench.subject("writer") as writer, bench.subject("reader") as reader:
         tokens, contents = bench.stored(writer, 3)
-        blocks = list(range(len(contents)))[::-1]  # other places than the writer's
+        blocks = list(range(len(contents)))[::-1]  # in the reverse order of the writer's
         bench.fill(reader, blocks)
         bench.loaded(reader, "r", tokens, blocks, contents)
 
@@ -257,7 +258,8 @@ def nothing_is_held_when_all_requests_have_ended(bench: Bench) -> None:
 
 
 def what_a_window_leaves_behind_is_neither_required_nor_written(bench: Bench) -> None:
-    """All is stored when windows have left the first chunk behind: it is stored for full attention only."""
+    """The store starts after the windows have left the first chunk behind, so that chunk is stored for full attention
+    only."""
     with bench.subject("writer") as writer, bench.subject("reader") as reader:
         chunk, per_chunk = writer.chunk_tokens, writer.chunk_tokens // writer.block_tokens
         longest = max((window for window in writer.windows if window is not None), default=0)

@@ -1,13 +1,14 @@
-"""Whether a request's hit is worth loading: the time to load it, against the time to compute its tokens.
+"""Decides whether a request's hit is worth loading: compares the time to load it with the time to compute its tokens.
 
-The time of loads is learned from those that ended: a fixed time and a time for each token, the line through them with
-the least squares, in which older loads count less and less. So a bus that others keep busy shows, and so does a slow
-copy. The time to compute follows from the speed of the engine's own steps (PrefillSpeed). Until both are known, every
-hit is loaded.
+A load is expected to take a fixed time plus a time for each token: a least-squares line through the loads that have
+ended, in which older loads weigh less and less. So the line follows a bus that others keep busy, or a copy that is
+slow. The time to compute follows from the speed of the engine's own steps (PrefillSpeed). Until both are known, no hit
+counts as too slow to load.
 
-If no load was made for PROBE_S, the next hit is loaded whatever was learned, because the bus may be free again.
+If no load has ended for PROBE_S, the next hit is loaded even if that is expected to be slow, because the bus may be
+free again.
 
-Threads: the engine's, one at a time.
+Not thread-safe: the engine calls it from one thread at a time.
 """
 
 from __future__ import annotations
@@ -19,20 +20,22 @@ from dataclasses import dataclass
 from kvdock.connectors.errors import SettingError
 
 # --------------------------------------------------------------------------------
-# How fast this engine computes prompts: by the time between the steps that it plans, or by that of each step.
+# How fast this engine computes prompts, learned from the time between planned steps, or from the time that each step
+# took.
 #
-# Threads: the engine's, one at a time.
+# Not thread-safe: the engine calls it from one thread at a time.
 
 START_TOKENS_PER_S = 50_000.0
-"""Until this engine's speed is known. It is high, because a fast engine waits least."""
+"""The speed that is assumed until this engine's speed is known. It is high, because a fast engine should wait least."""
 LARGE_SHARE = 0.5
-"""Steps that compute fewer tokens of prompts than this share of the largest step are not counted: they take as long for
-fewer tokens."""
+"""Steps that compute fewer tokens of prompts than this share of the largest step are not counted: a step has a fixed
+cost, so they would make the engine look slower than it is."""
 
 
 class PrefillSpeed:
     """How many tokens of prompts this engine computes in a second. `clock`: seconds, monotonic. `ahead`: how many steps
-    are in progress when the engine plans another one. It plans the next one when the oldest of them has ended."""
+    are in progress when the engine plans another one. It plans the next step when the oldest one in progress has
+    ended."""
 
     def __init__(self, clock: Callable[[], float], ahead: int = 0) -> None:
         self._clock = clock
@@ -49,7 +52,7 @@ class PrefillSpeed:
 
     def ended(self, tokens: int, seconds: float) -> None:
         """A step that took `seconds` has computed `tokens` of prompts."""
-        if tokens > self._largest / LARGE_SHARE:  # the first large one: smaller ones do not show the speed
+        if tokens > self._largest / LARGE_SHARE:  # the first large one: the steps before it do not show the speed
             self._tokens = self._seconds = 0.0
         self._largest = max(self._largest, tokens)
         if tokens and tokens >= LARGE_SHARE * self._largest:
@@ -66,15 +69,16 @@ class PrefillSpeed:
 
 
 PROBE_S = 10.0
-"""How long hits may be computed before one is loaded, to see how long loads take now."""
+"""After this many seconds without a load, a hit is loaded to learn how long loads take now."""
 LEAST_LOADS = 3
-"""Nothing is learned from fewer loads."""
+"""The expected time of a load is not known before this many loads have ended."""
 KEPT_SHARE = 0.9
 """The weight that older loads and steps keep when a new one is added."""
 
 
 class LoadCost:
-    """How many seconds a load takes, by its number of tokens: the line through the loads that have ended."""
+    """The seconds that a load is expected to take, by its number of tokens: a line fitted to the loads that have
+    ended."""
 
     def __init__(self) -> None:
         self._count = 0
@@ -94,7 +98,7 @@ class LoadCost:
         if self._count < LEAST_LOADS:
             return None
         spread = self._weight * self._squares - self._tokens**2
-        slope = self._seconds / self._tokens  # where all have one length, and where the line would start below zero
+        slope = self._seconds / self._tokens  # the mean: for loads of one length, or a line that starts below zero
         if spread > 1e-6 * self._weight * self._squares:
             fitted = (self._weight * self._products - self._tokens * self._seconds) / spread
             slope = min(max(0.0, fitted), slope)
@@ -103,7 +107,7 @@ class LoadCost:
 
 
 class LoadOrCompute:
-    """`speed`: of the engine's prefill. `clock`: seconds, monotonic."""
+    """Compares loading with computing. `speed`: the engine's prefill speed. `clock`: seconds, monotonic."""
 
     def __init__(self, speed: PrefillSpeed, clock: Callable[[], float]) -> None:
         self._speed, self._clock, self._cost = speed, clock, LoadCost()
@@ -115,7 +119,8 @@ class LoadOrCompute:
         self._newest_s = self._clock()
 
     def is_too_slow(self, tokens: int) -> bool:
-        """Whether it takes longer to load `tokens` than to compute them."""
+        """Whether `tokens` are to be computed, because loading them takes longer. After PROBE_S without a load the
+        answer is False once, in any case."""
         load_s = self._cost.seconds(tokens)
         if load_s is None or not self._speed.is_known or load_s * self._speed.tokens_per_s <= tokens:
             return False
@@ -126,24 +131,24 @@ class LoadOrCompute:
 
 
 # --------------------------------------------------------------------------------
-# How much an operator allows requests to load.
+# Limits that an operator sets for loads.
 #
-# A limit shortens the prefix that is looked up, never the answer: the parts of a window are leased for one length, so
-# an answer that is cut afterwards could not be loaded.
+# The upper limits shorten the prefix that is looked up, not the hit: which parts of a window are leased depends on the
+# length of the hit, so a hit that was cut afterwards could not be loaded.
 
 UNLIMITED = 1 << 30
 
 
 @dataclass(frozen=True)
 class LoadLimits:
-    """SettingError for a value out of its range."""
+    """Limits for one load. SettingError for a value out of range."""
 
     max_load_tokens: int = UNLIMITED
     """The most tokens that one load may have."""
     max_load_share: float = 1.0
     """The largest share of a request's tokens that one load may have."""
     min_load_tokens: int = 0
-    """A smaller load is declined, because computing its tokens is cheaper."""
+    """A hit of fewer tokens is computed instead of loaded."""
 
     def __post_init__(self) -> None:
         low = self.min_load_tokens
@@ -160,18 +165,19 @@ class LoadLimits:
 
 
 class LoadChoice:
-    """Which hits are loaded: those that `limits` allow and that take no longer to load than to compute, as `cost` says;
-    None: all that the limits allow."""
+    """Chooses the hits to load: those that `limits` allow and, by `cost`, are not slower to load than to compute.
+    `cost` None: all that the limits allow."""
 
     def __init__(self, limits: LoadLimits | None = None, cost: LoadOrCompute | None = None) -> None:
         self.limits, self._cost = limits if limits is not None else LoadLimits(), cost
         self._declined: set[str] = set()
         self._accepted: set[str] = set()
-        """`cost` is asked once for each request: a load that it wants to see is made."""
+        """Requests whose hit `cost` has accepted. It is not asked again, because a later answer could undo the load
+        after PROBE_S."""
 
     def why_not(self, request_id: str, tokens: int) -> str:
-        """Why the request's hit of `tokens` is not loaded: "short" (there are too few), "dear" (to load them takes
-        longer than to compute them), or "" (it is loaded)."""
+        """Why the request's hit of `tokens` is not loaded: "short" (too few tokens), "dear" (loading takes longer than
+        computing), or "" (the hit is loaded)."""
         if tokens < self.limits.min_load_tokens:
             return "short"
         if self._cost is None or request_id in self._accepted:
@@ -182,7 +188,7 @@ class LoadChoice:
         return ""
 
     def loaded(self, tokens: int, seconds: float) -> None:
-        """As LoadOrCompute has it."""
+        """See LoadOrCompute.loaded."""
         if self._cost is not None:
             self._cost.loaded(tokens, seconds)
 

@@ -1,19 +1,23 @@
 """Environment variables on which KV may depend: a rule for unknown ones, and lists of known ones.
 
-The rule. A variable counts if it belongs to a family that engines, or the libraries that compute for them, read:
-FAMILIES, and each engine's own. It is named in the manifest with its value, so instances with other values share
-nothing. It does not count
+The rule: a variable counts if its name starts with a prefix of FAMILIES (libraries that compute for engines) or with a
+prefix of the engine's own variables, or if it is one of OTHERS. The manifest holds each variable that counts with its
+value, so instances with different values share nothing. Of the families, a variable does not count
 
-- if its full name is on a list: of variables that change no byte of KV, or that another part of the manifest covers;
-- if the last words of its name (and none before them) mean a path, a time or an address of this machine: LAST_WORDS;
-- if it is empty, or has a value that is known to be the usual one.
+- if its prefix is on the list HARMLESS_FAMILIES, or its full name on a list of variables that change no byte of KV or
+  that another part of the manifest covers;
+- if the last words of its name (and none before them) mean a path, a time or an address of this machine (LAST_WORDS),
+  unless the path is that of a kernel's configuration (TUNED);
+- if it is empty, or has a value that is known to be the usual one (this holds for OTHERS, too).
 
-A word inside a name means nothing: PROLOGUE and LOG_TAU are kernels, not logs. A variable that a new version brings
-thus keeps instances apart until a person has examined it; it never lets them share KV that differs.
+Words elsewhere in a name are ignored: PROLOGUE and LOG_TAU name kernels, not logs. Thus an unknown variable of a new
+version keeps instances apart until a person has examined it and put it on a list, unless its last words show that it is
+harmless.
 
 NCCL's, UCX's and CUDA's variables belong to no family, because nearly all of them control how ranks reach each other
-and where memory is: the few that choose what is computed are in OTHERS. OMP_NUM_THREADS and the like are not: sums that
-are split over threads are the same function, and engines set these variables by themselves.
+and where memory is. The few that affect computed values are in OTHERS. OMP_NUM_THREADS and similar variables do not
+count: splitting a sum over threads does not change the function that is computed, and engines set these variables by
+themselves.
 """
 
 from __future__ import annotations
@@ -27,13 +31,14 @@ FAMILIES = (
     "FLASH_", "FLA_", "DG_", "DEEPEP_", "DEEP_NORMAL_MODE_", "TRTLLM_", "TLLM_", "CUTE_DSL_", "CUTLASS_", "TILELANG_",
     "FMHA_", "AITER_", "FLYDSL_", "ROCBLAS_", "HIPBLAS_", "HIPBLASLT_", "MIOPEN_", "ONEDNN_", "DNNL_", "MKL_",
 )
-"""Libraries of kernels: products, attention, experts."""
+"""Prefixes of the variables of kernel libraries: matrix products, attention, mixture of experts."""
 OTHERS = frozenset({
     "NVIDIA_TF32_OVERRIDE",
     "NCCL_ALGO", "NCCL_PROTO", "NCCL_NVLS_ENABLE", "NCCL_COLLNET_ENABLE", "RCCL_MSCCL_ENABLE",
     "USE_ROCM_AITER_ROPE_BACKEND", "Q_SCALE_CONSTANT", "K_SCALE_CONSTANT", "V_SCALE_CONSTANT",
 })
-"""Switches of no family: products are rounded; how ranks add up; a kernel; scales of KV (vLLM)."""
+"""Variables outside the families that count: rounding of matrix products, how ranks add their results, the choice of a
+kernel, scales of KV (vLLM)."""
 _HARMLESS = """
     PYTORCH_ALLOC_CONF PYTORCH_CUDA_ALLOC_CONF PYTORCH_HIP_ALLOC_CONF PYTORCH_NO_CUDA_MEMORY_CACHING
     PYTORCH_NVML_BASED_CUDA_CHECK PYTORCH_KERNEL_CACHE_PATH PYTORCH_ROCM_ARCH PYTORCH_VERSION PYTORCH_BUILD_VERSION
@@ -60,16 +65,17 @@ _HARMLESS = """
     AITER_REBUILD AITER_JIT_DIR
 """
 HARMLESS = frozenset(_HARMLESS.split())
-"""Logs, caches, places, memory and compilers' output."""
+"""Variables for logs, caches, paths, memory, threads, versions and the output of compilers."""
 HARMLESS_FAMILIES = ("TORCH_NCCL_", "TORCH_GLOO_", "TORCH_ELASTIC_")
-"""How ranks find each other, and how they are monitored."""
+"""Prefixes of the variables for how ranks find each other and how they are monitored."""
 LAST_WORDS = re.compile(
     r"_(DIR|DIRECTORY|FOLDER|PORT|IP|ADDR|URL|URI|HOSTNAME|LOG_LEVEL|LOGGING_LEVEL|LOG_FILE|LOG_PATH|SO_PATH"
     r"|(TIMEOUT|INTERVAL)(_(S|MS|SEC|SECS|SECONDS))?)$"
 )
-"""Where things lie and listen, and how long and how often."""
+"""Endings of the names of variables for paths, addresses, log levels, timeouts and intervals."""
 TUNED = re.compile(r"CONFIGS?_(DIR|FOLDER|PATH)$")
-"""Paths of files that tell kernels how to compute. The files are not read."""
+"""Endings of the names of variables that hold the path of a kernel's configuration. The path counts; the files are not
+read."""
 
 
 def counted(
@@ -77,8 +83,8 @@ def counted(
     usual: Mapping[str, tuple[str, ...]] | None = None,
 ) -> dict[str, str]:
     """The variables of `environ`, the process's environment, on which KV may depend. `own`: the prefixes of the
-    engine's own variables; `harmless`: full names of those of them that change no byte of KV; `usual`: values, in lower
-    case, with which a variable changes nothing."""
+    engine's own variables; `harmless`: full names of the engine's variables that change no byte of KV; `usual`: values,
+    in lower case, with which a variable changes nothing."""
     usual = usual or {}
     return {
         name: value for name, value in environ.items()
@@ -101,13 +107,13 @@ def _may_count(name: str, own: tuple[str, ...], harmless: Collection[str]) -> bo
 # The fields of a model's configuration on which its KV depends.
 
 SAYS_NOTHING = ("transformers_version", "auto_map", "custom_pipelines", "max_model_len")
-"""Fields of a model's configuration that name how it was saved or where its code came from; and max_model_len, which
-some models leave there although they do not use it to compute."""
+"""Fields of a model's configuration on which KV does not depend: how the model was saved, where its code came from, and
+max_model_len, which some models keep there without using it to compute."""
 
 
 def described(config: Any) -> Any:
-    """A model's configuration without the fields that mean nothing for its KV: its path, how it was saved, and where
-    its code came from."""
+    """A model's configuration without the fields on which KV does not depend: SAYS_NOTHING, and names that start with
+    "_", such as the model's path."""
     if isinstance(config, Mapping):
         return {
             name: described(value) for name, value in config.items()

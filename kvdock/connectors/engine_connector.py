@@ -1,13 +1,14 @@
-"""A whole connector in one process, behind the verbs of interface.py, for an engine's first process.
+"""A scheduler connector and a worker connector in one process, behind the methods of interface.py, for an engine's rank
+0.
 
     engine thread      lookup ──► begin_load ──► poll … begin_store ──► poll … finished
     background         fetch      load           reserve + store        cancel
 
-The scheduler connector (kvdock/connectors/scheduler.py) asks the server. Loads have a thread of their own here, so that
-none waits for a question or a store. poll() hands over what they finish.
+The scheduler connector (kvdock/connectors/scheduler.py) calls the server. Loads have a thread of their own, so that no
+load waits for a question or a store. poll() returns the loads and stores that have ended.
 
-Invariant: every begin_load and every non-empty begin_store is answered by exactly one LoadDone or StoreDone, whatever
-fails, once all ranks are done with it.
+Invariant: whatever fails, poll() returns exactly one LoadDone for each begin_load, and exactly one StoreDone for each
+begin_store that returned blocks, after all ranks have ended their copies.
 """
 
 from __future__ import annotations
@@ -48,29 +49,29 @@ class ConnectorSettings:
 
     address: str
     access_token_file: str = ""
-    """Holds the engine's access token; the server's own user needs none over the Unix socket."""
+    """The file that holds the engine's access token. The server's own user needs none over the Unix socket."""
     timeout_s: float = 2.0
     device: str = "cpu"
     """Where the engine's blocks are: "cpu", "cuda" or "cuda:N"."""
     copy_threads: int = 2
     """Threads that copy when the blocks are in host memory."""
     copy_tuning: CopyTuning | None = None
-    """For copies on a GPU; None: as measured. For stores only its `background_store_ctas` counts (for_stores())."""
+    """For copies on a GPU; None: a measured one. For stores only its `background_store_ctas` counts (for_stores())."""
     max_load_tokens: int = UNLIMITED
     max_load_share: float = 1.0
     min_load_tokens: int = 0
-    """These three: as LoadLimits has them."""
+    """For these three see LoadLimits."""
     tier_wait_s: float = 2.0
-    """The longest that a request waits for what the server's lower tiers have; 0: not at all."""
+    """The longest time that a request waits for chunks that the server's lower tiers load; 0: it does not wait."""
     chunk_statistics: bool = False
-    """Counts which chunks are used again: the connector's `statistics`."""
+    """Whether the connector counts how each chunk is used, in its `statistics`."""
 
 
 class EngineConnector:
     """A Connector (interface.py). `layouts`: where each KV group of the manifest has its blocks; groups that share
-    their memory share a layout. RefusedError when a server is there and does not accept this engine;
-    LayoutMismatchError when `layouts` and `manifest` disagree; NoCuda when there is no such GPU. `stream`: as
-    WorkerConnector has it. `peers`: the way to the workers of the ranks beside this one, whose rank is 0."""
+    their memory share a layout. `stream`: see WorkerConnector. `peers`: the connections to the workers of the other
+    ranks; this process is rank 0. RefusedError when a server answers and does not accept this engine;
+    LayoutMismatchError when `layouts` and `manifest` disagree; NoCuda when there is no such GPU."""
 
     def __init__(
         self,
@@ -106,7 +107,8 @@ class EngineConnector:
         self._outcomes = EngineOutcomes(self.scheduler.ended, time.perf_counter)
         self._reported = threading.Condition()
         self._loads: list[tuple[LoadDone, float | None]] = []
-        """With the seconds that the copies took on the slowest rank."""
+        """The loads that the next poll() returns, each with the seconds that its copies took on the slowest rank; None:
+        not known."""
         self._stores: list[StoreDone] = []
         self._woken = False
         self._loading = Background("kvdock-load")
@@ -207,7 +209,7 @@ class EngineConnector:
                 self._report(store=StoreDone(offer.request_id, offer.reads))
 
     def _store_everywhere(self, attachment: Attachment, plan: StorePlan) -> None:
-        """Every writer stores its part. With the last commit the chunks are there."""
+        """Every writer stores its parts. The last writer's commit publishes the chunks."""
         others = self.peers.send(attachment.epoch, plan, below=self.session.manifest.writers)
         try:
             self.worker.store(attachment, plan)
@@ -227,8 +229,8 @@ class EngineConnector:
 
 
 class _KnownByTokens(ChunkObserver):
-    """Routers know chunks by their tokens and keys: the engine has no hashes of its own. `of`: the tokens of each
-    request that stores."""
+    """Names chunks for routers by their tokens, because the engine has no block hashes of its own. `of`: the tokens of
+    each request that stores."""
 
     def __init__(self, chunk_tokens: int) -> None:
         self._chunk_tokens = chunk_tokens
@@ -243,7 +245,7 @@ def open_worker(
     settings: ConnectorSettings, manifest: Manifest, identity: Identity, layouts: Sequence[PagedLayout], *,
     stream: int | None = None,
 ) -> tuple[EngineSession, WorkerConnector]:
-    """A process's session, not started, and its worker connector. LayoutMismatchError, NoCuda."""
+    """Makes a process's session, without starting it, and its worker connector. Raises LayoutMismatchError, NoCuda."""
     device = Device.named(settings.device)
     token = read_token(settings.access_token_file)
     client = Client(settings.address, timeout_s=settings.timeout_s, access_token=token)
@@ -255,7 +257,8 @@ def open_worker(
 
 
 def start(session: EngineSession, worker: WorkerConnector, observer: SessionObserver | None = None) -> None:
-    """Attaches, if a server is there. RefusedError when it does not accept this engine; nothing is left open then."""
+    """Attaches, if a server answers. RefusedError when it does not accept this engine. If this raises, the worker and
+    the client are closed."""
     try:
         session.start(observer)
     except BaseException:
@@ -268,8 +271,8 @@ def open_rank(
     settings: ConnectorSettings, manifest: Manifest, identity: Identity, layouts: Sequence[PagedLayout],
     answer: Callable[[Answer], None], *, stream: int | None = None,
 ) -> RankWorker:
-    """The connector of another rank's process. `identity`: has rank 0's instance, and a member and a rank of its own.
-    Raises what EngineConnector raises."""
+    """Opens the connector of a process whose rank is not 0. `identity`: the instance of rank 0, with a member and a
+    rank of its own. Raises what EngineConnector raises."""
     session, worker = open_worker(settings, manifest, identity, layouts, stream=stream)
     start(session, worker)
     return RankWorker(session, worker, answer)

@@ -1,14 +1,14 @@
-"""The exceptions of connectors. A lost server is never an error here: it is a miss."""
+"""The exceptions of connectors. A lost server raises none of them: lookups are then misses."""
 
 from __future__ import annotations
 
 
 class ConnectorError(Exception):
-    """The base of all errors of this folder."""
+    """The base of the errors below."""
 
 
 class RefusedError(ConnectorError):
-    """The server answers and does not accept this engine as it describes itself; the message says why."""
+    """The server answers and does not accept this engine's description of itself; the message says why."""
 
 
 class LayoutMismatchError(ConnectorError):
@@ -16,7 +16,7 @@ class LayoutMismatchError(ConnectorError):
 
 
 class SettingError(ConnectorError, ValueError):
-    """A setting out of its range; the message names the value found and the values wanted."""
+    """A setting is out of range; the message names the value found and the values wanted."""
 
 
 class NotSupportedError(ConnectorError, ValueError):
@@ -24,4 +24,5 @@ class NotSupportedError(ConnectorError, ValueError):
 
 
 class CannotCacheError(NotSupportedError):
-    """The model keeps something else than KV of tokens. It runs as well without a cache."""
+    """The model's state is not KV of tokens, so there is nothing to cache. The engine can serve the model without
+    kvdock."""

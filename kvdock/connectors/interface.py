@@ -1,9 +1,9 @@
-"""What an engine asks of a KV connector: a few verbs, most of them in pairs.
+"""The interface between an engine and a KV connector: a few methods, most of them in pairs.
 
-An engine knows this file and nothing else of kvdock. Ranges are half-open and in tokens, counted from the
-start of the request. Block ids are the engine's own, one list a KV group in the order of the manifest: entry
-i of a list is the block that holds tokens [i * size, (i + 1) * size) of that group, where size is its block size, or
-None where the group holds none, because a window has left these tokens behind.
+An engine's scheduler needs only this module of kvdock. Ranges are half-open and in tokens, counted from the start of
+the request. Block ids are the engine's own, with one list for each KV group, in the order of the manifest: entry i of a
+list is the block that holds tokens [i * size, (i + 1) * size) of that group, where size is its block size, or None
+where the group holds none, because a window has left these tokens behind.
 
     lookup ─► begin_load ─► poll: LoadDone ─► (compute) ─► begin_store ─► poll: StoreDone ─► finished
 """
@@ -16,13 +16,13 @@ from typing import Protocol, TypeAlias
 
 GroupBlocks: TypeAlias = Sequence[Sequence[int | None]]
 BlocksRead: TypeAlias = tuple[tuple[int, ...], ...]
-"""Per group the blocks that a store reads; () is no store at all."""
+"""For each group, the ids of the blocks that a store reads; (): there is no store."""
 
 
 @dataclass(frozen=True)
 class Hit:
-    """Tokens [0, tokens) can be loaded, which is more than the engine has itself. Good for every group: of a window,
-    the tokens that it holds before `tokens`."""
+    """KV for tokens [0, tokens) can be loaded, which is more than the engine has itself. It covers every KV group; for
+    a group with a window, the tokens of the window that ends at `tokens`."""
 
     tokens: int
 
@@ -34,7 +34,7 @@ class Miss:
 
 @dataclass(frozen=True)
 class Pending:
-    """Not known yet: ask again."""
+    """The result is not known yet: call `lookup` again."""
 
 
 LookupResult: TypeAlias = Hit | Miss | Pending
@@ -42,7 +42,7 @@ LookupResult: TypeAlias = Hit | Miss | Pending
 
 @dataclass(frozen=True)
 class LoadDone:
-    """A load ended. Tokens [0, valid_tokens) may be used; those behind are not there.
+    """A load ended. The KV of tokens [0, valid_tokens) may be used; later tokens were not loaded.
 
     `valid_tokens` includes the tokens that the engine already had. It is below the length of the hit when a chunk
     failed its checksum or the server was lost.
@@ -54,7 +54,8 @@ class LoadDone:
 
 @dataclass(frozen=True)
 class StoreDone:
-    """A store no longer reads `block_ids` (those that `begin_store` returned), whether it was stored or not."""
+    """A store no longer reads `block_ids` (those that `begin_store` returned), whether their chunks were stored or
+    not."""
 
     request_id: str
     block_ids: BlocksRead
@@ -67,7 +68,7 @@ class Progress:
 
 
 class Connector(Protocol):
-    """Never raises for a server that is lost or refuses a call: that is a miss."""
+    """No method raises because the server is lost or refuses a call: the lookup is then a miss."""
 
     def lookup(
         self, request_id: str, token_ids: Sequence[int], local_tokens: int, traceparent: str = ""
@@ -75,16 +76,17 @@ class Connector(Protocol):
         """Which prefix of `token_ids` can be loaded.
 
         `local_tokens`: how many tokens the engine's own prefix cache holds, a multiple of the manifest's block_tokens:
-        whole blocks in every group. Asking again is free and changes nothing. After a LoadDone that fell short, a hit
-        has at most its valid_tokens, until `finished`. `traceparent`: the W3C trace context that the request came with.
+        whole blocks in every group. Another call with the same arguments is cheap and changes nothing. After a LoadDone
+        that fell short, a hit has at most its valid_tokens, until `finished`. `traceparent`: the W3C trace context that
+        the request came with.
         """
 
     def begin_load(self, request_id: str, block_ids: GroupBlocks, local_tokens: int, hit_tokens: int) -> None:
         """Fill tokens [local_tokens, hit_tokens) of the request's blocks; blocks before are never written.
 
-        Each list covers [0, hit_tokens); where it has None, nothing is loaded. `hit_tokens`: as the Hit has it; another
-        length needs other parts of a window. The engine neither reads nor frees the blocks of [local_tokens,
-        hit_tokens) until `poll` returns the LoadDone of this request: exactly one comes.
+        Each list covers [0, hit_tokens); where it has None, nothing is loaded. `hit_tokens`: the length that the Hit
+        named, because another length needs other parts of a window. The engine neither reads nor frees the blocks of
+        [local_tokens, hit_tokens) until `poll` returns the LoadDone of this request: exactly one comes.
         """
 
     def begin_store(

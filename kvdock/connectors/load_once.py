@@ -1,15 +1,17 @@
 """How long a request waits for a load of another request of this engine, instead of loading the same chunks itself.
 
-Requests that come together often lack the same prefix, such as the samples of one prompt. Without this, each would load
-it into blocks of its own. Here the first one loads. A request whose next missing chunk is part of that load waits until
-the engine's own prefix cache has the chunk, and then loads or computes the rest itself.
+Requests that come together often lack the same prefix, such as the samples of one prompt. Without this module, each of
+them would load the prefix into blocks of its own. With it, only the first one loads. A request whose next missing chunk
+is part of that load waits until the engine's own prefix cache has the chunk, and then loads or computes the rest
+itself.
 
 Such a wait is short. It ends when the load has lasted MOST_TIMES as long as loads of its length usually take; then the
 request loads the chunks itself, and does not wait again. It ends at once when the load fails or when the request that
 loads ends; then the next request to be looked up loads, and the others wait for that load, each for MOST_IN_VAIN failed
 loads at most. No request waits for a load that takes much longer than a load of the common prefix.
 
-Threads: the engine's, one at a time. Nothing here blocks: a request that waits is looked up again in a later step.
+Not thread-safe: the engine calls it from one thread at a time. Nothing here blocks: a request that waits is looked up
+again in a later step.
 """
 
 from __future__ import annotations
@@ -22,15 +24,16 @@ from kvdock.connectors.cost import LoadCost
 MOST_TIMES = 4.0
 """How long requests wait for a load, as a multiple of the time that loads of its length usually take."""
 SLACK_S = 0.02
-"""Requests wait this much longer."""
+"""Seconds that a request waits in addition to MOST_TIMES times the usual time of the load."""
 LEAST_STEPS = 2
-"""However long they take, a request waits for this many steps, and for those in progress when the load started: the
-load's end may not be reported sooner."""
+"""A request waits for at least this many steps, and for those in progress when the load started, because the engine may
+not report the load's end sooner."""
 FAIR_TIMES = 2.0
 """A request waits for a load if the rest of the load takes at most this many times as long as loading what the two have
 in common."""
 FIRST_FIXED_S, FIRST_TOKEN_S = 0.05, 2e-5
-"""The expected time of a load before its speed is known: seconds, and seconds for each token."""
+"""The expected time of a load before the speed of loads is known: a fixed number of seconds, and seconds for each
+token."""
 MOST_IN_VAIN = 3
 """A request that has waited for this many loads that failed does not wait again."""
 
@@ -83,9 +86,9 @@ class _Wait:
 class LoadOnce:
     """`shares(loader, other, tokens)`: whether the request `other` can use the first `tokens` tokens of the request
     `loader` from the engine's own cache. `whole`: a request can use a load only if it has all chunks of the load, as
-    with windows. `lost_tokens`: how many tokens at the end of a cached prefix are computed again all the same.
-    `steps_ahead`: how many steps are in progress when another one is planned. `count`: called when a wait ends, with
-    its outcome ("fulfilled", "failed", "expired", "missed") and its seconds."""
+    with windows. `lost_tokens`: how many tokens at the end of a cached prefix the engine computes again. `steps_ahead`:
+    how many steps are in progress when another one is planned. `count`: called when a wait ends, with its outcome
+    ("fulfilled", "failed", "expired", "missed") and its seconds."""
 
     def __init__(
         self, chunk_tokens: int, clock: Callable[[], float], *, whole: bool, lost_tokens: int = 0, steps_ahead: int = 0,
@@ -148,8 +151,9 @@ class LoadOnce:
     def waits(
         self, request_id: str, keys_of: Callable[[], Sequence[bytes]], local_tokens: int, least_tokens: int = 1
     ) -> bool:
-        """Whether the request waits. `local_tokens`: how many of its first tokens the engine's own cache has.
-        `keys_of`: returns the keys of its chunks. It does not wait for fewer tokens than `least_tokens`."""
+        """Whether the request waits for another request's load. `local_tokens`: how many of its first tokens the
+        engine's own cache has. `keys_of`: returns the keys of its chunks. The request does not wait for fewer than
+        `least_tokens` tokens."""
         if self.still_waits(request_id, local_tokens):
             return True
         self._over(request_id, "failed")  # looked up again: the engine has freed its blocks, so its load is lost

@@ -5,7 +5,8 @@
                                 └─► send the question, keep the answer ─┐
     "kvdock-verify"                                                     └─► hash what was found
 
-The engine looks a request up again in each step until the result is a Hit or a Miss. `Lookups.lookup` is the whole way:
+The engine looks a request up again in each step until the result is a Hit or a Miss. `Lookups.lookup` goes through
+these steps:
 
 - ask: the first lookup sends a question to the server in the background. Another one is sent when more is asked for,
   and when more may have been stored since the last answer;
@@ -15,16 +16,16 @@ The engine looks a request up again in each step until the result is a Hit or a 
 - lease: a hit keeps the lease that came with its answer, and a miss gives it up.
 
 Local tokens, those that the engine's own prefix cache has, are whole blocks in every group (multiples of the manifest's
-block_tokens). Others end inside a block that can be neither skipped nor written, so they are a miss.
+block_tokens). Any other number ends inside a block that can be neither skipped nor written, so the lookup is a miss.
 
-Invariants: a lookup that found too little to load keeps no lease; what failed to load is not looked up again until the
-request is forgotten. Epochs of questions only rise while this process runs: once a lease was handed to ranks, or a
-request was forgotten, the next question names a higher one, so a late release of the old lease cannot touch the new
-one.
+Invariants: a lookup that found too little to load keeps no lease; chunks that failed to load are not looked up again
+for their request until the request is forgotten. The epochs of questions only rise while this process runs: once a
+lease was handed to ranks, or a request was forgotten, the next question has a higher epoch, so a late release of the
+old lease cannot end the new lease.
 
 Threads: methods marked "Background" run in a background thread. Calls about one request come one at a time; those
-for loads that failed may come from any thread. The lock of the requests guards what is known of them, and is never held
-while the server is asked.
+for loads that failed may come from any thread. `Requests.lock` guards the states of the requests, and is never held
+during a call to the server.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ from kvdock.protocol.errors import ApiError, ServerUnavailable
 from kvdock.protocol.schemas import Lookup, LookupAnswer
 
 FRESH_S = 0.05
-"""An answer that is older and did not find everything is asked for again: others have stored meanwhile."""
+"""A question is sent again if it is older than this and did not find everything, because other engines may have stored
+since."""
 
 
 @dataclass(frozen=True)
@@ -68,12 +70,13 @@ class Question:
 
     @property
     def asked(self) -> tuple[int, int]:
-        """As LookupState has it."""
+        """(number of keys, local tokens), see LookupState."""
         return len(self.keys), self.body.skip_prefix_tokens
 
 
 class Known(NamedTuple):
-    """`found`: Pending until the question is answered. `expected`: what may still come, by the newest answer."""
+    """The present result of a lookup. `found`: Pending until the question is answered. `expected`: the chunks that may
+    still come, by the newest answer."""
 
     found: LookupResult
     expected: Expected = NOTHING
@@ -81,8 +84,9 @@ class Known(NamedTuple):
 
 @dataclass(frozen=True)
 class Verification:
-    """`verifier`: decides whether the chunks that an answer leases may be promised. `is_eager`: each answer is verified
-    as soon as it is there, so that the next lookup can promise it; otherwise when `is_verified` is called."""
+    """`verifier`: decides whether the chunks that an answer leases may be promised. `is_eager`: an answer is verified
+    as soon as it arrives, unless more chunks may come, so that the next lookup can promise it; otherwise when
+    `is_verified` is called."""
 
     verifier: Verifier = field(default_factory=Verifier)
     is_eager: bool = False
@@ -90,8 +94,8 @@ class Verification:
 
 @dataclass(frozen=True)
 class LookupRecord:
-    """Where lookups are counted. `answered`: called in the background with the seconds that each took. `declined`:
-    called for each request whose hit is not loaded, with the reason and the tokens of the hit."""
+    """Where lookups are counted. `answered`: called in the background with the seconds from each question to its
+    answer. `declined`: called for each request whose hit is not loaded, with the reason and the tokens of the hit."""
 
     answered: Callable[[float], None] = lambda seconds: None
     declined: Callable[[str, str, int], None] = lambda request_id, why, tokens: None
@@ -119,7 +123,8 @@ class Lookups:
         """The last question or verification that was started."""
 
     def lookup(self, request_id: str, tokens: Sequence[int], local_tokens: int) -> LookupResult:
-        """As interface.py has it. A request whose hit was declined is not looked up again until it is forgotten."""
+        """See Connector.lookup in interface.py. A request whose hit was declined is not looked up again until it is
+        forgotten."""
         if self._choice.is_declined(request_id):
             return Miss()
         if self._waits_for_load(request_id, tokens, local_tokens):
@@ -142,12 +147,13 @@ class Lookups:
         # Decide.
         least = max(1, self._choice.limits.min_load_tokens)
         if isinstance(found, Hit) and (why := self._choice.why_not(request_id, found.tokens - local_tokens)):
-            if sent is None or sent.answered.done():  # else more may be found
+            if sent is None or sent.answered.done():  # else the answer to a repeated question may find more
                 self._choice.decline(request_id)
                 self._record.declined(request_id, why, found.tokens)
             found, least = Miss(), UNLIMITED
 
-        # Lease. A hit keeps it. A miss has one where the engine has computed the found chunks meanwhile.
+        # Lease. A hit keeps its lease. A miss gives it up: for example, the engine has computed the found chunks
+        # meanwhile.
         if isinstance(found, Miss):
             self._give_up_lease(request_id, local_tokens, min_load_tokens=least)
         if self._record.statistics is not None:
@@ -155,7 +161,7 @@ class Lookups:
         return found
 
     def expect(self, request_id: str, tokens: Sequence[int]) -> None:
-        """A lookup of the request will come, with any number of local tokens: sends its question now."""
+        """Sends the question of a lookup before the engine calls lookup(), with any number of local tokens."""
         question = self._known_or_question(request_id, self._choice.limits.shortened(tokens, 0), 0)
         if isinstance(question, Question):
             self._send(question)
@@ -174,7 +180,7 @@ class Lookups:
         return self.waits.loads is not None and self.waits.loads.still_waits(request_id, local_tokens)
 
     def _waits_for_load(self, request_id: str, tokens: Sequence[int], local_tokens: int) -> bool:
-        """Whether the request waits for a load of another one. It needs no answer for that, and may have none."""
+        """Whether the request waits for another request's load. Its own question may not have been answered yet."""
         loads = self.waits.loads
         if loads is None:
             return False
@@ -194,8 +200,8 @@ class Lookups:
     # ------------------------------------------------------------------ ask
 
     def _has_news(self, request_id: str) -> bool:
-        """Whether there is an answer that the request, which waits for more, has not read. Sends its question again in
-        time."""
+        """Whether a request that waits for more has an unread answer, or no question to repeat. Sends its question
+        again every ASK_S."""
         sent, patience = self._sent.get(request_id), self.waits.patience
         if sent is None:
             return True
@@ -209,7 +215,7 @@ class Lookups:
         if again is None:
             return True
         sent = self._send(again)
-        return patience is not None and patience.spend(sent.answered)  # a later step may be far away
+        return patience is not None and patience.spend(sent.answered)  # the next step may be far away
 
     def _ask_and_wait(self, request_id: str, tokens: Sequence[int], local_tokens: int) -> Known:
         """What is known once the answer has come or the engine's patience for this step is over."""
@@ -217,7 +223,7 @@ class Lookups:
         if patience is None:
             return known
         self._renew_old_answer(request_id, local_tokens, patience)
-        for _ in range(2):  # an early question may have been another one: then this one is asked after its answer
+        for _ in range(2):  # a question that was sent early may differ: then this one is sent after its answer
             sent = self._sent.get(request_id)
             if sent is None or not patience.wait(sent):
                 break
@@ -225,7 +231,7 @@ class Lookups:
             if not isinstance(known.found, Pending):
                 break
         check = self._checks.pop(request_id, None) if isinstance(known.found, Hit) else None
-        if check is not None and patience.spend(check):  # one step waits for it: hashes may take many
+        if check is not None and patience.spend(check):  # only one step waits, because hashing may take many steps
             known = self._ask(request_id, tokens, local_tokens)
         return known
 
@@ -252,8 +258,8 @@ class Lookups:
                 self._send(again)
 
     def _is_late(self, request_id: str) -> bool:
-        """Whether the request does not wait for its answer. A late server must not hold up requests that may have
-        nothing to load; the answer of one that is only busy is read in the next step."""
+        """Whether the request goes on without its answer. A server that is late (the breaker is open) must not delay
+        requests that may have nothing to load; otherwise the answer is read in the next step."""
         sent, patience = self._sent.get(request_id), self.waits.patience
         if patience is None or not patience.is_open or sent is None:
             return False
@@ -262,7 +268,7 @@ class Lookups:
         return True
 
     def wait_for_answer(self, timeout_s: float) -> None:
-        """Waits for the last question or verification, if there was one."""
+        """Waits up to `timeout_s` for the last question to be answered and its answer to be verified."""
         end_s, awaited = self.waits.clock() + timeout_s, None
         while awaited is not self._awaited:  # the verification of an answer may have started
             awaited = self._awaited
@@ -272,7 +278,8 @@ class Lookups:
     # ------------------------------------------------------------------ questions and answers
 
     def _known_or_question(self, request_id: str, tokens: Sequence[int], local_tokens: int) -> Known | Question:
-        """What is known; a Question is to be sent first, and the next call is Pending until it was answered."""
+        """What is known, or a Question that the caller must send; then the next calls return Pending until it was
+        answered."""
         if local_tokens % self._session.manifest.block_tokens:
             return Known(Miss())
         with self._requests.lock:
@@ -288,7 +295,7 @@ class Lookups:
                     return Known(Pending())
                 if len(keys) < lookup.asked[0]:  # a lease of more keys cannot be renewed
                     replaces, lookup.epoch = lookup.lease, 0
-                lookup.forget_answer()  # it has grown since, or less is at hand: ask again
+                lookup.forget_answer()  # the number of chunks has changed, or fewer tokens are local: ask again
             lookup.take_newer()
             if lookup.answer is not None:
                 hit_tokens = lookup.answer.hit_tokens
@@ -302,9 +309,9 @@ class Lookups:
         return question
 
     def _question_again(self, request_id: str, local_tokens: int | None = None) -> Question | None:
-        """The same question, to be sent again because more may have been stored since its answer: the lookup after the
-        new answer reads that one. None when nothing was answered, all was found, or the answer is being verified.
-        `local_tokens` None: those of the last time."""
+        """The same question, to be sent again because more may have been stored since its answer; the next lookup reads
+        the new answer. None when the question was not answered, everything was found, or the answer is being verified.
+        `local_tokens` None: those of the last question."""
         with self._requests.lock:
             request = self._requests.get(request_id)
             if request is None:
@@ -324,7 +331,7 @@ class Lookups:
         self, request_id: str, request: RequestState, keys: Sequence[bytes], local_tokens: int, *,
         renews: str | None = None, replaces: str | None = None,
     ) -> Question:
-        """Under the lock of the requests."""
+        """Makes a question. The caller holds the lock of the requests."""
         callbacks = self._requests.callbacks
         promises = self._requests.promises and callbacks.is_stored(request_id)
         terms = self.waits.terms(len(keys) * self._chunk_tokens - local_tokens)
@@ -366,21 +373,21 @@ class Lookups:
             self._verify(question.request_id)
 
     def _fetch(self, question: Question) -> tuple[Attachment, str] | None:
-        """Background. An answer is kept whatever fails: a refusal or a lost server is a miss. Returns a lease that no
-        request wants any more."""
+        """Background: calls the server. Whatever fails, an answer is kept: a refusal or a lost server is a miss.
+        Returns a lease that no request wants any more, if there is one."""
         attachment = question.attachment
         if question.replaces is not None:
             self.cancel(attachment, question.replaces)
         answer, found = MISS, self._requests.callbacks.observer.asking(attachment)
         try:
-            if self._session.attachment is attachment:  # else the server is lost: no timeout for each question
+            if self._session.attachment is attachment:  # else the server is lost, and each call would time out
                 answer = self._session.client.lookup(question.body)
                 found(question.keys[: answer.hit_tokens // self._chunk_tokens])
         except (ServerUnavailable, ApiError) as error:
             self._session.lost(attachment, error)
         finally:
             unwanted = self._keep(question, answer)
-        self._requests.withdraw_promise(attachment, question.request_id, None)  # if it ended while we asked, or before
+        self._requests.withdraw_promise(attachment, question.request_id, None)  # if the request has ended by now
         return unwanted
 
     def _keep(self, question: Question, answer: LookupAnswer) -> tuple[Attachment, str] | None:
@@ -390,16 +397,16 @@ class Lookups:
                 lookup = request.lookup
                 if lookup.epoch == question.body.epoch:
                     if lookup.asked != question.asked:
-                        return None  # asked otherwise since, in the same epoch: the lease is that of the other question
+                        return None  # another question was sent since in the same epoch: the lease is its lease
                     if lookup.answer is None or lookup.answer.lease is None:
                         lookup.answer = answer
-                    elif answer.lease is not None:  # else it failed, and what is leased stays
+                    elif answer.lease is not None:  # else the repeated question failed, and the earlier answer stays
                         lookup.newer = answer
                     return None
         if answer.lease in (None, question.renews):
             return None
         assert answer.lease is not None
-        return question.attachment, answer.lease  # the request was forgotten while we asked
+        return question.attachment, answer.lease  # the request was forgotten meanwhile
 
     def _may_find_more(self, request_id: str) -> bool:
         with self._requests.lock:
@@ -409,8 +416,8 @@ class Lookups:
     # ------------------------------------------------------------------ verification
 
     def is_verified(self, request_id: str) -> bool:
-        """Whether a Hit may be promised that a worker must not fail to load. False: it is being verified in the
-        background, or was found to be damaged; look up again, for then it is a Miss."""
+        """Whether the request's Hit may be promised to an engine that cannot cope with a failed load. False: the chunks
+        are being verified in the background, or were found to be damaged; then the next lookup is a Miss."""
         with self._requests.lock:
             request = self._requests.leased(request_id)
             if request is not None and request.lookup.verified is request.lookup.answer:
@@ -438,7 +445,7 @@ class Lookups:
         self._awaited = self._checks[request_id] = self._verifying.run(self._verify_now, request_id)
 
     def _verify_now(self, request_id: str) -> None:
-        """Background. An answer that cannot be verified is a miss from then on."""
+        """Background: verifies the request's answer. If that fails, the answer becomes a miss."""
         with self._requests.lock:
             request = self._requests.leased(request_id)
             answer = request.lookup.answer if request is not None else None
@@ -447,7 +454,7 @@ class Lookups:
         verified = False
         try:
             verified = self._verification.verifier.verify(request_id, request.attachment, answer)
-        finally:  # also when it raised: a request whose answer is never verified would wait for ever
+        finally:  # also after an exception: a request whose answer is never verified would wait for ever
             with self._requests.lock:
                 lookup = request.lookup
                 is_known = self._requests.get(request_id) is request and lookup.answer is answer
@@ -463,8 +470,9 @@ class Lookups:
     def begin_load(
         self, request_id: str, block_ids: GroupBlocks, local_tokens: int, hit_tokens: int, *, is_shared: bool = False
     ) -> tuple[Attachment, LoadPlan] | None:
-        """Hands the lease out: from here on the ranks hold it. None when it is not there any more, or not for this
-        load. The caller releases the attachment. `is_shared`: from now on the engine's own cache has what is loaded."""
+        """Makes the plan of a load: from here on the ranks hold the lease. None when the request has no lease any more,
+        or one that does not cover this load. The caller releases the attachment. `is_shared`: the engine's own cache
+        has the loaded tokens from now on."""
         self._forget_question(request_id)
         started = self._hand_out(request_id, block_ids, local_tokens, hit_tokens)
         if started is None:
@@ -488,10 +496,10 @@ class Lookups:
             if local_tokens % self._session.manifest.block_tokens or hit_tokens % self._chunk_tokens:
                 return None
             if answer.first_chunk * self._chunk_tokens > local_tokens:
-                return None  # asked when more was at hand: what lies between is not leased
+                return None  # asked when more tokens were local: the chunks in between are not leased
             pieces = tuple(self._load_pieces(answer, block_ids, local_tokens, hit_tokens))
             if not all(piece.parts for piece in pieces):
-                return None  # another length than was answered: its windows want chunks that are not leased
+                return None  # not the length of the answer: its windows need parts that are not leased
             if not request.attachment.acquire():
                 return None
             request.lookup.forget()
@@ -503,7 +511,7 @@ class Lookups:
     def _load_pieces(
         self, answer: LookupAnswer, block_ids: GroupBlocks, local_tokens: int, hit_tokens: int
     ) -> Iterator[LoadPiece]:
-        """A piece for each chunk and group of which the engine wants a block."""
+        """A piece for each chunk and group that has a block to load."""
         for at, parts in enumerate(answer.chunks):
             chunk = answer.first_chunk + at
             if chunk * self._chunk_tokens >= hit_tokens:
@@ -513,19 +521,20 @@ class Lookups:
                 first = chunk * per_chunk
                 blocks = column[first : first + per_chunk]
                 wanted = [b for b in blocks[max(0, local_tokens // size - first) :] if b is not None]
-                if wanted:  # what is not wanted comes first: shared, or left behind by a window
+                if wanted:  # the other blocks come first: they are shared, or a window has left them behind
                     skip = per_chunk - len(wanted)
                     of_group = tuple(part for part in parts if part.group == group)
                     yield LoadPiece(chunk, group, of_group, (*[0] * skip, *wanted), skip)
 
     def bytes_of(self, plan: LoadPlan) -> int:
-        """How many bytes the ranks copy for it, all together."""
+        """How many bytes all ranks together copy for the plan."""
         groups = self._session.manifest.groups
         return self._readers * sum(groups[piece.group].part_bytes for piece in plan.pieces)
 
     def load_ended(self, request_id: str, valid_tokens: int | None = None, *, is_shared: bool = False) -> None:
-        """In the engine's thread: a load has brought all that it was to bring, or the tokens up to `valid_tokens`.
-        `is_shared`: the engine's own cache has it before the next lookup; else from drop_lookup on."""
+        """Called in the engine's thread: a load has ended. The tokens up to `valid_tokens` are valid; None: all of
+        them. `is_shared`: the engine's own cache has the tokens before the next lookup; otherwise from drop_lookup
+        on."""
         if self.waits.loads is not None:
             self.waits.loads.ended(request_id, valid_tokens)
             if is_shared:
@@ -536,8 +545,8 @@ class Lookups:
         self._choice.loaded(tokens, seconds)
 
     def load_failed(self, request_id: str, valid_tokens: int) -> None:
-        """Some rank has the tokens up to `valid_tokens` only: what failed is not asked for again, and is offered once
-        it is recomputed. May be called for each rank, from any thread."""
+        """Some rank has loaded the tokens up to `valid_tokens` only: the chunks that failed are not looked up again,
+        and are offered once they have been computed again. May be called for each rank, from any thread."""
         with self._requests.lock:
             request = self._requests.get(request_id)
             if request is not None:
@@ -548,8 +557,8 @@ class Lookups:
     # ------------------------------------------------------------------ ends
 
     def drop_lookup(self, request_id: str) -> None:
-        """The engine runs the request: the answer to its lookup, also one that comes later, is of no use. The engine's
-        own cache has now what the request has loaded, if anything."""
+        """The engine runs the request: drops the answer to its lookup, also one that comes later. The engine's own
+        cache now has the tokens that the request has loaded, if any."""
         self._drop_question(request_id)
         if self.waits.loads is not None:
             self.waits.loads.admitted(request_id)
@@ -587,7 +596,8 @@ class Lookups:
         self._checks.pop(request_id, None)
 
     def _give_up_lease(self, request_id: str, local_tokens: int, *, min_load_tokens: int) -> None:
-        """If the lookup found fewer than `min_load_tokens` beyond what the engine has by now."""
+        """Cancels the lease if the lookup found fewer than `min_load_tokens` tokens beyond the engine's local
+        tokens."""
         with self._requests.lock:
             request = self._requests.leased(request_id)
             if request is None:
@@ -607,14 +617,14 @@ class Lookups:
             self._settling.run(self.cancel, *unused)
 
     def cancel(self, attachment: Attachment, lease: str) -> None:
-        """Background."""
+        """Background: cancels a lease that no rank has."""
         notify(
             self._session, attachment, self._session.client.cancel, lease, attachment.session, attachment.member
         )
 
     def keeps_lease(self, lease: str) -> bool:
-        """Answers the server's question about an old lease. Keep it while the request waits, and once after the plan
-        was sent, so that the ranks have time to start."""
+        """Answers the server's question whether an old lease is still needed. It is while the request waits, and once
+        more after the plan was sent, so that the ranks have time to start."""
         with self._requests.lock:
             for request in self._requests.values():
                 if request.lookup.lease == lease:
@@ -625,8 +635,8 @@ class Lookups:
         return False
 
     def close(self) -> None:
-        """Waits for what runs in the background."""
-        for background in (self._asking, self._verifying):  # the first feeds the second
+        """Waits for the background calls."""
+        for background in (self._asking, self._verifying):  # answers start verifications
             background.close()
 
 

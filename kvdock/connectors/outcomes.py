@@ -1,8 +1,8 @@
-"""The outcomes of requests, and how much was copied, until a heartbeat reports them. People read them at the server;
-nothing else depends on them.
+"""Keeps the outcomes of requests, and how much was copied, until a heartbeat sends them. People read them at the
+server; nothing else depends on them.
 
-Bounded: of more outcomes than fit into a heartbeat the newest are kept, and the others are counted. No outcome keeps a
-heartbeat from its effect: what the server cannot read is not sent again.
+The buffer holds as many outcomes as fit into one heartbeat: the newest are kept, and the others are counted. If a
+server does not accept outcomes, none is sent from then on, so that heartbeats still have their effect.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ log = logging.getLogger("kvdock.connector")
 
 
 class OutcomeBuffer:
-    """What the server does not know yet. The thread that sends heartbeats calls `ceiling_bytes_per_s` once, before it
-    reports the first copies. Thread-safe."""
+    """The outcomes and copies that were not sent yet. The thread that sends heartbeats calls `ceiling_bytes_per_s`
+    once, before it sends the first copies. Thread-safe."""
 
     def __init__(self) -> None:
         self.ceiling_bytes_per_s: Callable[[], float] = lambda: 0.0
@@ -49,7 +49,7 @@ class OutcomeBuffer:
             self._outcomes.append(outcome)
 
     def loaded(self, size_bytes: int, seconds: float) -> None:
-        """A load's copies have taken `seconds`."""
+        """A load has copied `size_bytes` in `seconds`."""
         with self._lock:
             self._copied.load_bytes += size_bytes
             self._copied.load_us += round(seconds * 1e6)
@@ -70,8 +70,8 @@ class OutcomeBuffer:
         return copied
 
     def send_with(self, beat: Heartbeat, send: Callable[[Heartbeat], HeartbeatAnswer]) -> HeartbeatAnswer:
-        """Sends a heartbeat with all of it. Raises what `send` raises; if the server has not answered, the outcomes go
-        with the next heartbeat."""
+        """Sends a heartbeat with everything in the buffer. Raises what `send` raises; if the server has not answered,
+        the next heartbeat has the outcomes again, but not the copies."""
         beat.copied = None if self._is_refused else self._take_copied()
         with self._lock:
             beat.outcomes, beat.outcomes_dropped = list(self._outcomes), self._dropped
@@ -115,16 +115,18 @@ class OutcomeBuffer:
 
 
 # --------------------------------------------------------------------------------
-# The outcome of each request, under every engine: how many tokens kvdock had, how many were loaded, how long that took,
-# and why not more. It goes to the server when the request ends, and people read it there (kvdock/protocol/outcomes.py).
+# The outcome of each request, for all engines: how many tokens the server had, how many were loaded, how long the load
+# took, and why not more were loaded. It is sent to the server after the request has ended
+# (kvdock/protocol/outcomes.py).
 #
-# Threads: the engine's, one at a time.
+# Not thread-safe: the engine calls it from one thread at a time.
 
 @dataclass(slots=True)
 class _Story:
-    """`found_tokens`: counted from token 0. `loaded_tokens`: of its last load, behind the `local_tokens` that the
-    engine had then, or when it admitted the request for the first time. `why`: why not more was loaded; "": all was.
-    `cached_tokens`: how many the engine's own cache has now."""
+    """The state of a request's outcome. `cached_tokens`: the tokens that the engine's own cache has now.
+    `found_tokens`: the longest prefix that the server had. `local_tokens`: the tokens that the engine's own cache had
+    when the last load started; without a load, when the request was first admitted. `loaded_tokens`: the tokens that
+    the last load added to them. `why`: why not more was loaded; "": there is no reason."""
 
     cached_tokens: int = 0
     is_admitted: bool = False
@@ -139,8 +141,8 @@ class _Story:
 
 
 class RequestOutcomes:
-    """`report` gets the outcome of each request that has ended. `speed`: of the engine's prefill. `clock`: seconds,
-    monotonic."""
+    """`report`: called with the outcome of each request that has ended. `speed`: the engine's prefill speed. `clock`:
+    seconds, monotonic."""
 
     def __init__(
         self, report: Callable[[Outcome], None], speed: PrefillSpeed | None = None,
@@ -159,7 +161,7 @@ class RequestOutcomes:
         story.found_tokens = max(story.found_tokens, tokens)
 
     def held_back(self, request_id: str, why: str) -> None:
-        """Nothing, or less, is loaded. A later reason replaces `why`."""
+        """Fewer tokens than found, or none, are loaded, because of `why`. A later reason replaces it."""
         self._of(request_id).why = why
 
     def declined(self, request_id: str, why: str, tokens: int) -> None:
@@ -168,8 +170,9 @@ class RequestOutcomes:
         self.held_back(request_id, f"declined_{why}")
 
     def admitted(self, request_id: str, tokens: int) -> None:
-        """A load of `tokens` tokens starts; 0: the request runs without one. Tokens that the engine has of a request
-        that it preempted may be the request's own."""
+        """A load of `tokens` tokens starts; 0: the request runs without one. Without a load, a request that was
+        admitted before keeps its counts: the tokens that the engine now has of it may be tokens that the request itself
+        has computed."""
         story = self._of(request_id)
         if tokens or not story.is_admitted:
             story.local_tokens, story.loaded_tokens, story.loaded_bytes = story.cached_tokens, tokens, 0
@@ -183,20 +186,22 @@ class RequestOutcomes:
         self._of(request_id).loaded_bytes = size_bytes
 
     def loaded(self, request_id: str, copy_s: float | None) -> None:
-        """All of its load has come. `copy_s`: how long the copies took on the slowest rank; None: that is not known."""
+        """The request's load has ended and is complete. `copy_s`: the seconds that its copies took on the slowest rank;
+        None: not known."""
         story = self._stories.get(request_id)
         if story is not None and story.loaded_tokens:  # else the request has ended
             story.load_s, story.copy_s = self._clock() - story.started_s, copy_s
 
     def failed(self, request_id: str, valid_tokens: int) -> None:
-        """A load fell short: the tokens behind `valid_tokens` did not come."""
+        """A load fell short: the tokens behind `valid_tokens` were not loaded."""
         story = self._stories.get(request_id)
         if story is not None:
             story.loaded_tokens = max(0, min(story.loaded_tokens, valid_tokens - story.local_tokens))
             story.why = "load_failed"
 
     def ended(self, request_id: str, prompt_tokens: int) -> Outcome | None:
-        """Reports its outcome, and returns that. None: the request is not known, or its outcome was reported before."""
+        """Reports the request's outcome and returns it. None: the request is not known, or its outcome was reported
+        before."""
         story = self._stories.pop(request_id, None)
         if story is None:
             return None
@@ -224,13 +229,13 @@ def _microseconds(seconds: float | None) -> int | None:
 # --------------------------------------------------------------------------------
 # The outcomes of the requests of an engine that calls the verbs of interface.py, and how fast it computes prompts.
 #
-# The time of a step is the time from the end of one poll to the last begin_store before the next one: an engine polls
-# before it computes, and offers what it has computed.
+# The time of a step is the time from the end of one poll to the last begin_store before the next poll, because an
+# engine polls before it computes and stores after it has computed.
 #
-# Threads: the engine's, alone.
+# Not thread-safe: only the engine's thread calls it.
 
 class EngineOutcomes(RequestOutcomes):
-    """Each method but `step` is called with the verb after which it is named."""
+    """The connector calls each method but `step` in its own method of the same name, and `step` in `poll`."""
 
     def __init__(self, report: Callable[[Outcome], None], clock: Callable[[], float]) -> None:
         self._step_speed = PrefillSpeed(clock)
@@ -238,9 +243,9 @@ class EngineOutcomes(RequestOutcomes):
         self._now_s = clock
         self._prompts: dict[str, int] = {}
         self._hits: dict[str, int] = {}
-        """How many tokens are there once all of the request's load has come."""
+        """By request, how many tokens, counted from token 0, have KV once its load is complete."""
         self._computed: dict[str, int] = {}
-        """Tokens of running requests whose KV is there."""
+        """By running request, how many tokens have KV."""
         self._polled_s = self._offered_s = clock()
         self._step_tokens = 0
 
@@ -270,7 +275,7 @@ class EngineOutcomes(RequestOutcomes):
         for done, copy_s in loads:
             wanted = self._hits.pop(done.request_id, None)
             if wanted is None:
-                continue  # it has ended meanwhile
+                continue  # the request has ended meanwhile
             if done.valid_tokens < wanted:
                 self.failed(done.request_id, done.valid_tokens)
             else:
@@ -286,11 +291,12 @@ class EngineOutcomes(RequestOutcomes):
 
 
 # --------------------------------------------------------------------------------
-# What connectors of all engines count. Each engine exports it under its own name: vllm:kvdock_…, sglang:kvdock_…
+# The metrics of the connectors of all engines. Each engine exports them with its own prefix: vllm:kvdock_…,
+# sglang:kvdock_…
 
 @dataclass(frozen=True)
 class Metric:
-    """`seconds`: durations, one observation each."""
+    """`kind`: "seconds" is a distribution of durations."""
 
     kind: Literal["counter", "gauge", "seconds"]
     help: str
@@ -308,4 +314,4 @@ SHARED: Mapping[str, Metric] = {
     "tier_waits_expired": Metric("counter", "Requests that waited for a lower tier for as long as they may."),
     "attached": Metric("gauge", "Whether the kvdock server is there: 1, or 0 when every lookup is a miss."),
 }
-"""By name without prefix: `load_tokens` is vllm:kvdock_load_tokens_total."""
+"""By name without the engine's prefix: `load_tokens` is vllm:kvdock_load_tokens_total under vLLM."""

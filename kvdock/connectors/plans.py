@@ -1,4 +1,5 @@
-"""What the scheduler connector sends to the worker connectors: which slots, which blocks, under which grant.
+"""What the scheduler connector sends to the worker connectors: the slots, the blocks and the grant of a load or a
+store.
 
 Plans are data: picklable, immutable, complete. A worker needs nothing else to carry one out.
 A piece is one chunk of one KV group: a part for each writer, and the engine's blocks for its tokens.
@@ -19,9 +20,10 @@ class LoadPiece:
     group: int
     parts: tuple[Part, ...]
     block_ids: tuple[int, ...]
-    """In order; the ids in place of skipped blocks mean nothing."""
+    """In the order of their tokens; the first `skip_blocks` ids have no meaning."""
     skip_blocks: int
-    """How many of the first blocks are hashed and not written: other requests share them, or a window has left them."""
+    """How many blocks at the start are hashed in the slot and not written: other requests share them, or a window has
+    left them behind."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ class LoadPlan:
 @dataclass(frozen=True)
 class StorePiece:
     chunk: int
-    """Into the reservation's keys."""
+    """An index into the reservation's keys."""
     group: int
     parts: tuple[WritePart, ...]
     block_ids: tuple[int, ...]
@@ -52,5 +54,6 @@ class StorePlan:
 
 
 def valid_in_all(ranks: Iterable[int]) -> int | None:
-    """Tokens of a load that are valid in every rank: the least of `ranks`. None: there are no ranks."""
+    """How many tokens of a load are valid on every rank: the least of `ranks`, the numbers of the ranks. None: there
+    are no ranks."""
     return min(ranks, default=None)

@@ -1,12 +1,12 @@
-"""The worker connectors of the other ranks: orders are sent to them, and their answers are joined.
+"""Sends orders to the worker connectors of the other ranks, and combines their answers.
 
     rank 0      Peers.send ──► Order ─────► each rank …… Barrier.wait ◄── Answer ◄── each rank
     rank 1…     RankWorker.take ──► its own thread ──► WorkerConnector.load, store ──► Answer
 
-How messages travel is left to the engine, which has a way to its ranks already. Invariants: every order that was sent
-has one answer, or its rank is lost; a rank that answers "not started" has not touched the grant and never will, because
-an order is sent once, so rank 0 may answer the server for it. For a lost rank no other one answers: the server sees
-that it is gone.
+The engine transports the messages, because it has connections to its ranks already. Invariants: every order that was
+sent has one answer, or its rank is lost; a rank that answers "not started" has not touched the grant and never will,
+because an order is sent once, so rank 0 may answer the server for that rank. If a rank is lost while it has an order,
+no other rank answers for it: the server notices that its process is gone.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Order:
     epoch: ServerEpoch | None
     """The server epoch whose slots the plan names."""
     plan: LoadPlan | StorePlan | None
-    """None: leave the server."""
+    """None: the rank is to leave the server."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Answer:
 
 
 class Barrier:
-    """One order's answers, as they come."""
+    """Collects the answers to one order."""
 
     def __init__(self, ranks: Sequence[int], ended: Callable[[], object]) -> None:
         self._forget = ended
@@ -50,7 +50,7 @@ class Barrier:
         self._valid_tokens: list[int] = []
 
     def take(self, rank: int, answer: Answer | None) -> None:
-        """`answer` None: the rank is lost, and nothing of its load is there."""
+        """`answer` None: the rank is lost, and no token of its load is valid."""
         with self._ended:
             if rank not in self._missing:
                 return
@@ -61,8 +61,8 @@ class Barrier:
             self._ended.notify_all()
 
     def wait(self) -> tuple[int | None, list[int]]:
-        """Once every rank has ended: the tokens valid in all of them (None: there are no others), and the ranks that
-        never started."""
+        """Waits until every rank has answered. Returns how many tokens are valid on all of them (None: there are no
+        other ranks), and the ranks that have not started."""
         with self._ended:
             # Without a limit: a rank that neither answers nor dies may still be writing blocks.
             self._ended.wait_for(lambda: not self._missing)
@@ -71,8 +71,8 @@ class Barrier:
 
 
 class Peers:
-    """Rank 0's. `post(rank, order)` sends, from any thread; False: the rank did not and will not get it. The receiver
-    of the ranks' messages calls `answered` and `lost`."""
+    """Rank 0's connections to the other ranks. `post(rank, order)`: sends an order, from any thread; returns False if
+    the rank did not get it and never will. The code that receives the ranks' messages calls `answered` and `lost`."""
 
     def __init__(self, ranks: Sequence[int] = (), post: Callable[[int, Order], bool] = lambda rank, order: False):
         self._ranks, self._post = tuple(ranks), post
@@ -82,7 +82,7 @@ class Peers:
         self._sent = 0
 
     def send(self, epoch: ServerEpoch | None, plan: LoadPlan | StorePlan | None, *, below: int) -> Barrier:
-        """To the ranks below `below`."""
+        """Sends the plan to the ranks below `below`."""
         ranks = [rank for rank in self._ranks if rank < below]
         with self._lock:
             self._sent += 1
@@ -113,7 +113,7 @@ class Peers:
 
 
 class RankWorker:
-    """A rank's end: carries out orders in threads of its own, loads beside stores."""
+    """Carries out the orders that a rank receives, loads in one thread and stores in another."""
 
     def __init__(self, session: EngineSession, worker: WorkerConnector, answer: Callable[[Answer], None]) -> None:
         self.session, self.worker, self._answer = session, worker, answer
@@ -159,7 +159,7 @@ class RankWorker:
 
     def _attachment(self, order: Order) -> Attachment | None:
         """The attachment to the order's server epoch, acquired. None when this rank is not attached to it; then the
-        order is answered."""
+        order has been answered with "not started"."""
         attachment = self.session.attachment_to(order.epoch) if order.epoch is not None else None
         if attachment is None:
             self._answer(Answer(order.number, self.worker.rank, is_started=False))

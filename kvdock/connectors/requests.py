@@ -1,7 +1,7 @@
 """What a scheduler connector knows of requests: their keys, what was looked up for them, and how far they are stored.
 
-Nothing here waits or starts a thread. `Requests.lock` guards all entries; lookups (kvdock/connectors/lookups.py) and
-stores (kvdock/connectors/stores.py) share them.
+Nothing here starts a thread, and only withdraw_promise() calls the server. `Requests.lock` guards all entries; lookups
+(kvdock/connectors/lookups.py) and stores (kvdock/connectors/stores.py) share them.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ MISS = LookupAnswer(hit_tokens=0, lease=None, first_chunk=0, chunks=[])
 
 
 class Chain(Protocol):
-    """The keys of a request's chunks, from its first."""
+    """The keys of a request's chunks, from its first chunk on."""
 
     @property
     def keys(self) -> list[bytes]: ...
 
     @property
     def parent(self) -> bytes | None:
-        """The key before the first, if the engine starts in the middle of a sequence. None: the first chunk starts the
-        sequence. UNKNOWN_PARENT: the engine does not know the key."""
+        """The key of the chunk before the first one, if the engine starts in the middle of a sequence. None: the first
+        chunk starts the sequence. UNKNOWN_PARENT: the engine does not know the key."""
 
     def follow(self, tokens: Sequence[int]) -> None:
         """Extends the chain to `tokens`: all tokens of the request that are known so far."""
@@ -45,14 +45,15 @@ def chain_of_tokens(request_id: str, namespace: bytes, chunk_tokens: int) -> Cha
 
 
 class ChunkObserver:
-    """Learns which chunks requests have, and which of them the server has. This one ignores both."""
+    """Learns which chunks requests have, and which of them the server has. This base class ignores both."""
 
     def known(self, request_id: str, keys: Sequence[bytes]) -> None:
-        """Called before the first chunks of a request are looked up or stored. `keys`: the keys of these chunks."""
+        """Called before chunks of a request are looked up or stored. `keys`: their keys, from the request's first chunk
+        on."""
 
     def asking(self, attachment: Attachment) -> Callable[[Sequence[bytes]], None]:
-        """Called before a lookup or a reservation is sent. Returns a callback that gets the keys of the chunks that the
-        server has, by its answer."""
+        """Called before a lookup or a reservation is sent. Returns a callback, to be called with the keys of the chunks
+        that the server has by its answer."""
         return lambda keys: None
 
     def names(self, request_id: str, first: int, end: int) -> Sequence[BlockNames | None]:
@@ -78,10 +79,10 @@ class LookupState:
     """The question that was sent for a request, and the answers to it."""
 
     asked: tuple[int, int] | None = None
-    """(keys, local tokens) of the question that was sent or answered last."""
+    """(number of keys, local tokens) of the last question; None: there is none."""
     answer: LookupAnswer | None = None
     newer: LookupAnswer | None = None
-    """The answer to the same question when it was sent again. The next lookup reads it."""
+    """The answer to the same question, sent again. The next lookup reads it."""
     verifying: LookupAnswer | None = None
     """The answer whose verification has started."""
     verified: LookupAnswer | None = None
@@ -96,7 +97,7 @@ class LookupState:
 
     @property
     def lease(self) -> str | None:
-        """The lease that the server has given and that no rank has."""
+        """The newest lease that the server has granted and that no rank has."""
         return self.newest.lease if self.newest is not None else None
 
     @property
@@ -127,13 +128,14 @@ class StoreProgress:
     offered: int = 0
     """Chunks [0, offered) are stored, or were offered to the server."""
     reserved: int = 0
-    """Chunks [0, reserved) are at the server, or on their way to it. Behind a gap, no lookup could find a chunk."""
+    """Chunks [0, reserved) are at the server, or being stored there. A chunk behind a gap is not reserved, because no
+    lookup could find it."""
     promised: int = 0
     """Chunks [0, promised) were named by a lookup that promised that the request computes and stores the missing ones.
     """
     fell_short_at: int = 0
-    """How many chunks were offered when some of them could not be stored. These are offered again once there are more,
-    or when the request ends. 0: all were stored so far."""
+    """How many chunks were offered when some of them could not be stored. Those are offered again once the request has
+    more chunks, or when it ends. 0: all were stored so far."""
 
     @property
     def has_pending_promise(self) -> bool:
@@ -141,7 +143,7 @@ class StoreProgress:
         return self.offered < self.promised
 
     def falls_short(self, chunk: int) -> None:
-        """The chunks from `chunk` on were offered, and are not stored."""
+        """The chunks from `chunk` on were offered, and could not be stored."""
         self.fell_short_at = max(self.offered, self.fell_short_at)
         self.offered, self.reserved = min(self.offered, chunk), min(self.reserved, chunk)
 
@@ -171,7 +173,7 @@ class RequestState:
     """Chunks from here on are not looked up: one of them failed to load."""
 
     def keys_of(self, chunks: int) -> list[bytes]:
-        """Those of its first `chunks` chunks that are looked up."""
+        """The keys of the request's first `chunks` chunks, as far as they are looked up."""
         return self.chain.keys[: min(chunks, self.ceiling)]
 
     def limit(self, chunks: int) -> None:
@@ -181,8 +183,8 @@ class RequestState:
 
 
 class Requests(dict[str, RequestState]):
-    """Requests by id. `lock` guards the dict and all states in it. `promises`: lookups promise to store the chunks that
-    they do not find."""
+    """Requests by id. `lock` guards the dict and all states in it. `promises`: whether lookups promise to store the
+    chunks that they do not find."""
 
     def __init__(self, session: EngineSession, callbacks: RequestCallbacks, *, promises: bool) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The weights with which an engine computes while it runs, and which of its KV other instances may use.
+"""Tracks the weights with which an engine computes, and decides which of its KV other instances may use.
 
 A digest of the model's files names the weights that an engine starts with. Reinforcement learning and online updates
 change them in place, and KV of other weights gives wrong tokens. So each key is made with a tag of the weights that
@@ -15,7 +15,7 @@ Invariant: a tag stands for one set of weights. A version that is named again af
 computed under it before, is no longer trusted: an update in several parts looks like that when steps run in between,
 and so does a version that never changes.
 
-Threads: one at a time.
+Not thread-safe: one thread at a time may call it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from collections.abc import Callable
 from hashlib import sha256
 
 MOST_LETTERS = 100
-"""The longest version that is part of the name of its weights as it is."""
+"""The most characters of a version that is part of a weights' name unchanged; a longer version is replaced by its
+digest."""
 
 log = logging.getLogger("kvdock.weights")
 
@@ -41,8 +42,8 @@ def _short(version: str) -> str:
 
 
 class RunningWeights:
-    """`trusts_versions`: as the setting `trust_weight_versions` has it. `draw`: makes a name that is unique. `renamed`:
-    called with the new `name` of the weights when it is first used."""
+    """`trusts_versions`: the setting `trust_weight_versions`. `draw`: makes a name that is unique. `renamed`: called
+    with the new `name` of the weights when it is first used."""
 
     def __init__(
         self, *, trusts_versions: bool = True, draw: Callable[[], str] = _draw,
@@ -50,16 +51,16 @@ class RunningWeights:
     ) -> None:
         self._trusts_versions, self._draw, self._renamed = trusts_versions, draw, renamed
         self.epoch = 0
-        """Rises with each change. What started in another epoch belongs to other weights."""
+        """Rises with each change. Lookups, loads and stores that started in another epoch belong to other weights."""
         self.is_changing = False
-        """Parameters may be written at any time."""
+        """Whether an update is in progress: parameters may be written at any time."""
         self.is_stale = False
-        """The engine's own prefix cache may hold KV of earlier weights."""
+        """Whether the engine's own prefix cache may hold KV of earlier weights."""
         self.doubt = ""
-        """Why it is not known when the weights change: then nothing is shared. "": it is known."""
-        self._is_empty = True  # the engine's own prefix cache
+        """Why changes of the weights may go unnoticed; then nothing is shared. "": every change is noticed."""
+        self._is_empty = True  # whether the engine's own prefix cache is empty
         self._name: str | None = ""  # None: to be drawn
-        self._version = ""  # that names the weights of now
+        self._version = ""  # the version of the present weights
         self._last_version, self._has_computed_as_last = "", False
         self._spoilt: set[str] = set()
 
@@ -79,7 +80,7 @@ class RunningWeights:
 
     @property
     def tag(self) -> bytes:
-        """The part of keys that names the weights, as kvdock.protocol.keys.tagged has it; b"" for the first weights."""
+        """The part of keys that names the weights, see kvdock.protocol.keys.tagged; b"" for the first weights."""
         return f"weights {self.name}".encode() if self.name else b""
 
     def begin(self) -> None:
@@ -88,14 +89,15 @@ class RunningWeights:
         self.is_changing = True
 
     def end(self, version: str = "") -> None:
-        """The change has ended, or has failed. `version`: the engine's name for the weights now; "": it has none, or
-        the one of named() since begin()."""
+        """The change has ended, or has failed. `version`: the engine's name for the weights now; "": the last version
+        that named() has given since begin(), if any."""
         version = version or (self._version if self.is_changing else "")
         self.is_changing = False
         self.changed(version)
 
     def changed(self, version: str = "") -> None:
-        """From now on the weights are different, or a part of them is. `version`: as end() has it."""
+        """All weights or some of them are different from now on. `version`: the engine's name for them; "": it has
+        none."""
         self.epoch += 1
         self.is_stale, self._name = self.is_stale or not self._is_empty, None
         if not self.is_changing:
@@ -104,7 +106,8 @@ class RunningWeights:
                 self._call(version)
 
     def named(self, version: str) -> None:
-        """The engine names the weights that it runs. A name that differs from their present one stands for a change."""
+        """The engine names the weights that it runs. A version other than the present one means that they have
+        changed."""
         if not version or version == self._version:
             return
         if self.is_changing:

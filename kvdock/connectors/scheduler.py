@@ -1,4 +1,4 @@
-"""The scheduler connector: what every engine has in its scheduler's process.
+"""The scheduler connector: the part of a connector that is the same in the scheduler's process of every engine.
 
     engine thread      lookup ─► begin_load      begin_store ─► store           hint, finished
     "kvdock-ask"       send a question
@@ -6,10 +6,11 @@
     "kvdock-store"                               reserve, carry out, hint
     "kvdock-settle"                                                             cancel
 
-It holds lookups (kvdock/connectors/lookups.py) and stores (kvdock/connectors/stores.py) together, which share what is
-known of requests. It touches no byte of KV. Lookups have a background thread of their own, so that none of them waits
-for a copy, a hash or another call. How plans get to the workers, and how an engine learns what became of its blocks, is
-left to the engine's own connector: kvdock/connectors/engine_connector.py, kvdock/connectors/vllm/scheduler.py.
+It joins lookups (kvdock/connectors/lookups.py) and stores (kvdock/connectors/stores.py), which share the states of
+requests. It copies no KV; verification reads KV in shared memory. Lookups have a background thread of their own, so
+that none of them waits for a copy, a hash or another call. The engine's own connector sends plans to the workers, and
+reports to the engine when loads and stores have ended: kvdock/connectors/engine_connector.py,
+kvdock/connectors/vllm/scheduler.py.
 """
 
 from __future__ import annotations
@@ -31,8 +32,9 @@ from kvdock.protocol.wire_types import MAX_KEYS
 
 @dataclass(frozen=True)
 class Preference:
-    """For a request's chunks once it has ended. `tokens`: for its first ones; None: for all. `prefetch_after_s`: lower
-    tiers load then the chunks that the pool lacks; None: this is a hint, and the other fields are those of Hint."""
+    """How the server is to treat a request's chunks once the request has ended. `tokens`: only the chunks of its first
+    `tokens` tokens; None: all. `prefetch_after_s`: after this time, lower tiers load the chunks that the pool lacks;
+    None: this is a hint, and the other fields are those of Hint."""
 
     priority: int = 0
     duration_s: float | None = None
@@ -42,8 +44,9 @@ class Preference:
 
 
 class SchedulerConnector:
-    """`readers`: how many ranks read each lease. `callbacks`: what only the engine knows of its requests. Where
-    requests wait for what other engines compute (`waits.once`), lookups promise to store what they do not find."""
+    """`readers`: how many ranks read each lease. `callbacks`: facts that only the engine knows about its requests. If
+    requests wait for chunks that other engines compute (`waits.once`), lookups promise to store the chunks that they do
+    not find."""
 
     def __init__(
         self, session: EngineSession, *, readers: int = 1, callbacks: RequestCallbacks | None = None,
@@ -82,10 +85,10 @@ class SchedulerConnector:
         self._settling.run(call, *args)
 
     def close(self) -> None:
-        """Waits for what runs in the background."""
+        """Waits for the background calls."""
         self.lookups.close()
         self.stores.close()
-        self._settling.close()  # last: both start calls there
+        self._settling.close()  # last, because the other two start calls in it
         if self._record.statistics is not None:
             self._record.statistics.log_summary()
 
@@ -93,8 +96,8 @@ class SchedulerConnector:
 def _send_preferences(
     session: EngineSession, attachment: Attachment, keys: Sequence[bytes], preferences: Sequence[Preference]
 ) -> None:
-    """Background. `keys`: a request's, from its first. Where there are more than one call may name, the first ones are
-    retained or loaded, and the last ones are evicted first."""
+    """Background. `keys`: the keys of a request's chunks, from its first. If there are more than one call may name, a
+    preference to retain or load is sent for the first ones, and any other for the last ones."""
     chunk_tokens = session.manifest.chunk_tokens
     for one in preferences:
         meant = keys if one.tokens is None else keys[: -(-one.tokens // chunk_tokens)]

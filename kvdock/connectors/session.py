@@ -1,12 +1,12 @@
 """An engine process's session at the server: it attaches, holds its lock, sends heartbeats, answers the server's
 questions, receives changes, and attaches again when the server was lost.
 
-A lost server is a miss: `attachment` is None until the session has attached again. It tries again by itself, with
-back-off and jitter. An Attachment is one server epoch as this process sees it. When only the connection was lost, the
-same attachment comes back. When the server's lock is free or the pool is another one, the attachment retires: copies in
-progress keep its memory mapped, and its lock held, until they end.
+While the server is lost, `attachment` is None and every lookup is a miss. The session tries to attach again by itself,
+with back-off and jitter. An Attachment is this process's view of one server epoch. If only the connection was lost, the
+same attachment is used again. If the pool is gone or is another one, or the server refuses the member, the attachment
+retires: copies in progress keep its memory mapped, and its lock held, until they end.
 
-Threads: one heartbeat thread; every method may be called from any thread.
+Threads: heartbeats have a thread of their own. Every method may be called from any thread.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from kvdock.shm.segment import SegmentInfo
 # --------------------------------------------------------------------------------
 # The grants of the server that this member uses, and those that it has promised not to use any more.
 #
-# Invariant: "done" is a promise. No copy starts under a grant in `refused`, and no question about an active grant is
+# Invariant: "done" is a promise. No copy starts under a grant in `_refused`, and no question about an active grant is
 # answered with "done". Both are checked under one lock, so no question can slip in between.
 
 class GrantBook:
@@ -56,12 +56,12 @@ class GrantBook:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._active: Counter[str] = Counter()  # plans handed out or copies in progress, by grant
+        self._active: Counter[str] = Counter()  # by grant, how many loads, stores and the mover's copies use it
         self._refused: set[str] = set()
 
     def start(self, grant: str) -> bool:
-        """A copy starts. False when this member has answered "done" for the grant: the load fails or the store is
-        dropped."""
+        """Counts a copy that starts. False when this member has answered "done" for the grant: the load fails or the
+        store is dropped."""
         with self._lock:
             if grant in self._refused:
                 return False
@@ -76,7 +76,8 @@ class GrantBook:
                 del self._active[grant]
 
     def refuse(self, grant: str) -> bool:
-        """The server asks whether the grant is done. Returns True if so: then no copy starts under it from now on."""
+        """The server asks whether the grant is done. Returns True if no copy uses it; then no copy starts under it any
+        more."""
         with self._lock:
             if self._active[grant] > 0:
                 return False
@@ -86,7 +87,8 @@ class GrantBook:
     def answers(
         self, questions: Sequence[GrantRanks], keeps_lease: Callable[[str], bool]
     ) -> tuple[list[GrantRanks], list[str]]:
-        """A heartbeat's `done` and `keep`. `keeps_lease`: whether this member's lookup still needs a lease."""
+        """The next heartbeat's `done` and `keep`, which answer the server's questions. `keeps_lease`: whether this
+        member's lookup still needs a lease."""
         done, keep = [], []
         for question in questions:
             if not question.ranks and keeps_lease(question.grant):
@@ -120,7 +122,7 @@ class Identity:
 
 @dataclass(frozen=True)
 class ServerEpoch:
-    """One session at one pool. A plan is valid only in processes that are attached to the same epoch."""
+    """A session at a pool. A plan is valid only in processes that are attached to the same epoch."""
 
     pool_id: str
     session: str
@@ -128,7 +130,7 @@ class ServerEpoch:
 
 @dataclass(frozen=True)
 class SessionObserver:
-    """Called from the heartbeat thread. `changed` None: changes are not asked for."""
+    """Callbacks of the heartbeat thread. `changed` None: the session does not ask for changes."""
 
     keeps_lease: Callable[[str], bool] = lambda _lease: False
     """Answers the server's question about an old lease of this member's lookups: True means keep it."""
@@ -186,11 +188,12 @@ class PoolHold:
 
     @property
     def pinned_through(self) -> int | None:
-        """As Member has it; None: the segments need no pinning."""
+        """See Member; None: the segments need not be registered."""
         return None if self.registrar is None else self.registrar.pinned_through
 
     def map(self, segments: Sequence[Segment], *, populate: bool) -> None:
-        """In the order of their ids. A registrar maps the pages itself, in a thread of its own."""
+        """Maps the segments that are not mapped yet. `populate`: maps their pages at once, unless a registrar does so
+        in its own thread."""
         try:
             for one in segments:
                 info = SegmentInfo(one.id, one.name, one.bytes, one.data_offset)
@@ -206,7 +209,8 @@ class PoolHold:
 
 
 class Attachment:
-    """One server epoch, as the member `member` of `answer` sees it. `namespace` salts the keys."""
+    """One server epoch, seen by the member `member`. `answer`: the server's answer when it attached. Keys are computed
+    from `namespace`."""
 
     def __init__(self, answer: SessionAttached, member: str, weights: str, hold: PoolHold) -> None:
         self.session, self.pool_id, self.member, self.hold = answer.session, answer.pool_id, member, hold
@@ -219,7 +223,7 @@ class Attachment:
         """The server has answered that this member is attached, while the engine runs `weights`."""
         self.wants_blocks = answer.wants_blocks
         self.filed_in, self.weights = bytes.fromhex(answer.filed_in), weights
-        """The weights that were reported to the server last, and the namespace for them."""
+        """The namespace of the weights that were reported to the server last, and the name of these weights."""
 
     @property
     def epoch(self) -> ServerEpoch:
@@ -230,7 +234,7 @@ class Attachment:
         return self.hold.segments
 
     def acquire(self) -> bool:
-        """As PoolHold has it."""
+        """See PoolHold.acquire."""
         return self.hold.acquire()
 
     def release(self) -> None:
@@ -274,7 +278,8 @@ class _RunWeights:
 
 
 class EngineSession:
-    """`identity`, `manifest` and the random source are passed in; nothing is contacted before start().
+    """A process's session at the server. Nothing is sent before start(). `source`: the random numbers for jitter and
+    lock bytes.
 
     `register`: registers segments with the GPU's driver, in the background; None when copies do not need it.
     """
@@ -289,10 +294,10 @@ class EngineSession:
         self._source = source if source is not None else random.Random()
         self._lock = threading.Lock()
         self._attachment: Attachment | None = None
-        self._suspended: Attachment | None = None  # its server may only be out of reach
+        self._suspended: Attachment | None = None  # its server is lost, but may only be out of reach
         self._weights = _RunWeights(client, is_scheduler=identity.scheduler)
         self._logged = ""
-        """The cause of the last failure that was logged, since the last success."""
+        """The cause of the last failure that was logged; "": none since the last success."""
         self._stop = threading.Event()
         self._wake = threading.Event()
         self._members = _Members(identity.member, self._source, register, self._wake.set)
@@ -304,7 +309,7 @@ class EngineSession:
         return self._attachment
 
     def attachment_to(self, epoch: ServerEpoch) -> Attachment | None:
-        """The attachment, acquired, when it is to `epoch`; the caller releases it."""
+        """Acquires and returns the attachment if it belongs to `epoch`, else None. The caller releases it."""
         attachment = self._attachment
         if attachment is None or attachment.epoch != epoch or not attachment.acquire():
             return None
@@ -333,7 +338,7 @@ class EngineSession:
         """The scheduler's session: from now on the engine runs the weights of that name, at most MAX_WEIGHTS
         characters; "": those with which it started. Returns at once: the name is reported to the server in the
         background, and again when the server was lost. Until then lookups and stores use the namespace of the
-        weights before, where keys of other weights are only missed. ValueError for a longer name."""
+        weights before, where keys of other weights are misses. ValueError for a longer name."""
         if len(weights) > MAX_WEIGHTS:
             raise ValueError(f"a name of weights has {len(weights)} characters, wanted at most {MAX_WEIGHTS}")
         self._weights.name = weights
@@ -358,10 +363,10 @@ class EngineSession:
         self._wake.set()
 
     def ensure_segment(self, attachment: Attachment, segment: int) -> None:
-        """Maps the segment, if the pool has grown by it since the last heartbeat. AttachError, ServerUnavailable,
-        ApiError.
+        """Maps the segment if it is not mapped yet, because the pool has grown since the last heartbeat. Raises
+        AttachError, ServerUnavailable, ApiError.
 
-        SegmentNotRegistered when copies need it registered with the driver, and it is not yet."""
+        SegmentNotRegistered when copies need segments that are registered with the driver, and this one is not yet."""
         hold = attachment.hold
         if all(known.id != segment for known in hold.segments.segments):
             hold.map(self.client.segments().segments, populate=False)
@@ -377,11 +382,11 @@ class EngineSession:
             self.client.mismatch(ReportMismatch(session=attachment.session, lease=lease, chunks=chunks))
 
     def abort(self, attachment: Attachment, reservation: str, ranks: Sequence[int] | None = None) -> None:
-        """Reports that `ranks` will not store; None: that no rank was given the reservation. Nothing of it is
-        published."""
+        """Reports to the server that `ranks` will not store; None: no rank has got the reservation. The chunks that are
+        not published yet are never published."""
         is_handed_out = ranks is not None
         if self._attachment is not attachment and not (is_handed_out and self._suspended is attachment):
-            return  # that server is lost; if it returns, it asks
+            return  # that server is lost; if it comes back, it asks about the reservation
         body = Abort(session=attachment.session, member=attachment.member)
         if ranks is not None:
             body = Abort(session=attachment.session, ranks=list(ranks))
@@ -426,7 +431,7 @@ class EngineSession:
             attachment = Attachment(answer, member, body.weights, hold)
             hold.map(answer.segments, populate=False)
         except BaseException as error:
-            if answer is not None:  # else its ranks stay taken until the server considers it dead
+            if answer is not None:  # else the ranks stay taken until the server considers the member dead
                 self._leave(answer.session, member)
             hold.release()
             if isinstance(error, ApiError) and error.code != "not_ready":
@@ -585,7 +590,7 @@ class EngineSession:
         segments = self.client.segments().segments
         listed = {one.id for one in segments}
         for known in attachment.segments.segments:
-            if known.id < max(listed, default=0) and known.id not in listed:  # ids rise: it is gone, not yet to come
+            if known.id < max(listed, default=0) and known.id not in listed:  # ids only rise, so this one was removed
                 attachment.hold.unmap(known.id)
         try:
             attachment.hold.map(segments, populate=True)
@@ -597,7 +602,7 @@ class EngineSession:
 # A call in the background whose answer is not needed, to a server that may be gone.
 
 def notify(session: EngineSession, attachment: Attachment, call: Callable[..., object], *arguments: object) -> None:
-    """Sends nothing while the server of `attachment` is lost: when it comes back, it asks about grants."""
+    """Calls the server unless that of `attachment` is lost: when it comes back, it asks about grants by itself."""
     if session.attachment is not attachment:
         return
     try:

@@ -1,4 +1,4 @@
-"""Settings that an engine hands to its connector as names and values, and those that every engine's connector has."""
+"""The settings of every engine's connector, and the check of the names and values that an engine passes on."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvdock.connectors.cost import LoadLimits
 from kvdock.connectors.errors import NotSupportedError, SettingError
 
 MOST_WAIT_S = 1.0
-"""A longer wait in an engine's scheduling loop costs more than it gains."""
+"""The largest lookup_wait_s: a longer wait in an engine's scheduling loop costs more than it gains."""
 MOST_TIER_WAIT_S = 600.0
 
 
@@ -25,16 +25,18 @@ class EngineSettings(LoadLimits):
     }
 
     address: str = ""
-    """The server's: unix:/path or http://host:port. As a rule this user's own (kvdock/protocol/access.py)."""
+    """The server's address: unix:/path or http://host:port. Usually that of this user's own server
+    (kvdock/protocol/access.py)."""
     access_token_file: str = ""
-    """Holds this engine's access token; the server's own user needs none over the Unix socket."""
+    """The file that holds this engine's access token. The server's own user needs none over the Unix socket."""
     timeout_s: float = 2.0
-    """Bounds every call to the server."""
+    """The longest time that a call to the server may take."""
     lookup_wait_s: float = 0.005
-    """How late the server's answer to a lookup may be before lookups no longer wait (kvdock/connectors/waits.py)."""
+    """After how many seconds the answer to a lookup is late: then lookups do not wait until answers come in time again
+    (kvdock/connectors/waits.py)."""
     tier_wait_s: float = 2.0
-    """The longest that a request may wait for chunks that the server's lower tiers load; never longer than computing
-    them would take, if load_if_cheaper. 0: not at all (kvdock/connectors/waits.py)."""
+    """The longest that a request may wait for chunks that the server's lower tiers load; with load_if_cheaper, never
+    longer than computing them would take. 0: it does not wait (kvdock/connectors/waits.py)."""
     load_if_cheaper: bool = True
     """A hit is computed instead of loaded where that is expected to take less time (kvdock/connectors/cost.py)."""
     copy_threads: int = 2
@@ -42,14 +44,14 @@ class EngineSettings(LoadLimits):
     weights_digest: str = ""
     """A name for the weights; empty: a digest of the model's files names them (kvdock/connectors/weights.py)."""
     read_all_weights: bool = False
-    """That digest is of all bytes of the files, not of samples of their large tensors
+    """Whether the digest of the model's files is of all their bytes, instead of samples of large tensors
     (kvdock/connectors/weight_files.py)."""
     trust_weight_versions: bool = True
-    """The version that the engine names for weights that changed while it ran stands for them: engines that started
-    with equal weights share under equal versions. False: such weights are private
+    """Whether the version that the engine gives to weights that change while it runs identifies them: engines that
+    started with equal weights share KV under equal versions. False: changed weights are private to their engine
     (kvdock/connectors/running_weights.py)."""
     chunk_statistics: bool = False
-    """Counts which chunks are used again, and logs a summary at the end."""
+    """Whether to count how each chunk is used, and to log a summary at the end."""
 
     @classmethod
     def types(cls) -> dict[str, type]:
@@ -61,7 +63,7 @@ class EngineSettings(LoadLimits):
         """`values`: each has its setting's type; `where`: the user's name for the place where they are set.
         NotSupportedError for a value out of range."""
         try:
-            made = cls(**values)  # type: ignore[arg-type]  # checked() has seen to their types
+            made = cls(**values)  # type: ignore[arg-type]  # checked() has checked their types
         except SettingError as error:
             raise NotSupportedError(f"{where}: {error}.") from error
         if not made.address.startswith(("unix:", "http://")):
@@ -79,8 +81,9 @@ class EngineSettings(LoadLimits):
 
 
 def checked(given: Mapping[str, object], known: Mapping[str, type], where: str) -> dict[str, object]:
-    """`given`, each value of its setting's type. `known`: the type of each setting; `where`: the user's name for the
-    place where they are set. NotSupportedError for a name that is no setting, and for a value of another type."""
+    """Returns `given`, in which each value has the type of its setting. `known`: the type of each setting; `where`: the
+    user's name for the place where they are set. NotSupportedError for a name that is no setting, and for a value of
+    another type."""
     values: dict[str, object] = {}
     for name, value in given.items():
         if name not in known:

@@ -9,8 +9,8 @@ a gap.
 
 Invariant: each batch of an offer is carried out exactly once, with a plan or without one, whatever fails.
 
-Thread safety: every method may be called from any thread; calls that ask the server (marked "Background") hold the lock
-of the requests only before and after.
+Thread safety: every method may be called from any thread; methods that call the server (marked "Background") do not
+hold the lock of the requests during the call.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from kvdock.protocol.schemas import Manifest, Reserve
 from kvdock.protocol.wire_types import MAX_KEYS, MAX_STORE_KEYS
 
 LAST_STORE_KEYS = 32
-"""The most chunks of a batch when a request ends: where one of its blocks is given to another request, all of the batch
-is lost."""
+"""The most chunks of a batch when a request ends: if the engine gives one of its blocks to another request, the whole
+batch is lost."""
 
 
 @dataclass(frozen=True)
 class StoreBatch:
-    """Consecutive chunks of which the engine has the same groups: what one reservation can hold."""
+    """Consecutive chunks for one reservation: the engine has the blocks of the same groups for each of them."""
 
     store_id: str
     groups: tuple[int, ...]
@@ -48,13 +48,13 @@ class StoreBatch:
     parent: bytes | None
     keys: tuple[bytes, ...]
     block_ids: tuple[tuple[tuple[int, ...], ...], ...] = field(repr=False)
-    """Per key and group."""
+    """For each key and group, the ids of its blocks."""
 
 
 @dataclass(frozen=True)
 class StoreOffer:
-    """Chunks to reserve and store. `reads`: all blocks that are read for it, per group of the manifest. `traceparent`:
-    as Reserve has it."""
+    """Chunks to reserve and store. `reads`: all blocks that are read for them, by group of the manifest. `traceparent`:
+    see Reserve."""
 
     request_id: str
     request: RequestState
@@ -65,7 +65,7 @@ class StoreOffer:
     """The names by which routers know these chunks, from the first one of the first batch on."""
 
     def names_of(self, batch: StoreBatch) -> list[BlockNames] | UnsetType:
-        """Those of all chunks of the batch, or none."""
+        """The names of all chunks of the batch; UNSET unless all are known."""
         start = batch.first - self.batches[0].first
         known = [name for name in self.names[start : start + len(batch.keys)] if name is not None]
         return known if len(known) == len(batch.keys) else UNSET
@@ -92,7 +92,8 @@ class Stores:
     def begin_store(
         self, request_id: str, tokens: Sequence[int], block_ids: GroupBlocks, computed_tokens: int
     ) -> StoreOffer | None:
-        """The whole chunks of [0, computed_tokens) that were not offered before; None when there are none."""
+        """Offers the complete chunks of [0, computed_tokens) that were not offered before, at most MAX_KEYS. None:
+        there are none, or the server is lost."""
         ready = computed_tokens // self._chunk_tokens
         with self._lock:
             known = self._requests.get(request_id)
@@ -110,9 +111,9 @@ class Stores:
         return self._offer(request_id, request, batches)
 
     def begin_last_store(self, request_id: str, block_ids: GroupBlocks, computed_tokens: int) -> StoreOffer | None:
-        """The request ends or is preempted: the chunks of [0, computed_tokens) for which the server had no capacity;
-        None when there are none. The offer ends before a chunk of which `block_ids` lacks a block. Afterwards the
-        request is to be forgotten."""
+        """To be called when the request ends or is preempted, before it is forgotten: offers again the chunks of [0,
+        computed_tokens) that could not be stored; None: there are none. The offer ends before the first chunk that
+        lacks a block of full attention in `block_ids`."""
         with self._lock:
             request = self._requests.get(request_id)
             if request is None or not request.store.fell_short_at:
@@ -136,7 +137,8 @@ class Stores:
         return StoreOffer(request_id, request, batches, self._batches.blocks_read(batches), traceparent, names)
 
     def offer_again(self, request_ids: Iterable[str]) -> None:
-        """What these requests have offered, and not stored yet, is not there, or is damaged: all is offered again."""
+        """Chunks that these requests have offered were not computed, or are damaged: all their chunks are offered
+        again."""
         with self._lock:
             for request_id in request_ids:
                 if request_id in self._requests:
@@ -147,8 +149,8 @@ class Stores:
     def store(
         self, offer: StoreOffer, carry_out: CarryOut, is_wanted: Callable[[StoreBatch], bool] = lambda batch: True
     ) -> Future[None]:
-        """Reserves each batch in the background and carries it out there, if `is_wanted` is still true then. The future
-        ends with the last batch."""
+        """In the background, reserves each batch and calls `carry_out` with its plan; without one if `is_wanted` is
+        false by then. The future is done after the last batch."""
         for batch in offer.batches:
             self._storing.run(self._store, offer, batch, carry_out, is_wanted)
         return self._storing.run(offer.attachment.release)
@@ -166,7 +168,8 @@ class Stores:
             carry_out(batch, plan)
 
     def reserve(self, offer: StoreOffer, batch: StoreBatch) -> StorePlan | None:
-        """Background: asks for slots. None when the server has all of the batch, has no capacity, or is not there."""
+        """Background: asks the server for slots. None when the server has all of the batch, has no capacity or is lost,
+        or when a chunk before the batch is missing."""
         body = Reserve(
             session=offer.attachment.session,
             member=offer.attachment.member,
@@ -177,7 +180,7 @@ class Stores:
             traceparent=offer.traceparent or UNSET,
             blocks=offer.names_of(batch),
         )
-        is_there = self._session.attachment is offer.attachment  # else the engine's blocks do not wait for a timeout
+        is_there = self._session.attachment is offer.attachment  # else blocks would wait for a timeout
         progress = offer.request.store
         with self._lock:
             if not is_there or batch.first > progress.reserved:
@@ -206,14 +209,14 @@ class Stores:
         return StorePlan(offer.request_id, answer.reservation, len(answer.chunks) * self._chunk_tokens, pieces)
 
     def _fell_short(self, offer: StoreOffer, chunk: int) -> None:
-        """From `chunk` on, the server had no capacity."""
+        """The chunks from `chunk` on were not reserved: withdraws the promise to store them."""
         with self._lock:
             offer.request.store.falls_short(chunk)
         self._requests.withdraw_promise(offer.attachment, offer.request_id, offer.request)
 
     def abort(self, attachment: Attachment, plan: StorePlan) -> None:
-        """Gives a plan back, in the background, that no worker has been given: before the same chunks are reserved
-        again."""
+        """Gives back, in the background, a plan that no worker has got. Background calls run in order, so this happens
+        before the same chunks are reserved again."""
         self._storing.run(self._session.abort, attachment, plan.reservation)
 
     # ------------------------------------------------------------------ ends
@@ -223,20 +226,20 @@ class Stores:
         return self._storing.run(call, *args)
 
     def forget(self, request_id: str) -> None:
-        """The request ends: it withdraws what it has promised and not offered."""
+        """The request ends: withdraws its promise of the chunks that it has not offered."""
         with self._lock:
             request = self._requests.get(request_id)
-        if request is not None and request.store.has_pending_promise:  # after the reservations of what was offered
+        if request is not None and request.store.has_pending_promise:  # after the reservations of its chunks
             self._storing.run(self._requests.withdraw_promise, request.attachment, request_id, request)
 
     def close(self) -> None:
-        """Waits for what runs in the background."""
+        """Waits for the background calls."""
         self._storing.close()
 
 
 class _Batches:
-    """Cuts the chunks that a request stores into batches: what one reservation asks the server for. `member`: the
-    engine's, which names its stores."""
+    """Cuts the chunks that a request stores into batches, one for each reservation. `member`: this process's member id,
+    with which the ids of its stores begin."""
 
     def __init__(self, manifest: Manifest, member: str) -> None:
         self._per_chunk = [manifest.chunk_tokens // size for size in manifest.block_sizes]
@@ -248,9 +251,9 @@ class _Batches:
         self, keys: Sequence[bytes], block_ids: GroupBlocks, first: int, end: int, at_most: int = MAX_STORE_KEYS, *,
         parent: bytes | None = None,
     ) -> tuple[StoreBatch, ...]:
-        """Chunks [first, end) of a chain whose first key has `parent`. A batch ends where the set of groups changes of
-        which the engine still has all blocks, and after `at_most` chunks. The last one ends where a block of full
-        attention is missing."""
+        """Chunks [first, end) of a chain whose first key has `parent`. A batch ends after `at_most` chunks, and where
+        the set of groups changes for which the engine still has all blocks. The last batch ends before the first chunk
+        that lacks a block of full attention."""
         return tuple(self._cut(keys, block_ids, first, end, at_most, parent))
 
     def _cut(
@@ -267,7 +270,7 @@ class _Batches:
         kinds = groupby(enumerate(chunks, first), key=lambda one: ((one[0] - first) // at_most, tuple(one[1])))
         for (_, groups), run in kinds:
             if not self._full <= set(groups):
-                return  # of no use without all of full attention, and neither is what follows it
+                return  # no lookup finds a chunk that lacks full attention, nor a chunk behind it
             members = list(run)
             start, stop = members[0][0], members[-1][0] + 1
             self._made += 1
@@ -277,7 +280,7 @@ class _Batches:
             )
 
     def blocks_read(self, batches: Sequence[StoreBatch]) -> BlocksRead:
-        """By group."""
+        """All blocks that the batches read, by group."""
         reads: list[list[int]] = [[] for _ in self._per_chunk]
         for batch in batches:
             for of_chunk in batch.block_ids:

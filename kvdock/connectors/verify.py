@@ -1,4 +1,4 @@
-"""Verification of what a lookup found, before it is promised to the engine.
+"""Verification of the chunks that a lookup found, before they are promised to the engine.
 
 A worker verifies each load while it copies it, and an engine that can compute the failed tokens again needs nothing
 more. Other engines can only be promised chunks whose bytes were verified beforehand, while the lease keeps them.
@@ -25,16 +25,17 @@ from kvdock.shm.errors import AttachError, ShmError
 log = logging.getLogger("kvdock.connector")
 
 MOST_TRUSTED = 1 << 16
-"""Parts: those of a pool of 512 GiB, where one has 8 MiB."""
+"""How many parts Trust remembers at most: those of a pool of 512 GiB, if a part has 8 MiB."""
 MOST_AHEAD_BYTES = 4 << 30
 """The most bytes that wait to be hashed ahead: about a second of one thread's work."""
 
 
 class Verifier:
-    """Lets everything be promised: the workers verify it while they load it."""
+    """Accepts every answer: the workers verify its chunks while they load them."""
 
     def verify(self, request_id: str, attachment: Attachment, answer: LookupAnswer) -> bool:
-        """Whether all that `answer` leases may be promised. Runs in a background thread; it may take long, or raise."""
+        """Whether all chunks that `answer` leases may be promised. Runs in a background thread; it may take long, or
+        raise."""
         return True
 
 
@@ -48,7 +49,7 @@ class Trust:
         self._hashed_s: OrderedDict[tuple[int, int, int], float] = OrderedDict()
 
     def add(self, epoch: str, parts: Iterable[Part]) -> None:
-        """`epoch`: names the session with the server in which they lie there."""
+        """`epoch`: the id of the session at whose server the parts are. Parts of any other session are forgotten."""
         now_s = self._clock()
         with self._lock:
             if epoch != self._epoch:
@@ -67,15 +68,15 @@ class Trust:
             return epoch == self._epoch and hashed_s is not None and self._clock() - hashed_s < self._seconds
 
     def clear(self) -> None:
-        """A part was found to be damaged after its hash had been right."""
+        """Forgets all parts: one was found to be damaged after its hash had been right."""
         with self._lock:
             self._hashed_s.clear()
 
 
 class ChecksumVerifier(Verifier):
-    """Hashes all parts in shared memory, in `threads` threads, but for those that `trust` has. A chunk that does not
-    match is reported, and the server takes it out of use; a chunk that cannot be hashed is also a miss, but stays on
-    the server."""
+    """Hashes all parts in shared memory, in `threads` threads, except those in `trust`. If a chunk does not match or
+    cannot be hashed, the answer is refused. A chunk that does not match is reported, too, and the server takes it out
+    of use."""
 
     def __init__(self, session: EngineSession, *, threads: int = 1, trust: Trust | None = None) -> None:
         self._session, self._threads, self._trust = session, threads, trust
@@ -103,7 +104,7 @@ class ChecksumVerifier(Verifier):
         ]
         if not parts:
             return []
-        for segment in {part.segment for _, part in parts}:  # in one thread, because it may have to be mapped
+        for segment in {part.segment for _, part in parts}:  # before the threads start, because this may map it
             self._session.ensure_segment(attachment, segment)
             attachment.segments.require_whole(segment)
         with Pool(min(self._threads, len(parts)), "kvdock-hash") as threads:
@@ -116,8 +117,8 @@ class ChecksumVerifier(Verifier):
 
 class HashAhead:
     """Hashes the parts that this engine has stored, in the pool and in a thread of its own, so that no lookup has to:
-    parts whose hash is right are trusted. A wrong hash is not reported. It proves nothing, because no lease keeps these
-    bytes: the server may have evicted them by now.
+    parts whose hash is right are trusted. A wrong hash is not reported, because it proves nothing: no lease keeps these
+    bytes, so the server may have evicted them by now.
     """
 
     def __init__(self, trust: Trust, most_bytes: int = MOST_AHEAD_BYTES) -> None:
@@ -127,7 +128,7 @@ class HashAhead:
         self._waiting_bytes = 0
 
     def add(self, attachment: Attachment, parts: Sequence[Part]) -> None:
-        """Where too many wait already, they are left to lookups. Thread-safe."""
+        """Queues the parts to be hashed. If too many bytes wait already, it leaves them to lookups. Thread-safe."""
         size_bytes = sum(part.length for part in parts)
         with self._lock:
             if self._waiting_bytes + size_bytes > self._most_bytes or not attachment.acquire():
@@ -138,7 +139,7 @@ class HashAhead:
     def _hash(self, attachment: Attachment, parts: Sequence[Part], size_bytes: int) -> None:
         try:
             for part in parts:  # one by one, so that a lookup finds the parts that are done by then
-                with attachment.segments.reading(part.segment) as is_there:  # a pool may give memory back meanwhile
+                with attachment.segments.reading(part.segment) as is_there:  # the pool may remove a segment meanwhile
                     if is_there:
                         attachment.segments.require_whole(part.segment)
                         if _matches(attachment, part):

@@ -17,8 +17,9 @@ from kvdock.protocol.schemas import BeingStored, PendingTokens
 # --------------------------------------------------------------------------------
 # How long the engine's thread waits for the server's answer to a lookup.
 #
-# A lookup that is Pending costs its request the engine's step until the next lookup: some 300 ms under load, while the
-# answer takes less than one millisecond. So it is worth waiting for an answer that is about to come, and for no other.
+# A request whose lookup is Pending is looked up again in the engine's next step: some 300 ms later under load, while
+# the answer takes less than one millisecond. So it is worth waiting for an answer that is about to come, and for no
+# other.
 #
 # An answer that is later than `wait_s` opens the breaker: from then on no lookup waits, and one without an answer is a
 # miss, because a slow server must not hold up requests that have nothing to load. The next answer in time closes the
@@ -26,12 +27,13 @@ from kvdock.protocol.schemas import BeingStored, PendingTokens
 # is longer. While the engine computes nothing, a wait delays no other request, so an answer is late only
 # after IDLE_WAITS times `wait_s`.
 #
-# Threads: the engine's thread waits, a background thread reports answers. The breaker is one flag, which both set.
+# Threads: the engine's thread waits, and a background thread calls answered(). Both set the breaker, which is one flag.
 
 IDLE_WAITS = 10
 """While the engine computes nothing, an answer may take this many times `wait_s`: a miss costs more than the wait."""
 STEP_SHARE = 0.1
-"""The most that all waits of one step may take together, as a share of the mean time of a step."""
+"""The most that all waits of one step may take together, as a share of the mean time of a step, if that is more than
+`wait_s`."""
 LONGEST_STEP_S = 1.0
 """A longer time between two steps is not the time of a step: it counts as this long."""
 TURN_S = 0.001
@@ -42,8 +44,9 @@ NEWEST_STEP = 0.2
 
 @dataclass
 class SentQuestion:
-    """`answered` is done when the answer has come. `asked_s`: when the question was given to the thread that sends it,
-    by the clock. `was_late`: a lookup was a miss because the answer was late. `was_read`: a lookup has read it."""
+    """`answered`: done when the answer has come. `asked_s`: the time at which the question was passed to the thread
+    that sends it. `was_late`: a lookup was a miss because the answer was late. `was_read`: a lookup has read the
+    answer."""
 
     answered: Future[None]
     asked_s: float
@@ -103,14 +106,14 @@ class Patience:
         return work.done()
 
     def answered(self, took_s: float) -> None:
-        """Background: the server has answered within `took_s`."""
+        """Background: the server has answered after `took_s` seconds."""
         self._answered_s = self._clock()
         if took_s <= self._late_after_s:
             self.is_open = False
 
 
 # --------------------------------------------------------------------------------
-# Which of the requests that wait in an engine get their question sent before the engine looks them up.
+# Sends the questions of some requests that wait in an engine before the engine looks them up.
 #
 # The chunks that are found for a waiting request are leased, so they cannot be evicted. Few leases are enough, because
 # an engine admits few requests in one step, and many would keep the pool full of chunks that are needed much later:
@@ -155,9 +158,11 @@ class EarlyQuestions:
 
 
 # --------------------------------------------------------------------------------
-# Waits that last several steps. Each has a time limit. After it, the request does not wait again until it is forgotten.
+# Waits that last several steps. Each has a time limit. Once a wait of a request has ended, the request does not start
+# another one until it is forgotten.
 #
-# Threads: the engine's, one at a time. Nothing here blocks: a request that waits is looked up again in a later step.
+# Not thread-safe: the engine calls it from one thread at a time. Nothing here blocks: a request that waits is looked up
+# again in a later step.
 
 ASK_S = 0.02
 """While a request waits, its question is sent again this long after the last time."""
@@ -175,7 +180,7 @@ W = TypeVar("W", bound=_Wait)
 
 
 class _Waiting(Generic[W]):
-    """By request. When a wait ends, `count` is called with its outcome and its seconds."""
+    """The waits of one kind, by request. `count`: called when a wait ends, with its outcome and its seconds."""
 
     def __init__(self, clock: Callable[[], float], count: Callable[[str, float], None]) -> None:
         self._clock, self._count = clock, count
@@ -262,13 +267,14 @@ class ComputeOnce(_Waiting[_StoreWait]):
 # --------------------------------------------------------------------------------
 # How long a request waits for chunks that a lower tier is loading into the pool, instead of computing them.
 #
-# A lookup passes on the terms of its request: how long it may wait, and how fast this engine computes. Where that speed
-# is known, the request waits no longer than computing the missing tokens would take. The mover decides whether the wait
-# is worth it (kvdock/protocol/mover_schemas.py). The answer says what is expected, and by when. The request waits until
-# all of it is there, until nothing comes any more, or until its time is over; then it takes what there is.
+# A lookup sends the terms of its request to the server: how long the request may wait, and how fast this engine
+# computes. If that speed is known, the request waits no longer than computing the missing tokens would take. The mover
+# decides whether the wait is worth it (kvdock/protocol/mover_schemas.py). The answer says how many tokens are expected,
+# and by when. The request waits until all of them are in the pool, until no more will come, or until its time is over;
+# then it uses what was found.
 
 LEAST_S = 0.01
-"""No request waits for less: its answer is not read before a later step anyway."""
+"""The shortest time limit of a wait: a shorter wait would be over before the next step reads its answer."""
 
 
 class WaitTerms(NamedTuple):
@@ -287,13 +293,13 @@ NO_WAIT = WaitTerms(0.0, 0.0)
 class _TierWait(_Wait):
     until_s: float = 0.0
     server_until_s: float = 0.0
-    """Until then an answer without `pending` means that no more will come; later, that the time at the server is
-    over."""
+    """Before this time, an answer without `pending` means that no more will come; after it, that the request's time at
+    the server is over."""
 
 
 class AwaitTiers(_Waiting[_TierWait]):
-    """`most_s`: the longest wait. `speed`: of this engine; None: it is not known. Outcomes: "fulfilled", "shortened",
-    "expired"."""
+    """`most_s`: the longest wait. `speed`: this engine's prefill speed; None: not known. Outcomes: "fulfilled",
+    "shortened", "expired"."""
 
     def __init__(
         self, most_s: float, speed: PrefillSpeed | None, clock: Callable[[], float],
@@ -349,9 +355,9 @@ class Expected(NamedTuple):
     """The chunks that may still come for a request, by the newest answer to its lookup. None: no more will come."""
 
     being_stored: BeingStored | None = None
-    """From other engines."""
+    """Chunks that other engines store."""
     pending: PendingTokens | None = None
-    """From lower tiers."""
+    """Chunks that lower tiers load."""
 
 
 NOTHING = Expected()
@@ -372,11 +378,11 @@ class Waits:
     clock: Callable[[], float] = time.perf_counter
 
     def terms(self, missing_tokens: int) -> WaitTerms:
-        """As AwaitTiers has it."""
+        """See AwaitTiers.terms."""
         return self.tiers.terms(missing_tokens) if self.tiers is not None else NO_WAIT
 
     def are_for(self, expected: Expected) -> bool:
-        """Whether requests wait for anything that is expected."""
+        """Whether requests of this engine wait for chunks that are `expected`."""
         stored = expected.being_stored if self.once is not None else None
         return stored is not None or (self.tiers is not None and expected.pending is not None)
 

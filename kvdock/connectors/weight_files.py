@@ -1,12 +1,12 @@
-"""The digest of a file of weights, of samples of its tensors or of all of it, read without torch and without pickle.
+"""Digests of files of weights, over samples of their tensors or over all bytes, without torch and without pickle.
 
 A file is cut where its tensors begin and end, as its own header says. Tensors below WHOLE_BYTES (biases, norms, scales)
-are read whole, and so is what is no tensor (headers, paddings). A larger tensor is cut into stretches of equal length,
-each some of its rows, and one piece of each stretch is read. Where in its stretch a piece lies differs from stretch to
-stretch, so that the pieces do not all fall on the same columns.
+are read whole, and so are bytes of no tensor (headers, paddings). A larger tensor is cut into stretches of equal
+length, and one piece of each stretch is read. The piece lies at a different place in each stretch, so that the pieces
+do not all fall on the same columns.
 
-Rule: a file whose header cannot be understood (another kind, a damaged one) is read whole. So a digest is never weaker
-than what is said here, and what it costs is bounded by one reading of the file.
+Rule: a file whose header cannot be understood (another kind, a damaged one) is read whole. So no digest covers less
+than is described here, and none costs more than to read the file once.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ MOST_PIECES = 1 << 17
 then).
 """
 LEAST_PIECES = 16
-"""No tensor has fewer pieces, though."""
+"""The fewest pieces of a large tensor."""
 READ_BYTES = 1 << 20
 THREADS = 8
 """How many threads read at the same time: a disk serves many small reads at once faster than one by one."""
@@ -48,7 +48,7 @@ MOST_HEADER_BYTES = 1 << 30
 """A header that claims to be longer is not valid."""
 STORAGE = re.compile(r"(^|/)data/\d+$")
 GOLDEN = 0.6180339887498949
-"""Its multiples, without their whole parts, are spread evenly over 0 … 1, however many of them are taken."""
+"""The fractional parts of its multiples are spread evenly over 0 … 1, however many are taken."""
 
 
 class NoLayout(Exception):
@@ -57,7 +57,7 @@ class NoLayout(Exception):
 
 @dataclass(frozen=True)
 class Run:
-    """Bytes `start` … `end` of a file. `is_tensor`: of one tensor, of which pieces may be read."""
+    """Bytes [start, end) of a file. `is_tensor`: they are one tensor, so it is enough to read pieces of them."""
 
     start: int
     end: int
@@ -102,10 +102,10 @@ class _Opened:
             return (Run(0, self.size, is_tensor=False),)
 
     def digests(self, pool: Pool, stretch: int) -> Iterator[bytes]:
-        """In the order of the runs."""
+        """The digests of the file's runs, in their order."""
         with self._path.open("rb", buffering=0) as file:
             if hasattr(os, "posix_fadvise") and any(run.is_large for run in self.runs):
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)  # else each piece brings 128 KiB
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)  # else each piece costs 128 KiB of reading
             parts = list(_parts(self.runs))
             step = max(1, -(-len(parts) // (THREADS * SLICES)))
             read = [
@@ -209,7 +209,7 @@ def _of_safetensors(file: BinaryIO, start: bytes, size: int) -> list[tuple[int, 
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise NoLayout(f"its header cannot be read as safetensors: {type(error).__name__}") from error
     at = 8 + length
-    for first, end in tensors:  # the format leaves no bytes out
+    for first, end in tensors:  # safetensors has no gaps between tensors
         if first != at or end < first:
             raise NoLayout(f"its header has a tensor at byte {first}, and {at} is where the one before ends")
         at = end
@@ -244,7 +244,7 @@ class _GGUF:
     """https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3, little-endian."""
 
     SIZES = (1, 1, 2, 2, 4, 4, 4, 1, 0, 0, 8, 8, 8)
-    """Bytes of a value, by the number of its type; 0: they differ."""
+    """Bytes of a value, by the number of its type; 0: the length varies."""
     STRING, ARRAY = 8, 9
     MOST_DIMENSIONS = 8
 
@@ -282,7 +282,7 @@ class _GGUF:
         data = -(-self._file.tell() // self._alignment) * self._alignment
         if starts and (min(starts) != 0 or data > self._size or len(set(starts)) < len(starts)):
             raise NoLayout("its tensors do not begin behind its header, each at a place of its own")
-        ends = [*sorted(starts)[1:], self._size - data]  # a tensor's padding counts for it
+        ends = [*sorted(starts)[1:], self._size - data]  # the padding behind a tensor counts as its bytes
         return [(data + start, data + end) for start, end in zip(sorted(starts), ends, strict=True)]
 
     def _take(self, form: str) -> tuple[int, ...]:

@@ -1,7 +1,7 @@
-"""Which weights a model has: a digest of the content of its files, in whatever folder and under whatever name.
+"""Identifies a model's weights by a digest of the content of its files, independent of the model's folder and name.
 
-Invariant: weights whose files are not read have a name that a user gave them, or are refused. The digest of no file
-never stands for a model.
+Invariant: weights whose files are not read are named by the user, by a commit of a hub, or as dummy weights of a seed;
+all others are refused. A digest is never made of no files.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from kvdock.connectors.weight_files import digest_of_files
 
 SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 READ_ALIKE = ("hf", "safetensors", "fastsafetensors", "instanttensor", "runai_streamer")
-"""Engines' load formats that read the same files, each at its own speed."""
+"""Load formats of engines that read the same weights from the same files, and differ in speed."""
 FROM_FILES = (
     "auto", *READ_ALIKE, "mistral", "npcache", "pt", "bitsandbytes", "sharded_state", "runai_streamer_sharded", "gguf"
 )
-"""Load formats that read files in the model's folder. Others get their weights from somewhere else."""
+"""Load formats that read files in the model's folder. All others get the weights from elsewhere."""
 SHARD = re.compile(r"^(?P<model>.+)-\d{5}-of-\d{5}\.gguf$")
 
 FindSnapshot = Callable[[str, str | None, str | None], Path | None]
@@ -47,8 +47,8 @@ def weights_of(
 ) -> dict[str, Any]:
     """The fields of the manifest that distinguish these weights from others. `model`, `load`: vLLM's ModelConfig and
     LoadConfig, or objects with those of their fields that are read here. `given`: the user's own name of the weights;
-    then no file is read. `whole`: all bytes of the files are read, not samples of them. NotSupportedError where nothing
-    distinguishes them."""
+    then no file is read. `whole`: all bytes of the files are read, not samples of them. NotSupportedError when nothing
+    identifies the weights."""
     read_as = str(load.load_format).rpartition(".")[2].lower()
     if read_as == "dummy":
         return {"weights": given or "dummy", "seed": model.seed}
@@ -93,8 +93,8 @@ def _files_in(folder: Path) -> list[Path]:
 
 
 def _shards_of(path: Path) -> list[Path]:
-    """`path`, with the others of one model that was cut into several files of GGUF. NotSupportedError for a file of
-    another kind."""
+    """`path`, and the other GGUF files of a model that was split into several. NotSupportedError unless the suffix of
+    `path` is one of SUFFIXES."""
     if path.suffix not in SUFFIXES:
         raise _unknown(f"{path} is not of a kind that holds weights ({', '.join(SUFFIXES)})")
     found = SHARD.match(path.name)
@@ -114,7 +114,7 @@ def _digest(files: Sequence[Path], *, names: bool, whole: bool) -> str:
 
 
 def digest_of_folder(folder: Path) -> str:
-    """The content of all files below it: an adapter's weights, and their description. They are read whole."""
+    """A digest of all files in `folder` and below, read whole: an adapter's weights and their description."""
     digest = hashlib.sha256()
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         digest.update(f"{path.relative_to(folder)} {path.stat().st_size}\n".encode())

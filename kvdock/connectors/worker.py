@@ -1,14 +1,14 @@
 """The worker connector: carries out plans with the copier, and reports the end of copies to the server.
 
 Each rank has one. It decides nothing: a plan names slots, blocks and checksums. It releases leases and commits stores
-only after it has observed the end of the copies (W1, W2). A chunk whose bytes do not have the checksum in the lease is
-reported and never counted as loaded (W3).
+only after it has observed the end of the copies (W1, W2 in docs/lifetime_protocol.md). A chunk whose bytes do not have
+the checksum in the lease is reported and never counted as loaded (W3).
 
     load()    submit_load() enqueues the copies, finish_load() waits for their end, end_load() reports to the server
     store()   submit_store() enqueues the copies, finish_store() waits for their end and commits
 
 On a GPU a load may be verified before its copies have ended: all of its bytes have been hashed, while the last ones are
-still being copied. Work that reads them is ordered after the copies on the GPU.
+still being copied. Work that reads the blocks is ordered after the copies on the GPU.
 
 Thread safety: loads may be submitted and finished by one thread while others submit and finish stores and call
 end_load(); a copier of its own for each group and direction keeps a load from waiting behind stores.
@@ -52,14 +52,14 @@ AnyPart = TypeVar("AnyPart", Part, WritePart)
 
 
 class Bands(NamedTuple):
-    """As CudaCopier.scatter takes them."""
+    """The bands of a load; see CudaCopier.scatter."""
 
     ends: Sequence[int]
     verified_after: int
 
 
 class _Copying(Generic[Piece]):
-    """Copies in progress. `copies`: (group, its pieces, their copy)."""
+    """The copies of a load or a store. `copies`: the group, the pieces and the handle of each copy."""
 
     def __init__(self, attachment: Attachment, started_s: float) -> None:
         self.attachment, self.started_s = attachment, started_s
@@ -73,8 +73,8 @@ class _Copying(Generic[Piece]):
         return all(handle.wait(timeout_s) for _, _, handle in self.copies)
 
     def took_s(self) -> float | None:
-        """The seconds that the copies took: those of one group follow each other, and groups copy side by side. None
-        where the time of one of them is not known."""
+        """The seconds that the copies took, if the copies of a group run one after another, and groups side by side.
+        None when the time of one copy is not known."""
         by_group: dict[int, float] = {}
         for group, _, handle in self.copies:
             seconds = handle.took_s()
@@ -84,7 +84,7 @@ class _Copying(Generic[Piece]):
         return max(by_group.values(), default=None)
 
     def order(self, stream: int) -> None:
-        """Work that is put on `stream` (a CUstream) from now on runs after the copies, which are a GPU's."""
+        """Work that is put on `stream` (a CUstream) from now on runs after the copies. GPUs only."""
         for _, _, handle in self.copies:
             assert isinstance(handle, StreamHandle), "streams are a GPU's"
             handle.order(stream)
@@ -99,7 +99,7 @@ class Storing(_Copying[StorePiece]):
         self.error: Exception | None = None
         """The reason if a copy could not be submitted."""
         self.committed: Sequence[tuple[StorePiece, int]] = ()
-        """The pieces that this rank has written, with their checksums, once the server knows."""
+        """The pieces that this rank has written, with their checksums, after the commit."""
 
 
 class Loading(_Copying[LoadPiece]):
@@ -114,14 +114,14 @@ class Loading(_Copying[LoadPiece]):
         """Chunks whose bytes do not match their checksums."""
 
     def verified(self, timeout_s: float) -> bool:
-        """True once all bytes are verified: work that is ordered after the load finds everything that was promised."""
+        """True once all bytes are verified: work that is ordered after the load reads correct KV."""
         if self.lost:
             return False
         for _, _, handle in self.copies:
             try:
                 found = handle.verified(timeout_s) if isinstance(handle, StreamHandle) else None
             except CopyFailed:
-                return False  # finish_load() reports it
+                return False  # finish_load() reports the failure
             if found is None or not all(result.ok for result in found):
                 return False
         return True
@@ -141,7 +141,7 @@ class WorkerConnector:
     use its for_stores().
 
     `stream`: the stream on which the engine reads and writes its blocks (a CUstream as an integer). Unless a call says
-    otherwise, a copy runs after the work that is on this one when the copy is submitted. None on the CPU, and if
+    otherwise, a copy runs after the work that is on this stream when the copy is submitted. None on the CPU, and if
     every step has ended before its blocks are passed to the connector.
     """
 
@@ -194,7 +194,7 @@ class WorkerConnector:
 
     @property
     def writes(self) -> bool:
-        """False: another rank holds the same bytes, and stores them (MLA)."""
+        """Whether this rank stores. False: another rank has the same bytes and stores them (MLA)."""
         return self.rank < self.session.manifest.writers
 
     def close(self) -> None:
@@ -206,7 +206,8 @@ class WorkerConnector:
     def load(self, attachment: Attachment, plan: LoadPlan) -> int:
         """Fills the plan's blocks. Returns how many tokens are valid, counted from token 0: fewer if a chunk failed.
 
-        Never raises for a server or a slot that is not there: the engine recomputes what was not loaded.
+        Does not raise if the server is lost or a slot is not mapped: the engine computes the tokens that were not
+        loaded.
         """
         loading = self.submit_load(attachment, plan)
         try:
@@ -218,8 +219,8 @@ class WorkerConnector:
         self, attachment: Attachment, plan: LoadPlan, bands: Sequence[Bands] | None = None, *, waits: bool = True,
         after: int | None = None,
     ) -> Loading:
-        """Enqueues the copies and returns. `bands`: per group; GPUs only. Not `waits`: no work on the engine's stream
-        uses the blocks, so the copies may start before it has ended, but not before the work on `after`."""
+        """Enqueues the copies and returns. `bands`: one for each group; GPUs only. `waits` False: no work on the
+        engine's stream uses the blocks, so the copies wait only for the work on the stream `after`, if there is one."""
         loading = Loading(attachment, plan, self._clock())
         loading.holds_lease = attachment.grants.start(plan.lease)
         if not loading.holds_lease:
@@ -335,7 +336,7 @@ class WorkerConnector:
         return storing
 
     def finish_store(self, storing: Storing, *, is_sound: bool = True) -> int:
-        """Waits for the copies and commits. Not `is_sound`: the copied bytes must not be published. Returns how many
+        """Waits for the copies and commits. `is_sound` False: the copied bytes must not be published. Returns how many
         chunks are ready by then."""
         storing.wait(None)
         if not storing.holds_reservation:
@@ -380,7 +381,8 @@ class WorkerConnector:
     # ------------------------------------------------------------------ both
 
     def _own_part(self, piece: LoadPiece | StorePiece, parts: Iterable[AnyPart], writer: int) -> AnyPart:
-        """The part of `parts` that this rank copies. CopyError unless it has the length of the copy."""
+        """The part by `writer` among `parts`. CopyError when it is missing, or its length or the number of the piece's
+        blocks is wrong."""
         wanted, blocks = self.session.manifest.groups[piece.group].part_bytes, self._part_blocks[piece.group]
         part = next((part for part in parts if part.writer == writer), None)
         if part is None or part.length != wanted:
@@ -422,15 +424,15 @@ def _by_group(pieces: Iterable[Piece]) -> dict[int, list[Piece]]:
 #
 # A load that may be reported early is copied band by band. When most of it was moved, and the CPU has hashed the rest,
 # the request may run: either the step's work is ordered after the whole load, or the work of each attention layer after
-# the band that has its KV, so that the first layers are computed while the last ones are still being copied. Where a
-# load was verified before it started, the first band may be small: layers are computed from then on.
+# the band that has its KV, so that the first layers are computed while the last ones are still being copied. If a load
+# was verified before it started, the first band may be small, because the request may run once that band is copied.
 #
 # Invariant: `all_ordered` is False while the step has not asked for some band of a watched load: the step may have read
-# anything.
+# KV before it was copied.
 
 class Cut(NamedTuple):
     """`first_share`: the share of the layers that is in the first band. `later`: how many bands follow; each costs a
-    descriptor upload and an event. `verified_after`: as the copier has it."""
+    descriptor upload and an event. `verified_after`: see CudaCopier.scatter."""
 
     first_share: float
     later: int
@@ -438,17 +440,17 @@ class Cut(NamedTuple):
 
 
 VERIFIED_EARLY = Cut(0.625, 4, 1)
-"""While the first band is copied the CPU hashes the others (kvdock/connectors/worker.py)."""
+"""For a load that was not verified before: while the first band is copied, the CPU hashes the others."""
 VERIFIED_BEFORE = Cut(0.125, 7, 0)
-"""The GPU hashes the whole load while it copies it, and the result is known when the load has ended."""
+"""For a load that was verified before: the GPU hashes all bands again while it copies them."""
 
 
 class Layers:
-    """`planes[g]`: of KV group g, each layer's plane."""
+    """`planes[g]`: for KV group g, the plane of each layer, by the layer's name."""
 
     def __init__(self, planes: Sequence[Mapping[str, int]], cut: Cut = VERIFIED_EARLY) -> None:
         self.bands: list[Bands] = []
-        """Per group."""
+        """The bands of each group's loads."""
         self._where: dict[str, list[tuple[int, int]]] = {}
         for group, of_layers in enumerate(planes):
             count = max(of_layers.values()) + 1
@@ -462,12 +464,13 @@ class Layers:
         self._ordered: set[tuple[int, int, int]] = set()
 
     def watch(self, loadings: Sequence[Loading]) -> None:
-        """Verified loads of a step that asks for each layer. Those of the step before are forgotten."""
+        """Watches the verified loads of a step that calls order() for each layer. The loads of the step before are
+        forgotten."""
         self._watched, self._ordered = [loading for loading in loadings if loading.copies], set()
 
     def order(self, layer: str, stream: int) -> None:
-        """Work that is put on `stream` from now on finds the layer's KV. A layer that is in no group shares the KV of
-        another one: then all KV is there."""
+        """Work that is put on `stream` from now on runs after the copies of the layer's KV. A layer that is in no group
+        shares the KV of another layer: the work then runs after all copies."""
         if not self._watched:
             return
         all_of_it = [(group, len(bands.ends) - 1) for group, bands in enumerate(self.bands)]
@@ -498,23 +501,23 @@ class Layers:
 
 
 # --------------------------------------------------------------------------------
-# With how many CPU threads a worker may hash, beside the other programs of its machine.
+# How many CPU threads a worker may use for hashing, so that other programs on the machine keep cores.
 
 MOST_HASH_THREADS = 8
-"""The most that were tried on an H200's host (bench/LOG.md)."""
+"""The largest number that was measured on an H200's host (bench/LOG.md)."""
 QUOTA = Path("/sys/fs/cgroup/cpu.max")
 """A container's CPU quota (control groups, version 2): microseconds of CPU, or "max", and of time."""
 
 
 def hash_threads(cores: float) -> int:
-    """Half of a worker's cores, and one at least."""
+    """Half of a worker's `cores`, at least 1 and at most MOST_HASH_THREADS."""
     return max(1, min(MOST_HASH_THREADS, int(cores / 2)))
 
 
 def cores_of(workers: int, *, bound: int | None = None, installed: int | None = None, quota: Path = QUOTA) -> float:
     """CPU cores available to each of `workers` workers on this machine: its share of the machine and of the
-    container's quota, but no more cores than it is `bound` to. None: as the operating system reports for this
-    process."""
+    container's quota, but no more cores than it is `bound` to. `bound`, `installed` None: as the operating system
+    reports for this process."""
     if bound is None:
         bound = len(os.sched_getaffinity(0))
     shared = min(installed or os.cpu_count() or 1, _cores_within(quota))

@@ -1,4 +1,4 @@
-"""The rate of plain copies on this machine, with which the rate of an engine's copies is compared.
+"""Measures the rate of plain copies on this machine, with which the rate of an engine's copies is compared.
 
 In host memory it is the rate of memcpy with the copier's threads, measured here once in a process. On a GPU it is the
 rate of one copy between page-locked memory and the device, as the calibration of copies measured it.
@@ -18,13 +18,14 @@ from kvdock.datapath.devices import Device
 from kvdock.datapath.tuning import cached_tunings
 
 SCRATCH_BYTES = 96 << 20
-"""More than the caches of processors hold."""
+"""Larger than the caches of processors."""
 PIECE_BYTES = 64 << 10
 ROUNDS = 2
 
 
 def ceiling_bytes_per_s(device: Device, threads: int) -> float:
-    """The best of ROUNDS. 0: not known, because copies on that GPU were not calibrated. Raises NoCuda."""
+    """The bytes that plain copies copy in a second, by the best measurement. 0: not known, because copies on that GPU
+    were not calibrated. Raises NoCuda."""
     if device.cuda is None:
         return _memcpy_bytes_per_s(threads)
     uuid = require_cuda(device.cuda).uuid
@@ -33,7 +34,7 @@ def ceiling_bytes_per_s(device: Device, threads: int) -> float:
 
 @cache
 def _memcpy_bytes_per_s(threads: int) -> float:
-    """Takes some tens of milliseconds."""
+    """Measures memcpy, which takes some tens of milliseconds."""
     with mmap.mmap(-1, SCRATCH_BYTES) as source, mmap.mmap(-1, SCRATCH_BYTES) as spare:
         source[:] = spare[:] = bytes(SCRATCH_BYTES)  # touched: no page faults while it is measured
         from_, to = (

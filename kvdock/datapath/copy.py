@@ -48,7 +48,7 @@ class PartCopy:
     skip_blocks: int = 0
     """Scatter only: the number of leading blocks that are hashed but never written."""
     checksum: int | None = None
-    """The expected checksum: required for scatter. A gather compares with it if it is given."""
+    """The expected checksum. A scatter requires it; a gather compares its own with it, if it is given."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class PackedParts(NamedTuple):
 
 
 def packed_for_gather(layout: PagedLayout, parts: Sequence[PartCopy]) -> PackedParts:
-    """CopyError for a part with skip_blocks, or for values that do not fit 64-bit integers."""
+    """The parts for a gather. CopyError for a part with skip_blocks, or for values that do not fit 64-bit integers."""
     packed = _packed(layout, parts)
     if any(packed.skips):
         index = next(index for index, skip in enumerate(packed.skips) if skip)
@@ -119,7 +119,7 @@ def packed_for_gather(layout: PagedLayout, parts: Sequence[PartCopy]) -> PackedP
 
 
 def packed_for_scatter(layout: PagedLayout, parts: Sequence[PartCopy]) -> PackedParts:
-    """CopyError for a part without its expected checksum, or for values that do not fit 64-bit integers."""
+    """The parts for a scatter. CopyError for one without an expected checksum, or for values that exceed 64 bits."""
     if None in (part.checksum for part in parts):
         index = next(index for index, part in enumerate(parts) if part.checksum is None)
         raise copy_error(f"part {index}: checksum", found=None, wanted="the expected value")
@@ -127,7 +127,8 @@ def packed_for_scatter(layout: PagedLayout, parts: Sequence[PartCopy]) -> Packed
 
 
 def _packed(layout: PagedLayout, parts: Sequence[PartCopy]) -> PackedParts:
-    """Also makes checksum keys for the longest part. Engines wait for it: about a microsecond for each part."""
+    """Also makes checksum keys for the longest part. The engine's thread waits for this: about a microsecond for each
+    part."""
     slots, ids, starts, skips = array("Q"), array("q"), array("q", [0]), array("q")
     longest = end = 0
     try:
@@ -192,7 +193,8 @@ def _refuse_stream(after: int | None) -> None:
 
 
 class CpuCopier:
-    """Copies with the CPU: one background thread takes copies in turn, each runs on up to `threads` threads."""
+    """Copies with the CPU: one background thread makes the copies one after another, each with up to `threads`
+    threads."""
 
     def __init__(self, layout: PagedLayout, *, threads: int) -> None:
         if threads < 1:

@@ -1,9 +1,9 @@
 """Copies on a GPU: the Copier of copy.py for blocks in a GPU's memory, ordered with the engine's streams.
 
-    copier.scatter(parts, after=stream) ─► handle     enqueues; the work so far on `after` comes first
-    handle.order(stream)                              the later work on `stream` comes after the copy
+    copier.scatter(parts, after=stream) ─► handle     enqueues; runs after the present work on `after`
+    handle.order(stream)                              later work on `stream` runs after the copy
     handle.order(stream, band)                        … or after its first layers: scatter(…, bands=…)
-    handle.verified(timeout_s)                        its results before it has ended: scatter(…, verified_after=…)
+    handle.verified(timeout_s)                        results before the end of the copy: scatter(…, verified_after=…)
     handle.done() | wait() | copier.fileno()          for the CPU
 
 The native core opens the CUDA driver itself and works in the primary context, so a PagedLayout can describe tensors of
@@ -36,19 +36,19 @@ class CopyTuning:
     """Bytes of one staging buffer."""
     buffers: int = 2
     load_ctas: int = 16
-    """CTAs (thread blocks) of a kernel that copies from staging to paged blocks; `store_ctas`: of one that copies back.
-    Each keeps a multiprocessor from the engine, whose kernels often expect all of them: four fill PCIe, more end
-    sooner."""
+    """CTAs (thread blocks) of a kernel that copies from staging to paged blocks; `store_ctas`: of a kernel that copies
+    back. Each CTA takes a multiprocessor from the engine, whose kernels often need all of them. Four are enough to
+    saturate PCIe; with more, a piece's kernel ends sooner."""
     store_ctas: int = 4
     direct_ctas: int = 8
     """CTAs of a kernel that reads or writes the slots themselves, in page-locked host memory."""
     direct_load_bytes: int = 4 << 20
-    """Calls that load up to this many bytes go direct; `direct_store_bytes`: calls that store."""
+    """Loads of up to this many bytes in a call are direct copies; `direct_store_bytes`: the same for stores."""
     direct_store_bytes: int = 4 << 20
     hash_threads: int = 4
     """CPU threads that verify a load before it has ended. Not measured: the caller knows how many cores it may use."""
     background_store_ctas: int = 2
-    """CTAs of a connector's stores in the background (for_stores): the fewest that fill PCIe."""
+    """CTAs of a connector's stores in the background (for_stores): the fewest that saturate PCIe."""
 
     def for_core(self) -> dict[str, int]:
         """The arguments of the native core's copier."""
@@ -57,15 +57,16 @@ class CopyTuning:
         return values
 
     def for_stores(self) -> CopyTuning:
-        """For stores while the engine computes: by the kernel alone, whatever their size. While a store keeps the copy
-        engine busy, no other copy to the host starts, and an engine copies its tokens there: with a store of 1 GiB on
-        an H200, they came 15 ms late. More CTAs than fill PCIe would delay the engine's kernels (bench/LOG.md)."""
-        least = 1 << 20  # of staging, which is not used
+        """The tuning for stores while the engine computes: all of them are direct copies. While a staged store keeps
+        the copy engine busy, no other copy to the host starts, such as that of the engine's sampled tokens: during a
+        store of 1 GiB on an H200, tokens came 15 ms late. More CTAs than saturate PCIe would delay the engine's kernels
+        (bench/LOG.md)."""
+        least = 1 << 20  # the smallest staging buffer; none is used
         return replace(self, piece_bytes=least, direct_ctas=self.background_store_ctas, direct_store_bytes=1 << 62)
 
 
 def require_cuda(device: int) -> _core.CudaDevice:
-    """The GPU of that index. NoCuda, with a sentence for people, when it cannot be used."""
+    """The GPU with index `device`. NoCuda, whose message is one sentence, when it cannot be used."""
     why = _core.cuda_unavailable()
     if why:
         raise NoCuda(why, found=why, wanted="a CUDA GPU")
@@ -96,8 +97,8 @@ class CudaHandle:
         self._copy.order(stream, band)
 
     def verified(self, timeout_s: float | None) -> list[PartResult] | None:
-        """Waits until the copy is verified. Returns what result() does, for the bytes that were copied by then, and for
-        the others as the CPU found them in the slots. None on timeout."""
+        """Waits until the copy is verified. Returns the same as result(), but for bytes that were not copied yet, the
+        sums cover the content that the CPU found in the slots. None on timeout."""
         return results_of(self._copy.verified_checksums(), self._parts) if self._copy.wait_verified(timeout_s) else None
 
     def result(self) -> list[PartResult]:
@@ -115,7 +116,7 @@ class CudaCopier:
     """A Copier for blocks in the memory of GPU `device`. Copiers of further layouts, opened with beside(), share its
     staging and take turns with it.
 
-    `part_blocks`: of the longest part that copies will name; None: as many as the layout has.
+    `part_blocks`: how many blocks the longest part of a copy has; None: as many as the layout has.
 
     Raises NoCuda; CopyError for an impossible tuning; CudaError when the layout's memory is not on that GPU, or when
     there is no memory for staging (`tuning.buffers * tuning.piece_bytes` bytes of the GPU, and 8 MiB page-locked).
@@ -143,12 +144,13 @@ class CudaCopier:
 
     @property
     def staging_bytes(self) -> int:
-        """Bytes of device memory that copies pass through."""
+        """Bytes of the staging buffers in device memory."""
         return self._core.staging_bytes
 
     def gather(self, parts: Sequence[PartCopy], *, after: int | None = None) -> CudaHandle:
-        """Paged blocks → slots. `after`: a stream (a CUstream as an integer, 0: the legacy default stream) whose work
-        so far comes first. CopyError (impossible block ids, lengths or slots), CopierClosed, CudaError."""
+        """Paged blocks → slots. `after`: a stream (a CUstream as an integer, 0: the legacy default stream) whose
+        present work the copy waits for. Raises CopyError (impossible block ids, lengths or slots), CopierClosed,
+        CudaError."""
         packed = packed_for_gather(self._layout, parts)
         self._require_open()
         copied = self._core.gather(self._number, packed.slots, packed.block_ids, packed.starts, after=after)

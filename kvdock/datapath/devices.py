@@ -38,8 +38,8 @@ class Device:
         return None if self.cuda is None else CudaRegister(self.cuda)
 
     def tuning(self, layouts: Sequence[PagedLayout], *, chunk_tokens: int) -> CopyTuning | None:
-        """The best one for the first layout and chunks of `chunk_tokens`: measured once on a machine, in well under a
-        second. None on the CPU."""
+        """The fastest tuning for the first layout and for chunks of `chunk_tokens` tokens. It is measured once on a
+        machine, in well under a second. None on the CPU."""
         if self.cuda is None:
             return None
         return tuned(layouts[0], self.cuda, part_blocks=chunk_tokens // layouts[0].block_tokens)
@@ -47,8 +47,9 @@ class Device:
     def open_copiers(
         self, layouts: Sequence[PagedLayout], *, chunk_tokens: int, threads: int, tuning: CopyTuning | None = None
     ) -> list[Copier]:
-        """One for each layout, for parts of chunks of `chunk_tokens`. `threads`: of each CPU copy. On a GPU they share
-        staging, as `tuning` says; None: the usual values. Raises what CudaCopier raises."""
+        """A copier for each layout, for parts of chunks of `chunk_tokens` tokens. `threads`: how many threads a copy
+        with the CPU uses. `tuning`: for copies on a GPU; None: CopyTuning's defaults. On a GPU the copiers share
+        staging buffers. Raises what CudaCopier raises."""
         if self.cuda is None:
             return [CpuCopier(layout, threads=threads) for layout in layouts]
         first, *others = [(layout, chunk_tokens // layout.block_tokens) for layout in layouts]

@@ -1,5 +1,5 @@
-"""The errors of copies and devices. Every error names the value found and the value wanted. Those of segments, which
-the data path also raises, are in kvdock/shm/errors.py.
+"""The errors of copies and devices. A message names the value found and the value wanted; NoCuda's is one sentence. The
+data path also raises the errors of segments, which are in kvdock/shm/errors.py.
 
     DatapathError
     ├── CopierClosed        a copy was submitted after close()
@@ -50,7 +50,7 @@ class NoCuda(DatapathError):
 
 
 def _as_core(kind: type[E], message: str, *, found: object, wanted: object) -> E:
-    """An error of the native core, as that makes it."""
+    """Makes an error of a class of the native core, with the same message and attributes as the core does."""
     error = kind(f"{message}: found {found}, wanted {wanted}")
     error.found, error.wanted = found, wanted
     return error

@@ -1,4 +1,4 @@
-"""An engine's paged KV, described by strides. A named format is a way to build that description.
+"""Describes an engine's paged KV by strides. A named format is a way to build such a description.
 
 A plane is the K or the V (or the one latent) of one layer; its blocks are `block_stride` bytes apart and consist
 of equal runs. Slots hold planes in one canonical order: layer by layer, K before V. So formats with the same order of
@@ -31,7 +31,7 @@ class PagedTensor(Protocol):
 
 Tensors: TypeAlias = PagedTensor | Sequence["Tensors"]
 Plane: TypeAlias = tuple[int, int, int, int, int]
-"""(base address, block stride, run bytes, run count, run stride), bytes."""
+"""(base address, block stride, run bytes, run count, run stride). Strides are in bytes."""
 Index: TypeAlias = dict[str, int]
 """Index along each known dimension of NL (layer) and TWO (0: K, 1: V)."""
 
@@ -77,12 +77,12 @@ class NamedFormat:
 
     @property
     def is_latent(self) -> bool:
-        """One plane a layer, for multi-head latent attention, instead of K and V."""
+        """Whether a layer has one plane, for multi-head latent attention, instead of K and V."""
         return "TWO" not in self.nesting + self.dims
 
     @property
     def order(self) -> str:
-        """PagedLayout.token_order."""
+        """The value of PagedLayout.token_order."""
         if "NH" not in self.dims:
             return "ND"
         return "HND" if "BS" in self.dims and self.dims.index("NH") < self.dims.index("BS") else "NHD"
@@ -204,7 +204,7 @@ def _runs(inside: Sequence[tuple[int, int]], element_bytes: int) -> tuple[int, i
             merged[-1] = (inner_count * count, inner_stride)
         else:
             merged.append((count, stride))
-    scattered = merged[0] == (1, element_bytes) and len(merged) > 1  # elements that do not touch
+    scattered = merged[0] == (1, element_bytes) and len(merged) > 1  # single elements that are not adjacent
     if len(merged) > 2 or scattered:
         found = f"strides {[stride for _, stride in inside]} bytes for sizes {[count for count, _ in inside]}"
         raise layout_error("runs inside a block", found=found, wanted="contiguous elements, in runs at one stride")

@@ -14,9 +14,9 @@ from kvdock.shm.objects import open_lock
 class MemberLiveness:
     """Keeps the byte at `offset` of the lock file locked until close(), or until this process's address space ends.
 
-    `with_children`: also until the address spaces of its forked children end. For a process that copies with a GPU
-    (csrc/segment/liveness.h has the reason). OSError when the lock file cannot be opened, ForeignObject when it is not
-    this user's own.
+    `with_children`: the byte stays locked until the address spaces of its forked children have ended, too. A process
+    that copies with a GPU needs this (csrc/segment/liveness.h has the reason). OSError when the lock file cannot be
+    opened, ForeignObject when it is not this user's own.
     """
 
     def __init__(self, lock_file: str | Path, *, source: random.Random, with_children: bool = False) -> None:
@@ -28,7 +28,7 @@ class MemberLiveness:
         self.offset = self._lock.offset
 
     def close(self) -> None:
-        """Only after every copy of this process has ended."""
+        """Unlocks the byte. Call it only after every copy of this process has ended."""
         self._lock.close()
 
 
@@ -37,4 +37,4 @@ def _take_free(fd: int, source: random.Random, with_children: bool) -> MemberLoc
         try:
             return MemberLock(f"/proc/self/fd/{fd}", source.randrange(*MEMBER_OFFSETS), with_children=with_children)
         except BlockingIOError:
-            continue  # another member has that byte: draw again
+            continue  # another member has locked that byte: draw again

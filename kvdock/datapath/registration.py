@@ -1,9 +1,9 @@
 """Registers the segments that an engine process maps with the GPU's driver, in the background.
 
-A GPU copies at full speed only from page-locked memory that its driver knows. To register a segment takes a fraction of
-a second for each GiB, and far longer where pages must be faulted in first. The engine's first step must not wait for
-that. So one thread takes the segments in the order of their ids: it maps the pages of a segment in small
-pieces, then registers the whole segment in one piece, since no slot crosses a segment.
+A GPU copies at full speed only from page-locked memory that its driver knows. Registering takes a fraction of a second
+for each GiB, and far longer if pages must be faulted in first. The engine's first step must not wait for this. So one
+thread takes the segments in the order of their ids: it maps the pages of a segment in small pieces, then registers the
+whole segment in one piece, since no slot crosses a segment.
 
 Its progress is one number, which the protocol calls `pinned_through`: every segment of the pool with an id below it is
 registered here. Ids rise and are never used again, so the number only rises, and keeps its meaning when a segment below
@@ -163,7 +163,7 @@ class SegmentRegistrar:
         return min(known - self._held.keys() - self._unwanted, default=None)
 
     def _try(self, segment: int) -> _Held | None:
-        """None when it failed, or is no longer wanted."""
+        """Registers a segment. None when that failed, or the segment is no longer wanted."""
         mapping = self._segments.mapping(segment)
         view = memoryview(mapping)
         try:

@@ -1,6 +1,6 @@
 """The segments of a pool that an engine process has mapped, and the addresses of slots in them.
 
-Thread safety: all methods may be called from any thread; close() once no copy is in flight.
+Thread safety: all methods may be called from any thread. Call close() only when no copy is in flight.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ class AttachedSegments:
         self._segments: dict[int, tuple[SegmentInfo, _core.Mapping]] = {}
         self._readers: Counter[int] = Counter()
         self._detached: dict[int, _core.Mapping] = {}
-        """Segments that are still read."""
+        """Mappings of detached segments that are still read, by the segment's id."""
 
     @property
     def segments(self) -> list[SegmentInfo]:
         return [info for info, _ in list(self._segments.values())]
 
     def attach(self, segment: SegmentInfo, *, populate: bool = False) -> SegmentInfo:
-        """Maps a segment; repeating it is harmless. populate=True also maps its pages now, not at first use.
+        """Maps a segment; repeating it is harmless. `populate`: also maps its pages now, instead of at their first use.
 
-        SegmentAbsent, SegmentNotReady (try again), SegmentWrongVersion, SegmentCorrupt; the last also
-        when the object differs from its description.
+        Raises SegmentAbsent, SegmentNotReady (try again), SegmentWrongVersion, SegmentCorrupt. SegmentCorrupt also
+        means that the object differs from its description.
         """
         with self._lock:
             if segment.id not in self._segments:
@@ -48,7 +48,7 @@ class AttachedSegments:
             return self._segments[segment.id][0]
 
     def mapping(self, segment: int) -> _core.Mapping:
-        """KeyError when it is not attached."""
+        """The mapping of a segment. KeyError when the segment is not attached."""
         return self._segments[segment][1]
 
     def address(self, segment: int, offset: int, length: int) -> int:
@@ -65,7 +65,8 @@ class AttachedSegments:
 
     @contextmanager
     def reading(self, segment: int) -> Iterator[bool]:
-        """Within it the segment stays mapped, also for a reader without a lease. False: it is not attached."""
+        """A context in which the segment stays mapped, for a reader without a lease. It yields False if the segment is
+        not attached."""
         with self._lock:
             is_there = segment in self._segments
             self._readers[segment] += is_there

@@ -1,9 +1,9 @@
-"""Threads beside an engine's own: each may call CUDA at any time.
+"""Threads of kvdock in an engine's process, which may call CUDA at any time.
 
 While a thread of the engine captures a CUDA graph, as vLLM and SGLang do when they start, the driver refuses many calls
-of other threads, and the capture is lost with them: registering or allocating memory, waiting for an event. It allows
-them in a thread in the relaxed capture mode. The native core switches to this mode for each of its calls; threads that
-are made here are always in it, so they may call torch.cuda too.
+of other threads, such as registering or allocating memory or waiting for an event, and such a call makes the capture
+fail. In a thread that is in the relaxed capture mode, the driver allows these calls. The native core switches to this
+mode for each of its calls; threads that are made here are always in it, so they may call torch.cuda too.
 
 Invariant: no other module of kvdock starts a thread in an engine's process (tests/house/test_capture.py).
 """
@@ -22,13 +22,14 @@ T = TypeVar("T")
 
 
 def new_thread(name: str, run: Callable[[], None]) -> threading.Thread:
-    """A thread to be started, which does not keep the process alive. It is in the relaxed mode if this process has used
-    a GPU through the native core by the time it starts."""
+    """A daemon thread that is not started yet. It is in the relaxed mode if this process has used a GPU through the
+    native core before the thread starts."""
     return threading.Thread(target=_relaxed, args=(run,), name=name, daemon=True)
 
 
 class Pool(ThreadPoolExecutor):
-    """A call is in the relaxed mode if this process has used a GPU through the native core by the time it runs."""
+    """A thread pool whose calls run in the relaxed mode if this process has used a GPU through the native core
+    before."""
 
     def submit(self, work: Callable[P, T], /, *args: P.args, **named: P.kwargs) -> Future[T]:
         return super().submit(_relaxed, work, *args, **named)

@@ -1,9 +1,10 @@
-"""The fastest way to copy on one GPU with one layout: measured once in private scratch, kept in a file.
+"""Finds the fastest way to copy on one GPU with one layout. It is measured once, in private scratch memory, and kept in
+a file.
 
     tuned(layout, device) ─► the file ─► else calibrate() under a lock ─► the file
 
-It chooses the size of a staging buffer, how many CTAs (thread blocks) a kernel gets, and up to which size a call
-goes direct. One process calibrates at a time, since two would disturb each other.
+It chooses the size of a staging buffer, how many CTAs (thread blocks) a kernel gets, and up to which size a call is a
+direct copy. Only one process calibrates at a time, because two would disturb each other.
 
 No failure here stops an engine: without memory for scratch or a directory for the file, it uses the default values.
 """
@@ -39,12 +40,12 @@ DIRECT_SIZES: Final = tuple(1 << shift for shift in range(18, 25))  # 256 KiB ..
 PASSES: Final = 4
 """How often one call copies the scratch when the size of pieces is chosen, so that the cost of a call does not hide the
 cost of its bytes. The CTAs of a load are chosen with shorter calls, in which the last piece's kernel counts. Those
-of a staged store are not measured: four fill PCIe."""
+of a staged store are not measured: four saturate PCIe."""
 FILLS: Final = 1.1
 """A background store may take this many times as long as with more CTAs: no request waits for it, and fewer CTAs
 disturb the engine less."""
 MARGIN: Final = 0.01
-"""The usual choice is replaced only by one that saves more than this share; half of it is noise."""
+"""Another choice than the usual one must save more than this share of the time. Differences of half of it are noise."""
 ROUNDS: Final = 5
 
 
@@ -83,10 +84,11 @@ class Calibration:
     tuning: CopyTuning
     took_s: float
     load_share: float
-    """Speed of the chosen load relative to plain copies of the same bytes; `store_share`: of a background store."""
+    """Speed of the chosen load relative to plain copies of the same bytes; `store_share`: the same for a background
+    store."""
     store_share: float
     plain_load_bytes_per_s: float
-    """Plain copies from page-locked memory to the GPU."""
+    """The rate of plain copies from page-locked memory to the GPU."""
 
     def describe(self) -> str:
         g, t = self.geometry, self.tuning
@@ -99,7 +101,8 @@ class Calibration:
 
 
 def tuned(layout: PagedLayout, device: int, *, part_blocks: int, cache_dir: Path | None = None) -> CopyTuning:
-    """The tuning for this GPU and layout: from the file, else measured now (well under a second) and kept in it.
+    """The tuning for this GPU and layout: read from the file, or else measured now (well under a second) and written to
+    it.
 
     NoCuda when there is no such GPU.
     """
@@ -125,7 +128,7 @@ def tuned(layout: PagedLayout, device: int, *, part_blocks: int, cache_dir: Path
 
 
 def cached_tunings(cache_dir: Path | None = None) -> list[Calibration]:
-    """Every calibration kept on this machine, for people to read."""
+    """Every readable calibration in `cache_dir`; None: in cache_directory()."""
     directory = cache_dir if cache_dir is not None else cache_directory()
     found = [_read(path) for path in sorted(directory.glob("copy-*.json"))]
     return [one for one in found if one is not None]
@@ -141,7 +144,8 @@ def cache_directory() -> Path:
 
 
 def calibrate(info: _core.CudaDevice, geometry: Geometry) -> Calibration:
-    """Measures in private scratch: 64 MiB page-locked, as much on the GPU, and staging there. CudaError."""
+    """Measures in private scratch memory: 64 MiB of page-locked memory, about as much on the GPU, and staging buffers
+    there. Raises CudaError."""
     began = time.perf_counter()
     bench = _Bench(info.index, geometry)
     tuning = CopyTuning()
@@ -165,7 +169,7 @@ def calibrate(info: _core.CudaDevice, geometry: Geometry) -> Calibration:
 
 Name = TypeVar("Name")
 Timer: TypeAlias = AbstractContextManager[Callable[[], float]]
-"""Gives a function that makes one copy and returns how many milliseconds it took."""
+"""A context that yields a function, which makes one copy and returns how many milliseconds it took."""
 
 
 def _choose(
@@ -178,7 +182,7 @@ def _choose(
 def _costs(
     tuning: CopyTuning, name: str, choices: Sequence[int], timers: Callable[[CopyTuning], list[Timer]]
 ) -> dict[int, float]:
-    """Milliseconds with each choice, measured in turns, so that a disturbance meets all of them."""
+    """Milliseconds with each choice, measured in turns, so that a disturbance affects all of them."""
     with ExitStack() as stack:
         calls = {
             choice: [stack.enter_context(timer) for timer in timers(replace(tuning, **{name: choice}))]
@@ -218,7 +222,7 @@ class _Bench:
         ensure_keys(slot_bytes)
         self._slot_bytes = slot_bytes
         self._host = _core.CudaBuffer(device=device, bytes=parts * slot_bytes, host=True)
-        # With a gap between them, since runs that touch would be copied as one.
+        # Runs have a gap between them, because adjacent runs would be copied as one.
         run_stride = geometry.run_bytes + (_GAP_BYTES if geometry.run_count > 1 else 0)
         block_stride = run_stride * geometry.run_count
         self._paged = _core.CudaBuffer(
@@ -267,7 +271,8 @@ class _Bench:
         return 0
 
     def share(self, tuning: CopyTuning, *, store: bool) -> tuple[float, float]:
-        """(speed of copies of the whole scratch, relative to as many plain ones; the plain ones' bytes a second)."""
+        """(speed of copies of the whole scratch, relative to plain copies of the same bytes; bytes a second of plain
+        copies)."""
 
         def plain() -> float:
             to, from_ = self._paged.address, self._host.address
@@ -329,7 +334,7 @@ def _digest(uuid: str, driver: int, geometry: Geometry) -> str:
 
 
 def _read(path: Path) -> Calibration | None:
-    """None when there is no such file, or it has another format or is damaged."""
+    """The calibration in a file. None when there is no such file, or it has another format or is damaged."""
     try:
         data = json.loads(path.read_text())
         if data.pop("format") != FORMAT:
@@ -355,7 +360,7 @@ def save_calibration(path: Path, calibration: Calibration) -> None:
 
 @contextmanager
 def _lock(directory: Path) -> Iterator[None]:
-    """Held by one calibrating process at a time. OSError when the directory cannot be made."""
+    """A lock that one calibrating process holds at a time. OSError when the directory cannot be made."""
     directory.mkdir(parents=True, exist_ok=True)
     fd = os.open(directory / "calibrating.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:

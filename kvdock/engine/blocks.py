@@ -1,9 +1,9 @@
-"""Which requests hold which KV blocks, and which blocks hold a known prefix.
+"""Tracks which requests hold which KV blocks, and which blocks have a known prefix.
 
-BlockPool knows single blocks. The reference count of a block is the number of its holders: each request whose table
+BlockPool manages single blocks. The reference count of a block is the number of its holders: each request whose table
 names it, and each store of the connector that reads it. The free queue is in order of release, so an allocation takes
-the least recently used block, which loses its name. A free block that has a name is evictable: it counts as free
-until a hit holds it.
+the least recently used block, which loses its name. A free block that has a name is evictable: it counts as free until
+a hit holds it.
 
 BlockManager has the block tables of requests, one list of blocks for each KV group, over one pool that all groups
 share. table[g][i] is the block with tokens [i * block_tokens, (i + 1) * block_tokens) of group g, or None if the group
@@ -64,7 +64,7 @@ class BlockPool:
         return len(self.free) - sum(block in self.free for block in set(blocks))
 
     def touch(self, blocks: Iterable[int]) -> None:
-        """Adds a holder to each block; a free one leaves the queue and keeps its content."""
+        """Adds a holder to each block; a free block leaves the queue and keeps its content."""
         for block in blocks:
             self.free.pop(block, None)
             self.references[block] += 1
@@ -156,8 +156,8 @@ class BlockManager:
     # ------------------------------------------------------------------ tables
 
     def fits(self, hit: Hit, tokens: int) -> bool:
-        """Whether there are enough blocks for a request of `tokens` that begins with `hit`, without taking any from
-        others."""
+        """Whether there are enough blocks for a request of `tokens` tokens that begins with `hit`, without taking
+        blocks from other requests."""
         pages = self.pages(tokens)
         wanted = sum(
             min(pages - hit.length, most_blocks(kind, tokens, self._step_tokens, self.block_tokens))
@@ -200,7 +200,7 @@ class BlockManager:
             column += self.pool.allocate(missing)
 
     def leave_behind(self, table: Table, computed: int) -> None:
-        """Releases the blocks that no group needs once `computed` tokens are computed."""
+        """Releases the blocks that their group no longer needs once `computed` tokens are computed."""
         for kind, column in zip(self.kinds, table, strict=True):
             index = self._first_block(kind, computed)
             while index > 0 and (block := column[index - 1]) is not None:

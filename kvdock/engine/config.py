@@ -1,10 +1,10 @@
-"""The engine's settings: its model, the kinds of its KV groups, how its KV is paged, how much a step may compute.
+"""The engine's settings: its model, the kinds of its KV groups, how its KV is paged, and how much a step may compute.
 
-Owns every default. Invariants: a config that exists is valid and never changes; the weights of a model follow from
-ModelConfig alone, so `ModelConfig.revision` names them.
+Invariants: a config that exists is valid and never changes; the weights of a model follow from ModelConfig alone, so
+`ModelConfig.revision` names them.
 
 A KV group is the layers that attend to the same earlier tokens; they share a block table. Everything that the engine
-needs to know about the kind of a group follows from `first_seen`, which never decreases:
+needs to know about the kind of a group follows from `first_seen`, which never decreases, and `reach`:
 
     to compute from token n on      the KV of [first_needed(n), n) must be present: that is a hit of n tokens
     once n tokens are computed      blocks that lie completely below first_needed(n) are no longer needed
@@ -139,8 +139,8 @@ class ModelConfig:
         return self.layers // len(self.groups)
 
     def share(self, ranks: int) -> ModelConfig:
-        """The part that each of `ranks` computes: its heads and its part of the MLP. Every rank has the whole
-        latent."""
+        """The part of the model that each of `ranks` ranks computes: its heads and its part of the MLP. Every rank has
+        the whole latent."""
         kv_heads = self.kv_heads if self.latent_size else self.kv_heads // ranks
         return dataclasses.replace(
             self, heads=self.heads // ranks, kv_heads=kv_heads, mlp_hidden=self.mlp_hidden // ranks

@@ -2,7 +2,8 @@
 
 Owns the model and the KV memory; the scheduler owns queues and blocks. A step has these parts: take in the loads and
 stores that the connector has finished, schedule, compute each request's chunk, offer the new KV to the connector,
-sample, end the requests that are complete. One thread only; the connector may copy in threads of its own.
+sample, end the requests that are complete. Not thread-safe: one thread calls the engine. The connector may copy in
+threads of its own.
 """
 
 from __future__ import annotations

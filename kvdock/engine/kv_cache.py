@@ -121,7 +121,7 @@ def pages(blocks: Sequence[int | None], kind: GroupKind, block_tokens: int, star
 
 def attend(q: Tensor, k: Tensor, v: Tensor | None, cache: KVCache, row: int, where: Pages) -> Tensor:
     """Writes k and v to their blocks, and attends: q (new, heads, head), k and v (new, kv_heads, …) → (new, heads,
-    value). v None: it is the front of k (latent attention)."""
+    value). v None: the value is the front of k (latent attention)."""
     cache.k[row][where.slot_block, where.slot_offset] = k
     if v is not None:
         cache.v[row][where.slot_block, where.slot_offset] = v

@@ -16,9 +16,9 @@ from kvdock.protocol.schemas import Group, Manifest
 
 
 def manifest_of(config: EngineConfig, layout: PagedLayout, chunk_tokens: int, cache_salt: str = "") -> Manifest:
-    """Everything that changes the bytes of this engine's KV. `chunk_tokens`: a multiple of the block size. `layout`:
-    that of one rank. Engines of another tensor-parallel size add in another order, so they share no chunk with this
-    one."""
+    """The manifest of this engine's KV: everything on which the KV depends, apart from rounding. `chunk_tokens`: a
+    multiple of the block size. `layout`: that of one rank. Engines of another tensor-parallel size add partial sums in
+    another order, so they share no chunk with this one."""
     model = config.model
     part_bytes = layout.part_bytes(chunk_tokens // config.block_tokens)
     groups = tuple(

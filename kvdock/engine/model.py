@@ -1,5 +1,5 @@
-"""A decoder-only transformer, and what each rank computes of it: RMSNorm, RoPE, grouped-query or latent attention,
-SwiGLU, untied head.
+"""A decoder-only transformer, and the part of it that each rank computes: RMSNorm, RoPE, grouped-query or latent
+attention, SwiGLU, untied head.
 
 Model owns the weights. They are drawn from the config's seed and never trained, so the text is meaningless, but every
 cached block must change the output. In a plain untrained transformer the context would average out. Three measures
@@ -60,7 +60,7 @@ EMBEDDING_SCALE = 0.1
 
 @dataclass(frozen=True)
 class Layer:
-    """Weights as (out, in), the order that F.linear expects."""
+    """The weights of a layer, each as (out, in), the order that F.linear expects."""
 
     qkv: Tensor
     out: Tensor
@@ -172,7 +172,8 @@ class Step:
 
 
 class Runner:
-    """Sets torch's thread count for the whole process. Raises ConfigError when `kv` was made for another config."""
+    """A rank's model and KV memory. Sets torch's thread count for the whole process. Raises ConfigError when `kv` was
+    made for another config."""
 
     def __init__(self, config: EngineConfig, kv: KVCache | None = None, team: Team | None = None) -> None:
         torch.set_num_threads(config.threads)

@@ -1,10 +1,11 @@
-"""The processes that compute one model together: how rank 0 sees the others, and what runs in them.
+"""The processes that compute one model together: rank 0's control of the other processes, and the code that runs in
+them.
 
 ProcessGroup, in rank 0, starts the other processes, sends them messages, watches and ends them; it owns the processes
-and a pipe to each. Rank is the other end of a pipe: it handles the messages in the order in which they come. Asks run a
-function there (set up the model, join a server), Steps are computed by all ranks together, Orders of the connector run
-in threads. A Rank decides nothing, and keeps nothing when rank 0 is gone: the pipe ends, its copies end, and it leaves
-the server. An error of its own ends it, and rank 0 sees the pipe end.
+and a pipe to each. Rank is the other end of a pipe: it handles the messages in the order in which they come. An Ask
+runs a function in the rank's process (set up the model, attach to a server), a Step is computed by all ranks together,
+and an Order of the connector runs in a thread. A Rank decides nothing. When rank 0 is gone, the pipe ends, and the Rank
+ends its copies and leaves the server. If a Rank raises, its process ends, and rank 0 sees the pipe end.
 
 One thread listens to all pipes. When one ends, its rank is lost, and so is the whole group: the others are ordered to
 end, too. A rank that cannot read the order, because it waits for the dead rank inside a sum, is killed, which the

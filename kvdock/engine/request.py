@@ -63,11 +63,11 @@ class Metrics:
 
     time_to_first_token_s: float | None = None
     local_hit_tokens: int = 0
-    """Found in the engine's own prefix cache."""
+    """Tokens found in the engine's own prefix cache."""
     loaded_tokens: int = 0
-    """Loaded by the connector and valid."""
+    """Tokens that the connector loaded and that are valid."""
     computed_prefill_tokens: int = 0
-    """Computed, not counting the one token of each decoding step."""
+    """Tokens that were computed, without the one token of each decoding step."""
     preemptions: int = 0
 
 
@@ -102,8 +102,9 @@ class Request:
         self.take_table([], 0, 0)
 
     def take_table(self, table: Table, local: int, registered: int) -> None:
-        """Begins with a new table, of which nothing is computed. Tokens [0, local) are in blocks that other requests
-        may share, so they are never written. Blocks [0, registered) of each group are in the prefix cache already."""
+        """Replaces the table by a new one, for which nothing is computed yet. Tokens [0, local) are in blocks that
+        other requests may share, so they are never written. Blocks [0, registered) of each group are in the prefix
+        cache already."""
         self.table, self.local, self.registered, self.computed = table, local, registered, 0
 
     @property

@@ -1,6 +1,7 @@
-"""Bytes as tokens: token i < 256 is byte i, and there are two special ones. Nothing to download or to train.
+"""Uses bytes as tokens: token i < 256 is byte i, and there are two special tokens. It needs no download and no
+training.
 
-Invariant: decode(encode(text)) == text for every str.
+Invariant: decode(encode(text)) == text for every str that UTF-8 can encode (surrogates cannot be encoded).
 """
 
 from __future__ import annotations
@@ -19,5 +20,5 @@ def encode(text: str, *, bos: bool = True) -> list[int]:
 
 
 def decode(tokens: Iterable[int]) -> str:
-    """The text of `tokens`, without special ones; bytes that are not UTF-8 become U+FFFD."""
+    """The text of `tokens`, without special tokens; bytes that are not UTF-8 become U+FFFD."""
     return bytes(t for t in tokens if t < 256).decode(errors="replace")

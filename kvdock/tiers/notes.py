@@ -1,9 +1,9 @@
 """Notes: for each namespace a tier keeps, beside its parts, the generation and the keys that were deleted in it.
 
-The names of parts contain both (record.py). So raising the generation makes all older parts unreachable at once, and
-deleting a key makes all older parts of that key unreachable, including those that are stored late. A generation only
-rises. If a store loses a note, the next one has another birth, so parts that were stored under the lost note are never
-found again.
+The name of a part contains the generation and the number of the last deletion of its key (record.py). So raising the
+generation makes all older parts unreachable at once, and deleting a key makes all older parts of that key unreachable,
+including those that are stored late. A generation only rises. If a store loses a note, the next one has another birth,
+so parts that were stored under the lost note are never found again.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _HEAD: Final = struct.Struct("<8sIQQII")  # magic, version, birth, generation, d
 _DELETED: Final = struct.Struct("<32sI")
 _CRC: Final = struct.Struct("<I")
 HEAD_BYTES: Final = _HEAD.size + _CRC.size
-"""The head has a CRC of its own, and has the length of the rest."""
+"""The head has a CRC of its own, and the number of keys, from which the length of the rest follows."""
 
 
 class NoteError(ValueError):
@@ -100,7 +100,7 @@ class Note:
 
 
 Change = Callable[[Note | None], Note]
-"""Makes the new note of the present one; None: there is none. May be called more than once."""
+"""Makes the new note from the present one; None: there is no note. May be called more than once."""
 
 
 def begins(generation: int) -> Change:
@@ -114,7 +114,7 @@ def raises(least: int) -> Change:
 
 
 def deletes(keys: Iterable[bytes], least: int) -> Change:
-    """Deletes keys. `least`: the pool's generation, which the note has at least from then on."""
+    """Deletes keys. `least`: the pool's generation; the note's generation is at least this afterwards."""
     wanted = list(keys)
     return lambda note: Note.new(least) if note is None else note.at_least(least).without(wanted)
 

@@ -1,9 +1,10 @@
-"""Records, in which lower tiers keep parts of chunks: a header that describes the part, and its bytes.
+"""Records, in which lower tiers keep parts of chunks. A record is a header that describes the part, and the part's
+bytes.
 
 A part is one writer's bytes of one KV group of one chunk. The header names the namespace (the digest of a manifest),
 its generation (kvdock/tiers/notes.py), the chunk's key, the group and writer, the length and the checksum. So an index
-can be rebuilt from the records and the notes, and a record that is under a wrong name, cut short or damaged is never
-taken for another.
+can be rebuilt from the records and the notes, and a record that is under a wrong name, cut short or damaged is not
+taken for another record.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class RecordError(ValueError):
 
 
 def folder_of(namespace: bytes) -> str:
-    """The beginning of all names in a namespace."""
+    """The prefix of all names in a namespace."""
     return f"kvdock/{VERSION}/{namespace.hex()}/"
 
 
@@ -55,7 +56,7 @@ class PartName:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """`length`: of the part, in bytes. `checksum`: of the part's bytes (docs/lifetime_protocol.md#checksum)."""
+    """`length`: the part's bytes. `checksum`: the checksum of these bytes (docs/lifetime_protocol.md#checksum)."""
 
     name: PartName
     length: int
@@ -73,7 +74,7 @@ class Record:
 
     @staticmethod
     def read(header: bytes | memoryview) -> Record:
-        """Raises RecordError, which names what was found."""
+        """Reads a header. Raises RecordError, whose message names the value found."""
         if len(header) < HEADER_BYTES:
             raise RecordError(f"found a header of {len(header)} bytes, wanted {HEADER_BYTES}")
         body = bytes(header[:_CRC_AT])

@@ -21,7 +21,7 @@ from kvdock.tiers.notes import Change, Note
 from kvdock.tiers.record import PartName, Record
 
 PAGE_BYTES: Final = 4096
-"""Direct input and output need addresses, lengths and offsets that are multiples of it."""
+"""Direct I/O needs addresses, lengths and offsets that are multiples of this size."""
 
 
 def pages_bytes(length: int) -> int:
@@ -30,8 +30,8 @@ def pages_bytes(length: int) -> int:
 
 
 class TierError(Exception):
-    """A tier as a whole does not work now: it cannot be reached, refuses calls, or its storage fails. `why`: for
-    people."""
+    """A tier as a whole does not work now: it cannot be reached, refuses calls, or its storage fails. `why`: the
+    reason, in words."""
 
     def __init__(self, tier: str, why: str) -> None:
         super().__init__(f"{tier}: {why}")
@@ -39,8 +39,8 @@ class TierError(Exception):
 
 
 class TierUrlError(ValueError):
-    """The tier cannot use its URL, or what the URL points to. The message names what was found and what is wanted, and
-    never contains a password."""
+    """The tier cannot use its URL, or what the URL points to. The message names the value found and the value wanted,
+    and contains no password."""
 
 
 class ReadOnly(TierError):
@@ -48,18 +48,19 @@ class ReadOnly(TierError):
 
 
 class StillRunning(TierError):
-    """A verb has failed, and may still be writing to a slot. Only the end of the process stops that."""
+    """A verb has failed, and may still use a slot. Only the end of the process stops it."""
 
 
 class Deadline:
-    """When a verb has to return, and whether its caller has cancelled it. `seconds`: from now on."""
+    """The time by which a verb has to return, and whether its caller has cancelled the verb. `seconds`: the time from
+    now on."""
 
     def __init__(self, seconds: float = math.inf, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock, self._cancelled = clock, threading.Event()
         self._until_s = clock() + seconds
 
     def cancel(self) -> None:
-        """From any thread."""
+        """May be called from any thread."""
         self._cancelled.set()
 
     @property
@@ -68,7 +69,7 @@ class Deadline:
 
     @property
     def left_s(self) -> float:
-        """Never negative; 0 once it is over or cancelled."""
+        """The seconds that are left; 0 once the deadline has passed or was cancelled."""
         return 0.0 if self._cancelled.is_set() else max(0.0, self._until_s - self._clock())
 
     @property
@@ -79,11 +80,11 @@ class Deadline:
 class Outcome(Enum):
     DONE = "done"
     MISSING = "missing"
-    """The tier does not have it."""
+    """The tier does not have the part."""
     LATE = "late"
-    """The deadline passed, or was cancelled, before it was done."""
+    """The deadline passed, or was cancelled, before the part was done."""
     FULL = "full"
-    """There is no space for it, and none can be freed."""
+    """There is no space for the part, and none can be freed."""
     DAMAGED = "damaged"
     """The tier has something under this name that is not a whole record of the part."""
     FAILED = "failed"
@@ -98,8 +99,8 @@ class Loaded(NamedTuple):
 
 @dataclass(frozen=True)
 class Usage:
-    """`bytes_limit`: 0 where the tier knows no limit. `wear_bytes`: written to storage since the tier was opened,
-    including the tier's own copying."""
+    """`bytes_limit`: 0 where the tier knows no limit. `wear_bytes`: the bytes written to storage since the tier was
+    opened, including the tier's own copies."""
 
     objects: int
     bytes_used: int
@@ -108,8 +109,8 @@ class Usage:
 
 
 class OwnUsage:
-    """Counts what one instance of a tier has stored, less what it has deleted. Others may store and delete there too.
-    `wears_out`: the storage does, so that the bytes written are counted. Thread-safe."""
+    """Counts what one instance of a tier has stored, less what it has deleted. Other processes may store and delete,
+    too. `wears_out`: whether the storage wears out, so that written bytes are counted. Thread-safe."""
 
     def __init__(self, *, wears_out: bool) -> None:
         self._wears_out, self._lock = wears_out, threading.Lock()
@@ -133,8 +134,8 @@ class OwnUsage:
 
 
 class ToLoad(NamedTuple):
-    """A part, and where its bytes go. `pages`: writable memory that begins at a multiple of PAGE_BYTES and has `length`
-    bytes, rounded up to whole pages; the bytes after `length` have no meaning."""
+    """A part to load, and the memory for its bytes. `pages`: writable memory that begins at a multiple of PAGE_BYTES
+    and has `length` bytes, rounded up to whole pages; the bytes after `length` have no meaning."""
 
     name: PartName
     length: int
@@ -142,7 +143,7 @@ class ToLoad(NamedTuple):
 
 
 class ToStore(NamedTuple):
-    """A part, and where its bytes are. `pages`: as in ToLoad."""
+    """A part to store, and the memory that has its bytes. `pages`: see ToLoad."""
 
     record: Record
     pages: memoryview
@@ -150,7 +151,7 @@ class ToStore(NamedTuple):
 
 @runtime_checkable
 class Lists(Protocol):
-    """A tier that can list at once all that it has."""
+    """A tier that can list all its parts at once."""
 
     def listed(self) -> Iterator[PartName]:
         """All parts that can be loaded now."""
@@ -167,34 +168,35 @@ class Sweeps(Protocol):
 
 @runtime_checkable
 class Registers(Protocol):
-    """A tier whose library has to know the pool's memory beforehand. The mover registers each segment of the pool that
-    it maps (kvdock/tiers/mover/namespaces.py, PoolMemory)."""
+    """A tier whose library must know the pool's memory before it is used. The mover registers each segment of the pool
+    that it maps (kvdock/tiers/mover/namespaces.py, PoolMemory)."""
 
     def register(self, address: int, length: int) -> None:
-        """Called before slots in this memory are given to verbs. Slots in memory that is not registered cost a copy.
-        Raises TierError."""
+        """Called before slots in this memory are passed to verbs. A slot in memory that is not registered costs one
+        more copy. Raises TierError."""
 
     def unregister(self, address: int) -> None:
-        """Called before the memory is unmapped, when no verb uses it. No error if it is not registered."""
+        """Called before the memory is unmapped, when no verb uses it. It is no error if the memory is not
+        registered."""
 
 
 class Tier(Protocol):
-    """Batched verbs: each gives one answer for each of its arguments, in their order. A verb returns when it is done or
-    soon after the deadline, whichever comes first; what it has not begun by then is LATE.
+    """Verbs on batches of names or parts give one answer for each item, in order. A verb returns when it is done or
+    soon after the deadline, whichever comes first; items that it has not begun by then are LATE.
 
     Each verb raises TierError where the tier as a whole does not work. Once a verb has returned, or has raised anything
-    except StillRunning, it does not touch the memory that it was given any more (docs/lifetime_protocol.md, W1). The
+    except StillRunning, it does not use the memory that it was given any more (docs/lifetime_protocol.md, W1). The
     bytes of pages are undefined after a load that is not DONE.
     """
 
     name: str
-    """One word: "disk"."""
+    """One word, such as "disk"."""
     poll_s: float
     """How often its notes are read, because other servers may have changed them; 0: no other server uses its
     storage."""
 
     def exists(self, names: Sequence[PartName], deadline: Deadline) -> list[bool]:
-        """False also where the answer is not known by the deadline."""
+        """For each name, whether the tier has the part; also False if the answer is not known by the deadline."""
 
     def load(self, parts: Sequence[ToLoad], deadline: Deadline) -> list[Loaded]:
         """DONE: the pages have the part of that name and length, whole as far as the tier can see without hashing
@@ -204,28 +206,28 @@ class Tier(Protocol):
         """DONE: the part can be loaded from now on. If the tier has the part already, it stays or is replaced."""
 
     def delete(self, names: Sequence[PartName], deadline: Deadline) -> list[Outcome]:
-        """MISSING is as good as DONE: the tier does not have the part."""
+        """Deletes parts. After DONE and after MISSING the tier does not have the part."""
 
     def notes(self, namespaces: Sequence[bytes], deadline: Deadline) -> list[Note | None]:
         """The tier's note of each namespace (kvdock/tiers/notes.py); None: it has none. Raises TierError also if the
         deadline passes before all are known."""
 
     def change(self, namespace: bytes, change: Change, deadline: Deadline) -> Note:
-        """Changes the namespace's note in one step, and returns the new one. Raises TierError where it is not known
-        whether the note has changed, ReadOnly where it cannot be changed."""
+        """Changes the namespace's note in one step, and returns the new one. Raises TierError if it is not known
+        whether the note has changed, ReadOnly if notes cannot be changed."""
 
     def namespaces(self, deadline: Deadline) -> list[bytes]:
         """The namespaces that have a note, as far as the tier can list them. Raises TierError."""
 
     def usage(self) -> Usage:
-        """Returns at once, without a call to storage or to a server."""
+        """The tier's usage. Returns at once, without a call to storage or to a server."""
 
     def close(self, deadline: Deadline) -> None:
         """Stops the tier's own threads, and makes durable what the tier promises to keep."""
 
 
 def registers_nothing(url: str) -> bool:
-    """For stores whose tiers do not have to know the pool's memory."""
+    """Returns False: for stores whose tiers need not know the pool's memory."""
     return False
 
 

@@ -1,8 +1,8 @@
 """kvdock as an external cache linker of SGLang, which loads it by the name of its class and of this module.
 
-SGLang makes the linker of linker.py in each rank. Rank 0 asks, promises and forgets (lookups.py); each rank loads and
-stores (loads.py, offloads.py). The scheduler connector (kvdock/connectors/scheduler.py) looks up, verifies and reserves
-for rank 0. Nothing here imports SGLang before SGLang asks for KvdockLinker or calls the plug-in.
+SGLang makes the linker of linker.py in each rank. Rank 0 looks pages up and promises them to SGLang (lookups.py); each
+rank loads and stores (loads.py, offloads.py). The scheduler connector (kvdock/connectors/scheduler.py) calls the server
+and verifies for rank 0. Nothing here imports SGLang before SGLang asks for KvdockLinker or calls the plug-in.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The settings and environment variables of SGLang on which the bytes of KV depend, beside tokens and weights.
 
-SGLang has some four hundred settings and as many variables, and each release adds some. So the rule is the opposite of
-that for vLLM: every setting that is not at its default is named in the manifest, except those that are known to change
-no byte of KV, or that another part of the manifest covers. An unknown setting keeps two engines apart; it never lets
-them share KV that differs.
+SGLang has some four hundred settings and as many variables, and each release adds some. So the rule for settings is the
+opposite of vLLM's: every setting that is not at its default is part of the manifest, except those that are known to
+change no byte of KV, or that another part of the manifest covers. Engines that differ in an unknown setting share
+nothing.
 """
 
 from __future__ import annotations
@@ -92,17 +92,17 @@ _HARMLESS_VARIABLES = """
     SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION SGLANG_TEST_MAX_RETRY SGLANG_IS_IN_CI SGLANG_IS_IN_CI_AMD
 """
 HARMLESS_VARIABLES = frozenset(_HARMLESS_VARIABLES.split())
-"""Variables of SGLang 0.5.23 for paths, monitoring and the roles of processes. All its other variables count, as
-kvdock/connectors/dependences.py has it."""
+"""Variables of SGLang 0.5.23 for paths, monitoring and the roles of processes. For its other variables, the rule of
+kvdock/connectors/dependences.py decides."""
 
 
 _EMPTY: tuple[Any, ...] = (None, False, "", [], {})
-"""SGLang replaces None by one of the others when it starts, so these count as equal, and 0 with them."""
+"""Values that count as equal, together with 0, because SGLang replaces None by another of them when it starts."""
 
 
 def settings_set(args: Any, fields: Iterable[Any]) -> dict[str, str]:
-    """The settings that are not at their defaults and on which KV may depend. `fields`: those of SGLang's ServerArgs,
-    with their defaults."""
+    """The settings that are not at their defaults and on which KV may depend. `fields`: the fields of SGLang's
+    ServerArgs, with their defaults."""
     return dict(_set(args, fields))
 
 
@@ -117,5 +117,5 @@ def _set(args: Any, fields: Iterable[Any]) -> Iterator[tuple[str, str]]:
 
 
 def variables_set(environ: Mapping[str, str]) -> dict[str, str]:
-    """`environ`: the process's environment variables."""
+    """The environment variables on which KV may depend. `environ`: all variables of the process."""
     return counted(environ, OWN, HARMLESS_VARIABLES)

@@ -1,7 +1,7 @@
 """The linker's metrics, in SGLang's own registry: sglang:kvdock_…
 
-With --enable-metrics SGLang collects the metrics of all its processes, and kvdock's with them. Rank 0 counts what all
-ranks do alike (tokens, lookups).
+With --enable-metrics SGLang collects the metrics of all its processes, including kvdock's. Only rank 0 counts events
+that are the same on all ranks (tokens, lookups).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 from kvdock.connectors.outcomes import SHARED, Metric
 
 SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
-"""Buckets: from a lookup to the load of a very long prompt."""
+"""The buckets of histograms, in seconds: from a lookup to the load of a very long prompt."""
 
 METRICS: Mapping[str, Metric] = {
     **SHARED,
@@ -30,16 +30,17 @@ METRICS: Mapping[str, Metric] = {
     "shares": Metric("gauge", "0: nothing is looked up or stored: weights change, or a change may be missed."),
     "stores_known": Metric("counter", "Offers of what was loaded or stored a moment ago: no call was made for them."),
 }
-"""By name without prefix: `load_tokens` is sglang:kvdock_load_tokens_total."""
+"""By name without the prefix: `load_tokens` is exported as sglang:kvdock_load_tokens_total."""
 
 
 class Figures:
-    """`prometheus`: the prometheus_client that SGLang's metrics are of; None: nothing is exported. One in a process."""
+    """`prometheus`: the module prometheus_client, with which SGLang makes its metrics, too; None: nothing is exported.
+    A process makes one Figures."""
 
     def __init__(self, prometheus: Any = None) -> None:
         self._made: dict[str, Any] = {}
         self.counted: dict[str, float] = {}
-        """Since the start, for log lines and tests."""
+        """The value of each metric since the start, for log lines and tests."""
         for name, metric in METRICS.items() if prometheus is not None else ():
             full = f"sglang:kvdock_{name}"
             if metric.kind == "counter":
@@ -55,7 +56,7 @@ class Figures:
         self.add("tier_wait_seconds", seconds)
 
     def add(self, name: str, amount: float = 1) -> None:
-        """To a counter; an observation of durations; a gauge's new value."""
+        """Adds `amount` to a counter, observes it as a duration, or makes it a gauge's value."""
         kind, made = METRICS[name].kind, self._made.get(name)
         if kind == "gauge" and self.counted.get(name) == amount:
             return

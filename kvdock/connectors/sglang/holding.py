@@ -1,12 +1,13 @@
 """Holds requests back while more may be promised soon (lookups.py decides for what they wait, and how long).
 
-SGLang computes what a linker has not promised when it admits a request, and a linker cannot say "later". So a request
-that waits is left in SGLang's queue, by two of SGLang's own plugin hooks (sglang.srt.plugins):
+When SGLang admits a request, it computes all pages that the linker has not promised, and a linker cannot answer
+"later". So a request that waits is left in SGLang's queue, by two of SGLang's own plugin hooks (sglang.srt.plugins):
 
     SGLang has looked a request up and is about to admit it ──► `admit` answers: not now
-    SGLang plans a batch while the request still waits ──► `next_batch` takes it out of the queue for that time
+    SGLang plans a batch while the request still waits ──► `next_batch` takes it out of the queue while it waits
 
-Once the request waits no longer, SGLang finds it in the queue and looks it up anew. SGLang admits others meanwhile.
+Once the request waits no longer, SGLang finds it in the queue and looks it up again. SGLang admits other requests
+meanwhile.
 
 Invariant: all ranks hold the same requests. Rank 0 knows which requests wait. It reports them to the others whenever a
 batch is planned while a request is held, and for each request that was looked up and was promised nothing.
@@ -22,11 +23,12 @@ from kvdock.connectors.sglang.lookups import PageLookups
 from kvdock.connectors.sglang.ranks import Ranks
 
 IDLE_S = 0.001
-"""Between two rounds of an engine that only waits."""
+"""How many seconds an engine that only waits sleeps between two rounds."""
 
 
 class Holding:
-    """`lookups`: rank 0's. `planned`: called with how many tokens of prompts the planned step has, 0 if none.
+    """`lookups`: rank 0's; None in other ranks. `planned`: called with the number of prompt tokens that a planned step
+    computes.
     """
 
     def __init__(self, ranks: Ranks, lookups: PageLookups | None, planned: Callable[[int], None]) -> None:
@@ -39,7 +41,7 @@ class Holding:
         self._looked_up = rid
 
     def starts(self, rid: str) -> bool:
-        """Whether a request that SGLang would admit is held back from now on. Nothing of it is promised."""
+        """Whether a request that SGLang would admit is held back from now on. None of its pages is promised."""
         was_looked_up, self._looked_up = self._looked_up == rid, None
         if not was_looked_up:
             return False
@@ -49,7 +51,7 @@ class Holding:
         return waits
 
     def held(self, queue: Iterable[str]) -> frozenset[str]:
-        """The requests that are held back and still wait. `queue`: all that SGLang has not admitted."""
+        """The requests that are held back and still wait. `queue`: all requests that SGLang has not admitted."""
         if self._held:
             before, waiting, lookups = self._held, self._held.intersection(queue), self._lookups
             if lookups is not None:
@@ -61,9 +63,9 @@ class Holding:
 
 
 def admit(holding: Holding, original: Callable[..., Any], adder: Any, req: Any, *more: Any, **how: Any) -> Any:
-    """Around PrefillAdder.add_one_req. SGLang goes on to the next request where it can; a request with a recurrent
-    state has been given room for it by now, which SGLang takes back where it ends the round. A request for which
-    SGLang has preempted others does not wait."""
+    """The hook around PrefillAdder.add_one_req. When a request is held back, SGLang goes on to the next one. With
+    recurrent states it ends the round instead, because the request has a slot for its state by now, and SGLang frees
+    the slot only at the end of a round. A request for which SGLang has preempted others is not held back."""
     if req.host_hit_length > 0 or adder.preempt_list or not holding.starts(req.rid):
         return original(adder, req, *more, **how)
     from sglang.srt.managers.schedule_policy import AddReqResult
@@ -72,7 +74,7 @@ def admit(holding: Holding, original: Callable[..., Any], adder: Any, req: Any, 
 
 
 def next_batch(holding: Holding, original: Callable[..., Any], scheduler: Any, *more: Any, **how: Any) -> Any:
-    """Around Scheduler._get_new_batch_prefill_raw."""
+    """The hook around Scheduler._get_new_batch_prefill_raw."""
     queue = scheduler.waiting_queue
     held = holding.held(req.rid for req in queue)
     if held:
@@ -84,14 +86,14 @@ def next_batch(holding: Holding, original: Callable[..., Any], scheduler: Any, *
             scheduler.waiting_queue = put_back(queue, held, scheduler.waiting_queue)
     computes = batch is not None and batch.hicache_consumer_index < 0  # the time of a batch with loads does not count
     holding.planned(batch.extend_num_tokens if computes else 0)
-    if held and batch is None and running.is_empty() and not scheduler.require_mlp_sync:  # no other request waits
-        time.sleep(IDLE_S)  # the threads that ask and hash have the interpreter meanwhile
+    if held and batch is None and running.is_empty() and not scheduler.require_mlp_sync:  # nothing to compute
+        time.sleep(IDLE_S)  # releases the GIL to the threads that ask and hash
     return batch, running
 
 
 def put_back(queue: list[Any], held: Collection[str], left: list[Any]) -> list[Any]:
-    """`left` of a queue from which `held` were taken, with these in their old places. Requests that SGLang has added
-    come last."""
+    """Returns the queue after SGLang has used it without `held`: the requests in `left`, which SGLang has left in it,
+    and those in `held` at their old places. Requests that SGLang has added come last."""
     stayed = {id(req) for req in left}
     old = {id(req) for req in queue}
     return [req for req in queue if req.rid in held or id(req) in stayed] + [req for req in left if id(req) not in old]

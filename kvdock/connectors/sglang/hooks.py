@@ -7,8 +7,8 @@
 - Requests that wait (holding.py).
 
 SGLang expects hooks to be registered while it loads its plugins, before other modules import the methods: plugin.py
-then calls install(). If SGLANG_PLUGINS leaves that plug-in out, the linker calls it. updates.py proves that the hooks
-are in force.
+then calls install(). If SGLANG_PLUGINS leaves kvdock's plug-in out, the linker calls install(). updates.py proves that
+the hooks for changes of weights are in force.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ PLANS = "_get_new_batch_prefill_raw"
 
 
 class Hooked(Protocol):
-    """A linker, as the hooks call it."""
+    """The attributes of a linker that the hooks use."""
 
     holding: Holding
     fresh: Fresh
     changes: Changes
     guard: Guard
     parent: str | None
-    """The hash of the page before the node that is offered next, as Chains.named has it."""
+    """The hash of the page before the node that is offered next; see Chains.named."""
 
     def planned(self) -> None:
         """A forward pass that computes a prompt is planned."""
@@ -94,7 +94,7 @@ def register(linker: Hooked) -> None:
     for path in (*CHANGES, SCHEDULER, WORKER):
         try:
             owner = pkgutil.resolve_name(path)
-        except (ImportError, AttributeError) as error:  # linker.guard decides what follows from that
+        except (ImportError, AttributeError) as error:  # linker.guard decides whether that matters
             log.debug("SGLang has no %s: %s", path, error)
             continue
         for name in changes_of(owner):
@@ -103,7 +103,7 @@ def register(linker: Hooked) -> None:
 
 
 def hook_change(path: str, name: str) -> None:
-    """As Guard has it."""
+    """Puts a hook around a method that changes weights. `path`: of its class; see Guard."""
     from sglang.srt.plugins.hook_registry import HookRegistry
 
     _register(f"{path}.{name}", _HEARS.get(name, _change))
@@ -256,4 +256,4 @@ def _named(original: Callable[..., Any], scheduler: Any, new_version: Any, *more
 _HEARS: dict[str, Callable[..., Any]] = {
     BEGINS: _begin, ENDS: _end, RELEASES: _release, RESUMES: _resume, CHECKS: _check,
 }
-"""The hooks of methods of CHANGES whose calls are not themselves a change of weights, by the name of the method."""
+"""By the name of the method, the hooks for methods of CHANGES that are not always a change of weights themselves."""

@@ -1,8 +1,8 @@
 """The facts on which the KV of all requests depends: the model and its settings, in the manifest and its revision.
 
-Adapters, salts and a caller's extra key are in SGLang's own hashes of pages, from which keys are made. An adapter that
-is named on SGLang's command line has a hash of its name and path there, which does not cover its files: so their digest
-is in the revision. An adapter that is loaded later has a name that no other engine gives.
+Adapters, salts and a caller's extra key are part of SGLang's own hashes of pages, from which keys are made. An adapter
+of SGLang's command line enters them as a hash of its name and path, which does not cover its files, so the revision
+contains the digest of its files. An adapter that is loaded later has an id that no other engine uses.
 """
 
 from __future__ import annotations
@@ -21,18 +21,20 @@ from kvdock.connectors.weights import FindSnapshot, digest_of_folder, hub_snapsh
 from kvdock.protocol.schemas import Manifest
 
 MOST_LETTERS = 128
-"""The longest name that is shown to people, in characters."""
+"""The most characters of the model's name in the manifest."""
 HASHES = "sglang sha256 pages"
-"""SGLang chains its hashes of pages from the tokens, an adapter and salts alone: every process makes the same ones."""
+"""SGLang computes its hashes of pages from the tokens, the adapter and salts alone, so they are the same in every
+process."""
 
 
 def revision(
     args: Any, model: Any, settings: Mapping[str, str], *, weights_digest: str,
     find_snapshot: FindSnapshot = hub_snapshot, read_all: bool = False,
 ) -> str:
-    """Digest of weights and of all that can change KV. NotSupportedError where it cannot be known. `args`, `model`:
-    SGLang's ServerArgs and ModelConfig; `settings`: those that are set, as dependences.py has them; `read_all`: the
-    digest of the weights is of all bytes of their files."""
+    """Digest of the weights and of everything else on which KV depends. NotSupportedError when the weights or an
+    adapter cannot be identified. `args`, `model`: SGLang's ServerArgs and ModelConfig; `settings`: the settings and
+    variables that dependences.py finds; `read_all`: whether the digest of the weights covers all bytes of their
+    files."""
     load = SimpleNamespace(
         load_format=args.load_format, download_dir=args.download_dir,
         model_loader_extra_config=getattr(args, "model_loader_extra_config", ""),
@@ -55,13 +57,13 @@ def draft_of(
     args: Any, target: Any, load: Any, weights_digest: str, find_snapshot: FindSnapshot, *, read_all: bool = False
 ) -> dict[str, Any]:
     """The facts on which the KV of a draft model depends, if the model is no part of the target: how drafts are made,
-    and its weights. `weights_digest`, where it is given, names these too."""
+    and its weights. `weights_digest`, if it is given, names the draft's weights, too."""
     path = getattr(args, "speculative_draft_model_path", None)
     if path in (None, args.model_path):
         return {}
     about = SimpleNamespace(**{
         **vars(target), "model": path, "revision": args.speculative_draft_model_revision,
-        "hf_config": None,  # the target's has the target's commit
+        "hf_config": None,  # the target's configuration has the target's commit
     })
     own = args.speculative_draft_load_format or args.load_format
     load = SimpleNamespace(**{**vars(load), "load_format": own})
@@ -70,8 +72,8 @@ def draft_of(
 
 
 def adapters_of(given: Any, find_snapshot: FindSnapshot) -> list[list[str]]:
-    """The name, path and digest of the files of each adapter that SGLang was started with: the hash by which requests
-    name it is made of the first two."""
+    """The name, path and digest of the files of each adapter that SGLang was started with: SGLang's page hashes contain
+    a hash of name and path."""
     found = []
     for one in given.items() if isinstance(given, Mapping) else given or ():
         name, path = _named(one)
@@ -100,8 +102,8 @@ def _named(adapter: Any) -> tuple[str, str]:
 def manifest_of(
     model: Any, version: str, groups: Sequence[KVGroup], *, revision: str, page_tokens: int, ranks: int, kv_dtype: str,
 ) -> Manifest:
-    """Alike on every rank. Its token order names SGLang, so no other engine shares its bytes: that the order of
-    elements is the same is not enough, for its kernels round otherwise."""
+    """The manifest, which is equal on all ranks. Its token order names SGLang, so that no other engine shares its KV:
+    even if the order of elements is the same, SGLang's kernels round differently."""
     latent = all(group.is_latent for group in groups)
     return Manifest(
         model=str((model.hf_config.architectures or ["unknown"])[0])[:MOST_LETTERS],
@@ -121,7 +123,7 @@ def manifest_of(
 
 
 def signature(groups: Sequence[KVGroup]) -> str:
-    """The order of elements, the layers and the bytes of a page's planes, group by group."""
+    """For each group, the order of elements, the layers, and the run lengths and counts of its planes."""
     return "|".join(
         f"{group.layout.token_order}[{','.join(str(layer) for layer in sorted(group.planes))}]"
         f"{sorted({(run, count) for _, _, run, count, _ in group.layout.planes})}"

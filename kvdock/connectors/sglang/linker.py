@@ -1,14 +1,14 @@
-"""The class that SGLang makes in each rank of an engine. It holds the parts of this folder together.
+"""The linker: SGLang makes one in each rank of an engine. It connects the modules of this folder.
 
     --enable-unified-cache-external-linker --unified-cache-external-linker-backend dynamic
     --unified-cache-external-linker-config
         '{"linker": "KvdockLinker", "linker_module_path": "kvdock.connectors.sglang"}'
 
-SGLang calls the linkers of all ranks alike, and joins their answers: a request may load the pages that all of them
-promise, and has failed if it has failed in one of them. Only rank 0 looks up at the server. The other ranks promise
-everything, so rank 0 decides.
+SGLang calls the linkers of all ranks with the same arguments, and combines their answers: a request may load the pages
+that all ranks promise, and its load has failed if it has failed on one rank. Only rank 0 looks up at the server. The
+other ranks promise everything, so rank 0 decides.
 
-Threads: SGLang's scheduler thread calls everything.
+Threads: SGLang's scheduler thread calls every method.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ log = logging.getLogger("kvdock.sglang")
 
 
 class KvdockLinker(UnifiedCacheLinker):
-    """NotSupportedError when this engine cannot be served as it is set up; RefusedError when a server is there and does
-    not accept it."""
+    """NotSupportedError when kvdock cannot serve this engine with its settings; RefusedError when a server answers and
+    does not accept it."""
 
     def __init__(
         self, server_args: Any, params: Any, *, components: Any, extra_config: Any = None, forward_stream: Any = None,
@@ -152,7 +152,7 @@ class KvdockLinker(UnifiedCacheLinker):
         return True
 
     def _give_up(self, rid: str, started: tuple[Attachment, LoadPlan] | None) -> bool:
-        """A rank cannot load: no rank does, and SGLang computes."""
+        """Some rank cannot load, so no rank loads, and SGLang computes the pages."""
         self._figures.add("loads_given_up")
         if started is not None:
             self._loads.give_up(*started)
@@ -200,7 +200,7 @@ class KvdockLinker(UnifiedCacheLinker):
         return True
 
     def num_completed_offloads(self) -> int:
-        """SGLang calls it in each turn of its loop."""
+        """SGLang calls this in each iteration of its loop."""
         if self._zero is not None:
             self._zero.lookups.tick(self._loads.counter.batches)
             self._figures.add("attached", int(self._rank_pools.worker.session.attachment is not None))
@@ -211,7 +211,8 @@ class KvdockLinker(UnifiedCacheLinker):
         return self._offloads.take_ended()
 
     def _ready(self) -> Callable[[], object]:
-        """Waits until the GPU knows the pages that SGLang has named. Copies come after the forward pass's stream."""
+        """Returns a function that waits for the work that SGLang's current stream has now, which computes the indices
+        of pages. The copies are ordered after the forward pass's stream besides."""
         if self._rank_pools.stream is None:
             return lambda: None
         event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch does not say
@@ -226,7 +227,7 @@ class KvdockLinker(UnifiedCacheLinker):
         return self.guard.in_force() and self._weights.may_share
 
     def planned(self) -> None:
-        """As Hooked has it."""
+        """See Hooked."""
         self._weights.computed()
 
     def _weights_change(self) -> None:
@@ -235,14 +236,15 @@ class KvdockLinker(UnifiedCacheLinker):
             self._zero.lookups.reset()
 
     def _weights_named(self, name: str) -> None:
-        """The weights that this engine runs have this name from now on, as RunningWeights has it."""
+        """The weights that this engine runs have this name from now on; see RunningWeights.name."""
         self._figures.add("weights_changes")
         self._figures.add("weights_private", int(name.startswith("private")))
 
     # ------------------------------------------------------------------ ends
 
     def reset(self) -> None:
-        """The server's chunks stay: /flush_cache is about this engine's memory."""
+        """SGLang empties its cache (/flush_cache). The chunks at the server stay, because that call is about this
+        engine's memory."""
         self._loads.reset()
         self._offloads.reset()
         if self._zero is not None:

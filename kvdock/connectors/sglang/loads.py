@@ -1,14 +1,15 @@
 """A rank's loads: queued while SGLang builds a batch, started with it, awaited layer by layer, and ended with it.
 
-    load ──► queue ──► start ──► "kvdock-load": submit ──► copies ──► verdict, reports to the server
+    load ──► queue ──► start ──► "kvdock-load": submit ──► copies ──► result, reports to the server
                          └► batch ◄── wait_until(layer) …… forward …… finish
 
-The forward pass asks for a layer's KV before it reads it. On a GPU its stream is ordered after the band of layers that
-has it, so loading and computing overlap; on a CPU it waits for the load. Recurrent states are all there before the
-forward pass starts. SGLang reads the verdict after the forward pass, and by then no copy writes to its pages.
+The forward pass asks for each layer's KV before it reads this KV. On a GPU, the forward pass's stream is then ordered
+after the copy of the layer's band, so loading and computing overlap; on a CPU, the forward pass waits for the whole
+load. All recurrent states are loaded before the forward pass starts. SGLang asks for the result of the loads after the
+forward pass, when no copy writes to its pages any more.
 
 Invariant: every plan that was queued is copied, or given up, exactly once; its lease is released once its copies have
-ended (W1).
+ended (W1 in docs/lifetime_protocol.md).
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ log = logging.getLogger("kvdock.sglang")
 
 @dataclass(frozen=True)
 class QueuedLoad:
-    """`indices`: SGLang's, by the name of the transfer; `epoch`: of the weights for which it was promised; `pages`: the
-    hashes of what is loaded."""
+    """`indices`: SGLang's indices of the memory to fill, by the name of the transfer; `epoch`: the epoch of the weights
+    for which the load was promised; `pages`: the hashes of the pages to load."""
 
     rid: str
     attachment: Attachment
@@ -47,7 +48,8 @@ class QueuedLoad:
 class _Batch:
     loads: Sequence[QueuedLoad]
     is_outdated: bool
-    """It has a load of KV of other weights: nothing is copied, and all of it fails."""
+    """The weights have changed, or are changing, since a load of the batch was promised: nothing is copied, and all its
+    loads fail."""
     submitted: Future[list[Loading]] = field(default_factory=Future)
     landed: Future[bool] = field(default_factory=Future)
     took_s: float = 0.0
@@ -55,14 +57,15 @@ class _Batch:
 
 
 START = -1
-"""In place of a layer: before the forward pass starts."""
+"""Used in place of a layer for the time before the forward pass starts."""
 
 
 def waits(group: KVGroup, count: int) -> dict[str, int]:
-    """For each of the `count` layers for which SGLang may ask, the group's last plane that must be there. After that
-    the layers before it may be read, too: a graph of the whole forward pass asks for the last layer alone. A draft's
-    forward pass follows the target's and asks for nothing, and a graph of a part of it may read states without asking
-    for them. So a draft's group is there with the first layer, and a group of states before all of them."""
+    """For each of the `count` layers for which SGLang may ask, the group's last plane that must be loaded by then. The
+    planes before that one must be loaded, too, because a CUDA graph of the whole forward pass asks for the last layer
+    alone. A draft's forward pass runs after the target's and asks for nothing, so a draft's group is loaded by the
+    first layer. A graph of a part of the forward pass may read states without asking for them, so a group of states is
+    loaded before the forward pass starts."""
     if group.has_slots:
         return {str(START): max(group.planes.values())}
     if group.is_draft:
@@ -77,14 +80,14 @@ class LayerCounter:
     """The object on which SGLang's pools wait (its LayerWiseLoadCounter)."""
 
     def __init__(self, num_layers: int, wait: Callable[[int, int], None], waits_at_start: bool = False) -> None:
-        """`wait(batch, layer)`; `waits_at_start`: also for START."""
+        """`wait(batch, layer)`: waits for a layer's KV; `waits_at_start`: whether it is called with START, too."""
         self.num_layers, self.consumer_index, self._wait = num_layers, -1, wait
         self._waits_at_start = waits_at_start
         self.batches = 0
-        """How many forward passes have started, whether they load or not."""
+        """How many forward passes have started, with loads or without; a reset counts as one."""
 
     def set_consumer(self, index: int) -> None:
-        """SGLang calls it on the forward pass's stream, before the pass."""
+        """SGLang calls this on the forward pass's stream, before the forward pass."""
         self.consumer_index = index
         self.batches += 1
         if self._waits_at_start:
@@ -96,9 +99,9 @@ class LayerCounter:
 
 
 class Loads:
-    """SGLang's thread calls `ended` with each load and whether it has brought all; None: it was cancelled. It calls
-    `took` with the seconds of a batch's loads, counted from their start, and the tokens of each with the seconds of its
-    copies. `clock`: seconds, monotonic."""
+    """`ended`: called in SGLang's thread with each load, and whether all loads of its batch are complete; None: the
+    load was cancelled. `took`: called there for a complete batch, with the seconds from the start of its loads to their
+    end, and (tokens, seconds of the copies) of each load. `clock`: seconds, monotonic."""
 
     def __init__(
         self, pools: RankPools, weights: RunningWeights, *, ended: Callable[[QueuedLoad, bool | None], None],
@@ -121,7 +124,7 @@ class Loads:
         self._queued[load.rid] = load
 
     def cancel(self, rid: str) -> bool:
-        """Whether the load was queued; then it is given up."""
+        """Gives the load up if it is queued. Returns whether it was."""
         load = self._queued.pop(rid, None)
         if load is None:
             return False
@@ -134,8 +137,8 @@ class Loads:
         self._loading.run(self._give_back, attachment, plan)
 
     def start(self, ready: Callable[[], object]) -> int:
-        """Starts the queued loads. `ready`: waits until the GPU has given out the pages. Returns the number of the
-        batch; -1: nothing is queued."""
+        """Starts the queued loads. `ready`: waits until the GPU has computed the indices of the pages. Returns the
+        number of the batch; -1: nothing is queued."""
         if not self._queued:
             return -1
         self._started += 1
@@ -149,7 +152,7 @@ class Loads:
         return self._started
 
     def finish(self, index: int) -> bool:
-        """Waits for a batch. Returns whether all of it is there."""
+        """Waits for a batch. Returns whether all its loads are complete."""
         batch = self._batches.pop(index, None)
         if batch is None:
             return True
@@ -179,7 +182,7 @@ class Loads:
         if batch is None:
             return
         if self._pools.stream is None:
-            batch.landed.exception()  # the verdict is finish()'s
+            batch.landed.exception()  # finish() returns the result
             return
         if self._watched != index:
             self._layers.watch(batch.submitted.result())
@@ -210,7 +213,7 @@ class Loads:
             self._settle(batch, loadings)
 
     def _placed(self, load: QueuedLoad) -> LoadPlan:
-        """The plan with SGLang's pages in place of their numbers."""
+        """The plan with block ids of SGLang's pages in place of the numbers of the load's pages."""
         plan, first = load.plan, load.plan.local_tokens // self._pools.page_tokens
         pages: dict[int, list[int]] = {}
         for group, about in enumerate(self._pools.groups):
@@ -225,7 +228,7 @@ class Loads:
         return replace(plan, pieces=tuple(pieces))
 
     def _settle(self, batch: _Batch, loadings: Sequence[Loading]) -> None:
-        """Reports to the server; nothing waits for that."""
+        """Reports the end of the loads to the server. Nothing waits for this."""
         for loading in loadings:
             self._pools.worker.end_load(loading)
         for load in batch.loads[len(loadings) :]:

@@ -1,15 +1,16 @@
-"""Rank 0's lookups: which of the pages that the engine lacks a request can load, and which of them are promised.
+"""Rank 0's lookups: which pages that the engine lacks can be loaded, and which of them are promised to SGLang.
 
-SGLang looks up the tail of a prompt: the pages behind those on its device, by their hashes. It does so again in every
-round in which it tries to admit the request, and it computes the pages that it is not promised then, unless the request
-is held back (holding.py): until the server has answered, until the found pages are hashed, and until lower tiers have
-loaded (kvdock/connectors/waits.py). A promised load that fails aborts its request, so only verified pages are promised.
+SGLang looks up the tail of a prompt: the pages behind those on its device, by their hashes. It looks the tail up again
+in every round in which it tries to admit the request. If it admits the request, it computes the pages that were not
+promised. So a request may be held back (holding.py) until the server has answered, until the found pages are hashed,
+and until lower tiers have loaded (kvdock/connectors/waits.py). SGLang aborts a request whose promised load fails, so
+only verified pages are promised.
 
 The device may hold more of the prompt at the next lookup, because another request has computed it: the tail is then a
-suffix of the one before, and the answer still holds. Any other tail is another question.
+suffix of the one before, and the answer still holds. For any other tail, a new question is sent.
 
 SGLang does not report the end of a request that has loaded nothing. A request that was not looked up for FORGET_S is
-forgotten, and its lease given back; if it is looked up after all, that is a new question.
+forgotten, and its lease is cancelled. If it is looked up later, a new question is sent.
 
 Threads: SGLang's scheduler thread calls everything; threads of the scheduler connector make chains, too.
 """
@@ -35,8 +36,9 @@ FORGET_S = 10.0
 @dataclass
 class _Asked:
     """`pages`: the hashes of the tail that was looked up; `local`: how many of them the device has by now.
-    `verified_by_s`: until then the request waits for the verification of the found pages, and `was_late`: it took
-    longer. `waits`: more may be promised later; `until_s`: until then the request waits, whatever was looked up."""
+    `verified_by_s`: the time until which the request waits for the verification of the found pages; `was_late`: the
+    verification took longer. `waits`: whether more may be promised later; `until_s`: the time until which the request
+    may wait at most, even if it is looked up with other pages."""
 
     name: str
     pages: tuple[str, ...]
@@ -64,7 +66,7 @@ class Chains:
         self._pages.pop(name, None)
 
     def of(self, name: str, namespace: bytes, page_tokens: int) -> Chain:
-        """As ChainOf has it."""
+        """See ChainOf."""
         pages, parent, tag = self._pages.get(name, ((), UNKNOWN, b""))
         chain = HashedChain(tagged(namespace, tag), page_tokens, [bytes.fromhex(page) for page in pages], page_tokens)
         if parent is UNKNOWN:
@@ -108,15 +110,15 @@ class PageLookups:
         return asked.waits
 
     def _may_wait(self, asked: _Asked) -> bool:
-        """The time counts from the first wait: a request that is looked up by other pages each time would otherwise
-        wait anew each time."""
+        """Whether the request may wait longer. The time counts from its first wait, because a request that is looked up
+        with other pages each time would otherwise wait for the full time again and again."""
         now_s = self._clock()
         if asked.until_s is None:
             asked.until_s = now_s + self._most_s
         return now_s < asked.until_s
 
     def _found(self, asked: _Asked) -> int | None:
-        """How many pages may be promised that the device lacks. None: more may be found soon."""
+        """How many pages that the device lacks may be promised. None: more may be found soon."""
         size = self._page_tokens
         hit = self._connector.lookups.lookup(asked.name, range(len(asked.pages) * size), asked.local * size)
         if not isinstance(hit, Hit):
@@ -143,7 +145,7 @@ class PageLookups:
             self._finish(asked.name)
         until_s = asked.until_s if asked is not None else None
         self._count += 1
-        name = f"{rid}-{self._count}"  # the state of an earlier question does not hold for this one
+        name = f"{rid}-{self._count}"  # a new name, so that no state of an earlier question is used
         self._chains.named(name, pages)
         asked = self._asked[rid] = _Asked(name, pages, self._clock(), until_s=until_s)
         self._figures.add("lookup_tokens", len(pages) * self._page_tokens)
@@ -156,8 +158,8 @@ class PageLookups:
             self._finish(asked.name)
 
     def begin_load(self, rid: str, pages: int) -> tuple[Attachment, LoadPlan] | None:
-        """Hands the lease out for the first `pages` of the pages that were looked up last. None: it is not there any
-        more, or for another length. In place of blocks, the plan's pieces have the numbers of the load's pages."""
+        """Makes the plan to load the first `pages` pages that were looked up last. None: the lease is gone, or is for
+        another length. In place of blocks, the plan's pieces have the numbers of the load's pages."""
         asked = self._asked.pop(rid, None)
         if asked is None:
             return None
@@ -174,7 +176,7 @@ class PageLookups:
         return started
 
     def _columns(self, numbers: Sequence[int], local: int, end: int) -> list[list[int | None]]:
-        """Per group, its pages before `end`: of a window, the last ones."""
+        """For each group, the numbers of its pages before `end`; for a window, only the last ones."""
         columns: list[list[int | None]] = []
         for group in self._connector.session.manifest.groups:
             first = 0
@@ -184,7 +186,7 @@ class PageLookups:
         return columns
 
     def loaded(self, rid: str, ok: bool | None) -> None:
-        """A load has ended. False: its pages are damaged; None: it was given up or cancelled."""
+        """A load has ended. `ok`: True: it is complete; False: it failed; None: it was given up or cancelled."""
         name = self._loading.pop(rid, None)
         if name is None:
             return
@@ -193,8 +195,8 @@ class PageLookups:
         self._finish(name)
 
     def tick(self, batches: int) -> None:
-        """SGLang's loop has turned: forgets requests that were not looked up for long. `batches`: how many forward
-        passes have started so far."""
+        """Called in each iteration of SGLang's loop: forgets requests that were not looked up for FORGET_S. `batches`:
+        how many forward passes have started so far."""
         is_idle, self._batches = batches == self._batches, batches
         self._connector.lookups.step(is_idle)
         if self._connector.lookups.late > self._late:

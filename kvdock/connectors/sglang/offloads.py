@@ -7,12 +7,12 @@ SGLang locks a node until its offer has ended, and asks for the outcomes in the 
 A rank that writes nothing (MLA) is done at once.
 
 An offer belongs to the weights that the engine ran when it was made. When the weights change, offers that have not
-started are dropped, so that a flush waits only for copies in progress.
+started are dropped, so that a flush of SGLang's cache waits only for copies in progress.
 
 Pages that were loaded a moment ago are not offered to the server again: SGLang offers the pages of a load once their
 request is in its tree. An offer succeeds if the server has all of its pages; SGLang repeats an offer that fails.
 
-Invariant: each offer ends exactly once, after its last copy; what was reserved is copied or aborted.
+Invariant: each offer ends exactly once, after its last copy; each reservation is carried out or aborted.
 """
 
 from __future__ import annotations
@@ -71,15 +71,15 @@ class Offloads:
         self._offering, self._writing = Background("kvdock-offer"), Background("kvdock-write")
         self._offers: deque[_Offer] = deque()
         self._unshared: deque[_Offer] = deque()
-        """Offers whose plans other writers do not have yet. Always empty if this rank is the only writer."""
+        """Offers whose plans were not passed to all writers yet. Always empty if the engine has one writer."""
         self._count = 0
 
     def offer(
         self, pages: Sequence[str], parent: str | None, indices: Mapping[str, Any], counts: Mapping[str, int],
         ready: Callable[[], object], *, may_store: bool,
     ) -> None:
-        """The pages must not change until the offer has ended. `parent`: as in Hooked. Not `may_store`: if this is rank
-        0, no rank stores anything; in another rank, no chunk is stored of which this rank would write a part."""
+        """The pages must not change until the offer has ended. `parent`: see Hooked. `may_store` False: no rank stores
+        the pages; in a rank that is no writer it has no effect, unless it is rank 0."""
         self._count += 1
         made = _Offer(f"offer-{self._count}", tuple(pages), indices, counts, ready, self._weights.epoch, may_store)
         self._offers.append(made)
@@ -121,7 +121,7 @@ class Offloads:
         return count
 
     def take_ended(self) -> bool:
-        """Removes the oldest offer, which has ended. Returns whether the server has all of its pages."""
+        """Removes the oldest offer, which must have ended. Returns whether the server has all of its pages."""
         offer = self._offers.popleft()
         ok = offer.ended.exception() is None and offer.ended.result()
         if self._zero is not None:
@@ -130,7 +130,7 @@ class Offloads:
         return ok
 
     def _is_current(self, offer: _Offer) -> bool:
-        """Any thread."""
+        """Whether the weights of the offer are the present ones. May be called from any thread."""
         return offer.epoch == self._weights.epoch
 
     def reset(self) -> None:
@@ -184,7 +184,8 @@ class Offloads:
         return made.request.store.reserved >= wanted
 
     def _columns(self, offer: _Offer) -> list[list[int | None]]:
-        """For each group, the numbers of the pages that SGLang has there and that are not known to be at the server."""
+        """For each group, the numbers of the pages that SGLang offers for it and that are not known to be at the
+        server."""
         columns: list[list[int | None]] = []
         for group in self._pools.groups:
             first = len(offer.pages) - offer.counts.get(group.transfer, 0)
@@ -209,7 +210,7 @@ class Offloads:
             if not orders or self._ranks.all_agree(len(offer.plans) == len(orders)):
                 self._writing.run(self._write, offer)
                 continue
-            for attachment, plan in offer.plans:  # a rank is not attached: no rank writes
+            for attachment, plan in offer.plans:  # a rank does not take part: no rank writes
                 if self._zero is not None:
                     self._zero.connector.stores.abort(attachment, plan)
                 attachment.release()
@@ -226,7 +227,7 @@ class Offloads:
         return found
 
     def _write(self, offer: _Offer) -> None:
-        """Background."""
+        """Background: copies and commits this rank's parts of the offer, and ends the offer."""
         ok = False
         try:
             if offer.plans:
@@ -252,8 +253,8 @@ class Offloads:
             ahead.add(attachment, parts)
 
     def _pages(self, offer: _Offer) -> dict[int, list[int]]:
-        """By group, this rank's pages. A group with windows has only the last ones: -1 stands for the others, which no
-        piece names."""
+        """By group, the block ids of this rank's pages. A group with windows has only the last pages: -1 stands for the
+        others, which no piece names."""
         found = {}
         for group, about in enumerate(self._pools.groups):
             if about.transfer in offer.indices:
@@ -263,7 +264,7 @@ class Offloads:
 
 
 def _placed(plan: StorePlan, pages: Mapping[int, Sequence[int]]) -> StorePlan:
-    """The plan with page indices in place of page numbers."""
+    """The plan with block ids in place of page numbers."""
     pieces = tuple(
         replace(piece, block_ids=tuple(pages[piece.group][number] for number in piece.block_ids))
         for piece in plan.pieces

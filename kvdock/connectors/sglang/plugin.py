@@ -4,7 +4,7 @@ Where a scheduler may run it registers hooks (hooks.py). They do nothing without
 
     SGLANG_KVDOCK=1 sglang serve --model-path MODEL --page-size 64
 
-is then the whole configuration. Without the variable the linker is named by SGLang's own flags.
+is then the whole configuration. Without the variable, SGLang's own flags must name the linker.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvdock.connectors.sglang.hooks import install
 
 VARIABLE = "SGLANG_KVDOCK"
 SCHEDULES = "sglang.srt.managers.scheduler"
-"""The module of SGLang's schedulers, which a process that runs one has loaded by then."""
+"""The module of SGLang's schedulers. A process that runs one has loaded it before it calls register()."""
 SETTLES = "sglang.srt.arg_groups.hicache_hook.handle_hicache"
 """The function that resolves SGLang's settings of linkers."""
 LINKER = {"linker": "KvdockLinker", "linker_module_path": "kvdock.connectors.sglang"}

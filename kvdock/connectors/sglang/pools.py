@@ -1,10 +1,10 @@
 """SGLang's device pools as kvdock's groups and layouts. A page is a chunk, and a chunk is one block of each group.
 
-Full attention is one group. The layers of a sliding window have a pool of their own, which is a second group: SGLang
-keeps its last tokens only, and asks for no more. A draft model's layers are a group that has the same pages as the
-target's full attention. Of recurrent states (Mamba, linear attention) SGLang keeps one, in a slot, for each node of its
-tree: that after the node's last token. So a hit can end only there. In a chunk a state is a window of one token, and
-each of its tensors is a group.
+Full attention is one group. The layers with a sliding window have a pool of their own, which is a second group: SGLang
+keeps only the last tokens of the window, and asks for no others. A draft model's layers are a group that has the same
+pages as the target's full attention. Of recurrent states (Mamba, linear attention), SGLang keeps for each node of its
+tree the state after the node's last token, in a slot. So a hit can end only after such a token. kvdock describes a
+state as a window of one token, and each tensor of the state as a group.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ FULL, SWA, STATES = "kv", "swa", "mamba"
 
 @dataclass(frozen=True)
 class KVGroup:
-    """`transfer`: the name of its transfers; `planes`: for each layer, by its number in the forward pass, the last of
-    its planes in `layout`; `window_tokens` None: full attention."""
+    """`transfer`: SGLang's name of the group's transfers; `planes`: for each layer, by its number in the forward pass,
+    the last of its planes in `layout`; `window_tokens` None: full attention."""
 
     transfer: str
     layout: PagedLayout
@@ -39,19 +39,19 @@ class KVGroup:
 
     @property
     def has_slots(self) -> bool:
-        """SGLang names slots, not tokens."""
+        """Whether SGLang's indices are those of slots instead of tokens."""
         return self.transfer == STATES
 
     @property
     def described(self) -> Group:
-        """As the manifest has it."""
+        """The group's description in the manifest."""
         part_bytes = self.layout.part_bytes(1)
         if self.window_tokens is None:
             return Group(part_bytes=part_bytes)
         return Group(kind="window", window_tokens=self.window_tokens, part_bytes=part_bytes)
 
     def pages_of(self, indices: Any) -> list[int]:
-        """The blocks of SGLang's indices. Waits for the GPU, if they are there."""
+        """The ids of the blocks that SGLang's indices name. Waits for the GPU if the indices are on it."""
         flat = indices.reshape(-1)
         if self.has_slots:
             slots: list[int] = flat.tolist()
@@ -75,8 +75,8 @@ class RankPools:
 def groups_of(
     kvcache: Any, page_tokens: int, window_tokens: int | None, drafts: Sequence[Any] = (), requests: Any = None
 ) -> tuple[KVGroup, ...]:
-    """`kvcache`: what SGLang's allocator of KV pages gives; `drafts`: the pools of draft models; `requests`: its pool
-    of requests, which has recurrent states. NotSupportedError for a pool that is not known."""
+    """`kvcache`: the pool of SGLang's allocator of KV pages; `drafts`: the pools of draft models; `requests`: SGLang's
+    pool of requests, which has the recurrent states. NotSupportedError for a pool that is not known."""
     groups = list(_targets(kvcache, page_tokens, window_tokens, requests))
     for draft in drafts:
         group = _group(FULL, draft, page_tokens, range(_layers_of(draft)))
@@ -115,7 +115,7 @@ def _targets(
 
 
 def _states(requests: Any, page_tokens: int) -> list[KVGroup]:
-    """The tensors of recurrent states, each as bytes: for each layer, a row for each slot."""
+    """A group for each tensor of the recurrent states, described as bytes: for each layer, a row for each slot."""
     pool = requests.mamba_pool
     known = ("conv", "temporal")
     unknown = [name for name, of in vars(pool.mamba_cache).items() if name not in known and of is not None]
@@ -164,7 +164,7 @@ def _layers_of(pool: Any) -> int:
 def _group(
     transfer: str, pool: Any, page_tokens: int, layers: Sequence[int], window_tokens: int | None = None
 ) -> KVGroup:
-    """`layers`: the number of each of the pool's layers among all of the model."""
+    """`layers`: for each of the pool's layers, its number among the model's layers."""
     kind = type(pool).__name__
     try:
         if kind == "MHATokenToKVPool" and getattr(pool, "k_scale_buffer", None) is None:

@@ -1,4 +1,4 @@
-"""What rank 0 alone has: it looks up and reserves at the server for all ranks of its engine."""
+"""The parts that only rank 0 has, because it looks up and reserves at the server for all ranks of its engine."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from kvdock.connectors.waits import AwaitTiers, Patience, Waits
 from kvdock.connectors.worker import cores_of, hash_threads
 
 KNOWN_PAGES = 1 << 16
-"""How many pages of the newest loads are known to be at the server."""
+"""How many pages Known remembers at most."""
 
 
 def known_of(session: str, epoch: int) -> str:
@@ -32,15 +32,15 @@ def known_of(session: str, epoch: int) -> str:
 
 
 class Known:
-    """Pages that this engine has just loaded. SGLang's thread."""
+    """Pages that this engine has just loaded, so that the server has them. Only SGLang's thread uses it."""
 
     def __init__(self, most: int = KNOWN_PAGES) -> None:
         self._pages: OrderedDict[str, bool] = OrderedDict()
-        """Whether it was the last page of a load."""
+        """By page, whether it was the last page of a load."""
         self._most, self._of = most, ""
 
     def add(self, pages: Sequence[str], of: str) -> None:
-        """They are at the server. `of`: as known_of has it."""
+        """Adds pages that are at the server. `of`: their scope, from known_of()."""
         if of != self._of:
             self._pages.clear()
             self._of = of
@@ -49,8 +49,9 @@ class Known:
             self._pages.popitem(last=False)
 
     def take(self, pages: Sequence[str], of: str, *, has_state: bool = False) -> int:
-        """How many of the first pages are known. They are forgotten: the next offer of them may come much later.
-        `has_state`: the last one comes with a state, which is known only where a load ended."""
+        """How many of the first pages are known. These are then forgotten, because the next offer of them may come much
+        later. `has_state`: the last page is offered with a state, so it counts as known only if it was the last page of
+        a load."""
         for at, page in enumerate(pages):
             ended_load = self._pages.pop(page, None) if of == self._of else None
             if ended_load is None or (has_state and not ended_load and at + 1 == len(pages)):
@@ -60,7 +61,8 @@ class Known:
 
 @dataclass(frozen=True)
 class RankZero:
-    """`ahead`: hashes what rank 0 has stored, so that it can be promised at once; None: nothing does."""
+    """`ahead`: hashes the parts that rank 0 has stored, so that they can be promised at once; None: they are hashed
+    when they are looked up."""
 
     connector: SchedulerConnector
     lookups: PageLookups
@@ -74,7 +76,7 @@ class RankZero:
         cls, session: EngineSession, settings: Settings, *, ranks: int, weights: RunningWeights, speed: PrefillSpeed,
         figures: Figures, clock: Callable[[], float],
     ) -> RankZero:
-        """`ranks`: of the engine. `clock`: seconds, monotonic."""
+        """`ranks`: how many ranks the engine has. `clock`: seconds, monotonic."""
         page_tokens, known_speed = session.manifest.chunk_tokens, speed if settings.load_if_cheaper else None
         chains, trust = Chains(weights), Trust(settings.trust_s, clock)
         cost = LoadOrCompute(speed, clock) if settings.load_if_cheaper else None
@@ -98,10 +100,11 @@ class RankZero:
         return cls(connector, lookups, chains, Known(), trust, ahead)
 
     def load_ended(self, load: QueuedLoad, ok: bool | None, epoch: int) -> None:
-        """`ok`: whether it has brought all; None: it was cancelled. `epoch`: of the weights that the engine runs."""
+        """A load has ended. `ok`: whether it is complete; None: it was cancelled. `epoch`: the epoch of the weights
+        that the engine runs now."""
         self.lookups.loaded(load.rid, ok)
         session = load.attachment.session
-        if ok:  # the parts that this rank has copied were hashed again meanwhile
+        if ok:  # this rank has hashed its own parts during the load
             self.known.add(load.pages, known_of(session, epoch))
             self.trust.add(session, (part for piece in load.plan.pieces for part in piece.parts if part.writer == 0))
         elif ok is False:

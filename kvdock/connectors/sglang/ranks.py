@@ -1,10 +1,10 @@
-"""Messages between the ranks of an engine, beside the calls that SGLang makes to all of them alike.
+"""Messages between the ranks of an engine, in addition to the calls that SGLang makes on all ranks.
 
-SGLang calls each rank's linker in the same order with the same keys, and its own reductions keep their answers alike.
-Everything else that ranks have to agree on goes through here, over SGLang's process group for the CPU.
+SGLang calls each rank's linker in the same order with the same keys, and combines their answers itself. For everything
+else, the ranks agree through this class, over SGLang's process group for the CPU.
 
-Invariant: whether a rank calls share() or all_agree() follows from SGLang's calls alone, never from what one rank has
-seen of a server or a clock; otherwise the ranks would wait for each other for ever.
+Invariant: whether a rank calls share() or all_agree() follows from SGLang's calls alone, never from a server's answer
+or a clock, which only one rank sees; otherwise the ranks would wait for each other for ever.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""What is decided once, when the linker is made: settings, and engines that are refused.
+"""Decisions that are made once, when the linker is made: the settings, and whether kvdock can serve the engine.
 
-Invariant: what is not known to work is refused with one sentence that names what was found and what is wanted.
+Invariant: a kind of engine that is not known to work is refused, with one sentence that names the value found and the
+value wanted. An untested version of SGLang causes only a warning.
 """
 
 from __future__ import annotations
@@ -20,14 +21,15 @@ log = logging.getLogger("kvdock.sglang")
 
 EXTRA = "linker_extra_config"
 PAGES = (64, 128)
-"""Sizes of a page, in tokens, that are worth a chunk each: to find a smaller page costs more than to compute it."""
+"""The page sizes, in tokens, that kvdock serves, because a page is a chunk: finding a smaller one costs more than
+computing it."""
 MOST_RANKS = 128
 DRAFTS_WITHOUT_KV = (None, "NGRAM")
 
 
 @dataclass(frozen=True)
 class Settings(EngineSettings):
-    """The limits count tokens that the engine's own cache lacks: SGLang asks for no others."""
+    """The limits of loads count tokens that the engine's own cache lacks, because SGLang looks up no others."""
 
     RANGES: ClassVar[Mapping[str, tuple[float, float]]] = {
         **EngineSettings.RANGES, "verify_wait_s": (0.0, MOST_TIER_WAIT_S), "trust_s": (0.0, math.inf),
@@ -37,8 +39,8 @@ class Settings(EngineSettings):
     """How long a request may wait until found pages are hashed; SGLang computes pages that were not verified by
     then."""
     trust_s: float = 600.0
-    """Pages whose hashes were right within this time are promised without being hashed again; 0: all are hashed each
-    time."""
+    """Pages whose hashes were right within this time are promised without being hashed again; 0: every page is hashed
+    for every lookup."""
 
     @classmethod
     def load(cls, extra: Mapping[str, object], environ: Mapping[str, str]) -> Settings:
@@ -48,8 +50,8 @@ class Settings(EngineSettings):
 
 
 def refuse_what_is_not_supported(args: Any, params: Any, model: Any, components: Collection[str]) -> None:
-    """NotSupportedError, one sentence each. `args`, `params`, `model`: SGLang's ServerArgs, CacheInitParams and
-    ModelConfig; `components`: the names of its tree's components."""
+    """NotSupportedError when kvdock cannot serve the engine; its message is one sentence. `args`, `params`, `model`:
+    SGLang's ServerArgs, CacheInitParams and ModelConfig; `components`: the names of the components of SGLang's tree."""
     if params.page_size not in PAGES:
         raise NotSupportedError(
             f"kvdock stores whole pages: --page-size is {params.page_size}, and {' or '.join(map(str, PAGES))} is "
@@ -84,7 +86,7 @@ def refuse_what_is_not_supported(args: Any, params: Any, model: Any, components:
 
 
 def drafts_of(params: Any) -> tuple[Any, ...]:
-    """The pools of KV of draft models, which have the target's pages."""
+    """The KV pools of draft models, which have the same pages as the target's pool."""
     return (*params.mtp_draft_device_pools, *params.sidecar_draft_device_pools)
 
 
@@ -97,14 +99,14 @@ UNSERVED = {
     "enable_return_routed_experts": "SGLang keeps the experts of each slot beside its KV, and a load has KV alone",
     "enable_return_indexer_topk": "SGLang keeps an indexer's choice beside each slot's KV, and a load has KV alone",
 }
-"""Settings that are on, with the reason for which they are refused."""
+"""Settings for which the engine is refused if they are set, with the reason."""
 
 VERSIONS = (0, 5, 23), (0, 5, 23)
 """The first and the last version of SGLang that were tested."""
 
 
 def warn_of_version(version: str) -> None:
-    """`version`: SGLang's own."""
+    """Warns if `version`, that of SGLang, is outside VERSIONS."""
     first, last = VERSIONS
     found = re.match(r"(\d+)\.(\d+)\.(\d+)", version)
     if found is None or not first <= tuple(map(int, found.groups())) <= last:

@@ -1,8 +1,8 @@
-"""SGLang's ways to change weights: what each of them means, and the proof that kvdock notices all of them.
+"""SGLang's ways to change weights: the meaning of each, and the proof that kvdock notices all of them.
 
-    SchedulerWeightUpdaterManager   what SGLang's control calls reach in each rank
-    Scheduler, TpModelWorker        what other plugins and RPC call
-    WeightUpdater                   a model's, which all of these end in
+    SchedulerWeightUpdaterManager   SGLang's control calls reach it in each rank
+    Scheduler, TpModelWorker        other plugins and RPC call these
+    WeightUpdater                   a model's updater: all of the above call it
 
 A method of these classes whose name looks like a change of weights counts as one, whether it is known here or not
 (looks_like_change). Around each of them is one of SGLang's own plugin hooks (hooks.py).
@@ -12,12 +12,12 @@ Between begin_weight_update and end_weight_update parameters may be written at a
 SGLang's Scheduler names a version by record_weight_version_change: in an update once the parameters are loaded, and by
 itself for /update_weight_version. An update that ends without that call has failed, and left weights without a name.
 
-A hook that is not in force is not noticed: SGLang's method was renamed, another plugin has replaced it, or SGLang's
-dispatcher was made before. So Guard calls each method with a Probe in place of its object: a hook recognises it and
-goes no further, and any other code stops at the first attribute that it reads. Until all hooks have recognised it, and
-from the moment in which one of them is replaced by other code, nothing is shared.
+A hook may be missing without an error: SGLang's method was renamed, another plugin has replaced it, or SGLang's
+dispatcher was made before the hook. So Guard calls each method with a Probe in place of its object: a hook recognises
+it and goes no further, and any other code stops at the first attribute that it reads. Until all hooks have recognised a
+Probe, and again when one of them is replaced by other code, nothing is shared.
 
-Threads: SGLang's scheduler thread calls everything.
+Threads: SGLang's scheduler thread calls every method.
 """
 
 from __future__ import annotations
@@ -76,7 +76,8 @@ _HARMLESS = frozenset((
 
 
 def looks_like_change(name: str) -> bool:
-    """Whether a method of this name may change the weights of a model that runs. LoRA adapters are no part of them."""
+    """Whether a method of this name may change the weights of a model that runs. LoRA adapters do not count as
+    weights."""
     if name in _HARMLESS or "lora" in name:
         return False
     return bool(_WRITES.search(name)) or ("weight" in name and not _READS.match(name))
@@ -98,7 +99,7 @@ def is_of_weights(request: Any) -> bool:
 
 
 def only_reads(request: Any) -> bool:
-    """Whether a request to check weights leaves them as they are; by some of its actions SGLang overwrites them."""
+    """Whether a request to check weights leaves the weights unchanged; some actions overwrite them."""
     return getattr(request, "action", None) in ("snapshot", "compare", "checksum")
 
 
@@ -129,7 +130,7 @@ class Changes:
 
     @contextmanager
     def call(self) -> Iterator[None]:
-        """A call that changes weights. Those that it makes itself are part of it."""
+        """Surrounds a call that changes weights. Nested calls are part of the outermost one."""
         if self._depth:
             yield
             return
@@ -145,7 +146,7 @@ class Changes:
                 self._end()
 
     def named(self, version: str | None) -> None:
-        """SGLang records a version of its weights; None: they have none."""
+        """SGLang records the version of its weights; None: they have no version."""
         if self._depth or self._open:
             self._was_loaded = True
             self._version = version or self._version
@@ -180,15 +181,15 @@ class Probe:
 class Guard:
     """Whether all of SGLang's ways to change weights are noticed. `hook`: puts a hook around a method, by the path of
     its class and its name, if it can. `plans`: the name of the Scheduler's method whose hook calls meet(). `unheard`:
-    is called with the reason why they are not."""
+    called with the reason why some may go unnoticed."""
 
     def __init__(self, hook: Callable[[str, str], None], plans: str, unheard: Callable[[str], None]) -> None:
         self._hook, self._plans, self._unheard = hook, plans, unheard
         self._scheduler: Any = None
         self._proven: list[tuple[Any, str, Any]] = []
         self._dispatched: list[tuple[Any, Any]] = []
-        self._sizes: list[tuple[type, int]] = []  # of their classes, in attributes
-        self._answers = 0  # that the dispatcher has
+        self._sizes: list[tuple[type, int]] = []  # the classes of the proven methods, and how many attributes each has
+        self._answers = 0  # how many kinds of requests the dispatcher answers
         self.why = "SGLang has not planned a batch yet"
         """Why nothing may be shared; "" once all hooks are proven."""
 
@@ -199,14 +200,15 @@ class Guard:
             self._prove()  # nothing was computed before
 
     def in_force(self) -> bool:
-        """Proves the hooks again where SGLang's methods have changed since the last proof. Once a hook was not in
-        force, the weights count as changed, because what happened meanwhile is not known."""
+        """Whether all hooks are in force. Proves them again if SGLang's methods have changed since the last proof. If a
+        hook is not in force, the weights count as changed, because a change may have gone unnoticed."""
         if not self.why and not self._is_as_proven():
             self._prove()
         return not self.why
 
     def _is_as_proven(self) -> bool:
-        """Cheap: the scheduler's loop asks in each turn."""
+        """Whether nothing has changed since the last proof. This is cheap, because the scheduler's loop calls it in
+        each iteration."""
         mapping = getattr(getattr(self._scheduler, "_request_dispatcher", None), "_mapping", {})
         return (
             all(getattr(owner, name, None) is method for owner, name, method in self._proven)
@@ -271,11 +273,11 @@ class Guard:
 
 
 class _NotHeard(Exception):
-    """Its message names the method."""
+    """A call does not reach kvdock's hook. The message names the method."""
 
 
 def _runs_later(method: Any) -> bool:
-    """Whether it goes on after the call."""
+    """Whether `method` runs on after its call has returned, as coroutines and generators do."""
     kinds = inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction
     return any(is_of(method) for is_of in kinds)
 
@@ -313,20 +315,20 @@ def is_heard(method: Any) -> bool:
 # Threads: SGLang's scheduler thread calls everything.
 
 START, UNKNOWN = "", None
-"""In place of the hash of the page before: there is none; it is not known."""
+"""Values in place of the hash of a page's parent: there is no page before it; its parent is not known."""
 MOST_PAGES = 1 << 18
-"""How many pages are known to be fresh; the oldest ones are forgotten, and not stored again."""
+"""How many fresh pages are remembered. The oldest ones are forgotten; they and pages behind them are not stored."""
 
 
 class Fresh:
-    """`weights`: those that the engine runs."""
+    """Decides which pages may be stored. `weights`: the weights that the engine runs."""
 
     def __init__(self, weights: RunningWeights, most: int = MOST_PAGES) -> None:
         self._weights, self._most = weights, most
         self._admitted: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-        """The epoch of the weights under which a request was admitted last."""
+        """By request, the epoch of the weights under which it was admitted last."""
         self._pages: OrderedDict[str, None] = OrderedDict()
-        self._epoch = 0  # of `_pages`
+        self._epoch = 0  # the epoch of the weights that computed `_pages`
         self._inserts: Any = None
         self._own: Any = None
 
@@ -347,7 +349,8 @@ class Fresh:
 
     @contextmanager
     def adopting(self, slots: Any, first_own: int) -> Iterator[None]:
-        """The tree takes `slots` (int64 tensor, one a token), of which those before `first_own` are its own."""
+        """The tree takes `slots` (an int64 tensor with one slot for each token). The tree has its own slots for the
+        tokens before `first_own`."""
         before, self._own = self._own, None if slots is None else slots[first_own:]
         try:
             yield
@@ -355,8 +358,8 @@ class Fresh:
             self._own = before
 
     def may_store(self, pages: Sequence[str], parent: str | None, slots: Any) -> bool:
-        """Whether all offered pages belong to the present weights. `pages`: their hashes; `parent`: the hash of the
-        page before, as Hooked has it; `slots`: of their tokens."""
+        """Whether all offered pages belong to the present weights. `pages`: their hashes; `parent`: see Hooked;
+        `slots`: those of the pages' tokens."""
         if not self._weights.is_stale:
             return True
         if self._epoch != self._weights.epoch:

@@ -1,8 +1,8 @@
-"""kvdock as a KV connector of vLLM, which knows it by its name, KvdockConnector, wherever kvdock is installed.
+"""kvdock as a KV connector of vLLM. Where kvdock is installed, vLLM finds it under the name KvdockConnector.
 
-vLLM makes the connector of connector.py in the scheduler's process, where it hands each call to scheduler.py, and in
-each worker's process, where it hands each call to worker.py. The scheduler connector (kvdock/connectors/scheduler.py)
-looks up, verifies and reserves. Nothing here imports vLLM before vLLM asks for KvdockConnector or calls the plug-in.
+vLLM makes the connector of connector.py in the scheduler's process, where it passes each call to scheduler.py, and in
+each worker's process, where it passes each call to worker.py. The scheduler connector (kvdock/connectors/scheduler.py)
+calls the server and verifies. Nothing here imports vLLM before vLLM asks for KvdockConnector or calls the plug-in.
 """
 
 from __future__ import annotations

@@ -43,7 +43,8 @@ CLOCK_TICK_NS = 20_000_000
 """File systems note the time of a change as of the kernel's last tick, so it may look this much too old."""
 READ_BYTES = 1 << 20
 STILL_USED = 8
-"""Steps: more than a store is held back after the step that computed it."""
+"""For this many steps after its last use an adapter is still checked: longer than a store is held back after its
+step."""
 
 Run = Callable[..., Future[None]]
 """Runs a function with its arguments in the background."""
@@ -61,7 +62,7 @@ class Look:
 @dataclass
 class Adapter:
     """`path`: as the request names it, `folder`: where its files are. `digest`: None until the files were read. `why`:
-    the reason why it is not cached, with advice; "": it may be."""
+    the reason why KV that is computed with it is not cached, with advice; "": it is cached."""
 
     name: str
     path: str
@@ -70,7 +71,7 @@ class Adapter:
     """True: `path` is a folder. False: it is the adapter's name on a hub."""
     why: str = ""
     is_logged: bool = False
-    """`why` was logged."""
+    """Whether `why` was logged."""
     digest: bytes | None = None
     look: Look | None = None
     checked: int = -1
@@ -85,8 +86,8 @@ class Adapter:
 
 class Adapters:
     """`began_ns`: when this engine started, ns since 1970, before any adapter was loaded. `hears`: whether every
-    adapter is met before a worker reads it. `now_ns`: since 1970; `sleep`: for seconds; `find_snapshot`: as
-    hub_snapshot."""
+    adapter is met before a worker reads it. `now_ns`: the time in ns since 1970; `sleep`: sleeps for a number of
+    seconds; `find_snapshot`: see hub_snapshot."""
 
     def __init__(
         self, run: Run, began_ns: int, *, hears: Callable[[], bool] = lambda: False,
@@ -149,7 +150,7 @@ class Adapters:
         return looked_ns
 
     def check(self, adapter: Adapter, step: int) -> bool:
-        """Whether the adapter is sound, for a request: looks at its files once in each step."""
+        """Whether a request may use the adapter's digest. Looks at the adapter's files once in each step."""
         adapter.used = step
         return self._is_as_it_was(adapter, step)
 
@@ -161,7 +162,8 @@ class Adapters:
         return adapter.is_sound
 
     def _look(self, adapter: Adapter) -> Look | None:
-        """As look_at(); also None if its path means another folder by now."""
+        """The present attributes of the adapter's files. None if there are none, or if its path means another folder by
+        now."""
         if is_local(adapter.path) != adapter.is_local:
             return None
         return look_at(adapter.folder, is_local=adapter.is_local)
@@ -178,7 +180,7 @@ class Adapters:
         return not all(self._is_as_it_was(adapter, step) for adapter in used)
 
     def _read(self, adapter: Adapter) -> None:
-        """Background."""
+        """Background: hashes the adapter's files."""
         digest, why = None, "its files have changed while they were read: give each version a folder of its own."
         try:
             assert adapter.folder is not None
@@ -208,8 +210,9 @@ def folder_of(path: str, find_snapshot: FindSnapshot) -> Path | None:
 
 
 def look_at(folder: Path | None, *, is_local: bool = True) -> Look | None:
-    """None if there is no adapter. Links are followed, and their own attributes are included. Not `is_local`: the
-    folder is a snapshot in the hub's cache, and refs/main there names the current snapshot, so it is included, too."""
+    """The attributes of the adapter in `folder`; None if it has none. Links are followed, and their own attributes are
+    included. `is_local` False: the folder is a snapshot in the hub's cache, and refs/main there names the current
+    snapshot, so it is included, too."""
     if folder is None:
         return None
     try:
@@ -256,7 +259,7 @@ class AdapterLoads:
     def __init__(self) -> None:
         self._hooks: tuple[Hook, ...] = ()
         self._is_unheard = False
-        """Workers may have read adapters that no connector has met."""
+        """Whether workers may have read adapters that no connector has met."""
 
     def listen(self) -> None:
         """From now on cores report each adapter to their connectors before they load it, by
@@ -284,7 +287,7 @@ class AdapterLoads:
             for one in (connector, *getattr(connector, "_connectors", ())):  # MultiConnector has several
                 if hasattr(one, "kvdock_adapter"):
                     one.kvdock_adapter(asked)
-        except Exception:  # vLLM loads its adapter all the same, whatever its version's core is like
+        except Exception:  # vLLM loads the adapter all the same, even if its core is not as expected here
             self._is_unheard = True
             log.exception("adapters that are written after the start are not cached from now on")
 

@@ -1,9 +1,9 @@
-"""The chunks that are announced to a router: those that this instance can load instead of computing them.
+"""Announces chunks to a router: the chunks that this instance can load instead of computing them.
 
 The server reports with each heartbeat which chunks of the namespace its lookups find from then on, and which they no
-longer find, whichever engine stored them. A router knows blocks by vLLM's hashes and their tokens, and this instance
-knows those only of the chunks that it looked up or computed. Only these are announced. Chunks that were stored before
-this instance attached are announced when a lookup or store next meets them.
+longer find, whichever engine stored them. A router knows blocks by vLLM's hashes and their tokens. This instance knows
+hashes and tokens only of chunks that it looked up or computed, so only these chunks are announced. Chunks that were
+stored before this instance attached are announced when a lookup or store next meets them.
 
 Invariants: stored and removed events alternate for each chunk; a lookup's result is dropped if a later heartbeat
 reported the eviction, for evictions are reported once. Thread-safe: one lock.
@@ -26,15 +26,16 @@ from kvdock.protocol.kv_events import BlockNames
 from kvdock.protocol.schemas import Changes
 
 UNANNOUNCED_CHUNKS = 1 << 14
-"""The most chunks that are known and not there, or not yet announced. The oldest ones are forgotten. Each takes some
-1.5 KB."""
+"""The most chunks that are remembered while they are not announced, because the server does not have them or because
+that was not reported yet. The oldest ones are forgotten. Each takes some 1.5 KB."""
 STEP_CHUNKS = 1024
 """The most chunks that are announced in one step of the engine: vLLM takes some 15 us for each."""
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """`hashes`: vLLM's, of its blocks; `parent`: of the block before; `tokens`: as unsigned 32-bit integers."""
+    """`hashes`: vLLM's hashes of its blocks; `parent`: the hash of the block before; `tokens`: unsigned 32-bit
+    integers."""
 
     hashes: tuple[bytes, ...]
     parent: bytes | None
@@ -46,7 +47,7 @@ Namer = Callable[[Any, int], BlockNames | None]
 
 
 def chunk_of(request: Any, at: int, hashes: int, chunk_tokens: int) -> Chunk | None:
-    """`hashes`: of a chunk. None while vLLM has not hashed all of it."""
+    """The request's chunk number `at`. `hashes`: how many hashes a chunk has. None: vLLM has not hashed all of it."""
     first = at * hashes
     found = tuple(request.block_hashes[first : first + hashes])
     if len(found) < hashes:
@@ -62,16 +63,17 @@ class ChunkChange:
 
 
 class Announcer:
-    """`session`: not started yet, the scheduler side's; `hash_tokens`: of how many tokens vLLM makes a hash."""
+    """`session`: that of the scheduler's process, not started yet; `hash_tokens`: how many tokens each of vLLM's hashes
+    adds."""
 
     def __init__(self, session: EngineSession, chunk_tokens: int, hash_tokens: int) -> None:
         self._session, self._chunk_tokens, self._hashes = session, chunk_tokens, chunk_tokens // hash_tokens
         self._announced: dict[bytes, Chunk] = {}
         self._unannounced: OrderedDict[bytes, Chunk] = OrderedDict()
         self._changes: dict[bytes, bool] = {}
-        """Changes since the last take(), by key: whether the chunk is there."""
+        """Changes since the last take(), by key: whether the server has the chunk."""
         self._gone: dict[bytes, int] = {}
-        """Known chunks that were removed, with the number of the heartbeat that last reported it."""
+        """By key of a known chunk that was removed, the number of the heartbeat that last reported the removal."""
         self._left: set[bytes] = set()
         """Announced chunks of earlier weights: once they were announced as removed, they are forgotten."""
         self._beats = self._all_gone = 0
@@ -79,7 +81,7 @@ class Announcer:
         self._lock = threading.Lock()
 
     def know(self, request: Any, keys: Sequence[bytes]) -> None:
-        """`keys`: of the request's chunks, from its first."""
+        """Remembers the names of the request's chunks. `keys`: their keys, from the request's first chunk."""
         with self._lock:
             for at, key in enumerate(keys):
                 if key in self._unannounced:
@@ -90,7 +92,7 @@ class Announcer:
                     self._add(key, chunk)
 
     def asking(self, attachment: Attachment) -> Callable[[Sequence[bytes]], None]:
-        """As ChunkObserver has it."""
+        """See ChunkObserver."""
         with self._lock:
             self._followed()
             asked = self._beats
@@ -147,7 +149,7 @@ class Announcer:
         return out
 
     def _followed(self) -> Attachment | None:
-        """The present attachment. The reports of an earlier one hold no longer."""
+        """Returns the present attachment. If it is a new one, drops the reports of the earlier one."""
         if self._attachment is not self._session.attachment:
             self._attachment = self._session.attachment
             self._forget_all()
@@ -166,9 +168,9 @@ class Announcer:
 
 
 class Announcing(ChunkObserver):
-    """Reports chunks to the announcer, by their requests, which `request_of` finds; and the names that `namer` makes to
-    a server that publishes events for routers itself. Chunks that depend on more than tokens are not announced: a
-    router that hashes tokens alone would send other requests to them."""
+    """Reports the chunks of requests to the announcer, and the names that `namer` makes to a server that publishes
+    events for routers itself. `request_of`: finds a request by its id. Chunks that depend on more than tokens are not
+    announced: a router that hashes tokens alone would send other requests to them."""
 
     def __init__(self, announcer: Announcer | None, namer: Namer | None, request_of: Callable[[str], Any]) -> None:
         self._announcer, self._namer, self._request_of = announcer, namer, request_of

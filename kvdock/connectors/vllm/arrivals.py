@@ -8,7 +8,7 @@ receives it:
     vLLM's scheduler thread   … a step ends ──► on_new_request ──► get_num_new_matched_tokens: the answer is read
 
 Connectors have no hook there, so `listen` wraps the method. A vLLM without it is served as well: then questions are
-sent between two steps. `in_turn` lets one of the two threads in at a time.
+sent between two steps. `in_turn` makes the two threads call the connector one at a time.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _is_listening = False
 class TakesTurns(Protocol):
     @property
     def turn(self) -> AbstractContextManager[Any]:
-        """Held while one of its methods runs."""
+        """A lock that is held while a method of the object runs."""
 
 
 T = TypeVar("T", bound=TakesTurns)
@@ -42,7 +42,7 @@ R = TypeVar("R")
 
 
 def in_turn(method: Callable[Concatenate[T, P], R]) -> Callable[Concatenate[T, P], R]:
-    """The method, made to wait until no other thread is inside."""
+    """Wraps a method so that it waits until no other thread runs such a method of the object."""
 
     @wraps(method)
     def run(self: T, /, *args: P.args, **more: P.kwargs) -> R:
@@ -53,9 +53,9 @@ def in_turn(method: Callable[Concatenate[T, P], R]) -> Callable[Concatenate[T, P
 
 
 class Arrivals:
-    """Requests that vLLM has received, and of which its scheduler has not heard. The scheduler takes them in before it
-    plans the next step. vLLM refuses some, while it is paused for example: its scheduler never hears of these, and no
-    connector does. What was leased for them is given back when vLLM plans steps again. `early`: asks the server about
+    """Requests that vLLM has received and not yet passed to its scheduler, which takes them in before it plans the next
+    step. vLLM refuses some requests, for example while it is paused, without a report to its scheduler or to
+    connectors. Leases for refused requests are cancelled when vLLM plans steps again. `early`: sends questions for
     requests that wait."""
 
     def __init__(self, early: EarlyQuestions) -> None:
@@ -67,11 +67,12 @@ class Arrivals:
         self._since[request_id] = self._steps
 
     def scheduled(self, request_id: str) -> None:
-        """vLLM's scheduler has heard of it."""
+        """vLLM's scheduler has taken the request in."""
         self._since.pop(request_id, None)
 
     def refused(self) -> list[str]:
-        """Called in each step. A request that is scheduled later all the same is asked about again."""
+        """Called in each step. Returns the requests that vLLM has refused. If one is scheduled later after all, a new
+        question is sent for it."""
         self._steps += 1
         found = [request_id for request_id, steps in self._since.items() if self._steps - steps > MOST_STEPS]
         for request_id in found:
@@ -97,7 +98,7 @@ def listen() -> None:
         made = real(self, *args, **more)
         try:
             _report(self, made[0])
-        except Exception:  # vLLM has its request all the same, whatever its version's core is like
+        except Exception:  # vLLM keeps the request all the same, even if its core is not as expected here
             core.preprocess_add_request = real  # one traceback, not one for each request
             log.exception("from now on requests are asked about in between two steps")
         return made

@@ -6,9 +6,9 @@ ran, the engine would stand still for ever.
 
 Invariant: blocks of background loads (in full length) + blocks of the largest other request <= blocks of the pool. So
 when all running requests have ended, the request at the head fits: one that has loaded has its blocks, and any other
-fits beside those that load. Later requests queue behind it. Where requests have priorities they may not: there the
-largest other request is the longest that may come. A request that does not fit is loaded in the step that runs it,
-which ties up no blocks.
+fits beside those that load. Later requests queue behind it. With priorities, a later request may be scheduled first:
+then the largest other request is the longest possible one. A request that does not fit is loaded in the step that runs
+it, which ties up no blocks while it waits.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ progress may read, and one with a state that vLLM keeps for its own prefix cache
 
 
 class BlockBudget:
-    """`blocks`: of the pool. `longest_tokens`: of any request. `step_tokens`: of one step. `in_order`: requests are
-    scheduled in the order in which they came."""
+    """`blocks`: the size of the pool. `longest_tokens`: the most tokens of a request. `step_tokens`: the most tokens of
+    a step. `in_order`: whether requests are scheduled in the order in which they came."""
 
     def __init__(
         self, groups: Sequence[KVGroup], *, blocks: int, longest_tokens: int, step_tokens: int, in_order: bool = True
     ) -> None:
         self._groups, self._in_order = groups, in_order
         self._blocks, self._longest, self._step = blocks, longest_tokens, step_tokens
-        self._needs: dict[str, int] = {}  # of every request known
-        self._taken: dict[str, int] = {}  # of those that load in the background, until they run
+        self._needs: dict[str, int] = {}  # by request, the most blocks that it may need
+        self._taken: dict[str, int] = {}  # the same for requests that load in the background, until they run
 
     def add(self, request: Any) -> None:
         """A request that may be scheduled from now on."""
@@ -54,7 +54,7 @@ class BlockBudget:
         self._taken[request.request_id] = self._needs[request.request_id]
 
     def give_back(self, request_id: str) -> None:
-        """It runs: vLLM can preempt it."""
+        """The request runs, so vLLM can preempt it."""
         self._taken.pop(request_id, None)
 
     def remove(self, request_id: str) -> None:

@@ -1,10 +1,10 @@
-"""The class that vLLM loads. It holds one of the two sides, by its role, and forwards each call.
+"""The class that vLLM loads. By its role, it has the scheduler's side or a worker's side, and forwards each call to it.
 
     --kv-transfer-config '{"kv_connector": "KvdockConnector", "kv_role": "kv_both"}'
 
-Life: the workers register their KV tensors, attach, and send the manifest to the scheduler's side as their handshake.
-MultiConnector hands one connector's handshake to all of them, so beside others the manifest comes with the first step,
-and lookups wait for that. An engine whose manifest does not come looks up nothing.
+Start: the workers register their KV tensors, attach, and send the manifest to the scheduler's side as their handshake.
+MultiConnector passes one connector's handshake to all connectors, so beside other connectors the manifest comes with
+the first step instead, and lookups wait for it. Without the manifest nothing is looked up.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from vllm.v1.request import RequestStatus
 try:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 except ImportError:
-    CacheHitSource = None  # it never asks
+    CacheHitSource = None  # such a version never asks for it
 
 from kvdock.client.client import Client
 from kvdock.connectors.errors import CannotCacheError, NotSupportedError
@@ -102,15 +102,15 @@ class WorkerMetadata(KVConnectorWorkerMetadata):
 
 @dataclass
 class Handshake(KVConnectorHandshakeMetadata):
-    """`manifest`: as JSON."""
+    """A worker's handshake. `manifest`: in JSON."""
 
     manifest: bytes
     instance: str
 
 
 class _Streams(NamedTuple):
-    """`computed`: holds, when a step starts, the work that comes before the step's stores. `aside`: nothing is computed
-    on it, for copies that need not wait for steps. None on a CPU."""
+    """`computed`: when a step starts, it holds the work that must come before the step's stores. `aside`: has no
+    computation, for copies that need not wait for steps. Both are None on a CPU."""
 
     computed: torch.cuda.Stream | None = None
     aside: torch.cuda.Stream | None = None
@@ -127,7 +127,7 @@ class _Instance:
 
 @dataclass
 class _Early:
-    """What came to the scheduler's side before it had the workers' manifests."""
+    """Requests and reports that came to the scheduler's side before it had the workers' manifests."""
 
     requests: list[Any] = field(default_factory=list)
     reports: Report = field(default_factory=Report)
@@ -158,7 +158,7 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
         refuse_what_is_not_supported(vllm_config, len(kv_cache_config.kv_cache_groups), self._settings)
         self._config, self._cache = vllm_config, kv_cache_config
         self._groups: tuple[KVGroup, ...] = ()
-        """None: it stands aside."""
+        """Empty: kvdock stands aside."""
         refuse_unreconciled_hits(vllm_config, kv_cache_config, reconciles=RECONCILES)
         try:
             groups = groups_of(kv_cache_config)
@@ -169,7 +169,7 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
             if role is KVConnectorRole.SCHEDULER:  # once for each engine
                 log.warning(ASIDE, why)
         place = place_of(vllm_config.parallel_config, self._groups)
-        engine = get_current_vllm_config_or_none()  # known in workers; another connector gives a copy of its own making
+        engine = get_current_vllm_config_or_none()  # known in workers; another connector passes a copy of it
         self._is_beside = engine is None or engine.kv_transfer_config is not transfer
         if self._is_beside and role == KVConnectorRole.WORKER and any(group.state for group in self._groups):
             self._groups = ()  # no worker sends its manifest, so the scheduler's side does not start
@@ -184,7 +184,7 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
         elif self._groups:
             hear_model(self, vllm_config)
         if role == KVConnectorRole.SCHEDULER and self._settings.recompute_failed_loads:
-            transfer.kv_load_failure_policy = "recompute"  # vLLM reads it afterwards; of another connector's copy never
+            transfer.kv_load_failure_policy = "recompute"  # vLLM reads it afterwards, but never in a copy
         elif role == KVConnectorRole.WORKER and (self._is_beside or not self._settings.recompute_failed_loads):
             warn_of_policy((transfer if engine is None else engine.kv_transfer_config).kv_load_failure_policy, place)
         self._weights = RunningWeights(trusts_versions=self._settings.trust_weight_versions, renamed=self._runs)
@@ -203,12 +203,12 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """Full graphs do not ask for each layer's KV."""
+        """True if loads by layer need it: full CUDA graphs do not ask for each layer's KV."""
         return Settings.load(extra_config, os.environ).load_by_layer == "piecewise"
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
-        """vLLM refuses sleep mode where this is False. Where it depends on settings, setup.py refuses it."""
+        """vLLM refuses sleep mode if this is False. setup.py refuses it where settings decide."""
         return True
 
     def unregister_kv_caches(self) -> None:
@@ -276,7 +276,7 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
         return None if self._is_beside else self._handshake
 
     def kvdock_weights_written(self) -> None:
-        """Something was loaded into the model (weight_changes.py)."""
+        """Weights were loaded into the model (weight_changes.py)."""
         if self._worker is not None:
             self._worker.weights_written()
 
@@ -418,7 +418,7 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler.lookup(request, num_computed_tokens)
 
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
-        """Newer versions count tokens that were not computed by their source: kvdock's come from this host's memory."""
+        """Newer versions of vLLM count cached tokens by their source. kvdock's tokens come from this host's memory."""
         return {CacheHitSource.HOST: num_external_tokens} if num_external_tokens else {}
 
     @in_turn
@@ -429,7 +429,7 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
 
     @in_turn
     def kvdock_weights(self, kind: str, version: str) -> None:
-        """As weight_changes.Hears has it."""
+        """See weight_changes.Hears."""
         if self._scheduler is not None:
             self._scheduler.weights_change(kind, version)
         else:
@@ -466,7 +466,8 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler.take(report)
 
     def _introduced(self, report: Report) -> Report:
-        """Starts once every worker has reported its manifest. Returns everything that workers have reported so far."""
+        """Starts the scheduler's side once every worker has reported its manifest. Returns all reports of workers so
+        far."""
         reports = self._early.reports
         reports.add(report)
         if len(reports.manifests) == place_of(self._config.parallel_config, self._groups).ranks:
@@ -494,8 +495,9 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
 
     @in_turn
     def reset_cache(self) -> bool:
-        """vLLM calls it with reset_connector=True, when it pauses to change weights, and when it sleeps. As
-        Settings.on_reset has it. False: the server was to clear and did not, and nothing is loaded until it has."""
+        """vLLM calls it with reset_connector=True, when it pauses to change weights, and when it sleeps.
+        Settings.on_reset says what is done. False: the server was asked to clear and has not, so nothing is loaded
+        until it has."""
         return self._scheduler is not None and self._scheduler.reset()
 
     @in_turn
@@ -518,23 +520,23 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
 
 
 def _differing(manifests: Sequence[Manifest]) -> str:
-    """The fields, by name. `revision` is of weights, settings and environment variables."""
+    """The names of the fields that differ. `revision` covers weights, settings and environment variables."""
     fields = [msgspec.to_builtins(one) for one in manifests]
     return ", ".join(name for name in fields[0] if any(one[name] != fields[0][name] for one in fields))
 
 
 def _has_answered(request: Any) -> bool:
-    """Whether it was answered to its end, not aborted."""
+    """Whether the request was answered to its end, and not aborted."""
     return request.status in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
 
 
 def _adapters_as(lora_config: Any) -> str:
-    """The part of vLLM's settings for adapters that changes KV. None: this engine has no adapters."""
+    """The part of vLLM's settings for adapters that changes KV. `lora_config` None: this engine has no adapters."""
     if lora_config is None:
         return ""
     return f"{lora_config.lora_dtype} {getattr(lora_config, 'enable_tower_connector_lora', False)}"
 
 
 def _stream_of(device: str) -> int | None:
-    """The stream that this thread puts its work on: a CUstream."""
+    """The CUstream on which this thread puts its work; None on the CPU."""
     return torch.cuda.current_stream(device).cuda_stream if device != "cpu" else None

@@ -1,12 +1,12 @@
-"""What the bytes of KV depend on beside tokens and weights: tables of vLLM's settings, each with its reason.
+"""The settings of vLLM on which the bytes of KV depend, beside tokens and weights, each with its reason.
 
-A setting has a row here if it changes which function of the tokens the model computes, or with how many bits. It has
-none if it only changes the order in which the same function is computed (graphs, compilation, cascade attention, data
-and expert parallelism, the kernels that vLLM chooses by itself), if other parts of the manifest cover it (the KV's
+A setting has a row here if it changes which function of the tokens the model computes, or with how many bits. A setting
+has no row if it only changes the order in which the same function is computed (graphs, compilation, cascade attention,
+data and expert parallelism, the kernels that vLLM chooses by itself), if other parts of the manifest cover it (the KV's
 type, shapes, strides, attention backends, the split over workers), or if requests that use it bypass the cache
 (adapters, images). A setting at its usual value is left out, so versions of vLLM that lack it need no rule. For
-environment variables, which choose single kernels, the rule is the opposite: all count but those that are known to
-change nothing.
+environment variables, which choose single kernels, the rule is the opposite: all count except those that are known to
+change nothing (kvdock/connectors/dependences.py).
 """
 
 from __future__ import annotations
@@ -115,9 +115,9 @@ NEVER = (
     "default", "linear", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling", "mrope", "bailing_mrope", "ntk",
     "openpangu", "proportional", "mllama4", "xdrope", "telechat3-yarn",
 )
-"""Kinds of rotary embedding that turn a position alike whatever max_model_len is. One that is not known may not."""
+"""Kinds of rotary embedding that do not depend on max_model_len. Any other kind may depend on it."""
 MOVING = ("longrope", "dynamic")
-"""Kinds that Transformers' own models choose anew in each batch, and vLLM's once."""
+"""Kinds whose factors Transformers' models choose again for each batch, and vLLM's models once."""
 ORIGINAL, TRAINED = "original_max_position_embeddings", "max_position_embeddings"
 LLAMA4_TOKENS = 32768
 """Llama 4 weighs attention by the distance of tokens when max_model_len is more, unless it is configured otherwise."""
@@ -128,12 +128,13 @@ def unusual_of(model: Any) -> dict[str, str]:
 
 
 STATE_VARIABLES = frozenset({"VLLM_SSM_CONV_STATE_LAYOUT"})
-"""These set the layout of recurrent states in memory: for other models they change nothing. vLLM sets it by itself
-beside some connectors."""
+"""Variables that set the layout of recurrent states in memory. For other models they change nothing, and vLLM sets them
+by itself for some connectors."""
 
 
 def unusual_around(vllm_config: Any, environ: Mapping[str, str]) -> dict[str, str]:
-    """What is set beside the model, of the configuration and of `environ`, the process's environment variables."""
+    """The unusual settings outside the model's configuration: fields of `vllm_config`, and variables of `environ`, the
+    process's environment."""
     usual = {name: values for name, (values, _) in UNUSUAL_ENVIRONMENT.items()}
     has_states = getattr(vllm_config.model_config, "has_inner_state", True)
     harmless = HARMLESS_VARIABLES if has_states else HARMLESS_VARIABLES | STATE_VARIABLES
@@ -183,8 +184,8 @@ def _is_transformers(model: Any) -> bool:
 
 
 def _ropes(config: Any) -> Iterator[tuple[str, Mapping[str, Any], Mapping[str, Any]]]:
-    """(kind, its parameters, the configuration that it is in) of each rotary embedding, also those of single kinds of
-    layers."""
+    """(kind, its parameters, the configuration that it is in) of each rotary embedding, including those for some kinds
+    of layers only."""
     for around in _mappings(config):
         for name in ("rope_parameters", "rope_scaling"):
             for rope in _mappings(around.get(name)):
@@ -198,7 +199,7 @@ def _model_types(config: Any) -> Iterator[str]:
 
 
 def _mappings(value: Any) -> Iterator[Mapping[str, Any]]:
-    """`value` and what is in it, at any depth."""
+    """All mappings in `value`, itself included, at any depth."""
     if isinstance(value, Mapping):
         yield value
     for item in value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ():

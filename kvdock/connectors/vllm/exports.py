@@ -1,8 +1,8 @@
-"""What vLLM publishes for kvdock, in its own types: statistics, Prometheus metrics (vllm:kvdock_…), KV cache events.
+"""kvdock's statistics, Prometheus metrics (vllm:kvdock_…) and KV cache events, in vLLM's own types.
 
-Scheduler and workers hand out KvdockStats with each step; vLLM adds them up, first over the workers, then with the
-scheduler's, and sends their `data` to the process that logs and exports. Events are for routers that send requests
-where their prefix is: a chunk is named by its blocks in each group of full attention, with the hashes of vLLM's own
+Scheduler and workers return KvdockStats in each step. vLLM adds up those of the workers, then adds the scheduler's, and
+sends their `data` to the process that logs and exports. Events are for routers that send a request to an engine that
+can load its prefix: a chunk is named by its blocks in each group of full attention, with the hashes of vLLM's own
 events, and its medium is "CPU", as for vLLM's own offloading.
 """
 
@@ -25,12 +25,12 @@ from kvdock.connectors.vllm.groups import KVGroup
 from kvdock.protocol.kv_events import BlockNames, named
 
 SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
-"""Buckets: from a lookup to the load of a very long prompt."""
+"""The buckets of histograms, in seconds: from a lookup to the load of a very long prompt."""
 
 
 @dataclass
 class KvdockStats(KVConnectorStats):
-    """`data`: as figures.Data; vLLM sends nothing else between processes."""
+    """`data`: see figures.Data; vLLM sends no other field between processes."""
 
     @classmethod
     def of(cls, data: Mapping[str, Any]) -> KvdockStats:
@@ -123,7 +123,8 @@ class Events:
 
 
 def _of_blocks(chunk: Chunk, step: int) -> list[Any]:
-    """Each hash covers all tokens before it: that of a block is that of its last tokens."""
+    """The hashes of the chunk's blocks. A hash covers all tokens up to its end, so a block's hash is the last one in
+    it."""
     return [maybe_convert_block_hash(BlockHash(one)) for one in chunk.hashes[step - 1 :: step]]
 
 
@@ -132,7 +133,8 @@ def _before(chunk: Chunk) -> Any:
 
 
 def namer_of(groups: Sequence[KVGroup], chunk_tokens: int, hash_tokens: int) -> Namer | None:
-    """Names chunks as vLLM's own events name the blocks of the first group of full attention; None without one."""
+    """Names chunks as vLLM's own events name the blocks of the first group of full attention; None if there is no such
+    group."""
     sizes = [group.block_tokens for group in groups if group.window_tokens is None]
     if not sizes:
         return None

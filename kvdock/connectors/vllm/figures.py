@@ -1,8 +1,8 @@
 """The connector's figures for vLLM's statistics: plain numbers by name, which processes send each other and add up.
 
 Counters and durations hold what was added since the last take(); a gauge holds its latest value and is reported when it
-changes. Workers' figures are summed, so figures that are the same on all ranks (tokens, failed loads) are counted by
-one of them.
+changes. Workers' figures are summed, so figures that are the same on all ranks (tokens, failed loads) are counted on
+one rank only.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ METRICS: Mapping[str, Metric] = {
     "load_waits_expired": Metric("counter", "Loads that a request waited for as long as it may."),
     "load_waits_missed": Metric("counter", "Loads that a request waited for and did not find in vLLM's own cache."),
 }
-"""By name without prefix: `load_bytes` is vllm:kvdock_load_bytes_total."""
+"""By name without the prefix: `load_bytes` is exported as vllm:kvdock_load_bytes_total."""
 
 
 class Figures:
@@ -98,14 +98,15 @@ class CopyFigures(Figures):
         self._manifest, self._rank = manifest, rank
 
     def loaded(self, plan: LoadPlan, valid_tokens: int, seconds: float) -> None:
-        """Counts a load that has ended; `valid_tokens` of the request are there now."""
+        """Counts a load that has ended. `valid_tokens`: how many tokens of the request are valid now."""
         groups = [piece.group for piece in plan.pieces if piece.chunk * plan.chunk_tokens < valid_tokens]
         self.add("load_tokens", valid_tokens - plan.local_tokens if self._rank == 0 else 0)
         self.add("load_bytes", sum(self._manifest.groups[group].part_bytes for group in groups))
         self.add("load_seconds", seconds)
 
     def stored(self, plan: StorePlan, ready: int, seconds: float) -> None:
-        """`ready`: chunks that this rank's commit, the last of its writers', has published."""
+        """Counts a store that has ended. `ready`: how many chunks this rank's commit has published, as the last
+        writer's."""
         manifest = self._manifest
         of_all = sum(manifest.groups[piece.group].part_bytes for piece in plan.pieces) * manifest.writers
         self.add("store_tokens", ready * manifest.chunk_tokens)
@@ -114,8 +115,8 @@ class CopyFigures(Figures):
 
 
 def merge(into: Data, other: Mapping[str, Value]) -> None:
-    """Adds `other`, which stays as it is: counters are summed, durations are joined, a later gauge replaces an earlier
-    one."""
+    """Adds `other`, which is not changed, to `into`: counters are summed, durations are joined, a later gauge replaces
+    an earlier one."""
     for name, value in other.items():
         have = into.get(name)
         if have is None or METRICS[name].kind == "gauge":
@@ -171,10 +172,10 @@ def durations(data: Mapping[str, Value], name: str) -> list[float]:
 
 
 # --------------------------------------------------------------------------------
-# The outcome of each of vLLM's requests. Requests that ask for it get it with their answer, and people read it at the
-# server; docs/vllm.md lists the reasons.
+# The outcome of each of vLLM's requests. A request that asks for its outcome gets it with its answer, and people read
+# it at the server; docs/vllm.md lists the reasons.
 #
-# Threads: vLLM's, one at a time (arrivals.py).
+# Not thread-safe: vLLM's threads call it one at a time (arrivals.py).
 
 class Outcomes(RequestOutcomes):
     """As RequestOutcomes, with the options of each request."""

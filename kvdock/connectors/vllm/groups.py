@@ -1,4 +1,4 @@
-"""vLLM's KV cache groups as kvdock's: which tokens of each a hit must have, and where its pages lie.
+"""Translates vLLM's KV cache groups into kvdock's: which tokens of each group a hit needs, and where its pages are.
 
 A page is one layer's part of one block. It is copied whole, and its content is never interpreted: its address comes
 from the tensor's own strides, its size from the spec, and the order of the elements inside it goes into the manifest as
@@ -26,22 +26,23 @@ KINDS = f"{', '.join((*FULL, *WINDOW, *LOCAL, *STATE))}, or uniform groups of th
 
 @dataclass(frozen=True)
 class KVGroup:
-    """One KV cache group. `window_tokens`: how many tokens before its end a prefix needs at most; None: all."""
+    """One KV cache group. `window_tokens`: how many tokens before a prefix's end the next token reads at most; None:
+    all."""
 
     window_tokens: int | None
     block_tokens: int
     page_bytes: Mapping[str, int]
-    """By layer."""
+    """By layer, the bytes of a page."""
     latent: bool
     """MLA: every rank holds the same bytes."""
     local_tokens: int | None = None
-    """Chunked local attention: the length of a piece. A token sees the tokens of its own piece, up to itself. None: of
-    all other kinds."""
+    """Chunked local attention: the length of a piece. A token sees the tokens of its own piece, up to itself. None for
+    all other kinds of groups."""
     state: str = ""
     """The types and shapes of the tensors of a recurrent state in a page (states.py). Empty: the page holds KV."""
 
     def left_behind(self, tokens: int) -> int:
-        """How many of the first `tokens` tokens no later token reads: vLLM gives their blocks away."""
+        """How many of the first `tokens` tokens no later token reads, so that vLLM frees their blocks."""
         if self.window_tokens is None:
             return 0
         if self.local_tokens is not None:
@@ -50,7 +51,7 @@ class KVGroup:
 
 
 def groups_of(kv_cache_config: Any) -> tuple[KVGroup, ...]:
-    """CannotCacheError for kinds of KV that a prefix of tokens does not name."""
+    """The KV cache groups of vLLM's `kv_cache_config`. CannotCacheError for kinds of KV that kvdock does not know."""
     groups = tuple(_group(group) for group in kv_cache_config.kv_cache_groups)
     if not groups:
         raise CannotCacheError("kvdock has nothing to cache: this model keeps no KV.")
@@ -93,12 +94,13 @@ def _one(windows: Sequence[int]) -> int:
 
 
 def step_tokens(groups: Sequence[KVGroup]) -> int:
-    """Multiples of it are whole blocks in every group: vLLM's own hits are such."""
+    """The smallest number of tokens that is whole blocks in every group. vLLM's own hits are multiples of it."""
     return lcm(*(group.block_tokens for group in groups))
 
 
 def chunk_tokens(groups: Sequence[KVGroup], wanted: int) -> int:
-    """`wanted`, rounded up to whole blocks of every group. With recurrent states one of them: hits end at any state."""
+    """The tokens of a chunk: `wanted`, rounded up to whole blocks of every group. With recurrent states it is
+    step_tokens(), so that a hit can end at every state."""
     step = step_tokens(groups)
     if any(group.state for group in groups):
         return step
@@ -136,7 +138,7 @@ def layouts_of(
 
 
 def planes_of(groups: Sequence[KVGroup], tensors: Mapping[str, Any]) -> list[dict[str, int]]:
-    """Per group, which plane of its layout each layer has. Layers at one address share it."""
+    """For each group, the number of each layer's plane in the group's layout. Layers at one address share a plane."""
     planes = []
     for group in groups:
         places = {name: tensors[name].data_ptr() for name in group.page_bytes}

@@ -1,5 +1,5 @@
-"""Hints of vLLM's requests on the worth of their KV: in `kv_hints`, an envelope that newer versions have, and in
-`kv_transfer_params`, which also holds a request's options for kvdock.
+"""Reads the hints of vLLM's requests about the worth of their KV: from `kv_hints`, an envelope in newer versions of
+vLLM, and from `kv_transfer_params`, which also has a request's options for kvdock.
 
 Orchestrators write hints, in forms that still change, so nothing here makes a request fail: hints that are unknown or
 cannot be read are counted, and the first one is logged.
@@ -20,26 +20,26 @@ from kvdock.protocol.wire_types import MAX_HINT_S, MOST_PRIORITY
 log = logging.getLogger("kvdock.vllm")
 
 MOST_ACTIONS = 16
-"""In one envelope; the others are ignored."""
+"""The most actions of one envelope; the others are ignored."""
 MOST_DIRECTIVES = 64
-"""In one `kv.retain`."""
+"""The most directives of one `kv.retain`."""
 MOST_PREFERENCES = 64
-"""For one request: each is a call to the server, before the stores of other requests."""
+"""The most preferences of one request. Each is a call to the server, which delays the stores of other requests."""
 MOST_NAME = 128
-"""Characters of a name of weights."""
+"""The most characters of a name of weights."""
 VERSION = "1"
-"""That of all actions, as far as the first dot. 0 counts as 1: the forms are the same."""
+"""The version that actions must have before its first dot. 0 counts as 1, because the forms are the same."""
 
 
 OWN = "kvdock"
-"""The key of what is ours in `kv_transfer_params`, of requests and of answers."""
+"""kvdock's key in the `kv_transfer_params` of requests and of answers."""
 
 
 @dataclass(frozen=True)
 class Asked:
     """The options of a request in its `kv_transfer_params`. `load`: it may be looked up; `store`: it may be stored;
-    `report`: its answer has its outcome; `session_end`, `prefetch_after_s`: as docs/vllm.md has them; `weights`: names
-    the weights that it runs with, where they change in place."""
+    `report`: its answer has its outcome; `session_end`, `prefetch_after_s`: see docs/vllm.md; `weights`: the name of
+    the weights that the request runs with, if weights change in place."""
 
     load: bool = True
     store: bool = True
@@ -50,7 +50,7 @@ class Asked:
 
 
 def asked_by(request: Any) -> Asked:
-    """Options that cannot be read count as not given; Hints.of counts them."""
+    """The options of a request. Options that cannot be read count as not given; Hints.of counts them as ignored."""
     params = getattr(request, "kv_transfer_params", None)
     if not isinstance(params, Mapping) or OWN not in params:
         return Asked()
@@ -61,17 +61,17 @@ def asked_by(request: Any) -> Asked:
 
 
 class Unreadable(ValueError):
-    """A hint in an unknown form; says what was found and what is wanted."""
+    """A hint has an unknown form. The message names the value found and the value wanted."""
 
 
 class Hints:
-    """`ignored`: called with how many more hints were ignored."""
+    """Reads the hints of requests. `ignored`: called with the number of hints that were ignored."""
 
     def __init__(self, ignored: Callable[[int], None]) -> None:
         self._ignored, self._has_logged = ignored, False
 
     def of(self, request: Any) -> list[Preference]:
-        """The preferences for the request's chunks, if it ends by itself. Never raises."""
+        """The preferences for the request's chunks, for when it ends by itself. Does not raise."""
         preferences: list[Preference] = []
         for name, read in _hints_of(request):
             try:
@@ -160,7 +160,8 @@ def _retain(payload: Mapping[str, Any]) -> list[Preference]:
 
 
 def _retained(directive: Any) -> Preference:
-    """The chunks before the range are retained with it: without them, no lookup could find it."""
+    """The preference of a directive. It covers the chunks before the range, too: without them, no lookup finds the
+    range."""
     if not isinstance(directive, Mapping):
         _refuse("directives", directive, "objects")
     priority = _whole(directive, "priority", least=0)
@@ -172,7 +173,7 @@ def _retained(directive: Any) -> Preference:
 
 
 def _set_priority(payload: Mapping[str, Any]) -> list[Preference]:
-    """`value` None takes back earlier preferences."""
+    """`value` None cancels earlier preferences."""
     if payload.get("target", "request_cached") != "request_cached":
         _refuse("target", payload["target"], "request_cached")
     if "value" in payload and payload["value"] is None:
@@ -199,7 +200,7 @@ def _preference(priority: int, duration_s: float, end: int | None) -> Preference
 
 
 def _is_of_this_request(payload: Mapping[str, Any]) -> bool:
-    """Blocks that are named by their hashes are not looked for."""
+    """Whether the payload is about the request that carries it. Blocks that are named by their hashes are ignored."""
     mine = payload.get("include_current_request", True)
     if not isinstance(mine, bool):
         _refuse("include_current_request", mine, "true or false")
@@ -214,7 +215,7 @@ def _whole(payload: Mapping[str, Any], name: str, *, least: int | None = None, d
 
 
 def _seconds(payload: Mapping[str, Any], name: str) -> float:
-    """Absent or null: as long as the server takes."""
+    """The seconds in `name`. Absent or null: the longest time that the server accepts."""
     found = payload.get(name)
     if found is None:
         return MAX_HINT_S

@@ -1,7 +1,7 @@
-"""What KV of all requests depends on: the model and its set-up, named by the manifest and its revision. What a request
-adds of its own is in request_tag.py.
+"""The facts on which the KV of all requests depends: the model and its settings, in the manifest and its revision.
+request_tag.py has the facts that differ between requests.
 
-Keys come from vLLM's hashes of blocks where other processes make the same ones, else from the tokens.
+Keys are made from vLLM's hashes of blocks if other processes compute the same hashes, and otherwise from the tokens.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ from kvdock.protocol.keys import HASH_FUNCTION
 from kvdock.protocol.schemas import Group, Manifest
 
 MOST_LETTERS = 128
-"""The longest name that is shown to people, in characters."""
+"""The most characters of a model's name."""
 CRYPTOGRAPHIC = ("sha256", "sha256_cbor")
 """vLLM's hash algorithms for which it is infeasible to find two prompts with one hash."""
 
 
 def hashing_of(algorithm: str, *, seed: str | None, fixed_seed: str | None) -> tuple[str, str]:
-    """The manifest's `hash_function` and `hash_seed`. vLLM's own when the next process makes the same hashes: `seed`,
-    PYTHONHASHSEED, or else this vLLM's `fixed_seed` has to stand for their root. Otherwise the root is random."""
+    """The manifest's `hash_function` and `hash_seed`. They name vLLM's own hashes if `algorithm` is cryptographic and
+    every process computes the same hashes, which needs a known root: `seed`, the value of PYTHONHASHSEED, or else this
+    vLLM's `fixed_seed`. Without both, the root is random."""
     root = seed if seed is not None else fixed_seed
     if algorithm not in CRYPTOGRAPHIC or root is None:
         return HASH_FUNCTION, ""
@@ -40,12 +41,12 @@ def revision(
     vllm_config: Any, weights_digest: str, drafts: Any, *, environ: Mapping[str, str] = MappingProxyType({}),
     find_snapshot: FindSnapshot = hub_snapshot, read_all: bool = False,
 ) -> str:
-    """Digest of weights and of all of the configuration that can change KV: the model's, and the draft model's when
-    it has KV of its own (`drafts`: vLLM's SpeculativeConfig then, else None). NotSupportedError where it cannot be
-    known.
+    """Digest of the weights and of all settings on which KV depends, of the model and of a draft model that has KV of
+    its own (`drafts`: vLLM's SpeculativeConfig then, else None). NotSupportedError when the weights cannot be
+    identified, or the encoding of positions differs from batch to batch.
 
-    `weights_digest`: takes the place of a digest of the model's files. `read_all`: that digest is of all their bytes.
-    `environ`: the process's environment variables.
+    `weights_digest`: the user's name for the weights, in place of a digest of the model's files. `read_all`: whether
+    that digest covers all their bytes. `environ`: the process's environment variables.
     """
     model, load = vllm_config.model_config, vllm_config.load_config
     weights = weights_of(model, load, weights_digest, find_snapshot, whole=read_all)
@@ -73,8 +74,8 @@ def _config_of(model: Any) -> Any:
 def _draft_weights(
     drafts: Any, load: Any, weights_digest: str, find_snapshot: FindSnapshot, read_all: bool
 ) -> dict[str, Any]:
-    """The fields that distinguish the draft's weights, where they are not among the model's. Where their files cannot
-    be read, the user's name stands for both."""
+    """The fields that identify the draft's weights if they are not part of the model's files. If their own files cannot
+    be read, `weights_digest` names them, too."""
     own = getattr(drafts, "draft_load_config", None) or load
     try:
         return weights_of(drafts.draft_model_config, own, "", find_snapshot, whole=read_all)
@@ -90,9 +91,9 @@ def manifest_of(
     environ: Mapping[str, str] = MappingProxyType({}), find_snapshot: FindSnapshot = hub_snapshot,
     read_all: bool = False,
 ) -> Manifest:
-    """Alike on every worker. Its `tensor_parallel` and `writers` name the split, so that of MLA is 1 in all sizes.
-    Its `model` is the architecture, not the served name. `hashing`: as hashing_of has it; the last three and
-    NotSupportedError: as revision has them."""
+    """The manifest, which is equal on all workers. `tensor_parallel` and `writers` describe how KV is split, so with
+    MLA `tensor_parallel` is 1 for any number of workers. `model` is the architecture, not the served name. `hashing`:
+    see hashing_of; the last three arguments and NotSupportedError: see revision."""
     model = vllm_config.model_config
     per_chunk = [chunk_tokens // group.block_tokens for group in groups]
     planes = [
@@ -144,8 +145,8 @@ def _plain(dtype: Any) -> str:
 
 
 def _backends(vllm_config: Any, groups: Sequence[KVGroup]) -> str:
-    """The backends of each group's attention layers, once if all groups have the same: some reorder the elements of a
-    page, which its shape does not show."""
+    """The backends of each group's attention layers, only once if all groups have the same. Some backends reorder the
+    elements of a page, which the page's shape does not show."""
     layers = vllm_config.compilation_config.static_forward_context
     found = []
     for group in groups:

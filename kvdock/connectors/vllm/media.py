@@ -1,9 +1,9 @@
-"""Identifies images and other inputs that are not tokens by a hash of the tensors that the model gets.
+"""Identifies images and other inputs that are not tokens by a hash of the tensors that vLLM passes to the model.
 
 vLLM's caches identify such an input by a name: a hash of its content, or the client's own name (`uuid` in a request).
-The name does not show which of the two it is. So this module hashes the tensors that vLLM hands to the model. A name is
-trusted as long as all inputs of this name had the same tensors in this engine: then KV that vLLM has cached under the
-name was computed from them.
+The name does not show which of the two it is. So this module hashes the tensors. A name is trusted as long as all
+inputs of this name have had the same tensors in this engine: then the KV that vLLM has cached under the name was
+computed from these tensors.
 
 Threads: the engine's thread meets inputs, the background hashes them.
 """
@@ -23,7 +23,8 @@ import torch
 from kvdock.connectors.vllm.adapters import Run
 
 MOST_NAMES = 1 << 17
-"""More than an engine's own caches can hold. Beyond that, the names that were used longest ago are forgotten."""
+"""The most names that are remembered, more than an engine's own caches can hold. The names that were used longest ago
+are forgotten first."""
 
 
 class Unhashable(ValueError):
@@ -53,8 +54,8 @@ class Media:
         self._lock = threading.Lock()
 
     def meet(self, feature: Any) -> Named:
-        """What is known of the name of `feature`, a MultiModalFeatureSpec. Must be called for every request's, in the
-        order of arrival."""
+        """The content for which the name of `feature`, a MultiModalFeatureSpec, stands. Must be called for each feature
+        of every request, in the order of arrival."""
         named = self._names.setdefault(feature.identifier, Named())
         self._names.move_to_end(feature.identifier)
         if len(self._names) > self._most_names:
@@ -69,7 +70,7 @@ class Media:
         return named
 
     def _hash(self, named: Named, data: Any) -> None:
-        """Background."""
+        """Background: hashes an input, and compares the digest with that of earlier inputs of the name."""
         found = None
         try:
             found = digest_of_item(data)
@@ -85,8 +86,8 @@ class Media:
 
 
 def digest_of_item(item: Mapping[str, Any]) -> bytes:
-    """32 bytes: of all that the model gets of one input, a MultiModalKwargsItem. Unhashable unless all of it is
-    tensors: a number may be an address of data elsewhere."""
+    """A digest, of 32 bytes, of all tensors of one input, a MultiModalKwargsItem. Unhashable if it has anything but
+    tensors, because a number may be the address of data elsewhere."""
     if not item:
         raise Unhashable("found an empty item, wanted tensors")
     digest = hashlib.sha256()
@@ -97,7 +98,7 @@ def digest_of_item(item: Mapping[str, Any]) -> bytes:
 
 
 def digest_of_tensor(tensor: Any) -> bytes:
-    """32 bytes: of its type, shape and elements. Unhashable if it is not in this process's memory."""
+    """A digest, of 32 bytes, of a tensor's type, shape and elements. Unhashable unless it is in host memory."""
     digest = hashlib.sha256()
     _add(digest, tensor)
     return digest.digest()

@@ -8,7 +8,7 @@ NAME = "KvdockConnector"
 
 
 def register() -> None:
-    """Makes the connector known to vLLM by its name; any number of times."""
+    """Registers the connector's name with vLLM. May be called any number of times."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     with suppress(ValueError):  # it is known already

@@ -39,7 +39,7 @@ WAIT_S = 0.1
 
 @dataclass(frozen=True)
 class Tag:
-    """`of_all`: bytes that name the inputs of the whole request; `marks`: as KeyChain has them."""
+    """`of_all`: bytes that identify the inputs of the whole request; `marks`: see KeyChain."""
 
     of_all: bytes = b""
     marks: tuple[Mark, ...] = ()
@@ -87,15 +87,15 @@ class _Met:
     weights: str = ""
     awaits_embeddings: bool = False
     inputs: dict[str, Any] = field(default_factory=dict)
-    """Further inputs of its tag, beside adapter, embeddings and weights."""
+    """Other inputs of its tag than adapter, media, embeddings and weights."""
     is_counted: bool = False
     tag: Tag | None = None
 
 
 class Tags:
-    """`adapters_as`: vLLM's settings for all adapters that can change KV. `began_ns`: as in Adapters. `weights`: the
-    weights of this engine. `trusts_names`: if a request names its weights, the name identifies them. `clock`: seconds,
-    monotonic."""
+    """The tags of an engine's requests. `adapters_as`: those of vLLM's settings for adapters on which KV depends.
+    `began_ns`: see Adapters. `weights`: the weights of this engine. `trusts_names`: whether a name that a request gives
+    for its weights identifies them. `clock`: seconds, monotonic."""
 
     def __init__(
         self, adapters_as: str = "", began_ns: int = 0, clock: Callable[[], float] = time.perf_counter, *,
@@ -107,7 +107,7 @@ class Tags:
         self._media = Media(self._hashing.run)
         self._met: dict[str, _Met] = {}
         self._has_grown = False
-        """A prompt has grown: the new part may have images that Tags has not seen."""
+        """Whether a request whose prompt can grow has arrived: the new part may have images that Tags has not seen."""
 
     def arrived(self, request: Any) -> None:
         """Must be called for every request before any other method, also if it is never stored here: its KV may stay in
@@ -140,7 +140,7 @@ class Tags:
         return self._why_not(met) == "unready" and self._clock() - met.since_s < WAIT_S
 
     def bypassed(self, request: Any) -> str:
-        """The reason why the request is not cached, at the first call for each request; at later calls ""."""
+        """The first call for a request returns the reason why it is not cached; later calls return ""."""
         met = self._meet(request)
         why, met.is_counted = "" if met.is_counted else self._why_not(met), True
         if why == "adapter" and met.adapter is not None:
@@ -152,7 +152,7 @@ class Tags:
         self._adapters.meet(asked)
 
     def lost(self) -> bool:
-        """Whether an adapter has changed since the last steps computed with it. True once for each."""
+        """Whether an adapter has changed since the last steps computed with it. Reports each such adapter once."""
         lost = self._adapters.lost(self._step)
         self._step += 1  # the next lookups check the files again
         return lost
@@ -226,7 +226,7 @@ class Tags:
 
 
 def is_plain(request: Any) -> bool:
-    """Whether its KV depends on its tokens alone."""
+    """Whether the request's KV depends on its tokens and the engine's own weights alone."""
     return not (
         getattr(request, "lora_request", None) is not None
         or getattr(request, "mm_features", None)
@@ -239,7 +239,7 @@ def is_plain(request: Any) -> bool:
 
 
 def _mark(named: Named, feature: Any) -> Mark:
-    """The mark of an input: the tokens whose place it takes, and a digest of its kind and content."""
+    """The mark of an input: the range of tokens that it replaces, and a digest of its kind and content."""
     assert named.digest is not None
     place = feature.mm_position
     chosen = place.is_embed.tolist() if place.is_embed is not None else None
@@ -248,7 +248,7 @@ def _mark(named: Named, feature: Any) -> Mark:
 
 
 def _hash_embeddings(embeddings: Any, met: _Met) -> None:
-    """Background."""
+    """Background: hashes a request's prompt embeddings."""
     try:
         met.embeddings = digest_of_tensor(embeddings).hex()
     except Unhashable:

@@ -1,13 +1,13 @@
-"""A reset of vLLM's prefix cache that preempts running requests, while loads are in progress.
+"""Makes a reset of vLLM's prefix cache work while loads are in progress, if the reset preempts running requests.
 
 vLLM preempts running requests, so that no request holds a block when it resets. A request that loads, or has loaded and
 not run since, keeps its blocks, and the reset raises. The same happens when vLLM pauses to change weights, because then
-it resets at once. So before such a reset kvdock waits for the loads: workers are stepped without computing anything.
-Then those requests give up their blocks, as vLLM does it for a load that brought nothing: they are looked up again.
-Steps in progress end first as well, because until then vLLM keeps back the blocks of the requests that it preempts.
+it resets at once. So before such a reset kvdock waits for the loads, in steps that compute nothing. Then the requests
+that were loading give up their blocks, as if their loads had failed, and are looked up again. Steps in progress end
+first as well, because until then vLLM keeps back the blocks of the requests that it preempts.
 
-Connectors have no hook there, so `end_loads_first` wraps EngineCore.reset_prefix_cache. Loads that do not end within
-MOST_S are left to vLLM, which raises then.
+vLLM does not call connectors at that point, so `end_loads_first` wraps EngineCore.reset_prefix_cache. If loads do not
+end within MOST_S, vLLM's reset raises.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ Step = Callable[[], bool]
 
 
 def end_loads_first() -> None:
-    """Wraps the reset of all cores of this process whose scheduler has a connector of kvdock's."""
+    """Wraps the reset of all cores of this process. The wrapper acts only if the scheduler has a connector of
+    kvdock."""
     global _is_wrapped
     core = getattr(sys.modules.get(CORE), "EngineCore", None)  # not loaded: this process has no core
     real = getattr(core, "reset_prefix_cache", None)
@@ -63,7 +64,8 @@ def _is_ours(connector: Any) -> bool:
 
 
 def end_loads(scheduler: Any, step: Step, clock: Callable[[], float] = time.monotonic) -> None:
-    """Afterwards only running requests hold blocks. `step`: makes a step of `scheduler` and its workers."""
+    """Waits for the loads in progress and frees the blocks of the requests that were loading, so that only running
+    requests hold blocks. `step`: makes a step of `scheduler` and its workers."""
     end_s = clock() + MOST_S
     with _paused(scheduler):
         while (step() or _loads_in_progress(scheduler)) and clock() < end_s:
@@ -89,7 +91,7 @@ def _step(core: Any) -> bool:
 
 @contextmanager
 def _paused(scheduler: Any) -> Iterator[None]:
-    """It schedules nothing meanwhile."""
+    """Keeps the scheduler from scheduling requests in the meantime."""
     before = scheduler._pause_state
     scheduler._pause_state = type(before).PAUSED_ALL  # not by its method, which logs
     try:
@@ -109,13 +111,13 @@ def _loads_in_progress(scheduler: Any) -> bool:
 def _give_up_blocks(scheduler: Any, request: Any) -> None:
     if request.status.name == "WAITING_FOR_REMOTE_KVS":
         if request.request_id not in scheduler.finished_recving_kv_req_ids:
-            return  # it may still be written to
+            return  # the load may still write to its blocks
         request.num_computed_tokens = 0
         scheduler.failed_recving_kv_req_ids.add(request.request_id)
         promote = getattr(scheduler, "_handle_blocked_waiting_request", None)
         (promote or scheduler._try_promote_blocked_waiting_request)(request)  # the older name: until 0.25
         request.num_computed_tokens = 0
-    elif request.num_computed_tokens > 0:  # it had loaded, and there was no room for it to run
+    elif request.num_computed_tokens > 0:  # it had loaded, and was not scheduled since
         scheduler.kv_cache_manager.free(request)
         request.num_computed_tokens = 0
     else:
@@ -128,30 +130,30 @@ def _give_up_blocks(scheduler: Any, request: Any) -> None:
 
 
 # --------------------------------------------------------------------------------
-# reset_cache: the server clears the namespace of this engine, and none of its chunks is found again.
+# reset_cache: the server clears the namespace of this engine, so that no lookup finds its chunks any more.
 #
 # The server clears published chunks, in lower tiers too, and closes reservations: stores that workers have started
-# publish nothing any more. Until a server that did not answer has cleared, nothing is looked up. The call is repeated
-# after a pause that doubles, for a lost server when it is back.
+# publish nothing any more. If the server does not answer, nothing is looked up until it has cleared. The call is
+# repeated after a pause that doubles each time; with a lost server, once the session is attached again.
 #
 # Threads: the scheduler's thread calls everything but again() and warn_of_others(); `_lock` guards what they share.
 
 log = logging.getLogger("kvdock.vllm")
 
 BACKGROUND_TIMEOUT_S = 10.0
-"""To walk a large table takes the server seconds."""
+"""A clear may take this long in the background, because the server needs seconds to walk a large table."""
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
-"""Between a failed try in the background and the next one."""
+"""The first and the longest pause between two tries in the background."""
 
 
 class Clearing:
-    """`clock`: seconds that never go back."""
+    """The clears that the server still has to do. `clock`: seconds, monotonic."""
 
     def __init__(self, session: EngineSession, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._session, self._clock = session, clock
         self._lock = threading.Lock()
-        self._asked = self._cleared = 0  # how often: lookups wait until the second has reached the first
+        self._asked = self._cleared = 0  # how often: nothing is looked up while they differ
         self._running = False
         self._pause_s, self._next_try_s = FIRST_PAUSE_S, 0.0  # the latter by `clock`; 0: at once
         self._is_failing = False  # and has been logged
@@ -171,11 +173,11 @@ class Clearing:
 
     @property
     def is_over(self) -> bool:
-        """No chunk from before a reset can be found any more."""
+        """Whether the server has cleared since the last reset, so that it finds no chunk from before."""
         return self._cleared == self._asked
 
     def starts_again(self) -> bool:
-        """Whether it is time to call again(), in the background. True once for each time that it ends."""
+        """Whether it is time to call again() in the background. After True it is False until again() has ended."""
         with self._lock:
             starts = (
                 not self.is_over and not self._running
@@ -185,7 +187,7 @@ class Clearing:
             return starts
 
     def again(self) -> None:
-        """Background."""
+        """Background: tries to clear once more."""
         cleared = False
         try:
             cleared = self._clear(BACKGROUND_TIMEOUT_S)
@@ -204,7 +206,7 @@ class Clearing:
             return False
         namespace = attachment.filed_in.hex()
         try:
-            self._session.report_weights(attachment)  # what is to be found from now on is cleared
+            self._session.report_weights(attachment)  # the namespace of the present weights is cleared
             namespace = attachment.filed_in.hex()
             answer = self._session.client.clear(ClearCache(namespace=namespace), timeout_s=timeout_s)
         except (ServerUnavailable, ApiError) as error:
@@ -244,14 +246,14 @@ class Clearing:
 
 
 class Resets:
-    """What a reset means, as Settings.on_reset has it."""
+    """The effect of a reset, which Settings.on_reset chooses."""
 
     def __init__(self, session: EngineSession, on_reset: str) -> None:
         self.clearing, self.on_reset = Clearing(session), on_reset
         self._epoch = 0  # of the weights, at the last reset
         self.files_together = on_reset == "apart"
-        """Chunks of all weights are filed together, as those of requests that name their weights: they look for chunks
-        of other weights than the engine runs. Keys tell them apart."""
+        """Whether chunks of all weights are in one namespace. This is so, too, once a request has named its weights,
+        because such requests look up chunks of other weights than the engine runs. Keys distinguish the weights."""
 
     def has_to_clear(self, epoch: int) -> bool:
         """Whether a reset now, under the weights of that epoch, has to clear at the server. If the weights have changed

@@ -1,15 +1,16 @@
-"""In the scheduler's process: answers lookups, plans loads, and offers computed chunks.
+"""The scheduler's side of the connector: answers lookups, plans loads, and offers computed chunks.
 
-The question about a plain request is sent when vLLM's core receives it (arrivals.py), about others when vLLM's
-scheduler takes them in, if few requests wait before them, and with the lookup at the latest. A lookup without an answer
-costs its request a whole step, so it waits a moment for the answer (kvdock/connectors/waits.py). An admission starts a
-load. Each step offers the chunks that it completes (stores.py).
+If few requests wait before it, a request's question is sent before vLLM looks the request up: when vLLM's core receives
+the request (arrivals.py) if its KV depends on tokens alone, otherwise when vLLM's scheduler takes it in. A lookup
+without an answer costs its request a whole step, so a lookup waits a few milliseconds for the answer
+(kvdock/connectors/waits.py). vLLM's allocation of blocks starts the load. Each step offers the chunks that it completes
+(stores.py).
 
-Invariants: a plan leaves with the step that is being planned or never; loads that vLLM cannot preempt leave capacity
-for the largest other request (block_budget.py); no chunk is offered that vLLM has not computed, or not finished
-loading.
+Invariants: a plan of a load is sent with the step that is being planned, or never; loads that vLLM cannot preempt leave
+capacity for the largest other request (block_budget.py); no chunk is offered that vLLM has not computed, or not
+finished loading.
 
-Threads: vLLM's scheduler thread calls everything but received(), and one thread is let in at a time (arrivals.py).
+Threads: vLLM's scheduler thread calls every method but received(); `in_turn` admits one thread at a time (arrivals.py).
 """
 
 from __future__ import annotations
@@ -57,30 +58,32 @@ from kvdock.connectors.vllm.tables import (
 from kvdock.connectors.waits import AwaitTiers, ComputeOnce, EarlyQuestions, Patience, Waits
 
 LEAST_PROMPT = 64
-"""A step that computes fewer tokens of a request checks its drafts, or computes the end of its prompt."""
+"""If a step computes fewer tokens of a request, it decodes or computes the end of its prompt: such tokens are not
+counted as prefill."""
 
 
 @dataclass(frozen=True)
 class EngineView:
     """The engine around the scheduler's side. `ranks`: how many workers report on each store. `steps_ahead`: how many
-    steps are in progress when vLLM plans another one. `keeps_back`: as InFlight has it."""
+    steps are in progress when vLLM plans another one. `keeps_back`: see InFlight."""
 
     groups: Sequence[KVGroup]
     ranks: int = 1
     steps_ahead: int = 0
     keeps_back: bool = True
     hash_tokens: int | None = None
-    """Keys are made from vLLM's hashes, one for each `hash_tokens` tokens; None: from tokens."""
+    """How many tokens each of vLLM's hashes adds, if keys are made from these hashes; None: keys are made from
+    tokens."""
     is_beside: bool = False
-    """Other connectors load, too."""
+    """Whether other connectors load, too."""
     own_cache: OwnCache | None = None
     """vLLM's prefix cache; None: requests do not find the loads of others there."""
     announcer: Announcer | None = None
-    """If the engine publishes KV cache events."""
+    """None: the engine publishes no KV cache events."""
     namer: Namer | None = None
     """Makes the names by which routers know chunks."""
     unfit: str = ""
-    """Why nothing may be loaded (unfit.py)."""
+    """Why nothing may be loaded (unfit.py); "": loads are allowed."""
 
     @property
     def has_states(self) -> bool:
@@ -88,8 +91,8 @@ class EngineView:
 
 
 class VllmScheduler:
-    """`session` is not started yet. `tags`: of the inputs of requests beside tokens, and of the weights that the engine
-    runs. `clock`: seconds, monotonic."""
+    """`session` is not started yet. `tags`: the tags of requests, and the weights that the engine runs. `clock`:
+    seconds, monotonic."""
 
     def __init__(
         self, session: EngineSession, engine: EngineView, budget: BlockBudget, settings: Settings, *,
@@ -159,7 +162,7 @@ class VllmScheduler:
         return len(self._engine.groups) > 1 or not self._load_async
 
     def start(self) -> None:
-        """Attaches, if a server is there. RefusedError when it does not accept this engine."""
+        """Attaches, if a server answers. RefusedError when it does not accept this engine."""
         self._session.runs(self._weights.name)
         changed = self._engine.announcer.changed if self._engine.announcer is not None else None
         self._session.start(SessionObserver(self._connector.lookups.keeps_lease, changed))
@@ -190,9 +193,10 @@ class VllmScheduler:
     # ------------------------------------------------------------------ lookups and loads
 
     def lookup(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
-        """(tokens beyond `local_tokens`, loaded in the background?); None: ask again."""
+        """Returns (number of tokens to load beyond `local_tokens`, whether they are loaded in the background). None in
+        place of the number: vLLM is to ask again."""
         if self._connector.lookups.still_waits(request.request_id, local_tokens):
-            return None, False  # at once: in each step vLLM looks up all requests that wait
+            return None, False  # decided early, because in each step vLLM looks up all requests that wait
         self._restarts(request.request_id)
         self._outcomes.looked_up(request.request_id, local_tokens)
         tracked = self._tracked.setdefault(request.request_id, Tracked(request))
@@ -224,13 +228,14 @@ class VllmScheduler:
         self._outcomes.found(request.request_id, found.tokens)
         tracked.is_async = self._load_async and self._budget.fits(request)
         if self._engine.has_states and not tracked.is_async:
-            return 0, False  # as states.py has it
+            return 0, False # see states.py
         if not self._attached.everywhere(self._session.attachment):
-            # Such a load fails, and vLLM has no way back from some. Workers report it with their first steps.
+            # A load would fail on a worker that is not attached, and vLLM cannot recover from every failed load.
+            # Workers report their attachment with their first steps.
             return (None if self._attached.is_early else 0), False
         if (self._verifies_all or not tracked.is_async) and not self._connector.lookups.is_verified(request.request_id):
             return None, False
-        if self._connector.lookups.is_verifying(request.request_id):  # started when it did not fit the budget
+        if self._connector.lookups.is_verifying(request.request_id):  # since it did not fit the budget
             return None, False
         return found.tokens - local_tokens, tracked.is_async
 
@@ -257,8 +262,8 @@ class VllmScheduler:
         self._expects(request)
 
     def received(self, request: Any) -> None:
-        """vLLM's core has received it, and its scheduler has not. One that is not plain may be a part of a running
-        request."""
+        """vLLM's core has received the request, and its scheduler has not. A request that is not plain is ignored here,
+        because it may be a part of a running request."""
         if is_plain(request) and request.request_id not in self._tracked:
             self._arrivals.received(request.request_id)
             self._expects(request)
@@ -355,7 +360,8 @@ class VllmScheduler:
         )
 
     def _ordered(self, load: LoadOrder) -> LoadOrder:
-        """It comes after steps in progress that may still use blocks that it writes, and after stores that may."""
+        """The order for a load: it names whether steps in progress may still use blocks that the load writes, and the
+        stores that may still read them."""
         blocks = {block for piece in load.plan.pieces for block in piece.block_ids[piece.skip_blocks :]}
         return replace(load, waits=self._next.in_flight.touches(blocks), after=tuple(self._stores.guard(blocks)))
 
@@ -369,20 +375,20 @@ class VllmScheduler:
         computed = min(before + count, request.num_tokens)  # the tokens behind are drafts
         tracked.steps.append((self._stores.step, before))
         for column, group in zip(tracked.table, self._engine.groups, strict=True):
-            if group.window_tokens is not None:  # vLLM has freed these
+            if group.window_tokens is not None:  # vLLM has freed the blocks behind the window
                 gone = min(group.left_behind(before) // group.block_tokens, len(column))
                 column[:gone] = [None] * gone
         is_new, tracked.is_new = tracked.is_new, False
         if is_new and computed // self._chunk_tokens <= tracked.local_tokens // self._chunk_tokens:
-            return  # all of it was a local hit: it is offered again once the first token is out
+            return  # all chunks were a local hit: they are offered with the next step
         whole = whole_blocks(self._engine.groups, tracked.table, computed)
         columns = settled(self._engine.groups, whole, (before, before + count), states)
         offer = self._connector.stores.begin_store(request_id, request.all_token_ids, columns, computed)
         self._stores.start(offer, holds=self._tags.may_be_lost(request))
 
     def _offer_rest(self, request_id: str, computed_tokens: int = 1 << 62) -> None:
-        """Offers again the chunks without capacity, of a request that ends or was preempted and had `computed_tokens`
-        at most. Blocks that were given to other requests since are no longer its own."""
+        """Offers again the chunks that could not be stored, when a request ends or was preempted with at most
+        `computed_tokens` computed tokens. Leaves out blocks that were given to other requests since."""
         tracked = self._tracked.get(request_id)
         if tracked is None or tracked.table is None or tracked.is_old or not self._is_stored(request_id):
             return
@@ -417,13 +423,13 @@ class VllmScheduler:
 
     def loads_failed(self) -> None:
         """Steps have read blocks whose load failed, in whichever connector: vLLM computes them again or ends the
-        requests, and the KV that those steps left is not stored."""
+        requests, and the KV that those steps have computed is not stored."""
         self._stores.drop_unsent()
         self._connector.stores.offer_again(self._tracked)
 
     def finished(self, request: Any, *, has_answered: bool, has_failed: bool = False) -> dict[str, Any] | None:
-        """`has_answered`: it ended by itself, so its hints hold. `has_failed`: it ended in an error, so the content of
-        its blocks is not known. Returns the kv_transfer_params of its answer."""
+        """A request has ended. `has_answered`: it ended by itself, so its hints are sent. `has_failed`: it ended in an
+        error, so the content of its blocks is not known. Returns the kv_transfer_params of its answer."""
         request_id = request.request_id
         self._arrivals.early.left(request_id)
         if has_failed:
@@ -441,9 +447,10 @@ class VllmScheduler:
         return self._outcomes.answer(request)
 
     def reset(self) -> bool:
-        """As Settings.on_reset has it. False: the server has not cleared (yet) the namespace of this engine.
+        """vLLM resets the connector; Settings.on_reset chooses the effect. False: the server was to clear the namespace
+        of this engine, and has not cleared it yet.
 
-        Waits for the server, as long as the client does: a user asked for the reset."""
+        Waits for the server's answer for up to the client's timeout, because a user asked for the reset."""
         self._leave_behind()
         if self._resets.on_reset == "apart":
             self.weights_change("changed")
@@ -454,7 +461,7 @@ class VllmScheduler:
         return cleared
 
     def weights_change(self, kind: str, version: str = "") -> None:
-        """As weight_changes.Hears has it."""
+        """See weight_changes.Hears."""
         epoch = self._weights.epoch
         self._weights.hear(kind, version)
         self.figures.state("withheld", int(bool(self._weights.doubt)))
@@ -465,11 +472,11 @@ class VllmScheduler:
                 self._engine.announcer.weights_changed()
 
     def runs(self, weights: str) -> None:
-        """As EngineSession has it, unless chunks of all weights are filed together."""
+        """See EngineSession.runs. Changes nothing while chunks of all weights are in one namespace."""
         self._session.runs("" if self._resets.files_together else weights)
 
     def _leave_behind(self) -> None:
-        """The chunks that requests have computed or looked up so far are no longer shared."""
+        """From now on, chunks that requests have computed or looked up so far are not shared."""
         for request_id, tracked in self._tracked.items():
             self._forget(request_id)
             tracked.is_old = True
@@ -481,7 +488,7 @@ class VllmScheduler:
 
     @property
     def busy(self) -> bool:
-        """Stores are in progress: the engine must go on stepping for them to get to the workers."""
+        """Whether stores are in progress: the engine must make more steps, so that they are sent to the workers."""
         return bool(self._stores)
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
-"""Everything that is decided once, when the connector starts: settings, refusals, the engine's traits, logs.
+"""Decisions that are made once, when the connector starts: settings, refusals, the engine's traits, logging.
 
-Invariant: an engine that is not known to work is refused, in one sentence that names the value found and the one
-wanted.
+Invariant: an engine whose settings are not known to work is refused, in one sentence that names the value found and the
+value wanted. An untested version of vLLM causes only a warning.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvdock.protocol.access import CONNECTOR_PREFIX, default_address
 log = logging.getLogger("kvdock.vllm")
 
 MOST_SHARE = 10.0
-"""The largest value of compute_once: it is quicker to compute than to wait longer for another engine."""
+"""The largest value of compute_once: a longer wait for another engine never pays."""
 EXTRA = "kv_connector_extra_config"
 BY_LAYER = ("eager", "piecewise", "never")
 ON_RESET = ("clear", "apart", "leave")
@@ -38,12 +38,13 @@ class Settings(EngineSettings):
     """How long a request may wait for tokens that another engine is computing, as a share of what computing them here
     would take; 0: not at all (kvdock/connectors/waits.py)."""
     load_once: bool = True
-    """If another request of this engine is loading the same tokens, a request waits for that load and takes the tokens
-    from vLLM's own prefix cache, instead of loading them as well (kvdock/connectors/load_once.py)."""
+    """If another request of this engine is loading the same tokens, whether a request waits for that load and takes the
+    tokens from vLLM's own prefix cache, instead of loading them as well (kvdock/connectors/load_once.py)."""
     chunk_tokens: int = 128
-    """Tokens that are stored and found together; rounded up to whole blocks."""
+    """The tokens of a chunk, rounded up to whole blocks; with recurrent states it is one block."""
     load_async: bool = True
-    """False: a request is loaded in the step that runs it, and holds that step up."""
+    """Whether requests are loaded in the background. False: a request is loaded in the step that runs it, and delays
+    that step."""
     load_by_layer: str = "never"
     """When each layer waits only for its own KV of a load, instead of for all of the load. "eager": if vLLM runs
     without CUDA graphs; "piecewise": always, and vLLM uses no full graphs; "never". See loads_by_layer."""
@@ -85,7 +86,7 @@ class RankPosition:
     ranks: int
     writers: int
     heads_split: int
-    """The number of workers of a stage over which the bytes of a token are spread."""
+    """Over how many workers of a stage the bytes of a token are spread."""
 
 
 @dataclass(frozen=True)
@@ -93,17 +94,17 @@ class EngineTraits:
     """The facts about the engine that a worker needs."""
 
     takes_failed_requests: bool
-    """Failed loads can be reported by request."""
+    """Whether failed loads can be reported by request."""
     undoes_steps: bool
-    """vLLM computes a step again if kvdock reports that it read blocks that failed to load."""
+    """Whether vLLM computes a step again if kvdock reports that the step read blocks that failed to load."""
     loads_by_layer: bool
-    """vLLM asks for each layer's KV before it reads it."""
+    """Whether vLLM asks for each layer's KV before it reads this KV."""
     reports_early: bool
-    """A load may be reported before it has ended, on a GPU."""
+    """Whether a load may be reported before it has ended, on a GPU."""
     hash_threads: int
     """CPU threads that hash the end of a load that is reported early."""
     zeroes_blocks: bool = False
-    """vLLM zeroes the blocks that it allocates, on its own stream: loads must come after that."""
+    """Whether vLLM zeroes the blocks that it allocates, on its own stream: loads must run after that."""
 
 
 def place_of(parallel: Any, groups: Sequence[KVGroup]) -> RankPosition:
@@ -121,7 +122,8 @@ def workers_here(vllm_config: Any) -> int:
 
 
 def refuse_what_is_not_supported(vllm_config: Any, kv_groups: int, settings: Settings) -> None:
-    """Raises NotSupportedError, with one sentence for each reason. `kv_groups`: the number of KV cache groups."""
+    """NotSupportedError, with one sentence for the first reason, if kvdock cannot serve this engine. `kv_groups`: the
+    number of KV cache groups."""
     parallel, transfer = vllm_config.parallel_config, vllm_config.kv_transfer_config
     if transfer.kv_role != "kv_both":
         raise NotSupportedError(f'kvdock is a cache: kv_role is "kv_both", found "{transfer.kv_role}".')
@@ -205,7 +207,7 @@ VERSIONS = (0, 24), (0, 33)
 
 
 def warn_of_version(version: str) -> None:
-    """`version`: vLLM's own."""
+    """Warns if `version`, that of vLLM, is outside VERSIONS."""
     first, last = VERSIONS
     found = re.match(r"(\d+)\.(\d+)\.", version)
     if found is None or not first <= (int(found[1]), int(found[2])) <= last:
@@ -216,7 +218,7 @@ def warn_of_version(version: str) -> None:
 
 
 def warn_of_policy(policy: str, place: RankPosition) -> None:
-    """`policy`: the engine's kv_load_failure_policy. One worker of an engine warns."""
+    """Warns in one worker of an engine unless `policy`, its kv_load_failure_policy, is "recompute"."""
     if policy != "recompute" and place.rank == 0:
         log.warning(
             'kv_load_failure_policy is "%s", so requests whose KV is lost on the way fail: "recompute" is better, at '
@@ -304,11 +306,11 @@ def log_among_theirs() -> None:
 
 
 # --------------------------------------------------------------------------------
-# To which server each worker of an engine is attached: no load is promised until it is the scheduler's for all workers.
+# The server to which each worker of an engine is attached. No load is promised until it is the scheduler's for all.
 #
 # A lease is valid only at the server that granted it. A worker is attached to another server than the scheduler if it
 # runs on another machine, or with another address. A worker that has not yet noticed that its server was replaced is
-# late, not elsewhere: it catches up within its next steps.
+# only late: it reports the new server within its next steps.
 
 log = logging.getLogger("kvdock.vllm")
 
@@ -337,7 +339,7 @@ class Attached:
 
     @property
     def is_early(self) -> bool:
-        """Some workers may not have reported yet."""
+        """Whether some workers may not have had time to report yet."""
         return self._steps < self._first_steps
 
     def everywhere(self, attachment: Attachment | None) -> bool:

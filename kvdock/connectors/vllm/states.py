@@ -3,14 +3,15 @@
 With mamba_cache_mode "align" a request has its state in the block of its newest token, and only there. A step reads the
 state in the block of the last token before it, and leaves it in the block of its own last token. So
 - a step that ends at the boundary of a block leaves a state there that no step changes any more: the next one leaves
-  its own in another block, and vLLM gives this one away as it does what a window has left behind;
-- a step that starts at such a boundary reads that state there;
+  its own in another block, and vLLM frees this one, as it frees the blocks that a window has left behind;
+- a step that starts at such a boundary reads the state there;
 - the content of every other block is not known: a state inside the block, or another request's KV.
-Only the first two are stored (`settled` in tables.py), and the states that vLLM itself hands to connectors: newer
-kernels leave a state at a boundary inside a step. A hit ends where a state was stored, and its load fills the one block
-that the next step reads. So a state is stored like a window of one token, and a chunk is one block.
+Stored are the states at such boundaries (`settled` in tables.py), and the states that vLLM itself reports to
+connectors, because newer kernels leave a state at a boundary inside a step. A hit ends where a state was stored, and
+its load fills the one block that the next step reads. So a state is stored like a window of one token, and a chunk is
+one block.
 
-Drafts would move a state on by tokens that are refused, so beside them nothing is stored.
+Draft tokens that are rejected would already have changed the state, so with drafts nothing is stored.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ from kvdock.connectors.vllm.groups import KVGroup, step_tokens
 
 
 def refuse_unreconciled_hits(vllm_config: Any, kv_cache_config: Any, *, reconciles: bool) -> None:
-    """NotSupportedError where vLLM reads states that are not there. `reconciles`: beside a connector, too, its own hits
-    end where all groups have what they need. Otherwise even a connector that stands aside makes its tokens wrong."""
+    """NotSupportedError where vLLM would read states that it does not have. `reconciles`: whether vLLM's own hits end
+    where all groups have what they need even if there is a connector. Otherwise any connector, even one that stands
+    aside, makes vLLM compute wrong tokens."""
     has_states = getattr(kv_cache_config, "has_mamba_layers", False) and len(kv_cache_config.kv_cache_groups) > 1
     if has_states and vllm_config.cache_config.enable_prefix_caching and not reconciles:
         raise NotSupportedError(
@@ -41,7 +43,7 @@ def refuse_states(vllm_config: Any, groups: Sequence[KVGroup], *, load_async: bo
 
 
 def _unserved(vllm_config: Any, groups: Sequence[KVGroup], load_async: bool) -> Iterator[tuple[str, object, str]]:
-    """(what, found, what is wanted) of each reason not to serve them."""
+    """(setting, value found, what is wanted) for each reason not to cache states."""
     cache, drafts = vllm_config.cache_config, vllm_config.speculative_config
     if not cache.enable_prefix_caching:
         yield "prefix caching", "off", "--enable-prefix-caching --mamba-cache-mode align is wanted"

@@ -1,4 +1,5 @@
-"""Orders of the scheduler's side to the workers for each step, and their reports. Data: picklable, complete."""
+"""The orders that the scheduler's side sends to the workers with each step, and the workers' reports. All are picklable
+data."""
 
 from __future__ import annotations
 
@@ -9,16 +10,17 @@ from kvdock.connectors.plans import LoadPlan, StorePlan, valid_in_all
 from kvdock.connectors.session import ServerEpoch
 
 IDLE_WAIT_S = 0.001
-"""How long a side may wait in a step that computes nothing: as long as vLLM's own loop sleeps then."""
+"""How long the scheduler's side or a worker may wait in a step that computes nothing: as long as vLLM's own loop sleeps
+then."""
 
 NOWHERE = ServerEpoch("", "")
-"""No worker is ever attached there: a load from it fails."""
+"""An epoch to which no worker is ever attached, so that a load from it fails."""
 
 
 @dataclass(frozen=True)
 class LoadOrder:
     """`is_async`: the request does not run in this step. `waits`: steps in progress may still use some of its blocks,
-    so it comes after them. `after`: stores that may still read some of its blocks."""
+    so the load runs after these steps. `after`: stores that may still read some of its blocks."""
 
     epoch: ServerEpoch
     plan: LoadPlan
@@ -57,15 +59,15 @@ class Report:
     """The workers' report on one step: of one worker, or of several added up."""
 
     valid_tokens: dict[str, int] = field(default_factory=dict)
-    """Loads that fell short, by request: the least of the ranks."""
+    """By request, how many tokens of a load that fell short are valid: the least of the ranks."""
     stores: Counter[str] = field(default_factory=Counter)
-    """How many ranks no longer read for a store."""
+    """By store, how many more ranks have stopped reading its blocks."""
     epochs: dict[int, ServerEpoch] = field(default_factory=dict)
     """The servers to which ranks are attached, when that has changed; NOWHERE: to none."""
     took_s: dict[str, tuple[int, float]] = field(default_factory=dict)
-    """Loads that brought all, by request: their tokens, and the seconds that they took on the slowest rank."""
+    """By request, the tokens of a complete load, and the seconds that its copies took on the slowest rank."""
     manifests: dict[int, bytes] = field(default_factory=dict)
-    """Each rank's own, as JSON, with its first step if it has not gone with vLLM's handshake."""
+    """By rank, its manifest in JSON, in its first report unless vLLM's handshake has carried it."""
     wrote_weights: set[int] = field(default_factory=set)
     """Epochs of weights: weights were loaded into a rank's model when its last orders were of this epoch."""
 

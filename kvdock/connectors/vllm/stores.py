@@ -1,17 +1,16 @@
-"""In the scheduler's process: stores, from their offer until no worker reads their blocks any more.
+"""The stores that the scheduler's side has started, from their offer until no worker reads their blocks any more.
 
-Their slots are reserved in the background, and the plan goes to the workers with a later step. vLLM may free the blocks
-at any time, so a store whose blocks are given out anew is fenced: it goes to the workers with that step at the latest,
-and the writes of the step come after the reads of the store. A store whose slots are not reserved yet is dropped
-instead. If a load is the first to write to the blocks, only the load is ordered after the store, and the step in which
-the load's request runs.
+A store's slots are reserved in the background, and its plan is sent to the workers with a later step. vLLM may free the
+blocks at any time. If a step gives blocks of a store to another request, the store is fenced: the step writes only
+after the store has read. A store whose slots are not reserved yet is dropped instead. If a load is the first to write
+to the blocks, only that load, and the step in which its request runs, come after the store.
 
 A step may compute KV from a load of another connector, and only the step's outcome shows whether that load failed.
-Workers publish all stores that they get, so beside other connectors a store is held back until its steps have ended.
+Workers publish all stores that they get, so with other connectors a store is held back until its steps have ended.
 
 Invariant: every store that may still read its blocks is known here.
 
-Threads: vLLM's scheduler thread calls everything; `_lock` guards what the background hands over.
+Threads: vLLM's scheduler thread calls everything; `_lock` guards the results of background calls.
 """
 
 from __future__ import annotations
@@ -37,15 +36,15 @@ class _Store:
     ranks_left: int
     step: int
     holds: bool = False
-    """The store is held back until its tokens are computed."""
+    """Whether the store is held back until its tokens are computed."""
     is_sent: bool = False
     is_dropped: bool = False
 
 
 class OpenStores:
-    """`ranks`: how many workers report on each. `count_dropped`: is called for each store that the workers never get.
-    `steps_ahead`: how many steps are in progress when vLLM plans another one. `holds`: every store is held back
-    until its tokens are computed. `step`: the number of the newest step, from 1.
+    """`ranks`: how many workers report the end of each store. `count_dropped`: called for each dropped store.
+    `steps_ahead`: how many steps are in progress when vLLM plans another one. `holds`: every store is held back until
+    its tokens are computed. `step`: the number of the newest step, from 1.
     """
 
     def __init__(
@@ -90,13 +89,13 @@ class OpenStores:
             self.last = reserved
 
     def _take_reserved(self, attachment: Attachment, batch: StoreBatch, plan: StorePlan | None) -> None:
-        """Background."""
+        """Background: passes the plan of a batch to send()."""
         with self._lock:
             self._reserved.append((batch.store_id, attachment, plan))
 
     def guard(self, given: Set[int] | None) -> list[str]:
-        """Fences the stores that read a block of `given`, which this step, or a load, may overwrite; drops those that
-        send() has not sent. None: it is not known which blocks were given."""
+        """Called with the blocks that this step, or a load, may overwrite; None: any block. Returns the stores to
+        fence, which are those that read one of the blocks and were sent, and drops those that were not sent."""
         fences = []
         for store_id, store in self._stores.items():
             if given is None or not store.blocks.isdisjoint(given):

@@ -1,4 +1,4 @@
-"""Which blocks requests have, and which of them steps use, by vLLM's block ids."""
+"""Tracks, by vLLM's block ids, the blocks that requests have and that steps use."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from kvdock.connectors.vllm.steps import LoadOrder
 from kvdock.protocol.wire_types import traceparent_or_none
 
 Table = list[list[int | None]]
-"""Per KV group a request's blocks, from its first token on; None where it has none."""
+"""For each KV group, the ids of a request's blocks, from its first token on; None where it has no block."""
 Handed = tuple[int, int, int]
-"""A recurrent state that changes no more: KV group, block, and after how many of the request's tokens it is."""
+"""A recurrent state that does not change any more: (KV group, block, number of the request's tokens that it covers)."""
 
 
 def begun(output: Any) -> Iterator[tuple[str, Table]]:
-    """The whole tables of requests that start in the step, or start again."""
+    """The complete tables of the requests that start in the step, or that resume in it after a preemption."""
     for new in output.scheduled_new_reqs:
         yield new.req_id, [_or_none(column) for column in new.block_ids]
     cached = output.scheduled_cached_reqs
@@ -50,7 +50,7 @@ def follow(output: Any, tracked: Mapping[str, Any]) -> None:
 
 
 def handed(output: Any, request_id: str) -> Set[Handed]:
-    """The states that the step leaves of the request, as vLLM reports them; before 0.32 none."""
+    """The states of the request that the step leaves and that vLLM reports; none before vLLM 0.32."""
     states = getattr(output, "kv_connector_block_state", None)
     return frozenset(states.boundary_state_offloads.get(request_id, ())) if states is not None else frozenset()
 
@@ -58,9 +58,8 @@ def handed(output: Any, request_id: str) -> Set[Handed]:
 def settled(
     groups: Sequence[KVGroup], columns: Table, boundaries: Collection[int] = (), states: Set[Handed] = frozenset()
 ) -> Table:
-    """`columns` without recurrent states that may still change (states.py). What is left: the states at
-    `boundaries`, which are numbers of tokens at which a step starts or ends, and those of `states` that are still in
-    their places."""
+    """`columns` without recurrent states that may still change (states.py). It keeps the states at `boundaries`, which
+    are numbers of tokens at which a step starts or ends, and those of `states` that are still in their places."""
     left = []
     for index, (column, group) in enumerate(zip(columns, groups, strict=True)):
         if group.state:
@@ -82,7 +81,7 @@ def blocks_behind(groups: Sequence[KVGroup], table: Table, tokens: int) -> set[i
 def failing(
     groups: Sequence[KVGroup], chunk_tokens: int, request_id: str, columns: Table, local_tokens: int, hit_tokens: int
 ) -> LoadPlan:
-    """A plan for a load that fails: it names the blocks that were to be filled, and no slots to fill them from."""
+    """A plan for a load that must fail: it names the blocks to fill, and no slots."""
     sizes = [group.block_tokens for group in groups]
     pieces = tuple(
         LoadPiece(at * size // chunk_tokens, group, (), (block,), 0)
@@ -93,12 +92,12 @@ def failing(
 
 
 def _or_none(blocks: Sequence[int]) -> list[int | None]:
-    """vLLM writes 0 for the null block."""
+    """The block ids with None in place of 0, with which vLLM names the null block."""
     return [block or None for block in blocks]
 
 
 # --------------------------------------------------------------------------------
-# What the scheduler's side knows about a request, from its arrival to its end.
+# The facts that the scheduler's side keeps about a request, from its arrival to its end.
 
 @dataclass
 class Tracked:
@@ -109,10 +108,10 @@ class Tracked:
     is_async: bool = False
     """Whether the load that it was last promised runs in the background (LoadOrder)."""
     is_new: bool = True
-    """It was not in any step since it was given its blocks."""
+    """Whether it has been in no step since it was given its blocks."""
     table: Table | None = None
     is_old: bool = False
-    """The cache was reset since it was looked up: its KV may depend on KV from before."""
+    """Whether its KV may depend on KV from before a reset, or on KV of other weights."""
     given: set[int] = field(default_factory=set)
     """Blocks that it was given, until it is in a step."""
     steps: deque[tuple[int, int]] = field(default_factory=deque)
@@ -120,45 +119,47 @@ class Tracked:
 
     @property
     def traceparent(self) -> str:
-        """As vLLM got it; empty: none. vLLM keeps these headers only if it sends traces itself."""
+        """The trace context that came with the request; "": none. vLLM keeps these headers only if it sends traces
+        itself."""
         headers = getattr(self.request, "trace_headers", None) or {}
         return traceparent_or_none(headers.get("traceparent"))
 
     def computed_in(self, tokens: int) -> int | None:
-        """The number of a step: once it has ended, the first `tokens` tokens are in their blocks. None: not known."""
+        """The number of the step after whose end the first `tokens` tokens are in their blocks. None: not known."""
         if not self.steps:
             return None
-        # Tokens before the oldest of these may have been loaded: that load has ended when this step has.
+        # Tokens before the oldest recorded step may have been loaded: that load has ended when the step has.
         return next((number for number, before in reversed(self.steps) if before < tokens), self.steps[0][0])
 
 
 # --------------------------------------------------------------------------------
-# Which blocks the step that is being planned is given, and which blocks the steps in progress may still use, although
-# they may have been given to another request since.
+# Tracks the blocks that the step that is being planned is given, and the blocks that steps in progress may still use,
+# although they may belong to another request by now.
 #
-# vLLM plans steps ahead. It keeps the blocks of a request that ended or was preempted until the steps are over that
-# were planned before (defer_block_free in its scheduler; since 0.24), but gives away at once the blocks that a window
-# has left behind. A load into such a block must come after those steps on the GPU. All other loads need not wait for
+# vLLM plans steps ahead. It keeps the blocks of a request that ended or was preempted until the steps that were planned
+# before have ended (defer_block_free in its scheduler; since 0.24), but reuses at once the blocks that a window has
+# left behind. A load into such a block must run after those steps on the GPU. All other loads need not wait for
 # computation.
 #
 # The blocks of a group that a step uses lie behind the tokens that its request has computed, less the window.
 #
-# Threads: vLLM's scheduler thread, alone.
+# Not thread-safe: only vLLM's scheduler thread calls it.
 
 class InFlight:
     """`steps`: the most that may be in progress when another one starts. `keeps_back`: vLLM keeps back the blocks that
-    requests lose when they end or are preempted, so that only those that windows leave behind are to be recorded."""
+    requests lose when they end or are preempted, so that only the blocks that windows leave behind must be recorded."""
 
     def __init__(self, steps: int, *, keeps_back: bool) -> None:
         self.keeps_back = keeps_back
         self._used: deque[set[int] | None] = deque([set()], maxlen=steps)
-        """By step; None: it may use any."""
+        """By step, the blocks that it may use; None: any block."""
 
     def start_step(self) -> None:
         self._used.append(set())
 
     def uses(self, blocks: Iterable[int | None]) -> None:
-        """The newest step writes these, or steps in progress may read them although their request has lost them."""
+        """The newest step writes these blocks, or steps in progress may read them although their request has lost
+        them."""
         used = self._used[-1]
         if used is not None:
             used.update(block for block in blocks if block is not None)
@@ -173,21 +174,21 @@ class InFlight:
 
 class NextStep:
     """The step that vLLM plans next: the blocks that its requests are given, and the loads that start with it.
-    `groups`: of the engine."""
+    `groups`: the engine's KV groups."""
 
     def __init__(self, groups: Sequence[KVGroup], in_flight: InFlight) -> None:
         self._groups, self.in_flight = groups, in_flight
         self._fresh: set[int] = set()
         """Blocks that were given out since the last step was planned."""
         self._loaded_into: set[int] = set()
-        """Those of them that no step writes before a load has ended."""
+        """The blocks of `_fresh` that no step writes before a load has ended."""
         self._unnamed: set[str] = set()
-        """Requests that were given blocks since, and it is not known which."""
+        """Requests that were given blocks since then that are not known."""
         self.loads: list[LoadOrder] = []
 
     def allocated(self, tracked: Tracked, table: Table) -> None:
         """vLLM has given the request the blocks of `table`."""
-        if not any(table):  # vLLM names blocks, until 0.25, to the connector alone that loads
+        if not any(table):  # up to 0.25, vLLM names blocks only to the connector that loads
             self._unnamed.add(tracked.request.request_id)
         tracked.given = blocks_behind(self._groups, table, tracked.local_tokens)
         self._fresh |= tracked.given
@@ -197,13 +198,13 @@ class NextStep:
         self._loaded_into |= tracked.given
 
     def planned(self, output: Any, tracked: Mapping[str, Tracked]) -> None:
-        """A step is planned: the blocks that its requests are given beside those of allocated()."""
+        """A step is planned: records the blocks that its requests are given, in addition to those of allocated()."""
         for request_id, table in begun(output):
             one = tracked.get(request_id)
             if request_id in self._unnamed and one is not None:
                 self._unnamed.remove(request_id)
                 one.given = blocks_behind(self._groups, table, one.local_tokens)
-            if one is not None:  # the blocks that were loaded into as well: from now on, steps write them
+            if one is not None:  # including blocks that were loaded into: from now on, steps write them
                 self._fresh |= one.given
                 one.given = set()
         for _, more in grown(output):
@@ -226,8 +227,9 @@ class NextStep:
         self.in_flight.start_step()
 
     def used(self, tracked: Tracked | None, *, is_preempted: bool = False) -> None:
-        """The step writes behind what the request has computed, drafts and their KV included, and reads what a window
-        may have left behind when the next step is planned. Steps in progress may use all that a preempted one had."""
+        """Records the blocks that the step uses for the request. It writes behind the computed tokens, with drafts and
+        their KV, and reads blocks that a window may have left behind when the next step is planned. Of a preempted
+        request, steps in progress may use all blocks."""
         recorded = [not self.in_flight.keeps_back or group.window_tokens is not None for group in self._groups]
         if not any(recorded):
             return
@@ -247,7 +249,7 @@ class NextStep:
 
 
 # --------------------------------------------------------------------------------
-# Loads of one request that others find in vLLM's own prefix cache once they have ended
+# Finds out whether requests can use each other's loads from vLLM's own prefix cache, once these have ended
 # (kvdock/connectors/load_once.py).
 #
 # vLLM names the blocks of its cache by hashes of its own: they include an adapter's name and a client's name of an
@@ -256,24 +258,23 @@ class NextStep:
 
 @dataclass(frozen=True)
 class OwnCache:
-    """`hash_tokens`: how many tokens each of vLLM's hashes stands for; `lost_tokens` and `whole`: as LoadOnce has
-    them."""
+    """`hash_tokens`: how many tokens each of vLLM's hashes adds; `lost_tokens` and `whole`: see LoadOnce."""
 
     hash_tokens: int
     lost_tokens: int = 0
     whole: bool = False
 
     def shares(self, first: Any, second: Any, tokens: int) -> bool:
-        """Whether the first `tokens` tokens of two requests have one name."""
+        """Whether the first `tokens` tokens of two requests have the same name."""
         at = tokens // self.hash_tokens - 1
         names, others = first.block_hashes, second.block_hashes
         return 0 <= at < min(len(names), len(others)) and bool(names[at] == others[at])
 
 
 def own_cache_of(vllm_config: Any, groups: Sequence[KVGroup], hash_tokens: int) -> OwnCache | None:
-    """None: other requests do not find the blocks that one has loaded. So it is with recurrent states, of which a load
-    brings one alone, and with windows beside drafts' KV: there vLLM needs one block more before the end than the
-    window, which is not loaded."""
+    """None: requests do not find the blocks that another request has loaded. So it is without a prefix cache, with
+    recurrent states, because a load fills only one of them, and with windows together with drafts' KV, because vLLM
+    then needs one more block than the window, which is not loaded."""
     has_windows = any(group.window_tokens is not None for group in groups)
     has_drafts = drafts_with_kv(vllm_config) is not None
     if not vllm_config.cache_config.enable_prefix_caching or any(group.state for group in groups):

@@ -1,12 +1,13 @@
-"""Cases in which vLLM itself does not reuse prefixes: there nothing is loaded, and one log line says so.
+"""The cases in which vLLM itself does not reuse prefixes. In these cases nothing is loaded, and one log line says so.
 
-A user who turns the prefix cache off by --no-enable-prefix-caching is no such case: loads are right, and are made. vLLM
-does not show whether the user or vLLM turned it off, so vLLM's own reasons are checked again here. There are three:
+A user who turns the prefix cache off by --no-enable-prefix-caching is no such case: loads are correct, and are made.
+vLLM does not show whether the user or vLLM turned it off, so vLLM's own reasons are checked again here. The kinds of
+reasons are:
 
 - KV depends on later tokens (attention that is not causal, encoders): it is no function of a prefix. Nothing is stored
-  either: kvdock stands aside.
+  either, because kvdock stands aside.
 - The model's output depends on all hidden states, as a mean over the prompt does: an engine that computes only the end
-  of a prompt lacks the others. The KV is right, and is stored.
+  of a prompt lacks the other states. The KV is correct, and is stored.
 - A block has data beside KV that only the engine that computed it has: routed experts.
 
 For single requests vLLM decides by skip_reading_prefix_cache, which scheduler.py reads.
@@ -45,8 +46,8 @@ def refuse_what_is_no_prefix(vllm_config: Any, kv_cache_config: Any) -> None:
 
 
 def why_unfit(vllm_config: Any, token_order: str, environ: Mapping[str, str]) -> str:
-    """Why nothing may be loaded; "". `token_order`: the manifest's, which names attention backends; `environ`: the
-    process's environment variables."""
+    """The reason why nothing may be loaded; "": there is none. `token_order`: the manifest's, which names attention
+    backends; `environ`: the process's environment variables."""
     model, cache = vllm_config.model_config, vllm_config.cache_config
     aux = getattr(vllm_config, "aux_output_config", None)
     if getattr(aux, "enabled", False) or getattr(model, "enable_return_routed_experts", False):
@@ -81,7 +82,7 @@ def _pooling(model: Any) -> str:
 
 def _model_turns_it_off(vllm_config: Any) -> bool:
     """Whether vLLM's rules for this architecture turn a prefix cache off that is on. They are asked about a copy of the
-    configuration; where they cannot be asked, it is taken for granted that they do."""
+    configuration; if they raise, the answer is True."""
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP  # not where settings are read without vLLM
 
     rules = MODELS_CONFIG_MAP.get(str(vllm_config.model_config.architecture))

@@ -3,16 +3,16 @@
 Every call of an engine to its workers, steps included, goes through one method, `Executor.collective_rpc`: HTTP calls,
 LLM and AsyncLLM, sleep mode, weight transfer, the methods of a worker extension, functions that are sent to the
 workers. A hook there sees the name of each call. Calls that are known to leave weights alone are ignored; every other
-call counts as a change, so an unknown one costs hits and never wrong tokens. In a worker's process the model's own
-`load_weights` has a hook as well, because programs that hold the engine's model call it directly.
+call counts as a change, so an unknown call costs hits, but does not cause wrong tokens. In a worker's process the
+model's own `load_weights` has a hook as well, because programs that hold the engine's model call it directly.
 
     scheduler's process   Executor.collective_rpc ───────────► RunningWeights.begin, changed, end
                           the core's set_weight_version ─────► RunningWeights.named
                           the scheduler resets its cache ────► RunningWeights.flushed
     worker's process      the model's load_weights ──────────► the next report, unless an order has reported it first
 
-Without the first hook changes go unnoticed: then nothing is shared (Hook proves it). Without the others an engine
-shares less, never more.
+If the first hook is not in force, changes may go unnoticed, so nothing is shared (Hook proves that it is). Without the
+others an engine shares less, never more.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from typing import Any, Protocol
 # --------------------------------------------------------------------------------
 # Methods of vLLM that kvdock wraps, because vLLM does not notify connectors of their calls.
 #
-# Safety may depend on such a wrapper, and vLLM's next release may rename the method, or another plug-in may replace it.
-# So a hook proves that it is in force: it calls the method, as vLLM would, with a probe in place of its object. A
-# wrapper that is called recognises the probe and does not call vLLM's method. A method that is not wrapped fails at the
-# probe, which has no attributes. The proof is repeated if the method was replaced.
+# Correct tokens may depend on such a wrapper, but vLLM's next release may rename the method, or another plug-in may
+# replace it. So a hook proves that it is in force: it calls the method, as vLLM would, with a probe in place of the
+# object. A wrapper that is called recognises the probe and does not call vLLM's method. A method that is not wrapped
+# fails at the probe, which has no attributes. The proof is repeated if the method was replaced.
 
 Heard = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], None]
 """A callback that runs after the method, also if that raised. It gets the object, the arguments, and the result (None:
@@ -138,12 +138,13 @@ _HARMLESS = """
     checkpoint_prepare checkpoint_restore reinitialize_distributed
 """
 HARMLESS = frozenset(_HARMLESS.split())
-"""Methods of vLLM's own workers (0.24 to 0.33) that leave the weights as they are. Adapters are in the keys of the
-requests that use them; sleep of level 1 keeps the weights, and waking brings them back."""
+"""Methods of vLLM's own workers (0.24 to 0.33) that leave the weights as they are. Adapters are part of the keys of the
+requests that use them; sleep of level 1 keeps the weights, and waking restores them."""
 BEGINS = frozenset({"start_weight_update", "start_draft_weight_update"})
 ENDS = frozenset({"finish_weight_update"})
 ONLY_READS = re.compile(r"^(get|list|report|check|is|has|count|describe|print|compute|dump|save)_")
-"""Names of methods that only read. A worker extension may have methods of its own."""
+"""How the names of methods that only read begin, unless they match WRITES, too. A worker extension may have such
+methods."""
 WRITES = re.compile(r"weight|param|load|sync|update|recv|receive|broadcast|merge|model|state")
 
 
@@ -151,8 +152,7 @@ class Hears(Protocol):
     """A connector's side in the scheduler's process."""
 
     def kvdock_weights(self, kind: str, version: str) -> None:
-        """`kind`: "begin", "changed", "end", "named" or "flushed". `version`: the engine's name of the weights, or
-        ""."""
+        """`kind` and `version`: see RunningWeights.hear."""
 
 
 _sides: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -160,7 +160,7 @@ _models: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def kind_of_call(method: Any, args: tuple[Any, ...], named: dict[str, Any]) -> str:
-    """How a call to the workers changes their weights: "" (not at all), or as Hears has it. `method`: a name, or a
+    """How a call to the workers changes their weights: "" (not at all), or a kind of Hears. `method`: a name, or a
     function that each worker runs."""
     if not isinstance(method, str):
         return "changed"
@@ -237,7 +237,7 @@ def _executor_class(vllm_config: Any) -> type | None:
 
 
 def _called(executor: Any, args: tuple[Any, ...], more: dict[str, Any], made: Any) -> None:
-    """collective_rpc(method, timeout, args, kwargs, …)"""
+    """Called after collective_rpc(method, timeout, args, kwargs, …)."""
     method = args[0] if args else more.get("method")
     of_call = more.get("args", args[2] if len(args) > 2 else ()) or ()
     named = more.get("kwargs", args[3] if len(args) > 3 else None) or {}

@@ -1,21 +1,22 @@
-"""In a worker's process: carries out the scheduler's orders and reports what ended.
+"""A worker's side of the connector: carries out the scheduler's orders and reports which loads and stores have ended.
 
-Loads are submitted, and found to have ended, by vLLM's own thread: a thread of ours would wait for the interpreter
-while vLLM's loop keeps it. The reports to the server that follow run in the background. So does a store: one thread
-submits its copies, and another waits for their end, so that no store waits for the end of the one before.
+vLLM's own thread submits loads and notices their end, because another thread would wait for the GIL while vLLM's loop
+holds it. The reports to the server that follow run in the background. Stores run in the background, too: one thread
+submits a store's copies, and another waits for their end, so that no store waits for the end of the one before.
 
 A step may be given blocks that a store still reads. Then the CPU waits until the store's copies are submitted, and the
 GPU's later work comes after them; on the CPU the step waits for their end.
 
 A load in the background that starts in a step that computes nothing is reported in such a step once it is verified
-(Loading.verified): on a GPU while its last layers are on their way. The next step's work is ordered after them.
+(Loading.verified): on a GPU while its last layers are still being copied. The next step's work is ordered after these
+copies.
 
 Invariants: every load is reported once, also one that fails; work that is put on the streams after a fence named a
 store, and fence() returned, writes after the store has read; blocks that a failed load leaves behind are reported no
 later than its end; nothing that was computed from a load is published before its copies have ended and their hashes
 match what was promised.
 
-Threads: vLLM's worker thread calls everything but what is marked "Background".
+Threads: vLLM's worker thread calls every method but those marked "Background" or under "background".
 """
 
 from __future__ import annotations
@@ -45,10 +46,10 @@ from kvdock.protocol.schemas import Manifest
 log = logging.getLogger("kvdock.vllm")
 
 BESIDE_STEPS = 4
-"""Thread blocks of a load: others are computed beside it, by kernels that want nearly all multiprocessors. A load
-loses less than a hundredth of its speed."""
+"""The most thread blocks of a load. Other requests are computed at the same time, by kernels that need nearly all
+multiprocessors. The load loses less than a hundredth of its speed."""
 REPORT_AFTER_S = 0.02
-"""A step of an eager engine is launched in some 10 ms."""
+"""The pause before a load's end is reported to the server: an eager engine launches a step in some 10 ms."""
 
 
 class LoadLostError(ConnectorError, RuntimeError):
@@ -66,11 +67,11 @@ class _Load:
     reported: bool = False
     ordered: bool = False
     is_of_old_weights: bool = False
-    """The weights have changed since it started: it fails."""
+    """Whether the weights have changed since the load started; then it fails."""
 
 
 class _Outcomes:
-    """What became of loads, until vLLM and the scheduler's side take it."""
+    """The outcomes of loads, until they are reported to vLLM and the scheduler's side."""
 
     def __init__(self, traits: EngineTraits, groups: int) -> None:
         self._traits, self._groups = traits, groups
@@ -80,11 +81,11 @@ class _Outcomes:
         self.failed_requests: set[str] = set()
         self.fell_short: dict[str, int] = {}
         self.took_s: dict[str, tuple[int, float]] = {}
-        """These two: as Report has them."""
+        """For these two see Report: `fell_short` is its `valid_tokens`."""
         self.lost: LoadLostError | None = None
 
     def add(self, order: LoadOrder, valid: int) -> None:
-        """A load has brought `valid` tokens."""
+        """A load has ended with `valid` valid tokens, counted from token 0."""
         plan = order.plan
         if order.is_async:
             self.loaded.add(plan.request_id)
@@ -111,7 +112,7 @@ class _Outcomes:
         return self._fails_by_block(order) or (self._traits.takes_failed_requests and order.is_async)
 
     def take_report(self) -> Report:
-        """For the scheduler's side: loads that fell short or took time since the last call."""
+        """A report for the scheduler's side about the loads that have ended since the last call."""
         report = Report(self.fell_short, took_s=self.took_s)
         self.fell_short, self.took_s = {}, {}
         return report
@@ -129,13 +130,13 @@ class _LoadReports:
         self._reporting.run(self._run, 0.0 if loading.damaged else REPORT_AFTER_S)
 
     def _run(self, after_s: float) -> None:
-        """Background."""
+        """Background: reports the loads that have ended."""
         if self._ended:  # else an earlier call has reported it
-            time.sleep(after_s)  # the step that runs the request is being launched: leave it the interpreter
+            time.sleep(after_s)  # leaves the GIL to the thread that launches the request's step
             self.send()
 
     def send(self) -> None:
-        """Reports those that wait. Any thread."""
+        """Reports the loads that have ended. May be called from any thread."""
         while self._ended:
             try:
                 loading = self._ended.popleft()
@@ -153,18 +154,19 @@ class _LoadReports:
 
 
 class _Store:
-    """`submitted`: ends once its copies are known, if there are any."""
+    """`submitted`: done once `copies` is set, if the store copies anything."""
 
     def __init__(self, order: StoreOrder) -> None:
         self.order, self.is_late = order, False
-        """vLLM may have zeroed its blocks before its copies had read them."""
+        """`is_late`: vLLM may have zeroed its blocks before its copies read them."""
         self.copies: Storing | None = None
         self.submitted: Future[None]
 
 
 class _Stores:
-    """Stores until the scheduler's side knows that they read no more. `is_lost`: whether a load has failed of which
-    vLLM has no way to learn, so that nothing is published any more. `_lock` guards what the background hands over."""
+    """The stores whose end was not reported to the scheduler's side yet. `is_lost`: whether a load has failed in a way
+    that cannot be reported to vLLM, so that nothing is published any more. `_lock` guards the results of background
+    calls."""
 
     def __init__(
         self, connector: WorkerConnector, aside: int | None, figures: CopyFigures, is_lost: Callable[[], bool],
@@ -184,14 +186,14 @@ class _Stores:
         return len(self._stores)
 
     def start(self, order: StoreOrder, after: int | None, unended: Sequence[Loading]) -> None:
-        """Submits its copies in the background, after the work on the stream `after`, if it is to wait for steps.
-        `unended`: loads from which the stored KV may have been computed."""
+        """Submits the store's copies in the background, ordered after the work on the stream `after` if the store must
+        wait for steps. `unended`: loads from which the stored KV may have been computed."""
         store = self._stores[order.store_id] = _Store(order)
         after = after if order.waits else self._aside
         store.submitted = self._storing.run(self._submit, store, after, unended)
 
     def submitted(self, store_ids: Iterable[str]) -> list[_Store]:
-        """Those that are in progress, once their copies are submitted."""
+        """Waits until the copies of `store_ids` are submitted. Returns the stores of them that are in progress."""
         stores = [self._stores[store_id] for store_id in store_ids if store_id in self._stores]
         wait([store.submitted for store in stores])
         return stores
@@ -200,7 +202,7 @@ class _Stores:
         return self.submitted(list(self._stores))
 
     def take_ended(self) -> Counter[str]:
-        """Those that read no more, since the last call."""
+        """The stores that have stopped reading since the last call."""
         with self._lock:
             ended, self._ended = self._ended, Counter()
         for store_id in ended:
@@ -236,23 +238,23 @@ class _Stores:
 
 
 def beside_steps(measured: CopyTuning, hash_threads: int) -> CopyTuning:
-    """What was measured for copies alone, for loads that others are computed beside."""
+    """Changes `measured`, the tuning for copies alone, for loads that run while other requests are computed."""
     return replace(measured, load_ctas=min(measured.load_ctas, BESIDE_STEPS), hash_threads=hash_threads)
 
 
 @dataclass(frozen=True)
 class WorkerKV:
-    """The engine's KV in this worker. `device`: "cpu" or "cuda:N", where `layouts` are. `planes`: as Layers has it."""
+    """The engine's KV in this worker. `device`: "cpu" or "cuda:N", where `layouts` are. `planes`: see Layers."""
 
     layouts: Sequence[PagedLayout]
     planes: Sequence[Mapping[str, int]]
     device: str
     stream: int | None = None
-    """As WorkerConnector has it."""
+    """See WorkerConnector."""
     computed: int | None = None
     """A stream that holds, when start() is called, the work that comes before the step's stores; None: `stream`."""
     aside: int | None = None
-    """A stream on which nothing is computed, for copies that need not wait for steps."""
+    """A stream without computation, for copies that need not wait for steps."""
 
 
 class VllmWorker:
@@ -290,12 +292,13 @@ class VllmWorker:
     # ------------------------------------------------------------------ the worker's thread
 
     def fence(self, orders: Orders, stream: int | None) -> None:
-        """Before any work of the step is put on `stream`: that work, and later loads, come after `orders.fences`."""
+        """Called before any work of the step is put on `stream`: orders that work, and later loads, after
+        `orders.fences`."""
         fences = set(orders.fences)
-        if self._traits.zeroes_blocks:  # also those that are loaded into
+        if self._traits.zeroes_blocks:  # vLLM zeroes the blocks that are loaded into, too
             fences.update(store_id for load in orders.loads for store_id in load.after)
         for order in orders.stores:
-            if order.store_id in fences:  # this step is given their blocks: they come before it
+            if order.store_id in fences:  # this step is given the store's blocks: the store must read first
                 self._stores.start(order, self._kv.stream, self._unended())
         if fenced := self._stores.submitted(fences):
             started_s = self._clock()
@@ -316,9 +319,9 @@ class VllmWorker:
             copies.order(stream)
 
     def start(self, orders: Orders) -> None:
-        """Submits copies, before the step's forward pass or, if the pass reads none of them, after its launch. Those
-        that the pass reads have ended when this returns."""
-        self._raise_lost()  # first: nothing is stored of a step that read lost KV
+        """Submits copies, before the step's forward pass or, if the pass reads none of the loaded blocks, after its
+        launch. The loads that the pass reads have ended when this returns, or the pass was ordered after them."""
+        self._raise_lost()  # first, so that nothing is stored from a step that read lost KV
         self._is_idle = orders.is_idle
         is_unheard = self._wrote_weights and orders.weights == self._weights  # the scheduler's side plans as before
         if is_unheard or orders.weights != self._weights:
@@ -328,8 +331,8 @@ class VllmWorker:
         for stored in orders.stores:
             if stored.store_id not in self._stores:  # else fence() has started it
                 self._stores.start(stored, self._kv.computed, self._unended())
-        for order in orders.loads:  # one by one: should one raise, those before it are known to close()
-            # Beside requests that run it is not reported early, and the CPU need not hash ahead.
+        for order in orders.loads:  # one by one: if one raises, close() knows those before it
+            # While other requests run, a load is not reported early, and the CPU need not hash the rest of it.
             is_early = order.is_async and orders.is_idle and self._reports_early
             is_refused = is_unheard and self._outcomes.may_fail(order)
             self._running.append(_Load(order, None if is_refused else self._submit(order, is_early), is_early))
@@ -340,7 +343,8 @@ class VllmWorker:
         self._raise_lost()
 
     def _order_reported(self, alone: str | None, stream: int | None) -> None:
-        """The step may read reported loads, or write to their blocks if their requests are gone."""
+        """Orders the step after the loads that were reported early: it may read them, or write to their blocks if their
+        requests are gone."""
         loads = [load for load in self._running if load.reported and not load.ordered]
         by_layer = self._traits.loads_by_layer and [load.order.plan.request_id for load in loads] == [alone]
         for load in loads:
@@ -355,7 +359,8 @@ class VllmWorker:
         return self._layers.any_watched
 
     def wait_for_layer(self, layer: str, stream: int | None) -> None:
-        """Work that is put on `stream` (a CUstream) from now on finds that layer's KV of this step's loads."""
+        """Work that is put on `stream` (a CUstream) from now on runs after the copies of that layer's KV by this step's
+        loads."""
         assert stream is not None, "loads are verified on a GPU only"
         self._layers.order(layer, stream)
 
@@ -374,13 +379,14 @@ class VllmWorker:
         return loaded
 
     def failed_requests(self) -> set[str]:
-        """Those of ended() whose loads have failed, since the last call."""
+        """Requests whose loads in the background have failed, since the last call."""
         failed, self._outcomes.failed_requests = self._outcomes.failed_requests, set()
         return failed
 
     def _report_verified(self) -> None:
-        """Nothing is computed, and no other request waits for the step that a verified load holds up."""
-        waits_s = IDLE_WAIT_S  # for the first one: waiting costs less than spinning
+        """Reports the verified loads early. Nothing is computed now, so a next step that waits for such a load delays
+        no other request."""
+        waits_s = IDLE_WAIT_S  # for the first load only: waiting costs less than spinning
         for load in self._running:
             if load.loading is not None and not load.reported:
                 if load.is_early:
@@ -408,7 +414,7 @@ class VllmWorker:
 
     def weights_written(self) -> None:
         """Weights were loaded into this worker's model. The next report names the epoch of weights in the last orders.
-        If the scheduler's side has noticed the change by itself, it has begun another epoch and ignores that."""
+        If the scheduler's side has noticed the change by itself, it has begun another epoch and ignores the report."""
         self._wrote_weights = True
 
     def wait_idle(self) -> None:
@@ -429,11 +435,11 @@ class VllmWorker:
 
     def _raise_lost(self) -> None:
         if self._outcomes.lost is not None:
-            self._reports.send()  # the next engine must not meet the same damage
+            self._reports.send()  # so that no other engine loads the same damaged chunks
             raise self._outcomes.lost
 
     def _unended(self) -> list[Loading]:
-        """Loads that were reported, and that the next steps may compute from, before they have ended."""
+        """Loads that were reported before they have ended, so that the next steps may compute from them."""
         return [load.loading for load in self._running if load.reported and load.loading is not None]
 
     def _submit(self, order: LoadOrder, is_early: bool) -> Loading | None:
@@ -460,7 +466,7 @@ class VllmWorker:
                 else:
                     self._running.append(load)
         finally:
-            self._running += running  # none, but when one of them raised
+            self._running += running  # empty unless one of them raised
 
     def _finish(self, load: _Load, loading: Loading) -> None:
         valid, plan = self._connector.finish_load(loading), load.order.plan

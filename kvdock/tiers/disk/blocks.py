@@ -38,8 +38,8 @@ class Kind(IntEnum):
 
 
 class SegmentBlock(NamedTuple):
-    """`sequence`: a number that rises each time a segment is filled anew. `capacity_bytes`: of the segment, this block
-    included."""
+    """`sequence`: a number that rises each time a segment is filled anew. `capacity_bytes`: the size of the segment,
+    with this block."""
 
     sequence: int
     capacity_bytes: int
@@ -64,7 +64,7 @@ class SegmentBlock(NamedTuple):
 
 
 def record_block(record: Record, mark: bytes, offset: int, kind: Kind = Kind.PART) -> bytes:
-    """The block of PAGE_BYTES before a part's pages. `offset`: of the block in the segment."""
+    """The block of PAGE_BYTES before a part's pages. `offset`: that of the block in the segment."""
     fields = record.header() + _RECORD.pack(mark, offset, kind)
     return (fields + _CRC.pack(crc32(fields))).ljust(PAGE_BYTES, b"\0")
 

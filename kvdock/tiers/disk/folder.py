@@ -15,7 +15,7 @@ _PID_BYTES: Final = 16
 
 
 class FolderInUse(TierError):
-    """`pid`: the process that uses the folder; 0: it has not written that yet."""
+    """`pid`: the id of the process that uses the folder; 0: that process has not written its id yet."""
 
     def __init__(self, folder: Path, pid: int) -> None:
         user = pid or "(not known yet)"
@@ -24,7 +24,7 @@ class FolderInUse(TierError):
 
 
 class FolderLock:
-    """Held until close(), or until the process ends. The file has the process's id."""
+    """A lock on the folder, which is held until close() or until the process ends. Its file has the process's id."""
 
     def __init__(self, folder: Path) -> None:
         """Makes the folder if it is missing. Raises FolderInUse, OSError."""

@@ -21,18 +21,19 @@ from kvdock.tiers.disk.folder import TIER
 from kvdock.tiers.tier import PAGE_BYTES, TierError
 
 SCHEMA_VERSION: Final = 2
-"""The index of another version is made anew from the log."""
+"""An index of another version is made again from the log."""
 ROW_BYTES: Final = 192
 """The most storage that a row takes, with the free space in its page."""
 _BATCH_ROWS: Final = 512
-"""In one transaction, which bounds what it writes to SQLite's own log."""
+"""The most rows of a transaction, which bounds how much it writes to SQLite's own log."""
 _PAGE_BITS: Final = 20
 _INSERT: Final = "INSERT OR REPLACE INTO parts VALUES (?, ?, ?, ?, ?)"
 _SUFFIXES: Final = ("", "-wal", "-shm", "-journal")
 
 
 class Row(NamedTuple):
-    """`used`: when it was last loaded, in loads of any part; 0: not since it was written."""
+    """`used`: the number of the part's last load, counted over the loads of all parts; 0: it was not loaded since it
+    was written."""
 
     sequence: int
     offset: int
@@ -59,7 +60,7 @@ class Index:
 
     @classmethod
     def open(cls, path: Path, wal_bytes: int) -> tuple[Index, list[Row], str]:
-        """The index, its rows, and why it was made anew; "": it was not. Raises TierError, OSError."""
+        """Returns the index, its rows, and why it was made again; "": it was not. Raises TierError, OSError."""
         why = "" if path.exists() else "it was missing"
         for _ in range(2):
             try:
@@ -100,7 +101,7 @@ class Index:
         return [Row(*_sequence_and_offset(row_id), *rest) for row_id, *rest in found]
 
     def add(self, rows: Sequence[Row]) -> None:
-        """Uses one transaction for each few hundred rows."""
+        """Adds rows, in transactions of at most _BATCH_ROWS."""
         self._many(_INSERT, [(_row_id(row.sequence, row.offset), *row[2:]) for row in rows])
 
     def remove(self, rows: Iterable[tuple[int, int]]) -> None:
@@ -119,7 +120,7 @@ class Index:
             self._db.executemany(_INSERT, [(_row_id(row.sequence, row.offset), *row[2:]) for row in rows])
 
     def close(self) -> None:
-        """What was committed is durable then. On a full disk it stays in SQLite's own log."""
+        """Closes the index and makes committed changes durable. On a full disk they stay in SQLite's own log."""
         with self._lock, _as_tier_error():
             try:
                 self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")

@@ -23,9 +23,9 @@ from kvdock.tiers.tier import PAGE_BYTES, TierError
 PIECE_BYTES: Final = 4 << 20
 THREADS: Final = 8
 FULL_ERRORS: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-"""The storage, a quota or a limit of the process leaves no space."""
+"""Errors that mean that the storage, a quota or a limit of the process leaves no space."""
 LOST_ERRORS: Final = frozenset({errno.EROFS, errno.ENODEV, errno.ENXIO, errno.ESTALE, errno.EBADF, errno.ESHUTDOWN})
-"""Later calls would fail as well."""
+"""Errors after which later calls would fail as well."""
 
 
 def raise_if_lost(error: OSError) -> None:
@@ -92,7 +92,7 @@ class Transfer:
         return len(self._pieces)
 
     def end(self) -> bool:
-        """Waits until it does not touch its memory any more. False: the file ended before the record did.
+        """Waits until the transfer does not use its memory any more. False: the file ended before the record did.
 
         Raises the OSError of a piece, after all pieces have ended.
         """
@@ -117,7 +117,7 @@ class Headers:
 
 
 class Io:
-    """The threads that read and write, and the way files are opened. `direct`: past the page cache."""
+    """The threads that read and write, and the way files are opened. `direct`: whether they bypass the page cache."""
 
     def __init__(self, *, direct: bool, threads: int = THREADS) -> None:
         self._flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_DIRECT if direct else 0)
@@ -134,7 +134,7 @@ class Io:
         return os.open(path, self._flags | (os.O_CREAT | os.O_EXCL if create else 0), 0o600)
 
     def read(self, fd: int, buffers: Sequence[memoryview], offset: int) -> bool:
-        """False: the file ends before the buffers are full. Raises OSError."""
+        """Fills the buffers from the file. False: the file ends before they are full. Raises OSError."""
         rest, done = list(buffers), 0
         while rest:
             moved = os.preadv(fd, rest, offset + done)
@@ -144,7 +144,7 @@ class Io:
         return True
 
     def write(self, fd: int, buffers: Sequence[memoryview], offset: int) -> bool:
-        """Returns True. Raises OSError, also if the storage takes less than whole pages."""
+        """Writes the buffers and returns True. Raises OSError, also if the storage takes less than whole pages."""
         rest, done = list(buffers), 0
         while rest:
             moved = os.pwritev(fd, rest, offset + done)

@@ -1,5 +1,5 @@
-"""The log: segment files of one size, filled one after the other. A record is a block that describes it, and the part's
-pages.
+"""The log: segment files of one size, filled one after the other. Files of an earlier size are removed when they are
+emptied. A record is a block that describes it, and the part's pages.
 
 Invariants: the files never take more than `capacity_bytes` together, because they are allocated whole before they are
 used. A segment is filled anew only after it was wiped, while no thread reads or writes it (space.py).
@@ -26,7 +26,7 @@ _SCAN_BYTES: Final = 1 << 20
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """Where a part is. `used`: as in index.Row."""
+    """The place of a part. `used`: see index.Row."""
 
     segment: Segment
     offset: int
@@ -47,7 +47,7 @@ class Segment:
     mark: bytes = b""
     end_bytes: int = PAGE_BYTES
     records: int = 0
-    """How many were written since it was last wiped, deleted ones included."""
+    """How many records were written since the segment was last wiped, deleted ones included."""
     entries: dict[bytes, Entry] = field(default_factory=dict)
     readers: int = 0
     writers: int = 0
@@ -58,11 +58,11 @@ class Log:
 
     def __init__(self, folder: Path, io: Io, segment_bytes: int, capacity_bytes: int, most_records: int) -> None:
         """`capacity_bytes`: the most that all segments take. `most_records`: in one segment. Opens the segments in the
-        folder. Those that cannot be used are removed, and the oldest where all of them do not fit. Raises OSError."""
+        folder. Removes segments that cannot be used, and the oldest ones if not all of them fit. Raises OSError."""
         self._folder, self._io = folder, io
         self.segment_bytes, self._capacity_bytes, self.most_records = segment_bytes, capacity_bytes, most_records
         self.segments: dict[int, Segment] = {}
-        """Those in use, by sequence; none of them is in `free`."""
+        """The segments in use, by sequence; none of them is in `free`."""
         self.free: list[Segment] = []
         self.bytes_used = 0
         self._last = self._number = 0
@@ -128,7 +128,7 @@ class Log:
         return Segment(path, fd, self.segment_bytes)
 
     def wipe(self, segment: Segment) -> None:
-        """Removes all that the segment holds; start_segment() may fill it anew. Raises OSError."""
+        """Removes everything from the segment; start_segment() may use it again. Raises OSError."""
         del self.segments[segment.sequence]
         segment.entries.clear()
         if segment.size_bytes == self.segment_bytes:
@@ -183,7 +183,7 @@ class Log:
         return None
 
     def sync(self, segments: Iterable[Segment] | None = None) -> None:
-        """Makes what was written to these segments durable; None: to all. Raises OSError."""
+        """Makes everything that was written to `segments` durable; None: to all segments. Raises OSError."""
         for segment in self.segments.values() if segments is None else segments:
             os.fdatasync(segment.fd)
 

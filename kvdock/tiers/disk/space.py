@@ -1,9 +1,9 @@
-"""Where each part is, and how space is freed: the oldest segment is emptied as a whole.
+"""Tracks the place of each part, and frees space: the oldest segment is emptied as a whole.
 
 Parts that were loaded since they were written get a second chance: they are copied to the next segment, those loaded
 last first, up to KEPT_SHARE of a segment. All other parts of the oldest segment are dropped. So the log is only written
 from front to back, a part that is never loaded costs one write, and at most one byte is copied for three that are
-stored. Parts that are loaded again and again stay as long as all of them fit that share.
+stored. Parts that are loaded again and again stay as long as all of them fit into that share.
 
 Locks: `changed` guards all maps and counts here and in segments, and is never held during input or output. `_freeing`
 is held by the one thread that frees space; it does not touch segments that are being written, and waits for their
@@ -107,7 +107,7 @@ class Space:
         entry.segment.entries[key] = entry
 
     def drop(self, key: bytes) -> Entry | None:
-        """Removes the part from the maps. Under `changed`."""
+        """Removes the part from the maps. The caller holds `changed`."""
         entry = self.entries.pop(key, None)
         if entry is not None:
             del entry.segment.entries[key]
@@ -127,7 +127,7 @@ class Space:
     # ------------------------------------------------------------------ reading
 
     def hold(self, key: bytes, length: int) -> Entry | None:
-        """The part's entry, whose segment stays until release(); None: there is no such part of that length."""
+        """The part's entry. Its segment is not emptied until release(). None: there is no such part of that length."""
         with self.changed:
             entry = self.entries.get(key)
             if entry is None or entry.length != length:
@@ -235,7 +235,7 @@ class Space:
             return not deadline.is_over
 
     def wait(self, deadline: Deadline) -> None:
-        """Until something has changed, or it is time to look at the deadline. Under `changed`."""
+        """Waits until something has changed, or it is time to look at the deadline. The caller holds `changed`."""
         self.changed.wait(min(LOOK_S, deadline.left_s))
 
     # ------------------------------------------------------------------ freeing space
@@ -256,7 +256,7 @@ class Space:
         try:
             with self.changed:
                 if self._fits_into(self._current, length):
-                    return Outcome.DONE  # another thread has freed it
+                    return Outcome.DONE  # another thread has freed space
                 current, self._current = self._current, None
             started = self._start_next(deadline)
             with self.changed:
@@ -267,8 +267,8 @@ class Space:
             self._freeing.release()
 
     def _start_next(self, deadline: Deadline) -> Segment | None:
-        """The next segment to fill, with the parts that were copied to it; afterwards one more fits. None: there is no
-        space."""
+        """The next segment to fill, with the parts that were copied to it. If possible, there is then space for one
+        more segment. None: there is no space."""
         fresh = self._log.start_segment()
         if fresh is None:  # the storage is smaller than the limit: use the segments that exist
             oldest = self._oldest()
@@ -282,7 +282,7 @@ class Space:
         return fresh
 
     def _oldest(self, but: Segment | None = None) -> Segment | None:
-        """An empty segment, if there is one, else the oldest; none that is being written."""
+        """An empty segment, if there is one, else the oldest one. Segments that are being written are left out."""
         with self.changed:
             return min(
                 (segment for segment in self._log.segments.values() if segment is not but and not segment.writers),
@@ -317,7 +317,7 @@ class Space:
             self.leave([extent for _, _, extent in moves])
 
     def _second_chances(self, segment: Segment, into: Segment) -> list[tuple[bytes, Entry, Extent]]:
-        """(key, where the part is, where it is copied to). Under `changed`."""
+        """(key, place of the part, place for its copy) of each part to copy. The caller holds `changed`."""
         used = sorted((item for item in segment.entries.items() if item[1].used), key=lambda item: -item[1].used)
         left_bytes = int(KEPT_SHARE * into.size_bytes)
         left_records = int(KEPT_SHARE * self._log.most_records)
@@ -331,7 +331,7 @@ class Space:
         return moves
 
     def _copy(self, key: bytes, entry: Entry, to: Extent) -> bool:
-        """False: the bytes there are not this part, or the storage fails."""
+        """Copies a part. False: the bytes at its place are not this part, or the storage fails."""
         wanted = Kind.PART, Record(name_of(key), entry.length, entry.checksum)
         source, total = entry.segment, pages_bytes(entry.length)
         try:

@@ -1,7 +1,7 @@
-"""One batch of stores: which of its parts are new, their writes in progress, and how they are added to the maps.
+"""Carries out a batch of stores: finds the parts that are new, writes them, and adds them to the maps.
 
-A batch that finds no space adds what it has written, so that the segments may be emptied: it holds no extent while it
-waits for others.
+A batch that finds no space first adds the parts that it has written, so that it holds no extent, and the segments may
+be emptied, while it waits for others.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class StoreBatch:
         self._lost: OSError | None = None
 
     def run(self) -> list[Outcome]:
-        """One outcome for each part. Nothing reads the pages any more when it returns or raises TierError."""
+        """Returns one outcome for each part. When it returns or raises TierError, nothing reads the pages any more."""
         left = list(range(len(self._parts)))
         while left and not self._deadline.is_over:
             self._claims, others = self._space.claim([self._keys[at] for at in left], self._deadline)
@@ -79,7 +79,7 @@ class StoreBatch:
             self._end_first()
 
     def _extent(self, at: int, length: int) -> Extent | None:
-        """Space for the record; None: there is none, and the part has its outcome."""
+        """Space for the record. None: there is no space, and the part's outcome is set."""
         while self._space.fits(length):
             extent = self._space.take(length)
             if extent is not None:
@@ -133,7 +133,8 @@ class StoreBatch:
             self._space.leave([writing.extent for writing in written])
 
     def _give_up(self, writings: Sequence[Writing], error: OSError) -> None:
-        """Their extents stay unused until the segment is wiped; the bytes there must not be taken for a part."""
+        """Gives up records. Their extents stay unused until the segment is wiped; the bytes there must not be taken for
+        a part."""
         if error.errno in LOST_ERRORS:
             self._lost = error
         for writing in writings:

@@ -1,4 +1,4 @@
-"""The disk tier: parts in a log of our own, on any local file system.
+"""The disk tier: keeps parts in a log of kvdock's own format, on any local file system.
 
 Bytes go directly between the pages and storage. A part can be found once its record was written and the index has it.
 So when the process is killed, parts that were stored are found again, and others are misses.
@@ -41,7 +41,7 @@ class Sizes(NamedTuple):
     segments_bytes: int
     """The most that all segments take."""
     most_records: int
-    """In one segment."""
+    """The most records of a segment."""
     wal_bytes: int
     """The size at which SQLite empties its own log, which may take twice as much."""
 

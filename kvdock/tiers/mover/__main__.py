@@ -1,5 +1,5 @@
-"""The mover of one server, which starts it with python -m kvdock.tiers.mover. Messages come on stdin and go to
-stdout."""
+"""The mover of one server. The server starts it with python -m kvdock.tiers.mover, sends it messages on stdin, and
+reads its messages from stdout."""
 
 from __future__ import annotations
 

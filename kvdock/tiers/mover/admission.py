@@ -1,4 +1,4 @@
-"""Which chunks are worth writing to lower tiers: those that prompts ask for again.
+"""Decides which chunks are worth writing to lower tiers: those that prompts ask for again.
 
 How often each chunk was asked for is counted in two tables. When the newer one is full, the older one is forgotten (as
 in Einziger et al., TinyLFU, 2017, whose counts age by halving). So a chunk that was asked for once, long ago, counts as
@@ -12,11 +12,11 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
 MOST_COUNTED = 1 << 18
-"""Keys in one table."""
+"""The most keys in one table."""
 MOST_EVICTED = 1 << 16
 LEAST_SHARE = 0.25
 """As long as at least this share of the chunks that were evicted after one lookup is asked for again, all chunks are
-written: to compute a chunk costs an engine about as much as it costs a disk to store four."""
+written: computing one chunk costs an engine about as much as storing four costs a disk."""
 JUDGED, MOST_JUDGED = 64, 2048
 """The share is computed from at least JUDGED chunks; beyond twice MOST_JUDGED, older chunks count half."""
 
@@ -49,7 +49,7 @@ class AskCounts:
                 self._returns.evicted((key for key in keys if self._count(key) <= 1), capacity)
 
     def worth(self, keys: Sequence[bytes]) -> Sequence[bytes]:
-        """Those of the chunks that have been asked for often enough."""
+        """The chunks of `keys` that have been asked for often enough."""
         wanted = self._wanted or (1 if self._returns.pay else 2)
         return keys if wanted == 1 else [key for key in keys if self._count(key) >= wanted]
 
@@ -58,8 +58,8 @@ class AskCounts:
 
 
 class Returns:
-    """Whether chunks that the pool evicts after one lookup are asked for again while a tier would still have them. It
-    is taken to be so until enough chunks have been seen. Not thread-safe."""
+    """Whether chunks that the pool evicts after one lookup are asked for again while a tier would still have them. The
+    answer is yes until enough chunks have been seen. Not thread-safe."""
 
     def __init__(self) -> None:
         self._evicted: OrderedDict[bytes, None] = OrderedDict()

@@ -1,10 +1,10 @@
-"""Which generation of a namespace each tier has, whether the server's pool has the same, and which orders tiers have to
-carry out.
+"""Tracks which generation of a namespace each tier has, whether the server's pool has the same one, and which orders
+tiers have to carry out.
 
 A tier is used for a namespace while its note (kvdock/tiers/notes.py) and the pool agree: both have the same generation,
 the pool has followed every deletion that the note names, and the tier has carried out all orders. The names of parts
-are made from that note. So chunks that were cleared are not found, whichever server cleared them. Chunks that were
-leased or reserved before a clear are stored under names that no lookup asks for any more, or are not published.
+are made from the tier's note. So chunks that were cleared are not found, whichever server cleared them. Chunks that
+were leased or reserved before a clear are stored under names that no lookup asks for any more, or are not published.
 
 Threads: one for each tier carries out orders and reads notes. `_changed` guards everything here.
 """
@@ -37,13 +37,13 @@ SWEEP_PAUSE_S = 1.0
 AGREE_S = 2.0
 """The longest that a request waits until pool and tier agree."""
 RETRY_S = 0.2
-"""Between two tries to carry out an order."""
+"""The pause between two tries to carry out an order."""
 
 
 @dataclass(frozen=True)
 class AgreedNote:
-    """A note on which pool and tier agree: names of parts are made from it. `edition`: the namespace's at the server,
-    which reservations name."""
+    """A note on which pool and tier agree, and from which names of parts are made. `edition`: the edition of the
+    namespace at the server, which reservations name."""
 
     note: Note
     edition: int
@@ -64,21 +64,22 @@ class Agreement:
         self._followed: dict[tuple[str, bytes], Note] = {}
         """The notes that the server has followed, by tier and namespace."""
         self._read_last: dict[tuple[str, bytes], Note] = {}
-        """The notes that were read last; if they differ from those followed, they were reported to the server."""
+        """The notes that were read last, by tier and namespace; a note that differs from the one in `_followed` was
+        reported to the server."""
         self._numbers = itertools.count(1)
         self._reported: dict[int, tuple[str, bytes, Note]] = {}
         """Note changes that the server has not followed yet: tier, namespace and note by number."""
         self._orders: dict[str, list[Order]] = {}
-        """Those that are not carried out yet, by tier, in their order."""
+        """By tier, the orders that are not carried out yet, in the order in which they came."""
         self._sweeping: dict[str, dict[bytes, Note]] = {}
-        """Namespaces of which parts of former generations are left, with their notes, by tier."""
+        """By tier, the namespaces that may still have parts of former generations, with their notes."""
         self._woken: set[str] = set()
         self._is_closed = False
 
     # ------------------------------------------------------------------ for the main thread
 
     def use(self, handle: TierHandle) -> None:
-        """Takes the tier into use."""
+        """Starts to use a tier, in a thread of its own."""
         with self._changed:
             self._handles[handle.name] = handle
             self._woken.add(handle.name)
@@ -126,12 +127,12 @@ class Agreement:
     # ------------------------------------------------------------------ for other threads
 
     def of(self, handle: TierHandle, digest: bytes) -> AgreedNote | None:
-        """None: the tier is not used for the namespace now."""
+        """The note on which pool and tier agree. None: the tier is not used for the namespace now."""
         with self._changed:
             return self._of(handle.name, digest)
 
     def wait_for(self, handle: TierHandle, digest: bytes, deadline: Deadline) -> AgreedNote | None:
-        """Like of(), but waits for a moment until pool and tier agree."""
+        """Like of(), but waits up to AGREE_S until pool and tier agree."""
         until = Deadline(min(AGREE_S, deadline.left_s))
         with self._changed:
             while (agreed := self._of(handle.name, digest)) is None:
@@ -141,8 +142,8 @@ class Agreement:
             return agreed
 
     def still_holds(self, handle: TierHandle, digest: bytes, agreed: AgreedNote, deadline: Deadline) -> bool:
-        """Whether nothing has changed since, neither at the server nor in the tier. A store that other servers use too
-        is asked now."""
+        """Whether `agreed` still holds, at the server and in the tier. A store that other servers use, too, is asked
+        again."""
         if handle.tier.poll_s:
             try:
                 (note,) = handle.notes([digest], deadline)
@@ -164,7 +165,7 @@ class Agreement:
         return AgreedNote(note, pool[1])
 
     def _wake(self, tiers: Iterable[str]) -> None:
-        """Under `_changed`."""
+        """Wakes the threads of these tiers. The caller holds `_changed`."""
         self._woken.update(tiers)
         self._changed.notify_all()
 
@@ -189,8 +190,8 @@ class Agreement:
             pause_s = handle.tier.poll_s if is_swept else SWEEP_PAUSE_S
 
     def _wait(self, handle: TierHandle, pause_s: float) -> bool:
-        """Waits until `pause_s` has passed or something has changed. `pause_s` 0: until something has. False: this is
-        closed."""
+        """Waits until `pause_s` has passed or something has changed. `pause_s` 0: waits without a limit. False: the
+        Agreement is closed."""
         until_s = self._clock() + pause_s if pause_s else None
         with self._changed:
             while not self._is_closed and handle.name not in self._woken:
@@ -202,7 +203,7 @@ class Agreement:
             return not self._is_closed
 
     def _carry_out_orders(self, handle: TierHandle) -> None:
-        """All that the tier has. Raises TierError."""
+        """Carries out all orders for the tier. Raises TierError."""
         while True:
             with self._changed:
                 order = next(iter(self._orders.get(handle.name, ())), None)
@@ -251,7 +252,7 @@ class Agreement:
                 self._followed[at] = self._read_last[at] = note
 
     def _remove(self, handle: TierHandle, names: list[PartName]) -> None:
-        """Parts that are not removed now cannot be found either."""
+        """Removes the parts of deleted chunks. Parts that cannot be removed now are not found by lookups either."""
         try:
             handle.remove(names, Deadline(REMOVE_S))
         except TierError as error:

@@ -1,12 +1,12 @@
 """Loads chunks from tiers into the pool, for requests that wait and ahead of requests.
 
-A fetch finds the longest prefix that one tier has and leaves out what would come later than the engine computes it. It
-reports to the server what it promises, and then works batch by batch: slots are reserved, filled, hashed and committed,
-so the hit grows while later chunks are still loaded. A fetch ends at the first chunk that is missing, damaged or late,
-or when its request no longer waits.
+A fetch finds the longest prefix that one tier has, and leaves out chunks that would arrive later than the engine would
+have computed them. It reports the chunks that it promises to the server, and then works batch by batch: slots are
+reserved, filled, hashed and committed, so the hit grows while later chunks are still being loaded. A fetch ends at the
+first chunk that is missing, damaged or late, or when its request no longer waits.
 
-Ahead of requests one fetch runs at a time, in small batches, and starts none while a request waits: it occupies at most
-one of a tier's threads.
+Only one fetch ahead of requests runs at a time. It loads small batches, and starts no batch while a request's fetch
+runs, so it occupies at most one of a tier's threads.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from kvdock.tiers.tier import Deadline, Outcome, TierError, ToLoad
 log = logging.getLogger("kvdock.tiers")
 
 EXISTS_S, EXISTS_SHARE = 0.05, 0.25
-"""How long a tier may take to answer what it has: this long, or this share of the time that the request has left,
-whichever is longer."""
+"""How long a tier may take to answer which parts it has: this long, or this share of the time that the request has
+left, whichever is longer."""
 THREADS = 8
 DEPTH = 4
 """How many batches of a fetch are in progress at once: while one is loaded, others are hashed or published."""
@@ -50,9 +50,9 @@ LOOK_S = 0.05
 
 
 class Wanted(NamedTuple):
-    """The chunks that a fetch is to load. `keys`: of the prompt's chunks from the first on; the pool has the first
-    `hit`. `ticket`: the request's that waits for them; 0: they come ahead of requests, for the prefetch of number
-    `prefetch`. `tokens_per_s`: how fast the engine computes; 0: that is not known."""
+    """The chunks that a fetch is to load. `keys`: the keys of the prompt's chunks, from the first; the pool has the
+    first `hit` of them. `ticket`: the ticket of the request that waits for them; 0: no request waits, and they are for
+    the prefetch with the number `prefetch`. `tokens_per_s`: how fast the engine computes; 0: not known."""
 
     space: NamespaceSession
     keys: Sequence[bytes]
@@ -79,7 +79,8 @@ class Fetch:
 
 
 class FetchObserver(NamedTuple):
-    """`promised`, `ended`: report to the server. `lacked`: a tier does not have these chunks, or has damaged ones."""
+    """`promised`, `ended`: report to the server. `lacked`: called with chunks that a tier does not have, or of which it
+    has damaged parts."""
 
     promised: Callable[[Promise], None]
     ended: Callable[[Fetch], None]
@@ -89,8 +90,8 @@ class FetchObserver(NamedTuple):
 @dataclass
 class _Batch:
     """Some consecutive chunks of a fetch, from its chunk `first` on, all with the same groups. `names`: namespaces and
-    keys of the chunks that it loads itself. `good`: what _fill() returns. `is_retry`: it was reserved once more for
-    chunks with which others were busy."""
+    keys of the chunks that it loads itself. `good`: the result of _fill(). `is_retry`: the batch was reserved once
+    more, because others were storing some of its chunks."""
 
     first: int
     keys: Sequence[bytes]
@@ -114,7 +115,7 @@ class _Threads:
 
 
 class Fetches:
-    """`handles`: in the order in which the tiers are asked."""
+    """`handles`: the tiers, in the order in which they are asked."""
 
     def __init__(
         self, handles: Sequence[TierHandle], client: Client, agreement: Agreement, observer: FetchObserver, *,
@@ -146,7 +147,8 @@ class Fetches:
             fetch.deadline.cancel()
 
     def drop(self, digest: bytes, keys: Container[bytes] | None = None) -> None:
-        """These chunks were cleared or deleted: fetches that load them are cancelled. None: all of the namespace."""
+        """Chunks were cleared or deleted: cancels the fetches that load them. `keys` None: all chunks of the
+        namespace."""
         with self._lock:
             for fetch in self._running:
                 wanted = fetch.wanted
@@ -185,8 +187,8 @@ class Fetches:
             self._observer.ended(fetch)
 
     def _yield_to_requests(self, fetch: Fetch) -> None:
-        """A fetch ahead of requests waits while fetches for requests run. It holds no reservation here, so they do not
-        wait for it."""
+        """A fetch ahead of requests waits while fetches for requests run. It holds no reservation at this point, so no
+        other fetch waits for it."""
         with self._filled:
             while fetch.is_ahead and not fetch.deadline.is_over and not all(one.is_ahead for one in self._running):
                 self._filled.wait(min(LOOK_S, fetch.deadline.left_s))
@@ -228,8 +230,8 @@ class Fetches:
         return found
 
     def _worth(self, fetch: Fetch, handle: TierHandle, count: int) -> int:
-        """How many of `count` chunks are loaded: those that come before the deadline, and sooner than the engine would
-        compute them."""
+        """How many of `count` chunks are loaded: those that arrive before the deadline, and sooner than the engine
+        would compute them."""
         if fetch.is_ahead:
             return count
         worth = worth_chunks(
@@ -258,8 +260,8 @@ class Fetches:
     def _stream(
         self, fetch: Fetch, handle: TierHandle, attachment: Attachment, found: list[list[int]]
     ) -> None:
-        """Batch by batch: while one is hashed and published, others are being loaded. Ahead of requests there is one
-        batch at a time."""
+        """Loads batch by batch: while one batch is hashed and published, others are being loaded. A fetch ahead of
+        requests has one batch at a time."""
         depth, most_bytes = (1, AHEAD_BATCH_BYTES) if fetch.is_ahead else (DEPTH, self._batch_bytes)
         in_progress: deque[_Batch] = deque()
         is_whole = True
@@ -282,7 +284,7 @@ class Fetches:
                 is_whole = self._finish(fetch, handle, attachment, batch, is_wanted=is_whole) and is_whole
 
     def _batches(self, space: NamespaceSession, found: list[list[int]], most_bytes: int) -> list[tuple[int, int]]:
-        """(index of the first chunk, how many) of each batch. The chunks of a batch have the same groups."""
+        """(index of the first chunk, number of chunks) of each batch. The chunks of a batch have the same groups."""
         parts = len(space.manifest.groups) * space.manifest.writers
         most = max(1, min(most_bytes // space.chunk_bytes, MAX_ENTRIES // parts))
         batches, at = [], 0
@@ -323,8 +325,8 @@ class Fetches:
     def _finish(
         self, fetch: Fetch, handle: TierHandle, attachment: Attachment, batch: _Batch, *, is_wanted: bool = True
     ) -> bool:
-        """Waits until the batch is filled, and publishes it. Returns whether all of it is in the pool, or others are
-        loading or storing it. `is_wanted`: the chunks before it are in the pool."""
+        """Waits until the batch is filled, and publishes it. Returns whether all its chunks are in the pool, or are
+        being loaded or stored by others. `is_wanted`: the chunks before it are in the pool."""
         granted, is_whole = batch.granted, True
         if batch.good is not None and granted.reservation is not None:
             try:
@@ -367,8 +369,8 @@ class Fetches:
         self, fetch: Fetch, handle: TierHandle, attachment: Attachment, keys: Sequence[bytes],
         chunks: list[GrantedChunk],
     ) -> dict[tuple[int, int, int], int]:
-        """Loads the parts into their slots. Returns the checksums of those that came whole and match, by (index of the
-        chunk, group, writer)."""
+        """Loads the parts into their slots. Returns the checksums of the parts that are complete and match, by (index
+        of the chunk, group, writer)."""
         space, agreed = fetch.wanted.space, fetch.agreed
         assert agreed is not None
         wanted: list[tuple[int, int, int]] = []
@@ -401,7 +403,7 @@ class Fetches:
     def _read(
         self, fetch: Fetch, handle: TierHandle, loads: Sequence[ToLoad]
     ) -> tuple[dict[PartName, int], list[ToLoad]]:
-        """(checksums of the parts that came whole, the parts that are damaged)."""
+        """Loads parts. Returns (checksums of the complete parts, the damaged parts)."""
         try:
             found = handle.load(loads, fetch.deadline).result()
         except TierError:

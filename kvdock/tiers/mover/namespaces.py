@@ -1,5 +1,5 @@
-"""The namespaces that the mover serves. In each it has a session, as an engine has, and through it maps the memory of
-the chunks."""
+"""The namespaces that the mover serves. The mover has a session in each, as an engine has, and maps the memory of the
+chunks through this session."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LINGER_S = 5.0
 """How long a namespace is still served after its last engine has left: the engine may come back, and chunks that it has
 stored are still to be written."""
 CHANGES_OF_SERVER = 1 << 32
-"""A server numbers its changes from a multiple of it on (csrc/table/lookup.cpp, changes)."""
+"""A server numbers its changes from a multiple of this number on (csrc/table/lookup.cpp, changes)."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class NamespaceSession:
     def pages(self, attachment: Attachment, segment: int, offset: int, length: int) -> memoryview:
         """The whole pages of a slot, whose `length` bytes are at `offset` in the segment. Raises AttachError,
         ServerUnavailable, ApiError."""
-        with suppress(SegmentNotRegistered):  # until it is registered, tiers copy through memory of their own
+        with suppress(SegmentNotRegistered):  # until the segment is registered, tiers copy through memory of their own
             self.session.ensure_segment(attachment, segment)
         attachment.segments.require_whole(segment)
         whole = pages_bytes(length)
@@ -68,14 +68,14 @@ class PoolMemory:
     """Registers the pool's segments, as sessions map them, with the tiers that want to know memory beforehand
     (Registers). Sessions take it as their `register`, so each mapping is registered until it is unmapped. Thread-safe.
 
-    A segment that cannot be registered is used all the same, by one copy more.
+    A segment that cannot be registered is used all the same, at the cost of one more copy.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._tiers: list[tuple[str, Registers]] = []
         self._mapped: dict[int, int] = {}
-        """Bytes by address."""
+        """The size in bytes of each mapped segment, by its address."""
 
     def use(self, tier: Tier) -> None:
         """Call it before the tier's first load or store. Segments that are mapped already are registered now, others
@@ -107,7 +107,7 @@ class _MappedSegment:
         self._unmap = unmap
 
     def close(self) -> None:
-        """Before the segment is unmapped, when no call of a tier uses it."""
+        """To be called before the segment is unmapped, when no call of a tier uses it."""
         self._unmap()
 
 
@@ -134,7 +134,7 @@ class NamespaceSessions:
         """Namespaces whose changes are asked for from the first on, after the next heartbeat."""
         self._abandoned: set[bytes] = set()
         self._unserved_s: dict[bytes, float] = {}
-        """Since when no engine has a session, by namespace."""
+        """By namespace, the time since which no engine has a session in it."""
 
     def of(self, digest: bytes) -> NamespaceSession | None:
         with self._lock:
@@ -157,7 +157,7 @@ class NamespaceSessions:
             }
 
     def repeat_changes(self) -> None:
-        """`changed` is called again for everything that the pool has."""
+        """From the next heartbeats on, `changed` is called again for everything that the pool has."""
         self._rewinding.update(space.digest for space in self.all())
 
     def _on_changes(self, space: NamespaceSession, attachment: Attachment, changes: Changes) -> None:
@@ -186,7 +186,7 @@ class NamespaceSessions:
             space.session.close()
 
     def abandon(self, digests: Sequence[bytes]) -> None:
-        """No engine runs the weights of these namespaces any more: nothing more of them is written."""
+        """No engine runs the weights of these namespaces any more: no more of their chunks are written."""
         with self._lock:
             self._abandoned |= self._by_digest.keys() & set(digests)
 

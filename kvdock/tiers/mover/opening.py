@@ -39,8 +39,8 @@ class _Opener(NamedTuple):
 
 
 class OpeningTiers:
-    """`memory`: registers the pool's segments with each tier that needs that, before the tier is used. None: no tier
-    needs it."""
+    """Tiers that are being opened. `memory`: registers the pool's segments with each tier that needs this, before the
+    tier is used. None: no tier needs it."""
 
     def __init__(self, config: MoverConfig, memory: PoolMemory | None) -> None:
         openers = _openers(config)

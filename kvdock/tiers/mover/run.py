@@ -45,13 +45,14 @@ from kvdock.tiers.tier import Deadline, Lists, StillRunning, Tier
 log = logging.getLogger("kvdock.tiers")
 
 TURN_S = 0.2
-"""The latest that a report is sent for which no request waits."""
+"""The longest time until a report is sent if no request waits for it."""
 REPORT_S = 0.5
 """How often the state of the tiers is reported."""
 CLOSE_S = 2.0
 FAILING = "its calls fail or are late"
 LOST_STATUS = 70
-"""The status of a mover that ends because only its end keeps a call of a tier from writing to the pool."""
+"""The exit status of a mover that ends itself, because a call of a tier cannot be stopped and could still write to the
+pool."""
 
 
 class Mover:
@@ -79,7 +80,7 @@ class Mover:
         self._reported_s = -REPORT_S
 
     def run(self) -> None:
-        """Until the server has ended."""
+        """Runs until the server has ended."""
         while (updates := self._pipe.updates(TURN_S)) is not None:
             for tier in self._opening.take_opened():
                 self._use(tier)
@@ -179,7 +180,8 @@ class Mover:
                 writer.drain(self._config.drain_s)
 
     def _drop(self, digest: bytes, keys: list[bytes] | None = None) -> None:
-        """These chunks were cleared or deleted: they are neither loaded nor written. None: all of the namespace."""
+        """Chunks were cleared or deleted: they are neither loaded nor written. `keys` None: all chunks of the
+        namespace."""
         self._fetches.drop(digest, keys)
         for writer in self._writers.values():
             writer.drop(digest, keys)
@@ -227,7 +229,7 @@ class Mover:
         self._offer(space, [bytes.fromhex(change.key) for change in changes.changes if change.is_there])
 
     def _offer(self, space: NamespaceSession, keys: list[bytes]) -> None:
-        """Has the chunks written that are worth it."""
+        """Queues the chunks that are worth it to be written."""
         if self._sessions.is_abandoned(space):
             return
         worth = self._asks.worth(keys)
@@ -261,7 +263,7 @@ class Mover:
         self._pipe.wake()
 
     def _stored(self, namespace: bytes, keys: Sequence[bytes]) -> None:
-        """Tiers have these chunks."""
+        """Reports to the server that tiers have these chunks."""
         with self._lock:
             self._report.known.append(KnownKeys(namespace.hex(), b"".join(key[:KNOWN_BYTES] for key in keys)))
 

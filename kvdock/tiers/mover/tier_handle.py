@@ -1,6 +1,6 @@
-"""A tier in use: its own threads, how long its calls take, and a breaker that keeps calls away while it fails.
+"""A tier in use: its threads, the time that its calls take, and a breaker that stops calls to it while it fails.
 
-Each tier has its own threads for loads, for stores and for questions. So a call that is late blocks no other tier, and
+Each tier has its own threads for each kind of call, such as loads and stores. So a late call blocks no other tier, and
 no load waits behind stores.
 """
 
@@ -55,15 +55,15 @@ COUNTED = (
     "failures", "damaged", "declined_too_slow", "fetched_elsewhere",
     *(f"left_out_{why}" for why in ("full_queue", "evicted", "no_server", "namespace_gone", "failed")),
 )
-"""All counters of a tier: they exist from the start. docs/runbook.md explains them."""
+"""All counters of a tier, which start at 0. docs/runbook.md explains them."""
 FIRST_RATE = 8e9
 """Bytes a second, assumed until something has been loaded: a tier that was assumed to be slow would never be tried."""
 SHORTEST_S = 1e-6
 MEASURE_S = 10.0
 """If nothing was loaded from a tier for this long, some of the parts stored last are loaded to measure it."""
 MEASURED_BYTES, MORE_BYTES = 32 << 20, 128 << 20
-"""The size of that load. If it took at most QUICK_S, MORE_BYTES are loaded too, as many as a fetch has in progress at
-once: only then does a quick tier show how fast its threads are together."""
+"""The size of that load. If it took at most QUICK_S, MORE_BYTES are loaded too, the same amount as a fetch has in
+progress at once, because a quick tier shows the speed of all its threads only then."""
 QUICK_S = 0.02
 
 
@@ -92,8 +92,9 @@ class Speed:
 
 
 class Breaker:
-    """Closed while the tier works. Open, the tier is not called until a probe succeeds. Failures in a row are counted
-    separately for each kind of call: a store may list its parts at once, and yet fail at every load. Thread-safe."""
+    """A circuit breaker. It is closed while the tier works; while it is open, the tier is not called until a probe
+    succeeds. Failures in a row are counted separately for each kind of call: a store may list its parts at once, and
+    yet fail at every load. Thread-safe."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock, self._lock = clock, threading.Lock()
@@ -141,14 +142,14 @@ class _Call:
 
 @dataclass
 class FetchTotals:
-    """Fetches of requests' chunks, each of one batch or several, and the seconds that they took in sum."""
+    """The number of fetches from the tier, each of one batch or several, and the seconds that they took in sum."""
 
     count: int = 0
     seconds: float = 0.0
 
 
 class TierHandle:
-    """`lost`: called when a call cannot be stopped and may still write to the pool, until the process ends."""
+    """`lost`: called when a call cannot be stopped and may write to the pool until the process ends."""
 
     def __init__(self, tier: Tier, *, clock: Callable[[], float], lost: Callable[[StillRunning], None]) -> None:
         self.tier = tier
@@ -244,7 +245,7 @@ class TierHandle:
         return self.speed.seconds(self.loading_bytes + more_bytes)
 
     def fetched(self, done_bytes: int, took_s: float) -> None:
-        """A request's chunks were loaded, hashed and published, in one batch or several."""
+        """A fetch has ended: it has loaded, hashed and published `done_bytes`, in one batch or several."""
         with self._lock:
             self.fetches.count += 1
             self.fetches.seconds += took_s
@@ -363,8 +364,8 @@ class TierHandle:
                 self._learn(*found)
 
     def _load_own(self, most_bytes: int) -> tuple[int, float] | None:
-        """Loads parts as a fetch does, into memory outside the pool. Returns bytes and seconds; None: some did not
-        come."""
+        """Loads parts as a fetch does, into memory outside the pool. Returns bytes and seconds; None: some parts were
+        missing, damaged or late."""
         parts: list[ToLoad] = []
         size = 0
         for name, length in self._stored_last:
@@ -391,7 +392,8 @@ class TierHandle:
             log.warning("the tier %s is not used for a while: %s", self.name, why)
 
     def _try(self) -> None:
-        """Probes the tier: asks it, and loads the part that last failed to load, into memory outside the pool."""
+        """Probes the tier: asks which parts it has, and loads the part that last failed to load, into memory outside
+        the pool."""
         deadline, wanted = Deadline(PROBE_S), self._unloaded
         why = ""
         try:
@@ -404,7 +406,7 @@ class TierHandle:
             why = str(error)
         if deadline.is_over:
             why = "it answers too late"
-        if any(call.kind == "store" for call in self._late()):  # nothing else shows whether it stores again
+        if any(call.kind == "store" for call in self._late()):  # only its end shows that the tier stores again
             why = UNRETURNED
         if why:
             self.breaker.failed(PROBE, why)
@@ -421,7 +423,7 @@ def own_pages(length: int) -> memoryview:
 
 
 def _failure(outcomes: Sequence[Outcome], *, is_fair: bool = True) -> str:
-    """Why these answers count as a failure of the tier: nothing was done, and something failed or was late. "": they do
-    not. `is_fair`: there was enough time."""
+    """Why these answers count as a failure of the tier: no part has the outcome DONE, and some part failed or was late.
+    "": they do not. `is_fair`: whether there was enough time."""
     undone = {Outcome.FAILED, Outcome.LATE} if is_fair else {Outcome.FAILED}
     return "" if Outcome.DONE in outcomes or undone.isdisjoint(outcomes) else "parts came too late, or not at all"

@@ -1,7 +1,7 @@
 """Writes chunks of the pool to one tier, after they were published, so that no store of an engine waits for it.
 
 The queue has a limit in bytes: beyond it, the chunks that have waited longest are left out and counted. While a batch
-is written its chunks are leased, so they are not evicted. Chunks that were evicted while they waited are counted.
+is written, its chunks are leased, so they are not evicted. Chunks that the pool evicts while they wait are counted.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ log = logging.getLogger("kvdock.tiers")
 BATCH_S = 30.0
 """How long writing a batch may take."""
 RETRY_S = 0.2
-"""Between two tries while the tier, or the server, does not answer."""
+"""The pause between two tries while the tier or the server does not answer."""
 MOST_KNOWN_STORED = 1 << 18
 _LOOKED_AT = 1024
 """How many entries of the queue are looked at for a batch."""
@@ -39,14 +39,15 @@ ChunkName = tuple[bytes, bytes]
 
 
 class KnownStored:
-    """Chunks that a tier is known to have, so that it need not be asked: the last `most`. Not thread-safe."""
+    """The last `most` chunks that a tier is known to have, so that the tier need not be asked about them. Not
+    thread-safe."""
 
     def __init__(self, most: int = MOST_KNOWN_STORED) -> None:
         self._most = most
         self._keys: OrderedDict[bytes, None] = OrderedDict()
 
     def unknown(self, keys: Iterable[bytes]) -> list[bytes]:
-        """Those of the chunks that the tier is not known to have."""
+        """The chunks of `keys` that the tier is not known to have."""
         known = self._keys
         return [key for key in keys if key not in known]
 
@@ -64,8 +65,8 @@ class KnownStored:
 
 
 class WriteQueue:
-    """Chunks that wait to be written, with their sizes. `most_bytes`: the limit of those that wait in their order.
-    `batch_bytes`: of one batch. Not thread-safe."""
+    """Chunks that wait to be written, with their sizes. `most_bytes`: the limit for chunks that wait in their order.
+    `batch_bytes`: the most bytes of a batch. Not thread-safe."""
 
     def __init__(self, most_bytes: int, batch_bytes: int) -> None:
         self._most_bytes, self._batch_bytes = most_bytes, batch_bytes
@@ -85,7 +86,7 @@ class WriteQueue:
         return self._evicting_soon or self._waiting
 
     def add(self, name: ChunkName, size: int) -> int:
-        """Returns how many chunks are left out for it."""
+        """Queues a chunk. Returns how many other chunks are left out because of it."""
         left_out = 0
         if name not in self._waiting:
             self._waiting[name] = size
@@ -96,7 +97,7 @@ class WriteQueue:
         return left_out
 
     def prioritise(self, chunks: Iterable[tuple[ChunkName, int]]) -> None:
-        """These chunks, and no others, are written first. They come with their sizes."""
+        """From now on these chunks, and no others, are written first. `chunks`: each with its size in bytes."""
         self._evicting_soon = OrderedDict(chunks)
 
     def take(self, digest: bytes) -> list[bytes]:
@@ -124,7 +125,7 @@ class WriteQueue:
 
 
 class WriteBehind:
-    """`stored`: called with a namespace and the chunks that the tier has from now on. One thread writes."""
+    """`stored`: called with a namespace and the chunks that the tier has from now on. A thread of its own writes."""
 
     def __init__(
         self, handle: TierHandle, sessions: NamespaceSessions, agreement: Agreement, client: Client, queue: WriteQueue,
@@ -157,7 +158,7 @@ class WriteBehind:
             self._changed.notify()
 
     def prioritise(self, evicting_soon: Iterable[tuple[NamespaceSession, Sequence[bytes]]]) -> None:
-        """The pool evicts these chunks next: they are written first, in place of those of the last call."""
+        """The pool evicts these chunks next: they are written first, in place of the chunks of the last call."""
         with self._changed:
             self._queue.prioritise(
                 ((space.digest, key), space.chunk_bytes)
@@ -178,7 +179,7 @@ class WriteBehind:
                 self._known_stored.discard(key)
 
     def drop(self, digest: bytes, keys: Sequence[bytes] | None = None) -> None:
-        """These chunks were cleared or deleted, so they are not written. None: all of the namespace."""
+        """Chunks were cleared or deleted, so they are not written. `keys` None: all chunks of the namespace."""
         with self._changed:
             if keys is None:
                 names = self._queue.of(digest)
@@ -223,8 +224,8 @@ class WriteBehind:
                 time.sleep(RETRY_S)  # so that a tier or server that does not answer is not called all the time
 
     def _next_batch(self) -> tuple[NamespaceSession, AgreedNote, list[bytes]] | None:
-        """Some chunks of one namespace: those that the pool evicts soon, else those that have waited longest. None:
-        this is closed, or has drained."""
+        """Some chunks of one namespace: those that the pool evicts soon, else those that have waited longest. None: the
+        queue is closed or drained."""
         with self._changed:
             while True:
                 first = next(iter(self._queue.names), None)
@@ -246,7 +247,7 @@ class WriteBehind:
 
     def _write(self, space: NamespaceSession, agreed: AgreedNote, keys: list[bytes]) -> bool:
         """Returns False if the tier or the server did not answer. `agreed` is older than any lease of the chunks. So if
-        they are cleared after that, they are stored under names that no lookup asks for."""
+        chunks are cleared meanwhile, they are stored under names that no lookup asks for."""
         keys = self._missing(space, agreed, keys)
         attachment = space.session.attachment
         if not keys:
@@ -260,7 +261,7 @@ class WriteBehind:
             attachment.release()
 
     def _missing(self, space: NamespaceSession, agreed: AgreedNote, keys: list[bytes]) -> list[bytes]:
-        """Those of the chunks that the tier does not have; all of them if it does not answer."""
+        """The chunks of `keys` that the tier does not have; all of them if the tier does not answer."""
         names = [space.names(agreed.note, key, [0])[0] for key in keys]
         try:
             has = self._handle.exists(names, Deadline(BATCH_S / 10))
@@ -328,8 +329,9 @@ class WriteBehind:
         return True
 
     def _is_stored(self, space: NamespaceSession, agreed: AgreedNote, keys: Sequence[bytes]) -> bool:
-        """The tier has these chunks. False: they were cleared meanwhile, so they are not found. An order changes what
-        is agreed before drop() is called; both take the same lock, so no chunk is added after its drop()."""
+        """Records that the tier has these chunks. False: they were cleared meanwhile, so lookups do not find them. An
+        order changes what is agreed before drop() is called; both take the same lock, so no chunk is added after its
+        drop()."""
         with self._changed:
             if self._agreement.of(self._handle, space.digest) != agreed:
                 return False

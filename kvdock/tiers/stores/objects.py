@@ -1,9 +1,9 @@
-"""Object stores as a lower tier, through obstore: a record is one object, its header and then its bytes
+"""Object stores as a lower tier, through obstore: a record is one object, with the header and then the part's bytes
 (docs/tiers.md#object-stores).
 
 All requests run on one event loop in a thread of the tier's own, because obstore can cancel a request at its deadline
-only there. A large load is requested in ranges: while one is copied into the pages, the next ones arrive. A store is
-sent from the pages.
+only there. A large object is requested in ranges: while one range is copied into the pages, the next ones arrive. A
+store is sent from the pages.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ DELETE_AT_ONCE: Final = 1000
 NOTE_FRESH_S: Final = 6 * 3600.0
 """A note that is older is written again, because the lifecycle rules of a bucket delete old objects, notes too."""
 NOTE_RETRY_S: Final = 600.0
-"""How long a note that could not be written again is left as it is."""
+"""After a failed try to write a note again, how long until the next one."""
 NOTE_WRITE_S: Final = 0.5
-"""How long the read of a note waits until it is written again."""
+"""How long the read of a note may wait for writing it again."""
 _FULL: Final = (
     "os error 28", "os error 27", "os error 122", "507 ", "QuotaExceeded", "StorageFull", "InsufficientStorage",
 )  # fmt: skip
@@ -149,7 +149,7 @@ class ObjectTier:
         return outcomes
 
     def notes(self, namespaces: Sequence[bytes], deadline: Deadline) -> list[Note | None]:
-        """One GET for each; the store does not send a note that has not changed."""
+        """Makes one GET for each namespace; the store does not send a note that has not changed."""
 
         def ask(namespace: bytes) -> Callable[[], Awaitable[tuple[Note | None, Any]]]:
             return lambda: self._fresh_note(namespace)
@@ -247,8 +247,8 @@ class ObjectTier:
         self._loop.close()
 
     def _run_all(self, requests: Sequence[Callable[[], Awaitable[T]]], deadline: Deadline) -> list[T | Outcome]:
-        """The answer to each request, or LATE, FULL or FAILED. Raises TierError where the store answered none of
-        them."""
+        """The answer to each request, or LATE, FULL or FAILED. Raises TierError if every request failed or was late,
+        and not only because of the deadline."""
         if deadline.left_s <= 0 or not requests:
             return [Outcome.LATE] * len(requests)
         tasks: list[asyncio.Task[T]] = []
@@ -296,7 +296,8 @@ class ObjectTier:
                 return None
 
     async def _note(self, namespace: bytes, *, use_cached: bool = True) -> tuple[Note | None, Any]:
-        """The note, and the version of its object, on condition of which it is replaced; None, None: there is none."""
+        """The note, and the version of its object, which is the condition for replacing it. None, None: there is no
+        object."""
         cached = self._notes.get(namespace) if use_cached else None
         errors = self._obstore.exceptions
         try:
@@ -330,8 +331,9 @@ class ObjectTier:
         return await self._note(namespace)
 
     async def _write_again(self, namespace: bytes) -> None:
-        """Writes the note unchanged, on condition that nobody else has changed it meanwhile. If the store knows no such
-        condition, it is not tried again; if the store takes no writes now, it is tried again after NOTE_RETRY_S."""
+        """Writes the note unchanged, on condition that nobody else has changed it meanwhile. If the store does not
+        support such conditions, notes are not written again any more; if it accepts no write now, the next try is after
+        NOTE_RETRY_S."""
         note, version = await self._note(namespace, use_cached=False)
         errors, written_s = self._obstore.exceptions, self._clock()
         if note is None:
@@ -411,7 +413,7 @@ class ObjectTier:
             record.close()
 
     async def _range(self, path: str, e_tag: str | None, begin: int, end: int, record: _Sink) -> None:
-        """Loads a range of the object with this ETag, not of one that has replaced it meanwhile."""
+        """Loads a range of the object with this ETag; fails if another object has replaced it meanwhile."""
         options = {"range": (begin, end)} | ({"if_match": e_tag} if e_tag else {})
         async with self._loading:
             found = await self._obstore.get_async(self._store, path, options=options)
@@ -478,14 +480,14 @@ class ObjectTier:
 
 
 class _Sink:
-    """Where the bytes of a record go as they arrive. `body`: the pages of its part."""
+    """Takes the bytes of a record as they arrive. `body`: the pages of its part."""
 
     def __init__(self, body: memoryview) -> None:
         self.header = bytearray(HEADER_BYTES)
         self._body = body
 
     async def take(self, found: Any, begin: int, end: int) -> None:
-        """Bytes `begin` to `end` of the object. Raises RecordError if the store sends fewer or others."""
+        """Copies bytes [begin, end) of the object. Raises RecordError if the store sends fewer or other bytes."""
         if tuple(found.range) != (begin, end):
             raise RecordError(f"found bytes {found.range}, wanted {begin} to {end}")
         data = memoryview(await found.bytes_async())
@@ -520,7 +522,8 @@ def _release(views: Sequence[memoryview]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _CachedNote:
-    """A note as it was last read. `e_tag`: of its object. `written_s`: when the object was written, in Unix seconds."""
+    """A note as it was last read. `e_tag`: that of its object. `written_s`: when the object was written, in Unix
+    seconds."""
 
     note: Note
     e_tag: str | None

@@ -15,7 +15,7 @@ from kvdock.tiers.tier import TierUrlError
 MIB: Final = 1 << 20
 CONNECT_S: Final = 5
 SILENCE_S: Final = 30
-"""A request that has moved no byte for so long has failed, whatever its deadline."""
+"""A request that has moved no byte for this long has failed, whatever its deadline is."""
 REQUEST_S: Final = 3600
 """Longer than any deadline, so that the deadline ends a request."""
 
@@ -39,10 +39,10 @@ _NAMES: Final = {  # obstore's names of the parameters
 
 @dataclass(frozen=True)
 class StoreLocation:
-    """`store`: of obstore. `connections`: the most loads, the most stores and the most other requests at once, each.
-    `can_create`: the store can refuse to overwrite an object. `ranges`: ranges of an object can be requested.
-    `multipart_bytes`: larger objects are uploaded in several requests at once. `folder`: set where the store is a
-    folder of this machine."""
+    """`store`: obstore's object. `connections`: how many loads, how many stores, and how many other requests may be in
+    progress at once. `can_create`: whether the store can refuse to overwrite an object. `ranges`: whether ranges of an
+    object can be requested. `multipart_bytes`: larger objects are uploaded in several requests at once. `folder`: set
+    if the store is a folder of this machine."""
 
     store: Any
     read_only: bool

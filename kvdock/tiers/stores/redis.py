@@ -1,7 +1,8 @@
-"""Redis or Valkey as a lower tier: a record is one value, its header and then its bytes (docs/tiers.md#redis).
+"""Redis or Valkey as a lower tier: a record is one value, with the header and then the part's bytes
+(docs/tiers.md#redis).
 
 Commands are pipelined in runs: all commands of a run are sent over one connection, then their replies are read. So
-small parts do not wait for a round trip each, and the bytes in flight are bounded.
+small parts do not need a round trip each, and the bytes in flight are bounded.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from kvdock.tiers.tier import Deadline, Loaded, Outcome, OwnUsage, Store, TierEr
 RUN_BYTES: Final = 8 << 20
 RUN_JOBS: Final = 128
 PIECE_BYTES: Final = 4 << 20
-"""A value that is larger than a run is loaded in pieces, two at a time: the server serves others between them, and
-answers three times as fast, because its allocator returns the memory of replies of 8 MiB and more at once."""
+"""A value that is larger than a run is loaded in pieces, two at a time: the server serves other clients between them,
+and answers three times as fast, because its allocator returns the memory of replies of 8 MiB and more at once."""
 LONGEST_VALUE: Final = 512 << 20
 """The longest value that Redis takes."""
 
@@ -38,8 +39,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class _Job(Generic[T]):
-    """Commands for one key. `at`: the index of its answer. `pieces`: what is sent. `size`: the bytes that it moves.
-    `read`: reads the replies, and returns the answer or an ErrorReply."""
+    """Commands for one key. `at`: the index of the job's answer. `pieces`: the bytes to send. `size`: how many bytes
+    the job moves. `read`: reads the replies, and returns the answer or an ErrorReply."""
 
     at: int
     key: bytes
@@ -56,7 +57,7 @@ class _Answers(Generic[T]):
     by_job: dict[int, T | Outcome]
     why: str = ""
     is_any_answered: bool = False
-    """Whether a server that works has answered some job."""
+    """Whether some job got an answer other than a failure."""
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def failed(self, jobs: Sequence[_Job[T]], why: str) -> None:
@@ -95,7 +96,7 @@ class RedisTier:
         self._cached_notes: dict[bytes, tuple[bytes, Note]] = {}
         """Notes as they were last read, with their packed heads."""
         self._sweeping: dict[tuple[bytes, Address], bytes] = {}
-        """The SCAN cursor at which sweep() goes on, by namespace and server."""
+        """The SCAN cursor from which sweep() continues, by namespace and server."""
 
     def check(self, deadline: Deadline) -> None:
         """Raises TierError if the server cannot be used."""
@@ -225,8 +226,8 @@ class RedisTier:
         return [bytes.fromhex(member.decode()) for member in members if isinstance(member, bytes)]
 
     def sweep(self, namespace: bytes, note: Note, deadline: Deadline) -> int:
-        """Deletes keys of former generations as each server's SCAN returns them. A scan that was interrupted goes on
-        with the next call; until then the answer is not 0."""
+        """Deletes keys of former generations as each server's SCAN returns them. If the deadline interrupts a scan, the
+        next call continues it, and this call does not return 0."""
         current = f"{folder_of(namespace)}{note.birth:016x}.{note.generation}/".encode()
         kept = name_of_note(namespace).encode()
         removed = 0
@@ -285,8 +286,8 @@ class RedisTier:
         self, parts: Sequence[ToStore], which: Sequence[int], outcomes: list[Outcome], deadline: Deadline,
         condition: tuple[bytes, ...],
     ) -> list[int]:  # fmt: skip
-        """Sets the parts with these indices, and fills in their `outcomes`. Returns the indices of those that existed
-        already, with the condition NX."""
+        """Sets the parts with the indices `which`, and fills in their `outcomes`. With the condition NX, returns the
+        indices of the parts whose keys existed already."""
         lifetime = (b"EX", b"%d" % self._settings.ttl_s) if self._settings.ttl_s else ()
         jobs = []
         for at in which:
@@ -314,7 +315,7 @@ class RedisTier:
         try:
             self._work(runs, answers, deadline)
         finally:
-            # Nothing may touch the pages after this. Threads that have begun end at the deadline by themselves.
+            # Nothing may use the pages after this. Threads that have begun end at the deadline by themselves.
             wait([other for other in others if not other.cancel()])
         for other in others:
             if not other.cancelled():
@@ -326,8 +327,8 @@ class RedisTier:
     def _runs(
         self, jobs: Sequence[_Job[T]], answers: _Answers[T], deadline: Deadline
     ) -> list[tuple[Address, list[_Job[T]]]]:
-        """Groups the jobs into runs: of one server, with at most RUN_JOBS jobs and RUN_BYTES bytes, or one larger
-        job."""
+        """Groups the jobs into runs. A run is for one server, and has at most RUN_JOBS jobs and RUN_BYTES bytes, or one
+        larger job."""
         open_runs: dict[Address, list[_Job[T]]] = {}
         runs = []
         for job in jobs:
@@ -346,7 +347,7 @@ class RedisTier:
         return runs
 
     def _work(self, runs: deque[tuple[Address, list[_Job[T]]]], answers: _Answers[T], deadline: Deadline) -> None:
-        """Takes runs until none is left, in the caller's thread and in others at the same time."""
+        """Takes runs and carries them out until none is left; several threads do so at the same time."""
         while not deadline.is_over:
             try:
                 address, jobs = runs.popleft()
@@ -487,7 +488,7 @@ def _read_deleted(wire: Wire, deadline: Deadline) -> int | ErrorReply | None:
 
 
 def _note_of(value: Any) -> Note | None:
-    """A value that is not a note counts as none, so change() makes a new one."""
+    """The note in a value. A value that is not a note counts as no note, so change() makes a new one."""
     try:
         return Note.read(value) if isinstance(value, bytes) else None
     except NoteError:
@@ -495,7 +496,7 @@ def _note_of(value: Any) -> Note | None:
 
 
 def _checked(reply: Reply) -> Reply:
-    """Raises TierError for an error."""
+    """Returns the reply. Raises TierError if it is an error."""
     if isinstance(reply, ErrorReply):
         raise TierError(NAME, reply.text)
     return reply

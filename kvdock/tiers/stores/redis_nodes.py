@@ -1,4 +1,4 @@
-"""The servers of a Redis tier: the settings in its URL, connections to them, and which server of a cluster has a
+"""The servers of a Redis tier: the settings in its URL, the connections to them, and the server of a cluster that has a
 key."""
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ DEFAULT_PORT: Final = 6379
 MOST_TTL_S: Final = 10 * 366 * 86_400
 LONGEST_CONNECT_S: Final = 10.0
 REFRESH_S: Final = 1.0
-"""The least time between two questions to a cluster which server has which keys."""
+"""The least time between two calls that ask a cluster which server has which slots."""
 
 _ANY: Final = {
     "cluster": yes_or_no,
@@ -35,7 +35,7 @@ _TLS: Final = {"ca_file": existing_file, "cert_file": existing_file, "key_file":
 
 
 class Address(NamedTuple):
-    """`port` 0: a Unix socket, and `host` is its path."""
+    """A server's address. `port` 0: it is a Unix socket, and `host` is its path."""
 
     host: str
     port: int
@@ -43,7 +43,8 @@ class Address(NamedTuple):
 
 @dataclass(frozen=True)
 class Settings:
-    """`connections`: the most that one verb uses at once. `ttl_s` 0: values stay until the server evicts them."""
+    """`connections`: the most connections that one verb uses at once. `ttl_s` 0: values stay until the server evicts
+    them."""
 
     address: Address
     user: str | None
@@ -100,10 +101,10 @@ def _password(scheme: str, file: Path | None, variable: str | None, environment:
 
 
 class Nodes:
-    """Connections to the servers. Thread safety: any number of threads."""
+    """Connections to the servers. Thread-safe."""
 
     def __init__(self, settings: Settings, client: Any, clock: Callable[[], float] = time.monotonic) -> None:
-        """`client`: the module redis. `clock`: in seconds; it never goes back."""
+        """`client`: the module redis. `clock`: seconds, monotonic."""
         self._settings, self._client, self._clock = settings, client, clock
         self._lock, self._refreshing = threading.Lock(), threading.Lock()
         self._idle: dict[Address, list[Wire]] = {}
@@ -124,7 +125,7 @@ class Nodes:
             wire.close()
 
     def give_back(self, address: Address, wire: Wire) -> None:
-        """Only a connection from which every reply was read."""
+        """Takes back a connection from which every reply was read."""
         with self._lock:
             idle = self._idle.setdefault(address, [])
             if is_kept := not self._is_closed and len(idle) < 2 * self._settings.connections:
@@ -266,7 +267,7 @@ def read_slots(reply: Any, asked: Address) -> dict[int, Address]:
 
 
 def _close_late(dialled: Future[Wire]) -> None:
-    """The connection came after the deadline."""
+    """Closes a connection that was made after the deadline."""
     if dialled.exception() is None:
         dialled.result().close()
 

@@ -1,8 +1,8 @@
-"""One connection to a Redis server. redis-py opens it; commands are sent from, and values received into, the caller's
-memory.
+"""One connection to a Redis server. redis-py opens the connection; commands are sent from the caller's memory, and
+values are received into it.
 
 redis-py returns a value as `bytes`, which it has copied three times. This reader of RESP2 replies
-(https://redis.io/docs/latest/develop/reference/protocol-spec/) receives a value where the caller wants it.
+(https://redis.io/docs/latest/develop/reference/protocol-spec/) receives a value directly into the caller's memory.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Reply = int | bytes | ErrorReply | list["Reply"] | None
 
 
 def command(*words: bytes | Sequence[bytes | memoryview]) -> list[bytes | memoryview]:
-    """A command as pieces to send. A word that is a sequence of pieces is sent in these pieces, so nothing large is
+    """A command, as pieces to send. A word may be a sequence of pieces, which are sent one by one, so nothing large is
     copied."""
     pieces: list[bytes | memoryview] = []
     head = b"*%d\r\n" % len(words)
@@ -57,13 +57,13 @@ def command(*words: bytes | Sequence[bytes | memoryview]) -> list[bytes | memory
 
 
 class Wire:
-    """After any exception the connection cannot be used any more: close it.
+    """A connection. After any exception it cannot be used any more: close it.
 
-    Thread safety: one thread at a time.
+    Not thread-safe: one thread at a time may use it.
     """
 
     def __init__(self, connection: Any) -> None:
-        """`connection`: of redis-py, after the handshake. Raises WireError if it has no socket."""
+        """`connection`: redis-py's object, after the handshake. Raises WireError if it has no socket."""
         found = getattr(connection, "_sock", None)
         if not isinstance(found, socket.socket):
             raise WireError(f"found {type(found).__name__} in a connection of redis-py, wanted a socket")
@@ -76,8 +76,8 @@ class Wire:
         self._connection.disconnect()
 
     def is_quiet(self) -> bool:
-        """Whether nothing has come since the last reply. If something has, the connection was closed or is out of
-        step."""
+        """Whether no byte has arrived since the last reply. Otherwise the server has closed the connection, or replies
+        no longer match commands."""
         poll = select.poll()
         poll.register(self._socket, select.POLLIN)
         pending = getattr(self._socket, "pending", None)  # bytes that TLS has already decrypted
@@ -102,7 +102,8 @@ class Wire:
 
     def value_into(self, header: memoryview, body: memoryview, deadline: Deadline) -> int | ErrorReply | None:
         """Reads the next reply, a value, and returns its length. If that is the length of `header` and `body` together,
-        the bytes go there; otherwise they are dropped. None: there is no such value. Raises OutOfTime, WireError."""
+        the bytes are received into these; otherwise they are dropped. None: there is no such value. Raises OutOfTime,
+        WireError."""
         line = self._line(deadline)
         if line[:1] == b"-":
             return _error(line)

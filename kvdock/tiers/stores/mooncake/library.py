@@ -1,8 +1,8 @@
-"""Mooncake's client library, with types. Its answers are checked, and a lost master raises an error.
+"""Wraps Mooncake's client library, with types. Answers of the library are checked, and a lost master raises an error.
 
-Reads and writes have three steps each: begin (asks the master), copy ranges (from or to peers), end (asks the master).
-So calls to the master, which may hang, never hold a page. This was tried with 0.3.13.post1; docs/tiers.md has what each
-call does there.
+A write has three steps: begin (calls the master), copy ranges (to peers), end (calls the master). A read has the same
+steps, but its end makes no call. So calls to the master, which may hang, use no page of the pool. This was tested with
+0.3.13.post1; docs/tiers.md describes what each call does in that version.
 """
 
 from __future__ import annotations
@@ -23,18 +23,19 @@ INSTALL: Final = "pip install 'kvdock[mooncake]', and libibverbs1 of the distrib
 DONE: Final = 0
 NO_ROOM: Final = -200
 INVALID: Final = -600
-"""Also if this process has begun a write of that name and has neither ended nor revoked it."""
+"""The library also returns this code if this process has begun a write of the name and has neither ended nor revoked
+it."""
 BEING_WRITTEN: Final = -703
 ABSENT: Final = -704
 THERE: Final = -705
-"""A client has begun to write that name before, and may have ended the write."""
+"""A client has begun to write an object of the name before, and may have ended the write."""
 LEASED: Final = -706
 LEASE_OVER: Final = -707
 _LOST: Final = range(-999, -899)  # calls that did not reach the master
 
 _ENDS_WITHIN_S: Final = 50.0
-"""The library waits 60 s for copies; then it returns an error while they may still be in progress. An error before that
-comes when all copies of the call have ended."""
+"""The library waits 60 s for copies; then it returns an error, although copies may still be in progress. If it returns
+an error earlier, all copies of the call have ended."""
 _RDMA_DEVICES: Final = Path("/sys/class/infiniband")
 
 Function = Callable[..., Any]
@@ -80,29 +81,29 @@ class Library:
         return self._ask(self._store.batch_is_exist, names)
 
     def remove(self, names: list[str], force: bool = False) -> list[int]:
-        """DONE, ABSENT, BEING_WRITTEN, or, without `force`, LEASED."""
+        """Removes objects. The codes are DONE, ABSENT, BEING_WRITTEN, or, without `force`, LEASED."""
         return self._ask(self._store.batch_remove, names, force)
 
     def begin_reads(self, names: list[str]) -> list[int]:
-        """DONE, ABSENT, BEING_WRITTEN or LEASE_OVER."""
+        """Begins to read objects. The codes are DONE, ABSENT, BEING_WRITTEN or LEASE_OVER."""
         return self._ask(self._store.batch_get_session_start, names)
 
     def end_reads(self, names: list[str]) -> None:
-        """Makes no call: the client forgets where the objects are."""
+        """Makes the client forget where the objects are, without a call to the master."""
         self._store.batch_get_session_end(names)
 
     def begin_writes(self, names: list[str], sizes: list[int]) -> list[int]:
-        """DONE, THERE, INVALID or NO_ROOM."""
+        """Begins to write objects. The codes are DONE, THERE, INVALID or NO_ROOM."""
         return self._ask(self._store.batch_put_session_start, names, sizes, self._config)
 
     def end_writes(self, names: list[str]) -> list[int]:
-        """DONE: others find the object from now on. Must not be called for a name before all its bytes are written: the
-        store does not check that."""
+        """Ends writes. DONE: other clients find the object from now on. Must not be called for a name before all its
+        bytes are written, because the store does not check that."""
         return self._ask(self._store.batch_put_session_end, names)
 
     def revoke_writes(self, names: list[str]) -> None:
-        """Errors are ignored: a write that is not revoked is revoked when the name is written again, and the master
-        drops it."""
+        """Revokes writes. Errors are ignored, because a write that could not be revoked is revoked when the name is
+        written again, or the master drops it."""
         if names:
             self._store.batch_put_session_revoke(names)
 
@@ -123,7 +124,7 @@ class Library:
         self._store.unregister_buffer(address)
 
     def close(self) -> None:
-        """Takes up to a second, and no other Python thread runs meanwhile."""
+        """Closes the client. This takes up to a second, and no other Python thread runs meanwhile."""
         self._store.close()
 
     def _ask(self, call: Function, names: list[str], *more: Any) -> list[int]:
@@ -151,13 +152,13 @@ class Library:
 
 
 def _connect(settings: MooncakeSettings, timeout_s: float) -> None:
-    """Raises OSError if no master listens."""
+    """Connects to the master once. Raises OSError if no master listens."""
     socket.create_connection((settings.host, settings.port), max(timeout_s, 0.01)).close()
 
 
 def _prepare(settings: MooncakeSettings) -> None:
-    """Sets the environment variables from which the library takes settings. Raises TierError if there is no RDMA: the
-    library would go over TCP without an error, where every host can read and write registered memory."""
+    """Sets the environment variables from which the library reads settings. Raises TierError if RDMA is wanted and
+    missing: the library would use TCP without an error, where every host can read and write registered memory."""
     if settings.protocol == "rdma":
         devices = sorted(path.name for path in _RDMA_DEVICES.iterdir()) if _RDMA_DEVICES.is_dir() else []
         missing = [name for name in settings.device.split(",") if name and name not in devices]

@@ -18,10 +18,10 @@ _UNITS: Final = {"": 0, "KiB": 10, "MiB": 20, "GiB": 30, "TiB": 40}
 @dataclass(frozen=True, slots=True)
 class MooncakeSettings:
     """`contribute_bytes`: memory of this process in which all clients may store; 0: none. `device`: RDMA devices,
-    separated by commas; empty: all. `local_host`: the address at which peers reach this process; empty: the one that
-    faces the master. `stall_s`: a copy without progress for so long is cancelled. `master_s`: how long the master may
-    take to answer. `threads`: how many batches are in progress at once. `direct`: bytes go directly from and to the
-    slots."""
+    separated by commas; empty: all. `local_host`: the address at which peers reach this process; empty: the local
+    address of a connection to the master. `stall_s`: a copy without progress for this long is cancelled. `master_s`:
+    how long the master may take to answer. `threads`: how many batches are in progress at once. `direct`: whether bytes
+    are copied directly from and to the slots."""
 
     host: str
     port: int
@@ -41,8 +41,8 @@ class MooncakeSettings:
 
     @property
     def registers_memory(self) -> bool:
-        """Whether the tier registers memory with the client. Not over TCP, where all who reach the client's port can
-        read and write registered memory."""
+        """Whether the tier registers memory with the client. It does not over TCP, where every host that reaches the
+        client's port can read and write registered memory."""
         return self.protocol == "rdma"
 
     @staticmethod

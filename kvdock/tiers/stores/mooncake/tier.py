@@ -1,7 +1,6 @@
-"""The tier on Mooncake Store: each part is one object, its header before its bytes.
+"""The tier on Mooncake Store: each part is one object, which has the record's header and then the part's bytes.
 
-The header is copied first, from or to memory of the tier's own: a peer that hangs is noticed there, before slots are
-used.
+The header is copied first, from or to the tier's own memory. So a peer that hangs is noticed before slots are used.
 """
 
 from __future__ import annotations
@@ -25,22 +24,22 @@ from kvdock.tiers.tier import PAGE_BYTES, Deadline, Loaded, Outcome, Store, Tier
 
 _GROUP_PARTS: Final = 32
 _GROUP_BYTES: Final = (2 << 20, 32 << 20)
-"""The least and the most bytes of the parts that are begun and ended with one call to the master each. Threads take
-such groups in turn."""
+"""The least and the most bytes of a group of parts, whose reads or writes begin with one call to the master and end
+with one. Threads take groups in turn."""
 _NAMES_AT_ONCE: Final = 1024
 _PIECE_BYTES: Final = 4 << 20
-"""A part that goes through memory of the tier's own goes in pieces of this size."""
+"""A part that is copied through the tier's own memory is copied in pieces of this size."""
 _RIVAL_S: Final = 1.0
 """How long a store waits for another process that is storing the same part."""
 _NOTE_TRIES: Final = 100
 _BEGINNINGS: Final = 3
-"""How often a write is begun anew while others store and delete the same part, or the store evicts it."""
+"""How often a write is begun again while others store and delete the same part, or the store evicts it."""
 _ABSENT: Final = frozenset({codes.ABSENT, codes.BEING_WRITTEN, codes.LEASE_OVER})
 
 
 class Buffer:
-    """A worker thread's memory: a page for headers and notes, and a piece of a part after it. Pages take memory once
-    they are used."""
+    """A worker thread's memory: a page for headers and notes, and a piece of a part after it. Its pages take memory
+    only once they are used."""
 
     def __init__(self) -> None:
         self.memory = mmap.mmap(-1, PAGE_BYTES + _PIECE_BYTES)
@@ -51,7 +50,8 @@ class Buffer:
 
 @dataclass(frozen=True, slots=True)
 class BatchEntry:
-    """One part of a load or store. `index`: in the batch. `key`: the object's name. `address`: of `pages`."""
+    """One part of a load or store. `index`: its index in the batch. `key`: the object's name. `address`: the address of
+    `pages`."""
 
     index: int
     key: str
@@ -61,8 +61,8 @@ class BatchEntry:
 
 
 class MooncakeTier:
-    """Owns the client, and closes it. `patience_s`: how long a verb waits after its deadline for a copy from or to its
-    pages to end, before it raises StillRunning."""
+    """It owns the client, and closes it. `patience_s`: how long a verb waits after its deadline until no copy uses its
+    pages any more, before it raises StillRunning."""
 
     name = TIER
     poll_s = 1.0
@@ -71,9 +71,10 @@ class MooncakeTier:
         self._settings, self._library, self._patience_s = settings, library, patience_s
         self._names, self._lock = Names(), threading.Lock()
         self._stored: dict[int, int] = {}
-        """The parts that this process has stored and not seen go: bytes by the hash of the name."""
+        """The bytes of each part that this process has stored and has not found missing since, by the hash of the
+        name."""
         self._registered: dict[int, int] = {}
-        """Bytes by address."""
+        """The size in bytes of each registered segment, by its address."""
         self._workers: Workers[Buffer] = Workers(TIER, settings.threads, self._new_buffer, Unended)
 
     @classmethod
@@ -86,9 +87,9 @@ class MooncakeTier:
     # ------------------------------------------------------------------------------------------------- memory
 
     def register(self, address: int, length: int) -> None:
-        """Registers a segment of the pool, over RDMA. Parts in memory that is not registered go through memory of the
-        tier's own there. Over TCP nothing is registered: every host that reaches the client's port could read and write
-        it, and copies do not need it. Raises TierError."""
+        """Registers a segment of the pool, over RDMA. Parts in memory that is not registered are then copied through
+        the tier's own memory. Over TCP nothing is registered, because every host that reaches the client's port could
+        read and write the memory, and copies do not need it. Raises TierError."""
         if not self._settings.registers_memory:
             return
         self._library.register(address, length)
@@ -109,7 +110,7 @@ class MooncakeTier:
         return buffer
 
     def _is_direct(self, entry: BatchEntry) -> bool:
-        """Whether the part's bytes go directly from or to its pages."""
+        """Whether the part's bytes are copied directly from or to its pages."""
         if not (self._settings.direct and self._settings.registers_memory):
             return self._settings.direct
         end = entry.address + entry.length
@@ -199,11 +200,12 @@ class MooncakeTier:
         return note
 
     def namespaces(self, deadline: Deadline) -> list[bytes]:
-        """Empty: the store does not list them."""
+        """Returns an empty list, because the store cannot list its objects."""
         return []
 
     def _read_note(self, key: str, buffer: Buffer) -> Note | None:
-        """None: there is no note, so change() begins one. Raises TierError if what is there cannot be read."""
+        """None: there is no note, or the object is not a note, so change() makes one. Raises TierError if the object
+        cannot be read."""
         (code,) = self._library.begin_reads([key])
         if code != codes.DONE:
             if code in _ABSENT:
@@ -228,7 +230,7 @@ class MooncakeTier:
             raise TierError(TIER, f"{length} bytes of {key} cannot be read (code {code})")
 
     def _write_note(self, key: str, note: Note, buffer: Buffer, is_there: bool) -> bool:
-        """False: another server has written it meanwhile, or the copy has failed. Raises TierError."""
+        """Writes a note. False: another server has written one meanwhile, or the copy has failed. Raises TierError."""
         packed = note.packed()
         if is_there:
             self._remove([key])
@@ -248,13 +250,14 @@ class MooncakeTier:
         return self._library.end_writes([key]) == [codes.DONE]
 
     def usage(self) -> Usage:
-        """Counts what this process has stored and not seen go. Others store there too, and the store evicts. It is
-        memory, so nothing wears out."""
+        """Counts the parts that this process has stored and has not found missing since. Other processes store, too,
+        and the store evicts parts. Its storage is memory, so nothing wears out."""
         with self._lock:
             return Usage(len(self._stored), sum(self._stored.values()), 0, 0)
 
     def close(self, deadline: Deadline) -> None:
-        """The memory that this process contributed is lost for all clients. If a call hangs, the client stays open."""
+        """Closes the client. All clients lose the memory that this process contributed. If a call hangs, the client
+        stays open."""
         if self._workers.close(deadline):
             self._library.close()
 
@@ -301,7 +304,7 @@ class MooncakeTier:
         return Loaded(Outcome.DONE, record.checksum)
 
     def _pieces(self, entry: BatchEntry) -> Iterator[tuple[int, int, bool]]:
-        """(offset, length, whether it goes directly from or to the pages) of each piece of the part."""
+        """(offset, length, whether it is copied directly from or to the pages) of each piece of the part."""
         if self._is_direct(entry):
             yield 0, entry.length, True
             return
@@ -336,7 +339,7 @@ class MooncakeTier:
                         self._remember(record)
                     answers[entry.index] = Outcome.DONE if ended else Outcome.FAILED
             except Unended:
-                open_.clear()  # others could write what is revoked while this copy is still in progress
+                open_.clear()  # others could write to revoked memory while this copy is still in progress
                 raise
             finally:
                 self._library.revoke_writes(sorted(open_))
@@ -348,7 +351,7 @@ class MooncakeTier:
         return [(entry, record, code == codes.DONE) for (entry, record), code in zip(written, ended, strict=True)]
 
     def _begin_anew(self, entry: BatchEntry, record: Record, code: int, call: Call, buffer: Buffer) -> Outcome | None:
-        """After begin_writes() has refused with `code`. None: this process has begun the write now."""
+        """Begins a write again after begin_writes() has returned `code`. None: the write has begun now."""
         key = entry.key
         for _ in range(_BEGINNINGS):
             if code == codes.THERE:
@@ -432,7 +435,7 @@ def open_tier(url: str, deadline: Deadline) -> MooncakeTier:
 
 
 def registers_memory(url: str) -> bool:
-    """Over RDMA. Raises TierUrlError."""
+    """Whether the tier registers memory, which it does over RDMA. Raises TierUrlError."""
     return MooncakeSettings.parse(url).registers_memory
 
 
@@ -443,7 +446,7 @@ _REMOVED: Final = {codes.DONE: Outcome.DONE, codes.ABSENT: Outcome.MISSING, code
 
 
 def _answered(found: Note | Outcome | None) -> Note | None:
-    """Raises TierError for an Outcome."""
+    """The note that was read, if any. Raises TierError for an Outcome."""
     if isinstance(found, Outcome):
         raise TierError(TIER, "the note of a namespace is not known in time")
     return found

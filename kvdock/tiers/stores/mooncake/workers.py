@@ -1,7 +1,7 @@
 """Threads that make the blocking calls of a library, for callers that wait no longer than their deadlines.
 
-A call of the library that hangs keeps its thread, not its caller. A job uses the caller's pages only inside touching():
-it cannot enter once the caller has given up, and the caller waits until no job is inside.
+If a call of the library hangs, it blocks one of these threads, but not the caller. A job uses the caller's pages only
+inside touching(): it cannot enter once the caller has given up, and the caller waits until no job is inside.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class GivenUp(Exception):
 
 
 class Call:
-    """One call of a tier's verb: several jobs. It is over once its caller has given up."""
+    """One call of a tier's verb, which consists of several jobs. It is over once its caller has given up."""
 
     def __init__(self, jobs: int) -> None:
         self.changed: Final = threading.Condition()
@@ -32,7 +32,7 @@ class Call:
         self._is_over, self._touching = False, 0
 
     def check(self) -> None:
-        """Raises GivenUp."""
+        """Raises GivenUp if the caller has given up."""
         if self._is_over:
             raise GivenUp
 
@@ -55,7 +55,7 @@ class Call:
             self.changed.notify_all()
 
     def give_up(self, patience_s: float) -> bool:
-        """False: after `patience_s` a job still touches the pages."""
+        """Ends the call, and waits until no job uses the caller's pages. False: after `patience_s` a job still does."""
         with self.changed:
             self._is_over = True
             self.changed.notify_all()
@@ -70,7 +70,7 @@ class Call:
 
 
 class Names:
-    """The names in use: the library cannot have two reads or writes of one name at a time."""
+    """The names in use, because the library allows only one read or write of a name at a time."""
 
     def __init__(self) -> None:
         self._used: set[str] = set()
@@ -93,13 +93,13 @@ class Names:
 
 
 Buffer = TypeVar("Buffer")
-"""A thread's own memory."""
+"""The type of a thread's own memory."""
 Job = Callable[[Call, Buffer], None]
 
 
 class Workers(Generic[Buffer]):
-    """`new_buffer`: makes a thread's buffer; the thread gets a new one after a job that raised `spoils`. They are
-    daemon threads, because a call that never ends must not delay the end of the process."""
+    """Threads that run jobs. `new_buffer`: makes a thread's buffer; the thread gets a new one after a job that raised
+    `spoils`. The threads are daemons, because a call that never ends must not delay the end of the process."""
 
     def __init__(self, tier: str, count: int, new_buffer: Callable[[], Buffer], spoils: type[Exception]) -> None:
         self._tier, self._new_buffer, self._spoils = tier, new_buffer, spoils
@@ -158,7 +158,7 @@ class Workers(Generic[Buffer]):
             self._changed.notify_all()
 
     def _next(self) -> tuple[Job[Buffer], Call] | None:
-        """None: this is closed."""
+        """The next job and its call. None: the Workers are closed, and no job is left."""
         with self._changed:
             while not self._queue and not self._is_closed:
                 self._changed.wait()

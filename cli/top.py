@@ -96,8 +96,9 @@ def _stream(client: Client, interval_s: float, console: Console) -> None:
                 tick = Tick(at=time.time(), reachable=False, problem=problem_of_command(error, str(error), FAILED))
             print_json(console, tick)
             sys.stdout.flush()
-            due_s = max(due_s + interval_s, time.monotonic())
-            time.sleep(due_s - time.monotonic())  # the interval that was asked for
+            now_s = time.monotonic()
+            due_s = max(due_s + interval_s, now_s)
+            time.sleep(due_s - now_s)
     except KeyboardInterrupt:
         return
 

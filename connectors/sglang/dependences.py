@@ -96,6 +96,10 @@ HARMLESS_VARIABLES = frozenset(_HARMLESS_VARIABLES.split())
 of its own count, as connectors/switches.py has it."""
 
 
+_EMPTY: tuple[Any, ...] = (None, False, "", [], {})
+"""SGLang replaces None by one of the others when it starts, so these count as equal, and 0 with them."""
+
+
 def settings_set(args: Any, fields: Iterable[Any]) -> dict[str, str]:
     """What somebody has set, and what KV may depend on. `fields`: those of SGLang's ServerArgs, with their defaults."""
     return dict(_set(args, fields))
@@ -107,7 +111,7 @@ def _set(args: Any, fields: Iterable[Any]) -> Iterator[tuple[str, str]]:
             continue
         found = getattr(args, field.name, None)
         usual = field.default_factory() if callable(field.default_factory) else field.default
-        if found != usual and found not in (None, False, "", [], {}):
+        if found != usual and not (found in _EMPTY and usual in _EMPTY):
             yield field.name, str(found)
 
 

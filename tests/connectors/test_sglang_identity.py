@@ -85,6 +85,7 @@ def test_whatever_somebody_has_set_is_named_but_for_what_changes_no_byte() -> No
     known = make_dataclass("Args", [
         ("port", int, field(default=30000)), ("fp8_gemm_runner_backend", str, field(default="auto")),
         ("of_next_year", bool, field(default=False)), ("numbers", list, field(default_factory=list)),
+        ("is_on", bool, field(default=True)), ("unset", object, field(default=None)),
     ])
     fields = [
         SimpleNamespace(
@@ -98,6 +99,7 @@ def test_whatever_somebody_has_set_is_named_but_for_what_changes_no_byte() -> No
     assert settings_set(known(fp8_gemm_runner_backend="x", of_next_year=True), fields) == {
         "fp8_gemm_runner_backend": "x", "of_next_year": "True",
     }
+    assert settings_set(known(is_on=False, unset=False), fields) == {"is_on": "False"}
 
 
 def test_variables_that_say_where_things_lie_are_not_named() -> None:

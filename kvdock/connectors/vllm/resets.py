@@ -138,8 +138,6 @@ def _give_up_blocks(scheduler: Any, request: Any) -> None:
 #
 # Threads: the scheduler's thread calls everything but again() and warn_of_others(); `_lock` guards what they share.
 
-log = logging.getLogger("kvdock.vllm")
-
 BACKGROUND_TIMEOUT_S = 10.0
 """A clear may take this long in the background, because the server needs seconds to walk a large table."""
 

@@ -312,9 +312,6 @@ def log_among_theirs() -> None:
 # runs on another machine, or with another address. A worker that has not yet noticed that its server was replaced is
 # only late: it reports the new server within its next steps.
 
-log = logging.getLogger("kvdock.vllm")
-
-
 FIRST_STEPS = 3
 """After this many steps every worker has had time to report whether it is attached."""
 

@@ -2,7 +2,7 @@
 // checksum keys on the device.
 //
 // Ownership: one Device for each GPU, for the life of the process; streams and memory belong to their makers.
-// Thread safety: all methods. Driver calls that need a context are made through a ContextGuard.
+// Thread safety: all methods. A ContextGuard makes the driver calls that need a context.
 #pragma once
 
 #include <memory>

@@ -37,7 +37,8 @@ class Engine(WholeEngine):
         return not status.reservations and status.counters["stored_chunks"] == before
 
     def flush(self) -> None:
-        self.flush()
+        """Resets SGLang's own prefix cache, which must be idle."""
+        assert self.do("flush")["flushed"]
 
 
 def contract_of(model: Path, address: str) -> dict[str, dict[str, str]]:

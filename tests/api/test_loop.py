@@ -1,7 +1,7 @@
 """Large calls keep the event loop for a few ms at most: long token lists go in slices, walks too.
 
-What a turn of the loop costs is measured as processor time of its thread, which other processes of a busy
-machine do not disturb. The bounds are several times what a quiet machine needs.
+What a turn of the loop costs is measured as processor time of its thread, in which other processes of a busy machine
+do not count, and the least of several tries is taken. The bounds are several times what a quiet machine needs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import pytest
 from admin_helpers import call, refused
 from api_helpers import MIB, ServerProcess, attach, keys, raw, small_pool
 from hypothesis import given, settings, strategies as st
-from turns import turns_of
+from turns import Turns, quickest, turns_of
 
 from kvdock.api.access.access_file import AccessFile
 from kvdock.api.access.peer import Peer
@@ -49,15 +49,20 @@ DECODER = msgspec.json.Decoder(Lookup)
 
 
 def test_a_million_tokens_are_decoded_and_hashed_in_short_turns() -> None:
-    body = bytearray(msgspec.json.encode({"namespace": "0" * 64, "tokens": TOKENS, "request": "r"}))
+    body = msgspec.json.encode({"namespace": "0" * 64, "tokens": TOKENS, "request": "r"})
     cut: list[Any] = []
 
-    async def work() -> None:
-        rest, tokens = await cut_tokens(body)
-        assert tokens is not None and len(tokens) == 1 << 20
-        cut.extend((rest, await hash_tokens(bytes(32), tokens, 256)))
+    def measured() -> Turns:
+        whole = bytearray(body)
 
-    turns = turns_of(work)
+        async def work() -> None:
+            rest, tokens = await cut_tokens(whole)
+            assert tokens is not None and len(tokens) == 1 << 20
+            cut[:] = rest, await hash_tokens(bytes(32), tokens, 256)
+
+        return turns_of(work)
+
+    turns = quickest(measured, TURN_MS)
     assert turns.longest_ms < TURN_MS and turns.number > 100
     assert DECODER.decode(cut[0]).request == "r"
     assert cut[1] == b"".join(chunk_keys(bytes(32), TOKENS, 256))
@@ -175,61 +180,72 @@ def full_pool() -> Iterator[tuple[Settings, Pool, Registry]]:
 
 def test_clearing_many_chunks_goes_in_short_turns(tmp_path: Path) -> None:
     """Admin alone."""
-    with full_pool() as (loaded, pool, registry):
-        table = pool.table
-        cleared: list[int] = []
-        bus = Bus(time.time)
-        admin = Admin(
-            loaded, pool=pool, registry=registry, quotas=Quotas(table, UNLIMITED), clock=ServerClock(), bus=bus,
-            clears=Clears(table, registry, bus, OwedFile(tmp_path / "owed"), ()), forget_count=lambda: None,
-        )
+    def measured() -> Turns:
+        with full_pool() as (loaded, pool, registry):
+            table = pool.table
+            cleared: list[int] = []
+            bus = Bus(time.time)
+            admin = Admin(
+                loaded, pool=pool, registry=registry, quotas=Quotas(table, UNLIMITED), clock=ServerClock(), bus=bus,
+                clears=Clears(table, registry, bus, OwedFile(tmp_path / "owed"), ()), forget_count=lambda: None,
+            )
 
-        async def work() -> None:
-            cleared.append((await admin.clear(ClearCache())).chunks)
+            async def work() -> None:
+                cleared.append((await admin.clear(ClearCache())).chunks)
 
-        turns = turns_of(work)
-        assert turns.longest_ms < TURN_MS and turns.number >= 12_000 // CLEAR_SLICE_RECORDS
-        assert cleared == [12_000] and table.stats()["ready_chunks"] == 0
+            turns = turns_of(work)
+            assert cleared == [12_000] and table.stats()["ready_chunks"] == 0
+            return turns
+
+    turns = quickest(measured, TURN_MS)
+    assert turns.longest_ms < TURN_MS and turns.number >= 12_000 // CLEAR_SLICE_RECORDS
 
 
 def test_all_that_is_cached_is_counted_in_short_turns_and_once_for_all_who_ask() -> None:
     """12 000 chunks."""
     with full_pool() as (_, pool, registry):
-        read: list[float] = []
-
-        def now_s() -> float:
-            read.append(time.monotonic())
-            return read[-1]
-
-        contents = Contents(pool.table, registry, ServerClock(), now_s)
         peer = Peer("a test", frozenset({"admin"}), None, is_unix=True)
 
-        async def work() -> None:
-            asked = await asyncio.gather(*(contents.prefixes(peer, 5) for _ in range(20)))
-            assert {found.prefix_count for found in asked} == {12}
-            assert [one.chunks for one in asked[0].prefixes] == [1000] * 5
+        def measured() -> Turns:
+            read: list[float] = []
 
-        turns = turns_of(work)
-        assert turns.number > 10, "as many as slices: to look at, find the ways of, add and rank 12 000"
-        assert len(read) < 60, "the clock is read twice in each slice of a count"
-        assert turns.longest_ms < TURN_MS
+            def now_s() -> float:
+                read.append(time.monotonic())
+                return read[-1]
+
+            contents = Contents(pool.table, registry, ServerClock(), now_s)
+
+            async def work() -> None:
+                asked = await asyncio.gather(*(contents.prefixes(peer, 5) for _ in range(20)))
+                assert {found.prefix_count for found in asked} == {12}
+                assert [one.chunks for one in asked[0].prefixes] == [1000] * 5
+
+            turns = turns_of(work)
+            assert turns.number > 10, "as many as slices: to look at, find the ways of, add and rank 12 000"
+            assert len(read) < 60, "the clock is read twice in each slice of a count"
+            return turns
+
+        assert quickest(measured, TURN_MS).longest_ms < TURN_MS
 
 
 @pytest.mark.security
 def test_a_tenant_far_above_its_quota_is_evicted_in_short_turns() -> None:
     """The keeper, over a table with 12 000 chunks."""
-    with full_pool() as (loaded, pool, _):
-        parts = build(
-            loaded, pool, AccessFile(""), perf_ns=time.perf_counter_ns, wall_s=time.time, now_s=time.monotonic
-        )
-        pool.table.set_quota(bytes(16), bytes=None, chunks=0)
+    def measured() -> Turns:
+        with full_pool() as (loaded, pool, _):
+            parts = build(
+                loaded, pool, AccessFile(""), perf_ns=time.perf_counter_ns, wall_s=time.time, now_s=time.monotonic
+            )
+            pool.table.set_quota(bytes(16), bytes=None, chunks=0)
 
-        async def work() -> None:
-            keeper = asyncio.create_task(parts.keeper.run())
-            while pool.table.stats()["ready_chunks"]:
-                await asyncio.sleep(0)
-            keeper.cancel()
+            async def work() -> None:
+                keeper = asyncio.create_task(parts.keeper.run())
+                while pool.table.stats()["ready_chunks"]:
+                    await asyncio.sleep(0)
+                keeper.cancel()
 
-        turns = turns_of(work)
-        assert turns.number >= 12_000 // EVICT_SLICE_CHUNKS
-        assert turns.longest_ms < TURN_MS
+            return turns_of(work)
+
+    turns = quickest(measured, TURN_MS)
+    assert turns.number >= 12_000 // EVICT_SLICE_CHUNKS
+    assert turns.longest_ms < TURN_MS

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 QUIET_MS = 1.9
 """The yardstick's processor time on a quiet machine, of two cores, on which the tests' bounds were chosen."""
+TRIES = 10
 KEYS = [secrets.token_bytes(32) for _ in range(8192)]
 
 
@@ -57,3 +58,12 @@ def turns_of(work: Callable[[], Coroutine[Any, Any, Any]]) -> Turns:
     before = slowness()
     asyncio.run(story())
     return Turns(count, worst_s * 1000 / ((before + slowness()) / 2))
+
+
+def quickest(measured: Callable[[], Turns], wanted_ms: float) -> Turns:
+    """The measurement with the shortest longest turn, of up to TRIES; the first below `wanted_ms` ends them. A busy
+    machine makes a turn longer and never shorter, so a turn that is too long each time is the code's own."""
+    found = [measured()]
+    while found[-1].longest_ms >= wanted_ms and len(found) < TRIES:
+        found.append(measured())
+    return min(found, key=lambda turns: turns.longest_ms)

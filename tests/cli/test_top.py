@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shlex
@@ -14,7 +15,9 @@ import pytest
 from api_helpers import Engine, ServerProcess, attach, eventually, keys, unique
 from cli_helpers import KVDOCK, TIMEOUT_S, clean_environ, kvdock, refusal
 from pty_screen import ENTER, LEAVE, PtyProgram
+from rich.console import Console
 
+from kvdock.cli.top import show_top
 from kvdock.cli.top_view import Look, pool_bar, sparkline
 from kvdock.client.client import Client
 from kvdock.protocol.reports import PoolView
@@ -184,6 +187,22 @@ def test_json_once_is_one_object_and_a_failure_is_a_problem(
         said = refusal(kvdock("top", *more, "--server", f"unix:{tmp_path}/nobody.sock"), 1)
         assert "no server answers" in said
     assert "--interval" in refusal(kvdock("top", "--interval", "0", "--json"), 2)
+
+
+class Reader(io.StringIO):
+    """Presses Ctrl-C after the fifth line."""
+
+    def write(self, text: str) -> int:
+        written = super().write(text)
+        if self.getvalue().count("\n") == 5:
+            raise KeyboardInterrupt
+        return written
+
+
+def test_json_goes_on_where_answers_take_longer_than_the_interval(server: ServerProcess) -> None:
+    reader = Reader()
+    show_top(server.unix, interval_s=1e-9, once=False, as_json=True, console=Console(file=reader))
+    assert [json.loads(line)["reachable"] for line in reader.getvalue().splitlines()] == [True] * 5
 
 
 def test_json_is_an_object_for_each_interval_server_or_not(tmp_path: Path) -> None:

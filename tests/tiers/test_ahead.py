@@ -128,7 +128,8 @@ def test_without_tiers_the_answer_says_so() -> None:
 def test_prefetches_push_out_no_more_than_a_share_of_the_pool(engine: TierEngine) -> None:
     keys = stored_and_gone(engine, 2 * SHARE)
     engine.store(engine.chain(POOL_CHUNKS))
-    first = prefetch(engine, keys)
+    eventually(lambda: all(tier.queued_bytes == 0 for tier in engine.client.status().tiers), 30.0)
+    first = prefetch(engine, keys)  # of a tier that is not busy: prefetches do not wait long for an answer
     coming = first.coming_tokens // CHUNK_TOKENS
     assert first.why == "limited" and SHARE <= coming <= SHARE + 2, "a share, and what is free"
     eventually(lambda: stored(engine, keys) == coming, 30.0)

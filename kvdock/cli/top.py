@@ -118,7 +118,7 @@ def _stream(client: Client, interval_s: float, console: Console) -> None:
             sys.stdout.flush()
             now_s = time.monotonic()
             due_s = max(due_s + interval_s, now_s)
-            time.sleep(due_s - now_s)
+            time.sleep(due_s - now_s)  # 0 if the answer took longer than the interval; never negative
     except KeyboardInterrupt:
         return
 

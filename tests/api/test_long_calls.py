@@ -214,6 +214,18 @@ def test_the_largest_call_leaves_turns_to_others(name: str, rig: Rig) -> None:
     assert quickest(measured, TURN_MS).longest_ms < TURN_MS
 
 
+def test_many_keys_are_decoded_in_one_turn_and_looked_up_in_another(rig: Rig) -> None:
+    def turns(count: int) -> int:
+        body = {"session": rig.session, "member": "m", "request": f"of {count}", "keys": CHAIN[:count]}
+
+        async def work() -> None:
+            assert (await ask(rig.app, "POST", "/v1/lookups", body))[0] == 200
+
+        return turns_of(work).number
+
+    assert turns(MAX_KEYS) == turns(2048) + 1
+
+
 def test_pages_of_leases_are_short_and_lose_none(rig: Rig) -> None:
     async def work() -> list[str]:
         found: list[str] = []

@@ -62,7 +62,7 @@ def turns_of(work: Callable[[], Coroutine[Any, Any, Any]]) -> Turns:
 
 def quickest(measured: Callable[[], Turns], wanted_ms: float) -> Turns:
     """The measurement with the shortest longest turn, of up to TRIES; the first below `wanted_ms` ends them. A busy
-    machine makes a turn longer and never shorter, so a turn that is too long each time is the code's own."""
+    machine makes single turns longer, so only a turn that is too long in each measurement is the code's own."""
     found = [measured()]
     while found[-1].longest_ms >= wanted_ms and len(found) < TRIES:
         found.append(measured())

@@ -69,13 +69,14 @@ def about(config: Any) -> dict[str, Any]:
 
 
 class KvMemory:
-    """What vLLM adds to each worker."""
+    """A worker extension: vLLM adds it to the class of each worker."""
 
     model_runner: Any
 
     def report_poisoned(self) -> None:
-        """Overwrites all KV. The name is that of a method that only looks: any other that kvdock does not know counts
-        as a change of the weights, after which an engine loads nothing that was stored before."""
+        """Overwrites all KV of this worker. The name begins with `report_`, as kvdock expects of methods that only
+        read. Under any other unknown name the call would count as a change of the weights, and nothing that was stored
+        before it would be loaded."""
         import torch
 
         for cache in self.model_runner.kv_caches:

@@ -54,6 +54,11 @@ namespace {
 
 using namespace py::literals;
 
+const char* name_of(uint32_t fate) {
+  constexpr const char* names[] = {"ready", "being_stored", "unknown"};
+  return fate < FateRun::kGone ? names[fate] : kGoneNames[fate - FateRun::kGone];
+}
+
 struct BoundTable {
   py::object region;  // keeps the mapping alive under the table
   std::unique_ptr<Table> table;
@@ -313,12 +318,12 @@ void bind_grants(py::class_<BoundTable>& c) {
       .def("hold", call(&Table::hold), "session"_a, "member"_a, "request"_a, "keys"_a, "now_ms"_a)
       .def("peek", call(&Table::peek), "namespace"_a, "keys"_a)
       .def("chunks_in", call(&Records::chunks_in), "namespace"_a)
-      .def("gone", [](BoundTable& t, uint32_t space, const Key& key) {
-        std::optional<Departure> found = call(&Table::departure)(t, space, key);
-        std::optional<std::tuple<const char*, uint64_t, uint64_t>> out;
-        if (found) out.emplace(kGoneNames[static_cast<size_t>(found->why)], found->at_ms, found->used_ms);
+      .def("fates", [](BoundTable& t, uint32_t space, const std::vector<Key>& keys) {
+        std::vector<std::tuple<uint32_t, const char*, uint64_t, uint64_t>> out;
+        for (const FateRun& run : call(&Table::fates)(t, space, keys))
+          out.emplace_back(run.chunks, name_of(run.fate), run.at_ms, run.used_ms);
         return out;
-      }, "namespace"_a, "key"_a)
+      }, "namespace"_a, "keys"_a)
       .def("changes", call(&Table::changes), "namespace"_a, "since"_a, "at_most"_a)
       .def("all_changes", [](BoundTable& t, uint64_t since, size_t at_most) {
         auto [changes, next, complete] = call(&Table::all_changes)(t, since, at_most);

@@ -277,6 +277,24 @@ uint64_t Table::peek(uint32_t space, const std::vector<Key>& keys) {
   return uint64_t{best_hit(s, static_cast<uint32_t>(s.found.size()))} * s.ns.chunk_tokens;
 }
 
+std::vector<FateRun> Table::fates(uint32_t space, const std::vector<Key>& keys) {
+  chunks_.namespaces().require(space);
+  const Records& records = chunks_.records();
+  std::vector<FateRun> runs;
+  for (const Key& key : keys) {
+    FateRun one{1, FateRun::kUnknown, 0, 0};
+    const KeyEntry* e = chunks_.find(space, key);
+    if (e && e->any() != kNone) {
+      one.fate = e->ready != kNone ? FateRun::kReady : FateRun::kBeingStored;
+    } else if (std::optional<Departure> gone = records.departure(space, key)) {
+      one = {1, FateRun::kGone + static_cast<uint32_t>(gone->why), gone->at_ms, gone->used_ms};
+    }
+    if (!runs.empty() && runs.back().fate == one.fate) ++runs.back().chunks;
+    else runs.push_back(one);
+  }
+  return runs;
+}
+
 Changes Table::changes(uint32_t space, uint64_t since, size_t at_most) {
   chunks_.namespaces().require(space);
   uint64_t base = changes_base();

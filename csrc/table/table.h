@@ -19,6 +19,14 @@
 
 namespace kvdock {
 
+// A run of chunks, by what lookups would find of each: kReady: the chunk; kBeingStored: nothing yet; kUnknown: nothing,
+// and as far as is known it was never there. Any other value is a Gone, counted from kGone.
+struct FateRun {
+  enum : uint32_t { kReady, kBeingStored, kUnknown, kGone };
+  uint32_t chunks, fate;
+  uint64_t at_ms, used_ms;  // the first chunk's, as in Departure; 0 for a chunk that is not gone
+};
+
 // Appends the record's parts of those groups.
 void append_parts(const Record& r, uint32_t groups, std::vector<PartAt>* out);
 
@@ -74,10 +82,8 @@ class Table {
   // count as a use. In the result, a chunk that was not leased has no parts.
   LookupResult hold(uint64_t session, uint64_t member, const Id16& request, const std::vector<Key>& keys, uint64_t now);
   uint64_t peek(uint32_t space, const std::vector<Key>& keys);
-  std::optional<Departure> departure(uint32_t space, const Key& key) {
-    chunks_.namespaces().require(space);
-    return chunks_.records().departure(space, key);
-  }
+  // The state of each of `keys`, as runs of chunks that have the same one.
+  std::vector<FateRun> fates(uint32_t space, const std::vector<Key>& keys);
   // As ChangeLog::since(), but each server of the pool numbers its changes from a base of its own. If `since` is a
   // number of another server, changes may be missing, and the answer says so.
   Changes changes(uint32_t space, uint64_t since, size_t at_most);

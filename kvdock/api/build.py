@@ -80,7 +80,9 @@ def build(
     sessions, drain = _sessions(settings, pool, clocks)
     registry, clock = sessions.registry, sessions.clock
     curves = Curves(pool, clocks.now_s) if "curve" in settings.observers else None
-    tally = Tally(settings, pool.table, journal, curves, clocks, clock)
+    tally = Tally(
+        settings, pool.table, journal, curves, clocks, clock, lambda space, key: mover_client.tier_has(space, key)
+    )
     orders = OrderFile(Path(f"{settings.socket_path}.orders"))
     clears = Clears(pool.table, registry, journal, orders, settings.tier_names)
     mover_client = MoverClient(
@@ -90,7 +92,8 @@ def build(
     feeds = Feeds(settings, pool.table, journal, clocks.wall_s, extras)
     history = History(
         settings.history_values, settings.history_interval_s, SERIES + TIER_SERIES * settings.has_tiers,
-        kept=KeptObject(history_path(pool.pool_id), "the history of hours and days"), wall_s=clocks.wall_s,
+        kept=KeptObject(history_path(pool.pool_id), "the history of hours and days"), beside={"hits": tally.hits},
+        wall_s=clocks.wall_s,
     )
     sampler = Sampler(history, pool, tally, lambda: mover_client.tiers, clock)
     meter, pulse = Meter(tally.counters, Timings(), clocks.perf_ns, {}, journal.publish), Pulse(clocks.perf_ns)
@@ -98,8 +101,8 @@ def build(
     tiers = LowerTiers(lambda: mover_client.tiers, mover_client.view)
     overview = Overview(probes, sessions, tally, history, curves, tiers, clocks.wall_s)
     contents = Contents(pool.table, registry, clock, clocks.now_s)
-    lists = Lists(sessions, tally.recent, contents)
-    server_metrics = ServerMetrics(pool, overview, probes, lists, tally, meter, feeds)
+    lists = Lists(sessions, tally.recent, tally.hits, contents)
+    server_metrics = ServerMetrics(pool, overview, probes, lists, meter, feeds)
     handlers = Handlers(
         service=CacheService(sessions, tally, mover_client, clears, feeds.kv, settings.heartbeat_s),
         admin=Admin(settings, sessions, journal, clears, contents.forget),

@@ -92,6 +92,7 @@ class CacheService:
 
     async def weights(self, peer: Peer, body: s.RunWeights) -> s.WeightsAnswer:
         def move() -> s.WeightsAnswer:
+            self._tally.catch_up()
             session = self._registry.session(body.session, peer.tenant)
             if not session.member(body.member).scheduler:
                 raise ApiError(
@@ -124,7 +125,7 @@ class CacheService:
         session = self._registry.session(session_id, peer.tenant)
         refused = await self._release_carried(session, body)
         member = session.member(body.member)
-        self._tally.outcomes(session, body)
+        self._tally.outcomes(session, member, body)
         if body.copied is not None:
             member.copies.add(body.copied)
         if body.pinned_through is not None:
@@ -246,6 +247,7 @@ class CacheService:
 
     def mismatch(self, peer: Peer, body: s.ReportMismatch) -> s.MismatchAnswer:
         session = self._registry.session(body.session, peer.tenant)
+        self._tally.catch_up()
         number, damaged = self._table.mismatch(session.table_id, grant_id(body.lease), body.chunks)
         quarantined = len(damaged) // KEY_BYTES
         space = self._registry.of_number(number)  # the session may run other weights by now, in another namespace
@@ -307,6 +309,7 @@ class CacheService:
         store = self._names.digest(body.store)
 
         def ask() -> Granted:
+            self._tally.catch_up()
             # Checked again after a wait, because other calls may have been granted something meanwhile.
             self._sessions.check_grants(session, store)
             self._check_edition(session, body.edition)
@@ -323,6 +326,8 @@ class CacheService:
         session.grants += granted.grant != 0
         if is_mover and temporary and granted.grant:
             self._mover_client.tickets.reserved(session, granted.grant, keys)
+        if is_mover and granted.grant and body.tier:
+            self._tally.answers.tier_reserved(session.namespace, granted.grant, _granted_keys(granted, keys), body.tier)
         self._tally.reservation(session, body, keys, granted, started_ns)
         return ReserveReply(
             refused_releases=refused,
@@ -339,9 +344,11 @@ class CacheService:
         refused = await self._release_carried(session, body)
         grant = grant_id(reservation)
         parts = committed_parts(body.parts)
+        self._tally.catch_up()
         ready, remaining = self._table.commit(session.table_id, grant, body.rank, parts, self._clock.now_ms())
         self._tally.committed(session, grant, ready, is_whole=not remaining)
         if self._mover_client.is_mover(session):
+            self._tally.answers.tier_committed(grant, self._tally.now_ns(), is_whole=not remaining)
             self._mover_client.tickets.extend(session.namespace)
             if not remaining:
                 self._mover_client.tickets.reservation_ended(grant)
@@ -352,6 +359,7 @@ class CacheService:
         if body.ranks is None:
             self._cancel(session, session.member(body.member), reservation)
             return s.ReleaseAnswer(remaining=[])
+        self._tally.catch_up()
         remaining = self._table.abort(session.table_id, grant_id(reservation), body.ranks)
         self._tally.aborted(session, grant_id(reservation), body.ranks, is_over=not remaining)
         if self._mover_client.is_mover(session):
@@ -421,6 +429,7 @@ class CacheService:
 
     def _release(self, session: SessionRecord, lease: str, ranks: Sequence[int]) -> list[int]:
         grant = grant_id(lease)
+        self._tally.catch_up()  # a temporary chunk leaves the pool with its last reader
         remaining = self._table.release(session.table_id, grant, ranks)
         if not remaining:
             self._tally.loaded(session, grant)
@@ -443,6 +452,10 @@ def _require_one_hint(body: Hint) -> None:
         )
     if body.priority > 0 and body.duration_s is None:
         raise ApiError("invalid_body", "chunks are retained for some time", found="$.priority", wanted="$.duration_s")
+
+
+def _granted_keys(granted: Granted, keys: bytes) -> list[bytes]:
+    return [keys[at * KEY_BYTES : (at + 1) * KEY_BYTES] for at, _ in granted.chunks]
 
 
 def _tenant_of(peer: Peer) -> str:

@@ -25,7 +25,18 @@ from kvdock.protocol.access import authorization
 from kvdock.protocol.calls import Call, page
 from kvdock.protocol.errors import ApiError, ServerUnavailable
 from kvdock.protocol.forms import JSON, PACKED
-from kvdock.protocol.reports import Curve, Explanation, Leases, LeaseView, Over, Prefixes, Requests, Stats, Status
+from kvdock.protocol.reports import (
+    Curve,
+    Explanation,
+    HitDays,
+    Leases,
+    LeaseView,
+    Over,
+    Prefixes,
+    Requests,
+    Stats,
+    Status,
+)
 from kvdock.protocol.wire_types import (
     API_VERSION,
     KEY_BYTES,
@@ -270,6 +281,10 @@ class Client:
 
     def stats(self, over: Over = "minutes", *, timeout_s: float | None = None) -> Stats:
         return self._do(c.STATS, None, timeout_s, query={} if over == "minutes" else {"over": over})
+
+    def hits(self, *, timeout_s: float | None = None) -> HitDays:
+        """Where prompts' tokens came from, by day, tenant and model."""
+        return self._do(c.HITS, None, timeout_s)
 
     def prefixes(self, limit: int | None = None, *, timeout_s: float | None = None) -> Prefixes:
         """The cached prefixes, the most used first."""

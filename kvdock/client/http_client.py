@@ -219,6 +219,7 @@ class AsyncHttpClient:
     abort = _awaited(Client.abort)
     status = _awaited(Client.status)
     stats = _awaited(Client.stats)
+    hits = _awaited(Client.hits)
     prefixes = _awaited(Client.prefixes)
     curve = _awaited(Client.curve)
     requests = _awaited(Client.requests)

@@ -104,7 +104,7 @@ class EngineConnector:
                 lambda request_id, why, tokens: self._outcomes.declined(request_id, why, tokens), self.statistics,
             ),
         )
-        self._outcomes = EngineOutcomes(self.scheduler.ended, time.perf_counter)
+        self._outcomes = EngineOutcomes(self.scheduler.ended, time.perf_counter, self.scheduler.lookups.epoch_of)
         self._reported = threading.Condition()
         self._loads: list[tuple[LoadDone, float | None]] = []
         """The loads that the next poll() returns, each with the seconds that its copies took on the slowest rank; None:
@@ -126,8 +126,8 @@ class EngineConnector:
         return found
 
     def begin_load(self, request_id: str, block_ids: GroupBlocks, local_tokens: int, hit_tokens: int) -> None:
-        started = self.scheduler.lookups.begin_load(request_id, block_ids, local_tokens, hit_tokens)
         self._outcomes.begin_load(request_id, local_tokens, hit_tokens)
+        started = self.scheduler.lookups.begin_load(request_id, block_ids, local_tokens, hit_tokens)
         if started is None:
             self._report(load=(LoadDone(request_id, local_tokens), None))
         else:
@@ -158,8 +158,8 @@ class EngineConnector:
         self.scheduler.lookups.step(is_idle=False)
         return Progress(tuple(done for done, _ in loads), tuple(stores))
 
-    def finished(self, request_id: str) -> None:
-        self._outcomes.finished(request_id)
+    def finished(self, request_id: str, *, comes_back: bool = False) -> None:
+        self._outcomes.finished(request_id, comes_back=comes_back)
         self._traceparents.pop(request_id, None)
         self._tokens.of.pop(request_id, None)
         self.scheduler.finished(request_id)

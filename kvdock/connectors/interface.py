@@ -101,9 +101,9 @@ class Connector(Protocol):
     def poll(self, timeout_s: float = 0.0) -> Progress:
         """The loads and stores that ended since the last call; waits up to `timeout_s` for one to end."""
 
-    def finished(self, request_id: str) -> None:
-        """The request finished, was aborted or was preempted: forget its lookup. A preempted request may
-        come back under the same id. A load or store in flight still reports."""
+    def finished(self, request_id: str, *, comes_back: bool = False) -> None:
+        """The request finished, was aborted or was preempted: forget its lookup. `comes_back`: it was preempted, and
+        will be looked up again under the same id. A load or store in flight still reports."""
 
     def close(self) -> None:
         """Waits for copies in flight, then leaves the server."""

@@ -166,6 +166,11 @@ class Lookups:
         if isinstance(question, Question):
             self._send(question)
 
+    def epoch_of(self, request_id: str) -> int:
+        """The epoch of the request's last question; 0: none was sent, or its load has started."""
+        sent = self._sent.get(request_id)
+        return sent.epoch if sent is not None else 0
+
     def step(self, is_idle: bool) -> None:
         """The engine has planned a step; `is_idle`: one that computes nothing."""
         if self.waits.patience is not None:
@@ -354,7 +359,7 @@ class Lookups:
     def _send(self, question: Question) -> SentQuestion:
         asked_s = self.waits.clock()
         answered = self._asking.run(self._call, question, asked_s)
-        sent = self._sent[question.request_id] = SentQuestion(answered, asked_s)
+        sent = self._sent[question.request_id] = SentQuestion(answered, asked_s, question.body.epoch)
         self._awaited = answered
         return sent
 

@@ -530,8 +530,8 @@ class EngineSession:
             self._retire_suspended()
 
     def _beat(self, attachment: Attachment) -> float:
-        """One heartbeat, and another one at once when there are questions to answer or more changes to receive. Returns
-        the seconds to wait until the next one."""
+        """One heartbeat, and another one at once when there are questions to answer, more changes to receive or more
+        outcomes to report. Returns the seconds to wait until the next one."""
         done: list[GrantRanks] = []
         keep: list[str] = []
         try:
@@ -550,7 +550,7 @@ class EngineSession:
                     self._follow(attachment)
                 done, keep = attachment.grants.answers(answer.questions, self._observer.keeps_lease)
                 is_behind = answer.changes is not None and len(answer.changes.changes) == MAX_ENTRIES
-                if not done and not keep and not is_behind:
+                if not done and not keep and not is_behind and not self.outcomes.has_more:
                     if is_reported and retry_s is None:
                         self._logged = ""
                     return answer.heartbeat_s if retry_s is None else min(retry_s, answer.heartbeat_s)

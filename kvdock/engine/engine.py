@@ -205,7 +205,7 @@ class NoConnector:
     def poll(self, timeout_s: float = 0.0) -> Progress:
         return Progress()
 
-    def finished(self, request_id: str) -> None:
+    def finished(self, request_id: str, *, comes_back: bool = False) -> None:
         return None
 
     def close(self) -> None:

@@ -218,7 +218,7 @@ class Scheduler:
         if they are not found."""
         self.running.remove(request)
         request.metrics.preemptions += 1
-        self.connector.finished(request.id)
+        self.connector.finished(request.id, comes_back=True)
         self._wait_again(request)
 
     def _wait_again(self, request: Request) -> None:

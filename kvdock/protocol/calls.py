@@ -9,7 +9,17 @@ from typing import Final, Generic, Literal, TypeVar
 from urllib.parse import quote, urlencode
 
 from kvdock.protocol import admin_schemas as a, schemas as s
-from kvdock.protocol.reports import Curve, Explanation, Leases, LeaseView, Prefixes, Requests, Stats, Status
+from kvdock.protocol.reports import (
+    Curve,
+    Explanation,
+    HitDays,
+    Leases,
+    LeaseView,
+    Prefixes,
+    Requests,
+    Stats,
+    Status,
+)
 from kvdock.protocol.schemas import HintAnswer
 
 A = TypeVar("A")
@@ -79,6 +89,7 @@ SEGMENTS = Call("GET", "/v1/segments", s.Segments, "read")
 STATUS = Call("GET", "/v1/status", Status, "health")
 STATS = Call("GET", "/v1/stats", Stats, "health")
 PREFIXES = Call("GET", "/v1/prefixes", Prefixes, "read")
+HITS = Call("GET", "/v1/hits", HitDays, "read")
 CURVE = Call("GET", "/v1/curve", Curve, "read")
 EVENTS = Call("GET", "/v1/events", str, "read")
 KV_EVENTS = Call("GET", "/v1/kv-events", str, "read")

@@ -31,6 +31,7 @@ class Event(Answer, kw_only=True, tag_field="kind", gc=False):  # no event is pa
 class _OfSession(Event, kw_only=True):
     session: str
     label: str
+    model: str = ""
 
 
 class _OfMember(_OfSession, kw_only=True):
@@ -42,7 +43,6 @@ class Attached(_OfMember, kw_only=True, tag="attached"):
 
     instance: str
     namespace: str
-    model: str
     ranks: list[int]
 
 
@@ -172,6 +172,23 @@ class Aborted(_OfRequest, kw_only=True, tag="aborted"):
     """No rank stores more of the reservation."""
     took_us: int
     """Time from the reservation to this call."""
+
+
+class RequestEnded(_OfRequest, kw_only=True, tag="request_ended"):
+    """An engine has reported that a request has ended. `local_tokens`, the values of `loaded` and those of `computed`
+    add up to `prompt_tokens`."""
+
+    request: str
+    prompt_tokens: int
+    local_tokens: int
+    """Tokens that the engine's own cache had."""
+    loaded: dict[str, int]
+    """By source: `memory`, `waited`, or the name of a tier."""
+    computed: dict[str, int]
+    """By reason, a key of COMPUTED in kvdock/protocol/hits.py."""
+    reloaded_tokens: int
+    """Loaded when it came back after preemptions."""
+    saved_s: float | None
 
 
 class Refused(Event, kw_only=True, tag="refused"):
@@ -326,7 +343,7 @@ class Gap(Event, kw_only=True, tag="gap"):
 
 EVENTS: tuple[type[Event], ...] = (
     Attached, Suspect, Recovered, Dead, Left,
-    LookedUp, Leased, Loaded, Cancelled, Reserved, Stored, Committed, Aborted, Refused,
+    LookedUp, Leased, Loaded, Cancelled, Reserved, Stored, Committed, Aborted, RequestEnded, Refused,
     Evicted, Mismatched, Quarantined, Freed, Grown, GrowthFailed, Shrunk, GenerationRaised, TiersPending, LimitsChanged,
     Adopted, Ready, Reread, Draining, Ended,
 )

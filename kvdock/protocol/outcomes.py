@@ -1,7 +1,6 @@
 """What became of an engine's requests, as the engine itself knows it: heartbeats report it, and people read it.
 
-The record is the same for every engine. The reason why not more of a prompt was loaded is a short word of the engine's
-choice: REASONS has those that this project's connectors use, and any other one is shown as it is.
+The record is the same for every engine. kvdock/protocol/hits.py says how the server divides a prompt by it.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from typing import Annotated, Final
 
 import msgspec
 
+from kvdock.protocol.hits import PromptRun
 from kvdock.protocol.wire_types import Answer, Body, Carrier, Identity, Name
 
 Amount = Annotated[int, msgspec.Meta(ge=0, lt=1 << 60)]
@@ -20,46 +20,37 @@ TokenCount = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 Microseconds = Annotated[int, msgspec.Meta(ge=0, lt=1 << 50)]
 Why = Annotated[str, msgspec.Meta(pattern=r"^[a-z0-9_]{0,64}$(?!\n)")]
 
-REASONS: Final = {
-    "late": "the server's answer was late",
-    "load_failed": "not all of a load came",
-    "declined_short": "fewer tokens than min_load_tokens",
-    "declined_dear": "computing was expected to be quicker",
-    "bypassed_adapter": "not looked up: its adapter is not known for sure",
-    "bypassed_media": "not looked up: its media are not known for sure",
-    "bypassed_embeddings": "not looked up: its embeddings are not at hand",
-    "bypassed_growing": "not looked up: its prompt grows",
-    "bypassed_unready": "not looked up: its adapter or media were not hashed in time",
-}
-"""Why not more was loaded, in words. docs/vllm.md explains each."""
-
-
-def in_words(why: str) -> str:
-    """A reason as text for people; "" stays ""."""
-    return REASONS.get(why) or why.replace("_", " ")
-
-
 class Outcome(Identity, frozen=True, kw_only=True):
-    """A request that has ended. Its loaded tokens follow the local tokens of the same admission."""
+    """A request that has ended. Its loaded tokens follow the local tokens."""
 
     request: Name
     """The request's id in the engine's lookups."""
+    number: Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)] = 0
+    """Rises from outcome to outcome of a member, so that one that is reported again is counted once. 0: outcomes are
+    not numbered, and are counted each time."""
+    epoch: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)] = 0
+    """The epoch of the last lookup before the request was first admitted; 0: it was not looked up, or not known."""
     prompt_tokens: TokenCount
     local_tokens: TokenCount = 0
-    """How much the engine's own cache had of it when it was first admitted, or when its last load began."""
+    """How much the engine's own cache had of it when it was first admitted."""
     found_tokens: TokenCount = 0
     """The longest prefix that the server had, from the first token on."""
     loaded_tokens: TokenCount = 0
+    """How many tokens were loaded at the first admission."""
+    reloaded_tokens: TokenCount = 0
+    """How many were loaded when it came back after preemptions."""
     why: Why = ""
-    """The reason why no more was loaded. Empty: nothing prevented it."""
+    """Why no more was loaded: a key of COMPUTED in kvdock/protocol/hits.py, or a reason of the engine's own. Empty: the
+    engine knows of none."""
     loaded_bytes: Annotated[int, msgspec.Meta(ge=0, lt=1 << 50)] = 0
-    """The size of the last load, over all ranks."""
+    """The size of all its loads, over all ranks."""
     load_us: Microseconds | None = None
-    """From when the engine began the load until it knew the load's end. None: it did not load, or not all came."""
+    """The time of all its loads, each from when the engine began it until it knew its end, complete or not. None: it
+    began none."""
     copy_us: Microseconds | None = None
     """The part of `load_us` that was copying, on the slowest rank. None: not known."""
     prefill_tokens_per_s: Annotated[float, msgspec.Meta(ge=0, le=1e12)] = 0.0
-    """How fast the engine computes prompts, as it has measured. 0: it has not."""
+    """How fast the engine computes long prompts, as it has measured. 0: it has not."""
 
 
 class Copied(Body, kw_only=True, omit_defaults=True):
@@ -86,14 +77,17 @@ class Reporting(Carrier, kw_only=True):
 
 
 class OutcomeView(Answer, kw_only=True):
-    """As Outcome has it."""
+    """A request that has ended, as its engine reported it, and its prompt divided by origin."""
 
     prompt_tokens: int
     local_tokens: int
     found_tokens: int
     loaded_tokens: int
-    why: str
-    why_in_words: str
+    reloaded_tokens: int = 0
+    runs: list[PromptRun] = msgspec.field(default_factory=list)
+    """The whole prompt, from its first token."""
+    why: str = ""
+    """The engine's reason why no more was loaded; empty: it knows of none."""
     loaded_bytes: int = 0
     load_us: int | None = None
     copy_us: int | None = None
@@ -103,10 +97,10 @@ class OutcomeView(Answer, kw_only=True):
     longer. None: one of the two is not known."""
 
 
-def view_of(outcome: Outcome) -> OutcomeView:
+def view_of(outcome: Outcome, runs: list[PromptRun]) -> OutcomeView:
     return OutcomeView(
         prompt_tokens=outcome.prompt_tokens, local_tokens=outcome.local_tokens, found_tokens=outcome.found_tokens,
-        loaded_tokens=outcome.loaded_tokens, why=outcome.why, why_in_words=in_words(outcome.why),
+        loaded_tokens=outcome.loaded_tokens, reloaded_tokens=outcome.reloaded_tokens, runs=runs, why=outcome.why,
         loaded_bytes=outcome.loaded_bytes, load_us=outcome.load_us, copy_us=outcome.copy_us,
         prefill_tokens_per_s=outcome.prefill_tokens_per_s, saved_s=saved_s(outcome),
     )
@@ -114,6 +108,7 @@ def view_of(outcome: Outcome) -> OutcomeView:
 
 def saved_s(outcome: Outcome) -> float | None:
     """As OutcomeView has it."""
-    if not outcome.loaded_tokens or outcome.load_us is None or not outcome.prefill_tokens_per_s:
+    if outcome.load_us is None or not outcome.prefill_tokens_per_s:
         return None
-    return outcome.loaded_tokens / outcome.prefill_tokens_per_s - outcome.load_us / 1e6
+    loaded = outcome.loaded_tokens + outcome.reloaded_tokens
+    return loaded / outcome.prefill_tokens_per_s - outcome.load_us / 1e6

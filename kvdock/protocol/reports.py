@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
 import msgspec
 
+from kvdock.protocol.hits import ComputedWhy, HitTotals
 from kvdock.protocol.outcomes import OutcomeView
 from kvdock.protocol.wire_types import API_VERSION, Answer, Hex64, Key, Tenant
 
@@ -26,16 +27,15 @@ class UseTotals(Answer, kw_only=True):
     """Since the session or namespace was first seen by this server."""
 
     lookups: int = 0
+    """Repeats of a lookup within its epoch are not counted."""
     lookup_tokens: int = 0
-    hit_tokens: int = 0
-    loaded_tokens: int = 0
-    """As reported by engines when requests have ended."""
+    """Tokens that these lookups asked for, in whole chunks."""
     loaded_bytes: int = 0
-    """Bytes of the leased chunks, counted once per fetch."""
+    """Bytes of chunks that engines leased and read, counted once per fetch."""
     stored_bytes: int = 0
-    saved_s: float | None = None
-    """What computing the loaded tokens would have taken, less what loading them took. None: no engine has reported
-    both."""
+    hits: HitTotals = msgspec.field(default_factory=HitTotals)
+    """Where the tokens of the prompts came from whose requests have ended. Empty for engines that do not report the end
+    of requests: what they asked for is known, and not what they loaded."""
 
 
 class Used(Answer, kw_only=True):
@@ -44,15 +44,6 @@ class Used(Answer, kw_only=True):
     is_bench: bool = False
     totals: UseTotals = msgspec.field(default_factory=UseTotals)
     copy: CopyRates = msgspec.field(default_factory=CopyRates)
-
-
-class Saved(Answer, kw_only=True):
-    """By all engines, since the server's start."""
-
-    tokens: int = 0
-    """Loaded instead of computed, as engines report it when requests have ended."""
-    seconds: float | None = None
-    """The engines' time, as UseTotals has it."""
 
 
 class PrefixView(Answer, kw_only=True):
@@ -89,6 +80,22 @@ class Prefixes(Answer, kw_only=True):
     """How many there were when the pool was counted: at least as many as are listed."""
     counted_s: float
     """How long ago the pool was counted."""
+
+
+class DayOfHits(Answer, kw_only=True):
+    """The requests of one tenant and model that ended on one day, in the server's time zone."""
+
+    date: str
+    """As 2026-11-25."""
+    tenant: Tenant
+    model: str
+    hits: HitTotals
+
+
+class HitDays(Answer, kw_only=True):
+    """By day, tenant and model, oldest first; of those that the caller may see. Kept with the pool over restarts."""
+
+    days: list[DayOfHits]
 
 
 # --------------------------------------------------------------------------- status and lists
@@ -257,7 +264,8 @@ class Status(Answer, kw_only=True):
     reservations: int
     counters: dict[str, int]
     """Totals since start; kvdock/api/record/counters.py explains each. What benchmarks do is left out."""
-    saved: Saved = msgspec.field(default_factory=Saved)
+    hits: HitTotals = msgspec.field(default_factory=HitTotals)
+    """Of all requests that have ended since the server's start."""
     oldest_s: float | None = None
     """How long the chunk that was unused longest, of those that no engine holds, has been unused. None: there is no
     such chunk."""
@@ -274,32 +282,14 @@ class Status(Answer, kw_only=True):
 
 # --------------------------------------------------------------------------- one request explained
 
-BREAKS: Final = {
-    "unknown": "it was never stored, or went so long ago that the server does not remember it",
-    "room": "it was evicted to make room for a store",
-    "ahead": "it was evicted because the pool had too little free room",
-    "quota": "it was evicted because its tenant had reached its quota",
-    "shrunk": "it was evicted with a segment that was given back",
-    "cleared": "an operator cleared the cache",
-    "deleted": "an operator deleted it",
-    "mismatched": "a reader found other bytes than were stored, so it was taken out of use",
-    "unread": "a lower tier had loaded it for a request that ended first",
-    "read": "it came from a lower tier for one request, and went with it",
-    "weights": "it was evicted first, because no engine had run its weights for a while",
-    "being_stored": "another engine is storing it",
-    "held_bytes": "the engine holds as much of the pool as it may",
-    "pinning": "not every rank has page-locked the memory that it lies in",
-}
-"""By `Break.why`."""
-
-
 class Break(Answer, kw_only=True):
     """Where the prefix that a lookup found ends, and why."""
 
     at_tokens: int
     """Tokens from the first on that the server gave."""
-    why: str
-    """A key of BREAKS."""
+    tokens: int
+    """How many tokens follow that were not given for the same reason."""
+    why: ComputedWhy
     in_words: str
     gone_s: float | None = None
     """How long ago the next chunk was removed. None: as far as is known, it was never stored."""

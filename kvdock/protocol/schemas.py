@@ -396,6 +396,8 @@ class Reserve(Naming, kw_only=True):
     """Indices of the groups that this store has bytes of, for every chunk; None: all."""
     temporary: bool = False
     """The chunks are removed with their last reader, unless a second request has hit them."""
+    tier: Label = ""
+    """Set by the server's mover alone: the tier from which it fills the slots."""
     edition: int | None = None
     """Set by the server's mover alone: it fills the slots with what was stored before, which may be cleared
     meanwhile."""

@@ -138,7 +138,7 @@ class WaitsForAnswers(EngineConnector):
 
 
 class NeverCancels(EngineConnector):
-    def finished(self, request_id: str) -> None:
+    def finished(self, request_id: str, *, comes_back: bool = False) -> None:
         return None
 
 

@@ -204,8 +204,8 @@ class Spoiler:
     def begin_load(self, request_id: str, block_ids: GroupBlocks, local_tokens: int, hit_tokens: int) -> None:
         self.inner.begin_load(request_id, block_ids, local_tokens, hit_tokens)
 
-    def finished(self, request_id: str) -> None:
-        self.inner.finished(request_id)
+    def finished(self, request_id: str, *, comes_back: bool = False) -> None:
+        self.inner.finished(request_id, comes_back=comes_back)
 
     def close(self) -> None:
         self.inner.close()

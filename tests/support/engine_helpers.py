@@ -217,7 +217,7 @@ class MemoryConnector:
         self.stores = [store for store in self.stores if store.polls_left >= 0]
         return Progress(tuple(self._load(load) for load in loads), tuple(self._store(store) for store in stores))
 
-    def finished(self, request_id: str) -> None:
+    def finished(self, request_id: str, *, comes_back: bool = False) -> None:
         self.forgotten.append(request_id)
         for known in (self.asked, self.stored, self.ceilings):
             known.pop(request_id, None)

@@ -113,8 +113,8 @@ def test_what_nobody_runs_goes_first_the_oldest_left_before_the_newer(policy: st
         assert state(table, spaces[1], chain(1, 8)).count(True) == min(8, 16 - gone)
     assert state(table, spaces[2], chain(2, 8)) == [True] * 8, "a session runs it"
     assert state(table, other.space, theirs) == [True] * 8
-    gone_for = table.gone(spaces[0], chain(0, 8)[0])
-    assert gone_for is not None and gone_for[:2] == ("weights", 2000 + GRACE_MS)
+    gone_for = table.fates(spaces[0], chain(0, 8)[0])
+    assert [run[:3] for run in gone_for] == [(1, "weights", 2000 + GRACE_MS)]
     table.check_integrity()
 
 

@@ -10,6 +10,7 @@ Needs the extra `traces`; kvdock/api/feeds/feeds.py alone imports this module.
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections import deque
 from collections.abc import Collection, Sequence
@@ -66,14 +67,16 @@ class Traces:
     server this is."""
 
     name = "traces"
-    kinds: Collection[type[e.Event]] = frozenset({e.LookedUp, e.Loaded, e.Committed, e.Aborted, e.Cancelled})
+    kinds: Collection[type[e.Event]] = frozenset({
+        e.LookedUp, e.Loaded, e.Committed, e.Aborted, e.Cancelled, e.RequestEnded
+    })
 
     def __init__(self, endpoint: str, *, version: str, instance: str) -> None:
         self.spans = {SENT: 0, FAILED: 0, DROPPED: 0}
         self._events: deque[e.Event] = deque()
         exporter = _Counted(OTLPSpanExporter(endpoint=f"{endpoint.rstrip('/')}/v1/traces"), self.spans)
         resource = Resource.create({
-            "service.name": "kvdock", "service.version": version, "service.instance.id": instance,
+            "service.name": "kvdock", "service.version": version, "service.instance.id": f"{socket.gethostname()}:{instance}", "host.name": socket.gethostname(),
         })
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         self._provider.add_span_processor(BatchSpanProcessor(
@@ -142,13 +145,21 @@ class Traces:
 def described(event: e.Event) -> tuple[str, dict[str, Any]]:
     """A span's name and attributes. docs/events.md lists them."""
     fields = {name: getattr(event, name) for name in event.__struct_fields__}
-    about = {f"kvdock.{name}": fields[name] for name in ("tenant", "session", "label") if fields[name] is not None}
+    about = {f"kvdock.{name}": fields[name] for name in ("tenant", "session", "label", "model") if fields[name] is not None}
     match event:
         case e.LookedUp():
             missed = event.tokens - event.hit_tokens
             return "kvdock.lookup", {**about, "kvdock.request": event.request, "kvdock.tokens": event.tokens,
                                      "kvdock.hit_tokens": event.hit_tokens, "kvdock.missed_tokens": missed,
                                      "kvdock.why": event.why}
+        case e.RequestEnded():
+            return "kvdock.request", {
+                **about, "kvdock.request": event.request, "gen_ai.usage.input_tokens": event.prompt_tokens,
+                "gen_ai.usage.cache_read.input_tokens": event.local_tokens + sum(event.loaded.values()),
+                "kvdock.local_tokens": event.local_tokens, "kvdock.reloaded_tokens": event.reloaded_tokens,
+                **{f"kvdock.loaded.{source}": tokens for source, tokens in event.loaded.items()},
+                **{f"kvdock.computed.{why}": tokens for why, tokens in event.computed.items()},
+            }
         case e.Loaded():
             return "kvdock.load", {**about, "kvdock.request": event.request, "kvdock.lease": event.lease,
                                    "kvdock.chunks": event.chunks, "kvdock.bytes": event.bytes}

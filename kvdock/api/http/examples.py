@@ -93,12 +93,12 @@ _VALUES: dict[str, Any] = {
     "first_chunk": 0, "tokens": 32, "hit_tokens": 16, "prompt_tokens": 40, "local_tokens": 0, "found_tokens": 16,
     "loaded_tokens": 16, "took_us": 41, "uptime_s": 61.5, "now": 1700000000.0,
     "at": 1700000000.0, "heartbeat_s": 2.0, "deadline_s": 30.0, "scheduler": True, "state": "live", "status": "ok",
-    "kind": "lookup", "unit": "ratio", "Series.name": "hit_ratio", "title": "Hit rate", "chart": "Hit rate",
+    "kind": "lookup", "unit": "ratio", "Series.name": "loaded_share", "title": "Loaded from kvdock", "chart": "Prompt tokens",
     "session_cap": 0.5, "total_cap": 0.75, "grow_water": 0.05, "low_water": 0.005, "high_water": 0.01,
     "session_grants": 4096,
     "eviction": "adaptive",
     "version": "0.1.0", "settings": {"pool_bytes": 4 << 30, "port": 7410},
-    "counters": {"lookups": 1, "hit_tokens": 16},
+    "counters": {"lookups": 1, "loaded_tokens": 16}, "date": "2026-11-25",
 }
 """Values of answers by the names of their fields, of one struct or of all; the others follow from their types."""
 _PLAIN: dict[type[inspect.Type], Any] = {

@@ -79,6 +79,8 @@ class MemberRecord:
     """How many segments had been removed when the member attached: it has never mapped them."""
     follows: NamespaceRecord | None = None
     """The namespace whose changes it gets; None: none yet."""
+    last_outcome: int = 0
+    """The number of the last outcome that it has reported."""
     heard_ms: int = 0
     """The last attach or heartbeat, on the server clock."""
     suspect: bool = False
@@ -122,7 +124,9 @@ class SessionRecord:
     @property
     def who(self) -> dict[str, Any]:
         """The fields of events that name the session."""
-        return {"tenant": self.tenant, "session": self.id, "label": self.label}
+        return {
+            "tenant": self.tenant, "session": self.id, "label": self.label, "model": self.namespace.manifest.model
+        }
 
     def member(self, member_id: str) -> MemberRecord:
         found = self.members.get(member_id)

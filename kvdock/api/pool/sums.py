@@ -2,39 +2,81 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
 
+from kvdock.protocol.hits import HitTotals
 from kvdock.protocol.outcomes import Copied, OutcomeView
-from kvdock.protocol.reports import CopyRates, Saved, UseTotals
+from kvdock.protocol.reports import CopyRates, UseTotals
 
 KEPT_SHARE = 0.8
 """The weight of older copies when newer ones are added: rates are those of the last few heartbeats with copies."""
 
 
 @dataclass(slots=True)
-class Sums:
-    lookups: int = 0
-    lookup_tokens: int = 0
-    hit_tokens: int = 0
-    loaded_tokens: int = 0
-    loaded_bytes: int = 0
-    stored_bytes: int = 0
+class Hits:
+    """Sums over requests that have ended; HitTotals explains them."""
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    local_tokens: int = 0
+    loaded: Counter[str] = field(default_factory=Counter)
+    computed: Counter[str] = field(default_factory=Counter)
+    reloaded_tokens: int = 0
     saved_s: float | None = None
 
     def ended(self, outcome: OutcomeView) -> None:
-        self.loaded_tokens += outcome.loaded_tokens
+        self.requests += 1
+        self.prompt_tokens += outcome.prompt_tokens
+        self.reloaded_tokens += outcome.reloaded_tokens
+        for run in outcome.runs:
+            if run.origin == "local":
+                self.local_tokens += run.tokens
+            elif run.origin == "loaded":
+                self.loaded[run.source] += run.tokens
+            else:
+                self.computed[run.why] += run.tokens
         if outcome.saved_s is not None:
             self.saved_s = (self.saved_s or 0.0) + outcome.saved_s
 
-    def view(self) -> UseTotals:
-        return UseTotals(
-            lookups=self.lookups, lookup_tokens=self.lookup_tokens, hit_tokens=self.hit_tokens,
-            loaded_tokens=self.loaded_tokens, loaded_bytes=self.loaded_bytes, stored_bytes=self.stored_bytes,
+    def add(self, other: HitTotals) -> None:
+        self.requests += other.requests
+        self.prompt_tokens += other.prompt_tokens
+        self.local_tokens += other.local_tokens
+        self.loaded.update(other.loaded)
+        self.computed.update(other.computed)
+        self.reloaded_tokens += other.reloaded_tokens
+        if other.saved_s is not None:
+            self.saved_s = (self.saved_s or 0.0) + other.saved_s
+
+    def view(self) -> HitTotals:
+        return HitTotals(
+            requests=self.requests, prompt_tokens=self.prompt_tokens, local_tokens=self.local_tokens,
+            loaded=dict(self.loaded), computed=dict(self.computed), reloaded_tokens=self.reloaded_tokens,
             saved_s=self.saved_s,
         )
 
-    def saved(self) -> Saved:
-        return Saved(tokens=self.loaded_tokens, seconds=self.saved_s)
+
+@dataclass(slots=True)
+class Sums:
+    lookups: int = 0
+    lookup_tokens: int = 0
+    loaded_bytes: int = 0
+    stored_bytes: int = 0
+    hits: Hits = field(default_factory=Hits)
+
+    def add(self, other: Sums) -> None:
+        self.lookups += other.lookups
+        self.lookup_tokens += other.lookup_tokens
+        self.loaded_bytes += other.loaded_bytes
+        self.stored_bytes += other.stored_bytes
+        self.hits.add(other.hits.view())
+
+    def view(self) -> UseTotals:
+        return UseTotals(
+            lookups=self.lookups, lookup_tokens=self.lookup_tokens, loaded_bytes=self.loaded_bytes,
+            stored_bytes=self.stored_bytes, hits=self.hits.view(),
+        )
 
 
 @dataclass(slots=True)

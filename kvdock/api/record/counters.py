@@ -14,8 +14,7 @@ class Counters(msgspec.Struct):
 
     lookups: Annotated[int, Meta(description="Lookups, repeats within an epoch not counted")] = 0
     lookup_renewals: Annotated[int, Meta(description="Lookups repeated within their epoch")] = 0
-    lookup_tokens: Annotated[int, Meta(description="Tokens looked up")] = 0
-    hit_tokens: Annotated[int, Meta(description="Tokens found")] = 0
+    lookup_tokens: Annotated[int, Meta(description="Tokens asked for, in whole chunks")] = 0
     peeks: Annotated[int, Meta(description="Lookups without a session")] = 0
     limited_lookups: Annotated[int, Meta(description="Lookups shortened by a byte cap")] = 0
     unpinned_lookups: Annotated[int, Meta(
@@ -23,11 +22,14 @@ class Counters(msgspec.Struct):
     )] = 0
     unpinned_chunks: Annotated[int, Meta(description="Chunks that hits lost in this way")] = 0
     unpinned_tokens: Annotated[int, Meta(description="Tokens that hits lost in this way")] = 0
-    loaded_chunks: Annotated[int, Meta(description="Chunks in leases")] = 0
-    loaded_bytes: Annotated[int, Meta(description="Bytes in leases, counted once per fetch")] = 0
-    """Includes leases that were cancelled."""
-    loaded_tokens: Annotated[int, Meta(
-        description="Tokens that engines loaded instead of computing them, as they report with ended requests"
+    loaded_chunks: Annotated[int, Meta(description="Chunks that engines leased and read")] = 0
+    loaded_bytes: Annotated[int, Meta(description="Bytes of these chunks, counted once per fetch")] = 0
+    prompt_tokens: Annotated[int, Meta(description="Tokens of prompts whose requests have ended")] = 0
+    local_tokens: Annotated[int, Meta(description="Tokens of these that engines had in their own caches")] = 0
+    loaded_tokens: Annotated[int, Meta(description="Tokens of these that engines loaded")] = 0
+    computed_tokens: Annotated[int, Meta(description="Tokens of these that engines computed")] = 0
+    reloaded_tokens: Annotated[int, Meta(
+        description="Tokens that preempted requests loaded when they came back, in no other count"
     )] = 0
     reservations: Annotated[int, Meta(description="Reservations asked for")] = 0
     short_reservations: Annotated[int, Meta(description="Reservations cut short for want of memory")] = 0

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable
-from typing import Literal, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Literal, NamedTuple, Protocol
 
 import msgspec
 
@@ -69,15 +69,24 @@ def _tiers(counter: str) -> Compute:
     return per_second
 
 
-def _hit_ratio(before: Sample, after: Sample) -> float | None:
-    asked = after.counters.lookup_tokens - before.counters.lookup_tokens
-    return (after.counters.hit_tokens - before.counters.hit_tokens) / asked if asked > 0 else None
+def _share(field: str) -> Compute:
+    """The share of prompt tokens that are counted there."""
+
+    def share(before: Sample, after: Sample) -> float | None:
+        prompts = after.counters.prompt_tokens - before.counters.prompt_tokens
+        part = int(getattr(after.counters, field)) - int(getattr(before.counters, field))
+        return part / prompts if prompts > 0 else None
+
+    return share
 
 
 SERIES: tuple[SeriesSpec, ...] = (
-    SeriesSpec("hit_ratio", "Hit rate", "ratio", "Hit rate", _hit_ratio),
-    SeriesSpec("lookup_tokens", "Looked up", "per_s", "Tokens", _rate("lookup_tokens")),
-    SeriesSpec("hit_tokens", "Found", "per_s", "Tokens", _rate("hit_tokens")),
+    SeriesSpec("loaded_share", "Loaded from kvdock", "ratio", "Prompt tokens", _share("loaded_tokens")),
+    SeriesSpec("local_share", "Engine's own cache", "ratio", "Prompt tokens", _share("local_tokens")),
+    SeriesSpec("prompt_tokens", "In prompts", "per_s", "Tokens", _rate("prompt_tokens")),
+    SeriesSpec("loaded_tokens", "Loaded", "per_s", "Tokens", _rate("loaded_tokens")),
+    SeriesSpec("computed_tokens", "Computed", "per_s", "Tokens", _rate("computed_tokens")),
+    SeriesSpec("lookup_tokens", "Asked for", "per_s", "Tokens", _rate("lookup_tokens")),
     SeriesSpec("stored_bytes", "Stored", "bytes_per_s", "Traffic", _rate("stored_bytes")),
     SeriesSpec("loaded_bytes", "Loaded", "bytes_per_s", "Traffic", _rate("loaded_bytes")),
     SeriesSpec("ready_bytes", "Ready", "bytes", "Pool", _pool("ready_bytes")),
@@ -148,11 +157,21 @@ class _Rings:
             ring.extend([None] * (length - len(known)) + known + [None] * min(missed, self.level.values))
 
 
+class KeptBeside(Protocol):
+    """What is kept together with the history."""
+
+    def kept(self) -> msgspec.Raw: ...
+
+    def take_over(self, kept: msgspec.Raw) -> None:
+        """Goes on with what an earlier server has kept. Raises msgspec.MsgspecError."""
+
+
 class _Kept(msgspec.Struct):
-    """The series as they are kept. `at`: Unix seconds."""
+    """The series as they are kept, and what is kept beside them, by name. `at`: Unix seconds."""
 
     at: float
     levels: dict[Over, Stats]
+    beside: dict[str, msgspec.Raw] = {}
 
 
 class History:
@@ -160,12 +179,13 @@ class History:
 
     def __init__(
         self, values: int, interval_s: float, specs: tuple[SeriesSpec, ...] = SERIES, *, kept: KeptObject | None = None,
-        wall_s: Callable[[], float],
+        beside: Mapping[str, KeptBeside] | None = None, wall_s: Callable[[], float],
     ) -> None:
-        """`kept`: the object that keeps hours and days; None: they end with the server."""
+        """`kept`: the object that keeps hours and days; None: they end with the server. `beside`: by name, what the
+        object keeps as well."""
         levels = (Level("minutes", interval_s, values), *KEPT_LEVELS)
         self._levels = {level.name: _Rings(level, specs) for level in levels}
-        self._kept, self._wall_s = kept, wall_s
+        self._kept, self._beside, self._wall_s = kept, beside or {}, wall_s
         self._sampled_at_s = 0.0
         self._take_over()
 
@@ -194,7 +214,8 @@ class History:
         """Writes hours and days for the next server of the pool."""
         if self._kept is not None:
             levels = {level.name: self._levels[level.name].view(now_s) for level in KEPT_LEVELS}
-            self._kept.write(msgspec.json.encode(_Kept(self._wall_s(), levels)))
+            beside = {name: one.kept() for name, one in self._beside.items()}
+            self._kept.write(msgspec.json.encode(_Kept(self._wall_s(), levels, beside)))
 
     def _take_over(self) -> None:
         content = self._kept.read() if self._kept is not None else b""
@@ -205,6 +226,12 @@ class History:
         except msgspec.MsgspecError as error:
             log.warning("the history of hours and days begins anew: %s", error)
             return
+        for name, one in self._beside.items():
+            try:
+                if name in kept.beside:
+                    one.take_over(kept.beside[name])
+            except msgspec.MsgspecError as error:
+                log.warning("what an earlier server has kept as %s is lost: %s", name, error)
         for level in KEPT_LEVELS:
             stats = kept.levels.get(level.name)
             if stats is not None and stats.interval_s == level.interval_s:

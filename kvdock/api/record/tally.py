@@ -1,11 +1,15 @@
 """Counts what calls did, and publishes it in the journal: a repeated call adds nothing.
 
+A lookup is answered in a tenth of a millisecond, and its caller does not wait for the counting: that is done once the
+answer has left, and in any case before the next call changes the table (`catch_up`).
+
 The tally remembers a bounded number of requests and grants. A repeat of one that it has forgotten is counted again.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+import asyncio
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -13,16 +17,19 @@ from typing import Any, NamedTuple
 from kvdock._core import SLOT_ALIGN, Lookup as Found, Reservation as Granted, Table
 from kvdock.api.clock import Clocks, ServerClock
 from kvdock.api.convert import grant_text
-from kvdock.api.pool.registry import MemberRecord, Recent, SessionRecord
-from kvdock.api.pool.sums import Sums
+from kvdock.api.pool.registry import MemberRecord, Recent, SessionRecord, digest16
+from kvdock.api.pool.sums import Hits
 from kvdock.api.record.counters import TABLE_COUNTERS, Counters
 from kvdock.api.record.curve import Curves
+from kvdock.api.record.hits import Answered, Answers, InTier, divided
+from kvdock.api.record.hit_record import HitRecord
 from kvdock.api.record.journal import Journal
 from kvdock.api.record.requests import Detail, RecentRequests
 from kvdock.api.settings import Settings
 from kvdock.protocol import events as e
-from kvdock.protocol.outcomes import view_of
-from kvdock.protocol.reports import BREAKS, Break, RequestView
+from kvdock.protocol.hits import COMPUTED
+from kvdock.protocol.outcomes import Outcome, OutcomeView, view_of
+from kvdock.protocol.reports import Break, RequestView
 from kvdock.protocol.schemas import Heartbeat, Lookup, Reserve
 from kvdock.protocol.wire_types import KEY_BYTES
 
@@ -53,20 +60,31 @@ class _Open:
     has_ended: bool = False
 
 
+class _Lookup(NamedTuple):
+    """A lookup that was answered and is not counted yet."""
+
+    session: SessionRecord
+    body: Lookup
+    request: bytes
+    keys: bytes
+    found: Found
+    started_ns: int
+    answered_ns: int
+    at: float
+
+
 class Tally:
     """`counters` may be raised directly; methods record lookups, stores, and changes of members."""
 
     def __init__(
         self, settings: Settings, table: Table, journal: Journal, curves: Curves | None, clocks: Clocks,
-        server_clock: ServerClock,
+        server_clock: ServerClock, in_tier: InTier = lambda space, key: False,
     ) -> None:
         keep = 4 * settings.table_grants  # requests and grants
         self.counters = Counters()
         self.recent = RecentRequests(settings.recent_requests)
-        self.saved = Sums()
-        """How much all engines have loaded and saved, without benchmarks."""
-        self.missed: Counter[str] = Counter()
-        """Tokens that lookups asked for and did not get, by the reason."""
+        self.hits = HitRecord(clocks.wall_s)
+        self.answers = Answers(table, in_tier)
         self.now_ns = clocks.perf_ns
         self._apart = Counters()
         """The counts of benchmarks."""
@@ -74,12 +92,14 @@ class Tally:
         self._table, self._journal, self._curves = table, journal, curves
         self._wall_s, self._server_ms = clocks.wall_s, server_clock.now_ms
         self._lookups: Recent[tuple[int, bytes, int], int] = Recent(keep)
-        """(session, request, epoch) → number of chunks already counted as loaded."""
+        """(session, request, epoch) → number of chunks already counted as leased."""
         self._stores: Recent[int, _Open] = Recent(keep)
         self._leases: Recent[int, _Open] = Recent(keep)
+        self._waiting: deque[_Lookup] = deque()
 
     def totals(self) -> Counters:
         """The counters, with those that the table keeps brought up to date."""
+        self.catch_up()
         stats = self._table.stats()
         for name in TABLE_COUNTERS:
             setattr(self.counters, name, stats.get(name, 0) - getattr(self._apart, name))
@@ -104,80 +124,107 @@ class Tally:
     def lookup(
         self, session: SessionRecord, body: Lookup, request: bytes, keys: bytes, found: Found, started_ns: int
     ) -> None:
-        counters, manifest = self._counters_of(session), session.namespace.manifest
-        key = (session.table_id, request, body.epoch)
-        tokens = len(keys) // KEY_BYTES * manifest.chunk_tokens
-        counted = self._lookups.get(key)
-        if counted is None:
-            counters.lookups += 1
-            counters.lookup_tokens += tokens
-            counters.hit_tokens += found.hit_tokens
-            counters.limited_lookups += found.limited == "held_bytes"
-            counters.unpinned_lookups += found.unpinned_tokens > 0
-            counters.unpinned_tokens += found.unpinned_tokens
-            counters.unpinned_chunks += -(-found.unpinned_tokens // manifest.chunk_tokens)
-            for sums in session.all_sums:
-                sums.lookups, sums.lookup_tokens = sums.lookups + 1, sums.lookup_tokens + tokens
-                sums.hit_tokens += found.hit_tokens
-            if (curves := self._curves_of(session)) is not None:
-                curves.looked_up(session.namespace, keys, found.hit_tokens)
-        else:
-            counters.lookup_renewals += 1
-        chunks, before = found.chunk_count, counted or 0
-        # If all readers share one writer's parts (MLA), each of them fetches them.
-        fetches = max(1, body.readers // manifest.writers)
-        loaded_bytes = fetches * found.bytes_from(before)
-        counters.loaded_chunks += max(0, chunks - before)
-        counters.loaded_bytes += loaded_bytes
-        for sums in session.all_sums:
-            sums.loaded_bytes += loaded_bytes
-        self._lookups.put(key, max(before, chunks))
-        now_ns = self.now_ns()
-        if counted is not None:
-            self._leased(session, body, found.lease, chunks - before, loaded_bytes, now_ns)
-            return
-        took_us = (now_ns - started_ns) // 1000
-        row = RequestView(
-            at=self._wall_s(), kind="lookup", session=session.id, label=session.label, request=body.request,
-            tokens=tokens, hit_tokens=found.hit_tokens, chunks=chunks, bytes=loaded_bytes, took_us=took_us,
+        """A lookup has its answer. It is counted a moment later."""
+        if not self._waiting:
+            asyncio.get_running_loop().call_soon(self.catch_up)
+        self._waiting.append(
+            _Lookup(session, body, request, keys, found, started_ns, self.now_ns(), self._wall_s())
         )
-        broke = _break_of(self._table, session, keys, found, self._server_ms())
+
+    def catch_up(self) -> None:
+        """Counts the lookups that wait for it. To be called before a call changes the table or reads a count."""
+        while self._waiting:
+            self._count(self._waiting.popleft())
+
+    def _count(self, one: _Lookup) -> None:
+        session, found, manifest = one.session, one.found, one.session.namespace.manifest
+        key = (session.table_id, one.request, one.body.epoch)
+        tokens = len(one.keys) // KEY_BYTES * manifest.chunk_tokens
+        counted = self._lookups.get(key)
+        before, chunks = counted or 0, found.chunk_count
+        self._lookups.put(key, max(before, chunks))
+        answer = None
+        if not session.is_bench:
+            answer = self.answers.answered(session, one.request, one.body.epoch, one.keys, found, one.answered_ns)
+            answer.traceparent = one.body.traceparent or ""
+        # If all readers share one writer's parts (MLA), each of them fetches them.
+        leased_bytes = max(1, one.body.readers // manifest.writers) * found.bytes_from(before)
+        if counted is not None:
+            self._counters_of(session).lookup_renewals += 1
+            self._leased(one, chunks - before, leased_bytes)
+            return
+        self._count_first(session, one.keys, tokens, found)
+        broke = None if answer is None else self._break_of(answer)
+        took_us = (one.answered_ns - one.started_ns) // 1000
         detail = _detail(session, broke)
         if not session.is_bench:
-            if broke is not None:
-                self.missed[broke.why] += tokens - found.hit_tokens
-            self.recent.add(session.tenant, row, detail)
+            self.recent.add(session.tenant, RequestView(
+                at=one.at, kind="lookup", session=session.id, label=session.label, request=one.body.request,
+                tokens=tokens, hit_tokens=found.hit_tokens, chunks=chunks, bytes=leased_bytes, took_us=took_us,
+            ), detail)
         self._publish_later(
-            e.LookedUp, _looked_up, session, body.request, body.traceparent or "", tokens, found.hit_tokens,
+            e.LookedUp, _looked_up, session, one.body.request, one.body.traceparent or "", tokens, found.hit_tokens,
             "" if broke is None else broke.why, took_us,
         )
-        self._leased(session, body, found.lease, chunks, loaded_bytes, now_ns, detail)
+        self._leased(one, chunks, leased_bytes, detail)
 
-    def _leased(
-        self, session: SessionRecord, body: Lookup, lease: int, chunks: int, bytes_added: int, now_ns: int,
-        detail: Detail | None = None,
-    ) -> None:
+    def _count_first(self, session: SessionRecord, keys: bytes, tokens: int, found: Found) -> None:
+        """The first lookup of a request in its epoch."""
+        counters = self._counters_of(session)
+        counters.lookups += 1
+        counters.lookup_tokens += tokens
+        counters.limited_lookups += found.limited == "held_bytes"
+        counters.unpinned_lookups += found.unpinned_tokens > 0
+        counters.unpinned_tokens += found.unpinned_tokens
+        counters.unpinned_chunks += -(-found.unpinned_tokens // session.namespace.manifest.chunk_tokens)
+        for sums in session.all_sums:
+            sums.lookups, sums.lookup_tokens = sums.lookups + 1, sums.lookup_tokens + tokens
+        if (curves := self._curves_of(session)) is not None:
+            curves.looked_up(session.namespace, keys, found.hit_tokens)
+
+    def _break_of(self, answer: Answered) -> Break | None:
+        """Where the prefix that a lookup found ends, and why; None: it found all that it asked for."""
+        if not answer.missing:
+            return None
+        first, now_ms = answer.missing[0], self._server_ms()
+        made = Break(
+            at_tokens=answer.hit * answer.chunk_tokens, tokens=(first.end - answer.hit) * answer.chunk_tokens,
+            why=first.why, in_words=COMPUTED[first.why],
+        )
+        if first.at_ms:
+            made.gone_s = max(0, now_ms - first.at_ms) / 1000
+            made.unused_s = max(0, first.at_ms - first.used_ms) / 1000 if first.used_ms else None
+        return made
+
+    def _leased(self, one: _Lookup, chunks: int, bytes_added: int, detail: Detail | None = None) -> None:
         """`chunks`: those that are new."""
+        lease, body = one.found.lease, one.body
         if not lease or chunks <= 0:
             return
         known = self._leases.get(lease)
         if known is None:
             self._leases.put(lease, _Open(
-                body.request, chunks, bytes_added, now_ns, detail, body.traceparent or "",
+                body.request, chunks, bytes_added, one.answered_ns, detail, body.traceparent or "",
             ))
         else:
             known.chunks, known.bytes = known.chunks + chunks, known.bytes + bytes_added
         self._publish_later(
-            e.Leased, _leased, session, body.request, body.traceparent or "", lease, chunks, bytes_added
+            e.Leased, _leased, one.session, body.request, body.traceparent or "", lease, chunks, bytes_added
         )
 
     def loaded(self, session: SessionRecord, lease: int) -> None:
         """All readers have released the lease."""
+        self.catch_up()
         known = self._leases.get(lease)
         if known is None or known.has_ended:
             return
         known.has_ended = True
         took_us = self._took_us(known)
+        counters = self._counters_of(session)
+        counters.loaded_chunks += known.chunks
+        counters.loaded_bytes += known.bytes
+        for sums in session.all_sums:
+            sums.loaded_bytes += known.bytes
         if known.detail is not None:
             known.detail.loaded_us = took_us
         self._publish_later(
@@ -186,6 +233,7 @@ class Tally:
 
     def cancelled(self, session: SessionRecord, grant: int) -> None:
         """The member that had asked for a lease or reservation has given it back."""
+        self.catch_up()
         lease = self._leases.get(grant)
         known = lease or self._stores.get(grant)
         if known is None or known.has_ended:
@@ -200,6 +248,7 @@ class Tally:
     def reservation(
         self, session: SessionRecord, body: Reserve, keys: bytes, granted: Granted, started_ns: int
     ) -> None:
+        self.catch_up()
         if granted.grant in self._stores:
             return
         counters = self._counters_of(session)
@@ -279,7 +328,7 @@ class Tally:
             namespace = session.namespace
             self._journal.publish(e.Attached(
                 **session.who, member=member.id, instance=session.instance, namespace=namespace.digest.hex(),
-                model=namespace.manifest.model, ranks=list(member.ranks),
+                ranks=list(member.ranks),
             ))
 
     def left(self, session: SessionRecord, member: MemberRecord) -> None:
@@ -316,45 +365,38 @@ class Tally:
         """Chunks of a lease did not have the bytes that were stored; the table has taken them out of use."""
         self._journal.publish(e.Mismatched(**session.who, lease=lease, chunks=chunks))
 
-    def outcomes(self, session: SessionRecord, body: Heartbeat) -> None:
+    def outcomes(self, session: SessionRecord, member: MemberRecord, body: Heartbeat) -> None:
         """An engine has reported requests that have ended."""
+        self.catch_up()
         counters = self._counters_of(session)
-        counters.outcomes += len(body.outcomes)
         counters.dropped_outcomes += body.outcomes_dropped
         for outcome in body.outcomes:
-            view = view_of(outcome)
-            counters.loaded_tokens += outcome.loaded_tokens
-            for sums in session.all_sums:
-                sums.ended(view)
-            if session.is_bench:
-                continue
-            self.saved.ended(view)
-            self.recent.ended(session.tenant, RequestView(
-                at=self._wall_s(), kind="ended", session=session.id, label=session.label, request=outcome.request,
-                tokens=outcome.prompt_tokens, hit_tokens=outcome.found_tokens, chunks=0, bytes=0, took_us=0,
-                outcome=view,
-            ), _detail(session))
+            if outcome.number and outcome.number <= member.last_outcome:
+                continue  # the answer to an earlier report was lost
+            member.last_outcome = outcome.number or member.last_outcome
+            self._ended(session, counters, outcome)
 
-
-def _break_of(table: Table, session: SessionRecord, keys: bytes, found: Found, now_ms: int) -> Break | None:
-    """The reason why a lookup found less than it asked for; None: it found all. `keys`: all of them, 32 bytes each.
-
-    The table is asked with the lookup, because a moment later the request itself may store what was missing.
-    """
-    space = session.namespace
-    chunk_tokens = space.manifest.chunk_tokens
-    at = found.hit_tokens // chunk_tokens * KEY_BYTES
-    if at >= len(keys):
-        return None
-    why: str = found.limited or ("being_stored" if found.being_stored > found.hit_tokens else "")
-    gone = None if why else table.gone(space.table_id, keys[at : at + KEY_BYTES])
-    why = why or ("unknown" if gone is None else gone[0])
-    made = Break(at_tokens=found.hit_tokens, why=why, in_words=BREAKS[why])
-    if gone is not None:
-        _, at_ms, used_ms = gone
-        made.gone_s = max(0, now_ms - at_ms) / 1000
-        made.unused_s = max(0, at_ms - used_ms) / 1000 if used_ms else None
-    return made
+    def _ended(self, session: SessionRecord, counters: Counters, outcome: Outcome) -> None:
+        space = session.namespace
+        answer = self.answers.take(session, digest16(outcome.request), outcome.epoch)
+        view = view_of(outcome, divided(outcome, space.manifest.chunk_tokens, answer))
+        counters.outcomes += 1
+        counters.reloaded_tokens += view.reloaded_tokens
+        counters.prompt_tokens += view.prompt_tokens
+        for run in view.runs:
+            field = f"{run.origin}_tokens"
+            setattr(counters, field, getattr(counters, field) + run.tokens)
+        for sums in session.all_sums:
+            sums.hits.ended(view)
+        if session.is_bench:
+            return
+        self.hits.ended(session.tenant, space.manifest.model, view)
+        traceparent = "" if answer is None else answer.traceparent
+        self._publish_later(e.RequestEnded, _request_ended, session, traceparent, outcome.request, view)
+        self.recent.ended(session.tenant, RequestView(
+            at=self._wall_s(), kind="ended", session=session.id, label=session.label, request=outcome.request,
+            tokens=outcome.prompt_tokens, hit_tokens=outcome.found_tokens, chunks=0, bytes=0, took_us=0, outcome=view,
+        ), _detail(session))
 
 
 def _detail(session: SessionRecord, broke: Break | None = None) -> Detail:
@@ -372,6 +414,16 @@ def _looked_up(
     return e.LookedUp(
         **session.who, request=request, traceparent=traceparent, tokens=tokens, hit_tokens=hit_tokens, why=why,
         took_us=took_us,
+    )
+
+
+def _request_ended(session: SessionRecord, traceparent: str, request: str, view: OutcomeView) -> e.RequestEnded:
+    hits = Hits()
+    hits.ended(view)
+    return e.RequestEnded(
+        **session.who, traceparent=traceparent, request=request, prompt_tokens=view.prompt_tokens,
+        local_tokens=hits.local_tokens, loaded=dict(hits.loaded), computed=dict(hits.computed),
+        reloaded_tokens=view.reloaded_tokens, saved_s=view.saved_s,
     )
 
 

@@ -18,11 +18,13 @@ from kvdock.api.record.requests import Detail
 from kvdock.api.reports.lists import shown_manifest
 from kvdock.api.reports.recorded import Recent
 from kvdock.protocol.errors import ApiError
+from kvdock.protocol.hits import COMPUTED, MEMORY, WAITED
 from kvdock.protocol.outcomes import OutcomeView
 from kvdock.protocol.readable import duration, size, span
 from kvdock.protocol.reports import Break, Explanation, LoadStory, LookupStory, OtherNamespace, RequestView
 from kvdock.protocol.schemas import Manifest
 
+LOADED_FROM = {MEMORY: "from memory", WAITED: "after another engine had stored them"}
 MOST_ROWS = 64
 """At most this many rows of one request are explained."""
 
@@ -116,15 +118,27 @@ def _sentences(
             f"{row.tokens:,} tokens were to be stored as {row.request}; {row.hit_tokens:,} of them were there already."
         )
     if outcome is not None:
-        sentences.append(
-            f"It has ended: of {outcome.prompt_tokens:,} prompt tokens the engine's own cache had "
-            f"{outcome.local_tokens:,}, and {outcome.loaded_tokens:,} were loaded."
-        )
-        sentences += _load_sentences(outcome)
-        if outcome.why:
-            sentences.append(f"Not more were loaded: {outcome.why_in_words}.")
+        sentences += [*_prompt(outcome), *_load_sentences(outcome)]
     elif lookups:
-        sentences.append("Its engine has not reported yet what became of it.")
+        sentences.append("Its engine has not reported that it has ended.")
+    return sentences
+
+
+def _prompt(outcome: OutcomeView) -> list[str]:
+    """Where the prompt's tokens came from, in their order."""
+    sentences = [f"It has ended. Its prompt had {outcome.prompt_tokens:,} tokens, in this order:"]
+    for run in outcome.runs:
+        tokens = f"{run.tokens:,} {'token' if run.tokens == 1 else 'tokens'}"
+        if run.origin == "local":
+            sentences.append(f"{tokens} that the engine's own cache had.")
+        elif run.origin == "loaded":
+            sentences.append(f"{tokens} loaded {LOADED_FROM.get(run.source, f'from the tier {run.source}')}.")
+        elif run.why:
+            sentences.append(f"{tokens} computed: {COMPUTED[run.why]}.")
+    if outcome.why and outcome.why not in COMPUTED:
+        sentences.append(f"The engine's reason why no more was loaded is {outcome.why!r}.")
+    if outcome.reloaded_tokens:
+        sentences.append(f"It was preempted, and loaded {outcome.reloaded_tokens:,} tokens when it came back.")
     return sentences
 
 
@@ -133,7 +147,7 @@ def _load_of(outcome: OutcomeView | None) -> LoadStory | None:
         return None
     copy_us = outcome.copy_us
     return LoadStory(
-        tokens=outcome.loaded_tokens, bytes=outcome.loaded_bytes, took_ms=outcome.load_us / 1000,
+        tokens=outcome.loaded_tokens + outcome.reloaded_tokens, bytes=outcome.loaded_bytes, took_ms=outcome.load_us / 1000,
         queue_ms=None if copy_us is None else max(0, outcome.load_us - copy_us) / 1000,
         copy_ms=None if copy_us is None else copy_us / 1000,
         bytes_per_s=outcome.loaded_bytes / copy_us * 1e6 if copy_us else None,
@@ -159,7 +173,10 @@ def _load_sentences(outcome: OutcomeView) -> list[str]:
 def _broke(broke: Break) -> str:
     gone = "" if broke.gone_s is None else f", {duration(broke.gone_s)} before this lookup"
     unused = "" if broke.unused_s is None else f"; it had been unused for {duration(broke.unused_s)} by then"
-    return f"The chunk after the first {broke.at_tokens:,} tokens was not given: {broke.in_words}{gone}{unused}."
+    return (
+        f"The {broke.tokens:,} tokens after the first {broke.at_tokens:,} were not given: {broke.in_words}"
+        f"{gone}{unused}."
+    )
 
 
 def _others(rows: Sequence[RequestView]) -> list[str]:

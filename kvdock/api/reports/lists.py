@@ -21,13 +21,14 @@ from kvdock.api.access.peer import Peer
 from kvdock.api.convert import grant_id, grant_text
 from kvdock.api.pool.registry import NamespaceRecord, SessionRecord
 from kvdock.api.pool.sessions import Sessions
-from kvdock.api.pool.sums import mean_of, rates_of
+from kvdock.api.pool.sums import Sums, mean_of, rates_of
 from kvdock.api.reports.contents import Contents
-from kvdock.api.reports.recorded import Recent
+from kvdock.api.reports.recorded import HitRecord, Recent
 from kvdock.protocol import schemas as s
 from kvdock.protocol.admin_schemas import MemberDetail, Namespaces, NamespaceView, SessionDetail
 from kvdock.protocol.errors import ApiError
-from kvdock.protocol.reports import CopyRates, Leases, LeaseView, Requests, UseTotals
+from kvdock.protocol.hits import HitTotals
+from kvdock.protocol.reports import CopyRates, HitDays, Leases, LeaseView, Requests, UseTotals
 
 SESSIONS_OF_PAGE = 64
 """A page is as long as can be made in one turn of the event loop, even if more are asked for."""
@@ -43,10 +44,10 @@ class Lists:
     """One method for each list. `limit` and `cursor` choose a page of it. A list has the items that the caller may see:
     those of its own tenant, or all."""
 
-    def __init__(self, sessions: Sessions, recent: Recent, contents: Contents) -> None:
+    def __init__(self, sessions: Sessions, recent: Recent, hits: HitRecord, contents: Contents) -> None:
         self._pool, self._table = sessions.pool, sessions.pool.table
         self._registry, self._names, self._clock = sessions.registry, sessions.names, sessions.clock
-        self._recent, self._contents = recent, contents
+        self._recent, self._hits, self._contents = recent, hits, contents
 
     def segments(self, _: Peer, limit: int, cursor: int) -> s.Segments:
         shown, following = page_of(self._pool.segment_infos, lambda info: info.id, limit, cursor)
@@ -91,12 +92,22 @@ class Lists:
             for record in self._registry.sessions() if not record.is_bench
         ])
 
+    def hit_days(self, peer: Peer) -> HitDays:
+        return HitDays(days=self._hits.days(peer.sees))
+
+    def hits_by_model(self, peer: Peer) -> dict[tuple[str, str], HitTotals]:
+        """By tenant and model, of the tenants that the caller sees."""
+        return {names: hits.view() for names, hits in self._hits.by_model.items() if peer.sees(names[0])}
+
     def most_used_sessions(self, peer: Peer) -> dict[str, UseTotals]:
         """By label, or by id where there is none: the MOST_SESSIONS that looked up most tokens, of those seen.
-        If several have one label, it is the one that looked up most."""
+        Those that have one label are summed."""
         seen = [one for one in self._registry.sessions() if peer.sees(one.tenant) and not one.is_bench]
         most = heapq.nlargest(MOST_SESSIONS, seen, key=lambda record: record.sums.lookup_tokens)
-        return {record.label or record.id: record.sums.view() for record in reversed(most)}
+        named: dict[str, Sums] = {}
+        for record in most:
+            named.setdefault(record.label or record.id, Sums()).add(record.sums)
+        return {name: sums.view() for name, sums in named.items()}
 
     def session(self, peer: Peer, session_id: str, limit: int, cursor: int) -> SessionDetail:
         """One session with all its members and a page of its grants. Raises ApiError(unknown_session)."""

@@ -26,11 +26,12 @@ from kvdock.api.pool.pool import Pool
 from kvdock.api.pool.quotas import Quotas
 from kvdock.api.record.counters import Counters
 from kvdock.api.reports.lists import Lists
-from kvdock.api.reports.recorded import Answers, CallTimes, FeedFigures, Totals
+from kvdock.api.reports.recorded import Answers, CallTimes, FeedFigures
 from kvdock.api.reports.status import Overview, Probes
 from kvdock.protocol.admin_schemas import TenantView
 from kvdock.protocol.events import Event, Loaded, Stored, kind_of
-from kvdock.protocol.reports import BREAKS, WAIT_BOUNDS_S, CopyRates, MoverView, Status, TierView, UseTotals
+from kvdock.protocol.hits import COMPUTED, HitTotals, by_source
+from kvdock.protocol.reports import WAIT_BOUNDS_S, CopyRates, MoverView, TierView, UseTotals
 
 _HELP = {name: hint.__metadata__[0].description for name, hint in get_type_hints(Counters, include_extras=True).items()}
 FRESH_S = 1.0
@@ -60,7 +61,9 @@ class Metrics:
     async def _of_tenants(self, peer: Peer) -> bytes:
         if not peer.may("read"):
             return b""
-        return await self._used_by_tenants(peer) + used_by_sessions(self._lists.most_used_sessions(peer))
+        models = self._lists.hits_by_model(peer)
+        sessions = self._lists.most_used_sessions(peer)
+        return await self._used_by_tenants(peer) + used_by_models(models) + used_by_sessions(sessions)
 
     async def _used_by_tenants(self, peer: Peer) -> bytes:
         if not peer.may("admin"):
@@ -76,11 +79,10 @@ class ServerMetrics:
     """The metrics of the server as a whole, computed from its state."""
 
     def __init__(
-        self, pool: Pool, overview: Overview, probes: Probes, lists: Lists, totals: Totals, answers: Answers,
-        feeds: FeedFigures,
+        self, pool: Pool, overview: Overview, probes: Probes, lists: Lists, answers: Answers, feeds: FeedFigures,
     ) -> None:
         self._pool, self._overview, self._probes, self._lists = pool, overview, probes, lists
-        self._missed, self._answers, self._feeds = totals.missed, answers, feeds
+        self._answers, self._feeds = answers, feeds
         self._process = ProcessCollector(registry=None)
 
     def collect(self) -> Iterator[Metric]:
@@ -103,11 +105,10 @@ class ServerMetrics:
         for state in ("reserved", "ready", "quarantined"):
             chunks.add_metric([state], getattr(status.chunks, state))
         yield chunks
-        yield _hits(status)
+        yield from _hits(status.hits)
         if status.mover is not None:
             yield from _of_mover(status.mover)
             yield from _of_tiers(status.tiers)
-        yield _requested(status, self._missed)
         yield _copies(self._lists.copy_rates())
         yield _times(self._answers.timings)
         yield self._durations_of("kvdock_load_seconds", "From a lease until all of its ranks have read", Loaded)
@@ -123,7 +124,7 @@ class ServerMetrics:
             ("kvdock_leases", "Leases that a rank has not released yet", status.leases),
             ("kvdock_open_reservations", "Reservations that a rank has not finished yet", status.reservations),
             ("kvdock_saved_seconds", "What computing the loaded tokens would have taken, less what loading them took",
-             status.saved.seconds or 0.0),
+             status.hits.saved_s or 0.0),
             ("kvdock_oldest_chunk_unused_seconds", "How long the chunk was unused that was unused longest",
              status.oldest_s or 0.0),
             ("kvdock_pool_full_in_seconds", "When the pool is full at the rate of the last minutes; +Inf: never",
@@ -172,12 +173,14 @@ def used_by(tenants: Mapping[str, TenantView]) -> bytes:
 def used_by_sessions(sessions: Mapping[str, UseTotals]) -> bytes:
     """`sessions`: by label or id, those that looked up most."""
     used = CounterMetricFamily(
-        "kvdock_engine_tokens", "Tokens of an attached engine, by what: looked up, found, loaded",
-        labels=["engine", "what"],
+        "kvdock_engine_tokens", "Tokens of an attached engine: asked for in lookups; of ended requests' prompts, those "
+        "that it had, loaded and computed", labels=["engine", "what"],
     )
     for session, totals in sessions.items():
+        hits = totals.hits
         for what, tokens in (
-            ("looked_up", totals.lookup_tokens), ("found", totals.hit_tokens), ("loaded", totals.loaded_tokens)
+            ("asked", totals.lookup_tokens), ("local", hits.local_tokens), ("loaded", hits.loaded_tokens),
+            ("computed", hits.computed_tokens),
         ):
             used.add_metric([session, what], tokens)
     return exposed([used]) if sessions else b""
@@ -198,26 +201,44 @@ class _Made(Collector):
         return self._metrics
 
 
-def _hits(status: Status) -> Metric:
-    """Every token looked up, by where it was found: the samples sum to kvdock_lookup_tokens_total."""
-    hits = CounterMetricFamily(
-        "kvdock_lookup_tier_tokens", "Tokens looked up, by the tier that had them; none: to be computed",
-        labels=["tier"],
+def _hits(hits: HitTotals) -> Iterator[Metric]:
+    """Every token of the prompts of ended requests, by source, and every computed one, by reason."""
+    sources = CounterMetricFamily(
+        "kvdock_prompt_source_tokens", "Tokens of prompts, by where they came from: local is the engine's own cache; "
+        "the samples sum to kvdock_prompt_tokens_total", labels=["source"],
     )
-    hits.add_metric(["memory"], status.counters["hit_tokens"])
-    hits.add_metric(["none"], status.counters["lookup_tokens"] - status.counters["hit_tokens"])
-    return hits
+    for source, tokens in by_source(hits).items():
+        sources.add_metric([source], tokens)
+    yield sources
+    reasons = CounterMetricFamily(
+        "kvdock_computed_reason_tokens", "Tokens that engines computed, by why; the samples sum to "
+        "kvdock_computed_tokens_total", labels=["why"],
+    )
+    for why in COMPUTED:
+        reasons.add_metric([why], hits.computed.get(why, 0))
+    yield reasons
 
 
-def _requested(status: Status, missed: Mapping[str, int]) -> Metric:
-    """Every token looked up, by what became of it: the samples sum to kvdock_lookup_tokens_total."""
-    requested = CounterMetricFamily(
-        "kvdock_requested_tokens", "Tokens looked up: found, or by why they were not", labels=["outcome"]
+def used_by_models(models: Mapping[tuple[str, str], HitTotals]) -> bytes:
+    """`models`: by tenant and model."""
+    labels = ["tenant", "model"]
+    requests = CounterMetricFamily("kvdock_model_requests", "Ended requests", labels=labels)
+    sources = CounterMetricFamily(
+        "kvdock_model_prompt_tokens", "As kvdock_prompt_source_tokens_total", labels=[*labels, "source"]
     )
-    requested.add_metric(["found"], status.counters["hit_tokens"])
-    for why in BREAKS:
-        requested.add_metric([why], missed.get(why, 0))
-    return requested
+    reasons = CounterMetricFamily(
+        "kvdock_model_computed_tokens", "As kvdock_computed_reason_tokens_total", labels=[*labels, "why"]
+    )
+    saved = GaugeMetricFamily("kvdock_model_saved_seconds", "As kvdock_saved_seconds", labels=labels)
+    for names, hits in models.items():
+        requests.add_metric(names, hits.requests)
+        for source, tokens in by_source(hits).items():
+            sources.add_metric([*names, source], tokens)
+        for why, tokens in hits.computed.items():
+            reasons.add_metric([*names, why], tokens)
+        if hits.saved_s is not None:
+            saved.add_metric(names, hits.saved_s)
+    return exposed([requests, sources, reasons, saved]) if models else b""
 
 
 def _copies(rates: CopyRates) -> Metric:

@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Protocol
 
 from kvdock.api.access.peer import Peer
-from kvdock.api.pool.sums import Sums
+from kvdock.api.pool.sums import Hits
 from kvdock.api.record.counters import Counters
 from kvdock.api.record.requests import Detail
 from kvdock.api.record.timings import Buckets, RouteTimes
 from kvdock.protocol.events import Event
-from kvdock.protocol.reports import Curve, Over, RequestView, Stats
+from kvdock.protocol.reports import Curve, DayOfHits, Over, RequestView, Stats
 
 
 class Recent(Protocol):
@@ -31,13 +31,22 @@ class Totals(Protocol):
     """What all calls did since the start: `Tally`."""
 
     @property
-    def saved(self) -> Sums: ...
-
-    @property
-    def missed(self) -> Mapping[str, int]:
-        """Tokens that lookups asked for and did not get, by the reason."""
+    def hits(self) -> HitRecord: ...
 
     def totals(self) -> Counters: ...
+
+
+class HitRecord(Protocol):
+    """Where the tokens of prompts came from: `HitRecord`."""
+
+    @property
+    def total(self) -> Hits: ...
+
+    @property
+    def by_model(self) -> Mapping[tuple[str, str], Hits]:
+        """By tenant and model, since the server's start."""
+
+    def days(self, sees: Callable[[str], bool]) -> list[DayOfHits]: ...
 
 
 class Series(Protocol):

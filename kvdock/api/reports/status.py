@@ -156,7 +156,7 @@ class Overview:
                 tier if peer.may("read") else msgspec.structs.replace(tier, error="") for tier in self._lower.tiers()
             ],
             mover=self._lower.mover(),
-            saved=self._totals.saved.saved(),
+            hits=self._totals.hits.total.view(),
             oldest_s=self._clock.since_s(stats["oldest_used_ms"]),
             full_in_s=self._full_in_s(),
             host=socket.gethostname() if peer.may("read") else "",

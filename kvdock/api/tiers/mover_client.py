@@ -73,6 +73,10 @@ class MoverClient:
             for report in self._tiers.reports
         ]
 
+    def tier_has(self, space: NamespaceRecord, key: bytes) -> bool:
+        """Whether a lower tier is known to have the chunk."""
+        return self._tiers.has(space, key)
+
     def is_mover(self, session: SessionRecord) -> bool:
         """Whether the session is one of the mover's."""
         return self.has_mover and session.instance.startswith(self.instance_prefix)

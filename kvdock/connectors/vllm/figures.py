@@ -200,7 +200,9 @@ class Outcomes(RequestOutcomes):
         """The request has ended. Returns the `kv_transfer_params` of its answer. None: the request did not ask for its
         outcome, or it has parameters for another connector, which may answer: vLLM accepts only one answer."""
         asked = self._asked.pop(request.request_id, None)
-        outcome = self.ended(request.request_id, request.num_prompt_tokens)
+        outcome = self.ended(
+            request.request_id, request.num_prompt_tokens, has_run=request.num_output_tokens > 0
+        )
         params = getattr(request, "kv_transfer_params", None)
         if outcome is None or asked is None or not asked.report:
             return None

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -106,7 +106,7 @@ class VllmScheduler:
         self._speed = PrefillSpeed(clock, ahead)
         self._connector = self._connect(session, settings, clock)
         self._arrivals = Arrivals(EarlyQuestions(self._expect))
-        self._outcomes = Outcomes(self._connector.ended, self._speed, clock)
+        self._outcomes = Outcomes(self._connector.ended, self._speed, clock, epoch_of=self._connector.lookups.epoch_of)
         self._resets = Resets(session, settings.on_reset)
         self._stores = OpenStores(
             self._connector.stores, engine.ranks, partial(self.figures.add, "stores_dropped", 1), steps_ahead=ahead,
@@ -202,7 +202,11 @@ class VllmScheduler:
         tracked = self._tracked.setdefault(request.request_id, Tracked(request))
         # vLLM's own cache may have kept KV of earlier weights: KV that is computed behind it belongs to no weights.
         tracked.is_old = not self._weights.may_share or (self._weights.is_stale and local_tokens > 0)
-        if tracked.is_old or not self._may_load(request):
+        if tracked.is_old:
+            return 0, False
+        if not self._may_load(request):
+            if not self._engine.unfit:
+                self._outcomes.held_back(request.request_id, "opted_out")
             return 0, False
         if self._tags.of(request) is None:
             if self._tags.waits(request):
@@ -351,13 +355,20 @@ class VllmScheduler:
         scheduled = list(output.num_scheduled_tokens)
         is_idle, alone = not scheduled, scheduled[0] if len(scheduled) == 1 else None
         self._connector.lookups.step(is_idle)
-        self._speed.step(sum(count for count in output.num_scheduled_tokens.values() if count >= LEAST_PROMPT))
+        self._speed.step(self._prefill_tokens(output.num_scheduled_tokens))
         if is_idle:
             self._connector.lookups.wait_for_answer(IDLE_WAIT_S)  # waiting costs less than spinning
         return Orders(
             loads, tuple(stores), tuple(fences), is_idle, alone, frozenset(output.finished_req_ids),
             self._weights.epoch,
         )
+
+    def _prefill_tokens(self, scheduled: Mapping[str, int]) -> int:
+        """How many tokens of prompts the step computes; 0 if it does not show how fast the engine computes them."""
+        prefills = {request_id: count for request_id, count in scheduled.items() if count >= LEAST_PROMPT}
+        if not any(self._outcomes.shows_speed(request_id, count) for request_id, count in prefills.items()):
+            return 0
+        return sum(prefills.values())
 
     def _ordered(self, load: LoadOrder) -> LoadOrder:
         """The order for a load: it names whether steps in progress may still use blocks that the load writes, and the

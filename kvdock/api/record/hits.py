@@ -1,0 +1,253 @@
+"""Where the tokens of prompts came from, as far as the server knows: what it offered, and what became of the rest.
+
+Lookups leave an Answered here; the outcome of their request takes it and divides the prompt (kvdock/protocol/hits.py).
+All of it is bounded: the outcome of a request whose answer was forgotten counts its loaded tokens as from memory, and
+those that it computed as not asked for.
+
+Used from the event loop only.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from kvdock._core import Lookup as Found, Table
+from kvdock.api.pool.registry import NamespaceRecord, SessionRecord
+from kvdock.protocol.hits import COMPUTED, MEMORY, WAITED, ComputedWhy, PromptRun
+from kvdock.protocol.outcomes import Outcome
+from kvdock.protocol.wire_types import KEY_BYTES
+
+MOST_ANSWERS = 16_384
+"""Requests whose outcome has not come yet: those of some minutes of busy engines."""
+MOST_ARRIVING = 4096
+"""Reservations of the mover that are open."""
+MOST_BROUGHT = 65_536
+"""Chunks that tiers brought last: as many as requests wait for at once, and more."""
+
+InTier = Callable[[NamespaceRecord, bytes], bool]
+"""Whether a lower tier is known to have the chunk of that key."""
+
+
+class Missing(NamedTuple):
+    """A run of chunks that a lookup did not find. `end`: where it ends, in chunks from the prompt's first. `at_ms`,
+    `used_ms`: when its first chunk left the pool and when a request had last named it, on the server clock; 0: not
+    known, or it was never there."""
+
+    end: int
+    why: ComputedWhy
+    at_ms: int = 0
+    used_ms: int = 0
+
+
+@dataclass(slots=True)
+class Answered:
+    """The answers to one request's lookups in one epoch. Ends are in chunks from the prompt's first."""
+
+    chunk_tokens: int
+    asked: int
+    """How many chunks were asked for."""
+    began_ns: int
+    traceparent: str = ""
+    """That of its last lookup."""
+    found: list[tuple[int, str]] = field(default_factory=list)
+    """The end of each run of chunks that were found, with its source."""
+    missing: list[Missing] = field(default_factory=list)
+    """What follows them, up to `asked`."""
+    seen: tuple[int, int, str] = (-1, 0, "")
+    """What the last answer that was looked into had: hit tokens, tokens being stored, and its limit."""
+
+    @property
+    def hit(self) -> int:
+        return self.found[-1][0] if self.found else 0
+
+    def grow(self, end: int, source: str) -> None:
+        """Everything up to `end` was found: what is new came from `source`."""
+        while self.found and self.found[-1][0] > end:
+            self.found.pop()
+        if end <= self.hit:
+            return
+        if self.found and self.found[-1][1] == source:
+            self.found.pop()
+        self.found.append((end, source))
+
+
+class Answers:
+    """The answers of lookups whose requests have not ended. `in_tier`: see InTier."""
+
+    def __init__(self, table: Table, in_tier: InTier) -> None:
+        self._table, self._in_tier = table, in_tier
+        self._open: OrderedDict[tuple[int, bytes], dict[int, Answered]] = OrderedDict()
+        """By session and request, then by epoch."""
+        self._arriving: OrderedDict[int, tuple[NamespaceRecord, Sequence[bytes], str]] = OrderedDict()
+        """By reservation of the mover, the chunks that it loads, and from which tier."""
+        self._brought: OrderedDict[tuple[int, bytes], tuple[str, int]] = OrderedDict()
+        """By namespace and key, the tier that brought a chunk into the pool, and when."""
+
+    def tier_reserved(self, space: NamespaceRecord, grant: int, keys: Sequence[bytes], tier: str) -> None:
+        """The mover has slots for chunks that it loads from `tier`."""
+        self._arriving[grant] = space, keys, tier
+        if len(self._arriving) > MOST_ARRIVING:
+            self._arriving.popitem(last=False)
+
+    def tier_committed(self, grant: int, now_ns: int, *, is_whole: bool) -> None:
+        """The mover has published chunks of that reservation. `is_whole`: it publishes no more."""
+        space, keys, tier = self._arriving.get(grant, (None, (), ""))
+        if space is None:
+            return
+        if is_whole:
+            del self._arriving[grant]
+        for key in keys:
+            self._brought[space.table_id, key] = tier, now_ns
+            self._brought.move_to_end((space.table_id, key))
+        while len(self._brought) > MOST_BROUGHT:
+            self._brought.popitem(last=False)
+
+    def answered(
+        self, session: SessionRecord, request: bytes, epoch: int, keys: bytes, found: Found, now_ns: int,
+    ) -> Answered:
+        """A lookup for `keys` was answered with `found`. To be called before another call changes the table."""
+        space = session.namespace
+        of_request = self._open.setdefault((session.table_id, request), {})
+        self._open.move_to_end((session.table_id, request))
+        if len(self._open) > MOST_ANSWERS:
+            self._open.popitem(last=False)
+        answer, asked = of_request.get(epoch), len(keys) // KEY_BYTES
+        hit = found.hit_tokens // space.manifest.chunk_tokens
+        if answer is None:
+            answer = of_request[epoch] = Answered(space.manifest.chunk_tokens, asked, now_ns)
+            answer.grow(hit, MEMORY)
+        else:
+            answer.asked = asked
+            self._grow(answer, space, keys, hit)
+        if (seen := (found.hit_tokens, found.being_stored, found.limited)) != answer.seen:
+            answer.seen = seen
+            answer.missing = self._missing(space, keys, found, hit)
+        return answer
+
+    def _grow(self, answer: Answered, space: NamespaceRecord, keys: bytes, hit: int) -> None:
+        """What is found beyond the last answer came from a tier, or another engine has stored it meanwhile."""
+        for at in range(answer.hit, hit):
+            tier, came_ns = self._brought.get((space.table_id, keys[at * KEY_BYTES : (at + 1) * KEY_BYTES]), ("", 0))
+            answer.grow(at + 1, tier if tier and came_ns >= answer.began_ns else WAITED)
+        answer.grow(hit, WAITED)
+
+    def _missing(self, space: NamespaceRecord, keys: bytes, found: Found, hit: int) -> list[Missing]:
+        """Why the chunks behind the first `hit` ones were not given. A chunk that is there behind a missing one shares
+        its reason: it would have been found with it."""
+        end, behind = hit, keys[hit * KEY_BYTES :]
+        why: ComputedWhy = "partial"
+        if found.limited == "held_bytes" or found.limited == "pinning":
+            why = found.limited
+        runs: list[Missing] = []
+        being_stored = found.being_stored // space.manifest.chunk_tokens
+        for chunks, fate, at_ms, used_ms in self._table.fates(space.table_id, behind) if behind else ():
+            for count, reason in self._reasons(space, keys, end, chunks, fate, being_stored):
+                end += count
+                if reason is not None:
+                    why = reason
+                if runs and runs[-1].why == why:
+                    runs[-1] = runs[-1]._replace(end=end)
+                else:
+                    runs.append(Missing(end, why, at_ms, used_ms))
+        return runs
+
+    def _reasons(
+        self, space: NamespaceRecord, keys: bytes, first: int, chunks: int, fate: str, being_stored: int
+    ) -> Iterable[tuple[int, ComputedWhy | None]]:
+        """(chunks, why they are missing) of a run of chunks with one fate; None: they are there."""
+        if fate == "ready":
+            return [(chunks, None)]
+        promised = min(chunks, max(0, being_stored - first)) if fate == "unknown" else 0
+        runs: list[tuple[int, ComputedWhy | None]] = [(promised, "being_stored")] if promised else []
+        reason = "never_stored" if fate == "unknown" else fate
+        assert reason in COMPUTED, f"fate: found {fate!r}, wanted a reason"
+        if reason in ("cleared", "deleted", "mismatched", "being_stored"):  # tiers have no such chunk either
+            return [(chunks, reason)]
+        for at in range(first + promised, first + chunks):
+            has = self._in_tier(space, keys[at * KEY_BYTES : (at + 1) * KEY_BYTES])
+            runs.append((1, "tier_slow" if has else reason))
+        return runs
+
+    def take(self, session: SessionRecord, request: bytes, epoch: int) -> Answered | None:
+        """The answers to the request's lookups in that epoch, or in its last one. The request has ended."""
+        of_request = self._open.pop((session.table_id, request), None)
+        if of_request is None:
+            return None
+        return of_request.get(epoch) or of_request[max(of_request)]
+
+
+# --------------------------------------------------------------------------------
+# The division of a prompt.
+
+class _Runs:
+    def __init__(self, prompt_tokens: int) -> None:
+        self.runs: list[PromptRun] = []
+        self._end, self._prompt_tokens = 0, prompt_tokens
+
+    def upto(self, end: int, run: PromptRun) -> None:
+        """The tokens from the last run's end up to `end` are of the kind of `run`."""
+        tokens = min(end, self._prompt_tokens) - self._end
+        if tokens <= 0:
+            return
+        self._end += tokens
+        last = self.runs[-1] if self.runs else None
+        if last is not None and (last.origin, last.source, last.why) == (run.origin, run.source, run.why):
+            last.tokens += tokens
+        else:
+            run.tokens = tokens
+            self.runs.append(run)
+
+
+def _local() -> PromptRun:
+    return PromptRun(tokens=0, origin="local")
+
+
+def _loaded(source: str) -> PromptRun:
+    return PromptRun(tokens=0, origin="loaded", source=source)
+
+
+def _computed(why: ComputedWhy) -> PromptRun:
+    return PromptRun(tokens=0, origin="computed", why=why)
+
+
+def divided(outcome: Outcome, chunk_tokens: int, answer: Answered | None) -> list[PromptRun]:
+    """The prompt of a request that has ended, from its first token to its last. `answer`: None: it was not looked up,
+    or its lookups were forgotten. The last token of a prompt is always computed, so whole chunks end before it, unless
+    the engine has asked for more."""
+    runs, prompt = _Runs(outcome.prompt_tokens), outcome.prompt_tokens
+    end = outcome.local_tokens + outcome.loaded_tokens
+    runs.upto(outcome.local_tokens, _local())
+    found = answer.found if answer is not None else []
+    for chunk, source in found:
+        runs.upto(min(chunk * chunk_tokens, end), _loaded(source))
+    runs.upto(end, _loaded(MEMORY))
+    why: ComputedWhy | None = _known(outcome.why)
+    whole = max(0, prompt - 1) // chunk_tokens * chunk_tokens
+    if answer is not None:
+        whole = max(whole, min(answer.asked * chunk_tokens, prompt))
+        for chunk, source in found:
+            tokens = chunk * chunk_tokens
+            runs.upto(min(tokens, outcome.found_tokens), _computed(why or "not_loaded"))
+            runs.upto(tokens, _computed(_came_late(source, why)))
+        for missing in answer.missing:
+            runs.upto(missing.end * chunk_tokens, _computed(missing.why))
+    runs.upto(whole, _computed(why or "not_asked"))
+    runs.upto(prompt, _computed("tail" if whole else "short"))
+    return runs.runs
+
+
+def _came_late(source: str, why: ComputedWhy | None) -> ComputedWhy:
+    """Why tokens were computed that an answer found which the engine has not used."""
+    if source == WAITED:
+        return "being_stored"
+    return why or "not_loaded" if source == MEMORY else "tier_slow"
+
+
+def _known(why: str) -> ComputedWhy | None:
+    """An engine's own reason; None: it has none."""
+    if not why:
+        return None
+    return next((one for one in COMPUTED if one == why), "other")

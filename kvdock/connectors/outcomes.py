@@ -144,11 +144,11 @@ class OutcomeBuffer:
 @dataclass(slots=True)
 class _Story:
     """The state of a request's outcome. `cached_tokens`: the tokens that the engine's own cache has now. `epoch`: that
-    of its last lookup. `found_tokens`: the prefix that the server had, by the last answer. `local_tokens`, `loaded_tokens`: what the
-    engine's own cache had and what was loaded when the request was first admitted. `reloaded_tokens`: what was loaded
-    when it came back after preemptions. `loading_tokens`: those of the load in progress. `load_s`, `copy_s`: the
-    seconds of all loads that have ended; None: none has, or the seconds of a copy are not known. `why`: why not more
-    was loaded; "": there is no reason."""
+    of its last lookup. `found_tokens`: the prefix that the server had, by the last answer. `local_tokens`,
+    `loaded_tokens`: what the engine's own cache had and what was loaded when the request was first admitted.
+    `reloaded_tokens`: what was loaded when it came back after preemptions. `loading_tokens`: those of the load in
+    progress. `load_s`, `copy_s`: the seconds of all loads that have ended; None: none has, or the seconds of a copy are
+    not known. `why`: why not more was loaded; "": there is no reason."""
 
     cached_tokens: int = 0
     epoch: int = 0

@@ -45,8 +45,8 @@ NEWEST_STEP = 0.2
 @dataclass
 class SentQuestion:
     """`answered`: done when the answer has come. `asked_s`: the time at which the question was passed to the thread
-    that sends it. `epoch`: that of the lookup. `was_late`: a lookup was a miss because the answer was late. `was_read`: a lookup has read the
-    answer."""
+    that sends it. `epoch`: that of the lookup. `was_late`: a lookup was a miss because the answer was late. `was_read`:
+    a lookup has read the answer."""
 
     answered: Future[None]
     asked_s: float

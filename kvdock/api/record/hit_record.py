@@ -13,7 +13,6 @@ from collections.abc import Callable
 import msgspec
 
 from kvdock.api.pool.sums import Hits
-from kvdock.protocol.hits import HitTotals
 from kvdock.protocol.outcomes import OutcomeView
 from kvdock.protocol.reports import DayOfHits
 

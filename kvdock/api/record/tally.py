@@ -21,8 +21,8 @@ from kvdock.api.pool.registry import MemberRecord, Recent, SessionRecord, digest
 from kvdock.api.pool.sums import Hits
 from kvdock.api.record.counters import TABLE_COUNTERS, Counters
 from kvdock.api.record.curve import Curves
-from kvdock.api.record.hits import Answered, Answers, InTier, divided
 from kvdock.api.record.hit_record import HitRecord
+from kvdock.api.record.hits import Answered, Answers, InTier, divided
 from kvdock.api.record.journal import Journal
 from kvdock.api.record.requests import Detail, RecentRequests
 from kvdock.api.settings import Settings

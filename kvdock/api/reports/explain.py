@@ -147,7 +147,8 @@ def _load_of(outcome: OutcomeView | None) -> LoadStory | None:
         return None
     copy_us = outcome.copy_us
     return LoadStory(
-        tokens=outcome.loaded_tokens + outcome.reloaded_tokens, bytes=outcome.loaded_bytes, took_ms=outcome.load_us / 1000,
+        tokens=outcome.loaded_tokens + outcome.reloaded_tokens, bytes=outcome.loaded_bytes,
+        took_ms=outcome.load_us / 1000,
         queue_ms=None if copy_us is None else max(0, outcome.load_us - copy_us) / 1000,
         copy_ms=None if copy_us is None else copy_us / 1000,
         bytes_per_s=outcome.loaded_bytes / copy_us * 1e6 if copy_us else None,

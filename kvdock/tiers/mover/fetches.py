@@ -304,7 +304,8 @@ class Fetches:
         body = Reserve(
             session=attachment.session, member=attachment.member, store=f"fetch-{next(self._numbers)}",
             parent=fetch.wanted.keys[first - 1].hex() if first else None, keys=b"".join(keys), groups=groups,
-            temporary=not fetch.is_ahead, tier=handle.name, edition=fetch.agreed.edition if fetch.agreed is not None else None,
+            temporary=not fetch.is_ahead, tier=handle.name,
+            edition=fetch.agreed.edition if fetch.agreed is not None else None,
         )
         try:
             granted = self._client.reserve(body)

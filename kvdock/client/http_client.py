@@ -218,6 +218,7 @@ class AsyncHttpClient:
     commit = _awaited(Client.commit)
     abort = _awaited(Client.abort)
     status = _awaited(Client.status)
+    whoami = _awaited(Client.whoami)
     stats = _awaited(Client.stats)
     hits = _awaited(Client.hits)
     prefixes = _awaited(Client.prefixes)

@@ -31,9 +31,10 @@ from kvdock.api.record.timings import Meter, Timings
 from kvdock.api.settings import Settings
 from kvdock.client.client import Client
 from kvdock.protocol import calls
-from kvdock.protocol.calls import INCLUDED, Call, Scope
+from kvdock.protocol.calls import INCLUDED, Call
 from kvdock.protocol.errors import ApiError
 from kvdock.protocol.schemas import Heartbeat
+from kvdock.protocol.wire_types import Scope
 
 pytestmark = pytest.mark.security
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")

@@ -4,9 +4,11 @@ import { send } from "../api.js";
 import { button, choice, labelled, select } from "../choice.js";
 import { confirmed } from "../confirm.js";
 import { el, hint, setAttr, setHidden, setText } from "../dom.js";
-import { about, age, bytes, count, plural, shareOf, weightsName } from "../format.js";
+import { about, age, bytes, count, plural, weightsName } from "../format.js";
+import { summed } from "../hits.js";
 import { barred, Table, twoPart } from "../table.js";
 import { COSTS, FOR, pin } from "./keep.js";
+import { loadedFigure, loadedNote, loadedTitle } from "./shares.js";
 
 const OWN = "the server's own user";
 const tenantName = (tenant) => tenant || OWN;
@@ -51,8 +53,7 @@ function grouped(namespaces, way) {
     bytes: sum(all, "bytes"),
     oldest_s: Math.max(...known(all, "oldest_s")),
     unused_s: Math.min(...known(all, "unused_s")),
-    hit_tokens: totals(all, "hit_tokens"),
-    lookup_tokens: totals(all, "lookup_tokens"),
+    totals: { lookup_tokens: totals(all, "lookup_tokens"), hits: summed(all.map((n) => n.totals?.hits)) },
     sessions: sum(all, "sessions"),
     pool_bytes: 0,
   }));
@@ -68,8 +69,10 @@ const BY_GROUP = [
     make: barred((g) => g.bytes, (g) => g.pool_bytes, (g) => bytes(g.bytes), (g) => plural(g.chunks, "chunk")),
   },
   {
-    head: "Hit rate", cls: "num stacked", has: (g) => g.lookup_tokens > 0,
-    make: twoPart((g) => shareOf(g.hit_tokens, g.lookup_tokens), (g) => `of ${count(g.lookup_tokens)} tokens`),
+    head: "Loaded", cls: "num stacked", has: (g) => g.totals.lookup_tokens > 0 || g.totals.hits.requests > 0,
+    make: twoPart(
+      (g) => loadedFigure(g.totals), (g) => loadedNote(g.totals), (g) => loadedTitle(g.totals),
+    ),
   },
   {
     head: "Last used", cls: "num", has: (g) => g.isKnown, text: (g) => since(g.unused_s),

@@ -2,7 +2,7 @@
 
 import { el, KeyedList, setAttr, setHidden, setText } from "../dom.js";
 import { age, bytes, count, plural } from "../format.js";
-import { nameOf, inTrouble } from "./sessions.js";
+import { enginesOf, inTrouble, nameOf } from "./sessions.js";
 
 /** An older lease needs attention: a copy takes seconds. */
 export const OLD_LEASE_S = 60;
@@ -15,8 +15,8 @@ function names(all) {
 
 /** Each rule: bodies → [tone, sentence, id of the panel] or null. A list that is not known is null. */
 const RULES = [
-  ({ sessions }) => {
-    const bad = (sessions?.sessions ?? []).filter((s) => inTrouble(s).length);
+  (bodies) => {
+    const bad = (enginesOf(bodies) ?? []).filter((s) => inTrouble(s).length);
     if (!bad.length) return null;
     const states = bad.flatMap(inTrouble).map((m) => m.state);
     const isDead = states.some((state) => state !== "suspect");

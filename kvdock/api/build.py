@@ -33,6 +33,7 @@ from kvdock.api.pool.pool import Pool
 from kvdock.api.pool.quotas import Quotas, default_quota
 from kvdock.api.pool.registry import Names, Registry
 from kvdock.api.pool.sessions import Sessions
+from kvdock.api.record.beginnings import Beginnings
 from kvdock.api.record.curve import Curves
 from kvdock.api.record.history import SERIES, TIER_SERIES, History, Sampler
 from kvdock.api.record.journal import Journal
@@ -80,8 +81,10 @@ def build(
     sessions, drain = _sessions(settings, pool, clocks)
     registry, clock = sessions.registry, sessions.clock
     curves = Curves(pool, clocks.now_s) if "curve" in settings.observers else None
+    beginnings = Beginnings(registry)
     tally = Tally(
-        settings, pool.table, journal, curves, clocks, clock, lambda space, key: mover_client.tier_has(space, key)
+        settings, pool.table, journal, curves, beginnings, clocks, clock,
+        lambda space, key: mover_client.tier_has(space, key),
     )
     orders = OrderFile(Path(f"{settings.socket_path}.orders"))
     clears = Clears(pool.table, registry, journal, orders, settings.tier_names)
@@ -107,7 +110,7 @@ def build(
         service=CacheService(sessions, tally, mover_client, clears, feeds.kv, settings.heartbeat_s),
         admin=Admin(settings, sessions, journal, clears, contents.forget),
         overview=overview, lists=lists, contents=contents,
-        explainer=Explainer(tally.recent, registry, pool.table), probes=probes,
+        explainer=Explainer(tally.recent, beginnings, registry, pool.table, clock), probes=probes,
         metrics=Metrics(server_metrics, lists, sessions.quotas, clocks.now_s),
         events=feeds.events, kv_stream=feeds.kv_stream,
         body_limit_bytes=settings.body_limit_bytes, body_capacity=BodyCapacity.for_bodies_of(settings.body_limit_bytes),

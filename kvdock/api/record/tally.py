@@ -17,8 +17,9 @@ from typing import Any, NamedTuple
 from kvdock._core import SLOT_ALIGN, Lookup as Found, Reservation as Granted, Table
 from kvdock.api.clock import Clocks, ServerClock
 from kvdock.api.convert import grant_text
-from kvdock.api.pool.registry import MemberRecord, Recent, SessionRecord, digest16
+from kvdock.api.pool.registry import MemberRecord, NamespaceRecord, Recent, SessionRecord, digest16
 from kvdock.api.pool.sums import Hits
+from kvdock.api.record.beginnings import Beginnings
 from kvdock.api.record.counters import TABLE_COUNTERS, Counters
 from kvdock.api.record.curve import Curves
 from kvdock.api.record.hit_record import HitRecord
@@ -77,14 +78,14 @@ class Tally:
     """`counters` may be raised directly; methods record lookups, stores, and changes of members."""
 
     def __init__(
-        self, settings: Settings, table: Table, journal: Journal, curves: Curves | None, clocks: Clocks,
-        server_clock: ServerClock, in_tier: InTier = lambda space, key: False,
+        self, settings: Settings, table: Table, journal: Journal, curves: Curves | None, beginnings: Beginnings,
+        clocks: Clocks, server_clock: ServerClock, in_tier: InTier = lambda space, key: False,
     ) -> None:
         keep = 4 * settings.table_grants  # requests and grants
         self.counters = Counters()
         self.recent = RecentRequests(settings.recent_requests)
         self.hits = HitRecord(clocks.wall_s)
-        self.answers = Answers(table, in_tier)
+        self.answers, self.beginnings = Answers(table, in_tier), beginnings
         self.now_ns = clocks.perf_ns
         self._apart = Counters()
         """The counts of benchmarks."""
@@ -154,9 +155,9 @@ class Tally:
             self._leased(one, chunks - before, leased_bytes)
             return
         self._count_first(session, one.keys, tokens, found)
-        broke = None if answer is None else self._break_of(answer)
+        broke = None if answer is None else self._break_of(session.namespace, one.keys, answer)
         took_us = (one.answered_ns - one.started_ns) // 1000
-        detail = _detail(session, broke)
+        detail = _detail(session, broke, one.body)
         if not session.is_bench:
             self.recent.add(session.tenant, RequestView(
                 at=one.at, kind="lookup", session=session.id, label=session.label, request=one.body.request,
@@ -182,7 +183,7 @@ class Tally:
         if (curves := self._curves_of(session)) is not None:
             curves.looked_up(session.namespace, keys, found.hit_tokens)
 
-    def _break_of(self, answer: Answered) -> Break | None:
+    def _break_of(self, space: NamespaceRecord, keys: bytes, answer: Answered) -> Break | None:
         """Where the prefix that a lookup found ends, and why; None: it found all that it asked for."""
         if not answer.missing:
             return None
@@ -191,6 +192,9 @@ class Tally:
             at_tokens=answer.hit * answer.chunk_tokens, tokens=(first.end - answer.hit) * answer.chunk_tokens,
             why=first.why, in_words=COMPUTED[first.why],
         )
+        if first.why == "never_stored" and answer.hit:
+            last = keys[(answer.hit - 1) * KEY_BYTES : answer.hit * KEY_BYTES]
+            made.others = self._table.children(space.table_id, last)
         if first.at_ms:
             made.gone_s = max(0, now_ms - first.at_ms) / 1000
             made.unused_s = max(0, first.at_ms - first.used_ms) / 1000 if first.used_ms else None
@@ -262,6 +266,8 @@ class Tally:
                 body.store, granted.chunk_count, granted.part_bytes, now_ns, traceparent=body.traceparent or "",
                 slot_bytes=_slot_bytes(granted) if session.is_bench else 0,
             ))
+        if body.beginning and not session.is_bench:
+            self.beginnings.stored(body.beginning, session.namespace)
         if (curves := self._curves_of(session)) is not None and not body.temporary:
             curves.stored(session.namespace, keys)
         chunk_tokens = session.namespace.manifest.chunk_tokens
@@ -399,8 +405,11 @@ class Tally:
         ), _detail(session))
 
 
-def _detail(session: SessionRecord, broke: Break | None = None) -> Detail:
-    return Detail(session.namespace.digest, broke, weights=session.namespace.use.weights)
+def _detail(session: SessionRecord, broke: Break | None = None, call: Lookup | None = None) -> Detail:
+    detail = Detail(session.namespace.digest, broke, weights=session.namespace.use.weights)
+    if call is not None:
+        detail.traceparent, detail.beginning = call.traceparent or "", call.beginning or ""
+    return detail
 
 
 def _slot_bytes(granted: Granted) -> int:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Protocol
 
 from kvdock.api.access.peer import Peer
+from kvdock.api.pool.registry import NamespaceRecord
 from kvdock.api.pool.sums import Hits
 from kvdock.api.record.counters import Counters
 from kvdock.api.record.requests import Detail
@@ -25,6 +26,12 @@ class Recent(Protocol):
     ) -> tuple[list[RequestView], str | None]: ...
 
     def named(self, request: str, sees: Callable[[str], bool], most: int) -> list[tuple[RequestView, Detail]]: ...
+
+
+class Beginnings(Protocol):
+    """Where prompts with the same first tokens are stored: `Beginnings`."""
+
+    def spaces_of(self, beginning: str) -> Iterator[NamespaceRecord]: ...
 
 
 class Totals(Protocol):

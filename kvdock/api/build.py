@@ -36,8 +36,9 @@ from kvdock.api.pool.sessions import Sessions
 from kvdock.api.record.beginnings import Beginnings
 from kvdock.api.record.curve import Curves
 from kvdock.api.record.history import SERIES, TIER_SERIES, History, Sampler
+from kvdock.api.record.hits import Answers
 from kvdock.api.record.journal import Journal
-from kvdock.api.record.tally import Tally
+from kvdock.api.record.tally import Learned, Tally
 from kvdock.api.record.timings import Meter, Pulse, Timings
 from kvdock.api.reports.contents import Contents
 from kvdock.api.reports.explain import Explainer
@@ -82,10 +83,8 @@ def build(
     registry, clock = sessions.registry, sessions.clock
     curves = Curves(pool, clocks.now_s) if "curve" in settings.observers else None
     beginnings = Beginnings(registry)
-    tally = Tally(
-        settings, pool.table, journal, curves, beginnings, clocks, clock,
-        lambda space, key: mover_client.tier_has(space, key),
-    )
+    answers = Answers(pool.table, lambda space, key: mover_client.tier_has(space, key))
+    tally = Tally(settings, pool.table, journal, Learned(curves, beginnings, answers), clocks, clock)
     orders = OrderFile(Path(f"{settings.socket_path}.orders"))
     clears = Clears(pool.table, registry, journal, orders, settings.tier_names)
     mover_client = MoverClient(

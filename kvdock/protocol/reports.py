@@ -304,8 +304,8 @@ class OtherNamespace(Answer, kw_only=True):
 
     namespace: Key
     differs: dict[str, list[Any]]
-    """Fields of the manifest, `weights` and `tenant`: what the request's namespace says, and what this one says. Secrets are
-    `hidden`."""
+    """Fields of the manifest, `weights` and `tenant`: what the request's namespace says, and what this one says.
+    Secrets are `hidden`."""
 
 
 ExplainCode = Literal[

@@ -23,7 +23,7 @@ from kvdock.api.record.beginnings import Beginnings
 from kvdock.api.record.counters import TABLE_COUNTERS, Counters
 from kvdock.api.record.curve import Curves
 from kvdock.api.record.hit_record import HitRecord
-from kvdock.api.record.hits import Answered, Answers, InTier, divided
+from kvdock.api.record.hits import Answered, Answers, divided
 from kvdock.api.record.journal import Journal
 from kvdock.api.record.requests import Detail, RecentRequests
 from kvdock.api.settings import Settings
@@ -40,6 +40,14 @@ class Memory(NamedTuple):
 
     evicted_chunks: int
     quarantined_bytes: int
+
+
+class Learned(NamedTuple):
+    """What follows lookups and stores besides counters. `curves` None: that is switched off."""
+
+    curves: Curves | None
+    beginnings: Beginnings
+    answers: Answers
 
 
 @dataclass(slots=True)
@@ -78,19 +86,19 @@ class Tally:
     """`counters` may be raised directly; methods record lookups, stores, and changes of members."""
 
     def __init__(
-        self, settings: Settings, table: Table, journal: Journal, curves: Curves | None, beginnings: Beginnings,
-        clocks: Clocks, server_clock: ServerClock, in_tier: InTier = lambda space, key: False,
+        self, settings: Settings, table: Table, journal: Journal, learned: Learned, clocks: Clocks,
+        server_clock: ServerClock,
     ) -> None:
         keep = 4 * settings.table_grants  # requests and grants
         self.counters = Counters()
         self.recent = RecentRequests(settings.recent_requests)
         self.hits = HitRecord(clocks.wall_s)
-        self.answers, self.beginnings = Answers(table, in_tier), beginnings
+        self.learned = learned
         self.now_ns = clocks.perf_ns
         self._apart = Counters()
         """The counts of benchmarks."""
         self._memory = Memory(0, 0)
-        self._table, self._journal, self._curves = table, journal, curves
+        self._table, self._journal = table, journal
         self._wall_s, self._server_ms = clocks.wall_s, server_clock.now_ms
         self._lookups: Recent[tuple[int, bytes, int], int] = Recent(keep)
         """(session, request, epoch) → number of chunks already counted as leased."""
@@ -120,7 +128,7 @@ class Tally:
             self._journal.publish_later(kind, make, session, *values)
 
     def _curves_of(self, session: SessionRecord) -> Curves | None:
-        return None if session.is_bench else self._curves
+        return None if session.is_bench else self.learned.curves
 
     def lookup(
         self, session: SessionRecord, body: Lookup, request: bytes, keys: bytes, found: Found, started_ns: int
@@ -146,7 +154,7 @@ class Tally:
         self._lookups.put(key, max(before, chunks))
         answer = None
         if not session.is_bench:
-            answer = self.answers.answered(session, one.request, one.body.epoch, one.keys, found, one.answered_ns)
+            answer = self.learned.answers.answered(session, one.request, one.body.epoch, one.keys, found, one.answered_ns)
             answer.traceparent = one.body.traceparent or ""
         # If all readers share one writer's parts (MLA), each of them fetches them.
         leased_bytes = max(1, one.body.readers // manifest.writers) * found.bytes_from(before)
@@ -267,7 +275,7 @@ class Tally:
                 slot_bytes=_slot_bytes(granted) if session.is_bench else 0,
             ))
         if body.beginning and not session.is_bench:
-            self.beginnings.stored(body.beginning, session.namespace)
+            self.learned.beginnings.stored(body.beginning, session.namespace)
         if (curves := self._curves_of(session)) is not None and not body.temporary:
             curves.stored(session.namespace, keys)
         chunk_tokens = session.namespace.manifest.chunk_tokens
@@ -384,7 +392,7 @@ class Tally:
 
     def _ended(self, session: SessionRecord, counters: Counters, outcome: Outcome) -> None:
         space = session.namespace
-        answer = self.answers.take(session, digest16(outcome.request), outcome.epoch)
+        answer = self.learned.answers.take(session, digest16(outcome.request), outcome.epoch)
         view = view_of(outcome, divided(outcome, space.manifest.chunk_tokens, answer))
         counters.outcomes += 1
         counters.reloaded_tokens += view.reloaded_tokens

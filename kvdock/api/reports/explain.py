@@ -69,8 +69,10 @@ class Explainer:
         rows = [one for one in found if session in ("", one[0].session)]
         if not rows:
             raise ApiError(
-                "unknown_request", "no request that the server remembers has this id, begins with it or has this trace: "
-                "it remembers the last ones, and for hours a sample of those that computed something", found=request,
+                "unknown_request",
+                "no request that the server remembers has this id, begins with it or has this trace: it "
+                "remembers the last ones, and for hours a sample of those that computed something",
+                found=request,
                 wanted="an id of GET /v1/requests, its beginning, or the id of a trace",
             )
         newest, detail = rows[0]

@@ -327,7 +327,9 @@ class CacheService:
         if is_mover and temporary and granted.grant:
             self._mover_client.tickets.reserved(session, granted.grant, keys)
         if is_mover and granted.grant and body.tier:
-            self._tally.learned.answers.tier_reserved(session.namespace, granted.grant, _granted_keys(granted, keys), body.tier)
+            self._tally.learned.answers.tier_reserved(
+                session.namespace, granted.grant, _granted_keys(granted, keys), body.tier
+            )
         self._tally.reservation(session, body, keys, granted, started_ns)
         return ReserveReply(
             refused_releases=refused,

@@ -154,7 +154,9 @@ class Tally:
         self._lookups.put(key, max(before, chunks))
         answer = None
         if not session.is_bench:
-            answer = self.learned.answers.answered(session, one.request, one.body.epoch, one.keys, found, one.answered_ns)
+            answer = self.learned.answers.answered(
+                session, one.request, one.body.epoch, one.keys, found, one.answered_ns
+            )
             answer.traceparent = one.body.traceparent or ""
         # If all readers share one writer's parts (MLA), each of them fetches them.
         leased_bytes = max(1, one.body.readers // manifest.writers) * found.bytes_from(before)

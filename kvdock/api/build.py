@@ -40,11 +40,13 @@ from kvdock.api.record.hits import Answers
 from kvdock.api.record.journal import Journal
 from kvdock.api.record.tally import Learned, Tally
 from kvdock.api.record.timings import Meter, Pulse, Timings
+from kvdock.api.record.troubles import Troubles
 from kvdock.api.reports.contents import Contents
 from kvdock.api.reports.explain import Explainer
 from kvdock.api.reports.lists import Lists
 from kvdock.api.reports.metrics import Metrics, ServerMetrics
 from kvdock.api.reports.status import LowerTiers, Overview, Probes
+from kvdock.api.reports.verdict import Judge
 from kvdock.api.service import CacheService
 from kvdock.api.settings import Settings
 from kvdock.api.tiers.clears import Clears, OrderFile
@@ -84,7 +86,8 @@ def build(
     curves = Curves(pool, clocks.now_s) if "curve" in settings.observers else None
     beginnings = Beginnings(registry)
     answers = Answers(pool.table, lambda space, key: mover_client.tier_has(space, key))
-    tally = Tally(settings, pool.table, journal, Learned(curves, beginnings, answers), clocks, clock)
+    troubles = Troubles(clocks.wall_s)
+    tally = Tally(settings, pool.table, journal, Learned(curves, beginnings, answers, troubles), clocks, clock)
     orders = OrderFile(Path(f"{settings.socket_path}.orders"))
     clears = Clears(pool.table, registry, journal, orders, settings.tier_names)
     mover_client = MoverClient(
@@ -107,8 +110,9 @@ def build(
     server_metrics = ServerMetrics(pool, overview, probes, lists, meter, feeds)
     handlers = Handlers(
         service=CacheService(sessions, tally, mover_client, clears, feeds.kv, settings.heartbeat_s),
-        admin=Admin(settings, sessions, journal, clears, contents.forget),
-        overview=overview, lists=lists, contents=contents,
+        admin=Admin(settings, sessions, journal, clears, troubles, contents.forget),
+        overview=overview, judge=Judge(probes, tally, troubles, curves, sessions, tiers, clocks.wall_s),
+        lists=lists, contents=contents,
         explainer=Explainer(tally.recent, beginnings, registry, pool.table, clock), probes=probes,
         metrics=Metrics(server_metrics, lists, sessions.quotas, clocks.now_s),
         events=feeds.events, kv_stream=feeds.kv_stream,

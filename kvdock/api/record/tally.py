@@ -26,6 +26,7 @@ from kvdock.api.record.hit_record import HitRecord
 from kvdock.api.record.hits import Answered, Answers, divided
 from kvdock.api.record.journal import Journal
 from kvdock.api.record.requests import Detail, RecentRequests
+from kvdock.api.record.troubles import Troubles
 from kvdock.api.settings import Settings
 from kvdock.protocol import events as e
 from kvdock.protocol.hits import COMPUTED
@@ -48,6 +49,7 @@ class Learned(NamedTuple):
     curves: Curves | None
     beginnings: Beginnings
     answers: Answers
+    troubles: Troubles
 
 
 @dataclass(slots=True)
@@ -359,6 +361,9 @@ class Tally:
     def died(self, session: SessionRecord | None, member_id: str = "") -> None:
         """`session`: None for a member of an adopted pool that never came back."""
         self.counters.dead_members += 1
+        tenant, who = ("", "") if session is None else (session.tenant, session.label or session.id)
+        if session is None or not session.is_bench:
+            self.learned.troubles.add("died", tenant, who)
         if session is not None:
             self._journal.publish(e.Dead(**session.who, member=member_id))
 
@@ -379,6 +384,8 @@ class Tally:
 
     def mismatched(self, session: SessionRecord, lease: str, chunks: int) -> None:
         """Chunks of a lease did not have the bytes that were stored; the table has taken them out of use."""
+        if chunks and not session.is_bench:
+            self.learned.troubles.add("damaged", session.tenant, session.label or session.id)
         self._journal.publish(e.Mismatched(**session.who, lease=lease, chunks=chunks))
 
     def outcomes(self, session: SessionRecord, member: MemberRecord, body: Heartbeat) -> None:

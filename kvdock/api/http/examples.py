@@ -57,6 +57,7 @@ BODIES: dict[type[Body], dict[str, Any]] = {
         ],
     },
     s.Lookup: {**_ASKER, "request": "r-1", "keys": KEYS},
+    a.Acknowledge: {},
     s.RunWeights: {**_ASKER, "weights": "step-42"},
     s.ReleaseLease: {"session": SESSION, "ranks": [0]},
     s.ReleaseMany: {"session": SESSION, "releases": [[LEASE, [0]]]},

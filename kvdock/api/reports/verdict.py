@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import Literal
 
 from kvdock.api.access.peer import Peer
 from kvdock.api.pool.registry import NamespaceRecord
@@ -29,6 +30,12 @@ FELL_TO, FELL_DAYS, FELL_LEAST_TOKENS = 0.6, 7, 100_000
 """Today's loaded share, as a share of that of the days before, and the tokens that both must have."""
 SLOW_SHARE, SLOW_LEAST = 0.5, 20
 """The share of waits for tiers that ended without what was promised, and the least number of waits."""
+TROUBLES: tuple[tuple[Literal["died", "damaged"], FindingCode, str, str], ...] = (
+    ("died", "engine_died", "An engine's process ended without leaving", "processes of engines ended without leaving"),
+    ("damaged", "chunks_damaged", "A load found other bytes than were stored",
+     "loads found other bytes than were stored"),
+)
+"""(kind, code, text for one, text for more)"""
 ONE_TENANT_SHARE = 0.9
 MOVER_SILENT_S = 10.0
 
@@ -117,11 +124,7 @@ class Judge:
 
     def _troubled(self, judged: Judged) -> Iterator[Finding]:
         may_read = judged.peer.may("read")
-        for kind, code, one_text, many_text in (
-            ("died", "engine_died", "An engine process ended without leaving", "engine processes ended without leaving"),
-            ("damaged", "chunks_damaged", "A load found chunks with other bytes than were stored",
-             "loads found chunks with other bytes than were stored"),
-        ):
+        for kind, code, one_text, many_text in TROUBLES:
             found = self._troubles.since(kind, judged.now_s - RECENT_S)
             seen = [one for one in found if judged.peer.sees(one.tenant)] if may_read else found
             if not seen:
@@ -155,14 +158,14 @@ class Judge:
         for session in self._registry.sessions():
             space = session.namespace
             if judged.peer.sees(space.tenant) and space.use.sums.lookup_tokens >= SHARED_LEAST_TOKENS:
-                base = os.path.basename(space.manifest.model.rstrip("/")).lower()
+                base = PurePosixPath(space.manifest.model).name.lower()
                 by_model.setdefault((space.tenant, base), {})[space.base] = space
         for (_, model), spaces in by_model.items():
             if len(spaces) > 1:
                 fields = ", ".join(_differing([space.manifest for space in spaces.values()]))
                 yield _finding(
-                    "shares_nothing", "warn", f"{len(spaces)} kinds of engines of the model {model} share nothing: they "
-                    f"differ in {fields}.",
+                    "shares_nothing", "warn", f"{len(spaces)} kinds of engines of the model {model} share nothing: "
+                    f"they differ in {fields}.",
                 )
 
     def _share_fell(self, judged: Judged) -> Iterator[Finding]:

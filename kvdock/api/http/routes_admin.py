@@ -77,7 +77,7 @@ _add(
 
 
 _add(
-    c.ACKNOWLEDGE, a.Acknowledge, Admin.acknowledge, "acknowledge", "End findings about dead engines and damaged chunks",
+    c.ACKNOWLEDGE, a.Acknowledge, Admin.acknowledge, "acknowledge", "End findings about dead engines and damaged data",
     "What has happened so far is no finding of `GET /v1/verdict` any more. Counters and metrics keep it.",
     retry=IDEMPOTENT,
 )

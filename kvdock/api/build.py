@@ -38,6 +38,7 @@ from kvdock.api.record.curve import Curves
 from kvdock.api.record.history import SERIES, TIER_SERIES, History, Sampler
 from kvdock.api.record.hits import Answers
 from kvdock.api.record.journal import Journal
+from kvdock.api.record.kept_namespaces import KeptNamespaces
 from kvdock.api.record.tally import Learned, Tally
 from kvdock.api.record.timings import Meter, Pulse, Timings
 from kvdock.api.record.troubles import Troubles
@@ -97,8 +98,8 @@ def build(
     feeds = Feeds(settings, pool.table, journal, clocks.wall_s, extras)
     history = History(
         settings.history_values, settings.history_interval_s, SERIES + TIER_SERIES * settings.has_tiers,
-        kept=KeptObject(history_path(pool.pool_id), "the history of hours and days"), beside={"hits": tally.hits},
-        wall_s=clocks.wall_s,
+        kept=KeptObject(history_path(pool.pool_id), "the history of hours and days"), wall_s=clocks.wall_s,
+        beside={"hits": tally.hits, "namespaces": KeptNamespaces(registry, pool.table)},
     )
     sampler = Sampler(history, pool, tally, lambda: mover_client.tiers, clock)
     meter, pulse = Meter(tally.counters, Timings(), clocks.perf_ns, {}, journal.publish), Pulse(clocks.perf_ns)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from api_helpers import Engine, attach, keys
+from api_helpers import Engine, ServerProcess, attach, eventually, keys
 from server_fixtures import fresh_server
 
 from kvdock.api.record.hit_record import MOST_DAYS, MOST_MODELS, OTHERS, HitRecord
@@ -16,6 +17,7 @@ from kvdock.protocol.admin_schemas import DeleteChunks
 from kvdock.protocol.hits import ComputedWhy, HitTotals, PromptRun
 from kvdock.protocol.outcomes import Outcome, OutcomeView
 from kvdock.protocol.reports import DayOfHits
+from kvdock.shm.objects import history_path
 
 server = fresh_server()
 CHUNK = 16
@@ -166,6 +168,24 @@ def test_engines_that_report_no_end_of_requests_have_no_hits(client: Client) -> 
     assert (session.totals.lookup_tokens, session.totals.hits) == (64, HitTotals())
     assert session.totals.loaded_bytes == 4 * 16384
     engine.close()
+
+
+def test_the_next_server_of_a_killed_one_says_at_once_what_is_stored_and_what_was_loaded() -> None:
+    with ServerProcess(history_interval_s=0.05) as first:
+        with Client(first.unix) as client:
+            engine = attach(client, model="kept-model", cache_salt="a secret")
+            engine.store(keys(2))
+            ended(engine, "r", 100, loaded_tokens=40)
+            before = client.namespaces().namespaces[0]
+            kept = history_path(first.pool_id)
+            eventually(lambda: kept.exists() and b"kept-model" in kept.read_bytes())
+            engine.close()
+        first.stop(signal.SIGKILL)
+        with ServerProcess(**first.settings) as second, Client(second.unix) as client:
+            assert second.pool_id == first.pool_id
+            (space,) = client.namespaces().namespaces
+            assert (space.namespace, space.manifest, space.chunks) == (before.namespace, before.manifest, 2)
+            assert space.sessions == 0 and space.weights == ""
 
 
 def outcome_of(prompt: int, *runs: PromptRun, saved_s: float | None = None) -> OutcomeView:

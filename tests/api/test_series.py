@@ -113,7 +113,7 @@ def test_a_series_that_is_new_has_no_values_of_before(kept: KeptObject) -> None:
     first.run(200)
     doc = msgspec.json.decode(kept.read())
     for level in doc["levels"].values():
-        level["series"] = [one for one in level["series"] if one["name"] != "hit_ratio"]
+        level["series"] = [one for one in level["series"] if one["name"] != "loaded_share"]
     kept.write(msgspec.json.encode(doc))
     second = Server(kept, first.wall_s)
     assert second.values("hours") == [None] * 3 and len(second.values("hours", "prompt_tokens")) == 3
@@ -131,7 +131,7 @@ def test_a_real_server_keeps_hours_with_its_pool_and_the_next_one_shows_them() -
         other.run(190, found=4)
         with ServerProcess(**{**server.settings, "on_exit": "remove"}) as second, Client(second.unix) as client:
             assert second.pool_id == pool_id
-            (hits,) = (one for one in client.stats("hours").series if one.name == "hit_ratio")
+            (hits,) = (one for one in client.stats("hours").series if one.name == "loaded_share")
             assert hits.values[:3] == pytest.approx([0.4] * 3)
             second.stop(signal.SIGTERM)
         eventually(lambda: pool_id not in pool_objects() and not list(SHM_DIR.glob(f"*{pool_id:016x}*")))

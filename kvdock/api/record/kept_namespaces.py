@@ -1,5 +1,5 @@
-"""The names of the pool's namespaces, kept for the next server of the pool: the table has their digests alone, so without
-them that server could not say what is stored until an engine of each namespace attaches.
+"""The names of the pool's namespaces, kept for the next server of the pool. The table has their digests alone, so
+without the names that server could not say what is stored until an engine of each namespace attaches.
 
 Used from the event loop only.
 """

@@ -416,7 +416,10 @@ class CurvePoint(Answer, kw_only=True):
     """Times the pool's size; None: without bound."""
     pool_bytes: int | None
     hit_share: float | None
-    """None: the simulated pool is too small to say."""
+    """None: the simulated pool is too small to say. No pool has less than a smaller one, or more than the one without
+    bound."""
+    error: float = 0.0
+    """How far the share may be off, up or down, in 19 of 20 cases, because only some chunks are sampled. 0: all are."""
 
 
 class SpaceCurve(Answer, kw_only=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import re
 import signal
 from contextlib import closing
@@ -15,13 +16,26 @@ from api_helpers import MIB, OPERATOR, ServerProcess, access_file, attach, event
 from server_fixtures import fresh_server
 
 from kvdock.api.access.access_file import entry
+from kvdock.api.feeds.log import EventLog
 from kvdock.api.feeds.sse import EventStream
 from kvdock.api.record.journal import Journal
 from kvdock.client.client import Client
 from kvdock.protocol import schemas as s
 from kvdock.protocol.admin_schemas import DeleteChunks, PatchConfig
 from kvdock.protocol.errors import ApiError
-from kvdock.protocol.events import EVENTS, KINDS, Draining, Event, Freed, Gap, Grown, Left, Refused, kind_of
+from kvdock.protocol.events import (
+    EVENTS,
+    KINDS,
+    Draining,
+    Event,
+    Evicted,
+    Freed,
+    Gap,
+    Grown,
+    Left,
+    Refused,
+    kind_of,
+)
 from kvdock.protocol.outcomes import Outcome
 
 Read = list[dict[str, Any]]
@@ -347,6 +361,16 @@ def test_the_log_has_a_sentence_for_what_operators_want_to_know(server: ServerPr
     assert f"{who} has left" in text and "the server drains: 0 leases and 0 reservations are open" in text
     assert f"the server has ended, and pool {server.pool_id:016x} is removed" in text
     assert text.count("a call was refused: not_found (no route)") == 20 and "40 more like this" in text, "folded"
+
+
+def test_a_full_pool_in_a_steady_state_logs_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    log = EventLog()
+    with caplog.at_level(logging.INFO, "kvdock.events"):
+        for at in (0.0, 1.0, 3000.0, 6000.0, 9000.0, 12600.0):
+            log.take(Evicted(chunks=1, total=7, at=at))
+    assert [record.getMessage() for record in caplog.records] == [
+        "the pool is full: from now on chunks are evicted for others, 7 since the start"
+    ] * 2
 
 
 def test_segments_are_told_of_in_words() -> None:

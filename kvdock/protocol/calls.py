@@ -23,6 +23,7 @@ from kvdock.protocol.reports import (
 )
 from kvdock.protocol.schemas import HintAnswer
 from kvdock.protocol.wire_types import Scope
+from kvdock.protocol.verdict import Verdict
 
 A = TypeVar("A")
 
@@ -91,6 +92,8 @@ STATUS = Call("GET", "/v1/status", Status, "health")
 WHOAMI = Call("GET", "/v1/whoami", Caller, "health")
 STATS = Call("GET", "/v1/stats", Stats, "health")
 PREFIXES = Call("GET", "/v1/prefixes", Prefixes, "read")
+VERDICT = Call("GET", "/v1/verdict", Verdict, "health")
+ACKNOWLEDGE = Call("POST", "/v1/acknowledge", a.Acknowledged, "admin", packed=False)
 HITS = Call("GET", "/v1/hits", HitDays, "read")
 CURVE = Call("GET", "/v1/curve", Curve, "read")
 EVENTS = Call("GET", "/v1/events", str, "read")

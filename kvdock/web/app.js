@@ -1,7 +1,7 @@
 // The page's loop. v1/status is fetched first, once a second; each good answer starts the fetches of the other paths,
 // so a path that hangs delays only its own panel. A hidden tab fetches nothing. A path that only folded panels show is
-// not fetched, unless it is stats, whoami, sessions or config. Nor is a path that this caller may not call, as v1/whoami
-// tells: the server counts refused calls. New figures are drawn in the next frame.
+// not fetched, unless it is stats, whoami, sessions or config. Nor is a path that this caller may not call, as whoami says:
+// the server counts refused calls. New figures are drawn in the next frame.
 
 import { get, hasToken, Link, Source, useToken } from "./api.js";
 import { setAttr, setHidden, setText } from "./dom.js";

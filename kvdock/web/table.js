@@ -15,7 +15,7 @@ const TIGHT_PX = 1150;
  *       or [{head, cls?, make: cell => (item => void)}] where a cell is more than text.
  * With `has: item => boolean` a column is there only while some item has it.
  * limit: the rows drawn at first; a button below the table adds as many again. Narrower than needsPx, rows
- * are cards; narrower than allPx, columns of the class `spare` are hidden. Where the rows are wider than their card, the
+ * are cards; narrower than allPx, columns of the class `spare` are hidden. Where rows are wider than their card, the
  * next tighter of LAYOUTS is used.
  */
 export class Table {

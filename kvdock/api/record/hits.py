@@ -65,9 +65,10 @@ class Answered:
 
     def grow(self, end: int, source: str) -> None:
         """Everything up to `end` was found: what is new came from `source`."""
-        while self.found and self.found[-1][0] > end:
-            self.found.pop()
-        if end <= self.hit:
+        if end < self.hit:
+            kept = [(upto, known) for upto, known in self.found if upto < end]
+            self.found[:] = [*kept, (end, self.found[len(kept)][1])] if end else []
+        if end == self.hit:
             return
         if self.found and self.found[-1][1] == source:
             self.found.pop()

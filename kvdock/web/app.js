@@ -1,7 +1,7 @@
 // The page's loop. v1/status is fetched first, once a second; each good answer starts the fetches of the other paths,
 // so a path that hangs delays only its own panel. A hidden tab fetches nothing. A path that only folded panels show is
-// not fetched, unless it is stats, whoami, sessions or config. Nor is a path that this caller may not call, as whoami says:
-// the server counts refused calls. New figures are drawn in the next frame.
+// not fetched, unless it is stats, whoami, sessions or config. Nor is a path that this caller may not call, as whoami
+// says: the server counts refused calls. New figures are drawn in the next frame.
 
 import { get, hasToken, Link, Source, useToken } from "./api.js";
 import { setAttr, setHidden, setText } from "./dom.js";
@@ -38,6 +38,7 @@ const link = new Link();
  */
 const sources = {
   stats: new Source("v1/stats", (stats) => Math.min(15, Math.max(4, stats?.interval_s ?? 4)) * 1000),
+  verdict: new Source("v1/verdict", every(5)),
   whoami: new Source("v1/whoami", every(30)),
   // Fetched before the paths below: where this one is refused, they would be refused as well.
   sessions: new Source("v1/sessions", every(3), "sessions"),
@@ -57,7 +58,10 @@ let status = null;
  * figures may be old, its view, and whether it is shown. Status is always known.
  */
 const panels = [
-  { id: "verdict", needs: [], glances: ["sessions", "leases"], view: mountVerdict },
+  {
+    id: "verdict", needs: [], uses: ["verdict"], glances: ["sessions", "leases", "config"],
+    view: (root) => mountVerdict(root, changed),
+  },
   { id: "tiles", needs: [], glances: ["stats", "sessions", "leases"], view: mountTiles },
   { id: "history", needs: ["stats"], view: (root) => mountHistory(root, (path) => turn(sources.stats, path)) },
   {
@@ -188,12 +192,13 @@ function wanted() {
 }
 
 /**
- * Totals (stats) are for everybody. The others are for callers with the scope `read`, so the page asks first who it is;
- * of them, sessions is fetched first, whether a panel shows it or not.
+ * Totals (stats) and the verdict are for everybody. The others are for callers with the scope `read`, so the page asks
+ * first who it is; of them, sessions is fetched first, whether a panel shows it or not.
  */
 async function refreshAll() {
-  const { stats, whoami, sessions, ...others } = sources;
+  const { stats, verdict, whoami, sessions, ...others } = sources;
   refresh(stats, wanted().get("stats"));
+  refresh(verdict, wanted().get("verdict"));
   await refresh(whoami);
   if (whoami.body || whoami.locked) access.judged(!may("read"));
   forgetRefused();

@@ -84,7 +84,9 @@ export function mountCurve(root) {
     const older = curve.half_life_s ? `; a lookup ${age(curve.half_life_s)} ago counts half` : "";
     const asked = `${plural(chosen.lookups, "lookup")} of ${count(chosen.tokens)} tokens`;
     const policy = `the present eviction policy (${curve.eviction})`;
-    setText(basis, `Estimated for ${policy}, from ${asked} in the last ${age(curve.covers_s)}${older}.`);
+    const error = Math.max(...chosen.points.map((point) => point.error ?? 0));
+    const within = error ? ` It may be off by ${(error * 100).toFixed(1)} percentage points.` : "";
+    setText(basis, `Estimated for ${policy}, from ${asked} in the last ${age(curve.covers_s)}${older}.${within}`);
   }
   draw.digest = ({ curve }) => (curve ? advice(curve.total.points) : "");
   return draw;

@@ -84,7 +84,7 @@ function nearest({ namespace, differs }) {
   });
   const parts = [el("thead", { children: [el("tr", { children: head })] }), el("tbody", { children: rows })];
   const table = el("table", { cls: "differs", children: parts });
-  return section(`Namespace ${namespace.slice(0, 8)} of the same model has chunks, but differs`, table);
+  return section(`A prompt that begins like this is in namespace ${namespace.slice(0, 8)}, which differs`, table);
 }
 
 function load({ tokens, took_ms: whole, queue_ms: queue, copy_ms: copy, bytes: n, bytes_per_s: speed }) {
@@ -99,8 +99,12 @@ function saved(seconds) {
   return section("Saved", el("p", { cls: isLoss(seconds) ? "alarm" : "", text: `${savedWords(seconds)}.` }));
 }
 
+const list = (texts) => el("ul", { cls: "points", children: texts.map((text) => el("li", { text })) });
+
 function story(e) {
-  const parts = [el("ul", { cls: "sentences", children: e.sentences.map((text) => el("li", { text })) })];
+  const parts = [el("ul", { cls: "sentences", children: e.sentences.map(({ text }) => el("li", { text })) })];
+  const advice = Object.values(e.advice ?? {});
+  if (advice.length) parts.push(section("What may help", list(advice)));
   if (e.outcome?.runs?.length) parts.push(promptBar(e.outcome));
   if (e.load) parts.push(load(e.load));
   if ((e.saved_s ?? null) !== null) parts.push(saved(e.saved_s));

@@ -289,7 +289,6 @@ class Run:
             many = named("many", range(200, 206), 400, new=300)
             ledger.add(who, small.run(many), why="never_stored")
             self._saved(engine(), engine(), ledger, client)
-            engines.close()
             self.check(server, ledger)
 
     def _taken_out(self, client: Client, first: Engine, second: Engine, ledger: Ledger) -> None:
@@ -361,7 +360,6 @@ class Run:
                 reasons = {one.why for row in client.requests(request=f"a gone-{seed}").requests
                            if row.outcome is not None for one in row.outcome.runs}
                 ledger.add(("a", "x"), truths, why="ahead" if "ahead" in reasons else "room")
-            engines.close()
             self.check(server, ledger)
 
 

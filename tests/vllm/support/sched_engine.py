@@ -83,7 +83,8 @@ class SchedEngine:
     `extra`: settings of the connector. `late`: a step computes when the next one is launched, as a GPU may, and loads
     that do not wait for it come before it; for engines in lockstep that overlap. `events`: KV cache events are
     published, at an endpoint of this process. `algorithm`: of vLLM's hashes of blocks. `step_s`: how long a step takes
-    that computes something. `policy`: vLLM's, of whom it schedules first. `model`: its name. An `address` of "" is no connector."""
+    that computes something. `policy`: vLLM's, of whom it schedules first. `model`: its name. An `address` of "" is no
+    connector."""
 
     def __init__(
         self, address: str, *, windows: Sequence[int | None] = (None,), blocks: int = 64, budget: int = 256,

@@ -29,8 +29,8 @@ MOST_BROUGHT = 65_536
 """Chunks that tiers brought last: as many as requests wait for at once, and more."""
 
 MOST_JUDGED = 4096
-"""Chunks behind a hit that are looked into one by one, so that no turn of the event loop is long. Those behind them have
-the reason of the last one."""
+"""Chunks behind a hit that are looked into one by one, so that no turn of the event loop is long. Those behind them
+have the reason of the last one."""
 
 InTiers = Callable[[NamespaceRecord], Container[bytes]]
 """The first KNOWN_BYTES of the keys of the namespace's chunks that lower tiers are known to have."""

@@ -86,7 +86,7 @@ def build(
     registry, clock = sessions.registry, sessions.clock
     curves = Curves(pool, clocks.now_s) if "curve" in settings.observers else None
     beginnings = Beginnings(registry)
-    answers = Answers(pool.table, lambda space, key: mover_client.tier_has(space, key))
+    answers = Answers(pool.table, lambda space: mover_client.in_tiers(space))
     troubles = Troubles(clocks.wall_s)
     tally = Tally(settings, pool.table, journal, Learned(curves, beginnings, answers, troubles), clocks, clock)
     orders = OrderFile(Path(f"{settings.socket_path}.orders"))

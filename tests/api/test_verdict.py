@@ -8,12 +8,13 @@ import pytest
 from api_helpers import MIB, Engine, ServerProcess, attach, eventually, keys
 from server_fixtures import fresh_server
 
-from kvdock.api.record.hit_record import HitRecord
 from kvdock.api.record.troubles import Troubles
+from kvdock.api.reports.verdict import fall_of
 from kvdock.client.client import Client
 from kvdock.protocol import schemas as s
-from kvdock.protocol.hits import PromptRun
-from kvdock.protocol.outcomes import Outcome, OutcomeView
+from kvdock.protocol.hits import HitTotals
+from kvdock.protocol.outcomes import Outcome
+from kvdock.protocol.reports import DayOfHits
 from kvdock.protocol.verdict import REMEDIES, Verdict
 
 server = fresh_server()
@@ -117,14 +118,22 @@ def test_only_the_last_troubles_are_kept(count: int) -> None:
     assert troubles.since("died", now["s"]) == []
 
 
-def test_days_show_a_fall() -> None:
-    now = {"s": 1_764_000_000.0}
-    record = HitRecord(lambda: now["s"])
-    for loaded in (60, 60, 10):
-        record.ended("", "m", OutcomeView(
-            prompt_tokens=100, local_tokens=0, found_tokens=0, loaded_tokens=0,
-            runs=[PromptRun(tokens=loaded, origin="loaded", source="memory"),
-                  PromptRun(tokens=100 - loaded, origin="computed", why="room")],
-        ))
-        now["s"] += 86_400
-    assert [day.hits.loaded_share for day in record.days(lambda tenant: True)] == [0.6, 0.6, 0.1]
+@pytest.mark.parametrize(("shares", "prompt", "wanted"), [
+    ((0.6, 0.6, 0.1), 1_000_000, (0.1, 0.6, 2)),
+    ((0.6, 0.6, 0.5), 1_000_000, None),
+    ((0.6, 0.1), 1000, None),
+    ((0.1,), 1_000_000, None),
+    ((0.0, 0.0), 1_000_000, None),
+    ((0.9, *[0.5] * 7, 0.2), 1_000_000, (0.2, 0.5, 7)),
+])
+def test_a_day_is_compared_with_the_week_before(
+    shares: tuple[float, ...], prompt: int, wanted: tuple[float, float, int] | None
+) -> None:
+    days = [
+        DayOfHits(date=f"2026-11-{10 + number}", tenant="", model="m", hits=HitTotals(
+            requests=1, prompt_tokens=prompt, loaded={"memory": round(share * prompt)},
+        )) for number, share in enumerate(shares)
+    ]
+    found = fall_of(days)
+    assert found == (None if wanted is None else pytest.approx(wanted))
+    assert fall_of([]) is None

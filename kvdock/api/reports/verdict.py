@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from kvdock.api.access.peer import Peer
 from kvdock.api.pool.registry import NamespaceRecord
@@ -15,7 +16,7 @@ from kvdock.api.reports.recorded import Curves, Totals, Troubles
 from kvdock.api.reports.status import LowerTiers, Probes
 from kvdock.protocol.hits import HitTotals
 from kvdock.protocol.readable import span
-from kvdock.protocol.reports import CurvePoint
+from kvdock.protocol.reports import CurvePoint, DayOfHits
 from kvdock.protocol.schemas import Manifest
 from kvdock.protocol.verdict import REMEDIES, Effect, Finding, FindingCode, Verdict
 
@@ -169,23 +170,11 @@ class Judge:
                 )
 
     def _share_fell(self, judged: Judged) -> Iterator[Finding]:
-        days: dict[str, HitTotals] = {}
-        for day in self._totals.hits.days(judged.peer.sees):
-            one = days.setdefault(day.date, HitTotals())
-            one.prompt_tokens += day.hits.prompt_tokens
-            one.loaded["all"] = one.loaded.get("all", 0) + day.hits.loaded_tokens
-        *before, today = sorted(days)[-FELL_DAYS - 1 :] or [""]
-        if not before:
-            return
-        prompts = sum(days[date].prompt_tokens for date in before)
-        if min(prompts, days[today].prompt_tokens) < FELL_LEAST_TOKENS:
-            return
-        usual = sum(days[date].loaded_tokens for date in before) / prompts
-        now = days[today].loaded_share or 0.0
-        if now < FELL_TO * usual:
+        fall = fall_of(self._totals.hits.days(judged.peer.sees))
+        if fall is not None:
             yield _finding(
-                "share_fell", "warn", f"Today {now:.0%} of prompt tokens were loaded, and {usual:.0%} on the "
-                f"{len(before)} {'day' if len(before) == 1 else 'days'} before.", cost_share=usual - now,
+                "share_fell", "warn", f"Today {fall.now:.0%} of prompt tokens were loaded, and {fall.usual:.0%} on the "
+                f"{fall.days} {'day' if fall.days == 1 else 'days'} before.", cost_share=fall.usual - fall.now,
             )
 
     def _one_tenant(self, judged: Judged) -> Iterator[Finding]:
@@ -203,6 +192,30 @@ class Judge:
                 f"{name or 'of the server itself'}, and chunks of others were evicted.",
                 cost_share=evicted / judged.hits.prompt_tokens,
             )
+
+
+class Fall(NamedTuple):
+    """Loaded shares of prompt tokens: on the last day, and on the `days` before it."""
+
+    now: float
+    usual: float
+    days: int
+
+
+def fall_of(of_days: Sequence[DayOfHits]) -> Fall | None:
+    """Whether the share of the last day has fallen far below that of the days before; None: it has not, or there were
+    too few tokens to say."""
+    prompts: Counter[str] = Counter()
+    loaded: Counter[str] = Counter()
+    for day in of_days:
+        prompts[day.date] += day.hits.prompt_tokens
+        loaded[day.date] += day.hits.loaded_tokens
+    *before, today = sorted(prompts)[-FELL_DAYS - 1 :] or [""]
+    tokens = sum(prompts[date] for date in before)
+    if min(tokens, prompts[today]) < FELL_LEAST_TOKENS:
+        return None
+    usual, now = sum(loaded[date] for date in before) / tokens, loaded[today] / prompts[today]
+    return Fall(now, usual, len(before)) if now < FELL_TO * usual else None
 
 
 def _finding(

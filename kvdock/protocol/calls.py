@@ -22,8 +22,8 @@ from kvdock.protocol.reports import (
     Status,
 )
 from kvdock.protocol.schemas import HintAnswer
-from kvdock.protocol.wire_types import Scope
 from kvdock.protocol.verdict import Verdict
+from kvdock.protocol.wire_types import Scope
 
 A = TypeVar("A")
 

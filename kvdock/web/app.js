@@ -65,7 +65,7 @@ const panels = [
   { id: "tiles", needs: [], glances: ["stats", "sessions", "leases"], view: mountTiles },
   { id: "history", needs: ["stats"], view: (root) => mountHistory(root, (path) => turn(sources.stats, path)) },
   {
-    id: "cached", needs: ["namespaces"], uses: ["prefixes"], glances: ["config"],
+    id: "cached", needs: ["namespaces"], uses: ["prefixes"], glances: ["config", "sessions"],
     view: (root) => mountCached(root, changed, () => refreshAll()),
   },
   { id: "days", needs: ["hits"], view: mountDays },

@@ -9,10 +9,16 @@ import { loadedFigure, loadedNote, loadedTitle } from "./shares.js";
 /** The label under which the server's own mover attaches. */
 const MOVER_LABEL = "lower tiers";
 
+const isMover = (status, session) => Boolean(status.mover) && session.label === MOVER_LABEL;
+
+/** How many sessions of that namespace are the mover's. */
+export function moversIn({ status, sessions }, namespace) {
+  return (sessions?.sessions ?? []).filter((s) => s.namespace === namespace && isMover(status, s)).length;
+}
+
 /** The sessions of engines, without the mover's. Null: they are not known. */
 export function enginesOf({ status, sessions }) {
-  const all = sessions?.sessions ?? null;
-  return all && status.mover ? all.filter((session) => session.label !== MOVER_LABEL) : all;
+  return sessions && sessions.sessions.filter((session) => !isMover(status, session));
 }
 
 export function nameOf(session) {

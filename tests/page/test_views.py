@@ -142,7 +142,7 @@ def test_saved_has_its_sign_and_is_marked_where_loads_took_longer(
     expect(saved.locator(".figure")).to_have_class("figure alarm")
     assert saved.locator(".figure").evaluate("node => getComputedStyle(node).color") == "rgb(168, 32, 26)"
     page_server.bodies["status"] = say.status(hits=views.hits(1_000_000, saved_s=None))
-    expect(saved).to_contain_text("300\u00a0ktokens were loaded instead of computed")
+    expect(saved).to_contain_text("300 ktokens were loaded instead of computed")
     expect(saved.locator(".figure")).to_have_class("figure")
     page_server.bodies["status"] = say.status(hits=views.NO_HITS)
     expect(saved).to_contain_text("nothing was loaded yet")

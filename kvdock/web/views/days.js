@@ -6,13 +6,14 @@ import { computedTokens, loadedShare, loadedTokens, loadedWords, mostlyWhy, summ
 import { barred, savedCell, Table, twoPart } from "../table.js";
 import { partsTitle } from "./shares.js";
 
+const tenantOf = (d) => d.tenant || "the server's own user";
 const share = ({ hits }, n) => shareOf(n, hits.prompt_tokens);
 const title = ({ hits }) => partsTitle(hits);
 const hasSaved = ({ hits }) => (hits.saved_s ?? null) !== null;
 
 const COLUMNS = [
   { head: "Day", text: (d) => d.date },
-  { head: "Tenant", cls: "wide", has: (d) => d.tenant, text: (d) => d.tenant || "the server's own user" },
+  { head: "Tenant", cls: "wide", has: (d) => d.tenant, text: tenantOf, title: tenantOf },
   { head: "Model", cls: "wide", text: (d) => d.model, title: (d) => d.model },
   { head: "Prompt tokens", cls: "num", text: (d) => count(d.hits.prompt_tokens), title },
   {
@@ -20,14 +21,14 @@ const COLUMNS = [
     make: twoPart((d) => count(d.hits.local_tokens), (d) => share(d, d.hits.local_tokens), title),
   },
   {
-    head: "Loaded", cls: "num share stacked",
+    head: "Loaded", cls: "num share stacked noted",
     make: barred(
       (d) => loadedTokens(d.hits), (d) => d.hits.prompt_tokens, (d) => loadedShare(d.hits),
       (d) => [count(loadedTokens(d.hits)), loadedWords(d.hits)].filter(Boolean).join(" "), title,
     ),
   },
   {
-    head: "Computed", cls: "num stacked",
+    head: "Computed", cls: "num stacked noted",
     make: twoPart(
       (d) => count(computedTokens(d.hits)),
       (d) => [share(d, computedTokens(d.hits)), mostlyWhy(d.hits)].filter(Boolean).join(", "), title,

@@ -73,14 +73,14 @@ const columns = (explain) => [
   { head: "Prompt", cls: "num", text: reported((h) => count(h.prompt_tokens)), title: parts },
   { head: "Own cache", cls: "num", text: reported((h) => count(h.local_tokens)), title: parts },
   {
-    head: "Loaded", cls: "num share stacked",
+    head: "Loaded", cls: "num share stacked noted",
     make: barred(
       (r) => (r.hits ? loadedTokens(r.hits) : 0), (r) => r.hits?.prompt_tokens, reported((h) => count(loadedTokens(h))),
       reported(loadedWords), parts,
     ),
   },
   {
-    head: "Computed", cls: "num stacked why",
+    head: "Computed", cls: "num stacked noted",
     make: twoPart(reported((h) => count(computedTokens(h))), reported(mostlyWhy), parts),
   },
   { head: "Bytes", cls: "num spare detail", text: (r) => bytes(r.bytes), title: (r) => plural(r.chunks, "chunk") },

@@ -78,6 +78,9 @@ const TILES = [
   ],
 ];
 
+/** A tile may be narrow, so its figure may be broken before a unit. */
+const breakable = (text) => text.replaceAll("\u00a0", " ");
+
 export function mountTiles(root) {
   const tiles = TILES.map(([name, of]) => {
     const value = el("p", { cls: "figure" });
@@ -88,7 +91,7 @@ export function mountTiles(root) {
   return (bodies) => {
     for (const { of, value, note } of tiles) {
       const [figure, words, tone = ""] = of(bodies);
-      setText(value, figure);
+      setText(value, breakable(figure));
       setText(note, words);
       setAttr(value, "class", tone === "bad" ? "figure alarm" : "figure");
     }

@@ -187,7 +187,7 @@ def test_charts_have_the_reader_s_clock_on_their_axis(page_server: PageServer, o
     page.reload()
     ticks = page.locator("#history figure.chart").first.locator(".ticks.x text")
     expect(ticks.first).to_be_visible()
-    assert sorted(ticks.all_inner_texts()) == ["04:11:45", "04:12:00", "04:12:15", "04:12:30"]
+    assert sorted(ticks.all_text_contents()) == ["04:11:45", "04:12:00", "04:12:15", "04:12:30"]
     chart = page.get_by_role("slider").first
     chart.focus()
     page.keyboard.press("Home")
@@ -337,7 +337,7 @@ def test_an_engine_whose_loads_took_longer_than_computing_is_marked(
     page_server: PageServer, open_page: OpenPage
 ) -> None:
     who = say.live_sessions().sessions[1]
-    costly = msgspec.structs.replace(who, totals=UseTotals(hits=views.hits(1_000, saved_s=-3_700.0)))
+    costly = msgspec.structs.replace(who, totals=UseTotals(hits=views.hits(1_000, saved_s=-3_720.0)))
     page_server.bodies["sessions"] = schemas.Sessions(sessions=[costly])
     page = open_page(page_server.url)
     saved = page.locator("#sessions td[data-head=Saved]")

@@ -372,11 +372,11 @@ def test_days_show_where_prompts_tokens_came_from_the_latest_first(
     expect(page.locator("#days tbody tr")).to_have_count(3)
     qwen, llama = views.MODELS[:2]
     assert rows(page, "days") == [
-        f"2026-11-25 the server's own user {qwen} 1.00 M 100 k 10 % 30 % 300 k memory 250 k, tier disk 50,000 "
+        f"2026-11-25 the server's own user {qwen} 1.00 M 100 k 10 % 300 k 30 %, memory 250 k, tier disk 50,000 "
         "600 k 60 %, never stored −50 s",
-        f"2026-11-24 the server's own user {qwen} 2.00 M 200 k 10 % 30 % 600 k memory 500 k, tier disk 100 k "
+        f"2026-11-24 the server's own user {qwen} 2.00 M 200 k 10 % 600 k 30 %, memory 500 k, tier disk 100 k "
         "1.20 M 60 %, never stored 1 h 30 min",
-        f"2026-11-24 research {llama} 500 k 50,000 10 % 30 % 150 k memory 125 k, tier disk 25,000 "
+        f"2026-11-24 research {llama} 500 k 50,000 10 % 150 k 30 %, memory 125 k, tier disk 25,000 "
         "300 k 60 %, never stored 1 h 30 min",
     ]
     expect(page.locator("#days .alarm")).to_have_text(["−50\u00a0s"])

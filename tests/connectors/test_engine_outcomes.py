@@ -162,7 +162,7 @@ def run(engine: Engine, request: str, prompt: list[int]) -> None:
 def explained(client: Client, request: str) -> str:
     """What people read of it, once its engine has told what became of it."""
     told(client, request)
-    return "\n".join(client.explain(request).sentences)
+    return "\n".join(one.text for one in client.explain(request).sentences)
 
 
 def told(client: Client, request: str) -> OutcomeView:
@@ -204,8 +204,10 @@ def test_a_real_engine_tells_what_its_load_took_and_saved(quick: ServerProcess) 
         said = client.explain("reads")
         assert said.load is not None and said.load.bytes == read.loaded_bytes == said.lookups[0].bytes
         assert said.load.queue_ms == pytest.approx((read.load_us - read.copy_us) / 1000)
-        assert any(sentence.startswith("Loading took the engine") for sentence in said.sentences)
-        assert any("tokens/s that the engine computes" in sentence for sentence in said.sentences)
+        (took,) = (one.text for one in said.sentences if one.code == "load_time")
+        assert took.startswith("Loading took the engine")
+        (gain,) = (one.text for one in said.sentences if one.code in ("saved", "cost_time"))
+        assert "tokens/s that the engine computes" in gain
         assert said.saved_s == read.saved_s
 
 
@@ -252,7 +254,7 @@ def test_engines_that_cannot_share_are_told_which_field_keeps_them_apart(quick: 
             with closing(engine_over(quick.unix, salt=salt)) as engine:
                 run(engine, name, prompt)
                 said = explained(client, name)
-        assert "Another namespace of the model has chunks, which it cannot use" in said
+        assert "A prompt with the same first tokens is stored in another namespace, which it cannot use" in said
         assert "cache_salt: 'hidden' here, " in said
 
 

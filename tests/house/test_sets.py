@@ -16,6 +16,7 @@ from kvdock.protocol.admin_schemas import Limits
 from kvdock.protocol.calls import INCLUDED
 from kvdock.protocol.events import KINDS
 from kvdock.protocol.hits import COMPUTED, PromptRun
+from kvdock.protocol.verdict import REMEDIES
 
 Files = Mapping[PurePosixPath, str]
 PAGES = ("README.md", "CONTRIBUTING.md", "docs/architecture.md")
@@ -158,6 +159,11 @@ def test_the_page_about_observing_explains_each_origin_of_a_token() -> None:
     section = sources()[PurePosixPath("docs/observe.md")].partition("## Hits\n")[2].partition("\n#")[0]
     origins = re.findall(r"^\| (\w+) \| The|^\| (\w+) \| kvdock", section, re.MULTILINE)
     assert ["".join(pair) for pair in origins] == list(get_args(get_type_hints(PromptRun)["origin"]))
+
+
+def test_the_runbook_has_a_row_for_each_finding_of_the_verdict() -> None:
+    section = sources()[PurePosixPath("docs/runbook.md")].partition("## Findings\n")[2].partition("\n## ")[0]
+    assert re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE) == list(REMEDIES)
 
 
 def test_vllms_page_has_the_reasons_of_vllms_part_in_the_words_that_people_see() -> None:

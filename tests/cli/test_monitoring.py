@@ -17,7 +17,6 @@ from prometheus_client.parser import text_string_to_metric_families
 from references import anchors
 
 from kvdock.client.client import Client
-from kvdock.protocol import schemas as s
 from kvdock.protocol.errors import CODES
 from kvdock.protocol.hits import COMPUTED, MEMORY, WAITED
 from kvdock.protocol.outcomes import Outcome
@@ -51,9 +50,9 @@ def samples(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, set[
         engine.store(keys(1))
         engine.release(engine.lookup(keys(1)).lease, 0)
         raw(server.http, "GET", "/nothing")
-        client.heartbeat(engine.session, s.Heartbeat(member=engine.member, outcomes=[
+        engine.heartbeat(outcomes=[
             Outcome(request="r", prompt_tokens=40, loaded_tokens=16, load_us=1000, prefill_tokens_per_s=100.0)
-        ]))
+        ])
         # A tier's totals are there once the mover has told of it, which is after the tier is known to be used.
         eventually(lambda: b"kvdock_tier_loaded_bytes_total{" in raw(server.http, "GET", "/metrics")[2], 30.0)
         found: dict[str, set[str]] = {name: set(labels) for name, labels in OF_SCRAPES.items()}

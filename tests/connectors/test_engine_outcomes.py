@@ -88,6 +88,18 @@ def test_a_request_that_ends_during_its_load_has_not_run_and_is_told_of_by_nobod
     assert engine.told == []
 
 
+def test_a_preempted_request_that_ends_during_its_next_load_has_run() -> None:
+    engine = Telling()
+    engine.load("r", 0, 128, 0.02)
+    engine.end("r", comes_back=True)
+    engine.outcomes.lookup("r", 420, 64, Hit(384))
+    engine.outcomes.begin_load("r", 64, 384)
+    engine.now_s += 0.03
+    engine.end("r")
+    (told,) = engine.told
+    assert (told.prompt_tokens, told.loaded_tokens, told.reloaded_tokens, told.load_us) == (400, 128, 0, 20_000)
+
+
 def test_a_request_that_ends_before_it_is_admitted_is_told_of_by_nobody() -> None:
     engine = Telling()
     engine.outcomes.lookup("r", 400, 0, Hit(128))

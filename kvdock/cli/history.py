@@ -25,8 +25,8 @@ from kvdock.protocol.reports import DayOfHits, HitDays, Over, Series, Stats
 
 
 def means(series: Mapping[str, Series], start: int, stop: int) -> dict[str, float | None]:
-    """By series, the mean of the values from `start` to `stop`. Shares of prompt tokens are weighted by the tokens. None:
-    nothing was measured."""
+    """By series, the mean of the values from `start` to `stop`. Shares of prompt tokens are weighted by the tokens.
+    None: nothing was measured."""
     prompts = series["prompt_tokens"].values[start:stop] if "prompt_tokens" in series else []
     return {
         name: _weighted(one.values[start:stop], prompts) if one.unit == "ratio" else _mean(one.values[start:stop])

@@ -8,7 +8,6 @@ from rich.console import Console, RenderableType
 
 from kvdock.protocol.readable import duration as duration, size as size, span as span
 
-
 _UNSEEN = re.compile(
     "[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u2800\u3164\ufe00-\ufe0f\uffa0\U000e0100-\U000e01ef]"
 )

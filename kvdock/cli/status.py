@@ -1,7 +1,7 @@
 """`kvdock status`: whether the server is up, whether it helps, and what it holds; or all figures as JSON.
 
-The figures come from `GET /v1/status`, `/v1/stats`, `/v1/sessions` and `/v1/config`, those of one model from `/v1/hits`.
-`kvdock top` uses them, too.
+The figures come from `GET /v1/status`, `/v1/stats`, `/v1/sessions` and `/v1/config`, and those of one model from
+`/v1/hits`. `kvdock top` uses them, too.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvdock.api.record.counters import Counters
 from kvdock.cli.client import first, print_json, reached
 from kvdock.cli.errors import WRONG, CommandError
 from kvdock.cli.history import means, sum_of
-from kvdock.cli.hits import COSTS, asked_in_words, computed_share, hits_table, saved_in_words, style_of_saved
+from kvdock.cli.hits import COSTS, asked_in_words, computed_share, hits_table, saved_in_words
 from kvdock.cli.lists import sessions_table
 from kvdock.cli.render import brief, counted, duration, percent, printable, say, size, span
 from kvdock.client.client import Client
@@ -399,17 +399,16 @@ def verdict(status: Status, rates: Sequence[Rates]) -> Verdict:
         return Verdict("up and ready; no engine has looked up anything yet")
     recent = rates[-1] if rates else None
     if recent is None or recent.loaded_share is None:
-        words = helping_in_words(hits, asked)
+        judged = _since_start(hits, asked)
         idle = f"; no request has ended in the last {duration(recent.seconds)}" if recent and hits.requests else ""
-        return words._replace(words=words.words + idle)
+        return judged._replace(words=judged.words + idle)
     if costs := _costs(hits):
         return costs
     shares = _shares(recent.loaded_share, recent.local_share, f" in the last {duration(recent.seconds)}")
     return Verdict(f"{_effect(recent.loaded_share)}{shares}{_saved(hits)}")
 
 
-def helping_in_words(hits: HitTotals, lookup_tokens: int) -> Verdict:
-    """For the sums over some requests, and the tokens that lookups asked for."""
+def _since_start(hits: HitTotals, lookup_tokens: int) -> Verdict:
     if not hits.prompt_tokens:
         return Verdict(f"up and ready: {asked_in_words(lookup_tokens)}")
     return _costs(hits) or Verdict(
@@ -418,7 +417,7 @@ def helping_in_words(hits: HitTotals, lookup_tokens: int) -> Verdict:
 
 
 def _costs(hits: HitTotals) -> Verdict | None:
-    if style_of_saved(hits.saved_s):
+    if hits.saved_s is not None and hits.saved_s < 0:
         return Verdict(f"up and costs time: {saved_in_words(hits.saved_s).plain}", COSTS)
     return None
 
@@ -538,7 +537,7 @@ def show_model(server: str, model: str, *, everything: bool, as_json: bool, cons
             engines=engines_of(sessions),
         ))
         return
-    judged = helping_of_model(model, hits, sessions)
+    judged = verdict_of_model(model, hits, sessions)
     say(console, Text(judged.words, style=judged.style))
     if hits.prompt_tokens:
         say(console, "", f"where its prompts' tokens came from, since {days[0].date}",
@@ -553,8 +552,8 @@ def _listed(models: Sequence[str]) -> str:
     return f"one of: {', '.join(map(printable, models))}"
 
 
-def helping_of_model(model: str, hits: HitTotals, sessions: Sequence[SessionView]) -> Verdict:
-    """The sentence about one model."""
+def verdict_of_model(model: str, hits: HitTotals, sessions: Sequence[SessionView]) -> Verdict:
+    """Whether kvdock helps the model, as a sentence."""
     name, asked = printable(model), sum(view.totals.lookup_tokens for view in sessions)
     if not hits.prompt_tokens:
         what = asked_in_words(asked) if asked else "its engines have looked up nothing yet"

@@ -250,10 +250,10 @@ def _totals(shown: Snapshot, look: Look) -> Lines:
     last = rates[0] if rates else None
     computed = computed_share(hits.loaded_share, hits.local_share)
     lines: Lines = []
+    loaded, local, computing = (last.loaded_share, last.local_share, last.computed_share) if last else (None,) * 3
     for name, share, total, style in (
-        ("loaded", last and last.loaded_share, hits.loaded_share, "bold"),
-        ("own cache", last and last.local_share, hits.local_share, "not bold"),
-        ("computed", last and last.computed_share, computed, "not bold"),
+        ("loaded", loaded, hits.loaded_share, "bold"), ("own cache", local, hits.local_share, "not bold"),
+        ("computed", computing, computed, "not bold"),
     ):
         recent = f"{percent(share)} in {duration(last.seconds)}, " if last else ""
         lines += _rows(name, f"{recent}{percent(total)} since start", look, style)
@@ -263,8 +263,8 @@ def _totals(shown: Snapshot, look: Look) -> Lines:
     if last is not None:
         prompts, asked = last.prompt_tokens_per_s or 0, last.lookup_tokens_per_s or 0
         lines += _rows("tokens", f"{brief(prompts)}/s in prompts, {brief(asked)}/s asked for", look)
-        loaded, stored = last.loaded_bytes_per_s or 0, last.stored_bytes_per_s or 0
-        lines += _rows("bytes", f"{size(loaded)}/s loaded, {size(stored)}/s stored", look)
+        read, stored = last.loaded_bytes_per_s or 0, last.stored_bytes_per_s or 0
+        lines += _rows("bytes", f"{size(read)}/s loaded, {size(stored)}/s stored", look)
     evicted = last.evicted_chunks_per_s if last else None
     lines += _rows("pool", pool_bar(status.pool, look.columns - NAME_CELLS, look.plain), look)
     lines += _rows("", f"{pool_in_words(status.pool)}, {brief(evicted or 0)} chunks/s evicted", look)

@@ -44,6 +44,7 @@ from kvdock.cli.help import (
     parse_duration,
     parse_moment,
 )
+from kvdock.cli.printable import printable
 from kvdock.cli.serve import config, config_get, config_set, serve
 from kvdock.protocol.errors import ApiError, ServerUnavailable
 
@@ -549,6 +550,7 @@ def _fail(error: BaseException, sentence: str, exit_status: int) -> None:
 
 def _say(error: BaseException, sentence: str, exit_status: int) -> None:
     """Prints the sentence on standard error and, with `--json`, the problem on standard output."""
+    sentence = "\n".join(map(printable, sentence.split("\n")))  # it may quote names that engines chose
     typer.echo(f"kvdock: {sentence}", err=True)
     if wants_json(sys.argv[1:]):
         typer.echo(msgspec.json.encode(problem_of_command(error, sentence, exit_status)))

@@ -70,7 +70,7 @@ class Wanted(NamedTuple):
     step_s: float | None = None
 
     @property
-    def is_part(self) -> bool:
+    def ispart_of(self) -> bool:
         return bool(self.since or self.until or self.step_s)
 
 
@@ -95,9 +95,9 @@ def show_past(server: str, wanted: Wanted, *, as_json: bool, console: Console) -
     if as_json and not wanted.is_part:
         print_json(console, stats)
         return
-    rows = _rows_of(_part(stats, now_s, since_s, until_s), now_s, wanted.step_s)
+    rows = rows_of(part_of(stats, now_s, since_s, until_s), now_s, wanted.step_s)
     if as_json:
-        print_json(console, _stats_of(rows))
+        print_json(console, as_stats(rows))
     elif rows.parts:
         say(console, _history_table(rows))
     elif length(stats):
@@ -132,7 +132,7 @@ def _fetched(client: Client, over: Over | None, since_s: float, now_s: float) ->
     return stats
 
 
-def _part(stats: Stats, now_s: float, since_s: float, until_s: float) -> Stats:
+def part_of(stats: Stats, now_s: float, since_s: float, until_s: float) -> Stats:
     """The values whose intervals are at least half between those times."""
     count, interval_s = length(stats), stats.interval_s
     middle_s = now_s - stats.age_s - (count - 0.5) * interval_s
@@ -142,7 +142,7 @@ def _part(stats: Stats, now_s: float, since_s: float, until_s: float) -> Stats:
     return Stats(interval_s=interval_s, age_s=stats.age_s + (count - stop) * interval_s, series=series)
 
 
-def _rows_of(stats: Stats, now_s: float, step_s: float | None) -> Rows:
+def rows_of(stats: Stats, now_s: float, step_s: float | None) -> Rows:
     """Rows of `step_s`, or at most MOST_ROWS. The first one may be shorter than the others. Raises CommandError."""
     count = length(stats)
     if step_s is not None and step_s < stats.interval_s:
@@ -154,7 +154,7 @@ def _rows_of(stats: Stats, now_s: float, step_s: float | None) -> Rows:
     return Rows(stats, now_s - stats.age_s - count * stats.interval_s, parts)
 
 
-def _stats_of(rows: Rows) -> Stats:
+def as_stats(rows: Rows) -> Stats:
     """The rows as series."""
     series = {one.name: one for one in rows.stats.series}
     found = [means(series, start, stop) for start, stop in rows.parts]

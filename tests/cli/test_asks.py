@@ -212,10 +212,10 @@ def test_requests_lists_what_became_of_each_and_finds_them_by_id(server: ServerP
     table = kvdock("requests", name, "--server", server.unix, COLUMNS="200")
     ended, untold, told = (line.split() for line in table.stdout.splitlines()[2:])
     assert ended[1:] == ["ended", f"{name}-2", "asker", "44", "44", "0", "0", "44",
-                         *"a reason of the engine's own: of tomorrow".split()]
+                         *["a", "reason", "of", "the", "engine's", "own:", "of", "tomorrow"]]
     assert untold[1:] == ["lookup", f"{name}-1", "�[31m", "asker", "16"]
     assert told[1:] == ["lookup", f"{name}-0", "asker", "32", "1,640", "10", "17", "1,613",
-                        *"their load did not complete".split()]
+                        *["their", "load", "did", "not", "complete"]]
     every = kvdock("requests", "--server", server.unix, "--all", COLUMNS="200").stdout
     assert f"{name}-0" in every and "store" in every
     assert kvdock("requests", f"{name}-9", "--server", server.unix).stdout == (

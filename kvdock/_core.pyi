@@ -252,6 +252,7 @@ class Table:
     def all_changes(self, since: int, at_most: int) -> tuple[list[tuple[int, bytes, bool, bytes]], int, bool]: ...
     def ready(self, start: int, budget: int) -> tuple[list[tuple[int, bytes, bool, bytes]], int]: ...
     def chunks_in(self, namespace: int) -> int: ...  # records that are not FREE
+    def children(self, namespace: int, key: bytes) -> int: ...  # chunks, stored or being stored, that follow this one
     def fates(self, namespace: int, keys: bytes) -> list[tuple[int, str, int, int]]:
         """Runs of chunks: (chunks, "ready" | "being_stored" | "unknown" | why they are gone, when, last use)."""
     def release(self, session: int, grant: int, ranks: Sequence[int]) -> list[int]:

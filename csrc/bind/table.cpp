@@ -318,6 +318,7 @@ void bind_grants(py::class_<BoundTable>& c) {
       .def("hold", call(&Table::hold), "session"_a, "member"_a, "request"_a, "keys"_a, "now_ms"_a)
       .def("peek", call(&Table::peek), "namespace"_a, "keys"_a)
       .def("chunks_in", call(&Records::chunks_in), "namespace"_a)
+      .def("children", call(&Table::children), "namespace"_a, "key"_a)
       .def("fates", [](BoundTable& t, uint32_t space, const std::vector<Key>& keys) {
         std::vector<std::tuple<uint32_t, const char*, uint64_t, uint64_t>> out;
         for (const FateRun& run : call(&Table::fates)(t, space, keys))

@@ -295,6 +295,12 @@ std::vector<FateRun> Table::fates(uint32_t space, const std::vector<Key>& keys) 
   return runs;
 }
 
+uint32_t Table::children(uint32_t space, const Key& key) {
+  chunks_.namespaces().require(space);
+  const KeyEntry* e = chunks_.find(space, key);
+  return e ? e->children : 0;
+}
+
 Changes Table::changes(uint32_t space, uint64_t since, size_t at_most) {
   chunks_.namespaces().require(space);
   uint64_t base = changes_base();

@@ -84,6 +84,8 @@ class Table {
   uint64_t peek(uint32_t space, const std::vector<Key>& keys);
   // The state of each of `keys`, as runs of chunks that have the same one.
   std::vector<FateRun> fates(uint32_t space, const std::vector<Key>& keys);
+  // How many chunks, stored or being stored, follow the chunk of that key.
+  uint32_t children(uint32_t space, const Key& key);
   // As ChangeLog::since(), but each server of the pool numbers its changes from a base of its own. If `since` is a
   // number of another server, changes may be missing, and the answer says so.
   Changes changes(uint32_t space, uint64_t since, size_t at_most);

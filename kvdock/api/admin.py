@@ -16,10 +16,13 @@ from kvdock.api.convert import key_bytes
 from kvdock.api.pool.registry import NamespaceRecord
 from kvdock.api.pool.sessions import Sessions
 from kvdock.api.record.journal import Journal
+from kvdock.api.record.troubles import Troubles
 from kvdock.api.settings import Settings
 from kvdock.api.tiers.clears import Clears
 from kvdock.protocol import events as e
 from kvdock.protocol.admin_schemas import (
+    Acknowledge,
+    Acknowledged,
     ClearCache,
     Cleared,
     Config,
@@ -43,9 +46,11 @@ class Admin:
     """One method for each call that operators make."""
 
     def __init__(
-        self, settings: Settings, sessions: Sessions, journal: Journal, clears: Clears, forget_count: Callable[[], None]
+        self, settings: Settings, sessions: Sessions, journal: Journal, clears: Clears, troubles: Troubles,
+        forget_count: Callable[[], None],
     ) -> None:
         """`forget_count` is called when chunks were taken out of use: the last census is stale then."""
+        self._troubles = troubles
         self._settings, self._journal, self._clears, self._forget_count = settings, journal, clears, forget_count
         self._pool, self._registry = sessions.pool, sessions.registry
         self._quotas, self._clock = sessions.quotas, sessions.clock
@@ -65,6 +70,10 @@ class Admin:
         return Deleted(
             chunks=chunks, tier_chunks=answers.chunks, pending_tiers=answers.pending, is_cleared=answers.is_cleared
         )
+
+    async def acknowledge(self, _: Acknowledge) -> Acknowledged:
+        """Engines that died and chunks that were damaged so far are no findings of the verdict any more."""
+        return Acknowledged(troubles=self._troubles.acknowledge())
 
     async def evict(self, body: EvictChunks) -> Evicted:
         """Raises ApiError(bad_argument)."""

@@ -33,16 +33,21 @@ from kvdock.api.pool.pool import Pool
 from kvdock.api.pool.quotas import Quotas, default_quota
 from kvdock.api.pool.registry import Names, Registry
 from kvdock.api.pool.sessions import Sessions
+from kvdock.api.record.beginnings import Beginnings
 from kvdock.api.record.curve import Curves
 from kvdock.api.record.history import SERIES, TIER_SERIES, History, Sampler
+from kvdock.api.record.hits import Answers
 from kvdock.api.record.journal import Journal
-from kvdock.api.record.tally import Tally
+from kvdock.api.record.kept_namespaces import KeptNamespaces
+from kvdock.api.record.tally import Learned, Tally
 from kvdock.api.record.timings import Meter, Pulse, Timings
+from kvdock.api.record.troubles import Troubles
 from kvdock.api.reports.contents import Contents
 from kvdock.api.reports.explain import Explainer
 from kvdock.api.reports.lists import Lists
 from kvdock.api.reports.metrics import Metrics, ServerMetrics
 from kvdock.api.reports.status import LowerTiers, Overview, Probes
+from kvdock.api.reports.verdict import Judge
 from kvdock.api.service import CacheService
 from kvdock.api.settings import Settings
 from kvdock.api.tiers.clears import Clears, OrderFile
@@ -80,9 +85,10 @@ def build(
     sessions, drain = _sessions(settings, pool, clocks)
     registry, clock = sessions.registry, sessions.clock
     curves = Curves(pool, clocks.now_s) if "curve" in settings.observers else None
-    tally = Tally(
-        settings, pool.table, journal, curves, clocks, clock, lambda space, key: mover_client.tier_has(space, key)
-    )
+    beginnings = Beginnings(registry)
+    answers = Answers(pool.table, lambda space: mover_client.in_tiers(space))
+    troubles = Troubles(clocks.wall_s)
+    tally = Tally(settings, pool.table, journal, Learned(curves, beginnings, answers, troubles), clocks, clock)
     orders = OrderFile(Path(f"{settings.socket_path}.orders"))
     clears = Clears(pool.table, registry, journal, orders, settings.tier_names)
     mover_client = MoverClient(
@@ -92,8 +98,8 @@ def build(
     feeds = Feeds(settings, pool.table, journal, clocks.wall_s, extras)
     history = History(
         settings.history_values, settings.history_interval_s, SERIES + TIER_SERIES * settings.has_tiers,
-        kept=KeptObject(history_path(pool.pool_id), "the history of hours and days"), beside={"hits": tally.hits},
-        wall_s=clocks.wall_s,
+        kept=KeptObject(history_path(pool.pool_id), "the history of hours and days"), wall_s=clocks.wall_s,
+        beside={"hits": tally.hits, "namespaces": KeptNamespaces(registry, pool.table)},
     )
     sampler = Sampler(history, pool, tally, lambda: mover_client.tiers, clock)
     meter, pulse = Meter(tally.counters, Timings(), clocks.perf_ns, {}, journal.publish), Pulse(clocks.perf_ns)
@@ -105,9 +111,10 @@ def build(
     server_metrics = ServerMetrics(pool, overview, probes, lists, meter, feeds)
     handlers = Handlers(
         service=CacheService(sessions, tally, mover_client, clears, feeds.kv, settings.heartbeat_s),
-        admin=Admin(settings, sessions, journal, clears, contents.forget),
-        overview=overview, lists=lists, contents=contents,
-        explainer=Explainer(tally.recent, registry, pool.table), probes=probes,
+        admin=Admin(settings, sessions, journal, clears, troubles, contents.forget),
+        overview=overview, judge=Judge(probes, tally, troubles, curves, sessions, tiers, clocks.wall_s),
+        lists=lists, contents=contents,
+        explainer=Explainer(tally.recent, beginnings, registry, pool.table, clock), probes=probes,
         metrics=Metrics(server_metrics, lists, sessions.quotas, clocks.now_s),
         events=feeds.events, kv_stream=feeds.kv_stream,
         body_limit_bytes=settings.body_limit_bytes, body_capacity=BodyCapacity.for_bodies_of(settings.body_limit_bytes),

@@ -327,7 +327,9 @@ class CacheService:
         if is_mover and temporary and granted.grant:
             self._mover_client.tickets.reserved(session, granted.grant, keys)
         if is_mover and granted.grant and body.tier:
-            self._tally.answers.tier_reserved(session.namespace, granted.grant, _granted_keys(granted, keys), body.tier)
+            self._tally.learned.answers.tier_reserved(
+                session.namespace, granted.grant, _granted_keys(granted, keys), body.tier
+            )
         self._tally.reservation(session, body, keys, granted, started_ns)
         return ReserveReply(
             refused_releases=refused,
@@ -348,7 +350,7 @@ class CacheService:
         ready, remaining = self._table.commit(session.table_id, grant, body.rank, parts, self._clock.now_ms())
         self._tally.committed(session, grant, ready, is_whole=not remaining)
         if self._mover_client.is_mover(session):
-            self._tally.answers.tier_committed(grant, self._tally.now_ns(), is_whole=not remaining)
+            self._tally.learned.answers.tier_committed(grant, self._tally.now_ns(), is_whole=not remaining)
             self._mover_client.tickets.extend(session.namespace)
             if not remaining:
                 self._mover_client.tickets.reservation_ended(grant)

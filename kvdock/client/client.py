@@ -37,6 +37,7 @@ from kvdock.protocol.reports import (
     Stats,
     Status,
 )
+from kvdock.protocol.verdict import Verdict
 from kvdock.protocol.wire_types import (
     API_VERSION,
     KEY_BYTES,
@@ -282,6 +283,10 @@ class Client:
     def stats(self, over: Over = "minutes", *, timeout_s: float | None = None) -> Stats:
         return self._do(c.STATS, None, timeout_s, query={} if over == "minutes" else {"over": over})
 
+    def verdict(self, *, timeout_s: float | None = None) -> Verdict:
+        """Whether the server helps, and what goes wrong."""
+        return self._do(c.VERDICT, None, timeout_s)
+
     def hits(self, *, timeout_s: float | None = None) -> HitDays:
         """Where prompts' tokens came from, by day, tenant and model."""
         return self._do(c.HITS, None, timeout_s)
@@ -306,6 +311,10 @@ class Client:
         return self._do(c.EXPLAIN, None, timeout_s, request, query={"session": session} if session else {})
 
     # ---------------------------------------------------------------- administration
+
+    def acknowledge(self, *, timeout_s: float | None = None) -> a.Acknowledged:
+        """Findings of the verdict that have happened so far are seen."""
+        return self._do(c.ACKNOWLEDGE, a.Acknowledge(), timeout_s)
 
     def clear(self, body: a.ClearCache, *, timeout_s: float | None = None) -> a.Cleared:
         """The server walks its whole table, so allow it time."""

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from kvdock.connectors.session import Attachment, EngineSession, notify
 from kvdock.connectors.waits import NOTHING, Expected
-from kvdock.protocol.keys import KeyChain
+from kvdock.protocol.keys import KeyChain, beginning_of
 from kvdock.protocol.kv_events import BlockNames
 from kvdock.protocol.schemas import LookupAnswer
 from kvdock.protocol.wire_types import MAX_KEYS
@@ -69,6 +69,8 @@ class RequestCallbacks:
     chain_of: ChainOf = chain_of_tokens
     is_stored: Callable[[str], bool] = lambda request_id: True
     """Whether the chunks that the request computes may be stored."""
+    has_tokens: bool = True
+    """Whether lookups and stores get a prompt's tokens from its first one; else they get numbers in place of tokens."""
     traceparent_of: Callable[[str], str] = lambda request_id: ""
     """The trace context that the engine got with the request; empty: none."""
     observer: ChunkObserver = field(default_factory=ChunkObserver)
@@ -169,6 +171,8 @@ class RequestState:
     attachment: Attachment
     lookup: LookupState = field(default_factory=LookupState)
     store: StoreProgress = field(default_factory=StoreProgress)
+    beginning: str = ""
+    """See beginning_of() in kvdock/protocol/keys.py; empty: not known."""
     ceiling: int = MAX_KEYS
     """Chunks from here on are not looked up: one of them failed to load."""
 
@@ -201,6 +205,8 @@ class Requests(dict[str, RequestState]):
         if request is None or request.attachment is not attachment:  # an entry of another epoch is void
             chain = self.callbacks.chain_of(request_id, attachment.namespace, self.session.manifest.chunk_tokens)
             request = self[request_id] = RequestState(chain, attachment)
+            if self.callbacks.has_tokens:
+                request.beginning = beginning_of(tokens)
         request.chain.follow(tokens)
         return request
 

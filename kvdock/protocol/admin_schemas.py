@@ -134,6 +134,15 @@ class TenantView(Answer, kw_only=True):
     """None: no limit."""
 
 
+class Acknowledge(Body, kw_only=True):
+    """Nothing: all that has happened so far is meant."""
+
+
+class Acknowledged(Answer, kw_only=True):
+    troubles: int
+    """How many engines that died, and finds of damaged chunks, are no findings of the verdict from now on."""
+
+
 class PatchConfig(Body, kw_only=True):
     """Absolute values; fields that are absent stay as they are. All changes take effect, or none."""
 

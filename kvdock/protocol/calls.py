@@ -21,6 +21,7 @@ from kvdock.protocol.reports import (
     Status,
 )
 from kvdock.protocol.schemas import HintAnswer
+from kvdock.protocol.verdict import Verdict
 
 A = TypeVar("A")
 
@@ -89,6 +90,8 @@ SEGMENTS = Call("GET", "/v1/segments", s.Segments, "read")
 STATUS = Call("GET", "/v1/status", Status, "health")
 STATS = Call("GET", "/v1/stats", Stats, "health")
 PREFIXES = Call("GET", "/v1/prefixes", Prefixes, "read")
+VERDICT = Call("GET", "/v1/verdict", Verdict, "health")
+ACKNOWLEDGE = Call("POST", "/v1/acknowledge", a.Acknowledged, "admin", packed=False)
 HITS = Call("GET", "/v1/hits", HitDays, "read")
 CURVE = Call("GET", "/v1/curve", Curve, "read")
 EVENTS = Call("GET", "/v1/events", str, "read")

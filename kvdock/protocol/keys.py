@@ -41,6 +41,19 @@ UNKNOWN_PARENT: Final = b"\xff" * KEY_BYTES
 key."""
 
 
+BEGINNING_TOKENS: Final = 256
+"""How many of a prompt's first tokens its beginning stands for."""
+
+
+def beginning_of(tokens: Sequence[int]) -> str:
+    """16 hex digits for the first BEGINNING_TOKENS tokens, or for all if there are fewer. They depend on nothing else,
+    so they show that the same prompt is stored in another namespace. It is not a key: nothing is found by it."""
+    first = array("Q", tokens[:BEGINNING_TOKENS])
+    if sys.byteorder == "big":
+        first.byteswap()
+    return blake2b(first.tobytes(), digest_size=8, person=b"kvdock beginning").hexdigest()
+
+
 def canonical_manifest(manifest: Mapping[str, object]) -> bytes:
     """JSON with sorted keys, no spaces, UTF-8. Strings, integers, booleans, None, and lists and mappings
     of them; ManifestError for anything else (a float has no one spelling)."""

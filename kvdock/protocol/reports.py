@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import msgspec
 
@@ -291,6 +291,8 @@ class Break(Answer, kw_only=True):
     """How many tokens follow that were not given for the same reason."""
     why: ComputedWhy
     in_words: str
+    others: int = 0
+    """How many other continuations of the prefix were stored: the request's prompt goes on in a different way there."""
     gone_s: float | None = None
     """How long ago the next chunk was removed. None: as far as is known, it was never stored."""
     unused_s: float | None = None
@@ -298,12 +300,51 @@ class Break(Answer, kw_only=True):
 
 
 class OtherNamespace(Answer, kw_only=True):
-    """A namespace of the same model, whose chunks this request cannot use."""
+    """A namespace in which a prompt with the same first tokens is stored, whose chunks this request cannot use."""
 
     namespace: Key
     differs: dict[str, list[Any]]
-    """Fields of the manifest, and `weights`: what the request's namespace says, and what this one says. Secrets are
-    `hidden`."""
+    """Fields of the manifest, `weights` and `tenant`: what the request's namespace says, and what this one says.
+    Secrets are `hidden`."""
+
+
+ExplainCode = Literal[
+    "asked", "not_given", "diverges", "longer_than_stored", "starts_anew", "nothing_stored", "young_pool", "given_back",
+    "stored", "not_ended", "ended", "local", "loaded", "computed", "engine_reason", "reloaded", "load_time", "saved",
+    "cost_time", "weights", "other_namespace", "other_engines",
+]
+AdviceCode = Literal[
+    "enlarge_pool", "raise_quota", "check_memory", "keep_from_tiers", "wait_for_tiers", "wait_for_stores",
+    "raise_session_cap", "register_segments", "check_server", "check_engine_log", "lower_min_load_tokens",
+    "check_copies", "see_engine_docs", "smaller_chunks", "move_what_varies", "same_identity",
+]
+ADVICE: Final[dict[AdviceCode, str]] = {
+    "enlarge_pool": "A larger pool keeps chunks longer: `kvdock size` shows what each size would find.",
+    "raise_quota": "The tenant's quota is full: `kvdock config` shows and raises it.",
+    "check_memory": "Memory or a copy was damaged: docs/runbook.md says what to check.",
+    "keep_from_tiers": "With tier_keep=always the pool keeps what lower tiers load.",
+    "wait_for_tiers": "A longer tier_wait_s of the engine or a faster tier brings more: see `kvdock status`.",
+    "wait_for_stores": "A larger compute_once of the engine waits longer for what other engines store.",
+    "raise_session_cap": "One engine holds as much as session_cap lets it: `kvdock config` shows and raises it.",
+    "register_segments": "A rank has not page-locked all segments: look into the engine's log.",
+    "check_server": "The server answered late: `kvdock doctor` looks for the cause.",
+    "check_engine_log": "The engine's log says why the load failed.",
+    "lower_min_load_tokens": "A smaller min_load_tokens of the engine loads shorter hits.",
+    "check_copies": "`kvdock status` shows how fast the engine copies, beside what its machine can do.",
+    "see_engine_docs": "docs/vllm.md and docs/sglang.md say for which requests nothing is looked up.",
+    "smaller_chunks": "Smaller chunk_tokens of the engine leave a shorter rest.",
+    "move_what_varies": "Put what differs from prompt to prompt, such as a date or an id, at the prompt's end.",
+    "same_identity": "Start the engines with the same model name, dtype, chunk size and other fields named.",
+}
+
+
+class Sentence(Answer, kw_only=True):
+    """One fact about a request."""
+
+    code: ExplainCode
+    text: str
+    advice: AdviceCode | Literal[""] = ""
+    """What may help; empty: nothing has to be done. ADVICE has it as a sentence."""
 
 
 class LookupStory(Answer, kw_only=True):
@@ -342,14 +383,16 @@ class LoadStory(Answer, kw_only=True):
 
 
 class Explanation(Answer, kw_only=True):
-    """What the server knows about a request: as text in `sentences`, as figures in the other fields."""
+    """What the server knows about a request: as text in `sentences`, as figures in the other fields. `advice`: by code,
+    the advice of these sentences as text."""
 
     request: str
     namespace: Key
     model: str
     weights: str | None = ""
     """The weights that its engine ran then, as in NamespaceView."""
-    sentences: list[str]
+    sentences: list[Sentence]
+    advice: dict[AdviceCode, str] = msgspec.field(default_factory=dict)
     lookups: list[LookupStory] = msgspec.field(default_factory=list)
     """Oldest first."""
     outcome: OutcomeView | None = None
@@ -360,7 +403,7 @@ class Explanation(Answer, kw_only=True):
     """What computing the loaded tokens would have taken at the engine's measured speed, less what loading them took.
     Below 0: loading took longer. None: not known."""
     nearest: OtherNamespace | None = None
-    """If nothing was found: the namespace of the same model that differs in the fewest fields."""
+    """If nothing was found: where a prompt with the same first tokens is stored; None: nowhere that is known."""
 
 
 # --------------------------------------------------------------------------- pools of other sizes
@@ -373,7 +416,10 @@ class CurvePoint(Answer, kw_only=True):
     """Times the pool's size; None: without bound."""
     pool_bytes: int | None
     hit_share: float | None
-    """None: the simulated pool is too small to say."""
+    """None: the simulated pool is too small to say. No pool has less than a smaller one, or more than the one without
+    bound."""
+    error: float = 0.0
+    """How far the share may be off, up or down, in 19 of 20 cases, because only some chunks are sampled. 0: all are."""
 
 
 class SpaceCurve(Answer, kw_only=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import re
 import signal
 from contextlib import closing
@@ -15,13 +16,27 @@ from api_helpers import MIB, OPERATOR, ServerProcess, access_file, attach, event
 from server_fixtures import fresh_server
 
 from kvdock.api.access.access_file import entry
+from kvdock.api.feeds.log import EventLog
 from kvdock.api.feeds.sse import EventStream
 from kvdock.api.record.journal import Journal
 from kvdock.client.client import Client
 from kvdock.protocol import schemas as s
 from kvdock.protocol.admin_schemas import DeleteChunks, PatchConfig
 from kvdock.protocol.errors import ApiError
-from kvdock.protocol.events import EVENTS, KINDS, Draining, Event, Freed, Gap, Grown, Left, Refused, kind_of
+from kvdock.protocol.events import (
+    EVENTS,
+    KINDS,
+    Draining,
+    Event,
+    Evicted,
+    Freed,
+    Gap,
+    Grown,
+    Left,
+    Refused,
+    kind_of,
+)
+from kvdock.protocol.outcomes import Outcome
 
 Read = list[dict[str, Any]]
 
@@ -348,6 +363,16 @@ def test_the_log_has_a_sentence_for_what_operators_want_to_know(server: ServerPr
     assert text.count("a call was refused: not_found (no route)") == 20 and "40 more like this" in text, "folded"
 
 
+def test_a_full_pool_in_a_steady_state_logs_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    log = EventLog()
+    with caplog.at_level(logging.INFO, "kvdock.events"):
+        for at in (0.0, 1.0, 3000.0, 6000.0, 9000.0, 12600.0):
+            log.take(Evicted(chunks=1, total=7, at=at))
+    assert [record.getMessage() for record in caplog.records] == [
+        "the pool is full: from now on chunks are evicted for others, 7 since the start"
+    ] * 2
+
+
 def test_segments_are_told_of_in_words() -> None:
     from kvdock.api.feeds.log import SENTENCES
 
@@ -360,25 +385,33 @@ def test_segments_are_told_of_in_words() -> None:
     )
 
 
-def test_loads_and_stores_are_timed_and_requested_tokens_sum_up(server: ServerProcess, client: Client) -> None:
+def test_loads_and_stores_are_timed_and_prompts_sum_up(server: ServerProcess, client: Client) -> None:
     engine = attach(client)
     engine.store(keys(3))
     engine.release(engine.lookup(keys(5), "r").lease, 0)
     client.delete(DeleteChunks(namespace=engine.attached.namespace, keys=keys(3)[1:]))
     engine.lookup(keys(3), "again")
+    engine.heartbeat(outcomes=[
+        Outcome(request="r", prompt_tokens=81, found_tokens=48, loaded_tokens=48),
+        Outcome(request="again", prompt_tokens=49, local_tokens=16, found_tokens=16),
+    ])
     found: dict[str, float] = {}
 
     def scraped() -> bool:
-        lines = raw(server.http, "GET", "/metrics")[2].decode().splitlines()
-        found.update({line.split(" ")[0]: float(line.split(" ")[1]) for line in lines if line[0] != "#"})
-        return found["kvdock_lookup_tokens_total"] == 8 * 16 and found["kvdock_load_seconds_count"] == 1
+        lines = raw(server.unix, "GET", "/metrics")[2].decode().splitlines()
+        found.update({line.rsplit(" ", 1)[0]: float(line.rsplit(" ", 1)[1]) for line in lines if line[0] != "#"})
+        return found["kvdock_prompt_tokens_total"] == 130 and found["kvdock_load_seconds_count"] == 1
 
     eventually(scraped)
     assert found["kvdock_store_seconds_count"] == 1 and found["kvdock_load_seconds_sum"] > 0
-    requested = {name: value for name, value in found.items() if name.startswith("kvdock_requested_tokens_total")}
-    assert sum(requested.values()) == 8 * 16
-    label = "kvdock_requested_tokens_total{{outcome=\"{}\"}}".format
-    assert [requested[label(why)] for why in ("found", "unknown", "deleted")] == [4 * 16, 2 * 16, 2 * 16]
+    sources = {name: value for name, value in found.items() if name.startswith("kvdock_prompt_source_tokens_total")}
+    assert sum(sources.values()) == 130
+    label = 'kvdock_prompt_source_tokens_total{{source="{}"}}'.format
+    assert [sources[label(source)] for source in ("local", "memory", "computed")] == [16, 48, 66]
+    label = 'kvdock_computed_reason_tokens_total{{why="{}"}}'.format
+    assert [found[label(why)] for why in ("never_stored", "deleted", "tail")] == [32, 32, 2]
+    label = 'kvdock_model_prompt_tokens_total{{model="test-model",source="{}",tenant=""}}'.format
+    assert [found[label(source)] for source in ("local", "memory", "computed")] == [16, 48, 66]
     engine.close()
 
 

@@ -15,8 +15,9 @@ from kvdock.client.client import Client
 from kvdock.protocol import schemas as s
 from kvdock.protocol.admin_schemas import ClearCache, DeleteChunks, PatchConfig, Quota
 from kvdock.protocol.errors import ApiError
+from kvdock.protocol.hits import COMPUTED
 from kvdock.protocol.outcomes import Outcome
-from kvdock.protocol.reports import BREAKS, Break, Explanation
+from kvdock.protocol.reports import Break, Explanation
 
 LARGE = (s.Group(part_bytes=MIB),)
 
@@ -26,7 +27,7 @@ server = fresh_server()
 def broken(client: Client, request: str) -> Break:
     """Where the only lookup of the request ended."""
     (story,) = client.explain(request).lookups
-    assert story.broke is not None and story.broke.in_words == BREAKS[story.broke.why]
+    assert story.broke is not None and story.broke.in_words == COMPUTED[story.broke.why]
     assert story.broke.at_tokens == story.hit_tokens
     return story.broke
 
@@ -47,8 +48,10 @@ def test_a_request_that_found_all_is_told_as_it_was(client: Client) -> None:
     assert said.outcome is not None and said.outcome.loaded_tokens == 48 and said.model == "test-model"
     text = "\n".join(said.sentences)
     assert "engine A asked for 64 tokens, in whole chunks, and the server had the first 64 of them" in text
-    assert "4 chunks (64.0 KiB)" in text and "Not more were loaded: not all of a load came." in text
-    assert "of 70 prompt tokens the engine's own cache had 16, and 48 were loaded" in text
+    assert "4 chunks (64.0 KiB)" in text and "Its prompt had 70 tokens, in this order:" in text
+    assert "16 tokens that the engine's own cache had." in said.sentences
+    assert "48 tokens loaded from memory." in said.sentences
+    assert "6 tokens computed: they do not fill a chunk." in said.sentences
     engine.close()
 
 
@@ -58,7 +61,7 @@ def test_what_was_never_there_and_the_namespace_that_has_some(client: Client) ->
     other.store(keys(2))
     engine.lookup(keys(2), "r1")
     said = client.explain("r1")
-    assert broken(client, "r1").why == "unknown" and said.nearest is not None
+    assert broken(client, "r1").why == "never_stored" and said.nearest is not None
     assert said.nearest.namespace == other.attached.namespace
     assert said.nearest.differs == {"kv_dtype": ["bfloat16", "float8_e4m3fn"], "cache_salt": ["hidden", "hidden"]}
     assert "kv_dtype: 'bfloat16' here, 'float8_e4m3fn' there" in said.sentences[-1]

@@ -14,7 +14,8 @@ from server_fixtures import attached_engine
 from kvdock.api.record.requests import Detail, RecentRequests
 from kvdock.client.client import Client
 from kvdock.protocol.errors import ApiError
-from kvdock.protocol.outcomes import MAX_OUTCOMES, REASONS, Outcome, view_of
+from kvdock.protocol.hits import COMPUTED
+from kvdock.protocol.outcomes import MAX_OUTCOMES, Outcome, view_of
 from kvdock.protocol.reports import RequestView
 
 engine = attached_engine(label="teller", has_own_model=True)
@@ -38,7 +39,7 @@ def test_every_lookup_of_a_request_shows_its_outcome_and_no_other(client: Client
         (name, "lookup", True),
     ]
     outcome = views[-1].outcome
-    assert outcome is not None and (outcome.why, outcome.why_in_words) == ("load_failed", REASONS["load_failed"])
+    assert outcome is not None and outcome.why == "load_failed"
     assert (outcome.prompt_tokens, outcome.local_tokens) == (100, 16)
     assert (outcome.found_tokens, outcome.loaded_tokens) == (64, 32)
 
@@ -50,7 +51,7 @@ def test_a_request_that_looked_up_nothing_is_a_row_of_its_own_once(client: Clien
     (view,) = client.requests(request=name).requests
     assert (view.kind, view.tokens, view.hit_tokens, view.label) == ("ended", 70, 0, "teller")
     assert view.session == engine.listed and view.outcome is not None
-    assert view.outcome.why_in_words == "not looked up: its media are not known for sure"
+    assert [run.why for run in view.outcome.runs] == ["bypassed_media", "tail"]
     engine.heartbeat(outcomes=[Outcome(request=name, prompt_tokens=71)])
     assert len(client.requests(request=name).requests) == 2, "another request of that name"
 
@@ -130,7 +131,7 @@ NO_DETAIL = Detail(bytes(32))
 def view(request: str, kind: Any = "lookup", outcome: Outcome | None = None) -> RequestView:
     return RequestView(
         at=0.0, kind=kind, session="s", label="", request=request, tokens=0, hit_tokens=0, chunks=0, bytes=0,
-        took_us=0, outcome=None if outcome is None else view_of(outcome),
+        took_us=0, outcome=None if outcome is None else view_of(outcome, []),
     )
 
 
@@ -187,6 +188,6 @@ def test_how_an_id_begins_has_a_bound(server: ServerProcess) -> None:
 
 
 def test_the_documentation_has_every_reason_in_the_words_that_people_see() -> None:
-    documented = (ROOT / "docs/vllm.md").read_text()
-    for why, words in REASONS.items():
+    documented = (ROOT / "docs/observe.md").read_text()
+    for why, words in COMPUTED.items():
         assert f"| `{why}` | {words} |" in documented, why

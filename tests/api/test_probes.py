@@ -135,19 +135,6 @@ def test_the_pulse_remembers_its_worst_lag_and_how_long_the_keeper_is_silent() -
 # ------------------------------------------------------------------ metrics
 
 
-def test_tokens_by_tier_sum_to_the_tokens_looked_up(server: ServerProcess, client: Client) -> None:
-    engine = attach(client)
-    chain = keys(4, unique("tiers"))
-    engine.store(chain[:3])
-    engine.lookup(chain, request=unique("r"))
-    engine.lookup(keys(2, unique("miss")), request=unique("r"))
-    families = metrics(server.http)
-    tiers = {sample.labels["tier"]: sample.value for sample in families["kvdock_lookup_tier_tokens"].samples}
-    assert tiers["memory"] >= 48 and tiers["none"] >= 48
-    assert sum(tiers.values()) == families["kvdock_lookup_tokens"].samples[0].value
-    engine.close()
-
-
 def test_every_call_is_timed_on_its_route_whichever_way_it_came(server: ServerProcess, client: Client) -> None:
     engine = attach(client)
     body = {"session": engine.session, "member": engine.member, "request": "timed", "keys": keys(1)}

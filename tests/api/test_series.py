@@ -25,7 +25,7 @@ EMPTY = PoolView(
 
 
 class Server:
-    """One that looks up 10 tokens a second and finds `found` of them, on a clock of its own."""
+    """One whose requests have prompts of 10 tokens a second, of which `found` are loaded, on a clock of its own."""
 
     def __init__(self, kept: KeptObject, wall_s: float, start_s: float = 5.0) -> None:
         self.wall_s, self.now_s, self.counters, self.ready_bytes = wall_s, start_s, Counters(), 0
@@ -36,12 +36,12 @@ class Server:
             self.history.sample(
                 self.counters, msgspec.structs.replace(EMPTY, ready_bytes=self.ready_bytes), [], self.now_s
             )
-            self.counters.lookup_tokens += 10
-            self.counters.hit_tokens += found
+            self.counters.prompt_tokens += 10
+            self.counters.loaded_tokens += found
             self.ready_bytes += 2
             self.wall_s, self.now_s = self.wall_s + 1.003, self.now_s + 1.003  # rounds come a little late
 
-    def values(self, over: Over, name: str = "hit_ratio") -> list[float | None]:
+    def values(self, over: Over, name: str = "loaded_share") -> list[float | None]:
         (series,) = (one for one in self.history.view(over, self.now_s).series if one.name == name)
         return series.values
 
@@ -60,7 +60,7 @@ def test_each_level_has_a_value_an_interval_of_all_that_lay_in_it(kept: KeptObje
     assert len(hours) == 5 and hours[0] == pytest.approx(0.2) and hours[-1] == pytest.approx(0.8)
     assert hours[2] == pytest.approx(0.5), "the minute in which it changed"
     assert server.values("days") == []
-    assert server.values("hours", "lookup_tokens") == pytest.approx([10 / 1.003] * 5, rel=1e-6)
+    assert server.values("hours", "prompt_tokens") == pytest.approx([10 / 1.003] * 5, rel=1e-6)
     assert server.history.filling_bytes_per_s() == pytest.approx(2.0)
 
 
@@ -113,10 +113,10 @@ def test_a_series_that_is_new_has_no_values_of_before(kept: KeptObject) -> None:
     first.run(200)
     doc = msgspec.json.decode(kept.read())
     for level in doc["levels"].values():
-        level["series"] = [one for one in level["series"] if one["name"] != "hit_ratio"]
+        level["series"] = [one for one in level["series"] if one["name"] != "loaded_share"]
     kept.write(msgspec.json.encode(doc))
     second = Server(kept, first.wall_s)
-    assert second.values("hours") == [None] * 3 and len(second.values("hours", "lookup_tokens")) == 3
+    assert second.values("hours") == [None] * 3 and len(second.values("hours", "prompt_tokens")) == 3
 
 
 def test_a_real_server_keeps_hours_with_its_pool_and_the_next_one_shows_them() -> None:
@@ -131,7 +131,7 @@ def test_a_real_server_keeps_hours_with_its_pool_and_the_next_one_shows_them() -
         other.run(190, found=4)
         with ServerProcess(**{**server.settings, "on_exit": "remove"}) as second, Client(second.unix) as client:
             assert second.pool_id == pool_id
-            (hits,) = (one for one in client.stats("hours").series if one.name == "hit_ratio")
+            (hits,) = (one for one in client.stats("hours").series if one.name == "loaded_share")
             assert hits.values[:3] == pytest.approx([0.4] * 3)
             second.stop(signal.SIGTERM)
         eventually(lambda: pool_id not in pool_objects() and not list(SHM_DIR.glob(f"*{pool_id:016x}*")))

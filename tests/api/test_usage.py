@@ -14,6 +14,7 @@ from kvdock.api.access.access_file import entry
 from kvdock.client.client import Client
 from kvdock.protocol import schemas as s
 from kvdock.protocol.admin_schemas import ClearCache, DeleteChunks
+from kvdock.protocol.hits import HitTotals
 from kvdock.protocol.outcomes import Copied, Outcome
 from kvdock.protocol.reports import UseTotals
 
@@ -39,13 +40,15 @@ def test_a_session_and_its_namespace_say_what_they_used_and_saved(client: Client
     ])
     assert totals_of(client, writer) == UseTotals(stored_bytes=4 * CHUNK_BYTES)
     wanted = UseTotals(
-        lookups=1, lookup_tokens=80, hit_tokens=64, loaded_tokens=96, loaded_bytes=4 * CHUNK_BYTES, saved_s=0.08
+        lookups=1, lookup_tokens=80, loaded_bytes=4 * CHUNK_BYTES, hits=HitTotals(
+            requests=2, prompt_tokens=180, loaded={"memory": 96},
+            computed={"never_stored": 16, "not_asked": 48, "tail": 20}, saved_s=0.08,
+        ),
     )
     assert totals_of(client, reader) == wanted
     (namespace,) = client.namespaces().namespaces
     assert namespace.totals == msgspec.structs.replace(wanted, stored_bytes=4 * CHUNK_BYTES)
-    saved = client.status().saved
-    assert saved.tokens == 96 and saved.seconds == pytest.approx(0.08)
+    assert client.status().hits == wanted.hits
     assert client.status().counters["loaded_tokens"] == 96
     writer.close()
     reader.close()
@@ -158,7 +161,7 @@ def test_what_a_benchmark_does_is_in_no_total_and_goes_with_it(server: ServerPro
     )], copied=Copied(load_bytes=MIB, load_us=1))
     after = client.status()
     changed = {name for name, total in after.counters.items() if total != before.counters[name]}
-    assert changed == set() and after.saved == before.saved
+    assert changed == set() and after.hits == before.hits
     assert all(one.session == engine.listed for one in client.requests().requests)
     assert client.curve().total.lookups == 0
     metrics = {
@@ -166,7 +169,8 @@ def test_what_a_benchmark_does_is_in_no_total_and_goes_with_it(server: ServerPro
         for family in text_string_to_metric_families(raw(server.http, "GET", "/metrics")[2].decode())
         for sample in family.samples
     }
-    assert metrics["kvdock_requested_tokens_total", "found"] == metrics["kvdock_requested_tokens_total", "unknown"] == 0
+    sources = [value for (name, *_), value in metrics.items() if name == "kvdock_prompt_source_tokens_total"]
+    assert sources and not any(sources)
     assert metrics["kvdock_copy_bytes_per_second", "load"] == 0
     views = {one.namespace: one for one in client.namespaces().namespaces}
     assert views[measuring.attached.namespace].is_bench and not views[engine.attached.namespace].is_bench

@@ -49,8 +49,8 @@ SENTENCES: dict[type[e.Event], Sentence] = {
         lambda event: (event.route or "no route", shown(event.detail)),
     ),
     e.Evicted: Sentence(
-        logging.INFO, "evicting under pressure: %d chunks were evicted for others, %d since the start",
-        lambda event: (event.chunks, event.total),
+        logging.INFO, "the pool is full: from now on chunks are evicted for others, %d since the start",
+        lambda event: (event.total,),
     ),
     e.Mismatched: Sentence(
         logging.ERROR, "session %s (%s): %d chunks of lease %s did not have the bytes that were stored, and are no "
@@ -108,11 +108,22 @@ SENTENCES: dict[type[e.Event], Sentence] = {
 }
 
 
+QUIET_S = 3600.0
+"""A full pool evicts all the time. That is logged when it begins: after so long without an eviction."""
+
+
 class EventLog:
     name = "log"
     kinds: Collection[type[e.Event]] = frozenset(SENTENCES)
 
+    def __init__(self) -> None:
+        self._evicted_at = -QUIET_S
+
     def take(self, event: e.Event) -> None:
+        if isinstance(event, e.Evicted):
+            is_news, self._evicted_at = event.at - self._evicted_at >= QUIET_S, event.at
+            if not is_news:
+                return
         sentence = SENTENCES[type(event)]
         if log.isEnabledFor(sentence.level):
             log.log(sentence.level, sentence.template_of(event), *sentence.values(event), extra={EVENT: event})

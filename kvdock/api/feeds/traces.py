@@ -76,7 +76,8 @@ class Traces:
         self._events: deque[e.Event] = deque()
         exporter = _Counted(OTLPSpanExporter(endpoint=f"{endpoint.rstrip('/')}/v1/traces"), self.spans)
         resource = Resource.create({
-            "service.name": "kvdock", "service.version": version, "service.instance.id": f"{socket.gethostname()}:{instance}", "host.name": socket.gethostname(),
+            "service.name": "kvdock", "service.version": version, "host.name": socket.gethostname(),
+            "service.instance.id": f"{socket.gethostname()}:{instance}",
         })
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         self._provider.add_span_processor(BatchSpanProcessor(
@@ -145,7 +146,8 @@ class Traces:
 def described(event: e.Event) -> tuple[str, dict[str, Any]]:
     """A span's name and attributes. docs/events.md lists them."""
     fields = {name: getattr(event, name) for name in event.__struct_fields__}
-    about = {f"kvdock.{name}": fields[name] for name in ("tenant", "session", "label", "model") if fields[name] is not None}
+    names = ("tenant", "session", "label", "model")
+    about = {f"kvdock.{name}": fields[name] for name in names if fields[name] is not None}
     match event:
         case e.LookedUp():
             missed = event.tokens - event.hit_tokens

@@ -16,6 +16,7 @@ from kvdock.api.reports.explain import Explainer
 from kvdock.api.reports.lists import Lists
 from kvdock.api.reports.metrics import Metrics
 from kvdock.api.reports.status import Overview, Probes
+from kvdock.api.reports.verdict import Judge
 from kvdock.api.service import CacheService
 
 
@@ -23,6 +24,7 @@ class Handlers(NamedTuple):
     service: CacheService
     admin: Admin
     overview: Overview
+    judge: Judge
     lists: Lists
     contents: Contents
     explainer: Explainer

@@ -76,6 +76,13 @@ _add(
 )
 
 
+_add(
+    c.ACKNOWLEDGE, a.Acknowledge, Admin.acknowledge, "acknowledge", "End findings about dead engines and damaged data",
+    "What has happened so far is no finding of `GET /v1/verdict` any more. Counters and metrics keep it.",
+    retry=IDEMPOTENT,
+)
+
+
 @_route(c.CONFIG, summary="Limits and settings in effect")
 async def show_config(request: Request) -> Response:
     return answer(handlers_of(request).admin.config())

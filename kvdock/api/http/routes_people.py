@@ -143,9 +143,17 @@ async def stats(request: Request, over: OverQuery = "minutes") -> Response:
 
 
 @_route(
+    c.VERDICT, "pool", "Whether the server helps, and what to do about what goes wrong",
+    "Findings name engines and tenants only to callers that may know of them.",
+)
+async def verdict(request: Request) -> Response:
+    return answer(handlers_of(request).judge.verdict(peer_of_call(request)))
+
+
+@_route(
     c.HITS, "requests", "Where prompts' tokens came from, by day",
-    "Of requests that have ended, by day, tenant and model: tokens that the engine's own cache had, that were loaded, by "
-    "source, and that were computed, by reason. The next server of the pool goes on with them.",
+    "Of requests that have ended, by day, tenant and model: tokens that the engine's own cache had, that were loaded, "
+    "by source, and that were computed, by reason. The next server of the pool goes on with them.",
 )
 async def hits(request: Request) -> Response:
     return answer(handlers_of(request).lists.hit_days(peer_of_call(request)))

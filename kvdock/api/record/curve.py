@@ -7,6 +7,7 @@ Used from the event loop only.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -31,6 +32,8 @@ AGE_S = 600.0
 MOST_NAMESPACES = 256
 ENOUGH_SAMPLES = 500
 """How many sampled chunks a curve needs: with fewer, it shows the samples rather than the pool."""
+NORMAL_95 = 1.96
+"""Standard deviations of a normal distribution that have 95 % of it on both sides."""
 ENOUGH_ROOM = 16
 """The capacity of a simulated pool in sampled chunks, at least: one prompt would fill a smaller one."""
 
@@ -144,14 +147,28 @@ class Curves:
         }
 
     def _points(self, sums: CurveSums) -> list[CurvePoint]:
-        points = [
-            CurvePoint(
-                factor=factor, pool_bytes=int(factor * self._limits.pool_bytes),
-                hit_share=share if room is None or room >= ENOUGH_ROOM else None,
-            )
-            for factor, share, room in zip(POOL_FACTORS, sums.found_at, self._simulated.capacities, strict=True)
+        """A pool that is larger finds no less, and none finds more than the one without bound. Samples show otherwise
+        now and then, by chance: then a share takes the value of its neighbour."""
+        ever = sums.found_ever or 0.0
+        points, least = [], 0.0
+        for factor, share, room in zip(POOL_FACTORS, sums.found_at, self._simulated.capacities, strict=True):
+            is_known = room is None or room >= ENOUGH_ROOM
+            if is_known:
+                least = share = min(max(share, least), ever)
+            points.append(CurvePoint(
+                factor=factor, pool_bytes=int(factor * self._limits.pool_bytes), hit_share=share if is_known else None,
+                error=self._error(share, sums.samples) if is_known else 0.0,
+            ))
+        return [
+            *points,
+            CurvePoint(factor=None, pool_bytes=None, hit_share=ever, error=self._error(ever, sums.samples)),
         ]
-        return [*points, CurvePoint(factor=None, pool_bytes=None, hit_share=sums.found_ever)]
+
+    def _error(self, share: float, samples: int) -> float:
+        """Half the width of a share's 95 % interval (Wald) for as many samples; 0 where all chunks are sampled."""
+        if self._simulated.share >= 1.0:
+            return 0.0
+        return NORMAL_95 * math.sqrt(max(share * (1 - share), 1 / samples) / samples)
 
 
 def _sum(ones: Iterable[CurveSums]) -> CurveSums:

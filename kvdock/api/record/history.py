@@ -160,6 +160,10 @@ class _Rings:
 class KeptBeside(Protocol):
     """What is kept together with the history."""
 
+    @property
+    def has_changed(self) -> bool:
+        """Whether it is to be kept now, rather than with the next value of the series."""
+
     def kept(self) -> msgspec.Raw: ...
 
     def take_over(self, kept: msgspec.Raw) -> None:
@@ -193,7 +197,8 @@ class History:
         sample = Sample(msgspec.structs.replace(counters), pool, tiers, now_s - self._sampled_at_s)
         self._sampled_at_s = now_s
         taken = {name for name, rings in self._levels.items() if rings.sample(sample, now_s)}
-        if taken.intersection(level.name for level in KEPT_LEVELS):
+        is_due = bool(taken.intersection(level.name for level in KEPT_LEVELS))
+        if is_due or any(one.has_changed for one in self._beside.values()):
             self.keep(now_s)
 
     def view(self, over: Over, now_s: float) -> Stats:

@@ -65,6 +65,11 @@ class HitRecord:
 
     # ---------------------------------------------------------------- kept with the pool
 
+    @property
+    def has_changed(self) -> bool:
+        """It is kept with each value of the series."""
+        return False
+
     def kept(self) -> msgspec.Raw:
         """The days, as JSON."""
         newest = next(reversed(self._days), "")

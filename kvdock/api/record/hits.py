@@ -10,13 +10,14 @@ Used from the event loop only.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvdock._core import Lookup as Found, Table
 from kvdock.api.pool.registry import NamespaceRecord, SessionRecord
 from kvdock.protocol.hits import COMPUTED, MEMORY, WAITED, ComputedWhy, PromptRun
+from kvdock.protocol.mover_schemas import KNOWN_BYTES
 from kvdock.protocol.outcomes import Outcome
 from kvdock.protocol.wire_types import KEY_BYTES
 
@@ -27,8 +28,12 @@ MOST_ARRIVING = 4096
 MOST_BROUGHT = 65_536
 """Chunks that tiers brought last: as many as requests wait for at once, and more."""
 
-InTier = Callable[[NamespaceRecord, bytes], bool]
-"""Whether a lower tier is known to have the chunk of that key."""
+MOST_JUDGED = 4096
+"""Chunks behind a hit that are looked into one by one, so that no turn of the event loop is long. Those behind them
+have the reason of the last one."""
+
+InTiers = Callable[[NamespaceRecord], Container[bytes]]
+"""The first KNOWN_BYTES of the keys of the namespace's chunks that lower tiers are known to have."""
 
 
 class Missing(NamedTuple):
@@ -65,9 +70,10 @@ class Answered:
 
     def grow(self, end: int, source: str) -> None:
         """Everything up to `end` was found: what is new came from `source`."""
-        while self.found and self.found[-1][0] > end:
-            self.found.pop()
-        if end <= self.hit:
+        if end < self.hit:
+            kept = [(upto, known) for upto, known in self.found if upto < end]
+            self.found[:] = [*kept, (end, self.found[len(kept)][1])] if end else []
+        if end == self.hit:
             return
         if self.found and self.found[-1][1] == source:
             self.found.pop()
@@ -75,10 +81,10 @@ class Answered:
 
 
 class Answers:
-    """The answers of lookups whose requests have not ended. `in_tier`: see InTier."""
+    """The answers of lookups whose requests have not ended."""
 
-    def __init__(self, table: Table, in_tier: InTier) -> None:
-        self._table, self._in_tier = table, in_tier
+    def __init__(self, table: Table, in_tiers: InTiers) -> None:
+        self._table, self._in_tiers = table, in_tiers
         self._open: OrderedDict[tuple[int, bytes], dict[int, Answered]] = OrderedDict()
         """By session and request, then by epoch."""
         self._arriving: OrderedDict[int, tuple[NamespaceRecord, Sequence[bytes], str]] = OrderedDict()
@@ -137,14 +143,16 @@ class Answers:
     def _missing(self, space: NamespaceRecord, keys: bytes, found: Found, hit: int) -> list[Missing]:
         """Why the chunks behind the first `hit` ones were not given. A chunk that is there behind a missing one shares
         its reason: it would have been found with it."""
-        end, behind = hit, keys[hit * KEY_BYTES :]
+        end, behind = hit, keys[hit * KEY_BYTES : (hit + MOST_JUDGED) * KEY_BYTES]
         why: ComputedWhy = "partial"
         if found.limited == "held_bytes" or found.limited == "pinning":
             why = found.limited
         runs: list[Missing] = []
+        in_tiers = self._in_tiers(space)
         being_stored = found.being_stored // space.manifest.chunk_tokens
         for chunks, fate, at_ms, used_ms in self._table.fates(space.table_id, behind) if behind else ():
-            for count, reason in self._reasons(space, keys, end, chunks, fate, being_stored):
+            some = keys[end * KEY_BYTES : (end + chunks) * KEY_BYTES]
+            for count, reason in _reasons(some, fate, max(0, being_stored - end), in_tiers):
                 end += count
                 if reason is not None:
                     why = reason
@@ -152,23 +160,8 @@ class Answers:
                     runs[-1] = runs[-1]._replace(end=end)
                 else:
                     runs.append(Missing(end, why, at_ms, used_ms))
-        return runs
-
-    def _reasons(
-        self, space: NamespaceRecord, keys: bytes, first: int, chunks: int, fate: str, being_stored: int
-    ) -> Iterable[tuple[int, ComputedWhy | None]]:
-        """(chunks, why they are missing) of a run of chunks with one fate; None: they are there."""
-        if fate == "ready":
-            return [(chunks, None)]
-        promised = min(chunks, max(0, being_stored - first)) if fate == "unknown" else 0
-        runs: list[tuple[int, ComputedWhy | None]] = [(promised, "being_stored")] if promised else []
-        reason = "never_stored" if fate == "unknown" else fate
-        assert reason in COMPUTED, f"fate: found {fate!r}, wanted a reason"
-        if reason in ("cleared", "deleted", "mismatched", "being_stored"):  # tiers have no such chunk either
-            return [(chunks, reason)]
-        for at in range(first + promised, first + chunks):
-            has = self._in_tier(space, keys[at * KEY_BYTES : (at + 1) * KEY_BYTES])
-            runs.append((1, "tier_slow" if has else reason))
+        if runs:
+            runs[-1] = runs[-1]._replace(end=len(keys) // KEY_BYTES)
         return runs
 
     def take(self, session: SessionRecord, request: bytes, epoch: int) -> Answered | None:
@@ -181,6 +174,26 @@ class Answers:
 
 # --------------------------------------------------------------------------------
 # The division of a prompt.
+
+def _reasons(
+    keys: bytes, fate: str, promised: int, in_tiers: Container[bytes]
+) -> Iterator[tuple[int, ComputedWhy | None]]:
+    """(chunks, why they are missing) of a run of chunks with one fate, in their order; None: they are there.
+    `promised`: how many of the first ones another engine computes and stores."""
+    chunks = len(keys) // KEY_BYTES
+    if fate == "ready":
+        yield chunks, None
+        return
+    why: ComputedWhy = "never_stored" if fate == "unknown" else _known(fate) or "other"
+    first = min(chunks, promised) if fate == "unknown" else 0
+    if first:
+        yield first, "being_stored"
+    if not in_tiers or fate in ("cleared", "deleted", "mismatched", "being_stored"):  # tiers have no such chunk
+        yield chunks - first, why
+        return
+    for at in range(first * KEY_BYTES, len(keys), KEY_BYTES):
+        yield 1, "tier_slow" if keys[at : at + KNOWN_BYTES] in in_tiers else why
+
 
 class _Runs:
     def __init__(self, prompt_tokens: int) -> None:

@@ -1,13 +1,18 @@
-"""The most recent lookups and stores, and what became of their requests. All of it is bounded."""
+"""The most recent lookups and stores, and what became of their requests; of those that computed something, a sample of
+the last hours by reason. All of it is bounded.
+"""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 
 from kvdock.protocol.reports import Break, RequestView
+from kvdock.protocol.wire_types import trace_context
+
+TRACE_ID_DIGITS = 32
 
 
 @dataclass(slots=True)
@@ -20,6 +25,37 @@ class Detail:
     """From the answer to the lookup until all ranks had read the chunks that it leased. None: they have not."""
     weights: str | None = ""
     """The weights that its engine ran then."""
+    traceparent: str = ""
+    """The trace context that came with it."""
+    beginning: str = ""
+    """See Beginnings; empty: not known."""
+
+
+Row = tuple[str, RequestView, Detail]
+"""A row with its tenant and its detail."""
+NEWEST_MISSES, SAMPLED_MISSES = 16, 64
+"""For each reason, this many requests are kept that ended last, and this many more, SAMPLE_S apart."""
+SAMPLE_S = 300.0
+
+
+class _Misses:
+    """Requests that computed tokens for one reason, as rows with their details."""
+
+    def __init__(self) -> None:
+        self._newest: deque[Row] = deque(maxlen=NEWEST_MISSES)
+        self._sampled: deque[Row] = deque(maxlen=SAMPLED_MISSES)
+
+    def add(self, row: Row) -> None:
+        if len(self._newest) == NEWEST_MISSES:
+            oldest = self._newest[0]
+            if not self._sampled or oldest[1].at - self._sampled[-1][1].at >= SAMPLE_S:
+                self._sampled.append(oldest)
+        self._newest.append(row)
+
+    def rows(self) -> Iterator[Row]:
+        """Newest first."""
+        yield from reversed(self._newest)
+        yield from reversed(self._sampled)
 
 
 class RecentRequests:
@@ -27,14 +63,16 @@ class RecentRequests:
 
     def __init__(self, keep: int) -> None:
         self._keep = keep
-        self._ring: deque[tuple[str, RequestView, Detail]] = deque()
+        self._ring: deque[Row] = deque()
         """Each with its tenant, newest first."""
         self._count = 0
         """How many were added: the newest has this number, and numbers are the cursors of pages."""
-        self._without_outcome: dict[tuple[str, str], deque[RequestView]] = {}
+        self._without_outcome: dict[tuple[str, str], deque[tuple[RequestView, Detail]]] = {}
         """By session and request, the lookups of the ring that have no outcome yet, oldest first."""
         self._with_outcome: dict[tuple[str, str], RequestView] = {}
         """By session and request, the newest row of the ring that has an outcome."""
+        self._misses: dict[str, _Misses] = {}
+        """By reason."""
 
     def add(self, tenant: str, request: RequestView, detail: Detail) -> None:
         if len(self._ring) == self._keep:
@@ -44,7 +82,7 @@ class RecentRequests:
         if request.outcome is not None:
             self._with_outcome[_name(request)] = request
         elif request.kind == "lookup":
-            self._without_outcome.setdefault(_name(request), deque()).append(request)
+            self._without_outcome.setdefault(_name(request), deque()).append((request, detail))
 
     def _forget(self, oldest: RequestView) -> None:
         name = _name(oldest)
@@ -60,11 +98,16 @@ class RecentRequests:
         that outcome was reported before."""
         name = _name(ended)
         lookups = self._without_outcome.pop(name, ())
-        for lookup in lookups:
+        for lookup, of_lookup in lookups:
             lookup.outcome = ended.outcome
             self._with_outcome[name] = lookup
-        if not lookups and (name not in self._with_outcome or self._with_outcome[name].outcome != ended.outcome):
+            ended, detail = lookup, of_lookup
+        if not lookups:
+            if name in self._with_outcome and self._with_outcome[name].outcome == ended.outcome:
+                return
             self.add(tenant, ended, detail)
+        for why in {run.why for run in ended.outcome.runs} - {"", "tail"} if ended.outcome is not None else ():
+            self._misses.setdefault(why, _Misses()).add((tenant, ended, detail))
 
     def view(
         self, limit: int, cursor: int, sees: Callable[[str], bool], request: str = ""
@@ -80,10 +123,32 @@ class RecentRequests:
                 shown.append(one)
         return shown, None
 
-    def named(self, request: str, sees: Callable[[str], bool], most: int) -> list[tuple[RequestView, Detail]]:
-        """The rows of one request, newest first."""
-        found = ((one, detail) for tenant, one, detail in self._ring if one.request == request and sees(tenant))
-        return list(islice(found, most))
+    def named(self, name: str, sees: Callable[[str], bool], most: int) -> list[tuple[RequestView, Detail]]:
+        """The rows of one request, newest first. `name`: its id; or else how the ids of some begin, or the id of a
+        trace: then the newest of these requests is meant."""
+        rows = [row for row in self._rows() if sees(row[0])]
+        found = [row for row in rows if row[1].request == name]
+        if not found and (like := [row for row in rows if _is_meant(row, name)]):
+            meant = _name(like[0][1])
+            found = [row for row in like if _name(row[1]) == meant]
+        return [(one, detail) for _, one, detail in found[:most]]
+
+    def _rows(self) -> Iterator[Row]:
+        """The ring, and the misses that it does not have any more."""
+        yield from self._ring
+        seen = {id(row[1]) for row in self._ring}
+        for misses in self._misses.values():
+            for row in misses.rows():
+                if id(row[1]) not in seen:
+                    seen.add(id(row[1]))
+                    yield row
+
+
+def _is_meant(row: Row, name: str) -> bool:
+    _, request, detail = row
+    context = trace_context(detail.traceparent) if len(name) == TRACE_ID_DIGITS else None
+    is_its_trace = context is not None and f"{context.trace_id:032x}" == name.lower()
+    return is_its_trace or (bool(name) and request.request.startswith(name))
 
 
 def _name(request: RequestView) -> tuple[str, str]:

@@ -17,14 +17,16 @@ from typing import Any, NamedTuple
 from kvdock._core import SLOT_ALIGN, Lookup as Found, Reservation as Granted, Table
 from kvdock.api.clock import Clocks, ServerClock
 from kvdock.api.convert import grant_text
-from kvdock.api.pool.registry import MemberRecord, Recent, SessionRecord, digest16
+from kvdock.api.pool.registry import MemberRecord, NamespaceRecord, Recent, SessionRecord, digest16
 from kvdock.api.pool.sums import Hits
+from kvdock.api.record.beginnings import Beginnings
 from kvdock.api.record.counters import TABLE_COUNTERS, Counters
 from kvdock.api.record.curve import Curves
 from kvdock.api.record.hit_record import HitRecord
-from kvdock.api.record.hits import Answered, Answers, InTier, divided
+from kvdock.api.record.hits import Answered, Answers, divided
 from kvdock.api.record.journal import Journal
 from kvdock.api.record.requests import Detail, RecentRequests
+from kvdock.api.record.troubles import Troubles
 from kvdock.api.settings import Settings
 from kvdock.protocol import events as e
 from kvdock.protocol.hits import COMPUTED
@@ -39,6 +41,15 @@ class Memory(NamedTuple):
 
     evicted_chunks: int
     quarantined_bytes: int
+
+
+class Learned(NamedTuple):
+    """What follows lookups and stores besides counters. `curves` None: that is switched off."""
+
+    curves: Curves | None
+    beginnings: Beginnings
+    answers: Answers
+    troubles: Troubles
 
 
 @dataclass(slots=True)
@@ -77,19 +88,19 @@ class Tally:
     """`counters` may be raised directly; methods record lookups, stores, and changes of members."""
 
     def __init__(
-        self, settings: Settings, table: Table, journal: Journal, curves: Curves | None, clocks: Clocks,
-        server_clock: ServerClock, in_tier: InTier = lambda space, key: False,
+        self, settings: Settings, table: Table, journal: Journal, learned: Learned, clocks: Clocks,
+        server_clock: ServerClock,
     ) -> None:
         keep = 4 * settings.table_grants  # requests and grants
         self.counters = Counters()
         self.recent = RecentRequests(settings.recent_requests)
         self.hits = HitRecord(clocks.wall_s)
-        self.answers = Answers(table, in_tier)
+        self.learned = learned
         self.now_ns = clocks.perf_ns
         self._apart = Counters()
         """The counts of benchmarks."""
         self._memory = Memory(0, 0)
-        self._table, self._journal, self._curves = table, journal, curves
+        self._table, self._journal = table, journal
         self._wall_s, self._server_ms = clocks.wall_s, server_clock.now_ms
         self._lookups: Recent[tuple[int, bytes, int], int] = Recent(keep)
         """(session, request, epoch) → number of chunks already counted as leased."""
@@ -119,7 +130,7 @@ class Tally:
             self._journal.publish_later(kind, make, session, *values)
 
     def _curves_of(self, session: SessionRecord) -> Curves | None:
-        return None if session.is_bench else self._curves
+        return None if session.is_bench else self.learned.curves
 
     def lookup(
         self, session: SessionRecord, body: Lookup, request: bytes, keys: bytes, found: Found, started_ns: int
@@ -145,7 +156,9 @@ class Tally:
         self._lookups.put(key, max(before, chunks))
         answer = None
         if not session.is_bench:
-            answer = self.answers.answered(session, one.request, one.body.epoch, one.keys, found, one.answered_ns)
+            answer = self.learned.answers.answered(
+                session, one.request, one.body.epoch, one.keys, found, one.answered_ns
+            )
             answer.traceparent = one.body.traceparent or ""
         # If all readers share one writer's parts (MLA), each of them fetches them.
         leased_bytes = max(1, one.body.readers // manifest.writers) * found.bytes_from(before)
@@ -154,9 +167,9 @@ class Tally:
             self._leased(one, chunks - before, leased_bytes)
             return
         self._count_first(session, one.keys, tokens, found)
-        broke = None if answer is None else self._break_of(answer)
+        broke = None if answer is None else self._break_of(session.namespace, one.keys, answer)
         took_us = (one.answered_ns - one.started_ns) // 1000
-        detail = _detail(session, broke)
+        detail = _detail(session, broke, one.body)
         if not session.is_bench:
             self.recent.add(session.tenant, RequestView(
                 at=one.at, kind="lookup", session=session.id, label=session.label, request=one.body.request,
@@ -182,7 +195,7 @@ class Tally:
         if (curves := self._curves_of(session)) is not None:
             curves.looked_up(session.namespace, keys, found.hit_tokens)
 
-    def _break_of(self, answer: Answered) -> Break | None:
+    def _break_of(self, space: NamespaceRecord, keys: bytes, answer: Answered) -> Break | None:
         """Where the prefix that a lookup found ends, and why; None: it found all that it asked for."""
         if not answer.missing:
             return None
@@ -191,6 +204,9 @@ class Tally:
             at_tokens=answer.hit * answer.chunk_tokens, tokens=(first.end - answer.hit) * answer.chunk_tokens,
             why=first.why, in_words=COMPUTED[first.why],
         )
+        if first.why == "never_stored" and answer.hit:
+            last = keys[(answer.hit - 1) * KEY_BYTES : answer.hit * KEY_BYTES]
+            made.others = self._table.children(space.table_id, last)
         if first.at_ms:
             made.gone_s = max(0, now_ms - first.at_ms) / 1000
             made.unused_s = max(0, first.at_ms - first.used_ms) / 1000 if first.used_ms else None
@@ -262,6 +278,8 @@ class Tally:
                 body.store, granted.chunk_count, granted.part_bytes, now_ns, traceparent=body.traceparent or "",
                 slot_bytes=_slot_bytes(granted) if session.is_bench else 0,
             ))
+        if body.beginning and not session.is_bench:
+            self.learned.beginnings.stored(body.beginning, session.namespace)
         if (curves := self._curves_of(session)) is not None and not body.temporary:
             curves.stored(session.namespace, keys)
         chunk_tokens = session.namespace.manifest.chunk_tokens
@@ -343,6 +361,9 @@ class Tally:
     def died(self, session: SessionRecord | None, member_id: str = "") -> None:
         """`session`: None for a member of an adopted pool that never came back."""
         self.counters.dead_members += 1
+        tenant, who = ("", "") if session is None else (session.tenant, session.label or session.id)
+        if session is None or not session.is_bench:
+            self.learned.troubles.add("died", tenant, who)
         if session is not None:
             self._journal.publish(e.Dead(**session.who, member=member_id))
 
@@ -363,6 +384,8 @@ class Tally:
 
     def mismatched(self, session: SessionRecord, lease: str, chunks: int) -> None:
         """Chunks of a lease did not have the bytes that were stored; the table has taken them out of use."""
+        if chunks and not session.is_bench:
+            self.learned.troubles.add("damaged", session.tenant, session.label or session.id)
         self._journal.publish(e.Mismatched(**session.who, lease=lease, chunks=chunks))
 
     def outcomes(self, session: SessionRecord, member: MemberRecord, body: Heartbeat) -> None:
@@ -378,7 +401,7 @@ class Tally:
 
     def _ended(self, session: SessionRecord, counters: Counters, outcome: Outcome) -> None:
         space = session.namespace
-        answer = self.answers.take(session, digest16(outcome.request), outcome.epoch)
+        answer = self.learned.answers.take(session, digest16(outcome.request), outcome.epoch)
         view = view_of(outcome, divided(outcome, space.manifest.chunk_tokens, answer))
         counters.outcomes += 1
         counters.reloaded_tokens += view.reloaded_tokens
@@ -399,8 +422,11 @@ class Tally:
         ), _detail(session))
 
 
-def _detail(session: SessionRecord, broke: Break | None = None) -> Detail:
-    return Detail(session.namespace.digest, broke, weights=session.namespace.use.weights)
+def _detail(session: SessionRecord, broke: Break | None = None, call: Lookup | None = None) -> Detail:
+    detail = Detail(session.namespace.digest, broke, weights=session.namespace.use.weights)
+    if call is not None:
+        detail.traceparent, detail.beginning = call.traceparent or "", call.beginning or ""
+    return detail
 
 
 def _slot_bytes(granted: Granted) -> int:

@@ -1,47 +1,79 @@
-"""Explains a recent request: what it asked for, where the prefix that was found ends and why, how long loading took.
+"""Explains a recent request: what it asked for, where the prefix that was found ends and why, where its prompt came
+from, how long loading took, and what may help.
 
-Why the prefix ends was recorded with the lookup (kvdock/api/record/tally.py).
+Why the prefix ends was recorded with the lookup (kvdock/api/record/hits.py).
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
 
 from kvdock._core import Table
 from kvdock.api.access.peer import Peer
+from kvdock.api.clock import ServerClock
 from kvdock.api.pool.registry import NamespaceRecord, Registry
 from kvdock.api.record.requests import Detail
 from kvdock.api.reports.lists import shown_manifest
-from kvdock.api.reports.recorded import Recent
+from kvdock.api.reports.recorded import Beginnings, Recent
 from kvdock.protocol.errors import ApiError
-from kvdock.protocol.hits import COMPUTED, MEMORY, WAITED
+from kvdock.protocol.hits import COMPUTED, MEMORY, WAITED, ComputedWhy
 from kvdock.protocol.outcomes import OutcomeView
 from kvdock.protocol.readable import duration, size, span
-from kvdock.protocol.reports import Break, Explanation, LoadStory, LookupStory, OtherNamespace, RequestView
+from kvdock.protocol.reports import (
+    ADVICE,
+    AdviceCode,
+    Break,
+    Explanation,
+    LoadStory,
+    LookupStory,
+    OtherNamespace,
+    RequestView,
+    Sentence,
+)
 from kvdock.protocol.schemas import Manifest
 
 LOADED_FROM = {MEMORY: "from memory", WAITED: "after another engine had stored them"}
+YOUNG_S = 3600.0
+"""A server that has run for less may not have seen the prompt before."""
+HELPS: dict[ComputedWhy, AdviceCode] = {
+    "room": "enlarge_pool", "ahead": "enlarge_pool", "shrunk": "enlarge_pool", "quota": "raise_quota",
+    "mismatched": "check_memory", "read": "keep_from_tiers", "unread": "keep_from_tiers",
+    "tier_slow": "wait_for_tiers", "being_stored": "wait_for_stores", "held_bytes": "raise_session_cap",
+    "pinning": "register_segments", "late": "check_server", "load_failed": "check_engine_log",
+    "declined_short": "lower_min_load_tokens", "declined_dear": "check_copies", "short": "smaller_chunks",
+    "bypassed_adapter": "see_engine_docs", "bypassed_media": "see_engine_docs",
+    "bypassed_embeddings": "see_engine_docs", "bypassed_growing": "see_engine_docs",
+    "bypassed_unready": "see_engine_docs",
+}
+"""What may help where tokens were computed for that reason."""
 MOST_ROWS = 64
 """At most this many rows of one request are explained."""
 
 
 class Explainer:
-    def __init__(self, recent: Recent, registry: Registry, table: Table) -> None:
-        self._recent, self._registry, self._table = recent, registry, table
+    def __init__(
+        self, recent: Recent, beginnings: Beginnings, registry: Registry, table: Table, clock: ServerClock
+    ) -> None:
+        self._recent, self._beginnings = recent, beginnings
+        self._registry, self._table, self._clock = registry, table, clock
+        self._started_ms = clock.now_ms()
 
     def explain(self, peer: Peer, request: str, session: str = "") -> Explanation:
-        """Explains the latest request of that id that the caller may see, or the session's. Raises
-        ApiError(unknown_request)."""
+        """Explains the latest request of that id that the caller may see, or the session's. `request`: its id, the
+        beginning of its id, or the id of its trace. Raises ApiError(unknown_request)."""
         found = self._recent.named(request, peer.sees, MOST_ROWS)
         rows = [one for one in found if session in ("", one[0].session)]
         if not rows:
             raise ApiError(
-                "unknown_request", "no recent lookup, store or ended request has this id", found=request,
-                wanted="an id of GET /v1/requests",
+                "unknown_request",
+                "no request that the server remembers has this id, begins with it or has this trace: it "
+                "remembers the last ones, and for hours a sample of those that computed something",
+                found=request,
+                wanted="an id of GET /v1/requests, its beginning, or the id of a trace",
             )
         newest, detail = rows[0]
         mine = [(row, more) for row, more in reversed(rows) if row.session == newest.session]
@@ -50,24 +82,39 @@ class Explainer:
         space = next((one for one in self._registry.namespaces() if one.digest == detail.namespace), None)
         nearest = None
         if space is not None and lookups and not any(one.hit_tokens for one in lookups):
-            nearest = self._nearest(space)
+            nearest = self._nearest(space, detail.beginning, peer)
+        sentences = [
+            *_sentences([row for row, _ in mine], lookups, outcome), *_weights(detail.weights),
+            *self._about_space(space, lookups), *_differs(nearest),
+            *_others([row for row, _ in found if row.session != newest.session]),
+        ]
         return Explanation(
             request=newest.request, namespace=detail.namespace.hex(), model=space.manifest.model if space else "",
-            weights=detail.weights,
-            sentences=[
-                *_sentences([row for row, _ in mine], lookups, outcome), *_weights(detail.weights), *_differs(nearest),
-                *_others([row for row, _ in found if row.session != newest.session]),
-            ],
+            weights=detail.weights, sentences=sentences,
+            advice={one.advice: ADVICE[one.advice] for one in sentences if one.advice},
             lookups=lookups, outcome=outcome, load=_load_of(outcome),
             saved_s=outcome.saved_s if outcome is not None else None, nearest=nearest,
         )
 
-    def _nearest(self, mine: NamespaceRecord) -> OtherNamespace | None:
-        """Another namespace of the tenant and model with chunks, with the fewest other differences."""
+    def _about_space(self, space: NamespaceRecord | None, lookups: Sequence[LookupStory]) -> Iterator[Sentence]:
+        """What the prompt's namespace and the server's age have to do with a prompt that was never stored."""
+        breaks = [one.broke for one in lookups if one.broke is not None and one.broke.why == "never_stored"]
+        if space is None or not breaks:
+            return
+        chunks = self._table.chunks_in(space.table_id)
+        if not chunks:
+            yield Sentence(code="nothing_stored", text="Nothing is stored in its namespace.")
+        up_s = (self._clock.now_ms() - self._started_ms) / 1000
+        if up_s < YOUNG_S:
+            yield Sentence(code="young_pool", text=f"The server started {duration(up_s)} ago, and knows of no store "
+                           "that was evicted before.")
+
+    def _nearest(self, mine: NamespaceRecord, beginning: str, peer: Peer) -> OtherNamespace | None:
+        """Another namespace that the caller may see, in which a prompt with the same beginning was stored and that has
+        chunks; the one with the fewest differences."""
         best: OtherNamespace | None = None
-        for other in self._registry.namespaces():
-            is_like = other.tenant == mine.tenant and other.manifest.model == mine.manifest.model
-            if other is mine or not is_like or not self._table.chunks_in(other.table_id):
+        for other in self._beginnings.spaces_of(beginning):
+            if other is mine or not peer.sees(other.tenant) or not self._table.chunks_in(other.table_id):
                 continue
             differs = _differences(mine, other)
             if best is None or len(differs) < len(best.differs):
@@ -81,9 +128,11 @@ def _differences(mine: NamespaceRecord, other: NamespaceRecord) -> dict[str, lis
         name: [msgspec.to_builtins(getattr(one, name)) for one in (shown, others)]
         for name in Manifest.__struct_fields__ if getattr(mine.manifest, name) != getattr(other.manifest, name)
     }
-    return differs if mine.use.weights == other.use.weights else {
-        **differs, "weights": [mine.use.weights, other.use.weights]
-    }
+    if mine.use.weights != other.use.weights:
+        differs["weights"] = [mine.use.weights, other.use.weights]
+    if mine.tenant != other.tenant:
+        differs["tenant"] = [mine.tenant, other.tenant]
+    return differs
 
 
 def _story(row: RequestView, detail: Detail) -> LookupStory:
@@ -95,51 +144,61 @@ def _story(row: RequestView, detail: Detail) -> LookupStory:
 
 def _sentences(
     rows: Sequence[RequestView], lookups: Sequence[LookupStory], outcome: OutcomeView | None
-) -> list[str]:
-    sentences = []
+) -> Iterator[Sentence]:
     for one in lookups:
         when = time.strftime("%H:%M:%S", time.localtime(one.at))
         found = f"the first {one.hit_tokens:,}" if one.hit_tokens else "none"
-        sentences.append(
+        yield Sentence(code="asked", text=(
             f"At {when} {one.engine} asked for {one.tokens:,} tokens, in whole chunks, and the server had {found} of "
-            f"them; it took {one.took_us:,} µs to say so."
-        )
+            f"them at once; it took {one.took_us:,} µs to say so."
+        ))
         if one.broke is not None:
-            sentences.append(_broke(one.broke))
+            yield from _broke(one.broke)
         if one.loaded_us is not None:
             rate = f", {size(one.bytes / one.loaded_us * 1e6)}/s" if one.loaded_us and one.bytes else ""
-            sentences.append(
+            yield Sentence(code="given_back", text=(
                 f"All ranks had given back what they read, {one.chunks:,} {'chunk' if one.chunks == 1 else 'chunks'} "
                 f"({size(one.bytes)}), {one.loaded_us / 1000:,.1f} ms after that{rate}."
-            )
-    stored = [row for row in rows if row.kind == "store"]
-    for row in stored:
-        sentences.append(
-            f"{row.tokens:,} tokens were to be stored as {row.request}; {row.hit_tokens:,} of them were there already."
-        )
+            ))
+    for row in rows:
+        if row.kind == "store":
+            yield Sentence(code="stored", text=(
+                f"{row.tokens:,} tokens were to be stored as {row.request}; {row.hit_tokens:,} of them were there "
+                "already."
+            ))
     if outcome is not None:
-        sentences += [*_prompt(outcome), *_load_sentences(outcome)]
+        yield from _prompt(outcome)
+        yield from _load_sentences(outcome)
     elif lookups:
-        sentences.append("Its engine has not reported that it has ended.")
-    return sentences
+        yield Sentence(code="not_ended", text="Its engine has not reported that it has ended.")
 
 
-def _prompt(outcome: OutcomeView) -> list[str]:
+def _prompt(outcome: OutcomeView) -> Iterator[Sentence]:
     """Where the prompt's tokens came from, in their order."""
-    sentences = [f"It has ended. Its prompt had {outcome.prompt_tokens:,} tokens, in this order:"]
+    yield Sentence(
+        code="ended", text=f"It has ended. Its prompt had {outcome.prompt_tokens:,} tokens, in this order:"
+    )
     for run in outcome.runs:
         tokens = f"{run.tokens:,} {'token' if run.tokens == 1 else 'tokens'}"
         if run.origin == "local":
-            sentences.append(f"{tokens} that the engine's own cache had.")
+            yield Sentence(code="local", text=f"{tokens} that the engine's own cache had.")
         elif run.origin == "loaded":
-            sentences.append(f"{tokens} loaded {LOADED_FROM.get(run.source, f'from the tier {run.source}')}.")
+            source = LOADED_FROM.get(run.source, f"from the tier {run.source}")
+            yield Sentence(code="loaded", text=f"{tokens} loaded {source}.")
         elif run.why:
-            sentences.append(f"{tokens} computed: {COMPUTED[run.why]}.")
+            yield Sentence(
+                code="computed", text=f"{tokens} computed: {COMPUTED[run.why]}.", advice=HELPS.get(run.why, "")
+            )
     if outcome.why and outcome.why not in COMPUTED:
-        sentences.append(f"The engine's reason why no more was loaded is {outcome.why!r}.")
+        yield Sentence(
+            code="engine_reason", text=f"The engine's reason why no more was loaded is {outcome.why!r}.",
+            advice="check_engine_log",
+        )
     if outcome.reloaded_tokens:
-        sentences.append(f"It was preempted, and loaded {outcome.reloaded_tokens:,} tokens when it came back.")
-    return sentences
+        yield Sentence(
+            code="reloaded",
+            text=f"It was preempted, and loaded {outcome.reloaded_tokens:,} tokens when it came back.",
+        )
 
 
 def _load_of(outcome: OutcomeView | None) -> LoadStory | None:
@@ -155,32 +214,52 @@ def _load_of(outcome: OutcomeView | None) -> LoadStory | None:
     )
 
 
-def _load_sentences(outcome: OutcomeView) -> list[str]:
+def _load_sentences(outcome: OutcomeView) -> Iterator[Sentence]:
     load = _load_of(outcome)
     if load is None:
-        return []
+        return
     text = f"Loading took the engine {load.took_ms:,.1f} ms"
     if load.copy_ms is not None and load.queue_ms is not None:
         rate = f" ({size(load.bytes)}, {size(load.bytes_per_s)}/s)" if load.bytes_per_s else ""
         text += f": {load.queue_ms:,.1f} ms of waiting and {load.copy_ms:,.1f} ms of copying{rate}"
+    yield Sentence(code="load_time", text=f"{text}.")
     saved = outcome.saved_s
     if saved is None:
-        return [f"{text}."]
+        return
     computing = f"At the {outcome.prefill_tokens_per_s:,.0f} tokens/s that the engine computes"
-    effect = f"it saved {span(saved)}" if saved >= 0 else f"it took {span(-saved)} longer than computing"
-    return [f"{text}.", f"{computing}, {effect}."]
+    if saved >= 0:
+        yield Sentence(code="saved", text=f"{computing}, it saved {span(saved)}.")
+    else:
+        yield Sentence(
+            code="cost_time", text=f"{computing}, it took {span(-saved)} longer than computing.", advice="check_copies"
+        )
 
 
-def _broke(broke: Break) -> str:
+def _broke(broke: Break) -> Iterator[Sentence]:
     gone = "" if broke.gone_s is None else f", {duration(broke.gone_s)} before this lookup"
-    unused = "" if broke.unused_s is None else f"; it had been unused for {duration(broke.unused_s)} by then"
-    return (
-        f"The {broke.tokens:,} tokens after the first {broke.at_tokens:,} were not given: {broke.in_words}"
+    unused = "" if broke.unused_s is None else f"; they had been unused for {duration(broke.unused_s)} by then"
+    yield Sentence(code="not_given", advice=HELPS.get(broke.why, ""), text=(
+        f"The {broke.tokens:,} tokens after the first {broke.at_tokens:,} were not given: {COMPUTED[broke.why]}"
         f"{gone}{unused}."
-    )
+    ))
+    if broke.why != "never_stored":
+        return
+    if broke.at_tokens and broke.others:
+        ways = "another way" if broke.others == 1 else f"{broke.others:,} other ways"
+        yield Sentence(code="diverges", advice="move_what_varies", text=(
+            f"What was stored goes on in {ways} after the first {broke.at_tokens:,} tokens: this prompt differs there."
+        ))
+    elif broke.at_tokens:
+        yield Sentence(code="longer_than_stored", text=(
+            f"No prompt that begins with these {broke.at_tokens:,} tokens was stored with more of them."
+        ))
+    else:
+        yield Sentence(
+            code="starts_anew", text="No prompt that is stored in its namespace has the same first chunk.",
+        )
 
 
-def _others(rows: Sequence[RequestView]) -> list[str]:
+def _others(rows: Sequence[RequestView]) -> list[Sentence]:
     """`rows`: of the same id, by other engines."""
     engines = {row.session: row.label or row.session for row in rows}
     if not engines:
@@ -188,17 +267,24 @@ def _others(rows: Sequence[RequestView]) -> list[str]:
     others = ", ".join(
         f"{name} (session {session})" if name != session else session for session, name in engines.items()
     )
-    return [f"Other engines had requests with this id, which are explained if their session is named: {others}."]
+    return [Sentence(code="other_engines", text=(
+        f"Other engines had requests with this id, which are explained if their session is named: {others}."
+    ))]
 
 
-def _weights(weights: str | None) -> list[str]:
-    return [f"Its engine ran the weights {weights!r}, whose chunks are apart from those of others."] if weights else []
+def _weights(weights: str | None) -> list[Sentence]:
+    if not weights:
+        return []
+    return [Sentence(
+        code="weights", text=f"Its engine ran the weights {weights!r}, whose chunks are apart from those of others."
+    )]
 
 
-def _differs(nearest: OtherNamespace | None) -> list[str]:
+def _differs(nearest: OtherNamespace | None) -> list[Sentence]:
     if nearest is None:
         return []
     fields = "; ".join(f"{name}: {mine!r} here, {other!r} there" for name, (mine, other) in nearest.differs.items())
-    return [
-        f"Another namespace of the model has chunks, which it cannot use: {nearest.namespace[:12]} differs in {fields}."
-    ]
+    return [Sentence(code="other_namespace", advice="same_identity", text=(
+        f"A prompt with the same first tokens is stored in another namespace, which it cannot use: "
+        f"{nearest.namespace[:12]} differs in {fields}."
+    ))]

@@ -6,13 +6,15 @@ only values of those folders, which tests/house/test_imports.py checks."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Protocol
+from typing import Literal, Protocol
 
 from kvdock.api.access.peer import Peer
+from kvdock.api.pool.registry import NamespaceRecord
 from kvdock.api.pool.sums import Hits
 from kvdock.api.record.counters import Counters
 from kvdock.api.record.requests import Detail
 from kvdock.api.record.timings import Buckets, RouteTimes
+from kvdock.api.record.troubles import Trouble
 from kvdock.protocol.events import Event
 from kvdock.protocol.reports import Curve, DayOfHits, Over, RequestView, Stats
 
@@ -25,6 +27,18 @@ class Recent(Protocol):
     ) -> tuple[list[RequestView], str | None]: ...
 
     def named(self, request: str, sees: Callable[[str], bool], most: int) -> list[tuple[RequestView, Detail]]: ...
+
+
+class Beginnings(Protocol):
+    """Where prompts with the same first tokens are stored: `Beginnings`."""
+
+    def spaces_of(self, beginning: str) -> Iterator[NamespaceRecord]: ...
+
+
+class Troubles(Protocol):
+    """Engines that died, and damaged chunks: `Troubles`."""
+
+    def since(self, kind: Literal["died", "damaged"], at: float) -> list[Trouble]: ...
 
 
 class Totals(Protocol):

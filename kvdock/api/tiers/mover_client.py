@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Container
 
 import msgspec
 
@@ -73,9 +73,9 @@ class MoverClient:
             for report in self._tiers.reports
         ]
 
-    def tier_has(self, space: NamespaceRecord, key: bytes) -> bool:
-        """Whether a lower tier is known to have the chunk."""
-        return self._tiers.has(space, key)
+    def in_tiers(self, space: NamespaceRecord) -> Container[bytes]:
+        """The first KNOWN_BYTES of the keys of the namespace's chunks that lower tiers are known to have."""
+        return self._tiers.known.get(space.digest, ())
 
     def is_mover(self, session: SessionRecord) -> bool:
         """Whether the session is one of the mover's."""

@@ -85,10 +85,6 @@ class TierState:
     def is_any_open(self) -> bool:
         return any(report.state == "open" for report in self.reports)
 
-    def has(self, space: NamespaceRecord, key: bytes) -> bool:
-        """True: a tier has the chunk, as far as the mover has reported. False: it is not known to have it."""
-        return key[: m.KNOWN_BYTES] in self._known.get(space.digest, ())
-
     def may_have(self, space: NamespaceRecord, key: bytes) -> bool:
         """False: certainly no tier has the chunk."""
         if not self._lists_all or sum(map(len, self._known.values())) > MOST_KNOWN:

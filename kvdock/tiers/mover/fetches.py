@@ -43,7 +43,7 @@ left, whichever is longer."""
 THREADS = 8
 DEPTH = 4
 """How many batches of a fetch are in progress at once: while one is loaded, others are hashed or published."""
-AHEAD_EXISTS_S, AHEAD_BATCH_BYTES = 1.0, 8 << 20
+AHEAD_EXISTS_S, AHEAD_BATCH_BYTES = 10.0, 8 << 20
 """For fetches ahead of requests: how long a tier may take to answer, and the size of a batch."""
 LOOK_S = 0.05
 """How often a thread that waits for others looks at its deadline, which the server may cancel."""

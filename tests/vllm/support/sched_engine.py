@@ -83,13 +83,15 @@ class SchedEngine:
     `extra`: settings of the connector. `late`: a step computes when the next one is launched, as a GPU may, and loads
     that do not wait for it come before it; for engines in lockstep that overlap. `events`: KV cache events are
     published, at an endpoint of this process. `algorithm`: of vLLM's hashes of blocks. `step_s`: how long a step takes
-    that computes something. `policy`: vLLM's, of whom it schedules first. An `address` of "" is no connector."""
+    that computes something. `policy`: vLLM's, of whom it schedules first. `model`: its name. An `address` of "" is no
+    connector."""
 
     def __init__(
         self, address: str, *, windows: Sequence[int | None] = (None,), blocks: int = 64, budget: int = 256,
         seqs: int = 8, prefix_caching: bool = True, sizes: Sequence[int] = (), overlap: bool = False, runner: int = 1,
         events: bool = False, algorithm: str = "sha256", step_s: float = 0.0, late: bool = False,
-        states: str = "align", exports: bool = False, hash_tokens: int = 0, policy: Any = "fcfs", **extra: Any,
+        states: str = "align", exports: bool = False, hash_tokens: int = 0, policy: Any = "fcfs",
+        model: str = "fingerprints", **extra: Any,
     ) -> None:
         self._states, self._exports = states, exports
         self.hash_tokens = hash_tokens or gcd(*(sizes or (BLOCK,)))
@@ -117,7 +119,7 @@ class SchedEngine:
             self.config = VllmConfig(
                 model_config=ModelConfig(
                     model=folder, tokenizer=folder, skip_tokenizer_init=True, dtype="float16", seed=0,
-                    max_model_len=LONGEST, served_model_name="fingerprints",
+                    max_model_len=LONGEST, served_model_name=model,
                 ),
                 scheduler_config=SchedulerConfig(
                     max_num_seqs=seqs, max_num_batched_tokens=budget, max_model_len=LONGEST,

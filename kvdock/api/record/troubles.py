@@ -1,0 +1,39 @@
+"""The last engines that died and the last chunks that were damaged: when, and whose. Used from the event loop only."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Literal, NamedTuple
+
+MOST = 64
+
+
+class Trouble(NamedTuple):
+    """`at`: Unix seconds. `who`: the engine's label or session."""
+
+    kind: Literal["died", "damaged"]
+    at: float
+    tenant: str
+    who: str
+
+
+class Troubles:
+    """`wall_s`: Unix seconds."""
+
+    def __init__(self, wall_s: Callable[[], float]) -> None:
+        self._known: deque[Trouble] = deque(maxlen=MOST)
+        self._wall_s = wall_s
+
+    def acknowledge(self) -> int:
+        """An operator has seen all that happened so far. Returns how many those were."""
+        count = len(self._known)
+        self._known.clear()
+        return count
+
+    def add(self, kind: Literal["died", "damaged"], tenant: str, who: str) -> None:
+        self._known.append(Trouble(kind, self._wall_s(), tenant, who))
+
+    def since(self, kind: Literal["died", "damaged"], at: float) -> list[Trouble]:
+        """Those of a kind that happened after `at` and are not acknowledged, oldest first."""
+        return [one for one in self._known if one.kind == kind and one.at > at]

@@ -1,0 +1,255 @@
+"""Judges the server: each rule looks at what the records say and returns a finding or none."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import Literal, NamedTuple
+
+from kvdock.api.access.peer import Peer
+from kvdock.api.pool.registry import NamespaceRecord
+from kvdock.api.pool.sessions import Sessions
+from kvdock.api.reports.recorded import Curves, Totals, Troubles
+from kvdock.api.reports.status import LowerTiers, Probes
+from kvdock.protocol.hits import HitTotals
+from kvdock.protocol.readable import span
+from kvdock.protocol.reports import CurvePoint, DayOfHits
+from kvdock.protocol.schemas import Manifest
+from kvdock.protocol.verdict import REMEDIES, Effect, Finding, FindingCode, Verdict
+
+RECENT_S = 24 * 3600.0
+"""How long an engine's death and damaged chunks are findings, unless somebody acknowledges them."""
+THRASHING_FACTORS = (2.0, 4.0)
+THRASHING_POINTS = 0.10
+"""A pool this many times as large would find this much more: the share of tokens."""
+SHARED_LEAST_TOKENS = 10_000
+"""Two engines share nothing once each was asked for so many tokens."""
+FELL_TO, FELL_DAYS, FELL_LEAST_TOKENS = 0.6, 7, 100_000
+"""Today's loaded share, as a share of that of the days before, and the tokens that both must have."""
+SLOW_SHARE, SLOW_LEAST = 0.5, 20
+"""The share of waits for tiers that ended without what was promised, and the least number of waits."""
+TROUBLES: tuple[tuple[Literal["died", "damaged"], FindingCode, str, str], ...] = (
+    ("died", "engine_died", "An engine's process ended without leaving", "processes of engines ended without leaving"),
+    ("damaged", "chunks_damaged", "A load found other bytes than were stored",
+     "loads found other bytes than were stored"),
+)
+"""(kind, code, text for one, text for more)"""
+ONE_TENANT_SHARE = 0.9
+MOVER_SILENT_S = 10.0
+
+
+@dataclass(frozen=True)
+class Judged:
+    """What rules look at."""
+
+    peer: Peer
+    hits: HitTotals
+    now_s: float
+
+
+class Judge:
+    """`curves`: None if the curve is switched off. `wall_s`: Unix seconds."""
+
+    def __init__(
+        self, probes: Probes, totals: Totals, troubles: Troubles, curves: Curves | None, sessions: Sessions,
+        lower: LowerTiers, wall_s: Callable[[], float],
+    ) -> None:
+        self._probes, self._totals, self._troubles, self._curves = probes, totals, troubles, curves
+        self._registry, self._quotas, self._lower = sessions.registry, sessions.quotas, lower
+        self._wall_s = wall_s
+
+    def verdict(self, peer: Peer) -> Verdict:
+        judged = Judged(peer, self._totals.hits.total.view(), self._wall_s())
+        rules = (
+            self._not_ready, self._loads_cost_time, self._tiers, self._troubled, self._thrashing,
+            self._shares_nothing, self._share_fell, self._one_tenant,
+        )
+        findings = [finding for rule in rules for finding in rule(judged)]
+        findings.sort(key=lambda one: (one.severity != "bad", -one.cost_share))
+        effect = self._effect(judged)
+        return Verdict(effect=effect, headline=_headline(effect, judged.hits, self._asked), findings=findings)
+
+    @property
+    def _asked(self) -> int:
+        return self._totals.totals().lookup_tokens
+
+    def _effect(self, judged: Judged) -> Effect:
+        if self._probes.ready().status != "ok":
+            return "not_ready"
+        if not judged.hits.requests:
+            return "not_reported" if self._asked else "idle"
+        return "costing" if (judged.hits.saved_s or 0.0) < 0 else "helping"
+
+    # ---------------------------------------------------------------- rules
+
+    def _not_ready(self, judged: Judged) -> Iterator[Finding]:
+        for reason in self._probes.ready().reasons:
+            yield _finding("not_ready", "bad", f"No slot can be given out: {reason}.")
+
+    def _loads_cost_time(self, judged: Judged) -> Iterator[Finding]:
+        saved_s, hits = judged.hits.saved_s, judged.hits
+        if saved_s is not None and saved_s < 0:
+            yield _finding(
+                "loads_cost_time", "bad",
+                f"Loads took {span(-saved_s)} longer than computing the same tokens would have.",
+                cost_share=hits.loaded_share or 0.0,
+            )
+
+    def _tiers(self, judged: Judged) -> Iterator[Finding]:
+        mover, hits = self._lower.mover(), judged.hits
+        slow_share = hits.computed.get("tier_slow", 0) / hits.prompt_tokens if hits.prompt_tokens else 0.0
+        for tier in self._lower.tiers():
+            if tier.state == "off":
+                yield _finding(
+                    "tier_off", "bad", f"The tier {tier.name} is not used: {tier.why or 'it fails'}.",
+                    cost_share=slow_share,
+                )
+        if mover is None:
+            return
+        ended = mover.waits.get("fulfilled", 0) + (in_vain := sum(
+            mover.waits.get(how, 0) for how in ("shortened", "expired")
+        ))
+        if ended >= SLOW_LEAST and in_vain > SLOW_SHARE * ended:
+            yield _finding(
+                "tier_too_slow", "warn", f"{in_vain:,} of {ended:,} requests that waited for lower tiers got less than "
+                "was promised, or nothing, in time.", cost_share=slow_share,
+            )
+        if mover.silent_s > MOVER_SILENT_S:
+            yield _finding(
+                "mover_silent", "bad", f"The process that serves lower tiers has reported nothing for "
+                f"{span(mover.silent_s)}.", cost_share=slow_share,
+            )
+
+    def _troubled(self, judged: Judged) -> Iterator[Finding]:
+        may_read = judged.peer.may("read")
+        for kind, code, one_text, many_text in TROUBLES:
+            found = self._troubles.since(kind, judged.now_s - RECENT_S)
+            seen = [one for one in found if judged.peer.sees(one.tenant)] if may_read else found
+            if not seen:
+                continue
+            last = seen[-1]
+            when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(last.at))
+            who = f" ({last.who})" if may_read and last.who else ""
+            text = one_text if len(seen) == 1 else f"{len(seen):,} {many_text}, the last"
+            yield _finding(code, "bad" if kind == "damaged" else "warn", f"{text}{who} at {when}.", at=last.at)
+
+    def _thrashing(self, judged: Judged) -> Iterator[Finding]:
+        if self._curves is None or not judged.peer.may("read"):
+            return
+        total = self._curves.view(judged.peer).total
+        now = total.hit_share
+        larger = [point for point in total.points if point.factor in THRASHING_FACTORS and point.hit_share is not None]
+        if now is None or not larger:
+            return
+        best = max(larger, key=_share_of)
+        if (gain := _share_of(best) - now) >= THRASHING_POINTS:
+            yield _finding(
+                "thrashing", "warn", f"A pool {best.factor:g} times as large would find {gain:.0%} more of the tokens "
+                "that engines ask for.", cost_share=gain,
+            )
+
+    def _shares_nothing(self, judged: Judged) -> Iterator[Finding]:
+        """Engines of one model whose chunks are apart."""
+        if not judged.peer.may("read"):
+            return
+        by_model: dict[tuple[str, str], dict[bytes, NamespaceRecord]] = {}
+        for session in self._registry.sessions():
+            space = session.namespace
+            if judged.peer.sees(space.tenant) and space.use.sums.lookup_tokens >= SHARED_LEAST_TOKENS:
+                base = PurePosixPath(space.manifest.model).name.lower()
+                by_model.setdefault((space.tenant, base), {})[space.base] = space
+        for (_, model), spaces in by_model.items():
+            if len(spaces) > 1:
+                fields = ", ".join(_differing([space.manifest for space in spaces.values()]))
+                yield _finding(
+                    "shares_nothing", "warn", f"{len(spaces)} kinds of engines of the model {model} share nothing: "
+                    f"they differ in {fields}.",
+                )
+
+    def _share_fell(self, judged: Judged) -> Iterator[Finding]:
+        fall = fall_of(self._totals.hits.days(judged.peer.sees))
+        if fall is not None:
+            yield _finding(
+                "share_fell", "warn", f"Today {fall.now:.0%} of prompt tokens were loaded, and {fall.usual:.0%} on the "
+                f"{fall.days} {'day' if fall.days == 1 else 'days'} before.", cost_share=fall.usual - fall.now,
+            )
+
+    def _one_tenant(self, judged: Judged) -> Iterator[Finding]:
+        if not judged.peer.may("admin"):
+            return
+        used = {name: view.used.bytes or 0 for name, view in self._quotas.views().items()}
+        total = sum(used.values())
+        if len(used) < 2 or not total:
+            return
+        name, most = max(used.items(), key=lambda item: item[1])
+        evicted = judged.hits.computed.get("room", 0) + judged.hits.computed.get("ahead", 0)
+        if most >= ONE_TENANT_SHARE * total and evicted:
+            yield _finding(
+                "full_of_one_tenant", "warn", f"{most / total:.0%} of what is stored is the tenant's "
+                f"{name or 'of the server itself'}, and chunks of others were evicted.",
+                cost_share=evicted / judged.hits.prompt_tokens,
+            )
+
+
+class Fall(NamedTuple):
+    """Loaded shares of prompt tokens: on the last day, and on the `days` before it."""
+
+    now: float
+    usual: float
+    days: int
+
+
+def fall_of(of_days: Sequence[DayOfHits]) -> Fall | None:
+    """Whether the share of the last day has fallen far below that of the days before; None: it has not, or there were
+    too few tokens to say."""
+    prompts: Counter[str] = Counter()
+    loaded: Counter[str] = Counter()
+    for day in of_days:
+        prompts[day.date] += day.hits.prompt_tokens
+        loaded[day.date] += day.hits.loaded_tokens
+    *before, today = sorted(prompts)[-FELL_DAYS - 1 :] or [""]
+    tokens = sum(prompts[date] for date in before)
+    if min(tokens, prompts[today]) < FELL_LEAST_TOKENS:
+        return None
+    usual, now = sum(loaded[date] for date in before) / tokens, loaded[today] / prompts[today]
+    return Fall(now, usual, len(before)) if now < FELL_TO * usual else None
+
+
+def _finding(
+    code: FindingCode, severity: str, text: str, *, cost_share: float = 0.0, at: float | None = None
+) -> Finding:
+    return Finding(
+        code=code, severity="bad" if severity == "bad" else "warn", text=text, remedy=REMEDIES[code],
+        cost_share=cost_share, at=at,
+    )
+
+
+def _share_of(point: CurvePoint) -> float:
+    return point.hit_share or 0.0
+
+
+def _differing(manifests: Sequence[Manifest]) -> list[str]:
+    return [
+        name for name in Manifest.__struct_fields__ if len({repr(getattr(one, name)) for one in manifests}) > 1
+    ]
+
+
+def _headline(effect: Effect, hits: HitTotals, asked_tokens: int) -> str:
+    if effect == "not_ready":
+        return "kvdock is up and gives out no slots."
+    if effect == "idle":
+        return "kvdock is up. No request has ended yet."
+    if effect == "not_reported":
+        return f"kvdock is up. Engines asked for {asked_tokens:,} tokens, and do not report what they loaded."
+    shares = (
+        f"{hits.loaded_share or 0:.1%} of prompt tokens were loaded; {hits.local_share or 0:.1%} were in the engines' "
+        "own caches"
+    )
+    if hits.saved_s is None:
+        return f"kvdock is up: {shares}."
+    if hits.saved_s < 0:
+        return f"kvdock is up and costs time: {shares}. Loads took {span(-hits.saved_s)} longer than computing."
+    return f"kvdock is up and helping: {shares}. That saved {span(hits.saved_s)} of computing."

@@ -1,0 +1,59 @@
+"""What an operator should know first: whether the server helps, by how much, and what to do about what goes wrong.
+
+The page, `kvdock status`, `kvdock doctor` and the documented alerts read this. docs/runbook.md explains each finding.
+"""
+
+from __future__ import annotations
+
+from typing import Final, Literal
+
+import msgspec
+
+from kvdock.protocol.wire_types import Answer
+
+Effect = Literal["helping", "costing", "idle", "not_reported", "not_ready"]
+"""helping: engines load tokens, and as far as is known that saved time. costing: loads took longer than computing would
+have. idle: no request has ended yet. not_reported: engines look up, and do not report what they load. not_ready: no
+slot can be given out."""
+
+FindingCode = Literal[
+    "not_ready", "loads_cost_time", "tier_off", "engine_died", "engine_silent", "chunks_damaged", "thrashing",
+    "shares_nothing", "share_fell", "tier_too_slow", "full_of_one_tenant", "mover_silent",
+]
+
+REMEDIES: Final[dict[FindingCode, str]] = {
+    "not_ready": "kvdock status",
+    "loads_cost_time": "kvdock bench",
+    "tier_off": "kvdock status",
+    "engine_died": "kvdock sessions",
+    "engine_silent": "kvdock sessions",
+    "chunks_damaged": "kvdock events --kinds mismatched",
+    "thrashing": "kvdock size",
+    "shares_nothing": "kvdock namespaces",
+    "share_fell": "kvdock saved",
+    "tier_too_slow": "kvdock status",
+    "full_of_one_tenant": "kvdock config",
+    "mover_silent": "kvdock doctor",
+}
+"""The command that shows more, or that mends it."""
+
+
+class Finding(Answer, kw_only=True):
+    code: FindingCode
+    severity: Literal["bad", "warn"]
+    text: str
+    remedy: str
+    """A command."""
+    cost_share: float = 0.0
+    """The share of all prompt tokens that this is estimated to have cost: computed in place of loaded. 0: not known."""
+    at: float | None = None
+    """Unix seconds, for display only: when it last happened. None: it lasts."""
+
+
+class Verdict(Answer, kw_only=True):
+    """`findings`: the worst first, then those that cost most."""
+
+    effect: Effect
+    headline: str
+    """One sentence: up or not, helping or not, and by how much."""
+    findings: list[Finding] = msgspec.field(default_factory=list)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import msgspec
 import typer
 from rich.console import Console
+from rich.text import Text
 
 from kvdock.api.feeds.log import SENTENCES
 from kvdock.cli.client import Prompt, default_address, print_json, reached, resolve
@@ -39,7 +40,9 @@ def show_explanation(server: str, *, request: str, session: str, as_json: bool, 
         print_json(console, found)
         return
     for sentence in found.sentences:
-        say(console, printable(sentence))
+        say(console, printable(sentence.text))
+    if found.advice:
+        say(console, "", *(Text(f"→ {printable(advice)}", style="italic") for advice in found.advice.values()))
 
 
 class WantedEvents(NamedTuple):

@@ -49,7 +49,7 @@ def style_of_saved(saved_s: float | None) -> str:
 
 def asked_in_words(tokens: int) -> str:
     """What is known of engines that have looked up tokens, and reported no request that has ended."""
-    return f"asked for {counted(tokens, 'token')}; the engines do not report what they load"
+    return f"asked for {counted(tokens, 'token')}; the engines do not report what they loaded"
 
 
 def loaded_cell(loaded_share: float | None, lookup_tokens: int) -> str:

@@ -1,7 +1,7 @@
 """`kvdock status`: whether the server is up, whether it helps, and what it holds; or all figures as JSON.
 
-The figures come from `GET /v1/status`, `/v1/stats`, `/v1/sessions` and `/v1/config`, and those of one model from
-`/v1/hits`. `kvdock top` uses them, too.
+What to say first comes from `GET /v1/verdict`, the figures from `/v1/status`, `/v1/stats`, `/v1/sessions` and
+`/v1/config`, and those of one model from `/v1/hits`. `kvdock top` uses them, too.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final, NamedTuple, get_type_hints
+from typing import Any, Final, get_type_hints
 
 import msgspec
 from rich.console import Console
@@ -20,14 +20,15 @@ from kvdock.api.record.counters import Counters
 from kvdock.cli.client import first, print_json, reached
 from kvdock.cli.errors import WRONG, CommandError
 from kvdock.cli.history import means, sum_of
-from kvdock.cli.hits import COSTS, asked_in_words, computed_share, hits_table, saved_in_words
+from kvdock.cli.hits import COSTS, asked_in_words, computed_share, hits_table, saved_in_words, style_of_saved
 from kvdock.cli.lists import sessions_table
-from kvdock.cli.render import brief, counted, duration, percent, printable, say, size, span
+from kvdock.cli.render import brief, counted, duration, percent, printable, say, size
 from kvdock.client.client import Client
 from kvdock.protocol.errors import ApiError
 from kvdock.protocol.hits import HitTotals
 from kvdock.protocol.reports import DayOfHits, MoverView, PoolView, Stats, Status, TierView
 from kvdock.protocol.schemas import MOVER_LABEL, SessionView
+from kvdock.protocol.verdict import Finding, Verdict
 
 SILENT_S = 5.0
 """A mover that has not reported for this long hangs, or is starting."""
@@ -37,6 +38,8 @@ AT_ITS_END = {
     "remove": "the cached chunks are removed; `kvdock serve --takeover` replaces the server and keeps them",
 }
 """What happens to the pool, by the setting `on_exit`."""
+OWN = "kvdock status"
+"""A remedy that names this command, whose output has more of it below."""
 NO_TOKEN = frozenset({"unauthenticated", "forbidden"})
 
 
@@ -48,6 +51,7 @@ class StatusFigures(Status, kw_only=True):
     local_share: float | None
     """The share that engines had in their own caches."""
     rates: list[Rates]
+    verdict: Verdict
 
 
 def show_status(server: str, *, everything: bool, as_json: bool, console: Console) -> None:
@@ -55,17 +59,18 @@ def show_status(server: str, *, everything: bool, as_json: bool, console: Consol
     answers; ApiError."""
     with reached(server) as client:
         status = client.status()
-        rates = rates_of(client.stats())
+        rates, judged = rates_of(client.stats()), client.verdict()
         if as_json:
             known = {name: getattr(status, name) for name in status.__struct_fields__}
             print_json(console, StatusFigures(
-                **known, loaded_share=status.hits.loaded_share, local_share=status.hits.local_share, rates=rates
+                **known, loaded_share=status.hits.loaded_share, local_share=status.hits.local_share, rates=rates,
+                verdict=judged,
             ))
             return
         sessions, settings = attached(client), _settings(client)
         address = client.address
-    judged = verdict(status, rates)
-    say(console, Text(f"kvdock is {judged.words}", style=judged.style), "", _rates_table(status, rates, console.width))
+    say(console, headline(judged), *map(finding_in_words, judged.findings), "",
+        _rates_table(status, rates, console.width))
     if status.hits.prompt_tokens:
         say(console, "", _since(status.uptime_s), hits_table(status.hits, everything=everything))
     say(console, "", _overview(status, rates, sessions, settings, address))
@@ -383,56 +388,21 @@ def _rates(stats: Stats, samples: int, count: int) -> Rates:
     )
 
 
-class Verdict(NamedTuple):
-    """Whether the server is up, and whether it helps, as the end of a sentence."""
-
-    words: str
-    style: str = ""
+STYLES: Final[dict[str, str]] = {"costing": COSTS, "not_ready": "bold red"}
+"""Of the headline, by effect."""
 
 
-def verdict(status: Status, rates: Sequence[Rates]) -> Verdict:
-    if status.status != "ok":
-        why = "; ".join(map(printable, status.reasons)) or "it gives no reason"
-        return Verdict(f"up, but not ready: {why}", "yellow")
-    hits, asked = status.hits, status.counters.get("lookup_tokens", 0)
-    if not hits.prompt_tokens and not asked:
-        return Verdict("up and ready; no engine has looked up anything yet")
-    recent = rates[-1] if rates else None
-    if recent is None or recent.loaded_share is None:
-        judged = _since_start(hits, asked)
-        idle = f"; no request has ended in the last {duration(recent.seconds)}" if recent and hits.requests else ""
-        return judged._replace(words=judged.words + idle)
-    if costs := _costs(hits):
-        return costs
-    shares = _shares(recent.loaded_share, recent.local_share, f" in the last {duration(recent.seconds)}")
-    return Verdict(f"{_effect(recent.loaded_share)}{shares}{_saved(hits)}")
+def headline(judged: Verdict) -> Text:
+    return Text(printable(judged.headline), style=STYLES.get(judged.effect, ""))
 
 
-def _since_start(hits: HitTotals, lookup_tokens: int) -> Verdict:
-    if not hits.prompt_tokens:
-        return Verdict(f"up and ready: {asked_in_words(lookup_tokens)}")
-    return _costs(hits) or Verdict(
-        f"{_effect(hits.loaded_share)}{_shares(hits.loaded_share, hits.local_share, '')}{_saved(hits)}"
-    )
-
-
-def _costs(hits: HitTotals) -> Verdict | None:
-    if hits.saved_s is not None and hits.saved_s < 0:
-        return Verdict(f"up and costs time: {saved_in_words(hits.saved_s).plain}", COSTS)
-    return None
-
-
-def _effect(loaded_share: float | None) -> str:
-    return "up and helping: " if loaded_share else "up, but not helping: "
-
-
-def _shares(loaded: float | None, local: float | None, when: str) -> str:
-    others = f"engines' own caches {percent(local)}, computed {percent(computed_share(loaded, local))}"
-    return f"{percent(loaded)} of prompt tokens were loaded{when} ({others})"
-
-
-def _saved(hits: HitTotals) -> str:
-    return f", saved {span(hits.saved_s)} of computing since the start" if hits.saved_s else ""
+def finding_in_words(finding: Finding) -> Text:
+    """What goes wrong, and the command that says more of it, or mends it."""
+    text = Text(f"{'✗' if finding.severity == 'bad' else '!'} ", style="red" if finding.severity == "bad" else "yellow")
+    text.append(printable(finding.text), style="not bold")
+    if finding.remedy != OWN:
+        text.append(f" → {finding.remedy}", style="italic")
+    return text
 
 
 def state_of(view: SessionView) -> str:
@@ -537,8 +507,7 @@ def show_model(server: str, model: str, *, everything: bool, as_json: bool, cons
             engines=engines_of(sessions),
         ))
         return
-    judged = verdict_of_model(model, hits, sessions)
-    say(console, Text(judged.words, style=judged.style))
+    say(console, effect_on_model(model, hits, sessions))
     if hits.prompt_tokens:
         say(console, "", f"where its prompts' tokens came from, since {days[0].date}",
             hits_table(hits, everything=everything))
@@ -552,13 +521,16 @@ def _listed(models: Sequence[str]) -> str:
     return f"one of: {', '.join(map(printable, models))}"
 
 
-def verdict_of_model(model: str, hits: HitTotals, sessions: Sequence[SessionView]) -> Verdict:
-    """Whether kvdock helps the model, as a sentence."""
-    name, asked = printable(model), sum(view.totals.lookup_tokens for view in sessions)
+def effect_on_model(model: str, hits: HitTotals, sessions: Sequence[SessionView]) -> Text:
+    """One sentence: whether kvdock helps the model."""
+    asked = sum(view.totals.lookup_tokens for view in sessions)
     if not hits.prompt_tokens:
-        what = asked_in_words(asked) if asked else "its engines have looked up nothing yet"
-        return Verdict(f"{name}: {what}")
-    if costs := _costs(hits):
-        return costs._replace(words=f"{name}: {saved_in_words(hits.saved_s).plain}")
-    saved = f", saved {span(hits.saved_s)} of computing" if hits.saved_s else ""
-    return Verdict(f"{name}: {_shares(hits.loaded_share, hits.local_share, '')}{saved}")
+        said = asked_in_words(asked) if asked else "its engines have looked up nothing yet"
+    else:
+        said = (
+            f"{percent(hits.loaded_share)} of prompt tokens were loaded; {percent(hits.local_share)} were in the "
+            "engines' own caches"
+        )
+        if hits.saved_s is not None:
+            said += f"; {'cost' if hits.saved_s < 0 else 'saved'}: {saved_in_words(hits.saved_s).plain}"
+    return Text(f"{printable(model)}: {said}", style=style_of_saved(hits.saved_s))

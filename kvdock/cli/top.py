@@ -44,15 +44,17 @@ from kvdock.cli.status import (
     Rates,
     attached,
     engines_of,
+    finding_in_words,
+    headline,
     pool_in_words,
     rates_of,
     tier_in_words,
     used_bytes,
-    verdict,
 )
 from kvdock.client.client import Client
 from kvdock.protocol.errors import ApiError, ServerUnavailable
 from kvdock.protocol.reports import PoolView, RequestView, Stats, Status
+from kvdock.protocol.verdict import Verdict
 
 PATIENCE_S = 1.0
 """The timeout of a call. While a call waits, keys are not read, so a slower server counts as lost."""
@@ -74,6 +76,7 @@ class Tick(msgspec.Struct, kw_only=True):
     local_share: float | None = None
     """The share that engines had in their own caches."""
     rates: list[Rates] | None = None
+    verdict: Verdict | None = None
     engines: list[EngineFigures] | None = None
     """None: the caller may see only totals."""
     requests: list[RequestView] | None = None
@@ -103,17 +106,18 @@ def show_top(server: str, *, interval_s: float, once: bool, as_json: bool, conso
 
 def snapshot(client: Client) -> Snapshot:
     """Asks the server for the figures of one picture. Raises ServerUnavailable, ApiError."""
-    status, stats = client.status(), client.stats()
+    status, stats, judged = client.status(), client.stats(), client.verdict()
     sessions = attached(client)
     requests = [] if sessions is None else client.requests(limit=REQUESTS).requests
     engines = None if sessions is None else engines_of(sessions)
-    return Snapshot(time.time(), status, stats, rates_of(stats), engines, requests)
+    return Snapshot(time.time(), status, stats, rates_of(stats), judged, engines, requests)
 
 
 def _tick(shown: Snapshot) -> Tick:
     return Tick(
         at=shown.at, reachable=True, status=shown.status, loaded_share=shown.status.hits.loaded_share,
-        local_share=shown.status.hits.local_share, rates=shown.rates, engines=shown.engines, requests=shown.requests,
+        local_share=shown.status.hits.local_share, rates=shown.rates, verdict=shown.verdict, engines=shown.engines,
+        requests=shown.requests,
     )
 
 
@@ -164,6 +168,7 @@ def _drawn(console: Console, lines: Sequence[Text]) -> str:
 
 NARROW_COLUMNS = 72
 NAME_CELLS = 10
+MOST_FINDINGS = 3
 FEWEST_REQUESTS = 3
 """Rows that engines and tiers leave free for requests, if the screen is high enough."""
 
@@ -176,6 +181,7 @@ class Snapshot(NamedTuple):
     status: Status
     stats: Stats
     rates: list[Rates]
+    verdict: Verdict
     engines: list[EngineFigures] | None
     """None: the caller may see only totals."""
     requests: list[RequestView]
@@ -240,9 +246,9 @@ def _header(shown: Snapshot | None, trouble: str, address: str, look: Look) -> L
     about = [f"up {duration(status.uptime_s)}", *([] if look.narrow else [address]), clock]
     line = Text("kvdock ", style="bold") + health + Text("  " + "  ".join(about), style="not bold")
     reasons = [Text("; ".join(map(printable, status.reasons)), style="yellow")] if status.reasons else []
-    judged = verdict(status, shown.rates)
-    helps = [Text(judged.words, style=judged.style)] if status.status == "ok" else []
-    return [line, *helps, *reasons, Text()]
+    findings = [one for one in shown.verdict.findings if one.code != "not_ready"]  # the reasons have said it
+    found = list(map(finding_in_words, findings[:MOST_FINDINGS]))
+    return [line, headline(shown.verdict), *reasons, *found, Text()]
 
 
 def _totals(shown: Snapshot, look: Look) -> Lines:

@@ -11,6 +11,7 @@ from datetime import datetime
 
 import msgspec
 import pytest
+import typer
 from api_helpers import ServerProcess, attach, eventually, keys, raw
 from cli_helpers import kvdock, refusal
 from rich.console import Console
@@ -20,12 +21,14 @@ from kvdock.cli.errors import CommandError
 from kvdock.cli.help import Moment, parse_moment
 from kvdock.cli.history import Rows, as_stats, length, part_of, rows_of
 from kvdock.cli.hits import computed_of, hits_table, loaded_of, reason_in_words
+from kvdock.cli.main import app
 from kvdock.cli.render import say
-from kvdock.cli.status import Rates, verdict
+from kvdock.cli.status import finding_in_words, headline
 from kvdock.client.client import Client
 from kvdock.protocol.hits import HitTotals, PromptRun
 from kvdock.protocol.outcomes import Outcome, OutcomeView
-from kvdock.protocol.reports import Series, Stats, Status
+from kvdock.protocol.reports import Series, Stats
+from kvdock.protocol.verdict import REMEDIES, Finding, Verdict
 
 server = fresh_server()
 
@@ -96,51 +99,28 @@ def test_a_requests_computed_tokens_name_the_reason_for_most_of_them() -> None:
     assert computed_of(ended(*runs)) == (52, "they were evicted to make room for a store")
 
 
-def status(hits: HitTotals, lookup_tokens: int = 0, **more: object) -> Status:
-    counts = dict.fromkeys(("reserved", "ready", "quarantined"), 0)
-    pool = dict.fromkeys((
-        "limit_bytes", "allocated_bytes", "prefaulted_bytes", "free_bytes", "reserved_bytes", "ready_bytes",
-        "quarantined_bytes", "held_bytes", "segments",
-    ), 1)
-    return msgspec.convert({
-        "status": "ok", "reasons": [], "version": "", "pool_id": "0" * 16, "incarnation": 1, "uptime_s": 9.0,
-        "now": 0.0, "pool": pool, "chunks": counts, "sessions": 0, "leases": 0, "reservations": 0,
-        "counters": {"lookup_tokens": lookup_tokens}, "hits": msgspec.to_builtins(hits), **more,
-    }, Status)
-
-
-def rates(loaded: float | None, local: float | None) -> list[Rates]:
-    names = [name for name in Rates.__struct_fields__ if name.endswith("_per_s")]
-    return [Rates(seconds=300.0, loaded_share=loaded, local_share=local, **dict.fromkeys(names, 0.0))]
-
-
-SAVED = HitTotals(requests=2, prompt_tokens=100, local_tokens=40, loaded={"disk": 32}, computed={"tail": 28},
-                  saved_s=720.0)
-COST = msgspec.structs.replace(SAVED, saved_s=-50.0)
-OTHERS = "(engines' own caches 40.0 %, computed 28.0 %)"
-TIME = "saved 12 min 0 s of computing since the start"
-IDLE = "no request has ended in the last 5 min 0 s"
-
-
-@pytest.mark.parametrize(("found", "recent", "words", "style"), [
-    (status(HitTotals()), [], "up and ready; no engine has looked up anything yet", ""),
-    (status(HitTotals(), 4096), rates(None, None),
-     "up and ready: asked for 4,096 tokens; the engines do not report what they load", ""),
-    (status(SAVED), rates(0.32, 0.4),
-     f"up and helping: 32.0 % of prompt tokens were loaded in the last 5 min 0 s {OTHERS}, {TIME}", ""),
-    (status(SAVED), rates(None, None),
-     f"up and helping: 32.0 % of prompt tokens were loaded {OTHERS}, {TIME}; {IDLE}", ""),
-    (status(SAVED), rates(0.0, 0.5), "up, but not helping: 0.0 % of prompt tokens were loaded in the last 5 min 0 s "
-     f"(engines' own caches 50.0 %, computed 50.0 %), {TIME}", ""),
-    (status(COST), rates(0.32, 0.4),
-     "up and costs time: loads took 50.0 s longer than computing would have", "red"),
-    (status(COST), [], "up and costs time: loads took 50.0 s longer than computing would have", "red"),
-    (status(SAVED, status="not ready", reasons=["draining\u202e"]), [], "up, but not ready: draining�", "yellow"),
+FOUND = Verdict(effect="costing", headline="kvdock is up\u202e.", findings=[
+    Finding(code="engine_died", severity="warn", text="It died\u202e.", remedy="kvdock sessions"),
+    Finding(code="tier_off", severity="bad", text="The tier is off.", remedy="kvdock status"),
 ])
-def test_the_verdict_says_whether_it_helps_and_by_how_much(
-    found: Status, recent: list[Rates], words: str, style: str
-) -> None:
-    assert verdict(found, recent) == (words, style)
+
+
+def test_a_headline_and_its_findings_are_styled_and_name_the_command_that_helps() -> None:
+    assert (headline(FOUND).plain, headline(FOUND).style) == ("kvdock is up�.", "red")
+    calm = headline(Verdict(effect="helping", headline="It helps."))
+    assert (calm.plain, calm.style) == ("It helps.", "")
+    died, off = map(finding_in_words, FOUND.findings)
+    assert (died.plain, died.style) == ("! It died�. → kvdock sessions", "yellow")
+    assert (off.plain, off.style) == ("✗ The tier is off.", "red"), "the status itself says more"
+
+
+@pytest.mark.parametrize("command", sorted(set(REMEDIES.values())))
+def test_every_remedy_is_a_command(command: str) -> None:
+    program, name, *options = command.split()
+    known = typer.main.get_group(app).commands
+    assert program == "kvdock" and name in known, command
+    flags = {flag for param in known[name].params for flag in param.opts}
+    assert {option for option in options if option.startswith("--")} <= flags
 
 
 # --------------------------------------------------------------------------- by day and by model
@@ -190,18 +170,18 @@ def test_saved_without_a_request_that_ended_says_so(server: ServerProcess) -> No
 
 def test_status_of_one_model_has_its_hits_and_its_engines_alone(server: ServerProcess, two_models: list[str]) -> None:
     lines = said(server, "status", "--model", "helped")
-    shares = "45.7 % of prompt tokens were loaded (engines' own caches 22.9 %, computed 31.4 %)"
-    assert lines[0] == f"helped: {shares}, saved 1.5 s of computing"
+    shares = "45.7 % of prompt tokens were loaded; 22.9 % were in the engines' own caches"
+    assert lines[0] == f"helped: {shares}; saved: 1.5 s of computing"
     table = [cells(line) for line in lines]
     assert ["prompts", "70 tok", "100 %", "in 1 ended request"] in table
     assert ["loaded", "32 tok", "45.7 %", "from memory"] in table
     assert ["computed", "6 tok", "8.6 %", "they do not fill a chunk"] in table
     assert not any("slowed" in line or "mute" in line for line in lines)
     assert said(server, "status", "--model", "slowed\u202e")[0] == (
-        "slowed�: loads took 2.0 s longer than computing would have"
+        f"slowed�: {shares}; cost: loads took 2.0 s longer than computing would have"
     )
     assert said(server, "status", "--model", "mute")[0] == (
-        "mute: asked for 64 tokens; the engines do not report what they load"
+        "mute: asked for 64 tokens; the engines do not report what they loaded"
     )
     found = json.loads(kvdock("status", "--model", "helped", "--json", "--server", server.unix).stdout)
     assert (found["model"], found["hits"]["loaded"], found["loaded_share"]) == ("helped", {"memory": 32}, 32 / 70)

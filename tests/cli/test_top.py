@@ -62,7 +62,7 @@ def test_top_shows_the_server_its_engines_and_their_requests(server: ServerProce
         assert row == [
             "watched", "�[31m", "live", "22.9", "%", "45.7", "%", *["48.0", "KiB"] * 3, "1.0", "ms",
         ]
-        assert has("up and helping: ", shown) and has("% of prompt tokens were loaded", shown)
+        assert has("kvdock is up and helping: ", shown) and has("% of prompt tokens were loaded", shown)
         assert has(" of 16.0 MiB used (", shown) and has("48.0 KiB by 1 lease, 0 reservations", shown)
         asked, = (line.split() for line in shown if request in line)
         assert asked[1] == "lookup" and asked[5:10] == ["64", "16", "32", "22", "as"]

@@ -70,7 +70,7 @@ class Wanted(NamedTuple):
     step_s: float | None = None
 
     @property
-    def ispart_of(self) -> bool:
+    def is_part(self) -> bool:
         return bool(self.since or self.until or self.step_s)
 
 

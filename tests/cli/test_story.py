@@ -30,7 +30,8 @@ def test_a_miss_is_explained_in_sentences_and_as_json(server: ServerProcess) -> 
         told = json.loads(kvdock("explain", "r-1", "--server", server.unix, "--json").stdout)
         assert told["lookups"][0]["broke"]["why"] == "never_stored"
         engine.close()
-    assert "no request that the server remembers has this id" in refusal(kvdock("explain", "r-2", "--server", server.unix), 1)
+    unknown = refusal(kvdock("explain", "r-2", "--server", server.unix), 1)
+    assert "no request that the server remembers has this id" in unknown
 
 
 def test_events_are_lines_of_words_and_as_json_objects(server: ServerProcess) -> None:

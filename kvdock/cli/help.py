@@ -167,6 +167,7 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
         ("kvdock clear --namespace 5e1c", "the chunks of one model"),
         ("kvdock clear --all", "everything"),
     ),
+    "acknowledge": (("kvdock acknowledge", "after `kvdock status` was read"),),
     "sessions": (("kvdock sessions", "engines and their processes"),),
     "leases": (("kvdock leases --limit 20", "the 20 oldest"),),
     "requests": (

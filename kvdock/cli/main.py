@@ -423,6 +423,16 @@ def clear(
     clear_cache(server, namespace=namespace, everything=everything, yes=yes, as_json=as_json, console=console())
 
 
+def acknowledge(server: Server = "", as_json: AsJson = False) -> None:
+    """End the findings about dead engines and damaged chunks.
+
+    What has happened so far is no longer at the top of `kvdock status`. What happens later is.
+    """
+    from kvdock.cli.admin import acknowledge_findings
+
+    acknowledge_findings(server, as_json=as_json, console=console())
+
+
 def access_token(
     name: Annotated[str, typer.Argument(metavar="NAME", help="The token's name, which the server writes to its log.")],
     access_file: Annotated[str, typer.Option(
@@ -472,7 +482,7 @@ EPILOG = "Exit status: 0 success; 1 failure; 2 usage error; 130 interrupted by C
 GROUPS = {
     "Run": (serve, demo, doctor, bench),
     "Look": (status, top, history, saved, requests, explain, events, sessions, cached, leases, lookup, size),
-    "Change": (keep, evict, clear, access_token),
+    "Change": (keep, evict, clear, acknowledge, access_token),
 }
 """The commands in the groups of `--help`; `config` is added to the last group."""
 

@@ -123,6 +123,18 @@ def test_every_remedy_is_a_command(command: str) -> None:
     assert {option for option in options if option.startswith("--")} <= flags
 
 
+def test_a_finding_is_shown_until_it_is_acknowledged(server: ServerProcess, client: Client) -> None:
+    attach(client, label="gone\u202e").close()
+    eventually(lambda: client.verdict().findings != [])
+    lines = said(server, "status")
+    assert lines[1].startswith("! An engine's process ended without leaving (gone�) at ")
+    assert lines[1].endswith(" → kvdock sessions")
+    assert any("ended without leaving (gone�) at " in line for line in said(server, "top", "--once"))
+    assert said(server, "acknowledge") == ["1 event acknowledged: engines that died, and damaged chunks"]
+    assert json.loads(kvdock("acknowledge", "--json", "--server", server.unix).stdout) == {"troubles": 0}
+    assert said(server, "status")[1] == ""
+
+
 # --------------------------------------------------------------------------- by day and by model
 
 

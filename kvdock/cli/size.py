@@ -176,7 +176,9 @@ def _column(point: CurvePoint) -> str:
 
 
 def _share(point: CurvePoint) -> str:
-    return "?" if point.hit_share is None else f"{point.hit_share:.1%}"
+    if point.hit_share is None:
+        return "?"
+    return f"{point.hit_share:.1%} ± {point.error:.1%}" if point.error else f"{point.hit_share:.1%}"
 
 
 def _print(console: Console, heads: tuple[str, ...], rows: Iterator[tuple[str, ...]]) -> None:

@@ -166,8 +166,10 @@ def _drawn(console: Console, lines: Sequence[Text]) -> str:
     return captured.get().rstrip("\n")
 
 
-NARROW_COLUMNS = 72
+NARROW_COLUMNS, WIDE_COLUMNS = 72, 100
 NAME_CELLS = 10
+YIELDING_CELLS = 12
+"""A column that gives way to the others keeps this many cells."""
 MOST_FINDINGS = 3
 FEWEST_REQUESTS = 3
 """Rows that engines and tiers leave free for requests, if the screen is high enough."""
@@ -196,6 +198,12 @@ class Look(NamedTuple):
     @property
     def narrow(self) -> bool:
         return self.columns < NARROW_COLUMNS
+
+    def keep(self, narrowest: Sequence[int], narrow: Sequence[int], medium: Sequence[int], all_: int) -> list[int]:
+        """Which of `all_` columns a table has at this width."""
+        if self.columns < WIDE_COLUMNS:
+            return list(narrowest if self.columns < 50 else narrow if self.narrow else medium)
+        return list(range(all_))
 
 
 Lines = list[Text]
@@ -334,8 +342,8 @@ def _engines(shown: Snapshot, look: Look) -> Lines:
          "" if engine.hits.saved_s is None else saved_cell(engine.hits.saved_s), _speed(engine)]
         for engine in shown.engines
     ]
-    keep = (0, 1, 3) if look.columns < 50 else (0, 1, 2, 3, 7) if look.narrow else range(len(heads))
-    return _table([heads, *rows], list(keep), look, styles={1: _style_of_state, 7: _style_of_span})
+    keep = look.keep((0, 1, 3), (0, 1, 2, 3, 7), (0, 1, 2, 3, 5, 6, 7), len(heads))
+    return _table([heads, *rows], keep, look, styles={1: _style_of_state, 7: _style_of_span})
 
 
 def _style_of_state(state: str) -> str:
@@ -369,8 +377,8 @@ def _requests(shown: Snapshot, look: Look) -> Lines:
          f"{view.tokens:,}", *_outcome(view)]
         for view in shown.requests
     ]
-    keep = (1, 3, 4, 6) if look.columns < 50 else (0, 1, 3, 4, 5, 6) if look.narrow else range(len(heads))
-    return _table([heads, *rows[: look.rows]], list(keep), look, right={4, 5, 7})
+    keep = look.keep((1, 3, 4, 6), (0, 1, 3, 4, 5, 6), (0, 1, 3, 4, 5, 6, 7), len(heads))
+    return _table([heads, *rows[: look.rows]], keep, look, right={4, 5, 7}, yields=8)
 
 
 def _outcome(view: RequestView) -> tuple[str, str, str, str]:
@@ -383,13 +391,15 @@ def _outcome(view: RequestView) -> tuple[str, str, str, str]:
 
 def _table(
     rows: Sequence[Sequence[str]], keep: Sequence[int], look: Look, *, right: set[int] | None = None,
-    styles: dict[int, Callable[[str], str]] | None = None,
+    styles: dict[int, Callable[[str], str]] | None = None, yields: int | None = None,
 ) -> Lines:
-    """Columns are as wide as their widest cell; the widest ones shrink until a row fits."""
+    """Columns are as wide as their widest cell. Until a row fits, the column `yields` shrinks, then the widest ones."""
     cells = [[printable(row[at]) for at in keep] for row in rows]
     widths = [max(cell_len(row[at]) for row in cells) for at in range(len(keep))]
+    first = keep.index(yields) if yields in keep else None
     while sum(widths) + 2 * (len(widths) - 1) > look.columns and max(widths) > 6:
-        widths[widths.index(max(widths))] -= 1
+        at = first if first is not None and widths[first] > YIELDING_CELLS else widths.index(max(widths))
+        widths[at] -= 1
     lines = []
     for number, row in enumerate(cells):
         line = Text()

@@ -26,10 +26,9 @@ from kvdock.api.http.openapi import scope_of
 from kvdock.api.http.wire import COMMON_HEADERS, REFUSAL, problem_response, refusal
 from kvdock.api.record.timings import Meter
 from kvdock.api.settings import Settings, is_loopback
-from kvdock.protocol.calls import Scope as CallScope
 from kvdock.protocol.errors import ApiError
 from kvdock.protocol.reports import Problem
-from kvdock.protocol.wire_types import SUPPORTED_VERSIONS, VERSION_HEADER
+from kvdock.protocol.wire_types import SUPPORTED_VERSIONS, VERSION_HEADER, Scope as CallScope
 
 _HEADERS = [(name.encode(), value.encode()) for name, value in COMMON_HEADERS.items()]
 _VERSION_HEADER = VERSION_HEADER.lower().encode()

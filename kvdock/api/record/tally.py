@@ -124,7 +124,7 @@ class Tally:
         else:
             counters.lookup_renewals += 1
         chunks, before = found.chunk_count, counted or 0
-        # If all readers share one writer's parts (MLA), each of them fetches them.
+        # If all readers share one writer's parts (MLA), each reader fetches these parts.
         fetches = max(1, body.readers // manifest.writers)
         loaded_bytes = fetches * found.bytes_from(before)
         counters.loaded_chunks += max(0, chunks - before)

@@ -1,6 +1,6 @@
 """Explains a recent request: what it asked for, where the prefix that was found ends and why, how long loading took.
 
-Why the prefix ends was recorded with the lookup (kvdock/api/record/tally.py).
+The reason why the prefix ends there was recorded when the lookup was answered (kvdock/api/record/tally.py).
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ export function exact(n) {
 export function share(x) {
   if (x > 0 && x < 0.001) return "<0.1" + NB + "%";
   const percent = x < 1 ? Math.min(x * 100, 99.9) : x * 100;
-  const whole = percent === 0 || (percent >= 10 && percent < 99) || x >= 1;
+  const whole = percent === 0 || (percent >= 9.95 && percent < 99) || x >= 1;
   return percent.toFixed(whole ? 0 : 1) + NB + "%";
 }
 

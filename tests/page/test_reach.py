@@ -216,6 +216,7 @@ def test_more_rows_than_the_page_draws_are_counted(page_server: PageServer, open
         ("bytes(0)", "0 B"), ("bytes(1023)", "1,023 B"), ("bytes(1024)", "1.00 KiB"), ("bytes(1048575)", "1.00 MiB"),
         ("bytes(13 * 2 ** 30)", "13.0 GiB"), ("count(99999)", "99,999"), ("count(47893120)", "47.9 M"),
         ("share(0)", "0 %"), ("share(0.0004)", "<0.1 %"), ("share(0.9999)", "99.9 %"), ("share(1)", "100 %"),
+        ("share(0.0999)", "10 %"), ("share(0.0994)", "9.9 %"),
         ("shareOf(0, 0)", "–"), ("age(0.42)", "0.4 s"), ("age(59.7)", "1 min"), ("age(250)", "4 min 10 s"),
         ("age(86399)", "23 h 59 min"), ("age(356400)", "4 d 3 h"), ("wholeAge(3.9)", "3 s"), ("took(90)", "90 µs"),
         ("took(1320)", "1.32 ms"), ("took(999999)", "1.00 s"), ("rankWords([5, 0, 1, 2])", "ranks 0–2, 5"),

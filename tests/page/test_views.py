@@ -187,7 +187,7 @@ def test_charts_have_the_reader_s_clock_on_their_axis(page_server: PageServer, o
     page.reload()
     ticks = page.locator("#history figure.chart").first.locator(".ticks.x text")
     expect(ticks.first).to_be_visible()
-    assert sorted(ticks.all_inner_texts()) == ["04:11:45", "04:12:00", "04:12:15", "04:12:30"]
+    assert sorted(ticks.all_text_contents()) == ["04:11:45", "04:12:00", "04:12:15", "04:12:30"]
     chart = page.get_by_role("slider").first
     chart.focus()
     page.keyboard.press("Home")
@@ -337,7 +337,7 @@ def test_an_engine_whose_loads_took_longer_than_computing_is_marked(
     page_server: PageServer, open_page: OpenPage
 ) -> None:
     who = say.live_sessions().sessions[1]
-    costly = msgspec.structs.replace(who, totals=UseTotals(hits=views.hits(1_000, saved_s=-3_700.0)))
+    costly = msgspec.structs.replace(who, totals=UseTotals(hits=views.hits(1_000, saved_s=-3_720.0)))
     page_server.bodies["sessions"] = schemas.Sessions(sessions=[costly])
     page = open_page(page_server.url)
     saved = page.locator("#sessions td[data-head=Saved]")
@@ -372,11 +372,11 @@ def test_days_show_where_prompts_tokens_came_from_the_latest_first(
     expect(page.locator("#days tbody tr")).to_have_count(3)
     qwen, llama = views.MODELS[:2]
     assert rows(page, "days") == [
-        f"2026-11-25 the server's own user {qwen} 1.00 M 100 k 10 % 30 % 300 k memory 250 k, tier disk 50,000 "
+        f"2026-11-25 the server's own user {qwen} 1.00 M 100 k 10 % 300 k 30 %, memory 250 k, tier disk 50,000 "
         "600 k 60 %, never stored −50 s",
-        f"2026-11-24 the server's own user {qwen} 2.00 M 200 k 10 % 30 % 600 k memory 500 k, tier disk 100 k "
+        f"2026-11-24 the server's own user {qwen} 2.00 M 200 k 10 % 600 k 30 %, memory 500 k, tier disk 100 k "
         "1.20 M 60 %, never stored 1 h 30 min",
-        f"2026-11-24 research {llama} 500 k 50,000 10 % 30 % 150 k memory 125 k, tier disk 25,000 "
+        f"2026-11-24 research {llama} 500 k 50,000 10 % 150 k 30 %, memory 125 k, tier disk 25,000 "
         "300 k 60 %, never stored 1 h 30 min",
     ]
     expect(page.locator("#days .alarm")).to_have_text(["−50\u00a0s"])

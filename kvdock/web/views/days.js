@@ -23,8 +23,8 @@ const COLUMNS = [
   {
     head: "Loaded", cls: "num share stacked noted",
     make: barred(
-      (d) => loadedTokens(d.hits), (d) => d.hits.prompt_tokens, (d) => loadedShare(d.hits),
-      (d) => [count(loadedTokens(d.hits)), loadedWords(d.hits)].filter(Boolean).join(" "), title,
+      (d) => loadedTokens(d.hits), (d) => d.hits.prompt_tokens, (d) => count(loadedTokens(d.hits)),
+      (d) => [loadedShare(d.hits), loadedWords(d.hits)].filter(Boolean).join(", "), title,
     ),
   },
   {

@@ -114,7 +114,7 @@ function story(e) {
   return parts;
 }
 
-/** Returns (request, session) => void, which opens the dialog. The browser gives the focus back when it closes. */
+/** Returns (request, session) => void, which opens a dialog. When it is closed, the browser gives back the focus. */
 export function mountExplain() {
   const title = el("h2", { attrs: { id: "explain-title" } });
   const body = el("div", { attrs: { role: "status" } });

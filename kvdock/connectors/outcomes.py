@@ -255,10 +255,14 @@ class RequestOutcomes:
 
     def ended(self, request_id: str, prompt_tokens: int, *, has_run: bool = True) -> Outcome | None:
         """Reports the request's outcome and returns it. None: the request is not known, its outcome was reported
-        before, or it ended before it ran: before it was admitted or, unless it `has_run`, during its load."""
+        before, or it ended before it ran: before it was admitted or, unless it `has_run`, during its first load."""
         story = self._stories.pop(request_id, None)
-        if story is None or not story.is_admitted or (story.loading_tokens and not has_run):
+        if story is None or not story.is_admitted:
             return None
+        if story.loading_tokens and not has_run:
+            if story.is_first:
+                return None
+            story.reloaded_tokens -= story.loading_tokens  # it ran before it was preempted
         speed = self._speed.tokens_per_s if self._speed is not None and self._speed.is_known else 0.0
         outcome = Outcome(
             request=request_id, epoch=story.epoch, prompt_tokens=prompt_tokens, local_tokens=story.local_tokens,

@@ -69,11 +69,11 @@ class RequestCallbacks:
     chain_of: ChainOf = chain_of_tokens
     is_stored: Callable[[str], bool] = lambda request_id: True
     """Whether the chunks that the request computes may be stored."""
-    has_tokens: bool = True
-    """Whether lookups and stores get a prompt's tokens from its first one; else they get numbers in place of tokens."""
     traceparent_of: Callable[[str], str] = lambda request_id: ""
     """The trace context that the engine got with the request; empty: none."""
     observer: ChunkObserver = field(default_factory=ChunkObserver)
+    has_tokens: bool = True
+    """Whether lookups and stores get a prompt's tokens from its first one; else they get numbers in place of tokens."""
 
 
 @dataclass

@@ -28,6 +28,7 @@ from kvdock.client.client import Client
 from kvdock.connectors.vllm.setup import Settings as ConnectorSettings
 from kvdock.protocol.access import CONNECTOR_PREFIX
 from kvdock.protocol.errors import CODES
+from kvdock.protocol.outcomes import Outcome
 
 RUNBOOK = (ROOT / "docs/runbook.md").read_text()
 EXAMPLES = ROOT / "docs/examples"
@@ -58,6 +59,7 @@ def test_every_metric_of_a_live_server_is_in_the_runbook_and_no_other(tmp_path: 
         engine = attach(client)
         engine.store(keys(1))
         assert engine.lookup(keys(1)).lease
+        engine.heartbeat(outcomes=[Outcome(request="r", prompt_tokens=40, load_us=1, prefill_tokens_per_s=1.0)])
         live = metric_names(server.http)
         engine.close()
     documented = [re.findall(r"`(\w+)`", row[0])[0] for row in rows("Metrics")]

@@ -213,7 +213,7 @@ def wait_for(go: threading.Event) -> None:
 def request_of(name: str, tokens: list[int] = TOKENS) -> Any:
     return SimpleNamespace(
         request_id=name, prompt_token_ids=tokens, all_token_ids=tokens, num_tokens=len(tokens),
-        num_prompt_tokens=len(tokens), max_tokens=0, num_computed_tokens=0,
+        num_prompt_tokens=len(tokens), num_output_tokens=0, max_tokens=0, num_computed_tokens=0,
     )
 
 

@@ -68,7 +68,7 @@ def scheduler(server: ServerProcess) -> Iterator[VllmScheduler]:
 def request_of(tokens: int) -> Any:
     return SimpleNamespace(
         request_id="r", prompt_token_ids=[1] * tokens, all_token_ids=[1] * tokens, num_tokens=tokens,
-        num_prompt_tokens=tokens, max_tokens=0, num_computed_tokens=0,
+        num_prompt_tokens=tokens, num_output_tokens=0, max_tokens=0, num_computed_tokens=0,
     )
 
 
@@ -317,6 +317,16 @@ def test_steps_do_not_wait_for_a_slow_servers_slots_once_it_is_known_to_be_late(
     go.set()
     scheduler.close()
     assert waited == []
+
+
+def test_a_step_shows_the_speed_unless_each_of_its_prompts_is_a_short_rest_behind_a_hit(
+    scheduler: VllmScheduler
+) -> None:
+    request = request_of(4096)
+    scheduler.lookup(request, 1024)
+    scheduler.allocated(request, [list(range(1, 257))], 0)
+    assert [scheduler._prefill_tokens({"r": tokens}) for tokens in (1023, 1024)] == [0, 1024]
+    assert scheduler._prefill_tokens({"r": 100, "without a hit": 200, "decodes": 1}) == 300
 
 
 # ---------------------------------------------------------------------- stores and loads of the same blocks

@@ -14,11 +14,13 @@ from api_helpers import ServerProcess
 from connector_helpers import engine_over
 from engine_helpers import MemoryConnector, Pool, make_engine, prompt, run, run_one, sampling
 
+from kvdock.client.client import Client
 from kvdock.connectors.interface import Pending
 from kvdock.engine.blocks import held
 from kvdock.engine.config import EngineConfig, FullAttention, SlidingWindow, preset
 from kvdock.engine.engine import Engine
 from kvdock.engine.request import Completion, State
+from kvdock.protocol.hits import PromptRun
 
 HYBRIDS = ["tiny-hybrid2", "tiny-hybrid3"]
 
@@ -80,6 +82,12 @@ def test_of_two_requests_that_saturate_seven_blocks_the_preempted_one_reloads(
     assert done["second"].output_tokens == with_room(second, 30, model)
     assert engine.drain(20.0)
     engine.close()
+    with Client(server.unix) as client:
+        views = [view.outcome for view in client.requests(request="second").requests if view.outcome is not None]
+    assert views[0].runs == [
+        PromptRun(tokens=48, origin="computed", why="never_stored"), PromptRun(tokens=1, origin="computed", why="tail")
+    ], "its own chunks, which it loads when it comes back, are no hit"
+    assert (views[0].prompt_tokens, views[0].loaded_tokens, views[0].reloaded_tokens) == (49, 0, 64)
 
 
 @pytest.mark.parametrize(("model", "num_blocks"), [("tiny", 15), ("tiny-hybrid2", 28), ("tiny-hybrid3", 36)])

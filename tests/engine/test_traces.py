@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -25,6 +26,7 @@ from kvdock.protocol.errors import ApiError
 from kvdock.protocol.events import Loaded
 
 TRACES = "log,stream,metrics,curve,traces"
+OF_SESSIONS = {"kvdock.tenant", "kvdock.session", "kvdock.label", "kvdock.model"}
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 
 
@@ -46,6 +48,25 @@ def spans_of(server: ServerProcess, outcome: str) -> float:
                 if line.startswith(f'kvdock_spans_total{{outcome="{outcome}"}}'))
 
 
+def own_of(span: dict[str, Any]) -> dict[str, Any]:
+    """Its attributes without those that name the session."""
+    return {name: value for name, value in span["attributes"].items() if name not in OF_SESSIONS}
+
+
+def undocumented(spans: list[dict[str, Any]]) -> list[str]:
+    """Spans whose attributes are not those of the documents: "kvdock.loaded.SOURCE" stands for any source."""
+    wrong = []
+    rows = dict(re.findall(r"^\| `(kvdock\.\w+)` \|.*\| ([^|]*) \|$", (ROOT / "docs/events.md").read_text(), re.M))
+    for span in spans:
+        named = set(re.findall(r"`((?:kvdock|gen_ai)\.[\w.]+)`", rows[span["name"]]))
+        always = {name for name in named if not name.endswith(("SOURCE", "REASON"))}
+        some = {name.rpartition(".")[0] for name in named - always}
+        own = set(own_of(span))
+        rest = {name for name in own - always if name.rpartition(".")[0] not in some}
+        wrong += [span["name"]] if rest or not always <= own or not span["attributes"].keys() >= OF_SESSIONS else []
+    return wrong
+
+
 def served(engine: Engine, tokens: list[int], request_id: str, parent: str) -> None:
     engine.add_request(tokens, sampling(4), request_id, traceparent=f"00-{TRACE}-{parent}-01")
     run(engine)
@@ -58,18 +79,13 @@ def test_the_whole_tree_of_a_request_comes_to_the_collector(collector: Collector
     try:
         served(storing, tokens, "first", PARENT)
         served(loading, tokens, "second", PARENT[::-1])
-        found: list[dict[str, Any]] = []
-
-        def all_came() -> bool:
-            found[:] = collector.spans()
-            return sorted(span["name"] for span in found if span["parent_id"] == PARENT[::-1])[:2] == [
-                "kvdock.load", "kvdock.lookup"
-            ] and any(span["name"] == "kvdock.store" for span in found)
-
-        eventually(all_came)
     finally:
         storing.close()
         loading.close()
+    wanted = {(f"kvdock.{name}", PARENT) for name in ("lookup", "store", "request")}
+    wanted |= {(f"kvdock.{name}", PARENT[::-1]) for name in ("lookup", "load", "request")}
+    eventually(lambda: {(span["name"], span["parent_id"]) for span in collector.spans()} >= wanted)
+    found = collector.spans()
     by_parent: dict[str, dict[str, dict[str, Any]]] = {}
     for span in found:
         assert span["trace_id"] == TRACE
@@ -77,9 +93,8 @@ def test_the_whole_tree_of_a_request_comes_to_the_collector(collector: Collector
     assert set(by_parent) == {PARENT, PARENT[::-1]}, "nobody else's child, and no span begins a trace"
     first, second = by_parent[PARENT], by_parent[PARENT[::-1]]
     missed, store = first["kvdock.lookup"]["attributes"], first["kvdock.store"]["attributes"]
-    # The engine computes the last token itself, so it does not ask for the chunk that ends with it.
     assert missed.items() >= {
-        "kvdock.request": "first", "kvdock.label": "stores", "kvdock.hit_tokens": 0, "kvdock.why": "unknown",
+        "kvdock.request": "first", "kvdock.label": "stores", "kvdock.hit_tokens": 0, "kvdock.why": "never_stored",
         "kvdock.missed_tokens": missed["kvdock.tokens"],
     }.items() and missed["kvdock.tokens"] > 0
     assert store["kvdock.chunks"] > 0 and store["kvdock.bytes"] > 0
@@ -89,16 +104,26 @@ def test_the_whole_tree_of_a_request_comes_to_the_collector(collector: Collector
         "kvdock.missed_tokens": 0, "kvdock.why": "",
     }.items()
     assert load["kvdock.chunks"] == hit["kvdock.tokens"] // CHUNK and load["kvdock.bytes"] > 0
+    tokens_of = {"gen_ai.usage.input_tokens": 4 * CHUNK, "kvdock.local_tokens": 0, "kvdock.reloaded_tokens": 0}
+    assert missed["kvdock.tokens"] == 4 * CHUNK
+    assert own_of(first["kvdock.request"]) == {
+        "kvdock.request": "first", **tokens_of, "gen_ai.usage.cache_read.input_tokens": 0,
+        "kvdock.computed.never_stored": 4 * CHUNK,
+    }
+    assert own_of(second["kvdock.request"]) == {
+        "kvdock.request": "second", **tokens_of, "gen_ai.usage.cache_read.input_tokens": 4 * CHUNK,
+        "kvdock.loaded.memory": 4 * CHUNK,
+    }
     for span in found:
         assert 0 < span["start_ns"] <= span["end_ns"] and span["status"] == 0
-        assert span["resource"].items() >= {"service.name": "kvdock"}.items()
-    rows = re.findall(r"^\| (lookup|load|store) \|.*\| ([^|]*) \|$", (ROOT / "docs/events.md").read_text(), re.M)
-    for name, span in {**first, **second}.items():  # documented = emitted
-        (row,) = [row for kind, row in rows if f"kvdock.{kind}" == name]
-        own = {f"kvdock.{word}" for word in re.findall(r"`(\w+)`", row)}
-        assert span["attributes"].keys() == own | {"kvdock.tenant", "kvdock.session", "kvdock.label"}
+        assert span["resource"].items() >= {
+            "service.name": "kvdock", "host.name": socket.gethostname(),
+            "service.instance.id": f"{socket.gethostname()}:{server.unix.removeprefix('unix:')}",
+        }.items()
+    assert not undocumented([*first.values(), *second.values()])
     assert second["kvdock.lookup"]["start_ns"] <= second["kvdock.load"]["start_ns"] + 1_000_000
-    assert spans_of(server, "sent") == len(found) and spans_of(server, "dropped") == 0
+    eventually(lambda: spans_of(server, "sent") == len(found))
+    assert {(span["name"], span["parent_id"]) for span in found} == wanted and spans_of(server, "dropped") == 0
 
 
 @pytest.mark.parametrize("broken", [

@@ -6,6 +6,7 @@ import ast
 import re
 from collections.abc import Mapping
 from pathlib import PurePosixPath
+from typing import get_args, get_type_hints
 
 import pytest
 from sources import sources
@@ -14,6 +15,8 @@ from kvdock.connectors.interface import Connector
 from kvdock.protocol.admin_schemas import Limits
 from kvdock.protocol.calls import INCLUDED
 from kvdock.protocol.events import KINDS
+from kvdock.protocol.hits import COMPUTED, PromptRun
+from kvdock.protocol.verdict import REMEDIES
 
 Files = Mapping[PurePosixPath, str]
 PAGES = ("README.md", "CONTRIBUTING.md", "docs/architecture.md")
@@ -139,6 +142,40 @@ def test_the_errors_page_names_each_reason_why_a_server_does_not_start() -> None
     }
     assert len(raised) > 5
     assert raised <= set(listed("docs/errors.md", "exits with status 1 (`StartupError`): ", "it exits with status 2"))
+
+
+def reasons(page: str, heading: str) -> dict[str, str]:
+    """The words of each reason why tokens are computed, from the table under a heading of a page."""
+    section = sources()[PurePosixPath(page)].partition(f"{heading}\n")[2].partition("\n#")[0]
+    return dict(re.findall(r"^\| `(\w+)` \| ([^|]*) \|", section, re.MULTILINE))
+
+
+def test_the_page_about_observing_explains_each_reason_why_tokens_are_computed() -> None:
+    found = reasons("docs/observe.md", "### Why tokens are computed")
+    assert list(found.items()) == list(COMPUTED.items())
+
+
+def test_the_page_about_observing_explains_each_origin_of_a_token() -> None:
+    section = sources()[PurePosixPath("docs/observe.md")].partition("## Hits\n")[2].partition("\n#")[0]
+    origins = re.findall(r"^\| (\w+) \| The|^\| (\w+) \| kvdock", section, re.MULTILINE)
+    assert ["".join(pair) for pair in origins] == list(get_args(get_type_hints(PromptRun)["origin"]))
+
+
+def test_the_runbook_has_a_row_for_each_finding_of_the_verdict() -> None:
+    section = sources()[PurePosixPath("docs/runbook.md")].partition("## Findings\n")[2].partition("\n## ")[0]
+    assert re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE) == list(REMEDIES)
+
+
+def test_vllms_page_has_the_reasons_of_vllms_part_in_the_words_that_people_see() -> None:
+    found = reasons("docs/vllm.md", "## How a request ended")
+    given = re.compile(r'held_back\([^()]*, "(\w+)"\)|story\.why = "(\w+)"')
+    used = {
+        "".join(pair) for path, text in sources().items() if path.suffix == ".py" for pair in given.findall(text)
+        if path.parts[:2] == ("kvdock", "connectors")
+    }
+    assert used == {"late", "load_failed", "opted_out"}
+    used |= {why for why in COMPUTED if why.startswith(("declined_", "bypassed_"))}  # these are put together
+    assert found == {why: COMPUTED[why] for why in COMPUTED if why in used}
 
 
 def test_the_connector_page_has_a_row_for_each_method() -> None:

@@ -53,14 +53,15 @@ MUTANTS = (
         ("tests/api/test_takeover.py",), "test_a_reservation_under_way_is_finished_before_the_pool_changes_hands",
     ),
     Mutant(
-        "P14", "the tokens of a hit are counted again with each repeat", "kvdock/api/record/tally.py",
-        "            counters.lookup_renewals += 1\n",
-        "            counters.lookup_renewals += 1\n            counters.hit_tokens += found.hit_tokens\n",
+        "P14", "a lookup that is repeated within its epoch is counted again", "kvdock/api/record/tally.py",
+        "            self._counters_of(session).lookup_renewals += 1\n",
+        "            self._counters_of(session).lookup_renewals += 1\n"
+        "            self._count_first(session, one.keys, tokens, found)\n",
         ("tests/api/test_reading.py", "-k", "counted"), "test_a_renewal_is_not_counted_as_a_lookup",
     ),
     Mutant(
-        "P14b", "the metric of hit tokens is twice the count", "kvdock/api/reports/metrics.py",
-        "_HELP[name], value=total)", '_HELP[name], value=total * (1 + (name == "hit_tokens")))',
+        "P14b", "the metric of tokens asked for is twice the count", "kvdock/api/reports/metrics.py",
+        "_HELP[name], value=total)", '_HELP[name], value=total * (1 + (name == "lookup_tokens")))',
         ("tests/api/test_people.py", "-k", "metrics"), "test_metrics_are_prometheus_text_with_base_units",
     ),
     Mutant(

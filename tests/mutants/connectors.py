@@ -87,8 +87,20 @@ MUTANTS = (
         "test_a_short_hit_is_slower_to_load_than_to_compute_and_a_long_one_is_not",
     ),
     Mutant(
+        "P75b", "a preempted request is divided by its last admission", "kvdock/connectors/outcomes.py",
+        "        story.is_first = not story.is_admitted\n", "        story.is_first = True\n",
+        ("tests/connectors/test_engine_outcomes.py", "-k", "first_admitted"),
+        "test_the_prompt_of_a_preempted_request_is_divided_as_it_was_first_admitted",
+    ),
+    Mutant(
+        "P75c", "short rests behind a hit make the engine look slow", "kvdock/connectors/outcomes.py",
+        "tokens >= LONG_TOKENS or not has_hit", "True",
+        ("tests/connectors/test_engine_outcomes.py", "-k", "shows_the_speed"),
+        "test_the_rest_of_a_prompt_behind_a_hit_shows_the_speed_only_if_it_is_long",
+    ),
+    Mutant(
         "P75", "heartbeats go on telling what the server does not take", "kvdock/connectors/outcomes.py",
-        "                self._refuse()\n", "                self._put_back(beat.outcomes, 0)\n",
+        "                self._refuse()\n", "                self._put_back(beat)\n",
         ("tests/connectors/test_outcomes.py", "-k", "without_this_field"),
         "test_a_server_without_this_field_loses_no_engine",
     ),

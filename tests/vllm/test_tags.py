@@ -105,7 +105,8 @@ def test_requests_say_what_is_done_for_them_and_hear_what_came_of_it(run: Any, v
     nothing, everything = {"found_tokens": 0, "loaded_tokens": 0}, {"found_tokens": ALL, "loaded_tokens": ALL}
     assert found["loaded"] == [0, 0, 0, ALL, ALL, ALL, 0]
     assert found["answers"] == [
-        {"kvdock": nothing}, {"kvdock": nothing}, {"kvdock": nothing}, {"kvdock": everything}, None, None,
+        {"kvdock": nothing}, {"kvdock": nothing}, {"kvdock": nothing | {"why": "opted_out"}}, {"kvdock": everything},
+        None, None,
         {"kvdock": nothing | {"why": "bypassed_adapter"}},
     ]
     assert found["sources"] == ([{"host": ALL}] * 3 if minor(version) >= 32 else [])
@@ -128,14 +129,14 @@ def test_a_reset_that_leaves_the_pool_changes_nothing(run: Any) -> None:
 def test_the_server_hears_what_became_of_each_request(run: Any) -> None:
     found = run("told")
     assert found["loaded"] == [0, ALL, 0]
-    bypassed = "not looked up: its adapter is not known for sure"
+    tail = f"{150 - ALL} computed tail"
     assert found["rows"] == [
-        ["r0", "lookup", 150, 0, 0, 0, "", ""],
-        ["r1", "lookup", 150, 0, ALL, ALL, "", ""],
-        ["r2", "lookup", 150, 144, 0, 0, "", ""],
-        ["r3", "ended", 150, 0, 0, 0, "bypassed_adapter", bypassed],
-        ["r4", "ended", 20, 0, 0, 0, "", ""],
-        ["r5", "lookup", 150, 0, 0, 0, "", ""],
+        ["r0", "lookup", 150, 0, "", f"{ALL} computed never_stored", tail],
+        ["r1", "lookup", 150, ALL, "", f"{ALL} loaded memory", tail],
+        ["r2", "lookup", 150, 0, "", "144 local", "6 computed tail"],
+        ["r3", "ended", 150, 0, "bypassed_adapter", f"{ALL} computed bypassed_adapter", tail],
+        ["r4", "ended", 20, 0, "", "20 computed short"],
+        ["r5", "lookup", 150, 0, "", f"{ALL} computed never_stored", tail],
     ]
     ((request, (loaded_bytes, is_timed)),) = found["loads"].items()
     assert request == "r1" and loaded_bytes > 0 and is_timed

@@ -99,12 +99,14 @@ class Journal:
             event.seq, event.at = self._seq, self._wall_s()
             self._queue.append(event)
 
-    def publish_later(self, kind: type[Event], make: Callable[..., Event], *values: Any) -> None:
+    def publish_later(
+        self, kind: type[Event], make: Callable[..., Event], *values: Any, at: float | None = None
+    ) -> None:
         """Publishes the event that `make` makes of `values` when it is handed out: calls that are answered in a tenth
-        of a millisecond do not wait for that. The values must not change meanwhile."""
+        of a millisecond do not wait for that. The values must not change meanwhile. `at`: Unix seconds; None: now."""
         if self._takes(kind):
             self._seq += 1
-            self._queue.append(_Later(self._seq, self._wall_s(), make, values))
+            self._queue.append(_Later(self._seq, self._wall_s() if at is None else at, make, values))
 
     def _takes(self, kind: type[Event]) -> bool:
         """Whether the event is to be queued."""

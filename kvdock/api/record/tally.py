@@ -124,10 +124,11 @@ class Tally:
         return not session.is_bench and self._journal.wants(kind)
 
     def _publish_later(
-        self, kind: type[e.Event], make: Callable[..., e.Event], session: SessionRecord, *values: Any
+        self, kind: type[e.Event], make: Callable[..., e.Event], session: SessionRecord, *values: Any,
+        at: float | None = None,
     ) -> None:
         if not session.is_bench:
-            self._journal.publish_later(kind, make, session, *values)
+            self._journal.publish_later(kind, make, session, *values, at=at)
 
     def _curves_of(self, session: SessionRecord) -> Curves | None:
         return None if session.is_bench else self.learned.curves
@@ -160,7 +161,7 @@ class Tally:
                 session, one.request, one.body.epoch, one.keys, found, one.answered_ns
             )
             answer.traceparent = one.body.traceparent or ""
-        # If all readers share one writer's parts (MLA), each of them fetches them.
+        # If all readers share one writer's parts (MLA), each reader fetches these parts.
         leased_bytes = max(1, one.body.readers // manifest.writers) * found.bytes_from(before)
         if counted is not None:
             self._counters_of(session).lookup_renewals += 1
@@ -177,7 +178,7 @@ class Tally:
             ), detail)
         self._publish_later(
             e.LookedUp, _looked_up, session, one.body.request, one.body.traceparent or "", tokens, found.hit_tokens,
-            "" if broke is None else broke.why, took_us,
+            "" if broke is None else broke.why, took_us, at=one.at,
         )
         self._leased(one, chunks, leased_bytes, detail)
 
@@ -225,7 +226,8 @@ class Tally:
         else:
             known.chunks, known.bytes = known.chunks + chunks, known.bytes + bytes_added
         self._publish_later(
-            e.Leased, _leased, one.session, body.request, body.traceparent or "", lease, chunks, bytes_added
+            e.Leased, _leased, one.session, body.request, body.traceparent or "", lease, chunks, bytes_added,
+            at=one.at,
         )
 
     def loaded(self, session: SessionRecord, lease: int) -> None:

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from msgspec.structs import astuple
 from sched_engine import SchedEngine
 from sched_scenarios import hash_seed, prompt
 from vllm.lora.request import LoRARequest
@@ -33,6 +32,7 @@ from kvdock.client.client import Client
 from kvdock.connectors.vllm import request_tag
 from kvdock.connectors.vllm.adapters import AdapterLoads
 from kvdock.connectors.vllm.connector import KvdockConnector
+from kvdock.protocol.hits import PromptRun
 from kvdock.protocol.keys import HASH_FUNCTION
 from kvdock.protocol.schemas import listed_id
 
@@ -320,10 +320,6 @@ def weights(address: str, keys: str, on_reset: str) -> dict[str, Any]:
     return found | {"answers": answers, "wrong": found["wrong"] + wrong}
 
 
-WORDS = 6
-"""Fields of an outcome that say what became of the request; those behind them have times and speeds."""
-
-
 def told(address: str) -> dict[str, Any]:
     """What the server hears of each request: of one that stores, one that loads, one that vLLM's own cache has, one
     that is not looked up, one that is too short, and one that is aborted while it runs."""
@@ -345,12 +341,19 @@ def told(address: str) -> dict[str, Any]:
             time.sleep(TICK_S)
             views = [view for view in client.requests(limit=1000).requests if view.session == session]
             told_of = [(view, view.outcome) for view in views if view.outcome is not None]
-            rows = [(view.request, view.kind, *astuple(one)[:WORDS]) for view, one in told_of]
+            rows = [
+                (view.request, view.kind, one.prompt_tokens, one.found_tokens, one.why, *map(words_of, one.runs))
+                for view, one in told_of
+            ]
     loads = {
         view.request: [one.loaded_bytes, one.load_us is not None and (one.copy_us or 0) <= one.load_us]
         for view, one in told_of if one.loaded_tokens
     }
     return {**ended(engine, loaded), "rows": sorted(rows), "loads": loads}
+
+
+def words_of(run: PromptRun) -> str:
+    return f"{run.tokens} {run.origin} {run.source or run.why}".rstrip()
 
 
 def adapter_nowhere() -> Request:

@@ -47,6 +47,12 @@ export function hint(text, command = "") {
   return node;
 }
 
+/** An element of the text, in which what stands between backticks is code. */
+export function withCode(tag, text) {
+  const parts = text.split("`").map((part, i) => (i % 2 ? el("code", { text: part }) : part));
+  return el(tag, { children: parts });
+}
+
 /**
  * The children of `parent`, one for each item, reused by key, so there are never more nodes than items.
  * `make(item)` returns {node, update(item)}; a repeated key gets an ordinal, so no item is lost.

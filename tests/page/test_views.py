@@ -329,7 +329,7 @@ def test_engines_show_what_they_loaded_and_their_copies_beside_what_the_machine_
     silent, told = rows(page, "sessions")
     assert "30 % of 4.00 M tokens 5.00 GiB 1.00 GiB 1 min 30 s 12.0 GiB/s of 24.0 GiB/s" in told
     assert "asked for 250 k loads not reported 0 B 0 B –" in silent and "%" not in silent
-    title = page.locator("#sessions td[data-head='Loaded from kvdock']").first.get_attribute("title")
+    title = page.locator("#sessions td[data-head=Loaded]").first.get_attribute("title")
     assert say.plain(title) == "Asked for 250 k tokens; what was loaded is not reported"
 
 
@@ -439,6 +439,7 @@ def test_a_click_on_a_request_explains_it(page_server: PageServer, open_page: Op
         "Gone for 1 min 35 s", "Copied at 2.89 GiB/s", "0.8 s of computing.", "fp8_e4m3", views.MODELS[0],
     ):
         assert said in say.plain(dialog.inner_text()), said
+    expect(dialog.locator("code")).to_have_text(["kvdock size"])
     page.keyboard.press("Escape")
     expect(dialog).to_be_hidden()
     assert page.evaluate("document.activeElement.textContent") == request, "the focus is where it was"

@@ -160,7 +160,7 @@ async def verdict(request: Request) -> Response:
 
 
 @_route(
-    c.HITS, "requests", "Where prompts' tokens came from, by day",
+    c.HITS, "pool", "Where prompts' tokens came from, by day",
     "Of requests that have ended, by day, tenant and model: tokens that the engine's own cache had, that were loaded, "
     "by source, and that were computed, by reason. The next server of the pool goes on with them.",
 )

@@ -12,7 +12,7 @@ const title = ({ hits }) => partsTitle(hits);
 const hasSaved = ({ hits }) => (hits.saved_s ?? null) !== null;
 
 const COLUMNS = [
-  { head: "Day", text: (d) => d.date },
+  { head: "Day", cls: "day", text: (d) => d.date },
   { head: "Tenant", cls: "wide", has: (d) => d.tenant, text: tenantOf, title: tenantOf },
   { head: "Model", cls: "wide", text: (d) => d.model, title: (d) => d.model },
   { head: "Prompt tokens", cls: "num", text: (d) => count(d.hits.prompt_tokens), title },

@@ -2,7 +2,7 @@
 
 import { get } from "../api.js";
 import { button } from "../choice.js";
-import { el, setText } from "../dom.js";
+import { el, setText, withCode } from "../dom.js";
 import { age, bytes, clock, count, isLoss, plural, rate, savedWords, shareOf, took } from "../format.js";
 import { reasonWords, sourceWords } from "../hits.js";
 
@@ -99,7 +99,7 @@ function saved(seconds) {
   return section("Saved", el("p", { cls: isLoss(seconds) ? "alarm" : "", text: `${savedWords(seconds)}.` }));
 }
 
-const list = (texts) => el("ul", { cls: "points", children: texts.map((text) => el("li", { text })) });
+const list = (texts) => el("ul", { cls: "points", children: texts.map((text) => withCode("li", text)) });
 
 function story(e) {
   const parts = [el("ul", { cls: "sentences", children: e.sentences.map(({ text }) => el("li", { text })) })];

@@ -113,7 +113,7 @@ const COLUMNS = [
   },
   { head: "Processes", cls: "stacked procs", make: members },
   {
-    head: "Loaded from kvdock", cls: "num share stacked", has: hasTotals,
+    head: "Loaded", cls: "num share stacked", has: hasTotals,
     make: barred(
       (s) => loadedTokens(s.totals?.hits), (s) => s.totals?.hits?.prompt_tokens,
       (s) => loadedFigure(s.totals), (s) => loadedNote(s.totals), (s) => loadedTitle(s.totals),

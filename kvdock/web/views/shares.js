@@ -1,4 +1,4 @@
-// The column "Loaded from kvdock" of several tables: UseTotals, or sums like it, as a figure, a note and a title.
+// The column "Loaded" of several tables: UseTotals, or sums like it, as a figure, a note and a title.
 
 import { count, exact, plural, shareOf } from "../format.js";
 import { askedWords, computedTokens, everyWhy, loadedShare, loadedTokens, loadedWords, NOT_REPORTED } from "../hits.js";

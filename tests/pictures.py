@@ -88,10 +88,11 @@ def opened(browser: Browser, url: str, width: int, height: int, scheme: Scheme) 
 
 
 def explained(page: Page) -> None:
-    """Opens the explanation of a request that found a part of what it asked for."""
+    """Opens the explanation of a request that loaded a part of its prompt."""
     page.locator("#requests select").select_option("missed")
     page.get_by_role("button", name="Pause").click()
-    row = page.locator("#requests tbody tr").filter(has=page.locator("td[data-head=Found]:not(:text-is('0'))")).first
+    loaded = page.locator("td[data-head=Loaded] .main:not(:text-is('0')):not(:empty)")
+    row = page.locator("#requests tbody tr").filter(has=loaded).first
     row.locator("button.link").click()
     page.locator("#explain").get_by_role("heading", name="Where").wait_for()
 

@@ -3,8 +3,8 @@
 //
 // A warp copies one stripe at a time: each lane loads 16 bytes, eight loads in flight. The address of a granule
 // (kGranule units that lie in one run) is computed by one lane and shared by shuffles. Each warp takes neighbouring
-// stripes, so it adds to a part's sums once or twice. The layout is data (strides, run lengths, block ids); the only
-// variants are the direction, the width of a granule, and whether all planes are alike.
+// stripes, so it adds once to the sums of each part that it touches. The layout is data (strides, run lengths, block
+// ids); the only variants are the direction, the width of a granule, and whether all planes are alike.
 //
 // Invariant: bytes are stored from the registers that were hashed; a skipped block is read and hashed, never written.
 #include "copy/direction.h"

@@ -18,7 +18,7 @@ struct TableOptions {
   uint64_t max_records, max_grants;
   uint64_t ask_ms, settle_ms, suspect_ms;
   double session_cap, total_cap;  // shares of limit_bytes that grants may pin
-  uint64_t grace_ms;  // how long chunks of a namespace that sessions have left are evicted like all others
+  uint64_t grace_ms;  // the time from when a namespace is left until its chunks are evicted first
 };
 
 // A segment as the table names it, or as the server that adopts it found it in memory.

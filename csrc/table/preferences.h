@@ -6,7 +6,7 @@
 //
 // Ownership: the end of a keep lies in the record, so that it outlives the server; everything else is derived, and
 //   hints end with the server.
-// Invariant: only records that can be found have a keep or a priority.
+// Invariant: only RESERVED and READY records have a keep or a priority.
 #pragma once
 
 #include <set>

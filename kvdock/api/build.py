@@ -104,7 +104,7 @@ def build(
     sampler = Sampler(history, pool, tally, lambda: mover_client.tiers, clock)
     meter, pulse = Meter(tally.counters, Timings(), clocks.perf_ns, {}, journal.publish), Pulse(clocks.perf_ns)
     probes = Probes(settings, pool, registry, drain, pulse)
-    tiers = LowerTiers(lambda: mover_client.tiers, mover_client.view)
+    tiers = LowerTiers(lambda: mover_client.tiers, mover_client.view, mover_client.session_count)
     overview = Overview(probes, sessions, tally, history, curves, tiers, clocks.wall_s)
     contents = Contents(pool.table, registry, clock, clocks.now_s)
     lists = Lists(sessions, tally.recent, tally.hits, contents)

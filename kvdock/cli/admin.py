@@ -51,6 +51,16 @@ class Kept(msgspec.Struct):
     """How long from now; 0: no longer."""
 
 
+def acknowledge_findings(server: str, *, as_json: bool, console: Console) -> None:
+    """`--json` prints the server's answer. Raises CommandError, ApiError."""
+    with reached(server) as client:
+        seen = client.acknowledge()
+    if as_json:
+        print_json(console, seen)
+    else:
+        say(console, f"{counted(seen.troubles, 'event')} acknowledged: engines that died, and damaged chunks")
+
+
 def clear_cache(
     server: str, *, namespace: str, everything: bool, yes: bool, as_json: bool, console: Console
 ) -> None:

@@ -5,17 +5,20 @@ from __future__ import annotations
 
 import os
 import time
+from collections import deque
 from collections.abc import Iterator
 from http import HTTPStatus
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import typer
 from rich.console import Console
+from rich.text import Text
 
 from kvdock.api.feeds.log import SENTENCES
 from kvdock.cli.client import Prompt, default_address, print_json, reached, resolve
 from kvdock.cli.errors import WRONG, CommandError
+from kvdock.cli.help import Moment
 from kvdock.cli.render import printable, say
 from kvdock.client.events import StreamedEvent, read_events
 from kvdock.client.transport import Address
@@ -37,26 +40,42 @@ def show_explanation(server: str, *, request: str, session: str, as_json: bool, 
         print_json(console, found)
         return
     for sentence in found.sentences:
-        say(console, printable(sentence))
+        say(console, printable(sentence.text))
+    if found.advice:
+        say(console, "", *(Text(f"→ {printable(advice)}", style="italic") for advice in found.advice.values()))
 
 
-def show_events(server: str, *, kinds: str, follow: bool, as_json: bool) -> None:
+class WantedEvents(NamedTuple):
+    """The options of `kvdock events`."""
+
+    kinds: str = ""
+    """Separated by commas; empty: all."""
+    since: Moment | None = None
+    limit: int | None = None
+    """Of the events that the server has kept, the last so many. None: all."""
+
+
+def show_events(server: str, wanted: WantedEvents, *, follow: bool, as_json: bool) -> None:
     """Prints one line for each event. Raises CommandError, ApiError, ServerUnavailable."""
     try:
         address = Address.parse(server or default_address())
     except ValueError as error:
         raise CommandError(str(error), WRONG) from error
-    for one in _events(address, read_token(os.environ.get(TOKEN_FILE_VARIABLE, "")), kinds, follow=follow):
+    for one in _events(address, read_token(os.environ.get(TOKEN_FILE_VARIABLE, "")), wanted, follow=follow):
         typer.echo(msgspec.json.encode(one.event).decode() if as_json else line_of(one.event))
 
 
-def _events(address: Address, token: str, kinds: str, *, follow: bool) -> Iterator[StreamedEvent]:
-    """First the events that the server has kept; with `follow` then new ones. When the server is lost, prints that to
-    standard error, and goes on when that server or the next one answers."""
-    last_id, is_lost = "", False
+def _events(address: Address, token: str, wanted: WantedEvents, *, follow: bool) -> Iterator[StreamedEvent]:
+    """First those that the server has kept and that are wanted; with `follow` then new ones. When the server is lost,
+    prints that to standard error, and goes on when that server or the next one answers."""
+    last_id, is_lost, kinds = "", False, wanted.kinds
+    since_s = wanted.since.at(time.time()) if wanted.since else 0.0
+    kept: deque[StreamedEvent] = deque(maxlen=wanted.limit)
     for one in read_events(address, token, kinds=kinds):
         last_id = one.id
-        yield one
+        if one.event["at"] >= since_s:
+            kept.append(one)
+    yield from kept
     while follow:
         try:
             for one in _after(address, token, kinds, last_id, may_be_new=is_lost):

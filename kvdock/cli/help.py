@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from datetime import datetime
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 import msgspec
 import typer
@@ -111,7 +112,8 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
     "status": (
         ("kvdock status", "this user's server"),
         ("kvdock status --server localhost:7410", "another one"),
-        ("kvdock status --json | jq .hit_rate", "for scripts"),
+        ("kvdock status --model my-model", "one model"),
+        ("kvdock status --json | jq .loaded_share", "for scripts"),
     ),
     "top": (
         ("kvdock top", "live; q ends it"),
@@ -124,6 +126,7 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
     ),
     "events": (
         ("kvdock events", "the latest events"),
+        ("kvdock events --since -1h --limit 20", "the last 20 of an hour"),
         ("kvdock events --follow --kinds attached,left,dead", "engines come and go"),
     ),
     "cached": (
@@ -133,6 +136,11 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
     "history": (
         ("kvdock history", "the last half day"),
         ("kvdock history --over days", "the last two weeks"),
+        ("kvdock history --from -2d --to -1d --step 1h", "a day by the hour"),
+    ),
+    "saved": (
+        ("kvdock saved", "the last week"),
+        ("kvdock saved --days 1 --json", "the last day, all figures"),
     ),
     "size": (
         ("kvdock size", "from the lookups so far"),
@@ -159,6 +167,7 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
         ("kvdock clear --namespace 5e1c", "the chunks of one model"),
         ("kvdock clear --all", "everything"),
     ),
+    "acknowledge": (("kvdock acknowledge", "after `kvdock status` was read"),),
     "sessions": (("kvdock sessions", "engines and their processes"),),
     "leases": (("kvdock leases --limit 20", "the 20 oldest"),),
     "requests": (
@@ -223,6 +232,36 @@ def parse_duration(option: str, text: str) -> float:
     if match is None or not float(match[1]):
         raise CommandError(f"{option}: wanted a duration like 90s, 15min, 12h or 7d, found {text!r}", WRONG)
     return float(match[1]) * _SECONDS[match[2] or ""]
+
+
+class Moment(NamedTuple):
+    """A time that an option names."""
+
+    text: str
+    """As it was typed."""
+    seconds: float
+    """Unix seconds; or how long before now, if `is_ago`."""
+    is_ago: bool
+
+    def at(self, now_s: float) -> float:
+        """In Unix seconds."""
+        return now_s - self.seconds if self.is_ago else self.seconds
+
+
+def parse_moment(option: str, text: str) -> Moment | None:
+    """'-2h' is two hours ago; '2026-11-25T02:00' is an ISO time, in this machine's time zone unless it names one. ''
+    is None. Raises CommandError naming the option and the text."""
+    if not text:
+        return None
+    asked = text.strip()
+    match = _DURATION.fullmatch(asked[1:]) if asked.startswith("-") else None
+    if match is not None:
+        return Moment(text, float(match[1]) * _SECONDS[match[2] or ""], True)
+    try:
+        return Moment(text, datetime.fromisoformat(asked).timestamp(), False)
+    except (ValueError, OverflowError):
+        wanted = "a time like 2026-11-25T02:00, or -2h for two hours ago"
+        raise CommandError(f"{option}: wanted {wanted}, found {text!r}", WRONG) from None
 
 
 def console() -> Console:

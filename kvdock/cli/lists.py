@@ -1,9 +1,9 @@
-"""Lists of what a server has: `kvdock sessions`, `leases`, `requests`, `cached` and `history`."""
+"""Lists of what a server has: `kvdock sessions`, `leases`, `requests` and `cached`."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 
 import msgspec
@@ -12,9 +12,10 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from kvdock.cli.client import first, print_json, reached
-from kvdock.cli.render import brief, counted, duration, percent, printable, say, size, space, span
+from kvdock.cli.hits import computed_of, loaded_cell, loaded_of, local_of
+from kvdock.cli.render import brief, counted, duration, percent, printable, say, size, space
 from kvdock.protocol.admin_schemas import NamespaceView
-from kvdock.protocol.reports import Leases, LeaseView, Over, Prefixes, PrefixView, Requests, RequestView, Stats
+from kvdock.protocol.reports import Leases, LeaseView, Prefixes, PrefixView, Requests, RequestView
 from kvdock.protocol.schemas import MemberView, Sessions, SessionView
 
 
@@ -57,10 +58,11 @@ def show_requests(server: str, *, begins: str, limit: int | None, as_json: bool,
 
 def sessions_table(sessions: Iterable[SessionView]) -> Table:
     return _table("sessions", ("engine", "model", "namespace", "processes", "leases", "reservations", "held",
-                               "attached"), (
+                               "own cache", "loaded", "attached"), (
         (view.label or view.instance, view.model, space(view.namespace, view.weights),
          ", ".join(map(_member, view.members)), str(view.leases), str(view.reservations), size(view.held_bytes),
-         duration(view.age_s))
+         percent(view.totals.hits.local_share),
+         loaded_cell(view.totals.hits.loaded_share, view.totals.lookup_tokens), duration(view.age_s))
         for view in sessions
     ))
 
@@ -75,19 +77,20 @@ def _leases_table(leases: Iterable[LeaseView], engines: dict[str, str]) -> Table
 
 
 def _requests_table(requests: Iterable[RequestView]) -> Table:
-    return _table("requests", ("time", "kind", "request", "engine", "tokens", "found", "local", "loaded",
-                               "why less"), (
+    return _table("requests", ("time", "kind", "request", "engine", "tokens", "prompt", "own cache", "loaded",
+                               "computed", "most of these because"), (
         (time.strftime("%H:%M:%S", time.localtime(view.at)), view.kind, view.request, view.label or view.session,
-         f"{view.tokens:,}", f"{view.hit_tokens:,}", *_outcome(view))
+         f"{view.tokens:,}", *_outcome(view))
         for view in requests
     ))
 
 
-def _outcome(view: RequestView) -> tuple[str, str, str]:
-    """Local and loaded tokens, and why not more were loaded; empty until the engine has reported them."""
+def _outcome(view: RequestView) -> tuple[str, str, str, str, str]:
+    """Where the prompt's tokens came from; empty until the engine has reported that the request ended."""
     if (found := view.outcome) is None:
-        return "", "", ""
-    return f"{found.local_tokens:,}", f"{found.loaded_tokens:,}", found.why_in_words
+        return "", "", "", "", ""
+    computed, why = computed_of(found)
+    return f"{found.prompt_tokens:,}", f"{local_of(found):,}", loaded_of(found), f"{computed:,}", why
 
 
 def _table(title: str, heads: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> Table:
@@ -142,12 +145,13 @@ def show_cached(server: str, *, limit: int, as_json: bool, console: Console) -> 
 
 
 def _namespaces_table(views: Iterable[NamespaceView]) -> Table:
-    heads = ("model", "tenant", "namespace", "cached", "chunks", "hit rate", "last used", "oldest", "engines")
+    heads = ("model", "tenant", "namespace", "cached", "chunks", "own cache", "loaded", "last used", "oldest",
+             "engines")
     return _cached_table(heads, [
         (
             view.manifest.model, view.tenant or "-", space(view.namespace, view.weights), size(view.bytes),
-            f"{view.chunks:,}",
-            percent(view.totals.hit_tokens / view.totals.lookup_tokens if view.totals.lookup_tokens else None),
+            f"{view.chunks:,}", percent(view.totals.hits.local_share),
+            loaded_cell(view.totals.hits.loaded_share, view.totals.lookup_tokens),
             _ago(view.unused_s), _ago(view.oldest_s), f"{view.sessions:,}" + _beside(view),
         )
         for view in views
@@ -181,58 +185,4 @@ def _cached_table(heads: Sequence[str], rows: Sequence[Sequence[str]], *, left: 
     table = Table(*columns, box=None, pad_edge=False)
     for row in rows:
         table.add_row(*(Text(printable(cell)) for cell in row))
-    return table
-
-
-MOST_HISTORY_ROWS = 24
-HISTORY_COLUMNS = (
-    ("looked up", "lookup_tokens", lambda mean: f"{brief(mean)} tok/s"),
-    ("found", "hit_tokens", lambda mean: f"{brief(mean)} tok/s"),
-    ("loaded", "loaded_bytes", lambda mean: f"{size(mean)}/s"),
-    ("stored", "stored_bytes", lambda mean: f"{size(mean)}/s"),
-    ("cached", "ready_bytes", size),
-    ("evicted", "evicted_chunks", lambda mean: f"{brief(mean)} chunks/s"),
-)
-
-
-def show_past(server: str, *, over: Over, as_json: bool, console: Console) -> None:
-    """`--json` prints what `GET /v1/stats` answers. Raises CommandError when no server answers; ApiError."""
-    with reached(server) as client:
-        stats = client.stats(over)
-        now = client.status().now
-    if as_json:
-        print_json(console, stats)
-        return
-    rows = list(_rows(stats, now))
-    nothing = f"there are no measurements yet: the first comes after {span(stats.interval_s)}"
-    say(console, _history_table(rows) if rows else nothing)
-
-
-def _rows(stats: Stats, now: float) -> Iterator[tuple[str, ...]]:
-    """The rows of the table, oldest first. A missing measurement is a dash."""
-    series = {one.name: one.values for one in stats.series}
-    count = max(map(len, series.values()), default=0)
-    each = max(1, -(-count // MOST_HISTORY_ROWS))
-    for start in range(count % each - each if count % each else 0, count, each):
-        means = {name: _mean(values[max(0, start) : start + each]) for name, values in series.items()}
-        began = now - stats.age_s - (count - max(0, start)) * stats.interval_s
-        asked, found = means.get("lookup_tokens"), means.get("hit_tokens")
-        yield (
-            time.strftime("%a %H:%M:%S" if stats.interval_s < 60 else "%a %d %b %H:%M", time.localtime(began)),
-            percent(found / asked if asked and found is not None else None),
-            *("-" if (mean := means.get(name)) is None else shown(mean) for _, name, shown in HISTORY_COLUMNS),
-        )
-
-
-def _mean(values: Sequence[float | None]) -> float | None:
-    measured = [value for value in values if value is not None]
-    return sum(measured) / len(measured) if measured else None
-
-
-def _history_table(rows: Sequence[tuple[str, ...]]) -> Table:
-    heads = ("from", "hit rate", *(head for head, _, _ in HISTORY_COLUMNS))
-    table = Table(*(Column(head, justify="right" if at else "left") for at, head in enumerate(heads)), box=None,
-                  pad_edge=False)
-    for row in rows:
-        table.add_row(*map(Text, row))
     return table

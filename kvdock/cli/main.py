@@ -42,7 +42,9 @@ from kvdock.cli.help import (
     Yes,
     console,
     parse_duration,
+    parse_moment,
 )
+from kvdock.cli.printable import printable
 from kvdock.cli.serve import config, config_get, config_set, serve
 from kvdock.protocol.errors import ApiError, ServerUnavailable
 
@@ -53,18 +55,26 @@ Preset = Literal["small", "tiny", "tiny-hybrid2", "tiny-hybrid3", "tiny-mha", "t
 def status(
     server: Server = "",
     everything: Annotated[bool, typer.Option(
-        "--all", help="Also list the engines, and every counter with its meaning, zeros included.",
+        "--all", help="Also list the engines, all reasons, and every counter with its meaning, zeros included.",
     )] = False,
+    model: Annotated[str, typer.Option(
+        "--model", metavar="MODEL", help="Only the hits and the engines of this model, on all days that are kept.",
+        show_default=False,
+    )] = "",
     as_json: AsJson = False,
 ) -> None:
     """Show whether the server is up and helps.
 
-    First the hit rate and throughput: of the last minute, of the whole history, and since the start. Then the pool,
-    the engines and the lower tiers. Then the counters that are not zero. `--json` prints all of it.
+    First the share of prompt tokens that were loaded, that engines had themselves, and that they computed: in the last
+    minute, in the whole history, and since the start; then by source and reason. Then the pool, the engines and the
+    lower tiers. Then the counters that are not zero. `--json` prints all of it.
     """
-    from kvdock.cli.status import show_status
+    from kvdock.cli.status import show_model, show_status
 
-    show_status(server, everything=everything, as_json=as_json, console=console())
+    if model:
+        show_model(server, model, everything=everything, as_json=as_json, console=console())
+    else:
+        show_status(server, everything=everything, as_json=as_json, console=console())
 
 
 def top(
@@ -77,7 +87,7 @@ def top(
         "--json", help="Print one JSON object per interval, each on a line of its own; with --once a single one.",
     )] = False,
 ) -> None:
-    """Watch the server: hit rate, pool, engines, requests.
+    """Watch the server: hits, pool, engines, requests.
 
     `q` or Ctrl-C ends it. If the server is lost, the last picture stays, and `top` tries again every interval. If
     standard output is not a terminal, one picture is printed. The figures of an engine count from when it attached.
@@ -139,6 +149,13 @@ def events(
     kinds: Annotated[str, typer.Option(
         "--kinds", metavar="KIND,…", help="Only these kinds: attached, left, dead, evicted, ….", show_default=False,
     )] = "",
+    since: Annotated[str, typer.Option(
+        "--since", metavar="TIME", help="Only those since then: 2026-11-25T02:00, or -2h for two hours ago.",
+        show_default=False,
+    )] = "",
+    limit: Annotated[int | None, typer.Option(
+        "--limit", min=1, metavar="N", help="Only the last N; with --follow, of those before now.", show_default=False,
+    )] = None,
     server: Server = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per event, each on a line.")] = False,
 ) -> None:
@@ -146,9 +163,10 @@ def events(
 
     With --follow, when the server ends, the command waits for the next server at the same address and goes on.
     """
-    from kvdock.cli.explain import show_events
+    moment = parse_moment("--since", since)
+    from kvdock.cli.explain import WantedEvents, show_events
 
-    show_events(server, kinds=kinds, follow=follow, as_json=as_json)
+    show_events(server, WantedEvents(kinds, moment, limit), follow=follow, as_json=as_json)
 
 
 def sessions(
@@ -183,19 +201,50 @@ def cached(
 
 
 def history(
-    over: Annotated[Literal["minutes", "hours", "days"], typer.Option(
-        "--over", help="5 minutes in seconds, half a day in minutes, or two weeks in half-hours.",
-    )] = "hours",
+    over: Annotated[Literal["minutes", "hours", "days"] | None, typer.Option(
+        "--over", help="5 minutes in seconds, half a day in minutes, or two weeks in half-hours; by default hours, or "
+        "the finest that reaches back to --from.", show_default=False,
+    )] = None,
+    since: Annotated[str, typer.Option(
+        "--from", metavar="TIME", help="From then on: 2026-11-25T02:00, or -2h for two hours ago.", show_default=False,
+    )] = "",
+    until: Annotated[str, typer.Option(
+        "--to", metavar="TIME", help="Until then, written in the same way.", show_default=False,
+    )] = "",
+    step: Annotated[str, typer.Option(
+        "--step", metavar="DURATION", help="The time of each row: 30s, 15min, 2h.", show_default=False,
+    )] = "",
     server: Server = "", as_json: AsJson = False,
 ) -> None:
     """Show how the server did over the last minutes, hours or days.
 
-    Prints at most 24 rows, each a mean over its part of the time. If a server leaves its pool to the next one, the
-    next one continues hours and days.
+    Prints rows of means, each over its part of the time: at most 24 rows, or one for each --step. If a server leaves
+    its pool to the next one, the next one continues hours and days.
     """
-    from kvdock.cli.lists import show_past
+    moments = parse_moment("--from", since), parse_moment("--to", until)
+    step_s = parse_duration("--step", step) if step else None
+    from kvdock.cli.history import Wanted, show_past
 
-    show_past(server, over=over, as_json=as_json, console=console())
+    show_past(server, Wanted(over, *moments, step_s), as_json=as_json, console=console())
+
+
+def saved(
+    days: Annotated[int, typer.Option(
+        "--days", min=1, metavar="N", help="The last N days on which requests ended.",
+    )] = 7,
+    everything: ListAll = False,
+    server: Server = "",
+    as_json: AsJson = False,
+) -> None:
+    """Show by day what loading saved, and from where prompts came.
+
+    A row for each day, tenant and model: the tokens of prompts, how many of them the engines' own caches had, were
+    loaded and were computed, and the time that loading saved. A negative time: computing would have been quicker. The
+    days are kept with the pool: the next server of the pool goes on with them.
+    """
+    from kvdock.cli.history import show_saved
+
+    show_saved(server, days=None if everything else days, as_json=as_json, console=console())
 
 
 def requests(
@@ -209,8 +258,8 @@ def requests(
 ) -> None:
     """List the last lookups and stores, newest first.
 
-    Once its engine has reported that a request ended, the row shows how many tokens the engine's own cache had, how
-    many were loaded, and why not more. A request that ended without a lookup has the kind `ended`.
+    Once its engine has reported that a request ended, the row shows how many of the prompt's tokens the engine's own
+    cache had, were loaded and were computed, and why. A request that ended without a lookup has the kind `ended`.
     """
     from kvdock.cli.lists import show_requests
 
@@ -374,6 +423,16 @@ def clear(
     clear_cache(server, namespace=namespace, everything=everything, yes=yes, as_json=as_json, console=console())
 
 
+def acknowledge(server: Server = "", as_json: AsJson = False) -> None:
+    """End the findings about dead engines and damaged chunks.
+
+    What has happened so far is no longer at the top of `kvdock status`. What happens later is.
+    """
+    from kvdock.cli.admin import acknowledge_findings
+
+    acknowledge_findings(server, as_json=as_json, console=console())
+
+
 def access_token(
     name: Annotated[str, typer.Argument(metavar="NAME", help="The token's name, which the server writes to its log.")],
     access_file: Annotated[str, typer.Option(
@@ -422,8 +481,8 @@ def access_token(
 EPILOG = "Exit status: 0 success; 1 failure; 2 usage error; 130 interrupted by Ctrl-C."
 GROUPS = {
     "Run": (serve, demo, doctor, bench),
-    "Look": (status, top, history, requests, explain, events, sessions, cached, leases, lookup, size),
-    "Change": (keep, evict, clear, access_token),
+    "Look": (status, top, history, saved, requests, explain, events, sessions, cached, leases, lookup, size),
+    "Change": (keep, evict, clear, acknowledge, access_token),
 }
 """The commands in the groups of `--help`; `config` is added to the last group."""
 
@@ -501,6 +560,7 @@ def _fail(error: BaseException, sentence: str, exit_status: int) -> None:
 
 def _say(error: BaseException, sentence: str, exit_status: int) -> None:
     """Prints the sentence on standard error and, with `--json`, the problem on standard output."""
+    sentence = "\n".join(map(printable, sentence.split("\n")))  # it may quote names that engines chose
     typer.echo(f"kvdock: {sentence}", err=True)
     if wants_json(sys.argv[1:]):
         typer.echo(msgspec.json.encode(problem_of_command(error, sentence, exit_status)))

@@ -1,4 +1,4 @@
-"""Text for a terminal: numbers with units, names from other programs, and tables without trailing blanks."""
+"""Text for a terminal: numbers with units, and tables without trailing blanks."""
 
 from __future__ import annotations
 
@@ -6,12 +6,8 @@ import re
 
 from rich.console import Console, RenderableType
 
+from kvdock.cli.printable import printable as printable
 from kvdock.protocol.readable import duration as duration, size as size, span as span
-
-
-def printable(text: str) -> str:
-    """Replaces control characters: engines choose their labels, and a label must not control the terminal."""
-    return "".join(char if char.isprintable() else "�" for char in text)
 
 
 def counted(count: int, noun: str, plural: str = "") -> str:

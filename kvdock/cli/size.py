@@ -146,14 +146,14 @@ def _show_curve(server: str, as_json: bool, console: Console) -> None:
         f"{total.hit_share or 0:.0%} of them", highlight=False,
     )
     _print(console, ("pool", "share of tokens it would find"), (
-        (_pool(point, curve), _share(point)) for point in total.points
+        (_pool(point, curve), share_in_words(point)) for point in total.points
     ))
     if enough := _enough(total.points):
         console.print(f"A pool of {size(enough)} would find nearly as much as an unlimited one.", highlight=False)
     apart = [one for one in curve.namespaces if one.points]
     if len(apart) > 1:
         _print(console, ("model", "namespace", "tenant", "found", *map(_column, apart[0].points)), (
-            (one.model, one.namespace[:8], one.tenant, f"{one.hit_share or 0:.0%}", *map(_share, one.points))
+            (one.model, one.namespace[:8], one.tenant, f"{one.hit_share or 0:.0%}", *map(share_in_words, one.points))
             for one in apart
         ))
 
@@ -175,8 +175,10 @@ def _column(point: CurvePoint) -> str:
     return "∞" if point.factor is None else f"{point.factor:g}×"
 
 
-def _share(point: CurvePoint) -> str:
-    return "?" if point.hit_share is None else f"{point.hit_share:.1%}"
+def share_in_words(point: CurvePoint) -> str:
+    if point.hit_share is None:
+        return "?"
+    return f"{point.hit_share:.1%} ± {point.error:.1%}" if point.error else f"{point.hit_share:.1%}"
 
 
 def _print(console: Console, heads: tuple[str, ...], rows: Iterator[tuple[str, ...]]) -> None:

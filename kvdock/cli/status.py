@@ -1,6 +1,7 @@
 """`kvdock status`: whether the server is up, whether it helps, and what it holds; or all figures as JSON.
 
-The figures come from `GET /v1/status`, `/v1/stats`, `/v1/sessions` and `/v1/config`. `kvdock top` uses them, too.
+What to say first comes from `GET /v1/verdict`, the figures from `/v1/status`, `/v1/stats`, `/v1/sessions` and
+`/v1/config`, and those of one model from `/v1/hits`. `kvdock top` uses them, too.
 """
 
 from __future__ import annotations
@@ -17,12 +18,17 @@ from rich.text import Text
 
 from kvdock.api.record.counters import Counters
 from kvdock.cli.client import first, print_json, reached
+from kvdock.cli.errors import WRONG, CommandError
+from kvdock.cli.history import means, sum_of
+from kvdock.cli.hits import COSTS, asked_in_words, computed_share, hits_table, saved_in_words, style_of_saved
 from kvdock.cli.lists import sessions_table
-from kvdock.cli.render import brief, counted, duration, percent, printable, say, size, span
+from kvdock.cli.render import brief, counted, duration, percent, printable, say, size
 from kvdock.client.client import Client
 from kvdock.protocol.errors import ApiError
-from kvdock.protocol.reports import MoverView, PoolView, Saved, Stats, Status, TierView
+from kvdock.protocol.hits import HitTotals
+from kvdock.protocol.reports import DayOfHits, MoverView, PoolView, Stats, Status, TierView
 from kvdock.protocol.schemas import MOVER_LABEL, SessionView
+from kvdock.protocol.verdict import Finding, Verdict
 
 SILENT_S = 5.0
 """A mover that has not reported for this long hangs, or is starting."""
@@ -32,15 +38,20 @@ AT_ITS_END = {
     "remove": "the cached chunks are removed; `kvdock serve --takeover` replaces the server and keeps them",
 }
 """What happens to the pool, by the setting `on_exit`."""
+OWN = "kvdock status"
+"""A remedy that names this command, whose output has more of it below."""
 NO_TOKEN = frozenset({"unauthenticated", "forbidden"})
 
 
 class StatusFigures(Status, kw_only=True):
     """What `--json` prints: the server's answer, and rates computed from its history."""
 
-    hit_rate: float | None
-    """The share of the tokens looked up since the start that were found, 0 to 1."""
+    loaded_share: float | None
+    """The share of the prompt tokens since the start that were loaded, 0 to 1. None: no request has ended."""
+    local_share: float | None
+    """The share that engines had in their own caches."""
     rates: list[Rates]
+    verdict: Verdict
 
 
 def show_status(server: str, *, everything: bool, as_json: bool, console: Console) -> None:
@@ -48,15 +59,21 @@ def show_status(server: str, *, everything: bool, as_json: bool, console: Consol
     answers; ApiError."""
     with reached(server) as client:
         status = client.status()
-        rates = rates_of(client.stats())
+        rates, judged = rates_of(client.stats()), client.verdict()
         if as_json:
             known = {name: getattr(status, name) for name in status.__struct_fields__}
-            print_json(console, StatusFigures(**known, hit_rate=hit_rate(status), rates=rates))
+            print_json(console, StatusFigures(
+                **known, loaded_share=status.hits.loaded_share, local_share=status.hits.local_share, rates=rates,
+                verdict=judged,
+            ))
             return
         sessions, settings = attached(client), _settings(client)
         address = client.address
-    say(console, f"kvdock is {verdict(status, rates)}", "", _rates_table(status, rates, console.width), "",
-        _overview(status, rates, sessions, settings, address))
+    say(console, headline(judged), *map(finding_in_words, judged.findings), "",
+        _rates_table(status, rates, console.width))
+    if status.hits.prompt_tokens:
+        say(console, "", _since(status.uptime_s), hits_table(status.hits, everything=everything))
+    say(console, "", _overview(status, rates, sessions, settings, address))
     if everything:
         if sessions:
             say(console, "", sessions_table(sessions))
@@ -86,17 +103,25 @@ def _settings(client: Client) -> dict[str, Any]:
         raise
 
 
+def _since(uptime_s: float) -> str:
+    return f"where prompts' tokens came from, since the start {duration(uptime_s)} ago"
+
+
 def _rates_table(status: Status, rates: Sequence[Rates], width: int) -> Table:
     shown = rates[:1] if width < NARROW_COLUMNS else rates
-    totals, asked = status.counters, hit_rate(status)
+    hits, totals = status.hits, status.counters
     heads = [f"last {duration(one.seconds)}" for one in shown]
     table = Table("", *(Column(head, justify="right") for head in heads), Column("since start", justify="right"),
                   box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_row(Text("hit rate", style="bold"), *(Text(percent(one.hit_rate), style="bold") for one in shown),
-                  Text(percent(asked), style="bold"))
+    for title, shares, total, style in (
+        ("loaded", [one.loaded_share for one in shown], hits.loaded_share, "bold"),
+        ("own cache", [one.local_share for one in shown], hits.local_share, ""),
+        ("computed", [one.computed_share for one in shown], computed_share(hits.loaded_share, hits.local_share), ""),
+    ):
+        table.add_row(Text(title, style=style), *(Text(percent(share), style=style) for share in [*shares, total]))
     for title, field, counter in (
-        ("looked up", "lookup_tokens_per_s", "lookup_tokens"), ("found", "hit_tokens_per_s", "hit_tokens"),
-        ("loaded", "loaded_bytes_per_s", "loaded_bytes"), ("stored", "stored_bytes_per_s", "stored_bytes"),
+        ("prompts", "prompt_tokens_per_s", "prompt_tokens"), ("asked for", "lookup_tokens_per_s", "lookup_tokens"),
+        ("bytes loaded", "loaded_bytes_per_s", "loaded_bytes"), ("bytes stored", "stored_bytes_per_s", "stored_bytes"),
     ):
         total = totals.get(counter, 0)
         table.add_row(
@@ -116,15 +141,17 @@ def _overview(
     status: Status, rates: Sequence[Rates], sessions: list[SessionView] | None, settings: dict[str, Any],
     address: str,
 ) -> Table:
-    rows = dict(_rows(status, rates))
+    rows: dict[str, str | Text] = dict(_rows(status, rates))
     rows["engines"] = (
         f"{status.sessions} attached; an access token shows their names" if sessions is None
         else engines_in_words(sessions)
     )
     if sessions and len(sessions) <= 8:
         rows["engines"] += f": {', '.join(view.label or view.instance for view in sessions)}"
-    if status.saved.tokens:
-        rows["saved"] = saved_in_words(status.saved)
+    if unreported := unreported_in_words(sessions or ()):
+        rows["unreported"] = unreported
+    if status.hits.loaded_tokens or status.hits.saved_s is not None:
+        rows["saved"] = saved_in_words(status.hits.saved_s)
     if copies := copies_in_words(sessions or ()):
         rows["copies"] = copies
     rows |= {f"tier {tier.name}": tier_in_words(tier) for tier in status.tiers}
@@ -179,10 +206,11 @@ def _all_counters(status: Status) -> Table:
     return table
 
 
-def _two_columns(rows: Iterable[tuple[str, str]]) -> Table:
+def _two_columns(rows: Iterable[tuple[str, str | Text]]) -> Table:
     table = Table(show_header=False, box=None, pad_edge=False)
     for name, value in rows:
-        table.add_row(Text(name, style="bold"), Text(printable(value), overflow="fold"))
+        shown = value if isinstance(value, Text) else Text(printable(value), overflow="fold")
+        table.add_row(Text(printable(name), style="bold"), shown)
     return table
 
 
@@ -225,13 +253,13 @@ def _mover(mover: MoverView) -> str:
 GROUPS: Final[dict[str, dict[str, str]]] = {
     "lookups": {
         "lookups": "{} made", "lookup_renewals": "{} repeated", "peeks": "{} without a session",
-        "lookup_tokens": "{} token|s looked up", "hit_tokens": "{} found",
+        "lookup_tokens": "{} token|s asked for",
     },
     "hits cut short": {
         "limited_lookups": "{} by a byte cap", "unpinned_lookups": "{} by a rank that had not registered memory",
         "unpinned_chunks": "{} chunk|s lost by that", "unpinned_tokens": "{} token|s lost by that",
     },
-    "loaded": {"loaded_chunks": "{} chunk|s", "loaded_bytes": "{}", "loaded_tokens": "{} token|s, as engines report"},
+    "leased and read": {"loaded_chunks": "{} chunk|s", "loaded_bytes": "{}"},
     "stored": {
         "stored_chunks": "{} chunk|s", "stored_bytes": "{}", "reservations": "{} reservation|s",
         "aborted_chunks": "{} chunk|s aborted",
@@ -245,7 +273,11 @@ GROUPS: Final[dict[str, dict[str, str]]] = {
         "prefetched_chunks": "{} chunk|s", "prefetches": "{} call|s", "prefetches_refused": "{} refused",
         "prefetches_dropped": "{} dropped",
     },
-    "requests": {"outcomes": "{} reported as ended", "dropped_outcomes": "{} ended without a report"},
+    "ended requests": {
+        "outcomes": "{} reported", "dropped_outcomes": "{} without a report", "prompt_tokens": "{} prompt token|s",
+        "local_tokens": "{} in engines' own caches", "loaded_tokens": "{} loaded", "computed_tokens": "{} computed",
+        "reloaded_tokens": "{} loaded again after preemptions",
+    },
     "engines": {"attached_members": "{} process|es attached", "dead_members": "{} found dead"},
     "trouble": {
         "mismatches": "{} chunk|s with a wrong checksum", "refusals": "{} call|s refused",
@@ -291,13 +323,22 @@ class Rates(msgspec.Struct, kw_only=True):
     """Averages over the last `seconds`. None: nothing was measured."""
 
     seconds: float
-    hit_rate: float | None
-    """The share of the tokens looked up that were found, 0 to 1. None: nothing was looked up."""
+    loaded_share: float | None
+    """The share of the prompt tokens of requests that ended then that were loaded, 0 to 1. None: none has ended."""
+    local_share: float | None
+    """The share that the engines' own caches had."""
+    prompt_tokens_per_s: float | None
+    loaded_tokens_per_s: float | None
+    computed_tokens_per_s: float | None
     lookup_tokens_per_s: float | None
-    hit_tokens_per_s: float | None
+    """Tokens that lookups asked for."""
     stored_bytes_per_s: float | None
     loaded_bytes_per_s: float | None
     evicted_chunks_per_s: float | None
+
+    @property
+    def computed_share(self) -> float | None:
+        return computed_share(self.loaded_share, self.local_share)
 
 
 class EngineFigures(msgspec.Struct, kw_only=True):
@@ -308,67 +349,60 @@ class EngineFigures(msgspec.Struct, kw_only=True):
     state: str
     """The worst of its processes: live, suspect, dead or gone."""
     held_bytes: int
-    looked_up_tokens: int
-    hit_tokens: int
+    lookup_tokens: int
+    """Tokens that its lookups asked for."""
+    hits: HitTotals
+    """Where the tokens of its ended requests' prompts came from, and what loading saved."""
+    loaded_share: float | None
+    """The share of the prompt tokens that were loaded, 0 to 1. None: it has not reported that a request ended."""
+    local_share: float | None
+    """The share that its own cache had."""
     loaded_bytes: int
     stored_bytes: int
-    saved_s: float | None
-    """Seconds saved. None: the engine has not reported how fast it computes, or how long its loads took."""
     load_bytes_per_s: float | None
     """How fast the engine loads now. None: it does not load."""
     ceiling_bytes_per_s: float | None
     """The speed of plain copies on the engine's machine. None: not measured."""
 
-    @property
-    def hit_rate(self) -> float | None:
-        return self.hit_tokens / self.looked_up_tokens if self.looked_up_tokens else None
-
 
 def rates_of(stats: Stats) -> list[Rates]:
     """Over the last minute, if the history is longer than 1.5 minutes, and over all of it. Empty: the history is
     shorter than a second."""
-    values = {series.name: series.values for series in stats.series}
-    samples = max(map(len, values.values()), default=0)
+    samples = max((len(series.values) for series in stats.series), default=0)
     if samples * stats.interval_s < 1:
         return []
     minute = round(MINUTE_S / stats.interval_s)
     spans = [minute, samples] if samples > 1.5 * minute else [samples]
-    return [_rates(values, count, stats.interval_s) for count in spans]
+    return [_rates(stats, samples, count) for count in spans]
 
 
-def _rates(values: dict[str, list[float | None]], count: int, interval_s: float) -> Rates:
-    def mean(name: str) -> float | None:
-        measured = [value for value in values.get(name, ())[-count:] if value is not None]
-        return sum(measured) / len(measured) if measured else None
-
-    asked, found = mean("lookup_tokens"), mean("hit_tokens")
+def _rates(stats: Stats, samples: int, count: int) -> Rates:
+    found = means({series.name: series for series in stats.series}, samples - count, samples)
     return Rates(
-        seconds=round(count * interval_s, 3), hit_rate=found / asked if asked and found is not None else None,
-        lookup_tokens_per_s=asked, hit_tokens_per_s=found, stored_bytes_per_s=mean("stored_bytes"),
-        loaded_bytes_per_s=mean("loaded_bytes"), evicted_chunks_per_s=mean("evicted_chunks"),
+        seconds=round(count * stats.interval_s, 3),
+        loaded_share=found.get("loaded_share"), local_share=found.get("local_share"),
+        prompt_tokens_per_s=found.get("prompt_tokens"), loaded_tokens_per_s=found.get("loaded_tokens"),
+        computed_tokens_per_s=found.get("computed_tokens"), lookup_tokens_per_s=found.get("lookup_tokens"),
+        stored_bytes_per_s=found.get("stored_bytes"), loaded_bytes_per_s=found.get("loaded_bytes"),
+        evicted_chunks_per_s=found.get("evicted_chunks"),
     )
 
 
-def hit_rate(status: Status) -> float | None:
-    """The share of tokens found since the server started."""
-    asked = status.counters.get("lookup_tokens", 0)
-    return status.counters.get("hit_tokens", 0) / asked if asked else None
+STYLES: Final[dict[str, str]] = {"costing": COSTS, "not_ready": "bold red"}
+"""Of the headline, by effect."""
 
 
-def verdict(status: Status, rates: Sequence[Rates]) -> str:
-    """One sentence: whether the server is up, and whether it helps."""
-    if status.status != "ok":
-        return f"up, but not ready: {'; '.join(map(printable, status.reasons)) or 'it gives no reason'}"
-    total = hit_rate(status)
-    if total is None:
-        return "up and ready; no engine has looked up anything yet"
-    if not rates or (recent := rates[-1].hit_rate) is None:
-        span = f"nothing was looked up in the last {duration(rates[-1].seconds)}; " if rates else ""
-        return f"up and ready; {span}since its start {percent(total)} of the tokens looked up were found"
-    span = f"of the tokens looked up in the last {duration(rates[-1].seconds)}"
-    if recent == 0:
-        return f"up and ready, but none {span} were found"
-    return f"up and helping: {percent(recent)} {span} were found"
+def headline(judged: Verdict) -> Text:
+    return Text(printable(judged.headline), style=STYLES.get(judged.effect, ""))
+
+
+def finding_in_words(finding: Finding) -> Text:
+    """What goes wrong, and the command that says more of it, or mends it."""
+    text = Text(f"{'✗' if finding.severity == 'bad' else '!'} ", style="red" if finding.severity == "bad" else "yellow")
+    text.append(printable(finding.text), style="not bold")
+    if finding.remedy != OWN:
+        text.append(f" → {finding.remedy}", style="italic")
+    return text
 
 
 def state_of(view: SessionView) -> str:
@@ -399,21 +433,22 @@ def engines_of(views: Iterable[SessionView]) -> list[EngineFigures]:
     return [
         EngineFigures(
             session=view.session, name=name_of(view), state=state_of(view), held_bytes=view.held_bytes,
-            looked_up_tokens=view.totals.lookup_tokens, hit_tokens=view.totals.hit_tokens,
-            loaded_bytes=view.totals.loaded_bytes, stored_bytes=view.totals.stored_bytes, saved_s=view.totals.saved_s,
+            lookup_tokens=view.totals.lookup_tokens, hits=view.totals.hits,
+            loaded_share=view.totals.hits.loaded_share, local_share=view.totals.hits.local_share,
+            loaded_bytes=view.totals.loaded_bytes, stored_bytes=view.totals.stored_bytes,
             load_bytes_per_s=view.copy.load_bytes_per_s, ceiling_bytes_per_s=view.copy.ceiling_bytes_per_s,
         )
         for view in views
     ]
 
 
-def saved_in_words(saved: Saved) -> str:
-    tokens = f"{brief(saved.tokens)} tok loaded instead of computed"
-    if saved.seconds is None:
-        return f"{tokens}; no engine has reported how fast it computes"
-    if saved.seconds < 0:
-        return f"{tokens}, which took {span(-saved.seconds)} longer than computing them"
-    return f"{tokens}, {span(saved.seconds)} of computing time saved"
+def unreported_in_words(views: Iterable[SessionView]) -> str:
+    """Engines that have looked up tokens, and reported no ended request."""
+    silent = [view for view in views if view.totals.lookup_tokens and not view.totals.hits.requests]
+    shown = [f"{name_of(view)} asked for {counted(view.totals.lookup_tokens, 'token')}" for view in silent[:4]]
+    if not shown:
+        return ""
+    return f"{', '.join(shown)}{', …' if len(silent) > 4 else ''}; what they load is not reported"
 
 
 def copies_in_words(views: Iterable[SessionView]) -> str:
@@ -434,3 +469,68 @@ def age_in_words(status: Status) -> str:
         return ""
     full = "" if status.full_in_s is None else f"; full in {duration(status.full_in_s)} at the present rate"
     return f"the oldest chunk was unused for {duration(status.oldest_s)}{full}"
+
+
+# ------------------------------------------------------------------ one model
+
+
+class ModelFigures(msgspec.Struct, kw_only=True):
+    """What `--json` prints for one model: sums of the days that the server has kept, and the engines of the model."""
+
+    model: str
+    hits: HitTotals
+    """Of all tenants that the caller may see, on all days."""
+    loaded_share: float | None
+    """The share of the prompt tokens that were loaded, 0 to 1. None: no request has ended."""
+    local_share: float | None
+    """The share that engines had in their own caches."""
+    days: list[DayOfHits]
+    """Oldest first."""
+    engines: list[EngineFigures]
+
+
+def show_model(server: str, model: str, *, everything: bool, as_json: bool, console: Console) -> None:
+    """`everything`: show all reasons. Raises CommandError for a model that the server does not know, and when no server
+    answers; ApiError."""
+    with reached(server) as client:
+        days = client.hits().days
+        sessions = attached(client) or []
+    known = sorted({*(day.model for day in days), *(view.model for view in sessions)})
+    if model not in known:
+        raise CommandError(f"--model: found {model!r}, wanted {_listed(known)}", WRONG)
+    days = [day for day in days if day.model == model]
+    sessions = [view for view in sessions if view.model == model]
+    hits = sum_of(days)
+    if as_json:
+        print_json(console, ModelFigures(
+            model=model, hits=hits, loaded_share=hits.loaded_share, local_share=hits.local_share, days=days,
+            engines=engines_of(sessions),
+        ))
+        return
+    say(console, effect_on_model(model, hits, sessions))
+    if hits.prompt_tokens:
+        say(console, "", f"where its prompts' tokens came from, since {days[0].date}",
+            hits_table(hits, everything=everything))
+    if sessions:
+        say(console, "", sessions_table(sessions))
+
+
+def _listed(models: Sequence[str]) -> str:
+    if not models:
+        return "a model, but no engine is attached and no request has ended"
+    return f"one of: {', '.join(map(printable, models))}"
+
+
+def effect_on_model(model: str, hits: HitTotals, sessions: Sequence[SessionView]) -> Text:
+    """One sentence: whether kvdock helps the model."""
+    asked = sum(view.totals.lookup_tokens for view in sessions)
+    if not hits.prompt_tokens:
+        said = asked_in_words(asked) if asked else "its engines have looked up nothing yet"
+    else:
+        said = (
+            f"{percent(hits.loaded_share)} of prompt tokens were loaded; {percent(hits.local_share)} were in the "
+            "engines' own caches"
+        )
+        if hits.saved_s is not None:
+            said += f"; {'cost' if hits.saved_s < 0 else 'saved'}: {saved_in_words(hits.saved_s).plain}"
+    return Text(f"{printable(model)}: {said}", style=style_of_saved(hits.saved_s))

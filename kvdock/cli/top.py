@@ -15,7 +15,7 @@ import sys
 import termios
 import time
 import tty
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import IO, NamedTuple
@@ -27,22 +27,34 @@ from rich.text import Text
 
 from kvdock.cli.client import open_client, print_json, reached
 from kvdock.cli.errors import FAILED, CommandProblem, problem_of_command
-from kvdock.cli.render import brief, counted, duration, percent, printable, say, size, span
+from kvdock.cli.hits import (
+    COSTS,
+    computed_of,
+    computed_share,
+    loaded_cell,
+    loaded_of,
+    local_of,
+    saved_cell,
+    saved_in_words,
+    style_of_saved,
+)
+from kvdock.cli.render import brief, counted, duration, percent, printable, say, size
 from kvdock.cli.status import (
     EngineFigures,
     Rates,
     attached,
     engines_of,
-    hit_rate,
+    finding_in_words,
+    headline,
     pool_in_words,
     rates_of,
-    saved_in_words,
     tier_in_words,
     used_bytes,
 )
 from kvdock.client.client import Client
 from kvdock.protocol.errors import ApiError, ServerUnavailable
 from kvdock.protocol.reports import PoolView, RequestView, Stats, Status
+from kvdock.protocol.verdict import Verdict
 
 PATIENCE_S = 1.0
 """The timeout of a call. While a call waits, keys are not read, so a slower server counts as lost."""
@@ -59,9 +71,12 @@ class Tick(msgspec.Struct, kw_only=True):
     reachable: bool
     status: Status | None = None
     """The answer of `GET /v1/status`. This and the following fields are null when the server does not answer."""
-    hit_rate: float | None = None
-    """The share of the tokens looked up since the start that were found, 0 to 1."""
+    loaded_share: float | None = None
+    """The share of the prompt tokens since the start that were loaded, 0 to 1."""
+    local_share: float | None = None
+    """The share that engines had in their own caches."""
     rates: list[Rates] | None = None
+    verdict: Verdict | None = None
     engines: list[EngineFigures] | None = None
     """None: the caller may see only totals."""
     requests: list[RequestView] | None = None
@@ -91,17 +106,18 @@ def show_top(server: str, *, interval_s: float, once: bool, as_json: bool, conso
 
 def snapshot(client: Client) -> Snapshot:
     """Asks the server for the figures of one picture. Raises ServerUnavailable, ApiError."""
-    status, stats = client.status(), client.stats()
+    status, stats, judged = client.status(), client.stats(), client.verdict()
     sessions = attached(client)
     requests = [] if sessions is None else client.requests(limit=REQUESTS).requests
     engines = None if sessions is None else engines_of(sessions)
-    return Snapshot(time.time(), status, stats, rates_of(stats), engines, requests)
+    return Snapshot(time.time(), status, stats, rates_of(stats), judged, engines, requests)
 
 
 def _tick(shown: Snapshot) -> Tick:
     return Tick(
-        at=shown.at, reachable=True, status=shown.status, hit_rate=hit_rate(shown.status), rates=shown.rates,
-        engines=shown.engines, requests=shown.requests,
+        at=shown.at, reachable=True, status=shown.status, loaded_share=shown.status.hits.loaded_share,
+        local_share=shown.status.hits.local_share, rates=shown.rates, verdict=shown.verdict, engines=shown.engines,
+        requests=shown.requests,
     )
 
 
@@ -150,8 +166,11 @@ def _drawn(console: Console, lines: Sequence[Text]) -> str:
     return captured.get().rstrip("\n")
 
 
-NARROW_COLUMNS = 72
+NARROW_COLUMNS, WIDE_COLUMNS = 72, 100
 NAME_CELLS = 10
+YIELDING_CELLS = 12
+"""A column that gives way to the others keeps this many cells."""
+MOST_FINDINGS = 3
 FEWEST_REQUESTS = 3
 """Rows that engines and tiers leave free for requests, if the screen is high enough."""
 
@@ -164,6 +183,7 @@ class Snapshot(NamedTuple):
     status: Status
     stats: Stats
     rates: list[Rates]
+    verdict: Verdict
     engines: list[EngineFigures] | None
     """None: the caller may see only totals."""
     requests: list[RequestView]
@@ -178,6 +198,12 @@ class Look(NamedTuple):
     @property
     def narrow(self) -> bool:
         return self.columns < NARROW_COLUMNS
+
+    def keep(self, narrowest: Sequence[int], narrow: Sequence[int], medium: Sequence[int], all_: int) -> list[int]:
+        """Which of `all_` columns a table has at this width."""
+        if self.columns < WIDE_COLUMNS:
+            return list(narrowest if self.columns < 50 else narrow if self.narrow else medium)
+        return list(range(all_))
 
 
 Lines = list[Text]
@@ -220,33 +246,45 @@ def _header(shown: Snapshot | None, trouble: str, address: str, look: Look) -> L
     if trouble:
         since = f" since {clock}" if shown else ""
         hint = [] if shown else [Text(), Text("`kvdock serve` starts a server; q ends this")]
-        return [Text(f"kvdock: no answer{since}, trying again", style="bold red"), Text(trouble, style="red"), *hint]
+        lost = Text(f"kvdock: no answer{since}, trying again", style="bold red")
+        return [lost, Text(printable(trouble), style="red"), *hint]
     assert shown is not None
     status = shown.status
     health = Text("ready", style="green") if status.status == "ok" else Text("not ready", style="bold red")
     about = [f"up {duration(status.uptime_s)}", *([] if look.narrow else [address]), clock]
     line = Text("kvdock ", style="bold") + health + Text("  " + "  ".join(about), style="not bold")
     reasons = [Text("; ".join(map(printable, status.reasons)), style="yellow")] if status.reasons else []
-    return [line, *reasons, Text()]
+    findings = [one for one in shown.verdict.findings if one.code != "not_ready"]  # the reasons have said it
+    found = list(map(finding_in_words, findings[:MOST_FINDINGS]))
+    return [line, headline(shown.verdict), *reasons, *found, Text()]
 
 
 def _totals(shown: Snapshot, look: Look) -> Lines:
-    status, rates = shown.status, shown.rates
+    status, rates, hits = shown.status, shown.rates, shown.status.hits
     last = rates[0] if rates else None
-    recent = f"{percent(last.hit_rate)} in {duration(last.seconds)}, " if last else ""
-    lines = _rows("hit rate", f"{recent}{percent(hit_rate(status))} since start", look, "bold")
+    computed = computed_share(hits.loaded_share, hits.local_share)
+    lines: Lines = []
+    loaded, local, computing = (last.loaded_share, last.local_share, last.computed_share) if last else (None,) * 3
+    for name, share, total, style in (
+        ("loaded", loaded, hits.loaded_share, "bold"), ("own cache", local, hits.local_share, "not bold"),
+        ("computed", computing, computed, "not bold"),
+    ):
+        recent = f"{percent(share)} in {duration(last.seconds)}, " if last else ""
+        lines += _rows(name, f"{recent}{percent(total)} since start", look, style)
+        if last is not None and name == "loaded":
+            line = sparkline(_series(shown.stats, "loaded_share"), look.columns - NAME_CELLS, look.plain)
+            lines += _rows("", line, look, "cyan")
     if last is not None:
-        line = sparkline(_series(shown.stats, "hit_ratio"), look.columns - NAME_CELLS, look.plain)
-        lines += _rows("", line, look, "cyan")
-        asked, found = last.lookup_tokens_per_s or 0, last.hit_tokens_per_s or 0
-        lines += _rows("tokens", f"{brief(asked)}/s looked up, {brief(found)}/s found", look)
-        loaded, stored = last.loaded_bytes_per_s or 0, last.stored_bytes_per_s or 0
-        lines += _rows("bytes", f"{size(loaded)}/s loaded, {size(stored)}/s stored", look)
+        prompts, asked = last.prompt_tokens_per_s or 0, last.lookup_tokens_per_s or 0
+        lines += _rows("tokens", f"{brief(prompts)}/s in prompts, {brief(asked)}/s asked for", look)
+        read, stored = last.loaded_bytes_per_s or 0, last.stored_bytes_per_s or 0
+        lines += _rows("bytes", f"{size(read)}/s loaded, {size(stored)}/s stored", look)
     evicted = last.evicted_chunks_per_s if last else None
     lines += _rows("pool", pool_bar(status.pool, look.columns - NAME_CELLS, look.plain), look)
     lines += _rows("", f"{pool_in_words(status.pool)}, {brief(evicted or 0)} chunks/s evicted", look)
-    if status.saved.tokens:
-        lines += _rows("saved", saved_in_words(status.saved), look)
+    if hits.saved_s is not None:
+        saved = saved_in_words(hits.saved_s)
+        lines += _rows("saved", saved.plain, look, style_of_saved(hits.saved_s) or "not bold")
     if status.leases or status.reservations:
         holders = f"{counted(status.leases, 'lease')}, {counted(status.reservations, 'reservation')}"
         lines += _rows("held", f"{size(status.pool.held_bytes)} by {holders}", look)
@@ -297,18 +335,23 @@ def _engines(shown: Snapshot, look: Look) -> Lines:
         return [Text(f"{counted(shown.status.sessions, 'engine')} attached; an access token shows them", style="bold")]
     if not shown.engines:
         return [Text("no engine is attached", style="bold")]
-    heads = ["engine", "state", "hits", "loaded", "stored", "held", "saved", "loads at"]
+    heads = ["engine", "state", "own cache", "loaded", "bytes loaded", "stored", "held", "saved", "loads at"]
     rows = [
-        [engine.name, engine.state, percent(engine.hit_rate), size(engine.loaded_bytes), size(engine.stored_bytes),
-         size(engine.held_bytes), "" if engine.saved_s is None else _saved(engine.saved_s), _speed(engine)]
+        [engine.name, engine.state, percent(engine.local_share), loaded_cell(engine.loaded_share, engine.lookup_tokens),
+         size(engine.loaded_bytes), size(engine.stored_bytes), size(engine.held_bytes),
+         "" if engine.hits.saved_s is None else saved_cell(engine.hits.saved_s), _speed(engine)]
         for engine in shown.engines
     ]
-    keep = (0, 1, 2) if look.columns < 50 else (0, 1, 2, 3, 6) if look.narrow else range(len(heads))
-    return _table([heads, *rows], list(keep), look, styles={1: {"live": "green", "suspect": "bold yellow"}})
+    keep = look.keep((0, 1, 3), (0, 1, 2, 3, 7), (0, 1, 2, 3, 5, 6, 7), len(heads))
+    return _table([heads, *rows], keep, look, styles={1: _style_of_state, 7: _style_of_span})
 
 
-def _saved(seconds: float) -> str:
-    return span(seconds) if seconds >= 0 else f"-{span(-seconds)}"
+def _style_of_state(state: str) -> str:
+    return {"live": "green", "suspect": "bold yellow"}.get(state, "")
+
+
+def _style_of_span(saved: str) -> str:
+    return COSTS if saved.startswith("-") else ""
 
 
 def _speed(engine: EngineFigures) -> str:
@@ -320,7 +363,7 @@ def _speed(engine: EngineFigures) -> str:
 
 def _tiers(shown: Snapshot, look: Look) -> Lines:
     return [
-        Text(f"tier {tier.name}: ", style="bold") + Text(printable(tier_in_words(tier)), style="not bold")
+        Text(f"tier {printable(tier.name)}: ", style="bold") + Text(printable(tier_in_words(tier)), style="not bold")
         for tier in shown.status.tiers
     ]
 
@@ -328,27 +371,35 @@ def _tiers(shown: Snapshot, look: Look) -> Lines:
 def _requests(shown: Snapshot, look: Look) -> Lines:
     if not shown.requests:
         return []
-    heads = ["time", "kind", "engine", "request", "tokens", "found", "loaded", "why less"]
+    heads = ["time", "kind", "engine", "request", "tokens", "own cache", "loaded", "computed", "mostly because"]
     rows = [
         [time.strftime("%H:%M:%S", time.localtime(view.at)), view.kind, view.label or view.session, view.request,
-         f"{view.tokens:,}", f"{view.hit_tokens:,}",
-         "" if view.outcome is None else f"{view.outcome.loaded_tokens:,}",
-         "" if view.outcome is None else view.outcome.why_in_words]
+         f"{view.tokens:,}", *_outcome(view)]
         for view in shown.requests
     ]
-    keep = (1, 3, 4, 5) if look.columns < 50 else (0, 1, 3, 4, 5) if look.narrow else range(len(heads))
-    return _table([heads, *rows[: look.rows]], list(keep), look, right={4, 5, 6})
+    keep = look.keep((1, 3, 4, 6), (0, 1, 3, 4, 5, 6), (0, 1, 3, 4, 5, 6, 7), len(heads))
+    return _table([heads, *rows[: look.rows]], keep, look, right={4, 5, 7}, yields=8)
+
+
+def _outcome(view: RequestView) -> tuple[str, str, str, str]:
+    """Where the prompt's tokens came from; empty until the engine has reported that the request ended."""
+    if (found := view.outcome) is None:
+        return "", "", "", ""
+    computed, why = computed_of(found)
+    return f"{local_of(found):,}", loaded_of(found), f"{computed:,}", why
 
 
 def _table(
     rows: Sequence[Sequence[str]], keep: Sequence[int], look: Look, *, right: set[int] | None = None,
-    styles: dict[int, dict[str, str]] | None = None,
+    styles: dict[int, Callable[[str], str]] | None = None, yields: int | None = None,
 ) -> Lines:
-    """Columns are as wide as their widest cell; the widest ones shrink until a row fits."""
+    """Columns are as wide as their widest cell. Until a row fits, the column `yields` shrinks, then the widest ones."""
     cells = [[printable(row[at]) for at in keep] for row in rows]
     widths = [max(cell_len(row[at]) for row in cells) for at in range(len(keep))]
+    first = keep.index(yields) if yields in keep else None
     while sum(widths) + 2 * (len(widths) - 1) > look.columns and max(widths) > 6:
-        widths[widths.index(max(widths))] -= 1
+        at = first if first is not None and widths[first] > YIELDING_CELLS else widths.index(max(widths))
+        widths[at] -= 1
     lines = []
     for number, row in enumerate(cells):
         line = Text()
@@ -356,7 +407,7 @@ def _table(
             if cell_len(cell) > width:
                 cell = set_cell_size(cell, width - 1) + "…"
             padded = cell.rjust(width) if right and keep[at] in right else set_cell_size(cell, width)
-            style = "bold" if number == 0 else (styles or {}).get(keep[at], {}).get(cell, "")
+            style = "bold" if number == 0 else styles[keep[at]](cell) if styles and keep[at] in styles else ""
             line.append(padded + "  ", style=style)
         lines.append(line)
     return lines

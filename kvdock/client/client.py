@@ -26,6 +26,7 @@ from kvdock.protocol.calls import Call, page
 from kvdock.protocol.errors import ApiError, ServerUnavailable
 from kvdock.protocol.forms import JSON, PACKED
 from kvdock.protocol.reports import (
+    Caller,
     Curve,
     Explanation,
     HitDays,
@@ -279,6 +280,10 @@ class Client:
 
     def status(self, *, timeout_s: float | None = None) -> Status:
         return self._do(c.STATUS, None, timeout_s)
+
+    def whoami(self, *, timeout_s: float | None = None) -> Caller:
+        """What this client may do."""
+        return self._do(c.WHOAMI, None, timeout_s)
 
     def stats(self, over: Over = "minutes", *, timeout_s: float | None = None) -> Stats:
         return self._do(c.STATS, None, timeout_s, query={} if over == "minutes" else {"over": over})

@@ -218,6 +218,7 @@ class AsyncHttpClient:
     commit = _awaited(Client.commit)
     abort = _awaited(Client.abort)
     status = _awaited(Client.status)
+    whoami = _awaited(Client.whoami)
     stats = _awaited(Client.stats)
     verdict = _awaited(Client.verdict)
     hits = _awaited(Client.hits)

@@ -168,8 +168,8 @@ class Stores:
             carry_out(batch, plan)
 
     def reserve(self, offer: StoreOffer, batch: StoreBatch) -> StorePlan | None:
-        """Background: asks the server for slots. None when the server has all of the batch, has no capacity or is lost,
-        or when a chunk before the batch is missing."""
+        """Background: asks the server for slots. None when there is nothing to write: others have stored or are writing
+        all of the batch, the server has no capacity, refuses or is lost, or a chunk before the batch is missing."""
         body = Reserve(
             session=offer.attachment.session,
             member=offer.attachment.member,

@@ -187,8 +187,8 @@ class NamespaceView(Answer, kw_only=True):
     base: Key
     """The namespace of the same manifest and tenant for the weights that engines start with."""
     left_s: float | None = None
-    """How long no engine has run these weights: its chunks are evicted first then. None: an engine runs them, or its
-    chunks are evicted like any others."""
+    """For how long no engine has run these weights; after `weights_grace_s` the namespace's chunks are evicted first.
+    None: an engine runs the weights, or the chunks are evicted like any others."""
     chunk_bytes: int
     """Size of a chunk with the parts of all groups and writers."""
     sessions: int

@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from types import NoneType
-from typing import Final, Generic, Literal, TypeVar
+from typing import Final, Generic, TypeVar
 from urllib.parse import quote, urlencode
 
 from kvdock.protocol import admin_schemas as a, schemas as s
 from kvdock.protocol.reports import (
+    Caller,
     Curve,
     Explanation,
     HitDays,
@@ -22,10 +23,10 @@ from kvdock.protocol.reports import (
 )
 from kvdock.protocol.schemas import HintAnswer
 from kvdock.protocol.verdict import Verdict
+from kvdock.protocol.wire_types import Scope
 
 A = TypeVar("A")
 
-Scope = Literal["health", "read", "engine", "admin"]
 INCLUDED: Final[dict[Scope, frozenset[Scope]]] = {
     "health": frozenset({"health"}),
     "read": frozenset({"health", "read"}),
@@ -88,6 +89,7 @@ HOLD = Call("POST", "/v1/holds", s.HoldAnswer, "engine")
 PREFETCH = Call("POST", "/v1/prefetches", s.PrefetchAnswer, "engine")
 SEGMENTS = Call("GET", "/v1/segments", s.Segments, "read")
 STATUS = Call("GET", "/v1/status", Status, "health")
+WHOAMI = Call("GET", "/v1/whoami", Caller, "health")
 STATS = Call("GET", "/v1/stats", Stats, "health")
 PREFIXES = Call("GET", "/v1/prefixes", Prefixes, "read")
 VERDICT = Call("GET", "/v1/verdict", Verdict, "health")

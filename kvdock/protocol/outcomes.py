@@ -71,7 +71,7 @@ class Reporting(Carrier, kw_only=True):
     outcomes: Annotated[list[Outcome], msgspec.Meta(max_length=MAX_OUTCOMES)] = msgspec.field(default_factory=list)
     """Requests that have ended, in the order in which they ended. Reporting one again is harmless."""
     outcomes_dropped: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)] = 0
-    """How many others have ended since the last heartbeat, which did not fit."""
+    """How many more requests have ended since the last heartbeat, for which `outcomes` had no space."""
     copied: Copied | None = None
     """None: the member has copied nothing since its last heartbeat."""
 

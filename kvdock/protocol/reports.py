@@ -8,7 +8,7 @@ import msgspec
 
 from kvdock.protocol.hits import ComputedWhy, HitTotals
 from kvdock.protocol.outcomes import OutcomeView
-from kvdock.protocol.wire_types import API_VERSION, Answer, Hex64, Key, Tenant
+from kvdock.protocol.wire_types import API_VERSION, Answer, Hex64, Key, Scope, Tenant
 
 # --------------------------------------------------------------------------- what is used, and what that saves
 
@@ -104,6 +104,16 @@ class HitDays(Answer, kw_only=True):
 class Health(Answer, kw_only=True):
     status: Literal["ok", "not ready"]
     reasons: list[str] = msgspec.field(default_factory=list)
+
+
+class Caller(Answer, kw_only=True):
+    """What the caller of the call may do."""
+
+    scopes: list[Scope]
+    """With those that they include."""
+    tenant: Tenant | None
+    """The tenant whose sessions and namespaces it may use; with the scope `admin` it sees those of all tenants. None:
+    it has sent no access token, and may use none."""
 
 
 class LeaseView(Answer, kw_only=True):
@@ -260,6 +270,7 @@ class Status(Answer, kw_only=True):
     pool: PoolView
     chunks: ChunkCounts
     sessions: int
+    """Of engines: those of the server's own mover are not counted."""
     leases: int
     reservations: int
     counters: dict[str, int]

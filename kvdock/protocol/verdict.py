@@ -29,7 +29,7 @@ REMEDIES: Final[dict[FindingCode, str]] = {
     "engine_silent": "kvdock sessions",
     "chunks_damaged": "kvdock events --kinds mismatched",
     "thrashing": "kvdock size",
-    "shares_nothing": "kvdock namespaces",
+    "shares_nothing": "kvdock cached",
     "share_fell": "kvdock saved",
     "tier_too_slow": "kvdock status",
     "full_of_one_tenant": "kvdock config",

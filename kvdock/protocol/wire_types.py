@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Final, NamedTuple
+from typing import Annotated, Final, Literal, NamedTuple
 
 import msgspec
 
@@ -30,6 +30,8 @@ Tenant = Annotated[str, msgspec.Meta(pattern=r"^([a-z0-9][a-z0-9._-]{0,63})?$(?!
 """The tenant whose sessions and chunks are meant."""
 OWN_TENANT: Final = ""
 """The tenant of the server's own user and of root."""
+Scope = Literal["health", "read", "engine", "admin"]
+"""What a caller may do: kvdock/protocol/calls.py says which calls each includes."""
 Text = Annotated[str, msgspec.Meta(max_length=1024)]
 MAX_WEIGHTS: Final = 128
 Weights = Annotated[str, msgspec.Meta(max_length=MAX_WEIGHTS)]

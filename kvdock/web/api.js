@@ -1,5 +1,5 @@
-// Calls of the server, the access token that they carry, and the state of the connection to it. Uses no DOM; time is
-// passed in.
+// Calls of the server, the access token that they carry, and the state of the connection to it. Uses no DOM; the time
+// that passes is passed in.
 
 export const TIMEOUT_MS = 5000;
 const SEND_TIMEOUT_MS = 30_000;
@@ -10,20 +10,38 @@ const REFUSED_MS = 300_000;
 const MOST_PAGES = 8;
 const BACKOFF_MS = [1000, 2000, 4000, 8000, 10000];
 
-/** The token is only in memory: it ends with the page, and is in no URL and no storage. */
-let token = "";
+/** The token is kept for this tab: a reload finds it, other tabs do not, and it ends with the tab. It is in no URL. */
+const KEPT_AS = "kvdock-token";
+let token = kept();
 /** Whether the server accepted the token in the last call that carried it. */
 let isKnown = false;
 /**
  * Paths that are open to everybody. They are fetched without the token until the server has accepted it, because an
  * unknown token would be refused. With an accepted token the answers contain more.
  */
-const OPEN = new Set(["v1/status", "v1/stats"]);
+const OPEN = new Set(["v1/status", "v1/stats", "v1/verdict"]);
 
+function kept() {
+  try {
+    return sessionStorage.getItem(KEPT_AS) ?? "";
+  } catch {
+    return ""; // the browser keeps nothing for this page
+  }
+}
+
+/** From now on calls carry this token; "": none. */
 export function useToken(text) {
   token = text;
   isKnown = false;
+  try {
+    if (text) sessionStorage.setItem(KEPT_AS, text);
+    else sessionStorage.removeItem(KEPT_AS);
+  } catch {
+    // it ends with the page
+  }
 }
+
+export const hasToken = () => token !== "";
 
 const isOpen = (path) => OPEN.has(path.split("?")[0]);
 
@@ -83,6 +101,8 @@ async function problem(answer) {
 /** A path other than v1/status: its last good body, and the error of the last fetch. One request at a time. */
 export class Source {
   body = null;
+  /** When the body came, in Unix seconds. */
+  atUnix = 0;
   error = null;
   /** The server refuses the path to this page, because the token is missing or lacks the scope. */
   locked = false;
@@ -91,6 +111,8 @@ export class Source {
   /** The last fetch was refused. The server counts such calls, so the path is seldom fetched again. */
   isRefused = false;
   #busy = false;
+  /** How often the path or the caller has changed. An answer from before the last change is not used. */
+  #turn = 0;
   /** When the last fetch ended. */
   #doneMs = -Infinity;
 
@@ -106,9 +128,18 @@ export class Source {
     this.#doneMs = -Infinity;
   }
 
+  /** Another caller asks from now on: what the last one was told is forgotten. */
+  forget() {
+    this.body = this.error = null;
+    this.locked = this.absent = this.isRefused = false;
+    this.#turn += 1;
+    this.hurry();
+  }
+
   /** Changes the path; the last body stays until the first answer of the new path. */
   turnTo(path) {
     this.path = path;
+    this.#turn += 1;
     this.hurry();
   }
 
@@ -120,15 +151,16 @@ export class Source {
     const waitMs = this.isRefused ? REFUSED_MS : this.everyMs(this.body) * patience;
     if (this.#busy || nowMs < this.#doneMs + waitMs - POLL_MS / 2) return false;
     this.#busy = true;
-    const { path } = this;
+    const turn = this.#turn;
     try {
-      const body = await this.#whole(path);
-      if (path !== this.path) return false;
+      const body = await this.#whole(this.path);
+      if (turn !== this.#turn) return false;
       this.body = body;
+      this.atUnix = Date.now() / 1000;
       this.error = null;
       this.locked = this.absent = this.isRefused = false;
     } catch (error) {
-      if (path !== this.path) return false;
+      if (turn !== this.#turn) return false;
       this.isRefused = error.status >= 400 && error.status < 500;
       this.locked = error.status === 401 || error.status === 403;
       this.absent = error.status === 404;
@@ -136,7 +168,7 @@ export class Source {
       this.error = this.locked || this.absent ? null : error.message;
     } finally {
       this.#busy = false;
-      this.#doneMs = path === this.path ? nowMs : -Infinity;
+      this.#doneMs = turn === this.#turn ? nowMs : -Infinity;
     }
     return true;
   }

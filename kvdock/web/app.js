@@ -1,14 +1,16 @@
 // The page's loop. v1/status is fetched first, once a second; each good answer starts the fetches of the other paths,
 // so a path that hangs delays only its own panel. A hidden tab fetches nothing. A path that only folded panels show is
-// not fetched, unless it is stats, sessions or config. New figures are drawn in the next frame.
+// not fetched, unless it is stats, whoami, sessions or config. Nor is a path that this caller may not call, as whoami
+// says: the server counts refused calls. New figures are drawn in the next frame.
 
-import { get, Link, Source, useToken } from "./api.js";
+import { get, hasToken, Link, Source, useToken } from "./api.js";
 import { setAttr, setHidden, setText } from "./dom.js";
 import { addNote, mountFold } from "./fold.js";
 import { mountAccess } from "./views/access.js";
 import { mountAdmin } from "./views/admin.js";
 import { mountCached } from "./views/cached.js";
 import { mountCurve } from "./views/curve.js";
+import { mountDays } from "./views/days.js";
 import { mountEvents } from "./views/events.js";
 import { mountExplain } from "./views/explain.js";
 import { mountGrants } from "./views/grants.js";
@@ -36,7 +38,9 @@ const link = new Link();
  */
 const sources = {
   stats: new Source("v1/stats", (stats) => Math.min(15, Math.max(4, stats?.interval_s ?? 4)) * 1000),
-  // Fetched before the paths below: while this one is locked, they are locked, too.
+  verdict: new Source("v1/verdict", every(5)),
+  whoami: new Source("v1/whoami", every(30)),
+  // Fetched before the paths below: where this one is refused, they would be refused as well.
   sessions: new Source("v1/sessions", every(3), "sessions"),
   leases: new Source("v1/leases", every(3)),
   requests: new Source("v1/requests", every(3)),
@@ -44,6 +48,7 @@ const sources = {
   namespaces: new Source("v1/namespaces?limit=1000", every(10), "namespaces"),
   prefixes: new Source("v1/prefixes?limit=100", every(10)),
   curve: new Source("v1/curve", every(15)),
+  hits: new Source("v1/hits", every(30)),
   config: new Source("v1/config", every(30)),
 };
 let status = null;
@@ -53,23 +58,27 @@ let status = null;
  * figures may be old, its view, and whether it is shown. Status is always known.
  */
 const panels = [
-  { id: "verdict", needs: [], glances: ["sessions", "leases"], view: mountVerdict },
+  {
+    id: "verdict", needs: [], uses: ["verdict"], glances: ["sessions", "leases", "config"],
+    view: (root) => mountVerdict(root, changed),
+  },
   { id: "tiles", needs: [], glances: ["stats", "sessions", "leases"], view: mountTiles },
   { id: "history", needs: ["stats"], view: (root) => mountHistory(root, (path) => turn(sources.stats, path)) },
   {
-    id: "cached", needs: ["namespaces"], uses: ["prefixes"], glances: ["config"],
+    id: "cached", needs: ["namespaces"], uses: ["prefixes"], glances: ["config", "sessions"],
     view: (root) => mountCached(root, changed, () => refreshAll()),
   },
+  { id: "days", needs: ["hits"], view: mountDays },
   { id: "curve", needs: ["curve"], view: mountCurve, isThere: () => !sources.curve.absent },
   { id: "sessions", needs: ["sessions"], view: mountSessions },
   { id: "requests", needs: ["requests"], view: (root) => mountRequests(root, findRequests, mountExplain()) },
   { id: "grants", needs: ["leases"], uses: ["sessions"], view: mountGrants },
-  { id: "events", needs: [], view: mountEvents, isThere: () => Boolean(sources.sessions.body) },
+  { id: "events", needs: [], view: mountEvents, isThere: () => may("read") && Boolean(sources.sessions.body) },
   { id: "tiers", needs: [], view: mountTiers, isThere: ({ mover }) => Boolean(mover) },
   { id: "pool", needs: [], uses: ["segments"], view: mountPool },
   { id: "totals", needs: [], view: mountTotals },
   {
-    id: "admin", needs: ["config"], uses: ["namespaces"], isThere: () => Boolean(sources.config.body),
+    id: "admin", needs: ["config"], uses: ["namespaces"], isThere: () => may("admin") && Boolean(sources.config.body),
     view: (root) => mountAdmin(root, changed),
   },
 ].map((panel) => {
@@ -82,8 +91,7 @@ const panels = [
 });
 
 const access = mountAccess((text) => {
-  useToken(text);
-  for (const source of Object.values(sources)) source.hurry();
+  become(text);
   ask();
 });
 const health = mountHealth({ retry: () => ask(), nextInMs: () => nextAt - performance.now() });
@@ -97,6 +105,12 @@ function findRequests(begins) {
   turn(sources.requests, begins ? `v1/requests?request=${encodeURIComponent(begins)}` : "v1/requests");
 }
 
+/** From now on the page asks with that token, or with none. */
+function become(token) {
+  useToken(token);
+  for (const [name, source] of Object.entries(sources)) if (name !== "stats") source.forget();
+}
+
 /** Called after a change: fetches all figures at once. */
 function changed() {
   for (const source of Object.values(sources)) source.hurry();
@@ -108,7 +122,10 @@ function redraw() {
   if (!frame) frame = requestAnimationFrame(draw);
 }
 
-const isLocked = ({ needs }) => sources.sessions.locked && needs.some((name) => name !== "stats");
+/** Whether this caller has the scope; false until the server has said so. */
+const may = (scope) => sources.whoami.body?.scopes.includes(scope) ?? false;
+const isForReaders = ({ needs }) => needs.some((name) => name !== "stats");
+const isLocked = (panel) => (sources.whoami.locked || sources.whoami.body) && !may("read") && isForReaders(panel);
 
 function draw() {
   frame = 0;
@@ -117,6 +134,8 @@ function draw() {
   setHidden(byId("main"), false);
   const bodies = { status };
   for (const [name, source] of Object.entries(sources)) bodies[name] = source.body;
+  bodies.statsAt = sources.stats.atUnix;
+  showWhose(bodies);
   for (const panel of panels) {
     const { id, needs, uses, draw: drawPanel, note, fold, isThere } = panel;
     const shown = isThere(status) && !isLocked(panel);
@@ -125,12 +144,20 @@ function draw() {
     const isKnown = needs.every((name) => bodies[name]);
     drawPanel.shown?.(shown && isKnown && fold.isOpen && !document.hidden);
     if (!shown || !fold.isOpen) continue;
-    const failing = [...needs, ...uses].map((name) => sources[name]).find((source) => source.error);
+    const named = isForReaders(panel) ? ["whoami", ...needs, ...uses] : [...needs, ...uses];
+    const failing = named.map((name) => sources[name]).find((source) => source.error);
     setHidden(note, !failing);
     if (failing) setText(note, `Not up to date: ${failing.path}: ${failing.error}.`);
     if (isKnown) drawPanel(bodies);
   }
   tick();
+}
+
+/** Totals are of all tenants, lists of the caller's own. */
+function showWhose({ whoami }) {
+  const isPart = Boolean(whoami?.tenant) && may("read") && !may("admin");
+  setHidden(byId("whose"), !isPart);
+  if (isPart) setText(byId("whose"), `Totals and charts are of all tenants; lists are of the tenant ${whoami.tenant}.`);
 }
 
 function tick() {
@@ -147,12 +174,13 @@ async function refresh(source, patience) {
 
 /**
  * The paths that open panels show, each with its patience: a folded panel adds none, and those of a panel out of sight
- * are fetched less often. `config` shows whether the caller may change things.
+ * are fetched less often. `config` is there for whoever may change things.
  */
 function wanted() {
-  const found = new Map([["config", 1]]);
+  const found = new Map(may("admin") ? [["config", 1]] : []);
   const want = (names, patience) => {
-    for (const name of names) found.set(name, Math.min(patience, found.get(name) ?? Infinity));
+    const allowed = names.filter((name) => name !== "config" || may("admin"));
+    for (const name of allowed) found.set(name, Math.min(patience, found.get(name) ?? Infinity));
   };
   for (const { fold, needs, uses, glances, draw: drawPanel } of panels.filter((panel) => panel.fold.isOpen)) {
     const resting = drawPanel.resting?.() ?? [];
@@ -164,18 +192,27 @@ function wanted() {
 }
 
 /**
- * Totals (stats) are for everybody. The other paths are fetched only while sessions is not locked, so it is fetched
- * first, whether a panel shows it or not.
+ * Totals (stats) and the verdict are for everybody. The others are for callers with the scope `read`, so the page asks
+ * first who it is; of them, sessions is fetched first, whether a panel shows it or not.
  */
 async function refreshAll() {
-  const { stats, sessions, ...others } = sources;
+  const { stats, verdict, whoami, sessions, ...others } = sources;
+  refresh(stats, wanted().get("stats"));
+  refresh(verdict, wanted().get("verdict"));
+  await refresh(whoami);
+  if (whoami.body || whoami.locked) access.judged(!may("read"));
+  forgetRefused();
+  if (!may("read")) return;
   const names = wanted();
-  refresh(stats, names.get("stats"));
-  if (sessions.locked && !access.isNew()) return;
   await refresh(sessions, names.get("sessions"));
-  access.judged(sessions.locked);
+  if (sessions.locked) whoami.hurry(); // the token was revoked, or may do less now
   if (!sessions.body) return;
   for (const [name, source] of Object.entries(others)) if (names.has(name)) refresh(source, names.get(name));
+}
+
+/** A token that the server does not know is not sent again. */
+function forgetRefused() {
+  if (sources.whoami.locked && hasToken()) become("");
 }
 
 let asking = false;

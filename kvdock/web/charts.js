@@ -5,10 +5,11 @@
 
 import { el, KeyedList, setAttr, setText, svg } from "./dom.js";
 import { age } from "./format.js";
-import { timeTicks, unitOf, valueAxis } from "./scale.js";
+import { moment, timeTicks, unitOf, valueAxis } from "./scale.js";
 
 const HEIGHT = 168;
 const MARGIN = { top: 10, right: 16, bottom: 22 };
+const CHARACTER_PX = 6.4;
 const LEAST_POINTS = 60;
 const LONE_POINT = "m-1.5 0h3"; // a short dash
 const STYLES = 6;
@@ -16,7 +17,7 @@ const LATE_INTERVALS = 3;
 const STEP = { ArrowLeft: 1, ArrowDown: 1, ArrowRight: -1, ArrowUp: -1, PageDown: 10, PageUp: -10 };
 
 export class Chart {
-  #data = { series: [], unit: "", intervalS: 1, ageS: 0 };
+  #data = { series: [], unit: "", intervalS: 1, ageS: 0, endS: 0 };
   #cursor = null; // points before the newest, or null
   #frame = 0;
   #box = { left: 48, width: 0 };
@@ -39,7 +40,7 @@ export class Chart {
     new ResizeObserver(() => this.#schedule()).observe(this.plot);
   }
 
-  /** data.series: [{name, title, values}] of one unit, the newest value last; it is `ageS` old. */
+  /** data.series: [{name, title, values}] of one unit; the newest value is the last, of `endS`, and is `ageS` old. */
   update(data) {
     this.#data = data;
     this.#schedule();
@@ -54,7 +55,7 @@ export class Chart {
       return { node, update: (tick) => placeTick(line, text, tick) };
     };
     this.yTicks = new KeyedList(group("ticks"), (t) => t.value, label({ "text-anchor": "end", dy: "0.32em" }));
-    this.xTicks = new KeyedList(group("ticks x"), (t) => t.value, label({ "text-anchor": "middle" }));
+    this.xTicks = new KeyedList(group("ticks x"), (t) => t.at, label({ "text-anchor": "middle" }));
     this.lines = new KeyedList(group("lines"), (s) => s.name, makeLine);
     this.cursorLine = group("cursor").appendChild(svg("line"));
     this.dots = new KeyedList(this.cursorLine.parentNode, (d) => d.name, makeDot);
@@ -119,18 +120,20 @@ export class Chart {
     const width = this.plot.clientWidth;
     if (!width) return;
     setAttr(this.svg, "width", width);
-    const { series, unit, intervalS } = this.#data;
+    const { series, unit, intervalS, endS } = this.#data;
     const known = series.flatMap((s) => s.values).filter((v) => v !== null);
     const axis = valueAxis(known.reduce((a, b) => Math.max(a, b), 0), unit);
-    const left = Math.max(40, 14 + 6.4 * Math.max(...axis.ticks.map((t) => t.text.length)));
+    const left = Math.max(40, 14 + CHARACTER_PX * Math.max(...axis.ticks.map((t) => t.text.length)));
     this.#box = { left, width: width - left - MARGIN.right };
     const x = (back) => left + this.#box.width * (1 - back / (this.#span() - 1));
     const bottom = HEIGHT - MARGIN.bottom;
     const y = (value) => bottom - ((bottom - MARGIN.top) * value) / axis.top;
 
     this.yTicks.update(axis.ticks.map((t) => ({ ...t, x: left - 8, y: y(t.value), to: width - MARGIN.right })));
-    const marks = timeTicks((this.#span() - 1) * intervalS, this.#box.width < 300 ? 3 : 5);
-    this.xTicks.update(marks.map((t) => ({ ...t, x: x(t.value / intervalS), y: HEIGHT - 6, to: null })));
+    const marks = timeTicks(endS, (this.#span() - 1) * intervalS, this.#box.width < 300 ? 3 : 5)
+      .map((t) => ({ ...t, x: x((endS - t.at) / intervalS), y: HEIGHT - 6, to: null }))
+      .filter((t) => t.x + CHARACTER_PX * t.text.length / 2 <= width); // a word that is cut off says nothing
+    this.xTicks.update(marks);
     const alone = { filled: series.length === 1, holds: unit === "ratio" };
     this.lines.update(series.map((s, style) => ({ ...s, style, x, y, bottom, ...alone })));
     this.#drawCursor(x, y, bottom);
@@ -153,10 +156,10 @@ export class Chart {
   }
 
   #readOut(speak) {
-    const { series, unit, intervalS, ageS } = this.#data;
+    const { series, unit, intervalS, ageS, endS } = this.#data;
     const back = this.#cursor ?? 0;
     const latest = ageS > LATE_INTERVALS * intervalS ? `latest, ${age(ageS)} old` : "latest";
-    const when = back ? `${age(back * intervalS)} earlier` : latest;
+    const when = back ? moment(endS - back * intervalS, intervalS) : latest;
     const text = (value) => (value === null || value === undefined ? "no data" : unitOf(unit).text(value));
     const items = series.map((s, style) => ({ ...s, style, text: text(s.values[s.values.length - 1 - back]) }));
     setText(this.when, when);

@@ -1,6 +1,7 @@
 // Controls that the panels share: a choice of one among few, a button, a search field, a list to choose from.
 
 import { el } from "./dom.js";
+import { visible } from "./format.js";
 
 let groups = 0;
 
@@ -54,8 +55,8 @@ export function select(options) {
 
 /** Keeps the chosen option, if it still exists. */
 export function setOptions(node, options) {
-  const same = options.length === node.options.length
-    && options.every(([value, text], i) => node.options[i].value === value && node.options[i].text === text);
+  const isAt = ([value, text], i) => node.options[i].value === value && node.options[i].textContent === visible(text);
+  const same = options.length === node.options.length && options.every(isAt);
   if (same) return;
   const { value } = node;
   node.replaceChildren(...options.map(([each, text]) => el("option", { text, attrs: { value: each } })));

@@ -1,5 +1,8 @@
-// The only module that makes elements. Text is set through textContent, so a label is never markup.
+// The only module that makes elements and text. Text is set through textContent, so a label is never markup, and
+// characters that cannot be seen, or that turn text around, are shown as escapes.
 // Nothing is written that has not changed, so a selection survives the next answer and an idle page has no layout work.
+
+import { visible } from "./format.js";
 
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -7,11 +10,15 @@ const SVG = "http://www.w3.org/2000/svg";
 export function el(tag, { cls = "", text = null, attrs = {}, children = [] } = {}) {
   const node = document.createElement(tag);
   if (cls) node.className = cls;
-  if (text !== null) node.textContent = text;
-  for (const [name, value] of Object.entries(attrs)) node.setAttribute(name, value);
-  node.append(...children);
+  if (text !== null) node.textContent = visible(text);
+  for (const [name, value] of Object.entries(attrs)) node.setAttribute(name, readable(name, value));
+  node.append(...children.map((child) => (typeof child === "string" ? visible(child) : child)));
   return node;
 }
+
+/** Attributes whose text people see or hear; the others are kept as they are. */
+const READ = new Set(["title", "aria-label", "aria-valuetext", "data-head", "placeholder"]);
+const readable = (name, value) => (READ.has(name) ? visible(value) : String(value));
 
 export function svg(tag, attrs = {}) {
   const node = document.createElementNS(SVG, tag);
@@ -20,11 +27,12 @@ export function svg(tag, attrs = {}) {
 }
 
 export function setText(node, text) {
-  if (node.textContent !== text) node.textContent = text;
+  const shown = visible(text);
+  if (node.textContent !== shown) node.textContent = shown;
 }
 
 export function setAttr(node, name, value) {
-  const text = String(value);
+  const text = readable(name, value);
   if (node.getAttribute(name) !== text) node.setAttribute(name, text);
 }
 

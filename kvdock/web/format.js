@@ -3,7 +3,26 @@
 const NB = "\u00a0";
 const BYTE_UNITS = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];
 const COUNT_UNITS = ["", "k", "M", "G", "T"];
+const MINUS = "\u2212";
 const grouped = new Intl.NumberFormat("en-GB", { maximumFractionDigits: 0 });
+
+/**
+ * Characters that cannot be seen, or that change the direction of others: controls, format characters, unusual spaces.
+ * The no-break space is the page's own.
+ */
+const UNSEEN = /[\p{Cc}\p{Cf}\p{Cs}\p{Co}\p{Zl}\p{Zp}\p{Default_Ignorable_Code_Point}\u2800]|(?![ \u00a0])\p{Zs}/u;
+const ALL_UNSEEN = new RegExp(UNSEEN, "gu");
+
+/** The text with each such character as an escape: "a\u202eb" for one that turns the text around. */
+export function visible(text) {
+  const all = String(text);
+  return UNSEEN.test(all) ? all.replace(ALL_UNSEEN, escaped) : all;
+}
+
+function escaped(character) {
+  const hex = character.codePointAt(0).toString(16);
+  return hex.length > 4 ? `\\u{${hex}}` : `\\u${hex.padStart(4, "0")}`;
+}
 
 /** Three significant digits, never in exponent form. */
 export function significant(n) {
@@ -42,7 +61,7 @@ export function exact(n) {
 export function share(x) {
   if (x > 0 && x < 0.001) return "<0.1" + NB + "%";
   const percent = x < 1 ? Math.min(x * 100, 99.9) : x * 100;
-  const whole = percent === 0 || (percent >= 10 && percent < 99) || x >= 1;
+  const whole = percent === 0 || (percent >= 9.95 && percent < 99) || x >= 1;
   return percent.toFixed(whole ? 0 : 1) + NB + "%";
 }
 
@@ -58,9 +77,20 @@ export function shareOf(part, whole) {
   return whole > 0 ? share(part / whole) : "–";
 }
 
-/** Seconds as the two largest units: 0.4 s, 42 s, 4 min 10 s, 3 h 12 min, 4 d 3 h. */
+/** Seconds as the two largest units: 0.4 s, 42 s, 4 min 10 s, 3 h 12 min, 4 d 3 h; with a sign below zero. */
 export function age(seconds) {
-  const s = Math.max(0, seconds);
+  return isLoss(seconds) ? MINUS + positive(-seconds) : positive(Math.abs(seconds));
+}
+
+/** Whether saved seconds are below zero, as far as they are shown. */
+export const isLoss = (seconds) => seconds <= -0.05;
+
+/** Saved seconds as a sentence without its stop. */
+export function savedWords(seconds) {
+  return age(seconds) + (isLoss(seconds) ? ": loads took longer than computing" : " of computing");
+}
+
+function positive(s) {
   if (s < 9.95) return s.toFixed(1) + NB + "s";
   const whole = Math.round(s);
   if (whole < 60) return whole + NB + "s";
@@ -100,8 +130,20 @@ const two = (n) => String(n).padStart(2, "0");
 
 /** Unix seconds as the reader's wall-clock time. */
 export function clock(unixSeconds) {
+  return `${minuteClock(unixSeconds)}:${two(new Date(unixSeconds * 1000).getSeconds())}`;
+}
+
+export function minuteClock(unixSeconds) {
   const d = new Date(unixSeconds * 1000);
-  return `${two(d.getHours())}:${two(d.getMinutes())}:${two(d.getSeconds())}`;
+  return `${two(d.getHours())}:${two(d.getMinutes())}`;
+}
+
+const MONTHS = ["Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec"];
+
+/** The reader's day: "26 Nov". */
+export function day(unixSeconds) {
+  const d = new Date(unixSeconds * 1000);
+  return d.getDate() + NB + MONTHS[d.getMonth()];
 }
 
 export function dateTime(unixSeconds) {

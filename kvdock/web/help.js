@@ -17,6 +17,6 @@ function parsed(text) {
   const lines = text.split("\n").filter((line) => line.startsWith("# HELP "));
   return new Map(lines.map((line) => {
     const [name, ...rest] = line.slice("# HELP ".length).split(" ");
-    return [name, rest.join(" ").replaceAll("\\n", "\n").replaceAll("\\\\", "\\")];
+    return [name, rest.join(" ").replaceAll("\\n", " ").replaceAll("\\\\", "\\")];
   }));
 }

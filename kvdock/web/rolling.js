@@ -1,31 +1,48 @@
-// The hit rate over a while, from the tokens looked up and found in each interval: the mean of intervals' shares would
-// count a lookup of ten tokens as much as one of ten thousand. Pure functions.
+// Shares over a while, from the tokens of each interval: the mean of intervals' shares would count a prompt of ten
+// tokens as much as one of ten thousand. Pure functions.
 
 const WINDOW_S = 60;
-const ASKED = "lookup_tokens";
-const FOUND = "hit_tokens";
-const SHARE = "hit_ratio";
-
 const valuesOf = (stats, name) => stats?.series.find((series) => series.name === name)?.values;
 
-/** Tokens per second that were looked up and found, summed over all intervals of the stats. */
-export function recent(stats) {
-  const [asked, found] = [valuesOf(stats, ASKED) ?? [], valuesOf(stats, FOUND) ?? []];
-  const sum = (values) => values.reduce((all, value) => all + (value ?? 0), 0);
-  return { asked: sum(asked), found: sum(found), seconds: asked.length * (stats?.interval_s ?? 0) };
+/** Tokens per second by interval: in prompts, loaded, and had by the engines' own caches. Null: not all are known. */
+function rates(stats) {
+  const [prompt, loaded, computed] = ["prompt_tokens", "loaded_tokens", "computed_tokens"].map((name) =>
+    valuesOf(stats, name),
+  );
+  if (!prompt || !loaded || !computed) return null;
+  const local = prompt.map((n, i) => Math.max(0, (n ?? 0) - (loaded[i] ?? 0) - (computed[i] ?? 0)));
+  return { prompt, loaded, local };
 }
 
-/** The stats with the hit rate of each point being that of the minute before it. */
-export function rolled(stats) {
-  const [asked, found] = [valuesOf(stats, ASKED), valuesOf(stats, FOUND)];
-  if (!asked || !found) return stats;
-  const wide = Math.max(1, Math.round(WINDOW_S / stats.interval_s));
-  let [tokens, hits] = [0, 0];
-  const values = asked.map((value, i) => {
-    tokens += (value ?? 0) - (asked[i - wide] ?? 0);
-    hits += (found[i] ?? 0) - (found[i - wide] ?? 0);
-    return tokens > 1e-6 ? Math.min(1, Math.max(0, hits / tokens)) : null;
+/** The sums over all intervals of the stats; `prompt` is 0 if no request has ended in that time. */
+export function recent(stats) {
+  const known = rates(stats);
+  if (!known) return { prompt: 0, loaded: 0, local: 0, seconds: 0 };
+  const sum = (values) => values.reduce((all, value) => all + (value ?? 0), 0);
+  const { prompt, loaded, local } = known;
+  return {
+    prompt: sum(prompt), loaded: sum(loaded), local: sum(local), seconds: prompt.length * (stats.interval_s ?? 0),
+  };
+}
+
+/** Each point is the share over the minute that ends with it. */
+function rolling(parts, wholes, wide) {
+  let [part, whole] = [0, 0];
+  return wholes.map((value, i) => {
+    whole += (value ?? 0) - (wholes[i - wide] ?? 0);
+    part += (parts[i] ?? 0) - (parts[i - wide] ?? 0);
+    return whole > 1e-6 ? Math.min(1, Math.max(0, part / whole)) : null;
   });
-  const roll = (series) => (series.name === SHARE ? { ...series, values } : series);
+}
+
+/** The stats with the shares of each point being those of the minute before it. */
+export function rolled(stats) {
+  const known = rates(stats);
+  if (!known) return stats;
+  const wide = Math.max(1, Math.round(WINDOW_S / stats.interval_s));
+  const parts = { loaded_share: known.loaded, local_share: known.local };
+  const roll = (series) => series.name in parts
+    ? { ...series, values: rolling(parts[series.name], known.prompt, wide) }
+    : series;
   return { ...stats, series: stats.series.map(roll) };
 }

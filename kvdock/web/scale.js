@@ -45,19 +45,41 @@ function niceStep(rough) {
   return (leading <= 1 ? 1 : leading <= 2 ? 2 : leading <= 2.5 ? 2.5 : leading <= 5 ? 5 : 10) * magnitude;
 }
 
-const TIME_STEPS_S = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 21600, 43200, 86400];
+const DAY_S = 86_400;
+const TIME_STEPS_S = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, DAY_S];
 
-/** Seconds before the newest point where the time axis has a mark, the newest first. */
-export function timeTicks(spanS, wanted = 5) {
-  const step = TIME_STEPS_S.find((s) => spanS / s <= wanted) ?? Math.ceil(spanS / wanted / 86400) * 86400;
+/** How a moment of a chart is written: to the second, or in longer charts to the minute, with the day. */
+export function moment(unixSeconds, intervalS) {
+  if (intervalS < 60) return format.clock(unixSeconds);
+  return `${format.day(unixSeconds)}, ${format.minuteClock(unixSeconds)}`;
+}
+
+/** [{at, text}]: round times of the reader's clock within the `spanS` seconds before `endS`, Unix seconds. */
+export function timeTicks(endS, spanS, wanted = 5) {
+  const step = TIME_STEPS_S.find((s) => spanS / s <= wanted) ?? Math.ceil(spanS / wanted / DAY_S) * DAY_S;
   const ticks = [];
-  for (let s = 0; s <= spanS; s += step) ticks.push({ value: s, text: s ? "−" + shortTime(s) : "latest" });
+  for (let at = lastRound(endS, step); at >= endS - spanS; at = before(at, step)) {
+    ticks.push({ at, text: tickText(at, step) });
+  }
   return ticks;
 }
 
-function shortTime(s) {
-  if (s < 60) return `${s}\u00a0s`;
-  if (s < 3600) return s % 60 ? `${Math.floor(s / 60)}:${String(s % 60).padStart(2, "0")}` : `${s / 60}\u00a0min`;
-  if (s >= 2 * 86400 && s % 86400 === 0) return `${s / 86400}\u00a0d`;
-  return `${+(s / 3600).toFixed(1)}\u00a0h`;
+const midnight = (at) => new Date(at * 1000).setHours(0, 0, 0, 0) / 1000;
+
+/** The last multiple of the step before `endS`, counted from the reader's midnight. */
+function lastRound(endS, step) {
+  const start = midnight(endS);
+  return step >= DAY_S ? start : start + Math.floor((endS - start) / step) * step;
+}
+
+/** Days are those of the calendar, which may have 23 or 25 hours. */
+function before(at, step) {
+  if (step < DAY_S) return at - step;
+  const date = new Date(at * 1000);
+  return date.setDate(date.getDate() - step / DAY_S) / 1000;
+}
+
+function tickText(at, step) {
+  if (at === midnight(at)) return format.day(at);
+  return step < 60 ? format.clock(at) : format.minuteClock(at);
 }

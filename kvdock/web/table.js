@@ -2,16 +2,27 @@
 // (display: block), so every cell repeats its column's name, and every element has the role that it would lose.
 
 import { el, KeyedList, setAttr, setHidden, setText } from "./dom.js";
+import { age, isLoss, savedWords } from "./format.js";
+
+/** Each takes less room than the one before: without bars, without the `spare` columns, and as cards. */
+const LAYOUTS = [[], ["tight"], ["tight", "brief"], ["cards"]];
+const ALL_LAYOUTS = ["tight", "brief", "cards"];
+const [TIGHT, BRIEF, CARDS] = [1, 2, 3];
+const TIGHT_PX = 1150;
 
 /**
  * columns: [{head, cls?, text: item => string, title?: item => string}]
  *       or [{head, cls?, make: cell => (item => void)}] where a cell is more than text.
  * With `has: item => boolean` a column is there only while some item has it.
  * limit: the rows drawn at first; a button below the table adds as many again. Narrower than needsPx, rows
- * are cards; narrower than allPx, columns of the class `spare` are hidden.
+ * are cards; narrower than allPx, columns of the class `spare` are hidden. Where rows are wider than their card, the
+ * next tighter of LAYOUTS is used.
  */
 export class Table {
   #items = [];
+  #widthPx = 0; // of the card's content
+  #widest = 0; // the layout that this width allows for
+  #layout = 0; // the one in use
 
   constructor(root, { label, columns, keyOf, limit, empty, needsPx = 600, allPx = 0 }) {
     this.step = this.limit = limit;
@@ -32,14 +43,17 @@ export class Table {
     // Before the first update it is not known whether there are rows, so nothing is shown.
     for (const part of [this.table, this.more, empty]) setHidden(part, true);
     root.append(this.table, this.more, empty);
-    new ResizeObserver(([{ contentRect }]) => {
-      this.table.classList.toggle("cards", contentRect.width < needsPx);
-      this.table.classList.toggle("brief", contentRect.width < allPx);
+    new ResizeObserver(([{ contentRect: { width } }]) => {
+      this.#widthPx = width;
+      this.#widest = width < needsPx ? CARDS : width < allPx ? BRIEF : width < TIGHT_PX ? TIGHT : 0;
+      this.#lay(this.#widest);
     }).observe(root);
+    this.table.addEventListener("toggle", () => this.#lay(this.#layout), true); // a row has unfolded
     this.rows = new KeyedList(body, ({ item }) => keyOf(item), () => makeRow(columns));
   }
 
   update(items) {
+    const isAsLong = items.length === this.#items.length;
     this.#items = items;
     const shown = this.columns.map(({ has }) => !has || items.some(has));
     this.heads.forEach((head, i) => setHidden(head, !shown[i]));
@@ -48,6 +62,17 @@ export class Table {
     setHidden(this.empty, items.length > 0);
     setHidden(this.more, items.length <= this.limit);
     setText(this.more, `and ${items.length - this.limit} more`);
+    this.#lay(isAsLong ? this.#layout : this.#widest);
+  }
+
+  /** Lays the table out in that way, or the first tighter one in which it fits. */
+  #lay(layout) {
+    if (!this.#widthPx) return; // it is not shown
+    for (this.#layout = layout; ; this.#layout += 1) {
+      const classes = LAYOUTS[this.#layout];
+      for (const each of ALL_LAYOUTS) this.table.classList.toggle(each, classes.includes(each));
+      if (this.#layout === CARDS || this.table.offsetWidth <= this.#widthPx + 1) return;
+    }
   }
 
   hide() {
@@ -90,8 +115,22 @@ export function twoPart(main, muted, title = (item) => [main(item), muted(item)]
   };
 }
 
-/** A cell with a thin bar for a part of a whole, its figure, and a muted text. A dash if there is no whole. */
-export function barred(part, whole, text, muted = () => "") {
+/** A cell with saved seconds: with their sign, and marked where loads took longer than computing. */
+export function savedCell(of) {
+  return (cell) => {
+    const figure = el("span", { cls: "main" });
+    cell.append(figure);
+    return (item) => {
+      const seconds = of(item) ?? null;
+      setText(figure, seconds === null ? "–" : age(seconds));
+      setAttr(figure, "class", seconds !== null && isLoss(seconds) ? "main alarm" : "main");
+      setAttr(cell, "title", seconds === null ? "" : savedWords(seconds));
+    };
+  };
+}
+
+/** A cell with a thin bar for a part of a whole, its figure, and a muted text. Without a whole there is no bar. */
+export function barred(part, whole, text, muted = () => "", title = null) {
   return (cell) => {
     const fill = el("span");
     const track = el("span", { cls: "track", attrs: { "aria-hidden": "true" }, children: [fill] });
@@ -104,6 +143,7 @@ export function barred(part, whole, text, muted = () => "") {
       fill.style.width = `${all > 0 ? Math.min(100, (100 * some) / all) : 0}%`;
       setText(figure, text(item));
       setText(small, muted(item));
+      if (title) setAttr(cell, "title", title(item));
     };
   };
 }

@@ -31,9 +31,10 @@ from kvdock.api.record.timings import Meter, Timings
 from kvdock.api.settings import Settings
 from kvdock.client.client import Client
 from kvdock.protocol import calls
-from kvdock.protocol.calls import INCLUDED, Call, Scope
+from kvdock.protocol.calls import INCLUDED, Call
 from kvdock.protocol.errors import ApiError
 from kvdock.protocol.schemas import Heartbeat
+from kvdock.protocol.wire_types import Scope
 
 pytestmark = pytest.mark.security
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
@@ -105,6 +106,27 @@ def test_a_token_may_do_what_its_scope_includes_and_is_forbidden_all_else(
 ) -> None:
     found = refusals(getattr(server, transport), f"Bearer {TOKENS[scope]}")
     assert found == {401: set(), 403: set(INCLUDED) - INCLUDED[scope]}
+
+
+@pytest.mark.parametrize("scope", INCLUDED)
+@pytest.mark.parametrize("transport", ["http", "unix"])
+def test_whoami_tells_a_token_s_scopes_and_tenant(server: ServerProcess, scope: Scope, transport: str) -> None:
+    status, _, content = raw(
+        getattr(server, transport), "GET", "/v1/whoami", None, {"Authorization": f"Bearer {TOKENS[scope]}"}
+    )
+    assert (status, json.loads(content)) == (
+        200, {"scopes": [one for one in INCLUDED if one in INCLUDED[scope]], "tenant": ""}
+    )
+
+
+def test_whoami_tells_what_a_caller_without_a_token_may_do(server: ServerProcess) -> None:
+    nobody = raw(server.http, "GET", "/v1/whoami", None, NOBODYS)
+    assert (nobody[0], json.loads(nobody[2])) == (200, {"scopes": ["health"], "tenant": None})
+    with Client(server.unix) as client:
+        own = client.whoami()
+    assert (own.scopes, own.tenant) == (["health", "read", "engine", "admin"], "")
+    unknown = raw(server.http, "GET", "/v1/whoami", None, {"Authorization": "Bearer nobodys"})
+    assert (unknown[0], json.loads(unknown[2])["code"]) == (401, "unauthenticated")
 
 
 def test_a_refusal_says_what_was_wanted(server: ServerProcess) -> None:

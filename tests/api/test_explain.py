@@ -32,6 +32,14 @@ def broken(client: Client, request: str) -> Break:
     return story.broke
 
 
+def texts(said: Explanation) -> list[str]:
+    return [one.text for one in said.sentences]
+
+
+def codes(said: Explanation) -> list[str]:
+    return [one.code for one in said.sentences]
+
+
 def test_a_request_that_found_all_is_told_as_it_was(client: Client) -> None:
     engine = attach(client, label="engine A")
     chain = keys(4)
@@ -46,28 +54,87 @@ def test_a_request_that_found_all_is_told_as_it_was(client: Client) -> None:
     assert (story.tokens, story.hit_tokens, story.chunks, story.bytes, story.broke) == (64, 64, 4, 65536, None)
     assert story.loaded_us is not None and story.loaded_us > 0 and story.engine == "engine A"
     assert said.outcome is not None and said.outcome.loaded_tokens == 48 and said.model == "test-model"
-    text = "\n".join(said.sentences)
+    text = "\n".join(texts(said))
     assert "engine A asked for 64 tokens, in whole chunks, and the server had the first 64 of them" in text
     assert "4 chunks (64.0 KiB)" in text and "Its prompt had 70 tokens, in this order:" in text
-    assert "16 tokens that the engine's own cache had." in said.sentences
-    assert "48 tokens loaded from memory." in said.sentences
-    assert "6 tokens computed: they do not fill a chunk." in said.sentences
+    assert "16 tokens that the engine's own cache had." in texts(said)
+    assert "48 tokens loaded from memory." in texts(said)
+    assert "6 tokens computed: they do not fill a chunk." in texts(said)
     engine.close()
 
 
-def test_what_was_never_there_and_the_namespace_that_has_some(client: Client) -> None:
-    engine = attach(client, kv_dtype="bfloat16", cache_salt="a secret")
-    other = attach(client, kv_dtype="float8_e4m3fn", cache_salt="another secret")
-    other.store(keys(2))
-    engine.lookup(keys(2), "r1")
+BEGINNING = "0123456789abcdef"
+
+
+def test_what_was_never_there_and_the_namespace_that_has_such_a_prompt(client: Client) -> None:
+    engine = attach(client, model="/models/Llama", kv_dtype="bfloat16", cache_salt="a secret")
+    other = attach(client, model="meta/Llama", kv_dtype="float8_e4m3fn", cache_salt="another secret")
+    other.store(keys(2), beginning=BEGINNING)
+    engine.lookup(keys(2), "r1", beginning=BEGINNING)
     said = client.explain("r1")
     assert broken(client, "r1").why == "never_stored" and said.nearest is not None
     assert said.nearest.namespace == other.attached.namespace
-    assert said.nearest.differs == {"kv_dtype": ["bfloat16", "float8_e4m3fn"], "cache_salt": ["hidden", "hidden"]}
-    assert "kv_dtype: 'bfloat16' here, 'float8_e4m3fn' there" in said.sentences[-1]
-    assert "secret" not in json.dumps(said.sentences)
+    assert said.nearest.differs == {
+        "model": ["/models/Llama", "meta/Llama"], "kv_dtype": ["bfloat16", "float8_e4m3fn"],
+        "cache_salt": ["hidden", "hidden"],
+    }
+    last = said.sentences[-1]
+    assert (last.code, last.advice) == ("other_namespace", "same_identity") and last.advice in said.advice
+    assert "kv_dtype: 'bfloat16' here, 'float8_e4m3fn' there" in last.text
+    assert "secret" not in json.dumps(texts(said))
     engine.close()
     other.close()
+
+
+def test_a_prompt_that_nobody_stored_has_no_lead(client: Client) -> None:
+    engine, other = attach(client, kv_dtype="bfloat16"), attach(client, kv_dtype="float8_e4m3fn")
+    other.store(keys(2), beginning=BEGINNING)
+    engine.lookup(keys(2, "new"), "r1", beginning="f" * 16)
+    engine.lookup(keys(2, "new"), "r2")
+    for name in ("r1", "r2"):
+        said = client.explain(name)
+        assert said.nearest is None and codes(said) == ["asked", "not_given", "starts_anew", "not_ended",
+                                                        "nothing_stored", "young_pool"]
+    engine.close()
+    other.close()
+
+
+def test_where_a_prompt_leaves_what_is_stored(client: Client) -> None:
+    engine = attach(client)
+    trunk = keys(3)
+    engine.store([*trunk, *keys(1, "one way")])
+    for name, chain in (("diverges", [*trunk, *keys(2, "own")]), ("longer_than_stored", [*trunk, *keys(1, "one way"),
+                                                                                     *keys(2, "own")])):
+        engine.lookup(chain, name)
+        said = client.explain(name)
+        assert codes(said)[:3] == ["asked", "not_given", name]
+        assert broken(client, name).others == (1 if name == "diverges" else 0)
+    diverges = next(one for one in client.explain("diverges").sentences if one.code == "diverges")
+    assert diverges.advice == "move_what_varies" and "after the first 48 tokens" in diverges.text
+    engine.close()
+
+
+def test_a_request_is_found_by_how_its_id_begins_and_by_its_trace(client: Client) -> None:
+    engine = attach(client)
+    trace = "4bf92f3577b34da6a3ce929d0e0e4736"
+    engine.lookup(keys(1), "chatcmpl-abc-0-1a2b3c4d", traceparent=f"00-{trace}-00f067aa0ba902b7-01")
+    engine.lookup(keys(1), "chatcmpl-xyz")
+    for name in ("chatcmpl-abc", "chatcmpl-abc-0-1a2b3c4d", trace, trace.upper()):
+        assert client.explain(name).request == "chatcmpl-abc-0-1a2b3c4d", name
+    engine.close()
+
+
+def test_misses_are_remembered_when_the_list_has_forgotten_them() -> None:
+    with ServerProcess(recent_requests=8) as server, Client(server.unix) as client:
+        engine = attach(client)
+        engine.lookup(keys(2), "missed")
+        engine.heartbeat(outcomes=[Outcome(request="missed", prompt_tokens=40, why="late")])
+        for number in range(50):
+            engine.lookup(keys(1), f"other-{number}")
+        assert "missed" not in {row.request for row in client.requests(limit=100).requests}
+        said = client.explain("missed")
+        assert said.outcome is not None and [run.why for run in said.outcome.runs] == ["never_stored", "tail"]
+        engine.close()
 
 
 def test_what_stores_pushed_out(client: Client) -> None:
@@ -83,7 +150,7 @@ def test_what_stores_pushed_out(client: Client) -> None:
     assert broke.why == "room" and broke.at_tokens in (0, 16)
     assert broke.gone_s is not None and broke.gone_s < 60
     assert broke.unused_s is not None and 0.5 < broke.unused_s < 60
-    assert "evicted to make room for a store" in client.explain("r1").sentences[1]
+    assert "evicted to make room for a store" in texts(client.explain("r1"))[1]
     engine.close()
 
 
@@ -209,7 +276,7 @@ def test_the_latest_of_an_id_is_explained_with_what_it_stored(client: Client) ->
     engine.store(keys(2), store="r")
     said: Explanation = client.explain("r")
     assert len(said.lookups) == 2 and said.lookups[0].at <= said.lookups[1].at
-    assert "32 tokens were to be stored as r; 0 of them were there already." in said.sentences
+    assert "32 tokens were to be stored as r; 0 of them were there already." in texts(said)
     engine.close()
 
 
@@ -220,7 +287,7 @@ def test_of_an_id_that_several_engines_use_each_is_explained_by_its_session(clie
         engine.release(engine.lookup(asked, "request-0").lease, 0)
     latest = client.explain("request-0")
     assert latest.lookups[0].engine == second.listed and latest.lookups[0].tokens == 32
-    assert latest.sentences[-1] == (
+    assert texts(latest)[-1] == (
         "Other engines had requests with this id, which are explained if their session is named: "
         f"engine A (session {first.listed})."
     )

@@ -225,7 +225,7 @@ def test_metrics_name_engines_to_those_who_may_read_alone(tmp_path: Path) -> Non
     with ServerProcess(access_file=str(access_file(tmp_path, *entries))) as server, Client(server.unix) as client:
         engine = attach(client, label="engine A")
         engine.lookup(keys(2), "r")
-        line = 'kvdock_engine_tokens_total{engine="engine A",what="looked_up"} 32.0'
+        line = 'kvdock_engine_tokens_total{engine="engine A",what="asked"} 32.0'
         assert line not in raw(server.http, "GET", "/metrics", headers=NOBODYS)[2].decode()
         asked = {"Authorization": f"Bearer {token}"}
         assert line in raw(server.http, "GET", "/metrics", headers=asked)[2].decode()

@@ -205,16 +205,17 @@ def test_requests_lists_what_became_of_each_and_finds_them_by_id(server: ServerP
     engine.lookup(chain, request=f"{name}-0")
     engine.lookup(keys(1, unique("miss")), request=f"{name}-1 \x1b[31m")
     engine.heartbeat(outcomes=[
-        Outcome(request=f"{name}-0", prompt_tokens=40, found_tokens=32, local_tokens=1600, loaded_tokens=17,
+        Outcome(request=f"{name}-0", prompt_tokens=1640, found_tokens=32, local_tokens=10, loaded_tokens=17,
                 why="load_failed"),
         Outcome(request=f"{name}-2", prompt_tokens=44, why="of_tomorrow"),
     ])
     table = kvdock("requests", name, "--server", server.unix, COLUMNS="200")
     ended, untold, told = (line.split() for line in table.stdout.splitlines()[2:])
-    assert ended[1:] == ["ended", f"{name}-2", "asker", "44", "0", "0", "0", "of", "tomorrow"]
-    assert untold[1:] == ["lookup", f"{name}-1", "�[31m", "asker", "16", "0"]
-    assert told[1:] == ["lookup", f"{name}-0", "asker", "32", "32", "1,600", "17", "not", "all", "of", "a", "load",
-                        "came"]
+    assert ended[1:] == ["ended", f"{name}-2", "asker", "44", "44", "0", "0", "44",
+                         *["a", "reason", "of", "the", "engine's", "own:", "of", "tomorrow"]]
+    assert untold[1:] == ["lookup", f"{name}-1", "�[31m", "asker", "16"]
+    assert told[1:] == ["lookup", f"{name}-0", "asker", "32", "1,640", "10", "17", "1,613",
+                        *["their", "load", "did", "not", "complete"]]
     every = kvdock("requests", "--server", server.unix, "--all", COLUMNS="200").stdout
     assert f"{name}-0" in every and "store" in every
     assert kvdock("requests", f"{name}-9", "--server", server.unix).stdout == (
@@ -276,8 +277,8 @@ def test_bench_measures_and_leaves_nothing_stored() -> None:
             assert figures[f"lookup_{count}_p50_ms"] <= figures[f"lookup_{count}_p99_ms"]
         counters = client.status().counters
         falsified = {
-            "attached_members", "lookups", "lookup_tokens", "hit_tokens", "loaded_bytes", "stored_bytes",
-            "reservations",
+            "attached_members", "lookups", "lookup_tokens", "outcomes", "prompt_tokens", "loaded_bytes",
+            "stored_bytes", "reservations",
         }
         assert {name: counters[name] for name in falsified} == dict.fromkeys(falsified, 0)
         kinds = {told.event["kind"] for told in read_events(Address.parse(server.unix))}

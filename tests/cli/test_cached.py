@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 from api_helpers import ServerProcess, attach, eventually, keys
 from cli_helpers import kvdock
@@ -30,6 +31,8 @@ def test_what_is_cached_is_listed_by_model_and_by_prefix(server: ServerProcess, 
     small.store(keys(2, "b"))
     for number in range(3):
         small.release(small.lookup(keys(2, "b"), f"r{number}").lease, 0)
+    assert "asked for 96 tok" in said(server, "cached").splitlines()[2], "it has not reported what it loaded"
+    small.heartbeat(outcomes=[Outcome(request="r1", prompt_tokens=32, found_tokens=32, loaded_tokens=32)])
     lines = said(server, "cached").splitlines()
     assert lines[1].startswith("large one ") and " 96.0 KiB " in lines[1] and " 6 " in lines[1]
     assert "small�[31m one" in lines[2] and "100 %" in lines[2] and "ago" in lines[2]
@@ -51,14 +54,21 @@ def test_history_has_rows_of_means(server: ServerProcess, client: Client) -> Non
     engine = attach(client)
     engine.store(keys(2))
     engine.lookup([*keys(2), *keys(2, "new")])
+    engine.heartbeat(outcomes=[
+        Outcome(request="r", prompt_tokens=64, local_tokens=16, found_tokens=32, loaded_tokens=16)
+    ])
 
     def measured() -> bool:
-        return any(values for one in client.stats().series if one.name == "hit_ratio" for values in one.values)
+        return any(values for one in client.stats().series if one.name == "loaded_share" for values in one.values)
 
     eventually(measured)
     lines = said(server, "history", "--over", "minutes").splitlines()
-    assert lines[0].split() == ["from", "hit", "rate", "looked", "up", "found", "loaded", "stored", "cached", "evicted"]
-    assert 2 <= len(lines) <= 25 and any("50.0 %" in line for line in lines)
+    assert re.split(r"  +", lines[0]) == [
+        "from", "prompts", "own cache", "loaded", "computed", "asked for", "bytes loaded", "bytes stored", "cached",
+        "evicted",
+    ]
+    assert 2 <= len(lines) <= 25
+    assert any(re.search(r"tok/s +25\.0 % +25\.0 % +50\.0 % ", line) for line in lines)
     assert json.loads(said(server, "history", "--over", "minutes", "--json"))["interval_s"] == 0.1
     engine.close()
 
@@ -71,7 +81,7 @@ def test_status_says_what_was_saved_and_how_fast_engines_copy(server: ServerProc
         copied=Copied(load_bytes=3 << 30, load_us=1_000_000, ceiling_bytes_per_s=4 << 30),
     )
     text = said(server, "status")
-    assert "32 tok loaded instead of computed, 1.5 s of computing time saved" in text
+    assert re.search(r"^saved +1\.5 s of computing$", text, re.MULTILINE)
     assert "3.0 GiB/s while an engine loads, 75.0 % of the speed of plain copies" in text
     assert "the oldest chunk was unused for" in text
     assert "the cached chunks are removed; `kvdock serve --takeover` replaces the server and keeps them" in text
@@ -79,7 +89,14 @@ def test_status_says_what_was_saved_and_how_fast_engines_copy(server: ServerProc
     engine.heartbeat(outcomes=[
         Outcome(request="r2", prompt_tokens=40, loaded_tokens=16, load_us=4_000_000, prefill_tokens_per_s=16.0)
     ])
-    assert "48 tok loaded instead of computed, which took 1.5 s longer than computing them" in said(server, "status")
+    text = said(server, "status")
+    first, second = re.split(r"\n✗ ", text.partition("\n\n")[0])
+    assert first.startswith("kvdock is up and costs time: ")
+    assert first.split()[-7:] == ["Loads", "took", "1.5", "s", "longer", "than", "computing."]
+    assert second == "Loads took 1.5 s longer than computing the same tokens would have. → kvdock bench"
+    assert re.search(r"^saved +loads took 1\.5 s longer than computing would have$", text, re.MULTILINE)
+    assert "\x1b[31mkvdock is up and costs time: " in kvdock("status", "--server", server.unix, FORCE_COLOR="1").stdout
+    assert re.search(r"^saved +loads took 1\.5 s longer", said(server, "top", "--once"), re.MULTILINE)
     engine.close()
 
 

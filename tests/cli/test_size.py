@@ -9,9 +9,10 @@ import pytest
 from api_helpers import ServerProcess, attach, keys
 from cli_helpers import kvdock, refusal
 
-from kvdock.cli.size import Users, by_formula
+from kvdock.cli.size import Users, by_formula, share_in_words
 from kvdock.client.client import Client
 from kvdock.protocol import schemas as s
+from kvdock.protocol.reports import CurvePoint
 
 CHUNKS, PROMPTS = 20, 20
 GROUPS = (s.Group(part_bytes=4096),)
@@ -70,3 +71,10 @@ def test_a_share_of_the_room_serves_whole_users() -> None:
 ])
 def test_what_does_not_fit_together_is_refused(asked: tuple[str, ...], said: str) -> None:
     assert said in refusal(kvdock("size", *asked), 2)
+
+
+@pytest.mark.parametrize(("hit_share", "error", "text"), [
+    (None, 0.0, "?"), (0.754, 0.0, "75.4%"), (0.754, 0.012, "75.4% ± 1.2%"),
+])
+def test_a_share_is_shown_with_its_error(hit_share: float | None, error: float, text: str) -> None:
+    assert share_in_words(CurvePoint(factor=1.0, pool_bytes=1, hit_share=hit_share, error=error)) == text

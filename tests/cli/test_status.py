@@ -15,7 +15,16 @@ from kvdock.api.record.counters import Counters
 from kvdock.cli.render import brief, counted, percent
 from kvdock.cli.status import GROUPS, folded, meaning_of, rates_of
 from kvdock.client.client import Client
+from kvdock.protocol.outcomes import Outcome
 from kvdock.protocol.reports import Series, Stats
+
+ENDED = Outcome(request="r", prompt_tokens=70, local_tokens=16, found_tokens=48, loaded_tokens=32, load_us=500_000,
+                prefill_tokens_per_s=16.0)
+"""Of a lookup of 4 chunks that found 3: 16 tokens local, 32 loaded, 16 never stored, 6 left over. It saved 1.5 s."""
+HELPS = (
+    "kvdock is up and helping: 45.7% of prompt tokens were loaded; 22.9% were in the engines' own caches. That saved "
+    "1.5 s of computing."
+)
 
 
 @pytest.fixture
@@ -30,12 +39,15 @@ def first_line(server: ServerProcess, **environ: str) -> str:
 
 
 def test_the_first_line_says_whether_it_helps(fresh: ServerProcess) -> None:
-    assert first_line(fresh) == "kvdock is up and ready; no engine has looked up anything yet"
+    assert first_line(fresh) == "kvdock is up. No request has ended yet."
     with Client(fresh.unix) as client:
         engine = attach(client, label="helped")
         engine.store(keys(3, "stored"))
         engine.lookup(keys(4, "stored"))
-        eventually(lambda: "helping: 75.0 % of the tokens looked up in the last " in first_line(fresh))
+        asked = "kvdock is up. Engines asked for 64 tokens, and do not report what they loaded."
+        assert first_line(fresh) == asked
+        engine.heartbeat(outcomes=[ENDED])
+        assert first_line(fresh) == HELPS
         said = ""
 
         def is_live() -> bool:
@@ -46,9 +58,10 @@ def test_the_first_line_says_whether_it_helps(fresh: ServerProcess) -> None:
 
         eventually(is_live)
         rows = {line.split("  ")[0]: line.split() for line in reversed(said.splitlines()) if line}
-        assert rows["hit rate"][-2:] == ["75.0", "%"]
-        assert rows["looked up"][-2:] == ["64", "tok"] and rows["found"][-2:] == ["48", "tok"]
-        assert rows["stored"][-2:] == ["48.0", "KiB"]
+        assert rows["loaded"][-2:] == ["45.7", "%"] and rows["own cache"][-2:] == ["22.9", "%"]
+        assert rows["computed"][-2:] == ["31.4", "%"] and rows["prompts"][-2:] == ["70", "tok"]
+        assert rows["asked for"][-2:] == ["64", "tok"] and rows["bytes stored"][-2:] == ["48.0", "KiB"]
+        assert "saved" in rows and " 1.5 s of computing\n" in said
         assert "since the start\n" in said and "mismatch" not in said and "trouble" not in said
         eventually(lambda: "suspect (helped is suspect)" in kvdock("status", "--server", fresh.unix).stdout)
         engine.close()
@@ -58,7 +71,9 @@ def test_a_server_that_is_not_ready_says_why(tmp_path: Path) -> None:
     with ServerProcess(pool_bytes=MIB, segment_bytes=MIB) as server, Client(server.unix) as client:
         engine = attach(client)
         engine.reserve(keys(100, "all of it"))
-        assert first_line(server).startswith("kvdock is up, but not ready: every byte of the pool is held by engines")
+        first, second, *_ = kvdock("status", "--server", server.unix).stdout.splitlines()
+        assert first == "kvdock is up and gives out no slots."
+        assert second.startswith("✗ No slot can be given out: every byte of the pool is held by engines")
         engine.close()
 
 
@@ -80,15 +95,18 @@ def test_json_has_the_servers_answer_and_the_rates(fresh: ServerProcess) -> None
         engine = attach(client)
         engine.store(keys(1))
         engine.lookup(keys(2))
+        engine.heartbeat(outcomes=[Outcome(request="r", prompt_tokens=32, found_tokens=16, loaded_tokens=16)])
 
         def figures() -> dict[str, object]:
             found: dict[str, object] = json.loads(kvdock("status", "--json", "--server", fresh.unix).stdout)
             return found
 
-        eventually(lambda: figures()["rates"] != [])
+        eventually(lambda: '"loaded_share":0.5' in kvdock("status", "--json", "--server", fresh.unix).stdout.partition(
+            '"rates":[{')[2])
         found, own = figures(), json.loads(raw(fresh.unix, "GET", "/v1/status")[2])
-        assert set(found) == set(own) | {"hit_rate", "rates"} and found["hit_rate"] == 0.5
-        assert isinstance(found["rates"], list) and found["rates"][-1]["hit_rate"] == 0.5
+        assert set(found) == set(own) | {"loaded_share", "local_share", "rates", "verdict"}
+        assert (found["loaded_share"], found["local_share"]) == (0.5, 0.0)
+        assert isinstance(found["rates"], list) and found["rates"][-1]["loaded_share"] == 0.5
         engine.close()
 
 
@@ -117,18 +135,23 @@ def test_every_counter_is_in_one_group_and_only_what_counts_is_said() -> None:
 
 
 def series(**values: list[float | None]) -> Stats:
-    shown = [Series(name=name, title="", unit="per_s", chart="", values=list(found)) for name, found in values.items()]
+    shown = [
+        Series(name=name, title="", unit="ratio" if name.endswith("share") else "per_s", chart="", values=list(found))
+        for name, found in values.items()
+    ]
     return Stats(interval_s=1.0, age_s=0.0, series=shown)
 
 
 def test_rates_are_of_the_last_minute_and_of_all_that_is_remembered() -> None:
-    asked: list[float | None] = [100.0] * 240 + [None] + [50.0] * 59
-    minute, whole = rates_of(series(lookup_tokens=asked, hit_tokens=[0.0] * 240 + [None] + [25.0] * 59))
-    assert (minute.seconds, minute.hit_rate, minute.lookup_tokens_per_s) == (60.0, 0.5, 50.0)
-    assert whole.seconds == 300.0 and whole.hit_rate == pytest.approx(25 * 59 / (24000 + 50 * 59))
-    idle, = rates_of(series(lookup_tokens=[0.0] * 30, hit_tokens=[0.0] * 30))
-    assert (idle.seconds, idle.hit_rate, idle.lookup_tokens_per_s) == (30.0, None, 0.0)
-    assert rates_of(series(lookup_tokens=[])) == []
+    prompts: list[float | None] = [100.0] * 240 + [None] + [50.0] * 59
+    loaded: list[float | None] = [0.0] * 240 + [None] + [0.5] * 59
+    minute, whole = rates_of(series(prompt_tokens=prompts, loaded_share=loaded, local_share=loaded))
+    assert (minute.seconds, minute.loaded_share, minute.prompt_tokens_per_s) == (60.0, 0.5, 50.0)
+    assert (minute.local_share, minute.computed_share) == (0.5, 0.0)
+    assert whole.seconds == 300.0 and whole.loaded_share == pytest.approx(25 * 59 / (24000 + 50 * 59))
+    idle, = rates_of(series(prompt_tokens=[0.0] * 30, loaded_share=[None] * 30))
+    assert (idle.seconds, idle.loaded_share, idle.computed_share, idle.prompt_tokens_per_s) == (30.0, None, None, 0.0)
+    assert rates_of(series(prompt_tokens=[])) == []
 
 
 @pytest.mark.parametrize(("amount", "text"), [

@@ -25,11 +25,13 @@ def test_a_miss_is_explained_in_sentences_and_as_json(server: ServerProcess) -> 
         assert done.returncode == 0, done.stderr
         first, why, *_ = done.stdout.splitlines()
         assert "asked for 32 tokens, in whole chunks, and the server had none of them" in first and "\x1b" not in first
-        assert why.startswith("The chunk after the first 0 tokens was not given: it was never stored")
+        never = "as far as the server remembers, they were never stored"
+        assert why == f"The 32 tokens after the first 0 were not given: {never}."
         told = json.loads(kvdock("explain", "r-1", "--server", server.unix, "--json").stdout)
-        assert told["lookups"][0]["broke"]["why"] == "unknown"
+        assert told["lookups"][0]["broke"]["why"] == "never_stored"
         engine.close()
-    assert "no recent lookup" in refusal(kvdock("explain", "r-2", "--server", server.unix), 1)
+    unknown = refusal(kvdock("explain", "r-2", "--server", server.unix), 1)
+    assert "no request that the server remembers has this id" in unknown
 
 
 def test_events_are_lines_of_words_and_as_json_objects(server: ServerProcess) -> None:

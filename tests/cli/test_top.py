@@ -19,15 +19,21 @@ from rich.console import Console
 
 from kvdock.cli.top import Look, pool_bar, show_top, sparkline
 from kvdock.client.client import Client
+from kvdock.protocol.outcomes import Outcome
 from kvdock.protocol.reports import PoolView
 
 
 @pytest.fixture
 def engine(client: Client) -> Iterator[Engine]:
-    """An engine that has stored 3 chunks, found 3 of 4, and holds a lease on them."""
+    """An engine that has stored 3 chunks, loaded 2 of 4, had one itself, and holds a lease on them. It saved 1 ms."""
     attached = attach(client, label="watched \x1b[31m", model=unique("model"))
     attached.store(keys(3, "top"))
-    attached.lookup(keys(4, "top"), request=f"cmpl-{attached.member}")
+    request = f"cmpl-{attached.member}"
+    attached.lookup(keys(4, "top"), request=request)
+    attached.heartbeat(outcomes=[Outcome(
+        request=request, prompt_tokens=70, local_tokens=16, found_tokens=48, loaded_tokens=32, load_us=1000,
+        prefill_tokens_per_s=16_000.0,
+    )])
     yield attached
     client.leave(attached.session, attached.member)
     attached.close()
@@ -53,10 +59,13 @@ def test_top_shows_the_server_its_engines_and_their_requests(server: ServerProce
         shown = program.wait_for(lambda lines: has(request, lines) and has("% since start", lines))
         assert shown[0].startswith("kvdock ready  up ") and server.unix in shown[0]
         row, = (line.split() for line in shown if line.startswith("watched"))
-        assert row == ["watched", "�[31m", "live", "75.0", "%", "48.0", "KiB", "48.0", "KiB", "48.0", "KiB"]
+        assert row == [
+            "watched", "�[31m", "live", "22.9", "%", "45.7", "%", "0", "B", *["48.0", "KiB"] * 2, "1.0", "ms",
+        ]
+        assert has("kvdock is up and helping: ", shown) and has("% of prompt tokens were loaded", shown)
         assert has(" of 16.0 MiB used (", shown) and has("48.0 KiB by 1 lease, 0 reservations", shown)
         asked, = (line.split() for line in shown if request in line)
-        assert asked[1] == "lookup" and asked[-2:] == ["64", "48"]
+        assert asked[1] == "lookup" and asked[5:10] == ["64", "16", "32", "22", "as"]
         engine.lookup(keys(2, "top"), request="cmpl-later")
         program.wait_for(lambda lines: has("cmpl-later", lines))
         program.press("q")
@@ -66,7 +75,7 @@ def test_top_shows_the_server_its_engines_and_their_requests(server: ServerProce
 @pytest.mark.parametrize("size", [(40, 15), (40, 24), (80, 24), (120, 40), (20, 5)])
 def test_a_picture_fits_the_window_and_follows_it(server: ServerProcess, engine: Engine, size: tuple[int, int]) -> None:
     with watching(server.unix, *size) as program:
-        shown = program.wait_for(lambda lines: has("hit rate", lines))
+        shown = program.wait_for(lambda lines: has("loaded", lines))
         assert len(shown) <= size[1] and max(map(len, shown)) <= size[0]
         assert not any(line != line.rstrip() for line in shown)
         program.resize(33, 8)
@@ -78,7 +87,7 @@ def test_a_picture_fits_the_window_and_follows_it(server: ServerProcess, engine:
 @pytest.mark.parametrize("how", ["q", "\x03", signal.SIGTERM, signal.SIGHUP])
 def test_it_ends_cleanly_and_the_terminal_is_as_it_was(server: ServerProcess, how: str | signal.Signals) -> None:
     with watching(server.unix) as program:
-        program.wait_for(lambda lines: has("hit rate", lines))
+        program.wait_for(lambda lines: has("own cache", lines))
         assert program.settings() != program.before, "keys come without Return"
         if isinstance(how, str):
             program.press(how)
@@ -94,7 +103,7 @@ def test_ctrl_z_gives_the_terminal_back_until_it_goes_on(server: ServerProcess) 
     """Runs under a shell, because Ctrl-Z cannot stop a program for which no shell waits."""
     with PtyProgram(["sh", "-i"], environ()) as shell:
         shell.press(f"{shlex.join([*KVDOCK, 'top', '--server', server.unix, '--interval', '0.2'])}\n")
-        shell.wait_for(lambda lines: has("hit rate", lines))
+        shell.wait_for(lambda lines: has("own cache", lines))
         shell.press("\x1a")
         eventually(lambda: "Stopped" in shell.text.rpartition(LEAVE)[2])
         assert shell.settings() == shell.before
@@ -113,12 +122,12 @@ def test_a_lost_server_is_said_and_comes_back(tmp_path: Path) -> None:
     address = f"unix:{tmp_path}/s.sock"
     with watching(address) as program:
         shown = program.wait_for(lambda lines: has("no answer", lines))
-        assert has("trying again", shown) and not has("hit rate", shown), "there was none yet"
+        assert has("trying again", shown) and not has("own cache", shown), "there was none yet"
         with ServerProcess(**fixed) as server:
             program.wait_for(lambda lines: has("kvdock ready", lines))
             server.stop()
             shown = program.wait_for(lambda lines: has("no answer since", lines))
-            assert has("hit rate", shown), "the last picture stays"
+            assert has("own cache", shown), "the last picture stays"
         with ServerProcess(**fixed):
             program.wait_for(lambda lines: has("kvdock ready", lines) and not has("no answer", lines))
         program.press("q")
@@ -162,7 +171,7 @@ def test_one_picture_needs_neither_block_characters_nor_a_terminal(
 ) -> None:
     command = [*KVDOCK, "top", "--server", server.unix]
     done = subprocess.run(command, env=clean_environ(**environ), capture_output=True, text=True, timeout=TIMEOUT_S)
-    assert (done.returncode, done.stderr) == (0, "") and "hit rate" in done.stdout and ENTER not in done.stdout
+    assert (done.returncode, done.stderr) == (0, "") and "own cache" in done.stdout and ENTER not in done.stdout
     assert done.stdout.isascii() or "ascii" not in environ.values()
 
 
@@ -170,17 +179,22 @@ def test_a_terminal_that_cannot_move_its_cursor_gets_one_picture(server: ServerP
     command = [*KVDOCK, "top", "--server", server.unix]
     with PtyProgram(command, {**environ(), "TERM": "dumb"}) as program:
         assert program.ended() == 0
-        assert "hit rate" in program.text and "\x1b" not in program.text
+        assert "own cache" in program.text and "\x1b" not in program.text
 
 
 def test_json_once_is_one_object_and_a_failure_is_a_problem(
     server: ServerProcess, engine: Engine, tmp_path: Path
 ) -> None:
     found = json.loads(kvdock("top", "--once", "--json", "--server", server.unix).stdout)
-    assert found["reachable"] and found["problem"] is None and 0 < found["hit_rate"] < 1
+    assert found["reachable"] and found["problem"] is None and 0 < found["loaded_share"] < 1
     figures, = found["engines"]
-    assert (figures["looked_up_tokens"], figures["hit_tokens"], figures["state"]) == (64, 48, "live")
-    assert (figures["loaded_bytes"], figures["stored_bytes"]) == (3 * 16384, 3 * 16384)
+    assert (figures["lookup_tokens"], figures["state"]) == (64, "live")
+    assert figures["hits"] == {
+        "requests": 1, "prompt_tokens": 70, "local_tokens": 16, "loaded": {"memory": 32},
+        "computed": {"never_stored": 16, "tail": 6}, "reloaded_tokens": 0, "saved_s": pytest.approx(0.001),
+    }
+    assert (figures["loaded_share"], figures["local_share"]) == (32 / 70, 16 / 70)
+    assert (figures["loaded_bytes"], figures["stored_bytes"]) == (0, 3 * 16384), "it still holds its lease"
     assert found["status"]["pool_id"] == f"{server.pool_id:016x}" and len(found["requests"]) >= 2
     for more in ([], ["--once"], ["--once", "--json"]):
         said = refusal(kvdock("top", *more, "--server", f"unix:{tmp_path}/nobody.sock"), 1)

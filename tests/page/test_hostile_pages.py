@@ -17,8 +17,10 @@ from api_helpers import OPERATOR, Engine, ServerProcess, access_file, attach, ev
 from page_helpers import OpenPage
 from playwright.sync_api import Browser, BrowserContext, Page, expect
 
+from kvdock.api.access.access_file import entry
 from kvdock.client.client import Client
 from kvdock.protocol.schemas import Lookup
+from kvdock.protocol.wire_types import Scope
 
 pytest_plugins = ["page_fixtures"]
 pytestmark = [pytest.mark.page, pytest.mark.security]
@@ -211,26 +213,79 @@ def enter(page: Page, token: str) -> None:
     page.press("#token", "Enter")
 
 
-EVERYWHERE = """async () => JSON.stringify([
-  { ...localStorage }, { ...sessionStorage }, document.cookie, location.href, history.state, window.name,
+EVERYWHERE_ELSE = """async () => JSON.stringify([
+  { ...localStorage }, document.cookie, location.href, history.state, window.name,
   document.documentElement.outerHTML, [...document.querySelectorAll("input")].map((node) => node.value),
   performance.getEntries().map((entry) => entry.name), await indexedDB.databases(), await caches.keys(),
   Object.getOwnPropertyNames(window).map((name) => typeof window[name] === "string" ? window[name] : ""),
 ])"""
 
 
-def test_the_token_is_in_the_pages_memory_alone_and_ends_with_it(
+def test_the_token_is_kept_for_the_tab_alone_and_ends_with_it(
     server: ServerProcess, engine: Engine, open_page: OpenPage
 ) -> None:
     page = open_page(server.http, access_token=OPERATOR)
     expect(page.locator("#sessions")).to_contain_text(engine.body.instance)
     assert page.evaluate("history.length") <= 2
-    assert OPERATOR not in page.evaluate(EVERYWHERE)
+    assert page.evaluate("({ ...sessionStorage })") == {"kvdock-token": OPERATOR}
+    assert OPERATOR not in page.evaluate(EVERYWHERE_ELSE)
     assert OPERATOR not in json.dumps(page.context.storage_state()) and page.context.cookies() == []
     page.reload()
-    expect(page.locator("#locked")).to_be_visible()
-    expect(page.locator("#sessions")).to_be_hidden()
-    assert engine.body.instance not in page.content()
+    expect(page.locator("#sessions")).to_contain_text(engine.body.instance)
+    expect(page.locator("#locked")).to_be_hidden()
+    page.close()
+    other = page.context.new_page()
+    other.goto(server.http)
+    expect(other.locator("#locked")).to_be_visible()
+    expect(other.locator("#sessions")).to_be_hidden()
+    assert other.evaluate("({ ...sessionStorage })") == {} and engine.body.instance not in other.content()
+
+
+def test_a_token_that_the_server_does_not_know_is_not_kept(server: ServerProcess, open_page: OpenPage) -> None:
+    page = open_page(server.http, drawn=False)
+    enter(page, "nobodys-token")
+    expect(page.locator("#token-refused")).to_have_text(re.compile("does not know this token"))
+    eventually(lambda: page.evaluate("({ ...sessionStorage })") == {})
+
+
+@pytest.mark.parametrize("scopes", [None, ["read"], ["health"], ["admin"]])
+def test_opening_the_page_causes_no_refused_call(
+    open_page: OpenPage, tmp_path: Path, scopes: list[Scope] | None
+) -> None:
+    """With every panel open, with no token and with one of each scope, and again from what the tab has kept."""
+    token = "t" * 40
+    path = access_file(tmp_path, *([entry("one", token, scopes, "")] if scopes else []))
+    with ServerProcess(access_file=str(path)) as server:
+        page = open_page(server.http, drawn=False)
+        if scopes:
+            enter(page, token)
+        expect(page.locator("#locked")).to_be_visible(visible=scopes in (None, ["health"]))
+        for _ in range(2):
+            page.evaluate("for (const node of document.querySelectorAll('details.panel')) node.open = true")
+            page.wait_for_timeout(2_500)
+            page.reload()
+        expect(page.locator("#pill")).to_have_text("Ready")
+        assert counters(server)["refusals"] == 0
+
+
+def test_the_page_of_a_tenant_says_whose_its_figures_are(open_page: OpenPage, tmp_path: Path) -> None:
+    token = "t" * 40
+    path = access_file(tmp_path, entry("one", token, ["read"], "team-a"))
+    with ServerProcess(access_file=str(path)) as server:
+        page = open_page(server.http, access_token=token)
+        expect(page.locator("#whose")).to_have_text(
+            "Totals and charts are of all tenants; lists are of the tenant team-a."
+        )
+        operators = open_page(server.http, access_token=OPERATOR)
+        expect(operators.locator("#admin")).to_be_visible()
+        expect(operators.locator("#whose")).to_be_hidden()
+
+
+def test_the_focus_is_on_the_page_after_the_token_is_accepted(server: ServerProcess, open_page: OpenPage) -> None:
+    page = open_page(server.http, drawn=False)
+    enter(page, OPERATOR)
+    expect(page.locator("#sessions")).to_be_visible()
+    expect(page.locator("#main")).to_be_focused()
 
 
 def test_without_a_token_the_page_shows_totals_and_asks_for_one(
@@ -302,6 +357,18 @@ def named(server: ServerProcess) -> Iterator[None]:
             each.close()
 
 
+SHOWN_BIDI = "safe\\u202egpj.exe\\u2066\\u2067\\u202dtail\\u200f"
+SHOWN_HIDDEN = "\\u001b[31mred\\u0007\\u200b\\ufeff\\u2028\\u000d\\u000aend"
+UNSEEN = """() => {
+  const unseen = /[\\p{Cc}\\p{Cf}\\p{Zl}\\p{Zp}]/u, found = [];
+  for (const node of document.querySelectorAll("main *, .notices *, dialog *")) {
+    const read = ["title", "aria-label", "data-head"].map((name) => node.getAttribute(name) ?? "");
+    const own = [...node.childNodes].filter((one) => one.nodeType === 3).map((one) => one.data.trim());
+    if ([...read, ...own].some((text) => unseen.test(text))) found.push(node.outerHTML);
+  }
+  return found;
+}"""
+"""Elements whose own text, or the text of an attribute that people read, has such characters."""
 NOT_ISOLATED = """() => [...document.querySelectorAll("main *, .notices *")].filter((node) =>
   [...node.childNodes].some((text) => text.nodeType === 3 && /[\\u202a-\\u202e\\u2066-\\u2069]/.test(text.data))
   && getComputedStyle(node).display === "inline" && getComputedStyle(node).unicodeBidi !== "isolate"
@@ -316,7 +383,9 @@ def test_hostile_names_are_text_of_bounded_size_that_turns_no_other_text_around(
     page.on("dialog", lambda dialog: dialogs.append(dialog.message))
     for panel in ("sessions", "grants", "requests"):
         expect(page.locator(f"#{panel}")).to_contain_text(SCRIPT)
-        expect(page.locator(f"#{panel}")).to_contain_text(NAMES["bidi"])
+        expect(page.locator(f"#{panel}")).to_contain_text(SHOWN_BIDI)
+        expect(page.locator(f"#{panel}")).to_contain_text(SHOWN_HIDDEN)
+    assert page.evaluate(UNSEEN) == []
     for width in (390, 768, 1280, 1920):
         page.set_viewport_size({"width": width, "height": 900})
         eventually(lambda: page.evaluate("document.documentElement.scrollWidth - innerWidth") == 0)  # charts follow

@@ -7,11 +7,14 @@ import time
 from typing import Any
 
 import page_helpers as say
+import page_views as views
 import pytest
 from api_helpers import eventually
 from page_helpers import PATIENCE_MS, OpenPage, PageServer
-from playwright.sync_api import expect
+from playwright.sync_api import Page, expect
 
+from kvdock.protocol.hits import COMPUTED, PromptRun
+from kvdock.protocol.outcomes import Outcome, view_of
 from kvdock.protocol.reports import Requests
 
 pytest_plugins = ["page_fixtures"]
@@ -90,41 +93,51 @@ def test_grants_are_oldest_first_and_name_who_has_not_finished(page_server: Page
     assert rows[1] == "Lease chatcmpl-8e1f04 epoch 1 vllm-prod-0 4 of 8 ranks 0–2, 5 53 106 MiB 1.4 s"
 
 
-def test_requests_are_newest_first_with_hit_share(page_server: PageServer, open_page: OpenPage) -> None:
+def cells(page: Page, row: int) -> dict[str, str]:
+    """The row's cells by their column's name."""
+    found = page.locator("#requests tbody tr").nth(row).locator("td")
+    return {cell.get_attribute("data-head") or "": say.plain(cell.inner_text()) for cell in found.all()}
+
+
+def test_requests_are_newest_first(page_server: PageServer, open_page: OpenPage) -> None:
     old, new = say.live_requests(2).requests
-    new.at, new.tokens, new.hit_tokens, new.took_us = old.at + 5, 4096, 1024, 2310
+    new.at, new.tokens, new.took_us = old.at + 5, 4096, 2310
     page_server.bodies["requests"] = Requests(requests=[old, new])
     page = open_page(page_server.url)
-    first = say.plain(page.locator("#requests tbody tr").first.inner_text())
-    assert "4,096 1,024 25 %" in first and first.endswith("2.31 ms")
+    assert (cells(page, 0)["Asked for"], cells(page, 0)["Took"]) == ("4,096", "2.31 ms")
 
 
-def test_requests_show_what_the_engine_told_of_them_and_why_not_more_was_loaded(
+def test_requests_show_where_their_prompts_tokens_came_from_once_the_engine_has_told(
     page_server: PageServer, open_page: OpenPage
 ) -> None:
     told, untold, ended = say.live_requests(3).requests
-    told.outcome, untold.outcome = say.outcome(told.tokens, 384, "declined_dear", local=128), None
+    told.outcome, untold.outcome = view_of(Outcome(request="r", prompt_tokens=8200), views.RUNS), None
     ended.kind, ended.tokens, ended.hit_tokens = "ended", 96, 0
-    ended.outcome = say.outcome(96, 0, "something_new", local=0)
+    short = [PromptRun(tokens=96, origin="computed", why="short")]
+    ended.outcome = view_of(Outcome(request="r", prompt_tokens=96), short)
     page_server.bodies["requests"] = Requests(requests=[told, untold, ended])
     page = open_page(page_server.url)
-    rows = page.locator("#requests tbody tr")
-    expect(rows).to_have_count(3)
-
-    def cells(row: int) -> dict[str, str]:
-        found = rows.nth(row).locator("td")
-        return {cell.get_attribute("data-head") or "": say.plain(cell.inner_text()) for cell in found.all()}
-
-    shown = ("Kind", "Found", "Local", "Loaded", "Why less", "Took")
-    assert [cells(0)[head] for head in shown[:-1]] == [
-        "Lookup", "0", "128", "256", "computing was expected to be quicker"
+    expect(page.locator("#requests tbody tr")).to_have_count(3)
+    shown = ("Kind", "Asked for", "Prompt", "Own cache", "Loaded", "Computed", "Took")
+    assert [cells(page, 0)[head] for head in shown[:-1]] == [
+        "Lookup", "512", "8,200", "1,024", "3,072 memory 2,048, tier disk 1,024", "4,104 evicted for a store",
     ]
-    assert [cells(1)[head] for head in shown[2:5]] == ["", "", ""]
-    assert [cells(2)[head] for head in shown] == ["Ended", "0", "0", "0", "something new", "–"]
-    why = rows.nth(0).locator("td[data-head='Why less']")
-    assert why.get_attribute("title") == "declined_dear"
-    tokens = rows.nth(0).locator("td[data-head=Tokens]")
-    assert tokens.get_attribute("title") == f"{told.tokens}; the prompt has {told.tokens + 7}"
+    assert [cells(page, 1)[head] for head in shown[2:6]] == ["", "", "", ""]
+    assert [cells(page, 2)[head] for head in shown] == ["Ended", "–", "96", "0", "0", "96 shorter than a chunk", "–"]
+    loaded = page.locator("#requests tbody tr").nth(0).locator("td[data-head=Loaded]")
+    assert say.plain(loaded.get_attribute("title")) == (
+        "8,200 prompt tokens · own cache 1,024 (12 %) · loaded 3,072 (37 %): memory 2,048, tier disk 1,024 · computed "
+        "4,104 (50 %): evicted for a store: 3,584 tokens; never stored: 512 tokens; after the last whole chunk: 8 "
+        "tokens"
+    )
+
+
+def test_the_page_has_words_for_every_reason_of_the_server(figures: Page) -> None:
+    words = figures.evaluate(
+        "names => import('./static/hits.js').then(m => names.map(name => m.reasonWords(name)))", list(COMPUTED)
+    )
+    assert not set(words) & (set(COMPUTED) - {"deleted"}), "no reason is shown by its name"
+    assert len(set(words)) == len(COMPUTED)
 
 
 LOOKS_UNTIL = """text => {
@@ -185,7 +198,7 @@ def test_keyboard_reaches_every_chart_and_reads_values(status_page_url: str, ope
     chart = charts.last
     for key in ("ArrowLeft", "ArrowLeft", "ArrowRight"):
         page.keyboard.press(key)
-    assert re.match(r"1.0\ss earlier: \S", chart.get_attribute("aria-valuetext") or "")
+    assert re.match(r"\d\d:\d\d:\d\d: \S", chart.get_attribute("aria-valuetext") or "")
     page.keyboard.press("Home")
     assert chart.get_attribute("aria-valuenow") == "0"
     page.keyboard.press("End")

@@ -8,13 +8,15 @@ from importlib.resources import files
 from urllib.parse import urlsplit
 
 import page_helpers as say
+import page_views as views
 import pytest
 from page_helpers import PATIENCE_MS, OpenPage, PageServer
 from playwright.sync_api import Browser, ConsoleMessage, Page, expect
 
 from kvdock.protocol import schemas
-from kvdock.protocol.outcomes import OutcomeView
-from kvdock.protocol.reports import Leases
+from kvdock.protocol.hits import PromptRun
+from kvdock.protocol.outcomes import Outcome, view_of
+from kvdock.protocol.reports import DayOfHits, HitDays, Leases
 
 pytest_plugins = ["page_fixtures"]
 pytestmark = pytest.mark.page
@@ -31,9 +33,8 @@ def test_a_hostile_label_is_shown_as_text(page_server: PageServer, open_page: Op
     page_server.bodies["leases"] = Leases(leases=[say.grant(1, "lease", "s1", HOSTILE, 1, [0])])
     requests = say.live_requests(1)
     requests.requests[0].label = requests.requests[0].request = HOSTILE
-    requests.requests[0].outcome = OutcomeView(
-        prompt_tokens=1, local_tokens=0, found_tokens=0, loaded_tokens=0, why=HOSTILE, why_in_words=HOSTILE
-    )
+    runs = [PromptRun(tokens=1, origin="loaded", source=HOSTILE)]
+    requests.requests[0].outcome = view_of(Outcome(request="r", prompt_tokens=1, loaded_tokens=1), runs)
     page_server.bodies["requests"] = requests
     page_server.bodies["stats"] = say.history(say.series(HOSTILE, "bytes", HOSTILE, [1.0]))
     page_server.bodies["status"] = say.status(status="not ready", reasons=[HOSTILE], counters={HOSTILE: 1})
@@ -66,7 +67,7 @@ def test_the_page_asks_only_its_own_origin_and_logs_no_error(status_page_url: st
     page.on("console", listen)
     page.on("pageerror", lambda error: wrong.append(str(error)))
     page.goto(status_page_url)
-    panels = {"/v1/status", "/v1/stats", "/v1/sessions", "/v1/leases"}
+    panels = {"/v1/status", "/v1/stats", "/v1/verdict", "/v1/whoami", "/v1/sessions", "/v1/leases", "/v1/hits"}
     until = time.monotonic() + PATIENCE_MS / 1000
     while not {urlsplit(url).path for url in asked} >= panels and time.monotonic() < until:
         page.wait_for_timeout(100)
@@ -88,9 +89,14 @@ def test_no_width_scrolls_sideways_even_with_long_names(page_server: PageServer,
     page_server.bodies["leases"] = Leases(leases=[say.grant(1, "lease", "s1", long, 8, list(range(0, 8, 2)))])
     requests = say.live_requests(2)
     requests.requests[0].label = requests.requests[0].request = long
-    requests.requests[0].outcome = OutcomeView(
-        prompt_tokens=1 << 30, local_tokens=1 << 30, found_tokens=1 << 30, loaded_tokens=1 << 30, why=long[:64],
-        why_in_words=long[:64],
+    runs = [
+        PromptRun(tokens=1 << 28, origin="local"), PromptRun(tokens=1 << 28, origin="loaded", source="memory"),
+        PromptRun(tokens=1 << 28, origin="loaded", source=long[:64]),
+        PromptRun(tokens=1 << 28, origin="computed", why="declined_dear"),
+    ]
+    requests.requests[0].outcome = view_of(Outcome(request="r", prompt_tokens=1 << 30), runs)
+    page_server.bodies["hits"] = HitDays(
+        days=[DayOfHits(date="2026-11-25", tenant="a" * 64, model=long, hits=views.hits(1 << 40, saved_s=-9e6))]
     )
     page_server.bodies["requests"] = requests
     page_server.bodies["status"] = say.with_tiers(status="not ready", reasons=[long])
@@ -111,10 +117,10 @@ def test_tables_keep_their_roles_on_a_phone(status_page_url: str, open_page: Ope
     page = open_page(status_page_url, viewport={"width": 390, "height": 844})
     page.locator("#requests > summary").click()
     table = page.get_by_role("table", name="Recent requests")
-    expect(table.get_by_role("columnheader", name="Hit rate")).to_have_count(1)
+    expect(table.get_by_role("columnheader", name="Own cache")).to_have_count(1)
     expect(table.get_by_role("row").nth(1).get_by_role("cell")).to_have_count(7)
     page.set_viewport_size({"width": 1280, "height": 844})
-    expect(table.get_by_role("row").nth(1).get_by_role("cell")).to_have_count(11)
+    expect(table.get_by_role("row").nth(1).get_by_role("cell")).to_have_count(10)
 
 
 CONTRAST = """() => {
@@ -176,7 +182,7 @@ def test_reduced_motion_moves_nothing(status_page_url: str, open_page: OpenPage)
 def test_nodes_do_not_grow_while_everything_changes(page_server: PageServer, open_page: OpenPage) -> None:
     page = open_page(page_server.url)
     expect(page.locator("figure.chart")).to_have_count(4)
-    count = "document.querySelectorAll('*').length"
+    count = "document.querySelectorAll('*:not(.ticks.x *)').length"  # the minute decides how many round times it has
     newest = page.locator("#requests tbody tr").first
     seen = []
     for turn in range(1, 5):
@@ -188,6 +194,7 @@ def test_nodes_do_not_grow_while_everything_changes(page_server: PageServer, ope
         expect(newest).to_be_visible()
         seen.append(page.evaluate(count))
     assert len(set(seen)) == 1, seen
+    assert all(ticks.locator("text").count() <= 6 for ticks in page.locator(".ticks.x").all())
 
 
 def test_more_rows_than_the_page_draws_are_counted(page_server: PageServer, open_page: OpenPage) -> None:
@@ -209,14 +216,42 @@ def test_more_rows_than_the_page_draws_are_counted(page_server: PageServer, open
         ("bytes(0)", "0 B"), ("bytes(1023)", "1,023 B"), ("bytes(1024)", "1.00 KiB"), ("bytes(1048575)", "1.00 MiB"),
         ("bytes(13 * 2 ** 30)", "13.0 GiB"), ("count(99999)", "99,999"), ("count(47893120)", "47.9 M"),
         ("share(0)", "0 %"), ("share(0.0004)", "<0.1 %"), ("share(0.9999)", "99.9 %"), ("share(1)", "100 %"),
+        ("share(0.0999)", "10 %"), ("share(0.0994)", "9.9 %"),
         ("shareOf(0, 0)", "–"), ("age(0.42)", "0.4 s"), ("age(59.7)", "1 min"), ("age(250)", "4 min 10 s"),
         ("age(86399)", "23 h 59 min"), ("age(356400)", "4 d 3 h"), ("wholeAge(3.9)", "3 s"), ("took(90)", "90 µs"),
         ("took(1320)", "1.32 ms"), ("took(999999)", "1.00 s"), ("rankWords([5, 0, 1, 2])", "ranks 0–2, 5"),
+        ("age(-0.02)", "0.0 s"), ("age(-0.05)", "\u22120.1 s"), ("age(-50)", "\u221250 s"),
+        ("age(-93784)", "\u22121 d 2 h"), ("savedWords(5400)", "1 h 30 min of computing"),
+        ("savedWords(-50)", "\u221250 s: loads took longer than computing"),
         ("rankWords([3])", "rank 3"), ("plural(1, 'chunk')", "1 chunk"), ("plural(2, 'chunk')", "2 chunks"),
     ],
 )
 def test_figures_read_as_people_write_them(figures: Page, call: str, text: str) -> None:
     assert say.plain(figures.evaluate(f"import('./static/format.js').then(m => m.{call})")) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("safe\u202egpj.exe\u2066\u200f", "safe\\u202egpj.exe\\u2066\\u200f"),
+        ("\x1b[31mred\x07\r\n\t\x7f\x85", "\\u001b[31mred\\u0007\\u000d\\u000a\\u0009\\u007f\\u0085"),
+        ("a\u200b\u2060\ufeff\u00ad\u034f\u061cb", "a\\u200b\\u2060\\ufeff\\u00ad\\u034f\\u061cb"),
+        ("\u2028\u2029\u2003\u3000\u3164\u2800", "\\u2028\\u2029\\u2003\\u3000\\u3164\\u2800"),
+        ("tag\U000e0041 variant\ufe0f private\ue000", "tag\\u{e0041} variant\\ufe0f private\\ue000"),
+        ("plain, 12 %, 5\u00a0GiB, näïve, \u05e9\u05dc\u05d5\u05dd, 模型, \U0001f600, e\u0301",
+         "plain, 12 %, 5\u00a0GiB, näïve, \u05e9\u05dc\u05d5\u05dd, 模型, \U0001f600, e\u0301"),
+    ],
+)
+def test_what_cannot_be_seen_or_turns_text_around_is_written_out(figures: Page, text: str, shown: str) -> None:
+    assert figures.evaluate("text => import('./static/format.js').then(m => m.visible(text))", text) == shown
+
+
+def test_only_one_module_makes_text() -> None:
+    makes = re.compile(r"textContent\s*=[^=]|innerText\s*=[^=]|createTextNode|\.text\s*=[^=]|setAttribute\(\"title")
+    modules = [*files("kvdock.web").iterdir(), *files("kvdock.web").joinpath("views").iterdir()]
+    assert [module.name for module in modules if module.name.endswith(".js") and makes.search(module.read_text())] == [
+        "dom.js"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -232,3 +267,29 @@ def test_figures_read_as_people_write_them(figures: Page, call: str, text: str) 
 def test_axes_have_even_round_steps_that_cover_the_data(figures: Page, call: str, texts: list[str]) -> None:
     ticks = figures.evaluate(f"import('./static/scale.js').then(m => m.{call}.ticks.map(t => t.text))")
     assert [say.plain(tick) for tick in ticks] == texts
+
+
+MARKS = """([endS, spanS]) =>
+  import('./static/scale.js').then(m => m.timeTicks(endS, spanS).map(t => t.text).reverse())"""
+
+
+@pytest.mark.parametrize(
+    ("now", "span_s", "texts"),
+    [
+        ("2026-11-25T14:03:20", 60, ["14:02:30", "14:02:45", "14:03:00", "14:03:15"]),
+        ("2026-11-25T14:03:20", 300, ["13:59", "14:00", "14:01", "14:02", "14:03"]),
+        ("2026-11-25T02:40:00", 43_200, ["15:00", "18:00", "21:00", "25 Nov"]),
+        ("2026-11-25T14:03:20", 14 * 86_400, ["13 Nov", "16 Nov", "19 Nov", "22 Nov", "25 Nov"]),
+        ("2026-03-30T12:00:00", 4 * 86_400, ["27 Mar", "28 Mar", "29 Mar", "30 Mar"]),
+    ],
+)
+def test_the_axis_of_time_has_round_times_of_the_reader_s_clock(
+    browser: Browser, page_server: PageServer, now: str, span_s: int, texts: list[str]
+) -> None:
+    """The last case passes the night in which Berlin's clocks go forward."""
+    context = browser.new_context(timezone_id="Europe/Berlin")
+    page = context.new_page()
+    page.goto(page_server.url)
+    end_s = page.evaluate("text => new Date(text).getTime() / 1000", now)
+    assert [say.plain(text) for text in page.evaluate(MARKS, [end_s, span_s])] == texts
+    context.close()

@@ -13,7 +13,9 @@ from page_helpers import OpenPage, PageServer
 from playwright.sync_api import Page, expect
 
 from kvdock.protocol import events as e, schemas
-from kvdock.protocol.reports import CopyRates, Leases, Prefixes, Requests, Saved, UseTotals
+from kvdock.protocol.admin_schemas import Namespaces
+from kvdock.protocol.reports import CopyRates, HitDays, Leases, Prefixes, Requests, Series, UseTotals
+from kvdock.protocol.verdict import Effect, Verdict
 
 pytest_plugins = ["page_fixtures"]
 pytestmark = pytest.mark.page
@@ -26,26 +28,62 @@ def rows(page: Page, panel: str) -> list[str]:
 # --------------------------------------------------------------------------- health in words, the tab
 
 
-def test_health_names_what_needs_attention_and_leads_there(page_server: PageServer, open_page: OpenPage) -> None:
+def verdict_rows(page: Page) -> list[tuple[str, str]]:
+    """(tone, text) of each sentence at the top."""
+    lines = page.locator("#verdict li").all()
+    return [(line.get_attribute("data-tone") or "", say.plain(line.inner_text())) for line in lines]
+
+
+def test_the_server_s_verdict_comes_first_then_what_the_lists_show(
+    page_server: PageServer, open_page: OpenPage
+) -> None:
     page = open_page(page_server.url)
-    said = [say.plain(text) for text in page.locator("#verdict li").all_inner_texts()]
-    assert said == [
-        "2 processes of vllm-prod-0, instance-s3 are suspect or dead. Show",
-        "1 lease is older than 1 min, the oldest 1 min 11 s. Show",
-        "Not used now: tier redis, tier objects. Show",
+    expect(page.locator("#verdict li")).to_have_count(5)
+    assert verdict_rows(page) == [
+        ("good", views.HEADLINE),
+        ("bad", "The tier redis is not used: its calls fail or are late. Cost: about 12 % of prompt tokens. "
+                "kvdock status Show"),
+        ("warn", "An engine's process ended without leaving at 2026-11-25 03:12:00. kvdock sessions Show Acknowledge…"),
+        ("bad", "2 processes of vllm-prod-0, instance-s3 are suspect or dead. Show"),
+        ("warn", "1 lease is older than 1 min, the oldest 1 min 11 s. Show"),
     ]
-    links = page.locator("#verdict a").all()
-    assert [link.get_attribute("href") for link in links] == ["#sessions", "#grants", "#tiers"]
+    links = page.locator("#verdict a:visible").all()
+    assert [link.get_attribute("href") for link in links] == ["#tiers", "#sessions", "#sessions", "#grants"]
 
 
-def test_health_says_so_where_nothing_needs_attention(page_server: PageServer, open_page: OpenPage) -> None:
-    page_server.bodies |= {"status": say.status(sessions=1, leases=0), "leases": Leases(leases=[])}
-    page_server.bodies["sessions"] = {"sessions": [], "next": None}
+@pytest.mark.parametrize(
+    ("effect", "tone"),
+    [("helping", "good"), ("costing", "bad"), ("idle", "info"), ("not_reported", "info"), ("not_ready", "warn")],
+)
+def test_the_headline_has_the_tone_of_what_the_server_does(
+    page_server: PageServer, open_page: OpenPage, effect: Effect, tone: str
+) -> None:
+    not_ready = views.finding("not_ready", "bad", "No slot can be given out: prefault.")
+    page_server.bodies |= {
+        "verdict": Verdict(effect=effect, headline="kvdock is up.", findings=[not_ready]),
+        "sessions": schemas.Sessions(sessions=[]), "leases": Leases(leases=[]),
+    }
     page = open_page(page_server.url)
     expect(page.locator("#verdict li")).to_have_count(1)
-    assert say.plain(page.locator("#verdict li").inner_text()) == (
-        "Nothing needs attention: 1 engine is attached, 9.24 GiB in 4,731 chunks can be hit."
-    )
+    assert verdict_rows(page) == [(tone, "kvdock is up.")], "why it is not ready stands above"
+
+
+def test_what_has_happened_is_acknowledged_after_a_question(page_server: PageServer, open_page: OpenPage) -> None:
+    page_server.answers["/v1/acknowledge"] = {"troubles": 1}
+    page = open_page(page_server.url)
+    acknowledge = page.get_by_role("button", name="Acknowledge…")
+    expect(acknowledge).to_have_count(1)
+    acknowledge.click()
+    question = page.get_by_role("dialog", name="Acknowledge what has happened?")
+    expect(question.get_by_role("button", name="Cancel")).to_be_focused()
+    page.keyboard.press("Escape")
+    expect(question).to_be_hidden()
+    page.wait_for_timeout(300)  # for a call that must not come
+    assert page_server.sent == []
+    acknowledge.click()
+    question.get_by_role("button", name="Acknowledge", exact=True).click()
+    expect(page.locator("#verdict")).to_contain_text("Acknowledged.")
+    assert page_server.sent == [("POST", "/v1/acknowledge", {})]
 
 
 def test_the_tab_says_that_the_server_is_gone_and_that_it_is_back(page_server: PageServer, open_page: OpenPage) -> None:
@@ -62,57 +100,114 @@ def test_the_tab_says_that_the_server_is_gone_and_that_it_is_back(page_server: P
     assert page.title() == "kvdock"
 
 
-def test_the_main_figures_are_of_the_last_minutes_and_leave_out_what_is_not_known(
+def rates(prompt: list[float | None], loaded: list[float | None], computed: list[float | None]) -> list[Series]:
+    """Tokens per second, by interval; the engines' own caches had what is left of the prompts."""
+    shares = ("loaded_share", "local_share")
+    blank: list[float | None] = [None] * len(prompt)
+    return [
+        *(say.series(name, "ratio", "Prompt tokens", blank) for name in shares),
+        say.series("prompt_tokens", "per_s", "Tokens", prompt), say.series("loaded_tokens", "per_s", "Tokens", loaded),
+        say.series("computed_tokens", "per_s", "Tokens", computed),
+    ]
+
+
+def tiles(page: Page) -> list[str]:
+    return [say.plain(text) for text in page.locator("#tiles .tile").all_inner_texts()]
+
+
+def test_the_main_figures_are_shares_of_prompt_tokens_lately_and_since_start(
     page_server: PageServer, open_page: OpenPage
 ) -> None:
-    rates = [say.series("lookup_tokens", "per_s", "tokens", [100.0, None, 300.0]),
-             say.series("hit_tokens", "per_s", "tokens", [100.0, None, 0.0])]
-    page_server.bodies["stats"] = say.history(*rates)
-    page_server.bodies["status"] = say.status(saved=Saved(tokens=1_000_000, seconds=5_400.0))
+    page_server.bodies["stats"] = say.history(*rates([100.0, None, 300.0], [80.0, None, 20.0], [10.0, None, 270.0]))
+    page_server.bodies["status"] = say.status(hits=views.hits(61_204_512))
     page = open_page(page_server.url)
-    tiles = [say.plain(text) for text in page.locator("#tiles .tile").all_inner_texts()]
-    assert tiles[0] == "Hit rate 25 % in the last 3.0 s; 78 % since start, of 61.2 M tokens looked up"
-    assert tiles[1] == "Saved 1 h 30 min of computing: 1.00 M tokens were loaded instead"
-    page_server.bodies["status"] = say.status(saved=Saved(tokens=2_000_000))
-    expect(page.locator("#tiles .tile").nth(1)).to_contain_text("tokens were loaded instead of computed")
-    page_server.bodies["status"] = say.status()
-    expect(page.locator("#tiles .tile").nth(1)).to_contain_text("tokens found, in 18,402")
+    assert tiles(page)[0] == (
+        "Loaded from kvdock 25 % own cache 5.0 %, computed 70 %, in the last 3.0 s; 30 % since start, of 61.2 M prompt "
+        "tokens"
+    )
+    assert tiles(page)[1] == "Saved 1 h 30 min of computing: 18.4 M tokens were loaded instead"
+    page_server.bodies["stats"] = say.history(*rates([0.0] * 3, [0.0] * 3, [0.0] * 3))
+    expect(page.locator("#tiles .tile").first).to_contain_text(
+        "own cache 10\u00a0%, computed 60\u00a0%, since start, of 61.2\u00a0M\u00a0prompt tokens"
+    )
+
+
+def test_saved_has_its_sign_and_is_marked_where_loads_took_longer(
+    page_server: PageServer, open_page: OpenPage
+) -> None:
+    page_server.bodies["status"] = say.status(hits=views.hits(1_000_000, saved_s=-50.2))
+    page = open_page(page_server.url)
+    saved = page.locator("#tiles .tile").nth(1)
+    assert tiles(page)[1] == "Saved −50 s loads took longer than computing: of 300 k tokens"
+    expect(saved.locator(".figure")).to_have_class("figure alarm")
+    assert saved.locator(".figure").evaluate("node => getComputedStyle(node).color") == "rgb(168, 32, 26)"
+    page_server.bodies["status"] = say.status(hits=views.hits(1_000_000, saved_s=None))
+    expect(saved).to_contain_text("300 ktokens were loaded instead of computed")
+    expect(saved.locator(".figure")).to_have_class("figure")
+    page_server.bodies["status"] = say.status(hits=views.NO_HITS)
+    expect(saved).to_contain_text("nothing was loaded yet")
+
+
+def test_without_ended_requests_what_was_asked_for_is_no_hit(page_server: PageServer, open_page: OpenPage) -> None:
+    page_server.bodies["status"] = say.status(hits=views.NO_HITS)
+    page = open_page(page_server.url)
+    assert tiles(page)[0] == "Loaded from kvdock – asked for 61.2 M tokens; what was loaded is not reported"
+    page_server.bodies["status"] = say.status(hits=views.NO_HITS, counters={})
+    expect(page.locator("#tiles .tile").first).to_contain_text("no request has ended yet")
 
 
 # --------------------------------------------------------------------------- over time
 
 
-def test_the_hit_rate_is_that_of_the_last_minute_by_tokens_and_holds_its_last_value(
+def test_shares_are_those_of_the_last_minute_by_tokens_and_hold_their_last_value(
     page_server: PageServer, open_page: OpenPage
 ) -> None:
-    """Ten tokens that are found weigh less than ninety that are not."""
-    asked: list[float | None] = [10.0, 90.0, *[0.0] * 70]
-    found: list[float | None] = [10.0, 0.0, *[0.0] * 70]
+    """Ten tokens that are loaded weigh less than ninety that are not."""
     page_server.bodies["stats"] = say.history(
-        say.series("hit_ratio", "ratio", "hit rate", [1.0, 0.0, *[None] * 70]),
-        say.series("lookup_tokens", "per_s", "tokens", asked), say.series("hit_tokens", "per_s", "tokens", found),
+        *rates([10.0, 90.0, *[0.0] * 70], [10.0, 0.0, *[0.0] * 70], [0.0, 45.0, *[0.0] * 70])
     )
     page = open_page(page_server.url)
-    chart = page.get_by_role("slider", name="Hit rate, chart")
+    chart = page.get_by_role("slider", name="Prompt tokens, chart")
     chart.focus()
     page.keyboard.press("Home")
-    assert "Hit_Ratio 100 %" in say.plain(chart.get_attribute("aria-valuetext"))
+    assert "Loaded_Share 100 %, Local_Share 0 %" in say.plain(chart.get_attribute("aria-valuetext"))
     page.keyboard.press("ArrowRight")
-    assert "Hit_Ratio 10 %" in say.plain(chart.get_attribute("aria-valuetext"))
+    assert "Loaded_Share 10 %, Local_Share 45 %" in say.plain(chart.get_attribute("aria-valuetext"))
     page.keyboard.press("End")
-    assert "no data" in say.plain(chart.get_attribute("aria-valuetext")), "nothing was looked up within the minute"
-    held = chart.locator(".held").get_attribute("d") or ""
+    assert "no data" in say.plain(chart.get_attribute("aria-valuetext")), "no request has ended within the minute"
+    held = chart.locator(".held").first.get_attribute("d") or ""
     assert held.count("M") == 1 and "H" in held
+
+
+def test_charts_have_the_reader_s_clock_on_their_axis(page_server: PageServer, open_page: OpenPage) -> None:
+    """The newest point is as old as the server says, by the reader's clock."""
+    page = open_page(page_server.url, timezone_id="Europe/Berlin")
+    page.clock.set_fixed_time("2026-11-25T03:12:40Z")
+    page_server.bodies["stats"] = msgspec.structs.replace(say.stats(61), age_s=5.0)
+    page.reload()
+    ticks = page.locator("#history figure.chart").first.locator(".ticks.x text")
+    expect(ticks.first).to_be_visible()
+    assert sorted(ticks.all_text_contents()) == ["04:11:45", "04:12:00", "04:12:15", "04:12:30"]
+    chart = page.get_by_role("slider").first
+    chart.focus()
+    page.keyboard.press("Home")
+    assert (chart.get_attribute("aria-valuetext") or "").startswith("04:11:35: ")
 
 
 def test_the_range_switch_asks_for_hours_and_days(page_server: PageServer, open_page: OpenPage) -> None:
     asked: list[str] = []
-    page = open_page(page_server.url)
+    page = open_page(page_server.url, timezone_id="Europe/Berlin")
+    page.clock.set_fixed_time("2026-11-25T09:00:00Z")
+    page.reload()
     page.on("request", lambda request: asked.append(request.url.rpartition("/v1/")[2]))
     page_server.bodies["stats"] = msgspec.structs.replace(say.stats(100), interval_s=3600.0)
     page.get_by_role("radio", name="Days").check()
-    expect(page.locator("#history .ticks.x").first).to_contain_text("−4 d")
+    expect(page.locator("#history .ticks.x").first).to_contain_text("23\u00a0Nov")
     assert "stats?over=days" in asked
+    chart = page.get_by_role("slider").first
+    chart.focus()
+    page.keyboard.press("ArrowLeft")
+    assert say.plain(chart.get_attribute("aria-valuetext")).startswith("25 Nov, 08:59: ")
     with page.expect_request("**/v1/stats?over=hours"):
         page.get_by_role("radio", name="Hours").check()
 
@@ -123,8 +218,9 @@ def test_the_cursor_of_one_chart_is_that_of_all(page_server: PageServer, open_pa
     charts[0].focus()
     for _ in range(3):
         page.keyboard.press("ArrowLeft")
-    heads = [say.plain(text) for text in page.locator("figure.chart .when").all_inner_texts()]
-    assert len(heads) == len(charts) > 1 and set(heads) == {"3.0 s earlier"}
+    heads = page.locator("figure.chart .when").all_inner_texts()
+    assert len(heads) == len(charts) > 1 and len(set(heads)) == 1
+    assert re.fullmatch(r"\d\d:\d\d:\d\d", heads[0])
 
 
 # --------------------------------------------------------------------------- what is cached
@@ -137,9 +233,9 @@ def test_what_is_cached_is_summed_up_by_model_namespace_and_tenant(
     qwen, llama = views.MODELS[:2]
     expect(page.locator("#cached tbody tr")).to_have_count(3)
     assert rows(page, "cached") == [
-        "kvdock-bench-1024 1 namespace, benchmark 800 MiB 400 chunks 70 % of 4.00 M tokens 12 s 8 h 1",
-        f"{qwen} 2 namespaces 600 MiB 300 chunks 70 % of 3.00 M tokens 3.0 s 4 h 2",
-        f"{llama} 1 namespace 600 MiB 300 chunks 70 % of 3.00 M tokens 9.0 s 6 h 1",
+        "kvdock-bench-1024 1 namespace, benchmark 800 MiB 400 chunks 30 % of 4.00 M tokens 12 s 8 h 1",
+        f"{qwen} 2 namespaces 600 MiB 300 chunks 30 % of 3.00 M tokens 3.0 s 4 h 2",
+        f"{llama} 1 namespace 600 MiB 300 chunks 30 % of 3.00 M tokens 9.0 s 6 h 1",
     ]
     page.get_by_role("radio", name="Namespace").check()
     expect(page.locator("#cached tbody tr")).to_have_count(4)
@@ -218,20 +314,83 @@ def test_an_older_server_s_namespaces_are_shown_without_what_it_does_not_tell(
     expect(page.get_by_role("radio", name="Prefix")).to_be_hidden()
 
 
-def test_engines_show_hits_bytes_and_their_copies_beside_what_the_machine_can(
+def test_engines_show_what_they_loaded_and_their_copies_beside_what_the_machine_can(
+    page_server: PageServer, open_page: OpenPage
+) -> None:
+    _, who, other = say.live_sessions().sessions
+    totals = UseTotals(lookups=9, lookup_tokens=3_500_000, loaded_bytes=5 << 30, stored_bytes=1 << 30,
+                       hits=views.hits(4_000_000, saved_s=90.0))
+    copy = CopyRates(load_bytes_per_s=12 << 30, ceiling_bytes_per_s=24 << 30)
+    shown = msgspec.structs.replace(who, totals=totals, copy=copy)
+    asks = msgspec.structs.replace(other, totals=UseTotals(lookups=2, lookup_tokens=250_000))
+    page_server.bodies["sessions"] = schemas.Sessions(sessions=[shown, asks])
+    page = open_page(page_server.url, viewport={"width": 1440, "height": 900})
+    expect(page.locator("#sessions tbody tr")).to_have_count(2)
+    silent, told = rows(page, "sessions")
+    assert "30 % of 4.00 M tokens 5.00 GiB 1.00 GiB 1 min 30 s 12.0 GiB/s of 24.0 GiB/s" in told
+    assert "asked for 250 k loads not reported 0 B 0 B –" in silent and "%" not in silent
+    title = page.locator("#sessions td[data-head='Loaded from kvdock']").first.get_attribute("title")
+    assert say.plain(title) == "Asked for 250 k tokens; what was loaded is not reported"
+
+
+def test_an_engine_whose_loads_took_longer_than_computing_is_marked(
     page_server: PageServer, open_page: OpenPage
 ) -> None:
     who = say.live_sessions().sessions[1]
-    totals = UseTotals(lookups=9, lookup_tokens=4_000_000, hit_tokens=3_000_000, loaded_tokens=2_000_000,
-                       loaded_bytes=5 << 30, stored_bytes=1 << 30, saved_s=90.0)
-    copy = CopyRates(load_bytes_per_s=12 << 30, ceiling_bytes_per_s=24 << 30)
-    shown = msgspec.structs.replace(who, totals=totals, copy=copy)
-    page_server.bodies["sessions"] = schemas.Sessions(sessions=[shown])
-    page = open_page(page_server.url, viewport={"width": 1440, "height": 900})
-    expect(page.locator("#sessions tbody tr")).to_have_count(1)
-    assert "75 % of 4.00 M tokens 5.00 GiB 2.00 M tokens 1.00 GiB 1 min 30 s 12.0 GiB/s of 24.0 GiB/s" in (
-        rows(page, "sessions")[0]
+    costly = msgspec.structs.replace(who, totals=UseTotals(hits=views.hits(1_000, saved_s=-3_720.0)))
+    page_server.bodies["sessions"] = schemas.Sessions(sessions=[costly])
+    page = open_page(page_server.url)
+    saved = page.locator("#sessions td[data-head=Saved]")
+    expect(saved.locator(".alarm")).to_have_text("−1\u00a0h\u00a02\u00a0min")
+    assert say.plain(saved.get_attribute("title")) == "−1 h 2 min: loads took longer than computing"
+
+
+def test_the_mover_is_no_engine(page_server: PageServer, open_page: OpenPage) -> None:
+    """It has a session in each namespace, which only says who holds a lease."""
+    mover = say.session("s9", schemas.MOVER_LABEL, views.MODELS[0], [say.member("mover", [0], "dead")],
+                        namespace="01" * 32)
+    page_server.bodies["sessions"] = schemas.Sessions(sessions=[*say.live_sessions().sessions, mover])
+    page_server.bodies["leases"] = Leases(leases=[say.grant(1, "lease", "s9", "load-1", 1, [0])])
+    named = views.namespace(1, views.MODELS[0], sessions=2)
+    page_server.bodies["namespaces"] = Namespaces(namespaces=[named])
+    page = open_page(page_server.url)
+    expect(page.locator("#sessions tbody tr")).to_have_count(3)
+    expect(page.locator("#sessions")).not_to_contain_text(schemas.MOVER_LABEL)
+    expect(page.locator("#verdict")).not_to_contain_text(schemas.MOVER_LABEL)
+    expect(page.locator("#grants")).to_contain_text(schemas.MOVER_LABEL)
+    expect(page.locator("#cached td[data-head=Engines]")).to_have_text("1")
+    assert tiles(page)[3] == "Engines 3 attached; 2 processes in trouble"
+
+
+# --------------------------------------------------------------------------- by day
+
+
+def test_days_show_where_prompts_tokens_came_from_the_latest_first(
+    page_server: PageServer, open_page: OpenPage
+) -> None:
+    page = open_page(page_server.url)
+    expect(page.locator("#days tbody tr")).to_have_count(3)
+    qwen, llama = views.MODELS[:2]
+    assert rows(page, "days") == [
+        f"2026-11-25 the server's own user {qwen} 1.00 M 100 k 10 % 300 k 30 %, memory 250 k, tier disk 50,000 "
+        "600 k 60 %, never stored −50 s",
+        f"2026-11-24 the server's own user {qwen} 2.00 M 200 k 10 % 600 k 30 %, memory 500 k, tier disk 100 k "
+        "1.20 M 60 %, never stored 1 h 30 min",
+        f"2026-11-24 research {llama} 500 k 50,000 10 % 150 k 30 %, memory 125 k, tier disk 25,000 "
+        "300 k 60 %, never stored 1 h 30 min",
+    ]
+    expect(page.locator("#days .alarm")).to_have_text(["−50\u00a0s"])
+    page.locator("#days > summary").click()
+    expect(page.locator("#days .digest")).to_have_text(
+        "2026-11-25: 30\u00a0% of 1.00\u00a0M prompt tokens were loaded"
     )
+
+
+def test_without_ended_requests_there_is_no_day(page_server: PageServer, open_page: OpenPage) -> None:
+    page_server.bodies["hits"] = HitDays(days=[])
+    page = open_page(page_server.url)
+    expect(page.locator("#days .hint")).to_contain_text("No request has ended yet.")
+    expect(page.locator("#days table")).to_be_hidden()
 
 
 # --------------------------------------------------------------------------- the curve
@@ -241,14 +400,15 @@ def test_the_curve_says_whether_more_memory_would_help(page_server: PageServer, 
     page = open_page(page_server.url)
     advice = page.locator("#curve .advice")
     expect(advice).to_have_text(
-        "A pool of 32\u00a0GiB would raise the hit rate by 8 percentage points, an unlimited one by 12."
+        "A pool of 32\u00a0GiB would find 8 percentage points more of what is asked for, an unlimited one 12."
     )
     points = [say.plain(text) for text in page.locator("#curve li").all_inner_texts()]
     assert points[0] == "31 % 4 GiB ¼ ×" and points[2] == "63 % 16 GiB now" and points[6] == "75 % any size ∞ ×"
+    expect(page.locator("#curve .after")).to_contain_text("It may be off by 1.2 percentage points.")
     page_server.bodies["curve"] = views.curve((0.6, 0.63, 0.63, 0.63, 0.63, 0.63, 0.63))
     page.reload()
     expect(advice).to_have_text(
-        re.compile("More memory would not raise the hit rate. 8.GiB would find as much.")
+        re.compile("More memory would not find more. 8.GiB would find as much.")
     )
     page.locator("#curve select").select_option("tenant research")
     expect(page.locator("#curve .hint")).to_be_visible()
@@ -274,14 +434,42 @@ def test_a_click_on_a_request_explains_it(page_server: PageServer, open_page: Op
     dialog = page.get_by_role("dialog", name=f"Request {request}")
     expect(dialog.get_by_role("heading", name="Where")).to_be_visible()
     for said in (
-        "The lookup found 4,096 of 8,192 tokens.", "it was evicted to make room for a store", "loaded 3,072",
-        "computed 4,104", "Gone for 1 min 35 s", "Copied at 2.89 GiB/s", "taken 840 ms longer than loading", "fp8_e4m3",
-        views.MODELS[0],
+        "The lookup was answered with 4,096 of 8,192 tokens.", "they were evicted to make room for a store",
+        "A larger pool keeps chunks longer", "Answered with 4,096 tokens (50 %)", "Not given 2,048 tokens",
+        "Gone for 1 min 35 s", "Copied at 2.89 GiB/s", "0.8 s of computing.", "fp8_e4m3", views.MODELS[0],
     ):
         assert said in say.plain(dialog.inner_text()), said
     page.keyboard.press("Escape")
     expect(dialog).to_be_hidden()
     assert page.evaluate("document.activeElement.textContent") == request, "the focus is where it was"
+
+
+def test_the_bar_of_a_request_shows_the_runs_of_its_prompt_in_their_order(
+    page_server: PageServer, open_page: OpenPage
+) -> None:
+    page = open_page(page_server.url)
+    name = page.locator("#requests button.link").first
+    page_server.bodies[f"requests/{name.inner_text()}/explain"] = views.explanation(name.inner_text())
+    name.click()
+    bar = page.get_by_role("dialog").get_by_role("img")
+    expect(bar).to_be_visible()
+    assert say.plain(bar.get_attribute("aria-label")) == (
+        "The prompt from its start: 1,024 the engine had; 2,048 loaded from memory; 1,024 loaded from tier disk; "
+        "2,048 computed: evicted for a store; 512 computed: never stored; 1,536 computed: evicted for a store; "
+        "8 computed: after the last whole chunk"
+    )
+    pieces = bar.locator("span").all()
+    assert [piece.get_attribute("class") for piece in pieces] == [
+        "state local p0", "state loaded p0", "state loaded p1", "state computed p0", "state computed p1",
+        "state computed p0", "state computed p2",
+    ]
+    widths = [piece.bounding_box() for piece in pieces]
+    assert all(widths) and widths[1]["width"] == pytest.approx(2 * widths[0]["width"], rel=0.02)  # type: ignore[index]
+    legend = [say.plain(text) for text in page.locator("#explain .legend li").all_inner_texts()]
+    assert legend == [
+        "the engine had 1,024", "loaded from memory 2,048", "loaded from tier disk 1,024",
+        "computed: evicted for a store 3,584", "computed: never stored 512", "computed: after the last whole chunk 8",
+    ]
 
 
 def test_a_request_that_the_server_has_forgotten_is_said_so(page_server: PageServer, open_page: OpenPage) -> None:
@@ -302,8 +490,8 @@ def test_requests_are_filtered_by_kind_and_stay_while_they_are_paused(
     page.locator("#requests select").select_option("store")
     assert set(kinds.all_inner_texts()) == {"Store"}
     page.locator("#requests select").select_option("missed")
-    shares = page.locator("#requests td[data-head='Hit rate']").all_inner_texts()
-    assert shares and "100 %" not in {say.plain(share) for share in shares}
+    computed = [say.plain(text) for text in page.locator("#requests td[data-head=Computed]").all_inner_texts()]
+    assert len(computed) == 4 and all(text.endswith(("the load failed", "the answer was late")) for text in computed)
     page.locator("#requests select").select_option("all")
     page.get_by_role("button", name="Pause").click()
     before = rows(page, "requests")
@@ -331,9 +519,11 @@ def test_events_come_as_they_happen_newest_first_and_by_kind(page_server: PageSe
     page_server.bodies["events"].append(views.event(8, e.Shrunk(segment=1, allocated_bytes=8 << 30)))
     expect(kinds.first).to_have_text("Shrunk")
     page.get_by_label("Show").last.select_option("requests")
-    expect(kinds).to_have_text(["Looked up"])
+    expect(kinds).to_have_text(["Request ended", "Looked up"])
+    assert "loaded memory 2,048, disk 1,024 · computed room 4,104" in say.plain(events.first.inner_text())
+    assert "saved −0.4 s" in say.plain(events.first.inner_text())
     page.get_by_label("Show").last.select_option("all")
-    expect(events).to_have_count(8)
+    expect(events).to_have_count(9)
 
 
 def test_events_that_are_not_followed_wait_and_are_counted(page_server: PageServer, open_page: OpenPage) -> None:
@@ -364,7 +554,7 @@ def test_a_folded_panel_costs_the_server_nothing(page_server: PageServer, open_p
     asked: set[str] = set()
     page_server.on_path = asked.add
     page = open_page(page_server.url, viewport={"width": 390, "height": 844})
-    wanted = {"status", "stats", "sessions", "leases", "config"}
+    wanted = {"status", "stats", "verdict", "whoami", "sessions", "leases", "config"}
 
     def calls() -> set[str]:
         return {path.removeprefix("/v1/") for path in list(asked) if path.startswith("/v1/")}

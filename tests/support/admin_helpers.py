@@ -12,7 +12,7 @@ from fastapi.routing import APIRoute
 from kvdock.api.http import routes_admin, routes_people
 from kvdock.api.http.engine_calls import ENGINE_CALLS
 from kvdock.api.http.openapi import scope_of
-from kvdock.protocol.calls import Scope
+from kvdock.protocol.wire_types import Scope
 
 
 class Route(NamedTuple):

@@ -22,9 +22,12 @@ from playwright.sync_api import Page, expect
 from kvdock.protocol import schemas
 from kvdock.protocol.admin_schemas import Namespaces
 from kvdock.protocol.events import kind_of
+from kvdock.protocol.hits import ComputedWhy, PromptRun
 from kvdock.protocol.outcomes import Outcome, OutcomeView, view_of
 from kvdock.protocol.reports import (
+    Caller,
     ChunkCounts,
+    HitDays,
     Leases,
     LeaseView,
     MoverView,
@@ -37,6 +40,7 @@ from kvdock.protocol.reports import (
     Status,
     TierView,
 )
+from kvdock.protocol.verdict import Verdict
 
 GIB = 1 << 30
 MIB = 1 << 20
@@ -52,9 +56,10 @@ def status(**changes: Any) -> Status:
         now=1_700_000_000.0, pool=live_pool(), chunks=ChunkCounts(reserved=24, ready=4731, quarantined=9),
         sessions=3, leases=3, reservations=1,
         counters={
-            "lookups": 18_402, "lookup_tokens": 61_204_512, "hit_tokens": 47_893_120, "stored_chunks": 9_204,
+            "lookups": 18_402, "lookup_tokens": 61_204_512, "loaded_tokens": 18_361_353, "stored_chunks": 9_204,
             "stored_bytes": 18_408 * MIB, "loaded_bytes": 412 * GIB, "evicted_chunks": 4_440, "mismatches": 0,
         },
+        hits=views.hits(61_204_512),
     )
     return msgspec.structs.replace(healthy, **changes)
 
@@ -114,7 +119,7 @@ def stats(points: int = 300) -> Stats:
     if points > 100:
         hits[70:82] = [None] * 12
     rows: list[tuple[str, str, Any, str, list[float | None]]] = [
-        ("hit_ratio", "Hit rate", "ratio", "hit rate", hits),
+        ("loaded_share", "Loaded from kvdock", "ratio", "Prompt tokens", hits),
         ("loaded", "Loaded", "bytes_per_s", "traffic", wave(3.1 * GIB, 1.9 * GIB, 9)),
         ("stored", "Stored", "bytes_per_s", "traffic", wave(0.7 * GIB, 0.4 * GIB, 13)),
         ("lookups", "Lookups", "per_s", "calls", wave(212, 60, 11)),
@@ -172,12 +177,19 @@ def live_leases() -> Leases:
     ])
 
 
-def outcome(tokens: int, found: int, why: str, local: int = 32) -> OutcomeView:
-    """All that was found behind the local tokens was loaded."""
-    return view_of(Outcome(
-        request="r", prompt_tokens=tokens + 7, local_tokens=local, found_tokens=found,
-        loaded_tokens=max(0, found - local), why=why,
-    ))
+def outcome(tokens: int, found: int, why: ComputedWhy, local: int = 32) -> OutcomeView:
+    """All that was found behind the local tokens was loaded, from memory; the others were computed for that reason,
+    and the last seven because they fill no chunk."""
+    loaded = max(0, found - local)
+    runs = [
+        PromptRun(tokens=local, origin="local"), PromptRun(tokens=loaded, origin="loaded", source="memory"),
+        PromptRun(tokens=tokens - local - loaded, origin="computed", why=why),
+        PromptRun(tokens=7, origin="computed", why="tail"),
+    ]
+    told = Outcome(
+        request="r", prompt_tokens=tokens + 7, local_tokens=local, found_tokens=found, loaded_tokens=loaded, why=why,
+    )
+    return view_of(told, [run for run in runs if run.tokens])
 
 
 def live_requests(count: int = 14, newest: float = 1_700_000_000.0) -> Requests:
@@ -196,8 +208,13 @@ def live_requests(count: int = 14, newest: float = 1_700_000_000.0) -> Requests:
     return Requests(requests=rows)
 
 
+ADMIN = Caller(scopes=["health", "read", "admin"], tenant="")
+NOBODY = Caller(scopes=["health"], tenant=None)
+
+
 def live_bodies() -> Bodies:
     return {
+        "whoami": ADMIN, "verdict": views.verdict(), "hits": views.hit_days(),
         "status": with_tiers(), "stats": stats(), "sessions": live_sessions(), "leases": live_leases(),
         "requests": live_requests(), "segments": segments(), "namespaces": views.namespaces(),
         "prefixes": views.prefixes(), "curve": views.curve(), "config": views.config(), "events": views.events(),
@@ -208,8 +225,11 @@ def empty_bodies() -> Bodies:
     zero = dict.fromkeys(status().counters, 0)
     none = ChunkCounts(reserved=0, ready=0, quarantined=0)
     return {
+        "whoami": ADMIN, "verdict": Verdict(effect="idle", headline="kvdock is up. No request has ended yet."),
+        "hits": HitDays(days=[]),
         "status": status(
-            pool=empty_pool(), chunks=none, sessions=0, leases=0, reservations=0, counters=zero, uptime_s=4.0
+            pool=empty_pool(), chunks=none, sessions=0, leases=0, reservations=0, counters=zero, uptime_s=4.0,
+            hits=views.NO_HITS,
         ),
         "stats": history(),
         "sessions": schemas.Sessions(sessions=[]),

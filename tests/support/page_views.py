@@ -7,23 +7,28 @@ from typing import Any
 import msgspec
 
 from kvdock.protocol import admin_schemas as a, events as e, schemas as s
+from kvdock.protocol.hits import COMPUTED, HitTotals, PromptRun
 from kvdock.protocol.outcomes import Outcome, view_of
 from kvdock.protocol.reports import (
-    BREAKS,
+    ADVICE,
     Break,
     Curve,
     CurvePoint,
+    DayOfHits,
     Explanation,
+    HitDays,
     LoadStory,
     LookupStory,
     NamespaceCurve,
     OtherNamespace,
     Prefixes,
     PrefixView,
+    Sentence,
     SpaceCurve,
     TenantCurve,
     UseTotals,
 )
+from kvdock.protocol.verdict import REMEDIES, Finding, Verdict
 
 GIB = 1 << 30
 MIB = 1 << 20
@@ -38,9 +43,45 @@ def manifest(model: str, **changes: Any) -> s.Manifest:
     return msgspec.structs.replace(plain, **changes)
 
 
+def hits(prompt: int = 1_000_000, *, requests: int = 900, saved_s: float | None = 5_400.0) -> HitTotals:
+    """A tenth of the prompt tokens was in the engines' own caches, a quarter came from memory, a twentieth from the
+    disk; of the computed ones most were never stored."""
+    return HitTotals(
+        requests=requests, prompt_tokens=prompt, local_tokens=prompt // 10,
+        loaded={"memory": prompt // 4, "disk": prompt // 20},
+        computed={"never_stored": prompt // 2, "room": prompt // 20, "tail": prompt // 20}, saved_s=saved_s,
+    )
+
+
+NO_HITS = HitTotals()
+
+
+def hit_days() -> HitDays:
+    """Two models on one day and one on the next, of which the loads took longer than computing."""
+    rows = (
+        ("2026-11-24", "", MODELS[0], hits(2_000_000)), ("2026-11-24", "research", MODELS[1], hits(500_000)),
+        ("2026-11-25", "", MODELS[0], hits(1_000_000, saved_s=-50.0)),
+    )
+    return HitDays(days=[DayOfHits(date=date, tenant=who, model=model, hits=one) for date, who, model, one in rows])
+
+
+def finding(code: Any, severity: Any, text: str, **more: Any) -> Finding:
+    return Finding(code=code, severity=severity, text=text, remedy=REMEDIES[code], **more)
+
+
+HEADLINE = "kvdock is up and helping: 30.0% of prompt tokens were loaded."
+
+
+def verdict() -> Verdict:
+    return Verdict(effect="helping", headline=HEADLINE, findings=[
+        finding("tier_off", "bad", "The tier redis is not used: its calls fail or are late.", cost_share=0.12),
+        finding("engine_died", "warn", "An engine's process ended without leaving at 2026-11-25 03:12:00.", at=1.7e9),
+    ])
+
+
 def namespace(number: int, model: str, **more: Any) -> a.NamespaceView:
     """One that holds `number` * 100 chunks."""
-    used = UseTotals(lookups=number, lookup_tokens=number * 1_000_000, hit_tokens=number * 700_000)
+    used = UseTotals(lookups=number, lookup_tokens=number * 1_000_000, hits=hits(number * 1_000_000))
     view = a.NamespaceView(
         namespace=f"{number:02x}" * 32, base=f"{number:02x}" * 32, manifest=manifest(model), chunk_bytes=2 * MIB,
         sessions=1, chunks=number * 100, bytes=number * 200 * MIB, oldest_s=7200.0 * number, unused_s=3.0 * number,
@@ -74,7 +115,9 @@ def curve(shares: tuple[float | None, ...] = (0.31, 0.48, 0.63, 0.71, 0.74, 0.75
     """Seven shares: from a quarter of the pool to no bound."""
     factors = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, None)
     points = [
-        CurvePoint(factor=factor, pool_bytes=None if factor is None else int(16 * GIB * factor), hit_share=share)
+        CurvePoint(
+            factor=factor, pool_bytes=None if factor is None else int(16 * GIB * factor), hit_share=share, error=0.012,
+        )
         for factor, share in zip(factors, shares, strict=True)
     ]
     whole: dict[str, Any] = {
@@ -109,17 +152,32 @@ def config(**changes: Any) -> a.Config:
     return a.Config(limits=limits(**changes), settings={}, retiring=[], tenants=tenants)
 
 
+RUNS = [
+    PromptRun(tokens=1024, origin="local"), PromptRun(tokens=2048, origin="loaded", source="memory"),
+    PromptRun(tokens=1024, origin="loaded", source="disk"), PromptRun(tokens=2048, origin="computed", why="room"),
+    PromptRun(tokens=512, origin="computed", why="never_stored"), PromptRun(tokens=1536, origin="computed", why="room"),
+    PromptRun(tokens=8, origin="computed", why="tail"),
+]
+"""A prompt of 8,200 tokens."""
+
+
 def explanation(request: str, **more: Any) -> Explanation:
-    """A lookup that found half of its tokens, because the rest was evicted."""
-    broke = Break(at_tokens=4096, why="room", in_words=BREAKS["room"], gone_s=95.0, unused_s=4_000.0)
+    """A lookup that was answered with half of its tokens, because the rest was evicted."""
+    broke = Break(
+        at_tokens=4096, tokens=2048, why="room", in_words=COMPUTED["room"], gone_s=95.0, unused_s=4_000.0,
+    )
     looked = LookupStory(
         at=1_700_000_000.0, engine="vllm-prod-0", tokens=8192, hit_tokens=4096, chunks=16, bytes=32 * MIB, took_us=420,
         loaded_us=12_300, broke=broke,
     )
     told = Outcome(request=request, prompt_tokens=8200, local_tokens=1024, found_tokens=4096, loaded_tokens=3072)
     body = Explanation(
-        request=request, namespace="01" * 32, model=MODELS[0], lookups=[looked], outcome=view_of(told),
-        sentences=["The lookup found 4,096 of 8,192 tokens.", f"Behind them the prefix ends: {BREAKS['room']}."],
+        request=request, namespace="01" * 32, model=MODELS[0], lookups=[looked], outcome=view_of(told, RUNS),
+        sentences=[
+            Sentence(code="asked", text="The lookup was answered with 4,096 of 8,192 tokens."),
+            Sentence(code="not_given", text=f"The rest was not given: {COMPUTED['room']}.", advice="enlarge_pool"),
+        ],
+        advice={"enlarge_pool": ADVICE["enlarge_pool"]},
         nearest=OtherNamespace(namespace="02" * 32, differs={"kv_dtype": ["bfloat16", "fp8_e4m3"]}),
     )
     load = LoadStory(tokens=3072, bytes=24 * MIB, took_ms=12.0, queue_ms=4.0, copy_ms=8.0, bytes_per_s=3.1e9)
@@ -140,4 +198,8 @@ def events() -> list[e.Event]:
         e.LimitsChanged(changed={"pool_bytes": [8 * GIB, 16 * GIB]}, source="call"),
         e.Dead(session="s3", label="", member="d0"),
         e.LookedUp(**who, request="chatcmpl-1", tokens=8192, hit_tokens=4096, why="room", took_us=420),
+        e.RequestEnded(
+            **who, request="chatcmpl-1", prompt_tokens=8200, local_tokens=1024, loaded={"memory": 2048, "disk": 1024},
+            computed={"room": 4104}, reloaded_tokens=0, saved_s=-0.4,
+        ),
     ), 1)]

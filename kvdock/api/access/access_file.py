@@ -32,9 +32,9 @@ from kvdock.api.access.peer import AUDIT, Peer
 from kvdock.api.errors import AccessFileError
 from kvdock.protocol.access import PrivateFileError, read_private
 from kvdock.protocol.admin_schemas import Quota
-from kvdock.protocol.calls import INCLUDED, Scope
+from kvdock.protocol.calls import INCLUDED
 from kvdock.protocol.errors import ApiError
-from kvdock.protocol.wire_types import OWN_TENANT, Tenant
+from kvdock.protocol.wire_types import OWN_TENANT, Scope, Tenant
 
 log = logging.getLogger(AUDIT)
 

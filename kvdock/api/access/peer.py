@@ -13,10 +13,11 @@ import socket
 from typing import Final, NamedTuple
 
 from kvdock.protocol.access import credentials_of
-from kvdock.protocol.calls import INCLUDED, Call, Scope
+from kvdock.protocol.calls import INCLUDED, Call
 from kvdock.protocol.errors import ApiError
 from kvdock.protocol.forms import JSON
-from kvdock.protocol.wire_types import OWN_TENANT, Answer, Body
+from kvdock.protocol.reports import Caller
+from kvdock.protocol.wire_types import OWN_TENANT, Answer, Body, Scope
 
 
 class Peer(NamedTuple):
@@ -30,6 +31,9 @@ class Peer(NamedTuple):
 
     def may(self, scope: Scope) -> bool:
         return scope in self.scopes
+
+    def view(self) -> Caller:
+        return Caller(scopes=[scope for scope in INCLUDED if scope in self.scopes], tenant=self.tenant)
 
     def sees(self, tenant: str) -> bool:
         return tenant == self.tenant or "admin" in self.scopes

@@ -39,8 +39,8 @@ from kvdock.protocol.wire_types import KEY_BYTES
 EVERY_S = 0.05
 SLICE = 1024
 BEAT_S = 10.0
-"""After this long without events, an empty batch is added, whose number shows readers that missed events that they
-did."""
+"""After this long without events, an empty batch is added. From its number, a reader that has missed events learns
+that it has."""
 BATCH_CHUNKS = 256
 MOST_BYTES = 128 << 20
 """About how much the log may remember of all chunks that lookups find."""

@@ -14,9 +14,8 @@ import msgspec
 from msgspec import inspect
 
 from kvdock.protocol import admin_schemas as a, schemas as s
-from kvdock.protocol.calls import Scope
 from kvdock.protocol.schemas import Hint
-from kvdock.protocol.wire_types import Answer, Body
+from kvdock.protocol.wire_types import Answer, Body, Scope
 
 SESSION = "0a1b2c-1-" + "5d" * 16
 LISTED_SESSION = SESSION.rpartition("-")[0]

@@ -1,8 +1,8 @@
 """Checks of calls: the caller and its scope, host name, version, query parameters; and the headers of every answer.
 
-`Checks` is for all calls; `Guard` is the outermost layer of the app, around all that are not an engine's
-(kvdock/api/http/dispatch.py answers those). Each call names the scope that it needs (kvdock/protocol/calls.py). What
-has no route, as the page's files, needs `health`. A HEAD is its GET, so every check is the same.
+`Checks` is for all calls. `Guard` is the outermost layer of the FastAPI app, which answers all calls but those of
+engines; kvdock/api/http/dispatch.py answers these. Each call names the scope that it needs (kvdock/protocol/calls.py).
+What has no route, as the page's files, needs `health`. A HEAD is its GET, so every check is the same.
 
 Four checks keep out web pages in a browser: they have no access token; they cannot send JSON across origins
 (kvdock/api/http/wire.py requires the content type); they cannot use their own host name for this address (this module
@@ -26,10 +26,9 @@ from kvdock.api.http.openapi import scope_of
 from kvdock.api.http.wire import COMMON_HEADERS, REFUSAL, problem_response, refusal
 from kvdock.api.record.timings import Meter
 from kvdock.api.settings import Settings, is_loopback
-from kvdock.protocol.calls import Scope as CallScope
 from kvdock.protocol.errors import ApiError
 from kvdock.protocol.reports import Problem
-from kvdock.protocol.wire_types import SUPPORTED_VERSIONS, VERSION_HEADER
+from kvdock.protocol.wire_types import SUPPORTED_VERSIONS, VERSION_HEADER, Scope as CallScope
 
 _HEADERS = [(name.encode(), value.encode()) for name, value in COMMON_HEADERS.items()]
 _VERSION_HEADER = VERSION_HEADER.lower().encode()

@@ -20,12 +20,21 @@ from fastapi.types import DecoratedCallable
 
 from kvdock.api.http import examples
 from kvdock.protocol import admin_schemas, outcomes, reports, schemas, wire_types
-from kvdock.protocol.calls import Call, Scope
+from kvdock.protocol.calls import Call
 from kvdock.protocol.errors import CODES, problem_of
 from kvdock.protocol.forms import JSON, PACKED
 from kvdock.protocol.outcomes import Reporting
 from kvdock.protocol.reports import Problem
-from kvdock.protocol.wire_types import SUPPORTED_VERSIONS, VERSION_HEADER, Answer, Body, Carried, Carrier, Identity
+from kvdock.protocol.wire_types import (
+    SUPPORTED_VERSIONS,
+    VERSION_HEADER,
+    Answer,
+    Body,
+    Carried,
+    Carrier,
+    Identity,
+    Scope,
+)
 
 READS = "reads only, so it may be repeated."
 IDEMPOTENT = "idempotent: a repeat finds less or nothing to do, and leaves the same state."

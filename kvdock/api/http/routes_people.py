@@ -129,6 +129,15 @@ async def status(request: Request) -> Response:
     return answer(handlers_of(request).overview.status(peer_of_call(request)))
 
 
+@_route(
+    c.WHOAMI, "health", "What the caller may do",
+    "The scopes and the tenant of the access token, or of the connection without one. The status page asks this first, "
+    "and makes no call that would be refused.",
+)
+async def whoami(request: Request) -> Response:
+    return answer(peer_of_call(request).view())
+
+
 OverQuery = Annotated[Over, Query(alias="over", description="How far back, and how finely")]
 
 

@@ -100,8 +100,8 @@ class SessionRecord:
     id: str
     """The id that lists and the log show."""
     capability: str
-    """The id with its secret. Every caller that knows it may use the session, so only the answer to an attach has
-    it."""
+    """The id with its secret. Every caller of the tenant that knows it may use the session, so only the answer to an
+    attach has it."""
     table_id: int
     instance: str
     label: str

@@ -1,6 +1,7 @@
 """Sessions: which members may attach, in which namespace a session is, and whether it gets one more grant.
 
-To attach is manifest → namespace → session → member. Everything is checked before anything is made.
+An attach finds or makes the namespace of the manifest, then the session in it, then the member. Manifest and member are
+checked before anything is made.
 """
 
 from __future__ import annotations

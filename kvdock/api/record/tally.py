@@ -161,7 +161,7 @@ class Tally:
                 session, one.request, one.body.epoch, one.keys, found, one.answered_ns
             )
             answer.traceparent = one.body.traceparent or ""
-        # If all readers share one writer's parts (MLA), each of them fetches them.
+        # If all readers share one writer's parts (MLA), each reader fetches these parts.
         leased_bytes = max(1, one.body.readers // manifest.writers) * found.bytes_from(before)
         if counted is not None:
             self._counters_of(session).lookup_renewals += 1

@@ -1,7 +1,7 @@
 """Explains a recent request: what it asked for, where the prefix that was found ends and why, where its prompt came
 from, how long loading took, and what may help.
 
-Why the prefix ends was recorded with the lookup (kvdock/api/record/hits.py).
+The reason why the prefix ends there was recorded when the lookup was answered (kvdock/api/record/hits.py).
 """
 
 from __future__ import annotations

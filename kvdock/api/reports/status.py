@@ -118,6 +118,8 @@ class LowerTiers(NamedTuple):
 
     tiers: Callable[[], list[TierView]]
     mover: Callable[[], MoverView | None]
+    mover_sessions: Callable[[], int]
+    """How many of the table's sessions are the mover's."""
 
 
 class Overview:
@@ -148,7 +150,7 @@ class Overview:
             chunks=ChunkCounts(
                 reserved=stats["reserved_chunks"], ready=stats["ready_chunks"], quarantined=stats["quarantined_chunks"]
             ),
-            sessions=stats["sessions"],
+            sessions=stats["sessions"] - self._lower.mover_sessions(),
             leases=stats["leases"],
             reservations=stats["reservations"],
             counters=msgspec.structs.asdict(self._totals.totals()),

@@ -49,6 +49,7 @@ class MoverClient:
         self.instance_prefix = f"mover-{secrets.token_hex(4)}-"
         """The instance names under which movers of this server attach begin with it."""
         self.restarts = 0
+        self._table, self._registry = pool.table, registry
         self._clears, self._is_draining = clears, is_draining
         self._wake = asyncio.Event()
         self._tiers = TierState(now_s)
@@ -80,6 +81,12 @@ class MoverClient:
     def is_mover(self, session: SessionRecord) -> bool:
         """Whether the session is one of the mover's."""
         return self.has_mover and session.instance.startswith(self.instance_prefix)
+
+    def session_count(self) -> int:
+        """How many open sessions of the table are the mover's."""
+        if not self.has_mover:
+            return 0
+        return len(self._table.sessions([one.table_id for one in self._registry.sessions() if self.is_mover(one)]))
 
     def view(self) -> MoverView | None:
         """For status and metrics. The mover is not asked."""

@@ -1,7 +1,7 @@
 """Carries out a batch of stores: finds the parts that are new, writes them, and adds them to the maps.
 
-A batch that finds no space first adds the parts that it has written, so that it holds no extent, and the segments may
-be emptied, while it waits for others.
+If a batch finds no space, it adds the parts that it has written to the maps before it waits for other batches. So it
+holds no extent while it waits, and the segments may be emptied.
 """
 
 from __future__ import annotations

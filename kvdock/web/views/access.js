@@ -5,7 +5,7 @@ import { setHidden, setText } from "../dom.js";
 const byId = (id) => document.getElementById(id);
 const REFUSED = "The server does not know this token, or it lacks the scope read.";
 
-/** use: (text) => void, called with each token. Returns {isNew, judged}. */
+/** use: (text) => void, called with each token. Returns {judged}. */
 export function mountAccess(use) {
   let fresh = false;
 
@@ -20,10 +20,11 @@ export function mountAccess(use) {
   });
 
   return {
-    /** Whether a token was entered that the server has not answered yet. */
-    isNew: () => fresh,
+    /** Called when the server has said whether this caller may see the lists. */
     judged(locked) {
+      const hadFocus = byId("locked").contains(document.activeElement);
       setHidden(byId("locked"), !locked);
+      if (!locked && hadFocus) byId("main").focus(); // or the focus would be nowhere
       if (fresh && locked) setText(byId("token-refused"), REFUSED);
       fresh = false;
     },

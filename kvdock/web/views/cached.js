@@ -4,9 +4,12 @@ import { send } from "../api.js";
 import { button, choice, labelled, select } from "../choice.js";
 import { confirmed } from "../confirm.js";
 import { el, hint, setAttr, setHidden, setText } from "../dom.js";
-import { about, age, bytes, count, plural, shareOf, weightsName } from "../format.js";
+import { about, age, bytes, count, plural, weightsName } from "../format.js";
+import { summed } from "../hits.js";
 import { barred, Table, twoPart } from "../table.js";
 import { COSTS, FOR, pin } from "./keep.js";
+import { moversIn } from "./sessions.js";
+import { loadedFigure, loadedNote, loadedTitle } from "./shares.js";
 
 const OWN = "the server's own user";
 const tenantName = (tenant) => tenant || OWN;
@@ -34,6 +37,12 @@ const sum = (all, field) => all.reduce((so, n) => so + (n[field] ?? 0), 0);
 const totals = (all, field) => sum(all.map((n) => n.totals ?? {}), field);
 const known = (all, field) => all.map((n) => n[field]).filter((value) => value !== null && value !== undefined);
 
+/** The namespaces, with the sessions of engines alone. */
+function enginesIn(bodies) {
+  const engines = (n) => Math.max(0, n.sessions - moversIn(bodies, n.namespace));
+  return bodies.namespaces.namespaces.map((n) => ({ ...n, sessions: engines(n) }));
+}
+
 function grouped(namespaces, way) {
   const { key, name, beside } = GROUPS[way];
   const groups = new Map();
@@ -51,8 +60,7 @@ function grouped(namespaces, way) {
     bytes: sum(all, "bytes"),
     oldest_s: Math.max(...known(all, "oldest_s")),
     unused_s: Math.min(...known(all, "unused_s")),
-    hit_tokens: totals(all, "hit_tokens"),
-    lookup_tokens: totals(all, "lookup_tokens"),
+    totals: { lookup_tokens: totals(all, "lookup_tokens"), hits: summed(all.map((n) => n.totals?.hits)) },
     sessions: sum(all, "sessions"),
     pool_bytes: 0,
   }));
@@ -68,8 +76,10 @@ const BY_GROUP = [
     make: barred((g) => g.bytes, (g) => g.pool_bytes, (g) => bytes(g.bytes), (g) => plural(g.chunks, "chunk")),
   },
   {
-    head: "Hit rate", cls: "num stacked", has: (g) => g.lookup_tokens > 0,
-    make: twoPart((g) => shareOf(g.hit_tokens, g.lookup_tokens), (g) => `of ${count(g.lookup_tokens)} tokens`),
+    head: "Loaded", cls: "num stacked", has: (g) => g.totals.lookup_tokens > 0 || g.totals.hits.requests > 0,
+    make: twoPart(
+      (g) => loadedFigure(g.totals), (g) => loadedNote(g.totals), (g) => loadedTitle(g.totals),
+    ),
   },
   {
     head: "Last used", cls: "num", has: (g) => g.isKnown, text: (g) => since(g.unused_s),
@@ -182,7 +192,7 @@ export function mountCached(root, changed, ask) {
     shown.update(
       isPrefix
         ? found.prefixes.map((p) => ({ ...p, mayChange: Boolean(config) }))
-        : grouped(namespaces.namespaces, way in GROUPS ? way : "model").map((g) => ({ ...g, pool_bytes: whole })),
+        : grouped(enginesIn(bodies), way in GROUPS ? way : "model").map((g) => ({ ...g, pool_bytes: whole })),
     );
     setHidden(more, isPrefix ? found.prefixes.length >= found.prefix_count : !namespaces.next);
     setText(more, isPrefix

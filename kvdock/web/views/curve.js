@@ -1,4 +1,5 @@
-// The hit rate that pools of other sizes would have, as columns from the smallest to an unlimited one.
+// The share of the tokens asked for that pools of other sizes would find, as columns from the smallest to an unlimited
+// one. It is no hit rate: what is found is not always loaded.
 
 import { labelled, select, setOptions } from "../choice.js";
 import { el, hint, KeyedList, setAttr, setHidden, setText } from "../dom.js";
@@ -37,14 +38,14 @@ function advice(points) {
   const better = known.filter((p) => (p.factor ?? Infinity) > 1 && p.hit_share - now >= WORTH);
   const smaller = known.filter((p) => p.factor !== null && p.factor < 1 && now - p.hit_share < WORTH);
   const half = smaller.length ? ` ${sizeWords(smaller[0])} would find as much.` : "";
-  if (!better.length) return `More memory would not raise the hit rate.${half}`;
+  if (!better.length) return `More memory would not find more.${half}`;
   const points100 = (p) => Math.round((p.hit_share - now) * 100);
   const [first] = better;
   const last = better.at(-1);
   const largest = last.factor === null ? "an unlimited one" : `one of ${sizeWords(last)}`;
-  const most = last === first ? "" : `, ${largest} by ${points100(last)}`;
+  const most = last === first ? "" : `, ${largest} ${points100(last)}`;
   const name = first.factor === null ? "An unlimited pool" : `A pool of ${sizeWords(first)}`;
-  return `${name} would raise the hit rate by ${points100(first)} percentage points${most}.`;
+  return `${name} would find ${points100(first)} percentage points more of what is asked for${most}.`;
 }
 
 function spaces({ total, tenants, namespaces }) {
@@ -58,7 +59,8 @@ function spaces({ total, tenants, namespaces }) {
 export function mountCurve(root) {
   const pick = select([["total", "all"]]);
   const words = el("p", { cls: "advice" });
-  const list = el("ol", { cls: "curve", attrs: { "aria-label": "Hit rate by the size of the pool" } });
+  const label = "Share found of the tokens asked for, by the size of the pool";
+  const list = el("ol", { cls: "curve", attrs: { "aria-label": label } });
   const basis = el("p", { cls: "muted after" });
   const empty = hint("There are too few lookups yet: the estimate needs some hundreds of chunks that were looked up.");
   root.append(labelled("Requests of", pick), words, list, basis, empty);
@@ -82,7 +84,9 @@ export function mountCurve(root) {
     const older = curve.half_life_s ? `; a lookup ${age(curve.half_life_s)} ago counts half` : "";
     const asked = `${plural(chosen.lookups, "lookup")} of ${count(chosen.tokens)} tokens`;
     const policy = `the present eviction policy (${curve.eviction})`;
-    setText(basis, `Estimated for ${policy}, from ${asked} in the last ${age(curve.covers_s)}${older}.`);
+    const error = Math.max(...chosen.points.map((point) => point.error ?? 0));
+    const within = error ? ` It may be off by ${(error * 100).toFixed(1)} percentage points.` : "";
+    setText(basis, `Estimated for ${policy}, from ${asked} in the last ${age(curve.covers_s)}${older}.${within}`);
   }
   draw.digest = ({ curve }) => (curve ? advice(curve.total.points) : "");
   return draw;

@@ -16,7 +16,8 @@ const MEMORY = [
 const ENGINES = ["attached", "suspect", "recovered", "dead", "left"];
 const SERVER = ["adopted", "ready", "reread", "draining", "ended"];
 const REQUESTS = [
-  "looked_up", "leased", "loaded", "cancelled", "reserved", "stored", "committed", "aborted", "refused",
+  "looked_up", "leased", "loaded", "cancelled", "request_ended", "reserved", "stored", "committed", "aborted",
+  "refused",
 ];
 
 /** The choices: value, text, kinds of events; no kinds: all. */
@@ -40,8 +41,8 @@ function figure(name, value) {
   if (typeof value === "number") return (UNITS.find(([end]) => name.endsWith(end))?.[1] ?? count)(value);
   if (Array.isArray(value)) return value.join(", ") || "none";
   if (value && typeof value === "object") {
-    const change = ([key, pair]) => `${unitless(key)} ${pair.map((each) => figure(key, each)).join(" → ")}`;
-    return Object.entries(value).map(change).join(", ");
+    const change = ([key, one]) => `${unitless(key)} ${[one].flat().map((each) => figure(key, each)).join(" → ")}`;
+    return Object.entries(value).map(change).join(", ") || "none";
   }
   return LONG_HEX.test(value) ? `${value.slice(0, 12)}…` : String(value);
 }

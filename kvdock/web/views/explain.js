@@ -2,8 +2,9 @@
 
 import { get } from "../api.js";
 import { button } from "../choice.js";
-import { el } from "../dom.js";
-import { age, bytes, clock, count, plural, rate, shareOf, took } from "../format.js";
+import { el, setText } from "../dom.js";
+import { age, bytes, clock, count, isLoss, plural, rate, savedWords, shareOf, took } from "../format.js";
+import { reasonWords, sourceWords } from "../hits.js";
 
 const dialog = () => document.getElementById("explain");
 
@@ -20,19 +21,41 @@ function facts(pairs) {
 
 const section = (title, ...children) => el("section", { children: [el("h3", { text: title }), ...children] });
 
-/** How many of the prompt's tokens came from the engine's own cache, were loaded, and were computed. */
-function tokenBar({ prompt_tokens: all, local_tokens: local, loaded_tokens: loaded }) {
-  const computed = all - local - loaded;
-  const parts = [["local", "the engine had", local], ["loaded", "loaded", loaded], ["computed", "computed", computed]];
-  const bar = el("div", { cls: "bar", attrs: { role: "img", "aria-label": "The prompt's tokens" } });
-  const legend = el("ul", { cls: "legend" });
-  for (const [id, name, n] of parts.filter((part) => part[2] > 0)) {
-    const piece = el("span", { cls: `state ${id}` });
-    piece.style.flexGrow = String(n / Math.max(1, all));
-    bar.append(piece);
-    legend.append(el("li", { children: [el("span", { cls: `swatch state ${id}` }), `${name} ${count(n)}`] }));
+const PATTERNS = 4;
+const kindOf = ({ origin, source, why }) => [origin, source, why].filter(Boolean).join(" ");
+
+function runWords({ origin, source, why }) {
+  if (origin === "local") return "the engine had";
+  return origin === "loaded" ? `loaded from ${sourceWords(source)}` : `computed: ${reasonWords(why)}`;
+}
+
+/** The prompt from its first token to its last, as a bar of its runs; the legend sums up those of one kind. */
+function promptBar({ prompt_tokens: all, runs }) {
+  const kinds = new Map();
+  for (const run of runs) {
+    const kind = kinds.get(kindOf(run));
+    if (kind) kind.tokens += run.tokens;
+    else kinds.set(kindOf(run), { tokens: run.tokens, text: runWords(run), cls: classOf(run, kinds) });
   }
-  return section(`${plural(all, "token")} in the prompt`, bar, legend);
+  const inOrder = runs.map((run) => `${count(run.tokens)} ${runWords(run)}`).join("; ");
+  const bar = el("div", { cls: "bar", attrs: { role: "img", "aria-label": `The prompt from its start: ${inOrder}` } });
+  for (const run of runs) {
+    const { cls, text } = kinds.get(kindOf(run));
+    const piece = el("span", { cls, attrs: { title: `${text} ${count(run.tokens)}` } });
+    piece.style.flexGrow = String(run.tokens / Math.max(1, all));
+    bar.append(piece);
+  }
+  const items = [...kinds.values()].map(({ tokens, text, cls }) =>
+    el("li", { children: [el("span", { cls: `swatch ${cls}` }), `${text} ${count(tokens)}`] }),
+  );
+  const legend = el("ul", { cls: "legend", children: items });
+  return section(`${plural(all, "token")} in the prompt, in their order`, bar, legend);
+}
+
+/** The colour says the origin; the pattern tells several sources or reasons apart. */
+function classOf({ origin }, kinds) {
+  const same = [...kinds.values()].filter(({ cls }) => cls.includes(origin)).length;
+  return `state ${origin} p${same % PATTERNS}`;
 }
 
 function lookup(one) {
@@ -40,11 +63,13 @@ function lookup(one) {
   return facts([
     ["At", clock(one.at)],
     ["Engine", one.engine],
-    ["Found", `${count(one.hit_tokens)} of ${count(one.tokens)} tokens (${shareOf(one.hit_tokens, one.tokens)})`],
+    ["Asked for", plural(one.tokens, "token")],
+    ["Answered with", `${plural(one.hit_tokens, "token")} (${shareOf(one.hit_tokens, one.tokens)})`],
     ["Granted", `${plural(one.chunks, "chunk")}, ${bytes(one.bytes)}`],
     ["Server took", took(one.took_us)],
     ["Reading took", one.loaded_us === null ? null : took(one.loaded_us)],
     ["Ended after", broke && plural(broke.at_tokens, "token")],
+    ["Not given", broke && plural(broke.tokens, "token")],
     ["Because", broke?.in_words],
     ["Gone for", broke?.gone_s === null || !broke ? null : age(broke.gone_s)],
     ["Unused before", broke?.unused_s === null || !broke ? null : age(broke.unused_s)],
@@ -59,7 +84,7 @@ function nearest({ namespace, differs }) {
   });
   const parts = [el("thead", { children: [el("tr", { children: head })] }), el("tbody", { children: rows })];
   const table = el("table", { cls: "differs", children: parts });
-  return section(`Namespace ${namespace.slice(0, 8)} of the same model has chunks, but differs`, table);
+  return section(`A prompt that begins like this is in namespace ${namespace.slice(0, 8)}, which differs`, table);
 }
 
 function load({ tokens, took_ms: whole, queue_ms: queue, copy_ms: copy, bytes: n, bytes_per_s: speed }) {
@@ -71,15 +96,16 @@ function load({ tokens, took_ms: whole, queue_ms: queue, copy_ms: copy, bytes: n
 }
 
 function saved(seconds) {
-  const words = seconds < 0
-    ? `Nothing: loading took ${age(-seconds)} longer than computing would have.`
-    : `Computing would have taken ${took(seconds * 1e6)} longer than loading.`;
-  return section("Saved", el("p", { text: words }));
+  return section("Saved", el("p", { cls: isLoss(seconds) ? "alarm" : "", text: `${savedWords(seconds)}.` }));
 }
 
+const list = (texts) => el("ul", { cls: "points", children: texts.map((text) => el("li", { text })) });
+
 function story(e) {
-  const parts = [el("ul", { cls: "sentences", children: e.sentences.map((text) => el("li", { text })) })];
-  if (e.outcome) parts.push(tokenBar(e.outcome));
+  const parts = [el("ul", { cls: "sentences", children: e.sentences.map(({ text }) => el("li", { text })) })];
+  const advice = Object.values(e.advice ?? {});
+  if (advice.length) parts.push(section("What may help", list(advice)));
+  if (e.outcome?.runs?.length) parts.push(promptBar(e.outcome));
   if (e.load) parts.push(load(e.load));
   if ((e.saved_s ?? null) !== null) parts.push(saved(e.saved_s));
   if (e.lookups.length) parts.push(section(plural(e.lookups.length, "lookup"), ...e.lookups.map(lookup)));
@@ -88,7 +114,7 @@ function story(e) {
   return parts;
 }
 
-/** Returns (request, session) => void, which opens the dialog. The browser gives the focus back when it closes. */
+/** Returns (request, session) => void, which opens a dialog. When it is closed, the browser gives back the focus. */
 export function mountExplain() {
   const title = el("h2", { attrs: { id: "explain-title" } });
   const body = el("div", { attrs: { role: "status" } });
@@ -96,7 +122,7 @@ export function mountExplain() {
   dialog().append(el("header", { children: [title, close] }), body);
   dialog().addEventListener("click", (event) => event.target === dialog() && dialog().close());
   return async (request, session) => {
-    title.textContent = `Request ${request}`;
+    setText(title, `Request ${request}`);
     body.replaceChildren(el("p", { cls: "hint", text: "Asking the server…" }));
     dialog().showModal();
     try {

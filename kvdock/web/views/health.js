@@ -2,7 +2,7 @@
 // Sentences in live regions change only when their meaning does; seconds that count up or down stand outside of them.
 
 import { el, KeyedList, setAttr, setHidden, setText } from "../dom.js";
-import { clock, wholeAge } from "../format.js";
+import { clock, visible, wholeAge } from "../format.js";
 
 const byId = (id) => document.getElementById(id);
 
@@ -76,7 +76,7 @@ function showTab(phase, status) {
   const name = status?.host ? `kvdock on ${status.host}` : "kvdock";
   const said = { gone: "Unreachable: ", stale: "Stale: " }[phase] ?? "";
   const isReady = !status || status.status === "ok" || said;
-  const title = said + (isReady ? "" : "Not ready: ") + name;
+  const title = visible(said + (isReady ? "" : "Not ready: ") + name);
   if (document.title !== title) document.title = title;
   setAttr(byId("icon"), "href", ICONS[phase] ?? ICON);
 }

@@ -40,9 +40,9 @@ export function mountHistory(root, turn) {
     return { node: chart.node, update: (data) => chart.update(data) };
   };
   const [first, others] = [main, grid].map((node) => new KeyedList(node, (c) => c.key, make));
-  return ({ stats }) => {
+  return ({ stats, statsAt }) => {
     const known = grouped(rolled(stats)).filter(({ series }) => series.some((s) => s.values.length > 0));
-    const scale = { intervalS: stats.interval_s, ageS: stats.age_s };
+    const scale = { intervalS: stats.interval_s, ageS: stats.age_s, endS: statsAt - stats.age_s };
     const [most, ...rest] = known.map((chart) => ({ ...chart, ...scale }));
     first.update(most ? [most] : []);
     others.update(rest);

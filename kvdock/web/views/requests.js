@@ -1,25 +1,27 @@
-// Recent lookups and stores, the newest first: their tokens, how many of them were found, and how their requests ended,
-// once the engines have reported it. A click on a request explains it.
+// Recent lookups and stores, the newest first: what they asked for, and where their prompts' tokens came from, once the
+// engines have reported the end of their requests. A click on a request explains it.
 
 import { button, labelled, search, select, toggle } from "../choice.js";
 import { el, hint, setAttr, setHidden, setText } from "../dom.js";
-import { bytes, clock, count, dateTime, exact, plural, shareOf, took } from "../format.js";
-import { barred, Table } from "../table.js";
+import { bytes, clock, count, dateTime, plural, took } from "../format.js";
+import { computedTokens, hasMissed, hitsOf, loadedTokens, loadedWords, mostlyWhy } from "../hits.js";
+import { barred, Table, twoPart } from "../table.js";
+import { partsTitle } from "./shares.js";
 
 const KINDS = { lookup: "Lookup", store: "Store", ended: "Ended" };
-const isLookup = (r) => r.kind === "lookup";
 
 /** What the list may show: value, text, and whether a row belongs to it. */
 const SHOWN = [
   ["requests", "requests", (r) => r.kind !== "store"],
-  ["missed", "requests that missed something", (r) => isLookup(r) && r.hit_tokens < r.tokens],
+  ["missed", "requests that missed something", (r) => r.hits && hasMissed(r.hits)],
   ["ended", "requests without a lookup", (r) => r.kind === "ended"],
   ["store", "stores", (r) => r.kind === "store"],
   ["all", "all", () => true],
 ];
 
-/** A figure of the request's outcome; empty until its engine has reported it. */
-const reported = (figure) => (r) => (r.outcome ? figure(r.outcome) : "");
+/** A figure of the ended request; empty until its engine has reported it. */
+const reported = (figure) => (r) => (r.hits ? figure(r.hits) : "");
+const parts = reported(partsTitle);
 
 function kind(cell) {
   const text = el("span", { cls: "kind" });
@@ -51,8 +53,11 @@ function named(explain) {
   };
 }
 
-const LOCAL = "Tokens that the engine's own cache had";
-const LOADED = "Tokens that the engine loaded";
+const ASKED = {
+  lookup: "asked for in whole chunks",
+  store: "to be stored",
+  ended: "in the prompt; nothing was looked up",
+};
 const NONE_YET = "There is no request yet. Lookups and stores of attached engines are listed here.";
 const NONE_SUCH = "No recent request has such an id.";
 const NONE_OF_KIND = "No recent request is of this kind.";
@@ -61,25 +66,26 @@ const columns = (explain) => [
   { head: "Time", text: (r) => clock(r.at), title: (r) => dateTime(r.at) },
   { head: "Kind", make: kind },
   { head: "Request", cls: "wide stacked", make: named(explain) },
-  { head: "Tokens", cls: "num", text: (r) => count(r.tokens), title: tokensTitle },
-  { head: "Found", cls: "num", text: (r) => (r.kind === "store" ? "–" : count(r.hit_tokens)) },
   {
-    head: "Hit rate", cls: "num share",
+    head: "Asked for", cls: "num spare detail", text: (r) => (r.kind === "ended" ? "–" : count(r.tokens)),
+    title: (r) => `${plural(r.tokens, "token")} ${ASKED[r.kind] ?? ""}`,
+  },
+  { head: "Prompt", cls: "num", text: reported((h) => count(h.prompt_tokens)), title: parts },
+  { head: "Own cache", cls: "num", text: reported((h) => count(h.local_tokens)), title: parts },
+  {
+    head: "Loaded", cls: "num share stacked noted",
     make: barred(
-      (r) => r.hit_tokens, (r) => (isLookup(r) ? r.tokens : 0),
-      (r) => (isLookup(r) ? shareOf(r.hit_tokens, r.tokens) : "–"),
+      (r) => (r.hits ? loadedTokens(r.hits) : 0), (r) => r.hits?.prompt_tokens, reported((h) => count(loadedTokens(h))),
+      reported(loadedWords), parts,
     ),
   },
-  { head: "Local", cls: "num spare detail", text: reported((o) => count(o.local_tokens)), title: () => LOCAL },
-  { head: "Loaded", cls: "num spare detail", text: reported((o) => count(o.loaded_tokens)), title: () => LOADED },
-  { head: "Why less", cls: "wide why", text: reported((o) => o.why_in_words), title: reported((o) => o.why) },
+  {
+    head: "Computed", cls: "num stacked noted",
+    make: twoPart(reported((h) => count(computedTokens(h))), reported(mostlyWhy), parts),
+  },
   { head: "Bytes", cls: "num spare detail", text: (r) => bytes(r.bytes), title: (r) => plural(r.chunks, "chunk") },
   { head: "Took", cls: "num spare detail", text: (r) => (r.kind === "ended" ? "–" : took(r.took_us)) },
 ];
-
-function tokensTitle(r) {
-  return exact(r.tokens) + (r.outcome ? `; the prompt has ${exact(r.outcome.prompt_tokens)}` : "");
-}
 
 const keyOf = (r) => `${r.at} ${r.kind} ${r.session} ${r.request}`;
 
@@ -116,7 +122,8 @@ export function mountRequests(root, find, explain) {
     table.update(shown);
   }
   return ({ requests }) => {
-    drawn = [...requests.requests].sort((a, b) => b.at - a.at);
+    const rows = requests.requests.map((r) => ({ ...r, hits: r.outcome && hitsOf(r.outcome) }));
+    drawn = rows.sort((a, b) => b.at - a.at);
     draw();
   };
 }

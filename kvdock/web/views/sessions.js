@@ -1,8 +1,25 @@
-// Attached engines: a row for each, with what it found, loaded and stored, and the state of its processes.
+// Attached engines: a row for each, with what it loaded and stored, and the state of its processes.
 
 import { el, hint, KeyedList, setAttr, setText } from "../dom.js";
-import { age, bytes, count, exact, plural, rankWords, rate, shareOf, weightsName } from "../format.js";
-import { barred, Table, twoPart } from "../table.js";
+import { age, bytes, count, exact, plural, rankWords, rate, weightsName } from "../format.js";
+import { loadedTokens } from "../hits.js";
+import { barred, savedCell, Table, twoPart } from "../table.js";
+import { loadedFigure, loadedNote, loadedTitle } from "./shares.js";
+
+/** The label under which the server's own mover attaches. */
+const MOVER_LABEL = "lower tiers";
+
+const isMover = (status, session) => Boolean(status.mover) && session.label === MOVER_LABEL;
+
+/** How many sessions of that namespace are the mover's. */
+export function moversIn({ status, sessions }, namespace) {
+  return (sessions?.sessions ?? []).filter((s) => s.namespace === namespace && isMover(status, s)).length;
+}
+
+/** The sessions of engines, without the mover's. Null: they are not known. */
+export function enginesOf({ status, sessions }) {
+  return sessions && sessions.sessions.filter((session) => !isMover(status, session));
+}
 
 export function nameOf(session) {
   return session.label || session.instance;
@@ -74,7 +91,7 @@ function members(cell) {
 }
 
 const hasTotals = (s) => Boolean(s.totals);
-const hasSaved = (s) => (s.totals?.saved_s ?? null) !== null;
+const hasSaved = (s) => (s.totals?.hits?.saved_s ?? null) !== null;
 const hasCopy = (s) => (s.copy?.load_bytes_per_s ?? s.copy?.store_bytes_per_s ?? null) !== null;
 
 /** The rate of loads, compared with plain copies on the machine. */
@@ -96,23 +113,18 @@ const COLUMNS = [
   },
   { head: "Processes", cls: "stacked procs", make: members },
   {
-    head: "Hit rate", cls: "num share stacked", has: hasTotals,
+    head: "Loaded from kvdock", cls: "num share stacked", has: hasTotals,
     make: barred(
-      (s) => s.totals?.hit_tokens, (s) => s.totals?.lookup_tokens,
-      (s) => shareOf(s.totals?.hit_tokens, s.totals?.lookup_tokens),
-      ({ totals }) => (totals ? `of ${count(totals.lookup_tokens)} tokens` : ""),
+      (s) => loadedTokens(s.totals?.hits), (s) => s.totals?.hits?.prompt_tokens,
+      (s) => loadedFigure(s.totals), (s) => loadedNote(s.totals), (s) => loadedTitle(s.totals),
     ),
   },
   {
-    head: "Loaded", cls: "num stacked", has: hasTotals,
-    make: twoPart(
-      ({ totals: t }) => (t ? bytes(t.loaded_bytes) : "–"),
-      ({ totals: t }) => (t ? `${count(t.loaded_tokens)} tokens` : ""),
-      ({ totals: t }) => (t ? `${exact(t.loaded_bytes)} bytes` : ""),
-    ),
+    head: "Read", cls: "num", has: hasTotals, text: ({ totals: t }) => (t ? bytes(t.loaded_bytes) : "–"),
+    title: ({ totals: t }) => (t ? `${exact(t.loaded_bytes)} bytes of chunks` : ""),
   },
   { head: "Stored", cls: "num spare", has: hasTotals, text: ({ totals: t }) => (t ? bytes(t.stored_bytes) : "–") },
-  { head: "Saved", cls: "num", has: hasSaved, text: (s) => (hasSaved(s) ? age(s.totals.saved_s) : "–") },
+  { head: "Saved", cls: "num", has: hasSaved, make: savedCell((s) => s.totals?.hits?.saved_s) },
   { head: "Copies at", cls: "num share stacked spare", has: hasCopy, make: copied },
   {
     head: "Holds", cls: "num stacked spare",
@@ -135,14 +147,14 @@ export function mountSessions(root) {
     allPx: 1000,
     empty: hint("No engine is attached yet.", "kvdock bench"),
   });
-  const draw = ({ sessions }) => {
+  const draw = (bodies) => {
     const looked = (s) => s.totals?.lookup_tokens ?? 0;
     const first = (a, b) => inTrouble(b).length - inTrouble(a).length || looked(b) - looked(a);
-    table.update([...sessions.sessions].sort(first));
+    table.update([...enginesOf(bodies)].sort(first));
   };
-  draw.digest = ({ status, sessions }) => {
-    const bad = (sessions?.sessions ?? []).filter((s) => inTrouble(s).length).length;
-    return `${count(status.sessions)} attached${bad ? `, ${count(bad)} in trouble` : ""}`;
+  draw.digest = (bodies) => {
+    const bad = (enginesOf(bodies) ?? []).filter((s) => inTrouble(s).length).length;
+    return `${count(bodies.status.sessions)} attached${bad ? `, ${count(bad)} in trouble` : ""}`;
   };
   return draw;
 }

@@ -1,29 +1,41 @@
 // The main figures. A figure that the server does not have is omitted.
 
-import { el, setText } from "../dom.js";
-import { about, age, bytes, count, plural, shareOf } from "../format.js";
+import { el, setAttr, setText } from "../dom.js";
+import { about, age, bytes, count, isLoss, plural, shareOf } from "../format.js";
+import { loadedShare, loadedTokens, NOT_REPORTED } from "../hits.js";
 import { recent } from "../rolling.js";
-import { inTrouble } from "./sessions.js";
+import { enginesOf, inTrouble } from "./sessions.js";
 
-function troubleWords(sessions) {
-  if (!sessions) return "attached";
-  const bad = sessions.sessions.flatMap(inTrouble).length;
+function troubleWords(engines) {
+  if (!engines) return "attached";
+  const bad = engines.flatMap(inTrouble).length;
   return bad ? `attached; ${plural(bad, "process", "processes")} in trouble` : "attached, all processes live";
 }
 
-function hitRate({ status: { counters: c }, stats }) {
-  const { asked, found, seconds } = recent(stats);
-  const whole = `${shareOf(c.hit_tokens ?? 0, c.lookup_tokens ?? 0)} since start`;
-  if (!asked) return [shareOf(c.hit_tokens ?? 0, c.lookup_tokens ?? 0), `since start; of ${asOf(c)} looked up`];
-  return [shareOf(found, asked), `in the last ${age(seconds)}; ${whole}, of ${asOf(c)} looked up`];
+/** The share of prompt tokens that kvdock loaded, lately if requests have ended lately. */
+function loaded({ status: { counters: c, hits }, stats }) {
+  const known = hits?.prompt_tokens ?? 0;
+  const asked = c.lookup_tokens ?? 0;
+  const unknown = asked ? `asked for ${plural(asked, "token")}; ${NOT_REPORTED}` : "no request has ended yet";
+  if (!known) return ["–", unknown];
+  const whole = `${loadedShare(hits)} since start, of ${plural(known, "prompt token")}`;
+  const of = (part, local, all) => [shareOf(part, all), shareOf(local, all), shareOf(all - local - part, all)];
+  const { prompt, loaded: part, local, seconds } = recent(stats);
+  const [figure, own, computed] = prompt
+    ? of(part, local, prompt)
+    : of(loadedTokens(hits), hits.local_tokens, known);
+  const when = prompt ? `in the last ${age(seconds)}; ${whole}` : `since start, of ${plural(known, "prompt token")}`;
+  return [figure, `own cache ${own}, computed ${computed}, ${when}`];
 }
 
-const asOf = (c) => plural(c.lookup_tokens ?? 0, "token");
-
-function saved({ status: { counters: c, saved: reported } }) {
-  if (!reported?.tokens) return [count(c.hit_tokens ?? 0), `tokens found, in ${plural(c.lookups ?? 0, "lookup")}`];
-  if ((reported.seconds ?? null) === null) return [count(reported.tokens), "tokens were loaded instead of computed"];
-  return [age(reported.seconds), `of computing: ${plural(reported.tokens, "token")} were loaded instead`];
+function saved({ status: { hits } }) {
+  const tokens = loadedTokens(hits);
+  const seconds = hits?.saved_s ?? null;
+  if (seconds === null) {
+    return tokens ? [count(tokens), "tokens were loaded instead of computed"] : ["–", "nothing was loaded yet"];
+  }
+  if (isLoss(seconds)) return [age(seconds), `loads took longer than computing: of ${plural(tokens, "token")}`, "bad"];
+  return [age(seconds), `of computing: ${plural(tokens, "token")} were loaded instead`];
 }
 
 /** A pool with a smaller free share than this counts as full: eviction keeps a little free. */
@@ -37,9 +49,9 @@ function fullWords({ full_in_s: fullInS, oldest_s: oldestS, pool }) {
   return isFull && (oldestS ?? null) !== null ? `; the oldest chunk was unused for ${about(oldestS)}` : "";
 }
 
-/** The tiles: a name, and a function from bodies to [value, note]. */
+/** The tiles: a name, and a function from bodies to [value, note, tone]. */
 const TILES = [
-  ["Hit rate", hitRate],
+  ["Loaded from kvdock", loaded],
   ["Saved", saved],
   [
     "Cached",
@@ -49,7 +61,13 @@ const TILES = [
       return [bytes(pool.ready_bytes), `${plural(chunks.ready, "chunk")}: ${share}${fullWords(status)}`];
     },
   ],
-  ["Engines", ({ status: s, sessions }) => [count(s.sessions), s.sessions ? troubleWords(sessions) : "none attached"]],
+  [
+    "Engines",
+    (bodies) => {
+      const n = bodies.status.sessions;
+      return [count(n), n ? troubleWords(enginesOf(bodies)) : "none attached"];
+    },
+  ],
   [
     "Leases",
     ({ status: s, leases }) => {
@@ -60,6 +78,9 @@ const TILES = [
   ],
 ];
 
+/** A tile may be narrow, so its figure may be broken before a unit. */
+const breakable = (text) => text.replaceAll("\u00a0", " ");
+
 export function mountTiles(root) {
   const tiles = TILES.map(([name, of]) => {
     const value = el("p", { cls: "figure" });
@@ -69,9 +90,10 @@ export function mountTiles(root) {
   });
   return (bodies) => {
     for (const { of, value, note } of tiles) {
-      const [figure, words] = of(bodies);
-      setText(value, figure);
+      const [figure, words, tone = ""] = of(bodies);
+      setText(value, breakable(figure));
       setText(note, words);
+      setAttr(value, "class", tone === "bad" ? "figure alarm" : "figure");
     }
   };
 }

@@ -71,7 +71,7 @@ def test_what_is_asked_for_is_there(expression: str, samples: dict[str, set[str]
         assert name in samples, name
         for label, text in re.findall(r'(\w+)[=!]~?"([^"]*)"', matchers):
             assert label in samples[name], (name, label)
-            assert set(text.split("|")) <= VALUES[label], text
+            assert set(text.split("|")) <= set(VALUES[label]), text
 
 
 def test_what_series_are_grouped_by_is_a_label_of_theirs(samples: dict[str, set[str]]) -> None:

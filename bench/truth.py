@@ -12,7 +12,7 @@ Python of an environment with vLLM.
 caches, by source and by reason; `worst_surface` names it. `saved_error_share`: the difference between the seconds that
 the server says were saved and those by which loaded requests had their first token sooner than the same prompts when
 they were computed. `explain_wrong`: of `explained` requests, those whose explanation does not have the arranged reason
-or source. `requests`, `preempted`: how many there were.
+or source. `requests`, `preempted`: how many there were. `tokens`: what was arranged, and compared.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Engine:
     def __init__(self, python: Path, **settings: Any) -> None:
         environ = {**os.environ, "PYTHONPATH": f"{ROOT / 'tests/vllm/support'}:{ROOT}", "PYTHONDONTWRITEBYTECODE": "1"}
         program = [str(python), str(ROOT / "tests/vllm/support/truth_engine.py"), json.dumps({
-            "blocks": 4096, "budget": 8192, "seqs": 16, "overlap": True, "chunk_tokens": CHUNK, "lookup_wait_s": 5.0,
+            "blocks": 4096, "budget": 8192, "seqs": 16, "overlap": True, "chunk_tokens": CHUNK, "lookup_wait_s": 1.0,
             **settings,
         })]
         self._process = subprocess.Popen(program, env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -231,6 +231,7 @@ class Run:
         self.wrong: list[str] = []
         self.requests = self.preempted = self.explained = 0
         self.saved_error_share = 0.0
+        self.wanted: Counter[str] = Counter()
 
     def check(self, server: ServerProcess, ledger: Ledger) -> None:
         """Compares each surface of the server, once all outcomes have come."""
@@ -244,6 +245,7 @@ class Run:
                 if text not in said:
                     self.wrong.append(f"{name}: wanted {text!r} in {said!r}")
         self.requests += wanted
+        self.wanted.update(ledger.wanted)
         self.preempted += ledger.preempted
 
     # ---------------------------------------------------------------- a pool and a disk
@@ -381,6 +383,7 @@ def main() -> int:
         "max_error_tokens": worst[0], "worst_surface": worst[1] if worst[0] else "", "compared": len(run.errors),
         "saved_error_share": round(run.saved_error_share, 3), "explain_wrong": len(run.wrong),
         "explained": run.explained, "requests": run.requests, "preempted": run.preempted,
+        "tokens": {name: tokens for name, tokens in sorted(run.wanted.items()) if tokens and name != "requests"},
     }))
     return 0
 

@@ -52,7 +52,7 @@ class WantedEvents(NamedTuple):
     """Separated by commas; empty: all."""
     since: Moment | None = None
     limit: int | None = None
-    """Of the events that the server has kept, the last so many. None: all."""
+    """How many of the events that the server has kept: the last ones. None: all."""
 
 
 def show_events(server: str, wanted: WantedEvents, *, follow: bool, as_json: bool) -> None:

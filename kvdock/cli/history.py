@@ -184,7 +184,7 @@ COLUMNS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("cached", "ready_bytes", size),
     ("evicted", "evicted_chunks", lambda mean: f"{brief(mean)} chunks/s"),
 )
-"""Of the table: head, series, and the value in words."""
+"""Columns of the table: head, series, and the value in words."""
 
 
 def _history_table(rows: Rows) -> Table:

@@ -389,7 +389,7 @@ def _rates(stats: Stats, samples: int, count: int) -> Rates:
 
 
 STYLES: Final[dict[str, str]] = {"costing": COSTS, "not_ready": "bold red"}
-"""Of the headline, by effect."""
+"""Styles of the headline, by effect."""
 
 
 def headline(judged: Verdict) -> Text:
@@ -479,7 +479,7 @@ class ModelFigures(msgspec.Struct, kw_only=True):
 
     model: str
     hits: HitTotals
-    """Of all tenants that the caller may see, on all days."""
+    """Sums over all tenants that the caller may see, and all days."""
     loaded_share: float | None
     """The share of the prompt tokens that were loaded, 0 to 1. None: no request has ended."""
     local_share: float | None

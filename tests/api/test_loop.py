@@ -33,6 +33,7 @@ from kvdock.api.pool.quotas import UNLIMITED, Quotas
 from kvdock.api.pool.registry import Names, Registry
 from kvdock.api.pool.sessions import Sessions
 from kvdock.api.record.journal import Journal
+from kvdock.api.record.troubles import Troubles
 from kvdock.api.reports.contents import Contents
 from kvdock.api.settings import Settings
 from kvdock.api.tiers.clears import CLEAR_SLICE_RECORDS, Clears, OrderFile
@@ -190,7 +191,7 @@ def test_clearing_many_chunks_goes_in_short_turns(tmp_path: Path) -> None:
                 pool, registry, Names(1), Quotas(table, UNLIMITED), Drain(loaded, pool, time.monotonic), ServerClock()
             )
             clears = Clears(table, registry, journal, OrderFile(tmp_path / "orders"), ())
-            admin = Admin(loaded, sessions, journal, clears, lambda: None)
+            admin = Admin(loaded, sessions, journal, clears, Troubles(time.time), lambda: None)
 
             async def work() -> None:
                 cleared.append((await admin.clear(ClearCache())).chunks)

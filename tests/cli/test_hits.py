@@ -261,7 +261,7 @@ def test_times_that_do_not_fit_are_refused(server: ServerProcess, arguments: lis
 
 
 def past(interval_s: float, count: int) -> Stats:
-    """Of prompts with as many tokens per second as the value's number, the oldest 0. Of those with an odd number all
+    """Values of prompts with as many tokens per second as the value has before it. Where that number is odd, all
     was loaded, of the others nothing."""
     made = {"prompt_tokens": [float(at) for at in range(count)], "loaded_share": [float(at % 2) for at in range(count)],
             "local_share": [0.0] * count}

@@ -34,7 +34,7 @@ EXPRESSIONS = [
 ]
 OF_SCRAPES = {"up": {"job", "instance"}}
 """What Prometheus itself adds: metrics with their labels."""
-VALUES = {
+VALUES: dict[str, set[str]] = {
     "why": set(COMPUTED), "source": {"local", MEMORY, WAITED, "disk", "computed"}, "code": set(CODES),
     "route": {"/v1/lookups"}, "job": {"kvdock"}, "instance": {"$instance"}, "tenant": {"$tenant"}, "model": {"$model"},
 }

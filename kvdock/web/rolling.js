@@ -4,34 +4,36 @@
 const WINDOW_S = 60;
 const valuesOf = (stats, name) => stats?.series.find((series) => series.name === name)?.values;
 
-/** Tokens per second by interval: in prompts, loaded, and had by the engines' own caches. Null: not all are known. */
+/** Without the remainder that sums of fractions leave: it would read as a share of its own. */
+const whole = (n) => (n > 1e-6 ? n : 0);
+
+/** Tokens per second by interval: in prompts, loaded, computed, and had by the engines' own caches. Null: not all are known. */
 function rates(stats) {
   const [prompt, loaded, computed] = ["prompt_tokens", "loaded_tokens", "computed_tokens"].map((name) =>
     valuesOf(stats, name),
   );
   if (!prompt || !loaded || !computed) return null;
-  const local = prompt.map((n, i) => Math.max(0, (n ?? 0) - (loaded[i] ?? 0) - (computed[i] ?? 0)));
-  return { prompt, loaded, local };
+  const local = prompt.map((n, i) => whole((n ?? 0) - (loaded[i] ?? 0) - (computed[i] ?? 0)));
+  return { prompt, loaded, computed, local };
 }
 
 /** The sums over all intervals of the stats; `prompt` is 0 if no request has ended in that time. */
 export function recent(stats) {
   const known = rates(stats);
-  if (!known) return { prompt: 0, loaded: 0, local: 0, seconds: 0 };
+  if (!known) return { prompt: 0, loaded: 0, computed: 0, local: 0, seconds: 0 };
   const sum = (values) => values.reduce((all, value) => all + (value ?? 0), 0);
-  const { prompt, loaded, local } = known;
-  return {
-    prompt: sum(prompt), loaded: sum(loaded), local: sum(local), seconds: prompt.length * (stats.interval_s ?? 0),
-  };
+  const seconds = known.prompt.length * (stats.interval_s ?? 0);
+  const sums = Object.entries(known).map(([name, values]) => [name, sum(values)]);
+  return { ...Object.fromEntries(sums), seconds };
 }
 
 /** Each point is the share over the minute that ends with it. */
 function rolling(parts, wholes, wide) {
-  let [part, whole] = [0, 0];
+  let [part, all] = [0, 0];
   return wholes.map((value, i) => {
-    whole += (value ?? 0) - (wholes[i - wide] ?? 0);
+    all += (value ?? 0) - (wholes[i - wide] ?? 0);
     part += (parts[i] ?? 0) - (parts[i - wide] ?? 0);
-    return whole > 1e-6 ? Math.min(1, Math.max(0, part / whole)) : null;
+    return all > 1e-6 ? Math.min(1, whole(part) / all) : null;
   });
 }
 

@@ -282,10 +282,11 @@ def test_the_page_of_a_tenant_says_whose_its_figures_are(open_page: OpenPage, tm
 
 
 def test_the_focus_is_on_the_page_after_the_token_is_accepted(server: ServerProcess, open_page: OpenPage) -> None:
-    page = open_page(server.http, drawn=False)
+    page = open_page(server.http, drawn=False, viewport={"width": 1280, "height": 700})
     enter(page, OPERATOR)
     expect(page.locator("#sessions")).to_be_visible()
     expect(page.locator("#main")).to_be_focused()
+    assert page.evaluate("scrollY") == 0
 
 
 def test_without_a_token_the_page_shows_totals_and_asks_for_one(

@@ -126,6 +126,8 @@ def test_the_main_figures_are_shares_of_prompt_tokens_lately_and_since_start(
         "tokens"
     )
     assert tiles(page)[1] == "Saved 1 h 30 min of computing: 18.4 M tokens were loaded instead"
+    page_server.bodies["stats"] = say.history(*rates([0.8] * 3, [0.2] * 3, [0.6] * 3))  # the rest is 1e-16, not 0
+    expect(page.locator("#tiles .tile").first).to_contain_text("own cache 0\u00a0%, computed 75\u00a0%")
     page_server.bodies["stats"] = say.history(*rates([0.0] * 3, [0.0] * 3, [0.0] * 3))
     expect(page.locator("#tiles .tile").first).to_contain_text(
         "own cache 10\u00a0%, computed 60\u00a0%, since start, of 61.2\u00a0M\u00a0prompt tokens"

@@ -24,7 +24,7 @@ export function mountAccess(use) {
     judged(locked) {
       const hadFocus = byId("locked").contains(document.activeElement);
       setHidden(byId("locked"), !locked);
-      if (!locked && hadFocus) byId("main").focus(); // or the focus would be nowhere
+      if (!locked && hadFocus) byId("main").focus({ preventScroll: true }); // or the focus would be nowhere
       if (fresh && locked) setText(byId("token-refused"), REFUSED);
       fresh = false;
     },

@@ -2,7 +2,7 @@
 
 import { el, setAttr, setText } from "../dom.js";
 import { about, age, bytes, count, isLoss, plural, shareOf } from "../format.js";
-import { loadedShare, loadedTokens, NOT_REPORTED } from "../hits.js";
+import { computedTokens, loadedShare, loadedTokens, NOT_REPORTED } from "../hits.js";
 import { recent } from "../rolling.js";
 import { enginesOf, inTrouble } from "./sessions.js";
 
@@ -19,11 +19,11 @@ function loaded({ status: { counters: c, hits }, stats }) {
   const unknown = asked ? `asked for ${plural(asked, "token")}; ${NOT_REPORTED}` : "no request has ended yet";
   if (!known) return ["–", unknown];
   const whole = `${loadedShare(hits)} since start, of ${plural(known, "prompt token")}`;
-  const of = (part, local, all) => [shareOf(part, all), shareOf(local, all), shareOf(all - local - part, all)];
-  const { prompt, loaded: part, local, seconds } = recent(stats);
-  const [figure, own, computed] = prompt
-    ? of(part, local, prompt)
-    : of(loadedTokens(hits), hits.local_tokens, known);
+  const { prompt, seconds, ...lately } = recent(stats);
+  const parts = prompt
+    ? [lately.loaded, lately.local, lately.computed]
+    : [loadedTokens(hits), hits.local_tokens, computedTokens(hits)];
+  const [figure, own, computed] = parts.map((part) => shareOf(part, prompt || known));
   const when = prompt ? `in the last ${age(seconds)}; ${whole}` : `since start, of ${plural(known, "prompt token")}`;
   return [figure, `own cache ${own}, computed ${computed}, ${when}`];
 }

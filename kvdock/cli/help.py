@@ -147,7 +147,8 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
         ("kvdock size --users 50 --tokens-each 8000", "before there is traffic"),
     ),
     "doctor": (
-        ("kvdock doctor", "this machine as it is"),
+        ("kvdock doctor", "this machine as it is, and its server"),
+        ("kvdock doctor --server gpu-7:7410", "and a server elsewhere"),
         ("kvdock doctor --config /etc/kvdock.toml", "before a server uses it"),
     ),
     "lookup": (

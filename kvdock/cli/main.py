@@ -98,18 +98,19 @@ def top(
 
 
 def doctor(
+    server: Server = "",
     config: Annotated[str | None, typer.Option(
         "--config", metavar="FILE", help="TOML file of settings. [KVDOCK_CONFIG]", show_default=False,
     )] = None,
     as_json: AsJson = False,
 ) -> int:
-    """Check this machine, the settings and the server.
+    """Check this machine, the settings, the lower tiers, and the server that commands use.
 
     Each line is OK, a note or a problem, with advice where there is any. The exit status is 1 if there is a problem.
     """
     from kvdock.cli.doctor import doctor as examine
 
-    return examine(os.environ, config=config, as_json=as_json, console=console())
+    return examine(os.environ, server=server, config=config, as_json=as_json, console=console())
 
 
 def lookup(

@@ -82,9 +82,9 @@ class PromptRun(Answer, kw_only=True):
     tokens: int
     origin: Literal["local", "loaded", "computed"]
     source: str = ""
-    """Of loaded tokens: `memory`, `waited`, or the name of the tier."""
+    """Where loaded tokens came from: `memory`, `waited`, or the name of the tier."""
     why: ComputedWhy | Literal[""] = ""
-    """Of computed tokens."""
+    """Why tokens were computed."""
 
 
 class HitTotals(Answer, kw_only=True):

@@ -270,13 +270,13 @@ class Status(Answer, kw_only=True):
     pool: PoolView
     chunks: ChunkCounts
     sessions: int
-    """Of engines: those of the server's own mover are not counted."""
+    """Sessions of engines: those of the server's own mover are not counted."""
     leases: int
     reservations: int
     counters: dict[str, int]
     """Totals since start; kvdock/api/record/counters.py explains each. What benchmarks do is left out."""
     hits: HitTotals = msgspec.field(default_factory=HitTotals)
-    """Of all requests that have ended since the server's start."""
+    """Sums over all requests that have ended since the server's start."""
     oldest_s: float | None = None
     """How long the chunk that was unused longest, of those that no engine holds, has been unused. None: there is no
     such chunk."""

@@ -11,10 +11,10 @@ import msgspec
 
 from kvdock.protocol.wire_types import Answer
 
-Effect = Literal["helping", "costing", "idle", "not_reported", "not_ready"]
+Effect = Literal["helping", "costing", "not_helping", "idle", "not_reported", "not_ready"]
 """helping: engines load tokens, and as far as is known that saved time. costing: loads took longer than computing would
-have. idle: no request has ended yet. not_reported: engines look up, and do not report what they load. not_ready: no
-slot can be given out."""
+have. not_helping: requests have ended, and none has loaded anything. idle: no engine has asked for anything.
+not_reported: engines look up, and none has reported the end of a request. not_ready: no slot can be given out."""
 
 FindingCode = Literal[
     "not_ready", "loads_cost_time", "tier_off", "engine_died", "engine_silent", "chunks_damaged", "thrashing",

@@ -14,6 +14,7 @@ from kvdock.api.http.wire import SECURITY_HEADERS
 from kvdock.api.record.history import SERIES
 from kvdock.client.client import Client
 from kvdock.protocol.errors import CODES
+from kvdock.protocol.outcomes import Outcome
 from kvdock.protocol.wire_types import Answer
 
 engine = attached_engine(label="people")
@@ -60,12 +61,11 @@ def test_history_has_one_value_per_series_and_interval(client: Client, engine: E
     assert stats.interval_s == 0.1 and 0 <= stats.age_s < 5
 
 
-def test_history_shows_what_was_looked_up(client: Client, engine: Engine) -> None:
-    engine.store(wanted := keys(2, unique("ratio")))
-    engine.lookup(wanted, request=unique("ratio"))
+def test_history_shows_what_was_loaded(client: Client, engine: Engine) -> None:
+    engine.heartbeat(outcomes=[Outcome(request=unique("ratio"), prompt_tokens=32, loaded_tokens=32)])
 
     def ratios() -> list[float | None]:
-        return next(series.values for series in client.stats().series if series.name == "hit_ratio")
+        return next(series.values for series in client.stats().series if series.name == "loaded_share")
 
     eventually(lambda: 1.0 in ratios())
 

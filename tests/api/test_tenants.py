@@ -199,7 +199,7 @@ def test_metrics_name_no_other_tenant(engine: Engine, of_b: Client, server: Serv
 
     def tenants(headers: dict[str, str]) -> set[str]:
         text = raw(server.http, "GET", "/metrics", None, headers)[2].decode()
-        return set(re.findall(r'kvdock_tenant_used{tenant="(.*?)",what="sessions"} [1-9]', text))
+        return set(re.findall(r'kvdock_tenant_sessions{tenant="(.*?)"} [1-9]', text))
 
     assert tenants({"Authorization": f"Bearer {A}"}) == {"a"} and tenants({"Authorization": f"Bearer {B}"}) == {"b"}
     assert tenants({}) >= {"a", "b"} and tenants(NOBODYS) == set()

@@ -36,7 +36,10 @@ def test_the_headline_says_whether_it_helps_and_by_how_much(client: Client) -> N
     engine.lookup(keys(4), "r")
     silent = client.verdict()
     assert (silent.effect, "asked for 64 tokens" in silent.headline) == ("not_reported", True)
-    ended(engine, 100, local_tokens=20, loaded_tokens=30, load_us=10_000, prefill_tokens_per_s=1000.0)
+    ended(engine, 20)
+    useless = client.verdict()
+    assert useless.effect == "not_helping" and "none of 20 prompt tokens was loaded" in useless.headline
+    ended(engine, 80, local_tokens=20, loaded_tokens=30, load_us=10_000, prefill_tokens_per_s=1000.0)
     helping = client.verdict()
     assert (helping.effect, helping.findings) == ("helping", [])
     assert "30.0% of prompt tokens were loaded; 20.0% were in the engines' own caches" in helping.headline
@@ -63,6 +66,15 @@ def test_an_engine_that_died_and_damaged_chunks_are_named_until_somebody_has_see
     assert client.verdict().findings == [] and client.acknowledge().troubles == 0
     assert client.status().counters["dead_members"] == 1
     engine.close()
+
+
+def test_an_engine_that_sends_no_heartbeats_is_named() -> None:
+    with ServerProcess(heartbeat_s=0.05, missed_heartbeats=1, watch_s=0.02) as server, Client(server.unix) as client:
+        engine = attach(client, label="engine A")
+        eventually(lambda: codes(client.verdict()) == ["engine_silent"])
+        assert "(engine A)" in client.verdict().findings[0].text
+        engine.heartbeat()
+        engine.close()
 
 
 def test_a_caller_who_may_not_read_sees_no_names(server: ServerProcess, client: Client) -> None:

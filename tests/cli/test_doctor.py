@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import signal
+import socket
 import stat
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from kvdock.cli.doctor import Finding, Machine, _kernels, examine
 from kvdock.client.client import Client
 from kvdock.datapath.cuda import CopyTuning
 from kvdock.datapath.tuning import Calibration, Geometry, save_calibration
+from kvdock.protocol.outcomes import Outcome
 from kvdock.protocol.schemas import ReportMismatch
 
 CHECKS = {"kvdock", "settings", "server", "access", "extension", "GPU kernels", "GPU copies", "shared memory",
@@ -103,6 +105,56 @@ def test_a_server_that_answers_needs_no_memory_for_another_pool(server: ServerPr
     assert "1 in use" in found["pools"]["found"] or int(found["pools"]["found"].split()[0]) > 1
 
 
+def test_it_judges_the_server_that_commands_use(server: ServerProcess, tmp_path: Path) -> None:
+    elsewhere = {"KVDOCK_SOCKET_PATH": str(tmp_path / "s"), **SMALL}
+    with Client(server.unix) as client:
+        engine = attach(client, label="engine A")
+        engine.heartbeat(outcomes=[Outcome(
+            request="r", prompt_tokens=100, loaded_tokens=90, load_us=9_000_000, prefill_tokens_per_s=1000.0
+        )])
+        for found in (
+            checks_of(kvdock("doctor", "--json", "--server", server.unix, **elsewhere), 1),
+            checks_of(kvdock("doctor", "--json", KVDOCK_ADDRESS=server.unix, **elsewhere), 1),
+        ):
+            assert found["server"]["level"] == "ok" and server.unix in found["server"]["found"]
+            assert found["cache"]["level"] == "problem" and "longer than computing" in found["cache"]["found"]
+            assert found["cache"]["advice"] == "`kvdock bench`"
+        engine.close()
+
+
+def test_a_named_server_that_does_not_answer_is_a_problem(tmp_path: Path) -> None:
+    for named in ({"KVDOCK_ADDRESS": f"unix:{tmp_path}/none"}, {"KVDOCK_ADDRESS": "no address:x"}):
+        found = checks_of(kvdock("doctor", "--json", KVDOCK_SOCKET_PATH=str(tmp_path / "s"), **SMALL, **named), 1)
+        assert found["server"]["level"] == "problem"
+
+
+def test_each_lower_tier_is_opened_once(tmp_path: Path) -> None:
+    environ = {"KVDOCK_DISK_BYTES": "64MiB", "KVDOCK_SOCKET_PATH": str(tmp_path / "s"), **SMALL}
+    found = checks_of(kvdock("doctor", "--json", KVDOCK_DISK_PATH=str(tmp_path / "disk"), **environ), 0)
+    assert (found["tier disk"]["level"], found["tier disk"]["found"]) == ("ok", "it opens")
+    found = checks_of(kvdock("doctor", "--json", KVDOCK_DISK_PATH="/proc/nope", **environ), 1)
+    assert found["tier disk"]["level"] == "problem" and "/proc/nope" in found["tier disk"]["found"]
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+        dead = {"KVDOCK_REDIS_URL": f"redis://127.0.0.1:{port}", "KVDOCK_SOCKET_PATH": str(tmp_path / "s"), **SMALL}
+        found = checks_of(kvdock("doctor", "--json", **dead), 1)
+    assert found["tier redis"]["level"] == "problem"
+
+
+def test_addresses_that_are_taken_or_that_nobody_answers_at_are_named(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        environ = {"KVDOCK_SOCKET_PATH": str(tmp_path / "s"), "KVDOCK_PORT": str(port), **SMALL}
+        found = checks_of(kvdock("doctor", "--json", **environ), 1)
+    assert found["port"]["level"] == "problem" and str(port) in found["port"]["found"]
+    environ |= {"KVDOCK_OBSERVE": "traces", "KVDOCK_TRACES_ENDPOINT": f"http://127.0.0.1:{port}"}
+    found = checks_of(kvdock("doctor", "--json", **environ), 0)
+    assert found["traces"]["level"] == "note" and "port" not in found
+
+
 def test_access_files_are_read_as_the_server_and_commands_would(tmp_path: Path) -> None:
     file, token = tmp_path / "access.toml", tmp_path / "token"
     assert examined(Machine(), tmp_path)["access"].level == "ok"
@@ -133,14 +185,17 @@ def test_a_server_that_is_stopped_is_a_problem_and_none_is_not(server: ServerPro
     assert "stopped" in found["server"]["advice"]
 
 
-def test_chunks_that_did_not_match_are_noted(tmp_path: Path) -> None:
+def test_chunks_that_did_not_match_are_a_problem_until_somebody_has_seen_them(tmp_path: Path) -> None:
     with ServerProcess() as server, Client(server.unix) as client:
         engine = attach(client)
         engine.store(keys(1))
         lease = str(engine.lookup(keys(1)).lease)
         client.mismatch(ReportMismatch(session=engine.session, lease=lease, chunks=[0]))
-        found = examined(Machine(), tmp_path, KVDOCK_SOCKET_PATH=server.unix.removeprefix("unix:"))["server"]
-        assert found.level == "note" and "chunks that did not match their checksum: 1" in found.found
+        environ = {"KVDOCK_SOCKET_PATH": server.unix.removeprefix("unix:")}
+        found = examined(Machine(), tmp_path, **environ)["cache"]
+        assert found.level == "problem" and "other bytes than were stored" in found.found
+        client.acknowledge()
+        assert examined(Machine(), tmp_path, **environ)["cache"].level == "ok"
         engine.close()
 
 

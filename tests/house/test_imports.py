@@ -57,7 +57,7 @@ ROOMS = {
         may=("_core", "protocol", "api.access", "api.pool", "api.reports", "api.clock", "api.convert", "api.settings",
              # Of the records only values: what writes them is behind kvdock/api/reports/recorded.py.
              "api.record.counters.Counters", "api.record.requests.Detail", "api.record.timings.Buckets",
-             "api.record.timings.RouteTimes"),
+             "api.record.timings.RouteTimes", "api.record.troubles.Trouble"),
         never=("fastapi", "starlette"),
     ),
     "api/http": Room(
@@ -68,7 +68,7 @@ ROOMS = {
     ),
     "connectors": Room(may=(*ENGINE_SIDE, "connectors"), never=("fastapi", "uvicorn")),
     "engine": Room(may=(*ENGINE_SIDE, "connectors", "engine"), never=("fastapi", "uvicorn")),
-    "cli": Room(may=(*ENGINE_SIDE, "api", "connectors", "engine", "cli", "web")),
+    "cli": Room(may=(*ENGINE_SIDE, "api", "connectors", "engine", "cli", "web", "tiers.mover.opening.try_to_open")),
     "web": Room(may=(), never=("torch", "numpy", "fastapi")),
     "bench": Room(may=(*ENGINE_SIDE, "api", "connectors", "engine", "tiers", "bench")),
 }

@@ -53,7 +53,10 @@ def test_the_server_s_verdict_comes_first_then_what_the_lists_show(
 
 @pytest.mark.parametrize(
     ("effect", "tone"),
-    [("helping", "good"), ("costing", "bad"), ("idle", "info"), ("not_reported", "info"), ("not_ready", "warn")],
+    [
+        ("helping", "good"), ("costing", "bad"), ("idle", "info"), ("not_helping", "info"), ("not_reported", "info"),
+        ("not_ready", "warn"),
+    ],
 )
 def test_the_headline_has_the_tone_of_what_the_server_does(
     page_server: PageServer, open_page: OpenPage, effect: Effect, tone: str

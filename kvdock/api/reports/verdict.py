@@ -64,7 +64,7 @@ class Judge:
     def verdict(self, peer: Peer) -> Verdict:
         judged = Judged(peer, self._totals.hits.total.view(), self._wall_s())
         rules = (
-            self._not_ready, self._loads_cost_time, self._tiers, self._troubled, self._thrashing,
+            self._not_ready, self._loads_cost_time, self._tiers, self._troubled, self._silent, self._thrashing,
             self._shares_nothing, self._share_fell, self._one_tenant,
         )
         findings = [finding for rule in rules for finding in rule(judged)]
@@ -81,6 +81,8 @@ class Judge:
             return "not_ready"
         if not judged.hits.requests:
             return "not_reported" if self._asked else "idle"
+        if not judged.hits.loaded_tokens and not judged.hits.reloaded_tokens:
+            return "not_helping"
         return "costing" if (judged.hits.saved_s or 0.0) < 0 else "helping"
 
     # ---------------------------------------------------------------- rules
@@ -135,6 +137,18 @@ class Judge:
             who = f" ({last.who})" if may_read and last.who else ""
             text = one_text if len(seen) == 1 else f"{len(seen):,} {many_text}, the last"
             yield _finding(code, "bad" if kind == "damaged" else "warn", f"{text}{who} at {when}.", at=last.at)
+
+    def _silent(self, judged: Judged) -> Iterator[Finding]:
+        """Engines whose heartbeats are missing: they get nothing new until one comes."""
+        silent = [
+            session for session in self._registry.sessions() if judged.peer.sees(session.tenant)
+            and any(member.suspect and not member.dead for member in session.members.values())
+        ]
+        if silent:
+            names = ", ".join(session.label or session.id for session in silent[:3])
+            who = f" ({names})" if judged.peer.may("read") else ""
+            text = "An engine sends no heartbeats" if len(silent) == 1 else f"{len(silent)} engines send no heartbeats"
+            yield _finding("engine_silent", "warn", f"{text}{who}, and get nothing new until they do.")
 
     def _thrashing(self, judged: Judged) -> Iterator[Finding]:
         if self._curves is None or not judged.peer.may("read"):
@@ -243,7 +257,9 @@ def _headline(effect: Effect, hits: HitTotals, asked_tokens: int) -> str:
     if effect == "idle":
         return "kvdock is up. No request has ended yet."
     if effect == "not_reported":
-        return f"kvdock is up. Engines asked for {asked_tokens:,} tokens, and do not report what they loaded."
+        return f"kvdock is up. Engines asked for {asked_tokens:,} tokens, and have reported no request that has ended."
+    if effect == "not_helping":
+        return f"kvdock is up and not helping yet: none of {hits.prompt_tokens:,} prompt tokens was loaded."
     shares = (
         f"{hits.loaded_share or 0:.1%} of prompt tokens were loaded; {hits.local_share or 0:.1%} were in the engines' "
         "own caches"

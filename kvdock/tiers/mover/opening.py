@@ -21,6 +21,8 @@ log = logging.getLogger("kvdock.tiers")
 OPEN_S = 10.0
 """How long a tier may take to open."""
 RETRY_S = 5.0
+CLOSE_S = 5.0
+"""How long a tier that was opened for a check may take to close."""
 
 GROUP = "kvdock.tiers"
 """The group of the entry points that name stores."""
@@ -86,6 +88,21 @@ class OpeningTiers:
                 logged = why
                 self.unopened[opener.name] = (UNOPENED, error.why)
             self._closed.wait(RETRY_S)
+
+
+def try_to_open(config: MoverConfig) -> dict[str, str]:
+    """Opens each tier once, and closes it again. Returns by name why it cannot be opened; "": it can."""
+    found = {}
+    for opener in _openers(config):
+        try:
+            opener.open_tier().close(Deadline(CLOSE_S))
+        except TierUrlError as error:
+            found[opener.name] = f"{WRONG_SETTING}: {error}"
+        except TierError as error:
+            found[opener.name] = str(error)
+        else:
+            found[opener.name] = ""
+    return found
 
 
 def registers_memory(config: MoverConfig) -> bool:

@@ -87,6 +87,7 @@ def build(
     curves = Curves(pool, clocks.now_s) if "curve" in settings.observers else None
     beginnings = Beginnings(registry)
     answers = Answers(pool.table, lambda space: mover_client.in_tiers(space))
+    registry.on_ended = answers.forget
     troubles = Troubles(clocks.wall_s)
     tally = Tally(settings, pool.table, journal, Learned(curves, beginnings, answers, troubles), clocks, clock)
     orders = OrderFile(Path(f"{settings.socket_path}.orders"))

@@ -7,7 +7,7 @@ const valuesOf = (stats, name) => stats?.series.find((series) => series.name ===
 /** Without the remainder that sums of fractions leave: it would read as a share of its own. */
 const whole = (n) => (n > 1e-6 ? n : 0);
 
-/** Tokens per second by interval: in prompts, loaded, computed, and had by the engines' own caches. Null: not all are known. */
+/** Tokens per second by interval: in prompts, loaded, computed, in the engines' own caches. Null: not all are known. */
 function rates(stats) {
   const [prompt, loaded, computed] = ["prompt_tokens", "loaded_tokens", "computed_tokens"].map((name) =>
     valuesOf(stats, name),

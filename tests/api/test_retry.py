@@ -206,12 +206,13 @@ CASES = [
     Case(("POST", "/v1/reservations/{reservation}/abort"), lambda e: Request(
         "POST", f"/v1/reservations/{reservation(e)}/abort", one_rank(e))),
     Case(("POST", "/v1/cache/clear"), administer("POST", "/v1/cache/clear")),
+    Case(("POST", "/v1/acknowledge"), lambda engine: Request("POST", "/v1/acknowledge", {})),
     Case(("POST", "/v1/chunks/delete"), administer("POST", "/v1/chunks/delete")),
     Case(("POST", "/v1/cache/evict"), lambda e: Request("POST", "/v1/cache/evict", {"free_bytes": 16 << 20})),
     Case(("POST", "/v1/pins"), administer("POST", "/v1/pins", duration_s=600)),
     Case(("PATCH", "/v1/config"), lambda e: Request("PATCH", "/v1/config", {"session_grants": 4096})),
 ]
-COUNTS = {"chunks", "bytes", "quarantined"}
+COUNTS = {"troubles", "chunks", "bytes", "quarantined"}
 """Fields that say what this call did, which for a repeat is nothing."""
 
 

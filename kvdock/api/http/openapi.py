@@ -19,7 +19,7 @@ from fastapi.routing import APIRoute
 from fastapi.types import DecoratedCallable
 
 from kvdock.api.http import examples
-from kvdock.protocol import admin_schemas, outcomes, reports, schemas, wire_types
+from kvdock.protocol import admin_schemas, hits, outcomes, reports, schemas, verdict, wire_types
 from kvdock.protocol.calls import Call
 from kvdock.protocol.errors import CODES, problem_of
 from kvdock.protocol.forms import JSON, PACKED
@@ -212,7 +212,7 @@ def _problem() -> dict[str, Any]:
 def wire_structs() -> list[type[msgspec.Struct]]:
     """Every body and answer."""
     bases = (Body, Identity, Answer, Carrier, Carried, Reporting)
-    rooms = (wire_types, outcomes, reports, schemas, admin_schemas)
+    rooms = (wire_types, hits, outcomes, reports, schemas, admin_schemas, verdict)
     named = {name: found for room in rooms for name, found in vars(room).items()}
     return [
         item

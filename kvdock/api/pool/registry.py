@@ -149,6 +149,8 @@ class Registry:
         self._by_lock: dict[int, MemberRecord] = {}
         self._namespaces: dict[bytes, NamespaceRecord] = {}
         self._opened = 0
+        self.on_ended: Callable[[SessionRecord], None] = lambda session: None
+        """Called with each session that has ended."""
 
     def sessions(self) -> list[SessionRecord]:
         """In the order in which they were opened."""
@@ -260,6 +262,7 @@ class Registry:
             del self._by_instance[record.tenant, record.instance]
         for member in record.members.values():
             self._forget_lock(member)
+        self.on_ended(record)
 
     def left_by_benches(self) -> list[NamespaceRecord]:
         """Namespaces that benchmarks alone have used, and that no session uses any more."""

@@ -87,6 +87,8 @@ class Answers:
         self._table, self._in_tiers = table, in_tiers
         self._open: OrderedDict[tuple[int, bytes], dict[int, Answered]] = OrderedDict()
         """By session and request, then by epoch."""
+        self._of_session: dict[int, set[bytes]] = {}
+        """The requests in `_open`, by session."""
         self._arriving: OrderedDict[int, tuple[NamespaceRecord, Sequence[bytes], str]] = OrderedDict()
         """By reservation of the mover, the chunks that it loads, and from which tier."""
         self._brought: OrderedDict[tuple[int, bytes], tuple[str, int]] = OrderedDict()
@@ -117,9 +119,10 @@ class Answers:
         """A lookup for `keys` was answered with `found`. To be called before another call changes the table."""
         space = session.namespace
         of_request = self._open.setdefault((session.table_id, request), {})
+        self._of_session.setdefault(session.table_id, set()).add(request)
         self._open.move_to_end((session.table_id, request))
         if len(self._open) > MOST_ANSWERS:
-            self._open.popitem(last=False)
+            self._drop(*next(iter(self._open)))
         answer, asked = of_request.get(epoch), len(keys) // KEY_BYTES
         hit = found.hit_tokens // space.manifest.chunk_tokens
         if answer is None:
@@ -164,9 +167,21 @@ class Answers:
             runs[-1] = runs[-1]._replace(end=len(keys) // KEY_BYTES)
         return runs
 
+    def _drop(self, session: int, request: bytes) -> dict[int, Answered] | None:
+        requests = self._of_session.get(session, set())
+        requests.discard(request)
+        if not requests:
+            self._of_session.pop(session, None)
+        return self._open.pop((session, request), None)
+
+    def forget(self, session: SessionRecord) -> None:
+        """The session has ended: no outcome of its requests comes any more."""
+        for request in self._of_session.pop(session.table_id, ()):
+            self._open.pop((session.table_id, request), None)
+
     def take(self, session: SessionRecord, request: bytes, epoch: int) -> Answered | None:
         """The answers to the request's lookups in that epoch, or in its last one. The request has ended."""
-        of_request = self._open.pop((session.table_id, request), None)
+        of_request = self._drop(session.table_id, request)
         if of_request is None:
             return None
         return of_request.get(epoch) or of_request[max(of_request)]

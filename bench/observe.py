@@ -89,8 +89,8 @@ class Trace:
 
 
 def long_lookups_us(known_share: float) -> float:
-    """The time of lookups of 512 keys, of which the first `known_share` were seen before. The quickest of the last five
-    parts: at first the curve learns how many samples such lookups can have."""
+    """The time of lookups of 512 keys. The first `known_share` of the keys were seen before. Returns the time of the
+    quickest of the last five parts: at first the curve learns how many samples such lookups can have."""
     choose = random.Random(1)
     known = round(known_share * LONG_KEYS)
     prompts = [choose.randbytes(32 * LONG_KEYS) for _ in range(LONG_PROMPTS)]

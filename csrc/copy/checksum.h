@@ -53,7 +53,7 @@ inline uint64_t add_mod_p(uint64_t x, uint64_t y) {
   return sum >= kChecksumPrime ? sum - kChecksumPrime : sum;
 }
 
-// Hashes the zeros that pad a part's last stripe, of which the first `used` bytes (a multiple of 16) are the part's.
+// Hashes the zeros that pad a part's last stripe. The stripe's first `used` bytes, a multiple of 16, are the part's.
 void hash_padding(const CpuPath& path, const ChecksumKeys& keys, size_t used, StripeSums* sums);
 
 // The checksum of a part of any length and alignment (`data`, `bytes`), or the share of the stripes from `first_stripe`

@@ -92,7 +92,7 @@ class Records {
   std::vector<Usage> count_usage() const;
 
   // -- transitions: each is one 64-bit store
-  // An id for a record with so many parts; nullopt: every page is in use.
+  // An id for a record with that number of parts; nullopt: every page is in use.
   std::optional<uint32_t> take_id(uint32_t parts);
   void give_id(uint32_t id) { pages_.give(id); }  // for an id under which nothing was written
   void write(const NewChunk& chunk, uint32_t id, std::span<const StoredPart> parts);  // FREE → RESERVED

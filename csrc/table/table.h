@@ -187,7 +187,7 @@ class Table {
 
   uint64_t session_cap_bytes() const { return static_cast<uint64_t>(cap_bytes(options_.session_cap)); }
   uint64_t total_cap_bytes() const { return static_cast<uint64_t>(cap_bytes(options_.total_cap)); }
-  // Whether the session may pin so many bytes more.
+  // Whether the session may pin that number of bytes in addition.
   bool may_hold(uint32_t session, uint64_t bytes) const {
     const Pins& pins = chunks_.pins();
     return pins.held_bytes(session) + bytes <= session_cap_bytes() && pins.held_bytes() + bytes <= total_cap_bytes();

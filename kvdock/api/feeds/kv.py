@@ -398,7 +398,7 @@ class KvStream(Stream):
     """KV cache events as server-sent events: `GET /v1/kv-events`. A reader sees those of its own tenant.
 
     Each event of the stream is one batch: `{"ts", "model", "events"}`, and its id is the batch's number. A reader that
-    comes back with `Last-Event-ID` gets what came since, or a snapshot, of which only the last batch has an id.
+    comes back with `Last-Event-ID` gets what came since, or a snapshot. Only the snapshot's last batch has an id.
     """
 
     name = "kv_events"

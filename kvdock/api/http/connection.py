@@ -214,7 +214,7 @@ class Connection(HttpToolsProtocol):
     # ---------------------------------------------------------------- refusals
 
     def _unended(self) -> ApiError | None:
-        """The refusal of a request of which only a part has arrived; None: there is no reason for a refusal yet."""
+        """The refusal of a request that has arrived only in part; None: there is no reason for a refusal yet."""
         limits = self.limits
         if self._stage is Stage.HEAD and len(self.url) > limits.url_bytes:
             return self._too_long_url()

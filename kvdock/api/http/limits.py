@@ -103,7 +103,7 @@ class BodyShare:
         self._capacity, self._bytes = capacity, 0
 
     def hold(self, body_bytes: int) -> None:
-        """Counts a body of which `body_bytes` have arrived. Raises ApiError(too_busy) if that exceeds the capacity."""
+        """Counts a body. `body_bytes` of it have arrived. Raises ApiError(too_busy) if that exceeds the capacity."""
         if body_bytes <= self.FREE_BYTES:
             return
         capacity, more = self._capacity, body_bytes - self._bytes

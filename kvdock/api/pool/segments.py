@@ -198,7 +198,7 @@ class SegmentPool:
         """Removes one segment: its name at once, and its memory as soon as no process maps it. Raises KeyError if there
         is none.
 
-        Only for a segment of which no engine holds a slot. Takes some ms a GiB.
+        Only for a segment in which no engine holds a slot. Takes some ms a GiB.
         """
         with self._lock:
             gone = self._segments.pop(segment)

@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import os
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
@@ -29,6 +28,7 @@ from kvdock.api.pool.registry import NamespaceRecord, Registry
 from kvdock.api.record.journal import Journal
 from kvdock.protocol import events as e, mover_schemas as m
 from kvdock.protocol.wire_types import KEY_BYTES
+from kvdock.shm.files import replace_durably
 
 log = logging.getLogger("kvdock.api")
 
@@ -75,21 +75,7 @@ class OrderFile:
         if not orders:
             self._path.unlink(missing_ok=True)
             return
-        new = self._path.with_name(self._path.name + ".new")
-        fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        try:
-            left = memoryview(msgspec.msgpack.encode(_Kept(FILE_VERSION, list(orders))))
-            while left:
-                left = left[os.write(fd, left) :]
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-        new.rename(self._path)
-        folder = os.open(self._path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        replace_durably(self._path, msgspec.msgpack.encode(_Kept(FILE_VERSION, list(orders))))
 
 
 @dataclass

@@ -30,7 +30,7 @@ MOST = 256
 MOST_KEYS_BYTES = 8 << 20
 """The most bytes of keys that wait for their start or for the mover."""
 GRACE_S = 5.0
-"""A prefetch of which the mover reports nothing for so long after its deadline is lost."""
+"""A prefetch is lost if the mover has not reported on it this long after its deadline."""
 
 
 @dataclass

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-import os
 import struct
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
+from kvdock.shm.files import replace_durably
 from kvdock.tiers.disk.folder import TIER
 from kvdock.tiers.notes import HEAD_BYTES, Change, Note, NoteError
 from kvdock.tiers.tier import TierError
@@ -48,30 +48,13 @@ class DiskNotes:
                 return after
             notes = {**self._notes, namespace: after}
             try:
-                self._write(b"".join(
+                replace_durably(self._path, b"".join(
                     namespace + _LENGTH.pack(len(packed := note.packed())) + packed for namespace, note in notes.items()
                 ))
             except OSError as error:
                 raise TierError(TIER, f"{self._path} cannot be written: {error}") from error
             self._notes = notes
             return after
-
-    def _write(self, data: bytes) -> None:
-        new = self._path.with_suffix(".new")
-        fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        try:
-            left = memoryview(data)
-            while left:
-                left = left[os.write(fd, left) :]
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-        new.rename(self._path)
-        folder = os.open(self._path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
 
 
 def _read(data: bytes) -> Iterator[tuple[bytes, Note]]:

@@ -17,7 +17,7 @@ from adoption_helpers import remove_stale_of
 from bytes_helpers import open_descriptors, shared_objects
 
 from kvdock import _core
-from kvdock.api.pool.lock import PoolLock, remove_stale, server_alive
+from kvdock.api.pool.lock import LeftPool, PoolLock, remove_stale, server_alive
 from kvdock.api.pool.segments import SegmentPool
 from kvdock.datapath.liveness import MemberLiveness
 from kvdock.shm import objects as shm
@@ -188,16 +188,28 @@ def test_what_a_killed_server_left_is_removed_and_live_pools_stay(pool_id: int) 
     assert shared_objects(pool_id ^ 1) == []
 
 
-def test_a_pool_whose_server_dies_while_others_clear_up_is_judged_by_itself(pool_id: int) -> None:
+def test_a_pool_whose_server_dies_while_others_clear_up_is_judged_by_itself(pool_id: int, tmp_path: Path) -> None:
     """Not by a list made while that server lived. Its lock is left alone: its next server may be looking at it."""
-    PoolLock.create(pool_id).close(unlink=False)
+    PoolLock.create(pool_id, tmp_path).close(unlink=False)
     judged = iter([False, True])
-    assert remove_stale(spare=lambda left: left.pool_id != pool_id or next(judged)) == []
+    assert remove_stale(tmp_path, spare=lambda left: next(judged)) == []
     assert next(judged, None) is None, "once more when its lock was held"
-    assert remove_stale(spare=lambda left: left.pool_id != pool_id or not server_alive(pool_id)) == []
-    PoolLock.adopt(pool_id).close(unlink=True)
+    assert remove_stale(tmp_path, spare=lambda left: not server_alive(pool_id, tmp_path)) == []
+    PoolLock.adopt(pool_id, tmp_path).close(unlink=True)
 
 
-def test_objects_without_a_lock_file_belong_to_nobody_and_go(pool_id: int) -> None:
-    create_region(shm.region_name(pool_id), 4096)
-    assert remove_stale_of(pool_id) == [f"kvdock-{pool_id:016x}-table"]
+def test_objects_without_a_lock_file_belong_to_nobody_and_go(pool_id: int, tmp_path: Path) -> None:
+    Path(tmp_path, shm.region_name(pool_id).lstrip("/")).touch(mode=0o600)
+    assert remove_stale(tmp_path) == [f"kvdock-{pool_id:016x}-table"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_another_remover_was_faster_with_is_not_called_removed(pool_id: int, tmp_path: Path) -> None:
+    lock = PoolLock.create(pool_id, tmp_path)
+    lock.close(unlink=False)
+
+    def while_another_removes_it(_left: LeftPool) -> bool:
+        lock.path.unlink(missing_ok=True)
+        return False
+
+    assert remove_stale(tmp_path, spare=while_another_removes_it) == []

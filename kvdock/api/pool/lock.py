@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -144,8 +145,8 @@ def remove_stale(
     shm_dir: Path = shm.SHM_DIR, *, spare: Callable[[LeftPool], bool] = lambda left: False,
     wall_s: Callable[[], float] = time.time,
 ) -> list[str]:
-    """Removes objects that dead servers left, and returns their names. Live pools stay, and so do those that `spare`
-    chooses.
+    """Removes objects that dead servers left, and returns the names of what it removed itself. Live pools stay, and so
+    do those that `spare` chooses.
 
     A server may die at any moment, so each pool is checked by itself, and once more when its lock is held. The lock of
     a pool that stays is not taken, because its next server may be trying to take it. Engines that still map a removed
@@ -167,8 +168,9 @@ def remove_stale(
         except (PoolInUse, PermissionError, ForeignObject):
             continue
         for name in sorted(names, key=lambda name: name == path.name):  # the lock file last
-            (Path(shm_dir) / name).unlink(missing_ok=True)
-            removed.append(name)
+            with suppress(FileNotFoundError):  # another removed it
+                (Path(shm_dir) / name).unlink()
+                removed.append(name)
         if lock is not None:
             lock.close()
     return removed

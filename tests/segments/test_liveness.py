@@ -17,7 +17,7 @@ from adoption_helpers import remove_stale_of
 from bytes_helpers import open_descriptors, shared_objects
 
 from kvdock import _core
-from kvdock.api.pool.lock import PoolLock, remove_stale, server_alive
+from kvdock.api.pool.lock import LeftPool, PoolLock, remove_stale, server_alive
 from kvdock.api.pool.segments import SegmentPool
 from kvdock.datapath.liveness import MemberLiveness
 from kvdock.shm import objects as shm
@@ -207,4 +207,9 @@ def test_objects_without_a_lock_file_belong_to_nobody_and_go(pool_id: int, tmp_p
 def test_what_another_remover_was_faster_with_is_not_called_removed(pool_id: int, tmp_path: Path) -> None:
     lock = PoolLock.create(pool_id, tmp_path)
     lock.close(unlink=False)
-    assert remove_stale(tmp_path, spare=lambda left: lock.path.unlink(missing_ok=True) is not None) == []
+
+    def while_another_removes_it(_left: LeftPool) -> bool:
+        lock.path.unlink(missing_ok=True)
+        return False
+
+    assert remove_stale(tmp_path, spare=while_another_removes_it) == []

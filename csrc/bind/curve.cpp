@@ -53,9 +53,13 @@ void bind_curve(py::module_& m) {
       });
   py::class_<Curve>(m, "Curve")
       .def(py::init([](const std::string& policy, uint64_t pool_bytes, uint64_t salt, double most_share,
-                       size_t most_entries, double most_work) {
-        return Curve(policy, pool_bytes, {salt, most_share, most_entries, most_work});
-      }), "policy"_a, "pool_bytes"_a, py::kw_only(), "salt"_a, "most_share"_a, "most_entries"_a, "most_work"_a)
+                       size_t most_entries, double most_work, const py::bytes& kept) {
+        CurveOptions options{salt, most_share, most_entries, most_work};
+        std::string_view bytes = kept;
+        return bytes.empty() ? Curve(policy, pool_bytes, options) : Curve(policy, pool_bytes, options, bytes);
+      }), "policy"_a, "pool_bytes"_a, py::kw_only(), "salt"_a, "most_share"_a, "most_entries"_a, "most_work"_a,
+           "kept"_a = py::bytes())
+      .def("keep", [](const Curve& c) { return py::bytes(c.keep()); })
       .def("set_space", &Curve::set_space, "space"_a, "chunk_tokens"_a, "chunk_bytes"_a)
       .def("looked_up", [](Curve& c, uint32_t space, const py::bytes& keys, size_t found) {
         Keys k = keys_of(keys);

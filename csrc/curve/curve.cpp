@@ -52,6 +52,26 @@ void CurveSums::scale(double by) {
   shrink(ever);
 }
 
+void CurveSums::keep(KeptWriter& out) const {
+  for (uint64_t count : {lookups, samples, asked, missed}) out.put(count);
+  auto put = [&out](const Missed& sum) {
+    out.put(sum.here);
+    out.put(sum.there);
+  };
+  for (const Missed& pool : pools) put(pool);
+  put(ever);
+}
+
+void CurveSums::take_over(KeptReader& in) {
+  for (uint64_t* count : {&lookups, &samples, &asked, &missed}) *count = in.number<uint64_t>(UINT64_MAX / 2);
+  auto take = [&in](Missed& sum) {
+    sum.here = in.sum();
+    sum.there = in.sum();
+  };
+  for (Missed& pool : pools) take(pool);
+  take(ever);
+}
+
 void Curve::age(double kept) {
   if (!(kept > 0 && kept <= 1))
     throw TableError("bad_argument", "a share that is kept", std::to_string(kept), "above 0, at most 1");
@@ -66,8 +86,49 @@ Curve::Curve(const std::string& policy, uint64_t pool_bytes, const CurveOptions&
       remembered_share_(options.most_share) {
   if (!(options.most_share > 0 && options.most_share <= 1))
     throw TableError("bad_argument", "a share of chunks is out of range", {}, "0 to 1");
-  for (size_t i = 0; i < kPools; ++i)
-    pools_.emplace_back(policy, kPoolFactors[i]).resize(pool_bytes_, seen_by(i));
+  for (double factor : kPoolFactors) pools_.emplace_back(policy, factor);
+  resize();
+}
+
+Curve::Curve(const std::string& policy, uint64_t pool_bytes, const CurveOptions& options, std::string_view kept)
+    : Curve(policy, pool_bytes, options) {
+  KeptReader in(kept);
+  tick_ = in.number<uint64_t>(UINT64_MAX / 2);
+  share_ = in.share();
+  remembered_share_ = in.share();
+  resize();
+  all_.take_over(in);
+  for (uint32_t i = 0, count = in.count(sizeof(uint32_t)); i < count; ++i) {
+    auto tokens = in.number<uint32_t>(UINT32_MAX);
+    set_space(i, tokens, in.number<uint64_t>(UINT64_MAX));
+    spaces_[i].sums.take_over(in);
+  }
+  for (uint32_t i = 0, count = in.count(sizeof(uint64_t)); i < count; ++i)
+    remembered_.put(in.number<uint64_t>(UINT64_MAX), 0);
+  for (MiniPool& pool : pools_) pool.take_over(in, tick_);
+  in.end();
+}
+
+std::string Curve::keep() const {
+  KeptWriter out;
+  out.put(tick_);
+  out.put(share_);
+  out.put(remembered_share_);
+  all_.keep(out);
+  out.put(static_cast<uint32_t>(spaces_.size()));
+  for (const Space& space : spaces_) {
+    out.put(space.chunk_tokens);
+    out.put(space.chunk_bytes);
+    space.sums.keep(out);
+  }
+  out.put(static_cast<uint32_t>(remembered_.size()));
+  remembered_.for_each([&](uint64_t name, uint32_t) { out.put(name); });
+  for (const MiniPool& pool : pools_) pool.keep(out);
+  return out.take();
+}
+
+void Curve::resize() {
+  for (size_t i = 0; i < kPools; ++i) pools_[i].resize(pool_bytes_, seen_by(i));
 }
 
 void Curve::set_space(uint32_t space, uint32_t chunk_tokens, uint64_t chunk_bytes) {

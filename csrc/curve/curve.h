@@ -10,7 +10,8 @@
 // asks for distorts nothing when it happens to be sampled, as it is never missing. The real pool's misses are known
 // both for the sampled chunks and for all: their ratio corrects the estimates (a control variate).
 //
-// Ownership: on the heap; a new server starts with an empty one.
+// Ownership: on the heap. A server keeps its curve with the pool, from time to time, and the next server of the pool
+// goes on with it (keep).
 // Thread safety: none; the caller calls from one thread.
 #pragma once
 
@@ -49,6 +50,8 @@ struct CurveSums {
 
   void add(const CurveSums& other);
   void scale(double by);
+  void keep(KeptWriter& out) const;
+  void take_over(KeptReader& in);  // TableError corrupt
   // The shares of the tokens that would be found. REQUIRES: asked != 0.
   double found_at(size_t pool) const { return found(pools[pool]); }
   double found_ever() const { return found(ever); }
@@ -61,6 +64,9 @@ class Curve {
  public:
   // TableError bad_argument.
   Curve(const std::string& policy, uint64_t pool_bytes, const CurveOptions& options);
+  // Goes on with what another one of the same policy, pool_bytes and salt has kept. TableError corrupt, bad_argument.
+  Curve(const std::string& policy, uint64_t pool_bytes, const CurveOptions& options, std::string_view kept);
+  std::string keep() const;
 
   // A namespace gets the number. Its sums start at zero; the sums of a namespace that had the number before are
   // forgotten.
@@ -88,6 +94,7 @@ class Curve {
     CurveSums sums;
   };
 
+  void resize();
   void sample(uint32_t space, const uint8_t* keys, size_t count);
   double seen_by(size_t pool) const { return std::min(1.0, share_ * kMoreSeen[pool]); }
   bool is_below(uint64_t name, double share) const;

@@ -73,6 +73,15 @@ void MiniPool::touch(uint32_t id, uint64_t tick) {
 bool MiniPool::insert(uint64_t name, uint32_t parent, uint64_t tick, uint64_t chunk_bytes) {
   while (used_bytes_ + chunk_bytes > capacity_bytes_)
     if (!evict_one(tick)) return false;
+  uint32_t id = place(name, parent, tick, chunk_bytes);
+  std::optional<uint8_t> inherited;
+  if (parent != kNone && entries_[parent].children == 1) inherited = entries_[parent].kind;
+  entries_[id].kind = policy_->stored({id, name, kNoKind, tick}, inherited);
+  return true;
+}
+
+// REQUIRES: there is room, and no entry of the name.
+uint32_t MiniPool::place(uint64_t name, uint32_t parent, uint64_t used, uint64_t chunk_bytes) {
   uint32_t id = static_cast<uint32_t>(entries_.size());
   if (free_.empty()) {
     entries_.emplace_back();
@@ -80,15 +89,12 @@ bool MiniPool::insert(uint64_t name, uint32_t parent, uint64_t tick, uint64_t ch
     id = free_.back();
     free_.pop_back();
   }
-  entries_[id] = {name, tick, chunk_bytes, kNone, 0, kNone, 0};
+  entries_[id] = {name, used, chunk_bytes, kNone, 0, kNone, 0};
   names_.put(name, id);
   used_bytes_ += chunk_bytes;
   add_leaf(id);
   link(id, parent);
-  std::optional<uint8_t> inherited;
-  if (parent != kNone && entries_[parent].children == 1) inherited = entries_[parent].kind;
-  entries_[id].kind = policy_->stored({id, name, kNoKind, tick}, inherited);
-  return true;
+  return id;
 }
 
 // Does nothing if the chunk has a parent already, or is an ancestor of `parent`: engines may name chains that cross.
@@ -197,6 +203,39 @@ void MiniPool::thin(const std::function<bool(uint64_t)>& stays) {
   for (uint32_t id : kept) {
     entries_[id].leaf_at = kNone;
     if (entries_[id].children == 0) add_leaf(id);
+  }
+}
+
+// ---- kept for the next server
+
+void MiniPool::keep(KeptWriter& out) const {
+  std::vector<uint32_t> number(entries_.size(), kNone), chain;
+  uint32_t numbered = 0;
+  out.put(static_cast<uint32_t>(size()));
+  names_.for_each([&](uint64_t, uint32_t id) {
+    for (uint32_t up = id; up != kNone && number[up] == kNone; up = entries_[up].parent) chain.push_back(up);
+    for (; !chain.empty(); chain.pop_back()) {  // a parent comes before its children
+      const Entry& e = entries_[chain.back()];
+      number[chain.back()] = numbered++;
+      out.put(e.name);
+      out.put(e.used);
+      out.put(e.bytes);
+      out.put(e.parent == kNone ? kNone : number[e.parent]);
+    }
+  });
+}
+
+void MiniPool::take_over(KeptReader& in, uint64_t tick) {
+  uint32_t count = in.count(3 * sizeof(uint64_t) + sizeof(uint32_t));
+  for (uint32_t i = 0; i < count; ++i) {
+    auto name = in.number<uint64_t>(UINT64_MAX);
+    auto used = in.number<uint64_t>(tick);
+    auto bytes = in.number<uint64_t>(UINT64_MAX / count);  // their sum may be above the capacity after thin()
+    auto parent = in.number<uint32_t>(kNone);
+    bool is_sound = bytes != 0 && names_.find(name) == kNone && (parent == kNone || parent < i);
+    require(is_sound, "a simulated pool that was kept disagrees with itself", i);
+    uint32_t id = place(name, parent, used, bytes);
+    entries_[id].kind = policy_->stored({id, name, kNoKind, used}, std::nullopt);
   }
 }
 

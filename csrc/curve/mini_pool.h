@@ -3,7 +3,7 @@
 // (USENIX ATC 2017).
 //
 // In a MiniPool, a chunk's parent is the nearest chunk before it that is sampled too. Leaves are evicted first, as in
-// the
+// the chunk table.
 //
 // Invariants: an entry is a leaf, and in leaves_, exactly while no other names it as its parent; names_ has each entry
 //   once; used_bytes_ is the sum of the entries' bytes.
@@ -16,6 +16,7 @@
 #include <string>
 #include <vector>
 
+#include "curve/kept.h"
 #include "curve/names.h"
 #include "table/policy.h"
 
@@ -46,6 +47,11 @@ class MiniPool {
   }
   void check() const;  // TableError corrupt
 
+  // Its chunks and their last uses, for a miniature of the next server. As the table's, the policy begins anew there.
+  void keep(KeptWriter& out) const;
+  // Into an empty one. `tick`: no use is later. TableError corrupt.
+  void take_over(KeptReader& in, uint64_t tick);
+
  private:
   struct Entry {
     uint64_t name, used, bytes;
@@ -62,6 +68,7 @@ class MiniPool {
   };
 
   bool insert(uint64_t name, uint32_t parent, uint64_t tick, uint64_t chunk_bytes);
+  uint32_t place(uint64_t name, uint32_t parent, uint64_t used, uint64_t chunk_bytes);
   void touch(uint32_t id, uint64_t tick);
   void link(uint32_t id, uint32_t parent);
   void add_leaf(uint32_t id);

@@ -53,7 +53,7 @@ from kvdock.api.settings import Settings
 from kvdock.api.tiers.clears import Clears, OrderFile
 from kvdock.api.tiers.mover_client import MoverClient
 from kvdock.protocol.errors import ApiError
-from kvdock.shm.objects import history_path
+from kvdock.shm.objects import curve_path, history_path
 
 Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
 
@@ -84,7 +84,7 @@ def build(
     journal = journal or Journal(clocks.wall_s)
     sessions, drain = _sessions(settings, pool, clocks)
     registry, clock = sessions.registry, sessions.clock
-    curves = Curves(pool, clocks.now_s) if "curve" in settings.observers else None
+    curves = _curves(pool, clocks) if "curve" in settings.observers else None
     beginnings = Beginnings(registry)
     answers = Answers(pool.table, lambda space: mover_client.in_tiers(space))
     registry.on_ended = answers.forget
@@ -102,7 +102,7 @@ def build(
         kept=KeptObject(history_path(pool.pool_id), "the history of hours and days"), wall_s=clocks.wall_s,
         beside={"hits": tally.hits, "namespaces": KeptNamespaces(registry, pool.table)},
     )
-    sampler = Sampler(history, pool, tally, lambda: mover_client.tiers, clock)
+    sampler = Sampler(history, pool, tally, lambda: mover_client.tiers, clock, curves)
     meter, pulse = Meter(tally.counters, Timings(), clocks.perf_ns, {}, journal.publish), Pulse(clocks.perf_ns)
     probes = Probes(settings, pool, registry, drain, pulse)
     tiers = LowerTiers(lambda: mover_client.tiers, mover_client.view, mover_client.session_count)
@@ -122,6 +122,12 @@ def build(
     )
     keeper = Keeper(settings, access, sessions, tally, sampler, pulse)
     return Parts(access, handlers, meter, keeper, sampler, drain, mover_client, feeds)
+
+
+def _curves(pool: Pool, clocks: Clocks) -> Curves:
+    return Curves(
+        pool, clocks.now_s, clocks.wall_s, KeptObject(curve_path(pool.pool_id), "the curve of hit shares")
+    )
 
 
 def _sessions(settings: Settings, pool: Pool, clocks: Clocks) -> tuple[Sessions, Drain]:

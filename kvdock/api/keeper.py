@@ -57,6 +57,8 @@ class Keeper:
                 self._tally.memory()
                 self._pulse.made_round()
                 self._pool.touch()
+                self._sampler.keep_curve_when_due()
+                await asyncio.sleep(0)
                 now_ms = self._clock.now_ms()
                 if now_ms >= next_sample_ms:
                     self._sampler.sample()

@@ -12,6 +12,7 @@ import msgspec
 from kvdock.client.transport import Address
 from kvdock.protocol.access import authorization
 from kvdock.protocol.calls import EVENTS
+from kvdock.protocol.decoders import decoder_of
 from kvdock.protocol.errors import ApiError, ServerUnavailable
 from kvdock.protocol.reports import Problem
 
@@ -42,7 +43,7 @@ def read_events(
         connection.request("GET", f"{EVENTS.path}?{urlencode(query)}" if query else EVENTS.path, headers=headers)
         answer = connection.getresponse()
         if answer.status != http.client.OK:
-            raise ApiError.from_problem(msgspec.json.decode(answer.read(), type=Problem))
+            raise ApiError.from_problem(decoder_of(Problem, packed=False).decode(answer.read()))
         yield from _events(answer)
     except (OSError, http.client.HTTPException, msgspec.DecodeError) as error:  # DecodeError: no kvdock server
         raise ServerUnavailable(f"{address.text}: {error}") from error

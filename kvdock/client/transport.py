@@ -24,6 +24,7 @@ import msgspec
 
 from kvdock.protocol.access import require_trusted_server
 from kvdock.protocol.calls import Call
+from kvdock.protocol.decoders import decoder_of
 from kvdock.protocol.errors import ApiError, KvdockError, ServerUnavailable
 from kvdock.protocol.reports import Problem
 
@@ -258,34 +259,22 @@ class Transport:
 
 A = TypeVar("A")
 
-_PROBLEM = msgspec.json.Decoder(Problem)
-
 
 class Answers:
-    """Decodes answers of the server at `address`; keeps a decoder for each type of answer. Thread-safe."""
+    """Decodes answers of the server at `address`. Thread-safe."""
 
     def __init__(self, address: str) -> None:
         self._address = address
-        self._decoders: dict[tuple[type, bool], msgspec.json.Decoder[object] | msgspec.msgpack.Decoder[object]] = {}
 
     def decoded(self, call: Call[A], status: int, raw: bytes, *, packed: bool) -> A:
         """Raises ApiError for a refusal, and ServerUnavailable for bytes that are no answer to this call. `packed`:
         whether `raw` is MessagePack; refusals are always JSON."""
         try:
             if status >= 400:
-                raise ApiError.from_problem(_PROBLEM.decode(raw))
+                raise ApiError.from_problem(decoder_of(Problem, packed=False).decode(raw))
             if call.answer is NoneType:
                 return call.answer()
-            decoder = self._decoders.get((call.answer, packed)) or self._add_decoder(call.answer, packed)
-            answer = decoder.decode(raw)
-            assert isinstance(answer, call.answer)
-            return answer
+            return decoder_of(call.answer, packed=packed).decode(raw)
         except msgspec.DecodeError as error:
             what = f"{call.method} {call.path} answered {status} with something else: {error}"
             raise ServerUnavailable(f"{self._address}: {what}") from error
-
-    def _add_decoder(
-        self, answer: type[object], packed: bool
-    ) -> msgspec.json.Decoder[object] | msgspec.msgpack.Decoder[object]:
-        made = msgspec.msgpack.Decoder(answer) if packed else msgspec.json.Decoder(answer)
-        return self._decoders.setdefault((answer, packed), made)

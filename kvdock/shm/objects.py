@@ -5,6 +5,7 @@ A pool with id P (16 hex digits) owns exactly these names in the shared-memory d
     kvdock-P.lock     the lock file: made first, removed last (locks.py)
     kvdock-P-table    the table region of the server
     kvdock-P-history  the time series of hours and days, and while it is written kvdock-P-history.new
+    kvdock-P-curve    the curve of hit shares by pool size, and while it is written kvdock-P-curve.new
     kvdock-P-0000-R … the segments, by number; R: 16 random hex digits, drawn for each, so that no other user can
                       take the name of the next one
 
@@ -32,7 +33,7 @@ from kvdock.shm.errors import ForeignObject, PoolTooSmall
 _posix_ipc: Final[Any] = importlib.import_module("posix_ipc")
 
 SHM_DIR: Final = Path("/dev/shm")
-_NAME: Final = re.compile(r"kvdock-([0-9a-f]{16})(?:-(\d{4,})(?:-[0-9a-f]{16})?|-table|-history(?:\.new)?|\.lock)")
+_NAME: Final = re.compile(r"kvdock-([0-9a-f]{16})(?:-(\d{4,})(?:-[0-9a-f]{16})?|-table|-(?:history|curve)(?:\.new)?|\.lock)")
 """Earlier builds named segments without R: such names are known, so that leftovers are removed."""
 
 
@@ -47,6 +48,15 @@ def region_name(pool_id: int) -> str:
 
 def history_path(pool_id: int, shm_dir: Path = SHM_DIR) -> Path:
     return Path(shm_dir) / f"kvdock-{pool_id:016x}-history"
+
+
+def curve_path(pool_id: int, shm_dir: Path = SHM_DIR) -> Path:
+    return Path(shm_dir) / f"kvdock-{pool_id:016x}-curve"
+
+
+def kept_paths(pool_id: int, shm_dir: Path = SHM_DIR) -> tuple[Path, ...]:
+    """What a server keeps beside the pool for the next one."""
+    return history_path(pool_id, shm_dir), curve_path(pool_id, shm_dir)
 
 
 def fresh_path(path: Path) -> Path:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import signal
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -16,6 +17,7 @@ from api_helpers import NOBODYS, ServerProcess, access_file, attach, keys, manif
 
 from kvdock.api.access.access_file import entry
 from kvdock.api.access.peer import of_user
+from kvdock.api.pool.kept_object import KeptObject
 from kvdock.api.pool.pool import open_pool
 from kvdock.api.pool.registry import NamespaceRecord
 from kvdock.api.record.curve import Curves
@@ -148,7 +150,7 @@ def test_a_curve_follows_what_engines_do_now(tmp_path: Path) -> None:
     settings = Settings.load(small_pool(socket_path=str(tmp_path / "s")))
     pool, now_s = open_pool(settings, secrets.randbits), [1000.0]
     try:
-        curves = Curves(pool, lambda: now_s[0])
+        curves = Curves(pool, lambda: now_s[0], lambda: now_s[0])
         space = NamespaceRecord(0, bytes(32), manifest(), "")
         peer = of_user(os.geteuid())
         for _ in range(64):
@@ -157,5 +159,49 @@ def test_a_curve_follows_what_engines_do_now(tmp_path: Path) -> None:
             now_s[0] += 3600 * hours
             assert curves.view(peer).total.lookups == lookups
             assert curves.view(peer).half_life_s == 6 * 3600
+    finally:
+        pool.close()
+
+
+def test_the_next_server_of_a_pool_goes_on_with_its_curve() -> None:
+    """It names what the first one counted, though no engine is attached to it."""
+    with ServerProcess(small_pool(on_exit="keep")) as server:
+        with Client(server.unix) as client:
+            engine = attach(client)
+            for number in range(130):
+                engine.lookup(keys(4, f"prompt {number % 26}"))
+        before = ok(server.http, "GET", "/v1/curve")
+        assert before["total"]["lookups"] == 130 and before["total"]["points"]
+        server.stop(signal.SIGTERM)
+        with ServerProcess(server.settings) as second:
+            after = ok(second.http, "GET", "/v1/curve")
+            for part in ("total", "namespaces", "tenants"):
+                assert after[part] == before[part]
+            assert before["covers_s"] < after["covers_s"] < before["covers_s"] + 60
+
+
+def test_a_curve_that_was_kept_ages_while_no_server_runs(tmp_path: Path) -> None:
+    settings = Settings.load(small_pool(socket_path=str(tmp_path / "s")))
+    pool, now_s, wall_s = open_pool(settings, secrets.randbits), [1000.0], [5000.0]
+    kept = KeptObject(tmp_path / "kvdock-curve", "the curve")
+    try:
+        def server() -> Curves:
+            return Curves(pool, lambda: now_s[0], lambda: wall_s[0], kept)
+
+        first, space = server(), NamespaceRecord(0, bytes(32), manifest(), "")
+        for _ in range(64):
+            first.looked_up(space, bytes.fromhex("".join(keys(4, "old"))), 0)
+        first.keep_when_due()
+        assert not kept.read(), "not yet due"
+        now_s[0] += 60
+        first.keep_when_due()
+        peer = of_user(os.geteuid())
+        now_s[0], wall_s[0] = 3.0, 5000.0 + 6 * 3600
+        assert server().view(peer).total.lookups == 32
+        assert server().view(peer).covers_s == 60 + 6 * 3600
+        wall_s[0] = 1.0  # the clock was set back: the curve is as it was
+        assert server().view(peer).total.lookups == 64
+        kept.write(b"\x00" + kept.read())
+        assert server().view(peer).total.lookups == 0
     finally:
         pool.close()

@@ -219,3 +219,51 @@ def test_a_share_that_is_none_is_refused(kept: float) -> None:
     with pytest.raises(TableError) as refused:
         new_curve().age(kept)
     assert refused.value.code == "bad_argument"
+
+
+# --------------------------------------------------------------------------- kept for the next server
+
+
+def taken_over(kept: bytes, policy: str = "lru") -> Curve:
+    return Curve(policy, ROOM * SLOT, salt=SALT, most_share=1.0, most_entries=1 << 20, most_work=1e9, kept=kept)
+
+
+@pytest.mark.parametrize(("policy", "share", "off"), [("lru", 1.0, 1e-12), ("lru", 0.3, 1e-12), ("adaptive", 1.0, 0.01)])
+def test_the_next_server_goes_on_with_a_curve_that_was_kept(
+    prompts: list[list[int]], policy: str, share: float, off: float
+) -> None:
+    """As if there had been one server; but the adaptive policy learns anew, as in the table."""
+    hits = replayed(prompts, policy, ROOM)
+    whole = fed(new_curve(policy, share=share), prompts, hits)
+    first = fed(new_curve(policy, share=share), prompts[:1500], hits[:1500])
+    second = taken_over(first.keep(), policy)
+    second.check()
+    assert second.keep() == taken_over(second.keep(), policy).keep()
+    assert second.all.found_at == first.all.found_at and second.of_space(0).asked == first.of_space(0).asked
+    fed(second, prompts[1500:], hits[1500:])
+    assert second.all.found_at == pytest.approx(whole.all.found_at, abs=off)
+    assert second.all.found_ever == pytest.approx(whole.all.found_ever, abs=1e-12)
+    assert (second.share, second.all.lookups) == (whole.share, whole.all.lookups)
+
+
+def test_a_damaged_curve_is_refused_or_can_be_used(prompts: list[list[int]]) -> None:
+    kept = fed(new_curve(), prompts[:40], [0] * 40).keep()
+    choose, refused = random.Random(11), 0
+    damages = [kept[:length] for length in choose.sample(range(1, len(kept)), 300)] + [kept + b"x"]
+    for _ in range(3000):
+        damaged = bytearray(kept)
+        for _ in range(choose.choice([1, 1, 8])):
+            damaged[choose.randrange(len(kept))] ^= 1 << choose.randrange(8)
+        damages.append(bytes(damaged))
+    for number, damaged in enumerate(damages):
+        try:
+            curve = taken_over(damaged)
+        except TableError as error:
+            refused += 1
+            assert error.code in ("corrupt", "bad_argument")
+            continue
+        assert number > 300, "one that is too short or too long is refused"
+        curve.check()
+        fed(curve, prompts[40:60], [0] * 20)
+        assert all(0 <= share <= 1 for share in curve.all.found_at)
+    assert 301 <= refused < len(damages)

@@ -123,7 +123,8 @@ def _take(
     ends = ExitStack()
     ends.callback(lock.close, unlink=True)
     ends.callback(shm.unlink, shm.region_name(pool_id))
-    ends.callback(shm.history_path(pool_id).unlink, missing_ok=True)
+    for kept in shm.kept_paths(pool_id):
+        ends.callback(kept.unlink, missing_ok=True)
     ends.callback(segments.close, unlink=True)
     return Adopted(
         PoolObjects(lock, segments, table, ends), found,

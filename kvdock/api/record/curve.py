@@ -7,14 +7,17 @@ Used from the event loop only.
 from __future__ import annotations
 
 import hashlib
+import logging
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
-from kvdock._core import POOL_FACTORS, SLOT_ALIGN, Curve as Simulated, CurveSums
+import msgspec
+
+from kvdock._core import POOL_FACTORS, SLOT_ALIGN, Curve as Simulated, CurveSums, TableError
 from kvdock.api.access.peer import Peer
+from kvdock.api.pool.kept_object import KeptObject
 from kvdock.api.pool.pool import Pool
 from kvdock.api.pool.registry import NamespaceRecord
 from kvdock.protocol.admin_schemas import Limits
@@ -36,33 +39,95 @@ NORMAL_95 = 1.96
 """Standard deviations of a normal distribution that have 95 % of it on both sides."""
 ENOUGH_ROOM = 16
 """The capacity of a simulated pool in sampled chunks, at least: one prompt would fill a smaller one."""
+KEEP_S: Final = 60.0
+"""How often the curve is kept for the next server of the pool."""
+log = logging.getLogger("kvdock.api")
 
 
-@dataclass(slots=True)
-class _Space:
-    record: NamespaceRecord
+class _Space(msgspec.Struct, frozen=True):
+    """A namespace, whatever the weights. `base`: the digest of its manifest and tenant. `number`: in the simulation."""
+
+    base: bytes
+    tenant: str
+    model: str
+    chunk_tokens: int
+    chunk_bytes: int
     number: int
+
+
+class _Kept(msgspec.Struct):
+    """`at`: Unix seconds. `spaces`: the least recently used comes first."""
+
+    at: float
+    eviction: str
+    pool_bytes: int
+    covers_s: float
+    spaces: list[_Space]
+    simulated: bytes
 
 
 class Curves:
     """Counts the chunks that are looked up and stored, and computes how many lookups would find in pools of other
     sizes."""
 
-    def __init__(self, pool: Pool, now_s: Callable[[], float]) -> None:
-        self._pool, self._now_s = pool, now_s
+    def __init__(
+        self, pool: Pool, now_s: Callable[[], float], wall_s: Callable[[], float], kept: KeptObject | None = None
+    ) -> None:
+        """`kept`: the object that keeps the curve for the next server of the pool; None: it ends with this one."""
+        self._pool, self._now_s, self._wall_s, self._kept = pool, now_s, wall_s, kept
         self._salt = int.from_bytes(hashlib.blake2b(pool.secret, digest_size=8, person=b"kvdock curve").digest())
         self._begin(pool.limits)
+        self._kept_s = now_s()
+        content = kept.read() if kept is not None else b""
+        if content:
+            try:
+                self._take_over(msgspec.msgpack.decode(content, type=_Kept))
+            except (msgspec.MsgspecError, TableError) as error:
+                log.warning("the curve of hit shares begins anew: %s", error)
 
     def _begin(self, limits: Limits) -> None:
         self._limits = limits
         self._began_s = self._aged_s = self._now_s()
         self._spaces: OrderedDict[bytes, _Space] = OrderedDict()
-        """By the digest of the namespace's manifest and tenant, whatever the weights; the least recently used
-        comes first."""
-        self._simulated = Simulated(
-            limits.eviction, limits.pool_bytes, salt=self._salt, most_share=MOST_SHARE, most_entries=MOST_ENTRIES,
-            most_work=MOST_WORK,
+        """By `base`; the least recently used comes first."""
+        self._simulated = self._simulation(b"")
+
+    def _simulation(self, kept: bytes) -> Simulated:
+        return Simulated(
+            self._limits.eviction, self._limits.pool_bytes, salt=self._salt, most_share=MOST_SHARE,
+            most_entries=MOST_ENTRIES, most_work=MOST_WORK, kept=kept,
         )
+
+    # ---------------------------------------------------------------- kept with the pool
+
+    def keep_when_due(self) -> None:
+        """To be called in a turn of its own: it copies at most a megabyte."""
+        if self._now_s() - self._kept_s >= KEEP_S:
+            self.keep()
+
+    def keep(self) -> None:
+        """Writes the curve for the next server of the pool."""
+        self._kept_s = self._now_s()
+        if self._kept is not None:
+            self._follow_limits()
+            self._kept.write(msgspec.msgpack.encode(_Kept(
+                at=self._wall_s(), eviction=self._limits.eviction, pool_bytes=self._limits.pool_bytes,
+                covers_s=self._now_s() - self._began_s, spaces=list(self._spaces.values()),
+                simulated=self._simulated.keep(),
+            )))
+
+    def _take_over(self, kept: _Kept) -> None:
+        """Leaves the curve as it is if the pool has another size or policy now. Raises TableError."""
+        if (kept.pool_bytes, kept.eviction) != (self._limits.pool_bytes, self._limits.eviction):
+            return
+        simulated = self._simulation(kept.simulated)
+        for space in kept.spaces:
+            simulated.of_space(space.number)  # there is such a number
+        self._simulated = simulated
+        self._spaces.update((space.base, space) for space in kept.spaces)
+        away_s = max(0.0, self._wall_s() - kept.at)
+        self._began_s -= max(0.0, kept.covers_s) + away_s
+        self._aged_s -= away_s
 
     # ---------------------------------------------------------------- counting
 
@@ -103,7 +168,9 @@ class Curves:
         manifest = namespace.manifest
         slots = sum(-(-group.part_bytes // SLOT_ALIGN) for group in manifest.groups) * manifest.writers
         self._simulated.set_space(number, manifest.chunk_tokens, slots * SLOT_ALIGN)
-        space = self._spaces[namespace.base] = _Space(namespace, number)
+        space = self._spaces[namespace.base] = _Space(
+            namespace.base, namespace.tenant, manifest.model, manifest.chunk_tokens, namespace.chunk_bytes, number
+        )
         return space
 
     # ---------------------------------------------------------------- reading
@@ -113,12 +180,12 @@ class Curves:
         longer counted apart."""
         self._follow_limits()
         sums = [
-            (space.record, self._simulated.of_space(space.number)) for space in self._spaces.values()
-            if peer.sees(space.record.tenant)
+            (space, self._simulated.of_space(space.number)) for space in self._spaces.values()
+            if peer.sees(space.tenant)
         ]
         by_tenant: dict[str, list[CurveSums]] = {}
-        for record, one in sums:
-            by_tenant.setdefault(record.tenant, []).append(one)
+        for space, one in sums:
+            by_tenant.setdefault(space.tenant, []).append(one)
         total = self._simulated.all if peer.may("admin") else _sum(one for _, one in sums)
         return Curve(
             eviction=self._limits.eviction,
@@ -130,10 +197,10 @@ class Curves:
             tenants=[TenantCurve(tenant=name, **self._fields(_sum(ones))) for name, ones in sorted(by_tenant.items())],
             namespaces=[
                 NamespaceCurve(
-                    namespace=record.base.hex(), tenant=record.tenant, model=record.manifest.model,
-                    chunk_tokens=record.manifest.chunk_tokens, chunk_bytes=record.chunk_bytes, **self._fields(one),
+                    namespace=space.base.hex(), tenant=space.tenant, model=space.model,
+                    chunk_tokens=space.chunk_tokens, chunk_bytes=space.chunk_bytes, **self._fields(one),
                 )
-                for record, one in reversed(sums)
+                for space, one in reversed(sums)
             ],
         )
 

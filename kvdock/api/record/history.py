@@ -18,6 +18,7 @@ from kvdock.api.clock import ServerClock
 from kvdock.api.pool.kept_object import KeptObject
 from kvdock.api.pool.pool import Pool
 from kvdock.api.record.counters import Counters
+from kvdock.api.record.curve import Curves
 from kvdock.api.record.tally import Tally
 from kvdock.protocol.reports import Over, PoolView, Series, Stats, TierView
 
@@ -248,15 +249,24 @@ class Sampler:
     """Takes the samples of a server's history."""
 
     def __init__(
-        self, history: History, pool: Pool, tally: Tally, tiers: Callable[[], list[TierView]], clock: ServerClock
+        self, history: History, pool: Pool, tally: Tally, tiers: Callable[[], list[TierView]], clock: ServerClock,
+        curves: Curves | None,
     ) -> None:
         """`tiers`: what the mover has last reported of them."""
         self._history, self._pool, self._tally, self._tiers, self._clock = history, pool, tally, tiers, clock
+        self._curves = curves
 
     def sample(self) -> None:
         """Takes one more value of each series. The keeper calls it once in each interval of the finest level."""
         self._history.sample(self._tally.totals(), self._pool.view(), self._tiers(), self._clock.now_ms() / 1000)
 
     def keep(self) -> None:
-        """Writes hours and days for the next server of the pool."""
+        """Writes hours, days and the curve for the next server of the pool."""
         self._history.keep(self._clock.now_ms() / 1000)
+        if self._curves is not None:
+            self._curves.keep()
+
+    def keep_curve_when_due(self) -> None:
+        """In a turn of its own."""
+        if self._curves is not None:
+            self._curves.keep_when_due()

@@ -73,6 +73,7 @@ from kvdock.connectors.vllm.weight_changes import hear, hear_model
 from kvdock.connectors.vllm.worker import VllmWorker, WorkerKV
 from kvdock.connectors.worker import cores_of, hash_threads
 from kvdock.protocol.access import read_token
+from kvdock.protocol.decoders import decoder_of
 from kvdock.protocol.keys import HASH_FUNCTION
 from kvdock.protocol.schemas import Manifest
 
@@ -341,7 +342,7 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _start(self, encoded: Sequence[bytes], *, is_beside: bool) -> None:
         """`encoded`: each worker's manifest. `is_beside`: other connectors may load as well. NotSupportedError."""
-        manifests = [msgspec.json.decode(one, type=Manifest) for one in encoded]
+        manifests = [decoder_of(Manifest, packed=False).decode(one) for one in encoded]
         manifest = manifests[0]
         if any((one.hash_function, one.hash_seed) != self._hashing() for one in manifests):
             raise NotSupportedError(

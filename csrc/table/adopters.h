@@ -51,7 +51,10 @@ struct Grants::Adopter {
   void judge_cell(uint32_t cell);
   void judge_body(const Grant& grant, uint32_t cell) const;
   std::optional<Entries> follow_entries(const Grant& grant, Chain chain);
+  const GrantEntry& entry_of(const Entries& entries, uint32_t i) const;
+  bool in_order(const Entries& entries) const;
   bool names_its_record(const GrantEntry& entry) const;
+  void link(Grant& grant, const Entries& entries);
   void restart(Grant& grant, const Entries& entries);
   void finish_commits(Grant& grant, uint64_t holders[2]);
   void name(uint32_t cell);
@@ -59,7 +62,7 @@ struct Grants::Adopter {
   Grants& g;
   Adoption& found;
   std::map<uint32_t, Entries> held_;   // by cell
-  std::vector<uint32_t> answering_;  // discharged grants that can still answer repeats
+  std::vector<std::pair<uint32_t, Entries>> answering_;  // discharged grants that can still answer repeats, by cell
   std::vector<uint32_t> forgotten_;  // discharged grants that cannot answer repeats any more
   std::vector<bool> block_used_;
 };

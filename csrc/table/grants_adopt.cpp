@@ -61,8 +61,11 @@ void Grants::Adopter::judge_cell(uint32_t cell) {
   holders_of(grant, holders);
   if (!(holders[0] | holders[1])) {
     // Nothing depends on a grant without holders: one that cannot answer repeats any more is forgotten.
-    bool answers = session_open && (grant.kind == GrantKind::kLease || follow_entries(grant, Chain::discharged));
-    (answers ? answering_ : forgotten_).push_back(cell);
+    std::optional<Entries> entries;
+    if (session_open)
+      entries = grant.kind == GrantKind::kLease ? Entries{{}, 0} : follow_entries(grant, Chain::discharged);
+    if (entries) answering_.emplace_back(cell, std::move(*entries));
+    else forgotten_.push_back(cell);
     return;
   }
   const Member& asker = g.members_.member(grant.asker);
@@ -71,14 +74,27 @@ void Grants::Adopter::judge_cell(uint32_t cell) {
   auto entries = follow_entries(grant, Chain::held);
   if (!entries) refuse_adoption("a grant's entries are damaged", cell);
   for (uint32_t i = 0; i < entries->count; ++i) {
-    const GrantEntry& entry = g.blocks_[entries->blocks[i / kEntriesPerBlock]].entries[i % kEntriesPerBlock];
+    const GrantEntry& entry = entry_of(*entries, i);
     if (!names_its_record(entry)) refuse_adoption("I2: a record that is held is damaged or gone", entry.record);
   }
+  if (grant.kind == GrantKind::kReservation && !in_order(*entries))
+    refuse_adoption("a reservation's entries are not in their order", cell);
   held_.emplace(cell, std::move(*entries));
 }
 
 bool Grants::Adopter::names_its_record(const GrantEntry& entry) const {
   return g.chunks_.records().names_live(entry) && !(entry.groups & ~g.chunks_.record(entry.record).groups);
+}
+
+const GrantEntry& Grants::Adopter::entry_of(const Entries& entries, uint32_t i) const {
+  return g.blocks_[entries.blocks[i / kEntriesPerBlock]].entries[i % kEntriesPerBlock];
+}
+
+// As a reservation adds them; commits search them by their index.
+bool Grants::Adopter::in_order(const Entries& entries) const {
+  for (uint32_t i = 1; i < entries.count; ++i)
+    if (entry_of(entries, i).index <= entry_of(entries, i - 1).index) return false;
+  return true;
 }
 
 // The grant's chain of entry blocks; nullopt if it is broken, or shares a block with another grant. After the last
@@ -107,7 +123,7 @@ std::optional<Grants::Adopter::Entries> Grants::Adopter::follow_entries(const Gr
       chained = chained && tail[i].generation == 0;
     if (!full && names_its_record(tail[used])) ++out.count;
   }
-  if (chained && (!held || b == kNone)) return out;
+  if (chained && (held ? b == kNone : in_order(out))) return out;
   for (uint32_t one : out.blocks) block_used_[one] = false;
   return std::nullopt;
 }
@@ -116,14 +132,21 @@ void Grants::Adopter::restart_held() {
   for (auto& [cell, entries] : held_) restart(g.grants_[cell], entries);
 }
 
+// Writes anew what the region says of the chain, whose end was not judged.
+void Grants::Adopter::link(Grant& grant, const Entries& entries) {
+  bool empty = entries.blocks.empty();
+  grant.entry_count = entries.count;
+  grant.first_block = empty ? kNone : entries.blocks.front();
+  grant.last_block = empty ? kNone : entries.blocks.back();
+  if (!empty) g.blocks_[grant.last_block].next = kNone;
+}
+
 // After this, a lease's holders are asked as if it had just been opened, and a lookup may renew it whatever keys it
 // names.
 void Grants::Adopter::restart(Grant& grant, const Entries& entries) {
   uint64_t holders[2];
   holders_of(grant, holders);
-  grant.entry_count = entries.count;
-  grant.first_block = entries.blocks.empty() ? kNone : entries.blocks.front();
-  grant.last_block = entries.blocks.empty() ? kNone : entries.blocks.back();
+  link(grant, entries);
   if (entries.count % kEntriesPerBlock == 0 && entries.count / kEntriesPerBlock < entries.blocks.size()) {
     // The last block was linked and never used.
     grant.last_block = entries.blocks.size() > 1 ? entries.blocks[entries.blocks.size() - 2] : kNone;
@@ -166,12 +189,10 @@ void Grants::Adopter::finish_discharged() {
     Grant& grant = g.grants_[cell];
     publish(grant.word, grant_word(cell, grant.use(), GrantState::kAbsent));
   }
-  for (uint32_t cell : answering_) {
+  for (auto& [cell, entries] : answering_) {
     Grant& grant = g.grants_[cell];
     publish(grant.word, grant_word(cell, grant.use(), GrantState::kClosed));
-    if (grant.kind != GrantKind::kLease) continue;
-    grant.entry_count = 0;
-    grant.first_block = grant.last_block = kNone;
+    link(grant, entries);
   }
 }
 
@@ -181,8 +202,8 @@ void Grants::Adopter::rebuild() {
   for (uint32_t i = g.header_.max_entry_blocks; i-- > 0;)
     if (!block_used_[i]) g.free_blocks_.push_back(i);
   std::sort(answering_.begin(), answering_.end(),
-            [this](uint32_t a, uint32_t b) { return g.grants_[a].opened_ms < g.grants_[b].opened_ms; });
-  for (uint32_t cell : answering_) {
+            [this](auto& a, auto& b) { return g.grants_[a.first].opened_ms < g.grants_[b.first].opened_ms; });
+  for (auto& [cell, entries] : answering_) {
     name(cell);
     g.tombstones_.push_back(cell);
   }

@@ -206,6 +206,7 @@ std::vector<Table::NewPart> Table::fresh_parts(const std::vector<GrantEntry>& en
     Record& r = chunks_.record(it->record);
     auto part = std::find_if(r.parts, r.parts + r.part_count,
                              [&](const StoredPart& x) { return x.group == group && x.writer == rank; });
+    if (part == r.parts + r.part_count) throw TableError("not_reserved", "the chunk has no such part", index);
     if (!(part->committed & kCommitted))
       fresh.push_back({part, checksum});
     else if (part->committed != (kCommitted | checksum))

@@ -33,7 +33,9 @@ from kvdock.shm.errors import ForeignObject, PoolTooSmall
 _posix_ipc: Final[Any] = importlib.import_module("posix_ipc")
 
 SHM_DIR: Final = Path("/dev/shm")
-_NAME: Final = re.compile(r"kvdock-([0-9a-f]{16})(?:-(\d{4,})(?:-[0-9a-f]{16})?|-table|-(?:history|curve)(?:\.new)?|\.lock)")
+_NAME: Final = re.compile(
+    r"kvdock-([0-9a-f]{16})(?:-(\d{4,})(?:-[0-9a-f]{16})?|-table|-(?:history|curve)(?:\.new)?|\.lock)"
+)
 """Earlier builds named segments without R: such names are known, so that leftovers are removed."""
 
 

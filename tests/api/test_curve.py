@@ -165,15 +165,15 @@ def test_a_curve_follows_what_engines_do_now(tmp_path: Path) -> None:
 
 def test_the_next_server_of_a_pool_goes_on_with_its_curve() -> None:
     """It names what the first one counted, though no engine is attached to it."""
-    with ServerProcess(small_pool(on_exit="keep")) as server:
+    with ServerProcess(**small_pool(on_exit="keep")) as server:
         with Client(server.unix) as client:
             engine = attach(client)
             for number in range(130):
-                engine.lookup(keys(4, f"prompt {number % 26}"))
+                engine.lookup(keys(4, f"prompt {number % 26}"), f"request {number}")
         before = ok(server.http, "GET", "/v1/curve")
         assert before["total"]["lookups"] == 130 and before["total"]["points"]
         server.stop(signal.SIGTERM)
-        with ServerProcess(server.settings) as second:
+        with ServerProcess(**server.settings) as second:
             after = ok(second.http, "GET", "/v1/curve")
             for part in ("total", "namespaces", "tenants"):
                 assert after[part] == before[part]

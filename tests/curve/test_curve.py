@@ -228,7 +228,9 @@ def taken_over(kept: bytes, policy: str = "lru") -> Curve:
     return Curve(policy, ROOM * SLOT, salt=SALT, most_share=1.0, most_entries=1 << 20, most_work=1e9, kept=kept)
 
 
-@pytest.mark.parametrize(("policy", "share", "off"), [("lru", 1.0, 1e-12), ("lru", 0.3, 1e-12), ("adaptive", 1.0, 0.01)])
+@pytest.mark.parametrize(
+    ("policy", "share", "off"), [("lru", 1.0, 1e-12), ("lru", 0.3, 1e-12), ("adaptive", 1.0, 0.01)]
+)
 def test_the_next_server_goes_on_with_a_curve_that_was_kept(
     prompts: list[list[int]], policy: str, share: float, off: float
 ) -> None:
@@ -251,10 +253,10 @@ def test_a_damaged_curve_is_refused_or_can_be_used(prompts: list[list[int]]) -> 
     choose, refused = random.Random(11), 0
     damages = [kept[:length] for length in choose.sample(range(1, len(kept)), 300)] + [kept + b"x"]
     for _ in range(3000):
-        damaged = bytearray(kept)
+        flipped = bytearray(kept)
         for _ in range(choose.choice([1, 1, 8])):
-            damaged[choose.randrange(len(kept))] ^= 1 << choose.randrange(8)
-        damages.append(bytes(damaged))
+            flipped[choose.randrange(len(kept))] ^= 1 << choose.randrange(8)
+        damages.append(bytes(flipped))
     for number, damaged in enumerate(damages):
         try:
             curve = taken_over(damaged)

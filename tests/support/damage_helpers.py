@@ -1,7 +1,9 @@
 """A table region with everything in it, damaged at random places and adopted: run as a script, in a process of its own.
 
 `python damage_helpers.py SEED TRIALS` prints a JSON object that counts the outcomes; a crash is its exit status.
-Every trial is named by SEED and its number. Offsets are drawn from the pages in use, half of them from live words.
+Every trial is named by SEED and its number. Offsets are drawn from the words in use.
+What is adopted is compared with what was promised. `--use` makes other trials: engines go on using the adopted table
+by random calls, and it is adopted once more.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import sys
 from collections import Counter
 from typing import NamedTuple
 
+from random_use import RandomUse, adopted, new_table
 from table_helpers import PAGE, Client, key
 
 from kvdock._core import Mapping, Table, TableError
@@ -23,10 +26,14 @@ Chunks = dict[int, list[tuple[int, int, int, int, int, int]]]
 
 
 class Region(NamedTuple):
-    """A region's bytes, and where those lie that are not zero."""
+    """A region's bytes, and by page the words that are not zero."""
 
     content: bytes
-    used: list[int]
+    used: list[list[int]]
+
+    def place(self, source: random.Random) -> int:
+        """A word, of a page that is chosen first: few grants and sessions count as much as many records."""
+        return source.choice(source.choice(self.used))
 
 
 def make_region() -> Region:
@@ -48,15 +55,16 @@ def make_region() -> Region:
     table.member_dead(two.member, 5)
     content = bytes(memoryview(region))
     os.close(fd)
-    return Region(content, [at for at in range(0, size, 8) if any(content[at : at + 8])])
+    return Region(content, used_words(content))
+
+
+def used_words(content: bytes) -> list[list[int]]:
+    pages = [at for at in range(0, len(content), PAGE) if content[at : at + PAGE].strip(b"\0")]
+    return [[at for at in range(page, page + PAGE, 8) if any(content[at : at + 8])] for page in pages]
 
 
 def adopt(content: bytes) -> Table:
-    fd = os.memfd_create("kvdock-damaged")
-    os.ftruncate(fd, max(len(content), 1))
-    os.pwrite(fd, content, 0)
-    region = Mapping(fd, max(len(content), 1))
-    os.close(fd)
+    region = region_of(content)
     Table.stored_segments(region, pool_id=1, lock_inode=7)
     table, _ = Table.adopt(region, pool_id=1, lock_inode=7, segments=FACTS, limit_bytes=POOL,
                            session_cap=1.0, total_cap=1.0)  # fmt: skip
@@ -67,16 +75,16 @@ def damaged(region: Region, source: random.Random) -> tuple[str, bytes]:
     """One kind of damage, and the bytes it leaves."""
     out = bytearray(region.content)
     kind = source.choice(["flip", "flips", "overwrite", "zeros", "copied", "cut"])
-    at = source.choice(region.used) + source.randrange(8)
+    at = region.place(source) + source.randrange(8)
     if kind == "cut":
         return kind, bytes(out[: source.randrange(len(out))])
     if kind in ("flip", "flips"):
         for _ in range(1 if kind == "flip" else 4):
             out[at] ^= 1 << source.randrange(8)
-            at = source.choice(region.used) + source.randrange(8)
+            at = region.place(source) + source.randrange(8)
         return kind, bytes(out)
     length = min(source.choice([1, 8, 64, 4096]), len(out) - at)
-    other = source.choice(region.used)
+    other = region.place(source)
     fill = {"overwrite": source.randbytes(length), "zeros": bytes(length), "copied": bytes(out[other : other + length])}
     out[at : at + length] = fill[kind].ljust(length, b"\0")
     return kind, bytes(out)
@@ -118,6 +126,58 @@ def trial(region: Region, number: int, seed: int, whole: tuple[list[object], Chu
     return f"{kind}: " + ("the same" if got == stored else "chunks dropped")
 
 
+# --------------------------------------------------------------------------- used after the damage
+
+
+def use_trial(seed: int, number: int) -> str:
+    """Random calls, damage, an adoption, a thousand random calls, and a second adoption with more calls."""
+    source = random.Random(f"{seed}.{number}")
+    size = Table.region_bytes(512, 64)
+    region = region_of(bytes(size))
+    use = RandomUse(new_table(region), source)
+    use.calls(200)
+    content = bytes(memoryview(region))
+    kind, content = damaged(Region(content, used_words(content)), source)
+    region = region_of(content)
+    try:
+        Table.stored_segments(region, pool_id=1, lock_inode=7)
+        table, found = adopted(region)
+    except TableError:
+        return f"{kind}: refused"
+    try:
+        use.go_on_with(table, found["clock_ms"])
+    except TableError as error:
+        if error.code == "corrupt":
+            raise
+        return f"{kind}: no way back"
+    for _ in range(20):
+        use.calls(50)
+        table.check_integrity()
+    table, found = adopted(region)
+    table.check_integrity()
+    use.go_on_with(table, found["clock_ms"])
+    use.calls(100)
+    table.check_integrity()
+    return f"{kind}: used"
+
+
+def region_of(content: bytes) -> Mapping:
+    fd = os.memfd_create("kvdock-damaged")
+    os.ftruncate(fd, max(len(content), 1))
+    os.pwrite(fd, content, 0)
+    region = Mapping(fd, max(len(content), 1))
+    os.close(fd)
+    return region
+
+
+def main_of_use(seed: int, trials: int) -> None:
+    outcomes: Counter[str] = Counter()
+    for number in range(trials):
+        print(f"trial {seed}.{number}", file=sys.stderr, flush=True)  # a crash is named by the last one
+        outcomes[use_trial(seed, number)] += 1
+    print(json.dumps(dict(sorted(outcomes.items()))))
+
+
 def main(seed: int, trials: int) -> None:
     region = make_region()
     table = adopt(region.content)
@@ -127,4 +187,4 @@ def main(seed: int, trials: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))
+    (main_of_use if "--use" in sys.argv else main)(int(sys.argv[1]), int(sys.argv[2]))

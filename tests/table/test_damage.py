@@ -17,6 +17,19 @@ TRIALS = int(os.environ.get("KVDOCK_DAMAGE_TRIALS", "60"))
 SCRIPT = SUPPORT / "damage_helpers.py"
 
 
+@pytest.mark.security
+def test_engines_go_on_with_a_damaged_table_that_was_adopted() -> None:
+    """A thousand random calls and a second adoption after each damage: no call follows what was not judged."""
+    ran = subprocess.run(
+        [sys.executable, str(SCRIPT), "3", str(TRIALS), "--use"],
+        capture_output=True, text=True, timeout=60 + TRIALS, check=False,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    outcomes: dict[str, int] = json.loads(ran.stdout)
+    assert sum(outcomes.values()) == TRIALS
+    assert sum(count for outcome, count in outcomes.items() if "used" in outcome) > TRIALS / 10
+
+
 @pytest.mark.parametrize("seed", [1, 2])
 def test_a_damaged_table_never_crashes_hangs_or_changes_what_it_promised(seed: int) -> None:
     ran = subprocess.run(

@@ -127,9 +127,11 @@ build/server/.deps: pins/server.txt | $(VENV)/.deps
 		--require-hashes -r pins/server.txt)
 	@touch $@
 
+# As old as its beginning: what is edited meanwhile is compiled the next time.
 $(VENV)/.built: $(VENV)/.deps $(SOURCES)
+	@touch $@.begun
 	$(call step,Compiling the extension: about 2 minutes on two cores,$(PIP) --no-build-isolation --no-deps --editable .)
-	@touch $@
+	@mv $@.begun $@
 
 .venv-vllm-cpu/.deps: tests/vllm/requirements.txt tests/vllm/engines.txt
 	$(PYTHON) -m venv .venv-vllm-cpu

@@ -31,11 +31,12 @@ Mapping::Mapping(int fd, size_t bytes, bool writable) : data_(nullptr), bytes_(b
                                 " bytes, wanted at least " + std::to_string(bytes ? bytes : 1));
   void* p = mmap(nullptr, bytes, PROT_READ | (writable ? PROT_WRITE : 0), MAP_SHARED, fd, 0);
   if (p == MAP_FAILED) fail("mmap");
-  if (madvise(p, bytes, MADV_DONTFORK) != 0) {
+  // Not for children, and not for core dumps: they would hold everybody's prompts, and be as large as the pool.
+  if (madvise(p, bytes, MADV_DONTFORK) != 0 || madvise(p, bytes, MADV_DONTDUMP) != 0) {
     const int error = errno;
     munmap(p, bytes);
     errno = error;
-    fail("madvise(MADV_DONTFORK)");
+    fail("madvise(MADV_DONTFORK, MADV_DONTDUMP)");
   }
   data_ = static_cast<char*>(p);
   KVDOCK_PAUSE("map.mapped");

@@ -37,7 +37,7 @@ LookupResult Table::hold(uint64_t session, uint64_t member, const Id16& request,
   if (!g) return out;
   out.lease = g->id;
   grants_.for_each_entry(*g, [&](const GrantEntry& entry) {
-    if (entry.index >= keys.size()) throw TableError("corrupt", "a lease names more chunks than it was asked for", g->id);
+    require(entry.index < keys.size(), "a lease names a chunk that it was not asked for", entry.index);
     append_parts(chunks_.record(entry.record), entry.groups, &out.parts);
     out.part_ends[entry.index] = static_cast<uint32_t>(out.parts.size());
   });

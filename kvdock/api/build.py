@@ -53,7 +53,7 @@ from kvdock.api.settings import Settings
 from kvdock.api.tiers.clears import Clears, OrderFile
 from kvdock.api.tiers.mover_client import MoverClient
 from kvdock.protocol.errors import ApiError
-from kvdock.shm.objects import curve_path, history_path
+from kvdock.shm.objects import Kept, kept_path
 
 Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
 
@@ -84,7 +84,8 @@ def build(
     journal = journal or Journal(clocks.wall_s)
     sessions, drain = _sessions(settings, pool, clocks)
     registry, clock = sessions.registry, sessions.clock
-    curves = _curves(pool, clocks) if "curve" in settings.observers else None
+    kept = _kept(pool, "curve", "the curve of hit shares")
+    curves = Curves(pool, clocks.now_s, clocks.wall_s, kept) if "curve" in settings.observers else None
     beginnings = Beginnings(registry)
     answers = Answers(pool.table, lambda space: mover_client.in_tiers(space))
     registry.on_ended = answers.forget
@@ -99,7 +100,7 @@ def build(
     feeds = Feeds(settings, pool.table, journal, clocks.wall_s, extras)
     history = History(
         settings.history_values, settings.history_interval_s, SERIES + TIER_SERIES * settings.has_tiers,
-        kept=KeptObject(history_path(pool.pool_id), "the history of hours and days"), wall_s=clocks.wall_s,
+        kept=_kept(pool, "history", "the history of hours and days"), wall_s=clocks.wall_s,
         beside={"hits": tally.hits, "namespaces": KeptNamespaces(registry, pool.table)},
     )
     sampler = Sampler(history, pool, tally, lambda: mover_client.tiers, clock, curves)
@@ -124,10 +125,8 @@ def build(
     return Parts(access, handlers, meter, keeper, sampler, drain, mover_client, feeds)
 
 
-def _curves(pool: Pool, clocks: Clocks) -> Curves:
-    return Curves(
-        pool, clocks.now_s, clocks.wall_s, KeptObject(curve_path(pool.pool_id), "the curve of hit shares")
-    )
+def _kept(pool: Pool, what: Kept, in_words: str) -> KeptObject:
+    return KeptObject(kept_path(pool.pool_id, what, pool.secret), in_words)
 
 
 def _sessions(settings: Settings, pool: Pool, clocks: Clocks) -> tuple[Sessions, Drain]:

@@ -15,6 +15,7 @@ import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple, get_args
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -73,6 +74,7 @@ Growth = Literal["demand", "ahead"]
 Observer = Literal["log", "stream", "metrics", "curve", "traces", "kv_events"]
 """Feeds of the journal (kvdock/api/feeds/), and the curve of other pools' hit shares (kvdock/api/record/curve.py)."""
 KvForm = Literal["map", "array"]
+KvReaders = Literal["loopback", "anybody"]
 DEFAULT_OBSERVERS: tuple[Observer, ...] = ("log", "stream", "metrics", "curve")
 OTLP_VARIABLE = "OTEL_EXPORTER_OTLP_ENDPOINT"
 """The variable of the OpenTelemetry specification, for all exporters."""
@@ -146,6 +148,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     traces_endpoint: str = msgspec.field(default_factory=lambda: os.environ.get(OTLP_VARIABLE, ""))
     kv_events_endpoint: str = ""
     kv_events_replay_endpoint: str = ""
+    kv_events_readers: KvReaders = "loopback"
     kv_events_topic: str = ""
     kv_events_form: KvForm = "map"
     history_interval_s: Seconds = 1.0
@@ -306,7 +309,7 @@ def _refusal(values: Mapping[str, object], message: str, where: Mapping[str, str
 
 _CHOICES: dict[str, tuple[str, ...]] = {
     "on_exit": get_args(OnExit), "adopt": get_args(Adopt), "growth": get_args(Growth),
-    "tier_keep": get_args(TierKeep), "kv_events_form": get_args(KvForm),
+    "tier_keep": get_args(TierKeep), "kv_events_form": get_args(KvForm), "kv_events_readers": get_args(KvReaders),
     "log_level": get_args(LogLevel), "log_format": get_args(LogFormat),
 }
 
@@ -347,6 +350,11 @@ def _checked(settings: Settings, given: set[str]) -> Settings:
         raise SettingsError(
             f"host={settings.host!r} wanted a loopback address, or an access_file for callers from elsewhere"
         )
+    if not settings.allowed_hosts and not is_loopback(settings.host):
+        raise SettingsError(
+            f"host={settings.host!r} wanted allowed_hosts as well: the names and addresses by which callers know this "
+            "server, so that pages of other names cannot reach it from a browser; *: all names"
+        )
     if len(os.fsencode(settings.socket_path)) > 107:
         raise SettingsError(f"socket_path={settings.socket_path!r} wanted at most 107 bytes")
     return settings
@@ -369,6 +377,8 @@ def _check_stores(settings: Settings) -> None:
 
 def _check_traces(settings: Settings, given: set[str]) -> None:
     endpoint, is_on = settings.traces_endpoint, "traces" in settings.observers
+    if "@" in urlsplit(endpoint).netloc:  # it would be shown by GET /v1/config and by the command line
+        raise SettingsError("traces_endpoint wanted an address without user name and password; found one with them")
     if is_on and not _URL.fullmatch(endpoint):
         raise SettingsError(
             f"observe={settings.observe!r} wanted traces_endpoint, or {OTLP_VARIABLE}, as http://host:4318, for where "
@@ -378,11 +388,21 @@ def _check_traces(settings: Settings, given: set[str]) -> None:
         raise SettingsError(f"traces_endpoint={endpoint!r} wanted traces in observe={settings.observe!r} as well")
 
 
+def _is_beyond_loopback(endpoint: str) -> bool:
+    host = endpoint.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+    return endpoint.startswith("tcp://") and not is_loopback(host)
+
+
 def _check_kv_events(settings: Settings) -> None:
     endpoints = {name: getattr(settings, name) for name in ("kv_events_endpoint", "kv_events_replay_endpoint")}
     for name, endpoint in endpoints.items():
         if endpoint and not _ZMQ.fullmatch(endpoint):
             raise SettingsError(f"{name}={endpoint!r} wanted tcp://host:port or ipc://path")
+        if _is_beyond_loopback(endpoint) and settings.kv_events_readers == "loopback":
+            raise SettingsError(
+                f"{name}={endpoint!r} wanted an address on loopback, or kv_events_readers=anybody: whoever reaches the "
+                "address reads the tokens of all prompts"
+            )
         if endpoint and "kv_events" not in settings.observers:
             raise SettingsError(f"{name}={endpoint!r} wanted kv_events in observe={settings.observe!r} as well")
     if settings.kv_events_replay_endpoint and not settings.kv_events_endpoint:

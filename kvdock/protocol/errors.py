@@ -15,7 +15,8 @@ engines import it.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import re
+from typing import Any, Final, NamedTuple
 
 from kvdock.protocol.reports import Problem
 
@@ -130,6 +131,14 @@ class ApiError(KvdockError):
         )
 
 
+_SECRET_PART: Final = re.compile(r"-[0-9a-f]{32,}(?=/|\Z)", re.IGNORECASE)
+
+
+def without_secrets(text: str) -> str:
+    """A path, or what a caller sent as a session's id, without the secret parts of ids: errors and logs show it."""
+    return _SECRET_PART.sub("", text)
+
+
 def problem_of(code: str, detail: str, *, found: object = None, wanted: object = None, path: str = "") -> Problem:
     """For the server: problem details for one of CODES. `type` is the code's entry on the /docs page."""
     status, title = CODES[code]
@@ -139,7 +148,7 @@ def problem_of(code: str, detail: str, *, found: object = None, wanted: object =
         status=status,
         detail=detail,
         code=code,
-        instance=path,
+        instance=without_secrets(path),
         found=_plain(found),
         wanted=_plain(wanted),
     )

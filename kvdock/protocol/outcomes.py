@@ -13,6 +13,8 @@ from kvdock.protocol.hits import PromptRun
 from kvdock.protocol.wire_types import Answer, Body, Carrier, Identity, Name
 
 Amount = Annotated[int, msgspec.Meta(ge=0, lt=1 << 60)]
+LEAST_TOKENS_PER_S = 0.01
+"""An engine that computes more slowly than this has not measured its speed."""
 Rate = Annotated[float, msgspec.Meta(ge=0, le=1e15)]
 MAX_OUTCOMES: Final = 64
 """The most outcomes in one heartbeat."""
@@ -50,7 +52,7 @@ class Outcome(Identity, frozen=True, kw_only=True):
     copy_us: Microseconds | None = None
     """The part of `load_us` that was copying, on the slowest rank. None: not known."""
     prefill_tokens_per_s: Annotated[float, msgspec.Meta(ge=0, le=1e12)] = 0.0
-    """How fast the engine computes long prompts, as it has measured. 0: it has not."""
+    """How fast the engine computes long prompts, as it has measured. Below LEAST_TOKENS_PER_S: it has not."""
 
 
 class Copied(Body, kw_only=True, omit_defaults=True):
@@ -108,7 +110,7 @@ def view_of(outcome: Outcome, runs: list[PromptRun]) -> OutcomeView:
 
 def saved_s(outcome: Outcome) -> float | None:
     """As OutcomeView has it."""
-    if outcome.load_us is None or not outcome.prefill_tokens_per_s:
+    if outcome.load_us is None or outcome.prefill_tokens_per_s < LEAST_TOKENS_PER_S:
         return None
     loaded = outcome.loaded_tokens + outcome.reloaded_tokens
     return loaded / outcome.prefill_tokens_per_s - outcome.load_us / 1e6

@@ -335,7 +335,7 @@ class Lookup(Traced, kw_only=True):
     """The request promises to compute and store what is not found, unless others do; `withdraws` takes that back."""
     wait_s: Annotated[float, msgspec.Meta(ge=0, le=600)] = 0.0
     """How long the request may wait for what lower tiers have; 0: nothing is loaded for it. `withdraws` ends it."""
-    tokens_per_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+    tokens_per_s: Annotated[float, msgspec.Meta(ge=0, le=1e12)] = 0.0
     """How fast the engine computes: nothing is loaded that would come later than it is computed. 0: not known."""
 
 

@@ -2,12 +2,13 @@
 
 A pool with id P (16 hex digits) owns exactly these names in the shared-memory directory:
 
-    kvdock-P.lock     the lock file: made first, removed last (locks.py)
-    kvdock-P-table    the table region of the server
-    kvdock-P-history  the time series of hours and days, and while it is written kvdock-P-history.new
-    kvdock-P-curve    the curve of hit shares by pool size, and while it is written kvdock-P-curve.new
-    kvdock-P-0000-R … the segments, by number; R: 16 random hex digits, drawn for each, so that no other user can
-                      take the name of the next one
+    kvdock-P.lock       the lock file: made first, removed last (locks.py)
+    kvdock-P-table      the table region of the server
+    kvdock-P-history-R  the time series of hours and days; while it is written, there is one with .new behind it
+    kvdock-P-curve-R    the curve of hit shares by pool size; likewise
+    kvdock-P-0000-R …   the segments, by number
+
+R: 16 hex digits that no other user can guess, so that none can take the name of a later object.
 
 Invariants: an object that `create` returned has every byte allocated, so touching it cannot fail; a name for which
 memory ran out is removed again. Anybody may put objects of any name into the directory: an object that is not this
@@ -17,6 +18,7 @@ user's own, or that others may open, is not listed, opened or removed.
 from __future__ import annotations
 
 import errno
+import hashlib
 import importlib
 import os
 import re
@@ -24,7 +26,7 @@ import stat
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal, get_args
 
 from kvdock._core import Mapping
 from kvdock.shm.errors import ForeignObject, PoolTooSmall
@@ -33,8 +35,9 @@ from kvdock.shm.errors import ForeignObject, PoolTooSmall
 _posix_ipc: Final[Any] = importlib.import_module("posix_ipc")
 
 SHM_DIR: Final = Path("/dev/shm")
+Kept = Literal["history", "curve"]
 _NAME: Final = re.compile(
-    r"kvdock-([0-9a-f]{16})(?:-(\d{4,})(?:-[0-9a-f]{16})?|-table|-(?:history|curve)(?:\.new)?|\.lock)"
+    r"kvdock-([0-9a-f]{16})(?:-(\d{4,})(?:-[0-9a-f]{16})?|-table|-(?:history|curve)(?:-[0-9a-f]{16})?(?:\.new)?|\.lock)"
 )
 """Earlier builds named segments without R: such names are known, so that leftovers are removed."""
 
@@ -48,17 +51,15 @@ def region_name(pool_id: int) -> str:
     return f"/kvdock-{pool_id:016x}-table"
 
 
-def history_path(pool_id: int, shm_dir: Path = SHM_DIR) -> Path:
-    return Path(shm_dir) / f"kvdock-{pool_id:016x}-history"
+def kept_path(pool_id: int, what: Kept, secret: bytes, shm_dir: Path = SHM_DIR) -> Path:
+    """`secret`: the pool's, so that no other user can take the name."""
+    drawn = hashlib.blake2b(secret, digest_size=8, person=b"kvdock kept").hexdigest()
+    return Path(shm_dir) / f"kvdock-{pool_id:016x}-{what}-{drawn}"
 
 
-def curve_path(pool_id: int, shm_dir: Path = SHM_DIR) -> Path:
-    return Path(shm_dir) / f"kvdock-{pool_id:016x}-curve"
-
-
-def kept_paths(pool_id: int, shm_dir: Path = SHM_DIR) -> tuple[Path, ...]:
+def kept_paths(pool_id: int, secret: bytes, shm_dir: Path = SHM_DIR) -> list[Path]:
     """What a server keeps beside the pool for the next one."""
-    return history_path(pool_id, shm_dir), curve_path(pool_id, shm_dir)
+    return [kept_path(pool_id, what, secret, shm_dir) for what in get_args(Kept)]
 
 
 def fresh_path(path: Path) -> Path:

@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-from api_helpers import NOBODYS, Engine, ServerProcess, attach, keys, raw
+from api_helpers import NOBODYS, Engine, ServerProcess, access_file, attach, kept_of, keys, raw
 
+from kvdock._core import Mapping
+from kvdock.api.access.access_file import entry
+from kvdock.api.errors import SettingsError
+from kvdock.api.pool.lock import PoolLock, boot_s, left_pools
+from kvdock.api.settings import Settings
 from kvdock.client.client import Client
-from kvdock.protocol.schemas import Lookup
+from kvdock.protocol.errors import ApiError
+from kvdock.protocol.outcomes import Outcome
+from kvdock.protocol.schemas import Heartbeat, Lookup
 
 pytestmark = pytest.mark.security
 
@@ -71,3 +82,117 @@ def test_nobody_reads_who_is_there_or_what_a_prompt_has_stored(server: ServerPro
     shown += raw(server.http, "GET", "/metrics", None, NOBODYS)[2].decode()
     for secret in ("victim", victim.body.instance, victim.member, namespace, "a-salt", "a-seed", victim.session):
         assert secret not in shown
+
+
+# --------------------------------------------------------------------------- what is learned is of no use
+
+SAME_TENANT = "kvd_" + "s" * 43
+
+
+def test_no_error_and_no_log_has_a_sessions_secret(server: ServerProcess, victim: Engine) -> None:
+    secret = victim.session.rpartition("-")[2]
+    with pytest.raises(ApiError) as refused:
+        victim.client.heartbeat(f"0{victim.session}", Heartbeat(member=victim.member))
+    assert refused.value.found == f"0{victim.listed}"
+    status, _, content = raw(server.unix, "DELETE", f"/v1/sessions/0{victim.session}")
+    assert status == 404 and secret.encode() not in content
+    assert secret not in str(refused.value)
+    assert secret not in server.log_text()
+
+
+def test_a_session_is_of_no_use_to_another_token_of_its_tenant(tmp_path: Path) -> None:
+    """Its id may have been learned from a proxy's log or a core dump."""
+    file = access_file(tmp_path, entry("other", SAME_TENANT, ["engine"], ""))
+    with ServerProcess(access_file=str(file)) as server, Client(server.unix) as own, closing(attach(own)) as engine:
+        with Client(server.http, access_token=SAME_TENANT) as thief:
+            stolen: dict[str, Any] = {"session": engine.session, "member": engine.member}
+            for path, body in (
+                ("/v1/lookups", {**stolen, "request": "r", "keys": keys(1)}),
+                ("/v1/reservations", {**stolen, "store": "s", "keys": keys(1)}),
+                (f"/v1/sessions/{engine.session}/heartbeat", {"member": engine.member}),
+            ):
+                status, _, content = raw(
+                    server.http, "POST", path, msgspec.json.encode(body),
+                    {"Authorization": f"Bearer {SAME_TENANT}", "Content-Type": "application/json"},
+                )
+                assert (status, json.loads(content)["code"]) == (404, "unknown_session"), path
+            assert thief.status().status == "ok"
+        engine.store(keys(1))
+        assert engine.lookup(keys(1)).hit_tokens == 16, "its own calls still count"
+
+
+@pytest.mark.parametrize("last", ["9" * 5000, "1-" + "9" * 5000, "-1", "1-²", ""])
+@pytest.mark.parametrize("path", ["/v1/events", "/v1/kv-events"])
+def test_a_last_event_id_that_nobody_gave_is_no_fault_of_the_server(path: str, last: str) -> None:
+    with ServerProcess(observe="stream,kv_events") as server:
+        status, _, content = raw(server.unix, "GET", path, None, {"Last-Event-ID": last})
+        assert (status == 200 and content.startswith(b"retry")) or b"another_server" in content
+        assert "Traceback" not in server.log_text()
+
+
+def test_a_speed_of_next_to_nothing_makes_no_figure_infinite(client: Client, victim: Engine) -> None:
+    outcome = Outcome(
+        request="slow", number=1, prompt_tokens=64, loaded_tokens=32, found_tokens=32, load_us=1,
+        prefill_tokens_per_s=5e-324,
+    )
+    client.heartbeat(victim.session, Heartbeat(member=victim.member, outcomes=[outcome]))
+    assert client.status().hits.saved_s is None, "it is not known"
+
+
+# --------------------------------------------------------------------------- shared memory
+
+
+def test_no_core_dump_has_the_pool() -> None:
+    fd = os.memfd_create("kvdock-test")
+    os.ftruncate(fd, 1 << 20)
+    mapping = Mapping(fd, 1 << 20)
+    start = next(line for line in Path("/proc/self/smaps").read_text().splitlines() if "kvdock-test" in line)
+    flags = Path("/proc/self/smaps").read_text().partition(start)[2].partition("VmFlags:")[2].splitlines()[0].split()
+    assert {"dd", "dc"} <= set(flags), "neither dumped nor inherited"
+    mapping.close()
+    os.close(fd)
+
+
+def test_another_users_files_of_guessed_names_stop_no_orderly_end() -> None:
+    with ServerProcess(on_exit="remove", history_interval_s=0.05) as server:
+        guessed = [Path(f"/dev/shm/kvdock-{server.pool_id:016x}-{what}{end}")
+                   for what in ("history", "curve") for end in ("", ".new")]  # fmt: skip
+        for path in guessed:
+            path.touch(mode=0o666)
+            path.chmod(0o666)  # as if it were another's: it is not this user's alone
+        try:
+            assert server.stop(signal.SIGTERM) == 0
+            assert "Traceback" not in server.log_text()
+            assert all(path.exists() for path in guessed)
+        finally:
+            for path in guessed:
+                path.unlink(missing_ok=True)
+
+
+def test_the_names_of_later_objects_cannot_be_guessed() -> None:
+    with ServerProcess(on_exit="keep") as first, ServerProcess(on_exit="keep") as second:
+        for server in (first, second):
+            server.stop(signal.SIGTERM)
+        names = [kept_of(server.pool_id, "curve").name.rpartition("-")[2] for server in (first, second)]
+        assert len(set(names)) == 2 and all(len(name) == 16 for name in names)
+        for server in (first, second):
+            with ServerProcess(**{**server.settings, "on_exit": "remove"}):
+                pass
+
+
+def test_a_step_of_the_wall_clock_makes_no_pool_old(tmp_path: Path) -> None:
+    """How long ago its server lived is told by a clock that nobody sets."""
+    lock = PoolLock.create(77, tmp_path)
+    lock.touch()
+    assert os.fstat(lock.fd).st_mtime == pytest.approx(boot_s(), abs=5)
+    lock.close(unlink=False)
+    (left,) = left_pools(tmp_path)
+    assert 0 <= left.idle_s < 5
+    os.utime(lock.path, (boot_s() - 700, boot_s() - 700))
+    assert 699 < left_pools(tmp_path)[0].idle_s < 705
+
+
+def test_no_password_is_taken_in_the_address_of_the_collector() -> None:
+    with pytest.raises(SettingsError) as refused:
+        Settings.load({"observe": "traces", "traces_endpoint": "http://me:hunter2@collector:4318"})
+    assert "hunter2" not in str(refused.value) and "without user name and password" in str(refused.value)

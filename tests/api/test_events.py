@@ -328,7 +328,7 @@ def test_a_slow_reader_is_told_what_it_missed() -> None:
             for number in numbers:
                 stream.take(Freed(seq=number, bytes=0))
 
-        reading = stream.read("", EVENTS, lambda tenant: True, follows=True)
+        reading = stream.read("", EVENTS, lambda tenant: True, lambda: True, follows=True)
         take(1, 2)
         found = [await anext(reading)]
         take(3)
@@ -423,7 +423,8 @@ def test_rare_events_outlast_what_requests_cause_and_come_once_and_in_order() ->
         stream.take(rare[0] if rare else Freed(seq=seq, bytes=seq))
 
     async def read(last_id: str) -> list[int]:
-        pieces = [piece async for piece in stream.read(last_id, EVENTS, lambda tenant: True, follows=False)]
+        reading = stream.read(last_id, EVENTS, lambda tenant: True, lambda: True, follows=False)
+        pieces = [piece async for piece in reading]
         return [event["seq"] for event in parsed(b"".join(pieces)) if event["kind"] != "gap"]
 
     assert asyncio.run(read("")) == [1, 3, *range(23, 31)]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from api_helpers import Engine, ServerProcess, attach, eventually, keys
+from api_helpers import Engine, ServerProcess, attach, eventually, kept_of, keys
 from server_fixtures import fresh_server
 
 from kvdock.api.record.hit_record import MOST_DAYS, MOST_MODELS, OTHERS, HitRecord
@@ -17,7 +17,6 @@ from kvdock.protocol.admin_schemas import DeleteChunks
 from kvdock.protocol.hits import ComputedWhy, HitTotals, PromptRun
 from kvdock.protocol.outcomes import Outcome, OutcomeView
 from kvdock.protocol.reports import DayOfHits
-from kvdock.shm.objects import history_path
 
 server = fresh_server()
 CHUNK = 16
@@ -177,7 +176,7 @@ def test_the_next_server_of_a_killed_one_says_at_once_what_is_stored_and_what_wa
             engine.store(keys(2))
             ended(engine, "r", 100, loaded_tokens=40)
             before = client.namespaces().namespaces[0]
-            kept = history_path(first.pool_id)
+            kept = kept_of(first.pool_id, "history")
             eventually(lambda: kept.exists() and b"kept-model" in kept.read_bytes())
             engine.close()
         first.stop(signal.SIGKILL)

@@ -23,7 +23,7 @@ from msgspec import UNSET
 from kvdock.api.access.access_file import entry
 from kvdock.api.errors import SettingsError
 from kvdock.api.feeds import kv
-from kvdock.api.feeds.kv import CHUNK_BYTES, KvLog, Source
+from kvdock.api.feeds.kv import BATCH_CHUNKS, BATCH_TOKENS, CHUNK_BYTES, KvLog, Source
 from kvdock.api.settings import Settings
 from kvdock.client.client import Client
 from kvdock.protocol import schemas as s
@@ -360,11 +360,16 @@ def test_a_snapshot_is_cut_into_batches_that_end_with_the_newest_number(monkeypa
     table.changes = [(0, struct.pack("<Q", number) * 4, True, bytes(32)) for number in range(3000)]
     follow(log)
     newest = log.next_of("") - 1
-    batches, is_snapshot = log.since("", 1000)
+    found, is_snapshot = log.since("", 1000)
     assert is_snapshot and log.snapshots == 1
-    assert [batch.seq for batch in batches] == list(range(newest - len(batches) + 1, newest + 1))
+    table.changes = [(0, b"later" * 7, True, bytes(32))]
+    follow(log)  # what comes while batches are made is not in them
+    batches = list(found)
+    assert {batch.seq for batch in batches} == {newest} and len(batches) > 3000 * CHUNK // BATCH_TOKENS
+    assert all(len(batch.items) <= BATCH_CHUNKS + 1 for batch in batches)
     events = [event for batch in batches for event in batch.events()]
     assert len(events) == 3001 and sum(isinstance(event, BlockStored) for event in events[1:]) == 3000
+    newest = log.next_of("") - 1
     kept, is_snapshot = log.since("", newest - 2)
     assert not is_snapshot and [batch.seq for batch in kept] == list(range(newest - 2, newest + 1))
     logs = log._logs
@@ -392,12 +397,22 @@ def test_what_engines_say_of_chunks_that_never_come_is_forgotten(monkeypatch: py
     ({"kv_events_endpoint": "tcp://127.0.0.1:1"}, "wanted kv_events in observe="),
     ({"observe": "kv_events", "kv_events_endpoint": "127.0.0.1:5557"}, "wanted tcp://host:port or ipc://path"),
     ({"observe": "kv_events", "kv_events_replay_endpoint": "tcp://127.0.0.1:1"}, "wanted kv_events_endpoint as well"),
+    ({"observe": "kv_events", "kv_events_endpoint": "tcp://0.0.0.0:5557"}, "or kv_events_readers=anybody: whoever"),
+    ({"observe": "kv_events", "kv_events_endpoint": "tcp://*:5557"}, "wanted an address on loopback"),
+    ({"observe": "kv_events", "kv_events_endpoint": "tcp://[::]:5557"}, "wanted an address on loopback"),
     ({"kv_events_form": "list"}, "wanted map or array; found kv_events_form='list'"),
 ])
 def test_half_a_wish_is_refused(given: dict[str, Any], said: str) -> None:
     with pytest.raises(SettingsError) as refused:
         Settings.load(given)
     assert said in str(refused.value)
+
+
+@pytest.mark.parametrize("endpoint", ["tcp://127.0.0.1:1", "tcp://[::1]:1", "tcp://localhost:1", "ipc:///run/kv"])
+def test_addresses_of_this_machine_need_no_leave(endpoint: str) -> None:
+    given = {"observe": "kv_events", "kv_events_endpoint": endpoint}
+    assert Settings.load(given).kv_events_readers == "loopback"
+    Settings.load({**given, "kv_events_endpoint": "tcp://0.0.0.0:1", "kv_events_readers": "anybody"})
 
 
 def serve(*arguments: str, before: str = "") -> subprocess.CompletedProcess[str]:

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from api_helpers import ServerProcess, eventually
+from api_helpers import ServerProcess, eventually, kept_of
 
 from kvdock.api.pool.kept_object import KeptObject
 from kvdock.api.record.counters import Counters
 from kvdock.api.record.history import KEPT_LEVELS, History
 from kvdock.client.client import Client
 from kvdock.protocol.reports import Over, PoolView
-from kvdock.shm.objects import SHM_DIR, history_path, pool_objects
+from kvdock.shm.objects import SHM_DIR, pool_objects
 
 HOURS, DAYS = KEPT_LEVELS
 EMPTY = PoolView(
@@ -123,7 +123,7 @@ def test_a_real_server_keeps_hours_with_its_pool_and_the_next_one_shows_them() -
     with ServerProcess(on_exit="keep") as server:
         pool_id = server.pool_id
         server.stop(signal.SIGTERM)
-        path = history_path(pool_id)
+        path = kept_of(pool_id, "history")
         other = Server(KeptObject(path, "the history"), 0.0)
         doc = msgspec.json.decode(path.read_bytes())
         other.wall_s = doc["at"] - 200

@@ -90,7 +90,9 @@ def test_the_socket_lies_in_the_users_run_directory_or_in_tmp(tmp_path: Path) ->
 def test_a_loopback_server_answers_for_loopback_names_only() -> None:
     assert allowed_hosts(Settings.load({})) == frozenset({"localhost", "127.0.0.1", "::1"})
     everywhere = {"host": "0.0.0.0", "access_file": "/etc/kvdock/access.toml"}
-    assert allowed_hosts(Settings.load(everywhere)) is None
+    with pytest.raises(SettingsError, match=r"host='0\.0\.0\.0' wanted allowed_hosts as well"):
+        Settings.load(everywhere)
+    assert allowed_hosts(Settings.load({**everywhere, "allowed_hosts": "*"})) is None
     names = frozenset({"node7", "cache"})
     assert allowed_hosts(Settings.load({**everywhere, "allowed_hosts": "node7, cache"})) == names
     assert allowed_hosts(Settings.load({"allowed_hosts": "*"})) is None

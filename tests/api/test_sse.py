@@ -37,7 +37,7 @@ class Said(Stream):
 def test_a_silent_stream_sends_comments_and_what_comes_wakes_its_readers(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
         stream = Said()
-        reading = stream._sent(stream.pieces())
+        reading = stream._sent(stream.pieces(), lambda: True)
         monkeypatch.setattr(sse, "IDLE_S", 0.01)
         assert [await anext(reading), await anext(reading)] == [IDLE, IDLE] and stream.readers == 1
         monkeypatch.setattr(sse, "IDLE_S", 3600.0)

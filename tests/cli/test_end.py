@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from api_helpers import Engine, attach, eventually, http_connection, keys, raw, small_pool, soon
+from api_helpers import Engine, attach, eventually, http_connection, kept_of, keys, raw, small_pool, soon
 from cli_helpers import (
     KVDOCK,
     SMALL,
@@ -42,7 +42,7 @@ from kvdock.api.settings import Settings
 from kvdock.client.client import Client
 from kvdock.protocol import schemas as s
 from kvdock.protocol.errors import ApiError
-from kvdock.shm.objects import kept_paths, pool_objects
+from kvdock.shm.objects import pool_objects
 
 Serving = tuple[subprocess.Popen[str], Client]
 LONG = ("--drain-s", "120")
@@ -263,7 +263,7 @@ def test_a_kept_pool_is_whole_and_the_next_server_at_its_socket_has_it(tmp_path:
     assert f"pool {pool:016x} stays in shared memory" in said
     assert "for the next server at this socket" in said
     assert len(objects) == 3, "segment, table and lock file"
-    assert set(pool_objects()[pool]) == {*objects, *(path.name for path in kept_paths(pool))}
+    assert set(pool_objects()[pool]) == {*objects, kept_of(pool, "history").name, kept_of(pool, "curve").name}
     assert not server_alive(pool) and not (tmp_path / "kvdock.sock").exists()
     with ready(tmp_path) as (process, client):
         assert pool_of(client) == pool

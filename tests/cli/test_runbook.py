@@ -62,7 +62,7 @@ def test_every_metric_of_a_live_server_is_in_the_runbook_and_no_other(tmp_path: 
         engine.heartbeat(outcomes=[Outcome(request="r", prompt_tokens=40, load_us=1, prefill_tokens_per_s=1.0)])
         live = metric_names(server.http)
         engine.close()
-    documented = [re.findall(r"`(\w+)`", row[0])[0] for row in rows("Metrics")]
+    documented = [name for row in rows("Metrics") for name in re.findall(r"`(\w+)`", row[0])]
     assert len(live) > 30 and sorted(documented) == sorted(live)
 
 
@@ -139,10 +139,15 @@ def test_the_daemonsets_flags_and_probes_fit_the_image(tmp_path: Path) -> None:
     assert spec["terminationGracePeriodSeconds"] > settings.drain_s + 1
     assert Path(settings.socket_path).parent in {Path(mount["mountPath"]) for mount in container["volumeMounts"]}
     with ServerProcess(allowed_hosts=settings.allowed_hosts, access_file=settings.access_file) as server:
-        paths = [container[kind]["httpGet"]["path"] for kind in ("startupProbe", "readinessProbe", "livenessProbe")]
-        for path in (*paths, "/metrics"):
-            assert status_of(server.http, path, {"Host": "10.1.2.3:7410"}) == 200
-            assert status_of(server.http, path, {"Host": "10.9.9.9:7410"}) == 421
+        probes = [container[kind]["exec"]["command"] for kind in ("startupProbe", "readinessProbe", "livenessProbe")]
+        for python, *arguments in probes:
+            assert python == "python" and settings.socket_path in arguments[-1]
+            command = [sys.executable, *[one.replace(settings.socket_path, server.settings["socket_path"])
+                                         for one in arguments]]  # fmt: skip
+            assert subprocess.run(command, timeout=30).returncode == 0
+            assert subprocess.run([*command[:-1], command[-1].replace("z HTTP", "zz HTTP")], timeout=30).returncode == 1
+        assert status_of(server.http, "/metrics", {"Host": "10.1.2.3:7410"}) == 200
+        assert status_of(server.http, "/metrics", {"Host": "10.9.9.9:7410"}) == 421
         assert status_of(server.http, "/v1/sessions", {"Host": "10.1.2.3:7410"}) in (401, 403)
 
 

@@ -24,11 +24,12 @@ import msgspec
 from forks import ServerFork
 
 from kvdock.api.access.access_file import entry
+from kvdock.api.pool.lock import SECRET_OFFSET
 from kvdock.client.client import Client
 from kvdock.client.transport import Address
 from kvdock.datapath.liveness import MemberLiveness
 from kvdock.protocol import schemas as s
-from kvdock.shm.objects import pool_objects
+from kvdock.shm.objects import Kept, kept_path, lock_path, pool_objects
 
 MIB = 1 << 20
 OPERATOR = "operator-" + "0" * 32
@@ -295,6 +296,11 @@ def comes_true(claim: Callable[[], bool], timeout_s: float = PATIENCE_S, pause_s
             return False
         time.sleep(pause_s)
     return True
+
+
+def kept_of(pool_id: int, what: Kept) -> Path:
+    """The object in which the server keeps it beside the pool; its lock file has the secret part of the name."""
+    return kept_path(pool_id, what, lock_path(pool_id).read_bytes()[SECRET_OFFSET:])
 
 
 def eventually(claim: Callable[[], bool], timeout_s: float = PATIENCE_S) -> None:

@@ -21,7 +21,7 @@ SCRIPT = SUPPORT / "damage_helpers.py"
 def test_engines_go_on_with_a_damaged_table_that_was_adopted() -> None:
     """A thousand random calls and a second adoption after each damage: no call follows what was not judged."""
     ran = subprocess.run(
-        [sys.executable, str(SCRIPT), "3", str(TRIALS), "--use"],
+        [sys.executable, str(SCRIPT), "22", str(TRIALS), "--use"],
         capture_output=True, text=True, timeout=60 + TRIALS, check=False,
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr[-2000:]

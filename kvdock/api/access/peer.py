@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 
 from kvdock.protocol.access import credentials_of
 from kvdock.protocol.calls import INCLUDED, Call
-from kvdock.protocol.errors import ApiError
+from kvdock.protocol.errors import ApiError, without_secrets
 from kvdock.protocol.forms import JSON
 from kvdock.protocol.reports import Caller
 from kvdock.protocol.wire_types import OWN_TENANT, Answer, Body, Scope
@@ -28,6 +28,11 @@ class Peer(NamedTuple):
     """The tenant whose sessions and namespaces it may use. None: it may use none."""
     is_unix: bool
     """The call came over the Unix socket, which no web page can reach."""
+
+    @property
+    def way(self) -> tuple[bool, str]:
+        """By which way, and as whom, it calls."""
+        return self.is_unix, self.name
 
     def may(self, scope: Scope) -> bool:
         return scope in self.scopes
@@ -84,7 +89,7 @@ def log_done(peer: Peer, call: Call[Answer], asked: Body, answer: Answer) -> Non
 def log_refusal(peer: Peer, method: str, path: str, error: ApiError) -> None:
     """Logs the refusal if its code is one of ACCESS_CODES."""
     if error.code in ACCESS_CODES:
-        shown = _cut(path.encode())
+        shown = _cut(without_secrets(path).encode())
         log.warning("refused %s: %s %s: %s, wanted %s", peer.name, method, shown, error.code, error.wanted)
 
 

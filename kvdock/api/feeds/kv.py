@@ -18,10 +18,10 @@ import asyncio
 import struct
 import threading
 from collections import Counter, OrderedDict, deque
-from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from kvdock.api.feeds.sse import RETRY, Stream, piece_of
+from kvdock.api.feeds.sse import RETRY, IsAdmitted, Stream, number_in, piece_of
 from kvdock.protocol.events import Draining, Event
 from kvdock.protocol.forms import JSON
 from kvdock.protocol.kv_events import (
@@ -41,7 +41,8 @@ SLICE = 1024
 BEAT_S = 10.0
 """After this long without events, an empty batch is added. From its number, a reader that has missed events learns
 that it has."""
-BATCH_CHUNKS = 256
+BATCH_CHUNKS, BATCH_TOKENS = 256, 4096
+"""The most of a batch: to make one takes a millisecond."""
 MOST_BYTES = 128 << 20
 """About how much the log may remember of all chunks that lookups find."""
 KEPT_BYTES = 32 << 20
@@ -148,20 +149,29 @@ class TenantLog:
             return None
         return [batch for batch in self._kept if batch.seq >= seq]
 
-    def snapshot(self, at: float) -> list[Batch]:
-        """All announced chunks, as batches. The last batch has the number of the newest event."""
-        of_model: dict[str, list[Item]] = {}
-        for chunk in self.there.values():
-            of_model.setdefault(chunk.model, []).append(chunk)
-        cut = [
-            (model, items[start : start + BATCH_CHUNKS])
-            for model, items in of_model.items() for start in range(0, len(items), BATCH_CHUNKS)
-        ]
-        cleared: list[Item] = [AllBlocksCleared()]
-        cut = [(model, cleared + items if not at_ else items) for at_, (model, items) in enumerate(cut)]
-        cut = cut or [("", cleared)]
-        first = self.last - len(cut) + 1
-        return [Batch(first + number, at, model, items) for number, (model, items) in enumerate(cut)]
+    def snapshot(self, at: float) -> Iterator[Batch]:
+        """All chunks that are announced now, as batches that are made when they are asked for. All have the number of
+        the newest event of now."""
+        return _batches_of(list(self.there.values()), self.last, at)
+
+
+def _batches_of(chunks: list[Announced], seq: int, at: float) -> Iterator[Batch]:
+    """A batch has chunks of one model, and about BATCH_TOKENS at most."""
+    waiting: dict[str, list[Item]] = {}
+    tokens: dict[str, int] = {}
+    cleared: list[Item] = [AllBlocksCleared()]
+    for chunk in chunks:
+        items = waiting.setdefault(chunk.model, [])
+        items.append(chunk)
+        tokens[chunk.model] = tokens.get(chunk.model, 0) + chunk.chunk_tokens
+        if tokens[chunk.model] >= BATCH_TOKENS or len(items) == BATCH_CHUNKS:
+            yield Batch(seq, at, chunk.model, cleared + waiting.pop(chunk.model))
+            tokens[chunk.model], cleared = 0, []
+    for model, items in waiting.items():
+        yield Batch(seq, at, model, cleared + items)
+        cleared = []
+    if cleared:
+        yield Batch(seq, at, "", cleared)
 
 
 class TenantLogs:
@@ -373,7 +383,7 @@ class KvLog:
 
     # ---------------------------------------------------------------- readers, in any thread
 
-    def since(self, tenant: str, seq: int) -> tuple[list[Batch], bool]:
+    def since(self, tenant: str, seq: int) -> tuple[Iterable[Batch], bool]:
         """(batches from number `seq` on, False); (a snapshot, True) where some of them are not known."""
         with self._lock:
             log = self._logs.of(tenant)
@@ -413,22 +423,27 @@ class KvStream(Stream):
         self._is_ending = True
         self._wake()
 
-    def read(self, tenant: str, last_id: str, *, follows: bool) -> AsyncIterator[bytes]:
+    def read(self, tenant: str, last_id: str, is_admitted: IsAdmitted, *, follows: bool) -> AsyncIterator[bytes]:
         """The batches after `last_id`, or a snapshot; if `follows`, then new ones too, until the server drains."""
-        return self._sent(self._pieces(tenant, last_id, follows=follows))
+        return self._sent(self._pieces(tenant, last_id, follows=follows), is_admitted)
 
     def _pieces(self, tenant: str, last_id: str, *, follows: bool) -> Iterator[bytes | None]:
-        following = int(last_id) + 1 if last_id.isdecimal() else 0
+        number = number_in(last_id)
+        following = 0 if number is None else number + 1
         yield RETRY
         while True:
             batches, is_snapshot = self._log.since(tenant, following)
-            for number, batch in enumerate(batches, 1):
-                yield _piece(batch, has_id=not is_snapshot or number == len(batches))
-            if batches:
-                following = batches[-1].seq + 1
+            last: Batch | None = None
+            for batch in batches:
+                if last is not None:
+                    yield _piece(last, has_id=not is_snapshot)
+                last = batch
+            if last is not None:
+                yield _piece(last, has_id=True)
+                following = last.seq + 1
             if not follows:
                 return
-            if not batches:
+            if last is None:
                 yield None
 
 

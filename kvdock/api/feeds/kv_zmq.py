@@ -88,7 +88,7 @@ class KvZmq:
             if self._news in found:
                 os.eventfd_read(self._news)
                 batches, is_snapshot = source.since(OWN_TENANT, following)
-                for batch in batches[-1:] if is_snapshot else batches:  # readers see the gap, and ask
+                for batch in list(batches)[-1:] if is_snapshot else batches:  # readers see the gap, and ask
                     self._publisher.send_multipart(self._framed(batch))
                     following = batch.seq + 1
             if self._replay in found:
@@ -109,6 +109,9 @@ class KvZmq:
         if len(asked) != 2 or asked[0] or len(asked[1]) != NUMBER_BYTES:
             log.info("a reader of KV events asked for something else than a number")
             return
-        for batch in source.since(OWN_TENANT, int.from_bytes(asked[1], "big"))[0]:
+        batches = list(source.since(OWN_TENANT, int.from_bytes(asked[1], "big"))[0])
+        # Over ZeroMQ each batch has a number of its own, and the last one that of the newest event.
+        for number, batch in enumerate(batches, batches[-1].seq - len(batches) + 1 if batches else 0):
+            batch = batch._replace(seq=number)
             self._replay.send_multipart((reader, b"", *self._framed(batch)))
         self._replay.send_multipart((reader, b"", b"", END_SEQ, b""))

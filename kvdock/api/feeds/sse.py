@@ -11,6 +11,7 @@ server's incarnation and the event's number: ids of another server are never tak
 from __future__ import annotations
 
 import asyncio
+import re
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Collection, Iterator
 from itertools import islice
@@ -21,9 +22,16 @@ from kvdock.protocol.forms import JSON
 MOST_READERS = 64
 IDLE_S = 15.0
 """How often a comment is sent while nothing happens: proxies close connections that are silent."""
+_NUMBER = re.compile(r"[0-9]{1,20}")
+SLICE_BYTES = 16 << 10
+"""How much of a body is made in one turn of the event loop, and a piece more."""
+IsAdmitted = Callable[[], bool]
+"""Whether the reader may still read: its token may have been taken out of the access file."""
 RETRY = b"retry: 1000\n\n"
 """A reader whose connection has ended connects again after this many milliseconds."""
 IDLE = b": nothing has happened\n\n"
+MOST_MADE = 256
+"""How many events are kept as pieces."""
 KEPT_EVENTS = 4096
 KEPT_RARE = 1024
 """How many events that no request causes are kept, in a ring of their own, so that last night's are still there."""
@@ -36,6 +44,7 @@ class Stream:
         self.readers = 0
         """How many readers there are now. Callers refuse more than MOST_READERS."""
         self._came = asyncio.Event()
+        self._turns = asyncio.Lock()
         self._is_ending = False
 
     def _wake(self) -> None:
@@ -44,23 +53,46 @@ class Stream:
             self._came.set()
             self._came = asyncio.Event()  # for the next wake-up
 
-    async def _sent(self, pieces: Iterator[bytes | None]) -> AsyncIterator[bytes]:
-        """The pieces of a body. A piece that is None means that nothing is new: then the reader waits, or, once the
-        server drains, the body ends."""
+    async def _sent(self, pieces: Iterator[bytes | None], is_admitted: IsAdmitted) -> AsyncIterator[bytes]:
+        """The pieces of a body, joined into slices. A piece that is None means that nothing is new: then the reader
+        waits, or, once the server drains, the body ends. It ends before the next slice once `is_admitted` says no."""
         self.readers += 1
         try:
-            for piece in pieces:
-                if piece is not None:
-                    yield piece
+            is_over = False
+            while not is_over and is_admitted():
+                came = self._came
+                async with self._turns:  # all readers together make one slice in each pass of the event loop
+                    slice_, is_over = _next_slice(pieces)
+                    await asyncio.sleep(0)
+                if slice_:
+                    yield slice_
                 elif self._is_ending:
                     return
-                else:  # nothing can have come since: no other task has run
+                elif not is_over:
                     try:
-                        await asyncio.wait_for(self._came.wait(), IDLE_S)
+                        await asyncio.wait_for(came.wait(), IDLE_S)
                     except TimeoutError:
                         yield IDLE
         finally:
             self.readers -= 1
+
+
+def _next_slice(pieces: Iterator[bytes | None]) -> tuple[bytes, bool]:
+    """The pieces up to the next None or SLICE_BYTES, and whether they are the last ones."""
+    taken, size = list[bytes](), 0
+    for piece in pieces:
+        if piece is None:
+            return b"".join(taken), False
+        taken.append(piece)
+        size += len(piece)
+        if size >= SLICE_BYTES:
+            return b"".join(taken), False
+    return b"".join(taken), True
+
+
+def number_in(text: str) -> int | None:
+    """The number of an event in the header `Last-Event-ID`; None: the text is no number that an event can have."""
+    return int(text) if _NUMBER.fullmatch(text) else None
 
 
 def piece_of(kind: str, data: bytes, event_id: str) -> bytes:
@@ -80,6 +112,7 @@ class EventStream(Stream):
         self._incarnation = incarnation
         self._kept: deque[Event] = deque(maxlen=keep)
         self._rare: deque[Event] = deque(maxlen=KEPT_RARE)
+        self._made: dict[int, tuple[Event, bytes]] = {}
 
     def take(self, event: Event) -> None:
         self._kept.append(event)
@@ -89,12 +122,13 @@ class EventStream(Stream):
         self._wake()
 
     def read(
-        self, last_id: str, kinds: Collection[type[Event]], sees: Callable[[str], bool], *, follows: bool
+        self, last_id: str, kinds: Collection[type[Event]], sees: Callable[[str], bool], is_admitted: IsAdmitted, *,
+        follows: bool,
     ) -> AsyncIterator[bytes]:
         """The kept events after `last_id`, as pieces of a body; if it `follows`, then new ones, until the server
         drains. Without `last_id`: all kept events, or, if it follows, only new ones. `sees`: whether the caller may
         know of a tenant."""
-        return self._sent(self._pieces(last_id, kinds, sees, follows=follows))
+        return self._sent(self._pieces(last_id, kinds, sees, follows=follows), is_admitted)
 
     def _pieces(
         self, last_id: str, kinds: Collection[type[Event]], sees: Callable[[str], bool], *, follows: bool
@@ -131,10 +165,18 @@ class EventStream(Stream):
         newest = self._kept[-1].seq if self._kept else 0
         if not last_id:
             return newest, True
-        incarnation, _, number = last_id.partition("-")
-        if incarnation != str(self._incarnation) or not number.isdecimal() or int(number) > newest:
+        incarnation, _, text = last_id.partition("-")
+        number = number_in(text)
+        if incarnation != str(self._incarnation) or number is None or number > newest:
             return 0, False
-        return int(number), True
+        return number, True
 
     def _piece(self, event: Event) -> bytes:
-        return piece_of(kind_of(type(event)), JSON.encode(event), f"{self._incarnation}-{event.seq}")
+        """Made once for the readers that follow: all of them read the newest events."""
+        made = self._made.get(event.seq)
+        if made is None or made[0] is not event:
+            piece = piece_of(kind_of(type(event)), JSON.encode(event), f"{self._incarnation}-{event.seq}")
+            made = self._made[event.seq] = (event, piece)
+            if len(self._made) > MOST_MADE:
+                del self._made[next(iter(self._made))]
+        return made[1]

@@ -11,6 +11,7 @@ import asyncio
 import enum
 import logging
 import weakref
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
 import httptools
@@ -24,6 +25,8 @@ from kvdock.api.record.timings import Meter
 from kvdock.protocol.errors import ApiError, problem_of
 from kvdock.protocol.forms import JSON
 
+STRANGERS_SHARE = 0.5
+"""The share of all connections that strangers of one address may have."""
 log = logging.getLogger("kvdock.api.http")
 
 
@@ -39,10 +42,33 @@ class Stage(enum.Enum):
 
 
 class ConnectionCount:
-    """The open connections of one family, and how many there may be."""
+    """The open connections of one family, and how many there may be.
+
+    Strangers are callers that have shown no token on the connection. They may take all that is free, but from one
+    address no more than a share; and where there is no room, the stranger that has waited longest gives way. So
+    whoever opens connections and keeps them stops nobody else: neither probes, which have no token, nor people.
+    """
 
     def __init__(self, name: str, limit: int) -> None:
         self.name, self.limit, self.open = name, limit, 0
+        self.strangers: dict[Connection, None] = {}
+        """The one that has been quiet for longest comes first."""
+        self._share = max(1, int(STRANGERS_SHARE * limit))
+
+    def make_room(self, address: str) -> bool:
+        """Whether one more connection from the address fits, after one has given way if need be."""
+        near = [one for one in self.strangers if one.address == address]
+        if len(near) >= self._share:
+            return _give_way(near)
+        return self.open < self.limit or _give_way(self.strangers)
+
+
+def _give_way(strangers: Iterable[Connection]) -> bool:
+    """Closes the first that waits. Returns whether there was one."""
+    found = next((one for one in strangers if one.waits), None)
+    if found is not None:
+        found.give_way()
+    return found is not None
 
 
 class Connection(HttpToolsProtocol):
@@ -57,6 +83,7 @@ class Connection(HttpToolsProtocol):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._counted: ConnectionCount | None = None
+        self.address = ""
         self._stage = Stage.NEW
         self._refusal: ApiError | None = None
         self._running: RequestResponseCycle | None = None
@@ -82,7 +109,8 @@ class Connection(HttpToolsProtocol):
             self.app_state["connection"] = weakref.ref(self)  # a plain reference keeps it alive after its end
         super().connection_made(transport)
         count = self.unix if peer.is_unix else self.tcp
-        if count.open >= count.limit:
+        self.address = peer.name if peer.is_unix else (self.client or ("", 0))[0]
+        if not count.make_room(self.address):
             self.meter.counters.refused_connections += 1
             self._refuse(ApiError(
                 "too_busy", f"no more {count.name} connections: try again", found=count.open, wanted=f"< {count.limit}"
@@ -90,12 +118,40 @@ class Connection(HttpToolsProtocol):
             return
         count.open += 1
         self._counted = count
+        if peer.tenant is None:
+            count.strangers[self] = None
+            self.timeout_keep_alive = self.limits.stranger_idle_s
         self._wait(self.limits.header_s)
 
-    def connection_lost(self, exc: Exception | None) -> None:
+    def _uncount(self) -> None:
         if self._counted is not None:
             self._counted.open -= 1
+            self._counted.strangers.pop(self, None)
             self._counted = None
+
+    @property
+    def waits(self) -> bool:
+        """Whether it waits for its client: for a request, or until answers are read."""
+        return self._is_idle() or self._stage in (Stage.HEAD, Stage.BODY) or self.flow.write_paused
+
+    def give_way(self) -> None:
+        """Ends, because another connection needs the room."""
+        self.meter.counters.refused_connections += 1
+        self._uncount()
+        self._refusal = ApiError("too_busy", "another connection needed the room")
+        self.transport.abort()
+
+    def _see_who_calls(self) -> None:
+        """A caller that has shown a token is no stranger from then on."""
+        count, running = self._counted, self._running
+        if count is None or self not in count.strangers or running is None:
+            return
+        if running.scope["state"]["peer"].tenant is not None:
+            del count.strangers[self]
+            self.timeout_keep_alive = self.limits.idle_s
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._uncount()
         self._stop_waiting()
         if self._unread is not None:
             self._unread.cancel()
@@ -113,6 +169,10 @@ class Connection(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self._refusal is not None:
             return
+        self._see_who_calls()
+        count = self._counted
+        if count is not None and count.strangers.pop(self, self) is None:
+            count.strangers[self] = None  # it comes last now
         self._unset_keepalive_if_required()
         self._quiet_bytes += len(data)
         try:
@@ -300,6 +360,7 @@ class Connection(HttpToolsProtocol):
             self._unread = self.loop.call_later(self.limits.unread_s, self.transport.abort)
 
     def on_response_complete(self) -> None:
+        self._see_who_calls()
         super().on_response_complete()
         if self.transport.is_closing():
             self._close_unread()

@@ -13,6 +13,7 @@ sockets.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from urllib.parse import parse_qsl, urlsplit
 
 from fastapi.routing import APIRoute
@@ -25,7 +26,7 @@ from kvdock.api.access.peer import Peer, log_refusal
 from kvdock.api.http.openapi import scope_of
 from kvdock.api.http.wire import COMMON_HEADERS, REFUSAL, problem_response, refusal
 from kvdock.api.record.timings import Meter
-from kvdock.api.settings import Settings, is_loopback
+from kvdock.api.settings import Settings
 from kvdock.protocol.errors import ApiError
 from kvdock.protocol.reports import Problem
 from kvdock.protocol.wire_types import SUPPORTED_VERSIONS, VERSION_HEADER, Scope as CallScope
@@ -64,6 +65,13 @@ class Checks:
                 found=version.decode("latin-1"), wanted=list(SUPPORTED_VERSIONS),
             )
         return peer
+
+    def is_still(self, peer: Peer, authorization: bytes | None) -> bool:
+        """Whether the token still stands for the peer for which it stood when the call began."""
+        try:
+            return authorization is None or self._access.peer_of(authorization, peer) == peer
+        except ApiError:
+            return False
 
     def _check_host(self, headers: Mapping[bytes, bytes]) -> None:
         found = host_name(headers.get(b"host", b"").decode("latin-1"))
@@ -140,7 +148,9 @@ class Guard:
         """Raises ApiError, as Checks does; method_not_allowed, unknown_parameter."""
         route = next((route for route in self._routes if route.matches(scope)[0] is Match.FULL), None)
         called = route if route is not None and route.include_in_schema else None
-        self._checks.admit(scope, dict(scope["headers"]), "health" if called is None else scope_of(called))
+        headers = dict(scope["headers"])
+        peer = self._checks.admit(scope, headers, "health" if called is None else scope_of(called))
+        scope["state"]["is_admitted"] = partial(self._checks.is_still, peer, headers.get(b"authorization"))
         if route is None:
             self._check_method(scope)
         if scope["query_string"] and called is not None:
@@ -184,7 +194,7 @@ def allowed_hosts(settings: Settings) -> frozenset[str] | None:
     if settings.allowed_hosts:
         names = frozenset(name.strip().lower() for name in settings.allowed_hosts.split(",") if name.strip())
         return None if "*" in names else names
-    return frozenset({"localhost", "127.0.0.1", "::1", settings.host.lower()}) if is_loopback(settings.host) else None
+    return frozenset({"localhost", "127.0.0.1", "::1", settings.host.lower()})
 
 
 def host_name(header: str) -> str:

@@ -9,7 +9,7 @@ from fastapi import Request
 from kvdock.api.access.peer import Peer
 from kvdock.api.admin import Admin
 from kvdock.api.feeds.kv import KvStream
-from kvdock.api.feeds.sse import EventStream
+from kvdock.api.feeds.sse import EventStream, IsAdmitted
 from kvdock.api.http.limits import BodyCapacity
 from kvdock.api.reports.contents import Contents
 from kvdock.api.reports.explain import Explainer
@@ -41,6 +41,12 @@ def peer_of_call(request: Request) -> Peer:
     """The caller, as the guard has determined."""
     peer: Peer = request.scope["state"]["peer"]
     return peer
+
+
+def is_admitted_of(request: Request) -> IsAdmitted:
+    """Tells during a long answer whether the caller could still call, as the guard would find now."""
+    is_admitted: IsAdmitted = request.scope["state"]["is_admitted"]
+    return is_admitted
 
 
 def handlers_of(request: Request) -> Handlers:

@@ -73,6 +73,8 @@ class ConnectionLimits:
     """From the end of the header to the end of the body."""
     idle_s: int = 75
     """Between requests; longer than engines leave a connection idle between steps."""
+    stranger_idle_s: int = 5
+    """The same for a connection on which no token was shown."""
     unread_s: float = 30.0
     """While the client does not read its answers."""
 

@@ -20,7 +20,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from kvdock.api.access.peer import Peer
 from kvdock.api.feeds.sse import MOST_READERS, Stream
 from kvdock.api.http.engine_calls import ENGINE_CALLS
-from kvdock.api.http.handlers import handlers_of, peer_of_call
+from kvdock.api.http.handlers import handlers_of, is_admitted_of, peer_of_call
 from kvdock.api.http.openapi import EVENT_STREAM, PAGED, openapi_schema, route
 from kvdock.api.http.pages import STYLE, docs_page, manual_page, page_names
 from kvdock.api.http.wire import DEFAULT_LIMIT, NO_STORE, PROBLEM_HEADERS, Cursor, Limit, answer
@@ -241,7 +241,7 @@ async def events(request: Request, kinds: Kinds = "", follow: Follow = False) ->
         raise ApiError("bad_argument", "no such kinds of events", found=unknown, wanted=list(KINDS))
     pieces = stream.read(
         request.headers.get("last-event-id", ""), {KINDS[name] for name in names}, peer_of_call(request).sees,
-        follows=follow,
+        is_admitted_of(request), follows=follow,
     )
     return _streamed(stream, pieces)
 
@@ -258,7 +258,8 @@ async def kv_events(request: Request, follow: Follow = False) -> Response:
     if stream is None:
         raise ApiError("not_found", "KV events are switched off", found="observe", wanted="kv_events among them")
     pieces = stream.read(
-        peer_of_call(request).tenant or "", request.headers.get("last-event-id", ""), follows=follow
+        peer_of_call(request).tenant or "", request.headers.get("last-event-id", ""), is_admitted_of(request),
+        follows=follow,
     )
     return _streamed(stream, pieces)
 

@@ -123,7 +123,7 @@ def _take(
     ends = ExitStack()
     ends.callback(lock.close, unlink=True)
     ends.callback(shm.unlink, shm.region_name(pool_id))
-    for kept in shm.kept_paths(pool_id):
+    for kept in shm.kept_paths(pool_id, lock.secret):
         ends.callback(kept.unlink, missing_ok=True)
     ends.callback(segments.close, unlink=True)
     return Adopted(

@@ -17,6 +17,11 @@ from kvdock.shm.locks import LOCK_FILE_BYTES, SECRET_BYTES, SERVER_OFFSET
 SECRET_OFFSET = LOCK_FILE_BYTES - SECRET_BYTES
 
 
+def boot_s() -> float:
+    """The time since this machine was started. Nobody can set this clock, and shared memory is no older."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
 class PoolLock:
     """The server's lock on its pool. `fd` is its own descriptor of the lock file, `inode` identifies the file.
 
@@ -45,6 +50,7 @@ class PoolLock:
         try:
             shm.allocate(fd, LOCK_FILE_BYTES, path.name)
             os.pwrite(fd, address.encode()[:SECRET_OFFSET].ljust(SECRET_OFFSET, b"\0") + secret, 0)
+            os.utime(fd, (boot_s(), boot_s()))
             lock = MemberLock(f"/proc/self/fd/{fd}", SERVER_OFFSET)
             # link(2) would link the symbolic link itself; with a folder descriptor it is followed.
             folder = os.open(shm_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -82,8 +88,8 @@ class PoolLock:
         return lock_holder_alive(self.fd, offset)
 
     def touch(self) -> None:
-        """Records now as the time when the server was last alive."""
-        os.utime(self.fd)
+        """Records now as the time when the server was last alive: in the file's times, by boot_s."""
+        os.utime(self.fd, (boot_s(), boot_s()))
 
     def close(self, *, unlink: bool) -> None:
         """Gives the pool up; unlink=True removes the lock file, after everything else of the pool has been removed."""
@@ -114,15 +120,15 @@ class LeftPool(NamedTuple):
     pool_id: int
     address: str
     idle_s: float
-    """Time since its server last called `touch`, by the wall clock."""
+    """Time since its server last called `touch`."""
 
 
-def left_pools(shm_dir: Path = shm.SHM_DIR, *, wall_s: Callable[[], float] = time.time) -> list[LeftPool]:
+def left_pools(shm_dir: Path = shm.SHM_DIR) -> list[LeftPool]:
     """Dead servers' pools with a lock file that this process may open; the one whose server died last comes first."""
     found = []
     for pool_id in shm.pool_objects(shm_dir):
         try:
-            alive, left = _look(pool_id, shm_dir, wall_s)
+            alive, left = _look(pool_id, shm_dir)
         except (FileNotFoundError, PermissionError, ForeignObject):
             continue
         if not alive:
@@ -130,20 +136,19 @@ def left_pools(shm_dir: Path = shm.SHM_DIR, *, wall_s: Callable[[], float] = tim
     return sorted(found, key=lambda left: left.idle_s)
 
 
-def _look(pool_id: int, shm_dir: Path, wall_s: Callable[[], float]) -> tuple[bool, LeftPool]:
+def _look(pool_id: int, shm_dir: Path) -> tuple[bool, LeftPool]:
     """Whether its server is alive, and what the lock file says about the pool. ForeignObject."""
     fd = shm.open_lock(shm.lock_path(pool_id, shm_dir))
     try:
         address = os.pread(fd, SECRET_OFFSET, 0).rstrip(b"\0").decode(errors="replace")
-        left = LeftPool(pool_id, address, wall_s() - os.fstat(fd).st_mtime)
+        left = LeftPool(pool_id, address, boot_s() - os.fstat(fd).st_mtime)
         return lock_holder_alive(fd, SERVER_OFFSET), left
     finally:
         os.close(fd)
 
 
 def remove_stale(
-    shm_dir: Path = shm.SHM_DIR, *, spare: Callable[[LeftPool], bool] = lambda left: False,
-    wall_s: Callable[[], float] = time.time,
+    shm_dir: Path = shm.SHM_DIR, *, spare: Callable[[LeftPool], bool] = lambda left: False
 ) -> list[str]:
     """Removes objects that dead servers left, and returns the names of what it removed itself. Live pools stay, and so
     do those that `spare` chooses.
@@ -156,11 +161,11 @@ def remove_stale(
     for pool_id, names in shm.pool_objects(shm_dir).items():
         path = shm.lock_path(pool_id, shm_dir)
         try:
-            alive, left = _look(pool_id, shm_dir, wall_s)
+            alive, left = _look(pool_id, shm_dir)
             if alive or spare(left):
                 continue
             lock = _lock_of(path)  # held while removing, so that nobody adopts it
-            if spare(_look(pool_id, shm_dir, wall_s)[1]):
+            if spare(_look(pool_id, shm_dir)[1]):
                 lock.close()
                 continue
         except FileNotFoundError:

@@ -434,7 +434,7 @@ def _new_objects(settings: Settings, randbits: Callable[[int], int]) -> PoolObje
             secret = randbits(8 * SECRET_BYTES).to_bytes(SECRET_BYTES, "little")
             lock = PoolLock.create(pool_id, address=address_of(settings), secret=secret)
             undo.callback(lock.close, unlink=True)
-            for kept in shm.kept_paths(pool_id):
+            for kept in shm.kept_paths(pool_id, secret):
                 undo.callback(kept.unlink, missing_ok=True)
             region = _make_region(settings, pool_id, undo)  # first, because the segments must fit beside it
             segments = SegmentPool(

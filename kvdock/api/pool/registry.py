@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from kvdock._core import Table
+from kvdock.api.access.peer import Peer
 from kvdock.api.pool.sums import Copies, Sums
-from kvdock.protocol.errors import ApiError
+from kvdock.protocol.errors import ApiError, without_secrets
 from kvdock.protocol.schemas import Manifest, Member
 
 K = TypeVar("K", bound=Hashable)
@@ -112,6 +113,8 @@ class SessionRecord:
     is_bench: bool = False
     """The server's totals leave it out."""
     members: dict[str, MemberRecord] = field(default_factory=dict)
+    ways: set[tuple[bool, str]] = field(default_factory=set)
+    """Peer.way of the calls that attached its members."""
     sums: Sums = field(default_factory=Sums)
     grants: int = 0
     """Open leases and reservations, or more: the service counts up, `prune` sets the true number."""
@@ -156,18 +159,22 @@ class Registry:
         """In the order in which they were opened."""
         return list(self._by_id.values())
 
-    def session(self, capability: str, tenant: str | None) -> SessionRecord:
-        """For the calls of engines. Sessions of other tenants do not exist there. Raises ApiError(unknown_session)."""
+    def session(self, capability: str, peer: Peer) -> SessionRecord:
+        """For the calls of engines. Sessions of other tenants do not exist there, nor those that none of their members
+        attached to by the same way and as the same user or token: who learned an id cannot use it elsewhere. Raises
+        ApiError(unknown_session)."""
         found = self._by_capability.get(capability)
-        if found is None or found.tenant != tenant:
-            raise ApiError("unknown_session", "attach again: this server does not know the session", found=capability)
+        if found is None or found.tenant != peer.tenant or peer.way not in found.ways:
+            raise ApiError(
+                "unknown_session", "attach again: this server does not know the session", found=without_secrets(capability)
+            )
         return found
 
     def listed(self, session_id: str, sees: Callable[[str], bool]) -> SessionRecord:
         """For people: by the id in lists, or by the whole id. `sees`: as in `namespace`."""
         found = self._by_id.get(session_id) or self._by_capability.get(session_id)
         if found is None or not sees(found.tenant):
-            raise ApiError("unknown_session", "no such session is attached", found=session_id)
+            raise ApiError("unknown_session", "no such session is attached", found=without_secrets(session_id))
         return found
 
     def of_instance(self, tenant: str, instance: str) -> SessionRecord | None:

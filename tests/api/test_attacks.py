@@ -12,7 +12,18 @@ from typing import Any
 
 import msgspec
 import pytest
-from api_helpers import NOBODYS, Engine, ServerProcess, access_file, attach, kept_of, keys, raw
+from api_helpers import (
+    NOBODYS,
+    Engine,
+    ServerProcess,
+    access_file,
+    attach,
+    eventually,
+    http_connection,
+    kept_of,
+    keys,
+    raw,
+)
 
 from kvdock._core import Mapping
 from kvdock.api.access.access_file import entry
@@ -119,6 +130,32 @@ def test_a_session_is_of_no_use_to_another_token_of_its_tenant(tmp_path: Path) -
             assert thief.status().status == "ok"
         engine.store(keys(1))
         assert engine.lookup(keys(1)).hit_tokens == 16, "its own calls still count"
+
+
+@pytest.mark.parametrize("path", ["/v1/events", "/v1/kv-events"])
+def test_a_stream_ends_when_its_token_does(path: str, tmp_path: Path) -> None:
+    file = access_file(tmp_path, entry("reader", SAME_TENANT, ["engine"], ""))
+    with (
+        ServerProcess(access_file=str(file), observe="stream,kv_events", watch_s=0.05) as server,
+        Client(server.unix) as own, closing(attach(own)) as engine,
+    ):
+        stream = http_connection(server.http)
+        stream.request("GET", f"{path}?follow=true", headers={"Authorization": f"Bearer {SAME_TENANT}"})
+        answer = stream.getresponse()
+        assert answer.status == 200
+        engine.store(keys(1, "before"))
+        while b"data:" not in answer.readline():
+            pass
+        access_file(tmp_path)  # without the reader
+        eventually(lambda: not is_known(server, SAME_TENANT))
+        engine.store(keys(1, "afterwards"))
+        left = answer.read()  # to its end
+        assert keys(1, "afterwards")[0].encode() not in left
+        stream.close()
+
+
+def is_known(server: ServerProcess, token: str) -> bool:
+    return raw(server.http, "GET", "/v1/whoami", None, {"Authorization": f"Bearer {token}"})[0] == 200
 
 
 @pytest.mark.parametrize("last", ["9" * 5000, "1-" + "9" * 5000, "-1", "1-²", ""])

@@ -12,7 +12,7 @@ import pytest
 from api_helpers import ServerProcess, eventually, http_connection, raw
 
 from kvdock.api.feeds import sse
-from kvdock.api.feeds.sse import IDLE, MOST_READERS, RETRY, Stream, piece_of
+from kvdock.api.feeds.sse import IDLE, MOST_READERS, RETRY, SLICE_BYTES, Stream, piece_of
 
 PATHS = ("/v1/events", "/v1/kv-events")
 
@@ -44,9 +44,36 @@ def test_a_silent_stream_sends_comments_and_what_comes_wakes_its_readers(monkeyp
         next_one = asyncio.ensure_future(anext(reading))
         await asyncio.sleep(0)  # the reader looks, and waits
         stream.say(b"a", b"b", ends=True)
-        assert await asyncio.wait_for(next_one, 10.0) == b"a"
-        assert [piece async for piece in reading] == [b"b"], "it ends when all is said"
+        assert await asyncio.wait_for(next_one, 10.0) == b"ab", "joined"
+        assert [piece async for piece in reading] == [], "it ends when all is said"
         assert stream.readers == 0
+
+    asyncio.run(asyncio.wait_for(scenario(), 20.0))
+
+
+def test_a_body_is_made_in_slices_and_others_have_a_turn_after_each() -> None:
+    """However many read at once, and until the reader may no longer."""
+    async def scenario() -> None:
+        stream, made, admitted = Said(), list[int](), True
+
+        def pieces(reader: int) -> Iterator[bytes | None]:
+            for _ in range(8):
+                made.append(reader)
+                yield b"x" * (SLICE_BYTES // 2)
+
+        async def read(reader: int) -> int:
+            return sum([len(piece) async for piece in stream._sent(pieces(reader), lambda: admitted)])
+
+        readers = [asyncio.ensure_future(read(reader)) for reader in range(3)]
+        for turn in range(4):
+            before = len(made)
+            await asyncio.sleep(0)
+            assert len(made) - before <= 2, f"turn {turn}: one slice, for one of the readers"
+        assert [await one for one in readers] == [4 * SLICE_BYTES] * 3
+        rest = stream._sent(pieces(9), lambda: admitted)
+        assert len(await anext(rest)) == SLICE_BYTES
+        admitted = False
+        assert [piece async for piece in rest] == []
 
     asyncio.run(asyncio.wait_for(scenario(), 20.0))
 

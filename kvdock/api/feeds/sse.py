@@ -66,6 +66,8 @@ class Stream:
                     await asyncio.sleep(0)
                 if slice_:
                     yield slice_
+                elif came.is_set():
+                    continue  # while others had their turn
                 elif self._is_ending:
                     return
                 elif not is_over:

@@ -166,7 +166,8 @@ class Registry:
         found = self._by_capability.get(capability)
         if found is None or found.tenant != peer.tenant or peer.way not in found.ways:
             raise ApiError(
-                "unknown_session", "attach again: this server does not know the session", found=without_secrets(capability)
+                "unknown_session", "attach again: this server does not know the session",
+                found=without_secrets(capability),
             )
         return found
 

@@ -103,7 +103,8 @@ def build(
         beside={"hits": tally.hits, "namespaces": KeptNamespaces(registry, pool.table)},
     )
     sampler = Sampler(history, pool, tally, lambda: mover_client.tiers, clock)
-    meter, pulse = Meter(tally.counters, Timings(), clocks.perf_ns, {}, journal.publish), Pulse(clocks.perf_ns)
+    meter = Meter(tally.counters, Timings(clocks.wall_s), clocks.perf_ns, {}, journal.publish)
+    pulse = Pulse(clocks.perf_ns)
     probes = Probes(settings, pool, registry, drain, pulse)
     tiers = LowerTiers(lambda: mover_client.tiers, mover_client.view, mover_client.session_count)
     overview = Overview(probes, sessions, tally, history, curves, tiers, clocks.wall_s)

@@ -35,7 +35,7 @@ RUN_SIZE := Installing what kvdock needs: downloads about 300 MB (PyTorch for CU
 TEST_SIZE := Installing what tests and checks need: downloads about 100 MB, less than a minute
 
 .NOTPARALLEL:
-.PHONY: setup run test test-all sanitize test-vllm vllm test-vllm-versions test-sglang sglang bench pins sbom lint \
+.PHONY: setup run test test-all sanitize test-vllm vllm test-vllm-versions test-sglang sglang bench pins sbom man lint \
 	types clean
 
 # Everything for development.
@@ -91,6 +91,10 @@ pins: .venv-tools/.deps
 sbom: $(VENV)/.built .venv-tools/.deps build/server/.deps
 	@.venv-tools/bin/python pins/bill.py build/server/bin/python \
 		"$$($(BIN)/python -c 'from kvdock import _core; print(_core.__file__)')" $(or $(ARGS),build/sbom.json)
+
+# Writes the man page anew, from the commands' help.
+man: setup
+	@$(BIN)/python -m kvdock.cli.man > man/kvdock.1.new && mv man/kvdock.1.new man/kvdock.1
 
 lint: setup
 	$(BIN)/ruff check .

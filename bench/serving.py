@@ -55,7 +55,7 @@ def serve_floor(values: dict[str, object]) -> None:
         await send({"type": "http.response.body", "body": content})
 
     limits = ConnectionLimits(tcp_connections=1, unix_connections=1 << 10)
-    meter = Meter(Counters(), Timings(), time.perf_counter_ns, {}, lambda event: None)
+    meter = Meter(Counters(), Timings(time.time), time.perf_counter_ns, {}, lambda event: None)
     config = server.uvicorn_config(app, connection_class(limits, meter))
     config.lifespan = "off"
     with bind_unix(str(values["socket_path"])) as sock:

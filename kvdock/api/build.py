@@ -104,13 +104,14 @@ def build(
         beside={"hits": tally.hits, "namespaces": KeptNamespaces(registry, pool.table)},
     )
     sampler = Sampler(history, pool, tally, lambda: mover_client.tiers, clock, curves)
-    meter, pulse = Meter(tally.counters, Timings(), clocks.perf_ns, {}, journal.publish), Pulse(clocks.perf_ns)
+    meter = Meter(tally.counters, Timings(clocks.wall_s), clocks.perf_ns, {}, journal.publish)
+    pulse = Pulse(clocks.perf_ns)
     probes = Probes(settings, pool, registry, drain, pulse)
     tiers = LowerTiers(lambda: mover_client.tiers, mover_client.view, mover_client.session_count)
     overview = Overview(probes, sessions, tally, history, curves, tiers, clocks.wall_s)
     contents = Contents(pool.table, registry, clock, clocks.now_s)
     lists = Lists(sessions, tally.recent, tally.hits, contents)
-    server_metrics = ServerMetrics(pool, overview, probes, lists, meter, feeds)
+    server_metrics = ServerMetrics(pool, overview, probes, lists, meter, feeds, curves)
     handlers = Handlers(
         service=CacheService(sessions, tally, mover_client, clears, feeds.kv, settings.heartbeat_s),
         admin=Admin(settings, sessions, journal, clears, troubles, contents.forget),

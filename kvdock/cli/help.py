@@ -70,10 +70,9 @@ def _write_options(command: TyperCommand | TyperGroup, ctx: Any, formatter: Any)
     groups: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
     common: list[tuple[str, str]] = []
     for param in command.get_params(ctx):
-        record = param.get_help_record(ctx)
+        record = record_of(param, ctx)
         if record is None:
             continue
-        record = (_TYPE.sub("", record[0]), _DEFAULT.sub(r"[default: \1]", record[1]))
         panel = getattr(param, "rich_help_panel", None)
         if panel == COMMON or "--help" in param.opts:
             common.append(record)
@@ -85,6 +84,12 @@ def _write_options(command: TyperCommand | TyperGroup, ctx: Any, formatter: Any)
         if rows:
             with formatter.section(panel):
                 formatter.write_dl(rows)
+
+
+def record_of(param: Any, ctx: Any) -> tuple[str, str] | None:
+    """An option or argument as it is typed, and what it does; None: it is not shown."""
+    record = param.get_help_record(ctx)
+    return None if record is None else (_TYPE.sub("", record[0]), _DEFAULT.sub(r"[default: \1]", record[1]))
 
 
 def _write_examples(ctx: Any, formatter: Any) -> None:

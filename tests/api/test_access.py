@@ -257,7 +257,7 @@ def test_a_connection_whose_peer_the_kernel_does_not_name_is_closed() -> None:
         config.load()
         state = uvicorn.server.ServerState()
         limits = ConnectionLimits(tcp_connections=1, unix_connections=1)
-        meter = Meter(Counters(), Timings(), time.perf_counter_ns, {}, lambda event: None)
+        meter = Meter(Counters(), Timings(time.time), time.perf_counter_ns, {}, lambda event: None)
         protocol, transport = connection_class(limits, meter)(config, state, {}), Transport()
         protocol.connection_made(transport)
         assert not state.connections

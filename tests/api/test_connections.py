@@ -107,7 +107,7 @@ def test_a_connection_that_has_ended_leaves_nothing() -> None:
     async def story() -> list[object]:
         config = uvicorn.Config(app, log_config=None)
         config.load()
-        meter = Meter(Counters(), Timings(), time.perf_counter_ns, {}, lambda event: None)
+        meter = Meter(Counters(), Timings(time.time), time.perf_counter_ns, {}, lambda event: None)
         made = connection_class(ConnectionLimits(tcp_connections=9, unix_connections=9), meter)
         seen: list[weakref.ref[Connection]] = []
 

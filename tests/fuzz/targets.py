@@ -215,7 +215,7 @@ class _Harness:
         self._failed: list[dict[str, Any]] = []
         self._loop.set_exception_handler(lambda _, context: self._failed.append(context))
         self._limits = ConnectionLimits(tcp_connections=1, unix_connections=1)
-        meter = Meter(Counters(), Timings(), time.perf_counter_ns, {}, lambda event: None)
+        meter = Meter(Counters(), Timings(time.time), time.perf_counter_ns, {}, lambda event: None)
         self._class = connection_class(self._limits, meter)
         self._config = uvicorn_config(_echo, self._class)
         self._config.load()

@@ -56,8 +56,8 @@ ROOMS = {
     "api/reports": Room(
         may=("_core", "protocol", "api.access", "api.pool", "api.reports", "api.clock", "api.convert", "api.settings",
              # Of the records only values: what writes them is behind kvdock/api/reports/recorded.py.
-             "api.record.counters.Counters", "api.record.requests.Detail", "api.record.timings.Buckets",
-             "api.record.timings.RouteTimes", "api.record.troubles.Trouble"),
+             "api.record.counted.Counted", "api.record.counters.Counters", "api.record.requests.Detail",
+             "api.record.timings.Buckets", "api.record.timings.RouteTimes", "api.record.troubles.Trouble"),
         never=("fastapi", "starlette"),
     ),
     "api/http": Room(

@@ -55,7 +55,7 @@ class Dispatch:
         is_unix: bool = scope["state"]["peer"].is_unix
         if not is_unix:
             await self._queue.next()
-        started_ns = self._meter.now_ns()
+        started_ns, traceparent = self._meter.now_ns(), ""
         try:
             answer = await engine_call.answer(self._service, self._incoming(scope, receive, engine_call), id_in_path)
         except (ApiError, TableError) as error:
@@ -69,11 +69,13 @@ class Dispatch:
             await self._refuse(problem, engine_call, send, is_unix)
             raise
         else:
+            traceparent = answer.traceparent
             reference = scope["state"].get("connection")
             connection: Connection | None = None if reference is None else reference()
             if connection is None or not answer.media_type or not connection.answer(scope, _whole(answer)):
                 await _send(send, 200 if answer.media_type else 204, answer, is_unix)
-        self._meter.timings.add(scope["method"], engine_call.call.path, self._meter.now_ns() - started_ns)
+        took_ns = self._meter.now_ns() - started_ns
+        self._meter.timings.add(scope["method"], engine_call.call.path, took_ns, traceparent)
 
     def _incoming(self, scope: Scope, receive: Receive, engine_call: EngineCall) -> Incoming:
         """Raises ApiError, as Checks does."""

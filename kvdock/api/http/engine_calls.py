@@ -54,10 +54,11 @@ class Incoming(NamedTuple):
 
 
 class Encoded(NamedTuple):
-    """An answer. `media_type`: '' if it has no content."""
+    """An answer. `media_type`: '' if it has no content. `traceparent`: the request's, '' if it had none."""
 
     content: bytes
     media_type: str
+    traceparent: str = ""
 
 
 class BodyCall(Generic[B]):
@@ -99,7 +100,8 @@ class BodyCall(Generic[B]):
             if len(raw) >= DECODED_ALONE_BYTES:
                 await asyncio.sleep(0)
             answer = self._run(service, incoming.peer, body, id_in_path, wanted)
-            return Encoded(wanted.encode(answer if isinstance(answer, Answer) else await answer), wanted.media_type)
+            answered = answer if isinstance(answer, Answer) else await answer
+            return Encoded(wanted.encode(answered), wanted.media_type, getattr(body, "traceparent", "") or "")
         finally:
             share.give_back()
 

@@ -63,8 +63,10 @@ _HEADERS: dict[int, tuple[str, str, str]] = {
 }
 """(name, type, description) of the header that answers of a status have: those of wire.PROBLEM_HEADERS."""
 EVENT_STREAM = "text/event-stream"
+OPEN_METRICS_TEXT = "application/openmetrics-text"
 _TEXTS: dict[str, dict[str, Any]] = {
     "text/plain": {"type": "string"},
+    OPEN_METRICS_TEXT: {"type": "string"},
     EVENT_STREAM: {"type": "object", "properties": {name: {"type": "string"} for name in ("id", "event", "data")}},
 }
 """The schemas of answers that are no JSON; that of a stream is one event's."""
@@ -116,16 +118,16 @@ class Parameter(NamedTuple):
 def route(
     router: APIRouter, call: Call[Any], tag: str, summary: str, note: str = "", *, retry: str = READS,
     body: type[Body] | None = None, errors: Sequence[str] = (), statuses: Iterable[int] = (200,),
-    name: str | None = None, media_type: str = "text/plain",
+    name: str | None = None, media_types: Sequence[str] = ("text/plain",),
 ) -> Callable[[DecoratedCallable], DecoratedCallable]:
     """Decorates the function that answers `call`. `note`, `retry`, `errors`: as in About. `statuses`: those that the
-    answer comes with. `name`: instead of the function's. `media_type`: that of an answer that is text."""
+    answer comes with. `name`: instead of the function's. `media_types`: those of an answer that is text."""
     about = About(tag, summary, note, retry, errors)
     path = call.path.replace("{request}", "{request:path}")  # engines choose these ids: they may have slashes
     has_answer = call.answer is not NoneType
     return router.api_route(
         path, methods=[call.method], tags=[tag], summary=summary, name=name, description=_description(about),
-        responses=_responses(call, body, errors, statuses, media_type), response_model=None,
+        responses=_responses(call, body, errors, statuses, media_types), response_model=None,
         response_class=PlainTextResponse if call.answer is str else JSONResponse,
         status_code=200 if has_answer else 204, openapi_extra=_extra(call, body),
     )
@@ -141,14 +143,14 @@ def _is_packed(call: Call[Any], body: type[Body] | None) -> bool:
 
 
 def _responses(
-    call: Call[Any], body: type[Body] | None, errors: Iterable[str], statuses: Iterable[int], media_type: str
+    call: Call[Any], body: type[Body] | None, errors: Iterable[str], statuses: Iterable[int], media_types: Iterable[str]
 ) -> dict[int | str, dict[str, Any]]:
     packed = _is_packed(call, body)
     forms = (*_BODY_ERRORS, *(("malformed_msgpack",) if packed else ())) if body else ()
     codes = [*errors, *(() if call.scope == "health" else ("forbidden",)), *forms, *_ANY_ERRORS]
     responses: dict[int | str, dict[str, Any]] = {}
     if call.answer is str:
-        responses[200] = {"description": "OK", "content": {media_type: {"schema": _TEXTS[media_type]}}}
+        responses[200] = {"description": "OK", "content": {one: {"schema": _TEXTS[one]} for one in media_types}}
     elif call.answer is not NoneType:
         for status in statuses:
             responses[status] = {"description": call.answer.__name__, "content": _content(call.answer, packed)}
@@ -174,7 +176,7 @@ def _extra(call: Call[Any], body: type[Body] | None) -> dict[str, Any]:
 
 def _operation(one: Described) -> dict[str, Any]:
     """An engine's call as the document has it."""
-    responses = _responses(one.call, one.body, one.about.errors, (200,), "")
+    responses = _responses(one.call, one.body, one.about.errors, (200,), ())
     if one.call.answer is NoneType:
         responses = {204: {"description": "No content"}, **responses}
     ids = [_parameter(id_, "path", {"type": "string"}, True) for id_ in re.findall(r"{(\w+)}", one.call.path)]

@@ -15,16 +15,17 @@ import msgspec
 from fastapi import APIRouter, FastAPI, Path as PathParameter, Query, Request, Response
 from fastapi.responses import FileResponse, HTMLResponse, StreamingResponse
 from fastapi.staticfiles import StaticFiles
-from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from kvdock.api.access.peer import Peer
 from kvdock.api.feeds.sse import MOST_READERS, Stream
+from kvdock.api.http.accept import preferred
 from kvdock.api.http.engine_calls import ENGINE_CALLS
 from kvdock.api.http.handlers import handlers_of, is_admitted_of, peer_of_call
-from kvdock.api.http.openapi import EVENT_STREAM, PAGED, openapi_schema, route
+from kvdock.api.http.openapi import EVENT_STREAM, OPEN_METRICS_TEXT, PAGED, openapi_schema, route
 from kvdock.api.http.pages import STYLE, docs_page, manual_page, page_names
 from kvdock.api.http.wire import DEFAULT_LIMIT, NO_STORE, PROBLEM_HEADERS, Cursor, Limit, answer
 from kvdock.api.reports.lists import Lists
+from kvdock.api.reports.metrics import CLASSIC, OPEN_METRICS
 from kvdock.api.reports.status import Probes
 from kvdock.protocol import calls as c
 from kvdock.protocol.calls import Call
@@ -230,7 +231,7 @@ def _streamed(stream: Stream, pieces: AsyncIterator[bytes]) -> Response:
     "Server-sent events, each with one JSON object: docs/events.md lists them. Without `follow`, those that are kept, "
     "oldest first. With the header `Last-Event-ID`, only what came after that event.",
     errors=("bad_argument", "not_found", "too_busy"), name="list_events",
-    media_type=EVENT_STREAM,
+    media_types=(EVENT_STREAM,),
 )
 async def events(request: Request, kinds: Kinds = "", follow: Follow = False) -> Response:
     stream = handlers_of(request).events
@@ -251,7 +252,7 @@ async def events(request: Request, kinds: Kinds = "", follow: Follow = False) ->
     "Server-sent events, each with a batch of KV cache events of the caller's tenant: first a snapshot of what is "
     "there, then, with `follow`, what changes. With the header `Last-Event-ID`, only what came after that batch, if "
     "that is kept. docs/events.md explains them.",
-    errors=("not_found", "too_busy"), name="list_kv_events", media_type=EVENT_STREAM,
+    errors=("not_found", "too_busy"), name="list_kv_events", media_types=(EVENT_STREAM,),
 )
 async def kv_events(request: Request, follow: Follow = False) -> Response:
     stream = handlers_of(request).kv_stream
@@ -275,10 +276,21 @@ async def explain(request: Request, request_id: RequestId, session: OfSession = 
     return answer(handlers_of(request).explainer.explain(peer_of_call(request), request_id, session))
 
 
-@_route(Call("GET", "/metrics", str, "health"), "health", "Prometheus text", "Base units; counters end in `_total`.")
+_FORMATS = {"text/plain": CLASSIC, f"{OPEN_METRICS_TEXT};version=1.0.0": OPEN_METRICS}
+
+
+@_route(
+    Call("GET", "/metrics", str, "health"), "health", "Metrics for Prometheus",
+    "In Prometheus' text format, or in OpenMetrics 1.0 if the request's `Accept` prefers that. Only OpenMetrics has "
+    "exemplars: of each bucket of `kvdock_call_seconds` (for calls of engines), `kvdock_load_seconds` and "
+    "`kvdock_store_seconds` the last one whose trace is recorded. Base units; counters end in `_total`.",
+    media_types=("text/plain", OPEN_METRICS_TEXT),
+)
 async def metrics(request: Request) -> Response:
-    text = await handlers_of(request).metrics.text(peer_of_call(request))
-    return Response(text, headers={"content-type": CONTENT_TYPE_LATEST, **NO_STORE})
+    accept = ",".join(request.headers.getlist("accept"))
+    form = _FORMATS[preferred(accept, tuple(_FORMATS))]
+    text = await handlers_of(request).metrics.text(peer_of_call(request), form)
+    return Response(text, headers={"content-type": form.media_type, "vary": "accept", **NO_STORE})
 
 
 class Documents(NamedTuple):

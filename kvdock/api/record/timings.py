@@ -1,18 +1,20 @@
 """How long things take: calls by route, loads and stores, and turns of the event loop.
 
-All of it is bounded, and used from the event loop only. To record a call costs one bisection and two additions.
+All of it is bounded, and used from the event loop only. To record a call costs one bisection and two additions. Each
+bucket of a histogram keeps the last call whose trace is known and recorded: an exemplar (OpenMetrics 1.0).
 """
 
 from __future__ import annotations
 
 import asyncio
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
 from kvdock.api.record.counters import Counters
 from kvdock.protocol.events import Event, Loaded, Refused, Stored
+from kvdock.protocol.wire_types import trace_context
 
 BOUNDS_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0)
 """Upper bounds of the buckets for calls."""
@@ -21,8 +23,56 @@ GRANT_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 
 WATCH_S = 0.1
 WINDOW_S = 10.0
 
-Buckets = list[tuple[str, int]]
-"""(upper bound in seconds, how many took no longer), in rising order; the last bound is +Inf."""
+
+class Exemplar(NamedTuple):
+    """One thing that was timed, of a trace."""
+
+    trace_id: str
+    """32 hex digits."""
+    took_s: float
+    at: float
+    """Unix seconds."""
+
+
+class Bucket(NamedTuple):
+    """`most`: the upper bound in seconds, or +Inf. `total`: how many took no longer. `last`: the last one of a trace
+    that took longer than the bound before."""
+
+    most: str
+    total: int
+    last: Exemplar | None
+
+
+Buckets = list[Bucket]
+"""In rising order of their bounds."""
+
+
+class Durations:
+    """A histogram of durations in seconds."""
+
+    __slots__ = ("_bounds_s", "_counts", "_last", "total_s")
+
+    def __init__(self, bounds_s: Sequence[float]) -> None:
+        self._bounds_s = bounds_s
+        self._counts = [0] * (len(bounds_s) + 1)
+        self._last: dict[int, Exemplar] = {}
+        """By the index of a bucket."""
+        self.total_s = 0.0
+
+    def add(self, took_s: float, traceparent: str, at: float) -> None:
+        """`at`: Unix seconds."""
+        bucket = bisect_left(self._bounds_s, took_s)
+        self._counts[bucket] += 1
+        self.total_s += took_s
+        if traceparent and (context := trace_context(traceparent)) is not None and context.is_sampled:
+            self._last[bucket] = Exemplar(f"{context.trace_id:032x}", took_s, at)
+
+    def view(self) -> Buckets:
+        bounds = (*map(str, self._bounds_s), "+Inf")
+        return [
+            Bucket(most, total, self._last.get(index))
+            for index, (most, total) in enumerate(zip(bounds, accumulate(self._counts), strict=True))
+        ]
 
 
 class RouteTimes(NamedTuple):
@@ -36,23 +86,21 @@ class RouteTimes(NamedTuple):
 class Timings:
     """The times of calls. Invariant: the counts of a route's buckets sum to its calls."""
 
-    def __init__(self) -> None:
-        self._counts: dict[tuple[str, str], list[int]] = {}
-        self._totals_ns: dict[tuple[str, str], int] = {}
+    def __init__(self, wall_s: Callable[[], float]) -> None:
+        """`wall_s`: Unix seconds."""
+        self._wall_s = wall_s
+        self._times: dict[tuple[str, str], Durations] = {}
 
-    def add(self, method: str, route: str, took_ns: int) -> None:
-        key = (method, route)
-        counts = self._counts.get(key)
-        if counts is None:
-            counts = self._counts[key] = [0] * (len(BOUNDS_S) + 1)
-            self._totals_ns[key] = 0
-        counts[bisect_left(BOUNDS_S, took_ns / 1e9)] += 1
-        self._totals_ns[key] += took_ns
+    def add(self, method: str, route: str, took_ns: int, traceparent: str = "") -> None:
+        times = self._times.get((method, route))
+        if times is None:
+            times = self._times[method, route] = Durations(BOUNDS_S)
+        times.add(took_ns / 1e9, traceparent, self._wall_s())
 
     def view(self) -> Iterator[RouteTimes]:
         """By method and route, in their order."""
-        for (method, route), counts in sorted(self._counts.items()):
-            yield RouteTimes(method, route, _cumulative(BOUNDS_S, counts), self._totals_ns[method, route] / 1e9)
+        for (method, route), times in sorted(self._times.items(), key=lambda item: item[0]):
+            yield RouteTimes(method, route, times.view(), times.total_s)
 
 
 class Meter(NamedTuple):
@@ -83,21 +131,15 @@ class GrantTimes:
     kinds: Collection[type[Event]] = frozenset({Loaded, Stored})
 
     def __init__(self) -> None:
-        self._counts: dict[type[Event], list[int]] = {kind: [0] * (len(GRANT_BOUNDS_S) + 1) for kind in self.kinds}
-        self._totals_us: dict[type[Event], int] = dict.fromkeys(self.kinds, 0)
+        self._times = {kind: Durations(GRANT_BOUNDS_S) for kind in self.kinds}
 
     def take(self, event: Event) -> None:
         assert isinstance(event, Loaded | Stored)
-        self._counts[type(event)][bisect_left(GRANT_BOUNDS_S, event.took_us / 1e6)] += 1
-        self._totals_us[type(event)] += event.took_us
+        self._times[type(event)].add(event.took_us / 1e6, event.traceparent, event.at)
 
     def view(self, kind: type[Event]) -> tuple[Buckets, float]:
         """(the buckets of all events of `kind`, the sum of their times in seconds)."""
-        return _cumulative(GRANT_BOUNDS_S, self._counts[kind]), self._totals_us[kind] / 1e6
-
-
-def _cumulative(bounds_s: tuple[float, ...], counts: list[int]) -> Buckets:
-    return list(zip((*map(str, bounds_s), "+Inf"), accumulate(counts), strict=True))
+        return self._times[kind].view(), self._times[kind].total_s
 
 
 class Pulse:

@@ -1,4 +1,4 @@
-"""Metrics as Prometheus text, computed from the server's state when they are scraped."""
+"""Metrics in Prometheus' text format and in OpenMetrics, computed from the server's state when they are scraped."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from math import inf
-from typing import get_type_hints
+from typing import NamedTuple, get_type_hints
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import (
@@ -16,16 +16,21 @@ from prometheus_client.core import (
     InfoMetricFamily,
     SummaryMetricFamily,
 )
-from prometheus_client.exposition import generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.metrics_core import Metric
+from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.registry import Collector
+from prometheus_client.samples import Exemplar
+from prometheus_client.utils import floatToGoString
 
 from kvdock.api.access.peer import NOBODY, Peer
 from kvdock.api.pool.pool import Pool
 from kvdock.api.pool.quotas import Quotas
+from kvdock.api.record.counted import Counted
 from kvdock.api.record.counters import Counters
+from kvdock.api.record.timings import Buckets
 from kvdock.api.reports.lists import Lists
-from kvdock.api.reports.recorded import Answers, CallTimes, FeedFigures
+from kvdock.api.reports.recorded import Answers, CallTimes, Curves, FeedFigures
 from kvdock.api.reports.status import Overview, Probes
 from kvdock.protocol.admin_schemas import TenantView
 from kvdock.protocol.events import Event, Loaded, Stored, kind_of
@@ -40,43 +45,69 @@ _TENANT_USE = {
 """By the fields of Amounts."""
 FRESH_S = 1.0
 """Scrapes within this time get the same text: to make it takes some ms of the event loop."""
+_UNITS = ("seconds", "bytes")
+"""Base units that end the names of metrics."""
+_REUSE = {
+    "hit_age": ("kvdock_hit_age_seconds", "Since the last use of a chunk (it was stored, a lookup found it, or a store "
+                "named it) until a lookup found it"),
+    "eviction_age": ("kvdock_eviction_age_seconds", "Since the last use of a chunk until it was evicted"),
+    "eviction_uses": ("kvdock_eviction_uses", "How many lookups had found a chunk until it was evicted"),
+}
+"""By the histograms of the table: name and help text."""
+
+
+class Format(NamedTuple):
+    """A text format. `end`: its last line."""
+
+    media_type: str
+    encode: Callable[[CollectorRegistry], bytes]
+    end: bytes
+
+
+CLASSIC = Format(CONTENT_TYPE_LATEST, generate_latest, b"")
+OPEN_METRICS = Format(openmetrics.CONTENT_TYPE_LATEST, openmetrics.generate_latest, b"# EOF\n")
+"""With units and exemplars."""
 
 
 class Metrics:
-    """The text of `GET /metrics`. Each part is made when it is asked for, at most once within FRESH_S."""
+    """The text of `GET /metrics`. Each part is made when it is asked for, in a format at most once within FRESH_S."""
 
     def __init__(self, server: ServerMetrics, lists: Lists, quotas: Quotas, now_s: Callable[[], float]) -> None:
         self._server, self._lists, self._quotas, self._now_s = server, lists, quotas, now_s
-        self._text, self._made_s = b"", -FRESH_S
-        self._tenants: asyncio.Task[bytes] | None = None
-        """Makes the text of all tenants, since `_tenants_s`."""
-        self._tenants_s = -FRESH_S
+        self._texts: dict[Format, tuple[float, bytes]] = {}
+        """The totals, and when they were made."""
+        self._tenants: dict[Format, tuple[float, asyncio.Task[bytes]]] = {}
+        """What makes the text of all tenants, and since when."""
 
-    async def text(self, peer: Peer) -> bytes:
+    async def text(self, peer: Peer, form: Format) -> bytes:
         """The totals, which every caller may see, and the use of each tenant that the caller may know of."""
-        return self._totals() + await self._of_tenants(peer)
+        return self._totals(form) + await self._of_tenants(peer, form) + form.end
 
-    def _totals(self) -> bytes:
+    def _totals(self, form: Format) -> bytes:
         now_s = self._now_s()
-        if now_s - self._made_s >= FRESH_S:
-            self._text, self._made_s = exposed(self._server.collect()), now_s
-        return self._text
+        made_s, text = self._texts.get(form, (-FRESH_S, b""))
+        if now_s - made_s >= FRESH_S:
+            text = exposed(self._server.collect(), form)
+            self._texts[form] = now_s, text
+        return text
 
-    async def _of_tenants(self, peer: Peer) -> bytes:
+    async def _of_tenants(self, peer: Peer, form: Format) -> bytes:
         if not peer.may("read"):
             return b""
-        models = self._lists.hits_by_model(peer)
-        sessions = self._lists.most_used_sessions(peer)
-        return await self._used_by_tenants(peer) + used_by_models(models) + used_by_sessions(sessions)
+        models = used_by_models(self._lists.hits_by_model(peer), form)
+        return await self._used_by_tenants(peer, form) + models + used_by_sessions(
+            self._lists.most_used_sessions(peer), form
+        )
 
-    async def _used_by_tenants(self, peer: Peer) -> bytes:
+    async def _used_by_tenants(self, peer: Peer, form: Format) -> bytes:
         if not peer.may("admin"):
-            return used_by({name: view for name, view in self._quotas.views().items() if peer.sees(name)})
+            return used_by({name: view for name, view in self._quotas.views().items() if peer.sees(name)}, form)
         now_s = self._now_s()
-        if self._tenants is None or now_s - self._tenants_s >= FRESH_S:
-            self._tenants = asyncio.create_task(asyncio.to_thread(used_by, self._quotas.views()))
-            self._tenants_s = now_s
-        return await asyncio.shield(self._tenants)
+        since_s, making = self._tenants.get(form, (-FRESH_S, None))
+        if making is None or now_s - since_s >= FRESH_S:
+            making = asyncio.create_task(asyncio.to_thread(used_by, self._quotas.views(), form))
+            self._tenants[form] = now_s, making
+        return await asyncio.shield(making)
 
 
 class ServerMetrics:
@@ -84,9 +115,10 @@ class ServerMetrics:
 
     def __init__(
         self, pool: Pool, overview: Overview, probes: Probes, lists: Lists, answers: Answers, feeds: FeedFigures,
+        curves: Curves | None,
     ) -> None:
         self._pool, self._overview, self._probes, self._lists = pool, overview, probes, lists
-        self._answers, self._feeds = answers, feeds
+        self._answers, self._feeds, self._curves = answers, feeds, curves
         self._process = ProcessCollector(registry=None)
 
     def collect(self) -> Iterator[Metric]:
@@ -118,6 +150,7 @@ class ServerMetrics:
         yield self._durations_of("kvdock_load_seconds", "From a lease until all of its ranks have read", Loaded)
         yield self._durations_of("kvdock_store_seconds", "From a reservation until its chunks are published", Stored)
         yield from self._of_events()
+        yield from self._of_reuse()
         for name, text, value in (
             ("kvdock_pool_limit_bytes", "The pool never grows beyond it", status.pool.limit_bytes),
             ("kvdock_pool_allocated_bytes", "Size of all segments", status.pool.allocated_bytes),
@@ -143,6 +176,17 @@ class ServerMetrics:
         ):
             yield GaugeMetricFamily(name, text, value=value)
 
+    def _of_reuse(self) -> Iterator[Metric]:
+        """Whether chunks live long enough to be used again."""
+        found = self._pool.table.reuse()
+        for part, (name, text) in _REUSE.items():
+            yield _counted(name, text, Counted(*found[part]))
+        if self._curves is not None:
+            yield _counted(
+                "kvdock_reuse_distance_bytes", "Of sampled chunks: bytes of different chunks used between two uses of "
+                "one, itself included", self._curves.distances,
+            )
+
     def _of_events(self) -> Iterator[Metric]:
         events = CounterMetricFamily("kvdock_events", "Events handed to subscribers, by kind", labels=["kind"])
         for kind, count in self._feeds.published.items():
@@ -162,10 +206,10 @@ class ServerMetrics:
 
     def _durations_of(self, name: str, text: str, kind: type[Event]) -> Metric:
         buckets, total_s = self._feeds.grant_times.view(kind)
-        return HistogramMetricFamily(name, text, buckets=buckets, sum_value=total_s)
+        return HistogramMetricFamily(name, text, buckets=_with_exemplars(buckets), sum_value=total_s)
 
 
-def used_by(tenants: Mapping[str, TenantView]) -> bytes:
+def used_by(tenants: Mapping[str, TenantView], form: Format) -> bytes:
     """The use of each tenant. Takes 20 ms with hundreds of tenants."""
     used = {
         what: GaugeMetricFamily(f"kvdock_tenant_{what}", f"{text}, by tenant", labels=["tenant"])
@@ -174,10 +218,10 @@ def used_by(tenants: Mapping[str, TenantView]) -> bytes:
     for tenant, view in tenants.items():
         for what, gauge in used.items():
             gauge.add_metric([tenant], getattr(view.used, what))
-    return exposed(used.values()) if tenants else b""
+    return exposed(used.values(), form) if tenants else b""
 
 
-def used_by_sessions(sessions: Mapping[str, UseTotals]) -> bytes:
+def used_by_sessions(sessions: Mapping[str, UseTotals], form: Format) -> bytes:
     """`sessions`: by label or id, those that looked up most."""
     used = CounterMetricFamily(
         "kvdock_engine_tokens", "Tokens of an attached engine: asked for in lookups; of ended requests' prompts, those "
@@ -190,22 +234,38 @@ def used_by_sessions(sessions: Mapping[str, UseTotals]) -> bytes:
             ("computed", hits.computed_tokens),
         ):
             used.add_metric([session, what], tokens)
-    return exposed([used]) if sessions else b""
+    return exposed([used], form) if sessions else b""
 
 
-def exposed(metrics: Iterable[Metric]) -> bytes:
-    """The metrics as Prometheus reads them."""
+def exposed(metrics: Iterable[Metric], form: Format) -> bytes:
+    """The metrics as Prometheus reads them, without the format's end."""
     collectors = CollectorRegistry(auto_describe=False)
     collectors.register(_Made(metrics))
-    return generate_latest(collectors)
+    return form.encode(collectors).removesuffix(form.end)
 
 
 class _Made(Collector):
     def __init__(self, metrics: Iterable[Metric]) -> None:
         self._metrics = metrics
 
-    def collect(self) -> Iterable[Metric]:
-        return self._metrics
+    def collect(self) -> Iterator[Metric]:
+        for metric in self._metrics:
+            metric.unit = next((unit for unit in _UNITS if metric.name.endswith(f"_{unit}")), "")
+            yield metric
+
+
+def _with_exemplars(buckets: Buckets) -> list[tuple[str, float, Exemplar] | tuple[str, float]]:
+    return [
+        (one.most, one.total) if one.last is None
+        else (one.most, one.total, Exemplar({"trace_id": one.last.trace_id}, one.last.took_s, one.last.at))
+        for one in buckets
+    ]
+
+
+def _counted(name: str, text: str, found: Counted) -> Metric:
+    bounds = (*(floatToGoString(bound) for bound in found.bounds), "+Inf")
+    buckets = list(zip(bounds, accumulate(found.counts), strict=True))
+    return HistogramMetricFamily(name, text, buckets=buckets, sum_value=found.total)
 
 
 def _hits(hits: HitTotals) -> Iterator[Metric]:
@@ -226,7 +286,7 @@ def _hits(hits: HitTotals) -> Iterator[Metric]:
     yield reasons
 
 
-def used_by_models(models: Mapping[tuple[str, str], HitTotals]) -> bytes:
+def used_by_models(models: Mapping[tuple[str, str], HitTotals], form: Format) -> bytes:
     """`models`: by tenant and model."""
     labels = ["tenant", "model"]
     requests = CounterMetricFamily("kvdock_model_requests", "Ended requests", labels=labels)
@@ -245,7 +305,7 @@ def used_by_models(models: Mapping[tuple[str, str], HitTotals]) -> bytes:
             reasons.add_metric([*names, why], tokens)
         if hits.saved_s is not None:
             saved.add_metric(names, hits.saved_s)
-    return exposed([requests, sources, reasons, saved]) if models else b""
+    return exposed([requests, sources, reasons, saved], form) if models else b""
 
 
 def _copies(rates: CopyRates) -> Metric:
@@ -264,7 +324,7 @@ def _times(timings: CallTimes) -> Metric:
         "kvdock_call_seconds", "Time in the server, body included, per route", labels=["method", "route"]
     )
     for route in timings.view():
-        times.add_metric([route.method, route.route], route.cumulative, route.total_s)
+        times.add_metric([route.method, route.route], _with_exemplars(route.cumulative), route.total_s)
     return times
 
 

@@ -63,7 +63,8 @@ def test_prefixes_unfold_at_their_forks_and_are_searched_for(server: ServerProce
     row = next(line for line in lines if line.startswith(system[0][:12]))
     assert "  support bot (kept)  " in row and " 48 tok " in row and " 368.0 KiB " in row and "10 of 320.0 KiB" in row
     found = said(server, "cached", "--search", "SUPPORT", "--unfold", "1").splitlines()
-    assert found[1] == row and len(found) == 1 + 1 + 8 + 1, "heads, the prefix, some branches, how many more"
+    assert re.split(r"  +", found[1])[:-2] == re.split(r"  +", row)[:-2], "but for the ages"
+    assert len(found) == 1 + 1 + 8 + 1, "heads, the prefix, some branches, how many more"
     firsts = {branch[0][:12] for branch in branches}
     assert all(line.startswith("└ ") and line[2:14] in firsts for line in found[2:10])
     assert found[10].strip() == "└ 2 more"

@@ -64,7 +64,7 @@ _add(
     c.PIN, a.PinChunks, Admin.pin, "pin_chunks", "Keep chunks from being evicted for a while",
     "Clear, delete and mismatches take pinned chunks out of use like all others; a tenant whose quota is full loses "
     "its own pinned chunks once it has no others to evict. Pins can fill the pool: then reservations answer "
-    "`no_space`, and `/readyz` says so. With `name`, `GET /v1/prefixes` labels the prefix so; at most 512 prefixes "
+    "`no_space`, and `/readyz` says so. With `name`, `GET /v1/prefixes` labels the prefix so; at most 256 prefixes "
     "have names.",
     retry="idempotent: the duration counts from the last call.", errors=("unknown_namespace", "bad_argument"),
 )

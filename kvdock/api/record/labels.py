@@ -17,9 +17,9 @@ from kvdock.protocol.errors import ApiError
 from kvdock.protocol.names import MAX_LABEL, is_label
 from kvdock.protocol.wire_types import KEY_BYTES
 
-MOST_NAMES = 512
+MOST_NAMES = 256
 """Labels of operators. Those of chunks that have gone make room; if there are none, no label is added."""
-MOST_CLIENT_LABELS, MOST_LABELS_OF_TENANT = 1024, 128
+MOST_CLIENT_LABELS, MOST_LABELS_OF_TENANT = 512, 128
 """Labels of clients: the one that no request has had for longest makes room."""
 MOST_LABEL_KEYS = 256
 """How many chunks a client's label covers at most."""

@@ -66,7 +66,7 @@ class _Found(NamedTuple):
     space: int
     first: bytes
     chunks: int
-    bytes: int
+    held_bytes: int
     born_ms: int
     used_ms: int
     uses: int
@@ -226,9 +226,9 @@ class Contents:
         chunk_tokens = space.manifest.chunk_tokens
         return PrefixView(
             namespace=space.digest.hex(), tenant=space.tenant, model=space.manifest.model, weights=space.use.weights,
-            key=found.first.hex(), tokens=found.chunks * chunk_tokens, chunks=found.chunks, bytes=found.bytes,
+            key=found.first.hex(), tokens=found.chunks * chunk_tokens, chunks=found.chunks, bytes=found.held_bytes,
             fork_key=found.fork.hex(), shared_tokens=found.shared_chunks * chunk_tokens,
-            shared_bytes=found.shared_bytes, branches=found.branches, branch_bytes=found.bytes - found.shared_bytes,
+            shared_bytes=found.shared_bytes, branches=found.branches, branch_bytes=found.held_bytes - found.shared_bytes,
             labels=answer.labels.get((found.first, found.space), [])[:MOST_LABELS], is_kept=found.is_kept,
             age_s=self._clock.since_s(found.born_ms), unused_s=self._clock.since_s(found.used_ms), uses=found.uses,
             last_key=found.last.hex(), last_tokens=found.last_chunks * chunk_tokens,

@@ -73,11 +73,16 @@ function named(toggle) {
       setHidden(more, !p.press);
       setText(more, p.press ? p.says : "");
       setText(name, p.says ? (p.press ? "" : p.says) : (p.labels ?? []).join(", ") || shortly(p));
+      if (p.says) {
+        setText(small, "");
+        setAttr(cell, "title", "");
+        return;
+      }
       const beside = [
         p.labels?.length && shortly(p), p.model, p.tenant, p.is_kept && "kept", p.depth && `goes on from ${p.from}`,
       ];
-      setText(small, p.says ? "" : beside.filter(Boolean).join(", "));
-      setAttr(cell, "title", p.says ? "" : `${p.key} · namespace ${p.namespace}`);
+      setText(small, beside.filter(Boolean).join(", "));
+      setAttr(cell, "title", `${p.key} · namespace ${p.namespace}`);
       setAttr(press, "aria-expanded", String(Boolean(p.isOpen)));
       setAttr(press, "aria-label", `Branches of the prefix ${shortly(p)}`);
       setText(press, p.isOpen ? "▾" : "▸");

@@ -330,14 +330,22 @@ class Table:
 
 class Census:
     """Counts a table's chunks while it changes (csrc/table/census.h). Times are the server clock's; 0: not known."""
-    def __init__(self, table: Table) -> None: ...
+    def __init__(
+        self, table: Table, *, below: tuple[int, bytes] | None = None, named: Sequence[tuple[int, bytes]] = (),
+        search: Sequence[int] | None = None, sought: int = 0, keys: tuple[bytes, bytes] | None = None,
+    ) -> None:
+        """`below`: a namespace and a key: counts what goes on from that chunk, in place of all. `named`: namespaces and
+        keys of chunks to find the prefixes of. `search`: lists the prefixes of these namespaces, and of others only
+        those that hold one of the first `sought` chunks of `named`, or a chunk with a key from keys[0] to keys[1]."""
     def step(self, budget: int) -> bool: ...  # looks at about that many chunks; True: all are counted
     def spaces(self) -> list[tuple[int, int, int, int, int]]: ...  # namespace, chunks, bytes, oldest and newest use
-    # [(namespace, first key, chunks, bytes, stored, last used, uses, last key, its depth)], most used first; how many
-    # there are
-    def prefixes(
-        self, namespaces: Sequence[int], most: int
-    ) -> tuple[list[tuple[int, bytes, int, int, int, int, int, bytes, int]], int]: ...
+    # [(namespace, first key, chunks, bytes, stored, last used, uses, last key, its depth, key at the fork, its depth,
+    # bytes up to there, branches, whether a chunk is kept)], most used first, from the place `start` on; how many there
+    # are; where the next page starts, or 0
+    def prefixes(self, namespaces: Sequence[int], most: int, start: int = 0) -> tuple[
+        list[tuple[int, bytes, int, int, int, int, int, bytes, int, bytes, int, int, int, bool]], int, int
+    ]: ...
+    def named(self) -> list[tuple[int, bytes, int]]: ...  # [(index in `named`, first key of its prefix, its depth)]
 
 # ----------------------------------------------- bytes (mapping, liveness, checksum, copy; csrc/bind/bytes.cpp)
 

@@ -378,11 +378,23 @@ auto counted(Method method) {
 
 void bind_census(py::module_& m) {
   py::class_<BoundCensus>(m, "Census")
-      .def(py::init([](py::object table) {
+      .def(py::init([](py::object table, std::optional<std::pair<uint32_t, Key>> below,
+                       std::vector<std::pair<uint32_t, Key>> named, std::optional<std::vector<uint32_t>> search,
+                       uint32_t sought, const std::optional<std::pair<Key, Key>>& keys) {
         auto& of = table.cast<BoundTable&>();
+        Survey survey;
+        if (below) std::tie(survey.space, survey.below) = *below;
+        survey.named = std::move(named);
+        survey.is_search = search.has_value();
+        if (search) survey.spaces = std::move(*search);
+        survey.sought = sought;
+        survey.from.bytes[0] = 1;  // no keys are sought
+        if (keys) std::tie(survey.from, survey.to) = *keys;
         std::lock_guard lock(of.table->mutex);
-        return std::unique_ptr<BoundCensus>(new BoundCensus{table, of, Census(of.table->part<Records>())});
-      }), "table"_a)
+        Census census(of.table->part<Records>(), std::move(survey));
+        return std::unique_ptr<BoundCensus>(new BoundCensus{table, of, std::move(census)});
+      }), "table"_a, py::kw_only(), "below"_a = py::none(), "named"_a = std::vector<std::pair<uint32_t, Key>>{},
+          "search"_a = py::none(), "sought"_a = 0, "keys"_a = py::none())
       .def("step", counted<uint32_t>(&Census::step), "budget"_a)
       .def("spaces", [](BoundCensus& c) {
         py::list out;
@@ -390,14 +402,19 @@ void bind_census(py::module_& m) {
           out.append(py::make_tuple(space, n.chunks, n.bytes, n.oldest, n.newest));
         return out;
       })
-      .def("prefixes", [](BoundCensus& c, std::vector<uint32_t> spaces, size_t most) {
-        auto [found, all] = counted<const std::vector<uint32_t>&, size_t>(&Census::prefixes)(c, spaces, most);
+      .def("prefixes", [](BoundCensus& c, std::vector<uint32_t> spaces, size_t most, uint32_t start) {
+        auto page = counted<const std::vector<uint32_t>&, size_t, uint32_t>(&Census::prefixes)(c, spaces, most, start);
         py::list out;
-        for (const PrefixCount& p : found)
+        for (const PrefixCount& p : page.found)
           out.append(py::make_tuple(p.space, p.first, p.chunks, p.bytes, p.born_ms, p.used_ms, p.uses, p.last,
-                                    p.last_chunks));
-        return py::make_tuple(out, all);
-      }, "namespaces"_a, "most"_a);
+                                    p.last_chunks, p.fork, p.shared_chunks, p.shared_bytes, p.branches, p.kept));
+        return py::make_tuple(out, page.all, page.next);
+      }, "namespaces"_a, "most"_a, "start"_a = 0)
+      .def("named", [](BoundCensus& c) {
+        py::list out;
+        for (const NamedChunk& n : counted<>(&Census::named)(c)) out.append(py::make_tuple(n.name, n.first, n.depth));
+        return out;
+      });
 }
 
 py::tuple adopt(py::object region, uint64_t pool_id, uint64_t lock_inode,

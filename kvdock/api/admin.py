@@ -16,6 +16,7 @@ from kvdock.api.convert import key_bytes
 from kvdock.api.pool.registry import NamespaceRecord
 from kvdock.api.pool.sessions import Sessions
 from kvdock.api.record.journal import Journal
+from kvdock.api.record.labels import Labels
 from kvdock.api.record.troubles import Troubles
 from kvdock.api.settings import Settings
 from kvdock.api.tiers.clears import Clears
@@ -47,10 +48,10 @@ class Admin:
 
     def __init__(
         self, settings: Settings, sessions: Sessions, journal: Journal, clears: Clears, troubles: Troubles,
-        forget_count: Callable[[], None],
+        labels: Labels, forget_count: Callable[[], None],
     ) -> None:
-        """`forget_count` is called when chunks were taken out of use: the last census is stale then."""
-        self._troubles = troubles
+        """`forget_count` is called when chunks were taken out of use, or kept: the last census is stale then."""
+        self._troubles, self._labels = troubles, labels
         self._settings, self._journal, self._clears, self._forget_count = settings, journal, clears, forget_count
         self._pool, self._registry = sessions.pool, sessions.registry
         self._quotas, self._clock = sessions.quotas, sessions.clock
@@ -97,14 +98,23 @@ class Admin:
         return Evicted(chunks=chunks, bytes=freed, free_bytes=self._pool.free_bytes)
 
     async def pin(self, body: PinChunks) -> Pinned:
-        """Raises ApiError: unknown_namespace, invalid_body."""
-        space = self._namespace(body.namespace).table_id
+        """Raises ApiError: unknown_namespace, invalid_body, bad_argument."""
+        space, keys = self._namespace(body.namespace), key_bytes(body.keys)
+        if body.name:
+            self._labels.require_name(space, body.name)
         # A duration that rounds to nothing still pins: only 0 itself unpins.
         until_ms = self._clock.now_ms() + max(1, round(body.duration_s * 1000)) if body.duration_s else 0
-        chunks = 0
-        for keys in _slices(key_bytes(body.keys)):
-            chunks += self._pool.table.pin(space, keys, until_ms)
+        chunks, last = 0, None
+        for some in _slices(keys):
+            chunks += self._pool.table.pin(space.table_id, some, until_ms)
+            if not body.duration_s:
+                self._labels.unname(space, some)
+            elif body.name:
+                last = self._labels.last_stored(space, some) or last
             await asyncio.sleep(0)
+        if last is not None and body.name:
+            self._labels.name(space, last, body.name)
+        self._forget_count()
         return Pinned(chunks=chunks)
 
     async def configure(self, body: PatchConfig) -> Config:

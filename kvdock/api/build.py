@@ -39,6 +39,7 @@ from kvdock.api.record.history import SERIES, TIER_SERIES, History, Sampler
 from kvdock.api.record.hits import Answers
 from kvdock.api.record.journal import Journal
 from kvdock.api.record.kept_namespaces import KeptNamespaces
+from kvdock.api.record.labels import Labels
 from kvdock.api.record.tally import Learned, Tally
 from kvdock.api.record.timings import Meter, Pulse, Timings
 from kvdock.api.record.troubles import Troubles
@@ -89,8 +90,8 @@ def build(
     beginnings = Beginnings(registry)
     answers = Answers(pool.table, lambda space: mover_client.in_tiers(space))
     registry.on_ended = answers.forget
-    troubles = Troubles(clocks.wall_s)
-    tally = Tally(settings, pool.table, journal, Learned(curves, beginnings, answers, troubles), clocks, clock)
+    troubles, labels = Troubles(clocks.wall_s), Labels(registry, pool.table)
+    tally = Tally(settings, pool.table, journal, Learned(curves, beginnings, answers, troubles, labels), clocks, clock)
     orders = OrderFile(Path(f"{settings.socket_path}.orders"))
     clears = Clears(pool.table, registry, journal, orders, settings.tier_names)
     mover_client = MoverClient(
@@ -101,7 +102,7 @@ def build(
     history = History(
         settings.history_values, settings.history_interval_s, SERIES + TIER_SERIES * settings.has_tiers,
         kept=_kept(pool, "history", "the history of hours and days"), wall_s=clocks.wall_s,
-        beside={"hits": tally.hits, "namespaces": KeptNamespaces(registry, pool.table)},
+        beside={"hits": tally.hits, "namespaces": KeptNamespaces(registry, pool.table), "labels": labels},
     )
     sampler = Sampler(history, pool, tally, lambda: mover_client.tiers, clock, curves)
     meter = Meter(tally.counters, Timings(clocks.wall_s), clocks.perf_ns, {}, journal.publish)
@@ -109,12 +110,12 @@ def build(
     probes = Probes(settings, pool, registry, drain, pulse)
     tiers = LowerTiers(lambda: mover_client.tiers, mover_client.view, mover_client.session_count)
     overview = Overview(probes, sessions, tally, history, curves, tiers, clocks.wall_s)
-    contents = Contents(pool.table, registry, clock, clocks.now_s)
+    contents = Contents(pool.table, registry, labels, clock, clocks.now_s)
     lists = Lists(sessions, tally.recent, tally.hits, contents)
     server_metrics = ServerMetrics(pool, overview, probes, lists, meter, feeds, curves)
     handlers = Handlers(
         service=CacheService(sessions, tally, mover_client, clears, feeds.kv, settings.heartbeat_s),
-        admin=Admin(settings, sessions, journal, clears, troubles, contents.forget),
+        admin=Admin(settings, sessions, journal, clears, troubles, labels, contents.forget),
         overview=overview, judge=Judge(probes, tally, troubles, curves, sessions, tiers, clocks.wall_s),
         lists=lists, contents=contents,
         explainer=Explainer(tally.recent, beginnings, registry, pool.table, clock), probes=probes,

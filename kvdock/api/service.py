@@ -35,6 +35,7 @@ from kvdock.protocol import schemas as s
 from kvdock.protocol.errors import ApiError
 from kvdock.protocol.forms import Form, HoldReply, LookupReply, ReserveReply
 from kvdock.protocol.kv_events import BlockNames
+from kvdock.protocol.names import MAX_LABEL, is_label
 from kvdock.protocol.schemas import BeingStored, Hint, HintAnswer
 from kvdock.protocol.wire_types import KEY_BYTES, MAX_ANSWERS, MAX_ENTRIES, MAX_STORE_KEYS, Carrier, RefusedRelease
 
@@ -263,6 +264,9 @@ class CacheService:
         session = self._registry.session(body.session, peer)
         session.member(body.member)
         space, keys = session.namespace.table_id, key_bytes(body.keys)
+        if body.label:
+            self._tally.labelled(session, keys, body.label)
+            return HintAnswer(chunks=0)
         until_ms = 0
         if body.duration_s is not None:
             until_ms = self._clock.now_ms() + max(1, round(body.duration_s * 1000))
@@ -448,6 +452,13 @@ class CacheService:
 
 def _require_one_hint(body: Hint) -> None:
     """Raises ApiError(invalid_body) for a hint whose fields do not go together."""
+    if body.label and (body.conversation_ended or body.priority or body.duration_s is not None):
+        raise ApiError("invalid_body", "a label is no hint", found="$.label", wanted="it alone")
+    if body.label and not is_label(body.label):
+        raise ApiError(
+            "invalid_body", "a label names a prefix for people", found=body.label[:MAX_LABEL],
+            wanted="characters that can be seen, without spaces at the ends",
+        )
     if body.conversation_ended and (body.priority or body.duration_s is not None):
         raise ApiError(
             "invalid_body", "chunks of a conversation that has ended have no other priority",

@@ -35,6 +35,7 @@ from kvdock.protocol.admin_schemas import (
     PinChunks,
     TenantView,
 )
+from kvdock.protocol.names import MAX_LABEL, is_label
 from kvdock.protocol.schemas import Lookup
 from kvdock.protocol.wire_types import MAX_KEYS
 
@@ -140,18 +141,25 @@ def _evict_prompt(server: str, prompt: Prompt, *, yes: bool, as_json: bool, cons
 
 
 def keep(
-    server: str, prompt: Prompt, *, duration_s: float, as_json: bool, console: Console
+    server: str, prompt: Prompt, *, duration_s: float, name: str, as_json: bool, console: Console
 ) -> None:
-    """`duration_s` 0: stop keeping it. Raises CommandError for wrong options, when no chunk of the prompt is stored,
-    and when no server answers; ApiError."""
+    """`duration_s` 0: stop keeping it. `name`: a label for its last stored chunk; "": none. Raises CommandError for
+    wrong options, when no chunk of the prompt is stored, and when no server answers; ApiError."""
     wanted = prompt.read("keep")
+    if name and not is_label(name):
+        raise CommandError(
+            f"--name: wanted at most {MAX_LABEL} characters that can be seen, found {printable(name)!r}", WRONG
+        )
+    if name and not duration_s:
+        raise CommandError("--name does not go with --end: a prompt that is kept no longer has no name", WRONG)
     if duration_s > MAX_PIN_S:
         raise CommandError(f"--for: wanted at most {duration(MAX_PIN_S)}, found {duration(duration_s)}", WRONG)
     with reached(server) as client:
         space = resolve(client, prompt.namespace)
         keys = wanted.keys_in(space)
+        label = name or msgspec.UNSET
         chunks = sum(
-            client.pin(PinChunks(namespace=space.namespace, keys=part, duration_s=duration_s)).chunks
+            client.pin(PinChunks(namespace=space.namespace, keys=part, duration_s=duration_s, name=label)).chunks
             for part in parts_of(keys)
         )
     if not chunks and duration_s:

@@ -136,6 +136,7 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
     ),
     "cached": (
         ("kvdock cached", "what fills the pool"),
+        ("kvdock cached --search support-bot --unfold 1", "the prefixes with that label, and their branches"),
         ("kvdock cached --json --limit 256", "all figures"),
     ),
     "history": (
@@ -161,7 +162,7 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
         ("echo 1 2 3 | kvdock lookup --tokens-file -", "from standard input"),
     ),
     "keep": (
-        ("kvdock keep --tokens-file system.json --for 12h", "for half a day"),
+        ("kvdock keep --tokens-file system.json --for 12h --name support-bot", "for half a day, with a label"),
         ("kvdock keep --tokens-file system.json --end", "stop keeping it"),
     ),
     "evict": (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 
 import msgspec
@@ -14,6 +14,7 @@ from rich.text import Text
 from kvdock.cli.client import first, print_json, reached
 from kvdock.cli.hits import computed_of, loaded_cell, loaded_of, local_of
 from kvdock.cli.render import brief, counted, duration, percent, printable, say, size, space
+from kvdock.client.client import Client
 from kvdock.protocol.admin_schemas import NamespaceView
 from kvdock.protocol.reports import Leases, LeaseView, Prefixes, PrefixView, Requests, RequestView
 from kvdock.protocol.schemas import MemberView, Sessions, SessionView
@@ -125,23 +126,69 @@ class Cached(msgspec.Struct, kw_only=True):
     namespaces: list[NamespaceView]
     """Sorted by stored bytes, the largest first."""
     prefixes: Prefixes
+    unfolded: dict[str, Prefixes] = {}
+    """With `--unfold`, the branches of prefixes, by namespace and `fork_key`, with a space between."""
 
 
-def show_cached(server: str, *, limit: int, as_json: bool, console: Console) -> None:
-    """Raises CommandError when no server answers; ApiError."""
+MOST_ROWS = 256
+"""The most prefixes that are listed with those unfolded."""
+MOST_BRANCHES = 8
+"""The most branches of one prefix that are listed."""
+
+
+def show_cached(
+    server: str, *, limit: int, search: str, unfold: int, as_json: bool, console: Console
+) -> None:
+    """`search`: "": all. `unfold`: levels of branches. Raises CommandError when no server answers; ApiError."""
     with reached(server) as client:
         namespaces, _ = first(client.namespaces, lambda page: page.namespaces)
-        prefixes = client.prefixes(limit)
+        prefixes = client.prefixes(limit, search=search)
+        unfolded = _unfolded(client, prefixes, unfold)
     namespaces = sorted(namespaces, key=lambda view: view.bytes, reverse=True)
     if as_json:
-        print_json(console, Cached(namespaces=namespaces, prefixes=prefixes))
+        print_json(console, Cached(namespaces=namespaces, prefixes=prefixes, unfolded=unfolded))
         return
     if not any(view.chunks for view in namespaces):
         say(console, "nothing is cached")
         return
-    say(console, _namespaces_table(namespaces), "", _prefixes_table(prefixes.prefixes))
+    if not search:
+        say(console, _namespaces_table(namespaces), "")
+    elif not prefixes.prefixes:
+        say(console, f"no cached prefix has {printable(search)} in a label, model, tenant or key")
+        return
+    say(console, _prefixes_table(list(_rows(prefixes, unfolded))))
     if (more := prefixes.prefix_count - len(prefixes.prefixes)) > 0:
         say(console, f"… and {counted(more, 'prefix', 'prefixes')} more: --limit N")
+
+
+def _unfolded(client: Client, prefixes: Prefixes, levels: int) -> dict[str, Prefixes]:
+    found: dict[str, Prefixes] = {}
+    rows, level = len(prefixes.prefixes), prefixes.prefixes
+    for _ in range(levels):
+        deeper: list[PrefixView] = []
+        for view in level:
+            if view.branches and rows < MOST_ROWS:
+                page = client.prefixes(MOST_BRANCHES, namespace=view.namespace, below=view.fork_key)
+                found[_place(view)] = page
+                deeper += page.prefixes
+                rows += len(page.prefixes)
+        level = deeper
+    return found
+
+
+def _place(view: PrefixView) -> str:
+    return f"{view.namespace} {view.fork_key}"
+
+
+def _rows(prefixes: Prefixes, unfolded: dict[str, Prefixes], depth: int = 0) -> Iterator[tuple[str, PrefixView | None]]:
+    """The first cell of each row, and the prefix; None: the row says how many more branches there are."""
+    indent = "  " * (depth - 1) + "└ " if depth else ""
+    for view in prefixes.prefixes:
+        yield indent + view.key[:12], view
+        if (below := unfolded.get(_place(view))) is not None:
+            yield from _rows(below, unfolded, depth + 1)
+    if depth and (more := prefixes.prefix_count - len(prefixes.prefixes)) > 0:
+        yield f"{indent}{more:,} more", None
 
 
 def _namespaces_table(views: Iterable[NamespaceView]) -> Table:
@@ -158,14 +205,33 @@ def _namespaces_table(views: Iterable[NamespaceView]) -> Table:
     ], left=3)
 
 
-def _prefixes_table(views: Iterable[PrefixView]) -> Table:
-    return _cached_table(("prefix", "model", "namespace", "used", "tokens", "cached", "stored", "last used"), [
-        (
-            view.key[:12], view.model, space(view.namespace, view.weights), counted(view.uses, "time"),
-            brief(view.tokens), size(view.bytes), _ago(view.age_s), _ago(view.unused_s),
+def _prefixes_table(rows: Sequence[tuple[str, PrefixView | None]]) -> Table:
+    heads: tuple[str, ...] = (
+        "prefix", "label", "model", "namespace", "used", "shared", "cached", "branches", "stored", "last used"
+    )
+    cells: list[tuple[str, ...]] = [
+        (named, *("",) * (len(heads) - 1)) if view is None else (
+            named, _label(view), view.model, space(view.namespace, view.weights), counted(view.uses, "time"),
+            f"{brief(view.shared_tokens)} tok", size(view.bytes), _branches(view), _ago(view.age_s),
+            _ago(view.unused_s),
         )
-        for view in views
-    ], left=3)
+        for named, view in rows
+    ]
+    if not any(label for _, label, *_ in cells):
+        heads, cells = _without_label(heads), [_without_label(row) for row in cells]
+    return _cached_table(heads, cells, left=len(heads) - 6)
+
+
+def _without_label(row: tuple[str, ...]) -> tuple[str, ...]:
+    return row[0], *row[2:]
+
+
+def _label(view: PrefixView) -> str:
+    return ", ".join(view.labels) + (" (kept)" if view.is_kept else "")
+
+
+def _branches(view: PrefixView) -> str:
+    return f"{view.branches:,} of {size(view.branch_bytes)}" if view.branches else "-"
 
 
 def _beside(view: NamespaceView) -> str:

@@ -191,14 +191,21 @@ def leases(
 def cached(
     server: Server = "", as_json: AsJson = False,
     limit: Annotated[int, typer.Option(min=1, max=256, metavar="N", help="Prefixes to list, at most 256.")] = 20,
+    search: Annotated[str, typer.Option(
+        metavar="TEXT", help="Only prefixes with TEXT in a label, in the model or tenant, or at the start of a key.",
+    )] = "",
+    unfold: Annotated[int, typer.Option(
+        min=0, max=8, metavar="N", help="Levels of branches to list below each prefix.",
+    )] = 0,
 ) -> None:
     """List what is cached: by model and tenant, then by prefix.
 
-    Prefixes that lookups found most often come first. The counts may be some seconds old.
+    A prefix is listed up to where its chunks fork, with the branches that go on from there. Prefixes that lookups
+    found most often come first. The counts may be some seconds old.
     """
     from kvdock.cli.lists import show_cached
 
-    show_cached(server, limit=limit, as_json=as_json, console=console())
+    show_cached(server, limit=limit, search=search, unfold=unfold, as_json=as_json, console=console())
 
 
 def history(
@@ -361,6 +368,7 @@ def keep(
         "--for", metavar="DURATION", help="How long from now, as 90s, 15min, 12h or 7d; at most a year.",
     )] = "1h",
     end: Annotated[bool, typer.Option("--end", help="Stop keeping it.")] = False,
+    name: Annotated[str, typer.Option(metavar="NAME", help="A label for it in `kvdock cached` and on the page.")] = "",
     server: Server = "",
     as_json: AsJson = False,
 ) -> None:
@@ -375,7 +383,8 @@ def keep(
 
     duration_s = 0.0 if end else parse_duration("--for", lasts)
     keep_prompt(
-        server, Prompt(namespace, keys or [], tokens_file), duration_s=duration_s, as_json=as_json, console=console()
+        server, Prompt(namespace, keys or [], tokens_file), duration_s=duration_s, name=name, as_json=as_json,
+        console=console(),
     )
 
 

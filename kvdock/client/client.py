@@ -296,9 +296,15 @@ class Client:
         """Where prompts' tokens came from, by day, tenant and model."""
         return self._do(c.HITS, None, timeout_s)
 
-    def prefixes(self, limit: int | None = None, *, timeout_s: float | None = None) -> Prefixes:
-        """The cached prefixes, the most used first."""
-        return self._do(c.PREFIXES, None, timeout_s, query=page(limit, None))
+    def prefixes(
+        self, limit: int | None = None, *, cursor: str | None = None, search: str = "", namespace: str = "",
+        below: str = "", timeout_s: float | None = None,
+    ) -> Prefixes:
+        """The cached prefixes, the most used first. `search`: part of a label, model or tenant, or the beginning of a
+        key. `namespace` and `below`: the branches that go on from the chunk with that key."""
+        asked = {"search": search, "namespace": namespace, "below": below}
+        query = {**page(limit, cursor), **{name: text for name, text in asked.items() if text}}
+        return self._do(c.PREFIXES, None, timeout_s, query=query)
 
     def curve(self, *, timeout_s: float | None = None) -> Curve:
         """The share of tokens that pools of other sizes would find."""
@@ -333,7 +339,7 @@ class Client:
         return self._do(c.EVICT, body, timeout_s)
 
     def pin(self, body: a.PinChunks, *, timeout_s: float | None = None) -> a.Pinned:
-        """`duration_s` 0 unpins."""
+        """`duration_s` 0 unpins. `name` labels the prefix up to the last key that is stored."""
         return self._do(c.PIN, body, timeout_s)
 
     def config(self, *, timeout_s: float | None = None) -> a.Config:

@@ -18,6 +18,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from kvdock.connectors.background import Background
 from kvdock.connectors.cost import LoadChoice
 from kvdock.connectors.lookups import LookupRecord, Lookups, Verification
@@ -34,13 +36,14 @@ from kvdock.protocol.wire_types import MAX_KEYS
 class Preference:
     """How the server is to treat a request's chunks once the request has ended. `tokens`: only the chunks of its first
     `tokens` tokens; None: all. `prefetch_after_s`: after this time, lower tiers load the chunks that the pool lacks;
-    None: this is a hint, and the other fields are those of Hint."""
+    None: this is a hint, and the other fields are those of Hint. `label`: for lists of prefixes, and no hint."""
 
     priority: int = 0
     duration_s: float | None = None
     tokens: int | None = None
     conversation_ended: bool = False
     prefetch_after_s: float | None = None
+    label: str = ""
 
 
 class SchedulerConnector:
@@ -97,11 +100,11 @@ def _send_preferences(
     session: EngineSession, attachment: Attachment, keys: Sequence[bytes], preferences: Sequence[Preference]
 ) -> None:
     """Background. `keys`: the keys of a request's chunks, from its first. If there are more than one call may name, a
-    preference to retain or load is sent for the first ones, and any other for the last ones."""
+    preference to retain, load or label is sent for the first ones, and any other for the last ones."""
     chunk_tokens = session.manifest.chunk_tokens
     for one in preferences:
         meant = keys if one.tokens is None else keys[: -(-one.tokens // chunk_tokens)]
-        is_from_first = one.priority > 0 or one.prefetch_after_s is not None
+        is_from_first = one.priority > 0 or one.prefetch_after_s is not None or bool(one.label)
         meant = meant[:MAX_KEYS] if is_from_first else meant[-MAX_KEYS:]
         if not meant:
             continue
@@ -113,6 +116,6 @@ def _send_preferences(
             continue
         body = Hint(
             session=attachment.session, member=attachment.member, keys=b"".join(meant), priority=one.priority,
-            duration_s=one.duration_s, conversation_ended=one.conversation_ended,
+            duration_s=one.duration_s, conversation_ended=one.conversation_ended, label=one.label or msgspec.UNSET,
         )
         notify(session, attachment, session.client.hint, body)

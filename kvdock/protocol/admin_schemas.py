@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from kvdock.protocol.names import PrefixLabel
 from kvdock.protocol.reports import LeaseView, UseTotals
 from kvdock.protocol.schemas import Manifest, MemberView, SessionView
 from kvdock.protocol.wire_types import MAX_KEYS, Answer, Body, Hex64, Identity, Key, Name, Tenant
@@ -97,7 +98,11 @@ class PinChunks(Body, kw_only=True):
     namespace: Key
     keys: _Keys
     duration_s: Annotated[float, msgspec.Meta(ge=0, le=MAX_PIN_S)]
-    """Seconds from now, in place of the duration of an earlier call. 0 unpins."""
+    """Seconds from now, in place of the duration of an earlier call. 0 unpins, and forgets the names of these chunks.
+    """
+    name: PrefixLabel | msgspec.UnsetType = msgspec.UNSET
+    """The label, in lists of prefixes, of the prefix up to the last of the keys that is READY. A prefix of the
+    namespace that has the same name loses it. Names are kept with the pool. Absent: names stay as they are."""
 
 
 class Pinned(Answer, kw_only=True):

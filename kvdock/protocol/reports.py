@@ -47,7 +47,8 @@ class Used(Answer, kw_only=True):
 
 
 class PrefixView(Answer, kw_only=True):
-    """Chunks that begin with the same first chunk: a prefix and all that goes on from it."""
+    """Chunks that begin with the same first chunk: a prefix and all that goes on from it. They share the part up to
+    the chunk where their tree forks."""
 
     namespace: Key
     tenant: str
@@ -60,6 +61,19 @@ class PrefixView(Answer, kw_only=True):
     """Stored under it, each chunk counted once."""
     chunks: int
     bytes: int
+    fork_key: Key
+    """The key of the last chunk that all share. As `below`, it asks for the branches that go on from there."""
+    shared_tokens: int
+    """From the first chunk to the end of that one."""
+    shared_bytes: int
+    branches: int
+    """How many different chunks go on from that one; 0: the prefix ends there."""
+    branch_bytes: int
+    """What all branches hold together."""
+    labels: list[str]
+    """The names of its chunks, as operators and clients gave them, the nearest to the first chunk first; at most 8."""
+    is_kept: bool
+    """A pin keeps one of its chunks, and so all chunks before that one."""
     age_s: float | None
     """Since the first chunk was stored; None: before this server's start."""
     unused_s: float | None
@@ -73,13 +87,16 @@ class PrefixView(Answer, kw_only=True):
 
 
 class Prefixes(Answer, kw_only=True):
-    """Those that lookups found most often come first. One that has gone since they were counted is left out."""
+    """Those that lookups found most often come first. One that has gone since they were counted is left out. Pages
+    reach the first 2,048."""
 
     prefixes: list[PrefixView]
     prefix_count: int
-    """How many there were when the pool was counted: at least as many as are listed."""
+    """How many there were when the pool was counted: at least as many as are listed. Of a search: how many it found."""
     counted_s: float
     """How long ago the pool was counted."""
+    next: str | None = None
+    """Cursor of the next page; None after the last."""
 
 
 class DayOfHits(Answer, kw_only=True):

@@ -16,6 +16,7 @@ import msgspec
 from kvdock._core import SEGMENT_IDS
 from kvdock.protocol.keys import HASH_FUNCTION
 from kvdock.protocol.kv_events import Naming
+from kvdock.protocol.names import PrefixLabel
 from kvdock.protocol.outcomes import Reporting
 from kvdock.protocol.reports import Used
 from kvdock.protocol.wire_types import (
@@ -497,6 +498,9 @@ class Hint(Body, kw_only=True):
     """None, for priorities below 0: until another request names the chunk."""
     conversation_ended: bool = False
     """No request is expected to ask for the chunks again: they are evicted before those of any priority."""
+    label: PrefixLabel | msgspec.UnsetType = msgspec.UNSET
+    """A label for lists of prefixes, in place of a hint: it names the chunks, at most 256, that the prompts with this
+    label begin with."""
 
 
 class HintAnswer(Answer, kw_only=True):

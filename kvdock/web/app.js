@@ -66,7 +66,7 @@ const panels = [
   { id: "history", needs: ["stats"], view: (root) => mountHistory(root, (path) => turn(sources.stats, path)) },
   {
     id: "cached", needs: ["namespaces"], uses: ["prefixes"], glances: ["config", "sessions"],
-    view: (root) => mountCached(root, changed, () => refreshAll()),
+    view: (root) => mountCached(root, changed, () => refreshAll(), (path) => turn(sources.prefixes, path)),
   },
   { id: "days", needs: ["hits"], view: mountDays },
   { id: "curve", needs: ["curve"], view: mountCurve, isThere: () => !sources.curve.absent },

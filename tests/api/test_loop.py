@@ -33,6 +33,7 @@ from kvdock.api.pool.quotas import UNLIMITED, Quotas
 from kvdock.api.pool.registry import Names, Registry
 from kvdock.api.pool.sessions import Sessions
 from kvdock.api.record.journal import Journal
+from kvdock.api.record.labels import MOST_NAMES, Labels
 from kvdock.api.record.troubles import Troubles
 from kvdock.api.reports.contents import Contents
 from kvdock.api.settings import Settings
@@ -191,7 +192,8 @@ def test_clearing_many_chunks_goes_in_short_turns(tmp_path: Path) -> None:
                 pool, registry, Names(1), Quotas(table, UNLIMITED), Drain(loaded, pool, time.monotonic), ServerClock()
             )
             clears = Clears(table, registry, journal, OrderFile(tmp_path / "orders"), ())
-            admin = Admin(loaded, sessions, journal, clears, Troubles(time.time), lambda: None)
+            labels = Labels(registry, pool.table)
+            admin = Admin(loaded, sessions, journal, clears, Troubles(time.time), labels, lambda: None)
 
             async def work() -> None:
                 cleared.append((await admin.clear(ClearCache())).chunks)
@@ -216,7 +218,7 @@ def test_all_that_is_cached_is_counted_in_short_turns_and_once_for_all_who_ask()
                 read.append(time.monotonic())
                 return read[-1]
 
-            contents = Contents(pool.table, registry, ServerClock(), now_s)
+            contents = Contents(pool.table, registry, Labels(registry, pool.table), ServerClock(), now_s)
 
             async def work() -> None:
                 asked = await asyncio.gather(*(contents.prefixes(peer, 5) for _ in range(20)))
@@ -226,6 +228,33 @@ def test_all_that_is_cached_is_counted_in_short_turns_and_once_for_all_who_ask()
             turns = turns_of(work)
             assert turns.number > 10, "as many as slices: to look at, find the ways of, add and rank 12 000"
             assert len(read) < 60, "the clock is read twice in each slice of a count"
+            return turns
+
+        assert quickest(measured, TURN_MS).longest_ms < TURN_MS
+
+
+def test_what_goes_on_from_a_chunk_and_what_is_searched_for_is_counted_in_short_turns() -> None:
+    """12 000 chunks, and all labels that a server keeps."""
+    with full_pool() as (_, pool, registry):
+        peer, labels = Peer("a test", frozenset({"admin"}), None, is_unix=True), Labels(registry, pool.table)
+        (space,) = registry.namespaces()
+        whole = asyncio.run(Contents(pool.table, registry, labels, ServerClock(), time.monotonic).prefixes(peer, 12))
+        for number in range(MOST_NAMES):
+            labels.name(space, bytes.fromhex(whole.prefixes[number % 12].last_key), f"name {number}")
+
+        def measured() -> Turns:
+            contents = Contents(pool.table, registry, labels, ServerClock(), time.monotonic)
+
+            async def work() -> None:
+                first = whole.prefixes[0]
+                below = contents.prefixes(peer, 5, namespace=first.namespace, below=first.key)
+                searches = (contents.prefixes(peer, 5, search=text) for text in ("name 7", "m", first.key))
+                found = await asyncio.gather(below, *searches)
+                assert [one.prefix_count for one in found] == [1, len({n % 12 for n in (7, *range(70, 80))}), 12, 1]
+                assert found[0].prefixes[0].chunks == 999
+
+            turns = turns_of(work)
+            assert turns.number > 30, "four censuses, one after the other"
             return turns
 
         assert quickest(measured, TURN_MS).longest_ms < TURN_MS

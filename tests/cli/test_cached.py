@@ -47,6 +47,36 @@ def test_what_is_cached_is_listed_by_model_and_by_prefix(server: ServerProcess, 
     small.close()
 
 
+def test_prefixes_unfold_at_their_forks_and_are_searched_for(server: ServerProcess, client: Client) -> None:
+    engine = attach(client)
+    system, branches = keys(3, "system"), [keys(2, f"branch {number}") for number in range(10)]
+    for branch in branches:
+        engine.store([*system, *branch])
+    engine.store(keys(1, "other"))
+    space = ("--namespace", engine.attached.namespace, "--server", server.unix)
+    kept = kvdock("keep", *space, "--keys", ",".join(system), "--name", "support bot")
+    assert kept.returncode == 0
+    lines = said(server, "cached").splitlines()
+    assert re.split(r"  +", lines[3]) == [
+        "prefix", "label", "model", "namespace", "used", "shared", "cached", "branches", "stored", "last used"
+    ]
+    row = next(line for line in lines if line.startswith(system[0][:12]))
+    assert "  support bot (kept)  " in row and " 48 tok " in row and " 368.0 KiB " in row and "10 of 320.0 KiB" in row
+    found = said(server, "cached", "--search", "SUPPORT", "--unfold", "1").splitlines()
+    assert re.split(r"  +", found[1])[:-2] == re.split(r"  +", row)[:-2], "but for the ages"
+    assert len(found) == 1 + 1 + 8 + 1, "heads, the prefix, some branches, how many more"
+    firsts = {branch[0][:12] for branch in branches}
+    assert all(line.startswith("└ ") and line[2:14] in firsts for line in found[2:10])
+    assert found[10].strip() == "└ 2 more"
+    assert said(server, "cached", "--search", "none has this").strip() == (
+        "no cached prefix has none has this in a label, model, tenant or key"
+    )
+    shown = json.loads(said(server, "cached", "--search", "support", "--unfold", "2", "--json"))
+    (place,) = shown["unfolded"]
+    assert place == f"{engine.attached.namespace} {system[-1]}" and len(shown["unfolded"][place]["prefixes"]) == 8
+    engine.close()
+
+
 def test_history_has_rows_of_means(server: ServerProcess, client: Client) -> None:
     assert said(server, "history", "--over", "days").strip() == (
         "there are no measurements yet: the first comes after 30 min 0 s"

@@ -89,6 +89,10 @@ def test_keep_says_when_not_all_of_it_or_nothing_is_stored(
     (["--keys", "ab" * 32, "--for", "0s"], "found '0s'"),
     (["--keys", "ab" * 32, "--for", "400d"], "wanted at most 366 d"),
     (["--keys", "ab"], "a key of 64 hex digits"),
+    (["--keys", "ab" * 32, "--name", "a\u202eb"],
+     "--name: wanted at most 64 characters that can be seen, found 'a�b'"),
+    (["--keys", "ab" * 32, "--name", "n" * 65], "--name: wanted at most 64 characters"),
+    (["--keys", "ab" * 32, "--name", "a", "--end"], "--name does not go with --end"),
 ])
 def test_a_keep_asked_for_wrongly_is_refused(arguments: list[str], said: str) -> None:
     assert said in refusal(kvdock("keep", "--server", "unix:/nobody", *arguments), 2)

@@ -128,6 +128,10 @@ def test_a_version_without_hints_has_none() -> None:
     ({"load": False, "session_end": True}, [ENDED], 0), ({"store": "false"}, [], 1),
     ({"prefetch_after_s": 0}, [Preference(prefetch_after_s=0)], 0), ({"prefetch_after_s": None}, [], 1),
     ({"prefetch_after_s": 1e9}, [Preference(prefetch_after_s=3600.0)], 0), ({"prefetch_after_s": -1}, [], 1),
+    ({"label": "support bot"}, [Preference(label="support bot")], 0), ({"label": ""}, [], 1),
+    ({"label": "a\u202eb"}, [], 1),
+    ({"label": "n" * 64}, [Preference(label="n" * 64)], 0), ({"label": "n" * 65}, [], 1), ({"label": 7}, [], 1),
+    ({"label": "bot", "session_end": True}, [ENDED, Preference(label="bot")], 0),
 ])
 def test_what_comes_of_a_conversation_can_be_said_in_kv_transfer_params(
     own: Any, preferences: list[Preference], ignored: int

@@ -19,6 +19,9 @@ LOOP = ("tests/api/test_loop.py", "-k", "counted_in_short")
 LOOP_TEST = "test_all_that_is_cached_is_counted_in_short_turns_and_once_for_all_who_ask"
 OPERATOR_TEST = "test_what_an_operator_takes_out_of_use_is_not_counted_any_more"
 PAGE = ("tests/page/test_views.py", "-k", "prefix")
+FORKS = (*CENSUS, "-k", "fork or goes_on or kept_chunk or pages_and or named")
+FORK_TEST = "test_a_prefix_ends_where_its_tree_forks_and_its_branches_are_counted_from_there"
+PREFIXES = ("tests/api/test_prefixes.py",)
 
 MUTANTS = (
     Mutant(
@@ -63,18 +66,18 @@ MUTANTS = (
     ),
     Mutant(
         "C51", "the depth of a chunk is lost as the way to it becomes shorter", CENSUS_FILE,
-        "{over.above, node.up + over.up, ", "{over.above, node.up, ",
+        "(over.above, node.up + over.up, ", "(over.above, node.up, ",
         CENSUS, FOREST_TEST,
     ),
     Mutant(
         "C52", "chunks that name each other in a circle are of no prefix", CENSUS_FILE,
-        "node = is_there(walk_, node.stamp) ? Node", "node = false ? Node",
+        "if (of_.space == kNone && is_there(walk_, node.stamp)) node", "if (false) node",
         CENSUS, "test_chunks_that_name_each_other_in_a_circle_are_one_prefix",
     ),
     Mutant(
         "C53", "what lost its beginning counts as a prefix", CENSUS_FILE,
-        "if (!r.parent.names_chunk() || (before && before->ready == id))",
-        "if (!before || before->ready >= end_ || before->ready == id)",
+        "return !r.parent.names_chunk() || (before && before->ready == id);",
+        "return !before || before->ready >= end_ || before->ready == id;",
         (*CENSUS, "-k", "lost"), "test_what_lost_its_beginning_is_of_no_prefix_until_that_is_stored_again",
     ),
     Mutant(
@@ -89,7 +92,7 @@ MUTANTS = (
     ),
     Mutant(
         "C57", "a chunk counts for the prefix of that which had its record before", CENSUS_FILE,
-        "if (!is_there(id, nodes_.at(id).stamp) ||", "if (!is_ready(id) ||",
+        "if (!is_there(at_, nodes_.at(at_).stamp) ||", "if (!is_ready(at_) ||",
         CENSUS, MEANWHILE_TEST,
     ),
     Mutant(
@@ -99,22 +102,22 @@ MUTANTS = (
     ),
     Mutant(
         "P81", "the pool is counted again for each who asks", CONTENTS_FILE,
-        "if not self._is_stale and self._now_s()", "if self._is_stale and self._now_s()",
+        "return not self.is_stale and self._now_s()", "return self.is_stale and self._now_s()",
         USAGE, OPERATOR_TEST,
     ),
     Mutant(
         "P82", "what an operator took out of use stays counted", CONTENTS_FILE,
-        'gets a new count."""\n        self._is_stale = True', 'gets a new count."""\n        self._is_stale = False',
+        "            answer.is_stale = True", "            answer.is_stale = False",
         USAGE, OPERATOR_TEST,
     ),
     Mutant(
         "P83", "those who ask while it is counted have it counted again", CONTENTS_FILE,
-        "if self._making is None or self._making.done():", "if True:",
+        "if self._all.making is None or self._all.making.done():", "if True:",
         LOOP, LOOP_TEST,
     ),
     Mutant(
         "P84", "nobody has a turn while the pool is counted", CONTENTS_FILE,
-        "            await asyncio.sleep(0)\n", "",
+        "            await asyncio.sleep(pause * slice_s)\n", "",
         LOOP, LOOP_TEST,
     ),
     Mutant(
@@ -123,13 +126,86 @@ MUTANTS = (
         USAGE, "test_a_tenant_sees_its_own_prefixes_alone",
     ),
     Mutant(
-        "P86", "a prefix is removed whatever a person answers", "kvdock/web/views/cached.js",
+        "P86", "a prefix is removed whatever a person answers", "kvdock/web/views/prefixes.js",
         'verb: "Remove" }))) return "";', 'verb: "Remove" }))) void 0;',
         PAGE, "test_prefixes_show_age_and_use_and_can_be_removed",
     ),
     Mutant(
-        "P87", "of a prefix its first chunk alone is kept", "kvdock/web/views/cached.js",
+        "P87", "of a prefix its first chunk alone is kept", "kvdock/web/views/prefixes.js",
         "return pin(prefix.namespace, prefix.last_key,", "return pin(prefix.namespace, prefix.key,",
         PAGE, "test_what_most_uses_of_a_prefix_find_can_be_kept_after_a_question",
+    ),
+    Mutant(
+        "C59", "the common part ends at the deepest fork", CENSUS_FILE,
+        "children != 1 && depth < to.fork_chunks", "children != 1",
+        FORKS, FORK_TEST,
+    ),
+    Mutant(
+        "C60", "what the common part holds has one chunk more", CENSUS_FILE,
+        "else if (walked_ < to.shared_chunks())", "else if (walked_ <= to.shared_chunks())",
+        FORKS, FORK_TEST,
+    ),
+    Mutant(
+        "C61", "what goes on from a chunk is looked for in all namespaces", CENSUS_FILE,
+        "if (of_.space != kNone && r.space != of_.space) return;", "",
+        FORKS, "test_what_goes_on_from_a_chunk_is_of_its_namespace_alone",
+    ),
+    Mutant(
+        "C62", "no prefix is kept", CENSUS_FILE,
+        "to.kept |= records_.info(id).kept;", "to.kept |= false;",
+        FORKS, "test_a_kept_chunk_keeps_the_prefixes_before_it_and_no_others",
+    ),
+    Mutant(
+        "C63", "each page begins with the first prefix", CENSUS_FILE,
+        "else if (place >= start) out", "else out",
+        FORKS, "test_branches_come_in_pages_and_each_comes_once",
+    ),
+    Mutant(
+        "C64", "a search lists all prefixes", CENSUS_FILE,
+        "if (!is_sought_[r.space] && !prefix.is_sought) return 1;", "",
+        FORKS, "test_named_chunks_are_found_in_their_prefixes_and_searched_for",
+    ),
+    Mutant(
+        "P88", "a tenant sees what goes on from a chunk of others", CONTENTS_FILE,
+        "self._registry.namespace(key_bytes([namespace]), sees=peer.sees)",
+        "self._registry.namespace(key_bytes([namespace]), sees=lambda tenant: True)",
+        PREFIXES, "test_prefixes_are_found_by_label_model_tenant_and_key",
+    ),
+    Mutant(
+        "P89", "labels are not kept for the next server", "kvdock/api/build.py",
+        ', "labels": labels}', "}",
+        PREFIXES, "test_labels_are_kept_for_the_next_server_of_the_pool",
+    ),
+    Mutant(
+        "P90", "a label stays where its first request ended", "kvdock/api/record/labels.py",
+        "shared = asked if known is None else", "shared = asked if True else",
+        PREFIXES, "test_a_clients_label_names_what_its_requests_share",
+    ),
+    Mutant(
+        "P91", "a name may hold characters that turn text around", "kvdock/protocol/names.py",
+        " and text.isprintable()", "",
+        PREFIXES, "test_a_name_that_cannot_be_read_is_refused",
+    ),
+    Mutant(
+        "P92", "a name stays when its prefix is kept no longer", "kvdock/api/record/labels.py",
+        "if label.namespace == digest and label.key in ended", "if label.key in digest",
+        PREFIXES, "test_a_kept_prefix_has_its_name_until_it_is_kept_no_longer",
+    ),
+    Mutant(
+        "P93", "a label of many is never forgotten", "kvdock/api/record/labels.py",
+        "if len(labels := self._of_clients(tenant)) > most:", "if False:",
+        PREFIXES, "test_the_labels_of_a_tenant_are_bounded_and_the_oldest_goes",
+    ),
+    Mutant(
+        "P94", "the page's arrow keys do not unfold", "kvdock/web/views/prefixes.js",
+        'key === "ArrowRight" && !isOpen', "false",
+        ("tests/page/test_live.py", "-k", "unfolds"),
+        "test_a_prefix_unfolds_by_key_and_by_mouse_page_by_page_and_is_searched_for",
+    ),
+    Mutant(
+        "P95", "kvdock cached unfolds nothing", "kvdock/cli/lists.py",
+        "for _ in range(levels):", "for _ in range(0):",
+        ("tests/cli/test_cached.py", "-k", "unfold"),
+        "test_prefixes_unfold_at_their_forks_and_are_searched_for",
     ),
 )

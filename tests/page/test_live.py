@@ -19,6 +19,7 @@ from kvdock.engine.engine import Engine
 from kvdock.engine.kv_cache import KVCache
 from kvdock.engine.kvdock import connect
 from kvdock.engine.request import SamplingParams
+from kvdock.protocol.admin_schemas import PinChunks
 from kvdock.protocol.outcomes import Outcome
 from kvdock.protocol.schemas import Lookup
 
@@ -140,6 +141,72 @@ def test_a_real_request_is_explained_and_its_prefix_listed_and_removed(open_page
         page.get_by_role("button", name="Remove", exact=True).click()
         eventually(lambda: client.lookup(Lookup(namespace=engine.attached.namespace, keys=chain)).hit_tokens == 0)
         client.leave(engine.session, engine.member)
+        engine.close()
+
+
+def test_a_prefix_unfolds_by_key_and_by_mouse_page_by_page_and_is_searched_for(open_page: OpenPage) -> None:
+    system, answers = keys(4, "system"), [keys(2, f"answer {number}") for number in range(22)]
+    with ServerProcess() as server, Client(server.unix) as client:
+        engine = attach(client)
+        for answer in answers:
+            engine.store([*system, *answer])
+        engine.store([*system, *answers[0], *keys(1, "left")])
+        engine.store([*system, *answers[0], *keys(1, "right")])
+        engine.store(keys(1, "alone"))
+        client.pin(PinChunks(
+            namespace=engine.attached.namespace, keys=[*system, answers[1][0]], duration_s=600, name="support <b>bot"
+        ))
+        for number in range(2):  # so that it comes first among the branches
+            engine.release(engine.lookup([*system, *answers[0]], f"r{number}").lease, 0)
+        page = open_page(server.http, access_token=OPERATOR)
+        page.get_by_role("radio", name="Prefix").check()
+        row = page.locator("#cached tbody tr:visible")
+        expect(row).to_have_count(2)
+        expect(row.first).to_contain_text(re.compile(
+            r"support <b>bot\W+" + system[0][:12] + r", test-model, kept\W*64\W*of 800.*22\W*736\WKiB", re.DOTALL
+        ))
+        arrow = page.get_by_role("button", name=f"Branches of the prefix {system[0][:12]}")
+        expect(arrow).to_have_attribute("aria-expanded", "false")
+        expect(page.get_by_role("button", name="Branches of")).to_have_count(1)
+        arrow.focus()
+        page.keyboard.press("ArrowRight")
+        expect(arrow).to_have_attribute("aria-expanded", "true")
+        expect(row).to_have_count(2 + 20 + 1)
+        expect(row.nth(1)).to_contain_text(f"goes on from {system[0][:12]}")
+        page.get_by_role("button", name="2 more branches").click()
+        expect(row).to_have_count(2 + 22)
+        page.get_by_role("button", name=f"Branches of the prefix {answers[0][0][:12]}").press("Enter")
+        expect(row).to_have_count(2 + 22 + 2)
+        expect(row.nth(2)).to_contain_text(f"goes on from {answers[0][0][:12]}")
+        arrow.focus()
+        page.keyboard.press("ArrowLeft")
+        expect(row).to_have_count(2)
+        expect(arrow).to_be_focused()
+        field = page.locator("#cached").get_by_role("searchbox", name="Search")
+        field.fill("alone or not")
+        expect(page.get_by_text("No cached prefix has that text.")).to_be_visible()
+        field.fill("SUPPORT <")
+        expect(row).to_have_count(1)
+        field.fill(keys(1, "alone")[0][:6])
+        expect(row).to_have_count(1)
+        expect(row).to_contain_text(keys(1, "alone")[0][:12])
+        engine.close()
+
+
+def test_a_prefix_is_given_a_name_as_it_is_kept_from_the_list(open_page: OpenPage) -> None:
+    chain = keys(3, "named")
+    with ServerProcess() as server, Client(server.unix) as client:
+        engine = attach(client)
+        engine.store(chain)
+        page = open_page(server.http, access_token=OPERATOR)
+        page.get_by_role("radio", name="Prefix").check()
+        page.get_by_role("button", name=f"Keep the prefix {chain[0][:12]}").click()
+        page.get_by_label("Name, if it is to have one").fill("my bot")
+        page.get_by_role("button", name="Keep", exact=True).click()
+        row = page.locator("#cached tbody tr:visible")
+        expect(row).to_contain_text("my bot")
+        expect(row).to_contain_text("kept")
+        assert client.prefixes(search="my bot").prefixes[0].last_key == chain[-1]
         engine.close()
 
 

@@ -42,7 +42,7 @@ def _count(stop: int) -> tuple[list[bytes], int]:
     space = _store_wide(client)
     while not census.step(1):
         pass
-    found, count = census.prefixes([client.space, space], RECORDS)
+    found, count, _ = census.prefixes([client.space, space], RECORDS)
     return [one[1] for one in found], count
 
 

@@ -102,6 +102,8 @@ def prefix(number: int, **more: Any) -> PrefixView:
         namespace="01" * 32, model=MODELS[0], tenant="", key=f"{number:02x}" * 32, tokens=2048 * number,
         chunks=8 * number, bytes=16 * number * MIB, age_s=5400.0, unused_s=12.0, uses=1000 // number,
         last_key=f"{number:02x}" * 16 + "fe" * 16, last_tokens=512 * number,
+        fork_key=f"{number:02x}" * 16 + "fa" * 16, shared_tokens=2048 * number, shared_bytes=16 * number * MIB,
+        branches=0, branch_bytes=0, labels=[], is_kept=False,
     )
     return msgspec.structs.replace(view, **more)
 

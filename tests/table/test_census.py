@@ -7,6 +7,7 @@ from collections import defaultdict
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from multiprocessing import get_context
 from threading import Event
+from typing import Any
 
 import pytest
 from census_pages import counts_while_pages_change
@@ -25,6 +26,17 @@ def counted(table: Table, budget: int = 1 << 30) -> Census:
     while not census.step(budget):
         pass
     return census
+
+
+def listed(census: Census, spaces: list[int], most: int) -> tuple[list[tuple[Any, ...]], int]:
+    """The first fields of each prefix, up to its last key and the depth of that, and how many prefixes there are."""
+    found, count, _ = census.prefixes(spaces, most)
+    return [one[:9] for one in found], count
+
+
+def forks(census: Census, space: int, start: int = 0, most: int = 100) -> list[tuple[Any, ...]]:
+    """Of each prefix: first key, chunks, bytes; key at the fork, its depth, bytes up to there, branches, kept."""
+    return [(*one[1:4], *one[9:]) for one in census.prefixes([space], most, start)[0]]
 
 
 def chain(*what: object, length: int) -> list[bytes]:
@@ -67,15 +79,15 @@ def test_a_count_in_slices_finds_every_prefix_with_its_chunks_and_uses(budget: i
     for forest in forests:
         client, chunks = forest.client, sum(forest.chunks.values())
         assert spaces[client.space] == (chunks, chunks * client.part_bytes)
-        found, count = census.prefixes([client.space], 1000)
+        found, count = listed(census, [client.space], 1000)
         assert count == len(found) == len(forest.chunks)
         assert {first: many for _, first, many, *_ in found} == forest.chunks
         assert {first: uses for _, first, *_, uses, _, _ in found} == forest.uses
         assert all((last, deep) in forest.lasts[first] for _, first, *_, last, deep in found)
         ranks = [(uses, held) for _, _, _, held, _, _, uses, *_ in found]
         assert ranks == sorted(ranks, reverse=True)
-        assert census.prefixes([client.space], 3)[0] == found[:3]
-    both = census.prefixes([forest.client.space for forest in forests], 1000)
+        assert listed(census, [client.space], 3)[0] == found[:3]
+    both = listed(census, [forest.client.space for forest in forests], 1000)
     assert both[1] == sum(len(forest.chunks) for forest in forests)
 
 
@@ -91,7 +103,7 @@ def test_ages_are_those_of_the_server_clock() -> None:
     table.heartbeat(client.member, 9_000)
     table.tick(9_000)
     look(client, [key("a")], "again", 9_000)
-    found, _ = counted(table).prefixes([client.space], 10)
+    found, _ = listed(counted(table), [client.space], 10)
     times = {first: (born, used, uses) for _, first, _, _, born, used, uses, *_ in found}
     assert times[key("a")][0] == 1_000 and times[key("b")][0] == 5_000
     assert times[key("a")][1] == 9_000 and 5_000 <= times[key("b")][1] <= 6_000
@@ -104,7 +116,7 @@ def test_ages_are_those_of_the_server_clock() -> None:
 def test_a_pool_without_chunks_has_no_oldest_one() -> None:
     table = new_table(16 * MIB)
     Client(table, PAGE)
-    assert counted(table).spaces() == [] and counted(table).prefixes([], 5) == ([], 0)
+    assert counted(table).spaces() == [] and listed(counted(table), [], 5) == ([], 0)
     assert table.stats()["oldest_used_ms"] == 0
 
 
@@ -126,7 +138,7 @@ def test_a_pool_that_changes_while_it_is_counted_is_counted_about_right() -> Non
                 gone = stored.pop(source.randrange(len(stored)))
                 table.delete(client.space, b"".join(gone))
             look(client, kept, (round_, steps))
-        found, _ = census.prefixes([client.space], 10_000)
+        found, _ = listed(census, [client.space], 10_000)
         by_first: dict[bytes, int] = defaultdict(int)
         for _, first, chunks, *_ in found:
             by_first[first] += chunks
@@ -141,11 +153,11 @@ def test_the_last_key_is_the_deepest_that_half_of_the_lookups_found_and_a_pin_of
     client.store(system)
     for branch in (often, once):
         client.store(branch, parent=system[-1])
-    ((*_, last, depth),) = counted(table).prefixes([client.space], 1)[0]
+    ((*_, last, depth),) = listed(counted(table), [client.space], 1)[0]
     assert last in (often[-1], once[-1]) and depth == 8, "nobody has looked anything up: the deepest"
     for number, asked in enumerate(([*system, *often[:2]], [*system, *often[:3]], [*system, *once], system[:1])):
         look(client, asked, number)
-    ((*_, last, depth),) = counted(table).prefixes([client.space], 1)[0]
+    ((*_, last, depth),) = listed(counted(table), [client.space], 1)[0]
     assert (last, depth) == (often[1], 6), "two of four"
     assert table.pin(client.space, last, 1 << 40) == 1
     while table.evict(16 * MIB, 100):
@@ -164,11 +176,11 @@ def test_the_most_used_of_many_prefixes_of_several_namespaces_are_ranked_togethe
             uses[first] = source.randint(0, 4)
             for use in range(uses[first]):
                 look(client, [first], (number, use))
-    found, count = counted(table, 64).prefixes([client.space for client in clients], 10_000)
+    found, count = listed(counted(table, 64), [client.space for client in clients], 10_000)
     assert count == len(uses)
     expected = sorted(uses.values(), reverse=True)[:MOST_PREFIXES]
     assert [one[6] for one in found] == [uses[one[1]] for one in found] == expected
-    one_found, one_count = counted(table).prefixes([clients[1].space], 10)
+    one_found, one_count = listed(counted(table), [clients[1].space], 10)
     assert one_count == MOST_PREFIXES + 60 and {one[0] for one in one_found} == {clients[1].space}
 
 
@@ -185,7 +197,7 @@ def test_no_call_does_more_than_its_budget_however_many_prefixes_there_are_or_de
     for at in range(0, count, 1000):
         client.store(deep[at : at + 1000], parent=deep[at - 1] if at else b"")
     assert calls_until_whole(table) >= 3 * count // 64
-    ((_, first, chunks, *_, last, depth),) = counted(table, 64).prefixes([client.space], 5)[0]
+    ((_, first, chunks, *_, last, depth),) = listed(counted(table, 64), [client.space], 5)[0]
     assert (first, chunks, last, depth) == (deep[0], count, deep[-1], count)
 
 
@@ -204,7 +216,7 @@ def test_a_way_that_is_found_from_its_far_end_is_gone_in_pieces() -> None:
     other = Client(forward, PAGE)
     other.store([*keys, key("stays")])
     assert looked >= calls_until_whole(forward, 1) + length // 2 - 10, "the first way is as long as the chain, halved"
-    found = census.prefixes([client.space], 5)[0]
+    found = listed(census, [client.space], 5)[0]
     assert [(one[1], one[2], *one[-2:]) for one in found] == [(keys[0], length, keys[-1], length)]
 
 
@@ -231,7 +243,7 @@ def test_counts_beside_stores_and_lookups_of_another_thread_see_whole_prefixes()
     with ThreadPoolExecutor(1) as others:
         worker = others.submit(work)
         while not done.is_set() and not worker.done():
-            found, _ = counted(table, 5).prefixes([client.space], 10)
+            found, _ = listed(counted(table, 5), [client.space], 10)
             ((chunks, last, depth),) = [(one[2], *one[-2:]) for one in found if one[1] == kept[0]]
             assert (chunks, last, depth) == (9, kept[-1], 9) and all(one[2] <= 9 for one in found)
         worker.result()
@@ -246,9 +258,9 @@ def test_a_prefix_that_goes_after_the_count_is_left_out_and_what_takes_its_recor
     census = counted(table)
     table.delete(client.space, b"".join(chain("b", length=3)))
     client.store(chain("new", length=3))
-    found, count = census.prefixes([client.space], 10)
+    found, count = listed(census, [client.space], 10)
     assert {one[1] for one in found} == {key("a", 0), key("c", 0)} and count == 2
-    assert {one[1] for one in counted(table).prefixes([client.space], 10)[0]} == {key(n, 0) for n in ("a", "c", "new")}
+    assert {one[1] for one in listed(counted(table), [client.space], 10)[0]} == {key(n, 0) for n in ("a", "c", "new")}
 
 
 def test_ids_of_records_that_their_page_has_no_more_room_for_are_not_followed() -> None:
@@ -276,7 +288,7 @@ def test_a_chunk_is_not_counted_for_what_took_its_parents_record(whose: str) -> 
         other.store([key("theirs")])
         while not census.step(1):
             pass
-        found = {one[1]: (*one[2:4], *one[7:]) for one in census.prefixes([other.space], 5)[0]}
+        found = {one[1]: (*one[2:4], *one[7:]) for one in listed(census, [other.space], 5)[0]}
         assert found.get(key("theirs"), (1, PAGE, key("theirs"), 1)) == (1, PAGE, key("theirs"), 1)
 
 
@@ -293,7 +305,7 @@ def test_the_last_key_is_one_of_its_prefix_although_chunks_go_meanwhile() -> Non
         client.store([key("new")])
         while not census.step(1):
             pass
-        lasts = {one[1]: one[7:] for one in census.prefixes([client.space], 5)[0]}
+        lasts = {one[1]: one[7:] for one in listed(census, [client.space], 5)[0]}
         assert lasts[keys[0]] in [(one, 1 + at) for at, one in enumerate(keys)]
 
 
@@ -303,7 +315,7 @@ def test_chunks_that_name_each_other_in_a_circle_are_one_prefix(length: int) -> 
     client = Client(table, PAGE)
     ring = chain("ring", length=length)
     assert client.store(ring, parent=ring[-1]) == length
-    ((_, first, chunks, *_),), count = counted(table, 1).prefixes([client.space], 5)
+    ((_, first, chunks, *_),), count = listed(counted(table, 1), [client.space], 5)
     assert first in ring and (chunks, count) == (length, 1)
 
 
@@ -313,16 +325,128 @@ def test_what_lost_its_beginning_is_of_no_prefix_until_that_is_stored_again() ->
     keys = chain("torn", length=5)
     client.store(keys)
     table.delete(client.space, keys[1])
-    found, count = counted(table).prefixes([client.space], 5)
+    found, count = listed(counted(table), [client.space], 5)
     assert [(one[1], one[2], one[-1]) for one in found] == [(keys[0], 1, 1)] and count == 1
     assert [chunks for _, chunks, *_ in counted(table).spaces()] == [4]
     client.store([keys[1]], parent=keys[0])
-    assert [(one[1], one[2], one[-1]) for one in counted(table).prefixes([client.space], 5)[0]] == [(keys[0], 5, 5)]
+    assert [(one[1], one[2], one[-1]) for one in listed(counted(table), [client.space], 5)[0]] == [(keys[0], 5, 5)]
 
 
 def test_a_chunk_whose_parent_is_not_known_begins_a_prefix() -> None:
     table = new_table(16 * MIB)
     client = Client(table, PAGE)
     client.store(chain("middle", length=3), parent=b"\xff" * 32)
-    ((_, first, chunks, *_, last, depth),) = counted(table).prefixes([client.space], 5)[0]
+    ((_, first, chunks, *_, last, depth),) = listed(counted(table), [client.space], 5)[0]
     assert (first, chunks, last, depth) == (key("middle", 0), 3, key("middle", 2), 3)
+
+
+# --------------------------------------------------------------------------- where prefixes fork
+
+
+def test_a_prefix_ends_where_its_tree_forks_and_its_branches_are_counted_from_there() -> None:
+    table = new_table(16 * MIB)
+    client = Client(table, PAGE)
+    system, answers = chain("system", length=4), [chain("answer", n, length=2 + n) for n in range(3)]
+    client.store(system)
+    assert forks(counted(table), client.space) == [(system[0], 4, 4 * PAGE, system[3], 4, 4 * PAGE, 0, False)]
+    client.store(answers[0], parent=system[-1])
+    assert forks(counted(table), client.space) == [(system[0], 6, 6 * PAGE, answers[0][-1], 6, 6 * PAGE, 0, False)]
+    for answer in answers[1:]:
+        client.store(answer, parent=system[-1])
+    late = chain("late", length=2)
+    client.store(late, parent=answers[2][0])
+    for budget in (1, 7, 1 << 30):
+        assert forks(counted(table, budget), client.space) == [
+            (system[0], 15, 15 * PAGE, system[3], 4, 4 * PAGE, 3, False)
+        ]
+    below = Census(table, below=(client.space, system[3]))
+    while not below.step(5):
+        pass
+    assert sorted(forks(below, client.space)) == sorted([
+        (answers[0][0], 2, 2 * PAGE, answers[0][1], 2, 2 * PAGE, 0, False),
+        (answers[1][0], 3, 3 * PAGE, answers[1][2], 3, 3 * PAGE, 0, False),
+        (answers[2][0], 6, 6 * PAGE, answers[2][0], 1, PAGE, 2, False),
+    ])
+    deeper = counted_below(table, client.space, answers[2][0])
+    assert {one[0] for one in forks(deeper, client.space)} == {answers[2][1], late[0]}
+    assert forks(counted_below(table, client.space, late[1]), client.space) == [], "nothing goes on from a last chunk"
+
+
+def counted_below(table: Table, space: int, key_: bytes) -> Census:
+    census = Census(table, below=(space, key_))
+    while not census.step(1 << 30):
+        pass
+    return census
+
+
+def test_what_goes_on_from_a_chunk_is_of_its_namespace_alone() -> None:
+    table = new_table(16 * MIB)
+    clients = [Client(table, PAGE * (1 + n), f"c{n}") for n in range(2)]
+    shared = chain("shared", length=2)
+    for client in clients:
+        client.store(shared)
+        client.store(chain("own", client.name, length=3), parent=shared[-1])
+    below = counted_below(table, clients[0].space, shared[-1])
+    both = [client.space for client in clients]
+    assert [one[:4] for one in below.prefixes(both, 10)[0]] == [
+        (clients[0].space, key("own", clients[0].name, 0), 3, 3 * clients[0].part_bytes)
+    ]
+
+
+def test_a_kept_chunk_keeps_the_prefixes_before_it_and_no_others() -> None:
+    table = new_table(16 * MIB)
+    client = Client(table, PAGE)
+    system, kept, other = (chain(name, length=2) for name in ("system", "kept", "other"))
+    client.store(system)
+    for branch in (kept, other):
+        client.store(branch, parent=system[-1])
+    table.pin(client.space, kept[-1], 1 << 40)
+    assert [one[-1] for one in forks(counted(table), client.space)] == [True]
+    below = forks(counted_below(table, client.space, system[-1]), client.space)
+    assert {one[0]: one[-1] for one in below} == {kept[0]: True, other[0]: False}
+
+
+def test_branches_come_in_pages_and_each_comes_once() -> None:
+    table = new_table(64 * MIB, records=8192)
+    client = Client(table, PAGE)
+    root = key("root")
+    client.store([root])
+    for number in range(2100):
+        client.store([key("branch", number)], parent=root)
+    below, start, seen, pages = counted_below(table, client.space, root), 0, [], 0
+    while True:
+        found, count, start = below.prefixes([client.space], 1000, start)
+        seen += [one[1] for one in found]
+        pages += 1
+        assert count == 2100 and len(found) <= MOST_PREFIXES
+        if not start:
+            break
+    assert pages == 8 and len(seen) == len(set(seen)) == 2048, "pages reach the most used ones"
+
+
+def test_named_chunks_are_found_in_their_prefixes_and_searched_for() -> None:
+    table = new_table(16 * MIB)
+    client, other = Client(table, PAGE, "one"), Client(table, PAGE * 2, "two")
+    chains = [chain("c", number, length=3) for number in range(4)]
+    for keys in chains:
+        client.store(keys)
+    other.store(chain("theirs", length=2))
+    named = [(client.space, chains[2][1]), (client.space, chains[0][0]), (client.space, key("gone"))]
+
+    def found(**search: Any) -> set[bytes]:
+        census = Census(table, named=named, **search)
+        while not census.step(1):
+            pass
+        assert sorted(census.named()) == [(0, chains[2][0], 2), (1, chains[0][0], 1)]
+        rows, count, _ = census.prefixes([client.space, other.space], 100)
+        assert count == len(rows)
+        return {one[1] for one in rows}
+
+    everything = {*(keys[0] for keys in chains), key("theirs", 0)}
+    assert found() == everything
+    assert found(search=[]) == set()
+    assert found(search=[other.space]) == {key("theirs", 0)}
+    assert found(search=[], sought=1) == {chains[2][0]}
+    assert found(search=[other.space], sought=2) == {chains[2][0], chains[0][0], key("theirs", 0)}
+    deep = chains[3][2]
+    assert found(search=[], keys=(deep[:4] + bytes(28), deep[:4] + b"\xff" * 28)) == {chains[3][0]}

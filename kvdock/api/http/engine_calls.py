@@ -283,7 +283,8 @@ HINT = BodyCall(
         "that are retained (a priority above 0) go after all others until the duration ends. At most a quarter of the "
         "pool is retained; the rest of a hint is `refused`. A priority of 0 or less, or `conversation_ended`, "
         "concerns the chunks at the end that no other prompt shares, as far as they are stored. A full "
-        "quota evicts chunks whatever the hints are.",
+        "quota evicts chunks whatever the hints are. A `label` is no hint: it names what prompts share, for "
+        "`GET /v1/prefixes`. The last 512 labels are kept with the pool, 128 of each tenant.",
         retry="idempotent: the duration counts from the last call.",
         errors=("unknown_session", "unknown_member"),
     ),

@@ -70,7 +70,7 @@ BODIES: dict[type[Body], dict[str, Any]] = {
     a.ClearCache: {"namespace": NAMESPACE},
     a.DeleteChunks: {"namespace": NAMESPACE, "keys": KEYS},
     a.EvictChunks: {"free_bytes": 1 << 20},
-    a.PinChunks: {"namespace": NAMESPACE, "keys": KEYS, "duration_s": 60},
+    a.PinChunks: {"namespace": NAMESPACE, "keys": KEYS, "duration_s": 60, "name": "support-bot"},
     a.PatchConfig: {"session_cap": 0.5, "session_grants": 4096},
 }
 
@@ -81,6 +81,8 @@ _VALUES: dict[str, Any] = {
     "lease": LEASE, "grant": LEASE, "grants": LEASE,
     "reservation": RESERVATION, "request": "r-1", "key": KEYS[0], "last_key": KEYS[1], "checksum": CHECKSUM,
     "pool_id": POOL_ID, "last_tokens": 32,
+    "fork_key": KEYS[1], "shared_tokens": 32, "shared_bytes": 16384, "branches": 0, "branch_bytes": 0,
+    "labels": "support-bot",
     "incarnation": 662316, "changes_next": _CHANGES, "next": _CHANGES + 1, "is_there": True, "complete": True,
     "lock_file": f"/dev/shm/kvdock-{POOL_ID}.lock", "Segment.name": f"/kvdock-{POOL_ID}-0000-5c1d0b7e9a3f2468",
     "Segment.id": 0,

@@ -64,8 +64,9 @@ _add(
     c.PIN, a.PinChunks, Admin.pin, "pin_chunks", "Keep chunks from being evicted for a while",
     "Clear, delete and mismatches take pinned chunks out of use like all others; a tenant whose quota is full loses "
     "its own pinned chunks once it has no others to evict. Pins can fill the pool: then reservations answer "
-    "`no_space`, and `/readyz` says so.",
-    retry="idempotent: the duration counts from the last call.", errors=("unknown_namespace",),
+    "`no_space`, and `/readyz` says so. With `name`, `GET /v1/prefixes` labels the prefix so; at most 256 prefixes "
+    "have names.",
+    retry="idempotent: the duration counts from the last call.", errors=("unknown_namespace", "bad_argument"),
 )
 _add(
     c.CONFIGURE, a.PatchConfig, Admin.configure, "configure", "Change limits while the server runs",

@@ -188,15 +188,30 @@ async def list_namespaces(request: Request, limit: Limit = DEFAULT_LIMIT, cursor
     return answer(await handlers_of(request).lists.namespaces(peer_of_call(request), limit, cursor))
 
 
+Search = Annotated[str, Query(
+    max_length=256,
+    description="Part of a label, model or tenant, or the first 4 or more hex digits of the key of one of its chunks",
+)]
+Of = Annotated[str, Query(max_length=64, description="The namespace of `below`")]
+Below = Annotated[str, Query(max_length=64, description="The key of the chunk whose branches are asked for")]
+
+
 @_route(
     c.PREFIXES, "pool", "What is cached, by prefix: the most used first",
-    "A prefix is a first chunk with all chunks that continue it. The pool's chunks are counted when a call asks for "
-    "them, at most once in some seconds, and after an operator took some out of use. At most the 256 most used "
-    "prefixes are listed.",
-    errors=("bad_argument",), name="list_prefixes",
+    f"{PAGED} A prefix is a first chunk with all chunks that continue it; all of it shares the part up to the chunk "
+    "where the tree of chunks forks. With `namespace` and `below` (a row's `fork_key`), what goes on from that chunk: "
+    "its branches, each a prefix of its own. The pool's chunks are counted when a call asks for them, at most once in "
+    "some seconds, and after an operator took some out of use or keeps some. At most 256 prefixes are listed in one "
+    "page, of each namespace the 256 most used, of one fork the 2,048 most used.",
+    errors=("bad_argument", "unknown_namespace", "too_busy"), name="list_prefixes",
 )
-async def list_prefixes(request: Request, limit: Limit = DEFAULT_LIMIT) -> Response:
-    return answer(await handlers_of(request).contents.prefixes(peer_of_call(request), limit))
+async def list_prefixes(
+    request: Request, limit: Limit = DEFAULT_LIMIT, cursor: Cursor = 0, search: Search = "", namespace: Of = "",
+    below: Below = "",
+) -> Response:
+    return answer(await handlers_of(request).contents.prefixes(
+        peer_of_call(request), limit, cursor, search=search, namespace=namespace, below=below
+    ))
 
 
 RequestId = Annotated[str, PathParameter(alias="request", max_length=256, description="As the engine names it")]

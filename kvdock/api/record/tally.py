@@ -25,6 +25,7 @@ from kvdock.api.record.curve import Curves
 from kvdock.api.record.hit_record import HitRecord
 from kvdock.api.record.hits import Answered, Answers, divided
 from kvdock.api.record.journal import Journal
+from kvdock.api.record.labels import Labels
 from kvdock.api.record.requests import Detail, RecentRequests
 from kvdock.api.record.troubles import Troubles
 from kvdock.api.settings import Settings
@@ -50,6 +51,7 @@ class Learned(NamedTuple):
     beginnings: Beginnings
     answers: Answers
     troubles: Troubles
+    labels: Labels
 
 
 @dataclass(slots=True)
@@ -383,6 +385,11 @@ class Tally:
             self._journal.publish(kind(bytes=now.quarantined_bytes))
 
     # ---------------------------------------------------------------- the end of requests
+
+    def labelled(self, session: SessionRecord, keys: bytes, label: str) -> None:
+        """A client gave that label to a request with these chunks."""
+        if not session.is_bench:
+            self.learned.labels.used(session.namespace, keys, label)
 
     def mismatched(self, session: SessionRecord, lease: str, chunks: int) -> None:
         """Chunks of a lease did not have the bytes that were stored; the table has taken them out of use."""

@@ -1,24 +1,40 @@
-"""What the pool holds, by namespace and prefix, from a census of all chunks (csrc/table/census.h): the event loop makes
-it in slices when a call asks for it, and later calls get the same census for a while.
+"""What the pool holds, by namespace and prefix, from censuses of its chunks (csrc/table/census.h): the event loop makes
+them in slices when a call asks for one, and later calls get the same census for a while.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import NamedTuple
 
 from kvdock._core import Census, Table
 from kvdock.api.access.peer import Peer
 from kvdock.api.clock import ServerClock
-from kvdock.api.pool.registry import Registry
+from kvdock.api.convert import key_bytes
+from kvdock.api.pool.registry import NamespaceRecord, Registry
+from kvdock.api.record.labels import Chunk, Labels
+from kvdock.protocol.errors import ApiError
 from kvdock.protocol.reports import Prefixes, PrefixView
+from kvdock.protocol.wire_types import KEY_BYTES
 
 SLICE_CHUNKS = 4096
 """The chunks of one slice, which take less than a millisecond."""
 FRESH_S = 1.0
 MOST_SHARE = 0.005
-"""The share of the event loop's time that censuses may take: one that took longer counts as fresh for longer."""
+"""The share of the event loop's time that censuses of all prefixes may take: one that took longer counts as fresh for
+longer."""
+PAUSE = 9.0
+"""Censuses that answer one question wait after each slice for that multiple of its time: together they take at most a
+tenth of the event loop's time."""
+MOST_QUESTIONS = 16
+"""Questions whose answers are remembered, and questions that may wait for their census."""
+LEAST_DIGITS = 4
+"""The fewest hex digits that are searched for among keys: shorter texts begin most keys."""
+HEX = frozenset("0123456789abcdef")
+MOST_LABELS = 8
+"""The most labels of one prefix that are shown."""
 
 
 class Count(NamedTuple):
@@ -33,64 +49,194 @@ class Count(NamedTuple):
 NOTHING = Count(0, 0, 0, 0)
 
 
-class Contents:
-    def __init__(
-        self, table: Table, registry: Registry, clock: ServerClock, now_s: Callable[[], float]
-    ) -> None:
-        self._table, self._registry, self._clock, self._now_s = table, registry, clock, now_s
-        self._census: Census | None = None
-        self._counts: dict[int, Count] = {}
-        self._counted_s = self._took_s = 0.0
-        self._is_stale = True
-        self._making: asyncio.Task[None] | None = None
+class Question(NamedTuple):
+    """Which prefixes a call asks for. `below`: what goes on from that chunk of a namespace (its number in the table);
+    None: all, from their first chunks on. `search`: part of a label, model or tenant, or the beginning of a key."""
 
-    async def refresh(self) -> None:
-        """Counts, unless that was done a moment ago. Calls that ask meanwhile wait for the same count."""
-        if self._making is None or self._making.done():
-            lasts_s = max(FRESH_S, self._took_s / MOST_SHARE)
-            if not self._is_stale and self._now_s() - self._counted_s < lasts_s:
-                return
-            self._making = asyncio.create_task(self._count())
-        await asyncio.shield(self._making)
+    below: tuple[int, bytes] | None = None
+    search: str = ""
 
-    def forget(self) -> None:
-        """An operator took chunks out of use: the next call gets a new count."""
-        self._is_stale = True
 
-    async def _count(self) -> None:
-        self._is_stale = False
-        census, worked_s = Census(self._table), 0.0
+ALL = Question()
+
+
+class _Found(NamedTuple):
+    """A prefix as a census has it (kvdock/_core.pyi)."""
+
+    space: int
+    first: bytes
+    chunks: int
+    held_bytes: int
+    born_ms: int
+    used_ms: int
+    uses: int
+    last: bytes
+    last_chunks: int
+    fork: bytes
+    shared_chunks: int
+    shared_bytes: int
+    branches: int
+    is_kept: bool
+
+
+class _Answer:
+    """A census for one question, made again when it is old."""
+
+    def __init__(self, make: Callable[[], tuple[Census, list[Chunk]]], now_s: Callable[[], float]) -> None:
+        """`make`: begins a census, and returns the labelled chunks that it locates."""
+        self._make, self._now_s = make, now_s
+        self.census: Census | None = None
+        self.labels: dict[tuple[bytes, int], list[str]] = {}
+        """By the first key of a prefix and its namespace's number, the nearest to the first chunk first."""
+        self.counted_s = self._took_s = 0.0
+        self.is_stale = True
+        self.making: asyncio.Task[None] | None = None
+
+    @property
+    def is_fresh(self) -> bool:
+        return not self.is_stale and self._now_s() - self.counted_s < max(FRESH_S, self._took_s / MOST_SHARE)
+
+    async def count(self, pause: float = 0.0) -> None:
+        self.is_stale = False
+        (census, chunks), worked_s = self._make(), 0.0
         while True:
             began_s = self._now_s()
             is_whole = census.step(SLICE_CHUNKS)
-            worked_s += self._now_s() - began_s
+            slice_s = self._now_s() - began_s
+            worked_s += slice_s
             if is_whole:
                 break
-            await asyncio.sleep(0)
-        self._counts = {space: Count(*counted) for space, *counted in census.spaces()}
-        self._census, self._counted_s, self._took_s = census, self._now_s(), worked_s
+            await asyncio.sleep(pause * slice_s)
+        self.labels = {}
+        for index, first, _ in sorted(census.named(), key=lambda one: one[2]):
+            self.labels.setdefault((first, chunks[index].space), []).extend(chunks[index].labels)
+        self.census, self.counted_s, self._took_s = census, self._now_s(), worked_s
+
+
+class Contents:
+    def __init__(
+        self, table: Table, registry: Registry, labels: Labels, clock: ServerClock, now_s: Callable[[], float]
+    ) -> None:
+        self._table, self._registry, self._labels = table, registry, labels
+        self._clock, self._now_s = clock, now_s
+        self._counts: dict[int, Count] = {}
+        self._all = _Answer(lambda: self._begin(ALL), now_s)
+        self._answers: OrderedDict[Question, _Answer] = OrderedDict()
+        self._waiting, self._turn = 0, asyncio.Lock()
+
+    async def refresh(self) -> None:
+        """Counts, unless that was done a moment ago. Calls that ask meanwhile wait for the same count."""
+        if self._all.making is None or self._all.making.done():
+            if self._all.is_fresh:
+                return
+            self._all.making = asyncio.create_task(self._count())
+        await asyncio.shield(self._all.making)
+
+    def forget(self) -> None:
+        """An operator took chunks out of use, or keeps some: the next call gets a new count."""
+        for answer in (self._all, *self._answers.values()):
+            answer.is_stale = True
+
+    async def _count(self) -> None:
+        await self._all.count()
+        assert self._all.census is not None, "it was counted"
+        self._counts = {space: Count(*counted) for space, *counted in self._all.census.spaces()}
 
     def of(self, space: int) -> Count:
         """What the namespace held when it was last counted."""
         return self._counts.get(space, NOTHING)
 
-    async def prefixes(self, peer: Peer, limit: int) -> Prefixes:
-        """The most used prefixes of the namespaces that the caller sees."""
-        await self.refresh()
-        assert self._census is not None, "it was counted"
+    # ---------------------------------------------------------------- prefixes
+
+    async def prefixes(
+        self, peer: Peer, limit: int, cursor: int = 0, *, search: str = "", namespace: str = "", below: str = ""
+    ) -> Prefixes:
+        """The most used prefixes of the namespaces that the caller sees, from that place on. `namespace` and `below`:
+        those that go on from that chunk. Raises ApiError: bad_argument, unknown_namespace, too_busy."""
+        answer = await self._answer(Question(self._below(peer, namespace, below), search.strip().casefold()))
+        assert answer.census is not None, "it was counted"
         seen = {one.table_id: one for one in self._registry.namespaces() if peer.sees(one.tenant)}
-        found, count = self._census.prefixes(list(seen), limit)
+        found, count, following = answer.census.prefixes(list(seen), limit, cursor)
         return Prefixes(
-            prefixes=[
-                PrefixView(
-                    namespace=seen[space].digest.hex(), tenant=seen[space].tenant, model=seen[space].manifest.model,
-                    weights=seen[space].use.weights,
-                    key=first.hex(), tokens=chunks * seen[space].manifest.chunk_tokens, chunks=chunks, bytes=held,
-                    age_s=self._clock.since_s(born_ms), unused_s=self._clock.since_s(used_ms), uses=uses,
-                    last_key=last.hex(), last_tokens=last_chunks * seen[space].manifest.chunk_tokens,
-                )
-                for space, first, chunks, held, born_ms, used_ms, uses, last, last_chunks in found
-            ],
+            prefixes=[self._view(seen[one.space], one, answer) for one in map(_Found._make, found)],
             prefix_count=count,
-            counted_s=max(0.0, self._now_s() - self._counted_s),
+            counted_s=max(0.0, self._now_s() - answer.counted_s),
+            next=str(following) if following else None,
         )
+
+    def _below(self, peer: Peer, namespace: str, below: str) -> tuple[int, bytes] | None:
+        if not namespace and not below:
+            return None
+        if len(namespace) != 2 * KEY_BYTES or len(below) != 2 * KEY_BYTES or not HEX.issuperset(namespace + below):
+            raise ApiError(
+                "bad_argument", "namespace and below go together", found=[namespace, below],
+                wanted=f"{2 * KEY_BYTES} lower-case hex digits each",
+            )
+        space = self._registry.namespace(key_bytes([namespace]), sees=peer.sees)
+        return space.table_id, key_bytes([below])
+
+    async def _answer(self, question: Question) -> _Answer:
+        if question == ALL:
+            await self.refresh()
+            return self._all
+        answer = self._answers.get(question)
+        if answer is None:
+            answer = self._answers[question] = _Answer(lambda: self._begin(question), self._now_s)
+            if len(self._answers) > MOST_QUESTIONS:
+                self._answers.popitem(last=False)
+        self._answers.move_to_end(question)
+        if answer.making is None or answer.making.done():
+            if answer.is_fresh:
+                return answer
+            if self._waiting >= MOST_QUESTIONS:
+                raise ApiError(
+                    "too_busy", "too many others search the prefixes", found=self._waiting,
+                    wanted=f"< {MOST_QUESTIONS}",
+                )
+            self._waiting += 1
+            answer.making = asyncio.create_task(self._count_in_turn(answer))
+        await asyncio.shield(answer.making)
+        return answer
+
+    async def _count_in_turn(self, answer: _Answer) -> None:
+        try:
+            async with self._turn:
+                await answer.count(PAUSE)
+        finally:
+            self._waiting -= 1
+
+    def _begin(self, question: Question) -> tuple[Census, list[Chunk]]:
+        """The census looks into all tenants' namespaces: answers list those of the caller's alone."""
+        chunks, search = self._labels.chunks(), question.search
+        if not search:
+            return Census(self._table, below=question.below, named=[chunk[:2] for chunk in chunks]), chunks
+        is_sought = [any(search in label.casefold() for label in chunk.labels) for chunk in chunks]
+        chunks = [chunk for _, chunk in sorted(zip(is_sought, chunks, strict=True), reverse=True)]  # the sought first
+        spaces = [
+            one.table_id for one in self._registry.namespaces()
+            if search in one.manifest.model.casefold() or search in one.tenant.casefold()
+        ]
+        census = Census(
+            self._table, below=question.below, named=[chunk[:2] for chunk in chunks], search=spaces,
+            sought=sum(is_sought), keys=_keys_with(search),
+        )
+        return census, chunks
+
+    def _view(self, space: NamespaceRecord, found: _Found, answer: _Answer) -> PrefixView:
+        chunk_tokens = space.manifest.chunk_tokens
+        return PrefixView(
+            namespace=space.digest.hex(), tenant=space.tenant, model=space.manifest.model, weights=space.use.weights,
+            key=found.first.hex(), tokens=found.chunks * chunk_tokens, chunks=found.chunks, bytes=found.held_bytes,
+            fork_key=found.fork.hex(), shared_tokens=found.shared_chunks * chunk_tokens,
+            shared_bytes=found.shared_bytes, branches=found.branches, branch_bytes=found.held_bytes - found.shared_bytes,
+            labels=answer.labels.get((found.first, found.space), [])[:MOST_LABELS], is_kept=found.is_kept,
+            age_s=self._clock.since_s(found.born_ms), unused_s=self._clock.since_s(found.used_ms), uses=found.uses,
+            last_key=found.last.hex(), last_tokens=found.last_chunks * chunk_tokens,
+        )
+
+
+def _keys_with(digits: str) -> tuple[bytes, bytes] | None:
+    """The least and the greatest key that begin with these hex digits; None: they are no beginning of a key."""
+    if not LEAST_DIGITS <= len(digits) <= 2 * KEY_BYTES or not HEX.issuperset(digits):
+        return None
+    return bytes.fromhex(digits.ljust(2 * KEY_BYTES, "0")), bytes.fromhex(digits.ljust(2 * KEY_BYTES, "f"))

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from kvdock.connectors.scheduler import Preference
+from kvdock.protocol.names import MAX_LABEL, is_label
 from kvdock.protocol.schemas import MAX_AFTER_S
 from kvdock.protocol.wire_types import MAX_HINT_S, MOST_PRIORITY
 
@@ -39,7 +40,8 @@ OWN = "kvdock"
 class Asked:
     """The options of a request in its `kv_transfer_params`. `load`: it may be looked up; `store`: it may be stored;
     `report`: its answer has its outcome; `session_end`, `prefetch_after_s`: see docs/vllm.md; `weights`: the name of
-    the weights that the request runs with, if weights change in place."""
+    the weights that the request runs with, if weights change in place; `label`: names what it shares with other
+    requests of that label."""
 
     load: bool = True
     store: bool = True
@@ -47,6 +49,7 @@ class Asked:
     session_end: bool = False
     prefetch_after_s: float | None = None
     weights: str = ""
+    label: str = ""
 
 
 def asked_by(request: Any) -> Asked:
@@ -119,6 +122,8 @@ def _of_params(own: object) -> list[Preference]:
     preferences = [Preference(conversation_ended=True)] if asked.session_end else []
     if asked.prefetch_after_s is not None:
         preferences.append(Preference(prefetch_after_s=min(asked.prefetch_after_s, MAX_AFTER_S)))
+    if asked.label:
+        preferences.append(Preference(label=asked.label))
     return preferences
 
 
@@ -130,6 +135,9 @@ def _asked(own: object) -> Asked:
         if name == "weights":
             if not isinstance(value, str) or not 1 <= len(value) <= MOST_NAME:
                 _refuse(name, value, f"a name of 1 to {MOST_NAME} characters")
+        elif name == "label":
+            if not is_label(value):
+                _refuse(name, value, f"a label of 1 to {MAX_LABEL} characters that can be seen")
         elif name == "prefetch_after_s":
             _require_seconds(name, value)
         elif not isinstance(value, bool):

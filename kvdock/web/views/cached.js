@@ -1,13 +1,11 @@
 // The cached chunks: sums by model, namespace or tenant, or one row for each prefix.
 
-import { send } from "../api.js";
-import { button, choice, labelled, select } from "../choice.js";
-import { confirmed } from "../confirm.js";
-import { el, hint, setAttr, setHidden, setText } from "../dom.js";
+import { choice } from "../choice.js";
+import { el, hint, setHidden, setText } from "../dom.js";
 import { about, age, bytes, count, plural, weightsName } from "../format.js";
 import { summed } from "../hits.js";
 import { barred, Table, twoPart } from "../table.js";
-import { COSTS, FOR, pin } from "./keep.js";
+import { mountPrefixes } from "./prefixes.js";
 import { moversIn } from "./sessions.js";
 import { loadedFigure, loadedNote, loadedTitle } from "./shares.js";
 
@@ -92,74 +90,11 @@ const BY_GROUP = [
   { head: "Engines", cls: "num", text: (g) => count(g.sessions) },
 ];
 
-const shortly = (prefix) => prefix.key.slice(0, 12);
-
-/** Removes a prefix by its first chunk: no later chunk can be found without it. */
-async function remove(prefix) {
-  const title = `Remove the prefix ${shortly(prefix)}?`;
-  const lines = [
-    `None of its ${plural(prefix.tokens, "token")} will be found any more: requests will compute them again.`,
-    "The memory of the other chunks is freed when the pool needs it. This cannot be undone.",
-  ];
-  if (!(await confirmed({ title, lines, verb: "Remove" }))) return "";
-  await send("POST", "v1/chunks/delete", { namespace: prefix.namespace, keys: [prefix.key] });
-  return "Removed.";
-}
-
-/** Keeps the part of a prefix that at least half of its uses found. */
-async function keep(prefix) {
-  const until = select(FOR);
-  const length = plural(prefix.last_tokens, "token");
-  const lines = [
-    prefix.uses
-      ? `Its first ${length}, which at least half of its uses found, are kept for the time chosen below.`
-      : `It has not been used yet. The longest prefix that begins with it, ${length}, is kept for the chosen time.`,
-    COSTS,
-    `To stop sooner, use its key under "Administration": ${prefix.last_key}.`,
-  ];
-  const title = `Keep the prefix ${shortly(prefix)}?`;
-  if (!(await confirmed({ title, lines, verb: "Keep", asks: labelled("For", until) }))) return "";
-  return pin(prefix.namespace, prefix.last_key, until.selectedOptions[0]);
-}
-
-function byPrefix(changed) {
-  const changes = (cell) => {
-    let last = null;
-    const said = el("small", { attrs: { role: "status" } });
-    const nodes = [["Keep", keep], ["Remove", remove]].map(([verb, change]) => [verb, button(`${verb}…`, async () => {
-      try {
-        const done = await change(last);
-        setText(said, done);
-        if (done) changed();
-      } catch (error) {
-        setText(said, `Not done: ${error.message}.`);
-      }
-    }, "small")]);
-    cell.append(el("span", { children: nodes.flatMap(([, node]) => [node, " "]) }), said);
-    return (prefix) => {
-      last = prefix;
-      for (const [verb, node] of nodes) setAttr(node, "aria-label", `${verb} the prefix ${shortly(prefix)}`);
-    };
-  };
-  return [
-    {
-      head: "Prefix", cls: "wide stacked",
-      make: twoPart(
-        shortly, (p) => [p.model, p.tenant].filter(Boolean).join(", "),
-        (p) => `${p.key} · namespace ${p.namespace}`,
-      ),
-    },
-    { head: "Tokens", cls: "num", text: (p) => count(p.tokens) },
-    { head: "Cached", cls: "num stacked", make: twoPart((p) => bytes(p.bytes), (p) => plural(p.chunks, "chunk")) },
-    { head: "Uses", cls: "num", text: (p) => count(p.uses) },
-    { head: "Last used", cls: "num", text: (p) => about(p.unused_s) },
-    { head: "Age", cls: "num", text: (p) => about(p.age_s), title: (p) => age(p.age_s ?? 0) },
-    { head: "Change", cls: "num changes", has: (p) => p.mayChange, make: changes },
-  ];
-}
-
-/** changed: () => void, called when a prefix was kept or removed. ask: () => void, fetches the figures needed now. */
-export function mountCached(root, changed, ask) {
+/**
+ * changed: () => void, called when a prefix was kept or removed. ask: () => void, fetches the figures needed now. turn:
+ * (path) => void, asks for other prefixes.
+ */
+export function mountCached(root, changed, ask, turn) {
   let way = "model";
   let last = null;
   const ways = choice("Sum up by", WAYS, way, (chosen) => {
@@ -173,10 +108,7 @@ export function mountCached(root, changed, ask) {
     label: "What is cached", columns: BY_GROUP, keyOf: (g) => g.id, limit: 10,
     empty: hint("Nothing is cached yet: no engine has attached."),
   });
-  const prefixes = new Table(root, {
-    label: "Prefixes, the most used first", columns: byPrefix(changed), keyOf: (p) => `${p.namespace} ${p.key}`,
-    limit: 10, empty: hint("No prefix is cached."),
-  });
+  const prefixes = mountPrefixes(root, changed, turn);
   root.append(more);
   setHidden(more, true);
   const byPrefixInput = ways.querySelector("[value=prefix]").parentNode;
@@ -187,13 +119,14 @@ export function mountCached(root, changed, ask) {
     setHidden(byPrefixInput, !found);
     const isPrefix = way === "prefix" && Boolean(found);
     const whole = status.pool.limit_bytes;
-    const [shown, other] = isPrefix ? [prefixes, groups] : [groups, prefixes];
-    other.hide();
-    shown.update(
-      isPrefix
-        ? found.prefixes.map((p) => ({ ...p, mayChange: Boolean(config) }))
-        : grouped(enginesIn(bodies), way in GROUPS ? way : "model").map((g) => ({ ...g, pool_bytes: whole })),
-    );
+    if (isPrefix) {
+      groups.hide();
+      prefixes.update(found.prefixes, Boolean(config));
+    } else {
+      prefixes.hide();
+      const all = grouped(enginesIn(bodies), way in GROUPS ? way : "model");
+      groups.update(all.map((g) => ({ ...g, pool_bytes: whole })));
+    }
     setHidden(more, isPrefix ? found.prefixes.length >= found.prefix_count : !namespaces.next);
     setText(more, isPrefix
       ? `The most used of ${plural(found.prefix_count, "prefix", "prefixes")}.`

@@ -7,10 +7,11 @@ export const COSTS = "Other chunks are evicted instead, and less memory is left 
 
 /**
  * Keeps that chunk, and with it the chunks before it. until: the chosen option, with seconds as its value; 0: stop
- * keeping it. Resolves to a sentence with the result.
+ * keeping it. name: a label for what is kept; "": none. Resolves to a sentence with the result.
  */
-export async function pin(namespace, key, until) {
-  const done = await send("POST", "v1/pins", { namespace, keys: [key], duration_s: Number(until.value) });
+export async function pin(namespace, key, until, name = "") {
+  const body = { namespace, keys: [key], duration_s: Number(until.value) };
+  const done = await send("POST", "v1/pins", name ? { ...body, name } : body);
   if (!done.chunks) return "No chunk of that key can be hit in this namespace.";
   return until.value === "0" ? "Not kept any more." : `Kept for ${until.text}.`;
 }

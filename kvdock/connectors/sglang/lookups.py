@@ -247,6 +247,8 @@ class PageLookups:
         now_s = self._clock()
         for rid in [rid for rid, asked in self._asked.items() if now_s - asked.asked_s > FORGET_S]:
             self._finish(self._asked.pop(rid).name)
+        for rid in [rid for rid, begun in self._begun.items() if now_s - begun.asked_s > FORGET_S]:
+            del self._begun[rid]  # SGLang did not admit it
 
     def reset(self) -> None:
         """SGLang has forgotten all requests, or computes with other weights: no answer holds any more."""

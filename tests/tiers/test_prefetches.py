@@ -22,7 +22,6 @@ from tier_server import (
 )
 
 from kvdock.protocol.admin_schemas import PatchConfig, TierKeep
-from kvdock.protocol.reports import TierLoad
 from kvdock.protocol.schemas import Lookup, Prefetch, PrefetchAnswer
 
 pytestmark = [pytest.mark.tiers, pytest.mark.timeout(120)]
@@ -267,7 +266,8 @@ def test_which_tier_has_what_a_request_lacks_and_what_loading_it_would_have_take
     said = engine.client.explain("hurried")
     took_ms = 1000 * (tier.load_latency_s + 6 * PART / tier.load_bytes_per_s)
     assert said.tier_tokens == 6 * CHUNK_TOKENS
-    assert said.tier_loads == [TierLoad(tier=tier.name, load_ms=pytest.approx(took_ms, rel=1e-6))]
+    (loads_in,) = said.tier_loads
+    assert loads_in.tier == tier.name and loads_in.load_ms == pytest.approx(took_ms, rel=1e-6)
     (sentence,) = [one for one in said.sentences if one.code == "in_tiers"]
     assert sentence.advice == "wait_for_tiers" and sentence.text == (
         f"The lower tier {tier.name} has {6 * CHUNK_TOKENS} of the missing tokens. Loading them would have taken, at "

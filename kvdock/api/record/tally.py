@@ -214,7 +214,7 @@ class Tally:
                 made.parts = Parting(after_tokens=made.at_tokens, before_tokens=made.at_tokens + answer.chunk_tokens)
         elif first.why == "never_stored" and beginning:
             made.began_before = self.learned.beginnings.is_in(beginning, space)
-            if made.began_before and BEGINNING_TOKENS < answer.chunk_tokens:
+            if made.began_before and answer.chunk_tokens > BEGINNING_TOKENS:
                 made.parts = Parting(after_tokens=BEGINNING_TOKENS, before_tokens=answer.chunk_tokens)
         if first.at_ms:
             made.gone_s = max(0, now_ms - first.at_ms) / 1000

@@ -303,8 +303,8 @@ def _broke(broke: Break, start: int) -> Iterator[Sentence]:
         ))
     elif broke.parts is not None:
         yield Sentence(code="parts_early", advice="move_what_varies", text=(
-            f"A prompt with the same first {broke.parts.after_tokens:,} tokens was stored in its namespace. Unless that "
-            f"one had another adapter, image or salt: {_parting(broke.parts, start)}"
+            f"A prompt with the same first {broke.parts.after_tokens:,} tokens was stored in its namespace. Unless "
+            f"that one had another adapter, image or salt: {_parting(broke.parts, start)}"
         ))
     elif broke.began_before:
         yield Sentence(code="same_beginning", text=(

@@ -118,7 +118,7 @@ def build(
         admin=Admin(settings, sessions, journal, clears, troubles, labels, contents.forget),
         overview=overview, judge=Judge(probes, tally, troubles, curves, sessions, tiers, clocks.wall_s),
         lists=lists, contents=contents,
-        explainer=Explainer(tally.recent, beginnings, registry, pool.table, clock), probes=probes,
+        explainer=Explainer(tally.recent, beginnings, registry, pool.table, tiers.tiers, clock), probes=probes,
         metrics=Metrics(server_metrics, lists, sessions.quotas, clocks.now_s),
         events=feeds.events, kv_stream=feeds.kv_stream,
         body_limit_bytes=settings.body_limit_bytes, body_capacity=BodyCapacity.for_bodies_of(settings.body_limit_bytes),

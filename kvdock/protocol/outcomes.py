@@ -35,6 +35,9 @@ class Outcome(Identity, frozen=True, kw_only=True):
     prompt_tokens: TokenCount
     local_tokens: TokenCount = 0
     """How much the engine's own cache had of it when it was first admitted."""
+    asked_from: TokenCount = 0
+    """The position in the prompt of the first token that its lookups name: engines may name the tail of a prompt alone.
+    The engine's own cache had those before it."""
     found_tokens: TokenCount = 0
     """The longest prefix that the server had, from the first token on."""
     loaded_tokens: TokenCount = 0
@@ -83,6 +86,8 @@ class OutcomeView(Answer, kw_only=True):
 
     prompt_tokens: int
     local_tokens: int
+    asked_from: int = 0
+    """The position in the prompt of the first token that its lookups name."""
     found_tokens: int
     loaded_tokens: int
     reloaded_tokens: int = 0
@@ -101,9 +106,10 @@ class OutcomeView(Answer, kw_only=True):
 
 def view_of(outcome: Outcome, runs: list[PromptRun]) -> OutcomeView:
     return OutcomeView(
-        prompt_tokens=outcome.prompt_tokens, local_tokens=outcome.local_tokens, found_tokens=outcome.found_tokens,
-        loaded_tokens=outcome.loaded_tokens, reloaded_tokens=outcome.reloaded_tokens, runs=runs, why=outcome.why,
-        loaded_bytes=outcome.loaded_bytes, load_us=outcome.load_us, copy_us=outcome.copy_us,
+        prompt_tokens=outcome.prompt_tokens, local_tokens=outcome.local_tokens, asked_from=outcome.asked_from,
+        found_tokens=outcome.found_tokens, loaded_tokens=outcome.loaded_tokens,
+        reloaded_tokens=outcome.reloaded_tokens, runs=runs, why=outcome.why, loaded_bytes=outcome.loaded_bytes,
+        load_us=outcome.load_us, copy_us=outcome.copy_us,
         prefill_tokens_per_s=outcome.prefill_tokens_per_s, saved_s=saved_s(outcome),
     )
 

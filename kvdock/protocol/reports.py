@@ -310,6 +310,16 @@ class Status(Answer, kw_only=True):
 
 # --------------------------------------------------------------------------- one request explained
 
+class Parting(Answer, kw_only=True):
+    """Between which tokens of a prompt it goes on otherwise than the prompts that were stored and that share the most
+    of it. The server knows whole chunks alone."""
+
+    after_tokens: int
+    """They are equal so far, as positions in `Break` count."""
+    before_tokens: int
+    """The first token that differs comes before this one."""
+
+
 class Break(Answer, kw_only=True):
     """Where the prefix that a lookup found ends, and why."""
 
@@ -321,6 +331,10 @@ class Break(Answer, kw_only=True):
     in_words: str
     others: int = 0
     """How many other continuations of the prefix were stored: the request's prompt goes on in a different way there."""
+    parts: Parting | None = None
+    """Where the prompt and those others part. None: no stored prompt is known that goes on otherwise."""
+    began_before: bool = False
+    """A prompt with the same first tokens (`beginning` of the lookup) was stored in the namespace before."""
     gone_s: float | None = None
     """How long ago the next chunk was removed. None: as far as is known, it was never stored."""
     unused_s: float | None = None
@@ -336,15 +350,24 @@ class OtherNamespace(Answer, kw_only=True):
     Secrets are `hidden`."""
 
 
+class TierLoad(Answer, kw_only=True):
+    """What loading a request's missing chunks from a lower tier would have taken."""
+
+    tier: str
+    load_ms: float | None
+    """At the speed at which it loads now. None: it is off."""
+
+
 ExplainCode = Literal[
-    "asked", "not_given", "diverges", "longer_than_stored", "starts_anew", "nothing_stored", "young_pool", "given_back",
+    "asked", "not_given", "diverges", "parts_early", "same_beginning", "longer_than_stored", "starts_anew",
+    "nothing_stored", "ages", "in_tiers", "given_back",
     "stored", "not_ended", "ended", "local", "loaded", "computed", "engine_reason", "reloaded", "load_time", "saved",
     "cost_time", "weights", "other_namespace", "other_engines",
 ]
 AdviceCode = Literal[
     "enlarge_pool", "raise_quota", "check_memory", "keep_from_tiers", "wait_for_tiers", "wait_for_stores",
-    "raise_session_cap", "register_segments", "check_server", "check_engine_log", "lower_min_load_tokens",
-    "check_copies", "see_engine_docs", "smaller_chunks", "move_what_varies", "same_identity",
+    "raise_session_cap", "register_segments", "check_server", "wait_for_verification", "check_engine_log",
+    "lower_min_load_tokens", "check_copies", "see_engine_docs", "smaller_chunks", "move_what_varies", "same_identity",
 ]
 ADVICE: Final[dict[AdviceCode, str]] = {
     "enlarge_pool": "A larger pool keeps chunks longer: `kvdock size` shows what each size would find.",
@@ -356,6 +379,7 @@ ADVICE: Final[dict[AdviceCode, str]] = {
     "raise_session_cap": "One engine holds as much as session_cap lets it: `kvdock config` shows and raises it.",
     "register_segments": "A rank has not page-locked all segments: look into the engine's log.",
     "check_server": "The server answered late: `kvdock doctor` looks for the cause.",
+    "wait_for_verification": "A longer verify_wait_s of the engine waits until what was found is hashed.",
     "check_engine_log": "The engine's log says why the load failed.",
     "lower_min_load_tokens": "A smaller min_load_tokens of the engine loads shorter hits.",
     "check_copies": "`kvdock status` shows how fast the engine copies, beside what its machine can do.",
@@ -376,7 +400,8 @@ class Sentence(Answer, kw_only=True):
 
 
 class LookupStory(Answer, kw_only=True):
-    """One lookup of the request, as it was answered for the first time in its epoch."""
+    """One lookup of the request, as it was answered for the first time in its epoch. Positions count from the first
+    token that it names; see `asked_from` of the outcome."""
 
     at: float
     """Unix seconds, for display only."""
@@ -430,6 +455,11 @@ class Explanation(Answer, kw_only=True):
     saved_s: float | None = None
     """What computing the loaded tokens would have taken at the engine's measured speed, less what loading them took.
     Below 0: loading took longer. None: not known."""
+    tier_tokens: int = 0
+    """How many of its missing tokens lower tiers have."""
+    tier_loads: list[TierLoad] = msgspec.field(default_factory=list)
+    """For these tokens, each tier that may have them: the server knows that one of them does. In the order in which
+    they are asked."""
     nearest: OtherNamespace | None = None
     """If nothing was found: where a prompt with the same first tokens is stored; None: nowhere that is known."""
 

@@ -17,7 +17,7 @@ from kvdock.protocol.admin_schemas import ClearCache, DeleteChunks, PatchConfig,
 from kvdock.protocol.errors import ApiError
 from kvdock.protocol.hits import COMPUTED
 from kvdock.protocol.outcomes import Outcome
-from kvdock.protocol.reports import Break, Explanation
+from kvdock.protocol.reports import Break, Explanation, Parting
 
 LARGE = (s.Group(part_bytes=MIB),)
 
@@ -94,7 +94,8 @@ def test_a_prompt_that_nobody_stored_has_no_lead(client: Client) -> None:
     for name in ("r1", "r2"):
         said = client.explain(name)
         assert said.nearest is None and codes(said) == ["asked", "not_given", "starts_anew", "not_ended",
-                                                        "nothing_stored", "young_pool"]
+                                                        "nothing_stored", "ages"]
+        assert texts(said)[-1].startswith("The server started ") and "ago, with a new pool: " in texts(said)[-1]
     engine.close()
     other.close()
 
@@ -110,7 +111,54 @@ def test_where_a_prompt_leaves_what_is_stored(client: Client) -> None:
         assert codes(said)[:3] == ["asked", "not_given", name]
         assert broken(client, name).others == (1 if name == "diverges" else 0)
     diverges = next(one for one in client.explain("diverges").sentences if one.code == "diverges")
-    assert diverges.advice == "move_what_varies" and "after the first 48 tokens" in diverges.text
+    assert diverges.advice == "move_what_varies" and "in another way after the first 48 tokens." in diverges.text
+    assert "They part at one of the tokens 48 to 63, counted from 0: the server knows whole chunks" in diverges.text
+    assert broken(client, "diverges").parts == Parting(after_tokens=48, before_tokens=64)
+    assert broken(client, "longer_than_stored").parts is None
+    engine.close()
+
+
+def test_prompts_that_part_within_their_first_chunk(client: Client) -> None:
+    engine, small = attach(client, chunk_tokens=512), attach(client)
+    for one, code in ((engine, "parts_early"), (small, "same_beginning")):
+        one.lookup(keys(2, "before"), "before", beginning=BEGINNING)
+        one.store(keys(2), beginning=BEGINNING)
+        one.lookup(keys(2, "own"), code, beginning=BEGINNING)
+        one.lookup(keys(2, "other"), "other", beginning="f" * 16)
+        assert codes(client.explain(code))[:3] == ["asked", "not_given", code]
+        for name in ("before", "other"):  # nothing like them had been stored
+            assert codes(client.explain(name))[:3] == ["asked", "not_given", "starts_anew"]
+        assert broken(client, code).began_before and not broken(client, "before").began_before
+    said = next(one for one in client.explain("parts_early").sentences if one.code == "parts_early")
+    assert "They part at one of the tokens 256 to 511, counted from 0" in said.text
+    assert said.advice == "move_what_varies"
+    assert broken(client, "parts_early").parts == Parting(after_tokens=256, before_tokens=512)
+    assert broken(client, "same_beginning").parts is None
+    engine.close()
+    small.close()
+
+
+def test_positions_in_a_prompt_whose_tail_was_looked_up_count_from_its_first_token(client: Client) -> None:
+    engine = attach(client)
+    trunk = keys(3)
+    engine.store([*trunk, *keys(1, "one way")])
+    engine.store(keys(1, "whole"))
+    engine.lookup([*trunk, *keys(2, "own")], "tail")
+    engine.lookup(keys(1, "new"), "new")
+    engine.heartbeat(outcomes=[
+        Outcome(request="tail", prompt_tokens=200, local_tokens=80, asked_from=80, found_tokens=128, loaded_tokens=48),
+        Outcome(request="new", prompt_tokens=40, local_tokens=16, asked_from=16),
+    ])
+    said = client.explain("tail")
+    assert said.outcome is not None and said.outcome.asked_from == 80
+    assert [(run.tokens, run.source or run.why) for run in said.outcome.runs] == [
+        (80, ""), (48, "memory"), (32, "never_stored"), (32, "not_asked"), (8, "tail"),
+    ]
+    text = "\n".join(texts(said))
+    assert "The 32 tokens after the first 128 were not given" in text and "part at one of the tokens 128 to 143" in text
+    said = client.explain("new")
+    assert "The 16 tokens after the first 16 were not given" in "\n".join(texts(said))
+    assert "starts_anew" not in codes(said), "its first chunk was not looked up"
     engine.close()
 
 

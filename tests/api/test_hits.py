@@ -255,6 +255,11 @@ def answered(*found: tuple[int, str], missing: Sequence[tuple[int, ComputedWhy]]
         [(16, "local"), (16, "memory"), (64, "disk"), (16, "room"), (16, "never_stored"), (2, "tail")],
     ),
     ({}, answered(missing=((4, "cleared"),), asked=4), [(64, "cleared"), (64, "not_asked"), (2, "tail")]),
+    (
+        {"asked_from": 32, "local_tokens": 48, "found_tokens": 96, "loaded_tokens": 48},
+        answered((2, "memory"), (4, "disk"), missing=((5, "room"),), asked=6),
+        [(48, "local"), (16, "memory"), (32, "disk"), (16, "room"), (16, "not_asked"), (2, "tail")],
+    ),
     ({"loaded_tokens": 1000}, answered((8, "memory")), [(128, "memory"), (2, "memory")]),
 ])
 def test_each_token_of_a_prompt_has_one_origin(

@@ -22,11 +22,12 @@ from kvdock.api.settings import DEFAULT_OBSERVERS, OTLP_VARIABLE, Settings
 from kvdock.client.client import Client
 from kvdock.engine.engine import Engine
 from kvdock.protocol import schemas as s
+from kvdock.protocol.admin_schemas import NamespaceView
 from kvdock.protocol.errors import ApiError
 from kvdock.protocol.events import Loaded
 
 TRACES = "log,stream,metrics,curve,traces"
-OF_SESSIONS = {"kvdock.tenant", "kvdock.session", "kvdock.label", "kvdock.model"}
+OF_SESSIONS = {"kvdock.tenant", "kvdock.session", "kvdock.label", "gen_ai.request.model"}
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 
 
@@ -46,6 +47,11 @@ def spans_of(server: ServerProcess, outcome: str) -> float:
     text = raw(server.http, "GET", "/metrics")[2].decode()
     return next(float(line.split()[1]) for line in text.splitlines()
                 if line.startswith(f'kvdock_spans_total{{outcome="{outcome}"}}'))
+
+
+def namespaces_of(server: ServerProcess) -> list[NamespaceView]:
+    with Client(server.unix) as client:
+        return client.namespaces().namespaces
 
 
 def own_of(span: dict[str, Any]) -> dict[str, Any]:
@@ -116,8 +122,10 @@ def test_the_whole_tree_of_a_request_comes_to_the_collector(collector: Collector
         "kvdock.request": "second", **tokens_of, "gen_ai.usage.cache_read.input_tokens": 4 * CHUNK,
         "kvdock.loaded.memory": 4 * CHUNK,
     }
+    models = {one.manifest.model for one in namespaces_of(server)}
     for span in found:
         assert 0 < span["start_ns"] <= span["end_ns"] and span["status"] == 0
+        assert {span["attributes"]["gen_ai.request.model"]} == models
         assert span["resource"].items() >= {
             "service.name": "kvdock", "host.name": socket.gethostname(),
             "service.instance.id": f"{socket.gethostname()}:{server.unix.removeprefix('unix:')}",

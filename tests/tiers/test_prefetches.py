@@ -256,3 +256,23 @@ def test_of_two_requests_that_share_a_prefix_the_one_that_ends_takes_nothing_fro
     other.release(found)
     eventually(lambda: stored(engine, keys) == 0)
     other.close()
+
+
+def test_which_tier_has_what_a_request_lacks_and_what_loading_it_would_have_taken(engine: TierEngine) -> None:
+    keys = stored_and_gone(engine, 6)
+    eventually(lambda: engine.client.status().tiers[0].load_bytes_per_s > 0)
+    engine.lookup([*keys, *engine.chain(1)], "hurried")  # it waits for nothing
+    (tier,) = engine.client.status().tiers
+    said = engine.client.explain("hurried")
+    took_ms = 1000 * (tier.load_latency_s + 6 * PART / tier.load_bytes_per_s)
+    assert said.tier_tokens == 6 * CHUNK_TOKENS
+    (loads_in,) = said.tier_loads
+    assert loads_in.tier == tier.name and loads_in.load_ms == pytest.approx(took_ms, rel=1e-6)
+    (sentence,) = [one for one in said.sentences if one.code == "in_tiers"]
+    assert sentence.advice == "wait_for_tiers" and sentence.text == (
+        f"The lower tier {tier.name} has {6 * CHUNK_TOKENS} of the missing tokens. Loading them would have taken, at "
+        f"the speed that the server has measured: from {tier.name} about {took_ms:,.1f} ms."
+    )
+    engine.lookup(engine.chain(2), "new")
+    new = engine.client.explain("new")
+    assert (new.tier_tokens, new.tier_loads) == (0, []) and "in_tiers" not in {one.code for one in new.sentences}

@@ -42,6 +42,8 @@ SEND_S = 1.0
 END_S = 2.0
 """How long the server waits at its end until all is sent."""
 SENT, FAILED, DROPPED = "sent", "failed", "dropped"
+MODEL = "gen_ai.request.model"
+"""As in OpenTelemetry's conventions for generative AI."""
 
 
 class _Counted(SpanExporter):
@@ -146,8 +148,8 @@ class Traces:
 def described(event: e.Event) -> tuple[str, dict[str, Any]]:
     """A span's name and attributes. docs/events.md lists them."""
     fields = {name: getattr(event, name) for name in event.__struct_fields__}
-    names = ("tenant", "session", "label", "model")
-    about = {f"kvdock.{name}": fields[name] for name in names if fields[name] is not None}
+    names = {"tenant": "kvdock.tenant", "session": "kvdock.session", "label": "kvdock.label", "model": MODEL}
+    about = {name: fields[field] for field, name in names.items() if fields[field] is not None}
     match event:
         case e.LookedUp():
             missed = event.tokens - event.hit_tokens

@@ -33,6 +33,10 @@ class Beginnings:
         if len(self._stored) > MOST_BEGINNINGS:
             self._stored.popitem(last=False)
 
+    def is_in(self, beginning: str, space: NamespaceRecord) -> bool:
+        """Whether such a prompt was stored in the namespace."""
+        return space.digest in self._stored.get(beginning, ())
+
     def spaces_of(self, beginning: str) -> Iterator[NamespaceRecord]:
         """The namespaces to which such a prompt was stored, as far as they still exist."""
         digests = self._stored.get(beginning, ())

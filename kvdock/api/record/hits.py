@@ -246,22 +246,22 @@ def divided(outcome: Outcome, chunk_tokens: int, answer: Answered | None) -> lis
     or its lookups were forgotten. The last token of a prompt is always computed, so whole chunks end before it, unless
     the engine has asked for more."""
     runs, prompt = _Runs(outcome.prompt_tokens), outcome.prompt_tokens
-    end = outcome.local_tokens + outcome.loaded_tokens
+    end, start = outcome.local_tokens + outcome.loaded_tokens, outcome.asked_from
     runs.upto(outcome.local_tokens, _local())
     found = answer.found if answer is not None else []
     for chunk, source in found:
-        runs.upto(min(chunk * chunk_tokens, end), _loaded(source))
+        runs.upto(min(start + chunk * chunk_tokens, end), _loaded(source))
     runs.upto(end, _loaded(MEMORY))
     why: ComputedWhy | None = _known(outcome.why)
     whole = max(0, prompt - 1) // chunk_tokens * chunk_tokens
     if answer is not None:
-        whole = max(whole, min(answer.asked * chunk_tokens, prompt))
+        whole = max(whole, min(start + answer.asked * chunk_tokens, prompt))
         for chunk, source in found:
-            tokens = chunk * chunk_tokens
+            tokens = start + chunk * chunk_tokens
             runs.upto(min(tokens, outcome.found_tokens), _computed(why or "not_loaded"))
             runs.upto(tokens, _computed(_came_late(source, why)))
         for missing in answer.missing:
-            runs.upto(missing.end * chunk_tokens, _computed(missing.why))
+            runs.upto(start + missing.end * chunk_tokens, _computed(missing.why))
     runs.upto(whole, _computed(why or "not_asked"))
     runs.upto(prompt, _computed("tail" if whole else "short"))
     return runs.runs

@@ -31,8 +31,9 @@ from kvdock.api.record.troubles import Troubles
 from kvdock.api.settings import Settings
 from kvdock.protocol import events as e
 from kvdock.protocol.hits import COMPUTED
+from kvdock.protocol.keys import BEGINNING_TOKENS
 from kvdock.protocol.outcomes import Outcome, OutcomeView, view_of
-from kvdock.protocol.reports import Break, RequestView
+from kvdock.protocol.reports import Break, Parting, RequestView
 from kvdock.protocol.schemas import Heartbeat, Lookup, Reserve
 from kvdock.protocol.wire_types import KEY_BYTES
 
@@ -170,7 +171,8 @@ class Tally:
             self._leased(one, chunks - before, leased_bytes)
             return
         self._count_first(session, one.keys, tokens, found)
-        broke = None if answer is None else self._break_of(session.namespace, one.keys, answer)
+        beginning = one.body.beginning or ""
+        broke = None if answer is None else self._break_of(session.namespace, one.keys, answer, beginning)
         took_us = (one.answered_ns - one.started_ns) // 1000
         detail = _detail(session, broke, one.body)
         if not session.is_bench:
@@ -198,7 +200,7 @@ class Tally:
         if (curves := self._curves_of(session)) is not None:
             curves.looked_up(session.namespace, keys, found.hit_tokens)
 
-    def _break_of(self, space: NamespaceRecord, keys: bytes, answer: Answered) -> Break | None:
+    def _break_of(self, space: NamespaceRecord, keys: bytes, answer: Answered, beginning: str) -> Break | None:
         """Where the prefix that a lookup found ends, and why; None: it found all that it asked for."""
         if not answer.missing:
             return None
@@ -210,6 +212,12 @@ class Tally:
         if first.why == "never_stored" and answer.hit:
             last = keys[(answer.hit - 1) * KEY_BYTES : answer.hit * KEY_BYTES]
             made.others = self._table.children(space.table_id, last)
+            if made.others:
+                made.parts = Parting(after_tokens=made.at_tokens, before_tokens=made.at_tokens + answer.chunk_tokens)
+        elif first.why == "never_stored" and beginning:
+            made.began_before = self.learned.beginnings.is_in(beginning, space)
+            if made.began_before and answer.chunk_tokens > BEGINNING_TOKENS:
+                made.parts = Parting(after_tokens=BEGINNING_TOKENS, before_tokens=answer.chunk_tokens)
         if first.at_ms:
             made.gone_s = max(0, now_ms - first.at_ms) / 1000
             made.unused_s = max(0, first.at_ms - first.used_ms) / 1000 if first.used_ms else None

@@ -7,7 +7,7 @@ The reason why the prefix ends there was recorded when the lookup was answered (
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -31,19 +31,23 @@ from kvdock.protocol.reports import (
     LoadStory,
     LookupStory,
     OtherNamespace,
+    Parting,
     RequestView,
     Sentence,
+    TierLoad,
+    TierView,
 )
 from kvdock.protocol.schemas import Manifest
 
 LOADED_FROM = {MEMORY: "from memory", WAITED: "after another engine had stored them"}
-YOUNG_S = 3600.0
-"""A server that has run for less may not have seen the prompt before."""
+NEW_POOL_MS = 1000
+"""A pool is new if its server clock said less when the server began: otherwise it has the time of earlier servers."""
 HELPS: dict[ComputedWhy, AdviceCode] = {
     "room": "enlarge_pool", "ahead": "enlarge_pool", "shrunk": "enlarge_pool", "quota": "raise_quota",
     "mismatched": "check_memory", "read": "keep_from_tiers", "unread": "keep_from_tiers",
     "tier_slow": "wait_for_tiers", "being_stored": "wait_for_stores", "held_bytes": "raise_session_cap",
-    "pinning": "register_segments", "late": "check_server", "load_failed": "check_engine_log",
+    "pinning": "register_segments", "late": "check_server", "unverified": "wait_for_verification",
+    "load_failed": "check_engine_log",
     "declined_short": "lower_min_load_tokens", "declined_dear": "check_copies", "short": "smaller_chunks",
     "bypassed_adapter": "see_engine_docs", "bypassed_media": "see_engine_docs",
     "bypassed_embeddings": "see_engine_docs", "bypassed_growing": "see_engine_docs",
@@ -55,10 +59,13 @@ MOST_ROWS = 64
 
 
 class Explainer:
+    """`tiers`: the lower tiers, as the mover last reported them."""
+
     def __init__(
-        self, recent: Recent, beginnings: Beginnings, registry: Registry, table: Table, clock: ServerClock
+        self, recent: Recent, beginnings: Beginnings, registry: Registry, table: Table,
+        tiers: Callable[[], list[TierView]], clock: ServerClock,
     ) -> None:
-        self._recent, self._beginnings = recent, beginnings
+        self._recent, self._beginnings, self._tiers = recent, beginnings, tiers
         self._registry, self._table, self._clock = registry, table, clock
         self._started_ms = clock.now_ms()
 
@@ -83,9 +90,10 @@ class Explainer:
         nearest = None
         if space is not None and lookups and not any(one.hit_tokens for one in lookups):
             nearest = self._nearest(space, detail.beginning, peer)
+        tier_tokens, tier_loads = self._in_tiers(space, lookups, outcome)
         sentences = [
-            *_sentences([row for row, _ in mine], lookups, outcome), *_weights(detail.weights),
-            *self._about_space(space, lookups), *_differs(nearest),
+            *_sentences([row for row, _ in mine], lookups, outcome), *_of_tiers(tier_tokens, tier_loads),
+            *_weights(detail.weights), *self._about_space(space, lookups), *_differs(nearest),
             *_others([row for row, _ in found if row.session != newest.session]),
         ]
         return Explanation(
@@ -93,21 +101,44 @@ class Explainer:
             weights=detail.weights, sentences=sentences,
             advice={one.advice: ADVICE[one.advice] for one in sentences if one.advice},
             lookups=lookups, outcome=outcome, load=_load_of(outcome),
-            saved_s=outcome.saved_s if outcome is not None else None, nearest=nearest,
+            saved_s=outcome.saved_s if outcome is not None else None, tier_tokens=tier_tokens, tier_loads=tier_loads,
+            nearest=nearest,
         )
 
     def _about_space(self, space: NamespaceRecord | None, lookups: Sequence[LookupStory]) -> Iterator[Sentence]:
-        """What the prompt's namespace and the server's age have to do with a prompt that was never stored."""
+        """Of a prompt that was never stored, as far as the server knows: how much the server can know."""
         breaks = [one.broke for one in lookups if one.broke is not None and one.broke.why == "never_stored"]
         if space is None or not breaks:
             return
         chunks = self._table.chunks_in(space.table_id)
         if not chunks:
             yield Sentence(code="nothing_stored", text="Nothing is stored in its namespace.")
-        up_s = (self._clock.now_ms() - self._started_ms) / 1000
-        if up_s < YOUNG_S:
-            yield Sentence(code="young_pool", text=f"The server started {duration(up_s)} ago, and knows of no store "
-                           "that was evicted before.")
+        now_ms = self._clock.now_ms()
+        is_new, up_s = self._started_ms < NEW_POOL_MS, (now_ms - self._started_ms) / 1000
+        pool = "with a new pool" if is_new else f"with a pool that is {duration(now_ms / 1000)} old"
+        yield Sentence(code="ages", text=(
+            f"The server started {duration(up_s)} ago, {pool}: it knows of no store that was evicted before."
+        ))
+
+    def _in_tiers(
+        self, space: NamespaceRecord | None, lookups: Sequence[LookupStory], outcome: OutcomeView | None
+    ) -> tuple[int, list[TierLoad]]:
+        """How many of the missing tokens lower tiers have, and what loading them from each would have taken."""
+        if outcome is not None:
+            tokens = sum(run.tokens for run in outcome.runs if run.why == "tier_slow")
+        else:
+            broke = lookups[-1].broke if lookups else None
+            tokens = broke.tokens if broke is not None and broke.why == "tier_slow" else 0
+        if space is None or not tokens:
+            return 0, []
+        size_bytes = tokens * space.chunk_bytes / space.manifest.chunk_tokens
+        return tokens, [
+            TierLoad(tier=one.name, load_ms=(
+                1000 * (one.load_latency_s + size_bytes / one.load_bytes_per_s)
+                if one.state == "open" and one.load_bytes_per_s else None
+            ))
+            for one in self._tiers()
+        ]
 
     def _nearest(self, mine: NamespaceRecord, beginning: str, peer: Peer) -> OtherNamespace | None:
         """Another namespace that the caller may see, in which a prompt with the same beginning was stored and that has
@@ -142,9 +173,24 @@ def _story(row: RequestView, detail: Detail) -> LookupStory:
     )
 
 
+def _of_tiers(tokens: int, loads: Sequence[TierLoad]) -> Iterator[Sentence]:
+    if not loads:
+        return
+    which = f"The lower tier {loads[0].tier} has" if len(loads) == 1 else "One of the lower tiers has"
+    took = [
+        f"from {one.tier} about {one.load_ms:,.1f} ms" if one.load_ms is not None else f"{one.tier} is off now"
+        for one in loads
+    ]
+    yield Sentence(code="in_tiers", advice="wait_for_tiers", text=(
+        f"{which} {tokens:,} of the missing tokens. Loading them would have taken, at the speed that the server has "
+        f"measured: {'; '.join(took)}."
+    ))
+
+
 def _sentences(
     rows: Sequence[RequestView], lookups: Sequence[LookupStory], outcome: OutcomeView | None
 ) -> Iterator[Sentence]:
+    start = outcome.asked_from if outcome is not None else 0
     for one in lookups:
         when = time.strftime("%H:%M:%S", time.localtime(one.at))
         found = f"the first {one.hit_tokens:,}" if one.hit_tokens else "none"
@@ -153,7 +199,7 @@ def _sentences(
             f"them at once; it took {one.took_us:,} µs to say so."
         ))
         if one.broke is not None:
-            yield from _broke(one.broke)
+            yield from _broke(one.broke, start)
         if one.loaded_us is not None:
             rate = f", {size(one.bytes / one.loaded_us * 1e6)}/s" if one.loaded_us and one.bytes else ""
             yield Sentence(code="given_back", text=(
@@ -235,28 +281,47 @@ def _load_sentences(outcome: OutcomeView) -> Iterator[Sentence]:
         )
 
 
-def _broke(broke: Break) -> Iterator[Sentence]:
+def _broke(broke: Break, start: int) -> Iterator[Sentence]:
+    """`start`: the position in the prompt of the first token that the lookup names."""
+    at = start + broke.at_tokens
     gone = "" if broke.gone_s is None else f", {duration(broke.gone_s)} before this lookup"
     unused = "" if broke.unused_s is None else f"; they had been unused for {duration(broke.unused_s)} by then"
     yield Sentence(code="not_given", advice=HELPS.get(broke.why, ""), text=(
-        f"The {broke.tokens:,} tokens after the first {broke.at_tokens:,} were not given: {COMPUTED[broke.why]}"
+        f"The {broke.tokens:,} tokens after the first {at:,} were not given: {COMPUTED[broke.why]}"
         f"{gone}{unused}."
     ))
     if broke.why != "never_stored":
         return
-    if broke.at_tokens and broke.others:
+    if broke.at_tokens and broke.parts is not None:
         ways = "another way" if broke.others == 1 else f"{broke.others:,} other ways"
         yield Sentence(code="diverges", advice="move_what_varies", text=(
-            f"What was stored goes on in {ways} after the first {broke.at_tokens:,} tokens: this prompt differs there."
+            f"What was stored goes on in {ways} after the first {at:,} tokens. {_parting(broke.parts, start)}"
         ))
     elif broke.at_tokens:
         yield Sentence(code="longer_than_stored", text=(
-            f"No prompt that begins with these {broke.at_tokens:,} tokens was stored with more of them."
+            f"No prompt that begins with these {at:,} tokens was stored with more of them."
         ))
-    else:
+    elif broke.parts is not None:
+        yield Sentence(code="parts_early", advice="move_what_varies", text=(
+            f"A prompt with the same first {broke.parts.after_tokens:,} tokens was stored in its namespace. Unless "
+            f"that one had another adapter, image or salt: {_parting(broke.parts, start)}"
+        ))
+    elif broke.began_before:
+        yield Sentence(code="same_beginning", text=(
+            "A prompt with the same first tokens was stored in its namespace: it had another adapter, image or salt, "
+            "or its chunks went so long ago that the server has forgotten them."
+        ))
+    elif not start:
         yield Sentence(
             code="starts_anew", text="No prompt that is stored in its namespace has the same first chunk.",
         )
+
+
+def _parting(parts: Parting, start: int) -> str:
+    return (
+        f"They part at one of the tokens {start + parts.after_tokens:,} to {start + parts.before_tokens - 1:,}, "
+        "counted from 0: the server knows whole chunks alone."
+    )
 
 
 def _others(rows: Sequence[RequestView]) -> list[Sentence]:

@@ -102,13 +102,14 @@ def build(
         kept=KeptObject(history_path(pool.pool_id), "the history of hours and days"), wall_s=clocks.wall_s,
         beside={"hits": tally.hits, "namespaces": KeptNamespaces(registry, pool.table)},
     )
+    _mark_changes(history, journal, sessions.quotas, access)
     sampler = Sampler(history, pool, tally, lambda: mover_client.tiers, clock)
     meter, pulse = Meter(tally.counters, Timings(), clocks.perf_ns, {}, journal.publish), Pulse(clocks.perf_ns)
     probes = Probes(settings, pool, registry, drain, pulse)
     tiers = LowerTiers(lambda: mover_client.tiers, mover_client.view, mover_client.session_count)
     overview = Overview(probes, sessions, tally, history, curves, tiers, clocks.wall_s)
     contents = Contents(pool.table, registry, clock, clocks.now_s)
-    lists = Lists(sessions, tally.recent, tally.hits, contents)
+    lists = Lists(sessions, tally.recent, tally.hits, contents, mover_client.is_mover)
     server_metrics = ServerMetrics(pool, overview, probes, lists, meter, feeds)
     handlers = Handlers(
         service=CacheService(sessions, tally, mover_client, clears, feeds.kv, settings.heartbeat_s),
@@ -122,6 +123,13 @@ def build(
     )
     keeper = Keeper(settings, access, sessions, tally, sampler, pulse)
     return Parts(access, handlers, meter, keeper, sampler, drain, mover_client, feeds)
+
+
+def _mark_changes(history: History, journal: Journal, quotas: Quotas, access: AccessFile) -> None:
+    """From now on, the history marks changes of limits. The quotas that the access file has already are none."""
+    quotas.follow(access.caps)
+    quotas.on_changed = history.marks.quotas_changed
+    journal.subscribe(history.marks)
 
 
 def _sessions(settings: Settings, pool: Pool, clocks: Clocks) -> tuple[Sessions, Drain]:

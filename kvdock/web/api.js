@@ -1,6 +1,8 @@
 // Calls of the server, the access token that they carry, and the state of the connection to it. Uses no DOM; the time
 // that passes is passed in.
 
+import { keep, kept } from "./tab.js";
+
 export const TIMEOUT_MS = 5000;
 const SEND_TIMEOUT_MS = 30_000;
 const JSON_TYPE = "application/json";
@@ -12,7 +14,7 @@ const BACKOFF_MS = [1000, 2000, 4000, 8000, 10000];
 
 /** The token is kept for this tab: a reload finds it, other tabs do not, and it ends with the tab. It is in no URL. */
 const KEPT_AS = "kvdock-token";
-let token = kept();
+let token = kept(KEPT_AS);
 /** Whether the server accepted the token in the last call that carried it. */
 let isKnown = false;
 /**
@@ -21,24 +23,11 @@ let isKnown = false;
  */
 const OPEN = new Set(["v1/status", "v1/stats", "v1/verdict"]);
 
-function kept() {
-  try {
-    return sessionStorage.getItem(KEPT_AS) ?? "";
-  } catch {
-    return ""; // the browser keeps nothing for this page
-  }
-}
-
 /** From now on calls carry this token; "": none. */
 export function useToken(text) {
   token = text;
   isKnown = false;
-  try {
-    if (text) sessionStorage.setItem(KEPT_AS, text);
-    else sessionStorage.removeItem(KEPT_AS);
-  } catch {
-    // it ends with the page
-  }
+  keep(KEPT_AS, text);
 }
 
 export const hasToken = () => token !== "";

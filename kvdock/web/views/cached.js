@@ -8,7 +8,6 @@ import { about, age, bytes, count, plural, weightsName } from "../format.js";
 import { summed } from "../hits.js";
 import { barred, Table, twoPart } from "../table.js";
 import { COSTS, FOR, pin } from "./keep.js";
-import { moversIn } from "./sessions.js";
 import { loadedFigure, loadedNote, loadedTitle } from "./shares.js";
 
 const OWN = "the server's own user";
@@ -36,12 +35,6 @@ const GROUPS = {
 const sum = (all, field) => all.reduce((so, n) => so + (n[field] ?? 0), 0);
 const totals = (all, field) => sum(all.map((n) => n.totals ?? {}), field);
 const known = (all, field) => all.map((n) => n[field]).filter((value) => value !== null && value !== undefined);
-
-/** The namespaces, with the sessions of engines alone. */
-function enginesIn(bodies) {
-  const engines = (n) => Math.max(0, n.sessions - moversIn(bodies, n.namespace));
-  return bodies.namespaces.namespaces.map((n) => ({ ...n, sessions: engines(n) }));
-}
 
 function grouped(namespaces, way) {
   const { key, name, beside } = GROUPS[way];
@@ -192,7 +185,7 @@ export function mountCached(root, changed, ask) {
     shown.update(
       isPrefix
         ? found.prefixes.map((p) => ({ ...p, mayChange: Boolean(config) }))
-        : grouped(enginesIn(bodies), way in GROUPS ? way : "model").map((g) => ({ ...g, pool_bytes: whole })),
+        : grouped(bodies.namespaces.namespaces, way in GROUPS ? way : "model").map((g) => ({ ...g, pool_bytes: whole })),
     );
     setHidden(more, isPrefix ? found.prefixes.length >= found.prefix_count : !namespaces.next);
     setText(more, isPrefix

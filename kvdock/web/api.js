@@ -1,6 +1,7 @@
 // Calls of the server, the access token that they carry, and the state of the connection to it. Uses no DOM; the time
 // that passes is passed in.
 
+import { received } from "./format.js";
 import { keep, kept } from "./tab.js";
 
 export const TIMEOUT_MS = 5000;
@@ -51,15 +52,18 @@ export async function ask(path, { headers = {}, ...options } = {}) {
 
 /** A JSON body; throws an Error whose message can be shown to people, with the answer's status if there was one. */
 export function get(path, timeoutMs = TIMEOUT_MS) {
-  return within(timeoutMs, async (signal) => (await ask(path, { signal, headers: { Accept: JSON_TYPE } })).json());
+  const headers = { Accept: JSON_TYPE };
+  return within(timeoutMs, async (signal) => parsed(await (await ask(path, { signal, headers })).text()));
 }
 
 /** Sends a body and resolves to the answer's. Throws as `get` does. */
 export function send(method, path, body, timeoutMs = SEND_TIMEOUT_MS) {
   const headers = { Accept: JSON_TYPE, "Content-Type": JSON_TYPE };
   const options = { method, headers, body: JSON.stringify(body) };
-  return within(timeoutMs, async (signal) => (await ask(path, { ...options, signal })).json());
+  return within(timeoutMs, async (signal) => parsed(await (await ask(path, { ...options, signal })).text()));
 }
+
+const parsed = (text) => JSON.parse(received(text));
 
 async function within(timeoutMs, call) {
   const abort = new AbortController();
@@ -79,7 +83,7 @@ async function within(timeoutMs, call) {
 /** The text of a refusal whose body is problem details (RFC 9457); else empty. */
 async function problem(answer) {
   try {
-    const body = await answer.json();
+    const body = parsed(await answer.text());
     const words = body.detail || body.title;
     return words ? `: ${words}` : "";
   } catch {

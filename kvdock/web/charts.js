@@ -1,8 +1,8 @@
 // A line chart in SVG. Title, unit and values come from the server.
 // The pointer, or the arrow keys when the chart has the focus, move a cursor; the legend shows the values there.
 // Charts of one group move their cursors together. Every node is made once and reused. Where nothing was measured, the
-// line is broken, and a share of nothing is drawn as a thin line at its last value; where no sample was taken, nothing is
-// drawn but the gap itself.
+// line is broken, and a share of nothing is drawn as a thin line at its last value; where no sample was taken, nothing
+// is drawn but the gap itself.
 
 import { el, KeyedList, setAttr, setText, svg } from "./dom.js";
 import { age } from "./format.js";

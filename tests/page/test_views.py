@@ -256,8 +256,8 @@ def test_the_figures_of_a_range_stay_until_those_of_another_have_come(
 
 
 def marked_stats() -> Stats:
-    """An hour by the minute: ten minutes without samples, a start after them, and a larger pool later. Half of the first
-    part has no requests."""
+    """An hour by the minute: ten minutes without samples, a start after them, and a larger pool later. Half of the
+    first part has no requests."""
     shares: list[float | None] = [0.5] * 10 + [None] * 10 + [None] * 10 + [0.25] * 30
     free: list[float | None] = [4.0] * 20 + [None] * 10 + [8.0] * 30
     pool = say.series("free_bytes", "bytes", "Pool", free)
@@ -285,7 +285,9 @@ def test_starts_and_changes_of_limits_are_marked_and_told(page_server: PageServe
     figure = page.locator("#history figure.chart").first
     kinds = figure.locator(".axis-marks g")
     assert [one.get_attribute("data-kind") for one in kinds.all()] == ["started", "limits"]
-    places = figure.evaluate("""node => [...node.querySelectorAll('.axis-marks line')].map(n => +n.getAttribute('x1'))""")
+    places = figure.evaluate(
+        "node => [...node.querySelectorAll('.axis-marks line')].map(n => +n.getAttribute('x1'))"
+    )
     left, right = figure.evaluate(
         "node => { const line = node.querySelector('.ticks line');"
         " return [+line.getAttribute('x1'), +line.getAttribute('x2')] }"

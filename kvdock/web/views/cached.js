@@ -185,7 +185,9 @@ export function mountCached(root, changed, ask) {
     shown.update(
       isPrefix
         ? found.prefixes.map((p) => ({ ...p, mayChange: Boolean(config) }))
-        : grouped(bodies.namespaces.namespaces, way in GROUPS ? way : "model").map((g) => ({ ...g, pool_bytes: whole })),
+        : grouped(bodies.namespaces.namespaces, way in GROUPS ? way : "model").map((one) => ({
+          ...one, pool_bytes: whole,
+        })),
     );
     setHidden(more, isPrefix ? found.prefixes.length >= found.prefix_count : !namespaces.next);
     setText(more, isPrefix

@@ -1,5 +1,5 @@
-// Charts of v1/stats over a range that people choose. The server says which series there are, which share a chart, their
-// units, and when it was started and limits were changed.
+// Charts of v1/stats over a range that people choose. The server says which series there are, which share a chart,
+// their units, and when it was started and limits were changed.
 
 import { Chart } from "../charts.js";
 import { choice } from "../choice.js";

@@ -117,7 +117,8 @@ KEPT_LEVELS = (Level("hours", 60.0, 720), Level("days", 1800.0, 672))
 """Half a day by the minute, two weeks by the half-hour."""
 
 
-SLACK = 3
+START_S = 60.0
+"""Marks of this time before the first value are told as well: a server begins a while before it."""
 
 
 class _Rings:
@@ -159,8 +160,7 @@ class _Rings:
             for spec, ring in zip(self._specs, self.values, strict=True)
         ]
         age_s = max(0.0, now_s - self.sampled_at_s)
-        # A server is started up to some intervals before its first value.
-        known = [] if marks is None else marks.within(self.length_s + age_s + SLACK * self.level.interval_s)
+        known = [] if marks is None else marks.within(self.length_s + age_s + START_S)
         return Stats(interval_s=self.level.interval_s, age_s=age_s, series=series, marks=known)
 
     def take_over(self, kept: Stats, missed: int) -> None:

@@ -198,8 +198,8 @@ function wanted() {
 async function refreshAll() {
   const { stats, verdict, whoami, sessions, ...others } = sources;
   refresh(stats, wanted().get("stats"));
-  refresh(verdict, wanted().get("verdict"));
   await refresh(whoami);
+  refresh(verdict, wanted().get("verdict")); // of a caller whose token is known, or it would tell less
   if (whoami.body || whoami.locked) access.judged(!may("read"));
   forgetRefused();
   if (!may("read")) return;

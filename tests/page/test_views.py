@@ -280,7 +280,7 @@ def test_starts_and_changes_of_limits_are_marked_and_told(page_server: PageServe
     assert [say.plain(text) for text in told.all_inner_texts()] == [
         "25 Nov, 09:50: limits changed: pool size 8.00 MiB, quotas of tenants",
         "25 Nov, 09:30: the server was started",
-        "25 Nov, 09:20: no samples for 10 min: no server ran",
+        "25 Nov, 09:20: no samples for 10 min: no server ran, or it was stopped",
     ]
     figure = page.locator("#history figure.chart").first
     kinds = figure.locator(".axis-marks g")

@@ -27,6 +27,8 @@ const KEPT_AS = "kvdock-range";
 /** From this width on all charts are open; else only the first. */
 const ROOMY_PX = 760;
 const MOST_MARKS = 6;
+/** A server begins a while before its first value. */
+const START_S = 10;
 
 const rangeOf = (name) => RANGES.find((range) => range.name === name) ?? RANGES[0];
 const pathOf = ({ over }) => (over === "minutes" ? "v1/stats" : `v1/stats?over=${over}`);
@@ -55,7 +57,7 @@ function markText({ kind, limits = [], pool_bytes: poolBytes = null }) {
 /** What happened within the range, the latest first: starts, changes of limits, and times without samples. */
 function happened(marks, breaks, { intervalS }) {
   const stops = breaks.map(({ from, fromS, to }) => ({
-    kind: "gap", at: fromS, text: `no samples for ${age((from - to + 1) * intervalS)}: no server ran`,
+    kind: "gap", at: fromS, text: `no samples for ${age((from - to + 1) * intervalS)}: no server ran, or it was stopped`,
   }));
   return [...marks, ...stops].sort((a, b) => b.at - a.at).map((one) => ({
     ...one, text: `${moment(one.at, intervalS)}: ${one.text}`,
@@ -96,7 +98,8 @@ export function mountHistory(root, turn) {
     const series = rolled(stats).series.map((one) => ({ ...one, values: one.values.slice(-span) }));
     const scale = { intervalS: stats.interval_s, ageS: stats.age_s, endS: statsAt - stats.age_s };
     const breaks = gaps(series).map((gap) => ({ ...gap, fromS: scale.endS - (gap.from + 1) * scale.intervalS }));
-    const startS = scale.endS - (Number.isFinite(span) ? span : (series[0]?.values.length ?? 0) + 3) * scale.intervalS;
+    const points = Number.isFinite(span) ? span : (series[0]?.values.length ?? 0);
+    const startS = scale.endS - points * scale.intervalS - (span === Infinity ? START_S : 0);
     const known = (stats.marks ?? []).map((one) => ({ kind: one.kind, at: statsAt - one.age_s, text: markText(one) }));
     const marks = known.filter(({ at }) => at >= startS);
     const charts = grouped(series).filter((chart) => chart.series.some((s) => s.values.length > 0));

@@ -181,7 +181,7 @@ class Mark(Answer, kw_only=True):
     kind: Literal["started", "limits"]
     """'started': a server of the pool began. 'limits': an operator changed limits, or the settings file or the access
     file did when it was read again."""
-    limits: list[str] = []
+    limits: list[str] = msgspec.field(default_factory=list)
     """The names of the limits that changed; `quotas`: those of tenants."""
     pool_bytes: int | None = None
     """The size that the pool may have from then on, if it is another one."""
@@ -194,7 +194,7 @@ class Stats(Answer, kw_only=True):
     interval_s: float
     age_s: float
     series: list[Series]
-    marks: list[Mark] = []
+    marks: list[Mark] = msgspec.field(default_factory=list)
     """The last 256 at most, as far as the series reach back, oldest first. The next server of the pool keeps them."""
 
 

@@ -196,7 +196,7 @@ def test_a_real_server_marks_its_start_its_limits_and_quotas_and_names_no_tenant
     """What the access file has at the start is no change."""
     path = access_file(tmp_path, entry("one", "t" * 40, ["engine"], "team-a") + "caps = {sessions = 4}\n")
     with ServerProcess(access_file=str(path)) as server, Client(server.unix) as client:
-        eventually(lambda: client.stats().series[0].values)
+        eventually(lambda: bool(client.stats().series[0].values))
         assert [(one.kind, one.limits) for one in client.stats().marks] == [("started", [])]
         client.configure(PatchConfig(session_grants=77, tenants={"team-b": Quota(sessions=2)}))
         eventually(lambda: len(client.stats().marks) == 2)

@@ -104,6 +104,7 @@ def build(
         kept=_kept(pool, "history", "the history of hours and days"), wall_s=clocks.wall_s,
         beside={"hits": tally.hits, "namespaces": KeptNamespaces(registry, pool.table), "labels": labels},
     )
+    _mark_changes(history, journal, sessions.quotas, access)
     sampler = Sampler(history, pool, tally, lambda: mover_client.tiers, clock, curves)
     meter = Meter(tally.counters, Timings(clocks.wall_s), clocks.perf_ns, {}, journal.publish)
     pulse = Pulse(clocks.perf_ns)
@@ -111,7 +112,7 @@ def build(
     tiers = LowerTiers(lambda: mover_client.tiers, mover_client.view, mover_client.session_count)
     overview = Overview(probes, sessions, tally, history, curves, tiers, clocks.wall_s)
     contents = Contents(pool.table, registry, labels, clock, clocks.now_s)
-    lists = Lists(sessions, tally.recent, tally.hits, contents)
+    lists = Lists(sessions, tally.recent, tally.hits, contents, mover_client.is_mover)
     server_metrics = ServerMetrics(pool, overview, probes, lists, meter, feeds, curves)
     handlers = Handlers(
         service=CacheService(sessions, tally, mover_client, clears, feeds.kv, settings.heartbeat_s),
@@ -129,6 +130,13 @@ def build(
 
 def _kept(pool: Pool, what: Kept, in_words: str) -> KeptObject:
     return KeptObject(kept_path(pool.pool_id, what, pool.secret), in_words)
+
+
+def _mark_changes(history: History, journal: Journal, quotas: Quotas, access: AccessFile) -> None:
+    """From now on, the history marks changes of limits. The quotas that the access file has already are none."""
+    quotas.follow(access.caps)
+    quotas.on_changed = history.marks.quotas_changed
+    journal.subscribe(history.marks)
 
 
 def _sessions(settings: Settings, pool: Pool, clocks: Clocks) -> tuple[Sessions, Drain]:

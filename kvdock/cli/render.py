@@ -7,7 +7,7 @@ import re
 from rich.console import Console, RenderableType
 
 from kvdock.cli.printable import printable as printable
-from kvdock.protocol.readable import duration as duration, size as size, span as span
+from kvdock.protocol.readable import duration as duration, percent as percent, size as size, span as span
 
 
 def counted(count: int, noun: str, plural: str = "") -> str:
@@ -19,11 +19,6 @@ def space(namespace: str, weights: str | None) -> str:
     """The first digits of a namespace, and the name of its weights if engines changed to them while they ran."""
     known = "weights unknown" if weights is None else weights if len(weights) <= 24 else f"{weights[:23]}…"
     return f"{namespace[:8]} ({known})" if known else namespace[:8]
-
-
-def percent(share: float | None) -> str:
-    """0.7824 → 78.2 %; None, which is not measured, is a dash."""
-    return "-" if share is None else f"{100 * share:.1f} %" if share < 0.9995 else "100 %"
 
 
 def brief(amount: float) -> str:

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from kvdock.cli.client import print_json, reached
 from kvdock.cli.errors import FAILED, WRONG, CommandError
-from kvdock.cli.render import duration, printable, size
+from kvdock.cli.render import duration, percent, printable, size
 from kvdock.protocol.reports import Curve, CurvePoint
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
@@ -96,7 +96,7 @@ def show_size(server: str, *, model: Model, users: Users | None, as_json: bool, 
     _print(console, ("pool", "users whose prompts fit"), (
         (size(point.pool_bytes), f"{point.users:,}") for point in sized.points
     ))
-    found = f"At most {sized.most_hit_share:.0%} of a prompt's tokens can be found" if users.new_tokens else (
+    found = f"At most {percent(sized.most_hit_share, 0)} of a prompt's tokens can be found" if users.new_tokens else (
         "The share of tokens that is found depends on how much of each prompt is new"
     )
     console.print(f"{found}. This is a formula: ask again when the server has had traffic.", highlight=False)
@@ -143,7 +143,7 @@ def _show_curve(server: str, as_json: bool, console: Console) -> None:
         )
     console.print(
         f"{total.tokens:,} tokens in {total.lookups:,} lookups over {duration(curve.covers_s)}; the pool itself found "
-        f"{total.hit_share or 0:.0%} of them", highlight=False,
+        f"{percent(total.hit_share or 0, 0)} of them", highlight=False,
     )
     _print(console, ("pool", "share of tokens it would find"), (
         (_pool(point, curve), share_in_words(point)) for point in total.points
@@ -153,7 +153,7 @@ def _show_curve(server: str, as_json: bool, console: Console) -> None:
     apart = [one for one in curve.namespaces if one.points]
     if len(apart) > 1:
         _print(console, ("model", "namespace", "tenant", "found", *map(_column, apart[0].points)), (
-            (one.model, one.namespace[:8], one.tenant, f"{one.hit_share or 0:.0%}", *map(share_in_words, one.points))
+            (one.model, one.namespace[:8], one.tenant, percent(one.hit_share or 0, 0), *map(share_in_words, one.points))
             for one in apart
         ))
 
@@ -178,7 +178,8 @@ def _column(point: CurvePoint) -> str:
 def share_in_words(point: CurvePoint) -> str:
     if point.hit_share is None:
         return "?"
-    return f"{point.hit_share:.1%} ± {point.error:.1%}" if point.error else f"{point.hit_share:.1%}"
+    share = percent(point.hit_share)
+    return f"{share} ± {percent(point.error)}" if point.error else share
 
 
 def _print(console: Console, heads: tuple[str, ...], rows: Iterator[tuple[str, ...]]) -> None:

@@ -96,7 +96,7 @@ class Calibration:
             f"{self.device} ({self.uuid[:8]}), {g.planes} planes of {g.run_count} x {g.run_bytes} bytes a block: "
             f"{t.buffers} x {t.piece_bytes >> 20} MiB staging, loads by {t.load_ctas} thread blocks, direct up to "
             f"{t.direct_load_bytes >> 10} KiB by {t.direct_ctas}, stores by {t.background_store_ctas}; "
-            f"load {self.load_share:.1%}, store {self.store_share:.1%} of plain copies"
+            f"load {100 * self.load_share:.1f} %, store {100 * self.store_share:.1f} % of plain copies"
         )
 
 

@@ -197,7 +197,7 @@ class NamespaceView(Answer, kw_only=True):
     chunk_bytes: int
     """Size of a chunk with the parts of all groups and writers."""
     sessions: int
-    """How many sessions are attached now."""
+    """How many sessions of engines are attached now; the mover's do not count."""
     is_bench: bool = False
     """Only benchmarks have used the namespace: totals leave it out, and it is removed when the last of them leaves."""
     chunks: int = 0

@@ -40,6 +40,11 @@ def size(size_bytes: float) -> str:
     return f"{size_bytes:.1f} TiB"
 
 
+def percent(share: float | None, digits: int = 1) -> str:
+    """0.7824 → 78.2 %; None, which is not measured, is a dash. `digits`: after the point."""
+    return "-" if share is None else f"{100 * share:.{digits}f} %" if share < 0.9995 else "100 %"
+
+
 def duration(seconds: float) -> str:
     """The two largest units: 3725 → 1 h 2 min."""
     whole = int(seconds)

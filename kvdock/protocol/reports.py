@@ -190,12 +190,29 @@ class Series(Answer, kw_only=True):
     values: list[float | None]
 
 
+class Mark(Answer, kw_only=True):
+    """A moment from which on the series may look otherwise."""
+
+    age_s: float
+    """How long ago it was, in seconds."""
+    kind: Literal["started", "limits"]
+    """'started': a server of the pool began. 'limits': an operator changed limits, or the settings file or the access
+    file did when it was read again."""
+    limits: list[str] = msgspec.field(default_factory=list)
+    """The names of the limits that changed; `quotas`: those of tenants."""
+    pool_bytes: int | None = None
+    """The size that the pool may have from then on, if it is another one."""
+
+
 class Stats(Answer, kw_only=True):
-    """Bounded history: one value per series and interval, oldest first, ending `age_s` ago."""
+    """Bounded history: one value per series and interval, oldest first, ending `age_s` ago. Null: there was nothing to
+    measure; where all series are null, no sample was taken, because no server ran or it was stopped."""
 
     interval_s: float
     age_s: float
     series: list[Series]
+    marks: list[Mark] = msgspec.field(default_factory=list)
+    """The last 256 at most, as far as the series reach back, oldest first. The next server of the pool keeps them."""
 
 
 class PoolView(Answer, kw_only=True):

@@ -1,6 +1,9 @@
 // Calls of the server, the access token that they carry, and the state of the connection to it. Uses no DOM; the time
 // that passes is passed in.
 
+import { received } from "./format.js";
+import { keep, kept } from "./tab.js";
+
 export const TIMEOUT_MS = 5000;
 const SEND_TIMEOUT_MS = 30_000;
 const JSON_TYPE = "application/json";
@@ -12,7 +15,7 @@ const BACKOFF_MS = [1000, 2000, 4000, 8000, 10000];
 
 /** The token is kept for this tab: a reload finds it, other tabs do not, and it ends with the tab. It is in no URL. */
 const KEPT_AS = "kvdock-token";
-let token = kept();
+let token = kept(KEPT_AS);
 /** Whether the server accepted the token in the last call that carried it. */
 let isKnown = false;
 /**
@@ -21,24 +24,11 @@ let isKnown = false;
  */
 const OPEN = new Set(["v1/status", "v1/stats", "v1/verdict"]);
 
-function kept() {
-  try {
-    return sessionStorage.getItem(KEPT_AS) ?? "";
-  } catch {
-    return ""; // the browser keeps nothing for this page
-  }
-}
-
 /** From now on calls carry this token; "": none. */
 export function useToken(text) {
   token = text;
   isKnown = false;
-  try {
-    if (text) sessionStorage.setItem(KEPT_AS, text);
-    else sessionStorage.removeItem(KEPT_AS);
-  } catch {
-    // it ends with the page
-  }
+  keep(KEPT_AS, text);
 }
 
 export const hasToken = () => token !== "";
@@ -62,15 +52,18 @@ export async function ask(path, { headers = {}, ...options } = {}) {
 
 /** A JSON body; throws an Error whose message can be shown to people, with the answer's status if there was one. */
 export function get(path, timeoutMs = TIMEOUT_MS) {
-  return within(timeoutMs, async (signal) => (await ask(path, { signal, headers: { Accept: JSON_TYPE } })).json());
+  const headers = { Accept: JSON_TYPE };
+  return within(timeoutMs, async (signal) => parsed(await (await ask(path, { signal, headers })).text()));
 }
 
 /** Sends a body and resolves to the answer's. Throws as `get` does. */
 export function send(method, path, body, timeoutMs = SEND_TIMEOUT_MS) {
   const headers = { Accept: JSON_TYPE, "Content-Type": JSON_TYPE };
   const options = { method, headers, body: JSON.stringify(body) };
-  return within(timeoutMs, async (signal) => (await ask(path, { ...options, signal })).json());
+  return within(timeoutMs, async (signal) => parsed(await (await ask(path, { ...options, signal })).text()));
 }
+
+const parsed = (text) => JSON.parse(received(text));
 
 async function within(timeoutMs, call) {
   const abort = new AbortController();
@@ -90,7 +83,7 @@ async function within(timeoutMs, call) {
 /** The text of a refusal whose body is problem details (RFC 9457); else empty. */
 async function problem(answer) {
   try {
-    const body = await answer.json();
+    const body = parsed(await answer.text());
     const words = body.detail || body.title;
     return words ? `: ${words}` : "";
   } catch {

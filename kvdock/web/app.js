@@ -15,7 +15,7 @@ import { mountEvents } from "./views/events.js";
 import { mountExplain } from "./views/explain.js";
 import { mountGrants } from "./views/grants.js";
 import { mountHealth } from "./views/health.js";
-import { mountHistory } from "./views/history.js";
+import { historyPath, mountHistory } from "./views/history.js";
 import { mountPool } from "./views/pool.js";
 import { mountRequests } from "./views/requests.js";
 import { mountSessions } from "./views/sessions.js";
@@ -37,7 +37,7 @@ const link = new Link();
  * (bench/page.py).
  */
 const sources = {
-  stats: new Source("v1/stats", (stats) => Math.min(15, Math.max(4, stats?.interval_s ?? 4)) * 1000),
+  stats: new Source(historyPath(), (stats) => Math.min(15, Math.max(4, stats?.interval_s ?? 4)) * 1000),
   verdict: new Source("v1/verdict", every(5)),
   whoami: new Source("v1/whoami", every(30)),
   // Fetched before the paths below: where this one is refused, they would be refused as well.
@@ -65,7 +65,7 @@ const panels = [
   { id: "tiles", needs: [], glances: ["stats", "sessions", "leases"], view: mountTiles },
   { id: "history", needs: ["stats"], view: (root) => mountHistory(root, (path) => turn(sources.stats, path)) },
   {
-    id: "cached", needs: ["namespaces"], uses: ["prefixes"], glances: ["config", "sessions"],
+    id: "cached", needs: ["namespaces"], uses: ["prefixes"], glances: ["config"],
     view: (root) => mountCached(root, changed, () => refreshAll(), (path) => turn(sources.prefixes, path)),
   },
   { id: "days", needs: ["hits"], view: mountDays },
@@ -198,8 +198,8 @@ function wanted() {
 async function refreshAll() {
   const { stats, verdict, whoami, sessions, ...others } = sources;
   refresh(stats, wanted().get("stats"));
-  refresh(verdict, wanted().get("verdict"));
   await refresh(whoami);
+  refresh(verdict, wanted().get("verdict")); // of a caller whose token is known, or it would tell less
   if (whoami.body || whoami.locked) access.judged(!may("read"));
   forgetRefused();
   if (!may("read")) return;

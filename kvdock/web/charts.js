@@ -1,10 +1,12 @@
 // A line chart in SVG. Title, unit and values come from the server.
 // The pointer, or the arrow keys when the chart has the focus, move a cursor; the legend shows the values there.
-// Charts of one group move their cursors together. Every node is made once and reused. Null values are gaps; in a gap,
-// a share of nothing is drawn as a thin line at its last value.
+// Charts of one group move their cursors together. Every node is made once and reused. Where nothing was measured, the
+// line is broken, and a share of nothing is drawn as a thin line at its last value; where no sample was taken, nothing
+// is drawn but the gap itself.
 
 import { el, KeyedList, setAttr, setText, svg } from "./dom.js";
 import { age } from "./format.js";
+import { makeAxisMark, makeGap } from "./marks.js";
 import { moment, timeTicks, unitOf, valueAxis } from "./scale.js";
 
 const HEIGHT = 168;
@@ -14,10 +16,12 @@ const LEAST_POINTS = 60;
 const LONE_POINT = "m-1.5 0h3"; // a short dash
 const STYLES = 6;
 const LATE_INTERVALS = 3;
+/** A mark is told at the cursor if it is as near as this. */
+const NEAR_PX = 5;
 const STEP = { ArrowLeft: 1, ArrowDown: 1, ArrowRight: -1, ArrowUp: -1, PageDown: 10, PageUp: -10 };
 
 export class Chart {
-  #data = { series: [], unit: "", intervalS: 1, ageS: 0, endS: 0 };
+  #data = { series: [], unit: "", intervalS: 1, ageS: 0, endS: 0, span: Infinity, breaks: [], marks: [] };
   #cursor = null; // points before the newest, or null
   #frame = 0;
   #box = { left: 48, width: 0 };
@@ -40,7 +44,11 @@ export class Chart {
     new ResizeObserver(() => this.#schedule()).observe(this.plot);
   }
 
-  /** data.series: [{name, title, values}] of one unit; the newest value is the last, of `endS`, and is `ageS` old. */
+  /**
+   * data.series: [{name, title, values}] of one unit; the newest value is the last, of `endS`, and is `ageS` old.
+   * span: how many points the axis has; Infinity: as many as there are values. breaks: [{from, to}], the runs of points
+   * without a sample, from the older to the newer, counted from the newest point. marks: [{kind, at, text}].
+   */
   update(data) {
     this.#data = data;
     this.#schedule();
@@ -56,6 +64,8 @@ export class Chart {
     };
     this.yTicks = new KeyedList(group("ticks"), (t) => t.value, label({ "text-anchor": "end", dy: "0.32em" }));
     this.xTicks = new KeyedList(group("ticks x"), (t) => t.at, label({ "text-anchor": "middle" }));
+    this.gaps = new KeyedList(group("gaps"), () => "gap", makeGap);
+    this.axisMarks = new KeyedList(group("axis-marks"), (mark) => mark.kind, makeAxisMark);
     this.lines = new KeyedList(group("lines"), (s) => s.name, makeLine);
     this.cursorLine = group("cursor").appendChild(svg("line"));
     this.dots = new KeyedList(this.cursorLine.parentNode, (d) => d.name, makeDot);
@@ -108,7 +118,8 @@ export class Chart {
   }
 
   #span() {
-    return Math.max(LEAST_POINTS, this.#points());
+    const { span } = this.#data;
+    return Number.isFinite(span) ? Math.max(2, span) : Math.max(LEAST_POINTS, this.#points());
   }
 
   #schedule() {
@@ -120,7 +131,7 @@ export class Chart {
     const width = this.plot.clientWidth;
     if (!width) return;
     setAttr(this.svg, "width", width);
-    const { series, unit, intervalS, endS } = this.#data;
+    const { series, unit, intervalS, endS, breaks } = this.#data;
     const known = series.flatMap((s) => s.values).filter((v) => v !== null);
     const axis = valueAxis(known.reduce((a, b) => Math.max(a, b), 0), unit);
     const left = Math.max(40, 14 + CHARACTER_PX * Math.max(...axis.ticks.map((t) => t.text.length)));
@@ -130,14 +141,35 @@ export class Chart {
     const y = (value) => bottom - ((bottom - MARGIN.top) * value) / axis.top;
 
     this.yTicks.update(axis.ticks.map((t) => ({ ...t, x: left - 8, y: y(t.value), to: width - MARGIN.right })));
-    const marks = timeTicks(endS, (this.#span() - 1) * intervalS, this.#box.width < 300 ? 3 : 5)
+    const ticks = timeTicks(endS, (this.#span() - 1) * intervalS, this.#box.width < 300 ? 3 : 5)
       .map((t) => ({ ...t, x: x((endS - t.at) / intervalS), y: HEIGHT - 6, to: null }))
       .filter((t) => t.x + CHARACTER_PX * t.text.length / 2 <= width); // a word that is cut off says nothing
-    this.xTicks.update(marks);
-    const alone = { filled: series.length === 1, holds: unit === "ratio" };
+    this.xTicks.update(ticks);
+    this.#drawMarks(x, bottom);
+    const alone = { filled: series.length === 1, holds: unit === "ratio", breaks };
     this.lines.update(series.map((s, style) => ({ ...s, style, x, y, bottom, ...alone })));
     this.#drawCursor(x, y, bottom);
     this.#readOut(false);
+  }
+
+  #drawMarks(x, bottom) {
+    const { intervalS, endS, breaks, marks } = this.#data;
+    const [oldest, tall] = [this.#span() - 1, { top: MARGIN.top, bottom }];
+    const within = (back) => Math.max(0, Math.min(oldest, back));
+    this.gaps.update(
+      breaks.map(({ from, to }) => ({ ...tall, left: x(within(from + 1)), right: x(within(to - 1)) })),
+    );
+    this.axisMarks.update(marks.map(({ kind, at }) => ({ ...tall, kind, x: x(within((endS - at) / intervalS)) })));
+  }
+
+  /** The marks at that point of the axis, and whether no sample was taken there. */
+  #told(back) {
+    const { intervalS, endS, breaks, marks } = this.#data;
+    const near = Math.max(0.5, (NEAR_PX * (this.#span() - 1)) / Math.max(1, this.#box.width));
+    return {
+      isGap: breaks.some(({ from, to }) => back <= from && back >= to),
+      beside: marks.filter(({ at }) => Math.abs((endS - at) / intervalS - back) <= near).map(({ text }) => text),
+    };
   }
 
   #drawCursor(x, y, bottom) {
@@ -159,8 +191,10 @@ export class Chart {
     const { series, unit, intervalS, ageS, endS } = this.#data;
     const back = this.#cursor ?? 0;
     const latest = ageS > LATE_INTERVALS * intervalS ? `latest, ${age(ageS)} old` : "latest";
-    const when = back ? moment(endS - back * intervalS, intervalS) : latest;
-    const text = (value) => (value === null || value === undefined ? "no data" : unitOf(unit).text(value));
+    const { isGap, beside } = this.#cursor === null ? { isGap: false, beside: [] } : this.#told(back);
+    const when = [back ? moment(endS - back * intervalS, intervalS) : latest, ...beside].join(", ");
+    const none = isGap ? "no sample" : "no data";
+    const text = (value) => (value === null || value === undefined ? none : unitOf(unit).text(value));
     const items = series.map((s, style) => ({ ...s, style, text: text(s.values[s.values.length - 1 - back]) }));
     setText(this.when, when);
     this.legend.update(items);
@@ -188,12 +222,16 @@ function makeLine() {
   const area = node.appendChild(svg("path", { class: "area" }));
   const held = node.appendChild(svg("path", { class: "held" }));
   const line = node.appendChild(svg("path", { class: "line" }));
-  const update = ({ values, style, x, y, bottom, filled, holds }) => {
+  const update = ({ values, style, x, y, bottom, filled, holds, breaks }) => {
     setAttr(node, "class", styleClass(style));
-    const pieces = unbroken(values).map((piece) => piece.map(([back, v]) => [x(back).toFixed(1), y(v).toFixed(1)]));
+    const runs = unbroken(values);
+    const pieces = runs.map((piece) => piece.map(([back, v]) => [x(back).toFixed(1), y(v).toFixed(1)]));
     const ends = pieces.map((piece, i) => {
       const [from, level] = piece.at(-1);
-      const to = i + 1 < pieces.length ? pieces[i + 1][0] : [x(0).toFixed(1), level];
+      const [endBack, nextBack] = [runs[i].at(-1)[0], runs[i + 1]?.[0][0] ?? -1];
+      const gap = breaks.find((one) => one.from < endBack && one.to > nextBack);
+      const next = i + 1 < pieces.length ? pieces[i + 1][0] : [x(0).toFixed(1), level];
+      const to = gap ? [x(gap.from + 1).toFixed(1), level] : next;
       return from === to[0] ? "" : `M${from} ${level}H${to[0]}V${to[1]}`;
     });
     setAttr(held, "d", holds ? ends.join("") : "");

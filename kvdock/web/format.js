@@ -7,11 +7,19 @@ const MINUS = "\u2212";
 const grouped = new Intl.NumberFormat("en-GB", { maximumFractionDigits: 0 });
 
 /**
- * Characters that cannot be seen, or that change the direction of others: controls, format characters, unusual spaces.
- * The no-break space is the page's own.
+ * Characters that cannot be seen, or that change the direction of others: controls, format characters, unusual spaces,
+ * and others that look like a space. The no-break space is the page's own: `received` tells those of names apart.
  */
-const UNSEEN = /[\p{Cc}\p{Cf}\p{Cs}\p{Co}\p{Zl}\p{Zp}\p{Default_Ignorable_Code_Point}\u2800]|(?![ \u00a0])\p{Zs}/u;
+const UNSEEN =
+  /[\p{Cc}\p{Cf}\p{Cs}\p{Co}\p{Zl}\p{Zp}\p{Default_Ignorable_Code_Point}\u2800\u{16fe4}\u{1d159}]|(?![ \u00a0])\p{Zs}/u;
 const ALL_UNSEEN = new RegExp(UNSEEN, "gu");
+/** Half of a character, which no answer can have. */
+const NB_OF_A_NAME = "\ud8a0";
+
+/** An answer of the server, in which no-break spaces are those of names. */
+export const received = (text) => text.replaceAll(NB, NB_OF_A_NAME);
+/** A received name as the server knows it. */
+export const original = (name) => name.replaceAll(NB_OF_A_NAME, NB);
 
 /** The text with each such character as an escape: "a\u202eb" for one that turns the text around. */
 export function visible(text) {
@@ -20,7 +28,7 @@ export function visible(text) {
 }
 
 function escaped(character) {
-  const hex = character.codePointAt(0).toString(16);
+  const hex = original(character).codePointAt(0).toString(16);
   return hex.length > 4 ? `\\u{${hex}}` : `\\u${hex.padStart(4, "0")}`;
 }
 

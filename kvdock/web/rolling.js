@@ -37,14 +37,33 @@ function rolling(parts, wholes, wide) {
   });
 }
 
+/** Whether no sample was taken, for each interval: every sample has a value of some series. */
+function unsampled(series) {
+  const length = Math.max(0, ...series.map(({ values }) => values.length));
+  return Array.from({ length }, (_, i) => series.every(({ values }) => (values[i] ?? null) === null));
+}
+
+/** The runs of intervals without a sample, oldest first: the first and the last, counted from the newest interval. */
+export function gaps(series) {
+  const found = [];
+  const all = unsampled(series);
+  all.forEach((isGap, i) => {
+    const back = all.length - 1 - i;
+    if (isGap && all[i - 1]) found.at(-1).to = back;
+    else if (isGap) found.push({ from: back, to: back });
+  });
+  return found;
+}
+
 /** The stats with the shares of each point being those of the minute before it. */
 export function rolled(stats) {
   const known = rates(stats);
   if (!known) return stats;
+  const isGap = unsampled(stats.series);
   const wide = Math.max(1, Math.round(WINDOW_S / stats.interval_s));
   const parts = { loaded_share: known.loaded, local_share: known.local };
   const roll = (series) => series.name in parts
-    ? { ...series, values: rolling(parts[series.name], known.prompt, wide) }
+    ? { ...series, values: rolling(parts[series.name], known.prompt, wide).map((v, i) => (isGap[i] ? null : v)) }
     : series;
   return { ...stats, series: stats.series.map(roll) };
 }

@@ -4,6 +4,7 @@
 // requests cause, fifty times a second.
 
 import { ask, TIMEOUT_MS } from "./api.js";
+import { received } from "./format.js";
 
 const AGAIN_MS = 3000;
 /** The wait after a refusal: the server sends no events, or none to this page, and counts refused calls. */
@@ -63,7 +64,7 @@ export class EventReader {
     const headers = this.#lastId ? { "Last-Event-ID": this.#lastId } : {};
     const soon = AbortSignal.any([signal, AbortSignal.timeout(TIMEOUT_MS)]);
     const answer = await ask(`v1/events${this.#query ? `?${this.#query}` : ""}`, { headers, signal: soon });
-    const text = await answer.text();
+    const text = received(await answer.text());
     if (signal.aborted) return;
     const events = text.split("\n\n").map((piece) => this.#event(piece)).filter(Boolean);
     if (events.length) this.hear(events);

@@ -8,12 +8,16 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from api_helpers import ServerProcess, eventually, kept_of
+from api_helpers import NOBODYS, ServerProcess, access_file, eventually, kept_of, raw
 
+from kvdock.api.access.access_file import entry
 from kvdock.api.pool.kept_object import KeptObject
 from kvdock.api.record.counters import Counters
 from kvdock.api.record.history import KEPT_LEVELS, History
+from kvdock.api.record.marks import MOST_MARKS
 from kvdock.client.client import Client
+from kvdock.protocol.admin_schemas import PatchConfig, Quota
+from kvdock.protocol.events import LimitsChanged
 from kvdock.protocol.reports import Over, PoolView
 from kvdock.shm.objects import SHM_DIR, pool_objects
 
@@ -78,6 +82,57 @@ def test_the_next_server_goes_on_with_hours_and_days_and_a_gap_where_there_was_n
     assert second.values("days")[:2] == pytest.approx([0.3, 0.3])
 
 
+def test_a_time_in_which_the_server_was_stopped_is_a_gap(kept: KeptObject) -> None:
+    """The server clock stands still meanwhile; the clock on the wall does not."""
+    server = Server(kept, 1e9)
+    server.run(150, found=3)
+    server.wall_s += 600.0
+    server.run(100, found=9)
+    hours = server.values("hours")
+    assert hours[:2] == pytest.approx([0.3, 0.3]) and hours[2:12] == [None] * 10
+    assert hours[12] == pytest.approx(0.6, abs=0.02) and len(hours) == 14
+    minutes = server.values("minutes")
+    assert len(minutes) == 300 and minutes[:-100] == [None] * 200 and set(minutes[-100:]) <= {0.3, 0.9}
+    assert server.values("minutes", "free_bytes")[0] is None, "of all series"
+
+
+def marks_of(server: Server, over: Over) -> list[tuple[int, str, list[str], int | None]]:
+    """(age, kind, limits, size of the pool), the age in whole seconds."""
+    return [
+        (round(one.age_s), one.kind, one.limits, one.pool_bytes)
+        for one in server.history.view(over, server.now_s).marks
+    ]
+
+
+def test_starts_and_changes_of_limits_are_marked_and_kept(kept: KeptObject) -> None:
+    first = Server(kept, 1e9)
+    first.run(200)
+    first.history.marks.take(LimitsChanged(changed={"pool_bytes": [1, 2], "low_water": [0.1, 0.2]}, source="call"))
+    first.history.marks.quotas_changed()
+    first.run(100)
+    first.history.marks.quotas_changed()
+    changes = [(100, "limits", ["pool_bytes", "low_water", "quotas"], 2), (0, "limits", ["quotas"], None)]
+    assert marks_of(first, "minutes") == [(301, "started", [], None), *changes]
+    assert marks_of(first, "hours") == marks_of(first, "minutes")
+    first.run(1)  # marks are kept at once
+    second = Server(kept, first.wall_s + 600)
+    assert [(kind, limits) for _, kind, limits, _ in marks_of(second, "hours")] == [
+        ("started", []), ("limits", ["pool_bytes", "low_water", "quotas"]), ("limits", ["quotas"]), ("started", []),
+    ]
+    assert marks_of(second, "hours")[-1][0] == 0 and marks_of(second, "hours")[0][0] == pytest.approx(902, abs=3)
+    second.run(10)
+    assert [kind for _, kind, _, _ in marks_of(second, "minutes")] == ["started"], "as far as the series reach back"
+
+
+def test_no_more_marks_are_kept_than_fit(kept: KeptObject) -> None:
+    server = Server(kept, 1e9)
+    for _ in range(2 * MOST_MARKS):
+        server.wall_s += 2
+        server.history.marks.quotas_changed()
+    server.run(62)
+    assert len(Server(kept, server.wall_s).history.marks.within(1e9)) == MOST_MARKS
+
+
 def test_rings_stay_as_long_as_they_are(kept: KeptObject) -> None:
     first = Server(kept, 1e9)
     first.run(200)
@@ -135,3 +190,18 @@ def test_a_real_server_keeps_hours_with_its_pool_and_the_next_one_shows_them() -
             assert hits.values[:3] == pytest.approx([0.4] * 3)
             second.stop(signal.SIGTERM)
         eventually(lambda: pool_id not in pool_objects() and not list(SHM_DIR.glob(f"*{pool_id:016x}*")))
+
+
+def test_a_real_server_marks_its_start_its_limits_and_quotas_and_names_no_tenant(tmp_path: Path) -> None:
+    """What the access file has at the start is no change."""
+    path = access_file(tmp_path, entry("one", "t" * 40, ["engine"], "team-a") + "caps = {sessions = 4}\n")
+    with ServerProcess(access_file=str(path)) as server, Client(server.unix) as client:
+        eventually(lambda: bool(client.stats().series[0].values))
+        assert [(one.kind, one.limits) for one in client.stats().marks] == [("started", [])]
+        client.configure(PatchConfig(session_grants=77, tenants={"team-b": Quota(sessions=2)}))
+        eventually(lambda: len(client.stats().marks) == 2)
+        changed = client.stats().marks[1]
+        assert changed.kind == "limits" and sorted(changed.limits) == ["quotas", "session_grants"]
+        assert changed.pool_bytes is None and changed.age_s < 60
+        status, _, body = raw(server.http, "GET", "/v1/stats", None, NOBODYS)
+        assert status == 200 and b"team-" not in body

@@ -207,7 +207,7 @@ def test_doctor_shows_how_gpu_copies_were_calibrated(tmp_path: Path) -> None:
     known = Calibration("NVIDIA H200", "ab" * 16, 13000, geometry, tuning, 0.4, 0.991, 0.982, 55e9)
     save_calibration(tmp_path / "kvdock/copy-1.json", known)
     found = checks_of(kvdock("doctor", "--json", XDG_CACHE_HOME=str(tmp_path), **SMALL), 0)["GPU copies"]
-    assert found["found"] == known.describe() and "load 99.1%" in found["found"]
+    assert found["found"] == known.describe() and "load 99.1 %" in found["found"]
 
 
 def test_gpu_kernels_say_what_they_were_compiled_for_and_why_they_cannot_run() -> None:

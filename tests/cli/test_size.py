@@ -31,9 +31,9 @@ def test_it_shows_what_pools_of_other_sizes_would_find() -> None:
                     engine.store(keys(CHUNKS, str(prompt)))
             told = client.curve()
         said = kvdock("size", "--server", server.unix).stdout
-        assert "80 lookups" in said and "the pool itself found 0%" in said
+        assert "80 lookups" in said and "the pool itself found 0 %" in said
         rows = [line for line in said.splitlines() if line.startswith(("1.0 MiB", "8.0 MiB", "unlimited"))]
-        assert [row.split()[-1] for row in rows] == ["0.0%", "75.0%", "75.0%"]
+        assert [" ".join(row.split()[-2:]) for row in rows] == ["0.0 %", "75.0 %", "75.0 %"]
         assert "(now)" in rows[0] and "would find nearly as much as an unlimited one" in said
         answer = json.loads(kvdock("size", "--server", server.unix, "--json").stdout)
         assert answer["total"]["tokens"] == told.total.tokens
@@ -74,7 +74,7 @@ def test_what_does_not_fit_together_is_refused(asked: tuple[str, ...], said: str
 
 
 @pytest.mark.parametrize(("hit_share", "error", "text"), [
-    (None, 0.0, "?"), (0.754, 0.0, "75.4%"), (0.754, 0.012, "75.4% ± 1.2%"),
+    (None, 0.0, "?"), (0.754, 0.0, "75.4 %"), (0.754, 0.012, "75.4 % ± 1.2 %"),
 ])
 def test_a_share_is_shown_with_its_error(hit_share: float | None, error: float, text: str) -> None:
     assert share_in_words(CurvePoint(factor=1.0, pool_bytes=1, hit_share=hit_share, error=error)) == text

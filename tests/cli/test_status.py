@@ -22,7 +22,7 @@ ENDED = Outcome(request="r", prompt_tokens=70, local_tokens=16, found_tokens=48,
                 prefill_tokens_per_s=16.0)
 """It looked up 4 chunks and found 3: 16 tokens local, 32 loaded, 16 never stored, 6 left over. It saved 1.5 s."""
 HELPS = (
-    "kvdock is up and helping: 45.7% of prompt tokens were loaded; 22.9% were in the engines' own caches. That saved "
+    "kvdock is up and helping: 45.7 % of prompt tokens were loaded; 22.9 % were in the engines' own caches. That saved "
     "1.5 s of computing."
 )
 

@@ -102,7 +102,7 @@ def test_what_is_kept_is_what_was_measured(tmp_path: Path) -> None:
     assert tunings._read(path) == calibration() and cached_tunings(tmp_path) == [calibration()]
     assert list(tmp_path.iterdir()) == [path], "written beside, then renamed"
     text = calibration().describe()
-    assert "NVIDIA H200" in text and "2 x 8 MiB" in text and "64 planes of 16 x 256 bytes" in text and "99.0%" in text
+    assert "NVIDIA H200" in text and "2 x 8 MiB" in text and "64 planes of 16 x 256 bytes" in text and "99.0 %" in text
 
 
 @pytest.mark.parametrize(

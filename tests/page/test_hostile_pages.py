@@ -338,6 +338,7 @@ NAMES = {
     "hidden": "\x1b[31mred\x07\u200b\ufeff\u2028\r\nend",
     "marks": "Z" + "\u0300\u0489" * 127,
     "joined": "\U0001f469\u200d" * 128,
+    "blank": "two\u00a0words\u3164\u2003\U0001d159",
 }
 
 
@@ -359,6 +360,7 @@ def named(server: ServerProcess) -> Iterator[None]:
 
 
 SHOWN_BIDI = "safe\\u202egpj.exe\\u2066\\u2067\\u202dtail\\u200f"
+SHOWN_BLANK = "two\\u00a0words\\u3164\\u2003\\u{1d159}"
 SHOWN_HIDDEN = "\\u001b[31mred\\u0007\\u200b\\ufeff\\u2028\\u000d\\u000aend"
 UNSEEN = """() => {
   const unseen = /[\\p{Cc}\\p{Cf}\\p{Zl}\\p{Zp}]/u, found = [];
@@ -386,6 +388,7 @@ def test_hostile_names_are_text_of_bounded_size_that_turns_no_other_text_around(
         expect(page.locator(f"#{panel}")).to_contain_text(SCRIPT)
         expect(page.locator(f"#{panel}")).to_contain_text(SHOWN_BIDI)
         expect(page.locator(f"#{panel}")).to_contain_text(SHOWN_HIDDEN)
+        expect(page.locator(f"#{panel}")).to_contain_text(SHOWN_BLANK)
     assert page.evaluate(UNSEEN) == []
     for width in (390, 768, 1280, 1920):
         page.set_viewport_size({"width": width, "height": 900})
@@ -394,6 +397,10 @@ def test_hostile_names_are_text_of_bounded_size_that_turns_no_other_text_around(
         assert page.evaluate(NOT_ISOLATED) == []
     assert page.locator("img").count() == 1 and page.locator("main :is(script, img, iframe)").count() == 0
     assert page.evaluate("window.owned") is None and dialogs == []
+    page.get_by_role("button", name=f"Explain {SHOWN_BLANK}").first.click()
+    dialog = page.get_by_role("dialog", name=f"Request {SHOWN_BLANK}")
+    expect(dialog.get_by_role("heading", name="Where")).to_be_visible()
+    assert page.evaluate(UNSEEN) == []
 
 
 @pytest.mark.parametrize("path", [

@@ -264,6 +264,7 @@ def test_figures_read_as_people_write_them(figures: Page, call: str, text: str) 
         ("\x1b[31mred\x07\r\n\t\x7f\x85", "\\u001b[31mred\\u0007\\u000d\\u000a\\u0009\\u007f\\u0085"),
         ("a\u200b\u2060\ufeff\u00ad\u034f\u061cb", "a\\u200b\\u2060\\ufeff\\u00ad\\u034f\\u061cb"),
         ("\u2028\u2029\u2003\u3000\u3164\u2800", "\\u2028\\u2029\\u2003\\u3000\\u3164\\u2800"),
+        ("\u202f\uffa0\u1160\u180e\U0001d159\U00016fe4", "\\u202f\\uffa0\\u1160\\u180e\\u{1d159}\\u{16fe4}"),
         ("tag\U000e0041 variant\ufe0f private\ue000", "tag\\u{e0041} variant\\ufe0f private\\ue000"),
         ("plain, 12 %, 5\u00a0GiB, näïve, \u05e9\u05dc\u05d5\u05dd, 模型, \U0001f600, e\u0301",
          "plain, 12 %, 5\u00a0GiB, näïve, \u05e9\u05dc\u05d5\u05dd, 模型, \U0001f600, e\u0301"),

@@ -14,7 +14,17 @@ from playwright.sync_api import Page, expect
 
 from kvdock.protocol import events as e, schemas
 from kvdock.protocol.admin_schemas import Namespaces
-from kvdock.protocol.reports import CopyRates, HitDays, Leases, Prefixes, Requests, Series, UseTotals
+from kvdock.protocol.reports import (
+    CopyRates,
+    HitDays,
+    Leases,
+    Mark,
+    Prefixes,
+    Requests,
+    Series,
+    Stats,
+    UseTotals,
+)
 from kvdock.protocol.verdict import Effect, Verdict
 
 pytest_plugins = ["page_fixtures"]
@@ -199,22 +209,150 @@ def test_charts_have_the_reader_s_clock_on_their_axis(page_server: PageServer, o
     assert (chart.get_attribute("aria-valuetext") or "").startswith("04:11:35: ")
 
 
-def test_the_range_switch_asks_for_hours_and_days(page_server: PageServer, open_page: OpenPage) -> None:
+def test_a_range_is_chosen_by_keyboard_and_kept_for_the_tab(page_server: PageServer, open_page: OpenPage) -> None:
+    """The axis is as long as the range, however much of it the server has."""
     asked: list[str] = []
     page = open_page(page_server.url, timezone_id="Europe/Berlin")
     page.clock.set_fixed_time("2026-11-25T09:00:00Z")
     page.reload()
     page.on("request", lambda request: asked.append(request.url.rpartition("/v1/")[2]))
-    page_server.bodies["stats"] = msgspec.structs.replace(say.stats(100), interval_s=3600.0)
-    page.get_by_role("radio", name="Days").check()
-    expect(page.locator("#history .ticks.x").first).to_contain_text("23\u00a0Nov")
+    page_server.bodies["stats"] = msgspec.structs.replace(say.stats(100), interval_s=1800.0)
+    page.get_by_role("radio", name="Live").focus()
+    for _ in range(6):
+        page.keyboard.press("ArrowRight")
+    expect(page.get_by_role("radio", name="7 days")).to_be_checked()
+    ticks = page.locator("#history .ticks.x").first
+    expect(ticks).to_contain_text("19\u00a0Nov")
     assert "stats?over=days" in asked
     chart = page.get_by_role("slider").first
     chart.focus()
     page.keyboard.press("ArrowLeft")
-    assert say.plain(chart.get_attribute("aria-valuetext")).startswith("25 Nov, 08:59: ")
+    assert say.plain(chart.get_attribute("aria-valuetext")).startswith("25 Nov, 09:29: ")
+    page.get_by_role("radio", name="24 h").check()
+    expect(ticks).to_contain_text("06:00")
+    assert chart.get_attribute("aria-valuemax") == "47"
+    asked.clear()
+    page.reload()
+    expect(page.get_by_role("radio", name="24 h")).to_be_checked()
+    expect(ticks).to_contain_text("06:00")
+    assert {path for path in asked if path.startswith("stats")} == {"stats?over=days"}
+    page_server.bodies["stats"] = msgspec.structs.replace(say.stats(700), interval_s=60.0)
     with page.expect_request("**/v1/stats?over=hours"):
-        page.get_by_role("radio", name="Hours").check()
+        page.get_by_role("radio", name="15 min").check()
+    expect(chart).to_have_attribute("aria-valuemax", "14")
+
+
+def test_the_figures_of_a_range_stay_until_those_of_another_have_come(
+    page_server: PageServer, open_page: OpenPage
+) -> None:
+    page = open_page(page_server.url)
+    line = page.locator("#history .lines .line").first
+    before = line.get_attribute("d")
+    assert before
+    page.route("**/v1/stats?over=hours", lambda route: None)  # unanswered
+    page.get_by_role("radio", name="15 min").check()
+    page.wait_for_timeout(1_500)
+    assert line.get_attribute("d") == before
+
+
+def marked_stats() -> Stats:
+    """An hour by the minute: ten minutes without samples, a start after them, and a larger pool later. Half of the
+    first part has no requests."""
+    shares: list[float | None] = [0.5] * 10 + [None] * 10 + [None] * 10 + [0.25] * 30
+    free: list[float | None] = [4.0] * 20 + [None] * 10 + [8.0] * 30
+    pool = say.series("free_bytes", "bytes", "Pool", free)
+    marks = [
+        Mark(age_s=90 * 60.0, kind="started"), Mark(age_s=30 * 60.0, kind="started"),
+        Mark(age_s=10 * 60.0, kind="limits", limits=["pool_bytes", "quotas"], pool_bytes=8 << 20),
+    ]
+    shared = say.series("share", "ratio", "Prompt tokens", shares)
+    return Stats(interval_s=60.0, age_s=0.0, series=[shared, pool], marks=marks)
+
+
+def test_starts_and_changes_of_limits_are_marked_and_told(page_server: PageServer, open_page: OpenPage) -> None:
+    page_server.bodies["stats"] = marked_stats()
+    page = open_page(page_server.url, timezone_id="Europe/Berlin")
+    page.clock.set_fixed_time("2026-11-25T09:00:00Z")
+    page.reload()
+    page.get_by_role("radio", name="1 h", exact=True).check()
+    told = page.get_by_role("list", name="Marks in the charts, the latest first").get_by_role("listitem")
+    expect(told).to_have_count(3)
+    assert [say.plain(text) for text in told.all_inner_texts()] == [
+        "25 Nov, 09:50: limits changed: pool size 8.00 MiB, quotas of tenants",
+        "25 Nov, 09:30: the server was started",
+        "25 Nov, 09:20: no samples for 10 min: no server ran, or it was stopped",
+    ]
+    figure = page.locator("#history figure.chart").first
+    kinds = figure.locator(".axis-marks g")
+    assert [one.get_attribute("data-kind") for one in kinds.all()] == ["started", "limits"]
+    places = figure.evaluate(
+        "node => [...node.querySelectorAll('.axis-marks line')].map(n => +n.getAttribute('x1'))"
+    )
+    left, right = figure.evaluate(
+        "node => { const line = node.querySelector('.ticks line');"
+        " return [+line.getAttribute('x1'), +line.getAttribute('x2')] }"
+    )
+    assert [(place - left) / (right - left) for place in places] == pytest.approx([29 / 59, 49 / 59], abs=0.01)
+    chart = page.get_by_role("slider").first
+    chart.focus()
+    for _ in range(10):
+        page.keyboard.press("ArrowLeft")
+    text = say.plain(chart.get_attribute("aria-valuetext"))
+    assert text.startswith("25 Nov, 09:50, limits changed: pool size 8.00 MiB, quotas of tenants: ")
+
+
+def test_a_time_without_samples_is_a_gap_and_nothing_is_drawn_across_it(
+    page_server: PageServer, open_page: OpenPage
+) -> None:
+    """Where there was merely nothing to measure, the last share goes on as a thin line."""
+    page_server.bodies["stats"] = marked_stats()
+    page = open_page(page_server.url)
+    page.get_by_role("radio", name="1 h", exact=True).check()
+    chart = page.get_by_role("slider").first
+    expect(chart).to_have_attribute("aria-valuemax", "59")
+    for plot in page.locator("#history .plot").all():
+        gap = plot.locator("rect.gap")
+        expect(gap).to_have_count(1)
+        left = float(gap.get_attribute("x") or 0)
+        right = left + float(gap.get_attribute("width") or 0)
+        for path in plot.locator(".held, .line, .area").all():
+            drawn = path.get_attribute("d") or ""
+            for piece in filter(None, drawn.split("M")):
+                at = [float(x) for x in re.findall(r"(?:^|[LH])(-?[\d.]+)", piece)]
+                assert max(at) <= left + 0.2 or min(at) >= right - 0.2, (drawn, left, right)
+    held = page.locator("#history .held").first.get_attribute("d") or ""
+    assert held.count("M") == 1, "from the last share to the gap"
+    chart.focus()
+    for _ in range(35):
+        page.keyboard.press("ArrowLeft")
+    assert say.plain(chart.get_attribute("aria-valuetext")).endswith("Share no sample")
+    for _ in range(10):
+        page.keyboard.press("ArrowLeft")
+    assert say.plain(chart.get_attribute("aria-valuetext")).endswith("Share no data")
+
+
+def test_the_shares_of_a_minute_do_not_cross_a_time_without_samples(
+    page_server: PageServer, open_page: OpenPage
+) -> None:
+    values: list[float | None] = [10.0] * 20 + [None] * 20 + [10.0] * 20
+    page_server.bodies["stats"] = say.history(*rates(values, values, [None if one is None else 0.0 for one in values]))
+    page = open_page(page_server.url)
+    expect(page.locator("#history rect.gap").first).to_be_visible()
+    line = page.locator("#history .lines .line").first.get_attribute("d") or ""
+    assert line.count("M") == 2
+
+
+def test_the_first_tab_stop_leads_past_the_head_of_the_page(page_server: PageServer, open_page: OpenPage) -> None:
+    page = open_page(page_server.url)
+    page.keyboard.press("Tab")
+    skip = page.get_by_role("link", name="Skip to the figures")
+    expect(skip).to_be_focused()
+    box = skip.bounding_box()
+    assert box is not None and box["y"] >= 0, "it is shown while it has the focus"
+    page.keyboard.press("Enter")
+    assert page.evaluate("document.activeElement.id") == "main"
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.querySelector('main').contains(document.activeElement)")
 
 
 def test_the_cursor_of_one_chart_is_that_of_all(page_server: PageServer, open_page: OpenPage) -> None:
@@ -356,7 +494,7 @@ def test_the_mover_is_no_engine(page_server: PageServer, open_page: OpenPage) ->
                         namespace="01" * 32)
     page_server.bodies["sessions"] = schemas.Sessions(sessions=[*say.live_sessions().sessions, mover])
     page_server.bodies["leases"] = Leases(leases=[say.grant(1, "lease", "s9", "load-1", 1, [0])])
-    named = views.namespace(1, views.MODELS[0], sessions=2)
+    named = views.namespace(1, views.MODELS[0], sessions=1)
     page_server.bodies["namespaces"] = Namespaces(namespaces=[named])
     page = open_page(page_server.url)
     expect(page.locator("#sessions tbody tr")).to_have_count(3)

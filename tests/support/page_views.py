@@ -69,7 +69,7 @@ def finding(code: Any, severity: Any, text: str, **more: Any) -> Finding:
     return Finding(code=code, severity=severity, text=text, remedy=REMEDIES[code], **more)
 
 
-HEADLINE = "kvdock is up and helping: 30.0% of prompt tokens were loaded."
+HEADLINE = "kvdock is up and helping: 30.0 % of prompt tokens were loaded."
 
 
 def verdict() -> Verdict:

@@ -52,6 +52,7 @@ def test_the_mover_s_sessions_are_listed_and_are_no_engines(server: ServerProces
     """They end with their namespaces, and hold leases meanwhile, so the list has them."""
     assert len(engine.client.sessions().sessions) == 2
     assert engine.client.status().sessions == 1
+    assert [one.sessions for one in engine.client.namespaces().namespaces] == [1]
     metrics = raw(server.http, "GET", "/metrics", None, NOBODYS)[2].decode()
     found = [one for one in text_string_to_metric_families(metrics) if one.name == "kvdock_sessions"]
     assert [sample.value for one in found for sample in one.samples] == [1]

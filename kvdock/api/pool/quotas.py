@@ -8,7 +8,7 @@ user has no limits unless they are put. Used from the event loop only.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import msgspec
 
@@ -45,6 +45,8 @@ class Quotas:
         """The quotas in the access file when it was last read."""
         self._names: Recent[bytes, str] = Recent(keep=KEPT_NAMES)
         """Tenants that have attached to this server, by the table's id."""
+        self.on_changed: Callable[[], None] = lambda: None
+        """Called after a tenant has got another quota."""
         table.set_default_quota(bytes=default.bytes, chunks=default.chunks)
 
     def of(self, tenant: str) -> Quota:
@@ -53,8 +55,8 @@ class Quotas:
     def put(self, tenant: str, quota: Quota) -> None:
         """Replaces the tenant's quota, at once. A tenant that uses more keeps what engines hold; the keeper evicts the
         rest."""
-        self._put[tenant] = quota
-        self._table.set_quota(tenant_id(tenant), bytes=quota.bytes, chunks=quota.chunks)
+        before, self._put[tenant] = self.of(tenant), quota
+        self._enforce(tenant, before)
 
     def put_back(self, tenant: str) -> None:
         """Replaces the tenant's quota with the one in the access file, or else with the default."""
@@ -64,9 +66,15 @@ class Quotas:
             self._reset(tenant)
 
     def _reset(self, tenant: str) -> None:
+        before = self.of(tenant)
         self._put.pop(tenant, None)
-        default = self.of(tenant)
-        self._table.set_quota(tenant_id(tenant), bytes=default.bytes, chunks=default.chunks)
+        self._enforce(tenant, before)
+
+    def _enforce(self, tenant: str, before: Quota) -> None:
+        quota = self.of(tenant)
+        self._table.set_quota(tenant_id(tenant), bytes=quota.bytes, chunks=quota.chunks)
+        if quota != before:
+            self.on_changed()
 
     def follow(self, caps: Mapping[str, Quota]) -> None:
         """Takes over the quotas of the access file: puts those that are new, and gives the default back to tenants that

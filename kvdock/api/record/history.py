@@ -19,6 +19,7 @@ from kvdock.api.pool.kept_object import KeptObject
 from kvdock.api.pool.pool import Pool
 from kvdock.api.record.counters import Counters
 from kvdock.api.record.curve import Curves
+from kvdock.api.record.marks import Marks
 from kvdock.api.record.tally import Tally
 from kvdock.protocol.reports import Over, PoolView, Series, Stats, TierView
 
@@ -117,6 +118,10 @@ KEPT_LEVELS = (Level("hours", 60.0, 720), Level("days", 1800.0, 672))
 """Half a day by the minute, two weeks by the half-hour."""
 
 
+START_S = 60.0
+"""Marks of this time before the first value are told as well: a server begins a while before it."""
+
+
 class _Rings:
     """A ring of values for each series."""
 
@@ -125,29 +130,39 @@ class _Rings:
         self.values: list[deque[float | None]] = [deque(maxlen=level.values) for _ in specs]
         self._before: Sample | None = None
         self.sampled_at_s = 0.0
+        self._stopped_s = 0.0
+        """How long the server was stopped since the last value."""
 
-    def sample(self, sample: Sample, now_s: float) -> bool:
+    def sample(self, sample: Sample, now_s: float, stopped_s: float) -> bool:
         """Takes a value of each series if an interval has passed, and returns whether it did. The first sample gives no
-        value: the second one is compared with it."""
+        value: the second one is compared with it. `stopped_s`: how long the server was stopped since the sample
+        before, for which there are no values."""
         elapsed_s = now_s - self.sampled_at_s
+        self._stopped_s += stopped_s
         # An interval is some samples long, and those come a little late or early.
         if self._before is not None and elapsed_s < self.level.interval_s - sample.elapsed_s / 2:
             return False
         if self._before is not None:
-            after = sample._replace(elapsed_s=elapsed_s)
+            after, missed = sample._replace(elapsed_s=elapsed_s), round(self._stopped_s / self.level.interval_s)
             for spec, ring in zip(self._specs, self.values, strict=True):
+                ring.extend([None] * min(missed, self.level.values))
                 ring.append(spec.compute(self._before, after))
-        is_first, self._before, self.sampled_at_s = self._before is None, sample, now_s
+        is_first, self._before, self.sampled_at_s, self._stopped_s = self._before is None, sample, now_s, 0.0
         return not is_first
 
-    def view(self, now_s: float) -> Stats:
+    @property
+    def length_s(self) -> float:
+        """How far back the values reach from the last one."""
+        return self.level.interval_s * max(map(len, self.values), default=0)
+
+    def view(self, now_s: float, marks: Marks | None = None) -> Stats:
         series = [
             Series(name=spec.name, title=spec.title, unit=spec.unit, chart=spec.chart, values=list(ring))
             for spec, ring in zip(self._specs, self.values, strict=True)
         ]
-        return Stats(
-            interval_s=self.level.interval_s, age_s=max(0.0, now_s - self.sampled_at_s), series=series
-        )
+        age_s = max(0.0, now_s - self.sampled_at_s)
+        known = [] if marks is None else marks.within(self.length_s + age_s + START_S)
+        return Stats(interval_s=self.level.interval_s, age_s=age_s, series=series, marks=known)
 
     def take_over(self, kept: Stats, missed: int) -> None:
         """Continues the series of an earlier server: `missed` intervals have passed without a value."""
@@ -186,24 +201,29 @@ class History:
         self, values: int, interval_s: float, specs: tuple[SeriesSpec, ...] = SERIES, *, kept: KeptObject | None = None,
         beside: Mapping[str, KeptBeside] | None = None, wall_s: Callable[[], float],
     ) -> None:
-        """`kept`: the object that keeps hours and days; None: they end with the server. `beside`: by name, what the
-        object keeps as well."""
+        """`kept`: the object that keeps hours, days and marks; None: they end with the server. `beside`: by name, what
+        the object keeps as well."""
         levels = (Level("minutes", interval_s, values), *KEPT_LEVELS)
         self._levels = {level.name: _Rings(level, specs) for level in levels}
-        self._kept, self._beside, self._wall_s = kept, beside or {}, wall_s
-        self._sampled_at_s = 0.0
+        self.marks = Marks(wall_s)
+        self._kept, self._beside, self._wall_s = kept, {"marks": self.marks, **(beside or {})}, wall_s
+        self._sampled_at_s = self._sampled_at_wall_s = 0.0
         self._take_over()
+        self.marks.started()
 
     def sample(self, counters: Counters, pool: PoolView, tiers: list[TierView], now_s: float) -> None:
         sample = Sample(msgspec.structs.replace(counters), pool, tiers, now_s - self._sampled_at_s)
-        self._sampled_at_s = now_s
-        taken = {name for name, rings in self._levels.items() if rings.sample(sample, now_s)}
+        wall_s = self._wall_s()
+        # The server clock leaves out the time in which the server was stopped.
+        stopped_s = max(0.0, wall_s - self._sampled_at_wall_s - sample.elapsed_s) if self._sampled_at_wall_s else 0.0
+        self._sampled_at_s, self._sampled_at_wall_s = now_s, wall_s
+        taken = {name for name, rings in self._levels.items() if rings.sample(sample, now_s, stopped_s)}
         is_due = bool(taken.intersection(level.name for level in KEPT_LEVELS))
         if is_due or any(one.has_changed for one in self._beside.values()):
             self.keep(now_s)
 
     def view(self, over: Over, now_s: float) -> Stats:
-        return self._levels[over].view(now_s)
+        return self._levels[over].view(now_s, self.marks)
 
     def filling_bytes_per_s(self) -> float | None:
         """How fast the pool has filled over the finest level. None: not known yet."""

@@ -44,10 +44,17 @@ class Lists:
     """One method for each list. `limit` and `cursor` choose a page of it. A list has the items that the caller may see:
     those of its own tenant, or all."""
 
-    def __init__(self, sessions: Sessions, recent: Recent, hits: HitRecord, contents: Contents) -> None:
+    def __init__(
+        self, sessions: Sessions, recent: Recent, hits: HitRecord, contents: Contents,
+        is_mover: Callable[[SessionRecord], bool],
+    ) -> None:
+        """`is_mover`: whether a session is one of the mover's."""
         self._pool, self._table = sessions.pool, sessions.pool.table
         self._registry, self._names, self._clock = sessions.registry, sessions.names, sessions.clock
-        self._recent, self._hits, self._contents = recent, hits, contents
+        self._recent, self._hits, self._contents, self._is_mover = recent, hits, contents, is_mover
+
+    def _engines(self) -> list[SessionRecord]:
+        return [session for session in self._registry.sessions() if not self._is_mover(session)]
 
     def segments(self, _: Peer, limit: int, cursor: int) -> s.Segments:
         shown, following = page_of(self._pool.segment_infos, lambda info: info.id, limit, cursor)
@@ -89,7 +96,7 @@ class Lists:
         """The mean rates of all engines, without benchmarks."""
         return mean_of([
             rates_of([member.copies for member in record.members.values()])
-            for record in self._registry.sessions() if not record.is_bench
+            for record in self._engines() if not record.is_bench
         ])
 
     def hit_days(self, peer: Peer) -> HitDays:
@@ -102,7 +109,7 @@ class Lists:
     def most_used_sessions(self, peer: Peer) -> dict[str, UseTotals]:
         """By label, or by id where there is none: the MOST_SESSIONS that looked up most tokens, of those seen.
         Those that have one label are summed."""
-        seen = [one for one in self._registry.sessions() if peer.sees(one.tenant) and not one.is_bench]
+        seen = [one for one in self._engines() if peer.sees(one.tenant) and not one.is_bench]
         most = heapq.nlargest(MOST_SESSIONS, seen, key=lambda record: record.sums.lookup_tokens)
         named: dict[str, Sums] = {}
         for record in most:
@@ -134,7 +141,7 @@ class Lists:
         left = {view.namespace: view.left_ms for view in self._table.namespaces()}
         seen = [record for record in self._registry.namespaces() if peer.sees(record.tenant)]
         shown, following = page_of(seen, lambda record: record.table_id, limit, cursor)
-        attached = Counter(session.namespace.table_id for session in self._registry.sessions())
+        attached = Counter(session.namespace.table_id for session in self._engines())
         return Namespaces(
             namespaces=[
                 self._namespace_view(record, attached[record.table_id], left.get(record.table_id)) for record in shown

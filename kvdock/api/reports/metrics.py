@@ -263,7 +263,7 @@ def _with_exemplars(buckets: Buckets) -> list[tuple[str, float, Exemplar] | tupl
 
 
 def _counted(name: str, text: str, found: Counted) -> Metric:
-    bounds = (*(floatToGoString(bound) for bound in found.bounds), "+Inf")
+    bounds = (*(floatToGoString(bound) for bound in found.bounds), "+Inf")  # type: ignore[no-untyped-call]
     buckets = list(zip(bounds, accumulate(found.counts), strict=True))
     return HistogramMetricFamily(name, text, buckets=buckets, sum_value=found.total)
 

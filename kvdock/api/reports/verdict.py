@@ -15,7 +15,7 @@ from kvdock.api.pool.sessions import Sessions
 from kvdock.api.reports.recorded import Curves, Totals, Troubles
 from kvdock.api.reports.status import LowerTiers, Probes
 from kvdock.protocol.hits import HitTotals
-from kvdock.protocol.readable import span
+from kvdock.protocol.readable import percent, span
 from kvdock.protocol.reports import CurvePoint, DayOfHits
 from kvdock.protocol.schemas import Manifest
 from kvdock.protocol.verdict import REMEDIES, Effect, Finding, FindingCode, Verdict
@@ -161,8 +161,8 @@ class Judge:
         best = max(larger, key=_share_of)
         if (gain := _share_of(best) - now) >= THRASHING_POINTS:
             yield _finding(
-                "thrashing", "warn", f"A pool {best.factor:g} times as large would find {gain:.0%} more of the tokens "
-                "that engines ask for.", cost_share=gain,
+                "thrashing", "warn", f"A pool {best.factor:g} times as large would find {percent(gain, 0)} more of the "
+                "tokens that engines ask for.", cost_share=gain,
             )
 
     def _shares_nothing(self, judged: Judged) -> Iterator[Finding]:
@@ -187,8 +187,9 @@ class Judge:
         fall = fall_of(self._totals.hits.days(judged.peer.sees))
         if fall is not None:
             yield _finding(
-                "share_fell", "warn", f"Today {fall.now:.0%} of prompt tokens were loaded, and {fall.usual:.0%} on the "
-                f"{fall.days} {'day' if fall.days == 1 else 'days'} before.", cost_share=fall.usual - fall.now,
+                "share_fell", "warn", f"Today {percent(fall.now, 0)} of prompt tokens were loaded, and "
+                f"{percent(fall.usual, 0)} on the {fall.days} {'day' if fall.days == 1 else 'days'} before.",
+                cost_share=fall.usual - fall.now,
             )
 
     def _one_tenant(self, judged: Judged) -> Iterator[Finding]:
@@ -202,7 +203,7 @@ class Judge:
         evicted = judged.hits.computed.get("room", 0) + judged.hits.computed.get("ahead", 0)
         if most >= ONE_TENANT_SHARE * total and evicted:
             yield _finding(
-                "full_of_one_tenant", "warn", f"{most / total:.0%} of what is stored is the tenant's "
+                "full_of_one_tenant", "warn", f"{percent(most / total, 0)} of what is stored is the tenant's "
                 f"{name or 'of the server itself'}, and chunks of others were evicted.",
                 cost_share=evicted / judged.hits.prompt_tokens,
             )
@@ -261,8 +262,8 @@ def _headline(effect: Effect, hits: HitTotals, asked_tokens: int) -> str:
     if effect == "not_helping":
         return f"kvdock is up and not helping yet: none of {hits.prompt_tokens:,} prompt tokens was loaded."
     shares = (
-        f"{hits.loaded_share or 0:.1%} of prompt tokens were loaded; {hits.local_share or 0:.1%} were in the engines' "
-        "own caches"
+        f"{percent(hits.loaded_share or 0)} of prompt tokens were loaded; {percent(hits.local_share or 0)} were in the "
+        "engines' own caches"
     )
     if hits.saved_s is None:
         return f"kvdock is up: {shares}."

@@ -6,7 +6,6 @@ import { about, age, bytes, count, plural, weightsName } from "../format.js";
 import { summed } from "../hits.js";
 import { barred, Table, twoPart } from "../table.js";
 import { mountPrefixes } from "./prefixes.js";
-import { moversIn } from "./sessions.js";
 import { loadedFigure, loadedNote, loadedTitle } from "./shares.js";
 
 const OWN = "the server's own user";
@@ -34,12 +33,6 @@ const GROUPS = {
 const sum = (all, field) => all.reduce((so, n) => so + (n[field] ?? 0), 0);
 const totals = (all, field) => sum(all.map((n) => n.totals ?? {}), field);
 const known = (all, field) => all.map((n) => n[field]).filter((value) => value !== null && value !== undefined);
-
-/** The namespaces, with the sessions of engines alone. */
-function enginesIn(bodies) {
-  const engines = (n) => Math.max(0, n.sessions - moversIn(bodies, n.namespace));
-  return bodies.namespaces.namespaces.map((n) => ({ ...n, sessions: engines(n) }));
-}
 
 function grouped(namespaces, way) {
   const { key, name, beside } = GROUPS[way];
@@ -124,8 +117,8 @@ export function mountCached(root, changed, ask, turn) {
       prefixes.update(found.prefixes, Boolean(config));
     } else {
       prefixes.hide();
-      const all = grouped(enginesIn(bodies), way in GROUPS ? way : "model");
-      groups.update(all.map((g) => ({ ...g, pool_bytes: whole })));
+      const all = grouped(bodies.namespaces.namespaces, way in GROUPS ? way : "model");
+      groups.update(all.map((one) => ({ ...one, pool_bytes: whole })));
     }
     setHidden(more, isPrefix ? found.prefixes.length >= found.prefix_count : !namespaces.next);
     setText(more, isPrefix

@@ -3,7 +3,7 @@
 import { get } from "../api.js";
 import { button } from "../choice.js";
 import { el, setText, withCode } from "../dom.js";
-import { age, bytes, clock, count, isLoss, plural, rate, savedWords, shareOf, took } from "../format.js";
+import { age, bytes, clock, count, isLoss, original, plural, rate, savedWords, shareOf, took } from "../format.js";
 import { reasonWords, sourceWords } from "../hits.js";
 
 const dialog = () => document.getElementById("explain");
@@ -127,7 +127,7 @@ export function mountExplain() {
     dialog().showModal();
     try {
       const whose = session ? `?session=${encodeURIComponent(session)}` : "";
-      body.replaceChildren(...story(await get(`v1/requests/${encodeURIComponent(request)}/explain${whose}`)));
+      body.replaceChildren(...story(await get(`v1/requests/${encodeURIComponent(original(request))}/explain${whose}`)));
     } catch (error) {
       body.replaceChildren(el("p", { cls: "failed", text: `The server cannot explain it: ${error.message}.` }));
     }

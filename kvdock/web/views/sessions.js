@@ -11,11 +11,6 @@ const MOVER_LABEL = "lower tiers";
 
 const isMover = (status, session) => Boolean(status.mover) && session.label === MOVER_LABEL;
 
-/** How many sessions of that namespace are the mover's. */
-export function moversIn({ status, sessions }, namespace) {
-  return (sessions?.sessions ?? []).filter((s) => s.namespace === namespace && isMover(status, s)).length;
-}
-
 /** The sessions of engines, without the mover's. Null: they are not known. */
 export function enginesOf({ status, sessions }) {
   return sessions && sessions.sessions.filter((session) => !isMover(status, session));

@@ -46,7 +46,7 @@ MUTANTS = (
     ),
     Mutant(
         "C47", "a prefix that has gone since the count is listed", CENSUS_FILE,
-        "if (is_there(at->record, at->stamp)) out", "if (true) out",
+        "if (!is_there(at->record, at->stamp)) --out.all;", "if (false) --out.all;",
         CENSUS, GONE_TEST,
     ),
     Mutant(

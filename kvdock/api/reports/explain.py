@@ -106,7 +106,7 @@ class Explainer:
         )
 
     def _about_space(self, space: NamespaceRecord | None, lookups: Sequence[LookupStory]) -> Iterator[Sentence]:
-        """Of a prompt that was never stored, as far as the server knows: how much the server can know."""
+        """How much the server can know of a prompt that, as far as it knows, was never stored."""
         breaks = [one.broke for one in lookups if one.broke is not None and one.broke.why == "never_stored"]
         if space is None or not breaks:
             return

@@ -103,8 +103,7 @@ Curve::Curve(const std::string& policy, uint64_t pool_bytes, const CurveOptions&
     set_space(i, tokens, in.number<uint64_t>(UINT64_MAX));
     spaces_[i].sums.take_over(in);
   }
-  for (uint32_t i = 0, count = in.count(sizeof(uint64_t)); i < count; ++i)
-    remembered_.put(in.number<uint64_t>(UINT64_MAX), 0);
+  remembered_.take_over(in);
   for (MiniPool& pool : pools_) pool.take_over(in, tick_);
   in.end();
 }
@@ -121,8 +120,7 @@ std::string Curve::keep() const {
     out.put(space.chunk_bytes);
     space.sums.keep(out);
   }
-  out.put(static_cast<uint32_t>(remembered_.size()));
-  remembered_.for_each([&](uint64_t name, uint32_t) { out.put(name); });
+  remembered_.keep(out);
   for (const MiniPool& pool : pools_) pool.keep(out);
   return out.take();
 }

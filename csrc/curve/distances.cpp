@@ -67,6 +67,26 @@ void Distances::close_up() {
   }
 }
 
+void Distances::keep(KeptWriter& out) const {
+  std::vector<uint64_t> names(bytes_.size());
+  places_.for_each([&](uint64_t name, uint32_t place) { names[place] = name; });
+  out.put(static_cast<uint32_t>(size()));
+  for (size_t place = 0; place < bytes_.size(); ++place) {
+    if (bytes_[place] == 0) continue;
+    out.put(names[place]);
+    out.put(bytes_[place]);
+  }
+}
+
+void Distances::take_over(KeptReader& in) {
+  uint32_t count = in.count(2 * sizeof(uint64_t));
+  for (uint32_t i = 0; i < count; ++i) {
+    auto name = in.number<uint64_t>(UINT64_MAX);
+    auto bytes = in.number<uint64_t>(UINT64_MAX / count);
+    require(bytes != 0 && !use(name, bytes), "a chunk is remembered twice, or without bytes", i);
+  }
+}
+
 void Distances::check() const {
   uint64_t sum = 0;
   size_t named = 0;

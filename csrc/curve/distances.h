@@ -9,6 +9,7 @@
 
 #include <optional>
 
+#include "curve/kept.h"
 #include "curve/names.h"
 
 namespace kvdock {
@@ -22,6 +23,10 @@ class Distances {
   template <class F>
   void for_each(F&& f) const { places_.for_each(f); }  // f(name, place)
   void check() const;  // TableError corrupt
+
+  // The chunks in the order of their last use, for the next server.
+  void keep(KeptWriter& out) const;
+  void take_over(KeptReader& in);  // REQUIRES: it is empty. TableError corrupt
 
  private:
   static constexpr size_t kLeast = 1024;

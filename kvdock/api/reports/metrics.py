@@ -21,7 +21,6 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Exemplar
-from prometheus_client.utils import floatToGoString
 
 from kvdock.api.access.peer import NOBODY, Peer
 from kvdock.api.pool.pool import Pool
@@ -263,7 +262,7 @@ def _with_exemplars(buckets: Buckets) -> list[tuple[str, float, Exemplar] | tupl
 
 
 def _counted(name: str, text: str, found: Counted) -> Metric:
-    bounds = (*(floatToGoString(bound) for bound in found.bounds), "+Inf")  # type: ignore[no-untyped-call]
+    bounds = (*(str(float(bound)) for bound in found.bounds), "+Inf")
     buckets = list(zip(bounds, accumulate(found.counts), strict=True))
     return HistogramMetricFamily(name, text, buckets=buckets, sum_value=found.total)
 

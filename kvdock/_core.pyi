@@ -125,6 +125,7 @@ class Curve:
     share: float  # of all chunks that are sampled now
     entries: int  # chunks in all simulated pools
     remembered: int  # chunks that are remembered as asked for
+    distances: tuple[list[int], list[int], int]  # reuse distances of samples in bytes: upper bounds, counts, sum
     capacities: list[float | None]  # sampled chunks of its present mean size that each pool holds; None: it is empty
     all: CurveSums
     def __init__(
@@ -241,7 +242,10 @@ class Table:
     def lookup(
         self, session: int, member: int, request: bytes, epoch: int, keys: bytes, *,
         readers: int, skip_tokens: int, now_ms: int, computes: bool = False,
-    ) -> Lookup: ...  # computes: the request promises to store what nobody alive stores or has stored
+        is_apart: bool = False,
+    ) -> Lookup:
+        """computes: the request promises to store what nobody alive stores or has stored. is_apart: of a benchmark,
+        which `reuse` leaves out."""
     def withdraw(self, session: int, request: bytes) -> None: ...  # drops the request's promises
     def hold(self, session: int, member: int, request: bytes, keys: bytes, now_ms: int) -> Lookup: ...  # of single keys
     def peek(self, namespace: int, keys: bytes) -> int: ...  # the hit in tokens; without lease or use
@@ -315,6 +319,9 @@ class Table:
     def open_grants(self, session: int, request: bytes) -> tuple[int, bool]:
         """How many grants of the session have a holder left; whether one was asked for as `request`."""
     def stats(self) -> dict[str, int]: ...
+    def reuse(self) -> dict[str, tuple[list[int], list[int], int]]:
+        """hit_age and eviction_age in seconds, and eviction_uses (csrc/table/reuse.h), each as upper bounds, counts
+        (one more than bounds), and the sum of the values."""
     def state_of(self, namespace: int, key: bytes) -> str: ...  # 'absent', 'reserved' or 'ready'
     def check_integrity(self) -> None:
         """Computes all that is derived again and compares; raises TableError('corrupt', …)."""

@@ -69,6 +69,7 @@ void bind_curve(py::module_& m) {
       .def_property_readonly("share", &Curve::share)
       .def_property_readonly("entries", &Curve::entries)
       .def_property_readonly("remembered", &Curve::remembered)
+      .def_property_readonly("distances", [](const Curve& c) { return histogram_of(c.distances()); })
       .def_property_readonly("capacities", &Curve::capacities)
       .def_property_readonly("all", [](const Curve& c) { return c.all(); })
       .def("of_space", [](const Curve& c, uint32_t space) { return c.of_space(space); }, "space"_a)

@@ -251,6 +251,11 @@ void bind_pool(py::class_<BoundTable>& c) {
       }, "namespace"_a, "keys"_a, "priority"_a, "until_ms"_a = 0, "following"_a = py::bytes())
       .def("state_of", call(&Table::state_of), "namespace"_a, "key"_a)
       .def("stats", call(&Table::stats))
+      .def("reuse", [](BoundTable& t) {
+        const Reuse& all = call(&Table::reuse)(t);
+        return py::dict("hit_age"_a = histogram_of(all.hit_age), "eviction_age"_a = histogram_of(all.eviction_age),
+                        "eviction_uses"_a = histogram_of(all.eviction_uses));
+      })
       .def("check_integrity", call(&Table::check_integrity))
       .def("add_namespace", [](BoundTable& t, const Key& digest, uint32_t chunk_tokens, uint32_t block_tokens,
                                uint32_t writers, const GroupSpecs& groups, const Id16& tenant,
@@ -301,11 +306,12 @@ void bind_members(py::class_<BoundTable>& c) {
 
 void bind_grants(py::class_<BoundTable>& c) {
   c.def("lookup", [](BoundTable& t, uint64_t session, uint64_t member, const Id16& request, uint32_t epoch,
-                     std::vector<Key> keys, uint32_t readers, uint64_t skip_tokens, uint64_t now, bool computes) {
-     LookupCall wanted{request, epoch, std::move(keys), readers, skip_tokens, computes};
+                     std::vector<Key> keys, uint32_t readers, uint64_t skip_tokens, uint64_t now, bool computes,
+                     bool is_apart) {
+     LookupCall wanted{request, epoch, std::move(keys), readers, skip_tokens, computes, is_apart};
      return call(&Table::lookup)(t, session, member, wanted, now);
    }, "session"_a, "member"_a, "request"_a, "epoch"_a, "keys"_a, py::kw_only(), "readers"_a, "skip_tokens"_a,
-      "now_ms"_a, "computes"_a = false)
+      "now_ms"_a, "computes"_a = false, "is_apart"_a = false)
       .def("withdraw", call(&Table::withdraw), "session"_a, "request"_a)
       .def("reserve", [](BoundTable& t, uint64_t session, uint64_t member, const Id16& store, const py::bytes& parent,
                          std::vector<Key> keys, uint32_t groups, bool temporary, uint64_t deadline_ms, uint64_t now) {

@@ -15,7 +15,7 @@ constexpr uint32_t kWorkLookups = 1024;   // the number of lookups whose mean wo
 constexpr double kFewer = 0.5;            // the share of samples that stays when there are too many
 constexpr double kMostOfACall = 512;      // sampled chunks: limits the time of one call, however long its lookup is
 constexpr double kLeastAtOnce = 0.25, kMostAtOnce = 0.875;  // bounds of that share when lookups take too much time
-constexpr double kRememberedWork = 0.1;   // of one remembered name, in MiniPool's unit
+constexpr double kRememberedWork = 0.2;   // of one remembered name, in MiniPool's unit
 constexpr uint32_t kMostSpaces = 1u << 16;
 
 }  // namespace
@@ -155,7 +155,7 @@ void Curve::stored(uint32_t space, const uint8_t* keys, size_t count) {
   sample_fewer_for(count);
   sample(space, keys, count);
   choose(remembered_share_, 0);
-  for (uint64_t name : names_) remembered_.put(name, 0);
+  for (uint64_t name : names_) use(spaces_[space], name);
   for (size_t i = 0; i < kPools; ++i) {
     choose(seen_by(i), 0);
     pools_[i].store(names_, tick_, spaces_[space].chunk_bytes);
@@ -164,9 +164,18 @@ void Curve::stored(uint32_t space, const uint8_t* keys, size_t count) {
 
 // ---- misses of other pools
 
+// The chunk's reuse distance; nullopt: this is its first use. The sampled bytes behind it stand for all.
+std::optional<uint64_t> Curve::use(const Space& space, uint64_t name) {
+  std::optional<uint64_t> sampled = remembered_.use(name, std::max<uint64_t>(1, space.chunk_bytes));
+  if (!sampled) return std::nullopt;
+  uint64_t own = std::min(*sampled, space.chunk_bytes);
+  return own + static_cast<uint64_t>(static_cast<double>(*sampled - own) / remembered_share_);
+}
+
 void Curve::remember(Space& space, size_t found) {
   size_t here = choose(remembered_share_, found), before = remembered_.size();
-  for (uint64_t name : names_) remembered_.put(name, 0);
+  for (uint64_t name : names_)
+    if (std::optional<uint64_t> distance = use(space, name)) distances_.add(*distance);
   double stands_for = space.chunk_tokens / remembered_share_;
   for (CurveSums* sums : {&space.sums, &all_}) {
     sums->ever.here += static_cast<double>(here) * stands_for;
@@ -215,6 +224,7 @@ void Curve::remember_fewer(double by) {
 
 void Curve::check() const {
   for (const MiniPool& pool : pools_) pool.check();
+  remembered_.check();
 }
 
 }  // namespace kvdock

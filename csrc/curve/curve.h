@@ -19,6 +19,8 @@
 #include <cstddef>
 #include <optional>
 
+#include "base/histogram.h"
+#include "curve/distances.h"
 #include "curve/mini_pool.h"
 
 namespace kvdock {
@@ -28,6 +30,13 @@ constexpr std::array<double, 6> kPoolFactors{0.25, 0.5, 1, 2, 4, 8};
 // and no more than all of them.
 constexpr std::array<double, 6> kMoreSeen{4, 4, 4, 2, 1, 1};
 constexpr size_t kPools = kPoolFactors.size();
+// Buckets of reuse distances: 1 MiB, and so on in steps of 4.
+constexpr auto kDistances = [] {
+  std::array<uint64_t, 13> bounds{};
+  for (size_t i = 0; i < bounds.size(); ++i) bounds[i] = uint64_t{1} << (20 + 2 * i);
+  return bounds;
+}();
+using DistanceCounts = Histogram<kDistances.size()>;
 
 struct CurveOptions {
   uint64_t salt;        // random, so that no caller can choose keys that are sampled
@@ -78,6 +87,7 @@ class Curve {
   const CurveSums& of_space(uint32_t space) const;  // TableError bad_argument
   size_t entries() const;
   size_t remembered() const { return remembered_.size(); }
+  const DistanceCounts& distances() const { return distances_; }  // of samples
   std::vector<std::optional<double>> capacities() const;  // MiniPool::capacity of each simulated pool
   void check() const;  // TableError corrupt
 
@@ -91,6 +101,7 @@ class Curve {
   void sample(uint32_t space, const uint8_t* keys, size_t count);
   double seen_by(size_t pool) const { return std::min(1.0, share_ * kMoreSeen[pool]); }
   bool is_below(uint64_t name, double share) const;
+  std::optional<uint64_t> use(const Space& space, uint64_t name);
   void remember(Space& space, size_t found);
   void simulate(Space& space, size_t count, size_t found);
   size_t choose(double share, size_t found);
@@ -104,7 +115,8 @@ class Curve {
   double work_ = 0;            // of the last work_lookups_ lookups
   uint32_t work_lookups_ = 0;  // how many lookups work_ is the work of
   std::vector<MiniPool> pools_;
-  Names remembered_;
+  Distances remembered_;
+  DistanceCounts distances_{kDistances};
   std::vector<Space> spaces_;
   CurveSums all_;
   struct Sampled {

@@ -47,6 +47,7 @@ struct LookupCall {
   uint32_t readers;
   uint64_t skip_tokens;
   bool computes;  // the request computes what is not found, and stores it
+  bool is_apart;  // of a benchmark, which is in no figure
 };
 struct LookupResult {
   uint64_t hit_tokens = 0, lease = 0;

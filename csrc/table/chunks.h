@@ -48,7 +48,7 @@ class Chunks {
   Reserved reserve(const NewChunk& chunk);
   void publish_chunk(uint32_t id);  // RESERVED → READY; a record that the key named before is QUARANTINED
   void asked(uint64_t tick, size_t keys) { eviction_.asked(tick, keys); }
-  void use(uint32_t id, uint64_t tick) { eviction_.use(id, tick); }
+  void use(uint32_t id, uint64_t tick, bool is_apart) { eviction_.use(id, tick, is_apart); }
   void stamp(uint32_t id, uint64_t tick) { eviction_.stamp(id, tick); }
   void stamp_path(uint32_t space, const Key& key, uint64_t tick) { eviction_.stamp_path(space, key, tick); }
   void add_pin(uint32_t id, uint32_t session) {

@@ -85,13 +85,15 @@ void Eviction::stamp(uint32_t id, uint64_t tick) {
   if (in.kind != kNoKind) policy_->touched(described(id), tick);
   Record& r = records_.at(id);
   r.last_used = tick;
+  in.used_s = records_.now_s();
   for (uint32_t p = 0; p < r.part_count; ++p) slots_.touch(r.parts[p].slab, tick);
   offer(id);
 }
 
-void Eviction::use(uint32_t id, uint64_t tick) {
+void Eviction::use(uint32_t id, uint64_t tick, bool is_apart) {
   unlist(id);
   RecordInfo& in = records_.info(id);
+  if (in.used_s != 0 && !is_apart) reuse_.hit_age.add(records_.now_s() - in.used_s);
   ++in.uses;
   in.kind = policy_->used(described(id), tick);
   stamp(id, tick);
@@ -152,9 +154,15 @@ void Eviction::retire(uint32_t id) {
   drop_child(space, parent);
 }
 
+void Eviction::count_evicted(const RecordInfo& in) {
+  ++evicted_;
+  if (in.used_s != 0) reuse_.eviction_age.add(records_.now_s() - in.used_s);
+  if (in.born_s != 0) reuse_.eviction_uses.add(in.uses);
+}
+
 void Eviction::evict_one(uint32_t id) {
   const Record& r = records_.at(id);
-  ++evicted_;
+  count_evicted(records_.info(id));
   Gone why = cause_;
   if (spaces_.left().has(r.space)) {  // the policy learns nothing from such an eviction
     if (spaces_.evict_first(r.space)) why = Gone::weights;

@@ -14,6 +14,7 @@
 #include "table/leaf_lists.h"
 #include "table/preferences.h"
 #include "table/records.h"
+#include "table/reuse.h"
 
 namespace kvdock {
 
@@ -33,7 +34,7 @@ class Eviction {
   void asked(uint64_t tick, size_t keys) {  // by a lookup
     policy_->asked(tick, records_.sums().records[static_cast<size_t>(RecordState::kReady)], keys);
   }
-  void use(uint32_t id, uint64_t tick);    // a lookup found it
+  void use(uint32_t id, uint64_t tick, bool is_apart);  // a lookup found it. is_apart: it is in no figure
   void stamp(uint32_t id, uint64_t tick);  // a store names it
   void stamp_path(uint32_t space, Key key, uint64_t tick);  // from `key` to its root
   void stored(uint32_t id);   // the record became READY. REQUIRES: it is not listed
@@ -71,6 +72,7 @@ class Eviction {
   // When the candidate that was unused longest was last used; 0 if that is not known.
   uint64_t oldest_used_ms() const;
   uint64_t evicted_chunks() const { return evicted_; }
+  const Reuse& reuse() const { return reuse_; }
   const char* policy() const { return policy_->name(); }
   void set_policy(const std::string& name);  // as make_policy(); looks at every chunk
 
@@ -94,6 +96,7 @@ class Eviction {
   void list_in_space(uint32_t id);
   void unlist_in_space(uint32_t id);
 
+  void count_evicted(const RecordInfo& in);
   void evict_one(uint32_t id);
   void evict_least(const Choice& least);
   std::optional<Choice> least_in(int8_t priority, const LeafLists& leaves, uint32_t shape) const;
@@ -120,6 +123,7 @@ class Eviction {
   std::set<uint64_t> wanted_;  // slot sizes that stores had to evict for
   Gone cause_ = Gone::room;    // the reason that evictions are recorded with
   uint64_t evicted_ = 0;
+  Reuse reuse_;
 };
 
 }  // namespace kvdock

@@ -139,7 +139,7 @@ LookupResult Table::lookup(uint64_t session, uint64_t member, const LookupCall& 
   for (uint32_t id : s.found) {
     if (id == kNone) continue;
     if (g) chunks_.stamp(id, tick);
-    else chunks_.use(id, tick);
+    else chunks_.use(id, tick, call.is_apart);
   }
   // The keys may start inside a sequence: then the chunks before them are in use as well.
   uint32_t first = s.found.empty() ? kNone : s.found[0];

@@ -98,7 +98,7 @@ uint32_t Records::make_ready(uint32_t id) {
   e.ready = id;
   RecordInfo& in = info_[id];
   in.children = e.children;
-  in.born_s = static_cast<uint32_t>(std::max<uint64_t>(1, departures_.now_ms() / 1000));
+  in.born_s = in.used_s = now_s();
   in.uses = old == kNone ? 0 : info_[old].uses;
   changes_.note(r.space, r.key, true);
   return old;

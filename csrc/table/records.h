@@ -41,6 +41,7 @@ struct RecordInfo {
   uint32_t pages = 0;     // its bytes in units of kSlotAlign; 0 while FREE
   uint32_t born_s = 0;    // when it became READY, on the server clock; 0: before this server
   uint32_t uses = 0;      // how many lookups found it
+  uint32_t used_s = 0;    // its last use (reuse.h), on the server clock; 0: before this server
   // Pins
   uint32_t pins = 0;
   uint32_t sole = kNone;  // the one session that pins it, kMany, or kNone
@@ -112,6 +113,7 @@ class Records {
   std::optional<Departure> departure(uint32_t space, const Key& key) const { return departures_.find(space, key); }
   // When a request last named a chunk, by its tick; 0 if that is not known.
   uint64_t used_ms(uint64_t tick) const { return departures_.used_at(tick); }
+  uint32_t now_s() const { return static_cast<uint32_t>(std::max<uint64_t>(1, departures_.now_ms() / 1000)); }
   uint64_t born_ms(uint32_t id) const { return uint64_t{info_[id].born_s} * 1000; }  // 0: before this server
   void forget_space(uint32_t space);  // call it before the number goes to another namespace
 

@@ -135,6 +135,7 @@ class Table {
   // -- views
   std::vector<SessionInfo> sessions(const std::optional<std::vector<uint64_t>>& named);  // nullopt: all
   std::map<std::string, uint64_t> stats();
+  const Reuse& reuse() const { return chunks_.eviction().reuse(); }
   const char* state_of(uint32_t space, const Key& key);
   void check_integrity();  // TableError corrupt
 

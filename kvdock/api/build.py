@@ -110,7 +110,7 @@ def build(
     overview = Overview(probes, sessions, tally, history, curves, tiers, clocks.wall_s)
     contents = Contents(pool.table, registry, clock, clocks.now_s)
     lists = Lists(sessions, tally.recent, tally.hits, contents)
-    server_metrics = ServerMetrics(pool, overview, probes, lists, meter, feeds)
+    server_metrics = ServerMetrics(pool, overview, probes, lists, meter, feeds, curves)
     handlers = Handlers(
         service=CacheService(sessions, tally, mover_client, clears, feeds.kv, settings.heartbeat_s),
         admin=Admin(settings, sessions, journal, clears, troubles, contents.forget),

@@ -186,7 +186,7 @@ class CacheService:
         found = self._table.lookup(
             session.table_id, member.table_id, request, body.epoch, keys,
             readers=body.readers, skip_tokens=body.skip_prefix_tokens, now_ms=self._clock.now_ms(),
-            computes=body.computes,
+            computes=body.computes, is_apart=session.is_bench,
         )
         session.grants += found.lease != 0
         self._tally.lookup(session, body, request, keys, found, started_ns)

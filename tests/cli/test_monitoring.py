@@ -37,6 +37,7 @@ OF_SCRAPES = {"up": {"job", "instance"}}
 VALUES: dict[str, set[str]] = {
     "why": set(COMPUTED), "source": {"local", MEMORY, WAITED, "disk", "computed"}, "code": set(CODES),
     "route": {"/v1/lookups"}, "job": {"kvdock"}, "instance": {"$instance"}, "tenant": {"$tenant"}, "model": {"$model"},
+    "le": {"0.0"},
 }
 """The values that matchers may name, by label."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 import pytest
 from table_helpers import key
@@ -107,6 +108,56 @@ def test_what_was_stored_and_never_asked_for_is_found_and_not_counted() -> None:
     assert curve.all.asked == 14 * TOKENS
     assert curve.all.found_at == pytest.approx([8 / 14] * len(POOL_FACTORS))
     assert curve.all.found_ever == pytest.approx(8 / 14)
+    curve.check()
+
+
+MEBIBYTE = 1 << 20
+
+
+def stack_distances(prompts: Sequence[Sequence[int]]) -> list[int]:
+    """By the definition, in chunks: a stack with the last used on top, and the depth of each chunk that is in it."""
+    stack, found = list[int](), list[int]()
+    for block in (block for one in prompts for block in one):
+        if block in stack:
+            found.append(len(stack) - stack.index(block))
+            stack.remove(block)
+        stack.append(block)
+    return found
+
+
+def distances_of(prompts: Sequence[Sequence[int]], share: float) -> tuple[list[int], list[int], int]:
+    curve = new_curve(share=share)
+    curve.set_space(0, TOKENS, MEBIBYTE)
+    return fed(curve, prompts, [0] * len(prompts)).distances
+
+
+def test_reuse_distances_are_those_of_an_lru_stack() -> None:
+    """There are more uses than places, so that these are given anew some times."""
+    prompts = list(conversations(400, seed=11))
+    exact = stack_distances(prompts)
+    assert len(exact) > 3000 and max(exact) > 400
+    bounds, counts, total = distances_of(prompts, 1.0)
+    assert bounds == [MEBIBYTE * 4**step for step in range(13)] and total == sum(exact) * MEBIBYTE
+    of_bucket = [sum(at < one * MEBIBYTE <= bound for one in exact) for at, bound in pairwise([0, *bounds])]
+    assert counts == [*of_bucket, 0]
+
+
+def test_a_sample_estimates_reuse_distances() -> None:
+    prompts = list(conversations(1500, seed=11))
+    _, exact, exact_total = distances_of(prompts, 1.0)
+    _, counts, total = distances_of(prompts, 0.5)
+    assert total / sum(counts) == pytest.approx(exact_total / sum(exact), rel=0.1)
+    assert 0.35 < sum(counts) / sum(exact) < 0.65
+
+
+def test_chunks_that_are_only_stored_count_as_used_and_are_no_reuse() -> None:
+    curve = new_curve()
+    curve.set_space(0, TOKENS, 8 * MEBIBYTE)
+    curve.looked_up(0, joined([1]), 0)
+    curve.stored(0, joined([1, 2, 3]))
+    assert sum(curve.distances[1]) == 0
+    curve.looked_up(0, joined([1]), 0)
+    assert curve.distances[2] == 3 * 8 * MEBIBYTE
     curve.check()
 
 

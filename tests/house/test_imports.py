@@ -56,8 +56,8 @@ ROOMS = {
     "api/reports": Room(
         may=("_core", "protocol", "api.access", "api.pool", "api.reports", "api.clock", "api.convert", "api.settings",
              # Of the records only values: what writes them is behind kvdock/api/reports/recorded.py.
-             "api.record.counters.Counters", "api.record.requests.Detail", "api.record.timings.Buckets",
-             "api.record.timings.RouteTimes", "api.record.troubles.Trouble"),
+             "api.record.counted.Counted", "api.record.counters.Counters", "api.record.requests.Detail",
+             "api.record.timings.Buckets", "api.record.timings.RouteTimes", "api.record.troubles.Trouble"),
         never=("fastapi", "starlette"),
     ),
     "api/http": Room(
@@ -149,7 +149,7 @@ def test_an_import_that_points_down_is_allowed(room: str, source: str) -> None:
 
 
 READS = {
-    "table": {"can_evict", "chunks_in", "free_bytes", "grant", "grants", "members", "namespaces",
+    "table": {"can_evict", "chunks_in", "free_bytes", "grant", "grants", "members", "namespaces", "reuse",
               "sessions", "stats"},
     "pool": {"can_grow", "missing", "segments", "view"},
     "registry": {"listed", "namespaces", "of_table_id", "sessions"},

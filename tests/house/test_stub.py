@@ -92,8 +92,9 @@ def test_the_stub_is_that_of_the_module() -> None:
     ("def peek(self, namespace: int, keys: bytes)", "def peek(self, keys: bytes, namespace: int)",
      "Table.peek: the stub has (keys, namespace), the module (namespace, keys)"),
     ("now_ms: int, computes: bool = False", "now_ms: int, computes: bool",
-     "Table.lookup: the stub has (session, member, request, epoch, keys, *, readers, skip_tokens, now_ms, computes), "
-     "the module (session, member, request, epoch, keys, *, readers, skip_tokens, now_ms, computes=)"),
+     "Table.lookup: the stub has (session, member, request, epoch, keys, *, readers, skip_tokens, now_ms, computes, "
+     "is_apart=), the module (session, member, request, epoch, keys, *, readers, skip_tokens, now_ms, computes=, "
+     "is_apart=)"),
     ("    entries: int", "    entrys: int", "Curve.entries: the stub has (nothing), the module ()"),
     ("def cpu_paths() -> list[str]:", "def cpu_path() -> list[str]:",
      "cpu_paths: the stub has (nothing), the module ()"),

@@ -17,6 +17,7 @@ from kvdock._core import POOL_FACTORS, SLOT_ALIGN, Curve as Simulated, CurveSums
 from kvdock.api.access.peer import Peer
 from kvdock.api.pool.pool import Pool
 from kvdock.api.pool.registry import NamespaceRecord
+from kvdock.api.record.counted import Counted
 from kvdock.protocol.admin_schemas import Limits
 from kvdock.protocol.reports import Curve, CurvePoint, NamespaceCurve, SpaceCurve, TenantCurve
 
@@ -107,6 +108,13 @@ class Curves:
         return space
 
     # ---------------------------------------------------------------- reading
+
+    @property
+    def distances(self) -> Counted:
+        """Of sampled chunks, since the curve began: the bytes of the different chunks that were used between two uses,
+        the chunk itself included. A pool of that size that evicts as LRU does would still have had it."""
+        return Counted(*self._simulated.distances)
+
 
     def view(self, peer: Peer) -> Curve:
         """For the tenants that the caller sees; an administrator's totals include namespaces that are no

@@ -25,10 +25,11 @@ from prometheus_client.samples import Exemplar
 from kvdock.api.access.peer import NOBODY, Peer
 from kvdock.api.pool.pool import Pool
 from kvdock.api.pool.quotas import Quotas
+from kvdock.api.record.counted import Counted
 from kvdock.api.record.counters import Counters
 from kvdock.api.record.timings import Buckets
 from kvdock.api.reports.lists import Lists
-from kvdock.api.reports.recorded import Answers, CallTimes, FeedFigures
+from kvdock.api.reports.recorded import Answers, CallTimes, Curves, FeedFigures
 from kvdock.api.reports.status import Overview, Probes
 from kvdock.protocol.admin_schemas import TenantView
 from kvdock.protocol.events import Event, Loaded, Stored, kind_of
@@ -45,6 +46,13 @@ FRESH_S = 1.0
 """Scrapes within this time get the same text: to make it takes some ms of the event loop."""
 _UNITS = ("seconds", "bytes")
 """Base units that end the names of metrics."""
+_REUSE = {
+    "hit_age": ("kvdock_hit_age_seconds", "Since the last use of a chunk (it was stored, a lookup found it, or a store "
+                "named it) until a lookup found it"),
+    "eviction_age": ("kvdock_eviction_age_seconds", "Since the last use of a chunk until it was evicted"),
+    "eviction_uses": ("kvdock_eviction_uses", "How many lookups had found a chunk until it was evicted"),
+}
+"""By the histograms of the table: name and help text."""
 
 
 class Format(NamedTuple):
@@ -106,9 +114,10 @@ class ServerMetrics:
 
     def __init__(
         self, pool: Pool, overview: Overview, probes: Probes, lists: Lists, answers: Answers, feeds: FeedFigures,
+        curves: Curves | None,
     ) -> None:
         self._pool, self._overview, self._probes, self._lists = pool, overview, probes, lists
-        self._answers, self._feeds = answers, feeds
+        self._answers, self._feeds, self._curves = answers, feeds, curves
         self._process = ProcessCollector(registry=None)
 
     def collect(self) -> Iterator[Metric]:
@@ -140,6 +149,7 @@ class ServerMetrics:
         yield self._durations_of("kvdock_load_seconds", "From a lease until all of its ranks have read", Loaded)
         yield self._durations_of("kvdock_store_seconds", "From a reservation until its chunks are published", Stored)
         yield from self._of_events()
+        yield from self._of_reuse()
         for name, text, value in (
             ("kvdock_pool_limit_bytes", "The pool never grows beyond it", status.pool.limit_bytes),
             ("kvdock_pool_allocated_bytes", "Size of all segments", status.pool.allocated_bytes),
@@ -164,6 +174,17 @@ class ServerMetrics:
             ("kvdock_uptime_seconds", "Server clock since start", status.uptime_s),
         ):
             yield GaugeMetricFamily(name, text, value=value)
+
+    def _of_reuse(self) -> Iterator[Metric]:
+        """Whether chunks live long enough to be used again."""
+        found = self._pool.table.reuse()
+        for part, (name, text) in _REUSE.items():
+            yield _counted(name, text, Counted(*found[part]))
+        if self._curves is not None:
+            yield _counted(
+                "kvdock_reuse_distance_bytes", "Of sampled chunks: bytes of different chunks used between two uses of "
+                "one, itself included", self._curves.distances,
+            )
 
     def _of_events(self) -> Iterator[Metric]:
         events = CounterMetricFamily("kvdock_events", "Events handed to subscribers, by kind", labels=["kind"])
@@ -238,6 +259,12 @@ def _with_exemplars(buckets: Buckets) -> list[tuple[str, float, Exemplar] | tupl
         else (one.most, one.total, Exemplar({"trace_id": one.last.trace_id}, one.last.took_s, one.last.at))
         for one in buckets
     ]
+
+
+def _counted(name: str, text: str, found: Counted) -> Metric:
+    bounds = (*(str(float(bound)) for bound in found.bounds), "+Inf")
+    buckets = list(zip(bounds, accumulate(found.counts), strict=True))
+    return HistogramMetricFamily(name, text, buckets=buckets, sum_value=found.total)
 
 
 def _hits(hits: HitTotals) -> Iterator[Metric]:

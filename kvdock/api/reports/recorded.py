@@ -11,6 +11,7 @@ from typing import Literal, Protocol
 from kvdock.api.access.peer import Peer
 from kvdock.api.pool.registry import NamespaceRecord
 from kvdock.api.pool.sums import Hits
+from kvdock.api.record.counted import Counted
 from kvdock.api.record.counters import Counters
 from kvdock.api.record.requests import Detail
 from kvdock.api.record.timings import Buckets, RouteTimes
@@ -73,6 +74,9 @@ class Series(Protocol):
 
 class Curves(Protocol):
     """The hit shares of simulated pools."""
+
+    @property
+    def distances(self) -> Counted: ...
 
     def view(self, peer: Peer) -> Curve: ...
 

@@ -174,7 +174,7 @@ class Tickets:
         try:
             found = self._table.lookup(
                 call.session.table_id, call.member, call.request, call.epoch, call.keys, readers=call.readers,
-                skip_tokens=call.skip_tokens, now_ms=self._now_ms(),
+                skip_tokens=call.skip_tokens, now_ms=self._now_ms(), is_apart=call.session.is_bench,
             )
         except TableError:  # the engine has begun to load what it had, or has ended: the request does not wait
             self.end(number, "withdrawn")

@@ -31,7 +31,7 @@ WAITED: Final = "waited"
 ComputedWhy = Literal[
     "never_stored", "room", "ahead", "quota", "shrunk", "cleared", "deleted", "mismatched", "unread", "read", "weights",
     "tier_slow", "being_stored", "partial", "held_bytes", "pinning",
-    "late", "unverified", "load_failed", "declined_short", "declined_dear", "not_loaded", "not_asked", "opted_out",
+    "late", "load_failed", "declined_short", "declined_dear", "not_loaded", "not_asked", "opted_out",
     "bypassed_adapter", "bypassed_media", "bypassed_embeddings", "bypassed_growing", "bypassed_unready",
     "short", "tail", "other",
 ]
@@ -56,7 +56,6 @@ COMPUTED: Final[dict[ComputedWhy, str]] = {
     "pinning": "not every rank has page-locked the memory that they lie in",
     # what the engine knows of those that it did not load
     "late": "the server's answer was late",
-    "unverified": "the engine had not verified them when its time for that was over",
     "load_failed": "their load did not complete",
     "declined_short": "the hit had fewer tokens than min_load_tokens",
     "declined_dear": "to load them was expected to take longer than to compute them",

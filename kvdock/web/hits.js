@@ -22,7 +22,6 @@ const REASONS = {
   held_bytes: "the engine holds its limit",
   pinning: "memory not page-locked",
   late: "the answer was late",
-  unverified: "not verified in time",
   load_failed: "the load failed",
   declined_short: "too short to load",
   declined_dear: "computing expected to be quicker",

@@ -28,15 +28,11 @@ IDLE_S = 0.001
 
 class Holding:
     """`lookups`: rank 0's; None in other ranks. `planned`: called with the number of prompt tokens that a planned step
-    computes, or 0 if the step does not show how fast the engine computes prompts. `shows_speed`: whether a request of
-    the step does.
+    computes.
     """
 
-    def __init__(
-        self, ranks: Ranks, lookups: PageLookups | None, planned: Callable[[int], None],
-        shows_speed: Callable[[Any], bool] = lambda req: True,
-    ) -> None:
-        self._ranks, self._lookups, self.planned, self.shows_speed = ranks, lookups, planned, shows_speed
+    def __init__(self, ranks: Ranks, lookups: PageLookups | None, planned: Callable[[int], None]) -> None:
+        self._ranks, self._lookups, self.planned = ranks, lookups, planned
         self._looked_up: str | None = None
         self._held: frozenset[str] = frozenset()
 
@@ -89,9 +85,6 @@ def next_batch(holding: Holding, original: Callable[..., Any], scheduler: Any, *
         if held:
             scheduler.waiting_queue = put_back(queue, held, scheduler.waiting_queue)
     computes = batch is not None and batch.hicache_consumer_index < 0  # the time of a batch with loads does not count
-    if computes:
-        decode = {id(req) for req in getattr(batch, "decoding_reqs", None) or ()}
-        computes = any(holding.shows_speed(req) for req in batch.reqs if id(req) not in decode)
     holding.planned(batch.extend_num_tokens if computes else 0)
     if held and batch is None and running.is_empty() and not scheduler.require_mlp_sync:  # nothing to compute
         time.sleep(IDLE_S)  # releases the GIL to the threads that ask and hash

@@ -56,7 +56,8 @@ ROOMS = {
     "api/reports": Room(
         may=("_core", "protocol", "api.access", "api.pool", "api.reports", "api.clock", "api.convert", "api.settings",
              # Of the records only values: what writes them is behind kvdock/api/reports/recorded.py.
-             "api.record.counted.Counted", "api.record.counters.Counters", "api.record.requests.Detail",
+             "api.record.counted.Counted", "api.record.counters.Counters", "api.record.labels.Chunk",
+             "api.record.requests.Detail",
              "api.record.timings.Buckets", "api.record.timings.RouteTimes", "api.record.troubles.Trouble"),
         never=("fastapi", "starlette"),
     ),
@@ -152,7 +153,7 @@ READS = {
     "table": {"can_evict", "chunks_in", "free_bytes", "grant", "grants", "members", "namespaces", "reuse",
               "sessions", "stats"},
     "pool": {"can_grow", "missing", "segments", "view"},
-    "registry": {"listed", "namespaces", "of_table_id", "sessions"},
+    "registry": {"listed", "namespace", "namespaces", "of_table_id", "sessions"},
     "names": {"name"},
     "quotas": {"views"},
     "drain": set(),

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from kvdock._core import Table
-from kvdock.api.access.peer import Peer
 from kvdock.api.pool.sums import Copies, Sums
 from kvdock.protocol.errors import ApiError, without_secrets
 from kvdock.protocol.schemas import Manifest, Member
@@ -96,6 +95,10 @@ class MemberRecord:
         )
 
 
+Way = tuple[bool, str]
+"""By which way, and as whom, a caller calls: kvdock/api/access/peer.py."""
+
+
 @dataclass(slots=True)
 class SessionRecord:
     id: str
@@ -113,8 +116,8 @@ class SessionRecord:
     is_bench: bool = False
     """The server's totals leave it out."""
     members: dict[str, MemberRecord] = field(default_factory=dict)
-    ways: set[tuple[bool, str]] = field(default_factory=set)
-    """Peer.way of the calls that attached its members."""
+    ways: set[Way] = field(default_factory=set)
+    """Of the calls that attached its members."""
     sums: Sums = field(default_factory=Sums)
     grants: int = 0
     """Open leases and reservations, or more: the service counts up, `prune` sets the true number."""
@@ -159,12 +162,12 @@ class Registry:
         """In the order in which they were opened."""
         return list(self._by_id.values())
 
-    def session(self, capability: str, peer: Peer) -> SessionRecord:
+    def session(self, capability: str, tenant: str | None, way: Way) -> SessionRecord:
         """For the calls of engines. Sessions of other tenants do not exist there, nor those that none of their members
         attached to by the same way and as the same user or token: who learned an id cannot use it elsewhere. Raises
         ApiError(unknown_session)."""
         found = self._by_capability.get(capability)
-        if found is None or found.tenant != peer.tenant or peer.way not in found.ways:
+        if found is None or found.tenant != tenant or way not in found.ways:
             raise ApiError(
                 "unknown_session", "attach again: this server does not know the session",
                 found=without_secrets(capability),

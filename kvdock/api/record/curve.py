@@ -178,7 +178,7 @@ class Curves:
 
     @property
     def distances(self) -> Counted:
-        """Of sampled chunks, since the curve began: the bytes of the different chunks that were used between two uses,
+        """For sampled chunks, since the curve began: the bytes of the different chunks that were used between two uses,
         the chunk itself included. A pool of that size that evicts as LRU does would still have had it."""
         return Counted(*self._simulated.distances)
 

@@ -14,7 +14,8 @@ from kvdock.api.access.peer import Peer
 from kvdock.api.clock import ServerClock
 from kvdock.api.convert import key_bytes
 from kvdock.api.pool.registry import NamespaceRecord, Registry
-from kvdock.api.record.labels import Chunk, Labels
+from kvdock.api.record.labels import Chunk
+from kvdock.api.reports.recorded import Labels
 from kvdock.protocol.errors import ApiError
 from kvdock.protocol.reports import Prefixes, PrefixView
 from kvdock.protocol.wire_types import KEY_BYTES

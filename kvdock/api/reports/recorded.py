@@ -13,6 +13,7 @@ from kvdock.api.pool.registry import NamespaceRecord
 from kvdock.api.pool.sums import Hits
 from kvdock.api.record.counted import Counted
 from kvdock.api.record.counters import Counters
+from kvdock.api.record.labels import Chunk
 from kvdock.api.record.requests import Detail
 from kvdock.api.record.timings import Buckets, RouteTimes
 from kvdock.api.record.troubles import Trouble
@@ -34,6 +35,12 @@ class Beginnings(Protocol):
     """Where prompts with the same first tokens are stored: `Beginnings`."""
 
     def spaces_of(self, beginning: str) -> Iterator[NamespaceRecord]: ...
+
+
+class Labels(Protocol):
+    """The labels of prefixes: `Labels`."""
+
+    def chunks(self) -> list[Chunk]: ...
 
 
 class Troubles(Protocol):

@@ -57,7 +57,8 @@ function markText({ kind, limits = [], pool_bytes: poolBytes = null }) {
 /** What happened within the range, the latest first: starts, changes of limits, and times without samples. */
 function happened(marks, breaks, { intervalS }) {
   const stops = breaks.map(({ from, fromS, to }) => ({
-    kind: "gap", at: fromS, text: `no samples for ${age((from - to + 1) * intervalS)}: no server ran, or it was stopped`,
+    kind: "gap", at: fromS,
+    text: `no samples for ${age((from - to + 1) * intervalS)}: no server ran, or it was stopped`,
   }));
   return [...marks, ...stops].sort((a, b) => b.at - a.at).map((one) => ({
     ...one, text: `${moment(one.at, intervalS)}: ${one.text}`,

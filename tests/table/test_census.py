@@ -35,7 +35,7 @@ def listed(census: Census, spaces: list[int], most: int) -> tuple[list[tuple[Any
 
 
 def forks(census: Census, space: int, start: int = 0, most: int = 100) -> list[tuple[Any, ...]]:
-    """Of each prefix: first key, chunks, bytes; key at the fork, its depth, bytes up to there, branches, kept."""
+    """For each prefix: first key, chunks, bytes; key at the fork, its depth, bytes up to there, branches, kept."""
     return [(*one[1:4], *one[9:]) for one in census.prefixes([space], most, start)[0]]
 
 

@@ -1,6 +1,6 @@
 // Counts the contents of the pool for people: by namespace, and by prefix. A prefix is a first chunk with all its
-// descendants; all of it shares the part up to the chunk where the tree of chunks forks. A census may count instead what
-// goes on from one chunk: each of its children is then the first chunk of a prefix.
+// descendants; all of it shares the part up to the chunk where the tree of chunks forks. A census may instead count
+// what goes on from one chunk: each of its children is then the first chunk of a prefix.
 //
 // Chunks are counted and ranked some at a time, while the pool changes, so that no call takes long. A chunk that is
 // stored or removed meanwhile may be counted or left out. A prefix whose first chunk is removed is left out; lookups do
@@ -74,8 +74,8 @@ class Census {
     uint32_t next = 0;  // the place where the next page begins; 0: there is none
   };
   // The `most` prefixes of those namespaces that were used most often, at most kMostListed, from that place on. Of
-  // equally often used ones the larger comes first. Prefixes that were removed since are left out; where these are many,
-  // fewer are returned. REQUIRES: all is counted; each namespace is named once.
+  // equally often used ones the larger comes first. Prefixes that were removed since are left out; where these are
+  // many, fewer are returned. REQUIRES: all is counted; each namespace is named once.
   Page prefixes(const std::vector<uint32_t>& spaces, size_t most, uint32_t start) const;
   // The named chunks that have a prefix. REQUIRES: all is counted.
   std::vector<NamedChunk> named() const;

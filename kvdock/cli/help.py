@@ -290,7 +290,7 @@ MEANINGS: dict[str, str] = {
     "port": "TCP port; 0: any free port.",
     "socket_path": "Unix socket for engines; only the server's own user may connect.",
     "allowed_hosts": "Host names for which the TCP port answers, separated by commas; `*` for all. Empty: loopback "
-    "names if `host` is a loopback address, otherwise all.",
+                     "names; a `host` that is no loopback address needs some.",
     "access_file": "TOML file of access tokens and their scopes; required if `host` is not a loopback address. "
     "Without a token the TCP port answers only probes and totals.",
     "body_limit_bytes": "Largest request body.",
@@ -358,6 +358,8 @@ MEANINGS: dict[str, str] = {
     "kv_events_endpoint": "Address at which KV events are published over ZeroMQ, as `tcp://127.0.0.1:5557` or "
     "`ipc://path`; empty: none.",
     "kv_events_replay_endpoint": "Address at which readers over ZeroMQ ask for missed events; empty: none.",
+    "kv_events_readers": "Who may read KV events over ZeroMQ, which knows no tokens: `loopback`, processes of this machine; "
+                         "`anybody`, whoever reaches the address reads the tokens of all prompts.",
     "kv_events_topic": "Topic of KV events over ZeroMQ; `{model}` in it is replaced by the model's name.",
     "kv_events_form": "Form of KV events over ZeroMQ: `map`, as in vLLM since 0.24; `array`, as in vLLM before.",
     "history_interval_s": "Interval of the recent history that the status page draws.",
@@ -383,7 +385,7 @@ SETTING_GROUPS: dict[str, tuple[str, ...]] = {
     "Start and end": ("adopt", "drain_s", "on_exit"),
     "Engines' liveness": ("heartbeat_s", "missed_heartbeats", "settle_s", "ask_s", "weights_grace_s", "watch_s"),
     "Logs, events and traces": ("log_level", "log_format", "observe", "traces_endpoint", "kv_events_endpoint",
-                      "kv_events_replay_endpoint", "kv_events_topic", "kv_events_form"),
+                      "kv_events_replay_endpoint", "kv_events_readers", "kv_events_topic", "kv_events_form"),
     "History": ("history_interval_s", "history_values", "recent_requests"),
 }
 """The settings in the groups of `--help`."""

@@ -117,7 +117,7 @@ class SessionRecord:
     """The server's totals leave it out."""
     members: dict[str, MemberRecord] = field(default_factory=dict)
     ways: set[Way] = field(default_factory=set)
-    """Of the calls that attached its members."""
+    """The ways of the calls that attached its members."""
     sums: Sums = field(default_factory=Sums)
     grants: int = 0
     """Open leases and reservations, or more: the service counts up, `prune` sets the true number."""

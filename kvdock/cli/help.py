@@ -290,7 +290,7 @@ MEANINGS: dict[str, str] = {
     "port": "TCP port; 0: any free port.",
     "socket_path": "Unix socket for engines; only the server's own user may connect.",
     "allowed_hosts": "Host names for which the TCP port answers, separated by commas; `*` for all. Empty: loopback "
-                     "names; a `host` that is no loopback address needs some.",
+    "names; a `host` that is no loopback address needs some.",
     "access_file": "TOML file of access tokens and their scopes; required if `host` is not a loopback address. "
     "Without a token the TCP port answers only probes and totals.",
     "body_limit_bytes": "Largest request body.",
@@ -358,8 +358,8 @@ MEANINGS: dict[str, str] = {
     "kv_events_endpoint": "Address at which KV events are published over ZeroMQ, as `tcp://127.0.0.1:5557` or "
     "`ipc://path`; empty: none.",
     "kv_events_replay_endpoint": "Address at which readers over ZeroMQ ask for missed events; empty: none.",
-    "kv_events_readers": "Who may read KV events over ZeroMQ, which knows no tokens: `loopback`, processes of this machine; "
-                         "`anybody`, whoever reaches the address reads the tokens of all prompts.",
+    "kv_events_readers": "Who may read KV events over ZeroMQ, which knows no tokens: `loopback`, processes of this "
+    "machine; `anybody`, whoever reaches the address reads the tokens of all prompts.",
     "kv_events_topic": "Topic of KV events over ZeroMQ; `{model}` in it is replaced by the model's name.",
     "kv_events_form": "Form of KV events over ZeroMQ: `map`, as in vLLM since 0.24; `array`, as in vLLM before.",
     "history_interval_s": "Interval of the recent history that the status page draws.",

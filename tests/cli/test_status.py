@@ -44,7 +44,7 @@ def test_the_first_line_says_whether_it_helps(fresh: ServerProcess) -> None:
         engine = attach(client, label="helped")
         engine.store(keys(3, "stored"))
         engine.lookup(keys(4, "stored"))
-        asked = "kvdock is up. Engines asked for 64 tokens, and do not report what they loaded."
+        asked = "kvdock is up. Engines asked for 64 tokens, and have reported no request that has ended."
         assert first_line(fresh) == asked
         engine.heartbeat(outcomes=[ENDED])
         assert first_line(fresh) == HELPS

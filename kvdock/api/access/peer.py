@@ -29,11 +29,6 @@ class Peer(NamedTuple):
     is_unix: bool
     """The call came over the Unix socket, which no web page can reach."""
 
-    @property
-    def way(self) -> tuple[bool, str]:
-        """By which way, and as whom, it calls."""
-        return self.is_unix, self.name
-
     def may(self, scope: Scope) -> bool:
         return scope in self.scopes
 

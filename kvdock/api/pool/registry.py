@@ -95,10 +95,6 @@ class MemberRecord:
         )
 
 
-Way = tuple[bool, str]
-"""By which way, and as whom, a caller calls: kvdock/api/access/peer.py."""
-
-
 @dataclass(slots=True)
 class SessionRecord:
     id: str
@@ -116,8 +112,6 @@ class SessionRecord:
     is_bench: bool = False
     """The server's totals leave it out."""
     members: dict[str, MemberRecord] = field(default_factory=dict)
-    ways: set[Way] = field(default_factory=set)
-    """The ways of the calls that attached its members."""
     sums: Sums = field(default_factory=Sums)
     grants: int = 0
     """Open leases and reservations, or more: the service counts up, `prune` sets the true number."""
@@ -162,12 +156,10 @@ class Registry:
         """In the order in which they were opened."""
         return list(self._by_id.values())
 
-    def session(self, capability: str, tenant: str | None, way: Way) -> SessionRecord:
-        """For the calls of engines. Sessions of other tenants do not exist there, nor those that none of their members
-        attached to by the same way and as the same user or token: who learned an id cannot use it elsewhere. Raises
-        ApiError(unknown_session)."""
+    def session(self, capability: str, tenant: str | None) -> SessionRecord:
+        """For the calls of engines. Sessions of other tenants do not exist there. Raises ApiError(unknown_session)."""
         found = self._by_capability.get(capability)
-        if found is None or found.tenant != tenant or way not in found.ways:
+        if found is None or found.tenant != tenant:
             raise ApiError(
                 "unknown_session", "attach again: this server does not know the session",
                 found=without_secrets(capability),

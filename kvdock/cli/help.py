@@ -136,7 +136,7 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
     ),
     "cached": (
         ("kvdock cached", "what fills the pool"),
-        ("kvdock cached --search support-bot --unfold 1", "the prefixes with that label, and their branches"),
+        ("kvdock cached --search support-bot --unfold 1", "that label, with branches"),
         ("kvdock cached --json --limit 256", "all figures"),
     ),
     "history": (
@@ -153,7 +153,7 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
         ("kvdock size --users 50 --tokens-each 8000", "before there is traffic"),
     ),
     "doctor": (
-        ("kvdock doctor", "this machine as it is, and its server"),
+        ("kvdock doctor", "this machine and its server"),
         ("kvdock doctor --server gpu-7:7410", "and a server elsewhere"),
         ("kvdock doctor --config /etc/kvdock.toml", "before a server uses it"),
     ),
@@ -162,8 +162,8 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
         ("echo 1 2 3 | kvdock lookup --tokens-file -", "from standard input"),
     ),
     "keep": (
-        ("kvdock keep --tokens-file system.json --for 12h --name support-bot", "for half a day, with a label"),
-        ("kvdock keep --tokens-file system.json --end", "stop keeping it"),
+        ("kvdock keep --tokens-file it.json --for 12h --name bot", "with a label"),
+        ("kvdock keep --tokens-file it.json --end", "stop keeping it"),
     ),
     "evict": (
         ("kvdock evict --bytes 2GiB", "the least valuable chunks"),

@@ -104,7 +104,7 @@ def doctor(
     )] = None,
     as_json: AsJson = False,
 ) -> int:
-    """Check this machine, the settings, the lower tiers, and the server that commands use.
+    """Check this machine, the settings, the tiers and the server.
 
     Each line is OK, a note or a problem, with advice where there is any. The exit status is 1 if there is a problem.
     """

@@ -210,13 +210,13 @@ def test_a_lower_limit_removes_segments_once_nobody_holds_any_of_them() -> None:
         eventually(lambda: client.status().uptime_s > 1)
         assert len(segment_ids(server.http)) == 4, "a segment went while engines held chunks in it"
         assert client.status().pool.held_bytes == 480 * CHUNK_BYTES
-        objects = len(server.shared_memory())
+        objects = len(server.pool_memory())
         for lease in leases:
             engine.release(lease, 0)
         eventually(lambda: len(segment_ids(server.http)) == 1)
         beat = engine.heartbeat()
         assert set(beat.retired) == set(answer["retiring"]) and beat.segments == 1
-        eventually(lambda: len(server.shared_memory()) == objects - 3)
+        eventually(lambda: len(server.pool_memory()) == objects - 3)
         status = client.status().pool
         assert status.allocated_bytes == status.limit_bytes == 2 * MIB
         assert ok(server.http, "GET", "/v1/config")["retiring"] == []

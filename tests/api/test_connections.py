@@ -320,7 +320,7 @@ def test_a_body_that_is_cut_off_leaves_no_traceback(server: ServerProcess) -> No
 
 
 def test_a_server_takes_all_descriptors_it_may_have_and_keeps_some(tmp_path: Path) -> None:
-    """With 300: TCP gets 64 at most, the pool's are kept, and Unix gets the rest; then it still grows."""
+    """With 300: TCP gets 64 at most, of which one address has half, the pool's are kept, and Unix gets the rest."""
     path = tmp_path / "k.sock"
     serve = (
         f"ulimit -Sn 100; ulimit -Hn 300; exec {sys.executable} -m kvdock serve --port 0 --socket-path {path} "
@@ -333,10 +333,9 @@ def test_a_server_takes_all_descriptors_it_may_have_and_keeps_some(tmp_path: Pat
             with ExitStack() as held:
                 socks = [held.enter_context(wire(f"unix:{path}")) for _ in range(130)]
                 socks += [held.enter_context(wire(http)) for _ in range(90)]
-                eventually(lambda: sum(map(was_refused, socks)) >= 220 - (300 - 128))
-                assert sum(map(was_refused, socks[:130])) == 130 - (300 - 128 - 64)
-                assert sum(map(was_refused, socks[130:])) == 90 - 64
-                assert len(list(Path(f"/proc/{process.pid}/fd").iterdir())) > 160
+                eventually(lambda: sum(map(was_refused, socks[:130])) == 130 - (300 - 128 - 64))
+                eventually(lambda: sum(map(was_refused, socks[130:])) == 90 - 64 // 2)  # of strangers of one address
+                assert len(list(Path(f"/proc/{process.pid}/fd").iterdir())) > 128
                 for sock in socks[:4]:
                     sock.close()
                 with Client(f"unix:{path}") as client:

@@ -69,7 +69,7 @@ def test_a_server_whose_names_somebody_removed_says_so() -> None:
     settings = {"pool_bytes": 2 * MIB, "segment_bytes": 1 * MIB, "growth": "ahead"}
     with ServerProcess(**settings) as server, Client(server.unix) as client:
         eventually(lambda: client.status().pool.segments == 2)
-        assert len(server.shared_memory()) == 4
+        assert len(server.pool_memory()) == 4
         (removed,) = (name for name in server.shared_memory() if "-0001-" in name)
         (SHM_DIR / removed).unlink()
         status, answer = call(server.http, "GET", "/readyz")

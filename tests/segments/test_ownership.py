@@ -255,6 +255,6 @@ def test_objects_and_socket_of_a_server_are_for_its_user_alone() -> None:
     with ServerProcess() as server:
         for name in server.shared_memory():
             assert shm.is_own((shm.SHM_DIR / name).stat()), name
-        assert len(server.shared_memory()) == 3
+        assert len(server.pool_memory()) == 3
         assert stat.S_IMODE(Path(server.unix.removeprefix("unix:")).stat().st_mode) == 0o600
         assert server.settings["pool_bytes"] == 16 * MIB

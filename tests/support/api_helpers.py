@@ -107,6 +107,10 @@ class ServerProcess:
     def shared_memory(self) -> list[str]:
         return pool_objects().get(self.pool_id, [])
 
+    def pool_memory(self) -> list[str]:
+        """Without what is kept beside the pool, which comes some time after the start."""
+        return [name for name in self.shared_memory() if "-history-" not in name and "-curve-" not in name]
+
     def __enter__(self) -> Self:
         try:
             return self.wait_ready()

@@ -31,7 +31,8 @@ class KeptReader {
  public:
   explicit KeptReader(std::string_view bytes) : left_(bytes) {}
 
-  // TableError corrupt, as from all of these: there are not so many bytes, or the number is above `most`.
+  // Each of these functions throws TableError corrupt if too few bytes are left. This one throws it also if the number
+  // is above `most`.
   template <class T>
   T number(T most) {
     T found = next<T>();

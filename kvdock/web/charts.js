@@ -16,7 +16,7 @@ const LEAST_POINTS = 60;
 const LONE_POINT = "m-1.5 0h3"; // a short dash
 const STYLES = 6;
 const LATE_INTERVALS = 3;
-/** A mark is told at the cursor if it is as near as this. */
+/** The cursor names the marks that are at most this far from it. */
 const NEAR_PX = 5;
 const STEP = { ArrowLeft: 1, ArrowDown: 1, ArrowRight: -1, ArrowUp: -1, PageDown: 10, PageUp: -10 };
 

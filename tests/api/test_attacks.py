@@ -197,7 +197,7 @@ def test_the_names_of_later_objects_cannot_be_guessed() -> None:
 
 
 def test_a_step_of_the_wall_clock_makes_no_pool_old(tmp_path: Path) -> None:
-    """How long ago its server lived is told by a clock that nobody sets."""
+    """The age of a pool is measured by the time since boot, which nobody can set."""
     lock = PoolLock.create(77, tmp_path)
     lock.touch()
     assert os.fstat(lock.fd).st_mtime == pytest.approx(boot_s(), abs=5)

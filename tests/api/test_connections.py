@@ -320,7 +320,7 @@ def test_a_body_that_is_cut_off_leaves_no_traceback(server: ServerProcess) -> No
 
 
 def test_a_server_takes_all_descriptors_it_may_have_and_keeps_some(tmp_path: Path) -> None:
-    """With 300: TCP gets 64 at most, of which one address has half, the pool's are kept, and Unix gets the rest."""
+    """The limit is 300: the pool keeps its own, TCP gets 64, half of them for one address, and Unix gets the rest."""
     path = tmp_path / "k.sock"
     serve = (
         f"ulimit -Sn 100; ulimit -Hn 300; exec {sys.executable} -m kvdock serve --port 0 --socket-path {path} "

@@ -40,7 +40,7 @@ def test_a_request_gets_the_format_that_it_accepts_best(accept: str, is_open: bo
 
 
 def open_metrics(text: str) -> Iterable[Metric]:
-    families: Iterable[Metric] = parser.text_string_to_metric_families(text)  # type: ignore[no-untyped-call]  # theirs
+    families: Iterable[Metric] = parser.text_string_to_metric_families(text)  # type: ignore[no-untyped-call]  # it has no types
     return families
 
 

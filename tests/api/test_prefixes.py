@@ -153,7 +153,7 @@ def test_the_labels_of_a_tenant_are_bounded_and_the_oldest_goes(forked: Engine) 
     assert forked.client.prefixes(search="label 001").prefixes == []
     assert len(forked.client.prefixes(search="label 000").prefixes) == 1
     (row,) = forked.client.prefixes().prefixes
-    assert len(row.labels) == 8, "so many are shown"
+    assert len(row.labels) == 8, "a row shows at most eight labels"
 
 
 def test_labels_are_kept_for_the_next_server_of_the_pool() -> None:

@@ -119,7 +119,7 @@ KEPT_LEVELS = (Level("hours", 60.0, 720), Level("days", 1800.0, 672))
 
 
 START_S = 60.0
-"""Marks of this time before the first value are told as well: a server begins a while before it."""
+"""A view also has the marks of this many seconds before its first value: a server starts before its first sample."""
 
 
 class _Rings:

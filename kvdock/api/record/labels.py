@@ -73,7 +73,7 @@ class Labels:
         self._has_new_name = True
 
     def unname(self, space: NamespaceRecord, keys: bytes) -> None:
-        """Forgets the names of these chunks, of which there should be few."""
+        """Forgets the names that operators gave to these chunks."""
         ended, digest = {key.hex() for key in _split(keys)}, space.digest.hex()
         for place, label in list(self._labels.items()):
             if label.namespace == digest and label.key in ended and not label.is_clients:

@@ -40,7 +40,8 @@ def test_a_request_gets_the_format_that_it_accepts_best(accept: str, is_open: bo
 
 
 def open_metrics(text: str) -> Iterable[Metric]:
-    families: Iterable[Metric] = parser.text_string_to_metric_families(text)  # type: ignore[no-untyped-call]  # it has no types
+    # The parser has no types.
+    families: Iterable[Metric] = parser.text_string_to_metric_families(text)  # type: ignore[no-untyped-call]
     return families
 
 

@@ -33,7 +33,8 @@ class Server:
 
     def __init__(self, kept: KeptObject, wall_s: float, start_s: float = 5.0) -> None:
         self.wall_s, self.now_s, self.counters, self.ready_bytes = wall_s, start_s, Counters(), 0
-        self.history = History(300, 1.0, kept=kept, wall_s=lambda: self.wall_s)
+        self.boot_s = 1000.0
+        self.history = History(300, 1.0, kept=kept, wall_s=lambda: self.wall_s, boot_s=lambda: self.boot_s)
 
     def run(self, seconds: int, found: int = 5) -> None:
         for _ in range(seconds):
@@ -43,7 +44,12 @@ class Server:
             self.counters.prompt_tokens += 10
             self.counters.loaded_tokens += found
             self.ready_bytes += 2
-            self.wall_s, self.now_s = self.wall_s + 1.003, self.now_s + 1.003  # rounds come a little late
+            self.pass_s(1.003)  # rounds come a little late
+            self.now_s += 1.003
+
+    def pass_s(self, seconds: float) -> None:
+        """Time passes on all clocks but the server's own, which stands still while the server is stopped."""
+        self.wall_s, self.boot_s = self.wall_s + seconds, self.boot_s + seconds
 
     def values(self, over: Over, name: str = "loaded_share") -> list[float | None]:
         (series,) = (one for one in self.history.view(over, self.now_s).series if one.name == name)
@@ -83,10 +89,9 @@ def test_the_next_server_goes_on_with_hours_and_days_and_a_gap_where_there_was_n
 
 
 def test_a_time_in_which_the_server_was_stopped_is_a_gap(kept: KeptObject) -> None:
-    """The server clock stands still meanwhile; the clock on the wall does not."""
     server = Server(kept, 1e9)
     server.run(150, found=3)
-    server.wall_s += 600.0
+    server.pass_s(600.0)
     server.run(100, found=9)
     hours = server.values("hours")
     assert hours[:2] == pytest.approx([0.3, 0.3]) and hours[2:12] == [None] * 10
@@ -94,6 +99,14 @@ def test_a_time_in_which_the_server_was_stopped_is_a_gap(kept: KeptObject) -> No
     minutes = server.values("minutes")
     assert len(minutes) == 300 and minutes[:-100] == [None] * 200 and set(minutes[-100:]) <= {0.3, 0.9}
     assert server.values("minutes", "free_bytes")[0] is None, "of all series"
+
+
+def test_setting_the_wall_clock_leaves_no_gap(kept: KeptObject) -> None:
+    server = Server(kept, 1e9)
+    for step_s in (0.0, 86400.0, -86400.0):
+        server.wall_s += step_s
+        server.run(100)
+    assert server.values("minutes") == [0.5] * 299
 
 
 def marks_of(server: Server, over: Over) -> list[tuple[int, str, list[str], int | None]]:

@@ -141,14 +141,16 @@ class Connection(HttpToolsProtocol):
         self._refusal = ApiError("too_busy", "another connection needed the room")
         self.transport.abort()
 
-    def _see_who_calls(self) -> None:
-        """A caller that has shown a token is no stranger from then on."""
+    def _is_heard(self) -> None:
+        """A stranger that is heard comes last; a caller that has shown a token is no stranger from then on."""
         count, running = self._counted, self._running
-        if count is None or self not in count.strangers or running is None:
+        if count is None or self not in count.strangers:
             return
-        if running.scope["state"]["peer"].tenant is not None:
-            del count.strangers[self]
+        del count.strangers[self]
+        if running is not None and running.scope["state"]["peer"].tenant is not None:
             self.timeout_keep_alive = self.limits.idle_s
+        else:
+            count.strangers[self] = None
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._uncount()
@@ -169,10 +171,7 @@ class Connection(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self._refusal is not None:
             return
-        self._see_who_calls()
-        count = self._counted
-        if count is not None and count.strangers.pop(self, self) is None:
-            count.strangers[self] = None  # it comes last now
+        self._is_heard()
         self._unset_keepalive_if_required()
         self._quiet_bytes += len(data)
         try:
@@ -360,7 +359,7 @@ class Connection(HttpToolsProtocol):
             self._unread = self.loop.call_later(self.limits.unread_s, self.transport.abort)
 
     def on_response_complete(self) -> None:
-        self._see_who_calls()
+        self._is_heard()
         super().on_response_complete()
         if self.transport.is_closing():
             self._close_unread()

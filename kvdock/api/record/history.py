@@ -16,6 +16,7 @@ import msgspec
 
 from kvdock.api.clock import ServerClock
 from kvdock.api.pool.kept_object import KeptObject
+from kvdock.api.pool.lock import boot_s
 from kvdock.api.pool.pool import Pool
 from kvdock.api.record.counters import Counters
 from kvdock.api.record.curve import Curves
@@ -200,23 +201,26 @@ class History:
     def __init__(
         self, values: int, interval_s: float, specs: tuple[SeriesSpec, ...] = SERIES, *, kept: KeptObject | None = None,
         beside: Mapping[str, KeptBeside] | None = None, wall_s: Callable[[], float],
+        boot_s: Callable[[], float] = boot_s,
     ) -> None:
         """`kept`: the object that keeps hours, days and marks; None: they end with the server. `beside`: by name, what
-        the object keeps as well."""
+        the object keeps as well. `boot_s`: the time since this machine was started."""
         levels = (Level("minutes", interval_s, values), *KEPT_LEVELS)
         self._levels = {level.name: _Rings(level, specs) for level in levels}
         self.marks = Marks(wall_s)
         self._kept, self._beside, self._wall_s = kept, {"marks": self.marks, **(beside or {})}, wall_s
-        self._sampled_at_s = self._sampled_at_wall_s = 0.0
+        self._boot_s, self._sampled_at_s, self._sampled_at_boot_s = boot_s, 0.0, 0.0
         self._take_over()
         self.marks.started()
 
     def sample(self, counters: Counters, pool: PoolView, tiers: list[TierView], now_s: float) -> None:
         sample = Sample(msgspec.structs.replace(counters), pool, tiers, now_s - self._sampled_at_s)
-        wall_s = self._wall_s()
+        since_boot_s = self._boot_s()
         # The server clock leaves out the time in which the server was stopped.
-        stopped_s = max(0.0, wall_s - self._sampled_at_wall_s - sample.elapsed_s) if self._sampled_at_wall_s else 0.0
-        self._sampled_at_s, self._sampled_at_wall_s = now_s, wall_s
+        stopped_s = 0.0
+        if self._sampled_at_boot_s:
+            stopped_s = max(0.0, since_boot_s - self._sampled_at_boot_s - sample.elapsed_s)
+        self._sampled_at_s, self._sampled_at_boot_s = now_s, since_boot_s
         taken = {name for name, rings in self._levels.items() if rings.sample(sample, now_s, stopped_s)}
         is_due = bool(taken.intersection(level.name for level in KEPT_LEVELS))
         if is_due or any(one.has_changed for one in self._beside.values()):

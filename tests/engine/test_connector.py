@@ -253,6 +253,7 @@ def test_close_aborts_and_closes_the_connector() -> None:
     assert not engine.has_unfinished
 
 
+@pytest.mark.sweep("seed")
 @pytest.mark.parametrize(
     ("model", "num_blocks"), [("tiny", 22), ("tiny-mla", 22), ("tiny-hybrid2", 44), ("tiny-hybrid3", 60)]
 )

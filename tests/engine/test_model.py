@@ -43,6 +43,7 @@ def plain_greedy(model: Model, tokens: list[int], count: int) -> tuple[list[int]
     return tokens[-count:], logits
 
 
+@pytest.mark.sweep("length")
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 64, 300])
 def test_paged_equals_plain_attention(length: int, name: str) -> None:

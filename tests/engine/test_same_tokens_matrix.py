@@ -221,6 +221,7 @@ def test_same_tokens_and_logits(place: Place, model: str, way: Way) -> None:
     assert place.mismatches == before
 
 
+@pytest.mark.sweep("model")
 @pytest.mark.parametrize("way", WAYS, ids=name_of)
 @pytest.mark.parametrize("model", MODELS)
 def test_one_byte_that_no_checksum_can_catch_changes_the_logits(place: Place, model: str, way: Way) -> None:
@@ -232,6 +233,7 @@ def test_one_byte_that_no_checksum_can_catch_changes_the_logits(place: Place, mo
         assert found.at_hand >= STORED
 
 
+@pytest.mark.sweep("model")
 @pytest.mark.parametrize("way", LOADING, ids=name_of)
 @pytest.mark.parametrize("model", MODELS)
 def test_one_byte_damaged_in_the_server_is_caught_and_computed_again(place: Place, model: str, way: Way) -> None:

@@ -36,6 +36,7 @@ def run(folder: Path, *arguments: str, python: tuple[str, ...] = ("-m", "bench.t
     return found, done.stderr
 
 
+@pytest.mark.sweep
 def test_the_disk_and_what_it_does_to_lookups_are_measured(tmp_path: Path) -> None:
     found, _ = run(tmp_path, "--only", "disk", "lookups")
     assert set(found) == DISK | LOOKUPS | (FIO if shutil.which("fio") else set())

@@ -152,6 +152,7 @@ def ready(servers: Servers) -> tuple[SteppedServer, TierEngine]:
 # ---------------------------------------------------------------- one server
 
 
+@pytest.mark.sweep("made")
 @changes
 def test_what_was_cleared_comes_back_from_no_tier(servers: Servers, change: Change) -> None:
     server, engine = ready(servers)
@@ -188,6 +189,7 @@ def test_what_was_cleared_does_not_come_back_with_the_next_server(
     assert hits(engine, keys) == 0
 
 
+@pytest.mark.sweep("made")
 def test_deleting_answers_how_many_chunks_tiers_had(servers: Servers) -> None:
     server, engine = ready(servers)
     keys = written(engine, engine.chain(CHUNKS))
@@ -198,6 +200,7 @@ def test_deleting_answers_how_many_chunks_tiers_had(servers: Servers) -> None:
     assert hits(engine, keys[:1]) == 0
 
 
+@pytest.mark.sweep("made")
 def test_more_deletions_than_a_note_can_name_clear_the_namespace(servers: Servers) -> None:
     server, engine = ready(servers)
     keys, others = written(engine, engine.chain(CHUNKS)), written(engine, engine.chain(CHUNKS))
@@ -322,6 +325,7 @@ def test_a_tier_with_a_pending_order_is_not_used_until_it_has_carried_it_out(
 # ---------------------------------------------------------------- servers that share a store
 
 
+@pytest.mark.sweep("shared")
 @changes
 def test_what_one_server_clears_is_found_at_no_other_that_shares_the_store(sharing: Servers, change: Change) -> None:
     """Not in the other's pool, once it has followed, nor in the store, which the other does not bring it back to."""
@@ -365,6 +369,7 @@ def test_what_another_server_was_writing_is_not_found(sharing: Servers, change: 
     assert hits(engine, keys) == 0
 
 
+@pytest.mark.sweep("shared")
 def test_a_server_that_starts_later_knows_of_clears_by_others(sharing: Servers) -> None:
     server, engine = ready(sharing)
     keys = written(engine, engine.chain(CHUNKS))

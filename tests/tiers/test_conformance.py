@@ -40,6 +40,7 @@ ABSENT = (Outcome.MISSING, Outcome.DAMAGED)
 # --------------------------------------------------------------------------- round trip
 
 
+@pytest.mark.sweep("made")
 @pytest.mark.parametrize("length", SIZES)
 def test_what_was_stored_comes_back_bit_for_bit(tier: Tier, parts: Parts, length: int) -> None:
     part = parts.make(length)
@@ -275,6 +276,7 @@ def test_nothing_is_begun_when_the_deadline_is_over(tier: Tier, parts: Parts) ->
     assert_loads(tier, [there])
 
 
+@pytest.mark.sweep("made")
 @pytest.mark.parametrize("looks", [1, 2, 3, 5, 8, 13, 21])
 def test_a_deadline_in_the_midst_leaves_whole_records(tier: Tier, parts: Parts, looks: int) -> None:
     batch = parts.many(12, 70_000)

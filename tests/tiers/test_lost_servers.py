@@ -91,6 +91,7 @@ def test_a_server_that_is_killed_is_found_again_when_it_is_back(subject: TierSub
         assert_never_wrong([there], load(tier, [there]))
 
 
+@pytest.mark.sweep("harm")
 @pytest.mark.parametrize("harm", ["stop", "kill"])
 def test_a_server_lost_in_the_midst_of_copies(subject: TierSubject, parts: Parts, harm: str) -> None:
     batch = parts.many(6, MIB)

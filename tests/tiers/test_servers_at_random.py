@@ -136,6 +136,7 @@ def counted(servers: list[ServerProcess], name: str) -> list[int]:
     return found
 
 
+@pytest.mark.sweep("store")
 def test_every_hit_is_what_was_stored_and_every_server_works_on(
     servers: list[ServerProcess], store: SharedStore, tier: Tier
 ) -> None:
@@ -201,6 +202,7 @@ def is_hit(server: ServerProcess, by: TierEngine, keys: list[bytes]) -> None:
     reader.close()
 
 
+@pytest.mark.sweep("store")
 def test_a_server_whose_part_another_one_has_deleted_sees_a_miss(
     servers: list[ServerProcess], store: SharedStore, tier: Tier
 ) -> None:

@@ -92,6 +92,7 @@ def test_a_server_hits_what_another_has_stored_and_goes_on_when_that_one_is_kill
     hit(made(b), other, computed)
 
 
+@pytest.mark.sweep("store")
 def test_two_ranks_hit_what_two_ranks_have_stored_at_another_server(
     servers: tuple[SteppedServer, SteppedServer]
 ) -> None:

@@ -391,12 +391,14 @@ SETTING_GROUPS: dict[str, tuple[str, ...]] = {
 """The settings in the groups of `--help`."""
 OTHER_GROUP = "Other settings"
 
+_DEFAULTS = {field.name: field.default for field in msgspec.structs.fields(Settings)}
+_HINTS = get_type_hints(Settings)
 _UNITS = (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
 
 
 def default_text(name: str) -> str:
     """A setting's default as it would be typed, `4GiB` or `0.05`; a description if it depends on the machine."""
-    default = next(field.default for field in msgspec.structs.fields(Settings) if field.name == name)
+    default = _DEFAULTS[name]
     if default is msgspec.NODEFAULT:
         return COMPUTED_DEFAULTS[name]
     return exact_bytes(default) if name.endswith("_bytes") else str(default)
@@ -414,7 +416,7 @@ def in_groups(names: Iterable[str]) -> list[str]:
 
 def choices_of(name: str) -> tuple[str, ...]:
     """The values that a setting may have; empty for numbers, sizes and free text."""
-    hint = get_type_hints(Settings).get(name)
+    hint = _HINTS.get(name)
     return get_args(hint) if get_origin(hint) is Literal else ()
 
 

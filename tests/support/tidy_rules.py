@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator
 from pathlib import PurePosixPath
 from typing import NamedTuple
 
+from sources import nodes
+
 MAX_LINE = 120
 MAX_FUNCTION_LINES = 60
 
@@ -63,7 +65,7 @@ def leftovers(path: PurePosixPath, text: str) -> Iterator[Finding]:
     if path.suffix != ".py":
         return
     banned = {"breakpoint"} if MAY_PRINT & set(path.parts[:2]) else {"breakpoint", "print"}
-    for node in ast.walk(ast.parse(text)):
+    for node in nodes(text):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in banned:
             yield node.lineno, f"leftover {node.func.id}()"
 
@@ -73,7 +75,8 @@ def headless(path: PurePosixPath, text: str) -> Iterator[Finding]:
     if not text.strip():
         return
     if path.suffix in PYTHON:
-        if ast.get_docstring(ast.parse(text)) is None:
+        module = nodes(text)[0]
+        if isinstance(module, ast.Module) and ast.get_docstring(module) is None:
             yield 1, "module without a docstring"
     elif not text.lstrip().startswith(("//", "/*")):
         yield 1, "header that does not open with a comment"
@@ -81,14 +84,14 @@ def headless(path: PurePosixPath, text: str) -> Iterator[Finding]:
 
 def of_docstrings(path: PurePosixPath, text: str) -> Iterator[Finding]:
     """A docstring says what a thing is or does; one that opens with "Of" needs the line above to be understood."""
-    statements = (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Expr))
+    statements = (node for node in nodes(text) if isinstance(node, ast.Expr))
     for node in statements:
         if isinstance(node.value, ast.Constant) and str(node.value.value).startswith("Of "):
             yield node.lineno, 'docstring that begins with "Of"'
 
 
 def long_functions(path: PurePosixPath, text: str) -> Iterator[Finding]:
-    for node in ast.walk(ast.parse(text)):
+    for node in nodes(text):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno is not None:
             lines = node.end_lineno - node.lineno + 1
             if lines > MAX_FUNCTION_LINES:
@@ -144,7 +147,7 @@ def silenced_without_reason(path: PurePosixPath, text: str) -> Iterator[Finding]
 def broad_excepts(path: PurePosixPath, text: str) -> Iterator[Finding]:
     """Catching everything needs a comment on its line or the next, unless it cleans up and raises again."""
     lines = text.splitlines()
-    for node in ast.walk(ast.parse(text)):
+    for node in nodes(text):
         if not isinstance(node, ast.ExceptHandler) or not _is_broad(node.type):
             continue
         last = node.body[-1]

@@ -7,6 +7,8 @@ BIN := $(VENV)/bin
 # Python compiles what is imported when it is: the rest of PyTorch never.
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --no-compile
 LOG := build/setup.log
+# Else each process of the tests compiles all that it imports anew.
+export PYTHONDONTWRITEBYTECODE :=
 SOURCES := $(wildcard csrc/* csrc/*/*) CMakeLists.txt pyproject.toml kvdock/__init__.py
 
 # One set-up at a time in a checkout: the second waits, and then finds the work done.
@@ -60,7 +62,7 @@ test-vllm-versions: vllm $(BETWEEN:%=.venv-vllm-%/.deps)
 
 # All tests, with what `sweep` leaves out, and all minor versions of vLLM between; hours.
 test-all: test-vllm-versions sglang
-	$(BIN)/python -m pytest --sweeps $(ARGS)
+	MODEL_EXAMPLES=400 $(BIN)/python -m pytest --sweeps $(ARGS)
 	$(IN_VLLM) --sweeps $(ARGS)
 	$(IN_SGLANG) --sweeps $(ARGS)
 

@@ -169,7 +169,7 @@ def test_pipelined_requests_are_answered_in_order() -> None:
         assert re.findall(rb"HTTP/1.1 (\d+)", found) == [b"200", b"404", b"200"]
 
 
-def test_ten_thousand_sessions_come_and_go() -> None:
+def test_thousands_of_sessions_come_and_go(sweeps: bool) -> None:
     """Each has a lease; half of them die without leaving. In the end nothing is held, and nothing has grown."""
     with ServerProcess(watch_s=0.05) as server, Client(server.unix) as client:
         first = attach(client)
@@ -185,11 +185,12 @@ def test_ten_thousand_sessions_come_and_go() -> None:
                 engine.close()
             eventually(lambda: client.status().sessions <= 1 and client.status().leases == 0, 60.0)
 
-        round_of(2000)
+        each = 2000 if sweeps else 500
+        round_of(each)
         after_some = private_bytes(server.process.pid)
         for _ in range(4):
             first.heartbeat()
-            round_of(2000)
+            round_of(each)
         assert private_bytes(server.process.pid) < after_some + 8 * MIB
         assert client.status().pool.quarantined_bytes == 0
         first.close()

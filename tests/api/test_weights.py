@@ -291,20 +291,21 @@ def resident_bytes(pid: int) -> int:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096
 
 
-def test_thousands_of_weight_changes_neither_fill_the_table_nor_grow_the_server() -> None:
-    """Four engines change their weights together, 5,000 changes in all, and store some under each."""
+def test_thousands_of_weight_changes_neither_fill_the_table_nor_grow_the_server(sweeps: bool) -> None:
+    """Four engines change their weights together, 5,000 changes in all or 1,200, and store some under each."""
+    steps = 1250 if sweeps else 300
     pool_bytes = 512 * CHUNK_BYTES
     with ServerProcess(pool_bytes=pool_bytes, segment_bytes=pool_bytes) as server, Client(server.unix) as client:
         engines = [attach(client, label=f"rollout-{number}") for number in range(4)]
         sizes = []
-        for step in range(1250):
+        for step in range(steps):
             for engine in engines:
                 runs(engine, f"step-{step}")
             wanted = keys(2, f"w{step}")
             assert len(engines[step % 4].store(wanted).chunks) == 2
             if step % 50 == 0:
                 assert found(engines[(step + 1) % 4], wanted) == 32, "they share again"
-            if step % 250 == 249:
+            if step % (steps // 5) == steps // 5 - 1:
                 sizes.append(resident_bytes(server.process.pid))
         eventually(lambda: len(client.namespaces(limit=1000).namespaces) <= MOST_LEFT + 1)
         assert sizes[-1] - sizes[0] < 4 << 20, sizes

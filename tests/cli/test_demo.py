@@ -67,7 +67,9 @@ def processes_of(folder: Path) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("after_s", [0.1, 0.6, 0.9, 1.2, 4.0])
+@pytest.mark.parametrize(
+    "after_s", [0.6, 1.2, *(pytest.param(time_s, marks=pytest.mark.sweep) for time_s in (0.1, 0.9, 4.0))]
+)
 def test_ctrl_c_at_any_moment_ends_all_of_it_without_a_traceback(tmp_path: Path, after_s: float) -> None:
     program = ["env", "--block-signal=INT", *KVDOCK, "demo", "--port", "0", "--pool-bytes", "64MiB"]
     with subprocess.Popen(
@@ -95,7 +97,7 @@ def test_a_signal_to_the_whole_group_ends_all_of_it_without_a_warning(tmp_path: 
         assert pool not in pool_objects() and processes_of(tmp_path) == []
 
 
-@pytest.mark.sweep("number")
+@pytest.mark.sweep
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_ends_all_of_it(tmp_path: Path, number: signal.Signals) -> None:
     with lingering(tmp_path) as (demo, pool, _):

@@ -26,13 +26,18 @@ def breaches(counts: Iterable[tuple[Shape, int]], most: int) -> list[str]:
     return [f"{shape.key}: {count}, at most {most}" for shape, count in counts if count > most]
 
 
-def test_a_constructor_takes_few_arguments() -> None:
-    found = breaches(((one, one.arguments) for one in shapes(product(sources()))), MOST_ARGUMENTS)
+@pytest.fixture(scope="module")
+def ours() -> list[Shape]:
+    return shapes(product(sources()))
+
+
+def test_a_constructor_takes_few_arguments(ours: list[Shape]) -> None:
+    found = breaches(((one, one.arguments) for one in ours), MOST_ARGUMENTS)
     assert not found, "\n".join(["", *found])
 
 
-def test_a_class_has_few_attributes() -> None:
-    found = breaches(((one, one.attributes) for one in shapes(product(sources()))), MOST_ATTRIBUTES)
+def test_a_class_has_few_attributes(ours: list[Shape]) -> None:
+    found = breaches(((one, one.attributes) for one in ours), MOST_ATTRIBUTES)
     assert not found, "\n".join(["", *found])
 
 
@@ -96,16 +101,16 @@ def test_a_breach_is_found() -> None:
     assert breaches([(wide, wide.arguments)], 9) == []
 
 
-def test_the_shape_is_printed_as_json() -> None:
+def test_the_shape_is_printed_as_json(ours: list[Shape]) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "tests.house.shape", "--json"], cwd=ROOT, capture_output=True, text=True, check=True,
         timeout=120,
     )
     found = json.loads(done.stdout)
-    ours = product(sources())
-    assert found["max_attributes"]["count"] == max(one.attributes for one in shapes(ours))
+    files = product(sources())
+    assert found["max_attributes"]["count"] == max(one.attributes for one in ours)
     path, _, line = found["max_attributes"]["where"].partition(":")
-    assert f" {found['max_attributes']['class']}" in ours[PurePosixPath(path)].splitlines()[int(line) - 1]
-    assert found["product_lines"] == sum(len(text.splitlines()) for text in ours.values())
-    assert not NO_PRODUCT.intersection(path.parts[0] for path in ours)
+    assert f" {found['max_attributes']['class']}" in files[PurePosixPath(path)].splitlines()[int(line) - 1]
+    assert found["product_lines"] == sum(len(text.splitlines()) for text in files.values())
+    assert not NO_PRODUCT.intersection(path.parts[0] for path in files)
     assert (found["unresolved_imports"], found["circles"]) == (0, 0)

@@ -7,12 +7,14 @@ import re
 from collections.abc import Iterator, Mapping, Set
 from pathlib import PurePosixPath
 
+from sources import nodes
+
 Graph = Mapping[str, Set[str]]
 
 
 def imports(source: str, package: str) -> Iterator[tuple[int, str]]:
     """(line, dotted name) of everything a module imports; `from a import b` names both a and a.b."""
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes(source):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import PurePosixPath
 from typing import NamedTuple
 
+from sources import nodes
 from tidy_rules import NATIVE, NATIVE_NOISE
 
 Files = Mapping[PurePosixPath, str]
@@ -33,30 +34,30 @@ class Shape(NamedTuple):
 
 def shapes(files: Files) -> list[Shape]:
     """The classes with state of all Python and native files, by path."""
-    values = _values(files)
-    found = []
+    classes = {
+        path: [node for node in nodes(text) if isinstance(node, ast.ClassDef)]
+        for path, text in files.items() if path.suffix == ".py"
+    }
+    values = _values(node for found in classes.values() for node in found)
+    shaped = []
     for path, text in files.items():
-        if path.suffix == ".py":
-            found += [
-                shape for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ClassDef)
-                if (shape := _python_shape(path, node, values)) is not None
+        if path in classes:
+            shaped += [
+                shape for node in classes[path] if (shape := _python_shape(path, node, values)) is not None
             ]
         elif path.suffix in NATIVE:
-            found += _native_shapes(path, text)
-    return found
+            shaped += _native_shapes(path, text)
+    return shaped
 
 
 # --------------------------------------------------------------------------- Python
 
 
-def _values(files: Files) -> frozenset[str]:
+def _values(classes: Iterable[ast.ClassDef]) -> frozenset[str]:
     """The names of VALUES and of all classes that inherit from one of them, through others too."""
     bases: dict[str, set[str]] = {}
-    for path, text in files.items():
-        if path.suffix == ".py":
-            for node in ast.walk(ast.parse(text)):
-                if isinstance(node, ast.ClassDef):
-                    bases.setdefault(node.name, set()).update(map(_last_name, node.bases))
+    for node in classes:
+        bases.setdefault(node.name, set()).update(map(_last_name, node.bases))
     found, before = VALUES, frozenset[str]()
     while found != before:
         before = found

@@ -228,7 +228,7 @@ def soak(seed: int, model: str, steps: int) -> Counter[str]:
     return life.seen
 
 
-def seed_and_steps() -> tuple[int, int]:
-    """From KVDOCK_SOAK_SEED and KVDOCK_SOAK_STEPS, or a fresh seed and about half a minute a model."""
+def seed_and_steps(steps: int) -> tuple[int, int]:
+    """From KVDOCK_SOAK_SEED and KVDOCK_SOAK_STEPS, or a fresh seed and `steps`: 1,200 take about half a minute."""
     seed = int(os.environ.get("KVDOCK_SOAK_SEED") or time.time_ns() % (1 << 32))
-    return seed, int(os.environ.get("KVDOCK_SOAK_STEPS") or 1200)
+    return seed, int(os.environ.get("KVDOCK_SOAK_STEPS") or steps)

@@ -5,7 +5,7 @@ A module's tests stay together, so that what they share is made once, but where 
 
 Of a test marked `sweep(axis)`, each combination of its other parameters runs with one value of the parameter `axis`;
 these take turns, so that each comes up. A test marked `sweep` without an axis does not run. `--sweeps` runs all, and so
-does a run of tests that are named with `::`.
+does a run of tests that are named with `::`. A test that asks for the fixture `sweeps` does less where it is False.
 """
 
 from __future__ import annotations
@@ -82,6 +82,12 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--sweeps", action="store_true", help="also run what `sweep` leaves out")
+
+
+@pytest.fixture(scope="session")
+def sweeps(pytestconfig: pytest.Config) -> bool:
+    """Whether tests may take minutes."""
+    return bool(pytestconfig.option.sweeps)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -15,7 +15,7 @@ TestTableAgainstModel = TableAgainstModel.TestCase
 # out. For a shorter example: MODEL_SHRINK=1 make test ARGS='tests/table/test_model.py --timeout=0'.
 SHRINK = [Phase.shrink] if os.environ.get("MODEL_SHRINK") else []
 TestTableAgainstModel.settings = settings(
-    max_examples=int(os.environ.get("MODEL_EXAMPLES", "200")), stateful_step_count=60, deadline=None,
+    max_examples=int(os.environ.get("MODEL_EXAMPLES", "100")), stateful_step_count=60, deadline=None,
     phases=[Phase.explicit, Phase.reuse, Phase.generate, *SHRINK], suppress_health_check=[HealthCheck.too_slow],
 )
 

@@ -54,8 +54,12 @@ def _wants_all(config: pytest.Config) -> bool:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    run = getattr(config, "workerinput", {}).get("testrunuid")
+    worker = getattr(config, "workerinput", {})
+    run = worker.get("testrunuid")
     if run is not None:
+        # Each begins elsewhere: what one has compiled, the others find compiled.
+        first = len(config.args) * int(worker["workerid"].removeprefix("gw")) // worker["workercount"]
+        config.args[:] = config.args[first:] + config.args[:first]
         folder = Path(tempfile.gettempdir())
         config.stash[LOCKS] = folder / f"kvdock-turn-{run}", folder / f"kvdock-tests-{run}"
 
@@ -96,7 +100,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not (config.option.sweeps or any("::" in one for one in config.args)):
         _leave_out_sweeps(config, items)
     if LOCKS in config.stash:
-        items.sort(key=_turn)
+        items.sort(key=lambda item: (_turn(item), item.path))  # the same for all workers
         for item in items:
             if item.get_closest_marker("alone"):
                 item.add_marker(pytest.mark.xdist_group("alone"))

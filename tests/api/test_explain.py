@@ -115,26 +115,26 @@ def test_another_namespace_that_has_the_prompt_is_named_with_what_it_differs_in(
 def test_other_namespaces_are_named_if_they_have_more_than_was_found(client: Client) -> None:
     engine, salted = attach(client), attach(client, cache_salt="one")
     large = attach(client, chunk_tokens=64, revision="b")
-    prompt = tokens_of(1100)
-    stored(engine, prompt[:128])
-    stored(salted, prompt[:128])
+    prompt = tokens_of(4200)
+    stored(engine, prompt[:256])
+    stored(salted, prompt[:256])
     assert not asked(engine, prompt, "as much").elsewhere
-    chunks = names(large, prompt)  # as two stores, the first of which does not yet reach 1,024 tokens
+    chunks = names(large, prompt)  # as two stores, the first of which does not reach 1,024 tokens
     for start, end in ((0, 10), (10, len(chunks))):
         large.store(
             chunks[start:end], parent=chunks[start - 1] if start else None, beginnings=beginnings_of(prompt),
             chunks_before=start,
         )
-    stored(salted, [*prompt[:900], *tokens_of(200, "own")])
+    stored(salted, [*prompt[:2000], *tokens_of(2200, "own")])
     said = asked(engine, prompt, "more")
-    assert broken(client, "more").at_tokens == 128
+    assert broken(client, "more").at_tokens == 256
     assert [(one.namespace, one.tokens, one.parts) for one in said.elsewhere] == [
-        (large.attached.namespace, 1024, None),
-        (salted.attached.namespace, 256, Parting(after_tokens=256, before_tokens=1024)),
+        (large.attached.namespace, 4096, None),
+        (salted.attached.namespace, 1024, Parting(after_tokens=1024, before_tokens=4096)),
     ]
     told = [(one.code, one.advice) for one in said.sentences[-3:]]
     assert told == [("other_namespace", "same_identity"), ("other_namespace", ""), ("other_prompt", "steady_beginning")]
-    assert "They part at one of the tokens 256 to 1,023" in texts(said)[-1]
+    assert "They part at one of the tokens 1,024 to 4,095" in texts(said)[-1]
     for one in (engine, salted, large):
         one.close()
 
@@ -206,7 +206,7 @@ def test_what_others_go_on_with_where_a_prompt_parts_from_them(client: Client) -
         namespace=engine.attached.namespace, keys=report[4:5], duration_s=60, name="weekly report"
     ))
     prompt = [*shared, *tokens_of(64, "own")]
-    asked(engine, prompt, "r1")
+    engine.lookup(names(engine, prompt), "r1")
     stored(engine, prompt)
     said = client.explain("r1")
     assert [(one.key, one.labels) for one in said.goes_on] == [

@@ -214,7 +214,10 @@ def _when(at_s: float, interval_s: float, form: str = "") -> str:
 
 def _numbers_table(heads: Sequence[str], rows: Sequence[Sequence[Text]], *, left: int) -> Table:
     """The first `left` columns are text and aligned left, the others are numbers."""
-    columns = [Column(head, justify="left" if at < left else "right") for at, head in enumerate(heads)]
+    columns = [
+        Column(head, justify="left" if at < left else "right", min_width=max(map(len, head.split())))  # no cut word
+        for at, head in enumerate(heads)
+    ]
     table = Table(*columns, box=None, pad_edge=False)
     for row in rows:
         table.add_row(*row)

@@ -78,6 +78,7 @@ def test_a_picture_fits_the_window_and_follows_it(server: ServerProcess, engine:
         shown = program.wait_for(lambda lines: has("loaded", lines))
         assert len(shown) <= size[1] and max(map(len, shown)) <= size[0]
         assert not any(line != line.rstrip() for line in shown)
+        assert has("own caches.", shown) == (size in [(40, 24), (80, 24), (120, 40)]), "a low window cuts the headline"
         program.resize(33, 8)
         program.wait_for(lambda lines: len(lines) == 8 and max(map(len, lines)) <= 33)
         program.press("Q")

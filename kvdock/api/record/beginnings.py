@@ -26,8 +26,8 @@ class _Begun:
     """Prompts with one beginning that were stored in one namespace."""
 
     key: bytes = b""
-    """Of the chunk that has the last of these first tokens, or of the last one before it that was stored. Empty: not
-    known."""
+    """The key of the chunk that has the last of these first tokens, or of the last one before it that was stored.
+    Empty: not known."""
     chunks: int = 0
     """How many chunks end with that one."""
     ways: int = 0
@@ -84,7 +84,8 @@ class Beginnings:
         """How far a prompt with these beginnings was like one that was stored in the namespace."""
         tokens = ways = 0
         for end, one in _split(beginnings):
-            begun = self._stored.get(one, {}).get(space.digest)
+            spaces = self._stored.get(one)
+            begun = spaces.get(space.digest) if spaces is not None else None
             if begun is None:
                 return Alike(tokens, end, ways)
             tokens, ways = end, begun.ways

@@ -58,8 +58,8 @@ def test_the_first_line_says_whether_it_helps(fresh: ServerProcess) -> None:
 
         eventually(is_live)
         rows = {line.split("  ")[0]: line.split() for line in reversed(said.splitlines()) if line}
-        assert rows["loaded"][-2:] == ["45.7", "%"] and rows["own cache"][-2:] == ["22.9", "%"]
-        assert rows["computed"][-2:] == ["31.4", "%"] and rows["prompts"][-2:] == ["70", "tok"]
+        assert rows["loaded"][-2:] == ["46", "%"] and rows["own cache"][-2:] == ["23", "%"]
+        assert rows["computed"][-2:] == ["31", "%"] and rows["prompts"][-2:] == ["70", "tok"]
         assert rows["asked for"][-2:] == ["64", "tok"] and rows["bytes stored"][-2:] == ["48.0", "KiB"]
         assert "saved" in rows and " 1.5 s of computing\n" in said
         assert "since the start\n" in said and "mismatch" not in said and "trouble" not in said

@@ -6,14 +6,19 @@ namespace kvdock {
 
 namespace {
 
-size_t lowest_bit(size_t n) { return n & (~n + 1); }
+uint64_t sum(const std::vector<uint64_t>& of, size_t from, size_t to) {
+  uint64_t bytes = 0;
+  for (size_t i = from; i < to; ++i) bytes += of[i];
+  return bytes;
+}
 
 }  // namespace
 
 std::optional<uint64_t> Distances::use(uint64_t name, uint64_t bytes) {
   std::optional<uint64_t> since;
   if (uint32_t place = places_.find(name); place != Names::kAbsent) {
-    since = total_ - before(place);
+    go_near(place);
+    since = total_ - near_before_;
     set(place, 0);
   }
   if (next_ == bytes_.size()) {
@@ -33,16 +38,23 @@ void Distances::drop(uint64_t name) {
 }
 
 uint64_t Distances::before(size_t place) const {
-  uint64_t sum = 0;
-  for (size_t i = place; i > 0; i -= lowest_bit(i)) sum += tree_[i];
-  return sum;
+  size_t block = place / kWide, span = block / kWide;
+  return sum(spans_, 0, span) + sum(blocks_, span * kWide, block) + sum(bytes_, block * kWide, place);
+}
+
+void Distances::go_near(size_t place) {
+  bool follows = place >= near_ && place - near_ < kWide;
+  near_before_ = follows ? near_before_ + sum(bytes_, near_, place) : before(place);
+  near_ = place;
 }
 
 void Distances::set(size_t place, uint64_t bytes) {
   uint64_t more = bytes - bytes_[place];  // modulo 2^64, as all sums are
   bytes_[place] = bytes;
+  blocks_[place / kWide] += more;
+  spans_[place / kWide / kWide] += more;
   total_ += more;
-  for (size_t i = place + 1; i < tree_.size(); i += lowest_bit(i)) tree_[i] += more;
+  if (place < near_) near_before_ += more;
 }
 
 void Distances::close_up() {
@@ -54,16 +66,13 @@ void Distances::close_up() {
   size_t room = kLeast;
   while (room < 2 * places_.size()) room *= 2;
   bytes_.assign(room, 0);
-  tree_.assign(room + 1, 0);
-  next_ = 0;
+  blocks_.assign(room / kWide, 0);
+  spans_.assign(room / kWide / kWide, 0);
+  total_ = near_before_ = next_ = near_ = 0;
   for (const Named& one : at) {
     if (one.bytes == 0) continue;
     places_.put(one.name, static_cast<uint32_t>(next_));
-    bytes_[next_++] = one.bytes;
-  }
-  for (size_t i = 1; i <= room; ++i) {
-    tree_[i] += bytes_[i - 1];
-    if (size_t above = i + lowest_bit(i); above <= room) tree_[above] += tree_[i];
+    set(next_++, one.bytes);
   }
 }
 
@@ -88,14 +97,15 @@ void Distances::take_over(KeptReader& in) {
 }
 
 void Distances::check() const {
-  uint64_t sum = 0;
+  uint64_t bytes = 0;
   size_t named = 0;
   for (size_t place = 0; place < bytes_.size(); ++place) {
-    require(before(place) == sum, "a sum of the bytes behind a use is wrong", place);
-    sum += bytes_[place];
+    require(before(place) == bytes, "a sum of the bytes before a use is wrong", place);
+    require(place != near_ || near_before_ == bytes, "the bytes before the last place asked about are wrong", place);
+    bytes += bytes_[place];
     named += bytes_[place] != 0;
   }
-  require(sum == total_ && named == places_.size(), "the places of uses are not those of the chunks");
+  require(bytes == total_ && named == places_.size(), "the places of uses are not those of the chunks");
   places_.for_each([&](uint64_t, uint32_t place) {
     require(bytes_.at(place) != 0, "a chunk has a place without bytes", place);
   });

@@ -9,7 +9,7 @@ namespace kvdock {
 
 namespace {
 
-constexpr size_t kChosenShare = 16;  // a sixteenth of the leaves is chosen at a time: fewer comparisons
+constexpr size_t kChosenShare = 8;  // an eighth of the leaves is chosen at a time: fewer comparisons
 constexpr double kAskedWork = 0.25, kFoundWork = 0.1;  // work in units of storing a chunk and evicting another
 
 }  // namespace

@@ -17,6 +17,7 @@ constexpr double kKept = 511.0 / 512;  // the share of each count that remains a
 
 ReuseModel::ReuseModel() {
   for (int k = 0; k <= kBins; ++k) low_[k] = k == 0 ? 0 : std::ldexp(k % 2 ? 1.5 : 1.0, k / 2);
+  for (int k = 0; k < kBins; ++k) bins_per_tick_[k] = 1 / width(k);
   learn({}, 1);
 }
 
@@ -95,7 +96,7 @@ void ReuseModel::rank(const std::array<double, kBins>& reused, int kind) {
 
 double ReuseModel::worth(uint8_t kind, uint64_t age) const {
   int bin = bin_of(age);
-  double at = bin - 0.5 + (static_cast<double>(age) - low_[bin]) / width(bin);  // in bins, from the middle of the first
+  double at = bin - 0.5 + (static_cast<double>(age) - low_[bin]) * bins_per_tick_[bin];  // from the middle of the first
   if (at <= 0) return worth_[kind][0];
   if (at >= kBins - 1) return worth_[kind][kBins - 1];
   int before = static_cast<int>(at);

@@ -42,6 +42,7 @@ class ReuseModel {
   double middle(int bin) const { return (low_[bin] + low_[bin + 1]) / 2; }
 
   std::array<double, kBins + 1> low_;  // the lower ends of the bins
+  std::array<double, kBins> bins_per_tick_;
   Counts ends_{}, hits_{}, worth_{};
 };
 

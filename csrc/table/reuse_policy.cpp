@@ -43,11 +43,12 @@ void ReusePolicy::learn(uint64_t tick) {
 
 uint8_t ReusePolicy::stored(const Chunk& chunk, std::optional<uint8_t> inherited) {
   uint8_t kind = inherited ? std::min(*inherited, kInherited) : 0;
-  if (auto ghost = ghosts_.find(chunk.name); ghost != ghosts_.end()) {
+  auto ghost = has_ghost(chunk.name) ? ghosts_.find(chunk.name) : ghosts_.end();
+  if (ghost != ghosts_.end()) {
     Ghost was = ghost->second;
     kind = again(was.kind, was.used, chunk.used, was.sample != kNone);
     if (was.sample != kNone) drop_sample(was.sample);
-    ghosts_.erase(chunk.name);
+    ghosts_.erase(ghost);
   }
   if (sample_of(chunk.record) != kNone) drop_sample(sample_of(chunk.record));
   if (is_sampled(chunk.name)) add_sample(chunk, kind);
@@ -77,7 +78,7 @@ uint8_t ReusePolicy::again(uint8_t kind, uint64_t used, uint64_t tick, bool samp
 
 void ReusePolicy::evicted(const Chunk& chunk, uint64_t tick) {
   uint32_t place = sample_of(chunk.record);
-  if (chunk.name % kGhostOneIn != 0) {
+  if (!has_ghost(chunk.name)) {
     if (place == kNone) return;
     model_.ended(chunk.kind, tick - std::min(tick, chunk.used), false);
     return drop_sample(place);

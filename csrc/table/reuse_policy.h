@@ -42,6 +42,7 @@ class ReusePolicy : public Policy {
     uint32_t sample;
   };
 
+  static bool has_ghost(uint64_t name) { return name % kGhostOneIn == 0; }  // once it was evicted
   bool is_sampled(uint64_t name) const { return name / kGhostOneIn % one_in_ == 0; }
   uint32_t& sample_of(uint32_t record);
   uint32_t& place_of(const Sample& sample);

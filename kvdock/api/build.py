@@ -44,7 +44,7 @@ from kvdock.api.record.tally import Learned, Tally
 from kvdock.api.record.timings import Meter, Pulse, Timings
 from kvdock.api.record.troubles import Troubles
 from kvdock.api.reports.contents import Contents
-from kvdock.api.reports.explain import Explainer
+from kvdock.api.reports.explain import Explainer, Sources
 from kvdock.api.reports.lists import Lists
 from kvdock.api.reports.metrics import Metrics, ServerMetrics
 from kvdock.api.reports.status import LowerTiers, Overview, Probes
@@ -87,7 +87,7 @@ def build(
     registry, clock = sessions.registry, sessions.clock
     kept = _kept(pool, "curve", "the curve of hit shares")
     curves = Curves(pool, clocks.now_s, clocks.wall_s, kept) if "curve" in settings.observers else None
-    beginnings = Beginnings(registry)
+    beginnings = Beginnings(registry, pool.table)
     answers = Answers(pool.table, lambda space: mover_client.in_tiers(space))
     registry.on_ended = answers.forget
     troubles, labels = Troubles(clocks.wall_s), Labels(registry, pool.table)
@@ -119,7 +119,8 @@ def build(
         admin=Admin(settings, sessions, journal, clears, troubles, labels, contents.forget),
         overview=overview, judge=Judge(probes, tally, troubles, curves, sessions, tiers, clocks.wall_s),
         lists=lists, contents=contents,
-        explainer=Explainer(tally.recent, beginnings, registry, pool.table, tiers.tiers, clock), probes=probes,
+        explainer=Explainer(Sources(tally.recent, beginnings, contents, tiers.tiers), registry, pool.table, clock),
+        probes=probes,
         metrics=Metrics(server_metrics, lists, sessions.quotas, clocks.now_s),
         events=feeds.events, kv_stream=feeds.kv_stream,
         body_limit_bytes=settings.body_limit_bytes, body_capacity=BodyCapacity.for_bodies_of(settings.body_limit_bytes),

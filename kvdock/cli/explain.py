@@ -114,7 +114,11 @@ def _sentence(event: dict[str, Any]) -> str:
         made, sentence = msgspec.convert(event, kind), SENTENCES[kind]
         return sentence.template_of(made) % sentence.values(made)
     shown = {name: value for name, value in event.items() if name not in ("kind", *Event.__struct_fields__)}
-    return " ".join(f"{name}={value}" for name, value in shown.items() if value not in (None, ""))
+    return " ".join(f"{name}={_plain(value)}" for name, value in shown.items() if value not in (None, ""))
+
+
+def _plain(value: Any) -> Any:
+    return f"{value:.6g}" if isinstance(value, float) else value
 
 
 class Found(msgspec.Struct):

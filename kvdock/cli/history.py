@@ -166,7 +166,7 @@ def as_stats(rows: Rows) -> Stats:
 
 
 def _tokens_per_s(mean: float) -> str:
-    return f"{brief(mean)} tok/s"
+    return f"{brief(mean)}/s"
 
 
 def _bytes_per_s(mean: float) -> str:
@@ -174,41 +174,50 @@ def _bytes_per_s(mean: float) -> str:
 
 
 COLUMNS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
-    ("prompts", "prompt_tokens", _tokens_per_s),
+    ("prompt tokens", "prompt_tokens", _tokens_per_s),
     ("own cache", "local_share", percent),
     ("loaded", "loaded_share", percent),
     ("computed", "computed_share", percent),
-    ("asked for", "lookup_tokens", _tokens_per_s),
+    ("tokens asked for", "lookup_tokens", _tokens_per_s),
     ("bytes loaded", "loaded_bytes", _bytes_per_s),
     ("bytes stored", "stored_bytes", _bytes_per_s),
     ("cached", "ready_bytes", size),
-    ("evicted", "evicted_chunks", lambda mean: f"{brief(mean)} chunks/s"),
+    ("chunks evicted", "evicted_chunks", lambda mean: f"{brief(mean)}/s"),
 )
 """Columns of the table: head, series, and the value in words."""
 
 
 def _history_table(rows: Rows) -> Table:
-    """Oldest first. A missing measurement is a dash."""
-    return _numbers_table(("from", *(head for head, _, _ in COLUMNS)), list(_cells(rows)), left=1)
+    """Oldest first. A missing measurement is a dash. Rows of one day name it once."""
+    interval_s = rows.stats.interval_s
+    days = {time.strftime("%a %d %b", time.localtime(rows.began_s + start * interval_s)) for start, _ in rows.parts}
+    is_one_day = len(days) == 1 and interval_s >= 60
+    heads = (days.pop() if is_one_day else "from", *(head for head, _, _ in COLUMNS))
+    return _numbers_table(heads, list(_cells(rows, "%H:%M" if is_one_day else "")), left=1)
 
 
-def _cells(rows: Rows) -> Iterator[list[Text]]:
+def _cells(rows: Rows, form: str) -> Iterator[list[Text]]:
+    """`form`: of the time at which a row begins; empty: as the intervals need it."""
     series = {one.name: one for one in rows.stats.series}
     for start, stop in rows.parts:
         found = means(series, start, stop)
         found["computed_share"] = computed_share(found.get("loaded_share"), found.get("local_share"))
         began_s = rows.began_s + start * rows.stats.interval_s
         cells = ["-" if (mean := found.get(name)) is None else shown(mean) for _, name, shown in COLUMNS]
-        yield [Text(_when(began_s, rows.stats.interval_s)), *map(Text, cells)]
+        yield [Text(_when(began_s, rows.stats.interval_s, form)), *map(Text, cells)]
 
 
-def _when(at_s: float, interval_s: float) -> str:
-    return time.strftime("%a %H:%M:%S" if interval_s < 60 else "%a %d %b %H:%M", time.localtime(at_s))
+def _when(at_s: float, interval_s: float, form: str = "") -> str:
+    usual = "%a %H:%M:%S" if interval_s < 60 else "%a %d %b %H:%M"
+    return time.strftime(form or usual, time.localtime(at_s))
 
 
 def _numbers_table(heads: Sequence[str], rows: Sequence[Sequence[Text]], *, left: int) -> Table:
     """The first `left` columns are text and aligned left, the others are numbers."""
-    columns = [Column(head, justify="left" if at < left else "right") for at, head in enumerate(heads)]
+    columns = [
+        Column(head, justify="left" if at < left else "right", min_width=max(map(len, head.split())))  # no cut word
+        for at, head in enumerate(heads)
+    ]
     table = Table(*columns, box=None, pad_edge=False)
     for row in rows:
         table.add_row(*row)

@@ -44,6 +44,10 @@ def show_leases(server: str, *, limit: int | None, as_json: bool, console: Conso
     _say_more(console, following)
 
 
+REASON_CELLS = 110
+"""A window of fewer columns has no room for the reasons of requests."""
+
+
 def show_requests(server: str, *, begins: str, limit: int | None, as_json: bool, console: Console) -> None:
     """The last lookups and stores whose ids begin with `begins`, newest first. `limit` None: all. Raises CommandError,
     ApiError."""
@@ -53,7 +57,10 @@ def show_requests(server: str, *, begins: str, limit: int | None, as_json: bool,
         print_json(console, Requests(requests=requests, next=following))
         return
     nothing = "no recent request has such an id" if begins else "no engine has looked up or stored anything yet"
-    say(console, _requests_table(requests) if requests else nothing)
+    is_narrow = console.width < REASON_CELLS
+    say(console, _requests_table(requests, is_narrow=is_narrow) if requests else nothing)
+    if requests and is_narrow:
+        say(console, "`kvdock explain ID` says why tokens were computed")
     _say_more(console, following)
 
 
@@ -77,11 +84,13 @@ def _leases_table(leases: Iterable[LeaseView], engines: dict[str, str]) -> Table
     ))
 
 
-def _requests_table(requests: Iterable[RequestView]) -> Table:
-    return _table("requests", ("time", "kind", "request", "engine", "tokens", "prompt", "own cache", "loaded",
-                               "computed", "most of these because"), (
+def _requests_table(requests: Iterable[RequestView], *, is_narrow: bool) -> Table:
+    """`is_narrow`: without the reason, which would be cut to pieces."""
+    heads = ("time", "kind", "request", "engine", "tokens", "prompt", "own cache", "loaded", "computed",
+             "most of these because")
+    return _table("requests", heads[:-1] if is_narrow else heads, (
         (time.strftime("%H:%M:%S", time.localtime(view.at)), view.kind, view.request, view.label or view.session,
-         f"{view.tokens:,}", *_outcome(view))
+         f"{view.tokens:,}", *_outcome(view))[: -1 if is_narrow else None]
         for view in requests
     ))
 
@@ -95,7 +104,8 @@ def _outcome(view: RequestView) -> tuple[str, str, str, str, str]:
 
 
 def _table(title: str, heads: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> Table:
-    table = Table(*heads, box=None, pad_edge=False, title=title, title_justify="left")
+    columns = [Column(head, overflow="fold", no_wrap=head == "time") for head in heads]  # an id that is cut is useless
+    table = Table(*columns, box=None, pad_edge=False, title=title, title_justify="left")
     for row in rows:
         table.add_row(*(Text(printable(cell)) for cell in row))
     return table

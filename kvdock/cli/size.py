@@ -178,8 +178,8 @@ def _column(point: CurvePoint) -> str:
 def share_in_words(point: CurvePoint) -> str:
     if point.hit_share is None:
         return "?"
-    share = percent(point.hit_share)
-    return f"{share} ± {percent(point.error)}" if point.error else share
+    share = percent(point.hit_share, 1)
+    return f"{share} ± {percent(point.error, 1)}" if point.error else share
 
 
 def _print(console: Console, heads: tuple[str, ...], rows: Iterator[tuple[str, ...]]) -> None:

@@ -170,6 +170,8 @@ NARROW_COLUMNS, WIDE_COLUMNS = 72, 100
 NAME_CELLS = 10
 YIELDING_CELLS = 12
 """A column that gives way to the others keeps this many cells."""
+LOW_ROWS, INDENT = 24, 3
+"""A window of fewer rows is low. Where a text goes on in the next line, it stands this far from the edge."""
 MOST_FINDINGS = 3
 FEWEST_REQUESTS = 3
 """Rows that engines and tiers leave free for requests, if the screen is high enough."""
@@ -251,12 +253,26 @@ def _header(shown: Snapshot | None, trouble: str, address: str, look: Look) -> L
     assert shown is not None
     status = shown.status
     health = Text("ready", style="green") if status.status == "ok" else Text("not ready", style="bold red")
-    about = [f"up {duration(status.uptime_s)}", *([] if look.narrow else [address]), clock]
+    about = [f"up {duration(status.uptime_s)}", clock, *([] if look.narrow else [address])]
     line = Text("kvdock ", style="bold") + health + Text("  " + "  ".join(about), style="not bold")
     reasons = [Text("; ".join(map(printable, status.reasons)), style="yellow")] if status.reasons else []
     findings = [one for one in shown.verdict.findings if one.code != "not_ready"]  # the reasons have said it
-    found = list(map(finding_in_words, findings[:MOST_FINDINGS]))
-    return [line, headline(shown.verdict), *reasons, *found, Text()]
+    said = [headline(shown.verdict), *reasons, *map(finding_in_words, findings[:MOST_FINDINGS])]
+    folded = [part for one in said for part in _folded(one, look)]
+    return [line, *folded, Text()]
+
+
+def _folded(text: Text, look: Look) -> Lines:
+    """The text, broken between words where it does not fit in one line; a low window has no room for that."""
+    lines: Lines = []
+    while look.rows >= LOW_ROWS and len(text) > look.columns:
+        at = text.plain.rfind(" ", INDENT, look.columns + 1)
+        if at < 0:
+            break
+        line, rest = text.divide([at])
+        lines.append(line)
+        text = Text(" " * (INDENT - 1), style=text.style) + rest
+    return [*lines, text]
 
 
 def _totals(shown: Snapshot, look: Look) -> Lines:

@@ -352,7 +352,7 @@ class Lookups:
             wait_s=terms.wait_s,
             tokens_per_s=terms.tokens_per_s,
             traceparent=callbacks.traceparent_of(request_id) or UNSET,
-            beginning=request.beginning or UNSET,
+            beginnings=request.beginnings or UNSET,
         )
         request.store.promised = len(keys) if promises else 0
         return Question(request_id, request.attachment, tuple(keys), body, renews, replaces)

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from kvdock.connectors.session import Attachment, EngineSession, notify
 from kvdock.connectors.waits import NOTHING, Expected
-from kvdock.protocol.keys import KeyChain, beginning_of
+from kvdock.protocol.keys import KeyChain, beginnings_of
 from kvdock.protocol.kv_events import BlockNames
 from kvdock.protocol.schemas import LookupAnswer
 from kvdock.protocol.wire_types import MAX_KEYS
@@ -171,8 +171,8 @@ class RequestState:
     attachment: Attachment
     lookup: LookupState = field(default_factory=LookupState)
     store: StoreProgress = field(default_factory=StoreProgress)
-    beginning: str = ""
-    """See beginning_of() in kvdock/protocol/keys.py; empty: not known."""
+    beginnings: str = ""
+    """See beginnings_of() in kvdock/protocol/keys.py; empty: not known."""
     ceiling: int = MAX_KEYS
     """Chunks from here on are not looked up: one of them failed to load."""
 
@@ -206,7 +206,7 @@ class Requests(dict[str, RequestState]):
             chain = self.callbacks.chain_of(request_id, attachment.namespace, self.session.manifest.chunk_tokens)
             request = self[request_id] = RequestState(chain, attachment)
             if self.callbacks.has_tokens:
-                request.beginning = beginning_of(tokens)
+                request.beginnings = beginnings_of(tokens)
         request.chain.follow(tokens)
         return request
 

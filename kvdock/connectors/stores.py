@@ -178,7 +178,8 @@ class Stores:
             keys=b"".join(batch.keys),
             groups=list(batch.groups),
             traceparent=offer.traceparent or UNSET,
-            beginning=offer.request.beginning or UNSET,
+            beginnings=offer.request.beginnings or UNSET,
+            chunks_before=batch.first,
             blocks=offer.names_of(batch),
         )
         is_there = self._session.attachment is offer.attachment  # else blocks would wait for a timeout

@@ -29,6 +29,7 @@ from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from itertools import pairwise
 from typing import Final
 
 from kvdock._core import KEY_BYTES
@@ -41,17 +42,28 @@ UNKNOWN_PARENT: Final = b"\xff" * KEY_BYTES
 key."""
 
 
-BEGINNING_TOKENS: Final = 256
-"""How many of a prompt's first tokens its beginning stands for."""
+BEGINNINGS: Final = (16, 64, 256, 1024, 4096)
+"""How many of a prompt's first tokens each of its beginnings stands for."""
+BEGINNING_DIGITS: Final = 16
 
 
-def beginning_of(tokens: Sequence[int]) -> str:
-    """16 hex digits for the first BEGINNING_TOKENS tokens, or for all if there are fewer. They depend on nothing else,
-    so they show that the same prompt is stored in another namespace. It is not a key: nothing is found by it."""
-    first = array("Q", tokens[:BEGINNING_TOKENS])
-    if sys.byteorder == "big":
-        first.byteswap()
-    return blake2b(first.tobytes(), digest_size=8, person=b"kvdock beginning").hexdigest()
+def beginnings_of(tokens: Sequence[int]) -> str:
+    """16 hex digits for the first 16 tokens, 16 for the first 64, and so on for each of BEGINNINGS that the prompt has
+    as many tokens as; empty for a shorter prompt. They depend on nothing else, so they show that a prompt which begins
+    like this one is stored in another namespace. They are no keys: nothing is found by them. ManifestError for tokens
+    outside 0..2**32-1."""
+    packed, hashed, made = pack_tokens(tokens[: BEGINNINGS[-1]]), blake2b(digest_size=8, person=b"kvdock beginning"), ""
+    for start, end in pairwise((0, *BEGINNINGS)):
+        if len(tokens) < end:
+            break
+        hashed.update(packed[4 * start : 4 * end])
+        made += hashed.hexdigest()
+    return made
+
+
+def tokens_of(beginnings: str) -> int:
+    """How many first tokens of the prompt these beginnings stand for."""
+    return (0, *BEGINNINGS)[len(beginnings) // BEGINNING_DIGITS]
 
 
 def canonical_manifest(manifest: Mapping[str, object]) -> bytes:

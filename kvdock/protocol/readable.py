@@ -40,9 +40,18 @@ def size(size_bytes: float) -> str:
     return f"{size_bytes:.1f} TiB"
 
 
-def percent(share: float | None, digits: int = 1) -> str:
-    """0.7824 → 78.2 %; None, which is not measured, is a dash. `digits`: after the point."""
-    return "-" if share is None else f"{100 * share:.{digits}f} %" if share < 0.9995 else "100 %"
+def percent(share: float | None, digits: int | None = None) -> str:
+    """0.7824 → 78 %, 0.0782 → 7.8 %; None, which is not measured, is a dash. 0 % and 100 % are exactly that. The page
+    writes shares in the same way (`share` in kvdock/web/format.js). `digits`: as many after the point, and no more."""
+    if share is None:
+        return "-"
+    if digits is not None:
+        return f"{100 * share:.{digits}f} %" if share < 0.9995 else "100 %"
+    if 0 < share < 0.001:
+        return "<0.1 %"
+    of_100 = min(100 * share, 99.9) if share < 1 else 100 * share
+    is_whole = of_100 == 0 or 9.95 <= of_100 < 99 or share >= 1
+    return f"{of_100:.{0 if is_whole else 1}f} %"
 
 
 def duration(seconds: float) -> str:

@@ -347,11 +347,13 @@ class Break(Answer, kw_only=True):
     why: ComputedWhy
     in_words: str
     others: int = 0
-    """How many other continuations of the prefix were stored: the request's prompt goes on in a different way there."""
+    """In how many other ways stored prompts go on where this one parts from them. Where nothing was found, they are
+    counted as far as the server remembers; 0: not known."""
     parts: Parting | None = None
     """Where the prompt and those others part. None: no stored prompt is known that goes on otherwise."""
-    began_before: bool = False
-    """A prompt with the same first tokens (`beginning` of the lookup) was stored in the namespace before."""
+    same_tokens: int = 0
+    """Where nothing was found: at least this many of the prompt's first tokens are those of a prompt that was stored in
+    the namespace before, by `beginnings` of the lookup."""
     gone_s: float | None = None
     """How long ago the next chunk was removed. None: as far as is known, it was never stored."""
     unused_s: float | None = None
@@ -359,9 +361,13 @@ class Break(Answer, kw_only=True):
 
 
 class OtherNamespace(Answer, kw_only=True):
-    """A namespace in which a prompt with the same first tokens is stored, whose chunks this request cannot use."""
+    """A namespace that has more of the prompt than the request's own, whose chunks this request cannot use."""
 
     namespace: Key
+    tokens: int
+    """It has at least this many of the prompt's first tokens: no more than the first 4,096 are compared."""
+    parts: Parting | None = None
+    """Where the prompts that were stored there go on otherwise. None: not known."""
     differs: dict[str, list[Any]]
     """Fields of the manifest, `weights` and `tenant`: what the request's namespace says, and what this one says.
     Secrets are `hidden`."""
@@ -376,15 +382,15 @@ class TierLoad(Answer, kw_only=True):
 
 
 ExplainCode = Literal[
-    "asked", "not_given", "diverges", "parts_early", "same_beginning", "longer_than_stored", "starts_anew",
-    "nothing_stored", "ages", "in_tiers", "given_back",
-    "stored", "not_ended", "ended", "local", "loaded", "computed", "engine_reason", "reloaded", "load_time", "saved",
-    "cost_time", "weights", "other_namespace", "other_engines",
+    "asked", "not_given", "diverges", "parts_early", "changes_early", "same_beginning", "longer_than_stored",
+    "starts_anew", "goes_on", "nothing_stored", "ages", "in_tiers", "given_back", "stored", "not_ended",
+    "ended", "local", "loaded", "computed", "engine_reason", "reloaded", "load_time", "saved", "cost_time",
+    "weights", "other_namespace", "other_prompt", "other_engines",
 ]
 AdviceCode = Literal[
     "enlarge_pool", "raise_quota", "check_memory", "keep_from_tiers", "wait_for_tiers", "wait_for_stores",
     "raise_session_cap", "register_segments", "check_server", "check_engine_log", "lower_min_load_tokens",
-    "check_copies", "see_engine_docs", "smaller_chunks", "move_what_varies", "same_identity",
+    "check_copies", "see_engine_docs", "smaller_chunks", "move_what_varies", "steady_beginning", "same_identity",
 ]
 ADVICE: Final[dict[AdviceCode, str]] = {
     "enlarge_pool": "A larger pool keeps chunks longer: `kvdock size` shows what each size would find.",
@@ -402,6 +408,8 @@ ADVICE: Final[dict[AdviceCode, str]] = {
     "see_engine_docs": "docs/vllm.md and docs/sglang.md say for which requests nothing is looked up.",
     "smaller_chunks": "Smaller chunk_tokens of the engine leave a shorter rest.",
     "move_what_varies": "Put what differs from prompt to prompt, such as a date or an id, at the prompt's end.",
+    "steady_beginning": "Compare what the chat template and the system prompt put there in both requests: a date, a "
+                        "list of tools or a session's id makes all that follows differ.",
     "same_identity": "Start the engines with the same model name, dtype, chunk size and other fields named.",
 }
 
@@ -476,8 +484,10 @@ class Explanation(Answer, kw_only=True):
     tier_loads: list[TierLoad] = msgspec.field(default_factory=list)
     """For these tokens, each tier that may have them: the server knows that one of them does. In the order in which
     they are asked."""
-    nearest: OtherNamespace | None = None
-    """If nothing was found: where a prompt with the same first tokens is stored; None: nowhere that is known."""
+    goes_on: list[PrefixView] = msgspec.field(default_factory=list)
+    """What other prompts have where this one parts from them: the continuations that are used most."""
+    elsewhere: list[OtherNamespace] = msgspec.field(default_factory=list)
+    """The namespaces that have more of the prompt than was found, the one with most first."""
 
 
 # --------------------------------------------------------------------------- pools of other sizes

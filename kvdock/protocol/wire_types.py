@@ -134,8 +134,9 @@ class Traced(Carrier, kw_only=True):
 
     traceparent: Annotated[str, msgspec.Meta(max_length=MAX_TRACEPARENT)] | msgspec.UnsetType = msgspec.UNSET
     """The W3C trace context of the request, as the engine got it. A text that is none is ignored."""
-    beginning: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{16}$(?!\n)")] | msgspec.UnsetType = msgspec.UNSET
-    """A digest of the prompt's first tokens that names no namespace, as kvdock/protocol/keys.py makes it."""
+    beginnings: Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{16}){1,5}$(?!\n)")] | msgspec.UnsetType = msgspec.UNSET
+    """Digests of the prompt's first tokens that name no namespace, as beginnings_of() in kvdock/protocol/keys.py makes
+    them."""
 
 
 class TraceContext(NamedTuple):

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import json
+import random
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
-from api_helpers import MIB, ServerProcess, access_file, attach, eventually, keys, raw
+from api_helpers import MIB, Engine, ServerProcess, access_file, attach, eventually, keys, raw
 from server_fixtures import fresh_server
 
 from kvdock.api.access.access_file import entry
 from kvdock.client.client import Client
 from kvdock.protocol import schemas as s
-from kvdock.protocol.admin_schemas import ClearCache, DeleteChunks, PatchConfig, Quota
+from kvdock.protocol.admin_schemas import ClearCache, DeleteChunks, PatchConfig, PinChunks, Quota
 from kvdock.protocol.errors import ApiError
 from kvdock.protocol.hits import COMPUTED
+from kvdock.protocol.keys import KeyChain, Mark, beginnings_of
 from kvdock.protocol.outcomes import Outcome
 from kvdock.protocol.reports import Break, Explanation, Parting
 
@@ -63,79 +67,155 @@ def test_a_request_that_found_all_is_told_as_it_was(client: Client) -> None:
     engine.close()
 
 
-BEGINNING = "0123456789abcdef"
+def tokens_of(count: int, seed: str = "") -> list[int]:
+    """The same seed gives the same first tokens."""
+    return random.Random(seed).choices(range(100_000), k=count)
 
 
-def test_what_was_never_there_and_the_namespace_that_has_such_a_prompt(client: Client) -> None:
+def stored(engine: Engine, tokens: list[int], marks: Sequence[Mark] = ()) -> None:
+    engine.store(names(engine, tokens, marks), beginnings=beginnings_of(tokens))
+
+
+def asked(engine: Engine, tokens: list[int], request: str, **more: Any) -> Explanation:
+    """What is said of a request with that prompt."""
+    engine.lookup(names(engine, tokens), request, beginnings=beginnings_of(tokens), **more)
+    return engine.client.explain(request)
+
+
+def names(engine: Engine, tokens: list[int], marks: Sequence[Mark] = ()) -> list[str]:
+    """The keys of the prompt's chunks in the namespace of the engine."""
+    namespace = bytes.fromhex(engine.attached.namespace)
+    return [key.hex() for key in KeyChain(namespace, engine.attached.chunk_tokens, marks).extend(tokens)]
+
+
+def test_another_namespace_that_has_the_prompt_is_named_with_what_it_differs_in(client: Client) -> None:
     engine = attach(client, model="/models/Llama", kv_dtype="bfloat16", cache_salt="a secret")
     other = attach(client, model="meta/Llama", kv_dtype="float8_e4m3fn", cache_salt="another secret")
-    other.store(keys(2), beginning=BEGINNING)
-    engine.lookup(keys(2), "r1", beginning=BEGINNING)
-    said = client.explain("r1")
-    assert broken(client, "r1").why == "never_stored" and said.nearest is not None
-    assert said.nearest.namespace == other.attached.namespace
-    assert said.nearest.differs == {
+    prompt = tokens_of(70)
+    stored(other, prompt)
+    said = asked(engine, prompt, "r1")
+    assert broken(client, "r1").why == "never_stored"
+    (found,) = said.elsewhere
+    assert (found.namespace, found.tokens, found.parts) == (other.attached.namespace, 64, None)
+    assert found.differs == {
         "model": ["/models/Llama", "meta/Llama"], "kv_dtype": ["bfloat16", "float8_e4m3fn"],
         "cache_salt": ["hidden", "hidden"],
     }
     last = said.sentences[-1]
     assert (last.code, last.advice) == ("other_namespace", "same_identity") and last.advice in said.advice
+    assert "has the first 64 tokens of this prompt" in last.text
     assert "kv_dtype: 'bfloat16' here, 'float8_e4m3fn' there" in last.text
     assert "secret" not in json.dumps(texts(said))
+    client.clear(ClearCache(namespace=other.attached.namespace))
+    assert not asked(engine, prompt, "r2").elsewhere, "nothing of it is there any more"
     engine.close()
     other.close()
 
 
+def test_other_namespaces_are_named_if_they_have_more_than_was_found(client: Client) -> None:
+    engine, salted = attach(client), attach(client, cache_salt="one")
+    large = attach(client, chunk_tokens=64, revision="b")
+    prompt = tokens_of(4200)
+    stored(engine, prompt[:256])
+    stored(salted, prompt[:256])
+    assert not asked(engine, prompt, "as much").elsewhere
+    chunks = names(large, prompt)  # as two stores, the first of which does not reach 1,024 tokens
+    for start, end in ((0, 10), (10, len(chunks))):
+        large.store(
+            chunks[start:end], parent=chunks[start - 1] if start else None, beginnings=beginnings_of(prompt),
+            chunks_before=start,
+        )
+    stored(salted, [*prompt[:2000], *tokens_of(2200, "own")])
+    said = asked(engine, prompt, "more")
+    assert broken(client, "more").at_tokens == 256
+    assert [(one.namespace, one.tokens, one.parts) for one in said.elsewhere] == [
+        (large.attached.namespace, 4096, None),
+        (salted.attached.namespace, 1024, Parting(after_tokens=1024, before_tokens=4096)),
+    ]
+    told = [(one.code, one.advice) for one in said.sentences[-3:]]
+    assert told == [("other_namespace", "same_identity"), ("other_namespace", ""), ("other_prompt", "steady_beginning")]
+    assert "They part at one of the tokens 1,024 to 4,095" in texts(said)[-1]
+    for one in (engine, salted, large):
+        one.close()
+
+
 def test_a_prompt_that_nobody_stored_has_no_lead(client: Client) -> None:
     engine, other = attach(client, kv_dtype="bfloat16"), attach(client, kv_dtype="float8_e4m3fn")
-    other.store(keys(2), beginning=BEGINNING)
-    engine.lookup(keys(2, "new"), "r1", beginning="f" * 16)
-    engine.lookup(keys(2, "new"), "r2")
-    for name in ("r1", "r2"):
-        said = client.explain(name)
-        assert said.nearest is None and codes(said) == ["asked", "not_given", "starts_anew", "not_ended",
-                                                        "nothing_stored", "ages"]
+    stored(other, tokens_of(1100))
+    template = [*tokens_of(64), *tokens_of(1000, "own")]  # as much as a chat template has in common
+    for name, prompt in (("r1", tokens_of(1100, "new")), ("r2", template), ("r3", tokens_of(32, "short"))):
+        said = asked(engine, prompt, name)
+        assert not said.elsewhere and not said.goes_on and not said.advice
+        assert codes(said) == ["asked", "not_given", "starts_anew", "not_ended", "nothing_stored", "ages"]
         assert texts(said)[-1].startswith("The server started ") and "ago, with a new pool: " in texts(said)[-1]
     engine.close()
     other.close()
 
 
-def test_where_a_prompt_leaves_what_is_stored(client: Client) -> None:
-    engine = attach(client)
-    trunk = keys(3)
-    engine.store([*trunk, *keys(1, "one way")])
-    for name, chain in (("diverges", [*trunk, *keys(2, "own")]), ("longer_than_stored", [*trunk, *keys(1, "one way"),
-                                                                                     *keys(2, "own")])):
-        engine.lookup(chain, name)
-        said = client.explain(name)
-        assert codes(said)[:3] == ["asked", "not_given", name]
-        assert broken(client, name).others == (1 if name == "diverges" else 0)
-    diverges = next(one for one in client.explain("diverges").sentences if one.code == "diverges")
-    assert diverges.advice == "move_what_varies" and "in another way after the first 48 tokens." in diverges.text
-    assert "They part at one of the tokens 48 to 63, counted from 0: the server knows whole chunks" in diverges.text
-    assert broken(client, "diverges").parts == Parting(after_tokens=48, before_tokens=64)
-    assert broken(client, "longer_than_stored").parts is None
+@pytest.mark.parametrize(
+    ("chunk_tokens", "others", "own", "said", "parts"),
+    [
+        (16, [(48, 16)], (48, 32), ["diverges"], (48, 64)),
+        (16, [(48, 16), (48, 160)], (48, 160), ["diverges", "changes_early"], (48, 64)),
+        (16, [(48, 0)], (48, 32), ["longer_than_stored"], None),
+        (512, [(80, 600)], (80, 600), ["parts_early", "changes_early"], (64, 256)),
+        (512, [(80, 600), (90, 900), (200, 900)], (80, 600), ["parts_early", "changes_early"], (64, 256)),
+        (512, [(300, 900)], (300, 900), ["parts_early", "changes_early"], (256, 512)),
+        (512, [(3, 600)], (3, 600), ["starts_anew"], None),
+    ],
+    ids=["late", "early", "ends", "in the first chunk", "several ways", "at its end", "at once"],
+)
+def test_where_a_prompt_parts_from_what_is_stored(
+    client: Client, chunk_tokens: int, others: list[tuple[int, int]], own: tuple[int, int], said: list[str],
+    parts: tuple[int, int] | None,
+) -> None:
+    """Prompts are given as how many first tokens they share, and how many of their own follow."""
+    engine = attach(client, chunk_tokens=chunk_tokens)
+    for number, (shared, more) in enumerate(others):
+        stored(engine, [*tokens_of(shared), *tokens_of(more, f"other {number}")])
+    told = asked(engine, [*tokens_of(own[0]), *tokens_of(own[1], "own")], "r1")
+    assert codes(told)[: 2 + len(said)] == ["asked", "not_given", *said]
+    broke = broken(client, "r1")
+    assert broke.parts == (Parting(after_tokens=parts[0], before_tokens=parts[1]) if parts else None)
+    assert broke.others == (len(others) if parts else 0)
+    assert bool(told.advice) == ("changes_early" in said)
+    if parts:
+        text = next(one.text for one in told.sentences if one.code == said[0])
+        assert f"They part at one of the tokens {parts[0]} to {parts[1] - 1}, counted from 0" in text
     engine.close()
 
 
-def test_prompts_that_part_within_their_first_chunk(client: Client) -> None:
-    engine, small = attach(client, chunk_tokens=512), attach(client)
-    for one, code in ((engine, "parts_early"), (small, "same_beginning")):
-        one.lookup(keys(2, "before"), "before", beginning=BEGINNING)
-        one.store(keys(2), beginning=BEGINNING)
-        one.lookup(keys(2, "own"), code, beginning=BEGINNING)
-        one.lookup(keys(2, "other"), "other", beginning="f" * 16)
-        assert codes(client.explain(code))[:3] == ["asked", "not_given", code]
-        for name in ("before", "other"):  # nothing like them had been stored
-            assert codes(client.explain(name))[:3] == ["asked", "not_given", "starts_anew"]
-        assert broken(client, code).began_before and not broken(client, "before").began_before
-    said = next(one for one in client.explain("parts_early").sentences if one.code == "parts_early")
-    assert "They part at one of the tokens 256 to 511, counted from 0" in said.text
-    assert said.advice == "move_what_varies"
-    assert broken(client, "parts_early").parts == Parting(after_tokens=256, before_tokens=512)
-    assert broken(client, "same_beginning").parts is None
+def test_a_prompt_with_the_same_tokens_and_another_image(client: Client) -> None:
+    engine, prompt = attach(client), tokens_of(40)
+    stored(engine, prompt, [Mark(0, 4, bytes(32))])
+    said = asked(engine, prompt, "r1")
+    assert codes(said)[:3] == ["asked", "not_given", "same_beginning"] and broken(client, "r1").same_tokens == 16
+    assert broken(client, "r1").parts is None
     engine.close()
-    small.close()
+
+
+def test_what_others_go_on_with_where_a_prompt_parts_from_them(client: Client) -> None:
+    engine, shared = attach(client), tokens_of(48)
+    for name, uses in (("report", 3), ("summary", 1)):
+        prompt = [*shared, *tokens_of(32, name)]
+        stored(engine, prompt)
+        for number in range(uses):
+            engine.release(engine.lookup(names(engine, prompt), f"{name}-{number}").lease, 0)
+    report = names(engine, [*shared, *tokens_of(32, "report")])
+    client.pin(PinChunks(
+        namespace=engine.attached.namespace, keys=report[4:5], duration_s=60, name="weekly report"
+    ))
+    prompt = [*shared, *tokens_of(64, "own")]
+    engine.lookup(names(engine, prompt), "r1")
+    stored(engine, prompt)
+    said = client.explain("r1")
+    assert [(one.key, one.labels) for one in said.goes_on] == [
+        (report[3], ["weekly report"]), (names(engine, [*shared, *tokens_of(32, "summary")])[3], []),
+    ]
+    text = next(one.text for one in said.sentences if one.code == "goes_on")
+    assert "'weekly report' (32.0 KiB, 3 uses, last used " in text
+    assert names(engine, prompt)[3][:12] not in text
+    engine.close()
 
 
 def test_positions_in_a_prompt_whose_tail_was_looked_up_count_from_its_first_token(client: Client) -> None:

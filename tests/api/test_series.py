@@ -29,21 +29,22 @@ EMPTY = PoolView(
 
 
 class Server:
-    """One whose requests have prompts of 10 tokens a second, of which `found` are loaded, on a clock of its own."""
+    """One on a clock of its own. Each second, requests have prompts of 10 tokens, `found` of them are loaded, and
+    `filled` bytes are stored."""
 
     def __init__(self, kept: KeptObject, wall_s: float, start_s: float = 5.0) -> None:
         self.wall_s, self.now_s, self.counters, self.ready_bytes = wall_s, start_s, Counters(), 0
         self.boot_s = 1000.0
         self.history = History(300, 1.0, kept=kept, wall_s=lambda: self.wall_s, boot_s=lambda: self.boot_s)
 
-    def run(self, seconds: int, found: int = 5) -> None:
+    def run(self, seconds: int, found: int = 5, filled: int = 2) -> None:
         for _ in range(seconds):
             self.history.sample(
                 self.counters, msgspec.structs.replace(EMPTY, ready_bytes=self.ready_bytes), [], self.now_s
             )
             self.counters.prompt_tokens += 10
             self.counters.loaded_tokens += found
-            self.ready_bytes += 2
+            self.ready_bytes += filled
             self.pass_s(1.003)  # rounds come a little late
             self.now_s += 1.003
 
@@ -72,6 +73,8 @@ def test_each_level_has_a_value_an_interval_of_all_that_lay_in_it(kept: KeptObje
     assert server.values("days") == []
     assert server.values("hours", "prompt_tokens") == pytest.approx([10 / 1.003] * 5, rel=1e-6)
     assert server.history.filling_bytes_per_s() == pytest.approx(2.0)
+    server.run(100, found=8, filled=0)
+    assert server.history.filling_bytes_per_s() == 0, "it does not fill any more"
 
 
 def test_the_next_server_goes_on_with_hours_and_days_and_a_gap_where_there_was_none(kept: KeptObject) -> None:

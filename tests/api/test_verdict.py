@@ -42,7 +42,7 @@ def test_the_headline_says_whether_it_helps_and_by_how_much(client: Client) -> N
     ended(engine, 80, local_tokens=20, loaded_tokens=30, load_us=10_000, prefill_tokens_per_s=1000.0)
     helping = client.verdict()
     assert (helping.effect, helping.findings) == ("helping", [])
-    assert "30.0 % of prompt tokens were loaded; 20.0 % were in the engines' own caches" in helping.headline
+    assert "30 % of prompt tokens were loaded; 20 % were in the engines' own caches" in helping.headline
     ended(engine, 100, loaded_tokens=30, load_us=90_000_000, prefill_tokens_per_s=1000.0)
     costing = client.verdict()
     assert (costing.effect, codes(costing)) == ("costing", ["loads_cost_time"])

@@ -23,7 +23,7 @@ from kvdock.protocol.keys import chunk_keys, filed_in
 
 pytestmark = pytest.mark.weights
 
-BEGINNING = "0123456789abcdef"
+BEGINNINGS = "0123456789abcdef"
 
 CHUNK_BYTES = 16384
 
@@ -178,17 +178,17 @@ def test_people_see_which_weights_chunks_are_of_and_since_when_nobody_runs_them(
         engine = attach(client, revision=unique("model"))
         first = runs(engine, "step-1")
         wanted = keys(2, unique("w"))
-        engine.store(wanted, beginning=BEGINNING)
+        engine.store(wanted, beginnings=BEGINNINGS)
         second = runs(engine, "step-2")
         row = client.session(engine.listed)
         assert (row.namespace, row.weights) == (second, "step-2")
         assert found(engine, keys(2, unique("absent"))) == 0
         request = unique("r")
-        engine.lookup(wanted, request, beginning=BEGINNING)
+        engine.lookup(wanted, request, beginnings=BEGINNINGS)
         story = client.explain(request)
         assert (story.weights, story.namespace) == ("step-2", second)
         assert any("step-2" in sentence.text for sentence in story.sentences)
-        assert story.nearest is not None and story.nearest.differs == {"weights": ["step-2", "step-1"]}
+        assert [one.differs for one in story.elsewhere] == [{"weights": ["step-2", "step-1"]}]
         left, runs_now = namespace(client, first), namespace(client, second)
         assert left is not None and (left.weights, left.base) == ("step-1", engine.attached.namespace)
         assert left.left_s is not None and left.sessions == 0 and left.chunks == 2

@@ -216,6 +216,9 @@ def test_requests_lists_what_became_of_each_and_finds_them_by_id(server: ServerP
     assert untold[1:] == ["lookup", f"{name}-1", "�[31m", "asker", "16"]
     assert told[1:] == ["lookup", f"{name}-0", "asker", "32", "1,640", "10", "17", "1,613",
                         *["their", "load", "did", "not", "complete"]]
+    narrow = kvdock("requests", name, "--server", server.unix, COLUMNS="80").stdout.splitlines()
+    assert narrow[-1] == "`kvdock explain ID` says why tokens were computed" and max(map(len, narrow)) <= 80
+    assert not any("…" in line or "complete" in line for line in narrow)
     every = kvdock("requests", "--server", server.unix, "--all", COLUMNS="200").stdout
     assert f"{name}-0" in every and "store" in every
     assert kvdock("requests", f"{name}-9", "--server", server.unix).stdout == (

@@ -94,11 +94,11 @@ def test_history_has_rows_of_means(server: ServerProcess, client: Client) -> Non
     eventually(measured)
     lines = said(server, "history", "--over", "minutes").splitlines()
     assert re.split(r"  +", lines[0]) == [
-        "from", "prompts", "own cache", "loaded", "computed", "asked for", "bytes loaded", "bytes stored", "cached",
-        "evicted",
+        "from", "prompt tokens", "own cache", "loaded", "computed", "tokens asked for", "bytes loaded", "bytes stored",
+        "cached", "chunks evicted",
     ]
     assert 2 <= len(lines) <= 25
-    assert any(re.search(r"tok/s +25\.0 % +25\.0 % +50\.0 % ", line) for line in lines)
+    assert any(re.search(r"/s +25 % +25 % +50 % ", line) for line in lines)
     assert json.loads(said(server, "history", "--over", "minutes", "--json"))["interval_s"] == 0.1
     engine.close()
 
@@ -112,10 +112,10 @@ def test_status_says_what_was_saved_and_how_fast_engines_copy(server: ServerProc
     )
     text = said(server, "status")
     assert re.search(r"^saved +1\.5 s of computing$", text, re.MULTILINE)
-    assert "3.0 GiB/s while an engine loads, 75.0 % of the speed of plain copies" in text
+    assert "3.0 GiB/s while an engine loads, 75 % of the speed of plain copies" in text
     assert "the oldest chunk was unused for" in text
     assert "the cached chunks are removed; `kvdock serve --takeover` replaces the server and keeps them" in text
-    assert "3.0 GiB/s, 75.0 % of plain" in said(server, "top", "--once")
+    assert "3.0 GiB/s, 75 % of plain" in said(server, "top", "--once")
     engine.heartbeat(outcomes=[
         Outcome(request="r2", prompt_tokens=40, loaded_tokens=16, load_us=4_000_000, prefill_tokens_per_s=16.0)
     ])

@@ -22,7 +22,7 @@ ENDED = Outcome(request="r", prompt_tokens=70, local_tokens=16, found_tokens=48,
                 prefill_tokens_per_s=16.0)
 """It looked up 4 chunks and found 3: 16 tokens local, 32 loaded, 16 never stored, 6 left over. It saved 1.5 s."""
 HELPS = (
-    "kvdock is up and helping: 45.7 % of prompt tokens were loaded; 22.9 % were in the engines' own caches. That saved "
+    "kvdock is up and helping: 46 % of prompt tokens were loaded; 23 % were in the engines' own caches. That saved "
     "1.5 s of computing."
 )
 
@@ -58,8 +58,8 @@ def test_the_first_line_says_whether_it_helps(fresh: ServerProcess) -> None:
 
         eventually(is_live)
         rows = {line.split("  ")[0]: line.split() for line in reversed(said.splitlines()) if line}
-        assert rows["loaded"][-2:] == ["45.7", "%"] and rows["own cache"][-2:] == ["22.9", "%"]
-        assert rows["computed"][-2:] == ["31.4", "%"] and rows["prompts"][-2:] == ["70", "tok"]
+        assert rows["loaded"][-2:] == ["46", "%"] and rows["own cache"][-2:] == ["23", "%"]
+        assert rows["computed"][-2:] == ["31", "%"] and rows["prompts"][-2:] == ["70", "tok"]
         assert rows["asked for"][-2:] == ["64", "tok"] and rows["bytes stored"][-2:] == ["48.0", "KiB"]
         assert "saved" in rows and " 1.5 s of computing\n" in said
         assert "since the start\n" in said and "mismatch" not in said and "trouble" not in said
@@ -163,4 +163,8 @@ def test_amounts_in_words(amount: float, text: str) -> None:
 
 def test_counts_and_shares_in_words() -> None:
     assert (counted(1, "lease"), counted(1200, "lease")) == ("1 lease", "1,200 leases")
-    assert (percent(None), percent(0.7824), percent(0.9999), percent(1.0)) == ("-", "78.2 %", "100 %", "100 %")
+    shares = (None, 0, 0.0004, 0.0782, 0.0994, 0.0999, 0.7824, 0.9999, 1.0)
+    assert [percent(share) for share in shares] == [
+        "-", "0 %", "<0.1 %", "7.8 %", "9.9 %", "10 %", "78 %", "99.9 %", "100 %",
+    ]
+    assert percent(0.7824, 1) == "78.2 %"

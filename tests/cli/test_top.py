@@ -60,7 +60,7 @@ def test_top_shows_the_server_its_engines_and_their_requests(server: ServerProce
         assert shown[0].startswith("kvdock ready  up ") and server.unix in shown[0]
         row, = (line.split() for line in shown if line.startswith("watched"))
         assert row == [
-            "watched", "�[31m", "live", "22.9", "%", "45.7", "%", "0", "B", *["48.0", "KiB"] * 2, "1.0", "ms",
+            "watched", "�[31m", "live", "23", "%", "46", "%", "0", "B", *["48.0", "KiB"] * 2, "1.0", "ms",
         ]
         assert has("kvdock is up and helping: ", shown) and has("% of prompt tokens were loaded", shown)
         assert has(" of 16.0 MiB used (", shown) and has("48.0 KiB by 1 lease, 0 reservations", shown)
@@ -78,6 +78,7 @@ def test_a_picture_fits_the_window_and_follows_it(server: ServerProcess, engine:
         shown = program.wait_for(lambda lines: has("loaded", lines))
         assert len(shown) <= size[1] and max(map(len, shown)) <= size[0]
         assert not any(line != line.rstrip() for line in shown)
+        assert has("own caches.", shown) == (size in [(40, 24), (80, 24), (120, 40)]), "a low window cuts the headline"
         program.resize(33, 8)
         program.wait_for(lambda lines: len(lines) == 8 and max(map(len, lines)) <= 33)
         program.press("Q")

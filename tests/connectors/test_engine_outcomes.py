@@ -266,7 +266,7 @@ def test_engines_that_cannot_share_are_told_which_field_keeps_them_apart(quick: 
             with closing(engine_over(quick.unix, salt=salt)) as engine:
                 run(engine, name, prompt)
                 said = explained(client, name)
-        assert "A prompt with the same first tokens is stored in another namespace, which it cannot use" in said
+        assert "has the first 64 tokens of this prompt, or more, and this request cannot use them" in said
         assert "cache_salt: 'hidden' here, " in said
 
 

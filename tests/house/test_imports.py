@@ -57,7 +57,7 @@ ROOMS = {
         may=("_core", "protocol", "api.access", "api.pool", "api.reports", "api.clock", "api.convert", "api.settings",
              # Of the records only values: what writes them is behind kvdock/api/reports/recorded.py.
              "api.record.counted.Counted", "api.record.counters.Counters", "api.record.labels.Chunk",
-             "api.record.requests.Detail",
+             "api.record.beginnings.Alike", "api.record.beginnings.Held", "api.record.requests.Detail",
              "api.record.timings.Buckets", "api.record.timings.RouteTimes", "api.record.troubles.Trouble"),
         never=("fastapi", "starlette"),
     ),
@@ -153,7 +153,7 @@ READS = {
     "table": {"can_evict", "chunks_in", "free_bytes", "grant", "grants", "members", "namespaces", "reuse",
               "sessions", "stats"},
     "pool": {"can_grow", "missing", "segments", "view"},
-    "registry": {"listed", "namespace", "namespaces", "of_table_id", "sessions"},
+    "registry": {"listed", "namespace", "namespaces", "of_table_id", "sessions", "space_of"},
     "names": {"name"},
     "quotas": {"views"},
     "drain": set(),

@@ -69,7 +69,7 @@ def finding(code: Any, severity: Any, text: str, **more: Any) -> Finding:
     return Finding(code=code, severity=severity, text=text, remedy=REMEDIES[code], **more)
 
 
-HEADLINE = "kvdock is up and helping: 30.0 % of prompt tokens were loaded."
+HEADLINE = "kvdock is up and helping: 30 % of prompt tokens were loaded."
 
 
 def verdict() -> Verdict:
@@ -180,7 +180,7 @@ def explanation(request: str, **more: Any) -> Explanation:
             Sentence(code="not_given", text=f"The rest was not given: {COMPUTED['room']}.", advice="enlarge_pool"),
         ],
         advice={"enlarge_pool": ADVICE["enlarge_pool"]},
-        nearest=OtherNamespace(namespace="02" * 32, differs={"kv_dtype": ["bfloat16", "fp8_e4m3"]}),
+        elsewhere=[OtherNamespace(namespace="02" * 32, tokens=4096, differs={"kv_dtype": ["bfloat16", "fp8_e4m3"]})],
     )
     load = LoadStory(tokens=3072, bytes=24 * MIB, took_ms=12.0, queue_ms=4.0, copy_ms=8.0, bytes_per_s=3.1e9)
     return msgspec.structs.replace(body, load=load, saved_s=0.84, **more)

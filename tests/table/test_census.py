@@ -47,6 +47,16 @@ def look(client: Client, keys: list[bytes], request: object, now: int = 0) -> No
     client.table.release(client.session, client.lookup(keys, request=request, now=now).lease, [0])
 
 
+def forked(trunk: str, *branches: str, length: int) -> tuple[Client, list[list[bytes]]]:
+    """A table with a stored trunk and branches that go on from its end, and their keys."""
+    client = Client(new_table(16 * MIB), PAGE)
+    chains = [chain(name, length=length) for name in (trunk, *branches)]
+    client.store(chains[0])
+    for branch in chains[1:]:
+        client.store(branch, parent=chains[0][-1])
+    return client, chains
+
+
 class Forest:
     """Chains of one client that share beginnings, and what a count of them should say, by first key."""
 
@@ -147,12 +157,8 @@ def test_a_pool_that_changes_while_it_is_counted_is_counted_about_right() -> Non
 
 
 def test_the_last_key_is_the_deepest_that_half_of_the_lookups_found_and_a_pin_of_it_keeps_it_all() -> None:
-    table = new_table(16 * MIB)
-    client = Client(table, PAGE)
-    system, often, once = (chain(name, length=4) for name in ("system", "often", "once"))
-    client.store(system)
-    for branch in (often, once):
-        client.store(branch, parent=system[-1])
+    client, (system, often, once) = forked("system", "often", "once", length=4)
+    table = client.table
     ((*_, last, depth),) = listed(counted(table), [client.space], 1)[0]
     assert last in (often[-1], once[-1]) and depth == 8, "nobody has looked anything up: the deepest"
     for number, asked in enumerate(([*system, *often[:2]], [*system, *often[:3]], [*system, *once], system[:1])):
@@ -394,12 +400,8 @@ def test_what_goes_on_from_a_chunk_is_of_its_namespace_alone() -> None:
 
 
 def test_a_kept_chunk_keeps_the_prefixes_before_it_and_no_others() -> None:
-    table = new_table(16 * MIB)
-    client = Client(table, PAGE)
-    system, kept, other = (chain(name, length=2) for name in ("system", "kept", "other"))
-    client.store(system)
-    for branch in (kept, other):
-        client.store(branch, parent=system[-1])
+    client, (system, kept, other) = forked("system", "kept", "other", length=2)
+    table = client.table
     table.pin(client.space, kept[-1], 1 << 40)
     assert [one[-1] for one in forks(counted(table), client.space)] == [True]
     below = forks(counted_below(table, client.space, system[-1]), client.space)

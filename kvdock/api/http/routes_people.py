@@ -288,7 +288,7 @@ async def kv_events(request: Request, follow: Follow = False) -> Response:
     errors=("unknown_request", "bad_argument"), name="explain",
 )
 async def explain(request: Request, request_id: RequestId, session: OfSession = "") -> Response:
-    return answer(handlers_of(request).explainer.explain(peer_of_call(request), request_id, session))
+    return answer(await handlers_of(request).explainer.explain(peer_of_call(request), request_id, session))
 
 
 _FORMATS = {"text/plain": CLASSIC, f"{OPEN_METRICS_TEXT};version=1.0.0": OPEN_METRICS}

@@ -183,6 +183,9 @@ class Registry:
         """In rising order of their table ids."""
         return sorted(self._namespaces.values(), key=lambda record: record.table_id)
 
+    def space_of(self, digest: bytes) -> NamespaceRecord | None:
+        return self._namespaces.get(digest)
+
     def of_number(self, table_id: int) -> NamespaceRecord | None:
         """The namespace with that number in the table; None: there is none any more."""
         return next((one for one in self._namespaces.values() if one.table_id == table_id), None)

@@ -119,6 +119,8 @@ KEPT_LEVELS = (Level("hours", 60.0, 720), Level("days", 1800.0, 672))
 """Half a day by the minute, two weeks by the half-hour."""
 
 
+LATELY = 60
+"""How many of the last values tell whether the pool still fills."""
 START_S = 60.0
 """A view also has the marks of this many seconds before its first value: a server starts before its first sample."""
 
@@ -230,13 +232,16 @@ class History:
         return self._levels[over].view(now_s, self.marks)
 
     def filling_bytes_per_s(self) -> float | None:
-        """How fast the pool has filled over the finest level. None: not known yet."""
+        """How fast the pool has filled: over the finest level, or over its last values if that is less. None: not
+        known yet."""
         rings = self._levels["minutes"]
         ready = next(ring for spec, ring in zip(SERIES, rings.values, strict=False) if spec.name == "ready_bytes")
         known = [value for value in ready if value is not None]
         if len(known) < 2:
             return None
-        return (known[-1] - known[0]) / ((len(known) - 1) * rings.level.interval_s)
+        return min(
+            (some[-1] - some[0]) / ((len(some) - 1) * rings.level.interval_s) for some in (known, known[-LATELY:])
+        )
 
     # ---------------------------------------------------------------- kept with the pool
 

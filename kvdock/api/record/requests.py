@@ -27,8 +27,10 @@ class Detail:
     """The weights that its engine ran then."""
     traceparent: str = ""
     """The trace context that came with it."""
-    beginning: str = ""
+    beginnings: str = ""
     """See Beginnings; empty: not known."""
+    parted: tuple[bytes, bytes] | None = None
+    """The keys of the last chunk that the lookup found and of the next one, if other prompts go on after the former."""
 
 
 Row = tuple[str, RequestView, Detail]

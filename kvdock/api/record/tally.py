@@ -31,7 +31,6 @@ from kvdock.api.record.troubles import Troubles
 from kvdock.api.settings import Settings
 from kvdock.protocol import events as e
 from kvdock.protocol.hits import COMPUTED
-from kvdock.protocol.keys import BEGINNING_TOKENS
 from kvdock.protocol.outcomes import Outcome, OutcomeView, view_of
 from kvdock.protocol.reports import Break, Parting, RequestView
 from kvdock.protocol.schemas import Heartbeat, Lookup, Reserve
@@ -171,10 +170,13 @@ class Tally:
             self._leased(one, chunks - before, leased_bytes)
             return
         self._count_first(session, one.keys, tokens, found)
-        beginning = one.body.beginning or ""
-        broke = None if answer is None else self._break_of(session.namespace, one.keys, answer, beginning)
+        beginnings = one.body.beginnings or ""
+        broke = None if answer is None else self._break_of(session.namespace, one.keys, answer, beginnings)
         took_us = (one.answered_ns - one.started_ns) // 1000
         detail = _detail(session, broke, one.body)
+        if broke is not None and broke.others and broke.at_tokens:
+            at = broke.at_tokens // manifest.chunk_tokens * KEY_BYTES
+            detail.parted = one.keys[at - KEY_BYTES : at], one.keys[at : at + KEY_BYTES]
         if not session.is_bench:
             self.recent.add(session.tenant, RequestView(
                 at=one.at, kind="lookup", session=session.id, label=session.label, request=one.body.request,
@@ -200,7 +202,7 @@ class Tally:
         if (curves := self._curves_of(session)) is not None:
             curves.looked_up(session.namespace, keys, found.hit_tokens)
 
-    def _break_of(self, space: NamespaceRecord, keys: bytes, answer: Answered, beginning: str) -> Break | None:
+    def _break_of(self, space: NamespaceRecord, keys: bytes, answer: Answered, beginnings: str) -> Break | None:
         """Where the prefix that a lookup found ends, and why; None: it found all that it asked for."""
         if not answer.missing:
             return None
@@ -214,10 +216,12 @@ class Tally:
             made.others = self._table.children(space.table_id, last)
             if made.others:
                 made.parts = Parting(after_tokens=made.at_tokens, before_tokens=made.at_tokens + answer.chunk_tokens)
-        elif first.why == "never_stored" and beginning:
-            made.began_before = self.learned.beginnings.is_in(beginning, space)
-            if made.began_before and answer.chunk_tokens > BEGINNING_TOKENS:
-                made.parts = Parting(after_tokens=BEGINNING_TOKENS, before_tokens=answer.chunk_tokens)
+        elif first.why == "never_stored":
+            alike = self.learned.beginnings.alike(beginnings, space)
+            made.same_tokens = alike.tokens
+            if 0 < alike.tokens < answer.chunk_tokens:
+                before = min(alike.before or answer.chunk_tokens, answer.chunk_tokens)
+                made.others, made.parts = alike.ways, Parting(after_tokens=alike.tokens, before_tokens=before)
         if first.at_ms:
             made.gone_s = max(0, now_ms - first.at_ms) / 1000
             made.unused_s = max(0, first.at_ms - first.used_ms) / 1000 if first.used_ms else None
@@ -290,8 +294,8 @@ class Tally:
                 body.store, granted.chunk_count, granted.part_bytes, now_ns, traceparent=body.traceparent or "",
                 slot_bytes=_slot_bytes(granted) if session.is_bench else 0,
             ))
-        if body.beginning and not session.is_bench:
-            self.learned.beginnings.stored(body.beginning, session.namespace)
+        if body.beginnings and not session.is_bench:
+            self.learned.beginnings.stored(body.beginnings, session.namespace, keys, body.chunks_before)
         if (curves := self._curves_of(session)) is not None and not body.temporary:
             curves.stored(session.namespace, keys)
         chunk_tokens = session.namespace.manifest.chunk_tokens
@@ -442,7 +446,7 @@ class Tally:
 def _detail(session: SessionRecord, broke: Break | None = None, call: Lookup | None = None) -> Detail:
     detail = Detail(session.namespace.digest, broke, weights=session.namespace.use.weights)
     if call is not None:
-        detail.traceparent, detail.beginning = call.traceparent or "", call.beginning or ""
+        detail.traceparent, detail.beginnings = call.traceparent or "", call.beginnings or ""
     return detail
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -17,10 +17,12 @@ from kvdock.api.access.peer import Peer
 from kvdock.api.clock import ServerClock
 from kvdock.api.pool.registry import NamespaceRecord, Registry
 from kvdock.api.record.requests import Detail
+from kvdock.api.reports.contents import Contents
 from kvdock.api.reports.lists import shown_manifest
 from kvdock.api.reports.recorded import Beginnings, Recent
 from kvdock.protocol.errors import ApiError
 from kvdock.protocol.hits import COMPUTED, MEMORY, WAITED, ComputedWhy
+from kvdock.protocol.keys import tokens_of
 from kvdock.protocol.outcomes import OutcomeView
 from kvdock.protocol.readable import duration, size, span
 from kvdock.protocol.reports import (
@@ -32,6 +34,7 @@ from kvdock.protocol.reports import (
     LookupStory,
     OtherNamespace,
     Parting,
+    PrefixView,
     RequestView,
     Sentence,
     TierLoad,
@@ -55,20 +58,30 @@ HELPS: dict[ComputedWhy, AdviceCode] = {
 """What may help where tokens were computed for that reason."""
 MOST_ROWS = 64
 """At most this many rows of one request are explained."""
+MOST_CONTINUATIONS, MOST_ELSEWHERE = 3, 4
+ENOUGH_TOKENS = 256
+"""Prompts that begin alike for fewer tokens may have no more in common than their chat template; a prompt that is
+shorter has to be the same as far as beginnings tell."""
+APART = frozenset({"weights", "tenant", "cache_salt"})
+"""What keeps namespaces apart on purpose."""
+
+
+class Sources(NamedTuple):
+    """What explanations are made from. `tiers`: the lower tiers, as the mover last reported them."""
+
+    recent: Recent
+    beginnings: Beginnings
+    contents: Contents
+    tiers: Callable[[], list[TierView]]
 
 
 class Explainer:
-    """`tiers`: the lower tiers, as the mover last reported them."""
-
-    def __init__(
-        self, recent: Recent, beginnings: Beginnings, registry: Registry, table: Table,
-        tiers: Callable[[], list[TierView]], clock: ServerClock,
-    ) -> None:
-        self._recent, self._beginnings, self._tiers = recent, beginnings, tiers
+    def __init__(self, sources: Sources, registry: Registry, table: Table, clock: ServerClock) -> None:
+        self._recent, self._beginnings, self._contents, self._tiers = sources
         self._registry, self._table, self._clock = registry, table, clock
         self._started_ms = clock.now_ms()
 
-    def explain(self, peer: Peer, request: str, session: str = "") -> Explanation:
+    async def explain(self, peer: Peer, request: str, session: str = "") -> Explanation:
         """Explains the latest request of that id that the caller may see, or the session's. `request`: its id, the
         beginning of its id, or the id of its trace. Raises ApiError(unknown_request)."""
         found = self._recent.named(request, peer.sees, MOST_ROWS)
@@ -85,14 +98,17 @@ class Explainer:
         mine = [(row, more) for row, more in reversed(rows) if row.session == newest.session]
         lookups = [_story(row, more) for row, more in mine if row.kind == "lookup"]
         outcome = next((row.outcome for row, _ in reversed(mine) if row.outcome is not None), None)
-        space = next((one for one in self._registry.namespaces() if one.digest == detail.namespace), None)
-        nearest = None
-        if space is not None and lookups and not any(one.hit_tokens for one in lookups):
-            nearest = self._nearest(space, detail.beginning, peer)
+        space = self._registry.space_of(detail.namespace)
+        asked = next((more for row, more in rows if row.kind == "lookup" and row.session == newest.session), detail)
+        goes_on = await self._goes_on(peer, asked)
+        elsewhere: list[OtherNamespace] = []
+        if space is not None and lookups:
+            elsewhere = self._elsewhere(space, asked.beginnings, _had(lookups[-1], outcome), peer)
         tier_tokens, tier_loads = self._in_tiers(space, lookups, outcome)
         sentences = [
             *_sentences([row for row, _ in mine], lookups, outcome), *_of_tiers(tier_tokens, tier_loads),
-            *_weights(detail.weights), *self._about_space(space, lookups), *_differs(nearest),
+            *_weights(detail.weights), *self._about_space(space, lookups), *_continuations(goes_on),
+            *(sentence for one in elsewhere for sentence in _differs(one)),
             *_others([row for row, _ in found if row.session != newest.session]),
         ]
         return Explanation(
@@ -101,7 +117,7 @@ class Explainer:
             advice={one.advice: ADVICE[one.advice] for one in sentences if one.advice},
             lookups=lookups, outcome=outcome, load=_load_of(outcome),
             saved_s=outcome.saved_s if outcome is not None else None, tier_tokens=tier_tokens, tier_loads=tier_loads,
-            nearest=nearest,
+            goes_on=goes_on, elsewhere=elsewhere,
         )
 
     def _about_space(self, space: NamespaceRecord | None, lookups: Sequence[LookupStory]) -> Iterator[Sentence]:
@@ -139,17 +155,41 @@ class Explainer:
             for one in self._tiers()
         ]
 
-    def _nearest(self, mine: NamespaceRecord, beginning: str, peer: Peer) -> OtherNamespace | None:
-        """Another namespace that the caller may see, in which a prompt with the same beginning was stored and that has
-        chunks; the one with the fewest differences."""
-        best: OtherNamespace | None = None
-        for other in self._beginnings.spaces_of(beginning):
-            if other is mine or not peer.sees(other.tenant) or not self._table.chunks_in(other.table_id):
+    async def _goes_on(self, peer: Peer, asked: Detail) -> list[PrefixView]:
+        """What other prompts have behind the last chunk that the lookup found, the most used first."""
+        if asked.parted is None or self._registry.space_of(asked.namespace) is None:
+            return []
+        last, own = asked.parted
+        try:
+            page = await self._contents.prefixes(
+                peer, MOST_CONTINUATIONS + 1, namespace=asked.namespace.hex(), below=last.hex()
+            )
+        except ApiError:  # too many others search, or its namespace has just ended
+            return []
+        return [one for one in page.prefixes if one.key != own.hex()][:MOST_CONTINUATIONS]
+
+    def _elsewhere(self, mine: NamespaceRecord, beginnings: str, had: int, peer: Peer) -> list[OtherNamespace]:
+        """Other namespaces that the caller may see and that have more than the first `had` tokens of the prompt."""
+        own = tokens_of(beginnings)
+        found = []
+        for other, tokens in self._beginnings.holding(beginnings):
+            if other is mine or not peer.sees(other.tenant) or tokens <= had:
                 continue
-            differs = _differences(mine, other)
-            if best is None or len(differs) < len(best.differs):
-                best = OtherNamespace(namespace=other.digest.hex(), differs=differs)
-        return best
+            alike = self._beginnings.alike(beginnings, other)
+            if alike.tokens < min(ENOUGH_TOKENS, own):
+                continue
+            parts = Parting(after_tokens=alike.tokens, before_tokens=alike.before) if alike.before else None
+            found.append(OtherNamespace(
+                namespace=other.digest.hex(), tokens=tokens, parts=parts, differs=_differences(mine, other)
+            ))
+        return sorted(found, key=lambda one: (-one.tokens, len(one.differs)))[:MOST_ELSEWHERE]
+
+
+def _had(last: LookupStory, outcome: OutcomeView | None) -> int:
+    """How many of the prompt's first tokens were found, or had by the engine itself."""
+    if outcome is None:
+        return last.hit_tokens
+    return max(outcome.asked_from + last.hit_tokens, outcome.found_tokens, outcome.local_tokens + outcome.loaded_tokens)
 
 
 def _differences(mine: NamespaceRecord, other: NamespaceRecord) -> dict[str, list[Any]]:
@@ -198,7 +238,7 @@ def _sentences(
             f"them at once; it took {one.took_us:,} µs to say so."
         ))
         if one.broke is not None:
-            yield from _broke(one.broke, start)
+            yield from _broke(one.broke, start, one.tokens)
         if one.loaded_us is not None:
             rate = f", {size(one.bytes / one.loaded_us * 1e6)}/s" if one.loaded_us and one.bytes else ""
             yield Sentence(code="given_back", text=(
@@ -280,8 +320,8 @@ def _load_sentences(outcome: OutcomeView) -> Iterator[Sentence]:
         )
 
 
-def _broke(broke: Break, start: int) -> Iterator[Sentence]:
-    """`start`: the position in the prompt of the first token that the lookup names."""
+def _broke(broke: Break, start: int, asked_tokens: int) -> Iterator[Sentence]:
+    """`start`: the position in the prompt of the first of the `asked_tokens` tokens that the lookup names."""
     at = start + broke.at_tokens
     gone = "" if broke.gone_s is None else f", {duration(broke.gone_s)} before this lookup"
     unused = "" if broke.unused_s is None else f"; they had been unused for {duration(broke.unused_s)} by then"
@@ -291,35 +331,48 @@ def _broke(broke: Break, start: int) -> Iterator[Sentence]:
     ))
     if broke.why != "never_stored":
         return
+    is_early = asked_tokens - broke.at_tokens > at
     if broke.at_tokens and broke.parts is not None:
-        ways = "another way" if broke.others == 1 else f"{broke.others:,} other ways"
-        yield Sentence(code="diverges", advice="move_what_varies", text=(
-            f"What was stored goes on in {ways} after the first {at:,} tokens. {_parting(broke.parts, start)}"
+        yield Sentence(code="diverges", advice="move_what_varies" if is_early else "", text=(
+            f"What was stored goes on in {_ways(broke.others)} after the first {at:,} tokens. "
+            f"{_parting(broke.parts, start, 'whole chunks')}"
         ))
     elif broke.at_tokens:
         yield Sentence(code="longer_than_stored", text=(
             f"No prompt that begins with these {at:,} tokens was stored with more of them."
         ))
-    elif broke.parts is not None:
+    elif broke.parts is not None and not start:
+        others = f", and goes on in {_ways(broke.others)} there" if broke.others else ""
         yield Sentence(code="parts_early", advice="move_what_varies", text=(
-            f"A prompt with the same first {broke.parts.after_tokens:,} tokens was stored in its namespace. Unless "
-            f"that one had another adapter, image or salt: {_parting(broke.parts, start)}"
+            f"What was stored in its namespace has the same first {broke.parts.after_tokens:,} tokens{others}. Unless "
+            f"that had another adapter, image or salt: {_parting(broke.parts, 0, 'a few positions')}"
         ))
-    elif broke.began_before:
+    elif broke.same_tokens and not start:
         yield Sentence(code="same_beginning", text=(
-            "A prompt with the same first tokens was stored in its namespace: it had another adapter, image or salt, "
-            "or its chunks went so long ago that the server has forgotten them."
+            f"A prompt with the same first {broke.same_tokens:,} tokens was stored in its namespace: it had another "
+            "adapter, image or salt, or its chunks went so long ago that the server has forgotten them."
         ))
     elif not start:
         yield Sentence(
             code="starts_anew", text="No prompt that is stored in its namespace has the same first chunk.",
         )
+    if is_early and broke.parts is not None and (broke.at_tokens or not start):
+        after = max(at, start + broke.parts.after_tokens)
+        yield Sentence(code="changes_early", advice="steady_beginning", text=(
+            f"It parts from them early: {start + asked_tokens - after:,} of its tokens lie behind the first {after:,}. "
+            "If these prompts should be alike for longer, their chat template or system prompt changes there."
+        ))
 
 
-def _parting(parts: Parting, start: int) -> str:
+def _ways(others: int) -> str:
+    return "another way" if others == 1 else f"{others:,} other ways"
+
+
+def _parting(parts: Parting, start: int, known: str) -> str:
+    """`known`: of what the server knows whether it is the same."""
     return (
         f"They part at one of the tokens {start + parts.after_tokens:,} to {start + parts.before_tokens - 1:,}, "
-        "counted from 0: the server knows whole chunks alone."
+        f"counted from 0: the server compares {known} alone."
     )
 
 
@@ -344,11 +397,31 @@ def _weights(weights: str | None) -> list[Sentence]:
     )]
 
 
-def _differs(nearest: OtherNamespace | None) -> list[Sentence]:
-    if nearest is None:
-        return []
-    fields = "; ".join(f"{name}: {mine!r} here, {other!r} there" for name, (mine, other) in nearest.differs.items())
-    return [Sentence(code="other_namespace", advice="same_identity", text=(
-        f"A prompt with the same first tokens is stored in another namespace, which it cannot use: "
-        f"{nearest.namespace[:12]} differs in {fields}."
-    ))]
+def _continuations(goes_on: Sequence[PrefixView]) -> Iterator[Sentence]:
+    if not goes_on:
+        return
+    each = [
+        f"{', '.join(map(repr, one.labels)) or one.key[:12]} ({size(one.bytes)}, "
+        f"{one.uses:,} {'use' if one.uses == 1 else 'uses'}{_last_used(one.unused_s)})"
+        for one in goes_on
+    ]
+    yield Sentence(code="goes_on", text=(
+        f"What is stored behind the part that they share, by the keys of the chunks and the most used first: "
+        f"{'; '.join(each)}."
+    ))
+
+
+def _last_used(unused_s: float | None) -> str:
+    return "" if unused_s is None else f", last used {duration(unused_s)} ago"
+
+
+def _differs(other: OtherNamespace) -> Iterator[Sentence]:
+    fields = "; ".join(f"{name}: {mine!r} here, {there!r} there" for name, (mine, there) in other.differs.items())
+    yield Sentence(code="other_namespace", advice="same_identity" if other.differs.keys() - APART else "", text=(
+        f"Another namespace has the first {other.tokens:,} tokens of this prompt, or more, and this request cannot use "
+        f"them: {other.namespace[:12]} differs in {fields}."
+    ))
+    if other.parts is not None:
+        yield Sentence(code="other_prompt", advice="steady_beginning", text=(
+            f"Even so, the prompts stored there go on otherwise. {_parting(other.parts, 0, 'a few positions')}"
+        ))

@@ -11,6 +11,7 @@ from typing import Literal, Protocol
 from kvdock.api.access.peer import Peer
 from kvdock.api.pool.registry import NamespaceRecord
 from kvdock.api.pool.sums import Hits
+from kvdock.api.record.beginnings import Alike, Held
 from kvdock.api.record.counted import Counted
 from kvdock.api.record.counters import Counters
 from kvdock.api.record.labels import Chunk
@@ -34,7 +35,9 @@ class Recent(Protocol):
 class Beginnings(Protocol):
     """Where prompts with the same first tokens are stored: `Beginnings`."""
 
-    def spaces_of(self, beginning: str) -> Iterator[NamespaceRecord]: ...
+    def alike(self, beginnings: str, space: NamespaceRecord) -> Alike: ...
+
+    def holding(self, beginnings: str) -> Iterator[Held]: ...
 
 
 class Labels(Protocol):

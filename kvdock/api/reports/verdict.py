@@ -25,6 +25,8 @@ RECENT_S = 24 * 3600.0
 THRASHING_FACTORS = (2.0, 4.0)
 THRASHING_POINTS = 0.10
 """A pool this many times as large would find this much more: the share of tokens."""
+AS_GOOD_POINTS = 0.02
+"""A pool that finds as much but for this share of tokens is as good as a larger one."""
 SHARED_LEAST_TOKENS = 10_000
 """Two engines share nothing once each was asked for so many tokens."""
 FELL_TO, FELL_DAYS, FELL_LEAST_TOKENS = 0.6, 7, 100_000
@@ -158,11 +160,12 @@ class Judge:
         larger = [point for point in total.points if point.factor in THRASHING_FACTORS and point.hit_share is not None]
         if now is None or not larger:
             return
-        best = max(larger, key=_share_of)
-        if (gain := _share_of(best) - now) >= THRASHING_POINTS:
+        most = max(map(_share_of, larger))
+        enough = next(point for point in larger if most - _share_of(point) < AS_GOOD_POINTS)
+        if (gain := _share_of(enough) - now) >= THRASHING_POINTS:
             yield _finding(
-                "thrashing", "warn", f"A pool {best.factor:g} times as large would find {percent(gain, 0)} more of the "
-                "tokens that engines ask for.", cost_share=gain,
+                "thrashing", "warn", f"A pool {enough.factor:g} times as large would find {100 * gain:.0f} percentage "
+                "points more of the tokens that engines ask for.", cost_share=gain,
             )
 
     def _shares_nothing(self, judged: Judged) -> Iterator[Finding]:

@@ -76,7 +76,7 @@ function lookup(one) {
   ]);
 }
 
-function nearest({ namespace, differs }) {
+function elsewhere({ namespace, tokens, differs }) {
   const head = ["Field", "This request", "That namespace"].map((text) => el("th", { text, attrs: { scope: "col" } }));
   const rows = Object.entries(differs).map(([field, values]) => {
     const name = el("th", { text: field, attrs: { scope: "row" } });
@@ -84,7 +84,7 @@ function nearest({ namespace, differs }) {
   });
   const parts = [el("thead", { children: [el("tr", { children: head })] }), el("tbody", { children: rows })];
   const table = el("table", { cls: "differs", children: parts });
-  return section(`A prompt that begins like this is in namespace ${namespace.slice(0, 8)}, which differs`, table);
+  return section(`Namespace ${namespace.slice(0, 8)} has the first ${plural(tokens, "token")}, and differs`, table);
 }
 
 function load({ tokens, took_ms: whole, queue_ms: queue, copy_ms: copy, bytes: n, bytes_per_s: speed }) {
@@ -109,7 +109,7 @@ function story(e) {
   if (e.load) parts.push(load(e.load));
   if ((e.saved_s ?? null) !== null) parts.push(saved(e.saved_s));
   if (e.lookups.length) parts.push(section(plural(e.lookups.length, "lookup"), ...e.lookups.map(lookup)));
-  if (e.nearest) parts.push(nearest(e.nearest));
+  parts.push(...(e.elsewhere ?? []).map(elsewhere));
   parts.push(section("Where", facts([["Model", e.model], ["Namespace", e.namespace], ["Weights", e.weights || null]])));
   return parts;
 }

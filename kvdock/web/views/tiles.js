@@ -71,7 +71,8 @@ const TILES = [
   [
     "Leases",
     ({ status: s, leases }) => {
-      const oldest = Math.max(0, ...(leases?.leases ?? []).map((g) => g.age_s));
+      const held = s.leases + s.reservations ? (leases?.leases ?? []) : [];  // that list may be older
+      const oldest = Math.max(0, ...held.map((g) => g.age_s));
       const beside = plural(s.reservations, "reservation");
       return [count(s.leases), oldest ? `and ${beside}; the oldest is ${age(oldest)} old` : `and ${beside}`];
     },

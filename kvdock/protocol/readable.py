@@ -13,6 +13,7 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 CONSOLE: Final = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 EVENT: Final = "event"
 """The attribute of a log record that holds its event, a struct."""
+_UNITS: Final = (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
 
 
 class JsonFormatter(logging.Formatter):
@@ -38,6 +39,14 @@ def size(size_bytes: float) -> str:
             return f"{size_bytes:.0f} {unit}" if unit == "B" else f"{size_bytes:.1f} {unit}"
         size_bytes /= 1024
     return f"{size_bytes:.1f} TiB"
+
+
+def exact_bytes(size_bytes: int) -> str:
+    """The size in the largest unit that divides it: 4294967296 → 4GiB, 1000 → 1000."""
+    for unit, factor in _UNITS:
+        if size_bytes and size_bytes % factor == 0:
+            return f"{size_bytes // factor}{unit}"
+    return str(size_bytes)
 
 
 def percent(share: float | None, digits: int = 1) -> str:

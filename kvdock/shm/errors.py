@@ -18,6 +18,8 @@ wanted.
 
 from __future__ import annotations
 
+from kvdock.protocol.readable import size
+
 
 class ShmError(Exception):
     """`found` and `wanted` are the values that the message names."""
@@ -29,7 +31,11 @@ class ShmError(Exception):
 
 
 class PoolTooSmall(ShmError):
-    """found, wanted: bytes."""
+    """found, wanted: bytes, which the message has in GiB or a smaller unit."""
+
+    def __init__(self, message: str, *, found: int, wanted: int) -> None:
+        super().__init__(message, found=size(found), wanted=size(wanted))
+        self.found, self.wanted = found, wanted
 
 
 class PoolFull(ShmError):

@@ -26,6 +26,7 @@ from kvdock.api.settings import Settings
 from kvdock.protocol import events as e
 from kvdock.protocol.admin_schemas import Limits
 from kvdock.protocol.errors import ApiError
+from kvdock.protocol.readable import exact_bytes
 from kvdock.protocol.reports import PoolView
 from kvdock.protocol.schemas import Segment
 from kvdock.shm import objects as shm
@@ -476,6 +477,6 @@ def _make_region(settings: Settings, pool_id: int, undo: ExitStack) -> Mapping:
 
 def _advice(settings: Settings, error: PoolTooSmall) -> str:
     return (
-        f"pool_bytes={settings.pool_bytes} does not fit beside the chunk table: {error}. "
+        f"pool_bytes={exact_bytes(settings.pool_bytes)} does not fit beside the chunk table: {error}. "
         "Choose a smaller pool_bytes, or give more shared memory (docker run --shm-size)."
     )

@@ -44,6 +44,7 @@ from kvdock.api.pool.drain import Drain
 from kvdock.api.pool.handover import HAND_OVER
 from kvdock.api.pool.pool import Pool, open_pool
 from kvdock.api.record.journal import Journal
+from kvdock.api.service_manager import ServiceManager
 from kvdock.api.settings import Settings
 from kvdock.api.tiers.process import MoverProcess
 from kvdock.protocol.admin_schemas import Limits
@@ -121,6 +122,7 @@ class Server:
         self._settings, self._source = settings, source or (lambda: settings)
         self._journal = Journal(time.time)
         self._on_ready = on_ready
+        self._manager = ServiceManager(os.environ)
         self._stop_wanted = threading.Event()
         self._uvicorn: _Uvicorn | None = None
         self._drain: Drain | None = None
@@ -178,11 +180,18 @@ class Server:
                 self._journal.publish(Ready(address=addresses.unix, pool_bytes=settings.pool_bytes))
                 gc.freeze()  # start-up objects live to the end: collections that walk them would stall calls
                 self._on_ready(addresses)
+                self._manager.ready(f"serves engines at {addresses.unix}, HTTP at {addresses.http}")
+
+            async def reread() -> None:
+                self._manager.reloading()
+                await rereading.run()
+                self._manager.ready("has read its settings and access tokens again")
 
             app = create_app(settings, parts, lifespan)
             connections = connection_class(connection_limits(settings), parts.meter)
             self._uvicorn = _Uvicorn(
-                uvicorn_config(app, connections), announce, drain, rereading.run, lambda: self._publish_drain(pool)
+                uvicorn_config(app, connections), announce, drain, reread, lambda: self._publish_drain(pool),
+                self._manager.alive,
             )
             self._uvicorn.should_exit = self._stop_wanted.is_set()
             self._uvicorn.run(sockets=[tcp, unix])
@@ -190,6 +199,7 @@ class Server:
             raise self._failure
 
     def _publish_drain(self, pool: Pool) -> None:
+        self._manager.stopping("is draining: no new leases")
         stats = pool.table.stats()
         self._journal.publish(Draining(
             is_takeover=self._drain is not None and self._drain.is_takeover, leases=stats["leases"],
@@ -198,6 +208,7 @@ class Server:
 
     def _close(self, pool: Pool) -> None:
         keep = self._failure is None and self._drain is not None and self._drain.keeps_pool
+        self._manager.stopping("leaves its pool" if keep else "removes its pool")
         self._journal.publish(Ended(pool=f"{pool.pool_id:016x}", keeps_pool=keep))
         self._journal.flush()
         if not keep:
@@ -246,11 +257,12 @@ class _Uvicorn(uvicorn.Server):
 
     def __init__(
         self, config: uvicorn.Config, announce: _Background, drain: Drain, reread: _Background,
-        publish_drain: Callable[[], None],
+        publish_drain: Callable[[], None], show_life: Callable[[], None],
     ) -> None:
+        """`show_life` is called every 0.1 s."""
         super().__init__(config)
         self._announce, self._reread, self._publish_drain = announce, reread, publish_drain
-        self._drain = drain
+        self._drain, self._show_life = drain, show_life
         self._has_published = False
         self._wants_reread = False
         self._rereading: set[asyncio.Task[None]] = set()
@@ -281,6 +293,7 @@ class _Uvicorn(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         """Called every 0.1 s. Returns whether the server is to end."""
+        self._show_life()
         if self._drain.begun and not self._has_published:
             self._has_published = True
             self._publish_drain()

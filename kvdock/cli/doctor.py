@@ -28,10 +28,12 @@ from rich.table import Table
 from rich.text import Text
 
 from kvdock import _core
+from kvdock._core import TableError
 from kvdock.api.access.access_file import digest_of, read
-from kvdock.api.errors import AccessFileError, SettingsError
+from kvdock.api.errors import AccessFileError, OtherFormat, SettingsError
+from kvdock.api.pool.adopt import check_format
 from kvdock.api.pool.capacity import Capacity
-from kvdock.api.pool.lock import server_alive
+from kvdock.api.pool.lock import pools_at, server_alive
 from kvdock.api.settings import Effective, Settings, effective
 from kvdock.cli.client import TIMEOUT_S, print_json, socket_of
 from kvdock.cli.errors import DONE, FAILED
@@ -42,7 +44,7 @@ from kvdock.datapath.tuning import Calibration, cached_tunings
 from kvdock.protocol.access import ADDRESS_VARIABLE, TOKEN_FILE_VARIABLE, PrivateFileError, read_token
 from kvdock.protocol.errors import ApiError, ServerUnavailable
 from kvdock.protocol.verdict import Verdict
-from kvdock.shm.errors import ForeignObject
+from kvdock.shm.errors import ForeignObject, ShmError
 from kvdock.shm.objects import foreign_objects, pool_objects
 from kvdock.tiers.mover.opening import try_to_open
 
@@ -50,11 +52,14 @@ _STYLES = {"ok": "green", "note": "yellow", "problem": "bold red"}
 
 
 def doctor(
-    environ: Mapping[str, str], *, server: str, config: str | None, as_json: bool, console: Console,
-    machine: Machine | None = None,
+    environ: Mapping[str, str], *, server: str, config: str | None, adopt: bool, as_json: bool, console: Console,
 ) -> int:
-    """Prints the findings; returns the exit status. `server`: as in examine()."""
-    findings = examine(environ, server=server, config=config, machine=machine or Machine())
+    """Prints the findings; returns the exit status. `server`: as in examine(). `adopt`: only whether this release could
+    take over the pool at the socket."""
+    if adopt:
+        findings = _adoption(socket_of(_settings(environ, config)[0]))
+    else:
+        findings = examine(environ, server=server, config=config, machine=Machine())
     problems = any(finding.level == "problem" for finding in findings)
     if as_json:
         print_json(console, {"ok": not problems, "checks": findings})
@@ -262,6 +267,23 @@ def _stale_pools(machine: Machine) -> Finding:
             "the next `kvdock serve` at its socket takes a pool over; other servers of this user remove it later",
         )
     return Finding("pools", "ok", f"{text}, none left behind")
+
+
+def _adoption(socket_path: str) -> list[Finding]:
+    """Whether this release could take over the pools of the server at that socket, which may run."""
+    found = []
+    for pool_id in pools_at(str(Path(socket_path).absolute())):
+        name = f"pool {pool_id:016x}"
+        try:
+            check_format(pool_id)
+        except OtherFormat as error:
+            advice = "this release does not start with it: keep the release that made it, or serve with --adopt=never"
+            found.append(Finding("adoption", "problem", f"{name}: {error}", advice))
+        except (OSError, ValueError, TableError, ShmError) as error:
+            found.append(Finding("adoption", "problem", f"{name}: {error}", "a server would start with an empty pool"))
+        else:
+            found.append(Finding("adoption", "ok", f"{name}: this release reads its format, and would take it over"))
+    return found or [Finding("adoption", "note", f"no server of this user has a pool at {socket_path}")]
 
 
 def _size_bytes(machine: Machine, name: str) -> int:

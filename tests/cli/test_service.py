@@ -18,6 +18,7 @@ from kvdock.cli.client import default_address, reached
 from kvdock.client.client import Client
 from kvdock.client.events import read_events
 from kvdock.client.transport import Address
+from kvdock.protocol.access import SERVICE_SOCKET
 from kvdock.protocol.admin_schemas import PatchConfig
 from kvdock.protocol.errors import ServerUnavailable
 
@@ -88,7 +89,7 @@ def test_commands_find_the_shipped_socket_unless_another_is_set(
 def test_the_shipped_files_put_the_socket_where_commands_look() -> None:
     root = Path(__file__).parents[2]
     for name in ("Dockerfile", "docs/examples/kvdock.service", "docs/examples/kvdock-daemonset.yaml"):
-        assert cli_client.SERVICE_SOCKET in (root / name).read_text(), name
+        assert SERVICE_SOCKET in (root / name).read_text(), name
 
 
 def test_unknown_variables_stop_no_command_that_only_asks(tmp_path: Path) -> None:

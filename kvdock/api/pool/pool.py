@@ -18,7 +18,7 @@ from contextlib import ExitStack
 import msgspec
 
 from kvdock._core import KEY_BYTES, MAX_SEGMENTS, SEGMENT_HEADER_BYTES, SLOT_ALIGN, Mapping, Table, TableError
-from kvdock.api.errors import AdoptionError, StartupError
+from kvdock.api.errors import AdoptionError, OtherFormat, StartupError
 from kvdock.api.pool.adopt import Adopted, PoolObjects, address_of, adopt_pool, is_strangers, left_at
 from kvdock.api.pool.lock import PoolLock, remove_stale
 from kvdock.api.pool.segments import RemovedSegments, SegmentPool
@@ -399,7 +399,8 @@ def open_pool(
 def _adopt(
     settings: Settings, left: list[int], randbits: Callable[[int], int], publish: Callable[[e.Event], None]
 ) -> Adopted | None:
-    """None: there is no pool to adopt, adoption is switched off, or the pool was refused; a refused pool is removed."""
+    """None: there is no pool to adopt, adoption is switched off, or the pool is damaged, and then removed. A pool in
+    another format stays, and the server does not start."""
     if settings.adopt == "never" or not left:
         if settings.adopt == "require":
             raise StartupError("not_adoptable", f"adopt=require: no server has left a pool at {address_of(settings)}")
@@ -407,6 +408,10 @@ def _adopt(
     pool_id = left[0]
     try:
         adopted = adopt_pool(settings, pool_id, randbits)
+    except OtherFormat as error:
+        what = f"pool {pool_id:016x}, left at {address_of(settings)}, is kept for the release that made it: {error}"
+        advice = "Start that release again, or remove the pool with --adopt=never"
+        raise StartupError("not_adoptable", f"{what}. {advice}") from error
     except AdoptionError as error:
         if settings.adopt == "require":
             raise StartupError("not_adoptable", f"pool {pool_id:016x} cannot be taken over: {error}") from error

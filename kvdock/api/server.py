@@ -39,7 +39,7 @@ from kvdock.api.http.connection import Connection, connection_class
 from kvdock.api.http.limits import ConnectionLimits, descriptors_wanted, raise_descriptors, unix_connections
 from kvdock.api.http.listen import bind_tcp, bind_unix
 from kvdock.api.keeper import Keeper
-from kvdock.api.log import set_up
+from kvdock.api.log import set_format
 from kvdock.api.pool.drain import Drain
 from kvdock.api.pool.handover import HAND_OVER
 from kvdock.api.pool.pool import Pool, open_pool
@@ -58,17 +58,17 @@ SWITCH_S = 0.0005
 this long, and not after Python's 5 ms."""
 GRACE_S = 1
 """How long calls in flight may take to end at shutdown, in every case."""
-OF_THE_LOG = frozenset({"log_level", "log_format"})
-AT_ONCE = frozenset(Limits.__struct_fields__) | OF_THE_LOG
+LIVE = frozenset(Limits.__struct_fields__)
+AT_ONCE = LIVE | {"log_format"}
 
 
 class Rereading:
     """Reads settings and access tokens again while the server runs. `source` reads all settings anew, as at the start,
     and raises SettingsError.
 
-    The limits and the log's level and format change at once. Other settings keep their values until the next start, and
-    the log names them. Nothing changes if a setting is refused. A limit that a call has changed since stays, unless the
-    settings themselves name another value than before."""
+    The limits, as the call for limits checks and changes them, and the log's format change at once. Other settings keep
+    their values until the next start, and the log names them. Nothing changes if a setting is refused. A limit that a
+    call has changed since stays, unless the settings themselves name another value than before."""
 
     def __init__(
         self, settings: Settings, source: Callable[[], Settings], *, access: AccessFile, admin: Admin, journal: Journal
@@ -90,11 +90,11 @@ class Rereading:
         before = msgspec.structs.asdict(self._settings)
         changed = {name: value for name, value in read.items() if value != before[name]}
         at_once = {name: value for name, value in changed.items() if name in AT_ONCE}
-        limits = {name: value for name, value in at_once.items() if name not in OF_THE_LOG}
+        limits = {name: value for name, value in at_once.items() if name in LIVE}
         if limits:
             await self._admin.change_limits(limits, "settings")
         self._settings = msgspec.structs.replace(self._settings, **at_once)
-        set_up(self._settings.log_level, self._settings.log_format)
+        set_format(self._settings.log_format)
         await self._access.reread()
         self._journal.publish(Reread(needs_restart=sorted(changed.keys() - at_once.keys())))
 

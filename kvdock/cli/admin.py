@@ -236,8 +236,12 @@ def show_live_config(server: str, *, as_json: bool, console: Console) -> None:
 
 
 def change_live_config(server: str, changes: Sequence[str], *, as_json: bool, console: Console) -> None:
-    """`changes`: NAME=VALUE each; all take effect, or none. Raises CommandError for a setting that cannot be changed,
-    and when no server answers; ApiError."""
+    """`changes`: NAME=VALUE each, or one name and its value; all take effect, or none.
+
+    Raises CommandError for a setting that cannot be changed, and when no server answers; ApiError.
+    """
+    if len(changes) == 2 and "=" not in "".join(changes):
+        changes = ["=".join(changes)]
     parse_changes(changes)
     with reached(server) as client:
         before = client.config().limits

@@ -71,19 +71,24 @@ class Rereading:
     call has changed since stays, unless the settings themselves name another value than before."""
 
     def __init__(
-        self, settings: Settings, source: Callable[[], Settings], *, access: AccessFile, admin: Admin, journal: Journal
+        self, settings: Settings, source: Callable[[], Settings], *, access: AccessFile, admin: Admin, journal: Journal,
+        manager: ServiceManager,
     ) -> None:
         self._settings, self._source = settings, source
-        self._access, self._admin, self._journal = access, admin, journal
+        self._access, self._admin, self._journal, self._manager = access, admin, journal, manager
         self._one_at_a_time = asyncio.Lock()
 
     async def run(self) -> None:
         """Raises nothing: errors are logged."""
         async with self._one_at_a_time:
+            self._manager.reloading()
             try:
                 await self._reread()
             except (SettingsError, ApiError) as error:
                 log.error("nothing was changed: %s", error)
+                self._manager.ready(f"nothing was changed: {error}")
+            else:
+                self._manager.ready("has read its settings and access tokens again")
 
     async def _reread(self) -> None:
         read = msgspec.structs.asdict(await asyncio.to_thread(self._source))
@@ -152,7 +157,8 @@ class Server:
             parts = build(settings, pool, access, Clocks(), journal=self._journal, extras=extras)
             extras.start(parts.feeds.kv)
             rereading = Rereading(
-                settings, self._source, access=access, admin=parts.handlers.admin, journal=self._journal
+                settings, self._source, access=access, admin=parts.handlers.admin, journal=self._journal,
+                manager=self._manager,
             )
             keeper, drain = parts.keeper, parts.drain
             self._drain = drain
@@ -182,15 +188,10 @@ class Server:
                 self._on_ready(addresses)
                 self._manager.ready(f"serves engines at {addresses.unix}, HTTP at {addresses.http}")
 
-            async def reread() -> None:
-                self._manager.reloading()
-                await rereading.run()
-                self._manager.ready("has read its settings and access tokens again")
-
             app = create_app(settings, parts, lifespan)
             connections = connection_class(connection_limits(settings), parts.meter)
             self._uvicorn = _Uvicorn(
-                uvicorn_config(app, connections), announce, drain, reread, lambda: self._publish_drain(pool),
+                uvicorn_config(app, connections), announce, drain, rereading.run, lambda: self._publish_drain(pool),
                 self._manager.alive,
             )
             self._uvicorn.should_exit = self._stop_wanted.is_set()

@@ -30,7 +30,7 @@ class ServiceManager:
 
     def ready(self, status: str) -> None:
         """The server answers, or has read its settings again. `status`: one line for people."""
-        self._send(f"READY=1\nSTATUS={status}")
+        self._send(f"READY=1\nSTATUS={status.splitlines()[0]}")
 
     def reloading(self) -> None:
         self._send(f"RELOADING=1\nMONOTONIC_USEC={time.clock_gettime_ns(time.CLOCK_MONOTONIC) // 1000}")

@@ -18,8 +18,6 @@ wanted.
 
 from __future__ import annotations
 
-from kvdock.protocol.readable import size
-
 
 class ShmError(Exception):
     """`found` and `wanted` are the values that the message names."""
@@ -31,10 +29,10 @@ class ShmError(Exception):
 
 
 class PoolTooSmall(ShmError):
-    """found, wanted: bytes, which the message has in GiB or a smaller unit."""
+    """found, wanted: bytes, which the message has in MiB."""
 
     def __init__(self, message: str, *, found: int, wanted: int) -> None:
-        super().__init__(message, found=size(found), wanted=size(wanted))
+        super().__init__(message, found=f"{found >> 20:,} MiB", wanted=f"{wanted / (1 << 20):,.0f} MiB")
         self.found, self.wanted = found, wanted
 
 

@@ -32,10 +32,10 @@ def kvdock(*args: str, stdin: str | None = None, **environ: str) -> subprocess.C
 
 def become(uid: int) -> None:
     """This process becomes the user's, which may be unable to read the interpreter's files: imports come first."""
-    import encodings.idna  # noqa: F401
+    import encodings.idna  # noqa: F401  # for its effect
 
     import uvicorn.lifespan.on
-    import uvicorn.loops.uvloop  # noqa: F401
+    import uvicorn.loops.uvloop  # noqa: F401  # for its effect
 
     os.setuid(uid)
 

@@ -297,8 +297,8 @@ MEANINGS: dict[str, str] = {
     "body_limit_bytes": "Largest request body.",
     "tcp_connections": "Connections that the TCP port serves at once; engines' connections over the Unix socket do "
     "not count.",
-    "pool_bytes": "Maximum size of the pool, as `64GiB`, `64G`, or as a share such as `50%`; `auto` is `80%`. Shares are "
-    "of the size of `/dev/shm`, or of the control group's memory limit if that is less.",
+    "pool_bytes": "Maximum size of the pool, as `64GiB`, `64G`, or as a share such as `50%`; `auto` is `80%`. Shares "
+    "are of the size of `/dev/shm`, or of the control group's memory limit if that is less.",
     "segment_bytes": "The pool grows by segments of this size, at most 1GiB; the first has at most 256MiB.",
     "prefault_threads": "Threads that touch new memory in advance, to save engines the page faults.",
     "grow_water": "When less than this share of the pool is free, the pool grows, up to its maximum size.",

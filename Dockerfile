@@ -41,6 +41,8 @@ RUN useradd --uid 7410 --no-create-home --shell /usr/sbin/nologin kvdock \
     && pip uninstall -y --root-user-action ignore wheel setuptools pip
 COPY --from=build /opt/kvdock /opt/kvdock
 ENV PATH=/opt/kvdock/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 KVDOCK_SOCKET_PATH=/run/kvdock/kvdock.sock
+# Where /dev/shm outlives the container (--ipc host), so does the pool.
+ENV KVDOCK_ON_EXIT=keep
 # By number, so that Kubernetes can see that it is not root.
 USER 7410
 EXPOSE 7410

@@ -13,6 +13,7 @@ from typing import Literal
 import msgspec
 
 from kvdock.api.convert import key_bytes
+from kvdock.api.log import set_level
 from kvdock.api.pool.registry import NamespaceRecord
 from kvdock.api.pool.sessions import Sessions
 from kvdock.api.record.journal import Journal
@@ -136,6 +137,8 @@ class Admin:
         before = msgspec.structs.asdict(self._pool.limits)
         await self._pool.change_limits(changes)
         after = msgspec.structs.asdict(self._pool.limits)
+        if after["log_level"] != before["log_level"]:
+            set_level(self._pool.limits.log_level)
         if changed := {name: [was, after[name]] for name, was in before.items() if after[name] != was}:
             self._journal.publish(e.LimitsChanged(changed=changed, source=source))
 

@@ -5,6 +5,7 @@
     ├── StartupError             the server cannot start: address in use, pool too large for the machine
     ├── AccessFileError          the file of access tokens cannot be used
     └── AdoptionError            the pool that an earlier server left cannot be taken over
+        └── OtherFormat          another release, or another build, made it in a form that this one cannot read
 """
 
 from __future__ import annotations
@@ -32,3 +33,7 @@ class AccessFileError(KvdockError):
 
 class AdoptionError(KvdockError):
     """The pool is damaged or has another version; the message names what was found."""
+
+
+class OtherFormat(AdoptionError):
+    """The pool is as its own release made it, as far as this one can tell. The message names both formats."""

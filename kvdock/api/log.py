@@ -94,9 +94,17 @@ class ServerLog(logging.StreamHandler):  # type: ignore[type-arg]  # its stream 
 
 
 def set_up(level: LogLevel, format: LogFormat) -> None:
-    """This process's log, from now on. May be called again."""
+    """This process's log, from now on."""
+    set_level(level)
+    set_format(format)
+
+
+def set_level(level: LogLevel) -> None:
+    logging.getLogger().setLevel(level.upper())
+
+
+def set_format(format: LogFormat) -> None:
     root = logging.getLogger()
-    root.setLevel(level.upper())
     formatter = JsonFormatter() if format == "json" else LineFormatter(CONSOLE)
     handler = next((one for one in root.handlers if isinstance(one, ServerLog)), None)
     if handler is None:

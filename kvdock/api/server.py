@@ -39,11 +39,12 @@ from kvdock.api.http.connection import Connection, connection_class
 from kvdock.api.http.limits import ConnectionLimits, descriptors_wanted, raise_descriptors, unix_connections
 from kvdock.api.http.listen import bind_tcp, bind_unix
 from kvdock.api.keeper import Keeper
-from kvdock.api.log import set_up
+from kvdock.api.log import set_format
 from kvdock.api.pool.drain import Drain
 from kvdock.api.pool.handover import HAND_OVER
 from kvdock.api.pool.pool import Pool, open_pool
 from kvdock.api.record.journal import Journal
+from kvdock.api.service_manager import ServiceManager
 from kvdock.api.settings import Settings
 from kvdock.api.tiers.process import MoverProcess
 from kvdock.protocol.admin_schemas import Limits
@@ -57,43 +58,48 @@ SWITCH_S = 0.0005
 this long, and not after Python's 5 ms."""
 GRACE_S = 1
 """How long calls in flight may take to end at shutdown, in every case."""
-OF_THE_LOG = frozenset({"log_level", "log_format"})
-AT_ONCE = frozenset(Limits.__struct_fields__) | OF_THE_LOG
+LIVE = frozenset(Limits.__struct_fields__)
+AT_ONCE = LIVE | {"log_format"}
 
 
 class Rereading:
     """Reads settings and access tokens again while the server runs. `source` reads all settings anew, as at the start,
     and raises SettingsError.
 
-    The limits and the log's level and format change at once. Other settings keep their values until the next start, and
-    the log names them. Nothing changes if a setting is refused. A limit that a call has changed since stays, unless the
-    settings themselves name another value than before."""
+    The limits, as the call for limits checks and changes them, and the log's format change at once. Other settings keep
+    their values until the next start, and the log names them. Nothing changes if a setting is refused. A limit that a
+    call has changed since stays, unless the settings themselves name another value than before."""
 
     def __init__(
-        self, settings: Settings, source: Callable[[], Settings], *, access: AccessFile, admin: Admin, journal: Journal
+        self, settings: Settings, source: Callable[[], Settings], *, access: AccessFile, admin: Admin, journal: Journal,
+        manager: ServiceManager,
     ) -> None:
         self._settings, self._source = settings, source
-        self._access, self._admin, self._journal = access, admin, journal
+        self._access, self._admin, self._journal, self._manager = access, admin, journal, manager
         self._one_at_a_time = asyncio.Lock()
 
     async def run(self) -> None:
         """Raises nothing: errors are logged."""
         async with self._one_at_a_time:
+            self._manager.reloading()
             try:
                 await self._reread()
             except (SettingsError, ApiError) as error:
                 log.error("nothing was changed: %s", error)
+                self._manager.ready(f"nothing was changed: {error}")
+            else:
+                self._manager.ready("has read its settings and access tokens again")
 
     async def _reread(self) -> None:
         read = msgspec.structs.asdict(await asyncio.to_thread(self._source))
         before = msgspec.structs.asdict(self._settings)
         changed = {name: value for name, value in read.items() if value != before[name]}
         at_once = {name: value for name, value in changed.items() if name in AT_ONCE}
-        limits = {name: value for name, value in at_once.items() if name not in OF_THE_LOG}
+        limits = {name: value for name, value in at_once.items() if name in LIVE}
         if limits:
             await self._admin.change_limits(limits, "settings")
         self._settings = msgspec.structs.replace(self._settings, **at_once)
-        set_up(self._settings.log_level, self._settings.log_format)
+        set_format(self._settings.log_format)
         await self._access.reread()
         self._journal.publish(Reread(needs_restart=sorted(changed.keys() - at_once.keys())))
 
@@ -121,6 +127,7 @@ class Server:
         self._settings, self._source = settings, source or (lambda: settings)
         self._journal = Journal(time.time)
         self._on_ready = on_ready
+        self._manager = ServiceManager(os.environ)
         self._stop_wanted = threading.Event()
         self._uvicorn: _Uvicorn | None = None
         self._drain: Drain | None = None
@@ -150,7 +157,8 @@ class Server:
             parts = build(settings, pool, access, Clocks(), journal=self._journal, extras=extras)
             extras.start(parts.feeds.kv)
             rereading = Rereading(
-                settings, self._source, access=access, admin=parts.handlers.admin, journal=self._journal
+                settings, self._source, access=access, admin=parts.handlers.admin, journal=self._journal,
+                manager=self._manager,
             )
             keeper, drain = parts.keeper, parts.drain
             self._drain = drain
@@ -178,11 +186,13 @@ class Server:
                 self._journal.publish(Ready(address=addresses.unix, pool_bytes=settings.pool_bytes))
                 gc.freeze()  # start-up objects live to the end: collections that walk them would stall calls
                 self._on_ready(addresses)
+                self._manager.ready(f"serves engines at {addresses.unix}, HTTP at {addresses.http}")
 
             app = create_app(settings, parts, lifespan)
             connections = connection_class(connection_limits(settings), parts.meter)
             self._uvicorn = _Uvicorn(
-                uvicorn_config(app, connections), announce, drain, rereading.run, lambda: self._publish_drain(pool)
+                uvicorn_config(app, connections), announce, drain, rereading.run, lambda: self._publish_drain(pool),
+                self._manager.alive,
             )
             self._uvicorn.should_exit = self._stop_wanted.is_set()
             self._uvicorn.run(sockets=[tcp, unix])
@@ -190,6 +200,7 @@ class Server:
             raise self._failure
 
     def _publish_drain(self, pool: Pool) -> None:
+        self._manager.stopping("is draining: no new leases")
         stats = pool.table.stats()
         self._journal.publish(Draining(
             is_takeover=self._drain is not None and self._drain.is_takeover, leases=stats["leases"],
@@ -198,6 +209,7 @@ class Server:
 
     def _close(self, pool: Pool) -> None:
         keep = self._failure is None and self._drain is not None and self._drain.keeps_pool
+        self._manager.stopping("leaves its pool" if keep else "removes its pool")
         self._journal.publish(Ended(pool=f"{pool.pool_id:016x}", keeps_pool=keep))
         self._journal.flush()
         if not keep:
@@ -246,11 +258,12 @@ class _Uvicorn(uvicorn.Server):
 
     def __init__(
         self, config: uvicorn.Config, announce: _Background, drain: Drain, reread: _Background,
-        publish_drain: Callable[[], None],
+        publish_drain: Callable[[], None], show_life: Callable[[], None],
     ) -> None:
+        """`show_life` is called every 0.1 s."""
         super().__init__(config)
         self._announce, self._reread, self._publish_drain = announce, reread, publish_drain
-        self._drain = drain
+        self._drain, self._show_life = drain, show_life
         self._has_published = False
         self._wants_reread = False
         self._rereading: set[asyncio.Task[None]] = set()
@@ -281,6 +294,7 @@ class _Uvicorn(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         """Called every 0.1 s. Returns whether the server is to end."""
+        self._show_life()
         if self._drain.begun and not self._has_published:
             self._has_published = True
             self._publish_drain()

@@ -1,8 +1,8 @@
 """All settings of the server, typed and checked once; a name that is not here is refused.
 
 They come from four sources, and the first that names a setting wins: flag, environment, file, default. Sizes are
-written as `268435456` or `256MiB` in all of them. A refusal names the setting, its value, what was wanted and the
-source.
+written as `268435456`, `256MiB` or `256M` in all of them, some also as a share (kvdock/api/sizes.py). A refusal names
+the setting, its value, what was wanted and the source.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import ipaddress
 import os
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple, get_args
 from urllib.parse import urlsplit
@@ -21,9 +21,10 @@ import msgspec
 
 from kvdock._core import MAX_SEGMENTS
 from kvdock.api.errors import SettingsError
+from kvdock.api.sizes import AUTO_DISK, AUTO_POOL, Whole, file_system_of, parse_size, shared_memory
 from kvdock.protocol.access import ADDRESS_VARIABLE, CONNECTOR_PREFIX, TOKEN_FILE_VARIABLE, default_socket_path
 from kvdock.protocol.admin_schemas import Eviction, TierKeep
-from kvdock.protocol.readable import LogFormat, LogLevel
+from kvdock.protocol.readable import LogFormat, LogLevel, exact_bytes
 
 GIB = 1 << 30
 MAX_SEGMENT_BYTES = GIB
@@ -34,23 +35,11 @@ CONFIG_VARIABLE = "KVDOCK_CONFIG"
 OTHER_VARIABLES = frozenset({CONFIG_VARIABLE, TOKEN_FILE_VARIABLE, ADDRESS_VARIABLE})
 """KVDOCK_ variables that are no settings of the server; those of vLLM's connector are none either."""
 
-_UNITS = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": GIB, "tib": 1 << 40, "kb": 10**3, "mb": 10**6,
-          "gb": 10**9, "tb": 10**12}
 STORE_SETTINGS = {"mooncake": "mooncake_url", "redis": "redis_url", "objects": "objects_url"}
 """Stores that have a setting of their own, the quickest first. All others are in `tier_urls`."""
 _STORE = re.compile(r"([a-z][a-z0-9_-]*)=(\S+)")
 _URL = re.compile(r"https?://[^/\s]+(/\S*)?")
 _ZMQ = re.compile(r"tcp://(\*|[^\s:/]+|\[[0-9a-fA-F:]+\]):\d{1,5}|ipc://\S{1,100}")
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
-
-
-def parse_bytes(text: str) -> int:
-    """'4GiB' → 4294967296. Raises SettingsError naming the text."""
-    match = _SIZE.fullmatch(text)
-    if match is None or match[2].lower() not in _UNITS:
-        raise SettingsError(f"a size like 512MiB or 4GiB was wanted, found {text!r}")
-    number, unit = match[1], _UNITS[match[2].lower()]
-    return int(float(number) * unit) if "." in number else int(number) * unit
 
 
 def is_loopback(host: str) -> bool:
@@ -207,11 +196,13 @@ class Effective(NamedTuple):
 
 
 def effective(
-    environ: Mapping[str, str], *, config: str | None = None, flags: Mapping[str, object] | None = None
+    environ: Mapping[str, str], *, config: str | None = None, flags: Mapping[str, object] | None = None,
+    on_unknown: Callable[[str], None] | None = None,
 ) -> Effective:
     """All settings and where each comes from. `config`: a TOML file, else the one that KVDOCK_CONFIG names.
 
-    A flag that is None was not given. Raises SettingsError.
+    A flag that is None was not given. `on_unknown`: variables that are no settings are left out, and it is called with
+    a sentence that names them; None: they are refused. Raises SettingsError.
     """
     values: dict[str, object] = {}
     origins: dict[str, Origin] = {}
@@ -227,7 +218,12 @@ def effective(
     for name, value in (flags or {}).items():
         if value is not None:
             values[name], origins[name] = value, Origin("flag", f"--{name.replace('_', '-')}")
-    settings = _load(values, {name: origin.where for name, origin in origins.items()})
+    where = {name: origin.where for name, origin in origins.items()}
+    unknown = [name for name in _unknown(values) if origins[name].source == "environment"]
+    if on_unknown and unknown:
+        on_unknown(f"ignored, as no setting of kvdock has this name: {', '.join(_hints(unknown, where))}")
+        values = {name: value for name, value in values.items() if name not in unknown}
+    settings = _load(values, where)
     return Effective(settings, {name: origins.get(name, Origin("default")) for name in Settings.__struct_fields__})
 
 
@@ -265,6 +261,9 @@ def _load(values: Mapping[str, object], where: Mapping[str, str]) -> Settings:
     """`where`: the source of each value, for refusals."""
     _refuse_unknown(values, where)
     plain = {name: _plain(name, value, where) for name, value in values.items()}
+    for name, text in list(plain.items()):
+        if name.endswith("_bytes") and isinstance(text, str):
+            plain[name] = _size(name, text, plain, where)
     try:
         settings = msgspec.convert(plain, Settings, strict=False)
     except msgspec.ValidationError as error:
@@ -273,28 +272,49 @@ def _load(values: Mapping[str, object], where: Mapping[str, str]) -> Settings:
 
 
 def _plain(name: str, value: object, where: Mapping[str, str]) -> object:
-    """A size as bytes; everything else unchanged. Booleans are refused: they would pass for 1 or 0."""
+    """The value. Booleans are refused: they would pass for 1 or 0."""
     if isinstance(value, bool):
         raise SettingsError(f"{_named(name, value, where)}: wanted a number or text")
-    if not (name.endswith("_bytes") and isinstance(value, str)):
-        return value
+    return value
+
+
+SHARES_OF_POOL = frozenset({"tenant_bytes", "tier_queue_bytes"})
+
+
+def _size(name: str, text: str, values: Mapping[str, object], where: Mapping[str, str]) -> int:
+    """Bytes. `values`: all settings that were given; a share may be one of another setting."""
     try:
-        return parse_bytes(value)
+        if name == "pool_bytes":
+            return parse_size(text, shared_memory, AUTO_POOL)
+        if name == "disk_bytes" and (folder := values.get("disk_path")):
+            return parse_size(text, lambda: file_system_of(str(folder)), AUTO_DISK)
+        if name in SHARES_OF_POOL:
+            pool = values.get("pool_bytes", 4 * GIB)
+            pool_bytes = _size("pool_bytes", pool, values, where) if isinstance(pool, str) else pool
+            return parse_size(text, lambda: Whole("pool_bytes", int(str(pool_bytes))))
+        return parse_size(text, None)
     except SettingsError as error:
-        raise SettingsError(f"{_named(name, value, where)}: {error}") from error
+        raise SettingsError(f"{_named(name, text, where)}: {error}") from error
+
+
+def _unknown(values: Mapping[str, object]) -> list[str]:
+    return sorted(set(values) - set(Settings.__struct_fields__))
+
+
+def _hints(unknown: Iterable[str], where: Mapping[str, str]) -> list[str]:
+    """Each unknown name with the one that was probably meant, and its source."""
+    hints = []
+    for name in unknown:
+        near = difflib.get_close_matches(name, Settings.__struct_fields__, 1)
+        source = f" ({where[name]})" if name in where else ""
+        hints.append(f"{name} (meant {near[0]}?){source}" if near else f"{name}{source}")
+    return hints
 
 
 def _refuse_unknown(values: Mapping[str, object], where: Mapping[str, str]) -> None:
-    known = Settings.__struct_fields__
-    unknown = sorted(set(values) - set(known))
-    if not unknown:
-        return
-    hints = []
-    for name in unknown:
-        near = difflib.get_close_matches(name, known, 1)
-        source = f" ({where[name]})" if name in where else ""
-        hints.append(f"{name} (meant {near[0]}?){source}" if near else f"{name}{source}")
-    raise SettingsError(f"unknown settings: {', '.join(hints)}; known are {', '.join(known)}")
+    if unknown := _unknown(values):
+        known = ", ".join(Settings.__struct_fields__)
+        raise SettingsError(f"unknown settings: {', '.join(_hints(unknown, where))}; known are {known}")
 
 
 def _refusal(values: Mapping[str, object], message: str, where: Mapping[str, str]) -> str:
@@ -304,9 +324,12 @@ def _refusal(values: Mapping[str, object], message: str, where: Mapping[str, str
         return f"{message}; found other values"
     choices = _CHOICES.get(match[1])
     wanted = f"wanted {' or '.join(choices)}" if choices else message
+    if match[1].endswith("_bytes") and (bound := _BOUND.search(message)):
+        wanted = f"wanted a size {bound[1]} {exact_bytes(int(bound[2]))}"
     return f"{wanted}; found {_named(match[1], values[match[1]], where)}"
 
 
+_BOUND = re.compile(r"(>=|<=|<|>) (\d+)")
 _CHOICES: dict[str, tuple[str, ...]] = {
     "on_exit": get_args(OnExit), "adopt": get_args(Adopt), "growth": get_args(Growth),
     "tier_keep": get_args(TierKeep), "kv_events_form": get_args(KvForm), "kv_events_readers": get_args(KvReaders),
@@ -315,7 +338,8 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 
 
 def _named(name: str, value: object, where: Mapping[str, str]) -> str:
-    return f"{name}={value!r}" + (f" ({where[name]})" if name in where else "")
+    shown = exact_bytes(value) if name.endswith("_bytes") and isinstance(value, int) else repr(value)
+    return f"{name}={shown}" + (f" ({where[name]})" if name in where else "")
 
 
 def _checked(settings: Settings, given: set[str]) -> Settings:
@@ -323,21 +347,23 @@ def _checked(settings: Settings, given: set[str]) -> Settings:
     if settings.segment_bytes > settings.pool_bytes:
         if "segment_bytes" in given:
             raise SettingsError(
-                f"segment_bytes={settings.segment_bytes} wanted at most pool_bytes={settings.pool_bytes}"
+                f"segment_bytes={exact_bytes(settings.segment_bytes)} wanted at most "
+                f"pool_bytes={exact_bytes(settings.pool_bytes)}"
             )
         settings = msgspec.structs.replace(settings, segment_bytes=settings.pool_bytes)
     most_bytes = (MAX_SEGMENTS - 1) * settings.segment_bytes  # the first segment may be smaller
     if settings.pool_bytes > most_bytes:
         raise SettingsError(
-            f"pool_bytes={settings.pool_bytes} wanted at most {most_bytes}, as segment_bytes={settings.segment_bytes} "
-            f"and a pool has at most {MAX_SEGMENTS} segments"
+            f"pool_bytes={exact_bytes(settings.pool_bytes)} wanted at most {exact_bytes(most_bytes)}, as "
+            f"segment_bytes={exact_bytes(settings.segment_bytes)} and a pool has at most {MAX_SEGMENTS} segments"
         )
     if settings.high_water < settings.low_water:
         raise SettingsError(f"high_water={settings.high_water} wanted at least low_water={settings.low_water}")
     if settings.disk_path and not settings.disk_bytes:
         raise SettingsError(f"disk_path={settings.disk_path!r} wanted disk_bytes as well: how much it may have")
     if settings.disk_bytes and not settings.disk_path:
-        raise SettingsError(f"disk_bytes={settings.disk_bytes} wanted disk_path as well: where it may be written")
+        found = exact_bytes(settings.disk_bytes)
+        raise SettingsError(f"disk_bytes={found} wanted disk_path as well: where it may be written")
     if unknown := [name for name in settings.observers if name not in get_args(Observer)]:
         raise SettingsError(
             f"observe={settings.observe!r} wanted some of {', '.join(get_args(Observer))}, separated by commas; found "

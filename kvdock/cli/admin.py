@@ -8,8 +8,8 @@ from __future__ import annotations
 import difflib
 import sys
 import time
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import msgspec
 import typer
@@ -18,7 +18,8 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from kvdock.api.errors import SettingsError
-from kvdock.api.settings import ENV_PREFIX, Effective, Settings, parse_bytes
+from kvdock.api.settings import ENV_PREFIX, Effective, Settings
+from kvdock.api.sizes import AUTO_POOL, Whole, parse_bytes, parse_size, shared_memory
 from kvdock.cli.client import LONG_TIMEOUT_S, Prompt, delete, parts_of, print_json, reached, resolve
 from kvdock.cli.errors import FAILED, WRONG, CommandError
 from kvdock.cli.help import choices_of, exact_bytes
@@ -235,11 +236,16 @@ def show_live_config(server: str, *, as_json: bool, console: Console) -> None:
 
 
 def change_live_config(server: str, changes: Sequence[str], *, as_json: bool, console: Console) -> None:
-    """`changes`: NAME=VALUE each; all take effect, or none. Raises CommandError for a setting that cannot be changed,
-    and when no server answers; ApiError."""
-    body = parse_changes(changes)
+    """`changes`: NAME=VALUE each, or one name and its value; all take effect, or none.
+
+    Raises CommandError for a setting that cannot be changed, and when no server answers; ApiError.
+    """
+    if len(changes) == 2 and "=" not in "".join(changes):
+        changes = ["=".join(changes)]
+    parse_changes(changes)
     with reached(server) as client:
         before = client.config().limits
+        body = parse_changes(changes, Wholes(before.pool_bytes, client.address.startswith("unix:")))
         config = client.configure(body, timeout_s=LONG_TIMEOUT_S)
     if as_json:
         print_json(console, config)
@@ -259,8 +265,18 @@ def change_live_config(server: str, changes: Sequence[str], *, as_json: bool, co
         say(console, f"This lasts until the server ends: start the next one with {variable}, or set it in its file.")
 
 
-def parse_changes(changes: Sequence[str]) -> PatchConfig:
-    """Raises CommandError naming the change, what was found and what was wanted."""
+class Wholes(NamedTuple):
+    """What shares of a running server are shares of."""
+
+    pool_bytes: int = 1 << 40
+    """The pool's limit: for quotas."""
+    is_here: bool = True
+    """The server runs on this machine, so that this machine's shared memory is the server's."""
+
+
+def parse_changes(changes: Sequence[str], wholes: Wholes = Wholes()) -> PatchConfig:  # noqa: B008  # immutable
+    """`wholes`: without it, shares are only checked. Raises CommandError naming the change, what was found and what was
+    wanted."""
     values: dict[str, Any] = {}
     for change in changes:
         name, equals, text = change.partition("=")
@@ -270,7 +286,7 @@ def parse_changes(changes: Sequence[str]) -> PatchConfig:
         _require_live(name)
         if name in values:
             raise CommandError(f"{name} is given twice", WRONG)
-        values[name] = _parsed(name, text.strip())
+        values[name] = _parsed(name, text.strip(), wholes)
     try:
         return msgspec.convert(values, PatchConfig, strict=False)
     except msgspec.ValidationError as error:
@@ -289,24 +305,38 @@ def _require_live(name: str) -> None:
     raise CommandError(f"unknown setting {name!r}{f' (meant {near[0]}?)' if near else ''}; {wanted}", WRONG)
 
 
-def _parsed(name: str, text: str) -> Any:
+def _parsed(name: str, text: str, wholes: Wholes) -> Any:
     """The value for the body of PATCH; msgspec converts numbers."""
     if name == TENANTS:
         try:
-            return msgspec.json.decode(text)
+            return _with_sizes(msgspec.json.decode(text), wholes)
         except msgspec.DecodeError as error:
-            wanted = 'JSON as in {"a": {"bytes": 8589934592}, "b": null}'
+            wanted = 'JSON as in {"a": {"bytes": "8GiB"}, "b": null}'
             raise CommandError(f"tenants: wanted {wanted}, found {text!r}: {error}", WRONG) from error
     if name.endswith("_bytes"):
-        try:
-            return parse_bytes(text)
-        except SettingsError as error:
-            raise CommandError(f"{name}: {error}", WRONG) from error
+        return _sized(name, text, shared_memory if wholes.is_here else None, AUTO_POOL if wholes.is_here else None)
     if (choices := choices_of(name)) and text not in choices:
         raise CommandError(f"{name}: wanted {' or '.join(choices)}, found {text!r}", WRONG)
     if not text or text.lower() in ("null", "none"):
         raise CommandError(f"{name}: wanted a value, found {text!r}", WRONG)
     return text
+
+
+def _with_sizes(tenants: Any, wholes: Wholes) -> Any:
+    """The quotas, with bytes as numbers; what is no mapping of quotas is left for msgspec to refuse."""
+    pool = Whole("the pool's limit", wholes.pool_bytes)
+    if isinstance(tenants, dict):
+        for tenant, quota in tenants.items():
+            if isinstance(quota, dict) and isinstance(text := quota.get("bytes"), str):
+                quota["bytes"] = _sized(f"tenants: bytes of {tenant!r}", text, lambda: pool, None)
+    return tenants
+
+
+def _sized(name: str, text: str, whole: Callable[[], Whole] | None, auto: float | None) -> int:
+    try:
+        return parse_size(text, whole, auto)
+    except SettingsError as error:
+        raise CommandError(f"{name}: {error}", WRONG) from error
 
 
 def in_words(name: str, value: object) -> str:

@@ -8,18 +8,19 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple, Protocol, TypeVar
 
 import msgspec
 from rich.console import Console
 
-from kvdock.api.settings import effective
+from kvdock.api.settings import Effective, Origin, effective
 from kvdock.cli.errors import FAILED, WRONG, CommandError
 from kvdock.cli.render import printable
 from kvdock.client.client import Client
 from kvdock.protocol import admin_schemas as a
-from kvdock.protocol.access import ADDRESS_VARIABLE, TOKEN_FILE_VARIABLE, read_token
+from kvdock.protocol.access import ADDRESS_VARIABLE, SERVICE_SOCKET, TOKEN_FILE_VARIABLE, read_token
 from kvdock.protocol.errors import ApiError, ServerUnavailable
 from kvdock.protocol.keys import HASH_FUNCTION, chunk_keys
 from kvdock.protocol.wire_types import MAX_KEYS
@@ -54,24 +55,50 @@ def delete(client: Client, namespace: str, keys: Sequence[str]) -> a.Deleted:
 
 
 def default_address() -> str:
-    """The address in KVDOCK_ADDRESS, or else the socket at which `kvdock serve` listens in the same environment. Raises
+    """The address in KVDOCK_ADDRESS, or else that of `socket_of` here. Warns of unknown variables. Raises
     SettingsError."""
-    return os.environ.get(ADDRESS_VARIABLE) or f"unix:{effective(os.environ).settings.socket_path}"
+    if named := os.environ.get(ADDRESS_VARIABLE):
+        return named
+    return f"unix:{socket_of(effective(os.environ, on_unknown=warn_once))}"
+
+
+def socket_of(found: Effective) -> str:
+    """The socket that commands use. A socket that is set is used. Otherwise this user's own is, if it is there or the
+    shipped service's is not."""
+    own = found.settings.socket_path
+    is_set = found.origins.get("socket_path", Origin("default")).source != "default"
+    return own if is_set or _is_there(own) or not _is_there(SERVICE_SOCKET) else SERVICE_SOCKET
+
+
+def _is_there(path: str) -> bool:
+    """False if this user may not look."""
+    try:
+        return Path(path).exists()
+    except PermissionError:
+        return False
+
+
+@cache
+def warn_once(sentence: str) -> None:
+    """Prints the sentence on standard error, unless this process has done so."""
+    print(f"kvdock: {printable(sentence)}", file=sys.stderr)
 
 
 def open_client(address: str, timeout_s: float) -> Client:
     """A client as that of `reached`, but without its handling of errors."""
     try:
         token = read_token(os.environ.get(TOKEN_FILE_VARIABLE, ""))
-        return Client(address or default_address(), timeout_s=timeout_s, packed=False, access_token=token)
+        return Client(
+            address or default_address(), timeout_s=timeout_s, packed=False, access_token=token, trusts_service=True
+        )
     except ValueError as error:
         raise CommandError(str(error), WRONG) from error
 
 
 @contextmanager
 def reached(address: str) -> Iterator[Client]:
-    """A client of the server at `address`, or at this user's socket if it is empty. It sends the access token in the
-    file that KVDOCK_ACCESS_TOKEN_FILE names; a server of the same user needs none over its socket.
+    """A client of the server at `address`, or at the one of `default_address` if it is empty. It sends the access token
+    in the file that KVDOCK_ACCESS_TOKEN_FILE names; over the socket the server's user and root need none.
 
     Raises CommandError for a malformed address, for a token file that cannot be used, and when the server does not
     answer a call within the block.

@@ -16,6 +16,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -27,21 +28,23 @@ from rich.table import Table
 from rich.text import Text
 
 from kvdock import _core
+from kvdock._core import TableError
 from kvdock.api.access.access_file import digest_of, read
-from kvdock.api.errors import AccessFileError, SettingsError
+from kvdock.api.errors import AccessFileError, OtherFormat, SettingsError
+from kvdock.api.pool.adopt import check_format
 from kvdock.api.pool.capacity import Capacity
-from kvdock.api.pool.lock import server_alive
-from kvdock.api.settings import Settings, effective
-from kvdock.cli.client import TIMEOUT_S, print_json
+from kvdock.api.pool.lock import pools_at, server_alive
+from kvdock.api.settings import Effective, Settings, effective
+from kvdock.cli.client import TIMEOUT_S, print_json, socket_of
 from kvdock.cli.errors import DONE, FAILED
 from kvdock.cli.render import duration, printable, say, size
+from kvdock.cli.serve import tiers_of
 from kvdock.client.client import Client
 from kvdock.datapath.tuning import Calibration, cached_tunings
 from kvdock.protocol.access import ADDRESS_VARIABLE, TOKEN_FILE_VARIABLE, PrivateFileError, read_token
 from kvdock.protocol.errors import ApiError, ServerUnavailable
-from kvdock.protocol.mover_schemas import MoverConfig
 from kvdock.protocol.verdict import Verdict
-from kvdock.shm.errors import ForeignObject
+from kvdock.shm.errors import ForeignObject, ShmError
 from kvdock.shm.objects import foreign_objects, pool_objects
 from kvdock.tiers.mover.opening import try_to_open
 
@@ -49,11 +52,14 @@ _STYLES = {"ok": "green", "note": "yellow", "problem": "bold red"}
 
 
 def doctor(
-    environ: Mapping[str, str], *, server: str, config: str | None, as_json: bool, console: Console,
-    machine: Machine | None = None,
+    environ: Mapping[str, str], *, server: str, config: str | None, adopt: bool, as_json: bool, console: Console,
 ) -> int:
-    """Prints the findings; returns the exit status. `server`: as in examine()."""
-    findings = examine(environ, server=server, config=config, machine=machine or Machine())
+    """Prints the findings; returns the exit status. `server`: as in examine(). `adopt`: only whether this release could
+    take over the pool at the socket."""
+    if adopt:
+        findings = _adoption(socket_of(_settings(environ, config)[0]))
+    else:
+        findings = examine(environ, server=server, config=config, machine=Machine())
     problems = any(finding.level == "problem" for finding in findings)
     if as_json:
         print_json(console, {"ok": not problems, "checks": findings})
@@ -66,10 +72,10 @@ def examine(
     environ: Mapping[str, str], *, server: str = "", config: str | None, machine: Machine
 ) -> list[Finding]:
     """`server`: the address of the server to judge; empty: the one that commands use in that environment."""
-    settings, settings_finding = _settings(environ, config)
-    token = _token(environ)
+    found, settings_finding = _settings(environ, config)
+    settings, token = found.settings, _token(environ)
     named = server or environ.get(ADDRESS_VARIABLE, "")
-    server_finding, verdict = _server(named or f"unix:{settings.socket_path}", token, is_named=bool(named))
+    server_finding, verdict = _server(named or f"unix:{socket_of(found)}", token, is_named=bool(named))
     is_here = server_finding.level == "ok"
     findings = [_versions(), settings_finding, server_finding, *_cache(verdict), _access(settings, token)]
     findings += [*_endpoints(settings, is_here=is_here), *_tiers(settings, is_here=is_here), *_extension()]
@@ -84,15 +90,17 @@ def _versions() -> Finding:
     return Finding("kvdock", "ok", f"{version('kvdock')} on Python {sys.version.split()[0]}")
 
 
-def _settings(environ: Mapping[str, str], config: str | None) -> tuple[Settings, Finding]:
-    """The settings that a server started here would use; the defaults when they are wrong."""
+def _settings(environ: Mapping[str, str], config: str | None) -> tuple[Effective, Finding]:
+    """The settings that a server started here would use, without unknown ones; the defaults when they are wrong."""
     try:
         found = effective(environ, config=config)
     except SettingsError as error:
-        advice = "correct it; `kvdock config` shows all settings"
-        return Settings(), Finding("settings", "problem", str(error), advice)
+        finding = Finding("settings", "problem", str(error), "correct it; `kvdock config` shows all settings")
+        with suppress(SettingsError):
+            return effective(environ, config=config, on_unknown=lambda sentence: None), finding
+        return Effective(Settings(), {}), finding
     given = [f"{name} ({origin.where})" for name, origin in found.origins.items() if origin.source != "default"]
-    return found.settings, Finding("settings", "ok", ", ".join(given) or "all at their defaults")
+    return found, Finding("settings", "ok", ", ".join(given) or "all at their defaults")
 
 
 def _token(environ: Mapping[str, str]) -> str | PrivateFileError:
@@ -125,13 +133,15 @@ def _server(
     """Whether the server answers, and its verdict if it does. `is_named`: somebody has named its address, so it should
     be there."""
     try:
-        with Client(address, timeout_s=TIMEOUT_S, access_token=token if isinstance(token, str) else "") as client:
+        sent = token if isinstance(token, str) else ""
+        with Client(address, timeout_s=TIMEOUT_S, access_token=sent, trusts_service=True) as client:
             status, verdict = client.status(), client.verdict()
     except ValueError as error:
         return Finding("server", "problem", str(error), f"correct --server or {ADDRESS_VARIABLE}"), None
     except ServerUnavailable as error:
         if _listens(address.removeprefix("unix:")):
-            return Finding("server", "problem", f"it listens at {error}", "it is stopped or hangs: see its log"), None
+            advice = "it is another user's, stopped, or hangs: see its log"
+            return Finding("server", "problem", f"it listens at {error}", advice), None
         level: Level = "problem" if is_named else "note"
         return Finding("server", level, f"none answers at {error}", "start one with `kvdock serve`"), None
     except ApiError as error:
@@ -201,14 +211,10 @@ def _tiers(settings: Settings, *, is_here: bool) -> list[Finding]:
     that are off."""
     if is_here or not settings.has_tiers:
         return []
-    config = MoverConfig(
-        address="", instance_prefix="", disk_path=settings.disk_path, disk_bytes=settings.disk_bytes,
-        stores=settings.store_urls,
-    )
     return [
         Finding(f"tier {name}", "problem" if why else "ok", why or "it opens",
                 "a server starts without it, and tries again: docs/tiers.md" if why else "")
-        for name, why in try_to_open(config).items()
+        for name, why in try_to_open(tiers_of(settings)).items()
     ]
 
 
@@ -261,6 +267,23 @@ def _stale_pools(machine: Machine) -> Finding:
             "the next `kvdock serve` at its socket takes a pool over; other servers of this user remove it later",
         )
     return Finding("pools", "ok", f"{text}, none left behind")
+
+
+def _adoption(socket_path: str) -> list[Finding]:
+    """Whether this release could take over the pools of the server at that socket, which may run."""
+    found = []
+    for pool_id in pools_at(str(Path(socket_path).absolute())):
+        name = f"pool {pool_id:016x}"
+        try:
+            check_format(pool_id)
+        except OtherFormat as error:
+            advice = "this release does not start with it: keep the release that made it, or serve with --adopt=never"
+            found.append(Finding("adoption", "problem", f"{name}: {error}", advice))
+        except (OSError, ValueError, TableError, ShmError) as error:
+            found.append(Finding("adoption", "problem", f"{name}: {error}", "a server would start with an empty pool"))
+        else:
+            found.append(Finding("adoption", "ok", f"{name}: this release reads its format, and would take it over"))
+    return found or [Finding("adoption", "note", f"no server of this user has a pool at {socket_path}")]
 
 
 def _size_bytes(machine: Machine, name: str) -> int:

@@ -58,7 +58,7 @@ class WantedEvents(NamedTuple):
 def show_events(server: str, wanted: WantedEvents, *, follow: bool, as_json: bool) -> None:
     """Prints one line for each event. Raises CommandError, ApiError, ServerUnavailable."""
     try:
-        address = Address.parse(server or default_address())
+        address = Address.parse(server or default_address(), trusts_service=True)
     except ValueError as error:
         raise CommandError(str(error), WRONG) from error
     for one in _events(address, read_token(os.environ.get(TOKEN_FILE_VARIABLE, "")), wanted, follow=follow):

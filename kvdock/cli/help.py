@@ -21,6 +21,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from kvdock.api.settings import Settings
 from kvdock.cli.errors import WRONG, CommandError
+from kvdock.protocol.readable import exact_bytes as exact_bytes
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -296,7 +297,8 @@ MEANINGS: dict[str, str] = {
     "body_limit_bytes": "Largest request body.",
     "tcp_connections": "Connections that the TCP port serves at once; engines' connections over the Unix socket do "
     "not count.",
-    "pool_bytes": "Maximum size of the pool.",
+    "pool_bytes": "Maximum size of the pool, as `64GiB`, `64G`, or as a share such as `50%`; `auto` is `80%`. Shares "
+    "are of the size of `/dev/shm`, or of the control group's memory limit if that is less.",
     "segment_bytes": "The pool grows by segments of this size, at most 1GiB; the first has at most 256MiB.",
     "prefault_threads": "Threads that touch new memory in advance, to save engines the page faults.",
     "grow_water": "When less than this share of the pool is free, the pool grows, up to its maximum size.",
@@ -313,15 +315,16 @@ MEANINGS: dict[str, str] = {
     "session_cap": "Share of the pool that one session may hold by leases and reservations.",
     "total_cap": "Share of the pool that all sessions together may hold by leases and reservations.",
     "session_grants": "Leases and reservations that one session may have open at once.",
-    "tenant_bytes": "Bytes that one tenant may store, unless it has a quota of its own; beyond that, its own least "
-    "valuable chunks are evicted. 0: no limit. This and the other `tenant_` settings do not limit the server's own "
-    "user.",
+    "tenant_bytes": "Bytes that one tenant may store, or a share of `pool_bytes`, unless it has a quota of its own; "
+    "beyond that, its own least valuable chunks are evicted. 0: no limit. This and the other `tenant_` settings do "
+    "not limit the server's own user.",
     "tenant_chunks": "Chunks that one tenant may store, in the same way. 0: no limit.",
     "tenant_namespaces": "Namespaces with sessions or chunks that one tenant may have. 0: no limit.",
     "tenant_sessions": "Sessions that one tenant may have. 0: no limit.",
     "tenant_grants": "Leases and reservations that one tenant may have open at once, in all its sessions. 0: no limit.",
     "disk_path": "Folder of the lower tier on disk; empty: none.",
-    "disk_bytes": "Bytes that the tier on disk may use there.",
+    "disk_bytes": "Bytes that the tier on disk may use there, or a share of the folder's file system, as `30%`; "
+    "`auto` is `50%`.",
     "redis_url": "Redis or Valkey as a lower tier, as `redis://host:port`; empty: none.",
     "objects_url": "Object store as a lower tier, as `s3://bucket/prefix`; empty: none.",
     "mooncake_url": "Mooncake Store as a lower tier, as `mooncake://host:port`; empty: none.",
@@ -329,8 +332,8 @@ MEANINGS: dict[str, str] = {
     "(docs/tiers.md).",
     "tier_asks": "A chunk is written to lower tiers once prompts have asked for it this often; 0: once or twice, "
     "whichever pays.",
-    "tier_queue_bytes": "Bytes that may wait to be written to one tier; beyond that, the chunks that have waited "
-    "longest are not written. 0: `pool_bytes`.",
+    "tier_queue_bytes": "Bytes that may wait to be written to one tier, or a share of `pool_bytes`; beyond that, "
+    "the chunks that have waited longest are not written. 0: `pool_bytes`.",
     "tier_keep": "Which of the chunks that lower tiers loaded for a request stay in the pool after it: `shared`, "
     "those that a second request has hit; `always`, all of them.",
     "tier_drain_s": "How long the server goes on writing chunks to lower tiers when it ends.",
@@ -343,7 +346,8 @@ MEANINGS: dict[str, str] = {
     "are evicted first.",
     "watch_s": "How often the server checks for dead processes, expired deadlines and free space.",
     "adopt": "What to do with a pool that an earlier server left at this socket: `auto` takes it over, or removes it "
-    "if it is damaged; `never` removes it; `require` takes it over, or the server does not start.",
+    "if it is damaged, and does not start if it has another format; `never` removes it; `require` takes it over, or "
+    "the server does not start.",
     "drain_s": "After SIGTERM the server waits this long for open calls, leases and reservations, and grants nothing "
     "new.",
     "on_exit": "What SIGTERM does with the pool: `remove` it, or `keep` it for the next server at this socket. Ctrl-C "
@@ -393,7 +397,6 @@ OTHER_GROUP = "Other settings"
 
 _DEFAULTS = {field.name: field.default for field in msgspec.structs.fields(Settings)}
 _HINTS = get_type_hints(Settings)
-_UNITS = (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
 
 
 def default_text(name: str) -> str:
@@ -418,11 +421,3 @@ def choices_of(name: str) -> tuple[str, ...]:
     """The values that a setting may have; empty for numbers, sizes and free text."""
     hint = _HINTS.get(name)
     return get_args(hint) if get_origin(hint) is Literal else ()
-
-
-def exact_bytes(size_bytes: int) -> str:
-    """The size in the largest unit that divides it: 4294967296 → 4GiB, 1000 → 1000."""
-    for unit, factor in _UNITS:
-        if size_bytes and size_bytes % factor == 0:
-            return f"{size_bytes // factor}{unit}"
-    return str(size_bytes)

@@ -102,6 +102,10 @@ def doctor(
     config: Annotated[str | None, typer.Option(
         "--config", metavar="FILE", help="TOML file of settings. [KVDOCK_CONFIG]", show_default=False,
     )] = None,
+    adopt: Annotated[bool, typer.Option(
+        "--adopt", help="Only check whether this release could take over the pool of the server at the socket. Run it "
+        "before an upgrade, with the new release, as the server's user.",
+    )] = False,
     as_json: AsJson = False,
 ) -> int:
     """Check this machine, the settings, the tiers and the server.
@@ -110,7 +114,7 @@ def doctor(
     """
     from kvdock.cli.doctor import doctor as examine
 
-    return examine(os.environ, server=server, config=config, as_json=as_json, console=console())
+    return examine(os.environ, server=server, config=config, adopt=adopt, as_json=as_json, console=console())
 
 
 def lookup(

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import msgspec
 import typer
 
-from kvdock.api.errors import StartupError
+from kvdock.api.errors import SettingsError, StartupError
 from kvdock.api.log import set_up
 from kvdock.api.settings import ENV_PREFIX, Settings, effective
 from kvdock.cli.errors import ctrl_c_waits
@@ -36,6 +36,7 @@ from kvdock.protocol.admin_schemas import Limits
 
 if TYPE_CHECKING:
     from kvdock.api.server import Addresses
+    from kvdock.protocol.mover_schemas import MoverConfig
 
 LEAVING_S = 10.0
 """How long a server that is replaced may take to end, beyond draining."""
@@ -60,6 +61,7 @@ def serve(config: str | None, takeover: bool, as_json: bool, **flags: str | None
     with ctrl_c_waits():  # takes half a second, which --help does not need
         from kvdock.api.server import Server, ending_signals
 
+        check_tiers(settings)
     if takeover:
         make_room(settings)
 
@@ -76,6 +78,32 @@ def serve(config: str | None, takeover: bool, as_json: bool, **flags: str | None
     server.run()
     if not announced:
         typer.echo("stopped before it was ready", err=True)
+
+
+def tiers_of(settings: Settings) -> MoverConfig:
+    """What the settings say about tiers, for a process that only tries them."""
+    from kvdock.protocol.mover_schemas import MoverConfig
+
+    return MoverConfig(
+        address="", instance_prefix="", disk_path=settings.disk_path, disk_bytes=settings.disk_bytes,
+        stores=settings.store_urls,
+    )
+
+
+def check_tiers(settings: Settings) -> None:
+    """Refuses a tier that no later attempt could open. Raises SettingsError for a wrong setting, StartupError for a
+    package that is not installed."""
+    if not settings.has_tiers:
+        return
+    from kvdock.tiers.mover.opening import check_settings
+    from kvdock.tiers.tier import NotInstalled
+
+    try:
+        check_settings(tiers_of(settings))
+    except NotInstalled as error:
+        raise StartupError("not_installed", f"the tier {error.tier} cannot be used: {error.why}") from error
+    except ValueError as error:
+        raise SettingsError(str(error)) from error
 
 
 def make_room(settings: Settings) -> None:

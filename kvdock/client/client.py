@@ -116,16 +116,20 @@ class Client:
     Raises ServerUnavailable if there is no answer and ApiError if the answer is a refusal; nothing else.
     """
 
-    def __init__(self, address: str, *, timeout_s: float = 5.0, packed: bool = True, access_token: str = "") -> None:
+    def __init__(
+        self, address: str, *, timeout_s: float = 5.0, packed: bool = True, access_token: str = "",
+        trusts_service: bool = False,
+    ) -> None:
         """`address`: `unix:/path` or `http://host:port`; ValueError otherwise. Connects on the first call.
 
         `packed`: MessagePack bodies; otherwise JSON, which people can read. `access_token`: a token of the server's
         access file (protocol.access reads it from a file); over the Unix socket the server's own user needs none.
+        `trusts_service`: as in protocol.access.require_trusted_server.
         """
         self._releases = ReleaseQueue()
         headers = {VERSION_HEADER: str(API_VERSION), **authorization(access_token)}
         sent = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
-        self._transport = Transport(Address.parse(address), sent.encode())
+        self._transport = Transport(Address.parse(address, trusts_service=trusts_service), sent.encode())
         self.timeout_s = timeout_s
         self._form = PACKED if packed else JSON
         self._media_type = self._form.media_type.encode()

@@ -52,15 +52,17 @@ class Address(NamedTuple):
     socket_path: str
     host: str
     port: int
+    trusts_service: bool = False
+    """As in protocol.access.require_trusted_server."""
 
     @classmethod
-    def parse(cls, text: str) -> Address:
+    def parse(cls, text: str, *, trusts_service: bool = False) -> Address:
         """Also accepts `host:port` and `/path`. Raises ValueError, which names the text."""
         wrong = ValueError(f"address found {text!r}, wanted unix:/path or http://host:port")
         if text.startswith(("unix:", "/")):
             path = text.removeprefix("unix:").removeprefix("//")
             if path.startswith("/"):
-                return cls(text if text.startswith("unix:") else f"unix:{text}", path, "", 0)
+                return cls(text if text.startswith("unix:") else f"unix:{text}", path, "", 0, trusts_service)
             raise wrong
         spelled = f"http://{text}" if _HOST_AND_PORT.fullmatch(text) else text
         try:
@@ -90,7 +92,7 @@ class Address(NamedTuple):
             # Blocking, with the kernel's timeout: a full backlog makes a non-blocking connect fail at once.
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(timeout_s))
             sock.connect(self.socket_path)
-            require_trusted_server(sock, self.socket_path)
+            require_trusted_server(sock, self.socket_path, trusts_service=self.trusts_service)
         except BaseException:
             sock.close()
             raise

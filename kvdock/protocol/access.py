@@ -18,6 +18,8 @@ ADDRESS_VARIABLE: Final = "KVDOCK_ADDRESS"
 """The environment variable that names the server for commands and connectors: unix:/path or http://host:port."""
 SOCKET_VARIABLE: Final = "KVDOCK_SOCKET_PATH"
 """The server's own setting, which commands and connectors follow."""
+SERVICE_SOCKET: Final = "/run/kvdock/kvdock.sock"
+"""Where the shipped systemd unit, image and DaemonSet put the socket."""
 CONNECTOR_PREFIX: Final = "KVDOCK_VLLM_"
 """The prefix of the variables of the vLLM connector's settings; no setting of the server begins with it."""
 
@@ -110,10 +112,34 @@ def credentials_of(connected: socket.socket) -> Credentials:
     return Credentials(pid, uid)
 
 
-def require_trusted_server(connected: socket.socket, path: str) -> Credentials:
+def require_trusted_server(connected: socket.socket, path: str, *, trusts_service: bool = False) -> Credentials:
     """Raises PermissionError unless the process that listens at `path` is this user's, or root's: anybody may have
-    bound a socket there, and its answers decide which memory is written and loaded."""
+    bound a socket there, and its answers decide which memory is written and loaded.
+
+    `trusts_service`: root also accepts the server of a user for whom root has made the socket's folder. Only commands
+    may ask for this: they map no memory.
+    """
     found = credentials_of(connected)
-    if found.uid not in (os.geteuid(), 0):
-        raise PermissionError(f"the server at {path}: found user {found.uid}, wanted {os.geteuid()} or root")
-    return found
+    if found.uid in (os.geteuid(), 0):
+        return found
+    if trusts_service and os.geteuid() == 0 and _is_made_for(found.uid, Path(path).parent.resolve()):
+        return found
+    raise PermissionError(f"the server at {path}: found user {found.uid}, wanted {os.geteuid()} or root")
+
+
+def _is_made_for(uid: int, folder: Path) -> bool:
+    """Whether only root can have given the folder to this user, so that nobody else can bind a socket in it.
+
+    A folder in /tmp is not: whoever came first has made it.
+    """
+    found = folder.stat()
+    if found.st_uid not in (uid, 0) or found.st_mode & 0o022:
+        return False
+    child = found
+    for parent in folder.parents:
+        found = parent.stat()
+        is_shared = found.st_mode & 0o022 and not (found.st_mode & stat.S_ISVTX and child.st_uid == 0)
+        if found.st_uid != 0 or is_shared:
+            return False
+        child = found
+    return True

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from kvdock.protocol.names import PrefixLabel
+from kvdock.protocol.readable import LogLevel
 from kvdock.protocol.reports import LeaseView, UseTotals
 from kvdock.protocol.schemas import Manifest, MemberView, SessionView
 from kvdock.protocol.wire_types import MAX_KEYS, Answer, Body, Hex64, Identity, Key, Name, Tenant
@@ -40,6 +41,8 @@ class Limits(Answer, kw_only=True):
     """The policy that chooses what is evicted when capacity is needed."""
     tier_keep: TierKeep = "shared"
     """Which chunks that lower tiers loaded for a request stay in the pool after it."""
+    log_level: LogLevel = "info"
+    """The least severe messages that the server logs. The mover's log keeps the level of the server's start."""
 
 
 class ClearCache(Body, kw_only=True):
@@ -163,6 +166,7 @@ class PatchConfig(Body, kw_only=True):
     """A new policy starts with the present chunks, but has learned nothing about them."""
     tier_keep: TierKeep | None = None
     """Applies to chunks that are loaded from now on."""
+    log_level: LogLevel | None = None
     tenants: Annotated[dict[Tenant, Quota | None], msgspec.Meta(max_length=MAX_QUOTAS)] | None = None
     """Quotas by tenant, each in place of the tenant's quota before; null: what the access file says, or the default. ""
     is the server's own user. Other tenants keep theirs."""

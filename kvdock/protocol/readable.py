@@ -13,6 +13,7 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 CONSOLE: Final = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 EVENT: Final = "event"
 """The attribute of a log record that holds its event, a struct."""
+_UNITS: Final = (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
 
 
 class JsonFormatter(logging.Formatter):
@@ -52,6 +53,14 @@ def percent(share: float | None, digits: int | None = None) -> str:
     of_100 = min(100 * share, 99.9) if share < 1 else 100 * share
     is_whole = of_100 == 0 or 9.95 <= of_100 < 99 or share >= 1
     return f"{of_100:.{0 if is_whole else 1}f} %"
+
+
+def exact_bytes(size_bytes: int) -> str:
+    """The size in the largest unit that divides it: 4294967296 → 4GiB, 1000 → 1000."""
+    for unit, factor in _UNITS:
+        if size_bytes and size_bytes % factor == 0:
+            return f"{size_bytes // factor}{unit}"
+    return str(size_bytes)
 
 
 def duration(seconds: float) -> str:

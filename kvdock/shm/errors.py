@@ -29,7 +29,11 @@ class ShmError(Exception):
 
 
 class PoolTooSmall(ShmError):
-    """found, wanted: bytes."""
+    """found, wanted: bytes, which the message has in MiB."""
+
+    def __init__(self, message: str, *, found: int, wanted: int) -> None:
+        super().__init__(message, found=f"{found >> 20:,} MiB", wanted=f"{wanted / (1 << 20):,.0f} MiB")
+        self.found, self.wanted = found, wanted
 
 
 class PoolFull(ShmError):

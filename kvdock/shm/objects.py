@@ -169,7 +169,7 @@ def allocate(fd: int, size_bytes: int, name: str) -> None:
             raise
         there = os.fstatvfs(fd)
         raise PoolTooSmall(
-            f"shared memory for {name} (bytes)", found=there.f_bavail * there.f_frsize, wanted=size_bytes
+            f"shared memory for {name}", found=there.f_bavail * there.f_frsize, wanted=size_bytes
         ) from error
 
 

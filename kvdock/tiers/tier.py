@@ -43,6 +43,10 @@ class TierUrlError(ValueError):
     and contains no password."""
 
 
+class NotInstalled(TierError):
+    """A package that the tier needs cannot be imported. Only another start with the package can mend this."""
+
+
 class ReadOnly(TierError):
     """The tier works, but nothing in it can be changed."""
 
@@ -238,7 +242,9 @@ class Store(NamedTuple):
     `open_tier`: takes the URL from the server's settings, and a deadline. It raises TierUrlError if the URL can never
     be used, and TierError if it cannot be used now; then it is called again some seconds later. The tier's `name` is
     the entry point's. `registers_memory`: takes the URL, and returns whether its tier is one that Registers. It is
-    called before the tier is opened, and raises TierUrlError."""
+    called before the tier is opened, and raises TierUrlError. `check`: takes the URL, and raises what `open_tier` would
+    raise for it whatever the store does: TierUrlError, or NotInstalled. The server calls it before it starts."""
 
     open_tier: Callable[[str, Deadline], Tier]
     registers_memory: Callable[[str], bool] = registers_nothing
+    check: Callable[[str], object] = registers_nothing

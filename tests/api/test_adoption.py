@@ -15,6 +15,8 @@ from api_helpers import ServerProcess, attach, eventually, keys, unique
 from connector_helpers import CHUNK, engine_over, kvdock_of, mortal
 from engine_helpers import config, make_engine, prompt, run_one, sampling
 
+from kvdock.api.errors import OtherFormat
+from kvdock.api.pool.adopt import check_format
 from kvdock.api.pool.lock import server_alive
 from kvdock.client.client import Client
 from kvdock.protocol.errors import ApiError
@@ -126,20 +128,36 @@ def test_a_server_that_must_adopt_does_not_start_without_a_pool() -> None:
     with mortal() as server:
         server.stop(signal.SIGKILL)
         damage(server, VERSION_AT, struct.pack("<I", 999))
-        assert "wrong_version: the table is of another version (found 999, wanted" in refused(server, adopt="require")
+        assert "the table is of another version (found format 999, this release reads" in refused(
+            server, adopt="require"
+        )
         assert server.shared_memory(), "it is left for whoever can use it"
         with next_at(server, adopt="never") as second:
             second.stop()
         assert "no server has left a pool" in refused(server, adopt="require")
 
 
-def test_a_table_of_another_version_is_refused_loudly_and_the_server_starts_clean() -> None:
-    with mortal() as server:
+def test_a_pool_in_another_format_is_left_in_place_and_its_release_takes_it_over_again() -> None:
+    with mortal() as server, Client(server.unix) as client:
+        engine = attach(client)
+        chain = keys(4, unique("kept"))
+        engine.store(chain)
         server.stop(signal.SIGKILL)
+        before, table = server.shared_memory(), object_of(server, "-table")
+        (ours,) = struct.unpack_from("<I", table.read_bytes(), VERSION_AT)
+        check_format(server.pool_id)
         damage(server, VERSION_AT, struct.pack("<I", 999))
+        with pytest.raises(OtherFormat, match="found format 999"):
+            check_format(server.pool_id)
+        said = refused(server, adopt="auto")
+        assert f"pool {server.pool_id:016x}, left at {server.settings['socket_path']}, is kept" in said
+        assert f"(found format 999, this release reads {ours})" in said and "--adopt=never" in said
+        assert server.shared_memory() == before
+        damage(server, VERSION_AT, struct.pack("<I", ours))
         with next_at(server) as second:
-            assert second.pool_id != server.pool_id and server.shared_memory() == []
-            assert f"pool {server.pool_id:016x} cannot be taken over, starting with an empty one" in second.log_text()
+            client.attach(engine.body)
+            assert second.pool_id == server.pool_id and engine.lookup(chain).hit_tokens == 64
+        engine.close()
 
 
 def test_a_pool_cut_short_is_refused() -> None:

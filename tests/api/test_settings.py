@@ -10,13 +10,16 @@ import pytest
 from kvdock.api.clock import ServerClock, boottime_ns
 from kvdock.api.errors import SettingsError
 from kvdock.api.http.guard import allowed_hosts, host_name
-from kvdock.api.settings import Settings, effective, parse_bytes
+from kvdock.api.pool.capacity import Capacity
+from kvdock.api.settings import Settings, effective
+from kvdock.api.sizes import Whole, parse_bytes, parse_size, shared_memory
 from kvdock.protocol.access import default_socket_path
 
 
 @pytest.mark.parametrize(
     ("text", "size"),
-    [("1048576", 1 << 20), ("4GiB", 4 << 30), ("1.5 GiB", 3 << 29), ("512mib", 512 << 20), ("2GB", 2 * 10**9)],
+    [("1048576", 1 << 20), ("4GiB", 4 << 30), ("1.5 GiB", 3 << 29), ("512mib", 512 << 20), ("2GB", 2 * 10**9),
+     ("64M", 64 << 20), ("3g", 3 << 30)],
 )
 def test_sizes_are_read_with_their_unit(text: str, size: int) -> None:
     assert parse_bytes(text) == size
@@ -38,7 +41,7 @@ def test_an_unknown_setting_is_refused_by_name_with_the_nearest_known() -> None:
     [
         ({"port": 70000}, "port=70000"),
         ({"port": "many"}, "port='many'"),
-        ({"pool_bytes": 5}, "pool_bytes=5"),
+        ({"pool_bytes": 5}, "wanted a size >= 1MiB; found pool_bytes=5"),
         ({"heartbeat_s": 0}, "heartbeat_s=0"),
         ({"tier_urls": "shelf"}, "wanted name=url, separated by spaces; found 'shelf'"),
         ({"tier_urls": "shelf=a://b,Other=c://d other=e://f Third=g://h"}, "separated by spaces; found 'Third=g://h'"),
@@ -47,10 +50,10 @@ def test_an_unknown_setting_is_refused_by_name_with_the_nearest_known() -> None:
         ({"tier_urls": "disk=file:///a"}, "wanted other tiers, found 'disk': set disk_path"),
         ({"segment_bytes": "2GiB"}, "segment_bytes="),
         ({"pool_bytes": "1GiB", "segment_bytes": "1025MiB"}, "segment_bytes="),
-        ({"pool_bytes": "16MiB", "segment_bytes": "32MiB"}, "segment_bytes=33554432"),
+        ({"pool_bytes": "16MiB", "segment_bytes": "32MiB"}, "segment_bytes=32MiB"),
         ({"low_water": 0.5, "high_water": 0.1}, "high_water=0.1"),
-        ({"pool_bytes": "4GiB", "segment_bytes": "1MiB"}, "pool_bytes=4294967296 wanted at most 4293918720, as"),
-        ({"pool_bytes": "4TiB"}, "as segment_bytes=1073741824 and a pool has at most 4096 segments"),
+        ({"pool_bytes": "4GiB", "segment_bytes": "1MiB"}, "pool_bytes=4GiB wanted at most 4095MiB, as"),
+        ({"pool_bytes": "4TiB"}, "as segment_bytes=1GiB and a pool has at most 4096 segments"),
         ({"growth": "later"}, "growth='later'"),
         ({"missed_heartbeats": 0}, "missed_heartbeats=0"),
         ({"missed_heartbeats": 1_000_001}, "missed_heartbeats=1000001"),
@@ -112,3 +115,44 @@ def test_the_clocks_own_source_goes_forward() -> None:
 def test_variables_of_clients_are_none_of_the_servers_settings() -> None:
     environ = {"KVDOCK_ADDRESS": "unix:/s", "KVDOCK_VLLM_CHUNK_TOKENS": "64", "HOME": "/home/x"}
     assert effective(environ).settings == effective({"HOME": "/home/x"}).settings
+
+
+@pytest.mark.parametrize(("text", "mib"), [("50%", 500), ("0.25 %", 2), ("auto", 800), ("7M", 7)])
+def test_a_share_is_one_of_the_whole_in_whole_mib(text: str, mib: int) -> None:
+    assert parse_size(text, lambda: Whole("it", 1000 << 20), 0.8) == mib << 20
+
+
+@pytest.mark.parametrize(("text", "said"), [
+    ("0%", "above 0% and up to 100%"), ("101%", "above 0% and up to 100%"),
+    ("0.01%", "of it, which is 1000MiB, is less"), ("half", "size like 512MiB"), ("%", "size like 512MiB"),
+])
+def test_a_share_that_is_none_is_refused(text: str, said: str) -> None:
+    with pytest.raises(SettingsError, match=said):
+        parse_size(text, lambda: Whole("it", 1000 << 20), 0.8)
+
+
+def test_shares_are_of_shared_memory_of_the_file_system_and_of_the_pool(tmp_path: Path) -> None:
+    memory = shared_memory().bytes
+    settings = Settings.load({"pool_bytes": "10%", "tenant_bytes": "50%", "tier_queue_bytes": "25%"})
+    assert settings.pool_bytes == memory // 10 >> 20 << 20 and memory <= os.statvfs("/dev/shm").f_blocks * 4096
+    assert settings.tenant_bytes == settings.pool_bytes // 2 >> 20 << 20
+    assert settings.tier_queue_bytes == settings.pool_bytes // 4 >> 20 << 20
+    assert Settings.load({"pool_bytes": "auto"}).pool_bytes == int(memory * 0.8) >> 20 << 20
+    there = os.statvfs(tmp_path)
+    settings = Settings.load({"disk_path": f"{tmp_path}/made/later", "disk_bytes": "auto"})
+    assert settings.disk_bytes == there.f_blocks * there.f_frsize // 2 >> 20 << 20
+
+
+@pytest.mark.parametrize("name", ["segment_bytes", "body_limit_bytes", "disk_bytes"])
+@pytest.mark.parametrize("text", ["50%", "auto"])
+def test_a_share_of_nothing_is_refused_by_the_setting(name: str, text: str) -> None:
+    with pytest.raises(SettingsError, match=f"{name}='{text}': .*there is nothing that it is a share of"):
+        Settings.load({name: text})
+
+
+def test_a_control_group_with_less_than_shared_memory_is_the_whole(tmp_path: Path) -> None:
+    (tmp_path / "group").write_text("0::/a\n")
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a/memory.max").write_text(f"{64 << 20}\n")
+    found = shared_memory(Capacity(Path("/dev/shm"), tmp_path / "group", tmp_path))
+    assert found == (f"the memory limit of the control group {tmp_path}/a", 64 << 20)

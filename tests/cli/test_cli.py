@@ -98,7 +98,7 @@ def test_flags_win_over_the_environment_and_both_over_defaults(tmp_path: Path) -
     (["serve", "--prot", "1"], "--prot"),
     (["serve", "--port", "seventy"], "port='seventy'"),
     (["serve", "--pool-bytes", "4 gigs"], "'4 gigs'"),
-    (["serve", "--pool-bytes", "1MiB", "--segment-bytes", "2MiB"], "segment_bytes=2097152"),
+    (["serve", "--pool-bytes", "1MiB", "--segment-bytes", "2MiB"], "segment_bytes=2MiB"),
     (["swerve"], "swerve"),
     (["status", "--server", "localhost"], "'localhost'"),
     (["demo", "--turns", "0"], "--turns"),

@@ -305,3 +305,26 @@ def test_shared_memory_that_is_missing_is_a_problem_and_memory_that_is_short_a_n
     short = machine_of(tmp_path, {"proc/meminfo": "MemTotal: 9 kB\nMemAvailable:    1024 kB\n"})
     found = examined(short, tmp_path)
     assert found["shared memory"].level == "note" and "only 1.0 MiB of memory" in found["shared memory"].found
+
+
+def test_adopt_tells_before_an_upgrade_whether_the_pool_can_be_taken_over(tmp_path: Path) -> None:
+    path = str(tmp_path / "kvdock.sock")
+    done = kvdock("doctor", "--adopt", KVDOCK_SOCKET_PATH=path)
+    assert (done.returncode, done.stdout) == (0, f"note  adoption  no server of this user has a pool at {path}\n")
+    with ServerProcess(socket_path=path) as server:
+        name = f"pool {server.pool_id:016x}"
+        done = kvdock("doctor", "--adopt", KVDOCK_SOCKET_PATH=path)
+        assert (done.returncode, done.stderr) == (0, "") and f"OK  adoption  {name}: this release reads" in done.stdout
+        region = next(Path("/dev/shm").glob(f"kvdock-{server.pool_id:016x}-table*"))
+        with region.open("r+b") as table:
+            table.seek(8)
+            before = table.read(4)
+            table.seek(8)
+            table.write(b"\xe7\x03\0\0")
+        done = kvdock("doctor", "--adopt", "--json", KVDOCK_SOCKET_PATH=path)
+        with region.open("r+b") as table:
+            table.seek(8)
+            table.write(before)
+        found = checks_of(done, 1)["adoption"]
+        assert found["level"] == "problem" and "--adopt=never" in found["advice"]
+        assert f"{name}: " in found["found"] and "found format 999, this release reads" in found["found"]

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from api_helpers import NOBODYS, access_file, eventually, raw
-from cli_helpers import first_line, kvdock_serve
+from cli_helpers import first_line, kvdock, kvdock_serve, refusal
 
 from kvdock.api.access.access_file import entry
 from kvdock.client.client import Client
@@ -60,6 +60,26 @@ def test_what_a_call_has_changed_stays_unless_the_file_changes_it(tmp_path: Path
         eventually(lambda: "read again" in log.read_text())
         limits = client.config().limits
         assert (limits.eviction, limits.session_grants, limits.low_water) == ("lru", 9, 0.001)
+
+
+def test_the_log_level_changes_by_call_and_by_signal_with_the_same_checks(tmp_path: Path) -> None:
+    with served(tmp_path, 'log_level = "warning"\n') as (process, client, log):
+        address = {"KVDOCK_ADDRESS": f"unix:{tmp_path}/kvdock.sock"}
+        done = kvdock("config", "set", "log_level", "debug", **address)
+        assert (done.returncode, done.stderr) == (0, "") and "log_level: warning → debug\n" in done.stdout
+        eventually(lambda: " INFO kvdock.events: " in log.read_text())
+        assert client.config().limits.log_level == "debug"
+        said = refusal(kvdock("config", "set", "log_level=loud", **address), 2)
+        assert "log_level: wanted debug or info or warning or error, found 'loud'" in said
+        reread(process, tmp_path, 'log_level = "warning"\nsession_grants = 9\n')
+        eventually(lambda: client.config().limits.session_grants == 9)
+        assert client.config().limits.log_level == "debug", "the settings name no other value than before"
+        reread(process, tmp_path, 'log_level = "error"\nsession_grants = 9\n')
+        eventually(lambda: client.config().limits.log_level == "error")
+        before = log.read_text()
+        reread(process, tmp_path, 'log_level = "error"\nsession_grants = 8\n')
+        eventually(lambda: client.config().limits.session_grants == 8)
+        assert log.read_text() == before
 
 
 def test_what_is_wrong_changes_nothing_and_is_named(tmp_path: Path) -> None:

@@ -213,6 +213,9 @@ def test_the_units_settings_and_command_are_right() -> None:
     once = dict(unit())
     assert settings.pool_bytes == 64 << 30 and settings.socket_path.startswith("/run/kvdock/")
     assert int(once["TimeoutStopSec"]) > settings.drain_s + 1
+    assert settings.on_exit == "keep" and once["RuntimeDirectoryPreserve"] == "yes", "restarts keep the cache"
+    assert (once["Type"], once["NotifyAccess"]) == ("notify", "main")
+    assert once["ExecReload"] == "kill -HUP $MAINPID" and once["StateDirectory"] == "kvdock"
     program, *words = shlex.split(once["ExecStart"])
     assert program.endswith("/kvdock") and kvdock(*words, "--help").returncode == 0
 

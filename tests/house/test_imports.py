@@ -39,7 +39,9 @@ ROOMS = {
         never=("torch", "numpy", "fastapi", "uvicorn"),
     ),
     "api": Room(may=("_core", "shm", "protocol", "api"), never=("torch", "numpy")),
-    "api/access": Room(may=("protocol", "api.access", "api.errors"), never=("fastapi", "starlette")),
+    "api/access": Room(
+        may=("protocol", "api.access", "api.errors", "api.sizes.parse_bytes"), never=("fastapi", "starlette"),
+    ),
     "api/pool": Room(
         may=("_core", "shm", "protocol", "api.pool", "api.clock", "api.settings", "api.errors"),
         never=("fastapi", "starlette"),
@@ -69,7 +71,10 @@ ROOMS = {
     ),
     "connectors": Room(may=(*ENGINE_SIDE, "connectors"), never=("fastapi", "uvicorn")),
     "engine": Room(may=(*ENGINE_SIDE, "connectors", "engine"), never=("fastapi", "uvicorn")),
-    "cli": Room(may=(*ENGINE_SIDE, "api", "connectors", "engine", "cli", "web", "tiers.mover.opening.try_to_open")),
+    "cli": Room(may=(
+        *ENGINE_SIDE, "api", "connectors", "engine", "cli", "web", "tiers.mover.opening.check_settings",
+        "tiers.mover.opening.try_to_open", "tiers.tier.NotInstalled",
+    )),
     "web": Room(may=(), never=("torch", "numpy", "fastapi")),
     "bench": Room(may=(*ENGINE_SIDE, "api", "connectors", "engine", "tiers", "bench")),
 }

@@ -30,6 +30,16 @@ def kvdock(*args: str, stdin: str | None = None, **environ: str) -> subprocess.C
     return forks.run_kvdock(*args, environ=environ, stdin=stdin or "", timeout_s=TIMEOUT_S)
 
 
+def become(uid: int) -> None:
+    """This process becomes the user's, which may be unable to read the interpreter's files: imports come first."""
+    import encodings.idna  # noqa: F401  # for its effect
+
+    import uvicorn.lifespan.on
+    import uvicorn.loops.uvloop  # noqa: F401  # for its effect
+
+    os.setuid(uid)
+
+
 def refusal(done: subprocess.CompletedProcess[str], exit_code: int) -> str:
     """The one sentence on stderr. On stdout the same as a problem, if JSON was asked for; else nothing."""
     lines = done.stderr.splitlines()

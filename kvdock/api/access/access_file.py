@@ -5,7 +5,7 @@
     sha256 = "9f86d081…"           # of the token: the token itself is not in the file
     tenant = "a"                   # whose sessions and chunks; left out: the server's own
     scopes = ["engine"]            # health, read, engine, admin
-    caps = {bytes = 8589934592, sessions = 4}    # the tenant's quota, in one of its tokens; left out: the default
+    caps = {bytes = "8GiB", sessions = 4}    # the tenant's quota, in one of its tokens; left out: the default
 
 The file is private (kvdock/protocol/access.py). The keeper checks every round whether it has changed. If the new
 content is wrong, the tokens stay as they were, and the log gets one line.
@@ -24,12 +24,13 @@ import tomllib
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 
 from kvdock.api.access.peer import AUDIT, Peer
-from kvdock.api.errors import AccessFileError
+from kvdock.api.errors import AccessFileError, SettingsError
+from kvdock.api.sizes import parse_bytes
 from kvdock.protocol.access import PrivateFileError, read_private
 from kvdock.protocol.admin_schemas import Quota
 from kvdock.protocol.calls import INCLUDED
@@ -135,7 +136,9 @@ def _signature(path: str) -> tuple[int, ...]:
 def read(path: str) -> dict[bytes, Token]:
     """The file's tokens by the SHA-256 of each. AccessFileError."""
     try:
-        content = msgspec.convert(tomllib.loads(read_private(path)), _Content)
+        content = msgspec.convert(_with_sizes(tomllib.loads(read_private(path))), _Content)
+    except SettingsError as error:
+        raise AccessFileError(f"access file {path}: caps: {error}") from error
     except PrivateFileError as error:
         raise AccessFileError(f"access file {error}") from error
     except (tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
@@ -146,6 +149,16 @@ def read(path: str) -> dict[bytes, Token]:
         if twice := _twice(getattr(token, field) for token in content.token):
             raise AccessFileError(f"access file {path}: {field} found twice: {twice[0]}, wanted once")
     return {bytes.fromhex(token.sha256): token for token in content.token}
+
+
+def _with_sizes(content: dict[str, Any]) -> dict[str, Any]:
+    """The content, with the bytes of quotas as numbers. Raises SettingsError."""
+    tokens = content.get("token")
+    for token in tokens if isinstance(tokens, list) else []:
+        caps = token.get("caps") if isinstance(token, dict) else None
+        if isinstance(caps, dict) and isinstance(caps.get("bytes"), str):
+            caps["bytes"] = parse_bytes(caps["bytes"])
+    return content
 
 
 def _twice(values: Iterable[str]) -> list[str]:

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvdock._core import Table, TableError
-from kvdock.api.errors import AdoptionError
+from kvdock.api.errors import AdoptionError, OtherFormat
 from kvdock.api.pool.lock import LeftPool, PoolLock, left_pools
 from kvdock.api.pool.segments import SegmentPool
 from kvdock.api.settings import Settings
 from kvdock.shm import objects as shm
-from kvdock.shm.errors import AttachError, PoolGone, PoolInUse, PoolTooSmall
+from kvdock.shm.errors import AttachError, PoolGone, PoolInUse, PoolTooSmall, SegmentWrongVersion
 
 ORPHAN_S = 300.0
 """Long enough for any supervisor to start the server again."""
@@ -72,6 +72,19 @@ def is_strangers(left: LeftPool, address: str) -> bool:
     return bool(waits) and left.address != address
 
 
+def check_format(pool_id: int) -> None:
+    """Raises OtherFormat if this release could not take the pool over, and changes nothing; its server may live. Raises
+    OSError, TableError, ForeignObject, ValueError if nothing can be said about the pool."""
+    region = shm.open_region(shm.region_name(pool_id))
+    inode = shm.lock_path(pool_id).stat().st_ino
+    try:
+        Table.stored_segments(region, pool_id=pool_id, lock_inode=inode)
+    except TableError as error:
+        if error.code == "wrong_version":
+            raise OtherFormat(f"{error} (found format {error.found}, this release reads {error.wanted})") from error
+        raise
+
+
 def adopt_pool(settings: Settings, pool_id: int, randbits: Callable[[int], int]) -> Adopted:
     """`randbits(k)`: k random bits that nobody can guess. Raises AdoptionError; then the pool is unchanged, and
     no server holds it."""
@@ -81,7 +94,11 @@ def adopt_pool(settings: Settings, pool_id: int, randbits: Callable[[int], int])
             undo.callback(lock.close, unlink=False)
             taken = _take(settings, pool_id, lock, randbits, undo)
         except TableError as error:
+            if error.code == "wrong_version":
+                raise OtherFormat(f"{error} (found format {error.found}, this release reads {error.wanted})") from error
             raise AdoptionError(f"{error.code}: {error} (found {error.found}, wanted {error.wanted})") from error
+        except SegmentWrongVersion as error:
+            raise OtherFormat(str(error)) from error
         except (AttachError, PoolGone, PoolInUse, PoolTooSmall, OSError, ValueError) as error:
             raise AdoptionError(str(error)) from error
         undo.pop_all()
@@ -91,10 +108,10 @@ def adopt_pool(settings: Settings, pool_id: int, randbits: Callable[[int], int])
 def _take(
     settings: Settings, pool_id: int, lock: PoolLock, randbits: Callable[[int], int], undo: ExitStack
 ) -> Adopted:
+    region = shm.open_region(shm.region_name(pool_id))
+    stored = Table.stored_segments(region, pool_id=pool_id, lock_inode=lock.inode)  # the format comes first
     if not any(lock.secret):
         raise AdoptionError("found no secret in the lock file, wanted the pool's")
-    region = shm.open_region(shm.region_name(pool_id))
-    stored = Table.stored_segments(region, pool_id=pool_id, lock_inode=lock.inode)
     segments = SegmentPool(
         pool_id,
         limit_bytes=settings.pool_bytes,

@@ -37,11 +37,20 @@ class Capacity:
                 reclaimable = _inactive_file_bytes(folder / "memory.stat")
                 yield f"control group {folder}", max(0, limit - max(0, usage - reclaimable))
 
+    def sizes(self) -> Iterator[tuple[str, int]]:
+        """(name, bytes in all) of /dev/shm and of each memory limit that exists."""
+        there = os.statvfs(self.shm_dir)
+        yield f"the size of {self.shm_dir}", there.f_blocks * there.f_frsize
+        for folder, limit_name, _ in self._memory_groups():
+            limit = _read_bytes(folder / limit_name)
+            if limit is not None and limit < _NO_LIMIT_BYTES:
+                yield f"the memory limit of the control group {folder}", limit
+
     def require(self, size_bytes: int) -> None:
         """Raises PoolTooSmall, naming the tightest limit, unless `size_bytes` more can be allocated."""
         where, available = min(self.limits(), key=lambda limit: limit[1])
         if available < size_bytes:
-            raise PoolTooSmall(f"free memory in {where} (bytes)", found=available, wanted=size_bytes)
+            raise PoolTooSmall(f"free memory in {where}", found=available, wanted=size_bytes)
 
     def _memory_groups(self) -> Iterator[tuple[Path, str, str]]:
         """This process's control group and its ancestors: each of them may have a limit."""

@@ -123,6 +123,16 @@ class LeftPool(NamedTuple):
     """Time since its server last called `touch`."""
 
 
+def pools_at(address: str, shm_dir: Path = shm.SHM_DIR) -> list[int]:
+    """The pools that are, or were last, served at that socket, by the lock files that this process may open."""
+    found = []
+    for pool_id in shm.pool_objects(shm_dir):
+        with suppress(FileNotFoundError, PermissionError, ForeignObject):
+            if _look(pool_id, shm_dir)[1].address == address:
+                found.append(pool_id)
+    return found
+
+
 def left_pools(shm_dir: Path = shm.SHM_DIR) -> list[LeftPool]:
     """Dead servers' pools with a lock file that this process may open; the one whose server died last comes first."""
     found = []

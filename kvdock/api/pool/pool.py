@@ -18,7 +18,7 @@ from contextlib import ExitStack
 import msgspec
 
 from kvdock._core import KEY_BYTES, MAX_SEGMENTS, SEGMENT_HEADER_BYTES, SLOT_ALIGN, Mapping, Table, TableError
-from kvdock.api.errors import AdoptionError, StartupError
+from kvdock.api.errors import AdoptionError, OtherFormat, StartupError
 from kvdock.api.pool.adopt import Adopted, PoolObjects, address_of, adopt_pool, is_strangers, left_at
 from kvdock.api.pool.lock import PoolLock, remove_stale
 from kvdock.api.pool.segments import RemovedSegments, SegmentPool
@@ -26,6 +26,7 @@ from kvdock.api.settings import Settings
 from kvdock.protocol import events as e
 from kvdock.protocol.admin_schemas import Limits
 from kvdock.protocol.errors import ApiError
+from kvdock.protocol.readable import exact_bytes
 from kvdock.protocol.reports import PoolView
 from kvdock.protocol.schemas import Segment
 from kvdock.shm import objects as shm
@@ -398,7 +399,8 @@ def open_pool(
 def _adopt(
     settings: Settings, left: list[int], randbits: Callable[[int], int], publish: Callable[[e.Event], None]
 ) -> Adopted | None:
-    """None: there is no pool to adopt, adoption is switched off, or the pool was refused; a refused pool is removed."""
+    """None: there is no pool to adopt, adoption is switched off, or the pool is damaged, and then removed. A pool in
+    another format stays, and the server does not start."""
     if settings.adopt == "never" or not left:
         if settings.adopt == "require":
             raise StartupError("not_adoptable", f"adopt=require: no server has left a pool at {address_of(settings)}")
@@ -406,6 +408,10 @@ def _adopt(
     pool_id = left[0]
     try:
         adopted = adopt_pool(settings, pool_id, randbits)
+    except OtherFormat as error:
+        what = f"pool {pool_id:016x}, left at {address_of(settings)}, is kept for the release that made it: {error}"
+        advice = "Start that release again, or remove the pool with --adopt=never"
+        raise StartupError("not_adoptable", f"{what}. {advice}") from error
     except AdoptionError as error:
         if settings.adopt == "require":
             raise StartupError("not_adoptable", f"pool {pool_id:016x} cannot be taken over: {error}") from error
@@ -476,6 +482,6 @@ def _make_region(settings: Settings, pool_id: int, undo: ExitStack) -> Mapping:
 
 def _advice(settings: Settings, error: PoolTooSmall) -> str:
     return (
-        f"pool_bytes={settings.pool_bytes} does not fit beside the chunk table: {error}. "
+        f"pool_bytes={exact_bytes(settings.pool_bytes)} does not fit beside the chunk table: {error}. "
         "Choose a smaller pool_bytes, or give more shared memory (docker run --shm-size)."
     )

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from kvdock.protocol.mover_schemas import MoverConfig
 from kvdock.tiers.mover.namespaces import PoolMemory
-from kvdock.tiers.tier import Deadline, Store, Tier, TierError, TierUrlError
+from kvdock.tiers.tier import Deadline, NotInstalled, Store, Tier, TierError, TierUrlError
 
 log = logging.getLogger("kvdock.tiers")
 
@@ -105,6 +105,23 @@ def try_to_open(config: MoverConfig) -> dict[str, str]:
     return found
 
 
+def check_settings(config: MoverConfig) -> None:
+    """Raises what opening a tier would raise whatever its storage does: ValueError for a wrong setting,
+    NotInstalled for a missing package."""
+    if config.disk_path:
+        from kvdock.tiers.disk.tier import Sizes
+
+        try:
+            Sizes.of(config.disk_bytes)
+        except TierError as error:
+            raise ValueError(f"the tier disk cannot be used: {error.why}") from error
+    for name, url in config.stores.items():
+        try:
+            find_store(name).check(url)
+        except TierUrlError as error:
+            raise ValueError(f"the tier {name} cannot be used: {error}") from error
+
+
 def registers_memory(config: MoverConfig) -> bool:
     """Whether a tier that the settings name needs the pool's memory registered (Registers): Mooncake over RDMA."""
     for name, url in config.stores.items():
@@ -118,7 +135,7 @@ def registers_memory(config: MoverConfig) -> bool:
 
 def find_store(name: str) -> Store:
     """The store that the entry point `name` names. Raises TierUrlError if there is none; TierError if it cannot be
-    imported."""
+    imported (NotInstalled)."""
     found = {entry.name: entry for entry in (*entry_points(group=GROUP), *_in_checkout())}
     if name not in found:
         raise TierUrlError(
@@ -128,7 +145,7 @@ def find_store(name: str) -> Store:
     try:
         store = found[name].load()
     except Exception as error:  # the code of another package, which may raise anything
-        raise TierError(name, f"{found[name].value} cannot be imported: {error}") from error
+        raise NotInstalled(name, f"{found[name].value} cannot be imported: {error}") from error
     if not isinstance(store, Store):
         raise TierUrlError(f"found {type(store).__name__} at {found[name].value}, wanted a kvdock.tiers.tier.Store")
     return store

@@ -19,6 +19,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any, Final, TypeVar
 
 from kvdock.tiers.notes import Change, Note, NoteError, name_of_note
@@ -27,6 +28,7 @@ from kvdock.tiers.stores.objects_url import StoreLocation, open_location
 from kvdock.tiers.tier import (
     Deadline,
     Loaded,
+    NotInstalled,
     Outcome,
     OwnUsage,
     ReadOnly,
@@ -70,18 +72,23 @@ T = TypeVar("T")
 def open_tier(url: str, deadline: Deadline) -> ObjectTier:
     """`url`: docs/tiers.md#object-stores. Raises TierUrlError; TierError where the store does not answer or refuses,
     or obstore is not installed."""
-    try:
-        obstore = importlib.import_module("obstore")
-        stores = importlib.import_module("obstore.store")
-    except ImportError as error:
-        raise TierError(NAME, f"obstore is not installed ({error}): pip install 'kvdock[objects]'") from error
-    tier = ObjectTier(open_location(url, stores), obstore)
+    tier = ObjectTier(*_locate(url))
     try:
         tier.check(deadline)
     except BaseException:
         tier.close(deadline)
         raise
     return tier
+
+
+def _locate(url: str) -> tuple[StoreLocation, ModuleType]:
+    """The store, and the module obstore. Raises TierUrlError, NotInstalled."""
+    try:
+        obstore = importlib.import_module("obstore")
+        stores = importlib.import_module("obstore.store")
+    except ImportError as error:
+        raise NotInstalled(NAME, f"obstore is not installed ({error}): pip install 'kvdock[objects]'") from error
+    return open_location(url, stores), obstore
 
 
 class ObjectTier:
@@ -549,4 +556,4 @@ def _brief(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).partition('Debug source')[0].split())[:800]}"
 
 
-STORE: Final = Store(open_tier)
+STORE: Final = Store(open_tier, check=_locate)

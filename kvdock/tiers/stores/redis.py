@@ -14,13 +14,25 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
+from types import ModuleType
 from typing import Any, Final, Generic, TypeVar
 
 from kvdock.tiers.notes import HEAD_BYTES, Change, Note, NoteError, name_of_note
 from kvdock.tiers.record import HEADER_BYTES, VERSION, PartName, Record, RecordError, folder_of
 from kvdock.tiers.stores.redis_nodes import NAME, Address, Nodes, Settings, read_settings
 from kvdock.tiers.stores.resp import ErrorReply, OutOfTime, Reply, Wire, WireError, command
-from kvdock.tiers.tier import Deadline, Loaded, Outcome, OwnUsage, Store, TierError, ToLoad, ToStore, Usage
+from kvdock.tiers.tier import (
+    Deadline,
+    Loaded,
+    NotInstalled,
+    Outcome,
+    OwnUsage,
+    Store,
+    TierError,
+    ToLoad,
+    ToStore,
+    Usage,
+)
 
 RUN_BYTES: Final = 8 << 20
 RUN_JOBS: Final = 128
@@ -69,11 +81,7 @@ class _Answers(Generic[T]):
 def open_tier(url: str, deadline: Deadline, environment: Mapping[str, str] = os.environ) -> RedisTier:
     """`url`: docs/tiers.md#redis. `environment`: where password_env is looked up. Raises TierUrlError; TierError where
     the server does not answer or refuses, or redis-py is not installed."""
-    settings = read_settings(url, environment)
-    try:
-        client = importlib.import_module("redis")
-    except ImportError as error:
-        raise TierError(NAME, f"redis-py is not installed ({error}): pip install 'kvdock[redis]'") from error
+    settings, client = _read(url, environment)
     tier = RedisTier(settings, Nodes(settings, client))
     try:
         tier.check(deadline)
@@ -81,6 +89,15 @@ def open_tier(url: str, deadline: Deadline, environment: Mapping[str, str] = os.
         tier.close(deadline)
         raise
     return tier
+
+
+def _read(url: str, environment: Mapping[str, str] = os.environ) -> tuple[Settings, ModuleType]:
+    """The settings, and the module redis. Raises TierUrlError, NotInstalled."""
+    settings = read_settings(url, environment)
+    try:
+        return settings, importlib.import_module("redis")
+    except ImportError as error:
+        raise NotInstalled(NAME, f"redis-py is not installed ({error}): pip install 'kvdock[redis]'") from error
 
 
 class RedisTier:
@@ -510,4 +527,4 @@ def _key(name: PartName) -> bytes:
     return name.text().encode()
 
 
-STORE: Final = Store(open_tier)
+STORE: Final = Store(open_tier, check=_read)

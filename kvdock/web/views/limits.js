@@ -8,7 +8,8 @@ import { bytes, words } from "../format.js";
 import { parsedBytes, parsedShare, parsedWhole } from "../parse.js";
 
 /** The choices of limits that are not numbers. */
-const CHOICES = { eviction: ["adaptive", "lru"], tier_keep: ["shared", "always"] };
+const CHOICES = { eviction: ["adaptive", "lru"], tier_keep: ["shared", "always"],
+  log_level: ["debug", "info", "warning", "error"] };
 const sizeText = (n) => (n % 2 ** 20 ? `${n} B` : bytes(n).replaceAll("\u00a0", " "));
 const shareText = (x) => `${+(x * 100).toFixed(2)} %`;
 

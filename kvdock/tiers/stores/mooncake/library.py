@@ -15,7 +15,7 @@ from time import monotonic
 from typing import Any, Final, Self
 
 from kvdock.tiers.stores.mooncake.settings import MooncakeSettings
-from kvdock.tiers.tier import Deadline, TierError
+from kvdock.tiers.tier import Deadline, NotInstalled, TierError
 
 TIER: Final = "mooncake"
 INSTALL: Final = "pip install 'kvdock[mooncake]', and libibverbs1 of the distribution"
@@ -60,7 +60,7 @@ class Library:
         try:
             from mooncake.store import MooncakeDistributedStore, ReplicateConfig
         except ImportError as error:
-            raise TierError(TIER, f"its client is not installed ({error}), wanted: {INSTALL}") from error
+            raise NotInstalled(TIER, f"its client is not installed ({error}), wanted: {INSTALL}") from error
         store, config = MooncakeDistributedStore(), ReplicateConfig()
         config.replica_num = settings.replicas
         try:

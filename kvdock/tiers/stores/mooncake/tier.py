@@ -11,16 +11,28 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib.util import find_spec
 from time import monotonic
 from typing import Final
 
 from kvdock.tiers.notes import HEAD_BYTES, Change, Note, NoteError, name_of_note
 from kvdock.tiers.record import HEADER_BYTES, PartName, Record, RecordError
 from kvdock.tiers.stores.mooncake import library as codes
-from kvdock.tiers.stores.mooncake.library import TIER, Library, Unended
+from kvdock.tiers.stores.mooncake.library import INSTALL, TIER, Library, Unended
 from kvdock.tiers.stores.mooncake.settings import MooncakeSettings
 from kvdock.tiers.stores.mooncake.workers import Call, Names, Workers
-from kvdock.tiers.tier import PAGE_BYTES, Deadline, Loaded, Outcome, Store, TierError, ToLoad, ToStore, Usage
+from kvdock.tiers.tier import (
+    PAGE_BYTES,
+    Deadline,
+    Loaded,
+    NotInstalled,
+    Outcome,
+    Store,
+    TierError,
+    ToLoad,
+    ToStore,
+    Usage,
+)
 
 _GROUP_PARTS: Final = 32
 _GROUP_BYTES: Final = (2 << 20, 32 << 20)
@@ -439,7 +451,14 @@ def registers_memory(url: str) -> bool:
     return MooncakeSettings.parse(url).registers_memory
 
 
-STORE: Final = Store(open_tier, registers_memory)
+def check(url: str) -> None:
+    """Raises TierUrlError, NotInstalled. Imports nothing of the library, which starts threads."""
+    MooncakeSettings.parse(url)
+    if find_spec("mooncake") is None:
+        raise NotInstalled(TIER, f"its client is not installed, wanted: {INSTALL}")
+
+
+STORE: Final = Store(open_tier, registers_memory, check)
 
 
 _REMOVED: Final = {codes.DONE: Outcome.DONE, codes.ABSENT: Outcome.MISSING, codes.BEING_WRITTEN: Outcome.MISSING}

@@ -269,9 +269,12 @@ void bind_pool(py::class_<BoundTable>& c) {
            "at every chunk.")
       .def("eviction", call(&Eviction::policy))
       .def("set_limits", call(&Table::set_limits), py::kw_only(), "limit_bytes"_a, "session_cap"_a, "total_cap"_a,
-           "Caps for later grants; present ones stay. bad_argument if the segments hold more.")
-      .def("delete", call(&Table::remove), "namespace"_a, "keys"_a,
-           "Takes chunks out of use, also those that are being written; returns how many were READY.")
+           "Caps for later grants; present ones stay. bad_argument if the segments hold more.");
+}
+
+void bind_chunks(py::class_<BoundTable>& c) {
+  c.def("delete", call(&Table::remove), "namespace"_a, "keys"_a,
+        "Takes chunks out of use, also those that are being written; returns how many were READY.")
       .def("drop_unread", call(&Table::drop_unread), "namespace"_a, "keys"_a,
            "Takes temporary chunks that no lookup leased out of use; returns how many.")
       .def("clear", call(&Chunks::clear), "namespace"_a, "start"_a, "budget"_a,
@@ -311,19 +314,22 @@ void bind_pool(py::class_<BoundTable>& c) {
       }, "hit_age and eviction_age in seconds, and eviction_uses (csrc/table/reuse.h), each as upper bounds, counts "
          "(one more than bounds), and the sum of the values.")
       .def("check_integrity", call(&Table::check_integrity),
-           "Computes all that is derived again and compares; raises TableError('corrupt', …).")
-      .def("add_namespace", [](BoundTable& t, const Key& digest, uint32_t chunk_tokens, uint32_t block_tokens,
-                               uint32_t writers, const GroupSpecs& groups, const Id16& tenant,
-                               const std::optional<Key>& base) {
-        NewNamespace wanted{digest,       base.value_or(digest), tenant, chunk_tokens,
-                            block_tokens, writers,               groups_of(groups)};
-        return call(&Table::add_namespace)(t, wanted);
-      }, "digest"_a, py::kw_only(), "chunk_tokens"_a, "block_tokens"_a, "writers"_a, "groups"_a, "tenant"_a = Id16{},
-         "base"_a = py::none(),
-         "groups: (kind 'full'|'window', window_tokens, part_bytes). tenant: the owner, 16 bytes; zeros, the default: "
-         "the server's own user. base: the digest of the same manifest and tenant without weights; None: `digest`. "
-         "Idempotent by digest; bad_argument if it is another tenant's or has another base. Drops idle namespaces if "
-         "it has to: table_full if there are none. A namespace's number is used again once it was dropped.")
+           "Computes all that is derived again and compares; raises TableError('corrupt', …).");
+}
+
+void bind_namespaces(py::class_<BoundTable>& c) {
+  c.def("add_namespace", [](BoundTable& t, const Key& digest, uint32_t chunk_tokens, uint32_t block_tokens,
+                            uint32_t writers, const GroupSpecs& groups, const Id16& tenant,
+                            const std::optional<Key>& base) {
+     NewNamespace wanted{digest,       base.value_or(digest), tenant, chunk_tokens,
+                         block_tokens, writers,               groups_of(groups)};
+     return call(&Table::add_namespace)(t, wanted);
+   }, "digest"_a, py::kw_only(), "chunk_tokens"_a, "block_tokens"_a, "writers"_a, "groups"_a, "tenant"_a = Id16{},
+      "base"_a = py::none(),
+      "groups: (kind 'full'|'window', window_tokens, part_bytes). tenant: the owner, 16 bytes; zeros, the default: "
+      "the server's own user. base: the digest of the same manifest and tenant without weights; None: `digest`. "
+      "Idempotent by digest; bad_argument if it is another tenant's or has another base. Drops idle namespaces if "
+      "it has to: table_full if there are none. A namespace's number is used again once it was dropped.")
       .def("empty_left", call(&Chunks::empty_left), "kept"_a, "max_chunks"_a, "tenant"_a = py::none(),
            "Evicts at most `max_chunks` of namespaces that sessions have left, the oldest first, whenever that was, "
            "but not of the `kept` latest. `tenant`: only of its namespaces, `kept` or not. Returns how many were "
@@ -437,9 +443,12 @@ void bind_grants(py::class_<BoundTable>& c) {
         return std::make_pair(std::move(out), next);
       }, "start"_a, "budget"_a,
          "The same of the chunks that lookups find, from the place `start` on, and the next place; -1: it has reached "
-         "the last.")
-      .def("release", call(&Table::release), "session"_a, "grant"_a, "ranks"_a,
-           "Returns the ranks that remain. A repeat is harmless; foreign_grant for another session's grant.")
+         "the last.");
+}
+
+void bind_grant_ends(py::class_<BoundTable>& c) {
+  c.def("release", call(&Table::release), "session"_a, "grant"_a, "ranks"_a,
+        "Returns the ranks that remain. A repeat is harmless; foreign_grant for another session's grant.")
       .def("mismatch", [](BoundTable& t, uint64_t session, uint64_t grant, const std::vector<uint32_t>& chunks) {
         auto [space, keys] = call(&Table::mismatch)(t, session, grant, chunks);
         return std::make_pair(space, py::bytes(reinterpret_cast<const char*>(keys.data()), keys.size() * kKeyBytes));
@@ -610,9 +619,12 @@ void bind_table(py::module_& m) {
           "is half done when it does.");
   bind_making(c);
   bind_pool(c);
+  bind_chunks(c);
+  bind_namespaces(c);
   bind_tenants(c);
   bind_members(c);
   bind_grants(c);
+  bind_grant_ends(c);
   bind_census(m);
 }
 

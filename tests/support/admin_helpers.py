@@ -54,7 +54,7 @@ def call(address: str, method: str, path: str, body: object = None) -> tuple[int
 
 
 def hit_tokens(engine: Engine, chain: list[str]) -> int:
-    """Of a lookup that holds nothing."""
+    """What a lookup that holds nothing finds."""
     body = {"namespace": engine.attached.namespace, "keys": chain}
     return int(ok(engine.client.address, "POST", "/v1/lookups", body)["hit_tokens"])
 

@@ -106,7 +106,7 @@ types: setup
 
 # All that make makes, but for .venv, .venv-tools, .venv-vllm-* and .venv-sglang-cpu.
 clean:
-	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis $(VENV)/.built
+	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis kvdock/_core.pyi $(VENV)/.built
 	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +
 
 $(VENV)/.deps: $(addprefix pins/,server.txt build.txt engine.txt torch.txt)

@@ -2,25 +2,30 @@
 #pragma once
 
 #include <pybind11/pybind11.h>
+#include <pybind11/typing.h>
 
 #include "base/histogram.h"
 
 namespace kvdock {
 
-// (upper bounds, counts, sum), as kvdock/_core.pyi has it.
+namespace py = pybind11;
+
+// Upper bounds, counts (one more than bounds), and the sum of the values.
+using HistogramTuple = py::typing::Tuple<py::typing::List<py::int_>, py::typing::List<py::int_>, py::int_>;
+
 template <size_t N>
-pybind11::tuple histogram_of(const Histogram<N>& from) {
+HistogramTuple histogram_of(const Histogram<N>& from) {
   auto list_of = [](const auto& numbers) {
-    pybind11::list out;
+    py::typing::List<py::int_> out;
     for (uint64_t one : numbers) out.append(one);
     return out;
   };
-  return pybind11::make_tuple(list_of(from.bounds()), list_of(from.counts()), from.sum());
+  return py::make_tuple(list_of(from.bounds()), list_of(from.counts()), from.sum());
 }
 
-void bind_bytes(pybind11::module_& m);
-void bind_cuda(pybind11::module_& m);
-void bind_curve(pybind11::module_& m);
-void bind_table(pybind11::module_& m);
+void bind_bytes(py::module_& m);
+void bind_cuda(py::module_& m);
+void bind_curve(py::module_& m);
+void bind_table(py::module_& m);
 
 }  // namespace kvdock

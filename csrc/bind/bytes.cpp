@@ -2,6 +2,7 @@
 // more than a few microseconds.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
+#include <pybind11/typing.h>
 
 #include <array>
 #include <system_error>
@@ -64,7 +65,9 @@ void close_mapping(Mapping& mapping) {
 }
 
 void bind_mapping(py::module_& m) {
-  py::class_<Mapping>(m, "Mapping", py::custom_type_setup([](PyHeapTypeObject* type) {
+  py::class_<Mapping>(m, "Mapping",
+          "A shared mapping of an open file or shared-memory object; MADV_DONTFORK; keeps no descriptor.",
+          py::custom_type_setup([](PyHeapTypeObject* type) {
                         type->ht_type.tp_as_buffer = &type->as_buffer;
                         type->as_buffer.bf_getbuffer = mapping_getbuffer;
                         type->as_buffer.bf_releasebuffer = mapping_releasebuffer;
@@ -72,19 +75,24 @@ void bind_mapping(py::module_& m) {
       .def(py::init<int, size_t, bool>(), "fd"_a, "bytes"_a, py::kw_only(), "writable"_a = true)
       .def_property_readonly("address", [](const Mapping& self) { return reinterpret_cast<uintptr_t>(self.data()); })
       .def_property_readonly("bytes", &Mapping::bytes)
-      .def("populate", &Mapping::populate, "offset"_a, "bytes"_a, Nogil())
-      .def("reaches_end", &Mapping::reaches_end, Nogil())
+      .def("populate", &Mapping::populate, "offset"_a, "bytes"_a, Nogil(),
+           "MADV_POPULATE_WRITE without the GIL. OSError when memory runs out; never SIGBUS.")
+      .def("reaches_end", &Mapping::reaches_end, Nogil(),
+           "False when the object has become shorter than the mapping: access would raise SIGBUS.")
       .def("advise_huge", &Mapping::advise_huge)
       .def("close", close_mapping);
 }
 
 void bind_liveness(py::module_& m) {
-  py::class_<MemberLock>(m, "MemberLock")
+  py::class_<MemberLock>(m, "MemberLock",
+          "An open-file-description lock on one byte, kept by a mapping: it ends with the address space.")
       .def(py::init<const std::string&, int64_t, bool>(), "path"_a, "offset"_a, py::kw_only(),
-           "with_children"_a = false)
+           "with_children"_a = false,
+           "BlockingIOError when another open file holds the byte. `with_children`: forked children keep it, too.")
       .def_property_readonly("offset", &MemberLock::offset)
       .def("close", &MemberLock::close);
-  m.def("lock_holder_alive", &lock_holder_alive, "fd"_a, "offset"_a);
+  m.def("lock_holder_alive", &lock_holder_alive, "fd"_a, "offset"_a,
+        "F_OFD_GETLK: True while another open file holds the byte. fd: the server's own descriptor of the lock file.");
 }
 
 void check_header_fits(const Mapping& mapping) {
@@ -103,7 +111,7 @@ void write_header(Mapping& mapping, uint64_t pool_id, uint32_t segment, uint64_t
   write_segment_header(mapping.data(), mapping.bytes(), pool_id, segment, data_offset);
 }
 
-py::tuple read_header(const Mapping& mapping) {
+py::typing::Tuple<py::str, py::typing::Dict<py::str, py::int_>> read_header(const Mapping& mapping) {
   check_header_fits(mapping);
   SegmentHeader header;
   const HeaderState state = read_segment_header(mapping.data(), mapping.bytes(), &header);
@@ -118,8 +126,10 @@ void bind_segment_header(py::module_& m) {
   m.attr("SEGMENT_VERSION") = kSegmentVersion;
   m.attr("SEGMENT_HEADER_BYTES") = kSegmentHeaderBytes;
   m.attr("SLOT_ALIGN") = kSlotAlign;
-  m.def("segment_header_write", write_header, "mapping"_a, "pool_id"_a, "segment"_a, "data_offset"_a);
-  m.def("segment_header_read", read_header, "mapping"_a);
+  m.def("segment_header_write", write_header, "mapping"_a, "pool_id"_a, "segment"_a, "data_offset"_a,
+        "Writes the header, version last (release).");
+  m.def("segment_header_read", read_header, "mapping"_a,
+        "('ok' | 'not_ready' | 'wrong_version' | 'corrupt', fields found).");
 }
 
 std::vector<uint64_t> gather_buffers(const PagedLayout& layout, const py::buffer& slots, const py::buffer& block_ids,
@@ -182,21 +192,28 @@ PagedLayout make_layout(const std::vector<PlaneTuple>& tuples, long long num_blo
 }
 
 void bind_copy(py::module_& m) {
-  m.def("set_checksum_keys", set_keys, "nh"_a, "level2"_a);
-  m.def("checksum", checksum_buffer, "data"_a);
-  m.def("cpu_paths", &cpu_paths);
+  m.def("set_checksum_keys", set_keys, "nh"_a, "level2"_a,
+        "nh: 8192 bytes (k, then k'); level2: 32 bytes a stripe. Longer tables replace shorter ones.");
+  m.def("checksum", checksum_buffer, "data"_a,
+        "The checksum of contiguous bytes of any length. CopyError when the keys are too short for it.");
+  m.def("cpu_paths", &cpu_paths,
+        "Names of the copy loops this processor can run, fastest first; 'scalar' runs anywhere.");
   m.def("use_cpu_path", [](const std::string& name) {
     if (!use_cpu_path(name)) throw py::value_error("cpu path: found '" + name + "', wanted one of cpu_paths() or ''");
-  }, "name"_a);
-  py::class_<PagedLayout>(m, "PagedLayout")
+  }, "name"_a, "For tests and measurements: all later copies use that loop; '' goes back to the fastest.");
+  py::class_<PagedLayout>(m, "PagedLayout",
+          "Paged KV as strides. planes: (base address, block stride, run bytes, run count, run stride).")
       .def(py::init(&make_layout), "planes"_a, py::kw_only(), "num_blocks"_a, "block_tokens"_a)
-      .def_property_readonly("block_bytes", &PagedLayout::block_bytes)
+      .def_property_readonly("block_bytes", &PagedLayout::block_bytes, "Of one block over all planes.")
       .def_property_readonly("num_blocks", &PagedLayout::num_blocks)
       .def_property_readonly("block_tokens", &PagedLayout::block_tokens);
-  m.def("gather", gather_buffers, "layout"_a, "slots"_a, "block_ids"_a, "starts"_a, py::kw_only(), "threads"_a);
+  m.def("gather", gather_buffers, "layout"_a, "slots"_a, "block_ids"_a, "starts"_a, py::kw_only(), "threads"_a,
+        "Paged → slots. slots: uint64 addresses [n]; block_ids: int64, flat; starts: int64 [n+1]. Returns each part's "
+        "checksum. Refuses ids outside 0..num_blocks-1 before any byte moves.");
   m.def("scatter", scatter_buffers, "layout"_a, "slots"_a, "block_ids"_a, "starts"_a, "skips"_a, py::kw_only(),
-        "threads"_a);
-  m.def("memcpy_pieces", memcpy_buffers, "to"_a, "from_"_a, "bytes"_a, py::kw_only(), "threads"_a);
+        "threads"_a, "Slots → paged; the first skips[i] blocks of part i are hashed but never written.");
+  m.def("memcpy_pieces", memcpy_buffers, "to"_a, "from_"_a, "bytes"_a, py::kw_only(), "threads"_a,
+        "The benchmark's reference: libc memcpy of pieces of equal size. to, from_: uint64 addresses [n], unchecked.");
 }
 
 }  // namespace
@@ -205,6 +222,13 @@ void bind_bytes(py::module_& m) {
   static py::exception<Refused> layout(m, "LayoutError", PyExc_ValueError), copy(m, "CopyError", PyExc_ValueError);
   static py::exception<Refused> cuda(m, "CudaError", PyExc_RuntimeError);
   g_errors = {&layout, &copy, &cuda};
+  for (const py::object* error : g_errors) {
+    error->attr_with_type_hint<py::object>("found") = py::none();
+    error->attr_with_type_hint<py::object>("wanted") = py::none();
+  }
+  layout.doc() = "Strides that copies do not support; `found` and `wanted` name the values.";
+  copy.doc() = "Block ids, lengths, skips or addresses outside a layout; nothing was copied.";
+  cuda.doc() = "The driver refused, or there is none: `found` and `wanted` name the values.";
   py::register_local_exception_translator(translate);
   bind_mapping(m);
   bind_liveness(m);

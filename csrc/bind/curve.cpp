@@ -33,48 +33,53 @@ Keys keys_of(const py::bytes& keys) {
 
 void bind_curve(py::module_& m) {
   m.attr("POOL_FACTORS") = py::cast(kPoolFactors);
-  py::class_<CurveSums>(m, "CurveSums")
+  py::class_<CurveSums>(m, "CurveSums",
+          "Sums over lookups. `+=` adds those of another namespace.")
       .def(py::init<>())
       .def("__iadd__", [](CurveSums& s, const CurveSums& other) {
         s.add(other);
         return s;
       }, "other"_a)
       .def_readonly("lookups", &CurveSums::lookups)
-      .def_readonly("samples", &CurveSums::samples)
-      .def_readonly("asked", &CurveSums::asked)
-      .def_readonly("missed", &CurveSums::missed)
+      .def_readonly("samples", &CurveSums::samples, "Sampled chunks.")
+      .def_readonly("asked", &CurveSums::asked, "Tokens.")
+      .def_readonly("missed", &CurveSums::missed, "Tokens, by the real pool.")
       .def_property_readonly("found_at", [](const CurveSums& s) {
         std::vector<double> out;
         for (size_t i = 0; s.asked && i < kPoolFactors.size(); ++i) out.push_back(s.found_at(i));
         return out;
-      })
+      }, "Shares of `asked`, by POOL_FACTORS; empty if nothing was asked for.")
       .def_property_readonly("found_ever", [](const CurveSums& s) {
         return s.asked ? std::optional(s.found_ever()) : std::nullopt;
-      });
-  py::class_<Curve>(m, "Curve")
+      }, "Without bound.");
+  py::class_<Curve>(m, "Curve",
+          "Simulated pools of other sizes (csrc/curve/curve.h). Keeps the GIL; not thread-safe. Raises TableError.")
       .def(py::init([](const std::string& policy, uint64_t pool_bytes, uint64_t salt, double most_share,
                        size_t most_entries, double most_work, const py::bytes& kept) {
         CurveOptions options{salt, most_share, most_entries, most_work};
         std::string_view bytes = kept;
         return bytes.empty() ? Curve(policy, pool_bytes, options) : Curve(policy, pool_bytes, options, bytes);
       }), "policy"_a, "pool_bytes"_a, py::kw_only(), "salt"_a, "most_share"_a, "most_entries"_a, "most_work"_a,
-           "kept"_a = py::bytes())
+           "kept"_a = py::bytes(),
+           "`kept`: what keep() of one with the same policy, pool_bytes and salt has returned; else empty.")
       .def("keep", [](const Curve& c) { return py::bytes(c.keep()); })
       .def("set_space", &Curve::set_space, "space"_a, "chunk_tokens"_a, "chunk_bytes"_a)
       .def("looked_up", [](Curve& c, uint32_t space, const py::bytes& keys, size_t found) {
         Keys k = keys_of(keys);
         c.looked_up(space, k.at, k.count, found);
-      }, "space"_a, "keys"_a, "found"_a)
+      }, "space"_a, "keys"_a, "found"_a, "`found`: chunks.")
       .def("stored", [](Curve& c, uint32_t space, const py::bytes& keys) {
         Keys k = keys_of(keys);
         c.stored(space, k.at, k.count);
       }, "space"_a, "keys"_a)
-      .def("age", &Curve::age, "kept"_a)
-      .def_property_readonly("share", &Curve::share)
-      .def_property_readonly("entries", &Curve::entries)
-      .def_property_readonly("remembered", &Curve::remembered)
-      .def_property_readonly("distances", [](const Curve& c) { return histogram_of(c.distances()); })
-      .def_property_readonly("capacities", &Curve::capacities)
+      .def("age", &Curve::age, "kept"_a, "Multiplies the present counts by that share.")
+      .def_property_readonly("share", &Curve::share, "Of all chunks that are sampled now.")
+      .def_property_readonly("entries", &Curve::entries, "Chunks in all simulated pools.")
+      .def_property_readonly("remembered", &Curve::remembered, "Chunks that are remembered as asked for.")
+      .def_property_readonly("distances", [](const Curve& c) { return histogram_of(c.distances()); },
+                             "Reuse distances of samples in bytes: upper bounds, counts, sum.")
+      .def_property_readonly("capacities", &Curve::capacities,
+                             "Sampled chunks of its present mean size that each pool holds; None: it is empty.")
       .def_property_readonly("all", [](const Curve& c) { return c.all(); })
       .def("of_space", [](const Curve& c, uint32_t space) { return c.of_space(space); }, "space"_a)
       .def("check", &Curve::check);

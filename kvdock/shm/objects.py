@@ -57,9 +57,9 @@ def kept_path(pool_id: int, what: Kept, secret: bytes, shm_dir: Path = SHM_DIR) 
     return Path(shm_dir) / f"kvdock-{pool_id:016x}-{what}-{drawn}"
 
 
-def kept_paths(pool_id: int, secret: bytes, shm_dir: Path = SHM_DIR) -> list[Path]:
+def kept_paths(pool_id: int, secret: bytes) -> list[Path]:
     """What a server keeps beside the pool for the next one."""
-    return [kept_path(pool_id, what, secret, shm_dir) for what in get_args(Kept)]
+    return [kept_path(pool_id, what, secret) for what in get_args(Kept)]
 
 
 def fresh_path(path: Path) -> Path:
@@ -128,9 +128,9 @@ def open_lock(path: Path) -> int:
     return fd
 
 
-def pool_exists(pool_id: int, shm_dir: Path = SHM_DIR) -> bool:
+def pool_exists(pool_id: int) -> bool:
     """Whether the pool's lock file is there: a server serves the pool, or may yet adopt it."""
-    return lock_path(pool_id, shm_dir).exists()
+    return lock_path(pool_id).exists()
 
 
 def segment_names(pool_id: int, shm_dir: Path = SHM_DIR) -> Iterator[tuple[int, str]]:

@@ -16,7 +16,6 @@ from zlib import crc32
 
 VERSION: Final = 2
 """Names and headers contain it, so a tier never finds parts that another version has written."""
-DIGEST_BYTES: Final = 32
 HEADER_BYTES: Final = 128
 _MAGIC: Final = b"kvdock\x00\x02"
 _FIELDS: Final = struct.Struct("<8sHBBI32s32sQQQQ")

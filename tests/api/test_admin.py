@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from admin_helpers import call, ok, refused
+from admin_helpers import call, hit_tokens, ok, refused
 from api_helpers import MIB, Engine, ServerProcess, attach, eventually, keys, small_pool, unique
 from server_fixtures import attached_engine
 
@@ -28,11 +28,6 @@ NO_TIERS = {"tier_chunks": 0, "pending_tiers": [], "is_cleared": False}
 """What a deletion answers of lower tiers where there are none."""
 
 engine = attached_engine(has_own_model=True)
-
-
-def hit_tokens(engine: Engine, chain: list[str]) -> int:
-    body = {"namespace": engine.attached.namespace, "keys": chain}
-    return int(ok(engine.client.address, "POST", "/v1/lookups", body)["hit_tokens"])
 
 
 # ------------------------------------------------------------------ clear, delete

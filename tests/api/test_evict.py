@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from admin_helpers import ok, refused
-from api_helpers import MIB, NOBODYS, Engine, ServerProcess, attach, eventually, keys, raw
+from admin_helpers import hit_tokens, ok, refused
+from api_helpers import MIB, NOBODYS, ServerProcess, attach, eventually, keys, raw
 
 from kvdock.client.client import Client
 
 CHUNK_BYTES = 16384
 JSON = {"Content-Type": "application/json"}
-
-
-def hit_tokens(engine: Engine, chain: list[str]) -> int:
-    body = {"namespace": engine.attached.namespace, "keys": chain}
-    return int(ok(engine.client.address, "POST", "/v1/lookups", body)["hit_tokens"])
 
 
 def free_bytes(server: ServerProcess) -> int:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import pty
 import subprocess
-import termios
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from api_helpers import OPERATOR, Engine, ServerProcess, attach, eventually, keys, raw, unique
 from cli_helpers import KVDOCK, TIMEOUT_S, clean_environ, kvdock, refusal
+from pty_screen import control_terminal
 from server_fixtures import attached_engine
 
 from kvdock.client.client import Client
@@ -143,7 +142,7 @@ def test_clear_asks_a_person(
     command = [*KVDOCK, "clear", "--all", "--server", server.unix]
     with subprocess.Popen(
         command, env=clean_environ(), stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True,
-        preexec_fn=_control_terminal,
+        preexec_fn=control_terminal,
     ) as process:
         os.close(theirs)
         said = b""
@@ -161,11 +160,6 @@ def test_clear_asks_a_person(
             process.kill()
     os.close(ours)
     assert b"Clear all namespaces" in said and ready_chunks(client) == left
-
-
-def _control_terminal() -> None:
-    """Makes standard input the terminal of the process session, so that Ctrl-C typed there sends SIGINT."""
-    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
 
 # --------------------------------------------------------------------------- sessions and leases

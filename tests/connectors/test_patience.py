@@ -28,7 +28,7 @@ from kvdock.connectors.waits import (
     SentQuestion,
     Waits,
 )
-from kvdock.protocol.schemas import Lookup, LookupAnswer, listed_id
+from kvdock.protocol.schemas import Lookup, LookupAnswer
 
 WAIT_S = 0.005
 LONG_S = 30.0
@@ -263,10 +263,6 @@ def connector(rig: Rig, still: Clock) -> Iterator[SchedulerConnector]:
     made.close()
 
 
-def leases(client: Client, rig: Rig) -> int:
-    return sum(lease.session == listed_id(rig.attachment.session) for lease in client.leases().leases)
-
-
 def hasty(connector: SchedulerConnector) -> None:
     """From now on answers are late at once."""
     connector.lookups.waits.patience = Patience(0.0, connector.lookups.waits.clock)
@@ -306,11 +302,11 @@ def test_a_lookup_whose_answer_is_late_is_a_miss_and_what_it_finds_is_given_back
     slow.go.set()
     connector.lookups.wait_for_answer(LONG_S)
     assert len(slow.bodies) == 1
-    eventually(lambda: leases(client, rig) == 0)
+    eventually(lambda: rig.leases(client) == 0)
     connector.lookups.waits.patience = Patience(LONG_S, still)
     assert connector.lookups.lookup("r", tokens, 0) == Hit(192), "after a preemption it is asked about anew"
     connector.finished("r")
-    eventually(lambda: leases(client, rig) == 0)
+    eventually(lambda: rig.leases(client) == 0)
 
 
 def test_a_late_answer_serves_the_lookups_after_it(rig: Rig, connector: SchedulerConnector, slow: Slow) -> None:
@@ -338,14 +334,14 @@ def test_an_old_answer_that_was_not_all_is_asked_for_once_more(
     still.now_s += 2 * FRESH_S
     assert connector.lookups.lookup("r", tokens, 0) == Hit(192)
     assert connector.lookups.lookup("never", tokens_of(5, 3), 0) == Miss()
-    assert leases(client, rig) == 1, "the same lease, longer"
+    assert rig.leases(client) == 1, "the same lease, longer"
     still.now_s += 2 * FRESH_S
     asked_before = len(slow.bodies)
     assert connector.lookups.lookup("r", tokens, 0) == Hit(192)
     assert len(slow.bodies) == asked_before, "there is no more to find"
     connector.finished("r")
     connector.finished("never")
-    eventually(lambda: leases(client, rig) == 0)
+    eventually(lambda: rig.leases(client) == 0)
 
 
 def test_an_old_answer_holds_while_it_is_asked_for_once_more(
@@ -366,7 +362,7 @@ def test_an_old_answer_holds_while_it_is_asked_for_once_more(
     slow.go.set()
     connector.lookups.wait_for_answer(LONG_S)
     attachment, plan = begun
-    assert leases(client, rig) == 1
+    assert rig.leases(client) == 1
     assert rig.connector.worker.load(attachment, plan) == 64
     attachment.release()
     assert rig.blocks(range(20, 24)).equal(rig.blocks(range(4)))
@@ -394,7 +390,7 @@ def test_an_answer_to_an_earlier_question_is_not_taken_for_the_present_one(
     attachment.release()
     assert rig.blocks(range(40, 56)).equal(rig.blocks(range(16)))
     connector.finished("r")
-    eventually(lambda: leases(client, rig) == 0)
+    eventually(lambda: rig.leases(client) == 0)
 
 
 def test_nothing_is_loaded_from_a_lease_that_begins_behind_what_is_at_hand(
@@ -421,7 +417,7 @@ def test_a_question_with_fewer_keys_gets_a_lease_of_its_own(rig: Rig, client: Cl
     assert connector.lookups.lookup("early", tokens, 192) == Hit(448), "asked behind the early question, and waited for"
     connector.finished("r")
     connector.finished("early")
-    eventually(lambda: leases(client, rig) == 0)
+    eventually(lambda: rig.leases(client) == 0)
     connector.close()
 
 

@@ -17,7 +17,7 @@ from kvdock.connectors.scheduler import SchedulerConnector
 from kvdock.connectors.verify import ChecksumVerifier, HashAhead, Trust
 from kvdock.engine.config import preset
 from kvdock.engine.kv_cache import KVCache
-from kvdock.protocol.schemas import Part, listed_id
+from kvdock.protocol.schemas import Part
 
 TOKENS = tokens_of(1, 2)
 HIT = Hit(len(TOKENS))
@@ -52,17 +52,13 @@ def verified(connector: SchedulerConnector, request: str, tokens: Sequence[int] 
     return found
 
 
-def leases(client: Client, rig: Rig) -> int:
-    return sum(lease.session == listed_id(rig.attachment.session) for lease in client.leases().leases)
-
-
 def cannot_hash(length: int) -> None:
     raise MemoryError(f"no keys for {length} bytes")
 
 
 def test_what_is_whole_is_promised_once_it_is_verified(rig: Rig, client: Client, connector: SchedulerConnector) -> None:
     assert asked(connector, "r") == HIT and not connector.lookups.is_verified("r")
-    assert verified(connector, "r") == HIT and leases(client, rig) == 1
+    assert verified(connector, "r") == HIT and rig.leases(client) == 1
     connector.finished("r")
     assert asked(connector, "r") == HIT and not connector.lookups.is_verified("r"), "another lease is verified anew"
 
@@ -109,7 +105,7 @@ def test_one_damaged_part_makes_its_chunk_a_miss_that_goes(
             assert asked(connector, "r") == HIT
             assert verified(connector, "r") == Miss()
             connector.close()
-            assert leases(client, rig) == 0
+            assert rig.leases(client) == 0
             assert len(spectator.slots(TOKENS)) < len(whole), "the server has taken the chunk out of use"
 
 
@@ -120,9 +116,9 @@ def test_what_cannot_be_hashed_is_a_miss_whatever_was_raised(
     caplog.set_level(logging.ERROR, "kvdock.connector")
     with monkeypatch.context() as broken:
         broken.setattr("kvdock.connectors.verify.ensure_keys", cannot_hash)
-        assert asked(connector, "r") == HIT and leases(client, rig) == 1
+        assert asked(connector, "r") == HIT and rig.leases(client) == 1
         assert verified(connector, "r") == Miss()
-    eventually(lambda: leases(client, rig) == 0)
+    eventually(lambda: rig.leases(client) == 0)
     eventually(lambda: "background call failed" in caplog.text and "no keys for" in caplog.text)
     connector.finished("r")
     assert verified(connector, "r") == HIT, "it stays at the server"

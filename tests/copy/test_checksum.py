@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import struct
 import threading
-from collections.abc import Iterator
 from hashlib import shake_128
 
 import pytest
@@ -42,13 +41,6 @@ def reference(data: bytes) -> int:
             halves += [nh % 2**32, nh >> 32]
         total += sum(half * level2[4 * j + i] for i, half in enumerate(halves))
     return total % PRIME
-
-
-@pytest.fixture(params=_core.cpu_paths())
-def cpu_path(request: pytest.FixtureRequest) -> Iterator[str]:
-    _core.use_cpu_path(request.param)
-    yield request.param
-    _core.use_cpu_path("")
 
 
 @pytest.mark.parametrize(("data", "wanted"), VECTORS, ids=["zeros", "ramp"])

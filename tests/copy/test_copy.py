@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from array import array
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -28,13 +27,6 @@ def gather_all(paged: Paged, slots: Slots, lists: list[list[int]], threads: int 
         return [result.checksum for result in copier.gather(parts).result()]
     finally:
         copier.close()
-
-
-@pytest.fixture(params=_core.cpu_paths())
-def cpu_path(request: pytest.FixtureRequest) -> Iterator[str]:
-    _core.use_cpu_path(request.param)
-    yield request.param
-    _core.use_cpu_path("")
 
 
 def test_helpers_know_every_named_format() -> None:

@@ -21,11 +21,12 @@ import torch
 from api_helpers import ServerProcess
 from connector_helpers import CHUNK, Spectator, engine_over, kvdock_of
 from engine_helpers import config, make_engine, prompt, run_one, sampling
+from same_tokens_helpers import StandIn
 from torch import Tensor
 
 from kvdock.client.client import Client
 from kvdock.connectors.engine_connector import EngineConnector
-from kvdock.connectors.interface import BlocksRead, GroupBlocks, LoadDone, LookupResult, Progress, StoreDone
+from kvdock.connectors.interface import BlocksRead, GroupBlocks
 from kvdock.engine.blocks import held
 from kvdock.engine.engine import Engine
 from kvdock.engine.kv_cache import KVCache
@@ -149,19 +150,17 @@ def test_loaded_prompts_give_the_bits_of_prompts_that_never_left_the_engine(
     assert_same(found, alone)
 
 
-class Spoiler:
+class Spoiler(StandIn):
     """A connector that overwrites one block of each prompt before it is stored, and puts it back afterwards.
 
     The checksum is that of the wrong bytes, so it cannot show them. `kv` is the engine's memory."""
 
     def __init__(self, inner: EngineConnector, kv: KVCache, seed: int) -> None:
-        self.inner, self.kv = inner, kv
+        super().__init__(inner, kv)
         self.random = Random(seed)
         self.draw = torch.Generator().manual_seed(seed)
         self.victims: dict[str, int] = {}
         self.spoiled: list[str] = []
-        self.loads: list[LoadDone] = []
-        self.stores: list[StoreDone] = []
 
     def choose(self, request_id: str, first_own_chunk: int, chunks: int) -> None:
         """One block of one chunk that no other prompt stores."""
@@ -177,38 +176,12 @@ class Spoiler:
         before = [one[victim].clone() for one in paged]
         for one in paged:
             one[victim] = torch.randn(one[victim].shape, generator=self.draw)
-        blocks = self.inner.begin_store(request_id, token_ids, block_ids, computed_tokens)
-        while blocks and StoreDone(request_id, blocks) not in self.stores:
-            self._take_in(self.inner.poll(0.05))
+        blocks = self.stored(request_id, token_ids, block_ids, computed_tokens)
         if victim in held(blocks):
             self.spoiled.append(request_id)
         for one, old in zip(paged, before, strict=True):
             one[victim] = old
         return blocks
-
-    def poll(self, timeout_s: float = 0.0) -> Progress:
-        self._take_in(self.inner.poll(0.0 if self.loads or self.stores else timeout_s))
-        news = Progress(tuple(self.loads), tuple(self.stores))
-        self.loads, self.stores = [], []
-        return news
-
-    def _take_in(self, news: Progress) -> None:
-        self.loads += news.loads
-        self.stores += news.stores
-
-    def lookup(
-        self, request_id: str, token_ids: Sequence[int], local_tokens: int, traceparent: str = ""
-    ) -> LookupResult:
-        return self.inner.lookup(request_id, token_ids, local_tokens)
-
-    def begin_load(self, request_id: str, block_ids: GroupBlocks, local_tokens: int, hit_tokens: int) -> None:
-        self.inner.begin_load(request_id, block_ids, local_tokens, hit_tokens)
-
-    def finished(self, request_id: str, *, comes_back: bool = False) -> None:
-        self.inner.finished(request_id, comes_back=comes_back)
-
-    def close(self) -> None:
-        self.inner.close()
 
 
 def test_one_spoiled_block_in_what_was_stored_changes_the_logits_of_every_prompt(

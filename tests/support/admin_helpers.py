@@ -6,7 +6,7 @@ import json
 from typing import Any, NamedTuple
 
 import msgspec
-from api_helpers import raw
+from api_helpers import Engine, raw
 from fastapi.routing import APIRoute
 
 from kvdock.api.http import routes_admin, routes_people
@@ -51,6 +51,12 @@ def call(address: str, method: str, path: str, body: object = None) -> tuple[int
     headers = {} if sent is None else {"Content-Type": "application/json"}
     status, _, content = raw(address, method, path, sent, headers)
     return status, json.loads(content) if content else {}
+
+
+def hit_tokens(engine: Engine, chain: list[str]) -> int:
+    """What a lookup that holds nothing finds."""
+    body = {"namespace": engine.attached.namespace, "keys": chain}
+    return int(ok(engine.client.address, "POST", "/v1/lookups", body)["hit_tokens"])
 
 
 def ok(address: str, method: str, path: str, body: object = None) -> dict[str, Any]:

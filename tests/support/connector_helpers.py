@@ -96,6 +96,10 @@ class Rig:
         assert found is not None, "the server is lost"
         return found
 
+    def leases(self, client: Client) -> int:
+        """How many leases the server lists for this connector's session."""
+        return sum(lease.session == s.listed_id(self.attachment.session) for lease in client.leases().leases)
+
     # ---- the verbs, waited for
 
     def poll(self, timeout_s: float = 0.05) -> None:

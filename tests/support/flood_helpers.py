@@ -30,12 +30,10 @@ from kvdock.client.transport import Address
 LIMITS = ConnectionLimits(tcp_connections=64, unix_connections=256)
 
 
-def wire(address: str, timeout_s: float = PATIENCE_S, receive_bytes: int = 0) -> socket.socket:
-    """A connection of its own. `receive_bytes`: how much the system takes in for a client that does not read."""
+def wire(address: str, timeout_s: float = PATIENCE_S) -> socket.socket:
+    """A connection of its own."""
     at = Address.parse(address)
     sock = socket.socket(socket.AF_UNIX if at.socket_path else socket.AF_INET)
-    if receive_bytes:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
     sock.settimeout(timeout_s)
     sock.connect(at.socket_path or (at.host, at.port))
     return sock

@@ -79,16 +79,28 @@ def circles(graph: Graph) -> list[list[str]]:
     return found
 
 
+EXTENSION = "kvdock._core"
+
+
+def bound(files: Mapping[PurePosixPath, str]) -> set[str]:
+    """The names that csrc/bind/ gives to what the extension holds."""
+    texts = (text for path, text in files.items() if path.is_relative_to("csrc/bind"))
+    return {name for text in texts for name in re.findall(r'"(\w+)"', text)}
+
+
 def unresolved(files: Mapping[PurePosixPath, str]) -> list[str]:
     """Imports of kvdock, of `files` by their paths from the root, that lead to no file there."""
+    in_extension = bound(files)
+
     def leads(name: str) -> bool:
-        """To a module, to a package, or to what one of them holds by that name."""
+        """To a module, to a package, or to what one of them or the extension holds by that name."""
+        owner, _, held = name.rpartition(".")
+        if EXTENSION in (name, owner):
+            return name == EXTENSION or held in in_extension
         path = PurePosixPath(*name.split("."))
-        if any(one in files for one in (path.with_suffix(".py"), path.with_suffix(".pyi"), path / "__init__.py")):
+        if path.with_suffix(".py") in files or path / "__init__.py" in files:
             return True
-        return any(path.name in files.get(one, "") for one in (
-            path.parent.with_suffix(".py"), path.parent.with_suffix(".pyi"), path.parent / "__init__.py"
-        ))
+        return any(held in files.get(one, "") for one in (path.parent.with_suffix(".py"), path.parent / "__init__.py"))
 
     return [
         f"{path}:{line}: {name}" for path, text in files.items() if path.suffix == ".py"

@@ -34,7 +34,7 @@ class PtyProgram:
         self._size(columns, rows)
         self.process = subprocess.Popen(
             command, env=environ, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True,
-            preexec_fn=_control_terminal,
+            preexec_fn=control_terminal,
         )
         os.close(theirs)
 
@@ -94,6 +94,6 @@ class PtyProgram:
             os.close(fd)
 
 
-def _control_terminal() -> None:
+def control_terminal() -> None:
     """Standard input becomes the terminal of the session, so that Ctrl-C typed there is a signal."""
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)

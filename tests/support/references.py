@@ -16,6 +16,7 @@ from fnmatch import fnmatch
 from functools import cached_property
 from pathlib import PurePosixPath
 
+from graphs import EXTENSION, bound
 from tidy_rules import CODE, NATIVE, PYTHON
 
 Line = tuple[int, str]
@@ -61,6 +62,7 @@ def _python_prose(text: str) -> Iterator[Line]:
 
 
 ELSEWHERE = {
+    "kvdock/_core.pyi": "the build writes it, with csrc/bind/stub.py",
     "kernel_image.cpp": "the build writes it, with csrc/cuda/embed.py",
     "__init__.py": "stands for that file of any package",
     "sitecustomize.py": "Python looks for it; tests/mutants/scratch.py writes one",
@@ -107,6 +109,10 @@ class Tree:
         return {path: frozenset(definitions(path, text)) for path, text in self.files.items() if path.suffix in CODE}
 
     @cached_property
+    def in_extension(self) -> frozenset[str]:
+        return frozenset(bound(self.files))
+
+    @cached_property
     def all_defined(self) -> frozenset[str]:
         return frozenset().union(*self.defined.values())
 
@@ -130,11 +136,12 @@ class Tree:
     def holds(self, dotted: str) -> bool:
         """A module or folder by its dotted name from the root, or what such a module defines."""
         parts = dotted.split(".")
+        if dotted.startswith(EXTENSION):
+            return self.in_extension.issuperset(parts[2:])
         for used in range(len(parts), 0, -1):
             base = PurePosixPath(*parts[:used])
-            for module in (base.with_suffix(".py"), base.with_suffix(".pyi")):
-                if module in self.defined:
-                    return all(part in self.defined[module] for part in parts[used:])
+            if (module := base.with_suffix(".py")) in self.defined:
+                return all(part in self.defined[module] for part in parts[used:])
             if base in self.folders:  # a package, and a class that it exports
                 exported = parts[used] if used < len(parts) and parts[used][0].isupper() else None
                 inside = (names for path, names in self.defined.items() if path.parent == base)
@@ -143,6 +150,7 @@ class Tree:
 
 
 def definitions(path: PurePosixPath, text: str) -> Iterator[str]:
+    yield from bound({path: text})
     if path.suffix not in PYTHON:
         for names in (_DEFINED_NATIVE if path.suffix in NATIVE else _DEFINED_JS).findall(text):
             yield from filter(None, names)

@@ -40,10 +40,8 @@ def served(done: Completion) -> Served:
     )
 
 
-class Spoiler:
-    """Changes one byte of a block of the last group while it is stored, and restores it: no checksum can show that.
-
-    It is in the first row of the memory, because no later token would read the last layer's window again."""
+class StandIn:
+    """A connector in front of another: it can wait for a store to end. `kv` is the engine's memory."""
 
     def __init__(self, inner: EngineConnector, kv: KVCache) -> None:
         self.inner, self.kv = inner, kv
@@ -52,19 +50,13 @@ class Spoiler:
         self.lookup, self.begin_load = inner.lookup, inner.begin_load
         self.finished, self.close = inner.finished, inner.close
 
-    def begin_store(
+    def stored(
         self, request_id: str, token_ids: Sequence[int], block_ids: GroupBlocks, computed_tokens: int
     ) -> BlocksRead:
-        # The last block of the newest whole chunk that this call stores: every hit of the chunk loads it.
-        index = computed_tokens // CHUNK * CHUNK // self.kv.block_tokens - 1
-        block = block_ids[-1][index] if index >= 0 else None
-        if block is not None:
-            self._flip(block)
+        """Begins the store, and waits until its copies have ended."""
         read = self.inner.begin_store(request_id, token_ids, block_ids, computed_tokens)
         while read and StoreDone(request_id, read) not in self.stores:
             self._take_in(self.inner.poll(0.05))
-        if block is not None:
-            self._flip(block)
         return read
 
     def poll(self, timeout_s: float = 0.0) -> Progress:
@@ -76,6 +68,25 @@ class Spoiler:
     def _take_in(self, news: Progress) -> None:
         self.loads += news.loads
         self.stores += news.stores
+
+
+class Spoiler(StandIn):
+    """Changes one byte of a block of the last group while it is stored, and restores it: no checksum can show that.
+
+    It is in the first row of the memory, because no later token would read the last layer's window again."""
+
+    def begin_store(
+        self, request_id: str, token_ids: Sequence[int], block_ids: GroupBlocks, computed_tokens: int
+    ) -> BlocksRead:
+        # The last block of the newest whole chunk that this call stores: every hit of the chunk loads it.
+        index = computed_tokens // CHUNK * CHUNK // self.kv.block_tokens - 1
+        block = block_ids[-1][index] if index >= 0 else None
+        if block is not None:
+            self._flip(block)
+        read = self.stored(request_id, token_ids, block_ids, computed_tokens)
+        if block is not None:
+            self._flip(block)
+        return read
 
     def _flip(self, block: int) -> None:
         flip_exponent(self.kv.k[0], block)

@@ -37,6 +37,10 @@ def key(*what: object) -> bytes:
     return hashlib.blake2b(repr(what).encode(), digest_size=32).digest()
 
 
+def chain(name: object, count: int) -> list[bytes]:
+    return [key("chain", name, at) for at in range(count)]
+
+
 @dataclass
 class Client:
     """One engine with one rank, storing chunks of one part."""

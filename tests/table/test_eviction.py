@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 
 import pytest
-from table_helpers import PAGE, Client, key, new_table
+from table_helpers import PAGE, Client, chain, key, new_table
 
 from kvdock._core import TableError
 from kvdock.protocol.keys import UNKNOWN_PARENT as UNKNOWN
@@ -32,10 +32,6 @@ def ask(engine: Client, keys: Sequence[bytes], request: str) -> int:
     if found.lease:
         engine.table.release(engine.session, found.lease, [0])
     return hit
-
-
-def chain(name: object, count: int) -> list[bytes]:
-    return [key("chain", name, at) for at in range(count)]
 
 
 def there(engine: Client, keys: Sequence[bytes]) -> list[bool]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from table_helpers import PAGE, Client, key, new_table
+from table_helpers import PAGE, Client, chain, key, new_table
 
 from kvdock._core import CONVERSATION_ENDED, MOST_PRIORITY, Table, TableError
 
@@ -21,10 +21,6 @@ def engine_of(policy: str = "lru", room: int = ROOM) -> Client:
     engine = Client(new_table(room * PAGE), PAGE)
     engine.table.set_eviction(policy)
     return engine
-
-
-def chain(name: object, count: int) -> list[bytes]:
-    return [key("chain", name, at) for at in range(count)]
 
 
 def stored(engine: Client, name: object, count: int, *, behind: list[bytes] | None = None) -> list[bytes]:

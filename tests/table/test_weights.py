@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from table_helpers import PAGE, Client, key, new_region, new_table as make_table
+from table_helpers import PAGE, Client, chain, key, new_region, new_table as make_table
 
 from kvdock._core import Mapping, Table, TableError
 
@@ -16,10 +16,6 @@ POLICIES = ("adaptive", "lru")
 
 def new_table(region: Mapping | None = None) -> Table:
     return make_table(CHUNKS * PAGE, region=region, grace_ms=GRACE_MS)
-
-
-def chain(name: object, count: int) -> list[bytes]:
-    return [key("chain", name, at) for at in range(count)]
 
 
 def of_weights(engine: Client, weights: str) -> int:

@@ -48,16 +48,6 @@ from kvdock.tiers.tier import Deadline, Outcome, StillRunning, TierError, TierUr
 pytestmark = pytest.mark.tiers
 
 
-@pytest.fixture(autouse=True)
-def _arena() -> None:
-    ARENA.reset()
-
-
-@pytest.fixture
-def parts(request: pytest.FixtureRequest) -> Parts:
-    return Parts(request.node.name)
-
-
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
     one = S3Server(tmp_path_factory.mktemp("s3"))

@@ -30,16 +30,6 @@ pytestmark = pytest.mark.tiers
 PASSWORD = "open sesame; & ü"
 
 
-@pytest.fixture(autouse=True)
-def _arena() -> None:
-    ARENA.reset()
-
-
-@pytest.fixture
-def parts(request: pytest.FixtureRequest) -> Parts:
-    return Parts(request.node.name)
-
-
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
     with served(tmp_path_factory.mktemp("redis")) as one:

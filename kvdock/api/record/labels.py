@@ -14,8 +14,8 @@ import msgspec
 from kvdock._core import Table
 from kvdock.api.pool.registry import NamespaceRecord, Registry
 from kvdock.protocol.errors import ApiError
+from kvdock.protocol.mover_schemas import split_keys
 from kvdock.protocol.names import MAX_LABEL, is_label
-from kvdock.protocol.wire_types import KEY_BYTES
 
 MOST_NAMES = 256
 """Labels of operators. Those of chunks that have gone make room; if there are none, no label is added."""
@@ -63,7 +63,7 @@ class Labels:
 
     def last_stored(self, space: NamespaceRecord, keys: bytes) -> bytes | None:
         """The last of the keys that has a chunk. It looks at all of them, so give it few."""
-        return next((key for key in reversed(_split(keys)) if self._is_stored(space.table_id, key)), None)
+        return next((key for key in reversed(split_keys(keys)) if self._is_stored(space.table_id, key)), None)
 
     def name(self, space: NamespaceRecord, key: bytes, text: str) -> None:
         """An operator names the prefix up to that chunk. A label of the same text moves there."""
@@ -74,7 +74,7 @@ class Labels:
 
     def unname(self, space: NamespaceRecord, keys: bytes) -> None:
         """Forgets the names that operators gave to these chunks."""
-        ended, digest = {key.hex() for key in _split(keys)}, space.digest.hex()
+        ended, digest = {key.hex() for key in split_keys(keys)}, space.digest.hex()
         for place, label in list(self._labels.items()):
             if label.namespace == digest and label.key in ended and not label.is_clients:
                 del self._labels[place]
@@ -83,7 +83,7 @@ class Labels:
     def used(self, space: NamespaceRecord, keys: bytes, text: str) -> None:
         """A client gave that label to a request whose chunks have these keys: it names what all its requests share. A
         name that an operator gave stays where it is."""
-        place, asked = (space.digest.hex(), text), _split(keys)[:MOST_LABEL_KEYS]
+        place, asked = (space.digest.hex(), text), split_keys(keys)[:MOST_LABEL_KEYS]
         known = self._labels.get(place)
         if not asked or (known is not None and not known.is_clients):
             return
@@ -157,7 +157,3 @@ class Labels:
         self._labels = {
             (label.namespace, label.text): label for label in msgspec.json.decode(kept, type=list[Label])
         }
-
-
-def _split(keys: bytes) -> list[bytes]:
-    return [keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES)]

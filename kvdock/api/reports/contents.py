@@ -62,7 +62,7 @@ ALL = Question()
 
 
 class _Found(NamedTuple):
-    """A prefix as a census has it (kvdock/_core.pyi)."""
+    """A prefix as a census has it (csrc/bind/table.cpp)."""
 
     space: int
     first: bytes

@@ -9,7 +9,6 @@ import asyncio
 import logging
 import sys
 from asyncio.subprocess import PIPE, Process
-from collections.abc import Sequence
 from contextlib import suppress
 
 import msgspec
@@ -34,8 +33,8 @@ PROGRAM = (sys.executable, "-m", "kvdock.tiers.mover")
 
 
 class MoverProcess:
-    def __init__(self, settings: Settings, client: MoverClient, address: str, program: Sequence[str] = PROGRAM) -> None:
-        self._client, self._program, self._drain_s = client, program, settings.tier_drain_s
+    def __init__(self, settings: Settings, client: MoverClient, address: str) -> None:
+        self._client, self._drain_s = client, settings.tier_drain_s
         self._config = MoverConfig(
             address=address, instance_prefix=client.instance_prefix, disk_path=settings.disk_path,
             disk_bytes=settings.disk_bytes, stores=settings.store_urls, asks=settings.tier_asks,
@@ -51,7 +50,7 @@ class MoverProcess:
         while True:
             began_s = loop.time()
             self._client.mover_restarted()
-            process = await asyncio.create_subprocess_exec(*self._program, stdin=PIPE, stdout=PIPE)
+            process = await asyncio.create_subprocess_exec(*PROGRAM, stdin=PIPE, stdout=PIPE)
             self._process = process
             sending = asyncio.create_task(self._send(process))
             try:

@@ -48,8 +48,8 @@ class Named:
 
 
 class Media:
-    def __init__(self, run: Run, most_names: int = MOST_NAMES) -> None:
-        self._run, self._most_names = run, most_names
+    def __init__(self, run: Run) -> None:
+        self._run = run
         self._names: OrderedDict[str, Named] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -58,7 +58,7 @@ class Media:
         of every request, in the order of arrival."""
         named = self._names.setdefault(feature.identifier, Named())
         self._names.move_to_end(feature.identifier)
-        if len(self._names) > self._most_names:
+        if len(self._names) > MOST_NAMES:
             self._names.popitem(last=False)
         data = feature.data
         with self._lock:

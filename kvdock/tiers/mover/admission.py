@@ -24,8 +24,8 @@ JUDGED, MOST_JUDGED = 64, 2048
 class AskCounts:
     """Thread-safe. `wanted`: how often a chunk must have been asked for; 0: once or twice, whichever pays."""
 
-    def __init__(self, wanted: int, most: int = MOST_COUNTED) -> None:
-        self._wanted, self._most = wanted, most
+    def __init__(self, wanted: int) -> None:
+        self._wanted = wanted
         self._lock = threading.Lock()
         self._new: dict[bytes, int] = {}
         self._old: dict[bytes, int] = {}
@@ -38,7 +38,7 @@ class AskCounts:
         with self._lock:
             for key in keys:
                 self._new[key] = self._new.get(key, 0) + 1
-            if len(self._new) >= self._most:
+            if len(self._new) >= MOST_COUNTED:
                 self._old, self._new = self._new, {}
             self._returns.asked(keys)
 

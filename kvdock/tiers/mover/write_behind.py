@@ -39,11 +39,10 @@ ChunkName = tuple[bytes, bytes]
 
 
 class KnownStored:
-    """The last `most` chunks that a tier is known to have, so that the tier need not be asked about them. Not
-    thread-safe."""
+    """The last MOST_KNOWN_STORED chunks that a tier is known to have, so that the tier need not be asked about them.
+    Not thread-safe."""
 
-    def __init__(self, most: int = MOST_KNOWN_STORED) -> None:
-        self._most = most
+    def __init__(self) -> None:
         self._keys: OrderedDict[bytes, None] = OrderedDict()
 
     def unknown(self, keys: Iterable[bytes]) -> list[bytes]:
@@ -54,7 +53,7 @@ class KnownStored:
     def add(self, key: bytes) -> None:
         self._keys[key] = None
         self._keys.move_to_end(key)
-        if len(self._keys) > self._most:
+        if len(self._keys) > MOST_KNOWN_STORED:
             self._keys.popitem(last=False)
 
     def discard(self, key: bytes) -> None:

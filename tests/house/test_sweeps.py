@@ -1,5 +1,5 @@
 """A test that is marked `sweep` runs with each value of its axis and each combination of its other parameters; without
-an axis, only with --sweeps."""
+an axis, only with --sweeps, and so does a single value of a parameter that is marked by itself."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_swept(store, change, step): print(f"\\nran {store} {change} {step}")
 @pytest.mark.sweep
 def test_only_in_sweeps(): print("\\nran alone")
 
-@pytest.mark.parametrize("store", ["disk", "redis"], indirect=True)
+@pytest.mark.parametrize("store", ["disk", pytest.param("objects", marks=pytest.mark.sweep), "redis"], indirect=True)
 def test_unmarked(store): print(f"\\nunmarked {store}")
 '''
 ALL = set(product(("disk", "redis", "objects"), ("clear", "delete"), ("1", "2")))
@@ -58,7 +58,7 @@ def test_each_value_and_each_other_combination_runs_once(tmp_path: Path) -> None
 def test_sweeps_run_all(tmp_path: Path) -> None:
     swept, unmarked = ran(tmp_path, "--sweeps")
     assert len(swept) == len(ALL) + 1 and set(swept) == ALL | {ALONE}
-    assert unmarked == 2
+    assert unmarked == 3, "and the value that is marked by itself"
 
 
 @pytest.mark.parametrize(("name", "wanted"), [

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from api_helpers import ServerProcess
-from engines import ENGINE_PYTHON, HERE, TP2
+from engines import ENGINE_PYTHON, HERE
 from whole_engines import make_models
 
 KINDS = ("llama", "window", "states", "mla", "adapter-a", "adapter-b", "llama-b", "llama-c")
@@ -16,24 +16,18 @@ KINDS = ("llama", "window", "states", "mla", "adapter-a", "adapter-b", "llama-b"
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Whole engines, one by one, go to whoever is free. Tests that fill two cores by themselves run in one worker, one
-    after the other: each rank of an engine keeps a core busy, even while it waits for work. Those that ask about one
-    story share its engines."""
+    """Whole engines, one by one, go to whoever is free; tests that ask about one story share its engines. Programs that
+    start engines of their own, which no fork makes quick, run in one worker, one after the other."""
     for number, item in enumerate(items):
         if item.path.parent == Path(__file__).parent:
             item.add_marker(pytest.mark.xdist_group(_group(item, number)))
 
 
 def _group(item: pytest.Item, number: int) -> str:
-    if _fills_two_cores(item):
+    if item.path.name in ("test_bench.py", "test_example.py"):
         return "sglang"
     told = [name for name in getattr(item, "fixturenames", ()) if name.endswith("_story")]
     return f"sglang {told[0]}" if told else f"sglang {number}"
-
-
-def _fills_two_cores(item: pytest.Item) -> bool:
-    given = item.callspec.params.values() if hasattr(item, "callspec") else ()
-    return TP2 in given or item.path.name in ("test_bench.py", "test_example.py")
 
 
 @pytest.fixture

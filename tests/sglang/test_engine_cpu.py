@@ -41,9 +41,13 @@ def spoil(server: ServerProcess) -> None:
 
 @pytest.mark.same_tokens
 @pytest.mark.parametrize(("kind", "how"), [
-    ("llama", {}), ("llama", {"engine": {"page_size": 128}}), ("llama", {"engine": {"disable_overlap_schedule": True}}),
-    ("window", {}), ("llama", TP2), ("mla", TP2), ("states", TP2),
-], ids=["attention", "pages of 128", "no overlap", "window", "two ranks", "latent", "states"])
+    pytest.param("llama", {}, id="attention", marks=pytest.mark.sweep),
+    pytest.param("llama", {"engine": {"page_size": 128}}, id="pages of 128"),
+    pytest.param("llama", {"engine": {"disable_overlap_schedule": True}}, id="no overlap", marks=pytest.mark.sweep),
+    pytest.param("window", {}, id="window"),
+    pytest.param("llama", TP2, id="two ranks", marks=pytest.mark.sweep),
+    pytest.param("mla", TP2, id="latent"), pytest.param("states", TP2, id="states"),
+])
 def test_what_is_loaded_computes_as_a_local_hit_bit_for_bit(
     kind: str, how: dict[str, object], models: dict[str, Path], server: ServerProcess
 ) -> None:

@@ -30,8 +30,10 @@ def leave_in_the_tier(server: ServerProcess, engine: Engine, share: float = 1.0)
 
 @pytest.mark.same_tokens
 @pytest.mark.parametrize(("kind", "how"), [
-    ("llama", {}), ("window", {}), ("states", {}), ("llama", TP2), ("mla", TP2),
-], ids=["attention", "window", "states", "two ranks", "latent"])
+    pytest.param("llama", {}, id="attention", marks=pytest.mark.sweep), pytest.param("window", {}, id="window"),
+    pytest.param("states", {}, id="states"), pytest.param("llama", TP2, id="two ranks"),
+    pytest.param("mla", TP2, id="latent", marks=pytest.mark.sweep),
+])
 def test_what_a_tier_brings_computes_as_a_local_hit_bit_for_bit(
     kind: str, how: dict[str, object], models: dict[str, Path], server: ServerProcess
 ) -> None:

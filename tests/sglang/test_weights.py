@@ -17,6 +17,7 @@ from api_helpers import MIB, ServerProcess, comes_true
 from engines import TP2, Engine
 from tier_server import wait_until_written, with_disk
 from whole_engines import HITS, drawn_prompts, tokens_of
+from workers import parameters_of
 
 from kvdock.client.client import Client
 
@@ -34,6 +35,8 @@ CHANGES = [
 ]
 """What is done to the first engine, one after the other. Its weights alternate, so each change is one. What no call
 gives away comes first: who does not notice it goes on under the name of the first weights."""
+SWEPT = {("rdma", LATER), ("rdma", NEVER), ("disk", WITH), ("disk", NEVER), ("tensor", WITH), ("tensor", LATER)}
+"""Those that happen only with --sweeps: without them, each route and each reset is there."""
 
 _salts = count()
 
@@ -97,11 +100,15 @@ def heal(engine: Engine, server: ServerProcess, seen: Seen) -> None:
 
 
 @pytest.fixture(scope="module")
-def weights_story(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Any, Seen]]:
-    """By what was done. Nobody asks about a change's prompts before it but the engine itself, and each of the other
-    engines asks about one of them."""
+def weights_story(
+    models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Iterator[dict[Any, Seen]]:
+    """By what was done, of all that some test asks about, and the first. Nobody asks about a change's prompts before it
+    but the engine itself, and each of the other engines asks about one of them."""
     folder = tmp_path_factory.mktemp("weights")
-    seen = {done: Seen(drawn_prompts(10_000 + 10 * at)) for at, done in enumerate(CHANGES)}
+    asked = {CHANGES[0], *(parameters_of(item).get("done") for item in request.session.items)}
+    happen = [done for done in CHANGES if done in asked]
+    seen = {done: Seen(drawn_prompts(10_000 + 10 * at)) for at, done in enumerate(happen)}
     with (
         with_disk(folder, **ROOM) as server,
         Engine(models["llama"], server.unix) as first, Engine(models["llama"], server.unix) as alive,
@@ -126,7 +133,10 @@ def weights_story(models: dict[str, Path], tmp_path_factory: pytest.TempPathFact
 
 
 def changes(*resets: str) -> list[Any]:
-    return [pytest.param(done, id=", ".join(done)) for done in CHANGES if not resets or done[1] in resets]
+    return [
+        pytest.param(done, id=", ".join(done), marks=[pytest.mark.sweep] if done in SWEPT else [])
+        for done in CHANGES if not resets or done[1] in resets
+    ]
 
 
 @pytest.mark.parametrize("done", changes(WITH))
@@ -326,7 +336,9 @@ def test_stores_that_are_queued_when_weights_change_are_not_filed_under_the_new_
         assert engine.close() == 0, engine.log_text()
 
 
-@pytest.mark.parametrize(("route", "how"), [("disk", TP2), ("rdma", TP2)], ids=["disk", "rdma"])
+@pytest.mark.sweep("route")
+@pytest.mark.parametrize("route", ["rdma", "disk"])
+@pytest.mark.parametrize("how", [TP2], ids=["two ranks"])
 def test_two_ranks_agree_about_each_change(
     route: str, how: dict[str, Any], models: dict[str, Path], server: ServerProcess
 ) -> None:

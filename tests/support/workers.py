@@ -4,8 +4,9 @@ A module's tests stay together, so that what they share is made once, but where 
 `alone`, which measure the machine or look at all of it, come last, and no other test runs beside one of them.
 
 Of a test marked `sweep(axis)`, each combination of its other parameters runs with one value of the parameter `axis`;
-these take turns, so that each comes up. A test marked `sweep` without an axis does not run. `--sweeps` runs all, and so
-does a run of tests that are named with `::`. A test that asks for the fixture `sweeps` does less where it is False.
+these take turns, so that each comes up. A test marked `sweep` without an axis does not run; a value of a parameter may
+be marked so too. `--sweeps` runs all, and so does a run of tests that are named with `::`. A test that asks for the
+fixture `sweeps` does less where it is False.
 """
 
 from __future__ import annotations
@@ -123,13 +124,13 @@ def _leave_out_sweeps(config: pytest.Config, items: list[pytest.Item]) -> None:
     values: dict[tuple[str, str], list[object]] = {}
     """By function and parameter, in the order in which they come."""
     for item in swept:
-        for name, value in _parameters(item).items():
+        for name, value in parameters_of(item).items():
             known = values.setdefault((_function(item), name), [])
             if value not in known:
                 known.append(value)
 
     def has_its_turn(item: pytest.Item, axis: str) -> bool:
-        place = {name: values[_function(item), name].index(value) for name, value in _parameters(item).items()}
+        place = {name: values[_function(item), name].index(value) for name, value in parameters_of(item).items()}
         own = place.pop(axis)
         return sum(place.values()) % len(values[_function(item), axis]) == own
 
@@ -142,8 +143,10 @@ def _function(item: pytest.Item) -> str:
     return item.nodeid.partition("[")[0]
 
 
-def _parameters(item: pytest.Item) -> dict[str, object]:
-    return dict(item.callspec.params) if isinstance(item, pytest.Function) else {}
+def parameters_of(item: pytest.Item) -> dict[str, object]:
+    """Of a test, by the parameter's name."""
+    spec = getattr(item, "callspec", None)
+    return {} if spec is None else dict(spec.params)
 
 
 def _turn(item: pytest.Item) -> int:

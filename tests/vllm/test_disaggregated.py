@@ -56,7 +56,7 @@ def handed_over(
     return tokens_of(runs), to_first, to_second
 
 
-@pytest.mark.parametrize("order", ["before", "behind"])
+@pytest.mark.parametrize("order", [pytest.param("before", marks=pytest.mark.sweep), "behind"])
 def test_nixl_hands_on_what_kvdock_loads_and_kvdock_stores_what_nixl_hands_on(
     order: str, models: dict[str, Path], server: ServerProcess
 ) -> None:

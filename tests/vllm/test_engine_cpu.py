@@ -36,7 +36,7 @@ def two_engines(model: Path, address: str) -> Iterator[tuple[Engine, Engine]]:
         assert first.close() == 0, first.log_text()
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma"])
+@pytest.mark.parametrize("kind", [pytest.param("llama", marks=pytest.mark.sweep), "gemma"])
 def test_side_by_side_loaded_runs_have_the_bits_of_local_hits(
     kind: str, models: dict[str, Path], server: ServerProcess
 ) -> None:

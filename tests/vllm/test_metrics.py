@@ -21,7 +21,7 @@ LLAMA_TOKEN_BYTES = 3 * 2 * 2 * 32 * 4
 """Layers, K and V, heads, head size, bytes of a float32: models.py."""
 
 
-@pytest.fixture(params=[*VERSIONS, ITSELF])
+@pytest.fixture(params=[*VERSIONS, pytest.param(ITSELF, marks=pytest.mark.sweep)])
 def version(request: pytest.FixtureRequest) -> str:
     found: str = request.param
     return found

@@ -120,7 +120,11 @@ class Kind:
         assert all(engine.close() == 0 for engine in engines if engine is not None), self.first.log_text()
 
 
-@pytest.fixture(params=ROWS)
+SWEPT = {"llama", "qwen3", "gptoss"}
+"""Rows that run only with --sweeps: phi3 and gemma load and share as they do."""
+
+
+@pytest.fixture(params=[pytest.param(row, marks=[pytest.mark.sweep] if row in SWEPT else []) for row in ROWS])
 def kind(
     request: pytest.FixtureRequest, models: dict[str, Path], server: ServerProcess, tmp_path: Path
 ) -> Iterator[Kind]:

@@ -58,7 +58,9 @@ def several(shards: int, stages: int, connector: str = "Several", **environ: str
 
 @ENGINES_START_SLOWLY
 @pytest.mark.parametrize(
-    ("model", "shards", "stages"), [("llama", 2, 1), ("mla", 2, 1), ("llama", 1, 3), ("deep", 2, 2)]
+    ("model", "shards", "stages"), [
+        ("llama", 2, 1), ("mla", 2, 1), pytest.param("llama", 1, 3, marks=pytest.mark.sweep), ("deep", 2, 2),
+    ]
 )
 def test_all_workers_load_the_bits_of_local_hits(
     model: str, shards: int, stages: int, models: dict[str, Path], server: ServerProcess
@@ -97,8 +99,8 @@ def test_what_one_of_two_workers_cannot_load_is_computed_by_both(
 
 @ENGINES_START_SLOWLY
 @pytest.mark.parametrize(("method", "model", "drafter"), [
-    ("draft_model", "llama", "llama"), ("eagle", "llama", "eagle"), ("eagle3", "llama", "eagle3"),
-    ("mtp", "mimo", None),
+    ("draft_model", "llama", "llama"), pytest.param("eagle", "llama", "eagle", marks=pytest.mark.sweep),
+    ("eagle3", "llama", "eagle3"), ("mtp", "mimo", None),
 ])
 def test_engines_that_draft_load_what_their_drafts_were_made_from(
     method: str, model: str, drafter: str | None, models: dict[str, Path], server: ServerProcess

@@ -88,16 +88,17 @@ def test_beside_other_connectors_no_worker_begins(server: ServerProcess, schedul
     assert found == {"wrong": 0, "loaded": 0, "groups": [0, 2], "has_begun": False}
 
 
+@pytest.mark.parametrize("version", ["0.24.0"])
 def test_a_vllm_whose_own_hits_end_where_there_is_no_state_is_refused(
-    server: ServerProcess, schedulers: Schedulers
+    version: str, server: ServerProcess, schedulers: Schedulers
 ) -> None:
     """Beside any connector, also one that stands aside: vLLM 0.24 reads the null block then."""
-    found = schedulers.run("0.24.0", "aside", server.unix, module="state_scenarios")
+    found = schedulers.run(version, "aside", server.unix, module="state_scenarios")
     assert "--no-enable-prefix-caching is wanted" in found["refused"]
-    unguarded = schedulers.run("0.24.0", "unguarded", server.unix, module="state_scenarios")
+    unguarded = schedulers.run(version, "unguarded", server.unix, module="state_scenarios")
     assert unguarded["wrong"] > 0, "the control: it is as bad as that"
     off = schedulers.run(
-        "0.24.0", "aside", server.unix, module="state_scenarios", states="none", prefix_caching=False
+        version, "aside", server.unix, module="state_scenarios", states="none", prefix_caching=False
     )
     assert off == {"wrong": 0, "loaded": 0, "stood_aside": True}
 

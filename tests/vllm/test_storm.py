@@ -23,7 +23,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from engines import ENGINE_PYTHON, ROOT
+from engines import ENGINE_PYTHON, HERE, ROOT
 from ports import held_port
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
@@ -97,7 +97,7 @@ def instance(model: Path, port: int, transfer: dict[str, object], address: str, 
         "OMP_NUM_THREADS": "1", "VLLM_SERVER_DEV_MODE": "1",
     }
     command = [
-        ENGINE_PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--model", model, *SERVE, "--port", str(port),
+        ENGINE_PYTHON, HERE / "serve_process.py", model, *SERVE, "--port", str(port),
         "--kv-transfer-config", json.dumps(transfer),
     ]
     with log.open("w") as out, subprocess.Popen(

@@ -24,7 +24,7 @@ def leave_in_the_tier(server: ServerProcess, engine: Engine) -> None:
     assert engine.do("reset")["reset"]
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma"])
+@pytest.mark.parametrize("kind", [pytest.param("llama", marks=pytest.mark.sweep), "gemma"])
 def test_what_a_tier_brings_has_the_bits_of_local_hits(
     kind: str, models: dict[str, Path], server: ServerProcess
 ) -> None:

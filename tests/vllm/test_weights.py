@@ -21,6 +21,7 @@ from engines import ENGINE_PYTHON, HERE, Engine
 from tier_server import clear_once_written, with_disk
 from weight_routes import EXTENSION
 from whole_engines import drawn_prompts, tokens_of
+from workers import parameters_of
 
 from kvdock.client.client import Client
 from kvdock.protocol.admin_schemas import EvictChunks
@@ -37,7 +38,11 @@ STORIES = [("reload", reset) for reset in RESETS] + [
     (route, reset) for route in ROUTES[1:] for reset in ("none", "plain")
 ]
 ABLE = {"weight_transfer_config": {"backend": "folder"}, "worker_extension_cls": EXTENSION}
-every_story = pytest.mark.parametrize(("route", "reset"), STORIES, ids=["-".join(story) for story in STORIES])
+SWEPT = {("function", "plain"), ("extension", "none"), ("transfer", "plain"), ("model", "none")}
+"""Those that happen only with --sweeps: without them, each route is there and each reset."""
+every_story = pytest.mark.parametrize(("route", "reset"), [
+    pytest.param(*story, id="-".join(story), marks=[pytest.mark.sweep] if story in SWEPT else []) for story in STORIES
+])
 
 Prompts = list[list[int]]
 
@@ -79,6 +84,8 @@ class World:
     """Without a connector. Its weights change alike."""
     alive: Engine
     """It keeps the first weights."""
+    asked: list[tuple[str, str]]
+    """The stories that tests ask about, and the first."""
     stories: dict[tuple[str, str], Story] = field(default_factory=dict)
 
     def story(self, route: str, reset: str) -> Story:
@@ -87,7 +94,7 @@ class World:
         return self.stories[route, reset]
 
     def all_stories(self) -> list[Story]:
-        return [self.story(*story) for story in STORIES]
+        return [self.story(*story) for story in self.asked]
 
     def _happen(self, route: str, reset: str, number: int) -> Story:
         story = Story(*(two(10_000 + 1_000 * number + 250 * at) for at in range(4)))
@@ -134,8 +141,11 @@ def others(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) ->
 
 @pytest.fixture(scope="module")
 def world(
-    models: dict[str, Path], others: list[Path], tmp_path_factory: pytest.TempPathFactory
+    models: dict[str, Path], others: list[Path], tmp_path_factory: pytest.TempPathFactory,
+    request: pytest.FixtureRequest,
 ) -> Iterator[World]:
+    told = [parameters_of(item) for item in request.session.items]
+    asked = {STORIES[0], *((one.get("route"), one.get("reset")) for one in told)}
     start = models["llama"]
     with ExitStack() as stack:
         server = stack.enter_context(with_disk(tmp_path_factory.mktemp("tier")))
@@ -146,7 +156,7 @@ def world(
         engine.generate(CONTROL)
         engine.do("drain")
         clear_once_written(server)
-        yield World(server, start, others, engine, bare, alive)
+        yield World(server, start, others, engine, bare, alive, [story for story in STORIES if story in asked])
         for one in (engine, bare, alive):
             assert one.close() == 0, one.log_text()
 
@@ -218,7 +228,7 @@ def test_no_engine_loads_from_the_tier_what_other_weights_have_computed(
     tier_alone: World, route: str, reset: str
 ) -> None:
     prompts = tier_alone.story(route, reset).in_tier
-    is_last = (route, reset) == STORIES[-1]  # these are the weights that the engine runs now
+    is_last = (route, reset) == tier_alone.asked[-1]  # these are the weights that the engine runs now
     assert tier_alone.alive.do("generate", prompts=prompts)["brought"] == 0
     assert tier_alone.engine.do("generate", prompts=prompts)["brought"] == (FOUND if is_last else 0)
 

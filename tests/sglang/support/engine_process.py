@@ -51,9 +51,24 @@ def import_sglang() -> None:
     bring_drafts()
     keep_attention_latent()
     weight_routes.bring_pokes()
+    leave_cores_to_others()
     # SGLang starts its processes anew, and each would import all of it again.
     multiprocessing.set_start_method("fork", force=True)
     multiprocessing.set_start_method = lambda *args, **kwargs: None
+
+
+def leave_cores_to_others() -> None:
+    """SGLang's loop turns without a pause while there is nothing to compute: each idle engine would keep a core busy.
+    What it has for this, --sleep-on-idle, sleeps up to a second, and no store is seen to end meanwhile."""
+    from sglang.srt.managers.scheduler import Scheduler
+
+    real = Scheduler.on_idle
+
+    def on_idle(self: Any) -> None:
+        real(self)
+        time.sleep(0.001)  # others have the core
+
+    Scheduler.on_idle = on_idle
 
 
 def read_windows_where_they_are() -> None:

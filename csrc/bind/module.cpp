@@ -5,6 +5,7 @@
 #include "base/limits.h"
 #include "base/pause.h"
 #include "bind/bind.h"
+#include "table/layout.h"
 
 PYBIND11_MODULE(_core, m) {
   m.doc() = "kvdock's native core: shared memory, chunk table, checksums and copies.";

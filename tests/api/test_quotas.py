@@ -202,7 +202,7 @@ class Shared:
             instance=unique("engine"), manifest=manifest(model=f"model of {tenant}", **more),
             member=s.Member(id=unique("m"), ranks=[0], scheduler=True, lock_offset=self.locks[-1].offset),
         )
-        return self.sessions.attach(body, tenant)
+        return self.sessions.attach(body, tenant, None)
 
     def store(self, session: SessionRecord, name: str) -> str:
         """One chunk; what limited the call."""

@@ -159,8 +159,8 @@ ATTACH = BodyCall(
         "then whole blocks in every group.",
         retry="`instance` and `member.id` are the ids. The same body gives the same session and member; the same "
         "member with other ranks is `id_reused`.",
-        errors=("bad_argument", "pool_too_small", "layout_mismatch", "id_reused", "rank_taken", "lock_not_visible",
-                "member_dead", "table_full", "quota_exceeded", "not_ready"),
+        errors=("bad_argument", "pool_too_small", "layout_mismatch", "foreign_session", "id_reused", "rank_taken",
+                "lock_not_visible", "member_dead", "table_full", "quota_exceeded", "not_ready"),
     ),
     longest_bytes=SHORT_BYTES,
 )

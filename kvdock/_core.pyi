@@ -394,6 +394,10 @@ def set_checksum_keys(nh: bytes, level2: bytes) -> None:
     """nh: 8192 bytes (k, then k'); level2: 32 bytes a stripe. Longer tables replace shorter ones."""
 def checksum(data: Buffer) -> int:
     """The checksum of contiguous bytes of any length. CopyError when the keys are too short for it."""
+def decoding_within(data: Buffer, limit: int, *, packed: bool) -> bool:
+    """Whether it costs at most `limit` to decode the body, which is MessagePack if `packed`, else JSON: 1 for each
+    value, 4 for each list and map, 2 for a number of eight bytes in MessagePack. Punctuation in JSON's strings counts.
+    """
 def cpu_paths() -> list[str]:
     """Names of the copy loops this processor can run, fastest first; 'scalar' runs anywhere."""
 def use_cpu_path(name: str) -> None:

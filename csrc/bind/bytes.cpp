@@ -10,6 +10,7 @@
 #include "bind/bind.h"
 #include "copy/checksum.h"
 #include "copy/copy.h"
+#include "base/decoding_cost.h"
 #include "base/errors.h"
 #include "segment/header.h"
 #include "segment/liveness.h"
@@ -143,16 +144,27 @@ void memcpy_buffers(const py::buffer& to, const py::buffer& from, size_t bytes, 
   memcpy_pieces(target.view(), source.view(), bytes, threads);
 }
 
-uint64_t checksum_buffer(const py::buffer& data) {
-  // From any object that exports contiguous bytes, whatever its element type.
+// The bytes of any object that exports them in a row, whatever its element type.
+struct Contiguous {
   Py_buffer view;
-  if (PyObject_GetBuffer(data.ptr(), &view, PyBUF_SIMPLE) != 0) throw py::error_already_set();
-  struct Release {
-    Py_buffer* held;
-    ~Release() { PyBuffer_Release(held); }
-  } const release{&view};
+  explicit Contiguous(const py::buffer& of) {
+    if (PyObject_GetBuffer(of.ptr(), &view, PyBUF_SIMPLE) != 0) throw py::error_already_set();
+  }
+  ~Contiguous() { PyBuffer_Release(&view); }
+  Contiguous(const Contiguous&) = delete;
+  Contiguous& operator=(const Contiguous&) = delete;
+};
+
+uint64_t checksum_buffer(const py::buffer& data) {
+  const Contiguous bytes(data);
   const py::gil_scoped_release released;
-  return checksum(static_cast<const char*>(view.buf), size_t(view.len));
+  return checksum(static_cast<const char*>(bytes.view.buf), size_t(bytes.view.len));
+}
+
+bool decoding_within(const py::buffer& data, uint64_t limit, bool packed) {
+  const Contiguous bytes(data);
+  const auto* const begin = static_cast<const uint8_t*>(bytes.view.buf);
+  return (packed ? packed_costs_within : json_costs_within)(begin, begin + bytes.view.len, limit);
 }
 
 void set_keys(const py::bytes& nh, const py::bytes& level2) {
@@ -184,6 +196,7 @@ PagedLayout make_layout(const std::vector<PlaneTuple>& tuples, long long num_blo
 void bind_copy(py::module_& m) {
   m.def("set_checksum_keys", set_keys, "nh"_a, "level2"_a);
   m.def("checksum", checksum_buffer, "data"_a);
+  m.def("decoding_within", decoding_within, "data"_a, "limit"_a, py::kw_only(), "packed"_a);
   m.def("cpu_paths", &cpu_paths);
   m.def("use_cpu_path", [](const std::string& name) {
     if (!use_cpu_path(name)) throw py::value_error("cpu path: found '" + name + "', wanted one of cpu_paths() or ''");

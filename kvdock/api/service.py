@@ -42,6 +42,7 @@ from kvdock.protocol.wire_types import KEY_BYTES, MAX_ANSWERS, MAX_ENTRIES, MAX_
 SLICE_ANSWERS = 64
 """How many answers of a heartbeat are handled at once."""
 SLICE_RELEASES = 32
+SLICE_NAMES = 128
 SLICE_HINT_BYTES = 512 * KEY_BYTES
 log = logging.getLogger("kvdock.api")
 
@@ -306,7 +307,7 @@ class CacheService:
             raise ApiError("invalid_body", "tokens start at the sequence's first", found="$.parent", wanted="keys")
         keys = await keys_of(session.namespace, body.keys, body.tokens, MAX_STORE_KEYS)
         if body.blocks:
-            self._name_blocks(session, keys, body.blocks)
+            await self._name_blocks(session, keys, body.blocks)
         is_mover = self._mover_client.is_mover(session)
         temporary = body.temporary and not (is_mover and self._pool.limits.tier_keep == "always")
         await self._pool.grow_for(session.namespace.table_id, keys, session.namespace.bytes_of_groups(groups))
@@ -374,19 +375,23 @@ class CacheService:
 
     # ---------------------------------------------------------------- helpers
 
-    def _name_blocks(self, session: SessionRecord, keys: bytes, names: Sequence[BlockNames]) -> None:
-        """Raises ApiError(invalid_body) for names that do not fit the keys."""
+    async def _name_blocks(self, session: SessionRecord, keys: bytes, names: Sequence[BlockNames]) -> None:
+        """In slices. Raises ApiError(invalid_body) for names that do not fit the keys."""
         wanted, chunk_tokens = len(keys) // KEY_BYTES, session.namespace.manifest.chunk_tokens
         if len(names) != wanted:
             raise ApiError("invalid_body", "one for each key", found=f"$.blocks: {len(names)}", wanted=wanted)
         for at, name in enumerate(names):
+            if at % SLICE_NAMES == SLICE_NAMES - 1:
+                await asyncio.sleep(0)
             if fault := name.fault(chunk_tokens):
                 raise ApiError(
                     "invalid_body", "the names of a chunk cover all its tokens",
                     found=f"$.blocks[{at}]: {fault}", wanted=f"{chunk_tokens} tokens, in hashes of equally many",
                 )
-        if self._kv_log is not None:
-            self._kv_log.named(session.namespace.table_id, keys, names)
+        for at in range(0, len(names) if self._kv_log is not None else 0, SLICE_NAMES):
+            end = at + SLICE_NAMES
+            self._kv_log.named(session.namespace.table_id, keys[KEY_BYTES * at : KEY_BYTES * end], names[at:end])
+            await asyncio.sleep(0)
 
     def _followed(self, session: SessionRecord, member: MemberRecord, since: int) -> s.Changes:
         """The changes that the member asks for; all of them if it followed another namespace before."""

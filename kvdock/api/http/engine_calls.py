@@ -18,7 +18,7 @@ from kvdock.api.http.limits import BodyCapacity, BodyShare
 from kvdock.api.http.openapi import ID_CHARACTERS, About, Parameter
 from kvdock.api.http.wire import read_all
 from kvdock.api.service import CacheService
-from kvdock.api.tokens import LONG_BODY_BYTES, check_packed_tokens, cut_tokens
+from kvdock.api.tokens import LONG_BODY_BYTES, cut_tokens
 from kvdock.protocol import calls, schemas as s
 from kvdock.protocol.calls import Call
 from kvdock.protocol.errors import ApiError
@@ -90,9 +90,7 @@ class BodyCall(Generic[B]):
             tokens = None
             if len(raw) >= LONG_BODY_BYTES:
                 await share.next_turn()
-                if sent.packed:
-                    check_packed_tokens(raw)
-                else:
+                if not sent.packed:
                     raw, tokens = await cut_tokens(raw)
             body = self._codec.decode(raw, sent)
             if tokens is not None and isinstance(body, s.Lookup | s.Reserve):

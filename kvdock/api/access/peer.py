@@ -34,7 +34,7 @@ class Peer(NamedTuple):
     def identity(self) -> str | None:
         """As whom it uses sessions of its tenant: those to which the same token has attached. None: it has all scopes,
         as the server's own user has, and may use every session of its tenant."""
-        return None if ALL_SCOPES <= self.scopes else self.name
+        return None if self.scopes >= ALL_SCOPES else self.name
 
     def may(self, scope: Scope) -> bool:
         return scope in self.scopes

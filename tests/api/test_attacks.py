@@ -139,9 +139,8 @@ def test_a_session_is_of_no_use_to_another_token_of_its_tenant(tmp_path: Path) -
                 {"Authorization": f"Bearer {SAME_TENANT}", "Content-Type": "application/json"},
             )
             assert (status, json.loads(content)["code"]) == (404, "unknown_session"), path
-        with Client(server.http, access_token=SAME_TENANT) as client:
-            with pytest.raises(ApiError, match="foreign_session"):
-                attach(client, instance=engine.body.instance, ranks=[1], scheduler=False)
+        with Client(server.http, access_token=SAME_TENANT) as thief, pytest.raises(ApiError, match="foreign_session"):
+            attach(thief, instance=engine.body.instance, ranks=[1], scheduler=False)
         engine.store(keys(1))
         assert engine.lookup(keys(1)).hit_tokens == 16, "its own calls still count"
 

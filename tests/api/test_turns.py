@@ -34,6 +34,8 @@ BOMBS = {
     "JSON of many megabytes": (b'{"x":[' + b"0," * 3_500_000 + b"0]}", "application/json"),
     "JSON of names of tokens": (b'{"tokens" :' * 600_000, "application/json"),
     "packed nils": (_HOLLOW + b"\xc0" * 7_000_000, PACKED_TYPE),
+    "packed tokens": (msgspec.msgpack.encode({"tokens": [150_000] * (1 << 20)}), PACKED_TYPE),
+    "packed blocks": (msgspec.msgpack.encode({"blocks": [[None, [1 << 63] * 768, b""]] * 1024}), PACKED_TYPE),
     "packed hollow lists": (_HOLLOW + b"\x90" * 7_000_000, PACKED_TYPE),
 }
 

@@ -388,9 +388,12 @@ class CacheService:
                     "invalid_body", "the names of a chunk cover all its tokens",
                     found=f"$.blocks[{at}]: {fault}", wanted=f"{chunk_tokens} tokens, in hashes of equally many",
                 )
-        for at in range(0, len(names) if self._kv_log is not None else 0, SLICE_NAMES):
+        if (log := self._kv_log) is None:
+            return
+        space = session.namespace.table_id
+        for at in range(0, len(names), SLICE_NAMES):
             end = at + SLICE_NAMES
-            self._kv_log.named(session.namespace.table_id, keys[KEY_BYTES * at : KEY_BYTES * end], names[at:end])
+            log.named(space, keys[KEY_BYTES * at : KEY_BYTES * end], names[at:end])
             await asyncio.sleep(0)
 
     def _followed(self, session: SessionRecord, member: MemberRecord, since: int) -> s.Changes:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -60,7 +60,8 @@ class Largest:
             return max(map(self.of, choices), key=lambda value: len(msgspec.json.encode(value)))
         if "enum" in schema or "const" in schema:
             return schema.get("const", schema.get("enum", [None])[0])
-        return getattr(self, f"_{schema.get('type', 'null')}")(schema)
+        make: Callable[[dict[str, Any]], Any] = getattr(self, f"_{schema.get('type', 'null')}")
+        return make(schema)
 
     def _object(self, schema: dict[str, Any]) -> Any:
         made = {
@@ -80,7 +81,7 @@ class Largest:
         return [item] * count
 
     def _string(self, schema: dict[str, Any]) -> str:
-        length = schema.get("maxLength", 64)
+        length: int = schema.get("maxLength", 64)
         return "A" * (length // 4 * 4) if "contentEncoding" in schema else "0" * length
 
     def _integer(self, schema: dict[str, Any]) -> int:
@@ -99,7 +100,8 @@ class Largest:
 def document_of(rig: Rig) -> dict[str, Any]:
     status, content = asyncio.run(ask(rig.app, "GET", "/openapi.json"))
     assert status == 200
-    return json.loads(content)
+    document: dict[str, Any] = json.loads(content)
+    return document
 
 
 def status_of(rig: Rig, method: str, path: str, body: bytes | None) -> int:

@@ -33,7 +33,7 @@ _BY_MEDIA_TYPE = {form.media_type: form for form in (JSON, PACKED)}
 
 
 MAX_COST: Final = (1 << 16) + (1 << 10)
-"""Of decoding a body, at most (csrc/base/decoding_cost.h): 65,536 numbers, and what is beside them."""
+"""The most that decoding a body may cost (csrc/base/decoding_cost.h): 65,536 numbers, and what is beside them."""
 MAX_JSON_BYTES: Final = 1 << 20
 """The most bytes of JSON that are decoded at once: each takes up to 1 ns, be it a space."""
 

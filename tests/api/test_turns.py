@@ -25,7 +25,7 @@ TURN_MS = 5.0
 """With a lookup of the engine in the same turn."""
 PACKED_TYPE = "application/msgpack"
 SHARES = (1 / 64, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0)
-"""Of the greatest length that the document gives to each list."""
+"""Parts of the greatest length that the document gives to each list."""
 UNBOUNDED = 1000
 NUMBERS = itertools.count()
 _HOLLOW = b"\x81\xa1x\xdd" + (7_000_000).to_bytes(4, "big")

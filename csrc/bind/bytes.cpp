@@ -11,6 +11,7 @@
 #include "bind/bind.h"
 #include "copy/checksum.h"
 #include "copy/copy.h"
+#include "base/decoding_cost.h"
 #include "base/errors.h"
 #include "segment/header.h"
 #include "segment/liveness.h"
@@ -153,16 +154,27 @@ void memcpy_buffers(const py::buffer& to, const py::buffer& from, size_t bytes, 
   memcpy_pieces(target.view(), source.view(), bytes, threads);
 }
 
-uint64_t checksum_buffer(const py::buffer& data) {
-  // From any object that exports contiguous bytes, whatever its element type.
+// The bytes of any object that exports them in a row, whatever its element type.
+struct Contiguous {
   Py_buffer view;
-  if (PyObject_GetBuffer(data.ptr(), &view, PyBUF_SIMPLE) != 0) throw py::error_already_set();
-  struct Release {
-    Py_buffer* held;
-    ~Release() { PyBuffer_Release(held); }
-  } const release{&view};
+  explicit Contiguous(const py::buffer& of) {
+    if (PyObject_GetBuffer(of.ptr(), &view, PyBUF_SIMPLE) != 0) throw py::error_already_set();
+  }
+  ~Contiguous() { PyBuffer_Release(&view); }
+  Contiguous(const Contiguous&) = delete;
+  Contiguous& operator=(const Contiguous&) = delete;
+};
+
+uint64_t checksum_buffer(const py::buffer& data) {
+  const Contiguous bytes(data);
   const py::gil_scoped_release released;
-  return checksum(static_cast<const char*>(view.buf), size_t(view.len));
+  return checksum(static_cast<const char*>(bytes.view.buf), size_t(bytes.view.len));
+}
+
+bool decoding_within(const py::buffer& data, uint64_t limit, bool packed) {
+  const Contiguous bytes(data);
+  const auto* const begin = static_cast<const uint8_t*>(bytes.view.buf);
+  return (packed ? packed_costs_within : json_costs_within)(begin, begin + bytes.view.len, limit);
 }
 
 void set_keys(const py::bytes& nh, const py::bytes& level2) {
@@ -196,6 +208,10 @@ void bind_copy(py::module_& m) {
         "nh: 8192 bytes (k, then k'); level2: 32 bytes a stripe. Longer tables replace shorter ones.");
   m.def("checksum", checksum_buffer, "data"_a,
         "The checksum of contiguous bytes of any length. CopyError when the keys are too short for it.");
+  m.def("decoding_within", decoding_within, "data"_a, "limit"_a, py::kw_only(), "packed"_a,
+        "Whether it costs at most `limit` to decode the body, which is MessagePack if `packed`, else JSON: 1 for each "
+        "value, 4 for each list and map, 2 for a number of eight bytes in MessagePack. Punctuation in JSON's strings "
+        "counts.");
   m.def("cpu_paths", &cpu_paths,
         "Names of the copy loops this processor can run, fastest first; 'scalar' runs anywhere.");
   m.def("use_cpu_path", [](const std::string& name) {

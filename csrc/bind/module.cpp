@@ -5,6 +5,7 @@
 #include "base/limits.h"
 #include "base/pause.h"
 #include "bind/bind.h"
+#include "table/layout.h"
 
 PYBIND11_MODULE(_core, m) {
   m.doc() = "kvdock's native core: shared memory, chunk table, checksums and copies.";
@@ -16,6 +17,8 @@ PYBIND11_MODULE(_core, m) {
   m.attr("MAX_GROUPS") = kvdock::kMaxGroups;
   m.attr("MAX_RANKS") = kvdock::kMaxRanks;
   m.attr("MAX_SEGMENTS") = kvdock::kMaxSegments;
+  m.attr("MAX_SESSIONS") = kvdock::kMaxSessions;
+  m.attr("MAX_NAMESPACES") = kvdock::kMaxNamespaces;
   m.attr("SEGMENT_IDS") = kvdock::kSegmentIds;
   m.attr("CHECKSUM_PRIME") = kvdock::kChecksumPrime;
   m.attr("CHECKSUM_STRIPE_BYTES") = kvdock::kChecksumStripeBytes;

@@ -42,6 +42,7 @@ from kvdock.protocol.wire_types import KEY_BYTES, MAX_ANSWERS, MAX_ENTRIES, MAX_
 SLICE_ANSWERS = 64
 """How many answers of a heartbeat are handled at once."""
 SLICE_RELEASES = 32
+SLICE_NAMES = 128
 SLICE_HINT_BYTES = 512 * KEY_BYTES
 log = logging.getLogger("kvdock.api")
 
@@ -70,7 +71,7 @@ class CacheService:
         tenant = _tenant_of(peer)
         before = self._registry.of_instance(tenant, body.instance)
         was_member = before is not None and body.member.id in before.members
-        session = self._sessions.attach(body, tenant)
+        session = self._sessions.attach(body, tenant, peer.identity)
         self._filed(session)
         member = session.member(body.member.id)
         member.follows = member.follows or session.namespace
@@ -94,7 +95,7 @@ class CacheService:
     async def weights(self, peer: Peer, body: s.RunWeights) -> s.WeightsAnswer:
         def move() -> s.WeightsAnswer:
             self._tally.catch_up()
-            session = self._registry.session(body.session, peer.tenant)
+            session = self._registry.session(body.session, peer.tenant, peer.identity)
             if not session.member(body.member).scheduler:
                 raise ApiError(
                     "not_the_scheduler", "the scheduler knows which weights its engine runs", found=body.member,
@@ -123,7 +124,7 @@ class CacheService:
     async def heartbeat(self, peer: Peer, session_id: str, body: s.Heartbeat) -> s.HeartbeatAnswer:
         """Handles long lists in slices: their entries do not depend on each other, and repeating the call is
         harmless."""
-        session = self._registry.session(session_id, peer.tenant)
+        session = self._registry.session(session_id, peer.tenant, peer.identity)
         refused = await self._release_carried(session, body)
         member = session.member(body.member)
         self._tally.outcomes(session, member, body)
@@ -156,7 +157,7 @@ class CacheService:
         )
 
     def leave(self, peer: Peer, session_id: str, member_id: str | None) -> None:
-        session = self._registry.session(session_id, peer.tenant)
+        session = self._registry.session(session_id, peer.tenant, peer.identity)
         if member_id is None:
             if len(session.members) != 1:
                 raise ApiError(
@@ -178,7 +179,7 @@ class CacheService:
         if body.namespace is not None:
             raise ApiError("invalid_body", "a session has its namespace", found="$.namespace", wanted="session only")
         started_ns = self._tally.now_ns()
-        session = self._registry.session(body.session, peer.tenant)
+        session = self._registry.session(body.session, peer.tenant, peer.identity)
         refused = await self._release_carried(session, body)
         member = session.member(body.member)
         keys = await keys_of(session.namespace, body.keys, body.tokens)
@@ -209,18 +210,18 @@ class CacheService:
         )
 
     def release(self, peer: Peer, lease: str, body: s.ReleaseLease) -> s.ReleaseAnswer:
-        session = self._registry.session(body.session, peer.tenant)
+        session = self._registry.session(body.session, peer.tenant, peer.identity)
         return s.ReleaseAnswer(remaining=self._release(session, lease, body.ranks))
 
     async def release_many(self, peer: Peer, body: s.ReleaseMany) -> s.ReleaseManyAnswer:
-        session = self._registry.session(body.session, peer.tenant)
+        session = self._registry.session(body.session, peer.tenant, peer.identity)
         for request in map(digest16, body.withdraws):
             self._table.withdraw(session.table_id, request)
             self._mover_client.tickets.withdrawn(session, request)
         return s.ReleaseManyAnswer(refused_releases=await self._release_carried(session, body))
 
     async def hold(self, peer: Peer, body: s.Hold, form: Form) -> s.HoldHead:
-        session = self._registry.session(body.session, peer.tenant)
+        session = self._registry.session(body.session, peer.tenant, peer.identity)
         refused = await self._release_carried(session, body)
         request = self._names.digest(body.request)
         if not self._mover_client.is_mover(session):  # the mover writes what waits while the server drains
@@ -237,17 +238,17 @@ class CacheService:
         )
 
     def prefetch(self, peer: Peer, body: s.Prefetch) -> s.PrefetchAnswer:
-        session = self._registry.session(body.session, peer.tenant)
+        session = self._registry.session(body.session, peer.tenant, peer.identity)
         session.member(body.member)
         keys = key_bytes(body.keys)
         return self._mover_client.prefetches.start(session.namespace, keys, body.after_s, body.deadline_s)
 
     def cancel(self, peer: Peer, lease: str, session: str, member: str) -> None:
-        asker = self._registry.session(session, peer.tenant)
+        asker = self._registry.session(session, peer.tenant, peer.identity)
         self._cancel(asker, asker.member(member), lease)
 
     def mismatch(self, peer: Peer, body: s.ReportMismatch) -> s.MismatchAnswer:
-        session = self._registry.session(body.session, peer.tenant)
+        session = self._registry.session(body.session, peer.tenant, peer.identity)
         self._tally.catch_up()
         number, damaged = self._table.mismatch(session.table_id, grant_id(body.lease), body.chunks)
         quarantined = len(damaged) // KEY_BYTES
@@ -260,7 +261,7 @@ class CacheService:
     async def hint(self, peer: Peer, body: Hint) -> HintAnswer:
         """Handles the keys in slices: from the first key on, or, where the end matters, from the last one back."""
         _require_one_hint(body)
-        session = self._registry.session(body.session, peer.tenant)
+        session = self._registry.session(body.session, peer.tenant, peer.identity)
         session.member(body.member)
         space, keys = session.namespace.table_id, key_bytes(body.keys)
         if body.label:
@@ -297,7 +298,7 @@ class CacheService:
 
     async def reserve(self, peer: Peer, body: s.Reserve, form: Form) -> s.ReserveHead:
         started_ns = self._tally.now_ns()
-        session = self._registry.session(body.session, peer.tenant)
+        session = self._registry.session(body.session, peer.tenant, peer.identity)
         refused = await self._release_carried(session, body)
         member = session.member(body.member)
         groups = group_indices(session.namespace.manifest, body.groups)
@@ -306,7 +307,7 @@ class CacheService:
             raise ApiError("invalid_body", "tokens start at the sequence's first", found="$.parent", wanted="keys")
         keys = await keys_of(session.namespace, body.keys, body.tokens, MAX_STORE_KEYS)
         if body.blocks:
-            self._name_blocks(session, keys, body.blocks)
+            await self._name_blocks(session, keys, body.blocks)
         is_mover = self._mover_client.is_mover(session)
         temporary = body.temporary and not (is_mover and self._pool.limits.tier_keep == "always")
         await self._pool.grow_for(session.namespace.table_id, keys, session.namespace.bytes_of_groups(groups))
@@ -346,7 +347,7 @@ class CacheService:
         )
 
     async def commit(self, peer: Peer, reservation: str, body: s.Commit) -> s.CommitAnswer:
-        session = self._registry.session(body.session, peer.tenant)
+        session = self._registry.session(body.session, peer.tenant, peer.identity)
         refused = await self._release_carried(session, body)
         grant = grant_id(reservation)
         parts = committed_parts(body.parts)
@@ -361,7 +362,7 @@ class CacheService:
         return s.CommitAnswer(refused_releases=refused, ready=ready, remaining=remaining)
 
     def abort(self, peer: Peer, reservation: str, body: s.Abort) -> s.ReleaseAnswer:
-        session = self._registry.session(body.session, peer.tenant)
+        session = self._registry.session(body.session, peer.tenant, peer.identity)
         if body.ranks is None:
             self._cancel(session, session.member(body.member), reservation)
             return s.ReleaseAnswer(remaining=[])
@@ -374,19 +375,26 @@ class CacheService:
 
     # ---------------------------------------------------------------- helpers
 
-    def _name_blocks(self, session: SessionRecord, keys: bytes, names: Sequence[BlockNames]) -> None:
-        """Raises ApiError(invalid_body) for names that do not fit the keys."""
+    async def _name_blocks(self, session: SessionRecord, keys: bytes, names: Sequence[BlockNames]) -> None:
+        """In slices. Raises ApiError(invalid_body) for names that do not fit the keys."""
         wanted, chunk_tokens = len(keys) // KEY_BYTES, session.namespace.manifest.chunk_tokens
         if len(names) != wanted:
             raise ApiError("invalid_body", "one for each key", found=f"$.blocks: {len(names)}", wanted=wanted)
         for at, name in enumerate(names):
+            if at % SLICE_NAMES == SLICE_NAMES - 1:
+                await asyncio.sleep(0)
             if fault := name.fault(chunk_tokens):
                 raise ApiError(
                     "invalid_body", "the names of a chunk cover all its tokens",
                     found=f"$.blocks[{at}]: {fault}", wanted=f"{chunk_tokens} tokens, in hashes of equally many",
                 )
-        if self._kv_log is not None:
-            self._kv_log.named(session.namespace.table_id, keys, names)
+        if (log := self._kv_log) is None:
+            return
+        space = session.namespace.table_id
+        for at in range(0, len(names), SLICE_NAMES):
+            end = at + SLICE_NAMES
+            log.named(space, keys[KEY_BYTES * at : KEY_BYTES * end], names[at:end])
+            await asyncio.sleep(0)
 
     def _followed(self, session: SessionRecord, member: MemberRecord, since: int) -> s.Changes:
         """The changes that the member asks for; all of them if it followed another namespace before."""

@@ -29,10 +29,12 @@ TURN_KEY_BYTES = 2048 * KEY_BYTES
 """More keys than these are decoded in one turn of the event loop and looked up in the next one. A turn with both would
 take 4 to 5 ms for MAX_KEYS keys."""
 
-MAX_PACKED_TOKENS = 1 << 16
-_PACKED_TOKENS = re.compile(rb"(?:\xa6|\xd9\x06|\xda\0\x06|\xdb\0\0\0\x06)tokens\xdd(.{4})", re.DOTALL)
+_TOKENS = re.compile(rb"(?:\xa6|\xd9\x06|\xda\0\x06|\xdb\0\0\0\x06)tokens\xdd(.{4})", re.DOTALL)
 """The name `tokens` in any encoding of a MessagePack string, then the head of an array with a 4-byte count."""
-_TOKENS = re.compile(rb'"tokens"\s*:\s*\[')
+_TOKENS = re.compile(rb'"tokens"\s{0,64}:\s{0,64}\[')
+SEARCHED_BYTES = 64 << 10
+OVERLAP_BYTES = 144
+"""Longer than any match of _TOKENS, so that each lies within one slice."""
 _PIECE: msgspec.json.Decoder[list[int]] = msgspec.json.Decoder(list[Token])
 
 
@@ -44,9 +46,9 @@ async def cut_tokens(raw: bytes | bytearray) -> tuple[bytes | bytearray, array[i
     if len(raw) < LONG_BODY_BYTES:
         return raw, None
     # Quotes inside a JSON string are escaped, so what the pattern matches is a field's name.
-    field = _TOKENS.search(raw)
+    field = await _named_tokens(raw, 0)
     end = -1 if field is None else raw.find(b"]", field.end())
-    if field is None or end < 0 or _TOKENS.search(raw, end):
+    if field is None or end < 0 or await _named_tokens(raw, end):
         return raw, None  # if anything is wrong with it, the decoder reports it
     await asyncio.sleep(0)
     tokens = array("I")
@@ -58,6 +60,15 @@ async def cut_tokens(raw: bytes | bytearray) -> tuple[bytes | bytearray, array[i
         start = stop + 1
         await asyncio.sleep(0)
     return raw[: field.end()] + raw[end:], tokens
+
+
+async def _named_tokens(raw: bytes | bytearray, start: int) -> re.Match[bytes] | None:
+    """The first field `tokens` that is an array, from `start` on."""
+    for at in range(start, len(raw), SEARCHED_BYTES):
+        if found := _TOKENS.search(raw, at, at + SEARCHED_BYTES + OVERLAP_BYTES):
+            return found
+        await asyncio.sleep(0)
+    return None
 
 
 def _decode_piece(piece: bytes | bytearray, before: int, *, more: bool) -> list[int]:
@@ -73,18 +84,6 @@ def _decode_piece(piece: bytes | bytearray, before: int, *, more: bool) -> list[
     if before + len(tokens) > MAX_TOKENS:
         raise ApiError("invalid_body", "too many tokens", found="$.tokens", wanted=f"at most {MAX_TOKENS}")
     return tokens
-
-
-def check_packed_tokens(raw: bytes | bytearray) -> None:
-    """Refuses a MessagePack body whose token list is too long to be decoded at once: ApiError(invalid_body).
-
-    Its elements differ in length, so it cannot be cut like JSON. Long lists are sent as JSON, or as keys.
-    """
-    if any(int.from_bytes(count, "big") > MAX_PACKED_TOKENS for count in _PACKED_TOKENS.findall(raw)):
-        raise ApiError(
-            "invalid_body", "too many tokens for a MessagePack body: send JSON, or keys",
-            found="$.tokens", wanted=f"at most {MAX_PACKED_TOKENS}",
-        )
 
 
 async def keys_of(

@@ -319,9 +319,10 @@ MEANINGS: dict[str, str] = {
     "beyond that, its own least valuable chunks are evicted. 0: no limit. This and the other `tenant_` settings do "
     "not limit the server's own user.",
     "tenant_chunks": "Chunks that one tenant may store, in the same way. 0: no limit.",
-    "tenant_namespaces": "Namespaces with sessions or chunks that one tenant may have. 0: no limit.",
-    "tenant_sessions": "Sessions that one tenant may have. 0: no limit.",
-    "tenant_grants": "Leases and reservations that one tenant may have open at once, in all its sessions. 0: no limit.",
+    "tenant_namespaces": "Namespaces with sessions or chunks that one tenant may have. 0: half of all.",
+    "tenant_sessions": "Sessions that one tenant may have. 0: half of all.",
+    "tenant_grants": "Leases and reservations that one tenant may have open at once, in all its sessions. 0: half of "
+    "all.",
     "disk_path": "Folder of the lower tier on disk; empty: none.",
     "disk_bytes": "Bytes that the tier on disk may use there, or a share of the folder's file system, as `30%`; "
     "`auto` is `50%`.",

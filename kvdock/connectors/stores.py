@@ -32,6 +32,8 @@ from kvdock.protocol.kv_events import BlockNames
 from kvdock.protocol.schemas import Manifest, Reserve
 from kvdock.protocol.wire_types import MAX_KEYS, MAX_STORE_KEYS
 
+NAMED_STORE_KEYS = 64
+"""The most chunks of a batch whose names are sent: the server limits how many numbers a body has."""
 LAST_STORE_KEYS = 32
 """The most chunks of a batch when a request ends: if the engine gives one of its blocks to another request, the whole
 batch is lost."""
@@ -107,7 +109,8 @@ class Stores:
             if end <= first:
                 return None
             progress.offered, progress.fell_short_at = end, 0
-            batches = self._batches.of(chain.keys, block_ids, first, end, parent=chain.parent)
+            at_most = NAMED_STORE_KEYS if request.attachment.wants_blocks else MAX_STORE_KEYS
+            batches = self._batches.of(chain.keys, block_ids, first, end, at_most=at_most, parent=chain.parent)
         return self._offer(request_id, request, batches)
 
     def begin_last_store(self, request_id: str, block_ids: GroupBlocks, computed_tokens: int) -> StoreOffer | None:
@@ -250,7 +253,7 @@ class _Batches:
         self._made = 0
 
     def of(
-        self, keys: Sequence[bytes], block_ids: GroupBlocks, first: int, end: int, at_most: int = MAX_STORE_KEYS, *,
+        self, keys: Sequence[bytes], block_ids: GroupBlocks, first: int, end: int, *, at_most: int = MAX_STORE_KEYS,
         parent: bytes | None = None,
     ) -> tuple[StoreBatch, ...]:
         """Chunks [first, end) of a chain whose first key has `parent`. A batch ends after `at_most` chunks, and where

@@ -36,6 +36,7 @@ CODES: dict[str, Code] = {
     "rank_taken": Code(409, "Another member of the session has this rank"),
     "lock_not_visible": Code(409, "Nobody holds the member's byte of the lock file"),
     "layout_mismatch": Code(409, "The instance is attached with another manifest"),
+    "foreign_session": Code(403, "The session belongs to another access token"),
     "ambiguous_member": Code(422, "The session has several members: name the one that leaves"),
     "pool_too_small": Code(422, "Not one chunk of this manifest fits in the pool"),
     # grants

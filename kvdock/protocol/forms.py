@@ -7,10 +7,11 @@ encoded from the table and embed them: no Python object is made for a part.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Generic, NamedTuple, TypeVar
+from typing import Final, Generic, NamedTuple, TypeVar
 
 import msgspec
 
+from kvdock._core import decoding_within
 from kvdock.protocol.errors import ApiError
 from kvdock.protocol.schemas import HoldHead, LookupHead, ReserveHead
 from kvdock.protocol.wire_types import Body
@@ -29,6 +30,12 @@ class Form(NamedTuple):
 JSON = Form("application/json", msgspec.json.Encoder().encode, "malformed_json", False)
 PACKED = Form("application/msgpack", msgspec.msgpack.Encoder().encode, "malformed_msgpack", True)
 _BY_MEDIA_TYPE = {form.media_type: form for form in (JSON, PACKED)}
+
+
+MAX_COST: Final = (1 << 16) + (1 << 10)
+"""The most that decoding a body may cost (csrc/base/decoding_cost.h): 65,536 numbers, and what is beside them."""
+MAX_JSON_BYTES: Final = 1 << 20
+"""The most bytes of JSON that are decoded at once: each takes up to 1 ns, be it a space."""
 
 
 class LookupReply(LookupHead, kw_only=True):
@@ -57,7 +64,15 @@ class Codec(Generic[B]):
         self._packed = msgspec.msgpack.Decoder(body).decode
 
     def decode(self, raw: bytes | bytearray, form: Form) -> B:
-        """Raises ApiError: malformed_json, malformed_msgpack, invalid_body."""
+        """Raises ApiError: malformed_json, malformed_msgpack, invalid_body, too_large. Bodies that would take long to
+        decode are refused before any of their values is made."""
+        if not form.packed and len(raw) > MAX_JSON_BYTES:
+            raise ApiError("too_large", "send MessagePack, or tokens", found=len(raw), wanted=MAX_JSON_BYTES)
+        if not decoding_within(raw, MAX_COST, packed=form.packed):
+            raise ApiError(
+                "invalid_body", "too many values: send fewer in one call, and long lists of tokens as JSON", found="$",
+                wanted=f"at most {MAX_COST}",
+            )
         try:
             return self._packed(raw) if form.packed else self._json(raw)
         except msgspec.ValidationError as error:

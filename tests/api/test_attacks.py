@@ -6,7 +6,7 @@ import json
 import os
 import signal
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +109,80 @@ def test_no_error_and_no_log_has_a_sessions_secret(server: ServerProcess, victim
     assert status == 404 and secret.encode() not in content
     assert secret not in str(refused.value)
     assert secret not in server.log_text()
+
+
+ANOTHER = "kvd_" + "t" * 43
+ALL_SCOPES = "kvd_" + "u" * 43
+
+
+@contextmanager
+def tokens_of_one_tenant(folder: Path, tenant: str) -> Iterator[ServerProcess]:
+    file = access_file(
+        folder, entry("other", SAME_TENANT, ["engine"], tenant), entry("another", ANOTHER, ["engine"], tenant),
+        entry("all", ALL_SCOPES, ["engine", "admin"], tenant),
+    )
+    with ServerProcess(access_file=str(file)) as server:
+        yield server
+
+
+def test_a_session_is_of_no_use_to_another_token_of_its_tenant(tmp_path: Path) -> None:
+    """Its id may have been learned from a proxy's log or a core dump."""
+    with tokens_of_one_tenant(tmp_path, "") as server, Client(server.unix) as own, closing(attach(own)) as engine:
+        stolen: dict[str, Any] = {"session": engine.session, "member": engine.member}
+        for path, body in (
+            ("/v1/lookups", {**stolen, "request": "r", "keys": keys(1)}),
+            ("/v1/reservations", {**stolen, "store": "s", "keys": keys(1)}),
+            (f"/v1/sessions/{engine.session}/heartbeat", {"member": engine.member}),
+        ):
+            status, _, content = raw(
+                server.http, "POST", path, msgspec.json.encode(body),
+                {"Authorization": f"Bearer {SAME_TENANT}", "Content-Type": "application/json"},
+            )
+            assert (status, json.loads(content)["code"]) == (404, "unknown_session"), path
+        with Client(server.http, access_token=SAME_TENANT) as thief, pytest.raises(ApiError, match="foreign_session"):
+            attach(thief, instance=engine.body.instance, ranks=[1], scheduler=False)
+        engine.store(keys(1))
+        assert engine.lookup(keys(1)).hit_tokens == 16, "its own calls still count"
+
+
+def test_a_session_is_shared_by_all_processes_of_its_token_and_by_operators(tmp_path: Path) -> None:
+    """Workers of one engine attach over either socket; a token with all scopes stands for its whole tenant."""
+    two: dict[str, Any] = {"tensor_parallel": 2, "writers": 2}
+    with (
+        tokens_of_one_tenant(tmp_path, "team") as server,
+        Client(server.unix, access_token=SAME_TENANT) as first, Client(server.http, access_token=SAME_TENANT) as second,
+        Client(server.http, access_token=ALL_SCOPES) as operator, Client(server.unix) as own,
+        closing(attach(first, **two)) as engine,
+        closing(attach(second, instance=engine.body.instance, ranks=[1], scheduler=False, **two)) as worker,
+    ):
+        assert worker.session == engine.session
+        for client, member in ((second, engine.member), (first, worker.member), (operator, engine.member)):
+            client.heartbeat(engine.session, Heartbeat(member=member))
+        with pytest.raises(ApiError, match="unknown_session"):
+            own.heartbeat(engine.session, Heartbeat(member=engine.member))
+
+
+def test_an_engine_that_was_started_anew_may_have_got_another_token(tmp_path: Path) -> None:
+    with (
+        tokens_of_one_tenant(tmp_path, "team") as server,
+        Client(server.unix, access_token=SAME_TENANT) as before, Client(server.unix, access_token=ANOTHER) as after,
+    ):
+        engine = attach(before)
+        with pytest.raises(ApiError, match="foreign_session"):
+            attach(after, instance=engine.body.instance, ranks=[1], scheduler=False)
+        engine.close()  # its lock is free from now on
+        eventually(lambda: joins(after, engine.body.instance))
+
+
+def joins(client: Client, instance: str) -> bool:
+    try:
+        again = attach(client, instance=instance, ranks=[1], scheduler=False)
+    except ApiError as error:
+        assert error.code in ("foreign_session", "rank_taken"), error
+        return False
+    client.heartbeat(again.session, Heartbeat(member=again.member))
+    again.close()
+    return True
 
 
 @pytest.mark.parametrize(("path", "told"), [("/v1/events", b"event: committed"), ("/v1/kv-events", b"BlockStored")])

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from api_helpers import MIB, ServerProcess, attach, keys, raw, small_pool
 from hypothesis import given, settings, strategies as st
 from turns import Turns, quickest, turns_of
 
+from kvdock._core import decoding_within
 from kvdock.api.access.access_file import AccessFile
 from kvdock.api.access.peer import Peer
 from kvdock.api.admin import Admin
@@ -38,10 +39,11 @@ from kvdock.api.record.troubles import Troubles
 from kvdock.api.reports.contents import Contents
 from kvdock.api.settings import Settings
 from kvdock.api.tiers.clears import CLEAR_SLICE_RECORDS, Clears, OrderFile
-from kvdock.api.tokens import LONG_BODY_BYTES, MAX_PACKED_TOKENS, check_packed_tokens, cut_tokens, hash_tokens
+from kvdock.api.tokens import LONG_BODY_BYTES, cut_tokens, hash_tokens
 from kvdock.client.client import Client
 from kvdock.protocol.admin_schemas import ClearCache
 from kvdock.protocol.errors import ApiError
+from kvdock.protocol.forms import JSON, MAX_COST, PACKED, Codec
 from kvdock.protocol.keys import chunk_keys
 from kvdock.protocol.schemas import Group, Lookup, Manifest
 
@@ -126,21 +128,57 @@ def test_too_many_tokens_are_refused_while_they_are_read() -> None:
 def test_a_packed_body_cannot_be_cut_so_long_lists_are_refused_in_it(server: ServerProcess, client: Client) -> None:
     engine = attach(client)
     packed = {"Content-Type": "application/msgpack", "Accept": "application/json"}
-    for count, status in ((MAX_PACKED_TOKENS, 200), (MAX_PACKED_TOKENS + 1, 422)):
+    for count, status in ((1 << 16, 200), (MAX_COST, 422)):
         body = {"namespace": engine.attached.namespace, "tokens": TOKENS[:count]}
         found, _, content = raw(server.unix, "POST", "/v1/lookups", msgspec.msgpack.encode(body), packed)
         assert found == status, content
+        body["tokens"] = TOKENS[: min(count, (1 << 16) + 15)]  # no more than 4,096 chunks
         assert call(server.http, "POST", "/v1/lookups", body)[0] == 200, "JSON is the way for long ones"
     engine.close()
 
 
+MANY = 8_000_000
+HOLLOW = b"\x81\xa1x\xdd" + MANY.to_bytes(4, "big")
+BOMBS: dict[str, Callable[[], bytes]] = {
+    "nils": lambda: HOLLOW + b"\xc0" * MANY,
+    "lists": lambda: HOLLOW + b"\x90" * MANY,
+    "maps": lambda: HOLLOW + b"\x80" * MANY,
+    "texts": lambda: HOLLOW + b"\xa0" * MANY,
+    "announced": lambda: HOLLOW,
+    "nested": lambda: b"\x92" * 60_000,
+    "hashes": lambda: msgspec.msgpack.encode({"blocks": [[None, [1 << 63] * 1024, b""]] * 1024}),
+    "JSON lists": lambda: b'{"x":[' + b"[]," * 330_000 + b"[]]}",
+    "JSON numbers": lambda: b'{"x":[' + b"0," * 500_000 + b"0]}",
+    "JSON spaces": lambda: b'{"x":' + b" " * (4 << 20) + b"1}",
+}
+"""Bodies of megabytes, of which a decoder would make millions of objects."""
+
+
 @pytest.mark.security
-@pytest.mark.parametrize("name", [b"\xa6", b"\xd9\x06", b"\xda\x00\x06", b"\xdb\x00\x00\x00\x06"], ids=len)
-@pytest.mark.parametrize("before", [b"", b"\xa4keys\xc4\x20\xa6tokens\xdd" + bytes(21)], ids=["alone", "decoy"])
-def test_a_long_list_in_a_packed_body_is_found_however_its_name_is_written(name: bytes, before: bytes) -> None:
-    body = b"\x82" + before + name + b"tokens\xdd" + (MAX_PACKED_TOKENS + 1).to_bytes(4, "big")
-    with pytest.raises(ApiError, match="too many tokens"):
-        check_packed_tokens(body)
+@pytest.mark.parametrize("name", BOMBS)
+def test_a_body_that_would_take_long_to_decode_is_refused_before(name: str) -> None:
+    body, codec, took_s = BOMBS[name](), Codec(Lookup), []
+    for _ in range(5):
+        began_s = time.thread_time()
+        with pytest.raises(ApiError, match=r"too many values|too_large"):
+            codec.decode(body, JSON if "JSON" in name else PACKED)
+        took_s.append(time.thread_time() - began_s)
+    assert min(took_s) < 0.001
+
+
+@pytest.mark.security
+def test_what_decoding_costs_is_counted_by_every_kind_of_value() -> None:
+    def cost(value: object, *, packed: bool) -> int:
+        body = (msgspec.msgpack if packed else msgspec.json).encode(value)
+        return next(limit for limit in range(200) if decoding_within(body, limit, packed=packed))
+
+    for value, in_packed, in_json in (
+        (None, 1, 1), (-3, 1, 1), (1.5, 1, 1), (1 << 63, 2, 1), ("a" * 300, 1, 1), ([], 4, 5), ([None] * 10, 14, 14),
+        ({"a": 1, "b": 2}, 8, 6), ([-5, -500, -70_000, 1 << 40, "é", True], 11, 10), ([[]] * 20, 84, 104),
+    ):
+        assert (cost(value, packed=True), cost(value, packed=False)) == (in_packed, in_json), value
+    extension = msgspec.msgpack.Ext(5, bytes(9))
+    assert cost([extension, bytes(70_000), {}, 1], packed=True) == 11
 
 
 def test_too_many_keys_and_chunks_are_refused(server: ServerProcess, client: Client) -> None:

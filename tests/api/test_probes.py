@@ -25,7 +25,7 @@ from kvdock.api.http import examples
 from kvdock.api.http.openapi import wire_structs
 from kvdock.api.record.timings import BOUNDS_S, Pulse, Timings
 from kvdock.api.reports.metrics import FRESH_S
-from kvdock.api.reports.status import ALL_HELD, ALL_KEPT, CAP_REACHED
+from kvdock.api.reports.status import ALL_HELD, ALL_KEPT, CAP_REACHED, GRANTS_HELD
 from kvdock.client.client import Client
 from kvdock.datapath.liveness import MemberLiveness
 from kvdock.protocol import admin_schemas as a
@@ -42,6 +42,22 @@ def metrics(address: str) -> dict[str, Any]:
 
 
 # ------------------------------------------------------------------ health
+
+
+@pytest.mark.security
+def test_a_server_without_room_for_grants_says_so_and_who_has_most() -> None:
+    with ServerProcess(table_grants=16) as server, Client(server.unix) as client:
+        one, most = attach(client), attach(client)
+        one.store(keys(1))
+        leases = [engine.lookup(keys(1), f"request {number}").lease
+                  for number, engine in enumerate([one] * 6 + [most] * 10)]  # fmt: skip
+        assert all(leases)
+        status, answer = call(server.http, "GET", "/readyz")
+        assert status == 503 and answer["reasons"] == [GRANTS_HELD]
+        _, whose = ok(server.http, "GET", "/v1/status")["reasons"]
+        assert whose.startswith(f"most is held by session {most.listed} ") and "10 leases" in whose
+        most.release(leases[-1], 0)
+        assert ok(server.http, "GET", "/readyz")["status"] == "ok"
 
 
 def test_a_server_whose_every_byte_is_held_says_so_until_somebody_lets_go() -> None:

@@ -202,7 +202,7 @@ class Shared:
             instance=unique("engine"), manifest=manifest(model=f"model of {tenant}", **more),
             member=s.Member(id=unique("m"), ranks=[0], scheduler=True, lock_offset=self.locks[-1].offset),
         )
-        return self.sessions.attach(body, tenant)
+        return self.sessions.attach(body, tenant, None)
 
     def store(self, session: SessionRecord, name: str) -> str:
         """One chunk; what limited the call."""
@@ -250,6 +250,25 @@ def test_a_tenant_that_fills_its_quota_leaves_the_others_alone() -> None:
         pool.attach("team-b")
         pool.attach("team-b")
         pool.table.check_integrity()
+
+
+@pytest.mark.security
+def test_no_tenant_can_keep_all_grants_sessions_or_namespaces_from_others() -> None:
+    """By default: what it has may last for ever, as long as its engines live."""
+    assert default_quota(Settings.load({})) == Quota(namespaces=512, sessions=8192, grants=4096)
+    assert default_quota(Settings.load({"tenant_grants": 7000, "table_grants": 8192})).grants == 7000
+    with shared(table_grants=16) as pool:
+        a, own = pool.attach("team-a"), pool.attach("")
+        member = next(iter(a.members.values()))
+        for number in range(8):
+            assert pool.quotas.grants_refusal(a) is None
+            pool.table.reserve(
+                a.table_id, member.table_id, bytes([number]) * 16, b"", bytes.fromhex(keys(1, f"a{number}")[0]),
+                groups=0, temporary=False, deadline_ms=1000, now_ms=0,
+            )
+        refusal = pool.quotas.grants_refusal(a)
+        assert refusal is not None and (refusal.code, refusal.found, refusal.wanted) == ("quota_exceeded", 8, "< 8")
+        assert pool.store(own, "own") == ""
 
 
 def test_a_tenants_grants_are_counted_over_its_sessions_alone() -> None:

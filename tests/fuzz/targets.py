@@ -15,8 +15,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final
 
+import msgspec
 from uvicorn.server import ServerState
 
+from kvdock._core import decoding_within
 from kvdock.api import convert
 from kvdock.api.access.access_file import AccessFile
 from kvdock.api.access.peer import NOBODY
@@ -27,7 +29,7 @@ from kvdock.api.http.limits import ConnectionLimits
 from kvdock.api.record.counters import Counters
 from kvdock.api.record.timings import Meter, Timings
 from kvdock.api.server import uvicorn_config
-from kvdock.api.tokens import LONG_BODY_BYTES, MAX_PACKED_TOKENS, check_packed_tokens, cut_tokens
+from kvdock.api.tokens import LONG_BODY_BYTES, cut_tokens
 from kvdock.client.transport import MAX_ANSWER_BYTES, AnswerError, _parse_head
 from kvdock.protocol import admin_schemas
 from kvdock.protocol.errors import ApiError
@@ -86,13 +88,19 @@ def tokens(data: bytes) -> None:
 
 
 def packed_tokens(data: bytes) -> None:
-    """No packed body with a longer token list than the check lets pass is decoded."""
-    try:
-        check_packed_tokens(data)
-        body = _LOOKUPS.decode(data, PACKED)
-    except ApiError:
-        return
-    assert body.tokens is None or len(body.tokens) <= MAX_PACKED_TOKENS
+    """What a body may cost to decode is never less than the values that it has."""
+    for decode, packed in ((msgspec.msgpack.decode, True), (msgspec.json.decode, False)):
+        for limit in (0, 3, 30):
+            if decoding_within(data, limit, packed=packed):
+                with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError):
+                    assert _values(decode(data)) <= limit
+
+
+def _values(decoded: Any) -> int:
+    """Without the keys of maps, of which equal ones are one."""
+    if isinstance(decoded, dict):
+        return 1 + sum(map(_values, decoded.values()))
+    return 1 + (sum(map(_values, decoded)) if isinstance(decoded, list | tuple) else 0)
 
 
 def headers(data: bytes) -> None:

@@ -58,7 +58,8 @@ MUTANTS = (
     ),
     Mutant(
         "S10", "another tenant's session may be used by whoever knows its id", "kvdock/api/pool/registry.py",
-        "        if found is None or found.tenant != tenant:\n", "        if found is None:\n",
+        "        if found is None or found.tenant != tenant or not found.is_open_to(identity):\n",
+        "        if found is None:\n",
         (_TENANTS, "-k", "does_not_exist"), "test_a_session_of_another_tenant_does_not_exist",
     ),
     Mutant(

@@ -19,6 +19,7 @@ from kvdock.protocol.forms import JSON
 from kvdock.protocol.reports import Caller
 from kvdock.protocol.wire_types import OWN_TENANT, Answer, Body, Scope
 
+ALL_SCOPES: Final = INCLUDED["engine"] | INCLUDED["admin"]
 
 class Peer(NamedTuple):
     name: str
@@ -28,6 +29,12 @@ class Peer(NamedTuple):
     """The tenant whose sessions and namespaces it may use. None: it may use none."""
     is_unix: bool
     """The call came over the Unix socket, which no web page can reach."""
+
+    @property
+    def identity(self) -> str | None:
+        """As whom it uses sessions of its tenant: those to which the same token has attached. None: it has all scopes,
+        as the server's own user has, and may use every session of its tenant."""
+        return None if self.scopes >= ALL_SCOPES else self.name
 
     def may(self, scope: Scope) -> bool:
         return scope in self.scopes
@@ -48,7 +55,6 @@ class Peer(NamedTuple):
         raise ApiError("forbidden", "the access token may not do this", found=self.name, wanted=f"scope {scope}")
 
 
-ALL_SCOPES: Final = INCLUDED["engine"] | INCLUDED["admin"]
 NOBODY: Final = Peer("nobody: TCP without an access token", INCLUDED["health"], None, is_unix=False)
 
 

@@ -18,7 +18,7 @@ from kvdock.api.http.limits import BodyCapacity, BodyShare
 from kvdock.api.http.openapi import ID_CHARACTERS, About, Parameter
 from kvdock.api.http.wire import read_all
 from kvdock.api.service import CacheService
-from kvdock.api.tokens import LONG_BODY_BYTES, check_packed_tokens, cut_tokens
+from kvdock.api.tokens import LONG_BODY_BYTES, cut_tokens
 from kvdock.protocol import calls, schemas as s
 from kvdock.protocol.calls import Call
 from kvdock.protocol.errors import ApiError
@@ -90,9 +90,7 @@ class BodyCall(Generic[B]):
             tokens = None
             if len(raw) >= LONG_BODY_BYTES:
                 await share.next_turn()
-                if sent.packed:
-                    check_packed_tokens(raw)
-                else:
+                if not sent.packed:
                     raw, tokens = await cut_tokens(raw)
             body = self._codec.decode(raw, sent)
             if tokens is not None and isinstance(body, s.Lookup | s.Reserve):
@@ -159,8 +157,8 @@ ATTACH = BodyCall(
         "then whole blocks in every group.",
         retry="`instance` and `member.id` are the ids. The same body gives the same session and member; the same "
         "member with other ranks is `id_reused`.",
-        errors=("bad_argument", "pool_too_small", "layout_mismatch", "id_reused", "rank_taken", "lock_not_visible",
-                "member_dead", "table_full", "quota_exceeded", "not_ready"),
+        errors=("bad_argument", "pool_too_small", "layout_mismatch", "foreign_session", "id_reused", "rank_taken",
+                "lock_not_visible", "member_dead", "table_full", "quota_exceeded", "not_ready"),
     ),
     longest_bytes=SHORT_BYTES,
 )

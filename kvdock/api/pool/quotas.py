@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
-from kvdock._core import Table, TenantView as TableView
+from kvdock._core import MAX_NAMESPACES, MAX_SESSIONS, Table, TenantView as TableView
 from kvdock.api.pool.registry import Recent, SessionRecord, digest16
 from kvdock.api.settings import Settings
 from kvdock.protocol.admin_schemas import MAX_QUOTAS, Amounts, Quota, TenantView
@@ -20,6 +20,8 @@ from kvdock.protocol.errors import ApiError
 from kvdock.protocol.wire_types import OWN_TENANT
 
 UNLIMITED = Quota()
+DEFAULT_SHARE = 0.5
+"""The share that one tenant may have of the namespaces, sessions and grants that the table has room for."""
 KEPT_NAMES = 8192
 """How many of the tenants that attached last are known by name, for lists."""
 
@@ -30,8 +32,15 @@ def tenant_id(tenant: str) -> bytes:
 
 
 def default_quota(settings: Settings) -> Quota:
-    """The quota of tenants that have none of their own. In settings, 0 is no limit."""
-    return Quota(**{name: getattr(settings, f"tenant_{name}") or None for name in Quota.__struct_fields__})
+    """The quota of tenants that have none of their own. In settings, 0 is the default: no limit of bytes and chunks,
+    which can be evicted, and a share of all else, which one tenant could keep from others for ever."""
+    shares = {
+        "namespaces": int(DEFAULT_SHARE * MAX_NAMESPACES), "sessions": int(DEFAULT_SHARE * MAX_SESSIONS),
+        "grants": int(DEFAULT_SHARE * settings.table_grants),
+    }
+    return Quota(**{
+        name: getattr(settings, f"tenant_{name}") or shares.get(name) for name in Quota.__struct_fields__
+    })
 
 
 class Quotas:

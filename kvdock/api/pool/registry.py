@@ -100,8 +100,7 @@ class SessionRecord:
     id: str
     """The id that lists and the log show."""
     capability: str
-    """The id with its secret. Every caller of the tenant that knows it may use the session, so only the answer to an
-    attach has it."""
+    """The id with its secret, which only the answer to an attach has."""
     table_id: int
     instance: str
     label: str
@@ -112,6 +111,8 @@ class SessionRecord:
     is_bench: bool = False
     """The server's totals leave it out."""
     members: dict[str, MemberRecord] = field(default_factory=dict)
+    identities: set[str | None] = field(default_factory=set)
+    """As whom its members were attached: Peer.identity of those calls."""
     sums: Sums = field(default_factory=Sums)
     grants: int = 0
     """Open leases and reservations, or more: the service counts up, `prune` sets the true number."""
@@ -127,6 +128,9 @@ class SessionRecord:
         return {
             "tenant": self.tenant, "session": self.id, "label": self.label, "model": self.namespace.manifest.model
         }
+
+    def is_open_to(self, identity: str | None) -> bool:
+        return identity is None or identity in self.identities
 
     def member(self, member_id: str) -> MemberRecord:
         found = self.members.get(member_id)
@@ -156,10 +160,11 @@ class Registry:
         """In the order in which they were opened."""
         return list(self._by_id.values())
 
-    def session(self, capability: str, tenant: str | None) -> SessionRecord:
-        """For the calls of engines. Sessions of other tenants do not exist there. Raises ApiError(unknown_session)."""
+    def session(self, capability: str, tenant: str | None, identity: str | None) -> SessionRecord:
+        """For the calls of engines. Sessions of other tenants do not exist there, nor those to which nobody attached
+        with the caller's identity (Peer.identity). Raises ApiError(unknown_session)."""
         found = self._by_capability.get(capability)
-        if found is None or found.tenant != tenant:
+        if found is None or found.tenant != tenant or not found.is_open_to(identity):
             raise ApiError(
                 "unknown_session", "attach again: this server does not know the session",
                 found=without_secrets(capability),

@@ -52,11 +52,12 @@ class Sessions:
             self.registry.drop_idle_namespaces(self._table)
             await asyncio.sleep(0)
 
-    def attach(self, body: AttachSession, tenant: str) -> SessionRecord:
-        """The session that `body.member` now belongs to; repeating the call changes nothing.
+    def attach(self, body: AttachSession, tenant: str, identity: str | None) -> SessionRecord:
+        """The session that `body.member` now belongs to; repeating the call changes nothing. `identity`: of the caller,
+        Peer.identity. Another token than those of its living members may not join a session.
 
         Raises ApiError: not_ready, bad_argument, pool_too_small, layout_mismatch, id_reused, rank_taken,
-        lock_not_visible, quota_exceeded; and what the table refuses (member_dead, table_full).
+        lock_not_visible, foreign_session, quota_exceeded; and what the table refuses (member_dead, table_full).
         """
         self._admit(tenant, body.instance)
         pool, registry, now_ms = self.pool, self.registry, self.clock.now_ms()
@@ -64,6 +65,7 @@ class Sessions:
         _check_manifest(manifest, pool)
         session = registry.of_instance(tenant, body.instance)
         if session is not None:
+            self._check_identity(session, identity)
             _check_same_manifest(session, manifest)
         _check_member(session, member)
         nonce = digest16(owned(tenant, member.id))
@@ -91,9 +93,20 @@ class Sessions:
                 retired_before=0 if came_back else pool.removed.count,
             ))
         session.members[member.id].heard_ms = now_ms
+        session.identities.add(identity)
         if member.scheduler:
             self.run_weights(session, body.weights)
         return session
+
+    def _check_identity(self, session: SessionRecord, identity: str | None) -> None:
+        """An engine that was started anew may have got another token, but then its former processes have ended."""
+        if session.is_open_to(identity):
+            return
+        if any(self.pool.lock_held(member.lock_offset) for member in session.members.values()):
+            raise ApiError(
+                "foreign_session", "the instance's living members attached with another access token: use theirs, or "
+                "another instance", found=identity,
+            )
 
     def _admit(self, tenant: str, instance: str) -> None:
         """Raises ApiError(not_ready): there is no memory yet, or the server drains and does not know the instance."""

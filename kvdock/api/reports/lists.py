@@ -8,6 +8,7 @@ twice, and none that was there all the time is missed.
 
 from __future__ import annotations
 
+import asyncio
 import heapq
 from bisect import bisect_left
 from collections import Counter, defaultdict
@@ -33,6 +34,7 @@ from kvdock.protocol.reports import CopyRates, HitDays, Leases, LeaseView, Reque
 SESSIONS_OF_PAGE = 64
 """A page is as long as can be made in one turn of the event loop, even if more are asked for."""
 GRANTS_OF_PAGE = 64
+SLICE_NAMESPACES = 64
 MOST_SESSIONS = 32
 """Sessions that metrics name."""
 ALL_SESSIONS = 0
@@ -142,12 +144,12 @@ class Lists:
         seen = [record for record in self._registry.namespaces() if peer.sees(record.tenant)]
         shown, following = page_of(seen, lambda record: record.table_id, limit, cursor)
         attached = Counter(session.namespace.table_id for session in self._engines())
-        return Namespaces(
-            namespaces=[
-                self._namespace_view(record, attached[record.table_id], left.get(record.table_id)) for record in shown
-            ],
-            next=following,
-        )
+        views = []
+        for at, record in enumerate(shown):
+            if at % SLICE_NAMESPACES == SLICE_NAMESPACES - 1:
+                await asyncio.sleep(0)
+            views.append(self._namespace_view(record, attached[record.table_id], left.get(record.table_id)))
+        return Namespaces(namespaces=views, next=following)
 
     def _namespace_view(self, record: NamespaceRecord, sessions: int, left_ms: int | None) -> NamespaceView:
         count = self._contents.of(record.table_id)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, islice
 from math import inf
 from typing import NamedTuple, get_type_hints
 
@@ -42,8 +42,9 @@ _TENANT_USE = {
     "sessions": "Attached sessions", "grants": "Open leases and reservations",
 }
 """By the fields of Amounts."""
+SLICE_METRICS = 8
 FRESH_S = 1.0
-"""Scrapes within this time get the same text: to make it takes some ms of the event loop."""
+"""Scrapes within this time get the same text: to make it takes some ms."""
 _UNITS = ("seconds", "bytes")
 """Base units that end the names of metrics."""
 _REUSE = {
@@ -73,22 +74,22 @@ class Metrics:
 
     def __init__(self, server: ServerMetrics, lists: Lists, quotas: Quotas, now_s: Callable[[], float]) -> None:
         self._server, self._lists, self._quotas, self._now_s = server, lists, quotas, now_s
-        self._texts: dict[Format, tuple[float, bytes]] = {}
-        """The totals, and when they were made."""
+        self._totals: dict[Format, tuple[float, asyncio.Task[bytes]]] = {}
+        """What makes the totals, and since when."""
         self._tenants: dict[Format, tuple[float, asyncio.Task[bytes]]] = {}
         """What makes the text of all tenants, and since when."""
 
     async def text(self, peer: Peer, form: Format) -> bytes:
         """The totals, which every caller may see, and the use of each tenant that the caller may know of."""
-        return self._totals(form) + await self._of_tenants(peer, form) + form.end
+        return await self._all_totals(form) + await self._of_tenants(peer, form) + form.end
 
-    def _totals(self, form: Format) -> bytes:
+    async def _all_totals(self, form: Format) -> bytes:
         now_s = self._now_s()
-        made_s, text = self._texts.get(form, (-FRESH_S, b""))
-        if now_s - made_s >= FRESH_S:
-            text = exposed(self._server.collect(), form)
-            self._texts[form] = now_s, text
-        return text
+        since_s, making = self._totals.get(form, (-FRESH_S, None))
+        if making is None or now_s - since_s >= FRESH_S:
+            making = asyncio.create_task(in_slices(self._server.collect(), form))
+            self._totals[form] = now_s, making
+        return await asyncio.shield(making)
 
     async def _of_tenants(self, peer: Peer, form: Format) -> bytes:
         if not peer.may("read"):
@@ -234,6 +235,15 @@ def used_by_sessions(sessions: Mapping[str, UseTotals], form: Format) -> bytes:
         ):
             used.add_metric([session, what], tokens)
     return exposed([used], form) if sessions else b""
+
+
+async def in_slices(metrics: Iterator[Metric], form: Format) -> bytes:
+    """As `exposed`, with turns of the event loop for others in between."""
+    texts = []
+    while some := list(islice(metrics, SLICE_METRICS)):
+        texts.append(exposed(some, form))
+        await asyncio.sleep(0)
+    return b"".join(texts)
 
 
 def exposed(metrics: Iterable[Metric], form: Format) -> bytes:

@@ -35,6 +35,7 @@ DRAINING = "draining"
 ALL_HELD = "every byte of the pool is held by engines or waits for their release"
 ALL_KEPT = "pins keep all that engines do not hold: nothing may be evicted"
 CAP_REACHED = "engines hold as much of the pool as total_cap lets them"
+GRANTS_HELD = "all leases and reservations that there may be are open: no lookup and no store gets another one"
 TABLE_HELD = "every record of the chunk table is held: serve with more table_records"
 
 
@@ -44,7 +45,7 @@ class Probes:
     def __init__(self, settings: Settings, pool: Pool, registry: Registry, drain: Drain, loop: Loop) -> None:
         self._pool, self._registry, self._drain, self._loop = pool, registry, drain, loop
         self._stuck_s = max(STUCK_LEAST_S, STUCK_ROUNDS * settings.watch_s)
-        self._table_records = settings.table_records
+        self._table_records, self._table_grants = settings.table_records, settings.table_grants
 
     @property
     def worst_lag_s(self) -> float:
@@ -90,17 +91,20 @@ class Probes:
             reasons.append(CAP_REACHED)
         if records >= self._table_records and stuck:
             reasons.append(TABLE_HELD)
+        if sum(tenant.grants for tenant in table.tenants()) >= self._table_grants:
+            reasons.append(GRANTS_HELD)
         return _health(reasons)
 
     def blamed(self, health: Health, peer: Peer) -> list[str]:
         """A sentence that names the session that holds most, if that is the reason why no slot can be given out, and if
         the caller may know of it."""
-        if {ALL_HELD, CAP_REACHED, TABLE_HELD}.isdisjoint(health.reasons):
+        if {ALL_HELD, CAP_REACHED, TABLE_HELD, GRANTS_HELD}.isdisjoint(health.reasons):
             return []
-        views = [view for view in self._pool.table.sessions() if view.held_bytes]
+        by_grants = GRANTS_HELD in health.reasons
+        views = [view for view in self._pool.table.sessions() if view.leases or view.reservations]
         if not views:
             return []
-        most = max(views, key=lambda view: view.held_bytes)
+        most = max(views, key=lambda view: view.leases + view.reservations if by_grants else view.held_bytes)
         record = self._registry.of_table_id(most.session)
         if not (peer.may("admin") if record is None else peer.may("read") and peer.sees(record.tenant)):
             return []

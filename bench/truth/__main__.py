@@ -226,7 +226,7 @@ class Run:
             with self.server(**settings) as (server, client):
                 writer, reader, hasty = engine(), engine(), engine(lookup_wait_s=0.005)
                 ledger.add(writer.run(named("stored", range(500, 512))), why="never_stored")
-                self._damaged(reader, hasty, ledger)
+                self._damaged(reader, engine(), ledger)
                 self._waited(engine, reader, ledger)
                 hasty.forget()
                 ledger.add(self._late(server, hasty, named("late", range(505, 508))), why="late")
@@ -244,7 +244,9 @@ class Run:
             writer.forget()
             ledger.add(writer.run(named("alone", range(500, 504))), why="not_asked")
             with self.server(**settings) as (server, client), engines.pop_all():
-                until(lambda: sum(len(one.members) for one in client.sessions().sessions) >= 2 * 6, "all are back")
+                until(lambda: sum(len(one.members) for one in client.sessions().sessions) >= 2 * 7, "all are back")
+                for one in (writer, reader):  # its worker tells in a step that it is back, too
+                    ledger.add(one.run(named(f"step of {id(one)}", [540], 40)), why="short")
                 writer.forget()
                 ledger.add(writer.run(named("again", range(505, 512))), why="never_stored")
                 ledger.add(reader.run(named("own again", [508, 509])), why="never_stored")
@@ -261,7 +263,7 @@ class Run:
     def _waited(self, engine: Callable[..., Engine], reader: Engine, ledger: Ledger) -> None:
         """Prompts of 10 chunks, which take an engine half a second to compute."""
         length = 10 * CHUNK + 50
-        slow, waits, gives_up = (engine(compute_once=share, pace=SLOW) for share in (1.5, 1.5, 0.3))
+        slow, waits, gives_up = (engine(compute_once=share, pace=SLOW) for share in (4.0, 4.0, 0.3))
         for name, one in (("learns", slow), ("learns too", waits), ("learns as well", gives_up)):
             ledger.add(one.run(named(name, [600 + len(name)], length)), why="never_stored")
         for first, other, name in ((700, waits, "waits"), (710, gives_up, "gives up"), (720, reader, "beside")):

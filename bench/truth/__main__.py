@@ -18,7 +18,8 @@ points, between the share that the server says a pool of another size would find
 of the same lookups finds (bench/truth/known.py), over all sizes, for each model and for both; `curve_points` says how
 many were compared, and `curve_sampled_share` which share of chunks the server had sampled. `explain_wrong`: of
 `explained` requests, those whose explanation does not have the arranged sources and reasons in the prompt's order.
-`requests`, `preempted`: how many there were. `tokens`: what was arranged, and compared.
+`not_arranged`: what was to happen and did not, as on a machine that is too busy. `requests`, `preempted`: how many
+there were. `tokens`: what was compared.
 """
 
 from __future__ import annotations
@@ -38,7 +39,19 @@ from pathlib import Path
 from typing import Any
 
 from bench.serving import ServerProcess
-from bench.truth.engines import CHUNK, PATIENCE_S, PROMPT, ROOT, Engine, Engines, Request, Truth, named
+from bench.truth.engines import (
+    CHUNK,
+    LLAMA,
+    MISTRAL,
+    PATIENCE_S,
+    PROMPT,
+    ROOT,
+    Engine,
+    Engines,
+    Request,
+    Truth,
+    named,
+)
 from bench.truth.known import Ledger, hit_share, lru_depths, merged
 from bench.truth.surfaces import collecting, ended_rows, errors, history_tokens, of_totals, says, surfaces
 from kvdock.api.access.access_file import entry
@@ -86,6 +99,7 @@ class Run:
         self.engines, self.folder, self._collector = engines, folder, collector
         self.errors: list[tuple[int, str]] = []
         self.wrong: list[str] = []
+        self.missed: list[str] = []
         self.preempted = self.explained = 0
         self.wanted: Counter[str] = Counter()
         self.shares = Counter[str]()
@@ -113,6 +127,7 @@ class Run:
             self._check_each(client, ledger)
         self.wanted.update(ledger.wanted)
         self.preempted += ledger.preempted
+        self.missed += ledger.missed
 
     def _check_each(self, client: Client, ledger: Ledger) -> None:
         rows = ended_rows(client)
@@ -141,8 +156,8 @@ class Run:
         }
         with self.server(**settings) as (server, client), ExitStack() as engines:
 
-            def engine(model: str = "x", **more: Any) -> Engine:
-                return engines.enter_context(self.engines.engine(server.unix, model=model, **more))
+            def engine(model: str = LLAMA, **more: Any) -> Engine:
+                return engines.enter_context(self.engines.engine(server.unix, model, **more))
 
             def empty() -> None:
                 until(lambda: all(not tier.queued_bytes for tier in client.status().tiers), "the disk has all")
@@ -150,18 +165,18 @@ class Run:
                 client.evict(EvictChunks(free_bytes=client.status().pool.limit_bytes))
 
             first, second = engine(), engine()
-            ledger.add(first.run(named("new", range(4))), why="never_stored")
-            ledger.add(first.run(named("own", range(4))), why="never_stored")
+            ledger.add(first.run(named("new", range(4))))
+            ledger.add(first.run(named("own", range(4))))
             first.forget()
-            ledger.add(first.run(named("back", range(4))), why="never_stored")
-            ledger.add(second.run(named("other", range(4))), why="never_stored")
+            ledger.add(first.run(named("back", range(4))))
+            ledger.add(second.run(named("other", range(4))))
             longer = [{"name": f"longer-{n}", "parts": [[n, PROMPT], [100 + n, 300]]} for n in range(4)]
-            ledger.add(first.run(longer), why="never_stored")
+            ledger.add(first.run(longer))
             ledger.add(first.run(named("short", range(50, 55), 40)), why="short")
-            ledger.add(engine("y").run(named("y", range(4))), why="never_stored")
+            ledger.add(engine(MISTRAL).run(named("mistral", range(4))))
             empty()
             second.forget()
-            ledger.add(second.run(named("disk", range(4))), source="disk", why="never_stored")
+            ledger.add(second.run(named("disk", range(4))), source="disk")
             empty()
             ledger.add(engine(tier_wait_s=0.0).run(named("hurried", range(4))), why="tier_slow")
             second.forget()
@@ -170,7 +185,7 @@ class Run:
             ledger.add(engine(min_load_tokens=1 << 20).run(named("long", range(4))), why="declined_short")
             self._taken_out(client, first, second, ledger)
             many = named("many", range(200, 212), 200, new=300)
-            ledger.add(engine(blocks=96, seqs=8).run(many), why="never_stored")
+            ledger.add(engine(blocks=96, seqs=8).run(many))
             self._saved(engine(), engine(), ledger, client)
             time.sleep(2.5)  # the last values of the history, and the last spans
             self.check(server, ledger, collector=self._collector)
@@ -178,13 +193,13 @@ class Run:
 
     def _taken_out(self, client: Client, first: Engine, second: Engine, ledger: Ledger) -> None:
         """Chunks that an operator takes out of use."""
-        ledger.add(first.run(named("kept", range(60, 64))), why="never_stored")
-        spaces = [one for one in client.namespaces().namespaces if one.manifest.model == "x"]
+        ledger.add(first.run(named("kept", range(60, 64))))
+        spaces = [one for one in client.namespaces().namespaces if one.manifest.model == LLAMA]
         newest = [one.key for one in client.prefixes(1000).prefixes if one.age_s is not None and one.age_s < 30]
         for space in spaces:
             client.delete(DeleteChunks(namespace=space.namespace, keys=newest))
         ledger.add(second.run(named("deleted", range(60, 64))), why="deleted")
-        ledger.add(first.run(named("kept again", range(70, 74))), why="never_stored")
+        ledger.add(first.run(named("kept again", range(70, 74))))
         for space in spaces:
             client.clear(ClearCache(namespace=space.namespace))
         ledger.add(second.run(named("cleared", range(70, 74))), why="cleared")
@@ -192,11 +207,11 @@ class Run:
     def _saved(self, writer: Engine, reader: Engine, ledger: Ledger, client: Client) -> None:
         """Prompts one after the other: computed by one engine, loaded by another that has computed some, too."""
         before_s = client.status().hits.saved_s or 0.0
-        ledger.add(reader.run(named("learns", range(300, 304), LONG), in_turn=True), why="never_stored")
+        ledger.add(reader.run(named("learns", range(300, 304), LONG), in_turn=True))
         computed = writer.run(named("computes", range(310, 316), LONG), in_turn=True)
         loaded = reader.run(named("loads", range(310, 316), LONG), in_turn=True)
-        ledger.add(computed, why="never_stored")
-        ledger.add(loaded, why="never_stored")
+        ledger.add(computed)
+        ledger.add(loaded)
         wanted = ledger.wanted["requests"]
         until(lambda: client.status().hits.requests >= wanted, f"{wanted} requests have ended")
         saved_s = (client.status().hits.saved_s or 0.0) - before_s
@@ -224,11 +239,11 @@ class Run:
         with ExitStack() as engines:
 
             def engine(**more: Any) -> Engine:
-                return engines.enter_context(self.engines.engine(f"unix:{settings['socket_path']}", model="x", **more))
+                return engines.enter_context(self.engines.engine(f"unix:{settings['socket_path']}", **more))
 
             with self.server(**settings) as (server, client):
                 writer, reader, hasty = engine(), engine(), engine(lookup_wait_s=0.005)
-                ledger.add(writer.run(named("stored", range(500, 512))), why="never_stored")
+                ledger.add(writer.run(named("stored", range(500, 512))))
                 self._damaged(reader, engine(), ledger)
                 self._waited(engine, reader, ledger)
                 hasty.forget()
@@ -251,9 +266,9 @@ class Run:
                 for one in (writer, reader):  # its worker tells in a step that it is back, too
                     ledger.add(one.run(named(f"step of {id(one)}", [540], 40)), why="short")
                 writer.forget()
-                ledger.add(writer.run(named("again", range(505, 512))), why="never_stored")
-                ledger.add(reader.run(named("own again", [508, 509])), why="never_stored")
-                ledger.add(reader.run(named("new again", range(530, 533))), why="never_stored")
+                ledger.add(writer.run(named("again", range(505, 512))))
+                ledger.add(reader.run(named("own again", [508, 509])))
+                ledger.add(reader.run(named("new again", range(530, 533))))
                 self.check(server, ledger, days=kept)
 
     def _damaged(self, reader: Engine, other: Engine, ledger: Ledger) -> None:
@@ -268,14 +283,14 @@ class Run:
         length = 10 * CHUNK + 50
         slow, waits, gives_up = (engine(compute_once=share, pace=SLOW) for share in (4.0, 4.0, 0.3))
         for name, one in (("learns", slow), ("learns too", waits), ("learns as well", gives_up)):
-            ledger.add(one.run(named(name, [600 + len(name)], length)), why="never_stored")
+            ledger.add(one.run(named(name, [600 + len(name)], length)))
         for first, other, name in ((700, waits, "waits"), (710, gives_up, "gives up"), (720, reader, "beside")):
             for seed in range(first, first + 3):
                 slow.start(named("slow", [seed], length))
                 time.sleep(0.15)
                 why, source = ("never_stored", "waited") if other is waits else ("being_stored", "memory")
                 ledger.add(other.run(named(name, [seed], length)), why=why, source=source)  # type: ignore[arg-type]
-                ledger.add(slow.answer(), why="never_stored")
+                ledger.add(slow.answer())
 
     def _late(self, server: ServerProcess, hasty: Engine, requests: Sequence[Request]) -> dict[str, Truth]:
         """The server stands still while the requests begin."""
@@ -304,15 +319,15 @@ class Run:
         with self.server(**settings) as (server, client), ExitStack() as engines:
             a, b = (
                 engines.enter_context(self.engines.engine(
-                    server.unix, model="x", access_token_file=str(self.folder / name)
+                    server.unix, access_token_file=str(self.folder / name)
                 )) for name in "ab"
             )
-            ledger.add(a.run(named("a new", range(4))), why="never_stored")
-            ledger.add(a.run(named("flood", range(400, 440)), in_turn=True), why="never_stored")
+            ledger.add(a.run(named("a new", range(4))))
+            ledger.add(a.run(named("flood", range(400, 440)), in_turn=True))
             a.forget()
             client.configure(PatchConfig(tenants={"b": Quota(chunks=8)}))
-            ledger.add(b.run(named("b new", [1])), why="never_stored")
-            ledger.add(b.run(named("b next", [2])), why="never_stored")
+            ledger.add(b.run(named("b new", [1])))
+            ledger.add(b.run(named("b next", [2])))
             b.forget()
             ledger.add(b.run(named("b back", [1])), why="quota")
             ledger.add(a.run(named("a gone", range(4)), in_turn=True), why="room")
@@ -327,8 +342,8 @@ class Run:
         with self.server(**settings) as (server, client), ExitStack() as engines:
             by_model = {
                 model: engines.enter_context(self.engines.engine(
-                    server.unix, model=model, prefix_caching=False, pace=QUICK
-                )) for model in "xy"
+                    server.unix, model, prefix_caching=False, pace=QUICK
+                )) for model in (LLAMA, MISTRAL)
             }
             for number, (model, blocks) in enumerate(prompts):
                 parts = [[block, CHUNK] for block in blocks] + [[10_000 + number, 50]]
@@ -340,7 +355,7 @@ class Run:
         depths = lru_depths(lookups)
         self.shares["curve_sampled_share"] = curve.sampled_share
         views: list[tuple[str, SpaceCurve]] = [("", curve.total), *((one.model, one) for one in curve.namespaces)]
-        assert len(views) == 3
+        assert {one.model for one in curve.namespaces} == set(by_model)
         self.errors.append((abs(curve.total.lookups - len(prompts)), f"curve: {curve.total.lookups} lookups"))
         for name, view in views:
             of = [one for one, (model, _) in zip(depths, prompts, strict=True) if name in ("", model)]
@@ -363,7 +378,7 @@ def conversations(count: int) -> Iterator[tuple[str, list[int]]]:
     going: list[tuple[str, list[int]]] = []
     for _ in range(count):
         if not going or choose.random() < 0.3:
-            going.append((choose.choice("xxy"), [choose.randrange(4)]))
+            going.append((choose.choice([LLAMA, LLAMA, MISTRAL]), [choose.randrange(4)]))
         at = min(int(choose.expovariate(0.04)), len(going) - 1)
         model, blocks = going.pop(-1 - at)
         more = choose.randrange(1, 5)
@@ -398,7 +413,8 @@ def main() -> int:
     print(json.dumps({
         "max_error_tokens": worst[0], "worst_surface": worst[1] if worst[0] else "", "compared": len(run.errors),
         **{name: round(value, 3) for name, value in run.shares.items()}, "explain_wrong": len(run.wrong),
-        "explained": run.explained, "requests": run.wanted["requests"], "preempted": run.preempted,
+        "explained": run.explained, "not_arranged": run.missed, "requests": run.wanted["requests"],
+        "preempted": run.preempted,
         "tokens": {name: tokens for name, tokens in sorted(run.wanted.items()) if tokens and name != "requests"},
         "took_s": run.took_s,
     }))

@@ -17,6 +17,9 @@ CHUNK = 128
 """Tokens of a chunk."""
 PROMPT = 5 * CHUNK + 50
 PATIENCE_S = 60.0
+LLAMA, MISTRAL = "LlamaForCausalLM", "MistralForCausalLM"
+MODELS = {LLAMA: "llama", MISTRAL: "mistral"}
+"""The models of engines, as manifests name them, with their types."""
 Request = dict[str, Any]
 Truth = dict[str, Any]
 """What an engine says of a request: see tests/vllm/support/truth_engine.py."""
@@ -47,10 +50,11 @@ class Engines:
         self._process.terminate()
         self._process.communicate()
 
-    def engine(self, address: str, **settings: Any) -> Engine:
-        """An engine of the server at `address`."""
+    def engine(self, address: str, model: str = LLAMA, **settings: Any) -> Engine:
+        """An engine of the server at `address`. `model`: of MODELS."""
         return Engine(self._address, {
-            "address": address, "blocks": 4096, "budget": 8192, "seqs": 16, "overlap": True, "chunk_tokens": CHUNK,
+            "address": address, "model": model, "config": {"architectures": [model], "model_type": MODELS[model]},
+            "blocks": 4096, "budget": 8192, "seqs": 16, "overlap": True, "chunk_tokens": CHUNK,
             "lookup_wait_s": 1.0, **settings,
         })
 

@@ -30,10 +30,16 @@ class Ledger:
         """(prompt tokens, those of the engine's own cache, loaded ones)"""
         self.explained: dict[str, list[str]] = {}
         """By request, what the sentences about its prompt should say, in this order; reasons as keys of COMPUTED."""
+        self.missed: list[str] = []
+        """What was arranged, and no request had."""
         self.preempted = 0
 
-    def add(self, truths: dict[str, Truth], *, why: ComputedWhy, source: str = "memory") -> None:
-        """`why`: the reason for whole chunks that are computed. `source`: of loaded ones."""
+    def add(
+        self, truths: dict[str, Truth], *, why: ComputedWhy = "never_stored", source: str = "memory"
+    ) -> None:
+        """`why`: the reason for whole chunks that are computed. `source`: of loaded ones. Some request has to have each
+        of them that is not the default."""
+        before = self.wanted.copy()
         for name, truth in truths.items():
             prompt, local = truth["prompt"], min(truth["local"], truth["prompt"])
             loaded = min(truth["loaded"], prompt - local)
@@ -50,6 +56,9 @@ class Ledger:
             self.by_request[name] = prompt, local, loaded
             self.explained[name] = [text for _, text, tokens in runs if tokens]
             self.preempted += truth["preemptions"] > 0
+        for name, default in ((f"computed:{why}", "computed:never_stored"), (f"loaded:{source}", "loaded:memory")):
+            if name != default and self.wanted[name] == before[name]:
+                self.missed.append(f"{name} of {next(iter(truths))}")
 
 
 # ------------------------------------------------------------------ pools of any size

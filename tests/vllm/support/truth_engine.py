@@ -4,8 +4,8 @@
 
 Prints one line when it listens at the Unix socket. Each connection is an engine in a process of its own; they are
 forked, because importing vLLM takes longer than most of what bench.truth does. The first line of a connection is JSON
-of TimedEngine's arguments, with `pace`, values for PREFILL_PER_S and STEP_S of served.py. Each line, this one included,
-is answered with a JSON object:
+of TimedEngine's arguments, with `pace`, values for PREFILL_PER_S and STEP_S of served.py, and `config`, values for the
+model's configuration. Each line, this one included, is answered with a JSON object:
 
     {"run": [{"name", "parts": [[seed, tokens], …], "new", "params"}, …]}   runs the requests at once, until all ended
     {"in_turn": …}                                                          the same, one after the other
@@ -113,6 +113,7 @@ class Conversation(socketserver.StreamRequestHandler):
 
     def handle(self) -> None:
         settings = json.loads(self.rfile.readline())
+        sched_engine.CONFIG |= settings.pop("config", {})
         for name, value in settings.pop("pace", {}).items():
             setattr(served, name, value)
         engine = TruthEngine(settings.pop("address"), **settings)

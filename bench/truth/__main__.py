@@ -102,7 +102,7 @@ class Run:
         self.missed: list[str] = []
         self.preempted = self.explained = 0
         self.wanted: Counter[str] = Counter()
-        self.shares = Counter[str]()
+        self.shares: dict[str, float] = {}
         """The figures that are shares or points."""
         self.took_s: dict[str, float] = {}
 
@@ -288,8 +288,11 @@ class Run:
             for seed in range(first, first + 3):
                 slow.start(named("slow", [seed], length))
                 time.sleep(0.15)
-                why, source = ("never_stored", "waited") if other is waits else ("being_stored", "memory")
-                ledger.add(other.run(named(name, [seed], length)), why=why, source=source)  # type: ignore[arg-type]
+                truths = other.run(named(name, [seed], length))
+                if other is waits:
+                    ledger.add(truths, source="waited")
+                else:
+                    ledger.add(truths, why="being_stored")
                 ledger.add(slow.answer())
 
     def _late(self, server: ServerProcess, hasty: Engine, requests: Sequence[Request]) -> dict[str, Truth]:
@@ -367,8 +370,8 @@ class Run:
                     continue
                 print(f"curve {name} {point.factor}: {point.hit_share:.4f}, exact {exact:.4f}", file=sys.stderr)
                 off = 100 * abs(point.hit_share - exact)
-                self.shares["curve_error_points"] = max(self.shares["curve_error_points"], off)
-                self.shares["curve_points"] += 1
+                self.shares["curve_error_points"] = max(self.shares.get("curve_error_points", 0.0), off)
+                self.shares["curve_points"] = self.shares.get("curve_points", 0) + 1
 
 
 def conversations(count: int) -> Iterator[tuple[str, list[int]]]:

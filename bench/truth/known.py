@@ -65,7 +65,7 @@ class Ledger:
 
 
 class Depths(NamedTuple):
-    """Of one lookup's chunks: how many chunks an LRU stack has down to each, itself included. 0: it was never used."""
+    """How many chunks an LRU stack has down to each chunk of one lookup, itself included. 0: it was never used."""
 
     of: tuple[int, ...]
 

@@ -22,7 +22,7 @@ from kvdock.protocol.outcomes import OutcomeView
 from kvdock.protocol.reports import Explanation, RequestView
 
 MOST_ROWS = 1000
-"""Of a page of the list of requests."""
+"""The length of a page of the list of requests."""
 
 
 def parts_of(loaded: dict[str, int], computed: dict[str, int]) -> Counter[str]:
@@ -78,7 +78,7 @@ def scraped(address: str) -> tuple[Counter[str], Counter[str]]:
     for family in text_string_to_metric_families(asked(address, "/metrics")):
         for sample in family.samples:
             of = models if sample.name.startswith("kvdock_model_") else totals
-            labels, value = sample.labels, int(sample.value)
+            labels, value = sample.labels, int(sample.value) if sample.name.endswith("_total") else 0
             if sample.name in ("kvdock_outcomes_total", "kvdock_model_requests_total"):
                 of["requests"] += value
             elif sample.name == "kvdock_reloaded_tokens_total":

@@ -109,7 +109,7 @@ def prompt_of(parts: list[list[int]]) -> list[int]:
 
 
 class Conversation(socketserver.StreamRequestHandler):
-    """Of one engine with the bench. It ends when the bench closes the connection."""
+    """What one engine and the bench say to each other. It ends when the bench closes the connection."""
 
     def handle(self) -> None:
         settings = json.loads(self.rfile.readline())

@@ -16,10 +16,10 @@ the difference between the seconds that the server says were saved and those by 
 token sooner than the same prompts when they were computed. `curve_error_points`: the largest difference, in percentage
 points, between the share that the server says a pool of another size would find, and the share that an exact LRU stack
 of the same lookups finds (bench/truth/known.py), over all sizes, for each model and for both; `curve_points` says how
-many were compared, and `curve_sampled_share` which share of chunks the server had sampled. `explain_wrong`: of
-`explained` requests, those whose explanation does not have the arranged sources and reasons in the prompt's order.
-`not_arranged`: what was to happen and did not, as on a machine that is too busy. `requests`, `preempted`: how many
-there were. `tokens`: what was compared.
+many were compared, and `curve_sampled_share` which share of chunks the smallest simulated pool had seen.
+`explain_wrong`: of `explained` requests, those whose explanation does not have the arranged sources and reasons in the
+prompt's order. `not_arranged`: what was to happen and did not, as on a machine that is too busy. `requests`,
+`preempted`: how many there were. `tokens`: what was compared.
 """
 
 from __future__ import annotations
@@ -340,7 +340,7 @@ class Run:
 
     def of_curve(self) -> None:
         """Conversations with two models in a small pool, one request after the other."""
-        prompts = list(conversations(600))
+        prompts = list(conversations(1200))
         settings = {"pool_bytes": 4 * MIB, "segment_bytes": 4 * MIB, "eviction": "lru"}
         with self.server(**settings) as (server, client), ExitStack() as engines:
             by_model = {

@@ -136,7 +136,7 @@ def test_evict_makes_so_much_room(server: ServerProcess, engine: Engine, client:
 @pytest.mark.parametrize(("arguments", "said"), [
     ([], "one of --tokens-file, --keys, --bytes and --free"),
     (["--bytes", "1MiB", "--free", "2MiB"], "one of --tokens-file, --keys, --bytes and --free"),
-    (["--bytes", "much"], "a size like 512MiB or 4GiB was wanted, found 'much'"),
+    (["--bytes", "much"], "a size like 512MiB, 64M or 4GiB was wanted, found 'much'"),
     (["--bytes", "1MiB", "--namespace", "ab"], "--namespace goes with"),
     (["--bytes", "1MiB", "--tokens-file", "-"], "one of --tokens-file"),
 ])
@@ -203,7 +203,7 @@ def test_config_set_changes_all_or_nothing() -> None:
     ("pool_bytes", "wanted NAME=VALUE, such as pool_bytes=16GiB, found 'pool_bytes'"),
     ("port=1", "port is fixed until the server is restarted; wanted one of pool_bytes, "),
     ("pool_byts=1GiB", "unknown setting 'pool_byts' (meant pool_bytes?)"),
-    ("pool_bytes=much", "pool_bytes: a size like 512MiB or 4GiB was wanted, found 'much'"),
+    ("pool_bytes=much", "pool_bytes: a size like 512MiB, 64M or 4GiB was wanted, found 'much'"),
     ("eviction=fifo", "eviction: wanted adaptive or lru, found 'fifo'"),
     ("session_cap=half", "$.session_cap"),
     ("session_cap=", "session_cap: wanted a value"),

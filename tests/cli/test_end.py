@@ -42,6 +42,7 @@ from kvdock.api.settings import Settings
 from kvdock.client.client import Client
 from kvdock.protocol import schemas as s
 from kvdock.protocol.errors import ApiError
+from kvdock.protocol.readable import exact_bytes
 from kvdock.shm.objects import pool_objects
 
 Serving = tuple[subprocess.Popen[str], Client]
@@ -316,4 +317,4 @@ def test_a_pool_that_leaves_no_memory_for_its_table_is_refused(tmp_path: Path) -
         "--table-records", str(records), "--table-grants", "64",
     )
     (said,) = complaints(done.stderr)
-    assert done.returncode == 1 and f"pool_bytes={pool_bytes} does not fit beside the chunk table" in said
+    assert done.returncode == 1 and f"pool_bytes={exact_bytes(pool_bytes)} does not fit beside the chunk table" in said

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
@@ -10,6 +11,7 @@ import pytest
 from table_helpers import key
 
 from bench.replay import Pool, key_of
+from bench.truth.known import hit_share, lru_depths
 from kvdock._core import POOL_FACTORS, Curve, CurveSums, TableError
 
 SLOT, TOKENS, ROOM, SALT = 4096, 512, 400, 0x5EED
@@ -78,6 +80,37 @@ def test_with_every_chunk_sampled_it_is_the_replay(prompts: list[list[int]], pol
     assert curve.all.found_at == pytest.approx(exact, abs=off)
     assert curve.all.found_ever == pytest.approx(ever(prompts), abs=1e-9)
     assert curve.all.samples * TOKENS == curve.all.asked
+
+
+def found_in_lru_pool(lookups: Sequence[Sequence[int]], chunks: int) -> float:
+    """By running one pool: it evicts what was unused longest; of the chunks of one lookup, the last one first."""
+    pool, found = OrderedDict[int, None](), 0
+    for lookup in lookups:
+        hit = 0
+        while hit < len(lookup) and lookup[hit] in pool:
+            hit += 1
+        found += hit
+        for chunk in reversed(lookup):
+            pool[chunk] = None
+            pool.move_to_end(chunk)
+        while len(pool) > chunks:
+            pool.popitem(last=False)
+    return found / sum(map(len, lookups))
+
+
+def test_the_stack_that_bench_truth_compares_with_is_an_lru_pool_of_each_size() -> None:
+    lookups = list(conversations(300, seed=5))
+    depths = lru_depths(lookups)
+    for chunks in (*range(1, 70), 200, 1000):
+        assert hit_share(depths, chunks) == found_in_lru_pool(lookups, chunks), chunks
+    assert hit_share(depths, None) == pytest.approx(ever(lookups))
+    assert hit_share(depths, 1) < hit_share(depths, 69) < hit_share(depths, 1000)
+
+
+def test_the_stack_finds_what_the_chunk_table_finds(prompts: list[list[int]]) -> None:
+    depths = lru_depths(prompts)
+    exact = [hit_share(depths, int(ROOM * factor)) for factor in POOL_FACTORS]
+    assert exact == pytest.approx(exact_shares(prompts, "lru"), abs=1e-9)
 
 
 @pytest.mark.parametrize("policy", ["lru", "adaptive"])

@@ -154,7 +154,7 @@ def use(program: tuple[str, ...], environment: dict[str, str]) -> None:
     from kvdock.api.tiers import process
 
     os.environ.update(environment)
-    process.MoverProcess.__init__.__defaults__ = (program,)
+    vars(process)["PROGRAM"] = program
     vars(process)["HEALTHY_S"] = 0.0
 
 

@@ -144,7 +144,7 @@ def _function(item: pytest.Item) -> str:
 
 
 def parameters_of(item: pytest.Item) -> dict[str, object]:
-    """Of a test, by the parameter's name."""
+    """The values with which a test runs, by the parameter's name."""
     spec = getattr(item, "callspec", None)
     return {} if spec is None else dict(spec.params)
 

@@ -23,7 +23,7 @@ def fork_processes() -> None:
     # vLLM asks another process what a class of model can do, and that process imports vllm again.
     registry._run_in_subprocess = lambda ask: ask()
     for name in STARTERS:
-        import_module(name).get_mp_context = lambda: multiprocessing.get_context("fork")  # type: ignore[attr-defined]
+        vars(import_module(name))["get_mp_context"] = lambda: multiprocessing.get_context("fork")
 
 
 if __name__ == "__main__":

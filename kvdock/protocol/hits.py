@@ -60,7 +60,7 @@ COMPUTED: Final[dict[ComputedWhy, str]] = {
     "declined_short": "the hit had fewer tokens than min_load_tokens",
     "declined_dear": "to load them was expected to take longer than to compute them",
     "not_loaded": "the server had them, and the engine did not load them",
-    "not_asked": "the engine did not ask for them",
+    "not_asked": "this server was not asked for them",
     "opted_out": "the request asked that nothing be loaded",
     "bypassed_adapter": "not looked up: the request's adapter is not known for sure",
     "bypassed_media": "not looked up: the request's media are not known for sure",

@@ -29,11 +29,12 @@ WORKERS: Final = 4
 ENGINE_WORKERS: Final = 2
 """For tests inside vLLM and SGLang, which compute: with three, a run of all of vLLM's took half as long again."""
 LONGEST: Final = (
-    "tests/tiers/test_clears.py", "tests/cli/test_demo.py", "tests/page/test_page.py", "tests/engine/test_soak.py",
-    "tests/engine/test_same_tokens_tp.py", "tests/engine/test_connector.py", "tests/api/test_faults.py",
-    "tests/page/test_reach.py", "tests/engine/test_same_tokens_matrix.py", "tests/engine/test_tp.py",
-    "tests/api/test_fuzz.py", "tests/cli/test_end.py", "tests/connectors/test_session.py",
-    "tests/engine/test_same_tokens.py", "tests/page/test_live.py", "tests/kill/test_matrix.py",
+    "tests/tiers/test_clears.py", "tests/page/test_views.py", "tests/page/test_states.py",
+    "tests/page/test_hostile_pages.py", "tests/page/test_page.py", "tests/cli/test_demo.py", "tests/api/test_fuzz.py",
+    "tests/page/test_reach.py", "tests/tiers/test_kills.py", "tests/page/test_million.py",
+    "tests/page/test_admin_page.py", "tests/engine/test_connector.py", "tests/tiers/test_shared_stores.py",
+    "tests/api/test_faults.py", "tests/cli/test_end.py", "tests/page/test_live.py",
+    "tests/engine/test_same_tokens_matrix.py", "tests/engine/test_tp.py", "tests/kill/test_matrix.py",
 )
 """Modules, by how long they take (--durations=0 says so): one that came last would have a worker to itself. The kill
 matrix is late because its extension is compiled meanwhile."""

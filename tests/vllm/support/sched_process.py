@@ -16,12 +16,13 @@ from typing import Any
 
 
 def main() -> None:
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print is no answer
+    import sched_engine  # noqa: F401  # with the environment that vLLM reads when it is imported
     from vllm.model_executor.models import registry
 
     # vLLM asks another process what a class of model can do, and that process imports vllm again.
     registry._run_in_subprocess = lambda ask: ask()
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print is no answer
     for line in sys.stdin:
         job = json.loads(line)
         answer: dict[str, Any]

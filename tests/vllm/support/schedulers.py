@@ -20,7 +20,7 @@ VERSIONS = tuple(os.environ.get("VLLM_VERSIONS", "0.24.0 0.33.0").split())
 ITSELF = "0.32.0+cpu"
 """The version of the environment, which whole engines run with."""
 
-SEEDS = int(os.environ.get("VLLM_SEEDS", "16"))
+SEEDS = int(os.environ.get("VLLM_SEEDS", "24"))
 """For each kind of engine, of which there are 12 a version. `make test-all` and the mutants take 40."""
 
 every_version = pytest.mark.parametrize("version", VERSIONS)

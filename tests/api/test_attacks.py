@@ -172,6 +172,8 @@ def test_an_engine_that_was_started_anew_may_have_got_another_token(tmp_path: Pa
             attach(after, instance=engine.body.instance, ranks=[1], scheduler=False)
         engine.close()  # its lock is free from now on
         eventually(lambda: joins(after, engine.body.instance))
+        with pytest.raises(ApiError, match="unknown_session"):
+            before.heartbeat(engine.session, Heartbeat(member=engine.member))
 
 
 def joins(client: Client, instance: str) -> bool:

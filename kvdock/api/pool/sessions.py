@@ -107,6 +107,7 @@ class Sessions:
                 "foreign_session", "the instance's living members attached with another access token: use theirs, or "
                 "another instance", found=identity,
             )
+        session.identities.clear()  # nobody uses it as they did any more
 
     def _admit(self, tenant: str, instance: str) -> None:
         """Raises ApiError(not_ready): there is no memory yet, or the server drains and does not know the instance."""

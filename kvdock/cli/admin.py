@@ -9,7 +9,7 @@ import difflib
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import msgspec
 import typer
@@ -22,7 +22,7 @@ from kvdock.api.settings import ENV_PREFIX, Effective, Settings
 from kvdock.api.sizes import AUTO_POOL, Whole, parse_bytes, parse_size, shared_memory
 from kvdock.cli.client import LONG_TIMEOUT_S, Prompt, delete, parts_of, print_json, reached, resolve
 from kvdock.cli.errors import FAILED, WRONG, CommandError
-from kvdock.cli.help import choices_of, exact_bytes
+from kvdock.cli.help import choices_of
 from kvdock.cli.render import counted, duration, printable, say, size
 from kvdock.protocol.admin_schemas import (
     MAX_PIN_S,
@@ -37,6 +37,7 @@ from kvdock.protocol.admin_schemas import (
     TenantView,
 )
 from kvdock.protocol.names import MAX_LABEL, is_label
+from kvdock.protocol.readable import exact_bytes
 from kvdock.protocol.schemas import Lookup
 from kvdock.protocol.wire_types import MAX_KEYS
 
@@ -242,7 +243,7 @@ def change_live_config(server: str, changes: Sequence[str], *, as_json: bool, co
     """
     if len(changes) == 2 and "=" not in "".join(changes):
         changes = ["=".join(changes)]
-    parse_changes(changes)
+    parse_changes(changes, ANY)
     with reached(server) as client:
         before = client.config().limits
         body = parse_changes(changes, Wholes(before.pool_bytes, client.address.startswith("unix:")))
@@ -268,15 +269,18 @@ def change_live_config(server: str, changes: Sequence[str], *, as_json: bool, co
 class Wholes(NamedTuple):
     """What shares of a running server are shares of."""
 
-    pool_bytes: int = 1 << 40
+    pool_bytes: int
     """The pool's limit: for quotas."""
-    is_here: bool = True
+    is_here: bool
     """The server runs on this machine, so that this machine's shared memory is the server's."""
 
 
-def parse_changes(changes: Sequence[str], wholes: Wholes = Wholes()) -> PatchConfig:  # noqa: B008  # immutable
-    """`wholes`: without it, shares are only checked. Raises CommandError naming the change, what was found and what was
-    wanted."""
+ANY: Final = Wholes(pool_bytes=1 << 40, is_here=True)
+"""To check shares before the server is asked."""
+
+
+def parse_changes(changes: Sequence[str], wholes: Wholes) -> PatchConfig:
+    """Raises CommandError naming the change, what was found and what was wanted."""
     values: dict[str, Any] = {}
     for change in changes:
         name, equals, text = change.partition("=")

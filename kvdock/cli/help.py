@@ -21,7 +21,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from kvdock.api.settings import Settings
 from kvdock.cli.errors import WRONG, CommandError
-from kvdock.protocol.readable import exact_bytes as exact_bytes
+from kvdock.protocol.readable import exact_bytes
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -21,10 +21,11 @@ from typer.testing import CliRunner
 
 from kvdock._core import Table
 from kvdock.api.settings import Settings
-from kvdock.cli.help import COMPUTED_DEFAULTS, MEANINGS, default_text, exact_bytes
+from kvdock.cli.help import COMPUTED_DEFAULTS, MEANINGS, default_text
 from kvdock.cli.main import app
 from kvdock.cli.render import duration, printable, size
 from kvdock.client.client import Client
+from kvdock.protocol.readable import exact_bytes
 from kvdock.shm.objects import pool_objects
 
 

@@ -21,6 +21,7 @@ from kvdock.protocol.wire_types import OWN_TENANT, Answer, Body, Scope
 
 ALL_SCOPES: Final = INCLUDED["engine"] | INCLUDED["admin"]
 
+
 class Peer(NamedTuple):
     name: str
     """For the log: `user 1000`, `token team-a`."""

@@ -81,8 +81,12 @@ def check_format(pool_id: int) -> None:
         Table.stored_segments(region, pool_id=pool_id, lock_inode=inode)
     except TableError as error:
         if error.code == "wrong_version":
-            raise OtherFormat(f"{error} (found format {error.found}, this release reads {error.wanted})") from error
+            raise _other_format(error) from error
         raise
+
+
+def _other_format(error: TableError) -> OtherFormat:
+    return OtherFormat(f"{error} (found format {error.found}, this release reads {error.wanted})")
 
 
 def adopt_pool(settings: Settings, pool_id: int, randbits: Callable[[int], int]) -> Adopted:
@@ -95,7 +99,7 @@ def adopt_pool(settings: Settings, pool_id: int, randbits: Callable[[int], int])
             taken = _take(settings, pool_id, lock, randbits, undo)
         except TableError as error:
             if error.code == "wrong_version":
-                raise OtherFormat(f"{error} (found format {error.found}, this release reads {error.wanted})") from error
+                raise _other_format(error) from error
             raise AdoptionError(f"{error.code}: {error} (found {error.found}, wanted {error.wanted})") from error
         except SegmentWrongVersion as error:
             raise OtherFormat(str(error)) from error

@@ -251,9 +251,9 @@ class Run:
                 self.check(server, ledger)
                 kept = ledger.wanted
                 client.configure(PatchConfig(tenants={"nobody": Quota(chunks=1 << 20)}))  # it keeps the days with that
-                time.sleep(1.0)
+                time.sleep(1.0)  # the days are kept soon after the call
                 reader.start([*named("running", [508, 509], new=150), *named("begun", [520], new=150)])
-                time.sleep(0.8)
+                time.sleep(0.8)  # some of these requests run by then, none has ended
                 os.kill(server.pid, signal.SIGKILL)
                 ended = reader.answer()
             ledger = Ledger()
@@ -287,7 +287,7 @@ class Run:
         for first, other, name in ((700, waits, "waits"), (710, gives_up, "gives up"), (720, reader, "beside")):
             for seed in range(first, first + 3):
                 slow.start(named("slow", [seed], length))
-                time.sleep(0.15)
+                time.sleep(0.15)  # the other engine computes the prompt by then
                 truths = other.run(named(name, [seed], length))
                 if other is waits:
                     ledger.add(truths, source="waited")
@@ -300,7 +300,7 @@ class Run:
         os.kill(server.pid, signal.SIGSTOP)
         try:
             hasty.start(requests)
-            time.sleep(1.5)
+            time.sleep(1.5)  # far longer than the engine waits for an answer
         finally:
             os.kill(server.pid, signal.SIGCONT)
         return hasty.answer()

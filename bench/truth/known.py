@@ -65,13 +65,14 @@ class Ledger:
 
 
 class Depths(NamedTuple):
-    """How many chunks an LRU stack has down to each chunk of one lookup, itself included. 0: it was never used."""
+    """For each chunk of one lookup, its place in the LRU stack: 1 for the chunk that was used last. 0: the chunk was
+    never used."""
 
     of: tuple[int, ...]
 
     def found(self, chunks: int | None) -> int:
-        """How many chunks of the lookup a pool of so many chunks has, up to the first that it has not. None: a pool
-        without bound."""
+        """How many chunks of the lookup are found in a pool that holds `chunks` chunks: those before the first one that
+        it lacks. `chunks` None: the pool has no limit."""
         for at, depth in enumerate(self.of):
             if not depth or (chunks is not None and depth > chunks):
                 return at
@@ -100,5 +101,5 @@ def lru_depths(lookups: Iterable[Lookup]) -> list[Depths]:
 
 
 def hit_share(depths: Sequence[Depths], chunks: int | None) -> float:
-    """The share of all chunks in lookups that a pool of so many chunks finds."""
+    """The share of the chunks of all lookups that is found in a pool that holds `chunks` chunks."""
     return sum(one.found(chunks) for one in depths) / sum(len(one.of) for one in depths)

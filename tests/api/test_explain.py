@@ -119,7 +119,7 @@ def test_other_namespaces_are_named_if_they_have_more_than_was_found(client: Cli
     stored(engine, prompt[:256])
     stored(salted, prompt[:256])
     assert not asked(engine, prompt, "as much").elsewhere
-    chunks = names(large, prompt)  # as two stores, the first of which does not reach 1,024 tokens
+    chunks = names(large, prompt)  # stored in two calls; the first has fewer than 1,024 tokens
     for start, end in ((0, 10), (10, len(chunks))):
         large.store(
             chunks[start:end], parent=chunks[start - 1] if start else None, beginnings=beginnings_of(prompt),

@@ -151,7 +151,7 @@ BOMBS: dict[str, Callable[[], bytes]] = {
     "JSON numbers": lambda: b'{"x":[' + b"0," * 500_000 + b"0]}",
     "JSON spaces": lambda: b'{"x":' + b" " * (4 << 20) + b"1}",
 }
-"""Bodies of megabytes, of which a decoder would make millions of objects."""
+"""Bodies that hold so many values, or are so long, that to decode one would hold the event loop for too long."""
 
 
 @pytest.mark.security

@@ -97,7 +97,7 @@ def packed_tokens(data: bytes) -> None:
 
 
 def _values(decoded: Any) -> int:
-    """Without the keys of maps, of which equal ones are one."""
+    """How many values there are. The keys of maps do not count: a decoder merges equal ones."""
     if isinstance(decoded, dict):
         return 1 + sum(map(_values, decoded.values()))
     return 1 + (sum(map(_values, decoded)) if isinstance(decoded, list | tuple) else 0)

@@ -32,10 +32,10 @@ def kvdock(*args: str, stdin: str | None = None, **environ: str) -> subprocess.C
 
 def become(uid: int) -> None:
     """This process becomes the user's, which may be unable to read the interpreter's files: imports come first."""
-    import encodings.idna  # noqa: F401  # for its effect
+    import encodings.idna  # noqa: F401  # a name of a host is encoded with it
 
     import uvicorn.lifespan.on
-    import uvicorn.loops.uvloop  # noqa: F401  # for its effect
+    import uvicorn.loops.uvloop  # noqa: F401  # the server takes its event loop from it
 
     os.setuid(uid)
 

@@ -66,7 +66,7 @@ def leave_cores_to_others() -> None:
 
     def on_idle(self: Any) -> None:
         real(self)
-        time.sleep(0.001)  # others have the core
+        time.sleep(0.001)  # so that other processes have the core
 
     Scheduler.on_idle = on_idle
 

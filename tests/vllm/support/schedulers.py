@@ -21,7 +21,7 @@ ITSELF = "0.32.0+cpu"
 """The version of the environment, which whole engines run with."""
 
 SEEDS = int(os.environ.get("VLLM_SEEDS", "24"))
-"""For each kind of engine, of which there are 12 a version. `make test-all` and the mutants take 40."""
+"""Each of the 12 kinds of engine runs so many seeds with each version. `make test-all` and the mutants run 40."""
 
 every_version = pytest.mark.parametrize("version", VERSIONS)
 

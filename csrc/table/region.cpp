@@ -83,6 +83,9 @@ Region Region::open(const Mapping& memory, const TableOptions& options) {
   // Acquire: if the version is seen, so is everything that finish() stored before it.
   uint32_t version = std::atomic_ref<uint32_t>(h.version).load(std::memory_order_acquire);
   if (version == 0) refuse_adoption("the region was never finished");
+  // Another release has another geometry, too: with that of this one, only the number of the version is wrong.
+  if (version != kTableVersion && h.geometry == table_geometry() && h.crc == body_crc(h))
+    refuse_adoption("the number of the table's version is damaged", version, kTableVersion);
   if (version != kTableVersion)
     throw TableError("wrong_version", "the table is of another version", version, kTableVersion);
   if (h.crc != body_crc(h)) refuse_adoption("the header does not match its CRC");

@@ -27,6 +27,7 @@ from kvdock.protocol.admin_schemas import Eviction, TierKeep
 from kvdock.protocol.readable import LogFormat, LogLevel, exact_bytes
 
 GIB = 1 << 30
+POOL_BYTES = 4 * GIB
 MAX_SEGMENT_BYTES = GIB
 """A slot never crosses a 1 GiB pin piece, so a segment is never larger than one."""
 ENV_PREFIX = "KVDOCK_"
@@ -84,7 +85,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     tcp_connections: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)] = 64
 
     # the pool
-    pool_bytes: Annotated[int, msgspec.Meta(ge=1 << 20)] = 4 * GIB
+    pool_bytes: Annotated[int, msgspec.Meta(ge=1 << 20)] = POOL_BYTES
     segment_bytes: Annotated[int, msgspec.Meta(ge=1 << 20, le=MAX_SEGMENT_BYTES)] = GIB
     prefault_threads: Threads = msgspec.field(default_factory=default_prefault_threads)
     grow_water: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.05
@@ -289,7 +290,7 @@ def _size(name: str, text: str, values: Mapping[str, object], where: Mapping[str
         if name == "disk_bytes" and (folder := values.get("disk_path")):
             return parse_size(text, lambda: file_system_of(str(folder)), AUTO_DISK)
         if name in SHARES_OF_POOL:
-            pool = values.get("pool_bytes", 4 * GIB)
+            pool = values.get("pool_bytes", POOL_BYTES)
             pool_bytes = _size("pool_bytes", pool, values, where) if isinstance(pool, str) else pool
             return parse_size(text, lambda: Whole("pool_bytes", int(str(pool_bytes))))
         return parse_size(text, None)

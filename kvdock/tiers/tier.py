@@ -235,6 +235,10 @@ def registers_nothing(url: str) -> bool:
     return False
 
 
+def refuses_nothing(url: str) -> None:
+    """For stores that know only once they are opened whether they can be used."""
+
+
 class Store(NamedTuple):
     """A kind of storage that other machines can reach. A package adds one by an entry point of the group
     `kvdock.tiers`, which names an object of this class (docs/tiers.md#add-a-store).
@@ -247,4 +251,4 @@ class Store(NamedTuple):
 
     open_tier: Callable[[str, Deadline], Tier]
     registers_memory: Callable[[str], bool] = registers_nothing
-    check: Callable[[str], object] = registers_nothing
+    check: Callable[[str], object] = refuses_nothing

@@ -95,15 +95,29 @@ def check_tiers(settings: Settings) -> None:
     package that is not installed."""
     if not settings.has_tiers:
         return
+    from concurrent.futures import ProcessPoolExecutor
+    from multiprocessing import get_context
+
+    with ProcessPoolExecutor(1, get_context("fork")) as child:  # the packages of stores stay out of the server
+        is_missing, refusal = child.submit(_refusal, tiers_of(settings)).result()
+    if is_missing:
+        raise StartupError("not_installed", refusal)
+    if refusal:
+        raise SettingsError(refusal)
+
+
+def _refusal(config: MoverConfig) -> tuple[bool, str]:
+    """Whether a package is missing, and what is wrong; empty: nothing."""
     from kvdock.tiers.mover.opening import check_settings
     from kvdock.tiers.tier import NotInstalled
 
     try:
-        check_settings(tiers_of(settings))
+        check_settings(config)
     except NotInstalled as error:
-        raise StartupError("not_installed", f"the tier {error.tier} cannot be used: {error.why}") from error
+        return True, f"the tier {error.tier} cannot be used: {error.why}"
     except ValueError as error:
-        raise SettingsError(str(error)) from error
+        return False, str(error)
+    return False, ""
 
 
 def make_room(settings: Settings) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from functools import partial
@@ -120,6 +122,16 @@ def test_a_malformed_tier_ends_the_start_with_one_sentence(
         out, err = process.communicate(timeout=60)
     assert (process.returncode, out) == (2, "")
     assert err.startswith(f"kvdock: {said}") and err.count("\n") == 1
+
+
+def test_the_packages_of_stores_stay_out_of_the_server() -> None:
+    program = (
+        "import sys; from kvdock.api.settings import Settings; from kvdock.cli.serve import check_tiers\n"
+        "check_tiers(Settings(redis_url='redis://127.0.0.1:1'))\n"
+        "print([name for name in sys.modules if name == 'redis' or name.startswith('kvdock.tiers')])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
 
 
 def test_a_package_that_is_missing_ends_the_start_with_one_sentence(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from adoption_helpers import of_another_release
 from api_helpers import ServerProcess, attach, keys
 from cli_helpers import TIMEOUT_S, clean_environ, kvdock
 
@@ -315,16 +316,8 @@ def test_adopt_tells_before_an_upgrade_whether_the_pool_can_be_taken_over(tmp_pa
         name = f"pool {server.pool_id:016x}"
         done = kvdock("doctor", "--adopt", KVDOCK_SOCKET_PATH=path)
         assert (done.returncode, done.stderr) == (0, "") and f"OK  adoption  {name}: this release reads" in done.stdout
-        region = next(Path("/dev/shm").glob(f"kvdock-{server.pool_id:016x}-table*"))
-        with region.open("r+b") as table:
-            table.seek(8)
-            before = table.read(4)
-            table.seek(8)
-            table.write(b"\xe7\x03\0\0")
-        done = kvdock("doctor", "--adopt", "--json", KVDOCK_SOCKET_PATH=path)
-        with region.open("r+b") as table:
-            table.seek(8)
-            table.write(before)
+        with of_another_release(server):
+            done = kvdock("doctor", "--adopt", "--json", KVDOCK_SOCKET_PATH=path)
         found = checks_of(done, 1)["adoption"]
         assert found["level"] == "problem" and "--adopt=never" in found["advice"]
         assert f"{name}: " in found["found"] and "found format 999, this release reads" in found["found"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -12,6 +13,7 @@ from kvdock._core import Table
 from kvdock.api.pool.adopt import Adopted, adopt_pool
 from kvdock.api.pool.lock import remove_stale
 from kvdock.api.settings import Settings
+from kvdock.shm import objects as shm
 
 
 @contextmanager
@@ -19,6 +21,19 @@ def next_at(server: ServerProcess, **settings: object) -> Iterator[ServerProcess
     """The next server at the socket of one that is gone, with its settings but for those given."""
     with ServerProcess(**{**server.settings, **settings}) as second:
         yield second
+
+
+@contextmanager
+def of_another_release(server: ServerProcess) -> Iterator[None]:
+    """Within the block the table's header has the version 999, and another layout."""
+    (region,) = shm.SHM_DIR.glob(f"kvdock-{server.pool_id:016x}-table*")
+    with region.open("r+b", buffering=0) as table:
+        head = table.read(24)  # the magic, the version, a CRC, the hash of the layout
+        table.seek(0)
+        table.write(struct.pack("<8sI4sQ", head[:8], 999, head[12:16], 1))
+        yield
+        table.seek(0)
+        table.write(head)
 
 
 @contextmanager

@@ -117,14 +117,16 @@ def test_without_tiers_the_answer_says_so() -> None:
 def test_prefetches_push_out_no_more_than_a_share_of_the_pool(engine: TierEngine) -> None:
     keys = stored_and_gone(engine, 2 * SHARE)
     engine.store(engine.chain(POOL_CHUNKS))
-    eventually(lambda: all(tier.queued_bytes == 0 for tier in engine.client.status().tiers), 30.0)
-    first = prefetch(engine, keys)  # of a tier that is not busy: prefetches do not wait long for an answer
-    coming = first.coming_tokens // CHUNK_TOKENS
-    assert first.why == "limited" and SHARE <= coming <= SHARE + 2, "a share, and what is free"
-    eventually(lambda: stored(engine, keys) == coming, 30.0)
-    second = prefetch(engine, keys)
-    assert second.why == "limited" and second.coming_tokens <= 2 * CHUNK_TOKENS, "what is free"
-    assert count(engine, "prefetches_refused") == 2
+
+    def all_that_may_come() -> bool:
+        """Asks again: a prefetch ends short while the mover leases what it would evict, since it writes it."""
+        answer = prefetch(engine, keys)
+        assert answer.why == "limited" and answer.coming_tokens <= (SHARE + 2) * CHUNK_TOKENS, "a share, and what is free"
+        return answer.coming_tokens <= 2 * CHUNK_TOKENS and stored(engine, keys) >= SHARE
+
+    eventually(all_that_may_come, 60.0)
+    assert stored(engine, keys) <= SHARE + 2
+    assert count(engine, "prefetches_refused") == count(engine, "prefetches") >= 2
     engine.release(engine.lookup(keys))
     assert prefetch(engine, keys).why == "", "what was asked for counts no more"
 

@@ -115,10 +115,10 @@ class CacheService:
     def _filed(self, session: SessionRecord) -> None:
         """The session has just come into its namespace."""
         self._mover_client.attached(session)
-        manifest = session.namespace.manifest
+        space = session.namespace
         if self._kv_log is not None and not session.is_bench:
-            self._kv_log.met(session.namespace.table_id, Source(
-                session.namespace.digest, session.tenant, manifest.model, manifest.chunk_tokens
+            self._kv_log.met(space.table_id, Source(
+                space.digest, session.tenant, space.model, space.manifest.chunk_tokens
             ))
 
     async def heartbeat(self, peer: Peer, session_id: str, body: s.Heartbeat) -> s.HeartbeatAnswer:

@@ -167,7 +167,7 @@ def keep(
     if not chunks and duration_s:
         raise CommandError(f"no chunk of this prompt is stored for {_named(space)}: nothing is kept", FAILED)
     if as_json:
-        print_json(console, Kept(space.namespace, space.manifest.model, len(keys), chunks, duration_s))
+        print_json(console, Kept(space.namespace, space.model, len(keys), chunks, duration_s))
         return
     what = f"{chunks:,} of {counted(len(keys), 'chunk')} for {_named(space)}"
     if not duration_s:
@@ -184,7 +184,7 @@ def _say_pending(console: Console, tiers: Sequence[str]) -> None:
 
 
 def _named(space: NamespaceView) -> str:
-    return f"{printable(space.manifest.model)} ({space.namespace[:8]})"
+    return f"{printable(space.model)} ({space.namespace[:8]})"
 
 
 def _confirm(command: str, question: str, refusal: str) -> None:

@@ -205,7 +205,7 @@ def resolve(client: Client, prefix: str) -> a.NamespaceView:
     fitting = [space for space in spaces if space.namespace.startswith(prefix.lower())]
     if len(fitting) == 1:
         return fitting[0]
-    known = ", ".join(f"{space.namespace[:12]} ({printable(space.manifest.model)})" for space in (fitting or spaces))
+    known = ", ".join(f"{space.namespace[:12]} ({printable(space.model)})" for space in (fitting or spaces))
     if not fitting:
         raise CommandError(f"no namespace starts with {prefix!r}; the server has {known}", FAILED)
     raise CommandError(f"the server has several namespaces; choose one with --namespace: {known}", WRONG)

@@ -138,7 +138,7 @@ def show_lookup(server: str, prompt: Prompt, *, as_json: bool, console: Console)
         space = resolve(client, prompt.namespace)
         answer = client.lookup(Lookup(namespace=space.namespace, keys=wanted.keys, tokens=wanted.tokens))
     chunk_tokens, asked = space.manifest.chunk_tokens, wanted.length(space)
-    found = Found(space.namespace, space.manifest.model, chunk_tokens, asked, answer.hit_tokens)
+    found = Found(space.namespace, space.model, chunk_tokens, asked, answer.hit_tokens)
     if as_json:
         print_json(console, found)
         return

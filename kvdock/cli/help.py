@@ -365,7 +365,7 @@ MEANINGS: dict[str, str] = {
     "kv_events_replay_endpoint": "Address at which readers over ZeroMQ ask for missed events; empty: none.",
     "kv_events_readers": "Who may read KV events over ZeroMQ, which knows no tokens: `loopback`, processes of this "
     "machine; `anybody`, whoever reaches the address reads the tokens of all prompts.",
-    "kv_events_topic": "Topic of KV events over ZeroMQ; `{model}` in it is replaced by the model's name.",
+    "kv_events_topic": "Topic of KV events over ZeroMQ; `{model}` in it is replaced by the served name of the model.",
     "kv_events_form": "Form of KV events over ZeroMQ: `map`, as in vLLM since 0.24; `array`, as in vLLM before.",
     "history_interval_s": "Interval of the recent history that the status page draws.",
     "history_values": "Values kept in each series of that history.",

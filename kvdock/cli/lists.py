@@ -206,7 +206,7 @@ def _namespaces_table(views: Iterable[NamespaceView]) -> Table:
              "engines")
     return _cached_table(heads, [
         (
-            view.manifest.model, view.tenant or "-", space(view.namespace, view.weights), size(view.bytes),
+            view.model, view.tenant or "-", space(view.namespace, view.weights), size(view.bytes),
             f"{view.chunks:,}", percent(view.totals.hits.local_share),
             loaded_cell(view.totals.hits.loaded_share, view.totals.lookup_tokens),
             _ago(view.unused_s), _ago(view.oldest_s), f"{view.sessions:,}" + _beside(view),

@@ -118,6 +118,7 @@ class Identity:
     label: str = ""
     is_bench: bool = False
     """A benchmark's session: the server's totals leave out its calls."""
+    served_model_name: str = ""
 
 
 @dataclass(frozen=True)
@@ -474,6 +475,7 @@ class EngineSession:
             instance=own.instance,
             manifest=self.manifest,
             label=own.label,
+            served_model_name=own.served_model_name,
             is_bench=own.is_bench,
             weights=self._weights.name if own.scheduler else "",
             member=Member(

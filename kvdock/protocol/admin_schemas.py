@@ -188,6 +188,8 @@ class NamespaceView(Answer, kw_only=True):
     namespace: Key
     tenant: str = ""
     """Empty: the server's own user."""
+    model: str
+    """The name that the model's users know; the manifest's, if no engine has told it."""
     manifest: Manifest
     """The manifest with `hidden` in place of its secrets."""
     weights: str | None = ""

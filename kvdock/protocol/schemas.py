@@ -138,6 +138,9 @@ class AttachSession(Purpose, kw_only=True):
     member: Member
     label: Label = ""
     """Free text, shown by the status page and the command line."""
+    served_model_name: Label = ""
+    """The name by which the engine's users ask for the model. Lists, metrics and KV events name the model so; empty: as
+    the manifest does. Engines that differ in nothing else share chunks."""
     weights: Weights = ""
     """The weights that the engine runs now. Only the scheduler's member has to name them: the others join their
     session, whatever it runs."""

@@ -63,6 +63,27 @@ def test_a_prompt_is_divided_when_its_request_has_ended(client: Client) -> None:
     engine.close()
 
 
+def test_engines_are_told_apart_by_the_name_that_their_users_know(client: Client) -> None:
+    large = attach(client, served_model_name="llama-70b", model="LlamaForCausalLM", layers=4)
+    small, renamed = (
+        attach(client, served_model_name=name, model="LlamaForCausalLM") for name in ("llama-8b", "production")
+    )
+    large.store(keys(1))
+    small.store(keys(1))
+    assert renamed.lookup(keys(1), "r").hit_tokens == CHUNK, "a name keeps no chunks apart"
+    for engine, tokens in ((large, 30), (small, 20), (renamed, 10)):
+        ended(engine, "r", tokens)
+    assert {day.model: day.hits.prompt_tokens for day in client.hits().days} == {
+        "llama-70b": 30, "llama-8b": 20, "production": 10
+    }
+    assert [one.model for one in client.sessions().sessions] == ["llama-70b", "llama-8b", "production"]
+    spaces = {one.model: (one.chunks, one.sessions) for one in client.namespaces().namespaces}
+    assert spaces == {"llama-70b": (1, 1), "production": (1, 2)}
+    assert client.verdict().findings == []
+    for engine in (large, small, renamed):
+        engine.close()
+
+
 def test_what_was_leased_and_given_back_is_no_hit_and_not_loaded(client: Client) -> None:
     engine = attach(client)
     engine.store(keys(4))
@@ -172,7 +193,7 @@ def test_engines_that_report_no_end_of_requests_have_no_hits(client: Client) -> 
 def test_the_next_server_of_a_killed_one_says_at_once_what_is_stored_and_what_was_loaded() -> None:
     with ServerProcess(history_interval_s=0.05) as first:
         with Client(first.unix) as client:
-            engine = attach(client, model="kept-model", cache_salt="a secret")
+            engine = attach(client, served_model_name="kept-name", model="kept-model", cache_salt="a secret")
             engine.store(keys(2))
             ended(engine, "r", 100, loaded_tokens=40)
             before = client.namespaces().namespaces[0]
@@ -184,6 +205,7 @@ def test_the_next_server_of_a_killed_one_says_at_once_what_is_stored_and_what_wa
             assert second.pool_id == first.pool_id
             (space,) = client.namespaces().namespaces
             assert (space.namespace, space.manifest, space.chunks) == (before.namespace, before.manifest, 2)
+            assert space.model == "kept-name"
             assert space.sessions == 0 and space.weights == ""
 
 

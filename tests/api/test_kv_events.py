@@ -82,11 +82,11 @@ def test_what_is_stored_and_cleared_is_told_as_the_engine_knows_it(form: str) ->
     with ServerProcess(**endpoints(), kv_events_form=form, kv_events_topic="kv@node:here@{model}") as server:
         reader = ZmqReader(server, "kv@")
         with Client(server.unix) as client:
-            engine, chain = attach(client), keys(2)
+            engine, chain = attach(client, served_model_name="meta/llama-8b"), keys(2)
             assert engine.attached.wants_blocks
             store(engine, chain, names_of(chain))
             topic, number, (cleared, first, second) = reader.next()
-            assert topic == "kv@node:here@test-model" and cleared == {"type": "AllBlocksCleared"}
+            assert topic == "kv@node:here@meta/llama-8b" and cleared == {"type": "AllBlocksCleared"}
             names = names_of(chain)
             assert first.items() >= {
                 "type": "BlockStored", "block_hashes": names[0].hashes, "parent_block_hash": None,

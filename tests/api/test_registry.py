@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from api_helpers import MIB, manifest
+from api_helpers import MIB, attach_body, manifest
 from table_helpers import new_table
 
 from kvdock._core import Table
@@ -28,7 +28,7 @@ def registry(table: Table) -> Registry:
 def attached(table: Table, registry: Registry) -> SessionRecord:
     [namespace] = registry.namespaces()
     session = table.open_session(b"n" * 16, namespace.table_id, 0)
-    record = registry.add_session(session, "instance", "", namespace)
+    record = registry.add_session(session, attach_body(), namespace)
     table.add_member(session, b"m" * 16, [0], True, 0)
     return record
 

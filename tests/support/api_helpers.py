@@ -138,6 +138,11 @@ def manifest(**overrides: Any) -> s.Manifest:
     return s.Manifest(**{**fields, **overrides})
 
 
+def attach_body(instance: str = "instance") -> s.AttachSession:
+    """For what is tested below HTTP: nothing looks at the lock byte."""
+    return s.AttachSession(instance=instance, manifest=manifest(), member=s.Member(id="m", lock_offset=1))
+
+
 def keys(count: int, seed: str = "") -> list[str]:
     """A chain of keys: the same seed gives the same prefix."""
     return [hashlib.blake2b(f"{seed}/{index}".encode(), digest_size=32).hexdigest() for index in range(count)]
@@ -215,7 +220,8 @@ class Engine:
 
 def attach(
     client: Client, *, instance: str | None = None, ranks: list[int] | None = None, scheduler: bool = True,
-    member: str | None = None, label: str = "", is_bench: bool = False, **manifest_overrides: Any,
+    member: str | None = None, label: str = "", served_model_name: str = "", is_bench: bool = False,
+    **manifest_overrides: Any,
 ) -> Engine:
     liveness = MemberLiveness(client.segments().lock_file, source=_fresh)
     body = s.AttachSession(
@@ -226,6 +232,7 @@ def attach(
             lock_offset=liveness.offset,
         ),
         label=label,
+        served_model_name=served_model_name,
         is_bench=is_bench,
     )
     try:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import msgspec
-from api_helpers import MIB, keys, manifest, small_pool
+from api_helpers import MIB, attach_body, keys, manifest, small_pool
 
 from kvdock.api.access.access_file import AccessFile
 from kvdock.api.access.peer import of_user
@@ -103,7 +103,7 @@ async def fill(parts: Parts) -> str:
     first = ""
     for number in range(SESSIONS):
         session = table.open_session(number.to_bytes(16, "big"), space, 0)
-        record = registry.add_session(session, f"instance-{number}", "", namespace)
+        record = registry.add_session(session, attach_body(f"instance-{number}"), namespace)
         member = table.add_member(session, (1000 + number).to_bytes(16, "big"), [0], True, 0)
         registry.add_member(record, MemberRecord("m", member, (0,), True, number + 1))
         first = first or record.capability

@@ -83,9 +83,9 @@ def namespace(number: int, model: str, **more: Any) -> a.NamespaceView:
     """One that holds `number` * 100 chunks."""
     used = UseTotals(lookups=number, lookup_tokens=number * 1_000_000, hits=hits(number * 1_000_000))
     view = a.NamespaceView(
-        namespace=f"{number:02x}" * 32, base=f"{number:02x}" * 32, manifest=manifest(model), chunk_bytes=2 * MIB,
-        sessions=1, chunks=number * 100, bytes=number * 200 * MIB, oldest_s=7200.0 * number, unused_s=3.0 * number,
-        totals=used,
+        namespace=f"{number:02x}" * 32, base=f"{number:02x}" * 32, model=model, manifest=manifest(model),
+        chunk_bytes=2 * MIB, sessions=1, chunks=number * 100, bytes=number * 200 * MIB, oldest_s=7200.0 * number,
+        unused_s=3.0 * number, totals=used,
     )
     return msgspec.structs.replace(view, **more)
 

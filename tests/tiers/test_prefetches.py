@@ -121,7 +121,8 @@ def test_prefetches_push_out_no_more_than_a_share_of_the_pool(engine: TierEngine
     def all_that_may_come() -> bool:
         """Asks again: a prefetch ends short while the mover leases what it would evict, since it writes it."""
         answer = prefetch(engine, keys)
-        assert answer.why == "limited" and answer.coming_tokens <= (SHARE + 2) * CHUNK_TOKENS, "a share, and what is free"
+        assert answer.why == "limited"
+        assert answer.coming_tokens <= (SHARE + 2) * CHUNK_TOKENS, "a share, and what is free"
         return answer.coming_tokens <= 2 * CHUNK_TOKENS and stored(engine, keys) >= SHARE
 
     eventually(all_that_may_come, 60.0)

@@ -17,7 +17,7 @@ from typing import Any, Generic, TypeVar
 from kvdock._core import Table
 from kvdock.api.pool.sums import Copies, Sums
 from kvdock.protocol.errors import ApiError, without_secrets
-from kvdock.protocol.schemas import Manifest, Member
+from kvdock.protocol.schemas import AttachSession, Manifest, Member
 
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
@@ -47,6 +47,8 @@ class NamespaceUse:
     weights: str | None = None
     """The name of the weights whose chunks it has; "": those that engines start with. None: not known, because its
     engines attached to an earlier server and have not reported it yet."""
+    served_model_name: str = ""
+    """The name of the model for the users of the engine that came last, of those that have named it."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -58,6 +60,11 @@ class NamespaceRecord:
     base: bytes = b""
     """The digest of the same manifest and tenant without weights: keys are made of it."""
     use: NamespaceUse = field(default_factory=NamespaceUse, compare=False)
+
+    @property
+    def model(self) -> str:
+        """The model's name for people, in lists, metrics and KV events."""
+        return self.use.served_model_name or self.manifest.model
 
     @property
     def chunk_bytes(self) -> int:
@@ -110,6 +117,8 @@ class SessionRecord:
     tenant: str
     is_bench: bool = False
     """The server's totals leave it out."""
+    served_model_name: str = ""
+    """The name of the model for the engine's users; empty: the engine has not named it."""
     members: dict[str, MemberRecord] = field(default_factory=dict)
     identities: set[str | None] = field(default_factory=set)
     """As whom its members were attached: Peer.identity of those calls."""
@@ -126,8 +135,13 @@ class SessionRecord:
     def who(self) -> dict[str, Any]:
         """The fields of events that name the session."""
         return {
-            "tenant": self.tenant, "session": self.id, "label": self.label, "model": self.namespace.manifest.model
+            "tenant": self.tenant, "session": self.id, "label": self.label, "model": self.model
         }
+
+    @property
+    def model(self) -> str:
+        """The model's name for people."""
+        return self.served_model_name or self.namespace.manifest.model
 
     def is_open_to(self, identity: str | None) -> bool:
         return identity is None or identity in self.identities
@@ -225,7 +239,7 @@ class Registry:
         self._namespaces = {digest: record for digest, record in self._namespaces.items() if wanted(record)}
 
     def add_session(
-        self, table_id: int, instance: str, label: str, namespace: NamespaceRecord, *, is_bench: bool = False
+        self, table_id: int, body: AttachSession, namespace: NamespaceRecord
     ) -> SessionRecord:
         """The session's id contains the pool's number, so an id of another pool is never found here. The table never
         uses an id twice, so an id that outlives its server names the same session in the next one, with the same proof.
@@ -234,18 +248,19 @@ class Registry:
         session_id = f"{self._prefix}-{table_id}"
         proof = hashlib.blake2b(session_id.encode(), digest_size=16, key=self._secret, person=b"kvdock session")
         record = SessionRecord(
-            session_id, f"{session_id}-{proof.hexdigest()}", table_id, instance, label, namespace, self._opened,
-            namespace.tenant, is_bench,
+            session_id, f"{session_id}-{proof.hexdigest()}", table_id, body.instance, body.label, namespace,
+            self._opened, namespace.tenant, body.is_bench, body.served_model_name,
         )
-        namespace.use.is_bench &= is_bench
+        self.move_session(record, namespace)
         self._by_id[record.id] = self._by_capability[record.capability] = self._by_table_id[table_id] = record
-        self._by_instance[record.tenant, instance] = record
+        self._by_instance[record.tenant, record.instance] = record
         return record
 
     def move_session(self, session: SessionRecord, namespace: NamespaceRecord) -> None:
         """`namespace`: another one of the session's manifest and tenant."""
-        session.namespace = namespace
-        namespace.use.is_bench &= session.is_bench
+        session.namespace, use = namespace, namespace.use
+        use.is_bench &= session.is_bench
+        use.served_model_name = session.served_model_name or use.served_model_name
 
     def add_member(self, session: SessionRecord, member: MemberRecord) -> None:
         session.members[member.id] = self._by_lock[member.lock_offset] = member

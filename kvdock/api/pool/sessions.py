@@ -128,7 +128,7 @@ class Sessions:
         else:
             namespace = self._add_namespace(base, weights, manifest, tenant)
         table_id = self._table.open_session(nonce, namespace.table_id, now_ms)
-        return self.registry.add_session(table_id, body.instance, body.label, namespace, is_bench=body.is_bench)
+        return self.registry.add_session(table_id, body, namespace)
 
     # ---------------------------------------------------------------- namespaces
 

@@ -170,7 +170,7 @@ class Curves:
         slots = sum(-(-group.part_bytes // SLOT_ALIGN) for group in manifest.groups) * manifest.writers
         self._simulated.set_space(number, manifest.chunk_tokens, slots * SLOT_ALIGN)
         space = self._spaces[namespace.base] = _Space(
-            namespace.base, namespace.tenant, manifest.model, manifest.chunk_tokens, namespace.chunk_bytes, number
+            namespace.base, namespace.tenant, namespace.model, manifest.chunk_tokens, namespace.chunk_bytes, number
         )
         return space
 

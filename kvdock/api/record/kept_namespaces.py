@@ -19,12 +19,13 @@ class _Kept(msgspec.Struct, omit_defaults=True):
     manifest: Manifest
     tenant: str = ""
     weights: str | None = None
+    served_model_name: str = ""
 
 
 class KeptNamespaces:
     def __init__(self, registry: Registry, table: Table) -> None:
         self._registry, self._table = registry, table
-        self._kept: list[tuple[bytes, str | None]] = []
+        self._kept: list[tuple[bytes, str | None, str]] = []
 
     @property
     def has_changed(self) -> bool:
@@ -36,7 +37,7 @@ class KeptNamespaces:
         return msgspec.Raw(msgspec.json.encode([
             _Kept(
                 namespace=one.digest.hex(), base=one.base.hex(), manifest=one.manifest, tenant=one.tenant,
-                weights=one.use.weights,
+                weights=one.use.weights, served_model_name=one.use.served_model_name,
             )
             for one in self._named()
         ]))
@@ -47,13 +48,14 @@ class KeptNamespaces:
         for one in msgspec.json.decode(kept, type=list[_Kept]):
             digest = bytes.fromhex(one.namespace)
             if digest in numbers:
-                self._registry.add_namespace(
+                known = self._registry.add_namespace(
                     numbers[digest], digest, one.manifest, one.tenant, holds_chunks=True, base=bytes.fromhex(one.base),
                     weights=one.weights,
                 )
+                known.use.served_model_name = known.use.served_model_name or one.served_model_name
 
     def _named(self) -> list[NamespaceRecord]:
         return [one for one in self._registry.namespaces() if not one.use.is_bench]
 
-    def _names(self) -> list[tuple[bytes, str | None]]:
-        return [(one.digest, one.use.weights) for one in self._named()]
+    def _names(self) -> list[tuple[bytes, str | None, str]]:
+        return [(one.digest, one.use.weights, one.use.served_model_name) for one in self._named()]

@@ -434,7 +434,7 @@ class Tally:
             sums.hits.ended(view)
         if session.is_bench:
             return
-        self.hits.ended(session.tenant, space.manifest.model, view)
+        self.hits.ended(session.tenant, session.model, view)
         traceparent = "" if answer is None else answer.traceparent
         self._publish_later(e.RequestEnded, _request_ended, session, traceparent, outcome.request, view)
         self.recent.ended(session.tenant, RequestView(

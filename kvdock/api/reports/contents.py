@@ -215,7 +215,7 @@ class Contents:
         chunks = [chunk for _, chunk in sorted(zip(is_sought, chunks, strict=True), reverse=True)]  # the sought first
         spaces = [
             one.table_id for one in self._registry.namespaces()
-            if search in one.manifest.model.casefold() or search in one.tenant.casefold()
+            if search in one.model.casefold() or search in one.tenant.casefold()
         ]
         census = Census(
             self._table, below=question.below, named=[chunk[:2] for chunk in chunks], search=spaces,
@@ -226,7 +226,7 @@ class Contents:
     def _view(self, space: NamespaceRecord, found: _Found, answer: _Answer) -> PrefixView:
         chunk_tokens = space.manifest.chunk_tokens
         return PrefixView(
-            namespace=space.digest.hex(), tenant=space.tenant, model=space.manifest.model, weights=space.use.weights,
+            namespace=space.digest.hex(), tenant=space.tenant, model=space.model, weights=space.use.weights,
             key=found.first.hex(), tokens=found.chunks * chunk_tokens, chunks=found.chunks, bytes=found.held_bytes,
             fork_key=found.fork.hex(), shared_tokens=found.shared_chunks * chunk_tokens,
             shared_bytes=found.shared_bytes, branches=found.branches,

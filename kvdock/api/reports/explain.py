@@ -112,7 +112,7 @@ class Explainer:
             *_others([row for row, _ in found if row.session != newest.session]),
         ]
         return Explanation(
-            request=newest.request, namespace=detail.namespace.hex(), model=space.manifest.model if space else "",
+            request=newest.request, namespace=detail.namespace.hex(), model=space.model if space else "",
             weights=detail.weights, sentences=sentences,
             advice={one.advice: ADVICE[one.advice] for one in sentences if one.advice},
             lookups=lookups, outcome=outcome, load=_load_of(outcome),

@@ -156,6 +156,7 @@ class Lists:
         return NamespaceView(
             namespace=record.digest.hex(),
             tenant=record.tenant,
+            model=record.model,
             manifest=shown_manifest(record.manifest),
             weights=record.use.weights,
             base=record.base.hex(),
@@ -227,7 +228,7 @@ def _session_fields(record: SessionRecord, view: SessionView, now_ms: int) -> di
         "tenant": record.tenant,
         "instance": record.instance,
         "label": record.label,
-        "model": record.namespace.manifest.model,
+        "model": record.model,
         "namespace": record.namespace.digest.hex(),
         "weights": record.namespace.use.weights,
         "leases": view.leases,

@@ -176,7 +176,7 @@ class Judge:
         for session in self._registry.sessions():
             space = session.namespace
             if judged.peer.sees(space.tenant) and space.use.sums.lookup_tokens >= SHARED_LEAST_TOKENS:
-                base = PurePosixPath(space.manifest.model).name.lower()
+                base = PurePosixPath(space.model).name.lower()
                 by_model.setdefault((space.tenant, base), {})[space.base] = space
         for (_, model), spaces in by_model.items():
             if len(spaces) > 1:

@@ -107,12 +107,13 @@ class KvdockLinker(UnifiedCacheLinker):
             ), kv_dtype=str(kvcache.dtype),
         )
         instance, rank = self._ranks.share(f"sglang-{nonce()}"), self._ranks.rank
-        label = str(args.served_model_name or args.model_path)[-100:]
+        name = str(args.served_model_name or args.model_path)[-100:]
         _, worker = open_worker(
             ConnectorSettings(
                 settings.address, settings.access_token_file, settings.timeout_s, device, settings.copy_threads
             ),
-            manifest, Identity(instance, f"{instance}-{rank}-{nonce()}", (rank,), rank == 0, label),
+            manifest,
+            Identity(instance, f"{instance}-{rank}-{nonce()}", (rank,), rank == 0, name, served_model_name=name),
             [replace(group.layout, token_order=manifest.token_order) for group in groups], stream=stream,
         )
         return RankPools(worker, groups, params.page_size, _current_stream if stream is not None else None)

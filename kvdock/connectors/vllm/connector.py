@@ -516,7 +516,7 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
         name, short_id = served_name(self._config.model_config), self._instance.name.removeprefix("vllm-")[:8]
         return Identity(
             instance=self._instance.name, member=f"{member}-{self._instance.nonce()}", ranks=ranks, scheduler=scheduler,
-            label=f"vLLM {vllm.__version__} {name} {short_id}",
+            label=f"vLLM {vllm.__version__} {name} {short_id}", served_model_name=name,
         )
 
 

@@ -21,9 +21,9 @@ const WHOLE_KEY = /^[0-9a-f]{64}$/;
 
 const freeNow = ({ pool: p }) => p.free_bytes + Math.max(0, p.limit_bytes - p.allocated_bytes);
 
-function nameOf({ namespace, manifest, tenant, weights }) {
+function nameOf({ namespace, model, manifest, tenant, weights }) {
   return [
-    manifest.model, manifest.adapter, weightsName(weights), tenant, namespace.slice(0, 8),
+    model ?? manifest.model, manifest.adapter, weightsName(weights), tenant, namespace.slice(0, 8),
   ].filter(Boolean).join(" · ");
 }
 

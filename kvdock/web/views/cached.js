@@ -12,18 +12,21 @@ const OWN = "the server's own user";
 const tenantName = (tenant) => tenant || OWN;
 const WAYS = [["model", "Model"], ["namespace", "Namespace"], ["tenant", "Tenant"], ["prefix", "Prefix"]];
 
+/** An older server has no `model`. */
+const modelOf = ({ model, manifest }) => model ?? manifest.model;
+
 /** How namespaces are grouped: the key of a group, its name, and the text beside the name. */
 const GROUPS = {
   model: {
-    key: (n) => n.manifest.model,
-    name: (n) => n.manifest.model,
+    key: (n) => modelOf(n),
+    name: (n) => modelOf(n),
     beside: (all) => plural(all.length, "namespace"),
   },
   namespace: {
     key: (n) => n.namespace,
     name: (n) => n.namespace.slice(0, 12),
-    beside: ([{ manifest, tenant, weights, left_s: left }]) => [
-      manifest.model, manifest.adapter && `adapter ${manifest.adapter}`, weightsName(weights),
+    beside: ([{ model, manifest, tenant, weights, left_s: left }]) => [
+      modelOf({ model, manifest }), manifest.adapter && `adapter ${manifest.adapter}`, weightsName(weights),
       tenant && `tenant ${tenant}`, (left ?? null) !== null && `left ${age(left)} ago`,
     ].filter(Boolean).join(", "),
   },

@@ -33,6 +33,8 @@ const BAD = new Set(["dead", "mismatched", "growth_failed"]);
 const WARN = new Set(["suspect", "refused", "aborted", "draining", "gap"]);
 /** Fields that are shown elsewhere in the row, or not at all. */
 const LEFT_OUT = new Set(["kind", "seq", "at", "tenant", "session", "label"]);
+/** Fields whose values are codes. */
+const CODES = new Set(["why", "limited_by"]);
 /** A key or a namespace, of which only the first digits are shown. */
 const LONG_HEX = /^[0-9a-f]{64}$/;
 const UNITS = [["_bytes", bytes], ["_us", took], ["_s", age], ["bytes", bytes]];
@@ -44,6 +46,7 @@ function figure(name, value) {
     const change = ([key, one]) => `${unitless(key)} ${[one].flat().map((each) => figure(key, each)).join(" → ")}`;
     return Object.entries(value).map(change).join(", ") || "none";
   }
+  if (CODES.has(name)) return words(value).toLowerCase();
   return LONG_HEX.test(value) ? `${value.slice(0, 12)}…` : String(value);
 }
 

@@ -34,7 +34,7 @@ class ChunkUse:
 
 
 class ChunkStatistics:
-    """`chunk_tokens`: that of the manifest. SettingError for a number below 1."""
+    """`chunk_tokens`: that of the manifest. Raises SettingError for a number below 1."""
 
     def __init__(self, chunk_tokens: int, *, max_chunks: int = 65536) -> None:
         for name, value in (("chunk_tokens", chunk_tokens), ("max_chunks", max_chunks)):

@@ -33,9 +33,9 @@ cost, so they would make the engine look slower than it is."""
 
 
 class PrefillSpeed:
-    """How many tokens of prompts this engine computes in a second. `clock`: seconds, monotonic. `ahead`: how many steps
-    are in progress when the engine plans another one. It plans the next step when the oldest one in progress has
-    ended."""
+    """How many tokens of prompts this engine computes in a second. `clock`: a monotonic clock, in seconds. `ahead`: how
+    many steps are in progress when the engine plans another one. It plans the next step when the oldest one in progress
+    has ended."""
 
     def __init__(self, clock: Callable[[], float], ahead: int = 0) -> None:
         self._clock = clock
@@ -107,7 +107,7 @@ class LoadCost:
 
 
 class LoadOrCompute:
-    """Compares loading with computing. `speed`: the engine's prefill speed. `clock`: seconds, monotonic."""
+    """Compares loading with computing. `speed`: the engine's prefill speed. `clock`: a monotonic clock, in seconds."""
 
     def __init__(self, speed: PrefillSpeed, clock: Callable[[], float]) -> None:
         self._speed, self._clock, self._cost = speed, clock, LoadCost()
@@ -141,7 +141,7 @@ UNLIMITED = 1 << 30
 
 @dataclass(frozen=True)
 class LoadLimits:
-    """Limits for one load. SettingError for a value out of range."""
+    """Limits for one load. Raises SettingError for a value out of range."""
 
     max_load_tokens: int = UNLIMITED
     """The most tokens that one load may have."""

@@ -70,7 +70,7 @@ class ConnectorSettings:
 class EngineConnector:
     """A Connector (interface.py). `layouts`: where each KV group of the manifest has its blocks; groups that share
     their memory share a layout. `stream`: see WorkerConnector. `peers`: the connections to the workers of the other
-    ranks; this process is rank 0. RefusedError when a server answers and does not accept this engine;
+    ranks; this process is rank 0. Raises RefusedError when a server answers and does not accept this engine;
     LayoutMismatchError when `layouts` and `manifest` disagree; NoCuda when there is no such GPU."""
 
     def __init__(
@@ -257,8 +257,8 @@ def open_worker(
 
 
 def start(session: EngineSession, worker: WorkerConnector, observer: SessionObserver | None = None) -> None:
-    """Attaches, if a server answers. RefusedError when it does not accept this engine. If this raises, the worker and
-    the client are closed."""
+    """Attaches, if a server answers. Raises RefusedError when it does not accept this engine. If this raises, the
+    worker and the client are closed."""
     try:
         session.start(observer)
     except BaseException:

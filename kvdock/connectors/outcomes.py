@@ -168,8 +168,8 @@ class _Story:
 
 
 class RequestOutcomes:
-    """`report`: called with the outcome of each request that has ended. `speed`: the engine's prefill speed. `clock`:
-    seconds, monotonic. `epoch_of`: the epoch of a request's last lookup; 0: it was not looked up."""
+    """`report`: called with the outcome of each request that has ended. `speed`: the engine's prefill speed. `clock`: a
+    monotonic clock, in seconds. `epoch_of`: the epoch of a request's last lookup; 0: it was not looked up."""
 
     def __init__(
         self, report: Callable[[Outcome], None], speed: PrefillSpeed | None = None,

@@ -338,8 +338,8 @@ class EngineSession:
     def runs(self, weights: str) -> None:
         """The scheduler's session: from now on the engine runs the weights of that name, at most MAX_WEIGHTS
         characters; "": those with which it started. Returns at once: the name is reported to the server in the
-        background, and again when the server was lost. Until then lookups and stores use the namespace of the
-        weights before, where keys of other weights are misses. ValueError for a longer name."""
+        background, and again when the server was lost. Until then lookups and stores use the namespace of the weights
+        before, where keys of other weights are misses. Raises ValueError for a longer name."""
         if len(weights) > MAX_WEIGHTS:
             raise ValueError(f"a name of weights has {len(weights)} characters, wanted at most {MAX_WEIGHTS}")
         self._weights.name = weights
@@ -367,7 +367,8 @@ class EngineSession:
         """Maps the segment if it is not mapped yet, because the pool has grown since the last heartbeat. Raises
         AttachError, ServerUnavailable, ApiError.
 
-        SegmentNotRegistered when copies need segments that are registered with the driver, and this one is not yet."""
+        Raises SegmentNotRegistered when copies need segments that are registered with the driver, and this one is not
+        yet."""
         hold = attachment.hold
         if all(known.id != segment for known in hold.segments.segments):
             hold.map(self.client.segments().segments, populate=False)

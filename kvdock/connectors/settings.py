@@ -60,7 +60,7 @@ class EngineSettings(LoadLimits):
 
     @classmethod
     def of(cls, values: Mapping[str, object], where: str) -> Self:
-        """`values`: each has its setting's type; `where`: the user's name for the place where they are set.
+        """`values`: each has its setting's type; `where`: the user's name for the place where they are set. Raises
         NotSupportedError for a value out of range."""
         try:
             made = cls(**values)  # type: ignore[arg-type]  # checked() has checked their types
@@ -82,8 +82,8 @@ class EngineSettings(LoadLimits):
 
 def checked(given: Mapping[str, object], known: Mapping[str, type], where: str) -> dict[str, object]:
     """Returns `given`, in which each value has the type of its setting. `known`: the type of each setting; `where`: the
-    user's name for the place where they are set. NotSupportedError for a name that is no setting, and for a value of
-    another type."""
+    user's name for the place where they are set. Raises NotSupportedError for a name that is no setting, and for a
+    value of another type."""
     values: dict[str, object] = {}
     for name, value in given.items():
         if name not in known:

@@ -56,7 +56,7 @@ class SentQuestion:
 
 
 class Patience:
-    """`wait_s`: after how many seconds an answer is late. `clock`: seconds, monotonic."""
+    """`wait_s`: after how many seconds an answer is late. `clock`: a monotonic clock, in seconds."""
 
     def __init__(self, wait_s: float, clock: Callable[[], float]) -> None:
         self._wait_s, self._clock = wait_s, clock
@@ -366,7 +366,8 @@ NOTHING = Expected()
 
 @dataclass
 class Waits:
-    """The kinds of waits that an engine's requests have; None: they have no such wait. `clock`: seconds, monotonic."""
+    """The kinds of waits that an engine's requests have; None: they have no such wait. `clock`: a monotonic clock, in
+    seconds."""
 
     patience: Patience | None = None
     """For the server's answer. None: a lookup is Pending until the answer is there."""

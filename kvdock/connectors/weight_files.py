@@ -70,7 +70,7 @@ class Run:
 
 def digest_of_files(files: Sequence[tuple[Path, str]], *, whole: bool) -> str:
     """Hexadecimal SHA-256 over the files in this order, each with the name that is given with it, and its size.
-    `whole`: all bytes are read. OSError where a file cannot be read, or changes meanwhile."""
+    `whole`: all bytes are read. Raises OSError where a file cannot be read, or changes meanwhile."""
     opened = [_Opened(path, whole=whole) for path, _ in files]
     large = [run.end - run.start for one in opened for run in one.runs if run.is_large]
     stretch = max(STRETCH_BYTES, -(-sum(large) // MOST_PIECES))
@@ -166,8 +166,8 @@ def _pieces(run: Run, stretch: int) -> Iterator[tuple[int, int]]:
 
 
 def _runs(tensors: Sequence[tuple[int, int]], size: int) -> Iterator[Run]:
-    """The whole file, cut at the tensors; neighbours that are read whole are one run. NoLayout where tensors overlap or
-    lie outside the file."""
+    """The whole file, cut at the tensors; neighbours that are read whole are one run. Raises NoLayout where tensors
+    overlap or lie outside the file."""
     whole_since, at = 0, 0
     for start, end in sorted(tensors):
         if not at <= start <= end <= size:
@@ -187,7 +187,7 @@ def _runs(tensors: Sequence[tuple[int, int]], size: int) -> Iterator[Run]:
 
 def layout_of(file: BinaryIO, size: int) -> list[tuple[int, int]]:
     """(first byte, byte behind the last) of each tensor of a file of safetensors, GGUF or torch (zip). The content of
-    the file decides which it is, not its name. NoLayout for anything else."""
+    the file decides which it is, not its name. Raises NoLayout for anything else."""
     file.seek(0)
     start = file.read(8)
     if start[:4] == b"GGUF":

@@ -47,8 +47,8 @@ def weights_of(
 ) -> dict[str, Any]:
     """The fields of the manifest that distinguish these weights from others. `model`, `load`: vLLM's ModelConfig and
     LoadConfig, or objects with those of their fields that are read here. `given`: the user's own name of the weights;
-    then no file is read. `whole`: all bytes of the files are read, not samples of them. NotSupportedError when nothing
-    identifies the weights."""
+    then no file is read. `whole`: all bytes of the files are read, not samples of them. Raises NotSupportedError when
+    nothing identifies the weights."""
     read_as = str(load.load_format).rpartition(".")[2].lower()
     if read_as == "dummy":
         return {"weights": given or "dummy", "seed": model.seed}
@@ -84,7 +84,7 @@ def _unknown(why: str) -> NotSupportedError:
 
 
 def _files_in(folder: Path) -> list[Path]:
-    """The files of weights in the folder or, as in some models, below it. NotSupportedError if there is none."""
+    """The files of weights in the folder or, as in some models, below it. Raises NotSupportedError if there is none."""
     for candidates in (folder.iterdir(), folder.rglob("*")):
         found = sorted(path for path in candidates if path.suffix in SUFFIXES and path.is_file())
         if found:
@@ -93,8 +93,8 @@ def _files_in(folder: Path) -> list[Path]:
 
 
 def _shards_of(path: Path) -> list[Path]:
-    """`path`, and the other GGUF files of a model that was split into several. NotSupportedError unless the suffix of
-    `path` is one of SUFFIXES."""
+    """`path`, and the other GGUF files of a model that was split into several. Raises NotSupportedError unless the
+    suffix of `path` is one of SUFFIXES."""
     if path.suffix not in SUFFIXES:
         raise _unknown(f"{path} is not of a kind that holds weights ({', '.join(SUFFIXES)})")
     found = SHARD.match(path.name)

@@ -381,8 +381,8 @@ class WorkerConnector:
     # ------------------------------------------------------------------ both
 
     def _own_part(self, piece: LoadPiece | StorePiece, parts: Iterable[AnyPart], writer: int) -> AnyPart:
-        """The part by `writer` among `parts`. CopyError when it is missing, or its length or the number of the piece's
-        blocks is wrong."""
+        """The part by `writer` among `parts`. Raises CopyError when it is missing, or its length or the number of the
+        piece's blocks is wrong."""
         wanted, blocks = self.session.manifest.groups[piece.group].part_bytes, self._part_blocks[piece.group]
         part = next((part for part in parts if part.writer == writer), None)
         if part is None or part.length != wanted:
@@ -393,8 +393,8 @@ class WorkerConnector:
         return part
 
     def _addresses(self, attachment: Attachment, parts: Sequence[Part | WritePart]) -> list[int]:
-        """The addresses of the parts' slots. AttachError when a segment is not there, or not whole; each one is checked
-        once."""
+        """The addresses of the parts' slots. Raises AttachError when a segment is not there, or not whole; each one is
+        checked once."""
         for segment in {part.segment for part in parts}:
             self.session.ensure_segment(attachment, segment)
             attachment.segments.require_whole(segment)

@@ -110,7 +110,8 @@ class PackedParts(NamedTuple):
 
 
 def packed_for_gather(layout: PagedLayout, parts: Sequence[PartCopy]) -> PackedParts:
-    """The parts for a gather. CopyError for a part with skip_blocks, or for values that do not fit 64-bit integers."""
+    """The parts for a gather. Raises CopyError for a part with skip_blocks, or for values that do not fit 64-bit
+    integers."""
     packed = _packed(layout, parts)
     if any(packed.skips):
         index = next(index for index, skip in enumerate(packed.skips) if skip)
@@ -119,7 +120,8 @@ def packed_for_gather(layout: PagedLayout, parts: Sequence[PartCopy]) -> PackedP
 
 
 def packed_for_scatter(layout: PagedLayout, parts: Sequence[PartCopy]) -> PackedParts:
-    """The parts for a scatter. CopyError for one without an expected checksum, or for values that exceed 64 bits."""
+    """The parts for a scatter. Raises CopyError for one without an expected checksum, or for values that exceed 64
+    bits."""
     if None in (part.checksum for part in parts):
         index = next(index for index, part in enumerate(parts) if part.checksum is None)
         raise copy_error(f"part {index}: checksum", found=None, wanted="the expected value")
@@ -203,7 +205,7 @@ class CpuCopier:
         self._thread = Pool(1, "kvdock-copier")
 
     def gather(self, parts: Sequence[PartCopy], *, after: int | None = None) -> CopyHandle:
-        """CopyError for a part with skip_blocks (a gather has nothing to skip), and for a stream."""
+        """Raises CopyError for a part with skip_blocks (a gather has nothing to skip), and for a stream."""
         _refuse_stream(after)
         packed, core = packed_for_gather(self._layout, parts), self._layout.core
         return self._submit(
@@ -211,7 +213,7 @@ class CpuCopier:
         )
 
     def scatter(self, parts: Sequence[PartCopy], *, after: int | None = None) -> CopyHandle:
-        """CopyError for a part without its expected checksum, and for a stream."""
+        """Raises CopyError for a part without its expected checksum, and for a stream."""
         _refuse_stream(after)
         packed, core = packed_for_scatter(self._layout, parts), self._layout.core
         return self._submit(parts, lambda: _core.scatter(core, *packed, threads=self._threads))

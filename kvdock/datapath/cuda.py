@@ -66,7 +66,7 @@ class CopyTuning:
 
 
 def require_cuda(device: int) -> _core.CudaDevice:
-    """The GPU with index `device`. NoCuda, whose message is one sentence, when it cannot be used."""
+    """The GPU with index `device`. Raises NoCuda, whose message is one sentence, when it cannot be used."""
     why = _core.cuda_unavailable()
     if why:
         raise NoCuda(why, found=why, wanted="a CUDA GPU")
@@ -93,7 +93,7 @@ class CudaHandle:
 
     def order(self, stream: int, band: int | None = None) -> None:
         """Later work on `stream` (a CUstream as an integer) runs after the copy, or after its bands up to `band`.
-        CopyError for a band that the copy does not have."""
+        Raises CopyError for a band that the copy does not have."""
         self._copy.order(stream, band)
 
     def verified(self, timeout_s: float | None) -> list[PartResult] | None:
@@ -102,8 +102,8 @@ class CudaHandle:
         return results_of(self._copy.verified_checksums(), self._parts) if self._copy.wait_verified(timeout_s) else None
 
     def result(self) -> list[PartResult]:
-        """Waits for the end; one result for each part, in order. CudaError when the copy failed: the blocks may hold
-        anything."""
+        """Waits for the end; one result for each part, in order. Raises CudaError when the copy failed: the blocks may
+        hold anything."""
         return results_of(self._copy.checksums(), self._parts)
 
     def took_s(self) -> float | None:

@@ -15,8 +15,8 @@ class MemberLiveness:
     """Keeps the byte at `offset` of the lock file locked until close(), or until this process's address space ends.
 
     `with_children`: the byte stays locked until the address spaces of its forked children have ended, too. A process
-    that copies with a GPU needs this (csrc/segment/liveness.h has the reason). OSError when the lock file cannot be
-    opened, ForeignObject when it is not this user's own.
+    that copies with a GPU needs this (csrc/segment/liveness.h has the reason). Raises OSError when the lock file cannot
+    be opened, ForeignObject when it is not this user's own.
     """
 
     def __init__(self, lock_file: str | Path, *, source: random.Random, with_children: bool = False) -> None:

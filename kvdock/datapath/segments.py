@@ -48,7 +48,7 @@ class AttachedSegments:
             return self._segments[segment.id][0]
 
     def mapping(self, segment: int) -> _core.Mapping:
-        """The mapping of a segment. KeyError when the segment is not attached."""
+        """The mapping of a segment. Raises KeyError when the segment is not attached."""
         return self._segments[segment][1]
 
     def address(self, segment: int, offset: int, length: int) -> int:

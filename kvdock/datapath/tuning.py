@@ -104,7 +104,7 @@ def tuned(layout: PagedLayout, device: int, *, part_blocks: int, cache_dir: Path
     """The tuning for this GPU and layout: read from the file, or else measured now (well under a second) and written to
     it.
 
-    NoCuda when there is no such GPU.
+    Raises NoCuda when there is no such GPU.
     """
     geometry, info = Geometry.of(layout, part_blocks), require_cuda(device)
     directory = cache_dir if cache_dir is not None else cache_directory()
@@ -350,7 +350,7 @@ def _read(path: Path) -> Calibration | None:
 
 
 def save_calibration(path: Path, calibration: Calibration) -> None:
-    """Writes the whole file or nothing. OSError."""
+    """Writes the whole file or nothing. Raises OSError."""
     data = {"format": FORMAT, **{one.name: getattr(calibration, one.name) for one in fields(calibration)}}
     data["geometry"], data["tuning"] = asdict(calibration.geometry), asdict(calibration.tuning)
     fresh = path.with_suffix(f".{os.getpid()}")
@@ -360,7 +360,7 @@ def save_calibration(path: Path, calibration: Calibration) -> None:
 
 @contextmanager
 def _lock(directory: Path) -> Iterator[None]:
-    """A lock that one calibrating process holds at a time. OSError when the directory cannot be made."""
+    """A lock that one calibrating process holds at a time. Raises OSError when the directory cannot be made."""
     directory.mkdir(parents=True, exist_ok=True)
     fd = os.open(directory / "calibrating.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:

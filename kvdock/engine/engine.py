@@ -141,7 +141,7 @@ class Engine:
         self.connector.close()
 
     def check_integrity(self) -> None:
-        """AssertionError unless lists, states and blocks agree; tests call it after each step."""
+        """Raises AssertionError unless lists, states and blocks agree; tests call it after each step."""
         self.scheduler.check_integrity()
 
     def _compute(self, work: Work) -> list[TokenOutput]:

@@ -122,7 +122,7 @@ class Scheduler:
         self.connector.finished(request.id)
 
     def check_integrity(self) -> None:
-        """AssertionError unless lists, states and blocks agree."""
+        """Raises AssertionError unless lists, states and blocks agree."""
         for queue in (self.waiting, self.running):
             assert queue == sorted(queue, key=lambda r: r.arrival.order), "a queue is out of order"
         for request in self.waiting:

@@ -50,8 +50,8 @@ BEGINNING_DIGITS: Final = 16
 def beginnings_of(tokens: Sequence[int]) -> str:
     """16 hex digits for the first 16 tokens, 16 for the first 64, and so on for each of BEGINNINGS that the prompt has
     as many tokens as; empty for a shorter prompt. They depend on nothing else, so they show that a prompt which begins
-    like this one is stored in another namespace. They are no keys: nothing is found by them. ManifestError for tokens
-    outside 0..2**32-1."""
+    like this one is stored in another namespace. They are no keys: nothing is found by them. Raises ManifestError for
+    tokens outside 0..2**32-1."""
     packed, hashed, made = pack_tokens(tokens[: BEGINNINGS[-1]]), blake2b(digest_size=8, person=b"kvdock beginning"), ""
     for start, end in pairwise((0, *BEGINNINGS)):
         if len(tokens) < end:
@@ -104,7 +104,7 @@ class Mark:
 def chunk_keys(namespace: bytes, tokens: Sequence[int], chunk_tokens: int) -> list[bytes]:
     """Keys of the whole chunks of `tokens`, 32 bytes each; a tail shorter than a chunk has none.
 
-    ManifestError for tokens outside 0..2**32-1, a namespace that is not 32 bytes, chunk_tokens < 1.
+    Raises ManifestError for tokens outside 0..2**32-1, a namespace that is not 32 bytes, chunk_tokens < 1.
     """
     return KeyChain(namespace, chunk_tokens).extend(tokens)
 
@@ -162,7 +162,8 @@ class KeyChain:
 
 class HashedChain:
     """The keys of a sequence that its engine hashes as it grows. Each item of `hashes` covers `hash_tokens` more tokens
-    and all tokens before them; they may lag behind the tokens. ManifestError unless whole hashes make a chunk."""
+    and all tokens before them; they may lag behind the tokens. Raises ManifestError unless whole hashes make a chunk.
+    """
 
     def __init__(self, namespace: bytes, chunk_tokens: int, hashes: Sequence[bytes], hash_tokens: int) -> None:
         if chunk_tokens % hash_tokens:
@@ -185,7 +186,7 @@ class HashedChain:
 
 
 def pack_tokens(tokens: Sequence[int]) -> bytes:
-    """Little-endian u32 each. ManifestError for what is not an integer in 0..2**32-1."""
+    """Little-endian u32 each. Raises ManifestError for what is not an integer in 0..2**32-1."""
     try:
         packed = array("I", tokens)
     except (OverflowError, TypeError) as error:
@@ -201,7 +202,7 @@ def _digest(kind: bytes, data: bytes) -> bytes:
 
 
 def _plain(value: object, where: str) -> object:
-    """`value` as dicts and lists. ManifestError for what JSON could write in two ways or would change."""
+    """`value` as dicts and lists. Raises ManifestError for what JSON could write in two ways or would change."""
     if value is None or isinstance(value, (str, bool, int)):
         return value
     if isinstance(value, Mapping):

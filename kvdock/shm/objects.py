@@ -112,7 +112,7 @@ def _named(shm_dir: Path) -> Iterator[tuple[Path, bool]]:
 
 
 def open_lock(path: Path) -> int:
-    """Opens a lock file and returns its descriptor, readable and writable. FileNotFoundError, PermissionError,
+    """Opens a lock file and returns its descriptor, readable and writable. Raises FileNotFoundError, PermissionError,
     ForeignObject."""
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -144,7 +144,7 @@ def segment_names(pool_id: int, shm_dir: Path = SHM_DIR) -> Iterator[tuple[int, 
 def create(name: str, size_bytes: int) -> int:
     """A new object, mode 0600, all of `size_bytes` allocated; returns its descriptor.
 
-    FileExistsError when the name is taken, PoolTooSmall when memory runs out (then the name is removed).
+    Raises FileExistsError when the name is taken, PoolTooSmall when memory runs out (then the name is removed).
     """
     try:
         fd: int = _posix_ipc.SharedMemory(name, _posix_ipc.O_CREX, mode=0o600).fd
@@ -174,7 +174,8 @@ def allocate(fd: int, size_bytes: int, name: str) -> None:
 
 
 def open_existing(name: str) -> int:
-    """The object's descriptor, readable and writable. FileNotFoundError when there is no such object, ForeignObject."""
+    """The object's descriptor, readable and writable. Raises FileNotFoundError when there is no such object,
+    ForeignObject."""
     try:
         fd: int = _posix_ipc.SharedMemory(name).fd
     except _posix_ipc.ExistentialError as error:
@@ -209,8 +210,8 @@ def create_region(name: str, size_bytes: int) -> Mapping:
 
 
 def open_region(name: str) -> Mapping:
-    """Maps an object that an earlier server left. FileNotFoundError when there is none, ValueError when it is empty,
-    ForeignObject."""
+    """Maps an object that an earlier server left. Raises FileNotFoundError when there is none, ValueError when it is
+    empty, ForeignObject."""
     fd = open_existing(name)
     try:
         size_bytes = os.fstat(fd).st_size

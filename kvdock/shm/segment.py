@@ -43,7 +43,7 @@ class SegmentInfo:
 
 
 def map_checked(name: str, pool_id: int, segment: int) -> tuple[_core.Mapping, dict[str, int]]:
-    """Maps an object by name and checks its header. Returns the mapping and the header's fields. AttachError."""
+    """Maps an object by name and checks its header. Returns the mapping and the header's fields. Raises AttachError."""
     try:
         fd = objects.open_existing(name)
     except FileNotFoundError as error:

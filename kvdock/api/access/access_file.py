@@ -134,7 +134,7 @@ def _signature(path: str) -> tuple[int, ...]:
 
 
 def read(path: str) -> dict[bytes, Token]:
-    """The file's tokens by the SHA-256 of each. AccessFileError."""
+    """The file's tokens by the SHA-256 of each. Raises AccessFileError."""
     try:
         content = msgspec.convert(_with_sizes(tomllib.loads(read_private(path))), _Content)
     except SettingsError as error:

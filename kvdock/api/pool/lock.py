@@ -103,7 +103,7 @@ class PoolLock:
 
 
 def server_alive(pool_id: int, shm_dir: Path = shm.SHM_DIR) -> bool:
-    """Whether a server holds the pool now. ForeignObject."""
+    """Whether a server holds the pool now. Raises ForeignObject."""
     try:
         fd = shm.open_lock(shm.lock_path(pool_id, shm_dir))
     except FileNotFoundError:
@@ -147,7 +147,7 @@ def left_pools(shm_dir: Path = shm.SHM_DIR) -> list[LeftPool]:
 
 
 def _look(pool_id: int, shm_dir: Path) -> tuple[bool, LeftPool]:
-    """Whether its server is alive, and what the lock file says about the pool. ForeignObject."""
+    """Whether its server is alive, and what the lock file says about the pool. Raises ForeignObject."""
     fd = shm.open_lock(shm.lock_path(pool_id, shm_dir))
     try:
         address = os.pread(fd, SECRET_OFFSET, 0).rstrip(b"\0").decode(errors="replace")

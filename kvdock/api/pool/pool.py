@@ -357,7 +357,7 @@ class Pool:
 
 
 def _changed(limits: Limits, changes: dict[str, object], segment_bytes: int) -> Limits:
-    """`limits` with some values replaced. ApiError(bad_argument) when they do not fit together."""
+    """`limits` with some values replaced. Raises ApiError(bad_argument) when they do not fit together."""
     limits = msgspec.structs.replace(limits, **changes)
     if limits.pool_bytes < segment_bytes:
         raise ApiError(

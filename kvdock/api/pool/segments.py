@@ -108,8 +108,8 @@ class SegmentPool:
         randbits: Callable[[int], int] = secrets.randbits,
     ) -> None:
         """Sizes in bytes, rounded down to pages. `first_bytes`: the first segment is not larger, because the server is
-        ready as soon as it is allocated. `randbits(k)`: k random bits that nobody can guess, for names. ValueError for
-        sizes out of range."""
+        ready as soon as it is allocated. `randbits(k)`: k random bits that nobody can guess, for names. Raises
+        ValueError for sizes out of range."""
         smallest = _core.SEGMENT_HEADER_BYTES + _core.SLOT_ALIGN
         if not smallest <= segment_bytes <= MAX_SEGMENT_BYTES:
             raise ValueError(f"segment_bytes: found {segment_bytes}, wanted {smallest}..{MAX_SEGMENT_BYTES}")
@@ -137,7 +137,8 @@ class SegmentPool:
         """Maps the segments that an earlier server of this pool left: all of them, or those that `known` names.
 
         The names of the others are removed: no engine holds any of them. Ids below `next_id` are not used again. Called
-        once, before grow(). AttachError when a segment is missing, damaged or there twice; then nothing is changed.
+        once, before grow(). Raises AttachError when a segment is missing, damaged or there twice; then nothing is
+        changed.
         """
         opened: list[tuple[SegmentInfo, _core.Mapping]] = []
         there = list(shm.segment_names(self.pool_id, shm.SHM_DIR))

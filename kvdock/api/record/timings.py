@@ -150,7 +150,7 @@ class Pulse:
     """
 
     def __init__(self, now_ns: Callable[[], int]) -> None:
-        """`now_ns`: a clock that never goes back."""
+        """`now_ns`: a monotonic clock, in nanoseconds."""
         self._now_ns = now_ns
         self._round_ns = now_ns()
         self._window_ns = now_ns()

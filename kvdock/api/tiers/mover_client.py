@@ -39,8 +39,8 @@ UPDATE_S = 0.1
 
 
 class MoverClient:
-    """`clears`: knows the tiers. `is_draining`: whether the server is about to end. `now_s`: a clock that never goes
-    back."""
+    """`clears`: knows the tiers. `is_draining`: whether the server is about to end. `now_s`: a monotonic clock, in
+    seconds."""
 
     def __init__(
         self, pool: Pool, registry: Registry, counters: Counters, clears: Clears, *, is_draining: Callable[[], bool],

@@ -52,7 +52,7 @@ class _Prefetch:
 
 class Prefetches:
     """`why_unavailable`: returns why no tier can load the chunk at an index of a namespace's chain; "": a tier may have
-    it. `now_s`: a clock that never goes back."""
+    it. `now_s`: a monotonic clock, in seconds."""
 
     def __init__(
         self, pool: Pool, counters: Counters, why_unavailable: Callable[[NamespaceRecord, bytes, int], Why],

@@ -82,7 +82,7 @@ class WaitTotals:
 
 
 class Tickets:
-    """`now_s`: a clock that never goes back. `wake`: called when tickets have ended that the mover does not know to
+    """`now_s`: a monotonic clock, in seconds. `wake`: called when tickets have ended that the mover does not know to
     have ended."""
 
     def __init__(

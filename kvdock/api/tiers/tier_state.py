@@ -33,7 +33,7 @@ SOON_SHARE = 0.0625
 
 
 class TierState:
-    """`now_s`: a clock that never goes back."""
+    """`now_s`: a monotonic clock, in seconds."""
 
     def __init__(self, now_s: Callable[[], float]) -> None:
         self._now_s = now_s
@@ -108,7 +108,7 @@ class TierState:
 
 
 class EvictionForecast:
-    """`now_s`: a clock that never goes back."""
+    """`now_s`: a monotonic clock, in seconds."""
 
     def __init__(self, pool: Pool, registry: Registry, now_s: Callable[[], float]) -> None:
         self._pool, self._registry, self._now_s = pool, registry, now_s

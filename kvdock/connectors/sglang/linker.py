@@ -50,14 +50,14 @@ log = logging.getLogger("kvdock.sglang")
 
 
 class KvdockLinker(UnifiedCacheLinker):
-    """NotSupportedError when kvdock cannot serve this engine with its settings; RefusedError when a server answers and
-    does not accept it."""
+    """Raises NotSupportedError when kvdock cannot serve this engine with its settings; RefusedError when a server
+    answers and does not accept it."""
 
     def __init__(
         self, server_args: Any, params: Any, *, components: Any, extra_config: Any = None, forward_stream: Any = None,
         nonce: Callable[[], str] = lambda: uuid.uuid4().hex[:12], clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`nonce`: a random name; `clock`: seconds, monotonic; SGLang passes the others."""
+        """`nonce`: a random name; `clock`: a monotonic clock, in seconds; SGLang passes the others."""
         warn_of_version(sglang.__version__)
         settings, model = Settings.load(extra_config or {}, os.environ), model_config_of(server_args)
         refuse_what_is_not_supported(server_args, params, model, [component.name for component in components])

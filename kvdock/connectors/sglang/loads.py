@@ -101,7 +101,7 @@ class LayerCounter:
 class Loads:
     """`ended`: called in SGLang's thread with each load, and whether all loads of its batch are complete; None: the
     load was cancelled. `took`: called there for a complete batch, with the seconds from the start of its loads to their
-    end, and (tokens, seconds of the copies) of each load. `clock`: seconds, monotonic."""
+    end, and (tokens, seconds of the copies) of each load. `clock`: a monotonic clock, in seconds."""
 
     def __init__(
         self, pools: RankPools, weights: RunningWeights, *, ended: Callable[[QueuedLoad, bool | None], None],

@@ -78,7 +78,7 @@ class Chains:
 
 class PageLookups:
     """`verify_wait_s`: how long a request may wait for the verification of found pages; `tier_wait_s`: for lower tiers.
-    `clock`: seconds, monotonic."""
+    `clock`: a monotonic clock, in seconds."""
 
     def __init__(
         self, connector: SchedulerConnector, chains: Chains, figures: Figures, page_tokens: int,

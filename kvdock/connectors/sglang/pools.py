@@ -76,7 +76,7 @@ def groups_of(
     kvcache: Any, page_tokens: int, window_tokens: int | None, drafts: Sequence[Any] = (), requests: Any = None
 ) -> tuple[KVGroup, ...]:
     """`kvcache`: the pool of SGLang's allocator of KV pages; `drafts`: the pools of draft models; `requests`: SGLang's
-    pool of requests, which has the recurrent states. NotSupportedError for a pool that is not known."""
+    pool of requests, which has the recurrent states. Raises NotSupportedError for a pool that is not known."""
     groups = list(_targets(kvcache, page_tokens, window_tokens, requests))
     for draft in drafts:
         group = _group(FULL, draft, page_tokens, range(_layers_of(draft)))

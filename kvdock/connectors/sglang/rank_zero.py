@@ -76,7 +76,7 @@ class RankZero:
         cls, session: EngineSession, settings: Settings, *, ranks: int, weights: RunningWeights, speed: PrefillSpeed,
         figures: Figures, clock: Callable[[], float],
     ) -> RankZero:
-        """`ranks`: how many ranks the engine has. `clock`: seconds, monotonic."""
+        """`ranks`: how many ranks the engine has. `clock`: a monotonic clock, in seconds."""
         page_tokens, known_speed = session.manifest.chunk_tokens, speed if settings.load_if_cheaper else None
         chains, trust = Chains(weights), Trust(settings.trust_s, clock)
         cost = LoadOrCompute(speed, clock) if settings.load_if_cheaper else None

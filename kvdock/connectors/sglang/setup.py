@@ -44,14 +44,15 @@ class Settings(EngineSettings):
 
     @classmethod
     def load(cls, extra: Mapping[str, object], environ: Mapping[str, str]) -> Settings:
-        """`extra`: SGLang's linker_extra_config. NotSupportedError for a name that is no setting, a value of another
-        type, a value out of range."""
+        """`extra`: SGLang's linker_extra_config. Raises NotSupportedError for a name that is no setting, a value of
+        another type, a value out of range."""
         return cls.of({"address": default_address(environ), **checked(extra, cls.types(), EXTRA)}, EXTRA)
 
 
 def refuse_what_is_not_supported(args: Any, params: Any, model: Any, components: Collection[str]) -> None:
-    """NotSupportedError when kvdock cannot serve the engine; its message is one sentence. `args`, `params`, `model`:
-    SGLang's ServerArgs, CacheInitParams and ModelConfig; `components`: the names of the components of SGLang's tree."""
+    """Raises NotSupportedError when kvdock cannot serve the engine; its message is one sentence. `args`, `params`,
+    `model`: SGLang's ServerArgs, CacheInitParams and ModelConfig; `components`: the names of the components of SGLang's
+    tree."""
     if params.page_size not in PAGES:
         raise NotSupportedError(
             f"kvdock stores whole pages: --page-size is {params.page_size}, and {' or '.join(map(str, PAGES))} is "

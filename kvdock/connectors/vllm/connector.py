@@ -341,7 +341,8 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
             self._start(encoded, is_beside=False)
 
     def _start(self, encoded: Sequence[bytes], *, is_beside: bool) -> None:
-        """`encoded`: each worker's manifest. `is_beside`: other connectors may load as well. NotSupportedError."""
+        """`encoded`: each worker's manifest. `is_beside`: other connectors may load as well. Raises NotSupportedError.
+        """
         manifests = [decoder_of(Manifest, packed=False).decode(one) for one in encoded]
         manifest = manifests[0]
         if any((one.hash_function, one.hash_seed) != self._hashing() for one in manifests):

@@ -153,7 +153,7 @@ def _unusual(config: Any, rows: Mapping[str, str]) -> Iterator[tuple[str, str]]:
 
 def positions_of(config: Mapping[str, Any], model: Any) -> list[Any]:
     """How max_model_len changes the encoding of positions: not at all, for nearly all models. `config`: of `model`,
-    which is vLLM's ModelConfig. NotSupportedError where the encoding differs from batch to batch."""
+    which is vLLM's ModelConfig. Raises NotSupportedError where the encoding differs from batch to batch."""
     # None for a max_model_len of -1: the model was made for a length that vLLM has since shortened to what fits.
     longest = None if getattr(model, "original_max_model_len", 0) == -1 else int(model.max_model_len)
     found_kinds: list[Any] = []

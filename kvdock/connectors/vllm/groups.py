@@ -51,7 +51,8 @@ class KVGroup:
 
 
 def groups_of(kv_cache_config: Any) -> tuple[KVGroup, ...]:
-    """The KV cache groups of vLLM's `kv_cache_config`. CannotCacheError for kinds of KV that kvdock does not know."""
+    """The KV cache groups of vLLM's `kv_cache_config`. Raises CannotCacheError for kinds of KV that kvdock does not
+    know."""
     groups = tuple(_group(group) for group in kv_cache_config.kv_cache_groups)
     if not groups:
         raise CannotCacheError("kvdock has nothing to cache: this model keeps no KV.")
@@ -125,7 +126,7 @@ def signature(groups: Sequence[KVGroup], tensors: Mapping[str, Any], num_blocks:
 def layouts_of(
     groups: Sequence[KVGroup], tensors: Mapping[str, Any], num_blocks: int, token_order: str
 ) -> list[PagedLayout]:
-    """Where each group has its pages. NotSupportedError for a page that is not contiguous."""
+    """Where each group has its pages. Raises NotSupportedError for a page that is not contiguous."""
     layouts = []
     for group in groups:
         planes = {_plane(name, tensors[name], page, num_blocks): None for name, page in group.page_bytes.items()}

@@ -95,7 +95,7 @@ class _Met:
 class Tags:
     """The tags of an engine's requests. `adapters_as`: those of vLLM's settings for adapters on which KV depends.
     `began_ns`: see Adapters. `weights`: the weights of this engine. `trusts_names`: whether a name that a request gives
-    for its weights identifies them. `clock`: seconds, monotonic."""
+    for its weights identifies them. `clock`: a monotonic clock, in seconds."""
 
     def __init__(
         self, adapters_as: str = "", began_ns: int = 0, clock: Callable[[], float] = time.perf_counter, *,

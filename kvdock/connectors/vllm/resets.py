@@ -146,7 +146,7 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
 
 
 class Clearing:
-    """The clears that the server still has to do. `clock`: seconds, monotonic."""
+    """The clears that the server still has to do. `clock`: a monotonic clock, in seconds."""
 
     def __init__(self, session: EngineSession, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._session, self._clock = session, clock

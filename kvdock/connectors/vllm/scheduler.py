@@ -91,8 +91,8 @@ class EngineView:
 
 
 class VllmScheduler:
-    """`session` is not started yet. `tags`: the tags of requests, and the weights that the engine runs. `clock`:
-    seconds, monotonic."""
+    """`session` is not started yet. `tags`: the tags of requests, and the weights that the engine runs. `clock`: a
+    monotonic clock, in seconds."""
 
     def __init__(
         self, session: EngineSession, engine: EngineView, budget: BlockBudget, settings: Settings, *,
@@ -162,7 +162,7 @@ class VllmScheduler:
         return len(self._engine.groups) > 1 or not self._load_async
 
     def start(self) -> None:
-        """Attaches, if a server answers. RefusedError when it does not accept this engine."""
+        """Attaches, if a server answers. Raises RefusedError when it does not accept this engine."""
         self._session.runs(self._weights.name)
         changed = self._engine.announcer.changed if self._engine.announcer is not None else None
         self._session.start(SessionObserver(self._connector.lookups.keeps_lease, changed))

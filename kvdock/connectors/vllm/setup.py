@@ -58,8 +58,8 @@ class Settings(EngineSettings):
 
     @classmethod
     def load(cls, extra: Mapping[str, object], environ: Mapping[str, str]) -> Settings:
-        """`extra`: vLLM's kv_connector_extra_config, which wins over the environment. NotSupportedError for a name that
-        is no setting, a value of another type, a value out of range."""
+        """`extra`: vLLM's kv_connector_extra_config, which wins over the environment. Raises NotSupportedError for a
+        name that is no setting, a value of another type, a value out of range."""
         known = cls.types()
         values = {"address": default_address(environ), **from_environment(environ, known)}
         where = EXTRA if values.keys() <= {"address", *extra} else f"{EXTRA} and {CONNECTOR_PREFIX}…"
@@ -122,8 +122,8 @@ def workers_here(vllm_config: Any) -> int:
 
 
 def refuse_what_is_not_supported(vllm_config: Any, kv_groups: int, settings: Settings) -> None:
-    """NotSupportedError, with one sentence for the first reason, if kvdock cannot serve this engine. `kv_groups`: the
-    number of KV cache groups."""
+    """Raises NotSupportedError, with one sentence for the first reason, if kvdock cannot serve this engine.
+    `kv_groups`: the number of KV cache groups."""
     parallel, transfer = vllm_config.parallel_config, vllm_config.kv_transfer_config
     if transfer.kv_role != "kv_both":
         raise NotSupportedError(f'kvdock is a cache: kv_role is "kv_both", found "{transfer.kv_role}".')

@@ -24,9 +24,9 @@ from kvdock.connectors.vllm.groups import KVGroup, step_tokens
 
 
 def refuse_unreconciled_hits(vllm_config: Any, kv_cache_config: Any, *, reconciles: bool) -> None:
-    """NotSupportedError where vLLM would read states that it does not have. `reconciles`: whether vLLM's own hits end
-    where all groups have what they need even if there is a connector. Otherwise any connector, even one that stands
-    aside, makes vLLM compute wrong tokens."""
+    """Raises NotSupportedError where vLLM would read states that it does not have. `reconciles`: whether vLLM's own
+    hits end where all groups have what they need even if there is a connector. Otherwise any connector, even one that
+    stands aside, makes vLLM compute wrong tokens."""
     has_states = getattr(kv_cache_config, "has_mamba_layers", False) and len(kv_cache_config.kv_cache_groups) > 1
     if has_states and vllm_config.cache_config.enable_prefix_caching and not reconciles:
         raise NotSupportedError(
@@ -36,7 +36,7 @@ def refuse_unreconciled_hits(vllm_config: Any, kv_cache_config: Any, *, reconcil
 
 
 def refuse_states(vllm_config: Any, groups: Sequence[KVGroup], *, load_async: bool) -> None:
-    """CannotCacheError, in one sentence, for states that are not known to be stored and loaded right."""
+    """Raises CannotCacheError, in one sentence, for states that are not known to be stored and loaded right."""
     if any(group.state for group in groups):
         for what, found, wanted in _unserved(vllm_config, groups, load_async):
             raise CannotCacheError(f"kvdock cannot cache recurrent states here: {what} is {found}, and {wanted}.")

@@ -31,7 +31,7 @@ INVARIANT_WITHOUT = ("FLASHINFER", "TRITON_MLA")
 
 
 def refuse_what_is_no_prefix(vllm_config: Any, kv_cache_config: Any) -> None:
-    """CannotCacheError where KV depends on more than the tokens before it."""
+    """Raises CannotCacheError where KV depends on more than the tokens before it."""
     for group in kv_cache_config.kv_cache_groups:
         spec = group.kv_cache_spec
         inner = getattr(spec, "kv_cache_specs", None) or {}

@@ -258,7 +258,7 @@ class WorkerKV:
 
 
 class VllmWorker:
-    """`clock`: seconds, monotonic."""
+    """`clock`: a monotonic clock, in seconds."""
 
     def __init__(
         self, settings: Settings, manifest: Manifest, identity: Identity, kv: WorkerKV, traits: EngineTraits, *,

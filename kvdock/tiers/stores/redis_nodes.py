@@ -104,7 +104,7 @@ class Nodes:
     """Connections to the servers. Thread-safe."""
 
     def __init__(self, settings: Settings, client: Any, clock: Callable[[], float] = time.monotonic) -> None:
-        """`client`: the module redis. `clock`: seconds, monotonic."""
+        """`client`: the module redis. `clock`: a monotonic clock, in seconds."""
         self._settings, self._client, self._clock = settings, client, clock
         self._lock, self._refreshing = threading.Lock(), threading.Lock()
         self._idle: dict[Address, list[Wire]] = {}

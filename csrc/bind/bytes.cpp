@@ -207,7 +207,7 @@ void bind_copy(py::module_& m) {
   m.def("set_checksum_keys", set_keys, "nh"_a, "level2"_a,
         "nh: 8192 bytes (k, then k'); level2: 32 bytes a stripe. Longer tables replace shorter ones.");
   m.def("checksum", checksum_buffer, "data"_a,
-        "The checksum of contiguous bytes of any length. CopyError when the keys are too short for it.");
+        "The checksum of contiguous bytes of any length. Raises CopyError when the keys are too short for it.");
   m.def("decoding_within", decoding_within, "data"_a, "limit"_a, py::kw_only(), "packed"_a,
         "Whether it costs at most `limit` to decode the body, which is MessagePack if `packed`, else JSON: 1 for each "
         "value, 4 for each list and map, 2 for a number of eight bytes in MessagePack. Punctuation in JSON's strings "
@@ -220,7 +220,7 @@ void bind_copy(py::module_& m) {
   py::class_<PagedLayout>(m, "PagedLayout",
           "Paged KV as strides. planes: (base address, block stride, run bytes, run count, run stride).")
       .def(py::init(&make_layout), "planes"_a, py::kw_only(), "num_blocks"_a, "block_tokens"_a)
-      .def_property_readonly("block_bytes", &PagedLayout::block_bytes, "Of one block over all planes.")
+      .def_property_readonly("block_bytes", &PagedLayout::block_bytes, "The bytes of one block, over all planes.")
       .def_property_readonly("num_blocks", &PagedLayout::num_blocks)
       .def_property_readonly("block_tokens", &PagedLayout::block_tokens);
   m.def("gather", gather_buffers, "layout"_a, "slots"_a, "block_ids"_a, "starts"_a, py::kw_only(), "threads"_a,

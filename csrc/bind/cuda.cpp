@@ -1,4 +1,5 @@
-// Bindings of csrc/cuda. The module imports on a machine without a GPU; opening one there throws the reason.
+// Bindings of csrc/cuda. The module can be imported on a machine without a GPU. Opening a GPU there throws an error
+// that says why there is none.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 

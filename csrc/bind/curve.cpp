@@ -73,7 +73,7 @@ void bind_curve(py::module_& m) {
         c.stored(space, k.at, k.count);
       }, "space"_a, "keys"_a)
       .def("age", &Curve::age, "kept"_a, "Multiplies the present counts by that share.")
-      .def_property_readonly("share", &Curve::share, "Of all chunks that are sampled now.")
+      .def_property_readonly("share", &Curve::share, "The share of all chunks that is sampled now.")
       .def_property_readonly("entries", &Curve::entries, "Chunks in all simulated pools.")
       .def_property_readonly("remembered", &Curve::remembered, "Chunks that are remembered as asked for.")
       .def_property_readonly("distances", [](const Curve& c) { return histogram_of(c.distances()); },

@@ -257,7 +257,7 @@ void bind_pool(py::class_<BoundTable>& c) {
            "Evicts unpinned chunks, first the leaf that is worth least to the eviction policy, until available_bytes "
            "is `target_bytes`, or about `max_chunks` were evicted; returns their number.")
       .def("can_evict", call(&Eviction::can_evict),
-           "Whether a chunk is unpinned, not kept, and the last of its chain.")
+           "Whether there is an unpinned chunk that is not kept and is the last of its chain.")
       .def("next_out", [](BoundTable& t, uint64_t bytes) {
         py::typing::Dict<py::int_, py::bytes> out;
         for (auto& [space, keys] : call(&Eviction::next_out)(t, bytes))
@@ -294,7 +294,7 @@ void bind_chunks(py::class_<BoundTable>& c) {
         return py::make_tuple(done.chunks, done.refused);
       }, "namespace"_a, "keys"_a, "priority"_a, "until_ms"_a,
          "A chain's chunks, from its first on, are evicted after others until `until_ms`; priority 1..MOST_PRIORITY. "
-         "Returns how many of the stored ones are retained, and how many exceeded the limit. bad_argument.")
+         "Returns how many of the stored ones are retained, and how many exceeded the limit. Raises bad_argument.")
       .def("lower", [](BoundTable& t, uint32_t space, const std::vector<Key>& keys, int priority, uint64_t until_ms,
                        const py::bytes& following) {
         Key below = py::len(following) ? following.cast<Key>() : Key{};
@@ -303,7 +303,8 @@ void bind_chunks(py::class_<BoundTable>& c) {
       }, "namespace"_a, "keys"_a, "priority"_a, "until_ms"_a = 0, "following"_a = py::bytes(),
          "Chunks at the end of `keys` that no other chain shares are evicted before others, until a request names them "
          "or until `until_ms`; CONVERSATION_ENDED <= priority <= 0. `following`: the key after the last, whose chunk "
-         "is not shared. Returns how many chunks, and whether it ended at a chunk that is shared. bad_argument.")
+         "is not shared. Returns how many chunks, and whether it ended at a chunk that is shared. Raises "
+         "bad_argument.")
       .def("state_of", call(&Table::state_of), "namespace"_a, "key"_a, "'absent', 'reserved' or 'ready'.")
       .def("stats", call(&Table::stats))
       .def("reuse", [](BoundTable& t) {
@@ -579,8 +580,8 @@ void bind_making(py::class_<BoundTable>& c) {
                   "Takes over the region of an earlier server of the pool, with its capacities.\n\n"
                   "segments: (id, data_offset, data_bytes) of the live and retiring ones, as found in memory. Returns "
                   "the table and a dict with clock_ms, and with counts of chunks, dropped, aborted, replaced, cleared, "
-                  "leases, reservations, sessions, members. TableError wrong_version or not_adoptable: nothing was "
-                  "changed.")
+                  "leases, reservations, sessions, members. Raises TableError wrong_version or not_adoptable; then "
+                  "nothing was changed.")
       .def_static("stored_segments", &stored_segments, "region"_a, py::kw_only(), "pool_id"_a, "lock_inode"_a,
                   "(id, 'live' | 'retiring' | 'gone', data_offset, data_bytes) of each. Raises what adopt raises.")
       .def_static("region_bytes", &Region::bytes_for, "max_records"_a, "max_grants"_a,

@@ -17,8 +17,8 @@ struct alignas(64) StripeSums {
 };
 
 // Hashes `bytes` (a multiple of 16) at `from` into `sums`, and stores at `to` the registers that were hashed.
-// `first`, `second`: the keys at this position of the stripe. `ahead`: the address that is read next, to be prefetched;
-// a wrong one does no harm. REQUIRES: to is 16-byte aligned (hash ignores it).
+// `first`, `second`: the two hash keys from this position of the stripe on. `ahead`: the address that is read next, to
+// be prefetched; a wrong one does no harm. REQUIRES: to is 16-byte aligned (hash ignores it).
 using SpanLoop = void (*)(const char* from, char* to, size_t bytes, const uint32_t* first, const uint32_t* second,
                           const char* ahead, StripeSums* sums);
 

@@ -38,7 +38,7 @@ std::string describe(const Driver& table, Result result) {
   return std::string(text) + " (" + std::to_string(result) + ")";
 }
 
-// Whether the driver puts this thread in the relaxed mode. Afterwards the thread has its earlier mode again.
+// Whether the driver can put this thread in the relaxed mode. Afterwards the thread has its earlier mode again.
 bool can_relax(const Driver& table) {
   CaptureMode mode = CaptureMode::relaxed;
   if (table.cuThreadExchangeStreamCaptureMode(&mode) != kSuccess) return false;

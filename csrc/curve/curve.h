@@ -60,7 +60,7 @@ struct CurveSums {
   void add(const CurveSums& other);
   void scale(double by);
   void keep(KeptWriter& out) const;
-  void take_over(KeptReader& in);  // TableError corrupt
+  void take_over(KeptReader& in);  // Throws TableError corrupt
   // The shares of the tokens that would be found. REQUIRES: asked != 0.
   double found_at(size_t pool) const { return found(pools[pool]); }
   double found_ever() const { return found(ever); }
@@ -71,9 +71,10 @@ struct CurveSums {
 
 class Curve {
  public:
-  // TableError bad_argument.
+  // Throws TableError bad_argument.
   Curve(const std::string& policy, uint64_t pool_bytes, const CurveOptions& options);
-  // Goes on with what another one of the same policy, pool_bytes and salt has kept. TableError corrupt, bad_argument.
+  // Goes on with what another one of the same policy, pool_bytes and salt has kept. Throws TableError corrupt,
+  // bad_argument.
   Curve(const std::string& policy, uint64_t pool_bytes, const CurveOptions& options, std::string_view kept);
   std::string keep() const;
 
@@ -85,17 +86,17 @@ class Curve {
   // Chunks were stored. Those that a lookup named are in the simulated pools already.
   void stored(uint32_t space, const uint8_t* keys, size_t count);
 
-  // Multiplies the present counts by `kept`. TableError bad_argument.
+  // Multiplies the present counts by `kept`. Throws TableError bad_argument.
   void age(double kept);
 
   double share() const { return seen_by(0); }  // the share of all chunks that is sampled now
   const CurveSums& all() const { return all_; }
-  const CurveSums& of_space(uint32_t space) const;  // TableError bad_argument
+  const CurveSums& of_space(uint32_t space) const;  // Throws TableError bad_argument
   size_t entries() const;
   size_t remembered() const { return remembered_.size(); }
   const DistanceCounts& distances() const { return distances_; }  // of samples
   std::vector<std::optional<double>> capacities() const;  // MiniPool::capacity of each simulated pool
-  void check() const;  // TableError corrupt
+  void check() const;  // Throws TableError corrupt
 
  private:
   struct Space {

@@ -25,11 +25,11 @@ class Distances {
   size_t size() const { return places_.size(); }
   template <class F>
   void for_each(F&& f) const { places_.for_each(f); }  // f(name, place)
-  void check() const;  // TableError corrupt
+  void check() const;  // Throws TableError corrupt
 
   // The chunks in the order of their last use, for the next server.
   void keep(KeptWriter& out) const;
-  void take_over(KeptReader& in);  // REQUIRES: it is empty. TableError corrupt
+  void take_over(KeptReader& in);  // REQUIRES: it is empty. Throws TableError corrupt
 
  private:
   static constexpr size_t kLeast = 4096, kWide = 64;  // kLeast: places, a multiple of kWide * kWide

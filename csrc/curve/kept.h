@@ -53,15 +53,15 @@ class KeptReader {
   // How many items of `bytes_each`, at least, follow.
   uint32_t count(size_t bytes_each) {
     auto found = next<uint32_t>();
-    require(found <= left_.size() / bytes_each, "a curve has kept less than it says", at());
+    require(found <= left_.size() / bytes_each, "a kept curve is shorter than it says", at());
     return found;
   }
-  void end() const { require(left_.empty(), "a curve has kept more than it says", at()); }
+  void end() const { require(left_.empty(), "a kept curve is longer than it says", at()); }
 
  private:
   template <class T>
   T next() {
-    require(left_.size() >= sizeof(T), "a curve has kept less than it says", at());
+    require(left_.size() >= sizeof(T), "a kept curve is shorter than it says", at());
     T found;
     std::memcpy(&found, left_.data(), sizeof found);
     left_.remove_prefix(sizeof found);

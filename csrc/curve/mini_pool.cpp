@@ -233,7 +233,7 @@ void MiniPool::take_over(KeptReader& in, uint64_t tick) {
     auto bytes = in.number<uint64_t>(UINT64_MAX / count);  // their sum may be above the capacity after thin()
     auto parent = in.number<uint32_t>(kNone);
     bool is_sound = bytes != 0 && names_.find(name) == kNone && (parent == kNone || parent < i);
-    require(is_sound, "a simulated pool that was kept disagrees with itself", i);
+    require(is_sound, "a simulated pool that was kept is inconsistent", i);
     uint32_t id = place(name, parent, used, bytes);
     entries_[id].kind = policy_->stored({id, name, kNoKind, used}, std::nullopt);
   }
@@ -254,7 +254,7 @@ void MiniPool::check() const {
     leaves += is_leaf;
   });
   if (!good || leaves != leaves_.size())
-    throw TableError("corrupt", "a simulated pool disagrees with itself", static_cast<int64_t>(names_.size()));
+    throw TableError("corrupt", "a simulated pool is inconsistent", static_cast<int64_t>(names_.size()));
 }
 
 }  // namespace kvdock

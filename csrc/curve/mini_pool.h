@@ -24,7 +24,7 @@ namespace kvdock {
 
 class MiniPool {
  public:
-  // TableError bad_argument.
+  // Throws TableError bad_argument.
   MiniPool(const std::string& policy, double factor);
 
   // Sets the capacity to `factor` times the pool's bytes, times `share`, which is the share of chunks that are sampled.
@@ -45,11 +45,11 @@ class MiniPool {
     if (used_bytes_ == 0) return std::nullopt;
     return static_cast<double>(capacity_bytes_) * static_cast<double>(size()) / static_cast<double>(used_bytes_);
   }
-  void check() const;  // TableError corrupt
+  void check() const;  // Throws TableError corrupt
 
   // Its chunks and their last uses, for a miniature of the next server. As the table's, the policy begins anew there.
   void keep(KeptWriter& out) const;
-  // Into an empty one. `tick`: no use is later. TableError corrupt.
+  // Into an empty one. `tick`: no use is later. Throws TableError corrupt.
   void take_over(KeptReader& in, uint64_t tick);
 
  private:

@@ -195,7 +195,7 @@ Cleared Chunks::clear_old(uint64_t start, uint32_t budget) {
 
 void Chunks::add_segment(uint32_t segment, uint64_t data_offset, uint64_t data_bytes) {
   if (segment >= kSegmentIds) throw TableError("bad_argument", "segment id out of range", segment, kSegmentIds - 1);
-  std::optional<uint32_t> cell;  // an entry that was never used, else the entry of the segment that is gone longest
+  std::optional<uint32_t> cell;  // one that was never used, else the entry of the oldest segment that is gone
   uint32_t next = 0;
   for (uint32_t i = 0; i < kMaxSegments; ++i) {
     const SegmentEntry& s = segments_[i];

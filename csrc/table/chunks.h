@@ -91,7 +91,7 @@ class Chunks {
   void remove_segment(uint32_t segment);
 
   void set_now(uint64_t now_ms);
-  void check(const ImpliedPins& implied) const;  // TableError corrupt
+  void check(const ImpliedPins& implied) const;  // Throws TableError corrupt
   struct Adopter;                                // csrc/table/adopters.h
 
  private:

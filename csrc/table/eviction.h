@@ -74,9 +74,9 @@ class Eviction {
   uint64_t evicted_chunks() const { return evicted_; }
   const Reuse& reuse() const { return reuse_; }
   const char* policy() const { return policy_->name(); }
-  void set_policy(const std::string& name);  // as make_policy(); looks at every chunk
+  void set_policy(const std::string& name);  // throws as make_policy() does; looks at every chunk
 
-  void check() const;  // TableError corrupt
+  void check() const;  // Throws TableError corrupt
 
  private:
   // The parent of the last chunk that was evicted, if both have the same kind, priority and last use. Until the next

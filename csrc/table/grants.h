@@ -33,18 +33,18 @@ class Grants {
 
   // -- finding
   Grant* find(uint64_t id) const;  // nullptr: such a grant was never given, or is forgotten
-  // nullptr: the grant is forgotten, because all its holders were discharged. TableError unknown_grant (it was never
-  // given, or is not of `kind`), foreign_grant.
+  // nullptr: the grant is forgotten, because all its holders were discharged. Throws TableError unknown_grant (it was
+  // never given, or is not of `kind`), foreign_grant.
   Grant* of_session(uint64_t session, uint64_t id, std::optional<GrantKind> kind) const;
-  void require_own(const Grant& g, uint32_t session) const;  // TableError: foreign_grant, unknown_grant
+  void require_own(const Grant& g, uint32_t session) const;  // Throws TableError: foreign_grant, unknown_grant
   // The last grant that the session was given under the name `request`, or nullptr.
   Grant* of_request(uint32_t session, GrantKind kind, const Id16& request) const;
   std::vector<Grant*> held_by(uint32_t session) const;  // the session's grants that have a holder
   std::vector<uint32_t> remaining(const Grant& g) const;
-  void require_ranks(const Grant& g, std::span<const uint32_t> ranks) const;  // TableError not_a_holder
+  void require_ranks(const Grant& g, std::span<const uint32_t> ranks) const;  // Throws TableError not_a_holder
 
   // -- opening: prepare() first; a lease is opened before its entries are added, a reservation after them
-  void require_entries(uint32_t count);  // TableError table_full unless `count` more entries fit
+  void require_entries(uint32_t count);  // Throws TableError table_full unless `count` more entries fit
   Grant& prepare(const NewGrant& wanted);
   void give_up(Grant& g) { free_grants_.push_back(cell_of(g)); }  // for a grant that was prepared and got no entry
   void open(Grant& g);     // makes it live with one store, before the answer is sent
@@ -79,7 +79,7 @@ class Grants {
   };
   Count count(uint32_t session) const;
 
-  // Computes the derived state again and compares. Returns the pins that the entries imply. TableError corrupt.
+  // Computes the derived state again and compares. Returns the pins that the entries imply. Throws TableError corrupt.
   ImpliedPins check() const;
   struct Adopter;  // csrc/table/adopters.h
 

@@ -34,11 +34,11 @@ class Members {
       : sessions_(region.sessions), members_(region.members), spaces_(spaces) {}
   void begin_empty();
 
-  // Cells of ids. TableError unknown_session, unknown_member.
+  // Cells of ids. Throws TableError unknown_session, unknown_member.
   uint32_t session_cell(uint64_t id) const;
   std::optional<uint32_t> find_session(uint64_t id) const;
   uint32_t member_cell(uint64_t id) const;
-  // Only a live member of the session gets new grants. TableError member_suspect, member_dead as well.
+  // Only a live member of the session gets new grants. Throws TableError member_suspect, member_dead as well.
   Asker asker(uint64_t session, uint64_t member) const;
   const Session& session(uint32_t cell) const { return sessions_[cell]; }
   const Member& member(uint32_t cell) const { return members_[cell]; }
@@ -86,7 +86,7 @@ class Members {
   void restart(uint64_t clock_ms);
   std::vector<uint32_t> sessions_without_members() const;
 
-  void check() const;  // TableError corrupt
+  void check() const;  // Throws TableError corrupt
 
  private:
   struct Open {

@@ -62,7 +62,7 @@ class Namespaces {
   // that runs the weights may still come back within the grace.
   uint64_t left_until_ms() const { return now_ms_ >= grace_ms_ ? now_ms_ - grace_ms_ : 0; }
   bool evict_first(uint32_t space) const { return left_.has(space) && left_.left_at(space) <= left_until_ms(); }
-  void check(const std::vector<bool>& has_leaves) const;  // by number; TableError corrupt
+  void check(const std::vector<bool>& has_leaves) const;  // by number; throws TableError corrupt
 
   uint64_t generation(uint32_t space) const { return entries_[space].generation & kWordMask; }
   // `generation`: that of a record of the namespace.

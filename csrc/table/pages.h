@@ -38,7 +38,7 @@ class RecordPages {
   void rebuild(const std::vector<bool>& taken);
   uint32_t size_at(uint32_t id) const { return sizes_[id / kPageRecords]; }
 
-  void check(const std::vector<bool>& taken) const;  // TableError corrupt unless exactly those ids are taken
+  void check(const std::vector<bool>& taken) const;  // Throws TableError corrupt unless exactly those ids are taken
 
  private:
   struct Page {

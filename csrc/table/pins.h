@@ -35,7 +35,7 @@ class Pins {
   uint64_t held_bytes() const { return held_bytes_; }
   uint64_t held_bytes(uint32_t session) const { return session < held_by_.size() ? held_by_[session] : 0; }
 
-  void check(const ImpliedPins& implied) const;  // TableError corrupt
+  void check(const ImpliedPins& implied) const;  // Throws TableError corrupt
 
  private:
   static uint64_t pair_of(uint32_t session, uint32_t id) { return uint64_t{session} << 32 | id; }

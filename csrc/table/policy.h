@@ -72,7 +72,7 @@ class Policy {
   virtual std::optional<Choice> least(const Leaves& leaves, uint64_t tick) const = 0;
 };
 
-// "adaptive" or "lru". TableError bad_argument.
+// "adaptive" or "lru". Throws TableError bad_argument.
 std::unique_ptr<Policy> make_policy(const std::string& name);
 
 }  // namespace kvdock

@@ -43,7 +43,7 @@ class Preferences {
   void move(uint32_t from, uint32_t to);  // `to` takes the place of `from` under its key
   void clear(uint32_t id);
 
-  void check() const;  // TableError corrupt
+  void check() const;  // Throws TableError corrupt
 
  private:
   using Ends = std::set<std::pair<uint64_t, uint32_t>>;  // when, record

@@ -52,7 +52,7 @@ class Promises {
     }
   }
 
-  void check() const;  // TableError corrupt
+  void check() const;  // Throws TableError corrupt
 
  private:
   using Name = std::pair<uint64_t, Id16>;  // session, request

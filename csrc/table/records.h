@@ -117,7 +117,7 @@ class Records {
   uint64_t born_ms(uint32_t id) const { return uint64_t{info_[id].born_s} * 1000; }  // 0: before this server
   void forget_space(uint32_t space);  // call it before the number goes to another namespace
 
-  void check() const;  // TableError corrupt
+  void check() const;  // Throws TableError corrupt
 
   // -- adoption (Chunks::Adopter)
   RecordPages& pages() { return pages_; }

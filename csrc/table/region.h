@@ -28,7 +28,7 @@ struct Region {
   static Region create(const Mapping& memory, const TableOptions& options);
   // The last store of a new table: from now on it can be adopted.
   void finish();
-  // TableError wrong_version or not_adoptable unless the header is that of this build and of this pool.
+  // Throws TableError wrong_version or not_adoptable unless the header is that of this build and of this pool.
   static Region open(const Mapping& memory, const TableOptions& options);
 
   uint64_t incarnation() const { return header.incarnation & kWordMask; }

@@ -85,7 +85,7 @@ class SlotAllocator {
   uint64_t used_bytes() const { return used_bytes_; }
   uint64_t used_in(uint32_t segment) const;
 
-  void check() const;  // TableError corrupt
+  void check() const;  // Throws TableError corrupt
   uint32_t pinned_slots(uint32_t slab) const { return live_.at(slab).pinned; }
   uint32_t kept_slots(uint32_t slab) const { return live_.at(slab).kept; }
 

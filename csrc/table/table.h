@@ -35,7 +35,8 @@ class Table {
   Table(const Mapping& memory, const TableOptions& options);
 
   // Takes over the region of an earlier server of the pool (docs/lifetime_protocol.md#table-and-restart), with the
-  // capacities that this has. TableError before anything was changed: wrong_version, or not_adoptable with the reason.
+  // capacities that this has. Throws TableError before anything was changed: wrong_version, or not_adoptable with the
+  // reason.
   // REQUIRES: the pool's lock.
   Table(const Mapping& memory, const TableOptions& options, const std::vector<SegmentFacts>& segments, Adoption* found);
   // The segments that the region names, gone ones included, in rising order. Throws as the constructor does.
@@ -69,7 +70,7 @@ class Table {
   // Idempotent by nonce: an open session stays in its namespace, which may differ from `space` only in weights.
   uint64_t open_session(const Id16& nonce, uint32_t space, uint64_t now);
   // From now on the session's lookups and stores are in `space`, which differs from its present namespace only in
-  // weights. Earlier grants keep their chunks. TableError bad_argument.
+  // weights. Earlier grants keep their chunks. Throws TableError bad_argument.
   void move_session(uint64_t session, uint32_t space, uint64_t now);
   std::vector<Question> heartbeat(uint64_t member, uint64_t now);
   void member_dead(uint64_t member, uint64_t now);
@@ -106,11 +107,11 @@ class Table {
 
   // -- hints of engines (csrc/table/preferences.h)
   // `keys`: in the order of their chain. Retains chunks as far as the chain is stored, and retained from its start on,
-  // within kRetainedShare of the pool. 1 <= priority <= kMostPriority. TableError bad_argument.
+  // within kRetainedShare of the pool. 1 <= priority <= kMostPriority. Throws TableError bad_argument.
   RetainResult retain(uint32_t space, const std::vector<Key>& keys, int priority, uint64_t until_ms);
   // Lowers the priority of `keys`, from the last back to a chunk that another chain continues too. `following`: the key
   // after the last, whose chunk is not shared; root: none. kConversationEnded <= priority <= 0; until_ms 0: until a
-  // request names the chunk. TableError bad_argument.
+  // request names the chunk. Throws TableError bad_argument.
   LowerResult lower(uint32_t space, const std::vector<Key>& keys, int priority, uint64_t until_ms,
                     const Key& following);
 
@@ -124,7 +125,7 @@ class Table {
   uint32_t remove(uint32_t space, const std::vector<Key>& keys);
   // Clears the namespace: raises its generation by one, or to `least` where that is more; does nothing where `least` is
   // not above it, unless it is 0. From then on lookups find none of the chunks that were stored, and open reservations
-  // publish nothing. Returns the generation. TableError bad_argument.
+  // publish nothing. Returns the generation. Throws TableError bad_argument.
   uint64_t raise_generation(uint32_t space, uint64_t least);
   uint64_t generation(uint32_t space) {
     chunks_.namespaces().require(space);
@@ -137,7 +138,7 @@ class Table {
   std::map<std::string, uint64_t> stats();
   const Reuse& reuse() const { return chunks_.eviction().reuse(); }
   const char* state_of(uint32_t space, const Key& key);
-  void check_integrity();  // TableError corrupt
+  void check_integrity();  // Throws TableError corrupt
 
  private:
   // Below 2^53, since JSON readers hold no larger integers exactly.

@@ -57,7 +57,7 @@ class Tenants {
   TenantInfo view(const Id16& tenant) const;  // of an unknown tenant: without usage
   std::vector<TenantInfo> views() const;
 
-  void check(const std::vector<Usage>& counted) const;  // by number; TableError corrupt
+  void check(const std::vector<Usage>& counted) const;  // by number; throws TableError corrupt
 
  private:
   struct Tenant {

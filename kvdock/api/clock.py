@@ -33,7 +33,7 @@ def boottime_ns() -> int:
 
 
 class ServerClock:
-    """Sum of the source's steps, each cut to one second. Thread-safe."""
+    """The server clock: the sum of the steps of the source, of which each counts as one second at most. Thread-safe."""
 
     def __init__(self, source_ns: Callable[[], int] = boottime_ns, *, start_ms: int = 0) -> None:
         """`start_ms`: the last time on the clock of the server whose pool was adopted."""

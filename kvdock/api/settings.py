@@ -29,7 +29,8 @@ from kvdock.protocol.readable import LogFormat, LogLevel, exact_bytes
 GIB = 1 << 30
 POOL_BYTES = 4 * GIB
 MAX_SEGMENT_BYTES = GIB
-"""A slot never crosses a 1 GiB pin piece, so a segment is never larger than one."""
+"""Engines register memory with CUDA in pieces of at most 1 GiB. No slot may cross the border between two of them, so no
+segment is larger."""
 ENV_PREFIX = "KVDOCK_"
 CONFIG_VARIABLE = "KVDOCK_CONFIG"
 """Names the settings file; it is not a setting itself."""

@@ -67,7 +67,7 @@ def acknowledge_findings(server: str, *, as_json: bool, console: Console) -> Non
 def clear_cache(
     server: str, *, namespace: str, everything: bool, yes: bool, as_json: bool, console: Console
 ) -> None:
-    """Raises CommandError for wrong options, when the user declines, and when no server answers; ApiError."""
+    """Raises CommandError for wrong options, when the user declines, and when no server answers, and ApiError."""
     if bool(namespace) == everything:
         raise CommandError("clear needs either --namespace or --all", WRONG)
     with reached(server) as client:
@@ -91,7 +91,7 @@ def evict(
     server: str, prompt: Prompt, *, bytes_text: str, free_text: str, yes: bool, as_json: bool, console: Console
 ) -> None:
     """Evicts a prompt's chunks, or the least valuable ones. Raises CommandError for wrong options, when the user
-    declines, and when no server answers; ApiError."""
+    declines, and when no server answers, and ApiError."""
     if sum((prompt.given, bool(bytes_text), bool(free_text))) != 1:
         raise CommandError("evict needs one of --tokens-file, --keys, --bytes and --free", WRONG)
     if prompt.given:
@@ -146,7 +146,7 @@ def keep(
     server: str, prompt: Prompt, *, duration_s: float, name: str, as_json: bool, console: Console
 ) -> None:
     """`duration_s` 0: stop keeping it. `name`: a label for its last stored chunk; "": none. Raises CommandError for
-    wrong options, when no chunk of the prompt is stored, and when no server answers; ApiError."""
+    wrong options, when no chunk of the prompt is stored, and when no server answers, and ApiError."""
     wanted = prompt.read("keep")
     if name and not is_label(name):
         raise CommandError(
@@ -222,7 +222,7 @@ TENANTS = "tenants"
 
 
 def show_live_config(server: str, *, as_json: bool, console: Console) -> None:
-    """Raises CommandError when no server answers; ApiError."""
+    """Raises CommandError when no server answers, and ApiError."""
     with reached(server) as client:
         config = client.config()
         address = client.address
@@ -239,7 +239,7 @@ def show_live_config(server: str, *, as_json: bool, console: Console) -> None:
 def change_live_config(server: str, changes: Sequence[str], *, as_json: bool, console: Console) -> None:
     """`changes`: NAME=VALUE each, or one name and its value; all take effect, or none.
 
-    Raises CommandError for a setting that cannot be changed, and when no server answers; ApiError.
+    Raises CommandError for a setting that cannot be changed, and when no server answers, and ApiError.
     """
     if len(changes) == 2 and "=" not in "".join(changes):
         changes = ["=".join(changes)]

@@ -80,7 +80,7 @@ TINY = Shape(planes=2, run_bytes=512, chunk_blocks=1)
 def run_bench(server: str, *, rounds: int, mib: int, threads: int, as_json: bool, console: Console) -> None:
     """`--json` prints the figures of the table. `gb_s`: 10⁹ bytes per second; `moved_bytes`: the bytes that each round
     stores once and loads once. Raises CommandError when no server answers, when the pool is too full, and when wrong
-    bytes were loaded; ApiError."""
+    bytes were loaded, and ApiError."""
     with reached(server) as client:
         status = client.status()
         if status.status != "ok":

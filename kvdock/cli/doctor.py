@@ -401,7 +401,7 @@ def _available_bytes(machine: Machine) -> int | None:
 
 
 def _file_system(machine: Machine) -> str:
-    """Type of the file system mounted there; '' if unknown."""
+    """The type of the file system mounted there; '' if unknown."""
     for line in reversed(_text(machine.proc / "mounts").splitlines()):
         fields = line.split(" ")
         if len(fields) > 2 and fields[1] == str(machine.shm_dir):

@@ -132,7 +132,7 @@ class Found(msgspec.Struct):
 
 
 def show_lookup(server: str, prompt: Prompt, *, as_json: bool, console: Console) -> None:
-    """Raises CommandError for a wrong key, token file or namespace, and when no server answers; ApiError."""
+    """Raises CommandError for a wrong key, token file or namespace, and when no server answers, and ApiError."""
     wanted = prompt.read("lookup")
     with reached(server) as client:
         space = resolve(client, prompt.namespace)

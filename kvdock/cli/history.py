@@ -87,7 +87,7 @@ class Rows(NamedTuple):
 
 def show_past(server: str, wanted: Wanted, *, as_json: bool, console: Console) -> None:
     """`--json` prints what `GET /v1/stats` answers; of a part of it, the same with a value for each row. Raises
-    CommandError for times that do not fit, and when no server answers; ApiError."""
+    CommandError for times that do not fit, and when no server answers, and ApiError."""
     with reached(server) as client:
         now_s = client.status().now
         since_s, until_s = _bounds(wanted, now_s)
@@ -229,7 +229,7 @@ def _numbers_table(heads: Sequence[str], rows: Sequence[Sequence[Text]], *, left
 
 def show_saved(server: str, *, days: int | None, as_json: bool, console: Console) -> None:
     """`days`: the last ones on which requests ended; None: all. `--json` prints them as `GET /v1/hits` answers. Raises
-    CommandError when no server answers; ApiError."""
+    CommandError when no server answers, and ApiError."""
     with reached(server) as client:
         found = client.hits().days
     dates = sorted({day.date for day in found})

@@ -60,8 +60,8 @@ def loaded_cell(loaded_share: float | None, lookup_tokens: int) -> str:
 
 
 def hits_table(hits: HitTotals, *, everything: bool) -> Table:
-    """A row for each origin of the prompts' tokens, with its share of them. `everything`: all reasons of computed ones;
-    otherwise the largest."""
+    """A row for each origin of the prompts' tokens, with its share of them. `everything`: a row for each reason why
+    tokens were computed; otherwise the smaller ones share a row."""
     table = Table("", Column("tokens", justify="right"), Column("share", justify="right"), "", show_header=False,
                   box=None, pad_edge=False, padding=(0, 2, 0, 0))
 

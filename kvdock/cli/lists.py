@@ -149,7 +149,7 @@ MOST_BRANCHES = 8
 def show_cached(
     server: str, *, limit: int, search: str, unfold: int, as_json: bool, console: Console
 ) -> None:
-    """`search`: "": all. `unfold`: levels of branches. Raises CommandError when no server answers; ApiError."""
+    """`search`: "": all. `unfold`: levels of branches. Raises CommandError when no server answers, and ApiError."""
     with reached(server) as client:
         namespaces, _ = first(client.namespaces, lambda page: page.namespaces)
         prefixes = client.prefixes(limit, search=search)

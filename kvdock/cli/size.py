@@ -79,7 +79,8 @@ class Sized(msgspec.Struct, kw_only=True):
 
 
 def show_size(server: str, *, model: Model, users: Users | None, as_json: bool, console: Console) -> None:
-    """Raises CommandError for wrong options, when no server answers, and when it has had too few lookups; ApiError."""
+    """Raises CommandError for wrong options, when no server answers, and when it has had too few lookups, and
+    ApiError."""
     if users is None:
         if model.is_named:
             raise CommandError("the formula needs --users and --tokens-each as well", WRONG)

@@ -56,7 +56,7 @@ class StatusFigures(Status, kw_only=True):
 
 def show_status(server: str, *, everything: bool, as_json: bool, console: Console) -> None:
     """`everything`: print all counters with their meanings, and all engines. Raises CommandError when no server
-    answers; ApiError."""
+    answers, and ApiError."""
     with reached(server) as client:
         status = client.status()
         rates, judged = rates_of(client.stats()), client.verdict()
@@ -491,7 +491,7 @@ class ModelFigures(msgspec.Struct, kw_only=True):
 
 def show_model(server: str, model: str, *, everything: bool, as_json: bool, console: Console) -> None:
     """`everything`: show all reasons. Raises CommandError for a model that the server does not know, and when no server
-    answers; ApiError."""
+    answers, and ApiError."""
     with reached(server) as client:
         days = client.hits().days
         sessions = attached(client) or []

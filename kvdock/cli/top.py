@@ -86,7 +86,7 @@ class Tick(msgspec.Struct, kw_only=True):
 
 def show_top(server: str, *, interval_s: float, once: bool, as_json: bool, console: Console) -> None:
     """Returns when the user ends it. Raises CommandError for a wrong address and, for one picture, when no server
-    answers; ApiError."""
+    answers, and ApiError."""
     live = as_json or (sys.stdout.isatty() and not console.is_dumb_terminal)
     if once or not live:
         with reached(server) as client:

@@ -120,7 +120,7 @@ class Client:
         self, address: str, *, timeout_s: float = 5.0, packed: bool = True, access_token: str = "",
         trusts_service: bool = False,
     ) -> None:
-        """`address`: `unix:/path` or `http://host:port`; ValueError otherwise. Connects on the first call.
+        """`address`: `unix:/path` or `http://host:port`; raises ValueError otherwise. Connects on the first call.
 
         `packed`: MessagePack bodies; otherwise JSON, which people can read. `access_token`: a token of the server's
         access file (protocol.access reads it from a file); over the Unix socket the server's own user needs none.

@@ -153,7 +153,7 @@ class Bench:
         end = time.monotonic() + ANSWER_S
         while not found and time.monotonic() < end:
             found += self._reports(subject, wanted)
-        assert found, f"found no report within {ANSWER_S} s, wanted exactly one"
+        assert found, f"found no report of the end within {ANSWER_S} s, wanted exactly one"
         found += self._reports(subject, wanted)
         assert len(found) == 1, f"reports: found {len(found)}, wanted exactly one"
         return found[0]

@@ -324,11 +324,11 @@ class EngineSession:
         try:
             self._attach()
         except NotYet as error:
-            self._log_once(logging.WARNING, "no kvdock server yet, serving misses", error)
+            self._log_once(logging.WARNING, "no kvdock server yet, so every lookup is a miss", error)
         except RefusedError:
             raise
         except Exception as error:  # whatever it is, the heartbeat thread tries again
-            self._log_once(logging.ERROR, "cannot attach yet, serving misses", error)
+            self._log_once(logging.ERROR, "cannot attach yet, so every lookup is a miss", error)
         try:
             self._thread.start()
         except BaseException:
@@ -360,7 +360,7 @@ class EngineSession:
             if self._attachment is not attachment:
                 return
             self._attachment, self._suspended = None, attachment
-        log.warning("kvdock server lost, serving misses: %s", error)
+        log.warning("the kvdock server is lost, so every lookup is a miss: %s", error)
         self._wake.set()
 
     def ensure_segment(self, attachment: Attachment, segment: int) -> None:

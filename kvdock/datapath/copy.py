@@ -43,7 +43,7 @@ class PartCopy:
     """One part: `block_ids[i]` is the engine's block that holds the part's i-th block of tokens."""
 
     slot: int
-    """Address of the slot in this process, a multiple of 16."""
+    """The address of the slot in this process, a multiple of 16."""
     block_ids: BlockIds
     skip_blocks: int = 0
     """Scatter only: the number of leading blocks that are hashed but never written."""

@@ -110,7 +110,8 @@ class SegmentRegistrar:
             self._changed.notify_all()
 
     def unregister(self, segment: int) -> None:
-        """Call it before detach(), when no copy uses the segment. Then neither the driver nor this thread uses it.
+        """Call it before detach(), when no copy uses the segment. Afterwards neither the driver nor this thread uses
+        the segment.
 
         Waits for the registration under way, if it is this segment's.
         """

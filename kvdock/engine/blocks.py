@@ -241,7 +241,7 @@ class BlockManager:
         self.pool.check_integrity([*(held(table) for table, _ in tables), *others])
 
     def _first_block(self, kind: GroupKind, tokens: int) -> int:
-        """Index of the first block that is needed to continue after `tokens`."""
+        """The index of the first block that is needed to continue after `tokens`."""
         return first_needed(kind, tokens) // self.block_tokens
 
 

@@ -172,7 +172,7 @@ class EngineConfig:
     threads: int = 1
     """torch's intra-op threads. The bits of a result depend on their number, so it is fixed."""
     tensor_parallel: int = 1
-    """Number of ranks: processes that divide the heads and the columns of the MLP among them."""
+    """The number of ranks: processes that divide the heads and the columns of the MLP among them."""
     idle_wait_s: float = 0.05
     """How long a step waits for the connector when nothing can be computed."""
 

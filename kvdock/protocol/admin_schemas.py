@@ -29,9 +29,9 @@ class Limits(Answer, kw_only=True):
 
     pool_bytes: int
     session_cap: float
-    """Share of the pool that one session may hold."""
+    """The share of the pool that one session may hold."""
     total_cap: float
-    """Share of the pool that all sessions together may hold."""
+    """The share of the pool that all sessions together may hold."""
     grow_water: float
     low_water: float
     high_water: float
@@ -201,7 +201,7 @@ class NamespaceView(Answer, kw_only=True):
     """For how long no engine has run these weights; after `weights_grace_s` the namespace's chunks are evicted first.
     None: an engine runs the weights, or the chunks are evicted like any others."""
     chunk_bytes: int
-    """Size of a chunk with the parts of all groups and writers."""
+    """The size of a chunk with the parts of all groups and writers."""
     sessions: int
     """How many sessions of engines are attached now; the mover's do not count."""
     is_bench: bool = False

@@ -454,7 +454,7 @@ class LoadStory(Answer, kw_only=True):
     queue_ms: float | None
     """The part of that time without copying: waiting for earlier copies, and for the engine's next step."""
     copy_ms: float | None
-    """Time of the copies on the slowest rank; None: not known."""
+    """The time of the copies on the slowest rank; None: not known."""
     bytes_per_s: float | None
     """All ranks' bytes over the time of the copies."""
 

@@ -82,7 +82,7 @@ class Manifest(Identity, frozen=True, kw_only=True):
     kv_heads: Count
     head_size: Count
     token_order: Text = "NHD"
-    """Order of the elements inside a block of a plane; two engines that differ in it cannot share bytes."""
+    """The order of the elements inside a block of a plane; two engines that differ in it cannot share bytes."""
     chunk_tokens: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
     block_tokens: BlockTokens
     """The least common multiple of the groups' block sizes. Skips and chunk_tokens are multiples of it."""
@@ -133,7 +133,7 @@ class Purpose(Body, kw_only=True, omit_defaults=True):
 
 class AttachSession(Purpose, kw_only=True):
     instance: Name
-    """Id of the engine instance, chosen by the client at random: all its members send the same one."""
+    """The id of the engine instance, chosen by the client at random: all its members send the same one."""
     manifest: Manifest
     member: Member
     label: Label = ""
@@ -347,10 +347,10 @@ class LookupHead(Carried, kw_only=True):
     """A lookup's answer without `chunks`, which the table encodes itself (kvdock/protocol/forms.py)."""
 
     hit_tokens: int
-    """Length of the longest stored prefix, counted from token 0, skipped tokens included."""
+    """The length of the longest stored prefix, counted from token 0, skipped tokens included."""
     lease: Hex64 | None
     first_chunk: int
-    """Index of the first chunk in `chunks`: chunks wholly inside the skip are neither locked nor returned."""
+    """The index of the first chunk in `chunks`: chunks wholly inside the skip are neither locked nor returned."""
     limited_by: Literal["held_bytes", "pinning"] | None = None
     being_stored: BeingStored | None = None
     """None: no other session stores what follows the stored prefix."""

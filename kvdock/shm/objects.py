@@ -175,7 +175,7 @@ def allocate(fd: int, size_bytes: int, name: str) -> None:
 
 def open_existing(name: str) -> int:
     """The object's descriptor, readable and writable. Raises FileNotFoundError when there is no such object,
-    ForeignObject."""
+    ForeignObject when it is not this user's own."""
     try:
         fd: int = _posix_ipc.SharedMemory(name).fd
     except _posix_ipc.ExistentialError as error:
@@ -211,7 +211,7 @@ def create_region(name: str, size_bytes: int) -> Mapping:
 
 def open_region(name: str) -> Mapping:
     """Maps an object that an earlier server left. Raises FileNotFoundError when there is none, ValueError when it is
-    empty, ForeignObject."""
+    empty, ForeignObject when it is not this user's own."""
     fd = open_existing(name)
     try:
         size_bytes = os.fstat(fd).st_size

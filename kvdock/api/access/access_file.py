@@ -118,7 +118,7 @@ class AccessFile:
         try:
             self._take(await asyncio.to_thread(read, self._path))
         except AccessFileError as error:
-            log.error("%s; the %d tokens that were there still count", error, len(self._peers))
+            log.error("%s: the %d access tokens that were read before stay valid", error, len(self._peers))
         else:
             self.changed = True
             log.warning("read %d access tokens of %s", len(self._peers), self._path)

@@ -177,7 +177,7 @@ class Connection(HttpToolsProtocol):
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade:
-            # The upgrade is ignored. What follows may be in the other protocol, so nothing more is read.
+            # The upgrade is ignored. What follows may be in the protocol that the client asked for: no more is read.
             self._refusal = ApiError("malformed_request", "the connection speaks HTTP/1.1 only")
             self.cycle.keep_alive = False
             self._stop_waiting()

@@ -399,8 +399,8 @@ def open_pool(
 def _adopt(
     settings: Settings, left: list[int], randbits: Callable[[int], int], publish: Callable[[e.Event], None]
 ) -> Adopted | None:
-    """None: there is no pool to adopt, adoption is switched off, or the pool is damaged, and then removed. A pool in
-    another format stays, and the server does not start."""
+    """None: there is no pool to adopt, adoption is switched off, or the pool cannot be taken over. _clear_up() then
+    removes it. A pool in another format stays, and the server does not start."""
     if settings.adopt == "never" or not left:
         if settings.adopt == "require":
             raise StartupError("not_adoptable", f"adopt=require: no server has left a pool at {address_of(settings)}")

@@ -225,7 +225,7 @@ class SegmentPool:
                 del self._segments[key]
 
     def _next_bytes(self) -> int:
-        """Size of the next segment; 0 if what is left of the limit is too small for one."""
+        """The size of the next segment; 0 if what is left of the limit is too small for one."""
         wanted = self._segment_bytes if self._next_id else min(self._segment_bytes, self._first_bytes)
         size = _whole_pages(min(wanted, self.limit_bytes - self.allocated_bytes))
         return size if size >= _core.SEGMENT_HEADER_BYTES + _core.SLOT_ALIGN else 0

@@ -61,7 +61,8 @@ class _Misses:
 
 
 class RecentRequests:
-    """The most recent lookups and stores, newest first, and the outcomes that engines have reported."""
+    """The most recent lookups and stores, newest first, and the outcomes that engines have reported. For each reason
+    why tokens were computed, some earlier requests are kept, too."""
 
     def __init__(self, keep: int) -> None:
         self._keep = keep

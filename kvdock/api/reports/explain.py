@@ -63,7 +63,7 @@ ENOUGH_TOKENS = 256
 """Prompts that begin alike for fewer tokens may have no more in common than their chat template; a prompt that is
 shorter has to be the same as far as beginnings tell."""
 APART = frozenset({"weights", "tenant", "cache_salt"})
-"""What keeps namespaces apart on purpose."""
+"""Namespaces that differ in these are apart on purpose, so nobody is advised to make them alike."""
 
 
 class Sources(NamedTuple):
@@ -132,7 +132,7 @@ class Explainer:
         is_new, up_s = self._started_ms < NEW_POOL_MS, (now_ms - self._started_ms) / 1000
         pool = "with a new pool" if is_new else f"with a pool that is {duration(now_ms / 1000)} old"
         yield Sentence(code="ages", text=(
-            f"The server started {duration(up_s)} ago, {pool}: it knows of no store that was evicted before."
+            f"The server started {duration(up_s)} ago, {pool}. What was evicted before that is not known."
         ))
 
     def _in_tiers(
@@ -360,7 +360,8 @@ def _broke(broke: Break, start: int, asked_tokens: int) -> Iterator[Sentence]:
         after = max(at, start + broke.parts.after_tokens)
         yield Sentence(code="changes_early", advice="steady_beginning", text=(
             f"It parts from them early: {start + asked_tokens - after:,} of its tokens lie behind the first {after:,}. "
-            "If these prompts should be alike for longer, their chat template or system prompt changes there."
+            "If these prompts are meant to have a longer beginning in common, look there for what differs, such as "
+            "the chat template or the system prompt."
         ))
 
 

@@ -3,7 +3,8 @@
 The server decides who holds which memory. The mover, a process of its own, moves the bytes (kvdock/tiers/mover/).
 
 A lookup that found less than it asked for, and whose request may wait, gets a ticket (kvdock/api/tiers/tickets.py). The
-mover is sent the lookup, loads what its tiers have, and reports what it promises and when it has ended.
+mover gets the lookup, loads what its tiers have, and reports which chunks it expects to load and when the loads have
+ended.
 
 Used from the event loop alone.
 """

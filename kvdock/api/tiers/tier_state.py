@@ -29,7 +29,7 @@ FORECAST_INTERVAL_S = 0.5
 NEAR_SHARE = 0.125
 """While more of the pool than this share is free, nothing is evicted soon."""
 SOON_SHARE = 0.0625
-"""How much of the pool counts as evicted soon: about as much as a tier writes in a second."""
+"""How much of the pool counts as evicted soon, and is written to tiers before the rest."""
 
 
 class TierState:

@@ -31,9 +31,10 @@ def revision(
     args: Any, model: Any, settings: Mapping[str, str], *, weights_digest: str,
     find_snapshot: FindSnapshot = hub_snapshot, read_all: bool = False,
 ) -> str:
-    """Digest of the weights and of everything else on which KV depends. Raises NotSupportedError when the weights or an
-    adapter cannot be identified. `args`, `model`: SGLang's ServerArgs and ModelConfig; `settings`: the settings and
-    variables that dependences.py finds; `read_all`: whether the digest of the weights covers all bytes of their files.
+    """The digest of the weights and of everything else on which KV depends. Raises NotSupportedError when the weights
+    or an adapter cannot be identified. `args`, `model`: SGLang's ServerArgs and ModelConfig; `settings`: the settings
+    and variables that dependences.py finds; `read_all`: whether the digest of the weights covers all bytes of their
+    files.
     """
     load = SimpleNamespace(
         load_format=args.load_format, download_dir=args.download_dir,

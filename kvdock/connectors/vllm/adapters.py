@@ -10,7 +10,8 @@ let the last change before the first moment be older than a tick of the clock th
 written between the two, so what vLLM has read between them is what was hashed between them. The first moment is
 - the start of this engine, for files that have not changed since;
 - for other files, the moment in which kvdock meets the adapter: its first request arrives, or EngineCore.add_lora is
-  called. This counts only while kvdock certainly meets every adapter before a worker reads it (AdapterLoads.hears).
+  called. That moment is used only while kvdock certainly meets each adapter before a worker reads it
+  (AdapterLoads.hears).
 The second moment is each later step. The chunks that a step has computed are stored once the files were checked after
 the step ended (OpenStores.start), and dropped if they differ then.
 
@@ -289,7 +290,7 @@ class AdapterLoads:
                     one.kvdock_adapter(asked)
         except Exception:  # vLLM loads the adapter all the same, even if its core is not as expected here
             self._is_unheard = True
-            log.exception("adapters that are written after the start are not cached from now on")
+            log.exception("KV of adapters whose files were written after the start is not cached from now on")
 
     def _call(self, core: Any, args: tuple[Any, ...], more: dict[str, Any]) -> None:
         method = args[0] if args else more.get("method")

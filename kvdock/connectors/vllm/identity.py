@@ -41,8 +41,8 @@ def revision(
     vllm_config: Any, weights_digest: str, drafts: Any, *, environ: Mapping[str, str] = MappingProxyType({}),
     find_snapshot: FindSnapshot = hub_snapshot, read_all: bool = False,
 ) -> str:
-    """Digest of the weights and of all settings on which KV depends, of the model and of a draft model that has KV of
-    its own (`drafts`: vLLM's SpeculativeConfig then, else None). Raises NotSupportedError when the weights cannot be
+    """The digest of the weights and of all settings on which KV depends, of the model and of a draft model that has KV
+    of its own (`drafts`: vLLM's SpeculativeConfig then, else None). Raises NotSupportedError when the weights cannot be
     identified, or the encoding of positions differs from batch to batch.
 
     `weights_digest`: the user's name for the weights, in place of a digest of the model's files. `read_all`: whether

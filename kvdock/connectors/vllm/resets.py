@@ -254,7 +254,7 @@ class Resets:
         because such requests look up chunks of other weights than the engine runs. Keys distinguish the weights."""
 
     def has_to_clear(self, epoch: int) -> bool:
-        """Whether a reset now, under the weights of that epoch, has to clear at the server. If the weights have changed
-        since the last reset, nothing that was stored before can be found."""
+        """Whether a reset now has to clear the engine's namespace at the server. `epoch`: that of the weights. If they
+        have changed since the last reset, nothing that was stored before can be found."""
         has_changed, self._epoch = epoch != self._epoch, epoch
         return self.on_reset == "clear" and not has_changed

@@ -23,7 +23,8 @@ from kvdock.protocol.access import CONNECTOR_PREFIX, default_address
 log = logging.getLogger("kvdock.vllm")
 
 MOST_SHARE = 10.0
-"""The largest value of compute_once: a longer wait for another engine never pays."""
+"""The largest value of compute_once: to wait for another engine for more than ten times as long as computing takes is
+taken for a mistake."""
 EXTRA = "kv_connector_extra_config"
 BY_LAYER = ("eager", "piecewise", "never")
 ON_RESET = ("clear", "apart", "leave")

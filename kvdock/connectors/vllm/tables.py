@@ -188,7 +188,7 @@ class NextStep:
 
     def allocated(self, tracked: Tracked, table: Table) -> None:
         """vLLM has given the request the blocks of `table`."""
-        if not any(table):  # up to 0.25, vLLM names blocks only to the connector that loads
+        if not any(table):  # vLLM up to 0.25 tells the blocks only to the connector that loads
             self._unnamed.add(tracked.request.request_id)
         tracked.given = blocks_behind(self._groups, table, tracked.local_tokens)
         self._fresh |= tracked.given

@@ -44,7 +44,8 @@ class Row(NamedTuple):
 
 
 class Index:
-    """Thread-safe. Every call raises TierError if the index fails, OSError (ENOSPC) if the storage is full."""
+    """Thread-safe. A method raises TierError if the index fails, and, except for close(), OSError (ENOSPC) if the
+    storage is full."""
 
     def __init__(self, path: Path, wal_bytes: int) -> None:
         """Raises sqlite3.DatabaseError if the file is not an index of this version."""

@@ -260,7 +260,8 @@ class WriteBehind:
             attachment.release()
 
     def _missing(self, space: NamespaceSession, agreed: AgreedNote, keys: list[bytes]) -> list[bytes]:
-        """The chunks of `keys` that the tier does not have; all of them if the tier does not answer."""
+        """The chunks of `keys` whose part of group 0 and writer 0 the tier does not have; all if the tier does not
+        answer. That part is stored last (_write_leased)."""
         names = [space.names(agreed.note, key, [0])[0] for key in keys]
         try:
             has = self._handle.exists(names, Deadline(BATCH_S / 10))

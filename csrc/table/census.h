@@ -29,7 +29,7 @@ struct PrefixCount {
   uint64_t born_ms, used_ms;  // on the server clock; 0: not known
   uint32_t uses;              // lookups that found the first chunk
   // The deepest chunk that at least half of those lookups also found, and the number of chunks from the first one to
-  // it, both counted.
+  // it, including both.
   Key last;
   uint32_t last_chunks;
   // The last chunk of the part that all of it shares, the number and bytes of the chunks from the first one to it, and
@@ -56,7 +56,7 @@ struct Survey {
 struct NamedChunk {
   uint32_t name;   // its index in Survey::named
   Key first;       // its prefix's
-  uint32_t depth;  // from the first chunk to it, both counted
+  uint32_t depth;  // how many chunks there are from the first one to it, including both
 };
 
 class Census {

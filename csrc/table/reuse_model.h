@@ -33,7 +33,8 @@ class ReuseModel {
   void learn(const Counts& alive, double together);
 
   double worth(uint8_t kind, uint64_t age) const;  // linear between the middles of bins
-  // The least age from which worth() is linear up to `age`; 0 where it is constant down to it.
+  // The least age from which worth() is linear up to `age`: the middle of a bin. 0 before the first middle, where
+  // worth() is constant.
   uint64_t stretch_from(uint64_t age) const;
 
  private:

@@ -282,7 +282,7 @@ def requests(
 
 def size(
     users: Annotated[int | None, typer.Option(
-        min=1, metavar="N", help="Users, or conversations, whose prompts are to stay.", show_default=False,
+        min=1, metavar="N", help="Users, or conversations, whose prompts the pool is to keep.", show_default=False,
     )] = None,
     tokens_each: Annotated[int | None, typer.Option(
         min=1, metavar="N", help="Tokens of each user's longest prompt, without the shared ones.", show_default=False,

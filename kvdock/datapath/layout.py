@@ -97,8 +97,8 @@ FORMATS: Final[Mapping[str, NamedFormat]] = {name: NamedFormat.of(name) for name
 def paged_layout(name: str, tensors: Tensors, *, block_tokens: int) -> PagedLayout:
     """Describes `tensors` (one, or lists nested as `name` says) of format `name`, one of FORMATS.
 
-    LayoutError: unknown name, wrong nesting, rank or sizes, unequal shapes or element sizes, strides
-    without regular runs inside a block, addresses or strides that are no multiple of 16 bytes.
+    Raises LayoutError for an unknown name, a wrong nesting, rank or size, unequal shapes or element sizes, strides
+    without regular runs inside a block, and addresses or strides that are no multiple of 16 bytes.
     """
     form = FORMATS.get(name)
     if form is None:

@@ -168,8 +168,8 @@ class PatchConfig(Body, kw_only=True):
     """Applies to chunks that are loaded from now on."""
     log_level: LogLevel | None = None
     tenants: Annotated[dict[Tenant, Quota | None], msgspec.Meta(max_length=MAX_QUOTAS)] | None = None
-    """Quotas by tenant, each in place of the tenant's quota before; null: what the access file says, or the default. ""
-    is the server's own user. Other tenants keep theirs."""
+    """Quotas by tenant; each replaces the tenant's earlier one. null: what the access file says, or the default. The
+    tenant "" is the server's own user. Other tenants keep theirs."""
 
 
 class Config(Answer, kw_only=True):

@@ -1,10 +1,9 @@
 """Records, in which lower tiers keep parts of chunks. A record is a header that describes the part, and the part's
 bytes.
 
-A part is one writer's bytes of one KV group of one chunk. The header names the namespace (the digest of a manifest),
-its generation (kvdock/tiers/notes.py), the chunk's key, the group and writer, the length and the checksum. So an index
-can be rebuilt from the records and the notes, and a record that is under a wrong name, cut short or damaged is not
-taken for another record.
+A part is one writer's bytes of one KV group of one chunk. The header has the part's name (PartName), its length and
+its checksum. So an index can be rebuilt from the records and the notes (kvdock/tiers/notes.py), and a record that is
+under a wrong name, cut short or damaged is not taken for another record.
 """
 
 from __future__ import annotations

@@ -367,7 +367,8 @@ counter's name is the value of the label."""
 
 
 def _of_tiers(tiers: Sequence[TierView]) -> Iterator[Metric]:
-    """Totals start again with each mover process. A tier that is not open has only the metric that reports this."""
+    """Totals start again with each mover process. A tier that this mover has not opened yet has only
+    kvdock_tier_used."""
     used = GaugeMetricFamily("kvdock_tier_used", "1 while the tier is used, 0 while it is off", labels=["tier"])
     for tier in tiers:
         used.add_metric([tier.name], tier.state == "open")

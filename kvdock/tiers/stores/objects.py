@@ -70,8 +70,8 @@ T = TypeVar("T")
 
 
 def open_tier(url: str, deadline: Deadline) -> ObjectTier:
-    """`url`: docs/tiers.md#object-stores. Raises TierUrlError; TierError where the store does not answer or refuses,
-    or obstore is not installed."""
+    """`url`: docs/tiers.md#object-stores. Raises TierUrlError, and TierError where the store does not answer or
+    refuses, or obstore is not installed."""
     tier = ObjectTier(*_locate(url))
     try:
         tier.check(deadline)

@@ -74,7 +74,8 @@ void CurveSums::take_over(KeptReader& in) {
 
 void Curve::age(double kept) {
   if (!(kept > 0 && kept <= 1))
-    throw TableError("bad_argument", "a share that is kept", std::to_string(kept), "above 0, at most 1");
+    throw TableError("bad_argument", "the share of the counts to keep is out of range", std::to_string(kept),
+                     "above 0, at most 1");
   all_.scale(kept);
   for (Space& space : spaces_) space.sums.scale(kept);
 }

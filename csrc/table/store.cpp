@@ -62,7 +62,7 @@ void Table::check_chain(uint32_t space, const ReserveCall& call, uint32_t groups
   for (uint32_t g = 0; g < ns.group_count; ++g)
     if (ns.groups[g].kind == GroupKind::kFull) full |= 1u << g;
   if ((groups & ~all) || (groups & full) != full)
-    throw TableError("bad_argument", "groups must name every full-attention group and none unknown", groups, all);
+    throw TableError("bad_argument", "groups must name every full-attention group and no unknown one", groups, all);
   if (call.keys.size() > kMaxStoreKeys)
     throw TableError("bad_argument", "too many keys", int64_t(call.keys.size()), kMaxStoreKeys);
   require_distinct(call.keys);

@@ -289,11 +289,11 @@ def console() -> Console:
 MEANINGS: dict[str, str] = {
     "host": "Address of the TCP port, for browsers and curl.",
     "port": "TCP port; 0: any free port.",
-    "socket_path": "Unix socket for engines; only the server's own user may connect.",
+    "socket_path": "Unix socket for engines; only the server's own user and root may connect.",
     "allowed_hosts": "Host names for which the TCP port answers, separated by commas; `*` for all. Empty: loopback "
     "names; a `host` that is no loopback address needs some.",
     "access_file": "TOML file of access tokens and their scopes; required if `host` is not a loopback address. "
-    "Without a token the TCP port answers only probes and totals.",
+    "Without a token the TCP port answers only calls of the scope `health`, such as probes.",
     "body_limit_bytes": "Largest request body.",
     "tcp_connections": "Connections that the TCP port serves at once; engines' connections over the Unix socket do "
     "not count.",

@@ -147,7 +147,7 @@ def rows_of(stats: Stats, now_s: float, step_s: float | None) -> Rows:
     count = length(stats)
     if step_s is not None and step_s < stats.interval_s:
         raise CommandError(f"--step: wanted at least {span(stats.interval_s)}, the time between two measurements here, "
-                           f"found {span(step_s)}; --over minutes has the shortest", WRONG)
+                           f"found {span(step_s)}; with --over minutes it is shortest", WRONG)
     each = round(step_s / stats.interval_s) if step_s is not None else max(1, -(-count // MOST_ROWS))
     first = count % each or each
     parts = [(max(0, stop - each), stop) for stop in range(first, count + 1, each)] if count else []

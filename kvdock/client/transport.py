@@ -179,7 +179,7 @@ def _parse_head(head: bytes) -> tuple[int, int, bool]:
         raise AnswerError("an answer without one Content-Length")
     length = int(lengths[0]) if lengths else 0
     if length > MAX_ANSWER_BYTES:
-        raise AnswerError(f"an answer of {length} bytes, at most {MAX_ANSWER_BYTES}")
+        raise AnswerError(f"found an answer of {length} bytes, wanted at most {MAX_ANSWER_BYTES}")
     return code, length, head.startswith(b"HTTP/1.1") and not _CLOSE.search(head)
 
 

@@ -254,7 +254,7 @@ def test_nonsense_is_refused_before_any_server_is_asked(arguments: list[str], to
     (["--from", "-1h", "--to", "-2h"], "--to: wanted a time after --from '-1h', found '-2h'"),
     (["--from", "2199-01-01"], "--from: wanted a time before now, found '2199-01-01'"),
     (["--step", "10s"], "--step: wanted at least 1 min 0 s, the time between two measurements here, found 10.0 s; "
-     "--over minutes has the shortest"),
+     "with --over minutes it is shortest"),
 ])
 def test_times_that_do_not_fit_are_refused(server: ServerProcess, arguments: list[str], told: str) -> None:
     assert told in refusal(kvdock("history", *arguments, "--server", server.unix), 2)

@@ -182,7 +182,7 @@ class Agreement:
                 self._read_notes(handle)
                 is_swept = self._sweep(handle)
             except TierError as error:
-                log.debug("%s: reading its notes is tried again: %s", handle.name, error)
+                log.debug("%s: its notes cannot be read, trying again: %s", handle.name, error)
                 continue
             except Exception:  # without this thread the tier would not be used any more
                 log.exception("the notes of %s could not be read", handle.name)

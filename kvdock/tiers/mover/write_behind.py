@@ -261,7 +261,7 @@ class WriteBehind:
 
     def _missing(self, space: NamespaceSession, agreed: AgreedNote, keys: list[bytes]) -> list[bytes]:
         """The chunks of `keys` whose part of group 0 and writer 0 the tier does not have; all if the tier does not
-        answer. That part is stored last (_write_leased)."""
+        answer. That part is stored last (_store)."""
         names = [space.names(agreed.note, key, [0])[0] for key in keys]
         try:
             has = self._handle.exists(names, Deadline(BATCH_S / 10))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import secrets
 import socket
 import subprocess
 import time
@@ -16,7 +17,7 @@ import msgspec
 import pytest
 import uvicorn
 from admin_helpers import ROUTES, call, ok
-from api_helpers import NOBODYS, OPERATOR, ServerProcess, access_file, attach, eventually, raw
+from api_helpers import NOBODYS, OPERATOR, Engine, ServerProcess, access_file, attach, eventually, keys, raw
 from fastapi import FastAPI
 from flood_helpers import until_closed
 
@@ -31,6 +32,7 @@ from kvdock.api.record.timings import Meter, Timings
 from kvdock.api.settings import Settings
 from kvdock.client.client import Client
 from kvdock.protocol import calls
+from kvdock.protocol.access import PrivateFileError
 from kvdock.protocol.calls import INCLUDED, Call
 from kvdock.protocol.errors import ApiError
 from kvdock.protocol.schemas import Heartbeat
@@ -303,6 +305,38 @@ def test_a_change_of_the_file_counts_soon_and_a_wrong_one_changes_nothing(tmp_pa
         access_file(tmp_path)
         eventually(lambda: raw(server.http, "GET", "/v1/sessions", None, asked)[0] == 401)
         assert TOKENS["read"] not in server.log_text() and OPERATOR not in server.log_text()
+
+
+def is_refused(engine: Engine) -> bool:
+    try:
+        engine.heartbeat()
+    except ApiError as error:
+        return error.code == "unauthenticated"
+    return False
+
+
+def test_an_engine_goes_on_when_its_token_is_replaced(tmp_path: Path) -> None:
+    """In its session, as no token has another's name; without one that counts, it is refused."""
+    held = tmp_path / "token"
+    held.touch(mode=0o600)
+    tokens = [secrets.token_urlsafe(32) for _ in range(3)]
+    held.write_text(tokens[0])
+    path = access_file(tmp_path, entry("engine", tokens[0], ["engine"], "a"))
+    with (
+        ServerProcess(access_file=str(path)) as server, Client(server.http, access_token_file=str(held)) as client
+    ):
+        engine = attach(client)
+        engine.store(keys(2))
+        for token in tokens[1:]:
+            access_file(tmp_path, entry("engine", token, ["engine"], "a"))
+            eventually(lambda: is_refused(engine))
+            held.write_text(token)
+            assert engine.lookup(keys(2)).hit_tokens == 32
+        held.unlink()
+        engine.heartbeat()
+        with pytest.raises(PrivateFileError, match="token"):
+            Client(server.http, access_token_file=str(held))
+        engine.close()
 
 
 @pytest.mark.parametrize(("text", "says"), [

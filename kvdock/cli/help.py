@@ -175,6 +175,11 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
         ("kvdock clear --namespace 5e1c", "the chunks of one model"),
         ("kvdock clear --all", "everything"),
     ),
+    "drain": (
+        ("kvdock drain", "engines compute from now on"),
+        ("kvdock drain --wait && systemctl stop kvdock", "when they have finished"),
+    ),
+    "undrain": (("kvdock undrain", "engines load and store again"),),
     "acknowledge": (("kvdock acknowledge", "after `kvdock status` was read"),),
     "sessions": (("kvdock sessions", "engines and their processes"),),
     "leases": (("kvdock leases --limit 20", "the 20 oldest"),),

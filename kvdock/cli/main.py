@@ -438,6 +438,30 @@ def clear(
     clear_cache(server, namespace=namespace, everything=everything, yes=yes, as_json=as_json, console=console())
 
 
+def drain(
+    wait: Annotated[bool, typer.Option(
+        "--wait", help="Return when no lease and no reservation is open any more; Ctrl-C ends the wait alone.",
+    )] = False,
+    server: Server = "",
+    as_json: AsJson = False,
+) -> None:
+    """Give out nothing new, and let engines finish what they have.
+
+    Lookups find nothing and stores get no memory, so engines go on and compute; /readyz says `draining`. What is stored
+    stays. It lasts until `kvdock undrain`, or until the server ends.
+    """
+    from kvdock.cli.admin import drain_server
+
+    drain_server(server, wait=wait, as_json=as_json, console=console())
+
+
+def undrain(server: Server = "", as_json: AsJson = False) -> None:
+    """Serve again after `kvdock drain`."""
+    from kvdock.cli.admin import undrain_server
+
+    undrain_server(server, as_json=as_json, console=console())
+
+
 def acknowledge(server: Server = "", as_json: AsJson = False) -> None:
     """End the findings about dead engines and damaged chunks.
 
@@ -455,7 +479,7 @@ EPILOG = "Exit status: 0 success; 1 failure; 2 usage error; 130 interrupted by C
 GROUPS = {
     "Run": (serve, demo, doctor, bench),
     "Look": (status, top, history, saved, requests, explain, events, sessions, cached, leases, lookup, size),
-    "Change": (keep, evict, clear, acknowledge),
+    "Change": (keep, evict, clear, drain, undrain, acknowledge),
 }
 """The commands in the groups of `--help`; `config` and `token` are added to the last group."""
 

@@ -309,7 +309,7 @@ def test_a_change_of_the_file_counts_soon_and_a_wrong_one_changes_nothing(tmp_pa
 @pytest.mark.parametrize(("text", "says"), [
     ('[[token]]\nname = "a"\n', "sha256"),
     ('[[token]]\nname = "a"\nsha256 = "abc"\nscopes = ["read"]\n', "sha256"),
-    (entry("a", "x", ["root"], ""), "scopes"),
+    (entry("a", "x", ["root"], ""), "scopes"),  # type: ignore[list-item]  # a wrong scope is the point
     (entry("a", "x", [], ""), "scopes"),
     (entry("a b", "x", ["read"], ""), "name"),
     (entry("a", "x", ["read"], "Team A"), "tenant"),

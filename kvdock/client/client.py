@@ -346,6 +346,9 @@ class Client:
         """Findings of the verdict that have happened so far are seen."""
         return self._do(c.ACKNOWLEDGE, a.Acknowledge(), timeout_s)
 
+    def drain(self, body: a.DrainServer, *, timeout_s: float | None = None) -> a.Drained:
+        return self._do(c.DRAIN, body, timeout_s)
+
     def clear(self, body: a.ClearCache, *, timeout_s: float | None = None) -> a.Cleared:
         """The server walks its whole table, so allow it time."""
         return self._do(c.CLEAR, body, timeout_s)

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +18,18 @@ import msgspec
 import pytest
 import uvicorn
 from admin_helpers import ROUTES, call, ok
-from api_helpers import NOBODYS, OPERATOR, Engine, ServerProcess, access_file, attach, eventually, keys, raw
+from api_helpers import (
+    NOBODYS,
+    OPERATOR,
+    Engine,
+    ServerProcess,
+    access_file,
+    attach,
+    eventually,
+    http_connection,
+    keys,
+    raw,
+)
 from fastapi import FastAPI
 from flood_helpers import until_closed
 
@@ -342,7 +354,7 @@ def test_an_engine_goes_on_when_its_token_is_replaced(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("text", "says"), [
     ('[[token]]\nname = "a"\n', "sha256"),
     ('[[token]]\nname = "a"\nsha256 = "abc"\nscopes = ["read"]\n', "sha256"),
-    (entry("a", "x", ["root"], ""), "scopes"),
+    (entry("a", "x", ["root"], ""), "scopes"),  # type: ignore[list-item]  # a wrong scope is the point
     (entry("a", "x", [], ""), "scopes"),
     (entry("a b", "x", ["read"], ""), "name"),
     (entry("a", "x", ["read"], "Team A"), "tenant"),
@@ -352,6 +364,9 @@ def test_an_engine_goes_on_when_its_token_is_replaced(tmp_path: Path) -> None:
     (entry("a", "x", ["read"], "") + "colour = 1\n", "colour"),
     (entry("a", "x", ["read"], "") + entry("a", "y", ["read"], ""), "name found twice"),
     (entry("a", "x", ["read"], "") + entry("b", "x", ["read"], ""), "sha256 found twice"),
+    (entry("a", "x", ["read"], "") + "expires = 2026-12-01T00:00:00\n", "timezone"),
+    (entry("a", "x", ["read"], "") + "expires = 2026-12-01\n", "expires"),
+    (entry("a", "x", ["read"], "b") + "expires = 2026-12-01T00:00:00Z\n" + entry("a", "y", ["read"], "c"), "tenants"),
     ("tokens = 1\n", "tokens"),
     ("[[token", "access.toml"),
 ])
@@ -381,6 +396,52 @@ def test_an_access_file_of_another_user_a_pipe_and_none_at_all_are_refused(tmp_p
     for name in ("pipe", "missing", "."):
         with pytest.raises(AccessFileError, match=name):
             AccessFile(str(tmp_path / name))
+
+
+def test_a_token_ends_by_the_wall_clock_and_only_who_has_it_is_told(tmp_path: Path) -> None:
+    """A clock that is put back lets it work again; one that is put forward ends it early."""
+    end_s = datetime(2026, 12, 1, tzinfo=UTC).timestamp()
+    path = access_file(tmp_path, entry("guest", TOKENS["read"], ["read"], "") + "expires = 2026-12-01T01:00:00+01:00\n")
+    now_s = [end_s - 1.0]
+    file, header = AccessFile(str(path), lambda: now_s[0]), f"Bearer {TOKENS['read']}".encode()
+
+    def answer(header: bytes = header) -> str:
+        try:
+            return file.peer_of(header, NOBODY).name
+        except ApiError as error:
+            return f"{error.code}: {error.detail}, {error.found}, wanted {error.wanted}"
+
+    unknown = answer(b"Bearer guessed")
+    expired = (
+        "unauthenticated: the access token has expired, a token until 2026-12-01T00:00:00Z, wanted a newer one of guest"
+    )
+    assert answer() == "token guest" and "expired" not in unknown
+    for at_s, wanted in ((end_s, expired), (end_s + 1e9, expired), (end_s - 5.0, "token guest")):
+        now_s[0] = at_s
+        assert (answer(), answer(b"Bearer guessed")) == (wanted, unknown)
+        assert answer(f"Bearer {OPERATOR}".encode()) == "token operator", "a token without an end has none"
+
+
+def test_a_running_server_refuses_a_token_from_its_end_on_and_ends_its_streams(tmp_path: Path) -> None:
+    guest = entry("guest", TOKENS["read"], ["read"], "")
+    sent = {"Authorization": f"Bearer {TOKENS['read']}"}
+    later, past = (f"{datetime.now(UTC) + timedelta(days=days):%Y-%m-%dT%H:%M:%SZ}" for days in (1, -1))
+    path = access_file(tmp_path, f"{guest}expires = {later}\n")
+    with ServerProcess(access_file=str(path), observe="stream", watch_s=0.05) as server, Client(server.unix) as own:
+        stream = http_connection(server.http)
+        stream.request("GET", "/v1/events?follow=true", headers=sent)
+        following = stream.getresponse()
+        assert following.status == 200, "it has not ended yet"
+        access_file(tmp_path, f"{guest}expires = {past}\n")
+        eventually(lambda: raw(server.http, "GET", "/v1/sessions", None, sent)[0] == 401)
+        status, _, content = raw(server.http, "GET", "/livez", None, sent)
+        assert (status, json.loads(content)["detail"].split(":")[0]) == (401, "the access token has expired")
+        stranger = {"Authorization": "Bearer " + "s" * 43}
+        assert b"expired" not in raw(server.http, "GET", "/v1/sessions", None, stranger)[2]
+        attach(own).close()  # an event wakes the stream
+        assert b"attached" not in following.read()
+        stream.close()
+        assert "refused nobody" in server.log_text() and "wanted a newer one of guest" in server.log_text()
 
 
 def test_a_server_beyond_loopback_needs_an_access_file(tmp_path: Path) -> None:

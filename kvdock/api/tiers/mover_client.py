@@ -18,6 +18,7 @@ from collections.abc import Callable, Container
 import msgspec
 
 from kvdock._core import Lookup as Found
+from kvdock.api.pool.drain import Drain
 from kvdock.api.pool.pool import Pool
 from kvdock.api.pool.registry import NamespaceRecord, Registry, SessionRecord
 from kvdock.api.record.counters import Counters
@@ -39,18 +40,17 @@ UPDATE_S = 0.1
 
 
 class MoverClient:
-    """`clears`: knows the tiers. `is_draining`: whether the server is about to end. `now_s`: a clock that never goes
-    back."""
+    """`clears`: knows the tiers. `now_s`: a clock that never goes back."""
 
     def __init__(
-        self, pool: Pool, registry: Registry, counters: Counters, clears: Clears, *, is_draining: Callable[[], bool],
+        self, pool: Pool, registry: Registry, counters: Counters, clears: Clears, *, drain: Drain,
         now_ms: Callable[[], int], now_s: Callable[[], float],
     ) -> None:
         self.instance_prefix = f"mover-{secrets.token_hex(4)}-"
         """The instance names under which movers of this server attach begin with it."""
         self.restarts = 0
         self._table, self._registry = pool.table, registry
-        self._clears, self._is_draining = clears, is_draining
+        self._clears, self._drain = clears, drain
         self._wake = asyncio.Event()
         self._tiers = TierState(now_s)
         self.prefetches = Prefetches(pool, counters, self._why_unavailable, now_s)
@@ -153,7 +153,7 @@ class MoverClient:
             return "no_tiers"
         if space.tenant:
             return "not_served"
-        if self._is_draining():
+        if self._drain.refuses_new:
             return "draining"
         if not self._tiers.is_any_open:
             return "tiers_off"
@@ -226,7 +226,7 @@ class MoverClient:
             generations=generations, orders=orders, followed=followed,
             lookups=lookups, prefetches=self.prefetches.due(left_bytes), ended_tickets=ended,
             evicting_soon=self._forecast.evicting_soon(self._tiers.known) if self._tiers.is_any_open else [],
-            is_draining=self._is_draining(),
+            is_draining=self._drain.begun,
         )
 
 

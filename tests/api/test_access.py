@@ -454,6 +454,15 @@ def test_a_server_beyond_loopback_needs_an_access_file(tmp_path: Path) -> None:
     assert Settings.load({"host": "127.0.0.2"}).access_file == ""
 
 
+def test_a_server_beyond_loopback_warns_of_plain_text_as_it_starts() -> None:
+    """127.1 is another name of 127.0.0.1, and no name that the settings take for loopback."""
+    with ServerProcess(host="127.1", allowed_hosts="localhost,127.0.0.1") as server:
+        (said,) = [line for line in server.log_text().splitlines() if "plain HTTP" in line]
+        assert "WARNING" in said and "the port on 127.1 speaks plain HTTP" in said and "proxy with TLS" in said
+    with ServerProcess() as server:
+        assert "plain HTTP" not in server.log_text()
+
+
 # ------------------------------------------------------------------ the log
 
 

@@ -27,6 +27,7 @@ from kvdock.api.tiers.prefetches import Prefetches
 from kvdock.api.tiers.tickets import ASKING_S, LookupCall, Tickets
 from kvdock.api.tiers.tier_state import EvictionForecast, TierState
 from kvdock.protocol import mover_schemas as m
+from kvdock.protocol.readable import LogLevel
 from kvdock.protocol.reports import MoverView, TierView
 from kvdock.protocol.schemas import PendingTokens, Why
 from kvdock.protocol.wire_types import KEY_BYTES
@@ -49,7 +50,7 @@ class MoverClient:
         self.instance_prefix = f"mover-{secrets.token_hex(4)}-"
         """The instance names under which movers of this server attach begin with it."""
         self.restarts = 0
-        self._table, self._registry = pool.table, registry
+        self._pool, self._registry = pool, registry
         self._clears, self._drain = clears, drain
         self._wake = asyncio.Event()
         self._tiers = TierState(now_s)
@@ -59,12 +60,18 @@ class MoverClient:
         self._namespaces = _ServedNamespaces(registry, self.is_mover)
         self._lookups = _LookupQueue()
         self._declined = 0
-        self._sent_draining = False
+        self._told: tuple[bool, LogLevel] | None = None
+        """What the mover was last told: whether the server drains, and the log's level. None: nothing yet."""
         clears.wake, clears.on_cleared = self._wake.set, self._cleared
 
     @property
     def has_mover(self) -> bool:
         return self._clears.has_tiers
+
+    @property
+    def log_level(self) -> LogLevel:
+        """In effect now: calls and SIGHUP change it."""
+        return self._pool.limits.log_level
 
     @property
     def tiers(self) -> list[TierView]:
@@ -86,7 +93,7 @@ class MoverClient:
         """How many open sessions of the table are the mover's."""
         if not self.has_mover:
             return 0
-        return len(self._table.sessions([one.table_id for one in self._registry.sessions() if self.is_mover(one)]))
+        return len(self._pool.table.sessions([one.table_id for one in self._registry.sessions() if self.is_mover(one)]))
 
     def view(self) -> MoverView | None:
         """For status and metrics. The mover is not asked."""
@@ -189,7 +196,7 @@ class MoverClient:
 
     def mover_restarted(self) -> None:
         """A new mover process starts, or the last one has ended: nothing that was sent or reported before holds."""
-        self._sent_draining = False
+        self._told = None
         self._namespaces.mover_restarted()
         self._tiers.mover_restarted()
         self._clears.mover_restarted()
@@ -210,8 +217,9 @@ class MoverClient:
                 update.lookups or update.prefetches or update.ended_tickets or update.evicting_soon or update.orders
                 or update.followed or update.namespaces is not None or update.generations is not None
             )
-            if has_more or update.is_draining != self._sent_draining:
-                self._sent_draining = update.is_draining
+            told = update.is_draining, self.log_level
+            if has_more or told != self._told:
+                self._told = told
                 return update
 
     def _update(self) -> m.ServerUpdate:
@@ -226,7 +234,7 @@ class MoverClient:
             generations=generations, orders=orders, followed=followed,
             lookups=lookups, prefetches=self.prefetches.due(left_bytes), ended_tickets=ended,
             evicting_soon=self._forecast.evicting_soon(self._tiers.known) if self._tiers.is_any_open else [],
-            is_draining=self._drain.begun,
+            is_draining=self._drain.begun, log_level=self.log_level,
         )
 
 

@@ -46,6 +46,8 @@ WAIT_S = 30.0
 GRACE = timedelta(seconds=5)
 """How long a token that was replaced still works."""
 ENDS = ("kills", "restarts", "takeovers")
+OF_TURNS = ("turns", "tokens", "hit_tokens", "loaded_tokens", "wrong_blocks")
+OF_RUN = ("left", "killed", "kept", *ENDS, "rotations")
 KEPT_SHARE = 0.9
 """The next server has at least as many of the chunks that the one before had when it was asked last: meanwhile workers
 went on, and after a kill those that were being written are left out."""
@@ -102,15 +104,12 @@ class Totals:
 
     lookups: list[tuple[float, float]] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
-    counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(
-        ("turns", "tokens", "hit_tokens", "loaded_tokens", "wrong_blocks", "left", "killed", "kept", *ENDS, "rotations"),
-        0,
-    ))
+    counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys((*OF_TURNS, *OF_RUN), 0))
 
     def add(self, at_s: float, line: str) -> None:
         lookup_ms, tokens, hit, valid, wrong = json.loads(line)
         self.lookups.append((at_s, lookup_ms))
-        for name, value in zip(self.counts, (1, tokens, hit, valid, wrong), strict=False):
+        for name, value in zip(OF_TURNS, (1, tokens, hit, valid, wrong), strict=True):
             self.counts[name] += value
 
 

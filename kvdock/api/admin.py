@@ -1,4 +1,5 @@
-"""What an operator may do: clear, delete, evict, pin, change limits. None of these frees memory that an engine holds.
+"""What an operator may do: clear, delete, evict, pin, drain, change limits. None of these frees memory that an engine
+holds.
 
 Every call is idempotent: if it is repeated because its answer was lost, it leaves the same state. Long walks over the
 table are done in slices, with other calls answered in between.
@@ -30,6 +31,8 @@ from kvdock.protocol.admin_schemas import (
     Config,
     DeleteChunks,
     Deleted,
+    Drained,
+    DrainServer,
     EvictChunks,
     Evicted,
     PatchConfig,
@@ -55,7 +58,7 @@ class Admin:
         self._troubles, self._labels = troubles, labels
         self._settings, self._journal, self._clears, self._forget_count = settings, journal, clears, forget_count
         self._pool, self._registry = sessions.pool, sessions.registry
-        self._quotas, self._clock = sessions.quotas, sessions.clock
+        self._quotas, self._clock, self._drain = sessions.quotas, sessions.clock, sessions.drain
 
     async def clear(self, body: ClearCache) -> Cleared:
         """Raises ApiError(unknown_namespace)."""
@@ -117,6 +120,14 @@ class Admin:
             self._labels.name(space, last, body.name)
         self._forget_count()
         return Pinned(chunks=chunks)
+
+    async def drain(self, body: DrainServer) -> Drained:
+        """From now on, or no longer, the server gives out nothing new."""
+        self._drain.is_asked_for = body.is_drained
+        stats = self._pool.table.stats()
+        return Drained(
+            is_drained=self._drain.refuses_new, leases=stats["leases"], reservations=stats["reservations"]
+        )
 
     async def configure(self, body: PatchConfig) -> Config:
         """All changes take effect, or none. Raises ApiError: bad_argument, no_memory."""

@@ -95,7 +95,7 @@ def build(
     orders = OrderFile(Path(f"{settings.socket_path}.orders"))
     clears = Clears(pool.table, registry, journal, orders, settings.tier_names)
     mover_client = MoverClient(
-        pool, registry, tally.counters, clears, is_draining=lambda: drain.begun, now_ms=clock.now_ms,
+        pool, registry, tally.counters, clears, drain=drain, now_ms=clock.now_ms,
         now_s=clocks.now_s,
     )
     feeds = Feeds(settings, pool.table, journal, clocks.wall_s, extras)

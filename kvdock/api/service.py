@@ -44,6 +44,8 @@ SLICE_ANSWERS = 64
 SLICE_RELEASES = 32
 SLICE_NAMES = 128
 SLICE_HINT_BYTES = 512 * KEY_BYTES
+NOTHING = msgspec.Raw(b"[]"), msgspec.Raw(b"\x90")
+"""No chunks: as JSON and as MessagePack."""
 log = logging.getLogger("kvdock.api")
 
 
@@ -184,7 +186,12 @@ class CacheService:
         member = session.member(body.member)
         keys = await keys_of(session.namespace, body.keys, body.tokens)
         request = self._names.digest(body.request)
-        self._sessions.check_grants(session, request)
+        if not self._sessions.may_grant(session, request):
+            self._tally.learned.answers.drained(session, request, body.epoch, keys, self._tally.now_ns())
+            return LookupReply(
+                refused_releases=refused, hit_tokens=0, lease=None, first_chunk=0, limited_by="draining",
+                chunks=NOTHING[form.packed],
+            )
         found = self._table.lookup(
             session.table_id, member.table_id, request, body.epoch, keys,
             readers=body.readers, skip_tokens=body.skip_prefix_tokens, now_ms=self._clock.now_ms(),
@@ -224,8 +231,10 @@ class CacheService:
         session = self._registry.session(body.session, peer.tenant, peer.identity)
         refused = await self._release_carried(session, body)
         request = self._names.digest(body.request)
-        if not self._mover_client.is_mover(session):  # the mover writes what waits while the server drains
-            self._sessions.check_grants(session, request)
+        # The mover writes what waits while the server drains.
+        if not self._mover_client.is_mover(session) and not self._sessions.may_grant(session, request):
+            nothing = msgspec.Raw(form.encode([[] for _ in body.keys]))
+            return HoldReply(refused_releases=refused, lease=None, is_limited=True, chunks=nothing)
         held = self._table.hold(
             session.table_id, session.member(body.member).table_id, request, key_bytes(body.keys), self._clock.now_ms()
         )
@@ -313,10 +322,11 @@ class CacheService:
         await self._pool.grow_for(session.namespace.table_id, keys, session.namespace.bytes_of_groups(groups))
         store = self._names.digest(body.store)
 
-        def ask() -> Granted:
+        def ask() -> Granted | None:
             self._tally.catch_up()
             # Checked again after a wait, because other calls may have been granted something meanwhile.
-            self._sessions.check_grants(session, store)
+            if not self._sessions.may_grant(session, store):
+                return None
             self._check_edition(session, body.edition)
             return self._table.reserve(
                 session.table_id, member.table_id, store, parent, keys,
@@ -326,8 +336,13 @@ class CacheService:
 
         granted = ask()
         # Free memory may be in slots of another size; a call that was granted nothing has changed nothing.
-        while not granted.grant and granted.limited == "no_space" and await self._pool.grow_once():
+        while granted and not granted.grant and granted.limited == "no_space" and await self._pool.grow_once():
             granted = ask()
+        if granted is None:
+            return ReserveReply(
+                refused_releases=refused, reservation=None, deadline_s=body.deadline_s, present=[], busy=[],
+                limited_by="draining", chunks=NOTHING[form.packed],
+            )
         session.grants += granted.grant != 0
         if is_mover and temporary and granted.grant:
             self._mover_client.tickets.reserved(session, granted.grant, keys)

@@ -1,4 +1,4 @@
-"""What an operator changes: `kvdock clear`, `evict` and `keep`, and the settings of `kvdock config`.
+"""What an operator changes: `kvdock clear`, `evict`, `keep` and `drain`, and the settings of `kvdock config`.
 
 Engines that hold a chunk which is removed go on with it; its memory is freed when they have released it.
 """
@@ -29,6 +29,8 @@ from kvdock.protocol.admin_schemas import (
     Amounts,
     ClearCache,
     Config,
+    Drained,
+    DrainServer,
     EvictChunks,
     Limits,
     NamespaceView,
@@ -40,6 +42,9 @@ from kvdock.protocol.names import MAX_LABEL, is_label
 from kvdock.protocol.readable import exact_bytes
 from kvdock.protocol.schemas import Lookup
 from kvdock.protocol.wire_types import MAX_KEYS
+
+DRAIN_LOOK_S = 0.5
+"""How often `drain --wait` looks at what is open."""
 
 
 class Kept(msgspec.Struct):
@@ -62,6 +67,38 @@ def acknowledge_findings(server: str, *, as_json: bool, console: Console) -> Non
         print_json(console, seen)
     else:
         say(console, f"{counted(seen.troubles, 'event')} acknowledged: engines that died, and damaged chunks")
+
+
+def drain_server(server: str, *, wait: bool, as_json: bool, console: Console) -> None:
+    """`--json` prints the server's answer; with `wait`, how it is at the end. Raises CommandError if somebody ends the
+    drain meanwhile, and when no server answers; ApiError."""
+    with reached(server) as client:
+        drained = client.drain(DrainServer(is_drained=True))
+        while wait and drained.leases + drained.reservations:
+            time.sleep(DRAIN_LOOK_S)
+            status = client.status()
+            if "draining" not in status.reasons:
+                raise CommandError("somebody has ended the drain: the server gives out slots again", FAILED)
+            drained = Drained(is_drained=True, leases=status.leases, reservations=status.reservations)
+    if as_json:
+        print_json(console, drained)
+    elif drained.leases + drained.reservations:
+        say(console, f"the server is drained; open are {counted(drained.leases, 'lease')} and "
+                     f"{counted(drained.reservations, 'reservation')}")
+    else:
+        say(console, "the server is drained, and no lease or reservation is open")
+
+
+def undrain_server(server: str, *, as_json: bool, console: Console) -> None:
+    """Raises CommandError if the server is about to end, and when no server answers; ApiError."""
+    with reached(server) as client:
+        drained = client.drain(DrainServer(is_drained=False))
+    if drained.is_drained:
+        raise CommandError("the server is about to end: it gives out nothing new any more", FAILED)
+    if as_json:
+        print_json(console, drained)
+    else:
+        say(console, "the server gives out slots again")
 
 
 def clear_cache(

@@ -29,7 +29,7 @@ from rich.live import Live
 from rich.spinner import Spinner
 from rich.table import Table
 
-from kvdock.api.access.access_file import add_token
+from kvdock.api.access.edits import add_token
 from kvdock.api.errors import StartupError
 from kvdock.api.http.listen import bind_tcp
 from kvdock.api.server import ending_signals

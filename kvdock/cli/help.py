@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from datetime import datetime
+from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 import msgspec
@@ -175,6 +175,11 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
         ("kvdock clear --namespace 5e1c", "the chunks of one model"),
         ("kvdock clear --all", "everything"),
     ),
+    "drain": (
+        ("kvdock drain", "engines compute from now on"),
+        ("kvdock drain --wait && systemctl stop kvdock", "when they have finished"),
+    ),
+    "undrain": (("kvdock undrain", "engines load and store again"),),
     "acknowledge": (("kvdock acknowledge", "after `kvdock status` was read"),),
     "sessions": (("kvdock sessions", "engines and their processes"),),
     "leases": (("kvdock leases --limit 20", "the 20 oldest"),),
@@ -182,10 +187,21 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
         ("kvdock requests", "the last lookups and stores"),
         ("kvdock requests cmpl-7f3a", "one request"),
     ),
-    "access-token": (
-        ("kvdock access-token me --scope admin --access-file FILE", ""),
-        ("kvdock access-token team-a --scope engine --tenant a > token", ""),
+    "token": (
+        ("kvdock token add me --access-file FILE", "for the status page"),
+        ("kvdock token list --access-file FILE", "who may call"),
     ),
+    "token add": (
+        ("kvdock token add me --scope admin --access-file FILE", ""),
+        ("kvdock token add team-a --scope engine --tenant a > token", ""),
+        ("kvdock token add audit --expires 30d > token", ""),
+    ),
+    "token list": (("kvdock token list --access-file FILE", ""),),
+    "token rotate": (
+        ("kvdock token rotate team-a --grace 1h > token", "both work for an hour"),
+        ("kvdock token rotate team-a > token", "the old one ends now"),
+    ),
+    "token revoke": (("kvdock token revoke team-a --access-file FILE", ""),),
     "bench": (("kvdock bench --mib 256 --threads 4", "takes some seconds"),),
     "demo": (("kvdock demo --port 0", "any free port"),),
     "config": (
@@ -270,6 +286,24 @@ def parse_moment(option: str, text: str) -> Moment | None:
     except (ValueError, OverflowError):
         wanted = "a time like 2026-11-25T02:00, or -2h for two hours ago"
         raise CommandError(f"{option}: wanted {wanted}, found {text!r}", WRONG) from None
+
+
+def parse_end(option: str, text: str, now: datetime) -> datetime:
+    """'30d' is in thirty days; '2026-12-31' or '2026-12-31T08:00Z' is a date or an ISO time, in this machine's time
+    zone unless it names one. Raises CommandError naming the option and the text."""
+    asked = text.strip()
+    wanted = "a later time than now, as 30d, 2026-12-31 or 2026-12-31T08:00Z"
+    try:
+        match = _DURATION.fullmatch(asked)
+        if match is not None:
+            end = now + timedelta(seconds=float(match[1]) * _SECONDS[match[2] or ""])
+        else:
+            end = datetime.fromisoformat(asked).astimezone(UTC)
+    except (ValueError, OverflowError):
+        raise CommandError(f"{option}: wanted {wanted}, found {text!r}", WRONG) from None
+    if end <= now:
+        raise CommandError(f"{option}: wanted {wanted}, found {text!r}", WRONG)
+    return end
 
 
 def console() -> Console:

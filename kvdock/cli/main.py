@@ -46,6 +46,7 @@ from kvdock.cli.help import (
 )
 from kvdock.cli.printable import printable
 from kvdock.cli.serve import config, config_get, config_set, serve
+from kvdock.cli.tokens import TOKEN_COMMANDS, token
 from kvdock.protocol.errors import ApiError, ServerUnavailable
 
 Preset = Literal["small", "tiny", "tiny-hybrid2", "tiny-hybrid3", "tiny-mha", "tiny-mla"]
@@ -437,6 +438,30 @@ def clear(
     clear_cache(server, namespace=namespace, everything=everything, yes=yes, as_json=as_json, console=console())
 
 
+def drain(
+    wait: Annotated[bool, typer.Option(
+        "--wait", help="Return when no lease and no reservation is open any more; Ctrl-C ends the wait alone.",
+    )] = False,
+    server: Server = "",
+    as_json: AsJson = False,
+) -> None:
+    """Give out nothing new, and let engines finish what they have.
+
+    Lookups find nothing and stores get no memory, so engines go on and compute; /readyz says `draining`. What is stored
+    stays. It lasts until `kvdock undrain`, or until the server ends.
+    """
+    from kvdock.cli.admin import drain_server
+
+    drain_server(server, wait=wait, as_json=as_json, console=console())
+
+
+def undrain(server: Server = "", as_json: AsJson = False) -> None:
+    """Serve again after `kvdock drain`."""
+    from kvdock.cli.admin import undrain_server
+
+    undrain_server(server, as_json=as_json, console=console())
+
+
 def acknowledge(server: Server = "", as_json: AsJson = False) -> None:
     """End the findings about dead engines and damaged chunks.
 
@@ -447,48 +472,6 @@ def acknowledge(server: Server = "", as_json: AsJson = False) -> None:
     acknowledge_findings(server, as_json=as_json, console=console())
 
 
-def access_token(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="The token's name, which the server writes to its log.")],
-    access_file: Annotated[str, typer.Option(
-        "--access-file", metavar="FILE", help="The server's access file; created if missing. [KVDOCK_ACCESS_FILE]",
-        show_default=False,
-    )] = "",
-    scopes: Annotated[list[str], typer.Option(
-        "--scope", metavar="health|read|engine|admin", help="What the token may do; may be given several times.",
-    )] = ["read"],  # noqa: B006  # typer shows it as the default, and nothing changes it
-    tenant: Annotated[str, typer.Option(
-        "--tenant", metavar="TENANT", help="The tenant of the token; by default the server's own user.",
-        show_default=False,
-    )] = "",
-    as_json: AsJson = False,
-) -> None:
-    """Create an access token and print it, once.
-
-    Adds the token's name, digest and scopes to the server's access file; a running server reads it again. Store the
-    token in a file with mode 0600 and name that file in KVDOCK_ACCESS_TOKEN_FILE, or enter it in the status page.
-    """
-    from kvdock.api.access.access_file import add_token
-    from kvdock.api.errors import AccessFileError
-    from kvdock.api.settings import effective
-    from kvdock.cli.client import print_json
-    from kvdock.protocol.calls import INCLUDED
-
-    path = access_file or effective(os.environ).settings.access_file
-    if not path:
-        raise CommandError("name the server's access file: --access-file FILE", WRONG)
-    if wrong := [scope for scope in scopes if scope not in INCLUDED]:
-        raise CommandError(f"--scope: found {wrong[0]!r}, wanted {', '.join(INCLUDED)}", WRONG)
-    try:
-        token = add_token(path, name, scopes, tenant)
-    except AccessFileError as error:
-        raise CommandError(f"{error}; the file was not changed", WRONG) from error
-    if as_json:
-        made = {"name": name, "scopes": scopes, "tenant": tenant, "access_file": path, "access_token": token}
-        print_json(console(), made)
-    else:
-        typer.echo(token)
-
-
 # ------------------------------------------------------------------ the program
 
 
@@ -496,9 +479,9 @@ EPILOG = "Exit status: 0 success; 1 failure; 2 usage error; 130 interrupted by C
 GROUPS = {
     "Run": (serve, demo, doctor, bench),
     "Look": (status, top, history, saved, requests, explain, events, sessions, cached, leases, lookup, size),
-    "Change": (keep, evict, clear, acknowledge, access_token),
+    "Change": (keep, evict, clear, drain, undrain, acknowledge),
 }
-"""The commands in the groups of `--help`; `config` is added to the last group."""
+"""The commands in the groups of `--help`; `config` and `token` are added to the last group."""
 
 
 app = typer.Typer(
@@ -516,6 +499,11 @@ settings.callback(invoke_without_command=True)(config)
 settings.command("get", cls=Command, epilog=EPILOG)(config_get)
 settings.command("set", cls=Command, epilog=EPILOG)(config_set)
 app.add_typer(settings, name="config", rich_help_panel="Change")
+tokens = typer.Typer(cls=Group, rich_markup_mode=None, epilog=EPILOG, no_args_is_help=True)
+tokens.callback()(token)
+for name, command in TOKEN_COMMANDS.items():
+    tokens.command(name, cls=Command, epilog=EPILOG)(command)
+app.add_typer(tokens, name="token", rich_help_panel="Change")
 
 
 @app.callback(invoke_without_command=True)

@@ -21,9 +21,9 @@ import msgspec
 
 from kvdock.client.transport import Address, Answers, Transport
 from kvdock.protocol import admin_schemas as a, calls as c, schemas as s
-from kvdock.protocol.access import authorization
+from kvdock.protocol.access import PrivateFileError, authorization, read_token
 from kvdock.protocol.calls import Call, page
-from kvdock.protocol.errors import ApiError, ServerUnavailable
+from kvdock.protocol.errors import CODES, ApiError, ServerUnavailable
 from kvdock.protocol.forms import JSON, PACKED
 from kvdock.protocol.reports import (
     Caller,
@@ -56,6 +56,7 @@ C = TypeVar("C", bound=Carrier)
 FLUSH_S = 1.0
 """How long close() may take to send queued releases. The server asks about releases that do not arrive."""
 _JSON_TYPE = JSON.media_type.encode()
+_UNAUTHENTICATED = CODES["unauthenticated"].status
 _LEASE = re.compile(r"[0-9a-f]{16}")
 
 
@@ -118,18 +119,20 @@ class Client:
 
     def __init__(
         self, address: str, *, timeout_s: float = 5.0, packed: bool = True, access_token: str = "",
-        trusts_service: bool = False,
+        access_token_file: str = "", trusts_service: bool = False,
     ) -> None:
         """`address`: `unix:/path` or `http://host:port`; raises ValueError otherwise. Connects on the first call.
 
         `packed`: MessagePack bodies; otherwise JSON, which people can read. `access_token`: a token of the server's
-        access file (protocol.access reads it from a file); over the Unix socket the server's own user needs none.
+        access file; over the Unix socket the server's own user needs none. `access_token_file`: a file with the token,
+        which is read again when the server refuses the one that was read before: so a token can be replaced while its
+        users go on. Raises PrivateFileError if the file cannot be read now.
         `trusts_service`: as in protocol.access.require_trusted_server.
         """
         self._releases = ReleaseQueue()
-        headers = {VERSION_HEADER: str(API_VERSION), **authorization(access_token)}
-        sent = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
-        self._transport = Transport(Address.parse(address, trusts_service=trusts_service), sent.encode())
+        self._token_file = access_token_file
+        self._token = access_token or read_token(access_token_file)
+        self._transport = Transport(Address.parse(address, trusts_service=trusts_service), _headers(self._token))
         self.timeout_s = timeout_s
         self._form = PACKED if packed else JSON
         self._media_type = self._form.media_type.encode()
@@ -159,11 +162,23 @@ class Client:
     ) -> A:
         form = self._form if body is not None and call.packed else JSON
         sent = None if body is None else form.encode(_with_key_bytes(body) if form.packed else body)
-        status, raw = self._transport.call(
+        asked = (
             call.method, call.target(ids, query), sent, self.timeout_s if timeout_s is None else timeout_s,
             self._media_type if form is self._form else _JSON_TYPE,
         )
+        token = self._token
+        status, raw = self._transport.call(*asked)
+        if status == _UNAUTHENTICATED and self._has_another_token(token):
+            status, raw = self._transport.call(*asked)
         return self._answers.decoded(call, status, raw, packed=form.packed)
+
+    def _has_another_token(self, refused: str) -> bool:
+        """Whether the token's file has another one than the server refused: it is sent from now on."""
+        with suppress(PrivateFileError):
+            if self._token == refused and self._token_file:
+                self._token = read_token(self._token_file)
+                self._transport.send(_headers(self._token))
+        return self._token != refused
 
     def _carrying(
         self, call: Call[A], body: Carrier, timeout_s: float | None, session: str | None, *ids: str
@@ -331,6 +346,9 @@ class Client:
         """Findings of the verdict that have happened so far are seen."""
         return self._do(c.ACKNOWLEDGE, a.Acknowledge(), timeout_s)
 
+    def drain(self, body: a.DrainServer, *, timeout_s: float | None = None) -> a.Drained:
+        return self._do(c.DRAIN, body, timeout_s)
+
     def clear(self, body: a.ClearCache, *, timeout_s: float | None = None) -> a.Cleared:
         """The server walks its whole table, so allow it time."""
         return self._do(c.CLEAR, body, timeout_s)
@@ -356,6 +374,11 @@ class Client:
         self, *, limit: int | None = None, cursor: str | None = None, timeout_s: float | None = None
     ) -> a.Namespaces:
         return self._do(c.NAMESPACES, None, timeout_s, query=page(limit, cursor))
+
+
+def _headers(access_token: str) -> bytes:
+    headers = {VERSION_HEADER: str(API_VERSION), **authorization(access_token)}
+    return "".join(f"{name}: {value}\r\n" for name, value in headers.items()).encode()
 
 
 def _with_key_bytes(body: Body) -> Body:

@@ -227,6 +227,7 @@ class AsyncHttpClient:
     requests = _awaited(Client.requests)
     explain = _awaited(Client.explain)
     acknowledge = _awaited(Client.acknowledge)
+    drain = _awaited(Client.drain)
     clear = _awaited(Client.clear)
     delete = _awaited(Client.delete)
     evict = _awaited(Client.evict)

@@ -187,14 +187,18 @@ class Transport:
     """A small pool of connections to one server; `call` is thread-safe."""
 
     def __init__(self, address: Address, headers: bytes = b"", keep: int = 8) -> None:
-        """`headers`: those of every request, each ended by CRLF."""
+        """`headers`: as `send` takes them."""
         self.address = address
-        self._head = f" HTTP/1.1\r\nHost: {address.authority}\r\n".encode("ascii") + headers
+        self.send(headers)
         self._keep = keep
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._idle: list[Connection] = []  # guarded by _lock, as is _closed
         self._closed = False
+
+    def send(self, headers: bytes) -> None:
+        """From now on requests have these headers, each ended by CRLF, and no others of before."""
+        self._head = f" HTTP/1.1\r\nHost: {self.address.authority}\r\n".encode("ascii") + headers
 
     def call(
         self, method: str, path: str, body: bytes | None, timeout_s: float, media_type: bytes = b"application/json"

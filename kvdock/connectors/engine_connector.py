@@ -37,7 +37,6 @@ from kvdock.connectors.worker import WorkerConnector
 from kvdock.datapath.cuda import CopyTuning
 from kvdock.datapath.devices import Device
 from kvdock.datapath.layout import PagedLayout
-from kvdock.protocol.access import read_token
 from kvdock.protocol.kv_events import BlockNames, named
 from kvdock.protocol.schemas import Manifest
 from kvdock.protocol.wire_types import traceparent_or_none
@@ -247,8 +246,9 @@ def open_worker(
 ) -> tuple[EngineSession, WorkerConnector]:
     """Makes a process's session, without starting it, and its worker connector. Raises LayoutMismatchError, NoCuda."""
     device = Device.named(settings.device)
-    token = read_token(settings.access_token_file)
-    client = Client(settings.address, timeout_s=settings.timeout_s, access_token=token)
+    client = Client(
+        settings.address, timeout_s=settings.timeout_s, access_token_file=settings.access_token_file
+    )
     session = EngineSession(client, manifest, identity, register=device.register)
     worker = WorkerConnector(
         session, layouts, device=device, stream=stream, threads=settings.copy_threads, tuning=settings.copy_tuning

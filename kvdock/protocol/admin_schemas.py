@@ -151,6 +151,21 @@ class Acknowledged(Answer, kw_only=True):
     """How many engines that died, and finds of damaged chunks, are no findings of the verdict from now on."""
 
 
+class DrainServer(Body, kw_only=True):
+    """Whether the server is drained: it gives out no new leases and reservations, and lookups find nothing. What is
+    open may finish. It lasts until another call, or until the server ends."""
+
+    is_drained: bool
+
+
+class Drained(Answer, kw_only=True):
+    is_drained: bool
+    """True also while the server ends."""
+    leases: int
+    """Leases that are still open, those of the mover too."""
+    reservations: int
+
+
 class PatchConfig(Body, kw_only=True):
     """Absolute values; fields that are absent stay as they are. All changes take effect, or none."""
 

@@ -30,7 +30,7 @@ WAITED: Final = "waited"
 
 ComputedWhy = Literal[
     "never_stored", "room", "ahead", "quota", "shrunk", "cleared", "deleted", "mismatched", "unread", "read", "weights",
-    "tier_slow", "being_stored", "partial", "held_bytes", "pinning",
+    "tier_slow", "being_stored", "partial", "held_bytes", "pinning", "draining",
     "late", "load_failed", "declined_short", "declined_dear", "not_loaded", "not_asked", "opted_out",
     "bypassed_adapter", "bypassed_media", "bypassed_embeddings", "bypassed_growing", "bypassed_unready",
     "short", "tail", "other",
@@ -54,6 +54,7 @@ COMPUTED: Final[dict[ComputedWhy, str]] = {
     "partial": "they are stored without the parts of their sliding windows that a hit of this length needs",
     "held_bytes": "the engine holds as much of the pool as it may",
     "pinning": "not every rank has page-locked the memory that they lie in",
+    "draining": "the server was drained, and gave out nothing",
     # what the engine knows of those that it did not load
     "late": "the server's answer was late",
     "load_failed": "their load did not complete",

@@ -201,6 +201,8 @@ class ServerUpdate(Answer, kw_only=True):
     """Numbers of note changes that the pool has followed; `generations` has the result."""
     is_draining: bool = False
     """The server ends soon: chunks that wait to be written are written now."""
+    log_level: LogLevel | None = None
+    """Of the mover's log, from now on; None: unchanged."""
 
 
 BATCH_BYTES = 32 << 20

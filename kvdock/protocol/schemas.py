@@ -351,7 +351,7 @@ class LookupHead(Carried, kw_only=True):
     lease: Hex64 | None
     first_chunk: int
     """The index of the first chunk in `chunks`: chunks wholly inside the skip are neither locked nor returned."""
-    limited_by: Literal["held_bytes", "pinning"] | None = None
+    limited_by: Literal["held_bytes", "pinning", "draining"] | None = None
     being_stored: BeingStored | None = None
     """None: no other session stores what follows the stored prefix."""
     pending: PendingTokens | None = None
@@ -433,7 +433,7 @@ class ReserveHead(Carried, kw_only=True):
     present: list[int]
     busy: list[int]
     """Chunks that another reservation is writing now."""
-    limited_by: Literal["held_bytes", "no_space", "pinning", "quota"] | None = None
+    limited_by: Literal["held_bytes", "no_space", "pinning", "quota", "draining"] | None = None
 
 
 class ReserveAnswer(ReserveHead, kw_only=True):
@@ -539,7 +539,8 @@ class HoldHead(Carried, kw_only=True):
 
     lease: Hex64 | None
     is_limited: bool
-    """Some chunks are stored but not leased, because the session, or all sessions, hold as much as they may."""
+    """Some chunks are stored but not leased, because the session, or all sessions, hold as much as they may, or because
+    the server drains."""
 
 
 class HoldAnswer(HoldHead, kw_only=True):
@@ -575,4 +576,4 @@ class PrefetchAnswer(Answer, kw_only=True):
     """Why not more tokens come. '': all may come. 'stored': the pool has all of them. 'later': `after_s` has not
     passed. 'limited': as much is loaded ahead of requests as is allowed. 'absent': no tier has the next chunk.
     'tiers_off': no tier works. 'not_served': tiers do not serve the tenant. 'no_tiers': the server has none.
-    'draining': the server is about to end."""
+    'draining': the server drains."""

@@ -21,6 +21,7 @@ const REASONS = {
   partial: "stored in part",
   held_bytes: "the engine holds its limit",
   pinning: "memory not page-locked",
+  draining: "the server was drained",
   late: "the answer was late",
   load_failed: "the load failed",
   declined_short: "too short to load",

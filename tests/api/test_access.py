@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import secrets
 import socket
 import subprocess
 import time
 from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +18,18 @@ import msgspec
 import pytest
 import uvicorn
 from admin_helpers import ROUTES, call, ok
-from api_helpers import NOBODYS, OPERATOR, ServerProcess, access_file, attach, eventually, raw
+from api_helpers import (
+    NOBODYS,
+    OPERATOR,
+    Engine,
+    ServerProcess,
+    access_file,
+    attach,
+    eventually,
+    http_connection,
+    keys,
+    raw,
+)
 from fastapi import FastAPI
 from flood_helpers import until_closed
 
@@ -31,6 +44,7 @@ from kvdock.api.record.timings import Meter, Timings
 from kvdock.api.settings import Settings
 from kvdock.client.client import Client
 from kvdock.protocol import calls
+from kvdock.protocol.access import PrivateFileError
 from kvdock.protocol.calls import INCLUDED, Call
 from kvdock.protocol.errors import ApiError
 from kvdock.protocol.schemas import Heartbeat
@@ -305,10 +319,42 @@ def test_a_change_of_the_file_counts_soon_and_a_wrong_one_changes_nothing(tmp_pa
         assert TOKENS["read"] not in server.log_text() and OPERATOR not in server.log_text()
 
 
+def is_refused(engine: Engine) -> bool:
+    try:
+        engine.heartbeat()
+    except ApiError as error:
+        return error.code == "unauthenticated"
+    return False
+
+
+def test_an_engine_goes_on_when_its_token_is_replaced(tmp_path: Path) -> None:
+    """In its session, as no token has another's name; without one that counts, it is refused."""
+    held = tmp_path / "token"
+    held.touch(mode=0o600)
+    tokens = [secrets.token_urlsafe(32) for _ in range(3)]
+    held.write_text(tokens[0])
+    path = access_file(tmp_path, entry("engine", tokens[0], ["engine"], "a"))
+    with (
+        ServerProcess(access_file=str(path)) as server, Client(server.http, access_token_file=str(held)) as client
+    ):
+        engine = attach(client)
+        engine.store(keys(2))
+        for token in tokens[1:]:
+            access_file(tmp_path, entry("engine", token, ["engine"], "a"))
+            eventually(lambda: is_refused(engine))
+            held.write_text(token)
+            assert engine.lookup(keys(2)).hit_tokens == 32
+        held.unlink()
+        engine.heartbeat()
+        with pytest.raises(PrivateFileError, match="token"):
+            Client(server.http, access_token_file=str(held))
+        engine.close()
+
+
 @pytest.mark.parametrize(("text", "says"), [
     ('[[token]]\nname = "a"\n', "sha256"),
     ('[[token]]\nname = "a"\nsha256 = "abc"\nscopes = ["read"]\n', "sha256"),
-    (entry("a", "x", ["root"], ""), "scopes"),
+    (entry("a", "x", ["root"], ""), "scopes"),  # type: ignore[list-item]  # a wrong scope is the point
     (entry("a", "x", [], ""), "scopes"),
     (entry("a b", "x", ["read"], ""), "name"),
     (entry("a", "x", ["read"], "Team A"), "tenant"),
@@ -318,6 +364,9 @@ def test_a_change_of_the_file_counts_soon_and_a_wrong_one_changes_nothing(tmp_pa
     (entry("a", "x", ["read"], "") + "colour = 1\n", "colour"),
     (entry("a", "x", ["read"], "") + entry("a", "y", ["read"], ""), "name found twice"),
     (entry("a", "x", ["read"], "") + entry("b", "x", ["read"], ""), "sha256 found twice"),
+    (entry("a", "x", ["read"], "") + "expires = 2026-12-01T00:00:00\n", "timezone"),
+    (entry("a", "x", ["read"], "") + "expires = 2026-12-01\n", "expires"),
+    (entry("a", "x", ["read"], "b") + "expires = 2026-12-01T00:00:00Z\n" + entry("a", "y", ["read"], "c"), "tenants"),
     ("tokens = 1\n", "tokens"),
     ("[[token", "access.toml"),
 ])
@@ -349,6 +398,52 @@ def test_an_access_file_of_another_user_a_pipe_and_none_at_all_are_refused(tmp_p
             AccessFile(str(tmp_path / name))
 
 
+def test_a_token_ends_by_the_wall_clock_and_only_who_has_it_is_told(tmp_path: Path) -> None:
+    """A clock that is put back lets it work again; one that is put forward ends it early."""
+    end_s = datetime(2026, 12, 1, tzinfo=UTC).timestamp()
+    path = access_file(tmp_path, entry("guest", TOKENS["read"], ["read"], "") + "expires = 2026-12-01T01:00:00+01:00\n")
+    now_s = [end_s - 1.0]
+    file, header = AccessFile(str(path), lambda: now_s[0]), f"Bearer {TOKENS['read']}".encode()
+
+    def answer(header: bytes = header) -> str:
+        try:
+            return file.peer_of(header, NOBODY).name
+        except ApiError as error:
+            return f"{error.code}: {error.detail}, {error.found}, wanted {error.wanted}"
+
+    unknown = answer(b"Bearer guessed")
+    expired = (
+        "unauthenticated: the access token has expired, a token until 2026-12-01T00:00:00Z, wanted a newer one of guest"
+    )
+    assert answer() == "token guest" and "expired" not in unknown
+    for at_s, wanted in ((end_s, expired), (end_s + 1e9, expired), (end_s - 5.0, "token guest")):
+        now_s[0] = at_s
+        assert (answer(), answer(b"Bearer guessed")) == (wanted, unknown)
+        assert answer(f"Bearer {OPERATOR}".encode()) == "token operator", "a token without an end has none"
+
+
+def test_a_running_server_refuses_a_token_from_its_end_on_and_ends_its_streams(tmp_path: Path) -> None:
+    guest = entry("guest", TOKENS["read"], ["read"], "")
+    sent = {"Authorization": f"Bearer {TOKENS['read']}"}
+    later, past = (f"{datetime.now(UTC) + timedelta(days=days):%Y-%m-%dT%H:%M:%SZ}" for days in (1, -1))
+    path = access_file(tmp_path, f"{guest}expires = {later}\n")
+    with ServerProcess(access_file=str(path), observe="stream", watch_s=0.05) as server, Client(server.unix) as own:
+        stream = http_connection(server.http)
+        stream.request("GET", "/v1/events?follow=true", headers=sent)
+        following = stream.getresponse()
+        assert following.status == 200, "it has not ended yet"
+        access_file(tmp_path, f"{guest}expires = {past}\n")
+        eventually(lambda: raw(server.http, "GET", "/v1/sessions", None, sent)[0] == 401)
+        status, _, content = raw(server.http, "GET", "/livez", None, sent)
+        assert (status, json.loads(content)["detail"].split(":")[0]) == (401, "the access token has expired")
+        stranger = {"Authorization": "Bearer " + "s" * 43}
+        assert b"expired" not in raw(server.http, "GET", "/v1/sessions", None, stranger)[2]
+        attach(own).close()  # an event wakes the stream
+        assert b"attached" not in following.read()
+        stream.close()
+        assert "refused nobody" in server.log_text() and "wanted a newer one of guest" in server.log_text()
+
+
 def test_a_server_beyond_loopback_needs_an_access_file(tmp_path: Path) -> None:
     for host in ("0.0.0.0", "::", "10.1.2.3", "node7"):
         with pytest.raises(SettingsError, match="access_file") as caught:
@@ -357,6 +452,15 @@ def test_a_server_beyond_loopback_needs_an_access_file(tmp_path: Path) -> None:
         good = {"host": host, "access_file": str(access_file(tmp_path)), "allowed_hosts": "node7"}
         assert Settings.load(good).host == host
     assert Settings.load({"host": "127.0.0.2"}).access_file == ""
+
+
+def test_a_server_beyond_loopback_warns_of_plain_text_as_it_starts() -> None:
+    """127.1 is another name of 127.0.0.1, and no name that the settings take for loopback."""
+    with ServerProcess(host="127.1", allowed_hosts="localhost,127.0.0.1") as server:
+        (said,) = [line for line in server.log_text().splitlines() if "plain HTTP" in line]
+        assert "WARNING" in said and "the port on 127.1 speaks plain HTTP" in said and "proxy with TLS" in said
+    with ServerProcess() as server:
+        assert "plain HTTP" not in server.log_text()
 
 
 # ------------------------------------------------------------------ the log

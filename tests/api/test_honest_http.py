@@ -119,8 +119,7 @@ def test_whoever_is_told_to_come_back_is_told_when(server: ServerProcess, docume
             for status, reply in described["responses"].items():
                 assert (status in ("429", "503")) == ("Retry-After" in reply.get("headers", {})), path
             assert "`too_busy`" in described["responses"]["503"]["description"], path
-    for path in ("/v1/sessions", "/v1/lookups", "/v1/reservations"):
-        assert "`not_ready`" in document["paths"][path]["post"]["responses"]["503"]["description"]
+    assert "`not_ready`" in document["paths"]["/v1/sessions"]["post"]["responses"]["503"]["description"]
 
 
 def test_a_refused_connection_is_told_when(tmp_path: Path) -> None:
@@ -260,8 +259,8 @@ def test_an_integer_with_a_fraction_is_refused_as_the_document_says(
 
 
 OPERATIONS = {
-    "abort", "acknowledge", "attach", "cancel", "clear", "commit", "configure", "curve", "delete_chunks", "evict",
-    "explain", "healthz", "heartbeat", "hint", "hits", "hold", "leave", "list_events", "list_kv_events",
+    "abort", "acknowledge", "attach", "cancel", "clear", "commit", "configure", "curve", "delete_chunks", "drain",
+    "evict", "explain", "healthz", "heartbeat", "hint", "hits", "hold", "leave", "list_events", "list_kv_events",
     "list_leases", "list_namespaces", "list_prefixes", "list_requests", "list_segments", "list_sessions", "livez",
     "lookup", "metrics", "mismatch", "pin_chunks", "prefetch", "readyz", "release", "release_many", "reserve",
     "show_config", "show_lease", "show_session", "startupz", "stats", "status", "verdict", "weights", "whoami",

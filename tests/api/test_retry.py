@@ -210,6 +210,7 @@ CASES = [
     Case(("POST", "/v1/chunks/delete"), administer("POST", "/v1/chunks/delete")),
     Case(("POST", "/v1/cache/evict"), lambda e: Request("POST", "/v1/cache/evict", {"free_bytes": 16 << 20})),
     Case(("POST", "/v1/pins"), administer("POST", "/v1/pins", duration_s=600)),
+    Case(("POST", "/v1/drain"), lambda e: Request("POST", "/v1/drain", {"is_drained": False})),
     Case(("PATCH", "/v1/config"), lambda e: Request("PATCH", "/v1/config", {"session_grants": 4096})),
 ]
 COUNTS = {"troubles", "chunks", "bytes", "quarantined"}

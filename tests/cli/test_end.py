@@ -103,8 +103,10 @@ def test_a_drain_gives_out_nothing_new_and_ends_when_the_last_grant_does(tmp_pat
         pool = pool_of(client)
         drain(process, tmp_path)
         assert raw(client.address, "GET", "/livez")[0] == 200 and client.status().reasons == ["draining"]
-        assert refused(lambda: engine.lookup(keys(1, "there"), request="another")) == "not_ready"
-        assert refused(lambda: engine.reserve(keys(1, "more"), store="more")) == "not_ready"
+        missed = engine.lookup(keys(1, "there"), request="another")
+        short = engine.reserve(keys(1, "more"), store="more")
+        assert (missed.hit_tokens, missed.lease, missed.limited_by) == (0, None, "draining")
+        assert (short.reservation, short.chunks, short.limited_by) == (None, [], "draining")
         assert refused(lambda: attach(client)) == "not_ready"
         # Whoever was given something may ask again for the answer, come back, and finish.
         assert engine.lookup(keys(1, "there")).lease == lease

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import typer
 import yaml  # type: ignore[import-untyped]  # it ships no types
-from api_helpers import MIB, ServerProcess, attach, http_connection, keys, raw
+from api_helpers import MIB, ServerProcess, attach, eventually, http_connection, keys, raw
 from cli_helpers import kvdock
 from paths import ROOT
 from prometheus_client.parser import text_string_to_metric_families
@@ -149,6 +149,30 @@ def test_the_daemonsets_flags_and_probes_fit_the_image(tmp_path: Path) -> None:
         assert status_of(server.http, "/metrics", {"Host": "10.1.2.3:7410"}) == 200
         assert status_of(server.http, "/metrics", {"Host": "10.9.9.9:7410"}) == 421
         assert status_of(server.http, "/v1/sessions", {"Host": "10.1.2.3:7410"}) in (401, 403)
+
+
+def test_the_daemonsets_first_container_makes_the_folders_that_the_server_writes_to(tmp_path: Path) -> None:
+    spec = daemonset()
+    paths = {volume["name"]: volume["hostPath"]["path"] for volume in spec["volumes"] if "hostPath" in volume}
+    server, first = spec["containers"][0], spec["initContainers"][0]
+    flags = dict(zip(server["args"][::2], server["args"][1::2], strict=True))
+    assert paths.pop("shm") == "/dev/shm"
+    assert paths["run"] == str(Path(flags["--socket-path"]).parent)
+    mounts = [{"name": name, "mountPath": path} for name, path in paths.items()]
+    assert [mount for mount in mounts if mount not in server["volumeMounts"]] == [], "at the same places as on the node"
+    assert [mount for mount in mounts if mount not in first["volumeMounts"]] == []
+    made = [word for word in first["command"] if word.startswith("/")]
+    assert set(made) == set(paths.values())
+    user, group = str(spec["securityContext"]["runAsUser"]), str(spec["securityContext"]["runAsGroup"])
+    assert (first["command"][3], first["command"][5]) == (user, group)
+    mine = {user: str(os.getuid())} | {path: f"{tmp_path}{path}" for path in made}
+    command = [mine.get(word, word) for word in first["command"]]
+    command[5] = str(os.getgid())
+    subprocess.run(command, check=True)
+    folder = Path(f"{tmp_path}{paths['disk']}")
+    assert folder.stat().st_mode & 0o777 == 0o700
+    with ServerProcess(disk_path=str(folder), disk_bytes=64 * MIB) as running, Client(running.unix) as client:
+        eventually(lambda: [(tier.name, tier.state) for tier in client.status().tiers] == [("disk", "open")], 60.0)
 
 
 @pytest.mark.security

@@ -41,11 +41,13 @@ def after(words: list[str], option: str) -> list[str]:
 def test_its_instructions_are_known_and_leave_vllms_entry() -> None:
     assert {name for name, _ in instructions()} <= KNOWN
     stages = [rest for name, rest in instructions() if name == "FROM"]
-    assert stages == ["vllm/vllm-openai:${VLLM} AS build", "vllm/vllm-openai:${VLLM}"], "one Python, one CUDA"
+    image = "vllm/vllm-openai:${VLLM}@${DIGEST}"
+    assert stages == [f"{image} AS build", image], "one Python, one CUDA"
 
 
 def test_its_vllm_is_the_newest_that_was_tried() -> None:
-    chosen = next(rest for name, rest in instructions() if name == "ARG")
+    chosen, digest = (rest for name, rest in instructions() if name == "ARG")
+    assert digest == "DIGEST", "without a default"
     assert re.fullmatch(r"VLLM=v{}\.{}\.\d+".format(*VERSIONS[1]), chosen), chosen
     assert re.findall(r"--build-arg VLLM=v(\d+)\.(\d+)", RECIPE.read_text()) == [("0", "32")]
 

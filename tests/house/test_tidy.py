@@ -161,14 +161,16 @@ def test_docs_list_every_setting_with_its_default_and_meaning() -> None:
 # --------------------------------------------------------------------------- dependencies
 
 
-HASHED = ("build", "engine", "server", "test", "tools")
+HASHED = ("build", "engine", "server", "sglang", "test", "tools", "vllm", "vllm-versions")
+APART = ("tools", "vllm", "vllm-versions", "sglang")
+"""Lists with an environment of their own."""
 NOT_PINNED = {"vllm", "sglang"}
 """Extras that `make` never installs: vLLM is gigabytes, and whoever has it chose its version."""
 
 
 def pins() -> dict[str, Requirement]:
-    """By name, of all lists in pins/ but the tools', which have an environment of their own."""
-    lines = [line for name in (*HASHED, "torch") if name != "tools" for line in pins_in(f"pins/{name}.txt")]
+    """By name, of all lists in pins/ that `.venv` has."""
+    lines = [line for name in (*HASHED, "torch") if name not in APART for line in pins_in(f"pins/{name}.txt")]
     return {canonicalize_name(pin.name): pin for pin in map(Requirement, lines)}
 
 
@@ -208,11 +210,13 @@ def test_every_other_list_is_named_and_no_list_names_an_index() -> None:
 @pytest.mark.security
 def test_make_and_the_image_install_with_hashes() -> None:
     """Whatever installs a list of pins/, but PyTorch's, demands its hashes."""
-    targets = [".venv/.deps", ".venv/.tests", ".venv-tools/.deps", "build/server/.deps"]
+    engines = [".venv-vllm-cpu/.deps", ".venv-sglang-cpu/.deps"]
+    targets = [".venv/.deps", ".venv/.tests", ".venv-tools/.deps", "build/server/.deps", *engines]
     make = subprocess.run(["make", "-nB", *targets], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     steps = re.sub(r"\\\n", "", make + sources()[PurePosixPath("Dockerfile")])
-    installs = [part for part in re.split(r"&&|\n", steps) if "install" in part and "pins/" in part]
-    assert {name for part in installs for name in re.findall(r"pins/(\w+)\.txt", part)} == {*HASHED, "torch"}
+    installs = [part for part in re.split(r"&&|\n", steps) if re.search(r"pip.* install.*(pins/| -r )", part)]
+    named = {name for part in installs for name in re.findall(r"pins/([\w-]+)\.txt", part)}
+    assert named == {*HASHED, "torch"} - {"vllm-versions"}, "fetch_vllm.py demands the hashes of those"
     assert [part for part in installs if ("--require-hashes" in part) == ("pins/torch.txt" in part)] == []
 
 

@@ -1,4 +1,4 @@
-"""The mover, which stands still at a step: python mover_steps.py ARMED, started by the server in the mover's place.
+"""The mover, which stands still at a step, forked by the server in the mover's place (forked_mover.py).
 
 The file ARMED names a step. The first thread that comes to that step removes the file and stops the process (SIGSTOP),
 which is killed there, or goes on. The steps are put around the functions that make them: nothing in the product knows
@@ -7,19 +7,20 @@ of them.
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import os
 import signal
-import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil  # type: ignore[import-untyped]  # it has no stubs here
 from api_helpers import ServerProcess, eventually
+from forked_mover import ForkedMover, fork
 from kill_launch import around
 
 UP = ("up.asked", "up.reserved", "up.loading", "up.hashed", "up.half", "up.committed")
@@ -158,12 +159,33 @@ def use(program: tuple[str, ...], environment: dict[str, str]) -> None:
     vars(process)["HEALTHY_S"] = 0.0
 
 
+def use_forked(main: Callable[[], int], environment: dict[str, str]) -> None:
+    """In a server's process: a fork of it that runs main() is its mover from now on, as use() has it."""
+    use((), environment)
+
+    async def start(*program: str, **pipes: object) -> ForkedMover:
+        return await fork(main)
+
+    vars(asyncio)["create_subprocess_exec"] = start
+
+
+def run_stepped(armed: Path) -> int:
+    put_steps(armed)
+    if HUNG in os.environ:
+        put_hangs(Path(os.environ[HUNG]))
+    from kvdock.tiers.mover import run
+    from kvdock.tiers.mover.__main__ import main
+
+    vars(run)["REPORT_S"] = 0.02  # tests wait for what the mover reports
+    return main()
+
+
 class SteppedServer(ServerProcess):
     """A server whose mover can be made to stand at a step. `environment`: of both."""
 
     def __init__(self, armed: Path, environment: dict[str, str] | None = None, **settings: object) -> None:
         self.armed = armed
-        self.before = partial(use, (sys.executable, __file__, str(armed)), environment or {})
+        self.before = partial(use_forked, partial(run_stepped, armed), environment or {})
         super().__init__(**settings)
 
     def mover(self) -> psutil.Process:
@@ -183,14 +205,3 @@ class SteppedServer(ServerProcess):
             time.sleep(0.005)  # another process gets there meanwhile
         return mover
 
-
-if __name__ == "__main__":
-    put_steps(Path(sys.argv[1]))
-    if HUNG in os.environ:
-        put_hangs(Path(os.environ[HUNG]))
-    from kvdock.tiers.mover import run
-
-    vars(run)["REPORT_S"] = 0.02  # tests wait for what the mover reports
-    from kvdock.tiers.mover.__main__ import main
-
-    sys.exit(main())

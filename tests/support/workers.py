@@ -12,6 +12,7 @@ fixture `sweeps` does less where it is False.
 from __future__ import annotations
 
 import fcntl
+import gc
 import os
 import signal
 import subprocess
@@ -112,6 +113,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Raises RuntimeError if pytest-xdist did not see the groups: it says nothing, and scatters modules' tests."""
+    gc.freeze()  # what was imported stays: each collection would walk all of it, a quarter of a second a time
     if LOCKS in session.config.stash:
         scattered = [item.nodeid for item in session.items if "@" not in item.nodeid]
         if scattered:

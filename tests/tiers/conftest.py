@@ -5,11 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import forks
 import pytest
 from tier_helpers import ARENA, Parts
 from tier_subjects import SUBJECTS, TierSubject, opened
 
 from kvdock.tiers.tier import Tier
+
+for module in ("psutil", "kvdock.tiers.mover.run", "kvdock.tiers.disk.tier", "kvdock.tiers.stores.redis",
+               "kvdock.tiers.stores.objects", "kvdock.tiers.stores.mooncake.tier"):
+    forks.preload(module)  # movers are forked from servers (tests/support/forked_mover.py)
 
 
 @pytest.fixture(autouse=True)

@@ -17,6 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tier_engine import CHUNK_TOKENS, TierEngine, manifest
 from tier_server import PART, SETTINGS, flood, is_served, mover, stored_and_gone
 
+from kvdock.protocol.admin_schemas import PatchConfig
 from kvdock.protocol.reports import MoverView, TierView
 
 pytestmark = [pytest.mark.tiers, pytest.mark.timeout(120)]
@@ -28,6 +29,28 @@ def refusing() -> Iterator[int]:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         yield taken.getsockname()[1]
+
+
+def test_the_movers_log_has_the_level_that_a_call_sets(tmp_path: Path) -> None:
+    settings = {**SETTINGS, "disk_path": str(tmp_path / "disk"), "log_level": "error"}
+    with socket.socket() as redis:
+        redis.bind(("127.0.0.1", 0))
+        with ServerProcess(**settings, redis_url=f"redis://127.0.0.1:{redis.getsockname()[1]}") as server:
+            engine = TierEngine(server.unix, manifest(PART))
+            is_served(server, 1)
+            keys = stored_and_gone(engine, 2)
+            eventually(lambda: tier(engine, "redis").error != "", 30.0)
+            assert "kvdock.tiers" not in server.log_text()
+            engine.client.configure(PatchConfig(log_level="warning"))
+            engine.release(engine.awaited(keys))  # the mover has followed all that was before this
+            redis.listen()
+            redis.settimeout(30.0)
+            redis.accept()[0].close()
+            eventually(lambda: " WARNING kvdock.tiers: the tier redis is not used yet: " in server.log_text(), 30.0)
+            engine.client.configure(PatchConfig(log_level="info"))
+            mover(server).kill()
+            eventually(lambda: " INFO kvdock.tiers: the tier disk is used" in server.log_text(), 30.0)
+            engine.close()
 
 
 @pytest.fixture

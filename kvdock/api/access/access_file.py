@@ -5,10 +5,13 @@
     sha256 = "9f86d081…"           # of the token: the token itself is not in the file
     tenant = "a"                   # whose sessions and chunks; left out: the server's own
     scopes = ["engine"]            # health, read, engine, admin
+    created = 2026-11-27T09:00:00Z # for people
+    expires = 2027-02-01T00:00:00Z # from then on it is refused, by the wall clock; left out: it has no end
     caps = {bytes = "8GiB", sessions = 4}    # the tenant's quota, in one of its tokens; left out: the default
 
-The file is private (kvdock/protocol/access.py). The keeper checks every round whether it has changed. If the new
-content is wrong, the tokens stay as they were, and the log gets one line.
+A name may have several tokens while the older ones have an end date: that is how one is replaced by the next
+(kvdock/api/access/edits.py). The file is private (kvdock/protocol/access.py). The keeper checks every round whether it
+has changed. If the new content is wrong, the tokens stay as they were, and the log gets one line.
 """
 
 from __future__ import annotations
@@ -17,14 +20,14 @@ import asyncio
 import hashlib
 import json
 import logging
-import os
-import secrets
-import stat
+import math
+import time
 import tomllib
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
@@ -42,6 +45,7 @@ log = logging.getLogger(AUDIT)
 TokenName = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$(?!\n)")]
 Digest = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}$(?!\n)")]
 Scopes = Annotated[list[Scope], msgspec.Meta(min_length=1)]
+Moment = Annotated[datetime, msgspec.Meta(tz=True)]
 
 
 class Token(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -52,6 +56,13 @@ class Token(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     scopes: Scopes
     tenant: Tenant = OWN_TENANT
     caps: Quota | None = None
+    created: Moment | None = None
+    expires: Moment | None = None
+
+    @property
+    def until_s(self) -> float:
+        """In Unix seconds; infinite: it has no end."""
+        return math.inf if self.expires is None else self.expires.timestamp()
 
     def peer(self, *, is_unix: bool) -> Peer:
         scopes = frozenset[Scope]().union(*(INCLUDED[scope] for scope in self.scopes))
@@ -67,17 +78,27 @@ def digest_of(token: bytes) -> bytes:
     return hashlib.sha256(token).digest()
 
 
+class _Known(NamedTuple):
+    """A token of the file, and the peers that it stands for."""
+
+    token: Token
+    over_tcp: Peer
+    over_unix: Peer
+    until_s: float
+
+
 class AccessFile:
     """The tokens of the file at `path`, '' for none. The constructor raises AccessFileError; later errors are
     logged."""
 
-    def __init__(self, path: str) -> None:
-        self._path = path
+    def __init__(self, path: str, wall_s: Callable[[], float] = time.time) -> None:
+        """`wall_s`: the clock by which tokens end. Where it is set back or forward, so are their ends."""
+        self._path, self._wall_s = path, wall_s
         self._seen: tuple[int, ...] = ()
         self._changing: tuple[int, ...] | None = None
         """The file's signature at the last `refresh`, if it was a new one."""
-        self._peers: dict[bytes, tuple[Peer, Peer]] = {}
-        """By a token's digest: the peers that it stands for over TCP and over the Unix socket."""
+        self._known: dict[bytes, _Known] = {}
+        """By a token's digest."""
         self.caps: dict[str, Quota] = {}
         """The quotas that the file names, by tenant."""
         self.changed = bool(path)
@@ -89,14 +110,20 @@ class AccessFile:
     def peer_of(self, authorization: bytes, connection: Peer) -> Peer:
         """The peer that the header's token stands for on this connection. Raises ApiError(unauthenticated)."""
         kind, _, token = authorization.strip().partition(b" ")
-        found = self._peers.get(digest_of(token.strip())) if kind.lower() == b"bearer" else None
+        found = self._known.get(digest_of(token.strip())) if kind.lower() == b"bearer" else None
         if found is None:
             raise ApiError("unauthenticated", "no such access token", found="another", wanted="Bearer and its token")
-        return found[connection.is_unix]
+        if found.until_s <= self._wall_s():  # only who has the token is told more than others are
+            raise ApiError(
+                "unauthenticated", "the access token has expired", found=f"a token until {shown(found.token.expires)}",
+                wanted=f"a newer one of {found.token.name}",
+            )
+        return found.over_unix if connection.is_unix else found.over_tcp
 
     def _take(self, tokens: dict[bytes, Token]) -> None:
-        self._peers = {
-            digest: (token.peer(is_unix=False), token.peer(is_unix=True)) for digest, token in tokens.items()
+        self._known = {
+            digest: _Known(token, token.peer(is_unix=False), token.peer(is_unix=True), token.until_s)
+            for digest, token in tokens.items()
         }
         self.caps = {token.tenant: token.caps for token in tokens.values() if token.caps is not None}
 
@@ -118,10 +145,10 @@ class AccessFile:
         try:
             self._take(await asyncio.to_thread(read, self._path))
         except AccessFileError as error:
-            log.error("%s: the %d access tokens that were read before stay valid", error, len(self._peers))
+            log.error("%s: the %d access tokens that were read before stay valid", error, len(self._known))
         else:
             self.changed = True
-            log.warning("read %d access tokens of %s", len(self._peers), self._path)
+            log.warning("read %d access tokens of %s", len(self._known), self._path)
 
 
 def _signature(path: str) -> tuple[int, ...]:
@@ -136,19 +163,34 @@ def _signature(path: str) -> tuple[int, ...]:
 def read(path: str) -> dict[bytes, Token]:
     """The file's tokens by the SHA-256 of each. Raises AccessFileError."""
     try:
-        content = msgspec.convert(_with_sizes(tomllib.loads(read_private(path))), _Content)
-    except SettingsError as error:
-        raise AccessFileError(f"access file {path}: caps: {error}") from error
+        text = read_private(path)
     except PrivateFileError as error:
         raise AccessFileError(f"access file {error}") from error
+    return {bytes.fromhex(token.sha256): token for token in parse(text, path)}
+
+
+def parse(text: str, path: str) -> list[Token]:
+    """The tokens of an access file's text. `path`: for errors. Raises AccessFileError."""
+    try:
+        tokens = msgspec.convert(_with_sizes(tomllib.loads(text)), _Content).token
+    except SettingsError as error:
+        raise AccessFileError(f"access file {path}: caps: {error}") from error
     except (tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
         raise AccessFileError(f"access file {path}: {error}") from error
-    if twice := _twice(token.tenant for token in content.token if token.caps is not None):
+    if twice := _twice(token.tenant for token in tokens if token.caps is not None):
         raise AccessFileError(f"access file {path}: caps of tenant {twice[0]!r} found twice, wanted in one token")
-    for field in ("name", "sha256"):
-        if twice := _twice(getattr(token, field) for token in content.token):
-            raise AccessFileError(f"access file {path}: {field} found twice: {twice[0]}, wanted once")
-    return {bytes.fromhex(token.sha256): token for token in content.token}
+    if twice := _twice(token.sha256 for token in tokens):
+        raise AccessFileError(f"access file {path}: sha256 found twice: {twice[0]}, wanted once")
+    if twice := _twice(token.name for token in tokens if token.expires is None):
+        wanted = "once, or with `expires` in all but one"
+        raise AccessFileError(f"access file {path}: name found twice: {twice[0]}, wanted {wanted}")
+    tenants = dict[str, str]()
+    for token in tokens:
+        if (tenant := tenants.setdefault(token.name, token.tenant)) != token.tenant:
+            raise AccessFileError(
+                f"access file {path}: tokens of {token.name}: found tenants {tenant!r} and {token.tenant!r}, wanted one"
+            )
+    return tokens
 
 
 def _with_sizes(content: dict[str, Any]) -> dict[str, Any]:
@@ -165,38 +207,20 @@ def _twice(values: Iterable[str]) -> list[str]:
     return sorted(value for value, count in Counter(values).items() if count > 1)
 
 
-TOKEN_BYTES = 32
+def shown(moment: datetime | None) -> str:
+    """As the file has it: in UTC, in whole seconds."""
+    return "" if moment is None else f"{moment.astimezone(UTC):%Y-%m-%dT%H:%M:%SZ}"
 
 
-def entry(name: str, token: str, scopes: Sequence[str], tenant: str = OWN_TENANT) -> str:
-    """The token's lines in an access file. The scopes come last: an entry that is cut short lacks them, and is refused.
-    """
-    lines = ["[[token]]", f"name = {json.dumps(name)}", f'sha256 = "{digest_of(token.encode()).hex()}"']
-    lines += [f"tenant = {json.dumps(tenant)}"] if tenant else []
-    return "\n".join([*lines, f"scopes = {json.dumps(list(scopes))}"]) + "\n"
+def lines_of(token: Token) -> str:
+    """The token's lines in an access file, but for caps, which people add. The scopes come last: an entry that is cut
+    short lacks them, and is refused."""
+    lines = ["[[token]]", f"name = {json.dumps(token.name)}", f'sha256 = "{token.sha256}"']
+    lines += [f"tenant = {json.dumps(token.tenant)}"] if token.tenant else []
+    lines += [f"{key} = {shown(at)}" for key, at in (("created", token.created), ("expires", token.expires)) if at]
+    return "\n".join([*lines, f"scopes = {json.dumps(list(token.scopes))}"]) + "\n"
 
 
-def add_token(path: str, name: str, scopes: Sequence[str], tenant: str = OWN_TENANT) -> str:
-    """Returns a new token, once the file has its entry; the file is made if it is missing. Raises AccessFileError; then
-    the file is unchanged."""
-    token = secrets.token_urlsafe(TOKEN_BYTES)
-    try:
-        file = Path(path).resolve()
-        found = file.stat() if file.exists() else None
-        before = file.read_text() if found else ""
-        text = f"{before}\n{entry(name, token, scopes, tenant)}" if before else entry(name, token, scopes, tenant)
-        replacement = Path(f"{file}.{secrets.token_hex(4)}")
-        replacement.touch(mode=0o600, exist_ok=False)
-        try:
-            replacement.write_text(text)
-            if found:
-                replacement.chmod(stat.S_IMODE(found.st_mode))
-            read(str(replacement))
-            if found:  # the server that could read the file still can
-                os.chown(replacement, found.st_uid, found.st_gid)
-            replacement.replace(file)
-        finally:
-            replacement.unlink(missing_ok=True)
-    except (OSError, UnicodeDecodeError) as error:
-        raise AccessFileError(f"access file {path}: {error}") from error
-    return token
+def entry(name: str, token: str, scopes: Sequence[Scope], tenant: str = OWN_TENANT) -> str:
+    """As `lines_of`, of a token without an end."""
+    return lines_of(Token(name, digest_of(token.encode()).hex(), list(scopes), tenant))

@@ -217,11 +217,11 @@ LOOKUP = BodyCall(
         "`readers` and numbers them itself. `computes` lets lookups of others know, in `being_stored`, what this "
         "request is about to store, so that they can wait and ask again instead of computing the same. Such a promise "
         "holds no memory. It ends when nothing of it was stored for 30 s, or when a member of the session is not known "
-        "to be alive.",
+        "to be alive. While the server drains, a lookup finds nothing, and `limited_by` says `draining`.",
         retry="(session, `request`, `epoch`) is the id. Within an epoch the same lease is renewed, so none is lost. "
         "Once a rank has released, the epoch is over: `stale_epoch`, ask again with the next one.",
         errors=(*_ASKER, "unknown_namespace", "stale_epoch", "id_reused", "skip_misaligned", "skip_exceeds_hit",
-                "bad_argument", "table_full", "too_many_grants", "quota_exceeded", "not_ready"),
+                "bad_argument", "table_full", "too_many_grants", "quota_exceeded"),
     ),
 )
 
@@ -297,8 +297,8 @@ HOLD = BodyCall(
         "as a use of the chunks.",
         retry="(session, `request`) is the id: the same keys have the same lease until it is released, and "
         "`grant_closed` then; others are `id_reused`.",
-        errors=(*_ASKER, "id_reused", "grant_closed", "bad_argument", "table_full", "too_many_grants", "quota_exceeded",
-                "not_ready"),
+        errors=(*_ASKER, "id_reused", "grant_closed", "bad_argument", "table_full", "too_many_grants",
+                "quota_exceeded"),
     ),
 )
 
@@ -322,12 +322,12 @@ RESERVE = BodyCall(
     lambda service, peer, body, _, form: service.reserve(peer, body, form),
     About(
         "writing", "Get slots for the chunks that are missing",
-        "If there is too little memory, or the tenant's quota is full, a prefix of the missing chunks is granted; "
-        "`limited_by` says why.",
+        "If there is too little memory, or the tenant's quota is full, a prefix of the missing chunks is granted, and "
+        "while the server drains, none; `limited_by` says why.",
         retry="(session, `store`) is the id. The same body gives the same answer while the reservation is open and "
         "`grant_closed` afterwards; another body is `id_reused`.",
         errors=(*_ASKER, "id_reused", "grant_closed", "chain_mismatch", "bad_argument", "table_full", "too_many_grants",
-                "quota_exceeded", "not_ready"),
+                "quota_exceeded"),
     ),
 )
 

@@ -1,4 +1,4 @@
-"""The routes that operators call: clear, delete, evict, pin, limits. Each may be repeated."""
+"""The routes that operators call: clear, delete, evict, pin, drain, limits. Each may be repeated."""
 
 from __future__ import annotations
 
@@ -67,6 +67,14 @@ _add(
     "`no_space`, and `/readyz` says so. With `name`, `GET /v1/prefixes` labels the prefix so; at most 256 prefixes "
     "have names.",
     retry="idempotent: the duration counts from the last call.", errors=("unknown_namespace", "bad_argument"),
+)
+_add(
+    c.DRAIN, a.DrainServer, Admin.drain, "drain", "Give out nothing new, or do so again",
+    "While the server is drained, lookups find nothing and reservations get nothing (`limited_by` says `draining`), so "
+    "engines compute; `/readyz` fails with the reason `draining`. What engines have leased and reserved stays theirs, "
+    "and engines may attach. `GET /v1/status` shows when no lease and no reservation is left. The next server of the "
+    "pool is not drained.",
+    retry=IDEMPOTENT,
 )
 _add(
     c.CONFIGURE, a.PatchConfig, Admin.configure, "configure", "Change limits while the server runs",

@@ -1,9 +1,12 @@
-"""An orderly shutdown: there are no new sessions and grants; calls, leases and reservations in progress may finish.
+"""Draining: there are no new grants, and calls, leases and reservations in progress may finish.
 
-SIGTERM begins it. While it lasts, `/readyz` says so; new sessions, and lookups and reservations that do not have
-their grant yet, are refused with `not_ready`; everything else is answered: commits, releases, heartbeats. It has
-ended when no lease or reservation is open and the calls that were running when it began are answered, or when
-`drain_s` is over. The keeper still notices members that die meanwhile.
+While the server drains, `/readyz` says so; lookups and reservations that do not have their grant yet get none, and
+their answers say `draining`; everything else is answered: commits, releases, heartbeats.
+
+An operator drains a server that stays up, until an operator ends the drain. SIGTERM begins the drain with which the
+server ends: new sessions are refused with `not_ready`, too. That one has ended when no lease or reservation is open and
+the calls that were running when it began are answered, or when `drain_s` is over. The keeper still notices members that
+die meanwhile.
 
 Handing over (kvdock/api/pool/handover.py) is a drain that leaves leases to the next server. It waits only for
 reservations, because the next server would abort those.
@@ -22,13 +25,15 @@ from kvdock.api.settings import Settings
 
 
 class Drain:
-    """`begin`, `hand_over` and `remove_pool` only set flags: signal handlers call them."""
+    """`begin`, `hand_over` and `remove_pool` only set flags: signal handlers call them. `is_asked_for`: an operator has
+    drained the server; the next server of the pool is not drained."""
 
     def __init__(self, settings: Settings, pool: Pool, now_s: Callable[[], float]) -> None:
         self._pool = pool
         self._drain_s = settings.drain_s
         self._keep_wanted = settings.on_exit == "keep"
         self._now_s = now_s
+        self.is_asked_for = False
         self._until_s: float | None = None
         self._running: list[asyncio.Task[Any]] = []
         self._remove = False
@@ -36,7 +41,13 @@ class Drain:
 
     @property
     def begun(self) -> bool:
+        """The server is about to end."""
         return self._until_s is not None
+
+    @property
+    def refuses_new(self) -> bool:
+        """Whether nothing new is given out, until the server ends or an operator has ended the drain."""
+        return self.begun or self.is_asked_for
 
     @property
     def is_takeover(self) -> bool:
@@ -63,7 +74,7 @@ class Drain:
         self._remove = True
 
     def ended(self) -> bool:
-        """Whether the drain is over; False before it has begun."""
+        """Whether the drain with which the server ends is over; False before it has begun."""
         if self._until_s is None:
             return False
         if self._now_s() >= self._until_s:

@@ -33,7 +33,7 @@ class Sessions:
         self, pool: Pool, registry: Registry, names: Names, quotas: Quotas, drain: Drain, clock: ServerClock
     ) -> None:
         self.pool, self.registry, self.names, self.quotas, self.clock = pool, registry, names, quotas, clock
-        self._table, self._drain = pool.table, drain
+        self._table, self.drain = pool.table, drain
 
     # ---------------------------------------------------------------- attaching
 
@@ -110,13 +110,14 @@ class Sessions:
         session.identities.clear()  # nobody uses it as they did any more
 
     def _admit(self, tenant: str, instance: str) -> None:
-        """Raises ApiError(not_ready): there is no memory yet, or the server drains and does not know the instance."""
+        """Raises ApiError(not_ready): there is no memory yet, or the server is about to end and does not know the
+        instance."""
         if not self.pool.ready:
             raise ApiError("not_ready", "the first segment is being allocated: attach again in a moment")
         known = self.registry.of_instance(tenant, instance)
         self.registry.drop_ended(self._table, [known] if known else [])
         self.registry.drop_idle_namespaces(self._table)
-        if self._drain.begun and self.registry.of_instance(tenant, instance) is None:
+        if self.drain.begun and self.registry.of_instance(tenant, instance) is None:
             raise ApiError("not_ready", "the server is draining: attach to the next one")
 
     def _open(self, body: AttachSession, manifest: Manifest, tenant: str, now_ms: int) -> SessionRecord:
@@ -178,22 +179,22 @@ class Sessions:
 
     # ---------------------------------------------------------------- grants
 
-    def check_grants(self, session: SessionRecord, request: bytes) -> None:
-        """Refuses a new grant to a session that has as many as it may: ApiError(too_many_grants), to one whose tenant
-        has as many as it may: ApiError(quota_exceeded), and to everyone while the server drains: ApiError(not_ready).
+    def may_grant(self, session: SessionRecord, request: bytes) -> bool:
+        """Whether the call may get a new grant; False: the server drains. A session that has as many as it may is
+        refused with ApiError(too_many_grants), one whose tenant has as many as it may with ApiError(quota_exceeded).
         Retrying a call that already holds its grant does not count.
 
         `session.grants` is never below the true number, so the table is asked only near the limit.
         """
-        limit, draining = self.pool.limits.session_grants, self._drain.begun
+        limit, draining = self.pool.limits.session_grants, self.drain.refuses_new
         over_quota = self.quotas.grants_refusal(session)
         if session.grants < limit and not draining and over_quota is None:
-            return
+            return True
         session.grants, known = self._table.open_grants(session.table_id, request)
         if known:
-            return
+            return True
         if draining:
-            raise ApiError("not_ready", "the server is draining: it gives out nothing new and ends soon")
+            return False
         if session.grants >= limit:
             raise ApiError(
                 "too_many_grants", "release leases and finish reservations first", found=session.grants,
@@ -201,6 +202,7 @@ class Sessions:
             )
         if over_quota is not None:
             raise over_quota
+        return True
 
 
 def _canonical(manifest: Manifest) -> Manifest:

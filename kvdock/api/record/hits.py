@@ -118,11 +118,7 @@ class Answers:
     ) -> Answered:
         """A lookup for `keys` was answered with `found`. To be called before another call changes the table."""
         space = session.namespace
-        of_request = self._open.setdefault((session.table_id, request), {})
-        self._of_session.setdefault(session.table_id, set()).add(request)
-        self._open.move_to_end((session.table_id, request))
-        if len(self._open) > MOST_ANSWERS:
-            self._drop(*next(iter(self._open)))
+        of_request = self._answers_of(session, request)
         answer, asked = of_request.get(epoch), len(keys) // KEY_BYTES
         hit = found.hit_tokens // space.manifest.chunk_tokens
         if answer is None:
@@ -135,6 +131,22 @@ class Answers:
             answer.seen = seen
             answer.missing = self._missing(space, keys, found, hit)
         return answer
+
+    def drained(self, session: SessionRecord, request: bytes, epoch: int, keys: bytes, now_ns: int) -> None:
+        """A lookup for `keys` got nothing, because the server drains."""
+        asked = len(keys) // KEY_BYTES
+        answer = Answered(session.namespace.manifest.chunk_tokens, asked, now_ns)
+        answer.missing = [Missing(asked, "draining")]
+        self._answers_of(session, request)[epoch] = answer
+
+    def _answers_of(self, session: SessionRecord, request: bytes) -> dict[int, Answered]:
+        """The request's, by epoch. Forgets the oldest request if there are too many."""
+        of_request = self._open.setdefault((session.table_id, request), {})
+        self._of_session.setdefault(session.table_id, set()).add(request)
+        self._open.move_to_end((session.table_id, request))
+        if len(self._open) > MOST_ANSWERS:
+            self._drop(*next(iter(self._open)))
+        return of_request
 
     def _grow(self, answer: Answered, space: NamespaceRecord, keys: bytes, hit: int) -> None:
         """What is found beyond the last answer came from a tier, or another engine has stored it meanwhile."""

@@ -52,6 +52,11 @@ class Probes:
         """How long a call may have waited for the event loop, within the last ten to twenty seconds."""
         return self._loop.worst_lag_s
 
+    @property
+    def is_drained(self) -> bool:
+        """An operator has drained the server."""
+        return self._drain.is_asked_for
+
     def live(self) -> Health:
         """An answer at all proves that the event loop turns; the keeper must make its rounds as well."""
         since_s = self._loop.since_round_s
@@ -82,7 +87,7 @@ class Probes:
             (group.part_bytes for space in self._registry.namespaces() for group in space.manifest.groups),
             default=SLOT_ALIGN,
         )
-        reasons = [DRAINING] if self._drain.begun else []
+        reasons = [DRAINING] if self._drain.refuses_new else []
         if gone := pool.missing():
             reasons.append(f"no engine can attach any more, somebody removed from shared memory: {', '.join(gone)}")
         if table.free_bytes() < pool.segment_count * slot_bytes and stuck and not pool.can_grow():

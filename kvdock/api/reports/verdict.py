@@ -13,7 +13,7 @@ from kvdock.api.access.peer import Peer
 from kvdock.api.pool.registry import NamespaceRecord
 from kvdock.api.pool.sessions import Sessions
 from kvdock.api.reports.recorded import Curves, Totals, Troubles
-from kvdock.api.reports.status import LowerTiers, Probes
+from kvdock.api.reports.status import DRAINING, LowerTiers, Probes
 from kvdock.protocol.hits import HitTotals
 from kvdock.protocol.readable import percent, span
 from kvdock.protocol.reports import CurvePoint, DayOfHits
@@ -72,7 +72,12 @@ class Judge:
         findings = [finding for rule in rules for finding in rule(judged)]
         findings.sort(key=lambda one: (one.severity != "bad", -one.cost_share))
         effect = self._effect(judged)
-        return Verdict(effect=effect, headline=_headline(effect, judged.hits, self._asked), findings=findings)
+        return Verdict(effect=effect, headline=self._headline(effect, judged.hits), findings=findings)
+
+    def _headline(self, effect: Effect, hits: HitTotals) -> str:
+        if effect == "not_ready" and self._probes.is_drained:
+            return "kvdock is up and drained: it gives out nothing new until `kvdock undrain`."
+        return _headline(effect, hits, self._asked)
 
     @property
     def _asked(self) -> int:
@@ -91,7 +96,10 @@ class Judge:
 
     def _not_ready(self, judged: Judged) -> Iterator[Finding]:
         for reason in self._probes.ready().reasons:
-            yield _finding("not_ready", "bad", f"No slot can be given out: {reason}.")
+            finding = _finding("not_ready", "bad", f"No slot can be given out: {reason}.")
+            if reason == DRAINING and self._probes.is_drained:
+                finding.text, finding.remedy = "No slot can be given out: an operator has drained it.", "kvdock undrain"
+            yield finding
 
     def _loads_cost_time(self, judged: Judged) -> Iterator[Finding]:
         saved_s, hits = judged.hits.saved_s, judged.hits

@@ -19,6 +19,7 @@ from collections.abc import Callable, Container
 import msgspec
 
 from kvdock._core import Lookup as Found
+from kvdock.api.pool.drain import Drain
 from kvdock.api.pool.pool import Pool
 from kvdock.api.pool.registry import NamespaceRecord, Registry, SessionRecord
 from kvdock.api.record.counters import Counters
@@ -27,6 +28,7 @@ from kvdock.api.tiers.prefetches import Prefetches
 from kvdock.api.tiers.tickets import ASKING_S, LookupCall, Tickets
 from kvdock.api.tiers.tier_state import EvictionForecast, TierState
 from kvdock.protocol import mover_schemas as m
+from kvdock.protocol.readable import LogLevel
 from kvdock.protocol.reports import MoverView, TierView
 from kvdock.protocol.schemas import PendingTokens, Why
 from kvdock.protocol.wire_types import KEY_BYTES
@@ -40,18 +42,17 @@ UPDATE_S = 0.1
 
 
 class MoverClient:
-    """`clears`: knows the tiers. `is_draining`: whether the server is about to end. `now_s`: a monotonic clock, in
-    seconds."""
+    """`clears`: knows the tiers. `now_s`: a monotonic clock, in seconds."""
 
     def __init__(
-        self, pool: Pool, registry: Registry, counters: Counters, clears: Clears, *, is_draining: Callable[[], bool],
+        self, pool: Pool, registry: Registry, counters: Counters, clears: Clears, *, drain: Drain,
         now_ms: Callable[[], int], now_s: Callable[[], float],
     ) -> None:
         self.instance_prefix = f"mover-{secrets.token_hex(4)}-"
         """The instance names under which movers of this server attach begin with it."""
         self.restarts = 0
-        self._table, self._registry = pool.table, registry
-        self._clears, self._is_draining = clears, is_draining
+        self._pool, self._registry = pool, registry
+        self._clears, self._drain = clears, drain
         self._wake = asyncio.Event()
         self._tiers = TierState(now_s)
         self.prefetches = Prefetches(pool, counters, self._why_unavailable, now_s)
@@ -60,12 +61,18 @@ class MoverClient:
         self._namespaces = _ServedNamespaces(registry, self.is_mover)
         self._lookups = _LookupQueue()
         self._declined = 0
-        self._sent_draining = False
+        self._told: tuple[bool, LogLevel] | None = None
+        """What the mover was last told: whether the server drains, and the log's level. None: nothing yet."""
         clears.wake, clears.on_cleared = self._wake.set, self._cleared
 
     @property
     def has_mover(self) -> bool:
         return self._clears.has_tiers
+
+    @property
+    def log_level(self) -> LogLevel:
+        """In effect now: calls and SIGHUP change it."""
+        return self._pool.limits.log_level
 
     @property
     def tiers(self) -> list[TierView]:
@@ -87,7 +94,7 @@ class MoverClient:
         """How many open sessions of the table are the mover's."""
         if not self.has_mover:
             return 0
-        return len(self._table.sessions([one.table_id for one in self._registry.sessions() if self.is_mover(one)]))
+        return len(self._pool.table.sessions([one.table_id for one in self._registry.sessions() if self.is_mover(one)]))
 
     def view(self) -> MoverView | None:
         """For status and metrics. The mover is not asked."""
@@ -154,7 +161,7 @@ class MoverClient:
             return "no_tiers"
         if space.tenant:
             return "not_served"
-        if self._is_draining():
+        if self._drain.refuses_new:
             return "draining"
         if not self._tiers.is_any_open:
             return "tiers_off"
@@ -190,7 +197,7 @@ class MoverClient:
 
     def mover_restarted(self) -> None:
         """A new mover process starts, or the last one has ended: nothing that was sent or reported before holds."""
-        self._sent_draining = False
+        self._told = None
         self._namespaces.mover_restarted()
         self._tiers.mover_restarted()
         self._clears.mover_restarted()
@@ -211,8 +218,9 @@ class MoverClient:
                 update.lookups or update.prefetches or update.ended_tickets or update.evicting_soon or update.orders
                 or update.followed or update.namespaces is not None or update.generations is not None
             )
-            if has_more or update.is_draining != self._sent_draining:
-                self._sent_draining = update.is_draining
+            told = update.is_draining, self.log_level
+            if has_more or told != self._told:
+                self._told = told
                 return update
 
     def _update(self) -> m.ServerUpdate:
@@ -227,7 +235,7 @@ class MoverClient:
             generations=generations, orders=orders, followed=followed,
             lookups=lookups, prefetches=self.prefetches.due(left_bytes), ended_tickets=ended,
             evicting_soon=self._forecast.evicting_soon(self._tiers.known) if self._tiers.is_any_open else [],
-            is_draining=self._is_draining(),
+            is_draining=self._drain.begun, log_level=self.log_level,
         )
 
 

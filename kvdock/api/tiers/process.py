@@ -38,7 +38,7 @@ class MoverProcess:
         self._config = MoverConfig(
             address=address, instance_prefix=client.instance_prefix, disk_path=settings.disk_path,
             disk_bytes=settings.disk_bytes, stores=settings.store_urls, asks=settings.tier_asks,
-            log_level=settings.log_level, log_format=settings.log_format, drain_s=settings.tier_drain_s,
+            log_format=settings.log_format, drain_s=settings.tier_drain_s,
             queue_bytes=settings.tier_queue_bytes or settings.pool_bytes,
             batch_bytes=min(BATCH_BYTES, settings.pool_bytes // POOL_BATCHES),
         )
@@ -67,7 +67,7 @@ class MoverProcess:
     async def _send(self, process: Process) -> None:
         assert process.stdin is not None
         with suppress(ConnectionError):  # the mover has ended, which _receive() notices
-            process.stdin.write(frame(self._config))
+            process.stdin.write(frame(msgspec.structs.replace(self._config, log_level=self._client.log_level)))
             while True:
                 await process.stdin.drain()
                 process.stdin.write(frame(await self._client.next_update()))

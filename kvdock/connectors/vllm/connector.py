@@ -72,7 +72,6 @@ from kvdock.connectors.vllm.unfit import UNLOADED, refuse_what_is_no_prefix, why
 from kvdock.connectors.vllm.weight_changes import hear, hear_model
 from kvdock.connectors.vllm.worker import VllmWorker, WorkerKV
 from kvdock.connectors.worker import cores_of, hash_threads
-from kvdock.protocol.access import read_token
 from kvdock.protocol.decoders import decoder_of
 from kvdock.protocol.keys import HASH_FUNCTION
 from kvdock.protocol.schemas import Manifest
@@ -356,8 +355,8 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
             )
         if self._scheduler is not None:
             return  # vLLM sends it again when it wakes
-        token = read_token(self._settings.access_token_file)
-        client = Client(self._settings.address, timeout_s=self._settings.timeout_s, access_token=token)
+        own = self._settings
+        client = Client(own.address, timeout_s=own.timeout_s, access_token_file=own.access_token_file)
         session = EngineSession(client, manifest, self._identity("scheduler", ranks=(), scheduler=True))
         _, hash_tokens = kv_cache_utils.resolve_kv_cache_block_sizes(self._cache, self._config)
         self._events = events_of(self._config, self._cache, self._groups, session, hash_tokens)

@@ -151,6 +151,8 @@ class Mover:
     # ------------------------------------------------------------------ updates
 
     def _follow(self, update: ServerUpdate) -> None:
+        if update.log_level is not None:
+            logging.getLogger().setLevel(update.log_level.upper())
         for order in update.orders:
             self._agreement.order(order)
             if order.namespace:

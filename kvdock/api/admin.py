@@ -13,6 +13,7 @@ from typing import Literal
 
 import msgspec
 
+from kvdock.api.access.peer import Peer
 from kvdock.api.convert import key_bytes
 from kvdock.api.log import set_level
 from kvdock.api.pool.registry import NamespaceRecord
@@ -41,7 +42,7 @@ from kvdock.protocol.admin_schemas import (
     Quota,
 )
 from kvdock.protocol.errors import ApiError
-from kvdock.protocol.wire_types import KEY_BYTES
+from kvdock.protocol.wire_types import KEY_BYTES, OWN_TENANT
 
 KEYS_SLICE = 256
 EVICT_SLICE = 16
@@ -60,10 +61,24 @@ class Admin:
         self._pool, self._registry = sessions.pool, sessions.registry
         self._quotas, self._clock, self._drain = sessions.quotas, sessions.clock, sessions.drain
 
+    def allow_clear(self, peer: Peer, body: ClearCache) -> None:
+        """An operator of a tenant clears what is that tenant's; one of the server's own user clears everything. Raises
+        ApiError: forbidden, unknown_namespace."""
+        if peer.tenant == OWN_TENANT:
+            return
+        tenant = body.tenant if body.namespace is None else self._namespace(body.namespace).tenant
+        if tenant != peer.tenant:
+            raise ApiError(
+                "forbidden", "an operator of a tenant clears what is that tenant's",
+                found="all tenants" if tenant is None else f"tenant {tenant!r}", wanted=f"tenant {peer.tenant!r}",
+            )
+
     async def clear(self, body: ClearCache) -> Cleared:
-        """Raises ApiError(unknown_namespace)."""
-        spaces = [] if body.namespace is None else [self._namespace(body.namespace)]
-        chunks, answers = await self._clears.clear(spaces, all_of_them=body.namespace is None)
+        """Raises ApiError: unknown_namespace, invalid_body."""
+        if body.namespace is not None and body.tenant is not None:
+            raise ApiError("invalid_body", "a namespace has its tenant", found="$.tenant", wanted="$.namespace alone")
+        space = None if body.namespace is None else self._namespace(body.namespace)
+        chunks, answers = await self._clears.clear(space, body.tenant)
         self._forget_count()
         return Cleared(chunks=chunks, pending_tiers=answers.pending)
 

@@ -41,7 +41,7 @@ from kvdock.protocol.admin_schemas import (
 from kvdock.protocol.names import MAX_LABEL, is_label
 from kvdock.protocol.readable import exact_bytes
 from kvdock.protocol.schemas import Lookup
-from kvdock.protocol.wire_types import MAX_KEYS
+from kvdock.protocol.wire_types import MAX_KEYS, OWN_TENANT, Tenant
 
 DRAIN_LOOK_S = 0.5
 """How often `drain --wait` looks at what is open."""
@@ -101,21 +101,31 @@ def undrain_server(server: str, *, as_json: bool, console: Console) -> None:
         say(console, "the server gives out slots again")
 
 
-def clear_cache(
-    server: str, *, namespace: str, everything: bool, yes: bool, as_json: bool, console: Console
-) -> None:
+class ToClear(NamedTuple):
+    """The options that say what is cleared: one of them."""
+
+    namespace: str
+    tenant: str | None
+    everything: bool
+
+
+def clear_cache(server: str, wanted: ToClear, *, yes: bool, as_json: bool, console: Console) -> None:
     """Raises CommandError for wrong options, when the user declines, and when no server answers; ApiError."""
-    if bool(namespace) == everything:
-        raise CommandError("clear needs either --namespace or --all", WRONG)
+    tenant = wanted.tenant
+    if sum((bool(wanted.namespace), tenant is not None, wanted.everything)) != 1:
+        raise CommandError("clear needs one of --namespace, --tenant and --all", WRONG)
+    require_tenant("--tenant", tenant or OWN_TENANT)
     with reached(server) as client:
-        space = None if everything else resolve(client, namespace)
+        space = resolve(client, wanted.namespace) if wanted.namespace else None
         if not yes:
             status = client.status()
             what = "all namespaces" if space is None else _named(space)
+            if tenant is not None:
+                what += f" of {_tenant(tenant)}"
             stored = f"{status.chunks.ready:,} chunks of {size(status.pool.ready_bytes)}"
             _confirm("clear", f"Clear {what} at {client.address}? All namespaces together have {stored}.",
                      "nothing was cleared")
-        body = ClearCache(namespace=None if space is None else space.namespace)
+        body = ClearCache(namespace=None if space is None else space.namespace, tenant=tenant)
         cleared = client.clear(body, timeout_s=LONG_TIMEOUT_S)
     if as_json:
         print_json(console, cleared)
@@ -218,6 +228,19 @@ def keep(
 def _say_pending(console: Console, tiers: Sequence[str]) -> None:
     if tiers:
         say(console, f"pending in the lower tiers {', '.join(tiers)}; they are not used for the namespace until then")
+
+
+def require_tenant(option: str, name: str) -> None:
+    """Raises CommandError for what can be no tenant's name."""
+    try:
+        msgspec.convert(name, Tenant)
+    except msgspec.ValidationError:
+        wanted = "a name of at most 64 characters: a-z, 0-9, dots, hyphens and underscores"
+        raise CommandError(f"{option}: wanted {wanted}, found {name!r}", WRONG) from None
+
+
+def _tenant(name: str) -> str:
+    return f"tenant {printable(name)}" if name else "the server's own user"
 
 
 def _named(space: NamespaceView) -> str:

@@ -173,6 +173,7 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
     ),
     "clear": (
         ("kvdock clear --namespace 5e1c", "the chunks of one model"),
+        ("kvdock clear --tenant team-a", "all chunks of a tenant"),
         ("kvdock clear --all", "everything"),
     ),
     "drain": (

@@ -424,18 +424,25 @@ def evict(
 
 def clear(
     namespace: Namespace = "",
+    tenant: Annotated[str | None, typer.Option(
+        "--tenant", metavar="TENANT", help="Clear all namespaces of this tenant; '' is the server's own user.",
+        show_default=False,
+    )] = None,
     everything: Annotated[bool, typer.Option("--all", help="Clear all namespaces.")] = False,
     yes: Yes = False,
     server: Server = "",
     as_json: AsJson = False,
 ) -> None:
-    """Remove all stored chunks, or one namespace's.
+    """Remove all stored chunks, or one namespace's, or one tenant's.
 
-    Engines that are loading a chunk finish first; then its memory is freed.
+    Engines that are loading a chunk finish first; then its memory is freed. A token of a tenant clears that tenant's
+    alone.
     """
-    from kvdock.cli.admin import clear_cache
+    from kvdock.cli.admin import ToClear, clear_cache
 
-    clear_cache(server, namespace=namespace, everything=everything, yes=yes, as_json=as_json, console=console())
+    clear_cache(
+        server, ToClear(namespace, tenant, everything), yes=yes, as_json=as_json, console=console()
+    )
 
 
 def drain(

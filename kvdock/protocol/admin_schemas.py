@@ -51,6 +51,8 @@ class ClearCache(Body, kw_only=True):
 
     namespace: Key | None = None
     """None: all namespaces, also those that only lower tiers have."""
+    tenant: Tenant | None = None
+    """In place of `namespace`: all namespaces of this tenant; "" is the server's own user. A tenant may have none."""
 
 
 class Cleared(Answer, kw_only=True):

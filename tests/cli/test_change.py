@@ -47,6 +47,19 @@ def prompt(engine: Engine, folder: Path, first: int, count: int = 70) -> tuple[s
     return str(path), chain
 
 
+# --------------------------------------------------------------------------- clear
+
+
+def test_clear_takes_one_tenant(server: ServerProcess, engine: Engine) -> None:
+    engine.store(keys(3, "tenant"))
+    at = ("--server", server.unix)
+    assert kvdock("clear", "--tenant", "nobody", "--yes", *at).stdout == "0 chunks were cleared\n"
+    assert json.loads(kvdock("clear", "--tenant", "", "--yes", "--json", *at).stdout)["chunks"] == 3
+    for wrong in ((), ("--tenant", "a", "--all"), ("--tenant", "", "--namespace", "5e")):
+        assert "one of --namespace, --tenant and --all" in refusal(kvdock("clear", "--yes", *wrong, *at), 2)
+    assert "found 'Team A'" in refusal(kvdock("clear", "--tenant", "Team A", "--yes", *at), 2)
+
+
 # --------------------------------------------------------------------------- keep
 
 

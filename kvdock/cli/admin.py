@@ -27,6 +27,7 @@ from kvdock.cli.render import counted, duration, printable, say, size
 from kvdock.protocol.admin_schemas import (
     MAX_PIN_S,
     Amounts,
+    AskedQuota,
     ClearCache,
     Config,
     Drained,
@@ -316,14 +317,48 @@ def change_live_config(server: str, changes: Sequence[str], *, as_json: bool, co
             was, now = (in_words(name, getattr(limits, name)) for limits in (before, config.limits))
             say(console, f"{name}: {was} → {now}" if was != now else f"{name}: {now}, as before")
     for tenant in body.tenants or {}:
-        view = config.tenants.get(tenant)
-        named = printable(tenant) or "the server's own user"
-        say(console, f"quota of {named}: {'none' if view is None else _amounts(view.quota)}")
+        _say_quota(console, config, tenant)
     _say_retiring(console, config)
     kept = [name for name in LIVE if getattr(body, name) is not None]
     if kept:
         variable = f"{ENV_PREFIX}{kept[0].upper()}={in_words(kept[0], getattr(config.limits, kept[0]))}"
         say(console, f"This lasts until the server ends: start the next one with {variable}, or set it in its file.")
+
+
+def show_quotas(server: str, tenant: str | None, *, as_json: bool, console: Console) -> None:
+    """`tenant` None: all. Raises CommandError when the server does not know the tenant, and when no server answers;
+    ApiError."""
+    with reached(server) as client:
+        tenants = client.config().tenants
+    if tenant is not None:
+        if tenant not in tenants:
+            raise CommandError(f"{_tenant(tenant)} uses nothing, and has the default quota", FAILED)
+        tenants = {tenant: tenants[tenant]}
+    if as_json:
+        print_json(console, {"tenants": tenants})
+    elif tenants:
+        say(console, _tenants_table(tenants))
+    else:
+        say(console, "no tenant uses anything, and none has a quota of its own")
+
+
+def change_quota(
+    server: str, tenant: str, quota: AskedQuota | None, *, as_json: bool, console: Console
+) -> None:
+    """`quota` None: the one of the access file, or else the default. Raises CommandError for what can be no tenant's
+    name, and when no server answers; ApiError."""
+    require_tenant("TENANT", tenant)
+    with reached(server) as client:
+        config = client.configure(PatchConfig(tenants={tenant: quota}), timeout_s=LONG_TIMEOUT_S)
+    if as_json:
+        print_json(console, {"tenants": {tenant: config.tenants[tenant]} if tenant in config.tenants else {}})
+        return
+    _say_quota(console, config, tenant)
+
+
+def _say_quota(console: Console, config: Config, tenant: str) -> None:
+    view = config.tenants.get(tenant)
+    say(console, f"quota of {_tenant(tenant)}: {'the default' if view is None else _amounts(view.quota)}")
 
 
 class Wholes(NamedTuple):

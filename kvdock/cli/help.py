@@ -176,6 +176,11 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
         ("kvdock clear --tenant team-a", "all chunks of a tenant"),
         ("kvdock clear --all", "everything"),
     ),
+    "quota": (
+        ("kvdock quota", "what tenants use and may use"),
+        ("kvdock quota team-a --bytes 8GiB --sessions 4", "change it"),
+        ("kvdock quota team-a --default", "the file's, or the default"),
+    ),
     "drain": (
         ("kvdock drain", "engines compute from now on"),
         ("kvdock drain --wait && systemctl stop kvdock", "when they have finished"),

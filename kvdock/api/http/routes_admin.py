@@ -89,7 +89,8 @@ _add(
 )
 _add(
     c.CONFIGURE, a.PatchConfig, Admin.configure, "configure", "Change limits while the server runs",
-    "Changes last until the server ends. A smaller `pool_bytes` drains whole segments: nothing new is stored in them, "
+    "Changes of limits last until the server ends; quotas are kept with the pool, for the next servers of it, too. A "
+    "smaller `pool_bytes` drains whole segments: nothing new is stored in them, "
     "chunks that no engine holds are evicted, and a segment is removed once no engine holds any of it. Each quota in "
     "`tenants` replaces that tenant's quota; chunks beyond it are evicted, except those that its engines hold.",
     retry="idempotent: values are absolute.", errors=("bad_argument", "no_memory"),

@@ -13,7 +13,9 @@ from typing import Literal
 
 import msgspec
 
+from kvdock.api.access.peer import Peer
 from kvdock.api.convert import key_bytes
+from kvdock.api.errors import SettingsError
 from kvdock.api.log import set_level
 from kvdock.api.pool.registry import NamespaceRecord
 from kvdock.api.pool.sessions import Sessions
@@ -21,11 +23,13 @@ from kvdock.api.record.journal import Journal
 from kvdock.api.record.labels import Labels
 from kvdock.api.record.troubles import Troubles
 from kvdock.api.settings import Settings
+from kvdock.api.sizes import Whole, parse_size
 from kvdock.api.tiers.clears import Clears
 from kvdock.protocol import events as e
 from kvdock.protocol.admin_schemas import (
     Acknowledge,
     Acknowledged,
+    AskedQuota,
     ClearCache,
     Cleared,
     Config,
@@ -41,7 +45,7 @@ from kvdock.protocol.admin_schemas import (
     Quota,
 )
 from kvdock.protocol.errors import ApiError
-from kvdock.protocol.wire_types import KEY_BYTES
+from kvdock.protocol.wire_types import KEY_BYTES, OWN_TENANT
 
 KEYS_SLICE = 256
 EVICT_SLICE = 16
@@ -60,10 +64,24 @@ class Admin:
         self._pool, self._registry = sessions.pool, sessions.registry
         self._quotas, self._clock, self._drain = sessions.quotas, sessions.clock, sessions.drain
 
+    def allow_clear(self, peer: Peer, body: ClearCache) -> None:
+        """An operator of a tenant clears what is that tenant's; one of the server's own user clears everything. Raises
+        ApiError: forbidden, unknown_namespace."""
+        if peer.tenant == OWN_TENANT:
+            return
+        tenant = body.tenant if body.namespace is None else self._namespace(body.namespace).tenant
+        if tenant != peer.tenant:
+            raise ApiError(
+                "forbidden", "an operator of a tenant clears what is that tenant's",
+                found="all tenants" if tenant is None else f"tenant {tenant!r}", wanted=f"tenant {peer.tenant!r}",
+            )
+
     async def clear(self, body: ClearCache) -> Cleared:
-        """Raises ApiError(unknown_namespace)."""
-        spaces = [] if body.namespace is None else [self._namespace(body.namespace)]
-        chunks, answers = await self._clears.clear(spaces, all_of_them=body.namespace is None)
+        """Raises ApiError: unknown_namespace, invalid_body."""
+        if body.namespace is not None and body.tenant is not None:
+            raise ApiError("invalid_body", "a namespace has its tenant", found="$.tenant", wanted="$.namespace alone")
+        space = None if body.namespace is None else self._namespace(body.namespace)
+        chunks, answers = await self._clears.clear(space, body.tenant)
         self._forget_count()
         return Cleared(chunks=chunks, pending_tiers=answers.pending)
 
@@ -132,7 +150,8 @@ class Admin:
     async def configure(self, body: PatchConfig) -> Config:
         """All changes take effect, or none. Raises ApiError: bad_argument, no_memory."""
         changes = {name: value for name, value in msgspec.structs.asdict(body).items() if value is not None}
-        quotas: dict[str, Quota | None] = changes.pop("tenants", {})
+        asked: dict[str, AskedQuota | None] = changes.pop("tenants", {})
+        quotas = {tenant: quota and self._quota(quota) for tenant, quota in asked.items()}
         self._quotas.check_count(quotas)
         await self.change_limits(changes, "call")
         for tenant, quota in quotas.items():
@@ -142,6 +161,19 @@ class Admin:
                 self._quotas.put(tenant, quota)
         await asyncio.sleep(0)
         return self.config()
+
+    def _quota(self, asked: AskedQuota) -> Quota:
+        """Raises ApiError(bad_argument)."""
+        amounts, text = msgspec.structs.asdict(asked), asked.bytes
+        if isinstance(text, str):
+            try:
+                amounts["bytes"] = parse_size(text, lambda: Whole("pool_bytes", self._pool.limits.pool_bytes))
+            except SettingsError as error:
+                raise ApiError("bad_argument", str(error), found=text, wanted="a size like 8GiB, or 50%") from error
+        try:
+            return msgspec.convert(amounts, Quota)
+        except msgspec.ValidationError as error:
+            raise ApiError("bad_argument", f"bytes of a quota: {error}", found=text, wanted="less than 2^60") from error
 
     async def change_limits(self, changes: dict[str, object], source: Literal["call", "settings"]) -> None:
         """Makes all changes, or none. Raises ApiError: bad_argument, no_memory."""

@@ -102,7 +102,10 @@ def build(
     history = History(
         settings.history_values, settings.history_interval_s, SERIES + TIER_SERIES * settings.has_tiers,
         kept=_kept(pool, "history", "the history of hours and days"), wall_s=clocks.wall_s,
-        beside={"hits": tally.hits, "namespaces": KeptNamespaces(registry, pool.table), "labels": labels},
+        beside={
+            "hits": tally.hits, "namespaces": KeptNamespaces(registry, pool.table), "labels": labels,
+            "quotas": sessions.quotas,
+        },
     )
     _mark_changes(history, journal, sessions.quotas, access)
     sampler = Sampler(history, pool, tally, lambda: mover_client.tiers, clock, curves)

@@ -27,6 +27,7 @@ from kvdock.cli.render import counted, duration, printable, say, size
 from kvdock.protocol.admin_schemas import (
     MAX_PIN_S,
     Amounts,
+    AskedQuota,
     ClearCache,
     Config,
     Drained,
@@ -41,7 +42,7 @@ from kvdock.protocol.admin_schemas import (
 from kvdock.protocol.names import MAX_LABEL, is_label
 from kvdock.protocol.readable import exact_bytes
 from kvdock.protocol.schemas import Lookup
-from kvdock.protocol.wire_types import MAX_KEYS
+from kvdock.protocol.wire_types import MAX_KEYS, OWN_TENANT, Tenant
 
 DRAIN_LOOK_S = 0.5
 """How often `drain --wait` looks at what is open."""
@@ -101,21 +102,31 @@ def undrain_server(server: str, *, as_json: bool, console: Console) -> None:
         say(console, "the server gives out slots again")
 
 
-def clear_cache(
-    server: str, *, namespace: str, everything: bool, yes: bool, as_json: bool, console: Console
-) -> None:
+class ToClear(NamedTuple):
+    """The options that say what is cleared: one of them."""
+
+    namespace: str
+    tenant: str | None
+    everything: bool
+
+
+def clear_cache(server: str, wanted: ToClear, *, yes: bool, as_json: bool, console: Console) -> None:
     """Raises CommandError for wrong options, when the user declines, and when no server answers, and ApiError."""
-    if bool(namespace) == everything:
-        raise CommandError("clear needs either --namespace or --all", WRONG)
+    tenant = wanted.tenant
+    if sum((bool(wanted.namespace), tenant is not None, wanted.everything)) != 1:
+        raise CommandError("clear needs one of --namespace, --tenant and --all", WRONG)
+    require_tenant("--tenant", tenant or OWN_TENANT)
     with reached(server) as client:
-        space = None if everything else resolve(client, namespace)
+        space = resolve(client, wanted.namespace) if wanted.namespace else None
         if not yes:
             status = client.status()
             what = "all namespaces" if space is None else _named(space)
+            if tenant is not None:
+                what += f" of {_tenant(tenant)}"
             stored = f"{status.chunks.ready:,} chunks of {size(status.pool.ready_bytes)}"
             _confirm("clear", f"Clear {what} at {client.address}? All namespaces together have {stored}.",
                      "nothing was cleared")
-        body = ClearCache(namespace=None if space is None else space.namespace)
+        body = ClearCache(namespace=None if space is None else space.namespace, tenant=tenant)
         cleared = client.clear(body, timeout_s=LONG_TIMEOUT_S)
     if as_json:
         print_json(console, cleared)
@@ -220,6 +231,19 @@ def _say_pending(console: Console, tiers: Sequence[str]) -> None:
         say(console, f"pending in the lower tiers {', '.join(tiers)}; they are not used for the namespace until then")
 
 
+def require_tenant(option: str, name: str) -> None:
+    """Raises CommandError for what can be no tenant's name."""
+    try:
+        msgspec.convert(name, Tenant)
+    except msgspec.ValidationError:
+        wanted = "a name of at most 64 characters: a-z, 0-9, dots, hyphens and underscores"
+        raise CommandError(f"{option}: wanted {wanted}, found {name!r}", WRONG) from None
+
+
+def _tenant(name: str) -> str:
+    return f"tenant {printable(name)}" if name else "the server's own user"
+
+
 def _named(space: NamespaceView) -> str:
     return f"{printable(space.model)} ({space.namespace[:8]})"
 
@@ -293,14 +317,48 @@ def change_live_config(server: str, changes: Sequence[str], *, as_json: bool, co
             was, now = (in_words(name, getattr(limits, name)) for limits in (before, config.limits))
             say(console, f"{name}: {was} → {now}" if was != now else f"{name}: {now}, as before")
     for tenant in body.tenants or {}:
-        view = config.tenants.get(tenant)
-        named = printable(tenant) or "the server's own user"
-        say(console, f"quota of {named}: {'none' if view is None else _amounts(view.quota)}")
+        _say_quota(console, config, tenant)
     _say_retiring(console, config)
     kept = [name for name in LIVE if getattr(body, name) is not None]
     if kept:
         variable = f"{ENV_PREFIX}{kept[0].upper()}={in_words(kept[0], getattr(config.limits, kept[0]))}"
         say(console, f"This lasts until the server ends: start the next one with {variable}, or set it in its file.")
+
+
+def show_quotas(server: str, tenant: str | None, *, as_json: bool, console: Console) -> None:
+    """`tenant` None: all. Raises CommandError when the server does not know the tenant, and when no server answers;
+    ApiError."""
+    with reached(server) as client:
+        tenants = client.config().tenants
+    if tenant is not None:
+        if tenant not in tenants:
+            raise CommandError(f"{_tenant(tenant)} uses nothing, and has the default quota", FAILED)
+        tenants = {tenant: tenants[tenant]}
+    if as_json:
+        print_json(console, {"tenants": tenants})
+    elif tenants:
+        say(console, _tenants_table(tenants))
+    else:
+        say(console, "no tenant uses anything, and none has a quota of its own")
+
+
+def change_quota(
+    server: str, tenant: str, quota: AskedQuota | None, *, as_json: bool, console: Console
+) -> None:
+    """`quota` None: the one of the access file, or else the default. Raises CommandError for what can be no tenant's
+    name, and when no server answers; ApiError."""
+    require_tenant("TENANT", tenant)
+    with reached(server) as client:
+        config = client.configure(PatchConfig(tenants={tenant: quota}), timeout_s=LONG_TIMEOUT_S)
+    if as_json:
+        print_json(console, {"tenants": {tenant: config.tenants[tenant]} if tenant in config.tenants else {}})
+        return
+    _say_quota(console, config, tenant)
+
+
+def _say_quota(console: Console, config: Config, tenant: str) -> None:
+    view = config.tenants.get(tenant)
+    say(console, f"quota of {_tenant(tenant)}: {'the default' if view is None else _amounts(view.quota)}")
 
 
 class Wholes(NamedTuple):

@@ -173,7 +173,13 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
     ),
     "clear": (
         ("kvdock clear --namespace 5e1c", "the chunks of one model"),
+        ("kvdock clear --tenant team-a", "all chunks of a tenant"),
         ("kvdock clear --all", "everything"),
+    ),
+    "quota": (
+        ("kvdock quota", "what tenants use and may use"),
+        ("kvdock quota team-a --bytes 8GiB --sessions 4", "change it"),
+        ("kvdock quota team-a --default", "the file's, or the default"),
     ),
     "drain": (
         ("kvdock drain", "engines compute from now on"),

@@ -13,7 +13,7 @@ import signal
 import sys
 from importlib.metadata import version
 from importlib.util import find_spec
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 import typer
@@ -51,6 +51,11 @@ from kvdock.protocol.errors import ApiError, ServerUnavailable
 
 Preset = Literal["small", "tiny", "tiny-hybrid2", "tiny-hybrid3", "tiny-mha", "tiny-mla"]
 """The names of engine.config.PRESETS, which cannot be imported here without torch."""
+
+
+def _count(meaning: str) -> Any:
+    """An option for a number of things."""
+    return typer.Option(min=0, metavar="N", help=meaning, show_default=False)
 
 
 def status(
@@ -424,18 +429,25 @@ def evict(
 
 def clear(
     namespace: Namespace = "",
+    tenant: Annotated[str | None, typer.Option(
+        "--tenant", metavar="TENANT", help="Clear all namespaces of this tenant; '' is the server's own user.",
+        show_default=False,
+    )] = None,
     everything: Annotated[bool, typer.Option("--all", help="Clear all namespaces.")] = False,
     yes: Yes = False,
     server: Server = "",
     as_json: AsJson = False,
 ) -> None:
-    """Remove all stored chunks, or one namespace's.
+    """Remove all stored chunks, or one namespace's, or one tenant's.
 
-    Engines that are loading a chunk finish first; then its memory is freed.
+    Engines that are loading a chunk finish first; then its memory is freed. A token of a tenant clears that tenant's
+    alone.
     """
-    from kvdock.cli.admin import clear_cache
+    from kvdock.cli.admin import ToClear, clear_cache
 
-    clear_cache(server, namespace=namespace, everything=everything, yes=yes, as_json=as_json, console=console())
+    clear_cache(
+        server, ToClear(namespace, tenant, everything), yes=yes, as_json=as_json, console=console()
+    )
 
 
 def drain(
@@ -462,6 +474,46 @@ def undrain(server: Server = "", as_json: AsJson = False) -> None:
     undrain_server(server, as_json=as_json, console=console())
 
 
+def quota(
+    tenant: Annotated[str | None, typer.Argument(
+        metavar="TENANT", help="A tenant of the access file; '' is the server's own user. Without it, all are shown.",
+        show_default=False,
+    )] = None,
+    bytes_text: Annotated[str, typer.Option(
+        "--bytes", metavar="SIZE", help="Bytes that it may store, as 8GiB, or as 50% of the pool.", show_default=False,
+    )] = "",
+    chunks: Annotated[int | None, _count("Chunks that it may store.")] = None,
+    namespaces: Annotated[int | None, _count("Namespaces with sessions or chunks.")] = None,
+    sessions_: Annotated[int | None, typer.Option(
+        "--sessions", min=0, metavar="N", help="Sessions of engines.", show_default=False,
+    )] = None,
+    grants: Annotated[int | None, _count("Leases and reservations that may be open.")] = None,
+    default: Annotated[bool, typer.Option(
+        "--default", help="Give back the quota of the access file, or else the default of the settings.",
+    )] = False,
+    server: Server = "",
+    as_json: AsJson = False,
+) -> None:
+    """Show what tenants use and may use, or change it.
+
+    With limits, they replace the tenant's quota: what is not named has no limit. It counts at once, and is kept with
+    the pool over restarts of the server, until the access file names another one. A tenant above its quota loses its
+    own least valuable chunks.
+    """
+    from kvdock.cli.admin import change_quota, show_quotas
+    from kvdock.protocol.admin_schemas import AskedQuota
+
+    limits = {"chunks": chunks, "namespaces": namespaces, "sessions": sessions_, "grants": grants}
+    given = {name: count for name, count in limits.items() if count is not None}
+    asked = AskedQuota(bytes=bytes_text or None, **given) if bytes_text or given else None
+    if (asked is not None) + default > 1 or (tenant is None and (asked is not None or default)):
+        raise CommandError("quota needs a tenant, and either limits or --default", WRONG)
+    if tenant is None or not (asked is not None or default):
+        show_quotas(server, tenant, as_json=as_json, console=console())
+    else:
+        change_quota(server, tenant, asked, as_json=as_json, console=console())
+
+
 def acknowledge(server: Server = "", as_json: AsJson = False) -> None:
     """End the findings about dead engines and damaged chunks.
 
@@ -479,7 +531,7 @@ EPILOG = "Exit status: 0 success; 1 failure; 2 usage error; 130 interrupted by C
 GROUPS = {
     "Run": (serve, demo, doctor, bench),
     "Look": (status, top, history, saved, requests, explain, events, sessions, cached, leases, lookup, size),
-    "Change": (keep, evict, clear, drain, undrain, acknowledge),
+    "Change": (keep, evict, clear, quota, drain, undrain, acknowledge),
 }
 """The commands in the groups of `--help`; `config` and `token` are added to the last group."""
 

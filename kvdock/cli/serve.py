@@ -188,8 +188,8 @@ def config_set(
 ) -> None:
     """Change the running server's limits.
 
-    Makes all the changes, or none. They last until the server ends. Sizes may be written 512MiB or 4GiB. If the pool is
-    made smaller, its memory is freed as engines release it.
+    Makes all the changes, or none. They last until the server ends; quotas are kept with the pool. Sizes may be written
+    512MiB or 4GiB. If the pool is made smaller, its memory is freed as engines release it.
     """
     from kvdock.cli.admin import change_live_config
 

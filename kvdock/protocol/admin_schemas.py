@@ -17,6 +17,7 @@ _Keys = Annotated[list[Key], msgspec.Meta(min_length=1, max_length=MAX_KEYS)]
 _Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
 _Mark = Annotated[float, msgspec.Meta(ge=0, lt=1)]
 _Size = Annotated[int, msgspec.Meta(ge=0, lt=1 << 60)]
+_SizeText = Annotated[str, msgspec.Meta(max_length=32)]
 _Amount = Annotated[int, msgspec.Meta(ge=0, le=1 << 20)]
 Eviction = Literal["adaptive", "lru"]
 TierKeep = Literal["shared", "always"]
@@ -25,7 +26,7 @@ MAX_QUOTAS = 128
 
 
 class Limits(Answer, kw_only=True):
-    """The settings that `PATCH /v1/config` changes. A change lasts until the server ends."""
+    """The settings that `PATCH /v1/config` changes. A change of them lasts until the server ends."""
 
     pool_bytes: int
     session_cap: float
@@ -51,6 +52,8 @@ class ClearCache(Body, kw_only=True):
 
     namespace: Key | None = None
     """None: all namespaces, also those that only lower tiers have."""
+    tenant: Tenant | None = None
+    """In place of `namespace`: all namespaces of this tenant; "" is the server's own user. A tenant may have none."""
 
 
 class Cleared(Answer, kw_only=True):
@@ -126,6 +129,13 @@ class Quota(Identity, frozen=True, kw_only=True):
     """Open leases and reservations of all its sessions."""
 
 
+class AskedQuota(Quota, frozen=True, kw_only=True):
+    """A quota as a call puts it."""
+
+    bytes: _Size | _SizeText | None = None  # type: ignore[assignment]  # the server makes a Quota of it
+    """A number, or a text as `8GiB`, `64M`, or `50%` of `pool_bytes`."""
+
+
 class Amounts(Answer, kw_only=True):
     """What a tenant uses or may use, as in its quota."""
 
@@ -182,9 +192,9 @@ class PatchConfig(Body, kw_only=True):
     tier_keep: TierKeep | None = None
     """Applies to chunks that are loaded from now on."""
     log_level: LogLevel | None = None
-    tenants: Annotated[dict[Tenant, Quota | None], msgspec.Meta(max_length=MAX_QUOTAS)] | None = None
+    tenants: Annotated[dict[Tenant, AskedQuota | None], msgspec.Meta(max_length=MAX_QUOTAS)] | None = None
     """Quotas by tenant; each replaces the tenant's earlier one. null: what the access file says, or the default. The
-    tenant "" is the server's own user. Other tenants keep theirs."""
+    tenant "" is the server's own user. Other tenants keep theirs. Quotas are kept with the pool."""
 
 
 class Config(Answer, kw_only=True):

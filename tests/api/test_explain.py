@@ -16,7 +16,7 @@ from server_fixtures import fresh_server
 from kvdock.api.access.access_file import entry
 from kvdock.client.client import Client
 from kvdock.protocol import schemas as s
-from kvdock.protocol.admin_schemas import ClearCache, DeleteChunks, PatchConfig, PinChunks, Quota
+from kvdock.protocol.admin_schemas import AskedQuota, ClearCache, DeleteChunks, PatchConfig, PinChunks
 from kvdock.protocol.errors import ApiError
 from kvdock.protocol.hits import COMPUTED
 from kvdock.protocol.keys import KeyChain, Mark, beginnings_of
@@ -316,7 +316,7 @@ def test_what_a_quota_pushed_out(tmp_path: Path) -> None:
         ServerProcess(access_file=str(access_file(tmp_path, *entries))) as server, Client(server.unix) as operator,
         Client(server.unix, access_token=token) as client,
     ):
-        operator.configure(PatchConfig(tenants={"a": Quota(chunks=2)}))
+        operator.configure(PatchConfig(tenants={"a": AskedQuota(chunks=2)}))
         engine = attach(client)
         for number in range(4):
             engine.store(keys(1, f"{number}"))

@@ -8,14 +8,28 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
-from admin_helpers import ok, refused
+from admin_helpers import call, ok, refused
 from adoption_helpers import next_at
-from api_helpers import MIB, Engine, ServerProcess, attach, eventually, keys, manifest, small_pool, unique
+from api_helpers import (
+    MIB,
+    Engine,
+    ServerProcess,
+    access_file,
+    attach,
+    eventually,
+    kept_of,
+    keys,
+    manifest,
+    small_pool,
+    unique,
+)
 from server_fixtures import fresh_server
 
+from kvdock.api.access.access_file import entry
 from kvdock.api.clock import ServerClock
 from kvdock.api.pool.drain import Drain
 from kvdock.api.pool.pool import Pool, open_pool
@@ -281,6 +295,62 @@ def test_a_tenants_grants_are_counted_over_its_sessions_alone() -> None:
         )
         refusals = [pool.quotas.grants_refusal(session) for session in (a, second, b)]
         assert [refusal and refusal.code for refusal in refusals] == ["quota_exceeded", "quota_exceeded", None]
+
+
+def quotas_of(server: ServerProcess) -> dict[str, dict[str, int | None]]:
+    """Those that limit bytes or chunks, by tenant: what they limit."""
+    shown = ok(server.http, "GET", "/v1/config")["tenants"]
+    limits = {name: {key: view["quota"][key] for key in ("bytes", "chunks")} for name, view in shown.items()}
+    return {name: limit for name, limit in limits.items() if limit != {"bytes": None, "chunks": None}}
+
+
+@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
+def test_quotas_by_calls_are_there_after_a_restart(tmp_path: Path, end: int) -> None:
+    """Those of the access file, too, unless the file says otherwise by then."""
+    def of_file(name: str, chunks: int) -> str:
+        return entry(name, f"{name}-" + "t" * 40, ["engine"], name) + f"caps = {{chunks = {chunks}}}\n"
+
+    path = access_file(tmp_path, of_file("file", 5), of_file("both", 6), of_file("changed", 7), of_file("gone", 8))
+    settings = {"access_file": str(path), "socket_path": str(tmp_path / "kvdock.sock"), "on_exit": "keep"}
+    with ServerProcess(**settings) as first:
+        asked = {"call": {"bytes": "1MiB"}, "both": {"chunks": 60}, "changed": {"chunks": 70}, "": {"bytes": 9 << 20}}
+        ok(first.http, "PATCH", "/v1/config", {"tenants": asked})
+        wanted = quotas_of(first)
+        assert wanted["call"] == {"bytes": MIB, "chunks": None} and wanted["both"]["chunks"] == 60
+        kept = kept_of(first.pool_id, "history")
+        eventually(lambda: kept.exists() and b'"call"' in kept.read_bytes())
+        first.stop(end)
+    access_file(tmp_path, of_file("file", 5), of_file("both", 6), of_file("changed", 71))
+    with ServerProcess(**settings) as second, Client(second.unix) as client:
+        found = quotas_of(second)
+        assert found.pop("changed")["chunks"] == 71, "the file has changed meanwhile"
+        assert wanted.pop("gone") and wanted.pop("changed") and found == wanted
+        engine = attach(client)
+        engine.store(keys(600))
+        assert used(second)["bytes"] <= 9 << 20, "it is shown, and not in force"
+        engine.close()
+        ok(second.http, "PATCH", "/v1/config", {"tenants": {"both": None, "call": None}})
+        second.stop()
+    with ServerProcess(**{**settings, "on_exit": "remove"}) as third:
+        found = quotas_of(third)
+        assert found["both"]["chunks"] == 6 and "call" not in found, "what was given back comes back"
+
+
+@pytest.mark.parametrize(("text", "wanted"), [
+    ("8GiB", 8 << 30), ("64M", 64 << 20), ("1.5GB", 1_500_000_000), ("50%", 8 << 20), (4096, 4096), ("4096", 4096),
+])
+def test_a_call_takes_bytes_as_people_write_them(server: ServerProcess, text: str | int, wanted: int) -> None:
+    shown = ok(server.http, "PATCH", "/v1/config", {"tenants": {"a": {"bytes": text}}})["tenants"]["a"]
+    assert shown["quota"]["bytes"] == wanted
+
+
+@pytest.mark.parametrize("text", ["8 gigs", "200%", "0%", "9999999TiB", "", -1, "auto", 1.5])
+def test_a_call_with_other_bytes_changes_nothing(server: ServerProcess, text: str | float) -> None:
+    before = ok(server.http, "GET", "/v1/config")["limits"]
+    body = {"session_grants": 7, "tenants": {"a": {"bytes": text}}}
+    assert call(server.http, "PATCH", "/v1/config", body)[1]["code"] in ("bad_argument", "invalid_body")
+    after = ok(server.http, "GET", "/v1/config")
+    assert after["limits"] == before and "a" not in after["tenants"]
 
 
 def test_a_tenant_that_has_not_come_back_is_shown_by_its_id() -> None:

@@ -16,7 +16,7 @@ from kvdock.api.record.counters import Counters
 from kvdock.api.record.history import KEPT_LEVELS, History
 from kvdock.api.record.marks import MOST_MARKS
 from kvdock.client.client import Client
-from kvdock.protocol.admin_schemas import PatchConfig, Quota
+from kvdock.protocol.admin_schemas import AskedQuota, PatchConfig
 from kvdock.protocol.events import LimitsChanged
 from kvdock.protocol.reports import Over, PoolView
 from kvdock.shm.objects import SHM_DIR, pool_objects
@@ -214,7 +214,7 @@ def test_a_real_server_marks_its_start_its_limits_and_quotas_and_names_no_tenant
     with ServerProcess(access_file=str(path)) as server, Client(server.unix) as client:
         eventually(lambda: bool(client.stats().series[0].values))
         assert [(one.kind, one.limits) for one in client.stats().marks] == [("started", [])]
-        client.configure(PatchConfig(session_grants=77, tenants={"team-b": Quota(sessions=2)}))
+        client.configure(PatchConfig(session_grants=77, tenants={"team-b": AskedQuota(sessions=2)}))
         eventually(lambda: [sorted(one.limits) for one in client.stats().marks] == [[], ["quotas", "session_grants"]])
         changed = client.stats().marks[1]
         assert changed.kind == "limits"

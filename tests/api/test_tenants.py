@@ -8,6 +8,7 @@ import re
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from api_helpers import (
 from kvdock.api.access.access_file import entry
 from kvdock.client.client import Client
 from kvdock.protocol import schemas as s
+from kvdock.protocol.admin_schemas import ClearCache
 from kvdock.protocol.errors import ApiError
 from kvdock.protocol.outcomes import Outcome
 from kvdock.protocol.schemas import Hint
@@ -330,6 +332,63 @@ def test_what_an_operator_may_do_reaches_every_tenant(engine: Engine, server: Se
     assert call(server.http, "POST", "/v1/cache/clear", {"namespace": engine.attached.namespace})[1]["chunks"] >= 2
     assert engine.lookup(chain, request=unique("r")).hit_tokens == 0
     assert ok(server.http, "GET", "/v1/status")["status"] == "ok"
+
+
+def test_clearing_a_tenant_takes_all_that_is_its_own_and_nothing_else(tmp_path: Path) -> None:
+    """Also what it stored before a restart, after which no engine of it has attached."""
+    path = access_file(tmp_path, entry("team-a", A, ["engine"], "a"), entry("team-b", B, ["engine"], "b"))
+    settings = {"access_file": str(path), "socket_path": str(tmp_path / "kvdock.sock"), "on_exit": "keep"}
+    chain = keys(3, "tenants")
+
+    def stored_by(server: ServerProcess, token: str, model: str) -> None:
+        with Client(server.unix, access_token=token) as client, closing(attach(client, model=model)) as engine:
+            engine.store(chain)
+            client.leave(engine.session, engine.member)
+
+    def left(server: ServerProcess) -> list[int]:
+        found = []
+        for token, model in ((A, "one"), (A, "two"), (B, "one"), ("", "one")):
+            with Client(server.unix, access_token=token) as client, closing(attach(client, model=model)) as engine:
+                peek = s.Lookup(namespace=engine.attached.namespace, keys=chain)
+                found.append(client.lookup(peek).hit_tokens)
+                client.leave(engine.session, engine.member)
+        return found
+
+    with ServerProcess(**settings) as first:
+        for token, model in ((A, "one"), (A, "two"), (B, "one"), ("", "one")):
+            stored_by(first, token, model)
+    with ServerProcess(**settings) as server, Client(server.unix) as own:
+        assert own.clear(ClearCache(tenant="nobody")).chunks == 0
+        assert own.clear(ClearCache(tenant="a")).chunks == 6, "its namespaces of before the restart"
+        assert left(server) == [0, 0, 48, 48]
+        stored_by(server, A, "two")
+        assert own.clear(ClearCache(tenant="a")).chunks == 3
+        assert own.clear(ClearCache(tenant="")).chunks == 3
+        assert left(server) == [0, 0, 48, 0]
+        refused = call(server.http, "POST", "/v1/cache/clear", {"tenant": "a", "namespace": "0" * 64})[1]
+        assert (refused["code"], refused["found"]) == ("invalid_body", "$.tenant")
+
+
+def test_an_operator_of_a_tenant_clears_its_own_alone(tmp_path: Path) -> None:
+    own = entry("boss-a", A, ["engine", "admin"], "a")
+    path = access_file(tmp_path, own, entry("team-b", B, ["engine"], "b"))
+    with (
+        ServerProcess(access_file=str(path)) as server, Client(server.http, access_token=A) as boss,
+        Client(server.unix, access_token=B) as of_b, closing(attach(of_b)) as other, closing(attach(boss)) as engine,
+    ):
+        for one in (other, engine):
+            one.store(keys(2))
+        for body in (
+            ClearCache(), ClearCache(tenant="b"), ClearCache(tenant=""), ClearCache(namespace=other.attached.namespace)
+        ):
+            with pytest.raises(ApiError, match="forbidden") as refused:
+                boss.clear(body)
+            assert refused.value.wanted == "tenant 'a'"
+        assert "refused token boss-a: POST '/v1/cache/clear': forbidden" in server.log_text()
+        assert other.lookup(keys(2)).hit_tokens == 32
+        assert boss.clear(ClearCache(namespace=engine.attached.namespace)).chunks == 2
+        engine.store(keys(2))
+        assert boss.clear(ClearCache(tenant="a")).chunks == 2
 
 
 def test_the_access_files_caps_are_quotas_and_change_with_it(tmp_path: Path) -> None:

@@ -47,6 +47,40 @@ def prompt(engine: Engine, folder: Path, first: int, count: int = 70) -> tuple[s
     return str(path), chain
 
 
+# --------------------------------------------------------------------------- clear
+
+
+def test_clear_takes_one_tenant(server: ServerProcess, engine: Engine) -> None:
+    engine.store(keys(3, "tenant"))
+    at = ("--server", server.unix)
+    assert kvdock("clear", "--tenant", "nobody", "--yes", *at).stdout == "0 chunks were cleared\n"
+    assert json.loads(kvdock("clear", "--tenant", "", "--yes", "--json", *at).stdout)["chunks"] == 3
+    for wrong in ((), ("--tenant", "a", "--all"), ("--tenant", "", "--namespace", "5e")):
+        assert "one of --namespace, --tenant and --all" in refusal(kvdock("clear", "--yes", *wrong, *at), 2)
+    assert "found 'Team A'" in refusal(kvdock("clear", "--tenant", "Team A", "--yes", *at), 2)
+
+
+# --------------------------------------------------------------------------- quota
+
+
+def test_quotas_are_shown_and_changed_in_units(tmp_path: Path) -> None:
+    with ServerProcess() as server:
+        at = ("--server", server.unix)
+        assert "no tenant uses anything" in kvdock("quota", *at).stdout
+        assert "has the default quota" in refusal(kvdock("quota", "a", *at), 1)
+        said = kvdock("quota", "a", "--bytes", "1.5GiB", "--sessions", "4", *at).stdout
+        assert said == "quota of tenant a: 1536MiB, 4 sessions\n"
+        shown = json.loads(kvdock("quota", "a", "--json", *at).stdout)["tenants"]["a"]["quota"]
+        assert (shown["bytes"], shown["sessions"], shown["grants"]) == (3 << 29, 4, None)
+        assert re.search(r"^a +1536MiB, 4 sessions", kvdock("quota", *at).stdout, re.MULTILINE)
+        assert kvdock("quota", "a", "--bytes", "50%", *at).stdout == "quota of tenant a: 8MiB\n"
+        assert kvdock("quota", "a", "--default", *at).stdout == "quota of tenant a: the default\n"
+        for wrong in (("--bytes", "1GiB"), ("--default",), ("a", "--default", "--chunks", "1")):
+            assert "needs a tenant" in refusal(kvdock("quota", *wrong, *at), 2)
+        assert "found 'Team A'" in refusal(kvdock("quota", "Team A", "--chunks", "1", *at), 2)
+        assert "8 gigs" in refusal(kvdock("quota", "a", "--bytes", "8 gigs", *at), 1)
+
+
 # --------------------------------------------------------------------------- keep
 
 
@@ -195,7 +229,7 @@ def test_config_set_changes_all_or_nothing() -> None:
         done = json.loads(kvdock("config", *at, "--json", "set", "session_grants=99").stdout)
         assert done["limits"]["session_grants"] == client.config().limits.session_grants == 99
         quota = kvdock("config", "set", 'tenants={"a": {"bytes": 1048576, "sessions": 4}}', *at).stdout
-        assert "quota of a: 1MiB, 4 sessions" in quota
+        assert "quota of tenant a: 1MiB, 4 sessions" in quota
         assert "1MiB, 4 sessions" in kvdock("config", "get", *at).stdout
 
 

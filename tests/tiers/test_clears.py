@@ -21,6 +21,7 @@ from kvdock.client.client import Client
 from kvdock.protocol.admin_schemas import ClearCache, Cleared, DeleteChunks, Deleted
 from kvdock.protocol.errors import ApiError
 from kvdock.protocol.schemas import Commit, PartDone, ReportMismatch, Reserve
+from kvdock.protocol.wire_types import OWN_TENANT
 
 pytestmark = [pytest.mark.tiers, pytest.mark.timeout(180)]
 
@@ -36,6 +37,11 @@ def clear(engine: TierEngine, keys: list[bytes]) -> Cleared:
 
 def clear_all(engine: TierEngine, keys: list[bytes]) -> Cleared:
     return engine.client.clear(ClearCache())
+
+
+def clear_tenant(engine: TierEngine, keys: list[bytes]) -> Cleared:
+    """That of the server's own user, the only one whose chunks tiers keep."""
+    return engine.client.clear(ClearCache(tenant=OWN_TENANT))
 
 
 def delete(engine: TierEngine, keys: list[bytes]) -> Deleted:
@@ -153,7 +159,7 @@ def ready(servers: Servers) -> tuple[SteppedServer, TierEngine]:
 
 
 @pytest.mark.sweep("made")
-@changes
+@pytest.mark.parametrize("change", [*CHANGES, clear_tenant], ids=lambda change: change.__name__)
 def test_what_was_cleared_comes_back_from_no_tier(servers: Servers, change: Change) -> None:
     server, engine = ready(servers)
     keys, others = written(engine, engine.chain(CHUNKS)), written(engine, engine.chain(CHUNKS))
@@ -161,7 +167,7 @@ def test_what_was_cleared_comes_back_from_no_tier(servers: Servers, change: Chan
     assert hits(engine, keys) == hits(engine, others) == CHUNKS, "the tier has them"
     change(engine, keys)
     assert hits(engine, keys) == 0
-    assert hits(engine, others) == (0 if change in (clear, clear_all) else CHUNKS)
+    assert hits(engine, others) == (CHUNKS if change in (delete, quarantine) else 0)
     written(engine, keys)
     clear_pool(server.unix)
     assert hits(engine, keys) == CHUNKS, "what is stored afterwards is kept like anything else"

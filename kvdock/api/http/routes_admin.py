@@ -8,13 +8,14 @@ from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request, Response
 
-from kvdock.api.access.peer import log_done
+from kvdock.api.access.peer import Peer, log_done, log_refusal
 from kvdock.api.admin import Admin
 from kvdock.api.http.handlers import handlers_of, peer_of_call
 from kvdock.api.http.openapi import IDEMPOTENT, route
 from kvdock.api.http.wire import answer, read_body
 from kvdock.protocol import admin_schemas as a, calls as c
 from kvdock.protocol.calls import Call
+from kvdock.protocol.errors import ApiError
 from kvdock.protocol.forms import Codec
 from kvdock.protocol.wire_types import Answer, Body
 
@@ -26,26 +27,36 @@ _route = partial(route, router, tag="administration")
 
 def _add(
     call: Call[Any], body: type[B], run: Callable[[Admin, B], Awaitable[Answer]], name: str, summary: str, note: str,
-    **more: Any,
+    *, allow: Callable[[Admin, Peer, B], None] | None = None, **more: Any,
 ) -> None:
+    """`allow` refuses what the caller's scope alone would let it do."""
     codec = Codec(body)
 
     async def respond(request: Request) -> Response:
         asked = await read_body(request, codec)
-        done = await run(handlers_of(request).admin, asked)
-        log_done(peer_of_call(request), call, asked, done)
+        admin, peer = handlers_of(request).admin, peer_of_call(request)
+        if allow is not None:
+            try:
+                allow(admin, peer, asked)
+            except ApiError as error:
+                log_refusal(peer, call.method, call.path, error)
+                raise
+        done = await run(admin, asked)
+        log_done(peer, call, asked, done)
         return answer(done)
 
     _route(call, summary=summary, note=note, body=body, name=name, **more)(respond)
 
 
 _add(
-    c.CLEAR, a.ClearCache, Admin.clear, "clear", "Take all stored chunks of one or all namespaces out of use",
+    c.CLEAR, a.ClearCache, Admin.clear, "clear",
+    "Take all stored chunks out of use, or those of a namespace or a tenant",
     "Raises the namespace's generation, in the pool and in every lower tier. Lookups stop finding the chunks at once, "
     "and what was being stored or loaded is not published; memory that engines read is freed when they are done. "
     "Other servers that share a tier follow. The answer names tiers that have not carried it out within 2 s: they "
-    "are not used for the namespace until they have.",
-    retry=IDEMPOTENT, errors=("unknown_namespace",),
+    "are not used for the namespace until they have. A token of a tenant clears what is its tenant's: others are "
+    "`forbidden` to it.",
+    retry=IDEMPOTENT, errors=("unknown_namespace",), allow=Admin.allow_clear,
 )
 _add(
     c.DELETE, a.DeleteChunks, Admin.delete, "delete_chunks", "Take some stored chunks out of use",
@@ -78,7 +89,8 @@ _add(
 )
 _add(
     c.CONFIGURE, a.PatchConfig, Admin.configure, "configure", "Change limits while the server runs",
-    "Changes last until the server ends. A smaller `pool_bytes` drains whole segments: nothing new is stored in them, "
+    "Changes of limits last until the server ends; quotas are kept with the pool, for the next servers of it, too. A "
+    "smaller `pool_bytes` drains whole segments: nothing new is stored in them, "
     "chunks that no engine holds are evicted, and a segment is removed once no engine holds any of it. Each quota in "
     "`tenants` replaces that tenant's quota; chunks beyond it are evicted, except those that its engines hold.",
     retry="idempotent: values are absolute.", errors=("bad_argument", "no_memory"),

@@ -1,7 +1,8 @@
 """How much each tenant may use. The table limits bytes and chunks itself; sessions, namespaces and grants beyond the
 quota are refused here.
 
-Ownership: quotas last as long as the server; the next one sets its own, also over a pool that it adopts.
+Ownership: the table forgets quotas with the server. They are kept with the pool, and the next server of the pool puts
+them again, before it serves; those of the access file, if the file has changed since, as it has them now.
 Invariant: each quota that was put is in force in the table, and the default is for all other tenants. The server's own
 user has no limits unless they are put. Used from the event loop only.
 """
@@ -17,7 +18,7 @@ from kvdock.api.pool.registry import Recent, SessionRecord, digest16
 from kvdock.api.settings import Settings
 from kvdock.protocol.admin_schemas import MAX_QUOTAS, Amounts, Quota, TenantView
 from kvdock.protocol.errors import ApiError
-from kvdock.protocol.wire_types import OWN_TENANT
+from kvdock.protocol.wire_types import OWN_TENANT, Tenant
 
 UNLIMITED = Quota()
 DEFAULT_SHARE = 0.5
@@ -43,6 +44,13 @@ def default_quota(settings: Settings) -> Quota:
     })
 
 
+class _Kept(msgspec.Struct):
+    """Quotas by tenant: those that were in force, and those that the access file had."""
+
+    put: dict[Tenant, Quota]
+    of_file: dict[Tenant, Quota]
+
+
 class Quotas:
     """The quota of every tenant, and the checks before a tenant gets more."""
 
@@ -54,6 +62,8 @@ class Quotas:
         """The quotas in the access file when it was last read."""
         self._names: Recent[bytes, str] = Recent(keep=KEPT_NAMES)
         """Tenants that have attached to this server, by the table's id."""
+        self.has_changed = False
+        """Whether quotas were put since they were last kept."""
         self.on_changed: Callable[[], None] = lambda: None
         """Called after a tenant has got another quota."""
         table.set_default_quota(bytes=default.bytes, chunks=default.chunks)
@@ -81,6 +91,7 @@ class Quotas:
 
     def _enforce(self, tenant: str, before: Quota) -> None:
         quota = self.of(tenant)
+        self.has_changed = True
         self._table.set_quota(tenant_id(tenant), bytes=quota.bytes, chunks=quota.chunks)
         if quota != before:
             self.on_changed()
@@ -102,6 +113,19 @@ class Quotas:
         count = len((self._put.keys() | named) - self._of_file.keys())
         if count > MAX_QUOTAS:
             raise ApiError("bad_argument", "too many tenants have a quota of their own", found=count, wanted=MAX_QUOTAS)
+
+    # ---------------------------------------------------------------- kept with the pool
+
+    def kept(self) -> msgspec.Raw:
+        self.has_changed = False
+        return msgspec.Raw(msgspec.json.encode(_Kept(self._put, self._of_file)))
+
+    def take_over(self, kept: msgspec.Raw) -> None:
+        """Puts what an earlier server has kept. To be called before `follow`. Raises msgspec.MsgspecError."""
+        found = msgspec.json.decode(kept, type=_Kept)
+        for tenant, quota in found.put.items():
+            self.put(tenant, quota)
+        self._of_file = found.of_file
 
     # ---------------------------------------------------------------- checks
 

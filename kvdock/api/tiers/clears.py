@@ -23,7 +23,8 @@ from pathlib import Path
 
 import msgspec
 
-from kvdock._core import Table, TableError
+from kvdock._core import NamespaceView, Table, TableError
+from kvdock.api.pool.quotas import tenant_id
 from kvdock.api.pool.registry import NamespaceRecord, Registry
 from kvdock.api.record.journal import Journal
 from kvdock.protocol import events as e, mover_schemas as m
@@ -132,17 +133,24 @@ class Clears:
 
     # ---------------------------------------------------------------- calls of people and engines
 
-    async def clear(self, spaces: Sequence[NamespaceRecord], *, all_of_them: bool) -> tuple[int, TierAnswers]:
-        """Returns how many chunks were taken out of the pool, and what tiers have done. `all_of_them`: clears all
-        namespaces, in the tiers also those that this server does not know."""
-        if all_of_them:
-            spaces = self._registry.namespaces()
-        known = {space.table_id for space in spaces}
-        others = [one for one in self._table.namespaces() if one.namespace not in known] if all_of_them else []
+    async def clear(self, space: NamespaceRecord | None, tenant: str | None = None) -> tuple[int, TierAnswers]:
+        """Returns how many chunks were taken out of the pool, and what tiers have done. Without `space`: clears all
+        namespaces, of the tenant if there is one, in the tiers also those that this server does not know."""
+        spaces, others = [], list[NamespaceView]()
+        if space is not None:
+            spaces = [space]
+        else:
+            spaces = [one for one in self._registry.namespaces() if tenant is None or one.tenant == tenant]
+            known = {one.table_id for one in self._registry.namespaces()}
+            owner = None if tenant is None else tenant_id(tenant)
+            others = [
+                one for one in self._table.namespaces()
+                if one.namespace not in known and (owner is None or one.tenant == owner)
+            ]
         served = [(space.digest, space.table_id) for space in spaces if not space.tenant]
         served += [(one.digest, one.namespace) for one in others if not any(one.tenant)]
         pending = [self._order(digest, self._table.generation(number) + 1) for digest, number in served]
-        if all_of_them:
+        if space is None and not tenant:  # tiers have chunks of the server's own user alone
             pending.append(self._order_all(except_for=[digest for digest, _ in served]))
         await self._save()
         for space in spaces:
@@ -160,7 +168,7 @@ class Clears:
         """Returns how many chunks were taken out of the pool, and what tiers have done. `slice_bytes`: how much of
         `keys` is deleted before other calls get a turn."""
         if len(keys) > MOST_PENDING_KEYS * KEY_BYTES and self._tiers and not space.tenant:
-            chunks, answers = await self.clear([space], all_of_them=False)
+            chunks, answers = await self.clear(space)
             return chunks, TierAnswers(answers.pending, answers.chunks, is_cleared=True)
         pending = None if space.tenant else self._order(space.digest, 0, keys, space)
         await self._save()

@@ -103,7 +103,7 @@ audit: .venv-tools/.deps
 # A wheel, its bill of materials, and where they come from, in dist/; from a checkout without changes.
 WHEEL := pip wheel --no-build-isolation --no-deps --wheel-dir dist .
 release: audit
-	rm -rf dist && mkdir dist
+	@rm -rf dist && mkdir dist
 	$(call step,Building the wheel: about 2 minutes on two cores,$(BIN)/python -m $(WHEEL))
 	@cp build/audited.json dist/sbom.cdx.json
 	@$(PYTHON) pins/provenance.py write dist $(WHEEL)

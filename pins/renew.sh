@@ -59,7 +59,7 @@ engine() {
     compiled "$scratch.engines" --no-deps "$of/engines.txt"
     {
         echo '# Installed with --no-deps: all that is imported is here. Made by `make pins`.'
-        awk '/^[a-z]/ { wanted = !/^(cuda|nvidia|triton)/ } wanted' "$scratch"
+        awk '/^[a-z]/ { wanted = !/^(cuda|nvidia)/ } wanted' "$scratch"
         cat "$scratch.engines"
     } >"$list"
 }

@@ -45,7 +45,7 @@ from kvdock.api.pool.handover import HAND_OVER
 from kvdock.api.pool.pool import Pool, open_pool
 from kvdock.api.record.journal import Journal
 from kvdock.api.service_manager import ServiceManager
-from kvdock.api.settings import Settings, is_loopback
+from kvdock.api.settings import Settings
 from kvdock.api.tiers.process import MoverProcess
 from kvdock.protocol.admin_schemas import Limits
 from kvdock.protocol.errors import ApiError
@@ -148,7 +148,6 @@ class Server:
         with ExitStack() as undo:
             undo.callback(extras.close)  # when the last event has been handed out
             tcp = undo.enter_context(bind_tcp(settings.host, settings.port))
-            warn_of_plain_text(settings.host)
             unix = undo.enter_context(bind_unix(settings.socket_path))
             try:
                 pool = open_pool(settings, secrets.randbits, publish=self._journal.publish)
@@ -325,15 +324,6 @@ def ending_signals() -> tuple[signal.Signals, ...]:
     """The signals that end a server. SIGHUP is one, unless the process was started to survive it (nohup)."""
     outlives = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     return (signal.SIGINT, signal.SIGTERM) if outlives else (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-
-def warn_of_plain_text(host: str) -> None:
-    """The port has no TLS, and access tokens cross it."""
-    if not is_loopback(host):
-        log.warning(
-            "the port on %s speaks plain HTTP: whoever can read the network there reads access tokens and answers; "
-            "keep it on loopback, behind a proxy with TLS (docs/security.md)", host,
-        )
 
 
 def connection_limits(settings: Settings) -> ConnectionLimits:

@@ -202,7 +202,7 @@ class ServerUpdate(Answer, kw_only=True):
     is_draining: bool = False
     """The server ends soon: chunks that wait to be written are written now."""
     log_level: LogLevel | None = None
-    """Of the mover's log, from now on; None: unchanged."""
+    """The level of the mover's log from now on; None: unchanged."""
 
 
 BATCH_BYTES = 32 << 20

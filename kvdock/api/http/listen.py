@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import socket
 import stat
@@ -11,12 +12,15 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from kvdock.api.errors import StartupError
+from kvdock.api.settings import is_loopback
+
+log = logging.getLogger("kvdock.api")
 
 
 @contextmanager
 def bind_tcp(host: str, port: int) -> Iterator[socket.socket]:
-    """A bound socket, not yet listening; port 0: the system chooses. Raises StartupError: address_in_use,
-    bad_address."""
+    """A bound socket, not yet listening; port 0: the system chooses. Warns beyond loopback: the port has no TLS, and
+    access tokens cross it. Raises StartupError: address_in_use, bad_address."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -31,6 +35,11 @@ def bind_tcp(host: str, port: int) -> Iterator[socket.socket]:
             if error.errno == errno.EADDRINUSE:
                 raise StartupError("address_in_use", f"port {port} on {host} is in use: choose another") from error
             raise StartupError("bad_address", f"cannot listen on {host}:{port}: {error.strerror}") from error
+        if not is_loopback(host):
+            log.warning(
+                "the port on %s speaks plain HTTP: whoever can read the network there reads access tokens and answers; "
+                "keep it on loopback, behind a proxy with TLS (docs/security.md)", host,
+            )
         yield sock
 
 

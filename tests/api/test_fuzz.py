@@ -30,8 +30,8 @@ from kvdock.client.client import Client
 pytestmark = pytest.mark.security
 
 SEED = int(os.environ.pop("KVDOCK_FUZZ_SEED", "20261121")) or random.SystemRandom().getrandbits(32)
-EXAMPLES = 15
-"""How many valid and how many broken examples of each call."""
+EXAMPLES, SWEPT = 5, 15
+"""How many valid and how many broken examples of each call, without and with --sweeps."""
 CALLERS = {"operator": OPERATOR, "tenant": "tenant-" + "a" * 40, "nobody": ""}
 """Their access tokens."""
 MOST_GROWTH_MIB = 64
@@ -135,7 +135,7 @@ def with_real_ids(value: Any, ids: dict[str, Any]) -> Any:
 @pytest.mark.parametrize("mode", list(GenerationMode), ids=lambda mode: mode.value)
 @pytest.mark.parametrize(("method", "path"), CALLS, ids=lambda value: str(value))
 def test_whatever_is_sent_the_answer_is_one_of_the_document_and_no_5xx(
-    world: dict[str, Any], method: str, path: str, mode: GenerationMode
+    world: dict[str, Any], sweeps: bool, method: str, path: str, mode: GenerationMode
 ) -> None:
     print(f"KVDOCK_FUZZ_SEED={SEED}")
     operation = world["schema"][path][method]
@@ -144,8 +144,8 @@ def test_whatever_is_sent_the_answer_is_one_of_the_document_and_no_5xx(
 
     @seed(SEED)
     @settings(
-        max_examples=EXAMPLES, deadline=None, database=None, phases=[Phase.generate], print_blob=False,
-        suppress_health_check=list(HealthCheck),
+        max_examples=SWEPT if sweeps else EXAMPLES, deadline=None, database=None, phases=[Phase.generate],
+        print_blob=False, suppress_health_check=list(HealthCheck),
     )
     @given(
         case=operation.as_strategy(generation_mode=mode), real=st.booleans(),

@@ -105,9 +105,9 @@ def test_a_pool_that_is_too_small_for_what_comes_again_is_thrashing() -> None:
     with ServerProcess(**pool) as server, Client(server.unix) as client:
         engine = attach(client)
         for round_ in range(4):
-            for number in range(800):  # of 16 KiB each, in a pool of 512
-                engine.lookup(keys(1, f"{number}"), f"{round_}-{number}")
-                engine.store(keys(1, f"{number}"))
+            for number in range(100):  # 800 chunks of 16 KiB each, in a pool of 512
+                engine.lookup(keys(8, f"{number}"), f"{round_}-{number}")
+                engine.store(keys(8, f"{number}"))
         (finding,) = client.verdict().findings
         assert finding.code == "thrashing" and finding.remedy == "kvdock size"
         assert finding.cost_share > 0.5 and "2 times as large" in finding.text

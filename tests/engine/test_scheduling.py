@@ -245,7 +245,7 @@ def test_bad_sampling_is_refused_by_name(name: str, value: float) -> None:
         SamplingParams(**changes)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.sweep) for seed in range(1, 4))])
 def test_no_block_is_lost_under_random_use(seed: int) -> None:
     """Shared prefixes, few blocks, preemptions and aborts: integrity after each step, right tokens at the end."""
     random = Random(seed)

@@ -15,7 +15,7 @@ from soak_helpers import BLOCKS, seed_and_steps, soak
 def test_random_use_loses_no_block_and_no_token(
     model: str, sweeps: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    seed, steps = seed_and_steps(1200 if sweeps else 300)
+    seed, steps = seed_and_steps(1200 if sweeps else 150)
     with capsys.disabled():
         print(f"\nsoak of {model}: KVDOCK_SOAK_SEED={seed} KVDOCK_SOAK_STEPS={steps}")
     seen = soak(seed, model, steps)

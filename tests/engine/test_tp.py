@@ -181,7 +181,10 @@ def assert_all_comes_back(client: Client) -> None:
 
 @pytest.mark.parametrize(
     ("name", "size", "victim", "verb"),
-    [("tiny", 2, 1, "store"), ("tiny", 2, 1, "load"), ("tiny-mla", 4, 2, "load"), ("tiny-mha", 4, 3, "store")],
+    [
+        ("tiny", 2, 1, "store"), ("tiny", 2, 1, "load"), ("tiny-mha", 4, 3, "store"),
+        pytest.param("tiny-mla", 4, 2, "load", marks=pytest.mark.sweep),
+    ],
 )
 @pytest.mark.kill_matrix
 def test_a_rank_killed_in_the_middle_of_a_copy(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import page_helpers as say
@@ -11,7 +12,7 @@ import page_views as views
 import pytest
 from api_helpers import eventually
 from page_helpers import PATIENCE_MS, OpenPage, PageServer
-from playwright.sync_api import Page, expect
+from playwright.sync_api import Browser, Page, expect
 
 from kvdock.protocol.hits import COMPUTED, PromptRun
 from kvdock.protocol.outcomes import Outcome, view_of
@@ -24,13 +25,57 @@ pytestmark = pytest.mark.page
 # --------------------------------------------------------------------------- a server with traffic
 
 
-def test_health_says_ready_version_and_pool(page_server: PageServer, open_page: OpenPage) -> None:
-    page = open_page(page_server.url)
-    assert page.title() == "kvdock"
-    expect(page.locator("#pill")).to_have_text("Ready")
-    facts = say.plain(page.locator("#facts").inner_text())
-    assert facts == "version 0.1.0 up 1 d 2 h"
-    expect(page.locator("#pool")).to_contain_text("Pool 3fa90c51d27be604, incarnation 3.")
+@pytest.fixture(scope="class")
+def page(browser: Browser) -> Iterator[Page]:
+    with say.PageServer() as page_server, say.opening(browser) as open_one:
+        yield open_one(page_server.url, reduced_motion="reduce")
+
+
+class TestAServerWithTraffic:
+    """One page, which these tests only look at."""
+
+    def test_health_says_ready_version_and_pool(self, page: Page) -> None:
+        assert page.title() == "kvdock"
+        expect(page.locator("#pill")).to_have_text("Ready")
+        facts = say.plain(page.locator("#facts").inner_text())
+        assert facts == "version 0.1.0 up 1 d 2 h"
+        expect(page.locator("#pool")).to_contain_text("Pool 3fa90c51d27be604, incarnation 3.")
+
+    def test_pool_rows_show_bytes_share_and_chunks_of_each_state(self, page: Page) -> None:
+        assert say.row(page, "Pool by state", "Ready") == "Ready published, can be hit 9.24 GiB 58 % 4,731"
+        assert "18.0 MiB 0.1 % 9" in say.row(page, "Pool by state", "Quarantined")
+        assert "4.00 GiB 25 %" in say.row(page, "Pool by state", "Not allocated")
+        assert "706 MiB (4.3 %) held" in say.plain(page.locator("#pool").inner_text())
+
+    def test_pool_bar_is_as_wide_as_its_states(self, page: Page) -> None:
+        bar = page.locator(".bar").bounding_box()
+        ready = page.locator(".bar .ready").bounding_box()
+        assert bar is not None and ready is not None
+        assert ready["width"] / bar["width"] == pytest.approx(4731 * 2 / (16 * 1024), abs=0.01)
+
+    def test_segment_map_shows_how_far_prefault_is(self, page: Page) -> None:
+        maps = page.locator("#pool .segments [role=img]")
+        expect(maps).to_have_count(3)
+        assert say.plain(maps.nth(2).get_attribute("aria-label")) == "Segment 2: 4.00 GiB, 25 % used, prefault 50 %"
+        cells = [maps.nth(2).locator(f".{kind}").get_attribute("d") or "" for kind in ("used", "ready", "later")]
+        assert [path.count("z") for path in cells] == [16, 16, 32]
+
+    def test_sessions_show_members_in_trouble_first(self, page: Page) -> None:
+        first = page.locator("#sessions tbody tr").nth(0)
+        assert say.plain(first.locator("summary").inner_text()) == "9 processes: 1 suspect heartbeat 7.2 s ago"
+        chips = first.locator("li.chip")
+        expect(chips).to_have_count(0)
+        first.locator("summary").click()
+        expect(chips).to_have_count(9)
+        assert say.plain(chips.nth(0).inner_text()) == "rank 5 suspect 7.2 s"
+        assert say.plain(chips.nth(1).inner_text()) == "scheduler live 0.3 s"
+        assert "1 process: 1 dead" in say.row(page, "Engines", "instance-s3")
+        assert "2 processes: live" in say.row(page, "Engines", "vllm-prod-1")
+
+    def test_grants_are_oldest_first_and_name_who_has_not_finished(self, page: Page) -> None:
+        rows = [say.plain(text) for text in page.locator("#grants tbody tr").all_inner_texts()]
+        assert rows[0] == "Lease req-17 instance-s3 1 of 1 closed, waiting for rank 0 20 40.0 MiB 1 min 11 s"
+        assert rows[1] == "Lease chatcmpl-8e1f04 epoch 1 vllm-prod-0 4 of 8 ranks 0–2, 5 53 106 MiB 1.4 s"
 
 
 def test_the_host_is_named_where_the_server_tells_it(page_server: PageServer, open_page: OpenPage) -> None:
@@ -45,52 +90,6 @@ def test_reasons_are_listed_when_the_server_is_not_ready(page_server: PageServer
     page = open_page(page_server.url)
     expect(page.locator("#pill")).to_have_text("Not ready")
     expect(page.locator("#reasons li")).to_have_text(["prefault: 3 of 12 GiB"])
-
-
-def test_pool_rows_show_bytes_share_and_chunks_of_each_state(page_server: PageServer, open_page: OpenPage) -> None:
-    page = open_page(page_server.url)
-    assert say.row(page, "Pool by state", "Ready") == "Ready published, can be hit 9.24 GiB 58 % 4,731"
-    assert "18.0 MiB 0.1 % 9" in say.row(page, "Pool by state", "Quarantined")
-    assert "4.00 GiB 25 %" in say.row(page, "Pool by state", "Not allocated")
-    assert "706 MiB (4.3 %) held" in say.plain(page.locator("#pool").inner_text())
-
-
-def test_pool_bar_is_as_wide_as_its_states(page_server: PageServer, open_page: OpenPage) -> None:
-    page = open_page(page_server.url, reduced_motion="reduce")
-    bar = page.locator(".bar").bounding_box()
-    ready = page.locator(".bar .ready").bounding_box()
-    assert bar is not None and ready is not None
-    assert ready["width"] / bar["width"] == pytest.approx(4731 * 2 / (16 * 1024), abs=0.01)
-
-
-def test_segment_map_shows_how_far_prefault_is(page_server: PageServer, open_page: OpenPage) -> None:
-    page = open_page(page_server.url)
-    maps = page.locator("#pool .segments [role=img]")
-    expect(maps).to_have_count(3)
-    assert say.plain(maps.nth(2).get_attribute("aria-label")) == "Segment 2: 4.00 GiB, 25 % used, prefault 50 %"
-    cells = [maps.nth(2).locator(f".{kind}").get_attribute("d") or "" for kind in ("used", "ready", "later")]
-    assert [path.count("z") for path in cells] == [16, 16, 32]
-
-
-def test_sessions_show_members_in_trouble_first(page_server: PageServer, open_page: OpenPage) -> None:
-    page = open_page(page_server.url)
-    first = page.locator("#sessions tbody tr").nth(0)
-    assert say.plain(first.locator("summary").inner_text()) == "9 processes: 1 suspect heartbeat 7.2 s ago"
-    chips = first.locator("li.chip")
-    expect(chips).to_have_count(0)
-    first.locator("summary").click()
-    expect(chips).to_have_count(9)
-    assert say.plain(chips.nth(0).inner_text()) == "rank 5 suspect 7.2 s"
-    assert say.plain(chips.nth(1).inner_text()) == "scheduler live 0.3 s"
-    assert "1 process: 1 dead" in say.row(page, "Engines", "instance-s3")
-    assert "2 processes: live" in say.row(page, "Engines", "vllm-prod-1")
-
-
-def test_grants_are_oldest_first_and_name_who_has_not_finished(page_server: PageServer, open_page: OpenPage) -> None:
-    page = open_page(page_server.url)
-    rows = [say.plain(text) for text in page.locator("#grants tbody tr").all_inner_texts()]
-    assert rows[0] == "Lease req-17 instance-s3 1 of 1 closed, waiting for rank 0 20 40.0 MiB 1 min 11 s"
-    assert rows[1] == "Lease chatcmpl-8e1f04 epoch 1 vllm-prod-0 4 of 8 ranks 0–2, 5 53 106 MiB 1.4 s"
 
 
 def cells(page: Page, row: int) -> dict[str, str]:
@@ -272,26 +271,26 @@ def test_a_lost_server_is_announced_and_found_again(page_server: PageServer, ope
     expect(page.locator("#restarted")).to_be_hidden()
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [({"pool_id": "00000000deadbeef"}, "with a new pool (00000000deadbeef)"),
-     ({"incarnation": 4}, "took over its pool (incarnation 4)")],
+RESTARTS: tuple[tuple[dict[str, Any], str], ...] = (
+    ({"incarnation": 4}, "took over its pool (incarnation 4)"),
+    ({"pool_id": "00000000deadbeef"}, "with a new pool (00000000deadbeef)"),
 )
-def test_a_restart_is_announced_until_it_is_dismissed(
-    page_server: PageServer, open_page: OpenPage, change: dict[str, Any], words: str
-) -> None:
+
+
+def test_a_restart_is_announced_until_it_is_dismissed(page_server: PageServer, open_page: OpenPage) -> None:
     page = open_page(page_server.url)
-    page_server.stop()
-    say.wait_phase(page, "gone")
-    page_server.bodies["status"] = say.status(**change)
-    retry = page.get_by_role("button", name="Try now")
-    expect(retry).to_be_visible()
-    page_server.start()
-    retry.dispatch_event("click")  # the page may have found the server by itself, and then the button is hidden
-    say.wait_phase(page, "live")
-    expect(page.locator("#restarted")).to_contain_text(words)
-    page.get_by_role("button", name="Dismiss").click()
-    expect(page.locator("#restarted")).to_be_hidden()
+    for change, words in RESTARTS:
+        page_server.stop()
+        say.wait_phase(page, "gone")
+        page_server.bodies["status"] = say.status(**change)
+        retry = page.get_by_role("button", name="Try now")
+        expect(retry).to_be_visible()
+        page_server.start()
+        retry.dispatch_event("click")  # the page may have found the server by itself, and then the button is hidden
+        say.wait_phase(page, "live")
+        expect(page.locator("#restarted")).to_contain_text(words)
+        page.get_by_role("button", name="Dismiss").click()
+        expect(page.locator("#restarted")).to_be_hidden()
 
 
 def test_one_failing_path_marks_its_own_panel_only(page_server: PageServer, open_page: OpenPage) -> None:
@@ -307,21 +306,18 @@ def test_one_failing_path_marks_its_own_panel_only(page_server: PageServer, open
     expect(note).to_be_hidden(timeout=PATIENCE_MS)
 
 
-@pytest.mark.parametrize(
-    ("refused", "path", "panels"),
-    [("segments", "v1/segments?limit=1000", ["pool"]), ("sessions", "v1/sessions", ["grants", "sessions"])],
-)
-def test_a_failing_path_is_named_in_every_panel_that_shows_it(
-    page_server: PageServer, open_page: OpenPage, refused: str, path: str, panels: list[str]
-) -> None:
+def test_a_failing_path_is_named_in_every_panel_that_shows_it(page_server: PageServer, open_page: OpenPage) -> None:
     page = open_page(page_server.url)
-    page_server.refuse.add(refused)
-    for panel in panels:
-        note = page.locator(f"#{panel} .failed")
-        expect(note).to_have_text(f"Not up to date: {path}: it answered 500: on purpose.", timeout=PATIENCE_MS)
-    expect(page.locator(".failed:visible")).to_have_count(len(panels))
-    page_server.refuse.clear()
-    expect(page.locator(".failed:visible")).to_have_count(0, timeout=PATIENCE_MS)
+    for refused, path, panels in (
+        ("segments", "v1/segments?limit=1000", ("pool",)), ("sessions", "v1/sessions", ("grants", "sessions")),
+    ):
+        page_server.refuse.add(refused)
+        for panel in panels:
+            note = page.locator(f"#{panel} .failed")
+            expect(note).to_have_text(f"Not up to date: {path}: it answered 500: on purpose.", timeout=PATIENCE_MS)
+        expect(page.locator(".failed:visible")).to_have_count(len(panels))
+        page_server.refuse.clear()
+        expect(page.locator(".failed:visible")).to_have_count(0, timeout=PATIENCE_MS)
 
 
 def test_a_page_opened_while_the_api_fails_says_how_to_start_it(page_server: PageServer, open_page: OpenPage) -> None:

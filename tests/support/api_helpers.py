@@ -57,7 +57,7 @@ def small_pool(**overrides: object) -> dict[str, object]:
         "grow_water": 0,
         "low_water": 0,
         "high_water": 0,
-        "watch_s": 0.02,
+        "watch_s": 0.05,
         "missed_heartbeats": 100_000,
         "settle_s": 0.2,
         "drain_s": 0.2,

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
-from typing import Any
 
 import page_helpers as say
 import pytest
@@ -41,27 +40,8 @@ def browser() -> Iterator[Browser]:
 def open_page(browser: Browser) -> Iterator[say.OpenPage]:
     """open_page(url, **context options) → a page that has drawn its first figures (or has not, with drawn=False). A
     server that shows a page only totals is given the access token. All of the page is in sight, unless told."""
-    contexts = []
-
-    def open_one(url: str, *, drawn: bool = True, access_token: str = "", **options: Any) -> Page:
-        context = browser.new_context(**({"viewport": {"width": 1280, "height": 4000}} | options))
-        contexts.append(context)
-        page = context.new_page()
-        page.set_default_timeout(say.PATIENCE_MS)
-        page.goto(url)
-        if access_token:
-            page.fill("#token", access_token)
-            page.press("#token", "Enter")
-        if drawn:
-            for panel in ("history", "sessions", "grants", "requests"):
-                if page.locator(f"#{panel}").get_attribute("open") is not None:  # on a narrow screen some are folded
-                    drawn_parts = page.locator(f"#{panel} :is(tbody tr, .ticks text, .hint)")
-                    expect(drawn_parts.filter(visible=True).first).to_be_visible()
-        return page
-
-    yield open_one
-    for context in contexts:
-        context.close()
+    with say.opening(browser) as open_one:
+        yield open_one
 
 
 @pytest.fixture

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.resources import files
@@ -17,7 +18,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 import msgspec
 import page_views as views
-from playwright.sync_api import Page, expect
+from playwright.sync_api import Browser, BrowserContext, Page, expect
 
 from kvdock.protocol import schemas
 from kvdock.protocol.admin_schemas import Namespaces
@@ -270,6 +271,32 @@ def plain(text: str | None) -> str:
 def row(page: Page, table: str, text: str) -> str:
     rows = page.get_by_role("table", name=table).get_by_role("row").filter(has_text=text)
     return plain(" ".join(rows.all_inner_texts()))
+
+
+@contextmanager
+def opening(browser: Browser) -> Iterator[OpenPage]:
+    """What the fixture `open_page` gives; its pages are closed at the end."""
+    contexts: list[BrowserContext] = []
+
+    def open_one(url: str, *, drawn: bool = True, access_token: str = "", **options: Any) -> Page:
+        context = browser.new_context(**({"viewport": {"width": 1280, "height": 4000}} | options))
+        contexts.append(context)
+        page = context.new_page()
+        page.set_default_timeout(PATIENCE_MS)
+        page.goto(url)
+        if access_token:
+            page.fill("#token", access_token)
+            page.press("#token", "Enter")
+        if drawn:
+            for panel in ("history", "sessions", "grants", "requests"):
+                if page.locator(f"#{panel}").get_attribute("open") is not None:  # on a narrow screen some are folded
+                    drawn_parts = page.locator(f"#{panel} :is(tbody tr, .ticks text, .hint)")
+                    expect(drawn_parts.filter(visible=True).first).to_be_visible()
+        return page
+
+    yield open_one
+    for context in contexts:
+        context.close()
 
 
 # --------------------------------------------------------------------------- the server

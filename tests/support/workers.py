@@ -111,9 +111,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """What is imported stays: the garbage collector would walk all of it again and again, now and in each test."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Raises RuntimeError if pytest-xdist did not see the groups: it says nothing, and scatters modules' tests."""
-    gc.freeze()  # what was imported stays: each collection would walk all of it, a quarter of a second a time
     if LOCKS in session.config.stash:
         scattered = [item.nodeid for item in session.items if "@" not in item.nodeid]
         if scattered:

@@ -12,7 +12,7 @@ from tier_subjects import SUBJECTS, TierSubject, opened
 
 from kvdock.tiers.tier import Tier
 
-for module in ("psutil", "kvdock.tiers.mover.run", "kvdock.tiers.disk.tier", "kvdock.tiers.stores.redis",
+for module in ("psutil", "redis", "kvdock.tiers.mover.run", "kvdock.tiers.disk.tier", "kvdock.tiers.stores.redis",
                "kvdock.tiers.stores.objects", "kvdock.tiers.stores.mooncake.tier"):
     forks.preload(module)  # movers are forked from servers (tests/support/forked_mover.py)
 

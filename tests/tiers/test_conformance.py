@@ -356,7 +356,7 @@ def test_of_two_tiers_over_one_storage_each_finds_what_the_other_stored(subject:
                 assert (got.answer.checksum, got.data) in [(part.record.checksum, part.data) for part in rivals]
 
 
-def test_readers_writers_and_deleters_beside_each_other(subject: TierSubject, parts: Parts) -> None:
+def test_readers_writers_and_deleters_beside_each_other(subject: TierSubject, parts: Parts, sweeps: bool) -> None:
     """More than the limit, so that old records go while others are read."""
     size = 200_000
     pool = parts.many(24 + subject.limit_bytes // size, size)
@@ -366,7 +366,7 @@ def test_readers_writers_and_deleters_beside_each_other(subject: TierSubject, pa
     def work(seed: int, tier: Tier) -> None:
         mine = random.Random(seed)
         source, target = ARENA.pages(size), ARENA.pages(size)
-        for _ in range(150):
+        for _ in range(150 if sweeps else 50):
             part = mine.choice(pool)
             what = mine.random()
             if what < 0.45:

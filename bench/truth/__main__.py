@@ -250,7 +250,7 @@ class Run:
                 ledger.add(self._late(server, hasty, named("late", range(505, 508))), why="late")
                 self.check(server, ledger)
                 kept = ledger.wanted
-                client.configure(PatchConfig(tenants={"nobody": AskedQuota(chunks=1 << 20)}))  # it keeps the days with that
+                client.configure(PatchConfig(tenants={"nobody": AskedQuota(chunks=1 << 20)}))  # keeps the days, too
                 time.sleep(1.0)  # the days are kept soon after the call
                 reader.start([*named("running", [508, 509], new=150), *named("begun", [520], new=150)])
                 time.sleep(0.8)  # some of these requests run by then, none has ended

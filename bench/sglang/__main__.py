@@ -95,7 +95,7 @@ def described(kind: str, chosen: argparse.Namespace, scale: Scale, address: str,
     else:
         engine |= {
             "dtype": "float32", "attention_backend": "torch_native", "chunked_prefill_size": 256,
-            "mem_fraction_static": 0.2,
+            "mem_fraction_static": 0.2, "sleep_on_idle": True,  # a loop that turns idly takes a core of few
         }
     if kind == "hicache":
         engine |= {"enable_hierarchical_cache": True, "hicache_size": HICACHE_GB}

@@ -22,7 +22,7 @@ from typing import Any
 
 import odd_plugins
 import weight_routes
-from cpu_only import prepare
+from cpu_only import fork_processes, prepare
 from engine_forker import answers, fork_engines
 
 os.environ.update(
@@ -38,8 +38,6 @@ IDLE_MS = 10
 
 def import_sglang() -> None:
     prepare()
-    import multiprocessing
-
     import torch
     from cpu_drafts import bring_drafts
     from cpu_states import bring_states
@@ -58,9 +56,7 @@ def import_sglang() -> None:
     weight_routes.bring_pokes()
     leave_cores_to_others()
     look_for_no_copies_of_methods()
-    # SGLang starts its processes anew, and each would import all of it again.
-    multiprocessing.set_start_method("fork", force=True)
-    multiprocessing.set_start_method = lambda *args, **kwargs: None
+    fork_processes()
 
 
 def leave_cores_to_others() -> None:

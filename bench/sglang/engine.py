@@ -30,8 +30,6 @@ Prompt = list[int]
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo",
 }
-MOST_AT_ONCE = 4
-"""Limit of fed requests under way, so that their queue does not grow when an engine falls behind."""
 
 
 class Engine:
@@ -82,10 +80,11 @@ class Engine:
 
     async def decode(
         self, prompts: list[Prompt], tokens: int, feed: list[Prompt] | None = None, interval_s: float = 0.0,
-        is_new: bool = False,
+        is_new: bool = False, most_fed: int = 0,
     ) -> dict[str, Any]:
         """All of `prompts` decode together; meanwhile requests for one token arrive, made from `feed` in turns.
-        `is_new`: no prompt of `feed` is used twice. Figures cover the time in which all of `prompts` ran."""
+        `is_new`: no prompt of `feed` is used twice; `most_fed`: how many of them may be under way. Figures cover the
+        time in which all of `prompts` ran."""
         times: list[list[float]] = [[] for _ in prompts]
         waits_ms: list[float] = []
         cached: list[int] = []
@@ -111,7 +110,7 @@ class Engine:
             turn, under_way = 0, set[asyncio.Task[None]]()
             while feed and not ended.is_set():
                 await asyncio.sleep(interval_s)
-                if len(under_way) < MOST_AT_ONCE:
+                if len(under_way) < most_fed:
                     ids = feed[turn % len(feed)]
                     shift = turn // len(feed) if is_new else 0
                     task = asyncio.create_task(fed(ids[shift:] + ids[:shift]))

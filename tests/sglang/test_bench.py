@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 from pathlib import Path
 
 import pytest
 from api_helpers import ServerProcess
 from engines import ENGINE_PYTHON, HERE
 from paths import ROOT
+from whole_engines import run_to_its_end
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(400)]
 ON_CPU = {
-    "PYTHONPATH": str(HERE / "on_cpu"), "SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1",
+    "PYTHONPATH": f"{HERE / 'on_cpu'}:{ROOT}", "SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1",
     "TORCHDYNAMO_DISABLE": "1", "CUDA_VISIBLE_DEVICES": "",
 }
 
@@ -25,7 +25,7 @@ def test_loads_and_decodes_are_measured(models: dict[str, Path], server: ServerP
         "--logs", tmp_path,
         "--connector", '{"lookup_wait_s": 1.0, "verify_wait_s": 10.0}',  # a busy machine is no lost server
     ]
-    done = subprocess.run(command, cwd=ROOT, env=os.environ | ON_CPU, capture_output=True, text=True)
+    done = run_to_its_end(command, 350, os.environ | ON_CPU)
     assert done.returncode == 0, f"{done.stderr}\n{(tmp_path / 'sglang-kvdock.log').read_text()[-4000:]}"
     found = json.loads(done.stdout)
     ways = ("cold", "local", "load", "load_over_local")
@@ -42,8 +42,5 @@ def test_what_cannot_be_measured_is_said_in_a_line(tmp_path: Path) -> None:
     for arguments, why in (
         (["--device", "cpu"], "--device cpu wants --model FOLDER"), ([], "no GPU: CUDA: found no NVIDIA driver"),
     ):
-        done = subprocess.run(
-            [ENGINE_PYTHON, "-m", "bench.sglang", *arguments], cwd=ROOT, env=os.environ | ON_CPU, capture_output=True,
-            text=True,
-        )
+        done = run_to_its_end([ENGINE_PYTHON, "-m", "bench.sglang", *arguments], 60, os.environ | ON_CPU)
         assert done.returncode == 2 and done.stdout == "" and why in done.stderr, done.stderr

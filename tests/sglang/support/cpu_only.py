@@ -1,4 +1,5 @@
 """Lets SGLang's wheel, which is made for GPUs, be imported where there is none. Call prepare() before importing it.
+fork_processes() is for programs that run it.
 
 Two things stand in its way on a CPU: its compiled kernels (sgl_kernel), of which a CPU calls none that these tests
 reach, and torchvision, which describes operators that its own build for GPUs alone brings. What is put in the place of
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import importlib.abc
 import importlib.machinery
+import multiprocessing
 import sys
 import types
 from collections.abc import Callable, Sequence
@@ -91,3 +93,9 @@ def prepare() -> None:
         setattr(torch, name, _unpinned(getattr(torch, name)))
     torch.Tensor.pin_memory = lambda tensor: tensor  # type: ignore[method-assign]  # for this process alone
     torch.library.register_fake = register_fake  # type: ignore[assignment]  # for this process alone
+
+
+def fork_processes() -> None:
+    """SGLang starts its processes anew, and each would import all of it again."""
+    multiprocessing.set_start_method("fork", force=True)
+    multiprocessing.set_start_method = lambda *args, **kwargs: None  # type: ignore[method-assign]  # for this program

@@ -22,7 +22,7 @@ from typing import Any
 
 import odd_plugins
 import weight_routes
-from cpu_only import prepare
+from cpu_only import fork_processes, prepare
 from engine_forker import answers, fork_engines
 
 os.environ.update(
@@ -32,12 +32,12 @@ os.environ.update(
 
 NEW = 12
 """Tokens that a request generates."""
+IDLE_MS = 10
+"""How long an idle engine waits for a request before its loop turns."""
 
 
 def import_sglang() -> None:
     prepare()
-    import multiprocessing
-
     import torch
     from cpu_drafts import bring_drafts
     from cpu_states import bring_states
@@ -47,7 +47,7 @@ def import_sglang() -> None:
     import sglang.srt.function_call.function_call_parser
     import sglang.srt.managers.scheduler
     import sglang.srt.mem_cache.unified_radix_cache
-    import sglang.srt.models.llama  # noqa: F401  # with all that an engine imports
+    import sglang.srt.models.registry  # noqa: F401  # with all that an engine imports: hundreds of models
 
     read_windows_where_they_are()
     bring_states()
@@ -55,23 +55,29 @@ def import_sglang() -> None:
     keep_attention_latent()
     weight_routes.bring_pokes()
     leave_cores_to_others()
-    # SGLang starts its processes anew, and each would import all of it again.
-    multiprocessing.set_start_method("fork", force=True)
-    multiprocessing.set_start_method = lambda *args, **kwargs: None
+    look_for_no_copies_of_methods()
+    fork_processes()
 
 
 def leave_cores_to_others() -> None:
     """SGLang's loop turns without a pause while there is nothing to compute: each idle engine would keep a core busy.
-    What it has for this, --sleep-on-idle, sleeps up to a second, and no store is seen to end meanwhile."""
-    from sglang.srt.managers.scheduler import Scheduler
+    What it has for this, --sleep-on-idle, waits up to a second for a request, and no store is seen to end meanwhile."""
+    from sglang.srt.managers.scheduler_components.idle_sleeper import IdleSleeper
 
-    real = Scheduler.on_idle
+    IdleSleeper.maybe_sleep = lambda sleeper: sleeper.poller.poll(IDLE_MS)
 
-    def on_idle(self: Any) -> None:
-        real(self)
-        time.sleep(0.001)  # so that other processes have the core
 
-    Scheduler.on_idle = on_idle
+def look_for_no_copies_of_methods() -> None:
+    """SGLang looks through all modules for names that were imported from where a hook is put, for each hook and in each
+    process: a second an engine. What is in a class is imported from nowhere."""
+    from sglang.srt.plugins import hook_registry
+
+    real = hook_registry._propagate_patch
+
+    def propagate(original: object, wrapped: object, source: object) -> int:
+        return 0 if isinstance(source, type) else real(original, wrapped, source)
+
+    hook_registry._propagate_patch = propagate
 
 
 def read_windows_where_they_are() -> None:
@@ -122,6 +128,7 @@ def settings_of(said: dict[str, Any]) -> dict[str, Any]:
         "disable_cuda_graph": True, "mem_fraction_static": 0.6, "page_size": 64, "max_total_tokens": 4096,
         "chunked_prefill_size": 256, "log_level": "warning", "watchdog_timeout": 3600, "grammar_backend": "none",
         "max_running_requests": 4, "max_mamba_cache_size": 64, "skip_server_warmup": True, "random_seed": 0,
+        "sleep_on_idle": True,
         **linker, **said.get("engine", {}),
     }
 

@@ -17,9 +17,10 @@ class BeforeSGLang(importlib.abc.MetaPathFinder):
         if fullname == "sglang":
             sys.meta_path.remove(self)
             sys.path.append(str(Path(__file__).parents[1]))
-            from cpu_only import prepare
+            from cpu_only import fork_processes, prepare
 
             prepare()
+            fork_processes()
 
 
 sys.meta_path.insert(0, BeforeSGLang())

@@ -71,6 +71,6 @@ def _live(main: Callable[[], int], its_stdin: int, its_stdout: int) -> NoReturn:
         sys.stdin = os.fdopen(0)
         logging.getLogger().handlers.clear()
         os._exit(main())
-    except BaseException:
+    except BaseException:  # the server's code, which called this, must not go on here
         traceback.print_exc()
         os._exit(1)

@@ -23,6 +23,8 @@ from api_helpers import ServerProcess, eventually
 from forked_mover import ForkedMover, fork
 from kill_launch import around
 
+from kvdock.tiers.mover.__main__ import main
+
 UP = ("up.asked", "up.reserved", "up.loading", "up.hashed", "up.half", "up.committed")
 """Before and after slots are reserved, while they are filled, before the first and the second rank's commit, and after
 it."""
@@ -174,10 +176,15 @@ def run_stepped(armed: Path) -> int:
     if HUNG in os.environ:
         put_hangs(Path(os.environ[HUNG]))
     from kvdock.tiers.mover import run
-    from kvdock.tiers.mover.__main__ import main
 
     vars(run)["REPORT_S"] = 0.02  # tests wait for what the mover reports
     return main()
+
+
+class ForkingServer(ServerProcess):
+    """A server whose mover is a fork of it."""
+
+    before = partial(use_forked, main, {})
 
 
 class SteppedServer(ServerProcess):

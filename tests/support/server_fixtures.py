@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from api_helpers import Engine, ServerProcess, attach, unique
+from mover_steps import ForkingServer
 from tier_engine import TierEngine, manifest
 from tier_server import PART, SETTINGS, is_served, with_disk
 
@@ -42,7 +43,7 @@ def attached_engine(*, has_own_model: bool = False, **how: Any) -> Any:
 @pytest.fixture
 def server_of_few(tmp_path: Path) -> Iterator[ServerProcess]:
     """With a tier on disk, and room for few chunks in the pool."""
-    with ServerProcess(**{**SETTINGS, "disk_path": str(tmp_path / "disk")}) as process:
+    with ForkingServer(**{**SETTINGS, "disk_path": str(tmp_path / "disk")}) as process:
         yield process
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]  # it has no stubs here
 from api_helpers import MIB, ServerProcess, eventually
+from mover_steps import movers_of
 from tier_engine import TierEngine
 
 from kvdock.client.client import Client
@@ -28,10 +29,7 @@ def mover(server: ServerProcess) -> psutil.Process:
 
 
 def movers(server: ServerProcess) -> list[psutil.Process]:
-    return [
-        child for child in psutil.Process(server.process.pid).children()
-        if child.status() != psutil.STATUS_ZOMBIE and "kvdock.tiers.mover" in child.cmdline()
-    ]
+    return movers_of(server.process.pid)
 
 
 def with_disk(folder: Path, **settings: object) -> ServerProcess:

@@ -56,7 +56,7 @@ from bench.truth.known import Ledger, hit_share, lru_depths, merged
 from bench.truth.surfaces import collecting, ended_rows, errors, history_tokens, of_totals, says, surfaces
 from kvdock.api.access.access_file import entry
 from kvdock.client.client import Client
-from kvdock.protocol.admin_schemas import ClearCache, DeleteChunks, EvictChunks, PatchConfig, Quota
+from kvdock.protocol.admin_schemas import AskedQuota, ClearCache, DeleteChunks, EvictChunks, PatchConfig
 from kvdock.protocol.hits import COMPUTED
 from kvdock.protocol.reports import SpaceCurve
 
@@ -250,7 +250,8 @@ class Run:
                 ledger.add(self._late(server, hasty, named("late", range(505, 508))), why="late")
                 self.check(server, ledger)
                 kept = ledger.wanted
-                client.configure(PatchConfig(tenants={"nobody": Quota(chunks=1 << 20)}))  # it keeps the days with that
+                # It keeps the days with that.
+                client.configure(PatchConfig(tenants={"nobody": AskedQuota(chunks=1 << 20)}))
                 time.sleep(1.0)  # the days are kept soon after the call
                 reader.start([*named("running", [508, 509], new=150), *named("begun", [520], new=150)])
                 time.sleep(0.8)  # some of these requests run by then, none has ended
@@ -328,7 +329,7 @@ class Run:
             ledger.add(a.run(named("a new", range(4))))
             ledger.add(a.run(named("flood", range(400, 440)), in_turn=True))
             a.forget()
-            client.configure(PatchConfig(tenants={"b": Quota(chunks=8)}))
+            client.configure(PatchConfig(tenants={"b": AskedQuota(chunks=8)}))
             ledger.add(b.run(named("b new", [1])))
             ledger.add(b.run(named("b next", [2])))
             b.forget()

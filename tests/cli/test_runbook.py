@@ -84,7 +84,11 @@ def test_codes_of_the_runbook_are_codes_of_the_server() -> None:
 
 def test_commands_flags_and_variables_of_all_pages_exist() -> None:
     commands = typer.main.get_group(app).commands
-    flags = {name: {word for one in command.params for word in one.opts} for name, command in commands.items()}
+    flags = {
+        name: {word for one in (command, *getattr(command, "commands", {}).values()) for param in one.params
+               for word in param.opts}
+        for name, command in commands.items()
+    }
     variables = {*OTHER_VARIABLES, *(f"{ENV_PREFIX}{name.upper()}" for name in Settings.__struct_fields__)}
     variables |= {CONNECTOR_PREFIX, *(f"{CONNECTOR_PREFIX}{field.name.upper()}" for field in fields(ConnectorSettings))}
     pages = [ROOT / "README.md", ROOT / "Dockerfile", *EXAMPLES.iterdir(), *(ROOT / "docs").glob("*.md")]

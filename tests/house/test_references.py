@@ -19,6 +19,8 @@ def tree() -> Tree:
     group = typer.main.get_command(app)
     assert isinstance(group, typer.core.TyperGroup)
     commands = {"": group, **group.commands}
+    for verb, command in group.commands.items():
+        commands.update({f"{verb} {name}": one for name, one in getattr(command, "commands", {}).items()})
     return Tree(sources(), {
         verb: frozenset({*HELP, *(option for found in command.params for option in found.opts)})
         for verb, command in commands.items()
@@ -39,7 +41,8 @@ FILES = {
     "bench/copy.py": "",
     "tests/support/helper.py": "",
 }
-VERBS = {"": frozenset({"--version"}), "serve": frozenset({"--port"})}
+VERBS = {"": frozenset({"--version"}), "serve": frozenset({"--port"}), "token": frozenset({"--help"}),
+         "token add": frozenset({"--scope"})}
 
 
 @pytest.mark.parametrize(("rule", "path", "text", "found"), [
@@ -59,6 +62,7 @@ VERBS = {"": frozenset({"--version"}), "serve": frozenset({"--port"})}
      ["1: python -m bench.paste", "1: make tests"]),
     ("commands", "docs/x.md", "    kvdock serve --port 1 --ports 2\n    kvdock stop\n    make love\n",
      ["1: kvdock serve --ports", "2: kvdock stop", "3: make love"]),
+    ("commands", "docs/x.md", "`kvdock token add me --scope read --port 1`\n", ["1: kvdock token add --port"]),
     ("commands", "kvdock/api/x.py", "# `kvdock serve --port` and `kvdock --help`\n", ["1: kvdock  --help"]),
 ])  # fmt: skip
 def test_a_reference_to_what_is_gone_is_found_and_no_other(rule: str, path: str, text: str, found: list[str]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from .mutant import Mutant
 
 _ACCESS, _TENANTS = "tests/api/test_access.py", "tests/api/test_tenants.py"
+_COMMANDS = "tests/cli/test_access_token.py"
 
 MUTANTS = (
     Mutant(
@@ -117,5 +118,36 @@ MUTANTS = (
         "it->second.of_tenant(tenant,", "it->second.of_tenant(0,",
         ("tests/table/test_quotas.py",),
         "test_a_tenant_at_its_quota_evicts_its_own_coldest_chunks_and_nobody_elses",
+    ),
+    Mutant(
+        "S21", "a token works after its end", "kvdock/api/access/access_file.py",
+        "        if found.until_s <= self._wall_s():", "        if found.until_s < 0:",
+        (_ACCESS, "-k", "wall_clock"), "test_a_token_ends_by_the_wall_clock_and_only_who_has_it_is_told",
+    ),
+    Mutant(
+        "S22", "a replaced token has no end", "kvdock/api/access/edits.py",
+        "    ends = until if until", "    ends = None if until",
+        (_COMMANDS, "-k", "prolongs"), "test_replacing_a_token_prolongs_none",
+    ),
+    Mutant(
+        "S23", "two edits of the access file at once lose a token", "kvdock/api/access/edits.py",
+        "fresh.touch(mode=0o600, exist_ok=False)", "fresh.touch(mode=0o600)",
+        (_COMMANDS, "-k", "at_once"), "test_edits_at_once_lose_nothing",
+    ),
+    Mutant(
+        "S24", "an operator of a tenant clears every tenant", "kvdock/api/admin.py",
+        "        if tenant != peer.tenant:\n", "        if False:\n",
+        (_TENANTS, "-k", "clears_its_own"), "test_an_operator_of_a_tenant_clears_its_own_alone",
+    ),
+    Mutant(
+        "S25", "quotas by calls end with the server", "kvdock/api/build.py",
+        '            "quotas": sessions.quotas,\n', "",
+        ("tests/api/test_quotas.py", "-k", "after_a_restart"), "test_quotas_by_calls_are_there_after_a_restart",
+    ),
+    Mutant(
+        "S26", "a drain of an operator gives out grants", "kvdock/api/pool/drain.py",
+        "        return self.begun or self.is_asked_for\n", "        return self.begun\n",
+        ("tests/api/test_drain.py", "-k", "lets_what_is_open"),
+        "test_a_drained_server_gives_out_nothing_and_lets_what_is_open_finish",
     ),
 )

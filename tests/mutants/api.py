@@ -85,7 +85,8 @@ MUTANTS = (
     ),
     Mutant(
         "P71", "a grant that is held counts again when its call is repeated", "kvdock/api/pool/sessions.py",
-        "        if known:\n            return\n", "        if known and over_quota is None:\n            return\n",
+        "        if known:\n            return True\n",
+        "        if known and over_quota is None:\n            return True\n",
         ("tests/api/test_quotas.py", "-k", "grant_too_many"),
         "test_one_grant_too_many_is_refused_and_a_repeat_of_one_that_is_held_is_not",
     ),

@@ -173,7 +173,7 @@ MUTANTS = (
     ),
     Mutant(
         "P89", "labels are not kept for the next server", "kvdock/api/build.py",
-        ', "labels": labels}', "}",
+        ', "labels": labels,', ",",
         PREFIXES, "test_labels_are_kept_for_the_next_server_of_the_pool",
     ),
     Mutant(

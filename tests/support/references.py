@@ -83,7 +83,8 @@ _DEFINED_NATIVE = re.compile(
 
 
 class Tree:
-    """What can be referred to. `verbs`: the options of each subcommand of `kvdock`, and of `kvdock` itself as ""."""
+    """What can be referred to. `verbs`: the options of each subcommand of `kvdock`, such as `status` and `token add`,
+    and of `kvdock` itself as ""."""
 
     def __init__(self, files: Mapping[PurePosixPath, str], verbs: Mapping[str, frozenset[str]]) -> None:
         self.files, self.verbs = files, verbs
@@ -242,6 +243,8 @@ def _wrong_use(tree: Tree, verb: str, rest: str) -> Iterator[str]:
     if verb not in tree.verbs:
         yield f"kvdock {verb}: no such command"
         return
+    inner = f"{verb} {next(iter(rest.split()), '')}"
+    verb = inner if inner in tree.verbs else verb
     for option in re.findall(r"(?<=\s)--[a-z][\w-]*", rest):
         if option not in tree.verbs[verb]:
             yield f"kvdock {verb} {option}: no such option"

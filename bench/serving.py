@@ -18,6 +18,7 @@ from typing import Self
 import uvicorn
 from starlette.types import Receive, Scope, Send
 
+from bench.floods.turns import measure_turns
 from kvdock.api import server
 from kvdock.api.http.connection import connection_class
 from kvdock.api.http.limits import ConnectionLimits
@@ -41,6 +42,18 @@ START_TIMEOUT_S = 60.0
 def serve(values: dict[str, object]) -> None:
     logging.basicConfig(handlers=[ServerLog()])  # cuts the many lines that a flood would log
     server.Server(Settings.load(values), on_ready=lambda at: print(json.dumps(at._asdict()), flush=True)).run()
+
+
+def serve_measured(values: dict[str, object]) -> None:
+    """`turns_file`: gets the longest turn of the event loop."""
+    path, tasks = Path(str(values.pop("turns_file"))), list[asyncio.Task[None]]()
+
+    def ready(at: server.Addresses) -> None:
+        tasks.append(measure_turns(path))
+        print(json.dumps(at._asdict()), flush=True)
+
+    logging.basicConfig(handlers=[ServerLog()])
+    server.Server(Settings.load(values), on_ready=ready).run()
 
 
 def serve_floor(values: dict[str, object]) -> None:
@@ -126,14 +139,15 @@ class Engine:
         self.client = client
         self._liveness = MemberLiveness(client.segments().lock_file, source=random.Random())
         self.member = f"member-{name}"
-        self.session = client.attach(s.AttachSession(
+        attached = client.attach(s.AttachSession(
             instance=f"{name}-{random.getrandbits(64):016x}",
             manifest=s.Manifest(
                 model="bench", kv_dtype="bfloat16", layers=1, kv_heads=1, head_size=64, chunk_tokens=CHUNK_TOKENS,
                 block_tokens=CHUNK_TOKENS, groups=(s.Group(part_bytes=part_bytes),),
             ),
             member=s.Member(id=self.member, ranks=[0], scheduler=True, lock_offset=self._liveness.offset),
-        )).session
+        ))
+        self.session, self.namespace = attached.session, attached.namespace
         self._stores = 0
 
     def store(self, keys: bytes, checksum: int | None = None) -> None:
@@ -150,6 +164,15 @@ class Engine:
         ]
         self.client.commit(granted.reservation, s.Commit(session=self.session, rank=0, parts=parts))
 
+    def look_up(self, keys: bytes) -> int:
+        """How many of these keys are found, without a lease afterwards."""
+        found = self.client.lookup(s.Lookup(
+            session=self.session, member=self.member, request=f"{random.getrandbits(64):x}", keys=keys
+        ))
+        if found.lease is not None:
+            self.client.release_later(found.lease, self.session, [0])
+        return len(found.chunks)
+
     def beat(self) -> None:
         self.client.heartbeat(self.session, s.Heartbeat(member=self.member))
 
@@ -159,4 +182,4 @@ class Engine:
 
 
 if __name__ == "__main__":
-    {"serve": serve, "floor": serve_floor}[sys.argv[1]](json.loads(sys.argv[2]))
+    {"serve": serve, "measured": serve_measured, "floor": serve_floor}[sys.argv[1]](json.loads(sys.argv[2]))

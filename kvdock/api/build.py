@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
@@ -21,11 +21,11 @@ from kvdock.api.clock import Clocks, ServerClock
 from kvdock.api.feeds.feeds import Extras, Feeds
 from kvdock.api.http import routes_admin, routes_people, wire
 from kvdock.api.http.dispatch import Dispatch
-from kvdock.api.http.engine_calls import methods_at
+from kvdock.api.http.engine_calls import ENGINE_CALLS, methods_at
 from kvdock.api.http.guard import Checks, Guard
 from kvdock.api.http.handlers import Handlers
 from kvdock.api.http.limits import BodyCapacity
-from kvdock.api.http.openapi import TAGS
+from kvdock.api.http.openapi import TAGS, openapi_schema
 from kvdock.api.keeper import Keeper
 from kvdock.api.pool.drain import Drain
 from kvdock.api.pool.kept_object import KeptObject
@@ -64,6 +64,7 @@ DESCRIPTION = (
     "without fraction and exponent: `88`, not `88.0`."
 )
 NO_EXTRAS = Extras()
+_ANY_CALL = {"type": "http", "method": "GET", "path": "/", "root_path": "", "path_params": {}, "headers": []}
 
 
 class Parts(NamedTuple):
@@ -116,7 +117,7 @@ def build(
     overview = Overview(probes, sessions, tally, history, curves, tiers, clocks.wall_s)
     contents = Contents(pool.table, registry, labels, clock, clocks.now_s)
     lists = Lists(sessions, tally.recent, tally.hits, contents, mover_client.is_mover)
-    server_metrics = ServerMetrics(pool, overview, probes, lists, meter, feeds, curves)
+    server_metrics = ServerMetrics(pool, overview, probes, meter, feeds, curves)
     handlers = Handlers(
         service=CacheService(sessions, tally, mover_client, clears, feeds.kv, settings.heartbeat_s),
         admin=Admin(settings, sessions, journal, clears, troubles, labels, contents.forget),
@@ -152,6 +153,20 @@ def _sessions(settings: Settings, pool: Pool, clocks: Clocks) -> tuple[Sessions,
 
 def create_app(settings: Settings, parts: Parts, lifespan: Lifespan | None = None) -> Dispatch:
     """`lifespan` runs the background work (kvdock/api/server.py); tests of routes alone leave it out."""
+    app = _routed_app(lifespan)
+    app.state.handlers = parts.handlers
+    routes, checks = (*routes_people.router.routes, *routes_admin.router.routes), Checks(settings, parts.access)
+    app.add_middleware(Guard, checks=checks, meter=parts.meter, routes=routes, methods_at=methods_at)
+    return Dispatch(app, checks, parts.handlers, parts.meter)
+
+
+def api_document() -> dict[str, Any]:
+    """The OpenAPI document that every server of this version serves."""
+    return openapi_schema(_routed_app(), ENGINE_CALLS)
+
+
+def _routed_app(lifespan: Lifespan | None = None) -> FastAPI:
+    """All routes but those of engine calls, without what answers them."""
     app = FastAPI(
         title="kvdock",
         version=__version__,
@@ -173,10 +188,9 @@ def create_app(settings: Settings, parts: Parts, lifespan: Lifespan | None = Non
             Exception: wire.on_failure,
         },
     )
-    app.state.handlers = parts.handlers
     app.include_router(routes_people.router)
     app.include_router(routes_admin.router)
     routes_people.add_static(app)
-    routes, checks = (*routes_people.router.routes, *routes_admin.router.routes), Checks(settings, parts.access)
-    app.add_middleware(Guard, checks=checks, meter=parts.meter, routes=routes, methods_at=methods_at)
-    return Dispatch(app, checks, parts.handlers, parts.meter)
+    for one in app.routes:
+        one.matches(_ANY_CALL)  # the first call would wait for what FastAPI makes then, which takes 10 ms
+    return app

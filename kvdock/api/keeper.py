@@ -12,7 +12,8 @@ import asyncio
 import logging
 
 from kvdock.api.access.access_file import AccessFile
-from kvdock.api.pool.registry import SLICE_SESSIONS, MemberRecord, SessionRecord
+from kvdock.api.clock import Slices
+from kvdock.api.pool.registry import MemberRecord, SessionRecord
 from kvdock.api.pool.sessions import Sessions
 from kvdock.api.record.history import Sampler
 from kvdock.api.record.tally import Tally
@@ -72,9 +73,9 @@ class Keeper:
 
     async def _watch_members(self) -> None:
         """Finds dead members: a free lock is the only proof of death. Then the table's deadlines pass."""
-        for number, session in enumerate(self._registry.sessions(), 1):
-            if number % SLICE_SESSIONS == 0:
-                await asyncio.sleep(0)
+        slices = Slices()  # to ask for a lock takes the longer, the more there are
+        for session in self._registry.sessions():
+            await slices.give_turn()
             if self._registry.of_table_id(session.table_id) is not session:
                 continue  # the session has ended meanwhile
             for member in session.members.values():

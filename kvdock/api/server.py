@@ -23,6 +23,7 @@ from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from types import FrameType
 from typing import NamedTuple
 
+import anyio
 import msgspec
 import uvicorn
 from fastapi import FastAPI
@@ -56,6 +57,9 @@ log = logging.getLogger("kvdock.api")
 SWITCH_S = 0.0005
 """A thread of this process that computes (the API's document, a long access file) gives the event loop its turn after
 this long, and not after Python's 5 ms."""
+GC_THRESHOLDS = (700, 10, 1000)
+"""A collection that looks at all objects takes tens of ms where thousands of engines are attached, so it comes a
+hundred times less often than Python's does. Few objects are left to it."""
 GRACE_S = 1
 """How long calls in flight may take to end at shutdown, in every case."""
 LIVE = frozenset(Limits.__struct_fields__)
@@ -184,7 +188,7 @@ class Server:
             async def announce() -> None:
                 await keeper.ready.wait()
                 self._journal.publish(Ready(address=addresses.unix, pool_bytes=settings.pool_bytes))
-                gc.freeze()  # start-up objects live to the end: collections that walk them would stall calls
+                await _settle()
                 self._on_ready(addresses)
                 self._manager.ready(f"serves engines at {addresses.unix}, HTTP at {addresses.http}")
 
@@ -222,6 +226,13 @@ class Server:
         if not task.cancelled():
             self._failure = task.exception()
             self.stop()
+
+
+async def _settle() -> None:
+    """Does now what would stall calls later."""
+    await anyio.sleep(0)  # imports what streams need, which takes 50 ms
+    gc.freeze()  # start-up objects live to the end: collections would walk them
+    gc.set_threshold(*GC_THRESHOLDS)
 
 
 async def _serve_tiers(keeper: Keeper, mover: MoverProcess) -> None:

@@ -1,7 +1,7 @@
 """One client that floods the server stops no engine: they go on finding what is stored, and nothing is lost.
 
-An engine looks up resident keys while a flood of bench/floods.py comes from another process, with an access token. How
-much slower lookups are is for bench/floods.py to measure: here they must only go on, on a machine that is busy too.
+An engine looks up resident keys while a flood of bench/floods/kinds.py comes from another process. How much slower
+lookups are is for `python -m bench.floods` to measure: here they must only go on, on a machine that is busy too.
 """
 
 from __future__ import annotations
@@ -14,16 +14,18 @@ from typing import NamedTuple
 import pytest
 from api_helpers import MIB, OPERATOR, ServerProcess, eventually
 from flood_helpers import request, until_closed
-from forks import forked
+from forks import forked, preload
 
-from bench.floods import FLOODS, KEYS, QUIET, Latencies, attack, descriptors, honest, most_memory_mib
-from bench.serving import CHUNK_TOKENS, Engine, chain
+from bench.floods.honest import KEYS, Latencies, descriptors, honest, most_memory_mib
+from bench.floods.kinds import BY_HAND, Target, prepared
+from bench.serving import Engine, chain
 from kvdock.client.client import Client
-from kvdock.protocol import schemas as s
+from kvdock.protocol.calls import INCLUDED
 
 pytestmark = [pytest.mark.security, pytest.mark.alone]
+preload("bench.floods.kinds")
 
-SECONDS = 0.8
+SECONDS = 0.5
 LONGEST_MS = 1000.0
 """Floods held all engines for as long and longer before there were limits, for seconds in some cases."""
 TRIES = 3
@@ -52,23 +54,27 @@ def rig() -> Iterator[Rig]:
         engine.close()
 
 
-def beside(name: str, server: ServerProcess, engine: Engine, keys: bytes) -> Latencies:
-    target = [server.unix, server.http, engine.session, engine.member, OPERATOR, SECONDS + 1.0]
+def beside(name: str, target: Target, engine: Engine, keys: bytes) -> Latencies:
     with forked(begin, name, target) as attacker:
         attacker.recv()
         return honest(engine, keys, SECONDS)
 
 
-def begin(name: str, target: list[object], link: Connection) -> None:
+def begin(name: str, target: Target, link: Connection) -> None:
+    flood = prepared(name, target)
     link.send("begins")
-    attack(name, target)
+    flood()
 
 
-@pytest.mark.parametrize("name", [name for name in FLOODS if name != QUIET])
+@pytest.mark.parametrize("name", BY_HAND)
 def test_engines_go_on_beside(name: str, rig: Rig) -> None:
+    target = Target(
+        rig.server.unix, rig.server.http, rig.engine.session, rig.engine.member, rig.engine.namespace,
+        dict.fromkeys(INCLUDED, OPERATOR),
+    )
     tries = list[Latencies]()
     while len(tries) < TRIES and (not tries or tries[-1].max_ms >= LONGEST_MS):
-        tries.append(beside(name, rig.server, rig.engine, rig.keys))
+        tries.append(beside(name, target, rig.engine, rig.keys))
         assert not tries[-1].errors, tries
     assert tries[-1].max_ms < LONGEST_MS, tries
     assert most_memory_mib(rig.server.process.pid) - rig.began_mib < GROWTH_MIB
@@ -76,11 +82,7 @@ def test_engines_go_on_beside(name: str, rig: Rig) -> None:
 
 
 def test_afterwards_all_is_as_it_was(rig: Rig) -> None:
-    found = rig.engine.client.lookup(s.Lookup(
-        session=rig.engine.session, member=rig.engine.member, request="after", keys=rig.keys
-    ))
-    assert found.hit_tokens == KEYS * CHUNK_TOKENS and found.lease is not None
-    rig.engine.client.release_later(found.lease, rig.engine.session, [0])
+    assert rig.engine.look_up(rig.keys) == KEYS
     eventually(lambda: until_closed(
         rig.server.http, request("GET", "/livez").replace(b"localhost", b"localhost\r\nConnection: close")
     ).startswith(b"HTTP/1.1 200"))

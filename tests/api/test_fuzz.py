@@ -23,7 +23,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings, strategies as 
 from schemathesis.generation import GenerationMode
 from schemathesis.specs.openapi import checks
 
-from bench.floods import most_memory_mib
+from bench.floods.honest import most_memory_mib
 from kvdock.api.access.access_file import entry
 from kvdock.client.client import Client
 

@@ -7,11 +7,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 from api_helpers import Engine, raw
-from fastapi.routing import APIRoute
 
-from kvdock.api.http import routes_admin, routes_people
-from kvdock.api.http.engine_calls import ENGINE_CALLS
-from kvdock.api.http.openapi import scope_of
+from kvdock.api.build import api_document
 from kvdock.protocol.wire_types import Scope
 
 
@@ -25,22 +22,18 @@ class Route(NamedTuple):
 
 
 def _routes() -> list[Route]:
-    found = [
-        Route(one.call.method, one.call.path, one.call.scope, "" if one.body is None else one.body.__name__)
-        for one in ENGINE_CALLS
-    ]
-    for route in (*routes_people.router.routes, *routes_admin.router.routes):
-        if isinstance(route, APIRoute) and route.include_in_schema:
-            media = (route.openapi_extra or {}).get("requestBody", {}).get("content", {}).get("application/json")
+    found = list[Route]()
+    for path, methods in DOCUMENT["paths"].items():
+        for method, described in methods.items():
+            media = described.get("requestBody", {}).get("content", {}).get("application/json")
             body = media["schema"]["$ref"].rpartition("/")[2] if media else ""
-            found += [
-                Route(method, route.path_format, scope_of(route), body) for method in sorted(route.methods or ())
-            ]
+            found.append(Route(method.upper(), path, described["x-scope"], body))
     return found
 
 
+DOCUMENT = api_document()
 ROUTES = _routes()
-"""Every call of the API."""
+"""Every call of the API, from its document, so that none can be forgotten."""
 CALLS = [(route.method, route.path) for route in ROUTES]
 """(method, path) of every call of the API."""
 

@@ -15,11 +15,13 @@ loop writes; one lock lets other threads read.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import struct
 import threading
 from collections import Counter, OrderedDict, deque
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
+from weakref import WeakValueDictionary
 
 from kvdock.api.feeds.sse import RETRY, IsAdmitted, Stream, number_in, piece_of
 from kvdock.protocol.events import Draining, Event
@@ -37,11 +39,12 @@ from kvdock.protocol.kv_events import (
 from kvdock.protocol.wire_types import KEY_BYTES
 
 EVERY_S = 0.05
-SLICE = 1024
+SLICE = 64
+"""Changes of one turn of the event loop."""
 BEAT_S = 10.0
 """After this long without events, an empty batch is added. From its number, a reader that has missed events learns
 that it has."""
-BATCH_CHUNKS, BATCH_TOKENS = 256, 4096
+BATCH_CHUNKS, BATCH_TOKENS = 128, 2048
 """The most of a batch: to make one takes a millisecond."""
 MOST_BYTES = 128 << 20
 """About how much the log may remember of all chunks that lookups find."""
@@ -124,10 +127,10 @@ class TenantLog:
         self._kept: deque[Batch] = deque()
         self._begins = True
 
-    def begin_anew(self) -> None:
-        """Declares all that was announced void: the next batch begins with AllBlocksCleared."""
-        self.there.clear()
-        self._begins = True
+    def begin_anew(self) -> dict[tuple[int, bytes], Announced]:
+        """Declares all that was announced void: the next batch begins with AllBlocksCleared. Returns what was there."""
+        gone, self.there, self._begins = self.there, {}, True
+        return gone
 
     def add(self, at: float, model: str, items: list[Item]) -> int:
         """Keeps a batch. Returns its size in bytes."""
@@ -152,24 +155,23 @@ class TenantLog:
     def snapshot(self, at: float) -> Iterator[Batch]:
         """All chunks that are announced now, as batches that are made when they are asked for. All have the number of
         the newest event of now."""
-        return _batches_of(list(self.there.values()), self.last, at)
+        return _batches_of(tuple(self.there.values()), self.last, at)
 
 
-def _batches_of(chunks: list[Announced], seq: int, at: float) -> Iterator[Batch]:
-    """A batch has chunks of one model, and about BATCH_TOKENS at most."""
+def _batches_of(chunks: Sequence[Announced], seq: int, at: float) -> Iterator[Batch]:
+    """A batch has chunks of one model, and about BATCH_TOKENS at most. After as many chunks, those of all models that
+    have come are handed out, so that none waits for the last."""
     waiting: dict[str, list[Item]] = {}
-    tokens: dict[str, int] = {}
+    count = tokens = 0
     cleared: list[Item] = [AllBlocksCleared()]
-    for chunk in chunks:
-        items = waiting.setdefault(chunk.model, [])
-        items.append(chunk)
-        tokens[chunk.model] = tokens.get(chunk.model, 0) + chunk.chunk_tokens
-        if tokens[chunk.model] >= BATCH_TOKENS or len(items) == BATCH_CHUNKS:
-            yield Batch(seq, at, chunk.model, cleared + waiting.pop(chunk.model))
-            tokens[chunk.model], cleared = 0, []
-    for model, items in waiting.items():
-        yield Batch(seq, at, model, cleared + items)
-        cleared = []
+    for number, chunk in enumerate(chunks, 1):
+        waiting.setdefault(chunk.model, []).append(chunk)
+        count, tokens = count + 1, tokens + chunk.chunk_tokens
+        if tokens >= BATCH_TOKENS or count == BATCH_CHUNKS or number == len(chunks):
+            for model, items in waiting.items():
+                yield Batch(seq, at, model, cleared + items)
+                cleared = []
+            waiting, count, tokens = {}, 0, 0
     if cleared:
         yield Batch(seq, at, "", cleared)
 
@@ -222,7 +224,7 @@ class KvLog:
         self, changes: Changes, ready: Ready, wall_s: Callable[[], float], *, most_bytes: int = MOST_BYTES
     ) -> None:
         self.snapshots = 0
-        """How many snapshots were sent to readers."""
+        """How many snapshots were made for readers."""
         self.listeners: list[Callable[[], None]] = []
         """Called when there is something new."""
         self._changes, self._ready, self._wall_s = changes, ready, wall_s
@@ -320,15 +322,23 @@ class KvLog:
             self._since = following
             if not is_complete:  # more has changed than the table remembers
                 with self._lock:
-                    for log in self._logs:
-                        log.begin_anew()
+                    gone = [log.begin_anew() for log in self._logs]
                     self._bytes = 0
-                    self._count = Counter(space for space, _ in self._names)
+                await self._forget(gone)
                 await self._walk()
                 continue
             self._take(changes)
             is_more = len(changes) == SLICE
             await asyncio.sleep(0)
+
+    async def _forget(self, gone: list[dict[tuple[int, bytes], Announced]]) -> None:
+        """In slices: to free many chunks at once takes as long as to announce them."""
+        for there in gone:
+            while there:
+                for _ in range(min(len(there), SLICE)):
+                    (space, _), _ = there.popitem()
+                    self._count[space] -= 1
+                await asyncio.sleep(0)
 
     def _take(self, changes: Sequence[Change]) -> None:
         with self._lock:
@@ -385,13 +395,20 @@ class KvLog:
 
     def since(self, tenant: str, seq: int) -> tuple[Iterable[Batch], bool]:
         """(batches from number `seq` on, False); (a snapshot, True) where some of them are not known."""
+        found = self.kept(tenant, seq)
+        return (self.snapshot(tenant)[0], True) if found is None else (found, False)
+
+    def kept(self, tenant: str, seq: int) -> list[Batch] | None:
+        """The batches from number `seq` on; None: some of them are not known."""
         with self._lock:
-            log = self._logs.of(tenant)
-            found = log.since(seq)
-            if found is not None:
-                return found, False
+            return self._logs.of(tenant).since(seq)
+
+    def snapshot(self, tenant: str) -> tuple[Iterator[Batch], int]:
+        """All chunks that are announced now, and the number that all of its batches have."""
+        with self._lock:
             self.snapshots += 1
-            return log.snapshot(self._wall_s()), True
+            log = self._logs.of(tenant)
+            return log.snapshot(self._wall_s()), log.last
 
     def next_of(self, tenant: str) -> int:
         """The number of the next batch."""
@@ -417,6 +434,8 @@ class KvStream(Stream):
     def __init__(self, log: KvLog) -> None:
         super().__init__()
         self._log = log
+        self._snapshots: WeakValueDictionary[str, Snapshot] = WeakValueDictionary()
+        """By tenant, those that somebody reads."""
         log.listeners.append(self._wake)
 
     def take(self, event: Event) -> None:
@@ -432,19 +451,53 @@ class KvStream(Stream):
         following = 0 if number is None else number + 1
         yield RETRY
         while True:
-            batches, is_snapshot = self._log.since(tenant, following)
-            last: Batch | None = None
+            batches = self._log.kept(tenant, following)
+            if batches is None:
+                snapshot = self._snapshot(tenant)
+                yield from snapshot.pieces()
+                following = snapshot.seq + 1
+                batches = self._log.kept(tenant, following) or []
             for batch in batches:
-                if last is not None:
-                    yield _piece(last, has_id=not is_snapshot)
-                last = batch
-            if last is not None:
-                yield _piece(last, has_id=True)
-                following = last.seq + 1
+                yield _piece(batch, has_id=True)
+                following = batch.seq + 1
             if not follows:
                 return
-            if last is None:
+            if not batches:
                 yield None
+
+    def _snapshot(self, tenant: str) -> Snapshot:
+        """The one that others read, if what came since is still known."""
+        found = self._snapshots.get(tenant)
+        if found is None or self._log.kept(tenant, found.seq + 1) is None:
+            found = self._snapshots[tenant] = Snapshot(*self._log.snapshot(tenant))
+        return found
+
+
+class Snapshot:
+    """A snapshot as pieces of a body. Each is made once, for all readers, when the first of them gets there."""
+
+    def __init__(self, batches: Iterator[Batch], seq: int) -> None:
+        self.seq = seq
+        self._made: list[bytes] = []
+        self._rest = self._make(batches)
+
+    def pieces(self) -> Iterator[bytes]:
+        for at in itertools.count():
+            if at == len(self._made):
+                piece = next(self._rest, None)
+                if piece is None:
+                    return
+                self._made.append(piece)
+            yield self._made[at]
+
+    def _make(self, batches: Iterator[Batch]) -> Iterator[bytes]:
+        last: Batch | None = None
+        for batch in batches:
+            if last is not None:
+                yield _piece(last, has_id=False)
+            last = batch
+        if last is not None:
+            yield _piece(last, has_id=True)
 
 
 def _piece(batch: Batch, *, has_id: bool) -> bytes:

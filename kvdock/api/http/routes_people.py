@@ -157,7 +157,7 @@ async def stats(request: Request, over: OverQuery = "minutes") -> Response:
     "Findings name engines and tenants only to callers that may know of them.",
 )
 async def verdict(request: Request) -> Response:
-    return answer(handlers_of(request).judge.verdict(peer_of_call(request)))
+    return answer(await handlers_of(request).judge.verdict(peer_of_call(request)))
 
 
 @_route(

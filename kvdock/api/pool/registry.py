@@ -307,7 +307,8 @@ class Registry:
         """Drops them in the table as well."""
         if self._namespaces:
             live = set(table.drop_idle_namespaces())
-            self._keep_namespaces(lambda record: record.table_id in live)
+            if not live.issuperset(record.table_id for record in self._namespaces.values()):
+                self._keep_namespaces(lambda record: record.table_id in live)
 
     def drop_ended(self, table: Table, records: Sequence[SessionRecord]) -> None:
         """Drops those of the sessions that the table has closed; sets `grants` of the others to the true number."""

@@ -124,6 +124,7 @@ class Contents:
         self._all = _Answer(lambda: self._begin(ALL), now_s)
         self._answers: OrderedDict[Question, _Answer] = OrderedDict()
         self._waiting, self._turn = 0, asyncio.Lock()
+        self._answering = asyncio.Lock()
 
     async def refresh(self) -> None:
         """Counts, unless that was done a moment ago. Calls that ask meanwhile wait for the same count."""
@@ -131,7 +132,14 @@ class Contents:
             if self._all.is_fresh:
                 return
             self._all.making = asyncio.create_task(self._count())
-        await asyncio.shield(self._all.making)
+        await self._counted(self._all.making)
+
+    async def _counted(self, making: asyncio.Task[None]) -> None:
+        """Waits for a count. Calls that wait for the same one go on one in each turn of the event loop: their answers
+        together would take long."""
+        await asyncio.shield(making)
+        async with self._answering:
+            await asyncio.sleep(0)
 
     def forget(self) -> None:
         """An operator took chunks out of use, or keeps some: the next call gets a new count."""
@@ -196,7 +204,7 @@ class Contents:
                 )
             self._waiting += 1
             answer.making = asyncio.create_task(self._count_in_turn(answer))
-        await asyncio.shield(answer.making)
+        await self._counted(answer.making)
         return answer
 
     async def _count_in_turn(self, answer: _Answer) -> None:

@@ -19,6 +19,7 @@ import msgspec
 
 from kvdock._core import GrantView, MemberView, SessionView
 from kvdock.api.access.peer import Peer
+from kvdock.api.clock import Slices
 from kvdock.api.convert import grant_id, grant_text
 from kvdock.api.pool.registry import NamespaceRecord, SessionRecord
 from kvdock.api.pool.sessions import Sessions
@@ -34,7 +35,8 @@ from kvdock.protocol.reports import CopyRates, HitDays, Leases, LeaseView, Reque
 SESSIONS_OF_PAGE = 64
 """A page is as long as can be made in one turn of the event loop, even if more are asked for."""
 GRANTS_OF_PAGE = 64
-SLICE_NAMESPACES = 64
+REQUESTS_OF_PAGE = 256
+NAMESPACES_OF_PAGE = 128
 MOST_SESSIONS = 32
 """Sessions that metrics name."""
 ALL_SESSIONS = 0
@@ -54,6 +56,7 @@ class Lists:
         self._pool, self._table = sessions.pool, sessions.pool.table
         self._registry, self._names, self._clock = sessions.registry, sessions.names, sessions.clock
         self._recent, self._hits, self._contents, self._is_mover = recent, hits, contents, is_mover
+        self._one_at_a_time = asyncio.Lock()
 
     def _engines(self) -> list[SessionRecord]:
         return [session for session in self._registry.sessions() if not self._is_mover(session)]
@@ -69,6 +72,7 @@ class Lists:
 
     def requests(self, peer: Peer, limit: int, cursor: int, request: str) -> Requests:
         """The recent requests whose ids begin with `request`."""
+        limit = min(limit, REQUESTS_OF_PAGE)
         shown, following = self._recent.view(limit, cursor, peer.sees, request)
         return Requests(requests=shown, next=following)
 
@@ -94,12 +98,14 @@ class Lists:
             next=following,
         )
 
-    def copy_rates(self) -> CopyRates:
+    async def copy_rates(self) -> CopyRates:
         """The mean rates of all engines, without benchmarks."""
-        return mean_of([
-            rates_of([member.copies for member in record.members.values()])
-            for record in self._engines() if not record.is_bench
-        ])
+        rates, slices = list[CopyRates](), Slices()
+        for record in self._engines():
+            if not record.is_bench:
+                rates.append(rates_of([member.copies for member in record.members.values()]))
+            await slices.give_turn()
+        return mean_of(rates)
 
     def hit_days(self, peer: Peer) -> HitDays:
         return HitDays(days=self._hits.days(peer.sees))
@@ -142,13 +148,15 @@ class Lists:
         await self._contents.refresh()
         left = {view.namespace: view.left_ms for view in self._table.namespaces()}
         seen = [record for record in self._registry.namespaces() if peer.sees(record.tenant)]
+        limit = min(limit, NAMESPACES_OF_PAGE)
         shown, following = page_of(seen, lambda record: record.table_id, limit, cursor)
         attached = Counter(session.namespace.table_id for session in self._engines())
-        views = []
-        for at, record in enumerate(shown):
-            if at % SLICE_NAMESPACES == SLICE_NAMESPACES - 1:
-                await asyncio.sleep(0)
-            views.append(self._namespace_view(record, attached[record.table_id], left.get(record.table_id)))
+        views = list[NamespaceView]()
+        async with self._one_at_a_time:
+            slices = Slices()
+            for record in shown:
+                await slices.give_turn()
+                views.append(self._namespace_view(record, attached[record.table_id], left.get(record.table_id)))
         return Namespaces(namespaces=views, next=following)
 
     def _namespace_view(self, record: NamespaceRecord, sessions: int, left_ms: int | None) -> NamespaceView:

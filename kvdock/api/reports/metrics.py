@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate, islice
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from math import inf
-from typing import NamedTuple, get_type_hints
+from typing import Any, NamedTuple, get_type_hints
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import (
@@ -23,6 +23,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.samples import Exemplar
 
 from kvdock.api.access.peer import NOBODY, Peer
+from kvdock.api.clock import Slices
 from kvdock.api.pool.pool import Pool
 from kvdock.api.pool.quotas import Quotas
 from kvdock.api.record.counted import Counted
@@ -42,9 +43,10 @@ _TENANT_USE = {
     "sessions": "Attached sessions", "grants": "Open leases and reservations",
 }
 """By the fields of Amounts."""
-SLICE_METRICS = 8
 FRESH_S = 1.0
 """Scrapes within this time get the same text: to make it takes some ms."""
+_TOTALS, _OF_ALL = "totals/", "all tenants/"
+"""In place of a tenant's name: no tenant's has a slash."""
 _UNITS = ("seconds", "bytes")
 """Base units that end the names of metrics."""
 _REUSE = {
@@ -74,54 +76,53 @@ class Metrics:
 
     def __init__(self, server: ServerMetrics, lists: Lists, quotas: Quotas, now_s: Callable[[], float]) -> None:
         self._server, self._lists, self._quotas, self._now_s = server, lists, quotas, now_s
-        self._totals: dict[Format, tuple[float, asyncio.Task[bytes]]] = {}
-        """What makes the totals, and since when."""
-        self._tenants: dict[Format, tuple[float, asyncio.Task[bytes]]] = {}
-        """What makes the text of all tenants, and since when."""
+        self._made: dict[tuple[Format, str | None], tuple[float, asyncio.Task[bytes]]] = {}
+        """By format and whose it is: since when, and what makes the text."""
 
     async def text(self, peer: Peer, form: Format) -> bytes:
         """The totals, which every caller may see, and the use of each tenant that the caller may know of."""
-        return await self._all_totals(form) + await self._of_tenants(peer, form) + form.end
+        totals = await self._fresh(form, _TOTALS, lambda: self._of_server(form))
+        if not peer.may("read"):
+            return totals + form.end
+        whose = _OF_ALL if peer.may("admin") else peer.tenant
+        return totals + await self._fresh(form, whose, lambda: self._of_tenants(peer, form)) + form.end
 
-    async def _all_totals(self, form: Format) -> bytes:
+    async def _fresh(self, form: Format, whose: str | None, make: Callable[[], Coroutine[Any, Any, bytes]]) -> bytes:
         now_s = self._now_s()
-        since_s, making = self._totals.get(form, (-FRESH_S, None))
-        if making is None or now_s - since_s >= FRESH_S:
-            making = asyncio.create_task(in_slices(self._server.collect(), form))
-            self._totals[form] = now_s, making
-        return await asyncio.shield(making)
+        self._made = {key: made for key, made in self._made.items() if now_s - made[0] < FRESH_S}
+        if (form, whose) not in self._made:
+            self._made[form, whose] = now_s, asyncio.create_task(make())
+        return await asyncio.shield(self._made[form, whose][1])
+
+    async def _of_server(self, form: Format) -> bytes:
+        return await in_slices(self._server.collect(await self._lists.copy_rates()), form)
 
     async def _of_tenants(self, peer: Peer, form: Format) -> bytes:
-        if not peer.may("read"):
-            return b""
-        models = used_by_models(self._lists.hits_by_model(peer), form)
-        return await self._used_by_tenants(peer, form) + models + used_by_sessions(
-            self._lists.most_used_sessions(peer), form
+        """In a thread, in slices of its time: hundreds of tenants or models take tens of ms."""
+        tenants = {name: view for name, view in self._quotas.views().items() if peer.sees(name)}
+        await asyncio.sleep(0)
+        models = self._lists.hits_by_model(peer)
+        await asyncio.sleep(0)
+        sessions = self._lists.most_used_sessions(peer)
+        await asyncio.sleep(0)
+        return await asyncio.to_thread(
+            lambda: used_by(tenants, form) + used_by_models(models, form) + used_by_sessions(sessions, form)
         )
-
-    async def _used_by_tenants(self, peer: Peer, form: Format) -> bytes:
-        if not peer.may("admin"):
-            return used_by({name: view for name, view in self._quotas.views().items() if peer.sees(name)}, form)
-        now_s = self._now_s()
-        since_s, making = self._tenants.get(form, (-FRESH_S, None))
-        if making is None or now_s - since_s >= FRESH_S:
-            making = asyncio.create_task(asyncio.to_thread(used_by, self._quotas.views(), form))
-            self._tenants[form] = now_s, making
-        return await asyncio.shield(making)
 
 
 class ServerMetrics:
     """The metrics of the server as a whole, computed from its state."""
 
     def __init__(
-        self, pool: Pool, overview: Overview, probes: Probes, lists: Lists, answers: Answers, feeds: FeedFigures,
+        self, pool: Pool, overview: Overview, probes: Probes, answers: Answers, feeds: FeedFigures,
         curves: Curves | None,
     ) -> None:
-        self._pool, self._overview, self._probes, self._lists = pool, overview, probes, lists
+        self._pool, self._overview, self._probes = pool, overview, probes
         self._answers, self._feeds, self._curves = answers, feeds, curves
         self._process = ProcessCollector(registry=None)
 
-    def collect(self) -> Iterator[Metric]:
+    def collect(self, rates: CopyRates) -> Iterator[Metric]:
+        """`rates`: those of copies."""
         self._feeds.catch_up()
         status = self._overview.status(NOBODY)
         yield InfoMetricFamily("kvdock_build", "The server's version", {"version": status.version})
@@ -145,7 +146,7 @@ class ServerMetrics:
         if status.mover is not None:
             yield from _of_mover(status.mover)
             yield from _of_tiers(status.tiers)
-        yield _copies(self._lists.copy_rates())
+        yield _copies(rates)
         yield _times(self._answers.timings)
         yield self._durations_of("kvdock_load_seconds", "From a lease until all of its ranks have read", Loaded)
         yield self._durations_of("kvdock_store_seconds", "From a reservation until its chunks are published", Stored)
@@ -237,13 +238,14 @@ def used_by_sessions(sessions: Mapping[str, UseTotals], form: Format) -> bytes:
     return exposed([used], form) if sessions else b""
 
 
-async def in_slices(metrics: Iterator[Metric], form: Format) -> bytes:
-    """As `exposed`, with turns of the event loop for others in between."""
-    texts = []
-    while some := list(islice(metrics, SLICE_METRICS)):
-        texts.append(exposed(some, form))
-        await asyncio.sleep(0)
-    return b"".join(texts)
+async def in_slices(metrics: Iterable[Metric], form: Format) -> bytes:
+    """As `exposed`, with turns of the event loop for others in between: the text is made in a thread, which takes
+    several ms."""
+    made, slices = list[Metric](), Slices()
+    for metric in metrics:
+        made.append(metric)
+        await slices.give_turn()
+    return await asyncio.to_thread(exposed, made, form)
 
 
 def exposed(metrics: Iterable[Metric], form: Format) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -62,14 +63,19 @@ class Judge:
         self._probes, self._totals, self._troubles, self._curves = probes, totals, troubles, curves
         self._registry, self._quotas, self._lower = sessions.registry, sessions.quotas, lower
         self._wall_s = wall_s
+        self._one_at_a_time = asyncio.Lock()
 
-    def verdict(self, peer: Peer) -> Verdict:
+    async def verdict(self, peer: Peer) -> Verdict:
         judged = Judged(peer, self._totals.hits.total.view(), self._wall_s())
         rules = (
             self._not_ready, self._loads_cost_time, self._tiers, self._troubled, self._silent, self._thrashing,
             self._shares_nothing, self._share_fell, self._one_tenant,
         )
-        findings = [finding for rule in rules for finding in rule(judged)]
+        findings = list[Finding]()
+        async with self._one_at_a_time:
+            for rule in rules:
+                findings += rule(judged)
+                await asyncio.sleep(0)  # some look at all sessions
         findings.sort(key=lambda one: (one.severity != "bad", -one.cost_share))
         effect = self._effect(judged)
         return Verdict(effect=effect, headline=self._headline(effect, judged.hits), findings=findings)

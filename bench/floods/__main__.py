@@ -1,0 +1,114 @@
+"""How much clients that misbehave delay an engine, and how long they hold the server's event loop.
+
+    python -m bench.floods --json
+
+An engine looks up 16 keys over the Unix socket every 4 ms: beside a process that only computes, which is the baseline,
+and beside each kind of flood (bench/floods/kinds.py), which comes from another process. They take turns, because the
+load of a shared machine changes. The server has 2,500 sessions, 900 namespaces, 90,000 chunks and a full ring of events
+(bench/floods/full.py).
+
+`kinds`: how many there were. `worst_p99_ratio`: the engine's p99 beside a flood, divided by that of the baseline.
+`longest_turn_ms`: the longest turn of the server's event loop in processor time (bench/floods/turns.py);
+`longest_turn_ms_SCOPE` is that beside floods with a token of the scope, `_none` without a token, `_quiet` beside the
+baseline. `rss_growth_mib`: by how much the server's memory grew at most. `of`: p99, ratio, longest lookup and turn of
+each kind, and how many lookups failed. `found_afterwards`: how many of the 16 keys are still found.
+
+tests/api/test_floods.py lets engines go on beside each flood.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+import time
+from typing import Any, NamedTuple
+
+from bench.floods.full import Full, Size, full_server
+from bench.floods.honest import Latencies, descriptors, flooding, forget_most_memory, honest, most_memory_mib
+from bench.floods.kinds import KINDS, QUIET, Flood, prepared
+
+MARGIN_S = 30.0
+"""After which a flood ends that nobody has ended."""
+PAUSE_S = 0.2
+"""In which the server closes a flood's connections, before the next round."""
+
+
+class Seen(NamedTuple):
+    """`turn_ms`: the longest turn of the server."""
+
+    lookups: Latencies
+    turn_ms: float
+
+    def __add__(self, other: Seen) -> Seen:  # type: ignore[override]  # no concatenation
+        return Seen(self.lookups + other.lookups, max(self.turn_ms, other.turn_ms))
+
+
+NOTHING = Seen(Latencies([], 0), 0.0)
+
+
+def beside(flood: Flood, full: Full, seconds: float) -> Seen:
+    with flooding(flood, seconds + MARGIN_S):
+        full.longest_turn.forget()
+        lookups = honest(full.engine, full.keys, seconds)
+        turn_ms = full.longest_turn.ms
+    time.sleep(PAUSE_S)
+    return Seen(lookups, turn_ms)
+
+
+def measure(full: Full, names: list[str], seconds: float, rounds: int) -> dict[str, Any]:
+    by_kind, turns = dict[str, dict[str, float]](), dict[str, float]()
+    pid = full.server.pid
+    honest(full.engine, full.keys, 0.5)
+    forget_most_memory(pid)
+    began_mib = most_memory_mib(pid)
+    for name in names:
+        quiet, seen = NOTHING, NOTHING
+        baseline, flood = prepared(QUIET, full.target), prepared(name, full.target)
+        for _ in range(rounds):
+            quiet += beside(baseline, full, seconds / rounds)
+            seen += beside(flood, full, seconds / rounds)
+        by_kind[name] = {
+            "p99_ms": seen.lookups.p99_ms, "max_ms": seen.lookups.max_ms, "errors": seen.lookups.errors,
+            "ratio": seen.lookups.p99_ms / quiet.lookups.p99_ms, "turn_ms": seen.turn_ms,
+        }
+        print(name, {key: round(value, 2) for key, value in by_kind[name].items()}, file=sys.stderr, flush=True)
+        for whose, turn_ms in ((KINDS[name].who, seen.turn_ms), (QUIET, quiet.turn_ms)):
+            turns[whose] = max(turn_ms, turns.get(whose, 0.0))
+    return {
+        "kinds": len(by_kind), "worst_p99_ratio": max(one["ratio"] for one in by_kind.values()),
+        "longest_turn_ms": max(turns.values()),
+        **{f"longest_turn_ms_{whose}": turn_ms for whose, turn_ms in turns.items()},
+        "rss_growth_mib": most_memory_mib(pid) - began_mib, "descriptors": descriptors(pid),
+        "found_afterwards": full.engine.look_up(full.keys), "of": by_kind,
+    }
+
+
+def rounded(figures: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: rounded(value) if isinstance(value, dict) else round(value, 2) for name, value in figures.items()
+    }
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench.floods", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    parser.add_argument("--seconds", type=float, default=2.0, help="of each flood")
+    parser.add_argument("--rounds", type=int, default=4, help="in which each flood takes turns with the baseline")
+    parser.add_argument("--kinds", default="", help="a regular expression: only floods whose names it matches in part")
+    parser.add_argument("--scale", type=float, default=1.0, help="how much the server has, as a share of its usual")
+    chosen = parser.parse_args(arguments)
+    names = [name for name in KINDS if name != QUIET and re.search(chosen.kinds, name)]
+    with full_server(Size().scaled(chosen.scale)) as full:
+        figures = rounded(measure(full, names, chosen.seconds, chosen.rounds))
+    of = figures.pop("of")
+    if chosen.json:
+        print(json.dumps({**figures, "of": of}))
+    else:
+        print("\n".join(f"{key:32} {value}" for key, value in (*figures.items(), *of.items())))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -11,7 +11,6 @@ from api_helpers import PATIENCE_S
 
 from kvdock.client.client import Client
 from kvdock.connectors.session import Attachment, EngineSession, Identity
-from kvdock.datapath.checksum import checksum
 from kvdock.protocol.schemas import (
     Commit,
     Group,
@@ -23,6 +22,7 @@ from kvdock.protocol.schemas import (
     Reserve,
     ReserveAnswer,
 )
+from kvdock.shm.checksum import checksum
 
 CHUNK_TOKENS = 16
 

@@ -3,7 +3,7 @@
 `python damage_helpers.py SEED TRIALS` prints a JSON object that counts the outcomes; a crash is its exit status.
 Every trial is named by SEED and its number. Offsets are drawn from the words in use.
 What is adopted is compared with what was promised. `--use` makes other trials: engines go on using the adopted table
-by random calls, and it is adopted once more.
+by random calls, and it is adopted once more. tests/support/adoption_fuzz.py makes many of these.
 """
 
 from __future__ import annotations
@@ -129,8 +129,9 @@ def trial(region: Region, number: int, seed: int, whole: tuple[list[object], Chu
 # --------------------------------------------------------------------------- used after the damage
 
 
-def use_trial(seed: int, number: int) -> str:
-    """Random calls, damage, an adoption, a thousand random calls, and a second adoption with more calls."""
+def use_trial(seed: int, number: int) -> tuple[str, int]:
+    """Random calls, damage, an adoption, a thousand random calls, and a second adoption with more calls. The outcome,
+    and how many calls were made."""
     source = random.Random(f"{seed}.{number}")
     size = Table.region_bytes(512, 64)
     region = region_of(bytes(size))
@@ -143,13 +144,13 @@ def use_trial(seed: int, number: int) -> str:
         Table.stored_segments(region, pool_id=1, lock_inode=7)
         table, found = adopted(region)
     except TableError:
-        return f"{kind}: refused"
+        return f"{kind}: refused", use.made
     try:
         use.go_on_with(table, found["clock_ms"])
     except TableError as error:
         if error.code == "corrupt":
             raise
-        return f"{kind}: no way back"
+        return f"{kind}: no way back", use.made
     for _ in range(20):
         use.calls(50)
         table.check_integrity()
@@ -158,7 +159,7 @@ def use_trial(seed: int, number: int) -> str:
     use.go_on_with(table, found["clock_ms"])
     use.calls(100)
     table.check_integrity()
-    return f"{kind}: used"
+    return f"{kind}: used", use.made
 
 
 def region_of(content: bytes) -> Mapping:
@@ -172,10 +173,13 @@ def region_of(content: bytes) -> Mapping:
 
 def main_of_use(seed: int, trials: int) -> None:
     outcomes: Counter[str] = Counter()
+    calls = 0
     for number in range(trials):
-        print(f"trial {seed}.{number}", file=sys.stderr, flush=True)  # a crash is named by the last one
-        outcomes[use_trial(seed, number)] += 1
-    print(json.dumps(dict(sorted(outcomes.items()))))
+        print(f"trial {seed}.{number}, {calls} calls before", file=sys.stderr, flush=True)  # the last one crashed
+        outcome, made = use_trial(seed, number)
+        outcomes[outcome] += 1
+        calls += made
+    print(json.dumps({"calls": calls, "outcomes": dict(sorted(outcomes.items()))}))
 
 
 def main(seed: int, trials: int) -> None:

@@ -50,7 +50,7 @@ def runtime_of(library: str) -> str:
 
 
 def environment(kind: Sanitizer, core: Path) -> dict[str, str]:
-    """Of a process that loads `core` in place of the usual extension: `import sanitized_core`."""
+    """For a process that loads `core` in place of the usual extension, with `import sanitized_core`."""
     # The C++ library too: what it throws is looked at from the start, or not at all.
     preload = f"{runtime_of(kind.runtime)} {runtime_of('libstdc++.so.6')}"
     return {**os.environ, **kind.options, "LD_PRELOAD": preload, "KVDOCK_TEST_CORE": str(core)}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import secrets
 from collections.abc import Iterator
 
@@ -19,7 +18,7 @@ from kvdock.api.pool.registry import NamespaceRecord, NamespaceUse, SessionRecor
 from kvdock.api.settings import Settings
 from kvdock.client.client import Client
 from kvdock.protocol.errors import ApiError
-from kvdock.protocol.schemas import Group, LookupAnswer, Manifest, MismatchAnswer, Part, ReportMismatch
+from kvdock.protocol.schemas import Group, LookupAnswer, Manifest, MismatchAnswer, ReportMismatch
 from kvdock.shm.checksum import checksum
 
 pytestmark = pytest.mark.security
@@ -39,11 +38,6 @@ def report(engine: TierEngine, found: LookupAnswer, *chunks: int) -> MismatchAns
     return engine.client.mismatch(
         ReportMismatch(session=engine.attachment.session, lease=found.lease, chunks=list(chunks))
     )
-
-
-def flip(engine: TierEngine, part: Part, at: int) -> None:
-    address = engine.attachment.segments.address(part.segment, part.offset, part.length)
-    ctypes.c_ubyte.from_address(address + at).value ^= 1
 
 
 def found_chunks(engine: TierEngine, stored: list[bytes]) -> int:
@@ -70,7 +64,7 @@ def test_one_flipped_bit_in_any_part_takes_the_chunk_out_at_once(engine: TierEng
     engine.store(stored)
     found = engine.lookup(stored)
     (part,) = (part for part in found.chunks[2] if part.writer == writer)
-    flip(engine, part, at)
+    engine.damage(part, at)
     answer = report(engine, found, 1, 2, 3)
     assert (answer.quarantined, answer.whole) == (1, 2)
     assert found_chunks(engine, stored) == 2
@@ -98,7 +92,7 @@ def test_who_reports_whole_chunks_again_and_again_is_refused_and_said_to_be_bad(
         assert client.status().counters["mismatches"] == 0
         assert client.acknowledge().troubles == 1, "one for each engine, however often it reports"
     assert "their bytes are right" in server.log_text() and "its reports are refused for an hour" in server.log_text()
-    flip(engine, found.chunks[3][0], 7)
+    engine.damage(found.chunks[3][0], 7)
     assert report(engine, engine.lookup(stored, "own"), 3).quarantined == 1, "others are believed, when it is true"
     liar.close()
 
@@ -121,7 +115,7 @@ def test_a_lease_that_has_ended_proves_nothing(engine: TierEngine) -> None:
     stored = engine.chain(2)
     engine.store(stored)
     found = engine.lookup(stored)
-    flip(engine, found.chunks[1][0], 0)
+    engine.damage(found.chunks[1][0], 0)
     engine.release(found)
     answer = report(engine, found, 0, 1)
     assert (answer.quarantined, answer.whole) == (0, 0)

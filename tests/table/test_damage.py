@@ -18,7 +18,7 @@ from random_use import RandomUse, adopted, new_table
 
 SCRIPT = SUPPORT / "damage_helpers.py"
 RECORD_SIZES = range(112 + 32, 112 + 32 * 9, 32)
-"""Of records with 1 to 8 parts, as the table of pages has them."""
+"""What the table of pages has for records with 1 to 8 parts."""
 
 
 @pytest.fixture

@@ -27,10 +27,10 @@ import numpy as np
 
 from kvdock import _core
 from kvdock.api.pool.segments import SegmentPool
-from kvdock.datapath.checksum import checksum, ensure_keys
 from kvdock.datapath.cuda import require_cuda
 from kvdock.datapath.errors import NoCuda
 from kvdock.datapath.segments import AttachedSegments
+from kvdock.shm.checksum import checksum, ensure_keys
 
 FRAGMENTS_KIB = (4, 16, 32, 72)
 PLANES = 8

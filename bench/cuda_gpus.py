@@ -13,8 +13,8 @@ import torch
 
 from bench.cuda_rig import GIB, SHAPES, Case, Clock, ThreeSegments, segments
 from kvdock import _core
-from kvdock.datapath.checksum import checksum
 from kvdock.datapath.cuda import CudaCopier
+from kvdock.shm.checksum import checksum
 from kvdock.shm.segment import SegmentInfo
 
 ROUNDS = 7

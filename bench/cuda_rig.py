@@ -15,13 +15,13 @@ import torch
 
 from kvdock import _core
 from kvdock.api.pool.segments import SegmentPool
-from kvdock.datapath.checksum import checksum
 from kvdock.datapath.copy import PartCopy
 from kvdock.datapath.cuda import CudaCopier, CudaHandle
 from kvdock.datapath.layout import PagedLayout, paged_layout
 from kvdock.datapath.registration import CudaRegister, Registration
 from kvdock.datapath.segments import AttachedSegments
 from kvdock.datapath.tuning import Geometry
+from kvdock.shm.checksum import checksum
 from kvdock.shm.segment import SegmentInfo
 
 GIB: Final = 1 << 30

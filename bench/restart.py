@@ -20,7 +20,7 @@ import tempfile
 import time
 
 from kvdock._core import Table
-from kvdock.api.pool.adopt import adopt_pool
+from kvdock.api.pool.adopt import Means, adopt_pool
 from kvdock.api.pool.lock import PoolLock
 from kvdock.api.pool.segments import SegmentPool
 from kvdock.api.settings import Settings
@@ -77,7 +77,7 @@ def adopt(chunks: int, times: int) -> dict[str, object]:
             leave_pool(settings, pool_id, chunks)
             for _ in range(times):
                 began = time.perf_counter()
-                adopted = adopt_pool(settings, pool_id, secrets.randbits)
+                adopted = adopt_pool(settings, pool_id, Means(secrets.randbits))
                 took_s.append(time.perf_counter() - began)
                 found = adopted.found
                 adopted.objects.leave()

@@ -7,8 +7,8 @@ import os
 import random
 import time
 
-from kvdock.datapath.checksum import checksum
 from kvdock.shm import objects as shm
+from kvdock.shm.checksum import checksum
 from kvdock.tiers.record import PartName, Record
 from kvdock.tiers.tier import Deadline, Outcome, Tier, ToLoad, ToStore
 

@@ -18,9 +18,9 @@ from collections import deque
 
 from bench.serving import Engine, chain
 from kvdock.client.client import Client
-from kvdock.datapath.checksum import checksum
 from kvdock.protocol import schemas as s
 from kvdock.protocol.reports import TierView
+from kvdock.shm.checksum import checksum
 
 CHUNKS = 16
 """Chunks of each prompt."""

@@ -450,6 +450,14 @@ void bind_grants(py::class_<BoundTable>& c) {
 void bind_grant_ends(py::class_<BoundTable>& c) {
   c.def("release", call(&Table::release), "session"_a, "grant"_a, "ranks"_a,
         "Returns the ranks that remain. A repeat is harmless; foreign_grant for another session's grant.")
+      .def("leased_parts", [](BoundTable& t, uint64_t session, uint64_t grant, const std::vector<uint32_t>& chunks) {
+        const auto found = call(&Table::leased_parts)(t, session, grant, chunks);
+        return list_of(found, [](const LeasedPart& one) {
+          const auto& [chunk, part] = one;
+          return py::make_tuple(chunk, part.segment, part.offset, part.length, part.checksum);
+        });
+      }, "session"_a, "grant"_a, "chunks"_a,
+         "All parts of those chunks of a lease that lookups find: (chunk, segment, offset, length, checksum).")
       .def("mismatch", [](BoundTable& t, uint64_t session, uint64_t grant, const std::vector<uint32_t>& chunks) {
         auto [space, keys] = call(&Table::mismatch)(t, session, grant, chunks);
         return std::make_pair(space, py::bytes(reinterpret_cast<const char*>(keys.data()), keys.size() * kKeyBytes));

@@ -60,6 +60,7 @@ struct LookupResult {
   std::vector<PartAt> parts;        // of all chunks, one after the other
   std::vector<uint32_t> part_ends;  // per chunk: where its parts end
 };
+using LeasedPart = std::pair<uint32_t, PartAt>;  // with the index of its chunk, counted from token 0
 // Chunks of one namespace whose bytes a reader found damaged.
 struct Damaged {
   uint32_t space = 0;

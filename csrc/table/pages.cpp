@@ -22,20 +22,21 @@ std::optional<uint32_t> RecordPages::take(uint32_t parts) {
   return id;
 }
 
-// A page for records of `size`: a spare one, or one that was never used.
+// A page for records of `size`: a spare one, or one that was never used. Of the latter an adopted pool may have bytes,
+// if it has lost their size. State words of the new record size lie where the old one had bodies. Zeroed, all of them
+// are FREE.
 std::optional<uint32_t> RecordPages::open_page(uint32_t size) {
   uint32_t page;
   if (!spare_.empty()) {
     page = spare_.back();
     spare_.pop_back();
-    // State words of the new record size lie where the old one had bodies. Zeroed, all of them are FREE.
-    if (sizes_[page] != size) std::memset(bytes_ + uint64_t{page} * kPageBytes, 0, kPageBytes);
   } else if (pages_.size() < max_pages_) {
     page = static_cast<uint32_t>(pages_.size());
     pages_.emplace_back();
   } else {
     return std::nullopt;
   }
+  if (sizes_[page] != size) std::memset(bytes_ + uint64_t{page} * kPageBytes, 0, kPageBytes);
   sizes_[page] = size;
   pages_[page].free.clear();
   for (uint32_t i = records_in(page); i-- > 0;) pages_[page].free.push_back(page * kPageRecords + i);

@@ -181,22 +181,36 @@ void Table::keep(uint64_t member, uint64_t id, uint64_t now) {
   if (Grant* g = grants_.find(id); g && g->asker == cell) g->asked_ms = now;
 }
 
-Damaged Table::mismatch(uint64_t session, uint64_t id, const std::vector<uint32_t>& chunks) {
+// A lease with entries has a holder, so it pins its records.
+std::map<uint32_t, uint32_t> Table::ready_of(uint64_t session, uint64_t id, const std::vector<uint32_t>& chunks) {
+  std::map<uint32_t, uint32_t> found;
   Grant* g = grants_.of_session(session, id, GrantKind::kLease);
-  if (!g) return {};
+  if (!g) return found;
   std::set<uint32_t> wanted(chunks.begin(), chunks.end());
-  std::vector<uint32_t> ids;
-  // A lease with entries has a holder, so it pins its records.
   grants_.for_each_entry(*g, [&](const GrantEntry& entry) {
     if (!wanted.count(entry.index)) return;
-    if (chunks_.record(entry.record).state() == RecordState::kReady) ids.push_back(entry.record);
+    if (chunks_.record(entry.record).state() == RecordState::kReady) found.emplace(entry.record, entry.index);
   });
-  std::sort(ids.begin(), ids.end());
-  ids.erase(std::unique(ids.begin(), ids.end()), ids.end());
+  return found;
+}
+
+std::vector<LeasedPart> Table::leased_parts(uint64_t session, uint64_t id, const std::vector<uint32_t>& chunks) {
+  std::vector<LeasedPart> out;
+  for (auto [record, index] : ready_of(session, id, chunks)) {
+    std::vector<PartAt> parts;
+    append_parts(chunks_.record(record), ~0u, &parts);
+    for (const PartAt& part : parts) out.emplace_back(index, part);
+  }
+  return out;
+}
+
+Damaged Table::mismatch(uint64_t session, uint64_t id, const std::vector<uint32_t>& chunks) {
   Damaged found;
-  for (uint32_t record : ids) {
+  std::vector<uint32_t> ids;
+  for (auto [record, index] : ready_of(session, id, chunks)) {
     found.space = chunks_.record(record).space;  // a lease is of one namespace
     found.keys.push_back(chunks_.record(record).key);
+    ids.push_back(record);
   }
   counters_.mismatches += take_out(std::move(ids), Gone::mismatched);
   return found;

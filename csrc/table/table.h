@@ -12,6 +12,7 @@
 //   tests/table/test_model.py holds I6 and I8 step by step, tests/table/test_protocol_model.py all three in the model.
 #pragma once
 
+#include <map>
 #include <mutex>
 
 #include "table/grants.h"
@@ -93,6 +94,8 @@ class Table {
   AllChanges all_changes(uint64_t since, size_t at_most);
   void withdraw(uint64_t session, const Id16& request);  // the promises of the request's lookups
   std::vector<uint32_t> release(uint64_t session, uint64_t grant, const std::vector<uint32_t>& ranks);
+  // All parts of those chunks of a lease that lookups find, whichever groups the lease is for.
+  std::vector<LeasedPart> leased_parts(uint64_t session, uint64_t grant, const std::vector<uint32_t>& chunks);
   // Returns the keys of the chunks that it took out.
   Damaged mismatch(uint64_t session, uint64_t grant, const std::vector<uint32_t>& chunks);
 
@@ -171,6 +174,8 @@ class Table {
 
   Grant* hold_new(const Members::Asker& asker, const Id16& request, const std::vector<Key>& keys, uint64_t hash,
                   uint64_t now, LookupResult* out);
+  // Records of the lease's chunks that are READY, with the index of their chunk.
+  std::map<uint32_t, uint32_t> ready_of(uint64_t session, uint64_t grant, const std::vector<uint32_t>& chunks);
 
   // -- stores (store.cpp)
   void check_chain(uint32_t space, const ReserveCall& call, uint32_t groups);

@@ -27,6 +27,7 @@ from kvdock.api.http.handlers import Handlers
 from kvdock.api.http.limits import BodyCapacity
 from kvdock.api.http.openapi import TAGS, openapi_schema
 from kvdock.api.keeper import Keeper
+from kvdock.api.pool.damage import DamageReports
 from kvdock.api.pool.drain import Drain
 from kvdock.api.pool.kept_object import KeptObject
 from kvdock.api.pool.pool import Pool
@@ -54,6 +55,7 @@ from kvdock.api.settings import Settings
 from kvdock.api.tiers.clears import Clears, OrderFile
 from kvdock.api.tiers.mover_client import MoverClient
 from kvdock.protocol.errors import ApiError
+from kvdock.protocol.wire_types import OWN_TENANT
 from kvdock.shm.objects import Kept, kept_path
 
 Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
@@ -92,6 +94,8 @@ def build(
     answers = Answers(pool.table, lambda space: mover_client.in_tiers(space))
     registry.on_ended = answers.forget
     troubles, labels = Troubles(clocks.wall_s), Labels(registry, pool.table)
+    if pool.left_out:
+        troubles.add("left_out", OWN_TENANT, pool.left_out)
     tally = Tally(settings, pool.table, journal, Learned(curves, beginnings, answers, troubles, labels), clocks, clock)
     orders = OrderFile(Path(f"{settings.socket_path}.orders"))
     clears = Clears(pool.table, registry, journal, orders, settings.tier_names)
@@ -99,6 +103,7 @@ def build(
         pool, registry, tally.counters, clears, drain=drain, now_ms=clock.now_ms,
         now_s=clocks.now_s,
     )
+    damage = DamageReports(pool, clocks.now_s, clears.damaged)
     feeds = Feeds(settings, pool.table, journal, clocks.wall_s, extras)
     history = History(
         settings.history_values, settings.history_interval_s, SERIES + TIER_SERIES * settings.has_tiers,
@@ -119,7 +124,9 @@ def build(
     lists = Lists(sessions, tally.recent, tally.hits, contents, mover_client.is_mover)
     server_metrics = ServerMetrics(pool, overview, probes, meter, feeds, curves)
     handlers = Handlers(
-        service=CacheService(sessions, tally, mover_client, clears, feeds.kv, settings.heartbeat_s),
+        service=CacheService(
+            sessions, tally, mover_client, clears, feeds.kv, settings.heartbeat_s, damage
+        ),
         admin=Admin(settings, sessions, journal, clears, troubles, labels, contents.forget),
         overview=overview, judge=Judge(probes, tally, troubles, curves, sessions, tiers, clocks.wall_s),
         lists=lists, contents=contents,

@@ -153,10 +153,7 @@ class Server:
             undo.callback(extras.close)  # when the last event has been handed out
             tcp = undo.enter_context(bind_tcp(settings.host, settings.port))
             unix = undo.enter_context(bind_unix(settings.socket_path))
-            try:
-                pool = open_pool(settings, secrets.randbits, publish=self._journal.publish)
-            except OSError as error:
-                raise StartupError("no_shared_memory", f"shared memory cannot be used: {error}") from error
+            pool = self._open_pool()
             undo.callback(self._close, pool)
             parts = build(settings, pool, access, Clocks(), journal=self._journal, extras=extras)
             extras.start(parts.feeds.kv)
@@ -202,6 +199,16 @@ class Server:
             self._uvicorn.run(sockets=[tcp, unix])
         if self._failure is not None:
             raise self._failure
+
+    def _open_pool(self) -> Pool:
+        """Raises StartupError."""
+        try:
+            return open_pool(
+                self._settings, secrets.randbits, publish=self._journal.publish,
+                catches_signals=threading.current_thread() is threading.main_thread(),
+            )
+        except OSError as error:
+            raise StartupError("no_shared_memory", f"shared memory cannot be used: {error}") from error
 
     def _publish_drain(self, pool: Pool) -> None:
         self._manager.stopping("is draining: no new leases")

@@ -1,4 +1,4 @@
-"""The cache service: each call of an engine, in the table's terms. It decides; it never touches a KV byte.
+"""The cache service: each call of an engine, in the table's terms. It decides; it moves no KV byte.
 
 Each method's first argument is the caller: sessions and namespaces of other tenants do not exist for it. Used from one
 event loop; only the growth of the pool runs outside of it. Time comes from the clock passed in. A refusal is an
@@ -24,6 +24,7 @@ from kvdock.api.convert import (
     key_bytes,
 )
 from kvdock.api.feeds.kv import KvLog, Source
+from kvdock.api.pool.damage import DamageReports
 from kvdock.api.pool.registry import MemberRecord, SessionRecord, digest16
 from kvdock.api.pool.sessions import Sessions
 from kvdock.api.record.tally import Tally
@@ -54,13 +55,13 @@ class CacheService:
 
     def __init__(
         self, sessions: Sessions, tally: Tally, mover_client: MoverClient, clears: Clears, kv_log: KvLog | None,
-        heartbeat_s: float,
+        heartbeat_s: float, damage: DamageReports,
     ) -> None:
         """`heartbeat_s`: how often members are asked to send a heartbeat. `kv_log`: None if routers get no KV events.
         """
         self._sessions, self._tally = sessions, tally
         self._mover_client, self._clears, self._kv_log = mover_client, clears, kv_log
-        self._heartbeat_s = heartbeat_s
+        self._heartbeat_s, self._damage = heartbeat_s, damage
         self._pool, self._table = sessions.pool, sessions.pool.table
         self._registry, self._names, self._clock = sessions.registry, sessions.names, sessions.clock
 
@@ -256,16 +257,15 @@ class CacheService:
         asker = self._registry.session(session, peer.tenant, peer.identity)
         self._cancel(asker, asker.member(member), lease)
 
-    def mismatch(self, peer: Peer, body: s.ReportMismatch) -> s.MismatchAnswer:
+    async def mismatch(self, peer: Peer, body: s.ReportMismatch) -> s.MismatchAnswer:
         session = self._registry.session(body.session, peer.tenant, peer.identity)
         self._tally.catch_up()
-        number, damaged = self._table.mismatch(session.table_id, grant_id(body.lease), body.chunks)
-        quarantined = len(damaged) // KEY_BYTES
-        space = self._registry.of_number(number)  # the session may run other weights by now, in another namespace
-        if damaged and space is not None:
-            self._clears.damaged(space, damaged)
-        self._tally.mismatched(session, body.lease, quarantined)
-        return s.MismatchAnswer(quarantined=quarantined)
+        found = await self._damage.judge(session, peer.name, grant_id(body.lease), body.chunks)
+        if found.damaged or not found.whole:
+            self._tally.mismatched(session, body.lease, found.damaged)
+        if found.whole:
+            self._tally.refuted(session, body.lease, found.whole, is_refused=self._damage.is_refused(session))
+        return s.MismatchAnswer(quarantined=found.damaged, whole=found.whole)
 
     async def hint(self, peer: Peer, body: Hint) -> HintAnswer:
         """Handles the keys in slices: from the first key on, or, where the end matters, from the last one back."""

@@ -67,7 +67,7 @@ def acknowledge_findings(server: str, *, as_json: bool, console: Console) -> Non
     if as_json:
         print_json(console, seen)
     else:
-        say(console, f"{counted(seen.troubles, 'event')} acknowledged: engines that died, and damaged chunks")
+        say(console, f"{counted(seen.troubles, 'event')} acknowledged: dead engines, damage, pools left out")
 
 
 def drain_server(server: str, *, wait: bool, as_json: bool, console: Console) -> None:

@@ -31,7 +31,7 @@ from kvdock import _core
 from kvdock._core import TableError
 from kvdock.api.access.access_file import digest_of, read
 from kvdock.api.errors import AccessFileError, OtherFormat, SettingsError
-from kvdock.api.pool.adopt import check_format
+from kvdock.api.pool.adopt import check_format, crash_of
 from kvdock.api.pool.capacity import Capacity
 from kvdock.api.pool.lock import pools_at, server_alive
 from kvdock.api.settings import Effective, Settings, effective
@@ -276,12 +276,17 @@ def _adoption(socket_path: str) -> list[Finding]:
         name = f"pool {pool_id:016x}"
         try:
             check_format(pool_id)
+            crash = crash_of(pool_id)
         except OtherFormat as error:
             advice = "this release does not start with it: keep the release that made it, or serve with --adopt=never"
             found.append(Finding("adoption", "problem", f"{name}: {error}", advice))
         except (OSError, ValueError, TableError, ShmError) as error:
             found.append(Finding("adoption", "problem", f"{name}: {error}", "a server would start with an empty pool"))
         else:
+            if crash:
+                text = f"{name}: the server that had taken it over before crashed ({crash})"
+                found.append(Finding("adoption", "problem", text, "a server would start with an empty pool"))
+                continue
             found.append(Finding("adoption", "ok", f"{name}: this release reads its format, and would take it over"))
     return found or [Finding("adoption", "note", f"no server of this user has a pool at {socket_path}")]
 

@@ -387,8 +387,8 @@ MEANINGS: dict[str, str] = {
     "are evicted first.",
     "watch_s": "How often the server checks for dead processes, expired deadlines and free space.",
     "adopt": "What to do with a pool that an earlier server left at this socket: `auto` takes it over, or removes it "
-    "if it is damaged, and does not start if it has another format; `never` removes it; `require` takes it over, or "
-    "the server does not start.",
+    "if it is damaged or a server has crashed with it, and does not start if it has another format; `never` removes "
+    "it; `require` takes it over, or the server does not start.",
     "drain_s": "After SIGTERM the server waits this long for open calls, leases and reservations, and grants nothing "
     "new.",
     "on_exit": "What SIGTERM does with the pool: `remove` it, or `keep` it for the next server at this socket. Ctrl-C "

@@ -280,7 +280,8 @@ GROUPS: Final[dict[str, dict[str, str]]] = {
     },
     "engines": {"attached_members": "{} process|es attached", "dead_members": "{} found dead"},
     "trouble": {
-        "mismatches": "{} chunk|s with a wrong checksum", "refusals": "{} call|s refused",
+        "mismatches": "{} chunk|s with a wrong checksum",
+        "refuted_mismatches": "{} reported as damaged that are not", "refusals": "{} call|s refused",
         "refused_connections": "{} connection|s refused",
     },
 }

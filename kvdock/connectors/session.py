@@ -381,7 +381,18 @@ class EngineSession:
         """Reports the chunks of a lease that do not match their checksums. Raises ServerUnavailable, ApiError."""
         for start in range(0, len(damaged), MAX_ENTRIES):
             chunks = list(damaged[start : start + MAX_ENTRIES])
-            self.client.mismatch(ReportMismatch(session=attachment.session, lease=lease, chunks=chunks))
+            try:
+                answer = self.client.mismatch(ReportMismatch(session=attachment.session, lease=lease, chunks=chunks))
+            except ApiError as error:
+                if error.code != "reports_refused":
+                    raise
+                log.error("the server does not judge this engine's reports of damaged chunks any more: %s", error)
+                return
+            if answer.whole:
+                log.error(
+                    "%d of %d chunks that did not match their checksums here are whole in the pool: this engine's own "
+                    "memory, or its device or the way to it, is bad", answer.whole, len(chunks),
+                )
 
     def abort(self, attachment: Attachment, reservation: str, ranks: Sequence[int] | None = None) -> None:
         """Reports to the server that `ranks` will not store; None: no rank has got the reservation. The chunks that are

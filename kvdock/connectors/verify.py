@@ -16,10 +16,10 @@ from collections.abc import Callable, Iterable, Sequence
 from kvdock import _core
 from kvdock.connectors.background import Background
 from kvdock.connectors.session import Attachment, EngineSession
-from kvdock.datapath.checksum import ensure_keys
 from kvdock.datapath.threads import Pool
 from kvdock.protocol.errors import ApiError, ServerUnavailable
 from kvdock.protocol.schemas import LookupAnswer, Part
+from kvdock.shm.checksum import ensure_keys
 from kvdock.shm.errors import AttachError, ShmError
 
 log = logging.getLogger("kvdock.connector")

@@ -21,10 +21,10 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 from kvdock import _core
-from kvdock.datapath.checksum import ensure_keys
 from kvdock.datapath.errors import CopierClosed, copy_error
 from kvdock.datapath.layout import PagedLayout
 from kvdock.datapath.threads import Pool
+from kvdock.shm.checksum import ensure_keys
 
 
 @runtime_checkable

@@ -22,10 +22,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
 from kvdock import _core
-from kvdock.datapath.checksum import ensure_keys
 from kvdock.datapath.copy import PartCopy, PartResult, packed_for_gather, packed_for_scatter, results_of
 from kvdock.datapath.errors import CopierClosed, NoCuda
 from kvdock.datapath.layout import PagedLayout
+from kvdock.shm.checksum import ensure_keys
 
 
 @dataclass(frozen=True)

@@ -25,9 +25,9 @@ from pathlib import Path
 from typing import Final, TypeAlias, TypeVar
 
 from kvdock import _core
-from kvdock.datapath.checksum import ensure_keys
 from kvdock.datapath.cuda import CopyTuning, require_cuda
 from kvdock.datapath.layout import PagedLayout
+from kvdock.shm.checksum import ensure_keys
 
 log = logging.getLogger("kvdock.datapath")
 

@@ -58,6 +58,7 @@ CODES: dict[str, Code] = {
     "skip_exceeds_hit": Code(409, "The skip is longer than the hit"),
     "table_full": Code(507, "The chunk table has no room"),
     "too_many_grants": Code(429, "The session has too many leases and reservations open"),
+    "reports_refused": Code(429, "Too many chunks were reported as damaged that are not"),
     "quota_exceeded": Code(429, "The tenant has as much as its quota allows"),
     "corrupt": Code(500, "The chunk table failed its integrity check"),
     # who calls

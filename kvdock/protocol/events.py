@@ -221,6 +221,16 @@ class Mismatched(_OfSession, kw_only=True, tag="mismatched"):
     chunks: int
 
 
+class MismatchRefuted(_OfSession, kw_only=True, tag="mismatch_refuted"):
+    """A reader reported chunks as damaged whose bytes in shared memory are right: they stay. What is damaged is the
+    reader's own memory, or its copies."""
+
+    lease: Hex64
+    chunks: int
+    is_refused: bool
+    """Whether it was so often that the session's reports are refused now."""
+
+
 class Quarantined(Event, kw_only=True, tag="quarantined"):
     """More memory than at the last event of this kind or `freed` waits for engines that still read or write it."""
 
@@ -344,7 +354,8 @@ class Gap(Event, kw_only=True, tag="gap"):
 EVENTS: tuple[type[Event], ...] = (
     Attached, Suspect, Recovered, Dead, Left,
     LookedUp, Leased, Loaded, Cancelled, Reserved, Stored, Committed, Aborted, RequestEnded, Refused,
-    Evicted, Mismatched, Quarantined, Freed, Grown, GrowthFailed, Shrunk, GenerationRaised, TiersPending, LimitsChanged,
+    Evicted, Mismatched, MismatchRefuted, Quarantined, Freed, Grown, GrowthFailed, Shrunk, GenerationRaised,
+    TiersPending, LimitsChanged,
     Adopted, Ready, Reread, Draining, Ended,
 )
 

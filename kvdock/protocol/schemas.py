@@ -473,7 +473,8 @@ class Abort(Body, kw_only=True):
 
 
 class ReportMismatch(Body, kw_only=True):
-    """A loaded part does not have the checksum that the lease names: the chunk is taken out of use."""
+    """A loaded part does not have the checksum that the lease names. The server hashes the chunk in shared memory; it
+    is taken out of use if its bytes are damaged there, and stays otherwise."""
 
     session: Name
     lease: Hex64
@@ -482,7 +483,12 @@ class ReportMismatch(Body, kw_only=True):
 
 
 class MismatchAnswer(Answer, kw_only=True):
+    """Chunks in neither count were out of use already, or were not judged in time: report them again."""
+
     quarantined: int
+    """Chunks that were damaged in shared memory, and are out of use now."""
+    whole: int = 0
+    """Chunks whose bytes in shared memory are right. They stay; the reader's own memory or copies are damaged."""
 
 
 # --------------------------------------------------------------------------- hints

@@ -17,7 +17,8 @@ have. not_helping: requests have ended, and none has loaded anything. idle: no e
 not_reported: engines look up, and none has reported the end of a request. not_ready: no slot can be given out."""
 
 FindingCode = Literal[
-    "not_ready", "loads_cost_time", "tier_off", "engine_died", "engine_silent", "chunks_damaged", "thrashing",
+    "not_ready", "loads_cost_time", "tier_off", "engine_died", "engine_silent", "chunks_damaged", "engine_misreads",
+    "pool_left_out", "thrashing",
     "shares_nothing", "share_fell", "tier_too_slow", "full_of_one_tenant", "mover_silent",
 ]
 
@@ -28,6 +29,8 @@ REMEDIES: Final[dict[FindingCode, str]] = {
     "engine_died": "kvdock sessions",
     "engine_silent": "kvdock sessions",
     "chunks_damaged": "kvdock events --kinds mismatched",
+    "engine_misreads": "kvdock events --kinds mismatch_refuted",
+    "pool_left_out": "kvdock acknowledge",
     "thrashing": "kvdock size",
     "shares_nothing": "kvdock cached",
     "share_fell": "kvdock saved",

@@ -6,6 +6,7 @@ A pool with id P (16 hex digits) owns exactly these names in the shared-memory d
     kvdock-P-table      the table region of the server
     kvdock-P-history-R  the time series of hours and days; while it is written, there is one with .new behind it
     kvdock-P-curve-R    the curve of hit shares by pool size; likewise
+    kvdock-P-crash-R    while an adopted pool is not trusted yet: how its server crashed, empty until then
     kvdock-P-0000-R …   the segments, by number
 
 R: 16 hex digits that no other user can guess, so that none can take the name of a later object.
@@ -35,9 +36,10 @@ from kvdock.shm.errors import ForeignObject, PoolTooSmall
 _posix_ipc: Final[Any] = importlib.import_module("posix_ipc")
 
 SHM_DIR: Final = Path("/dev/shm")
-Kept = Literal["history", "curve"]
+Kept = Literal["history", "curve", "crash"]
 _NAME: Final = re.compile(
-    r"kvdock-([0-9a-f]{16})(?:-(\d{4,})(?:-[0-9a-f]{16})?|-table|-(?:history|curve)(?:-[0-9a-f]{16})?(?:\.new)?|\.lock)"
+    r"kvdock-([0-9a-f]{16})"
+    r"(?:-(\d{4,})(?:-[0-9a-f]{16})?|-table|-(?:history|curve|crash)(?:-[0-9a-f]{16})?(?:\.new)?|\.lock)"
 )
 """Earlier builds named segments without R: such names are known, so that leftovers are removed."""
 

@@ -130,7 +130,7 @@ def test_a_finding_is_shown_until_it_is_acknowledged(server: ServerProcess, clie
     assert lines[1].startswith("! An engine's process ended without leaving (gone�) at ")
     assert lines[1].endswith(" → kvdock sessions")
     assert any("ended without leaving (gone�) at " in line for line in said(server, "top", "--once"))
-    assert said(server, "acknowledge") == ["1 event acknowledged: engines that died, and damaged chunks"]
+    assert said(server, "acknowledge") == ["1 event acknowledged: dead engines, damage, pools left out"]
     assert json.loads(kvdock("acknowledge", "--json", "--server", server.unix).stdout) == {"troubles": 0}
     assert said(server, "status")[1] == ""
 

@@ -21,11 +21,11 @@ from kvdock.connectors.session import EngineSession, Identity
 from kvdock.connectors.vllm.setup import EngineTraits, Settings
 from kvdock.connectors.vllm.steps import LoadOrder, Orders, Report, StoreOrder
 from kvdock.connectors.vllm.worker import VllmWorker, WorkerKV
-from kvdock.datapath.checksum import checksum
 from kvdock.datapath.copy import CpuCopier
 from kvdock.datapath.layout import paged_layout
 from kvdock.engine.kv_cache import KVCache
 from kvdock.engine.kvdock import manifest_of
+from kvdock.shm.checksum import checksum
 
 CHUNKS = 3
 BLOCKS = CHUNKS * PER_CHUNK

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from kvdock import _core
-from kvdock.datapath.checksum import checksum, ensure_keys
 from kvdock.datapath.errors import CopyError
+from kvdock.shm.checksum import checksum, ensure_keys
 
 PRIME = 2**61 - 1
 VECTORS = [(bytes(4096), 0x043ED4A6D9C7888F), (bytes(7 * i % 251 for i in range(10000)), 0x0C7DE3B4AC216971)]

@@ -12,10 +12,10 @@ import torch
 from bytes_helpers import DTYPES, FORMATS, GUARD, Paged, Shape, Slots, kv_of
 
 from kvdock import _core
-from kvdock.datapath.checksum import checksum, ensure_keys
 from kvdock.datapath.copy import CpuCopier, PartCopy, PartResult, results_of
 from kvdock.datapath.errors import CopierClosed, CopyError, LayoutError
 from kvdock.datapath.layout import FORMATS as NAMED_FORMATS, PagedLayout, paged_layout
+from kvdock.shm.checksum import checksum, ensure_keys
 
 IDS = [5, 0, 3, 6]
 

@@ -9,11 +9,11 @@ from bytes_helpers import DTYPES, FORMATS, GUARD, Paged, Shape, Slots, kv_of
 from cuda_helpers import DIRECT, STAGED, WAYS, cuda_copier, needs_gpu, slots_in
 
 from kvdock import _core
-from kvdock.datapath.checksum import checksum
 from kvdock.datapath.copy import CpuCopier, PartCopy, PartResult
 from kvdock.datapath.cuda import CopyTuning, CudaCopier
 from kvdock.datapath.errors import CopierClosed, CopyError, CudaError, NoCuda
 from kvdock.datapath.layout import PagedLayout, paged_layout
+from kvdock.shm.checksum import checksum
 
 pytestmark = needs_gpu
 

@@ -17,11 +17,11 @@ from cuda_helpers import DIRECT, MIB, STAGED, WAYS, cuda_copier, keep_busy, need
 
 from kvdock import _core
 from kvdock.datapath import tuning as tunings
-from kvdock.datapath.checksum import checksum
 from kvdock.datapath.copy import PartCopy
 from kvdock.datapath.cuda import CopyTuning
 from kvdock.datapath.errors import CopyError
 from kvdock.datapath.tuning import cached_tunings, tuned
+from kvdock.shm.checksum import checksum
 
 pytestmark = needs_gpu
 

@@ -73,8 +73,8 @@ MUTANTS = (
         "test_a_note_is_written_again_before_a_rule_of_the_bucket_deletes_it",
     ),
     Mutant(
-        "T9k", "damage is deleted below in the namespace that the session uses now", "kvdock/api/service.py",
-        "space = self._registry.of_number(number)", "space = session.namespace",
+        "T9k", "damage is deleted below in the namespace that the session uses now", "kvdock/api/pool/damage.py",
+        "found.space, found.keys = space,", "found.space, found.keys = session.namespace.table_id,",
         ("tests/tiers/test_weights.py", "-k", "damage"),
         "test_damage_that_is_found_after_the_weights_have_changed_goes_from_the_tier_of_before",
     ),

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from api_helpers import ServerProcess
 
 from kvdock._core import Table
-from kvdock.api.pool.adopt import Adopted, adopt_pool
+from kvdock.api.pool.adopt import Adopted, Means, adopt_pool
 from kvdock.api.pool.lock import remove_stale
 from kvdock.api.settings import Settings
 from kvdock.shm import objects as shm
@@ -39,7 +39,7 @@ def of_another_release(server: ServerProcess) -> Iterator[None]:
 @contextmanager
 def adopted_here(server: ServerProcess) -> Iterator[Table]:
     """The pool that a server left, taken over by this process: its table passed all checks. Left as it is."""
-    adopted: Adopted = adopt_pool(Settings.load(server.settings), server.pool_id, secrets.randbits)
+    adopted: Adopted = adopt_pool(Settings.load(server.settings), server.pool_id, Means(secrets.randbits))
     try:
         yield adopted.objects.table
     finally:

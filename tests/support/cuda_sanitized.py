@@ -11,8 +11,8 @@ from array import array
 from dataclasses import replace
 
 from kvdock import _core
-from kvdock.datapath.checksum import checksum, ensure_keys
 from kvdock.datapath.cuda import CopyTuning
+from kvdock.shm.checksum import checksum, ensure_keys
 
 MIB = 1 << 20
 BLOCKS = 64

@@ -3,7 +3,7 @@
 `python damage_helpers.py SEED TRIALS` prints a JSON object that counts the outcomes; a crash is its exit status.
 Every trial is named by SEED and its number. Offsets are drawn from the words in use.
 What is adopted is compared with what was promised. `--use` makes other trials: engines go on using the adopted table
-by random calls, and it is adopted once more.
+by random calls, and it is adopted once more. tests/support/adoption_fuzz.py makes many of these.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import os
 import random
 import sys
 from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from typing import NamedTuple
 
 from random_use import RandomUse, adopted, new_table
@@ -31,9 +33,10 @@ class Region(NamedTuple):
     content: bytes
     used: list[list[int]]
 
-    def place(self, source: random.Random) -> int:
-        """A word, of a page that is chosen first: few grants and sessions count as much as many records."""
-        return source.choice(source.choice(self.used))
+
+def place(used: list[list[int]], source: random.Random) -> int:
+    """A word, of a page that is chosen first: few grants and sessions count as much as many records."""
+    return source.choice(source.choice(used))
 
 
 def make_region() -> Region:
@@ -58,9 +61,21 @@ def make_region() -> Region:
     return Region(content, used_words(content))
 
 
-def used_words(content: bytes) -> list[list[int]]:
-    pages = [at for at in range(0, len(content), PAGE) if content[at : at + PAGE].strip(b"\0")]
-    return [[at for at in range(page, page + PAGE, 8) if any(content[at : at + 8])] for page in pages]
+def used_words(content: bytes | memoryview, pages: Iterable[int] | None = None) -> list[list[int]]:
+    """`pages`: where to look; None: everywhere."""
+    every = range(0, len(content), PAGE) if pages is None else pages
+    used = [page for page in every if any(content[page : page + PAGE])]
+    return [[at for at in range(page, page + PAGE, 8) if any(content[at : at + 8])] for page in used]
+
+
+def written_pages(fd: int) -> Iterator[int]:
+    """The pages of an object in memory that were ever written: few of a region's."""
+    end, size = 0, os.fstat(fd).st_size
+    with suppress(OSError):  # there are no more
+        while True:
+            begin = os.lseek(fd, end, os.SEEK_DATA)
+            end = min(os.lseek(fd, begin, os.SEEK_HOLE), size)
+            yield from range(begin, end, PAGE)
 
 
 def adopt(content: bytes) -> Table:
@@ -75,19 +90,24 @@ def damaged(region: Region, source: random.Random) -> tuple[str, bytes]:
     """One kind of damage, and the bytes it leaves."""
     out = bytearray(region.content)
     kind = source.choice(["flip", "flips", "overwrite", "zeros", "copied", "cut"])
-    at = region.place(source) + source.randrange(8)
     if kind == "cut":
         return kind, bytes(out[: source.randrange(len(out))])
+    damage(kind, out, region.used, source)
+    return kind, bytes(out)
+
+
+def damage(kind: str, out: bytearray | memoryview, used: list[list[int]], source: random.Random) -> None:
+    """In place."""
+    at = place(used, source) + source.randrange(8)
     if kind in ("flip", "flips"):
         for _ in range(1 if kind == "flip" else 4):
             out[at] ^= 1 << source.randrange(8)
-            at = region.place(source) + source.randrange(8)
-        return kind, bytes(out)
+            at = place(used, source) + source.randrange(8)
+        return
     length = min(source.choice([1, 8, 64, 4096]), len(out) - at)
-    other = region.place(source)
+    other = place(used, source)
     fill = {"overwrite": source.randbytes(length), "zeros": bytes(length), "copied": bytes(out[other : other + length])}
     out[at : at + length] = fill[kind].ljust(length, b"\0")
-    return kind, bytes(out)
 
 
 def held(table: Table) -> list[object]:
@@ -129,27 +149,27 @@ def trial(region: Region, number: int, seed: int, whole: tuple[list[object], Chu
 # --------------------------------------------------------------------------- used after the damage
 
 
-def use_trial(seed: int, number: int) -> str:
-    """Random calls, damage, an adoption, a thousand random calls, and a second adoption with more calls."""
+def use_trial(seed: int, number: int) -> tuple[str, int]:
+    """Random calls, damage, an adoption, a thousand random calls, and a second adoption with more calls. The outcome,
+    and how many calls were made."""
     source = random.Random(f"{seed}.{number}")
-    size = Table.region_bytes(512, 64)
-    region = region_of(bytes(size))
+    region, pages = empty_region()
     use = RandomUse(new_table(region), source)
     use.calls(200)
-    content = bytes(memoryview(region))
-    kind, content = damaged(Region(content, used_words(content)), source)
-    region = region_of(content)
+    kind = source.choice(["flip", "flips", "overwrite", "zeros", "copied"])
+    with memoryview(region) as content:
+        damage(kind, content, used_words(content, pages()), source)
     try:
         Table.stored_segments(region, pool_id=1, lock_inode=7)
         table, found = adopted(region)
     except TableError:
-        return f"{kind}: refused"
+        return f"{kind}: refused", use.made
     try:
         use.go_on_with(table, found["clock_ms"])
     except TableError as error:
         if error.code == "corrupt":
             raise
-        return f"{kind}: no way back"
+        return f"{kind}: no way back", use.made
     for _ in range(20):
         use.calls(50)
         table.check_integrity()
@@ -158,7 +178,22 @@ def use_trial(seed: int, number: int) -> str:
     use.go_on_with(table, found["clock_ms"])
     use.calls(100)
     table.check_integrity()
-    return f"{kind}: used"
+    return f"{kind}: used", use.made
+
+
+def empty_region() -> tuple[Mapping, Callable[[], list[int]]]:
+    """And what tells which pages were written."""
+    fd = os.memfd_create("kvdock-used")
+    size = Table.region_bytes(512, 64)
+    os.ftruncate(fd, size)
+
+    def pages() -> list[int]:
+        try:
+            return list(written_pages(fd))
+        finally:
+            os.close(fd)
+
+    return Mapping(fd, size), pages
 
 
 def region_of(content: bytes) -> Mapping:
@@ -172,10 +207,13 @@ def region_of(content: bytes) -> Mapping:
 
 def main_of_use(seed: int, trials: int) -> None:
     outcomes: Counter[str] = Counter()
+    calls = 0
     for number in range(trials):
-        print(f"trial {seed}.{number}", file=sys.stderr, flush=True)  # a crash is named by the last one
-        outcomes[use_trial(seed, number)] += 1
-    print(json.dumps(dict(sorted(outcomes.items()))))
+        print(f"trial {seed}.{number}, {calls} calls before", file=sys.stderr, flush=True)  # the last one crashed
+        outcome, made = use_trial(seed, number)
+        outcomes[outcome] += 1
+        calls += made
+    print(json.dumps({"calls": calls, "outcomes": dict(sorted(outcomes.items()))}))
 
 
 def main(seed: int, trials: int) -> None:

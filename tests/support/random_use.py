@@ -49,6 +49,8 @@ class RandomUse:
     def __init__(self, table: Table, source: random.Random, now_ms: int = 1) -> None:
         self.table, self.source, self.now_ms = table, source, now_ms
         self.engines: list[Engine] = []
+        self.made = 0
+        """Calls so far."""
         self._named = 0
         self._spaces = self._add_spaces()
 
@@ -62,6 +64,7 @@ class RandomUse:
     def calls(self, count: int) -> None:
         """Raises TableError("corrupt")."""
         chosen, weights = zip(*self._CALLS, strict=True)
+        self.made += count
         for call in self.source.choices(chosen, weights, k=count):
             self.now_ms += self.source.choice([0, 1, 3, 60])
             try:

@@ -2,6 +2,7 @@
 
     make sanitize                       address and undefined behaviour, then threads
     python tests/support/sanitize.py thread     one of them
+    python tests/support/adoption_fuzz.py       damaged tables, as long as you like
 
 A finding ends the run with the sanitizer's own report. Leaks are not looked for: an interpreter never frees all.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Final, NamedTuple
 
 from kill_build import build
@@ -47,18 +49,22 @@ def runtime_of(library: str) -> str:
     ).stdout.strip()
 
 
-def run(name: str) -> int:
-    kind = KINDS[name]
-    core = build(f"sanitize-{name}", kind.flags)
+def environment(kind: Sanitizer, core: Path) -> dict[str, str]:
+    """For a process that loads `core` in place of the usual extension, with `import sanitized_core`."""
     # The C++ library too: what it throws is looked at from the start, or not at all.
     preload = f"{runtime_of(kind.runtime)} {runtime_of('libstdc++.so.6')}"
-    environ = {**os.environ, **kind.options, "LD_PRELOAD": preload, "KVDOCK_TEST_CORE": str(core)}
+    return {**os.environ, **kind.options, "LD_PRELOAD": preload, "KVDOCK_TEST_CORE": str(core)}
+
+
+def run(name: str) -> int:
+    kind = KINDS[name]
+    environ = environment(kind, build(f"sanitize-{name}", kind.flags))
     tests = [str(ROOT / "tests" / test) for test in kind.tests if test != "damage"]
     # Not captured: a report must be seen, and what it is about ends the process.
     pytest = [sys.executable, "-m", "pytest", "-qxs", "-p", "sanitized_core", "-p", "no:cacheprovider", *tests]
     status = subprocess.run(pytest, cwd=ROOT, env=environ).returncode
     if status == 0 and "damage" in kind.tests:
-        program = "import sanitized_core, damage_helpers; damage_helpers.main(1, 200)"
+        program = "import sanitized_core, damage_helpers as d; d.main(1, 200); d.main_of_use(1, 50)"
         status = subprocess.run([sys.executable, "-c", program], cwd=ROOT / "tests/support", env=environ).returncode
     return status
 

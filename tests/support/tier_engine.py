@@ -11,18 +11,19 @@ from api_helpers import PATIENCE_S
 
 from kvdock.client.client import Client
 from kvdock.connectors.session import Attachment, EngineSession, Identity
-from kvdock.datapath.checksum import checksum
 from kvdock.protocol.schemas import (
     Commit,
     Group,
     Lookup,
     LookupAnswer,
     Manifest,
+    Part,
     PartDone,
     ReleaseLease,
     Reserve,
     ReserveAnswer,
 )
+from kvdock.shm.checksum import checksum
 
 CHUNK_TOKENS = 16
 
@@ -113,6 +114,10 @@ class TierEngine:
             for part in parts:
                 here = ctypes.string_at(self._memory(part.segment, part.offset, part.length), part.length)
                 assert here == self.bytes_of(keys[found.first_chunk + index], part.writer), index
+
+    def damage(self, part: Part, at: int = 0) -> None:
+        """Flips a bit of one byte in the pool."""
+        ctypes.c_ubyte.from_address(self._memory(part.segment, part.offset, part.length) + at).value ^= 1
 
     def release(self, found: LookupAnswer, ranks: Sequence[int] | None = None) -> list[int]:
         attachment = self.attachment

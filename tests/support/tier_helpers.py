@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from kvdock.datapath.checksum import checksum
+from kvdock.shm.checksum import checksum
 from kvdock.tiers.record import PartName, Record
 from kvdock.tiers.tier import PAGE_BYTES, Deadline, Loaded, Outcome, Tier, TierError, ToLoad, ToStore
 

@@ -51,9 +51,11 @@ def delete(engine: TierEngine, keys: list[bytes]) -> Deleted:
 
 
 def quarantine(engine: TierEngine, keys: list[bytes]) -> None:
-    """A reader says that all of them have other bytes. What tiers have goes soon after."""
+    """A reader finds that all of them have other bytes. What tiers have goes soon after."""
     found = engine.awaited(keys, unique("reads"))
     assert found.lease is not None
+    for parts in found.chunks:
+        engine.damage(parts[0])
     engine.client.mismatch(ReportMismatch(
         session=engine.attachment.session, lease=found.lease, chunks=list(range(len(keys)))
     ))

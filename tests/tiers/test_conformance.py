@@ -27,7 +27,7 @@ from tier_helpers import (
 )
 from tier_subjects import TierSubject, opened
 
-from kvdock.datapath.checksum import checksum
+from kvdock.shm.checksum import checksum
 from kvdock.tiers.record import PartName
 from kvdock.tiers.tier import PAGE_BYTES, Deadline, Outcome, Tier, TierError, ToLoad
 

@@ -13,8 +13,8 @@ from tier_engine import CHUNK_TOKENS, TierEngine, manifest
 from tier_notes import KeptNotes
 from tier_server import PART, POOL, POOL_CHUNKS
 
-from kvdock.datapath.checksum import checksum
 from kvdock.protocol.mover_schemas import Generation
+from kvdock.shm.checksum import checksum
 from kvdock.tiers.mover.agreement import Agreement
 from kvdock.tiers.mover.fetches import AHEAD_BATCH_BYTES, Fetch, Fetches, FetchObserver, Wanted
 from kvdock.tiers.mover.namespaces import NamespaceSession

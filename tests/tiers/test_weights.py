@@ -80,6 +80,7 @@ def test_damage_that_is_found_after_the_weights_have_changed_goes_from_the_tier_
     found = engine.awaited(keys, "reads")
     assert found.lease is not None and found.hit_tokens == 4 * CHUNK_TOKENS
     runs(engine, "step-2")
+    engine.damage(found.chunks[1][0])
     engine.client.mismatch(ReportMismatch(session=engine.attachment.session, lease=found.lease, chunks=[1]))
     engine.release(found)
     eventually(lambda: all(tier.pending_orders == 0 for tier in engine.client.status().tiers), 30.0)

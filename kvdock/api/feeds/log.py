@@ -56,6 +56,12 @@ SENTENCES: dict[type[e.Event], Sentence] = {
         logging.ERROR, "session %s (%s): %d chunks of lease %s did not have the bytes that were stored, and are no "
         "longer found", lambda event: (event.session, shown(event.label), event.chunks, event.lease),
     ),
+    e.MismatchRefuted: Sentence(
+        logging.ERROR, "session %s (%s) reported %d chunks of lease %s as damaged, but their bytes are right: they "
+        "stay. The memory or the device of that engine is bad%s",
+        lambda event: (event.session, shown(event.label), event.chunks, event.lease,
+                       ", and its reports are refused for an hour" if event.is_refused else ""),
+    ),
     e.Grown: Sentence(
         logging.INFO, "segment %d added: the pool has %s",
         lambda event: (event.segment, size(event.allocated_bytes)),

@@ -266,8 +266,11 @@ MISMATCH = BodyCall(
     lambda service, peer, body, _, form: service.mismatch(peer, body),
     About(
         "reading", "Report chunks whose checksum is not the one in the lease",
+        "The server hashes all parts of these chunks in shared memory itself, for at most a second. Damaged chunks are "
+        "taken out of use; chunks whose bytes are right stay. A session may report 16 of these in an hour, and all "
+        "sessions of one access token or user 256; then further reports are refused (`reports_refused`).",
         retry="idempotent: chunks already out of use are not counted again.",
-        errors=(*_GRANT, "bad_argument"),
+        errors=(*_GRANT, "bad_argument", "reports_refused"),
     ),
     longest_bytes=SHORT_BYTES,
 )

@@ -8,6 +8,7 @@ and its table are read. Only here is table data of an earlier server used, and o
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -15,11 +16,13 @@ from typing import NamedTuple
 
 from kvdock._core import Table, TableError
 from kvdock.api.errors import AdoptionError, OtherFormat
-from kvdock.api.pool.lock import LeftPool, PoolLock, left_pools
+from kvdock.api.pool.crash_mark import CrashMark
+from kvdock.api.pool.lock import LeftPool, PoolLock, left_pools, secret_of
 from kvdock.api.pool.segments import SegmentPool
 from kvdock.api.settings import Settings
 from kvdock.shm import objects as shm
 from kvdock.shm.errors import AttachError, PoolGone, PoolInUse, PoolTooSmall, SegmentWrongVersion
+from kvdock.shm.objects import kept_path
 
 ORPHAN_S = 300.0
 """Long enough for any supervisor to start the server again."""
@@ -33,6 +36,8 @@ class PoolObjects(NamedTuple):
     table: Table
     undo: ExitStack
     """Removes all of them."""
+    crash_mark: CrashMark | None = None
+    """An adopted pool has one."""
 
     def close(self) -> None:
         """Removes them. Engines that still map one keep their memory until they unmap it."""
@@ -41,6 +46,8 @@ class PoolObjects(NamedTuple):
     def leave(self) -> None:
         """Leaves them, with byte 0 of the lock file free, for a later server."""
         self.undo.pop_all()
+        if self.crash_mark is not None:
+            self.crash_mark.end()
         self.segments.close(unlink=False)
         self.lock.close(unlink=False)
 
@@ -89,14 +96,29 @@ def _other_format(error: TableError) -> OtherFormat:
     return OtherFormat(f"{error} (found format {error.found}, this release reads {error.wanted})")
 
 
-def adopt_pool(settings: Settings, pool_id: int, randbits: Callable[[int], int]) -> Adopted:
-    """`randbits(k)`: k random bits that nobody can guess. Raises AdoptionError; then the pool is unchanged, and
-    no server holds it."""
+def crash_of(pool_id: int) -> str:
+    """How the server crashed that had taken the pool over before; '': none did. Raises OSError, ForeignObject."""
+    return CrashMark(kept_path(pool_id, "crash", secret_of(pool_id)), time.monotonic).read()
+
+
+class Means(NamedTuple):
+    """What adoption needs of the process."""
+
+    randbits: Callable[[int], int]
+    """randbits(k): k random bits that nobody can guess."""
+    now_s: Callable[[], float] = time.monotonic
+    """A clock that nobody sets."""
+    catches_signals: bool = False
+    """The process's signals are the server's to catch."""
+
+
+def adopt_pool(settings: Settings, pool_id: int, means: Means) -> Adopted:
+    """Raises AdoptionError; then the pool is unchanged, and no server holds it."""
     with ExitStack() as undo:
         try:
             lock = PoolLock.adopt(pool_id)
             undo.callback(lock.close, unlink=False)
-            taken = _take(settings, pool_id, lock, randbits, undo)
+            taken = _take(settings, pool_id, lock, means, undo)
         except TableError as error:
             if error.code == "wrong_version":
                 raise _other_format(error) from error
@@ -110,18 +132,25 @@ def adopt_pool(settings: Settings, pool_id: int, randbits: Callable[[int], int])
 
 
 def _take(
-    settings: Settings, pool_id: int, lock: PoolLock, randbits: Callable[[int], int], undo: ExitStack
+    settings: Settings, pool_id: int, lock: PoolLock, means: Means, undo: ExitStack
 ) -> Adopted:
+    mark = CrashMark(kept_path(pool_id, "crash", lock.secret), means.now_s)
+    crash = mark.read()
+    if not crash:
+        undo.callback(mark.end)
+        mark.begin(catches_signals=means.catches_signals)
     region = shm.open_region(shm.region_name(pool_id))
     stored = Table.stored_segments(region, pool_id=pool_id, lock_inode=lock.inode)  # the format comes first
     if not any(lock.secret):
         raise AdoptionError("found no secret in the lock file, wanted the pool's")
+    if crash:
+        raise AdoptionError(f"the server that had taken it over before crashed ({crash})")
     segments = SegmentPool(
         pool_id,
         limit_bytes=settings.pool_bytes,
         segment_bytes=settings.segment_bytes,
         prefault_threads=settings.prefault_threads,
-        randbits=randbits,
+        randbits=means.randbits,
     )
     undo.callback(segments.close, unlink=False)
     segments.adopt(
@@ -147,8 +176,9 @@ def _take(
     for kept in shm.kept_paths(pool_id, lock.secret):
         ends.callback(kept.unlink, missing_ok=True)
     ends.callback(segments.close, unlink=True)
+    ends.callback(mark.end)
     return Adopted(
-        PoolObjects(lock, segments, table, ends), found,
+        PoolObjects(lock, segments, table, ends, mark), found,
         retiring=[number for number, state, _, _ in stored if state == "retiring"],
         removed=[number for number, state, _, _ in stored if state == "gone"],
     )

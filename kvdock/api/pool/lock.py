@@ -114,6 +114,15 @@ def server_alive(pool_id: int, shm_dir: Path = shm.SHM_DIR) -> bool:
         os.close(fd)
 
 
+def secret_of(pool_id: int, shm_dir: Path = shm.SHM_DIR) -> bytes:
+    """The pool's secret, whether its server lives or not. FileNotFoundError, PermissionError, ForeignObject."""
+    fd = shm.open_lock(shm.lock_path(pool_id, shm_dir))
+    try:
+        return os.pread(fd, SECRET_BYTES, SECRET_OFFSET)
+    finally:
+        os.close(fd)
+
+
 class LeftPool(NamedTuple):
     """A pool whose server is dead."""
 

@@ -19,9 +19,9 @@ import msgspec
 
 from kvdock._core import KEY_BYTES, MAX_SEGMENTS, SEGMENT_HEADER_BYTES, SLOT_ALIGN, Mapping, Table, TableError
 from kvdock.api.errors import AdoptionError, OtherFormat, StartupError
-from kvdock.api.pool.adopt import Adopted, PoolObjects, address_of, adopt_pool, is_strangers, left_at
+from kvdock.api.pool.adopt import Adopted, Means, PoolObjects, address_of, adopt_pool, is_strangers, left_at
 from kvdock.api.pool.lock import PoolLock, remove_stale
-from kvdock.api.pool.segments import RemovedSegments, SegmentPool
+from kvdock.api.pool.segments import LeasedPart, RemovedSegments, SegmentPool
 from kvdock.api.settings import Settings
 from kvdock.protocol import events as e
 from kvdock.protocol.admin_schemas import Limits
@@ -80,6 +80,8 @@ class Pool:
         self.limits = Limits(**{name: getattr(settings, name) for name in Limits.__struct_fields__})
         """In effect now, complete and checked; `change_limits` replaces them."""
         table.set_eviction(self.limits.eviction)
+        self.left_out = ""
+        """The pool that was left for this server and that it could not use, and why; '': there is none."""
         self.removed = RemovedSegments()
         self.unheard: dict[int, int] = {
             member.member: member.lock_offset for member in table.members() if member.state == "suspect"
@@ -156,8 +158,10 @@ class Pool:
         )
 
     def touch(self) -> None:
-        """Records the time in the lock file, so that later servers know when this one died."""
+        """Records the time in the lock file, so that later servers know when this one died. Called again and again."""
         self._lock.touch()
+        if self._objects.crash_mark is not None:
+            self._objects.crash_mark.end_when_due()
 
     def missing(self) -> list[str]:
         """Names of objects of the pool that were removed by others: engines that start now cannot attach."""
@@ -277,6 +281,10 @@ class Pool:
         self._added.append(info)
         self._publish(e.Grown(segment=info.id, bytes=info.bytes, allocated_bytes=self.allocated_bytes))
 
+    async def are_whole(self, parts: Sequence[LeasedPart]) -> bool:
+        """Whether all of the parts have the bytes that were stored, read in a thread."""
+        return await asyncio.to_thread(self._segments.are_whole, parts)
+
     # ---------------------------------------------------------------- limits
 
     async def change_limits(self, changes: dict[str, object]) -> None:
@@ -374,15 +382,16 @@ def _changed(limits: Limits, changes: dict[str, object], segment_bytes: int) -> 
 
 def open_pool(
     settings: Settings, randbits: Callable[[int], int], now_s: Callable[[], float] = time.monotonic,
-    publish: Callable[[e.Event], None] = lambda event: None,
+    publish: Callable[[e.Event], None] = lambda event: None, *, catches_signals: bool = False,
 ) -> Pool:
     """The pool that a dead server left at this socket, or a new, empty one, as `settings.adopt` says. Other pools that
     dead servers left are removed. `randbits(k)`: k random bits. `now_s` times the attempts to grow. `publish` gets
-    the pool's events.
+    the pool's events. `catches_signals`: the process's signals are the server's to catch.
 
     Raises StartupError: not_adoptable, or pool_too_small naming what the machine has and what was wanted.
     """
-    adopted = _adopt(settings, left_at(address_of(settings)), randbits, publish)
+    means = Means(randbits, now_s, catches_signals)
+    adopted = _adopt(settings, left_at(address_of(settings)), means, publish)
     _clear_up(address_of(settings))
     foreign = shm.foreign_objects()
     if foreign:
@@ -391,23 +400,25 @@ def open_pool(
             "%s holds %d objects with names of kvdock that another user owns or may open; they are left alone: %s",
             shm.SHM_DIR, len(foreign), shown,
         )
-    if adopted:
+    if isinstance(adopted, Adopted):
         return Pool(settings, adopted.objects, now_s, publish, adopted)
-    return Pool(settings, _new_objects(settings, randbits), now_s, publish)
+    pool = Pool(settings, _new_objects(settings, randbits), now_s, publish)
+    pool.left_out = adopted
+    return pool
 
 
 def _adopt(
-    settings: Settings, left: list[int], randbits: Callable[[int], int], publish: Callable[[e.Event], None]
-) -> Adopted | None:
-    """None: there is no pool to adopt, adoption is switched off, or the pool cannot be taken over. _clear_up() then
-    removes it. A pool in another format stays, and the server does not start."""
+    settings: Settings, left: list[int], means: Means, publish: Callable[[e.Event], None]
+) -> Adopted | str:
+    """A text: there is no pool to adopt or adoption is switched off (''), or the pool is damaged, and why; then it is
+    removed. A pool in another format stays, and the server does not start."""
     if settings.adopt == "never" or not left:
         if settings.adopt == "require":
             raise StartupError("not_adoptable", f"adopt=require: no server has left a pool at {address_of(settings)}")
-        return None
+        return ""
     pool_id = left[0]
     try:
-        adopted = adopt_pool(settings, pool_id, randbits)
+        adopted = adopt_pool(settings, pool_id, means)
     except OtherFormat as error:
         what = f"pool {pool_id:016x}, left at {address_of(settings)}, is kept for the release that made it: {error}"
         advice = "Start that release again, or remove the pool with --adopt=never"
@@ -416,7 +427,7 @@ def _adopt(
         if settings.adopt == "require":
             raise StartupError("not_adoptable", f"pool {pool_id:016x} cannot be taken over: {error}") from error
         log.error("pool %016x cannot be taken over, starting with an empty one: %s", pool_id, error)
-        return None
+        return f"pool {pool_id:016x}: {error}"
     found = adopted.found
     publish(e.Adopted(
         pool=f"{pool_id:016x}", chunks=found["chunks"], sessions=found["sessions"], leases=found["leases"],

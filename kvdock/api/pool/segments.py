@@ -17,20 +17,30 @@ import os
 import secrets
 import threading
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from itertools import islice
-from typing import Final
+from typing import Final, NamedTuple
 
 from kvdock import _core
 from kvdock.api.pool.capacity import Capacity
 from kvdock.shm import objects as shm
+from kvdock.shm.checksum import checksum
 from kvdock.shm.errors import PoolFull, SegmentAbsent, SegmentCorrupt
 from kvdock.shm.segment import MAX_SEGMENT_BYTES, SegmentInfo, map_checked
 
 log = logging.getLogger("kvdock.api")
 
 PREFAULT_PIECE_BYTES: Final = 16 << 20
+
+
+class LeasedPart(NamedTuple):
+    """Where a part of a chunk is, and the checksum with which it was stored."""
+
+    segment: int
+    offset: int
+    length: int
+    checksum: int
 
 
 class Prefault:
@@ -125,6 +135,8 @@ class SegmentPool:
         self._prefault_threads = prefault_threads
         self._randbits = randbits
         self._lock = threading.Lock()
+        self._reading = threading.Lock()
+        """Held while bytes of a segment are read or a segment is unmapped."""
         self._segments: dict[int, _Segment] = {}
         self._next_id = 0
         self._closed = False
@@ -205,7 +217,20 @@ class SegmentPool:
             gone = self._segments.pop(segment)
             shm.unlink(gone.info.name)
             gone.prefault.stop()
-            gone.mapping.close()
+            with self._reading:
+                gone.mapping.close()
+
+    def are_whole(self, parts: Iterable[LeasedPart]) -> bool:
+        """Whether all of the parts have the bytes that were stored. Takes about 0.1 s a GiB without the GIL."""
+        return all(map(self._is_whole, parts))
+
+    def _is_whole(self, part: LeasedPart) -> bool:
+        with self._reading:
+            segment = self._segments.get(part.segment)
+            if segment is None or not segment.mapping.reaches_end():
+                return False  # these bytes are gone
+            with memoryview(segment.mapping) as whole, whole[part.offset : part.offset + part.length] as stored:
+                return checksum(stored) == part.checksum
 
     def available_bytes(self) -> int:
         """What the machine could still give to segments."""
@@ -219,7 +244,8 @@ class SegmentPool:
                 segment.prefault.stop()
             while self._segments:
                 key = next(iter(self._segments))
-                self._segments[key].mapping.close()
+                with self._reading:
+                    self._segments[key].mapping.close()
                 if unlink:
                     shm.unlink(self._segments[key].info.name)
                 del self._segments[key]

@@ -61,6 +61,9 @@ class Counters(msgspec.Struct):
         description="Ended requests that engines did not report, because they did not fit into heartbeats"
     )] = 0
     mismatches: Annotated[int, Meta(description="Chunks taken out of use after a checksum mismatch")] = 0
+    refuted_mismatches: Annotated[int, Meta(
+        description="Chunks that engines reported as damaged, and whose bytes were right"
+    )] = 0
 
 
 TABLE_COUNTERS = (

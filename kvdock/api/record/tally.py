@@ -409,6 +409,13 @@ class Tally:
             self.learned.troubles.add("damaged", session.tenant, session.label or session.id)
         self._journal.publish(e.Mismatched(**session.who, lease=lease, chunks=chunks))
 
+    def refuted(self, session: SessionRecord, lease: str, chunks: int, *, is_refused: bool) -> None:
+        """Chunks were reported as damaged whose bytes are right. `is_refused`: the session has used up such reports."""
+        if not session.is_bench:
+            self.counters.refuted_mismatches += chunks
+            self.learned.troubles.add_once("misread", session.tenant, session.label or session.id)
+        self._journal.publish(e.MismatchRefuted(**session.who, lease=lease, chunks=chunks, is_refused=is_refused))
+
     def outcomes(self, session: SessionRecord, member: MemberRecord, body: Heartbeat) -> None:
         """An engine has reported requests that have ended."""
         self.catch_up()

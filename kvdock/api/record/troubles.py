@@ -1,4 +1,5 @@
-"""The last engines that died and the last chunks that were damaged: when, and whose. Used from the event loop only."""
+"""What went wrong last: engines that died, damaged chunks, engines that took whole chunks for damaged ones, and a pool
+that was not taken over. When, and whose. Used from the event loop only."""
 
 from __future__ import annotations
 
@@ -9,10 +10,13 @@ from typing import Literal, NamedTuple
 MOST = 64
 
 
-class Trouble(NamedTuple):
-    """`at`: Unix seconds. `who`: the engine's label or session."""
+Kind = Literal["died", "damaged", "misread", "left_out"]
 
-    kind: Literal["died", "damaged"]
+
+class Trouble(NamedTuple):
+    """`at`: Unix seconds. `who`: the engine's label or session; or the pool, and why it was left out."""
+
+    kind: Kind
     at: float
     tenant: str
     who: str
@@ -31,9 +35,15 @@ class Troubles:
         self._known.clear()
         return count
 
-    def add(self, kind: Literal["died", "damaged"], tenant: str, who: str) -> None:
+    def add(self, kind: Kind, tenant: str, who: str) -> None:
         self._known.append(Trouble(kind, self._wall_s(), tenant, who))
 
-    def since(self, kind: Literal["died", "damaged"], at: float) -> list[Trouble]:
+    def add_once(self, kind: Kind, tenant: str, who: str) -> None:
+        """In place of those of that kind and engine, which may come often."""
+        for one in [one for one in self._known if one[:1] + one[2:] == (kind, tenant, who)]:
+            self._known.remove(one)
+        self.add(kind, tenant, who)
+
+    def since(self, kind: Kind, at: float) -> list[Trouble]:
         """Those of a kind that happened after `at` and are not acknowledged, oldest first."""
         return [one for one in self._known if one.kind == kind and one.at > at]

@@ -47,9 +47,9 @@ class Labels(Protocol):
 
 
 class Troubles(Protocol):
-    """Engines that died, and damaged chunks: `Troubles`."""
+    """What went wrong last: `Troubles`."""
 
-    def since(self, kind: Literal["died", "damaged"], at: float) -> list[Trouble]: ...
+    def since(self, kind: Literal["died", "damaged", "misread", "left_out"], at: float) -> list[Trouble]: ...
 
 
 class Totals(Protocol):

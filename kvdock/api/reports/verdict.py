@@ -34,10 +34,14 @@ FELL_TO, FELL_DAYS, FELL_LEAST_TOKENS = 0.6, 7, 100_000
 """Today's loaded share, as a share of that of the days before, and the tokens that both must have."""
 SLOW_SHARE, SLOW_LEAST = 0.5, 20
 """The share of waits for tiers that ended without what was promised, and the least number of waits."""
-TROUBLES: tuple[tuple[Literal["died", "damaged"], FindingCode, str, str], ...] = (
+TROUBLES: tuple[tuple[Literal["died", "damaged", "misread", "left_out"], FindingCode, str, str], ...] = (
     ("died", "engine_died", "An engine's process ended without leaving", "processes of engines ended without leaving"),
     ("damaged", "chunks_damaged", "A load found other bytes than were stored",
      "loads found other bytes than were stored"),
+    ("misread", "engine_misreads", "An engine reports chunks as damaged that are whole, so its own memory or device is "
+     "bad", "engines report chunks as damaged that are whole, so their own memory or devices are bad"),
+    ("left_out", "pool_left_out", "The server started with an empty pool: it does not use the one that was left for it",
+     "pools were left out"),
 )
 """(kind, code, text for one, text for more)"""
 ONE_TENANT_SHARE = 0.9
@@ -152,7 +156,7 @@ class Judge:
             when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(last.at))
             who = f" ({last.who})" if may_read and last.who else ""
             text = one_text if len(seen) == 1 else f"{len(seen):,} {many_text}, the last"
-            yield _finding(code, "bad" if kind == "damaged" else "warn", f"{text}{who} at {when}.", at=last.at)
+            yield _finding(code, "warn" if kind == "died" else "bad", f"{text}{who} at {when}.", at=last.at)
 
     def _silent(self, judged: Judged) -> Iterator[Finding]:
         """Engines whose heartbeats are missing: they get nothing new until one comes."""

@@ -183,10 +183,11 @@ class Clears:
             self._send(pending)
         return chunks, await self._tiers_answer([pending])
 
-    def damaged(self, space: NamespaceRecord, keys: bytes) -> None:
-        """A reader found that chunks in the pool do not match their checksums. They are soon deleted from the tiers
-        too."""
-        if keys and self._tiers and not space.tenant:
+    def damaged(self, number: int, keys: bytes) -> None:
+        """Chunks in the pool, of the namespace with that number, did not match their checksums. They are soon deleted
+        from the tiers too."""
+        space = self._registry.of_number(number)
+        if self._tiers and space is not None and not space.tenant:
             self._next_edition(space)
             self._start(self._delete_in_tiers(space, keys))
 

@@ -23,11 +23,11 @@ from typing import NamedTuple
 
 from kvdock.client.client import Client
 from kvdock.connectors.session import Attachment
-from kvdock.datapath.checksum import checksum
 from kvdock.protocol.errors import ApiError, ServerUnavailable
 from kvdock.protocol.mover_schemas import BATCH_BYTES, Promise, worth_chunks
 from kvdock.protocol.schemas import Abort, Commit, GrantedChunk, PartDone, Reserve, ReserveAnswer
 from kvdock.protocol.wire_types import MAX_ENTRIES
+from kvdock.shm.checksum import checksum
 from kvdock.shm.errors import AttachError, ShmError
 from kvdock.tiers.mover.agreement import NOTE_S, AgreedNote, Agreement
 from kvdock.tiers.mover.namespaces import NamespaceSession

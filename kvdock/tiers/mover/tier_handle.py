@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
-from kvdock.datapath.checksum import checksum
+from kvdock.shm.checksum import checksum
 from kvdock.tiers.notes import Change, Note
 from kvdock.tiers.record import PartName
 from kvdock.tiers.tier import (

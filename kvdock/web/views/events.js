@@ -10,8 +10,8 @@ const KEPT = 500;
 /** Kinds of events about memory that come every second in a full pool. */
 const OFTEN = new Set(["evicted", "quarantined", "freed"]);
 const MEMORY = [
-  "evicted", "mismatched", "quarantined", "freed", "grown", "growth_failed", "shrunk", "generation_raised",
-  "tiers_pending", "limits_changed",
+  "evicted", "mismatched", "mismatch_refuted", "quarantined", "freed", "grown", "growth_failed", "shrunk",
+  "generation_raised", "tiers_pending", "limits_changed",
 ];
 const ENGINES = ["attached", "suspect", "recovered", "dead", "left"];
 const SERVER = ["adopted", "ready", "reread", "draining", "ended"];
@@ -29,7 +29,7 @@ const CHOICES = [
   ["requests", "requests", REQUESTS],
   ["all", "everything", []],
 ];
-const BAD = new Set(["dead", "mismatched", "growth_failed"]);
+const BAD = new Set(["dead", "mismatched", "mismatch_refuted", "growth_failed"]);
 const WARN = new Set(["suspect", "refused", "aborted", "draining", "gap"]);
 /** Fields that are shown elsewhere in the row, or not at all. */
 const LEFT_OUT = new Set(["kind", "seq", "at", "tenant", "session", "label"]);

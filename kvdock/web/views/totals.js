@@ -6,7 +6,7 @@ import { bytes, count, exact, plural, words } from "../format.js";
 import { meanings } from "../help.js";
 
 /** Counters that should stay at zero. */
-const ALARMING = new Set(["mismatches"]);
+const ALARMING = new Set(["mismatches", "refuted_mismatches"]);
 const metricOf = (name) => `kvdock_${name}_total`;
 
 function makeRow([name]) {

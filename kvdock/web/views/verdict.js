@@ -15,11 +15,11 @@ const TONES = { helping: "good", costing: "bad", not_ready: "warn" };
 /** The panel that shows more of a finding, by its code. */
 const PANELS = {
   loads_cost_time: "days", share_fell: "days", tier_off: "tiers", tier_too_slow: "tiers", mover_silent: "tiers",
-  engine_died: "sessions", engine_silent: "sessions", chunks_damaged: "events", thrashing: "curve",
-  shares_nothing: "cached", full_of_one_tenant: "cached",
+  engine_died: "sessions", engine_silent: "sessions", chunks_damaged: "events", engine_misreads: "events",
+  thrashing: "curve", shares_nothing: "cached", full_of_one_tenant: "cached",
 };
 /** Findings about what has happened, which end when an operator has seen them. */
-const PAST = new Set(["engine_died", "chunks_damaged"]);
+const PAST = new Set(["engine_died", "chunks_damaged", "engine_misreads", "pool_left_out"]);
 /** A smaller cost is not named. */
 const LEAST_COST = 0.001;
 

@@ -24,8 +24,8 @@ from kvdock.connectors.lookups import FRESH_S
 from kvdock.connectors.vllm import worker as worker_module
 from kvdock.connectors.waits import Patience, SentQuestion
 from kvdock.connectors.worker import Loading
-from kvdock.datapath.checksum import checksum
 from kvdock.datapath.copy import CopyHandle, PartResult
+from kvdock.shm.checksum import checksum
 
 LEAST_QUESTIONS = 8
 """So often a load that may be verified is asked whether it has ended: up to three times a step."""

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from api_helpers import manifest
+from api_helpers import attach_body, manifest
 from app_rig import OWN, Rig, ask, opened
 from turns import Turns, quickest, turns_of
 
@@ -51,9 +51,8 @@ def attach_many(rig: Rig) -> None:
         digest = hashlib.sha256(described.model.encode()).digest()
         space = table.add_namespace(digest, chunk_tokens=16, block_tokens=4, writers=1, groups=[("full", 0, 4096)])
         session = table.open_session((10_000 + number).to_bytes(16, "big"), space, 0)
-        record = registry.add_session(
-            session, f"many-{number}", "l" * 200, registry.add_namespace(space, digest, described)
-        )
+        body = attach_body(f"many-{number}", label="l" * 200)
+        record = registry.add_session(session, body, registry.add_namespace(space, digest, described))
         member = table.add_member(session, (20_000 + number).to_bytes(16, "big"), [0], True, 0)
         registry.add_member(record, MemberRecord("m", member, (0,), True, 10_000 + number))
 

@@ -138,9 +138,9 @@ def manifest(**overrides: Any) -> s.Manifest:
     return s.Manifest(**{**fields, **overrides})
 
 
-def attach_body(instance: str = "instance") -> s.AttachSession:
+def attach_body(instance: str = "instance", *, label: str = "") -> s.AttachSession:
     """For what is tested below HTTP: nothing looks at the lock byte."""
-    return s.AttachSession(instance=instance, manifest=manifest(), member=s.Member(id="m", lock_offset=1))
+    return s.AttachSession(instance=instance, manifest=manifest(), member=s.Member(id="m", lock_offset=1), label=label)
 
 
 def keys(count: int, seed: str = "") -> list[str]:

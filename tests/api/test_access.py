@@ -311,7 +311,7 @@ def test_a_change_of_the_file_counts_soon_and_a_wrong_one_changes_nothing(tmp_pa
         access_file(tmp_path, entry("reader", TOKENS["read"], ["read"], ""))
         eventually(lambda: raw(server.http, "GET", "/v1/sessions", None, asked)[0] == 200)
         path.write_text("[[token]]\nname = 7\n")
-        eventually(lambda: "still count" in server.log_text())
+        eventually(lambda: "stay valid" in server.log_text())
         assert raw(server.http, "GET", "/v1/sessions", None, asked)[0] == 200
         path.unlink()
         access_file(tmp_path)

@@ -124,8 +124,8 @@ def test_clear_takes_one_namespace_or_all(server: ServerProcess, client: Client,
 
 
 @pytest.mark.parametrize(("arguments", "said"), [
-    (["--yes"], "either --namespace or --all"),
-    (["--all", "--namespace", "ab", "--yes"], "either --namespace or --all"),
+    (["--yes"], "one of --namespace, --tenant and --all"),
+    (["--all", "--namespace", "ab", "--yes"], "one of --namespace, --tenant and --all"),
     (["--all"], "add --yes"),
 ])
 def test_clear_is_never_guessed(server: ServerProcess, arguments: list[str], said: str) -> None:

@@ -18,6 +18,7 @@ import msgspec
 from kvdock.api.convert import key_bytes
 from kvdock.api.pool.registry import NamespaceRecord
 from kvdock.protocol.errors import ApiError
+from kvdock.protocol.forms import RawBody
 from kvdock.protocol.keys import HASH_FUNCTION, KeyChain
 from kvdock.protocol.wire_types import KEY_BYTES, MAX_KEYS, MAX_TOKENS, Token
 
@@ -38,7 +39,7 @@ OVERLAP_BYTES = 144
 _PIECE: msgspec.json.Decoder[list[int]] = msgspec.json.Decoder(list[Token])
 
 
-async def cut_tokens(raw: bytes | bytearray) -> tuple[bytes | bytearray, array[int] | None]:
+async def cut_tokens(raw: RawBody) -> tuple[RawBody, array[int] | None]:
     """(the body with an empty `tokens`, the tokens) of a long JSON body; (the body, None) of any other.
 
     Raises ApiError(invalid_body) for an array that does not hold token ids only, or too many.
@@ -62,7 +63,7 @@ async def cut_tokens(raw: bytes | bytearray) -> tuple[bytes | bytearray, array[i
     return raw[: field.end()] + raw[end:], tokens
 
 
-async def _named_tokens(raw: bytes | bytearray, start: int) -> re.Match[bytes] | None:
+async def _named_tokens(raw: RawBody, start: int) -> re.Match[bytes] | None:
     """The first field `tokens` that is an array, from `start` on."""
     for at in range(start, len(raw), SEARCHED_BYTES):
         if found := _TOKENS.search(raw, at, at + SEARCHED_BYTES + OVERLAP_BYTES):
@@ -71,7 +72,7 @@ async def _named_tokens(raw: bytes | bytearray, start: int) -> re.Match[bytes] |
     return None
 
 
-def _decode_piece(piece: bytes | bytearray, before: int, *, more: bool) -> list[int]:
+def _decode_piece(piece: bytes, before: int, *, more: bool) -> list[int]:
     try:
         tokens = _PIECE.decode(b"[" + piece + b"]")
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

@@ -7,6 +7,7 @@ encoded from the table and embed them: no Python object is made for a part.
 from __future__ import annotations
 
 from collections.abc import Callable
+from mmap import mmap
 from typing import Final, Generic, NamedTuple, TypeVar
 
 import msgspec
@@ -17,6 +18,7 @@ from kvdock.protocol.schemas import HoldHead, LookupHead, ReserveHead
 from kvdock.protocol.wire_types import Body
 
 B = TypeVar("B", bound=Body)
+RawBody = bytes | mmap
 
 
 class Form(NamedTuple):
@@ -63,7 +65,7 @@ class Codec(Generic[B]):
         self._json = msgspec.json.Decoder(body).decode
         self._packed = msgspec.msgpack.Decoder(body).decode
 
-    def decode(self, raw: bytes | bytearray, form: Form) -> B:
+    def decode(self, raw: RawBody, form: Form) -> B:
         """Raises ApiError: malformed_json, malformed_msgpack, invalid_body, too_large. Bodies that would take long to
         decode are refused before any of their values is made."""
         if not form.packed and len(raw) > MAX_JSON_BYTES:

@@ -7,6 +7,7 @@ type, which a web page's cross-site form cannot send."""
 from __future__ import annotations
 
 import logging
+import mmap
 from collections.abc import Mapping
 from typing import Annotated, TypeVar
 
@@ -20,7 +21,7 @@ from kvdock._core import TableError
 from kvdock.api.http.limits import BodyCapacity, BodyShare
 from kvdock.api.log import shown
 from kvdock.protocol.errors import CODES, ApiError, problem_of
-from kvdock.protocol.forms import JSON, Codec, form_of_body
+from kvdock.protocol.forms import JSON, Codec, RawBody, form_of_body
 from kvdock.protocol.reports import Problem
 from kvdock.protocol.wire_types import API_VERSION, VERSION_HEADER, Answer, Body
 
@@ -62,7 +63,7 @@ async def read_body(request: Request, codec: Codec[B]) -> B:
     return codec.decode(await read_limited(request), JSON)
 
 
-async def read_limited(request: Request) -> bytes | bytearray:
+async def read_limited(request: Request) -> RawBody:
     """The whole body. Raises ApiError: too_large, too_busy."""
     limit: int = request.app.state.handlers.body_limit_bytes
     capacity: BodyCapacity = request.app.state.handlers.body_capacity
@@ -73,14 +74,15 @@ async def read_limited(request: Request) -> bytes | bytearray:
         share.give_back()
 
 
-async def read_all(receive: Receive, declared: str, limit: int, share: BodyShare) -> bytes | bytearray:
+async def read_all(receive: Receive, declared: str, limit: int, share: BodyShare) -> RawBody:
     """The whole body, refused as soon as it is known to be longer than the limit. Raises ApiError: too_large, too_busy.
 
-    Pieces are joined as they arrive: joining megabytes at the end would block the loop.
+    Pieces are written one behind the other as they arrive, into memory that never moves: to join megabytes at the end,
+    or to move them because a buffer grows, would block the loop for several ms.
     """
     if declared.isdecimal() and (len(declared) > 18 or int(declared) > limit):
         raise _too_large(int(declared[:18]), limit)
-    body = bytearray()
+    body: mmap.mmap | None = None
     size = 0
     while True:
         message = await receive()
@@ -91,11 +93,16 @@ async def read_all(receive: Receive, declared: str, limit: int, share: BodyShare
         if size > limit:
             raise _too_large(size, limit)
         more = message.get("more_body", False)
-        if not more and not body:
+        if not more and body is None:
             return piece
         share.hold(size)
-        body += piece
+        if body is None:
+            body = mmap.mmap(-1, limit, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        body.write(piece)
         if not more:
+            if not size:
+                return b""
+            body.resize(size)
             return body
 
 

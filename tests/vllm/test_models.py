@@ -148,8 +148,9 @@ def test_what_engines_of_a_kind_load_of_each_other(kind: Kind, server: ServerPro
     assert kind.ask(first, row.how) == (local, HITS), "1: its own"
     assert kind.ask(kind.renamed, row.same or row.how) == (local, HITS), "1 and 3: another engine's, by another name"
     with Client(server.unix) as client:
-        attached = client.sessions().sessions
-    assert len({session.model for session in attached}) == 1
+        attached, spaces = client.sessions().sessions, client.namespaces().namespaces
+    assert len({space.manifest.model for space in spaces}) == 1, "its architecture"
+    assert [session.model for session in attached].count("prod") == 1
     assert [session.label.split()[2] for session in attached].count("prod") == 1
 
     cold, own = kind.untouched(kind.resized, row.how)

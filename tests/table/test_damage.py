@@ -12,9 +12,11 @@ import subprocess
 import sys
 
 import pytest
-from damage_helpers import empty_region, used_words
+from damage_helpers import empty_region, region_of, used_words
 from paths import SUPPORT
 from random_use import RandomUse, adopted, new_table
+
+from kvdock._core import TableError
 
 SCRIPT = SUPPORT / "damage_helpers.py"
 RECORD_SIZES = range(112 + 32, 112 + 32 * 9, 32)
@@ -72,3 +74,25 @@ def test_a_page_of_records_whose_size_was_lost_is_empty_when_it_is_used_again() 
     for _ in range(40):
         use.calls(5)
         table.check_integrity()
+
+
+@pytest.mark.security
+def test_a_grant_that_counts_more_entries_than_there_can_be_is_refused() -> None:
+    """The fuzz found it: rounded up to whole blocks, the count became that of an empty chain."""
+    region, pages = empty_region()
+    use = RandomUse(new_table(region), random.Random(11))
+    use.calls(200)
+    with memoryview(region) as view:
+        content, looked_at = bytes(view), [at for page in used_words(view, pages()) for at in page]
+    refusals = []
+    with memoryview(content).cast("I") as words:
+        for at in (at // 4 + half for at in looked_at for half in (0, 1)):
+            if 0 < words[at] < 16 and words[at + 1] == words[at + 2] < 64:  # maybe a grant's entries, in one block
+                damaged = region_of(content)
+                with memoryview(damaged) as view, view.cast("I") as changed:
+                    changed[at] = 0xFFFF_FFFF
+                try:
+                    adopted(damaged)
+                except TableError as error:
+                    refusals.append(str(error))
+    assert any("a grant's entries are damaged" in refusal for refusal in refusals)

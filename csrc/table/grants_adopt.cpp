@@ -103,7 +103,7 @@ bool Grants::Adopter::in_order(const Entries& entries) const {
 std::optional<Grants::Adopter::Entries> Grants::Adopter::follow_entries(const Grant& grant, Chain chain) {
   bool held = chain == Chain::held;
   Entries out{{}, grant.entry_count};
-  uint64_t blocks = (uint64_t{grant.entry_count} + kEntriesPerBlock - 1) / kEntriesPerBlock;  // the count may be damaged
+  uint64_t blocks = (uint64_t{grant.entry_count} + kEntriesPerBlock - 1) / kEntriesPerBlock;  // it may be damaged
   uint32_t used = grant.entry_count % kEntriesPerBlock;
   uint32_t b = grant.first_block;
   auto take = [&] {

@@ -5,18 +5,16 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import NamedTuple
+
+from kvdock.protocol.verdict import TroubleKind
 
 MOST = 64
-
-
-Kind = Literal["died", "damaged", "misread", "left_out"]
-
 
 class Trouble(NamedTuple):
     """`at`: Unix seconds. `who`: the engine's label or session; or the pool, and why it was left out."""
 
-    kind: Kind
+    kind: TroubleKind
     at: float
     tenant: str
     who: str
@@ -35,15 +33,15 @@ class Troubles:
         self._known.clear()
         return count
 
-    def add(self, kind: Kind, tenant: str, who: str) -> None:
+    def add(self, kind: TroubleKind, tenant: str, who: str) -> None:
         self._known.append(Trouble(kind, self._wall_s(), tenant, who))
 
-    def add_once(self, kind: Kind, tenant: str, who: str) -> None:
+    def add_once(self, kind: TroubleKind, tenant: str, who: str) -> None:
         """In place of those of that kind and engine, which may come often."""
         for one in [one for one in self._known if one[:1] + one[2:] == (kind, tenant, who)]:
             self._known.remove(one)
         self.add(kind, tenant, who)
 
-    def since(self, kind: Kind, at: float) -> list[Trouble]:
+    def since(self, kind: TroubleKind, at: float) -> list[Trouble]:
         """Those of a kind that happened after `at` and are not acknowledged, oldest first."""
         return [one for one in self._known if one.kind == kind and one.at > at]

@@ -6,7 +6,7 @@ only values of those folders, which tests/house/test_imports.py checks."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Literal, Protocol
+from typing import Protocol
 
 from kvdock.api.access.peer import Peer
 from kvdock.api.pool.registry import NamespaceRecord
@@ -20,6 +20,7 @@ from kvdock.api.record.timings import Buckets, RouteTimes
 from kvdock.api.record.troubles import Trouble
 from kvdock.protocol.events import Event
 from kvdock.protocol.reports import Curve, DayOfHits, Over, RequestView, Stats
+from kvdock.protocol.verdict import TroubleKind
 
 
 class Recent(Protocol):
@@ -49,7 +50,7 @@ class Labels(Protocol):
 class Troubles(Protocol):
     """What went wrong last: `Troubles`."""
 
-    def since(self, kind: Literal["died", "damaged", "misread", "left_out"], at: float) -> list[Trouble]: ...
+    def since(self, kind: TroubleKind, at: float) -> list[Trouble]: ...
 
 
 class Totals(Protocol):

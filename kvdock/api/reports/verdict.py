@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from kvdock.api.access.peer import Peer
 from kvdock.api.pool.registry import NamespaceRecord
@@ -19,7 +19,7 @@ from kvdock.protocol.hits import HitTotals
 from kvdock.protocol.readable import percent, span
 from kvdock.protocol.reports import CurvePoint, DayOfHits
 from kvdock.protocol.schemas import Manifest
-from kvdock.protocol.verdict import REMEDIES, Effect, Finding, FindingCode, Verdict
+from kvdock.protocol.verdict import REMEDIES, Effect, Finding, FindingCode, TroubleKind, Verdict
 
 RECENT_S = 24 * 3600.0
 """How long an engine's death and damaged chunks are findings, unless somebody acknowledges them."""
@@ -34,7 +34,7 @@ FELL_TO, FELL_DAYS, FELL_LEAST_TOKENS = 0.6, 7, 100_000
 """Today's loaded share, as a share of that of the days before, and the tokens that both must have."""
 SLOW_SHARE, SLOW_LEAST = 0.5, 20
 """The share of waits for tiers that ended without what was promised, and the least number of waits."""
-TROUBLES: tuple[tuple[Literal["died", "damaged", "misread", "left_out"], FindingCode, str, str], ...] = (
+TROUBLES: tuple[tuple[TroubleKind, FindingCode, str, str], ...] = (
     ("died", "engine_died", "An engine's process ended without leaving", "processes of engines ended without leaving"),
     ("damaged", "chunks_damaged", "A load found other bytes than were stored",
      "loads found other bytes than were stored"),

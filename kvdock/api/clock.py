@@ -35,7 +35,8 @@ def boottime_ns() -> int:
 
 
 class ServerClock:
-    """The server clock: the sum of the steps of the source, of which each counts as one second at most. Thread-safe."""
+    """The server clock. It adds up how far its source has moved between two readings. If that is more than a second, it
+    adds one second: the server was stopped meanwhile. Thread-safe."""
 
     def __init__(self, source_ns: Callable[[], int] = boottime_ns, *, start_ms: int = 0) -> None:
         """`start_ms`: the last time on the clock of the server whose pool was adopted."""

@@ -113,7 +113,7 @@ class AccessFile:
         found = self._known.get(digest_of(token.strip())) if kind.lower() == b"bearer" else None
         if found is None:
             raise ApiError("unauthenticated", "no such access token", found="another", wanted="Bearer and its token")
-        if found.until_s <= self._wall_s():  # only who has the token is told more than others are
+        if found.until_s <= self._wall_s():  # whoever has the token may know why it is refused
             raise ApiError(
                 "unauthenticated", "the access token has expired", found=f"a token until {shown(found.token.expires)}",
                 wanted=f"a newer one of {found.token.name}",

@@ -96,6 +96,7 @@ def prepare() -> None:
 
 
 def fork_processes() -> None:
-    """SGLang starts its processes anew, and each would import all of it again."""
+    """SGLang spawns its processes, and each of them would import all of SGLang again. They are forked here, and what
+    SGLang itself chooses later has no effect."""
     multiprocessing.set_start_method("fork", force=True)
-    multiprocessing.set_start_method = lambda *args, **kwargs: None  # type: ignore[method-assign]  # for this program
+    multiprocessing.set_start_method = lambda *args, **kwargs: None  # type: ignore[method-assign]  # its choice

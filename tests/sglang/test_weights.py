@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 from api_helpers import MIB, ServerProcess, comes_true
 from engines import TP2, Engine
-from tier_server import wait_until_written, with_disk
+from tier_server import is_served, wait_until_written, with_disk
+from tier_stores import has_state
 from whole_engines import HITS, drawn_prompts, tokens_of
 from workers import parameters_of
 
@@ -127,6 +128,8 @@ def weights_story(
         wait_until_written(server)
         assert first.close() == alive.close() == 0, first.log_text() + alive.log_text()
     with with_disk(folder, **ROOM) as again, Engine(models["llama"], again.unix, extra={"tier_wait_s": 20.0}) as engine:
+        has_state(again.unix, "open")  # no lookup waits for a mover that is being started
+        is_served(again, 1)
         for one in seen.values():
             one.disk = generate(engine, one.prompts[:1] + one.prompts[2:])
     yield seen

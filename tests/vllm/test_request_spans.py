@@ -11,8 +11,12 @@ import httpx
 import pytest
 from api_helpers import ServerProcess, comes_true
 from otlp_collector import Collector
+from schedulers import Schedulers, every_version
 from served_engine import NAME, ServedEngine
 from whole_engines import prompts_of
+
+from kvdock.client.events import read_events
+from kvdock.client.transport import Address
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
@@ -35,6 +39,64 @@ SKEW_NS = 2_000
 def collector() -> Iterator[Collector]:
     with Collector() as started:
         yield started
+def contexts_at(server: ServerProcess) -> dict[str, set[str]]:
+    """The trace contexts of the events of each request: what kvdock's spans have for their parent."""
+    found: dict[str, set[str]] = {}
+    for one in read_events(Address.parse(server.unix), kinds="looked_up,leased,loaded,request_ended"):
+        found.setdefault(one.event["request"].removesuffix("-1"), set()).add(one.event["traceparent"])
+    return found
+
+
+def contexts_of(spans: dict[str, list[str]]) -> dict[str, set[str]]:
+    return {name: {f"00-{trace}-{span}-01"} for name, (trace, span, _) in spans.items()}
+
+
+@pytest.mark.every_minor
+@every_version
+def test_what_kvdock_hears_of_a_request_is_the_id_of_the_span_that_vllm_makes_later(
+    version: str, server: ServerProcess, schedulers: Schedulers
+) -> None:
+    headers = [{"traceparent": f"00-{TRACE}-{CLIENT}-01"}] * 2 + [{"traceparent": "hello"}, None]
+    found = schedulers.run(version, "spans", server.unix, headers, module="span_scenarios")
+    assert found["said"] == []
+    spans = found["spans"]
+    assert contexts_at(server) == contexts_of(spans) and len(spans) == 4
+    assert [spans[name][0] == TRACE for name in "0123"] == [True, True, False, False]
+    assert [spans[name][2] for name in "0123"] == [CLIENT, CLIENT, "", ""]
+    assert len({span for _, span, _ in spans.values()}) == 4 and len({trace for trace, _, _ in spans.values()}) == 3
+
+
+@every_version
+def test_of_a_request_that_is_not_sampled_neither_makes_a_span(
+    version: str, server: ServerProcess, schedulers: Schedulers
+) -> None:
+    headers = [{"traceparent": f"00-{TRACE}-{CLIENT}-00"}, None, {"traceparent": f"00-{TRACE}-{CLIENT}-01"}]
+    found = schedulers.run(version, "spans", server.unix, headers, sampled_share=0.0, module="span_scenarios")
+    assert list(found["spans"]) == ["2"]
+    said = contexts_at(server)
+    assert [{one[-2:] for one in said[name]} for name in "012"] == [{"00"}, {"00"}, {"01"}]
+
+
+@every_version
+@pytest.mark.parametrize("lacks", ["add_request", "do_tracing"])
+def test_a_vllm_with_other_methods_is_left_alone_and_one_line_says_so(
+    lacks: str, version: str, server: ServerProcess, schedulers: Schedulers
+) -> None:
+    client = f"00-{TRACE}-{CLIENT}-01"
+    found = schedulers.run(
+        version, "spans", server.unix, [{"traceparent": client}, None], lacks=lacks, module="span_scenarios"
+    )
+    (line, again) = found["said"]
+    assert line == again and f"OutputProcessor.{lacks}(" in line and "beside vLLM's own" in line
+    assert contexts_at(server) == {"0": {client}, "1": {""}}
+
+
+@every_version
+def test_in_a_program_a_request_without_a_trace_may_stand_under_the_programs_span(
+    version: str, server: ServerProcess, schedulers: Schedulers
+) -> None:
+    found = schedulers.run(version, "spans", server.unix, [None], in_program=True, module="span_scenarios")
+    assert found["spans"].keys() == {"0"} and contexts_at(server) == {"0": {""}}
 
 
 def ask(engine: ServedEngine, traceparent: str = "", **how: Any) -> str:
@@ -108,4 +170,3 @@ def test_all_that_kvdock_did_for_a_request_stands_under_vllms_span_of_it(
         ours = [span for span in collector.spans() if span["name"].startswith("kvdock.")]
         assert ours and {span["parent_id"] for span in ours} <= known, "nobody else's child, and none begins a trace"
         assert "kvdock's spans of a request stand beside" not in engine.log_text()
-        assert server_info(engine)["scheduler_config"]["async_scheduling"]

@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from hook_scenarios import own_engine
@@ -31,13 +32,17 @@ from kvdock.connectors.vllm import request_spans
 REAL = OutputProcessor.add_request, OutputProcessor.do_tracing
 
 
-def provided(sampled_share: float) -> InMemorySpanExporter:
-    """What is kept of the spans of all that is started from now on."""
+@contextmanager
+def provided(sampled_share: float) -> Iterator[InMemorySpanExporter]:
+    """What is kept of the spans of all that is started meanwhile."""
     kept, provider = InMemorySpanExporter(), TracerProvider(sampler=ParentBasedTraceIdRatio(sampled_share))
     provider.add_span_processor(SimpleSpanProcessor(kept))
-    trace._TRACER_PROVIDER = provider  # OpenTelemetry lets a process set it once
-    OutputProcessor.add_request, OutputProcessor.do_tracing = REAL
-    return kept
+    before, trace._TRACER_PROVIDER = trace._TRACER_PROVIDER, provider  # OpenTelemetry lets a process set it once
+    try:
+        yield kept
+    finally:
+        trace._TRACER_PROVIDER = before
+        OutputProcessor.add_request, OutputProcessor.do_tracing = REAL
 
 
 class Served:
@@ -77,24 +82,25 @@ def spans(
 ) -> dict[str, Any]:
     """vLLM's spans of requests with these trace headers, named 0, 1, …: by name, (trace, id, parent). `lacks`: a method
     that this vLLM has under another name; `in_program`: the caller is no server."""
-    kept, engine = provided(sampled_share), own_engine(address, overlap=True)
+    engine = own_engine(address, overlap=True)
     engine.config.observability_config.otlp_traces_endpoint = "http://127.0.0.1:9"  # nobody sends there
-    if lacks:
-        setattr(OutputProcessor, lacks, lambda self, *args, **more: None)
-    with warnings_heard() as said:
+    with provided(sampled_share) as kept, warnings_heard() as said:
+        if lacks:
+            setattr(OutputProcessor, lacks, lambda self, *args, **more: None)
         for _ in range(2):  # as for each engine of a process
             PrometheusStatLogger(engine.config, [0])
-    OutputProcessor.add_request = OutputProcessor.add_request if lacks != "add_request" else REAL[0]
-    served = Served(engine)
+        if lacks:
+            OutputProcessor.add_request = REAL[0]
+        served = Served(engine)
 
-    async def ask() -> None:
-        asks()
+        def asks() -> None:
+            for number, one in enumerate(headers):
+                served.ask(str(number), one)
 
-    def asks() -> None:
-        for number, one in enumerate(headers):
-            served.ask(str(number), one)
+        async def in_server() -> None:
+            asks()
 
-    asks() if in_program else asyncio.run(ask())
+        asks() if in_program else asyncio.run(in_server())
     engine.close()
     found = {}
     for span in kept.get_finished_spans():

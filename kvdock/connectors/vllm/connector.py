@@ -230,7 +230,7 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
         cls, vllm_config: Any, metric_types: dict[type, Any], labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> KvdockPromMetrics:
-        """The one call that vLLM makes in the processes that make its spans, too: those of its API."""
+        """vLLM calls it in the processes of its API, which also make its spans of requests."""
         log_among_theirs()
         name_request_spans(vllm_config)
         return KvdockPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)

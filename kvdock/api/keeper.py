@@ -12,13 +12,13 @@ import asyncio
 import logging
 
 from kvdock.api.access.access_file import AccessFile
-from kvdock.api.clock import Slices
 from kvdock.api.pool.registry import MemberRecord, SessionRecord
 from kvdock.api.pool.sessions import Sessions
 from kvdock.api.record.history import Sampler
 from kvdock.api.record.tally import Tally
 from kvdock.api.record.timings import Pulse
 from kvdock.api.settings import Settings
+from kvdock.api.turns import Slices
 
 EVICT_SLICE_CHUNKS = 64
 MOST_LEFT = 64

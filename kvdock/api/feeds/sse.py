@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Collection, Iterator
 from itertools import islice
 
+from kvdock.api.turns import next_slice
 from kvdock.protocol.events import EVENTS, Draining, Event, Gap, kind_of
 from kvdock.protocol.forms import JSON
 
@@ -44,7 +45,6 @@ class Stream:
         self.readers = 0
         """How many readers there are now. Callers refuse more than MOST_READERS."""
         self._came = asyncio.Event()
-        self._turns = asyncio.Lock()
         self._is_ending = False
 
     def _wake(self) -> None:
@@ -61,9 +61,8 @@ class Stream:
             is_over = False
             while not is_over and is_admitted():
                 came = self._came
-                async with self._turns:  # all readers together make one slice in each pass of the event loop
-                    slice_, is_over = _next_slice(pieces)
-                    await asyncio.sleep(0)
+                await next_slice()
+                slice_, is_over = _next_slice(pieces)
                 if slice_:
                     yield slice_
                 elif came.is_set():

@@ -166,6 +166,8 @@ class Registry:
         self._by_table_id: dict[int, SessionRecord] = {}
         self._by_lock: dict[int, MemberRecord] = {}
         self._namespaces: dict[bytes, NamespaceRecord] = {}
+        self._in_order: tuple[NamespaceRecord, ...] | None = None
+        """The same, as lists show them; None: they have changed since."""
         self._opened = 0
         self.on_ended: Callable[[SessionRecord], None] = lambda session: None
         """Called with each session that has ended."""
@@ -198,9 +200,11 @@ class Registry:
     def of_table_id(self, table_id: int) -> SessionRecord | None:
         return self._by_table_id.get(table_id)
 
-    def namespaces(self) -> list[NamespaceRecord]:
+    def namespaces(self) -> Sequence[NamespaceRecord]:
         """In rising order of their table ids."""
-        return sorted(self._namespaces.values(), key=lambda record: record.table_id)
+        if self._in_order is None:
+            self._in_order = tuple(sorted(self._namespaces.values(), key=lambda record: record.table_id))
+        return self._in_order
 
     def space_of(self, digest: bytes) -> NamespaceRecord | None:
         return self._namespaces.get(digest)
@@ -230,12 +234,13 @@ class Registry:
             self._keep_namespaces(lambda record: record.table_id != table_id)
             use = NamespaceUse(is_bench=not holds_chunks)
             found = NamespaceRecord(table_id, digest, manifest, tenant, base or digest, use)
-            self._namespaces[digest] = found
+            self._namespaces[digest], self._in_order = found, None
         if weights is not None:
             found.use.weights = weights
         return found
 
     def _keep_namespaces(self, wanted: Callable[[NamespaceRecord], bool]) -> None:
+        self._in_order = None
         self._namespaces = {digest: record for digest, record in self._namespaces.items() if wanted(record)}
 
     def add_session(

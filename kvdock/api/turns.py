@@ -11,12 +11,13 @@ import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import Final
+from typing import Final, NamedTuple
 from weakref import WeakKeyDictionary
 
 SLICE_S = 0.0005
 READS_OF_TURN: Final = 4
 LONG_READ_BYTES: Final = 64 << 10
+CALLS_WAITING: Final = 16
 
 
 class FairQueue:
@@ -26,6 +27,10 @@ class FairQueue:
     def __init__(self) -> None:
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._taken = False
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
 
     async def next(self) -> None:
         """In this turn, if nobody else has it."""
@@ -57,12 +62,31 @@ class FairQueue:
         self._taken = False
 
 
-_OF_LOOP: WeakKeyDictionary[asyncio.AbstractEventLoop, FairQueue] = WeakKeyDictionary()
+class _Queues(NamedTuple):
+    calls: FairQueue
+    slices: FairQueue
+
+
+_OF_LOOP: WeakKeyDictionary[asyncio.AbstractEventLoop, _Queues] = WeakKeyDictionary()
+
+
+def _queues() -> _Queues:
+    """Those of the running event loop."""
+    loop = asyncio.get_running_loop()
+    found = _OF_LOOP.get(loop)
+    if found is None:
+        found = _OF_LOOP[loop] = _Queues(FairQueue(), FairQueue())
+    return found
+
+
+async def next_call() -> None:
+    """Waits for a turn of the event loop in which no other call of people or strangers begins or is answered."""
+    await _queues().calls.next()
 
 
 async def next_slice() -> None:
     """Waits for a later turn of the event loop in which no other long work has a slice."""
-    await _OF_LOOP.setdefault(asyncio.get_running_loop(), FairQueue()).later()
+    await _queues().slices.later()
 
 
 class Slices:
@@ -80,7 +104,8 @@ class Slices:
 
 class ReadTurns:
     """How much of what arrives is handled in one turn of the event loop: READS_OF_TURN short reads of all connections
-    that share this, or one long read."""
+    that share this, or one long read; nothing while more than CALLS_WAITING calls wait, which would become ever more.
+    """
 
     def __init__(self) -> None:
         self._left = READS_OF_TURN
@@ -89,7 +114,7 @@ class ReadTurns:
 
     def take(self, read_bytes: int) -> bool:
         """Whether the read may be handled now."""
-        if self._left <= 0 or self._waiting:
+        if self._left <= 0 or self._waiting or self._calls_wait():
             return False
         self._spend(read_bytes)
         return True
@@ -97,6 +122,7 @@ class ReadTurns:
     def wait(self, go_on: Callable[[], None], read_bytes: int) -> None:
         """Calls `go_on` when it is the read's turn."""
         self._waiting.append(partial(self._go_on, go_on, read_bytes))
+        self._count()
 
     def _go_on(self, go_on: Callable[[], None], read_bytes: int) -> None:
         self._spend(read_bytes)
@@ -104,11 +130,19 @@ class ReadTurns:
 
     def _spend(self, read_bytes: int) -> None:
         self._left -= 1 + read_bytes * READS_OF_TURN // LONG_READ_BYTES
+        self._count()
+
+    def _count(self) -> None:
         if not self._is_counting:
             self._is_counting = True
             asyncio.get_running_loop().call_soon(self._begin_turn)
 
     def _begin_turn(self) -> None:
         self._left, self._is_counting = READS_OF_TURN, False
-        while self._waiting and self._left > 0:
+        while self._waiting and self._left > 0 and not self._calls_wait():
             self._waiting.popleft()()
+        if self._waiting:
+            self._count()
+
+    def _calls_wait(self) -> bool:
+        return _queues().calls.waiting > CALLS_WAITING

@@ -19,11 +19,11 @@ from api_helpers import attach_body, manifest
 from app_rig import OWN, Rig, ask, opened
 from turns import Turns, quickest, turns_of
 
-from kvdock.api.turns import SLICE_S, Slices
 from kvdock.api.feeds.kv import BATCH_CHUNKS, KvLog, KvStream, Source
 from kvdock.api.pool.registry import MemberRecord
 from kvdock.api.reports.lists import NAMESPACES_OF_PAGE, REQUESTS_OF_PAGE
 from kvdock.api.reports.metrics import CLASSIC
+from kvdock.api.turns import SLICE_S, Slices
 from kvdock.protocol import schemas as s
 
 pytestmark = pytest.mark.security

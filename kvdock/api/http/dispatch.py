@@ -2,7 +2,7 @@
 in the table of engine calls (kvdock/api/http/engine_calls.py), the checks that the guard makes for all other calls, and
 one call of the service.
 
-All other calls go to the app, one in each turn of the event loop (FairQueue in kvdock/api/turns.py). Engine calls
+All other calls go to the app, one in each turn of the event loop (kvdock/api/turns.py). Engine calls
 over TCP may come from strangers: they wait in the same queue, have their own limit for long bodies, and their answers
 have the headers that browsers heed.
 """
@@ -24,7 +24,7 @@ from kvdock.api.http.handlers import Handlers
 from kvdock.api.http.limits import BodyCapacity
 from kvdock.api.http.wire import COMMON_HEADERS, NO_STORE, PROBLEM, PROBLEM_HEADERS, refusal
 from kvdock.api.record.timings import Meter
-from kvdock.api.turns import FairQueue
+from kvdock.api.turns import next_call
 from kvdock.protocol.errors import ApiError, problem_of
 from kvdock.protocol.forms import JSON
 from kvdock.protocol.reports import Problem
@@ -45,13 +45,12 @@ class Dispatch:
         self._checks, self._service, self._meter = checks, handlers.service, meter
         self._body_limit_bytes, self._tcp_capacity = handlers.body_limit_bytes, handlers.body_capacity
         self._unix_capacity = BodyCapacity.for_bodies_of(handlers.body_limit_bytes)
-        self._queue = FairQueue()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         found = find(scope["method"], scope["path"]) if scope["type"] == "http" else None
         if found is None:
             if scope["type"] == "http":
-                await self._queue.next()
+                await next_call()
                 await self.app(scope, receive, partial(self._send_in_turn, send))
             else:
                 await self.app(scope, receive, send)
@@ -59,7 +58,7 @@ class Dispatch:
         engine_call, id_in_path = found
         is_unix: bool = scope["state"]["peer"].is_unix
         if not is_unix:
-            await self._queue.next()
+            await next_call()
         started_ns, traceparent = self._meter.now_ns(), ""
         try:
             answer = await engine_call.answer(self._service, self._incoming(scope, receive, engine_call), id_in_path)
@@ -85,7 +84,7 @@ class Dispatch:
     async def _send_in_turn(self, send: Send, message: Message) -> None:
         """Calls that waited for the same result are answered one in each turn."""
         if message["type"] == "http.response.start":
-            await self._queue.next()
+            await next_call()
         await send(message)
 
     def _incoming(self, scope: Scope, receive: Receive, engine_call: EngineCall) -> Incoming:

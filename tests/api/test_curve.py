@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import secrets
@@ -191,10 +192,10 @@ def test_a_curve_that_was_kept_ages_while_no_server_runs(tmp_path: Path) -> None
         first, space = server(), NamespaceRecord(0, bytes(32), manifest(), "")
         for _ in range(64):
             first.looked_up(space, bytes.fromhex("".join(keys(4, "old"))), 0)
-        first.keep_when_due()
+        asyncio.run(first.keep_when_due())
         assert not kept.read(), "not yet due"
         now_s[0] += 60
-        first.keep_when_due()
+        asyncio.run(first.keep_when_due())
         peer = of_user(os.geteuid())
         now_s[0], wall_s[0] = 3.0, 5000.0 + 6 * 3600
         assert server().view(peer).total.lookups == 32

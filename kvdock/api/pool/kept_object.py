@@ -1,9 +1,12 @@
-"""A small object beside the pool, which the next server of the pool finds: written as a whole, or not at all."""
+"""A small object beside the pool, which the next server of the pool finds: written as a whole, or not at all, and
+never with less than was written before."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
+import threading
 from pathlib import Path
 
 from kvdock.shm import objects as shm
@@ -16,6 +19,8 @@ class KeptObject:
     def __init__(self, path: Path, what: str) -> None:
         """`what`: its content, for the log."""
         self._path, self._what = path, what
+        self._writing = threading.Lock()
+        self._asked = self._written = 0
 
     def read(self) -> bytes:
         """Returns its content; empty: there is none, or it cannot be read."""
@@ -29,6 +34,21 @@ class KeptObject:
             return b""
 
     def write(self, content: bytes) -> None:
+        self._asked += 1
+        self._write(self._asked, content)
+
+    async def write_aside(self, content: bytes) -> None:
+        """In a thread: to write and to free megabytes takes some ms. Raises nothing, like `write`."""
+        self._asked += 1
+        await asyncio.to_thread(self._write, self._asked, content)
+
+    def _write(self, number: int, content: bytes) -> None:
+        with self._writing:
+            if number > self._written:
+                self._written = number
+                self._replace(content)
+
+    def _replace(self, content: bytes) -> None:
         fresh = shm.fresh_path(self._path)
         try:
             fresh.unlink(missing_ok=True)

@@ -21,6 +21,7 @@ from kvdock.api.pool.kept_object import KeptObject
 from kvdock.api.pool.pool import Pool
 from kvdock.api.pool.registry import NamespaceRecord
 from kvdock.api.record.counted import Counted
+from kvdock.api.turns import next_slice
 from kvdock.protocol.admin_schemas import Limits
 from kvdock.protocol.reports import Curve, CurvePoint, NamespaceCurve, SpaceCurve, TenantCurve
 
@@ -101,21 +102,25 @@ class Curves:
 
     # ---------------------------------------------------------------- kept with the pool
 
-    def keep_when_due(self) -> None:
-        """To be called in a turn of its own: it copies at most a megabyte."""
-        if self._now_s() - self._kept_s >= KEEP_S:
-            self.keep()
+    async def keep_when_due(self) -> None:
+        """In a turn of its own: it copies at most a megabyte."""
+        if self._now_s() - self._kept_s >= KEEP_S and self._kept is not None:
+            await next_slice()
+            await self._kept.write_aside(self._content())
 
     def keep(self) -> None:
         """Writes the curve for the next server of the pool."""
-        self._kept_s = self._now_s()
         if self._kept is not None:
-            self._follow_limits()
-            self._kept.write(msgspec.msgpack.encode(_Kept(
-                at=self._wall_s(), eviction=self._limits.eviction, pool_bytes=self._limits.pool_bytes,
-                covers_s=self._now_s() - self._began_s, spaces=list(self._spaces.values()),
-                simulated=self._simulated.keep(),
-            )))
+            self._kept.write(self._content())
+
+    def _content(self) -> bytes:
+        self._kept_s = self._now_s()
+        self._follow_limits()
+        return msgspec.msgpack.encode(_Kept(
+            at=self._wall_s(), eviction=self._limits.eviction, pool_bytes=self._limits.pool_bytes,
+            covers_s=self._now_s() - self._began_s, spaces=list(self._spaces.values()),
+            simulated=self._simulated.keep(),
+        ))
 
     def _take_over(self, kept: _Kept) -> None:
         """Leaves the curve as it is if the pool has another size or policy now. Raises TableError."""

@@ -7,12 +7,16 @@ import asyncio
 import logging
 import os
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 from kvdock.shm import objects as shm
 from kvdock.shm.errors import ForeignObject
 
 log = logging.getLogger("kvdock.api")
+
+
+Piece = bytes | memoryview
 
 
 class KeptObject:
@@ -33,28 +37,29 @@ class KeptObject:
             log.warning("%s begins anew: %s", self._what, error)
             return b""
 
-    def write(self, content: bytes) -> None:
+    def write(self, *content: Piece) -> None:
+        """`content`: in pieces."""
         self._asked += 1
         self._write(self._asked, content)
 
-    async def write_aside(self, content: bytes) -> None:
+    async def write_aside(self, *content: Piece) -> None:
         """In a thread: to write and to free megabytes takes some ms. Raises nothing, like `write`."""
         self._asked += 1
         await asyncio.to_thread(self._write, self._asked, content)
 
-    def _write(self, number: int, content: bytes) -> None:
+    def _write(self, number: int, content: Sequence[Piece]) -> None:
         with self._writing:
             if number > self._written:
                 self._written = number
                 self._replace(content)
 
-    def _replace(self, content: bytes) -> None:
+    def _replace(self, content: Sequence[Piece]) -> None:
         fresh = shm.fresh_path(self._path)
         try:
             fresh.unlink(missing_ok=True)
             fd = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             with os.fdopen(fd, "wb") as file:
-                file.write(content)
+                file.writelines(content)
             fresh.replace(self._path)
         except OSError as error:
             log.warning("%s is not kept for the next server: %s", self._what, error)

@@ -10,13 +10,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, NamedTuple, Protocol
 
 import msgspec
 
 from kvdock.api.clock import ServerClock
-from kvdock.api.pool.kept_object import KeptObject
+from kvdock.api.pool.kept_object import KeptObject, Piece
 from kvdock.api.pool.lock import boot_s
 from kvdock.api.pool.pool import Pool
 from kvdock.api.record.counters import Counters
@@ -199,6 +199,10 @@ class _Kept(msgspec.Struct):
     beside: dict[str, msgspec.Raw] = {}
 
 
+_PLACE = msgspec.Raw(b"\0")
+"""Where the next of `beside` comes: a byte that JSON never has."""
+
+
 class History:
     """`sample` is called once an interval of the finest level, by one task."""
 
@@ -251,7 +255,7 @@ class History:
     def keep(self, now_s: float) -> None:
         """Writes hours and days for the next server of the pool."""
         if self._kept is not None:
-            self._kept.write(self._content(now_s, {name: one.kept() for name, one in self._beside.items()}))
+            self._kept.write(*self._content(now_s, {name: one.kept() for name, one in self._beside.items()}))
 
     async def keep_in_slices(self, now_s: float) -> None:
         """The same, with turns for others in between. Those who ask meanwhile wait, and share the next one."""
@@ -266,11 +270,16 @@ class History:
             for name, one in self._beside.items():
                 beside[name] = one.kept()
                 await next_slice()
-            await self._kept.write_aside(self._content(now_s, beside))
+            await self._kept.write_aside(*self._content(now_s, beside))
 
-    def _content(self, now_s: float, beside: dict[str, msgspec.Raw]) -> bytes:
+    def _content(self, now_s: float, beside: dict[str, msgspec.Raw]) -> Sequence[Piece]:
+        """A _Kept in pieces: what is kept beside may be megabytes, which are not copied."""
         levels = {level.name: self._levels[level.name].view(now_s) for level in KEPT_LEVELS}
-        return msgspec.json.encode(_Kept(self._wall_s(), levels, beside))
+        whole = msgspec.json.encode(_Kept(self._wall_s(), levels, dict.fromkeys(beside, _PLACE)))
+        pieces: list[Piece] = []
+        for before, content in zip(whole.split(bytes(_PLACE)), [*beside.values(), msgspec.Raw(b"")], strict=True):
+            pieces += [before, memoryview(content)]
+        return pieces
 
     def _take_over(self) -> None:
         content = self._kept.read() if self._kept is not None else b""

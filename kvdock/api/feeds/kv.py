@@ -274,6 +274,11 @@ class TenantLogs:
                 self.add(log, now, source.model, batch)
                 batch = []
 
+    def snapshot(self, tenant: str) -> tuple[Iterator[Batch], int]:
+        """All chunks that are announced now, and the number that all of its batches have."""
+        log = self.of(tenant)
+        return log.snapshot(self._wall_s()), log.last
+
     def beat(self) -> bool:
         """Adds an empty batch to each log that was silent for BEAT_S. Returns whether there was such a log."""
         now = self._wall_s()
@@ -281,6 +286,29 @@ class TenantLogs:
         for log in silent:
             self.add(log, now, "", [])
         return bool(silent)
+
+
+class Names:
+    """The names of chunks that are not there, or not yet: as many as fit, those that were named last."""
+
+    def __init__(self) -> None:
+        self._names: OrderedDict[Place, BlockNames] = OrderedDict()
+        self._bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def put(self, place: Place, name: BlockNames) -> None:
+        self.take(place)
+        self._names[place] = name
+        self._bytes += _size_bytes(name)
+        while self._bytes > NAMES_BYTES:
+            self.take(next(iter(self._names)))
+
+    def take(self, place: Place) -> BlockNames | None:
+        name = self._names.pop(place, None)
+        self._bytes -= 0 if name is None else _size_bytes(name)
+        return name
 
 
 class KvLog:
@@ -293,16 +321,15 @@ class KvLog:
         """How many snapshots were made for readers."""
         self.listeners: list[Callable[[], None]] = []
         """Called when there is something new."""
-        self._changes, self._ready, self._wall_s = changes, ready, wall_s
+        self._changes, self._ready = changes, ready
         self._most_bytes, self._bytes = most_bytes, 0
         self._since = 0
+        self._numbers = itertools.count()
         self._sources: dict[int, tuple[int, Source]] = {}
         """By the number of the namespace in the table: what it is now, with a number that is never used again."""
-        self._met = 0
         self._gone: deque[tuple[int, Source]] = deque()
         """What numbers were before; its chunks that are there are yet to be removed."""
-        self._names: OrderedDict[Place, BlockNames] = OrderedDict()
-        self._names_bytes = 0
+        self._names = Names()
         self._count: Counter[int] = Counter()
         """How many chunks of each source are there."""
         self._logs = TenantLogs(wall_s)
@@ -320,8 +347,7 @@ class KvLog:
         with self._lock:
             if known is not None and self._count.pop(known[0], 0):
                 self._gone.append(known)
-            self._met += 1
-            self._sources[space] = self._met, source
+            self._sources[space] = next(self._numbers), source
         self._is_walked = False  # its chunks are of an earlier server, or were never announced
 
     def named(self, space: int, keys: bytes, names: Sequence[BlockNames]) -> None:
@@ -335,22 +361,10 @@ class KvLog:
                 key = number, keys[KEY_BYTES * at : KEY_BYTES * (at + 1)]
                 chunk = log.there.get(key)
                 if chunk is None or chunk.name is None:
-                    self._name(key, name)
+                    self._names.put(key, name)
                 if chunk is not None and chunk.name is None:
                     again += [(source, self._removed(log, key)), *self._stored(log, source, key, chunk.above)]
             self._publish(log, again)
-
-    def _name(self, key: Place, name: BlockNames) -> None:
-        self._take_name(key)
-        self._names[key] = name
-        self._names_bytes += _size_bytes(name)
-        while self._names_bytes > NAMES_BYTES:
-            self._take_name(next(iter(self._names)))
-
-    def _take_name(self, key: Place) -> BlockNames | None:
-        name = self._names.pop(key, None)
-        self._names_bytes -= 0 if name is None else _size_bytes(name)
-        return name
 
     # ---------------------------------------------------------------- from the table
 
@@ -438,7 +452,7 @@ class KvLog:
         self, log: TenantLog, source: Source, key: Place, parent: bytes
     ) -> list[tuple[Source, Item]]:
         """The chunk's event, and removals of older chunks for which the log has no room any more."""
-        name = self._take_name(key)
+        name = self._names.take(key)
         hashes: Sequence[int]
         if name is not None and name.hashes:
             hashes, before = name.hashes, name.parent
@@ -459,7 +473,7 @@ class KvLog:
         self._count[key[0]] -= 1
         self._bytes -= chunk.size_bytes
         if chunk.name is not None:
-            self._name(key, chunk.name)  # kept, because the chunk may come back without a name
+            self._names.put(key, chunk.name)  # kept, because the chunk may come back without a name
         return BlockRemoved(list(chunk.hashes))
 
     def _publish(self, log: TenantLog, items: Sequence[tuple[Source, Item]]) -> None:
@@ -487,8 +501,7 @@ class KvLog:
         """All chunks that are announced now, and the number that all of its batches have."""
         with self._lock:
             self.snapshots += 1
-            log = self._logs.of(tenant)
-            return log.snapshot(self._wall_s()), log.last
+            return self._logs.snapshot(tenant)
 
     def next_of(self, tenant: str) -> int:
         """The number of the next batch."""

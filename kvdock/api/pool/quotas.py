@@ -204,7 +204,7 @@ class Quotas:
 
 
 async def _keep_nothing() -> None:
-    """Of quotas without a pool's history."""
+    """What quotas do without a history that keeps them."""
 
 
 def _amounts(view: TableView) -> Amounts:

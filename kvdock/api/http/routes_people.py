@@ -176,7 +176,7 @@ async def hits(request: Request) -> Response:
     errors=("not_found",),
 )
 async def curve(request: Request) -> Response:
-    return answer(handlers_of(request).overview.curve(peer_of_call(request)))
+    return answer(await handlers_of(request).overview.curve(peer_of_call(request)))
 
 
 @_route(

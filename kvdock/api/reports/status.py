@@ -181,8 +181,8 @@ class Overview:
     def stats(self, over: Over) -> Stats:
         return self._series.view(over, self._clock.now_ms() / 1000)
 
-    def curve(self, peer: Peer) -> Curve:
+    async def curve(self, peer: Peer) -> Curve:
         """Raises ApiError(not_found) if the curve is switched off."""
         if self._curves is None:
             raise ApiError("not_found", "the curve is switched off", found="observe", wanted="curve among them")
-        return self._curves.view(peer)
+        return await self._curves.view(peer)

@@ -171,7 +171,7 @@ class Judge:
     def _thrashing(self, judged: Judged) -> Iterator[Finding]:
         if self._curves is None or not judged.peer.may("read"):
             return
-        total = self._curves.view(judged.peer).total
+        total = self._curves.total(judged.peer)
         now = total.hit_share
         larger = [point for point in total.points if point.factor in THRASHING_FACTORS and point.hit_share is not None]
         if now is None or not larger:

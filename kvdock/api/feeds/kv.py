@@ -19,9 +19,9 @@ import itertools
 import struct
 import sys
 import threading
-from collections import Counter, OrderedDict, deque
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 from weakref import WeakValueDictionary
 
 from kvdock.api.feeds.sse import RETRY, IsAdmitted, Stream, number_in, piece_of
@@ -46,7 +46,7 @@ SLICE = 64
 BEAT_S = 10.0
 """After this long without events, an empty batch is added. From its number, a reader that has missed events learns
 that it has."""
-PAGE_CHUNKS = 256
+PAGE_CHUNKS, INDEX_PARTS = 256, 61
 COPIED_BATCHES = 8
 """How many batches a reader has at once."""
 BATCH_CHUNKS, BATCH_TOKENS = 128, 2048
@@ -122,59 +122,65 @@ class Batch(NamedTuple):
         return [item.stored() if isinstance(item, Announced) else item for item in self.items]
 
 
+V = TypeVar("V")
 Place = tuple[int, bytes]
 """A chunk: the number of its source in the log, and its key."""
 
 
-class There:
-    """The chunks that are there, in the order in which they were announced, in pages of PAGE_CHUNKS. A snapshot is the
-    pages of now: a page of one is copied before it changes."""
+class Chunks(Generic[V]):
+    """Something of each of many chunks, in the order in which they were added, in pages of PAGE_CHUNKS. A snapshot is
+    the pages of now: a page of one is copied before it changes. There is no large dict, because Python makes those anew
+    as a whole now and then, which takes some ms."""
 
     def __init__(self) -> None:
-        self._pages: dict[int, dict[Place, Announced]] = {}
-        self._page_of: dict[Place, int] = {}
+        self._pages: dict[int, dict[Place, V]] = {}
+        self._page_of: list[dict[Place, int]] = [{} for _ in range(INDEX_PARTS)]
         self._own: set[int] = set()
         """The pages that no snapshot has."""
-        self._newest = 0
+        self._newest = self._count = 0
 
     def __len__(self) -> int:
-        return len(self._page_of)
+        return self._count
 
     def __contains__(self, place: Place) -> bool:
-        return place in self._page_of
+        return place in self._index(place)
 
-    def get(self, place: Place) -> Announced | None:
-        number = self._page_of.get(place)
+    def get(self, place: Place) -> V | None:
+        number = self._index(place).get(place)
         return None if number is None else self._pages[number][place]
 
-    def add(self, place: Place, chunk: Announced) -> None:
-        """A chunk that is not there yet."""
+    def add(self, place: Place, value: V) -> None:
+        """Of a chunk that is not there yet."""
         if len(self._pages.get(self._newest, ())) >= PAGE_CHUNKS:
             self._newest += 1
-        self._changing(self._newest)[place] = chunk
-        self._page_of[place] = self._newest
+        self._changing(self._newest)[place] = value
+        self._index(place)[place] = self._newest
+        self._count += 1
 
-    def take(self, place: Place) -> Announced:
-        number = self._page_of.pop(place)
+    def take(self, place: Place) -> V | None:
+        number = self._index(place).pop(place, None)
+        if number is None:
+            return None
+        self._count -= 1
         page = self._changing(number)
-        chunk = page.pop(place)
+        value = page.pop(place)
         if not page:
             del self._pages[number]
             self._own.discard(number)
-        return chunk
-
-    def source_of(self, place: Place) -> Source:
-        return self._pages[self._page_of[place]][place].source
+        return value
 
     def oldest(self) -> Place:
         return next(iter(next(iter(self._pages.values()))))
 
-    def pages(self) -> Sequence[Mapping[Place, Announced]]:
-        """All chunks of now."""
+    def pages(self) -> Sequence[Mapping[Place, V]]:
+        """All of now."""
         self._own.clear()
         return tuple(self._pages.values())
 
-    def _changing(self, number: int) -> dict[Place, Announced]:
+    def _index(self, place: Place) -> dict[Place, int]:
+        return self._page_of[hash(place) % INDEX_PARTS]
+
+    def _changing(self, number: int) -> dict[Place, V]:
         if number not in self._own:
             self._own.add(number)
             self._pages[number] = dict(self._pages.get(number, ()))
@@ -186,13 +192,13 @@ class TenantLog:
 
     def __init__(self, first: int, at: float) -> None:
         self.last, self.at = first - 1, at
-        self.there = There()
+        self.there = Chunks[Announced]()
         self._kept: deque[Batch] = deque()
         self._begins = True
 
-    def begin_anew(self) -> There:
+    def begin_anew(self) -> Chunks[Announced]:
         """Declares all that was announced void: the next batch begins with AllBlocksCleared. Returns what was there."""
-        gone, self.there, self._begins = self.there, There(), True
+        gone, self.there, self._begins = self.there, Chunks(), True
         return gone
 
     def add(self, at: float, model: str, items: list[Item]) -> int:
@@ -292,7 +298,7 @@ class Names:
     """The names of chunks that are not there, or not yet: as many as fit, those that were named last."""
 
     def __init__(self) -> None:
-        self._names: OrderedDict[Place, BlockNames] = OrderedDict()
+        self._names = Chunks[BlockNames]()
         self._bytes = 0
 
     def __len__(self) -> int:
@@ -300,13 +306,13 @@ class Names:
 
     def put(self, place: Place, name: BlockNames) -> None:
         self.take(place)
-        self._names[place] = name
+        self._names.add(place, name)
         self._bytes += _size_bytes(name)
         while self._bytes > NAMES_BYTES:
-            self.take(next(iter(self._names)))
+            self.take(self._names.oldest())
 
     def take(self, place: Place) -> BlockNames | None:
-        name = self._names.pop(place, None)
+        name = self._names.take(place)
         self._bytes -= 0 if name is None else _size_bytes(name)
         return name
 
@@ -423,7 +429,7 @@ class KvLog:
             is_more = len(changes) == SLICE
             await next_slice()
 
-    async def _forget(self, gone: list[There]) -> None:
+    async def _forget(self, gone: list[Chunks[Announced]]) -> None:
         """In slices: to free many chunks at once takes as long as to announce them."""
         for there in gone:
             while there:
@@ -465,11 +471,14 @@ class KvLog:
         items: list[tuple[Source, Item]] = [(source, chunk)]
         while self._bytes > self._most_bytes and log.there:
             oldest = log.there.oldest()
-            items.append((log.there.source_of(oldest), self._removed(log, oldest)))
+            known = log.there.get(oldest)
+            assert known is not None, "it is there"
+            items.append((known.source, self._removed(log, oldest)))
         return items
 
     def _removed(self, log: TenantLog, key: Place) -> BlockRemoved:
         chunk = log.there.take(key)
+        assert chunk is not None, "it is there"
         self._count[key[0]] -= 1
         self._bytes -= chunk.size_bytes
         if chunk.name is not None:

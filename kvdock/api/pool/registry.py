@@ -22,6 +22,7 @@ from kvdock.protocol.schemas import AttachSession, Manifest, Member
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 
+KEYS_OF_PART = 2048
 SLICE_SESSIONS = 256
 """At most this many sessions are looked at in one turn of the event loop."""
 
@@ -327,22 +328,25 @@ class Registry:
 
 
 class Recent(Generic[K, V]):
-    """A dict of the last `keep` keys."""
+    """A dict of about the last `keep` keys, and of no more. It is divided by the keys' hashes, because the dicts of
+    Python are made anew as a whole now and then, which takes 3 ms with 32,768 keys."""
 
     def __init__(self, keep: int) -> None:
-        self._keep = keep
-        self._items: OrderedDict[K, V] = OrderedDict()
+        self._parts: list[OrderedDict[K, V]] = [OrderedDict() for _ in range(1 + keep // KEYS_OF_PART)]
+        self._count = len(self._parts)
+        self._keep = keep // self._count
 
     def get(self, key: K) -> V | None:
-        return self._items.get(key)
+        return self._parts[hash(key) % self._count].get(key)
 
     def put(self, key: K, value: V) -> None:
-        self._items[key] = value
-        if len(self._items) > self._keep:
-            self._items.popitem(last=False)
+        items = self._parts[hash(key) % self._count]
+        items[key] = value
+        if len(items) > self._keep:
+            items.popitem(last=False)
 
     def __contains__(self, key: K) -> bool:
-        return key in self._items
+        return key in self._parts[hash(key) % self._count]
 
 
 class Names(Recent[bytes, str]):

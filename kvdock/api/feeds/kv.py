@@ -150,7 +150,7 @@ class Chunks(Generic[V]):
         return None if number is None else self._pages[number][place]
 
     def add(self, place: Place, value: V) -> None:
-        """Of a chunk that is not there yet."""
+        """The chunk is not there yet."""
         if len(self._pages.get(self._newest, ())) >= PAGE_CHUNKS:
             self._newest += 1
         self._changing(self._newest)[place] = value

@@ -180,9 +180,9 @@ class Connection(HttpToolsProtocol):
             self._handle(data)
             return
         self._unset_keepalive_if_required()
+        self.transport.pause_reading()  # each time: uvicorn reads on when the call has taken what was there
         self._waiting += data
         if len(self._waiting) == len(data):
-            self.transport.pause_reading()
             self.reads.wait(self._go_on, len(data))
 
     def _go_on(self) -> None:

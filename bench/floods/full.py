@@ -68,11 +68,11 @@ def full_server(size: Size) -> Iterator[Full]:
         )
         client = stack.enter_context(Client(server.unix, timeout_s=30.0))
         engine, keys = Engine(client, "honest", PART_BYTES), chain(KEYS, "flooded")
-        engine.store(keys)
         with Client(server.unix, timeout_s=30.0, access_token=tokens["engine"]) as its_client:
             flooder = Engine(its_client, "flooder", PART_BYTES)
         for liveness in _fill(client, size, client.segments().lock_file):
             stack.callback(liveness.close)
+        engine.store(keys)  # last: while the pool grew, chunks were evicted
         for _ in range(KEPT_EVENTS):
             engine.look_up(keys)
         target = Target(server.unix, server.http, flooder.session, flooder.member, flooder.namespace, tokens)

@@ -160,6 +160,8 @@ class Admin:
             else:
                 self._quotas.put(tenant, quota)
         await asyncio.sleep(0)
+        if quotas:
+            await self._quotas.keep()
         return self.config()
 
     def _quota(self, asked: AskedQuota) -> Quota:

@@ -115,6 +115,7 @@ def build(
     )
     _mark_changes(history, journal, sessions.quotas, access)
     sampler = Sampler(history, pool, tally, lambda: mover_client.tiers, clock, curves)
+    sessions.quotas.keep = sampler.keep_quotas
     meter = Meter(tally.counters, Timings(clocks.wall_s), clocks.perf_ns, {}, journal.publish)
     pulse = Pulse(clocks.perf_ns)
     probes = Probes(settings, pool, registry, drain, pulse)

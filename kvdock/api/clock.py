@@ -1,5 +1,5 @@
-"""The clocks of a server, slices of long work, and the server clock: milliseconds, without the time in which the server
-was stopped or suspended.
+"""The clocks of a server, and the server clock: milliseconds, without the time in which the server was stopped or
+suspended.
 
 Invariant of the server clock: `now_ms` never falls, and never rises by more than one second between two calls, however
 long the process slept in between. Deadlines and heartbeat ages use it, so a server that continues after
@@ -8,14 +8,12 @@ SIGSTOP does not consider every member late.
 
 from __future__ import annotations
 
-import asyncio
 import threading
 import time
 from collections.abc import Callable
 from typing import NamedTuple
 
 MAX_STEP_NS = 1_000_000_000
-SLICE_S = 0.0005
 
 
 class Clocks(NamedTuple):
@@ -55,16 +53,3 @@ class ServerClock:
     def since_s(self, at_ms: int) -> float | None:
         """Seconds since `at_ms`; None for `at_ms` 0, which stands for a time that is not known."""
         return max(0, self.now_ms() - at_ms) / 1000 if at_ms else None
-
-
-class Slices:
-    """Long work on the event loop in slices of SLICE_S of processor time."""
-
-    def __init__(self) -> None:
-        self._began_s = time.thread_time()
-
-    async def give_turn(self) -> None:
-        """Lets others run if the slice is over. Call it after each small step."""
-        if time.thread_time() - self._began_s >= SLICE_S:
-            await asyncio.sleep(0)
-            self._began_s = time.thread_time()

@@ -12,13 +12,13 @@ import asyncio
 import logging
 
 from kvdock.api.access.access_file import AccessFile
-from kvdock.api.clock import Slices
 from kvdock.api.pool.registry import MemberRecord, SessionRecord
 from kvdock.api.pool.sessions import Sessions
 from kvdock.api.record.history import Sampler
 from kvdock.api.record.tally import Tally
 from kvdock.api.record.timings import Pulse
 from kvdock.api.settings import Settings
+from kvdock.api.turns import Slices
 
 EVICT_SLICE_CHUNKS = 64
 MOST_LEFT = 64
@@ -58,11 +58,11 @@ class Keeper:
                 self._tally.memory()
                 self._pulse.made_round()
                 self._pool.touch()
-                self._sampler.keep_curve_when_due()
+                await self._sampler.keep_curve_when_due()
                 await asyncio.sleep(0)
                 now_ms = self._clock.now_ms()
                 if now_ms >= next_sample_ms:
-                    self._sampler.sample()
+                    await self._sampler.sample()
                     next_sample_ms = now_ms + round(self._settings.history_interval_s * 1000)
                 until_sample_s = (next_sample_ms - now_ms) / 1000
                 await asyncio.sleep(max(0.005, min(self._settings.watch_s, until_sample_s)))

@@ -17,8 +17,9 @@ import msgspec
 
 from kvdock.api.convert import key_bytes
 from kvdock.api.pool.registry import NamespaceRecord
+from kvdock.api.turns import next_slice
 from kvdock.protocol.errors import ApiError
-from kvdock.protocol.forms import RawBody
+from kvdock.protocol.forms import MAX_JSON_BYTES, RawBody
 from kvdock.protocol.keys import HASH_FUNCTION, KeyChain
 from kvdock.protocol.wire_types import KEY_BYTES, MAX_KEYS, MAX_TOKENS, Token
 
@@ -51,7 +52,9 @@ async def cut_tokens(raw: RawBody) -> tuple[RawBody, array[int] | None]:
     end = -1 if field is None else raw.find(b"]", field.end())
     if field is None or end < 0 or await _named_tokens(raw, end):
         return raw, None  # if anything is wrong with it, the decoder reports it
-    await asyncio.sleep(0)
+    if len(raw) - (end - field.end()) > MAX_JSON_BYTES:
+        return raw, None  # the decoder refuses it by its length: so long a rest is not copied
+    await next_slice()
     tokens = array("I")
     start = field.end()
     while start <= end:
@@ -59,7 +62,7 @@ async def cut_tokens(raw: RawBody) -> tuple[RawBody, array[int] | None]:
         stop = end if cut < 0 else cut
         tokens.extend(_decode_piece(raw[start:stop], len(tokens), more=cut >= 0))
         start = stop + 1
-        await asyncio.sleep(0)
+        await next_slice()
     return raw[: field.end()] + raw[end:], tokens
 
 
@@ -68,7 +71,7 @@ async def _named_tokens(raw: RawBody, start: int) -> re.Match[bytes] | None:
     for at in range(start, len(raw), SEARCHED_BYTES):
         if found := _TOKENS.search(raw, at, at + SEARCHED_BYTES + OVERLAP_BYTES):
             return found
-        await asyncio.sleep(0)
+        await next_slice()
     return None
 
 
@@ -116,6 +119,6 @@ async def hash_tokens(namespace: bytes, tokens: Sequence[int], chunk_tokens: int
     chain = KeyChain(namespace, chunk_tokens)
     chain.extend(tokens[:SLICE_TOKENS])
     for start in range(SLICE_TOKENS, len(tokens), SLICE_TOKENS):
-        await asyncio.sleep(0)
+        await next_slice()
         chain.extend(tokens[start : start + SLICE_TOKENS])
     return b"".join(chain.keys)

@@ -386,8 +386,24 @@ def test_what_engines_say_of_chunks_that_never_come_is_forgotten(monkeypatch: py
     follow(log)
     (batch,), _ = log.since("", 1000)
     assert [len(getattr(event, "token_ids", [])) for event in batch.events()] == [0, 0, CHUNK]
-    log.met(0, Source(b"another", "", "m", CHUNK))
-    assert (len(log._names), log._names_bytes, log.chunks) == (0, 0, 0), "the number has another namespace now"
+
+
+def test_a_number_that_another_namespace_has_now_gives_it_neither_chunks_nor_names() -> None:
+    name = named(None, [1], range(CHUNK))
+    log, table = followed()
+    log.named(0, b"a" * 32, [name])
+    table.changes = [(0, b"a" * 32, True, bytes(32)), (0, b"b" * 32, True, b"a" * 32)]
+    follow(log)
+    log.named(0, b"c" * 32, [name])
+    log.met(0, Source(b"another", "another tenant", "m", CHUNK))
+    asyncio.run(log._remove_gone())
+    batches, is_snapshot = log.since("", log._logs._first)
+    assert [len(batch.events()) for batch in batches] == [3, 2] and not is_snapshot
+    assert log.chunks == 0 and not +log._count
+    table.changes += [(0, key * 32, True, bytes(32)) for key in (b"a", b"b", b"c")]
+    follow(log)
+    (batch,), _ = log.since("another tenant", 1000)
+    assert [len(getattr(event, "token_ids", [])) for event in batch.events()] == [0, 0, 0, 0], "its own are not named"
 
 
 # ------------------------------------------------------------------ the start

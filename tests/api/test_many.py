@@ -19,11 +19,11 @@ from api_helpers import attach_body, manifest
 from app_rig import OWN, Rig, ask, opened
 from turns import Turns, quickest, turns_of
 
-from kvdock.api.clock import SLICE_S, Slices
 from kvdock.api.feeds.kv import BATCH_CHUNKS, KvLog, KvStream, Source
 from kvdock.api.pool.registry import MemberRecord
 from kvdock.api.reports.lists import NAMESPACES_OF_PAGE, REQUESTS_OF_PAGE
 from kvdock.api.reports.metrics import CLASSIC
+from kvdock.api.turns import SLICE_S, Slices
 from kvdock.protocol import schemas as s
 
 pytestmark = pytest.mark.security
@@ -69,7 +69,6 @@ async def verdict(rig: Rig) -> None:
 
 async def verdicts(rig: Rig) -> None:
     """Eight ask at once."""
-    rig.parts.handlers.judge._one_at_a_time = asyncio.Lock()  # of this event loop
     await asyncio.gather(*(verdict(rig) for _ in range(8)))
 
 
@@ -203,7 +202,6 @@ def test_readers_of_one_snapshot_share_its_pieces_and_one_that_comes_later_gets_
     bodies = asyncio.run(story())
     assert len(set(bodies)) == 1 and bodies[0].count(b'"BlockStored"') == CHUNKS
     assert made.log.snapshots == 1, "one is made for all who read at the same time"
-    stream._turns = asyncio.Lock()
     asyncio.run(read())
     assert made.log.snapshots == 2, "nobody kept it"
 
@@ -229,7 +227,6 @@ def test_a_snapshot_lasts_several_turns_each_of_them_short() -> None:
 
 def test_calls_that_waited_for_the_same_count_are_answered_one_in_each_turn(rig: Rig) -> None:
     contents = rig.parts.handlers.contents
-    contents._answering = asyncio.Lock()
 
     async def story() -> int:
         making: asyncio.Task[None] = asyncio.create_task(asyncio.sleep(0.01))

@@ -9,7 +9,7 @@ from api_helpers import MIB, attach_body, manifest
 from table_helpers import new_table
 
 from kvdock._core import Table
-from kvdock.api.pool.registry import Registry, SessionRecord
+from kvdock.api.pool.registry import KEYS_OF_PART, Recent, Registry, SessionRecord, digest16
 
 
 @pytest.fixture
@@ -58,3 +58,16 @@ def test_a_session_that_comes_back_while_ended_ones_are_dropped_is_kept(table: T
     assert registry.of_instance("", "instance") is registry.of_table_id(second.table_id) is second
     asyncio.run(registry.prune(table))
     assert registry.sessions() == [second] and registry.namespaces() == namespaces
+
+
+def test_what_is_kept_of_the_last_keys_is_divided_into_small_dicts() -> None:
+    """A large dict is made anew as a whole when it is full, in one turn of the event loop."""
+    keep = 8 * KEYS_OF_PART
+    recent: Recent[bytes, int] = Recent(keep)
+    for number in range(3 * keep):
+        recent.put(digest16(str(number)), number)
+    sizes = [len(part) for part in recent._parts]
+    assert 0.9 * keep < sum(sizes) <= keep and max(sizes) <= KEYS_OF_PART
+    lately = range(3 * keep - keep // 2, 3 * keep)
+    assert [recent.get(digest16(str(number))) for number in lately] == list(lately)
+    assert digest16("0") not in recent

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import stat
 from pathlib import Path
@@ -39,9 +40,9 @@ class Server:
 
     def run(self, seconds: int, found: int = 5, filled: int = 2) -> None:
         for _ in range(seconds):
-            self.history.sample(
-                self.counters, msgspec.structs.replace(EMPTY, ready_bytes=self.ready_bytes), [], self.now_s
-            )
+            pool = msgspec.structs.replace(EMPTY, ready_bytes=self.ready_bytes)
+            if self.history.sample(self.counters, pool, [], self.now_s):
+                asyncio.run(self.history.keep_in_slices(self.now_s))
             self.counters.prompt_tokens += 10
             self.counters.loaded_tokens += found
             self.ready_bytes += filled

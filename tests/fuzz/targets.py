@@ -9,7 +9,7 @@ import asyncio
 import hashlib
 import socket
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -72,7 +72,7 @@ def tokens(data: bytes) -> None:
     """A body whose tokens were cut out means what it means whole."""
     raw = data + b" " * LONG_BODY_BYTES
     try:
-        rest, found = _at_once(cut_tokens(raw))
+        rest, found = _LOOP.run_until_complete(cut_tokens(raw))
         body = _LOOKUPS.decode(rest, JSON)
         if found is not None:
             body.tokens = found.tolist()
@@ -146,13 +146,7 @@ def corpus(target: str) -> list[bytes]:
 # --------------------------------------------------------------------------- what targets run on
 
 
-def _at_once(work: Coroutine[Any, Any, Any]) -> Any:
-    """The result of a coroutine that only ever gives up its turn."""
-    try:
-        while True:
-            work.send(None)
-    except StopIteration as end:
-        return end.value
+_LOOP = asyncio.new_event_loop()
 
 
 def _access() -> AccessFile:
@@ -219,7 +213,7 @@ class _Harness:
     TURNS = 3
 
     def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
+        self._loop = _LOOP
         self._failed: list[dict[str, Any]] = []
         self._loop.set_exception_handler(lambda _, context: self._failed.append(context))
         self._limits = ConnectionLimits(tcp_connections=1, unix_connections=1)
@@ -234,22 +228,25 @@ class _Harness:
         transport = _Recorder(self._sockets[0 if unix else -1])
         made = self._class(self._config, self._state, {}, self._loop)
         made.connection_made(transport)
+        self._loop.run_until_complete(self._receive(made, transport, data, piece_bytes))
+        made.connection_lost(None)
+        while self._state.tasks:
+            self._loop.run_until_complete(self._turns())
+        assert self._failed == [] and not self._state.connections
+        for line in transport.written.split(b"HTTP/1.1 ")[1:]:
+            assert (line[:3].isdigit() and line[:1] in b"124") or line.startswith(b"503"), line
+
+    async def _receive(self, made: Connection, transport: _Recorder, data: bytes, piece_bytes: int) -> None:
         for start in range(0, len(data), piece_bytes):
             if transport.closing:
                 break
             made.data_received(data[start : start + piece_bytes])
             self._within_limits(made)
-            self._turns()
-        made.connection_lost(None)
-        while self._state.tasks:
-            self._turns()
-        assert self._failed == [] and not self._state.connections
-        for line in transport.written.split(b"HTTP/1.1 ")[1:]:
-            assert (line[:3].isdigit() and line[:1] in b"124") or line.startswith(b"503"), line
+            await self._turns()
 
-    def _turns(self) -> None:
+    async def _turns(self) -> None:
         for _ in range(self.TURNS):
-            self._loop.run_until_complete(asyncio.sleep(0))
+            await asyncio.sleep(0)
 
     def _within_limits(self, made: Connection) -> None:
         limits = self._limits

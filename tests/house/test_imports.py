@@ -47,16 +47,18 @@ ROOMS = {
         never=("fastapi", "starlette"),
     ),
     "api/record": Room(
-        may=("_core", "protocol", "api.access", "api.pool", "api.record", "api.clock", "api.convert", "api.settings"),
+        may=("_core", "protocol", "api.access", "api.pool", "api.record", "api.clock", "api.turns", "api.convert",
+             "api.settings"),
         never=("fastapi", "starlette"),
     ),
     "api/feeds": Room(
         may=("_core.Table", "protocol", "api.feeds", "api.record.journal", "api.record.timings.GrantTimes",
-             "api.errors", "api.log", "api.settings"),
+             "api.errors", "api.log", "api.settings", "api.turns"),
         never=("fastapi", "starlette"),
     ),
     "api/reports": Room(
-        may=("_core", "protocol", "api.access", "api.pool", "api.reports", "api.clock", "api.convert", "api.settings",
+        may=("_core", "protocol", "api.access", "api.pool", "api.reports", "api.clock", "api.turns", "api.convert",
+             "api.settings",
              # Of the records only values: what writes them is behind kvdock/api/reports/recorded.py.
              "api.record.counted.Counted", "api.record.counters.Counters", "api.record.labels.Chunk",
              "api.record.beginnings.Alike", "api.record.beginnings.Held", "api.record.requests.Detail",
@@ -66,7 +68,7 @@ ROOMS = {
     "api/http": Room(
         may=("_core", "protocol", "api.access", "api.feeds", "api.http", "api.pool", "api.record.timings.Meter",
              "api.reports", "api.admin", "api.convert", "api.errors", "api.log", "api.service", "api.settings",
-             "api.tokens"),
+             "api.tokens", "api.turns"),
         never=("torch", "numpy"),
     ),
     "connectors": Room(may=(*ENGINE_SIDE, "connectors"), never=("fastapi", "uvicorn")),

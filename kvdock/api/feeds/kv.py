@@ -17,13 +17,15 @@ from __future__ import annotations
 import asyncio
 import itertools
 import struct
+import sys
 import threading
-from collections import Counter, OrderedDict, deque
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Sequence
-from typing import NamedTuple
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Generic, NamedTuple, TypeVar
 from weakref import WeakValueDictionary
 
 from kvdock.api.feeds.sse import RETRY, IsAdmitted, Stream, number_in, piece_of
+from kvdock.api.turns import next_slice
 from kvdock.protocol.events import Draining, Event
 from kvdock.protocol.forms import JSON
 from kvdock.protocol.kv_events import (
@@ -44,6 +46,9 @@ SLICE = 64
 BEAT_S = 10.0
 """After this long without events, an empty batch is added. From its number, a reader that has missed events learns
 that it has."""
+PAGE_CHUNKS, INDEX_PARTS = 256, 61
+COPIED_BATCHES = 8
+"""How many batches a reader has at once."""
 BATCH_CHUNKS, BATCH_TOKENS = 128, 2048
 """The most of a batch: to make one takes a millisecond."""
 MOST_BYTES = 128 << 20
@@ -74,10 +79,9 @@ class Source(NamedTuple):
 class Announced(NamedTuple):
     """A chunk that is there, as it was announced to routers."""
 
-    model: str
-    hashes: list[int]
+    source: Source
+    hashes: Sequence[int]
     parent: int | None
-    chunk_tokens: int
     name: BlockNames | None
     """As its engine named it; None: only its key is known."""
     above: bytes
@@ -93,7 +97,7 @@ class Announced(NamedTuple):
 
     def stored(self) -> BlockStored:
         tokens = list(struct.unpack(f"<{len(self.tokens) // TOKEN_BYTES}I", self.tokens))
-        return BlockStored(list(self.hashes), self.parent, tokens, self.chunk_tokens // len(self.hashes))
+        return BlockStored(list(self.hashes), self.parent, tokens, self.source.chunk_tokens // len(self.hashes))
 
 
 def _size_bytes(name: BlockNames) -> int:
@@ -118,18 +122,83 @@ class Batch(NamedTuple):
         return [item.stored() if isinstance(item, Announced) else item for item in self.items]
 
 
+V = TypeVar("V")
+Place = tuple[int, bytes]
+"""A chunk: the number of its source in the log, and its key."""
+
+
+class Chunks(Generic[V]):
+    """Something of each of many chunks, in the order in which they were added, in pages of PAGE_CHUNKS. A snapshot is
+    the pages of now: a page of one is copied before it changes. There is no large dict, because Python makes those anew
+    as a whole now and then, which takes some ms."""
+
+    def __init__(self) -> None:
+        self._pages: dict[int, dict[Place, V]] = {}
+        self._page_of: list[dict[Place, int]] = [{} for _ in range(INDEX_PARTS)]
+        self._own: set[int] = set()
+        """The pages that no snapshot has."""
+        self._newest = self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __contains__(self, place: Place) -> bool:
+        return place in self._index(place)
+
+    def get(self, place: Place) -> V | None:
+        number = self._index(place).get(place)
+        return None if number is None else self._pages[number][place]
+
+    def add(self, place: Place, value: V) -> None:
+        """The chunk is not there yet."""
+        if len(self._pages.get(self._newest, ())) >= PAGE_CHUNKS:
+            self._newest += 1
+        self._changing(self._newest)[place] = value
+        self._index(place)[place] = self._newest
+        self._count += 1
+
+    def take(self, place: Place) -> V | None:
+        number = self._index(place).pop(place, None)
+        if number is None:
+            return None
+        self._count -= 1
+        page = self._changing(number)
+        value = page.pop(place)
+        if not page:
+            del self._pages[number]
+            self._own.discard(number)
+        return value
+
+    def oldest(self) -> Place:
+        return next(iter(next(iter(self._pages.values()))))
+
+    def pages(self) -> Sequence[Mapping[Place, V]]:
+        """All of now."""
+        self._own.clear()
+        return tuple(self._pages.values())
+
+    def _index(self, place: Place) -> dict[Place, int]:
+        return self._page_of[hash(place) % INDEX_PARTS]
+
+    def _changing(self, number: int) -> dict[Place, V]:
+        if number not in self._own:
+            self._own.add(number)
+            self._pages[number] = dict(self._pages.get(number, ()))
+        return self._pages[number]
+
+
 class TenantLog:
     """The events of one tenant, and those of its chunks that were announced as stored and not as removed."""
 
     def __init__(self, first: int, at: float) -> None:
         self.last, self.at = first - 1, at
-        self.there: dict[tuple[int, bytes], Announced] = {}
+        self.there = Chunks[Announced]()
         self._kept: deque[Batch] = deque()
         self._begins = True
 
-    def begin_anew(self) -> dict[tuple[int, bytes], Announced]:
+    def begin_anew(self) -> Chunks[Announced]:
         """Declares all that was announced void: the next batch begins with AllBlocksCleared. Returns what was there."""
-        gone, self.there, self._begins = self.there, {}, True
+        gone, self.there, self._begins = self.there, Chunks(), True
         return gone
 
     def add(self, at: float, model: str, items: list[Item]) -> int:
@@ -144,30 +213,33 @@ class TenantLog:
         """Forgets the oldest batch. Returns its size in bytes; 0: there is no batch."""
         return self._kept.popleft().size_bytes if self._kept else 0
 
-    def since(self, seq: int) -> list[Batch] | None:
-        """The batches from number `seq` on; None: some of them are not kept."""
+    def since(self, seq: int, most: int) -> list[Batch] | None:
+        """The batches from number `seq` on, `most` of them; None: some are not kept."""
         if seq == self.last + 1:
             return []
         if not self._kept or not self._kept[0].seq <= seq <= self.last:
             return None
-        return [batch for batch in self._kept if batch.seq >= seq]
+        following = self.last + 1 - seq
+        return [self._kept[-back] for back in range(following, max(0, following - most), -1)]
 
     def snapshot(self, at: float) -> Iterator[Batch]:
         """All chunks that are announced now, as batches that are made when they are asked for. All have the number of
         the newest event of now."""
-        return _batches_of(tuple(self.there.values()), self.last, at)
+        chunks = itertools.chain.from_iterable(page.values() for page in self.there.pages())
+        return _batches_of(chunks, self.last, at)
 
 
-def _batches_of(chunks: Sequence[Announced], seq: int, at: float) -> Iterator[Batch]:
+def _batches_of(chunks: Iterable[Announced], seq: int, at: float) -> Iterator[Batch]:
     """A batch has chunks of one model, and about BATCH_TOKENS at most. After as many chunks, those of all models that
     have come are handed out, so that none waits for the last."""
     waiting: dict[str, list[Item]] = {}
     count = tokens = 0
     cleared: list[Item] = [AllBlocksCleared()]
-    for number, chunk in enumerate(chunks, 1):
-        waiting.setdefault(chunk.model, []).append(chunk)
-        count, tokens = count + 1, tokens + chunk.chunk_tokens
-        if tokens >= BATCH_TOKENS or count == BATCH_CHUNKS or number == len(chunks):
+    for chunk in itertools.chain(chunks, [None]):
+        if chunk is not None:
+            waiting.setdefault(chunk.source.model, []).append(chunk)
+            count, tokens = count + 1, tokens + chunk.source.chunk_tokens
+        if tokens >= BATCH_TOKENS or count == BATCH_CHUNKS or chunk is None:
             for model, items in waiting.items():
                 yield Batch(seq, at, model, cleared + items)
                 cleared = []
@@ -208,6 +280,11 @@ class TenantLogs:
                 self.add(log, now, source.model, batch)
                 batch = []
 
+    def snapshot(self, tenant: str) -> tuple[Iterator[Batch], int]:
+        """All chunks that are announced now, and the number that all of its batches have."""
+        log = self.of(tenant)
+        return log.snapshot(self._wall_s()), log.last
+
     def beat(self) -> bool:
         """Adds an empty batch to each log that was silent for BEAT_S. Returns whether there was such a log."""
         now = self._wall_s()
@@ -215,6 +292,29 @@ class TenantLogs:
         for log in silent:
             self.add(log, now, "", [])
         return bool(silent)
+
+
+class Names:
+    """The names of chunks that are not there, or not yet: as many as fit, those that were named last."""
+
+    def __init__(self) -> None:
+        self._names = Chunks[BlockNames]()
+        self._bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def put(self, place: Place, name: BlockNames) -> None:
+        self.take(place)
+        self._names.add(place, name)
+        self._bytes += _size_bytes(name)
+        while self._bytes > NAMES_BYTES:
+            self.take(self._names.oldest())
+
+    def take(self, place: Place) -> BlockNames | None:
+        name = self._names.take(place)
+        self._bytes -= 0 if name is None else _size_bytes(name)
+        return name
 
 
 class KvLog:
@@ -227,15 +327,17 @@ class KvLog:
         """How many snapshots were made for readers."""
         self.listeners: list[Callable[[], None]] = []
         """Called when there is something new."""
-        self._changes, self._ready, self._wall_s = changes, ready, wall_s
+        self._changes, self._ready = changes, ready
         self._most_bytes, self._bytes = most_bytes, 0
         self._since = 0
-        self._sources: dict[int, Source] = {}
-        self._names: OrderedDict[tuple[int, bytes], BlockNames] = OrderedDict()
-        self._names_bytes = 0
+        self._numbers = itertools.count()
+        self._sources: dict[int, tuple[int, Source]] = {}
+        """By the number of the namespace in the table: what it is now, with a number that is never used again."""
+        self._gone: deque[tuple[int, Source]] = deque()
+        """What numbers were before; its chunks that are there are yet to be removed."""
+        self._names = Names()
         self._count: Counter[int] = Counter()
-        """How many entries of `there` and `_names` each namespace number has. A number without any is reused without a
-        search."""
+        """How many chunks of each source are there."""
         self._logs = TenantLogs(wall_s)
         self._is_walked = False
         self._lock = threading.Lock()
@@ -246,52 +348,35 @@ class KvLog:
         """An engine has attached to a namespace. The number may have been another namespace's: the table reuses
         numbers."""
         known = self._sources.get(space)
-        if known == source:
+        if known is not None and known[1] == source:
             return
         with self._lock:
-            if known is not None and self._count[space]:
-                log = self._logs.of(known.tenant)
-                gone = [key for key in log.there if key[0] == space]
-                self._publish(log, [(known, self._removed(log, key)) for key in gone])
-            for key in [key for key in self._names if key[0] == space] if self._count[space] else ():
-                self._take_name(key)
-            self._sources[space] = source
+            if known is not None and self._count.pop(known[0], 0):
+                self._gone.append(known)
+            self._sources[space] = next(self._numbers), source
         self._is_walked = False  # its chunks are of an earlier server, or were never announced
 
     def named(self, space: int, keys: bytes, names: Sequence[BlockNames]) -> None:
         """An engine names these chunks, which are there already, or may be soon, as routers know them."""
-        source = self._sources.get(space)
-        if source is None:
+        if space not in self._sources:
             return
+        number, source = self._sources[space]
         with self._lock:
             log, again = self._logs.of(source.tenant), list[tuple[Source, Item]]()
             for at, name in enumerate(names):
-                key = space, keys[KEY_BYTES * at : KEY_BYTES * (at + 1)]
+                key = number, keys[KEY_BYTES * at : KEY_BYTES * (at + 1)]
                 chunk = log.there.get(key)
                 if chunk is None or chunk.name is None:
-                    self._name(key, name)
+                    self._names.put(key, name)
                 if chunk is not None and chunk.name is None:
                     again += [(source, self._removed(log, key)), *self._stored(log, source, key, chunk.above)]
             self._publish(log, again)
-
-    def _name(self, key: tuple[int, bytes], name: BlockNames) -> None:
-        self._take_name(key)
-        self._names[key] = name
-        self._count[key[0]] += 1
-        self._names_bytes += _size_bytes(name)
-        while self._names_bytes > NAMES_BYTES:
-            self._take_name(next(iter(self._names)))
-
-    def _take_name(self, key: tuple[int, bytes]) -> BlockNames | None:
-        name = self._names.pop(key, None)
-        self._count[key[0]] -= name is not None
-        self._names_bytes -= 0 if name is None else _size_bytes(name)
-        return name
 
     # ---------------------------------------------------------------- from the table
 
     async def run(self) -> None:
         while True:
+            await self._remove_gone()
             if not self._is_walked:
                 await self._walk()
             await self._follow()
@@ -304,6 +389,19 @@ class KvLog:
         if has_beaten:
             self._notify()
 
+    async def _remove_gone(self) -> None:
+        """What is there of namespaces whose numbers others have now."""
+        while self._gone:
+            number, source = self._gone[0]
+            log = self._logs.of(source.tenant)
+            for page in log.there.pages():
+                with self._lock:
+                    gone = [place for place in page if place[0] == number and place in log.there]
+                    self._publish(log, [(source, self._removed(log, place)) for place in gone])
+                await next_slice()
+            self._gone.popleft()
+            del self._count[number]
+
     async def _walk(self) -> None:
         """Announces all chunks that are there. Changes meanwhile are followed afterwards."""
         self._is_walked = True
@@ -313,7 +411,7 @@ class KvLog:
         while place >= 0:
             found, place = self._ready(place, SLICE)
             self._take(found)
-            await asyncio.sleep(0)
+            await next_slice()
 
     async def _follow(self) -> None:
         is_more = True
@@ -329,25 +427,26 @@ class KvLog:
                 continue
             self._take(changes)
             is_more = len(changes) == SLICE
-            await asyncio.sleep(0)
+            await next_slice()
 
-    async def _forget(self, gone: list[dict[tuple[int, bytes], Announced]]) -> None:
+    async def _forget(self, gone: list[Chunks[Announced]]) -> None:
         """In slices: to free many chunks at once takes as long as to announce them."""
         for there in gone:
             while there:
                 for _ in range(min(len(there), SLICE)):
-                    (space, _), _ = there.popitem()
-                    self._count[space] -= 1
-                await asyncio.sleep(0)
+                    place = there.oldest()
+                    there.take(place)
+                    self._count[place[0]] -= 1
+                await next_slice()
 
     def _take(self, changes: Sequence[Change]) -> None:
         with self._lock:
             of_log: dict[str, list[tuple[Source, Item]]] = {}
             for space, key, is_there, parent in changes:
-                source = self._sources.get(space)
-                if source is None:
+                if space not in self._sources:
                     continue  # announced once an engine attaches to the namespace
-                log, at = self._logs.of(source.tenant), (space, key)
+                number, source = self._sources[space]
+                log, at = self._logs.of(source.tenant), (number, key)
                 if is_there == (at in log.there):
                     continue
                 items = of_log.setdefault(source.tenant, [])
@@ -356,30 +455,34 @@ class KvLog:
                 self._publish(self._logs.of(tenant), items)
 
     def _stored(
-        self, log: TenantLog, source: Source, key: tuple[int, bytes], parent: bytes
+        self, log: TenantLog, source: Source, key: Place, parent: bytes
     ) -> list[tuple[Source, Item]]:
         """The chunk's event, and removals of older chunks for which the log has no room any more."""
-        name = self._take_name(key)
+        name = self._names.take(key)
+        hashes: Sequence[int]
         if name is not None and name.hashes:
             hashes, before = name.hashes, name.parent
         else:
-            hashes, before = [block_hash(key[1])], block_hash(parent) if any(parent) else None
-        chunk = Announced(source.model, hashes, before, source.chunk_tokens, name, parent)
-        self._count[key[0]] += key not in log.there
-        log.there[key] = chunk
+            hashes, before = (block_hash(key[1]),), block_hash(parent) if any(parent) else None
+        chunk = Announced(source, hashes, before, name, parent)
+        log.there.add(key, chunk)
+        self._count[key[0]] += 1
         self._bytes += chunk.size_bytes
         items: list[tuple[Source, Item]] = [(source, chunk)]
         while self._bytes > self._most_bytes and log.there:
-            oldest = next(iter(log.there))
-            items.append((self._sources[oldest[0]], self._removed(log, oldest)))
+            oldest = log.there.oldest()
+            known = log.there.get(oldest)
+            assert known is not None, "it is there"
+            items.append((known.source, self._removed(log, oldest)))
         return items
 
-    def _removed(self, log: TenantLog, key: tuple[int, bytes]) -> BlockRemoved:
-        chunk = log.there.pop(key)
+    def _removed(self, log: TenantLog, key: Place) -> BlockRemoved:
+        chunk = log.there.take(key)
+        assert chunk is not None, "it is there"
         self._count[key[0]] -= 1
         self._bytes -= chunk.size_bytes
         if chunk.name is not None:
-            self._name(key, chunk.name)  # kept, because the chunk may come back without a name
+            self._names.put(key, chunk.name)  # kept, because the chunk may come back without a name
         return BlockRemoved(list(chunk.hashes))
 
     def _publish(self, log: TenantLog, items: Sequence[tuple[Source, Item]]) -> None:
@@ -398,17 +501,16 @@ class KvLog:
         found = self.kept(tenant, seq)
         return (self.snapshot(tenant)[0], True) if found is None else (found, False)
 
-    def kept(self, tenant: str, seq: int) -> list[Batch] | None:
-        """The batches from number `seq` on; None: some of them are not known."""
+    def kept(self, tenant: str, seq: int, most: int = sys.maxsize) -> list[Batch] | None:
+        """The batches from number `seq` on, `most` of them; None: some of them are not known."""
         with self._lock:
-            return self._logs.of(tenant).since(seq)
+            return self._logs.of(tenant).since(seq, most)
 
     def snapshot(self, tenant: str) -> tuple[Iterator[Batch], int]:
         """All chunks that are announced now, and the number that all of its batches have."""
         with self._lock:
             self.snapshots += 1
-            log = self._logs.of(tenant)
-            return log.snapshot(self._wall_s()), log.last
+            return self._logs.snapshot(tenant)
 
     def next_of(self, tenant: str) -> int:
         """The number of the next batch."""
@@ -448,19 +550,19 @@ class KvStream(Stream):
 
     def _pieces(self, tenant: str, last_id: str, *, follows: bool) -> Iterator[bytes | None]:
         number = number_in(last_id)
-        following = 0 if number is None else number + 1
+        following, end = 0 if number is None else number + 1, self._log.next_of(tenant)
         yield RETRY
         while True:
-            batches = self._log.kept(tenant, following)
+            batches = self._log.kept(tenant, following, COPIED_BATCHES)
             if batches is None:
                 snapshot = self._snapshot(tenant)
                 yield from snapshot.pieces()
                 following = snapshot.seq + 1
-                batches = self._log.kept(tenant, following) or []
+                continue
             for batch in batches:
                 yield _piece(batch, has_id=True)
                 following = batch.seq + 1
-            if not follows:
+            if not follows and following >= end:
                 return
             if not batches:
                 yield None
@@ -468,7 +570,7 @@ class KvStream(Stream):
     def _snapshot(self, tenant: str) -> Snapshot:
         """The one that others read, if what came since is still known."""
         found = self._snapshots.get(tenant)
-        if found is None or self._log.kept(tenant, found.seq + 1) is None:
+        if found is None or self._log.kept(tenant, found.seq + 1, most=0) is None:
             found = self._snapshots[tenant] = Snapshot(*self._log.snapshot(tenant))
         return found
 

@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Collection, Iterator
 from itertools import islice
 
+from kvdock.api.turns import next_slice
 from kvdock.protocol.events import EVENTS, Draining, Event, Gap, kind_of
 from kvdock.protocol.forms import JSON
 
@@ -33,6 +34,7 @@ IDLE = b": nothing has happened\n\n"
 MOST_MADE = 256
 """How many events are kept as pieces."""
 KEPT_EVENTS = 4096
+COPIED_EVENTS = 64
 KEPT_RARE = 1024
 """How many events that no request causes are kept, in a ring of their own, so that last night's are still there."""
 
@@ -44,7 +46,6 @@ class Stream:
         self.readers = 0
         """How many readers there are now. Callers refuse more than MOST_READERS."""
         self._came = asyncio.Event()
-        self._turns = asyncio.Lock()
         self._is_ending = False
 
     def _wake(self) -> None:
@@ -61,9 +62,8 @@ class Stream:
             is_over = False
             while not is_over and is_admitted():
                 came = self._came
-                async with self._turns:  # all readers together make one slice in each pass of the event loop
-                    slice_, is_over = _next_slice(pieces)
-                    await asyncio.sleep(0)
+                await next_slice()
+                slice_, is_over = _next_slice(pieces)
                 if slice_:
                     yield slice_
                 elif came.is_set():
@@ -137,7 +137,7 @@ class EventStream(Stream):
     ) -> Iterator[bytes | None]:
         self._flush()
         seen, is_known = self._number(last_id) if last_id or follows else (0, True)
-        at = self._kept[-1].at if self._kept else 0.0
+        newest, at = (self._kept[-1].seq, self._kept[-1].at) if self._kept else (0, 0.0)
         yield RETRY if is_known else self._piece(Gap(at=at, lost=0, why="another_server"))
         while True:
             new = self._behind(seen)
@@ -148,19 +148,22 @@ class EventStream(Stream):
             last_id = last_id or "read"  # from now on no event may be missed
             for event in new:
                 seen = event.seq
+                if not follows and seen > newest:
+                    return
                 if type(event) in kinds and (event.tenant is None or sees(event.tenant)):
                     yield self._piece(event)
-            if not follows:
+            if not new and not follows:
                 return
             if not new:
                 yield None
 
     def _behind(self, seen: int) -> list[Event]:
-        """The events of the main ring after number `seen`, without a gap; as a copy, because others come while they are
-        sent."""
+        """The next events of the main ring after number `seen`, without a gap; as a copy, because others come while
+        they are sent, and so few that collections of garbage do not take long with many readers."""
         if not self._kept or self._kept[-1].seq <= seen:
             return []
-        return list(islice(self._kept, max(0, seen + 1 - self._kept[0].seq), None))
+        start = max(0, seen + 1 - self._kept[0].seq)
+        return list(islice(self._kept, start, start + COPIED_EVENTS))
 
     def _number(self, last_id: str) -> tuple[int, bool]:
         """(the event's number, whether it is one of this server's)."""

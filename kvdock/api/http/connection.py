@@ -22,6 +22,7 @@ from kvdock.api.access.peer import peer_of
 from kvdock.api.http.limits import ConnectionLimits
 from kvdock.api.http.wire import COMMON_HEADERS, NO_STORE, PROBLEM, PROBLEM_HEADERS
 from kvdock.api.record.timings import Meter
+from kvdock.api.turns import LONG_READ_BYTES, ReadTurns
 from kvdock.protocol.errors import ApiError, problem_of
 from kvdock.protocol.forms import JSON
 
@@ -79,6 +80,7 @@ class Connection(HttpToolsProtocol):
     meter: ClassVar[Meter]
     unix: ClassVar[ConnectionCount]
     tcp: ClassVar[ConnectionCount]
+    reads: ClassVar[ReadTurns]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -90,6 +92,8 @@ class Connection(HttpToolsProtocol):
         """The call that is being answered; `cycle` is the newest of those that have arrived."""
         self._timer: asyncio.TimerHandle | None = None
         self._unread: asyncio.TimerHandle | None = None
+        self._waiting = b""
+        """What was read and waits for its turn."""
         self._quiet_bytes = self._pieces = self._body_bytes = 0
         """`_quiet_bytes`: received since the parser last came to the end of a header, a piece of a body or a
         request."""
@@ -169,6 +173,27 @@ class Connection(HttpToolsProtocol):
         super()._start_asgi_task(cycle, app)
 
     def data_received(self, data: bytes) -> None:
+        """Short reads of engines are handled at once, all others when it is their turn. Until then no more is read of
+        the connection: it could send megabytes in one turn of the event loop, even if all of it is dropped."""
+        is_short_of_engine = len(data) < LONG_READ_BYTES and self._counted is not self.tcp
+        if not self._waiting and (is_short_of_engine or self.reads.take(len(data))):
+            self._handle(data)
+            return
+        self._unset_keepalive_if_required()
+        self.transport.pause_reading()  # each time: uvicorn reads on when the call has taken what was there
+        self._waiting += data
+        if len(self._waiting) == len(data):
+            self.reads.wait(self._go_on, len(data))
+
+    def _go_on(self) -> None:
+        data, self._waiting = self._waiting, b""
+        if self.transport.is_closing():
+            return
+        self._handle(data)
+        if not self.flow.read_paused and not self.transport.is_closing():
+            self.transport.resume_reading()
+
+    def _handle(self, data: bytes) -> None:
         if self._refusal is not None:
             return
         self._is_heard()
@@ -375,7 +400,7 @@ def connection_class(limits: ConnectionLimits, meter: Meter) -> type[Connection]
     """For uvicorn.Config(http=…): the connections of one server."""
     shared = {
         "limits": limits, "meter": meter, "unix": ConnectionCount("Unix", limits.unix_connections),
-        "tcp": ConnectionCount("TCP", limits.tcp_connections),
+        "tcp": ConnectionCount("TCP", limits.tcp_connections), "reads": ReadTurns(),
     }
     return type("ServerConnection", (Connection,), shared)
 

@@ -2,15 +2,17 @@
 in the table of engine calls (kvdock/api/http/engine_calls.py), the checks that the guard makes for all other calls, and
 one call of the service.
 
-All other calls go to the app, one in each turn of the event loop (FairQueue in kvdock/api/http/limits.py). Engine calls
+All other calls go to the app, one in each turn of the event loop (kvdock/api/turns.py). Engine calls
 over TCP may come from strangers: they wait in the same queue, have their own limit for long bodies, and their answers
 have the headers that browsers heed.
 """
 
 from __future__ import annotations
 
+from functools import partial
+
 from starlette.requests import ClientDisconnect
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
 from kvdock._core import TableError
@@ -19,9 +21,10 @@ from kvdock.api.http.connection import Connection
 from kvdock.api.http.engine_calls import Encoded, EngineCall, Incoming, find
 from kvdock.api.http.guard import Checks
 from kvdock.api.http.handlers import Handlers
-from kvdock.api.http.limits import BodyCapacity, FairQueue
+from kvdock.api.http.limits import BodyCapacity
 from kvdock.api.http.wire import COMMON_HEADERS, NO_STORE, PROBLEM, PROBLEM_HEADERS, refusal
 from kvdock.api.record.timings import Meter
+from kvdock.api.turns import next_call
 from kvdock.protocol.errors import ApiError, problem_of
 from kvdock.protocol.forms import JSON
 from kvdock.protocol.reports import Problem
@@ -42,19 +45,20 @@ class Dispatch:
         self._checks, self._service, self._meter = checks, handlers.service, meter
         self._body_limit_bytes, self._tcp_capacity = handlers.body_limit_bytes, handlers.body_capacity
         self._unix_capacity = BodyCapacity.for_bodies_of(handlers.body_limit_bytes)
-        self._queue = FairQueue()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         found = find(scope["method"], scope["path"]) if scope["type"] == "http" else None
         if found is None:
             if scope["type"] == "http":
-                await self._queue.next()
-            await self.app(scope, receive, send)
+                await next_call()
+                await self.app(scope, receive, partial(self._send_in_turn, send))
+            else:
+                await self.app(scope, receive, send)
             return
         engine_call, id_in_path = found
         is_unix: bool = scope["state"]["peer"].is_unix
         if not is_unix:
-            await self._queue.next()
+            await next_call()
         started_ns, traceparent = self._meter.now_ns(), ""
         try:
             answer = await engine_call.answer(self._service, self._incoming(scope, receive, engine_call), id_in_path)
@@ -76,6 +80,12 @@ class Dispatch:
                 await _send(send, 200 if answer.media_type else 204, answer, is_unix)
         took_ns = self._meter.now_ns() - started_ns
         self._meter.timings.add(scope["method"], engine_call.call.path, took_ns, traceparent)
+
+    async def _send_in_turn(self, send: Send, message: Message) -> None:
+        """Calls that waited for the same result are answered one in each turn."""
+        if message["type"] == "http.response.start":
+            await next_call()
+        await send(message)
 
     def _incoming(self, scope: Scope, receive: Receive, engine_call: EngineCall) -> Incoming:
         """Raises ApiError, as Checks does."""

@@ -1,5 +1,4 @@
-"""What one client may use of the server: connections, bytes of bodies, time to send and to read, and turns of the event
-loop.
+"""What one client may use of the server: connections, bytes of bodies, and time to send and to read.
 
 Each limit is written once, here; `tcp_connections` is a setting. kvdock/api/http/connection.py holds connections to
 them and kvdock/api/http/wire.py bodies.
@@ -7,12 +6,11 @@ them and kvdock/api/http/wire.py bodies.
 
 from __future__ import annotations
 
-import asyncio
 import resource
-from collections import deque
 from dataclasses import dataclass
 from typing import Final
 
+from kvdock.api.turns import FairQueue
 from kvdock.protocol.errors import ApiError
 
 DESCRIPTORS_KEPT: Final = 128
@@ -20,34 +18,6 @@ DESCRIPTORS_KEPT: Final = 128
 UNIX_CONNECTIONS_LEAST: Final = 64
 """The server warns if the system allows fewer descriptors than these, TCP's and DESCRIPTORS_KEPT together."""
 NO_LIMIT: Final = 1 << 20
-
-
-class FairQueue:
-    """`await queue.next()` returns to one caller in each turn of the event loop, in the order of the calls. Without it,
-    sixty requests that arrive together are answered together, and an engine waits for all of them."""
-
-    def __init__(self) -> None:
-        self._waiting: deque[asyncio.Future[None]] = deque()
-        self._taken = False
-
-    async def next(self) -> None:
-        loop = asyncio.get_running_loop()
-        if not self._taken:
-            self._taken = True
-            loop.call_soon(self._pass_on, loop)
-            return
-        mine = loop.create_future()
-        self._waiting.append(mine)
-        await mine
-
-    def _pass_on(self, loop: asyncio.AbstractEventLoop) -> None:
-        while self._waiting:
-            first = self._waiting.popleft()
-            if not first.done():  # its call may have been cancelled
-                first.set_result(None)
-                loop.call_soon(self._pass_on, loop)
-                return
-        self._taken = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import cache, partial
 from importlib.resources import files
 from pathlib import PurePosixPath
@@ -55,13 +55,13 @@ def _probe(path: str, summary: str, note: str, ask: Callable[[Probes], Health]) 
     _route(Call("GET", path, Health, "health"), "health", summary, note, statuses=_WELL_OR_NOT, name=name)(probe)
 
 
-View = Callable[[Lists, Peer, int, int], Answer]
+View = Callable[[Lists, Peer, int, int], Awaitable[Answer]]
 """(lists, caller, limit, cursor)."""
 
 
 def _list(call: Call[Any], tag: str, name: str, summary: str, view: View) -> None:
     async def page(request: Request, limit: Limit = DEFAULT_LIMIT, cursor: Cursor = 0) -> Response:
-        return answer(view(handlers_of(request).lists, peer_of_call(request), limit, cursor))
+        return answer(await view(handlers_of(request).lists, peer_of_call(request), limit, cursor))
 
     _route(call, tag, summary, PAGED, errors=("bad_argument",), name=name)(page)
 
@@ -176,7 +176,7 @@ async def hits(request: Request) -> Response:
     errors=("not_found",),
 )
 async def curve(request: Request) -> Response:
-    return answer(handlers_of(request).overview.curve(peer_of_call(request)))
+    return answer(await handlers_of(request).overview.curve(peer_of_call(request)))
 
 
 @_route(

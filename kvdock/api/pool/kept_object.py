@@ -1,9 +1,13 @@
-"""A small object beside the pool, which the next server of the pool finds: written as a whole, or not at all."""
+"""A small object beside the pool, which the next server of the pool finds: written as a whole, or not at all, and
+never with less than was written before."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
+import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 from kvdock.shm import objects as shm
@@ -12,10 +16,15 @@ from kvdock.shm.errors import ForeignObject
 log = logging.getLogger("kvdock.api")
 
 
+Piece = bytes | memoryview
+
+
 class KeptObject:
     def __init__(self, path: Path, what: str) -> None:
         """`what`: its content, for the log."""
         self._path, self._what = path, what
+        self._writing = threading.Lock()
+        self._asked = self._written = 0
 
     def read(self) -> bytes:
         """Returns its content; empty: there is none, or it cannot be read."""
@@ -28,13 +37,29 @@ class KeptObject:
             log.warning("%s begins anew: %s", self._what, error)
             return b""
 
-    def write(self, content: bytes) -> None:
+    def write(self, *content: Piece) -> None:
+        """`content`: in pieces."""
+        self._asked += 1
+        self._write(self._asked, content)
+
+    async def write_aside(self, *content: Piece) -> None:
+        """In a thread: to write and to free megabytes takes some ms. Raises nothing, like `write`."""
+        self._asked += 1
+        await asyncio.to_thread(self._write, self._asked, content)
+
+    def _write(self, number: int, content: Sequence[Piece]) -> None:
+        with self._writing:
+            if number > self._written:
+                self._written = number
+                self._replace(content)
+
+    def _replace(self, content: Sequence[Piece]) -> None:
         fresh = shm.fresh_path(self._path)
         try:
             fresh.unlink(missing_ok=True)
             fd = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             with os.fdopen(fd, "wb") as file:
-                file.write(content)
+                file.writelines(content)
             fresh.replace(self._path)
         except OSError as error:
             log.warning("%s is not kept for the next server: %s", self._what, error)

@@ -9,7 +9,7 @@ user has no limits unless they are put. Used from the event loop only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 
 import msgspec
 
@@ -66,6 +66,8 @@ class Quotas:
         """Whether quotas were put since they were last kept."""
         self.on_changed: Callable[[], None] = lambda: None
         """Called after a tenant has got another quota."""
+        self.keep: Callable[[], Awaitable[None]] = _keep_nothing
+        """Writes what is kept with the pool, at once."""
         table.set_default_quota(bytes=default.bytes, chunks=default.chunks)
 
     def of(self, tenant: str) -> Quota:
@@ -199,6 +201,10 @@ class Quotas:
 
     def _used(self, tenant: str) -> TableView:
         return self._table.tenant(tenant_id(tenant))
+
+
+async def _keep_nothing() -> None:
+    """What quotas do without a history that keeps them."""
 
 
 def _amounts(view: TableView) -> Amounts:

@@ -21,6 +21,7 @@ from kvdock.api.pool.kept_object import KeptObject
 from kvdock.api.pool.pool import Pool
 from kvdock.api.pool.registry import NamespaceRecord
 from kvdock.api.record.counted import Counted
+from kvdock.api.turns import Slices, next_slice
 from kvdock.protocol.admin_schemas import Limits
 from kvdock.protocol.reports import Curve, CurvePoint, NamespaceCurve, SpaceCurve, TenantCurve
 
@@ -101,21 +102,25 @@ class Curves:
 
     # ---------------------------------------------------------------- kept with the pool
 
-    def keep_when_due(self) -> None:
-        """To be called in a turn of its own: it copies at most a megabyte."""
-        if self._now_s() - self._kept_s >= KEEP_S:
-            self.keep()
+    async def keep_when_due(self) -> None:
+        """In a turn of its own: it copies at most a megabyte."""
+        if self._now_s() - self._kept_s >= KEEP_S and self._kept is not None:
+            await next_slice()
+            await self._kept.write_aside(self._content())
 
     def keep(self) -> None:
         """Writes the curve for the next server of the pool."""
-        self._kept_s = self._now_s()
         if self._kept is not None:
-            self._follow_limits()
-            self._kept.write(msgspec.msgpack.encode(_Kept(
-                at=self._wall_s(), eviction=self._limits.eviction, pool_bytes=self._limits.pool_bytes,
-                covers_s=self._now_s() - self._began_s, spaces=list(self._spaces.values()),
-                simulated=self._simulated.keep(),
-            )))
+            self._kept.write(self._content())
+
+    def _content(self) -> bytes:
+        self._kept_s = self._now_s()
+        self._follow_limits()
+        return msgspec.msgpack.encode(_Kept(
+            at=self._wall_s(), eviction=self._limits.eviction, pool_bytes=self._limits.pool_bytes,
+            covers_s=self._now_s() - self._began_s, spaces=list(self._spaces.values()),
+            simulated=self._simulated.keep(),
+        ))
 
     def _take_over(self, kept: _Kept) -> None:
         """Leaves the curve as it is if the pool has another size or policy now. Raises TableError."""
@@ -183,33 +188,43 @@ class Curves:
         return Counted(*self._simulated.distances)
 
 
-    def view(self, peer: Peer) -> Curve:
-        """For the tenants that the caller sees; an administrator's totals include namespaces that are no
-        longer counted apart."""
+    def total(self, peer: Peer) -> SpaceCurve:
+        """For all that the caller sees; an administrator's includes namespaces that are no longer counted apart."""
         self._follow_limits()
-        sums = [
+        seen = self._simulated.all if peer.may("admin") else _sum(one for _, one in self._seen(peer))
+        return SpaceCurve(**self._fields(seen))
+
+    def _seen(self, peer: Peer) -> list[tuple[_Space, CurveSums]]:
+        return [
             (space, self._simulated.of_space(space.number)) for space in self._spaces.values()
             if peer.sees(space.tenant)
         ]
+
+    async def view(self, peer: Peer) -> Curve:
+        """For the tenants that the caller sees, in slices."""
+        total, sums, slices = self.total(peer), self._seen(peer), Slices()
         by_tenant: dict[str, list[CurveSums]] = {}
         for space, one in sums:
             by_tenant.setdefault(space.tenant, []).append(one)
-        total = self._simulated.all if peer.may("admin") else _sum(one for _, one in sums)
+        tenants, namespaces = list[TenantCurve](), list[NamespaceCurve]()
+        for name, ones in sorted(by_tenant.items()):
+            tenants.append(TenantCurve(tenant=name, **self._fields(_sum(ones))))
+            await slices.give_turn()
+        for space, one in reversed(sums):
+            namespaces.append(NamespaceCurve(
+                namespace=space.base.hex(), tenant=space.tenant, model=space.model,
+                chunk_tokens=space.chunk_tokens, chunk_bytes=space.chunk_bytes, **self._fields(one),
+            ))
+            await slices.give_turn()
         return Curve(
             eviction=self._limits.eviction,
             pool_bytes=self._limits.pool_bytes,
             covers_s=self._now_s() - self._began_s,
             half_life_s=HALF_LIFE_S,
             sampled_share=self._simulated.share,
-            total=SpaceCurve(**self._fields(total)),
-            tenants=[TenantCurve(tenant=name, **self._fields(_sum(ones))) for name, ones in sorted(by_tenant.items())],
-            namespaces=[
-                NamespaceCurve(
-                    namespace=space.base.hex(), tenant=space.tenant, model=space.model,
-                    chunk_tokens=space.chunk_tokens, chunk_bytes=space.chunk_bytes, **self._fields(one),
-                )
-                for space, one in reversed(sums)
-            ],
+            total=total,
+            tenants=tenants,
+            namespaces=namespaces,
         )
 
     def _fields(self, sums: CurveSums) -> dict[str, Any]:

@@ -7,21 +7,23 @@ on.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, NamedTuple, Protocol
 
 import msgspec
 
 from kvdock.api.clock import ServerClock
-from kvdock.api.pool.kept_object import KeptObject
+from kvdock.api.pool.kept_object import KeptObject, Piece
 from kvdock.api.pool.lock import boot_s
 from kvdock.api.pool.pool import Pool
 from kvdock.api.record.counters import Counters
 from kvdock.api.record.curve import Curves
 from kvdock.api.record.marks import Marks
 from kvdock.api.record.tally import Tally
+from kvdock.api.turns import next_slice
 from kvdock.protocol.reports import Over, PoolView, Series, Stats, TierView
 
 log = logging.getLogger("kvdock.api")
@@ -197,6 +199,10 @@ class _Kept(msgspec.Struct):
     beside: dict[str, msgspec.Raw] = {}
 
 
+_PLACE = msgspec.Raw(b"\0")
+"""Where the next of `beside` comes: a byte that JSON never has."""
+
+
 class History:
     """`sample` is called once an interval of the finest level, by one task."""
 
@@ -212,10 +218,12 @@ class History:
         self.marks = Marks(wall_s)
         self._kept, self._beside, self._wall_s = kept, {"marks": self.marks, **(beside or {})}, wall_s
         self._boot_s, self._sampled_at_s, self._sampled_at_boot_s = boot_s, 0.0, 0.0
+        self._keeping, self._begun = asyncio.Lock(), 0
         self._take_over()
         self.marks.started()
 
-    def sample(self, counters: Counters, pool: PoolView, tiers: list[TierView], now_s: float) -> None:
+    def sample(self, counters: Counters, pool: PoolView, tiers: list[TierView], now_s: float) -> bool:
+        """Returns whether the history is to be kept now."""
         sample = Sample(msgspec.structs.replace(counters), pool, tiers, now_s - self._sampled_at_s)
         since_boot_s = self._boot_s()
         # The server clock leaves out the time in which the server was stopped.
@@ -225,8 +233,7 @@ class History:
         self._sampled_at_s, self._sampled_at_boot_s = now_s, since_boot_s
         taken = {name for name, rings in self._levels.items() if rings.sample(sample, now_s, stopped_s)}
         is_due = bool(taken.intersection(level.name for level in KEPT_LEVELS))
-        if is_due or any(one.has_changed for one in self._beside.values()):
-            self.keep(now_s)
+        return is_due or any(one.has_changed for one in self._beside.values())
 
     def view(self, over: Over, now_s: float) -> Stats:
         return self._levels[over].view(now_s, self.marks)
@@ -248,9 +255,31 @@ class History:
     def keep(self, now_s: float) -> None:
         """Writes hours and days for the next server of the pool."""
         if self._kept is not None:
-            levels = {level.name: self._levels[level.name].view(now_s) for level in KEPT_LEVELS}
-            beside = {name: one.kept() for name, one in self._beside.items()}
-            self._kept.write(msgspec.json.encode(_Kept(self._wall_s(), levels, beside)))
+            self._kept.write(*self._content(now_s, {name: one.kept() for name, one in self._beside.items()}))
+
+    async def keep_in_slices(self, now_s: float) -> None:
+        """The same, with turns for others in between. Those who ask meanwhile wait, and share the next one."""
+        if self._kept is None:
+            return
+        begun = self._begun
+        async with self._keeping:
+            if self._begun > begun:
+                return  # somebody began after this was asked for
+            self._begun += 1
+            beside = dict[str, msgspec.Raw]()
+            for name, one in self._beside.items():
+                beside[name] = one.kept()
+                await next_slice()
+            await self._kept.write_aside(*self._content(now_s, beside))
+
+    def _content(self, now_s: float, beside: dict[str, msgspec.Raw]) -> Sequence[Piece]:
+        """A _Kept in pieces: what is kept beside may be megabytes, which are not copied."""
+        levels = {level.name: self._levels[level.name].view(now_s) for level in KEPT_LEVELS}
+        whole = msgspec.json.encode(_Kept(self._wall_s(), levels, dict.fromkeys(beside, _PLACE)))
+        pieces: list[Piece] = []
+        for before, content in zip(whole.split(bytes(_PLACE)), [*beside.values(), msgspec.Raw(b"")], strict=True):
+            pieces += [before, memoryview(content)]
+        return pieces
 
     def _take_over(self) -> None:
         content = self._kept.read() if self._kept is not None else b""
@@ -285,9 +314,15 @@ class Sampler:
         self._history, self._pool, self._tally, self._tiers, self._clock = history, pool, tally, tiers, clock
         self._curves = curves
 
-    def sample(self) -> None:
+    async def sample(self) -> None:
         """Takes one more value of each series. The keeper calls it once in each interval of the finest level."""
-        self._history.sample(self._tally.totals(), self._pool.view(), self._tiers(), self._clock.now_ms() / 1000)
+        now_s = self._clock.now_ms() / 1000
+        if self._history.sample(self._tally.totals(), self._pool.view(), self._tiers(), now_s):
+            await self._history.keep_in_slices(now_s)
+
+    async def keep_quotas(self) -> None:
+        """At once, with all that is kept beside them."""
+        await self._history.keep_in_slices(self._clock.now_ms() / 1000)
 
     def keep(self) -> None:
         """Writes hours, days and the curve for the next server of the pool."""
@@ -295,7 +330,6 @@ class Sampler:
         if self._curves is not None:
             self._curves.keep()
 
-    def keep_curve_when_due(self) -> None:
-        """In a turn of its own."""
+    async def keep_curve_when_due(self) -> None:
         if self._curves is not None:
-            self._curves.keep_when_due()
+            await self._curves.keep_when_due()

@@ -22,25 +22,29 @@ class _Kept(msgspec.Struct, omit_defaults=True):
     served_model_name: str = ""
 
 
+_Named = tuple[bytes, str | None, str]
+"""A namespace with those of its names that may change."""
+
+
 class KeptNamespaces:
     def __init__(self, registry: Registry, table: Table) -> None:
         self._registry, self._table = registry, table
-        self._kept: list[tuple[bytes, str | None, str]] = []
+        self._kept: list[_Named] = []
+        self._encoded: dict[_Named, bytes] = {}
 
     @property
     def has_changed(self) -> bool:
         """Whether other namespaces are known than when they were last kept."""
-        return self._names() != self._kept
+        return [_name_of(one) for one in self._named()] != self._kept
 
     def kept(self) -> msgspec.Raw:
-        self._kept = self._names()
-        return msgspec.Raw(msgspec.json.encode([
-            _Kept(
-                namespace=one.digest.hex(), base=one.base.hex(), manifest=one.manifest, tenant=one.tenant,
-                weights=one.use.weights, served_model_name=one.use.served_model_name,
-            )
-            for one in self._named()
-        ]))
+        named = self._named()
+        self._kept = [_name_of(one) for one in named]
+        before = self._encoded  # a name is encoded once: manifests may be long
+        self._encoded = {
+            name: before.get(name) or _encoded(one) for name, one in zip(self._kept, named, strict=True)
+        }
+        return msgspec.Raw(b"[%b]" % b",".join(self._encoded.values()))
 
     def take_over(self, kept: msgspec.Raw) -> None:
         """Names those namespaces of the table that an earlier server has named. Raises msgspec.MsgspecError."""
@@ -57,5 +61,13 @@ class KeptNamespaces:
     def _named(self) -> list[NamespaceRecord]:
         return [one for one in self._registry.namespaces() if not one.use.is_bench]
 
-    def _names(self) -> list[tuple[bytes, str | None, str]]:
-        return [(one.digest, one.use.weights, one.use.served_model_name) for one in self._named()]
+
+def _name_of(one: NamespaceRecord) -> _Named:
+    return one.digest, one.use.weights, one.use.served_model_name
+
+
+def _encoded(one: NamespaceRecord) -> bytes:
+    return msgspec.json.encode(_Kept(
+        namespace=one.digest.hex(), base=one.base.hex(), manifest=one.manifest, tenant=one.tenant,
+        weights=one.use.weights, served_model_name=one.use.served_model_name,
+    ))

@@ -16,6 +16,7 @@ from kvdock.api.convert import key_bytes
 from kvdock.api.pool.registry import NamespaceRecord, Registry
 from kvdock.api.record.labels import Chunk
 from kvdock.api.reports.recorded import Labels
+from kvdock.api.turns import Slices, next_slice
 from kvdock.protocol.errors import ApiError
 from kvdock.protocol.reports import Prefixes, PrefixView
 from kvdock.protocol.wire_types import KEY_BYTES
@@ -108,6 +109,7 @@ class _Answer:
             if is_whole:
                 break
             await asyncio.sleep(pause * slice_s)
+            await next_slice()
         self.labels = {}
         for index, first, _ in sorted(census.named(), key=lambda one: one[2]):
             self.labels.setdefault((first, chunks[index].space), []).extend(chunks[index].labels)
@@ -124,7 +126,6 @@ class Contents:
         self._all = _Answer(lambda: self._begin(ALL), now_s)
         self._answers: OrderedDict[Question, _Answer] = OrderedDict()
         self._waiting, self._turn = 0, asyncio.Lock()
-        self._answering = asyncio.Lock()
 
     async def refresh(self) -> None:
         """Counts, unless that was done a moment ago. Calls that ask meanwhile wait for the same count."""
@@ -138,8 +139,7 @@ class Contents:
         """Waits for a count. Calls that wait for the same one go on one in each turn of the event loop: their answers
         together would take long."""
         await asyncio.shield(making)
-        async with self._answering:
-            await asyncio.sleep(0)
+        await next_slice()
 
     def forget(self) -> None:
         """An operator took chunks out of use, or keeps some: the next call gets a new count."""
@@ -166,8 +166,13 @@ class Contents:
         assert answer.census is not None, "it was counted"
         seen = {one.table_id: one for one in self._registry.namespaces() if peer.sees(one.tenant)}
         found, count, following = answer.census.prefixes(list(seen), limit, cursor)
+        views, slices = list[PrefixView](), Slices()
+        await next_slice()
+        for one in map(_Found._make, found):
+            views.append(self._view(seen[one.space], one, answer))
+            await slices.give_turn()
         return Prefixes(
-            prefixes=[self._view(seen[one.space], one, answer) for one in map(_Found._make, found)],
+            prefixes=views,
             prefix_count=count,
             counted_s=max(0.0, self._now_s() - answer.counted_s),
             next=str(following) if following else None,

@@ -8,24 +8,24 @@ twice, and none that was there all the time is missed.
 
 from __future__ import annotations
 
-import asyncio
 import heapq
 from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import Any, TypeVar
 
 import msgspec
 
 from kvdock._core import GrantView, MemberView, SessionView
 from kvdock.api.access.peer import Peer
-from kvdock.api.clock import Slices
 from kvdock.api.convert import grant_id, grant_text
 from kvdock.api.pool.registry import NamespaceRecord, SessionRecord
 from kvdock.api.pool.sessions import Sessions
 from kvdock.api.pool.sums import Sums, mean_of, rates_of
 from kvdock.api.reports.contents import Contents
 from kvdock.api.reports.recorded import HitRecord, Recent
+from kvdock.api.turns import Slices, next_slice
 from kvdock.protocol import schemas as s
 from kvdock.protocol.admin_schemas import MemberDetail, Namespaces, NamespaceView, SessionDetail
 from kvdock.protocol.errors import ApiError
@@ -56,12 +56,11 @@ class Lists:
         self._pool, self._table = sessions.pool, sessions.pool.table
         self._registry, self._names, self._clock = sessions.registry, sessions.names, sessions.clock
         self._recent, self._hits, self._contents, self._is_mover = recent, hits, contents, is_mover
-        self._one_at_a_time = asyncio.Lock()
 
     def _engines(self) -> list[SessionRecord]:
         return [session for session in self._registry.sessions() if not self._is_mover(session)]
 
-    def segments(self, _: Peer, limit: int, cursor: int) -> s.Segments:
+    async def segments(self, _: Peer, limit: int, cursor: int) -> s.Segments:
         shown, following = page_of(self._pool.segment_infos, lambda info: info.id, limit, cursor)
         return s.Segments(
             pool_id=grant_text(self._pool.pool_id),
@@ -78,25 +77,24 @@ class Lists:
 
     # ---------------------------------------------------------------- sessions
 
-    def sessions(self, peer: Peer, limit: int, cursor: int) -> s.Sessions:
+    async def sessions(self, peer: Peer, limit: int, cursor: int) -> s.Sessions:
         limit = min(limit, SESSIONS_OF_PAGE)
-        seen = [record for record in self._registry.sessions() if peer.sees(record.tenant)]
-        shown, following = page_of(seen, lambda record: record.number, limit, cursor)
+        shown, following = page_of(
+            self._registry.sessions(), lambda record: record.number, limit, cursor, lambda one: peer.sees(one.tenant)
+        )
         ids = [record.table_id for record in shown]
         views = {view.session: view for view in self._table.sessions(ids)}
         members = defaultdict(list)
         for member in self._table.members(ids):
             members[member.session].append(member)
-        now_ms = self._clock.now_ms()
-        return s.Sessions(
-            sessions=[
-                s.SessionView(**_session_fields(record, views[record.table_id], now_ms), members=[
+        now_ms, sessions, slices = self._clock.now_ms(), list[s.SessionView](), Slices()
+        for record in shown:
+            if record.table_id in views:
+                sessions.append(s.SessionView(**_session_fields(record, views[record.table_id], now_ms), members=[
                     s.MemberView(**_member_fields(record, member, now_ms)) for member in members[record.table_id]
-                ])
-                for record in shown if record.table_id in views
-            ],
-            next=following,
-        )
+                ]))
+            await slices.give_turn()
+        return s.Sessions(sessions=sessions, next=following)
 
     async def copy_rates(self) -> CopyRates:
         """The mean rates of all engines, without benchmarks."""
@@ -146,17 +144,20 @@ class Lists:
 
     async def namespaces(self, peer: Peer, limit: int, cursor: int) -> Namespaces:
         await self._contents.refresh()
-        left = {view.namespace: view.left_ms for view in self._table.namespaces()}
-        seen = [record for record in self._registry.namespaces() if peer.sees(record.tenant)]
         limit = min(limit, NAMESPACES_OF_PAGE)
-        shown, following = page_of(seen, lambda record: record.table_id, limit, cursor)
-        attached = Counter(session.namespace.table_id for session in self._engines())
+        shown, following = page_of(
+            self._registry.namespaces(), lambda record: record.table_id, limit, cursor,
+            lambda one: peer.sees(one.tenant),
+        )
+        slices, attached = Slices(), Counter[int]()
+        for session in self._registry.sessions():
+            attached[session.namespace.table_id] += not self._is_mover(session)
+            await slices.give_turn()
+        left = {view.namespace: view.left_ms for view in self._table.namespaces()}
         views = list[NamespaceView]()
-        async with self._one_at_a_time:
-            slices = Slices()
-            for record in shown:
-                await slices.give_turn()
-                views.append(self._namespace_view(record, attached[record.table_id], left.get(record.table_id)))
+        for record in shown:
+            await slices.give_turn()
+            views.append(self._namespace_view(record, attached[record.table_id], left.get(record.table_id)))
         return Namespaces(namespaces=views, next=following)
 
     def _namespace_view(self, record: NamespaceRecord, sessions: int, left_ms: int | None) -> NamespaceView:
@@ -181,9 +182,9 @@ class Lists:
 
     # ---------------------------------------------------------------- leases and reservations
 
-    def leases(self, peer: Peer, limit: int, cursor: int) -> Leases:
+    async def leases(self, peer: Peer, limit: int, cursor: int) -> Leases:
         """Oldest first, with all ages taken at one moment."""
-        shown, following = self._grants(peer, limit, cursor)
+        shown, following = await self._grants(peer, limit, cursor)
         now_ms = self._clock.now_ms()
         return Leases(leases=[self._grant_view(view, now_ms) for view in shown], next=following)
 
@@ -194,14 +195,17 @@ class Lists:
             raise ApiError("unknown_grant", "it was never given out, or all its ranks are done", found=lease_id)
         return self._grant_view(found, self._clock.now_ms())
 
-    def _grants(self, peer: Peer, limit: int, cursor: int) -> tuple[Sequence[GrantView], str | None]:
+    async def _grants(self, peer: Peer, limit: int, cursor: int) -> tuple[Sequence[GrantView], str | None]:
         """A page of the grants that the caller may see, and the cursor of the next."""
         if "admin" in peer.scopes:
             return self._grants_of(ALL_SESSIONS, limit, cursor)
-        limit = min(limit, GRANTS_OF_PAGE)
-        own = [record.table_id for record in self._registry.sessions() if peer.sees(record.tenant)]
-        first = (view for session in own for view in self._table.grants(session, from_place=cursor, limit=limit + 1))
-        return page_of(sorted(first, key=lambda view: view.place), lambda view: view.place, limit, cursor)
+        limit, seen = min(limit, GRANTS_OF_PAGE), list[GrantView]()
+        place: str | None = str(cursor)
+        while place is not None and len(seen) <= limit:
+            found, place = self._grants_of(ALL_SESSIONS, GRANTS_OF_PAGE, int(place))
+            seen += [view for view in found if self._sees_session(peer, view.session)]
+            await next_slice()
+        return page_of(seen, lambda view: view.place, limit, cursor)
 
     def _grants_of(self, session: int, limit: int, cursor: int) -> tuple[Sequence[GrantView], str | None]:
         """A page; the table describes only the grants of the page."""
@@ -269,9 +273,10 @@ def shown_manifest(manifest: s.Manifest) -> s.Manifest:
 
 
 def page_of(
-    items: Sequence[T], id_of: Callable[[T], int], limit: int, cursor: int
+    items: Sequence[T], id_of: Callable[[T], int], limit: int, cursor: int, sees: Callable[[T], bool] | None = None
 ) -> tuple[Sequence[T], str | None]:
-    """`items`, in rising order of their ids, from `cursor` on; and the next cursor, None after the last."""
-    start = bisect_left(items, cursor, key=id_of)
-    end = start + limit
-    return items[start:end], str(id_of(items[end])) if end < len(items) else None
+    """Those of `items`, in rising order of their ids, that the caller sees, from `cursor` on; and the next cursor, None
+    after the last."""
+    following = islice(items, bisect_left(items, cursor, key=id_of), None)
+    found = list(islice(following if sees is None else filter(sees, following), limit + 1))
+    return found[:limit], str(id_of(found[limit])) if len(found) > limit else None

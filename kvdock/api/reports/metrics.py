@@ -23,7 +23,6 @@ from prometheus_client.registry import Collector
 from prometheus_client.samples import Exemplar
 
 from kvdock.api.access.peer import NOBODY, Peer
-from kvdock.api.clock import Slices
 from kvdock.api.pool.pool import Pool
 from kvdock.api.pool.quotas import Quotas
 from kvdock.api.record.counted import Counted
@@ -32,6 +31,7 @@ from kvdock.api.record.timings import Buckets
 from kvdock.api.reports.lists import Lists
 from kvdock.api.reports.recorded import Answers, CallTimes, Curves, FeedFigures
 from kvdock.api.reports.status import Overview, Probes
+from kvdock.api.turns import Slices, next_slice
 from kvdock.protocol.admin_schemas import TenantView
 from kvdock.protocol.events import Event, Loaded, Stored, kind_of
 from kvdock.protocol.hits import COMPUTED, HitTotals, by_source
@@ -100,11 +100,11 @@ class Metrics:
     async def _of_tenants(self, peer: Peer, form: Format) -> bytes:
         """In a thread, in slices of its time: hundreds of tenants or models take tens of ms."""
         tenants = {name: view for name, view in self._quotas.views().items() if peer.sees(name)}
-        await asyncio.sleep(0)
+        await next_slice()
         models = self._lists.hits_by_model(peer)
-        await asyncio.sleep(0)
+        await next_slice()
         sessions = self._lists.most_used_sessions(peer)
-        await asyncio.sleep(0)
+        await next_slice()
         return await asyncio.to_thread(
             lambda: used_by(tenants, form) + used_by_models(models, form) + used_by_sessions(sessions, form)
         )

@@ -19,7 +19,7 @@ from kvdock.api.record.requests import Detail
 from kvdock.api.record.timings import Buckets, RouteTimes
 from kvdock.api.record.troubles import Trouble
 from kvdock.protocol.events import Event
-from kvdock.protocol.reports import Curve, DayOfHits, Over, RequestView, Stats
+from kvdock.protocol.reports import Curve, DayOfHits, Over, RequestView, SpaceCurve, Stats
 from kvdock.protocol.verdict import TroubleKind
 
 
@@ -89,7 +89,8 @@ class Curves(Protocol):
     @property
     def distances(self) -> Counted: ...
 
-    def view(self, peer: Peer) -> Curve: ...
+    def total(self, peer: Peer) -> SpaceCurve: ...
+    async def view(self, peer: Peer) -> Curve: ...
 
 
 class Loop(Protocol):

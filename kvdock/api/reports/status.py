@@ -83,14 +83,10 @@ class Probes:
         kept = evictable_bytes > 0 and stats["kept_bytes"] > 0 and not table.can_evict()
         stuck = kept or evictable_bytes <= 0
         records = stats["reserved_chunks"] + stats["ready_chunks"] + stats["quarantined_chunks"]
-        slot_bytes = min(
-            (group.part_bytes for space in self._registry.namespaces() for group in space.manifest.groups),
-            default=SLOT_ALIGN,
-        )
         reasons = [DRAINING] if self._drain.refuses_new else []
         if gone := pool.missing():
             reasons.append(f"no engine can attach any more, somebody removed from shared memory: {', '.join(gone)}")
-        if table.free_bytes() < pool.segment_count * slot_bytes and stuck and not pool.can_grow():
+        if stuck and not pool.can_grow() and table.free_bytes() < pool.segment_count * self._least_part_bytes():
             reasons.append(ALL_KEPT if kept else ALL_HELD)
         if stats["held_bytes"] >= pool.limits.total_cap * stats["limit_bytes"]:
             reasons.append(CAP_REACHED)
@@ -99,6 +95,10 @@ class Probes:
         if sum(tenant.grants for tenant in table.tenants()) >= self._table_grants:
             reasons.append(GRANTS_HELD)
         return _health(reasons)
+
+    def _least_part_bytes(self) -> int:
+        sizes = (group.part_bytes for space in self._registry.namespaces() for group in space.manifest.groups)
+        return min(sizes, default=SLOT_ALIGN)
 
     def blamed(self, health: Health, peer: Peer) -> list[str]:
         """A sentence that names the session that holds most, if that is the reason why no slot can be given out, and if
@@ -181,8 +181,8 @@ class Overview:
     def stats(self, over: Over) -> Stats:
         return self._series.view(over, self._clock.now_ms() / 1000)
 
-    def curve(self, peer: Peer) -> Curve:
+    async def curve(self, peer: Peer) -> Curve:
         """Raises ApiError(not_found) if the curve is switched off."""
         if self._curves is None:
             raise ApiError("not_found", "the curve is switched off", found="observe", wanted="curve among them")
-        return self._curves.view(peer)
+        return await self._curves.view(peer)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -15,6 +14,7 @@ from kvdock.api.pool.registry import NamespaceRecord
 from kvdock.api.pool.sessions import Sessions
 from kvdock.api.reports.recorded import Curves, Totals, Troubles
 from kvdock.api.reports.status import DRAINING, LowerTiers, Probes
+from kvdock.api.turns import next_slice
 from kvdock.protocol.hits import HitTotals
 from kvdock.protocol.readable import percent, span
 from kvdock.protocol.reports import CurvePoint, DayOfHits
@@ -67,7 +67,6 @@ class Judge:
         self._probes, self._totals, self._troubles, self._curves = probes, totals, troubles, curves
         self._registry, self._quotas, self._lower = sessions.registry, sessions.quotas, lower
         self._wall_s = wall_s
-        self._one_at_a_time = asyncio.Lock()
 
     async def verdict(self, peer: Peer) -> Verdict:
         judged = Judged(peer, self._totals.hits.total.view(), self._wall_s())
@@ -76,10 +75,9 @@ class Judge:
             self._shares_nothing, self._share_fell, self._one_tenant,
         )
         findings = list[Finding]()
-        async with self._one_at_a_time:
-            for rule in rules:
-                findings += rule(judged)
-                await asyncio.sleep(0)  # some look at all sessions
+        for rule in rules:
+            findings += rule(judged)
+            await next_slice()  # some look at all sessions
         findings.sort(key=lambda one: (one.severity != "bad", -one.cost_share))
         effect = self._effect(judged)
         return Verdict(effect=effect, headline=self._headline(effect, judged.hits), findings=findings)
@@ -173,7 +171,7 @@ class Judge:
     def _thrashing(self, judged: Judged) -> Iterator[Finding]:
         if self._curves is None or not judged.peer.may("read"):
             return
-        total = self._curves.view(judged.peer).total
+        total = self._curves.total(judged.peer)
         now = total.hit_share
         larger = [point for point in total.points if point.factor in THRASHING_FACTORS and point.hit_share is not None]
         if now is None or not larger:

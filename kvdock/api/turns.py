@@ -1,0 +1,148 @@
+"""Turns of the event loop, and who has them: one call of people or strangers, one slice of long work and a few reads in
+each, whoever asks for how many. Short calls of engines have theirs at once.
+
+Invariant: those that wait go on in the order in which they came.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import Final, NamedTuple
+from weakref import WeakKeyDictionary
+
+SLICE_S = 0.0005
+READS_OF_TURN: Final = 4
+LONG_READ_BYTES: Final = 64 << 10
+CALLS_WAITING: Final = 16
+
+
+class FairQueue:
+    """`await queue.next()` returns to one caller in each turn of the event loop, in the order of the calls. Without it,
+    sixty requests that arrive together are answered together, and an engine waits for all of them."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._taken = False
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    async def next(self) -> None:
+        """In this turn, if nobody else has it."""
+        if self._taken:
+            await self.later()
+        else:
+            self._take(asyncio.get_running_loop())
+
+    async def later(self) -> None:
+        """In the next turn at the earliest."""
+        loop = asyncio.get_running_loop()
+        mine = loop.create_future()
+        self._waiting.append(mine)
+        if not self._taken:
+            self._take(loop)
+        await mine
+
+    def _take(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._taken = True
+        loop.call_soon(self._pass_on, loop)
+
+    def _pass_on(self, loop: asyncio.AbstractEventLoop) -> None:
+        while self._waiting:
+            first = self._waiting.popleft()
+            if not first.done():  # its call may have been cancelled
+                first.set_result(None)
+                loop.call_soon(self._pass_on, loop)
+                return
+        self._taken = False
+
+
+class _Queues(NamedTuple):
+    calls: FairQueue
+    slices: FairQueue
+
+
+_OF_LOOP: WeakKeyDictionary[asyncio.AbstractEventLoop, _Queues] = WeakKeyDictionary()
+
+
+def _queues() -> _Queues:
+    """Those of the running event loop."""
+    loop = asyncio.get_running_loop()
+    found = _OF_LOOP.get(loop)
+    if found is None:
+        found = _OF_LOOP[loop] = _Queues(FairQueue(), FairQueue())
+    return found
+
+
+async def next_call() -> None:
+    """Waits for a turn of the event loop in which no other call of people or strangers begins or is answered."""
+    await _queues().calls.next()
+
+
+async def next_slice() -> None:
+    """Waits for a later turn of the event loop in which no other long work has a slice."""
+    await _queues().slices.later()
+
+
+class Slices:
+    """Long work on the event loop in slices of SLICE_S of processor time."""
+
+    def __init__(self) -> None:
+        self._began_s = time.thread_time()
+
+    async def give_turn(self) -> None:
+        """Lets others run if the slice is over. Call it after each small step."""
+        if time.thread_time() - self._began_s >= SLICE_S:
+            await next_slice()
+            self._began_s = time.thread_time()
+
+
+class ReadTurns:
+    """How much of what arrives is handled in one turn of the event loop: READS_OF_TURN short reads of all connections
+    that share this, or one long read; nothing while more than CALLS_WAITING calls wait, which would become ever more.
+    """
+
+    def __init__(self) -> None:
+        self._left = READS_OF_TURN
+        self._waiting: deque[Callable[[], None]] = deque()
+        self._is_counting = False
+
+    def take(self, read_bytes: int) -> bool:
+        """Whether the read may be handled now."""
+        if self._left <= 0 or self._waiting or self._calls_wait():
+            return False
+        self._spend(read_bytes)
+        return True
+
+    def wait(self, go_on: Callable[[], None], read_bytes: int) -> None:
+        """Calls `go_on` when it is the read's turn."""
+        self._waiting.append(partial(self._go_on, go_on, read_bytes))
+        self._count()
+
+    def _go_on(self, go_on: Callable[[], None], read_bytes: int) -> None:
+        self._spend(read_bytes)
+        go_on()
+
+    def _spend(self, read_bytes: int) -> None:
+        self._left -= 1 + read_bytes * READS_OF_TURN // LONG_READ_BYTES
+        self._count()
+
+    def _count(self) -> None:
+        if not self._is_counting:
+            self._is_counting = True
+            asyncio.get_running_loop().call_soon(self._begin_turn)
+
+    def _begin_turn(self) -> None:
+        self._left, self._is_counting = READS_OF_TURN, False
+        while self._waiting and self._left > 0 and not self._calls_wait():
+            self._waiting.popleft()()
+        if self._waiting:
+            self._count()
+
+    def _calls_wait(self) -> bool:
+        return _queues().calls.waiting > CALLS_WAITING

@@ -1,0 +1,148 @@
+"""Whoever asks for how much, a turn of the event loop has one slice of long work, one call of people or strangers and a
+few reads."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from functools import partial
+
+import pytest
+import uvicorn
+import uvloop
+from starlette.types import Receive, Scope, Send
+
+from kvdock.api import server
+from kvdock.api.http.connection import connection_class
+from kvdock.api.http.limits import ConnectionLimits
+from kvdock.api.http.listen import bind_tcp
+from kvdock.api.record.counters import Counters
+from kvdock.api.record.timings import Meter, Timings
+from kvdock.api.turns import CALLS_WAITING, LONG_READ_BYTES, READS_OF_TURN, ReadTurns, next_call, next_slice
+
+pytestmark = pytest.mark.security
+
+
+class TurnNumber:
+    """Counts the turns of the running event loop, as long as the block lasts."""
+
+    def __init__(self) -> None:
+        self.now = 0
+
+    async def __aenter__(self) -> TurnNumber:
+        self._counting = asyncio.create_task(self._count())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._counting.cancel()
+
+    async def _count(self) -> None:
+        while True:
+            self.now += 1
+            await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("wait", [next_slice, next_call])
+def test_one_goes_on_in_each_turn_in_the_order_in_which_they_came(wait: Callable[[], Awaitable[None]]) -> None:
+    async def story() -> list[tuple[int, int]]:
+        went_on = list[tuple[int, int]]()
+        async with TurnNumber() as turn:
+            async def work(number: int) -> None:
+                await wait()
+                went_on.append((number, turn.now))
+
+            waiting = [asyncio.create_task(work(number)) for number in range(20)]
+            await asyncio.sleep(0)
+            waiting[7].cancel()
+            await asyncio.gather(*waiting, return_exceptions=True)
+        return went_on
+
+    went_on = asyncio.run(story())
+    assert [number for number, _ in went_on] == [number for number in range(20) if number != 7]
+    assert max(Counter(turn for _, turn in went_on).values()) == 1
+
+
+def test_a_turn_has_a_few_short_reads_or_a_long_one() -> None:
+    async def story() -> list[tuple[int, int]]:
+        reads, handled = ReadTurns(), list[tuple[int, int]]()
+        async with TurnNumber() as turn:
+            def handle(size: int) -> None:
+                handled.append((turn.now, size))
+
+            for size in [100] * 10 + [LONG_READ_BYTES] * 3 + [100] * 2:
+                if reads.take(size):
+                    handle(size)
+                else:
+                    reads.wait(partial(handle, size), size)
+            while len(handled) < 15:
+                await asyncio.sleep(0)
+        return handled
+
+    handled = asyncio.run(story())
+    assert [size for _, size in handled] == [100] * 10 + [LONG_READ_BYTES] * 3 + [100] * 2
+    by_turn = [[size for _, size in of] for _, of in itertools.groupby(handled, key=lambda one: one[0])]
+    assert by_turn[:2] == [[100] * READS_OF_TURN] * 2
+    assert all(sum(sizes) <= LONG_READ_BYTES + READS_OF_TURN * 100 for sizes in by_turn)
+
+
+def test_nothing_is_read_while_many_calls_wait() -> None:
+    async def story() -> bool:
+        calls = [asyncio.create_task(next_call()) for _ in range(CALLS_WAITING + 5)]
+        await asyncio.sleep(0)
+        reads, was_read = ReadTurns(), asyncio.Event()
+        assert not reads.take(1)
+        reads.wait(was_read.set, 1)
+        await was_read.wait()
+        still_wait = sum(not call.done() for call in calls)
+        await asyncio.gather(*calls)
+        return 0 < still_wait <= CALLS_WAITING
+
+    assert asyncio.run(story())
+
+
+def test_what_a_refused_body_goes_on_with_is_not_read_in_one_turn() -> None:
+    """A real connection, whose client sends 8 MiB that nobody wants, faster than they are read."""
+    body, handled = bytes(8 << 20), list[tuple[int, int]]()
+
+    async def refuse(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 413, "headers": [(b"content-length", b"0")]})
+        await send({"type": "http.response.body", "body": b""})
+
+    def send_all(port: int) -> None:
+        with socket.create_connection(("127.0.0.1", port)) as sock:
+            sock.sendall(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+            assert sock.recv(1000).startswith(b"HTTP/1.1 413")
+
+    async def story() -> None:
+        meter = Meter(Counters(), Timings(time.time), time.perf_counter_ns, {}, lambda event: None)
+        async with TurnNumber() as turn:
+            class Watched(connection_class(ConnectionLimits(4, 4), meter)):  # type: ignore[misc]  # a class of values
+                def _handle(self, data: bytes) -> None:
+                    if not handled:
+                        time.sleep(0.2)  # until there is more to read than one read takes
+                    handled.append((turn.now, len(data)))
+                    super()._handle(data)
+
+            config = server.uvicorn_config(refuse, Watched)
+            config.lifespan = "off"
+            with bind_tcp("127.0.0.1", 0) as sock:
+                sending = threading.Thread(target=send_all, args=(sock.getsockname()[1],))
+                serving = uvicorn.Server(config)
+                task = asyncio.create_task(serving.serve([sock]))
+                while not serving.started:
+                    await asyncio.sleep(0.01)
+                sending.start()
+                await asyncio.to_thread(sending.join)
+                serving.should_exit = True
+                await task
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(story())
+    assert sum(size for _, size in handled) > len(body)
+    long_reads = Counter(turn for turn, size in handled if size >= LONG_READ_BYTES)
+    assert max(long_reads.values()) == 1, long_reads.most_common(3)

@@ -8,6 +8,7 @@ import os
 import secrets
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 
 import pytest
 from api_helpers import ServerProcess
@@ -39,7 +40,7 @@ def service() -> Iterator[ServerProcess]:
     socket_path = f"/tmp/kvdock-test-{secrets.token_hex(4)}/kvdock.sock"
     with ServiceProcess(socket_path=socket_path, access_file="") as server:
         yield server
-    os.rmdir(os.path.dirname(socket_path))
+    Path(socket_path).parent.rmdir()
 
 
 @needs_root

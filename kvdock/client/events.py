@@ -24,7 +24,7 @@ class StreamedEvent(NamedTuple):
     id: str
     """Pass it as `last_id` to continue after this event."""
     event: dict[str, Any]
-    """Its fields are those of docs/events.md."""
+    """Its fields are those of docs/operate/events.md."""
 
 
 def read_events(

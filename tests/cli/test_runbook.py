@@ -30,7 +30,7 @@ from kvdock.protocol.access import CONNECTOR_PREFIX
 from kvdock.protocol.errors import CODES
 from kvdock.protocol.outcomes import Outcome
 
-RUNBOOK = (ROOT / "docs/runbook.md").read_text()
+RUNBOOK = (ROOT / "docs/operate/runbook.md").read_text()
 EXAMPLES = ROOT / "docs/examples"
 
 
@@ -91,7 +91,7 @@ def test_commands_flags_and_variables_of_all_pages_exist() -> None:
     }
     variables = {*OTHER_VARIABLES, *(f"{ENV_PREFIX}{name.upper()}" for name in Settings.__struct_fields__)}
     variables |= {CONNECTOR_PREFIX, *(f"{CONNECTOR_PREFIX}{field.name.upper()}" for field in fields(ConnectorSettings))}
-    pages = [ROOT / "README.md", ROOT / "Dockerfile", *EXAMPLES.iterdir(), *(ROOT / "docs").glob("*.md")]
+    pages = [ROOT / "README.md", ROOT / "Dockerfile", *EXAMPLES.iterdir(), *(ROOT / "docs").rglob("*.md")]
     seen = 0
     for page in pages:
         text = page.read_text()
@@ -102,7 +102,7 @@ def test_commands_flags_and_variables_of_all_pages_exist() -> None:
         unknown = set(re.findall(rf"\b{ENV_PREFIX}[A-Z_]+", text)) - variables
         assert not unknown, (page.name, unknown)
     assert seen >= 6
-    named = set(re.findall(r"`--([a-z-]+)[ =`]", (ROOT / "docs/deploy.md").read_text()))
+    named = set(re.findall(r"`--([a-z-]+)[ =`]", (ROOT / "docs/operate/deploy.md").read_text()))
     docker = {"ipc", "user", "shm-size", "memory"}
     assert {"drain-s", "on-exit"} <= named <= docker | {word[2:] for word in flags["serve"]}, named
 
@@ -265,7 +265,7 @@ def test_the_unit_takes_away_what_the_server_does_not_need_and_shares_memory() -
 
 
 def test_the_deployment_pages_say_what_the_defaults_are() -> None:
-    text = (ROOT / "docs/deploy.md").read_text()
+    text = (ROOT / "docs/operate/deploy.md").read_text()
     assert f"`--drain-s` ({Settings().drain_s:g} s)" in text
     program = "from kvdock._core import Table; print(round(Table.region_bytes(1 << 17, 1 << 13) / 2**20))"
     mib = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.strip()

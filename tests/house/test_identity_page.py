@@ -1,4 +1,4 @@
-"""Each row of docs/identity.md names tests that exist."""
+"""Each row of docs/understand/identity.md names tests that exist."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from paths import ROOT
 
-PAGE = ROOT / "docs" / "identity.md"
+PAGE = ROOT / "docs" / "understand" / "identity.md"
 TEST = re.compile(r"\[`(?P<name>test_\w+)`\]\((?P<file>[^)]+)\)")
 
 

@@ -149,13 +149,13 @@ def table_rows(page: str) -> list[list[str]]:
 
 
 def test_docs_list_every_error_code_with_its_status_and_title() -> None:
-    documented = [row[:3] for row in table_rows("docs/errors.md")]
+    documented = [row[:3] for row in table_rows("docs/operate/errors.md")]
     assert documented == [[code, str(status), title] for code, (status, title) in CODES.items()]
 
 
 def test_docs_list_every_setting_with_its_default_and_meaning() -> None:
     wanted = [[name, default_text(name) or "empty", MEANINGS[name]] for name in Settings.__struct_fields__]
-    assert table_rows("docs/settings.md") == wanted
+    assert table_rows("docs/operate/settings.md") == wanted
 
 
 # --------------------------------------------------------------------------- dependencies

@@ -1,4 +1,4 @@
-"""docs/walkthrough.md tells the truth about where things are, and its numbers are the code's."""
+"""docs/understand/walkthrough.md tells the truth about where things are, and its numbers are the code's."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from paths import ROOT
 from kvdock.engine.blocks import BlockManager
 from kvdock.engine.config import FullAttention, SlidingWindow
 
-PAGE = ROOT / "docs" / "walkthrough.md"
+PAGE = ROOT / "docs" / "understand" / "walkthrough.md"
 PARTS = [part for part in re.split(r"^## ", PAGE.read_text(), flags=re.MULTILINE) if "\n1. " in part]
 
 

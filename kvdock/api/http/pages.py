@@ -35,7 +35,7 @@ pre{overflow-x:auto;background:#8881;padding:.5rem}
 
 _LINKS = (
     '<p><a href="openapi.json">openapi.json</a> · <a href="#structs">Structs</a> · '
-    '<a href="#errors">Errors</a> · <a href="manual/runbook.md">Runbook</a> · <a href=".">Status page</a></p>'
+    '<a href="#errors">Errors</a> · <a href="manual/operate/runbook.md">Runbook</a> · <a href=".">Status page</a></p>'
 )
 _ERRORS_INTRO = (
     "<p>One shape: problem details (RFC 9457) with <code>code</code>, <code>found</code> and <code>wanted</code>.</p>"
@@ -167,7 +167,7 @@ def manual_page(name: str, text: str) -> str:
             _unlink(token.children or [])
     title = next((tokens[at + 1].content for at, token in enumerate(tokens) if token.type == "heading_open"), name)
     up = "../" * (name.count("/") + 1)
-    others = {"Status page": up, "Runbook": f"{up}manual/runbook.md", "API": f"{up}docs"}
+    others = {"Status page": up, "Runbook": f"{up}manual/operate/runbook.md", "API": f"{up}docs"}
     links = " · ".join(f'<a href="{href}">{words}</a>' for words, href in others.items())
     body = _MARKDOWN.renderer.render(tokens, _MARKDOWN.options, {})
     return (

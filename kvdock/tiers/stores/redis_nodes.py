@@ -57,7 +57,7 @@ class Settings:
 
 
 def read_settings(url: str, environment: Mapping[str, str]) -> Settings:
-    """Reads redis://USER@HOST:PORT/DB, rediss:// (with TLS) or unix:///PATH; docs/tiers.md has the parameters.
+    """Reads redis://USER@HOST:PORT/DB, rediss:// (with TLS) or unix:///PATH; docs/operate/tiers.md has the parameters.
     `environment`: where password_env is looked up. Raises TierUrlError."""
     scheme = url.partition(":")[0]
     found = read_url(url, ("redis", "rediss", "unix"), _ANY | _TLS if scheme == "rediss" else _ANY)

@@ -37,8 +37,8 @@ RUN_SIZE := Installing what kvdock needs: downloads about 300 MB (PyTorch for CU
 TEST_SIZE := Installing what tests and checks need: downloads about 100 MB, less than a minute
 
 .NOTPARALLEL:
-.PHONY: setup run test test-all sanitize test-vllm vllm test-vllm-versions test-sglang sglang bench pins sbom audit \
-	release verify-release man lint types clean
+.PHONY: setup run test test-all sanitize test-vllm vllm test-vllm-versions test-sglang sglang bench docs pins \
+	sbom audit release verify-release man lint types clean
 
 # Everything for development.
 setup:
@@ -100,6 +100,10 @@ audit: .venv-tools/.deps
 	@$(MAKE) -s --no-print-directory sbom ARGS=build/audited.json
 	@.venv-tools/bin/python pins/audit.py build/audited.json $(AUDIT)
 
+# The manual as a site, in build/site; a link, an anchor or a picture that is not there ends it.
+docs: .venv-docs/.deps
+	@NO_MKDOCS_2_WARNING=1 .venv-docs/bin/python -m mkdocs build --strict $(ARGS)
+
 # A wheel, its bill of materials, and where they come from, in dist/; from a checkout without changes.
 WHEEL := pip wheel --no-build-isolation --no-deps --wheel-dir dist .
 release: audit
@@ -122,7 +126,7 @@ lint: setup
 types: setup
 	$(BIN)/mypy kvdock tests bench --exclude tests/vllm --exclude tests/sglang
 
-# All that make makes, but for .venv, .venv-tools, .venv-vllm-* and .venv-sglang-cpu.
+# All that make makes, but for .venv, .venv-tools, .venv-docs, .venv-vllm-* and .venv-sglang-cpu.
 clean:
 	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis kvdock/_core.pyi $(VENV)/.built
 	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +
@@ -138,10 +142,11 @@ $(VENV)/.tests: $(VENV)/.deps pins/test.txt
 	$(call step,$(TEST_SIZE),$(call verified,pins/test.txt))
 	@touch $@
 
-# The tools of `make pins`, `make sbom` and `make audit` have an environment of their own: no bill lists them.
-.venv-tools/.deps: pins/tools.txt
-	$(call step,Making .venv-tools,$(PYTHON) -m venv .venv-tools && \
-		.venv-tools/bin/python -m pip --disable-pip-version-check install --no-compile --require-hashes -r pins/tools.txt)
+# The tools of `make pins`, `make sbom` and `make audit`, and those of `make docs`, have environments of their own:
+# no bill lists them.
+.venv-tools/.deps .venv-docs/.deps: .venv-%/.deps: pins/%.txt
+	$(call step,Making .venv-$*,$(PYTHON) -m venv .venv-$* && \
+		.venv-$*/bin/python -m pip --disable-pip-version-check install --no-compile --require-hashes -r pins/$*.txt)
 	@touch $@
 
 # What the image holds, without kvdock itself.

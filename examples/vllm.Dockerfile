@@ -7,7 +7,7 @@
 #     docker buildx imagetools inspect vllm/vllm-openai:v0.33.0 --format '{{.Manifest.Digest}}'
 #
 # `--build-arg VLLM=v0.32.0`, with its digest, builds with another version of vLLM. The command is that of vLLM's image; the user is that of
-# kvdock's image, because engines and server must have one user. docs/operate/deploy.md has the `docker run` lines.
+# kvdock's image, because engines and server must have one user. docs/operate/docker.md has the `docker run` lines.
 
 ARG VLLM=v0.33.0
 ARG DIGEST

@@ -604,7 +604,8 @@ void bind_making(py::class_<BoundTable>& c) {
 void bind_table(py::module_& m) {
   static py::exception<kvdock::TableError> error(m, "TableError");
   error.doc() =
-      "A refused call: `code` is stable (docs/operate/errors.md), `found` and `wanted` name the values; None: there is none.";
+      "A refused call: `code` is stable (docs/operate/errors.md), `found` and `wanted` name the values; None: there is "
+      "none.";
   error.attr_with_type_hint<py::str>("code") = "";
   error.attr_with_type_hint<py::object>("found") = py::none();
   error.attr_with_type_hint<py::object>("wanted") = py::none();

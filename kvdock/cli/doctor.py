@@ -114,7 +114,8 @@ def _token(environ: Mapping[str, str]) -> str | PrivateFileError:
 def _access(settings: Settings, token: str | PrivateFileError) -> Finding:
     """Who may call a server that is started here, and the access token of commands."""
     if isinstance(token, PrivateFileError):
-        return Finding("access", "problem", f"{TOKEN_FILE_VARIABLE}: {token}", "docs/operate/security.md describes the file")
+        text = f"{TOKEN_FILE_VARIABLE}: {token}"
+        return Finding("access", "problem", text, "docs/operate/security.md describes the file")
     if not settings.access_file:
         return Finding("access", "ok", "no access file is set: this user and root only, and probes over TCP")
     try:
@@ -153,7 +154,7 @@ def _server(
     text = f"{status.version} at {address}, up {duration(status.uptime_s)}"
     if status.status != "ok":
         text += f", not ready: {', '.join(status.reasons)}"
-        return Finding("server", "problem", text, "docs/operate/runbook.md explains each reason"), None
+        return Finding("server", "problem", text, "docs/operate/not_ready.md explains each reason"), None
     return Finding("server", "ok", text), verdict
 
 

@@ -370,7 +370,7 @@ MEANINGS: dict[str, str] = {
     "objects_url": "Object store as a lower tier, as `s3://bucket/prefix`; empty: none.",
     "mooncake_url": "Mooncake Store as a lower tier, as `mooncake://host:port`; empty: none.",
     "tier_urls": "Further stores as lower tiers, as `name=url`, separated by spaces; other packages add them "
-    "(docs/operate/tiers.md).",
+    "(docs/understand/add_a_store.md).",
     "tier_asks": "A chunk is written to lower tiers once prompts have asked for it this often; 0: once or twice, "
     "whichever pays.",
     "tier_queue_bytes": "Bytes that may wait to be written to one tier, or a share of `pool_bytes`; beyond that, "

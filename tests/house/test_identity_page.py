@@ -38,10 +38,10 @@ def test_every_row_is_held_by_tests_that_exist() -> None:
 
 
 @pytest.mark.parametrize(("cell", "count"), [
-    ("[`test_every_row_is_held_by_tests_that_exist`](../tests/house/test_identity_page.py)", 0),
+    ("[`test_every_row_is_held_by_tests_that_exist`](../../tests/house/test_identity_page.py)", 0),
     ("nothing", 1),
-    ("[`test_of_nothing`](../tests/house/test_identity_page.py)", 1),
-    ("[`test_of_nothing`](../tests/house/gone.py), [`test_of_nothing`](../tests/house/test_tidy.py)", 2),
+    ("[`test_of_nothing`](../../tests/house/test_identity_page.py)", 1),
+    ("[`test_of_nothing`](../../tests/house/gone.py), [`test_of_nothing`](../../tests/house/test_tidy.py)", 2),
 ])
 def test_a_row_without_its_test_is_found(cell: str, count: int) -> None:
     assert len(missing(f"| a | b |\n|---|---|\n| row | {cell} |\n", PAGE.parent)) == count

@@ -141,7 +141,8 @@ def test_the_errors_page_names_each_reason_why_a_server_does_not_start() -> None
         for code in re.findall(r'StartupError\(\s*"(\w+)"', text)
     }
     assert len(raised) > 5
-    assert raised <= set(listed("docs/operate/errors.md", "exits with status 1 (`StartupError`): ", "it exits with status 2"))
+    page = "docs/operate/not_ready.md"
+    assert raised <= set(listed(page, "exits with status 1 (`StartupError`): ", "it exits with status 2"))
 
 
 def reasons(page: str, heading: str) -> dict[str, str]:
@@ -167,7 +168,7 @@ def test_the_runbook_has_a_row_for_each_finding_of_the_verdict() -> None:
 
 
 def test_vllms_page_has_the_reasons_of_vllms_part_in_the_words_that_people_see() -> None:
-    found = reasons("docs/operate/vllm.md", "## How a request ended")
+    found = reasons("docs/operate/vllm_requests.md", "## How a request ended")
     given = re.compile(r'held_back\([^()]*, "(\w+)"\)|story\.why = "(\w+)"')
     used = {
         "".join(pair) for path, text in sources().items() if path.suffix == ".py" for pair in given.findall(text)

@@ -172,7 +172,7 @@ async def hits(request: Request) -> Response:
 @_route(
     c.CURVE, "pool", "What if the pool were larger or smaller",
     "The share of tokens that lookups would find in pools of 1/4 to 8 times the size, and in one without bound, as "
-    "simulated pools under the same eviction policy show. docs/operate/observe.md says how accurate they are.",
+    "simulated pools under the same eviction policy show. docs/operate/sizing.md says how accurate they are.",
     errors=("not_found",),
 )
 async def curve(request: Request) -> Response:
@@ -243,8 +243,8 @@ def _streamed(stream: Stream, pieces: AsyncIterator[bytes]) -> Response:
 
 @_route(
     c.EVENTS, "pool", "What happens, as it happens",
-    "Server-sent events, each with one JSON object: docs/operate/events.md lists them. Without `follow`, those that are kept, "
-    "oldest first. With the header `Last-Event-ID`, only what came after that event.",
+    "Server-sent events, each with one JSON object: docs/operate/events.md lists them. Without `follow`, those that "
+    "are kept, oldest first. With the header `Last-Event-ID`, only what came after that event.",
     errors=("bad_argument", "not_found", "too_busy"), name="list_events",
     media_types=(EVENT_STREAM,),
 )
@@ -266,7 +266,7 @@ async def events(request: Request, kinds: Kinds = "", follow: Follow = False) ->
     c.KV_EVENTS, "pool", "Which chunks lookups find, for routers",
     "Server-sent events, each with a batch of KV cache events of the caller's tenant: first a snapshot of what is "
     "there, then, with `follow`, what changes. With the header `Last-Event-ID`, only what came after that batch, if "
-    "that is kept. docs/operate/events.md explains them.",
+    "that is kept. docs/operate/routers.md explains them.",
     errors=("not_found", "too_busy"), name="list_kv_events", media_types=(EVENT_STREAM,),
 )
 async def kv_events(request: Request, follow: Follow = False) -> Response:

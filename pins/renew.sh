@@ -37,7 +37,7 @@ cat "$inputs" >pins/engine.txt
 list test pyproject.toml --extra test
 there=  # the tools have an environment of their own
 list tools --group tools
-agreed='--constraints pins/torch.txt' there=
+there=
 list docs --group docs
 
 # compiled FILE ARGUMENT…: of one environment of engines, in which make puts PyTorch.

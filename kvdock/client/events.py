@@ -21,6 +21,8 @@ SILENCE_S = 60.0
 
 
 class StreamedEvent(NamedTuple):
+    """An event as the server streams it."""
+
     id: str
     """Pass it as `last_id` to continue after this event."""
     event: dict[str, Any]

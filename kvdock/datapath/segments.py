@@ -28,6 +28,7 @@ class AttachedSegments:
 
     @property
     def segments(self) -> list[SegmentInfo]:
+        """The segments that are mapped now."""
         return [info for info, _ in list(self._segments.values())]
 
     def attach(self, segment: SegmentInfo, *, populate: bool = False) -> SegmentInfo:
@@ -90,5 +91,6 @@ class AttachedSegments:
                 mapping.close()
 
     def close(self) -> None:
+        """Unmaps all segments. No copy may be using them."""
         for info in self.segments:
             self.detach(info.id)

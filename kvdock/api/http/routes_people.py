@@ -13,7 +13,7 @@ from typing import Annotated, Any, NamedTuple
 
 import msgspec
 from fastapi import APIRouter, FastAPI, Path as PathParameter, Query, Request, Response
-from fastapi.responses import FileResponse, HTMLResponse, StreamingResponse
+from fastapi.responses import FileResponse, HTMLResponse, PlainTextResponse, StreamingResponse
 from fastapi.staticfiles import StaticFiles
 
 from kvdock.api.access.peer import Peer
@@ -337,16 +337,18 @@ async def docs(request: Request) -> HTMLResponse:
 
 
 @router.get("/manual/{name:path}", include_in_schema=False)
-async def manual(name: str) -> HTMLResponse:
-    return HTMLResponse(await asyncio.to_thread(_manual, name))
+async def manual(name: str) -> Response:
+    name = name or "index.md"
+    text = await asyncio.to_thread(_manual, name)
+    return HTMLResponse(text) if name.endswith(".md") else PlainTextResponse(text)
 
 
 @cache
 def _manual(name: str) -> str:
-    pages = page_names()
-    if name not in pages:
-        raise ApiError("not_found", "the manual has no such page", found=name, wanted=sorted(pages))
-    return manual_page(name, pages[name].read_text(encoding="utf-8"))
+    served = page_names()
+    if name not in served:
+        raise ApiError("not_found", "the manual has no such page", found=name, wanted=sorted(served))
+    return manual_page(name, served) if name.endswith(".md") else served[name].read_text(encoding="utf-8")
 
 
 @router.get("/docs.css", include_in_schema=False)

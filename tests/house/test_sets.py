@@ -19,7 +19,7 @@ from kvdock.protocol.hits import COMPUTED, PromptRun
 from kvdock.protocol.verdict import REMEDIES
 
 Files = Mapping[PurePosixPath, str]
-PAGES = ("README.md", "CONTRIBUTING.md", "docs/understand/architecture.md")
+PAGES = ("CONTRIBUTING.md", "docs/understand/architecture.md")
 ENGINES = {
     "vllm": {"connector", "exports"},
     "sglang": {"linker"},

@@ -81,7 +81,7 @@ def test_markup_in_a_page_is_text_and_links_that_lead_out_are_too(tmp_path: Path
     served["x.md"].write_text(text)
     page = manual_page("x.md", served)
     assert "<script" not in page and "<b>" not in page and "<img" not in page
-    assert "<a>out</a>" in page and '<a href="y.md#z">in</a> p<' in page
+    assert "<a>out</a>" in page and '<a href="y.md#z">in</a> [picture: p]<' in page
     assert '<h1 id="a-bbb">' in page
 
 

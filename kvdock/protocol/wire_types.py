@@ -133,7 +133,8 @@ class Traced(Carrier, kw_only=True):
     """A call for a request of an engine."""
 
     traceparent: Annotated[str, msgspec.Meta(max_length=MAX_TRACEPARENT)] | msgspec.UnsetType = msgspec.UNSET
-    """The W3C trace context of the request, as the engine got it. A text that is none is ignored."""
+    """The W3C trace context of the request: as the engine got it, or that of the engine's own span of it. A text that
+    is none is ignored."""
     beginnings: Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{16}){1,5}$(?!\n)")] | msgspec.UnsetType = msgspec.UNSET
     """Digests of the prompt's first tokens that name no namespace, as beginnings_of() in kvdock/protocol/keys.py makes
     them."""

@@ -13,10 +13,12 @@ def on_disk(test: str) -> tuple[str, ...]:
 
 MUTANTS = (
     Mutant(
-        "T9a", "a clear reaches the pool alone", CLEARS,
-        "        served = [(space.digest, space.table_id) for space in spaces if not space.tenant]\n",
-        "        served: list[tuple[bytes, int]] = []\n",
-        on_disk("no_tier and clear"), "test_what_was_cleared_comes_back_from_no_tier",
+        "T9a", "the mover gets no order to clear", CLEARS,
+        "        for order in pending:\n            if order is not None:\n                self._send(order)\n"
+        "        chunks = await self._remove_cleared()\n",
+        "        chunks = await self._remove_cleared()\n",
+        on_disk("no_tier and clear"), "",
+        equivalent="tiers follow the pool's generations, too",
     ),
     Mutant(
         "T9b", "a deletion reaches the pool alone", CLEARS,

@@ -10,6 +10,7 @@ DEPENDENCES, WEIGHTS = "kvdock/connectors/vllm/dependences.py", "kvdock/connecto
 IDENTITY = ("tests/connectors/test_vllm_identity.py",)
 BY_HAND = ("tests/connectors/test_vllm_scheduler.py",)
 TAGS, TAGGED = ("tests/connectors/test_vllm_request_tag.py",), ("tests/vllm/test_tags.py", "-k")
+SPANS = ("tests/vllm/test_request_spans.py", "-k", "0.24.0")
 PRESSURE = ("tests/vllm/test_scheduler.py", "-k", "under_pressure_nothing_wrong and 0.24.0")
 
 MUTANTS = (
@@ -451,5 +452,19 @@ MUTANTS = (
         "for request_id in self._arrivals.refused():", "for request_id in ():",
         ("tests/vllm/test_metrics.py", "-k", "refuses"),
         "test_what_vllm_receives_and_refuses_leaves_nothing_behind",
+    ),
+    Mutant(
+        "V49", "kvdock's spans stand beside vLLM's", TABLES,
+        'headers.get(HEADER, headers.get("traceparent"))', 'headers.get("traceparent")',
+        SPANS, "test_what_kvdock_hears_of_a_request_is_the_id_of_the_span_that_vllm_makes_later",
+    ),
+    Mutant(
+        "V50", "vLLM's span has another id than was drawn for it", "kvdock/connectors/vllm/request_spans.py",
+        "if wanted is None else wanted.span_id", "if wanted is None or wanted else 0",
+        SPANS, "test_what_kvdock_hears_of_a_request_is_the_id_of_the_span_that_vllm_makes_later",
+    ),
+    Mutant(
+        "V51", "kvdock makes spans of requests that vLLM does not sample", "kvdock/connectors/vllm/request_spans.py",
+        "{is_sampled:02x}", "01", SPANS, "test_of_a_request_that_is_not_sampled_neither_makes_a_span",
     ),
 )

@@ -88,15 +88,16 @@ def violations(page: Page) -> list[str]:
     ]
 
 
-BROKEN_WORDS = """() => [...document.querySelectorAll('main :is(td, th, dt, dd, b, summary, button, li > span)')]
+BROKEN_WORDS = """() => [...document.querySelectorAll(
+    'main :is(td, th, dt, dd, b, summary, button, li > span, .filter > span)')]
   .filter((node) => node.checkVisibility() && !node.children.length && node.clientHeight)
-  .filter((node) => /^[\\w\\u00a0,.%-]{1,24}$/.test(node.textContent))
+  .filter((node) => /^[\\w\\u00a0,.%-]{1,24}$/.test(node.textContent) || node.matches('.filter:not(.limits *) > span'))
   .filter((node) => {
     const range = document.createRange();
     range.selectNodeContents(node);
     return new Set([...range.getClientRects()].map((box) => Math.round(box.top))).size > 1;
   }).map((node) => node.outerHTML)"""
-"""Single words, figures and names of common length that stand on more than one line."""
+"""Single words, figures, names of common length and labels beside a control that stand on more than one line."""
 
 
 @pytest.mark.sweep("scheme")

@@ -47,6 +47,7 @@ from kvdock.connectors.vllm.exports import Events, KvdockPromMetrics, KvdockStat
 from kvdock.connectors.vllm.groups import KVGroup, chunk_tokens, groups_of, layouts_of, planes_of
 from kvdock.connectors.vllm.identity import hashing_of, manifest_of, served_name
 from kvdock.connectors.vllm.plugin import register
+from kvdock.connectors.vllm.request_spans import name_request_spans
 from kvdock.connectors.vllm.request_tag import Tags
 from kvdock.connectors.vllm.resets import end_loads_first
 from kvdock.connectors.vllm.scheduler import EngineView, VllmScheduler
@@ -229,6 +230,9 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
         cls, vllm_config: Any, metric_types: dict[type, Any], labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> KvdockPromMetrics:
+        """vLLM calls it in the processes of its API, which also make its spans of requests."""
+        log_among_theirs()
+        name_request_spans(vllm_config)
         return KvdockPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     @in_turn

@@ -9,6 +9,7 @@ from typing import Any
 
 from kvdock.connectors.plans import LoadPiece, LoadPlan
 from kvdock.connectors.vllm.groups import KVGroup, step_tokens
+from kvdock.connectors.vllm.request_spans import HEADER
 from kvdock.connectors.vllm.setup import drafts_with_kv
 from kvdock.connectors.vllm.steps import LoadOrder
 from kvdock.protocol.wire_types import traceparent_or_none
@@ -119,10 +120,10 @@ class Tracked:
 
     @property
     def traceparent(self) -> str:
-        """The trace context that came with the request; "": none. vLLM keeps these headers only if it sends traces
-        itself."""
+        """The trace context of vLLM's own span of the request, if it is known, else the one that came with the request;
+        "": none. vLLM keeps these headers only if it sends traces itself."""
         headers = getattr(self.request, "trace_headers", None) or {}
-        return traceparent_or_none(headers.get("traceparent"))
+        return traceparent_or_none(headers.get(HEADER, headers.get("traceparent")))
 
     def computed_in(self, tokens: int) -> int | None:
         """The number of the step after whose end the first `tokens` tokens are in their blocks. None: not known."""

@@ -34,6 +34,7 @@ class ServedEngine:
 
     def __init__(self, model: Path, logs: Path, *arguments: str, environ: dict[str, str] | None = None) -> None:
         self._port = held_port()
+        self.url = f"http://127.0.0.1:{self._port}"
         self.log_path = logs / f"vllm-{self._port}.log"
         program = [ENGINE_PYTHON, HERE / "serve_process.py", model]
         served = ["--host", "127.0.0.1", "--port", str(self._port), "--served-model-name", NAME]

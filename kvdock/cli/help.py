@@ -115,6 +115,14 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
         ("kvdock serve --config /etc/kvdock.toml", "settings from a file"),
         ("kvdock serve --takeover --on-exit keep", "replace a running server"),
     ),
+    "vllm-args": (
+        ("vllm serve MODEL $(kvdock vllm-args)", "with this user's server"),
+        ("kvdock vllm-args chunk_tokens=256 load_async=false", "with settings of the connector"),
+    ),
+    "sglang-args": (
+        ("sglang serve --model-path MODEL $(kvdock sglang-args)", "with this user's server"),
+        ("kvdock sglang-args --page-size 128 trust_s=60", "with settings of the linker"),
+    ),
     "status": (
         ("kvdock status", "this user's server"),
         ("kvdock status --server localhost:7410", "another one"),

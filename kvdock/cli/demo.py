@@ -161,7 +161,7 @@ class DemoServer:
         said = f"the server ended with status {status}"
         if time.monotonic() - self._started_s < STEADY_S:
             raise CommandError(f"{said} soon after it was started", FAILED)
-        screen.note(f"{said}; a new one starts, and the engines compute everything until they have found it")
+        screen.note(f"{said}; a new one takes over its pool, and until then the engines compute everything")
         self._start()
 
     def counters(self) -> dict[str, int]:

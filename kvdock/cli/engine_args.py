@@ -61,9 +61,9 @@ def one_word(value: Mapping[str, object]) -> str:
     return "".join(f"\\u{ord(letter):04x}" if letter in PATTERN else letter for letter in text)
 
 
-def show(words: Sequence[str], engine: str, server: str) -> None:
+def show(words: Sequence[str], engine: str, server: str, *, as_json: bool) -> None:
     """Prints the arguments, and on standard error a sentence if no server answers yet."""
-    typer.echo("\n".join(words))
+    typer.echo(json.dumps({"arguments": words}) if as_json else "\n".join(words))
     try:
         with open_client(server, TIMEOUT_S) as client:
             client.whoami()

@@ -116,12 +116,12 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
         ("kvdock serve --takeover --on-exit keep", "replace a running server"),
     ),
     "vllm-args": (
-        ("vllm serve MODEL $(kvdock vllm-args)", "with this user's server"),
-        ("kvdock vllm-args chunk_tokens=256 load_async=false", "with settings of the connector"),
+        ("kvdock vllm-args", "this user's server"),
+        ("kvdock vllm-args chunk_tokens=256", "with a setting"),
     ),
     "sglang-args": (
-        ("sglang serve --model-path MODEL $(kvdock sglang-args)", "with this user's server"),
-        ("kvdock sglang-args --page-size 128 trust_s=60", "with settings of the linker"),
+        ("kvdock sglang-args", "this user's server"),
+        ("kvdock sglang-args --page-size 128 trust_s=60", "with a setting"),
     ),
     "status": (
         ("kvdock status", "this user's server"),

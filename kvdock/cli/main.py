@@ -381,7 +381,7 @@ ConnectorSettings = Annotated[list[str] | None, typer.Argument(
 )]
 
 
-def vllm_args(server: Server = "", settings: ConnectorSettings = None) -> None:
+def vllm_args(server: Server = "", as_json: AsJson = False, settings: ConnectorSettings = None) -> None:
     """Print what `vllm serve` needs to use the server.
 
     Start vLLM with `vllm serve MODEL $(kvdock vllm-args)`, without quotation marks. The server's address is printed
@@ -389,12 +389,13 @@ def vllm_args(server: Server = "", settings: ConnectorSettings = None) -> None:
     """
     from kvdock.cli.engine_args import show, vllm_args as arguments
 
-    show(arguments(server, settings or []), "vLLM", server)
+    show(arguments(server, settings or []), "vLLM", server, as_json=as_json)
 
 
 def sglang_args(
     server: Server = "",
     page_size: Annotated[int, typer.Option("--page-size", metavar="N", help="Tokens of a page: 64 or 128.")] = 64,
+    as_json: AsJson = False,
     settings: ConnectorSettings = None,
 ) -> None:
     """Print what `sglang serve` needs to use the server.
@@ -405,7 +406,7 @@ def sglang_args(
     """
     from kvdock.cli.engine_args import sglang_args as arguments, show
 
-    show(arguments(server, page_size, settings or []), "SGLang", server)
+    show(arguments(server, page_size, settings or []), "SGLang", server, as_json=as_json)
 
 
 def keep(

@@ -47,6 +47,10 @@ def test_another_server_is_named_and_no_word_is_split(tmp_path: Path) -> None:
     assert config["linker_extra_config"] == {"address": address} and config["linker"] == "KvdockLinker"
 
 
+def test_as_json_they_are_a_list() -> None:
+    assert json.loads(kvdock("vllm-args", "--json").stdout) == {"arguments": words("vllm-args")}
+
+
 @pytest.mark.parametrize(("arguments", "said"), [
     (("vllm-args", "chunk_token=2"), "'chunk_token' is no setting of kvdock, which has"),
     (("vllm-args", "chunk_tokens=many"), "chunk_tokens is 'many', and int is wanted"),

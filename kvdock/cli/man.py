@@ -22,6 +22,7 @@ _ESCAPES = {"\\": "\\e", "-": "\\-", "'": "\\(aq", "`": "\\(ga", "^": "\\(ha", "
 _ENVIRONMENT = (
     ("KVDOCK_ADDRESS", "The server that commands use if they have no --server."),
     ("KVDOCK_ACCESS_TOKEN_FILE", "A file with the access token that commands send."),
+    ("KVDOCK_TRUSTED_UID", "The user id whose server root's commands and engines trust, too."),
     ("KVDOCK_CONFIG", "A TOML file of settings for kvdock serve."),
     ("KVDOCK_NAME", "The setting NAME, in capitals, such as KVDOCK_POOL_BYTES; options come first, then variables, "
      "then the file."),

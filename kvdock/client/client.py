@@ -21,7 +21,7 @@ import msgspec
 
 from kvdock.client.transport import Address, Answers, Transport
 from kvdock.protocol import admin_schemas as a, calls as c, schemas as s
-from kvdock.protocol.access import PrivateFileError, authorization, read_token
+from kvdock.protocol.access import NOBODY, PrivateFileError, authorization, read_token
 from kvdock.protocol.calls import Call, page
 from kvdock.protocol.errors import CODES, ApiError, ServerUnavailable
 from kvdock.protocol.forms import JSON, PACKED
@@ -120,7 +120,7 @@ class Client:
 
     def __init__(
         self, address: str, *, timeout_s: float = 5.0, packed: bool = True, access_token: str = "",
-        access_token_file: str = "", trusts_service: bool = False,
+        access_token_file: str = "", trusts_service: bool = False, trusted_uid: int = NOBODY,
     ) -> None:
         """`address`: `unix:/path` or `http://host:port`; raises ValueError otherwise. Connects on the first call.
 
@@ -128,13 +128,14 @@ class Client:
         access file; over the Unix socket the server's own user needs none. `access_token_file`: a file with the token,
         which is read again when the server refuses the one that was read before: so a token can be replaced while its
         users go on. Raises PrivateFileError if the file cannot be read now.
-        `trusts_service`: as in protocol.access.require_trusted_server.
+        `trusts_service`, `trusted_uid`: as in protocol.access.require_trusted_server.
         """
         self._releases = ReleaseQueue()
         self._token_file = access_token_file
         self._token = access_token or read_token(access_token_file)
-        self._transport = Transport(Address.parse(address, trusts_service=trusts_service), _headers(self._token))
-        self.timeout_s = timeout_s
+        at = Address.parse(address, trusts_service=trusts_service, trusted_uid=trusted_uid)
+        self._transport = Transport(at, _headers(self._token))
+        self.timeout_s, self.trusted_uid = timeout_s, trusted_uid
         self._form = PACKED if packed else JSON
         self._media_type = self._form.media_type.encode()
         self._answers = Answers(self.address)

@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from kvdock.protocol.access import require_trusted_server
+from kvdock.protocol.access import NOBODY, require_trusted_server
 from kvdock.protocol.calls import Call
 from kvdock.protocol.decoders import decoder_of
 from kvdock.protocol.errors import ApiError, KvdockError, ServerUnavailable
@@ -53,16 +53,18 @@ class Address(NamedTuple):
     host: str
     port: int
     trusts_service: bool = False
-    """As in protocol.access.require_trusted_server."""
+    trusted_uid: int = NOBODY
+    """Both as in protocol.access.require_trusted_server."""
 
     @classmethod
-    def parse(cls, text: str, *, trusts_service: bool = False) -> Address:
+    def parse(cls, text: str, *, trusts_service: bool = False, trusted_uid: int = NOBODY) -> Address:
         """Also accepts `host:port` and `/path`. Raises ValueError, which names the text."""
         wrong = ValueError(f"address found {text!r}, wanted unix:/path or http://host:port")
         if text.startswith(("unix:", "/")):
             path = text.removeprefix("unix:").removeprefix("//")
             if path.startswith("/"):
-                return cls(text if text.startswith("unix:") else f"unix:{text}", path, "", 0, trusts_service)
+                named = text if text.startswith("unix:") else f"unix:{text}"
+                return cls(named, path, "", 0, trusts_service, trusted_uid)
             raise wrong
         spelled = f"http://{text}" if _HOST_AND_PORT.fullmatch(text) else text
         try:
@@ -92,7 +94,9 @@ class Address(NamedTuple):
             # Blocking, with the kernel's timeout: a full backlog makes a non-blocking connect fail at once.
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(timeout_s))
             sock.connect(self.socket_path)
-            require_trusted_server(sock, self.socket_path, trusts_service=self.trusts_service)
+            require_trusted_server(
+                sock, self.socket_path, trusts_service=self.trusts_service, trusted_uid=self.trusted_uid
+            )
         except BaseException:
             sock.close()
             raise

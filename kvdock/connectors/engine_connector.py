@@ -37,6 +37,7 @@ from kvdock.connectors.worker import WorkerConnector
 from kvdock.datapath.cuda import CopyTuning
 from kvdock.datapath.devices import Device
 from kvdock.datapath.layout import PagedLayout
+from kvdock.protocol.access import NOBODY
 from kvdock.protocol.kv_events import BlockNames, named
 from kvdock.protocol.schemas import Manifest
 from kvdock.protocol.wire_types import traceparent_or_none
@@ -64,6 +65,8 @@ class ConnectorSettings:
     """The longest time that a request waits for chunks that the server's lower tiers load; 0: it does not wait."""
     chunk_statistics: bool = False
     """Whether the connector counts how each chunk is used, in its `statistics`."""
+    trusted_uid: int = NOBODY
+    """The user id of the server, where this engine runs as root and the server does not."""
 
 
 class EngineConnector:
@@ -253,7 +256,8 @@ def open_worker(
     """Makes a process's session, without starting it, and its worker connector. Raises LayoutMismatchError, NoCuda."""
     device = Device.named(settings.device)
     client = Client(
-        settings.address, timeout_s=settings.timeout_s, access_token_file=settings.access_token_file
+        settings.address, timeout_s=settings.timeout_s, access_token_file=settings.access_token_file,
+        trusted_uid=settings.trusted_uid,
     )
     session = EngineSession(client, manifest, identity, register=device.register)
     worker = WorkerConnector(

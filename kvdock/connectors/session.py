@@ -155,12 +155,15 @@ class PoolHold:
 
     @classmethod
     def take(
-        cls, pool_id: int, source: random.Random, register: Register | None, progress: Callable[[], None]
+        cls, pool_id: int, source: random.Random, register: Register | None, progress: Callable[[], None],
+        trusted_uid: int,
     ) -> PoolHold:
         """Takes a free byte of the pool's lock file. Nothing is mapped yet."""
         hold = cls(
-            AttachedSegments(pool_id),
-            MemberLiveness(lock_path(pool_id), source=source, with_children=register is not None),
+            AttachedSegments(pool_id, trusted_uid),
+            MemberLiveness(
+                lock_path(pool_id), source=source, with_children=register is not None, trusted_uid=trusted_uid
+            ),
         )
         try:
             if register is not None:
@@ -245,17 +248,18 @@ class Attachment:
 
 class _Members:
     """Makes a member with a new id for each server epoch: a server that saw a member die keeps its id as dead.
-    `progress`: called when a registrar has registered more."""
+    `progress`: called when a registrar has registered more. `trusted_uid`: see shm.objects.is_own."""
 
     def __init__(
-        self, name: str, source: random.Random, register: Register | None, progress: Callable[[], None]
+        self, name: str, source: random.Random, register: Register | None, progress: Callable[[], None],
+        trusted_uid: int,
     ) -> None:
-        self._name, self._source, self._register, self._progress = name, source, register, progress
+        self._name, self._taken_with = name, (source, register, progress, trusted_uid)
         self._epochs = 0
 
     def next(self, pool_id: int) -> tuple[str, PoolHold]:
         self._epochs += 1
-        return f"{self._name}-{self._epochs}", PoolHold.take(pool_id, self._source, self._register, self._progress)
+        return f"{self._name}-{self._epochs}", PoolHold.take(pool_id, *self._taken_with)
 
 
 class _RunWeights:
@@ -302,7 +306,7 @@ class EngineSession:
         """The cause of the last failure that was logged; "": none since the last success."""
         self._stop = threading.Event()
         self._wake = threading.Event()
-        self._members = _Members(identity.member, self._source, register, self._wake.set)
+        self._members = _Members(identity.member, self._source, register, self._wake.set, client.trusted_uid)
         self._thread = new_thread("kvdock-heartbeat", self._run)
 
     @property

@@ -9,10 +9,12 @@ from typing import ClassVar, Self
 
 from kvdock.connectors.cost import LoadLimits
 from kvdock.connectors.errors import NotSupportedError, SettingError
+from kvdock.protocol.access import NOBODY, default_address, trusted_uid_in
 
 MOST_WAIT_S = 1.0
 """The largest lookup_wait_s: a longer wait in an engine's scheduling loop costs more than it gains."""
 MOST_TIER_WAIT_S = 600.0
+MOST_UID = (1 << 32) - 2
 
 
 @dataclass(frozen=True)
@@ -22,6 +24,7 @@ class EngineSettings(LoadLimits):
     ABOVE_ZERO: ClassVar[tuple[str, ...]] = ("timeout_s", "copy_threads")
     RANGES: ClassVar[Mapping[str, tuple[float, float]]] = {
         "lookup_wait_s": (0.0, MOST_WAIT_S), "tier_wait_s": (0.0, MOST_TIER_WAIT_S),
+        "trusted_uid": (NOBODY, MOST_UID),
     }
 
     address: str = ""
@@ -29,6 +32,9 @@ class EngineSettings(LoadLimits):
     (kvdock/protocol/access.py)."""
     access_token_file: str = ""
     """The file that holds this engine's access token. The server's own user needs none over the Unix socket."""
+    trusted_uid: int = NOBODY
+    """The user id of the server, where the engine runs as root and the server as another user, as in containers. An
+    engine trusts its own user and root otherwise, and this user, too, with the memory that it loads."""
     timeout_s: float = 2.0
     """The longest time that a call to the server may take."""
     lookup_wait_s: float = 0.005
@@ -78,6 +84,14 @@ class EngineSettings(LoadLimits):
             if not (found := getattr(made, name)) > 0:
                 raise NotSupportedError(f"{where}: {name} is {found}, and more than 0 is wanted.")
         return made
+
+
+def of_environment(environ: Mapping[str, str]) -> dict[str, object]:
+    """The settings that commands share, from the environment. Raises NotSupportedError."""
+    try:
+        return {"address": default_address(environ), "trusted_uid": trusted_uid_in(environ)}
+    except ValueError as error:
+        raise NotSupportedError(f"{error}.") from error
 
 
 def checked(given: Mapping[str, object], known: Mapping[str, type], where: str) -> dict[str, object]:

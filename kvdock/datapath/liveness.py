@@ -8,7 +8,7 @@ from pathlib import Path
 
 from kvdock._core import MemberLock
 from kvdock.shm.locks import MEMBER_OFFSETS
-from kvdock.shm.objects import open_lock
+from kvdock.shm.objects import NOBODY, open_lock
 
 
 class MemberLiveness:
@@ -16,11 +16,13 @@ class MemberLiveness:
 
     `with_children`: the byte stays locked until the address spaces of its forked children have ended, too. A process
     that copies with a GPU needs this (csrc/segment/liveness.h has the reason). Raises OSError when the lock file cannot
-    be opened, ForeignObject when it is not this user's own.
+    be opened, ForeignObject when it is neither this user's own nor that of `trusted_uid`.
     """
 
-    def __init__(self, lock_file: str | Path, *, source: random.Random, with_children: bool = False) -> None:
-        fd = open_lock(Path(lock_file))
+    def __init__(
+        self, lock_file: str | Path, *, source: random.Random, with_children: bool = False, trusted_uid: int = NOBODY
+    ) -> None:
+        fd = open_lock(Path(lock_file), trusted_uid)
         try:
             self._lock = _take_free(fd, source, with_children)
         finally:

@@ -12,14 +12,15 @@ from contextlib import contextmanager
 
 from kvdock import _core
 from kvdock.shm.errors import SegmentCorrupt
+from kvdock.shm.objects import NOBODY
 from kvdock.shm.segment import SegmentInfo, address_of, map_checked
 
 
 class AttachedSegments:
-    """The segments of one pool that this process has mapped."""
+    """The segments of one pool that this process has mapped. `trusted_uid`: see shm.objects.is_own."""
 
-    def __init__(self, pool_id: int) -> None:
-        self.pool_id = pool_id
+    def __init__(self, pool_id: int, trusted_uid: int = NOBODY) -> None:
+        self.pool_id, self._trusted_uid = pool_id, trusted_uid
         self._lock = threading.Lock()
         self._segments: dict[int, tuple[SegmentInfo, _core.Mapping]] = {}
         self._readers: Counter[int] = Counter()
@@ -39,7 +40,7 @@ class AttachedSegments:
         """
         with self._lock:
             if segment.id not in self._segments:
-                mapping, fields = map_checked(segment.name, self.pool_id, segment.id)
+                mapping, fields = map_checked(segment.name, self.pool_id, segment.id, self._trusted_uid)
                 found = SegmentInfo(segment.id, segment.name, mapping.bytes, fields["data_offset"])
                 if found != segment:
                     raise SegmentCorrupt(f"segment {segment.name}", found=found, wanted=segment)

@@ -18,6 +18,10 @@ ADDRESS_VARIABLE: Final = "KVDOCK_ADDRESS"
 """The environment variable that names the server for commands and connectors: unix:/path or http://host:port."""
 SOCKET_VARIABLE: Final = "KVDOCK_SOCKET_PATH"
 """The server's own setting, which commands and connectors follow."""
+TRUSTED_UID_VARIABLE: Final = "KVDOCK_TRUSTED_UID"
+"""The user id whose server root's engines and commands trust, too."""
+NOBODY: Final = -1
+"""Where a user id is wanted: nobody's."""
 SERVICE_SOCKET: Final = "/run/kvdock/kvdock.sock"
 """Where the shipped systemd unit, image and DaemonSet put the socket."""
 CONNECTOR_PREFIX: Final = "KVDOCK_VLLM_"
@@ -37,6 +41,14 @@ def default_address(environ: Mapping[str, str]) -> str:
     """The address of the server that the environment names, else of this user's, at its default socket."""
     socket_path = environ.get(SOCKET_VARIABLE) or default_socket_path(environ)
     return environ.get(ADDRESS_VARIABLE) or f"unix:{socket_path}"
+
+
+def trusted_uid_in(environ: Mapping[str, str]) -> int:
+    """The user id that the environment names; NOBODY if it names none. Raises ValueError."""
+    text = environ.get(TRUSTED_UID_VARIABLE, "")
+    if text and not (text.isascii() and text.isdigit()):
+        raise ValueError(f"{TRUSTED_UID_VARIABLE}: found {text!r}, wanted a user id, as a number")
+    return int(text) if text else NOBODY
 
 
 # --------------------------------------------------------------------------- access tokens
@@ -112,19 +124,22 @@ def credentials_of(connected: socket.socket) -> Credentials:
     return Credentials(pid, uid)
 
 
-def require_trusted_server(connected: socket.socket, path: str, *, trusts_service: bool = False) -> Credentials:
+def require_trusted_server(
+    connected: socket.socket, path: str, *, trusts_service: bool = False, trusted_uid: int = NOBODY
+) -> Credentials:
     """Raises PermissionError unless the process that listens at `path` is this user's, or root's: anybody may have
     bound a socket there, and its answers decide which memory is written and loaded.
 
-    `trusts_service`: root also accepts the server of a user for whom root has made the socket's folder. Only commands
-    may ask for this: they map no memory.
+    `trusted_uid`: a user whose server is accepted, too. `trusts_service`: root also accepts the server of a user for
+    whom root has made the socket's folder. Only commands may ask for this: they map no memory.
     """
     found = credentials_of(connected)
-    if found.uid in (os.geteuid(), 0):
+    if found.uid in (os.geteuid(), 0, trusted_uid):
         return found
     if trusts_service and os.geteuid() == 0 and _is_made_for(found.uid, Path(path).parent.resolve()):
         return found
-    raise PermissionError(f"the server at {path}: found user {found.uid}, wanted {os.geteuid()} or root")
+    remedy = f"; if that is kvdock's user, set {TRUSTED_UID_VARIABLE}={found.uid}" if os.geteuid() == 0 else ""
+    raise PermissionError(f"the server at {path}: found user {found.uid}, wanted {os.geteuid()} or root{remedy}")
 
 
 def _is_made_for(uid: int, folder: Path) -> bool:

@@ -13,7 +13,8 @@ R: 16 hex digits that no other user can guess, so that none can take the name of
 
 Invariants: an object that `create` returned has every byte allocated, so touching it cannot fail; a name for which
 memory ran out is removed again. Anybody may put objects of any name into the directory: an object that is not this
-user's own, or that others may open, is not listed, opened or removed.
+user's own, or that others may open, is not listed, opened or removed. Engines of root may also open those of one
+trusted user.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ from kvdock.shm.errors import ForeignObject, PoolTooSmall
 _posix_ipc: Final[Any] = importlib.import_module("posix_ipc")
 
 SHM_DIR: Final = Path("/dev/shm")
+NOBODY: Final = -1
+"""Where a user id is wanted: nobody's."""
 Kept = Literal["history", "curve", "crash"]
 _NAME: Final = re.compile(
     r"kvdock-([0-9a-f]{16})"
@@ -73,20 +76,24 @@ def lock_path(pool_id: int, shm_dir: Path = SHM_DIR) -> Path:
     return Path(shm_dir) / f"kvdock-{pool_id:016x}.lock"
 
 
-def is_own(found: os.stat_result) -> bool:
-    """Whether it is a regular file of this process's user, with one link, that nobody else may open."""
+def is_own(found: os.stat_result, trusted_uid: int = NOBODY) -> bool:
+    """Whether it is a regular file of this process's user, or of the trusted one, with one link, that nobody else may
+    open."""
     is_private = stat.S_IMODE(found.st_mode) & 0o077 == 0
-    return stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() and is_private and found.st_nlink == 1
+    return stat.S_ISREG(found.st_mode) and found.st_uid in (os.geteuid(), trusted_uid) and is_private and (
+        found.st_nlink == 1
+    )
 
 
-def require_own(fd: int, name: str) -> None:
+def require_own(fd: int, name: str, trusted_uid: int = NOBODY) -> None:
     """Raises ForeignObject unless the open object is_own."""
     found = os.fstat(fd)
-    if not is_own(found):
+    if not is_own(found, trusted_uid):
+        users = f"{os.geteuid()}" if trusted_uid == NOBODY else f"{os.geteuid()} or {trusted_uid}"
         raise ForeignObject(
             f"shared memory object {name}",
             found=f"{stat.filemode(found.st_mode)} of user {found.st_uid}, {found.st_nlink} links",
-            wanted=f"-rw------- of user {os.geteuid()}, 1 link",
+            wanted=f"-rw------- of user {users}, 1 link",
         )
 
 
@@ -113,9 +120,9 @@ def _named(shm_dir: Path) -> Iterator[tuple[Path, bool]]:
                 yield path, is_own(path.lstat())
 
 
-def open_lock(path: Path) -> int:
-    """Opens a lock file and returns its descriptor, readable and writable. Raises FileNotFoundError, PermissionError,
-    ForeignObject."""
+def open_lock(path: Path, trusted_uid: int = NOBODY) -> int:
+    """Opens a lock file and returns its descriptor, readable and writable. `trusted_uid`: see is_own. Raises
+    FileNotFoundError, PermissionError, ForeignObject."""
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except (FileNotFoundError, PermissionError):
@@ -123,7 +130,7 @@ def open_lock(path: Path) -> int:
     except OSError as error:
         raise ForeignObject(f"lock file {path}", found=error.strerror, wanted="a regular file") from error
     try:
-        require_own(fd, path.name)
+        require_own(fd, path.name, trusted_uid)
     except BaseException:
         os.close(fd)
         raise
@@ -175,16 +182,16 @@ def allocate(fd: int, size_bytes: int, name: str) -> None:
         ) from error
 
 
-def open_existing(name: str) -> int:
-    """The object's descriptor, readable and writable. Raises FileNotFoundError when there is no such object,
-    ForeignObject when it is not this user's own."""
+def open_existing(name: str, trusted_uid: int = NOBODY) -> int:
+    """The object's descriptor, readable and writable. `trusted_uid`: see is_own. Raises FileNotFoundError when there is
+    no such object, ForeignObject when it is not is_own."""
     try:
         fd: int = _posix_ipc.SharedMemory(name).fd
     except _posix_ipc.ExistentialError as error:
         raise FileNotFoundError(errno.ENOENT, "no shared memory object", name) from error
     try:
         os.set_inheritable(fd, False)
-        require_own(fd, name)
+        require_own(fd, name, trusted_uid)
     except BaseException:
         os.close(fd)
         raise

@@ -42,10 +42,13 @@ class SegmentInfo:
         return self.bytes - self.data_offset
 
 
-def map_checked(name: str, pool_id: int, segment: int) -> tuple[_core.Mapping, dict[str, int]]:
-    """Maps an object by name and checks its header. Returns the mapping and the header's fields. Raises AttachError."""
+def map_checked(
+    name: str, pool_id: int, segment: int, trusted_uid: int = objects.NOBODY
+) -> tuple[_core.Mapping, dict[str, int]]:
+    """Maps an object by name and checks its header. `trusted_uid`: see objects.is_own. Returns the mapping and the
+    header's fields. Raises AttachError."""
     try:
-        fd = objects.open_existing(name)
+        fd = objects.open_existing(name, trusted_uid)
     except FileNotFoundError as error:
         raise SegmentAbsent(f"segment {name}", found="no such object", wanted="a segment of the pool") from error
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import json
 import os
 import re
 import shlex
@@ -211,11 +212,13 @@ def test_the_image_is_healthy_while_its_server_answers_at_the_socket() -> None:
     text = (ROOT / "Dockerfile").read_text()
     found = re.search(r"^HEALTHCHECK .*?CMD (.*?[^\\])\n(?=[A-Z])", text, re.MULTILINE | re.DOTALL)
     assert found is not None
-    check = found[1].replace("\\\n", "").replace("python ", f"{sys.executable} ", 1)
+    python, *arguments = json.loads(found[1].replace("\\\n", ""))
+    assert python == "python"
+    check = [sys.executable, *arguments]
     with ServerProcess() as server:
         environ = {**os.environ, "KVDOCK_SOCKET_PATH": server.unix.removeprefix("unix:")}
-        assert subprocess.run(["sh", "-c", check], env=environ).returncode == 0
-    assert subprocess.run(["sh", "-c", check], env=environ, stderr=subprocess.DEVNULL).returncode != 0
+        assert subprocess.run(check, env=environ).returncode == 0
+    assert subprocess.run(check, env=environ, stderr=subprocess.DEVNULL).returncode != 0
 
 
 @pytest.mark.security

@@ -161,8 +161,10 @@ def test_docs_list_every_setting_with_its_default_and_meaning() -> None:
 # --------------------------------------------------------------------------- dependencies
 
 
-HASHED = ("build", "docs", "engine", "model", "server", "sglang", "test", "tools", "vllm", "vllm-versions")
-APART = ("docs", "tools", "vllm", "vllm-versions", "sglang")
+HASHED = (
+    "build", "deploy", "docs", "engine", "helm", "model", "server", "sglang", "test", "tools", "vllm", "vllm-versions",
+)
+APART = ("deploy", "docs", "helm", "tools", "vllm", "vllm-versions", "sglang")
 """Lists with an environment of their own."""
 NOT_PINNED = {"vllm", "sglang"}
 """Extras that `make` never installs: vLLM is gigabytes, and whoever has it chose its version."""
@@ -211,11 +213,12 @@ def test_every_other_list_is_named_and_no_list_names_an_index() -> None:
 def test_make_and_the_image_install_with_hashes() -> None:
     """Whatever installs a list of pins/, but PyTorch's, demands its hashes."""
     engines = [".venv-vllm-cpu/.deps", ".venv-sglang-cpu/.deps"]
-    apart = [".venv-tools/.deps", ".venv-docs/.deps", "build/server/.deps"]
-    targets = [".venv/.deps", ".venv/.tests", ".venv/.model", *apart, *engines]
+    others = [".venv-tools/.deps", ".venv-deploy/.deps", ".venv-docs/.deps", "build/server/.deps"]
+    targets = [".venv/.deps", ".venv/.tests", ".venv/.model", *others, *engines]
     make = subprocess.run(["make", "-nB", *targets], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     steps = re.sub(r"\\\n", "", make + sources()[PurePosixPath("Dockerfile")])
-    installs = [part for part in re.split(r"&&|\n", steps) if re.search(r"pip.* install.*(pins/| -r )", part)]
+    of_a_list = re.compile(r"pip.* (install|download) .*(pins/| -r )")
+    installs = [part for part in re.split(r"&&|\n", steps) if of_a_list.search(part)]
     named = {name for part in installs for name in re.findall(r"pins/([\w-]+)\.txt", part)}
     assert named == {*HASHED, "torch"} - {"vllm-versions"}, "fetch_vllm.py demands the hashes of those"
     assert [part for part in installs if ("--require-hashes" in part) == ("pins/torch.txt" in part)] == []

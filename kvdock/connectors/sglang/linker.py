@@ -129,7 +129,8 @@ class KvdockLinker(UnifiedCacheLinker):
         name = str(args.served_model_name or args.model_path)[-100:]
         _, worker = open_worker(
             ConnectorSettings(
-                settings.address, settings.access_token_file, settings.timeout_s, device, settings.copy_threads
+                settings.address, settings.access_token_file, settings.timeout_s, device, settings.copy_threads,
+                trusted_uid=settings.trusted_uid,
             ),
             manifest,
             Identity(instance, f"{instance}-{rank}-{nonce()}", (rank,), rank == 0, name, served_model_name=name),

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from kvdock.connectors.errors import NotSupportedError
-from kvdock.connectors.settings import MOST_TIER_WAIT_S, EngineSettings, checked
-from kvdock.protocol.access import default_address
+from kvdock.connectors.settings import MOST_TIER_WAIT_S, EngineSettings, checked, of_environment
 
 log = logging.getLogger("kvdock.sglang")
 
@@ -46,7 +45,7 @@ class Settings(EngineSettings):
     def load(cls, extra: Mapping[str, object], environ: Mapping[str, str]) -> Settings:
         """`extra`: SGLang's linker_extra_config. Raises NotSupportedError for a name that is no setting, a value of
         another type, a value out of range."""
-        return cls.of({"address": default_address(environ), **checked(extra, cls.types(), EXTRA)}, EXTRA)
+        return cls.of(of_environment(environ) | checked(extra, cls.types(), EXTRA), EXTRA)
 
 
 def refuse_what_is_not_supported(args: Any, params: Any, model: Any, components: Collection[str]) -> None:

@@ -372,7 +372,9 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
         if self._scheduler is not None:
             return  # vLLM sends it again when it wakes
         own = self._settings
-        client = Client(own.address, timeout_s=own.timeout_s, access_token_file=own.access_token_file)
+        client = Client(
+            own.address, timeout_s=own.timeout_s, access_token_file=own.access_token_file, trusted_uid=own.trusted_uid
+        )
         session = EngineSession(client, manifest, self._identity("scheduler", ranks=(), scheduler=True))
         _, hash_tokens = kv_cache_utils.resolve_kv_cache_block_sizes(self._cache, self._config)
         self._events = events_of(self._config, self._cache, self._groups, session, hash_tokens)

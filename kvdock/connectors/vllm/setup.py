@@ -15,10 +15,10 @@ from typing import Any, ClassVar
 
 from kvdock.connectors.errors import NotSupportedError
 from kvdock.connectors.session import Attachment, ServerEpoch
-from kvdock.connectors.settings import EngineSettings, checked
+from kvdock.connectors.settings import EngineSettings, checked, of_environment
 from kvdock.connectors.vllm.groups import KVGroup
 from kvdock.connectors.vllm.steps import NOWHERE
-from kvdock.protocol.access import CONNECTOR_PREFIX, default_address
+from kvdock.protocol.access import CONNECTOR_PREFIX
 
 log = logging.getLogger("kvdock.vllm")
 
@@ -62,8 +62,9 @@ class Settings(EngineSettings):
         """`extra`: vLLM's kv_connector_extra_config, which wins over the environment. Raises NotSupportedError for a
         name that is no setting, a value of another type, a value out of range."""
         known = cls.types()
-        values = {"address": default_address(environ), **from_environment(environ, known)}
-        where = EXTRA if values.keys() <= {"address", *extra} else f"{EXTRA} and {CONNECTOR_PREFIX}…"
+        shared = of_environment(environ)
+        values = {**shared, **from_environment(environ, known)}
+        where = EXTRA if values.keys() <= {*shared, *extra} else f"{EXTRA} and {CONNECTOR_PREFIX}…"
         made = cls.of(values | checked(extra, known, EXTRA), where)
         for name, choices in (("load_by_layer", BY_LAYER), ("on_reset", ON_RESET)):
             if (found := getattr(made, name)) not in choices:

@@ -268,7 +268,7 @@ class VllmWorker:
         tuning = where.tuning(kv.layouts, chunk_tokens=manifest.chunk_tokens)
         of_engine = ConnectorSettings(
             settings.address, settings.access_token_file, settings.timeout_s, kv.device, settings.copy_threads,
-            None if tuning is None else beside_steps(tuning, traits.hash_threads),
+            None if tuning is None else beside_steps(tuning, traits.hash_threads), trusted_uid=settings.trusted_uid,
         )
         _, self._connector = open_worker(of_engine, manifest, identity, kv.layouts, stream=kv.stream)
         self._kv, self._traits, self._clock = kv, traits, clock

@@ -14,7 +14,8 @@
 #
 # The shared /dev/shm has the server's --shm-size: the pool and its table (63 MiB) must fit. For engines
 # on the host itself give the server `--ipc host`, the `--user` of the engines and a bind mount that they can
-# reach. The TCP port listens inside the container alone; docs/deploy.md says how to open it, with an access file.
+# reach. The TCP port listens inside the container alone; docs/operate/docker.md says how to open it, with an access
+# file.
 # SIGTERM drains for up to 5 s, so the 10 s of `docker stop` are long enough.
 
 # What runs and what builds it, by digest: the same bytes whenever it is built. For a newer one:

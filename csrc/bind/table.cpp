@@ -604,7 +604,8 @@ void bind_making(py::class_<BoundTable>& c) {
 void bind_table(py::module_& m) {
   static py::exception<kvdock::TableError> error(m, "TableError");
   error.doc() =
-      "A refused call: `code` is stable (docs/errors.md), `found` and `wanted` name the values; None: there is none.";
+      "A refused call: `code` is stable (docs/operate/errors.md), `found` and `wanted` name the values; None: there is "
+      "none.";
   error.attr_with_type_hint<py::str>("code") = "";
   error.attr_with_type_hint<py::object>("found") = py::none();
   error.attr_with_type_hint<py::object>("wanted") = py::none();
@@ -622,7 +623,7 @@ void bind_table(py::module_& m) {
   bind_views(m);
   bind_results(m);
   py::class_<BoundTable> c(m, "Table",
-          "Chunks, grants and members of one pool: docs/lifetime_protocol.md, in one flat region.\n\n"
+          "Chunks, grants and members of one pool: docs/understand/lifetime_protocol.md, in one flat region.\n\n"
           "All times are the server clock in milliseconds, passed in. Keys are 32 bytes each, concatenated. Ids of "
           "requests, stores, sessions and members are 16-byte digests made by the caller. Raises TableError; nothing "
           "is half done when it does.");

@@ -1,4 +1,4 @@
-// The checksum of a part: docs/lifetime_protocol.md#checksum.
+// The checksum of a part: docs/understand/lifetime_protocol.md#checksum.
 //
 //   part → stripes of 4096 bytes, the last padded with zeros
 //   stripe → a, b: NH sums under two keys (level one: the loops of cpu_paths.h)

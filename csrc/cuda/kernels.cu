@@ -1,5 +1,5 @@
 // The kernels that copy by block id between paged KV and slots or staging, and compute part checksums on the way
-// (docs/lifetime_protocol.md#checksum).
+// (docs/understand/lifetime_protocol.md#checksum).
 //
 // A warp copies one stripe at a time: each lane loads 16 bytes, eight loads in flight. The address of a granule
 // (kGranule units that lie in one run) is computed by one lane and shared by shuffles. Each warp takes neighbouring

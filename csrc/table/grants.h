@@ -1,9 +1,9 @@
 // Leases and reservations: which chunks their holders may touch, and which holders have not finished.
 //
 // Ownership: the cells of grants and their entries lie in the region; everything else is derived.
-// Invariants: a holder is discharged once, by D1, D2 or D3 of docs/lifetime_protocol.md#grants; time alone discharges
-//   none (I6). A grant pins the records that its entries name while it has a holder. Without one it is closed: its cell
-//   is a tombstone that answers repeats until it is needed for another grant.
+// Invariants: a holder is discharged once, by D1, D2 or D3 of docs/understand/lifetime_protocol.md#grants; time alone
+//   discharges none (I6). A grant pins the records that its entries name while it has a holder. Without one it is
+//   closed: its cell is a tombstone that answers repeats until it is needed for another grant.
 #pragma once
 
 #include <deque>

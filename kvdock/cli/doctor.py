@@ -114,13 +114,14 @@ def _token(environ: Mapping[str, str]) -> str | PrivateFileError:
 def _access(settings: Settings, token: str | PrivateFileError) -> Finding:
     """Who may call a server that is started here, and the access token of commands."""
     if isinstance(token, PrivateFileError):
-        return Finding("access", "problem", f"{TOKEN_FILE_VARIABLE}: {token}", "docs/security.md describes the file")
+        text = f"{TOKEN_FILE_VARIABLE}: {token}"
+        return Finding("access", "problem", text, "docs/operate/security.md describes the file")
     if not settings.access_file:
         return Finding("access", "ok", "no access file is set: this user and root only, and probes over TCP")
     try:
         tokens = read(settings.access_file)
     except AccessFileError as error:
-        return Finding("access", "problem", str(error), "a server does not start with it: see docs/security.md")
+        return Finding("access", "problem", str(error), "a server does not start with it: see docs/operate/security.md")
     text = f"access tokens in {settings.access_file}: {len(tokens)}"
     if token and digest_of(token.encode()) not in tokens:
         return Finding("access", "problem", f"{text}; the token of {TOKEN_FILE_VARIABLE} is not among them")
@@ -156,7 +157,7 @@ def _server(
     text = f"{status.version} at {address}, up {duration(status.uptime_s)}"
     if status.status != "ok":
         text += f", not ready: {', '.join(status.reasons)}"
-        return Finding("server", "problem", text, "docs/runbook.md explains each reason"), None
+        return Finding("server", "problem", text, "docs/operate/not_ready.md explains each reason"), None
     return Finding("server", "ok", text), verdict
 
 
@@ -216,7 +217,7 @@ def _tiers(settings: Settings, *, is_here: bool) -> list[Finding]:
         return []
     return [
         Finding(f"tier {name}", "problem" if why else "ok", why or "it opens",
-                "a server starts without it, and tries again: docs/tiers.md" if why else "")
+                "a server starts without it, and tries again: docs/operate/tiers.md" if why else "")
         for name, why in try_to_open(tiers_of(settings)).items()
     ]
 

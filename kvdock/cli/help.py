@@ -115,6 +115,14 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
         ("kvdock serve --config /etc/kvdock.toml", "settings from a file"),
         ("kvdock serve --takeover --on-exit keep", "replace a running server"),
     ),
+    "vllm-args": (
+        ("kvdock vllm-args", "this user's server"),
+        ("kvdock vllm-args chunk_tokens=256", "with a setting"),
+    ),
+    "sglang-args": (
+        ("kvdock sglang-args", "this user's server"),
+        ("kvdock sglang-args --page-size 128 trust_s=60", "with a setting"),
+    ),
     "status": (
         ("kvdock status", "this user's server"),
         ("kvdock status --server localhost:7410", "another one"),
@@ -370,7 +378,7 @@ MEANINGS: dict[str, str] = {
     "objects_url": "Object store as a lower tier, as `s3://bucket/prefix`; empty: none.",
     "mooncake_url": "Mooncake Store as a lower tier, as `mooncake://host:port`; empty: none.",
     "tier_urls": "Further stores as lower tiers, as `name=url`, separated by spaces; other packages add them "
-    "(docs/tiers.md).",
+    "(docs/understand/add_a_store.md).",
     "tier_asks": "A chunk is written to lower tiers once prompts have asked for it this often; 0: once or twice, "
     "whichever pays.",
     "tier_queue_bytes": "Bytes that may wait to be written to one tier, or a share of `pool_bytes`; beyond that, "

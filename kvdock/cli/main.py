@@ -49,8 +49,8 @@ from kvdock.cli.serve import config, config_get, config_set, serve
 from kvdock.cli.tokens import TOKEN_COMMANDS, token
 from kvdock.protocol.errors import ApiError, ServerUnavailable
 
-Preset = Literal["small", "tiny", "tiny-hybrid2", "tiny-hybrid3", "tiny-mha", "tiny-mla"]
-"""The names of engine.config.PRESETS, which cannot be imported here without torch."""
+Preset = Literal["smollm2", "small", "tiny", "tiny-hybrid2", "tiny-hybrid3", "tiny-mha", "tiny-mla"]
+"""The trained model, and the names of engine.config.PRESETS, which cannot be imported here without torch."""
 
 
 def _count(meaning: str) -> Any:
@@ -351,13 +351,19 @@ def demo(
         min=0, max=65535, metavar="PORT", help="TCP port of the server; 0: any free port."
     )] = 7410,
     as_json: Annotated[bool, typer.Option("--json", help="Print the figures as one JSON object and exit.")] = False,
-    preset: Annotated[Preset, typer.Option(help="Size of the engines' model.")] = "small",
-    turns: Annotated[int, typer.Option(min=1, metavar="N", help="Questions to ask.")] = 4,
+    preset: Annotated[Preset, typer.Option(
+        help="The engines' model: a small real one, or one of seeded weights, whose text means nothing."
+    )] = "smollm2",
+    turns: Annotated[int | None, typer.Option(
+        min=1, metavar="N", help="Questions to ask; by default they go on until Ctrl-C, with --json they are 4.",
+        show_default=False,
+    )] = None,
     pool_bytes: Annotated[str, typer.Option(metavar="SIZE", help="Size of the server's pool.")] = "1GiB",
 ) -> int:
     """Run a server and two small engines that share it.
 
-    Prints the address of the status page. Ctrl-C ends it.
+    The engines answer questions about a text in turn, and a third engine without kvdock shows what that saves. Prints
+    the address of the status page. Ctrl-C ends it.
     """
     # The engines are separate processes, so a missing package is reported here, before any of them starts.
     missing = [name for name in ("torch", "numpy") if find_spec(name) is None]
@@ -368,6 +374,39 @@ def demo(
         from kvdock.cli.demo import demo as run_demo
 
     return run_demo(port=port, as_json=as_json, preset=preset, turns=turns, pool_bytes=pool_bytes)
+
+
+ConnectorSettings = Annotated[list[str] | None, typer.Argument(
+    metavar="NAME=VALUE", help="Settings of kvdock in the engine, such as lookup_wait_s=0.01.", show_default=False,
+)]
+
+
+def vllm_args(server: Server = "", as_json: AsJson = False, settings: ConnectorSettings = None) -> None:
+    """Print what `vllm serve` needs to use the server.
+
+    Start vLLM with `vllm serve MODEL $(kvdock vllm-args)`, without quotation marks. The server's address is printed
+    if an engine would not find the server by itself. A setting that the connector does not have is refused here.
+    """
+    from kvdock.cli.engine_args import show, vllm_args as arguments
+
+    show(arguments(server, settings or []), "vLLM", server, as_json=as_json)
+
+
+def sglang_args(
+    server: Server = "",
+    page_size: Annotated[int, typer.Option("--page-size", metavar="N", help="Tokens of a page: 64 or 128.")] = 64,
+    as_json: AsJson = False,
+    settings: ConnectorSettings = None,
+) -> None:
+    """Print what `sglang serve` needs to use the server.
+
+    Start SGLang with `sglang serve --model-path MODEL $(kvdock sglang-args)`, without quotation marks. The server's
+    address is printed if an engine would not find the server by itself. A setting that the linker does not have is
+    refused here.
+    """
+    from kvdock.cli.engine_args import sglang_args as arguments, show
+
+    show(arguments(server, page_size, settings or []), "SGLang", server, as_json=as_json)
 
 
 def keep(
@@ -529,7 +568,7 @@ def acknowledge(server: Server = "", as_json: AsJson = False) -> None:
 
 EPILOG = "Exit status: 0 success; 1 failure; 2 usage error; 130 interrupted by Ctrl-C."
 GROUPS = {
-    "Run": (serve, demo, doctor, bench),
+    "Run": (serve, vllm_args, sglang_args, demo, doctor, bench),
     "Look": (status, top, history, saved, requests, explain, events, sessions, cached, leases, lookup, size),
     "Change": (keep, evict, clear, quota, drain, undrain, acknowledge),
 }

@@ -80,6 +80,7 @@ class ReleaseQueue:
             self._waiting.setdefault(session, {}).setdefault(lease, set()).update(ranks)
 
     def sessions(self) -> list[str]:
+        """The sessions that have releases waiting."""
         with self._lock:
             return list(self._waiting)
 
@@ -195,9 +196,12 @@ class Client:
     # ---------------------------------------------------------------- sessions
 
     def attach(self, body: s.AttachSession, *, timeout_s: float | None = None) -> s.SessionAttached:
+        """Attaches a member to its session, and begins the session with the first one. Attaching again is harmless."""
         return self._do(c.ATTACH, body, timeout_s)
 
     def heartbeat(self, session: str, body: s.Heartbeat, *, timeout_s: float | None = None) -> s.HeartbeatAnswer:
+        """Shows that the member is well; carries its answers and reports, and brings the server's questions. Send one
+        every `heartbeat_s` of the answer."""
         return self._carrying(c.HEARTBEAT, body, timeout_s, session, session)
 
     def leave(self, session: str, member: str, *, timeout_s: float | None = None) -> None:
@@ -211,6 +215,7 @@ class Client:
     def sessions(
         self, *, limit: int | None = None, cursor: str | None = None, timeout_s: float | None = None
     ) -> s.Sessions:
+        """A page of the attached sessions, the oldest first."""
         return self._do(c.SESSIONS, None, timeout_s, query=page(limit, cursor))
 
     def session(
@@ -222,9 +227,12 @@ class Client:
     # ---------------------------------------------------------------- reading
 
     def lookup(self, body: s.Lookup, *, timeout_s: float | None = None) -> s.LookupAnswer:
+        """The longest stored prefix of the keys, and a lease on it for all reader ranks; without a session its
+        length alone."""
         return self._carrying(c.LOOKUP, body, timeout_s, body.session)
 
     def release(self, lease: str, body: s.ReleaseLease, *, timeout_s: float | None = None) -> s.ReleaseAnswer:
+        """These ranks have ended their copies under the lease. `release_later` costs no call of its own."""
         return self._do(c.RELEASE, body, timeout_s, lease)
 
     def release_later(self, lease: str, session: str, ranks: Collection[int]) -> None:
@@ -257,15 +265,19 @@ class Client:
         return self._do(c.CANCEL, None, timeout_s, lease, query={"session": session, "member": member})
 
     def mismatch(self, body: s.ReportMismatch, *, timeout_s: float | None = None) -> s.MismatchAnswer:
+        """Reports loaded chunks whose bytes do not have the checksums of the lease."""
         return self._do(c.MISMATCH, body, timeout_s)
 
     def hint(self, body: s.Hint, *, timeout_s: float | None = None) -> s.HintAnswer:
+        """Says for how long chunks are worth keeping, or that their conversation has ended."""
         return self._do(c.HINT, body, timeout_s)
 
     def hold(self, body: s.Hold, *, timeout_s: float | None = None) -> s.HoldAnswer:
+        """Leases single chunks to rank 0, wherever they are in their chains, without counting a use."""
         return self._carrying(c.HOLD, body, timeout_s, body.session)
 
     def prefetch(self, body: s.Prefetch, *, timeout_s: float | None = None) -> s.PrefetchAnswer:
+        """Asks lower tiers to load chunks that requests will ask for soon. The answer comes before they have come."""
         return self._do(c.PREFETCH, body, timeout_s)
 
     def lease(self, lease: str, *, timeout_s: float | None = None) -> LeaseView:
@@ -275,17 +287,21 @@ class Client:
     def leases(
         self, *, limit: int | None = None, cursor: str | None = None, timeout_s: float | None = None
     ) -> Leases:
+        """A page of the open leases and reservations, the oldest first."""
         return self._do(c.LEASES, None, timeout_s, query=page(limit, cursor))
 
     # ---------------------------------------------------------------- writing
 
     def reserve(self, body: s.Reserve, *, timeout_s: float | None = None) -> s.ReserveAnswer:
+        """Slots for those chunks that the server lacks, to copy into until the deadline."""
         return self._carrying(c.RESERVE, body, timeout_s, body.session)
 
     def commit(self, reservation: str, body: s.Commit, *, timeout_s: float | None = None) -> s.CommitAnswer:
+        """Parts that a rank has copied, with their checksums. The last part of a chunk publishes it."""
         return self._carrying(c.COMMIT, body, timeout_s, body.session, reservation)
 
     def abort(self, reservation: str, body: s.Abort, *, timeout_s: float | None = None) -> s.ReleaseAnswer:
+        """These ranks will store no more under the reservation; what is not published never will be."""
         return self._do(c.ABORT, body, timeout_s, reservation)
 
     # ---------------------------------------------------------------- the pool, and what people read
@@ -299,6 +315,7 @@ class Client:
         return found
 
     def status(self, *, timeout_s: float | None = None) -> Status:
+        """The state and the totals of the server."""
         return self._do(c.STATUS, None, timeout_s)
 
     def whoami(self, *, timeout_s: float | None = None) -> Caller:
@@ -306,6 +323,7 @@ class Client:
         return self._do(c.WHOAMI, None, timeout_s)
 
     def stats(self, over: Over = "minutes", *, timeout_s: float | None = None) -> Stats:
+        """Series of figures over the last minutes, hours or days."""
         return self._do(c.STATS, None, timeout_s, query={} if over == "minutes" else {"over": over})
 
     def verdict(self, *, timeout_s: float | None = None) -> Verdict:
@@ -348,6 +366,7 @@ class Client:
         return self._do(c.ACKNOWLEDGE, a.Acknowledge(), timeout_s)
 
     def drain(self, body: a.DrainServer, *, timeout_s: float | None = None) -> a.Drained:
+        """Drains the server, so that it gives out nothing new, or ends that."""
         return self._do(c.DRAIN, body, timeout_s)
 
     def clear(self, body: a.ClearCache, *, timeout_s: float | None = None) -> a.Cleared:
@@ -355,6 +374,7 @@ class Client:
         return self._do(c.CLEAR, body, timeout_s)
 
     def delete(self, body: a.DeleteChunks, *, timeout_s: float | None = None) -> a.Deleted:
+        """Takes the chunks with these keys out of use, in the pool and in every lower tier."""
         return self._do(c.DELETE, body, timeout_s)
 
     def evict(self, body: a.EvictChunks, *, timeout_s: float | None = None) -> a.Evicted:
@@ -366,14 +386,17 @@ class Client:
         return self._do(c.PIN, body, timeout_s)
 
     def config(self, *, timeout_s: float | None = None) -> a.Config:
+        """The settings of the server, its limits, and what each tenant uses."""
         return self._do(c.CONFIG, None, timeout_s)
 
     def configure(self, body: a.PatchConfig, *, timeout_s: float | None = None) -> a.Config:
+        """Changes limits and quotas: all that the body names, or nothing."""
         return self._do(c.CONFIGURE, body, timeout_s)
 
     def namespaces(
         self, *, limit: int | None = None, cursor: str | None = None, timeout_s: float | None = None
     ) -> a.Namespaces:
+        """A page of the namespaces with what they hold."""
         return self._do(c.NAMESPACES, None, timeout_s, query=page(limit, cursor))
 
 

@@ -21,10 +21,12 @@ SILENCE_S = 60.0
 
 
 class StreamedEvent(NamedTuple):
+    """An event as the server streams it."""
+
     id: str
     """Pass it as `last_id` to continue after this event."""
     event: dict[str, Any]
-    """Its fields are those of docs/events.md."""
+    """Its fields are those of docs/operate/events.md."""
 
 
 def read_events(

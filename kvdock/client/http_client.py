@@ -167,6 +167,7 @@ class AsyncHttpClient:
             raise
 
     async def flush(self, session: str, *, timeout_s: float | None = None) -> list[RefusedRelease]:
+        """As Client.flush."""
         refused: list[RefusedRelease] = []
         while self._releases.waits(session):
             answer = await self._carrying(c.RELEASE_MANY, s.ReleaseMany(session=session), timeout_s, session)
@@ -174,6 +175,7 @@ class AsyncHttpClient:
         return refused
 
     async def segments(self, *, timeout_s: float | None = None) -> s.Segments:
+        """As Client.segments."""
         found = await self._do(c.SEGMENTS, None, timeout_s)
         while found.next is not None:
             more = await self._do(c.SEGMENTS, None, timeout_s, query=page(None, found.next))
@@ -181,6 +183,7 @@ class AsyncHttpClient:
         return found
 
     async def close(self) -> None:
+        """As Client.close."""
         for session in self._releases.sessions():
             with suppress(ApiError, ServerUnavailable):
                 await self.flush(session, timeout_s=FLUSH_S)

@@ -31,14 +31,17 @@ class Subject(Protocol):
     """An engine process that has a connector."""
 
     @property
-    def connector(self) -> Connector: ...
+    def connector(self) -> Connector:
+        """The connector under test."""
     @property
     def label(self) -> str:
         """The label of the connector's session at the server."""
     @property
-    def chunk_tokens(self) -> int: ...
+    def chunk_tokens(self) -> int:
+        """Tokens of a chunk."""
     @property
-    def block_tokens(self) -> int: ...
+    def block_tokens(self) -> int:
+        """Tokens of a block, as in the manifest."""
     @property
     def num_blocks(self) -> int:
         """The blocks of all KV groups together; each group needs those of at least 8 chunks."""
@@ -49,7 +52,8 @@ class Subject(Protocol):
         """Writes bytes to a block that differ for each seed."""
     def contents(self, block: int) -> bytes:
         """All bytes of a block."""
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Ends the engine process and its connector."""
 
 
 class Bench:
@@ -64,6 +68,7 @@ class Bench:
 
     @contextmanager
     def subject(self, name: str) -> Iterator[Subject]:
+        """A context in which a new subject of that name runs."""
         made = self._factory(name)
         try:
             yield made
@@ -71,6 +76,7 @@ class Bench:
             made.close()
 
     def tokens(self, count: int) -> list[int]:
+        """That many tokens that no other check uses."""
         return [self._source.randrange(256) for _ in range(count)]
 
     def table(self, subject: Subject, blocks: Sequence[int], hit: int = 0) -> list[list[int | None]]:
@@ -89,6 +95,7 @@ class Bench:
         return [b"".join(subject.contents(block) for block in row if block is not None) for row in rows]
 
     def fill(self, subject: Subject, blocks: Sequence[int]) -> None:
+        """Writes new bytes to the blocks."""
         for column in self.table(subject, blocks):
             for block in column:
                 assert block is not None
@@ -111,17 +118,20 @@ class Bench:
         raise AssertionError(f"lookup: found no answer within {ANSWER_S} s")
 
     def load(self, subject: Subject, request: str, blocks: Sequence[int], local: int, hit: int) -> int:
+        """Loads, and returns the valid tokens of the LoadDone."""
         subject.connector.begin_load(request, self.table(subject, blocks, hit), local, hit)
         done = self._await(subject, lambda done: isinstance(done, LoadDone) and done.request_id == request)
         assert isinstance(done, LoadDone)
         return done.valid_tokens
 
     def store(self, subject: Subject, request: str, tokens: list[int], blocks: Sequence[int], computed: int) -> None:
+        """Offers the computed tokens, and returns when their store has ended."""
         held = subject.connector.begin_store(request, tokens, self.table(subject, blocks), computed)
         if held:
             self.await_store(subject, held)
 
     def await_store(self, subject: Subject, held: BlocksRead) -> None:
+        """Returns when the StoreDone has come that names these blocks."""
         self._await(subject, lambda done: isinstance(done, StoreDone) and done.block_ids == held)
 
     def stored(self, subject: Subject, chunks: int) -> tuple[list[int], list[bytes]]:
@@ -165,6 +175,7 @@ class Bench:
 
 
 def expect(what: str, found: object, wanted: object) -> None:
+    """Raises AssertionError, with both values, unless they are equal."""
     if isinstance(found, list) and isinstance(wanted, list):
         wrong = [at for at, (a, b) in enumerate(zip(found, wanted, strict=True)) if a != b]
         assert not wrong, f"{what}: blocks {wrong} of {len(wanted)} hold other bytes than wanted"
@@ -172,6 +183,7 @@ def expect(what: str, found: object, wanted: object) -> None:
 
 
 def unknown_tokens_are_a_miss(bench: Bench) -> None:
+    """Tokens that nobody has stored are a miss."""
     with bench.subject("reader") as reader:
         tokens = bench.tokens(3 * reader.chunk_tokens)
         expect("hit", bench.hit(reader, "r", tokens), 0)
@@ -180,6 +192,7 @@ def unknown_tokens_are_a_miss(bench: Bench) -> None:
 
 
 def what_one_stores_another_loads_byte_for_byte(bench: Bench) -> None:
+    """Another subject's blocks have the stored bytes after its load."""
     with bench.subject("writer") as writer, bench.subject("reader") as reader:
         tokens, contents = bench.stored(writer, 3)
         blocks = list(range(len(contents)))[::-1]  # in the reverse order of the writer's
@@ -188,6 +201,7 @@ def what_one_stores_another_loads_byte_for_byte(bench: Bench) -> None:
 
 
 def tokens_that_differ_anywhere_before_are_a_miss(bench: Bench) -> None:
+    """One other token makes all chunks from there on a miss."""
     with bench.subject("writer") as writer, bench.subject("reader") as reader:
         tokens, _ = bench.stored(writer, 3)
         middle = reader.chunk_tokens + 1
@@ -196,6 +210,7 @@ def tokens_that_differ_anywhere_before_are_a_miss(bench: Bench) -> None:
 
 
 def a_partial_chunk_is_not_stored(bench: Bench) -> None:
+    """Only whole chunks are stored."""
     with bench.subject("writer") as writer, bench.subject("reader") as reader:
         tokens = bench.tokens(2 * writer.chunk_tokens)
         blocks = list(range(len(tokens) // writer.block_tokens))
@@ -208,6 +223,7 @@ def a_partial_chunk_is_not_stored(bench: Bench) -> None:
 
 
 def asking_again_changes_nothing(bench: Bench) -> None:
+    """A repeated lookup has the same answer, and takes no second lease."""
     with bench.subject("writer") as writer, bench.subject("reader") as reader:
         tokens, _ = bench.stored(writer, 2)
         for _ in range(5):
@@ -216,6 +232,7 @@ def asking_again_changes_nothing(bench: Bench) -> None:
 
 
 def blocks_the_engine_shares_are_never_written(bench: Bench) -> None:
+    """A load leaves the blocks before `local_tokens` as they are."""
     with bench.subject("writer") as writer, bench.subject("reader") as reader:
         tokens, contents = bench.stored(writer, 3)
         for local_blocks in range(len(contents)):
@@ -233,6 +250,7 @@ def blocks_the_engine_shares_are_never_written(bench: Bench) -> None:
 
 
 def a_store_reads_no_block_after_its_report(bench: Bench) -> None:
+    """What is written to a block after its StoreDone is not what was stored."""
     with bench.subject("writer") as writer, bench.subject("reader") as reader:
         tokens = bench.tokens(2 * writer.chunk_tokens)
         blocks = list(range(len(tokens) // writer.block_tokens))
@@ -244,6 +262,7 @@ def a_store_reads_no_block_after_its_report(bench: Bench) -> None:
 
 
 def nothing_is_held_when_all_requests_have_ended(bench: Bench) -> None:
+    """No lease and no reservation is left."""
     with bench.subject("writer") as writer, bench.subject("reader") as reader:
         tokens, contents = bench.stored(writer, 2)
         bench.hit(reader, "aborted", tokens)
@@ -285,6 +304,7 @@ def what_a_window_leaves_behind_is_neither_required_nor_written(bench: Bench) ->
 
 
 def a_preempted_request_comes_back_under_its_id(bench: Bench) -> None:
+    """It is looked up and loaded again under its old id."""
     with bench.subject("writer") as writer, bench.subject("reader") as reader:
         tokens, contents = bench.stored(writer, 2)
         for turn in range(3):

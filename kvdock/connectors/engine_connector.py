@@ -121,6 +121,7 @@ class EngineConnector:
     def lookup(
         self, request_id: str, token_ids: Sequence[int], local_tokens: int, traceparent: str = ""
     ) -> LookupResult:
+        """See Connector.lookup of interface.py."""
         if traceparent:
             self._traceparents[request_id] = traceparent_or_none(traceparent)
         found = self.scheduler.lookups.lookup(request_id, token_ids, local_tokens)
@@ -128,6 +129,7 @@ class EngineConnector:
         return found
 
     def begin_load(self, request_id: str, block_ids: GroupBlocks, local_tokens: int, hit_tokens: int) -> None:
+        """See Connector.begin_load of interface.py."""
         self._outcomes.begin_load(request_id, local_tokens, hit_tokens)
         started = self.scheduler.lookups.begin_load(request_id, block_ids, local_tokens, hit_tokens)
         if started is None:
@@ -139,6 +141,7 @@ class EngineConnector:
     def begin_store(
         self, request_id: str, token_ids: Sequence[int], block_ids: GroupBlocks, computed_tokens: int
     ) -> BlocksRead:
+        """See Connector.begin_store of interface.py."""
         self._outcomes.begin_store(request_id, computed_tokens)
         self._tokens.of[request_id] = token_ids
         offer = self.scheduler.stores.begin_store(request_id, token_ids, block_ids, computed_tokens)
@@ -148,6 +151,7 @@ class EngineConnector:
         return offer.reads
 
     def poll(self, timeout_s: float = 0.0) -> Progress:
+        """See Connector.poll of interface.py."""
         with self._reported:
             if not self._woken and timeout_s > 0:
                 self._reported.wait(timeout_s)
@@ -161,12 +165,14 @@ class EngineConnector:
         return Progress(tuple(done for done, _ in loads), tuple(stores))
 
     def finished(self, request_id: str, *, comes_back: bool = False) -> None:
+        """See Connector.finished of interface.py."""
         self._outcomes.finished(request_id, comes_back=comes_back)
         self._traceparents.pop(request_id, None)
         self._tokens.of.pop(request_id, None)
         self.scheduler.finished(request_id)
 
     def close(self) -> None:
+        """See Connector.close of interface.py."""
         self._loading.close()
         self.scheduler.close()
         self.peers.close()

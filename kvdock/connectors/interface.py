@@ -63,6 +63,8 @@ class StoreDone:
 
 @dataclass(frozen=True)
 class Progress:
+    """What has ended since the last poll."""
+
     loads: tuple[LoadDone, ...] = ()
     stores: tuple[StoreDone, ...] = ()
 

@@ -23,6 +23,8 @@ from kvdock.connectors.worker import WorkerConnector
 
 @dataclass(frozen=True)
 class Order:
+    """What rank 0 wants of a rank: a load, a store, or its end."""
+
     number: int
     epoch: ServerEpoch | None
     """The server epoch whose slots the plan names."""
@@ -32,6 +34,8 @@ class Order:
 
 @dataclass(frozen=True)
 class Answer:
+    """What became of an order on one rank."""
+
     number: int
     rank: int
     is_started: bool
@@ -95,12 +99,14 @@ class Peers:
         return barrier
 
     def answered(self, answer: Answer) -> None:
+        """A rank has answered an order. From any thread; an answer that nobody waits for any more is dropped."""
         with self._lock:
             barrier = self._barriers.get(answer.number)
         if barrier is not None:
             barrier.take(answer.rank, answer)
 
     def lost(self, rank: int) -> None:
+        """The process of that rank is known to be gone: nobody waits for its answers. From any thread."""
         with self._lock:
             self._lost.add(rank)
             barriers = list(self._barriers.values())
@@ -120,6 +126,8 @@ class RankWorker:
         self._loading, self._storing = Background("kvdock-load"), Background("kvdock-store")
 
     def take(self, order: Order) -> None:
+        """Carries out an order in the background, and answers it. It blocks only for the last one, which closes the
+        rank."""
         if order.plan is None:
             self.close()
             self._answer(Answer(order.number, self.worker.rank, is_started=False))
@@ -129,6 +137,7 @@ class RankWorker:
             self._storing.run(self._store, order, order.plan)
 
     def close(self) -> None:
+        """Waits for the copies of this rank, then leaves the server."""
         for background in (self._loading, self._storing):
             background.close()
         self.worker.close()

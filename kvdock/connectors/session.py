@@ -22,6 +22,7 @@ from functools import partial
 from kvdock.client.client import Client
 from kvdock.connectors.errors import RefusedError
 from kvdock.connectors.outcomes import OutcomeBuffer
+from kvdock.connectors.remedies import remedy
 from kvdock.datapath.liveness import MemberLiveness
 from kvdock.datapath.registration import Register, SegmentRegistrar
 from kvdock.datapath.segments import AttachedSegments
@@ -328,7 +329,7 @@ class EngineSession:
         try:
             self._attach()
         except NotYet as error:
-            self._log_once(logging.WARNING, "no kvdock server yet, so every lookup is a miss", error)
+            self._log_once(logging.WARNING, "no kvdock server can be used yet, so every lookup is a miss", error)
         except RefusedError:
             raise
         except Exception as error:  # whatever it is, the heartbeat thread tries again
@@ -537,7 +538,10 @@ class EngineSession:
     def _log_once(self, level: int, what: str, why: BaseException) -> None:
         """Logs why this process is not served. The same cause is logged once, however often attaching fails."""
         cause = why.code if isinstance(why, ApiError) else str(why)
-        log.log(level if cause != self._logged else logging.DEBUG, "%s: %s", what, why)
+        advice = remedy(why)
+        log.log(
+            level if cause != self._logged else logging.DEBUG, "%s: %s%s", what, why, advice and f"; {advice}"
+        )
         self._logged = cause
 
     def _retire_if_pool_is_gone(self) -> None:

@@ -1,8 +1,8 @@
 """The worker connector: carries out plans with the copier, and reports the end of copies to the server.
 
 Each rank has one. It decides nothing: a plan names slots, blocks and checksums. It releases leases and commits stores
-only after it has observed the end of the copies (W1, W2 in docs/lifetime_protocol.md). A chunk whose bytes do not have
-the checksum in the lease is reported and never counted as loaded (W3).
+only after it has observed the end of the copies (W1, W2 in docs/understand/lifetime_protocol.md). A chunk whose bytes
+do not have the checksum in the lease is reported and never counted as loaded (W3).
 
     load()    submit_load() enqueues the copies, finish_load() waits for their end, end_load() reports to the server
     store()   submit_store() enqueues the copies, finish_store() waits for their end and commits

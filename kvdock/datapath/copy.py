@@ -31,7 +31,8 @@ from kvdock.shm.checksum import ensure_keys
 class IntegerArray(Protocol):
     """A one-dimensional numpy array or torch tensor of integers."""
 
-    def tolist(self) -> list[int]: ...
+    def tolist(self) -> list[int]:
+        """The integers as a list."""
     def __len__(self) -> int: ...
 
 
@@ -53,6 +54,8 @@ class PartCopy:
 
 @dataclass(frozen=True)
 class PartResult:
+    """What became of one part. `ok`: its bytes have the expected checksum, or none was expected."""
+
     checksum: int
     """The checksum of the bytes that were copied."""
     ok: bool
@@ -61,7 +64,8 @@ class PartResult:
 class CopyHandle(Protocol):
     """A copy under way."""
 
-    def done(self) -> bool: ...
+    def done(self) -> bool:
+        """Whether the copy has ended."""
 
     def wait(self, timeout_s: float | None) -> bool:
         """True once the copy has ended, False on timeout. `timeout_s` None: no timeout."""
@@ -78,9 +82,13 @@ class CopyHandle(Protocol):
 class StreamHandle(CopyHandle, Protocol):
     """A copy that streams can wait for, and that may be verified before it ends: CudaHandle."""
 
-    def order(self, stream: int, band: int | None = None) -> None: ...
+    def order(self, stream: int, band: int | None = None) -> None:
+        """Work put on `stream` (a CUstream as an integer) from now on starts after the copy, or after its bands
+        up to `band`."""
 
-    def verified(self, timeout_s: float | None) -> list[PartResult] | None: ...
+    def verified(self, timeout_s: float | None) -> list[PartResult] | None:
+        """Waits until the bytes of all parts have been hashed, in the slots while they are still being copied. One
+        result for each part, in order; None on timeout."""
 
 
 class Copier(Protocol):
@@ -90,9 +98,11 @@ class Copier(Protocol):
     stream.
     """
 
-    def gather(self, parts: Sequence[PartCopy], *, after: int | None = None) -> CopyHandle: ...
+    def gather(self, parts: Sequence[PartCopy], *, after: int | None = None) -> CopyHandle:
+        """Paged blocks to slots: a store. Raises CopyError for arguments that are wrong, CopierClosed after close()."""
 
-    def scatter(self, parts: Sequence[PartCopy], *, after: int | None = None) -> CopyHandle: ...
+    def scatter(self, parts: Sequence[PartCopy], *, after: int | None = None) -> CopyHandle:
+        """Slots to paged blocks: a load. Raises CopyError for arguments that are wrong, CopierClosed after close()."""
 
     def close(self) -> None:
         """Waits for the copies that were submitted; later submissions raise CopierClosed."""
@@ -153,6 +163,7 @@ def _listed(blocks: BlockIds) -> Sequence[int]:
 
 
 def results_of(found: Sequence[int], parts: Sequence[PartCopy]) -> list[PartResult]:
+    """One result for each part, from the checksums that its copy found."""
     return [
         PartResult(sum_, part.checksum is None or sum_ == part.checksum)
         for sum_, part in zip(found, parts, strict=True)
@@ -219,6 +230,7 @@ class CpuCopier:
         return self._submit(parts, lambda: _core.scatter(core, *packed, threads=self._threads))
 
     def close(self) -> None:
+        """Waits for the copies that were submitted."""
         self._thread.shutdown(wait=True)
 
     def _submit(self, parts: Sequence[PartCopy], work: Callable[[], list[int]]) -> CopyHandle:

@@ -75,6 +75,10 @@ def require_cuda(device: int) -> _core.CudaDevice:
         wanted = f"one of 0..{len(known) - 1}"
         sentence = f'device "cuda:{device}" does not exist: this process has {len(known)}'
         raise NoCuda(sentence, found=device, wanted=wanted)
+    if not _core.cuda_kernels():
+        remedy = "install kvdock's wheel, or nvcc and then kvdock from its source"
+        sentence = f"this build of kvdock was made without nvcc and has no kernels that copy on GPUs; {remedy}"
+        raise NoCuda(sentence, found="no kernels", wanted="a build with kernels")
     return known[device]
 
 

@@ -34,11 +34,11 @@ class DatapathError(Exception):
 
 
 class CopierClosed(DatapathError):
-    pass
+    """The copier was closed before this call."""
 
 
 class DeviceUnknown(DatapathError, ValueError):
-    pass
+    """The name names no device: not `cpu`, `cuda` or `cuda:N`."""
 
 
 class NoCuda(DatapathError):

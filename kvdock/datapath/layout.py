@@ -23,10 +23,14 @@ class PagedTensor(Protocol):
     """The attributes of a torch tensor that copies use; strides in elements."""
 
     @property
-    def shape(self) -> Sequence[int]: ...
-    def data_ptr(self) -> int: ...
-    def stride(self) -> Sequence[int]: ...
-    def element_size(self) -> int: ...
+    def shape(self) -> Sequence[int]:
+        """Elements along each dimension."""
+    def data_ptr(self) -> int:
+        """The address of the first element."""
+    def stride(self) -> Sequence[int]:
+        """Elements between two neighbours along each dimension."""
+    def element_size(self) -> int:
+        """Bytes of an element."""
 
 
 Tensors: TypeAlias = PagedTensor | Sequence["Tensors"]
@@ -72,6 +76,7 @@ class NamedFormat:
 
     @classmethod
     def of(cls, name: str) -> NamedFormat:
+        """The format of that name."""
         *nesting, dims = name.split("_X_")
         return cls(tuple(nesting), tuple(dims.split("_")))
 

@@ -29,6 +29,7 @@ class AttachedSegments:
 
     @property
     def segments(self) -> list[SegmentInfo]:
+        """The segments that are mapped now."""
         return [info for info, _ in list(self._segments.values())]
 
     def attach(self, segment: SegmentInfo, *, populate: bool = False) -> SegmentInfo:
@@ -91,5 +92,6 @@ class AttachedSegments:
                 mapping.close()
 
     def close(self) -> None:
+        """Unmaps all segments. No copy may be using them."""
         for info in self.segments:
             self.detach(info.id)

@@ -1,7 +1,7 @@
 """The engine's settings: its model, the kinds of its KV groups, how its KV is paged, and how much a step may compute.
 
-Invariants: a config that exists is valid and never changes; the weights of a model follow from ModelConfig alone, so
-`ModelConfig.revision` names them.
+Invariants: a config that exists is valid and never changes; the weights of a model follow from ModelConfig alone, and
+from the file that it names, so `ModelConfig.revision` names them.
 
 A KV group is the layers that attend to the same earlier tokens; they share a block table. Everything that the engine
 needs to know about the kind of a group follows from `first_seen`, which never decreases, and `reach`:
@@ -80,8 +80,8 @@ def require(ok: bool, name: str, found: object, wanted: str) -> None:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A decoder-only transformer, whose weights are drawn from `seed`. With as many KV heads as heads it has multi-head
-    attention, with fewer grouped-query attention."""
+    """A decoder-only transformer, whose weights are drawn from `seed` or read from `file`. With as many KV heads as
+    heads it has multi-head attention, with fewer grouped-query attention."""
 
     name: str
     layers: int
@@ -104,6 +104,11 @@ class ModelConfig:
     logit_scale: float = 3.0
     seed: int = 0
     dtype: Literal["float32", "bfloat16"] = "float32"
+    norm_eps: float = 1e-6
+    file: str = dataclasses.field(default="", compare=False)
+    """The file of trained weights (trained.py); empty: they are drawn."""
+    file_digest: str = ""
+    """Names what is in the file."""
 
     def __post_init__(self) -> None:
         for field in ("layers", "hidden", "heads", "kv_heads", "head_size", "mlp_hidden", "max_positions"):
@@ -121,7 +126,8 @@ class ModelConfig:
     @property
     def revision(self) -> str:
         """32 hex digits that name the weights; equal configs have equal weights."""
-        fields = repr(sorted((field.name, getattr(self, field.name)) for field in dataclasses.fields(self)))
+        compared = [field.name for field in dataclasses.fields(self) if field.compare]
+        fields = repr(sorted((name, getattr(self, name)) for name in compared))
         return hashlib.blake2b(fields.encode(), digest_size=16).hexdigest()
 
     @property
@@ -132,6 +138,12 @@ class ModelConfig:
     @property
     def value_size(self) -> int:
         return self.latent_size or self.head_size
+
+    @property
+    def projected(self) -> list[int]:
+        """The rows into which a token is projected: of the queries, the keys and, without a latent, the values."""
+        heads = [self.heads] + [self.kv_heads] * (1 if self.latent_size else 2)
+        return [count * self.head_size for count in heads]
 
     @property
     def rows(self) -> int:

@@ -13,12 +13,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvdock.connectors.interface import BlocksRead, Connector, GroupBlocks, LookupResult, Miss, Progress
-from kvdock.engine import tokenizer
+from kvdock.engine import tokenizer as bytes_tokenizer
 from kvdock.engine.config import EngineConfig
 from kvdock.engine.kv_cache import KVCache
 from kvdock.engine.model import Runner, Step
 from kvdock.engine.request import Arrival, Completion, Request, RequestError, SamplingParams, State, sample
 from kvdock.engine.scheduler import Scheduler, Work
+from kvdock.engine.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -44,10 +45,12 @@ class Engine:
         *,
         kv: KVCache | None = None,
         runner: Runner | None = None,
+        tokenizer: Tokenizer = bytes_tokenizer,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config = config
         self.clock = clock
+        self.tokenizer = tokenizer
         self.runner = runner if runner is not None else Runner(config, kv)
         self.kv = self.runner.kv
         self.connector: Connector = connector if connector is not None else NoConnector()
@@ -64,7 +67,7 @@ class Engine:
         """Queues a prompt and returns the request's id. `traceparent`: its W3C trace context. Raises RequestError if
         the request can never be served."""
         sampling = sampling if sampling is not None else SamplingParams()
-        tokens = tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         request_id = request_id if request_id is not None else f"request-{self._arrivals}"
         if request_id in self.requests:
             raise RequestError(f"request_id: found {request_id!r} in use, wanted a new one")
@@ -162,7 +165,7 @@ class Engine:
         if request.metrics.time_to_first_token_s is None:
             request.metrics.time_to_first_token_s = self.clock() - request.arrival.at_s
         completion = None
-        if token == tokenizer.EOS and not request.sampling.ignore_eos:
+        if token == self.tokenizer.EOS and not request.sampling.ignore_eos:
             completion = self._finish(request, "stop")
         elif len(request.output) == request.sampling.max_tokens:
             completion = self._finish(request, "length")
@@ -173,7 +176,7 @@ class Engine:
         if request.id not in self.scheduler.loading:
             del self.requests[request.id]
         return Completion(
-            request.id, request.tokens[: request.prompt_length], request.output, tokenizer.decode(request.output),
+            request.id, request.tokens[: request.prompt_length], request.output, self.tokenizer.decode(request.output),
             reason, request.metrics, request.logits,
         )
 

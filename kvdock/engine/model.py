@@ -1,13 +1,14 @@
 """A decoder-only transformer, and the part of it that each rank computes: RMSNorm, RoPE, grouped-query or latent
-attention, SwiGLU, untied head.
+attention, SwiGLU.
 
-Model owns the weights. They are drawn from the config's seed and never trained, so the text is meaningless, but every
-cached block must change the output. In a plain untrained transformer the context would average out. Three measures
-prevent that: queries and keys are normalised, and scored with a fixed sharpness for each head; the output of a head is
-normalised again, so an average over thousands of tokens is as large as a single token; and the residual stream starts
-small, so that the context outweighs the last token.
+Model owns the weights. Those of a trained model come from a file (trained.py). Otherwise they are drawn from the
+config's seed and never trained, so the text is meaningless, but every cached block must change the output. In a plain
+untrained transformer the context would average out. Three measures prevent that: queries and keys are normalised, and
+scored with a fixed sharpness for each head; the output of a head is normalised again, so an average over thousands of
+tokens is as large as a single token; and the residual stream starts small, so that the context outweighs the last
+token. A trained model has none of the three.
 
-Every rank draws all weights and keeps its share: whole heads, rows into the MLP and columns out of it. The outputs of
+Every rank makes all weights and keeps its share: whole heads, rows into the MLP and columns out of it. The outputs of
 attention and MLP are partial sums, which the Team of the ranks adds up. Every rank has the whole latent.
 
 Runner has a rank's model and KV memory. It decides nothing: a Step names the tokens of a request to compute, and its
@@ -28,6 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvdock.engine import trained
 from kvdock.engine.config import EngineConfig, ModelConfig, require
 from kvdock.engine.kv_cache import KVCache, attend, pages
 
@@ -68,42 +70,62 @@ class Layer:
     down: Tensor
 
 
+@dataclass(frozen=True)
+class Weights:
+    """All weights of a model. `sharpness`: of the scores, (heads, 1)."""
+
+    layers: list[Layer]
+    embedding: Tensor
+    head: Tensor
+    sharpness: Tensor
+
+
+def drawn(config: ModelConfig) -> Weights:
+    """Draws the weights: layer by layer, in the order of the fields, then embedding and head."""
+    draw = torch.Generator().manual_seed(config.seed)
+
+    def matrix(rows: int, columns: int, scale: float = 1.0) -> Tensor:
+        weights = torch.randn(rows, columns, generator=draw) * (scale / math.sqrt(columns))
+        return weights.to(getattr(torch, config.dtype))
+
+    layers = [
+        Layer(
+            qkv=matrix(sum(config.projected), config.hidden),
+            out=matrix(config.hidden, config.heads * config.value_size),
+            gate_up=matrix(2 * config.mlp_hidden, config.hidden, math.sqrt(2)),
+            down=matrix(config.hidden, config.mlp_hidden),
+        )
+        for _ in range(config.layers)
+    ]
+    embedding = matrix(config.vocab_size, config.hidden, EMBEDDING_SCALE * math.sqrt(config.hidden))
+    head = matrix(config.vocab_size, config.hidden, config.logit_scale)
+    return Weights(layers, embedding, head, torch.linspace(*config.sharpness, config.heads)[:, None])
+
+
 class Model:
     def __init__(self, config: ModelConfig, team: Team | None = None) -> None:
-        """Draws the weights: layer by layer, in the order of the fields, then embedding and head."""
         self.team: Team = team if team is not None else Alone()
         self.config = config.share(self.team.size)
         self.dtype: torch.dtype = getattr(torch, config.dtype)
-        draw = torch.Generator().manual_seed(config.seed)
-
-        def matrix(rows: int, columns: int, scale: float = 1.0) -> Tensor:
-            weights = torch.randn(rows, columns, generator=draw) * (scale / math.sqrt(columns))
-            return weights.to(self.dtype)
-
-        width = config.heads * config.value_size
-        heads = [config.heads] + [config.kv_heads] * (1 if config.latent_size else 2)
-        rows = [count * config.head_size for count in heads]
+        weights = trained.read(config) if config.file else drawn(config)
         self.layers = [
             Layer(
-                qkv=self.share(matrix(sum(rows), config.hidden), rows, whole=1 if config.latent_size else 0),
-                out=self.share(matrix(config.hidden, width), [width], dim=1),
-                gate_up=self.share(
-                    matrix(2 * config.mlp_hidden, config.hidden, math.sqrt(2)), [config.mlp_hidden] * 2
-                ),
-                down=self.share(matrix(config.hidden, config.mlp_hidden), [config.mlp_hidden], dim=1),
+                qkv=self.share(layer.qkv, config.projected, whole=1 if config.latent_size else 0),
+                out=self.share(layer.out, [config.heads * config.value_size], dim=1),
+                gate_up=self.share(layer.gate_up, [config.mlp_hidden] * 2),
+                down=self.share(layer.down, [config.mlp_hidden], dim=1),
             )
-            for _ in range(config.layers)
+            for layer in weights.layers
         ]
-        self.embedding = matrix(config.vocab_size, config.hidden, EMBEDDING_SCALE * math.sqrt(config.hidden))
-        self.head = matrix(config.vocab_size, config.hidden, config.logit_scale)
-        low, high = config.sharpness
+        self.embedding, self.head = weights.embedding, weights.head
         # The scores of unit-size vectors have standard deviation sqrt(head_size).
-        sharpness = torch.linspace(low, high, config.heads)[:, None] / math.sqrt(config.head_size)
-        self.sharpness = self.share(sharpness, [config.heads])
+        self.sharpness = self.share(weights.sharpness / math.sqrt(config.head_size), [config.heads])
         self.cos, self.sin = rope_table(config)
 
     def share(self, weights: Tensor, sections: Sequence[int], *, whole: int = 0, dim: int = 0) -> Tensor:
         """This rank's part of each section of `weights` along `dim`; the last `whole` sections are not divided."""
+        if self.team.size == 1:
+            return weights
         parts = torch.split(weights, list(sections), dim)
         cut = len(parts) - whole
         own = [part.chunk(self.team.size, dim)[self.team.rank] for part in parts[:cut]]
@@ -115,33 +137,36 @@ class Model:
         x = self.embedding[tokens]
         for index, layer in enumerate(self.layers):
             q, k, v = self.project(layer, x, cos, sin)
-            read = unit(attend(index, q, k, v)).flatten(1)
+            read = self.tamed(attend(index, q, k, v)).flatten(1)
             x = x + self.team.total(F.linear(read, layer.out))
-            gate, up = F.linear(unit(x), layer.gate_up).chunk(2, dim=-1)
+            gate, up = F.linear(self.unit(x), layer.gate_up).chunk(2, dim=-1)
             x = x + self.team.total(F.linear(F.silu(gate) * up, layer.down))
         # Only the last row: the head's shape is the same in every step.
-        return F.linear(unit(x[-1:]), self.head)[0].float()
+        return F.linear(self.unit(x[-1:]), self.head)[0].float()
 
     def project(self, layer: Layer, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """x (n, hidden) → q (n, heads, head), multiplied by the sharpness; k and v (n, kv_heads, head).
 
         Latent attention is in its absorbed form: queries are in the latent's space, and the latent is the value."""
         c = self.config
-        rows = F.linear(unit(x), layer.qkv).view(len(x), -1, c.head_size)
+        rows = F.linear(self.unit(x), layer.qkv).view(len(x), -1, c.head_size)
         q, k, v = torch.split(rows, [c.heads, c.kv_heads, rows.shape[1] - c.heads - c.kv_heads], dim=1)
         q, k = self.turn(q, cos, sin) * self.sharpness, self.turn(k, cos, sin)
         return q.to(self.dtype), k.to(self.dtype), None if c.latent_size else v
 
     def turn(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Normalises, and rotates the elements after the latent: (n, heads, head) → float32 of the same shape."""
+        """Tames, and rotates the elements after the latent: (n, heads, head) → float32 of the same shape."""
         latent = self.config.latent_size
-        turned = rotate(unit(x[..., latent:]), cos, sin)
-        return torch.cat((unit(x[..., :latent]).float(), turned), dim=-1) if latent else turned
+        turned = rotate(self.tamed(x[..., latent:]), cos, sin)
+        return torch.cat((self.tamed(x[..., :latent]).float(), turned), dim=-1) if latent else turned
 
+    def unit(self, x: Tensor) -> Tensor:
+        """RMSNorm without a gain: (…, n) → (…, n) with a mean square of one."""
+        return F.rms_norm(x, (x.shape[-1],), eps=self.config.norm_eps)
 
-def unit(x: Tensor) -> Tensor:
-    """RMSNorm without a gain: (…, n) → (…, n) with a mean square of one."""
-    return F.rms_norm(x, (x.shape[-1],), eps=1e-6)
+    def tamed(self, x: Tensor) -> Tensor:
+        """What only an untrained model normalises."""
+        return x if self.config.file else self.unit(x)
 
 
 def rope_table(config: ModelConfig) -> tuple[Tensor, Tensor]:
@@ -172,17 +197,19 @@ class Step:
 
 
 class Runner:
-    """A rank's model and KV memory. Sets torch's thread count for the whole process. Raises ConfigError when `kv` was
-    made for another config."""
+    """A rank's model and KV memory. Sets torch's thread count for the whole process. `model`: that of the same config,
+    if it is made already. Raises ConfigError when `kv` was made for another config."""
 
-    def __init__(self, config: EngineConfig, kv: KVCache | None = None, team: Team | None = None) -> None:
+    def __init__(
+        self, config: EngineConfig, kv: KVCache | None = None, team: Team | None = None, model: Model | None = None
+    ) -> None:
         torch.set_num_threads(config.threads)
         require(kv is None or kv.config == config, "kv", kv and kv.config, "the KV memory of the same config")
         team = team if team is not None else Alone()
         wanted = f"{config.tensor_parallel} as the config says"
         require(team.size == config.tensor_parallel, "ranks", team.size, wanted)
         self.config = config
-        self.model = Model(config.model, team)
+        self.model = model if model is not None else Model(config.model, team)
         self.kv = kv if kv is not None else KVCache(config)
 
     def check(self) -> None:

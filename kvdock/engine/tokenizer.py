@@ -7,6 +7,19 @@ Invariant: decode(encode(text)) == text for every str that UTF-8 can encode (sur
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Protocol
+
+
+class Tokenizer(Protocol):
+    """This module is one; that of a trained model is in trained.py."""
+
+    EOS: int
+    """The token that ends an answer."""
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def decode(self, tokens: Iterable[int]) -> str: ...
+
 
 BOS = 256
 EOS = 257

@@ -22,6 +22,8 @@ from kvdock.protocol.reports import Problem
 
 
 class Code(NamedTuple):
+    """What a code means: its HTTP status and its title."""
+
     status: int
     title: str
 

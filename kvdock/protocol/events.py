@@ -1,5 +1,5 @@
 """The events of a server. `GET /v1/events` sends them, and the server logs those that matter to operators
-(kvdock/api/feeds/log.py). docs/events.md lists them.
+(kvdock/api/feeds/log.py). docs/operate/events.md lists them.
 
 Each event is one of the structs below; its `kind` names the struct. Later versions may add fields; none is renamed.
 """

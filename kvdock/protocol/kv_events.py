@@ -2,7 +2,7 @@
 
 A router that sends each request to an engine with its prefix knows blocks by the engine's hashes, and computes the same
 hashes from the tokens. The server knows keys alone, so engines send with their reservations the names by which routers
-know the chunks. docs/events.md explains the forms.
+know the chunks. docs/operate/routers.md explains the forms.
 """
 
 from __future__ import annotations

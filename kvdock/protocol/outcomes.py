@@ -105,6 +105,7 @@ class OutcomeView(Answer, kw_only=True):
 
 
 def view_of(outcome: Outcome, runs: list[PromptRun]) -> OutcomeView:
+    """The outcome as lists show it, with its prompt divided by origin."""
     return OutcomeView(
         prompt_tokens=outcome.prompt_tokens, local_tokens=outcome.local_tokens, asked_from=outcome.asked_from,
         found_tokens=outcome.found_tokens, loaded_tokens=outcome.loaded_tokens,

@@ -395,7 +395,7 @@ AdviceCode = Literal[
 ADVICE: Final[dict[AdviceCode, str]] = {
     "enlarge_pool": "A larger pool keeps chunks longer: `kvdock size` shows what each size would find.",
     "raise_quota": "The tenant's quota is full: `kvdock config` shows and raises it.",
-    "check_memory": "Memory or a copy was damaged: docs/runbook.md says what to check.",
+    "check_memory": "Memory or a copy was damaged: docs/operate/alerts.md says what to check.",
     "keep_from_tiers": "With tier_keep=always the pool keeps what lower tiers load.",
     "wait_for_tiers": "A longer tier_wait_s of the engine or a faster tier brings more: see `kvdock status`.",
     "wait_for_stores": "A larger compute_once of the engine waits longer for what other engines store.",
@@ -405,7 +405,8 @@ ADVICE: Final[dict[AdviceCode, str]] = {
     "check_engine_log": "The engine's log says why the load failed.",
     "lower_min_load_tokens": "A smaller min_load_tokens of the engine loads shorter hits.",
     "check_copies": "`kvdock status` shows how fast the engine copies, beside what its machine can do.",
-    "see_engine_docs": "docs/vllm.md and docs/sglang.md say for which requests nothing is looked up.",
+    "see_engine_docs": "docs/operate/vllm_requests.md and docs/operate/sglang.md say for which requests nothing is "
+    "looked up.",
     "smaller_chunks": "Smaller chunk_tokens of the engine leave a shorter rest.",
     "move_what_varies": "Put what differs from prompt to prompt, such as a date or an id, at the prompt's end.",
     "steady_beginning": "Compare what the chat template and the system prompt put there in both requests: a date, a "

@@ -132,6 +132,8 @@ class Purpose(Body, kw_only=True, omit_defaults=True):
 
 
 class AttachSession(Purpose, kw_only=True):
+    """A member of an engine instance, and the manifest of the instance's KV."""
+
     instance: Name
     """The id of the engine instance, chosen by the client at random: all its members send the same one."""
     manifest: Manifest
@@ -147,6 +149,8 @@ class AttachSession(Purpose, kw_only=True):
 
 
 class Segment(Answer, kw_only=True):
+    """A shared-memory object of the pool. Sizes and offsets are in bytes."""
+
     id: int
     name: str
     """POSIX shared-memory name, e.g. /kvdock-…-0001."""
@@ -159,6 +163,8 @@ class Segment(Answer, kw_only=True):
 
 
 class Segments(Answer, kw_only=True):
+    """A page of the pool's segments, and the pool's lock file."""
+
     pool_id: Hex64
     lock_file: str
     segments: list[Segment]
@@ -167,6 +173,8 @@ class Segments(Answer, kw_only=True):
 
 
 class SessionAttached(Answer, kw_only=True):
+    """The session to which the member belongs now, and where the pool's memory is."""
+
     session: str
     member: str
     namespace: Key
@@ -196,17 +204,23 @@ class RunWeights(Body, kw_only=True):
 
 
 class WeightsAnswer(Answer, kw_only=True):
+    """Where the session's chunks are from now on."""
+
     filed_in: Key
     """The namespace in which the session looks up and stores from now on, as in SessionAttached."""
 
 
 class GrantRanks(Body, kw_only=True):
+    """Ranks of a lease or reservation."""
+
     grant: Hex64
     ranks: Ranks = msgspec.field(default_factory=list)
     """Empty: the question or answer is for the member that asked for the grant."""
 
 
 class Heartbeat(Reporting, kw_only=True, omit_defaults=True):
+    """A member's sign of life, with its answers to the server's questions, and reports."""
+
     member: Name
     done: Annotated[list[GrantRanks], msgspec.Meta(max_length=MAX_ANSWERS)] = msgspec.field(default_factory=list)
     """Answers to questions: these ranks are done, and promise to refuse later work that names the grant."""
@@ -236,6 +250,8 @@ class Changes(Answer, kw_only=True):
 
 
 class HeartbeatAnswer(Carried, kw_only=True):
+    """The server's questions about grants, and what has changed in the pool."""
+
     heartbeat_s: float
     questions: list[GrantRanks]
     segments: int
@@ -248,6 +264,8 @@ class HeartbeatAnswer(Carried, kw_only=True):
 
 
 class MemberView(Answer, kw_only=True):
+    """A member as lists show it."""
+
     id: str
     ranks: list[int]
     scheduler: bool
@@ -262,6 +280,8 @@ def listed_id(session: str) -> str:
 
 
 class SessionView(Used, kw_only=True):
+    """A session as lists show it."""
+
     session: str
     """The id without its secret part, as listed_id() returns it."""
     tenant: str = ""
@@ -281,6 +301,8 @@ class SessionView(Used, kw_only=True):
 
 
 class Sessions(Answer, kw_only=True):
+    """A page of sessions."""
+
     sessions: list[SessionView]
     next: str | None = None
     """Cursor of the next page; None after the last."""
@@ -300,6 +322,7 @@ class Part(Answer, array_like=True, gc=False):  # thousands in one answer, and n
 
     @property
     def checksum_value(self) -> int:
+        """The checksum as an integer of 64 bits."""
         return checksum_value(self.checksum)
 
 
@@ -359,16 +382,22 @@ class LookupHead(Carried, kw_only=True):
 
 
 class LookupAnswer(LookupHead, kw_only=True):
+    """How long the stored prefix is, the lease on it, and where each chunk's parts are."""
+
     chunks: list[list[Part]]
 
 
 class ReleaseLease(Body, kw_only=True):
+    """Reader ranks that have ended their copies under a lease."""
+
     session: Name
     ranks: Ranks
     """The reader ranks that are done. Repeating it is harmless."""
 
 
 class ReleaseAnswer(Answer, kw_only=True):
+    """The ranks that still hold the grant."""
+
     remaining: list[int]
 
 
@@ -388,6 +417,8 @@ class ReleaseManyAnswer(Carried, kw_only=True):
 # --------------------------------------------------------------------------- reservations
 
 class Reserve(Naming, kw_only=True):
+    """Chunks to store: by their `keys`, or `tokens` for the server to hash."""
+
     session: Name
     member: Name
     store: Name
@@ -411,6 +442,8 @@ class Reserve(Naming, kw_only=True):
 
 
 class WritePart(Answer, array_like=True, gc=False):
+    """Where a writer copies its part of one group to: `[group, writer, …]`; offset and length in bytes."""
+
     group: int
     writer: int
     segment: int
@@ -419,6 +452,8 @@ class WritePart(Answer, array_like=True, gc=False):
 
 
 class GrantedChunk(Answer, kw_only=True):
+    """A chunk to write, and where each part of it belongs."""
+
     index: int
     """The index of the chunk's key in the call."""
     parts: list[WritePart]
@@ -437,6 +472,8 @@ class ReserveHead(Carried, kw_only=True):
 
 
 class ReserveAnswer(ReserveHead, kw_only=True):
+    """The reservation, and where its chunks' parts belong. `present`: indices of the keys that are stored already."""
+
     chunks: list[GrantedChunk]
 
 
@@ -449,10 +486,13 @@ class PartDone(Body, array_like=True, gc=False):
 
     @property
     def checksum_value(self) -> int:
+        """The checksum as an integer of 64 bits."""
         return checksum_value(self.checksum)
 
 
 class Commit(Carrier, kw_only=True):
+    """Parts that one rank has copied completely."""
+
     session: Name
     rank: Rank
     parts: Annotated[list[PartDone], msgspec.Meta(max_length=MAX_ENTRIES)]
@@ -460,12 +500,16 @@ class Commit(Carrier, kw_only=True):
 
 
 class CommitAnswer(Carried, kw_only=True):
+    """How far the reservation has come. `remaining`: the ranks that have not ended."""
+
     ready: int
     """How many chunks of this reservation are published by now."""
     remaining: list[int]
 
 
 class Abort(Body, kw_only=True):
+    """Ranks that store no more under a reservation."""
+
     session: Name
     ranks: Ranks | None = None
     """The ranks that are done; None: all of them, sent by the member that asked (no rank was handed the plan)."""
@@ -515,6 +559,8 @@ class Hint(Body, kw_only=True):
 
 
 class HintAnswer(Answer, kw_only=True):
+    """What the hint did."""
+
     chunks: int
     """How many chunks the hint took effect for."""
     refused: int = 0
@@ -550,6 +596,8 @@ class HoldHead(Carried, kw_only=True):
 
 
 class HoldAnswer(HoldHead, kw_only=True):
+    """The lease on the chunks that are stored, and where their parts are."""
+
     chunks: list[list[Part]]
     """The parts of each key's chunk; empty where it is not leased."""
 

@@ -1,6 +1,7 @@
 """What an operator should know first: whether the server helps, by how much, and what to do about what goes wrong.
 
-The page, `kvdock status`, `kvdock doctor` and the documented alerts read this. docs/runbook.md explains each finding.
+The page, `kvdock status`, `kvdock doctor` and the documented alerts read this. docs/operate/runbook.md explains each
+finding.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The keys of the part checksum (docs/lifetime_protocol.md#checksum).
+"""The keys of the part checksum (docs/understand/lifetime_protocol.md#checksum).
 
 The keys are a SHAKE-128 stream, so a longer table begins with the shorter one: a longer table changes no checksum.
 Tables grow by powers of two, and the native core replaces them whole; a copy under way keeps the table that it started

@@ -54,7 +54,7 @@ class PartName:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """`length`: the part's bytes. `checksum`: the checksum of these bytes (docs/lifetime_protocol.md#checksum)."""
+    """`length`: the part's bytes. `checksum`: that of these bytes (docs/understand/lifetime_protocol.md#checksum)."""
 
     name: PartName
     length: int

@@ -98,7 +98,8 @@ class Outcome(Enum):
 class Loaded(NamedTuple):
     outcome: Outcome
     checksum: int = 0
-    """DONE: the checksum in the record, which the caller compares with the bytes (docs/lifetime_protocol.md, W3)."""
+    """DONE: the checksum in the record, which the caller compares with the bytes (W3 in
+    docs/understand/lifetime_protocol.md)."""
 
 
 @dataclass(frozen=True)
@@ -189,8 +190,8 @@ class Tier(Protocol):
     soon after the deadline, whichever comes first; items that it has not begun by then are LATE.
 
     Each verb raises TierError where the tier as a whole does not work. Once a verb has returned, or has raised anything
-    except StillRunning, it does not use the memory that it was given any more (docs/lifetime_protocol.md, W1). The
-    bytes of pages are undefined after a load that is not DONE.
+    except StillRunning, it does not use the memory that it was given any more (W1,
+    docs/understand/lifetime_protocol.md). The bytes of pages are undefined after a load that is not DONE.
     """
 
     name: str
@@ -241,7 +242,7 @@ def refuses_nothing(url: str) -> None:
 
 class Store(NamedTuple):
     """A kind of storage that other machines can reach. A package adds one by an entry point of the group
-    `kvdock.tiers`, which names an object of this class (docs/tiers.md#add-a-store).
+    `kvdock.tiers`, which names an object of this class (docs/understand/add_a_store.md).
 
     `open_tier`: takes the URL from the server's settings, and a deadline. It raises TierUrlError if the URL can never
     be used, and TierError if it cannot be used now; then it is called again some seconds later. The tier's `name` is

@@ -175,7 +175,7 @@ def test_a_server_that_takes_over_says_what_it_found(tmp_path: Path) -> None:
 
 
 def test_every_kind_has_its_row_and_its_fields_in_the_documents() -> None:
-    text = (Path(__file__).parents[2] / "docs/events.md").read_text()
+    text = (Path(__file__).parents[2] / "docs/operate/events.md").read_text()
     rows = {row[0]: re.findall(r"`(\w+)`", row[1]) for row in re.findall(r"^\| `(\w+)` \|.*\| ([^|]*) \|$", text, re.M)}
     documented: list[type[Event]] = [*EVENTS, Gap]
     assert list(rows) == [kind_of(event) for event in documented]

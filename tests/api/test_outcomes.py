@@ -188,6 +188,6 @@ def test_how_an_id_begins_has_a_bound(server: ServerProcess) -> None:
 
 
 def test_the_documentation_has_every_reason_in_the_words_that_people_see() -> None:
-    documented = (ROOT / "docs/observe.md").read_text()
+    documented = (ROOT / "docs/operate/observe.md").read_text()
     for why, words in COMPUTED.items():
         assert f"| `{why}` | {words} |" in documented, why

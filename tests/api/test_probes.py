@@ -345,8 +345,8 @@ print(value if isinstance(value, str) else json.dumps(value))
 
 @pytest.mark.skipif(CURL is None, reason="curl is not installed here")
 def test_the_guide_works_line_by_line(tmp_path: Path) -> None:
-    """docs/api.md's shell lines as one script, against a server of its own; its Python lines hold the lock."""
-    guide = (ROOT / "docs" / "api.md").read_text()
+    """docs/understand/api.md's shell lines as one script, against an own server; its Python lines hold the lock."""
+    guide = (ROOT / "docs" / "understand" / "api.md").read_text()
     shell = "\n".join(re.findall(r"^```sh\n(.*?)^```", guide, re.MULTILINE | re.DOTALL))
     (python,) = re.findall(r"^```python\n(.*?)^```", guide, re.MULTILINE | re.DOTALL)
     (tmp_path / "jq.py").write_text(JQ)

@@ -16,10 +16,15 @@ from typing import get_args
 import pytest
 from api_helpers import ServerProcess, eventually
 from cli_helpers import KVDOCK, TIMEOUT_S, clean_environ, complaints, kvdock, refusal
+from rich.console import Console
 
+from kvdock.cli import demo as demo_module
+from kvdock.cli.demo import STEADY_S
+from kvdock.cli.demo_screen import Screen
 from kvdock.cli.main import Preset
 from kvdock.client.client import Client
 from kvdock.engine.config import PRESETS
+from kvdock.protocol.errors import ServerUnavailable
 from kvdock.shm.objects import pool_objects
 
 pytest.importorskip("torch", reason="the demo's engines need torch: pip install '.[engine]'")
@@ -54,7 +59,7 @@ def test_the_figures_say_what_was_reused() -> None:
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["tokens_identical"] and found["turns_with_reuse"] == 1 and found["loaded_bytes"] > 0
-    assert [turn["engine"] for turn in found["turns"]] == ["engine A", "engine B"]
+    assert [turn["engine"] for turn in found["turns"]] == ["engine A", "engine B"] and found["model"] == "tiny"
 
 
 def processes_of(folder: Path) -> list[str]:
@@ -116,14 +121,63 @@ def test_its_last_hint_runs_as_printed_and_its_server_ends_with_a_demo_that_was_
         eventually(lambda: pool not in pool_objects() and not list(tmp_path.glob("kvdock-demo-*/kvdock.sock")))
 
 
-def test_a_demo_whose_server_is_lost_says_so(tmp_path: Path) -> None:
-    with lingering(tmp_path) as (demo, _, _):
-        children = Path(f"/proc/{demo.pid}/task/{demo.pid}/children").read_text().split()
-        (server,) = (pid for pid in children if b"demo_server" in Path(f"/proc/{pid}/cmdline").read_bytes())
-        os.kill(int(server), signal.SIGKILL)
+def kill_server_of(demo: subprocess.Popen[str]) -> None:
+    children = Path(f"/proc/{demo.pid}/task/{demo.pid}/children").read_text().split()
+    (server,) = (pid for pid in children if b"demo_server" in Path(f"/proc/{pid}/cmdline").read_bytes())
+    os.kill(int(server), signal.SIGKILL)
+
+
+def test_a_demo_starts_a_lost_server_again_and_ends_if_it_is_lost_again_at_once(tmp_path: Path) -> None:
+    with lingering(tmp_path) as (demo, pool, _):
+        assert demo.stdout is not None and demo.stderr is not None
+        (socket_path,) = tmp_path.glob("kvdock-demo-*/kvdock.sock")
+        time.sleep(STEADY_S)
+        kill_server_of(demo)
+        assert "the server ended with status -9; a new one takes over its pool" in demo.stdout.readline()
+
+        def next_pool() -> int:
+            with suppress(ServerUnavailable), Client(f"unix:{socket_path}") as client:
+                return int(client.segments().pool_id, 16)
+            return 0
+
+        eventually(lambda: next_pool() == pool)
+        kill_server_of(demo)
         assert demo.wait(TIMEOUT_S) == 1
-        assert demo.stderr is not None
-        assert "kvdock: the server ended with status -9" in demo.stderr.read().splitlines()
+        said = demo.stderr.read().splitlines()
+        assert "kvdock: the server ended with status -9 soon after it was started" in said
+
+
+def test_without_a_limit_it_goes_on_until_ctrl_c(tmp_path: Path) -> None:
+    command = [*KVDOCK, *(word for word in TINY if word not in ("--turns", "1"))]
+    with subprocess.Popen(
+        command, env=clean_environ(TMPDIR=str(tmp_path), COLUMNS="80"), stdout=subprocess.PIPE, text=True,
+        start_new_session=True,
+    ) as demo:
+        try:
+            assert demo.stdout is not None
+            said = ""
+            while "\n3. " not in said:
+                line = demo.stdout.readline()
+                assert line, said
+                said += line
+            demo.send_signal(signal.SIGINT)
+            rest, _ = demo.communicate(timeout=TIMEOUT_S)
+        finally:
+            demo.kill()
+    assert demo.returncode == 0 and "Tokens identical in every turn" in rest and rest.endswith("stopping\n")
+    assert processes_of(tmp_path) == []
+    said = " ".join(said.split())
+    assert "no gain yet; it computed" in said and "and stored them; same answer" in said and "times as fast" in said
+    assert "engine B: " in said.partition(" 2. ")[0], "in the first turn both answer"
+
+
+def test_without_the_trained_model_it_says_so_and_shows_a_seeded_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    notes: list[str] = []
+    screen = Screen(Console(quiet=True))
+    monkeypatch.setattr(screen, "note", notes.append)
+    monkeypatch.setattr(demo_module, "MODEL_PACKAGES", ("no_such_package_1",))
+    assert demo_module.choose("smollm2", screen) == "small" and "no_such_package_1" in notes[0]
+    assert demo_module.choose("tiny", screen) == "tiny" and len(notes) == 1
 
 
 def test_a_port_in_use_is_refused_with_the_way_to_another(tmp_path: Path, server: ServerProcess) -> None:
@@ -148,4 +202,4 @@ def test_wrong_flags_are_refused_before_anything_starts(flags: tuple[str, str], 
 
 
 def test_every_preset_can_be_named() -> None:
-    assert sorted(get_args(Preset)) == sorted(PRESETS)
+    assert sorted(get_args(Preset)) == sorted([*PRESETS, "smollm2"])

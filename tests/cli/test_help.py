@@ -110,7 +110,10 @@ def problem(done: subprocess.CompletedProcess[str], exit_status: int) -> dict[st
     return found
 
 
-ASK_NOBODY = {"doctor", "demo", "serve", "config", "bench", *(path for path in paths() if path.startswith("token"))}
+ASK_NOBODY = {
+    "doctor", "demo", "serve", "config", "bench", "vllm-args", "sglang-args",
+    *(path for path in paths() if path.startswith("token")),
+}
 
 
 @pytest.mark.parametrize("path", sorted(set(paths()) - ASK_NOBODY))

@@ -1,4 +1,4 @@
-"""The runbook knows every reason and every metric of a live server; the deployment examples fit the code."""
+"""The manual knows every reason and every metric of a live server; the deployment examples fit the code."""
 
 from __future__ import annotations
 
@@ -31,15 +31,21 @@ from kvdock.protocol.access import CONNECTOR_PREFIX
 from kvdock.protocol.errors import CODES
 from kvdock.protocol.outcomes import Outcome
 
-RUNBOOK = (ROOT / "docs/runbook.md").read_text()
+OPERATE = ROOT / "docs/operate"
 EXAMPLES = ROOT / "docs/examples"
 
 
 def rows(heading: str) -> list[list[str]]:
-    """Cells of the table under a heading of the runbook, without its head."""
-    section = RUNBOOK.split(f"\n## {heading}\n", 1)[1].split("\n## ", 1)[0]
+    """Cells of the table under a heading of the page on servers that are not ready, without its head."""
+    section = (OPERATE / "not_ready.md").read_text().split(f"\n## {heading}\n", 1)[1].split("\n## ", 1)[0]
     found = re.findall(r"^\| (.+) \|$", section.replace("| |", "|  |"), re.MULTILINE)
     return [[cell.strip() for cell in row.split(" | ")] for row in found][1:]
+
+
+def documented_metrics() -> list[str]:
+    pages = "\n".join(page.read_text() for page in sorted(OPERATE.glob("metrics*.md")))
+    first = re.findall(r"^\| (`(?:kvdock_|process_)[^|]*) \|", pages, re.MULTILINE)
+    return [name for cell in first for name in re.findall(r"`(\w+)`", cell)]
 
 
 def metric_names(address: str) -> set[str]:
@@ -54,7 +60,7 @@ def sentences(source: str) -> set[str]:
     return {text for text in found if " " in text}  # a format like `.0f` is no sentence
 
 
-def test_every_metric_of_a_live_server_is_in_the_runbook_and_no_other(tmp_path: Path) -> None:
+def test_every_metric_of_a_live_server_is_in_the_manual_and_no_other(tmp_path: Path) -> None:
     tier = {"disk_path": str(tmp_path / "disk"), "disk_bytes": 64 * MIB}
     with ServerProcess(**tier) as server, Client(server.unix) as client:
         engine = attach(client)
@@ -63,11 +69,10 @@ def test_every_metric_of_a_live_server_is_in_the_runbook_and_no_other(tmp_path: 
         engine.heartbeat(outcomes=[Outcome(request="r", prompt_tokens=40, load_us=1, prefill_tokens_per_s=1.0)])
         live = metric_names(server.http)
         engine.close()
-    documented = [name for row in rows("Metrics") for name in re.findall(r"`(\w+)`", row[0])]
-    assert len(live) > 30 and sorted(documented) == sorted(live)
+    assert len(live) > 30 and sorted(documented_metrics()) == sorted(live)
 
 
-def test_every_reason_is_in_the_runbook() -> None:
+def test_every_reason_is_in_the_manual() -> None:
     fixed = {value for name, value in vars(status).items() if name.isupper() and isinstance(value, str)}
     made = sentences(inspect.getsource(status))
     assert len(fixed) >= 5 and len(made) == 4
@@ -78,7 +83,7 @@ def test_every_reason_is_in_the_runbook() -> None:
     assert len(documented) == len(fixed) + len(made)
 
 
-def test_codes_of_the_runbook_are_codes_of_the_server() -> None:
+def test_codes_of_the_manual_are_codes_of_the_server() -> None:
     named = {code for row in rows("Errors") for code in re.findall(r"`(\w+)`", row[0])}
     assert named and named <= set(CODES)
 
@@ -92,7 +97,7 @@ def test_commands_flags_and_variables_of_all_pages_exist() -> None:
     }
     variables = {*OTHER_VARIABLES, *(f"{ENV_PREFIX}{name.upper()}" for name in Settings.__struct_fields__)}
     variables |= {CONNECTOR_PREFIX, *(f"{CONNECTOR_PREFIX}{field.name.upper()}" for field in fields(ConnectorSettings))}
-    pages = [ROOT / "README.md", ROOT / "Dockerfile", *EXAMPLES.iterdir(), *(ROOT / "docs").glob("*.md")]
+    pages = [ROOT / "README.md", ROOT / "Dockerfile", *EXAMPLES.iterdir(), *(ROOT / "docs").rglob("*.md")]
     seen = 0
     for page in pages:
         text = page.read_text()
@@ -103,7 +108,7 @@ def test_commands_flags_and_variables_of_all_pages_exist() -> None:
         unknown = set(re.findall(rf"\b{ENV_PREFIX}[A-Z_]+", text)) - variables
         assert not unknown, (page.name, unknown)
     assert seen >= 6
-    named = set(re.findall(r"`--([a-z-]+)[ =`]", (ROOT / "docs/deploy.md").read_text()))
+    named = set(re.findall(r"`--([a-z-]+)[ =`]", (ROOT / "docs/operate/deploy.md").read_text()))
     docker = {"ipc", "user", "shm-size", "memory"}
     assert {"drain-s", "on-exit"} <= named <= docker | {word[2:] for word in flags["serve"]}, named
 
@@ -268,7 +273,7 @@ def test_the_unit_takes_away_what_the_server_does_not_need_and_shares_memory() -
 
 
 def test_the_deployment_pages_say_what_the_defaults_are() -> None:
-    text = (ROOT / "docs/deploy.md").read_text()
+    text = (ROOT / "docs/operate/deploy.md").read_text()
     assert f"`--drain-s` ({Settings().drain_s:g} s)" in text
     program = "from kvdock._core import Table; print(round(Table.region_bytes(1 << 17, 1 << 13) / 2**20))"
     mib = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.strip()

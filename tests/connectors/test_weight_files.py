@@ -26,7 +26,7 @@ from kvdock.connectors.weight_files import (
 LARGE = 3 << 20
 """Bytes of the matrix in the files below."""
 SMALL = (1 << 20) - 64
-"""The longest of which docs/vllm.md says that all of it is read."""
+"""The longest of which docs/operate/vllm_sharing.md says that all of it is read."""
 SIZES = {"norm": 64, "matrix": LARGE, "bias": SMALL}
 
 

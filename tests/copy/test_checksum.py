@@ -27,7 +27,7 @@ def _keys(stripes: int) -> tuple[list[int], list[int], list[int]]:
 
 
 def reference(data: bytes) -> int:
-    """docs/lifetime_protocol.md#checksum, word by word."""
+    """docs/understand/lifetime_protocol.md#checksum, word by word."""
     stripes = -(-len(data) // 4096)
     first, second, level2 = _keys(16)
     padded = data + bytes(4096 * stripes - len(data))

@@ -62,7 +62,7 @@ def own_of(span: dict[str, Any]) -> dict[str, Any]:
 def undocumented(spans: list[dict[str, Any]]) -> list[str]:
     """Spans whose attributes are not those of the documents, where a word in capitals stands for any."""
     wrong = []
-    table = (ROOT / "docs/events.md").read_text().partition("| span |")[2]
+    table = (ROOT / "docs/operate/events.md").read_text().partition("| span |")[2]
     rows = dict(re.findall(r"^\| (\w+) \|.*\| ([^|]*) \|$", table, re.M))
     for span in spans:
         words = re.findall(r"`([\w.]+)`", rows[span["name"].removeprefix("kvdock.")])

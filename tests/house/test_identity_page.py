@@ -1,4 +1,4 @@
-"""Each row of docs/identity.md names tests that exist."""
+"""Each row of docs/understand/identity.md names tests that exist."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from paths import ROOT
 
-PAGE = ROOT / "docs" / "identity.md"
+PAGE = ROOT / "docs" / "understand" / "identity.md"
 TEST = re.compile(r"\[`(?P<name>test_\w+)`\]\((?P<file>[^)]+)\)")
 
 
@@ -38,10 +38,10 @@ def test_every_row_is_held_by_tests_that_exist() -> None:
 
 
 @pytest.mark.parametrize(("cell", "count"), [
-    ("[`test_every_row_is_held_by_tests_that_exist`](../tests/house/test_identity_page.py)", 0),
+    ("[`test_every_row_is_held_by_tests_that_exist`](../../tests/house/test_identity_page.py)", 0),
     ("nothing", 1),
-    ("[`test_of_nothing`](../tests/house/test_identity_page.py)", 1),
-    ("[`test_of_nothing`](../tests/house/gone.py), [`test_of_nothing`](../tests/house/test_tidy.py)", 2),
+    ("[`test_of_nothing`](../../tests/house/test_identity_page.py)", 1),
+    ("[`test_of_nothing`](../../tests/house/gone.py), [`test_of_nothing`](../../tests/house/test_tidy.py)", 2),
 ])
 def test_a_row_without_its_test_is_found(cell: str, count: int) -> None:
     assert len(missing(f"| a | b |\n|---|---|\n| row | {cell} |\n", PAGE.parent)) == count

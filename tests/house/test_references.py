@@ -34,7 +34,7 @@ def test_every_reference_leads_somewhere(rule: Rule, tree: Tree) -> None:
 
 
 FILES = {
-    "docs/lifetime_protocol.md": "## Grants\n\n- **I1** A slot has one owner.\n",
+    "docs/understand/lifetime_protocol.md": "## Grants\n\n- **I1** A slot has one owner.\n",
     "Makefile": "setup: x\ntest: setup\n",
     "kvdock/api/keeper.py": "class Keeper:\n    def look(self) -> None: ...\n",
     "csrc/table/table.h": "class Table {\n  void check_integrity();\n};\n",
@@ -52,7 +52,8 @@ VERBS = {"": frozenset({"--version"}), "serve": frozenset({"--port"}), "token": 
      ["1: gone.py", "1: kvdock/old"]),
     ("paths", "csrc/table/x.cpp", "// table.h, table/table.h and table_store.cpp\n", ["1: table_store.cpp"]),
     ("paths", "tests/api/test_x.py", '"""As helper.py has it.\n\nNot as its_helper.py.\n"""\n', ["3: its_helper.py"]),
-    ("paths", "docs/x.md", "See docs/lifetime_protocol.md#grants, `kvdock/gone/`, not lifetime_protocol.md#leases.\n",
+    ("paths", "docs/understand/x.md",
+     "See docs/understand/lifetime_protocol.md#grants, `kvdock/gone/`, not lifetime_protocol.md#leases.\n",
      ["1: lifetime_protocol.md#leases", "1: kvdock/gone"]),
     ("names", "kvdock/api/x.py", "# check_integrity() and Keeper.look, os.fsync(), but integrity() and Keeper.stare\n",
      ["1: integrity()", "1: Keeper.stare"]),

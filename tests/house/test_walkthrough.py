@@ -1,4 +1,4 @@
-"""docs/walkthrough.md tells the truth about where things are, and its numbers are the code's."""
+"""docs/understand/walkthrough.md tells the truth about where things are, and its numbers are the code's."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from paths import ROOT
 from kvdock.engine.blocks import BlockManager
 from kvdock.engine.config import FullAttention, SlidingWindow
 
-PAGE = ROOT / "docs" / "walkthrough.md"
+PAGE = ROOT / "docs" / "understand" / "walkthrough.md"
 PARTS = [part for part in re.split(r"^## ", PAGE.read_text(), flags=re.MULTILINE) if "\n1. " in part]
 
 
@@ -28,7 +28,7 @@ def wrong_references(step: str) -> list[str]:
         return ["no link"]
     for label, target, behind in zip(pieces[1::3], pieces[2::3], pieces[3::3], strict=True):
         file = (PAGE.parent / target).resolve()
-        if target != f"../{label}" or not file.is_file():
+        if target != f"../../{label}" or not file.is_file():
             wrong.append(f"{label} is not there")
             continue
         names = re.findall(r"`([\w.:]+)`", behind)
@@ -62,12 +62,12 @@ def test_a_step_names_what_its_files_hold(step: str) -> None:
 
 @pytest.mark.parametrize(("step", "wrong"), [
     ("1. It arrives.", ["no link"]),
-    ("1. [kvdock/gone.py](../kvdock/gone.py) `Engine`", ["kvdock/gone.py is not there"]),
-    ("1. [kvdock/api/service.py](../kvdock/api/service.py), [csrc/table/table.h](../csrc/table/table.h) `Table`",
+    ("1. [kvdock/gone.py](../../kvdock/gone.py) `Engine`", ["kvdock/gone.py is not there"]),
+    ("1. [kvdock/api/service.py](../../kvdock/api/service.py), [csrc/table/table.h](../../csrc/table/table.h) `Table`",
      ["kvdock/api/service.py: no name"]),
-    ("1. [kvdock/api/service.py](../kvdock/api/service.py) `CacheService.lookup`, `CacheService.look`, `lookup.x`",
+    ("1. [kvdock/api/service.py](../../kvdock/api/service.py) `CacheService.lookup`, `CacheService.look`, `lookup.x`",
      ["CacheService.look is not in kvdock/api/service.py", "lookup.x is not in kvdock/api/service.py"]),
-    ("1. [csrc/table/lookup.cpp](../csrc/table/lookup.cpp) `Table::lookup`, `Table::seek`",
+    ("1. [csrc/table/lookup.cpp](../../csrc/table/lookup.cpp) `Table::lookup`, `Table::seek`",
      ["Table::seek is not in csrc/table/lookup.cpp"]),
 ])  # fmt: skip
 def test_a_wrong_reference_is_found(step: str, wrong: list[str]) -> None:

@@ -1,6 +1,6 @@
 """A process killed at every step leaves nothing wrong behind: the cases of kill_cases.py, and their table in the docs.
 
-`KVDOCK_REWRITE=1 make test ARGS="--sweeps -m kill_matrix"` writes the table anew into docs/recovery.md.
+`KVDOCK_REWRITE=1 make test ARGS="--sweeps -m kill_matrix"` writes the table anew into docs/evidence/kill_matrix.md.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from paths import ROOT
 
 pytestmark = [pytest.mark.kill_matrix, pytest.mark.timeout(900)]  # the first run compiles the extension
 
-DOC = ROOT / "docs" / "recovery.md"
+DOC = ROOT / "docs" / "evidence" / "kill_matrix.md"
 BEGIN, END = "<!-- kill matrix: written by tests/kill/test_matrix.py -->\n", "<!-- end of the kill matrix -->\n"
 AT_ONCE = 4
 """Cases mostly wait, for back-off and for settling."""
@@ -81,7 +81,7 @@ def test_the_table_in_the_docs_is_what_was_seen(outcomes: dict[Case, Future[None
     if rewrites:
         DOC.write_text(head + BEGIN + seen + END + tail)
         return
-    assert old == seen, "docs/recovery.md has another table: see this file's first lines"
+    assert old == seen, "docs/evidence/kill_matrix.md has another table: see this file's first lines"
 
 
 def test_every_point_in_the_source_is_in_the_matrix() -> None:

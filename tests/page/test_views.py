@@ -724,7 +724,7 @@ def test_a_counter_explains_itself_in_the_server_s_words_and_zeros_are_folded(
     shown = page.locator("#totals details[open] p:visible")
     expect(shown).to_have_text("Lookups, repeats within an epoch not counted.")
     link = page.locator("#totals .counter[open] a:visible")
-    expect(link).to_have_attribute("href", "manual/runbook.md#kvdock_lookups_total")
+    expect(link).to_have_attribute("href", "manual/operate/metrics_totals.md#kvdock_lookups_total")
     page.locator("#totals summary", has_text="1 counter is zero").click()
     expect(page.locator("#totals .inner li").first).to_contain_text("Mismatches")
 

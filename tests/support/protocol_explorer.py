@@ -1,6 +1,6 @@
 """Visits every state of a protocol model, breadth first: the first broken invariant has a shortest trace.
 
-The invariants are those of docs/lifetime_protocol.md, by their numbers.
+The invariants are those of docs/understand/lifetime_protocol.md, by their numbers.
 """
 
 from __future__ import annotations

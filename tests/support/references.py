@@ -21,7 +21,7 @@ from tidy_rules import CODE, NATIVE, PYTHON
 
 Line = tuple[int, str]
 
-PROTOCOL = "docs/lifetime_protocol.md"
+PROTOCOL = "docs/understand/lifetime_protocol.md"
 HASH_COMMENTS = frozenset({".sh", ".toml", ".yml", ".yaml", ""})
 FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 _NATIVE_TOKEN = re.compile(

@@ -146,7 +146,7 @@ class Traces:
 
 
 def described(event: e.Event) -> tuple[str, dict[str, Any]]:
-    """A span's name and attributes. docs/events.md lists them."""
+    """A span's name and attributes. docs/operate/events.md lists them."""
     fields = {name: getattr(event, name) for name in event.__struct_fields__}
     names = {"tenant": "kvdock.tenant", "session": "kvdock.session", "label": "kvdock.label", "model": MODEL}
     about = {name: fields[field] for field, name in names.items() if fields[field] is not None}

@@ -38,7 +38,7 @@ def bind_tcp(host: str, port: int) -> Iterator[socket.socket]:
         if not is_loopback(host):
             log.warning(
                 "the port on %s speaks plain HTTP: whoever can read the network there reads access tokens and answers; "
-                "keep it on loopback, behind a proxy with TLS (docs/security.md)", host,
+                "keep it on loopback, behind a proxy with TLS (docs/operate/security.md)", host,
             )
         yield sock
 

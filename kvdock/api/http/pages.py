@@ -3,15 +3,17 @@
 /docs is the OpenAPI document: every call with its parameters, body and answers, every struct with its fields, and every
 error code. The anchor of an error is its code, and a problem's `type` points to it.
 
-/manual has the pages of docs/. Headings have anchors; a table's row that begins with code has that code as its anchor,
-so a metric or an error can be linked to. Links that lead out of docs/ become text, because their targets are not
-served.
+/manual has the pages of docs/, and its examples as they are; /manual/ is the page that begins them, with a list of all.
+Headings have anchors; a table's row that begins with code has that code as its anchor, so a metric or an error can be
+linked to. Links that lead out of docs/ become text, because their targets are not served; so do pictures, which no
+wheel has, and what only the site fills in (mkdocs.yml) is left out.
 """
 
 from __future__ import annotations
 
+import posixpath
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -30,12 +32,13 @@ table{border-collapse:collapse;width:100%;margin:.5rem 0 1rem}
 th,td{text-align:left;vertical-align:top;padding:.25rem .6rem .25rem 0;border-bottom:1px solid #8884}
 section{margin:0 0 1rem}
 pre{overflow-x:auto;background:#8881;padding:.5rem}
+@media(max-width:60rem){table{display:block;overflow-x:auto}:not(pre)>code,h1,h2,h3{overflow-wrap:anywhere}}
 .method{display:inline-block;min-width:4.5rem;font-weight:600}
 """
 
 _LINKS = (
     '<p><a href="openapi.json">openapi.json</a> · <a href="#structs">Structs</a> · '
-    '<a href="#errors">Errors</a> · <a href="manual/runbook.md">Runbook</a> · <a href=".">Status page</a></p>'
+    '<a href="#errors">Errors</a> · <a href="manual/">Manual</a> · <a href=".">Status page</a></p>'
 )
 _ERRORS_INTRO = (
     "<p>One shape: problem details (RFC 9457) with <code>code</code>, <code>found</code> and <code>wanted</code>.</p>"
@@ -136,14 +139,16 @@ def _code_spans(text: str) -> str:
 
 
 _MARKDOWN = MarkdownIt("commonmark", {"html": False}).enable("table")
-_ELSEWHERE = re.compile(r"(\.\./|images/)")
+_INDEX = "index.md"
 _SUFFIX = ".md"
+_EXAMPLES = "examples/"
+_FILLED_IN = re.compile(r"^::: .*$", re.MULTILINE)
 FOLDER = Path(__file__).parents[2] / "docs"
 """In a checkout, a link to docs/."""
 
 
 def page_names() -> dict[str, Path]:
-    """Every page by its path below docs/."""
+    """What the manual serves, by its path below docs/: every page, and the examples."""
     return dict(_pages(FOLDER, ""))
 
 
@@ -151,23 +156,24 @@ def _pages(folder: Path, above: str) -> Iterable[tuple[str, Path]]:
     for entry in folder.iterdir():
         if entry.is_dir():
             yield from _pages(entry, f"{above}{entry.name}/")
-        elif entry.name.endswith(_SUFFIX):
+        elif entry.name.endswith(_SUFFIX) or above == _EXAMPLES:
             yield above + entry.name, entry
 
 
-def manual_page(name: str, text: str) -> str:
-    """`name`: the page's path below docs/."""
-    tokens = _MARKDOWN.parse(text)
+def manual_page(name: str, served: Mapping[str, Path]) -> str:
+    """`name`: the page's path below docs/, which is one of `served`."""
+    text = _FILLED_IN.sub("", served[name].read_text(encoding="utf-8"))
+    tokens = _MARKDOWN.parse(text + (_contents(served) if name == _INDEX else ""))
     for at, token in enumerate(tokens):
         if token.type == "heading_open":
             token.attrSet("id", _anchor(tokens[at + 1].content))
         elif token.type == "tr_open" and (code := _leading_code(tokens[at + 2])):
             token.attrSet("id", code)
         elif token.type == "inline":
-            _unlink(token.children or [])
+            _unlink(token.children or [], name, served)
     title = next((tokens[at + 1].content for at, token in enumerate(tokens) if token.type == "heading_open"), name)
     up = "../" * (name.count("/") + 1)
-    others = {"Status page": up, "Runbook": f"{up}manual/runbook.md", "API": f"{up}docs"}
+    others = {"Status page": up, "Manual": f"{up}manual/", "API": f"{up}docs"}
     links = " · ".join(f'<a href="{href}">{words}</a>' for words, href in others.items())
     body = _MARKDOWN.renderer.render(tokens, _MARKDOWN.options, {})
     return (
@@ -188,9 +194,21 @@ def _leading_code(cell: Token) -> str:
     return first.content if first.type == "code_inline" and not others else ""
 
 
-def _unlink(children: list[Token]) -> None:
-    """Turns links to files that this server does not serve into plain text."""
+def _contents(served: Mapping[str, Path]) -> str:
+    """All pages by folder, in Markdown."""
+    lines = ["\n## All pages\n"]
+    for name, path in sorted(served.items()):
+        title = path.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
+        lines += [f"- [{title}]({name})"] if name.endswith(_SUFFIX) else []
+    return "\n".join(lines)
+
+
+def _unlink(children: list[Token], name: str, served: Mapping[str, Path]) -> None:
+    """Turns links to files that this server does not serve, and pictures, into plain text."""
     for token in children:
-        href = str(token.attrGet("href") or "")
-        if token.type == "link_open" and _ELSEWHERE.match(href):
+        href = str(token.attrGet("href") or "").partition("#")[0]
+        target = posixpath.normpath(posixpath.join(posixpath.dirname(name), href))
+        if token.type == "link_open" and href and ":" not in href and target not in served:
             token.attrs.pop("href")
+        elif token.type == "image":
+            token.type, token.tag, token.content = "text", "", f"[picture: {token.content}]"

@@ -13,7 +13,7 @@ from typing import Annotated, Any, NamedTuple
 
 import msgspec
 from fastapi import APIRouter, FastAPI, Path as PathParameter, Query, Request, Response
-from fastapi.responses import FileResponse, HTMLResponse, StreamingResponse
+from fastapi.responses import FileResponse, HTMLResponse, PlainTextResponse, StreamingResponse
 from fastapi.staticfiles import StaticFiles
 
 from kvdock.api.access.peer import Peer
@@ -172,7 +172,7 @@ async def hits(request: Request) -> Response:
 @_route(
     c.CURVE, "pool", "What if the pool were larger or smaller",
     "The share of tokens that lookups would find in pools of 1/4 to 8 times the size, and in one without bound, as "
-    "simulated pools under the same eviction policy show. docs/observe.md says how accurate they are.",
+    "simulated pools under the same eviction policy show. docs/operate/sizing.md says how accurate they are.",
     errors=("not_found",),
 )
 async def curve(request: Request) -> Response:
@@ -243,8 +243,8 @@ def _streamed(stream: Stream, pieces: AsyncIterator[bytes]) -> Response:
 
 @_route(
     c.EVENTS, "pool", "What happens, as it happens",
-    "Server-sent events, each with one JSON object: docs/events.md lists them. Without `follow`, those that are kept, "
-    "oldest first. With the header `Last-Event-ID`, only what came after that event.",
+    "Server-sent events, each with one JSON object: docs/operate/events.md lists them. Without `follow`, those that "
+    "are kept, oldest first. With the header `Last-Event-ID`, only what came after that event.",
     errors=("bad_argument", "not_found", "too_busy"), name="list_events",
     media_types=(EVENT_STREAM,),
 )
@@ -266,7 +266,7 @@ async def events(request: Request, kinds: Kinds = "", follow: Follow = False) ->
     c.KV_EVENTS, "pool", "Which chunks lookups find, for routers",
     "Server-sent events, each with a batch of KV cache events of the caller's tenant: first a snapshot of what is "
     "there, then, with `follow`, what changes. With the header `Last-Event-ID`, only what came after that batch, if "
-    "that is kept. docs/events.md explains them.",
+    "that is kept. docs/operate/routers.md explains them.",
     errors=("not_found", "too_busy"), name="list_kv_events", media_types=(EVENT_STREAM,),
 )
 async def kv_events(request: Request, follow: Follow = False) -> Response:
@@ -337,16 +337,18 @@ async def docs(request: Request) -> HTMLResponse:
 
 
 @router.get("/manual/{name:path}", include_in_schema=False)
-async def manual(name: str) -> HTMLResponse:
-    return HTMLResponse(await asyncio.to_thread(_manual, name))
+async def manual(name: str) -> Response:
+    name = name or "index.md"
+    text = await asyncio.to_thread(_manual, name)
+    return HTMLResponse(text) if name.endswith(".md") else PlainTextResponse(text)
 
 
 @cache
 def _manual(name: str) -> str:
-    pages = page_names()
-    if name not in pages:
-        raise ApiError("not_found", "the manual has no such page", found=name, wanted=sorted(pages))
-    return manual_page(name, pages[name].read_text(encoding="utf-8"))
+    served = page_names()
+    if name not in served:
+        raise ApiError("not_found", "the manual has no such page", found=name, wanted=sorted(served))
+    return manual_page(name, served) if name.endswith(".md") else served[name].read_text(encoding="utf-8")
 
 
 @router.get("/docs.css", include_in_schema=False)

@@ -1,6 +1,6 @@
 """The server at a glance, and the answers to probes: is the process alive, has it started, can it give out slots.
 
-Reads only. Every reason why it cannot is a sentence that docs/runbook.md explains.
+Reads only. Every reason why it cannot is a sentence that docs/operate/not_ready.md explains.
 """
 
 from __future__ import annotations

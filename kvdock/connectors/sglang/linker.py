@@ -33,6 +33,7 @@ from kvdock.connectors.engine_connector import ConnectorSettings, open_worker, s
 from kvdock.connectors.plans import LoadPlan
 from kvdock.connectors.running_weights import RunningWeights
 from kvdock.connectors.session import Attachment, Identity, ServerEpoch, SessionObserver
+from kvdock.connectors.sglang.aside import AsideLinker
 from kvdock.connectors.sglang.dependences import settings_set, variables_set
 from kvdock.connectors.sglang.figures import Figures
 from kvdock.connectors.sglang.holding import Holding
@@ -45,13 +46,31 @@ from kvdock.connectors.sglang.rank_zero import RankZero
 from kvdock.connectors.sglang.ranks import Ranks
 from kvdock.connectors.sglang.setup import Settings, drafts_of, refuse_what_is_not_supported, warn_of_version
 from kvdock.connectors.sglang.updates import UNKNOWN, Changes, Fresh, Guard
+from kvdock.datapath.devices import Device
+from kvdock.datapath.errors import NoCuda
 
 log = logging.getLogger("kvdock.sglang")
 
 
 class KvdockLinker(UnifiedCacheLinker):
     """Raises NotSupportedError when kvdock cannot serve this engine with its settings; RefusedError when a server
-    answers and does not accept it."""
+    answers and does not accept it. Where kvdock cannot copy on this machine's device, it is an AsideLinker instead."""
+
+    def __new__(cls, server_args: Any, params: Any, *, forward_stream: Any = None, **more: Any) -> Any:
+        kvcache, ranks = params.token_to_kv_pool_allocator.get_kvcache(), Ranks(_group_of(params))
+        try:
+            Device.named(cls.device_of(kvcache))
+        except NoCuda as why:
+            log.error("kvdock stands aside, and SGLang runs as without it: %s", why)
+            usable = False
+        else:
+            usable = True
+        return super().__new__(cls) if ranks.all_agree(usable) else AsideLinker(kvcache, forward_stream)
+
+    @staticmethod
+    def device_of(kvcache: Any) -> str:
+        is_on_gpu = torch.device(kvcache.device).type == "cuda"
+        return f"cuda:{torch.cuda.current_device()}" if is_on_gpu else "cpu"
 
     def __init__(
         self, server_args: Any, params: Any, *, components: Any, extra_config: Any = None, forward_stream: Any = None,
@@ -66,7 +85,7 @@ class KvdockLinker(UnifiedCacheLinker):
             kvcache, params.page_size, params.swa_retain_window, drafts_of(params), params.req_to_token_pool
         )
         self.forward_stream, self.pools = forward_stream, {PoolName(group.transfer): kvcache for group in groups}
-        self._ranks = Ranks(params.attn_tp_cache_group or params.tp_cache_group)
+        self._ranks = Ranks(_group_of(params))
         self._figures = Figures(_prometheus() if params.enable_metrics else None)
         self._weights = RunningWeights(
             trusts_versions=settings.trust_weight_versions, draw=nonce, renamed=self._weights_named
@@ -95,9 +114,9 @@ class KvdockLinker(UnifiedCacheLinker):
         nonce: Callable[[], str],
     ) -> RankPools:
         """This rank's worker connector, which is not attached yet, over SGLang's pools."""
-        kvcache, device, stream = params.token_to_kv_pool_allocator.get_kvcache(), "cpu", None
-        if torch.device(kvcache.device).type == "cuda":
-            device = f"cuda:{torch.cuda.current_device()}"
+        kvcache, stream = params.token_to_kv_pool_allocator.get_kvcache(), None
+        device = self.device_of(kvcache)
+        if device != "cpu":
             stream = int((self.forward_stream or torch.cuda.current_stream()).cuda_stream)  # the default stream is 0
         dependences = settings_set(args, record_fields(type(args))) | variables_set(os.environ)
         manifest = manifest_of(
@@ -261,6 +280,11 @@ class KvdockLinker(UnifiedCacheLinker):
         self._rank_pools.worker.close()
         self._rank_pools.worker.session.close()
         self._rank_pools.worker.session.client.close()
+
+
+def _group_of(params: Any) -> Any:
+    """The process group of the ranks that have one linker each."""
+    return params.attn_tp_cache_group or params.tp_cache_group
 
 
 def _current_stream() -> int:

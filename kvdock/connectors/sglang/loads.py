@@ -9,7 +9,7 @@ load. All recurrent states are loaded before the forward pass starts. SGLang ask
 forward pass, when no copy writes to its pages any more.
 
 Invariant: every plan that was queued is copied, or given up, exactly once; its lease is released once its copies have
-ended (W1 in docs/lifetime_protocol.md).
+ended (W1 in docs/understand/lifetime_protocol.md).
 """
 
 from __future__ import annotations

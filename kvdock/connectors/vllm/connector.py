@@ -73,6 +73,8 @@ from kvdock.connectors.vllm.unfit import UNLOADED, refuse_what_is_no_prefix, why
 from kvdock.connectors.vllm.weight_changes import hear, hear_model
 from kvdock.connectors.vllm.worker import VllmWorker, WorkerKV
 from kvdock.connectors.worker import cores_of, hash_threads
+from kvdock.datapath.devices import Device
+from kvdock.datapath.errors import NoCuda
 from kvdock.protocol.decoders import decoder_of
 from kvdock.protocol.keys import HASH_FUNCTION
 from kvdock.protocol.schemas import Manifest
@@ -254,8 +256,14 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
             weights_digest=self._settings.weights_digest, hashing=self._hashing(), environ=os.environ,
             read_all=self._settings.read_all_weights,
         )
-        device = next(iter(kv_caches.values())).device
-        if device.type == "cuda":
+        device = self.device_of(kv_caches)
+        try:
+            Device.named(device)
+        except NoCuda as why:  # this worker sends no manifest, so the scheduler's side does not start
+            self._groups = ()
+            log.error(ASIDE, why)
+            return
+        if device != "cpu":
             streams = [torch.cuda.Stream(device) for _ in range(2)]  # type: ignore[no-untyped-call]  # so in torch
             self._streams = _Streams(*streams)
         computed, aside = self._streams
@@ -263,7 +271,7 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
             self._settings, manifest, self._identity(f"rank{place.rank}", ranks=(place.rank,), scheduler=False),
             WorkerKV(
                 layouts_of(self._groups, kv_caches, blocks, manifest.token_order), planes_of(self._groups, kv_caches),
-                str(device), _stream_of(str(device)), computed.cuda_stream if computed is not None else None,
+                device, _stream_of(device), computed.cuda_stream if computed is not None else None,
                 aside.cuda_stream if aside is not None else None,
             ),
             EngineTraits(
@@ -275,6 +283,10 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
             ),
         )
         self._handshake = Handshake(msgspec.json.encode(manifest), self._instance.name)
+
+    @staticmethod
+    def device_of(kv_caches: dict[str, torch.Tensor]) -> str:
+        return str(next(iter(kv_caches.values())).device)
 
     def get_handshake_metadata(self) -> Handshake | None:
         return None if self._is_beside else self._handshake

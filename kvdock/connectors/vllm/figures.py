@@ -173,7 +173,7 @@ def durations(data: Mapping[str, Value], name: str) -> list[float]:
 
 # --------------------------------------------------------------------------------
 # The outcome of each of vLLM's requests. A request that asks for its outcome gets it with its answer, and people read
-# it at the server; docs/vllm.md lists the reasons.
+# it at the server; docs/operate/vllm_requests.md lists the reasons.
 #
 # Not thread-safe: vLLM's threads call it one at a time (arrivals.py).
 

@@ -39,9 +39,9 @@ OWN = "kvdock"
 @dataclass(frozen=True)
 class Asked:
     """The options of a request in its `kv_transfer_params`. `load`: it may be looked up; `store`: it may be stored;
-    `report`: its answer has its outcome; `session_end`, `prefetch_after_s`: see docs/vllm.md; `weights`: the name of
-    the weights that the request runs with, if weights change in place; `label`: names what it shares with other
-    requests of that label."""
+    `report`: its answer has its outcome; `session_end`, `prefetch_after_s`: see docs/operate/vllm_requests.md; the name
+    of the weights that the request runs with, if weights change in place, is `weights`; `label` names what it shares
+    with other requests of that label."""
 
     load: bool = True
     store: bool = True

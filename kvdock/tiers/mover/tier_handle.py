@@ -55,7 +55,7 @@ COUNTED = (
     "failures", "damaged", "declined_too_slow", "fetched_elsewhere",
     *(f"left_out_{why}" for why in ("full_queue", "evicted", "no_server", "namespace_gone", "failed")),
 )
-"""All counters of a tier, which start at 0. docs/runbook.md explains them."""
+"""All counters of a tier, which start at 0. docs/operate/metrics_tiers.md explains them."""
 FIRST_RATE = 8e9
 """Bytes a second, assumed until something has been loaded: a tier that was assumed to be slow would never be tried."""
 SHORTEST_S = 1e-6

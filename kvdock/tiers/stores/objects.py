@@ -1,5 +1,5 @@
 """Object stores as a lower tier, through obstore: a record is one object, with the header and then the part's bytes
-(docs/tiers.md#object-stores).
+(docs/operate/tiers_objects.md).
 
 All requests run on one event loop in a thread of the tier's own, because obstore can cancel a request at its deadline
 only there. A large object is requested in ranges: while one range is copied into the pages, the next ones arrive. A
@@ -70,7 +70,7 @@ T = TypeVar("T")
 
 
 def open_tier(url: str, deadline: Deadline) -> ObjectTier:
-    """`url`: docs/tiers.md#object-stores. Raises TierUrlError, and TierError where the store does not answer or
+    """`url`: docs/operate/tiers_objects.md. Raises TierUrlError, and TierError where the store does not answer or
     refuses, or obstore is not installed."""
     tier = ObjectTier(*_locate(url))
     try:

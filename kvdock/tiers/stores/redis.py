@@ -1,5 +1,5 @@
 """Redis or Valkey as a lower tier: a record is one value, with the header and then the part's bytes
-(docs/tiers.md#redis).
+(docs/operate/tiers_redis.md).
 
 Commands are pipelined in runs: all commands of a run are sent over one connection, then their replies are read. So
 small parts do not need a round trip each, and the bytes in flight are bounded.
@@ -79,8 +79,8 @@ class _Answers(Generic[T]):
 
 
 def open_tier(url: str, deadline: Deadline, environment: Mapping[str, str] = os.environ) -> RedisTier:
-    """`url`: docs/tiers.md#redis. `environment`: where password_env is looked up. Raises TierUrlError; TierError where
-    the server does not answer or refuses, or redis-py is not installed."""
+    """`url`: docs/operate/tiers_redis.md. `environment`: where password_env is looked up. Raises TierUrlError, and
+    TierError where the server does not answer or refuses, or redis-py is not installed."""
     settings, client = _read(url, environment)
     tier = RedisTier(settings, Nodes(settings, client))
     try:

@@ -57,8 +57,8 @@ class Settings:
 
 
 def read_settings(url: str, environment: Mapping[str, str]) -> Settings:
-    """Reads redis://USER@HOST:PORT/DB, rediss:// (with TLS) or unix:///PATH; docs/tiers.md has the parameters.
-    `environment`: where password_env is looked up. Raises TierUrlError."""
+    """Reads redis://USER@HOST:PORT/DB, rediss:// (with TLS) or unix:///PATH; docs/operate/tiers_redis.md has the
+    parameters. `environment`: where password_env is looked up. Raises TierUrlError."""
     scheme = url.partition(":")[0]
     found = read_url(url, ("redis", "rediss", "unix"), _ANY | _TLS if scheme == "rediss" else _ANY)
     parts, options = found

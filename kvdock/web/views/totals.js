@@ -13,7 +13,8 @@ function makeRow([name]) {
   const label = el("span", { text: words(name) });
   const value = el("b");
   const meaning = el("p", { cls: "muted", text: "Asking the server…" });
-  const link = el("a", { text: "What to do about it", attrs: { href: `manual/runbook.md#${metricOf(name)}` } });
+  const href = `manual/operate/metrics_totals.md#${metricOf(name)}`;
+  const link = el("a", { text: "What to do about it", attrs: { href } });
   const summary = el("summary", { children: [label, value] });
   const node = el("details", { cls: "counter", children: [summary, meaning, link] });
   node.addEventListener("toggle", async () => {

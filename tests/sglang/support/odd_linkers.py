@@ -123,3 +123,11 @@ class TellingLinker(KvdockLinker):
         with (Path(os.environ["KVDOCK_ODD"]) / "offered").open("a") as file:
             file.write(json.dumps([self.parent, list(transfers[0].keys)]) + "\n")
         return super().offload(transfers, session_id)
+
+
+class OnNoGpu(KvdockLinker):
+    """Asked to copy on a GPU that this process cannot use."""
+
+    @staticmethod
+    def device_of(kvcache: Any) -> str:
+        return "cuda:0"

@@ -16,6 +16,14 @@ class Several(KvdockConnector):
     """As it is; with what this module does for pipelines."""
 
 
+class OnNoGpu(KvdockConnector):
+    """Asked to copy on a GPU that this process cannot use."""
+
+    @staticmethod
+    def device_of(kv_caches: dict[str, Any]) -> str:
+        return "cuda:0"
+
+
 class OneDamaged(KvdockConnector):
     """Before each of its loads, the worker of KVDOCK_DAMAGED_RANK flips a byte of its second chunk at the server."""
 

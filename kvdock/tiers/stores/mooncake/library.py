@@ -2,7 +2,7 @@
 
 A write has three steps: begin (calls the master), copy ranges (to peers), end (calls the master). A read has the same
 steps, but its end makes no call. So calls to the master, which may hang, use no page of the pool. This was tested with
-0.3.13.post1; docs/tiers.md describes what each call does in that version.
+0.3.13.post1; docs/operate/tiers_mooncake.md describes what each call does in that version.
 """
 
 from __future__ import annotations

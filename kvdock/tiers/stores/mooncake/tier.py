@@ -442,7 +442,7 @@ class MooncakeTier:
 
 
 def open_tier(url: str, deadline: Deadline) -> MooncakeTier:
-    """`url`: docs/tiers.md#mooncake-store. Raises TierUrlError, and TierError as MooncakeTier.open does."""
+    """`url`: docs/operate/tiers_mooncake.md. Raises TierUrlError, and TierError as MooncakeTier.open does."""
     return MooncakeTier.open(MooncakeSettings.parse(url), deadline)
 
 

@@ -32,6 +32,7 @@ from torch import Tensor
 from kvdock.engine import trained
 from kvdock.engine.config import EngineConfig, ModelConfig, require
 from kvdock.engine.kv_cache import KVCache, attend, pages
+from kvdock.engine.weights import Layer, drawn
 
 
 class Team(Protocol):
@@ -56,50 +57,6 @@ class Alone:
 
 Attend = Callable[[int, Tensor, Tensor, Tensor | None], Tensor]
 """(layer, q (n, heads, head), k, v (n, kv_heads, head)) → (n, heads, value); v None: the front of k."""
-
-EMBEDDING_SCALE = 0.1
-
-
-@dataclass(frozen=True)
-class Layer:
-    """The weights of a layer, each as (out, in), the order that F.linear expects."""
-
-    qkv: Tensor
-    out: Tensor
-    gate_up: Tensor
-    down: Tensor
-
-
-@dataclass(frozen=True)
-class Weights:
-    """All weights of a model. `sharpness`: of the scores, (heads, 1)."""
-
-    layers: list[Layer]
-    embedding: Tensor
-    head: Tensor
-    sharpness: Tensor
-
-
-def drawn(config: ModelConfig) -> Weights:
-    """Draws the weights: layer by layer, in the order of the fields, then embedding and head."""
-    draw = torch.Generator().manual_seed(config.seed)
-
-    def matrix(rows: int, columns: int, scale: float = 1.0) -> Tensor:
-        weights = torch.randn(rows, columns, generator=draw) * (scale / math.sqrt(columns))
-        return weights.to(getattr(torch, config.dtype))
-
-    layers = [
-        Layer(
-            qkv=matrix(sum(config.projected), config.hidden),
-            out=matrix(config.hidden, config.heads * config.value_size),
-            gate_up=matrix(2 * config.mlp_hidden, config.hidden, math.sqrt(2)),
-            down=matrix(config.hidden, config.mlp_hidden),
-        )
-        for _ in range(config.layers)
-    ]
-    embedding = matrix(config.vocab_size, config.hidden, EMBEDDING_SCALE * math.sqrt(config.hidden))
-    head = matrix(config.vocab_size, config.hidden, config.logit_scale)
-    return Weights(layers, embedding, head, torch.linspace(*config.sharpness, config.heads)[:, None])
 
 
 class Model:

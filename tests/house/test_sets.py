@@ -22,7 +22,7 @@ Files = Mapping[PurePosixPath, str]
 PAGES = ("CONTRIBUTING.md", "docs/understand/architecture.md")
 ENGINES = {
     "vllm": {"connector", "exports"},
-    "sglang": {"linker"},
+    "sglang": {"aside", "linker"},
 }
 """The modules of each folder of kvdock/connectors/ that import the engine when they are imported. No other module does:
 settings are read, and files are hashed, without it."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import signal
 from pathlib import Path
 
 import pytest
 from api_helpers import ServerProcess
 from engines import Engine
+from frozen import frozen
 from server_fixtures import server_of_all
 from stories import with_figures
 from tier_server import leave_in_the_tier, mover
@@ -35,9 +35,6 @@ def test_what_takes_longer_to_load_than_to_compute_is_computed(
 
         leave_in_the_tier(server, engine)
         process = mover(server)
-        process.send_signal(signal.SIGSTOP)
-        try:
+        with frozen(process):
             (took_s,) = engine.do("generate", prompts=PROMPTS[2:])["took_s"]
-        finally:
-            process.send_signal(signal.SIGCONT)
         assert took_s < 30.0

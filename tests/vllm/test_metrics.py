@@ -55,11 +55,11 @@ def test_a_store_that_ends_after_a_reset_publishes_nothing(run: Run) -> None:
 
 
 def test_what_a_running_request_computes_over_a_reset_is_not_stored(run: Run) -> None:
-    assert run("reset_while_one_runs") == {"hits": [0, 128], "answer": False, "bad_reads": 0}
+    assert run("reset_running", preempts=False) == {"hits": [0, 128], "answer": False, "bad_reads": 0}
 
 
 def test_a_request_that_a_reset_preempts_is_computed_and_stored_anew(run: Run) -> None:
-    found = run("reset_preempts_one")
+    found = run("reset_running", preempts=True)
     assert found["answer"] is True and found["hits"][-1] == 128 and found["bad_reads"] == 0
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 from api_helpers import ServerProcess
 from engines import MARK, Engine
+from frozen import frozen
 from server_fixtures import server_of_all
 from stories import TIERED, with_figures
 from tier_server import leave_in_the_tier, mover
@@ -49,11 +49,8 @@ def test_who_waits_for_a_frozen_tier_holds_up_nobody_and_is_computed_in_the_end(
         engine.drain()
         engine.flush()
         process = mover(server)
-        process.send_signal(signal.SIGSTOP)
-        try:
+        with frozen(process):
             found = engine.done(engine.do("generate", prompts=[*PROMPTS[:1], *others], at_once=True))
-        finally:
-            process.send_signal(signal.SIGCONT)
         assert found["cached"] == [0, *HITS], "the others are in the pool"
         assert found["took_s"][0] > 6.0 and max(found["took_s"][1:]) < found["took_s"][0]
         assert tokens_of(found["runs"][:1]) == tokens_of(wanted)

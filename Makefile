@@ -29,8 +29,11 @@ verified = $(PIP) --require-hashes $(addprefix -r ,$(1))
 # Ctrl-C waits until the program has its handlers: Python would answer it with a traceback before that.
 HOLD_CTRL_C = $(shell env --block-signal=INT true 2>/dev/null && echo env --block-signal=INT)
 
-IN_VLLM := $(BIN)/python -m pytest -o testpaths=tests/vllm -o pythonpath='tests/support tests/vllm/support .'
-IN_SGLANG := $(BIN)/python -m pytest -o testpaths=tests/sglang -o pythonpath='tests/support tests/sglang/support .'
+# Tests of an engine, and the stories that both tell alike.
+inside = $(BIN)/python -m pytest -o testpaths='tests/$(1) tests/whole' \
+	-o pythonpath='tests/support tests/$(1)/support .'
+IN_VLLM := $(call inside,vllm)
+IN_SGLANG := $(call inside,sglang)
 BETWEEN := 0.25.1 0.26.0 0.27.1 0.28.0 0.29.0 0.30.0 0.31.0 0.32.0
 
 RUN_SIZE := Installing what kvdock needs: downloads about 300 MB (PyTorch for CUDA: gigabytes more), a minute or two

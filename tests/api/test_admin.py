@@ -222,8 +222,7 @@ def test_a_lower_limit_removes_segments_once_nobody_holds_any_of_them() -> None:
             engine.store(keys(120, f"again {index}"))
         assert [number for number in segment_ids(server.http) if number > 3] == [4, 5], "segment ids were used again"
         for one in (engine, late):
-            client.leave(one.session, one.member)
-            one.close()
+            one.leave()
 
 
 @pytest.mark.security
@@ -400,8 +399,7 @@ def test_a_session_shows_its_members_what_each_still_holds_and_the_bytes(
     assert len(ok(server.http, "GET", f"/v1/sessions/{scheduler.session}?limit=1")["grants"]) == 1
     assert call(server.http, "GET", "/v1/sessions/nobody")[1]["code"] == "unknown_session"
     for member in (worker, scheduler):
-        client.leave(member.session, member.member)
-        member.close()
+        member.leave()
 
 
 def test_the_eviction_policy_changes_while_the_server_runs() -> None:

@@ -205,8 +205,7 @@ def test_a_segment_the_table_never_knew_goes_and_its_id_is_free_again() -> None:
             engine = attach(client)
             engine.store(keys(200, unique("grown")))
             assert [segment.id for segment in client.segments().segments] == [0, 1]
-            client.leave(engine.session, engine.member)
-            engine.close()
+            engine.leave()
 
 
 def test_engines_have_hits_again_after_one_wait_at_most_and_the_same_tokens_after_every_kill() -> None:

@@ -44,8 +44,7 @@ PROMPT = list(range(1000, 1064))
 def victim(client: Client) -> Iterator[Engine]:
     attached = attach(client, label="victim", cache_salt="a-salt", hash_seed="a-seed")
     yield attached
-    client.leave(attached.session, attached.member)
-    attached.close()
+    attached.leave()
 
 
 def nobodys(server: ServerProcess, method: str, path: str, body: object = None) -> tuple[int, dict[str, Any]]:

@@ -38,8 +38,7 @@ def engine(home: ServerProcess) -> Iterator[Engine]:
     with Client(home.unix) as client:
         engine = attach(client)
         yield engine
-        client.leave(engine.session, engine.member)
-        engine.close()
+        engine.leave()
 
 
 def send(address: str, path: str, body: object, form: Form, accept: str = "") -> tuple[int, str, Any]:
@@ -354,8 +353,7 @@ def test_releases_that_are_refused_never_fail_the_call_and_are_reported(home: Se
     assert [(refused.lease, refused.code) for refused in answer.refused_releases] == [
         (foreign, "foreign_grant"), ("00000000deadbeef", "unknown_grant"), (mine, "not_a_holder")]
     assert engine.heartbeat().refused_releases == [], "a refused release is not sent again"
-    engine.client.leave(other.session, other.member)
-    other.close()
+    other.leave()
 
 
 def test_a_release_is_handled_before_the_call_that_carries_it(home: ServerProcess) -> None:

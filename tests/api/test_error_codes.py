@@ -42,8 +42,7 @@ def test_a_member_that_died_hears_so(server: ServerProcess, client: Client) -> N
     eventually(answered)
     body = {"session": worker.session, "member": worker.member, "request": "r", "keys": keys(1)}
     assert refused(server.http, "POST", "/v1/lookups", body)["code"] == "member_dead"
-    client.leave(scheduler.session, scheduler.member)
-    scheduler.close()
+    scheduler.leave()
 
 
 def test_a_plan_that_a_rank_has_seen_cannot_be_cancelled(server: ServerProcess, client: Client) -> None:
@@ -54,8 +53,7 @@ def test_a_plan_that_a_rank_has_seen_cannot_be_cancelled(server: ServerProcess, 
     engine.release(lease, 0)
     path = f"/v1/leases/{lease}?session={engine.session}&member={engine.member}"
     assert refused(server.http, "DELETE", path)["code"] == "handed_out"
-    client.leave(engine.session, engine.member)
-    engine.close()
+    engine.leave()
 
 
 def test_a_table_without_space_for_another_grant_says_so() -> None:

@@ -348,8 +348,7 @@ def test_a_slow_reader_is_told_what_it_missed() -> None:
 
 def test_the_log_has_a_sentence_for_what_operators_want_to_know(server: ServerProcess, client: Client) -> None:
     engine = attach(client, label="engine B")
-    client.leave(engine.session, engine.member)
-    engine.close()
+    engine.leave()
     client.configure(PatchConfig(eviction="lru"))
     for _ in range(60):
         raw(server.http, "GET", "/v1/nothing")

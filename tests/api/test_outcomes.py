@@ -78,8 +78,7 @@ def test_an_outcome_joins_the_lookups_of_its_own_session_alone(client: Client, e
     ended, lookup = client.requests(request=name).requests
     assert (ended.kind, ended.session) == ("ended", engine.listed)
     assert (lookup.session, lookup.outcome) == (other.listed, None)
-    client.leave(other.session, other.member)
-    other.close()
+    other.leave()
 
 
 def test_what_did_not_fit_is_counted(client: Client, engine: Engine) -> None:

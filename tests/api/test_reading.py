@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import closing
+from typing import Any
 
 import msgspec
 import pytest
@@ -83,18 +84,16 @@ def test_a_late_release_of_an_old_epoch_leaves_the_new_lease_whole(
     assert engine.release(new, 0) == []
 
 
-def test_a_lookup_of_a_past_epoch_is_refused(engine: Engine, prefix: list[str]) -> None:
-    engine.lookup(prefix, epoch=3)
+@pytest.mark.parametrize(("first", "then", "code"), [
+    ({"epoch": 3}, {"epoch": 2}, "stale_epoch"), ({"readers": 1}, {"readers": 2}, "id_reused"),
+], ids=["of a past epoch", "with other readers"])
+def test_another_lookup_of_the_same_request_is_refused(
+    engine: Engine, prefix: list[str], first: dict[str, Any], then: dict[str, Any], code: str
+) -> None:
+    engine.lookup(prefix, **first)
     with pytest.raises(ApiError) as error:
-        engine.lookup(prefix, epoch=2)
-    refused("stale_epoch", error)
-
-
-def test_the_same_request_with_other_readers_is_refused(engine: Engine, prefix: list[str]) -> None:
-    engine.lookup(prefix, readers=1)
-    with pytest.raises(ApiError) as error:
-        engine.lookup(prefix, readers=2)
-    refused("id_reused", error)
+        engine.lookup(prefix, **then)
+    refused(code, error)
 
 
 def test_a_partial_release_leaves_the_other_ranks_holding(client: Client) -> None:

@@ -13,6 +13,7 @@ from subprocess import Popen
 import pytest
 from api_helpers import ServerProcess, attach, eventually, keys, unique
 from cli_helpers import TIMEOUT_S, first_line, kvdock, kvdock_serve, refusal
+from frozen import frozen
 
 from kvdock.api.errors import StartupError
 from kvdock.api.pool.handover import ask_to_leave
@@ -98,12 +99,8 @@ def test_without_takeover_the_running_server_keeps_its_pool(tmp_path: Path) -> N
 
 def test_a_server_that_does_not_leave_keeps_its_pool() -> None:
     with ServerProcess() as server:
-        server.process.send_signal(signal.SIGSTOP)
-        try:
-            with pytest.raises(StartupError, match=r"has not ended within 0\.3 s"):
-                ask_to_leave(str(server.settings["socket_path"]), patience_s=0.3)
-        finally:
-            server.process.send_signal(signal.SIGCONT)
+        with frozen(server.process), pytest.raises(StartupError, match=r"has not ended within 0\.3 s"):
+            ask_to_leave(str(server.settings["socket_path"]), patience_s=0.3)
         eventually(lambda: server.process.poll() is not None)
         with ServerProcess(**server.settings) as second:
             assert second.pool_id == server.pool_id

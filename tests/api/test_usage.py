@@ -186,18 +186,15 @@ def another_goes(client: Client) -> None:
     """A benchmark that ends now is cleared up: so what ended before it would be gone as well."""
     other = attach(client, is_bench=True, model="another")
     other.store(keys(1, "another"))
-    client.leave(other.session, other.member)
-    other.close()
+    other.leave()
     eventually(lambda: all(one.namespace != other.attached.namespace for one in client.namespaces().namespaces))
 
 
 def test_what_an_engine_shares_with_a_benchmark_stays(client: Client) -> None:
     measuring, engine = attach(client, is_bench=True), attach(client)
     measuring.store(keys(2, "shared"))
-    client.leave(measuring.session, measuring.member)
-    measuring.close()
-    client.leave(engine.session, engine.member)
-    engine.close()
+    measuring.leave()
+    engine.leave()
     another_goes(client)
     assert client.status().chunks.ready == 2
     assert not client.namespaces().namespaces[0].is_bench
@@ -207,14 +204,12 @@ def test_a_benchmark_in_an_adopted_namespace_takes_nothing_with_it(server: Serve
     with Client(server.unix) as client:
         engine = attach(client)
         engine.store(keys(2, "kept"))
-        client.leave(engine.session, engine.member)
-        engine.close()
+        engine.leave()
     server.stop(9)
     with ServerProcess(**server.settings) as second, Client(second.unix) as client:
         measuring = attach(client, is_bench=True)
         measuring.lookup(keys(2, "kept"), "rb")
-        client.leave(measuring.session, measuring.member)
-        measuring.close()
+        measuring.leave()
         another_goes(client)
         assert client.status().chunks.ready == 2
 

@@ -21,8 +21,7 @@ def pair(client: Client) -> Iterator[Engine]:
     """Two ranks, each writing its own parts."""
     attached = attach(client, ranks=[0, 1], tensor_parallel=2, writers=2)
     yield attached
-    client.leave(attached.session, attached.member)
-    attached.close()
+    attached.leave()
 
 
 def fresh(count: int = 2) -> list[str]:

@@ -92,8 +92,7 @@ def test_a_namespace_must_be_known_and_meant(server: ServerProcess, client: Clie
     assert "no namespace starts with 'xyz'" in refusal(kvdock(*asked, "--namespace", "xyz"), 1)
     said = refusal(kvdock(*asked), 2)
     assert engine.attached.namespace[:12] in said and other.attached.namespace[:12] in said
-    client.leave(other.session, other.member)
-    other.close()
+    other.leave()
 
 
 def test_a_server_that_knows_no_namespace_says_so() -> None:
@@ -119,8 +118,7 @@ def test_clear_takes_one_namespace_or_all(server: ServerProcess, client: Client,
     assert json.loads(one.stdout) == {"chunks": 3, "pending_tiers": []} and ready_chunks(client) == 2
     rest = kvdock("clear", "--all", "-y", "--server", server.unix)
     assert rest.stdout == "2 chunks were cleared\n" and ready_chunks(client) == 0
-    client.leave(other.session, other.member)
-    other.close()
+    other.leave()
 
 
 @pytest.mark.parametrize(("arguments", "said"), [

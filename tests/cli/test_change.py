@@ -27,8 +27,7 @@ def engine(client: Client) -> Iterator[Engine]:
     client.clear(ClearCache())
     attached = attach(client, label="changer", model=unique("model"))
     yield attached
-    client.leave(attached.session, attached.member)
-    attached.close()
+    attached.leave()
 
 
 def stored(engine: Engine, chain: list[str]) -> int:

@@ -16,6 +16,7 @@ import pytest
 from adoption_helpers import of_another_release
 from api_helpers import ServerProcess, attach, keys
 from cli_helpers import TIMEOUT_S, clean_environ, kvdock
+from frozen import frozen
 
 from kvdock._core import Table, cpu_paths, cuda_kernels
 from kvdock.api.access.edits import add_token
@@ -177,11 +178,8 @@ def test_access_files_are_read_as_the_server_and_commands_would(tmp_path: Path) 
 
 
 def test_a_server_that_is_stopped_is_a_problem_and_none_is_not(server: ServerProcess, tmp_path: Path) -> None:
-    server.process.send_signal(signal.SIGSTOP)
-    try:
+    with frozen(server.process):
         found = checks_of(kvdock("doctor", "--json", KVDOCK_SOCKET_PATH=server.unix.removeprefix("unix:"), **SMALL), 1)
-    finally:
-        server.process.send_signal(signal.SIGCONT)
     assert found["server"]["level"] == "problem" and "it listens at" in found["server"]["found"]
     assert "stopped" in found["server"]["advice"]
 

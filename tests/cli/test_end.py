@@ -273,8 +273,7 @@ def test_a_kept_pool_is_whole_and_the_next_server_at_its_socket_has_it(tmp_path:
         assert pool_of(client) == pool
         again = attach(client)
         assert again.lookup(keys(2, "kept")).hit_tokens == 32
-        client.leave(again.session, again.member)
-        again.close()
+        again.leave()
         process.send_signal(signal.SIGTERM)
         _, err = process.communicate(timeout=TIMEOUT_S)
     assert f"took over pool {pool:016x}: it keeps 2 chunks, " in err and pool not in pool_objects()

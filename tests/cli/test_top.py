@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import shlex
 import signal
 import subprocess
@@ -14,6 +13,7 @@ from pathlib import Path
 import pytest
 from api_helpers import Engine, ServerProcess, attach, eventually, keys, unique
 from cli_helpers import KVDOCK, TIMEOUT_S, clean_environ, kvdock, refusal
+from frozen import frozen
 from pty_screen import ENTER, LEAVE, PtyProgram
 from rich.console import Console
 
@@ -35,8 +35,7 @@ def engine(client: Client) -> Iterator[Engine]:
         prefill_tokens_per_s=16_000.0,
     )])
     yield attached
-    client.leave(attached.session, attached.member)
-    attached.close()
+    attached.leave()
 
 
 def environ() -> dict[str, str]:
@@ -138,13 +137,10 @@ def test_a_lost_server_is_said_and_comes_back(tmp_path: Path) -> None:
 def test_a_server_that_hangs_does_not_hold_the_keys(server: ServerProcess) -> None:
     with watching(server.unix) as program:
         program.wait_for(lambda lines: has("kvdock ready", lines))
-        os.kill(server.process.pid, signal.SIGSTOP)
-        try:
+        with frozen(server.process):
             program.wait_for(lambda lines: has("no answer within", lines))
             program.press("q")
             assert program.ended() == 0
-        finally:
-            os.kill(server.process.pid, signal.SIGCONT)
 
 
 def test_without_an_access_token_it_shows_totals(server: ServerProcess, engine: Engine) -> None:

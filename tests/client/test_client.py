@@ -184,8 +184,7 @@ def test_a_lookup_of_512_chunks_is_answered_within_20_ms(client: Client) -> None
     before = slowness()
     best_s = min(once(number) for number in range(20))
     assert best_s / max(before, slowness()) < 0.020
-    client.leave(engine.session, engine.member)
-    engine.close()
+    engine.leave()
 
 
 def test_every_call_of_the_client_is_a_body_of_the_schema() -> None:

@@ -30,8 +30,7 @@ def engine(server: ServerProcess) -> Iterator[Engine]:
         engine = attach(client)
         engine.store(keys(4, "http"))
         yield engine
-        client.leave(engine.session, engine.member)
-        engine.close()
+        engine.leave()
 
 
 @pytest.fixture(params=["unix", "http"])

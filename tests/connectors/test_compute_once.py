@@ -391,8 +391,7 @@ def test_a_request_without_room_takes_back_what_it_cannot_store(server: ServerPr
             return found.tokens if found is not None else None
 
         eventually(lambda: 0 < (promised() or 0) < CHUNK * CHUNKS)
-        client.leave(member.session, member.member)
-        member.close()
+        member.leave()
 
 
 def test_a_request_that_stores_all_asks_for_nothing_more(
@@ -424,8 +423,7 @@ def test_off_is_as_if_nobody_else_computed(
             third, _ = member_like(client, described)
             found = third.lookup(keys).being_stored
             assert found is not None and found.tokens == 4 * CHUNK, "the engine that is off has promised nothing"
-            client.leave(third.session, third.member)
-            third.close()
+            third.leave()
 
 
 def test_a_request_that_ends_before_its_lookup_was_sent_promises_nothing(

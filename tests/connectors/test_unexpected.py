@@ -69,8 +69,7 @@ def test_a_session_outlives_whatever_its_observer_raises(caplog: pytest.LogCaptu
         assert [chunk.key for changes in heard for chunk in changes.changes] == keys(2), "each change once"
         assert session.attachment is attachment
         assert errors_in(caplog) == ["changes of the cache were lost by KeyError: \"a router's own\""]
-        client.leave(writer.session, writer.member)
-        writer.close()
+        writer.leave()
 
 
 def test_a_heartbeat_that_fails_in_an_unknown_way_is_followed_by_the_next(

@@ -1,5 +1,5 @@
 """What is heard of weights that change in vLLM, and the proof that it is heard. vLLM's classes are played by hand here;
-tests/vllm/test_weights.py has the real ones."""
+tests/whole/test_weights.py has the real ones."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import msgspec
@@ -113,28 +113,17 @@ def worker(server: ServerProcess) -> Iterator[Worker]:
     made.close()
 
 
-def test_a_step_waits_for_a_stores_copies(worker: Worker) -> None:
+@pytest.mark.parametrize("waits", [
+    lambda half, order: half.fence(Orders(fences=(order.store_id,)), None), lambda half, order: half.wait_idle(),
+], ids=["a step", "KV memory goes"])
+def test_what_writes_or_ends_blocks_waits_for_a_stores_copies(worker: Worker, waits: Callable[..., None]) -> None:
     order, may_copy = worker.order("r", TOKENS, 1), threading.Event()
     copier = worker.half._connector._storers[0]
     assert isinstance(copier, CpuCopier)
     copier._thread.submit(may_copy.wait)  # it is at work for somebody else
     worker.half.start(Orders(stores=(order,)))
     threading.Timer(0.3, may_copy.set).start()
-    worker.half.fence(Orders(fences=(order.store_id,)), None)
-    assert may_copy.is_set()
-    worker.overwrite(order)
-    eventually(worker.is_told)
-    worker.expect_stored(TOKENS)
-
-
-def test_before_kv_memory_goes_all_copies_have_ended(worker: Worker) -> None:
-    order, may_copy = worker.order("r", TOKENS, 1), threading.Event()
-    copier = worker.half._connector._storers[0]
-    assert isinstance(copier, CpuCopier)
-    copier._thread.submit(may_copy.wait)  # it is at work for somebody else
-    worker.half.start(Orders(stores=(order,)))
-    threading.Timer(0.3, may_copy.set).start()
-    worker.half.wait_idle()
+    waits(worker.half, order)
     assert may_copy.is_set()
     worker.overwrite(order)
     eventually(worker.is_told)

@@ -245,7 +245,7 @@ def test_every_dependency_is_pinned_within_its_range() -> None:
 def test_every_folder_of_tests_is_run() -> None:
     """By `make test`, but for those of engines, which `make test-vllm` and `make test-sglang` run."""
     options = tomllib.loads(sources()[PurePosixPath("pyproject.toml")])["tool"]["pytest"]["ini_options"]
-    engines = {PurePosixPath("tests/vllm"), PurePosixPath("tests/sglang")}
+    engines = {PurePosixPath(f"tests/{name}") for name in ("vllm", "sglang", "whole")}
     run = {PurePosixPath(folder) for folder in options["testpaths"]} | engines
     tests = {path for path in sources() if path.parts[0] == "tests" and path.name.startswith("test_")}
     assert {path.parent for path in tests} == run

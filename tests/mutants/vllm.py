@@ -403,7 +403,7 @@ MUTANTS = (
     Mutant(
         "V32", "KV memory goes while stores copy from it", WORKER,
         "            self._come_after(store.copies, None)\n", "            pass\n",
-        ("tests/connectors/test_vllm_worker.py",), "test_before_kv_memory_goes_all_copies_have_ended",
+        ("tests/connectors/test_vllm_worker.py",), "test_what_writes_or_ends_blocks_waits_for_a_stores_copies",
     ),
     Mutant(
         "V40", "a recurrent state that steps still change is stored", TABLES,

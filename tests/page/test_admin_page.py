@@ -33,8 +33,7 @@ def busy(tmp_path: Path) -> Iterator[tuple[ServerProcess, Engine]]:
         engine = attach(client, model=unique("model"))
         engine.store(STORED)
         yield server, engine
-        client.leave(engine.session, engine.member)
-        engine.close()
+        engine.leave()
 
 
 @pytest.fixture

@@ -58,8 +58,7 @@ def engine(server: ServerProcess) -> Iterator[Engine]:
         attached = attach(client, model=unique("model"))
         attached.store(STORED)
         yield attached
-        client.leave(attached.session, attached.member)
-        attached.close()
+        attached.leave()
 
 
 @pytest.fixture
@@ -356,8 +355,7 @@ def named(server: ServerProcess) -> Iterator[None]:
             engines.append(each)
         yield
         for each in engines:
-            client.leave(each.session, each.member)
-            each.close()
+            each.leave()
 
 
 SHOWN_BIDI = "safe\\u202egpj.exe\\u2066\\u2067\\u202dtail\\u200f"

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-import signal
 from collections.abc import Iterator
 
 import pytest
 from api_helpers import OPERATOR, PATIENCE_S, ServerProcess, attach, eventually, keys
+from frozen import frozen
 from page_helpers import OpenPage, wait_phase
 from playwright.sync_api import expect
 
@@ -89,13 +89,10 @@ def test_figures_of_a_real_server_that_is_stopped_look_old_until_it_goes_on(open
     with ServerProcess() as stopped:
         page = open_page(stopped.http, access_token=OPERATOR)
         expect(page.locator("#pill")).to_have_text("Ready")
-        stopped.process.send_signal(signal.SIGSTOP)
-        try:
+        with frozen(stopped.process):
             wait_phase(page, "stale")
             expect(page.locator("#age")).to_have_text(re.compile(r"figures are \d+\ss old"))
             wait_phase(page, "gone")
-        finally:
-            stopped.process.send_signal(signal.SIGCONT)
         wait_phase(page, "live")
         expect(page.locator("#pill")).to_have_text("Ready")
 
@@ -140,8 +137,7 @@ def test_a_real_request_is_explained_and_its_prefix_listed_and_removed(open_page
         page.get_by_role("button", name="Remove the prefix").click()
         page.get_by_role("button", name="Remove", exact=True).click()
         eventually(lambda: client.lookup(Lookup(namespace=engine.attached.namespace, keys=chain)).hit_tokens == 0)
-        client.leave(engine.session, engine.member)
-        engine.close()
+        engine.leave()
 
 
 def test_a_prefix_unfolds_by_key_and_by_mouse_page_by_page_and_is_searched_for(open_page: OpenPage) -> None:
@@ -234,5 +230,4 @@ def test_requests_of_a_real_server_are_found_by_how_their_ids_begin(open_page: O
         expect(rows).to_have_count(10)
         page.get_by_role("button", name="more").click()
         expect(rows).to_have_count(20)
-        client.leave(engine.session, engine.member)
-        engine.close()
+        engine.leave()

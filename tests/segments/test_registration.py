@@ -276,8 +276,7 @@ def test_heartbeats_carry_it_and_what_it_cost_is_counted(server: ServerProcess) 
         assert one.lookup(chain, "t", readers=2).hit_tokens == 16 * 120
         assert writer.lookup(chain, "u").hit_tokens == 16 * 120
         for engine in (writer, one, two):
-            engine.client.leave(engine.session, engine.member)
-            engine.close()
+            engine.leave()
 
 
 def test_a_member_that_has_registered_nothing_is_granted_nothing(server: ServerProcess) -> None:
@@ -294,5 +293,4 @@ def test_a_member_that_has_registered_nothing_is_granted_nothing(server: ServerP
             server.unix, f"/v1/sessions/{engine.session}/heartbeat", {"member": engine.member, "pinned_through": -1}
         )
         assert (status, problem["code"], problem["found"]) == (422, "invalid_body", "$.pinned_through")
-        engine.client.leave(engine.session, engine.member)
-        engine.close()
+        engine.leave()

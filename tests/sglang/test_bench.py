@@ -12,7 +12,7 @@ from engines import ENGINE_PYTHON, HERE
 from paths import ROOT
 from whole_engines import run_to_its_end
 
-pytestmark = [pytest.mark.sglang, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(400), pytest.mark.xdist_group("programs")]
 ON_CPU = {
     "PYTHONPATH": f"{HERE / 'on_cpu'}:{ROOT}", "SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1",
     "TORCHDYNAMO_DISABLE": "1", "CUDA_VISIBLE_DEVICES": "",

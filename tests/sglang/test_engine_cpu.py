@@ -1,8 +1,4 @@
-"""The linker inside whole SGLang engines on the CPU: what is loaded, and what becomes of damage.
-
-A loaded run is compared with a local hit of the same length, never with a cold run: other chunks of prefill change the
-last bits by themselves.
-"""
+"""The linker inside whole SGLang engines on the CPU: what becomes of damage, and what SGLang has of its own."""
 
 from __future__ import annotations
 
@@ -11,8 +7,8 @@ from pathlib import Path
 
 import pytest
 from api_helpers import ServerProcess
-from engines import TP2, Engine
-from whole_engines import HITS, PROMPTS, prompts_of, tokens_of
+from engines import Engine, odd
+from whole_engines import HITS, NOTHING, PROMPTS, comes_back, prompts_of, tokens_of
 
 from kvdock.client.client import Client
 from kvdock.datapath.segments import AttachedSegments
@@ -20,7 +16,6 @@ from kvdock.shm.segment import SegmentInfo
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(400)]
 
-NOTHING = [0] * len(PROMPTS)
 FOUR = [prompts_of(seed)[2] for seed in (100, 200, 300, 400)]
 
 
@@ -39,37 +34,6 @@ def spoil(server: ServerProcess) -> None:
         segments.close()
 
 
-@pytest.mark.same_tokens
-@pytest.mark.parametrize(("kind", "how"), [
-    pytest.param("llama", {}, id="attention", marks=pytest.mark.sweep),
-    pytest.param("llama", {"engine": {"page_size": 128}}, id="pages of 128"),
-    pytest.param("llama", {"engine": {"disable_overlap_schedule": True}}, id="no overlap", marks=pytest.mark.sweep),
-    pytest.param("window", {}, id="window"),
-    pytest.param("llama", TP2, id="two ranks", marks=pytest.mark.sweep),
-    pytest.param("mla", TP2, id="latent"), pytest.param("states", TP2, id="states"),
-])
-def test_what_is_loaded_computes_as_a_local_hit_bit_for_bit(
-    kind: str, how: dict[str, object], models: dict[str, Path], server: ServerProcess
-) -> None:
-    """At page boundaries: an engine's own, and another's."""
-    page = 128 if "page_size" in how.get("engine", {}) else 64  # type: ignore[operator]  # a mapping
-    hits = [(len(prompt) - 1) // page * page for prompt in PROMPTS]
-    with Engine(models[kind], server.unix, **how) as first, Engine(models[kind], server.unix, **how) as second:
-        assert first.generate(PROMPTS)[1] == NOTHING
-        local, cached = first.generate(PROMPTS)
-        assert cached == hits
-        first.drain(server)
-        first.flush()
-        assert first.generate(PROMPTS) == (local, hits)
-        assert second.generate(PROMPTS) == (local, hits)
-        assert second.generate(PROMPTS) == (local, hits), "what was loaded is in its own cache"
-        with Client(server.unix) as client:
-            spaces = client.namespaces().namespaces
-        assert [len(space.manifest.groups) for space in spaces] == [{"window": 2, "states": 3}.get(kind, 1)]
-        assert spaces[0].manifest.writers == (2 if how is TP2 and kind != "mla" else 1), "of MLA one rank stores"
-        assert first.close() == second.close() == 0, first.log_text() + second.log_text()
-
-
 @pytest.mark.parametrize("kind", ["llama", "states"])
 def test_four_at_once_under_memory_pressure_load_and_give_the_same_tokens(
     kind: str, models: dict[str, Path], server: ServerProcess
@@ -79,12 +43,11 @@ def test_four_at_once_under_memory_pressure_load_and_give_the_same_tokens(
     with Engine(models[kind], server.unix, engine=small) as engine:
         alone, _ = engine.generate(FOUR, new=24)
         for _ in range(3):
-            engine.drain(server)
+            engine.drain()
             engine.flush()
             together, cached = engine.generate(FOUR, new=24, at_once=True)
             assert tokens_of(together) == tokens_of(alone)
             assert cached == [512] * 4
-        assert engine.close() == 0, engine.log_text()
 
 
 def test_what_was_evicted_from_the_device_comes_back(models: dict[str, Path], server: ServerProcess) -> None:
@@ -92,27 +55,24 @@ def test_what_was_evicted_from_the_device_comes_back(models: dict[str, Path], se
         engine.generate(PROMPTS[2:])
         local, cached = engine.generate(PROMPTS[2:])
         assert cached == [512]
-        engine.drain(server)
+        engine.drain()
         for seed in (500, 600, 700):
             engine.generate(prompts_of(seed))
         assert engine.generate(PROMPTS[2:]) == (local, [512])
-        assert engine.close() == 0, engine.log_text()
 
 
 def test_damaged_bytes_are_a_miss_and_never_tokens(models: dict[str, Path], server: ServerProcess) -> None:
     with Engine(models["llama"], server.unix, extra={"trust_s": 0.0}) as engine:
         engine.generate(PROMPTS)
         local, _ = engine.generate(PROMPTS)
-        engine.drain(server)
+        engine.drain()
         engine.flush()
         spoil(server)
         found = engine.do("generate", prompts=PROMPTS)
         assert found["cached"] == NOTHING and found["why"] == ["length"] * 3
         assert tokens_of(found["runs"]) == tokens_of(local)
-        engine.drain(server)
-        engine.flush()
-        assert engine.generate(PROMPTS) == (local, HITS), "what was computed has taken its place"
-        assert engine.close() == 0, engine.log_text()
+        engine.drain()
+        assert comes_back(engine) == (local, HITS), "what was computed has taken its place"
 
 
 def test_damage_to_what_is_trusted_ends_requests_once_and_is_never_tokens(
@@ -122,9 +82,8 @@ def test_damage_to_what_is_trusted_ends_requests_once_and_is_never_tokens(
     with Engine(models["llama"], server.unix) as engine:
         engine.generate(PROMPTS)
         local, _ = engine.generate(PROMPTS)
-        engine.drain(server)
-        engine.flush()
-        assert engine.generate(PROMPTS) == (local, HITS), "what was loaded is trusted"
+        engine.drain()
+        assert comes_back(engine) == (local, HITS), "what was loaded is trusted"
         engine.flush()
         spoil(server)
         failed = engine.do("generate", prompts=PROMPTS[:1])
@@ -132,7 +91,6 @@ def test_damage_to_what_is_trusted_ends_requests_once_and_is_never_tokens(
         found = engine.do("generate", prompts=PROMPTS)
         assert found["cached"] == NOTHING and found["why"] == ["length"] * 3
         assert tokens_of(found["runs"]) == tokens_of(local)
-        assert engine.close() == 0, engine.log_text()
 
 
 @pytest.mark.parametrize(("linker", "when"), [("DamagedLinker", "damage"), ("FailingLinker", "fail")])
@@ -140,11 +98,10 @@ def test_a_load_that_fails_after_its_promise_ends_its_request_and_no_other(
     linker: str, when: str, models: dict[str, Path], server: ServerProcess, tmp_path: Path
 ) -> None:
     """SGLang has no way back by then. The pages that it computes next are whole."""
-    odd = {"linker": [linker, "odd_linkers"], "environ": {"KVDOCK_ODD": str(tmp_path)}}
-    with Engine(models["llama"], server.unix, **odd) as engine:
+    with Engine(models["llama"], server.unix, **odd(linker, tmp_path)) as engine:
         engine.generate(PROMPTS)
         local, _ = engine.generate(PROMPTS)
-        engine.drain(server)
+        engine.drain()
         engine.flush()
         (tmp_path / when).touch()
         failed = engine.do("generate", prompts=PROMPTS[:1])
@@ -152,21 +109,17 @@ def test_a_load_that_fails_after_its_promise_ends_its_request_and_no_other(
         (tmp_path / when).unlink()
         found = engine.do("generate", prompts=PROMPTS)
         assert found["why"] == ["length"] * 3 and tokens_of(found["runs"]) == tokens_of(local)
-        engine.drain(server)
-        engine.flush()
-        assert engine.generate(PROMPTS) == (local, HITS)
-        assert engine.close() == 0, engine.log_text()
+        engine.drain()
+        assert comes_back(engine) == (local, HITS)
 
 
 def test_bytes_that_were_not_loaded_would_show(models: dict[str, Path], server: ServerProcess, tmp_path: Path) -> None:
     """The control of all the others: zeros in the place of a load change tokens."""
-    odd = {"linker": ["ForgetfulLinker", "odd_linkers"], "environ": {"KVDOCK_ODD": str(tmp_path)}}
-    with Engine(models["llama"], server.unix, **odd) as engine:
+    with Engine(models["llama"], server.unix, **odd("ForgetfulLinker", tmp_path)) as engine:
         engine.generate(PROMPTS)
         local, _ = engine.generate(PROMPTS)
-        engine.drain(server)
-        engine.flush()
-        loaded, cached = engine.generate(PROMPTS)
+        engine.drain()
+        loaded, cached = comes_back(engine)
         assert cached == HITS and all(a != b for a, b in zip(tokens_of(loaded), tokens_of(local), strict=True))
 
 
@@ -177,28 +130,24 @@ def test_a_hit_of_recurrent_states_ends_where_sglang_has_kept_one(
     prompt, other = PROMPTS[2], [PROMPTS[2][:400] + PROMPTS[0]]
     with Engine(models["states"], server.unix) as first, Engine(models["states"], server.unix) as second:
         first.generate([prompt])
-        first.drain(server)
+        first.drain()
         loaded, cached = second.generate(other)
         assert cached == [256]
-        second.drain(server)
+        second.drain()
         again, cached = first.generate(other)
         assert (tokens_of(again), cached) == (tokens_of(loaded), [512]), "the second has stored what it computed"
-        assert first.close() == second.close() == 0, first.log_text() + second.log_text()
 
 
 def test_recurrent_states_are_read_once_they_are_there(
     models: dict[str, Path], server: ServerProcess, tmp_path: Path
 ) -> None:
     """Layer 0 reads a state, and nothing else that it would wait for."""
-    late = {"linker": ["LateLinker", "odd_linkers"], "environ": {"KVDOCK_ODD": str(tmp_path)}}
-    with Engine(models["states"], server.unix, **late) as engine:
+    with Engine(models["states"], server.unix, **odd("LateLinker", tmp_path)) as engine:
         engine.generate(PROMPTS)
         local, _ = engine.generate(PROMPTS)
-        engine.drain(server)
+        engine.drain()
         for _ in range(2):
-            engine.flush()
-            assert engine.generate(PROMPTS) == (local, HITS)
-        assert engine.close() == 0, engine.log_text()
+            assert comes_back(engine) == (local, HITS)
 
 
 def test_the_drafts_kv_is_loaded_with_the_targets(
@@ -207,7 +156,7 @@ def test_the_drafts_kv_is_loaded_with_the_targets(
     """The draft model is the target once more, so all drafts are accepted for as long as both have their KV."""
     model = models["llama"]
     drafts = {
-        "linker": ["DraftlessLinker", "odd_linkers"], "environ": {"KVDOCK_ODD": str(tmp_path)}, "engine": {
+        **odd("DraftlessLinker", tmp_path), "engine": {
             "speculative_algorithm": "STANDALONE", "speculative_draft_model_path": str(model),
             "speculative_num_steps": 2, "speculative_eagle_topk": 1, "speculative_num_draft_tokens": 3,
         },
@@ -216,7 +165,7 @@ def test_the_drafts_kv_is_loaded_with_the_targets(
         assert first.generate(PROMPTS)[1] == NOTHING
         local = first.do("generate", prompts=PROMPTS)
         assert local["cached"] == HITS and local["verified"] == [4] * 3, "one token by prefill, and three by each"
-        first.drain(server)
+        first.drain()
         for engine in (other, first):
             first.flush()
             found = engine.do("generate", prompts=PROMPTS)
@@ -228,15 +177,13 @@ def test_the_drafts_kv_is_loaded_with_the_targets(
         assert min(forgotten["verified"]) > 4, "drafts without the draft's KV are wrong"
         with Client(server.unix) as client:
             assert [len(space.manifest.groups) for space in client.namespaces().namespaces] == [2]
-        assert first.close() == other.close() == 0, first.log_text() + other.log_text()
 
 
 def test_each_node_is_offered_with_what_comes_before_it(
     models: dict[str, Path], server: ServerProcess, tmp_path: Path
 ) -> None:
     """SGLang does not say it, so it is read from its tree."""
-    odd = {"linker": ["TellingLinker", "odd_linkers"], "environ": {"KVDOCK_ODD": str(tmp_path)}}
-    with Engine(models["llama"], server.unix, **odd) as engine:
+    with Engine(models["llama"], server.unix, **odd("TellingLinker", tmp_path)) as engine:
         prompt = PROMPTS[2]
         for end in (130, 260, 530):
             engine.generate([prompt[:end]], new=1)
@@ -253,11 +200,10 @@ def test_requests_of_other_salts_and_keys_share_nothing(models: dict[str, Path],
     with Engine(models["llama"], server.unix) as first, Engine(models["llama"], server.unix) as second:
         for how in ({}, {"cache_salt": "a"}, {"cache_salt": "b"}, {"extra_key": "a"}):
             assert first.generate(PROMPTS, **how)[1] == NOTHING
-            first.drain(server)
+            first.drain()
             assert second.generate(PROMPTS, **how)[1] == HITS
-        for other in ({"extra": {"weights_digest": "others"}}, {"engine": {"enable_fp32_lm_head": True}}):
-            with Engine(models["llama"], server.unix, **other) as third:
-                assert third.generate(PROMPTS)[1] == NOTHING
+        with Engine(models["llama"], server.unix, engine={"enable_fp32_lm_head": True}) as third:
+            assert third.generate(PROMPTS)[1] == NOTHING
 
 
 def test_adapters_share_with_their_own_kind_alone(models: dict[str, Path], server: ServerProcess) -> None:
@@ -271,28 +217,12 @@ def test_adapters_share_with_their_own_kind_alone(models: dict[str, Path], serve
             assert first.generate(PROMPTS, **how)[1] == NOTHING
             local, cached = first.generate(PROMPTS, **how)
             assert cached == HITS
-            first.drain(server)
+            first.drain()
             assert second.generate(PROMPTS, **how) == (local, HITS)
             assert local not in seen, "adapters change tokens"
             seen.append(local)
         with Engine(models["llama"], server.unix) as plain:
             assert plain.generate(PROMPTS)[1] == NOTHING, "an engine without them is another one"
-
-
-def test_other_weights_share_nothing_with_what_was_stored_before(
-    models: dict[str, Path], server: ServerProcess
-) -> None:
-    with Engine(models["llama"], server.unix) as first:
-        first.generate(PROMPTS)
-        first.drain(server)
-        assert "True" in first.do("weights", model=str(models["llama"]))["done"]
-        assert first.generate(PROMPTS)[1] == NOTHING
-        first.drain(server)
-        first.flush()
-        assert first.generate(PROMPTS)[1] == HITS
-        with Engine(models["llama"], server.unix) as second:
-            assert second.generate(PROMPTS)[1] == HITS, "what the first weights computed"
-        assert first.close() == 0, first.log_text()
 
 
 @pytest.mark.parametrize(("how", "said"), [
@@ -308,32 +238,13 @@ def test_what_is_not_served_is_refused_with_one_sentence(
         assert said in engine.log_text()
 
 
-def test_figures_are_among_sglangs_metrics(models: dict[str, Path], server: ServerProcess, tmp_path: Path) -> None:
-    environ = {"PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}
-    with Engine(models["llama"], server.unix, engine={"enable_metrics": True}, environ=environ) as engine:
-        engine.generate(PROMPTS)
-        engine.drain(server)
-        engine.flush()
-        engine.generate(PROMPTS)
-        found = dict(
-            line.rsplit(" ", 1) for line in engine.do("metrics")["text"].splitlines() if not line.startswith("#")
-        )
-        loaded = float(sum(HITS))
-        assert float(found["sglang:kvdock_load_tokens_total"]) == loaded
-        assert float(found["sglang:kvdock_store_tokens_total"]) == 2 * loaded, "once, and known after the load"
-        assert float(found["sglang:kvdock_stores_known_total"]) == len(PROMPTS), "no call was made for them"
-        assert float(found["sglang:kvdock_lookup_seconds_count"]) == 2 * len(PROMPTS)
-        assert float(found["sglang:kvdock_attached"]) == 1
-
-
 def test_one_variable_is_the_whole_set_up(models: dict[str, Path], server: ServerProcess) -> None:
     """SGLang finds the plugin in what describes the package."""
     environ = {"SGLANG_KVDOCK": "1", "KVDOCK_ADDRESS": server.unix}
     with Engine(models["llama"], server.unix) as first:
         assert first.generate(PROMPTS)[1] == NOTHING
-        first.drain(server)
+        first.drain()
         with Engine(models["llama"], server.unix, plugin=True, environ=environ) as second:
             second.generate(PROMPTS[:1])  # to be asked in a few milliseconds is little on a busy machine
             second.flush()
             assert sum(second.generate(PROMPTS)[1]) > 0
-            assert second.close() == 0, second.log_text()

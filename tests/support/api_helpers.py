@@ -213,6 +213,10 @@ class Engine:
     def heartbeat(self, **more: Any) -> s.HeartbeatAnswer:
         return self.client.heartbeat(self.session, s.Heartbeat(member=self.member, **more))
 
+    def leave(self) -> None:
+        self.client.leave(self.session, self.member)
+        self.close()
+
     def close(self) -> None:
         """Dies without leaving: the lock becomes free, and no call is made."""
         self.liveness.close()

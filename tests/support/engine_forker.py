@@ -63,3 +63,10 @@ def answers() -> Callable[[Said], None]:
     to = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     return lambda answer: print(json.dumps(answer), file=to, flush=True)
+
+
+def carry_out(answer: Callable[[Said], None], jobs: object) -> None:
+    """Jobs come as JSON lines: {"do": the name of a method of `jobs`, and its arguments}. It returns the answer."""
+    for line in sys.stdin:
+        job = json.loads(line)
+        answer(getattr(jobs, job.pop("do"))(**job))

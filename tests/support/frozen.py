@@ -5,7 +5,24 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Protocol
+
+
+class Process(Protocol):
+    def send_signal(self, number: signal.Signals, /) -> None: ...
+
+
+@contextmanager
+def frozen(process: Process) -> Iterator[None]:
+    """Stopped within the block."""
+    process.send_signal(signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        process.send_signal(signal.SIGCONT)
 
 
 def send(pid: int, what: signal.Signals) -> None:

@@ -34,8 +34,7 @@ def attached_engine(*, has_own_model: bool = False, **how: Any) -> Any:
         model = {"model": unique("model")} if has_own_model else {}
         attached = attach(client, **{**how, **model})
         yield attached
-        client.leave(attached.session, attached.member)
-        attached.close()
+        attached.leave()
 
     return engine
 

@@ -8,6 +8,7 @@ import psutil  # type: ignore[import-untyped]  # it has no stubs here
 from api_helpers import MIB, ServerProcess, eventually
 from mover_steps import movers_of
 from tier_engine import TierEngine
+from whole_engines import WholeEngine
 
 from kvdock.client.client import Client
 from kvdock.protocol.admin_schemas import EvictChunks
@@ -59,6 +60,13 @@ def clear_once_written(server: ServerProcess, share: float = 1.0) -> None:
     wait_until_written(server, share)
     with Client(server.unix) as client:
         client.evict(EvictChunks(free_bytes=client.status().pool.limit_bytes))
+
+
+def leave_in_the_tier(server: ServerProcess, engine: WholeEngine, share: float = 1.0) -> None:
+    """What was stored: neither the pool nor the engine has it any more."""
+    engine.drain()
+    clear_once_written(server, share)
+    engine.flush()
 
 
 def is_served(server: ServerProcess, namespaces: int) -> None:

@@ -1,7 +1,8 @@
 """Whole engines of vLLM and SGLang in processes of their own, as tests start and ask them.
 
-tests/vllm/support/engines.py and tests/sglang/support/engines.py say where each engine's environment is, and what it
-does that the other does not.
+Stories that both tell alike are in tests/whole. tests/vllm/support/engines.py and tests/sglang/support/engines.py say
+where each engine's environment is; tests/vllm/support/stories.py and tests/sglang/support/stories.py say what is an
+engine's own in those stories.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import fcntl
 import json
 import os
 import random
+import re
 import select
 import signal
 import socket
@@ -18,6 +20,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -26,28 +29,49 @@ import pytest
 from paths import ROOT, SUPPORT
 from ports import held_port
 
-HITS = [128, 320, 512]
-"""Tokens in whole chunks of the prompts below, of 64 tokens a chunk."""
+HITS, NOTHING = [128, 320, 512], [0, 0, 0]
+"""Tokens in whole chunks of three prompts, of 64 tokens a chunk."""
 
 
 def prompts_of(seed: int) -> list[list[int]]:
-    return [[random.Random(seed + at).randrange(5, 590) for _ in range(n)] for at, n in enumerate((150, 333, 530))]
-
-
-PROMPTS = prompts_of(0)
-OTHERS = prompts_of(100)
-CROWD = [prompt for seed in range(200, 1000, 100) for prompt in prompts_of(seed)]
-
-
-def drawn_prompts(seed: int, lengths: Sequence[int] = (150, 333, 530)) -> list[list[int]]:
-    """Prompts that share no chunk with those of another seed."""
+    """Three prompts that share no chunk with those of another seed. A local hit, of whole blocks of 16 or 32 tokens,
+    ends where a load ends."""
     draw = random.Random(seed)
-    return [[draw.randrange(5, 590) for _ in range(length)] for length in lengths]
+    return [[draw.randrange(5, 590) for _ in range(length)] for length in (140, 333, 520)]
+
+
+PROMPTS, OTHERS = prompts_of(0), prompts_of(1)
+CROWD = [prompt for seed in range(2, 10) for prompt in prompts_of(seed)]
+
+
+@dataclass(frozen=True)
+class Load:
+    """An engine that stores, and another one that loads it. `how`, `reader`: what they are told; `reader` is None where
+    there is none. `hits`: tokens of PROMPTS; `shape`: groups and writers of their namespace."""
+
+    kind: str
+    how: dict[str, Any] = field(default_factory=dict)
+    reader: dict[str, Any] | None = field(default_factory=dict)
+    hits: list[int] = field(default_factory=lambda: HITS)
+    shape: tuple[int, int] = (1, 1)
+    reads_the_same: bool = True
+    """They have as many ranks, so that they round alike."""
+
+
+WITH, LATER, NEVER = "flushed with it", "flushed later", "never flushed"
+CONNECTOR, BEFORE = "flushed with the connector", "flushed before it"
+"""What becomes of an engine's own prefix cache when its weights change."""
 
 
 def tokens_of(runs: Sequence[Sequence[tuple[int, str]]]) -> list[list[int]]:
     """The tokens of what WholeEngine.generate gives."""
     return [[token for token, _ in run] for run in runs]
+
+
+def comes_back(engine: WholeEngine, prompts: Sequence[Sequence[int]] = PROMPTS) -> tuple[list[Any], list[int]]:
+    """What it generates with nothing in its own cache."""
+    engine.flush()
+    return engine.generate(prompts)
 
 
 def python_path(*folders: Path) -> str:
@@ -115,12 +139,14 @@ class EngineFork:
 
 
 class WholeEngine:
-    """A whole engine on the CPU. It starts while the caller goes on; `about` and the first job wait for it."""
+    """A whole engine on the CPU. It starts while the caller goes on; `about` and the first job wait for it. With the
+    block of a `with` that raises nothing it must end well."""
 
     program: ClassVar[tuple[Path, Path]]
     """The Python of the engine's environment, and the program that engines are forked from."""
 
     def __init__(self, model: Path, address: str | None, **said: Any) -> None:
+        self.address = address
         self._log = (model / f"engine-{os.urandom(4).hex()}.log").open("w+")
         self.process = EngineFork(self.program, {"model": str(model), "address": address, **said}, self._log.fileno())
         self._about: dict[str, Any] | None = None
@@ -134,9 +160,31 @@ class WholeEngine:
 
     def generate(self, prompts: Sequence[Sequence[int]], **how: Any) -> tuple[list[Any], list[int]]:
         """([(token, log-probability as hex)] a prompt, tokens a prompt that were not computed)."""
-        answer = self.do("generate", prompts=prompts, **how)
-        assert all(run is not None for run in answer["runs"]), f"{answer['why']}\n{self.log_text()[-4000:]}"
+        answer = self.done(self.do("generate", prompts=prompts, **how))
         return answer["runs"], answer["cached"]
+
+    def done(self, answer: dict[str, Any]) -> dict[str, Any]:
+        """The answer to a job "generate", of which no request failed."""
+        assert set(answer["why"]) == {"length"}, f"{answer['why']}\n{self.log_text()[-4000:]}"
+        return answer
+
+    def flush(self, **how: Any) -> None:
+        """Empties the engine's own prefix cache, which must be idle."""
+        assert self.do("flush", **how)["flushed"]
+
+    def drain(self) -> None:
+        """Waits until what the engine has computed is stored."""
+        self.do("drain")
+
+    def change(self, route: str, folder: Path | None = None, **how: Any) -> None:
+        """Gives it the weights of a model's folder. The routes are those of tests/vllm/support/weight_routes.py
+        or tests/sglang/support/weight_routes.py."""
+        self.do("change", route=route, folder=str(folder), **how)
+
+    def figures(self) -> dict[str, float]:
+        """What it exports for Prometheus, by name without the engine's."""
+        samples = re.findall(r"^\w+:(\w+)(?:\{.*\})? (\S+)$", self.do("metrics")["text"], re.MULTILINE)
+        return {name: float(value) for name, value in samples}
 
     def do(self, what: str, **more: Any) -> dict[str, Any]:
         self.tell(what, **more)
@@ -171,8 +219,9 @@ class WholeEngine:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *exc: object) -> None:
-        self.close()
+    def __exit__(self, raised: type[BaseException] | None, *exc: object) -> None:
+        status = self.close()
+        assert raised is not None or status == 0, self.log_text()[-4000:]
 
 
 def make_models(factory: pytest.TempPathFactory, python: Path, script: Path, kinds: Sequence[str]) -> dict[str, Path]:

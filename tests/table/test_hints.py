@@ -4,6 +4,7 @@ is left."""
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import pytest
 from table_helpers import PAGE, Client, chain, key, new_table
@@ -308,19 +309,13 @@ def test_an_administrators_pin_outlives_the_end_of_a_conversation() -> None:
     engine.table.check_integrity()
 
 
-@pytest.mark.parametrize("priority", [0, -1, MOST_PRIORITY + 1])
-def test_priorities_to_retain_by_are_refused_out_of_their_range(priority: int) -> None:
+@pytest.mark.parametrize(("wish", "priority"), [
+    (retain, 0), (retain, -1), (retain, MOST_PRIORITY + 1), (lower, 1), (lower, CONVERSATION_ENDED - 1),
+])
+def test_priorities_are_refused_out_of_their_range(wish: Callable[..., None], priority: int) -> None:
     engine = engine_of()
     with pytest.raises(TableError) as error:
-        retain(engine, [], priority)
-    assert (error.value.code, error.value.found) == ("bad_argument", priority)
-
-
-@pytest.mark.parametrize("priority", [1, CONVERSATION_ENDED - 1])
-def test_lowered_priorities_are_refused_out_of_their_range(priority: int) -> None:
-    engine = engine_of()
-    with pytest.raises(TableError) as error:
-        lower(engine, [], priority)
+        wish(engine, [], priority)
     assert (error.value.code, error.value.found) == ("bad_argument", priority)
 
 

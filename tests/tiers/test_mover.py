@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from api_helpers import ServerProcess, eventually, soon
+from frozen import frozen
 from server_fixtures import server_of_few, tiered_engine
 from tier_engine import CHUNK_TOKENS, TierEngine, manifest
 from tier_server import (
@@ -194,13 +195,10 @@ def test_while_the_mover_stands_still_lookups_answer_and_nobody_waits_longer_tha
 ) -> None:
     keys = stored_and_gone(engine, 8)
     process = mover(server)
-    process.send_signal(signal.SIGSTOP)
-    try:
+    with frozen(process):
         with soon():
             assert engine.lookup(keys, "r", 0.5).pending is not None
         eventually(lambda: engine.lookup(keys, "r", 0.5).pending is None)
-    finally:
-        process.send_signal(signal.SIGCONT)
     names = (f"again-{number}" for number in itertools.count())  # until it has sent a heartbeat it is granted nothing
     eventually(lambda: engine.awaited(keys, next(names)).hit_tokens == 8 * CHUNK_TOKENS, 30.0)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from api_helpers import ServerProcess, eventually
+from frozen import frozen
 from server_fixtures import server_of_few, tiered_engine
 from tier_engine import CHUNK_TOKENS, TierEngine, manifest
 from tier_server import (
@@ -53,11 +54,8 @@ def count(engine: TierEngine, name: str) -> int:
 @contextmanager
 def standing_still(server: ServerProcess) -> Iterator[None]:
     process = mover(server)
-    process.send_signal(signal.SIGSTOP)
-    try:
+    with frozen(process):
         yield
-    finally:
-        process.send_signal(signal.SIGCONT)
 
 
 # ------------------------------------------------------------------ ahead of requests

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from api_helpers import MIB, NOBODYS, ServerProcess, eventually, raw, soon
 from cli_helpers import kvdock
+from frozen import frozen
 from prometheus_client.parser import text_string_to_metric_families
 from tier_engine import CHUNK_TOKENS, TierEngine, manifest
 from tier_server import PART, SETTINGS, flood, is_served, mover, stored_and_gone
@@ -159,14 +160,11 @@ def test_waits_are_counted_by_how_they_ended(server: ServerProcess, engine: Tier
     brought_up(engine, keys)
     flood(engine)
     process = mover(server)
-    process.send_signal(signal.SIGSTOP)
-    try:
+    with frozen(process):
         assert engine.lookup(keys, "late", 0.2).pending is not None
         eventually(lambda: view(engine).waits["expired"] == 1)
         assert engine.lookup(keys, "ends", 20.0).pending is not None
         engine.client.withdraw(engine.attachment.session, ["ends"])
-    finally:
-        process.send_signal(signal.SIGCONT)
     found = view(engine)
     assert found.waits["fulfilled"] >= 1 == found.waits["expired"] == found.waits["withdrawn"] and found.waiting == 0
     assert found.wait_s["fulfilled"] > 0 and found.wait_s["expired"] >= 0.2
@@ -238,16 +236,13 @@ def test_the_command_has_a_line_for_each_tier(server: ServerProcess, engine: Tie
 
 def test_nothing_that_is_read_waits_for_a_mover_that_stands_still(server: ServerProcess, engine: TierEngine) -> None:
     process = mover(server)
-    process.send_signal(signal.SIGSTOP)
-    try:
+    with frozen(process):
         eventually(lambda: view(engine).silent_s > 1.5, 30.0)
         for path in ("/v1/status", "/metrics", "/v1/stats", "/readyz"):
             with soon():
                 assert raw(server.http, "GET", path)[0] == 200
         assert tier(engine).state == "open", "as it was last reported"
         assert samples(server)["kvdock_mover_silent_seconds{}"] > 1
-    finally:
-        process.send_signal(signal.SIGCONT)
     eventually(lambda: view(engine).silent_s < 1.5, 30.0)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from api_helpers import ServerProcess
 from engines import Engine
-from schedulers import SEEDS, Schedulers, every_mode, every_version, versions_in_turn
+from schedulers import SEEDS, Run, every_mode, every_version, versions_in_turn
 from whole_engines import HITS, PROMPTS
 
 from kvdock.client.client import Client
@@ -28,10 +28,9 @@ every_shape = pytest.mark.parametrize(("windows", "sizes"), SHAPES.values(), ids
 @every_mode
 @every_shape
 def test_a_prefix_is_loaded_into_blocks_of_each_groups_size(
-    version: str, load_async: bool, windows: list[int | None], sizes: list[int], server: ServerProcess,
-    schedulers: Schedulers,
+    load_async: bool, windows: list[int | None], sizes: list[int], run: Run
 ) -> None:
-    found = schedulers.run(version, "warm", server.unix, windows, sizes, load_async=load_async)
+    found = run("warm", windows, sizes, load_async=load_async)
     assert found["bad_reads"] == found["wrong_tokens"] == found["unfinished"] == found["held"] == 0
     assert found["loaded"] == (144 if 24 in sizes else 128)
 
@@ -40,12 +39,9 @@ def test_a_prefix_is_loaded_into_blocks_of_each_groups_size(
 @every_mode
 @every_shape
 def test_under_pressure_blocks_of_no_size_are_read_wrongly(
-    version: str, load_async: bool, windows: list[int | None], sizes: list[int], server: ServerProcess,
-    schedulers: Schedulers,
+    load_async: bool, windows: list[int | None], sizes: list[int], run: Run
 ) -> None:
-    found = schedulers.run(
-        version, "pressure", server.unix, windows, 0, SEEDS // 2, sizes, likely=0.0, load_async=load_async
-    )
+    found = run("pressure", windows, 0, SEEDS // 2, sizes, likely=0.0, load_async=load_async)
     assert found["wrong"] == {}
     assert found["loaded"] > 0 and found["preempted"] > 0
 
@@ -56,22 +52,19 @@ def test_a_whole_engine_loads_the_bits_of_its_local_hits_into_blocks_of_two_size
 ) -> None:
     with Engine(models["gemma4"], server.unix) as engine:
         assert engine.generate(PROMPTS)[1] == [0, 0, 0]
-        engine.do("drain")
+        engine.drain()
         with Client(server.unix) as client:
             [space] = client.namespaces().namespaces
         assert set(space.manifest.block_sizes) == {32, 64}
         local, at_hand = engine.generate(PROMPTS)
         assert at_hand == HITS
-        assert engine.do("reset")["reset"]
+        engine.flush()
         assert engine.generate(PROMPTS) == (local, HITS)
-        assert engine.close() == 0, engine.log_text()
 
 
 @every_version
 @every_shape
-def test_two_blocks_that_changed_places_are_seen(
-    version: str, windows: list[int | None], sizes: list[int], server: ServerProcess, schedulers: Schedulers
-) -> None:
+def test_two_blocks_that_changed_places_are_seen(windows: list[int | None], sizes: list[int], run: Run) -> None:
     """The negative control: what makes the other tests able to fail."""
-    found = schedulers.run(version, "swapped", server.unix, windows, sizes, module="size_scenarios")
+    found = run("swapped", windows, sizes, module="size_scenarios")
     assert found["bad_reads"] >= 2 * min(sizes)

@@ -31,9 +31,9 @@ def test_a_late_adapter_is_loaded_by_its_engine_and_by_one_that_starts_later(
         assert seen is not None and seen.changed_ns + 10**9 > began_ns, "it is younger than the engine"
         adapter = ["sql", 1, str(late)]
         assert engine.generate([PROMPT], adapter=adapter)[1] == [0]
-        engine.do("drain")
+        engine.drain()
         local, at_hand = engine.generate([PROMPT], adapter=adapter)
-        engine.do("reset")
+        engine.flush()
         assert at_hand == [HIT] and engine.generate([PROMPT], adapter=adapter) == (local, [HIT])
     with Engine(models["llama"], server.unix, engine=LORA) as engine:
         assert engine.generate([PROMPT], adapter=["query", 4, str(late)]) == (local, [HIT])

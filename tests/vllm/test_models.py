@@ -112,12 +112,8 @@ class Kind:
         cold, none = self.ask(engine, how, kvdock=UNTOUCHED)
         local, at_hand = self.ask(engine, how, kvdock=UNTOUCHED)
         assert (none, at_hand) == (NOTHING, HITS)
-        assert engine.do("reset")["reset"]
+        engine.flush()
         return cold, local
-
-    def close(self) -> None:
-        engines = (self.first, self.renamed, self.resized, self.another)
-        assert all(engine.close() == 0 for engine in engines if engine is not None), self.first.log_text()
 
 
 SWEPT = {"llama", "qwen3", "gptoss"}
@@ -140,11 +136,11 @@ def test_what_engines_of_a_kind_load_of_each_other(kind: Kind, server: ServerPro
     row, first = kind.row, kind.first
     assert first.about["groups"] == row.groups
     assert kind.ask(first, row.how)[1] == NOTHING
-    first.do("drain")
+    first.drain()
     local, at_hand = kind.ask(first, row.how)
     assert at_hand == HITS
 
-    assert first.do("reset")["reset"]
+    first.flush()
     assert kind.ask(first, row.how) == (local, HITS), "1: its own"
     assert kind.ask(kind.renamed, row.same or row.how) == (local, HITS), "1 and 3: another engine's, by another name"
     with Client(server.unix) as client:
@@ -164,7 +160,6 @@ def test_what_engines_of_a_kind_load_of_each_other(kind: Kind, server: ServerPro
         assert kind.ask(kind.another, row.other) == (cold, NOTHING), "4: another of the same name"
         if "adapter" in row.how:
             assert kind.ask(kind.another, {})[1] == NOTHING, "4: nor without one"
-    kind.close()
 
 
 def test_beside_recurrent_states_without_a_prefix_cache_an_engine_makes_what_it_makes_without_kvdock(
@@ -181,4 +176,3 @@ def test_beside_recurrent_states_without_a_prefix_cache_an_engine_makes_what_it_
         assert beside.log_text().count("kvdock stands aside, and vLLM runs as without it: ") == 1
         with Client(server.unix) as client:
             assert client.sessions().sessions == [] and not any(client.status().counters.values())
-        assert (beside.close(), alone.close()) == (0, 0)

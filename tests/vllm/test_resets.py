@@ -9,17 +9,16 @@ from pathlib import Path
 import pytest
 from api_helpers import ServerProcess
 from engines import Engine
-from schedulers import Schedulers, every_version
-from whole_engines import HITS, PROMPTS, tokens_of
+from schedulers import Run, every_version
+from whole_engines import HITS, NOTHING, PROMPTS, tokens_of
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
+SCENARIOS = "reset_scenarios"
 
 
 @every_version
-def test_vllm_itself_cannot_reset_while_requests_load(
-    version: str, server: ServerProcess, schedulers: Schedulers
-) -> None:
-    found = schedulers.run(version, "preempts_all", server.unix, ends_loads=False, module="reset_scenarios")
+def test_vllm_itself_cannot_reset_while_requests_load(run: Run) -> None:
+    found = run("preempts_all", ends_loads=False)
     assert "waiting for remote KV transfer" in found["raised"]
 
 
@@ -29,13 +28,11 @@ def test_vllm_itself_cannot_reset_while_requests_load(
 @pytest.mark.parametrize("windows", [[None], [None, 48]], ids=["1group", "2groups"])
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
 def test_a_reset_that_preempts_all_comes_after_the_loads_under_way(
-    version: str, overlap: bool, runner: int, windows: list[int | None], policy: str, server: ServerProcess,
-    schedulers: Schedulers,
+    overlap: bool, runner: int, windows: list[int | None], policy: str, run: Run
 ) -> None:
     """One of the loads is that of a request that was aborted meanwhile."""
-    found = schedulers.run(
-        version, "preempts_all", server.unix, ends_loads=True, overlap=overlap, runner=runner, windows=windows,
-        policy=policy, module="reset_scenarios",
+    found = run(
+        "preempts_all", ends_loads=True, overlap=overlap, runner=runner, windows=windows, policy=policy
     )
     assert found["is_reset"] and found["held_then"] == 0
     before, after = found["loads"]
@@ -45,10 +42,8 @@ def test_a_reset_that_preempts_all_comes_after_the_loads_under_way(
 
 
 @every_version
-def test_a_load_that_does_not_end_in_time_is_left_to_vllm(
-    version: str, server: ServerProcess, schedulers: Schedulers
-) -> None:
-    found = schedulers.run(version, "never_ends", server.unix, module="reset_scenarios")
+def test_a_load_that_does_not_end_in_time_is_left_to_vllm(run: Run) -> None:
+    found = run("never_ends")
     assert found["raised"] and found["states"] == ["WAITING_FOR_REMOTE_KVS"] * 2
     assert found["paused"] == "UNPAUSED"
     assert found["asked_s"] <= 12.0
@@ -58,9 +53,11 @@ def test_a_whole_engine_resets_while_requests_load(models: dict[str, Path], serv
     with Engine(models["llama"], server.unix) as engine:
         engine.generate(PROMPTS)
         wanted, cached = engine.generate(PROMPTS)
-        assert cached == HITS and engine.do("reset")["reset"]
+        assert cached == HITS
+        engine.flush()
         found = engine.do("reset_as_it_loads", prompts=PROMPTS)
         assert found["reset"]
         assert found["brought"] == 2 * sum(HITS), "once before the reset, once after it"
         assert tokens_of(found["runs"]) == tokens_of(wanted)
-        assert engine.close() == 0, engine.log_text()
+        engine.flush(connector=True)
+        assert engine.generate(PROMPTS)[1] == NOTHING

@@ -15,16 +15,14 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
-import httpx
 import pytest
-from engines import ENGINE_PYTHON, HERE, ROOT
-from ports import held_port
+from engines import ENGINE_PYTHON, ROOT
+from served_engine import ServedEngine
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
@@ -48,10 +46,10 @@ BESIDE = {
     "kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
     "kv_connector_extra_config": {"connectors": [OURS]},
 }
-SERVE = [
+SERVE = (
     "--dtype", "float32", "--max-model-len", "1024", "--enforce-eager", "--block-size", "32",
-    "--num-gpu-blocks-override", "100", "--max-num-seqs", "8", "--served-model-name", "model", "--host", "127.0.0.1",
-]
+    "--num-gpu-blocks-override", "100", "--max-num-seqs", "8", "--kv-transfer-config",
+)
 
 
 class Server:
@@ -89,42 +87,6 @@ class Server:
         self._log.close()
 
 
-@contextmanager
-def instance(model: Path, port: int, transfer: dict[str, object], address: str, log: Path) -> Iterator[str]:
-    environ = {
-        **os.environ, "KVDOCK_ADDRESS": address, "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1", "TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "OMP_NUM_THREADS": "1", "VLLM_SERVER_DEV_MODE": "1",
-    }
-    command = [
-        ENGINE_PYTHON, HERE / "serve_process.py", model, *SERVE, "--port", str(port),
-        "--kv-transfer-config", json.dumps(transfer),
-    ]
-    with log.open("w") as out, subprocess.Popen(
-        command, stdout=out, stderr=subprocess.STDOUT, env=environ, start_new_session=True
-    ) as process:
-        try:
-            yield f"http://127.0.0.1:{port}"
-        finally:
-            process.terminate()
-            try:
-                process.wait(20)
-            finally:
-                if process.poll() is None:
-                    os.killpg(process.pid, signal.SIGKILL)
-
-
-def ready(url: str, log: Path) -> None:
-    end_s = time.monotonic() + 240
-    while time.monotonic() < end_s:
-        try:
-            if httpx.get(f"{url}/health").status_code == 200:
-                return
-        except httpx.TransportError:
-            time.sleep(0.5)  # it is not there yet
-    raise AssertionError(log.read_text()[-3000:])
-
-
 def prompts() -> list[list[int]]:
     """Some share their first part."""
     source = random.Random(4)
@@ -132,38 +94,35 @@ def prompts() -> list[list[int]]:
     return [bases[at % BASES] + [source.randrange(5, 250) for _ in range(at * 3 + 1)] for at in range(PROMPTS)]
 
 
-def answer(client: httpx.Client, url: str, prompt: list[int], **own: object) -> list[int]:
-    asked = {
-        "model": "model", "prompt": prompt, "max_tokens": NEW, "temperature": 0, "return_token_ids": True,
-        **({"kv_transfer_params": {"kvdock": own}} if own else {}),
-    }
-    answered = client.post(f"{url}/v1/completions", json=asked, timeout=120)
-    assert answered.status_code == 200, answered.text
-    return list(answered.json()["choices"][0]["token_ids"])
+def answer(engine: ServedEngine, prompt: list[int], **own: object) -> list[int]:
+    """`own`: what it says to kvdock."""
+    told = {"kv_transfer_params": {"kvdock": own}} if own else {}
+    answered = engine.complete([prompt], max_tokens=NEW, temperature=0, return_token_ids=True, **told)
+    return list(answered[0]["choices"][0]["token_ids"])
 
 
 @pytest.mark.sweep
 def test_a_server_that_is_killed_and_halted_fails_no_request_and_changes_no_answer(
     models: dict[str, Path], tmp_path: Path
 ) -> None:
-    ports, logs = [held_port(), held_port()], [tmp_path / "first.log", tmp_path / "second.log"]
     with ExitStack() as stack:
         server = Server(tmp_path)
         stack.callback(server.close)
-        urls = [
-            stack.enter_context(instance(models["llama"], port, transfer, server.address, log))
-            for port, transfer, log in zip(ports, (OURS, BESIDE), logs, strict=True)
+        environ = {"KVDOCK_ADDRESS": server.address, "TORCHDYNAMO_DISABLE": "1", "VLLM_SERVER_DEV_MODE": "1"}
+        engines = [
+            stack.enter_context(
+                ServedEngine(models["llama"], tmp_path, *SERVE, json.dumps(transfer), environ=environ)
+            )
+            for transfer in (OURS, BESIDE)
         ]
-        for url, log in zip(urls, logs, strict=True):
-            ready(url, log)
-        # Connections are not kept: one that the other side closes at that moment looks like a request that failed.
-        client = stack.enter_context(httpx.Client(limits=httpx.Limits(max_keepalive_connections=0)))
+        for engine in engines:
+            engine.wait_ready(240)
         asked = prompts()
         with ThreadPoolExecutor(AT_ONCE) as pool:
-            right = list(pool.map(lambda prompt: answer(client, urls[0], prompt, load=False, store=False), asked))
-            for url in (*urls, urls[0]):  # what one stores the other loads, and it again
-                assert list(pool.map(partial(answer, client, url), asked)) == right
-                client.post(f"{url}/reset_prefix_cache")
+            right = list(pool.map(lambda prompt: answer(engines[0], prompt, load=False, store=False), asked))
+            for engine in (*engines, engines[0]):  # what one stores the other loads, and it again
+                assert list(pool.map(partial(answer, engine), asked)) == right
+                engine.post("/reset_prefix_cache")
             end_s = time.monotonic() + STORM_S
             storm = pool.submit(server.storm, end_s)
             turns, found = iter(range(1 << 30)), list[tuple[int, list[int]]]()
@@ -174,26 +133,26 @@ def test_a_server_that_is_killed_and_halted_fails_no_request_and_changes_no_answ
                     with lock:
                         turn = next(turns)
                     at = turn * 7 % PROMPTS
-                    answered = answer(client, urls[turn % 2], asked[at])
+                    answered = answer(engines[turn % 2], asked[at])
                     with lock:
                         found.append((at, answered))
 
             def resets() -> None:
                 while time.monotonic() < end_s:
                     time.sleep(RESET_EVERY_S)
-                    for url in urls:
-                        client.post(f"{url}/reset_prefix_cache?reset_running_requests=true")
+                    for engine in engines:
+                        engine.post("/reset_prefix_cache?reset_running_requests=true")
 
             working = [pool.submit(resets), *(pool.submit(asks) for _ in range(AT_ONCE - 2))]
             for one in working:
                 one.result()
             seen = storm.result()
-        loaded = [loaded_tokens(client, url) for url in urls]
+        loaded = [engine.metrics()[HITS] for engine in engines]
     assert seen["killed"] >= 2 and seen["halted"] >= 2
     assert len(found) > AT_ONCE and min(loaded) > 1000, (len(found), loaded)
     assert [at for at, answered in found if answered != right[at]] == []
-    for log in logs:
-        lines = lines_of_kvdock(log.read_text())
+    for engine in engines:
+        lines = lines_of_kvdock(engine.log_text())
         assert len(lines) <= LOG_LINES, "\n".join(lines)
         assert not [line for line in lines if "ERROR" in line or "Traceback" in line]
 
@@ -205,10 +164,5 @@ def lines_of_kvdock(log: str) -> list[str]:
     return [line for line in log.splitlines() if "kvdock" in line.lower()]
 
 
-def loaded_tokens(client: httpx.Client, url: str) -> float:
-    """All that this instance has loaded from the server."""
-    samples = [line for line in client.get(f"{url}/metrics").text.splitlines() if line.startswith(HITS)]
-    return sum(float(line.rsplit(" ", 1)[1]) for line in samples)
-
-
 HITS = "vllm:external_prefix_cache_hits_total"
+"""All that an instance has loaded from the server."""

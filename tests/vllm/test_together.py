@@ -5,46 +5,37 @@ Real Schedulers of vLLM 0.24 and 0.33: tests/vllm/support/together_scenarios.py.
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
-from api_helpers import ServerProcess
-from schedulers import Schedulers, every_mode, every_version
+from schedulers import Run, every_mode, every_version, run_where
 
 pytestmark = pytest.mark.vllm
+SCENARIOS = "together_scenarios"
 
 TOKENS, CHUNK, BUDGET = 900, 32, 128
 
 
-def run(schedulers: Schedulers, version: str, address: str, share: float, **named: object) -> dict[str, Any]:
-    found = schedulers.run(version, "same_prompt", address, share, module="together_scenarios", **named)
-    assert found["wrong"] == 0 and found["remembered"] == 0
-    return found
+run = run_where(lambda found: found["wrong"] == found["remembered"] == 0)
 
 
 @every_version
 @every_mode
-def test_the_second_engine_loads_what_the_first_computes(
-    version: str, load_async: bool, server: ServerProcess, schedulers: Schedulers
-) -> None:
-    found = run(schedulers, version, server.unix, 5.0, load_async=load_async)
+def test_the_second_engine_loads_what_the_first_computes(load_async: bool, run: Run) -> None:
+    found = run("same_prompt", 5.0, load_async=load_async)
     assert found["computed"] == [TOKENS, TOKENS - found["loaded"]] and found["computed"][1] < CHUNK, found["waits"]
     assert found["waits"] == ["fulfilled"]
     assert found["other"] == 0, "the request behind it was not held up"
 
 
 @every_version
-def test_without_the_setting_both_compute(version: str, server: ServerProcess, schedulers: Schedulers) -> None:
-    found = run(schedulers, version, server.unix, 0.0)
+def test_without_the_setting_both_compute(run: Run) -> None:
+    found = run("same_prompt", 0.0)
     assert found["computed"][0] == TOKENS and found["computed"][1] > TOKENS - 2 * BUDGET
     assert found["waits"] == []
 
 
 @every_version
-def test_the_second_engine_computes_what_the_first_gives_up(
-    version: str, server: ServerProcess, schedulers: Schedulers
-) -> None:
-    found = run(schedulers, version, server.unix, 5.0, after_steps=3)
+def test_the_second_engine_computes_what_the_first_gives_up(run: Run) -> None:
+    found = run("same_prompt", 5.0, after_steps=3)
     assert found["computed"][0] == 3 * BUDGET
     assert found["computed"][1] == TOKENS - found["loaded"] and found["loaded"] >= BUDGET
     assert found["waits"] == ["withdrawn"]

@@ -6,16 +6,17 @@ from collections.abc import Iterator
 
 import pytest
 from api_helpers import ServerProcess
-from schedulers import Schedulers, every_version
+from schedulers import Run, every_version
 
 pytestmark = pytest.mark.vllm
+SCENARIOS = "undone_scenarios"
 MIB = 1 << 20
 
 
 @pytest.fixture
-def roomy() -> Iterator[ServerProcess]:
-    with ServerProcess(pool_bytes=16 * MIB, segment_bytes=16 * MIB) as server:
-        yield server
+def server() -> Iterator[ServerProcess]:
+    with ServerProcess(pool_bytes=16 * MIB, segment_bytes=16 * MIB) as process:
+        yield process
 
 
 @pytest.mark.every_minor
@@ -23,31 +24,23 @@ def roomy() -> Iterator[ServerProcess]:
 @pytest.mark.parametrize(
     "scenario", ["given_to_another", "computed_in_part", "damaged_and_no_room", "shares_what_is_damaged"]
 )
-def test_a_request_that_ends_before_it_has_its_kv_again_stores_nothing_wrong(
-    version: str, scenario: str, roomy: ServerProcess, schedulers: Schedulers
-) -> None:
-    assert schedulers.run(version, scenario, roomy.unix, module="undone_scenarios")["wrong"] == 0
+def test_a_request_that_ends_before_it_has_its_kv_again_stores_nothing_wrong(scenario: str, run: Run) -> None:
+    assert run(scenario)["wrong"] == 0
 
 
 @every_version
-def test_a_load_into_blocks_that_a_step_under_way_still_writes_comes_after_it(
-    version: str, roomy: ServerProcess, schedulers: Schedulers
-) -> None:
-    found = schedulers.run(version, "left_behind_in_a_step", roomy.unix, module="undone_scenarios")
+def test_a_load_into_blocks_that_a_step_under_way_still_writes_comes_after_it(run: Run) -> None:
+    found = run("left_behind_in_a_step")
     assert found == {"loaded": 64, "wrong": 0, "after": 1}
 
 
 @every_version
-def test_what_a_request_stores_as_it_ends_is_read_before_its_blocks_are_written(
-    version: str, roomy: ServerProcess, schedulers: Schedulers
-) -> None:
-    found = schedulers.run(version, "blocks_go_as_it_ends", roomy.unix, module="undone_scenarios")
+def test_what_a_request_stores_as_it_ends_is_read_before_its_blocks_are_written(run: Run) -> None:
+    found = run("blocks_go_as_it_ends")
     assert found == {"loaded": 192, "wrong": 0}
 
 
 @every_version
-def test_a_request_that_goes_on_stores_what_it_computes_again(
-    version: str, roomy: ServerProcess, schedulers: Schedulers
-) -> None:
-    found = schedulers.run(version, "goes_on", roomy.unix, module="undone_scenarios")
+def test_a_request_that_goes_on_stores_what_it_computes_again(run: Run) -> None:
+    found = run("goes_on")
     assert found["wrong"] == 0 and found["loaded"] >= 384

@@ -3,26 +3,18 @@ switched off is."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 from api_helpers import ServerProcess
-from schedulers import Schedulers, every_version
+from schedulers import Run, every_version, run_where
 
 pytestmark = pytest.mark.vllm
+SCENARIOS = "unfit_scenarios"
 
 ALL = 128
 """What a request of the scenarios' 150 tokens can load, in chunks of 32."""
 
 
-@pytest.fixture
-def run(server: ServerProcess, schedulers: Schedulers, version: str) -> Any:
-    def scenario(name: str, *arguments: object) -> dict[str, Any]:
-        found = schedulers.run(version, name, server.unix, *arguments, module="unfit_scenarios")
-        assert found.pop("wrong") == 0
-        return found
-
-    return scenario
+run = run_where(lambda found: found.pop("wrong") == 0)
 
 
 @pytest.mark.every_minor
@@ -33,7 +25,7 @@ def run(server: ServerProcess, schedulers: Schedulers, version: str) -> Any:
     ("rules", "turns its prefix cache off for LlamaForCausalLM"),
     ("rules that raise", "turns its prefix cache off for LlamaForCausalLM"),
 ])
-def test_what_vllm_declares_unfit_is_stored_and_not_loaded(run: Any, kind: str, why: str) -> None:
+def test_what_vllm_declares_unfit_is_stored_and_not_loaded(run: Run, kind: str, why: str) -> None:
     found = run("declared", kind)
     assert found["loaded"] == [0, 0, ALL], "others load what it has stored"
     (said,) = found["said"]
@@ -43,18 +35,18 @@ def test_what_vllm_declares_unfit_is_stored_and_not_loaded(run: Any, kind: str, 
 @pytest.mark.every_minor
 @every_version
 @pytest.mark.parametrize("kind", ["usual", "switched off", "switched off beside rules", "last"])
-def test_what_somebody_has_only_switched_off_is_loaded(run: Any, kind: str) -> None:
+def test_what_somebody_has_only_switched_off_is_loaded(run: Run, kind: str) -> None:
     assert run("declared", kind) == {"loaded": [0, ALL, ALL], "said": []}
 
 
 @every_version
-def test_a_request_that_is_not_to_read_prefixes_stores_alone(run: Any) -> None:
+def test_a_request_that_is_not_to_read_prefixes_stores_alone(run: Run) -> None:
     assert run("skipping") == {"loaded": [0, 0, ALL]}
 
 
 @pytest.mark.every_minor
 @every_version
-def test_nothing_is_promised_while_a_worker_is_attached_to_another_server(run: Any) -> None:
+def test_nothing_is_promised_while_a_worker_is_attached_to_another_server(run: Run) -> None:
     with ServerProcess(pool_bytes=64 << 20, segment_bytes=64 << 20) as other:
         found = run("elsewhere", other.unix)
         assert other.stop() == 0

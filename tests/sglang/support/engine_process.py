@@ -6,24 +6,25 @@ Engines are forked from this program, which has imported SGLang (engine_forker.p
 "folder", "address": "unix:/…" or null, …}; {"contract": [model, address]} runs contract.py instead.
 
 A job is {"do": "generate", "prompts": [[…]]}, with "at_once" if they are to run side by side, "new": how many tokens
-each generates, "salt" and "extra_key" as SGLang has them. Other jobs: {"do": "flush"}, what /flush_cache does;
-{"do": "metrics"}; {"do": "weights", "model": folder}; those of weight_routes.py.
+each generates, "cache_salt" and "extra_key" as SGLang has them. Other jobs: {"do": "flush"}, what /flush_cache does;
+{"do": "metrics"}; those of weight_routes.py.
 Log-probabilities travel as hexadecimal floats: what is compared is every bit. "cached" are the tokens of each prompt
 that were not computed, "why" how each ended, "took_s" when, "verified" how often the target has verified drafts.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import odd_plugins
 import weight_routes
 from cpu_only import fork_processes, prepare
-from engine_forker import answers, fork_engines
+from engine_forker import answers, carry_out, fork_engines
 
 os.environ.update(
     SGLANG_USE_CPU_ENGINE="1", HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1", TORCHDYNAMO_DISABLE="1",
@@ -148,9 +149,7 @@ def serve(said: dict[str, Any]) -> None:
     engine = sglang.Engine(**settings_of(said))
 
     answer({"ready": True})
-    for line in sys.stdin:
-        job = json.loads(line)
-        answer(JOBS[job.pop("do")](engine, **job))
+    carry_out(answer, SimpleNamespace(**{name: partial(job, engine) for name, job in JOBS.items()}))
     engine.shutdown()
 
 
@@ -214,12 +213,7 @@ def metrics(engine: Any) -> dict[str, Any]:
     return {"text": generate_latest(registry).decode()}
 
 
-def weights(engine: Any, model: str) -> dict[str, Any]:
-    done = engine.update_weights_from_disk(model)
-    return {"done": str(done)}
-
-
-JOBS = {"generate": generate, "flush": flush, "metrics": metrics, "weights": weights, **weight_routes.JOBS}
+JOBS = {"generate": generate, "flush": flush, "metrics": metrics, **weight_routes.JOBS}
 
 
 if __name__ == "__main__":

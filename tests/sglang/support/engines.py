@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
+from typing import Any
 
-from api_helpers import ServerProcess, comes_true
+import pytest
+from api_helpers import comes_true
 from paths import ROOT
 from whole_engines import EngineFork, WholeEngine
 
@@ -14,9 +16,17 @@ from kvdock.client.client import Client
 
 HERE = Path(__file__).parent
 ENGINE_PYTHON = ROOT / ".venv-sglang-cpu" / "bin" / "python"
+KINDS = ("llama", "window", "states", "mla", "adapter-a", "adapter-b", "llama-b", "llama-c")
+"""What models.py makes."""
+MARK = pytest.mark.sglang
 
 TP2 = {"engine": {"tp_size": 2}, "environ": {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}}
 """What an engine of two ranks is told."""
+
+
+def odd(linker: str, folder: Path) -> dict[str, Any]:
+    """What an engine is told for a linker of odd_linkers.py, which looks into `folder`."""
+    return {"linker": [linker, "odd_linkers"], "environ": {"KVDOCK_ODD": str(folder)}}
 
 
 class Engine(WholeEngine):
@@ -24,9 +34,8 @@ class Engine(WholeEngine):
 
     program = (ENGINE_PYTHON, HERE / "engine_process.py")
 
-    def drain(self, server: ServerProcess) -> None:
-        """Waits until what the engine has offered is stored."""
-        with Client(server.unix) as client:
+    def drain(self) -> None:
+        with Client(self.address) as client:
             assert comes_true(lambda: self._is_stored(client)), self.log_text()[-4000:]
 
     def _is_stored(self, client: Client) -> bool:
@@ -35,10 +44,6 @@ class Engine(WholeEngine):
         time.sleep(0.1)
         status = client.status()
         return not status.reservations and status.counters["stored_chunks"] == before
-
-    def flush(self) -> None:
-        """Resets SGLang's own prefix cache, which must be idle."""
-        assert self.do("flush")["flushed"]
 
 
 def contract_of(model: Path, address: str) -> dict[str, dict[str, str]]:

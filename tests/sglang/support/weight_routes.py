@@ -1,7 +1,7 @@
 """Ways in which an engine's weights change while it runs, as jobs of engine_process.py.
 
-    {"do": "change", "route": …, "model": folder}, with "version" as SGLang has it, and "flush": whether SGLang flushes
-    its cache with the update, where it can
+    {"do": "change", "route": …, "folder": …}, with "version" as SGLang has it, and "flush": whether SGLang flushes its
+    cache with the update, where it can
 
 brings the weights of another model's folder. {"do": "across"} generates while they change, and {"do": "rpc"} calls a
 method of SGLang's Scheduler.
@@ -60,12 +60,11 @@ def bring_pokes() -> None:
     SchedulerWeightUpdaterManager.hot_swap_weights = hot_swap_weights
 
 
-def change(
-    engine: Any, route: str, model: str, version: str | None = None, flush: bool = False, parts: list[str] | None = None
-) -> dict[str, Any]:
-    """`parts`: the versions of an update in several parts."""
-    said = ROUTES[route](engine, model, version, flush) if parts is None else bucketed(engine, model, parts)
-    return {"said": str(said)}
+def change(engine: Any, route: str, folder: str, version: str | None = None, flush: bool = False) -> dict[str, Any]:
+    """`route`: several may be joined by "and"."""
+    for one in route.split(" and "):
+        ROUTES[one](engine, folder, version, flush)
+    return {}
 
 
 def _call(engine: Any, name: str, request: Any) -> Any:
@@ -80,35 +79,24 @@ def disk(engine: Any, model: str, version: str | None, flush: bool) -> Any:
 
 
 def tensor(engine: Any, model: str, version: str | None, flush: bool) -> Any:
-    engine.begin_weight_update()
-    try:
-        return _send(engine, weights_of(model), version, flush)
-    finally:
-        engine.end_weight_update()
-
-
-def bucketed(engine: Any, model: str, versions: list[str]) -> Any:
-    engine.begin_weight_update()
-    weights = weights_of(model)
-    said = [
-        _send(engine, weights[at :: len(versions)], version or None, flush=False) for at, version in enumerate(versions)
-    ]
-    engine.end_weight_update()
-    return said
-
-
-def _send(engine: Any, weights: list[tuple[str, Any]], version: str | None, flush: bool) -> Any:
-    from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
-
-    request = UpdateWeightsFromTensorReqInput(
-        serialized_named_tensors=engine._serialize_tensors_per_rank(weights, None), flush_cache=flush,
-        weight_version=version,
-    )
-    return _call(engine, "update_weights_from_tensor", request)
+    _send(engine, model, version, flush, parts=1)
 
 
 def buckets(engine: Any, model: str, version: str | None, flush: bool) -> Any:
-    return bucketed(engine, model, [version or ""] * 3)
+    _send(engine, model, version, False, parts=3)
+
+
+def _send(engine: Any, model: str, version: str | None, flush: bool, parts: int) -> None:
+    from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
+
+    engine.begin_weight_update()
+    weights = weights_of(model)
+    for at in range(parts):
+        _call(engine, "update_weights_from_tensor", UpdateWeightsFromTensorReqInput(
+            serialized_named_tensors=engine._serialize_tensors_per_rank(weights[at::parts], None), flush_cache=flush,
+            weight_version=version,
+        ))
+    engine.end_weight_update()
 
 
 def distributed(engine: Any, model: str, version: str | None, flush: bool) -> Any:
@@ -145,9 +133,10 @@ def distributed(engine: Any, model: str, version: str | None, flush: bool) -> An
 
 
 def rdma(engine: Any, model: str, version: str | None, flush: bool) -> Any:
-    engine.begin_weight_update()
-    engine.collective_rpc("poke", folder=model)
-    return engine.end_weight_update()
+    begin(engine, model, version, flush)
+    end(engine, model, version, flush)
+    if version is not None:  # SGLang takes none with it
+        name_version(engine, model, version, flush)
 
 
 def begin(engine: Any, model: str, version: str | None, flush: bool) -> Any:

@@ -149,6 +149,3 @@ def counted_waits() -> Iterator[list[float]]:
 def hash_of(name: str) -> int:
     """Another one for each name, the same in every run."""
     return 1000 + int.from_bytes(name.encode(), "big") % 100_003
-
-
-SCENARIOS = {made.__name__: made for made in (nothing_to_load, some_to_load)}

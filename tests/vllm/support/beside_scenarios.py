@@ -83,8 +83,7 @@ def sibling_fails(address: str, policy: str, load_async: bool, overlap: bool, ru
         **shared,
     )
     request = engine.add("fails", prompt(1, 150), 8)
-    other = engine.add("other", prompt(2, 150), 8)
-    engine.run()
+    other = engine.complete("other", prompt(2, 150), 8)
     states = Counter(one.status.name for one in (request, other))
     engine.close()
     alone = SchedEngine(address, **shared)
@@ -102,11 +101,9 @@ def handshakes(address: str, comes_first: bool, overlap: bool, runner: int) -> d
     """Beside a connector with a handshake of its own: cold, then loaded when vLLM's own prefix cache was dropped."""
     beside = {"siblings" if comes_first else "after": [child("Handshakes")]}
     engine = BesideEngine(address, overlap=overlap, runner=runner, weights_digest=os.urandom(8).hex(), **beside)
-    engine.add("cold", prompt(1, 150))
-    engine.run()
+    engine.complete("cold", prompt(1, 150))
     engine.forget_prefixes()
-    engine.add("warm", prompt(1, 150))
-    engine.run()
+    engine.complete("warm", prompt(1, 150))
     engine.close()
     sibling = engine.scheduler.connector._connectors[0 if comes_first else 1]
     return figures(engine, introduced=sibling.is_introduced)
@@ -118,8 +115,7 @@ def policies(address: str, beside: bool, policy: str, **settings: Any) -> dict[s
         engine = BesideEngine(
             address, siblings=[child("Idle")] if beside else [], policy=policy, is_alone=not beside, **settings
         )
-        engine.add("r", prompt(1, 40))
-        engine.run()
+        engine.complete("r", prompt(1, 40))
         engine.close()
     warned = [line for line in lines if "kv_load_failure_policy" in line]
     return {"recomputes": engine.scheduler.recompute_kv_load_failures, "warned": warned}
@@ -131,8 +127,7 @@ def by_name(address: str) -> dict[str, Any]:
     register()
     register()
     engine = BesideEngine(address, siblings=[child("Idle")], is_named=True, weights_digest=os.urandom(8).hex())
-    engine.add("r", prompt(1, 150))
-    engine.run()
+    engine.complete("r", prompt(1, 150))
     engine.close()
     told = {"store_tokens": 128}  # 0.24 sends it as it stands in the object
     read = MultiConnector.build_kv_connector_stats(
@@ -153,6 +148,3 @@ def blocks_go_at_once(address: str) -> dict[str, int]:
         engine.step()
     time.sleep(0.1)  # the background reserves
     return asked_again(engine, prompt(2, 193))
-
-
-SCENARIOS = {made.__name__: made for made in (sibling_fails, handshakes, policies, by_name, blocks_go_at_once)}

@@ -25,15 +25,13 @@ def chosen(address: str, load_s: float, step_s: float, probe_s: float = 1000.0, 
     cost.PROBE_S, real = probe_s, cost.PROBE_S
     try:
         for number in range(PROMPTS):
-            engine.add(f"cold {number}", prompt(number, LONG + 1), 2)
-            engine.run()
+            engine.complete(f"cold {number}", prompt(number, LONG + 1), 2)
         engine.forget_prefixes()
         loaded = []
         for number in range(PROMPTS):
             before = engine.loaded_tokens
             copier._thread.submit(time.sleep, load_s)  # the bus is busy
-            engine.add(f"warm {number}", prompt(number, LONG + 1), 2)
-            engine.run()
+            engine.complete(f"warm {number}", prompt(number, LONG + 1), 2)
             loaded.append(engine.loaded_tokens - before)
         until_s = time.monotonic() + 5.0
         while (leased := len(half._session.client.leases().leases)) and time.monotonic() < until_s:
@@ -45,6 +43,3 @@ def chosen(address: str, load_s: float, step_s: float, probe_s: float = 1000.0, 
     return {
         "first": loaded[:3], "last": loaded[3:], "declined": declined, "wrong": wrong, "leased": leased,
     }
-
-
-SCENARIOS = {made.__name__: made for made in (chosen,)}

@@ -5,16 +5,8 @@
 Engines are forked from this program, which has imported vLLM (engine_forker.py). A message at the socket is {"model":
 "folder", "address": "unix:/…" or null, …}.
 
-A job is {"do": "generate", "prompts": [[…]]}, with "at_once" if they are to run side by side and "together" if they
-are to be admitted in one step, "during_a_step" if they come while one runs, "adapter": [name, number, folder],
-"images": [[name or null, colour]] with one image for each prompt, "samples": how many answers are drawn to each, and
-"new": how many tokens each generates. kv_transfer_params say "kvdock": {…} to kvdock and "handed": {…} to another
-connector; what the engine gives to be handed on is "handed" of the answer, and "held" is how many blocks requests held
-at most. Other jobs: {"do": "reset"}, {"do": "reset_as_it_loads", "prompts": [[…]]},
-{"do": "drain"}, {"do": "metrics"}, what Prometheus would read, or {"do": "change", "route": …, "folder": …,
-"version": …}, which gives it other weights (weight_routes.py). The first line it writes says what the engine is made
-of. Log-probabilities travel as hexadecimal floats: what is compared is every bit. "drafts" are what each step was given
-to check, request by request; "brought" is how many tokens connectors brought.
+A job is one of Jobs' methods and its arguments, {"do": "generate", "prompts": [[…]]}. The first line that an engine
+writes says what it is made of. Log-probabilities travel as hexadecimal floats: what is compared is every bit.
 
 Engines run on the CPU, or on a GPU where KVDOCK_ENGINES_DEVICE is "cuda" and KVDOCK_CPU_ENGINES a folder whose
 bin/python has a vLLM for GPUs.
@@ -32,7 +24,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from engine_forker import answers, fork_engines
+from engine_forker import answers, carry_out, fork_engines
 from serve_process import fork_processes
 from weight_routes import change, register_transfer
 
@@ -104,13 +96,6 @@ def during_a_step(core: Any, address: str) -> Iterator[None]:
         yield
     finally:
         core.add_request = real
-
-
-def way_of(job: dict[str, Any], core: Any, address: str) -> AbstractContextManager[None]:
-    """How the job's requests come to the scheduler."""
-    if job.get("during_a_step"):
-        return during_a_step(core, address)
-    return together(core.scheduler.connector, len(job["prompts"])) if job.get("together") else nullcontext()
 
 
 def drafts_of(scheduler: Any) -> list[list[int]]:
@@ -188,10 +173,14 @@ def reset_as_it_loads(llm: Any, scheduler: Any, prompts: list[list[int]], params
     return {"reset": is_reset, "runs": [ended[name] for name in names]}
 
 
-def asked_of(job: dict[str, Any]) -> list[dict[str, Any]]:
-    """The prompts of a job, with their images."""
-    asked: list[dict[str, Any]] = [{"prompt_token_ids": prompt} for prompt in job["prompts"]]
-    for one, (name, colour) in zip(asked, job.get("images", ()), strict=False):
+def asked_of(
+    prompts: list[list[int]], images: list[tuple[str | None, list[int]]], cache_salt: str | None
+) -> list[dict[str, Any]]:
+    """As vLLM has prompts. `images`: none, or one for each, by name if it has one, and colour."""
+    asked: list[dict[str, Any]] = [{"prompt_token_ids": prompt} for prompt in prompts]
+    for one in asked if cache_salt is not None else ():
+        one["cache_salt"] = cache_salt
+    for one, (name, colour) in zip(asked, images, strict=False):
         from models import SIDE
         from PIL import Image
 
@@ -246,8 +235,25 @@ def keep_prefixes() -> None:
     CpuPlatform.check_and_update_config = classmethod(check_and_update_config)
 
 
-class Served:
-    """An engine, and what is counted of it. do() carries out a job and returns its answer."""
+@contextmanager
+def ends_of(engine: Any) -> Iterator[dict[str, float]]:
+    """When each request has ended."""
+    real, ended = engine.step, dict[str, float]()
+
+    def step() -> Any:
+        outs = real()
+        ended.update({out.request_id: time.monotonic() for out in outs if out.finished})
+        return outs
+
+    engine.step = step
+    try:
+        yield ended
+    finally:
+        engine.step = real
+
+
+class Jobs:
+    """An engine, and what is counted of it. Each public method is a job, and returns its answer."""
 
     def __init__(self, llm: Any, address: str) -> None:
         from vllm import SamplingParams
@@ -260,60 +266,79 @@ class Served:
         self._brought = brought_of(connector) if connector is not None else {}
         self._params = SamplingParams(max_tokens=NEW, temperature=0, ignore_eos=True, detokenize=False, logprobs=3)
 
-    def do(self, job: dict[str, Any]) -> dict[str, Any]:
-        match job["do"]:
-            case "reset":
-                self._drain()
-                return {"reset": self._llm.reset_prefix_cache(reset_connector=job.get("connector", False))}
-            case "metrics":
-                from prometheus_client import generate_latest
+    def flush(self, connector: bool = False) -> dict[str, Any]:
+        """Resets vLLM's prefix cache, and that of its connector as well."""
+        self.drain()
+        return {"flushed": self._llm.reset_prefix_cache(reset_connector=connector)}
 
-                self._drain()
-                return {"text": generate_latest().decode()}
-            case "drain":
-                self._drain()
-                return {}
-            case "reset_as_it_loads":
-                self._brought.clear()
-                found = reset_as_it_loads(self._llm, self.scheduler, job["prompts"], self._params)
-                self._drain()
-                return {**found, "brought": sum(self._brought.values())}
-            case "change":
-                change(self._llm, job["route"], job["folder"], job.get("version", ""))
-                return {}
-            case _:
-                return self._generate(job)
+    def metrics(self) -> dict[str, Any]:
+        """What Prometheus would read."""
+        from prometheus_client import generate_latest
 
-    def _drain(self) -> None:
+        self.drain()
+        return {"text": generate_latest().decode()}
+
+    def drain(self) -> dict[str, Any]:
         while self.scheduler.has_requests():
             self._llm.llm_engine.step()
             time.sleep(0.001)  # stores end in other threads
+        return {}
 
-    def _generate(self, job: dict[str, Any]) -> dict[str, Any]:
+    def reset_as_it_loads(self, prompts: list[list[int]]) -> dict[str, Any]:
+        self._brought.clear()
+        found = reset_as_it_loads(self._llm, self.scheduler, prompts, self._params)
+        self.drain()
+        return {**found, "brought": sum(self._brought.values())}
+
+    def change(self, route: str, folder: str, version: str | None = None, flush: bool = False) -> dict[str, Any]:
+        """Other weights (weight_routes.py). vLLM flushes nothing with them."""
+        change(self._llm, route, folder, version)
+        return {}
+
+    def generate(
+        self, prompts: list[list[int]], *, new: int = NEW, at_once: bool = False, samples: int = 1,
+        adapter: list[Any] | None = None, images: Any = (), cache_salt: str | None = None,
+        handed: dict[str, Any] | None = None, kvdock: dict[str, Any] | None = None, admitted: str = "",
+    ) -> dict[str, Any]:
+        """`new`: how many tokens each generates; `at_once`: side by side; `admitted`: how they come to the scheduler
+        (_way); `samples`: how many answers are drawn to each; `adapter`: [name, number, folder]. kv_transfer_params say
+        `kvdock` to kvdock and `handed` to another connector; what the engine gives to be handed on is "handed" of the
+        answer. "drafts" are what each step was given to check, request by request; "brought" is how many tokens
+        connectors brought, and "held" how many blocks requests held at most."""
         from vllm.lora.request import LoRARequest
 
         params = self._params
         # One after the other, if not told otherwise: how requests are batched changes the last bits by itself.
-        asked = asked_of(job)
-        params.max_tokens = job.get("new", NEW)
-        batches = [asked] if job.get("at_once") else [[one] for one in asked]
-        adapter = LoRARequest(*job["adapter"]) if "adapter" in job else None
-        handed = {**job.get("handed", {}), **({"kvdock": job["kvdock"]} if "kvdock" in job else {})}
-        params.extra_args = {"kv_transfer_params": handed} if handed else None
+        asked = asked_of(prompts, images, cache_salt)
+        params.max_tokens = new
+        batches = [asked] if at_once else [[one] for one in asked]
+        request = LoRARequest(*adapter) if adapter is not None else None
+        told = {**(handed or {}), **({"kvdock": kvdock} if kvdock is not None else {})}
+        params.extra_args = {"kv_transfer_params": told} if told else None
         self._drafts.clear()
         self._brought.clear()
-        params.n = job.get("samples", 1)
-        params.temperature, params.seed = (0.0, None) if params.n == 1 else (1.0, 3)
-        with way_of(job, self._core, self._address), most_held(self.scheduler) as held:
-            outs = [out for batch in batches for out in self._llm.generate(
-                batch, params, use_tqdm=False, lora_request=adapter
-            )]
+        params.n = samples
+        params.temperature, params.seed = (0.0, None) if samples == 1 else (1.0, 3)
+        began_s = time.monotonic()
+        llm = self._llm
+        with self._way(admitted, len(prompts)), most_held(self.scheduler) as held, ends_of(llm.llm_engine) as ends:
+            outs = [
+                out for batch in batches for out in llm.generate(batch, params, use_tqdm=False, lora_request=request)
+            ]
         return {
             "runs": [bits_of(out) for out in outs], "cached": [out.num_cached_tokens for out in outs],
+            "why": [out.outputs[0].finish_reason for out in outs],
+            "took_s": [ends[out.request_id] - began_s for out in outs],
             "drafts": self._drafts, "handed": [out.kv_transfer_params for out in outs],
             "brought": sum(self._brought.values()), "held": max(held),
             "samples": [[list(one.token_ids) for one in out.outputs] for out in outs],
         }
+
+    def _way(self, admitted: str, count: int) -> AbstractContextManager[None]:
+        """"together": in one step; "during a step": while one runs."""
+        if admitted == "during a step":
+            return during_a_step(self._core, self._address)
+        return together(self.scheduler.connector, count) if admitted == "together" else nullcontext()
 
 
 def serve(said: dict[str, Any]) -> None:
@@ -326,11 +351,9 @@ def serve(said: dict[str, Any]) -> None:
     if "weight_transfer_config" in said.get("engine", {}):
         register_transfer()
     llm = LLM(model=said["model"], tokenizer=said["model"], **settings_of(said))
-    served = Served(llm, said["address"])
-
-    answer({"groups": len(served.scheduler.kv_cache_config.kv_cache_groups)})
-    for line in sys.stdin:
-        answer(served.do(json.loads(line)))
+    jobs = Jobs(llm, said["address"])
+    answer({"groups": len(jobs.scheduler.kv_cache_config.kv_cache_groups)})
+    carry_out(answer, jobs)
     llm.llm_engine.engine_core.shutdown()
     left = [thread.name for thread in threading.enumerate() if thread.name.startswith("kvdock")]
     if left:

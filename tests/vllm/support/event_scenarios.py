@@ -111,19 +111,16 @@ def believed(address: str, windows: list[int | None], sizes: list[int]) -> dict[
         prefix = router.prefix(full, "CPU")
         told[name] = len(prefix) if prefix == tokens[: len(prefix)] else f"other tokens: {prefix}"
 
-    engine.add("cold", tokens)
-    engine.run()
+    engine.complete("cold", tokens)
     tell("stored", router, 128)
     assert engine.scheduler.reset_prefix_cache(reset_connector=True)
     tell("reset", router, 0)
-    engine.add("again", tokens)
-    engine.run()
+    engine.complete("again", tokens)
     tell("again", router, 128)
     other = SchedEngine(address, **settings)
     listener = Router(other)
     listener.stays()
-    other.add("warm", tokens)
-    other.run()
+    other.complete("warm", tokens)
     tell("loaded", listener, 128)
     third = SchedEngine(address, **settings)
     computing = Router(third)
@@ -136,6 +133,3 @@ def believed(address: str, windows: list[int | None], sizes: list[int]) -> dict[
     for one in (router, listener, computing, engine, other, third):
         one.close()
     return told
-
-
-SCENARIOS = {"believed": believed}

@@ -60,8 +60,7 @@ class Hinted:
 
     def compute(self, name: str, tokens: list[int], **hint: Any) -> Request:
         """Until all of it is stored."""
-        request = self.engine.add(name, tokens, 2, **hint)
-        self.engine.run()
+        request = self.engine.complete(name, tokens, 2, **hint)
         assert self.reaches(lambda: self.found(request) == len(tokens) // CHUNK), f"{name}: {self.found(request)}"
         return request
 
@@ -146,8 +145,7 @@ def aborted(address: str) -> dict[str, Any]:
 def without_a_server(address: str) -> dict[str, Any]:
     """Hints of an engine that never attached."""
     made = SchedEngine(address, blocks=200, chunk_tokens=CHUNK, weights_digest=os.urandom(8).hex())
-    request = made.add("alone", prompt(8, 8 * CHUNK), 2, **hint_of("params"))
-    made.run()
+    request = made.complete("alone", prompt(8, 8 * CHUNK), 2, **hint_of("params"))
     made.close()
     return {"is_finished": request.is_finished(), "wrong": len(made.bad_reads) + made.wrong_tokens}
 
@@ -169,6 +167,3 @@ def comes_back(address: str) -> dict[str, Any]:
     loaded = client.status().counters["prefetched_chunks"]
     made.engine.close()
     return {**found, "gone": gone, "loaded": loaded}
-
-
-SCENARIOS = {made.__name__: made for made in (pressed, stored_late, aborted, without_a_server, comes_back)}

@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import sched_engine
@@ -71,12 +70,10 @@ def statistics(address: str) -> dict[str, Any]:
     """Cold, and loaded after the engine's own prefix cache was dropped."""
     engine = own_engine(address)
     samples, lines = tell(engine)
-    engine.add("cold", prompt(1, 150))
-    engine.run()
+    engine.complete("cold", prompt(1, 150))
     cold = dict(samples)
     engine.forget_prefixes()
-    engine.add("warm", prompt(1, 150))
-    engine.run()
+    engine.complete("warm", prompt(1, 150))
     engine.step()  # figures of what ended last
     found = {"cold": cold, "warm": dict(samples), "lines": lines}
     engine.close()
@@ -121,8 +118,7 @@ def other_weights(engine: SchedEngine) -> Iterator[None]:
 def loaded(engine: SchedEngine, name: str) -> int:
     """Tokens loaded for the prompt that all share."""
     before = engine.loaded_tokens
-    engine.add(name, prompt(1, 150))
-    engine.run()
+    engine.complete(name, prompt(1, 150))
     return engine.loaded_tokens - before
 
 
@@ -148,8 +144,7 @@ def refused(address: str) -> dict[str, Any]:
             connector.kvdock_received(engine.made(f"never-{number}", prompt(1, 150)))
     asked = leases(MOST_EARLY)
     hit = loaded(engine, "taken")
-    engine.add("long", prompt(2, 40), max_tokens=12)
-    engine.run()
+    engine.complete("long", prompt(2, 40), max_tokens=12)
     early = half._arrivals.early
     left = {"tracked": len(half._tracked), "open": len(early._open), "waiting": len(early._waiting)}
     left |= {"asked": len(half._outcomes._asked), "stories": len(half._outcomes._stories)}
@@ -287,18 +282,9 @@ def aside(address: str) -> dict[str, Any]:
             address, windows=(None, 0), sizes=(BLOCK, sched_engine.LONGEST), prefix_caching=False, states="none"
         )
     for name in ("first", "second"):
-        engine.add(name, prompt(1, 150))
-        engine.run()
+        engine.complete(name, prompt(1, 150))
     made = [request.num_output_tokens for request in engine.requests.values()]
     connector = engine.scheduler.connector
     told = connector.get_kv_connector_stats(), connector.reset_cache(), connector.has_pending_push_work()
     engine.close()
     return {"said": said, "made": made, "loaded": engine.loaded_tokens, "told": told, "remembered": engine.remembered}
-
-
-SCENARIOS = {
-    "aside": aside, "refused": refused,
-    "statistics": statistics, "two_workers": two_workers, "reset": reset, "reset_during_store": reset_during_store,
-    "reset_while_one_runs": partial(reset_running, preempts=False),
-    "reset_preempts_one": partial(reset_running, preempts=True), "sleep": sleep,
-}

@@ -44,6 +44,3 @@ def has(whole: Any, path: str) -> bool:
             return False
         whole = getattr(whole, name)
     return True
-
-
-SCENARIOS = {made.__name__: made for made in (tables,)}

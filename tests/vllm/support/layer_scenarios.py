@@ -20,8 +20,7 @@ from kvdock.connectors.vllm.worker import LoadLostError
 def stored(address: str, tokens: list[int], **settings: Any) -> SchedEngine:
     """An engine that has stored `tokens`, and has none of them at hand."""
     engine = SchedEngine(address, **settings)
-    engine.add("cold", tokens)
-    engine.run()
+    engine.complete("cold", tokens)
     engine.forget_prefixes()
     return engine
 
@@ -29,8 +28,7 @@ def stored(address: str, tokens: list[int], **settings: Any) -> SchedEngine:
 def lost(engine: SchedEngine, *request: Any) -> str:
     """Runs a request and closes the engine. The words with which the engine ended; "": it did not."""
     try:
-        engine.add(*request)
-        engine.run()
+        engine.complete(*request)
     except LoadLostError as error:
         return str(error)
     finally:
@@ -78,8 +76,7 @@ def beside(address: str, left: bool = False, **settings: Any) -> dict[str, Any]:
     engine.run()
     beside = engine.seen["reported_verified"]
     engine.forget_prefixes()
-    engine.add("alone", prompt(7, 150), 2)
-    engine.run()
+    engine.complete("alone", prompt(7, 150), 2)
     engine.close()
     return figures(engine, beside=beside, bands=bands)
 
@@ -123,8 +120,7 @@ def changed(address: str, **settings: Any) -> dict[str, Any]:
     ended = lost(engine, "alone", prompt(5, 150), 20)
     other = SchedEngine(address, **settings)
     for name in ("other", "third"):  # what lies behind the damaged chunk is found once it is back
-        other.add(name, prompt(5, 150))
-        other.run()
+        other.complete(name, prompt(5, 150))
         other.forget_prefixes()
     other.close()
     return {**figures(other), **engine.seen, "ended": ended, "read": len(engine.bad_reads)}
@@ -160,8 +156,7 @@ def undone(address: str, **settings: Any) -> dict[str, Any]:
     for name in ("again", "and again", "once more"):  # each stores what the one before could not, or too late
         before = engine.loaded_tokens
         engine.forget_prefixes()
-        engine.add(name, prompt(6, 150))
-        engine.run()
+        engine.complete(name, prompt(6, 150))
     engine.close()
     return figures(engine, loaded_at_last=engine.loaded_tokens - before)
 
@@ -177,6 +172,3 @@ def flip_as_it_begins(engine: SchedEngine) -> None:
         return submit(order, is_early)
 
     worker._submit = endangered
-
-
-SCENARIOS = {made.__name__: made for made in (verified, beside, aborted, changed, damaged, undone)}

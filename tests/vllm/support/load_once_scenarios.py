@@ -44,8 +44,7 @@ class Once:
         if once is not None:
             once._clock, once._count = lambda: self.now_s, lambda how, seconds: self.outcomes.append(how)
         for salt in salts:
-            engine.add(f"cold {salt}", prompt(1, 150), cache_salt=salt)
-            engine.run()
+            engine.complete(f"cold {salt}", prompt(1, 150), cache_salt=salt)
         engine.forget_prefixes()
 
     def add(self, name: str, *, own: int = 0, priority: int = 0, salt: str | None = None, count: int = 150) -> Any:
@@ -188,9 +187,3 @@ def crowd(address: str, requests: int = 120, **settings: Any) -> dict[str, Any]:
         begun = sum(one.num_output_tokens > 0 for one in made.engine.requests.values())
         half = half or (made.engine.steps - began if begun > requests // 2 else 0)
     return made.finish(steps=made.engine.steps - began, first=half)
-
-
-SCENARIOS = {
-    made.__name__: made
-    for made in (together, loader_goes, others_go_on, salted, one_reads_no_cache, longer, crowd)
-}

@@ -19,15 +19,16 @@ IMAGE = 259
 """The token behind the bytes' and the three before them."""
 SIDE, IMAGE_TOKENS = 56, 16
 """Pixels along the side of an image, and the tokens that it becomes."""
-LLAMA_LAYERS = {"llama": 3, "deep": 4, "eagle": 1, "eagle3": 1}
+LLAMA_LAYERS = {"llama": 3, "llama-b": 3, "llama-c": 3, "deep": 4, "eagle": 1, "eagle3": 1}
 
 
 def write(kind: str, folder: Path) -> None:
-    """`kind`: llama (one group), gemma (full attention beside windows, three groups), gemma4 (the same with blocks of
-    two sizes), mla (latent), deep (a llama of four layers), mimo (drafts for itself, mtp), eagle and eagle3 (drafts for
-    llama), phi3 (other rotary factors for a max_model_len above 1024), qwen3, gptoss (sinks, experts and windows, two
-    groups), blip2 (begins with an image), lfm2 (a recurrent state beside attention), lora (no model: three adapters of
-    llama, of which "copy" has the files of "one")."""
+    """`kind`: llama (one group; "-b" and "-c" have other embeddings, which is enough for other KV of every token),
+    gemma (full attention beside windows, three groups), gemma4 (the same with blocks of two sizes), mla (latent), deep
+    (a llama of four layers), mimo (drafts for itself, mtp), eagle and eagle3 (drafts for llama), phi3 (other rotary
+    factors for a max_model_len above 1024), qwen3, gptoss (sinks, experts and windows, two groups), blip2 (begins with
+    an image), lfm2 (a recurrent state beside attention), lora (no model: three adapters of llama, of which "copy" has
+    the files of "one")."""
     import torch
     import transformers as t
 
@@ -43,6 +44,9 @@ def write(kind: str, folder: Path) -> None:
     if kind in ("eagle", "eagle3"):
         write_drafter(kind, config, model.state_dict(), folder)
         return
+    if kind.startswith("llama-"):
+        torch.manual_seed(ord(kind[-1]))
+        torch.nn.init.normal_(model.get_input_embeddings().weight, std=config.initializer_range)
     model.save_pretrained(folder)
     (write_processor if kind == "blip2" else write_tokenizer)(folder)
     if kind == "mimo":

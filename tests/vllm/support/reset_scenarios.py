@@ -104,6 +104,3 @@ def never_ends(address: str) -> dict[str, Any]:
     finally:
         engine.close()
     return {"raised": False}
-
-
-SCENARIOS = {made.__name__: made for made in (preempts_all, never_ends)}

@@ -29,8 +29,7 @@ def told_by_the_server(
         address, windows=windows, sizes=sizes, events=True, weights_digest=os.urandom(8).hex()
     )
     router = Router(engine)
-    engine.add("cold", tokens)
-    engine.run()
+    engine.complete("cold", tokens)
     router.hears(lambda: len(router.prefix(full, "CPU")) == 128)
     heard: list[Any] = []
     until = time.monotonic() + PATIENCE_S
@@ -67,6 +66,3 @@ def _blocks(event: BlockStored) -> dict[Any, tuple[Any, list[int]]]:
         made[one] = before, list(event.token_ids[at * size : (at + 1) * size])
         before = one
     return made
-
-
-SCENARIOS = {"told_by_the_server": told_by_the_server}

@@ -317,6 +317,12 @@ class SchedEngine:
                 states = {name: r.status.name for name, r in self.requests.items() if not r.is_finished()}
                 raise Standstill(f"after {self.steps} steps: {states}")
 
+    def complete(self, *request: Any, **more: Any) -> Request:
+        """Runs a request to its end, which is to be add()ed."""
+        request = self.add(*request, **more)
+        self.run()
+        return request
+
     def forget_prefixes(self) -> None:
         """When run() has ended. What is there afterwards was loaded or computed anew."""
         assert self.scheduler.reset_prefix_cache()

@@ -129,15 +129,13 @@ class RanksEngine(SchedEngine):
 
 
 def warmed(engine: RanksEngine) -> None:
-    engine.add("warm", prompt(1, 150))
-    engine.run()
+    engine.complete("warm", prompt(1, 150))
 
 
 def cold(address: str, **how: Any) -> RanksEngine:
     """An engine whose prefix is at the server, and not at hand."""
     engine = RanksEngine(address, **how)
-    engine.add("cold", prompt(1, 150))
-    engine.run()
+    engine.complete("cold", prompt(1, 150))
     engine.forget_prefixes()
     return engine
 
@@ -217,8 +215,7 @@ def one_gone(address: str, **how: Any) -> dict[str, Any]:
     engine = cold(address, **how)
     engine.workers[-1]._worker._connector.session.attachment_to = lambda epoch: None
     engine.add("warm", prompt(1, 150))
-    engine.add("other", prompt(2, 150))
-    engine.run()
+    engine.complete("other", prompt(2, 150))
     engine.close()
     return figures(engine)
 
@@ -242,6 +239,3 @@ def two_short(address: str, **how: Any) -> dict[str, Any]:
     warmed(engine)
     engine.close()
     return figures(engine, loads=loads)
-
-
-SCENARIOS = {made.__name__: made for made in (warm, pressure, shared, swapped, one_damaged, one_gone, two_short)}

@@ -52,11 +52,9 @@ def figures(engine: SchedEngine, **more: Any) -> dict[str, Any]:
 def warm(address: str, windows: Windows = (None,), sizes: Sequence[int] = (), **settings: Any) -> dict[str, Any]:
     """Cold, then loaded after the engine's own prefix cache was dropped."""
     engine = SchedEngine(address, windows=windows, sizes=sizes, blocks=64 * len(windows), **settings)
-    engine.add("cold", prompt(1, 150))
-    engine.run()
+    engine.complete("cold", prompt(1, 150))
     engine.forget_prefixes()
-    engine.add("warm", prompt(1, 150))
-    engine.run()
+    engine.complete("warm", prompt(1, 150))
     engine.close()
     return figures(engine)
 
@@ -69,8 +67,7 @@ def hashing(address: str, algorithm: str, seeds: Sequence[str | None]) -> dict[s
     for seed in seeds:
         with hash_seed(seed):
             engine = SchedEngine(address, algorithm=algorithm, weights_digest=f"hashing {algorithm} {seeds}")
-            request = engine.add("r", prompt(1, 150), max_tokens=20)
-            engine.run()
+            request = engine.complete("r", prompt(1, 150), max_tokens=20)
             half = engine.scheduler.connector._scheduler._connector
             attached = half.session.attachment
             assert attached is not None
@@ -189,8 +186,7 @@ def count_verified(engine: SchedEngine) -> None:
 def abort(address: str) -> dict[str, Any]:
     """A request is aborted while it waits for its load; its blocks come back."""
     engine = SchedEngine(address)
-    engine.add("cold", prompt(2, 150), 1)
-    engine.run()
+    engine.complete("cold", prompt(2, 150), 1)
     engine.forget_prefixes()
     request = engine.add("warm", prompt(2, 150), 1)
     while request.status != RequestStatus.WAITING_FOR_REMOTE_KVS:
@@ -204,12 +200,10 @@ def abort(address: str) -> dict[str, Any]:
 def load_error(address: str, windows: Windows = (None,), **settings: Any) -> dict[str, Any]:
     """A byte is flipped when a load begins: what does not hash is computed, and nothing wrong is read."""
     engine = SchedEngine(address, windows=windows, blocks=64 * len(windows), **settings)
-    engine.add("cold", prompt(3, 150), 2)
-    engine.run()
+    engine.complete("cold", prompt(3, 150), 2)
     engine.forget_prefixes()
     chaos = Chaos(engine, random.Random(0), 1.0)
-    engine.add("warm", prompt(3, 150), 2)
-    engine.run()
+    engine.complete("warm", prompt(3, 150), 2)
     engine.close()
     return figures(engine, **chaos.seen)
 
@@ -219,15 +213,13 @@ def damaged_before(address: str, windows: Windows, **settings: Any) -> dict[str,
     each of the requests that follow."""
     engine = SchedEngine(address, windows=windows, blocks=64 * len(windows), **settings)
     chaos = Chaos(engine, random.Random(0), 0.0)
-    engine.add("cold", prompt(3, 150), 2)
-    engine.run()
+    engine.complete("cold", prompt(3, 150), 2)
     chaos.damage(1000)
     loads = []
     for name in ("first", "second", "third"):
         engine.forget_prefixes()
         before = engine.loaded_tokens
-        engine.add(name, prompt(3, 150), 2)
-        engine.run()
+        engine.complete(name, prompt(3, 150), 2)
         loads.append(engine.loaded_tokens - before)
         time.sleep(2 * worker_module.REPORT_AFTER_S)  # the server hears of damage
     engine.close()
@@ -285,9 +277,3 @@ def wrong_order(address: str, windows: Windows = (None,), sizes: Sequence[int] =
         return warm(address, windows, sizes)
     finally:
         VllmScheduler.allocated = real  # type: ignore[method-assign]  # as it was
-
-
-SCENARIOS = {
-    made.__name__: made
-    for made in (warm, hashing, two_seeds, pressure, abort, load_error, damaged_before, crowd, wrong_order)
-}

@@ -32,6 +32,25 @@ def versions_in_turn(test: Callable[..., None]) -> Callable[..., None]:
     return swept
 
 
+Run = Callable[..., dict[str, Any]]
+"""The fixture of that name (tests/vllm/conftest.py): run("a scenario", …) gives its figures."""
+
+
+def run_where(holds: Callable[[dict[str, Any]], bool]) -> Any:
+    """The fixture for a module of which the figures of each scenario are such."""
+
+    @pytest.fixture
+    def run(run: Run) -> Run:
+        def scenario(*arguments: object, **named: object) -> dict[str, Any]:
+            found = run(*arguments, **named)
+            assert holds(found), found
+            return found
+
+        return scenario
+
+    return run
+
+
 every_mode = pytest.mark.parametrize("load_async", [True, False], ids=["async", "sync"])
 
 

@@ -6,9 +6,10 @@ import json
 import os
 import signal
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Self
 from urllib.request import Request, urlopen
 
@@ -58,10 +59,10 @@ class ServedEngine:
         except OSError:
             return False
 
-    def complete(self, prompts: Sequence[str], *, at_a_time: int, **how: Any) -> list[dict[str, Any]]:
+    def complete(self, prompts: Sequence[Any], *, at_a_time: int = 1, **how: Any) -> list[dict[str, Any]]:
         """The answers of /v1/completions, in the order of `prompts`; `how` is sent with each of them."""
         with ThreadPoolExecutor(at_a_time) as pool:
-            return list(pool.map(lambda prompt: self._post("/v1/completions", {"prompt": prompt, **how}), prompts))
+            return list(pool.map(lambda prompt: self.post("/v1/completions", {"prompt": prompt, **how}), prompts))
 
     def metrics(self) -> dict[str, float]:
         """What it exports: the sums over labels, by name."""
@@ -73,13 +74,14 @@ class ServedEngine:
                 sums[sample.name] = sums.get(sample.name, 0.0) + sample.value
         return sums
 
-    def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    def post(self, path: str, body: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
+        """On a connection of its own: one that the other side closes at that moment looks like a failed request."""
         asked = Request(
             f"http://127.0.0.1:{self._port}{path}", data=json.dumps({"model": NAME, **body}).encode(),
             headers={"content-type": "application/json"},
         )
         with urlopen(asked, timeout=300.0) as answer:
-            found: dict[str, Any] = json.load(answer)
+            found: dict[str, Any] = json.loads(answer.read() or b"{}")
             return found
 
     def log_text(self) -> str:

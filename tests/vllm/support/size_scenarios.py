@@ -27,6 +27,3 @@ def swapped(address: str, windows: Sequence[int | None], sizes: Sequence[int]) -
         return warm(address, windows, sizes)
     finally:
         VllmScheduler.allocated = real  # type: ignore[method-assign]  # as it was
-
-
-SCENARIOS = {made.__name__: made for made in (swapped,)}

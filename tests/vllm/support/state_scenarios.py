@@ -30,8 +30,7 @@ def shared(address: str, sizes: Sequence[int] = (), **settings: Any) -> dict[str
         engine, loaded = SchedEngine(address, windows=SHAPE, sizes=sizes, blocks=128, **settings), []
         for name, tokens in prompts.items():
             before = engine.loaded_tokens
-            engine.add(name, tokens)
-            engine.run()
+            engine.complete(name, tokens)
             loaded.append(engine.loaded_tokens - before)
             if forgets:
                 engine.forget_prefixes()
@@ -49,11 +48,9 @@ def answered(address: str, overlap: bool) -> dict[str, Any]:
         engine = SchedEngine(
             address, windows=SHAPE, blocks=128, overlap=overlap, weights_digest=f"answered {count} {overlap}"
         )
-        first = engine.add("first", prompt(1, 64 + 5), max_tokens=16 * 3 - 5 + count)
-        engine.run()
+        first = engine.complete("first", prompt(1, 64 + 5), max_tokens=16 * 3 - 5 + count)
         engine.forget_prefixes()
-        engine.add("next", [*first.all_token_ids, *prompt(2, 20)])
-        engine.run()
+        engine.complete("next", [*first.all_token_ids, *prompt(2, 20)])
         engine.close()
         assert not engine.bad_reads and not engine.wrong_tokens
         loaded.append(engine.loaded_tokens)
@@ -67,8 +64,7 @@ def aside(address: str, **settings: Any) -> dict[str, Any]:
     except NotSupportedError as error:
         return {"refused": str(error)}
     for number in range(2):
-        engine.add(f"r{number}", prompt(1, 100) + prompt(number, 30))
-        engine.run()
+        engine.complete(f"r{number}", prompt(1, 100) + prompt(number, 30))
     wrong = len(engine.bad_reads) + engine.wrong_tokens
     return {"wrong": wrong, "loaded": engine.loaded_tokens, "stood_aside": engine.scheduler.connector._groups == ()}
 
@@ -77,8 +73,7 @@ def beside(address: str) -> dict[str, Any]:
     """Under MultiConnector, where another connector may have other tokens counted as this engine's own."""
     engine = BesideEngine(address, windows=SHAPE, blocks=128, weights_digest="beside")
     for number in range(3):
-        engine.add(f"r{number}", prompt(1, 150))
-        engine.run()
+        engine.complete(f"r{number}", prompt(1, 150))
         engine.forget_prefixes()
     groups = [half._connectors[0]._groups for half in (engine.worker, engine.scheduler.connector)]
     made = {"wrong": len(engine.bad_reads) + engine.wrong_tokens, "loaded": engine.loaded_tokens}
@@ -110,6 +105,3 @@ def misplaced(address: str) -> dict[str, Any]:
         return warm(address, SHAPE)
     finally:
         scheduler_module.settled = real
-
-
-SCENARIOS = {made.__name__: made for made in (shared, answered, aside, beside, unguarded, misplaced)}

@@ -77,8 +77,7 @@ def run(engine: SchedEngine, made: Request) -> int:
     if engine.requests:
         engine.forget_prefixes()
     before = engine.loaded_tokens
-    engine.add(f"r{len(engine.requests)}", prompt(1, TOKENS), 2, **made)
-    engine.run()
+    engine.complete(f"r{len(engine.requests)}", prompt(1, TOKENS), 2, **made)
     return int(engine.loaded_tokens - before)
 
 
@@ -325,11 +324,9 @@ def told(address: str) -> dict[str, Any]:
     that is not looked up, one that is too short, and one that is aborted while it runs."""
     engine = engine_at(address, "hashes", os.urandom(8).hex())
     loaded = [run(engine, {}), run(engine, {})]
-    engine.add("r2", prompt(1, TOKENS), 2)
-    engine.run()
+    engine.complete("r2", prompt(1, TOKENS), 2)
     loaded.append(run(engine, adapter_nowhere()))
-    engine.add("r4", prompt(2, 20), 2)
-    engine.run()
+    engine.complete("r4", prompt(2, 20), 2)
     engine.add("r5", prompt(3, TOKENS), 200)
     for _ in range(3):
         engine.step()
@@ -358,12 +355,3 @@ def words_of(run: PromptRun) -> str:
 
 def adapter_nowhere() -> Request:
     return {"lora_request": LoRARequest(lora_name="nowhere", lora_int_id=9, lora_path="/nowhere")}
-
-
-SCENARIOS = {
-    made.__name__: made
-    for made in (
-        salts, adapters, replaced, too_new, no_files, images, one_name, not_here, growing, unready, controls, weights,
-        told,
-    )
-}

@@ -70,6 +70,3 @@ def abort(engine: SchedEngine, request_id: str) -> None:
     from vllm.v1.request import RequestStatus
 
     engine.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
-
-
-SCENARIOS = {made.__name__: made for made in (same_prompt,)}

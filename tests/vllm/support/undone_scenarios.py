@@ -61,8 +61,7 @@ def asked_again(engine: SchedEngine, tokens: list[int]) -> dict[str, int]:
     engine.run()
     engine.forget_prefixes()
     loaded = engine.loaded_tokens
-    engine.add("again", tokens, 2)
-    engine.run()
+    engine.complete("again", tokens, 2)
     found = {"loaded": engine.loaded_tokens - loaded, "wrong": len(engine.bad_reads) + engine.wrong_tokens}
     engine.close()
     return found
@@ -162,8 +161,7 @@ def damaging(engine: SchedEngine) -> Iterator[list[str]]:
 def stored_before(address: str, **settings: Any) -> SchedEngine:
     """An engine that loads in the step that runs the request, and can load STORED tokens of prompt 1."""
     engine = engine_of(address, load_async=False, **settings)
-    engine.add("cold", prompt(1, STORED + 1), 2)
-    engine.run()
+    engine.complete("cold", prompt(1, STORED + 1), 2)
     engine.forget_prefixes()
     return engine
 
@@ -198,26 +196,15 @@ def left_behind_in_a_step(address: str) -> dict[str, int]:
     vLLM gives them to a request that loads."""
     engine = engine_of(address, windows=(None, 48), blocks=25, budget=200, overlap=True, late=True)
     into_lockstep(engine, random.Random(0), 0)
-    engine.add("cold", prompt(1, 65), 2)
-    engine.run()
+    engine.complete("cold", prompt(1, 65), 2)
     engine.forget_prefixes()
     loaded = engine.loaded_tokens
     half_of(engine)._offer = lambda *arguments, **how: None  # a store would make the load wait as well
     engine.add("runs", prompt(2, 137), 10)
-    engine.add("loads", prompt(1, 83), 2)
-    engine.run()
+    engine.complete("loads", prompt(1, 83), 2)
     found = {
         "loaded": engine.loaded_tokens - loaded, "wrong": len(engine.bad_reads) + engine.wrong_tokens,
         "after": engine.seen["loads_after"],
     }
     engine.close()
     return found
-
-
-SCENARIOS = {
-    made.__name__: made
-    for made in (
-        left_behind_in_a_step, blocks_go_as_it_ends, given_to_another, computed_in_part, goes_on, damaged_and_no_room,
-        shares_what_is_damaged,
-    )
-}

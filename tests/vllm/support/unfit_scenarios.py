@@ -138,6 +138,3 @@ def elsewhere(address: str, other: str) -> dict[str, Any]:
         engine.close()
     said = [line for line in said if "nothing is loaded" in line]
     return {"loaded": loaded, "said": said, "wrong": len(apart.bad_reads)}
-
-
-SCENARIOS = {each.__name__: each for each in (declared, skipping, elsewhere)}

@@ -1,25 +1,18 @@
-"""The ways in which programs give a running vLLM other weights. Each loads those of a model's folder.
-
-    python weight_routes.py FOLDER SEED NEW_FOLDER [SEED NEW_FOLDER …]
-
-copies a model and gives the copies other weights.
-"""
+"""The ways in which programs give a running vLLM other weights. Each loads those of a model's folder."""
 
 from __future__ import annotations
 
-import shutil
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 EXTENSION = "weight_routes.Extension"
 CHANGED = "embed_tokens"
-"""Other weights differ in these tensors: enough for other KV of every token."""
+"""In these tensors the weights of models.py's "llama-b" and "llama-c" differ."""
 
 
 def tensors_of(folder: str) -> Iterator[tuple[str, Any]]:
-    """What other_weights() has changed. The rest is the same, and vLLM packs it for the CPU."""
+    """The rest is the same, and vLLM packs it for the CPU."""
     from safetensors.torch import load_file
 
     for file in sorted(Path(folder).glob("*.safetensors")):
@@ -116,26 +109,8 @@ ROUTES: dict[str, Callable[[Any, str], None]] = {
 }
 
 
-def change(llm: Any, route: str, folder: str, version: str) -> None:
-    """`version`: what the engine is told to call them; "": nothing."""
+def change(llm: Any, route: str, folder: str, version: str | None) -> None:
+    """`version`: what the engine is told to call them; None: nothing."""
     ROUTES[route](llm, folder)
-    if version:
+    if version is not None:
         llm.llm_engine.engine_core.set_weight_version(version)
-
-
-def other_weights(folder: str, seed: int, to: str) -> None:
-    import torch
-    from safetensors.torch import load_file, save_file
-
-    shutil.copytree(folder, to)
-    for file in Path(to).glob("*.safetensors"):
-        tensors = load_file(file)
-        torch.manual_seed(seed)
-        for name in [name for name in tensors if CHANGED in name]:
-            tensors[name] = torch.randn_like(tensors[name]) * 0.25
-        save_file(tensors, file, metadata={"format": "pt"})
-
-
-if __name__ == "__main__":
-    for number, new in zip(sys.argv[2::2], sys.argv[3::2], strict=True):
-        other_weights(sys.argv[1], int(number), new)

@@ -105,7 +105,7 @@ audit: .venv-tools/.deps
 # Pythons (packages/wheels.py).
 WHEELS := packages/wheels.py
 wheels: $(VENV)/.built .venv-tools/.deps
-	@$(BIN)/python $(WHEELS) $(ARGS)
+	@$(BIN)/python $(WHEELS) $(or $(ARGS),$(WHEELS_ARGS))
 
 # What `pip install kvdock` adds to environments with vLLM and SGLang: it may change no version that they have.
 beside: $(VENV)/.deps .venv-tools/.deps

@@ -163,7 +163,8 @@ build/server/.deps: pins/server.txt | $(VENV)/.deps
 $(VENV)/.built: $(VENV)/.deps $(SOURCES)
 	@touch $@.begun
 	$(call step,Compiling the extension: about 2 minutes on two cores,\
-		$(BIN)/python -m pip uninstall --quiet --yes kvdock kvdock-engine && $(PIP) --no-build-isolation --no-deps --editable . --editable packages/server)
+		$(BIN)/python -m pip uninstall --quiet --yes kvdock kvdock-engine && \
+		$(PIP) --no-build-isolation --no-deps --editable . --editable packages/server)
 	@mv $@.begun $@
 
 # $(call environment,folder): with the PyTorch of $(VENV), whose files it shares: 700 MB that are not installed again.

@@ -1,8 +1,8 @@
 """What a new installation must be able to do, on the CPU: `python packages/smoke.py PROGRAM…`.
 
 PROGRAM is the Python to test, with what must stand before it (an emulator): the server and `kvdock doctor` run under
-it, too. One engine's connector stores blocks through a server, and another one's loads them, byte for byte the same. The
-last line is "N passed, 0 failed".
+it, too. One engine's connector stores blocks through a server, and another one's loads them, byte for byte the same.
+The last line is "N passed, 0 failed".
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
 
 import kvdock
 from kvdock import _core

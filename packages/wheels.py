@@ -1,4 +1,4 @@
-"""Builds, audits and tries out what is published: `make wheels`, or `python packages/wheels.py [--quick] [--out FOLDER]`.
+"""Builds, audits and tries out what is published: `make wheels`, or `packages/wheels.py [--quick] [--out FOLDER]`.
 
 A wheel of kvdock-engine for each processor and Python, tagged manylinux_2_28; the wheel of kvdock, for all; the source
 archives. Device code is compiled once. zig's C++ compiler (of PyPI) has the headers and stubs of glibc 2.28 and links
@@ -165,13 +165,16 @@ def compiler(arch: str) -> Path:
 def engine_wheel(wanted: Target, image: Path, out: Path) -> Path:
     """Builds it with the Python that runs here, in a build folder for each processor, then renames its tags."""
     suffix = f".cpython-{wanted.tag[2:]}-{wanted.arch}-linux-gnu.so"
+    # One level of optimisation in every step: zig builds its C++ library once for each. No path of this machine is in
+    # the file. The machine's strip knows its own processor alone.
+    foreign = {} if wanted.arch == platform.machine() else {"CMAKE_STRIP": ""}
+    flags = f"-O2 -ffile-prefix-map={ROOT}=." + (" -g0" if foreign else "")
     defines = {
         "KVDOCK_FATBIN": image, "KVDOCK_PYTHON_HEADERS": ";".join(map(str, wanted.headers)),
         "PYTHON_MODULE_EXTENSION": suffix, "PYTHON_MODULE_DEBUG_POSTFIX": "",
         "CMAKE_SYSTEM_PROCESSOR": wanted.arch, "CMAKE_TRY_COMPILE_CONFIGURATION": "Release",
         "CMAKE_INTERPROCEDURAL_OPTIMIZATION": "OFF", "CMAKE_CXX_COMPILER": compiler(wanted.arch),
-        # Neither path of this machine stands in the file.
-        "CMAKE_CXX_FLAGS": f"-g0 -ffile-prefix-map={ROOT}=.",
+        "CMAKE_CXX_FLAGS": flags, **foreign,
     }
     with tempfile.TemporaryDirectory() as folder:
         run(sys.executable, "-m", "pip", "wheel", "--quiet", "--no-build-isolation", "--no-deps", "--wheel-dir", folder,

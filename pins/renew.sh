@@ -1,7 +1,7 @@
 #!/bin/sh
 # Writes the lists of pins/ that carry hashes: each package that the two pyproject.toml ask for, at one version for all
-# Pythons and machines, with the SHA-256 of every file that the index has of it. Versions stay, unless `--upgrade` (all) or
-# `--upgrade-package NAME` is given. `make pins` calls it with the folder of uv and Python.
+# Pythons and machines, with the SHA-256 of every file that the index has of it. Versions stay, unless `--upgrade` (all)
+# or `--upgrade-package NAME` is given. `make pins` calls it with the folder of uv and Python.
 set -eu
 cd "$(dirname "$0")/.."
 bin=$1

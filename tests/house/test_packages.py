@@ -115,7 +115,7 @@ def test_the_links_of_the_servers_distribution_lead_into_the_checkout() -> None:
 
 
 def test_a_uvicorn_without_what_is_used_inside_is_refused_in_one_sentence() -> None:
-    without = type("Protocol", (), {name: None for name in INSIDE[1:]})
+    without = type("Protocol", (), dict.fromkeys(INSIDE[1:]))
     with pytest.raises(StartupError, match=r"^found uvicorn 0\.99\.0, which has no _start_asgi_task inside, wanted "):
         check_uvicorn("0.99.0", without)
 

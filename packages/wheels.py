@@ -172,7 +172,9 @@ def engine_wheel(wanted: Target, image: Path, out: Path) -> Path:
     defines = {
         "KVDOCK_FATBIN": image, "KVDOCK_PYTHON_HEADERS": ";".join(map(str, wanted.headers)),
         "PYTHON_MODULE_EXTENSION": suffix, "PYTHON_MODULE_DEBUG_POSTFIX": "",
-        "CMAKE_SYSTEM_PROCESSOR": wanted.arch, "CMAKE_TRY_COMPILE_CONFIGURATION": "Release",
+        # What CMake tries is compiled and not linked, else zig would build its library for programs, too.
+        "CMAKE_TRY_COMPILE_CONFIGURATION": "Release", "CMAKE_TRY_COMPILE_TARGET_TYPE": "STATIC_LIBRARY",
+        "CMAKE_SYSTEM_PROCESSOR": wanted.arch,
         "CMAKE_INTERPROCEDURAL_OPTIMIZATION": "OFF", "CMAKE_CXX_COMPILER": compiler(wanted.arch),
         "CMAKE_CXX_FLAGS": flags, **foreign,
     }

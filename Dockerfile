@@ -36,7 +36,7 @@ RUN python -m venv /opt/kvdock && python -m venv /build && python -m venv /tools
     && /build/bin/pip install --require-hashes -r pins/build.txt \
     && /tools/bin/pip install --require-hashes -r pins/tools.txt
 COPY . .
-RUN /build/bin/pip wheel --no-build-isolation --no-deps -w dist . \
+RUN /build/bin/pip wheel --no-build-isolation --no-deps -w dist . ./packages/server \
     && /opt/kvdock/bin/pip install --no-index --no-deps dist/*.whl \
     && /opt/kvdock/bin/pip check \
     && /opt/kvdock/bin/pip uninstall -y pip setuptools \

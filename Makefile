@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --no-compile
 LOG := build/setup.log
 # Else each process of the tests compiles all that it imports anew.
 export PYTHONDONTWRITEBYTECODE :=
-SOURCES := $(wildcard csrc/* csrc/*/*) CMakeLists.txt pyproject.toml kvdock/__init__.py
+SOURCES := $(wildcard csrc/* csrc/*/*) CMakeLists.txt pyproject.toml packages/server/pyproject.toml kvdock/__init__.py
 
 # One set-up at a time in a checkout: the second waits, and then finds the work done.
 define locked
@@ -42,7 +42,7 @@ TEST_SIZE := Installing what tests and checks need: downloads about 100 MB, less
 
 .NOTPARALLEL:
 .PHONY: setup run test test-all sanitize test-vllm vllm test-vllm-versions test-sglang sglang bench docs pins \
-	sbom audit release verify-release man lint types deploy-check clean
+	sbom audit wheels beside release verify-release man lint types deploy-check clean
 
 # Everything for development.
 setup:
@@ -108,13 +108,21 @@ audit: .venv-tools/.deps
 docs: .venv-docs/.deps
 	@NO_MKDOCS_2_WARNING=1 .venv-docs/bin/python -m mkdocs build --strict $(ARGS)
 
-# A wheel, its bill of materials, and where they come from, in dist/; from a checkout without changes.
-WHEEL := pip wheel --no-build-isolation --no-deps --wheel-dir dist .
-release: audit
-	@rm -rf dist && mkdir dist
-	$(call step,Building the wheel: about 2 minutes on two cores,$(BIN)/python -m $(WHEEL))
+# All that is published, in dist/, audited and tried out in environments without compiler and torch: wheels for each
+# processor and Python, and source archives. ARGS=--quick: for this Python alone. KVDOCK_PYTHONS has folders with other
+# Pythons (packages/wheels.py).
+WHEELS := packages/wheels.py
+wheels: $(VENV)/.built .venv-tools/.deps
+	@$(BIN)/python $(WHEELS) $(or $(ARGS),$(WHEELS_ARGS))
+
+# What `pip install kvdock` adds to environments with vLLM and SGLang: it may change no version that they have.
+beside: $(VENV)/.deps .venv-tools/.deps
+	@$(BIN)/python packages/beside.py .venv-tools/bin/uv
+
+# What `make wheels` makes, with a bill of materials and where it all comes from; from a checkout without changes.
+release: audit wheels
 	@cp build/audited.json dist/sbom.cdx.json
-	@$(PYTHON) pins/provenance.py write dist $(WHEEL)
+	@$(PYTHON) pins/provenance.py write dist $(WHEELS) $(ARGS)
 
 # Whether the files of a release are those that its statement names, made from a commit of this checkout.
 verify-release:
@@ -183,7 +191,9 @@ build/server/.deps: pins/server.txt | $(VENV)/.deps
 # As old as its beginning: what is edited meanwhile is compiled the next time.
 $(VENV)/.built: $(VENV)/.deps $(SOURCES)
 	@touch $@.begun
-	$(call step,Compiling the extension: about 2 minutes on two cores,$(PIP) --no-build-isolation --no-deps --editable .)
+	$(call step,Compiling the extension: about 2 minutes on two cores,\
+		$(BIN)/python -m pip uninstall --quiet --yes kvdock kvdock-engine && \
+		$(PIP) --no-build-isolation --no-deps --editable . --editable packages/server)
 	@mv $@.begun $@
 
 # $(call environment,folder): with the PyTorch of $(VENV), whose files it shares: 700 MB that are not installed again.
@@ -220,7 +230,8 @@ endef
 .venv-vllm-cpu/.built .venv-sglang-cpu/.built: .venv-%-cpu/.built: .venv-%-cpu/.deps $(VENV)/.built
 	@from=$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("platlib"))'); \
 	to=$$(.venv-$*-cpu/bin/python -c 'import sysconfig; print(sysconfig.get_path("platlib"))'); \
-	cp -r $$from/_editable_skbc_kvdock.* $$from/kvdock-*.dist-info $$to/ && ln -sfn $$from/kvdock $$to/kvdock
+	rm -rf $$to/_editable_skbc_kvdock* $$to/kvdock*-*.dist-info; \
+	cp -r $$from/_editable_skbc_kvdock* $$from/kvdock*-*.dist-info $$to/ && ln -sfn $$from/kvdock $$to/kvdock
 	@touch $@
 
 # kvdock as its source archive installs it, beside the same vLLM: what vLLM's own tests run against. A path in a .pth
@@ -228,10 +239,11 @@ endef
 .venv-vllm-cpu/.installed: .venv-vllm-cpu/.deps $(VENV)/.deps $(SOURCES) $(shell find kvdock -name '*.py')
 	rm -rf build/sdist .venv-vllm-cpu/installed
 	.venv-vllm-cpu/bin/python -m venv --without-pip .venv-vllm-cpu/installed
-	$(BIN)/python -c 'from scikit_build_core.build import build_sdist; build_sdist("build/sdist")'
+	for folder in . packages/server; do (cd $$folder && $(CURDIR)/$(BIN)/python -c \
+		'from scikit_build_core.build import build_sdist; build_sdist("$(CURDIR)/build/sdist")') || exit 1; done
 	@platlib='import sysconfig; print(sysconfig.get_path("platlib"))'; \
 	to=$$(.venv-vllm-cpu/installed/bin/python -c "$$platlib"); \
 	.venv-vllm-cpu/bin/python -c "$$platlib" > $$to/vllm.pth; \
 	$(PIP) --quiet --no-build-isolation --no-deps --config-settings cmake.build-type=Debug --target $$to \
-		build/sdist/kvdock-*.tar.gz
+		build/sdist/kvdock-*.tar.gz build/sdist/kvdock_engine-*.tar.gz
 	@touch $@

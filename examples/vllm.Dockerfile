@@ -24,13 +24,13 @@ RUN python3 -m venv /build \
     && /build/bin/pip install --require-hashes -r pins/build.txt \
     && /build/bin/pip download --require-hashes --no-deps -d dist -r pins/server.txt
 COPY . .
-RUN /build/bin/pip wheel --no-build-isolation --no-deps -w dist .
+RUN /build/bin/pip wheel --no-build-isolation --no-deps --config-settings=cmake.define.KVDOCK_CUDA=require -w dist .
 
 FROM vllm/vllm-openai:${VLLM}@${DIGEST}
 # vLLM's packages are not changed: the connector needs two packages, and uses vLLM's if they are installed. /dist has one version of each.
 # hadolint ignore=DL3013
 RUN --mount=type=bind,from=build,source=/src/dist,target=/dist \
-    python3 -m pip install --no-cache-dir --no-index --find-links /dist --no-deps kvdock msgspec posix-ipc \
+    python3 -m pip install --no-cache-dir --no-index --find-links /dist --no-deps kvdock-engine msgspec posix-ipc \
     && python3 -c "from kvdock import _core; raise SystemExit(not _core.cuda_kernels() \
 and 'kvdock was built without its GPU kernels, for want of nvcc')"
 ENV HF_HOME=/models KVDOCK_ADDRESS=unix:/run/kvdock/kvdock.sock KVDOCK_TRUSTED_UID=7410

@@ -22,7 +22,7 @@ from urllib.parse import quote
 from cyclonedx.schema import SchemaVersion
 from cyclonedx.validation.json import JsonStrictValidator
 
-PROJECT = Path(__file__).parent.parent / "pyproject.toml"
+PROJECT = Path(__file__).parent.parent / "packages/server/pyproject.toml"
 
 
 def output(*command: str) -> str:

@@ -20,7 +20,7 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 NAME = "provenance.json"
-INPUTS = ("pins", "pyproject.toml", "CMakeLists.txt", "Makefile", "Dockerfile")
+INPUTS = ("pins", "packages", "pyproject.toml", "CMakeLists.txt", "Makefile", "Dockerfile")
 
 
 class Wrong(Exception):

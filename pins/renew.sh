@@ -1,7 +1,7 @@
 #!/bin/sh
-# Writes the lists of pins/ that carry hashes: each package that pyproject.toml asks for, at one version for all Pythons
-# and machines, with the SHA-256 of every file that the index has of it. Versions stay, unless `--upgrade` (all) or
-# `--upgrade-package NAME` is given. `make pins` calls it with the folder of uv and Python.
+# Writes the lists of pins/ that carry hashes: each package that the two pyproject.toml ask for, at one version for all
+# Pythons and machines, with the SHA-256 of every file that the index has of it. Versions stay, unless `--upgrade` (all)
+# or `--upgrade-package NAME` is given. `make pins` calls it with the folder of uv and Python.
 set -eu
 cd "$(dirname "$0")/.."
 bin=$1
@@ -24,17 +24,30 @@ list() {
     there="$there $(sed -n 's/^\([a-z0-9.-]*\)==.*/--no-emit-package \1/p' "$file")"
 }
 
-list server pyproject.toml
-"$bin/python" - >"$inputs" <<'END'
-import tomllib
-print(*tomllib.load(open("pyproject.toml", "rb"))["build-system"]["requires"], "cmake", "ninja", sep="\n")
+# wanted EXTRA…: what builds kvdock and kvdock-engine, or what both depend on, with extras of kvdock.
+wanted() {
+    "$bin/python" - "$@" <<'END'
+import sys, tomllib
+both = [tomllib.load(open(name, "rb")) for name in ("packages/server/pyproject.toml", "pyproject.toml")]
+if sys.argv[1:] == ["build-system"]:
+    found = ["cmake", "ninja", *(line for one in both for line in one["build-system"]["requires"])]
+else:
+    found = [line for one in both for line in one["project"]["dependencies"]]
+    found += [line for extra in sys.argv[1:] for line in both[0]["project"]["optional-dependencies"][extra]]
+print(*(line for line in found if not line.startswith("kvdock")), sep="\n")
 END
+}
+
+wanted >"$inputs"
+list server "$inputs"
+wanted build-system >"$inputs"
 list build "$inputs"
+wanted engine >"$inputs"
+list engine "$inputs"
 # Of what PyTorch needs, only what every build of it does: CUDA's libraries come with the build that wants them.
-list engine pyproject.toml --extra engine
 awk '/^[a-z]/ { wanted = !/^(cuda|nvidia|triton)/ } /^#/ || wanted' pins/engine.txt >"$inputs"
 cat "$inputs" >pins/engine.txt
-list test pyproject.toml --extra test
+list test --group test
 there=  # the tools have an environment of their own, and those of `make deploy-check` another
 list tools --group tools
 there=

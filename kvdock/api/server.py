@@ -36,7 +36,7 @@ from kvdock.api.build import build, create_app
 from kvdock.api.clock import Clocks
 from kvdock.api.errors import AccessFileError, SettingsError, StartupError
 from kvdock.api.feeds.feeds import open_extras
-from kvdock.api.http.connection import Connection, connection_class
+from kvdock.api.http.connection import Connection, check_uvicorn, connection_class
 from kvdock.api.http.limits import ConnectionLimits, descriptors_wanted, raise_descriptors, unix_connections
 from kvdock.api.http.listen import bind_tcp, bind_unix
 from kvdock.api.keeper import Keeper
@@ -190,6 +190,7 @@ class Server:
                 self._manager.ready(f"serves engines at {addresses.unix}, HTTP at {addresses.http}")
 
             app = create_app(settings, parts, lifespan)
+            check_uvicorn(uvicorn.__version__)
             connections = connection_class(connection_limits(settings), parts.meter)
             self._uvicorn = _Uvicorn(
                 uvicorn_config(app, connections), announce, drain, rereading.run, lambda: self._publish_drain(pool),

@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from kvdock import _core
+from kvdock import __version__, _core
 from kvdock._core import TableError
 from kvdock.api.access.access_file import digest_of, read
 from kvdock.api.errors import AccessFileError, OtherFormat, SettingsError
@@ -87,7 +87,11 @@ def examine(
 
 
 def _versions() -> Finding:
-    return Finding("kvdock", "ok", f"{version('kvdock')} on Python {sys.version.split()[0]}")
+    server, text = version("kvdock"), f"{__version__} on Python {sys.version.split()[0]}"
+    if server != __version__:
+        found = f"kvdock {server} with kvdock-engine {text}"
+        return Finding("kvdock", "problem", found, f"pip install kvdock=={server} kvdock-engine=={server}")
+    return Finding("kvdock", "ok", text)
 
 
 def _settings(environ: Mapping[str, str], config: str | None) -> tuple[Effective, Finding]:
@@ -232,10 +236,16 @@ def _extension() -> list[Finding]:
     return [build, _kernels(_core.cuda_kernels(), _core.cuda_unavailable()), _calibrations(cached_tunings())]
 
 
+_NO_KERNELS = (
+    "for engines on GPUs install the wheel of kvdock-engine, which has them, or build it where nvcc is (CUDA_HOME), "
+    "with KVDOCK_CUDA=require"
+)
+
+
 def _kernels(compiled_for: list[str], unavailable: str) -> Finding:
     """`unavailable`: why the kernels cannot run here, "" when they can."""
     if not compiled_for:
-        return Finding("GPU kernels", "note", "none in this build: CPU copy only", "for GPUs: build it with nvcc")
+        return Finding("GPU kernels", "note", "none: this kvdock-engine was built without nvcc", _NO_KERNELS)
     text = f"for {', '.join(compiled_for)}"
     return Finding("GPU kernels", "note" if unavailable else "ok", f"{text}; {unavailable}" if unavailable else text)
 

@@ -368,7 +368,7 @@ def demo(
     # The engines are separate processes, so a missing package is reported here, before any of them starts.
     missing = [name for name in ("torch", "numpy") if find_spec(name) is None]
     if missing:
-        advice = "in a checkout, pip install '.[engine]'"
+        advice = "pip install 'kvdock[engine]'"
         raise CommandError(f"the demo's engines need {' and '.join(missing)}: {advice}", FAILED)
     with ctrl_c_waits():
         from kvdock.cli.demo import demo as run_demo

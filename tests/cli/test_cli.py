@@ -219,7 +219,7 @@ def test_the_demo_without_torch_says_what_to_install() -> None:
     program = "import sys; sys.modules['torch'] = None; import kvdock.cli.main as m; m.main()"
     command = [sys.executable, "-c", program, "demo", "--json", "--port", "0"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
-    assert "need torch: in a checkout, pip install '.[engine]'" in refusal(done, 1)
+    assert "need torch: pip install 'kvdock[engine]'" in refusal(done, 1)
 
 
 @pytest.mark.parametrize(("size_bytes", "text", "exact"), [

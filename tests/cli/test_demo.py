@@ -27,7 +27,7 @@ from kvdock.engine.config import PRESETS
 from kvdock.protocol.errors import ServerUnavailable
 from kvdock.shm.objects import pool_objects
 
-pytest.importorskip("torch", reason="the demo's engines need torch: pip install '.[engine]'")
+pytest.importorskip("torch", reason="the demo's engines need torch: pip install 'kvdock[engine]'")
 
 TINY = ("demo", "--preset", "tiny", "--port", "0", "--turns", "1", "--pool-bytes", "64MiB")
 

@@ -78,7 +78,7 @@ def test_it_installs_what_the_connector_needs_of_what_it_downloaded() -> None:
     assert not {"-U", "--upgrade", "--force-reinstall", "-I"} & set(words), "nothing that vLLM has is replaced"
     wanted = words[words.index("--no-deps") + 1 :]
     pinned = (ROOT / "pins/server.txt").read_text()
-    assert wanted[0] == "kvdock" and all(f"\n{name}==" in pinned for name in wanted[1:])
+    assert wanted[0] == "kvdock-engine" and all(f"\n{name}==" in pinned for name in wanted[1:])
 
 
 def test_a_build_without_kernels_is_no_image() -> None:

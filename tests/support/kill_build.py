@@ -38,7 +38,7 @@ def _build(folder: Path, target: str, flags: str = "") -> Path:
         fcntl.flock(lock, fcntl.LOCK_EX)
         configure = [
             CMAKE, "-S", str(ROOT), "-B", str(folder), "-DCMAKE_BUILD_TYPE=Debug", "-DCMAKE_CXX_FLAGS_DEBUG=-O1",
-            f"-DCMAKE_CXX_FLAGS={flags}", "-DKVDOCK_NVCC=", f"-Dpybind11_DIR={pybind11.get_cmake_dir()}",
+            f"-DCMAKE_CXX_FLAGS={flags}", "-DKVDOCK_CUDA=off", f"-Dpybind11_DIR={pybind11.get_cmake_dir()}",
             f"-DPython_EXECUTABLE={sys.executable}",
         ]
         compile_it = [CMAKE, "--build", str(folder), "--target", target, "-j", str(os.cpu_count() or 1)]

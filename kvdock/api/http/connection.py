@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import enum
 import logging
+import re
 import weakref
 from collections.abc import Iterable
 from typing import Any, ClassVar
@@ -19,6 +20,7 @@ from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from kvdock.api.access.peer import peer_of
+from kvdock.api.errors import StartupError
 from kvdock.api.http.limits import ConnectionLimits
 from kvdock.api.http.wire import COMMON_HEADERS, NO_STORE, PROBLEM, PROBLEM_HEADERS
 from kvdock.api.record.timings import Meter
@@ -394,6 +396,28 @@ class Connection(HttpToolsProtocol):
             self.transport.abort()
         else:
             super().timeout_keep_alive_handler()
+
+
+TRIED = (0, 48), (0, 54)
+"""The first and the last minor version of uvicorn with which kvdock was tried."""
+INSIDE = (
+    "_start_asgi_task", "_unset_keepalive_if_required", "on_message_begin", "on_response_complete", "pause_writing",
+    "resume_writing", "timeout_keep_alive_handler",
+)
+
+
+def check_uvicorn(version: str, protocol: type = HttpToolsProtocol) -> None:
+    """Raises StartupError if uvicorn lacks inside what Connection builds on; warns of a version that was not tried. So
+    kvdock can be installed beside an engine, whatever uvicorn that has."""
+    first, last = (".".join(map(str, one)) for one in TRIED)
+    if lacking := [name for name in INSIDE if not hasattr(protocol, name)]:
+        raise StartupError(
+            "not_installed",
+            f"found uvicorn {version}, which has no {lacking[0]} inside, wanted one of {first} to {last}",
+        )
+    found = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
+    if not TRIED[0] <= found <= TRIED[1]:
+        log.warning("found uvicorn %s, and kvdock was tried with %s to %s: watch for errors", version, first, last)
 
 
 def connection_class(limits: ConnectionLimits, meter: Meter) -> type[Connection]:

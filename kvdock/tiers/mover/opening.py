@@ -26,7 +26,7 @@ CLOSE_S = 5.0
 
 GROUP = "kvdock.tiers"
 """The group of the entry points that name stores."""
-CHECKOUT = Path(__file__).parents[3] / "pyproject.toml"
+CHECKOUT = Path(__file__).parents[3] / "packages/server/pyproject.toml"
 
 OPENING = "it is being opened"
 UNOPENED = "it cannot be opened"

@@ -1,0 +1,302 @@
+"""Builds, audits and tries out what is published: `make wheels`, or `packages/wheels.py [--quick] [--out FOLDER]`.
+
+A wheel of kvdock-engine for each processor and Python, tagged manylinux_2_28; the wheel of kvdock, for all; the source
+archives. Device code is compiled once. zig's C++ compiler (of PyPI) has the headers and stubs of glibc 2.28 and links
+its own C++ library statically, so the machine that builds may be newer and of the other processor.
+
+Headers and interpreters of a Python come from the first of these that has them:
+1. KVDOCK_PYTHONS, folders separated by colons, each of which has `ARCH/3.X/`, a tree with `usr/` as
+   packages/pythons.py makes it from packages of the distribution, or `bin/python3.X` (native);
+2. `python3.X` on the path, for the processor of this machine;
+3. for headers alone: those of the same Python for another processor. Its headers are the same, but for macros of
+   pyconfig.h that no public header reads.
+A wheel without any headers is not built, and one without an interpreter not tried out; then the last lines say which
+and why, and the exit status is 3 (1: something failed).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+ROOT: Final = Path(__file__).parent.parent
+WORK: Final = ROOT / "build" / "wheels"
+TOOLS: Final = ROOT / ".venv-tools" / "bin"
+GLIBC: Final = "2.28"
+ARCHES: Final = ("x86_64", "aarch64")
+VERSIONS: Final = ("3.11", "3.12", "3.13", "3.14")
+SEVERAL_MISSING: Final = 3
+LOADERS: Final = {"x86_64": "ld-linux-x86-64.so.2", "aarch64": "ld-linux-aarch64.so.1"}
+
+
+class Failed(Exception):
+    """A sentence for whoever called."""
+
+
+@dataclass(frozen=True)
+class Target:
+    arch: str
+    version: str
+    headers: tuple[Path, ...]
+    """Folders to include; none: there are no headers of this Python."""
+    program: tuple[str, ...]
+    """What runs this Python here; empty: nothing does."""
+    environ: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def tag(self) -> str:
+        return f"cp{self.version.replace('.', '')}"
+
+    @property
+    def platform(self) -> str:
+        return f"manylinux_{GLIBC.replace('.', '_')}_{self.arch}"
+
+    def __str__(self) -> str:
+        return f"CPython {self.version} on {self.arch}"
+
+
+def run(*command: object, say: bool = False, **environ: str) -> str:
+    """Its output. Raises Failed."""
+    done = subprocess.run(
+        [str(word) for word in command], cwd=ROOT, env={**os.environ, **environ}, text=True, stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )
+    if say or done.returncode:
+        print(done.stdout[-6000:].rstrip(), flush=True)
+    if done.returncode:
+        raise Failed(f"{' '.join(map(str, command))[:400]} ended with {done.returncode}")
+    return done.stdout
+
+
+# --------------------------------------------------------------------------- Pythons
+
+
+def targets(*, quick: bool) -> list[Target]:
+    versions = (f"{sys.version_info.major}.{sys.version_info.minor}",) if quick else VERSIONS
+    return [target(arch, version) for arch in ARCHES for version in versions]
+
+
+def target(arch: str, version: str) -> Target:
+
+    for folder in map(Path, filter(None, os.environ.get("KVDOCK_PYTHONS", "").split(":"))):
+        tree = folder / arch / version
+        if (include := tree / "usr/include" / f"python{version}" / "Python.h").is_file():
+            return Target(arch, version, (include.parent, include.parent.parent), *in_tree(tree, arch, version))
+    if arch == platform.machine() and (found := native(version)):
+        return Target(arch, version, (found[1],), (found[0],))
+    for other in ARCHES:
+        if other != arch and (headers := target_headers(other, version)):
+            return Target(arch, version, headers, ())
+    return Target(arch, version, (), ())
+
+
+def target_headers(arch: str, version: str) -> tuple[Path, ...]:
+    return (found[1],) if arch == platform.machine() and (found := native(version)) else ()
+
+
+def native(version: str) -> tuple[str, Path] | None:
+    """An interpreter of this machine, and its headers."""
+    own = sys.executable if version == f"{sys.version_info.major}.{sys.version_info.minor}" else None
+    for program in filter(None, (own, shutil.which(f"python{version}"))):
+        asked = "import sysconfig; print(sysconfig.get_path('include')); print(sysconfig.get_python_version())"
+        done = subprocess.run([program, "-c", asked], capture_output=True, text=True)
+        include, _, said = done.stdout.strip().partition("\n")
+        if done.returncode == 0 and said == version and (Path(include) / "Python.h").is_file():
+            return program, Path(include)
+    return None
+
+
+def in_tree(tree: Path, arch: str, version: str) -> tuple[tuple[str, ...], tuple[tuple[str, str], ...]]:
+    """What runs the Python of a tree: by the tree's own loader, under an emulator where this is another processor."""
+    python, libraries = tree / "usr/bin" / f"python{version}", tree / "usr/lib" / f"{arch}-linux-gnu"
+    loader = next((path for path in (tree / "usr/lib64", libraries, tree / "lib64", tree / "lib")
+                   if (path / LOADERS[arch]).is_file()), None)
+    emulator = () if arch == platform.machine() else (shutil.which(f"qemu-{arch}-static") or "",)
+    if not python.is_file() or loader is None or "" in emulator:
+        return (), ()
+    loading = (str(loader / LOADERS[arch]), "--library-path", str(libraries))
+    return (*emulator, *loading, str(python)), (("PYTHONHOME", str(tree / "usr")),)
+
+
+# --------------------------------------------------------------------------- what is built
+
+
+def epoch() -> str:
+    """The time that all files carry: that of the commit."""
+    if given := os.environ.get("SOURCE_DATE_EPOCH"):
+        return given
+    done = subprocess.run(["git", "-C", ROOT, "log", "-1", "--format=%ct"], capture_output=True, text=True)
+    return done.stdout.strip() or "315532800"
+
+
+def kernels() -> Path:
+    """The device code, compiled once for all wheels."""
+    folder = WORK / "kernels"
+    run(sys.executable, "-m", "cmake", "-G", "Ninja", "-S", ROOT, "-B", folder, "-DKVDOCK_CUDA=require",
+        f"-DPython_EXECUTABLE={sys.executable}", f"-Dpybind11_DIR={pybind11()}")
+    run(sys.executable, "-m", "cmake", "--build", folder, "--target", "kernels")
+    return folder / "kernels.fatbin"
+
+
+def pybind11() -> str:
+    return run(sys.executable, "-m", "pybind11", "--cmakedir").strip()
+
+
+def compiler(arch: str) -> Path:
+    """A program that compiles C++ for that processor and glibc 2.28."""
+    path = WORK / f"c++-{arch}"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f'#!/bin/sh\nexec {TOOLS / "python"} -m ziglang c++ -target {arch}-linux-gnu.{GLIBC} "$@"\n')
+    path.chmod(0o755)
+    return path
+
+
+def engine_wheel(wanted: Target, image: Path, out: Path) -> Path:
+    """Builds it with the Python that runs here, in a build folder for each processor, then renames its tags."""
+    suffix = f".cpython-{wanted.tag[2:]}-{wanted.arch}-linux-gnu.so"
+    # One level of optimisation in every step: zig builds its C++ library once for each. No path of this machine is in
+    # the file. The machine's strip knows its own processor alone.
+    foreign = {} if wanted.arch == platform.machine() else {"CMAKE_STRIP": ""}
+    flags = f"-O2 -ffile-prefix-map={ROOT}=." + (" -g0" if foreign else "")
+    defines = {
+        "KVDOCK_FATBIN": image, "KVDOCK_PYTHON_HEADERS": ";".join(map(str, wanted.headers)),
+        "PYTHON_MODULE_EXTENSION": suffix, "PYTHON_MODULE_DEBUG_POSTFIX": "",
+        # What CMake tries is compiled and not linked, else zig would build its library for programs, too.
+        "CMAKE_TRY_COMPILE_CONFIGURATION": "Release", "CMAKE_TRY_COMPILE_TARGET_TYPE": "STATIC_LIBRARY",
+        "CMAKE_SYSTEM_PROCESSOR": wanted.arch,
+        "CMAKE_INTERPROCEDURAL_OPTIMIZATION": "OFF", "CMAKE_CXX_COMPILER": compiler(wanted.arch),
+        "CMAKE_CXX_FLAGS": flags, **foreign,
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        run(sys.executable, "-m", "pip", "wheel", "--quiet", "--no-build-isolation", "--no-deps", "--wheel-dir", folder,
+            f"--config-settings=build-dir={WORK / wanted.arch}",
+            *(f"--config-settings=cmake.define.{name}={value}" for name, value in defines.items()), ROOT)
+        made, = Path(folder).glob("*.whl")
+        run(TOOLS / "python", "-m", "wheel", "tags", "--remove", "--python-tag", wanted.tag, "--abi-tag", wanted.tag,
+            "--platform-tag", f"linux_{wanted.arch}", made)
+        made, = Path(folder).glob("*.whl")
+        run(TOOLS / "auditwheel", "repair", "--only-plat", "--plat", wanted.platform, "--wheel-dir", out, made)
+    name = made.name.replace(f"linux_{wanted.arch}", wanted.platform)
+    if not (out / name).is_file():
+        raise Failed(f"auditwheel: wanted {name}, found {sorted(path.name for path in out.iterdir())}")
+    return out / name
+
+
+def others(out: Path) -> list[Path]:
+    """The wheel of kvdock, which any Python takes, and both source archives."""
+    run(sys.executable, "-m", "pip", "wheel", "--quiet", "--no-build-isolation", "--no-deps", "--wheel-dir", out,
+        ROOT / "packages/server")
+    made = []
+    for folder in (ROOT, ROOT / "packages/server"):
+        program = "import os, sys; from scikit_build_core.build import build_sdist as b; os.chdir(sys.argv[1]); " \
+            "print(b(sys.argv[2]))"
+        made.append(out / run(sys.executable, "-c", program, folder, out).splitlines()[-1])
+    return [*out.glob("kvdock-*-py3-none-any.whl"), *made]
+
+
+# --------------------------------------------------------------------------- what must hold
+
+
+def audit(wheel: Path, wanted: Target) -> str:
+    """What auditwheel says of a wheel. Raises Failed unless its tag holds and it has the kernels' code."""
+    said = re.sub(r"\s+", " ", run(TOOLS / "auditwheel", "show", wheel))
+    found = re.search(r'consistent with the following platform tag: "manylinux_2_(\d+)_(\w+)"', said)
+    if found is None or int(found[1]) > int(GLIBC[2:]) or found[2] != wanted.arch:
+        raise Failed(f"{wheel.name}: wanted {wanted.platform}, auditwheel says {said}")
+    needed = sorted(set(re.findall(r"(lib[\w+-]+\.so\.\d+)", said)))
+    return f"{wheel.name}: {wheel.stat().st_size / 1e6:.1f} MB, symbols of glibc <= 2.{found[1]}, {', '.join(needed)}"
+
+
+def check_metadata(out: Path) -> None:
+    files = sorted(out.glob("kvdock*"))
+    run(TOOLS / "twine", "check", "--strict", *files)
+    run(TOOLS / "check-wheel-contents", "--ignore", "W002,W004,W009", *out.glob("*.whl"))
+    for archive in out.glob("*.tar.gz"):
+        said = run(TOOLS / "pyroma", "--min", "10", archive)
+        print(f"{archive.name}: pyroma {(re.findall(r'Final rating: *([0-9/]+)', said) or ['?'])[0]}", flush=True)
+
+
+def smoke(wanted: Target, out: Path) -> str:
+    """Installs both wheels and what they depend on into a folder, and tries them out there, with no other program than
+    that Python in reach."""
+    version = version_of_both()
+    pins = "\n".join(re.findall(r"^([a-z0-9.-]+==\S+)", (ROOT / "pins/server.txt").read_text(), re.MULTILINE))
+    with tempfile.TemporaryDirectory(prefix="kvdock-wheel-") as folder:
+        constraints = Path(folder, "pins.txt")
+        constraints.write_text(pins)
+        platforms = [f"--platform=manylinux_2_{minor}_{wanted.arch}" for minor in range(28, 16, -1)]
+        run(sys.executable, "-m", "pip", "install", "--quiet", "--no-compile", "--target", f"{folder}/site", *platforms,
+            f"--platform=manylinux2014_{wanted.arch}", "--python-version", wanted.version, "--implementation=cp",
+            f"--abi={wanted.tag}", "--abi=abi3", "--abi=none", "--only-binary=:all:", "--find-links", out,
+            "--constraint", constraints, f"kvdock=={version}")
+        clean = {"PATH": "/nonexistent", "PYTHONPATH": f"{folder}/site", "HOME": folder, **dict(wanted.environ)}
+        done = subprocess.run(
+            [*wanted.program, str(ROOT / "packages/smoke.py"), *wanted.program], cwd=folder, env=clean, text=True,
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=600,
+        )
+    if done.returncode:
+        raise Failed(f"{wanted}: {done.stdout[-3000:]}")
+    return done.stdout.splitlines()[-1] if done.stdout else ""
+
+
+def version_of_both() -> str:
+    found = re.search(r'__version__ = "(.+)"', (ROOT / "kvdock/__init__.py").read_text())
+    dependencies = tomllib.loads((ROOT / "packages/server/pyproject.toml").read_text())["project"]["dependencies"]
+    if found is None or f"kvdock-engine=={found[1]}" not in dependencies:
+        raise Failed(f"kvdock: wanted kvdock-engine of its own version, found {dependencies[0]}")
+    return found[1]
+
+
+# --------------------------------------------------------------------------- all of it
+
+
+def made(wanted: list[Target], out: Path) -> Iterator[str]:
+    """Does everything; what could not be done is a sentence each."""
+    image = kernels()
+    for each in wanted:
+        if not each.headers:
+            yield f"{each}: not built: no headers of this Python"
+            continue
+        wheel = engine_wheel(each, image, out)
+        print(audit(wheel, each), flush=True)
+    for path in others(out):
+        print(path.name, flush=True)
+    check_metadata(out)
+    for each in wanted:
+        if each.headers and each.program:
+            print(f"{each}: {smoke(each, out)}", flush=True)
+        elif each.headers:
+            yield f"{each}: built, but not tried out: no interpreter runs here"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--quick", action="store_true", help="for the Python that runs this alone")
+    parser.add_argument("--out", type=Path, default=ROOT / "dist")
+    given = parser.parse_args()
+    os.environ.setdefault("SOURCE_DATE_EPOCH", epoch())
+    shutil.rmtree(given.out, ignore_errors=True)
+    given.out.mkdir(parents=True)
+    try:
+        missing = list(made(targets(quick=given.quick), given.out.absolute()))
+    except Failed as error:
+        print(error, file=sys.stderr)
+        return 1
+    for line in missing:
+        print(f"MISSING {line}")
+    return SEVERAL_MISSING if missing and not given.quick else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

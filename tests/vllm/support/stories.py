@@ -46,7 +46,7 @@ def with_figures(folder: Path) -> dict[str, Any]:
 
 EXPORTED = 'vllm:kvdock_attached{engine="0"'
 BYTES = sum(HITS) * 3 * 2 * 2 * 32 * 4
-"""Of llama: layers, K and V, heads, head size, bytes of a float32."""
+"""What all those tokens take in llama: layers, K and V, heads, head size, bytes of a float32."""
 COLD = {
     "kvdock_store_tokens_total": sum(HITS), "kvdock_store_bytes_total": BYTES, "kvdock_load_seconds_count": 0,
 }

@@ -60,6 +60,9 @@ def test_what_it_copies_and_installs_from_is_in_the_build_context() -> None:
     assert set(lists) == {"pins/build.txt", "pins/server.txt"} and all((ROOT / path).is_file() for path in lists)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     files = {"kvdock", "docs", "csrc", "CMakeLists.txt", "README.md", "pyproject.toml"}
+    installed = (ROOT / "CMakeLists.txt").read_text().split("install(")[1:]
+    files |= {word for one in installed for word in re.findall(r"^(?:FILES|DIRECTORY) \"?([a-z]+)/", one)}
+    assert "man" in files
     assert files | set(project["project"]["license-files"]) <= sent
 
 

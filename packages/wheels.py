@@ -9,7 +9,7 @@ Headers and interpreters of a Python come from the first of these that has them:
    packages/pythons.py makes it from packages of the distribution, or `bin/python3.X` (native);
 2. `python3.X` on the path, for the processor of this machine;
 3. for headers alone: those of the same Python for another processor. Its headers are the same, but for macros of
-   pyconfig.h that no public header reads.
+   its configuration that no public header reads.
 A wheel without any headers is not built, and one without an interpreter not tried out; then the last lines say which
 and why, and the exit status is 3 (1: something failed).
 """

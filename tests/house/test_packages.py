@@ -22,7 +22,7 @@ from kvdock.api.errors import StartupError
 from kvdock.api.http.connection import INSIDE, check_uvicorn
 
 ENGINE, SERVER = "pyproject.toml", "packages/server/pyproject.toml"
-BROUGHT_BY_ENGINES = {"huggingface_hub", "numpy", "prometheus_client", "sglang", "torch", "vllm"}
+BROUGHT_BY_ENGINES = {"huggingface_hub", "numpy", "opentelemetry", "prometheus_client", "sglang", "torch", "vllm"}
 EXTRAS = {"kvdock/client/http_client.py": {"httpx"}}
 
 

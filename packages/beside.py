@@ -1,7 +1,7 @@
 """What `pip install kvdock` adds to an environment that has an engine: `python packages/beside.py UV`.
 
-For each engine it resolves kvdock's dependencies together with every version that its list in pins/ has, and prints what
-is new. uv finds no solution, and the status is 1, if a version there would have to change, or if more is new than
+For each engine it resolves kvdock's dependencies together with every version that its list in pins/ has, and prints
+what is new. uv finds no solution, and the status is 1, if a version there would have to change, or if more is new than
 packages/beside.txt says. It asks the package index.
 """
 
@@ -40,7 +40,7 @@ def added(uv: str, engine: str, wanted: list[str]) -> list[str]:
         constraints = Path(folder, "engine.txt")
         constraints.write_text("\n".join(here) + "\n")
         command = [uv, "pip", "compile", "--quiet", "--no-annotate", "--no-header", "--python-version", "3.11",
-                   "--constraints", constraints, "-"]
+                   "--constraints", str(constraints), "-"]
         done = subprocess.run(command, input="\n".join(wanted), capture_output=True, text=True, cwd=ROOT)
     if done.returncode:
         raise SystemExit(f"beside {engine}, versions that it has would change:\n{done.stderr}")

@@ -9,7 +9,7 @@ Headers and interpreters of a Python come from the first of these that has them:
    packages/pythons.py makes it from packages of the distribution, or `bin/python3.X` (native);
 2. `python3.X` on the path, for the processor of this machine;
 3. for headers alone: those of the same Python for another processor. Its headers are the same, but for macros of
-   its configuration that no public header reads.
+   their configuration that no public header reads.
 A wheel without any headers is not built, and one without an interpreter not tried out; then the last lines say which
 and why, and the exit status is 3 (1: something failed).
 """
@@ -221,7 +221,7 @@ def audit(wheel: Path, wanted: Target) -> str:
 def check_metadata(out: Path) -> None:
     files = sorted(out.glob("kvdock*"))
     run(TOOLS / "twine", "check", "--strict", *files)
-    run(TOOLS / "check-wheel-contents", "--ignore", "W002,W004,W009", *out.glob("*.whl"))
+    run(TOOLS / "check-wheel-contents", *out.glob("*.whl"))
     for archive in out.glob("*.tar.gz"):
         said = run(TOOLS / "pyroma", "--min", "10", archive)
         print(f"{archive.name}: pyroma {(re.findall(r'Final rating: *([0-9/]+)', said) or ['?'])[0]}", flush=True)

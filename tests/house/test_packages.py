@@ -65,7 +65,7 @@ def test_what_engines_install_imports_nothing_of_the_server_and_asks_for_two_pac
                 own = top == "kvdock" and (not rest or is_in(ENGINE, PurePosixPath("kvdock", rest[0], "x.py")))
                 known = wanted | BROUGHT_BY_ENGINES | EXTRAS.get(str(path), set()) | sys.stdlib_module_names
                 if not own and top not in known:
-                    foreign.append(f"{path}:{node.lineno}: {name}")
+                    foreign.append(f"{path}: {name}")
     assert foreign == []
 
 

@@ -1,6 +1,6 @@
 """What `pip install kvdock` adds to an environment that has an engine: `python packages/beside.py UV`.
 
-For each engine it resolves kvdock's dependencies together with every version that its list in pins/ has, and prints
+For each engine it resolves kvdock's dependencies with every version that the engine's list in pins/ has, and prints
 what is new. uv finds no solution, and the status is 1, if a version there would have to change, or if more is new than
 packages/beside.txt says. It asks the package index.
 """

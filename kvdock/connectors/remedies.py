@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 from kvdock.protocol.errors import ApiError, ServerUnavailable
 from kvdock.shm.errors import ForeignObject
 from kvdock.shm.objects import SHM_DIR
@@ -29,5 +31,5 @@ def remedy(error: BaseException) -> str:
 
 def _of_connection(cause: BaseException | None) -> str:
     if isinstance(cause, PermissionError):
-        return ONE_USER
+        return "" if os.geteuid() == 0 else ONE_USER  # what root can do, require_trusted_server has said
     return START if isinstance(cause, (FileNotFoundError, ConnectionRefusedError)) else ""

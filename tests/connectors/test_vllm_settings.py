@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import tomllib
 from dataclasses import fields
 from importlib import metadata
 from pathlib import Path
@@ -13,7 +12,6 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 import torch
-from paths import ROOT
 
 from kvdock.connectors.errors import NotSupportedError
 from kvdock.connectors.vllm.block_budget import BlockBudget
@@ -23,7 +21,6 @@ from kvdock.connectors.vllm.plugin import register
 from kvdock.connectors.vllm.setup import (
     DRAFTS_WITH_KV,
     DRAFTS_WITHOUT_KV,
-    VERSIONS,
     Settings,
     drafts_with_kv,
     loads_by_layer,
@@ -404,9 +401,3 @@ def test_versions_that_were_not_tried_get_one_warning(
     assert caplog.messages == [
         f"found vLLM {version}, and kvdock was tried with 0.24 to 0.33: watch for errors, or choose one of those"
     ] * warns
-
-
-def test_the_extra_of_the_package_wants_the_versions_that_were_tried() -> None:
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    first, (major, minor) = VERSIONS
-    assert extras["vllm"] == [f"vllm>={first[0]}.{first[1]},<{major}.{minor + 1}"]

@@ -74,7 +74,7 @@ def test_without_the_users_name_an_engine_serves_without_kvdock_and_logs_the_rem
         engine.close()
     said, = (one.getMessage() for one in caplog.records if one.name == "kvdock.connector")
     assert said == (
-        f"no kvdock server yet, so every lookup is a miss: {service.unix}: "
+        f"no kvdock server can be used yet, so every lookup is a miss: {service.unix}: "
         f"the server at {service.unix.removeprefix('unix:')}: {REMEDY}"
     )
 

@@ -22,7 +22,10 @@ from urllib.parse import quote
 from cyclonedx.schema import SchemaVersion
 from cyclonedx.validation.json import JsonStrictValidator
 
-PROJECT = Path(__file__).parent.parent / "packages/server/pyproject.toml"
+ROOT = Path(__file__).parent.parent
+PROJECT = ROOT / "packages/server/pyproject.toml"
+ENGINE = "kvdock-engine"
+VERSION = re.findall(r'__version__ = "(.+)"', (ROOT / "kvdock/__init__.py").read_text())[0]
 
 
 def output(*command: str) -> str:
@@ -81,8 +84,16 @@ def main(environment: str, extension: str, written: str) -> None:
     references = [library["bom-ref"] for library in libraries]
     bill["components"] += libraries + (tools := built_with())
     root = next(entry for entry in bill["dependencies"] if entry["ref"] == bill["metadata"]["component"]["bom-ref"])
+    if not any(one["name"] == ENGINE for one in bill["components"]):  # where it is not installed: a checkout's lists
+        bill["components"].append({
+            "type": "library", "name": ENGINE, "bom-ref": ENGINE, "version": VERSION,
+            "purl": f"pkg:pypi/{ENGINE}@{VERSION}",
+        })
+        references.append(ENGINE)
     root["dependsOn"] = sorted([*root.get("dependsOn", []), *references])
-    bill["dependencies"] += [{"ref": reference} for reference in [*references, *(tool["bom-ref"] for tool in tools)]]
+    known = {one["ref"] for one in bill["dependencies"]}
+    added = [*references, *(tool["bom-ref"] for tool in tools)]
+    bill["dependencies"] += [{"ref": reference} for reference in added if reference not in known]
     text = json.dumps(bill, indent=1, sort_keys=True) + "\n"
     if wrong := JsonStrictValidator(SchemaVersion.from_version(bill["specVersion"])).validate_str(text):
         raise SystemExit(f"the bill is no valid CycloneDX {bill['specVersion']}: {wrong}")

@@ -382,7 +382,8 @@ class TierLoad(Answer, kw_only=True):
 
 
 ExplainCode = Literal[
-    "asked", "not_given", "diverges", "parts_early", "changes_early", "same_beginning", "longer_than_stored",
+    "asked", "waited", "not_given", "diverges", "parts_early", "changes_early", "same_beginning",
+    "longer_than_stored",
     "starts_anew", "goes_on", "nothing_stored", "ages", "in_tiers", "given_back", "stored", "not_ended",
     "ended", "local", "loaded", "computed", "engine_reason", "reloaded", "load_time", "saved", "cost_time",
     "weights", "other_namespace", "other_prompt", "other_engines",

@@ -351,6 +351,16 @@ def test_what_another_engine_is_storing(client: Client) -> None:
     engine.lookup(keys(3), "r1")
     assert broken(client, "r1").why == "being_stored"
     other.commit(granted)
+    engine.heartbeat(outcomes=[Outcome(request="r1", prompt_tokens=50, found_tokens=48, loaded_tokens=32)])
+    waited = client.explain("r1").sentences[1]
+    assert (waited.code, waited.advice, waited.text) == (
+        "waited", "",
+        "Of the 48 tokens after the first 0, 32 came while the request waited: another engine computed "
+        "and stored them.",
+    )
+    engine.lookup([*keys(3), *keys(1, "new")], "r2")
+    engine.heartbeat(outcomes=[Outcome(request="r2", prompt_tokens=70, found_tokens=48, loaded_tokens=48)])
+    assert "waited" not in codes(client.explain("r2")), "what was there at once was not waited for"
     engine.close()
     other.close()
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
@@ -45,6 +45,9 @@ from kvdock.protocol.schemas import Manifest
 LOADED_FROM = {MEMORY: "from memory", WAITED: "after another engine had stored them"}
 NEW_POOL_MS = 1000
 """A pool is new if its server clock said less when the server began: otherwise it has the time of earlier servers."""
+CAME: Final[dict[ComputedWhy, str]] = {
+    "tier_slow": "a lower tier loaded them", "being_stored": "another engine computed and stored them",
+}
 HELPS: dict[ComputedWhy, AdviceCode] = {
     "room": "enlarge_pool", "ahead": "enlarge_pool", "shrunk": "enlarge_pool", "quota": "raise_quota",
     "mismatched": "check_memory", "read": "keep_from_tiers", "unread": "keep_from_tiers",
@@ -237,7 +240,12 @@ def _sentences(
             f"At {when} {one.engine} asked for {one.tokens:,} tokens, in whole chunks, and the server had {found} of "
             f"them at once; it took {one.took_us:,} µs to say so."
         ))
-        if one.broke is not None:
+        if one.broke is not None and (came := _came(one.broke, start, outcome)):
+            yield Sentence(code="waited", text=(
+                f"Of the {one.broke.tokens:,} tokens after the first {start + one.broke.at_tokens:,}, {came:,} came "
+                f"while the request waited: {CAME[one.broke.why]}."
+            ))
+        elif one.broke is not None:
             yield from _broke(one.broke, start, one.tokens)
         if one.loaded_us is not None:
             rate = f", {size(one.bytes / one.loaded_us * 1e6)}/s" if one.loaded_us and one.bytes else ""
@@ -318,6 +326,13 @@ def _load_sentences(outcome: OutcomeView) -> Iterator[Sentence]:
         yield Sentence(
             code="cost_time", text=f"{computing}, it took {span(-saved)} longer than computing.", advice="check_copies"
         )
+
+
+def _came(broke: Break, start: int, outcome: OutcomeView | None) -> int:
+    """How many of the tokens that a lookup was not given were there before the request ended, because it waited."""
+    if outcome is None or broke.why not in CAME:
+        return 0
+    return max(0, min(broke.tokens, outcome.local_tokens + outcome.loaded_tokens - start - broke.at_tokens))
 
 
 def _broke(broke: Break, start: int, asked_tokens: int) -> Iterator[Sentence]:

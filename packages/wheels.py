@@ -40,6 +40,10 @@ SEVERAL_MISSING: Final = 3
 LOADERS: Final = {"x86_64": "ld-linux-x86-64.so.2", "aarch64": "ld-linux-aarch64.so.1"}
 
 
+class NotTried(Exception):
+    """A wheel was built, and could not be tried out."""
+
+
 class Failed(Exception):
     """A sentence for whoever called."""
 
@@ -223,19 +227,33 @@ def check_metadata(out: Path) -> None:
         print(f"{archive.name}: pyroma {(re.findall(r'Final rating: *([0-9/]+)', said) or ['?'])[0]}", flush=True)
 
 
+def without_wheels(pins: list[str], *asked: object) -> list[str]:
+    """Those of the packages for which the index has no wheel of the kind that pip is asked for."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", folder, *map(str, asked)]
+        return [pin for pin in pins if subprocess.run([*command, pin], capture_output=True).returncode]
+
+
 def smoke(wanted: Target, out: Path) -> str:
     """Installs both wheels and what they depend on into a folder, and tries them out there, with no other program than
-    that Python in reach."""
+    that Python in reach. Raises NotTried if something that they depend on has no wheel."""
     version = version_of_both()
-    pins = "\n".join(re.findall(r"^([a-z0-9.-]+==\S+)", (ROOT / "pins/server.txt").read_text(), re.MULTILINE))
+    pins = re.findall(r"^([a-z0-9.-]+==\S+)", (ROOT / "pins/server.txt").read_text(), re.MULTILINE)
+    asked = [
+        *(f"--platform=manylinux_2_{minor}_{wanted.arch}" for minor in range(28, 16, -1)),
+        f"--platform=manylinux2014_{wanted.arch}", f"--python-version={wanted.version}", "--implementation=cp",
+        f"--abi={wanted.tag}", "--abi=abi3", "--abi=none", "--only-binary=:all:",
+    ]
     with tempfile.TemporaryDirectory(prefix="kvdock-wheel-") as folder:
         constraints = Path(folder, "pins.txt")
-        constraints.write_text(pins)
-        platforms = [f"--platform=manylinux_2_{minor}_{wanted.arch}" for minor in range(28, 16, -1)]
-        run(sys.executable, "-m", "pip", "install", "--quiet", "--no-compile", "--target", f"{folder}/site", *platforms,
-            f"--platform=manylinux2014_{wanted.arch}", "--python-version", wanted.version, "--implementation=cp",
-            f"--abi={wanted.tag}", "--abi=abi3", "--abi=none", "--only-binary=:all:", "--find-links", out,
-            "--constraint", constraints, f"kvdock=={version}")
+        constraints.write_text("\n".join(pins))
+        try:
+            run(sys.executable, "-m", "pip", "install", "--quiet", "--no-compile", "--target", f"{folder}/site", *asked,
+                "--find-links", out, "--constraint", constraints, f"kvdock=={version}")
+        except Failed:
+            if lacking := without_wheels(pins, *asked):
+                raise NotTried(f"{wanted}: built, but not tried out: no wheel of {', '.join(lacking)}") from None
+            raise
         clean = {"PATH": "/nonexistent", "PYTHONPATH": f"{folder}/site", "HOME": folder, **dict(wanted.environ)}
         done = subprocess.run(
             [*wanted.program, str(ROOT / "packages/smoke.py"), *wanted.program], cwd=folder, env=clean, text=True,
@@ -271,7 +289,10 @@ def made(wanted: list[Target], out: Path) -> Iterator[str]:
     check_metadata(out)
     for each in wanted:
         if each.headers and each.program:
-            print(f"{each}: {smoke(each, out)}", flush=True)
+            try:
+                print(f"{each}: {smoke(each, out)}", flush=True)
+            except NotTried as why:
+                yield str(why)
         elif each.headers:
             yield f"{each}: built, but not tried out: no interpreter runs here"
 

@@ -184,7 +184,7 @@ class WholeEngine:
     def figures(self) -> dict[str, float]:
         """What it exports for Prometheus, by name without the engine's."""
         samples = re.findall(r"^\w+:(\w+)(?:\{.*\})? (\S+)$", self.do("metrics")["text"], re.MULTILINE)
-        return {name: float(value) for name, value in samples}
+        return {name: float(value) for name, value in samples if not name.endswith("_created")}  # those are times
 
     def do(self, what: str, **more: Any) -> dict[str, Any]:
         self.tell(what, **more)

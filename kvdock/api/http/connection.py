@@ -13,7 +13,7 @@ import logging
 import re
 import weakref
 from collections.abc import Iterable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import httptools
 from starlette.types import Scope
@@ -74,14 +74,20 @@ def _give_way(strangers: Iterable[Connection]) -> bool:
     return found is not None
 
 
+class Counts(NamedTuple):
+    """The connections of a server, by the kind of their socket."""
+
+    unix: ConnectionCount
+    tcp: ConnectionCount
+
+
 class Connection(HttpToolsProtocol):
     """Made by connection_class, which gives all connections of a server what they share. Each call of a connection has
     its Peer in `scope["state"]["peer"]`; one of a Unix connection has a reference to it in `["connection"]`."""
 
     limits: ClassVar[ConnectionLimits]
     meter: ClassVar[Meter]
-    unix: ClassVar[ConnectionCount]
-    tcp: ClassVar[ConnectionCount]
+    counts: ClassVar[Counts]
     reads: ClassVar[ReadTurns]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -114,7 +120,7 @@ class Connection(HttpToolsProtocol):
         if peer.is_unix:
             self.app_state["connection"] = weakref.ref(self)  # a plain reference keeps it alive after its end
         super().connection_made(transport)
-        count = self.unix if peer.is_unix else self.tcp
+        count = self.counts.unix if peer.is_unix else self.counts.tcp
         self.address = peer.name if peer.is_unix else (self.client or ("", 0))[0]
         if not count.make_room(self.address):
             self.meter.counters.refused_connections += 1
@@ -177,7 +183,7 @@ class Connection(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         """Short reads of engines are handled at once, all others when it is their turn. Until then no more is read of
         the connection: it could send megabytes in one turn of the event loop, even if all of it is dropped."""
-        is_short_of_engine = len(data) < LONG_READ_BYTES and self._counted is not self.tcp
+        is_short_of_engine = len(data) < LONG_READ_BYTES and self._counted is not self.counts.tcp
         if not self._waiting and (is_short_of_engine or self.reads.take(len(data))):
             self._handle(data)
             return
@@ -246,7 +252,7 @@ class Connection(HttpToolsProtocol):
             self._stop(self._too_large_header("bytes", size, self.limits.header_bytes))
         if [name for name, _ in self.headers].count(b"authorization") > 1:
             self._stop(ApiError("malformed_request", "a request has one Authorization", found="several", wanted=1))
-        if self._counted is self.tcp:  # browsers reach only TCP
+        if self._counted is self.counts.tcp:  # browsers reach only TCP
             self._settle_host()
         super().on_headers_complete()
         self.headers = [*self.headers]  # a copy: trailers are added to it and counted, but the call does not see them
@@ -423,8 +429,10 @@ def check_uvicorn(version: str, protocol: type = HttpToolsProtocol) -> None:
 def connection_class(limits: ConnectionLimits, meter: Meter) -> type[Connection]:
     """For uvicorn.Config(http=…): the connections of one server."""
     shared = {
-        "limits": limits, "meter": meter, "unix": ConnectionCount("Unix", limits.unix_connections),
-        "tcp": ConnectionCount("TCP", limits.tcp_connections), "reads": ReadTurns(),
+        "limits": limits, "meter": meter, "reads": ReadTurns(),
+        "counts": Counts(
+            ConnectionCount("Unix", limits.unix_connections), ConnectionCount("TCP", limits.tcp_connections)
+        ),
     }
     return type("ServerConnection", (Connection,), shared)
 

@@ -117,7 +117,7 @@ def served(program: list[str], folder: str) -> tuple[subprocess.Popen[bytes], st
         with suppress(ServerUnavailable, ApiError):
             if client.status().status == "ok":
                 return server, client.address
-        time.sleep(0.2)
+        time.sleep(0.2)  # until the server is asked again
     server.kill()
     raise SystemExit(f"the server is not ready: status {server.wait()}")
 

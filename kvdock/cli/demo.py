@@ -308,4 +308,4 @@ def linger(server: DemoServer, screen: Screen) -> None:
     screen.stays_up(server.url, f"{program()} status --server {server.address}")
     while True:
         server.keep_up(screen)
-        time.sleep(0.2)
+        time.sleep(0.2)  # until it is looked at again whether the server has ended

@@ -131,7 +131,7 @@ def test_a_demo_starts_a_lost_server_again_and_ends_if_it_is_lost_again_at_once(
     with lingering(tmp_path) as (demo, pool, _):
         assert demo.stdout is not None and demo.stderr is not None
         (socket_path,) = tmp_path.glob("kvdock-demo-*/kvdock.sock")
-        time.sleep(STEADY_S)
+        time.sleep(STEADY_S)  # only a server that was up for so long is started again
         kill_server_of(demo)
         assert "the server ended with status -9; a new one takes over its pool" in demo.stdout.readline()
 

@@ -67,8 +67,8 @@ bool write_marked(const MarkedExponents& marked, const Book& book, size_t marks,
 // What nibbles name.
 struct Further {
   alignas(16) uint8_t exponents[16];
-  explicit Further(const Book& book) {
-    std::memcpy(exponents, book.exponents + kFirstCodes, kFurther);
+  explicit Further(const uint8_t* book) {
+    std::memcpy(exponents, book + kFirstCodes, kFurther);
     exponents[kFarNibble] = 0;
   }
 };
@@ -82,7 +82,7 @@ void put_spares(const char* tile, size_t marks, uint8_t* values) {
 }
 
 // Reads the exponents of the reserve, used or not, and 64 zeros after them.
-void read_marked(const char* tile, const Book& book, size_t marks, uint8_t* values) {
+void read_marked(const char* tile, const uint8_t* book, size_t marks, uint8_t* values) {
   const Further further(book);
   const auto* nibbles = reinterpret_cast<const uint8_t*>(tile) + kNibblesAt;
   for (size_t i = 0; i < marks; ++i) values[i] = further.exponents[nibbles[i / 2] >> 4 * (i % 2) & 15];
@@ -110,7 +110,7 @@ bool scalar_pack(const char* from, const Book& book, size_t marks, char* to) {
   return write_marked(marked, book, marks, to);
 }
 
-void scalar_unpack(const char* from, const Book& book, size_t marks, char* to) {
+void scalar_unpack(const char* from, const uint8_t* book, size_t marks, char* to) {
   MarkedExponents marked;
   read_marked(from, book, marks, marked.values);
   size_t rank = 0;
@@ -119,7 +119,7 @@ void scalar_unpack(const char* from, const Book& book, size_t marks, char* to) {
     for (size_t bit = 0; bit < 3; ++bit) planes[bit] = load64(from + kCodesAt + bit * kCodePlaneBytes + i / 8);
     for (size_t j = 0; j < 64; ++j) {
       const auto code = uint8_t((planes[0] >> j & 1) | (planes[1] >> j & 1) << 1 | (planes[2] >> j & 1) << 2);
-      const uint8_t exponent = code == kMark ? marked.values[std::min(rank++, marks)] : book.exponents[code];
+      const uint8_t exponent = code == kMark ? marked.values[std::min(rank++, marks)] : book[code];
       const uint16_t element = element_of(uint8_t(from[i + j]), exponent);
       std::memcpy(to + 2 * (i + j), &element, sizeof element);
     }
@@ -152,7 +152,7 @@ KVDOCK_AVX2_INLINE __m256i elements_of(__m256i rests, __m256i exponents) {
 }
 
 // As read_marked() does.
-KVDOCK_AVX2_INLINE void avx2_read_marked(const char* tile, const Book& book, size_t marks, uint8_t* values) {
+KVDOCK_AVX2_INLINE void avx2_read_marked(const char* tile, const uint8_t* book, size_t marks, uint8_t* values) {
   const Further further(book);
   const __m128i table = _mm_load_si128(reinterpret_cast<const __m128i*>(further.exponents));
   const __m128i low4 = _mm_set1_epi8(15);
@@ -205,12 +205,12 @@ KVDOCK_AVX2_INLINE __m256i spread(uint32_t bits) {
   return _mm256_cmpeq_epi8(_mm256_and_si256(copied, bit), bit);
 }
 
-KVDOCK_AVX2 void avx2_unpack(const char* from, const Book& book, size_t marks, char* to) {
+KVDOCK_AVX2 void avx2_unpack(const char* from, const uint8_t* book, size_t marks, char* to) {
   MarkedExponents marked;
   avx2_read_marked(from, book, marks, marked.values);
   size_t rank = 0;
   const __m256i table = _mm256_broadcastsi128_si256(
-      _mm_loadl_epi64(reinterpret_cast<const __m128i*>(book.exponents)));
+      _mm_loadl_epi64(reinterpret_cast<const __m128i*>(book)));
   for (size_t i = 0; i < kTileElements; i += 32) {
     uint32_t planes[3];
     __m256i code = _mm256_setzero_si256();
@@ -280,11 +280,11 @@ KVDOCK_AVX512 bool avx512_pack(const char* from, const Book& book, size_t marks,
   return write_marked(marked, book, marks, to);
 }
 
-KVDOCK_AVX512 void avx512_unpack(const char* from, const Book& book, size_t marks, char* to) {
+KVDOCK_AVX512 void avx512_unpack(const char* from, const uint8_t* book, size_t marks, char* to) {
   MarkedExponents marked;
   avx2_read_marked(from, book, marks, marked.values);
   size_t rank = 0;
-  const __m512i table = _mm512_broadcast_i32x4(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(book.exponents)));
+  const __m512i table = _mm512_broadcast_i32x4(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(book)));
   for (size_t i = 0; i < kTileElements; i += 64) {
     uint64_t planes[3];
     __m512i code = _mm512_setzero_si512();

@@ -20,7 +20,7 @@
 namespace kvdock {
 
 constexpr size_t kTileElements = 2048, kTileBytes = 2 * kTileElements;
-constexpr size_t kBookExponents = 22, kFirstCodes = 7;
+constexpr size_t kBookExponents = 22, kBookBytes = 24, kFirstCodes = 7;
 constexpr size_t kSpares = 6;
 constexpr size_t kTrailerBytes = kSpares + sizeof(uint16_t);
 constexpr size_t kCodePlaneBytes = kTileElements / 8;
@@ -35,7 +35,7 @@ constexpr size_t packed_tile_bytes(size_t marks) { return kNibblesAt + marks / 2
 // The exponents that codes name, and the code of each exponent.
 struct Book {
   static constexpr uint8_t kFar = 255;
-  uint8_t exponents[kBookExponents + 2];  // the last two are padding
+  uint8_t exponents[kBookBytes];  // the last two are zeros
   uint8_t ranks[256];                     // the exponent's place in `exponents`, or kFar
 };
 
@@ -50,8 +50,9 @@ struct TilePath {
   const char* name;
   // Packs kTileBytes at `from`. False: the tile does not fit, and what is at `to` is of no use. The spill number is 0.
   bool (*pack)(const char* from, const Book& book, size_t marks, char* to);
-  // Whatever the spill number is. A mark beyond the reserve, or a far element beyond the spares, gets some exponent.
-  void (*unpack)(const char* from, const Book& book, size_t marks, char* to);
+  // `exponents`: of the book, kBookBytes of them. Whatever the spill number is. A mark beyond the reserve, or a far
+  // element beyond the spares, gets exponent 0.
+  void (*unpack)(const char* from, const uint8_t* exponents, size_t marks, char* to);
 };
 
 // The fastest path that this processor has, or the one chosen by use_tile_path().

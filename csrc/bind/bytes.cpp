@@ -9,6 +9,7 @@
 
 #include "bind/parts.h"
 #include "bind/bind.h"
+#include "bind/contiguous.h"
 #include "copy/checksum.h"
 #include "copy/copy.h"
 #include "base/decoding_cost.h"
@@ -154,27 +155,16 @@ void memcpy_buffers(const py::buffer& to, const py::buffer& from, size_t bytes, 
   memcpy_pieces(target.view(), source.view(), bytes, threads);
 }
 
-// The bytes of any object that exports them in a row, whatever its element type.
-struct Contiguous {
-  Py_buffer view;
-  explicit Contiguous(const py::buffer& of) {
-    if (PyObject_GetBuffer(of.ptr(), &view, PyBUF_SIMPLE) != 0) throw py::error_already_set();
-  }
-  ~Contiguous() { PyBuffer_Release(&view); }
-  Contiguous(const Contiguous&) = delete;
-  Contiguous& operator=(const Contiguous&) = delete;
-};
-
 uint64_t checksum_buffer(const py::buffer& data) {
   const Contiguous bytes(data);
   const py::gil_scoped_release released;
-  return checksum(static_cast<const char*>(bytes.view.buf), size_t(bytes.view.len));
+  return checksum(bytes.data(), bytes.bytes());
 }
 
 bool decoding_within(const py::buffer& data, uint64_t limit, bool packed) {
   const Contiguous bytes(data);
-  const auto* const begin = static_cast<const uint8_t*>(bytes.view.buf);
-  return (packed ? packed_costs_within : json_costs_within)(begin, begin + bytes.view.len, limit);
+  const auto* const begin = reinterpret_cast<const uint8_t*>(bytes.data());
+  return (packed ? packed_costs_within : json_costs_within)(begin, begin + bytes.bytes(), limit);
 }
 
 void set_keys(const py::bytes& nh, const py::bytes& level2) {

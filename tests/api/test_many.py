@@ -1,5 +1,5 @@
-"""Where thousands of engines are attached, and routers know many chunks, no call and no round of the keeper has the
-event loop for long.
+"""Where thousands of engines are attached, and routers know many chunks, no call, no round of the keeper and no
+collection of garbage has the event loop for long.
 
 The real application in this process, without sockets, as in tests/api/test_long_calls.py.
 """
@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 import pytest
 from api_helpers import attach_body, manifest
-from app_rig import OWN, Rig, ask, opened
+from app_rig import CHAIN, OWN, Rig, ask, opened
 from turns import Turns, quickest, turns_of
 
 from kvdock.api.feeds.kv import BATCH_CHUNKS, KvLog, KvStream, Source
@@ -25,6 +25,8 @@ from kvdock.api.reports.lists import NAMESPACES_OF_PAGE, REQUESTS_OF_PAGE
 from kvdock.api.reports.metrics import CLASSIC
 from kvdock.api.turns import SLICE_S, Slices
 from kvdock.protocol import schemas as s
+from kvdock.protocol.forms import JSON
+from kvdock.protocol.kv_events import named
 
 pytestmark = pytest.mark.security
 
@@ -220,6 +222,44 @@ def test_a_snapshot_lasts_several_turns_each_of_them_short() -> None:
 
     turns = quickest(measured, TURN_MS)
     assert turns.longest_ms < TURN_MS and turns.number > CHUNKS // BATCH_CHUNKS
+
+
+# --------------------------------------------------------------------------- collections of garbage
+
+
+def walked() -> int:
+    """How many objects a full collection looks at."""
+    for _ in range(3):  # a tuple is left out once what it contains was
+        gc.collect()
+    return len(gc.get_objects())
+
+
+def test_collections_walk_no_record_of_sessions_requests_and_chunks() -> None:
+    """They took 58 ms where 2,500 sessions were attached and routers knew 90,000 chunks."""
+    requests, names = 1000, itertools.count()
+    with opened() as rig:
+        before = walked()
+        attach_many(rig)
+        of_sessions = walked() - before
+
+        async def look_up() -> None:
+            for _ in range(requests):
+                asked = s.Lookup(session=rig.session, member="m", request=f"q{next(names)}", keys=[*CHAIN[:2], "0" * 64])
+                await rig.parts.handlers.service.lookup(OWN, asked, JSON)
+            rig.parts.feeds.catch_up()
+
+        asyncio.run(look_up())
+        before = walked()
+        asyncio.run(look_up())
+        of_requests = walked() - before
+        before = walked()
+        made, count = Announcing(NAMESPACES), 5000
+        for number in range(count):
+            made.log.named(number % NAMESPACES, number.to_bytes(32, "big"), [named(1, [2, 3], range(16))])
+        asyncio.run(made.log._walk())
+        of_chunks = walked() - before
+    assert made.log.chunks == CHUNKS
+    assert of_sessions < SESSIONS / 10 and of_requests < requests / 10 and of_chunks < count / 10
 
 
 # --------------------------------------------------------------------------- calls that wait for one count

@@ -21,8 +21,10 @@ import sys
 import threading
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, TypeVar
 from weakref import WeakValueDictionary
+
+import msgspec
 
 from kvdock.api.feeds.sse import RETRY, IsAdmitted, Stream, number_in, piece_of
 from kvdock.api.turns import next_slice
@@ -67,7 +69,7 @@ Ready = Callable[[int, int], tuple[list[Change], int]]
 """Table.ready."""
 
 
-class Source(NamedTuple):
+class Source(msgspec.Struct, frozen=True, gc=False):
     """A namespace, as routers know it."""
 
     digest: bytes
@@ -76,11 +78,11 @@ class Source(NamedTuple):
     chunk_tokens: int
 
 
-class Announced(NamedTuple):
+class Announced(msgspec.Struct, frozen=True, gc=False):
     """A chunk that is there, as it was announced to routers."""
 
     source: Source
-    hashes: Sequence[int]
+    hashes: tuple[int, ...]
     parent: int | None
     name: BlockNames | None
     """As its engine named it; None: only its key is known."""
@@ -108,11 +110,11 @@ Item = Announced | BlockRemoved | AllBlocksCleared
 """An event as it is kept: tokens as bytes take a tenth of the memory of a list."""
 
 
-class Batch(NamedTuple):
+class Batch(msgspec.Struct, frozen=True, gc=False):
     seq: int
     at: float
     model: str
-    items: Sequence[Item]
+    items: tuple[Item, ...]
 
     @property
     def size_bytes(self) -> int:
@@ -206,7 +208,7 @@ class TenantLog:
         if self._begins:
             items, self._begins = [AllBlocksCleared(), *items], False
         self.last, self.at = self.last + 1, at
-        self._kept.append(Batch(self.last, at, model, items))
+        self._kept.append(Batch(self.last, at, model, tuple(items)))
         return self._kept[-1].size_bytes
 
     def drop_oldest(self) -> int:
@@ -241,11 +243,11 @@ def _batches_of(chunks: Iterable[Announced], seq: int, at: float) -> Iterator[Ba
             count, tokens = count + 1, tokens + chunk.source.chunk_tokens
         if tokens >= BATCH_TOKENS or count == BATCH_CHUNKS or chunk is None:
             for model, items in waiting.items():
-                yield Batch(seq, at, model, cleared + items)
+                yield Batch(seq, at, model, (*cleared, *items))
                 cleared = []
             waiting, count, tokens = {}, 0, 0
     if cleared:
-        yield Batch(seq, at, "", cleared)
+        yield Batch(seq, at, "", tuple(cleared))
 
 
 class TenantLogs:
@@ -459,7 +461,7 @@ class KvLog:
     ) -> list[tuple[Source, Item]]:
         """The chunk's event, and removals of older chunks for which the log has no room any more."""
         name = self._names.take(key)
-        hashes: Sequence[int]
+        hashes: tuple[int, ...]
         if name is not None and name.hashes:
             hashes, before = name.hashes, name.parent
         else:
@@ -483,7 +485,7 @@ class KvLog:
         self._bytes -= chunk.size_bytes
         if chunk.name is not None:
             self._names.put(key, chunk.name)  # kept, because the chunk may come back without a name
-        return BlockRemoved(list(chunk.hashes))
+        return BlockRemoved(chunk.hashes)
 
     def _publish(self, log: TenantLog, items: Sequence[tuple[Source, Item]]) -> None:
         if items:

@@ -112,6 +112,6 @@ class KvZmq:
         batches = list(source.since(OWN_TENANT, int.from_bytes(asked[1], "big"))[0])
         # Over ZeroMQ each batch has a number of its own, and the last one that of the newest event.
         for number, batch in enumerate(batches, batches[-1].seq - len(batches) + 1 if batches else 0):
-            batch = batch._replace(seq=number)
+            batch = msgspec.structs.replace(batch, seq=number)
             self._replay.send_multipart((reader, b"", *self._framed(batch)))
         self._replay.send_multipart((reader, b"", b"", END_SEQ, b""))

@@ -227,39 +227,46 @@ def test_a_snapshot_lasts_several_turns_each_of_them_short() -> None:
 # --------------------------------------------------------------------------- collections of garbage
 
 
-def walked() -> int:
-    """How many objects a full collection looks at."""
+def walked() -> tuple[int, int]:
+    """How many objects the next full collection looks at, and how many references it follows."""
     for _ in range(3):  # a tuple is left out once what it contains was
-        gc.collect()
-    return len(gc.get_objects())
+        gc.collect(1)
+    found = gc.get_objects()
+    return len(found), sum(len(gc.get_referents(one)) for one in found)
 
 
 def test_collections_walk_no_record_of_sessions_requests_and_chunks() -> None:
     """They took 58 ms where 2,500 sessions were attached and routers knew 90,000 chunks."""
-    requests, names = 1000, itertools.count()
+    requests, names, announcing = 1000, itertools.count(), Announcing(NAMESPACES)
+    gc.freeze()  # what other tests have made
     with opened() as rig:
-        before = walked()
-        attach_many(rig)
-        of_sessions = walked() - before
 
         async def look_up() -> None:
             for _ in range(requests):
-                asked = s.Lookup(session=rig.session, member="m", request=f"q{next(names)}", keys=[*CHAIN[:2], "0" * 64])
+                keys = [*CHAIN[:2], "0" * 64]
+                asked = s.Lookup(session=rig.session, member="m", request=f"q{next(names)}", keys=keys)
                 await rig.parts.handlers.service.lookup(OWN, asked, JSON)
             rig.parts.feeds.catch_up()
 
+        def announce() -> None:
+            for number in range(CHUNKS):
+                announcing.log.named(number % NAMESPACES, number.to_bytes(32, "big"), [named(1, [2, 3], range(16))])
+            asyncio.run(announcing.log._walk())
+
+        asyncio.run(look_up())  # what is kept of the most recent requests
+        found = [walked()]
+        attach_many(rig)
+        found.append(walked())
         asyncio.run(look_up())
-        before = walked()
-        asyncio.run(look_up())
-        of_requests = walked() - before
-        before = walked()
-        made, count = Announcing(NAMESPACES), 5000
-        for number in range(count):
-            made.log.named(number % NAMESPACES, number.to_bytes(32, "big"), [named(1, [2, 3], range(16))])
-        asyncio.run(made.log._walk())
-        of_chunks = walked() - before
-    assert made.log.chunks == CHUNKS
-    assert of_sessions < SESSIONS / 10 and of_requests < requests / 10 and of_chunks < count / 10
+        found.append(walked())
+        announce()
+        found.append(walked())
+    gc.unfreeze()
+    objects, references = zip(*found, strict=True)
+    of_sessions, of_requests, of_chunks = (after - before for before, after in itertools.pairwise(objects))
+    assert announcing.log.chunks == CHUNKS
+    assert of_sessions < SESSIONS / 10 and of_requests < requests / 10 and of_chunks < CHUNKS / 10
+    assert references[3] - references[2] < 2 * CHUNKS, "batches that are kept for readers are in a list"
 
 
 # --------------------------------------------------------------------------- calls that wait for one count

@@ -125,8 +125,18 @@ class Batch(msgspec.Struct, frozen=True, gc=False):
 
 
 V = TypeVar("V")
-Place = tuple[int, bytes]
-"""A chunk: the number of its source in the log, and its key."""
+Place = bytes
+"""A chunk: NUMBER_BYTES of its source's number in the log, and its key. No tuple: collections of garbage would walk all
+dicts of them."""
+NUMBER_BYTES = 8
+
+
+def _place(number: int, key: bytes) -> Place:
+    return number.to_bytes(NUMBER_BYTES, "big") + key
+
+
+def _number_in(place: Place) -> int:
+    return int.from_bytes(place[:NUMBER_BYTES], "big")
 
 
 class Chunks(Generic[V]):
@@ -366,12 +376,12 @@ class KvLog:
         with self._lock:
             log, again = self._logs.of(source.tenant), list[tuple[Source, Item]]()
             for at, name in enumerate(names):
-                key = number, keys[KEY_BYTES * at : KEY_BYTES * (at + 1)]
-                chunk = log.there.get(key)
+                place = _place(number, keys[KEY_BYTES * at : KEY_BYTES * (at + 1)])
+                chunk = log.there.get(place)
                 if chunk is None or chunk.name is None:
-                    self._names.put(key, name)
+                    self._names.put(place, name)
                 if chunk is not None and chunk.name is None:
-                    again += [(source, self._removed(log, key)), *self._stored(log, source, key, chunk.above)]
+                    again += [(source, self._removed(log, place)), *self._stored(log, source, place, chunk.above)]
             self._publish(log, again)
 
     # ---------------------------------------------------------------- from the table
@@ -398,7 +408,7 @@ class KvLog:
             log = self._logs.of(source.tenant)
             for page in log.there.pages():
                 with self._lock:
-                    gone = [place for place in page if place[0] == number and place in log.there]
+                    gone = [place for place in page if _number_in(place) == number and place in log.there]
                     self._publish(log, [(source, self._removed(log, place)) for place in gone])
                 await next_slice()
             self._gone.popleft()
@@ -438,7 +448,7 @@ class KvLog:
                 for _ in range(min(len(there), SLICE)):
                     place = there.oldest()
                     there.take(place)
-                    self._count[place[0]] -= 1
+                    self._count[_number_in(place)] -= 1
                 await next_slice()
 
     def _take(self, changes: Sequence[Change]) -> None:
@@ -448,27 +458,27 @@ class KvLog:
                 if space not in self._sources:
                     continue  # announced once an engine attaches to the namespace
                 number, source = self._sources[space]
-                log, at = self._logs.of(source.tenant), (number, key)
-                if is_there == (at in log.there):
+                log, place = self._logs.of(source.tenant), _place(number, key)
+                if is_there == (place in log.there):
                     continue
                 items = of_log.setdefault(source.tenant, [])
-                items += self._stored(log, source, at, parent) if is_there else [(source, self._removed(log, at))]
+                items += self._stored(log, source, place, parent) if is_there else [(source, self._removed(log, place))]
             for tenant, items in of_log.items():
                 self._publish(self._logs.of(tenant), items)
 
     def _stored(
-        self, log: TenantLog, source: Source, key: Place, parent: bytes
+        self, log: TenantLog, source: Source, place: Place, parent: bytes
     ) -> list[tuple[Source, Item]]:
         """The chunk's event, and removals of older chunks for which the log has no room any more."""
-        name = self._names.take(key)
+        name = self._names.take(place)
         hashes: tuple[int, ...]
         if name is not None and name.hashes:
             hashes, before = name.hashes, name.parent
         else:
-            hashes, before = (block_hash(key[1]),), block_hash(parent) if any(parent) else None
+            hashes, before = (block_hash(place),), block_hash(parent) if any(parent) else None
         chunk = Announced(source, hashes, before, name, parent)
-        log.there.add(key, chunk)
-        self._count[key[0]] += 1
+        log.there.add(place, chunk)
+        self._count[_number_in(place)] += 1
         self._bytes += chunk.size_bytes
         items: list[tuple[Source, Item]] = [(source, chunk)]
         while self._bytes > self._most_bytes and log.there:
@@ -478,13 +488,13 @@ class KvLog:
             items.append((known.source, self._removed(log, oldest)))
         return items
 
-    def _removed(self, log: TenantLog, key: Place) -> BlockRemoved:
-        chunk = log.there.take(key)
+    def _removed(self, log: TenantLog, place: Place) -> BlockRemoved:
+        chunk = log.there.take(place)
         assert chunk is not None, "it is there"
-        self._count[key[0]] -= 1
+        self._count[_number_in(place)] -= 1
         self._bytes -= chunk.size_bytes
         if chunk.name is not None:
-            self._names.put(key, chunk.name)  # kept, because the chunk may come back without a name
+            self._names.put(place, chunk.name)  # kept, because the chunk may come back without a name
         return BlockRemoved(chunk.hashes)
 
     def _publish(self, log: TenantLog, items: Sequence[tuple[Source, Item]]) -> None:

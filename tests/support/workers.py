@@ -171,8 +171,8 @@ def _turn(item: pytest.Item) -> int:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """Waits outside of the test's own time limit. The locks are of this process alone and end with it; flock's would stay
-    with what a worker that crashed has forked."""
+    """Waits outside of the test's own time limit. The locks are of this process alone and end with it; flock's would
+    stay with what a worker that crashed has forked."""
     if LOCKS not in item.config.stash:
         return (yield)
     turn, tests = item.config.stash[LOCKS]

@@ -387,6 +387,10 @@ class KvLog:
     # ---------------------------------------------------------------- from the table
 
     async def run(self) -> None:
+        """Until cancelled. After a failure it begins anew: changes that were read and not announced are lost."""
+        if self._since:
+            await self._begin_anew()
+            self._is_walked = False
         while True:
             await self._remove_gone()
             if not self._is_walked:
@@ -431,18 +435,19 @@ class KvLog:
             changes, following, is_complete = self._changes(self._since, SLICE)
             self._since = following
             if not is_complete:  # more has changed than the table remembers
-                with self._lock:
-                    gone = [log.begin_anew() for log in self._logs]
-                    self._bytes = 0
-                await self._forget(gone)
+                await self._begin_anew()
                 await self._walk()
                 continue
             self._take(changes)
             is_more = len(changes) == SLICE
             await next_slice()
 
-    async def _forget(self, gone: list[Chunks[Announced]]) -> None:
-        """In slices: to free many chunks at once takes as long as to announce them."""
+    async def _begin_anew(self) -> None:
+        """Declares all that was announced void, and forgets it in slices: to free many chunks at once takes as long as
+        to announce them."""
+        with self._lock:
+            gone = [log.begin_anew() for log in self._logs]
+            self._bytes = 0
         for there in gone:
             while there:
                 for _ in range(min(len(there), SLICE)):

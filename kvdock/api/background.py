@@ -78,7 +78,7 @@ class Background:
 
 
 class _Failures:
-    """Of one piece of work. The same cause is logged once until the work was healthy again."""
+    """Those of one piece of work. The same cause is logged once, until the work was healthy again."""
 
     def __init__(self, name: str, report: Callable[[str], None]) -> None:
         self._name, self._report = name, report

@@ -59,8 +59,9 @@ SWITCH_S = 0.0005
 """A thread of this process that computes (the API's document, a long access file) gives the event loop its turn after
 this long, and not after Python's 5 ms."""
 GC_THRESHOLDS = (700, 10, 1000)
-"""A collection that looks at all objects takes tens of ms where thousands of engines are attached, so it comes a
-hundred times less often than Python's does. Few objects are left to it."""
+"""A full collection walks what connections are made of, which takes ms where thousands of engines are connected, so it
+comes a hundred times less often than Python's does. It walks no records of sessions, requests and chunks: they are
+structs with gc=False, and no cycle contains one."""
 GRACE_S = 1
 """How long calls in flight may take to end at shutdown, in every case."""
 LIVE = frozenset(Limits.__struct_fields__)

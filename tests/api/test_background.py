@@ -8,18 +8,22 @@ import logging
 import threading
 from collections.abc import Callable
 from functools import partial, wraps
+from pathlib import Path
 from typing import Any
 
 import pytest
 from api_helpers import ServerProcess, attach, eventually, keys
 from kv_readers import Belief, ZmqReader, endpoints
 from paths import ROOT
+from tier_engine import TierEngine, manifest
+from tier_server import PART, SETTINGS, is_served
 
 from kvdock.api import background
 from kvdock.api.background import Background
 from kvdock.api.feeds.kv import KvLog
 from kvdock.api.feeds.kv_zmq import KvZmq
 from kvdock.api.record.journal import Journal
+from kvdock.api.tiers.mover_client import MoverClient
 from kvdock.client.client import Client
 from kvdock.protocol import schemas as s
 from kvdock.protocol.kv_events import block_hash
@@ -90,6 +94,26 @@ def test_kv_events_and_the_journal_go_on_after_a_failure_which_is_named() -> Non
         assert "broken on purpose" in finding.text and client.acknowledge().troubles == len(works)
         assert client.verdict().findings == []
         engine.leave()
+
+
+def without_updates() -> None:
+    fails_once(MoverClient, "next_update")
+
+
+class ServerWithoutUpdates(ServerProcess):
+    before = partial(without_updates)
+
+
+def test_a_mover_that_gets_no_updates_is_started_again(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {**SETTINGS, "disk_path": str(tmp_path / "disk")}
+    with ServerWithoutUpdates(**settings) as server, Client(server.unix) as client:
+        engine = TierEngine(server.unix, manifest(PART))
+        is_served(server, 1)
+        engine.store(engine.chain(4))
+        eventually(lambda: client.status().tiers[0].objects == 4, 60.0)
+        engine.close()
+        log = server.log_text()
+        assert log.count("the mover of lower tiers gets no updates") == 1 and "broken on purpose in next_update" in log
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ from kvdock import __version__
 from kvdock._core import TableError
 from kvdock.api.access.access_file import AccessFile
 from kvdock.api.admin import Admin
+from kvdock.api.background import Background
 from kvdock.api.clock import Clocks, ServerClock
 from kvdock.api.feeds.feeds import Extras, Feeds
 from kvdock.api.http import routes_admin, routes_people, wire
@@ -78,6 +79,7 @@ class Parts(NamedTuple):
     drain: Drain
     mover_client: MoverClient
     feeds: Feeds
+    background: Background
 
 
 def build(
@@ -94,11 +96,12 @@ def build(
     answers = Answers(pool.table, lambda space: mover_client.in_tiers(space))
     registry.on_ended = answers.forget
     troubles, labels = Troubles(clocks.wall_s), Labels(registry, pool.table)
+    background = Background(lambda what: troubles.add_once("failed", OWN_TENANT, what))
     if pool.left_out:
         troubles.add("left_out", OWN_TENANT, pool.left_out)
     tally = Tally(settings, pool.table, journal, Learned(curves, beginnings, answers, troubles, labels), clocks, clock)
     orders = OrderFile(Path(f"{settings.socket_path}.orders"))
-    clears = Clears(pool.table, registry, journal, orders, settings.tier_names)
+    clears = Clears(pool.table, registry, journal, orders, settings.tier_names, background)
     mover_client = MoverClient(
         pool, registry, tally.counters, clears, drain=drain, now_ms=clock.now_ms,
         now_s=clocks.now_s,
@@ -137,8 +140,8 @@ def build(
         events=feeds.events, kv_stream=feeds.kv_stream,
         body_limit_bytes=settings.body_limit_bytes, body_capacity=BodyCapacity.for_bodies_of(settings.body_limit_bytes),
     )
-    keeper = Keeper(settings, access, sessions, tally, sampler, pulse)
-    return Parts(access, handlers, meter, keeper, sampler, drain, mover_client, feeds)
+    keeper = Keeper(settings, access, sessions, tally, sampler, pulse, background)
+    return Parts(access, handlers, meter, keeper, sampler, drain, mover_client, feeds, background)
 
 
 def _kept(pool: Pool, what: Kept, in_words: str) -> KeptObject:

@@ -12,6 +12,7 @@ import asyncio
 import logging
 
 from kvdock.api.access.access_file import AccessFile
+from kvdock.api.background import Background
 from kvdock.api.pool.registry import MemberRecord, SessionRecord
 from kvdock.api.pool.sessions import Sessions
 from kvdock.api.record.history import Sampler
@@ -30,13 +31,14 @@ class Keeper:
     """`run` works until it is cancelled; `ready` is set once there is memory to give out."""
 
     def __init__(
-        self, settings: Settings, access: AccessFile, sessions: Sessions, tally: Tally, sampler: Sampler, pulse: Pulse
+        self, settings: Settings, access: AccessFile, sessions: Sessions, tally: Tally, sampler: Sampler, pulse: Pulse,
+        background: Background,
     ) -> None:
         self.ready = asyncio.Event()
         self._settings, self._access = settings, access
         self._pool, self._table = sessions.pool, sessions.pool.table
         self._registry, self._quotas, self._clock = sessions.registry, sessions.quotas, sessions.clock
-        self._tally, self._sampler, self._pulse = tally, sampler, pulse
+        self._tally, self._sampler, self._pulse, self._background = tally, sampler, pulse, background
         self._growth: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
@@ -137,7 +139,7 @@ class Keeper:
         available_bytes = table.available_bytes()
         if available_bytes < grow_bytes and pool.can_grow():
             if self._growth is None or self._growth.done():
-                self._growth = asyncio.create_task(pool.grow_until(grow_bytes))
+                self._growth = self._background.once("growing the pool", pool.grow_until(grow_bytes))
             return
         if available_bytes >= low_bytes:
             return

@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from types import FrameType
 from typing import NamedTuple
 
@@ -32,6 +32,7 @@ from starlette.types import ASGIApp
 from kvdock import __version__
 from kvdock.api.access.access_file import AccessFile
 from kvdock.api.admin import Admin
+from kvdock.api.background import Background
 from kvdock.api.build import build, create_app
 from kvdock.api.clock import Clocks
 from kvdock.api.errors import AccessFileError, SettingsError, StartupError
@@ -58,8 +59,9 @@ SWITCH_S = 0.0005
 """A thread of this process that computes (the API's document, a long access file) gives the event loop its turn after
 this long, and not after Python's 5 ms."""
 GC_THRESHOLDS = (700, 10, 1000)
-"""A collection that looks at all objects takes tens of ms where thousands of engines are attached, so it comes a
-hundred times less often than Python's does. Few objects are left to it."""
+"""A full collection walks what connections are made of, which takes ms where thousands of engines are connected, so it
+comes a hundred times less often than Python's does. It walks no records of sessions, requests and chunks: they are
+structs with gc=False, and no cycle contains one."""
 GRACE_S = 1
 """How long calls in flight may take to end at shutdown, in every case."""
 LIVE = frozenset(Limits.__struct_fields__)
@@ -156,7 +158,7 @@ class Server:
             pool = self._open_pool()
             undo.callback(self._close, pool)
             parts = build(settings, pool, access, Clocks(), journal=self._journal, extras=extras)
-            extras.start(parts.feeds.kv)
+            extras.start(parts.feeds.kv, parts.background)
             rereading = Rereading(
                 settings, self._source, access=access, admin=parts.handlers.admin, journal=self._journal,
                 manager=self._manager,
@@ -170,15 +172,15 @@ class Server:
             async def lifespan(app: FastAPI) -> AsyncIterator[None]:
                 task = asyncio.create_task(keeper.run())
                 task.add_done_callback(self._keeper_ended)
-                feeding = [asyncio.create_task(one) for one in parts.feeds.runs()]
-                moving = None if mover is None else asyncio.create_task(_serve_tiers(keeper, mover))
+                parts.feeds.begin(parts.background)
+                if mover is not None:
+                    parts.background.begin("serving lower tiers", lambda: _serve_tiers(keeper, mover))
                 yield
                 if drain.keeps_pool:
                     parts.sampler.keep()
-                for ending in filter(None, (moving, task, *feeding)):
-                    ending.cancel()
-                    with suppress(asyncio.CancelledError):
-                        await asyncio.wait([ending])
+                task.cancel()
+                await asyncio.wait([task])
+                await parts.background.end()
                 if mover is not None:
                     await mover.stop()
 
@@ -193,8 +195,8 @@ class Server:
             check_uvicorn(uvicorn.__version__)
             connections = connection_class(connection_limits(settings), parts.meter)
             self._uvicorn = _Uvicorn(
-                uvicorn_config(app, connections), announce, drain, rereading.run, lambda: self._publish_drain(pool),
-                self._manager.alive,
+                uvicorn_config(app, connections), parts.background, announce, rereading.run, drain,
+                lambda: self._publish_drain(pool), self._manager.alive,
             )
             self._uvicorn.should_exit = self._stop_wanted.is_set()
             self._uvicorn.run(sockets=[tcp, unix])
@@ -248,7 +250,7 @@ async def _serve_tiers(keeper: Keeper, mover: MoverProcess) -> None:
     await mover.run()
 
 
-_Background = Callable[[], Coroutine[None, None, None]]
+_Work = Callable[[], Coroutine[None, None, None]]
 
 
 class Terminal:
@@ -276,21 +278,21 @@ class _Uvicorn(uvicorn.Server):
     """uvicorn that announces itself, drains, and exits with status 0 after a signal."""
 
     def __init__(
-        self, config: uvicorn.Config, announce: _Background, drain: Drain, reread: _Background,
+        self, config: uvicorn.Config, background: Background, announce: _Work, reread: _Work, drain: Drain,
         publish_drain: Callable[[], None], show_life: Callable[[], None],
     ) -> None:
         """`show_life` is called every 0.1 s."""
         super().__init__(config)
-        self._announce, self._reread, self._publish_drain = announce, reread, publish_drain
+        self._background, self._announce, self._reread = background, announce, reread
+        self._publish_drain = publish_drain
         self._drain, self._show_life = drain, show_life
         self._has_published = False
         self._wants_reread = False
-        self._rereading: set[asyncio.Task[None]] = set()
         self._terminal = Terminal()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        self._announcing = asyncio.create_task(self._announce())
+        self._background.once("announcing the server", self._announce())
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """The first SIGTERM drains, and so does the end of the terminal; SIGHUP otherwise has settings and tokens read
@@ -319,9 +321,7 @@ class _Uvicorn(uvicorn.Server):
             self._publish_drain()
         if self._wants_reread:
             self._wants_reread = False
-            task = asyncio.create_task(self._reread())
-            self._rereading.add(task)
-            task.add_done_callback(self._rereading.discard)
+            self._background.once("reading settings and access tokens again", self._reread())
         return await super().on_tick(counter) or self._drain.ended()
 
     @contextmanager

@@ -23,12 +23,12 @@ TOKEN_BYTES = 4
 MEDIUM = "CPU"
 
 
-class BlockNames(Identity, array_like=True, frozen=True):
+class BlockNames(Identity, array_like=True, frozen=True, gc=False):
     """`[parent, hashes, tokens]`: the names by which routers know a chunk."""
 
     parent: BlockHash | None
     """The hash of the block before the chunk; None: the chunk starts a sequence, or has no hashes."""
-    hashes: Annotated[list[BlockHash], msgspec.Meta(max_length=MAX_HASHES)]
+    hashes: Annotated[tuple[BlockHash, ...], msgspec.Meta(max_length=MAX_HASHES)]
     """The hashes of the chunk's blocks, which are of equal size. Empty: the engine has none, and the chunk's key is
     used."""
     tokens: Annotated[bytes, msgspec.Meta(max_length=TOKEN_BYTES << 16)]
@@ -53,7 +53,7 @@ def block_hash(whole: bytes | int) -> int:
 def named(parent: bytes | int | None, hashes: Sequence[bytes | int], tokens: Sequence[int]) -> BlockNames:
     """The names made from an engine's hashes: whole ones, or their last 64 bits."""
     before = None if parent is None else block_hash(parent)
-    return BlockNames(before, [block_hash(one) for one in hashes], struct.pack(f"<{len(tokens)}I", *tokens))
+    return BlockNames(before, tuple(map(block_hash, hashes)), struct.pack(f"<{len(tokens)}I", *tokens))
 
 
 class Naming(Traced, kw_only=True):
@@ -75,8 +75,8 @@ class BlockStored(msgspec.Struct, tag="BlockStored", tag_field="type"):
     lora_name: str | None = None
 
 
-class BlockRemoved(msgspec.Struct, tag="BlockRemoved", tag_field="type"):
-    block_hashes: list[int]
+class BlockRemoved(msgspec.Struct, tag="BlockRemoved", tag_field="type", gc=False):
+    block_hashes: tuple[int, ...]
     medium: str | None = MEDIUM
 
 

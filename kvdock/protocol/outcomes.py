@@ -81,7 +81,7 @@ class Reporting(Carrier, kw_only=True):
     """None: the member has copied nothing since its last heartbeat."""
 
 
-class OutcomeView(Answer, kw_only=True):
+class OutcomeView(Answer, kw_only=True, gc=False):
     """A request that has ended, as its engine reported it, and its prompt divided by origin."""
 
     prompt_tokens: int

@@ -153,7 +153,7 @@ class Leases(Answer, kw_only=True):
     """Cursor of the next page; None after the last."""
 
 
-class RequestView(Answer, kw_only=True):
+class RequestView(Answer, kw_only=True, gc=False):
     """One recent call: what it asked for and what it got. Or a request that looked up nothing here, which its
     engine reported when it had ended."""
 
@@ -327,7 +327,7 @@ class Status(Answer, kw_only=True):
 
 # --------------------------------------------------------------------------- one request explained
 
-class Parting(Answer, kw_only=True):
+class Parting(Answer, kw_only=True, gc=False):
     """Between which tokens of a prompt it goes on otherwise than the prompts that were stored and that share the most
     of it. The server knows whole chunks alone."""
 
@@ -337,7 +337,7 @@ class Parting(Answer, kw_only=True):
     """The first token that differs comes before this one."""
 
 
-class Break(Answer, kw_only=True):
+class Break(Answer, kw_only=True, gc=False):
     """Where the prefix that a lookup found ends, and why."""
 
     at_tokens: int

@@ -57,7 +57,7 @@ Count = Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)]
 BlockTokens = Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
 
 
-class Group(Identity, frozen=True, kw_only=True):
+class Group(Identity, frozen=True, kw_only=True, gc=False):
     """One KV group of the model: which of its chunks a hit needs, and how large one writer's part is."""
 
     kind: Literal["full", "window"] = "full"
@@ -71,7 +71,7 @@ SECRET_FIELDS: Final = ("hash_seed", "cache_salt")
 """The fields of a manifest that only keep engines apart. No answer shows them."""
 
 
-class Manifest(Identity, frozen=True, kw_only=True):
+class Manifest(Identity, frozen=True, kw_only=True, gc=False):
     """Everything that changes the stored bytes. Engines share chunks exactly if their manifests are equal."""
 
     model: Name

@@ -19,12 +19,13 @@ not_reported: engines look up, and none has reported the end of a request. not_r
 
 FindingCode = Literal[
     "not_ready", "loads_cost_time", "tier_off", "engine_died", "engine_silent", "chunks_damaged", "engine_misreads",
-    "pool_left_out", "thrashing", "shares_nothing", "share_fell", "tier_too_slow", "full_of_one_tenant", "mover_silent",
+    "pool_left_out", "server_failed", "thrashing", "shares_nothing", "share_fell", "tier_too_slow",
+    "full_of_one_tenant", "mover_silent",
 ]
 
-TroubleKind = Literal["died", "damaged", "misread", "left_out"]
+TroubleKind = Literal["died", "damaged", "misread", "left_out", "failed"]
 """What findings about the past are made of: an engine that died, damaged chunks, an engine that reported whole chunks
-as damaged, and a pool that was left out at the start."""
+as damaged, a pool that was left out at the start, and background work of the server that failed."""
 
 REMEDIES: Final[dict[FindingCode, str]] = {
     "not_ready": "kvdock status",
@@ -35,6 +36,7 @@ REMEDIES: Final[dict[FindingCode, str]] = {
     "chunks_damaged": "kvdock events --kinds mismatched",
     "engine_misreads": "kvdock events --kinds mismatch_refuted",
     "pool_left_out": "kvdock acknowledge",
+    "server_failed": "kvdock acknowledge",
     "thrashing": "kvdock size",
     "shares_nothing": "kvdock cached",
     "share_fell": "kvdock saved",

@@ -251,7 +251,7 @@ def test_models_and_days_beyond_what_is_counted_apart_are_bounded() -> None:
 
 
 def answered(*found: tuple[int, str], missing: Sequence[tuple[int, ComputedWhy]] = (), asked: int = 8) -> Answered:
-    return Answered(CHUNK, asked, 0, found=list(found), missing=[Missing(end, why) for end, why in missing])
+    return Answered(CHUNK, asked, 0, found=found, missing=tuple(Missing(end, why) for end, why in missing))
 
 
 @pytest.mark.parametrize(("outcome", "answer", "wanted"), [
@@ -300,4 +300,4 @@ def test_an_answer_that_shrinks_and_grows_keeps_its_sources_in_order() -> None:
     answer = Answered(CHUNK, 8, 0)
     for end, source in ((2, "memory"), (4, "disk"), (6, "disk"), (3, "waited"), (5, "waited")):
         answer.grow(end, source)
-    assert answer.found == [(2, "memory"), (3, "disk"), (5, "waited")]
+    assert answer.found == ((2, "memory"), (3, "disk"), (5, "waited"))

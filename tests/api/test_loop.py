@@ -25,6 +25,7 @@ from kvdock._core import decoding_within
 from kvdock.api.access.access_file import AccessFile
 from kvdock.api.access.peer import Peer
 from kvdock.api.admin import Admin
+from kvdock.api.background import Background
 from kvdock.api.build import build
 from kvdock.api.clock import Clocks, ServerClock
 from kvdock.api.keeper import EVICT_SLICE_CHUNKS
@@ -227,7 +228,7 @@ def test_clearing_many_chunks_goes_in_short_turns(tmp_path: Path) -> None:
             sessions = Sessions(
                 pool, registry, Names(1), Quotas(table, UNLIMITED), Drain(loaded, pool, time.monotonic), ServerClock()
             )
-            clears = Clears(table, registry, journal, OrderFile(tmp_path / "orders"), ())
+            clears = Clears(table, registry, journal, OrderFile(tmp_path / "orders"), (), Background(print))
             labels = Labels(registry, pool.table)
             admin = Admin(loaded, sessions, journal, clears, Troubles(time.time), labels, lambda: None)
 

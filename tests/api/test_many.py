@@ -1,5 +1,5 @@
-"""Where thousands of engines are attached, and routers know many chunks, no call and no round of the keeper has the
-event loop for long.
+"""Where thousands of engines are attached, and routers know many chunks, no call, no round of the keeper and no
+collection of garbage has the event loop for long.
 
 The real application in this process, without sockets, as in tests/api/test_long_calls.py.
 """
@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 import pytest
 from api_helpers import attach_body, manifest
-from app_rig import OWN, Rig, ask, opened
+from app_rig import CHAIN, OWN, Rig, ask, opened
 from turns import Turns, quickest, turns_of
 
 from kvdock.api.feeds.kv import BATCH_CHUNKS, KvLog, KvStream, Source
@@ -25,6 +25,8 @@ from kvdock.api.reports.lists import NAMESPACES_OF_PAGE, REQUESTS_OF_PAGE
 from kvdock.api.reports.metrics import CLASSIC
 from kvdock.api.turns import SLICE_S, Slices
 from kvdock.protocol import schemas as s
+from kvdock.protocol.forms import JSON
+from kvdock.protocol.kv_events import named
 
 pytestmark = pytest.mark.security
 
@@ -220,6 +222,51 @@ def test_a_snapshot_lasts_several_turns_each_of_them_short() -> None:
 
     turns = quickest(measured, TURN_MS)
     assert turns.longest_ms < TURN_MS and turns.number > CHUNKS // BATCH_CHUNKS
+
+
+# --------------------------------------------------------------------------- collections of garbage
+
+
+def walked() -> tuple[int, int]:
+    """How many objects the next full collection looks at, and how many references it follows."""
+    for _ in range(3):  # a tuple is left out once what it contains was
+        gc.collect(1)
+    found = gc.get_objects()
+    return len(found), sum(len(gc.get_referents(one)) for one in found)
+
+
+def test_collections_walk_no_record_of_sessions_requests_and_chunks() -> None:
+    """They took 58 ms where 2,500 sessions were attached and routers knew 90,000 chunks."""
+    requests, names, announcing = 1000, itertools.count(), Announcing(NAMESPACES)
+    gc.freeze()  # what other tests have made
+    with opened() as rig:
+
+        async def look_up() -> None:
+            for _ in range(requests):
+                keys = [*CHAIN[:2], "0" * 64]
+                asked = s.Lookup(session=rig.session, member="m", request=f"q{next(names)}", keys=keys)
+                await rig.parts.handlers.service.lookup(OWN, asked, JSON)
+            rig.parts.feeds.catch_up()
+
+        def announce() -> None:
+            for number in range(CHUNKS):
+                announcing.log.named(number % NAMESPACES, number.to_bytes(32, "big"), [named(1, [2, 3], range(16))])
+            asyncio.run(announcing.log._walk())
+
+        asyncio.run(look_up())  # what is kept of the most recent requests
+        found = [walked()]
+        attach_many(rig)
+        found.append(walked())
+        asyncio.run(look_up())
+        found.append(walked())
+        announce()
+        found.append(walked())
+    gc.unfreeze()
+    objects, references = zip(*found, strict=True)
+    of_sessions, of_requests, of_chunks = (after - before for before, after in itertools.pairwise(objects))
+    assert announcing.log.chunks == CHUNKS
+    assert of_sessions < SESSIONS / 2 and of_requests < requests / 2 and of_chunks < CHUNKS / 2
+    assert references[3] - references[2] < 2 * CHUNKS, "batches that are kept for readers are in a list"
 
 
 # --------------------------------------------------------------------------- calls that wait for one count

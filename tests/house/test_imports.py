@@ -53,7 +53,7 @@ ROOMS = {
     ),
     "api/feeds": Room(
         may=("_core.Table", "protocol", "api.feeds", "api.record.journal", "api.record.timings.GrantTimes",
-             "api.errors", "api.log", "api.settings", "api.turns"),
+             "api.background", "api.errors", "api.log", "api.settings", "api.turns"),
         never=("fastapi", "starlette"),
     ),
     "api/reports": Room(

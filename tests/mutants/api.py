@@ -129,7 +129,7 @@ MUTANTS = (
     ),
     Mutant(
         "P78", "routers do not hear of chunks that are gone", "kvdock/api/feeds/kv.py",
-        "if is_there == (at in log.there):", "if not is_there or at in log.there:",
+        "if is_there == (place in log.there):", "if not is_there or place in log.there:",
         ("tests/api/test_kv_events.py", "-k", "stored_and_cleared"),
         "test_what_is_stored_and_cleared_is_told_as_the_engine_knows_it",
     ),

@@ -171,12 +171,13 @@ def _turn(item: pytest.Item) -> int:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """Waits outside of the test's own time limit."""
+    """Waits outside of the test's own time limit. The locks are of this process alone and end with it; flock's would
+    stay with what a worker that crashed has forked."""
     if LOCKS not in item.config.stash:
         return (yield)
     turn, tests = item.config.stash[LOCKS]
-    with tests.open("w") as lock:
-        with turn.open("w") as first:
-            fcntl.flock(first, fcntl.LOCK_EX)  # or others' tests would follow each other past the one that waits
-            fcntl.flock(lock, fcntl.LOCK_EX if item.get_closest_marker("alone") else fcntl.LOCK_SH)
+    with tests.open("a+") as lock:
+        with turn.open("a+") as first:
+            fcntl.lockf(first, fcntl.LOCK_EX)  # or others' tests would follow each other past the one that waits
+            fcntl.lockf(lock, fcntl.LOCK_EX if item.get_closest_marker("alone") else fcntl.LOCK_SH)
         return (yield)

@@ -5,12 +5,13 @@ Traces and ZeroMQ need packages that are extras: these are imported when the set
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvdock._core import Table
+from kvdock.api.background import Background
 from kvdock.api.errors import StartupError
 from kvdock.api.feeds.kv import KvLog, KvStream
 from kvdock.api.feeds.log import EventLog
@@ -32,11 +33,11 @@ class Extras:
     traces: Traces | None = None
     kv_zmq: KvZmq | None = None
 
-    def start(self, kv_log: KvLog | None) -> None:
+    def start(self, kv_log: KvLog | None, background: Background) -> None:
         if self.traces is not None:
-            self.traces.start()
+            self.traces.start(background)
         if self.kv_zmq is not None and kv_log is not None:
-            self.kv_zmq.start(kv_log)
+            self.kv_zmq.start(kv_log, background)
 
     def close(self) -> None:
         """Waits until everything is sent, but only for a moment."""
@@ -108,10 +109,11 @@ class Feeds:
                 journal.subscribe(one)
         journal.open()
 
-    def runs(self) -> list[Coroutine[None, None, None]]:
-        """The tasks that hand out the journal's events, and that follow the table for KV events: each runs until
-        cancelled."""
-        return [self._journal.run(), *([self.kv.run()] if self.kv is not None else [])]
+    def begin(self, background: Background) -> None:
+        """Hands out the journal's events, and follows the table for KV events."""
+        background.begin("handing out events", self._journal.run)
+        if self.kv is not None:
+            background.begin("following KV events", self.kv.run)
 
     # ---------------------------------------------------------------- figures for `/metrics`
 

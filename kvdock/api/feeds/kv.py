@@ -21,8 +21,10 @@ import sys
 import threading
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, TypeVar
 from weakref import WeakValueDictionary
+
+import msgspec
 
 from kvdock.api.feeds.sse import RETRY, IsAdmitted, Stream, number_in, piece_of
 from kvdock.api.turns import next_slice
@@ -67,7 +69,7 @@ Ready = Callable[[int, int], tuple[list[Change], int]]
 """Table.ready."""
 
 
-class Source(NamedTuple):
+class Source(msgspec.Struct, frozen=True, gc=False):
     """A namespace, as routers know it."""
 
     digest: bytes
@@ -76,11 +78,11 @@ class Source(NamedTuple):
     chunk_tokens: int
 
 
-class Announced(NamedTuple):
+class Announced(msgspec.Struct, frozen=True, gc=False):
     """A chunk that is there, as it was announced to routers."""
 
     source: Source
-    hashes: Sequence[int]
+    hashes: tuple[int, ...]
     parent: int | None
     name: BlockNames | None
     """As its engine named it; None: only its key is known."""
@@ -108,11 +110,11 @@ Item = Announced | BlockRemoved | AllBlocksCleared
 """An event as it is kept: tokens as bytes take a tenth of the memory of a list."""
 
 
-class Batch(NamedTuple):
+class Batch(msgspec.Struct, frozen=True, gc=False):
     seq: int
     at: float
     model: str
-    items: Sequence[Item]
+    items: tuple[Item, ...]
 
     @property
     def size_bytes(self) -> int:
@@ -123,8 +125,18 @@ class Batch(NamedTuple):
 
 
 V = TypeVar("V")
-Place = tuple[int, bytes]
-"""A chunk: the number of its source in the log, and its key."""
+Place = bytes
+"""A chunk: NUMBER_BYTES of its source's number in the log, and its key. No tuple: collections of garbage would walk all
+dicts of them."""
+NUMBER_BYTES = 8
+
+
+def _place(number: int, key: bytes) -> Place:
+    return number.to_bytes(NUMBER_BYTES, "big") + key
+
+
+def _number_in(place: Place) -> int:
+    return int.from_bytes(place[:NUMBER_BYTES], "big")
 
 
 class Chunks(Generic[V]):
@@ -206,7 +218,7 @@ class TenantLog:
         if self._begins:
             items, self._begins = [AllBlocksCleared(), *items], False
         self.last, self.at = self.last + 1, at
-        self._kept.append(Batch(self.last, at, model, items))
+        self._kept.append(Batch(self.last, at, model, tuple(items)))
         return self._kept[-1].size_bytes
 
     def drop_oldest(self) -> int:
@@ -241,11 +253,11 @@ def _batches_of(chunks: Iterable[Announced], seq: int, at: float) -> Iterator[Ba
             count, tokens = count + 1, tokens + chunk.source.chunk_tokens
         if tokens >= BATCH_TOKENS or count == BATCH_CHUNKS or chunk is None:
             for model, items in waiting.items():
-                yield Batch(seq, at, model, cleared + items)
+                yield Batch(seq, at, model, (*cleared, *items))
                 cleared = []
             waiting, count, tokens = {}, 0, 0
     if cleared:
-        yield Batch(seq, at, "", cleared)
+        yield Batch(seq, at, "", tuple(cleared))
 
 
 class TenantLogs:
@@ -364,17 +376,21 @@ class KvLog:
         with self._lock:
             log, again = self._logs.of(source.tenant), list[tuple[Source, Item]]()
             for at, name in enumerate(names):
-                key = number, keys[KEY_BYTES * at : KEY_BYTES * (at + 1)]
-                chunk = log.there.get(key)
+                place = _place(number, keys[KEY_BYTES * at : KEY_BYTES * (at + 1)])
+                chunk = log.there.get(place)
                 if chunk is None or chunk.name is None:
-                    self._names.put(key, name)
+                    self._names.put(place, name)
                 if chunk is not None and chunk.name is None:
-                    again += [(source, self._removed(log, key)), *self._stored(log, source, key, chunk.above)]
+                    again += [(source, self._removed(log, place)), *self._stored(log, source, place, chunk.above)]
             self._publish(log, again)
 
     # ---------------------------------------------------------------- from the table
 
     async def run(self) -> None:
+        """Until cancelled. After a failure it begins anew: changes that were read and not announced are lost."""
+        if self._since:
+            await self._begin_anew()
+            self._is_walked = False
         while True:
             await self._remove_gone()
             if not self._is_walked:
@@ -396,7 +412,7 @@ class KvLog:
             log = self._logs.of(source.tenant)
             for page in log.there.pages():
                 with self._lock:
-                    gone = [place for place in page if place[0] == number and place in log.there]
+                    gone = [place for place in page if _number_in(place) == number and place in log.there]
                     self._publish(log, [(source, self._removed(log, place)) for place in gone])
                 await next_slice()
             self._gone.popleft()
@@ -419,24 +435,25 @@ class KvLog:
             changes, following, is_complete = self._changes(self._since, SLICE)
             self._since = following
             if not is_complete:  # more has changed than the table remembers
-                with self._lock:
-                    gone = [log.begin_anew() for log in self._logs]
-                    self._bytes = 0
-                await self._forget(gone)
+                await self._begin_anew()
                 await self._walk()
                 continue
             self._take(changes)
             is_more = len(changes) == SLICE
             await next_slice()
 
-    async def _forget(self, gone: list[Chunks[Announced]]) -> None:
-        """In slices: to free many chunks at once takes as long as to announce them."""
+    async def _begin_anew(self) -> None:
+        """Declares all that was announced void, and forgets it in slices: to free many chunks at once takes as long as
+        to announce them."""
+        with self._lock:
+            gone = [log.begin_anew() for log in self._logs]
+            self._bytes = 0
         for there in gone:
             while there:
                 for _ in range(min(len(there), SLICE)):
                     place = there.oldest()
                     there.take(place)
-                    self._count[place[0]] -= 1
+                    self._count[_number_in(place)] -= 1
                 await next_slice()
 
     def _take(self, changes: Sequence[Change]) -> None:
@@ -446,27 +463,27 @@ class KvLog:
                 if space not in self._sources:
                     continue  # announced once an engine attaches to the namespace
                 number, source = self._sources[space]
-                log, at = self._logs.of(source.tenant), (number, key)
-                if is_there == (at in log.there):
+                log, place = self._logs.of(source.tenant), _place(number, key)
+                if is_there == (place in log.there):
                     continue
                 items = of_log.setdefault(source.tenant, [])
-                items += self._stored(log, source, at, parent) if is_there else [(source, self._removed(log, at))]
+                items += self._stored(log, source, place, parent) if is_there else [(source, self._removed(log, place))]
             for tenant, items in of_log.items():
                 self._publish(self._logs.of(tenant), items)
 
     def _stored(
-        self, log: TenantLog, source: Source, key: Place, parent: bytes
+        self, log: TenantLog, source: Source, place: Place, parent: bytes
     ) -> list[tuple[Source, Item]]:
         """The chunk's event, and removals of older chunks for which the log has no room any more."""
-        name = self._names.take(key)
-        hashes: Sequence[int]
+        name = self._names.take(place)
+        hashes: tuple[int, ...]
         if name is not None and name.hashes:
             hashes, before = name.hashes, name.parent
         else:
-            hashes, before = (block_hash(key[1]),), block_hash(parent) if any(parent) else None
+            hashes, before = (block_hash(place),), block_hash(parent) if any(parent) else None
         chunk = Announced(source, hashes, before, name, parent)
-        log.there.add(key, chunk)
-        self._count[key[0]] += 1
+        log.there.add(place, chunk)
+        self._count[_number_in(place)] += 1
         self._bytes += chunk.size_bytes
         items: list[tuple[Source, Item]] = [(source, chunk)]
         while self._bytes > self._most_bytes and log.there:
@@ -476,14 +493,14 @@ class KvLog:
             items.append((known.source, self._removed(log, oldest)))
         return items
 
-    def _removed(self, log: TenantLog, key: Place) -> BlockRemoved:
-        chunk = log.there.take(key)
+    def _removed(self, log: TenantLog, place: Place) -> BlockRemoved:
+        chunk = log.there.take(place)
         assert chunk is not None, "it is there"
-        self._count[key[0]] -= 1
+        self._count[_number_in(place)] -= 1
         self._bytes -= chunk.size_bytes
         if chunk.name is not None:
-            self._names.put(key, chunk.name)  # kept, because the chunk may come back without a name
-        return BlockRemoved(list(chunk.hashes))
+            self._names.put(place, chunk.name)  # kept, because the chunk may come back without a name
+        return BlockRemoved(chunk.hashes)
 
     def _publish(self, log: TenantLog, items: Sequence[tuple[Source, Item]]) -> None:
         if items:

@@ -20,6 +20,7 @@ import threading
 import msgspec
 import zmq
 
+from kvdock.api.background import Background
 from kvdock.api.feeds.kv import Batch, KvLog
 from kvdock.protocol.kv_events import KvBatch, positional
 from kvdock.protocol.wire_types import OWN_TENANT
@@ -52,7 +53,7 @@ class KvZmq:
             self._context.destroy(linger=0)
             raise
         self._news = os.eventfd(0, os.EFD_NONBLOCK)
-        self._is_ending = False
+        self._ending = threading.Event()
         self._thread: threading.Thread | None = None
 
     @property
@@ -60,13 +61,13 @@ class KvZmq:
         """The addresses at which the sockets listen, with the ports that the system chose where none was named."""
         return self._publisher.get_string(zmq.LAST_ENDPOINT), self._replay.get_string(zmq.LAST_ENDPOINT)
 
-    def start(self, source: KvLog) -> None:
+    def start(self, source: KvLog, background: Background) -> None:
         source.listeners.append(self._wake)
-        self._thread = threading.Thread(target=self._run, args=(source,), name="kvdock-kv-events", daemon=True)
+        self._thread = background.thread("publishing KV events", lambda: self._run(source), self._ending)
         self._thread.start()
 
     def close(self) -> None:
-        self._is_ending = True
+        self._ending.set()
         if self._thread is None:
             self._context.destroy(linger=0)
             return
@@ -83,7 +84,7 @@ class KvZmq:
         poller.register(self._replay, zmq.POLLIN)
         poller.register(self._news, zmq.POLLIN)
         following = source.next_of(OWN_TENANT)
-        while not self._is_ending:
+        while not self._ending.is_set():
             found = dict(poller.poll())
             if self._news in found:
                 os.eventfd_read(self._news)
@@ -112,6 +113,6 @@ class KvZmq:
         batches = list(source.since(OWN_TENANT, int.from_bytes(asked[1], "big"))[0])
         # Over ZeroMQ each batch has a number of its own, and the last one that of the newest event.
         for number, batch in enumerate(batches, batches[-1].seq - len(batches) + 1 if batches else 0):
-            batch = batch._replace(seq=number)
+            batch = msgspec.structs.replace(batch, seq=number)
             self._replay.send_multipart((reader, b"", *self._framed(batch)))
         self._replay.send_multipart((reader, b"", b"", END_SEQ, b""))

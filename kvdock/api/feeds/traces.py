@@ -31,6 +31,7 @@ from opentelemetry.trace import (
     set_span_in_context,
 )
 
+from kvdock.api.background import Background
 from kvdock.protocol import events as e
 from kvdock.protocol.wire_types import trace_context
 
@@ -88,7 +89,7 @@ class Traces:
         self._tracer = self._provider.get_tracer("kvdock", version)
         self._made = 0
         self._ending = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="kvdock-traces", daemon=True)
+        self._thread: threading.Thread | None = None
 
     # ---------------------------------------------------------------- the event loop
 
@@ -101,20 +102,21 @@ class Traces:
             return
         self._events.append(event)
 
-    def start(self) -> None:
+    def start(self, background: Background) -> None:
+        self._thread = background.thread("making traces", self._run, self._ending)
         self._thread.start()
 
     def close(self) -> None:
         """Sends the spans that are left, for END_S at most."""
-        if not self._thread.is_alive():
+        if self._thread is None:
             return
         self._ending.set()
-        ends = threading.Thread(target=self._end, name="kvdock-traces-end", daemon=True)
+        ends = threading.Thread(target=self._end, args=(self._thread,), name="kvdock-traces-end", daemon=True)
         ends.start()
         ends.join(END_S)
 
-    def _end(self) -> None:
-        self._thread.join()
+    def _end(self, thread: threading.Thread) -> None:
+        thread.join()
         self._provider.shutdown()
 
     # ---------------------------------------------------------------- its own thread

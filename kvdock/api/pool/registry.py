@@ -11,8 +11,9 @@ import asyncio
 import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
+
+from msgspec import Struct, field
 
 from kvdock._core import Table
 from kvdock.api.pool.sums import Copies, Sums
@@ -38,8 +39,7 @@ def owned(tenant: str, text: str) -> str:
     return f"{tenant}\n{text}" if tenant or "\n" in text else text
 
 
-@dataclass(slots=True)
-class NamespaceUse:
+class NamespaceUse(Struct, gc=False):
     """A namespace, and how it was used since this server first saw it."""
 
     sums: Sums = field(default_factory=Sums)
@@ -52,15 +52,14 @@ class NamespaceUse:
     """The name of the model for the users of the engine that came last, of those that have named it."""
 
 
-@dataclass(slots=True, frozen=True)
-class NamespaceRecord:
+class NamespaceRecord(Struct, frozen=True, eq=False, gc=False):
     table_id: int
     digest: bytes
     manifest: Manifest
     tenant: str = ""
     base: bytes = b""
     """The digest of the same manifest and tenant without weights: keys are made of it."""
-    use: NamespaceUse = field(default_factory=NamespaceUse, compare=False)
+    use: NamespaceUse = field(default_factory=NamespaceUse)
 
     @property
     def model(self) -> str:
@@ -76,8 +75,7 @@ class NamespaceRecord:
         return sum(self.manifest.groups[group].part_bytes for group in groups) * self.manifest.writers
 
 
-@dataclass(slots=True)
-class MemberRecord:
+class MemberRecord(Struct, eq=False, gc=False):
     id: str
     table_id: int
     ranks: tuple[int, ...]
@@ -103,8 +101,7 @@ class MemberRecord:
         )
 
 
-@dataclass(slots=True)
-class SessionRecord:
+class SessionRecord(Struct, eq=False, gc=False):
     id: str
     """The id that lists and the log show."""
     capability: str
@@ -121,7 +118,7 @@ class SessionRecord:
     served_model_name: str = ""
     """The name of the model for the engine's users; empty: the engine has not named it."""
     members: dict[str, MemberRecord] = field(default_factory=dict)
-    identities: set[str | None] = field(default_factory=set)
+    identities: tuple[str | None, ...] = ()
     """As whom its members were attached: Peer.identity of those calls."""
     sums: Sums = field(default_factory=Sums)
     grants: int = 0

@@ -93,7 +93,8 @@ class Sessions:
                 retired_before=0 if came_back else pool.removed.count,
             ))
         session.members[member.id].heard_ms = now_ms
-        session.identities.add(identity)
+        if identity not in session.identities:
+            session.identities += (identity,)
         if member.scheduler:
             self.run_weights(session, body.weights)
         return session
@@ -107,7 +108,7 @@ class Sessions:
                 "foreign_session", "the instance's living members attached with another access token: use theirs, or "
                 "another instance", found=identity,
             )
-        session.identities.clear()  # nobody uses it as they did any more
+        session.identities = ()  # nobody uses it as they did any more
 
     def _admit(self, tenant: str, instance: str) -> None:
         """Raises ApiError(not_ready): there is no memory yet, or the server is about to end and does not know the

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from dataclasses import dataclass, field
+from msgspec import Struct, field
 
 from kvdock.protocol.hits import HitTotals
 from kvdock.protocol.outcomes import Copied, OutcomeView
@@ -13,15 +12,14 @@ KEPT_SHARE = 0.8
 """The weight of older copies when newer ones are added: rates are those of the last few heartbeats with copies."""
 
 
-@dataclass(slots=True)
-class Hits:
+class Hits(Struct, gc=False):
     """Sums over requests that have ended; HitTotals explains them."""
 
     requests: int = 0
     prompt_tokens: int = 0
     local_tokens: int = 0
-    loaded: Counter[str] = field(default_factory=Counter)
-    computed: Counter[str] = field(default_factory=Counter)
+    loaded: dict[str, int] = field(default_factory=dict)
+    computed: dict[str, int] = field(default_factory=dict)
     reloaded_tokens: int = 0
     saved_s: float | None = None
 
@@ -33,9 +31,9 @@ class Hits:
             if run.origin == "local":
                 self.local_tokens += run.tokens
             elif run.origin == "loaded":
-                self.loaded[run.source] += run.tokens
+                _add(self.loaded, run.source, run.tokens)
             else:
-                self.computed[run.why] += run.tokens
+                _add(self.computed, run.why, run.tokens)
         if outcome.saved_s is not None:
             self.saved_s = (self.saved_s or 0.0) + outcome.saved_s
 
@@ -43,8 +41,9 @@ class Hits:
         self.requests += other.requests
         self.prompt_tokens += other.prompt_tokens
         self.local_tokens += other.local_tokens
-        self.loaded.update(other.loaded)
-        self.computed.update(other.computed)
+        for sums, more in ((self.loaded, other.loaded), (self.computed, other.computed)):
+            for name, tokens in more.items():
+                _add(sums, name, tokens)
         self.reloaded_tokens += other.reloaded_tokens
         if other.saved_s is not None:
             self.saved_s = (self.saved_s or 0.0) + other.saved_s
@@ -57,8 +56,11 @@ class Hits:
         )
 
 
-@dataclass(slots=True)
-class Sums:
+def _add(sums: dict[str, int], name: str, tokens: int) -> None:
+    sums[name] = sums.get(name, 0) + tokens
+
+
+class Sums(Struct, gc=False):
     lookups: int = 0
     lookup_tokens: int = 0
     loaded_bytes: int = 0
@@ -79,8 +81,7 @@ class Sums:
         )
 
 
-@dataclass(slots=True)
-class Speed:
+class Speed(Struct, gc=False):
     size_bytes: float = 0.0
     seconds: float = 0.0
 
@@ -94,11 +95,12 @@ class Speed:
         return self.size_bytes / self.seconds if self.seconds else None
 
 
-class Copies:
+class Copies(Struct, gc=False):
     """How fast one member copies, as its heartbeats report."""
 
-    def __init__(self) -> None:
-        self.loads, self.stores, self.ceiling_bytes_per_s = Speed(), Speed(), 0.0
+    loads: Speed = field(default_factory=Speed)
+    stores: Speed = field(default_factory=Speed)
+    ceiling_bytes_per_s: float = 0.0
 
     def add(self, copied: Copied) -> None:
         self.loads.add(copied.load_bytes, copied.load_us)

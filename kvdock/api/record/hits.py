@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Container, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+
+import msgspec
 
 from kvdock._core import Lookup as Found, Table
 from kvdock.api.pool.registry import NamespaceRecord, SessionRecord
@@ -36,7 +36,7 @@ InTiers = Callable[[NamespaceRecord], Container[bytes]]
 """The first KNOWN_BYTES of the keys of the namespace's chunks that lower tiers are known to have."""
 
 
-class Missing(NamedTuple):
+class Missing(msgspec.Struct, frozen=True, gc=False):
     """A run of chunks that a lookup did not find. `end`: where it ends, in chunks from the prompt's first. `at_ms`,
     `used_ms`: when its first chunk left the pool and when a request had last named it, on the server clock; 0: not
     known, or it was never there."""
@@ -47,8 +47,7 @@ class Missing(NamedTuple):
     used_ms: int = 0
 
 
-@dataclass(slots=True)
-class Answered:
+class Answered(msgspec.Struct, gc=False):
     """The answers to one request's lookups in one epoch. Ends are in chunks from the prompt's first."""
 
     chunk_tokens: int
@@ -57,9 +56,9 @@ class Answered:
     began_ns: int
     traceparent: str = ""
     """That of its last lookup."""
-    found: list[tuple[int, str]] = field(default_factory=list)
+    found: tuple[tuple[int, str], ...] = ()
     """The end of each run of chunks that were found, with its source."""
-    missing: list[Missing] = field(default_factory=list)
+    missing: tuple[Missing, ...] = ()
     """What follows them, up to `asked`."""
     seen: tuple[int, int, str] = (-1, 0, "")
     """What the last answer that was looked into had: hit tokens, tokens being stored, and its limit."""
@@ -72,12 +71,11 @@ class Answered:
         """Everything up to `end` was found: what is new came from `source`."""
         if end < self.hit:
             kept = [(upto, known) for upto, known in self.found if upto < end]
-            self.found[:] = [*kept, (end, self.found[len(kept)][1])] if end else []
+            self.found = (*kept, (end, self.found[len(kept)][1])) if end else ()
         if end == self.hit:
             return
-        if self.found and self.found[-1][1] == source:
-            self.found.pop()
-        self.found.append((end, source))
+        before = self.found[:-1] if self.found and self.found[-1][1] == source else self.found
+        self.found = (*before, (end, source))
 
 
 class Answers:
@@ -129,14 +127,14 @@ class Answers:
             self._grow(answer, space, keys, hit)
         if (seen := (found.hit_tokens, found.being_stored, found.limited)) != answer.seen:
             answer.seen = seen
-            answer.missing = self._missing(space, keys, found, hit)
+            answer.missing = tuple(self._missing(space, keys, found, hit))
         return answer
 
     def drained(self, session: SessionRecord, request: bytes, epoch: int, keys: bytes, now_ns: int) -> None:
         """A lookup for `keys` got nothing, because the server drains."""
         asked = len(keys) // KEY_BYTES
         answer = Answered(session.namespace.manifest.chunk_tokens, asked, now_ns)
-        answer.missing = [Missing(asked, "draining")]
+        answer.missing = (Missing(asked, "draining"),)
         self._answers_of(session, request)[epoch] = answer
 
     def _answers_of(self, session: SessionRecord, request: bytes) -> dict[int, Answered]:
@@ -172,11 +170,11 @@ class Answers:
                 if reason is not None:
                     why = reason
                 if runs and runs[-1].why == why:
-                    runs[-1] = runs[-1]._replace(end=end)
+                    runs[-1] = msgspec.structs.replace(runs[-1], end=end)
                 else:
                     runs.append(Missing(end, why, at_ms, used_ms))
         if runs:
-            runs[-1] = runs[-1]._replace(end=len(keys) // KEY_BYTES)
+            runs[-1] = msgspec.structs.replace(runs[-1], end=len(keys) // KEY_BYTES)
         return runs
 
     def _drop(self, session: int, request: bytes) -> dict[int, Answered] | None:
@@ -260,7 +258,7 @@ def divided(outcome: Outcome, chunk_tokens: int, answer: Answered | None) -> lis
     runs, prompt = _Runs(outcome.prompt_tokens), outcome.prompt_tokens
     end, start = outcome.local_tokens + outcome.loaded_tokens, outcome.asked_from
     runs.upto(outcome.local_tokens, _local())
-    found = answer.found if answer is not None else []
+    found = answer.found if answer is not None else ()
     for chunk, source in found:
         runs.upto(min(start + chunk * chunk_tokens, end), _loaded(source))
     runs.upto(end, _loaded(MEMORY))

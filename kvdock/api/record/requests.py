@@ -6,8 +6,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from itertools import islice
+
+import msgspec
 
 from kvdock.protocol.reports import Break, RequestView
 from kvdock.protocol.wire_types import trace_context
@@ -15,8 +16,7 @@ from kvdock.protocol.wire_types import trace_context
 TRACE_ID_DIGITS = 32
 
 
-@dataclass(slots=True)
-class Detail:
+class Detail(msgspec.Struct, gc=False):
     """What explanations of a request need beyond its row in lists."""
 
     namespace: bytes

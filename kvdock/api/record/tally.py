@@ -11,8 +11,9 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
+
+import msgspec
 
 from kvdock._core import SLOT_ALIGN, Lookup as Found, Reservation as Granted, Table
 from kvdock.api.clock import Clocks, ServerClock
@@ -54,8 +55,7 @@ class Learned(NamedTuple):
     labels: Labels
 
 
-@dataclass(slots=True)
-class _Open:
+class _Open(msgspec.Struct, gc=False):
     """An open lease or reservation, as far as it is known."""
 
     name: str

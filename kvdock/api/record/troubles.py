@@ -1,8 +1,9 @@
-"""What went wrong last: engines that died, damaged chunks, engines that took whole chunks for damaged ones, and a pool
-that was not taken over. When, and whose. Used from the event loop only."""
+"""What went wrong last: engines that died, damaged chunks, engines that took whole chunks for damaged ones, a pool that
+was not taken over, and background work of the server that failed. When, and whose."""
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
@@ -12,7 +13,8 @@ from kvdock.protocol.verdict import TroubleKind
 MOST = 64
 
 class Trouble(NamedTuple):
-    """`at`: Unix seconds. `who`: the engine's label or session; or the pool, and why it was left out."""
+    """`at`: Unix seconds. `who`: the engine's label or session; or the pool, and why it was left out; or what failed,
+    and why."""
 
     kind: TroubleKind
     at: float
@@ -21,27 +23,31 @@ class Trouble(NamedTuple):
 
 
 class Troubles:
-    """`wall_s`: Unix seconds."""
+    """`wall_s`: Unix seconds. Safe to use from several threads."""
 
     def __init__(self, wall_s: Callable[[], float]) -> None:
         self._known: deque[Trouble] = deque(maxlen=MOST)
-        self._wall_s = wall_s
+        self._wall_s, self._lock = wall_s, threading.RLock()
 
     def acknowledge(self) -> int:
         """An operator has seen all that happened so far. Returns how many those were."""
-        count = len(self._known)
-        self._known.clear()
+        with self._lock:
+            count = len(self._known)
+            self._known.clear()
         return count
 
     def add(self, kind: TroubleKind, tenant: str, who: str) -> None:
-        self._known.append(Trouble(kind, self._wall_s(), tenant, who))
+        with self._lock:
+            self._known.append(Trouble(kind, self._wall_s(), tenant, who))
 
     def add_once(self, kind: TroubleKind, tenant: str, who: str) -> None:
         """In place of those of that kind and engine, which may come often."""
-        for one in [one for one in self._known if one[:1] + one[2:] == (kind, tenant, who)]:
-            self._known.remove(one)
-        self.add(kind, tenant, who)
+        with self._lock:
+            for one in [one for one in self._known if one[:1] + one[2:] == (kind, tenant, who)]:
+                self._known.remove(one)
+            self.add(kind, tenant, who)
 
     def since(self, kind: TroubleKind, at: float) -> list[Trouble]:
         """Those of a kind that happened after `at` and are not acknowledged, oldest first."""
-        return [one for one in self._known if one.kind == kind and one.at > at]
+        with self._lock:
+            return [one for one in self._known if one.kind == kind and one.at > at]

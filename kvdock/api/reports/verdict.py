@@ -42,6 +42,8 @@ TROUBLES: tuple[tuple[TroubleKind, FindingCode, str, str], ...] = (
      "bad", "engines report chunks as damaged that are whole, so their own memory or devices are bad"),
     ("left_out", "pool_left_out", "The server started with an empty pool: it does not use the one that was left for it",
      "pools were left out"),
+    ("failed", "server_failed", "Background work of the server failed, and the log has its cause",
+     "times background work of the server failed, and the log has the causes"),
 )
 """(kind, code, text for one, text for more)"""
 ONE_TENANT_SHARE = 0.9

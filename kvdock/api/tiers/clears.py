@@ -16,7 +16,7 @@ import asyncio
 import itertools
 import logging
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +24,7 @@ from pathlib import Path
 import msgspec
 
 from kvdock._core import NamespaceView, Table, TableError
+from kvdock.api.background import Background
 from kvdock.api.pool.quotas import tenant_id
 from kvdock.api.pool.registry import NamespaceRecord, Registry
 from kvdock.api.record.journal import Journal
@@ -106,8 +107,10 @@ class Clears:
 
     def __init__(
         self, table: Table, registry: Registry, bus: Journal, file: OrderFile, tiers: Sequence[str],
+        background: Background,
     ) -> None:
         self._table, self._registry, self._bus, self._file = table, registry, bus, file
+        self._background = background
         self._tiers = list(tiers)
         self.wake: Callable[[], None] = lambda: None
         """Called when there is something to send to the mover. MoverClient sets it."""
@@ -125,7 +128,6 @@ class Clears:
         """Numbers of the note changes that the pool has followed since the last update."""
         self._sent_generations: list[m.Generation] | None = None
         self._writing = asyncio.Lock()
-        self._tasks: set[asyncio.Task[object]] = set()
 
     @property
     def has_tiers(self) -> bool:
@@ -189,7 +191,7 @@ class Clears:
         space = self._registry.of_number(number)
         if self._tiers and space is not None and not space.tenant:
             self._next_edition(space)
-            self._start(self._delete_in_tiers(space, keys))
+            self._background.once("deleting in tiers", self._delete_in_tiers(space, keys))
 
     async def _delete_in_tiers(self, space: NamespaceRecord, keys: bytes) -> None:
         pending = self._order(space.digest, self._table.generation(space.table_id), keys, space)
@@ -234,7 +236,7 @@ class Clears:
                 log.info("namespace %s was cleared by another server, as the tier %s shows", change.namespace[:12],
                          change.tier)
                 self._raise(space, change.generation)
-                self._start(self._remove_cleared())
+                self._background.once("removing what was cleared", self._remove_cleared())
             elif change.keys:
                 self._next_edition(space)
                 self._table.delete(space.table_id, change.keys)
@@ -253,11 +255,11 @@ class Clears:
         space = self._namespace(pending.order.namespace) if done.generation else None
         if space is not None and done.generation > self._table.generation(space.table_id):
             self._raise(space, done.generation)
-            self._start(self._remove_cleared())
+            self._background.once("removing what was cleared", self._remove_cleared())
         if not pending.order.tiers:
             del self._pending[done.number]
             pending.done.set()
-            self._start(self._save())
+            self._background.once("keeping orders to tiers", self._save())
 
     # ---------------------------------------------------------------- helpers
 
@@ -284,12 +286,6 @@ class Clears:
             chunks += taken
             await asyncio.sleep(0)
         return chunks
-
-    def _start(self, work: Coroutine[None, None, object]) -> None:
-        """Runs it in the background."""
-        task = asyncio.ensure_future(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
     def _namespace(self, namespace: str) -> NamespaceRecord | None:
         digest = bytes.fromhex(namespace)

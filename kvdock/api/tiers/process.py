@@ -10,6 +10,7 @@ import logging
 import sys
 from asyncio.subprocess import PIPE, Process
 from contextlib import suppress
+from functools import partial
 
 import msgspec
 
@@ -53,6 +54,7 @@ class MoverProcess:
             process = await asyncio.create_subprocess_exec(*PROGRAM, stdin=PIPE, stdout=PIPE)
             self._process = process
             sending = asyncio.create_task(self._send(process))
+            sending.add_done_callback(partial(_has_sent, process))
             try:
                 await self._receive(process)
                 status = await process.wait()
@@ -81,8 +83,8 @@ class MoverProcess:
                 self._client.follow(decoder.decode(await process.stdout.readexactly(length)))
         except (asyncio.IncompleteReadError, ConnectionError):
             return  # the mover has ended
-        except (msgspec.MsgspecError, ValueError):
-            log.exception("a report of the mover of lower tiers cannot be read: the mover is started again")
+        except Exception:  # whatever it was: the next mover reports anew
+            log.exception("a report of the mover of lower tiers cannot be followed: the mover is started again")
             process.kill()
 
     async def stop(self) -> None:
@@ -101,3 +103,11 @@ class MoverProcess:
                 await asyncio.wait_for(process.wait(), KILL_S)
             except TimeoutError:
                 log.error("the mover of lower tiers (process %d) hangs in its storage: it is left behind", process.pid)
+
+
+def _has_sent(process: Process, sending: asyncio.Task[None]) -> None:
+    """A mover that gets no updates is of no use: the next one gets all of them anew."""
+    if not sending.cancelled() and (error := sending.exception()) is not None:
+        log.error("the mover of lower tiers gets no updates: it is started again", exc_info=error)
+        with suppress(ProcessLookupError):
+            process.kill()

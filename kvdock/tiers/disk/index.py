@@ -9,6 +9,7 @@ once.
 from __future__ import annotations
 
 import errno
+import os
 import sqlite3
 import threading
 from collections.abc import Iterable, Iterator, Sequence
@@ -48,8 +49,9 @@ class Index:
     storage is full."""
 
     def __init__(self, path: Path, wal_bytes: int) -> None:
-        """Raises sqlite3.DatabaseError if the file is not an index of this version."""
+        """Raises sqlite3.DatabaseError if the file is not an index of this version; OSError."""
         self._path, self._lock = path, threading.Lock()
+        _make_private(path)
         self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
         try:
             self._set_up(wal_bytes)
@@ -152,6 +154,15 @@ class Index:
     def _measure(self) -> None:
         paths = (self._path.with_name(self._path.name + suffix) for suffix in _SUFFIXES)
         self.bytes_used = sum(path.stat().st_blocks * 512 for path in paths if path.exists())
+
+
+def _make_private(path: Path) -> None:
+    """SQLite makes files with the umask's mode, and those beside the index with the mode of the index."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        os.fchmod(fd, 0o600)  # one that an earlier version has made
+    finally:
+        os.close(fd)
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from kvdock.tiers.mover.run import Mover
 
 
 def main() -> int:
+    os.umask(0o077)  # libraries make files with the umask's mode: what a tier has is for the server's user alone
     for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(ignored, signal.SIG_IGN)  # the server decides when the mover ends
     reports = os.dup(1)

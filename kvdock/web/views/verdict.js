@@ -19,7 +19,7 @@ const PANELS = {
   thrashing: "curve", shares_nothing: "cached", full_of_one_tenant: "cached",
 };
 /** Findings about what has happened, which end when an operator has seen them. */
-const PAST = new Set(["engine_died", "chunks_damaged", "engine_misreads", "pool_left_out"]);
+const PAST = new Set(["engine_died", "chunks_damaged", "engine_misreads", "pool_left_out", "server_failed"]);
 /** A smaller cost is not named. */
 const LEAST_COST = 0.001;
 

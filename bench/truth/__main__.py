@@ -274,8 +274,6 @@ class Run:
             ledger.add(writer.run(named("alone", range(500, 504))), why="not_asked")
             with self.server(**settings) as (server, client), engines.pop_all():
                 until(lambda: sum(len(one.members) for one in client.sessions().sessions) >= 2 * 7, "all are back")
-                for one in (writer, reader):  # its worker tells in a step that it is back, too
-                    ledger.add(one.run(named(f"step of {id(one)}", [540], 40)), why="short")
                 writer.forget()
                 ledger.add(writer.run(named("again", range(505, 512))))
                 ledger.add(reader.run(named("own again", [508, 509])))

@@ -274,6 +274,7 @@ class Run:
             ledger.add(writer.run(named("alone", range(500, 504))), why="not_asked")
             with self.server(**settings) as (server, client), engines.pop_all():
                 until(lambda: sum(len(one.members) for one in client.sessions().sessions) >= 2 * 7, "all are back")
+                time.sleep(2.0)  # their processes know it, too; none has made a step since
                 writer.forget()
                 ledger.add(writer.run(named("again", range(505, 512))))
                 ledger.add(reader.run(named("own again", [508, 509])))

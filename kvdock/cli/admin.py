@@ -168,8 +168,8 @@ def evict(
     say(console, f"{counted(evicted.chunks, 'chunk')} of {size(evicted.bytes)} evicted; "
                  f"{size(evicted.free_bytes)} are free")
     if evicted.free_bytes < wanted:
-        say(console, f"{size(wanted)} were to be free, and no more may be evicted now: what is left is held by engines, "
-                     "kept, being written, or was stored meanwhile")
+        say(console, f"{size(wanted)} were to be free, and no more may be evicted now: what is left is held by "
+                     "engines, kept, being written, or was stored meanwhile")
 
 
 def _evict_prompt(server: str, prompt: Prompt, *, yes: bool, as_json: bool, console: Console) -> None:

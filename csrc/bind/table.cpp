@@ -254,8 +254,10 @@ void bind_pool(py::class_<BoundTable>& c) {
            "The smallest of these: all free bytes; and, for each slot size that a store had to evict for since the "
            "last evict(), the bytes that slots of that size could take now.")
       .def("evict", call(&Chunks::evict), "target_bytes"_a, "max_chunks"_a,
+           py::kw_only(), "by_operator"_a = false,
            "Evicts unpinned chunks, first the leaf that is worth least to the eviction policy, until available_bytes "
-           "is `target_bytes`, or about `max_chunks` were evicted; returns their number.")
+           "is `target_bytes`, or about `max_chunks` were evicted; returns their number. "
+           "`by_operator`: because one asked for free bytes.")
       .def("can_evict", call(&Eviction::can_evict),
            "Whether there is an unpinned chunk that is not kept and is the last of its chain.")
       .def("next_out", [](BoundTable& t, uint64_t bytes) {

@@ -61,7 +61,9 @@ class Chunks {
   void take_out(uint32_t id, Gone why) { eviction_.take_out(id, why); }
 
   // -- eviction, as csrc/table/eviction.h has it
-  uint32_t evict(uint64_t target_bytes, uint32_t max_chunks) { return eviction_.evict(target_bytes, max_chunks); }
+  uint32_t evict(uint64_t target_bytes, uint32_t max_chunks, bool by_operator) {
+    return eviction_.evict(target_bytes, max_chunks, by_operator ? Gone::evicted : Gone::ahead);
+  }
   uint32_t evict_over_quota(uint32_t max_chunks) { return eviction_.evict_over_quota(max_chunks); }
   uint32_t empty_left(size_t kept, uint32_t max_chunks, const std::optional<Id16>& tenant) {
     return eviction_.empty_left(kept, max_chunks, tenant);

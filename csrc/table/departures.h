@@ -16,12 +16,13 @@
 namespace kvdock {
 
 // Why a chunk left the pool. It was evicted: room: a store needed its slot; ahead: too little was free; quota: its
-// tenant used too much; shrunk: its segment was given back; weights: no engine runs its weights any more. Or it was
-// removed: cleared, deleted: by an operator; mismatched: a reader found other bytes; read: a temporary chunk, with its
-// last reader; unread: it was loaded from a lower tier for a request that has ended.
-enum class Gone : uint8_t { room, ahead, quota, shrunk, cleared, deleted, mismatched, unread, read, weights };
+// tenant used too much; shrunk: its segment was given back; weights: no engine runs its weights any more; evicted: an
+// operator asked for free bytes. Or it was removed: cleared, deleted: by an operator; mismatched: a reader found other
+// bytes; read: a temporary chunk, with its last reader; unread: it was loaded from a lower tier for a request that has
+// ended.
+enum class Gone : uint8_t { room, ahead, quota, shrunk, cleared, deleted, mismatched, unread, read, weights, evicted };
 constexpr const char* kGoneNames[] = {
-    "room", "ahead", "quota", "shrunk", "cleared", "deleted", "mismatched", "unread", "read", "weights"};
+    "room", "ahead", "quota", "shrunk", "cleared", "deleted", "mismatched", "unread", "read", "weights", "evicted"};
 
 struct Departure {
   Key key;

@@ -156,6 +156,7 @@ void Eviction::retire(uint32_t id) {
 
 void Eviction::count_evicted(const RecordInfo& in) {
   ++evicted_;
+  evicted_by_operator_ += cause_ == Gone::evicted;
   if (in.used_s != 0) reuse_.eviction_age.add(records_.now_s() - in.used_s);
   if (in.born_s != 0) reuse_.eviction_uses.add(in.uses);
 }
@@ -165,7 +166,7 @@ void Eviction::evict_one(uint32_t id) {
   count_evicted(records_.info(id));
   Gone why = cause_;
   if (spaces_.left().has(r.space)) {  // the policy learns nothing from such an eviction
-    if (spaces_.evict_first(r.space)) why = Gone::weights;
+    if (cause_ != Gone::evicted && spaces_.evict_first(r.space)) why = Gone::weights;
   } else {
     policy_->evicted(described(id), header_.use_tick);
     unlist(id);
@@ -349,8 +350,8 @@ uint64_t Eviction::available_bytes() const {
 }
 
 // Evicts first for the slot sizes that stores had to evict for, because free memory elsewhere is of no use to them.
-uint32_t Eviction::evict(uint64_t target_bytes, uint32_t max_chunks) {
-  cause_ = Gone::ahead;
+uint32_t Eviction::evict(uint64_t target_bytes, uint32_t max_chunks, Gone cause) {
+  cause_ = cause;
   uint64_t until = evicted_ + max_chunks, before = evicted_;
   while (evicted_ < until) {
     auto lacks = [&](uint64_t size) { return slots_.available_for(size, target_bytes) < target_bytes; };

@@ -55,8 +55,9 @@ class Eviction {
   // The smallest of these: all free bytes; and, for each slot size that stores had to evict for since the last evict(),
   // the bytes that slots of that size could take now.
   uint64_t available_bytes() const;
-  // Evicts until available_bytes() is the target, or about max_chunks were evicted; returns how many were.
-  uint32_t evict(uint64_t target_bytes, uint32_t max_chunks);
+  // Evicts until available_bytes() is the target, or about max_chunks were evicted; returns how many were. `cause`: the
+  // reason that they are recorded with.
+  uint32_t evict(uint64_t target_bytes, uint32_t max_chunks, Gone cause);
   bool can_evict() const;
   // Evicts at most max_chunks of tenants that use more than their quota, down to it; returns how many were evicted.
   uint32_t evict_over_quota(uint32_t max_chunks);
@@ -72,6 +73,7 @@ class Eviction {
   // When the candidate that was unused longest was last used; 0 if that is not known.
   uint64_t oldest_used_ms() const;
   uint64_t evicted_chunks() const { return evicted_; }
+  uint64_t evicted_by_operator() const { return evicted_by_operator_; }  // those of them with the reason `evicted`
   const Reuse& reuse() const { return reuse_; }
   const char* policy() const { return policy_->name(); }
   void set_policy(const std::string& name);  // throws as make_policy() does; looks at every chunk
@@ -122,7 +124,7 @@ class Eviction {
   std::optional<Next> next_;
   std::set<uint64_t> wanted_;  // slot sizes that stores had to evict for
   Gone cause_ = Gone::room;    // the reason that evictions are recorded with
-  uint64_t evicted_ = 0;
+  uint64_t evicted_ = 0, evicted_by_operator_ = 0;
   Reuse reuse_;
 };
 

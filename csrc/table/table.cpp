@@ -361,6 +361,7 @@ std::map<std::string, uint64_t> Table::stats() {
       {"stored_bytes", chunks_.counters().stored_bytes},
       {"aborted_chunks", grants_.aborted_chunks()},
       {"evicted_chunks", chunks_.eviction().evicted_chunks()},
+      {"evicted_by_operator", chunks_.eviction().evicted_by_operator()},
       {"oldest_used_ms", chunks_.eviction().oldest_used_ms()},
       {"mismatches", counters_.mismatches},
       {"refused_retains", counters_.refused_retains},

@@ -109,7 +109,7 @@ class Admin:
         chunks = freed = evictions = 0
         while freed < missing:
             before = table.free_bytes()
-            gone = table.evict(before + missing - freed, 1)  # one by one: hardly more than needed
+            gone = table.evict(before + missing - freed, 1, by_operator=True)  # one by one: hardly more than needed
             if not gone:
                 break
             chunks, freed = chunks + gone, freed + table.free_bytes() - before

@@ -162,10 +162,14 @@ def evict(
     if as_json:
         print_json(console, evicted)
         return
+    if not missing and not evicted.chunks:
+        say(console, f"nothing was evicted: {size(evicted.free_bytes)} are free already")
+        return
     say(console, f"{counted(evicted.chunks, 'chunk')} of {size(evicted.bytes)} evicted; "
                  f"{size(evicted.free_bytes)} are free")
     if evicted.free_bytes < wanted:
-        say(console, "nothing more may be evicted: the other chunks are held by engines, kept, or being written")
+        say(console, f"{size(wanted)} were to be free, and no more may be evicted now: what is left is held by "
+                     "engines, kept, being written, or was stored meanwhile")
 
 
 def _evict_prompt(server: str, prompt: Prompt, *, yes: bool, as_json: bool, console: Console) -> None:

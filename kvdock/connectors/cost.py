@@ -16,6 +16,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import ceil
+from statistics import median
 
 from kvdock.connectors.errors import SettingError
 
@@ -30,6 +32,11 @@ START_TOKENS_PER_S = 50_000.0
 LARGE_SHARE = 0.5
 """Steps that compute fewer tokens of prompts than this share of the largest step are not counted: a step has a fixed
 cost, so they would make the engine look slower than it is."""
+SHORT_SHARE = 1 / 16
+"""Steps of at most this share of the largest step show what a step takes that computes next to nothing."""
+COUNTED_STEPS = 16
+"""The speed is the median of that many steps of each kind, because now and then a step takes many times as long, for
+example while another program has the processor."""
 
 
 class PrefillSpeed:
@@ -40,32 +47,51 @@ class PrefillSpeed:
     def __init__(self, clock: Callable[[], float], ahead: int = 0) -> None:
         self._clock = clock
         self._largest = 0
-        self._tokens = self._seconds = 0.0
-        self._planned_s, self._in_progress = 0.0, deque([0], maxlen=ahead + 1)
+        self._large = deque[tuple[int, float]](maxlen=COUNTED_STEPS)
+        """The tokens and seconds of large steps."""
+        self._short_s = deque[float](maxlen=COUNTED_STEPS)
+        self.tokens_per_s = START_TOKENS_PER_S
+        """That of large steps as a whole."""
+        self._planned_s, self._in_progress = 0.0, deque([(0, 0)], maxlen=ahead + 1)
 
-    def step(self, tokens: int) -> None:
-        """A step that computes `tokens` of prompts is planned, so the oldest one in progress has ended."""
-        now_s, ended = self._clock(), self._in_progress[0] if len(self._in_progress) == self._in_progress.maxlen else 0
-        self.ended(ended, now_s - self._planned_s)
+    def step(self, tokens: int, every: int = 0) -> None:
+        """A step is planned, so the oldest one in progress has ended. `tokens`, `every`: as in `ended`."""
+        is_full = len(self._in_progress) == self._in_progress.maxlen
+        now_s, (ended, ended_every) = self._clock(), self._in_progress[0] if is_full else (0, 0)
+        self.ended(ended, now_s - self._planned_s, ended_every)
         self._planned_s = now_s
-        self._in_progress.append(tokens)
+        self._in_progress.append((tokens, every))
 
-    def ended(self, tokens: int, seconds: float) -> None:
-        """A step that took `seconds` has computed `tokens` of prompts."""
+    def ended(self, tokens: int, seconds: float, every: int = 0) -> None:
+        """A step has taken `seconds`. `tokens`: how many tokens of prompts it has computed; 0 if it does not show how
+        fast the engine computes prompts. `every`: how many tokens it has computed, the others included; 0: none, or it
+        is not known."""
+        if seconds <= 0:
+            return
         if tokens > self._largest / LARGE_SHARE:  # the first large one: the steps before it do not show the speed
-            self._tokens = self._seconds = 0.0
+            self._large.clear()
         self._largest = max(self._largest, tokens)
         if tokens and tokens >= LARGE_SHARE * self._largest:
-            self._tokens = KEPT_SHARE * self._tokens + tokens
-            self._seconds = KEPT_SHARE * self._seconds + seconds
+            self._large.append((tokens, seconds))
+            self.tokens_per_s = 1 / median(took_s / count for count, took_s in self._large)
+        elif 0 < every <= SHORT_SHARE * self._largest:
+            self._short_s.append(seconds)
 
     @property
     def is_known(self) -> bool:
-        return self._seconds > 0
+        return bool(self._large)
 
-    @property
-    def tokens_per_s(self) -> float:
-        return self._tokens / self._seconds if self.is_known else START_TOKENS_PER_S
+    def beside(self, tokens: int, rest: int) -> float:
+        """The speed at which this engine would compute `tokens` tokens of a prompt of which it computes `rest` others
+        in any case. A step takes a fixed time and a time for each token; the fixed time counts for those steps alone
+        that computing the tokens would have added."""
+        if not tokens or not self.is_known:
+            return self.tokens_per_s
+        # No more than half of a large step: on an engine that mostly decodes, short steps take long, too.
+        fixed_s = min(median(self._short_s or [0.0]), median(took_s for _, took_s in self._large) / 2)
+        token_s = median(max(took_s - fixed_s, took_s / 2) / count for count, took_s in self._large)
+        more_steps = ceil((tokens + rest) / self._largest) - ceil(rest / self._largest)
+        return tokens / (more_steps * fixed_s + tokens * token_s)
 
 
 PROBE_S = 10.0
@@ -73,7 +99,7 @@ PROBE_S = 10.0
 LEAST_LOADS = 3
 """The expected time of a load is not known before this many loads have ended."""
 KEPT_SHARE = 0.9
-"""The weight that older loads and steps keep when a new one is added."""
+"""The weight that older loads keep when a new one is added."""
 
 
 class LoadCost:

@@ -263,7 +263,10 @@ class RequestOutcomes:
             if story.is_first:
                 return None
             story.reloaded_tokens -= story.loading_tokens  # it ran before it was preempted
-        speed = self._speed.tokens_per_s if self._speed is not None and self._speed.is_known else 0.0
+        speed = 0.0
+        if self._speed is not None and self._speed.is_known:
+            rest = prompt_tokens - story.local_tokens - story.loaded_tokens
+            speed = self._speed.beside(story.loaded_tokens, max(0, rest))
         outcome = Outcome(
             request=request_id, epoch=story.epoch, prompt_tokens=prompt_tokens, local_tokens=story.local_tokens,
             found_tokens=story.found_tokens, loaded_tokens=story.loaded_tokens, reloaded_tokens=story.reloaded_tokens,
@@ -333,8 +336,8 @@ class EngineOutcomes(RequestOutcomes):
 
     def step(self, loads: Iterable[tuple[LoadDone, float | None]]) -> None:
         """A poll ends, with the loads that it returns and the seconds that the copies of each took."""
-        if self._shows_speed:
-            self._step_speed.ended(self._step_tokens, self._offered_s - self._polled_s)
+        took_s = self._offered_s - self._polled_s
+        self._step_speed.ended(self._step_tokens if self._shows_speed else 0, took_s, self._step_tokens)
         self._step_tokens, self._shows_speed = 0, False
         for done, copy_s in loads:
             wanted = self._hits.pop(done.request_id, None)

@@ -206,10 +206,12 @@ class Refused(Event, kw_only=True, tag="refused"):
 
 
 class Evicted(Event, kw_only=True, tag="evicted"):
-    """Chunks were evicted to make room for others since the last event of this kind."""
+    """Chunks were evicted since the last event of this kind."""
 
     of_requests: ClassVar[bool] = True
     chunks: int
+    by_operator: int
+    """How many of them an operator has evicted; the others made room for what was stored."""
     total: int
     """The total since the server's start."""
 

@@ -29,8 +29,8 @@ WAITED: Final = "waited"
 """
 
 ComputedWhy = Literal[
-    "never_stored", "room", "ahead", "quota", "shrunk", "cleared", "deleted", "mismatched", "unread", "read", "weights",
-    "tier_slow", "being_stored", "partial", "held_bytes", "pinning", "draining",
+    "never_stored", "room", "ahead", "quota", "shrunk", "cleared", "evicted", "deleted", "mismatched", "unread", "read",
+    "weights", "tier_slow", "being_stored", "partial", "held_bytes", "pinning", "draining",
     "late", "load_failed", "declined_short", "declined_dear", "not_loaded", "not_asked", "opted_out",
     "bypassed_adapter", "bypassed_media", "bypassed_embeddings", "bypassed_growing", "bypassed_unready",
     "short", "tail", "other",
@@ -44,6 +44,7 @@ COMPUTED: Final[dict[ComputedWhy, str]] = {
     "quota": "they were evicted because their tenant had reached its quota",
     "shrunk": "they were evicted with a segment that was given back",
     "cleared": "an operator cleared the cache",
+    "evicted": "an operator evicted them",
     "deleted": "an operator deleted them",
     "mismatched": "a reader found other bytes than were stored, so they were taken out of use",
     "unread": "a lower tier had loaded them for a request that ended first",

@@ -55,7 +55,8 @@ class Outcome(Identity, frozen=True, kw_only=True):
     copy_us: Microseconds | None = None
     """The part of `load_us` that was copying, on the slowest rank. None: not known."""
     prefill_tokens_per_s: Annotated[float, msgspec.Meta(ge=0, le=1e12)] = 0.0
-    """How fast the engine computes long prompts, as it has measured. Below LEAST_TOKENS_PER_S: it has not."""
+    """How fast the engine would have computed what it has loaded, as it has measured on long prompts. Below
+    LEAST_TOKENS_PER_S: it has not."""
 
 
 class Copied(Body, kw_only=True, omit_defaults=True):

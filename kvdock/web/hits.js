@@ -11,6 +11,7 @@ const REASONS = {
   quota: "evicted: the tenant's quota",
   shrunk: "evicted: the pool shrank",
   cleared: "cache cleared",
+  evicted: "evicted by an operator",
   deleted: "deleted",
   mismatched: "damaged",
   unread: "left the pool unread",

@@ -82,6 +82,19 @@ def test_what_engines_compute_meanwhile_has_that_reason(client: Client) -> None:
         assert [(run.tokens, run.why) for run in outcome.runs] == [(32, "draining"), (1, "tail")]
 
 
+def test_what_a_server_had_while_it_was_drained_was_not_waited_for(client: Client) -> None:
+    with closing(attach(client)) as engine:
+        engine.store(keys(2))
+        client.drain(ON)
+        assert engine.lookup(keys(2), request="r").hit_tokens == 0
+        client.drain(OFF)
+        assert engine.lookup(keys(2), request="r").hit_tokens == 32
+        engine.heartbeat(outcomes=[Outcome(request="r", prompt_tokens=33, found_tokens=32, loaded_tokens=32)])
+        outcome = client.requests(request="r").requests[0].outcome
+        assert outcome is not None
+        assert [(run.tokens, run.source or run.why) for run in outcome.runs] == [(32, "memory"), (1, "tail")]
+
+
 @pytest.mark.security
 def test_only_operators_drain(tmp_path: Path) -> None:
     token = "engine-" + "e" * 40

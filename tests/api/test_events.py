@@ -366,10 +366,11 @@ def test_a_full_pool_in_a_steady_state_logs_nothing(caplog: pytest.LogCaptureFix
     log = EventLog()
     with caplog.at_level(logging.INFO, "kvdock.events"):
         for at in (0.0, 1.0, 3000.0, 6000.0, 9000.0, 12600.0):
-            log.take(Evicted(chunks=1, total=7, at=at))
-    assert [record.getMessage() for record in caplog.records] == [
-        "the pool is full: from now on chunks are evicted for others, 7 since the start"
-    ] * 2
+            log.take(Evicted(chunks=1, by_operator=0, total=7, at=at))
+            log.take(Evicted(chunks=2, by_operator=2, total=9, at=at + 0.5))
+    full = "the pool is full: from now on chunks are evicted for others, 7 since the start"
+    asked = "an operator has evicted 2 chunks"
+    assert [one.getMessage() for one in caplog.records] == [full, *[asked] * 5, full, asked]
 
 
 def test_segments_are_told_of_in_words() -> None:

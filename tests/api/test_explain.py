@@ -16,7 +16,7 @@ from server_fixtures import fresh_server
 from kvdock.api.access.access_file import entry
 from kvdock.client.client import Client
 from kvdock.protocol import schemas as s
-from kvdock.protocol.admin_schemas import AskedQuota, ClearCache, DeleteChunks, PatchConfig, PinChunks
+from kvdock.protocol.admin_schemas import AskedQuota, ClearCache, DeleteChunks, EvictChunks, PatchConfig, PinChunks
 from kvdock.protocol.errors import ApiError
 from kvdock.protocol.hits import COMPUTED
 from kvdock.protocol.keys import KeyChain, Mark, beginnings_of
@@ -291,6 +291,19 @@ def test_what_was_evicted_ahead() -> None:
         eventually(lambda: client.status().counters["evicted_chunks"] >= 5)
         engine.lookup(keys(1, "0"), "r1")
         assert broken(client, "r1").why == "ahead"
+        engine.close()
+
+
+def test_what_an_operator_evicted() -> None:
+    with ServerProcess(pool_bytes=8 * MIB, segment_bytes=8 * MIB) as server, Client(server.unix) as client:
+        engine = attach(client, groups=LARGE)
+        engine.store(keys(1, "asked for"))
+        assert client.evict(EvictChunks(free_bytes=8 * MIB)).chunks == 1
+        engine.lookup(keys(1, "asked for"), "r1")
+        assert broken(client, "r1").why == "evicted"
+        assert "an operator evicted them" in " ".join(one.text for one in client.explain("r1").sentences)
+        eventually(lambda: "an operator has evicted 1 chunks" in server.log_text())
+        assert "the pool is full" not in server.log_text()
         engine.close()
 
 

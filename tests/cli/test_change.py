@@ -162,8 +162,11 @@ def test_evict_makes_so_much_room(server: ServerProcess, engine: Engine, client:
     done = json.loads(kvdock("evict", "--free", str(free + (96 << 10)), *at, "--json").stdout)
     assert done == {"chunks": 2, "bytes": 32 << 10, "free_bytes": free + (96 << 10)}
     said = kvdock("evict", "--free", "16MiB", *at).stdout
-    assert "nothing more may be evicted" in said and (stored(engine, old), stored(engine, young)) == (0, 8)
+    assert "16.0 MiB were to be free, and no more may be evicted now: what is left is held by engines" in said
+    assert (stored(engine, old), stored(engine, young)) == (0, 8)
     assert engine.release(lease, 0) == []
+    said = kvdock("evict", "--free", "1MiB", *at).stdout
+    assert re.fullmatch(r"nothing was evicted: 1\d\.\d MiB are free already\n", said) and stored(engine, young) == 8
 
 
 @pytest.mark.parametrize(("arguments", "said"), [

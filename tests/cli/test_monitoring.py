@@ -17,6 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from references import anchors
 
 from kvdock.client.client import Client
+from kvdock.protocol.admin_schemas import DrainServer
 from kvdock.protocol.errors import CODES
 from kvdock.protocol.hits import COMPUTED, MEMORY, WAITED
 from kvdock.protocol.outcomes import Outcome
@@ -120,6 +121,22 @@ def test_each_alert_says_what_it_means_and_what_to_look_at() -> None:
         assert all(rule["annotations"][name].rstrip().endswith(".") for name in ("summary", "description"))
         page, _, heading = rule["annotations"]["runbook_url"].partition("#")
         assert page == "docs/operate/alerts.md" and heading == rule["alert"].lower() and heading in anchors(page_text)
+
+
+def test_a_server_that_is_drained_on_purpose_fires_no_alert() -> None:
+    (rule,) = (one for one in ALERTS if one["alert"] == "KvdockGivesOutNothing")
+    assert rule["expr"] == "kvdock_ready == 0 unless kvdock_drained == 1"
+    with ServerProcess() as server, Client(server.unix) as client:
+        def told() -> list[float]:
+            families = text_string_to_metric_families(raw(server.http, "GET", "/metrics")[2].decode())
+            values = {family.name: family.samples[0].value for family in families if family.samples}
+            return [values["kvdock_ready"], values["kvdock_drained"]]
+
+        assert told() == [1, 0]
+        client.drain(DrainServer(is_drained=True))
+        eventually(lambda: told() == [0, 1])
+        client.drain(DrainServer(is_drained=False))
+        eventually(lambda: told() == [1, 0])
 
 
 def test_panels_do_not_overlap() -> None:

@@ -80,6 +80,32 @@ def test_a_first_large_step_makes_small_ones_count_no_more() -> None:
     assert speed.tokens_per_s == pytest.approx(8192 / 0.5)
 
 
+def test_a_step_that_stood_still_does_not_change_the_speed() -> None:
+    speed = PrefillSpeed(Clock())
+    for took_s in (0.25, 60.0, 0.25, 0.25, 60.0, 0.25, 0.25):
+        speed.ended(8192, took_s)
+    assert speed.tokens_per_s == pytest.approx(8192 / 0.25)
+
+
+@pytest.mark.parametrize(("prompt", "hit", "more_steps"), [
+    (4000, 3900, 0), (8000, 7000, 0), (8000, 8000, 1), (8100, 8000, 1), (24_100, 24_000, 3), (20_000, 10_000, 1),
+])
+def test_what_a_hit_saves_are_its_tokens_and_whole_steps(prompt: int, hit: int, more_steps: int) -> None:
+    """A step takes 20 ms, and 25 us for each token; the largest one has 8,000."""
+    speed = PrefillSpeed(Clock())
+    for tokens in (8000, 50, 1, 6000, 1, 600, 8000, 3, 1):
+        speed.ended(tokens if tokens >= 50 else 0, 0.02 + 25e-6 * tokens, tokens)
+    assert hit / speed.beside(hit, prompt - hit) == pytest.approx(0.02 * more_steps + 25e-6 * hit, rel=0.01)
+
+
+def test_long_steps_of_an_engine_that_mostly_decodes_leave_a_prompt_half_of_its_time() -> None:
+    speed = PrefillSpeed(Clock())
+    for tokens, took_s in ((8000, 0.2), (1, 0.5), (1, 0.5)):
+        speed.ended(tokens if tokens > 1 else 0, took_s, tokens)
+    assert speed.beside(4000, 100) == pytest.approx(80_000), "in a step that it needs in any case"
+    assert speed.beside(8000, 100) == pytest.approx(40_000), "and one more"
+
+
 class Waiting:
     """One request, at a speed of 50,000 tokens a second."""
 
@@ -153,7 +179,7 @@ class Consumer:
             session, EngineView((group,)), budget,
             Settings(address=address, compute_once=float(on), lookup_wait_s=LONG_S), clock=self.clock,
         )
-        self.scheduler._speed._tokens, self.scheduler._speed._seconds = float(CHUNK * CHUNKS), may_wait_s
+        self.scheduler._speed.ended(CHUNK * CHUNKS, may_wait_s)
         self.asked, self.arrived = 0, set[str]()
         lookup = self.client.lookup
 

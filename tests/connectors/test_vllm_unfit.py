@@ -10,7 +10,7 @@ import pytest
 
 from kvdock.connectors.errors import CannotCacheError
 from kvdock.connectors.session import ServerEpoch
-from kvdock.connectors.vllm.setup import Attached
+from kvdock.connectors.vllm.setup import FIRST_STEPS, Attached
 from kvdock.connectors.vllm.steps import NOWHERE
 from kvdock.connectors.vllm.unfit import refuse_what_is_no_prefix, why_unfit
 
@@ -80,6 +80,26 @@ def test_all_workers_are_where_the_scheduler_is_before_a_load_is_promised(caplog
     assert not caplog.records, "that is no other server"
     attached.reported({0: NEXT, 1: NEXT})
     assert attached.everywhere(at(NEXT)) and not caplog.records
+
+
+def test_a_first_request_after_an_outage_waits_for_the_workers_to_tell_of_the_next_server() -> None:
+    attached = Attached(1, steps_ahead=1)
+    attached.reported({0: HERE})
+    assert attached.everywhere(at(HERE))
+    for _ in range(20):
+        attached.planned()
+
+    def is_early() -> bool:
+        return attached.is_early
+
+    assert not is_early()
+    for epoch in (NEXT, ServerEpoch("next", "4")):
+        assert not attached.everywhere(at(epoch))
+        for _ in range(FIRST_STEPS + 2):
+            assert is_early(), "a worker tells in the step after the next one"
+            attached.planned()
+            assert not attached.everywhere(at(epoch))
+        assert not is_early(), "a worker that never comes holds nobody up"
 
 
 def test_workers_at_another_server_are_told_of_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -25,7 +25,7 @@ MUTANTS = (
     ),
     Mutant(
         "P11b", "an eviction of some bytes evicts all that may go", "kvdock/api/admin.py",
-        "table.evict(before + missing - freed, 1)", "table.evict(self._pool.limit_bytes, 1 << 20)",
+        "table.evict(before + missing - freed, 1, ", "table.evict(self._pool.limit_bytes, 1 << 20, ",
         ("tests/api/test_evict.py",), "test_evict_frees_what_is_missing_and_takes_the_oldest_first",
     ),
     Mutant(

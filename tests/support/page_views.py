@@ -196,7 +196,7 @@ def events() -> list[e.Event]:
         e.Attached(**who, member="ms", instance="instance-s1", namespace="7c" * 32, model=MODELS[0], ranks=[0, 1]),
         e.Grown(segment=2, bytes=4 * GIB, allocated_bytes=12 * GIB),
         e.Suspect(**who, member="m5", silent_s=7.2),
-        e.Evicted(chunks=40, total=4_440),
+        e.Evicted(chunks=40, by_operator=0, total=4_440),
         e.LimitsChanged(changed={"pool_bytes": [8 * GIB, 16 * GIB]}, source="call"),
         e.Dead(session="s3", label="", member="d0"),
         e.LookedUp(**who, request="chatcmpl-1", tokens=8192, hit_tokens=4096, why="room", took_us=420),

@@ -114,6 +114,9 @@ SENTENCES: dict[type[e.Event], Sentence] = {
 }
 
 
+BY_OPERATOR = Sentence(
+    logging.INFO, "an operator has evicted %d chunks", lambda event: (event.by_operator,),
+)
 QUIET_S = 3600.0
 """A full pool evicts all the time. That is logged when it begins: after so long without an eviction."""
 
@@ -126,10 +129,12 @@ class EventLog:
         self._evicted_at = -QUIET_S
 
     def take(self, event: e.Event) -> None:
-        if isinstance(event, e.Evicted):
+        sentence = SENTENCES[type(event)]
+        if isinstance(event, e.Evicted) and event.by_operator:
+            sentence = BY_OPERATOR
+        elif isinstance(event, e.Evicted):
             is_news, self._evicted_at = event.at - self._evicted_at >= QUIET_S, event.at
             if not is_news:
                 return
-        sentence = SENTENCES[type(event)]
         if log.isEnabledFor(sentence.level):
             log.log(sentence.level, sentence.template_of(event), *sentence.values(event), extra={EVENT: event})

@@ -64,6 +64,11 @@ class Answered(msgspec.Struct, gc=False):
     """What the last answer that was looked into had: hit tokens, tokens being stored, and its limit."""
 
     @property
+    def is_drained(self) -> bool:
+        """A server that drained gave nothing, whatever it had: the next answer is the first one that says."""
+        return any(one.why == "draining" for one in self.missing)
+
+    @property
     def hit(self) -> int:
         return self.found[-1][0] if self.found else 0
 
@@ -119,7 +124,7 @@ class Answers:
         of_request = self._answers_of(session, request)
         answer, asked = of_request.get(epoch), len(keys) // KEY_BYTES
         hit = found.hit_tokens // space.manifest.chunk_tokens
-        if answer is None:
+        if answer is None or answer.is_drained:
             answer = of_request[epoch] = Answered(space.manifest.chunk_tokens, asked, now_ns)
             answer.grow(hit, MEMORY)
         else:

@@ -42,6 +42,7 @@ class Memory(NamedTuple):
     """What the table has done with chunks, as last published."""
 
     evicted_chunks: int
+    evicted_by_operator: int
     quarantined_bytes: int
 
 
@@ -101,7 +102,7 @@ class Tally:
         self.now_ns = clocks.perf_ns
         self._apart = Counters()
         """The counts of benchmarks."""
-        self._memory = Memory(0, 0)
+        self._memory = Memory(0, 0, 0)
         self._table, self._journal = table, journal
         self._wall_s, self._server_ms = clocks.wall_s, server_clock.now_ms
         self._lookups: Recent[tuple[int, bytes, int], int] = Recent(keep)
@@ -386,12 +387,15 @@ class Tally:
     def memory(self) -> None:
         """Publishes what the table has done with chunks since the last call."""
         stats = self._table.stats()
-        now, before = Memory(stats["evicted_chunks"], stats["quarantined_bytes"]), self._memory
+        now, before = Memory(
+            stats["evicted_chunks"], stats["evicted_by_operator"], stats["quarantined_bytes"]
+        ), self._memory
         self._memory = now
         if now.evicted_chunks > before.evicted_chunks:
-            self._journal.publish(
-                e.Evicted(chunks=now.evicted_chunks - before.evicted_chunks, total=now.evicted_chunks)
-            )
+            self._journal.publish(e.Evicted(
+                chunks=now.evicted_chunks - before.evicted_chunks,
+                by_operator=now.evicted_by_operator - before.evicted_by_operator, total=now.evicted_chunks,
+            ))
         if now.quarantined_bytes != before.quarantined_bytes:
             kind = e.Quarantined if now.quarantined_bytes > before.quarantined_bytes else e.Freed
             self._journal.publish(kind(bytes=now.quarantined_bytes))

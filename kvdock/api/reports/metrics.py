@@ -169,6 +169,7 @@ class ServerMetrics:
              inf if status.full_in_s is None else status.full_in_s),
             ("kvdock_pool_retiring_segments", "Segments that are being drained", len(self._pool.retiring)),
             ("kvdock_ready", "1 when slots can be given out", int(status.status == "ok")),
+            ("kvdock_drained", "1 while an operator has drained the server", int(self._probes.is_drained)),
             ("kvdock_pool_growing", "0 while the pool cannot grow for want of memory",
              int(not self._pool.growth_error)),
             ("kvdock_loop_lag_seconds", "Longest wait for the event loop within the last 10 to 20 s",

@@ -355,7 +355,8 @@ class VllmScheduler:
         scheduled = list(output.num_scheduled_tokens)
         is_idle, alone = not scheduled, scheduled[0] if len(scheduled) == 1 else None
         self._connector.lookups.step(is_idle)
-        self._speed.step(self._prefill_tokens(output.num_scheduled_tokens))
+        counts = output.num_scheduled_tokens
+        self._speed.step(self._prefill_tokens(counts), sum(counts.values()))
         if is_idle:
             self._connector.lookups.wait_for_answer(IDLE_WAIT_S)  # waiting costs less than spinning
         return Orders(

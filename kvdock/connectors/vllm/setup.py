@@ -315,7 +315,7 @@ def log_among_theirs() -> None:
 # only late: it reports the new server within its next steps.
 
 FIRST_STEPS = 3
-"""After this many steps every worker has had time to report whether it is attached."""
+"""After this many steps every worker that is attached has had time to report it."""
 
 
 class Attached:
@@ -324,6 +324,7 @@ class Attached:
 
     def __init__(self, ranks: int, steps_ahead: int = 0) -> None:
         self._ranks, self._first_steps, self._steps = ranks, FIRST_STEPS + 2 * steps_ahead, 0
+        self._own_epoch: ServerEpoch | None = None
         self._epochs: dict[int, ServerEpoch] = {}
         self._own_pools: set[str] = set()
         self._logged: set[int] = set()
@@ -338,7 +339,8 @@ class Attached:
 
     @property
     def is_early(self) -> bool:
-        """Whether some workers may not have had time to report yet."""
+        """Whether some workers may not have had time to report yet: at the start, and after a server was replaced, when
+        a request is the first that could load."""
         return self._steps < self._first_steps
 
     def everywhere(self, attachment: Attachment | None) -> bool:
@@ -347,6 +349,8 @@ class Attached:
         if attachment is None:
             return False
         self._own_pools.add(attachment.epoch.pool_id)
+        if attachment.epoch != self._own_epoch:
+            self._own_epoch, self._steps = attachment.epoch, 0
         if len(self._epochs) < self._ranks:
             return False
         elsewhere = {rank for rank, epoch in self._epochs.items() if self._is_elsewhere(epoch)}

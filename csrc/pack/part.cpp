@@ -28,8 +28,10 @@ long pack_planes(const PackedShape& shape, const char* part, char* slot, BookOf 
     const size_t tiles = shape.planes()[plane].tiles();
     const Book book = book_of(plane);
     writer.put_book(plane, book);
-    for (size_t tile = 0; tile < tiles; ++tile)
+    for (size_t tile = 0; tile < tiles; ++tile) {
+      foresee(from + (tile + 1) * kTileBytes, kTileBytes);
       if (!writer.put_tile(plane, tile, book, from + tile * kTileBytes)) return -1;
+    }
     writer.put_rest(plane, from + tiles * kTileBytes);
   }
   return writer.finish();
@@ -109,6 +111,7 @@ bool is_packed_part(const PackedShape& shape, const char* slot) {
 
 bool unpack_tile(const PackedShape& shape, const char* slot, size_t plane, size_t tile, char* to) {
   const char* const from = slot + shape.tile_at(plane, tile);
+  foresee(from + shape.tile_bytes(), shape.tile_bytes());
   Trailer trailer;
   std::memcpy(&trailer, from + shape.tile_bytes() - sizeof trailer, sizeof trailer);
   const bool is_raw = trailer.units == kRawTile;

@@ -48,37 +48,52 @@ struct Marked {
   alignas(64) uint8_t values[kMostMarks + kMostUnits * kUnitMarks + 64];
 };
 
-// `bytes` pairs of nibbles become bytes.
+// `bytes` pairs of nibbles become bytes; a multiple of 4.
 void join(const uint8_t* nibbles, size_t bytes, char* to) {
-  for (size_t i = 0; i < bytes; ++i) to[i] = char(nibbles[2 * i] | nibbles[2 * i + 1] << 4);
+  for (size_t i = 0; i < bytes; i += 4) {
+    uint64_t eight = load64(reinterpret_cast<const char*>(nibbles) + 2 * i);
+    eight = (eight | eight >> 4) & 0x00ff00ff00ff00ff;
+    eight = (eight | eight >> 8) & 0x0000ffff0000ffff;
+    const auto four = uint32_t(eight | eight >> 16);
+    std::memcpy(to + i, &four, sizeof four);
+  }
 }
 
-bool has_far(const uint8_t* nibbles, size_t count) {
-  return std::memchr(nibbles, kFarNibble, count) != nullptr;
+// Marked elements among the 64 from the i-th on.
+uint64_t marked_of(const char* tile, size_t i) {
+  const char* const codes = tile + kCodesAt + i / 8;
+  return load64(codes) & load64(codes + kCodePlaneBytes) & load64(codes + 2 * kCodePlaneBytes);
 }
 
-// False: there are too many.
-bool put_spares(const char* from, const Book& book, Trailer* trailer) {
-  size_t far = 0;
-  for (size_t i = 0; i < kTileElements; ++i) {
-    const uint8_t exponent = exponent_of(load16(from + 2 * i));
-    if (book.ranks[exponent] != Book::kFar) continue;
-    if (far == kSpares) return false;
-    trailer->spares[far++] = exponent;
+// Finds the elements of nibbles that say far, in a tile whose codes are there. False: there are too many.
+bool put_spares(const char* from, const char* tile, const uint8_t* nibbles, size_t count, Trailer* trailer) {
+  size_t far = 0, before = 0;
+  const auto next_from = [&](size_t mark) {
+    const void* const found = std::memchr(nibbles + mark, kFarNibble, count - mark);
+    return found != nullptr ? size_t(static_cast<const uint8_t*>(found) - nibbles) : count;
+  };
+  size_t next = next_from(0);
+  for (size_t i = 0; next < count; i += 64) {
+    uint64_t left = marked_of(tile, i);
+    for (const auto end = before + size_t(std::popcount(left)); before < end; ++before, left &= left - 1) {
+      if (before != next) continue;
+      if (far == kSpares) return false;
+      trailer->spares[far++] = exponent_of(load16(from + 2 * (i + size_t(std::countr_zero(left)))));
+      next = next_from(before + 1);
+    }
   }
   return true;
 }
 
 // Writes the nibbles of `count` marks, and the trailer; the rest of the tile is there already. As TilePath::pack().
 template <auto kJoin>
-uint8_t put_marked(const char* from, const Book& book, size_t marks, Marked& nibbles, size_t count,
-                                 char* to, char* more) {
+uint8_t put_marked(const char* from, size_t marks, Marked& nibbles, size_t count, char* to, char* more) {
   const size_t units = count > marks ? (count - marks + kUnitMarks - 1) / kUnitMarks : 0;
   std::memset(nibbles.values + count, 0, marks + units * kUnitMarks - count);
   kJoin(nibbles.values, marks / 2, to + kNibblesAt);
   kJoin(nibbles.values + marks, units * kUnitBytes, more);
   Trailer trailer{};
-  if (has_far(nibbles.values, count) && !put_spares(from, book, &trailer)) return kRawTile;
+  if (!put_spares(from, to, nibbles.values, count, &trailer)) return kRawTile;
   std::memcpy(to + kNibblesAt + marks / 2, &trailer, sizeof trailer);
   return uint8_t(units);
 }
@@ -96,9 +111,11 @@ struct Further {
 void take_spares(const char* tile, size_t marks, const char* more, size_t units, Marked& exponents) {
   const char* const trailer = tile + kNibblesAt + marks / 2;
   size_t far = 0;
-  for (size_t i = 0; i < marks + units * kUnitMarks && far < kSpares; ++i) {
-    const uint8_t pair = uint8_t(i < marks ? tile[kNibblesAt + i / 2] : more[(i - marks) / 2]);
-    if ((pair >> 4 * (i % 2) & 15) == kFarNibble) exponents.values[i] = uint8_t(trailer[far++]);
+  for (size_t i = 0; i < marks + units * kUnitMarks; i += 16) {
+    const uint64_t pairs = load64(i < marks ? tile + kNibblesAt + i / 2 : more + (i - marks) / 2);
+    uint64_t left = pairs & pairs >> 1 & pairs >> 2 & pairs >> 3 & 0x1111111111111111;
+    for (; left && far < kSpares; left &= left - 1)
+      exponents.values[i + size_t(std::countr_zero(left)) / 4] = uint8_t(trailer[far++]);
   }
 }
 
@@ -143,7 +160,7 @@ uint8_t scalar_pack(const char* from, const Book& book, size_t marks, char* to, 
     for (size_t bit = 0; bit < 3; ++bit)
       to[kCodesAt + bit * kCodePlaneBytes + i / 8] = char(gathered(codes >> bit));
   }
-  return put_marked<join>(from, book, marks, nibbles, count, to, more);
+  return put_marked<join>(from, marks, nibbles, count, to, more);
 }
 
 bool scalar_name(const char* pairs, size_t bytes, const Further& further, uint8_t* exponents) {
@@ -220,7 +237,7 @@ KVDOCK_AVX2 uint8_t avx2_pack(const char* from, const Book& book, size_t marks, 
       nibbles.values[count++] = nibble_of(book.ranks[exponent_of(element)]);
     }
   }
-  return put_marked<join>(from, book, marks, nibbles, count, to, more);
+  return put_marked<join>(from, marks, nibbles, count, to, more);
 }
 
 // 16 at a time: `bytes` is a multiple of 8.
@@ -338,7 +355,7 @@ KVDOCK_AVX512 uint8_t avx512_pack(const char* from, const Book& book, size_t mar
     _mm512_storeu_si512(nibbles.values + count, _mm512_maskz_compress_epi8(is_marked, named));
     count += size_t(std::popcount(is_marked));
   }
-  return put_marked<avx512_join>(from, book, marks, nibbles, count, to, more);
+  return put_marked<avx512_join>(from, marks, nibbles, count, to, more);
 }
 
 KVDOCK_AVX512 bool avx512_name(const char* pairs, size_t bytes, const Further& further, uint8_t* exponents) {

@@ -52,6 +52,12 @@ struct TilePath {
   void (*unpack)(const char* from, const uint8_t* exponents, size_t marks, const char* more, size_t units, char* to);
 };
 
+// Starts to read bytes that are packed or unpacked next, from memory: processors foresee little beyond a page. They may
+// lie beyond the end of everything.
+inline void foresee(const char* at, size_t bytes) {
+  for (size_t i = 0; i < bytes; i += 64) __builtin_prefetch(at + i);
+}
+
 // The fastest path that this processor has, or the one chosen by use_tile_path().
 const TilePath& tile_path();
 std::vector<std::string> tile_paths();  // fastest first; the last, "scalar", runs anywhere

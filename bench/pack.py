@@ -25,7 +25,7 @@ from bench.real_kv import CHUNK_TOKENS, MODELS, Parts, real_kv
 from kvdock import _core
 
 Bytes = Any
-"""uint8 arrays, which mypy does not take for buffers before Python 3.12."""
+"""An array of uint8, which mypy does not take for a buffer before Python 3.12."""
 MEMORY_BYTES, CACHE_PLANES, TURNS = 256 << 20, 2, 9
 TILE, RESERVE_AT = _core.TILE_BYTES, 2816
 RAW_TILE = 255
@@ -85,8 +85,7 @@ class Case:
         self.shape = _core.PackedShape([parts.shape[2]] * parts.shape[1])
         self.slots: Bytes = np.zeros((count, self.shape.packed_bytes), np.uint8)
         self.back: Bytes = np.zeros_like(self.raw)
-        one: Bytes
-        self._views = [(memoryview(one), memoryview(other)) for one, other in zip(self.raw, self.back, strict=True)]
+        self._views = [(row.data, other.data) for row, other in zip(self.raw, self.back, strict=True)]
 
     def copy(self) -> None:
         for source, target in self._views:

@@ -1,6 +1,5 @@
 #include "pack/part.h"
 
-#include <algorithm>
 #include <cstring>
 #include <string>
 
@@ -20,86 +19,120 @@ struct Header {
 };
 static_assert(sizeof(Header) == kBooksAt);
 
-uint16_t spill_number(const char* tile, const PlaneShape& plane) {
-  uint16_t number;
-  std::memcpy(&number, tile + plane.tile_bytes() - sizeof number, sizeof number);
-  return number;
+// `book_of`: the book of a plane.
+template <class BookOf>
+long pack_planes(const PackedShape& shape, const char* part, char* slot, BookOf book_of) {
+  PackedWriter writer(shape, slot);
+  for (size_t plane = 0; plane < shape.planes().size(); ++plane) {
+    const char* const from = part + shape.planes()[plane].raw_at;
+    const size_t tiles = shape.planes()[plane].tiles();
+    const Book book = book_of(plane);
+    writer.put_book(plane, book);
+    for (size_t tile = 0; tile < tiles; ++tile)
+      if (!writer.put_tile(plane, tile, book, from + tile * kTileBytes)) return -1;
+    writer.put_rest(plane, from + tiles * kTileBytes);
+  }
+  return writer.finish();
 }
 
 }  // namespace
 
-PackedShape::PackedShape(std::vector<PlaneShape> planes, size_t spills) : planes_(std::move(planes)), spills_(spills) {
-  if (planes_.empty()) refuse(Refusal::copy, "planes", 0, "at least 1");
-  if (planes_.size() > UINT16_MAX) refuse(Refusal::copy, "planes", planes_.size(), "at most 65535");
+PackedShape::PackedShape(std::span<const size_t> planes, size_t marks, size_t spills) : marks_(marks), spills_(spills) {
+  if (planes.empty()) refuse(Refusal::copy, "planes", 0, "at least 1");
+  if (planes.size() > UINT16_MAX) refuse(Refusal::copy, "planes", planes.size(), "at most 65535");
+  if (!is_reserve(marks)) refuse(Refusal::copy, "marks", marks, "16 more than a multiple of 32, and at most 496");
   if (spills > kMostSpills) refuse(Refusal::copy, "spills", spills, "at most 65535");
-  header_bytes_ = (kBooksAt + kBookBytes * planes_.size() + kAlignment - 1) / kAlignment * kAlignment;
+  header_bytes_ = (kBooksAt + kBookBytes * planes.size() + kAlignment - 1) / kAlignment * kAlignment;
   size_t at = header_bytes_;
-  for (size_t i = 0; i < planes_.size(); ++i) {
-    PlaneShape& plane = planes_[i];
-    const std::string name = "plane " + std::to_string(i);
-    if (plane.raw_bytes % 16 != 0) refuse(Refusal::copy, name + ": bytes", plane.raw_bytes, "a multiple of 16");
-    if (!is_reserve(plane.marks))
-      refuse(Refusal::copy, name + ": marks", plane.marks, "16 more than a multiple of 32, and at most 496");
-    plane.raw_at = raw_bytes_;
-    plane.at = at;
-    raw_bytes_ += plane.raw_bytes;
-    at += plane.packed_bytes();
-    spill_bytes_ = std::max(spill_bytes_, kTileBytes - plane.kept_bytes());
+  for (const size_t bytes : planes) {
+    const std::string name = "plane " + std::to_string(planes_.size());
+    if (bytes % 16 != 0) refuse(Refusal::copy, name + ": bytes", bytes, "a multiple of 16");
+    planes_.push_back({bytes, raw_bytes_, at});
+    raw_bytes_ += bytes;
+    at = rest_at(planes_.size() - 1) + planes_.back().rest_bytes();
   }
   spills_at_ = at;
 }
 
-long pack_part(const PackedShape& shape, std::span<const Book> books, const char* part, char* slot) {
-  const auto& planes = shape.planes();
-  if (books.size() != planes.size()) refuse(Refusal::copy, "books", books.size(), std::to_string(planes.size()));
-  const TilePath& path = tile_path();
+PackedWriter::PackedWriter(const PackedShape& shape, char* slot) : shape_(shape), slot_(slot) {
   std::memset(slot, 0, shape.header_bytes());
-  uint16_t spilled = 0;
-  for (size_t i = 0; i < planes.size(); ++i) {
-    const PlaneShape& plane = planes[i];
-    std::memcpy(slot + kBooksAt + kBookBytes * i, books[i].exponents, kBookBytes);
-    const char* from = part + plane.raw_at;
-    char* to = slot + plane.at;
-    for (size_t tile = 0; tile < plane.tiles(); ++tile, from += kTileBytes, to += plane.tile_bytes()) {
-      if (path.pack(from, books[i], plane.marks, to)) continue;
-      if (spilled == shape.spills()) return -1;
-      char* const entry = slot + shape.spill_at(spilled++);
-      std::memset(to + plane.kept_bytes(), 0, plane.tile_bytes() - plane.kept_bytes());
-      std::memcpy(to, from, plane.kept_bytes());
-      std::memcpy(entry, from + plane.kept_bytes(), kTileBytes - plane.kept_bytes());
-      std::memcpy(to + plane.tile_bytes() - sizeof spilled, &spilled, sizeof spilled);
-    }
-    std::memcpy(to, from, plane.rest_bytes());
-  }
+}
+
+void PackedWriter::put_book(size_t plane, const Book& book) {
+  std::memcpy(slot_ + kBooksAt + kBookBytes * plane, book.exponents, kBookBytes);
+}
+
+bool PackedWriter::put_tile(size_t plane, size_t tile, const Book& book, const char* from) {
+  char* const to = slot_ + shape_.tile_at(plane, tile);
+  if (tile_path().pack(from, book, shape_.marks(), to)) return true;
+  const size_t entry = spilled_.fetch_add(1, std::memory_order_relaxed);
+  if (entry >= shape_.spills()) return false;
+  const size_t kept = shape_.kept_bytes();
+  const auto number = uint16_t(entry + 1);
+  std::memcpy(to, from, kept);
+  std::memset(to + kept, 0, shape_.tile_bytes() - kept - sizeof number);
+  std::memcpy(to + shape_.tile_bytes() - sizeof number, &number, sizeof number);
+  std::memcpy(slot_ + shape_.spill_at(entry), from + kept, shape_.spill_bytes());
+  return true;
+}
+
+void PackedWriter::put_rest(size_t plane, const char* from) {
+  std::memcpy(slot_ + shape_.rest_at(plane), from, shape_.planes()[plane].rest_bytes());
+}
+
+long PackedWriter::finish() {
+  const size_t spilled = spilled_.load(std::memory_order_relaxed);
+  if (spilled > shape_.spills()) return -1;
   // No byte of a slot is left as an earlier part had it.
-  std::memset(slot + shape.spill_at(spilled), 0, shape.packed_bytes() - shape.spill_at(spilled));
-  const Header header{{kMagic[0], kMagic[1], kMagic[2], kMagic[3]}, uint16_t(planes.size()), spilled, 0};
-  std::memcpy(slot, &header, sizeof header);
-  return spilled;
+  std::memset(slot_ + shape_.spill_at(spilled), 0, shape_.packed_bytes() - shape_.spill_at(spilled));
+  const Header header{
+      {kMagic[0], kMagic[1], kMagic[2], kMagic[3]}, uint16_t(shape_.planes().size()), uint16_t(spilled), 0};
+  std::memcpy(slot_, &header, sizeof header);
+  return long(spilled);
+}
+
+bool is_packed_part(const PackedShape& shape, const char* slot) {
+  Header header;
+  std::memcpy(&header, slot, sizeof header);
+  return std::memcmp(header.magic, kMagic, sizeof kMagic) == 0 && header.planes == shape.planes().size();
+}
+
+bool unpack_tile(const PackedShape& shape, const char* slot, size_t plane, size_t tile, char* to) {
+  const char* const from = slot + shape.tile_at(plane, tile);
+  uint16_t number;
+  std::memcpy(&number, from + shape.tile_bytes() - sizeof number, sizeof number);
+  if (number == 0) {
+    const auto* book = reinterpret_cast<const uint8_t*>(slot) + kBooksAt + kBookBytes * plane;
+    tile_path().unpack(from, book, shape.marks(), to);
+    return true;
+  }
+  if (number > shape.spills()) return false;
+  std::memcpy(to, from, shape.kept_bytes());
+  std::memcpy(to + shape.kept_bytes(), slot + shape.spill_at(number - 1u), shape.spill_bytes());
+  return true;
+}
+
+long pack_part(const PackedShape& shape, const char* part, char* slot) {
+  return pack_planes(shape, part, slot, [&](size_t plane) {
+    const PlaneShape& at = shape.planes()[plane];
+    return learn_book(part + at.raw_at, at.tiles());
+  });
+}
+
+long pack_part(const PackedShape& shape, std::span<const Book> books, const char* part, char* slot) {
+  const size_t planes = shape.planes().size();
+  if (books.size() != planes) refuse(Refusal::copy, "books", books.size(), std::to_string(planes));
+  return pack_planes(shape, part, slot, [&](size_t plane) { return books[plane]; });
 }
 
 bool unpack_part(const PackedShape& shape, const char* slot, char* part) {
-  const auto& planes = shape.planes();
-  Header header;
-  std::memcpy(&header, slot, sizeof header);
-  if (std::memcmp(header.magic, kMagic, sizeof kMagic) != 0 || header.planes != planes.size()) return false;
-  const TilePath& path = tile_path();
-  for (size_t i = 0; i < planes.size(); ++i) {
-    const PlaneShape& plane = planes[i];
-    const auto* book = reinterpret_cast<const uint8_t*>(slot) + kBooksAt + kBookBytes * i;
-    const char* from = slot + plane.at;
-    char* to = part + plane.raw_at;
-    for (size_t tile = 0; tile < plane.tiles(); ++tile, from += plane.tile_bytes(), to += kTileBytes) {
-      const size_t number = spill_number(from, plane);
-      if (number == 0) {
-        path.unpack(from, book, plane.marks, to);
-        continue;
-      }
-      if (number > shape.spills()) return false;
-      std::memcpy(to, from, plane.kept_bytes());
-      std::memcpy(to + plane.kept_bytes(), slot + shape.spill_at(number - 1), kTileBytes - plane.kept_bytes());
-    }
-    std::memcpy(to, from, plane.rest_bytes());
+  if (!is_packed_part(shape, slot)) return false;
+  for (size_t plane = 0; plane < shape.planes().size(); ++plane) {
+    const PlaneShape& at = shape.planes()[plane];
+    char* const to = part + at.raw_at;
+    for (size_t tile = 0; tile < at.tiles(); ++tile)
+      if (!unpack_tile(shape, slot, plane, tile, to + tile * kTileBytes)) return false;
+    std::memcpy(to + at.tiles() * kTileBytes, slot + shape.rest_at(plane), at.rest_bytes());
   }
   return true;
 }

@@ -4,9 +4,6 @@
 #include <atomic>
 #include <bit>
 #include <cstring>
-#include <numeric>
-
-#include "base/errors.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -328,33 +325,6 @@ const std::vector<const TilePath*>& available() {
 std::atomic<const TilePath*> g_chosen{nullptr};  // null: the fastest. The paths are constants, so relaxed is enough
 
 }  // namespace
-
-Book make_book(std::span<const uint8_t, kBookExponents> exponents) {
-  Book book{};
-  std::memset(book.ranks, Book::kFar, sizeof book.ranks);
-  for (size_t i = 0; i < kBookExponents; ++i) {
-    uint8_t& rank = book.ranks[exponents[i]];
-    if (rank != Book::kFar) refuse(Refusal::copy, "exponents of a book", int(exponents[i]) , "each of them once");
-    rank = uint8_t(i);
-    book.exponents[i] = exponents[i];
-  }
-  return book;
-}
-
-Book learn_book(std::span<const uint64_t, 256> counts) {
-  uint8_t order[256];
-  std::iota(std::begin(order), std::end(order), uint8_t(0));
-  std::stable_sort(std::begin(order), std::end(order), [&](uint8_t a, uint8_t b) { return counts[a] > counts[b]; });
-  return make_book(std::span<const uint8_t, kBookExponents>(order, kBookExponents));
-}
-
-void count_exponents(const char* tile, std::span<uint64_t, 256> counts) {
-  for (size_t i = 0; i < kTileElements; ++i) {
-    uint16_t element;
-    std::memcpy(&element, tile + 2 * i, sizeof element);
-    ++counts[exponent_of(element)];
-  }
-}
 
 const TilePath& tile_path() {
   const TilePath* chosen = g_chosen.load(std::memory_order_relaxed);

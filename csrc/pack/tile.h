@@ -13,14 +13,14 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <span>
 #include <string>
 #include <vector>
+
+#include "pack/book.h"
 
 namespace kvdock {
 
 constexpr size_t kTileElements = 2048, kTileBytes = 2 * kTileElements;
-constexpr size_t kBookExponents = 22, kBookBytes = 24, kFirstCodes = 7;
 constexpr size_t kSpares = 6;
 constexpr size_t kTrailerBytes = kSpares + sizeof(uint16_t);
 constexpr size_t kCodePlaneBytes = kTileElements / 8;
@@ -31,20 +31,6 @@ constexpr size_t kMostMarks = 496;
 // are multiples of 16 bytes.
 constexpr bool is_reserve(size_t marks) { return marks % 32 == 16 && marks <= kMostMarks; }
 constexpr size_t packed_tile_bytes(size_t marks) { return kNibblesAt + marks / 2 + kTrailerBytes; }
-
-// The exponents that codes name, and the code of each exponent.
-struct Book {
-  static constexpr uint8_t kFar = 255;
-  uint8_t exponents[kBookBytes];  // the last two are zeros
-  uint8_t ranks[256];                     // the exponent's place in `exponents`, or kFar
-};
-
-// Throws Refused{copy} unless the exponents differ.
-Book make_book(std::span<const uint8_t, kBookExponents> exponents);
-// The book for elements with these counts of exponents: the commonest first, of equally common ones the smaller first.
-Book learn_book(std::span<const uint64_t, 256> counts);
-// Adds the exponents of one tile.
-void count_exponents(const char* tile, std::span<uint64_t, 256> counts);
 
 struct TilePath {
   const char* name;

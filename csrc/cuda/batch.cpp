@@ -48,6 +48,11 @@ std::vector<Piece> cut_into_pieces(uint32_t stripes, uint32_t piece_stripes, Dir
   return pieces;
 }
 
+// Of a part in its slot.
+size_t slot_bytes(const DeviceLayout& layout, size_t blocks) {
+  return layout.packing ? layout.packing->shape().packed_bytes() : blocks * layout.layout.block_bytes();
+}
+
 }  // namespace
 
 void check_call(const DeviceLayout& blocks_at, std::span<const Part> parts, const Bands& bands) {
@@ -55,11 +60,13 @@ void check_call(const DeviceLayout& blocks_at, std::span<const Part> parts, cons
   check_parts(layout, parts);
   for (size_t i = 0; i < parts.size(); ++i) {
     const std::string name = "part " + std::to_string(i) + ": ";
-    const size_t blocks = parts[i].block_ids.size(), bytes = blocks * layout.block_bytes();
+    const size_t blocks = parts[i].block_ids.size(), bytes = slot_bytes(blocks_at, blocks);
     if (bytes >= kMostPartBytes || (blocks + 32) * sizeof(int32_t) > kBatchRingBytes)
       refuse(Refusal::copy, name + "blocks", blocks, "less than 32 GiB and at most 500000");
     if (blocks > blocks_at.part_blocks)
       refuse(Refusal::copy, name + "blocks", blocks, "at most the layout's " + std::to_string(blocks_at.part_blocks));
+    if (blocks_at.packing && blocks != blocks_at.part_blocks)
+      refuse(Refusal::copy, name + "blocks", blocks, "the layout's " + std::to_string(blocks_at.part_blocks));
     const auto range = find_range(parts[i].slot, bytes);
     if (bytes != 0 && !range)
       refuse(Refusal::copy, name + "slot address", parts[i].slot, "memory registered for copies, in one piece");
@@ -67,6 +74,8 @@ void check_call(const DeviceLayout& blocks_at, std::span<const Part> parts, cons
       refuse(Refusal::copy, name + "slot address", parts[i].slot,
              "host memory, where the CPU hashes the rest of a load");
   }
+  if (blocks_at.packing && !bands.ends.empty())
+    refuse(Refusal::copy, "bands of packed parts", bands.ends.size(), "none");
   size_t before = 0;
   for (const size_t end : bands.ends) {
     if (end <= before || end > layout.planes().size())
@@ -120,6 +129,35 @@ std::vector<std::unique_ptr<Batch>> make_batches(const Tuning& tuning, const Dev
     if (batch->direct && batch->stripes != 0) batch->pieces = {{0, batch->stripes}};
     else batch->pieces = cut_into_pieces(batch->stripes, piece_stripes, direction);
   }
+  return batches;
+}
+
+std::vector<std::unique_ptr<Batch>> make_packed_batches(const DeviceLayout& layout, std::span<const Part> parts,
+                                                        Direction direction) {
+  const DevicePacking& packing = *layout.packing;
+  const size_t most = std::min(kMostStripes / packing.stripes(), kMostHeaderBytes / packing.shape().header_bytes());
+  std::vector<std::unique_ptr<Batch>> batches;
+  for (size_t i = 0; i < parts.size(); ++i) {
+    if (batches.empty() || batches.back()->packed.size() == most ||
+        batches.back()->ring_bytes() + sizeof(PackedPart) + 24 + 4 * packing.blocks() > kBatchRingBytes) {
+      batches.push_back(std::make_unique<Batch>());
+      batches.back()->layout = &layout;
+      batches.back()->first_result = i;
+      batches.back()->direction = direction;
+      batches.back()->direct = true;
+    }
+    Batch& batch = *batches.back();
+    PackedPart part = describe_packed(packing, parts[i].slot, direction == Direction::gather);
+    part.first_cell = batch.stripes;
+    part.first_stripe = uint32_t(batch.packed.size() * packing.stripes());
+    part.first_id = uint32_t(batch.ids.size());
+    part.skip_blocks = uint32_t(parts[i].skip_blocks);
+    batch.packed.push_back(part);
+    batch.ids.insert(batch.ids.end(), parts[i].block_ids.begin(), parts[i].block_ids.end());
+    batch.stripes += part.cells;
+    batch.pieces = {{0, batch.stripes}};
+  }
+  if (!batches.empty()) batches.back()->ends_band = true;
   return batches;
 }
 

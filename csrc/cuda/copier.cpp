@@ -70,9 +70,10 @@ void Copier::close() {
 
 // ------------------------------------------------------------------ a call
 
-size_t Copier::add_layout(const PagedLayout& layout, size_t part_blocks) {
-  auto added = std::make_unique<DeviceLayout>(device_, layout, part_blocks);
+size_t Copier::add_layout(const PagedLayout& layout, size_t part_blocks, const std::optional<Packed>& pack) {
+  auto added = std::make_unique<DeviceLayout>(device_, layout, part_blocks, pack);
   const std::lock_guard<std::mutex> guard(shared_->mutex);
+  if (pack) pipeline_.make_room_to_pack();
   layouts_.push_back(std::move(added));
   return layouts_.size() - 1;
 }
@@ -90,10 +91,12 @@ std::shared_ptr<Copy> Copier::copy(size_t number, std::span<const Part> parts, D
   check_call(layout, parts, bands);
   const size_t all[] = {layout.layout.planes().size()};
   const std::span<const size_t> ends = bands.ends.empty() ? all : bands.ends;
-  auto batches = make_batches(tuning_, layout, parts, direction, ends);
+  auto batches = layout.packing ? make_packed_batches(layout, parts, direction)
+                                : make_batches(tuning_, layout, parts, direction, ends);
   auto copy = std::make_shared<Copy>();
   copy->shared_ = shared_;
   copy->sums_.resize(parts.size());
+  copy->fit_.resize(parts.size(), true);
   if (batches.empty()) return copy;
   copy->bands_.resize(ends.size());
 
@@ -218,8 +221,10 @@ void Copier::finish(Batch& batch) {
   Copy& copy = *batch.copy;
   if (batch.error.empty()) {
     const uint64_t* sums = pipeline_.sums_of(batch);
-    for (size_t i = 0; i < batch.parts.size(); ++i) {
-      const unsigned __int128 total = sums[2 * i] + ((unsigned __int128)(sums[2 * i + 1]) << 32);
+    for (size_t i = 0; i < batch.count(); ++i, sums += batch.sums_each()) {
+      if (!batch.packed.empty())
+        copy.fit_[batch.first_result + i] = sums[2] <= (batch.direction == Direction::gather ? batch.packed[i].spills : 0);
+      const unsigned __int128 total = sums[0] + ((unsigned __int128)(sums[1]) << 32);
       const auto moved = uint64_t(total % kChecksumPrime);
       uint64_t& sum = copy.sums_[batch.first_result + i];
       sum = add_mod_p(sum, moved);
@@ -282,6 +287,12 @@ std::vector<uint64_t> Copy::verified_checksums() const {
 std::vector<uint64_t> Copy::checksums() const {
   wait(-1);
   return verified_checksums();
+}
+
+std::vector<bool> Copy::fit() const {
+  checksums();
+  const std::lock_guard<std::mutex> guard(shared_->mutex);
+  return fit_;
 }
 
 std::optional<double> Copy::took_s() const {

@@ -16,7 +16,6 @@ inline constexpr uint32_t kMostTileUnits = 192;    // of a packed one
 inline constexpr uint32_t kMostReserve = 496;      // marks of a tile
 inline constexpr uint32_t kBookStart = 16, kBookSize = 24, kBookEntries = 22;
 inline constexpr uint32_t kPartMagic = 0x3150564b;  // "KVP1"
-inline constexpr uint32_t kSampleStep = 8;          // a book is learnt from one tile of so many
 
 // A plane of a part of some length.
 struct TilePlane {

@@ -14,6 +14,7 @@
 #include "copy/direction.h"
 #include "cuda/kernel_parts.cuh"
 #include "cuda/pack_args.h"
+#include "pack/book.h"
 
 namespace kvdock::cuda {
 
@@ -479,6 +480,7 @@ __device__ __forceinline__ void move_rest(const PackArgs& args, const Cells& at,
     sums.add(unit + i, v);
   }
   sums.end();
+  if (unit + count == at.part.units) sums.pad(at.index, at.part);
 }
 
 // A tile that does not fit: as much as there is room for into s.tile, the others into a spill entry.
@@ -572,12 +574,11 @@ __device__ __forceinline__ void unpack_cells(const PackArgs& args) {
                                    : at.cell * kStripeUnits;
       const uint32_t end = spill ? at.part.units : args.header_units;
       hash_flat(sums, at.index, at.part, begin, min(end - begin, uint32_t(kStripeUnits)), lane);
-      if (begin + kStripeUnits >= at.part.units) sums.pad(at.index, at.part);
+      if (spill && begin + kStripeUnits >= end) sums.pad(at.index, at.part);
       continue;
     }
     if (!at.is_tile()) {
       move_rest<kGranule, Direction::scatter>(args, at, sums, sound, lane);
-      if (at.part.spills == 0 && at.plane + 1 == args.num_planes) sums.pad(at.index, at.part);
       continue;
     }
     const uint32_t unit = at.of_plane.slot_unit + at.tile() * args.tile_units;
@@ -631,8 +632,7 @@ __device__ __forceinline__ void unpack_cells(const PackArgs& args) {
 
 // ------------------------------------------------------------------ before and after the tiles of a gather
 
-// A warp for each plane of each part: counts exponents in a sample of its tiles, and writes its book into the header.
-template <int kGranule>
+// A warp for each plane of each part: counts the exponents of its sample, and writes its book into the header.
 __device__ __forceinline__ void learn_books(const PackArgs& args) {
   constexpr uint32_t kWarps = kBlockThreads / 32;
   const int lane = threadIdx.x & 31;
@@ -644,16 +644,23 @@ __device__ __forceinline__ void learn_books(const PackArgs& args) {
     const uint32_t tiles = reinterpret_cast<const TilePlane*>(part.planes)[plane].tiles;
     for (int i = lane; i < 256; i += 32) counts[i] = 0;
     __syncwarp();
-    for (uint32_t tile = 0; tile < tiles; tile += kSampleStep) {
-      uint4* paged[kRows];
-      uint4 value[kRows];
-      locate_cell<kGranule>(args, part, plane, tile * kTileUnits, kTileUnits, 0, lane, paged);
+    // A granule for each eight lanes, eight of them in flight.
+    const uint32_t of_tile = uint32_t(sampled_granules(tiles)), granules = tiles * of_tile;
+    for (uint32_t first = lane / 8; first < granules; first += 32) {
+      uint4 value[8];
 #pragma unroll
-      for (int row = 0; row < kRows; ++row) value[row] = __ldg(paged[row]);
+      for (int i = 0; i < 8; ++i) {
+        const uint32_t granule = first + 4 * i, tile = granule / of_tile;
+        const uint32_t at = uint32_t(sampled_granule(tile, granule - tile * of_tile));
+        if (granule < granules)
+          value[i] = __ldg(reinterpret_cast<const uint4*>(locate_in_plane(
+              args.planes[plane], args.ids + part.first_id, tile * kTileUnits + at * 8 + lane % 8, 0)));
+      }
 #pragma unroll
-      for (int row = 0; row < kRows; ++row)
+      for (int i = 0; i < 8; ++i)
 #pragma unroll
-        for (int j = 0; j < 8; ++j) atomicAdd(counts + exponent_at(value[row], j), 1u);
+        for (int j = 0; j < 8; ++j)
+          if (first + 4 * i < granules) atomicAdd(counts + exponent_at(value[i], j), 1u);
     }
     __syncwarp();
     uint32_t keys[8];  // of exponents lane, lane + 32, …: the commonest is the greatest, then the smallest exponent
@@ -720,8 +727,7 @@ __device__ __forceinline__ void finish_parts(const PackArgs& args) {
     if (args.report != nullptr) report_packed(args);                                                           \
   }
 
-KVDOCK_PACK_KERNEL(kvdock_learn, learn_books<8>)
-KVDOCK_PACK_KERNEL(kvdock_learn_narrow, learn_books<1>)
+KVDOCK_PACK_KERNEL(kvdock_learn, learn_books)
 KVDOCK_PACK_KERNEL(kvdock_pack, pack_cells<8>)
 KVDOCK_PACK_KERNEL(kvdock_pack_narrow, pack_cells<1>)
 KVDOCK_PACK_KERNEL(kvdock_unpack, unpack_cells<8>)

@@ -72,7 +72,8 @@ void Pipeline::submit(const ContextGuard& cu, Batch& batch, size_t most_pieces) 
   for (const size_t end = batch.next_piece + std::min(left, most_pieces); batch.next_piece < end; ++batch.next_piece) {
     const Piece& piece = batch.pieces[batch.next_piece];
     if (batch.direct) {
-      launch(cu, batch, piece, 0);
+      if (batch.packed.empty()) launch(cu, batch, piece, 0);
+      else pack(cu, batch);
       continue;
     }
     const Staging& staging = buffers_[next_buffer_];
@@ -87,7 +88,8 @@ void Pipeline::submit(const ContextGuard& cu, Batch& batch, size_t most_pieces) 
 void Pipeline::upload(const ContextGuard& cu, Batch& batch) {
   char* ring = ring_host_.host() + batch.ring_begin;
   std::memset(ring, 0, batch.sums_bytes());
-  std::memcpy(ring + batch.sums_bytes(), batch.parts.data(), batch.parts_bytes());
+  if (!batch.parts.empty()) std::memcpy(ring + batch.sums_bytes(), batch.parts.data(), batch.parts_bytes());
+  if (!batch.packed.empty()) std::memcpy(ring + batch.sums_bytes(), batch.packed.data(), batch.parts_bytes());
   std::memcpy(ring + batch.sums_bytes() + batch.parts_bytes(), batch.ids.data(), batch.ids.size() * sizeof(int32_t));
   // Only kernels touch the engine's blocks, and kernels run after the upload. Transfers of a load need not wait for
   // `after`.
@@ -170,6 +172,54 @@ void Pipeline::launch(const ContextGuard& cu, const Batch& batch, const Piece& p
   cuda::check(cu->cuLaunchKernel(device_.kernel(kind), ctas, 1, 1, kBlockThreads, 1, 1, 0, kernels_.get(),
                                  parameters, nullptr),
               "copy kernel");
+}
+
+void Pipeline::make_room_to_pack() {
+  if (!pack_memory_) pack_memory_ = std::make_unique<const PackMemory>(device_);
+}
+
+// All kernels of a batch that packs or unpacks.
+void Pipeline::pack(const ContextGuard& cu, const Batch& batch) {
+  const uintptr_t ring = ring_device_.address() + batch.ring_begin;
+  const Device::Keys keys = device_.keys();
+  const PackedShape& shape = batch.layout->packing->shape();
+  PackArgs args{};
+  args.planes = reinterpret_cast<const PlaneArgs*>(batch.layout->planes.address());
+  args.sums = reinterpret_cast<unsigned long long*>(ring);
+  args.finished_blocks = reinterpret_cast<unsigned int*>(args.sums + batch.sums_each() * batch.count());
+  args.parts = reinterpret_cast<const PackedPart*>(ring + batch.sums_bytes());
+  args.ids = reinterpret_cast<const int32_t*>(ring + batch.sums_bytes() + batch.parts_bytes());
+  args.nh_keys = reinterpret_cast<const uint32_t*>(keys.nh);
+  args.level2 = reinterpret_cast<const uint64_t*>(keys.level2);
+  args.shares = reinterpret_cast<StripeShare*>(pack_memory_->shares.address());
+  args.headers = reinterpret_cast<unsigned char*>(pack_memory_->headers.address());
+  args.num_planes = uint32_t(shape.planes().size());
+  args.last_cell = batch.stripes;
+  args.num_parts = uint32_t(batch.packed.size());
+  args.last_part = args.num_parts - 1;
+  args.tile_units = uint32_t(shape.tile_bytes() / kUnitBytes);
+  args.marks = uint32_t(shape.marks());
+  args.header_units = uint32_t(shape.header_bytes() / kUnitBytes);
+  const bool gathers = batch.direction == Direction::gather;
+  if (gathers) {
+    launch_packed(cu, batch, args, PackStep::learn, size_t(args.num_parts) * args.num_planes);
+    launch_packed(cu, batch, args, PackStep::pack, batch.stripes);
+  }
+  args.report = reinterpret_cast<unsigned long long*>(ring_host_.address() + batch.ring_begin);
+  if (gathers) launch_packed(cu, batch, args, PackStep::finish, size_t(args.num_parts) * (kBlockThreads / 32));
+  else launch_packed(cu, batch, args, PackStep::unpack, batch.stripes);
+}
+
+// `warps`: how many have something to do.
+void Pipeline::launch_packed(const ContextGuard& cu, const Batch& batch, const PackArgs& args, PackStep step,
+                             size_t warps) {
+  constexpr size_t kWarps = kBlockThreads / 32;
+  const auto ctas = unsigned(std::min(size_t(tuning_.direct_ctas), (warps + kWarps - 1) / kWarps));
+  PackArgs passed = args;
+  void* parameters[] = {&passed};
+  cuda::check(cu->cuLaunchKernel(device_.kernel(step, batch.layout->wide), ctas, 1, 1, kBlockThreads, 1, 1,
+                                 kPackSharedBytes, kernels_.get(), parameters, nullptr),
+              "packing kernel");
 }
 
 void Pipeline::wait_for_streams() {

@@ -82,6 +82,12 @@ def require_cuda(device: int) -> _core.CudaDevice:
     return known[device]
 
 
+def packed_shape(layout: PagedLayout, part_blocks: int, packed: tuple[int, int]) -> _core.PackedShape:
+    """The sizes of the packed parts of `part_blocks` blocks. Raises CopyError for impossible ones."""
+    planes = [run_bytes * runs * part_blocks for _, _, run_bytes, runs, _ in layout.planes]
+    return _core.PackedShape(planes, marks=packed[0], spills=packed[1])
+
+
 class CudaHandle:
     """A copy under way on the GPU (a CopyHandle)."""
 
@@ -105,6 +111,11 @@ class CudaHandle:
         sums cover the content that the CPU found in the slots. None on timeout."""
         return results_of(self._copy.verified_checksums(), self._parts) if self._copy.wait_verified(timeout_s) else None
 
+    def fit(self) -> list[bool]:
+        """Waits for the end. False, after a gather: too many tiles of the packed part spill, and its slot is of no use;
+        after a scatter: the slot holds no packed part of the shape, and the blocks may hold anything."""
+        return self._copy.fit()
+
     def result(self) -> list[PartResult]:
         """Waits for the end; one result for each part, in order. Raises CudaError when the copy failed: the blocks may
         hold anything."""
@@ -120,31 +131,40 @@ class CudaCopier:
     """A Copier for blocks in the memory of GPU `device`. Copiers of further layouts, opened with beside(), share its
     staging and take turns with it.
 
-    `part_blocks`: how many blocks the longest part of a copy has; None: as many as the layout has.
+    `part_blocks`: how many blocks the longest part of a copy has; None: as many as the layout has. `packed`: the marks
+    of a tile and the spill entries of a part (docs/understand/packing.md); then all parts have `part_blocks` blocks,
+    and the slots hold them packed.
 
     Raises NoCuda; CopyError for an impossible tuning; CudaError when the layout's memory is not on that GPU, or when
     there is no memory for staging (`tuning.buffers * tuning.piece_bytes` bytes of the GPU, and 8 MiB page-locked).
     """
 
     def __init__(
-        self, layout: PagedLayout, *, device: int, part_blocks: int | None = None, tuning: CopyTuning | None = None
+        self, layout: PagedLayout, *, device: int, part_blocks: int | None = None, tuning: CopyTuning | None = None,
+        packed: tuple[int, int] | None = None,
     ) -> None:
         require_cuda(device)
         self.device = device
         self.tuning = tuning if tuning is not None else CopyTuning()
         self._core = _core.CudaCopier(device=device, **self.tuning.for_core())
-        self._add(layout, part_blocks)
+        self._add(layout, part_blocks, packed)
 
-    def beside(self, layout: PagedLayout, *, part_blocks: int | None = None) -> CudaCopier:
+    def beside(
+        self, layout: PagedLayout, *, part_blocks: int | None = None, packed: tuple[int, int] | None = None
+    ) -> CudaCopier:
         """A Copier for another layout on the same GPU. Closing one closes all."""
         other = copy.copy(self)
-        other._add(layout, part_blocks)
+        other._add(layout, part_blocks, packed)
         return other
 
-    def _add(self, layout: PagedLayout, part_blocks: int | None) -> None:
+    def _add(self, layout: PagedLayout, part_blocks: int | None, packed: tuple[int, int] | None) -> None:
         blocks = layout.num_blocks if part_blocks is None else part_blocks
-        ensure_keys(layout.part_bytes(blocks))
-        self._layout, self._number = layout, self._core.add_layout(layout.core, part_blocks=blocks)
+        longest = layout.part_bytes(blocks)
+        if packed is not None:
+            longest = max(longest, packed_shape(layout, blocks, packed).packed_bytes)
+        ensure_keys(longest)
+        self._layout = layout
+        self._number = self._core.add_layout(layout.core, part_blocks=blocks, packed=packed)
 
     @property
     def staging_bytes(self) -> int:

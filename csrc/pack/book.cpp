@@ -31,19 +31,32 @@ void ExponentCounts::add(const char* granule) {
 
 Book ExponentCounts::book() const {
   uint64_t keys[256];
-  for (size_t i = 0; i < 256; ++i)
-    keys[i] = uint64_t(counts_[0][i] + counts_[1][i] + counts_[2][i] + counts_[3][i]) << 8 | (255 - i);
-  std::partial_sort(keys, keys + kBookExponents, keys + 256, std::greater<>());
+  size_t seen = 0;
+  for (uint64_t i = 0; i < 256; ++i) {
+    const uint64_t count = uint64_t(counts_[0][i]) + counts_[1][i] + counts_[2][i] + counts_[3][i];
+    keys[seen] = count << 8 | (255 - i);
+    seen += count != 0;
+  }
+  const size_t learnt = std::min(seen, kBookExponents);
+  std::partial_sort(keys, keys + learnt, keys + seen, std::greater<>());
   uint8_t exponents[kBookExponents];
-  for (size_t i = 0; i < kBookExponents; ++i) exponents[i] = uint8_t(255 - (keys[i] & 0xff));
+  bool is_in[256] = {};
+  size_t size = 0;
+  const auto put = [&](size_t exponent) {
+    if (size == kBookExponents || is_in[exponent]) return;
+    is_in[exponent] = true;
+    exponents[size++] = uint8_t(exponent);
+  };
+  for (size_t i = 0; i < learnt; ++i) put(255 - (keys[i] & 0xff));
+  const size_t commonest = learnt != 0 ? exponents[0] : 0;
+  for (size_t i = commonest; i-- > 0;) put(i);
+  for (size_t i = commonest; i < 256; ++i) put(i);
   return make_book(exponents);
 }
 
 Book learn_book(const char* plane, size_t tiles) {
   ExponentCounts counts;
-  for (size_t tile = 0, granules = sampled_granules(tiles); tile < tiles; ++tile)
-    for (size_t i = 0; i < granules; ++i)
-      counts.add(plane + tile * kTileBytes + sampled_granule(tile, i) * kGranuleBytes);
+  for (size_t i = 0; i < sampled_granules(tiles); ++i) counts.add(plane + sampled_granule(tiles, i) * kGranuleBytes);
   return counts.book();
 }
 

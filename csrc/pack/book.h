@@ -22,22 +22,23 @@ struct Book {
 // Throws Refused{copy} unless the exponents differ.
 Book make_book(std::span<const uint8_t, kBookExponents> exponents);
 
-// The sample: a few granules of each tile of a plane.
+// The sample of a plane: granules that are spread over it, the same for all planes of a size.
 constexpr size_t kGranuleBytes = 128, kTileGranules = 32;
-// How many granules of each tile of a plane of so many tiles are looked at.
-constexpr size_t sampled_granules(size_t tiles) {
-  constexpr size_t kEnough = 64;  // of a plane
-  const size_t each = (kEnough + tiles - 1) / (tiles ? tiles : 1);
-  return each < 2 ? 2 : each > kTileGranules ? kTileGranules : each;
+constexpr size_t kSample = 64;
+constexpr size_t sampled_granules(size_t tiles) { return tiles < kSample / kTileGranules ? tiles * kTileGranules : kSample; }
+// The number, in the plane, of the sample's i-th granule: multiples of the golden ratio, without what is before the
+// point, are as evenly spread as any numbers, and in step with neither heads nor channels nor blocks.
+constexpr size_t sampled_granule(size_t tiles, size_t i) {
+  const size_t granules = tiles * kTileGranules;
+  return granules <= kSample ? i : size_t(uint64_t(uint32_t(i) * 0x9e3779b9u) * granules >> 32);
 }
-// Which granule of a tile the sample's i-th of this tile is, i < sampled_granules().
-constexpr size_t sampled_granule(size_t tile, size_t i) { return (5 * tile + 13 * i) % kTileGranules; }
 
 // Counts the exponents of a sample.
 class ExponentCounts {
  public:
   void add(const char* granule);
-  // The commonest first, of equally common ones the smaller first.
+  // The commonest first, of equally common ones the smaller first. If the sample has fewer than the book, then those
+  // that are missing below the commonest, from there downwards, then those above it, upwards.
   Book book() const;
 
  private:

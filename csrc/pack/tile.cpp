@@ -277,27 +277,51 @@ KVDOCK_AVX512 bool avx512_pack(const char* from, const Book& book, size_t marks,
   return write_marked(marked, book, marks, to);
 }
 
+// As read_marked() does.
+KVDOCK_AVX512_INLINE void avx512_read_marked(const char* tile, const uint8_t* book, size_t marks, uint8_t* values) {
+  const Further further(book);
+  const __m512i table = _mm512_broadcast_i32x4(_mm_load_si128(reinterpret_cast<const __m128i*>(further.exponents)));
+  const __m512i low4 = _mm512_set1_epi8(15);
+  uint64_t far = 0;
+  for (size_t i = 0; i < marks; i += 64) {
+    const size_t left = marks - i;
+    const __mmask32 used = left < 64 ? (1u << left / 2) - 1 : ~0u;
+    const __m512i pairs = _mm512_cvtepu8_epi16(_mm256_maskz_loadu_epi8(used, tile + kNibblesAt + i / 2));
+    const __m512i nibbles = _mm512_and_si512(_mm512_or_si512(pairs, _mm512_slli_epi16(pairs, 4)), low4);
+    const uint64_t these = left < 64 ? (uint64_t(1) << left) - 1 : ~uint64_t(0);
+    far |= _mm512_cmpeq_epi8_mask(nibbles, low4);
+    _mm512_storeu_si512(values + i, _mm512_maskz_shuffle_epi8(these, table, nibbles));
+  }
+  _mm512_storeu_si512(values + marks, _mm512_setzero_si512());
+  if (far) put_spares(tile, marks, values);
+}
+
 KVDOCK_AVX512 void avx512_unpack(const char* from, const uint8_t* book, size_t marks, char* to) {
   MarkedExponents marked;
-  avx2_read_marked(from, book, marks, marked.values);
+  avx512_read_marked(from, book, marks, marked.values);
   size_t rank = 0;
   const __m512i table = _mm512_broadcast_i32x4(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(book)));
+  const __m512i one = _mm512_set1_epi8(1), two = _mm512_set1_epi8(2), four = _mm512_set1_epi8(4);
+  const __m512i sign = _mm512_set1_epi8(char(0x80));
+  // Words of 8 bytes in the order in which unpacking in lanes puts them in theirs.
+  const __m512i apart = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
   for (size_t i = 0; i < kTileElements; i += 64) {
     uint64_t planes[3];
-    __m512i code = _mm512_setzero_si512();
-    for (size_t bit = 0; bit < 3; ++bit) {
-      planes[bit] = load64(from + kCodesAt + bit * kCodePlaneBytes + i / 8);
-      code = _mm512_or_si512(code, _mm512_maskz_set1_epi8(planes[bit], char(1 << bit)));
-    }
+    for (size_t bit = 0; bit < 3; ++bit) planes[bit] = load64(from + kCodesAt + bit * kCodePlaneBytes + i / 8);
     const uint64_t is_marked = planes[0] & planes[1] & planes[2];
     const __m512i following = _mm512_loadu_si512(marked.values + std::min(rank, marks));
-    const __m512i exponents = _mm512_mask_expand_epi8(_mm512_shuffle_epi8(table, code), is_marked, following);
     rank += size_t(std::popcount(is_marked));
-    const __m512i rests = _mm512_loadu_si512(from + i);
-    _mm512_storeu_si512(to + 2 * i,
-                        elements512_of(_mm512_castsi512_si256(rests), _mm512_castsi512_si256(exponents)));
-    _mm512_storeu_si512(to + 2 * i + 64, elements512_of(_mm512_extracti64x4_epi64(rests, 1),
-                                                        _mm512_extracti64x4_epi64(exponents, 1)));
+    __m512i code = _mm512_maskz_mov_epi8(planes[0], one);
+    code = _mm512_mask_add_epi8(code, planes[1], code, two);
+    code = _mm512_mask_add_epi8(code, planes[2], code, four);
+    const __m512i exponents = _mm512_permutexvar_epi64(
+        apart, _mm512_mask_expand_epi8(_mm512_shuffle_epi8(table, code), is_marked, following));
+    const __m512i rests = _mm512_permutexvar_epi64(apart, _mm512_loadu_si512(from + i));
+    // sign ? one : other, bit by bit
+    const __m512i low = _mm512_ternarylogic_epi64(sign, _mm512_slli_epi16(exponents, 7), rests, 0xca);
+    const __m512i high = _mm512_ternarylogic_epi64(sign, rests, _mm512_srli_epi16(exponents, 1), 0xca);
+    _mm512_storeu_si512(to + 2 * i, _mm512_unpacklo_epi8(low, high));
+    _mm512_storeu_si512(to + 2 * i + 64, _mm512_unpackhi_epi8(low, high));
   }
 }
 

@@ -103,18 +103,19 @@ class Bench:
         for size, way in ((packed_bytes, "packed"), (case.bytes, "raw")):
             for ctas in CTAS:
                 copier = case.copier(ctas, packs=way == "packed")
+                anew = case.copies([None] * case.parts)  # spill entries may be taken in another order
+                stores = in_turns(
+                    partial(self.plain_ms, size, to_device=False), partial(self.clock.store_ms, copier, anew), ROUNDS
+                )
                 if way == "packed":
                     parts = case.copies(case.check_store(copier))
                     case.check_load(copier, parts)
                 else:
-                    stored = copier.gather(case.copies([None] * case.parts)).result()
-                    parts = case.copies([one.checksum for one in stored])
-                for name, timed, to_device in (
-                    ("store", self.clock.store_ms, False), ("load", self.clock.load_ms, True)
-                ):
-                    pairs = in_turns(
-                        partial(self.plain_ms, size, to_device=to_device), partial(timed, copier, parts), ROUNDS
-                    )
+                    parts = case.copies([one.checksum for one in copier.gather(anew).result()])
+                loads = in_turns(
+                    partial(self.plain_ms, size, to_device=True), partial(self.clock.load_ms, copier, parts), ROUNDS
+                )
+                for name, pairs in (("store", stores), ("load", loads)):
                     key = f"{shape.name}: {way} {name}, {ctas} blocks"
                     ours_ms = min(ours for _, ours in pairs)
                     self.figures[key] = {"share": round(median_ratio(pairs), 3), "gb_s": round(size / ours_ms / 1e6, 1)}

@@ -73,7 +73,8 @@ static_assert(sizeof(TilePlane) == 16 && sizeof(PackedPart) == 64 && sizeof(Stri
 static_assert(sizeof(PackArgs) == 120);
 
 inline constexpr uint32_t kMarkedBytes = 512;  // more than kMostReserve
-inline constexpr uint32_t kWarpScratch = kMostTileUnits * kUnitBytes + kMarkedBytes + 1024;
-inline constexpr uint32_t kPackSharedBytes = 2 * kChecksumStripeBytes + kBlockThreads / 32 * kWarpScratch;
+// Of shared memory for a thread block: checksum keys, tables, and what each warp works on (pack_kernels.cuh).
+inline constexpr uint32_t kPackSharedBytes =
+    4 * kChecksumStripeBytes + 3 * 1024 + kBlockThreads / 32 * (1024 + kMostTileUnits * kUnitBytes + kMarkedBytes);
 
 }  // namespace kvdock::cuda

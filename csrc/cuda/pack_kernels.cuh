@@ -22,29 +22,44 @@ namespace {
 
 constexpr uint32_t kCodes = 2048, kCodeBytes = 256, kNibbles = kCodes + 3 * kCodeBytes;
 constexpr uint32_t kFarCode = 15, kMostFar = 6;
+constexpr uint32_t kWarps = kBlockThreads / 32;
+constexpr uint32_t kTileRows = kMostTileUnits / 32 + 1;  // of a packed tile: they begin at multiples of 32 units
 
-struct WarpScratch {
-  unsigned char tile[kMostTileUnits * kUnitBytes];
-  unsigned char marked[kMarkedBytes];  // the exponents of marked elements, in their order
-  uint32_t table[256];                 // by exponent: its code's bits at 0, 8 and 16, its nibble at 28. Or counts
+// What a thread block shares. `tables`, one for each warp, by exponent: its code's bits at 0, 8 and 16, its nibble at 28;
+// or counts. `spread`, by byte: bit j at 4 j, 4 j + 1, 4 j + 2.
+struct Shared {
+  uint32_t tables[kWarps][256];
+  uint4 keys[2][2 * kStripeUnits];  // k, k' of checksum.h, each of them twice: a run's lie in one piece
+  uint32_t spread[3][256];
+  struct Warp {
+    unsigned char tile[kMostTileUnits * kUnitBytes];
+    unsigned char marked[kMarkedBytes];  // the exponents of marked elements, in their order
+  } warps[kWarps];
 };
-static_assert(sizeof(WarpScratch) == kWarpScratch);
+static_assert(sizeof(Shared) == kPackSharedBytes);
 
-extern __shared__ uint4 g_shared[];
+extern __shared__ __align__(1024) uint4 g_shared[];
 
-__device__ __forceinline__ const uint4* shared_keys() { return g_shared; }
-
-__device__ __forceinline__ WarpScratch& scratch() {
-  return reinterpret_cast<WarpScratch*>(g_shared + 2 * kStripeUnits)[threadIdx.x / 32];
-}
+__device__ __forceinline__ Shared& shared() { return *reinterpret_cast<Shared*>(g_shared); }
+__device__ __forceinline__ Shared::Warp& scratch() { return shared().warps[threadIdx.x / 32]; }
+__device__ __forceinline__ uint32_t* table() { return shared().tables[threadIdx.x / 32]; }
 
 __device__ __forceinline__ void load_keys(const PackArgs& args) {
-  for (uint32_t i = threadIdx.x; i < 2 * kStripeUnits; i += kBlockThreads)
-    g_shared[i] = __ldg(reinterpret_cast<const uint4*>(args.nh_keys) + i);
+  for (uint32_t i = threadIdx.x; i < 4 * kStripeUnits; i += kBlockThreads)
+    shared().keys[i / (2 * kStripeUnits)][i % (2 * kStripeUnits)] = __ldg(
+        reinterpret_cast<const uint4*>(args.nh_keys) + i / (2 * kStripeUnits) * kStripeUnits + i % kStripeUnits);
   __syncthreads();
 }
 
-__device__ __forceinline__ uint32_t lanes_before(int lane) { return (1u << lane) - 1; }
+// Calls work(unit) in one lane for each of `count` units from `unit` on; a row of a warp never crosses two stripes. Then
+// calls after(row), in all lanes, with the row's first unit.
+template <class Work, class After>
+__device__ __forceinline__ void for_units(uint32_t unit, uint32_t count, int lane, Work work, After after) {
+  for (uint32_t row = unit & ~31u; row < unit + count; row += 32) {
+    if (row + lane - unit < count) work(row + lane);
+    after(row);
+  }
+}
 
 // ------------------------------------------------------------------ the checksum
 
@@ -79,7 +94,8 @@ class StripeSums {
  public:
   __device__ __forceinline__ StripeSums(const PackArgs& args, int lane) : args_(args), lane_(lane) {}
 
-  // Begins a run of `count` units at `unit`, at most a stripe's worth. Each of them goes to add() of one lane.
+  // Begins a run of `count` units at `unit`, at most a stripe's worth. Each of them goes to add() in one lane, row by row
+  // as for_units() has them, and end_row() follows each row.
   __device__ __forceinline__ void begin(uint32_t part, const PackedPart& of, uint32_t unit, uint32_t count) {
     if (part != part_ || unit / kStripeUnits != stripe_) flush();
     if (part != part_) deliver();
@@ -87,31 +103,35 @@ class StripeSums {
     first_stripe_ = of.first_stripe;
     stripe_ = unit / kStripeUnits;
     const uint32_t left = kStripeUnits - unit % kStripeUnits;
-    units_ += count < left ? count : left;
-    next_units_ = count < left ? 0 : count - left;
+    units_ += min(count, left);
+    next_units_ = count - min(count, left);
   }
   __device__ __forceinline__ void add(uint32_t unit, uint4 v) {
     const uint32_t at = unit % kStripeUnits;
-    const uint4 k = shared_keys()[at], l = shared_keys()[kStripeUnits + at];
-    const uint64_t a = uint64_t(v.x + k.x) * (v.y + k.y) + uint64_t(v.z + k.z) * (v.w + k.w);
-    const uint64_t b = uint64_t(v.x + l.x) * (v.y + l.y) + uint64_t(v.z + l.z) * (v.w + l.w);
-    if (unit / kStripeUnits == stripe_) a_ += a, b_ += b;
-    else next_a_ += a, next_b_ += b;
+    add(shared().keys[0] + at, v);
   }
-  __device__ __forceinline__ void end() {
-    if (next_units_ == 0) return;
+  // The same, where the unit's key is known.
+  __device__ __forceinline__ void add(const uint4* key, uint4 v) {
+    const uint4 k = key[0], l = key[2 * kStripeUnits];
+    a_ += uint64_t(v.x + k.x) * (v.y + k.y);
+    a_ += uint64_t(v.z + k.z) * (v.w + k.w);
+    b_ += uint64_t(v.x + l.x) * (v.y + l.y);
+    b_ += uint64_t(v.z + l.z) * (v.w + l.w);
+  }
+  __device__ __forceinline__ void end_row(uint32_t row) {
+    if ((row + 32) % kStripeUnits != 0) return;
     flush();
     ++stripe_;
-    a_ = next_a_, b_ = next_b_, units_ = next_units_;
-    next_a_ = next_b_ = next_units_ = 0;
+    units_ = next_units_;
+    next_units_ = 0;
   }
   // The zeros after a part's last unit.
   __device__ __forceinline__ void pad(uint32_t part, const PackedPart& of) {
-    const uint32_t at = of.units % kStripeUnits;
-    if (at == 0) return;
-    begin(part, of, of.units, kStripeUnits - at);
-    for (uint32_t i = at + lane_; i < kStripeUnits; i += 32) add(of.units - at + i, make_uint4(0, 0, 0, 0));
-    end();
+    const uint32_t count = (kStripeUnits - of.units % kStripeUnits) % kStripeUnits;
+    if (count == 0) return;
+    begin(part, of, of.units, count);
+    for_units(of.units, count, lane_, [&](uint32_t at) { add(at, make_uint4(0, 0, 0, 0)); },
+              [&](uint32_t row) { end_row(row); });
   }
   __device__ __forceinline__ void finish() {
     flush();
@@ -137,8 +157,8 @@ class StripeSums {
   const PackArgs& args_;
   const int lane_;
   uint32_t part_ = UINT32_MAX, first_stripe_ = 0, stripe_ = 0;
-  uint64_t a_ = 0, b_ = 0, next_a_ = 0, next_b_ = 0;  // of `stripe_`, and of the next one
-  uint32_t units_ = 0, next_units_ = 0;
+  uint64_t a_ = 0, b_ = 0;                 // of `stripe_`
+  uint32_t units_ = 0, next_units_ = 0;  // of `stripe_` and of the next one, to the end of the run
   uint64_t collected_ = 0;  // level two of the part's stripes; in lane 0
 };
 
@@ -155,42 +175,41 @@ __device__ __forceinline__ void report_packed(const PackArgs& args) {
 
 // ------------------------------------------------------------------ marks
 
-// Where the marks of each row begin in the tile's order, for this lane; returns how many the tile has.
-__device__ __forceinline__ uint32_t rank_marks(const uint32_t (&marks)[kRows], uint32_t (&first)[kRows], int lane) {
-  // Three rows' counts in a register: a row has at most 256.
-  uint32_t own[3], sum[3];
-#pragma unroll
-  for (int i = 0; i < 3; ++i) {
-    own[i] = 0;
-#pragma unroll
-    for (int j = 0; j < 3; ++j)
-      if (3 * i + j < kRows) own[i] |= uint32_t(__popc(marks[3 * i + j])) << 10 * j;
-    sum[i] = own[i];
-  }
-#pragma unroll
-  for (int step = 1; step < 32; step <<= 1) {
-#pragma unroll
-    for (int i = 0; i < 3; ++i) {
-      const uint32_t below = __shfl_up_sync(kAll, sum[i], step);
-      if (lane >= step) sum[i] += below;
-    }
-  }
-  uint32_t before = 0;
-#pragma unroll
-  for (int i = 0; i < 3; ++i) {
-    const uint32_t total = __shfl_sync(kAll, sum[i], 31), mine = sum[i] - own[i];
-#pragma unroll
-    for (int j = 0; j < 3; ++j) {
-      if (3 * i + j >= kRows) continue;
-      first[3 * i + j] = before + (mine >> 10 * j & 1023);
-      before += total >> 10 * j & 1023;
-    }
-  }
-  return before;
+// The marks of elements 64 l to 64 l + 63 of the tile, for lane l.
+__device__ __forceinline__ uint2 marks_of(const Shared::Warp& s, int lane) {
+  const uint2* const codes = reinterpret_cast<const uint2*>(s.tile + kCodes) + lane;
+  const uint2 a = codes[0], b = codes[kCodeBytes / 8], c = codes[2 * kCodeBytes / 8];
+  return make_uint2(a.x & b.x & c.x, a.y & b.y & c.y);
 }
 
-// Calls put(mark, spare) for each far mark of the reserve; far_of(word) says which of 8 marks are far, as 8 bits.
-// Returns how many there are.
+// Lane l gets the sum of `own` over lanes before l.
+__device__ __forceinline__ uint32_t sum_before(uint32_t own, int lane) {
+  uint32_t sum = own;
+#pragma unroll
+  for (int step = 1; step < 32; step <<= 1) {
+    const uint32_t below = __shfl_up_sync(kAll, sum, step);
+    if (lane >= step) sum += below;
+  }
+  return sum - own;
+}
+
+// Calls work(element, mark) for each of a lane's marks; `first`: the number of its first.
+template <class Work>
+__device__ __forceinline__ void for_marks(uint2 marks, uint32_t first, int lane, Work work) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half)
+    for (uint32_t left = half == 0 ? marks.x : marks.y; left != 0; left &= left - 1, ++first)
+      work(64 * lane + 32 * half + __ffs(left) - 1, first);
+}
+
+// Bit 4 j: nibble j says far.
+__device__ __forceinline__ uint32_t far_nibbles(uint32_t nibbles) {
+  const uint32_t twos = nibbles & nibbles >> 1;
+  return twos & twos >> 2 & 0x11111111;
+}
+
+// Calls put(mark, spare) for each far mark of the reserve; far_of(word) says which of 8 marks are far, as far_nibbles()
+// does. Returns how many there are.
 template <class FarOf, class Put>
 __device__ __forceinline__ uint32_t for_far(uint32_t words, int lane, FarOf far_of, Put put) {
   const uint32_t far[2] = {lane < words ? far_of(lane) : 0, lane + 32 < words ? far_of(lane + 32) : 0};
@@ -198,82 +217,94 @@ __device__ __forceinline__ uint32_t for_far(uint32_t words, int lane, FarOf far_
   uint32_t before = 0;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    uint32_t sum = __popc(far[i]);
-    const uint32_t own = sum;
-#pragma unroll
-    for (int step = 1; step < 32; step <<= 1) {
-      const uint32_t below = __shfl_up_sync(kAll, sum, step);
-      if (lane >= step) sum += below;
-    }
-    uint32_t at = before + sum - own;
-    for (uint32_t left = far[i]; left != 0; left &= left - 1, ++at) put(8 * (lane + 32 * i) + __ffs(left) - 1, at);
-    before += __shfl_sync(kAll, sum, 31);
+    const uint32_t own = __popc(far[i]), first = sum_before(own, lane);
+    uint32_t at = before + first;
+    for (uint32_t left = far[i]; left != 0; left &= left - 1, ++at) put(8 * (lane + 32 * i) + (__ffs(left) - 1) / 4, at);
+    before += __shfl_sync(kAll, first + own, 31);
   }
   return before;
 }
 
 // ------------------------------------------------------------------ packing a tile
 
-// Fills scratch().table from a book of a header.
-__device__ __forceinline__ void make_table(WarpScratch& s, const unsigned char* book, int lane) {
+// Fills table() from a book of a header.
+__device__ __forceinline__ void make_table(const unsigned char* book, int lane) {
   __syncwarp();
-  for (int i = lane; i < 256; i += 32) s.table[i] = kFarCode << 28 | 0x010101u;
+  for (int i = lane; i < 256; i += 32) table()[i] = kFarCode << 28 | 0x010101u;
   __syncwarp();
   if (lane < int(kBookEntries)) {
     const uint32_t code = lane < 7 ? lane : 7, nibble = lane < 7 ? 0 : lane - 7;
-    s.table[book[lane]] = nibble << 28 | (code & 1) | (code >> 1 & 1) << 8 | (code >> 2) << 16;
+    table()[book[lane]] = nibble << 28 | (code & 1) | (code >> 1 & 1) << 8 | (code >> 2) << 16;
   }
   __syncwarp();
 }
 
-__device__ __forceinline__ uint32_t exponent_at(uint4 v, int j) {
-  const uint32_t words[4] = {v.x, v.y, v.z, v.w};
-  return words[j / 2] >> (j % 2 != 0 ? 23 : 7) & 0xff;
+// What table() has for the exponent of an element of a pair: of the one at bit 0 or 16. `table_at`: its address in
+// shared memory, a multiple of 1024.
+template <int kBit>
+__device__ __forceinline__ uint32_t code_of(uint32_t pair, uint32_t table_at) {
+  uint32_t found;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(found) : "r"(table_at | (pair >> (kBit + 5) & 0x3fc)));
+  return found;
 }
 
-__device__ __forceinline__ uint32_t rests_of(uint32_t pair) { return (pair & 0x007f007f) | (pair >> 8 & 0x00800080); }
+// Bits of `a` where the mask has ones, of `b` elsewhere.
+__device__ __forceinline__ uint32_t choose(uint32_t mask, uint32_t a, uint32_t b) {
+  uint32_t chosen;
+  asm("lop3.b32 %0, %1, %2, %3, 0xca;" : "=r"(chosen) : "r"(mask), "r"(a), "r"(b));
+  return chosen;
+}
+
+// Four exponents, and four elements without them.
+__device__ __forceinline__ uint32_t exponents_of(uint32_t low, uint32_t high) {
+  return __byte_perm(low << 1, high << 1, 0x7531);
+}
+__device__ __forceinline__ uint32_t rests_of(uint32_t low, uint32_t high) {
+  constexpr uint32_t kMantissas = 0x007f007f;  // what is left of the others' bits is in the bytes that are dropped
+  return __byte_perm(choose(kMantissas, low, low >> 8), choose(kMantissas, high, high >> 8), 0x6420);
+}
 
 // Packs a tile into s.tile. False: it does not fit.
-__device__ __forceinline__ bool pack_tile(WarpScratch& s, const uint4 (&value)[kRows], uint32_t reserve, int lane) {
-  uint32_t marks[kRows], first[kRows];
+__device__ __forceinline__ bool pack_tile(Shared::Warp& s, const uint4 (&value)[kRows], uint32_t reserve, int lane) {
+  const auto table_at = uint32_t(__cvta_generic_to_shared(table()));
+  uint2* const eights = reinterpret_cast<uint2*>(s.tile) + lane;
 #pragma unroll
   for (int row = 0; row < kRows; ++row) {
     const uint4 v = value[row];
-    uint32_t bits = 0;
+    eights[row * 32] = make_uint2(exponents_of(v.x, v.y), exponents_of(v.z, v.w));  // until the marks are done
+    uint32_t bits = code_of<0>(v.x, table_at);
+    bits += code_of<16>(v.x, table_at) << 1;
+    bits += code_of<0>(v.y, table_at) << 2;
+    bits += code_of<16>(v.y, table_at) << 3;
+    bits += code_of<0>(v.z, table_at) << 4;
+    bits += code_of<16>(v.z, table_at) << 5;
+    bits += code_of<0>(v.w, table_at) << 6;
+    bits += code_of<16>(v.w, table_at) << 7;
 #pragma unroll
-    for (int j = 0; j < 8; ++j) bits |= s.table[exponent_at(v, j)] << j;
-    const uint32_t low = __byte_perm(rests_of(v.x), rests_of(v.y), 0x6420);
-    const uint32_t high = __byte_perm(rests_of(v.z), rests_of(v.w), 0x6420);
-    const int at = row * 32 + lane;
-    reinterpret_cast<uint2*>(s.tile)[at] = make_uint2(low, high);
-#pragma unroll
-    for (int plane = 0; plane < 3; ++plane) s.tile[kCodes + plane * kCodeBytes + at] = bits >> 8 * plane;
-    marks[row] = bits & bits >> 8 & bits >> 16 & 0xff;
+    for (int plane = 0; plane < 3; ++plane)
+      s.tile[kCodes + plane * kCodeBytes + row * 32 + lane] = bits >> 8 * plane;
   }
-  const uint32_t count = rank_marks(marks, first, lane);
+  __syncwarp();
+  const uint2 marks = marks_of(s, lane);
+  const uint32_t own = __popc(marks.x) + __popc(marks.y), first = sum_before(own, lane);
+  const uint32_t count = __shfl_sync(kAll, first + own, 31);
   if (count > reserve) return false;
-#pragma unroll
-  for (int row = 0; row < kRows; ++row) {
-    uint32_t at = first[row];
-#pragma unroll
-    for (int j = 0; j < 8; ++j)
-      if (marks[row] >> j & 1) s.marked[at++] = exponent_at(value[row], j);
-  }
+  for_marks(marks, first, lane, [&](uint32_t element, uint32_t mark) { s.marked[mark] = s.tile[element]; });
   uint2* const trailer = reinterpret_cast<uint2*>(s.tile + kNibbles + reserve / 2);
   if (lane == 0) *trailer = make_uint2(0, 0);
   __syncwarp();
+#pragma unroll
+  for (int row = 0; row < kRows; ++row)
+    eights[row * 32] = make_uint2(rests_of(value[row].x, value[row].y), rests_of(value[row].z, value[row].w));
   const uint32_t words = reserve / 8;
   const auto nibbles_of = [&](uint32_t word) {
     uint32_t nibbles = 0;
     const uint32_t begin = 8 * word, left = count > begin ? count - begin : 0;
 #pragma unroll
     for (uint32_t j = 0; j < 8; ++j)
-      if (j < left) nibbles |= (s.table[s.marked[begin + j]] >> 28) << 4 * j;
+      if (j < left) nibbles |= table()[s.marked[begin + j]] >> 28 << 4 * j;
     reinterpret_cast<uint32_t*>(s.tile + kNibbles)[word] = nibbles;
-    uint32_t far = 0;
-#pragma unroll
-    for (int j = 0; j < 8; ++j) far |= uint32_t((nibbles >> 4 * j & 15) == kFarCode) << j;
-    return far;
+    return far_nibbles(nibbles);
   };
   const uint32_t far = for_far(words, lane, nibbles_of, [&](uint32_t mark, uint32_t spare) {
     if (spare < kMostFar) reinterpret_cast<unsigned char*>(trailer)[spare] = s.marked[mark];
@@ -287,7 +318,7 @@ __device__ __forceinline__ bool pack_tile(WarpScratch& s, const uint4 (&value)[k
 // What codes and nibbles name.
 struct Exponents {
   uint32_t first[2];  // seven, and a zero
-  __device__ __forceinline__ void load(WarpScratch& s, const unsigned char* book, int lane) {
+  __device__ __forceinline__ void load(const unsigned char* book, int lane) {
     const uint2* const words = reinterpret_cast<const uint2*>(book);
     const uint2 a = words[0], b = words[1], c = words[2];
     first[0] = a.x;
@@ -295,72 +326,69 @@ struct Exponents {
     const uint32_t further[4] = {__byte_perm(a.y, b.x, 0x6543), __byte_perm(b.x, b.y, 0x6543),
                                  __byte_perm(b.y, c.x, 0x6543), __byte_perm(c.x, c.y, 0x6543) & 0x00ffffff};
     __syncwarp();
-    if (lane < 4) s.table[lane] = further[lane];
+    if (lane == 0) *reinterpret_cast<uint4*>(table()) = make_uint4(further[0], further[1], further[2], further[3]);
     __syncwarp();
   }
 };
 
-// Bit j of a byte to nibble j.
+// Bit j of a byte to bit 4 j.
 __device__ __forceinline__ uint32_t to_nibbles(uint32_t byte) {
   uint32_t x = (byte | byte << 12) & 0x000f000f;
   x = (x | x << 6) & 0x03030303;
   return (x | x << 3) & 0x11111111;
 }
 
-__device__ __forceinline__ uint32_t elements_of(uint32_t rests, uint32_t exponents, uint32_t pair) {
-  const uint32_t r = __byte_perm(rests, 0, pair), e = __byte_perm(exponents, 0, pair);
-  return (r << 8 & 0x80008000) | (r & 0x007f007f) | e << 7;
+__device__ __forceinline__ void load_spread() {
+  for (uint32_t i = threadIdx.x; i < 3 * 256; i += kBlockThreads) shared().spread[0][i] = to_nibbles(i % 256) << i / 256;
 }
 
-// Unpacks s.tile. Marks beyond the reserve, and far elements beyond the spares, get exponent 0.
-__device__ __forceinline__ void unpack_tile(WarpScratch& s, const Exponents& book, uint32_t reserve, int lane,
-                                            uint4 (&value)[kRows]) {
-  const unsigned char* const further = reinterpret_cast<const unsigned char*>(s.table);
-  const uint32_t words = reserve / 8;
+// A pair of elements: bytes 0 and 1 of `rests` and `exponents`, or 2 and 3.
+__device__ __forceinline__ uint32_t elements_of(uint32_t rests, uint32_t exponents, bool upper) {
+  const uint32_t x = __byte_perm(rests, exponents, upper ? 0x7362 : 0x5140);  // exponent, sign, mantissa
+  const uint32_t unsign = (x & 0x007f007f) | (x >> 1 & ~0x007f007fu);
+  return (unsign & 0x7fff7fff) | (x << 8 & 0x80008000);
+}
+
+// Unpacks s.tile, and calls store(row, elements). Marks beyond the reserve, and far elements beyond the spares, get
+// exponent 0.
+template <class Store>
+__device__ __forceinline__ void unpack_tile(Shared::Warp& s, const Exponents& book, uint32_t reserve, int lane, Store store) {
+  const unsigned char* const further = reinterpret_cast<const unsigned char*>(table());
   const auto read_nibbles = [&](uint32_t word) {
     const uint32_t nibbles = reinterpret_cast<const uint32_t*>(s.tile + kNibbles)[word];
-    uint32_t exponents[2] = {0, 0}, far = 0;
+    uint32_t exponents[2] = {0, 0};
 #pragma unroll
-    for (int j = 0; j < 8; ++j) {
-      const uint32_t nibble = nibbles >> 4 * j & 15;
-      exponents[j / 4] |= uint32_t(further[nibble]) << 8 * (j % 4);
-      far |= uint32_t(nibble == kFarCode) << j;
-    }
+    for (int j = 0; j < 8; ++j) exponents[j / 4] |= uint32_t(further[nibbles >> 4 * j & 15]) << 8 * (j % 4);
     reinterpret_cast<uint2*>(s.marked)[word] = make_uint2(exponents[0], exponents[1]);
-    return far;
+    return far_nibbles(nibbles);
   };
   const unsigned char* const spares = s.tile + kNibbles + reserve / 2;
-  for_far(words, lane, read_nibbles, [&](uint32_t mark, uint32_t spare) {
+  for_far(reserve / 8, lane, read_nibbles, [&](uint32_t mark, uint32_t spare) {
     if (spare < kMostFar) s.marked[mark] = spares[spare];
   });
   if (lane == 0) s.marked[reserve] = 0;
-  __syncwarp();
-  uint32_t codes[kRows], marks[kRows], first[kRows];
+  uint2* const eights = reinterpret_cast<uint2*>(s.tile) + lane;
+  uint2 rests[kRows];
 #pragma unroll
   for (int row = 0; row < kRows; ++row) {
     const unsigned char* const at = s.tile + kCodes + row * 32 + lane;
-    const uint32_t b0 = at[0], b1 = at[kCodeBytes], b2 = at[2 * kCodeBytes];
-    codes[row] = to_nibbles(b0) | to_nibbles(b1) << 1 | to_nibbles(b2) << 2;
-    marks[row] = b0 & b1 & b2;
+    const uint32_t codes = shared().spread[0][at[0]] | shared().spread[1][at[kCodeBytes]] |
+                           shared().spread[2][at[2 * kCodeBytes]];
+    rests[row] = eights[row * 32];
+    // Exponents take their place, until marked ones are put among them.
+    eights[row * 32] = make_uint2(__byte_perm(book.first[0], book.first[1], codes),
+                                  __byte_perm(book.first[0], book.first[1], codes >> 16));
   }
-  rank_marks(marks, first, lane);
+  const uint2 marks = marks_of(s, lane);
+  const uint32_t first = sum_before(__popc(marks.x) + __popc(marks.y), lane);
+  __syncwarp();
+  for_marks(marks, first, lane, [&](uint32_t element, uint32_t mark) { s.tile[element] = s.marked[min(mark, reserve)]; });
+  __syncwarp();
 #pragma unroll
   for (int row = 0; row < kRows; ++row) {
-    uint32_t low = __byte_perm(book.first[0], book.first[1], codes[row]);
-    uint32_t high = __byte_perm(book.first[0], book.first[1], codes[row] >> 16);
-    uint32_t at = first[row];
-#pragma unroll
-    for (int j = 0; j < 8; ++j) {
-      if (marks[row] >> j & 1) {
-        const uint32_t exponent = s.marked[at < reserve ? at : reserve];
-        ++at;
-        if (j < 4) low |= exponent << 8 * j;
-        else high |= exponent << 8 * (j - 4);
-      }
-    }
-    const uint2 rests = reinterpret_cast<const uint2*>(s.tile)[row * 32 + lane];
-    value[row] = make_uint4(elements_of(rests.x, low, 0x4140), elements_of(rests.x, low, 0x4342),
-                            elements_of(rests.y, high, 0x4140), elements_of(rests.y, high, 0x4342));
+    const uint2 rest = rests[row], exponents = eights[row * 32];
+    store(row, make_uint4(elements_of(rest.x, exponents.x, false), elements_of(rest.x, exponents.x, true),
+                          elements_of(rest.y, exponents.y, false), elements_of(rest.y, exponents.y, true)));
   }
 }
 
@@ -452,63 +480,109 @@ class Cells {
   uint32_t cell_, end_, plane_end_ = 0;  // in the row; where the plane's cells end in the part
 };
 
-// Loads `count` units of flat memory. Hashes them.
+// Where the whole tile is, if it is in one run that may be written, else null.
+__device__ __forceinline__ uint4* one_run(const PackArgs& args, const Cells& at, uint32_t skip) {
+  const PlaneArgs& plane = args.planes[at.plane];
+  const uint32_t first = at.tile() * kTileUnits, run = divide(first, plane.by_run);
+  if (first - run * plane.run_units + kTileUnits > plane.run_units) return nullptr;
+  return reinterpret_cast<uint4*>(locate_in_plane(plane, args.ids + at.part.first_id, first, skip));
+}
+
+// Hashes `count` units of a slot.
 __device__ __forceinline__ void hash_flat(StripeSums& sums, uint32_t index, const PackedPart& part, uint32_t unit,
                                           uint32_t count, int lane) {
-  const uint4* const flat = reinterpret_cast<const uint4*>(part.slot) + unit;
+  const uint4* const slot = reinterpret_cast<const uint4*>(part.slot);
   sums.begin(index, part, unit, count);
-  for (uint32_t i = lane; i < count; i += 32) sums.add(unit + i, __ldcs(flat + i));
-  sums.end();
+  for_units(unit, count, lane, [&](uint32_t at) { sums.add(at, __ldcs(slot + at)); },
+            [&](uint32_t row) { sums.end_row(row); });
+}
+
+// Stores and hashes `count` units of a slot.
+template <class Value>
+__device__ __forceinline__ void store_flat(StripeSums& sums, uint32_t index, const PackedPart& part, uint32_t unit,
+                                           uint32_t count, int lane, Value value_of) {
+  uint4* const slot = reinterpret_cast<uint4*>(part.slot);
+  sums.begin(index, part, unit, count);
+  for_units(
+      unit, count, lane,
+      [&](uint32_t at) {
+        const uint4 v = value_of(at);
+        __stcs(slot + at, v);
+        sums.add(at, v);
+      },
+      [&](uint32_t row) { sums.end_row(row); });
+  if (unit + count == part.units) sums.pad(index, part);
+}
+
+// The units of a packed tile row by row: calls move(which, key) for unit `which` of the tile, and adds the unit that it
+// returns.
+template <class Move>
+__device__ __forceinline__ void for_tile(StripeSums& sums, uint32_t index, const PackedPart& part, uint32_t unit,
+                                         uint32_t count, int lane, Move move) {
+  sums.begin(index, part, unit, count);
+  const uint32_t before = unit % 32, first = lane - before;
+  const uint4* const keys = shared().keys[0] + (unit % kStripeUnits - before) + lane;
+#pragma unroll
+  for (uint32_t i = 0; i < kTileRows; ++i) {
+    if (first + i * 32 < count) sums.add(keys + i * 32, move(i, first + i * 32));
+    if (i * 32 < before + count) sums.end_row(unit - before + i * 32);
+  }
+  if (unit + count == part.units) sums.pad(index, part);
 }
 
 // What is left of a plane, from paged blocks to the slot, or back.
-template <int kGranule, Direction kDirection>
+template <Direction kDirection>
 __device__ __forceinline__ void move_rest(const PackArgs& args, const Cells& at, StripeSums& sums, bool writes, int lane) {
   const uint32_t unit = at.of_plane.slot_unit + at.of_plane.tiles * args.tile_units, count = at.of_plane.rest_units;
-  uint4* paged[kRows];
-  locate_cell<kGranule>(args, at.part, at.plane, at.of_plane.tiles * kTileUnits, count,
-                        kDirection == Direction::scatter ? at.part.skip_blocks : 0, lane, paged);
-  uint4* const flat = reinterpret_cast<uint4*>(at.part.slot) + unit;
-  sums.begin(at.index, at.part, unit, count);
-#pragma unroll
-  for (int row = 0; row < kRows; ++row) {
-    const uint32_t i = row * 32 + lane;
-    if (i >= count) continue;
-    const uint4 v = __ldcs(kDirection == Direction::gather ? paged[row] : flat + i);
-    if (kDirection == Direction::gather) __stcs(flat + i, v);
-    else if (paged[row] != nullptr && writes) __stcs(paged[row], v);
-    sums.add(unit + i, v);
+  const uint32_t first = at.of_plane.tiles * kTileUnits;
+  const auto paged = [&](uint32_t which) {
+    return reinterpret_cast<uint4*>(locate_in_plane(args.planes[at.plane], args.ids + at.part.first_id,
+                                                    first + which - unit,
+                                                    kDirection == Direction::scatter ? at.part.skip_blocks : 0));
+  };
+  if (kDirection == Direction::gather) {
+    store_flat(sums, at.index, at.part, unit, count, lane, [&](uint32_t which) { return __ldcs(paged(which)); });
+    return;
   }
-  sums.end();
+  const uint4* const slot = reinterpret_cast<const uint4*>(at.part.slot);
+  sums.begin(at.index, at.part, unit, count);
+  for_units(
+      unit, count, lane,
+      [&](uint32_t which) {
+        const uint4 v = __ldcs(slot + which);
+        uint4* const to = paged(which);
+        if (to != nullptr && writes) __stcs(to, v);
+        sums.add(which, v);
+      },
+      [&](uint32_t row) { sums.end_row(row); });
   if (unit + count == at.part.units) sums.pad(at.index, at.part);
 }
 
 // A tile that does not fit: as much as there is room for into s.tile, the others into a spill entry.
-__device__ __forceinline__ void spill_tile(const PackArgs& args, const Cells& at, WarpScratch& s, const uint4 (&value)[kRows],
-                                        int lane) {
+__device__ __forceinline__ void spill_tile(const PackArgs& args, const Cells& at, Shared::Warp& s,
+                                           const uint4 (&value)[kRows], int lane) {
   uint32_t entry = 0;
   if (lane == 0) entry = uint32_t(atomicAdd(args.sums + 3 * at.index + 2, 1ull));
   entry = __shfl_sync(kAll, entry, 0);
   const uint32_t kept = args.tile_units - 1, spilled = kTileUnits - kept;
   const bool has_room = entry < at.part.spills;
-  const uint32_t unit = at.part.spill_unit + (has_room ? entry * spilled : 0);
-  uint4* const slot = reinterpret_cast<uint4*>(at.part.slot) + unit;
+  uint4* const units = reinterpret_cast<uint4*>(s.tile);
   __syncwarp();
-  StripeSums sums(args, lane);
-  if (has_room) sums.begin(at.index, at.part, unit, spilled);
+  if (has_room) {
 #pragma unroll
-  for (int row = 0; row < kRows; ++row) {
-    const uint32_t i = row * 32 + lane;
-    if (i < kept) {
-      reinterpret_cast<uint4*>(s.tile)[i] = value[row];
-    } else if (has_room) {
-      __stcs(slot + i - kept, value[row]);
-      sums.add(unit + i - kept, value[row]);
-    }
+    for (int row = 0; row < kRows; ++row)
+      if (row * 32 + lane >= kept) units[row * 32 + lane - kept] = value[row];
+    __syncwarp();
+    StripeSums sums(args, lane);
+    const uint32_t unit = at.part.spill_unit + entry * spilled;
+    store_flat(sums, at.index, at.part, unit, spilled, lane, [&](uint32_t which) { return units[which - unit]; });
+    sums.finish();
+    __syncwarp();
   }
-  if (has_room) sums.end();
-  sums.finish();
-  if (lane == 0) reinterpret_cast<uint4*>(s.tile)[kept] = make_uint4(0, 0, 0, has_room ? (entry + 1) << 16 : 0);
+#pragma unroll
+  for (int row = 0; row < kRows; ++row)
+    if (row * 32 + lane < kept) units[row * 32 + lane] = value[row];
+  if (lane == 0) units[kept] = make_uint4(0, 0, 0, has_room ? (entry + 1) << 16 : 0);
   __syncwarp();
 }
 
@@ -516,46 +590,48 @@ template <int kGranule>
 __device__ __forceinline__ void pack_cells(const PackArgs& args) {
   load_keys(args);
   const int lane = threadIdx.x & 31;
-  WarpScratch& s = scratch();
+  Shared::Warp& s = scratch();
   StripeSums sums(args, lane);
   uint32_t table_of = UINT32_MAX;
   for (Cells at(args); at.any(); table_of = at.next() ? UINT32_MAX : table_of) {
     if (!at.is_tile()) {
-      move_rest<kGranule, Direction::gather>(args, at, sums, true, lane);
+      move_rest<Direction::gather>(args, at, sums, true, lane);
       continue;
     }
-    uint4* paged[kRows];
     uint4 value[kRows];
-    locate_cell<kGranule>(args, at.part, at.plane, at.tile() * kTileUnits, kTileUnits, 0, lane, paged);
+    if (const uint4* const run = one_run(args, at, 0); run != nullptr) {
 #pragma unroll
-    for (int row = 0; row < kRows; ++row) value[row] = __ldcs(paged[row]);
+      for (int row = 0; row < kRows; ++row) value[row] = __ldcs(run + row * 32 + lane);
+    } else {
+      uint4* paged[kRows];
+      locate_cell<kGranule>(args, at.part, at.plane, at.tile() * kTileUnits, kTileUnits, 0, lane, paged);
+#pragma unroll
+      for (int row = 0; row < kRows; ++row) value[row] = __ldcs(paged[row]);
+    }
     if (table_of != at.plane) {
       table_of = at.plane;
-      make_table(s, args.headers + uint64_t(at.index) * args.header_units * kUnitBytes + kBookStart + kBookSize * at.plane,
-                 lane);
+      const uint64_t header = uint64_t(at.index) * args.header_units * kUnitBytes;
+      make_table(args.headers + header + kBookStart + kBookSize * at.plane, lane);
     }
     if (!pack_tile(s, value, args.marks, lane)) spill_tile(args, at, s, value, lane);
     const uint32_t unit = at.of_plane.slot_unit + at.tile() * args.tile_units;
-    uint4* const flat = reinterpret_cast<uint4*>(at.part.slot) + unit;
-    sums.begin(at.index, at.part, unit, args.tile_units);
-#pragma unroll 2
-    for (uint32_t i = lane; i < args.tile_units; i += 32) {
-      const uint4 v = reinterpret_cast<const uint4*>(s.tile)[i];
-      __stcs(flat + i, v);
-      sums.add(unit + i, v);
-    }
-    sums.end();
+    uint4* const slot = reinterpret_cast<uint4*>(at.part.slot) + unit;
+    for_tile(sums, at.index, at.part, unit, args.tile_units, lane, [&](uint32_t, uint32_t which) {
+      const uint4 v = reinterpret_cast<const uint4*>(s.tile)[which];
+      __stcs(slot + which, v);
+      return v;
+    });
     __syncwarp();  // before the next tile is written to s.tile
-    if (unit + args.tile_units == at.part.units) sums.pad(at.index, at.part);
   }
   sums.finish();
 }
 
 template <int kGranule>
 __device__ __forceinline__ void unpack_cells(const PackArgs& args) {
+  load_spread();
   load_keys(args);
   const int lane = threadIdx.x & 31;
-  WarpScratch& s = scratch();
+  Shared::Warp& s = scratch();
   StripeSums sums(args, lane);
   Exponents book{};
   bool sound = false;
@@ -578,36 +654,40 @@ __device__ __forceinline__ void unpack_cells(const PackArgs& args) {
       continue;
     }
     if (!at.is_tile()) {
-      move_rest<kGranule, Direction::scatter>(args, at, sums, sound, lane);
+      move_rest<Direction::scatter>(args, at, sums, sound, lane);
       continue;
     }
     const uint32_t unit = at.of_plane.slot_unit + at.tile() * args.tile_units;
     const uint4* const flat = reinterpret_cast<const uint4*>(at.part.slot) + unit;
-    uint4 packed[kMostTileUnits / 32];
+    const uint32_t first_unit = lane - unit % 32;
+    uint4 packed[kTileRows];
 #pragma unroll
-    for (uint32_t i = 0; i < kMostTileUnits / 32; ++i)
-      packed[i] = i * 32 + lane < args.tile_units ? __ldcs(flat + i * 32 + lane) : make_uint4(0, 0, 0, 0);
-    uint4* paged[kRows];
-    uint4 value[kRows];
-    locate_cell<kGranule>(args, at.part, at.plane, at.tile() * kTileUnits, kTileUnits, at.part.skip_blocks, lane, paged);
-    sums.begin(at.index, at.part, unit, args.tile_units);
-#pragma unroll
-    for (uint32_t i = 0; i < kMostTileUnits / 32; ++i) {
-      if (i * 32 + lane >= args.tile_units) continue;
-      reinterpret_cast<uint4*>(s.tile)[i * 32 + lane] = packed[i];
-      sums.add(unit + i * 32 + lane, packed[i]);
+    for (uint32_t i = 0; i < kTileRows; ++i)
+      if (first_unit + i * 32 < args.tile_units) packed[i] = __ldcs(flat + (first_unit + i * 32));
+    uint4* const run = one_run(args, at, at.part.skip_blocks);
+    for_tile(sums, at.index, at.part, unit, args.tile_units, lane, [&](uint32_t row, uint32_t which) {
+      reinterpret_cast<uint4*>(s.tile)[which] = packed[row];
+      return packed[row];
+    });
+    if (!sound) {
+      __syncwarp();
+      continue;
     }
-    sums.end();
-    if (unit + args.tile_units == at.part.units) sums.pad(at.index, at.part);
-    if (!sound) continue;
     if (book_of != at.plane) {
       book_of = at.plane;
-      book.load(s, reinterpret_cast<const unsigned char*>(at.part.slot) + kBookStart + kBookSize * at.plane, lane);
+      book.load(reinterpret_cast<const unsigned char*>(at.part.slot) + kBookStart + kBookSize * at.plane, lane);
     }
     __syncwarp();
     const uint32_t number = reinterpret_cast<const uint4*>(s.tile)[args.tile_units - 1].w >> 16;
+    uint4* paged[kRows];
+    if (run == nullptr)
+      locate_cell<kGranule>(args, at.part, at.plane, at.tile() * kTileUnits, kTileUnits, at.part.skip_blocks, lane, paged);
+    const auto store = [&](int row, uint4 value) {
+      if (run != nullptr) __stcs(run + row * 32 + lane, value);
+      else if (paged[row] != nullptr) __stcs(paged[row], value);
+    };
     if (number == 0) {
-      unpack_tile(s, book, args.marks, lane, value);
+      unpack_tile(s, book, args.marks, lane, store);
     } else if (number <= at.part.spills) {
       const uint32_t kept = args.tile_units - 1, spilled = kTileUnits - kept;
       const uint4* const entry =
@@ -615,15 +695,10 @@ __device__ __forceinline__ void unpack_cells(const PackArgs& args) {
 #pragma unroll
       for (int row = 0; row < kRows; ++row) {
         const uint32_t i = row * 32 + lane;
-        value[row] = i < kept ? reinterpret_cast<const uint4*>(s.tile)[i] : entry[i - kept];
+        store(row, i < kept ? reinterpret_cast<const uint4*>(s.tile)[i] : entry[i - kept]);
       }
     } else if (lane == 0) {
       atomicAdd(args.sums + 3 * at.index + 2, 1ull);
-    }
-    if (number <= at.part.spills) {
-#pragma unroll
-      for (int row = 0; row < kRows; ++row)
-        if (paged[row] != nullptr) __stcs(paged[row], value[row]);
     }
     __syncwarp();  // before the next tile is written to s.tile
   }
@@ -632,11 +707,15 @@ __device__ __forceinline__ void unpack_cells(const PackArgs& args) {
 
 // ------------------------------------------------------------------ before and after the tiles of a gather
 
+__device__ __forceinline__ uint32_t exponent_at(uint4 v, int j) {
+  const uint32_t words[4] = {v.x, v.y, v.z, v.w};
+  return words[j / 2] >> (j % 2 != 0 ? 23 : 7) & 0xff;
+}
+
 // A warp for each plane of each part: counts the exponents of its sample, and writes its book into the header.
 __device__ __forceinline__ void learn_books(const PackArgs& args) {
-  constexpr uint32_t kWarps = kBlockThreads / 32;
   const int lane = threadIdx.x & 31;
-  uint32_t* const counts = scratch().table;
+  uint32_t* const counts = table();
   for (uint32_t each = blockIdx.x * kWarps + threadIdx.x / 32; each < args.num_parts * args.num_planes;
        each += gridDim.x * kWarps) {
     const uint32_t index = each / args.num_planes, plane = each % args.num_planes;
@@ -645,16 +724,15 @@ __device__ __forceinline__ void learn_books(const PackArgs& args) {
     for (int i = lane; i < 256; i += 32) counts[i] = 0;
     __syncwarp();
     // A granule for each eight lanes, eight of them in flight.
-    const uint32_t of_tile = uint32_t(sampled_granules(tiles)), granules = tiles * of_tile;
+    const auto granules = uint32_t(sampled_granules(tiles));
     for (uint32_t first = lane / 8; first < granules; first += 32) {
       uint4 value[8];
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
-        const uint32_t granule = first + 4 * i, tile = granule / of_tile;
-        const uint32_t at = uint32_t(sampled_granule(tile, granule - tile * of_tile));
-        if (granule < granules)
-          value[i] = __ldg(reinterpret_cast<const uint4*>(locate_in_plane(
-              args.planes[plane], args.ids + part.first_id, tile * kTileUnits + at * 8 + lane % 8, 0)));
+        if (first + 4 * i >= granules) continue;
+        const auto granule = uint32_t(sampled_granule(tiles, first + 4 * i));
+        value[i] = __ldg(reinterpret_cast<const uint4*>(locate_in_plane(
+            args.planes[plane], args.ids + part.first_id, granule * (kGranuleBytes / kUnitBytes) + lane % 8, 0)));
       }
 #pragma unroll
       for (int i = 0; i < 8; ++i)
@@ -663,19 +741,32 @@ __device__ __forceinline__ void learn_books(const PackArgs& args) {
           if (first + 4 * i < granules) atomicAdd(counts + exponent_at(value[i], j), 1u);
     }
     __syncwarp();
-    uint32_t keys[8];  // of exponents lane, lane + 32, …: the commonest is the greatest, then the smallest exponent
+    // Of exponents lane, lane + 32, …: the first in the book has the greatest. See ExponentCounts::book().
+    uint32_t keys[8], best = 0;
 #pragma unroll
-    for (int i = 0; i < 8; ++i) keys[i] = counts[lane + 32 * i] << 8 | (255 - (lane + 32 * i));
+    for (int i = 0; i < 8; ++i) {
+      const uint32_t exponent = lane + 32 * i, count = counts[exponent];
+      keys[i] = count == 0 ? 0 : 1u << 31 | count << 16 | (255 - exponent) << 8 | exponent;
+      best = max(best, keys[i]);
+    }
+    best = __reduce_max_sync(kAll, best);
+    const uint32_t commonest = best & 255;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const uint32_t exponent = lane + 32 * i;
+      if (keys[i] != 0) continue;
+      keys[i] = (exponent < commonest ? 1u << 16 | exponent << 8 : (255 - exponent) << 8) | exponent;
+    }
     unsigned char* const header = args.headers + uint64_t(index) * args.header_units * kUnitBytes;
     unsigned char* const book = header + kBookStart + kBookSize * plane;
     for (uint32_t k = 0; k < kBookSize; ++k) {
-      uint32_t best = 0;
+      best = 0;
 #pragma unroll
       for (int i = 0; i < 8; ++i) best = max(best, keys[i]);
       best = __reduce_max_sync(kAll, best);
 #pragma unroll
       for (int i = 0; i < 8; ++i) keys[i] = keys[i] == best ? 0 : keys[i];
-      if (lane == 0) book[k] = k < kBookEntries ? 255 - (best & 255) : 0;
+      if (lane == 0) book[k] = k < kBookEntries ? best & 255 : 0;
     }
     if (plane + 1 == args.num_planes)
       for (unsigned char* at = book + kBookSize + lane; at < header + args.header_units * kUnitBytes; at += 32) *at = 0;
@@ -686,7 +777,6 @@ __device__ __forceinline__ void learn_books(const PackArgs& args) {
 // A thread block for each part: stores its header, and zeros in the spill entries that are not in use.
 __device__ __forceinline__ void finish_parts(const PackArgs& args) {
   load_keys(args);
-  constexpr uint32_t kWarps = kBlockThreads / 32;
   const int lane = threadIdx.x & 31;
   StripeSums sums(args, lane);
   for (uint32_t index = blockIdx.x; index < args.num_parts; index += gridDim.x) {
@@ -695,7 +785,6 @@ __device__ __forceinline__ void finish_parts(const PackArgs& args) {
     const uint32_t in_use = min(uint32_t(args.sums[3 * index + 2]), part.spills);
     const uint4* const header =
         reinterpret_cast<const uint4*>(args.headers) + uint64_t(index) * args.header_units;
-    uint4* const slot = reinterpret_cast<uint4*>(part.slot);
     const uint32_t unused = part.spill_unit + in_use * spilled;
     const uint32_t header_chunks = (args.header_units + kStripeUnits - 1) / kStripeUnits;
     const uint32_t chunks = header_chunks + (part.units - unused + kStripeUnits - 1) / kStripeUnits;
@@ -704,15 +793,10 @@ __device__ __forceinline__ void finish_parts(const PackArgs& args) {
       const uint32_t begin = is_header ? chunk * kStripeUnits : unused + (chunk - header_chunks) * kStripeUnits;
       const uint32_t end = is_header ? args.header_units : part.units;
       const uint32_t count = min(end - begin, uint32_t(kStripeUnits));
-      sums.begin(index, part, begin, count);
-      for (uint32_t i = begin + lane; i < begin + count; i += 32) {
-        uint4 v = is_header ? header[i] : make_uint4(0, 0, 0, 0);
-        if (i == 0) v = make_uint4(kPartMagic, args.num_planes | in_use << 16, 0, 0);
-        __stcs(slot + i, v);
-        sums.add(i, v);
-      }
-      sums.end();
-      if (begin + count == part.units) sums.pad(index, part);
+      store_flat(sums, index, part, begin, count, lane, [&](uint32_t i) {
+        if (i == 0) return make_uint4(kPartMagic, args.num_planes | in_use << 16, 0, 0);
+        return is_header ? header[i] : make_uint4(0, 0, 0, 0);
+      });
     }
     if (unused == part.units && part.spills != 0 && threadIdx.x < 32) sums.pad(index, part);
   }

@@ -73,9 +73,10 @@ def pack_and_unpack(planes: list[tuple[int, int, int, int, int]], host_at: int, 
     slots, starts = array("Q", [host_at, host_at + step]), array("q", [0, BLOCKS // 2, BLOCKS])
     stored = copier.gather(packed, slots, ids, starts)
     loaded = copier.scatter(packed, slots, ids, starts, array("q", [0, 5]))
+    found = stored.checksums(), loaded.checksums()
     data = [(ctypes.c_char * shape.packed_bytes).from_address(slot) for slot in slots]
     sums = [checksum(memoryview(one).cast("B")) for one in data]
-    assert sums == stored.checksums() == loaded.checksums()
+    assert found == (sums, sums)
     part = bytearray(shape.raw_bytes)
     assert [_core.unpack_part(shape, memoryview(one).cast("B"), part) for one in data] == loaded.fit()
     ctypes.memmove(host_at, random.randbytes(2 * step), 2 * step)

@@ -17,10 +17,10 @@ namespace {
 
 using namespace py::literals;
 
-PackedShape make_shape(const std::vector<size_t>& planes, std::optional<size_t> marks, std::optional<size_t> spills) {
+PackedShape make_shape(const std::vector<size_t>& planes, std::optional<size_t> marks, std::optional<size_t> units) {
   size_t tiles = 0;
   for (const size_t bytes : planes) tiles += bytes / kTileBytes;
-  return PackedShape(planes, marks.value_or(PackedShape::kMarks), spills.value_or(PackedShape::spills_for(tiles)));
+  return PackedShape(planes, marks.value_or(PackedShape::kMarks), units.value_or(PackedShape::units_for(tiles)));
 }
 
 void require_bytes(const char* what, const Contiguous& buffer, size_t wanted) {
@@ -77,17 +77,17 @@ void bind_pack(py::module_& m) {
   m.attr("BOOK_EXPONENTS") = kBookExponents;
   m.attr("TILE_BYTES") = kTileBytes;
   py::class_<PackedShape>(m, "PackedShape", "The sizes of a packed part (docs/understand/packing.md).")
-      .def(py::init(&make_shape), "planes"_a, "marks"_a = py::none(), "spills"_a = py::none(),
-           "planes: the bytes of each in the part. marks: how many elements of a tile may be marked. spills: how many "
-           "tiles may spill. None: what suits most KV. Raises CopyError.")
+      .def(py::init(&make_shape), "planes"_a, "marks"_a = py::none(), "units"_a = py::none(),
+           "planes: the bytes of each in the part. marks: how many marks of a tile fit it. units: of the spill. "
+           "None: what suits most KV. Raises CopyError.")
       .def_property_readonly("marks", &PackedShape::marks)
-      .def_property_readonly("spills", &PackedShape::spills)
+      .def_property_readonly("units", &PackedShape::units)
       .def_property_readonly("raw_bytes", &PackedShape::raw_bytes)
       .def_property_readonly("packed_bytes", &PackedShape::packed_bytes);
   m.def("pack_part", pack, "shape"_a, "part"_a, "slot"_a, "books"_a = py::none(),
         "Packs a part in canonical order. books: BOOK_EXPONENTS bytes for each plane; None: learnt. Returns how many "
-        "tiles spilled; -1: too many, so the part is to be stored as it is. Raises CopyError for sizes that do not fit "
-        "the shape.");
+        "units of the spill are in use; -1: more than there are, so the part is to be stored as it is. Raises CopyError "
+        "for sizes that do not fit the shape.");
   m.def("unpack_part", unpack, "shape"_a, "slot"_a, "part"_a,
         "False: the slot holds no packed part of the shape. Raises CopyError for sizes that do not fit the shape.");
   m.def("learn_books", learn, "shape"_a, "part"_a, "The books that pack_part() learns.");

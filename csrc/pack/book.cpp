@@ -30,13 +30,12 @@ void ExponentCounts::add(const char* granule) {
 }
 
 Book ExponentCounts::book() const {
+  uint32_t counts[256];
+  for (size_t i = 0; i < 256; ++i) counts[i] = counts_[0][i] + counts_[1][i] + counts_[2][i] + counts_[3][i];
   uint64_t keys[256];
   size_t seen = 0;
-  for (uint64_t i = 0; i < 256; ++i) {
-    const uint64_t count = uint64_t(counts_[0][i]) + counts_[1][i] + counts_[2][i] + counts_[3][i];
-    keys[seen] = count << 8 | (255 - i);
-    seen += count != 0;
-  }
+  for (size_t i = 0; i < 256; ++i)
+    if (counts[i] != 0) keys[seen++] = uint64_t(counts[i]) << 8 | (255 - i);
   const size_t learnt = std::min(seen, kBookExponents);
   std::partial_sort(keys, keys + learnt, keys + seen, std::greater<>());
   uint8_t exponents[kBookExponents];

@@ -14,7 +14,7 @@ constexpr size_t kBooksAt = 16, kAlignment = 64;
 
 struct Header {
   char magic[4];
-  uint16_t planes, spilled;
+  uint16_t planes, units;
   uint64_t unused;
 };
 static_assert(sizeof(Header) == kBooksAt);
@@ -28,8 +28,10 @@ long pack_planes(const PackedShape& shape, const char* part, char* slot, BookOf 
     const size_t tiles = shape.planes()[plane].tiles();
     const Book book = book_of(plane);
     writer.put_book(plane, book);
-    for (size_t tile = 0; tile < tiles; ++tile)
+    for (size_t tile = 0; tile < tiles; ++tile) {
+      foresee(from + (tile + 1) * kTileBytes, kTileBytes);
       if (!writer.put_tile(plane, tile, book, from + tile * kTileBytes)) return -1;
+    }
     writer.put_rest(plane, from + tiles * kTileBytes);
   }
   return writer.finish();
@@ -37,11 +39,11 @@ long pack_planes(const PackedShape& shape, const char* part, char* slot, BookOf 
 
 }  // namespace
 
-PackedShape::PackedShape(std::span<const size_t> planes, size_t marks, size_t spills) : marks_(marks), spills_(spills) {
+PackedShape::PackedShape(std::span<const size_t> planes, size_t marks, size_t units) : marks_(marks), units_(units) {
   if (planes.empty()) refuse(Refusal::copy, "planes", 0, "at least 1");
   if (planes.size() > UINT16_MAX) refuse(Refusal::copy, "planes", planes.size(), "at most 65535");
   if (!is_reserve(marks)) refuse(Refusal::copy, "marks", marks, "16 more than a multiple of 32, and at most 496");
-  if (spills > kMostSpills) refuse(Refusal::copy, "spills", spills, "at most 65535");
+  if (units > kMostUnits) refuse(Refusal::copy, "units", units, "at most 65535");
   header_bytes_ = (kBooksAt + kBookBytes * planes.size() + kAlignment - 1) / kAlignment * kAlignment;
   size_t at = header_bytes_;
   for (const size_t bytes : planes) {
@@ -51,7 +53,7 @@ PackedShape::PackedShape(std::span<const size_t> planes, size_t marks, size_t sp
     raw_bytes_ += bytes;
     at = rest_at(planes_.size() - 1) + planes_.back().rest_bytes();
   }
-  spills_at_ = at;
+  units_at_ = at;
 }
 
 PackedWriter::PackedWriter(const PackedShape& shape, char* slot) : shape_(shape), slot_(slot) {
@@ -64,15 +66,25 @@ void PackedWriter::put_book(size_t plane, const Book& book) {
 
 bool PackedWriter::put_tile(size_t plane, size_t tile, const Book& book, const char* from) {
   char* const to = slot_ + shape_.tile_at(plane, tile);
-  if (tile_path().pack(from, book, shape_.marks(), to)) return true;
-  const size_t entry = spilled_.fetch_add(1, std::memory_order_relaxed);
-  if (entry >= shape_.spills()) return false;
-  const size_t kept = shape_.kept_bytes();
-  const auto number = uint16_t(entry + 1);
-  std::memcpy(to, from, kept);
-  std::memset(to + kept, 0, shape_.tile_bytes() - kept - sizeof number);
-  std::memcpy(to + shape_.tile_bytes() - sizeof number, &number, sizeof number);
-  std::memcpy(slot_ + shape_.spill_at(entry), from + kept, shape_.spill_bytes());
+  alignas(64) char more[size_t(kMostUnits) * kUnitBytes];
+  const uint8_t units = tile_path().pack(from, book, shape_.marks(), to, more);
+  if (units == 0) return true;
+  const size_t taken = units == kRawTile ? shape_.raw_units() : units;
+  const size_t first = used_.fetch_add(taken, std::memory_order_relaxed);
+  if (first + taken > shape_.units()) return false;
+  char* const at = slot_ + shape_.unit_at(first);
+  Trailer trailer{{}, units, uint16_t(first)};
+  if (units == kRawTile) {
+    const size_t kept = shape_.kept_bytes(), others = kTileBytes - kept;
+    std::memcpy(to, from, kept);
+    std::memset(to + kept, 0, shape_.tile_bytes() - kept);
+    std::memcpy(at, from + kept, others);
+    std::memset(at + others, 0, taken * kUnitBytes - others);
+  } else {
+    std::memcpy(at, more, taken * kUnitBytes);
+    std::memcpy(trailer.spares, to + shape_.tile_bytes() - sizeof trailer, sizeof trailer.spares);
+  }
+  std::memcpy(to + shape_.tile_bytes() - sizeof trailer, &trailer, sizeof trailer);
   return true;
 }
 
@@ -81,14 +93,14 @@ void PackedWriter::put_rest(size_t plane, const char* from) {
 }
 
 long PackedWriter::finish() {
-  const size_t spilled = spilled_.load(std::memory_order_relaxed);
-  if (spilled > shape_.spills()) return -1;
+  const size_t used = used_.load(std::memory_order_relaxed);
+  if (used > shape_.units()) return -1;
   // No byte of a slot is left as an earlier part had it.
-  std::memset(slot_ + shape_.spill_at(spilled), 0, shape_.packed_bytes() - shape_.spill_at(spilled));
+  std::memset(slot_ + shape_.unit_at(used), 0, shape_.packed_bytes() - shape_.unit_at(used));
   const Header header{
-      {kMagic[0], kMagic[1], kMagic[2], kMagic[3]}, uint16_t(shape_.planes().size()), uint16_t(spilled), 0};
+      {kMagic[0], kMagic[1], kMagic[2], kMagic[3]}, uint16_t(shape_.planes().size()), uint16_t(used), 0};
   std::memcpy(slot_, &header, sizeof header);
-  return long(spilled);
+  return long(used);
 }
 
 bool is_packed_part(const PackedShape& shape, const char* slot) {
@@ -99,16 +111,21 @@ bool is_packed_part(const PackedShape& shape, const char* slot) {
 
 bool unpack_tile(const PackedShape& shape, const char* slot, size_t plane, size_t tile, char* to) {
   const char* const from = slot + shape.tile_at(plane, tile);
-  uint16_t number;
-  std::memcpy(&number, from + shape.tile_bytes() - sizeof number, sizeof number);
-  if (number == 0) {
+  foresee(from + shape.tile_bytes(), shape.tile_bytes());
+  Trailer trailer;
+  std::memcpy(&trailer, from + shape.tile_bytes() - sizeof trailer, sizeof trailer);
+  const bool is_raw = trailer.units == kRawTile;
+  if (!is_raw && trailer.units > kMostUnits) return false;
+  const size_t taken = is_raw ? shape.raw_units() : trailer.units;
+  if (taken != 0 && trailer.first + taken > shape.units()) return false;
+  const char* const more = slot + shape.unit_at(taken != 0 ? trailer.first : 0);
+  if (is_raw) {
+    std::memcpy(to, from, shape.kept_bytes());
+    std::memcpy(to + shape.kept_bytes(), more, kTileBytes - shape.kept_bytes());
+  } else {
     const auto* book = reinterpret_cast<const uint8_t*>(slot) + kBooksAt + kBookBytes * plane;
-    tile_path().unpack(from, book, shape.marks(), to);
-    return true;
+    tile_path().unpack(from, book, shape.marks(), more, taken, to);
   }
-  if (number > shape.spills()) return false;
-  std::memcpy(to, from, shape.kept_bytes());
-  std::memcpy(to + shape.kept_bytes(), slot + shape.spill_at(number - 1u), shape.spill_bytes());
   return true;
 }
 

@@ -27,7 +27,7 @@ from kvdock.datapath.cuda import CopyTuning, CudaCopier, packed_shape
 
 CTAS: Final = (2, 4, 8, 16, 32)
 ROUNDS: Final = 5
-MARKS: Final = 208
+MARKS: Final = 176
 DIRECT: Final = CopyTuning(piece_bytes=1 << 20, direct_load_bytes=1 << 62, direct_store_bytes=1 << 62)
 
 
@@ -41,7 +41,7 @@ class PackedCase(Case):
     def __init__(self, shape: Shape, memory: ThreeSegments, total_bytes: int, device: int, seed: int) -> None:
         super().__init__(shape, memory, total_bytes, device, seed)
         tiles = shape.part_bytes // _core.TILE_BYTES
-        self.how = (MARKS, max(4, tiles // 64))
+        self.how = (MARKS, max(40, tiles))
         self.packed = packed_shape(self.layout, shape.part_blocks, self.how)
         self.fill()
 
@@ -103,7 +103,7 @@ class Bench:
         for size, way in ((packed_bytes, "packed"), (case.bytes, "raw")):
             for ctas in CTAS:
                 copier = case.copier(ctas, packs=way == "packed")
-                anew = case.copies([None] * case.parts)  # spill entries may be taken in another order
+                anew = case.copies([None] * case.parts)  # pool units may be taken in another order
                 stores = in_turns(
                     partial(self.plain_ms, size, to_device=False), partial(self.clock.store_ms, copier, anew), ROUNDS
                 )

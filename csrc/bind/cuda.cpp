@@ -106,7 +106,7 @@ void bind_copier(py::module_& m) {
         if (packed) pack = cuda::Packed{packed->first, packed->second};
         return self.add_layout(layout, part_blocks, pack);
       }, "layout"_a, py::kw_only(), "part_blocks"_a, "packed"_a = py::none(), Nogil(),
-           "`part_blocks`: of the longest part that copies will name. packed: (marks, spills) of packed parts, all of "
+           "`part_blocks`: of the longest part that copies will name. packed: (marks, units) of packed parts, all of "
            "which have `part_blocks` blocks; None: parts are stored as they are. Waits for the GPU.")
       .def("gather", &gather, "layout"_a, "slots"_a, "block_ids"_a, "starts"_a, py::kw_only(), "after"_a = py::none())
       .def("scatter", &scatter, "layout"_a, "slots"_a, "block_ids"_a, "starts"_a, "skips"_a, py::kw_only(),

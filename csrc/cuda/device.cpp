@@ -1,5 +1,6 @@
 #include "cuda/device.h"
 
+#include <algorithm>
 #include <array>
 #include <cstring>
 #include <map>
@@ -87,9 +88,12 @@ Device::Device(int index) {
     static constexpr const char* kPackNames[8] = {"kvdock_learn",  "kvdock_pack",        "kvdock_finish", "kvdock_unpack",
                                                   "kvdock_learn",  "kvdock_pack_narrow", "kvdock_finish",
                                                   "kvdock_unpack_narrow"};
+    constexpr unsigned kOthers = 2048;  // what the kernels have besides, with what aligns it
+    const auto most = unsigned(attribute(handle, kMostSharedBytes));
+    pack_threads_ = std::min(kMostPackThreads, (most - kOthers - kPackSharedBytes) / kPackWarpBytes * 32);
     for (size_t i = 0; i < 8; ++i) {
       check(cu->cuModuleGetFunction(&pack_kernels_[i], module_, kPackNames[i]), kPackNames[i]);
-      check(cu->cuFuncSetAttribute(pack_kernels_[i], kMostDynamicSharedBytes, int(kPackSharedBytes)), kPackNames[i]);
+      check(cu->cuFuncSetAttribute(pack_kernels_[i], kMostDynamicSharedBytes, int(pack_shared_bytes())), kPackNames[i]);
     }
   } catch (...) {
     cu->cuDevicePrimaryCtxRelease_v2(handle);
@@ -102,6 +106,8 @@ Function Device::kernel(const Variant& v) const {
 }
 
 Function Device::kernel(PackStep step, bool wide) const { return pack_kernels_[size_t(step) + (wide ? 0 : 4)]; }
+
+unsigned Device::pack_shared_bytes() const { return kPackSharedBytes + pack_threads_ / 32 * kPackWarpBytes; }
 
 Device::Keys Device::keys() const {
   const std::lock_guard<std::mutex> guard(mutex_);

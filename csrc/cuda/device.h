@@ -43,7 +43,9 @@ class Device {
   Context context() const { return context_; }
   const DeviceInfo& info() const { return info_; }
   Function kernel(const Variant& variant) const;
-  Function kernel(PackStep step, bool wide) const;  // a packing kernel, for which kPackSharedBytes are reserved
+  Function kernel(PackStep step, bool wide) const;
+  unsigned pack_threads() const { return pack_threads_; }  // of a thread block of a packing kernel
+  unsigned pack_shared_bytes() const;                      // and its shared memory
 
   struct Keys {
     DevicePtr nh, level2;
@@ -64,6 +66,7 @@ class Device {
   Context context_ = nullptr;
   Module module_ = nullptr;
   Function kernels_[8] = {}, pack_kernels_[8] = {};
+  unsigned pack_threads_ = 0;
   mutable std::mutex mutex_;  // guards what follows
   Keys keys_{};
   size_t key_stripes_ = 0;

@@ -63,7 +63,7 @@ DeviceLayout::DeviceLayout(Device& device, const PagedLayout& paged, size_t most
   if (!pack) return;
   std::vector<size_t> bytes;
   for (const Plane& plane : paged.planes()) bytes.push_back(plane.block_bytes() * most_blocks);
-  const PackedShape shape(bytes, pack->marks, pack->spills);
+  const PackedShape shape(bytes, pack->marks, pack->units);
   device.grow_keys(stripes_of(shape.packed_bytes()));
   packing = std::make_unique<DevicePacking>(device, shape, most_blocks);
 }

@@ -13,7 +13,7 @@ namespace kvdock::cuda {
 
 // How the parts of a layout are packed: PackedShape has the words.
 struct Packed {
-  size_t marks, spills;
+  size_t marks, units;
 };
 
 struct DeviceLayout {

@@ -37,7 +37,7 @@ inline constexpr int kNotCapturing = 0;                                // of a s
 inline constexpr unsigned kHostPortable = 1;  // cuMemHostAlloc and cuMemHostRegister
 inline constexpr unsigned kHostDeviceMap = 2;
 
-enum Attribute : int { kMultiprocessors = 16, kComputeMajor = 75, kComputeMinor = 76 };
+enum Attribute : int { kMultiprocessors = 16, kMostSharedBytes = 97, kComputeMajor = 75, kComputeMinor = 76 };
 enum FunctionAttribute : int { kMostDynamicSharedBytes = 8 };
 enum PointerAttribute : int { kMemoryType = 2, kDeviceOrdinal = 9 };
 inline constexpr unsigned kMemoryTypeDevice = 2;

@@ -1,7 +1,7 @@
 // The arguments of the packing kernels: plain data, with the same layout in the host's compiler and in nvcc.
 //
 // A packed part is a row of cells in the order of its slot (docs/understand/packing.md): of the header, of each plane its
-// tiles and what is left of it, of the spill entries. A launch works on cells [first_cell, last_cell) of the row of all
+// tiles and what is left of it, of the pool. A launch works on cells [first_cell, last_cell) of the row of all
 // parts. A cell has at most 4096 bytes. Sizes are in units of 16 bytes.
 #pragma once
 
@@ -13,8 +13,7 @@ namespace kvdock::cuda {
 
 inline constexpr uint32_t kTileUnits = 256;        // of a tile that is not packed
 inline constexpr uint32_t kMostTileUnits = 192;    // of a packed one
-inline constexpr uint32_t kMostReserve = 496;      // marks of a tile
-inline constexpr uint32_t kBookStart = 16, kBookSize = 24, kBookEntries = 22;
+inline constexpr uint32_t kBookStart = 16;         // of the first book, in a header
 inline constexpr uint32_t kPartMagic = 0x3150564b;  // "KVP1"
 
 // A plane of a part of some length.
@@ -31,9 +30,9 @@ struct PackedPart {
   uint32_t first_cell;  // of the share, in the row of all parts
   uint32_t cells;       // of the share, which begins at the part's cell `begin`
   uint32_t begin;
-  uint32_t spill_cell, spill_unit, spills;  // where the spill entries begin, and how many there may be
-  uint32_t units;                           // of the slot
-  uint32_t first_stripe;                    // of the part, among those of the batch
+  uint32_t pool_cell, pool_unit, pool;  // where the pool begins, and how many units of 32 bytes it has
+  uint32_t units;                       // of 16 bytes, of the slot
+  uint32_t first_stripe;                // of the part, among those of the batch
   uint32_t first_id;
   uint32_t blocks;
   uint32_t skip_blocks;
@@ -66,15 +65,16 @@ struct PackArgs {
   uint32_t header_units;
   uint32_t unused;
 };
-// A part's state after a gather: how many tiles had no room in their place. After a scatter: not zero if the slot holds
+// A part's state after a gather: how many units of the pool it needs. After a scatter: not zero if the slot holds
 // no packed part of this shape.
 
 static_assert(sizeof(TilePlane) == 16 && sizeof(PackedPart) == 64 && sizeof(StripeShare) == 24);
 static_assert(sizeof(PackArgs) == 120);
 
-inline constexpr uint32_t kMarkedBytes = 512;  // more than kMostReserve
-// Of shared memory for a thread block: checksum keys, tables, and what each warp works on (pack_kernels.cuh).
-inline constexpr uint32_t kPackSharedBytes =
-    4 * kChecksumStripeBytes + 3 * 1024 + kBlockThreads / 32 * (1024 + kMostTileUnits * kUnitBytes + kMarkedBytes);
+inline constexpr uint32_t kMarked = 8, kMarkedBytes = 2176;  // a byte for each mark of a tile, and some more
+// Of the packing kernels. Shared memory: a thread block's tables and checksum keys, and what each warp works on.
+inline constexpr uint32_t kMostPackThreads = 768;
+inline constexpr uint32_t kPackSharedBytes = kMostPackThreads / 32 * 1024 + 4 * kChecksumStripeBytes + 3 * 1024;
+inline constexpr uint32_t kPackWarpBytes = kMostTileUnits * kUnitBytes + kMarkedBytes;
 
 }  // namespace kvdock::cuda

@@ -14,29 +14,32 @@
 #include "copy/direction.h"
 #include "cuda/kernel_parts.cuh"
 #include "cuda/pack_args.h"
-#include "pack/book.h"
+#include "pack/tile.h"
 
 namespace kvdock::cuda {
 
 namespace {
 
-constexpr uint32_t kCodes = 2048, kCodeBytes = 256, kNibbles = kCodes + 3 * kCodeBytes;
-constexpr uint32_t kFarCode = 15, kMostFar = 6;
-constexpr uint32_t kWarps = kBlockThreads / 32;
+// The numbers of pack/tile.h, for arithmetic with 32 bits.
+constexpr uint32_t kElements = kTileElements, kCodes = kCodesAt, kCodeBytes = kCodePlaneBytes, kNibbles = kNibblesAt;
+constexpr uint32_t kMostFar = kSpares, kPoolMarks = kUnitMarks, kMostPool = kMostUnits, kRaw = kRawTile;
+constexpr uint32_t kBookSize = kBookBytes, kBookEntries = kBookExponents, kFarCode = 15;
 constexpr uint32_t kTileRows = kMostTileUnits / 32 + 1;  // of a packed tile: they begin at multiples of 32 units
 
 // What a thread block shares. `tables`, one for each warp, by exponent: its code's bits at 0, 8 and 16, its nibble at 28;
 // or counts. `spread`, by byte: bit j at 4 j, 4 j + 1, 4 j + 2.
 struct Shared {
-  uint32_t tables[kWarps][256];
+  uint32_t tables[kMostPackThreads / 32][256];
   uint4 keys[2][2 * kStripeUnits];  // k, k' of checksum.h, each of them twice: a run's lie in one piece
   uint32_t spread[3][256];
   struct Warp {
     unsigned char tile[kMostTileUnits * kUnitBytes];
-    unsigned char marked[kMarkedBytes];  // the exponents of marked elements, in their order
-  } warps[kWarps];
+    // From byte kMarked on: the exponents of marked elements, in their order, or their nibbles. So what a tile's reserve
+    // has no room for begins at a multiple of 16 bytes.
+    unsigned char marked[kMarkedBytes];
+  } warps[1];  // as many as the thread block has
 };
-static_assert(sizeof(Shared) == kPackSharedBytes);
+static_assert(sizeof(Shared::Warp) == kPackWarpBytes && sizeof(Shared) == kPackSharedBytes + kPackWarpBytes);
 
 extern __shared__ __align__(1024) uint4 g_shared[];
 
@@ -45,7 +48,7 @@ __device__ __forceinline__ Shared::Warp& scratch() { return shared().warps[threa
 __device__ __forceinline__ uint32_t* table() { return shared().tables[threadIdx.x / 32]; }
 
 __device__ __forceinline__ void load_keys(const PackArgs& args) {
-  for (uint32_t i = threadIdx.x; i < 4 * kStripeUnits; i += kBlockThreads)
+  for (uint32_t i = threadIdx.x; i < 4 * kStripeUnits; i += blockDim.x)
     shared().keys[i / (2 * kStripeUnits)][i % (2 * kStripeUnits)] = __ldg(
         reinterpret_cast<const uint4*>(args.nh_keys) + i / (2 * kStripeUnits) * kStripeUnits + i % kStripeUnits);
   __syncthreads();
@@ -170,7 +173,7 @@ __device__ __forceinline__ void report_packed(const PackArgs& args) {
   __syncthreads();
   if (!is_last) return;
   __threadfence();
-  for (uint32_t i = threadIdx.x; i < 3 * args.num_parts; i += kBlockThreads) args.report[i] = __ldcg(args.sums + i);
+  for (uint32_t i = threadIdx.x; i < 3 * args.num_parts; i += blockDim.x) args.report[i] = __ldcg(args.sums + i);
 }
 
 // ------------------------------------------------------------------ marks
@@ -208,21 +211,16 @@ __device__ __forceinline__ uint32_t far_nibbles(uint32_t nibbles) {
   return twos & twos >> 2 & 0x11111111;
 }
 
-// Calls put(mark, spare) for each far mark of the reserve; far_of(word) says which of 8 marks are far, as far_nibbles()
-// does. Returns how many there are.
-template <class FarOf, class Put>
-__device__ __forceinline__ uint32_t for_far(uint32_t words, int lane, FarOf far_of, Put put) {
-  const uint32_t far[2] = {lane < words ? far_of(lane) : 0, lane + 32 < words ? far_of(lane + 32) : 0};
-  if (!__any_sync(kAll, (far[0] | far[1]) != 0)) return 0;
-  uint32_t before = 0;
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const uint32_t own = __popc(far[i]), first = sum_before(own, lane);
-    uint32_t at = before + first;
-    for (uint32_t left = far[i]; left != 0; left &= left - 1, ++at) put(8 * (lane + 32 * i) + (__ffs(left) - 1) / 4, at);
-    before += __shfl_sync(kAll, first + own, 31);
-  }
-  return before;
+// Of 8 marks in each lane, those that are far (far_nibbles()): calls put(mark, spare), where the first lane's first mark is
+// `first`. Returns how many were far with those before them, of which there were `before`.
+template <class Put>
+__device__ __forceinline__ uint32_t for_far(uint32_t far, uint32_t first, uint32_t before, int lane, Put put) {
+  if (!__any_sync(kAll, far != 0)) return before;
+  const uint32_t own = __popc(far), others = sum_before(own, lane);
+  uint32_t spare = before + others;
+  for (uint32_t left = far; left != 0; left &= left - 1, ++spare)
+    put(first + 8 * lane + (__ffs(left) - 1) / 4, spare);
+  return before + __shfl_sync(kAll, others + own, 31);
 }
 
 // ------------------------------------------------------------------ packing a tile
@@ -264,8 +262,9 @@ __device__ __forceinline__ uint32_t rests_of(uint32_t low, uint32_t high) {
   return __byte_perm(choose(kMantissas, low, low >> 8), choose(kMantissas, high, high >> 8), 0x6420);
 }
 
-// Packs a tile into s.tile. False: it does not fit.
-__device__ __forceinline__ bool pack_tile(Shared::Warp& s, const uint4 (&value)[kRows], uint32_t reserve, int lane) {
+// Packs a tile into s.tile, with the nibbles of further marks where they begin in s.marked. Returns how many pool units
+// those take; kRaw: too many elements are far.
+__device__ __forceinline__ uint32_t pack_tile(Shared::Warp& s, const uint4 (&value)[kRows], uint32_t reserve, int lane) {
   const auto table_at = uint32_t(__cvta_generic_to_shared(table()));
   uint2* const eights = reinterpret_cast<uint2*>(s.tile) + lane;
 #pragma unroll
@@ -288,29 +287,34 @@ __device__ __forceinline__ bool pack_tile(Shared::Warp& s, const uint4 (&value)[
   const uint2 marks = marks_of(s, lane);
   const uint32_t own = __popc(marks.x) + __popc(marks.y), first = sum_before(own, lane);
   const uint32_t count = __shfl_sync(kAll, first + own, 31);
-  if (count > reserve) return false;
-  for_marks(marks, first, lane, [&](uint32_t element, uint32_t mark) { s.marked[mark] = s.tile[element]; });
-  uint2* const trailer = reinterpret_cast<uint2*>(s.tile + kNibbles + reserve / 2);
-  if (lane == 0) *trailer = make_uint2(0, 0);
+  unsigned char* const marked = s.marked + kMarked;
+  for_marks(marks, first, lane, [&](uint32_t element, uint32_t mark) { marked[mark] = s.tile[element]; });
+  unsigned char* const nibbles = s.tile + kNibbles;
+  if (lane == 0) *reinterpret_cast<uint2*>(nibbles + reserve / 2) = make_uint2(0, 0);
   __syncwarp();
 #pragma unroll
   for (int row = 0; row < kRows; ++row)
     eights[row * 32] = make_uint2(rests_of(value[row].x, value[row].y), rests_of(value[row].z, value[row].w));
-  const uint32_t words = reserve / 8;
-  const auto nibbles_of = [&](uint32_t word) {
-    uint32_t nibbles = 0;
-    const uint32_t begin = 8 * word, left = count > begin ? count - begin : 0;
+  // Nibbles take the place of exponents, and do not reach those of the next round.
+  const uint32_t units = count > reserve ? (count - reserve + kPoolMarks - 1) / kPoolMarks : 0;
+  const uint32_t words = (reserve + units * kPoolMarks) / 8;
+  uint32_t far = 0;
+  for (uint32_t round = 0; round < words; round += 32) {
+    const uint32_t begin = 8 * (round + lane), left = count > begin ? count - begin : 0;
+    uint32_t eight = 0;
 #pragma unroll
     for (uint32_t j = 0; j < 8; ++j)
-      if (j < left) nibbles |= table()[s.marked[begin + j]] >> 28 << 4 * j;
-    reinterpret_cast<uint32_t*>(s.tile + kNibbles)[word] = nibbles;
-    return far_nibbles(nibbles);
-  };
-  const uint32_t far = for_far(words, lane, nibbles_of, [&](uint32_t mark, uint32_t spare) {
-    if (spare < kMostFar) reinterpret_cast<unsigned char*>(trailer)[spare] = s.marked[mark];
-  });
-  __syncwarp();
-  return far <= kMostFar;
+      if (j < left) eight |= table()[marked[begin + j]] >> 28 << 4 * j;
+    far = for_far(far_nibbles(eight), 8 * round, far, lane, [&](uint32_t mark, uint32_t spare) {
+      if (spare < kMostFar) nibbles[reserve / 2 + spare] = marked[mark];
+    });
+    __syncwarp();
+    const uint32_t word = round + lane;
+    if (word < reserve / 8) reinterpret_cast<uint32_t*>(nibbles)[word] = eight;
+    else if (word < words) reinterpret_cast<uint32_t*>(marked)[word] = eight;
+    __syncwarp();
+  }
+  return far > kMostFar ? kRaw : units;
 }
 
 // ------------------------------------------------------------------ unpacking a tile
@@ -339,7 +343,7 @@ __device__ __forceinline__ uint32_t to_nibbles(uint32_t byte) {
 }
 
 __device__ __forceinline__ void load_spread() {
-  for (uint32_t i = threadIdx.x; i < 3 * 256; i += kBlockThreads) shared().spread[0][i] = to_nibbles(i % 256) << i / 256;
+  for (uint32_t i = threadIdx.x; i < 3 * 256; i += blockDim.x) shared().spread[0][i] = to_nibbles(i % 256) << i / 256;
 }
 
 // A pair of elements: bytes 0 and 1 of `rests` and `exponents`, or 2 and 3.
@@ -349,24 +353,30 @@ __device__ __forceinline__ uint32_t elements_of(uint32_t rests, uint32_t exponen
   return (unsign & 0x7fff7fff) | (x << 8 & 0x80008000);
 }
 
-// Unpacks s.tile, and calls store(row, elements). Marks beyond the reserve, and far elements beyond the spares, get
-// exponent 0.
+// Unpacks s.tile and `units` pool units at `more`, and calls store(row, elements). A mark beyond them, or a far element
+// beyond the spares, gets exponent 0.
 template <class Store>
-__device__ __forceinline__ void unpack_tile(Shared::Warp& s, const Exponents& book, uint32_t reserve, int lane, Store store) {
+__device__ __forceinline__ void unpack_tile(Shared::Warp& s, const Exponents& book, uint32_t reserve,
+                                            const uint32_t* more, uint32_t units, int lane, Store store) {
   const unsigned char* const further = reinterpret_cast<const unsigned char*>(table());
-  const auto read_nibbles = [&](uint32_t word) {
-    const uint32_t nibbles = reinterpret_cast<const uint32_t*>(s.tile + kNibbles)[word];
+  unsigned char* const marked = s.marked + kMarked;
+  const unsigned char* const nibbles = s.tile + kNibbles;
+  const uint32_t end = min(reserve + units * kPoolMarks, kElements), words = end / 8;
+  uint32_t far = 0;
+  for (uint32_t round = 0; round < words; round += 32) {
+    const uint32_t word = round + lane;
+    uint32_t eight = 0;
+    if (word < reserve / 8) eight = reinterpret_cast<const uint32_t*>(nibbles)[word];
+    else if (word < words) eight = more[word - reserve / 8];
     uint32_t exponents[2] = {0, 0};
 #pragma unroll
-    for (int j = 0; j < 8; ++j) exponents[j / 4] |= uint32_t(further[nibbles >> 4 * j & 15]) << 8 * (j % 4);
-    reinterpret_cast<uint2*>(s.marked)[word] = make_uint2(exponents[0], exponents[1]);
-    return far_nibbles(nibbles);
-  };
-  const unsigned char* const spares = s.tile + kNibbles + reserve / 2;
-  for_far(reserve / 8, lane, read_nibbles, [&](uint32_t mark, uint32_t spare) {
-    if (spare < kMostFar) s.marked[mark] = spares[spare];
-  });
-  if (lane == 0) s.marked[reserve] = 0;
+    for (int j = 0; j < 8; ++j) exponents[j / 4] |= uint32_t(further[eight >> 4 * j & 15]) << 8 * (j % 4);
+    if (word < words) reinterpret_cast<uint2*>(marked)[word] = make_uint2(exponents[0], exponents[1]);
+    far = for_far(far_nibbles(eight), 8 * round, far, lane, [&](uint32_t mark, uint32_t spare) {
+      if (spare < kMostFar) marked[mark] = nibbles[reserve / 2 + spare];
+    });
+  }
+  if (lane == 0) marked[end] = 0;
   uint2* const eights = reinterpret_cast<uint2*>(s.tile) + lane;
   uint2 rests[kRows];
 #pragma unroll
@@ -382,7 +392,7 @@ __device__ __forceinline__ void unpack_tile(Shared::Warp& s, const Exponents& bo
   const uint2 marks = marks_of(s, lane);
   const uint32_t first = sum_before(__popc(marks.x) + __popc(marks.y), lane);
   __syncwarp();
-  for_marks(marks, first, lane, [&](uint32_t element, uint32_t mark) { s.tile[element] = s.marked[min(mark, reserve)]; });
+  for_marks(marks, first, lane, [&](uint32_t element, uint32_t mark) { s.tile[element] = marked[min(mark, end)]; });
   __syncwarp();
 #pragma unroll
   for (int row = 0; row < kRows; ++row) {
@@ -417,8 +427,7 @@ __device__ __forceinline__ void locate_cell(const PackArgs& args, const PackedPa
 class Cells {
  public:
   __device__ __forceinline__ Cells(const PackArgs& args) : args_(args) {
-    constexpr uint32_t kWarps = kBlockThreads / 32;
-    const uint32_t warps = gridDim.x * kWarps, warp = blockIdx.x * kWarps + threadIdx.x / 32;
+    const uint32_t each = blockDim.x / 32, warps = gridDim.x * each, warp = blockIdx.x * each + threadIdx.x / 32;
     const uint64_t total = args.last_cell - args.first_cell;
     cell_ = args.first_cell + uint32_t(total * warp / warps);
     end_ = args.first_cell + uint32_t(total * (warp + 1) / warps);
@@ -440,15 +449,15 @@ class Cells {
     if (leaves) {
       ++index;
       enter_part();
-    } else if (++cell >= plane_end_ && cell < part.spill_cell) {
+    } else if (++cell >= plane_end_ && cell < part.pool_cell) {
       enter_plane(plane + 1);
     }
     return leaves;
   }
   __device__ __forceinline__ bool is_tile() const { return cell - of_plane.first_cell < of_plane.tiles; }
   __device__ __forceinline__ uint32_t tile() const { return cell - of_plane.first_cell; }
-  // Of the header or of the spill entries.
-  __device__ __forceinline__ bool is_flat() const { return cell >= part.spill_cell || cell < first_plane_cell(); }
+  // Of the header or of the pool.
+  __device__ __forceinline__ bool is_flat() const { return cell >= part.pool_cell || cell < first_plane_cell(); }
 
   uint32_t index = 0, cell = 0, plane = 0;  // of the part; of the cell in the part; of its plane
   PackedPart part;
@@ -558,31 +567,40 @@ __device__ __forceinline__ void move_rest(const PackArgs& args, const Cells& at,
   if (unit + count == at.part.units) sums.pad(at.index, at.part);
 }
 
-// A tile that does not fit: as much as there is room for into s.tile, the others into a spill entry.
-__device__ __forceinline__ void spill_tile(const PackArgs& args, const Cells& at, Shared::Warp& s,
-                                           const uint4 (&value)[kRows], int lane) {
-  uint32_t entry = 0;
-  if (lane == 0) entry = uint32_t(atomicAdd(args.sums + 3 * at.index + 2, 1ull));
-  entry = __shfl_sync(kAll, entry, 0);
-  const uint32_t kept = args.tile_units - 1, spilled = kTileUnits - kept;
-  const bool has_room = entry < at.part.spills;
+// Takes `count` units of the part's pool, and fills them: value_of(i) is the i-th 16 bytes. Returns the first; nothing is
+// stored if there are not enough.
+template <class Value>
+__device__ __forceinline__ uint32_t fill_pool(const PackArgs& args, const Cells& at, uint32_t count, int lane,
+                                              Value value_of) {
+  uint32_t first = 0;
+  if (lane == 0) first = uint32_t(atomicAdd(args.sums + 3 * at.index + 2, (unsigned long long)(count)));
+  first = __shfl_sync(kAll, first, 0);
+  if (first + count > at.part.pool) return 0;
+  StripeSums sums(args, lane);
+  const uint32_t unit = at.part.pool_unit + 2 * first;
+  store_flat(sums, at.index, at.part, unit, 2 * count, lane, [&](uint32_t which) { return value_of(which - unit); });
+  sums.finish();
+  return first;
+}
+
+// A tile that is not packed: as much as there is room for into s.tile, the others into the pool.
+__device__ __forceinline__ void put_raw(const PackArgs& args, const Cells& at, Shared::Warp& s,
+                                        const uint4 (&value)[kRows], int lane) {
+  const uint32_t kept = args.tile_units - 1, others = kTileUnits - kept;
   uint4* const units = reinterpret_cast<uint4*>(s.tile);
   __syncwarp();
-  if (has_room) {
 #pragma unroll
-    for (int row = 0; row < kRows; ++row)
-      if (row * 32 + lane >= kept) units[row * 32 + lane - kept] = value[row];
-    __syncwarp();
-    StripeSums sums(args, lane);
-    const uint32_t unit = at.part.spill_unit + entry * spilled;
-    store_flat(sums, at.index, at.part, unit, spilled, lane, [&](uint32_t which) { return units[which - unit]; });
-    sums.finish();
-    __syncwarp();
-  }
+  for (int row = 0; row < kRows; ++row)
+    if (row * 32 + lane >= kept) units[row * 32 + lane - kept] = value[row];
+  __syncwarp();
+  const uint32_t first = fill_pool(args, at, (others + 1) / 2, lane, [&](uint32_t i) {
+    return i < others ? units[i] : make_uint4(0, 0, 0, 0);
+  });
+  __syncwarp();
 #pragma unroll
   for (int row = 0; row < kRows; ++row)
     if (row * 32 + lane < kept) units[row * 32 + lane] = value[row];
-  if (lane == 0) units[kept] = make_uint4(0, 0, 0, has_room ? (entry + 1) << 16 : 0);
+  if (lane == 0) units[kept] = make_uint4(0, 0, 0, kRaw << 8 | first << 16);
   __syncwarp();
 }
 
@@ -613,7 +631,15 @@ __device__ __forceinline__ void pack_cells(const PackArgs& args) {
       const uint64_t header = uint64_t(at.index) * args.header_units * kUnitBytes;
       make_table(args.headers + header + kBookStart + kBookSize * at.plane, lane);
     }
-    if (!pack_tile(s, value, args.marks, lane)) spill_tile(args, at, s, value, lane);
+    const uint32_t units = pack_tile(s, value, args.marks, lane);
+    if (units == kRaw) {
+      put_raw(args, at, s, value, lane);
+    } else if (units != 0) {
+      const uint4* const more = reinterpret_cast<const uint4*>(s.marked + kMarked + args.marks / 2);
+      const uint32_t first = fill_pool(args, at, units, lane, [&](uint32_t i) { return more[i]; });
+      if (lane == 0) reinterpret_cast<uint4*>(s.tile)[args.tile_units - 1].w |= units << 8 | first << 16;
+      __syncwarp();
+    }
     const uint32_t unit = at.of_plane.slot_unit + at.tile() * args.tile_units;
     uint4* const slot = reinterpret_cast<uint4*>(at.part.slot) + unit;
     for_tile(sums, at.index, at.part, unit, args.tile_units, lane, [&](uint32_t, uint32_t which) {
@@ -645,12 +671,12 @@ __device__ __forceinline__ void unpack_cells(const PackArgs& args) {
       if (!sound && lane == 0) atomicAdd(args.sums + 3 * at.index + 2, 1ull);
     }
     if (at.is_flat()) {
-      const bool spill = at.cell >= at.part.spill_cell;
-      const uint32_t begin = spill ? at.part.spill_unit + (at.cell - at.part.spill_cell) * kStripeUnits
+      const bool of_pool = at.cell >= at.part.pool_cell;
+      const uint32_t begin = of_pool ? at.part.pool_unit + (at.cell - at.part.pool_cell) * kStripeUnits
                                    : at.cell * kStripeUnits;
-      const uint32_t end = spill ? at.part.units : args.header_units;
+      const uint32_t end = of_pool ? at.part.units : args.header_units;
       hash_flat(sums, at.index, at.part, begin, min(end - begin, uint32_t(kStripeUnits)), lane);
-      if (spill && begin + kStripeUnits >= end) sums.pad(at.index, at.part);
+      if (of_pool && begin + kStripeUnits >= end) sums.pad(at.index, at.part);
       continue;
     }
     if (!at.is_tile()) {
@@ -678,7 +704,13 @@ __device__ __forceinline__ void unpack_cells(const PackArgs& args) {
       book.load(reinterpret_cast<const unsigned char*>(at.part.slot) + kBookStart + kBookSize * at.plane, lane);
     }
     __syncwarp();
-    const uint32_t number = reinterpret_cast<const uint4*>(s.tile)[args.tile_units - 1].w >> 16;
+    const uint32_t trailer = reinterpret_cast<const uint4*>(s.tile)[args.tile_units - 1].w;
+    const uint32_t units = trailer >> 8 & 255, first = trailer >> 16;
+    const uint32_t kept = args.tile_units - 1;
+    const uint32_t taken = units == kRaw ? (kTileUnits - kept + 1) / 2 : units;
+    const bool is_whole = (units <= kMostPool || units == kRaw) && (taken == 0 || first + taken <= at.part.pool);
+    const uint4* const more =
+        reinterpret_cast<const uint4*>(at.part.slot) + at.part.pool_unit + (taken != 0 ? 2 * first : 0);
     uint4* paged[kRows];
     if (run == nullptr)
       locate_cell<kGranule>(args, at.part, at.plane, at.tile() * kTileUnits, kTileUnits, at.part.skip_blocks, lane, paged);
@@ -686,19 +718,16 @@ __device__ __forceinline__ void unpack_cells(const PackArgs& args) {
       if (run != nullptr) __stcs(run + row * 32 + lane, value);
       else if (paged[row] != nullptr) __stcs(paged[row], value);
     };
-    if (number == 0) {
-      unpack_tile(s, book, args.marks, lane, store);
-    } else if (number <= at.part.spills) {
-      const uint32_t kept = args.tile_units - 1, spilled = kTileUnits - kept;
-      const uint4* const entry =
-          reinterpret_cast<const uint4*>(at.part.slot) + at.part.spill_unit + (number - 1) * spilled;
+    if (!is_whole) {
+      if (lane == 0) atomicAdd(args.sums + 3 * at.index + 2, 1ull);
+    } else if (units != kRaw) {
+      unpack_tile(s, book, args.marks, reinterpret_cast<const uint32_t*>(more), units, lane, store);
+    } else {
 #pragma unroll
       for (int row = 0; row < kRows; ++row) {
         const uint32_t i = row * 32 + lane;
-        store(row, i < kept ? reinterpret_cast<const uint4*>(s.tile)[i] : entry[i - kept]);
+        store(row, i < kept ? reinterpret_cast<const uint4*>(s.tile)[i] : more[i - kept]);
       }
-    } else if (lane == 0) {
-      atomicAdd(args.sums + 3 * at.index + 2, 1ull);
     }
     __syncwarp();  // before the next tile is written to s.tile
   }
@@ -716,8 +745,9 @@ __device__ __forceinline__ uint32_t exponent_at(uint4 v, int j) {
 __device__ __forceinline__ void learn_books(const PackArgs& args) {
   const int lane = threadIdx.x & 31;
   uint32_t* const counts = table();
-  for (uint32_t each = blockIdx.x * kWarps + threadIdx.x / 32; each < args.num_parts * args.num_planes;
-       each += gridDim.x * kWarps) {
+  const uint32_t warps = blockDim.x / 32;
+  for (uint32_t each = blockIdx.x * warps + threadIdx.x / 32; each < args.num_parts * args.num_planes;
+       each += gridDim.x * warps) {
     const uint32_t index = each / args.num_planes, plane = each % args.num_planes;
     const PackedPart part = args.parts[index];
     const uint32_t tiles = reinterpret_cast<const TilePlane*>(part.planes)[plane].tiles;
@@ -774,21 +804,20 @@ __device__ __forceinline__ void learn_books(const PackArgs& args) {
   }
 }
 
-// A thread block for each part: stores its header, and zeros in the spill entries that are not in use.
+// A thread block for each part: stores its header, and zeros in the pool units that are not in use.
 __device__ __forceinline__ void finish_parts(const PackArgs& args) {
   load_keys(args);
   const int lane = threadIdx.x & 31;
   StripeSums sums(args, lane);
   for (uint32_t index = blockIdx.x; index < args.num_parts; index += gridDim.x) {
     const PackedPart part = args.parts[index];
-    const uint32_t spilled = kTileUnits - (args.tile_units - 1);
-    const uint32_t in_use = min(uint32_t(args.sums[3 * index + 2]), part.spills);
+    const uint32_t in_use = min(uint32_t(args.sums[3 * index + 2]), part.pool);
     const uint4* const header =
         reinterpret_cast<const uint4*>(args.headers) + uint64_t(index) * args.header_units;
-    const uint32_t unused = part.spill_unit + in_use * spilled;
+    const uint32_t unused = part.pool_unit + 2 * in_use;
     const uint32_t header_chunks = (args.header_units + kStripeUnits - 1) / kStripeUnits;
     const uint32_t chunks = header_chunks + (part.units - unused + kStripeUnits - 1) / kStripeUnits;
-    for (uint32_t chunk = threadIdx.x / 32; chunk < chunks; chunk += kWarps) {
+    for (uint32_t chunk = threadIdx.x / 32; chunk < chunks; chunk += blockDim.x / 32) {
       const bool is_header = chunk < header_chunks;
       const uint32_t begin = is_header ? chunk * kStripeUnits : unused + (chunk - header_chunks) * kStripeUnits;
       const uint32_t end = is_header ? args.header_units : part.units;
@@ -798,7 +827,7 @@ __device__ __forceinline__ void finish_parts(const PackArgs& args) {
         return is_header ? header[i] : make_uint4(0, 0, 0, 0);
       });
     }
-    if (unused == part.units && part.spills != 0 && threadIdx.x < 32) sums.pad(index, part);
+    if (unused == part.units && part.pool != 0 && threadIdx.x < 32) sums.pad(index, part);
   }
   sums.finish();
 }
@@ -806,7 +835,7 @@ __device__ __forceinline__ void finish_parts(const PackArgs& args) {
 }  // namespace
 
 #define KVDOCK_PACK_KERNEL(name, ...)                                                                          \
-  extern "C" __global__ void __launch_bounds__(kBlockThreads, 1) name(const __grid_constant__ PackArgs args) { \
+  extern "C" __global__ void __launch_bounds__(kMostPackThreads, 1) name(const __grid_constant__ PackArgs args) { \
     __VA_ARGS__(args);                                                                                         \
     if (args.report != nullptr) report_packed(args);                                                           \
   }

@@ -7,9 +7,8 @@ namespace kvdock::cuda {
 
 namespace {
 
-static_assert(kTileUnits * kUnitBytes == kTileBytes && kMostReserve == kMostMarks);
+static_assert(kTileUnits * kUnitBytes == kTileBytes && kMarked + kTileElements < kMarkedBytes);
 static_assert(kMostTileUnits * kUnitBytes == packed_tile_bytes(kMostMarks));
-static_assert(kBookSize == kBookBytes && kBookEntries == kBookExponents);
 
 constexpr uint32_t units(size_t bytes) { return uint32_t(bytes / kUnitBytes); }
 constexpr uint32_t cells_of(size_t bytes) { return uint32_t((bytes + kTileBytes - 1) / kTileBytes); }
@@ -40,8 +39,8 @@ DevicePacking::DevicePacking(Device& device, const PackedShape& shape, size_t bl
       planes_(describe_planes(shape)),
       on_device_(device, planes_.size() * sizeof(TilePlane), MemoryKind::device) {
   const TilePlane& last = planes_.back();
-  spill_cell_ = last.first_cell + last.tiles + (last.rest_units != 0);
-  cells_ = spill_cell_ + cells_of(shape.spills() * shape.spill_bytes());
+  pool_cell_ = last.first_cell + last.tiles + (last.rest_units != 0);
+  cells_ = pool_cell_ + cells_of(shape.packed_bytes() - shape.unit_at(0));
   upload_now(device, on_device_.address(), planes_.data(), planes_.size() * sizeof(TilePlane));
 }
 
@@ -52,10 +51,10 @@ PackedPart describe_packed(const DevicePacking& packing, uintptr_t slot, bool ga
   part.slot = slot;
   part.planes = packing.planes();
   part.begin = gathers ? packing.header_cells() : 0;
-  part.cells = (gathers ? packing.spill_cell() : packing.cells()) - part.begin;
-  part.spill_cell = packing.spill_cell();
-  part.spill_unit = units(packing.shape().spill_at(0));
-  part.spills = uint32_t(packing.shape().spills());
+  part.cells = (gathers ? packing.pool_cell() : packing.cells()) - part.begin;
+  part.pool_cell = packing.pool_cell();
+  part.pool_unit = units(packing.shape().unit_at(0));
+  part.pool = uint32_t(packing.shape().units());
   part.units = units(packing.shape().packed_bytes());
   part.blocks = uint32_t(packing.blocks());
   return part;

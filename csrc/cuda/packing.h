@@ -1,6 +1,6 @@
 // Packed parts on a GPU (docs/understand/packing.md): the shape as the kernels take it, and the memory that they share.
 //
-//   gather   learn books -> pack tiles -> store headers and the unused spill entries: three kernels, in this order
+//   gather   learn books -> pack tiles -> store headers and the unused units of the pools: three kernels, in this order
 //   scatter  unpack
 //
 // All of them read and write the slots themselves. Ownership: a Copier has one PackMemory; its copies take turns with it,
@@ -26,7 +26,7 @@ class DevicePacking {
   const PackedShape& shape() const { return shape_; }
   size_t blocks() const { return blocks_; }                     // of each part
   uint32_t header_cells() const { return planes_[0].first_cell; }
-  uint32_t spill_cell() const { return spill_cell_; }
+  uint32_t pool_cell() const { return pool_cell_; }
   uint32_t cells() const { return cells_; }
   size_t stripes() const;
   uintptr_t planes() const { return on_device_.address(); }     // a TilePlane for each
@@ -35,7 +35,7 @@ class DevicePacking {
   PackedShape shape_;
   size_t blocks_;
   std::vector<TilePlane> planes_;
-  uint32_t spill_cell_ = 0, cells_ = 0;
+  uint32_t pool_cell_ = 0, cells_ = 0;
   Buffer on_device_;
 };
 

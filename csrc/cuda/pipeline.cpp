@@ -206,19 +206,19 @@ void Pipeline::pack(const ContextGuard& cu, const Batch& batch) {
     launch_packed(cu, batch, args, PackStep::pack, batch.stripes);
   }
   args.report = reinterpret_cast<unsigned long long*>(ring_host_.address() + batch.ring_begin);
-  if (gathers) launch_packed(cu, batch, args, PackStep::finish, size_t(args.num_parts) * (kBlockThreads / 32));
+  if (gathers) launch_packed(cu, batch, args, PackStep::finish, size_t(args.num_parts) * (device_.pack_threads() / 32));
   else launch_packed(cu, batch, args, PackStep::unpack, batch.stripes);
 }
 
 // `warps`: how many have something to do.
 void Pipeline::launch_packed(const ContextGuard& cu, const Batch& batch, const PackArgs& args, PackStep step,
                              size_t warps) {
-  constexpr size_t kWarps = kBlockThreads / 32;
-  const auto ctas = unsigned(std::min(size_t(tuning_.direct_ctas), (warps + kWarps - 1) / kWarps));
+  const unsigned threads = device_.pack_threads();
+  const auto ctas = unsigned(std::min(size_t(tuning_.direct_ctas), (warps * 32 + threads - 1) / threads));
   PackArgs passed = args;
   void* parameters[] = {&passed};
-  cuda::check(cu->cuLaunchKernel(device_.kernel(step, batch.layout->wide), ctas, 1, 1, kBlockThreads, 1, 1,
-                                 kPackSharedBytes, kernels_.get(), parameters, nullptr),
+  cuda::check(cu->cuLaunchKernel(device_.kernel(step, batch.layout->wide), ctas, 1, 1, threads, 1, 1,
+                                 device_.pack_shared_bytes(), kernels_.get(), parameters, nullptr),
               "packing kernel");
 }
 

@@ -85,7 +85,7 @@ def require_cuda(device: int) -> _core.CudaDevice:
 def packed_shape(layout: PagedLayout, part_blocks: int, packed: tuple[int, int]) -> _core.PackedShape:
     """The sizes of the packed parts of `part_blocks` blocks. Raises CopyError for impossible ones."""
     planes = [run_bytes * runs * part_blocks for _, _, run_bytes, runs, _ in layout.planes]
-    return _core.PackedShape(planes, marks=packed[0], spills=packed[1])
+    return _core.PackedShape(planes, marks=packed[0], units=packed[1])
 
 
 class CudaHandle:
@@ -112,7 +112,7 @@ class CudaHandle:
         return results_of(self._copy.verified_checksums(), self._parts) if self._copy.wait_verified(timeout_s) else None
 
     def fit(self) -> list[bool]:
-        """Waits for the end. False, after a gather: too many tiles of the packed part spill, and its slot is of no use;
+        """Waits for the end. False, after a gather: the packed part needs too many pool units, and its slot is of no use;
         after a scatter: the slot holds no packed part of the shape, and the blocks may hold anything."""
         return self._copy.fit()
 
@@ -132,7 +132,7 @@ class CudaCopier:
     staging and take turns with it.
 
     `part_blocks`: how many blocks the longest part of a copy has; None: as many as the layout has. `packed`: the marks
-    of a tile and the spill entries of a part (docs/understand/packing.md); then all parts have `part_blocks` blocks,
+    of a tile and the pool units of a part (docs/understand/packing.md); then all parts have `part_blocks` blocks,
     and the slots hold them packed.
 
     Raises NoCuda; CopyError for an impossible tuning; CudaError when the layout's memory is not on that GPU, or when

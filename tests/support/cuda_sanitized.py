@@ -64,9 +64,9 @@ def pack_and_unpack(planes: list[tuple[int, int, int, int, int]], host_at: int, 
     CPU's, whatever fits."""
     layout = _core.PagedLayout(planes, num_blocks=BLOCKS, block_tokens=1)
     ids = array("q", random.sample(range(BLOCKS), BLOCKS))
-    shape = _core.PackedShape([run * runs * BLOCKS // 2 for _, _, run, runs, _ in planes], marks=208, spills=20)
+    shape = _core.PackedShape([run * runs * BLOCKS // 2 for _, _, run, runs, _ in planes], marks=176, units=2000)
     copier = _core.CudaCopier(device=0, **CopyTuning(piece_bytes=MIB).for_core())
-    packed = copier.add_layout(layout, part_blocks=BLOCKS // 2, packed=(208, 20))
+    packed = copier.add_layout(layout, part_blocks=BLOCKS // 2, packed=(176, 2000))
     plain = copier.add_layout(layout, part_blocks=BLOCKS)
     copier.scatter(plain, array("Q", [random_at]), ids, array("q", [0, BLOCKS]), array("q", [0])).checksums()
     step = -(-shape.packed_bytes // 4096) * 4096 + 4096

@@ -51,8 +51,11 @@ class PackedCase(Case):
             plane.normal_()
             plane.mul_(torch.exp2(torch.randn(128, device=plane.device)).to(torch.bfloat16))
 
-    def copier(self, ctas: int, *, packs: bool) -> CudaCopier:
+    def copier(self, ctas: int, *, packs: bool, staged: bool = False) -> CudaCopier:
         tuning = replace(DIRECT, direct_ctas=ctas)
+        if staged:
+            room = max(16 << 20, -(-self.packed.packed_bytes // 4096) * 4096 if packs else 0)
+            tuning = replace(tuning, load_ctas=ctas, piece_bytes=room, direct_load_bytes=0)
         return CudaCopier(
             self.layout, device=self.paged.device.index, part_blocks=self.shape.part_blocks, tuning=tuning,
             packed=self.how if packs else None,
@@ -115,7 +118,14 @@ class Bench:
                 loads = in_turns(
                     partial(self.plain_ms, size, to_device=True), partial(self.clock.load_ms, copier, parts), ROUNDS
                 )
-                for name, pairs in (("store", stores), ("load", loads)):
+                staging = case.copier(ctas, packs=way == "packed", staged=True)
+                if way == "packed":
+                    case.check_load(staging, parts)
+                staged = in_turns(
+                    partial(self.plain_ms, size, to_device=True), partial(self.clock.load_ms, staging, parts), ROUNDS
+                )
+                staging.close()
+                for name, pairs in (("store", stores), ("load", loads), ("staged load", staged)):
                     key = f"{shape.name}: {way} {name}, {ctas} blocks"
                     ours_ms = min(ours for _, ours in pairs)
                     self.figures[key] = {"share": round(median_ratio(pairs), 3), "gb_s": round(size / ours_ms / 1e6, 1)}

@@ -74,8 +74,6 @@ void check_call(const DeviceLayout& blocks_at, std::span<const Part> parts, cons
       refuse(Refusal::copy, name + "slot address", parts[i].slot,
              "host memory, where the CPU hashes the rest of a load");
   }
-  if (blocks_at.packing && !bands.ends.empty())
-    refuse(Refusal::copy, "bands of packed parts", bands.ends.size(), "none");
   size_t before = 0;
   for (const size_t end : bands.ends) {
     if (end <= before || end > layout.planes().size())
@@ -132,19 +130,26 @@ std::vector<std::unique_ptr<Batch>> make_batches(const Tuning& tuning, const Dev
   return batches;
 }
 
-std::vector<std::unique_ptr<Batch>> make_packed_batches(const DeviceLayout& layout, std::span<const Part> parts,
-                                                        Direction direction) {
+std::vector<std::unique_ptr<Batch>> make_packed_batches(const Tuning& tuning, const DeviceLayout& layout,
+                                                        std::span<const Part> parts, Direction direction) {
   const DevicePacking& packing = *layout.packing;
+  const bool fits_staging = packing.staged_bytes() <= tuning.piece_bytes;
+  const bool is_small = packing.shape().packed_bytes() * parts.size() <= tuning.direct_load_bytes;
+  const auto is_direct = [&](const Part& part) {
+    const auto range = find_range(part.slot, packing.shape().packed_bytes());
+    return direction == Direction::gather || is_small || !fits_staging || (range && range->kind == MemoryKind::device);
+  };
   const size_t most = std::min(kMostStripes / packing.stripes(), kMostHeaderBytes / packing.shape().header_bytes());
   std::vector<std::unique_ptr<Batch>> batches;
   for (size_t i = 0; i < parts.size(); ++i) {
-    if (batches.empty() || batches.back()->packed.size() == most ||
+    const bool direct = is_direct(parts[i]);
+    if (batches.empty() || batches.back()->packed.size() == most || batches.back()->direct != direct ||
         batches.back()->ring_bytes() + sizeof(PackedPart) + 24 + 4 * packing.blocks() > kBatchRingBytes) {
       batches.push_back(std::make_unique<Batch>());
       batches.back()->layout = &layout;
       batches.back()->first_result = i;
       batches.back()->direction = direction;
-      batches.back()->direct = true;
+      batches.back()->direct = direct;
     }
     Batch& batch = *batches.back();
     PackedPart part = describe_packed(packing, parts[i].slot, direction == Direction::gather);
@@ -155,7 +160,9 @@ std::vector<std::unique_ptr<Batch>> make_packed_batches(const DeviceLayout& layo
     batch.packed.push_back(part);
     batch.ids.insert(batch.ids.end(), parts[i].block_ids.begin(), parts[i].block_ids.end());
     batch.stripes += part.cells;
-    batch.pieces = {{0, batch.stripes}};
+    const size_t in_piece = batch.direct ? SIZE_MAX : tuning.piece_bytes / packing.staged_bytes();
+    if ((batch.packed.size() - 1) % in_piece == 0) batch.pieces.push_back({part.first_cell, part.first_cell});
+    batch.pieces.back().last_stripe = batch.stripes;
   }
   if (!batches.empty()) batches.back()->ends_band = true;
   return batches;
@@ -166,6 +173,12 @@ uint32_t Batch::part_of(uint32_t stripe) const {
   const auto behind = std::upper_bound(parts.begin(), parts.end(), stripe,
                                        [](uint32_t at, const PartArgs& part) { return at < part.first_stripe; });
   return uint32_t(behind - parts.begin()) - 1;
+}
+
+uint32_t Batch::packed_part_of(uint32_t cell) const {
+  const auto behind = std::upper_bound(packed.begin(), packed.end(), cell,
+                                       [](uint32_t at, const PackedPart& part) { return at < part.first_cell; });
+  return uint32_t(behind - packed.begin()) - 1;
 }
 
 bool DescriptorRing::take(size_t bytes, size_t* begin) {

@@ -44,7 +44,9 @@ struct Batch {
   std::vector<PackedPart> packed;  // in place of `parts` where the layout packs; its cells are `stripes`
   std::vector<int32_t> ids;
   uint32_t stripes = 0;
-  uint64_t bytes() const { return uint64_t(stripes) * kStripeUnits * kUnitBytes; }
+  uint64_t bytes() const {
+    return packed.empty() ? uint64_t(stripes) * kStripeUnits * kUnitBytes : packed.size() * packed[0].units * kUnitBytes;
+  }
   Direction direction = Direction::gather;
   bool direct = false, ends_band = false;
   std::vector<Piece> pieces;
@@ -66,6 +68,7 @@ struct Batch {
   }
   // The index of the part to which a stripe belongs.
   uint32_t part_of(uint32_t stripe) const;
+  uint32_t packed_part_of(uint32_t cell) const;
 };
 
 // Allocates memory for descriptors from a ring: it must be given back in the order in which it was taken.
@@ -84,9 +87,9 @@ std::vector<std::unique_ptr<Batch>> make_batches(const Tuning& tuning, const Dev
                                                  std::span<const Part> parts, Direction direction,
                                                  std::span<const size_t> bands);
 
-// The same for a layout that packs.
-std::vector<std::unique_ptr<Batch>> make_packed_batches(const DeviceLayout& layout, std::span<const Part> parts,
-                                                        Direction direction);
+// The same for a layout that packs. There are no bands.
+std::vector<std::unique_ptr<Batch>> make_packed_batches(const Tuning& tuning, const DeviceLayout& layout,
+                                                        std::span<const Part> parts, Direction direction);
 
 // A Copier's batches in the order of their calls: first in the backlog, then, once all their pieces are submitted, in
 // flight. The Copier's mutex guards it.

@@ -90,8 +90,10 @@ std::shared_ptr<Copy> Copier::copy(size_t number, std::span<const Part> parts, D
   const DeviceLayout& layout = layout_at(number);
   check_call(layout, parts, bands);
   const size_t all[] = {layout.layout.planes().size()};
-  const std::span<const size_t> ends = bands.ends.empty() ? all : bands.ends;
-  auto batches = layout.packing ? make_packed_batches(layout, parts, direction)
+  // Packed parts are unpacked as a whole: all bands end with the last one.
+  const std::span<const size_t> ends = bands.ends.empty() || layout.packing ? all : bands.ends;
+  const size_t verified_after = layout.packing ? 0 : bands.verified_after;
+  auto batches = layout.packing ? make_packed_batches(tuning_, layout, parts, direction)
                                 : make_batches(tuning_, layout, parts, direction, ends);
   auto copy = std::make_shared<Copy>();
   copy->shared_ = shared_;
@@ -99,10 +101,11 @@ std::shared_ptr<Copy> Copier::copy(size_t number, std::span<const Part> parts, D
   copy->fit_.resize(parts.size(), true);
   if (batches.empty()) return copy;
   copy->bands_.resize(ends.size());
+  copy->named_bands_ = std::max<size_t>(bands.ends.size(), 1);
 
   std::unique_lock<std::mutex> lock(shared_->mutex);
   if (closed_) refuse(Refusal::copy, "copier", "closed", "open");
-  if (bands.verified_after > 0) hashers_.start();
+  if (verified_after > 0) hashers_.start();
   if (after) {
     const ContextGuard cu(device_);
     refuse_captured(cu, reinterpret_cast<Stream>(*after));
@@ -111,11 +114,11 @@ std::shared_ptr<Copy> Copier::copy(size_t number, std::span<const Part> parts, D
   }
   copy->copier_ = this;
   copy->batches_left_ = batches.size();
-  if (bands.verified_after > 0) hashers_.hash_the_rest(copy, layout.layout, parts, bands);
+  if (verified_after > 0) hashers_.hash_the_rest(copy, layout.layout, parts, bands);
   for (auto& batch : batches) {
     batch->copy = copy;
     batch->after = copy->after_;
-    copy->first_batches_left_ += batch->band < bands.verified_after;
+    copy->first_batches_left_ += batch->band < verified_after;
     queue_.push(std::move(batch));
   }
   // If other batches are waiting, or another thread submits, the GPU has work already.
@@ -303,8 +306,9 @@ std::optional<double> Copy::took_s() const {
 void Copy::order(uintptr_t stream, std::optional<size_t> which) {
   std::unique_lock<std::mutex> lock(shared_->mutex);
   if (bands_.empty()) return;  // a copy of nothing
-  const size_t band = which.value_or(bands_.size() - 1);
-  if (band >= bands_.size()) refuse(Refusal::copy, "band", band, "less than " + std::to_string(bands_.size()));
+  const size_t named = which.value_or(named_bands_ - 1);
+  if (named >= named_bands_) refuse(Refusal::copy, "band", named, "less than " + std::to_string(named_bands_));
+  const size_t band = std::min(named, bands_.size() - 1);
   while (bands_submitted_ <= band) {
     if (copier_->can_advance()) copier_->advance(lock, SIZE_MAX);
     else shared_->changed.wait(lock);

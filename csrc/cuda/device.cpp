@@ -107,6 +107,10 @@ Function Device::kernel(const Variant& v) const {
 
 Function Device::kernel(PackStep step, bool wide) const { return pack_kernels_[size_t(step) + (wide ? 0 : 4)]; }
 
+unsigned Device::pack_threads(PackStep step) const {
+  return step == PackStep::unpack ? std::min(pack_threads_, kMostUnpackThreads) : pack_threads_;
+}
+
 unsigned Device::pack_shared_bytes() const { return kPackSharedBytes + pack_threads_ / 32 * kPackWarpBytes; }
 
 Device::Keys Device::keys() const {

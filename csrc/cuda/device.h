@@ -44,8 +44,8 @@ class Device {
   const DeviceInfo& info() const { return info_; }
   Function kernel(const Variant& variant) const;
   Function kernel(PackStep step, bool wide) const;
-  unsigned pack_threads() const { return pack_threads_; }  // of a thread block of a packing kernel
-  unsigned pack_shared_bytes() const;                      // and its shared memory
+  unsigned pack_threads(PackStep step) const;  // of a thread block of a packing kernel
+  unsigned pack_shared_bytes() const;           // of one
 
   struct Keys {
     DevicePtr nh, level2;

@@ -67,7 +67,8 @@ class Copy {
   std::vector<uint64_t> verified_sums_;
   size_t verified_after_ = 0, first_batches_left_ = 0, hashes_left_ = 0;  // first batches: those of the first bands
   Event after_ = nullptr;     // belongs to the copier, as those of bands_ do; null once it is not needed
-  std::vector<Event> bands_;  // the end of each band
+  std::vector<Event> bands_;  // the end of each band; of packed parts, of all bands together
+  size_t named_bands_ = 1;
   std::chrono::steady_clock::time_point called_ = std::chrono::steady_clock::now();
   std::optional<double> took_s_;
   std::string error_;

@@ -57,6 +57,8 @@ struct PackArgs {
   unsigned long long* report;
   StripeShare* shares;     // one for each stripe of the batch
   unsigned char* headers;  // gather: the headers of all parts, until they are stored
+  uint64_t stage;          // where slot first_part is in staging, and the others after it; 0: all are read in their place
+  uint64_t stage_bytes;    // from one slot to the next in staging
   uint32_t num_planes;
   uint32_t first_cell, last_cell;
   uint32_t first_part, last_part;  // the parts of those cells, the last one included
@@ -69,11 +71,11 @@ struct PackArgs {
 // no packed part of this shape.
 
 static_assert(sizeof(TilePlane) == 16 && sizeof(PackedPart) == 64 && sizeof(StripeShare) == 24);
-static_assert(sizeof(PackArgs) == 120);
+static_assert(sizeof(PackArgs) == 136);
 
 inline constexpr uint32_t kMarked = 8, kMarkedBytes = 2176;  // a byte for each mark of a tile, and some more
 // Of the packing kernels. Shared memory: a thread block's tables and checksum keys, and what each warp works on.
-inline constexpr uint32_t kMostPackThreads = 768;
+inline constexpr uint32_t kMostPackThreads = 768, kMostUnpackThreads = 512;  // with more, registers spill
 inline constexpr uint32_t kPackSharedBytes = kMostPackThreads / 32 * 1024 + 4 * kChecksumStripeBytes + 3 * 1024;
 inline constexpr uint32_t kPackWarpBytes = kMostTileUnits * kUnitBytes + kMarkedBytes;
 

@@ -470,6 +470,7 @@ class Cells {
   __device__ __forceinline__ const TilePlane* planes() const { return reinterpret_cast<const TilePlane*>(part.planes); }
   __device__ __forceinline__ void enter_part() {
     part = args_.parts[index];
+    if (args_.stage != 0) part.slot = args_.stage + uint64_t(index - args_.first_part) * args_.stage_bytes;
     cell = cell_ - part.first_cell + part.begin;
     uint32_t low = 0, high = args_.num_planes;
     while (high - low > 1) {
@@ -567,18 +568,21 @@ __device__ __forceinline__ void move_rest(const PackArgs& args, const Cells& at,
   if (unit + count == at.part.units) sums.pad(at.index, at.part);
 }
 
-// Takes `count` units of the part's pool, and fills them: value_of(i) is the i-th 16 bytes. Returns the first; nothing is
-// stored if there are not enough.
+// Takes `count` units of the part's pool, and fills them: value_of(i) is the i-th 16 bytes. Returns the first. If there are
+// not enough, those that are left get zeros: each byte of a slot is stored and hashed once, whatever becomes of the part.
 template <class Value>
 __device__ __forceinline__ uint32_t fill_pool(const PackArgs& args, const Cells& at, uint32_t count, int lane,
                                               Value value_of) {
   uint32_t first = 0;
   if (lane == 0) first = uint32_t(atomicAdd(args.sums + 3 * at.index + 2, (unsigned long long)(count)));
   first = __shfl_sync(kAll, first, 0);
-  if (first + count > at.part.pool) return 0;
+  const uint32_t left = at.part.pool - min(first, at.part.pool);
+  if (left == 0) return 0;
   StripeSums sums(args, lane);
   const uint32_t unit = at.part.pool_unit + 2 * first;
-  store_flat(sums, at.index, at.part, unit, 2 * count, lane, [&](uint32_t which) { return value_of(which - unit); });
+  store_flat(sums, at.index, at.part, unit, 2 * min(count, left), lane, [&](uint32_t which) {
+    return count <= left ? value_of(which - unit) : make_uint4(0, 0, 0, 0);
+  });
   sums.finish();
   return first;
 }
@@ -827,24 +831,23 @@ __device__ __forceinline__ void finish_parts(const PackArgs& args) {
         return is_header ? header[i] : make_uint4(0, 0, 0, 0);
       });
     }
-    if (unused == part.units && part.pool != 0 && threadIdx.x < 32) sums.pad(index, part);
   }
   sums.finish();
 }
 
 }  // namespace
 
-#define KVDOCK_PACK_KERNEL(name, ...)                                                                          \
-  extern "C" __global__ void __launch_bounds__(kMostPackThreads, 1) name(const __grid_constant__ PackArgs args) { \
-    __VA_ARGS__(args);                                                                                         \
-    if (args.report != nullptr) report_packed(args);                                                           \
+#define KVDOCK_PACK_KERNEL(name, threads, ...)                                                         \
+  extern "C" __global__ void __launch_bounds__(threads, 1) name(const __grid_constant__ PackArgs args) { \
+    __VA_ARGS__(args);                                                                                 \
+    if (args.report != nullptr) report_packed(args);                                                   \
   }
 
-KVDOCK_PACK_KERNEL(kvdock_learn, learn_books)
-KVDOCK_PACK_KERNEL(kvdock_pack, pack_cells<8>)
-KVDOCK_PACK_KERNEL(kvdock_pack_narrow, pack_cells<1>)
-KVDOCK_PACK_KERNEL(kvdock_unpack, unpack_cells<8>)
-KVDOCK_PACK_KERNEL(kvdock_unpack_narrow, unpack_cells<1>)
-KVDOCK_PACK_KERNEL(kvdock_finish, finish_parts)
+KVDOCK_PACK_KERNEL(kvdock_learn, kMostPackThreads, learn_books)
+KVDOCK_PACK_KERNEL(kvdock_pack, kMostPackThreads, pack_cells<8>)
+KVDOCK_PACK_KERNEL(kvdock_pack_narrow, kMostPackThreads, pack_cells<1>)
+KVDOCK_PACK_KERNEL(kvdock_unpack, kMostUnpackThreads, unpack_cells<8>)
+KVDOCK_PACK_KERNEL(kvdock_unpack_narrow, kMostUnpackThreads, unpack_cells<1>)
+KVDOCK_PACK_KERNEL(kvdock_finish, kMostPackThreads, finish_parts)
 
 }  // namespace kvdock::cuda

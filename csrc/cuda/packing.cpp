@@ -44,6 +44,8 @@ DevicePacking::DevicePacking(Device& device, const PackedShape& shape, size_t bl
   upload_now(device, on_device_.address(), planes_.data(), planes_.size() * sizeof(TilePlane));
 }
 
+size_t DevicePacking::staged_bytes() const { return stripes() * kChecksumStripeBytes; }
+
 size_t DevicePacking::stripes() const { return stripes_of(shape_.packed_bytes()); }
 
 PackedPart describe_packed(const DevicePacking& packing, uintptr_t slot, bool gathers) {

@@ -3,7 +3,8 @@
 //   gather   learn books -> pack tiles -> store headers and the unused units of the pools: three kernels, in this order
 //   scatter  unpack
 //
-// All of them read and write the slots themselves. Ownership: a Copier has one PackMemory; its copies take turns with it,
+// Stores write the slots themselves. Loads of some size pass through staging, whole parts at a time: a tile may have
+// marks in the pool, at its part's end, and its book in the header. Ownership: a Copier has one PackMemory; its copies take turns with it,
 // since their kernels run on one stream.
 #pragma once
 
@@ -29,6 +30,7 @@ class DevicePacking {
   uint32_t pool_cell() const { return pool_cell_; }
   uint32_t cells() const { return cells_; }
   size_t stripes() const;
+  size_t staged_bytes() const;                                  // of a part in staging
   uintptr_t planes() const { return on_device_.address(); }     // a TilePlane for each
 
  private:

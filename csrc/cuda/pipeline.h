@@ -51,7 +51,8 @@ class Pipeline {
   void move_piece(const ContextGuard& cu, const Batch& batch, const Piece& piece, const Staging& staging);
   void move_slots(const ContextGuard& cu, const Batch& batch, const Piece& piece, uintptr_t staging);
   void launch(const ContextGuard& cu, const Batch& batch, const Piece& piece, uintptr_t staging);
-  void pack(const ContextGuard& cu, const Batch& batch);
+  void move_packed_slots(const ContextGuard& cu, const Batch& batch, const Piece& piece, uintptr_t staging);
+  void pack(const ContextGuard& cu, const Batch& batch, const Piece& piece, uintptr_t staging);
   void launch_packed(const ContextGuard& cu, const Batch& batch, const PackArgs& args, PackStep step, size_t warps);
 
   Device& device_;

@@ -112,8 +112,8 @@ class CudaHandle:
         return results_of(self._copy.verified_checksums(), self._parts) if self._copy.wait_verified(timeout_s) else None
 
     def fit(self) -> list[bool]:
-        """Waits for the end. False, after a gather: the packed part needs too many pool units, and its slot is of no use;
-        after a scatter: the slot holds no packed part of the shape, and the blocks may hold anything."""
+        """Waits for the end. False, after a gather: the packed part needs too many pool units, and its slot is of no
+        use; after a scatter: the slot holds no packed part of the shape, and the blocks may hold anything."""
         return self._copy.fit()
 
     def result(self) -> list[PartResult]:

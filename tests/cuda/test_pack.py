@@ -3,18 +3,20 @@ plane, skips, pool units, parts that do not fit, and slots whose bytes are anyth
 
 from __future__ import annotations
 
+import itertools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
 import torch
 from bytes_helpers import GUARD, Paged, Shape, Slots, kv_of
-from cuda_helpers import STAGED, needs_gpu, slots_in
+from cuda_helpers import DIRECT, MIB, STAGED, WAYS, needs_gpu, new_stream, slots_in, stream_of
 
 from kvdock import _core
 from kvdock.datapath.copy import PartCopy
-from kvdock.datapath.cuda import CudaCopier, packed_shape
+from kvdock.datapath.cuda import CopyTuning, CudaCopier, packed_shape
 from kvdock.datapath.errors import CopyError
 from kvdock.datapath.layout import PagedLayout, paged_layout
 from kvdock.shm.checksum import checksum
@@ -127,10 +129,10 @@ def check_scatter(
         slots.write(i, slot)
     sums = [checksum(slots.read(i)) for i in range(2)]
     into = [list(range(1, 12)), list(range(23, 12, -1))]
-    for skips in ((0, 0), (1, 5), (10, 11)):
+    for way, skips in itertools.product(WAYS, ((0, 0), (1, 5), (10, 11))):
         target = Paged(name, torch.bfloat16, shape, device="cuda")
         target.fill_guard()
-        with packing(target.layout, 11, of.units) as copier:
+        with packing(target.layout, 11, of.units, tuning=WAYS[way]) as copier:
             handle = copier.scatter([PartCopy(slots.address(i), into[i], skips[i], sums[i]) for i in range(2)])
             assert [result.ok for result in handle.result()] == [True, True] == handle.fit()
         size = len(target.block_bytes(0, 0, 0))
@@ -140,25 +142,19 @@ def check_scatter(
                 if block in into[part] and (position := into[part].index(block)) >= skips[part]:
                     start = ((layer * kv_of(name) + kv) * 11 + position) * size
                     wanted = parts[part][start : start + size]
-            assert found == wanted, (skips, layer, kv, block)
+            assert found == wanted, (way, skips, layer, kv, block)
 
 
-def packing(layout: PagedLayout, blocks: int, units: int, marks: int = MARKS) -> OpenPacking:
-    return OpenPacking(layout, blocks, (marks, units))
-
-
-class OpenPacking:
-    """A copier that packs, closed at the end."""
-
-    def __init__(self, layout: PagedLayout, blocks: int, how: tuple[int, int]) -> None:
-        torch.cuda.synchronize()
-        self._copier = CudaCopier(layout, device=0, part_blocks=blocks, tuning=STAGED, packed=how)
-
-    def __enter__(self) -> CudaCopier:
-        return self._copier
-
-    def __exit__(self, *error: object) -> None:
-        self._copier.close()
+@contextmanager
+def packing(
+    layout: PagedLayout, blocks: int, units: int, marks: int = MARKS, tuning: CopyTuning = STAGED
+) -> Iterator[CudaCopier]:
+    torch.cuda.synchronize()
+    copier = CudaCopier(layout, device=0, part_blocks=blocks, tuning=tuning, packed=(marks, units))
+    try:
+        yield copier
+    finally:
+        copier.close()
 
 
 @pytest.mark.parametrize("marks", [16, 144, 496])
@@ -255,13 +251,50 @@ def test_parts_that_do_not_fit_leave_their_neighbours_alone() -> None:
     of = shape_of(paged.layout, 8, 40)
     lists = [list(range(8)), list(range(8, 16)), list(range(16, 24))]
     with slots_in("host", 3, of.packed_bytes) as slots, packing(paged.layout, 8, 40) as copier:
-        for _ in range(3):
+        for bad in (1, 0, 2, 1, 0):  # a part leaves nothing behind for the next one in its place
+            lists.sort(key=lambda ids: ids[0] == 8)
+            lists.insert(bad, lists.pop())
             handle = copier.gather([PartCopy(slots.address(i), ids) for i, ids in enumerate(lists)])
-            assert handle.fit() == [True, False, True]
-            for i in (0, 2):
+            assert handle.fit() == [i != bad for i in range(3)]
+            for i in {0, 1, 2} - {bad}:
                 assert unpacked(of, slots.read(i)) == paged.reference(lists[i])
                 assert handle.result()[i].checksum == checksum(slots.read(i))
         assert slots.guards_intact(3)
+
+
+@pytest.mark.parametrize("way", ["staged", "direct"])
+def test_a_load_with_bands_is_whole_when_the_first_of_them_is_there(way: str) -> None:
+    """The bands of packed parts end together; parts pass through staging several at a time."""
+    source = fresh_source()
+    paged = Paged(FORMATS[0], torch.bfloat16, SHAPE, device="cuda")
+    fill(paged, "heavy tails", source)
+    parts = [paged.reference([4 * i + j for j in range(4)]) for i in range(6)]
+    tuning = DIRECT if way == "direct" else CopyTuning(piece_bytes=MIB, buffers=3, direct_load_bytes=0)
+    of = shape_of(paged.layout, 4, 800)
+    with slots_in("host", 6, of.packed_bytes) as slots, packing(paged.layout, 4, 800, tuning=tuning) as copier:
+        sums = []
+        for i, part in enumerate(parts):
+            used, slot = packed(of, part)
+            assert used > 0
+            slots.write(i, slot)
+            sums.append(checksum(slot))
+        for _ in range(3):
+            paged.fill_guard()
+            torch.cuda.synchronize()
+            copies = [PartCopy(slots.address(i), [4 * i + j for j in range(4)], 0, sums[i]) for i in range(6)]
+            handle = copier.scatter(copies, bands=(1, 2, 4), verified_after=1)
+            stream = new_stream()
+            handle.order(stream_of(stream), 0)
+            with torch.cuda.stream(stream):
+                seen = [tensor.clone() for tensor in paged.tensors]
+            stream.synchronize()
+            with pytest.raises(CopyError, match="band"):
+                handle.order(stream_of(stream), 3)
+            verified = handle.verified(None)
+            assert verified is not None and all(one.ok for one in verified) and all(handle.fit())
+            assert [paged.reference([4 * i + j for j in range(4)]) for i in range(6)] == parts
+            for now, then in zip(paged.tensors, seen, strict=True):
+                assert torch.equal(now.view(torch.int16), then.view(torch.int16))
 
 
 def test_arguments_that_do_not_fit_packed_parts_are_refused() -> None:
@@ -269,8 +302,6 @@ def test_arguments_that_do_not_fit_packed_parts_are_refused() -> None:
     with slots_in("host", 1, paged.layout.part_bytes(11)) as slots, packing(paged.layout, 11, 8) as copier:
         with pytest.raises(CopyError, match="part 0: blocks"):
             copier.gather([PartCopy(slots.address(0), range(10))])
-        with pytest.raises(CopyError, match="bands"):
-            copier.scatter([PartCopy(slots.address(0), range(11), 0, 1)], bands=(1, 4))
         with pytest.raises(CopyError, match="marks"):
             copier.beside(paged.layout, part_blocks=11, packed=(100, 8))
         plain = copier.beside(paged.layout, part_blocks=11)

@@ -23,7 +23,7 @@ import torch
 from bench.cuda_rig import GIB, POISON, SHAPES, Case, Clock, Shape, ThreeSegments, in_turns, median_ratio, segments
 from kvdock import _core
 from kvdock.datapath.copy import PartCopy
-from kvdock.datapath.cuda import CopyTuning, CudaCopier, packed_shape
+from kvdock.datapath.cuda import CopyTuning, CudaCopier
 
 CTAS: Final = (2, 4, 8, 16, 32)
 ROUNDS: Final = 5
@@ -41,8 +41,8 @@ class PackedCase(Case):
     def __init__(self, shape: Shape, memory: ThreeSegments, total_bytes: int, device: int, seed: int) -> None:
         super().__init__(shape, memory, total_bytes, device, seed)
         tiles = shape.part_bytes // _core.TILE_BYTES
-        self.how = (MARKS, max(40, tiles))
-        self.packed = packed_shape(self.layout, shape.part_blocks, self.how)
+        planes = [shape.part_bytes // shape.planes] * shape.planes
+        self.packed = _core.PackedShape(planes, marks=MARKS, units=max(40, tiles))
         self.fill()
 
     def fill(self) -> None:
@@ -58,7 +58,7 @@ class PackedCase(Case):
             tuning = replace(tuning, load_ctas=ctas, piece_bytes=room, direct_load_bytes=0)
         return CudaCopier(
             self.layout, device=self.paged.device.index, part_blocks=self.shape.part_blocks, tuning=tuning,
-            packed=self.how if packs else None,
+            packing=self.packed if packs else None,
         )
 
     def check_store(self, copier: CudaCopier) -> list[int]:

@@ -45,7 +45,8 @@ struct Batch {
   std::vector<int32_t> ids;
   uint32_t stripes = 0;
   uint64_t bytes() const {
-    return packed.empty() ? uint64_t(stripes) * kStripeUnits * kUnitBytes : packed.size() * packed[0].units * kUnitBytes;
+    const uint64_t units = packed.empty() ? uint64_t(stripes) * kStripeUnits : packed.size() * packed[0].units;
+    return units * kUnitBytes;
   }
   Direction direction = Direction::gather;
   bool direct = false, ends_band = false;

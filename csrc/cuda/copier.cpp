@@ -226,7 +226,8 @@ void Copier::finish(Batch& batch) {
     const uint64_t* sums = pipeline_.sums_of(batch);
     for (size_t i = 0; i < batch.count(); ++i, sums += batch.sums_each()) {
       if (!batch.packed.empty())
-        copy.fit_[batch.first_result + i] = sums[2] <= (batch.direction == Direction::gather ? batch.packed[i].pool : 0);
+        copy.fit_[batch.first_result + i] =
+            sums[2] <= (batch.direction == Direction::gather ? batch.packed[i].pool : 0);
       const unsigned __int128 total = sums[0] + ((unsigned __int128)(sums[1]) << 32);
       const auto moved = uint64_t(total % kChecksumPrime);
       uint64_t& sum = copy.sums_[batch.first_result + i];

@@ -85,9 +85,9 @@ Device::Device(int index) {
         "kvdock_scatter",       "kvdock_gather",       "kvdock_scatter_narrow",       "kvdock_gather_narrow",
         "kvdock_scatter_mixed", "kvdock_gather_mixed", "kvdock_scatter_mixed_narrow", "kvdock_gather_mixed_narrow"};
     for (size_t i = 0; i < 8; ++i) check(cu->cuModuleGetFunction(&kernels_[i], module_, kNames[i]), kNames[i]);
-    static constexpr const char* kPackNames[8] = {"kvdock_learn",  "kvdock_pack",        "kvdock_finish", "kvdock_unpack",
-                                                  "kvdock_learn",  "kvdock_pack_narrow", "kvdock_finish",
-                                                  "kvdock_unpack_narrow"};
+    static constexpr const char* kPackNames[8] = {  // in the order of PackStep, wide and narrow
+        "kvdock_learn", "kvdock_pack",        "kvdock_finish", "kvdock_unpack",
+        "kvdock_learn", "kvdock_pack_narrow", "kvdock_finish", "kvdock_unpack_narrow"};
     constexpr unsigned kOthers = 2048;  // what the kernels have besides, with what aligns it
     const auto most = unsigned(attribute(handle, kMostSharedBytes));
     pack_threads_ = std::min(kMostPackThreads, (most - kOthers - kPackSharedBytes) / kPackWarpBytes * 32);

@@ -41,8 +41,8 @@ class Copy {
   void order(uintptr_t stream, std::optional<size_t> band);
   // Waits, then returns each part's checksum. Throws Refused{cuda} when the copy failed.
   std::vector<uint64_t> checksums() const;
-  // Waits like checksums(). After a gather: false, a part needs more units of the pool than there are, and its slot is of no
-  // use. After a scatter: false, a slot holds no packed part of the shape, and its blocks may hold anything.
+  // Waits like checksums(). After a gather: false, a part needs more units of the pool than there are, and its slot is
+  // of no use. After a scatter: false, a slot holds no packed part of the shape, and its blocks may hold anything.
   std::vector<bool> fit() const;
   // Seconds on the GPU's clock from the end of the work before the copy (`after`) to the copy's end; without such work,
   // from the call. nullopt until the copy has ended, and when it failed.

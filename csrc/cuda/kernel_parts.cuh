@@ -25,7 +25,7 @@ __device__ __forceinline__ uint64_t warp_sum(uint64_t x) {
   return x;
 }
 
-// Address of a unit of a plane of a part, counted from where the plane begins in the part; 0 in the first `skip` blocks.
+// Address of a unit of a plane of a part, counted from the plane's first in the part; 0 in the first `skip` blocks.
 __device__ __forceinline__ uint64_t locate_in_plane(const PlaneArgs& plane, const int32_t* ids, uint32_t inside,
                                                     uint32_t skip) {
   const uint32_t block = divide(inside, plane.by_block);

@@ -1,7 +1,7 @@
 // The arguments of the packing kernels: plain data, with the same layout in the host's compiler and in nvcc.
 //
-// A packed part is a row of cells in the order of its slot (docs/understand/packing.md): of the header, of each plane its
-// tiles and what is left of it, of the pool. A launch works on cells [first_cell, last_cell) of the row of all
+// A packed part is a row of cells in the order of its slot (docs/understand/packing.md): of the header, of each plane
+// its tiles and what is left of it, of the pool. A launch works on cells [first_cell, last_cell) of the row of all
 // parts. A cell has at most 4096 bytes. Sizes are in units of 16 bytes.
 #pragma once
 
@@ -57,7 +57,7 @@ struct PackArgs {
   unsigned long long* report;
   StripeShare* shares;     // one for each stripe of the batch
   unsigned char* headers;  // gather: the headers of all parts, until they are stored
-  uint64_t stage;          // where slot first_part is in staging, and the others after it; 0: all are read in their place
+  uint64_t stage;          // where slot first_part is in staging, the others after it; 0: they are read in their place
   uint64_t stage_bytes;    // from one slot to the next in staging
   uint32_t num_planes;
   uint32_t first_cell, last_cell;

@@ -1,11 +1,11 @@
 // The kernels that pack in the gather and unpack in the scatter: docs/understand/packing.md.
 //
-// A warp works on one cell at a time, for most of them a tile: the same 4096 bytes, with the same addresses, as a stripe
-// of the copy kernels. Lane l has elements 8 (32 r + l) to 8 (32 r + l) + 7 of row r: a byte of each bit plane. Packed
+// A warp works on one cell at a time, most of which are tiles: as many bytes, with the same addresses, as a stripe of the
+// copy kernels. Lane l has elements 8 (32 r + l) to 8 (32 r + l) + 7 of row r: a byte of each bit plane. Packed
 // tiles pass through shared memory, where lanes share bytes; from there, or to there, they move 16 bytes at a time.
 //
-// Stripes do not end where cells do. A warp keeps its sums of the stripe that it is in; of a stripe that it has not as a
-// whole it adds them to the stripe's StripeShare, and whoever completes the stripe there computes level two.
+// Stripes do not end where cells do. A warp keeps its sums of the stripe that it is in. If it has only a part of the
+// stripe, it adds them to the stripe's StripeShare, and whoever completes the stripe there computes level two.
 //
 // Invariants: bytes are stored from the values that were hashed, and hashed where they were loaded. Whatever a slot's
 // bytes are, nothing outside of the slot is read, and nothing outside of the part's blocks written.
@@ -26,16 +26,16 @@ constexpr uint32_t kMostFar = kSpares, kPoolMarks = kUnitMarks, kMostPool = kMos
 constexpr uint32_t kBookSize = kBookBytes, kBookEntries = kBookExponents, kFarCode = 15;
 constexpr uint32_t kTileRows = kMostTileUnits / 32 + 1;  // of a packed tile: they begin at multiples of 32 units
 
-// What a thread block shares. `tables`, one for each warp, by exponent: its code's bits at 0, 8 and 16, its nibble at 28;
-// or counts. `spread`, by byte: bit j at 4 j, 4 j + 1, 4 j + 2.
+// What a thread block shares. `tables`, one for each warp, by exponent: its code's bits at 0, 8 and 16, its nibble at
+// 28; or counts. `spread`, by byte: bit j at 4 j, 4 j + 1, 4 j + 2.
 struct Shared {
   uint32_t tables[kMostPackThreads / 32][256];
   uint4 keys[2][2 * kStripeUnits];  // k, k' of checksum.h, each of them twice: a run's lie in one piece
   uint32_t spread[3][256];
   struct Warp {
     unsigned char tile[kMostTileUnits * kUnitBytes];
-    // From byte kMarked on: the exponents of marked elements, in their order, or their nibbles. So what a tile's reserve
-    // has no room for begins at a multiple of 16 bytes.
+    // From byte kMarked on: the exponents of marked elements, in their order, or their nibbles. So what a tile's
+    // reserve has no room for begins at a multiple of 16 bytes.
     unsigned char marked[kMarkedBytes];
   } warps[1];  // as many as the thread block has
 };
@@ -54,8 +54,8 @@ __device__ __forceinline__ void load_keys(const PackArgs& args) {
   __syncthreads();
 }
 
-// Calls work(unit) in one lane for each of `count` units from `unit` on; a row of a warp never crosses two stripes. Then
-// calls after(row), in all lanes, with the row's first unit.
+// Calls work(unit) in one lane for each of `count` units from `unit` on, a row of a warp in one stripe; after each row,
+// calls after(row) in all lanes, with the row's first unit.
 template <class Work, class After>
 __device__ __forceinline__ void for_units(uint32_t unit, uint32_t count, int lane, Work work, After after) {
   for (uint32_t row = unit & ~31u; row < unit + count; row += 32) {
@@ -97,8 +97,8 @@ class StripeSums {
  public:
   __device__ __forceinline__ StripeSums(const PackArgs& args, int lane) : args_(args), lane_(lane) {}
 
-  // Begins a run of `count` units at `unit`, at most a stripe's worth. Each of them goes to add() in one lane, row by row
-  // as for_units() has them, and end_row() follows each row.
+  // Begins a run of `count` units at `unit`, at most a stripe's worth. Each of them goes to add() in one lane, row by
+  // row as for_units() has them, and end_row() follows each row.
   __device__ __forceinline__ void begin(uint32_t part, const PackedPart& of, uint32_t unit, uint32_t count) {
     if (part != part_ || unit / kStripeUnits != stripe_) flush();
     if (part != part_) deliver();
@@ -144,8 +144,8 @@ class StripeSums {
  private:
   __device__ __forceinline__ void flush() {
     if (units_ == 0) return;
-    collected_ = with_stripe(args_.shares + first_stripe_ + stripe_, args_.level2 + 4 * uint64_t(stripe_), a_, b_, units_,
-                             collected_);
+    collected_ = with_stripe(args_.shares + first_stripe_ + stripe_, args_.level2 + 4 * uint64_t(stripe_), a_, b_,
+                             units_, collected_);
     a_ = b_ = units_ = 0;
   }
   __device__ __forceinline__ void deliver() {
@@ -211,7 +211,7 @@ __device__ __forceinline__ uint32_t far_nibbles(uint32_t nibbles) {
   return twos & twos >> 2 & 0x11111111;
 }
 
-// Of 8 marks in each lane, those that are far (far_nibbles()): calls put(mark, spare), where the first lane's first mark is
+// Of 8 marks in each lane, those that are far (far_nibbles()): calls put(mark, spare); the first lane's first mark is
 // `first`. Returns how many were far with those before them, of which there were `before`.
 template <class Put>
 __device__ __forceinline__ uint32_t for_far(uint32_t far, uint32_t first, uint32_t before, int lane, Put put) {
@@ -264,7 +264,8 @@ __device__ __forceinline__ uint32_t rests_of(uint32_t low, uint32_t high) {
 
 // Packs a tile into s.tile, with the nibbles of further marks where they begin in s.marked. Returns how many pool units
 // those take; kRaw: too many elements are far.
-__device__ __forceinline__ uint32_t pack_tile(Shared::Warp& s, const uint4 (&value)[kRows], uint32_t reserve, int lane) {
+__device__ __forceinline__ uint32_t pack_tile(Shared::Warp& s, const uint4 (&value)[kRows], uint32_t reserve,
+                                              int lane) {
   const auto table_at = uint32_t(__cvta_generic_to_shared(table()));
   uint2* const eights = reinterpret_cast<uint2*>(s.tile) + lane;
 #pragma unroll
@@ -406,8 +407,9 @@ __device__ __forceinline__ void unpack_tile(Shared::Warp& s, const Exponents& bo
 
 // Addresses of this lane's units of `count` units of a plane, from `first` on; null: past them, or skipped.
 template <int kGranule>
-__device__ __forceinline__ void locate_cell(const PackArgs& args, const PackedPart& part, uint32_t plane, uint32_t first,
-                                            uint32_t count, uint32_t skip, int lane, uint4* (&paged)[kRows]) {
+__device__ __forceinline__ void locate_cell(const PackArgs& args, const PackedPart& part, uint32_t plane,
+                                            uint32_t first, uint32_t count, uint32_t skip, int lane,
+                                            uint4* (&paged)[kRows]) {
   constexpr int kHeld = kRows / kGranule, kHolders = 32 / kGranule;  // as in locate_rows()
   uint64_t held[kHeld];
 #pragma unroll
@@ -542,7 +544,8 @@ __device__ __forceinline__ void for_tile(StripeSums& sums, uint32_t index, const
 
 // What is left of a plane, from paged blocks to the slot, or back.
 template <Direction kDirection>
-__device__ __forceinline__ void move_rest(const PackArgs& args, const Cells& at, StripeSums& sums, bool writes, int lane) {
+__device__ __forceinline__ void move_rest(const PackArgs& args, const Cells& at, StripeSums& sums, bool writes,
+                                          int lane) {
   const uint32_t unit = at.of_plane.slot_unit + at.of_plane.tiles * args.tile_units, count = at.of_plane.rest_units;
   const uint32_t first = at.of_plane.tiles * kTileUnits;
   const auto paged = [&](uint32_t which) {
@@ -568,8 +571,8 @@ __device__ __forceinline__ void move_rest(const PackArgs& args, const Cells& at,
   if (unit + count == at.part.units) sums.pad(at.index, at.part);
 }
 
-// Takes `count` units of the part's pool, and fills them: value_of(i) is the i-th 16 bytes. Returns the first. If there are
-// not enough, those that are left get zeros: each byte of a slot is stored and hashed once, whatever becomes of the part.
+// Takes `count` units of the part's pool, and fills them: value_of(i) is the i-th 16 bytes. Returns the first. If there
+// are not enough, those that are left get zeros: each byte of a slot is stored and hashed once, whatever becomes of it.
 template <class Value>
 __device__ __forceinline__ uint32_t fill_pool(const PackArgs& args, const Cells& at, uint32_t count, int lane,
                                               Value value_of) {
@@ -717,7 +720,8 @@ __device__ __forceinline__ void unpack_cells(const PackArgs& args) {
         reinterpret_cast<const uint4*>(at.part.slot) + at.part.pool_unit + (taken != 0 ? 2 * first : 0);
     uint4* paged[kRows];
     if (run == nullptr)
-      locate_cell<kGranule>(args, at.part, at.plane, at.tile() * kTileUnits, kTileUnits, at.part.skip_blocks, lane, paged);
+      locate_cell<kGranule>(args, at.part, at.plane, at.tile() * kTileUnits, kTileUnits, at.part.skip_blocks, lane,
+                            paged);
     const auto store = [&](int row, uint4 value) {
       if (run != nullptr) __stcs(run + row * 32 + lane, value);
       else if (paged[row] != nullptr) __stcs(paged[row], value);

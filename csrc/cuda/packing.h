@@ -3,9 +3,9 @@
 //   gather   learn books -> pack tiles -> store headers and the unused units of the pools: three kernels, in this order
 //   scatter  unpack
 //
-// Stores write the slots themselves. Loads of some size pass through staging, whole parts at a time: a tile may have
-// marks in the pool, at its part's end, and its book in the header. Ownership: a Copier has one PackMemory; its copies take turns with it,
-// since their kernels run on one stream.
+// Stores write the slots themselves. Larger loads pass through staging, whole parts at a time: a tile may have marks in
+// the pool, at its part's end, and has its book in the header. Ownership: a Copier has one PackMemory; its copies take
+// turns with it, since their kernels run on one stream.
 #pragma once
 
 #include <vector>

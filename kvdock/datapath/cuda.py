@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass, replace
 
 from kvdock import _core
 from kvdock.datapath.copy import PartCopy, PartResult, packed_for_gather, packed_for_scatter, results_of
-from kvdock.datapath.errors import CopierClosed, NoCuda
+from kvdock.datapath.errors import CopierClosed, NoCuda, copy_error
 from kvdock.datapath.layout import PagedLayout
 from kvdock.shm.checksum import ensure_keys
 
@@ -82,12 +82,6 @@ def require_cuda(device: int) -> _core.CudaDevice:
     return known[device]
 
 
-def packed_shape(layout: PagedLayout, part_blocks: int, packed: tuple[int, int]) -> _core.PackedShape:
-    """The sizes of the packed parts of `part_blocks` blocks. Raises CopyError for impossible ones."""
-    planes = [run_bytes * runs * part_blocks for _, _, run_bytes, runs, _ in layout.planes]
-    return _core.PackedShape(planes, marks=packed[0], units=packed[1])
-
-
 class CudaHandle:
     """A copy under way on the GPU (a CopyHandle)."""
 
@@ -131,9 +125,9 @@ class CudaCopier:
     """A Copier for blocks in the memory of GPU `device`. Copiers of further layouts, opened with beside(), share its
     staging and take turns with it.
 
-    `part_blocks`: how many blocks the longest part of a copy has; None: as many as the layout has. `packed`: the marks
-    of a tile and the pool units of a part (docs/understand/packing.md); then all parts have `part_blocks` blocks,
-    and the slots hold them packed.
+    `part_blocks`: how many blocks the longest part of a copy has; None: as many as the layout has. `packing`:
+    the shape of parts of `part_blocks` blocks (docs/understand/packing.md): all parts have so many, and the slots hold
+    them packed. Their bands end together.
 
     Raises NoCuda; CopyError for an impossible tuning; CudaError when the layout's memory is not on that GPU, or when
     there is no memory for staging (`tuning.buffers * tuning.piece_bytes` bytes of the GPU, and 8 MiB page-locked).
@@ -141,30 +135,32 @@ class CudaCopier:
 
     def __init__(
         self, layout: PagedLayout, *, device: int, part_blocks: int | None = None, tuning: CopyTuning | None = None,
-        packed: tuple[int, int] | None = None,
+        packing: _core.PackedShape | None = None,
     ) -> None:
         require_cuda(device)
         self.device = device
         self.tuning = tuning if tuning is not None else CopyTuning()
         self._core = _core.CudaCopier(device=device, **self.tuning.for_core())
-        self._add(layout, part_blocks, packed)
+        self._add(layout, part_blocks, packing)
 
     def beside(
-        self, layout: PagedLayout, *, part_blocks: int | None = None, packed: tuple[int, int] | None = None
+        self, layout: PagedLayout, *, part_blocks: int | None = None, packing: _core.PackedShape | None = None
     ) -> CudaCopier:
         """A Copier for another layout on the same GPU. Closing one closes all."""
         other = copy.copy(self)
-        other._add(layout, part_blocks, packed)
+        other._add(layout, part_blocks, packing)
         return other
 
-    def _add(self, layout: PagedLayout, part_blocks: int | None, packed: tuple[int, int] | None) -> None:
+    def _add(self, layout: PagedLayout, part_blocks: int | None, packing: _core.PackedShape | None) -> None:
         blocks = layout.num_blocks if part_blocks is None else part_blocks
-        longest = layout.part_bytes(blocks)
-        if packed is not None:
-            longest = max(longest, packed_shape(layout, blocks, packed).packed_bytes)
+        longest, how = layout.part_bytes(blocks), None
+        if packing is not None:
+            if packing.raw_bytes != longest:
+                raise copy_error("bytes of a packed part before packing", found=packing.raw_bytes, wanted=longest)
+            longest, how = max(longest, packing.packed_bytes), (packing.marks, packing.units)
         ensure_keys(longest)
         self._layout = layout
-        self._number = self._core.add_layout(layout.core, part_blocks=blocks, packed=packed)
+        self._number = self._core.add_layout(layout.core, part_blocks=blocks, packed=how)
 
     @property
     def staging_bytes(self) -> int:

@@ -16,7 +16,7 @@ from cuda_helpers import DIRECT, MIB, STAGED, WAYS, needs_gpu, new_stream, slots
 
 from kvdock import _core
 from kvdock.datapath.copy import PartCopy
-from kvdock.datapath.cuda import CopyTuning, CudaCopier, packed_shape
+from kvdock.datapath.cuda import CopyTuning, CudaCopier
 from kvdock.datapath.errors import CopyError
 from kvdock.datapath.layout import PagedLayout, paged_layout
 from kvdock.shm.checksum import checksum
@@ -68,7 +68,8 @@ def fill(paged: Paged, kind: str, source: Source) -> None:
 
 
 def shape_of(layout: PagedLayout, blocks: int, units: int, marks: int = MARKS) -> _core.PackedShape:
-    return packed_shape(layout, blocks, (marks, units))
+    planes = [run_bytes * runs * blocks for _, _, run_bytes, runs, _ in layout.planes]
+    return _core.PackedShape(planes, marks=marks, units=units)
 
 
 def unpacked(shape: _core.PackedShape, slot: bytes) -> bytes | None:
@@ -150,7 +151,8 @@ def packing(
     layout: PagedLayout, blocks: int, units: int, marks: int = MARKS, tuning: CopyTuning = STAGED
 ) -> Iterator[CudaCopier]:
     torch.cuda.synchronize()
-    copier = CudaCopier(layout, device=0, part_blocks=blocks, tuning=tuning, packed=(marks, units))
+    how = shape_of(layout, blocks, units, marks)
+    copier = CudaCopier(layout, device=0, part_blocks=blocks, tuning=tuning, packing=how)
     try:
         yield copier
     finally:
@@ -302,7 +304,7 @@ def test_arguments_that_do_not_fit_packed_parts_are_refused() -> None:
     with slots_in("host", 1, paged.layout.part_bytes(11)) as slots, packing(paged.layout, 11, 8) as copier:
         with pytest.raises(CopyError, match="part 0: blocks"):
             copier.gather([PartCopy(slots.address(0), range(10))])
-        with pytest.raises(CopyError, match="marks"):
-            copier.beside(paged.layout, part_blocks=11, packed=(100, 8))
+        with pytest.raises(CopyError, match="before packing"):
+            copier.beside(paged.layout, part_blocks=11, packing=shape_of(paged.layout, 10, 8))
         plain = copier.beside(paged.layout, part_blocks=11)
         assert plain.gather([PartCopy(slots.address(0), range(11))]).fit() == [True]

@@ -1,7 +1,7 @@
 // The kernels that pack in the gather and unpack in the scatter: docs/understand/packing.md.
 //
-// A warp works on one cell at a time, most of which are tiles: as many bytes, with the same addresses, as a stripe of the
-// copy kernels. Lane l has elements 8 (32 r + l) to 8 (32 r + l) + 7 of row r: a byte of each bit plane. Packed
+// A warp works on one cell at a time, most of which are tiles: as many bytes, with the same addresses, as a stripe of
+// the copy kernels. Lane l has elements 8 (32 r + l) to 8 (32 r + l) + 7 of row r: a byte of each bit plane. Packed
 // tiles pass through shared memory, where lanes share bytes; from there, or to there, they move 16 bytes at a time.
 //
 // Stripes do not end where cells do. A warp keeps its sums of the stripe that it is in. If it has only a part of the

@@ -83,6 +83,8 @@ void bind_copier(py::module_& m) {
            "timeout_s"_a = py::none(), Nogil())
       .def("order", &Copy::order, "stream"_a, "band"_a = py::none(), Nogil())
       .def("checksums", &Copy::checksums, Nogil(), "Waits; one for each part. Raises CudaError when the copy failed.")
+      .def("fit", &Copy::fit, Nogil(),
+           "Waits; of packed parts: whether each fits (gather), or is a packed part of the shape (scatter).")
       .def("took_s", &Copy::took_s)
       .def("verified_checksums", &Copy::verified_checksums, Nogil(),
            "Like checksums(), once the copy is verified: of the bytes copied by then, and of the others in the slots.");
@@ -98,8 +100,14 @@ void bind_copier(py::module_& m) {
                                                              direct_load_bytes, direct_store_bytes, hash_threads});
       }), py::kw_only(), "device"_a, "piece_bytes"_a, "buffers"_a, "load_ctas"_a, "store_ctas"_a, "direct_ctas"_a,
           "direct_load_bytes"_a, "direct_store_bytes"_a, "hash_threads"_a, Nogil())
-      .def("add_layout", &Copier::add_layout, "layout"_a, py::kw_only(), "part_blocks"_a, Nogil(),
-           "`part_blocks`: of the longest part that copies will name. Waits for the GPU.")
+      .def("add_layout", [](Copier& self, const PagedLayout& layout, size_t part_blocks,
+                            std::optional<std::pair<size_t, size_t>> packed) {
+        std::optional<cuda::Packed> pack;
+        if (packed) pack = cuda::Packed{packed->first, packed->second};
+        return self.add_layout(layout, part_blocks, pack);
+      }, "layout"_a, py::kw_only(), "part_blocks"_a, "packed"_a = py::none(), Nogil(),
+           "`part_blocks`: of the longest part that copies will name. packed: (marks, units) of packed parts, all of "
+           "which have `part_blocks` blocks; None: parts are stored as they are. Waits for the GPU.")
       .def("gather", &gather, "layout"_a, "slots"_a, "block_ids"_a, "starts"_a, py::kw_only(), "after"_a = py::none())
       .def("scatter", &scatter, "layout"_a, "slots"_a, "block_ids"_a, "starts"_a, "skips"_a, py::kw_only(),
            "after"_a = py::none(), "bands"_a = std::vector<size_t>(), "verified_after"_a = size_t(0),

@@ -48,6 +48,11 @@ std::vector<Piece> cut_into_pieces(uint32_t stripes, uint32_t piece_stripes, Dir
   return pieces;
 }
 
+// Of a part in its slot.
+size_t slot_bytes(const DeviceLayout& layout, size_t blocks) {
+  return layout.packing ? layout.packing->shape().packed_bytes() : blocks * layout.layout.block_bytes();
+}
+
 }  // namespace
 
 void check_call(const DeviceLayout& blocks_at, std::span<const Part> parts, const Bands& bands) {
@@ -55,11 +60,13 @@ void check_call(const DeviceLayout& blocks_at, std::span<const Part> parts, cons
   check_parts(layout, parts);
   for (size_t i = 0; i < parts.size(); ++i) {
     const std::string name = "part " + std::to_string(i) + ": ";
-    const size_t blocks = parts[i].block_ids.size(), bytes = blocks * layout.block_bytes();
+    const size_t blocks = parts[i].block_ids.size(), bytes = slot_bytes(blocks_at, blocks);
     if (bytes >= kMostPartBytes || (blocks + 32) * sizeof(int32_t) > kBatchRingBytes)
       refuse(Refusal::copy, name + "blocks", blocks, "less than 32 GiB and at most 500000");
     if (blocks > blocks_at.part_blocks)
       refuse(Refusal::copy, name + "blocks", blocks, "at most the layout's " + std::to_string(blocks_at.part_blocks));
+    if (blocks_at.packing && blocks != blocks_at.part_blocks)
+      refuse(Refusal::copy, name + "blocks", blocks, "the layout's " + std::to_string(blocks_at.part_blocks));
     const auto range = find_range(parts[i].slot, bytes);
     if (bytes != 0 && !range)
       refuse(Refusal::copy, name + "slot address", parts[i].slot, "memory registered for copies, in one piece");
@@ -123,11 +130,55 @@ std::vector<std::unique_ptr<Batch>> make_batches(const Tuning& tuning, const Dev
   return batches;
 }
 
+std::vector<std::unique_ptr<Batch>> make_packed_batches(const Tuning& tuning, const DeviceLayout& layout,
+                                                        std::span<const Part> parts, Direction direction) {
+  const DevicePacking& packing = *layout.packing;
+  const bool fits_staging = packing.staged_bytes() <= tuning.piece_bytes;
+  const bool is_small = packing.shape().packed_bytes() * parts.size() <= tuning.direct_load_bytes;
+  const auto is_direct = [&](const Part& part) {
+    const auto range = find_range(part.slot, packing.shape().packed_bytes());
+    return direction == Direction::gather || is_small || !fits_staging || (range && range->kind == MemoryKind::device);
+  };
+  const size_t most = std::min(kMostStripes / packing.stripes(), kMostHeaderBytes / packing.shape().header_bytes());
+  std::vector<std::unique_ptr<Batch>> batches;
+  for (size_t i = 0; i < parts.size(); ++i) {
+    const bool direct = is_direct(parts[i]);
+    if (batches.empty() || batches.back()->packed.size() == most || batches.back()->direct != direct ||
+        batches.back()->ring_bytes() + sizeof(PackedPart) + 24 + 4 * packing.blocks() > kBatchRingBytes) {
+      batches.push_back(std::make_unique<Batch>());
+      batches.back()->layout = &layout;
+      batches.back()->first_result = i;
+      batches.back()->direction = direction;
+      batches.back()->direct = direct;
+    }
+    Batch& batch = *batches.back();
+    PackedPart part = describe_packed(packing, parts[i].slot, direction == Direction::gather);
+    part.first_cell = batch.stripes;
+    part.first_stripe = uint32_t(batch.packed.size() * packing.stripes());
+    part.first_id = uint32_t(batch.ids.size());
+    part.skip_blocks = uint32_t(parts[i].skip_blocks);
+    batch.packed.push_back(part);
+    batch.ids.insert(batch.ids.end(), parts[i].block_ids.begin(), parts[i].block_ids.end());
+    batch.stripes += part.cells;
+    const size_t in_piece = batch.direct ? SIZE_MAX : tuning.piece_bytes / packing.staged_bytes();
+    if ((batch.packed.size() - 1) % in_piece == 0) batch.pieces.push_back({part.first_cell, part.first_cell});
+    batch.pieces.back().last_stripe = batch.stripes;
+  }
+  if (!batches.empty()) batches.back()->ends_band = true;
+  return batches;
+}
+
 uint32_t Batch::part_of(uint32_t stripe) const {
   // The last part that begins at or before the stripe, since parts without blocks have no stripe.
   const auto behind = std::upper_bound(parts.begin(), parts.end(), stripe,
                                        [](uint32_t at, const PartArgs& part) { return at < part.first_stripe; });
   return uint32_t(behind - parts.begin()) - 1;
+}
+
+uint32_t Batch::packed_part_of(uint32_t cell) const {
+  const auto behind = std::upper_bound(packed.begin(), packed.end(), cell,
+                                       [](uint32_t at, const PackedPart& part) { return at < part.first_cell; });
+  return uint32_t(behind - packed.begin()) - 1;
 }
 
 bool DescriptorRing::take(size_t bytes, size_t* begin) {

@@ -41,9 +41,13 @@ struct Batch {
   size_t first_result = 0;  // parts[i] is part first_result + i of the call, or its share of a band
   size_t band = 0;
   std::vector<PartArgs> parts;
+  std::vector<PackedPart> packed;  // in place of `parts` where the layout packs; its cells are `stripes`
   std::vector<int32_t> ids;
   uint32_t stripes = 0;
-  uint64_t bytes() const { return uint64_t(stripes) * kStripeUnits * kUnitBytes; }
+  uint64_t bytes() const {
+    const uint64_t units = packed.empty() ? uint64_t(stripes) * kStripeUnits : packed.size() * packed[0].units;
+    return units * kUnitBytes;
+  }
   Direction direction = Direction::gather;
   bool direct = false, ends_band = false;
   std::vector<Piece> pieces;
@@ -55,14 +59,17 @@ struct Batch {
   Event uploaded = nullptr, done = nullptr;
 
   // The batch's memory in the ring holds the sums and a counter, all zero at first, then descriptors, then block ids.
-  size_t sums_bytes() const { return (parts.size() * 2 + 2) * sizeof(uint64_t); }
-  size_t parts_bytes() const { return parts.size() * sizeof(PartArgs); }
+  size_t count() const { return parts.size() + packed.size(); }
+  size_t sums_each() const { return packed.empty() ? 2 : 3; }
+  size_t sums_bytes() const { return (count() * sums_each() + 2) * sizeof(uint64_t); }
+  size_t parts_bytes() const { return parts.size() * sizeof(PartArgs) + packed.size() * sizeof(PackedPart); }
   size_t ring_bytes() const {
     const size_t all = sums_bytes() + parts_bytes() + ids.size() * sizeof(int32_t);
     return (all + 255) / 256 * 256;
   }
   // The index of the part to which a stripe belongs.
   uint32_t part_of(uint32_t stripe) const;
+  uint32_t packed_part_of(uint32_t cell) const;
 };
 
 // Allocates memory for descriptors from a ring: it must be given back in the order in which it was taken.
@@ -80,6 +87,10 @@ class DescriptorRing {
 std::vector<std::unique_ptr<Batch>> make_batches(const Tuning& tuning, const DeviceLayout& layout,
                                                  std::span<const Part> parts, Direction direction,
                                                  std::span<const size_t> bands);
+
+// The same for a layout that packs. There are no bands.
+std::vector<std::unique_ptr<Batch>> make_packed_batches(const Tuning& tuning, const DeviceLayout& layout,
+                                                        std::span<const Part> parts, Direction direction);
 
 // A Copier's batches in the order of their calls: first in the backlog, then, once all their pieces are submitted, in
 // flight. The Copier's mutex guards it.

@@ -70,9 +70,10 @@ void Copier::close() {
 
 // ------------------------------------------------------------------ a call
 
-size_t Copier::add_layout(const PagedLayout& layout, size_t part_blocks) {
-  auto added = std::make_unique<DeviceLayout>(device_, layout, part_blocks);
+size_t Copier::add_layout(const PagedLayout& layout, size_t part_blocks, const std::optional<Packed>& pack) {
+  auto added = std::make_unique<DeviceLayout>(device_, layout, part_blocks, pack);
   const std::lock_guard<std::mutex> guard(shared_->mutex);
+  if (pack) pipeline_.make_room_to_pack();
   layouts_.push_back(std::move(added));
   return layouts_.size() - 1;
 }
@@ -89,17 +90,22 @@ std::shared_ptr<Copy> Copier::copy(size_t number, std::span<const Part> parts, D
   const DeviceLayout& layout = layout_at(number);
   check_call(layout, parts, bands);
   const size_t all[] = {layout.layout.planes().size()};
-  const std::span<const size_t> ends = bands.ends.empty() ? all : bands.ends;
-  auto batches = make_batches(tuning_, layout, parts, direction, ends);
+  // Packed parts are unpacked as a whole: all bands end with the last one.
+  const std::span<const size_t> ends = bands.ends.empty() || layout.packing ? all : bands.ends;
+  const size_t verified_after = layout.packing ? 0 : bands.verified_after;
+  auto batches = layout.packing ? make_packed_batches(tuning_, layout, parts, direction)
+                                : make_batches(tuning_, layout, parts, direction, ends);
   auto copy = std::make_shared<Copy>();
   copy->shared_ = shared_;
   copy->sums_.resize(parts.size());
+  copy->fit_.resize(parts.size(), true);
   if (batches.empty()) return copy;
   copy->bands_.resize(ends.size());
+  copy->named_bands_ = std::max<size_t>(bands.ends.size(), 1);
 
   std::unique_lock<std::mutex> lock(shared_->mutex);
   if (closed_) refuse(Refusal::copy, "copier", "closed", "open");
-  if (bands.verified_after > 0) hashers_.start();
+  if (verified_after > 0) hashers_.start();
   if (after) {
     const ContextGuard cu(device_);
     refuse_captured(cu, reinterpret_cast<Stream>(*after));
@@ -108,11 +114,11 @@ std::shared_ptr<Copy> Copier::copy(size_t number, std::span<const Part> parts, D
   }
   copy->copier_ = this;
   copy->batches_left_ = batches.size();
-  if (bands.verified_after > 0) hashers_.hash_the_rest(copy, layout.layout, parts, bands);
+  if (verified_after > 0) hashers_.hash_the_rest(copy, layout.layout, parts, bands);
   for (auto& batch : batches) {
     batch->copy = copy;
     batch->after = copy->after_;
-    copy->first_batches_left_ += batch->band < bands.verified_after;
+    copy->first_batches_left_ += batch->band < verified_after;
     queue_.push(std::move(batch));
   }
   // If other batches are waiting, or another thread submits, the GPU has work already.
@@ -218,8 +224,11 @@ void Copier::finish(Batch& batch) {
   Copy& copy = *batch.copy;
   if (batch.error.empty()) {
     const uint64_t* sums = pipeline_.sums_of(batch);
-    for (size_t i = 0; i < batch.parts.size(); ++i) {
-      const unsigned __int128 total = sums[2 * i] + ((unsigned __int128)(sums[2 * i + 1]) << 32);
+    for (size_t i = 0; i < batch.count(); ++i, sums += batch.sums_each()) {
+      if (!batch.packed.empty())
+        copy.fit_[batch.first_result + i] =
+            sums[2] <= (batch.direction == Direction::gather ? batch.packed[i].pool : 0);
+      const unsigned __int128 total = sums[0] + ((unsigned __int128)(sums[1]) << 32);
       const auto moved = uint64_t(total % kChecksumPrime);
       uint64_t& sum = copy.sums_[batch.first_result + i];
       sum = add_mod_p(sum, moved);
@@ -284,6 +293,12 @@ std::vector<uint64_t> Copy::checksums() const {
   return verified_checksums();
 }
 
+std::vector<bool> Copy::fit() const {
+  checksums();
+  const std::lock_guard<std::mutex> guard(shared_->mutex);
+  return fit_;
+}
+
 std::optional<double> Copy::took_s() const {
   const std::lock_guard<std::mutex> guard(shared_->mutex);
   return took_s_;
@@ -292,8 +307,9 @@ std::optional<double> Copy::took_s() const {
 void Copy::order(uintptr_t stream, std::optional<size_t> which) {
   std::unique_lock<std::mutex> lock(shared_->mutex);
   if (bands_.empty()) return;  // a copy of nothing
-  const size_t band = which.value_or(bands_.size() - 1);
-  if (band >= bands_.size()) refuse(Refusal::copy, "band", band, "less than " + std::to_string(bands_.size()));
+  const size_t named = which.value_or(named_bands_ - 1);
+  if (named >= named_bands_) refuse(Refusal::copy, "band", named, "less than " + std::to_string(named_bands_));
+  const size_t band = std::min(named, bands_.size() - 1);
   while (bands_submitted_ <= band) {
     if (copier_->can_advance()) copier_->advance(lock, SIZE_MAX);
     else shared_->changed.wait(lock);

@@ -47,7 +47,8 @@ class Copier {
   // Adds a layout and returns its number, which copies name. The copies of all layouts share staging buffers and one
   // order. `part_blocks`: how many blocks the longest part has; checksum keys for this length are uploaded now, so that
   // no call has to. Waits for the GPU.
-  size_t add_layout(const PagedLayout& layout, size_t part_blocks);
+  // `pack`: all parts of the layout's copies have `part_blocks` blocks and are packed.
+  size_t add_layout(const PagedLayout& layout, size_t part_blocks, const std::optional<Packed>& pack);
 
   // Gathers into the slots of `parts`, or scatters from them. `after`: a stream whose present work the copy waits for
   // (0: the legacy stream). Only a scatter has bands.

@@ -1,5 +1,6 @@
 #include "cuda/device.h"
 
+#include <algorithm>
 #include <array>
 #include <cstring>
 #include <map>
@@ -7,6 +8,7 @@
 #include "copy/checksum.h"
 #include "base/errors.h"
 #include "cuda/kernel_image.h"
+#include "cuda/pack_args.h"
 
 namespace kvdock::cuda {
 
@@ -83,6 +85,16 @@ Device::Device(int index) {
         "kvdock_scatter",       "kvdock_gather",       "kvdock_scatter_narrow",       "kvdock_gather_narrow",
         "kvdock_scatter_mixed", "kvdock_gather_mixed", "kvdock_scatter_mixed_narrow", "kvdock_gather_mixed_narrow"};
     for (size_t i = 0; i < 8; ++i) check(cu->cuModuleGetFunction(&kernels_[i], module_, kNames[i]), kNames[i]);
+    static constexpr const char* kPackNames[8] = {  // in the order of PackStep, wide and narrow
+        "kvdock_learn", "kvdock_pack",        "kvdock_finish", "kvdock_unpack",
+        "kvdock_learn", "kvdock_pack_narrow", "kvdock_finish", "kvdock_unpack_narrow"};
+    constexpr unsigned kOthers = 2048;  // what the kernels have besides, with what aligns it
+    const auto most = unsigned(attribute(handle, kMostSharedBytes));
+    pack_threads_ = std::min(kMostPackThreads, (most - kOthers - kPackSharedBytes) / kPackWarpBytes * 32);
+    for (size_t i = 0; i < 8; ++i) {
+      check(cu->cuModuleGetFunction(&pack_kernels_[i], module_, kPackNames[i]), kPackNames[i]);
+      check(cu->cuFuncSetAttribute(pack_kernels_[i], kMostDynamicSharedBytes, int(pack_shared_bytes())), kPackNames[i]);
+    }
   } catch (...) {
     cu->cuDevicePrimaryCtxRelease_v2(handle);
     throw;
@@ -92,6 +104,14 @@ Device::Device(int index) {
 Function Device::kernel(const Variant& v) const {
   return kernels_[size_t(v.direction == Direction::gather) | size_t(!v.wide) << 1 | size_t(!v.alike) << 2];
 }
+
+Function Device::kernel(PackStep step, bool wide) const { return pack_kernels_[size_t(step) + (wide ? 0 : 4)]; }
+
+unsigned Device::pack_threads(PackStep step) const {
+  return step == PackStep::unpack ? std::min(pack_threads_, kMostUnpackThreads) : pack_threads_;
+}
+
+unsigned Device::pack_shared_bytes() const { return kPackSharedBytes + pack_threads_ / 32 * kPackWarpBytes; }
 
 Device::Keys Device::keys() const {
   const std::lock_guard<std::mutex> guard(mutex_);

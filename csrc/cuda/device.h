@@ -33,6 +33,8 @@ struct Variant {
   bool alike, wide;
 };
 
+enum class PackStep { learn, pack, finish, unpack };
+
 class Device {
  public:
   // Throws Refused{cuda}: no such device, no kernels in this build, no kernel for this GPU.
@@ -41,6 +43,9 @@ class Device {
   Context context() const { return context_; }
   const DeviceInfo& info() const { return info_; }
   Function kernel(const Variant& variant) const;
+  Function kernel(PackStep step, bool wide) const;
+  unsigned pack_threads(PackStep step) const;  // of a thread block of a packing kernel
+  unsigned pack_shared_bytes() const;           // of one
 
   struct Keys {
     DevicePtr nh, level2;
@@ -60,7 +65,8 @@ class Device {
   DeviceInfo info_{};
   Context context_ = nullptr;
   Module module_ = nullptr;
-  Function kernels_[8] = {};
+  Function kernels_[8] = {}, pack_kernels_[8] = {};
+  unsigned pack_threads_ = 0;
   mutable std::mutex mutex_;  // guards what follows
   Keys keys_{};
   size_t key_stripes_ = 0;

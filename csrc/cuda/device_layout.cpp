@@ -47,7 +47,8 @@ std::vector<PlaneArgs> describe_planes(const PagedLayout& layout) {
 
 }  // namespace
 
-DeviceLayout::DeviceLayout(Device& device, const PagedLayout& paged, size_t most_blocks)
+DeviceLayout::DeviceLayout(Device& device, const PagedLayout& paged, size_t most_blocks,
+                           const std::optional<Packed>& pack)
     : layout(paged),
       part_blocks(most_blocks),
       alike(all_alike(paged.planes())),
@@ -55,15 +56,16 @@ DeviceLayout::DeviceLayout(Device& device, const PagedLayout& paged, size_t most
       planes(device, paged.planes().size() * sizeof(PlaneArgs), MemoryKind::device) {
   if (paged.block_bytes() >= kMostPartBytes)
     refuse(Refusal::copy, "block bytes", paged.block_bytes(), "less than 32 GiB");
-  const ContextGuard cu(device);
   for (const Plane& plane : paged.planes()) require_on_device(device, plane.base, extent_bytes(paged, plane));
   device.grow_keys(stripes_of(std::min(most_blocks * paged.block_bytes(), kMostPartBytes)));
-  const OwnedStream uploads = make_stream(device);
   const auto described = describe_planes(paged);
-  check(cu->cuMemcpyHtoDAsync_v2(planes.address(), described.data(), described.size() * sizeof(PlaneArgs),
-                                 uploads.get()),
-        "upload of a layout");
-  check(cu->cuStreamSynchronize(uploads.get()), "upload of a layout");
+  upload_now(device, planes.address(), described.data(), planes.bytes());
+  if (!pack) return;
+  std::vector<size_t> bytes;
+  for (const Plane& plane : paged.planes()) bytes.push_back(plane.block_bytes() * most_blocks);
+  const PackedShape shape(bytes, pack->marks, pack->units);
+  device.grow_keys(stripes_of(shape.packed_bytes()));
+  packing = std::make_unique<DevicePacking>(device, shape, most_blocks);
 }
 
 }  // namespace kvdock::cuda

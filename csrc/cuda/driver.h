@@ -37,7 +37,8 @@ inline constexpr int kNotCapturing = 0;                                // of a s
 inline constexpr unsigned kHostPortable = 1;  // cuMemHostAlloc and cuMemHostRegister
 inline constexpr unsigned kHostDeviceMap = 2;
 
-enum Attribute : int { kMultiprocessors = 16, kComputeMajor = 75, kComputeMinor = 76 };
+enum Attribute : int { kMultiprocessors = 16, kMostSharedBytes = 97, kComputeMajor = 75, kComputeMinor = 76 };
+enum FunctionAttribute : int { kMostDynamicSharedBytes = 8 };
 enum PointerAttribute : int { kMemoryType = 2, kDeviceOrdinal = 9 };
 inline constexpr unsigned kMemoryTypeDevice = 2;
 
@@ -69,6 +70,7 @@ struct MemcpyAttributes {
   CALL(cuCtxPopCurrent_v2, Context*) \
   CALL(cuModuleLoadData, Module*, const void*) \
   CALL(cuModuleGetFunction, Function*, Module, const char*) \
+  CALL(cuFuncSetAttribute, Function, int, int) \
   CALL(cuMemAlloc_v2, DevicePtr*, size_t) \
   CALL(cuMemFree_v2, DevicePtr) \
   CALL(cuMemHostAlloc, void**, size_t, unsigned) \

@@ -41,6 +41,9 @@ class Copy {
   void order(uintptr_t stream, std::optional<size_t> band);
   // Waits, then returns each part's checksum. Throws Refused{cuda} when the copy failed.
   std::vector<uint64_t> checksums() const;
+  // Waits like checksums(). After a gather: false, a part needs more units of the pool than there are, and its slot is
+  // of no use. After a scatter: false, a slot holds no packed part of the shape, and its blocks may hold anything.
+  std::vector<bool> fit() const;
   // Seconds on the GPU's clock from the end of the work before the copy (`after`) to the copy's end; without such work,
   // from the call. nullopt until the copy has ended, and when it failed.
   std::optional<double> took_s() const;
@@ -59,11 +62,13 @@ class Copy {
   std::shared_ptr<Shared> shared_;
   Copier* copier_ = nullptr;  // valid until all pieces of the copy are submitted
   std::vector<uint64_t> sums_;
+  std::vector<bool> fit_;
   size_t batches_left_ = 0, bands_submitted_ = 0;
   std::vector<uint64_t> verified_sums_;
   size_t verified_after_ = 0, first_batches_left_ = 0, hashes_left_ = 0;  // first batches: those of the first bands
   Event after_ = nullptr;     // belongs to the copier, as those of bands_ do; null once it is not needed
-  std::vector<Event> bands_;  // the end of each band
+  std::vector<Event> bands_;  // the end of each band; of packed parts, of all bands together
+  size_t named_bands_ = 1;
   std::chrono::steady_clock::time_point called_ = std::chrono::steady_clock::now();
   std::optional<double> took_s_;
   std::string error_;

@@ -9,30 +9,12 @@
 // Invariant: bytes are stored from the registers that were hashed; a skipped block is read and hashed, never written.
 #include "copy/direction.h"
 #include "cuda/kernel_args.h"
+#include "cuda/kernel_parts.cuh"
+#include "cuda/pack_kernels.cuh"
 
 namespace kvdock::cuda {
 
 namespace {
-
-constexpr int kRows = 8;  // rows of 32 units in a stripe
-constexpr unsigned kAll = 0xffffffffu;
-
-__device__ __forceinline__ uint32_t divide(uint32_t n, Divisor by) {
-  return by.multiplier == 0 ? n : __umulhi(n, by.multiplier) >> by.shift;
-}
-
-// (high:low) mod p, not fully reduced: below 2^61 + 2^32.
-__device__ __forceinline__ uint64_t fold(uint64_t low, uint64_t high) {
-  return (low & kChecksumPrime) + ((low >> 61) | (high << 3));
-}
-
-__device__ __forceinline__ uint64_t fold_once(uint64_t x) { return (x & kChecksumPrime) + (x >> 61); }
-
-__device__ __forceinline__ uint64_t warp_sum(uint64_t x) {
-#pragma unroll
-  for (int step = 16; step != 0; step >>= 1) x += __shfl_xor_sync(kAll, x, step);
-  return x;
-}
 
 // Address of a unit of a part in the engine's memory; 0 in a block that must not be written.
 template <bool kAlike, Direction kDirection>
@@ -51,14 +33,8 @@ __device__ __forceinline__ uint64_t locate(const CopyArgs& args, const PartArgs&
     plane_index = low;
     inside = unit - args.planes[low].before_units * part.blocks;
   }
-  const PlaneArgs& plane = args.planes[plane_index];
-  const uint32_t block = divide(inside, plane.by_block);
-  if (kDirection == Direction::scatter && block < part.skip_blocks) return 0;
-  const uint32_t in_block = inside - block * plane.block_units;
-  const uint32_t run = divide(in_block, plane.by_run);
-  const uint32_t in_run = in_block - run * plane.run_units;
-  const uint64_t id = uint64_t(uint32_t(__ldg(args.ids + part.first_id + block)));
-  return plane.base + id * plane.block_stride + run * plane.run_stride + uint64_t(in_run) * kUnitBytes;
+  return locate_in_plane(args.planes[plane_index], args.ids + part.first_id, inside,
+                         kDirection == Direction::scatter ? part.skip_blocks : 0);
 }
 
 __device__ __forceinline__ uint32_t find_part(const CopyArgs& args, uint32_t stripe) {
@@ -69,23 +45,6 @@ __device__ __forceinline__ uint32_t find_part(const CopyArgs& args, uint32_t str
     else high = middle;
   }
   return low;
-}
-
-// One stripe's share of the part's sum, below 2^63, valid in lane 0.
-__device__ __forceinline__ uint64_t stripe_sum(uint64_t a, uint64_t b, const uint64_t* key, int lane) {
-  a = warp_sum(a);
-  b = warp_sum(b);
-  uint64_t sum = 0;
-  if (lane < 4) {
-    const uint32_t half = lane == 0   ? uint32_t(a)
-                          : lane == 1 ? uint32_t(a >> 32)
-                          : lane == 2 ? uint32_t(b)
-                                      : uint32_t(b >> 32);
-    const uint64_t k = __ldg(key + lane);
-    sum = fold_once(fold(k * half, __umul64hi(k, half)));
-  }
-  sum += __shfl_down_sync(kAll, sum, 2);
-  return sum + __shfl_down_sync(kAll, sum, 1);
 }
 
 // Adds a warp's sum of stripes of one part, which lane 0 holds, to the part's sums.
@@ -187,7 +146,7 @@ __device__ __forceinline__ void copy_stripes(const CopyArgs& args) {
       a += uint64_t(v.x + k.x) * (v.y + k.y) + uint64_t(v.z + k.z) * (v.w + k.w);
       b += uint64_t(v.x + l.x) * (v.y + l.y) + uint64_t(v.z + l.z) * (v.w + l.w);
     }
-    collected = fold_once(collected + stripe_sum(a, b, args.level2 + 4 * uint64_t(own), lane));
+    collected = fold_once(collected + stripe_share(warp_sum(a), warp_sum(b), args.level2 + 4 * uint64_t(own), lane));
   }
   deliver(args, index, collected, lane);
 }

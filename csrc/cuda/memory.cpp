@@ -107,6 +107,13 @@ Buffer::~Buffer() {
   });
 }
 
+void upload_now(Device& device, uintptr_t to, const void* from, size_t bytes) {
+  const ContextGuard cu(device);
+  const OwnedStream stream = make_stream(device);
+  check(cu->cuMemcpyHtoDAsync_v2(to, from, bytes, stream.get()), "upload of a layout");
+  check(cu->cuStreamSynchronize(stream.get()), "upload of a layout");
+}
+
 Stopwatch::Stopwatch(Device& device)
     : device_(device), stream_(make_stream(device)), start_(make_event(device, 0)), stop_(make_event(device, 0)) {}
 

@@ -64,6 +64,9 @@ class Buffer {
   MemoryUse use_;
 };
 
+// Copies to the device, and waits for it. Throws Refused{cuda}.
+void upload_now(Device& device, uintptr_t to, const void* from, size_t bytes);
+
 // Times, with two events, the work between start and stop on a stream of its own.
 class Stopwatch {
  public:

@@ -87,7 +87,8 @@ void Pipeline::submit(const ContextGuard& cu, Batch& batch, size_t most_pieces) 
 void Pipeline::upload(const ContextGuard& cu, Batch& batch) {
   char* ring = ring_host_.host() + batch.ring_begin;
   std::memset(ring, 0, batch.sums_bytes());
-  std::memcpy(ring + batch.sums_bytes(), batch.parts.data(), batch.parts_bytes());
+  if (!batch.parts.empty()) std::memcpy(ring + batch.sums_bytes(), batch.parts.data(), batch.parts_bytes());
+  if (!batch.packed.empty()) std::memcpy(ring + batch.sums_bytes(), batch.packed.data(), batch.parts_bytes());
   std::memcpy(ring + batch.sums_bytes() + batch.parts_bytes(), batch.ids.data(), batch.ids.size() * sizeof(int32_t));
   // Only kernels touch the engine's blocks, and kernels run after the upload. Transfers of a load need not wait for
   // `after`.
@@ -113,8 +114,23 @@ void Pipeline::move_piece(const ContextGuard& cu, const Batch& batch, const Piec
   record(cu, staging.free.get(), out);
 }
 
+// Whole slots -> staging.
+void Pipeline::move_packed_slots(const ContextGuard& cu, const Batch& batch, const Piece& piece, uintptr_t staging) {
+  const DevicePacking& packing = *batch.layout->packing;
+  std::vector<DevicePtr> slots, stages;
+  std::vector<size_t> sizes;
+  const uint32_t first = batch.packed_part_of(piece.first_stripe), last = batch.packed_part_of(piece.last_stripe - 1);
+  for (uint32_t i = first; i <= last; ++i) {
+    slots.push_back(batch.packed[i].slot);
+    stages.push_back(staging + (i - first) * packing.staged_bytes());
+    sizes.push_back(packing.shape().packed_bytes());
+  }
+  transfer(cu, stages, slots, sizes, batch.direction, transfers_);
+}
+
 // Slots -> staging (scatter), or staging -> slots (gather): one transfer for each part, or for slots that touch.
 void Pipeline::move_slots(const ContextGuard& cu, const Batch& batch, const Piece& piece, uintptr_t staging) {
+  if (!batch.packed.empty()) return move_packed_slots(cu, batch, piece, staging);
   std::vector<DevicePtr> slots, stages;
   std::vector<size_t> sizes;
   for (uint32_t i = batch.part_of(piece.first_stripe), last = batch.part_of(piece.last_stripe - 1); i <= last; ++i) {
@@ -141,6 +157,7 @@ void Pipeline::move_slots(const ContextGuard& cu, const Batch& batch, const Piec
 }
 
 void Pipeline::launch(const ContextGuard& cu, const Batch& batch, const Piece& piece, uintptr_t staging) {
+  if (!batch.packed.empty()) return pack(cu, batch, piece, staging);
   const uintptr_t ring = ring_device_.address() + batch.ring_begin;
   const Device::Keys keys = device_.keys();
   CopyArgs args{};
@@ -170,6 +187,61 @@ void Pipeline::launch(const ContextGuard& cu, const Batch& batch, const Piece& p
   cuda::check(cu->cuLaunchKernel(device_.kernel(kind), ctas, 1, 1, kBlockThreads, 1, 1, 0, kernels_.get(),
                                  parameters, nullptr),
               "copy kernel");
+}
+
+void Pipeline::make_room_to_pack() {
+  if (!pack_memory_) pack_memory_ = std::make_unique<const PackMemory>(device_);
+}
+
+// All kernels of a piece that is packed or unpacked. A gather is in one piece.
+void Pipeline::pack(const ContextGuard& cu, const Batch& batch, const Piece& piece, uintptr_t staging) {
+  const uintptr_t ring = ring_device_.address() + batch.ring_begin;
+  const Device::Keys keys = device_.keys();
+  const PackedShape& shape = batch.layout->packing->shape();
+  PackArgs args{};
+  args.planes = reinterpret_cast<const PlaneArgs*>(batch.layout->planes.address());
+  args.sums = reinterpret_cast<unsigned long long*>(ring);
+  args.finished_blocks = reinterpret_cast<unsigned int*>(args.sums + batch.sums_each() * batch.count());
+  args.parts = reinterpret_cast<const PackedPart*>(ring + batch.sums_bytes());
+  args.ids = reinterpret_cast<const int32_t*>(ring + batch.sums_bytes() + batch.parts_bytes());
+  args.nh_keys = reinterpret_cast<const uint32_t*>(keys.nh);
+  args.level2 = reinterpret_cast<const uint64_t*>(keys.level2);
+  args.shares = reinterpret_cast<StripeShare*>(pack_memory_->shares.address());
+  args.headers = reinterpret_cast<unsigned char*>(pack_memory_->headers.address());
+  args.num_planes = uint32_t(shape.planes().size());
+  args.stage = staging;
+  args.stage_bytes = batch.layout->packing->staged_bytes();
+  args.first_cell = piece.first_stripe;
+  args.last_cell = piece.last_stripe;
+  args.num_parts = uint32_t(batch.packed.size());
+  args.first_part = batch.packed_part_of(piece.first_stripe);
+  args.last_part = batch.packed_part_of(piece.last_stripe - 1);
+  args.tile_units = uint32_t(shape.tile_bytes() / kUnitBytes);
+  args.marks = uint32_t(shape.marks());
+  args.header_units = uint32_t(shape.header_bytes() / kUnitBytes);
+  const bool gathers = batch.direction == Direction::gather;
+  if (gathers) {
+    launch_packed(cu, batch, args, PackStep::learn, size_t(args.num_parts) * args.num_planes);
+    launch_packed(cu, batch, args, PackStep::pack, batch.stripes);
+  }
+  if (piece.last_stripe == batch.stripes)
+    args.report = reinterpret_cast<unsigned long long*>(ring_host_.address() + batch.ring_begin);
+  const size_t warps = device_.pack_threads(PackStep::finish) / 32;
+  if (gathers) launch_packed(cu, batch, args, PackStep::finish, args.num_parts * warps);
+  else launch_packed(cu, batch, args, PackStep::unpack, piece.last_stripe - piece.first_stripe);
+}
+
+// `warps`: how many have something to do.
+void Pipeline::launch_packed(const ContextGuard& cu, const Batch& batch, const PackArgs& args, PackStep step,
+                             size_t warps) {
+  const unsigned threads = device_.pack_threads(step);
+  const int most = batch.direct ? tuning_.direct_ctas : tuning_.load_ctas;
+  const auto ctas = unsigned(std::min(size_t(most), (warps * 32 + threads - 1) / threads));
+  PackArgs passed = args;
+  void* parameters[] = {&passed};
+  cuda::check(cu->cuLaunchKernel(device_.kernel(step, batch.layout->wide), ctas, 1, 1, threads, 1, 1,
+                                 device_.pack_shared_bytes(), kernels_.get(), parameters, nullptr),
+              "packing kernel");
 }
 
 void Pipeline::wait_for_streams() {

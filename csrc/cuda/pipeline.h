@@ -5,6 +5,7 @@
 // thread that submits a batch (BatchQueue) calls submit() and wait_for_streams().
 #pragma once
 
+#include <memory>
 #include <vector>
 
 #include "cuda/batch.h"
@@ -32,6 +33,7 @@ class Pipeline {
   // Puts the batch's next pieces on the streams, `most_pieces` of them at most. Throws Refused{cuda}.
   void submit(const ContextGuard& cu, Batch& batch, size_t most_pieces);
   void wait_for_streams();
+  void make_room_to_pack();  // before the first batch that packs
   // The sums that the GPU has written for a batch that has ended: two for each part.
   const uint64_t* sums_of(const Batch& batch) const {
     return reinterpret_cast<const uint64_t*>(ring_host_.host() + batch.ring_begin);
@@ -49,6 +51,9 @@ class Pipeline {
   void move_piece(const ContextGuard& cu, const Batch& batch, const Piece& piece, const Staging& staging);
   void move_slots(const ContextGuard& cu, const Batch& batch, const Piece& piece, uintptr_t staging);
   void launch(const ContextGuard& cu, const Batch& batch, const Piece& piece, uintptr_t staging);
+  void move_packed_slots(const ContextGuard& cu, const Batch& batch, const Piece& piece, uintptr_t staging);
+  void pack(const ContextGuard& cu, const Batch& batch, const Piece& piece, uintptr_t staging);
+  void launch_packed(const ContextGuard& cu, const Batch& batch, const PackArgs& args, PackStep step, size_t warps);
 
   Device& device_;
   Tuning tuning_;
@@ -56,6 +61,7 @@ class Pipeline {
   OwnedStream uploads_, transfers_, kernels_;
   std::vector<Staging> buffers_;
   size_t next_buffer_ = 0;
+  std::unique_ptr<const PackMemory> pack_memory_;
 };
 
 }  // namespace kvdock::cuda

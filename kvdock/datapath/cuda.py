@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass, replace
 
 from kvdock import _core
 from kvdock.datapath.copy import PartCopy, PartResult, packed_for_gather, packed_for_scatter, results_of
-from kvdock.datapath.errors import CopierClosed, NoCuda
+from kvdock.datapath.errors import CopierClosed, NoCuda, copy_error
 from kvdock.datapath.layout import PagedLayout
 from kvdock.shm.checksum import ensure_keys
 
@@ -105,6 +105,11 @@ class CudaHandle:
         sums cover the content that the CPU found in the slots. None on timeout."""
         return results_of(self._copy.verified_checksums(), self._parts) if self._copy.wait_verified(timeout_s) else None
 
+    def fit(self) -> list[bool]:
+        """Waits for the end. False, after a gather: the packed part needs too many pool units, and its slot is of no
+        use; after a scatter: the slot holds no packed part of the shape, and the blocks may hold anything."""
+        return self._copy.fit()
+
     def result(self) -> list[PartResult]:
         """Waits for the end; one result for each part, in order. Raises CudaError when the copy failed: the blocks may
         hold anything."""
@@ -120,31 +125,42 @@ class CudaCopier:
     """A Copier for blocks in the memory of GPU `device`. Copiers of further layouts, opened with beside(), share its
     staging and take turns with it.
 
-    `part_blocks`: how many blocks the longest part of a copy has; None: as many as the layout has.
+    `part_blocks`: how many blocks the longest part of a copy has; None: as many as the layout has. `packing`:
+    the shape of parts of `part_blocks` blocks (docs/understand/packing.md): all parts have so many, and the slots hold
+    them packed. Their bands end together.
 
     Raises NoCuda; CopyError for an impossible tuning; CudaError when the layout's memory is not on that GPU, or when
     there is no memory for staging (`tuning.buffers * tuning.piece_bytes` bytes of the GPU, and 8 MiB page-locked).
     """
 
     def __init__(
-        self, layout: PagedLayout, *, device: int, part_blocks: int | None = None, tuning: CopyTuning | None = None
+        self, layout: PagedLayout, *, device: int, part_blocks: int | None = None, tuning: CopyTuning | None = None,
+        packing: _core.PackedShape | None = None,
     ) -> None:
         require_cuda(device)
         self.device = device
         self.tuning = tuning if tuning is not None else CopyTuning()
         self._core = _core.CudaCopier(device=device, **self.tuning.for_core())
-        self._add(layout, part_blocks)
+        self._add(layout, part_blocks, packing)
 
-    def beside(self, layout: PagedLayout, *, part_blocks: int | None = None) -> CudaCopier:
+    def beside(
+        self, layout: PagedLayout, *, part_blocks: int | None = None, packing: _core.PackedShape | None = None
+    ) -> CudaCopier:
         """A Copier for another layout on the same GPU. Closing one closes all."""
         other = copy.copy(self)
-        other._add(layout, part_blocks)
+        other._add(layout, part_blocks, packing)
         return other
 
-    def _add(self, layout: PagedLayout, part_blocks: int | None) -> None:
+    def _add(self, layout: PagedLayout, part_blocks: int | None, packing: _core.PackedShape | None) -> None:
         blocks = layout.num_blocks if part_blocks is None else part_blocks
-        ensure_keys(layout.part_bytes(blocks))
-        self._layout, self._number = layout, self._core.add_layout(layout.core, part_blocks=blocks)
+        longest, how = layout.part_bytes(blocks), None
+        if packing is not None:
+            if packing.raw_bytes != longest:
+                raise copy_error("bytes of a packed part before packing", found=packing.raw_bytes, wanted=longest)
+            longest, how = max(longest, packing.packed_bytes), (packing.marks, packing.units)
+        ensure_keys(longest)
+        self._layout = layout
+        self._number = self._core.add_layout(layout.core, part_blocks=blocks, packed=how)
 
     @property
     def staging_bytes(self) -> int:

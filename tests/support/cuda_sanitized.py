@@ -59,6 +59,41 @@ def copy_all_ways(layout: _core.PagedLayout, slots_at: int, tuning: CopyTuning, 
         assert loaded == [checksum(memoryview(one).cast("B")) for one in data]
 
 
+def pack_and_unpack(planes: list[tuple[int, int, int, int, int]], host_at: int, random_at: int) -> None:
+    """Blocks with sharp exponents and random ones into packed slots and back, with skips; the sums agree with the
+    CPU's, whatever fits."""
+    layout = _core.PagedLayout(planes, num_blocks=BLOCKS, block_tokens=1)
+    ids = array("q", random.sample(range(BLOCKS), BLOCKS))
+    shape = _core.PackedShape([run * runs * BLOCKS // 2 for _, _, run, runs, _ in planes], marks=176, units=2000)
+    copier = _core.CudaCopier(device=0, **CopyTuning(piece_bytes=MIB).for_core())
+    packed = copier.add_layout(layout, part_blocks=BLOCKS // 2, packed=(176, 2000))
+    plain = copier.add_layout(layout, part_blocks=BLOCKS)
+    copier.scatter(plain, array("Q", [random_at]), ids, array("q", [0, BLOCKS]), array("q", [0])).checksums()
+    step = -(-shape.packed_bytes // 4096) * 4096 + 4096
+    slots, starts = array("Q", [host_at, host_at + step]), array("q", [0, BLOCKS // 2, BLOCKS])
+    stored = copier.gather(packed, slots, ids, starts)
+    loaded = copier.scatter(packed, slots, ids, starts, array("q", [0, 5]))
+    found = stored.checksums(), loaded.checksums()
+    data = [(ctypes.c_char * shape.packed_bytes).from_address(slot) for slot in slots]
+    sums = [checksum(memoryview(one).cast("B")) for one in data]
+    assert found == (sums, sums)
+    part = bytearray(shape.raw_bytes)
+    assert [_core.unpack_part(shape, memoryview(one).cast("B"), part) for one in data] == loaded.fit()
+    ctypes.memmove(host_at, random.randbytes(2 * step), 2 * step)
+    assert copier.scatter(packed, slots, ids, starts, array("q", [0, 5])).fit() == [False, False]
+    copier.close()
+
+
+def some_bf16(count: int) -> bytes:
+    """Elements with exponents as KV has them, but a few groups of 64 with any."""
+    words = array("H")
+    for at in range(count):
+        sharp = at // 64 % 700
+        exponent = 127 - min(int(random.expovariate(0.7)), 20) if sharp else random.randrange(256)
+        words.append(random.randrange(2) << 15 | exponent << 7 | random.randrange(128))
+    return words.tobytes()
+
+
 def main() -> None:
     ensure_keys(8 * MIB)
     host = _core.CudaBuffer(device=0, bytes=8 * MIB, host=True)
@@ -76,6 +111,11 @@ def main() -> None:
         for tuning in (staged, direct):
             copy_all_ways(layout, host.address, tuning, host=True)
             copy_all_ways(layout, on_device.address, tuning, host=False)
+    random_at = host.address + 4 * MIB
+    for some in (some_bf16(MIB // 2), random.randbytes(MIB)):
+        ctypes.memmove(random_at, some, MIB)
+        for name in ("wide", "narrow", "mixed narrow", "runs"):
+            pack_and_unpack(planes_at(blocks.address)[name], host.address, random_at)
     print("all sums agree")
 
 

@@ -1,0 +1,74 @@
+#include "cuda/packing.h"
+
+#include "base/errors.h"
+#include "copy/checksum.h"
+
+namespace kvdock::cuda {
+
+namespace {
+
+static_assert(kTileUnits * kUnitBytes == kTileBytes && kMarked + kTileElements < kMarkedBytes);
+static_assert(kMostTileUnits * kUnitBytes == packed_tile_bytes(kMostMarks));
+
+constexpr uint32_t units(size_t bytes) { return uint32_t(bytes / kUnitBytes); }
+constexpr uint32_t cells_of(size_t bytes) { return uint32_t((bytes + kTileBytes - 1) / kTileBytes); }
+
+std::vector<TilePlane> describe_planes(const PackedShape& shape) {
+  std::vector<TilePlane> all;
+  uint32_t cell = cells_of(shape.header_bytes());
+  for (const PlaneShape& plane : shape.planes()) {
+    all.push_back({cell, uint32_t(plane.tiles()), units(plane.at), units(plane.rest_bytes())});
+    cell += uint32_t(plane.tiles()) + (plane.rest_bytes() != 0);
+  }
+  return all;
+}
+
+const PackedShape& checked(const PackedShape& shape) {
+  if (stripes_of(shape.packed_bytes()) > kMostStripes)
+    refuse(Refusal::copy, "bytes of a packed part", shape.packed_bytes(), "at most 256 MiB");
+  if (shape.header_bytes() > kMostHeaderBytes)
+    refuse(Refusal::copy, "planes of a packed part", shape.planes().size(), "at most 43690");
+  return shape;
+}
+
+}  // namespace
+
+DevicePacking::DevicePacking(Device& device, const PackedShape& shape, size_t blocks)
+    : shape_(checked(shape)),
+      blocks_(blocks),
+      planes_(describe_planes(shape)),
+      on_device_(device, planes_.size() * sizeof(TilePlane), MemoryKind::device) {
+  const TilePlane& last = planes_.back();
+  pool_cell_ = last.first_cell + last.tiles + (last.rest_units != 0);
+  cells_ = pool_cell_ + cells_of(shape.packed_bytes() - shape.unit_at(0));
+  upload_now(device, on_device_.address(), planes_.data(), planes_.size() * sizeof(TilePlane));
+}
+
+size_t DevicePacking::staged_bytes() const { return stripes() * kChecksumStripeBytes; }
+
+size_t DevicePacking::stripes() const { return stripes_of(shape_.packed_bytes()); }
+
+PackedPart describe_packed(const DevicePacking& packing, uintptr_t slot, bool gathers) {
+  PackedPart part{};
+  part.slot = slot;
+  part.planes = packing.planes();
+  part.begin = gathers ? packing.header_cells() : 0;
+  part.cells = (gathers ? packing.pool_cell() : packing.cells()) - part.begin;
+  part.pool_cell = packing.pool_cell();
+  part.pool_unit = units(packing.shape().unit_at(0));
+  part.pool = uint32_t(packing.shape().units());
+  part.units = units(packing.shape().packed_bytes());
+  part.blocks = uint32_t(packing.blocks());
+  return part;
+}
+
+PackMemory::PackMemory(Device& device)
+    : shares(device, kMostStripes * sizeof(StripeShare), MemoryKind::device),
+      headers(device, kMostHeaderBytes, MemoryKind::device) {
+  const ContextGuard cu(device);
+  const OwnedStream stream = make_stream(device);
+  check(cu->cuMemsetD8Async(shares.address(), 0, shares.bytes(), stream.get()), "clearing memory for packing");
+  check(cu->cuStreamSynchronize(stream.get()), "clearing memory for packing");
+}
+
+}  // namespace kvdock::cuda

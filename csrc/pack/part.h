@@ -10,6 +10,8 @@
 //   outside the part written.
 #pragma once
 
+#include <algorithm>
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <span>
@@ -18,6 +20,11 @@
 #include "pack/tile.h"
 
 namespace kvdock {
+
+// What engines pack with unless they are told otherwise: marks of a tile, spill entries of a part, and that a book is
+// learnt from every kSampledTiles-th tile of its plane.
+constexpr size_t kUsualMarks = 208, kSampledTiles = 8;
+constexpr size_t usual_spills(size_t tiles) { return std::max<size_t>(4, tiles / 64); }
 
 // What a plane of a part is packed into.
 struct PlaneShape {
@@ -31,6 +38,9 @@ struct PlaneShape {
   // A tile that spills has so many bytes in its place.
   size_t kept_bytes() const { return tile_bytes() - 16; }
   size_t rest_bytes() const { return raw_bytes % kTileBytes; }
+  // Its tiles, and after them what is left of it: piece i has piece_bytes(i) at i * kTileBytes of the plane.
+  size_t pieces() const { return (raw_bytes + kTileBytes - 1) / kTileBytes; }
+  size_t piece_bytes(size_t piece) const { return piece < tiles() ? kTileBytes : rest_bytes(); }
   size_t packed_bytes() const { return tiles() * tile_bytes() + rest_bytes(); }
 };
 
@@ -51,6 +61,16 @@ class PackedShape {
   std::vector<PlaneShape> planes_;
   size_t spills_, header_bytes_, spills_at_, spill_bytes_ = 0, raw_bytes_ = 0;
 };
+
+// Packs one piece of a plane; `spilled` counts the part's tiles that spill, over all of its planes. False: too many do.
+bool pack_piece(const PackedShape& shape, size_t plane, const Book& book, size_t piece, const char* from,
+                std::atomic<uint32_t>* spilled, char* slot);
+// Writes what a slot has besides its pieces.
+void finish_packed(const PackedShape& shape, std::span<const Book> books, uint32_t spilled, char* slot);
+// False: the slot's header is not that of a packed part of this shape.
+bool is_packed(const PackedShape& shape, const char* slot);
+// Unpacks one piece of a plane. False: it names a spill entry that the shape does not have.
+bool unpack_piece(const PackedShape& shape, size_t plane, size_t piece, const char* slot, char* to);
 
 // Packs a part in canonical order into a slot of packed_bytes(). `books`: one for each plane. Returns how many tiles
 // spilled, or -1 if they are too many: the part is to be stored as it is. Throws Refused{copy} for too few books.

@@ -101,7 +101,7 @@ void bind_pack(py::module_& m) {
   m.attr("BOOK_EXPONENTS") = kBookExponents;
   m.attr("TILE_BYTES") = kTileBytes;
   m.attr("USUAL_MARKS") = kUsualMarks;
-  m.def("usual_spills", usual_spills, "tiles"_a, "How many tiles of a part may spill, unless an engine says otherwise.");
+  m.def("usual_spills", usual_spills, "tiles"_a, "How many tiles of a part may spill, unless engines say otherwise.");
   py::class_<PackedShape>(m, "PackedShape", "The sizes of a packed part (docs/understand/packing.md).")
       .def(py::init(&make_shape), "planes"_a, "spills"_a,
            "planes: (bytes in the part, marks of a tile) each. Raises CopyError.")

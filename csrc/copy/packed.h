@@ -24,11 +24,11 @@ namespace kvdock {
 PackedShape packed_shape(const PagedLayout& layout, size_t blocks, size_t marks, size_t spills);
 
 // Both throw Refused{copy} for a wrong argument: also for a part that is not of the shape.
-// Each part's checksum over its slot; nullopt: more tiles spill than the shape allows, and the slot's bytes are of no use.
+// Each part's checksum over its slot; nullopt: more tiles spill than the shape allows; the slot's bytes are of no use.
 std::vector<std::optional<uint64_t>> gather_packed(const PagedLayout& layout, const PackedShape& shape,
                                                    std::span<const Part> parts, int threads);
-// Each part's checksum as it was found; only those that have the expected one were unpacked. nullopt: a part that has it
-// is no packed part of the shape, and its blocks may hold anything.
+// Each part's checksum as it was found; only those that have the expected one were unpacked. nullopt: a part that has
+// it is no packed part of the shape, and its blocks may hold anything.
 std::vector<std::optional<uint64_t>> scatter_packed(const PagedLayout& layout, const PackedShape& shape,
                                                     std::span<const Part> parts, std::span<const uint64_t> expected,
                                                     int threads);

@@ -111,7 +111,8 @@ long pack_part(const PackedShape& shape, std::span<const Book> books, const char
   std::atomic<uint32_t> spilled{0};
   for (size_t i = 0; i < planes.size(); ++i)
     for (size_t piece = 0; piece < planes[i].pieces(); ++piece)
-      if (!pack_piece(shape, i, books[i], piece, part + planes[i].raw_at + piece * kTileBytes, &spilled, slot)) return -1;
+      if (!pack_piece(shape, i, books[i], piece, part + planes[i].raw_at + piece * kTileBytes, &spilled, slot))
+        return -1;
   finish_packed(shape, books, spilled, slot);
   return spilled;
 }

@@ -71,7 +71,7 @@ class PartResult:
 
 
 MOST_RAW_BYTES = 256 << 20
-"""Of parts that do not fit, in one call."""
+"""The most that parts of one call that do not fit may have."""
 
 
 class CopyHandle(Protocol):

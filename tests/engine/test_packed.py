@@ -14,6 +14,7 @@ from connector_helpers import CHUNK, Spectator, engine_over, kvdock_of
 from engine_helpers import make_engine, prompt, run_one, sampling
 from same_tokens_helpers import LENGTH, MODELS, STORED, TOKENS, Served, assert_same, served
 from tier_stores import clear_pool
+from tp_helpers import engine_of_ranks
 
 from kvdock import _core
 from kvdock.client.client import Client
@@ -26,12 +27,13 @@ from kvdock.engine.config import EngineConfig, preset
 from kvdock.engine.engine import Engine
 from kvdock.engine.kv_cache import KVCache
 from kvdock.engine.kvdock import manifest_of
+from kvdock.engine.ranks import ProcessGroup
 from kvdock.protocol.schemas import Manifest
 
 pytestmark = [pytest.mark.same_tokens, pytest.mark.timeout(120)]
 
-FEW_MARKS = 112
-"""With so few marks some of these models' parts fit and some do not."""
+FEW_MARKS = 48
+"""With so few marks some parts of the model with latent attention fit, and the others do not."""
 
 
 def config_of(model: str) -> EngineConfig:
@@ -99,6 +101,8 @@ def test_tokens_and_logits_are_those_of_a_local_hit_from_the_pool_and_from_a_tie
         assert pool.raw_parts == 0 and pool.ready_bytes < 0.9 * pool.kv_bytes
     elif marks == 16:
         assert pool.raw_parts > 0 and pool.ready_bytes == pool.kv_bytes
+    elif model == "mla":
+        assert 0 < pool.raw_parts < STORED // CHUNK
     of_pool = ended(engine(server, config, salt), tokens)
     assert of_pool.at_hand == STORED
     assert_same(of_pool, alone(config, tokens, STORED))
@@ -106,6 +110,28 @@ def test_tokens_and_logits_are_those_of_a_local_hit_from_the_pool_and_from_a_tie
     of_tier = ended(engine(server, config, salt), tokens)
     assert of_tier.at_hand == STORED
     assert_same(of_tier, of_pool)
+
+
+@pytest.mark.parametrize("model", ["mha", "mla"])
+def test_two_ranks_pack_their_parts(server: ServerProcess, model: str) -> None:
+    config, salt, tokens = dataclasses.replace(config_of(model), tensor_parallel=2), unique("ranks"), prompt(10, LENGTH)
+    process_group = ProcessGroup(2)
+    try:
+
+        def made() -> Engine:
+            return engine_of_ranks(process_group, config, server.unix, salt=salt, pack="on")
+
+        clear_pool(server.unix)
+        first = made()
+        assert all(group.packed for group in kvdock_of(first).session.manifest.groups)
+        ended(first, tokens, 1)
+        found = ended(made(), tokens)
+        assert found.at_hand == STORED
+        of_own_cache = engine_of_ranks(process_group, dataclasses.replace(config, max_local_hit_tokens=STORED), None)
+        run_one(of_own_cache, tokens, sampling(1))
+        assert_same(found, served(run_one(of_own_cache, tokens, sampling(TOKENS))))
+    finally:
+        process_group.close()
 
 
 def test_engines_that_pack_and_engines_that_do_not_share_nothing(server: ServerProcess) -> None:

@@ -67,7 +67,9 @@ class PagedEngine:
         layout = paged_layout("NL_X_NB_BS_HS", [Array(plane) for plane in self._memory], block_tokens=BLOCK)
         packed: Packed | UnsetType = UNSET
         if marks:
-            packed = Packed(marks=marks, spills=0, bytes=layout.packed_shape(CHUNK // BLOCK, marks, 0).packed_bytes)
+            packed = Packed(
+                planes=PLANES, marks=marks, units=0, bytes=layout.packed_shape(CHUNK // BLOCK, marks, 0).packed_bytes
+            )
         manifest = Manifest(
             model=model, revision="1", kv_dtype="uint8", layers=PLANES, kv_heads=1, head_size=HEAD,
             token_order=layout.token_order, chunk_tokens=CHUNK, block_tokens=BLOCK,

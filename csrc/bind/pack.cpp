@@ -3,6 +3,7 @@
 #include <pybind11/stl.h>
 #include <pybind11/typing.h>
 
+#include <optional>
 #include <string>
 
 #include "base/errors.h"
@@ -18,30 +19,39 @@ namespace {
 
 using namespace py::literals;
 
-PackedShape make_shape(const std::vector<std::pair<size_t, size_t>>& planes, size_t spills) {
-  std::vector<PlaneShape> shapes;
-  for (const auto& [raw_bytes, marks] : planes) shapes.push_back({raw_bytes, marks});
-  return PackedShape(std::move(shapes), spills);
+PackedShape make_shape(const std::vector<size_t>& planes, std::optional<size_t> marks, std::optional<size_t> units) {
+  size_t tiles = 0;
+  for (const size_t bytes : planes) tiles += bytes / kTileBytes;
+  return PackedShape(planes, marks.value_or(PackedShape::kMarks), units.value_or(PackedShape::units_for(tiles)));
 }
 
 void require_bytes(const char* what, const Contiguous& buffer, size_t wanted) {
   if (buffer.bytes() != wanted) refuse(Refusal::copy, std::string(what) + ": bytes", buffer.bytes(), wanted);
 }
 
-long pack(const PackedShape& shape, const py::bytes& books, const py::buffer& part, const py::buffer& slot) {
-  const std::string_view exponents(books);
+std::vector<Book> made(const std::string_view exponents) {
+  std::vector<Book> books;
+  for (size_t i = 0; i < exponents.size(); i += kBookExponents) {
+    const auto* at = reinterpret_cast<const uint8_t*>(exponents.data()) + i;
+    books.push_back(make_book(std::span<const uint8_t, kBookExponents>(at, kBookExponents)));
+  }
+  return books;
+}
+
+long pack(const PackedShape& shape, const py::buffer& part, const py::buffer& slot, std::optional<py::bytes> books) {
   const Contiguous from(part), to(slot, PyBUF_WRITABLE);
   require_bytes("part", from, shape.raw_bytes());
   require_bytes("slot", to, shape.packed_bytes());
+  if (!books) {
+    const py::gil_scoped_release released;
+    return pack_part(shape, from.data(), to.data());
+  }
+  const std::string_view exponents(*books);
   if (exponents.size() != kBookExponents * shape.planes().size())
     refuse(Refusal::copy, "books: bytes", exponents.size(), kBookExponents * shape.planes().size());
-  std::vector<Book> made;
-  for (size_t i = 0; i < exponents.size(); i += kBookExponents) {
-    const auto* at = reinterpret_cast<const uint8_t*>(exponents.data()) + i;
-    made.push_back(make_book(std::span<const uint8_t, kBookExponents>(at, kBookExponents)));
-  }
+  const std::vector<Book> given = made(exponents);
   const py::gil_scoped_release released;
-  return pack_part(shape, made, from.data(), to.data());
+  return pack_part(shape, given, from.data(), to.data());
 }
 
 bool unpack(const PackedShape& shape, const py::buffer& slot, const py::buffer& part) {
@@ -57,10 +67,7 @@ py::bytes learn(const PackedShape& shape, const py::buffer& part) {
   require_bytes("part", from, shape.raw_bytes());
   std::string books;
   for (const PlaneShape& plane : shape.planes()) {
-    uint64_t counts[256] = {};
-    for (size_t tile = 0; tile < plane.tiles(); ++tile)
-      count_exponents(from.data() + plane.raw_at + tile * kTileBytes, counts);
-    const Book book = learn_book(counts);
+    const Book book = learn_book(from.data() + plane.raw_at, plane.tiles());
     books.append(reinterpret_cast<const char*>(book.exponents), kBookExponents);
   }
   return books;
@@ -85,8 +92,10 @@ Sums scatter_buffers(const PagedLayout& layout, const PackedShape& shape, const 
 }
 
 void bind_packed_copies(py::module_& m) {
-  m.def("packed_shape", packed_shape, "layout"_a, py::kw_only(), "blocks"_a, "marks"_a, "spills"_a,
-        "The shape of packed parts of so many blocks. Raises CopyError.");
+  m.def("packed_shape", [](const PagedLayout& layout, size_t blocks, std::optional<size_t> marks,
+                           std::optional<size_t> units) { return make_shape(plane_bytes(layout, blocks), marks, units); },
+        "layout"_a, py::kw_only(), "blocks"_a, "marks"_a = py::none(), "units"_a = py::none(),
+        "The shape of packed parts of so many blocks; marks, units: as in PackedShape(). Raises CopyError.");
   m.def("gather_packed", gather_buffers, "layout"_a, "shape"_a, "slots"_a, "block_ids"_a, "starts"_a, py::kw_only(),
         "threads"_a, "Like gather(), into slots of packed parts. None in place of a checksum: the part does not fit.");
   m.def("scatter_packed", scatter_buffers, "layout"_a, "shape"_a, "slots"_a, "block_ids"_a, "starts"_a, "skips"_a,
@@ -100,19 +109,21 @@ void bind_packed_copies(py::module_& m) {
 void bind_pack(py::module_& m) {
   m.attr("BOOK_EXPONENTS") = kBookExponents;
   m.attr("TILE_BYTES") = kTileBytes;
-  m.attr("USUAL_MARKS") = kUsualMarks;
-  m.def("usual_spills", usual_spills, "tiles"_a, "How many tiles of a part may spill, unless engines say otherwise.");
   py::class_<PackedShape>(m, "PackedShape", "The sizes of a packed part (docs/understand/packing.md).")
-      .def(py::init(&make_shape), "planes"_a, "spills"_a,
-           "planes: (bytes in the part, marks of a tile) each. Raises CopyError.")
+      .def(py::init(&make_shape), "planes"_a, "marks"_a = py::none(), "units"_a = py::none(),
+           "planes: the bytes of each in the part. marks: how many marks of a tile fit it. units: of the spill. "
+           "None: what suits most KV. Raises CopyError.")
+      .def_property_readonly("marks", &PackedShape::marks)
+      .def_property_readonly("units", &PackedShape::units)
       .def_property_readonly("raw_bytes", &PackedShape::raw_bytes)
       .def_property_readonly("packed_bytes", &PackedShape::packed_bytes);
-  m.def("pack_part", pack, "shape"_a, "books"_a, "part"_a, "slot"_a,
-        "Packs a part in canonical order. books: BOOK_EXPONENTS bytes for each plane. Returns how many tiles spilled; "
-        "-1: too many, so the part is to be stored as it is. Raises CopyError for sizes that do not fit the shape.");
+  m.def("pack_part", pack, "shape"_a, "part"_a, "slot"_a, "books"_a = py::none(),
+        "Packs a part in canonical order. books: BOOK_EXPONENTS bytes for each plane; None: learnt. Returns how many "
+        "units of the spill are in use; -1: more than there are, so the part is to be stored as it is. Raises CopyError "
+        "for sizes that do not fit the shape.");
   m.def("unpack_part", unpack, "shape"_a, "slot"_a, "part"_a,
         "False: the slot holds no packed part of the shape. Raises CopyError for sizes that do not fit the shape.");
-  m.def("learn_books", learn, "shape"_a, "part"_a, "Books for a part like this one, as pack_part() takes them.");
+  m.def("learn_books", learn, "shape"_a, "part"_a, "The books that pack_part() learns.");
   bind_packed_copies(m);
   m.def("tile_paths", tile_paths, "Names of the code paths that this processor has, fastest first.");
   m.def("use_tile_path", use_tile_path, "name"_a, "''  chooses the fastest. False: the processor lacks the path.");

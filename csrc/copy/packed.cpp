@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <deque>
 #include <string>
 
 #include "base/errors.h"
@@ -33,6 +34,7 @@ void check(const PagedLayout& layout, const PackedShape& shape, std::span<const 
 // Calls work(fragment, bytes before it) for each fragment of `bytes` bytes of a part at `position`.
 template <class Work>
 void each_fragment(const PagedLayout& layout, const Part& part, size_t position, size_t bytes, const Work& work) {
+  if (bytes == 0) return;  // there may be no such position
   Walk walk(layout, part, position);
   for (size_t done = 0; done < bytes;) {
     Fragment here = walk.next();
@@ -59,10 +61,28 @@ const char* collected(const PagedLayout& layout, const Part& part, size_t positi
 }
 
 Book learnt(const PagedLayout& layout, const Part& part, const PlaneShape& plane, Buffer* buffer) {
-  uint64_t counts[256] = {};
-  for (size_t tile = 0; tile < plane.tiles(); tile += kSampledTiles)
-    count_exponents(collected(layout, part, plane.raw_at + tile * kTileBytes, kTileBytes, buffer), counts);
-  return learn_book(counts);
+  ExponentCounts counts;
+  for (size_t i = 0; i < sampled_granules(plane.tiles()); ++i) {
+    const size_t at = plane.raw_at + sampled_granule(plane.tiles(), i) * kGranuleBytes;
+    counts.add(collected(layout, part, at, kGranuleBytes, buffer));
+  }
+  return counts.book();
+}
+
+// Returns false if a unit more is needed than the part has.
+bool gather_plane(const PagedLayout& layout, const Part& part, const PlaneShape& of, size_t plane,
+                  PackedWriter* writer) {
+  Buffer buffer;
+  const Book book = learnt(layout, part, of, &buffer);
+  writer->put_book(plane, book);
+  for (size_t tile = 0; tile < of.tiles(); ++tile) {
+    const char* from = collected(layout, part, of.raw_at + tile * kTileBytes, kTileBytes, &buffer);
+    if (from != buffer.bytes) foresee(from + kTileBytes, kTileBytes);
+    if (!writer->put_tile(plane, tile, book, from)) return false;
+    KVDOCK_PAUSE("copy.gathering");
+  }
+  writer->put_rest(plane, collected(layout, part, of.raw_at + of.tiles() * kTileBytes, of.rest_bytes(), &buffer));
+  return true;
 }
 
 // Hashes the slots of packed parts. Parts for which wanted(i) is false get 0.
@@ -88,36 +108,39 @@ std::vector<uint64_t> hash_slots(const PackedShape& shape, std::span<const Part>
   return sums;
 }
 
-// Returns false if a piece names a spill entry that does not exist.
+// Returns false if a tile names units that do not exist.
 bool scatter_plane(const PagedLayout& layout, const PackedShape& shape, const Part& part, size_t plane) {
   Buffer buffer;
   const PlaneShape& of = shape.planes()[plane];
   const auto* slot = reinterpret_cast<const char*>(part.slot);
-  for (size_t piece = 0; piece < of.pieces(); ++piece) {
-    const size_t position = of.raw_at + piece * kTileBytes, bytes = of.piece_bytes(piece);
-    char* whole = nullptr;  // where the piece lies in one run
+  const auto write = [&](size_t position, const char* from, size_t bytes) {
+    each_fragment(layout, part, position, bytes, [&](const Fragment& here, size_t done) {
+      if (!here.skipped) std::memcpy(here.paged, from + done, here.bytes);
+    });
+  };
+  for (size_t tile = 0; tile < of.tiles(); ++tile) {
+    const size_t position = of.raw_at + tile * kTileBytes;
+    char* whole = nullptr;  // where the tile lies in one run
     bool is_wanted = false;
-    each_fragment(layout, part, position, bytes, [&](const Fragment& here, size_t) {
+    each_fragment(layout, part, position, kTileBytes, [&](const Fragment& here, size_t) {
       is_wanted = is_wanted || !here.skipped;
-      if (here.bytes == bytes) whole = here.paged;
+      if (here.bytes == kTileBytes) whole = here.paged;
     });
     if (!is_wanted) continue;
-    if (!unpack_piece(shape, plane, piece, slot, whole != nullptr ? whole : buffer.bytes)) return false;
-    if (whole == nullptr)
-      each_fragment(layout, part, position, bytes, [&](const Fragment& here, size_t done) {
-        if (!here.skipped) std::memcpy(here.paged, buffer.bytes + done, here.bytes);
-      });
+    if (!unpack_tile(shape, slot, plane, tile, whole != nullptr ? whole : buffer.bytes)) return false;
+    if (whole == nullptr) write(position, buffer.bytes, kTileBytes);
     KVDOCK_PAUSE("copy.scattering");
   }
+  write(of.raw_at + of.tiles() * kTileBytes, slot + shape.rest_at(plane), of.rest_bytes());
   return true;
 }
 
 }  // namespace
 
-PackedShape packed_shape(const PagedLayout& layout, size_t blocks, size_t marks, size_t spills) {
-  std::vector<PlaneShape> planes;
-  for (const Plane& plane : layout.planes()) planes.push_back({plane.block_bytes() * blocks, marks});
-  return PackedShape(std::move(planes), spills);
+std::vector<size_t> plane_bytes(const PagedLayout& layout, size_t blocks) {
+  std::vector<size_t> bytes;
+  for (const Plane& plane : layout.planes()) bytes.push_back(plane.block_bytes() * blocks);
+  return bytes;
 }
 
 std::vector<std::optional<uint64_t>> gather_packed(const PagedLayout& layout, const PackedShape& shape,
@@ -125,30 +148,20 @@ std::vector<std::optional<uint64_t>> gather_packed(const PagedLayout& layout, co
   check(layout, shape, parts, threads);
   checksum_keys(stripes_of(shape.packed_bytes()));
   const size_t planes = shape.planes().size(), workers = useful_threads(shape.raw_bytes() * parts.size(), threads);
-  std::vector<Book> books(parts.size() * planes);
-  std::vector<std::atomic<uint32_t>> spilled(parts.size());
-  const auto fits = [&](size_t part) { return spilled[part].load(std::memory_order_relaxed) <= shape.spills(); };
-  run_parallel(books.size(), workers, [&](size_t i) {
-    Buffer buffer;
-    const Part& part = parts[i / planes];
-    const PlaneShape& plane = shape.planes()[i % planes];
-    auto* slot = reinterpret_cast<char*>(part.slot);
-    books[i] = learnt(layout, part, plane, &buffer);
-    for (size_t piece = 0; piece < plane.pieces() && fits(i / planes); ++piece) {
-      const size_t position = plane.raw_at + piece * kTileBytes;
-      const char* from = collected(layout, part, position, plane.piece_bytes(piece), &buffer);
-      pack_piece(shape, i % planes, books[i], piece, from, &spilled[i / planes], slot);
-      KVDOCK_PAUSE("copy.gathering");
-    }
+  std::deque<PackedWriter> writers;
+  for (const Part& part : parts) writers.emplace_back(shape, reinterpret_cast<char*>(part.slot));
+  std::vector<std::atomic<bool>> unfit(parts.size());
+  run_parallel(parts.size() * planes, workers, [&](size_t i) {
+    const size_t part = i / planes, plane = i % planes;
+    if (unfit[part].load(std::memory_order_relaxed)) return;
+    if (!gather_plane(layout, parts[part], shape.planes()[plane], plane, &writers[part])) unfit[part] = true;
   });
   for (size_t i = 0; i < parts.size(); ++i)
-    if (fits(i))
-      finish_packed(shape, std::span(books).subspan(i * planes, planes), spilled[i],
-                    reinterpret_cast<char*>(parts[i].slot));
-  const std::vector<uint64_t> sums = hash_slots(shape, parts, workers, fits);
+    if (!unfit[i]) unfit[i] = writers[i].finish() < 0;
+  const std::vector<uint64_t> sums = hash_slots(shape, parts, workers, [&](size_t i) { return !unfit[i].load(); });
   std::vector<std::optional<uint64_t>> found(parts.size());
   for (size_t i = 0; i < parts.size(); ++i)
-    if (fits(i)) found[i] = sums[i];
+    if (!unfit[i]) found[i] = sums[i];
   return found;
 }
 
@@ -162,7 +175,7 @@ std::vector<std::optional<uint64_t>> scatter_packed(const PagedLayout& layout, c
   const std::vector<uint64_t> sums = hash_slots(shape, parts, workers, [](size_t) { return true; });
   std::vector<std::atomic<bool>> sound(parts.size());
   for (size_t i = 0; i < parts.size(); ++i)
-    sound[i] = sums[i] != expected[i] || is_packed(shape, reinterpret_cast<const char*>(parts[i].slot));
+    sound[i] = sums[i] != expected[i] || is_packed_part(shape, reinterpret_cast<const char*>(parts[i].slot));
   run_parallel(parts.size() * planes, workers, [&](size_t i) {
     const size_t part = i / planes;
     if (sums[part] != expected[part] || !sound[part]) return;

@@ -20,11 +20,11 @@
 
 namespace kvdock {
 
-// The shape of parts of so many blocks: all planes have the same reserve of marks. Throws Refused{copy}.
-PackedShape packed_shape(const PagedLayout& layout, size_t blocks, size_t marks, size_t spills);
+// The bytes of each plane in parts of so many blocks, for their PackedShape.
+std::vector<size_t> plane_bytes(const PagedLayout& layout, size_t blocks);
 
 // Both throw Refused{copy} for a wrong argument: also for a part that is not of the shape.
-// Each part's checksum over its slot; nullopt: more tiles spill than the shape allows; the slot's bytes are of no use.
+// Each part's checksum over its slot; nullopt: more units are needed than the shape has; the slot's bytes are of no use.
 std::vector<std::optional<uint64_t>> gather_packed(const PagedLayout& layout, const PackedShape& shape,
                                                    std::span<const Part> parts, int threads);
 // Each part's checksum as it was found; only those that have the expected one were unpacked. nullopt: a part that has

@@ -1,6 +1,5 @@
 #include "pack/part.h"
 
-#include <algorithm>
 #include <cstring>
 #include <string>
 
@@ -15,114 +14,143 @@ constexpr size_t kBooksAt = 16, kAlignment = 64;
 
 struct Header {
   char magic[4];
-  uint16_t planes, spilled;
+  uint16_t planes, units;
   uint64_t unused;
 };
 static_assert(sizeof(Header) == kBooksAt);
 
-uint16_t spill_number(const char* tile, const PlaneShape& plane) {
-  uint16_t number;
-  std::memcpy(&number, tile + plane.tile_bytes() - sizeof number, sizeof number);
-  return number;
+// `book_of`: the book of a plane.
+template <class BookOf>
+long pack_planes(const PackedShape& shape, const char* part, char* slot, BookOf book_of) {
+  PackedWriter writer(shape, slot);
+  for (size_t plane = 0; plane < shape.planes().size(); ++plane) {
+    const char* const from = part + shape.planes()[plane].raw_at;
+    const size_t tiles = shape.planes()[plane].tiles();
+    const Book book = book_of(plane);
+    writer.put_book(plane, book);
+    for (size_t tile = 0; tile < tiles; ++tile) {
+      foresee(from + (tile + 1) * kTileBytes, kTileBytes);
+      if (!writer.put_tile(plane, tile, book, from + tile * kTileBytes)) return -1;
+    }
+    writer.put_rest(plane, from + tiles * kTileBytes);
+  }
+  return writer.finish();
 }
 
 }  // namespace
 
-PackedShape::PackedShape(std::vector<PlaneShape> planes, size_t spills) : planes_(std::move(planes)), spills_(spills) {
-  if (planes_.empty()) refuse(Refusal::copy, "planes", 0, "at least 1");
-  if (planes_.size() > UINT16_MAX) refuse(Refusal::copy, "planes", planes_.size(), "at most 65535");
-  if (spills > kMostSpills) refuse(Refusal::copy, "spills", spills, "at most 65535");
-  header_bytes_ = (kBooksAt + kBookBytes * planes_.size() + kAlignment - 1) / kAlignment * kAlignment;
+PackedShape::PackedShape(std::span<const size_t> planes, size_t marks, size_t units) : marks_(marks), units_(units) {
+  if (planes.empty()) refuse(Refusal::copy, "planes", 0, "at least 1");
+  if (planes.size() > UINT16_MAX) refuse(Refusal::copy, "planes", planes.size(), "at most 65535");
+  if (!is_reserve(marks)) refuse(Refusal::copy, "marks", marks, "16 more than a multiple of 32, and at most 496");
+  if (units > kMostUnits) refuse(Refusal::copy, "units", units, "at most 65535");
+  header_bytes_ = (kBooksAt + kBookBytes * planes.size() + kAlignment - 1) / kAlignment * kAlignment;
   size_t at = header_bytes_;
-  for (size_t i = 0; i < planes_.size(); ++i) {
-    PlaneShape& plane = planes_[i];
-    const std::string name = "plane " + std::to_string(i);
-    if (plane.raw_bytes % 16 != 0) refuse(Refusal::copy, name + ": bytes", plane.raw_bytes, "a multiple of 16");
-    if (!is_reserve(plane.marks))
-      refuse(Refusal::copy, name + ": marks", plane.marks, "16 more than a multiple of 32, and at most 496");
-    plane.raw_at = raw_bytes_;
-    plane.at = at;
-    raw_bytes_ += plane.raw_bytes;
-    at += plane.packed_bytes();
-    spill_bytes_ = std::max(spill_bytes_, kTileBytes - plane.kept_bytes());
+  for (const size_t bytes : planes) {
+    const std::string name = "plane " + std::to_string(planes_.size());
+    if (bytes % 16 != 0) refuse(Refusal::copy, name + ": bytes", bytes, "a multiple of 16");
+    planes_.push_back({bytes, raw_bytes_, at});
+    raw_bytes_ += bytes;
+    at = rest_at(planes_.size() - 1) + planes_.back().rest_bytes();
   }
-  spills_at_ = at;
+  units_at_ = at;
 }
 
-bool pack_piece(const PackedShape& shape, size_t plane, const Book& book, size_t piece, const char* from,
-                std::atomic<uint32_t>* spilled, char* slot) {
-  const PlaneShape& of = shape.planes()[plane];
-  char* const to = slot + of.at + piece * of.tile_bytes();
-  if (piece == of.tiles()) {
-    std::memcpy(to, from, of.rest_bytes());
-    return true;
+PackedWriter::PackedWriter(const PackedShape& shape, char* slot) : shape_(shape), slot_(slot) {
+  std::memset(slot, 0, shape.header_bytes());
+}
+
+void PackedWriter::put_book(size_t plane, const Book& book) {
+  std::memcpy(slot_ + kBooksAt + kBookBytes * plane, book.exponents, kBookBytes);
+}
+
+bool PackedWriter::put_tile(size_t plane, size_t tile, const Book& book, const char* from) {
+  char* const to = slot_ + shape_.tile_at(plane, tile);
+  alignas(64) char more[size_t(kMostUnits) * kUnitBytes];
+  const uint8_t units = tile_path().pack(from, book, shape_.marks(), to, more);
+  if (units == 0) return true;
+  const size_t taken = units == kRawTile ? shape_.raw_units() : units;
+  const size_t first = used_.fetch_add(taken, std::memory_order_relaxed);
+  if (first + taken > shape_.units()) return false;
+  char* const at = slot_ + shape_.unit_at(first);
+  Trailer trailer{{}, units, uint16_t(first)};
+  if (units == kRawTile) {
+    const size_t kept = shape_.kept_bytes(), others = kTileBytes - kept;
+    std::memcpy(to, from, kept);
+    std::memset(to + kept, 0, shape_.tile_bytes() - kept);
+    std::memcpy(at, from + kept, others);
+    std::memset(at + others, 0, taken * kUnitBytes - others);
+  } else {
+    std::memcpy(at, more, taken * kUnitBytes);
+    std::memcpy(trailer.spares, to + shape_.tile_bytes() - sizeof trailer, sizeof trailer.spares);
   }
-  if (tile_path().pack(from, book, of.marks, to)) return true;
-  const uint32_t entry = spilled->fetch_add(1, std::memory_order_relaxed);
-  if (entry >= shape.spills()) return false;
-  const size_t kept = of.kept_bytes();
-  const auto number = uint16_t(entry + 1);
-  std::memcpy(to, from, kept);
-  std::memset(to + kept, 0, of.tile_bytes() - kept - sizeof number);
-  std::memcpy(to + of.tile_bytes() - sizeof number, &number, sizeof number);
-  char* const end = slot + shape.spill_at(entry);
-  std::memcpy(end, from + kept, kTileBytes - kept);
-  std::memset(end + kTileBytes - kept, 0, shape.spill_at(1) - shape.spill_at(0) - (kTileBytes - kept));
+  std::memcpy(to + shape_.tile_bytes() - sizeof trailer, &trailer, sizeof trailer);
   return true;
 }
 
-void finish_packed(const PackedShape& shape, std::span<const Book> books, uint32_t spilled, char* slot) {
-  std::memset(slot, 0, shape.header_bytes());
-  const Header header{{kMagic[0], kMagic[1], kMagic[2], kMagic[3]}, uint16_t(books.size()), uint16_t(spilled), 0};
-  std::memcpy(slot, &header, sizeof header);
-  for (size_t i = 0; i < books.size(); ++i)
-    std::memcpy(slot + kBooksAt + kBookBytes * i, books[i].exponents, kBookBytes);
-  // No byte of a slot is left as an earlier part had it.
-  std::memset(slot + shape.spill_at(spilled), 0, shape.packed_bytes() - shape.spill_at(spilled));
+void PackedWriter::put_rest(size_t plane, const char* from) {
+  std::memcpy(slot_ + shape_.rest_at(plane), from, shape_.planes()[plane].rest_bytes());
 }
 
-bool is_packed(const PackedShape& shape, const char* slot) {
+long PackedWriter::finish() {
+  const size_t used = used_.load(std::memory_order_relaxed);
+  if (used > shape_.units()) return -1;
+  // No byte of a slot is left as an earlier part had it.
+  std::memset(slot_ + shape_.unit_at(used), 0, shape_.packed_bytes() - shape_.unit_at(used));
+  const Header header{
+      {kMagic[0], kMagic[1], kMagic[2], kMagic[3]}, uint16_t(shape_.planes().size()), uint16_t(used), 0};
+  std::memcpy(slot_, &header, sizeof header);
+  return long(used);
+}
+
+bool is_packed_part(const PackedShape& shape, const char* slot) {
   Header header;
   std::memcpy(&header, slot, sizeof header);
   return std::memcmp(header.magic, kMagic, sizeof kMagic) == 0 && header.planes == shape.planes().size();
 }
 
-bool unpack_piece(const PackedShape& shape, size_t plane, size_t piece, const char* slot, char* to) {
-  const PlaneShape& of = shape.planes()[plane];
-  const char* const from = slot + of.at + piece * of.tile_bytes();
-  if (piece == of.tiles()) {
-    std::memcpy(to, from, of.rest_bytes());
-    return true;
+bool unpack_tile(const PackedShape& shape, const char* slot, size_t plane, size_t tile, char* to) {
+  const char* const from = slot + shape.tile_at(plane, tile);
+  foresee(from + shape.tile_bytes(), shape.tile_bytes());
+  Trailer trailer;
+  std::memcpy(&trailer, from + shape.tile_bytes() - sizeof trailer, sizeof trailer);
+  const bool is_raw = trailer.units == kRawTile;
+  if (!is_raw && trailer.units > kMostUnits) return false;
+  const size_t taken = is_raw ? shape.raw_units() : trailer.units;
+  if (taken != 0 && trailer.first + taken > shape.units()) return false;
+  const char* const more = slot + shape.unit_at(taken != 0 ? trailer.first : 0);
+  if (is_raw) {
+    std::memcpy(to, from, shape.kept_bytes());
+    std::memcpy(to + shape.kept_bytes(), more, kTileBytes - shape.kept_bytes());
+  } else {
+    const auto* book = reinterpret_cast<const uint8_t*>(slot) + kBooksAt + kBookBytes * plane;
+    tile_path().unpack(from, book, shape.marks(), more, taken, to);
   }
-  const size_t number = spill_number(from, of);
-  if (number == 0) {
-    tile_path().unpack(from, reinterpret_cast<const uint8_t*>(slot) + kBooksAt + kBookBytes * plane, of.marks, to);
-    return true;
-  }
-  if (number > shape.spills()) return false;
-  std::memcpy(to, from, of.kept_bytes());
-  std::memcpy(to + of.kept_bytes(), slot + shape.spill_at(number - 1), kTileBytes - of.kept_bytes());
   return true;
 }
 
+long pack_part(const PackedShape& shape, const char* part, char* slot) {
+  return pack_planes(shape, part, slot, [&](size_t plane) {
+    const PlaneShape& at = shape.planes()[plane];
+    return learn_book(part + at.raw_at, at.tiles());
+  });
+}
+
 long pack_part(const PackedShape& shape, std::span<const Book> books, const char* part, char* slot) {
-  const auto& planes = shape.planes();
-  if (books.size() != planes.size()) refuse(Refusal::copy, "books", books.size(), std::to_string(planes.size()));
-  std::atomic<uint32_t> spilled{0};
-  for (size_t i = 0; i < planes.size(); ++i)
-    for (size_t piece = 0; piece < planes[i].pieces(); ++piece)
-      if (!pack_piece(shape, i, books[i], piece, part + planes[i].raw_at + piece * kTileBytes, &spilled, slot))
-        return -1;
-  finish_packed(shape, books, spilled, slot);
-  return spilled;
+  const size_t planes = shape.planes().size();
+  if (books.size() != planes) refuse(Refusal::copy, "books", books.size(), std::to_string(planes));
+  return pack_planes(shape, part, slot, [&](size_t plane) { return books[plane]; });
 }
 
 bool unpack_part(const PackedShape& shape, const char* slot, char* part) {
-  if (!is_packed(shape, slot)) return false;
-  const auto& planes = shape.planes();
-  for (size_t i = 0; i < planes.size(); ++i)
-    for (size_t piece = 0; piece < planes[i].pieces(); ++piece)
-      if (!unpack_piece(shape, i, piece, slot, part + planes[i].raw_at + piece * kTileBytes)) return false;
+  if (!is_packed_part(shape, slot)) return false;
+  for (size_t plane = 0; plane < shape.planes().size(); ++plane) {
+    const PlaneShape& at = shape.planes()[plane];
+    char* const to = part + at.raw_at;
+    for (size_t tile = 0; tile < at.tiles(); ++tile)
+      if (!unpack_tile(shape, slot, plane, tile, to + tile * kTileBytes)) return false;
+    std::memcpy(to + at.tiles() * kTileBytes, slot + shape.rest_at(plane), at.rest_bytes());
+  }
   return true;
 }
 

@@ -1,12 +1,10 @@
 #include "pack/tile.h"
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <bit>
 #include <cstring>
-#include <numeric>
-
-#include "base/errors.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -29,6 +27,13 @@ uint8_t rest_of(uint16_t element) { return uint8_t((element >> 8 & 0x80) | (elem
 uint16_t element_of(uint8_t rest, uint8_t exponent) {
   return uint16_t((rest & 0x80) << 8 | exponent << 7 | (rest & 0x7f));
 }
+uint8_t nibble_of(uint8_t rank) { return std::min(uint8_t(rank - kFirstCodes), kFarNibble); }
+
+uint16_t load16(const char* at) {
+  uint16_t value;
+  std::memcpy(&value, at, sizeof value);
+  return value;
+}
 
 uint64_t load64(const char* at) {
   uint64_t value;
@@ -36,32 +41,61 @@ uint64_t load64(const char* at) {
   return value;
 }
 
-// ------------------------------------------------------------------ marked elements, alike in all paths
+// ------------------------------------------------------------------ marked elements
 
-// The exponents of marked elements in their order; what lies beyond the reserve is of no use.
-struct MarkedExponents {
-  alignas(64) uint8_t values[kTileElements + 64];
-  size_t count = 0;
+// A byte for each mark of a tile, in their order, and 64 more: its nibble when packing, its exponent when unpacking.
+struct Marked {
+  alignas(64) uint8_t values[kMostMarks + kMostUnits * kUnitMarks + 64];
 };
 
-// Writes their nibbles and spares, and no spill. False: there are too many.
-bool write_marked(const MarkedExponents& marked, const Book& book, size_t marks, char* tile) {
-  auto* nibbles = reinterpret_cast<uint8_t*>(tile) + kNibblesAt;
-  uint8_t* const spares = nibbles + marks / 2;
-  std::memset(nibbles, 0, marks / 2 + kTrailerBytes);
-  if (marked.count > marks) return false;
-  size_t far = 0;
-  for (size_t i = 0; i < marked.count; ++i) {
-    const uint8_t rank = book.ranks[marked.values[i]];
-    uint8_t nibble = uint8_t(rank - kFirstCodes);
-    if (rank == Book::kFar) {
+// `bytes` pairs of nibbles become bytes; a multiple of 4.
+void join(const uint8_t* nibbles, size_t bytes, char* to) {
+  for (size_t i = 0; i < bytes; i += 4) {
+    uint64_t eight = load64(reinterpret_cast<const char*>(nibbles) + 2 * i);
+    eight = (eight | eight >> 4) & 0x00ff00ff00ff00ff;
+    eight = (eight | eight >> 8) & 0x0000ffff0000ffff;
+    const auto four = uint32_t(eight | eight >> 16);
+    std::memcpy(to + i, &four, sizeof four);
+  }
+}
+
+// Marked elements among the 64 from the i-th on.
+uint64_t marked_of(const char* tile, size_t i) {
+  const char* const codes = tile + kCodesAt + i / 8;
+  return load64(codes) & load64(codes + kCodePlaneBytes) & load64(codes + 2 * kCodePlaneBytes);
+}
+
+// Finds the elements of nibbles that say far, in a tile whose codes are there. False: there are too many.
+bool put_spares(const char* from, const char* tile, const uint8_t* nibbles, size_t count, Trailer* trailer) {
+  size_t far = 0, before = 0;
+  const auto next_from = [&](size_t mark) {
+    const void* const found = std::memchr(nibbles + mark, kFarNibble, count - mark);
+    return found != nullptr ? size_t(static_cast<const uint8_t*>(found) - nibbles) : count;
+  };
+  size_t next = next_from(0);
+  for (size_t i = 0; next < count; i += 64) {
+    uint64_t left = marked_of(tile, i);
+    for (const auto end = before + size_t(std::popcount(left)); before < end; ++before, left &= left - 1) {
+      if (before != next) continue;
       if (far == kSpares) return false;
-      spares[far++] = marked.values[i];
-      nibble = kFarNibble;
+      trailer->spares[far++] = exponent_of(load16(from + 2 * (i + size_t(std::countr_zero(left)))));
+      next = next_from(before + 1);
     }
-    nibbles[i / 2] |= uint8_t(nibble << 4 * (i % 2));
   }
   return true;
+}
+
+// Writes the nibbles of `count` marks, and the trailer; the rest of the tile is there already. As TilePath::pack().
+template <auto kJoin>
+uint8_t put_marked(const char* from, size_t marks, Marked& nibbles, size_t count, char* to, char* more) {
+  const size_t units = count > marks ? (count - marks + kUnitMarks - 1) / kUnitMarks : 0;
+  std::memset(nibbles.values + count, 0, marks + units * kUnitMarks - count);
+  kJoin(nibbles.values, marks / 2, to + kNibblesAt);
+  kJoin(nibbles.values + marks, units * kUnitBytes, more);
+  Trailer trailer{};
+  if (!put_spares(from, to, nibbles.values, count, &trailer)) return kRawTile;
+  std::memcpy(to + kNibblesAt + marks / 2, &trailer, sizeof trailer);
+  return uint8_t(units);
 }
 
 // What nibbles name.
@@ -74,52 +108,85 @@ struct Further {
 };
 
 // Puts the spares where nibbles say far.
-void put_spares(const char* tile, size_t marks, uint8_t* values) {
-  const auto* nibbles = reinterpret_cast<const uint8_t*>(tile) + kNibblesAt;
+void take_spares(const char* tile, size_t marks, const char* more, size_t units, Marked& exponents) {
+  const char* const trailer = tile + kNibblesAt + marks / 2;
   size_t far = 0;
-  for (size_t i = 0; i < marks && far < kSpares; ++i)
-    if ((nibbles[i / 2] >> 4 * (i % 2) & 15) == kFarNibble) values[i] = nibbles[marks / 2 + far++];
-}
-
-// Reads the exponents of the reserve, used or not, and 64 zeros after them.
-void read_marked(const char* tile, const uint8_t* book, size_t marks, uint8_t* values) {
-  const Further further(book);
-  const auto* nibbles = reinterpret_cast<const uint8_t*>(tile) + kNibblesAt;
-  for (size_t i = 0; i < marks; ++i) values[i] = further.exponents[nibbles[i / 2] >> 4 * (i % 2) & 15];
-  std::memset(values + marks, 0, 64);
-  put_spares(tile, marks, values);
-}
-
-// ------------------------------------------------------------------ scalar
-
-bool scalar_pack(const char* from, const Book& book, size_t marks, char* to) {
-  MarkedExponents marked;
-  for (size_t i = 0; i < kTileElements; i += 64) {
-    uint64_t planes[3] = {};
-    for (size_t j = 0; j < 64; ++j) {
-      uint16_t element;
-      std::memcpy(&element, from + 2 * (i + j), sizeof element);
-      to[i + j] = char(rest_of(element));
-      const uint8_t exponent = exponent_of(element), rank = book.ranks[exponent];
-      const uint64_t code = std::min(rank, kMark);
-      if (code == kMark) marked.values[marked.count++] = exponent;
-      for (size_t bit = 0; bit < 3; ++bit) planes[bit] |= (code >> bit & 1) << j;
-    }
-    for (size_t bit = 0; bit < 3; ++bit) std::memcpy(to + kCodesAt + bit * kCodePlaneBytes + i / 8, &planes[bit], 8);
+  for (size_t i = 0; i < marks + units * kUnitMarks; i += 16) {
+    const uint64_t pairs = load64(i < marks ? tile + kNibblesAt + i / 2 : more + (i - marks) / 2);
+    uint64_t left = pairs & pairs >> 1 & pairs >> 2 & pairs >> 3 & 0x1111111111111111;
+    for (; left && far < kSpares; left &= left - 1)
+      exponents.values[i + size_t(std::countr_zero(left)) / 4] = uint8_t(trailer[far++]);
   }
-  return write_marked(marked, book, marks, to);
 }
 
-void scalar_unpack(const char* from, const uint8_t* book, size_t marks, char* to) {
-  MarkedExponents marked;
-  read_marked(from, book, marks, marked.values);
-  size_t rank = 0;
-  for (size_t i = 0; i < kTileElements; i += 64) {
-    uint64_t planes[3];
-    for (size_t bit = 0; bit < 3; ++bit) planes[bit] = load64(from + kCodesAt + bit * kCodePlaneBytes + i / 8);
-    for (size_t j = 0; j < 64; ++j) {
-      const auto code = uint8_t((planes[0] >> j & 1) | (planes[1] >> j & 1) << 1 | (planes[2] >> j & 1) << 2);
-      const uint8_t exponent = code == kMark ? marked.values[std::min(rank++, marks)] : book[code];
+// Reads the exponents of the reserve and the units, used or not, and 64 zeros after them. `kName` does so for pairs of
+// nibbles, and says whether one of them is far.
+template <auto kName>
+void take_marked(const char* tile, const uint8_t* book, size_t marks, const char* more, size_t units,
+                               Marked& exponents) {
+  const Further further(book);
+  bool far = kName(tile + kNibblesAt, marks / 2, further, exponents.values);
+  if (units != 0) far |= kName(more, units * kUnitBytes, further, exponents.values + marks);
+  std::memset(exponents.values + marks + units * kUnitMarks, 0, 64);
+  if (far) take_spares(tile, marks, more, units, exponents);
+}
+
+// ------------------------------------------------------------------ scalar: 8 elements at a time
+
+// Byte j is bit j of the index.
+constexpr auto kSpread = [] {
+  std::array<uint64_t, 256> spread{};
+  for (size_t bits = 0; bits < spread.size(); ++bits)
+    for (size_t j = 0; j < 8; ++j) spread[bits] |= uint64_t(bits >> j & 1) << 8 * j;
+  return spread;
+}();
+
+// The inverse, of the lowest bits of the bytes.
+uint8_t gathered(uint64_t bytes) { return uint8_t((bytes & 0x0101010101010101) * 0x0102040810204080 >> 56); }
+
+uint8_t scalar_pack(const char* from, const Book& book, size_t marks, char* to, char* more) {
+  Marked nibbles;
+  size_t count = 0;
+  for (size_t i = 0; i < kTileElements; i += 8) {
+    uint64_t codes = 0;
+    for (size_t j = 0; j < 8; ++j) {
+      const uint16_t element = load16(from + 2 * (i + j));
+      to[i + j] = char(rest_of(element));
+      const uint8_t rank = book.ranks[exponent_of(element)];
+      codes |= uint64_t(std::min(rank, kMark)) << 8 * j;
+      nibbles.values[count] = nibble_of(rank);
+      count += rank >= kMark;
+    }
+    for (size_t bit = 0; bit < 3; ++bit)
+      to[kCodesAt + bit * kCodePlaneBytes + i / 8] = char(gathered(codes >> bit));
+  }
+  return put_marked<join>(from, marks, nibbles, count, to, more);
+}
+
+bool scalar_name(const char* pairs, size_t bytes, const Further& further, uint8_t* exponents) {
+  bool far = false;
+  for (size_t i = 0; i < 2 * bytes; ++i) {
+    const uint8_t nibble = uint8_t(pairs[i / 2]) >> 4 * (i % 2) & 15;
+    far |= nibble == kFarNibble;
+    exponents[i] = further.exponents[nibble];
+  }
+  return far;
+}
+
+void scalar_unpack(const char* from, const uint8_t* book, size_t marks, const char* more, size_t units, char* to) {
+  Marked marked;
+  take_marked<scalar_name>(from, book, marks, more, units, marked);
+  size_t rank = 0, end = marks + units * kUnitMarks;
+  uint8_t exponents[kMark + 1] = {};
+  std::memcpy(exponents, book, kFirstCodes);
+  for (size_t i = 0; i < kTileElements; i += 8) {
+    uint64_t codes = 0;
+    for (size_t bit = 0; bit < 3; ++bit)
+      codes |= kSpread[uint8_t(from[kCodesAt + bit * kCodePlaneBytes + i / 8])] << bit;
+    for (size_t j = 0; j < 8; ++j) {
+      const uint8_t code = uint8_t(codes >> 8 * j);
+      const uint8_t exponent = code == kMark ? marked.values[std::min(rank, end)] : exponents[code];
+      rank += code == kMark;
       const uint16_t element = element_of(uint8_t(from[i + j]), exponent);
       std::memcpy(to + 2 * (i + j), &element, sizeof element);
     }
@@ -145,31 +212,9 @@ KVDOCK_AVX2_INLINE __m256i rests_of(__m256i elements) {
                          _mm256_and_si256(elements, _mm256_set1_epi16(0x7f)));
 }
 
-KVDOCK_AVX2_INLINE __m256i elements_of(__m256i rests, __m256i exponents) {
-  return _mm256_or_si256(_mm256_or_si256(_mm256_slli_epi16(_mm256_and_si256(rests, _mm256_set1_epi16(0x80)), 8),
-                                         _mm256_and_si256(rests, _mm256_set1_epi16(0x7f))),
-                         _mm256_slli_epi16(exponents, 7));
-}
-
-// As read_marked() does.
-KVDOCK_AVX2_INLINE void avx2_read_marked(const char* tile, const uint8_t* book, size_t marks, uint8_t* values) {
-  const Further further(book);
-  const __m128i table = _mm_load_si128(reinterpret_cast<const __m128i*>(further.exponents));
-  const __m128i low4 = _mm_set1_epi8(15);
-  __m128i far = _mm_setzero_si128();
-  for (size_t i = 0; i < marks; i += 16) {
-    const __m128i pairs = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(tile + kNibblesAt + i / 2));
-    const __m128i even = _mm_and_si128(pairs, low4), odd = _mm_and_si128(_mm_srli_epi16(pairs, 4), low4);
-    const __m128i nibbles = _mm_unpacklo_epi8(even, odd);
-    far = _mm_or_si128(far, _mm_cmpeq_epi8(nibbles, low4));
-    _mm_store_si128(reinterpret_cast<__m128i*>(values + i), _mm_shuffle_epi8(table, nibbles));
-  }
-  std::memset(values + marks, 0, 64);
-  if (_mm_movemask_epi8(far)) put_spares(tile, marks, values);
-}
-
-KVDOCK_AVX2 bool avx2_pack(const char* from, const Book& book, size_t marks, char* to) {
-  MarkedExponents marked;
+KVDOCK_AVX2 uint8_t avx2_pack(const char* from, const Book& book, size_t marks, char* to, char* more) {
+  Marked nibbles;
+  size_t count = 0;
   const __m256i byte = _mm256_set1_epi16(0xff);
   for (size_t i = 0; i < kTileElements; i += 32) {
     const __m256i a = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + 2 * i));
@@ -188,46 +233,68 @@ KVDOCK_AVX2 bool avx2_pack(const char* from, const Book& book, size_t marks, cha
       std::memcpy(to + kCodesAt + bit * kCodePlaneBytes + i / 8, &planes[bit], 4);
     }
     for (uint32_t left = planes[0] & planes[1] & planes[2]; left; left &= left - 1) {
-      uint16_t element;
-      std::memcpy(&element, from + 2 * (i + size_t(std::countr_zero(left))), sizeof element);
-      marked.values[marked.count++] = exponent_of(element);
+      const uint16_t element = load16(from + 2 * (i + size_t(std::countr_zero(left))));
+      nibbles.values[count++] = nibble_of(book.ranks[exponent_of(element)]);
     }
   }
-  return write_marked(marked, book, marks, to);
+  return put_marked<join>(from, marks, nibbles, count, to, more);
 }
 
-// Byte j is 0xff where bit j of `bits` is set.
-KVDOCK_AVX2_INLINE __m256i spread(uint32_t bits) {
-  const __m256i each = _mm256_setr_epi8(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 2, 2, 2, 2, 2, 2, 2, 2, 3, 3, 3,
+// 16 at a time: `bytes` is a multiple of 8.
+KVDOCK_AVX2 bool avx2_name(const char* pairs, size_t bytes, const Further& further, uint8_t* exponents) {
+  const __m128i table = _mm_load_si128(reinterpret_cast<const __m128i*>(further.exponents));
+  const __m128i low4 = _mm_set1_epi8(15);
+  __m128i far = _mm_setzero_si128();
+  for (size_t i = 0; i < bytes; i += 8) {
+    const __m128i eight = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(pairs + i));
+    const __m128i even = _mm_and_si128(eight, low4), odd = _mm_and_si128(_mm_srli_epi16(eight, 4), low4);
+    const __m128i nibbles = _mm_unpacklo_epi8(even, odd);
+    far = _mm_or_si128(far, _mm_cmpeq_epi8(nibbles, low4));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(exponents + 2 * i), _mm_shuffle_epi8(table, nibbles));
+  }
+  return _mm_movemask_epi8(far) != 0;
+}
+
+// The code of bit planes, of 32 elements in the order 0..7, 16..23, 8..15, 24..31: interleaving low and high bytes of
+// elements, which is done within halves of a register, puts them in their order.
+KVDOCK_AVX2_INLINE __m256i codes_of(const uint32_t (&planes)[3]) {
+  const __m256i each = _mm256_setr_epi8(0, 0, 0, 0, 0, 0, 0, 0, 2, 2, 2, 2, 2, 2, 2, 2, 1, 1, 1, 1, 1, 1, 1, 1, 3, 3, 3,
                                         3, 3, 3, 3, 3);
   const __m256i bit = _mm256_set1_epi64x(int64_t(0x8040201008040201));
-  const __m256i copied = _mm256_shuffle_epi8(_mm256_set1_epi32(int(bits)), each);
-  return _mm256_cmpeq_epi8(_mm256_and_si256(copied, bit), bit);
+  __m256i code = _mm256_setzero_si256();
+  for (size_t i = 0; i < 3; ++i) {
+    const __m256i copied = _mm256_shuffle_epi8(_mm256_set1_epi32(int(planes[i])), each);
+    const __m256i is_set = _mm256_cmpeq_epi8(_mm256_and_si256(copied, bit), bit);
+    code = _mm256_or_si256(code, _mm256_and_si256(is_set, _mm256_set1_epi8(char(1 << i))));
+  }
+  return code;
 }
 
-KVDOCK_AVX2 void avx2_unpack(const char* from, const uint8_t* book, size_t marks, char* to) {
-  MarkedExponents marked;
-  avx2_read_marked(from, book, marks, marked.values);
-  size_t rank = 0;
-  const __m256i table = _mm256_broadcastsi128_si256(
-      _mm_loadl_epi64(reinterpret_cast<const __m128i*>(book)));
+KVDOCK_AVX2 void avx2_unpack(const char* from, const uint8_t* book, size_t marks, const char* more, size_t units,
+                             char* to) {
+  Marked marked;
+  take_marked<avx2_name>(from, book, marks, more, units, marked);
+  size_t rank = 0, end = marks + units * kUnitMarks;
+  // The exponent's bits in an element's low byte, and in its high one.
+  alignas(16) uint8_t low[16] = {}, high[16] = {};
+  for (size_t k = 0; k < kFirstCodes; ++k) low[k] = uint8_t(book[k] << 7), high[k] = book[k] >> 1;
+  const __m256i lows = _mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(low)));
+  const __m256i highs = _mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(high)));
+  const __m256i sign = _mm256_set1_epi8(char(0x80));
   for (size_t i = 0; i < kTileElements; i += 32) {
     uint32_t planes[3];
-    __m256i code = _mm256_setzero_si256();
-    for (size_t bit = 0; bit < 3; ++bit) {
-      std::memcpy(&planes[bit], from + kCodesAt + bit * kCodePlaneBytes + i / 8, 4);
-      code = _mm256_or_si256(code, _mm256_and_si256(spread(planes[bit]), _mm256_set1_epi8(char(1 << bit))));
-    }
-    alignas(32) uint8_t exponents[32];
-    _mm256_store_si256(reinterpret_cast<__m256i*>(exponents), _mm256_shuffle_epi8(table, code));
-    for (uint32_t left = planes[0] & planes[1] & planes[2]; left; left &= left - 1)
-      exponents[std::countr_zero(left)] = marked.values[std::min(rank++, marks)];
-    for (size_t half = 0; half < 32; half += 16) {
-      const auto* rests = reinterpret_cast<const __m128i*>(from + i + half);
-      const auto* those = reinterpret_cast<const __m128i*>(exponents + half);
-      const __m256i elements =
-          elements_of(_mm256_cvtepu8_epi16(_mm_loadu_si128(rests)), _mm256_cvtepu8_epi16(_mm_load_si128(those)));
-      _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + 2 * (i + half)), elements);
+    for (size_t bit = 0; bit < 3; ++bit) std::memcpy(&planes[bit], from + kCodesAt + bit * kCodePlaneBytes + i / 8, 4);
+    const __m256i code = codes_of(planes);
+    const __m256i rests =
+        _mm256_permute4x64_epi64(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + i)), 0xd8);
+    const __m256i a = _mm256_or_si256(_mm256_andnot_si256(sign, rests), _mm256_shuffle_epi8(lows, code));
+    const __m256i b = _mm256_or_si256(_mm256_and_si256(sign, rests), _mm256_shuffle_epi8(highs, code));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + 2 * i), _mm256_unpacklo_epi8(a, b));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + 2 * i + 32), _mm256_unpackhi_epi8(a, b));
+    for (uint32_t left = planes[0] & planes[1] & planes[2]; left; left &= left - 1) {
+      const size_t at = i + size_t(std::countr_zero(left));
+      const uint16_t element = element_of(uint8_t(from[at]), marked.values[std::min(rank++, end)]);
+      std::memcpy(to + 2 * at, &element, sizeof element);
     }
   }
 }
@@ -240,67 +307,97 @@ constexpr TilePath kAvx2{"avx2", avx2_pack, avx2_unpack};
 #define KVDOCK_AVX512_INLINE \
   __attribute__((target("avx512f,avx512bw,avx512vl,avx512vbmi,avx512vbmi2,avx2,bmi,popcnt"), always_inline)) inline
 
-KVDOCK_AVX512_INLINE __m512i bytes_of(__m512i low, __m512i high) {
-  return _mm512_inserti64x4(_mm512_castsi256_si512(_mm512_cvtepi16_epi8(low)), _mm512_cvtepi16_epi8(high), 1);
+// The bits of `one` where those of `mask` are set, else those of `other`.
+KVDOCK_AVX512_INLINE __m512i chosen(__m512i mask, __m512i one, __m512i other) {
+  return _mm512_ternarylogic_epi64(mask, one, other, 0xca);
 }
 
-KVDOCK_AVX512_INLINE __m512i rests_of(__m512i elements) {
-  return _mm512_or_si512(_mm512_and_si512(_mm512_srli_epi16(elements, 8), _mm512_set1_epi16(0x80)),
-                         _mm512_and_si512(elements, _mm512_set1_epi16(0x7f)));
+// The first `count` of 64 bits, or of 32.
+KVDOCK_AVX512_INLINE uint64_t first_bits(size_t count) {
+  return count < 64 ? (uint64_t(1) << count) - 1 : ~uint64_t(0);
 }
 
-KVDOCK_AVX512_INLINE __m512i elements512_of(__m256i rests, __m256i exponents) {
-  const __m512i rest = _mm512_cvtepu8_epi16(rests), exponent = _mm512_cvtepu8_epi16(exponents);
-  return _mm512_or_si512(_mm512_or_si512(_mm512_slli_epi16(_mm512_and_si512(rest, _mm512_set1_epi16(0x80)), 8),
-                                         _mm512_and_si512(rest, _mm512_set1_epi16(0x7f))),
-                         _mm512_slli_epi16(exponent, 7));
+KVDOCK_AVX512 void avx512_join(const uint8_t* nibbles, size_t bytes, char* to) {
+  const __m512i weights = _mm512_set1_epi16(0x1001);
+  for (size_t i = 0; i < bytes; i += 32) {
+    const __m512i pairs = _mm512_maddubs_epi16(_mm512_loadu_si512(nibbles + 2 * i), weights);
+    const auto used = __mmask32(first_bits(bytes - i));
+    _mm256_mask_storeu_epi8(to + i, used, _mm512_cvtepi16_epi8(pairs));
+  }
 }
 
-KVDOCK_AVX512 bool avx512_pack(const char* from, const Book& book, size_t marks, char* to) {
-  MarkedExponents marked;
-  __m512i ranks[4];
+KVDOCK_AVX512 uint8_t avx512_pack(const char* from, const Book& book, size_t marks, char* to, char* more) {
+  Marked nibbles;
+  size_t count = 0;
+  __m512i ranks[4], even = _mm512_setzero_si512();
   for (size_t k = 0; k < 4; ++k) ranks[k] = _mm512_loadu_si512(book.ranks + 64 * k);
+  alignas(64) uint8_t numbers[64];
+  for (size_t k = 0; k < 64; ++k) numbers[k] = uint8_t(2 * k);
+  even = _mm512_load_si512(numbers);
+  const __m512i odd = _mm512_or_si512(even, _mm512_set1_epi8(1));
+  const __m512i sign = _mm512_set1_epi8(char(0x80)), upper = _mm512_set1_epi8(char(0xfe));
   for (size_t i = 0; i < kTileElements; i += 64) {
     const __m512i a = _mm512_loadu_si512(from + 2 * i), b = _mm512_loadu_si512(from + 2 * i + 64);
-    _mm512_storeu_si512(to + i, bytes_of(rests_of(a), rests_of(b)));
-    const __m512i exponents = bytes_of(_mm512_srli_epi16(a, 7), _mm512_srli_epi16(b, 7));
+    const __m512i lows = _mm512_permutex2var_epi8(a, even, b), highs = _mm512_permutex2var_epi8(a, odd, b);
+    _mm512_storeu_si512(to + i, chosen(sign, highs, lows));
+    const __m512i exponents = chosen(upper, _mm512_slli_epi16(highs, 1), _mm512_srli_epi16(lows, 7));
     const __m512i low = _mm512_permutex2var_epi8(ranks[0], exponents, ranks[1]);
     const __m512i high = _mm512_permutex2var_epi8(ranks[2], exponents, ranks[3]);
     const __m512i rank = _mm512_mask_blend_epi8(_mm512_movepi8_mask(exponents), low, high);
     const __m512i code = _mm512_min_epu8(rank, _mm512_set1_epi8(kMark));
-    uint64_t planes[3];
     for (size_t bit = 0; bit < 3; ++bit) {
-      planes[bit] = _mm512_test_epi8_mask(code, _mm512_set1_epi8(char(1 << bit)));
-      std::memcpy(to + kCodesAt + bit * kCodePlaneBytes + i / 8, &planes[bit], 8);
+      const uint64_t plane = _mm512_test_epi8_mask(code, _mm512_set1_epi8(char(1 << bit)));
+      std::memcpy(to + kCodesAt + bit * kCodePlaneBytes + i / 8, &plane, 8);
     }
-    const uint64_t is_marked = planes[0] & planes[1] & planes[2];
-    _mm512_storeu_si512(marked.values + marked.count, _mm512_maskz_compress_epi8(is_marked, exponents));
-    marked.count += size_t(std::popcount(is_marked));
+    const uint64_t is_marked = _mm512_cmpeq_epi8_mask(code, _mm512_set1_epi8(kMark));
+    const __m512i named = _mm512_min_epu8(_mm512_sub_epi8(rank, _mm512_set1_epi8(kFirstCodes)),
+                                          _mm512_set1_epi8(kFarNibble));
+    _mm512_storeu_si512(nibbles.values + count, _mm512_maskz_compress_epi8(is_marked, named));
+    count += size_t(std::popcount(is_marked));
   }
-  return write_marked(marked, book, marks, to);
+  return put_marked<avx512_join>(from, marks, nibbles, count, to, more);
 }
 
-KVDOCK_AVX512 void avx512_unpack(const char* from, const uint8_t* book, size_t marks, char* to) {
-  MarkedExponents marked;
-  avx2_read_marked(from, book, marks, marked.values);
-  size_t rank = 0;
+KVDOCK_AVX512 bool avx512_name(const char* pairs, size_t bytes, const Further& further, uint8_t* exponents) {
+  const __m512i table = _mm512_broadcast_i32x4(_mm_load_si128(reinterpret_cast<const __m128i*>(further.exponents)));
+  const __m512i low4 = _mm512_set1_epi8(15);
+  uint64_t far = 0;
+  for (size_t i = 0; i < bytes; i += 32) {
+    const __m256i loaded = _mm256_maskz_loadu_epi8(__mmask32(first_bits(bytes - i)), pairs + i);
+    const __m512i wide = _mm512_cvtepu8_epi16(loaded);
+    const __m512i nibbles = _mm512_and_si512(_mm512_or_si512(wide, _mm512_slli_epi16(wide, 4)), low4);
+    far |= _mm512_cmpeq_epi8_mask(nibbles, low4);
+    _mm512_storeu_si512(exponents + 2 * i, _mm512_shuffle_epi8(table, nibbles));
+  }
+  return far != 0;
+}
+
+KVDOCK_AVX512 void avx512_unpack(const char* from, const uint8_t* book, size_t marks, const char* more, size_t units,
+                                 char* to) {
+  Marked marked;
+  take_marked<avx512_name>(from, book, marks, more, units, marked);
+  size_t rank = 0, end = marks + units * kUnitMarks;
   const __m512i table = _mm512_broadcast_i32x4(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(book)));
+  const __m512i one = _mm512_set1_epi8(1), two = _mm512_set1_epi8(2), four = _mm512_set1_epi8(4);
+  const __m512i sign = _mm512_set1_epi8(char(0x80));
+  // Words of 8 bytes, so that interleaving bytes within the quarters of a register puts elements in their order.
+  const __m512i apart = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
   for (size_t i = 0; i < kTileElements; i += 64) {
     uint64_t planes[3];
-    __m512i code = _mm512_setzero_si512();
-    for (size_t bit = 0; bit < 3; ++bit) {
-      planes[bit] = load64(from + kCodesAt + bit * kCodePlaneBytes + i / 8);
-      code = _mm512_or_si512(code, _mm512_maskz_set1_epi8(planes[bit], char(1 << bit)));
-    }
+    for (size_t bit = 0; bit < 3; ++bit) planes[bit] = load64(from + kCodesAt + bit * kCodePlaneBytes + i / 8);
     const uint64_t is_marked = planes[0] & planes[1] & planes[2];
-    const __m512i following = _mm512_loadu_si512(marked.values + std::min(rank, marks));
-    const __m512i exponents = _mm512_mask_expand_epi8(_mm512_shuffle_epi8(table, code), is_marked, following);
+    const __m512i following = _mm512_loadu_si512(marked.values + std::min(rank, end));
     rank += size_t(std::popcount(is_marked));
-    const __m512i rests = _mm512_loadu_si512(from + i);
-    _mm512_storeu_si512(to + 2 * i,
-                        elements512_of(_mm512_castsi512_si256(rests), _mm512_castsi512_si256(exponents)));
-    _mm512_storeu_si512(to + 2 * i + 64, elements512_of(_mm512_extracti64x4_epi64(rests, 1),
-                                                        _mm512_extracti64x4_epi64(exponents, 1)));
+    __m512i code = _mm512_maskz_mov_epi8(planes[0], one);
+    code = _mm512_mask_add_epi8(code, planes[1], code, two);
+    code = _mm512_mask_add_epi8(code, planes[2], code, four);
+    const __m512i exponents = _mm512_permutexvar_epi64(
+        apart, _mm512_mask_expand_epi8(_mm512_shuffle_epi8(table, code), is_marked, following));
+    const __m512i rests = _mm512_permutexvar_epi64(apart, _mm512_loadu_si512(from + i));
+    const __m512i low = chosen(sign, _mm512_slli_epi16(exponents, 7), rests);
+    const __m512i high = chosen(sign, rests, _mm512_srli_epi16(exponents, 1));
+    _mm512_storeu_si512(to + 2 * i, _mm512_unpacklo_epi8(low, high));
+    _mm512_storeu_si512(to + 2 * i + 64, _mm512_unpackhi_epi8(low, high));
   }
 }
 
@@ -328,33 +425,6 @@ const std::vector<const TilePath*>& available() {
 std::atomic<const TilePath*> g_chosen{nullptr};  // null: the fastest. The paths are constants, so relaxed is enough
 
 }  // namespace
-
-Book make_book(std::span<const uint8_t, kBookExponents> exponents) {
-  Book book{};
-  std::memset(book.ranks, Book::kFar, sizeof book.ranks);
-  for (size_t i = 0; i < kBookExponents; ++i) {
-    uint8_t& rank = book.ranks[exponents[i]];
-    if (rank != Book::kFar) refuse(Refusal::copy, "exponents of a book", int(exponents[i]) , "each of them once");
-    rank = uint8_t(i);
-    book.exponents[i] = exponents[i];
-  }
-  return book;
-}
-
-Book learn_book(std::span<const uint64_t, 256> counts) {
-  uint8_t order[256];
-  std::iota(std::begin(order), std::end(order), uint8_t(0));
-  std::stable_sort(std::begin(order), std::end(order), [&](uint8_t a, uint8_t b) { return counts[a] > counts[b]; });
-  return make_book(std::span<const uint8_t, kBookExponents>(order, kBookExponents));
-}
-
-void count_exponents(const char* tile, std::span<uint64_t, 256> counts) {
-  for (size_t i = 0; i < kTileElements; ++i) {
-    uint16_t element;
-    std::memcpy(&element, tile + 2 * i, sizeof element);
-    ++counts[exponent_of(element)];
-  }
-}
 
 const TilePath& tile_path() {
   const TilePath* chosen = g_chosen.load(std::memory_order_relaxed);

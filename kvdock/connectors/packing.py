@@ -4,7 +4,6 @@ pack share no chunks with those that do not."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
 
 from msgspec import UNSET, UnsetType
 from msgspec.structs import replace
@@ -17,7 +16,9 @@ from kvdock.datapath.layout import PagedLayout
 from kvdock.datapath.tuning import packing_pays
 from kvdock.protocol.schemas import Group, Manifest, Packed
 
-MARKS: Final = _core.USUAL_MARKS
+MARKS: int | None = None
+"""The reserve of marks of a tile, and `UNITS` of a part's spill. None: what suits the models that were measured."""
+UNITS: int | None = None
 
 
 def with_packing(manifest: Manifest, layouts: Sequence[PagedLayout], pack: str, device: Device) -> Manifest:
@@ -41,21 +42,21 @@ def _packed(group: Group, layout: PagedLayout, blocks: int) -> Packed | UnsetTyp
     planes = [run_bytes * run_count * blocks for _, _, run_bytes, run_count, _ in layout.planes]
     if not layout.is_bf16 or min(planes) < _core.TILE_BYTES:
         return UNSET
-    spills = _core.usual_spills(sum(size // _core.TILE_BYTES for size in planes))
-    shape = layout.packed_shape(blocks, MARKS, spills)
+    shape = layout.packed_shape(blocks, MARKS, UNITS)
     if shape.packed_bytes >= group.part_bytes:
         return UNSET
-    return Packed(marks=MARKS, spills=spills, bytes=shape.packed_bytes)
+    return Packed(planes=len(planes), marks=shape.marks, units=shape.units, bytes=shape.packed_bytes)
 
 
 def shape_of(group: Group, layout: PagedLayout, blocks: int) -> _core.PackedShape | None:
     """The shape of a group's packed parts; None: the group is not packed. Raises LayoutMismatchError if the manifest
-    says another length."""
+    has another one."""
     if group.packed is UNSET:
         return None
-    shape = layout.packed_shape(blocks, group.packed.marks, group.packed.spills)
-    if shape.packed_bytes != group.packed.bytes:
+    shape = layout.packed_shape(blocks, group.packed.marks, group.packed.units)
+    found, wanted = (len(layout.planes), shape.packed_bytes), (group.packed.planes, group.packed.bytes)
+    if found != wanted:
         raise LayoutMismatchError(
-            f"bytes of packed parts: found {shape.packed_bytes}, wanted {group.packed.bytes} as the manifest says"
+            f"planes and bytes of packed parts: found {found}, wanted {wanted} as the manifest says"
         )
     return shape

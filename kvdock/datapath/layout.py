@@ -62,9 +62,10 @@ class PagedLayout:
         """Bytes of a raw part (a slot) of that many blocks."""
         return self.block_bytes * blocks
 
-    def packed_shape(self, blocks: int, marks: int, spills: int) -> _core.PackedShape:
-        """The shape of packed parts of that many blocks (docs/understand/packing.md). Raises CopyError."""
-        return _core.packed_shape(self.core, blocks=blocks, marks=marks, spills=spills)
+    def packed_shape(self, blocks: int, marks: int | None = None, units: int | None = None) -> _core.PackedShape:
+        """The shape of packed parts of that many blocks, with that reserve of marks and so many units of spill
+        (docs/understand/packing.md); None: what suits most KV. Raises CopyError."""
+        return _core.packed_shape(self.core, blocks=blocks, marks=marks, units=units)
 
     @property
     def is_bf16(self) -> bool:

@@ -64,10 +64,12 @@ class Packed(Identity, frozen=True, kw_only=True):
     """How the parts of a group are packed (docs/understand/packing.md), and how large a packed part is."""
 
     format: Literal["kvp1"] = "kvp1"
+    planes: Annotated[int, msgspec.Meta(ge=1, lt=1 << 16)]
+    """Into how many planes, each with a book, a part is divided."""
     marks: Annotated[int, msgspec.Meta(ge=16, le=496)]
     """The reserve of marks of each tile, in all planes."""
-    spills: Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
-    """How many tiles of a part may spill."""
+    units: Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
+    """The units of a part's spill."""
     bytes: PartBytes
 
 

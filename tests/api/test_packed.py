@@ -24,8 +24,8 @@ def server() -> Iterator[ServerProcess]:
         yield process
 
 
-def group(marks: int = 208, bytes_: int = PACKED) -> Group:
-    return Group(part_bytes=RAW, packed=Packed(marks=marks, spills=4, bytes=bytes_))
+def group(marks: int = 176, bytes_: int = PACKED) -> Group:
+    return Group(part_bytes=RAW, packed=Packed(planes=2, marks=marks, units=40, bytes=bytes_))
 
 
 def test_parts_have_their_own_lengths_and_reservations_exchange_slots(server: ServerProcess) -> None:
@@ -51,7 +51,7 @@ def test_parts_have_their_own_lengths_and_reservations_exchange_slots(server: Se
 def test_engines_share_only_with_those_that_pack_alike(server: ServerProcess) -> None:
     with Client(server.unix) as client:
         spaces = set()
-        for one in (group(), group(marks=240), group(bytes_=PACKED + 4096), Group(part_bytes=RAW)):
+        for one in (group(), group(marks=208), group(bytes_=PACKED + 4096), Group(part_bytes=RAW)):
             engine = attach(client, groups=(one,))
             spaces.add(engine.attached.namespace)
             engine.store(keys(1, "apart"))

@@ -17,7 +17,6 @@ from kvdock.shm.checksum import checksum
 
 SHAPE = Shape(layers=2, blocks=7, tokens=16, heads=2, head_size=40)  # a tile spans runs, blocks and a half
 IDS, INTO = [5, 0, 3, 6], [2, 6, 1, 4]
-MARKS = 208
 HOSTILE = (0x0000, 0x8000, 0x7F80, 0xFF80, 0x7FC1, 0x0001, 0x807F)
 
 
@@ -44,8 +43,8 @@ def fill(paged: Paged, kind: str, seed: int) -> None:
             view.copy_(bits.view(torch.bfloat16).view(view.shape))
 
 
-def shape_of(paged: Paged, blocks: int, spills: int = 4) -> _core.PackedShape:
-    return paged.layout.packed_shape(blocks, MARKS, spills)
+def shape_of(paged: Paged, blocks: int, units: int | None = None) -> _core.PackedShape:
+    return paged.layout.packed_shape(blocks, units=units)
 
 
 def gather(paged: Paged, shape: _core.PackedShape, slot: int, ids: list[int], threads: int = 2) -> PartResult:
@@ -75,7 +74,7 @@ def unpacked(shape: _core.PackedShape, slot: bytes) -> bytes:
 def test_a_part_comes_back_bit_for_bit_and_skipped_blocks_stay(name: str, kind: str, tile_path: str) -> None:
     paged = Paged(name, torch.bfloat16, SHAPE)
     fill(paged, kind, 1)
-    shape, content = shape_of(paged, len(IDS), 8), paged.reference(IDS)
+    shape, content = shape_of(paged, len(IDS), 1000), paged.reference(IDS)
     slots = Slots(1, shape.packed_bytes)
     found = gather(paged, shape, slots.address(0), IDS)
     assert found.ok and found.fits and found.checksum == checksum(slots.read(0))
@@ -109,26 +108,28 @@ def test_formats_threads_and_loops_make_equal_bytes() -> None:
     assert len(made) == 1
 
 
-def test_tiles_that_spill_come_back_and_too_many_make_the_part_raw() -> None:
+def test_tiles_that_are_raw_come_back_and_too_few_units_make_the_part_raw() -> None:
     wide = Shape(layers=2, blocks=8, tokens=64, heads=4, head_size=64)
     paged = Paged("NL_X_TWO_NB_BS_NH_HS", torch.bfloat16, wide)
     fill(paged, "normal", 3)
-    any_bits = paged.block(1, 0, 5)[8:].view(torch.int16)  # all but the first tile, from which a book is learnt
+    any_bits = paged.block(1, 0, 5).view(torch.int16)
     any_bits.random_(-(1 << 15), 1 << 15, generator=torch.Generator().manual_seed(3))
-    ids, spilling = [5, 1, 2], 7
+    ids = [5, 1, 2]
     for threads in (1, 4):
-        shape = shape_of(paged, len(ids), spilling)
-        slots = Slots(1, shape.packed_bytes)
+        ample = shape_of(paged, len(ids), 5000)
+        slots = Slots(1, ample.packed_bytes)
+        assert gather(paged, ample, slots.address(0), ids, threads).fits
+        (used,) = struct.unpack_from("<H", slots.read(0), 6)
+        assert used >= 8 * 38, "each of the block's tiles is raw"
+        shape = shape_of(paged, len(ids), used)
         found = gather(paged, shape, slots.address(0), ids, threads)
-        assert found.fits and unpacked(shape, slots.read(0)) == paged.reference(ids)
-        assert struct.unpack_from("<H", slots.read(0), 6) == (spilling,)
+        assert found.fits and unpacked(shape, slots.read(0)[: shape.packed_bytes]) == paged.reference(ids)
         target = Paged("NL_X_NB_TWO_BS_NH_HS", torch.bfloat16, wide)
         target.fill_guard()
         assert scatter(target, shape, slots.address(0), ids, found.checksum, threads=threads).ok
         assert target.reference(ids) == paged.reference(ids)
 
-        tight = shape_of(paged, len(ids), spilling - 1)
-        found = gather(paged, tight, slots.address(0), ids, threads)
+        found = gather(paged, shape_of(paged, len(ids), used - 1), slots.address(0), ids, threads)
         assert not found.fits and found.raw is not None and bytes(found.raw) == paged.reference(ids)
         assert found.checksum == checksum(paged.reference(ids)) and slots.guards_intact(1)
 
@@ -153,12 +154,12 @@ def test_a_slot_that_is_damaged_is_refused_before_a_byte_is_unpacked() -> None:
 def test_bytes_that_are_no_packed_part_are_not_ok_even_with_their_checksum() -> None:
     """And nothing outside the part's blocks is written, whatever they are."""
     paged = Paged("NL_X_NB_BS_HS", torch.bfloat16, Shape(layers=2, tokens=16, head_size=256))
-    shape = shape_of(paged, 2, 1)
+    shape = shape_of(paged, 2, 40)
     source = random.Random(6)
     for trial in range(30):
         junk = source.randbytes(shape.packed_bytes)
         if trial % 2:
-            junk = b"KVP1" + struct.pack("<HH", 2, 1) + junk[8:]  # a header as it should be, then spills anywhere
+            junk = b"KVP1" + struct.pack("<HH", 2, 40) + junk[8:]  # a header as it should be, then units anywhere
         slots = Slots(1, shape.packed_bytes)
         slots.write(0, junk)
         paged.fill_guard()

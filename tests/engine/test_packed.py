@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TypeAlias
 
 import pytest
 from adoption_helpers import next_at
@@ -16,7 +17,6 @@ from same_tokens_helpers import LENGTH, MODELS, STORED, TOKENS, Served, assert_s
 from tier_stores import clear_pool
 from tp_helpers import engine_of_ranks
 
-from kvdock import _core
 from kvdock.client.client import Client
 from kvdock.connectors import packing
 from kvdock.connectors.errors import NotSupportedError
@@ -32,8 +32,10 @@ from kvdock.protocol.schemas import Manifest
 
 pytestmark = [pytest.mark.same_tokens, pytest.mark.timeout(120)]
 
-FEW_MARKS = 48
-"""With so few marks some parts of the model with latent attention fit, and the others do not."""
+Room: TypeAlias = tuple[int | None, int | None]
+USUAL, FEW, NONE = (None, None), (48, 4), (16, 0)
+"""Reserves of marks, and units of spill: with few some parts of the model with latent attention fit and some do not,
+with none no part of any model does."""
 
 
 def config_of(model: str) -> EngineConfig:
@@ -44,6 +46,11 @@ def config_of(model: str) -> EngineConfig:
         made.model, dtype="bfloat16", head_size=128 if latent else 64, latent_size=latent
     )
     return dataclasses.replace(made, model=of_model, num_blocks=200)
+
+
+def give(room: Room, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packing, "MARKS", room[0])
+    monkeypatch.setattr(packing, "UNITS", room[1])
 
 
 @pytest.fixture(scope="module")
@@ -86,20 +93,20 @@ def clear_once_written(server: ServerProcess) -> None:
     clear_pool(server.unix)
 
 
-@pytest.mark.parametrize("marks", [packing.MARKS, FEW_MARKS, 16])
+@pytest.mark.parametrize("room", [USUAL, FEW, NONE], ids=["usual", "few", "none"])
 @pytest.mark.parametrize("model", MODELS)
 def test_tokens_and_logits_are_those_of_a_local_hit_from_the_pool_and_from_a_tier(
-    server: ServerProcess, model: str, marks: int, monkeypatch: pytest.MonkeyPatch
+    server: ServerProcess, model: str, room: Room, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(packing, "MARKS", marks)
+    give(room, monkeypatch)
     config, salt, tokens = config_of(model), unique("packed"), prompt(9, LENGTH)
     clear_pool(server.unix)
     ended(engine(server, config, salt), tokens, 1)
     with Client(server.unix) as client:
         pool = client.status().pool
-    if marks == _core.USUAL_MARKS:
+    if room == USUAL:
         assert pool.raw_parts == 0 and pool.ready_bytes < 0.9 * pool.kv_bytes
-    elif marks == 16:
+    elif room == NONE:
         assert pool.raw_parts > 0 and pool.ready_bytes == pool.kv_bytes
     elif model == "mla":
         assert 0 < pool.raw_parts < STORED // CHUNK
@@ -147,8 +154,8 @@ def test_engines_that_pack_and_engines_that_do_not_share_nothing(server: ServerP
 def test_a_server_that_adopts_the_pool_finds_packed_parts_and_raw_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     config, tokens = config_of("gqa"), prompt(11, LENGTH)
     with ServerProcess(pool_bytes=16 * MIB, segment_bytes=16 * MIB) as first:
-        for marks in (packing.MARKS, 16):
-            monkeypatch.setattr(packing, "MARKS", marks)
+        for room in (USUAL, NONE):
+            give(room, monkeypatch)
             ended(engine(first, config, "s"), tokens, 1)
         with Client(first.unix) as client:
             before = client.status().pool
@@ -191,8 +198,8 @@ def described(config: EngineConfig) -> tuple[Manifest, list[PagedLayout]]:
 
 def test_what_does_not_become_smaller_stays_raw() -> None:
     tiny, wide = preset("tiny"), config_of("gqa")
-    one_tile = dataclasses.replace(tiny, model=dataclasses.replace(tiny.model, dtype="bfloat16"))
-    for config, pack in ((tiny, "on"), (one_tile, "on"), (wide, "auto"), (wide, "off")):
+    less_than_a_tile = dataclasses.replace(tiny, model=dataclasses.replace(tiny.model, dtype="bfloat16", head_size=8))
+    for config, pack in ((tiny, "on"), (less_than_a_tile, "on"), (wide, "auto"), (wide, "off")):
         manifest, layouts = described(config)
         assert with_packing(manifest, layouts, pack, CPU) == manifest
     manifest, layouts = described(wide)

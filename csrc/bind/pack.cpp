@@ -93,9 +93,10 @@ Sums scatter_buffers(const PagedLayout& layout, const PackedShape& shape, const 
 
 void bind_packed_copies(py::module_& m) {
   m.def("packed_shape", [](const PagedLayout& layout, size_t blocks, std::optional<size_t> marks,
-                           std::optional<size_t> units) { return make_shape(plane_bytes(layout, blocks), marks, units); },
-        "layout"_a, py::kw_only(), "blocks"_a, "marks"_a = py::none(), "units"_a = py::none(),
-        "The shape of packed parts of so many blocks; marks, units: as in PackedShape(). Raises CopyError.");
+                           std::optional<size_t> units) {
+    return make_shape(plane_bytes(layout, blocks), marks, units);
+  }, "layout"_a, py::kw_only(), "blocks"_a, "marks"_a = py::none(), "units"_a = py::none(),
+     "The shape of packed parts of so many blocks; marks, units: as in PackedShape(). Raises CopyError.");
   m.def("gather_packed", gather_buffers, "layout"_a, "shape"_a, "slots"_a, "block_ids"_a, "starts"_a, py::kw_only(),
         "threads"_a, "Like gather(), into slots of packed parts. None in place of a checksum: the part does not fit.");
   m.def("scatter_packed", scatter_buffers, "layout"_a, "shape"_a, "slots"_a, "block_ids"_a, "starts"_a, "skips"_a,

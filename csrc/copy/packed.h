@@ -24,7 +24,8 @@ namespace kvdock {
 std::vector<size_t> plane_bytes(const PagedLayout& layout, size_t blocks);
 
 // Both throw Refused{copy} for a wrong argument: also for a part that is not of the shape.
-// Each part's checksum over its slot; nullopt: more units are needed than the shape has; the slot's bytes are of no use.
+// Each part's checksum over its slot; nullopt: more units are needed than the shape has, and the slot's bytes are of no
+// use.
 std::vector<std::optional<uint64_t>> gather_packed(const PagedLayout& layout, const PackedShape& shape,
                                                    std::span<const Part> parts, int threads);
 // Each part's checksum as it was found; only those that have the expected one were unpacked. nullopt: a part that has

@@ -11,12 +11,13 @@ import time
 from typing import Any
 
 import numpy as np
+from msgspec import UNSET, UnsetType
 
 from kvdock.connectors.engine_connector import ConnectorSettings, EngineConnector
 from kvdock.connectors.interface import Hit, LoadDone, Pending, StoreDone
 from kvdock.connectors.session import Identity
 from kvdock.datapath.layout import paged_layout
-from kvdock.protocol.schemas import Group, Manifest
+from kvdock.protocol.schemas import Group, Manifest, Packed
 
 BLOCK, CHUNK, HEAD = 16, 64, 512
 PLANES = 4
@@ -57,13 +58,22 @@ def content_of(tokens: list[int]) -> Any:
 
 
 class PagedEngine:
-    def __init__(self, settings: ConnectorSettings, model: str, seed: int, *, blocks: int, wait_s: float) -> None:
+    """`marks`: the group is packed, with that reserve of marks; 0: it is raw."""
+
+    def __init__(
+        self, settings: ConnectorSettings, model: str, seed: int, *, blocks: int, wait_s: float, marks: int = 0
+    ) -> None:
         self._memory = np.zeros((PLANES, blocks, BLOCK, HEAD), dtype=np.uint8)
         layout = paged_layout("NL_X_NB_BS_HS", [Array(plane) for plane in self._memory], block_tokens=BLOCK)
+        packed: Packed | UnsetType = UNSET
+        if marks:
+            packed = Packed(
+                planes=PLANES, marks=marks, units=0, bytes=layout.packed_shape(CHUNK // BLOCK, marks, 0).packed_bytes
+            )
         manifest = Manifest(
             model=model, revision="1", kv_dtype="uint8", layers=PLANES, kv_heads=1, head_size=HEAD,
             token_order=layout.token_order, chunk_tokens=CHUNK, block_tokens=BLOCK,
-            groups=(Group(part_bytes=layout.part_bytes(CHUNK // BLOCK)),),
+            groups=(Group(part_bytes=layout.part_bytes(CHUNK // BLOCK), packed=packed),),
         )
         name = f"{model}-{seed}-{os.getpid()}"
         self._connector = EngineConnector(settings, manifest, Identity(name, name), [layout])

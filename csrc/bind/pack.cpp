@@ -9,6 +9,8 @@
 #include "base/errors.h"
 #include "bind/bind.h"
 #include "bind/contiguous.h"
+#include "bind/parts.h"
+#include "copy/packed.h"
 #include "pack/part.h"
 
 namespace kvdock {
@@ -71,6 +73,38 @@ py::bytes learn(const PackedShape& shape, const py::buffer& part) {
   return books;
 }
 
+using Sums = std::vector<std::optional<uint64_t>>;
+
+Sums gather_buffers(const PagedLayout& layout, const PackedShape& shape, const py::buffer& slots,
+                    const py::buffer& block_ids, const py::buffer& starts, int threads) {
+  const PartBuffers call(slots, block_ids, starts);
+  const py::gil_scoped_release released;
+  return gather_packed(layout, shape, call.parts, threads);
+}
+
+Sums scatter_buffers(const PagedLayout& layout, const PackedShape& shape, const py::buffer& slots,
+                     const py::buffer& block_ids, const py::buffer& starts, const py::buffer& skips,
+                     const py::buffer& expected, int threads) {
+  const PartBuffers call(slots, block_ids, starts, skips);
+  const Integers<uint64_t> sums(expected, "expected");
+  const py::gil_scoped_release released;
+  return scatter_packed(layout, shape, call.parts, sums.view(), threads);
+}
+
+void bind_packed_copies(py::module_& m) {
+  m.def("packed_shape", [](const PagedLayout& layout, size_t blocks, std::optional<size_t> marks,
+                           std::optional<size_t> units) {
+    return make_shape(plane_bytes(layout, blocks), marks, units);
+  }, "layout"_a, py::kw_only(), "blocks"_a, "marks"_a = py::none(), "units"_a = py::none(),
+     "The shape of packed parts of so many blocks; marks, units: as in PackedShape(). Raises CopyError.");
+  m.def("gather_packed", gather_buffers, "layout"_a, "shape"_a, "slots"_a, "block_ids"_a, "starts"_a, py::kw_only(),
+        "threads"_a, "Like gather(), into slots of packed parts. None in place of a checksum: the part does not fit.");
+  m.def("scatter_packed", scatter_buffers, "layout"_a, "shape"_a, "slots"_a, "block_ids"_a, "starts"_a, "skips"_a,
+        "expected"_a, py::kw_only(), "threads"_a,
+        "Like scatter(), from slots of packed parts: only those that have the expected checksum are unpacked. None in "
+        "place of a checksum: the slot has the expected one, and holds no packed part of the shape.");
+}
+
 }  // namespace
 
 void bind_pack(py::module_& m) {
@@ -91,6 +125,7 @@ void bind_pack(py::module_& m) {
   m.def("unpack_part", unpack, "shape"_a, "slot"_a, "part"_a,
         "False: the slot holds no packed part of the shape. Raises CopyError for sizes that do not fit the shape.");
   m.def("learn_books", learn, "shape"_a, "part"_a, "The books that pack_part() learns.");
+  bind_packed_copies(m);
   m.def("tile_paths", tile_paths, "Names of the code paths that this processor has, fastest first.");
   m.def("use_tile_path", use_tile_path, "name"_a, "''  chooses the fastest. False: the processor lacks the path.");
 }

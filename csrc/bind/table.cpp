@@ -115,12 +115,15 @@ uint64_t bytes_of(std::span<const PartAt> parts) {
 
 using GroupSpecs = std::vector<std::tuple<std::string, uint32_t, uint64_t>>;
 
-std::vector<Group> groups_of(const GroupSpecs& specs) {
+std::vector<Group> groups_of(const GroupSpecs& specs, const std::vector<uint64_t>& packed) {
+  if (!packed.empty() && packed.size() != specs.size())
+    throw TableError("bad_argument", "packed_bytes of each group", int64_t(packed.size()), int64_t(specs.size()));
   std::vector<Group> out;
   for (const auto& [kind, window, bytes] : specs) {
     if (kind != "full" && kind != "window")
       throw TableError("bad_argument", "unknown kind of group", kind, "full or window");
-    out.push_back({kind == "full" ? GroupKind::kFull : GroupKind::kWindow, window, bytes});
+    const uint64_t packed_bytes = packed.empty() ? 0 : packed[out.size()];
+    out.push_back({kind == "full" ? GroupKind::kFull : GroupKind::kWindow, window, bytes, packed_bytes});
   }
   return out;
 }
@@ -323,13 +326,14 @@ void bind_chunks(py::class_<BoundTable>& c) {
 void bind_namespaces(py::class_<BoundTable>& c) {
   c.def("add_namespace", [](BoundTable& t, const Key& digest, uint32_t chunk_tokens, uint32_t block_tokens,
                             uint32_t writers, const GroupSpecs& groups, const Id16& tenant,
-                            const std::optional<Key>& base) {
+                            const std::optional<Key>& base, const std::vector<uint64_t>& packed_bytes) {
      NewNamespace wanted{digest,       base.value_or(digest), tenant, chunk_tokens,
-                         block_tokens, writers,               groups_of(groups)};
+                         block_tokens, writers,               groups_of(groups, packed_bytes)};
      return call(&Table::add_namespace)(t, wanted);
    }, "digest"_a, py::kw_only(), "chunk_tokens"_a, "block_tokens"_a, "writers"_a, "groups"_a, "tenant"_a = Id16{},
-      "base"_a = py::none(),
-      "groups: (kind 'full'|'window', window_tokens, part_bytes). tenant: the owner, 16 bytes; zeros, the default: "
+      "base"_a = py::none(), "packed_bytes"_a = std::vector<uint64_t>{},
+      "groups: (kind 'full'|'window', window_tokens, part_bytes). packed_bytes: of each group's parts where they are "
+      "packed, 0 where they are not; by default none is. tenant: the owner, 16 bytes; zeros, the default: "
       "the server's own user. base: the digest of the same manifest and tenant without weights; None: `digest`. "
       "Idempotent by digest; bad_argument if it is another tenant's or has another base. Drops idle namespaces if "
       "it has to: table_full if there are none. A namespace's number is used again once it was dropped.")
@@ -392,6 +396,30 @@ void bind_members(py::class_<BoundTable>& c) {
       .def("members", call(&Members::views), "sessions"_a = py::none(), "By default of all sessions.");
 }
 
+void bind_stores(py::class_<BoundTable>& c) {
+  c.def("reserve", [](BoundTable& t, uint64_t session, uint64_t member, const Id16& store, const py::bytes& parent,
+                         std::vector<Key> keys, uint32_t groups, bool temporary, uint64_t deadline_ms, uint64_t now) {
+        Key above = py::len(parent) ? parent.cast<Key>() : Key{};
+        ReserveCall wanted{store, above, std::move(keys), groups, temporary, deadline_ms};
+        return call(&Table::reserve)(t, session, member, wanted, now);
+      }, "session"_a, "member"_a, "store"_a, "parent"_a, "keys"_a, py::kw_only(), "groups"_a, "temporary"_a,
+         "deadline_ms"_a, "now_ms"_a,
+         "parent: 32 bytes, of ones if it is not known, or b'' (root). groups: bit mask, 0 = all. deadline_ms: from "
+         "now.")
+      .def("commit", call(&Table::commit), "session"_a, "grant"_a, "rank"_a, "parts"_a, "now_ms"_a,
+           "parts: (index into the store's keys, group, checksum). Returns (chunks ready, ranks remaining).")
+      .def("make_raw", [](BoundTable& t, uint64_t session, uint64_t grant, uint32_t rank,
+                          const std::vector<std::pair<uint32_t, uint32_t>>& parts, uint64_t now) {
+        const RawResult done = call(&Table::make_raw)(t, session, grant, rank, parts, now);
+        return py::make_tuple(list_of(done.parts, [](const auto& one) {
+          const PartAt& p = one.second;
+          return py::make_tuple(one.first, p.group, p.segment, p.offset, p.length);
+        }), one_of<"''", "'held_bytes'", "'no_space'", "'pinning'", "'quota'">(name_of(done.limited)));
+      }, "session"_a, "grant"_a, "rank"_a, "parts"_a, "now_ms"_a,
+         "parts: (index into the store's keys, group) of a rank, which get slots for raw bytes. Returns those that "
+         "have them, (index, group, segment, offset, length), and the limit that the others met.");
+}
+
 void bind_grants(py::class_<BoundTable>& c) {
   c.def("lookup", [](BoundTable& t, uint64_t session, uint64_t member, const Id16& request, uint32_t epoch,
                      std::vector<Key> keys, uint32_t readers, uint64_t skip_tokens, uint64_t now, bool computes,
@@ -403,17 +431,6 @@ void bind_grants(py::class_<BoundTable>& c) {
       "computes: the request promises to store what nobody alive stores or has stored. is_apart: of a benchmark, which "
       "`reuse` leaves out.")
       .def("withdraw", call(&Table::withdraw), "session"_a, "request"_a, "Drops the request's promises.")
-      .def("reserve", [](BoundTable& t, uint64_t session, uint64_t member, const Id16& store, const py::bytes& parent,
-                         std::vector<Key> keys, uint32_t groups, bool temporary, uint64_t deadline_ms, uint64_t now) {
-        Key above = py::len(parent) ? parent.cast<Key>() : Key{};
-        ReserveCall wanted{store, above, std::move(keys), groups, temporary, deadline_ms};
-        return call(&Table::reserve)(t, session, member, wanted, now);
-      }, "session"_a, "member"_a, "store"_a, "parent"_a, "keys"_a, py::kw_only(), "groups"_a, "temporary"_a,
-         "deadline_ms"_a, "now_ms"_a,
-         "parent: 32 bytes, of ones if it is not known, or b'' (root). groups: bit mask, 0 = all. deadline_ms: from "
-         "now.")
-      .def("commit", call(&Table::commit), "session"_a, "grant"_a, "rank"_a, "parts"_a, "now_ms"_a,
-           "parts: (index into the store's keys, group, checksum). Returns (chunks ready, ranks remaining).")
       .def("hold", call(&Table::hold), "session"_a, "member"_a, "request"_a, "keys"_a, "now_ms"_a,
            "A lookup of single keys, not of a chain.")
       .def("peek", call(&Table::peek), "namespace"_a, "keys"_a, "The hit in tokens; without lease or use.")
@@ -635,6 +652,7 @@ void bind_table(py::module_& m) {
   bind_namespaces(c);
   bind_tenants(c);
   bind_members(c);
+  bind_stores(c);
   bind_grants(c);
   bind_grant_ends(c);
   bind_census(m);

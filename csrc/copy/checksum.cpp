@@ -1,5 +1,6 @@
 #include "copy/checksum.h"
 
+#include <algorithm>
 #include <cstring>
 #include <mutex>
 
@@ -60,11 +61,13 @@ void hash_padding(const CpuPath& path, const ChecksumKeys& keys, size_t used, St
   path.hash(kZeros, nullptr, kChecksumStripeBytes - used, keys.first + used / 4, keys.second + used / 4, kZeros, sums);
 }
 
-uint64_t checksum(const char* data, size_t bytes, size_t first_stripe) {
-  const auto keys = checksum_keys(stripes_of(bytes));
+uint64_t checksum(const char* data, size_t bytes, size_t first, size_t last) {
+  const size_t stripes = stripes_of(bytes);
+  const auto keys = checksum_keys(stripes);
   const CpuPath& path = cpu_path();
   PartSum total(*keys);
-  for (size_t start = first_stripe * kChecksumStripeBytes; start < bytes; start += kChecksumStripeBytes) {
+  for (size_t stripe = first; stripe < std::min(last, stripes); ++stripe) {
+    const size_t start = stripe * kChecksumStripeBytes;
     StripeSums sums{};
     const size_t here = bytes - start < kChecksumStripeBytes ? bytes - start : kChecksumStripeBytes;
     size_t whole = here - here % 16;
@@ -76,7 +79,7 @@ uint64_t checksum(const char* data, size_t bytes, size_t first_stripe) {
       whole += 16;
     }
     if (whole != kChecksumStripeBytes) hash_padding(path, *keys, whole, &sums);
-    total.add(start / kChecksumStripeBytes, sums);
+    total.add(stripe, sums);
   }
   return total.value();
 }

@@ -56,8 +56,7 @@ inline uint64_t add_mod_p(uint64_t x, uint64_t y) {
 // Hashes the zeros that pad a part's last stripe. The stripe's first `used` bytes, a multiple of 16, are the part's.
 void hash_padding(const CpuPath& path, const ChecksumKeys& keys, size_t used, StripeSums* sums);
 
-// The checksum of a part of any length and alignment (`data`, `bytes`), or the share of the stripes from `first_stripe`
-// on.
-uint64_t checksum(const char* data, size_t bytes, size_t first_stripe = 0);
+// The checksum of a part of any length and alignment (`data`, `bytes`), or the share of the stripes [first, last).
+uint64_t checksum(const char* data, size_t bytes, size_t first = 0, size_t last = SIZE_MAX);
 
 }  // namespace kvdock

@@ -1,22 +1,21 @@
 #include "copy/copy.h"
 
 #include <algorithm>
-#include <atomic>
 #include <cstring>
 #include <string>
-#include <thread>
 
 #include "base/errors.h"
 #include "base/pause.h"
 #include "copy/checksum.h"
+#include "copy/threads.h"
+#include "copy/walk.h"
 
 namespace kvdock {
 
 namespace {
 
-constexpr size_t kGrain = 16;                        // runs, strides and addresses are multiples of it
-constexpr size_t kUnitStripes = 64;                  // the most stripes that a thread takes at a time
-constexpr size_t kBytesPerThread = size_t(1) << 20;  // with fewer bytes a thread costs more than it saves
+constexpr size_t kGrain = 16;        // runs, strides and addresses are multiples of it
+constexpr size_t kUnitStripes = 64;  // the most stripes that a thread takes at a time
 
 void check_plane(size_t index, const Plane& plane, size_t num_blocks) {
   const std::string name = "plane " + std::to_string(index) + ": ";
@@ -38,52 +37,6 @@ void check_plane(size_t index, const Plane& plane, size_t num_blocks) {
   if (num_blocks > 1 && plane.block_stride < plane.run_bytes)
     refuse(Refusal::layout, name + "block stride", plane.block_stride, one_run);
 }
-
-// ------------------------------------------------------------------ walking a part in slot order
-
-struct Fragment {
-  char* paged = nullptr;
-  size_t bytes = 0;
-  bool skipped = false;
-};
-
-// Yields the places of a part's bytes in the engine's blocks, run by run, from any position of the part on.
-class Walk {
- public:
-  Walk(const PagedLayout& layout, const Part& part, size_t position) : layout_(layout), part_(part) {
-    const size_t blocks = part.block_ids.size();
-    plane_ = layout.plane_at(position / blocks);
-    while (position < layout.bytes_before(plane_) * blocks) --plane_;
-    const Plane& plane = layout.planes()[plane_];
-    const size_t inside = position - layout.bytes_before(plane_) * blocks;
-    block_ = inside / plane.block_bytes();
-    run_ = inside % plane.block_bytes() / plane.run_bytes;
-    offset_ = inside % plane.run_bytes;
-  }
-
-  // The next fragment; bytes == 0 at the end of the part.
-  Fragment next() {
-    if (plane_ == layout_.planes().size()) return {};
-    const Plane& plane = layout_.planes()[plane_];
-    const uintptr_t at = plane.base + size_t(part_.block_ids[block_]) * plane.block_stride + run_ * plane.run_stride;
-    const bool skipped = block_ < part_.skip_blocks;
-    const Fragment fragment{reinterpret_cast<char*>(at + offset_), plane.run_bytes - offset_, skipped};
-    offset_ = 0;
-    if (++run_ == plane.run_count) {
-      run_ = 0;
-      if (++block_ == part_.block_ids.size()) {
-        block_ = 0;
-        ++plane_;
-      }
-    }
-    return fragment;
-  }
-
- private:
-  const PagedLayout& layout_;
-  const Part& part_;
-  size_t plane_, block_, run_, offset_;
-};
 
 // Stripes [first, last) of one part, and their share of its checksum.
 struct Unit {
@@ -132,32 +85,6 @@ void copy_unit(const PagedLayout& layout, const Part& part, const CpuPath& path,
     KVDOCK_PAUSE(kDirection == Direction::gather ? "copy.gathering" : "copy.scattering");
   }
   unit->sum = total.value();
-}
-
-// ------------------------------------------------------------------ splitting over threads
-
-// Runs work(i) for i in [0, count) on up to `threads` threads, this one included.
-template <class Work>
-void run_parallel(size_t count, size_t threads, const Work& work) {
-  std::atomic<size_t> next{0};
-  const auto loop = [&] {
-    for (size_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < count;) work(i);
-    store_fence();
-  };
-  std::vector<std::thread> others;
-  for (size_t t = 1; t < std::min(threads, count); ++t) {
-    try {
-      others.emplace_back(loop);
-    } catch (const std::system_error&) {
-      break;  // the system has no more threads: fewer threads do the work
-    }
-  }
-  loop();
-  for (std::thread& other : others) other.join();
-}
-
-size_t useful_threads(size_t bytes, int threads) {
-  return std::clamp<size_t>(bytes / kBytesPerThread, 1, size_t(threads));
 }
 
 template <Direction kDirection>

@@ -1,5 +1,5 @@
-// The takeover of an earlier server's region: first everything is checked and nothing is written, then come the few
-// transitions of a new server, then the derived state is built.
+// The takeover of an earlier server's region: first everything is checked and nothing is written (but the end of a
+// part's move), then come the few transitions of a new server, then the derived state is built.
 //
 // Crash safety: every write is a transition of its own, or repairs what the write before it left behind. So a server
 //   that is killed while it adopts leaves a region that the next server can adopt.

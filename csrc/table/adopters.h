@@ -1,6 +1,6 @@
-// The takeover of an earlier server's chunks and grants. judge() writes nothing; then come the transitions, then
-// rebuild() of the derived state, then settle(). csrc/table/adopt.cpp has the order in which Chunks::Adopter and
-// Grants::Adopter work.
+// The takeover of an earlier server's chunks and grants. judge() writes nothing but the end of a part's move; then come
+// the transitions, then rebuild() of the derived state, then settle(). csrc/table/adopt.cpp has the order in which
+// Chunks::Adopter and Grants::Adopter work.
 //
 // Invariants: a damaged record without a holder is dropped and counted; a slot with two owners, or damage to a grant
 //   that has a holder, refuses the whole region, since memory in use would be unprotected.
@@ -19,6 +19,7 @@ struct Chunks::Adopter {
   void settle();  // makes the transitions of records without pins that their last unpinning would have made
 
  private:
+  void finish_move();
   void judge_segments(const std::vector<SegmentFacts>& segments);
   void judge_slabs(const Slab* slabs);
   void judge_record(uint32_t id);

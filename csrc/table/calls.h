@@ -88,6 +88,11 @@ struct LowerResult {
   bool shared = false;  // it ended at a chunk that another chain continues too
 };
 using PartCommit = std::tuple<uint32_t, uint32_t, uint64_t>;  // index into the store's keys, group, checksum
+// Parts of a reservation that have slots for raw bytes now, with the index of their chunk in the call.
+struct RawResult {
+  std::vector<std::pair<uint32_t, PartAt>> parts;
+  Limit limited = Limit::none;
+};
 // How many chunks of the reservation are READY, and the ranks that have not finished.
 using CommitResult = std::pair<uint32_t, std::vector<uint32_t>>;
 // How many chunks were taken out, and the `start` of the next call; -1: every place was looked at.

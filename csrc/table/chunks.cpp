@@ -90,7 +90,7 @@ bool Chunks::take_slots(const NewChunk& chunk, uint32_t id, std::vector<StoredPa
   bool ok = true;
   for (uint32_t g = 0; g < ns.group_count && ok; ++g) {
     if (!(chunk.groups >> g & 1)) continue;
-    uint64_t bytes = ns.groups[g].part_bytes;
+    uint64_t bytes = ns.groups[g].slot_bytes();
     for (uint32_t w = 0; w < ns.writers && ok; ++w) {
       std::optional<Slot> slot;
       while (!(slot = slots_.take(bytes, id, chunk.below)) && chunk.may_evict() &&
@@ -107,6 +107,26 @@ bool Chunks::take_slots(const NewChunk& chunk, uint32_t id, std::vector<StoredPa
   if (!ok)
     for (const StoredPart& p : *out) slots_.give(p.slab, p.offset);
   return ok;
+}
+
+Limit Chunks::make_raw(uint32_t id, uint32_t part, uint32_t session, uint32_t below) {
+  const Record& r = record(id);
+  const StoredPart old = r.parts[part];
+  const uint64_t bytes = spaces_[r.space].groups[old.group].part_bytes;
+  const NewChunk wanted{r.space, r.key, r.parent, r.groups, r.temporary != 0, header_.use_tick,
+                        round_slot(bytes) - round_slot(old.length), below};
+  if (!eviction_.evict_for_quota(wanted)) return Limit::quota;
+  std::optional<Slot> slot;
+  while (!(slot = slots_.take(bytes, id, below)))
+    if (!wanted.may_evict() || !eviction_.evict_for_slot(bytes, wanted))
+      return wanted.may_evict() ? Limit::no_space : Limit::pinning;
+  KVDOCK_PAUSE("raw.slot_taken");
+  pins_.drop(id, session);
+  records_.move_part(id, part, {slot->slab, slot->segment, static_cast<uint32_t>(bytes), old.group, old.writer, 0,
+                                slot->offset, 0});
+  pins_.add(id, session);
+  slots_.give(old.slab, old.offset);
+  return Limit::none;
 }
 
 // Keeps and priorities above 0 belong to the key: they move from its old record to the new one.

@@ -46,6 +46,9 @@ class Chunks {
     Limit limited = Limit::none;
   };
   Reserved reserve(const NewChunk& chunk);
+  // A part of a RESERVED record that the session alone pins gets a slot for its raw bytes; or the limit is returned
+  // that prevents it. REQUIRES: the part is not committed, and is packed.
+  Limit make_raw(uint32_t id, uint32_t part, uint32_t session, uint32_t below);
   void publish_chunk(uint32_t id);  // RESERVED → READY; a record that the key named before is QUARANTINED
   void asked(uint64_t tick, size_t keys) { eviction_.asked(tick, keys); }
   void use(uint32_t id, uint64_t tick, bool is_apart) { eviction_.use(id, tick, is_apart); }

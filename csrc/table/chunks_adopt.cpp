@@ -23,6 +23,7 @@ void Chunks::Adopter::judge(const Region& region, const std::vector<SegmentFacts
   judge_slabs(region.slabs);
   bad_pages = c.records_.pages().judge();
   c.records_.cover_pages();
+  finish_move();
   auto bad = bad_pages.begin();
   for (uint32_t page = 0; page < c.records_.pages().page_count(); ++page) {
     if (bad != bad_pages.end() && *bad == page) {
@@ -31,6 +32,18 @@ void Chunks::Adopter::judge(const Region& region, const std::vector<SegmentFacts
     }
     for (uint32_t i = 0; i < c.records_.pages().records_in(page); ++i) judge_record(page * kPageRecords + i);
   }
+}
+
+// What judge() writes: it ends the move of a part that the earlier server began.
+void Chunks::Adopter::finish_move() {
+  const uint64_t word = c.header_.move.word;
+  if (word == 0) return;
+  const auto [id, part] = move_of(word);
+  RecordPages& pages = c.records_.pages();
+  if (!whole(word) || id >= pages.end() || id % kPageRecords >= pages.records_in(id / kPageRecords) ||
+      sizeof(Record) + (part + 1) * sizeof(StoredPart) > pages.size_at(id))
+    refuse_adoption("the move of a part is damaged", id);
+  c.records_.finish_move();
 }
 
 void Chunks::Adopter::judge_segments(const std::vector<SegmentFacts>& segments) {
@@ -102,7 +115,7 @@ bool Chunks::Adopter::sound(const Record& r, uint32_t size) const {
     if (!(r.groups >> g & 1)) continue;
     for (uint32_t w = 0; w < ns.writers; ++w, ++p) {
       const StoredPart& part = r.parts[p];
-      if (part.group != g || part.writer != w || part.length != ns.groups[g].part_bytes) return false;
+      if (part.group != g || part.writer != w || !ns.groups[g].may_have(part.length)) return false;
       bool committed = part.committed & kCommitted;
       if (r.state() == RecordState::kReady && !committed) return false;
       if (committed ? (part.committed & ~kCommitted) >= kChecksumPrime : part.committed != 0) return false;

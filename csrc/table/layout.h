@@ -25,7 +25,7 @@ namespace kvdock {
 
 constexpr uint32_t kNone = 0xffffffffu;
 constexpr uint64_t kTableMagic = 0x31656c6261746b76ull;  // "vktable1"
-constexpr uint32_t kTableVersion = 5;
+constexpr uint32_t kTableVersion = 6;
 constexpr uint32_t kMaxNamespaces = 1024;
 constexpr uint32_t kMaxSessions = 16384;
 constexpr uint32_t kMaxMembers = 65536;
@@ -178,7 +178,12 @@ enum class GroupKind : uint32_t { kFull = 0, kWindow = 1 };
 struct Group {
   GroupKind kind;
   uint32_t window_tokens;
-  uint64_t part_bytes;
+  uint64_t part_bytes;    // of a raw part
+  uint64_t packed_bytes;  // of a packed part; 0: the group's parts are raw
+
+  // What a part gets unless its writer asks for room for a raw one.
+  uint64_t slot_bytes() const { return packed_bytes ? packed_bytes : part_bytes; }
+  bool may_have(uint64_t length) const { return length == part_bytes || length == slot_bytes(); }
 };
 
 constexpr uint64_t kMostGeneration = (1ull << 48) - 2;  // of a namespace: the most that a sealed word holds
@@ -272,6 +277,22 @@ struct Slab {     // slots of one size, side by side in a segment
 };
 
 // ---- the region --------------------------------------------------------------------------------
+// A part that gets another slot. It is written before the record is, so that adoption can end what a killed server
+// began: a record has its old slot or its new one, never a mix.
+struct Move {
+  uint64_t word;  // 0, or move_word()
+  uint32_t slab;
+  uint32_t segment;
+  uint64_t offset;
+  uint32_t length;
+  uint32_t crc;  // of the record, with the new slot
+};
+constexpr uint64_t move_word(uint32_t record, uint32_t part) { return sealed((uint64_t{record} << 8 | part) + 1); }
+constexpr std::pair<uint32_t, uint32_t> move_of(uint64_t word) {  // record and part
+  const uint64_t both = (word & kWordMask) - 1;
+  return {static_cast<uint32_t>(both >> 8), static_cast<uint32_t>(both & 0xff)};
+}
+
 struct TableHeader {
   uint64_t magic;      // `magic` and `version` never move: other builds read them
   uint32_t version;    // stored last
@@ -289,7 +310,7 @@ struct TableHeader {
   uint64_t use_tick;           // mutable
   uint64_t limit_bytes;        // mutable
   uint64_t clock_ms;           // mutable: the server clock at the last tick
-  uint64_t spare[4];
+  Move move;
 };
 
 static_assert(sizeof(Key) == 32 && sizeof(Id16) == 16);
@@ -297,9 +318,9 @@ static_assert(sizeof(StoredPart) == 32 && offsetof(StoredPart, committed) == 24)
 static_assert(sizeof(Record) == 112 && offsetof(Record, word) == 80 && offsetof(Record, last_used) == 104);
 static_assert(sizeof(GrantEntry) == 16 && sizeof(EntryBlock) == 256);
 static_assert(sizeof(Grant) == 184 && offsetof(Grant, holders) == 80);
-static_assert(sizeof(Group) == 16 && sizeof(Namespace) == 392);
+static_assert(sizeof(Group) == 24 && sizeof(Namespace) == 520);
 static_assert(sizeof(Session) == 560 && sizeof(Member) == 88);
-static_assert(sizeof(SegmentEntry) == 24 && sizeof(Slab) == 32 && sizeof(TableHeader) == 136);
+static_assert(sizeof(SegmentEntry) == 24 && sizeof(Slab) == 32 && sizeof(Move) == 32 && sizeof(TableHeader) == 136);
 static_assert(offsetof(TableHeader, magic) == 0 && offsetof(TableHeader, version) == 8);
 
 constexpr uint64_t round_slot(uint64_t bytes) { return (bytes + kSlotAlign - 1) / kSlotAlign * kSlotAlign; }

@@ -40,6 +40,9 @@ uint32_t Namespaces::add(const NewNamespace& wanted) {
   for (size_t g = 0; g < groups.size(); ++g) {
     if (uint64_t bytes = groups[g].part_bytes; bytes == 0 || bytes > UINT32_MAX)
       throw TableError("bad_argument", "part_bytes out of range", int64_t(bytes), "1.." + std::to_string(UINT32_MAX));
+    if (groups[g].packed_bytes >= groups[g].part_bytes)
+      throw TableError("bad_argument", "packed parts are not smaller", int64_t(groups[g].packed_bytes),
+                       "less than " + std::to_string(groups[g].part_bytes));
     if (groups[g].kind == GroupKind::kWindow && groups[g].window_tokens == 0)
       throw TableError("bad_argument", "a window group has no window", 0, "1 or more tokens");
     ns.groups[g] = groups[g];
@@ -126,7 +129,8 @@ void Namespaces::check(const std::vector<bool>& has_leaves) const {
 
 uint32_t Namespaces::shape_number(const Namespace& ns) {
   std::vector<uint64_t> shape;
-  for (uint32_t g = 0; g < ns.group_count; ++g) shape.push_back(round_slot(ns.groups[g].part_bytes));
+  for (uint32_t g = 0; g < ns.group_count; ++g)
+    for (uint64_t bytes : {ns.groups[g].slot_bytes(), ns.groups[g].part_bytes}) shape.push_back(round_slot(bytes));
   std::sort(shape.begin(), shape.end());
   shape.erase(std::unique(shape.begin(), shape.end()), shape.end());
   auto number = static_cast<uint32_t>(std::find(shapes_.begin(), shapes_.end(), shape) - shapes_.begin());
@@ -165,7 +169,7 @@ void Namespaces::judge() {
     if (!whole(ns.generation, i + 1) || !whole(ns.cleared_through, i + 1))
       refuse_adoption("a namespace's generation is damaged", i);
     for (uint32_t g = 0; g < ns.group_count; ++g)
-      if (ns.groups[g].part_bytes == 0 || ns.groups[g].kind > GroupKind::kWindow)
+      if (ns.groups[g].packed_bytes >= ns.groups[g].part_bytes || ns.groups[g].kind > GroupKind::kWindow)
         refuse_adoption("a namespace has an impossible group", i);
     enter(i);
   }

@@ -34,11 +34,21 @@ std::vector<Usage> Records::count_usage() const {
 
 // ---- transitions
 
+void Records::add_to(Sums& sums, const Record& r, uint64_t bytes, uint64_t sign) const {
+  const Namespace& ns = spaces_[r.space];
+  auto s = static_cast<size_t>(r.state());
+  sums.bytes[s] += sign * bytes;
+  sums.records[s] += sign;
+  for (uint32_t p = 0; p < r.part_count; ++p) {
+    const Group& group = ns.groups[r.parts[p].group];
+    sums.kv_bytes[s] += sign * group.part_bytes;
+    if (r.parts[p].length != group.slot_bytes()) sums.raw_parts[s] += sign;
+  }
+}
+
 void Records::count(uint32_t id, int sign) {
   const Record& r = at(id);
-  auto s = static_cast<size_t>(r.state());
-  sums_.bytes[s] += sign * bytes_of(id);
-  sums_.records[s] += sign;
+  add_to(sums_, r, bytes_of(id), static_cast<uint64_t>(sign));
   if (r.space >= in_space_.size()) in_space_.resize(r.space + 1);
   in_space_[r.space] += sign;
   Usage& usage = spaces_.usage(r.space);
@@ -85,6 +95,39 @@ void Records::write(const NewChunk& chunk, uint32_t id, std::span<const StoredPa
   KVDOCK_PAUSE("reserve.reserved");
   count(id, 1);
   index_.insert(chunk.space, chunk.key).reserved = id;
+}
+
+void Records::move_part(uint32_t id, uint32_t part, const StoredPart& to) {
+  Record& r = at(id);
+  const StoredPart old = r.parts[part];
+  count(id, -1);
+  r.parts[part] = to;
+  const uint32_t crc = body_crc(r, r.generation());
+  r.parts[part] = old;
+  Move& move = header_.move;
+  move = {0, to.slab, to.segment, to.offset, to.length, crc};
+  KVDOCK_PAUSE("raw.move_written");
+  publish(move.word, move_word(id, part));
+  KVDOCK_PAUSE("raw.move_begun");
+  finish_move();
+  slots_.touch(to.slab, r.last_used);
+  info_[id].pages += static_cast<uint32_t>((round_slot(to.length) - round_slot(old.length)) / kSlotAlign);
+  count(id, 1);
+}
+
+void Records::finish_move() {
+  Move& move = header_.move;
+  const auto [id, index] = move_of(move.word);
+  Record& r = at(id);
+  StoredPart& part = r.parts[index];
+  part.slab = move.slab;
+  part.segment = move.segment;
+  KVDOCK_PAUSE("raw.move_half");
+  part.offset = move.offset;
+  part.length = move.length;
+  r.crc = move.crc;
+  KVDOCK_PAUSE("raw.moved");
+  publish(move.word, 0);
 }
 
 uint32_t Records::make_ready(uint32_t id) {
@@ -179,8 +222,7 @@ void Records::check_bodies() const {
     require(r.crc == body_crc(r, r.generation()), "a record's body does not match its CRC", id);
     require(r.generation() <= header_.last_generation, "a generation was never given out", id);
     require(r.state() == RecordState::kReady || in.pins > 0, "an unpinned record is neither READY nor FREE", id);
-    sums.bytes[static_cast<size_t>(r.state())] += named;
-    ++sums.records[static_cast<size_t>(r.state())];
+    add_to(sums, r, named, 1);
   }
   pages_.check(taken);
   require(sums == sums_, "I7: sums by state do not add up");

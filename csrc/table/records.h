@@ -59,6 +59,8 @@ class Records {
  public:
   struct Sums {  // by RecordState
     std::array<uint64_t, 4> bytes{}, records{};
+    // The bytes of the parts as engines have them, and of packed groups how many parts are raw.
+    std::array<uint64_t, 4> kv_bytes{}, raw_parts{};
     bool operator==(const Sums&) const = default;
   };
 
@@ -97,6 +99,9 @@ class Records {
   std::optional<uint32_t> take_id(uint32_t parts);
   void give_id(uint32_t id) { pages_.give(id); }  // for an id under which nothing was written
   void write(const NewChunk& chunk, uint32_t id, std::span<const StoredPart> parts);  // FREE → RESERVED
+  // The RESERVED record's part has another slot from now on. REQUIRES: the part is not committed.
+  void move_part(uint32_t id, uint32_t part, const StoredPart& to);
+  void finish_move();  // of the part that the header's Move names
   uint32_t make_ready(uint32_t id);  // RESERVED → READY; returns the record that the key named before, or kNone
   void note_gone(const Record& r, Gone why);  // from now on lookups do not find it
   void forget_key(uint32_t id);               // from now on its key does not name it
@@ -126,6 +131,7 @@ class Records {
   void count(uint32_t id, int sign);  // adds the record to the sums of its state, or takes it out
 
  private:
+  void add_to(Sums& sums, const Record& r, uint64_t bytes, uint64_t sign) const;
   void set_state(uint32_t id, RecordState state);
   void check_bodies() const;
   void check_index() const;

@@ -124,7 +124,7 @@ Grant* Table::reserve_missing(const Members::Asker& asker, const ReserveCall& ca
   const Namespace& ns = chunks_.namespaces()[space];
   uint64_t tick = ++region_.header.use_tick, bytes = 0;
   for (uint32_t g = 0; g < ns.group_count; ++g)
-    if (groups >> g & 1) bytes += round_slot(ns.groups[g].part_bytes) * ns.writers;
+    if (groups >> g & 1) bytes += round_slot(ns.groups[g].slot_bytes()) * ns.writers;
   uint32_t below = segments_in_reach(asker.session);
   chunks_.stamp_path(space, call.parent, tick);
   Grant* grant = nullptr;
@@ -167,9 +167,7 @@ CommitResult Table::commit(uint64_t session, uint64_t id, uint32_t rank, const s
   grants_.require_ranks(*g, {&rank, 1});
   if (g->state() == GrantState::kOpen && now > g->deadline_ms) grants_.close_reservation(*g);
 
-  std::vector<GrantEntry> entries;  // in rising order of their index, as they were added
-  entries.reserve(g->entry_count);
-  grants_.for_each_entry(*g, [&](const GrantEntry& entry) { entries.push_back(entry); });
+  std::vector<GrantEntry> entries = entries_of(*g);
   std::vector<NewPart> fresh = fresh_parts(entries, rank, parts);
   if (g->state() != GrantState::kOpen) {
     if (g->completed && fresh.empty()) return {static_cast<uint32_t>(entries.size()), grants_.remaining(*g)};
@@ -181,6 +179,56 @@ CommitResult Table::commit(uint64_t session, uint64_t id, uint32_t rank, const s
     KVDOCK_PAUSE("publish.part_set");
   }
   return publish_whole(*g, entries, rank, now);
+}
+
+std::vector<GrantEntry> Table::entries_of(const Grant& g) const {
+  std::vector<GrantEntry> entries;
+  entries.reserve(g.entry_count);
+  grants_.for_each_entry(g, [&](const GrantEntry& entry) { entries.push_back(entry); });
+  return entries;
+}
+
+const GrantEntry& Table::entry_of(const std::vector<GrantEntry>& entries, uint32_t index, uint32_t group) {
+  auto it = std::lower_bound(entries.begin(), entries.end(), index,
+                             [](const GrantEntry& entry, uint32_t wanted) { return entry.index < wanted; });
+  if (it == entries.end() || it->index != index || group >= kMaxGroups || !(it->groups >> group & 1))
+    throw TableError("not_reserved", "the reservation has no such part", index, int64_t(entries.size()));
+  return *it;
+}
+
+StoredPart* Table::part_of(Record& r, uint32_t group, uint32_t rank) {
+  StoredPart* end = r.parts + r.part_count;
+  StoredPart* part = std::find_if(r.parts, end, [&](auto& x) { return x.group == group && x.writer == rank; });
+  return part == end ? nullptr : part;
+}
+
+RawResult Table::make_raw(uint64_t session, uint64_t id, uint32_t rank,
+                          const std::vector<std::pair<uint32_t, uint32_t>>& parts, uint64_t now) {
+  Grant* g = grants_.of_session(session, id, GrantKind::kReservation);
+  if (!g) throw TableError("grant_closed", "the reservation is closed and forgotten");
+  grants_.require_ranks(*g, {&rank, 1});
+  if (g->state() == GrantState::kOpen && now > g->deadline_ms) grants_.close_reservation(*g);
+  if (g->state() != GrantState::kOpen) throw TableError("grant_closed", "the reservation was aborted or is late");
+  chunks_.set_now(now);
+  std::vector<GrantEntry> entries = entries_of(*g);
+  RawResult out;
+  for (auto [index, group] : parts) {
+    const GrantEntry& entry = entry_of(entries, index, group);
+    Record& r = chunks_.record(entry.record);
+    StoredPart* part = chunks_.records().names_live(entry) ? part_of(r, group, rank) : nullptr;
+    if (!part) throw TableError("not_reserved", "the chunk has no such part", index);
+    const uint64_t bytes = chunks_.namespaces()[r.space].groups[group].part_bytes;
+    if (part->length != bytes) {
+      if (part->committed & kCommitted) throw TableError("already_committed", "the part was committed packed", index);
+      const auto number = static_cast<uint32_t>(part - r.parts);
+      out.limited = may_hold(g->session, round_slot(bytes) - round_slot(part->length))
+                        ? chunks_.make_raw(entry.record, number, g->session, segments_in_reach(g->session))
+                        : Limit::held_bytes;
+      if (out.limited != Limit::none) break;
+    }
+    out.parts.push_back({index, {part->group, part->writer, part->segment, part->offset, part->length, 0}});
+  }
+  return out;
 }
 
 void Table::require_one_checksum_each(std::vector<NewPart> parts) {
@@ -196,17 +244,12 @@ std::vector<Table::NewPart> Table::fresh_parts(const std::vector<GrantEntry>& en
                                                const std::vector<PartCommit>& parts) {
   std::vector<NewPart> fresh;
   for (auto [index, group, checksum] : parts) {
-    auto it = std::lower_bound(entries.begin(), entries.end(), index,
-                               [](const GrantEntry& entry, uint32_t wanted) { return entry.index < wanted; });
-    if (it == entries.end() || it->index != index || group >= kMaxGroups || !(it->groups >> group & 1))
-      throw TableError("not_reserved", "the reservation has no such part", index, int64_t(entries.size()));
+    const GrantEntry& entry = entry_of(entries, index, group);
     if (checksum >= kChecksumPrime)
       throw TableError("bad_argument", "a checksum is out of range", int64_t(checksum), "less than 2^61 - 1");
-    if (!chunks_.records().names_live(*it)) continue;  // a late repeat: the chunk was published, read and removed since
-    Record& r = chunks_.record(it->record);
-    auto part = std::find_if(r.parts, r.parts + r.part_count,
-                             [&](const StoredPart& x) { return x.group == group && x.writer == rank; });
-    if (part == r.parts + r.part_count) throw TableError("not_reserved", "the chunk has no such part", index);
+    if (!chunks_.records().names_live(entry)) continue;  // a late repeat: the chunk was published and removed since
+    StoredPart* part = part_of(chunks_.record(entry.record), group, rank);
+    if (!part) throw TableError("not_reserved", "the chunk has no such part", index);
     if (!(part->committed & kCommitted))
       fresh.push_back({part, checksum});
     else if (part->committed != (kCommitted | checksum))

@@ -342,6 +342,8 @@ std::map<std::string, uint64_t> Table::stats() {
       {"reserved_bytes", sums.bytes[1]},
       {"ready_bytes", sums.bytes[2]},
       {"quarantined_bytes", sums.bytes[3]},
+      {"kv_bytes", sums.kv_bytes[2]},
+      {"raw_parts", sums.raw_parts[2]},
       {"held_bytes", chunks_.pins().held_bytes()},
       {"kept_bytes", chunks_.preferences().kept_bytes()},
       {"retained_bytes", chunks_.preferences().retained_bytes()},

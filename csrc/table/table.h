@@ -103,6 +103,11 @@ class Table {
   ReserveResult reserve(uint64_t session, uint64_t member, const ReserveCall& call, uint64_t now);
   CommitResult commit(uint64_t session, uint64_t grant, uint32_t rank, const std::vector<PartCommit>& parts,
                       uint64_t now);
+  // Gives parts of an open reservation slots for raw bytes in place of packed ones, in the order of `parts` (indices
+  // into the store's keys, and groups) until a limit is met. The rank has ended its copies into the slots that they
+  // have. Repeating it changes nothing. Throws TableError not_reserved, already_committed, grant_closed.
+  RawResult make_raw(uint64_t session, uint64_t grant, uint32_t rank,
+                     const std::vector<std::pair<uint32_t, uint32_t>>& parts, uint64_t now);
   std::vector<uint32_t> abort(uint64_t session, uint64_t grant, const std::vector<uint32_t>& ranks);
 
   // Takes out temporary chunks that no reader has read; returns how many.
@@ -187,6 +192,10 @@ class Table {
     uint64_t checksum;
   };
   static void require_one_checksum_each(std::vector<NewPart> parts);
+  // The rank's part of a group in a record; nullptr: the record has none.
+  static StoredPart* part_of(Record& r, uint32_t group, uint32_t rank);
+  std::vector<GrantEntry> entries_of(const Grant& g) const;  // in rising order of their index
+  static const GrantEntry& entry_of(const std::vector<GrantEntry>& entries, uint32_t index, uint32_t group);
   std::vector<NewPart> fresh_parts(const std::vector<GrantEntry>& entries, uint32_t rank,
                                    const std::vector<PartCommit>& parts);
   CommitResult publish_whole(Grant& g, const std::vector<GrantEntry>& entries, uint32_t rank, uint64_t now);

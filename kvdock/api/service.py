@@ -376,6 +376,18 @@ class CacheService:
                 self._mover_client.tickets.reservation_ended(grant)
         return s.CommitAnswer(refused_releases=refused, ready=ready, remaining=remaining)
 
+    async def make_raw(self, peer: Peer, reservation: str, body: s.MakeRaw) -> s.RawAnswer:
+        session = self._registry.session(body.session, peer.tenant, peer.identity)
+        grant, left = grant_id(reservation), [(part.index, part.group) for part in body.parts]
+        slots: list[s.RawSlot] = []
+        while True:
+            self._tally.catch_up()
+            found, limited = self._table.make_raw(session.table_id, grant, body.rank, left, self._clock.now_ms())
+            slots += [s.RawSlot(*slot) for slot in found]
+            left = left[len(found) :]
+            if limited != "no_space" or not await self._pool.grow_once():
+                return s.RawAnswer(parts=slots, limited_by=limited or None)
+
     def abort(self, peer: Peer, reservation: str, body: s.Abort) -> s.ReleaseAnswer:
         session = self._registry.session(body.session, peer.tenant, peer.identity)
         if body.ranks is None:

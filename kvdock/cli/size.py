@@ -146,8 +146,11 @@ def _show_curve(server: str, as_json: bool, console: Console) -> None:
         f"{total.tokens:,} tokens in {total.lookups:,} lookups over {duration(curve.covers_s)}; the pool itself found "
         f"{percent(total.hit_share or 0, 0)} of them", highlight=False,
     )
-    _print(console, ("pool", "share of tokens it would find"), (
-        (_pool(point, curve), share_in_words(point)) for point in total.points
+    per_token = {one.chunk_bytes / one.chunk_tokens for one in curve.namespaces}
+    holds = per_token.pop() if len(per_token) == 1 else None  # of models of several sizes, no number of tokens is true
+    _print(console, ("pool", *(("tokens it holds",) if holds else ()), "share of tokens it would find"), (
+        (_pool(point, curve), *((_tokens(point, holds),) if holds else ()), share_in_words(point))
+        for point in total.points
     ))
     if enough := _enough(total.points):
         console.print(f"A pool of {size(enough)} would find nearly as much as an unlimited one.", highlight=False)
@@ -170,6 +173,10 @@ def _pool(point: CurvePoint, curve: Curve) -> str:
     if point.pool_bytes is None:
         return "unlimited"
     return f"{size(point.pool_bytes)}{' (now)' if point.pool_bytes == curve.pool_bytes else ''}"
+
+
+def _tokens(point: CurvePoint, bytes_per_token: float) -> str:
+    return "" if point.pool_bytes is None else f"{point.pool_bytes / bytes_per_token:,.0f}"
 
 
 def _column(point: CurvePoint) -> str:

@@ -174,6 +174,9 @@ def _rows(status: Status, rates: Sequence[Rates]) -> Iterator[tuple[str, str]]:
         shown.append(f"{size(pool.reserved_bytes)} in {counted(chunks.reserved, 'chunk')} being written")
     if chunks.quarantined:
         shown.append(f"{size(pool.quarantined_bytes)} in {counted(chunks.quarantined, 'chunk')} quarantined")
+    if pool.kv_bytes > pool.ready_bytes:
+        raw = f", {counted(pool.raw_parts, 'part')} raw" if pool.raw_parts else ""
+        shown[0] += f" ({size(pool.kv_bytes)} of KV, packed {pool.packed_ratio:.2f} times{raw})"
     if pool.retained_bytes:
         shown.append(f"{size(pool.retained_bytes)} retained by hints")
     yield "content", ", ".join(shown)

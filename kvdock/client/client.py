@@ -300,6 +300,10 @@ class Client:
         """Parts that a rank has copied, with their checksums. The last part of a chunk publishes it."""
         return self._carrying(c.COMMIT, body, timeout_s, body.session, reservation)
 
+    def make_raw(self, reservation: str, body: s.MakeRaw, *, timeout_s: float | None = None) -> s.RawAnswer:
+        """Slots for raw bytes, for parts that a rank could not pack."""
+        return self._do(c.MAKE_RAW, body, timeout_s, reservation)
+
     def abort(self, reservation: str, body: s.Abort, *, timeout_s: float | None = None) -> s.ReleaseAnswer:
         """These ranks will store no more under the reservation; what is not published never will be."""
         return self._do(c.ABORT, body, timeout_s, reservation)

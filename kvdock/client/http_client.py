@@ -219,6 +219,7 @@ class AsyncHttpClient:
     leases = _awaited(Client.leases)
     reserve = _awaited(Client.reserve)
     commit = _awaited(Client.commit)
+    make_raw = _awaited(Client.make_raw)
     abort = _awaited(Client.abort)
     status = _awaited(Client.status)
     whoami = _awaited(Client.whoami)

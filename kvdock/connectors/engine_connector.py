@@ -67,6 +67,8 @@ class ConnectorSettings:
     """Whether the connector counts how each chunk is used, in its `statistics`."""
     trusted_uid: int = NOBODY
     """The user id of the server, where this engine runs as root and the server does not."""
+    pack: str = "auto"
+    """Whether KV is packed: "on", "off", or "auto", where it is measured to pay (kvdock/connectors/packing.py)."""
 
 
 class EngineConnector:

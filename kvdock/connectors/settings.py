@@ -15,6 +15,7 @@ MOST_WAIT_S = 1.0
 """The largest lookup_wait_s: a longer wait in an engine's scheduling loop costs more than it gains."""
 MOST_TIER_WAIT_S = 600.0
 MOST_UID = (1 << 32) - 2
+PACK = ("auto", "on", "off")
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,9 @@ class EngineSettings(LoadLimits):
     """A hit is computed instead of loaded where that is expected to take less time (kvdock/connectors/cost.py)."""
     copy_threads: int = 2
     """Threads that copy when KV is on the CPU."""
+    pack: str = "auto"
+    """Whether KV is packed in the pool: "on", "off", or "auto", where it is measured to pay. Engines that pack share no
+    KV with those that do not (kvdock/connectors/packing.py)."""
     weights_digest: str = ""
     """A name for the weights; empty: a digest of the model's files names them (kvdock/connectors/weights.py)."""
     read_all_weights: bool = False
@@ -76,6 +80,8 @@ class EngineSettings(LoadLimits):
             raise NotSupportedError(
                 f"{where}: address is {made.address!r}, and unix:/path or http://host:port is wanted."
             )
+        if made.pack not in PACK:
+            raise NotSupportedError(f"{where}: pack is {made.pack!r}, and one of {', '.join(PACK)} is wanted.")
         for name, (least, most) in cls.RANGES.items():
             if not least <= (found := getattr(made, name)) <= most:
                 wanted = f"{least} to {most}" if most < math.inf else f"{least} or more"

@@ -16,26 +16,29 @@ end_load(); a copier of its own for each group and direction keeps a load from w
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from math import ceil
 from pathlib import Path
 from typing import Generic, NamedTuple, TypeVar
 
 from kvdock.connectors.errors import LayoutMismatchError
+from kvdock.connectors.packing import shape_of
 from kvdock.connectors.plans import LoadPiece, LoadPlan, StorePiece, StorePlan
 from kvdock.connectors.session import Attachment, EngineSession
 from kvdock.datapath.ceiling import ceiling_bytes_per_s
-from kvdock.datapath.copy import Copier, CopyHandle, PartCopy, StreamHandle
+from kvdock.datapath.copy import Copier, CopyHandle, PartCopy, PartResult, StreamHandle
 from kvdock.datapath.cuda import CopyTuning, CudaCopier
 from kvdock.datapath.devices import CPU, Device
 from kvdock.datapath.errors import CopyError, CudaError, DatapathError, copy_error
 from kvdock.datapath.layout import PagedLayout
 from kvdock.protocol.errors import ApiError, ServerUnavailable
-from kvdock.protocol.schemas import Commit, Part, PartDone, WritePart
+from kvdock.protocol.schemas import Commit, MakeRaw, Part, PartDone, RawPart, WritePart
 from kvdock.protocol.wire_types import MAX_ENTRIES
 from kvdock.shm.errors import ShmError
 
@@ -162,6 +165,7 @@ class WorkerConnector:
                 f"layouts: found {len(layouts)}, wanted one for each of {len(manifest.groups)} groups"
             )
         self._part_blocks: list[int] = []
+        shapes = []
         for group, layout in enumerate(layouts):
             if layout.block_tokens != manifest.block_sizes[group]:
                 raise LayoutMismatchError(
@@ -176,6 +180,7 @@ class WorkerConnector:
                     f"wanted {wanted} as the manifest says"
                 )
             self._part_blocks.append(blocks)
+            shapes.append(shape_of(manifest.groups[group], layout, blocks))
             if layout.token_order not in (manifest.token_order, "ND"):
                 raise LayoutMismatchError(f"token order: found {layout.token_order}, wanted {manifest.token_order}")
         self.session, self.rank, self._stream = session, session.identity.ranks[0], stream
@@ -188,7 +193,9 @@ class WorkerConnector:
         self._loaders: list[Copier]
         self._storers: list[Copier]
         self._loaders, self._storers = (
-            device.open_copiers(layouts, chunk_tokens=manifest.chunk_tokens, threads=threads, tuning=one)
+            device.open_copiers(
+                layouts, chunk_tokens=manifest.chunk_tokens, threads=threads, tuning=one, packing=shapes
+            )
             for one in (tuning, storing)
         )
 
@@ -246,7 +253,7 @@ class WorkerConnector:
         own = [self._own_part(piece, piece.parts, self.rank % self.session.manifest.writers) for piece in pieces]
         slots = self._addresses(loading.attachment, own)
         parts = [
-            PartCopy(slot, piece.block_ids, piece.skip_blocks, part.checksum_value)
+            PartCopy(slot, piece.block_ids, piece.skip_blocks, part.checksum_value, part.length)
             for piece, part, slot in zip(pieces, own, slots, strict=True)
         ]
         loader = self._loaders[group]
@@ -329,7 +336,10 @@ class WorkerConnector:
             for group, members in _by_group(plan.pieces).items():
                 own = [self._own_part(piece, piece.parts, self.rank) for piece in members]
                 slots = self._addresses(attachment, own)
-                parts = [PartCopy(slot, piece.block_ids) for piece, slot in zip(members, slots, strict=True)]
+                parts = [
+                    PartCopy(slot, piece.block_ids, length=part.length)
+                    for piece, part, slot in zip(members, own, slots, strict=True)
+                ]
                 storing.copies.append((group, members, self._storers[group].gather(parts, after=after)))
         except (*CopyFailed, *CallFailed) as error:
             storing.error = error
@@ -346,18 +356,18 @@ class WorkerConnector:
             if storing.error is not None:
                 raise storing.error
             results = [
-                (piece, result.checksum) for _, members, handle in storing.copies
+                (piece, result) for _, members, handle in storing.copies
                 for piece, result in zip(members, handle.result(), strict=True)
             ]
             if not is_sound:
                 self.session.abort(attachment, plan.reservation, [self.rank])
                 return 0
-            done = [PartDone(piece.chunk, piece.group, f"{checksum:016x}") for piece, checksum in results]
-            # An empty commit is sent, too: the server waits for each rank's commit.
-            for start in range(0, max(1, len(done)), MAX_ENTRIES):
-                body = Commit(session=attachment.session, rank=self.rank, parts=done[start : start + MAX_ENTRIES])
-                ready = self.session.client.commit(plan.reservation, body).ready
-            storing.committed = results
+            done = [(piece, result.checksum) for piece, result in results if result.fits]
+            raw = self._make_raw(storing, [(piece, result) for piece, result in results if not result.fits])
+            ready = self._commit(storing, [*done, *raw])
+            storing.committed = [*done, *raw]
+            if len(storing.committed) < len(results):  # parts that could not be packed have no slot
+                self.session.abort(attachment, plan.reservation, [self.rank])
             self._log("store", plan.request_id, plan.tokens, self._bytes(plan.pieces), storing.started_s)
             if (took_s := storing.took_s()) is not None:
                 self.session.outcomes.stored(self._bytes(plan.pieces), took_s)
@@ -371,6 +381,41 @@ class WorkerConnector:
             attachment.grants.stop(plan.reservation)
         return ready
 
+    def _commit(self, storing: Storing, done: Sequence[tuple[StorePiece, int]]) -> int:
+        """Returns how many chunks are ready. An empty commit is sent, too: the server waits for each rank's commit."""
+        attachment, ready = storing.attachment, 0
+        parts = [PartDone(piece.chunk, piece.group, f"{checksum:016x}") for piece, checksum in done]
+        for start in range(0, max(1, len(parts)), MAX_ENTRIES):
+            body = Commit(session=attachment.session, rank=self.rank, parts=parts[start : start + MAX_ENTRIES])
+            ready = self.session.client.commit(storing.plan.reservation, body).ready
+        return ready
+
+    def _make_raw(
+        self, storing: Storing, unfit: Sequence[tuple[StorePiece, PartResult]]
+    ) -> list[tuple[StorePiece, int]]:
+        """Puts the raw bytes of parts that could not be packed into slots of their own. Returns the pieces, with these
+        slots, and their checksums; fewer than `unfit` if the server has too little memory."""
+        made: list[tuple[StorePiece, int]] = []
+        whole = [(piece, result, result.raw) for piece, result in unfit if result.raw is not None]
+        for start in range(0, len(whole), MAX_ENTRIES):
+            some = whole[start : start + MAX_ENTRIES]
+            body = MakeRaw(
+                session=storing.attachment.session, rank=self.rank,
+                parts=[RawPart(piece.chunk, piece.group) for piece, _, _ in some],
+            )
+            answer = self.session.client.make_raw(storing.plan.reservation, body)
+            for slot, (piece, result, raw) in zip(answer.parts, some, strict=False):
+                part = WritePart(slot.group, self.rank, slot.segment, slot.offset, slot.length)
+                if (slot.index, slot.group, slot.length) != (piece.chunk, piece.group, len(raw)):
+                    raise copy_error(f"raw slot of chunk {piece.chunk}", found=slot, wanted=f"{len(raw)} bytes")
+                (address,) = self._addresses(storing.attachment, [part])
+                ctypes.memmove(address, (ctypes.c_char * len(raw)).from_buffer(raw), len(raw))
+                made.append((replace(piece, parts=(part,)), result.checksum))
+        if unfit:
+            log.info("store request=%s: %d of %d parts that could not be packed are stored raw",
+                     storing.plan.request_id, len(made), len(unfit))
+        return made
+
     def committed_parts(self, storing: Storing) -> list[Part]:
         """The parts that this rank has committed, as lookups find them."""
         return [
@@ -383,10 +428,11 @@ class WorkerConnector:
     def _own_part(self, piece: LoadPiece | StorePiece, parts: Iterable[AnyPart], writer: int) -> AnyPart:
         """The part by `writer` among `parts`. Raises CopyError when it is missing, or its length or the number of the
         piece's blocks is wrong."""
-        wanted, blocks = self.session.manifest.groups[piece.group].part_bytes, self._part_blocks[piece.group]
+        group, blocks = self.session.manifest.groups[piece.group], self._part_blocks[piece.group]
         part = next((part for part in parts if part.writer == writer), None)
-        if part is None or part.length != wanted:
+        if part is None or part.length not in (group.part_bytes, group.slot_bytes):
             found = "none" if part is None else f"{part.length} bytes"
+            wanted = " or ".join(map(str, sorted({group.slot_bytes, group.part_bytes})))
             raise copy_error(f"part of group {piece.group} by writer {writer}", found=found, wanted=f"{wanted} bytes")
         if len(piece.block_ids) != blocks:
             raise copy_error(f"blocks for a part of group {piece.group}", found=len(piece.block_ids), wanted=blocks)
@@ -401,7 +447,7 @@ class WorkerConnector:
         return [attachment.segments.address(part.segment, part.offset, part.length) for part in parts]
 
     def _bytes(self, pieces: Iterable[LoadPiece | StorePiece]) -> int:
-        """How many bytes this rank copies."""
+        """How many bytes of KV this rank copies."""
         return sum(self.session.manifest.groups[piece.group].part_bytes for piece in pieces)
 
     def _log(self, verb: str, request_id: str, tokens: int, size_bytes: int, started_s: float) -> None:

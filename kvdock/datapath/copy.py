@@ -13,11 +13,13 @@ is in cuda.py; devices.py chooses between the two.
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import time
 from array import array
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 from kvdock import _core
@@ -50,6 +52,8 @@ class PartCopy:
     """Scatter only: the number of leading blocks that are hashed but never written."""
     checksum: int | None = None
     """The expected checksum. A scatter requires it; a gather compares its own with it, if it is given."""
+    length: int | None = None
+    """The bytes of the slot: those of a raw part (None) or of a packed one."""
 
 
 @dataclass(frozen=True)
@@ -57,8 +61,17 @@ class PartResult:
     """What became of one part. `ok`: its bytes have the expected checksum, or none was expected."""
 
     checksum: int
-    """The checksum of the bytes that were copied."""
+    """The checksum of the slot's bytes."""
     ok: bool
+    fits: bool = True
+    """False: a gather could not pack the part into its slot, whose bytes are of no use."""
+    raw: memoryview | None = None
+    """The raw bytes of a part that does not fit, as its blocks had them during the gather: they may change once it has
+    ended. `checksum` is theirs. None: it fits, or the call has more than MOST_RAW_BYTES of these."""
+
+
+MOST_RAW_BYTES = 256 << 20
+"""The most that parts of one call that do not fit may have."""
 
 
 class CopyHandle(Protocol):
@@ -162,10 +175,11 @@ def _listed(blocks: BlockIds) -> Sequence[int]:
     return blocks.tolist() if isinstance(blocks, IntegerArray) else blocks
 
 
-def results_of(found: Sequence[int], parts: Sequence[PartCopy]) -> list[PartResult]:
-    """One result for each part, from the checksums that its copy found."""
+def results_of(found: Sequence[int | None], parts: Sequence[PartCopy]) -> list[PartResult]:
+    """One result for each part, from the checksums that its copy found. None: the slot holds no packed part."""
     return [
-        PartResult(sum_, part.checksum is None or sum_ == part.checksum)
+        PartResult(0, False, fits=False) if sum_ is None
+        else PartResult(sum_, part.checksum is None or sum_ == part.checksum)
         for sum_, part in zip(found, parts, strict=True)
     ]
 
@@ -207,34 +221,89 @@ def _refuse_stream(after: int | None) -> None:
 
 class CpuCopier:
     """Copies with the CPU: one background thread makes the copies one after another, each with up to `threads`
-    threads."""
+    threads. `packing`: the shape of packed parts; None: all parts are raw."""
 
-    def __init__(self, layout: PagedLayout, *, threads: int) -> None:
+    def __init__(self, layout: PagedLayout, *, threads: int, packing: _core.PackedShape | None = None) -> None:
         if threads < 1:
             raise copy_error("threads", found=threads, wanted="at least 1")
-        self._layout, self._threads = layout, threads
+        self._layout, self._threads, self._packing = layout, threads, packing
+        if packing is not None:
+            ensure_keys(packing.packed_bytes)
         self._thread = Pool(1, "kvdock-copier")
 
     def gather(self, parts: Sequence[PartCopy], *, after: int | None = None) -> CopyHandle:
         """Raises CopyError for a part with skip_blocks (a gather has nothing to skip), and for a stream."""
         _refuse_stream(after)
-        packed, core = packed_for_gather(self._layout, parts), self._layout.core
-        return self._submit(
-            parts, lambda: _core.gather(core, packed.slots, packed.block_ids, packed.starts, threads=self._threads)
-        )
+        core, threads, shape = self._layout.core, self._threads, self._packing
+
+        def plain(some: Sequence[PartCopy]) -> Callable[[], Sequence[int | None]]:
+            slots, ids, starts, _ = packed_for_gather(self._layout, some)
+            return lambda: _core.gather(core, slots, ids, starts, threads=threads)
+
+        def pack(some: Sequence[PartCopy]) -> Callable[[], Sequence[int | None]]:
+            slots, ids, starts, _ = packed_for_gather(self._layout, some)
+            assert shape is not None
+            return lambda: _core.gather_packed(core, shape, slots, ids, starts, threads=threads)
+
+        return self._submit(parts, plain, pack)
 
     def scatter(self, parts: Sequence[PartCopy], *, after: int | None = None) -> CopyHandle:
         """Raises CopyError for a part without its expected checksum, and for a stream."""
         _refuse_stream(after)
-        packed, core = packed_for_scatter(self._layout, parts), self._layout.core
-        return self._submit(parts, lambda: _core.scatter(core, *packed, threads=self._threads))
+        core, threads, shape = self._layout.core, self._threads, self._packing
+
+        def plain(some: Sequence[PartCopy]) -> Callable[[], Sequence[int | None]]:
+            described = packed_for_scatter(self._layout, some)
+            return lambda: _core.scatter(core, *described, threads=threads)
+
+        def unpack(some: Sequence[PartCopy]) -> Callable[[], Sequence[int | None]]:
+            described = packed_for_scatter(self._layout, some)
+            expected = array("Q", [part.checksum or 0 for part in some])
+            assert shape is not None
+            return lambda: _core.scatter_packed(core, shape, *described, expected, threads=threads)
+
+        return self._submit(parts, plain, unpack)
 
     def close(self) -> None:
         """Waits for the copies that were submitted."""
         self._thread.shutdown(wait=True)
 
-    def _submit(self, parts: Sequence[PartCopy], work: Callable[[], list[int]]) -> CopyHandle:
+    def _submit(self, parts: Sequence[PartCopy], of_raw: _Prepare, of_packed: _Prepare) -> CopyHandle:
+        """Prepares the copies of raw and of packed parts, and makes them one after the other."""
+        packed_bytes = self._packing.packed_bytes if self._packing is not None else 0
+        is_packed = [part.length == packed_bytes for part in parts]
+        raw = [part for part, kind in zip(parts, is_packed, strict=True) if not kind]
+        packed = [part for part, kind in zip(parts, is_packed, strict=True) if kind]
+        work_raw = of_raw(raw)
+        work_packed = of_packed(packed) if packed else None
+
+        def copy() -> list[PartResult]:
+            results = {False: iter(results_of(work_raw(), raw))}
+            if work_packed is not None:
+                results[True] = iter(self._with_raw(results_of(work_packed(), packed), packed))
+            return [next(results[kind]) for kind in is_packed]
+
         try:
-            return _CpuHandle(self._thread.submit, lambda: results_of(work(), parts))
+            return _CpuHandle(self._thread.submit, copy)
         except RuntimeError as error:
             raise CopierClosed("copier", found="closed", wanted="open") from error
+
+
+    def _with_raw(self, results: list[PartResult], parts: Sequence[PartCopy]) -> list[PartResult]:
+        """Copies the parts of a gather that do not fit into memory of their own."""
+        left_bytes = MOST_RAW_BYTES
+        for at, part in enumerate(parts):
+            size = self._layout.part_bytes(len(part.block_ids))
+            if results[at].fits or part.checksum is not None or size > left_bytes:
+                continue
+            left_bytes -= size
+            own = mmap.mmap(-1, size)
+            raw = replace(part, slot=ctypes.addressof(ctypes.c_char.from_buffer(own)), length=None)
+            slots, ids, starts, _ = packed_for_gather(self._layout, [raw])
+            (found,) = _core.gather(self._layout.core, slots, ids, starts, threads=self._threads)
+            results[at] = PartResult(found, True, fits=False, raw=memoryview(own))
+        return results
+
+
+_Prepare: TypeAlias = Callable[[Sequence[PartCopy]], Callable[[], Sequence[int | None]]]
+"""Checks parts, and returns what copies them: it returns what results_of() takes."""

@@ -6,9 +6,10 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kvdock import _core
 from kvdock.datapath.copy import Copier, CpuCopier
 from kvdock.datapath.cuda import CopyTuning, CudaCopier, require_cuda
-from kvdock.datapath.errors import DeviceUnknown
+from kvdock.datapath.errors import DeviceUnknown, copy_error
 from kvdock.datapath.layout import PagedLayout
 from kvdock.datapath.registration import CudaRegister, Register
 from kvdock.datapath.tuning import tuned
@@ -45,13 +46,19 @@ class Device:
         return tuned(layouts[0], self.cuda, part_blocks=chunk_tokens // layouts[0].block_tokens)
 
     def open_copiers(
-        self, layouts: Sequence[PagedLayout], *, chunk_tokens: int, threads: int, tuning: CopyTuning | None = None
+        self, layouts: Sequence[PagedLayout], *, chunk_tokens: int, threads: int, tuning: CopyTuning | None = None,
+        packing: Sequence[_core.PackedShape | None] | None = None,
     ) -> list[Copier]:
         """A copier for each layout, for parts of chunks of `chunk_tokens` tokens. `threads`: how many threads a copy
         with the CPU uses. `tuning`: for copies on a GPU; None: CopyTuning's defaults. On a GPU the copiers share
-        staging buffers. Raises what CudaCopier raises."""
+        staging buffers. `packing`: the shape of each layout's packed parts; None: they are raw. Raises what CudaCopier
+        raises, and CopyError for packed parts on a GPU."""
+        shapes = packing or [None] * len(layouts)
         if self.cuda is None:
-            return [CpuCopier(layout, threads=threads) for layout in layouts]
+            pairs = zip(layouts, shapes, strict=True)
+            return [CpuCopier(layout, threads=threads, packing=shape) for layout, shape in pairs]
+        if any(shape is not None for shape in shapes):
+            raise copy_error("parts of an engine on a GPU", found="packed", wanted="raw: GPUs cannot unpack yet")
         first, *others = [(layout, chunk_tokens // layout.block_tokens) for layout in layouts]
         copier = CudaCopier(first[0], device=self.cuda, part_blocks=first[1], tuning=tuning)
         return [copier, *(copier.beside(layout, part_blocks=blocks) for layout, blocks in others)]

@@ -59,8 +59,24 @@ class PagedLayout:
         return self.core.block_bytes
 
     def part_bytes(self, blocks: int) -> int:
-        """Bytes of a part (a slot) of that many blocks."""
+        """Bytes of a raw part (a slot) of that many blocks."""
         return self.block_bytes * blocks
+
+    def packed_shape(self, blocks: int, marks: int | None = None, units: int | None = None) -> _core.PackedShape:
+        """The shape of packed parts of that many blocks, with that reserve of marks and so many units of spill
+        (docs/understand/packing.md); None: what suits most KV. Raises CopyError."""
+        return _core.packed_shape(self.core, blocks=blocks, marks=marks, units=units)
+
+    @property
+    def is_bf16(self) -> bool:
+        """Whether all tensors have elements of this type, which packing is made for."""
+        return _all_bf16(self.tensors)
+
+
+def _all_bf16(tensors: Tensors) -> bool:
+    if isinstance(tensors, Sequence):
+        return all(_all_bf16(one) for one in tensors)
+    return str(getattr(tensors, "dtype", "")).endswith("bfloat16")
 
 
 @dataclass(frozen=True)

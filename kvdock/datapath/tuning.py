@@ -100,6 +100,11 @@ class Calibration:
         )
 
 
+def packing_pays(on_gpu: bool) -> bool:
+    """Whether packing KV is measured to pay for engines on such a device (docs/understand/packing.md). Not yet."""
+    return False
+
+
 def tuned(layout: PagedLayout, device: int, *, part_blocks: int, cache_dir: Path | None = None) -> CopyTuning:
     """The tuning for this GPU and layout: read from the file, or else measured now (well under a second) and written to
     it.

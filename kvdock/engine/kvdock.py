@@ -6,8 +6,10 @@ from dataclasses import replace
 from functools import partial
 
 from kvdock.connectors.engine_connector import ConnectorSettings, EngineConnector, open_rank
+from kvdock.connectors.packing import with_packing
 from kvdock.connectors.ranks import Peers
 from kvdock.connectors.session import Identity
+from kvdock.datapath.devices import Device
 from kvdock.datapath.layout import PagedLayout, paged_layout
 from kvdock.engine.config import EngineConfig
 from kvdock.engine.kv_cache import KVCache
@@ -49,7 +51,7 @@ def connect(
 ) -> EngineConnector:
     """A connector for an engine over `kv`; with a `process_group`, for all its ranks. Raises LayoutError, RankLost, and
     the errors of EngineConnector."""
-    manifest, layouts = _described(config, kv, chunk_tokens, cache_salt)
+    manifest, layouts = _described(config, kv, settings, chunk_tokens, cache_salt)
     peers = None
     if process_group is not None:
         peers = Peers(range(1, process_group.size), process_group.post)
@@ -63,14 +65,16 @@ def _connect_rank(
 ) -> None:
     """Runs in the process of each other rank."""
     number = rank.team.rank
-    manifest, layouts = _described(rank.runner.config, rank.runner.kv, chunk_tokens, cache_salt)
+    manifest, layouts = _described(rank.runner.config, rank.runner.kv, settings, chunk_tokens, cache_salt)
     own = replace(identity, member=f"{identity.member}-rank-{number}", ranks=(number,), scheduler=False)
     rank.worker = open_rank(settings, manifest, own, layouts, rank.answer)
 
 
 def _described(
-    config: EngineConfig, kv: KVCache, chunk_tokens: int, cache_salt: str
+    config: EngineConfig, kv: KVCache, settings: ConnectorSettings, chunk_tokens: int, cache_salt: str
 ) -> tuple[Manifest, list[PagedLayout]]:
     layout = paged_layout(kv.format, kv.tensors, block_tokens=kv.block_tokens)
     # All groups use the same blocks of one memory, so they have the same layout.
-    return manifest_of(config, layout, chunk_tokens, cache_salt), [layout] * len(config.model.groups)
+    layouts = [layout] * len(config.model.groups)
+    manifest = manifest_of(config, layout, chunk_tokens, cache_salt)
+    return with_packing(manifest, layouts, settings.pack, Device.named(settings.device)), layouts

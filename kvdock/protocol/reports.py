@@ -226,7 +226,16 @@ class PoolView(Answer, kw_only=True):
     held_bytes: int
     retained_bytes: int = 0
     """In chunks that hints of engines retain."""
+    kv_bytes: int = 0
+    """The KV in `ready_bytes` as engines have it: more where parts are packed."""
+    raw_parts: int = 0
+    """Parts of packed groups that could not be packed."""
     segments: int
+
+    @property
+    def packed_ratio(self) -> float:
+        """Bytes of KV for each byte that they take in the pool."""
+        return self.kv_bytes / self.ready_bytes if self.ready_bytes else 1.0
 
 
 class ChunkCounts(Answer, kw_only=True):

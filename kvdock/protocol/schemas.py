@@ -57,14 +57,38 @@ Count = Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)]
 BlockTokens = Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
 
 
+PartBytes = Annotated[int, msgspec.Meta(ge=1, le=1 << 30)]
+
+
+class Packed(Identity, frozen=True, kw_only=True, gc=False):
+    """How the parts of a group are packed (docs/understand/packing.md), and how large a packed part is."""
+
+    format: Literal["kvp1"] = "kvp1"
+    planes: Annotated[int, msgspec.Meta(ge=1, lt=1 << 16)]
+    """Into how many planes, each with a book, a part is divided."""
+    marks: Annotated[int, msgspec.Meta(ge=16, le=496)]
+    """The reserve of marks of each tile, in all planes."""
+    units: Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
+    """The units of a part's spill."""
+    bytes: PartBytes
+
+
 class Group(Identity, frozen=True, kw_only=True, gc=False):
     """One KV group of the model: which of its chunks a hit needs, and how large one writer's part is."""
 
     kind: Literal["full", "window"] = "full"
     window_tokens: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)] = 0
-    part_bytes: Annotated[int, msgspec.Meta(ge=1, le=1 << 30)]
+    part_bytes: PartBytes
+    """The bytes of a raw part: of every part, unless the group is packed."""
     block_tokens: BlockTokens | msgspec.UnsetType = msgspec.UNSET
     """A divisor of the manifest's; absent: the manifest's."""
+    packed: Packed | msgspec.UnsetType = msgspec.UNSET
+    """Parts are packed if they can be, and raw otherwise: a part's length tells which it is. Absent: all are raw."""
+
+    @property
+    def slot_bytes(self) -> int:
+        """The bytes of a part that is stored as the group's parts usually are."""
+        return self.part_bytes if self.packed is msgspec.UNSET else self.packed.bytes
 
 
 SECRET_FIELDS: Final = ("hash_seed", "cache_salt")
@@ -505,6 +529,38 @@ class CommitAnswer(Carried, kw_only=True):
     ready: int
     """How many chunks of this reservation are published by now."""
     remaining: list[int]
+
+
+class RawPart(Body, array_like=True, gc=False):
+    """`[index, group]`: a part of the caller's rank."""
+
+    index: ChunkIndex
+    group: Annotated[int, msgspec.Meta(ge=0, lt=MAX_GROUPS)]
+
+
+class MakeRaw(Body, kw_only=True):
+    """Parts that one rank could not pack. It has ended its copies into their slots."""
+
+    session: Name
+    rank: Rank
+    parts: Annotated[list[RawPart], msgspec.Meta(max_length=MAX_ENTRIES)]
+
+
+class RawSlot(Answer, array_like=True, gc=False):
+    """Where the raw bytes of a part belong: `[index, group, …]`; offset and length in bytes."""
+
+    index: int
+    group: int
+    segment: int
+    offset: int
+    length: int
+
+
+class RawAnswer(Answer, kw_only=True):
+    """The parts that have slots for raw bytes now, in the order of the call. `limited_by`: why the others have none."""
+
+    parts: list[RawSlot]
+    limited_by: Literal["held_bytes", "no_space", "pinning", "quota"] | None = None
 
 
 class Abort(Body, kw_only=True):

@@ -203,6 +203,8 @@ CASES = [
     Case(("POST", "/v1/reservations"), lambda e: Request(
         "POST", "/v1/reservations", asker(e, store="s", keys=chain(e)))),
     Case(("POST", "/v1/reservations/{reservation}/commit"), commit),
+    Case(("POST", "/v1/reservations/{reservation}/raw"), lambda e: Request(
+        "POST", f"/v1/reservations/{reservation(e)}/raw", {"session": e.session, "rank": 0, "parts": [[0, 0]]})),
     Case(("POST", "/v1/reservations/{reservation}/abort"), lambda e: Request(
         "POST", f"/v1/reservations/{reservation(e)}/abort", one_rank(e))),
     Case(("POST", "/v1/cache/clear"), administer("POST", "/v1/cache/clear")),
@@ -240,7 +242,7 @@ def settled(answer: dict[str, Any], engine: Engine) -> dict[str, Any]:
     for one in (engine.session, engine.member, engine.attached.namespace):
         text = text.replace(one, "")
     plain: dict[str, Any] = json.loads(text)
-    ids = ("lease", "reservation", "grant", "segments", "filed_in")
+    ids = ("lease", "reservation", "grant", "segments", "filed_in", "parts")
     return {name: "" if name in ids else value for name, value in plain.items()}
 
 

@@ -34,6 +34,7 @@ def test_it_shows_what_pools_of_other_sizes_would_find() -> None:
         assert "80 lookups" in said and "the pool itself found 0 %" in said
         rows = [line for line in said.splitlines() if line.startswith(("1.0 MiB", "8.0 MiB", "unlimited"))]
         assert [" ".join(row.split()[-2:]) for row in rows] == ["0.0 %", "75.0 %", "75.0 %"]
+        assert "tokens it holds" in said and "4,096 " in rows[0], "256 chunks of 16 tokens"
         assert "(now)" in rows[0] and "would find nearly as much as an unlimited one" in said
         answer = json.loads(kvdock("size", "--server", server.unix, "--json").stdout)
         assert answer["total"]["tokens"] == told.total.tokens

@@ -14,6 +14,7 @@ from api_helpers import MIB, ServerProcess, eventually, unique
 from connector_helpers import BLOCK, CHUNK, PER_CHUNK, Rig, Spectator, engine_over, kvdock_of, tokens_of
 from engine_helpers import make_engine, poison, prompt, run_one, sampling
 
+from kvdock import _core
 from kvdock.client.client import Client
 from kvdock.connectors.errors import LayoutMismatchError
 from kvdock.connectors.interface import LoadDone
@@ -266,11 +267,14 @@ def test_stores_are_told_to_leave_the_engine_alone_and_loads_are_not(rig: Rig, g
             return measured
 
         def open_copiers(
-            self, layouts: Sequence[PagedLayout], *, chunk_tokens: int, threads: int, tuning: CopyTuning | None = None
+            self, layouts: Sequence[PagedLayout], *, chunk_tokens: int, threads: int, tuning: CopyTuning | None = None,
+            packing: Sequence[_core.PackedShape | None] | None = None,
         ) -> list[Copier]:
             assert chunk_tokens == CHUNK
             told.append(tuning)
-            return super().open_copiers(layouts, chunk_tokens=chunk_tokens, threads=threads, tuning=tuning)
+            return super().open_copiers(
+                layouts, chunk_tokens=chunk_tokens, threads=threads, tuning=tuning, packing=packing
+            )
 
     layout = paged_layout(rig.kv.format, rig.kv.tensors, block_tokens=rig.kv.block_tokens)
     WorkerConnector(rig.connector.session, [layout] * 3, device=Watched(), tuning=given).close()

@@ -91,7 +91,7 @@ MUTANTS = (
     ),
     Mutant(
         "C18", "a late repeat of a commit does not compare generations", "csrc/table/store.cpp",
-        "    if (!chunks_.records().names_live(*it)) continue;", "    if (it->generation == 0) continue;",
+        "    if (!chunks_.records().names_live(entry)) continue;", "    if (entry.generation == 0) continue;",
         GRANTS, "test_a_commit_repeated_after_its_record_was_used_again_looks_at_nothing_of_the_new_one",
     ),
     Mutant(

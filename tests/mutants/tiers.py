@@ -50,7 +50,8 @@ MUTANTS = (
     ),
     Mutant(
         "L8", "a part that another server has just replaced is deleted", "kvdock/tiers/mover/fetches.py",
-        "sums_again, still_bad = self._read(fetch, handle, bad)", "sums_again, still_bad = dict[PartName, int](), bad",
+        "sums_again, bad, missing_again = self._read(fetch, handle, bad)",
+        "sums_again, missing_again = dict[PartName, int](), list[ToLoad]()",
         (SHARED, "-k", "in_the_place"), "test_what_another_server_puts_in_the_place_of_a_damaged_part_is_not_deleted",
     ),
     Mutant(
@@ -100,7 +101,7 @@ MUTANTS = (
     ),
     Mutant(
         "L17", "a damaged part stays for other servers to find", "kvdock/tiers/mover/fetches.py",
-        "                handle.delete_damaged([load.name])\n", "                pass\n",
+        "            handle.delete_damaged([load.name])\n", "            pass\n",
         (RANDOM, "-k", "has_deleted and redis"), "test_a_server_whose_part_another_one_has_deleted_sees_a_miss",
     ),
     Mutant(

@@ -61,6 +61,19 @@ def test_what_was_evicted_from_the_device_comes_back(models: dict[str, Path], se
         assert engine.generate(PROMPTS[2:]) == (local, [512])
 
 
+def test_packed_pages_come_back_with_the_bits_of_a_local_hit(models: dict[str, Path], server: ServerProcess) -> None:
+    told = {"dtype": "bfloat16", "page_size": 128}  # smaller pages of this model do not become smaller
+    with Engine(models["llama"], server.unix, extra={"pack": "on"}, engine=told) as engine:
+        engine.generate(PROMPTS)
+        local, cached = engine.generate(PROMPTS)
+        assert cached != NOTHING
+        engine.drain()
+        assert comes_back(engine) == (local, cached)
+        with Client(server.unix) as client:
+            pool = client.status().pool
+        assert pool.kv_bytes > 1.1 * pool.ready_bytes
+
+
 def test_damaged_bytes_are_a_miss_and_never_tokens(models: dict[str, Path], server: ServerProcess) -> None:
     with Engine(models["llama"], server.unix, extra={"trust_s": 0.0}) as engine:
         engine.generate(PROMPTS)

@@ -26,7 +26,9 @@ from frozen import send
 from kvdock.client.client import Client
 from kvdock.connectors.engine_connector import ConnectorSettings, EngineConnector
 from kvdock.connectors.interface import BlocksRead, Hit, LoadDone, Pending, StoreDone
+from kvdock.connectors.packing import with_packing
 from kvdock.connectors.session import Attachment, Identity
+from kvdock.datapath.devices import CPU
 from kvdock.datapath.layout import paged_layout
 from kvdock.datapath.segments import AttachedSegments
 from kvdock.engine.config import EngineConfig
@@ -53,6 +55,7 @@ def connector_over(
     manifest = msgspec.structs.replace(manifest_of(kv.config, layout, chunk_tokens), cache_salt=salt)
     identity = Identity(instance or unique("instance"), unique("member"), label=label)
     layouts = [layout] * len(manifest.groups)
+    manifest = with_packing(manifest, layouts, settings.get("pack", "auto"), CPU)
     return EngineConnector(ConnectorSettings(address, **settings), manifest, identity, layouts)
 
 

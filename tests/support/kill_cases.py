@@ -46,6 +46,8 @@ CASES = [
             "discharge.half", "discharge.closed"),
     *_cases("publish", "writer", "ask.lookup", "told.lookup", "ask.reserve", "told.reserve", ("copy.gathering", 40),
             "ask.commit", "told.commit"),
+    *_cases("raw", "server", "raw.slot_taken", "raw.move_written", "raw.move_begun", "raw.move_half", ("raw.moved", 1)),
+    *_cases("raw", "writer", "ask.raw", "told.raw"),
     *_cases("load", "server", "grant.body_written", "grant.open", "grant.block_linked", ("grant.entry_written", 1)),
     *_cases("load", "reader", "ask.lookup", "told.lookup", ("copy.scattering", 40)),
     *_cases("evict", "server", "evict.unlinked", "evict.quarantined", "quarantine.held_by_none", "quarantine.freed"),
@@ -97,7 +99,8 @@ class Run:
         return int(at["pool_id"])
 
     def engine(self, seed: int, point: str = "", skip: int = 0) -> Child:
-        child = self.nursery.fork("engine", point=point, skip=skip, address=self.unix, seed=seed)
+        child = self.nursery.fork("engine", point=point, skip=skip, address=self.unix, seed=seed,
+                                  packs=self.case.operation == "raw")
         self.children.append(child)
         return child
 
@@ -188,7 +191,7 @@ def _leave_much(writer: Child, reader: Child) -> None:
 
 def _begin(run: Run, writer: Child, reader: Child) -> None:
     operation = run.case.operation
-    if operation == "publish":
+    if operation in ("publish", "raw"):
         writer.begin("store", NEW, CHUNKS)
     elif operation == "load":
         reader.begin("load", KNOWN, CHUNKS)

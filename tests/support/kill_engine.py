@@ -15,11 +15,11 @@ CHUNK_BYTES = PLANES * CHUNK * HEAD
 
 
 class KillEngine(PagedEngine):
-    """Stores and loads `chunks` chunks of a numbered conversation."""
+    """Stores and loads `chunks` chunks of a numbered conversation. `packs`: it packs its parts, of which none fits."""
 
-    def __init__(self, address: str, seed: int) -> None:
+    def __init__(self, address: str, seed: int, packs: bool) -> None:
         settings = ConnectorSettings(address, timeout_s=5.0, copy_threads=1)
-        super().__init__(settings, "kill", seed, blocks=64, wait_s=20.0)
+        super().__init__(settings, "kill", seed, blocks=64, wait_s=20.0, marks=16 if packs else 0)
         self._requests = 0
 
     def store(self, conversation: int, chunks: int) -> None:

@@ -148,12 +148,12 @@ def serve(link: Connection, pause: Pause, settings: dict[str, object]) -> None:
         link.send({"error": str(error)})
 
 
-def work(link: Connection, pause: Pause, address: str, seed: int) -> None:
+def work(link: Connection, pause: Pause, address: str, seed: int, packs: bool) -> None:
     """An engine: does what the link says, one thing after another."""
     hook_engine(pause)
     from kill_engine import KillEngine
 
-    engine = KillEngine(address, seed)
+    engine = KillEngine(address, seed, packs)
     link.send("attached")
     while True:
         verb, *args = link.recv()
@@ -178,7 +178,7 @@ def child(job: dict[str, Any], pause: Pause) -> NoReturn:
         if job["role"] == "server":
             serve(link, pause, job["settings"])
         else:
-            work(link, pause, job["address"], job["seed"])
+            work(link, pause, job["address"], job["seed"], job["packs"])
         status = 0
     except EOFError:
         status = 0  # the test has gone

@@ -30,7 +30,7 @@ def shared(name: str, size: int, **changes: Any) -> EngineConfig:
 
 
 def engine_of_ranks(
-    process_group: ProcessGroup, config: EngineConfig, address: str | None, *, salt: str = ""
+    process_group: ProcessGroup, config: EngineConfig, address: str | None, *, salt: str = "", pack: str = "auto"
 ) -> Engine:
     """An engine on poisoned memory in every rank, with kvdock when there is an address."""
     runner = process_group.runner(config)
@@ -40,8 +40,8 @@ def engine_of_ranks(
     if address is not None:
         identity = Identity(unique("instance"), unique("member"), label=f"{process_group.size} ranks")
         connector = connect(
-            config, runner.kv, ConnectorSettings(address, timeout_s=PATIENCE_S), identity, chunk_tokens=CHUNK,
-            cache_salt=salt, process_group=process_group,
+            config, runner.kv, ConnectorSettings(address, timeout_s=PATIENCE_S, pack=pack), identity,
+            chunk_tokens=CHUNK, cache_salt=salt, process_group=process_group,
         )
     return Engine(config, connector, runner=runner)
 

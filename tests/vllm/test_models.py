@@ -42,7 +42,7 @@ class Row:
     """`groups`: KV cache groups. `engine`: what vLLM is made with; `said`: what else Engine is told. `lengths`: two
     values of max_model_len, for which the model computes the same if `lengths_share`. `how`, `same`, `other`: what
     requests have beside tokens; `same` is that under another name, `other` is another thing under its name. `renamed`:
-    what the connector under another name is told."""
+    what the connector under another name is told. `packs`: connectors pack KV."""
 
     groups: int = 1
     engine: dict[str, Any] = field(default_factory=dict)
@@ -53,12 +53,14 @@ class Row:
     same: dict[str, Any] = field(default_factory=dict)
     other: dict[str, Any] | None = None
     renamed: dict[str, Any] = field(default_factory=lambda: {"load_async": False})
+    packs: bool = False
 
 
 def image(name: str, *colour: int) -> dict[str, Any]:
     return {"images": [[name, colour]] * len(ASKED)}
 
 
+BF16 = {"dtype": "bfloat16"}
 LORA = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 1}
 IMAGES = {"skip_tokenizer_init": False, "mm_hasher_algorithm": "sha256"}  # the usual one is in a package of its own
 ROWS = {
@@ -77,6 +79,9 @@ ROWS = {
         other={"adapter": ["sql", 1, "other"]},
     ),
     "lfm2": Row(groups=2, renamed={}),
+    "llama packed": Row(engine=BF16, packs=True),
+    "gemma packed": Row(groups=3, engine=BF16, packs=True),
+    "mla packed": Row(engine=BF16, said={"keeps_prefixes": True}, packs=True),
 }
 
 
@@ -95,7 +100,8 @@ class Kind:
         self, model: Path, address: str, length: int, extra: dict[str, Any] | None = None, **engine: Any
     ) -> Engine:
         made = {"max_model_len": length, **self.row.engine, **engine}
-        return self.running.enter_context(Engine(model, address, extra=extra or {}, engine=made, **self.row.said))
+        told = {"pack": "on" if self.row.packs else "off", **(extra or {})}
+        return self.running.enter_context(Engine(model, address, extra=told, engine=made, **self.row.said))
 
     def ask(self, engine: Engine, how: dict[str, Any], **more: Any) -> tuple[list[Any], list[int]]:
         """What Engine.generate gives for ASKED."""
@@ -116,8 +122,8 @@ class Kind:
         return cold, local
 
 
-SWEPT = {"llama", "qwen3", "gptoss"}
-"""Rows that run only with --sweeps: phi3 and gemma load and share as they do."""
+SWEPT = {"llama", "qwen3", "gptoss", "gemma packed", "mla packed"}
+"""Rows that run only with --sweeps: phi3, gemma and the packed llama load and share as they do."""
 
 
 @pytest.fixture(params=[pytest.param(row, marks=[pytest.mark.sweep] if row in SWEPT else []) for row in ROWS])
@@ -144,7 +150,8 @@ def test_what_engines_of_a_kind_load_of_each_other(kind: Kind, server: ServerPro
     assert kind.ask(first, row.how) == (local, HITS), "1: its own"
     assert kind.ask(kind.renamed, row.same or row.how) == (local, HITS), "1 and 3: another engine's, by another name"
     with Client(server.unix) as client:
-        attached, spaces = client.sessions().sessions, client.namespaces().namespaces
+        attached, spaces, pool = client.sessions().sessions, client.namespaces().namespaces, client.status().pool
+    assert (pool.kv_bytes > 1.1 * pool.ready_bytes) == row.packs
     assert len({space.manifest.model for space in spaces}) == 1, "its architecture"
     assert [session.model for session in attached].count("prod") == 1
     assert [session.label.split()[2] for session in attached].count("prod") == 1

@@ -334,6 +334,19 @@ RESERVE = BodyCall(
     ),
 )
 
+MAKE_RAW = BodyCall(
+    "make_raw", calls.MAKE_RAW, s.MakeRaw,
+    lambda service, peer, body, id_, form: service.make_raw(peer, id_, body),
+    About(
+        "writing", "Get slots for raw bytes, for parts that could not be packed",
+        "In a group that is packed, slots have the length of packed parts. A part that does not fit, which is rare, is "
+        "stored raw in a larger slot; the slot that it had is given back. When memory runs out, `limited_by` says why, "
+        "and the parts that are left out cannot be committed: abort the rank.",
+        retry="(reservation, rank, part) is the id: a part that has such a slot keeps it.",
+        errors=(*_GRANT, "not_a_holder", "not_reserved", "already_committed"),
+    ),
+)
+
 COMMIT = BodyCall(
     "commit", calls.COMMIT, s.Commit,
     lambda service, peer, body, id_, form: service.commit(peer, id_, body),
@@ -361,7 +374,7 @@ ABORT = BodyCall(
 
 ENGINE_CALLS: tuple[EngineCall, ...] = (
     ATTACH, WEIGHTS, LEAVE, HEARTBEAT, LOOKUP, RELEASE, RELEASE_MANY, CANCEL,
-    MISMATCH, HINT, HOLD, PREFETCH, RESERVE, COMMIT, ABORT,
+    MISMATCH, HINT, HOLD, PREFETCH, RESERVE, MAKE_RAW, COMMIT, ABORT,
 )
 _WITHOUT_ID = {(one.call.method, one.call.path): one for one in ENGINE_CALLS if "{" not in one.call.path}
 _WITH_ID = {

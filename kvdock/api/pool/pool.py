@@ -122,6 +122,8 @@ class Pool:
             quarantined_bytes=stats["quarantined_bytes"],
             held_bytes=stats["held_bytes"],
             retained_bytes=stats["retained_bytes"],
+            kv_bytes=stats["kv_bytes"],
+            raw_parts=stats["raw_parts"],
             segments=self.segment_count,
         )
 

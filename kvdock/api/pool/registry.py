@@ -72,7 +72,7 @@ class NamespaceRecord(Struct, frozen=True, eq=False, gc=False):
         return self.bytes_of_groups(range(len(self.manifest.groups)))
 
     def bytes_of_groups(self, groups: Iterable[int]) -> int:
-        return sum(self.manifest.groups[group].part_bytes for group in groups) * self.manifest.writers
+        return sum(self.manifest.groups[group].slot_bytes for group in groups) * self.manifest.writers
 
 
 class MemberRecord(Struct, eq=False, gc=False):

@@ -158,6 +158,7 @@ class Sessions:
             block_tokens=manifest.block_tokens,
             writers=manifest.writers,
             groups=[(group.kind, group.window_tokens, group.part_bytes) for group in manifest.groups],
+            packed_bytes=[0 if group.packed is msgspec.UNSET else group.packed.bytes for group in manifest.groups],
             tenant=tenant_id(tenant),
             base=base,
         )
@@ -233,6 +234,11 @@ def _check_manifest(manifest: Manifest, pool: Pool) -> None:
             raise ApiError(
                 "bad_argument", f"groups[{index}]: window_tokens goes with kind window, and only with it",
                 found=f"{group.kind}, {group.window_tokens}", wanted="window and > 0, or neither",
+            )
+        if group.packed is not msgspec.UNSET and group.packed.bytes >= group.part_bytes:
+            raise ApiError(
+                "bad_argument", f"groups[{index}]: packed parts are smaller than raw ones", found=group.packed.bytes,
+                wanted=f"less than {group.part_bytes}",
             )
     largest = max(group.part_bytes for group in manifest.groups)
     chunk_bytes = sum(group.part_bytes for group in manifest.groups) * manifest.writers

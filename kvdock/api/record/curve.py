@@ -172,7 +172,7 @@ class Curves:
             _, longest_ago = self._spaces.popitem(last=False)
             number = longest_ago.number
         manifest = namespace.manifest
-        slots = sum(-(-group.part_bytes // SLOT_ALIGN) for group in manifest.groups) * manifest.writers
+        slots = sum(-(-group.slot_bytes // SLOT_ALIGN) for group in manifest.groups) * manifest.writers
         self._simulated.set_space(number, manifest.chunk_tokens, slots * SLOT_ALIGN)
         space = self._spaces[namespace.base] = _Space(
             namespace.base, namespace.tenant, namespace.model, manifest.chunk_tokens, namespace.chunk_bytes, number

@@ -97,7 +97,7 @@ class Probes:
         return _health(reasons)
 
     def _least_part_bytes(self) -> int:
-        sizes = (group.part_bytes for space in self._registry.namespaces() for group in space.manifest.groups)
+        sizes = (group.slot_bytes for space in self._registry.namespaces() for group in space.manifest.groups)
         return min(sizes, default=SLOT_ALIGN)
 
     def blamed(self, health: Health, peer: Peer) -> list[str]:

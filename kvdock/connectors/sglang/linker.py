@@ -30,6 +30,7 @@ from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCache
 
 from kvdock.connectors.cost import PrefillSpeed
 from kvdock.connectors.engine_connector import ConnectorSettings, open_worker, start
+from kvdock.connectors.packing import with_packing
 from kvdock.connectors.plans import LoadPlan
 from kvdock.connectors.running_weights import RunningWeights
 from kvdock.connectors.session import Attachment, Identity, ServerEpoch, SessionObserver
@@ -125,6 +126,8 @@ class KvdockLinker(UnifiedCacheLinker):
                 args, model, dependences, weights_digest=settings.weights_digest, read_all=settings.read_all_weights
             ), kv_dtype=str(kvcache.dtype),
         )
+        layouts = [replace(group.layout, token_order=manifest.token_order) for group in groups]
+        manifest = with_packing(manifest, layouts, settings.pack, Device.named(device))
         instance, rank = self._ranks.share(f"sglang-{nonce()}"), self._ranks.rank
         name = str(args.served_model_name or args.model_path)[-100:]
         _, worker = open_worker(
@@ -134,7 +137,7 @@ class KvdockLinker(UnifiedCacheLinker):
             ),
             manifest,
             Identity(instance, f"{instance}-{rank}-{nonce()}", (rank,), rank == 0, name, served_model_name=name),
-            [replace(group.layout, token_order=manifest.token_order) for group in groups], stream=stream,
+            layouts, stream=stream,
         )
         return RankPools(worker, groups, params.page_size, _current_stream if stream is not None else None)
 

@@ -38,6 +38,7 @@ except ImportError:
 
 from kvdock.client.client import Client
 from kvdock.connectors.errors import CannotCacheError, NotSupportedError
+from kvdock.connectors.packing import with_packing
 from kvdock.connectors.running_weights import RunningWeights
 from kvdock.connectors.session import EngineSession, Identity
 from kvdock.connectors.vllm.adapters import LOADS
@@ -258,7 +259,7 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
         )
         device = self.device_of(kv_caches)
         try:
-            Device.named(device)
+            where = Device.named(device)
         except NoCuda as why:  # this worker sends no manifest, so the scheduler's side does not start
             self._groups = ()
             log.error(ASIDE, why)
@@ -267,10 +268,12 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
             streams = [torch.cuda.Stream(device) for _ in range(2)]  # type: ignore[no-untyped-call]  # so in torch
             self._streams = _Streams(*streams)
         computed, aside = self._streams
+        layouts = layouts_of(self._groups, kv_caches, blocks, manifest.token_order)
+        manifest = with_packing(manifest, layouts, self._settings.pack, where)
         self._worker = VllmWorker(
             self._settings, manifest, self._identity(f"rank{place.rank}", ranks=(place.rank,), scheduler=False),
             WorkerKV(
-                layouts_of(self._groups, kv_caches, blocks, manifest.token_order), planes_of(self._groups, kv_caches),
+                layouts, planes_of(self._groups, kv_caches),
                 device, _stream_of(device), computed.cuda_stream if computed is not None else None,
                 aside.cuda_stream if aside is not None else None,
             ),

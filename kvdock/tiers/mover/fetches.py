@@ -16,16 +16,27 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import NamedTuple
+
+from msgspec import UNSET
 
 from kvdock.client.client import Client
 from kvdock.connectors.session import Attachment
 from kvdock.protocol.errors import ApiError, ServerUnavailable
 from kvdock.protocol.mover_schemas import BATCH_BYTES, Promise, worth_chunks
-from kvdock.protocol.schemas import Abort, Commit, GrantedChunk, PartDone, Reserve, ReserveAnswer
+from kvdock.protocol.schemas import (
+    Abort,
+    Commit,
+    GrantedChunk,
+    MakeRaw,
+    PartDone,
+    RawPart,
+    Reserve,
+    ReserveAnswer,
+)
 from kvdock.protocol.wire_types import MAX_ENTRIES
 from kvdock.shm.checksum import checksum
 from kvdock.shm.errors import AttachError, ShmError
@@ -320,7 +331,7 @@ class Fetches:
         batch.names = {(fetch.wanted.space.digest, keys[chunk.index]) for chunk in granted.chunks}
         with self._lock:
             self._filling |= batch.names
-        batch.good = self._threads.readers.submit(self._fill, fetch, handle, attachment, keys, granted.chunks)
+        batch.good = self._threads.readers.submit(self._fill, fetch, handle, attachment, keys, granted)
         return batch
 
     def _finish(
@@ -368,57 +379,87 @@ class Fetches:
 
     def _fill(
         self, fetch: Fetch, handle: TierHandle, attachment: Attachment, keys: Sequence[bytes],
-        chunks: list[GrantedChunk],
+        granted: ReserveAnswer,
     ) -> dict[tuple[int, int, int], int]:
         """Loads the parts into their slots. Returns the checksums of the parts that are complete and match, by (index
         of the chunk, group, writer)."""
         space, agreed = fetch.wanted.space, fetch.agreed
         assert agreed is not None
-        wanted: list[tuple[int, int, int]] = []
+        wanted: dict[PartName, tuple[int, int, int]] = {}
         loads: list[ToLoad] = []
         try:
-            for chunk in chunks:
+            for chunk in granted.chunks:
                 for part in chunk.parts:
                     pages = space.pages(attachment, part.segment, part.offset, part.length)
                     name = agreed.note.name(space.digest, keys[chunk.index], part.group, part.writer)
-                    wanted.append((chunk.index, part.group, part.writer))
+                    wanted[name] = (chunk.index, part.group, part.writer)
                     loads.append(ToLoad(name, part.length, pages))
         except (ServerUnavailable, ApiError, AttachError, ShmError) as error:
             log.warning("slots of the pool cannot be mapped: %s", error)
             return {}
-        sums, bad = self._read(fetch, handle, loads)
+        sums, bad, missing = self._read(fetch, handle, loads)
         if bad:  # another server may have replaced a part during the load: then it is whole now, and must stay
-            sums_again, still_bad = self._read(fetch, handle, bad)
+            sums_again, bad, missing_again = self._read(fetch, handle, bad)
             sums |= sums_again
-            for load in still_bad:
-                handle.counters["damaged"] += 1
-                log.error("%s: %s is damaged: it is a miss, and is deleted", handle.name, load.name.text())
-                handle.delete_damaged([load.name])
-                self._observer.lacked(handle, [load.name.key])
+            missing += missing_again
+        undone = [wanted[load.name] for load in (*bad, *missing)]
+        if raw := self._raw_loads(space, attachment, granted, undone, wanted):
+            sums_raw, bad_raw, missing_raw = self._read(fetch, handle, raw)
+            sums |= sums_raw
+            tried = {load.name for load in raw}
+            bad = [load for load in bad if load.name not in tried] + bad_raw
+            missing = [load for load in missing if load.name not in tried] + missing_raw
+        for load in bad:
+            handle.counters["damaged"] += 1
+            log.error("%s: %s is damaged: it is a miss, and is deleted", handle.name, load.name.text())
+            handle.delete_damaged([load.name])
+        for load in (*bad, *missing):
+            self._observer.lacked(handle, [load.name.key])
         deadline = Deadline(min(NOTE_S, fetch.deadline.left_s))
         if not self._agreement.still_holds(handle, space.digest, agreed, deadline):
             log.info("%s: chunks that were loaded were cleared meanwhile, and are dropped", handle.name)
             return {}
-        return {at: sums[load.name] for at, load in zip(wanted, loads, strict=True) if load.name in sums}
+        return {at: sums[name] for name, at in wanted.items() if name in sums}
+
+    def _raw_loads(
+        self, space: NamespaceSession, attachment: Attachment, granted: ReserveAnswer,
+        undone: Sequence[tuple[int, int, int]], wanted: Mapping[PartName, tuple[int, int, int]],
+    ) -> list[ToLoad]:
+        """Loads of the `undone` parts into slots for raw bytes: a tier may have parts that could not be packed. Each of
+        `undone` and `wanted` is (index of the chunk, group, writer)."""
+        packed = {at for at, group in enumerate(space.manifest.groups) if group.packed is not UNSET}
+        names, loads = {at: name for name, at in wanted.items()}, []
+        try:
+            for rank in space.ranks:
+                parts = [RawPart(index, group) for index, group, writer in undone if writer == rank and group in packed]
+                if not parts or granted.reservation is None:
+                    continue
+                body = MakeRaw(session=attachment.session, rank=rank, parts=parts)
+                for slot in self._client.make_raw(granted.reservation, body).parts:
+                    pages = space.pages(attachment, slot.segment, slot.offset, slot.length)
+                    loads.append(ToLoad(names[slot.index, slot.group, rank], slot.length, pages))
+        except (ServerUnavailable, ApiError, AttachError, ShmError) as error:
+            log.warning("parts that may not be packed are not loaded: %s", error)
+        return loads
 
     def _read(
         self, fetch: Fetch, handle: TierHandle, loads: Sequence[ToLoad]
-    ) -> tuple[dict[PartName, int], list[ToLoad]]:
-        """Loads parts. Returns (checksums of the complete parts, the damaged parts)."""
+    ) -> tuple[dict[PartName, int], list[ToLoad], list[ToLoad]]:
+        """Loads parts. Returns (checksums of the complete parts, the damaged parts, the missing ones)."""
         try:
             found = handle.load(loads, fetch.deadline).result()
         except TierError:
-            return {}, []
+            return {}, [], []
         sums: dict[PartName, int] = {}
-        bad = []
+        bad, missing = [], []
         for load, loaded in zip(loads, found, strict=True):
             if loaded.outcome is Outcome.DONE and checksum(load.pages[: load.length]) == loaded.checksum:
                 sums[load.name] = loaded.checksum
             elif loaded.outcome in (Outcome.DONE, Outcome.DAMAGED):
                 bad.append(load)
             elif loaded.outcome is Outcome.MISSING:
-                self._observer.lacked(handle, [load.name.key])
-        return sums, bad
+                missing.append(load)
+        return sums, bad, missing
 
     def _commit(
         self, space: NamespaceSession, attachment: Attachment, reservation: str, chunks: list[GrantedChunk],

@@ -46,7 +46,7 @@ class NamespaceSession:
 
     @property
     def chunk_bytes(self) -> int:
-        return sum(group.part_bytes for group in self.manifest.groups) * self.manifest.writers
+        return sum(group.slot_bytes for group in self.manifest.groups) * self.manifest.writers
 
     def names(self, note: Note, key: bytes, groups: Sequence[int] | None = None) -> list[PartName]:
         """The names of a chunk's parts in a tier that has this note: of all groups, or of some."""

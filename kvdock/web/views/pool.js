@@ -63,7 +63,10 @@ function describe(pool) {
   const share = shareOf(pool.held_bytes, pool.limit_bytes);
   const held = `${bytes(pool.held_bytes)} (${share}) held by leases and reservations`;
   const allocated = `${bytes(pool.allocated_bytes)} allocated in ${plural(pool.segments, "segment")}`;
-  return `Limit ${bytes(pool.limit_bytes)}; ${allocated}, ${bytes(pool.prefaulted_bytes)} prefaulted; ${held}.`;
+  const raw = pool.raw_parts ? `, ${plural(pool.raw_parts, "part")} raw` : "";
+  const packed = pool.kv_bytes > pool.ready_bytes ? ` Ready: ${bytes(pool.kv_bytes)} of KV, packed${raw}.` : "";
+  const ready = `${allocated}, ${bytes(pool.prefaulted_bytes)} prefaulted`;
+  return `Limit ${bytes(pool.limit_bytes)}; ${ready}; ${held}.${packed}`;
 }
 
 function makeRow({ id, name, about }) {

@@ -1,0 +1,210 @@
+"""Engines that pack their KV: the bits are those of a local hit, wherever the parts were meanwhile, and whatever part
+of them could not be packed."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TypeAlias
+
+import pytest
+from adoption_helpers import next_at
+from api_helpers import MIB, ServerProcess, eventually, unique
+from connector_helpers import CHUNK, Spectator, engine_over, kvdock_of
+from engine_helpers import make_engine, prompt, run_one, sampling
+from same_tokens_helpers import LENGTH, MODELS, STORED, TOKENS, Served, assert_same, served
+from tier_stores import clear_pool
+from tp_helpers import engine_of_ranks
+
+from kvdock.client.client import Client
+from kvdock.connectors import packing
+from kvdock.connectors.errors import NotSupportedError
+from kvdock.connectors.packing import with_packing
+from kvdock.datapath.devices import CPU, Device
+from kvdock.datapath.layout import PagedLayout, paged_layout
+from kvdock.engine.config import EngineConfig, preset
+from kvdock.engine.engine import Engine
+from kvdock.engine.kv_cache import KVCache
+from kvdock.engine.kvdock import manifest_of
+from kvdock.engine.ranks import ProcessGroup
+from kvdock.protocol.schemas import Manifest
+
+pytestmark = [pytest.mark.same_tokens, pytest.mark.timeout(120)]
+
+Room: TypeAlias = tuple[int | None, int | None]
+USUAL, FEW, NONE = (None, None), (48, 4), (16, 0)
+"""Reserves of marks, and units of spill: with few some parts of the model with latent attention fit and some do not,
+with none no part of any model does."""
+
+
+def config_of(model: str) -> EngineConfig:
+    """bf16, and heads so large that a plane of a chunk has several tiles."""
+    made = preset(MODELS[model])
+    latent = 64 if made.model.latent_size else 0
+    of_model = dataclasses.replace(
+        made.model, dtype="bfloat16", head_size=128 if latent else 64, latent_size=latent
+    )
+    return dataclasses.replace(made, model=of_model, num_blocks=200)
+
+
+def give(room: Room, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packing, "MARKS", room[0])
+    monkeypatch.setattr(packing, "UNITS", room[1])
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    folder: Path = tmp_path_factory.mktemp("disk")
+    with ServerProcess(
+        pool_bytes=64 * MIB, segment_bytes=64 * MIB, disk_path=str(folder), disk_bytes=256 * MIB, tier_asks=1,
+        heartbeat_s=0.1,
+    ) as process:
+        yield process
+
+
+def engine(server: ServerProcess, config: EngineConfig, salt: str, pack: str = "on") -> Engine:
+    return engine_over(server.unix, config, salt=salt, pack=pack)
+
+
+def ended(engine: Engine, tokens: list[int], new: int = TOKENS) -> Served:
+    found = served(run_one(engine, tokens, sampling(new)))
+    assert engine.drain(20.0)
+    engine.close()
+    return found
+
+
+def alone(config: EngineConfig, tokens: list[int], at_hand: int) -> Served:
+    """An engine whose own prefix cache has so many tokens."""
+    one = make_engine(dataclasses.replace(config, max_local_hit_tokens=at_hand))
+    run_one(one, tokens, sampling(1))
+    return served(run_one(one, tokens, sampling(TOKENS)))
+
+
+def clear_once_written(server: ServerProcess) -> None:
+    """Leaves what was stored in the tier alone."""
+    with Client(server.unix) as client:
+
+        def all_written() -> bool:
+            (tier,) = client.status().tiers
+            return tier.queued_bytes == 0 and tier.counters.get("stored_bytes", 0) > 0
+
+        eventually(all_written)
+    clear_pool(server.unix)
+
+
+@pytest.mark.parametrize("room", [USUAL, FEW, NONE], ids=["usual", "few", "none"])
+@pytest.mark.parametrize("model", MODELS)
+def test_tokens_and_logits_are_those_of_a_local_hit_from_the_pool_and_from_a_tier(
+    server: ServerProcess, model: str, room: Room, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    give(room, monkeypatch)
+    config, salt, tokens = config_of(model), unique("packed"), prompt(9, LENGTH)
+    clear_pool(server.unix)
+    ended(engine(server, config, salt), tokens, 1)
+    with Client(server.unix) as client:
+        pool = client.status().pool
+    if room == USUAL:
+        assert pool.raw_parts == 0 and pool.ready_bytes < 0.9 * pool.kv_bytes
+    elif room == NONE:
+        assert pool.raw_parts > 0 and pool.ready_bytes == pool.kv_bytes
+    elif model == "mla":
+        assert 0 < pool.raw_parts < STORED // CHUNK
+    of_pool = ended(engine(server, config, salt), tokens)
+    assert of_pool.at_hand == STORED
+    assert_same(of_pool, alone(config, tokens, STORED))
+    clear_once_written(server)
+    of_tier = ended(engine(server, config, salt), tokens)
+    assert of_tier.at_hand == STORED
+    assert_same(of_tier, of_pool)
+
+
+@pytest.mark.parametrize("model", ["mha", "mla"])
+def test_two_ranks_pack_their_parts(server: ServerProcess, model: str) -> None:
+    config, salt, tokens = dataclasses.replace(config_of(model), tensor_parallel=2), unique("ranks"), prompt(10, LENGTH)
+    process_group = ProcessGroup(2)
+    try:
+
+        def made() -> Engine:
+            return engine_of_ranks(process_group, config, server.unix, salt=salt, pack="on")
+
+        clear_pool(server.unix)
+        first = made()
+        assert all(group.packed for group in kvdock_of(first).session.manifest.groups)
+        ended(first, tokens, 1)
+        found = ended(made(), tokens)
+        assert found.at_hand == STORED
+        of_own_cache = engine_of_ranks(process_group, dataclasses.replace(config, max_local_hit_tokens=STORED), None)
+        run_one(of_own_cache, tokens, sampling(1))
+        assert_same(found, served(run_one(of_own_cache, tokens, sampling(TOKENS))))
+    finally:
+        process_group.close()
+
+
+def test_engines_that_pack_and_engines_that_do_not_share_nothing(server: ServerProcess) -> None:
+    config, salt, tokens = config_of("gqa"), unique("apart"), prompt(10, LENGTH)
+    for pack in ("on", "off"):
+        first = engine(server, config, salt, pack)
+        manifest = kvdock_of(first).session.manifest
+        assert ended(first, tokens, 1).at_hand == 0
+        assert all(bool(group.packed) == (pack == "on") for group in manifest.groups)
+        assert ended(engine(server, config, salt, pack), tokens, 1).at_hand == STORED
+
+
+def test_a_server_that_adopts_the_pool_finds_packed_parts_and_raw_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, tokens = config_of("gqa"), prompt(11, LENGTH)
+    with ServerProcess(pool_bytes=16 * MIB, segment_bytes=16 * MIB) as first:
+        for room in (USUAL, NONE):
+            give(room, monkeypatch)
+            ended(engine(first, config, "s"), tokens, 1)
+        with Client(first.unix) as client:
+            before = client.status().pool
+        assert before.raw_parts == STORED // CHUNK
+        first.process.kill()
+        first.process.wait()
+        with next_at(first) as second:
+            with Client(second.unix) as client:
+                now = client.status().pool
+            assert (now.raw_parts, now.kv_bytes, now.ready_bytes) == (
+                before.raw_parts, before.kv_bytes, before.ready_bytes
+            )
+            found = ended(engine(second, config, "s"), tokens)
+            assert found.at_hand == STORED
+            assert_same(found, alone(config, tokens, STORED))
+
+
+def test_damaged_packed_bytes_are_a_miss_and_are_not_unpacked(server: ServerProcess) -> None:
+    config, salt, tokens = config_of("gqa"), unique("damaged"), prompt(12, LENGTH)
+    first = engine(server, config, salt)
+    manifest = kvdock_of(first).session.manifest
+    ended(first, tokens, 1)
+    with Client(server.unix) as client, Spectator(client, manifest) as spectator:
+        part = spectator.slots(tokens)[1]
+        assert part.length < manifest.groups[0].part_bytes
+        spectator.flip(part, part.length // 2)
+        before = client.status().counters["mismatches"]
+        found = ended(engine(server, config, salt), tokens)
+        assert client.status().counters["mismatches"] == before + 1
+    assert found.at_hand == CHUNK
+    assert_same(found, alone(config, tokens, CHUNK))
+
+
+def described(config: EngineConfig) -> tuple[Manifest, list[PagedLayout]]:
+    kv = KVCache(config)
+    layout = paged_layout(kv.format, kv.tensors, block_tokens=kv.block_tokens)
+    manifest = manifest_of(config, layout, CHUNK)
+    return manifest, [layout] * len(manifest.groups)
+
+
+def test_what_does_not_become_smaller_stays_raw() -> None:
+    tiny, wide = preset("tiny"), config_of("gqa")
+    less_than_a_tile = dataclasses.replace(tiny, model=dataclasses.replace(tiny.model, dtype="bfloat16", head_size=8))
+    for config, pack in ((tiny, "on"), (less_than_a_tile, "on"), (wide, "auto"), (wide, "off")):
+        manifest, layouts = described(config)
+        assert with_packing(manifest, layouts, pack, CPU) == manifest
+    manifest, layouts = described(wide)
+    assert with_packing(manifest, layouts, "on", CPU) != manifest
+    with pytest.raises(NotSupportedError, match="pack is 'yes', and one of auto, on, off is wanted"):
+        with_packing(manifest, layouts, "yes", CPU)
+    with pytest.raises(NotSupportedError, match="cannot pack KV on a GPU yet"):
+        with_packing(manifest, layouts, "on", Device(0))

@@ -19,7 +19,11 @@ from typing import Any
 STREAMS = ("stdin", "stdout", "stderr")
 
 _forkserver = get_context("forkserver")
-_preloaded = ["kvdock.api.server"]
+_preloaded = [
+    "kvdock.api.server",
+    # What a server's event loop imports when it runs.
+    "uvicorn.lifespan.on", "uvicorn.loops.uvloop", "anyio._backends._asyncio", "fastapi.telemetry._runtime",
+]
 _forkserver.set_forkserver_preload(_preloaded)
 
 

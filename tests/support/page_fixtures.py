@@ -15,7 +15,6 @@ from playwright.sync_api import Browser, Page, expect, sync_playwright
 ARGS = [
     "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking",
     "--disable-component-update", "--disable-sync", "--host-resolver-rules=MAP evil.test 127.0.0.1",
-    *__import__("os").environ.get("CHROME_EXTRA","").split(),
 ]
 
 expect.set_options(timeout=say.PATIENCE_MS)

@@ -195,7 +195,7 @@ def _routed_app(lifespan: Lifespan | None = None) -> FastAPI:
             Exception: wire.on_failure,
         },
     )
-    # Not include_router(), which makes them all anew: half as long as the rest of a server's start takes.
+    # As they are: an app that includes a router makes its routes anew, for a third of the time that a start takes.
     app.router.routes += [*routes_people.router.routes, *routes_admin.router.routes]
     routes_people.add_static(app)
     for one in app.routes:

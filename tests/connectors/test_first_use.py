@@ -20,7 +20,7 @@ from kvdock.datapath.errors import NoCuda
 
 NOBODY = 65534
 NEW_MOUNTS = 0x20000
-"""CLONE_NEWNS, for unshare()."""
+"""CLONE_NEWNS of Linux."""
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="another user, or another /dev/shm, is for root to make")
 forks.preload("kvdock.engine.ranks")
 

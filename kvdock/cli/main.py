@@ -11,6 +11,8 @@ import io
 import os
 import signal
 import sys
+from collections.abc import Callable
+from functools import cache
 from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Annotated, Any, Literal
@@ -609,16 +611,23 @@ def root(
         typer.echo(context.get_help())
 
 
-def main() -> None:
-    if _names_a_shell(sys.argv[1:]):
+@cache
+def program(*, shell_is_named: bool) -> Callable[..., Any]:
+    """What typer makes of `app`."""
+    if shell_is_named:
         # By default typer detects the calling shell; with this variable it takes the shell as an argument.
         os.environ["_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION"] = "1"
+    return typer.main.get_command(app)
+
+
+def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a character that the terminal cannot show must not end a command
             stream.reconfigure(errors="replace")
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
-        result = app(prog_name="kvdock", standalone_mode=False)
+        run = program(shell_is_named=_names_a_shell(sys.argv[1:]))
+        result = run(prog_name="kvdock", standalone_mode=False)
         if result == INTERRUPTED:  # typer has caught the KeyboardInterrupt
             raise KeyboardInterrupt
         sys.exit(result if isinstance(result, int) else DONE)

@@ -114,10 +114,10 @@ def foreign_objects(shm_dir: Path = SHM_DIR) -> list[str]:
 
 def _named(shm_dir: Path) -> Iterator[tuple[Path, bool]]:
     """Objects that have a name of ours, each with whether it is our own."""
-    for path in sorted(Path(shm_dir).iterdir()):
-        if _NAME.fullmatch(path.name):
-            with suppress(FileNotFoundError):  # removed meanwhile
-                yield path, is_own(path.lstat())
+    ours = [path for path in Path(shm_dir).iterdir() if _NAME.fullmatch(path.name)]
+    for path in sorted(ours):
+        with suppress(FileNotFoundError):  # removed meanwhile
+            yield path, is_own(path.lstat())
 
 
 def open_lock(path: Path, trusted_uid: int = NOBODY) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shlex
 import signal
@@ -10,21 +11,23 @@ import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from io import StringIO
 from pathlib import Path
 from typing import get_args
 
+import psutil  # type: ignore[import-untyped]  # it has no stubs here
 import pytest
-from api_helpers import ServerProcess, eventually
+from api_helpers import ServerProcess, access_file, eventually
 from cli_helpers import KVDOCK, TIMEOUT_S, clean_environ, complaints, kvdock, refusal
 from rich.console import Console
 
 from kvdock.cli import demo as demo_module
-from kvdock.cli.demo import STEADY_S
+from kvdock.cli.demo import DemoServer, linger
 from kvdock.cli.demo_screen import Screen
+from kvdock.cli.errors import FAILED, CommandError
 from kvdock.cli.main import Preset
 from kvdock.client.client import Client
 from kvdock.engine.config import PRESETS
-from kvdock.protocol.errors import ServerUnavailable
 from kvdock.shm.objects import pool_objects
 
 pytest.importorskip("torch", reason="the demo's engines need torch: pip install 'kvdock[engine]'")
@@ -121,30 +124,42 @@ def test_its_last_hint_runs_as_printed_and_its_server_ends_with_a_demo_that_was_
         eventually(lambda: pool not in pool_objects() and not list(tmp_path.glob("kvdock-demo-*/kvdock.sock")))
 
 
-def kill_server_of(demo: subprocess.Popen[str]) -> None:
-    children = Path(f"/proc/{demo.pid}/task/{demo.pid}/children").read_text().split()
-    (server,) = (pid for pid in children if b"demo_server" in Path(f"/proc/{pid}/cmdline").read_bytes())
-    os.kill(int(server), signal.SIGKILL)
+def lose(folder: Path) -> int:
+    """Kills the server that this process has started for its demo in the folder; the pool that it served."""
+    with Client(f"unix:{folder}/kvdock.sock") as client:
+        pool = int(client.segments().pool_id, 16)
+    (server,) = (child for child in psutil.Process().children() if str(folder) in "".join(child.cmdline()))
+    server.kill()
+    return pool
 
 
-def test_a_demo_starts_a_lost_server_again_and_ends_if_it_is_lost_again_at_once(tmp_path: Path) -> None:
-    with lingering(tmp_path) as (demo, pool, _):
-        assert demo.stdout is not None and demo.stderr is not None
-        (socket_path,) = tmp_path.glob("kvdock-demo-*/kvdock.sock")
-        time.sleep(STEADY_S)  # only a server that was up for so long is started again
-        kill_server_of(demo)
-        assert "the server ended with status -9; a new one takes over its pool" in demo.stdout.readline()
+def test_a_server_that_was_lost_is_started_again_and_takes_over_its_pool(tmp_path: Path) -> None:
+    notes = StringIO()
+    screen = Screen(Console(file=notes))
 
-        def next_pool() -> int:
-            with suppress(ServerUnavailable), Client(f"unix:{socket_path}") as client:
-                return int(client.segments().pool_id, 16)
-            return 0
+    def is_noted() -> bool:
+        server.keep_up(screen)
+        return bool(notes.getvalue())
 
-        eventually(lambda: next_pool() == pool)
-        kill_server_of(demo)
-        assert demo.wait(TIMEOUT_S) == 1
-        said = demo.stderr.read().splitlines()
-        assert "kvdock: the server ended with status -9 soon after it was started" in said
+    access_file(tmp_path)
+    server = DemoServer(0, "64MiB", tmp_path, steady_s=0.0)
+    try:
+        pool = lose(tmp_path)
+        eventually(is_noted)
+        assert "the server ended with status -9; a new one takes over its pool" in notes.getvalue()
+        with Client(server.address) as client:
+            assert int(client.segments().pool_id, 16) == pool
+    finally:
+        server.close()
+
+
+def test_a_demo_ends_if_its_server_is_lost_soon_after_it_was_started(tmp_path: Path) -> None:
+    access_file(tmp_path)
+    server = DemoServer(0, "64MiB", tmp_path, steady_s=math.inf)
+    lose(tmp_path)
+    with pytest.raises(CommandError, match="the server ended with status -9 soon after it was started") as ended:
+        linger(server, Screen(Console(quiet=True)))
+    assert ended.value.exit_code == FAILED
 
 
 def test_without_a_limit_it_goes_on_until_ctrl_c(tmp_path: Path) -> None:

@@ -3,11 +3,14 @@ none, another /dev/shm, no kernels."""
 
 from __future__ import annotations
 
+import ctypes
+import logging
 import os
 import subprocess
-import sys
+from functools import partial
 from pathlib import Path
 
+import forks
 import pytest
 from api_helpers import ServerProcess
 
@@ -15,33 +18,43 @@ from kvdock import _core
 from kvdock.datapath.cuda import require_cuda
 from kvdock.datapath.errors import NoCuda
 
-ENGINE = """
-import encodings.idna, logging, os, sys  # the first: another user may be unable to read it later
-logging.basicConfig(level=logging.WARNING, format="%(message)s")
-from kvdock.connectors.engine_connector import ConnectorSettings
-from kvdock.connectors.session import Identity
-from kvdock.engine.config import preset
-from kvdock.engine.engine import Engine
-from kvdock.engine.kv_cache import KVCache
-from kvdock.engine.kvdock import connect
-if len(sys.argv) > 2:
-    os.setuid(int(sys.argv[2]))
-config = preset("tiny")
-kv = KVCache(config)
-connector = connect(config, kv, ConnectorSettings(sys.argv[1]), Identity("i", "m"), chunk_tokens=64)
-engine = Engine(config, connector, kv=kv)
-done, = engine.generate([list(range(200))])
-engine.close()
-print(len(done.output_tokens))
-"""
 NOBODY = 65534
+NEW_MOUNTS = 0x20000
+"""CLONE_NEWNS of Linux."""
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="another user, or another /dev/shm, is for root to make")
+forks.preload("kvdock.engine.ranks")
 
 
-def sentence(*before: str, address: str, uid: int | None = None) -> str:
+def generate(address: str, uid: int | None, has_own_shm: bool) -> None:
+    """An engine's program."""
+    import encodings.idna  # noqa: F401  # another user may be unable to read it later
+
+    from kvdock.connectors.engine_connector import ConnectorSettings
+    from kvdock.connectors.session import Identity
+    from kvdock.engine.config import preset
+    from kvdock.engine.engine import Engine
+    from kvdock.engine.kv_cache import KVCache
+    from kvdock.engine.kvdock import connect
+
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    if has_own_shm:
+        assert ctypes.CDLL(None).unshare(NEW_MOUNTS) == 0
+        subprocess.run(["mount", "--make-rprivate", "/"], check=True)
+        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "none", "/dev/shm"], check=True)
+    if uid is not None:
+        os.setuid(uid)
+    config = preset("tiny")
+    kv = KVCache(config)
+    connector = connect(config, kv, ConnectorSettings(address), Identity("i", "m"), chunk_tokens=64)
+    engine = Engine(config, connector, kv=kv)
+    done, = engine.generate([list(range(200))])
+    engine.close()
+    print(len(done.output_tokens), flush=True)
+
+
+def sentence(address: str, *, uid: int | None = None, has_own_shm: bool = False) -> str:
     """The one line that an engine logs while it computes all of its prompt."""
-    command = [*before, sys.executable, "-c", ENGINE, address, *([] if uid is None else [str(uid)])]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = forks.run(partial(generate, address, uid, has_own_shm), timeout_s=120)
     assert done.returncode == 0 and done.stdout == "16\n", done
     (line,) = done.stderr.splitlines()
     assert "no kvdock server can be used yet, so every lookup is a miss" in line
@@ -49,27 +62,26 @@ def sentence(*before: str, address: str, uid: int | None = None) -> str:
 
 
 def test_without_a_server(tmp_path: Path) -> None:
-    assert "start one with `kvdock serve`" in sentence(address=f"unix:{tmp_path}/kvdock.sock")
+    assert "start one with `kvdock serve`" in sentence(f"unix:{tmp_path}/kvdock.sock")
 
 
 @needs_root
 def test_beside_a_server_of_another_user(server: ServerProcess) -> None:
     """Its socket lies in a folder of its user alone."""
-    found = sentence(address=server.unix, uid=NOBODY)
+    found = sentence(server.unix, uid=NOBODY)
     assert "Permission denied" in found and "run engine and server as one user" in found
 
 
 @needs_root
 def test_beside_a_server_of_another_user_that_hears_it(server: ServerProcess) -> None:
-    found = sentence(address=server.http, uid=NOBODY)
+    found = sentence(server.http, uid=NOBODY)
     assert "unauthenticated" in found and "name an access token" in found
 
 
 @needs_root
 def test_with_another_dev_shm(server: ServerProcess) -> None:
     """As in a container: a small one of its own."""
-    mount = "mount -t tmpfs -o size=64m none /dev/shm && exec \"$@\""
-    found = sentence("unshare", "--mount", "sh", "-c", mount, "sh", address=server.unix)
+    found = sentence(server.unix, has_own_shm=True)
     assert "is not the one of this process" in found and "--ipc=host" in found
 
 

@@ -6,17 +6,15 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections.abc import Iterable
 from pathlib import PurePosixPath
 
 import pytest
-from paths import ROOT
 from shapes import Shape, shapes
 from sources import sources
 
-from tests.house.shape import NO_PRODUCT, product
+from tests.house.shape import NO_PRODUCT, main, product
 
 MOST_ARGUMENTS, MOST_ATTRIBUTES = 7, 15
 
@@ -101,12 +99,12 @@ def test_a_breach_is_found() -> None:
     assert breaches([(wide, wide.arguments)], 9) == []
 
 
-def test_the_shape_is_printed_as_json(ours: list[Shape]) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.house.shape", "--json"], cwd=ROOT, capture_output=True, text=True, check=True,
-        timeout=120,
-    )
-    found = json.loads(done.stdout)
+def test_the_shape_is_printed_as_json(
+    ours: list[Shape], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["shape", "--json"])
+    main()
+    found = json.loads(capsys.readouterr().out)
     files = product(sources())
     assert found["max_attributes"]["count"] == max(one.attributes for one in ours)
     path, _, line = found["max_attributes"]["where"].partition(":")

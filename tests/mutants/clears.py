@@ -34,13 +34,13 @@ MUTANTS = (
         "T9d", "names of parts do not hold the generation", "kvdock/tiers/notes.py",
         "return PartName(namespace, key, group, writer, self.birth, self.generation, self.deleted.get(key, 0))",
         "return PartName(namespace, key, group, writer, self.birth, 0, self.deleted.get(key, 0))",
-        on_disk("no_tier and clear"), "test_what_was_cleared_comes_back_from_no_tier",
+        ("tests/tiers/test_notes.py",), "test_a_clear_gives_all_parts_new_names",
     ),
     Mutant(
         "T9e", "names of parts do not hold the deletion", "kvdock/tiers/notes.py",
         "return PartName(namespace, key, group, writer, self.birth, self.generation, self.deleted.get(key, 0))",
         "return PartName(namespace, key, group, writer, self.birth, self.generation, 0)",
-        on_disk("on_its_way_down and delete"), "test_what_was_on_its_way_down_is_not_found",
+        ("tests/tiers/test_notes.py",), "test_a_deletion_gives_the_parts_of_its_key_new_names",
     ),
     Mutant(
         "T9f", "what was leased before a clear is stored under the names of after", WRITES,

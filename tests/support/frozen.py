@@ -6,23 +6,25 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Protocol
 
 
 class Process(Protocol):
-    def send_signal(self, number: signal.Signals, /) -> None: ...
+    @property
+    def pid(self) -> int: ...
 
 
 @contextmanager
 def frozen(process: Process) -> Iterator[None]:
     """Stopped within the block."""
-    process.send_signal(signal.SIGSTOP)
+    send(process.pid, signal.SIGSTOP)
     try:
         yield
     finally:
-        process.send_signal(signal.SIGCONT)
+        with suppress(ProcessLookupError):  # it was killed meanwhile
+            send(process.pid, signal.SIGCONT)
 
 
 def send(pid: int, what: signal.Signals) -> None:

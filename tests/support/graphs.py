@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator, Mapping, Set
+from functools import cache
 from pathlib import PurePosixPath
 
 from sources import nodes
@@ -14,17 +15,26 @@ Graph = Mapping[str, Set[str]]
 
 def imports(source: str, package: str) -> Iterator[tuple[int, str]]:
     """(line, dotted name) of everything a module imports; `from a import b` names both a and a.b."""
+    around = package.split(".")
+    for line, level, name in _imported(source):
+        yield line, ".".join([*around[: len(around) - level + 1], name]) if level else name
+
+
+@cache
+def _imported(source: str) -> tuple[tuple[int, int, str], ...]:
+    """(line, leading dots, name) of what a module imports."""
+    found = list[tuple[int, int, str]]()
     for node in nodes(source):
         if isinstance(node, ast.Import):
-            yield from ((node.lineno, alias.name) for alias in node.names)
+            found += [(node.lineno, 0, alias.name) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            base = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
-            module = ".".join([*base, *([node.module] if node.module else [])])
-            yield from ((node.lineno, f"{module}.{alias.name}") for alias in node.names)
+            names = (f"{node.module}.{alias.name}" if node.module else alias.name for alias in node.names)
+            found += [(node.lineno, node.level, name) for name in names]
         elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
             called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
             if called in ("import_module", "__import__"):
-                yield node.lineno, str(node.args[0].value)
+                found.append((node.lineno, 0, str(node.args[0].value)))
+    return tuple(found)
 
 
 def import_graph(files: Mapping[PurePosixPath, str]) -> Graph:

@@ -17,6 +17,7 @@ from functools import cached_property
 from pathlib import PurePosixPath
 
 from graphs import EXTENSION, bound
+from sources import nodes
 from tidy_rules import CODE, NATIVE, PYTHON
 
 Line = tuple[int, str]
@@ -56,7 +57,7 @@ def _python_prose(text: str) -> Iterator[Line]:
     for number, line in enumerate(text.splitlines(), 1):
         if "#" in line and (match := _PYTHON_COMMENT.match(line)):
             yield number, match[1]
-    for node in ast.walk(ast.parse(text)):
+    for node in nodes(text):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             yield from enumerate(node.value.value.splitlines(), node.lineno)
 
@@ -93,8 +94,16 @@ class Tree:
         self.under_top = re.compile(rf"(?<![\w/.*<@-])((?:{tops or '$.'})/[\w./*-]*)")
 
     @cached_property
+    def _read(self) -> Mapping[PurePosixPath, tuple[tuple[Line, ...], frozenset[str]]]:
+        """Both at once, so that each file is parsed once."""
+        return {
+            path: (tuple(prose(path, text)), frozenset(definitions(path, text) if path.suffix in CODE else ()))
+            for path, text in self.files.items()
+        }
+
+    @cached_property
     def prose(self) -> Mapping[PurePosixPath, tuple[Line, ...]]:
-        return {path: tuple(prose(path, text)) for path, text in self.files.items()}
+        return {path: lines for path, (lines, _) in self._read.items()}
 
     @cached_property
     def labels(self) -> frozenset[str]:
@@ -107,7 +116,7 @@ class Tree:
     @cached_property
     def defined(self) -> Mapping[PurePosixPath, frozenset[str]]:
         """The names that each source file defines."""
-        return {path: frozenset(definitions(path, text)) for path, text in self.files.items() if path.suffix in CODE}
+        return {path: names for path, (_, names) in self._read.items() if path.suffix in CODE}
 
     @cached_property
     def in_extension(self) -> frozenset[str]:
@@ -156,7 +165,7 @@ def definitions(path: PurePosixPath, text: str) -> Iterator[str]:
         for names in (_DEFINED_NATIVE if path.suffix in NATIVE else _DEFINED_JS).findall(text):
             yield from filter(None, names)
         return
-    for node in ast.walk(ast.parse(text)):
+    for node in nodes(text):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield node.name
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):

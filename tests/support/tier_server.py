@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]  # it has no stubs here
@@ -88,6 +89,16 @@ def flood(engine: TierEngine) -> None:
     """Evicts all chunks that no engine holds."""
     for _ in range(3):
         engine.store(engine.chain(POOL_CHUNKS // 2))
+
+
+def damage_on_disk(folder: Path, part: bytes) -> None:
+    """Overwrites the beginning of the part in the log of the disk below `folder`."""
+    for log in (folder / "disk").iterdir():
+        if log.is_file() and part[:64] in (data := log.read_bytes()):
+            with log.open("r+b") as file:
+                file.seek(data.index(part[:64]))
+                file.write(bytes(64))
+                os.fsync(file.fileno())
 
 
 def stored_and_gone(engine: TierEngine, count: int) -> list[bytes]:

@@ -10,6 +10,7 @@ import os
 import random
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import pytest
 from damage_helpers import empty_region, region_of, used_words
@@ -84,8 +85,9 @@ def test_a_grant_that_counts_more_entries_than_there_can_be_is_refused() -> None
     use.calls(200)
     with memoryview(region) as view:
         content, looked_at = bytes(view), [at for page in used_words(view, pages()) for at in page]
-    refusals = []
-    with memoryview(content).cast("I") as words:
+
+    def refusals() -> Iterator[str]:
+        words = memoryview(content).cast("I")
         for at in (at // 4 + half for at in looked_at for half in (0, 1)):
             if 0 < words[at] < 16 and words[at + 1] == words[at + 2] < 64:  # maybe a grant's entries, in one block
                 damaged = region_of(content)
@@ -94,5 +96,6 @@ def test_a_grant_that_counts_more_entries_than_there_can_be_is_refused() -> None
                 try:
                     adopted(damaged)
                 except TableError as error:
-                    refusals.append(str(error))
-    assert any("a grant's entries are damaged" in refusal for refusal in refusals)
+                    yield str(error)
+
+    assert any("a grant's entries are damaged" in refusal for refusal in refusals())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import signal
 import time
 from pathlib import Path
@@ -17,6 +16,7 @@ from tier_server import (
     PART,
     POOL_CHUNKS,
     SETTINGS,
+    damage_on_disk,
     flood,
     is_served,
     is_written,
@@ -162,13 +162,7 @@ def test_only_what_was_asked_for_again_is_written(tmp_path: Path) -> None:
 
 def test_damaged_parts_are_a_miss_and_deleted(server: ServerProcess, engine: TierEngine, tmp_path: Path) -> None:
     keys = stored_and_gone(engine, 4)
-    damaged = engine.bytes_of(keys[2])[:64]
-    for log in (tmp_path / "disk").iterdir():
-        if log.is_file() and damaged in (data := log.read_bytes()):
-            with log.open("r+b") as file:
-                file.seek(data.index(damaged))
-                file.write(bytes(64))
-                os.fsync(file.fileno())
+    damage_on_disk(tmp_path, engine.bytes_of(keys[2]))
     found = engine.awaited(keys)
     assert found.hit_tokens == 2 * CHUNK_TOKENS, "the chunks before the damaged one are whole"
     engine.read(keys, found)

@@ -16,7 +16,7 @@ from cli_helpers import kvdock
 from frozen import frozen
 from prometheus_client.parser import text_string_to_metric_families
 from tier_engine import CHUNK_TOKENS, TierEngine, manifest
-from tier_server import PART, SETTINGS, flood, is_served, mover, stored_and_gone
+from tier_server import PART, SETTINGS, damage_on_disk, flood, is_served, mover, stored_and_gone
 
 from kvdock.protocol.admin_schemas import PatchConfig
 from kvdock.protocol.reports import MoverView, TierView
@@ -124,7 +124,7 @@ def history(server: ServerProcess, name: str) -> list[float | None]:
 
 def test_what_a_tier_did_is_in_status_metrics_and_history(server: ServerProcess, engine: TierEngine) -> None:
     brought_up(engine, stored_and_gone(engine, 8))
-    eventually(lambda: tier(engine).fetches >= 1, 30.0)
+    eventually(lambda: tier(engine).counters["load_done"] >= 8, 30.0)
     eventually(lambda: samples(server)["kvdock_tier_fetch_seconds_count{disk}"] == tier(engine).fetches)
     view, found = tier(engine), samples(server)
     assert view.fetch_s > 0 and view.load_latency_s > 0 and view.load_bytes_per_s > 0
@@ -178,12 +178,7 @@ def test_a_wait_for_what_a_tier_no_longer_has_is_shortened(
     server: ServerProcess, engine: TierEngine, tmp_path: Path
 ) -> None:
     keys = stored_and_gone(engine, 4)
-    damaged = engine.bytes_of(keys[2])[:64]
-    for log in (tmp_path / "disk").iterdir():
-        if log.is_file() and damaged in (data := log.read_bytes()):
-            with log.open("r+b") as file:
-                file.seek(data.index(damaged))
-                file.write(bytes(64))
+    damage_on_disk(tmp_path, engine.bytes_of(keys[2]))
     assert engine.awaited(keys).hit_tokens < 4 * CHUNK_TOKENS
     assert view(engine).waits["shortened"] == 1
 

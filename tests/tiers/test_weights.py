@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from api_helpers import ServerProcess, eventually
+from frozen import frozen
 from server_fixtures import server_of_few, tiered_engine
 from tier_engine import CHUNK_TOKENS, TierEngine
 from tier_server import flood, is_written, mover, written
@@ -53,13 +54,11 @@ def test_what_waits_to_be_written_is_dropped_once_nobody_runs_its_weights(
 ) -> None:
     runs(engine, "step-1")
     is_served_as(engine, "step-1")
-    process = mover(server)
-    process.suspend()  # what is stored now waits
-    engine.store(engine.chain(16))
-    runs(engine, "step-2")
-    last = engine.chain(2)
-    engine.store(last)
-    process.resume()
+    with frozen(mover(server)):  # what is stored now waits
+        engine.store(engine.chain(16))
+        runs(engine, "step-2")
+        last = engine.chain(2)
+        engine.store(last)
     is_served_as(engine, "step-2")
     is_written(engine, last)
     eventually(lambda: not any(

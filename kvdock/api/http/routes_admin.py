@@ -21,7 +21,7 @@ from kvdock.protocol.wire_types import Answer, Body
 
 B = TypeVar("B", bound=Body)
 
-router = APIRouter()
+router = APIRouter(generate_unique_id_function=lambda route: route.name)
 _route = partial(route, router, tag="administration")
 
 

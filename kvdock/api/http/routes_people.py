@@ -38,7 +38,7 @@ _WELL_OR_NOT = (200, CODES["not_ready"].status)
 PAGE_FOLDER = files("kvdock.web")
 PAGE_SUFFIXES = frozenset({".css", ".html", ".js", ".svg"})
 
-router = APIRouter()
+router = APIRouter(generate_unique_id_function=lambda route: route.name)
 _route = partial(route, router)
 
 

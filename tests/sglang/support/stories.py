@@ -30,6 +30,11 @@ TIERED = [
 RANKS = [pytest.param(TP2, id="two ranks"), pytest.param({}, id="one rank", marks=pytest.mark.sweep)]
 
 
+def on_no_gpu(folder: Path) -> dict[str, Any]:
+    """What an engine is told whose GPU cannot be used."""
+    return {"linker": ["OnNoGpu", "odd_linkers"], "environ": {"KVDOCK_ODD": str(folder)}}
+
+
 def with_figures(folder: Path) -> dict[str, Any]:
     """What an engine is told that exports its figures."""
     return {"engine": {"enable_metrics": True}, "environ": {"PROMETHEUS_MULTIPROC_DIR": str(folder)}}

@@ -39,6 +39,11 @@ TIERED = [pytest.param("llama", {}, id="attention", marks=pytest.mark.sweep), py
 RANKS = [pytest.param({}, id="one rank")]
 
 
+def on_no_gpu(folder: Path) -> dict[str, Any]:
+    """What an engine is told whose GPU cannot be used."""
+    return {"connector": ["OnNoGpu", "odd_connectors"]}
+
+
 def with_figures(folder: Path) -> dict[str, Any]:
     """What an engine is told that exports its figures."""
     return {"engine": {"disable_log_stats": False}}

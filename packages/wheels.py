@@ -2,7 +2,8 @@
 
 A wheel of kvdock-engine for each processor and Python, tagged manylinux_2_28; the wheel of kvdock, for all; the source
 archives. Device code is compiled once. zig's C++ compiler (of PyPI) has the headers and stubs of glibc 2.28 and links
-its own C++ library statically, so the machine that builds may be newer and of the other processor.
+its own C++ library statically, so the machine that builds may be newer and of the other processor. What the source
+archives hold is built again in another folder, for one Python: all files must have the same bytes.
 
 Headers and interpreters of a Python come from the first of these that has them:
 1. KVDOCK_PYTHONS, folders separated by colons, each of which has `ARCH/3.X/`, a tree with `usr/` as
@@ -144,10 +145,10 @@ def epoch() -> str:
     return done.stdout.strip() or "315532800"
 
 
-def kernels() -> Path:
+def kernels(source: Path, work: Path) -> Path:
     """The device code, compiled once for all wheels."""
-    folder = WORK / "kernels"
-    run(sys.executable, "-m", "cmake", "-G", "Ninja", "-S", ROOT, "-B", folder, "-DKVDOCK_CUDA=require",
+    folder = work / "kernels"
+    run(sys.executable, "-m", "cmake", "-G", "Ninja", "-S", source, "-B", folder, "-DKVDOCK_CUDA=require",
         f"-DPython_EXECUTABLE={sys.executable}", f"-Dpybind11_DIR={pybind11()}")
     run(sys.executable, "-m", "cmake", "--build", folder, "--target", "kernels")
     return folder / "kernels.fatbin"
@@ -166,13 +167,13 @@ def compiler(arch: str) -> Path:
     return path
 
 
-def engine_wheel(wanted: Target, image: Path, out: Path) -> Path:
+def engine_wheel(wanted: Target, image: Path, out: Path, source: Path = ROOT, work: Path = WORK) -> Path:
     """Builds it with the Python that runs here, in a build folder for each processor, then renames its tags."""
     suffix = f".cpython-{wanted.tag[2:]}-{wanted.arch}-linux-gnu.so"
     # One level of optimisation in every step: zig builds its C++ library once for each. No path of this machine is in
-    # the file. The machine's strip knows its own processor alone.
+    # the file, of the sources or of zig's headers. The machine's strip knows its own processor alone.
     foreign = {} if wanted.arch == platform.machine() else {"CMAKE_STRIP": ""}
-    flags = f"-O2 -ffile-prefix-map={ROOT}=." + (" -g0" if foreign else "")
+    flags = f"-O2 -ffile-prefix-map={ROOT}=. -ffile-prefix-map={source}=." + (" -g0" if foreign else "")
     defines = {
         "KVDOCK_FATBIN": image, "KVDOCK_PYTHON_HEADERS": ";".join(map(str, wanted.headers)),
         "PYTHON_MODULE_EXTENSION": suffix, "PYTHON_MODULE_DEBUG_POSTFIX": "",
@@ -184,8 +185,8 @@ def engine_wheel(wanted: Target, image: Path, out: Path) -> Path:
     }
     with tempfile.TemporaryDirectory() as folder:
         run(sys.executable, "-m", "pip", "wheel", "--quiet", "--no-build-isolation", "--no-deps", "--wheel-dir", folder,
-            f"--config-settings=build-dir={WORK / wanted.arch}",
-            *(f"--config-settings=cmake.define.{name}={value}" for name, value in defines.items()), ROOT)
+            f"--config-settings=build-dir={work / wanted.arch}",
+            *(f"--config-settings=cmake.define.{name}={value}" for name, value in defines.items()), source)
         made, = Path(folder).glob("*.whl")
         run(TOOLS / "python", "-m", "wheel", "tags", "--remove", "--python-tag", wanted.tag, "--abi-tag", wanted.tag,
             "--platform-tag", wanted.platform, made)  # audit() judges whether that is true
@@ -193,12 +194,12 @@ def engine_wheel(wanted: Target, image: Path, out: Path) -> Path:
         return Path(shutil.move(made, out / made.name))
 
 
-def others(out: Path) -> list[Path]:
-    """The wheel of kvdock, which any Python takes, and both source archives."""
+def others(out: Path, engine: Path, server: Path) -> list[Path]:
+    """The wheel of kvdock, which any Python takes, and the source archives of both folders."""
     run(sys.executable, "-m", "pip", "wheel", "--quiet", "--no-build-isolation", "--no-deps", "--wheel-dir", out,
-        ROOT / "packages/server")
+        server)
     made = []
-    for folder in (ROOT, ROOT / "packages/server"):
+    for folder in (engine, server):
         program = "import os, sys; from scikit_build_core.build import build_sdist as b; os.chdir(sys.argv[1]); " \
             "print(b(sys.argv[2]))"
         made.append(out / run(sys.executable, "-c", program, folder, out).splitlines()[-1])
@@ -216,6 +217,23 @@ def audit(wheel: Path, wanted: Target) -> str:
         raise Failed(f"{wheel.name}: wanted {wanted.platform}, auditwheel says {said}")
     needed = sorted(set(re.findall(r"(lib[\w+-]+\.so\.\d+)", said)))
     return f"{wheel.name}: {wheel.stat().st_size / 1e6:.1f} MB, symbols of glibc <= 2.{found[1]}, {', '.join(needed)}"
+
+
+def check_reproduced(wanted: Target, out: Path) -> str:
+    """Builds what the source archives hold, archives included, in another folder. Raises Failed if a file of `out` has
+    other bytes."""
+    with tempfile.TemporaryDirectory(prefix="kvdock-again-") as name:
+        folder, again = Path(name), Path(name, "dist")
+        again.mkdir()
+        for archive in out.glob("*.tar.gz"):
+            shutil.unpack_archive(archive, folder, filter="data")
+        engine, server = (next(folder.glob(f"{name}-[0-9]*")) for name in ("kvdock_engine", "kvdock"))
+        made = [engine_wheel(wanted, kernels(engine, folder), again, engine, folder), *others(again, engine, server)]
+        differing = [path.name for path in made if path.read_bytes() != (out / path.name).read_bytes()]
+        if differing:
+            kept = Path(shutil.move(again, tempfile.mkdtemp(prefix="kvdock-differing-")))
+            raise Failed(f"not reproducible: {', '.join(differing)}; what was built again is in {kept}")
+        return f"built again in another folder, with the same bytes: {', '.join(path.name for path in made)}"
 
 
 def check_metadata(out: Path) -> None:
@@ -277,16 +295,17 @@ def version_of_both() -> str:
 
 def made(wanted: list[Target], out: Path) -> Iterator[str]:
     """Does everything; what could not be done is a sentence each."""
-    image = kernels()
+    image = kernels(ROOT, WORK)
     for each in wanted:
         if not each.headers:
             yield f"{each}: not built: no headers of this Python"
             continue
         wheel = engine_wheel(each, image, out)
         print(audit(wheel, each), flush=True)
-    for path in others(out):
+    for path in others(out, ROOT, ROOT / "packages/server"):
         print(path.name, flush=True)
     check_metadata(out)
+    print(check_reproduced(next(each for each in wanted if each.headers), out), flush=True)
     for each in wanted:
         if each.headers and each.program:
             try:

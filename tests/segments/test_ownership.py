@@ -118,7 +118,7 @@ def test_a_segment_that_is_not_ours_alone_is_not_mapped(what: str, planted: Call
 
 
 @needs_root
-def test_a_segment_that_this_user_may_not_open_is_refused_as_another_users(planted: Callable[[Path, str], None]) -> None:
+def test_a_segment_that_this_user_may_not_open_is_refused_as_foreign(planted: Callable[[Path, str], None]) -> None:
     pool_id = secrets.randbits(64)
     planted(named("segment", pool_id), "our own")
     os.seteuid(STRANGER)

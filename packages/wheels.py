@@ -1,4 +1,4 @@
-"""Builds, audits and tries out what is published: `make wheels`, or `packages/wheels.py [--quick] [--out FOLDER]`.
+"""Builds, audits and tries out what is published: `make wheels`, or `packages/wheels.py [--quick] [--untried]`.
 
 A wheel of kvdock-engine for each processor and Python, tagged manylinux_2_28; the wheel of kvdock, for all; the source
 archives. Device code is compiled once. zig's C++ compiler (of PyPI) has the headers and stubs of glibc 2.28 and links
@@ -12,7 +12,7 @@ Headers and interpreters of a Python come from the first of these that has them:
 3. for headers alone: those of the same Python for another processor. Its headers are the same, but for macros of
    their configuration that no public header reads.
 A wheel without any headers is not built, and one without an interpreter not tried out; then the last lines say which
-and why, and the exit status is 3 (1: something failed).
+and why, and the exit status is 3 (1: something failed). With --untried, what is built and not tried out is no failure.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from typing import Final
 ROOT: Final = Path(__file__).parent.parent
 WORK: Final = ROOT / "build" / "wheels"
 TOOLS: Final = ROOT / ".venv-tools" / "bin"
+NVCC: Final = ".venv-nvcc/lib/python3*/site-packages/nvidia/cu*"
 GLIBC: Final = "2.28"
 ARCHES: Final = ("x86_64", "aarch64")
 VERSIONS: Final = ("3.11", "3.12", "3.13", "3.14")
@@ -42,7 +43,7 @@ LOADERS: Final = {"x86_64": "ld-linux-x86-64.so.2", "aarch64": "ld-linux-aarch64
 
 
 class NotTried(Exception):
-    """A wheel was built, and could not be tried out."""
+    """A wheel was built, and could not be tried out here."""
 
 
 class Failed(Exception):
@@ -146,10 +147,10 @@ def epoch() -> str:
 
 
 def kernels(source: Path, work: Path) -> Path:
-    """The device code, compiled once for all wheels."""
-    folder = work / "kernels"
+    """The device code, compiled once for all wheels, by one nvcc on all machines (pins/nvcc.txt)."""
+    folder, toolkit = work / "kernels", next(ROOT.glob(NVCC))
     run(sys.executable, "-m", "cmake", "-G", "Ninja", "-S", source, "-B", folder, "-DKVDOCK_CUDA=require",
-        f"-DPython_EXECUTABLE={sys.executable}", f"-Dpybind11_DIR={pybind11()}")
+        f"-DPython_EXECUTABLE={sys.executable}", f"-Dpybind11_DIR={pybind11()}", CUDA_HOME=str(toolkit))
     run(sys.executable, "-m", "cmake", "--build", folder, "--target", "kernels")
     return folder / "kernels.fatbin"
 
@@ -228,6 +229,7 @@ def check_reproduced(wanted: Target, out: Path) -> str:
         for archive in out.glob("*.tar.gz"):
             shutil.unpack_archive(archive, folder, filter="data")
         engine, server = (next(folder.glob(f"{name}-[0-9]*")) for name in ("kvdock_engine", "kvdock"))
+        shutil.copy(ROOT / "kvdock/_core.pyi", engine / "kvdock")  # made by the checkout's own installation
         made = [engine_wheel(wanted, kernels(engine, folder), again, engine, folder), *others(again, engine, server)]
         differing = [path.name for path in made if path.read_bytes() != (out / path.name).read_bytes()]
         if differing:
@@ -254,7 +256,9 @@ def without_wheels(pins: list[str], *asked: object) -> list[str]:
 
 def smoke(wanted: Target, out: Path) -> str:
     """Installs both wheels and what they depend on into a folder, and tries them out there, with no other program than
-    that Python in reach. Raises NotTried if something that they depend on has no wheel."""
+    that Python in reach. Raises NotTried if there is no such Python here, or no wheel of what they depend on."""
+    if not wanted.program:
+        raise NotTried(f"{wanted}: built, but not tried out: no interpreter runs here")
     version = version_of_both()
     pins = re.findall(r"^([a-z0-9.-]+==\S+)", (ROOT / "pins/server.txt").read_text(), re.MULTILINE)
     asked = [
@@ -293,32 +297,32 @@ def version_of_both() -> str:
 # --------------------------------------------------------------------------- all of it
 
 
-def made(wanted: list[Target], out: Path) -> Iterator[str]:
-    """Does everything; what could not be done is a sentence each."""
+def made(wanted: list[Target], out: Path) -> Iterator[Exception]:
+    """Does everything, and says what could not be done: Failed or NotTried."""
     image = kernels(ROOT, WORK)
+    built = [each for each in wanted if each.headers]
     for each in wanted:
-        if not each.headers:
-            yield f"{each}: not built: no headers of this Python"
+        if each not in built:
+            yield Failed(f"{each}: not built: no headers of this Python")
             continue
         wheel = engine_wheel(each, image, out)
         print(audit(wheel, each), flush=True)
     for path in others(out, ROOT, ROOT / "packages/server"):
         print(path.name, flush=True)
     check_metadata(out)
-    print(check_reproduced(next(each for each in wanted if each.headers), out), flush=True)
-    for each in wanted:
-        if each.headers and each.program:
-            try:
-                print(f"{each}: {smoke(each, out)}", flush=True)
-            except NotTried as why:
-                yield str(why)
-        elif each.headers:
-            yield f"{each}: built, but not tried out: no interpreter runs here"
+    for each in built:
+        try:
+            print(f"{each}: {smoke(each, out)}", flush=True)
+        except NotTried as why:
+            yield why
+    if built:
+        print(check_reproduced(built[0], out), flush=True)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--quick", action="store_true", help="for the Python that runs this alone")
+    parser.add_argument("--untried", action="store_true", help="what cannot be tried out here is no failure")
     parser.add_argument("--out", type=Path, default=ROOT / "dist")
     given = parser.parse_args()
     os.environ.setdefault("SOURCE_DATE_EPOCH", epoch())
@@ -329,9 +333,10 @@ def main() -> int:
     except Failed as error:
         print(error, file=sys.stderr)
         return 1
-    for line in missing:
-        print(f"MISSING {line}")
-    return SEVERAL_MISSING if missing and not given.quick else 0
+    for why in missing:
+        print(f"MISSING {why}")
+    untried = all(isinstance(why, NotTried) for why in missing)
+    return 0 if not missing or given.quick or (given.untried and untried) else SEVERAL_MISSING
 
 
 if __name__ == "__main__":

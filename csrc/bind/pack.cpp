@@ -69,7 +69,7 @@ py::bytes learn(const PackedShape& shape, const py::buffer& part) {
 void bind_pack(py::module_& m) {
   m.attr("BOOK_EXPONENTS") = kBookExponents;
   m.attr("TILE_BYTES") = kTileBytes;
-  py::class_<PackedShape>(m, "PackedShape", "The sizes of a packed part (docs/packing.md).")
+  py::class_<PackedShape>(m, "PackedShape", "The sizes of a packed part (docs/understand/packing.md).")
       .def(py::init(&make_shape), "planes"_a, "spills"_a,
            "planes: (bytes in the part, marks of a tile) each. Raises CopyError.")
       .def_property_readonly("raw_bytes", &PackedShape::raw_bytes)

@@ -1,4 +1,4 @@
-// A part whose tiles are packed: docs/packing.md.
+// A part whose tiles are packed: docs/understand/packing.md.
 //
 //   slot = header | for each plane its tiles, and what is left of it | spill entries
 //   header = "KVP1", number of planes, number of spill entries in use | a book for each plane, padded to 64 bytes

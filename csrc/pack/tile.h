@@ -1,4 +1,4 @@
-// Packs tiles of bf16 KV without loss, into a size that does not depend on their content: docs/packing.md.
+// Packs tiles of bf16 KV without loss, into a size that does not depend on their content: docs/understand/packing.md.
 //
 //   element = sign, exponent (8 bits), mantissa (7 bits)
 //   packed tile: sign and mantissa of each element in one byte

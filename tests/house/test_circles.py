@@ -13,9 +13,10 @@ BELOW = {
     "segment": {"base", "segment"},
     "table": {"base", "segment", "table"},
     "curve": {"base", "table", "curve"},
-    "copy": {"base", "copy"},
-    "cuda": {"base", "copy", "cuda"},
-    "bind": {"base", "segment", "table", "curve", "copy", "cuda", "bind"},
+    "pack": {"base", "pack"},
+    "copy": {"base", "pack", "copy"},
+    "cuda": {"base", "pack", "copy", "cuda"},
+    "bind": {"base", "segment", "table", "curve", "pack", "copy", "cuda", "bind"},
 }
 """The rooms of csrc that each of them may include."""
 NATIVE = (".cpp", ".h", ".cu")

@@ -1,4 +1,4 @@
-"""Packed parts against a plain-Python reference of docs/packing.md, on every code path and with every kind of plane."""
+"""Packed parts against docs/understand/packing.md in plain Python, on every code path, with every kind of plane."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def path(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 def reference(tile: bytes, book: bytes, marks: int) -> bytes | None:
-    """A packed tile as docs/packing.md has it, bit by bit; None: it does not fit."""
+    """A packed tile as docs/understand/packing.md has it, bit by bit; None: it does not fit."""
     elements = struct.unpack(f"<{ELEMENTS}H", tile)
     rests = bytes(e >> 8 & 0x80 | e & 0x7F for e in elements)
     planes, nibbles, spares = [bytearray(256) for _ in range(3)], list[int](), bytearray()

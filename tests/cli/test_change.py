@@ -164,6 +164,8 @@ def test_evict_makes_so_much_room(server: ServerProcess, engine: Engine, client:
     said = kvdock("evict", "--free", "16MiB", *at).stdout
     assert "nothing more may be evicted" in said and (stored(engine, old), stored(engine, young)) == (0, 8)
     assert engine.release(lease, 0) == []
+    said = kvdock("evict", "--free", "16MiB", *at).stdout
+    assert said.startswith("8 chunks of ") and "nothing more" not in said, "the pool is empty"
 
 
 @pytest.mark.parametrize(("arguments", "said"), [

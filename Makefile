@@ -143,7 +143,7 @@ types: setup
 deploy-check: .venv-deploy/.deps
 	@PATH="$(CURDIR)/.venv-deploy/bin:$$PATH" .venv-deploy/bin/python tests/support/deploy_check.py
 
-# All that make makes, but for .venv, .venv-tools, .venv-nvcc, .venv-deploy, .venv-docs, .venv-vllm-* and .venv-sglang-cpu.
+# All that make makes, but for .venv, .venv-tools, .venv-nvcc, .venv-deploy, .venv-docs, .venv-vllm-*, .venv-sglang-cpu.
 clean:
 	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis kvdock/_core.pyi $(VENV)/.built
 	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +

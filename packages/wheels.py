@@ -18,12 +18,15 @@ and why, and the exit status is 3 (1: something failed). With --untried, what is
 from __future__ import annotations
 
 import argparse
+import gzip
+import io
 import os
 import platform
 import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import tempfile
 import tomllib
 from collections.abc import Iterator
@@ -204,7 +207,19 @@ def others(out: Path, engine: Path, server: Path) -> list[Path]:
         program = "import os, sys; from scikit_build_core.build import build_sdist as b; os.chdir(sys.argv[1]); " \
             "print(b(sys.argv[2]))"
         made.append(out / run(sys.executable, "-c", program, folder, out).splitlines()[-1])
+        put_in_order(made[-1])
     return [*out.glob("kvdock-*-py3-none-any.whl"), *made]
+
+
+def put_in_order(archive: Path) -> None:
+    """Its files by name: else they are in the order that the file system gives."""
+    with tarfile.open(archive) as old:
+        content = [(member, old.extractfile(member)) for member in sorted(old, key=lambda member: member.name)]
+        new = io.BytesIO()
+        with tarfile.open(fileobj=new, mode="w", format=tarfile.PAX_FORMAT) as sorted_archive:
+            for member, data in content:
+                sorted_archive.addfile(member, data)
+    archive.write_bytes(gzip.compress(new.getvalue(), mtime=int(os.environ["SOURCE_DATE_EPOCH"])))
 
 
 # --------------------------------------------------------------------------- what must hold

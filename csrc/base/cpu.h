@@ -1,5 +1,5 @@
 // The instruction sets that this processor has and the kernel lets programs use, for code that chooses a loop by them.
-// By CPUID: __builtin_cpu_supports() says "none" in a wheel, where zig's C library has a stub of it.
+// By CPUID: the compiler's own question is answered "none" in a wheel, by a stub in zig's library.
 //
 // Thread safety: all functions.
 #pragma once

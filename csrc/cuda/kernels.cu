@@ -12,7 +12,8 @@
 
 namespace kvdock::cuda {
 
-namespace {
+// Named: nvcc puts a hash of the folder into names without linkage, and the code would differ from build to build.
+inline namespace inside {
 
 constexpr int kRows = 8;  // rows of 32 units in a stripe
 constexpr unsigned kAll = 0xffffffffu;
@@ -192,7 +193,7 @@ __device__ __forceinline__ void copy_stripes(const CopyArgs& args) {
   deliver(args, index, collected, lane);
 }
 
-}  // namespace
+}  // namespace inside
 
 #define KVDOCK_KERNEL(name, alike, granule, direction)                                                         \
   extern "C" __global__ void __launch_bounds__(kBlockThreads, 1) name(const __grid_constant__ CopyArgs args) { \

@@ -89,8 +89,8 @@ def test_the_bill_of_a_wheel_has_the_same_bytes_each_time_and_names_the_compiler
         (packages / f"{name}-1.dist-info/METADATA").write_text(f"Metadata-Version: 2.4\nName: {name}\nVersion: 1\n")
     written = []
     for seed in ("1", "2"):
-        command = [TOOLS, ROOT / "pins/bill.py", tmp_path / "env/bin/python", wheel, tmp_path / seed]
-        subprocess.run(command, check=True, env={**os.environ, "PYTHONHASHSEED": seed})
+        command = (TOOLS, ROOT / "pins/bill.py", tmp_path / "env/bin/python", wheel, tmp_path / seed)
+        subprocess.run([str(word) for word in command], check=True, env={**os.environ, "PYTHONHASHSEED": seed})
         written.append((tmp_path / seed).read_bytes())
     assert written[0] == written[1]
     found = {one["name"]: one for one in json.loads(written[0])["components"]}

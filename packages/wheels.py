@@ -214,11 +214,10 @@ def others(out: Path, engine: Path, server: Path) -> list[Path]:
 def put_in_order(archive: Path) -> None:
     """Its files by name: else they are in the order that the file system gives."""
     with tarfile.open(archive) as old:
-        content = [(member, old.extractfile(member)) for member in sorted(old, key=lambda member: member.name)]
         new = io.BytesIO()
-        with tarfile.open(fileobj=new, mode="w", format=tarfile.PAX_FORMAT) as sorted_archive:
-            for member, data in content:
-                sorted_archive.addfile(member, data)
+        with tarfile.open(fileobj=new, mode="w", format=tarfile.PAX_FORMAT) as in_order:
+            for member in sorted(old, key=lambda member: member.name):
+                in_order.addfile(member, old.extractfile(member) if member.isfile() else None)
     archive.write_bytes(gzip.compress(new.getvalue(), mtime=int(os.environ["SOURCE_DATE_EPOCH"])))
 
 

@@ -162,9 +162,10 @@ def test_docs_list_every_setting_with_its_default_and_meaning() -> None:
 
 
 HASHED = (
-    "build", "deploy", "docs", "engine", "helm", "model", "nvcc", "server", "sglang", "test", "tools", "vllm", "vllm-versions",
+    "build", "deploy", "docs", "engine", "helm", "model", "nvcc", "server", "sglang", "test", "tools", "vllm",
+    "vllm-versions",
 )
-APART = ("deploy", "docs", "helm", "tools", "vllm", "vllm-versions", "sglang")
+APART = ("deploy", "docs", "helm", "nvcc", "tools", "vllm", "vllm-versions", "sglang")
 """Lists with an environment of their own."""
 
 

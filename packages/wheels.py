@@ -243,6 +243,8 @@ def check_reproduced(wanted: Target, out: Path) -> str:
         for archive in out.glob("*.tar.gz"):
             shutil.unpack_archive(archive, folder, filter="data")
         engine, server = (next(folder.glob(f"{name}-[0-9]*")) for name in ("kvdock_engine", "kvdock"))
+        for source in (engine, server):
+            (source / "PKG-INFO").unlink()  # an archive of an archive would have it twice
         shutil.copy(ROOT / "kvdock/_core.pyi", engine / "kvdock")  # made by the checkout's own installation
         made = [engine_wheel(wanted, kernels(engine, folder), again, engine, folder), *others(again, engine, server)]
         differing = [path.name for path in made if path.read_bytes() != (out / path.name).read_bytes()]

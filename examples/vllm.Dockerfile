@@ -27,10 +27,10 @@ COPY . .
 RUN /build/bin/pip wheel --no-build-isolation --no-deps --config-settings=cmake.define.KVDOCK_CUDA=require -w dist .
 
 FROM vllm/vllm-openai:${VLLM}@${DIGEST}
-# vLLM's packages are not changed: the connector needs two packages, and uses vLLM's if they are installed. /dist has one version of each.
+# vLLM's packages are not changed: the connector needs msgspec, and uses vLLM's if that is there. /dist has one version of each.
 # hadolint ignore=DL3013
 RUN --mount=type=bind,from=build,source=/src/dist,target=/dist \
-    python3 -m pip install --no-cache-dir --no-index --find-links /dist --no-deps kvdock-engine msgspec posix-ipc \
+    python3 -m pip install --no-cache-dir --no-index --find-links /dist --no-deps kvdock-engine msgspec \
     && python3 -c "from kvdock import _core; raise SystemExit(not _core.cuda_kernels() \
 and 'kvdock was built without its GPU kernels, for want of nvcc')"
 ENV HF_HOME=/models KVDOCK_ADDRESS=unix:/run/kvdock/kvdock.sock KVDOCK_TRUSTED_UID=7410

@@ -11,6 +11,7 @@ import ctypes
 import importlib.util
 import json
 import os
+import platform
 import random
 import subprocess
 import sys
@@ -18,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
 
 import kvdock
 from kvdock import _core
@@ -102,6 +104,8 @@ def bare() -> None:
     """There is nothing here that a wheel may not count on."""
     assert importlib.util.find_spec("torch") is None and importlib.util.find_spec("numpy") is None
     assert _core.cuda_kernels() == KERNELS, f"kernels: found {_core.cuda_kernels()}, wanted {KERNELS}"
+    if platform.machine() == "x86_64" and " avx2 " in Path("/proc/cpuinfo").read_text():
+        assert _core.cpu_paths()[0] == "avx2", f"copies: found {_core.cpu_paths()}, wanted AVX2's"
 
 
 def served(program: list[str], folder: str) -> tuple[subprocess.Popen[bytes], str]:

@@ -1,8 +1,9 @@
-"""Builds, audits and tries out what is published: `make wheels`, or `packages/wheels.py [--quick] [--out FOLDER]`.
+"""Builds, audits and tries out what is published: `make wheels`, or `packages/wheels.py [--quick] [--untried]`.
 
 A wheel of kvdock-engine for each processor and Python, tagged manylinux_2_28; the wheel of kvdock, for all; the source
 archives. Device code is compiled once. zig's C++ compiler (of PyPI) has the headers and stubs of glibc 2.28 and links
-its own C++ library statically, so the machine that builds may be newer and of the other processor.
+its own C++ library statically, so the machine that builds may be newer and of the other processor. What the source
+archives hold is built again in another folder, for one Python: all files must have the same bytes.
 
 Headers and interpreters of a Python come from the first of these that has them:
 1. KVDOCK_PYTHONS, folders separated by colons, each of which has `ARCH/3.X/`, a tree with `usr/` as
@@ -11,18 +12,21 @@ Headers and interpreters of a Python come from the first of these that has them:
 3. for headers alone: those of the same Python for another processor. Its headers are the same, but for macros of
    their configuration that no public header reads.
 A wheel without any headers is not built, and one without an interpreter not tried out; then the last lines say which
-and why, and the exit status is 3 (1: something failed).
+and why, and the exit status is 3 (1: something failed). With --untried, what is built and not tried out is no failure.
 """
 
 from __future__ import annotations
 
 import argparse
+import gzip
+import io
 import os
 import platform
 import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import tempfile
 import tomllib
 from collections.abc import Iterator
@@ -33,6 +37,7 @@ from typing import Final
 ROOT: Final = Path(__file__).parent.parent
 WORK: Final = ROOT / "build" / "wheels"
 TOOLS: Final = ROOT / ".venv-tools" / "bin"
+NVCC: Final = ".venv-nvcc/lib/python3*/site-packages/nvidia/cu*"
 GLIBC: Final = "2.28"
 ARCHES: Final = ("x86_64", "aarch64")
 VERSIONS: Final = ("3.11", "3.12", "3.13", "3.14")
@@ -41,7 +46,7 @@ LOADERS: Final = {"x86_64": "ld-linux-x86-64.so.2", "aarch64": "ld-linux-aarch64
 
 
 class NotTried(Exception):
-    """A wheel was built, and could not be tried out."""
+    """A wheel was built, and could not be tried out here."""
 
 
 class Failed(Exception):
@@ -144,11 +149,11 @@ def epoch() -> str:
     return done.stdout.strip() or "315532800"
 
 
-def kernels() -> Path:
-    """The device code, compiled once for all wheels."""
-    folder = WORK / "kernels"
-    run(sys.executable, "-m", "cmake", "-G", "Ninja", "-S", ROOT, "-B", folder, "-DKVDOCK_CUDA=require",
-        f"-DPython_EXECUTABLE={sys.executable}", f"-Dpybind11_DIR={pybind11()}")
+def kernels(source: Path, work: Path) -> Path:
+    """The device code, compiled once for all wheels, by one nvcc on all machines (pins/nvcc.txt)."""
+    folder, toolkit = work / "kernels", next(ROOT.glob(NVCC))
+    run(sys.executable, "-m", "cmake", "-G", "Ninja", "-S", source, "-B", folder, "-DKVDOCK_CUDA=require",
+        f"-DPython_EXECUTABLE={sys.executable}", f"-Dpybind11_DIR={pybind11()}", CUDA_HOME=str(toolkit))
     run(sys.executable, "-m", "cmake", "--build", folder, "--target", "kernels")
     return folder / "kernels.fatbin"
 
@@ -166,13 +171,13 @@ def compiler(arch: str) -> Path:
     return path
 
 
-def engine_wheel(wanted: Target, image: Path, out: Path) -> Path:
+def engine_wheel(wanted: Target, image: Path, out: Path, source: Path = ROOT, work: Path = WORK) -> Path:
     """Builds it with the Python that runs here, in a build folder for each processor, then renames its tags."""
     suffix = f".cpython-{wanted.tag[2:]}-{wanted.arch}-linux-gnu.so"
     # One level of optimisation in every step: zig builds its C++ library once for each. No path of this machine is in
-    # the file. The machine's strip knows its own processor alone.
+    # the file, of the sources or of zig's headers. The machine's strip knows its own processor alone.
     foreign = {} if wanted.arch == platform.machine() else {"CMAKE_STRIP": ""}
-    flags = f"-O2 -ffile-prefix-map={ROOT}=." + (" -g0" if foreign else "")
+    flags = f"-O2 -ffile-prefix-map={ROOT}=. -ffile-prefix-map={source}=." + (" -g0" if foreign else "")
     defines = {
         "KVDOCK_FATBIN": image, "KVDOCK_PYTHON_HEADERS": ";".join(map(str, wanted.headers)),
         "PYTHON_MODULE_EXTENSION": suffix, "PYTHON_MODULE_DEBUG_POSTFIX": "",
@@ -184,8 +189,8 @@ def engine_wheel(wanted: Target, image: Path, out: Path) -> Path:
     }
     with tempfile.TemporaryDirectory() as folder:
         run(sys.executable, "-m", "pip", "wheel", "--quiet", "--no-build-isolation", "--no-deps", "--wheel-dir", folder,
-            f"--config-settings=build-dir={WORK / wanted.arch}",
-            *(f"--config-settings=cmake.define.{name}={value}" for name, value in defines.items()), ROOT)
+            f"--config-settings=build-dir={work / wanted.arch}",
+            *(f"--config-settings=cmake.define.{name}={value}" for name, value in defines.items()), source)
         made, = Path(folder).glob("*.whl")
         run(TOOLS / "python", "-m", "wheel", "tags", "--remove", "--python-tag", wanted.tag, "--abi-tag", wanted.tag,
             "--platform-tag", wanted.platform, made)  # audit() judges whether that is true
@@ -193,16 +198,27 @@ def engine_wheel(wanted: Target, image: Path, out: Path) -> Path:
         return Path(shutil.move(made, out / made.name))
 
 
-def others(out: Path) -> list[Path]:
-    """The wheel of kvdock, which any Python takes, and both source archives."""
+def others(out: Path, engine: Path, server: Path) -> list[Path]:
+    """The wheel of kvdock, which any Python takes, and the source archives of both folders."""
     run(sys.executable, "-m", "pip", "wheel", "--quiet", "--no-build-isolation", "--no-deps", "--wheel-dir", out,
-        ROOT / "packages/server")
+        server)
     made = []
-    for folder in (ROOT, ROOT / "packages/server"):
+    for folder in (engine, server):
         program = "import os, sys; from scikit_build_core.build import build_sdist as b; os.chdir(sys.argv[1]); " \
             "print(b(sys.argv[2]))"
         made.append(out / run(sys.executable, "-c", program, folder, out).splitlines()[-1])
+        put_in_order(made[-1])
     return [*out.glob("kvdock-*-py3-none-any.whl"), *made]
+
+
+def put_in_order(archive: Path) -> None:
+    """Its files by name: else they are in the order that the file system gives."""
+    with tarfile.open(archive) as old:
+        new = io.BytesIO()
+        with tarfile.open(fileobj=new, mode="w", format=tarfile.PAX_FORMAT) as in_order:
+            for member in sorted(old, key=lambda member: member.name):
+                in_order.addfile(member, old.extractfile(member) if member.isfile() else None)
+    archive.write_bytes(gzip.compress(new.getvalue(), mtime=int(os.environ["SOURCE_DATE_EPOCH"])))
 
 
 # --------------------------------------------------------------------------- what must hold
@@ -216,6 +232,26 @@ def audit(wheel: Path, wanted: Target) -> str:
         raise Failed(f"{wheel.name}: wanted {wanted.platform}, auditwheel says {said}")
     needed = sorted(set(re.findall(r"(lib[\w+-]+\.so\.\d+)", said)))
     return f"{wheel.name}: {wheel.stat().st_size / 1e6:.1f} MB, symbols of glibc <= 2.{found[1]}, {', '.join(needed)}"
+
+
+def check_reproduced(wanted: Target, out: Path) -> str:
+    """Builds what the source archives hold, archives included, in another folder. Raises Failed if a file of `out` has
+    other bytes."""
+    with tempfile.TemporaryDirectory(prefix="kvdock-again-") as name:
+        folder, again = Path(name), Path(name, "dist")
+        again.mkdir()
+        for archive in out.glob("*.tar.gz"):
+            shutil.unpack_archive(archive, folder, filter="data")
+        engine, server = (next(folder.glob(f"{name}-[0-9]*")) for name in ("kvdock_engine", "kvdock"))
+        for source in (engine, server):
+            (source / "PKG-INFO").unlink()  # an archive of an archive would have it twice
+        shutil.copy(ROOT / "kvdock/_core.pyi", engine / "kvdock")  # made by the checkout's own installation
+        made = [engine_wheel(wanted, kernels(engine, folder), again, engine, folder), *others(again, engine, server)]
+        differing = [path.name for path in made if path.read_bytes() != (out / path.name).read_bytes()]
+        if differing:
+            kept = Path(shutil.move(again, tempfile.mkdtemp(prefix="kvdock-differing-")))
+            raise Failed(f"not reproducible: {', '.join(differing)}; what was built again is in {kept}")
+        return f"built again in another folder, with the same bytes: {', '.join(path.name for path in made)}"
 
 
 def check_metadata(out: Path) -> None:
@@ -236,7 +272,9 @@ def without_wheels(pins: list[str], *asked: object) -> list[str]:
 
 def smoke(wanted: Target, out: Path) -> str:
     """Installs both wheels and what they depend on into a folder, and tries them out there, with no other program than
-    that Python in reach. Raises NotTried if something that they depend on has no wheel."""
+    that Python in reach. Raises NotTried if there is no such Python here, or no wheel of what they depend on."""
+    if not wanted.program:
+        raise NotTried(f"{wanted}: built, but not tried out: no interpreter runs here")
     version = version_of_both()
     pins = re.findall(r"^([a-z0-9.-]+==\S+)", (ROOT / "pins/server.txt").read_text(), re.MULTILINE)
     asked = [
@@ -275,31 +313,32 @@ def version_of_both() -> str:
 # --------------------------------------------------------------------------- all of it
 
 
-def made(wanted: list[Target], out: Path) -> Iterator[str]:
-    """Does everything; what could not be done is a sentence each."""
-    image = kernels()
+def made(wanted: list[Target], out: Path) -> Iterator[Exception]:
+    """Does everything, and says what could not be done: Failed or NotTried."""
+    image = kernels(ROOT, WORK)
+    built = [each for each in wanted if each.headers]
     for each in wanted:
-        if not each.headers:
-            yield f"{each}: not built: no headers of this Python"
+        if each not in built:
+            yield Failed(f"{each}: not built: no headers of this Python")
             continue
         wheel = engine_wheel(each, image, out)
         print(audit(wheel, each), flush=True)
-    for path in others(out):
+    for path in others(out, ROOT, ROOT / "packages/server"):
         print(path.name, flush=True)
     check_metadata(out)
-    for each in wanted:
-        if each.headers and each.program:
-            try:
-                print(f"{each}: {smoke(each, out)}", flush=True)
-            except NotTried as why:
-                yield str(why)
-        elif each.headers:
-            yield f"{each}: built, but not tried out: no interpreter runs here"
+    for each in built:
+        try:
+            print(f"{each}: {smoke(each, out)}", flush=True)
+        except NotTried as why:
+            yield why
+    if built:
+        print(check_reproduced(built[0], out), flush=True)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--quick", action="store_true", help="for the Python that runs this alone")
+    parser.add_argument("--untried", action="store_true", help="what cannot be tried out here is no failure")
     parser.add_argument("--out", type=Path, default=ROOT / "dist")
     given = parser.parse_args()
     os.environ.setdefault("SOURCE_DATE_EPOCH", epoch())
@@ -310,9 +349,10 @@ def main() -> int:
     except Failed as error:
         print(error, file=sys.stderr)
         return 1
-    for line in missing:
-        print(f"MISSING {line}")
-    return SEVERAL_MISSING if missing and not given.quick else 0
+    for why in missing:
+        print(f"MISSING {why}")
+    untried = all(isinstance(why, NotTried) for why in missing)
+    return 0 if not missing or given.quick or (given.untried and untried) else SEVERAL_MISSING
 
 
 if __name__ == "__main__":

@@ -4,17 +4,20 @@
 
 As `excluded`, which says that they are not shipped, it lists the Debian packages of compiler and linker, and those
 whose code these put into the extension. ENVIRONMENT is the Python of an environment that holds what pins/server.txt
-lists; EXTENSION the built `_core`. It needs the packages of pins/tools.txt and binutils, but no network. The same input
-makes the same file.
+lists; EXTENSION the built `_core`, or a wheel of `make wheels` that has one: its compiler and C++ library are zig's. It
+needs the packages of pins/tools.txt and binutils, but no network. The same input makes the same file.
 """
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import re
 import shutil
 import subprocess
 import sys
+import tempfile
+import zipfile
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -32,13 +35,45 @@ def output(*command: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
-def linked(extension: Path) -> list[dict[str, Any]]:
-    """A component for each shared library; its version is the Debian package's, where there is one."""
+def needed(extension: Path) -> list[str]:
+    """The shared libraries that it links."""
     wanted = re.findall(r"\(NEEDED\).*\[(.+)\]", output("readelf", "--wide", "--dynamic", str(extension)))
     if not wanted:
         raise SystemExit(f"{extension} links no library: it is not the extension")
+    return sorted(wanted)
+
+
+def linked(extension: Path) -> list[dict[str, Any]]:
+    """A component for each of them; its version is the Debian package's, where there is one."""
     paths = dict(re.findall(r"^\s*(\S+) .*=> (\S+)$", output("ldconfig", "--print-cache"), re.MULTILINE))
-    return [component(name, paths.get(name)) for name in sorted(wanted)]
+    return [component(name, paths.get(name)) for name in needed(extension)]
+
+
+def of_extension(file: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """What the extension links, and what builds it."""
+    if file.suffix != ".whl":
+        return linked(file), built_with()
+    with tempfile.TemporaryDirectory() as folder:
+        return [of_any_machine(name) for name in needed(extension_of(file, folder))], zig()
+
+
+def extension_of(wheel: Path, folder: str) -> Path:
+    with zipfile.ZipFile(wheel) as archive:
+        name, = (name for name in archive.namelist() if re.fullmatch(r"kvdock/_core\..*\.so", name))
+        return Path(archive.extract(name, folder))
+
+
+def of_any_machine(soname: str) -> dict[str, Any]:
+    """A library whose version is that of the machine where it runs."""
+    return {"type": "library", "name": soname, "bom-ref": f"linked:{soname}"}
+
+
+def zig() -> list[dict[str, Any]]:
+    version = importlib.metadata.version("ziglang")
+    return [{
+        "type": "application", "name": "ziglang", "bom-ref": "built-with:ziglang", "scope": "excluded",
+        "version": version, "purl": f"pkg:pypi/ziglang@{version}",
+    }]
 
 
 def built_with() -> list[dict[str, Any]]:
@@ -57,7 +92,7 @@ def versioned(name: str, version: str) -> dict[str, str]:
 
 
 def component(soname: str, path: str | None) -> dict[str, Any]:
-    found: dict[str, Any] = {"type": "library", "name": soname, "bom-ref": f"linked:{soname}"}
+    found = of_any_machine(soname)
     package = debian_package(path) if path else None
     if package:
         found |= versioned(*package)
@@ -80,9 +115,9 @@ def main(environment: str, extension: str, written: str) -> None:
     bill = json.loads(output(
         tool, "environment", environment, "--pyproject", str(PROJECT), "--output-reproducible", "--of", "JSON"
     ))
-    libraries = linked(Path(extension))
+    libraries, tools = of_extension(Path(extension))
     references = [library["bom-ref"] for library in libraries]
-    bill["components"] += libraries + (tools := built_with())
+    bill["components"] += libraries + tools
     root = next(entry for entry in bill["dependencies"] if entry["ref"] == bill["metadata"]["component"]["bom-ref"])
     if not any(one["name"] == ENGINE for one in bill["components"]):  # where it is not installed: a checkout's lists
         bill["components"].append({

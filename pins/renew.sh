@@ -48,8 +48,10 @@ list engine "$inputs"
 awk '/^[a-z]/ { wanted = !/^(cuda|nvidia|triton)/ } /^#/ || wanted' pins/engine.txt >"$inputs"
 cat "$inputs" >pins/engine.txt
 list test --group test
-there=  # the tools have an environment of their own, and those of `make deploy-check` another
+there=  # the tools have an environment of their own, and so have nvcc, the site, and the tools of `make deploy-check`
 list tools --group tools
+there=
+list nvcc --group nvcc
 there=
 list docs --group docs
 there=

@@ -1,5 +1,6 @@
 // Uses SSE4.2 where the processor has it, else a table.
 #include "base/crc32c.h"
+#include "base/cpu.h"
 
 #include <array>
 #include <cstring>
@@ -43,8 +44,7 @@ __attribute__((target("sse4.2,crc32"))) uint32_t crc_hardware(const uint8_t* p, 
 uint32_t crc32c(const void* data, size_t bytes, uint32_t seed) {
   auto* p = static_cast<const uint8_t*>(data);
 #if defined(__x86_64__)
-  static const bool hardware = __builtin_cpu_supports("sse4.2");
-  if (hardware) return ~crc_hardware(p, bytes, ~seed);
+  if (cpu().sse42) return ~crc_hardware(p, bytes, ~seed);
 #endif
   return ~crc_table(p, bytes, ~seed);
 }

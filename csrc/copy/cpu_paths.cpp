@@ -1,4 +1,5 @@
 #include "copy/cpu_paths.h"
+#include "base/cpu.h"
 
 #include <atomic>
 #include <cstring>
@@ -103,7 +104,7 @@ constexpr CpuPath kAvx2{"avx2", avx2_span<true>, avx2_span<false>};
 std::vector<const CpuPath*> detect() {
   std::vector<const CpuPath*> paths;
 #if defined(__x86_64__)
-  if (__builtin_cpu_supports("avx2")) paths.push_back(&kAvx2);
+  if (cpu().avx2) paths.push_back(&kAvx2);
 #endif
   paths.push_back(&kScalar);
   return paths;

@@ -14,7 +14,8 @@
 
 namespace kvdock::cuda {
 
-namespace {
+// Named: nvcc puts a hash of the folder into names without linkage, and the code would differ from build to build.
+inline namespace inside {
 
 // Address of a unit of a part in the engine's memory; 0 in a block that must not be written.
 template <bool kAlike, Direction kDirection>
@@ -151,7 +152,7 @@ __device__ __forceinline__ void copy_stripes(const CopyArgs& args) {
   deliver(args, index, collected, lane);
 }
 
-}  // namespace
+}  // namespace inside
 
 #define KVDOCK_KERNEL(name, alike, granule, direction)                                                         \
   extern "C" __global__ void __launch_bounds__(kBlockThreads, 1) name(const __grid_constant__ CopyArgs args) { \

@@ -6,6 +6,8 @@
 #include <bit>
 #include <cstring>
 
+#include "base/cpu.h"
+
 #if defined(__x86_64__)
 #include <immintrin.h>
 // GCC 12 takes what its own intrinsics leave undefined on purpose for a mistake.
@@ -409,10 +411,8 @@ constexpr TilePath kAvx512{"avx512", avx512_pack, avx512_unpack};
 std::vector<const TilePath*> detect() {
   std::vector<const TilePath*> paths;
 #if defined(__x86_64__)
-  if (__builtin_cpu_supports("avx512vbmi2") && __builtin_cpu_supports("avx512vbmi") &&
-      __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl"))
-    paths.push_back(&kAvx512);
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi")) paths.push_back(&kAvx2);
+  if (cpu().avx512) paths.push_back(&kAvx512);
+  if (cpu().avx2) paths.push_back(&kAvx2);
 #endif
   paths.push_back(&kScalar);
   return paths;

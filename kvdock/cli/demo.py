@@ -177,21 +177,33 @@ class DemoServer:
         _reap(self._process)
 
 
+def asked(questions: list[str], engines: int) -> Iterator[tuple[str, Sequence[int]]]:
+    """Each question with the engines that answer it, by number, without end: the first all engines, then one in turn,
+    and when the questions begin again, another one than before."""
+    yield questions[0], range(engines)
+    for turn in itertools.count(1):
+        rounds, place = divmod(turn, len(questions))
+        yield questions[place], [(place + rounds) % engines]
+
+
 def conversation(
     engines: list[DemoEngine], server: DemoServer, turns: int | None, screen: Screen
 ) -> Iterator[Turn]:
     """Asks questions in turn, without end if `turns` is None. In turn 1 the first engine computes and stores the text,
-    and the second loads it. The last of `engines` has no server."""
+    and the second loads it; once all are asked, each is asked of the other engine. The last of `engines` has no
+    server."""
     *sharing, alone = engines
     package = files("kvdock.cli")
     questions = package.joinpath("demo_questions.txt").read_text().splitlines()
     document = package.joinpath("demo_document.txt").read_text()
-    for number, question in enumerate(itertools.islice(itertools.cycle(questions), turns), 1):
+    for number, (question, numbers) in enumerate(itertools.islice(asked(questions, len(sharing)), turns), 1):
         server.keep_up(screen)
+        if number > 1 and question == questions[0]:
+            screen.next_reader()
         screen.question(number, question)
         prompt = f"{document}\n\nQUESTIONS AND ANSWERS\n\nQuestion: {question}\nAnswer:"
         base: dict[str, Any] | None = None
-        for engine in sharing if number == 1 else [sharing[(number - 1) % len(sharing)]]:
+        for engine in (sharing[each] for each in numbers):
             screen.working(engine.name)
             got = engine.ask(prompt)
             screen.answer(engine.name, got["text"])

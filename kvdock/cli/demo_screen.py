@@ -62,6 +62,10 @@ class Screen:
         )
         self._console.print(Text("\n".join(lines)), soft_wrap=True)
 
+    def next_reader(self) -> None:
+        said = "Another reader has the same questions, each for the engine that did not answer it before."
+        self._console.print(f"\n{said}", soft_wrap=True)
+
     def question(self, number: int, question: str) -> None:
         self._console.print(Text(f"\n{number}. {question}", style="bold"))
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from kvdock._core import MemberLock
 from kvdock.shm.locks import MEMBER_OFFSETS
-from kvdock.shm.objects import NOBODY, open_lock
+from kvdock.shm.objects import NOBODY, open_own
 
 
 class MemberLiveness:
@@ -22,7 +22,7 @@ class MemberLiveness:
     def __init__(
         self, lock_file: str | Path, *, source: random.Random, with_children: bool = False, trusted_uid: int = NOBODY
     ) -> None:
-        fd = open_lock(Path(lock_file), trusted_uid)
+        fd = open_own(Path(lock_file), trusted_uid)
         try:
             self._lock = _take_free(fd, source, with_children)
         finally:

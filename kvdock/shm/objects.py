@@ -21,20 +21,16 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import importlib
 import os
 import re
 import stat
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Final, Literal, get_args
+from typing import Final, Literal, get_args
 
 from kvdock._core import Mapping
 from kvdock.shm.errors import ForeignObject, PoolTooSmall
-
-# posix_ipc ships no types; only this module uses it.
-_posix_ipc: Final[Any] = importlib.import_module("posix_ipc")
 
 SHM_DIR: Final = Path("/dev/shm")
 NOBODY: Final = -1
@@ -120,15 +116,15 @@ def _named(shm_dir: Path) -> Iterator[tuple[Path, bool]]:
             yield path, is_own(path.lstat())
 
 
-def open_lock(path: Path, trusted_uid: int = NOBODY) -> int:
-    """Opens a lock file and returns its descriptor, readable and writable. `trusted_uid`: see is_own. Raises
-    FileNotFoundError, PermissionError, ForeignObject."""
+def open_own(path: Path, trusted_uid: int = NOBODY) -> int:
+    """Opens an object or a lock file and returns its descriptor, readable and writable. `trusted_uid`: see is_own.
+    Raises FileNotFoundError, PermissionError, ForeignObject."""
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except (FileNotFoundError, PermissionError):
         raise
     except OSError as error:
-        raise ForeignObject(f"lock file {path}", found=error.strerror, wanted="a regular file") from error
+        raise ForeignObject(f"shared memory object {path}", found=error.strerror, wanted="a regular file") from error
     try:
         require_own(fd, path.name, trusted_uid)
     except BaseException:
@@ -155,12 +151,8 @@ def create(name: str, size_bytes: int) -> int:
 
     Raises FileExistsError when the name is taken, PoolTooSmall when memory runs out (then the name is removed).
     """
+    fd = os.open(_path(name), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
-        fd: int = _posix_ipc.SharedMemory(name, _posix_ipc.O_CREX, mode=0o600).fd
-    except _posix_ipc.ExistentialError as error:
-        raise FileExistsError(errno.EEXIST, "shared memory object exists", name) from error
-    try:
-        os.set_inheritable(fd, False)
         allocate(fd, size_bytes, name)
     except BaseException:
         os.close(fd)
@@ -185,25 +177,25 @@ def allocate(fd: int, size_bytes: int, name: str) -> None:
 def open_existing(name: str, trusted_uid: int = NOBODY) -> int:
     """The object's descriptor, readable and writable. `trusted_uid`: see is_own. Raises FileNotFoundError when there is
     no such object, ForeignObject when it is not is_own."""
+    path = _path(name)
     try:
-        fd: int = _posix_ipc.SharedMemory(name).fd
-    except _posix_ipc.ExistentialError as error:
-        raise FileNotFoundError(errno.ENOENT, "no shared memory object", name) from error
-    try:
-        os.set_inheritable(fd, False)
-        require_own(fd, name, trusted_uid)
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd
+        return open_own(path, trusted_uid)
+    except PermissionError as error:
+        raise ForeignObject(f"shared memory object {path}", found=error.strerror, wanted="one of this user") from error
 
 
 def unlink(name: str) -> None:
     """Removes the name; mappings of the object stay. No error when there is no such name."""
-    try:
-        _posix_ipc.unlink_shared_memory(name)
-    except _posix_ipc.ExistentialError:
-        return
+    _path(name).unlink(missing_ok=True)
+
+
+def _path(name: str) -> Path:
+    """Where an object is, as for shm_open(3) of every C library of Linux. Raises ValueError unless the name is one of
+    ours, so that none leads out of the directory."""
+    file = name.removeprefix("/")
+    if not _NAME.fullmatch(file):
+        raise ValueError(f"shared memory object: found {name!r}, wanted /kvdock-POOL-…")
+    return SHM_DIR / file
 
 
 def create_region(name: str, size_bytes: int) -> Mapping:

@@ -167,6 +167,8 @@ def test_evict_makes_so_much_room(server: ServerProcess, engine: Engine, client:
     assert engine.release(lease, 0) == []
     said = kvdock("evict", "--free", "1MiB", *at).stdout
     assert re.fullmatch(r"nothing was evicted: 1\d\.\d MiB are free already\n", said) and stored(engine, young) == 8
+    said = kvdock("evict", "--free", "16MiB", *at).stdout
+    assert said.startswith("8 chunks of ") and "no more" not in said, "the pool is empty"
 
 
 @pytest.mark.parametrize(("arguments", "said"), [

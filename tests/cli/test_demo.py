@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from io import StringIO
+from itertools import islice
 from pathlib import Path
 from typing import get_args
 
@@ -22,7 +23,7 @@ from cli_helpers import KVDOCK, TIMEOUT_S, clean_environ, complaints, kvdock, re
 from rich.console import Console
 
 from kvdock.cli import demo as demo_module
-from kvdock.cli.demo import DemoServer, linger
+from kvdock.cli.demo import DemoServer, asked, linger
 from kvdock.cli.demo_screen import Screen
 from kvdock.cli.errors import FAILED, CommandError
 from kvdock.cli.main import Preset
@@ -63,6 +64,16 @@ def test_the_figures_say_what_was_reused() -> None:
     found = json.loads(done.stdout)
     assert found["tokens_identical"] and found["turns_with_reuse"] == 1 and found["loaded_bytes"] > 0
     assert [turn["engine"] for turn in found["turns"]] == ["engine A", "engine B"] and found["model"] == "tiny"
+
+
+@pytest.mark.parametrize("count", [13, 14])
+def test_a_question_comes_again_for_an_engine_that_has_not_answered_it(count: int) -> None:
+    questions = [f"{number}?" for number in range(count)]
+    turns = [(question, list(numbers)) for question, numbers in islice(asked(questions, 2), 2 * count)]
+    assert turns[0] == ("0?", [0, 1]) and [question for question, _ in turns] == questions * 2
+    assert [numbers for _, numbers in turns[1:count]] == [[number % 2] for number in range(1, count)]
+    pairs = zip(turns[1:count], turns[count + 1 :], strict=True)
+    assert all(sorted(first + second) == [0, 1] for (_, first), (_, second) in pairs)
 
 
 def processes_of(folder: Path) -> list[str]:

@@ -50,9 +50,9 @@ def test_every_file_is_in_one_distribution() -> None:
     assert is_in(SERVER, PurePosixPath("kvdock/docs/api.md")), "the server shows them"
 
 
-def test_what_engines_install_imports_nothing_of_the_server_and_asks_for_two_packages() -> None:
+def test_what_engines_install_imports_nothing_of_the_server_and_asks_for_one_package() -> None:
     wanted = {Requirement(line).name.replace("-", "_") for line in project(ENGINE)["project"]["dependencies"]}
-    assert wanted == {"msgspec", "posix_ipc"}
+    assert wanted == {"msgspec"}
     foreign = []
     for path, text in sources().items():
         if path.suffix != ".py" or path.parts[0] != "kvdock" or not is_in(ENGINE, path):

@@ -4,11 +4,14 @@ they come from."""
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
 import sys
 import threading
+import venv
+import zipfile
 from collections.abc import Callable, Iterator
 from datetime import date, timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -18,6 +21,8 @@ from typing import Any, NamedTuple
 import pytest
 from paths import ROOT
 from sources import sources
+
+from kvdock import _core
 
 pytestmark = pytest.mark.security
 
@@ -70,6 +75,28 @@ def test_the_bill_names_what_builds_the_extension() -> None:
         names = [one["name"] for one in found]
         forms = (r"g\+\+-\d+|clang-\d+", r"binutils.*", r"libstdc\+\+-\d+-dev", r"libgcc-\d+-dev", "libc6-dev")
         assert [form for form in forms if not any(re.fullmatch(form, name) for name in names)] == [], names
+
+
+@needs_tools
+def test_the_bill_of_a_wheel_has_the_same_bytes_each_time_and_names_the_compiler_of_wheels(tmp_path: Path) -> None:
+    wheel = tmp_path / "kvdock_engine-0-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.write(_core.__file__, f"kvdock/{Path(_core.__file__).name}")
+    venv.create(tmp_path / "env", symlinks=True)
+    packages, = (tmp_path / "env/lib").glob("python3*/site-packages")
+    for name in ("one", "two", "three"):
+        (packages / f"{name}-1.dist-info").mkdir()
+        (packages / f"{name}-1.dist-info/METADATA").write_text(f"Metadata-Version: 2.4\nName: {name}\nVersion: 1\n")
+    written = []
+    for seed in ("1", "2"):
+        command = (TOOLS, ROOT / "pins/bill.py", tmp_path / "env/bin/python", wheel, tmp_path / seed)
+        subprocess.run([str(word) for word in command], check=True, env={**os.environ, "PYTHONHASHSEED": seed})
+        written.append((tmp_path / seed).read_bytes())
+    assert written[0] == written[1]
+    found = {one["name"]: one for one in json.loads(written[0])["components"]}
+    assert {"one", "two", "three", "ziglang", "libc.so.6"} <= found.keys()
+    assert "version" not in found["libc.so.6"], "it is any machine's"
+    assert not [name for name in found if name.startswith(("g++", "binutils"))]
 
 
 # --------------------------------------------------------------------------- vulnerabilities

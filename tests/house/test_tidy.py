@@ -162,9 +162,10 @@ def test_docs_list_every_setting_with_its_default_and_meaning() -> None:
 
 
 HASHED = (
-    "build", "deploy", "docs", "engine", "helm", "model", "server", "sglang", "test", "tools", "vllm", "vllm-versions",
+    "build", "deploy", "docs", "engine", "helm", "model", "nvcc", "server", "sglang", "test", "tools", "vllm",
+    "vllm-versions",
 )
-APART = ("deploy", "docs", "helm", "tools", "vllm", "vllm-versions", "sglang")
+APART = ("deploy", "docs", "helm", "nvcc", "tools", "vllm", "vllm-versions", "sglang")
 """Lists with an environment of their own."""
 
 
@@ -211,7 +212,7 @@ def test_every_other_list_is_named_and_no_list_names_an_index() -> None:
 def test_make_and_the_image_install_with_hashes() -> None:
     """Whatever installs a list of pins/, but PyTorch's, demands its hashes."""
     engines = [".venv-vllm-cpu/.deps", ".venv-sglang-cpu/.deps"]
-    others = [".venv-tools/.deps", ".venv-deploy/.deps", ".venv-docs/.deps", "build/server/.deps"]
+    others = [f".venv-{name}/.deps" for name in ("tools", "nvcc", "deploy", "docs")] + ["build/server/.deps"]
     targets = [".venv/.deps", ".venv/.tests", ".venv/.model", *others, *engines]
     make = subprocess.run(["make", "-nB", *targets], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     steps = re.sub(r"\\\n", "", make + sources()[PurePosixPath("Dockerfile")])

@@ -117,6 +117,25 @@ def test_a_segment_that_is_not_ours_alone_is_not_mapped(what: str, planted: Call
         map_checked(shm.segment_name(pool_id, 0, 1), pool_id, 0)
 
 
+@needs_root
+def test_a_segment_that_this_user_may_not_open_is_refused_as_foreign(planted: Callable[[Path, str], None]) -> None:
+    pool_id = secrets.randbits(64)
+    planted(named("segment", pool_id), "our own")
+    os.seteuid(STRANGER)
+    try:
+        with pytest.raises(ForeignObject, match="Permission denied"):
+            map_checked(shm.segment_name(pool_id, 0, 1), pool_id, 0)
+    finally:
+        os.seteuid(0)
+
+
+@pytest.mark.parametrize("name", ["/../run/kvdock-0000000000000007-table", "/kvdock-7-table", "/other", "/", ""])
+def test_a_name_that_is_not_of_a_pool_is_neither_made_nor_opened_nor_removed(name: str) -> None:
+    for refused in (lambda: shm.create_region(name, 4096), lambda: shm.open_region(name), lambda: shm.unlink(name)):
+        with pytest.raises(ValueError, match="wanted /kvdock-POOL-"):
+            refused()
+
+
 @pytest.mark.parametrize("how", ["open to others", pytest.param("of another user", marks=needs_root)])
 def test_a_pool_that_others_could_open_is_not_adopted_and_another_one_is_served(how: str) -> None:
     """Its last owner may be at work in it: as in the reviewers' attack, whose pool named the victim's socket."""

@@ -29,7 +29,7 @@ class KeptObject:
     def read(self) -> bytes:
         """Returns its content; empty: there is none, or it cannot be read."""
         try:
-            with os.fdopen(shm.open_lock(self._path), "rb") as file:
+            with os.fdopen(shm.open_own(self._path), "rb") as file:
                 return file.read()
         except FileNotFoundError:
             return b""

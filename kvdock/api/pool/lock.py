@@ -69,7 +69,7 @@ class PoolLock:
         ForeignObject when the lock file is not ours."""
         path = shm.lock_path(pool_id, shm_dir)
         try:
-            fd = shm.open_lock(path)
+            fd = shm.open_own(path)
         except FileNotFoundError as error:
             raise PoolGone(f"lock file {path}", found="no such file", wanted="the lock file of a pool") from error
         try:
@@ -105,7 +105,7 @@ class PoolLock:
 def server_alive(pool_id: int, shm_dir: Path = shm.SHM_DIR) -> bool:
     """Whether a server holds the pool now. Raises ForeignObject."""
     try:
-        fd = shm.open_lock(shm.lock_path(pool_id, shm_dir))
+        fd = shm.open_own(shm.lock_path(pool_id, shm_dir))
     except FileNotFoundError:
         return False
     try:
@@ -116,7 +116,7 @@ def server_alive(pool_id: int, shm_dir: Path = shm.SHM_DIR) -> bool:
 
 def secret_of(pool_id: int, shm_dir: Path = shm.SHM_DIR) -> bytes:
     """The pool's secret, whether its server lives or not. FileNotFoundError, PermissionError, ForeignObject."""
-    fd = shm.open_lock(shm.lock_path(pool_id, shm_dir))
+    fd = shm.open_own(shm.lock_path(pool_id, shm_dir))
     try:
         return os.pread(fd, SECRET_BYTES, SECRET_OFFSET)
     finally:
@@ -157,7 +157,7 @@ def left_pools(shm_dir: Path = shm.SHM_DIR) -> list[LeftPool]:
 
 def _look(pool_id: int, shm_dir: Path) -> tuple[bool, LeftPool]:
     """Whether its server is alive, and what the lock file says about the pool. Raises ForeignObject."""
-    fd = shm.open_lock(shm.lock_path(pool_id, shm_dir))
+    fd = shm.open_own(shm.lock_path(pool_id, shm_dir))
     try:
         address = os.pread(fd, SECRET_OFFSET, 0).rstrip(b"\0").decode(errors="replace")
         left = LeftPool(pool_id, address, boot_s() - os.fstat(fd).st_mtime)
@@ -201,7 +201,7 @@ def remove_stale(
 
 
 def _lock_of(path: Path) -> MemberLock:
-    fd = shm.open_lock(path)
+    fd = shm.open_own(path)
     try:
         return _take(fd, path)
     finally:

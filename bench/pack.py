@@ -17,21 +17,22 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from bench.real_kv import CHUNK_TOKENS, MODELS, Parts, real_kv
 from kvdock import _core
 
-Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
+Bytes = Any
+"""An array of uint8, which mypy does not take for a buffer before Python 3.12."""
 MEMORY_BYTES, CACHE_PLANES, TURNS = 256 << 20, 2, 9
 TILE, RESERVE_AT = _core.TILE_BYTES, 2816
 RAW_TILE = 255
 
 
 class Ratio(NamedTuple):
-    """Of one model."""
+    """What packing made of one model's parts."""
 
     raw_bytes: int
     stored_bytes: int
@@ -57,8 +58,10 @@ def tiles_in(shape: _core.PackedShape, slot: Bytes, planes: list[int]) -> Bytes:
 def ratio_of(parts: Parts) -> Ratio:
     planes = [parts.shape[2]] * parts.shape[1]
     shape = _core.PackedShape(planes)
-    slot, back = np.zeros(shape.packed_bytes, np.uint8), np.zeros(shape.raw_bytes, np.uint8)
+    slot: Bytes = np.zeros(shape.packed_bytes, np.uint8)
+    back: Bytes = np.zeros(shape.raw_bytes, np.uint8)
     stored = raw_parts = beyond = raw_tiles = tiles = 0
+    part: Bytes
     for part in parts:
         if _core.pack_part(shape, part.reshape(-1), slot) < 0:
             raw_parts, stored = raw_parts + 1, stored + shape.raw_bytes
@@ -78,15 +81,15 @@ class Case:
 
     def __init__(self, parts: Parts, count: int) -> None:
         """`count`: how many parts lie side by side."""
-        self.raw = np.ascontiguousarray(np.resize(parts, (count, *parts.shape[1:]))).reshape(count, -1)
+        self.raw: Bytes = np.ascontiguousarray(np.resize(parts, (count, *parts.shape[1:]))).reshape(count, -1)
         self.shape = _core.PackedShape([parts.shape[2]] * parts.shape[1])
-        self.slots = np.zeros((count, self.shape.packed_bytes), np.uint8)
-        self.back = np.zeros_like(self.raw)
+        self.slots: Bytes = np.zeros((count, self.shape.packed_bytes), np.uint8)
+        self.back: Bytes = np.zeros_like(self.raw)
+        self._views = [(row.data, other.data) for row, other in zip(self.raw, self.back, strict=True)]
 
     def copy(self) -> None:
-        starts = np.arange(len(self.raw), dtype=np.uint64) * np.uint64(self.raw.shape[1])
-        source, target = (np.uint64(rows.ctypes.data) + starts for rows in (self.raw, self.back))
-        _core.memcpy_pieces(target, source, self.raw.shape[1], threads=1)
+        for source, target in self._views:
+            target[:] = source  # memmove of libc
 
     def pack(self) -> None:
         for part, slot in zip(self.raw, self.slots, strict=True):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -46,7 +47,7 @@ def texts() -> dict[str, str]:
 
 def smollm2(_folder: Path) -> Iterator[tuple[list[Tensor], float]]:
     file = trained.smollm2()
-    model = Model(file.model)
+    model = Model(replace(file.model, dtype="bfloat16"))
     for text in texts().values():
         tokens, planes = file.tokenizer.encode(text)[:MOST_TOKENS], list[Tensor]()
 

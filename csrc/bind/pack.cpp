@@ -120,8 +120,8 @@ void bind_pack(py::module_& m) {
       .def_property_readonly("packed_bytes", &PackedShape::packed_bytes);
   m.def("pack_part", pack, "shape"_a, "part"_a, "slot"_a, "books"_a = py::none(),
         "Packs a part in canonical order. books: BOOK_EXPONENTS bytes for each plane; None: learnt. Returns how many "
-        "units of the spill are in use; -1: more than there are, so the part is to be stored as it is. Raises CopyError "
-        "for sizes that do not fit the shape.");
+        "units of the spill are in use; -1: more than there are, so the part is to be stored as it is. Raises "
+        "CopyError for sizes that do not fit the shape.");
   m.def("unpack_part", unpack, "shape"_a, "slot"_a, "part"_a,
         "False: the slot holds no packed part of the shape. Raises CopyError for sizes that do not fit the shape.");
   m.def("learn_books", learn, "shape"_a, "part"_a, "The books that pack_part() learns.");

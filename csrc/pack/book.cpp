@@ -54,8 +54,14 @@ Book ExponentCounts::book() const {
 }
 
 Book learn_book(const char* plane, size_t tiles) {
+  constexpr size_t kAhead = 8;
+  const size_t granules = sampled_granules(tiles);
+  const auto granule = [&](size_t i) { return plane + sampled_granule(tiles, i) * kGranuleBytes; };
   ExponentCounts counts;
-  for (size_t i = 0; i < sampled_granules(tiles); ++i) counts.add(plane + sampled_granule(tiles, i) * kGranuleBytes);
+  for (size_t i = 0; i < granules + kAhead; ++i) {
+    if (i < granules) foresee(granule(i), kGranuleBytes);
+    if (i >= kAhead) counts.add(granule(i - kAhead));
+  }
   return counts.book();
 }
 

@@ -25,7 +25,9 @@ Book make_book(std::span<const uint8_t, kBookExponents> exponents);
 // The sample of a plane: granules that are spread over it, the same for all planes of a size.
 constexpr size_t kGranuleBytes = 128, kTileGranules = 32;
 constexpr size_t kSample = 64;
-constexpr size_t sampled_granules(size_t tiles) { return tiles < kSample / kTileGranules ? tiles * kTileGranules : kSample; }
+constexpr size_t sampled_granules(size_t tiles) {
+  return tiles < kSample / kTileGranules ? tiles * kTileGranules : kSample;
+}
 // The number, in the plane, of the sample's i-th granule: multiples of the golden ratio, without what is before the
 // point, are as evenly spread as any numbers, and in step with neither heads nor channels nor blocks.
 constexpr size_t sampled_granule(size_t tiles, size_t i) {

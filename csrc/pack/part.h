@@ -86,8 +86,8 @@ bool is_packed_part(const PackedShape& shape, const char* slot);
 // False: the tile's units are beyond the shape, and nothing was written.
 bool unpack_tile(const PackedShape& shape, const char* slot, size_t plane, size_t tile, char* to);
 
-// A part in canonical order, in one piece. Learns the books. Returns how many units are in use; -1: more than there are,
-// and the part is to be stored as it is.
+// A part in canonical order, in one piece. Learns the books. Returns how many units are in use; -1: more than there
+// are, and the part is to be stored as it is.
 long pack_part(const PackedShape& shape, const char* part, char* slot);
 // The same with other books: one for each plane, or it throws Refused{copy}.
 long pack_part(const PackedShape& shape, std::span<const Book> books, const char* part, char* slot);

@@ -85,7 +85,8 @@ bool put_spares(const char* from, const char* tile, const uint8_t* nibbles, size
   return true;
 }
 
-// Writes the nibbles of `count` marks, and the trailer; the rest of the tile is there already. As TilePath::pack().
+// Writes the nibbles of `count` marks, and the trailer; the rest of the tile is there already. Returns what a path's
+// pack() returns.
 template <auto kJoin>
 uint8_t put_marked(const char* from, size_t marks, Marked& nibbles, size_t count, char* to, char* more) {
   const size_t units = count > marks ? (count - marks + kUnitMarks - 1) / kUnitMarks : 0;

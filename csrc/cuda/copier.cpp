@@ -100,8 +100,7 @@ std::shared_ptr<Copy> Copier::copy(size_t number, std::span<const Part> parts, D
   copy->sums_.resize(parts.size());
   copy->fit_.resize(parts.size(), true);
   if (batches.empty()) return copy;
-  copy->bands_.resize(ends.size());
-  copy->named_bands_ = std::max<size_t>(bands.ends.size(), 1);
+  copy->bands_.resize(std::max<size_t>(bands.ends.size(), 1));
 
   std::unique_lock<std::mutex> lock(shared_->mutex);
   if (closed_) refuse(Refusal::copy, "copier", "closed", "open");
@@ -148,8 +147,7 @@ void Copier::advance(std::unique_lock<std::mutex>& lock, size_t most_pieces) {
   if (!front.error.empty() || front.next_piece == front.pieces.size()) {
     Copy& copy = *front.copy;
     if (front.ends_band) {
-      copy.bands_[front.band] = front.done;
-      ++copy.bands_submitted_;
+      copy.bands_submitted_ = copy.set_bands(front, front.done);
     }
     queue_.submitted_front();
     to_finish_.notify_one();
@@ -242,7 +240,7 @@ void Copier::finish(Batch& batch) {
   queue_.free_descriptors(batch);
   if (batch.uploaded != nullptr) events_.give_back(batch.uploaded);
   if (batch.done != nullptr) events_.give_back(batch.done);
-  if (batch.ends_band) copy.bands_[batch.band] = nullptr;  // the band has ended, and another copy may use its event
+  if (batch.ends_band) copy.set_bands(batch, nullptr);  // the band has ended, and another copy may use its event
   if (batch.band < copy.verified_after_) --copy.first_batches_left_;
   if (--copy.batches_left_ > 0) return;
   if (copy.error_.empty()) note_time(copy, batch.done);
@@ -304,12 +302,17 @@ std::optional<double> Copy::took_s() const {
   return took_s_;
 }
 
+size_t Copy::set_bands(const Batch& batch, Event event) {
+  const size_t end = batch.packed.empty() ? batch.band + 1 : bands_.size();
+  std::fill(bands_.begin() + long(batch.band), bands_.begin() + long(end), event);
+  return end;
+}
+
 void Copy::order(uintptr_t stream, std::optional<size_t> which) {
   std::unique_lock<std::mutex> lock(shared_->mutex);
   if (bands_.empty()) return;  // a copy of nothing
-  const size_t named = which.value_or(named_bands_ - 1);
-  if (named >= named_bands_) refuse(Refusal::copy, "band", named, "less than " + std::to_string(named_bands_));
-  const size_t band = std::min(named, bands_.size() - 1);
+  const size_t band = which.value_or(bands_.size() - 1);
+  if (band >= bands_.size()) refuse(Refusal::copy, "band", band, "less than " + std::to_string(bands_.size()));
   while (bands_submitted_ <= band) {
     if (copier_->can_advance()) copier_->advance(lock, SIZE_MAX);
     else shared_->changed.wait(lock);

@@ -30,6 +30,7 @@ struct Bands {
 };
 
 class Copier;
+struct Batch;
 
 // A copy under way, shared by its caller and the Copier, which it may outlive.
 class Copy {
@@ -57,6 +58,8 @@ class Copy {
   friend class SlotHashers;
   struct Shared;  // mutex and condition of the Copier, which may be gone before the Copy
   bool is_verified() const;
+  // The end of the band that the batch ends, or of all of them, if its parts are packed. Returns how many have ends.
+  size_t set_bands(const Batch& batch, Event event);
   template <typename Condition>
   bool wait_until(double timeout_s, Condition holds) const;
   std::shared_ptr<Shared> shared_;
@@ -67,8 +70,7 @@ class Copy {
   std::vector<uint64_t> verified_sums_;
   size_t verified_after_ = 0, first_batches_left_ = 0, hashes_left_ = 0;  // first batches: those of the first bands
   Event after_ = nullptr;     // belongs to the copier, as those of bands_ do; null once it is not needed
-  std::vector<Event> bands_;  // the end of each band; of packed parts, of all bands together
-  size_t named_bands_ = 1;
+  std::vector<Event> bands_;  // the end of each band
   std::chrono::steady_clock::time_point called_ = std::chrono::steady_clock::now();
   std::optional<double> took_s_;
   std::string error_;

@@ -9,8 +9,8 @@
 // Invariant: bytes are stored from the registers that were hashed; a skipped block is read and hashed, never written.
 #include "copy/direction.h"
 #include "cuda/kernel_args.h"
-#include "cuda/kernel_parts.cuh"
-#include "cuda/pack_kernels.cuh"
+#include "cuda/kernel_parts.h"
+#include "cuda/pack_kernels.h"
 
 namespace kvdock::cuda {
 

@@ -115,14 +115,11 @@ def test_both_codecs_read_what_the_other_packed(name: str, kind: str, shape: Sha
                 if used == 0:  # else units may be taken in another order
                     assert slots.read(i) == slot, (place, i)
             assert slots.guards_intact(3)
-            check_scatter(name, shape, copier, slots, wanted, of)
+            check_scatter(name, shape, slots, wanted, of)
 
 
-def check_scatter(
-    name: str, shape: Shape, gathered: CudaCopier, slots: Slots, parts: list[bytes], of: _core.PackedShape
-) -> None:
+def check_scatter(name: str, shape: Shape, slots: Slots, parts: list[bytes], of: _core.PackedShape) -> None:
     """Parts packed by the CPU, into other blocks, with every kind of skip; the rest keeps its guard bytes."""
-    del gathered
     for i, part in enumerate(parts):
         used, slot = packed(of, part)
         if used < 0:
@@ -139,10 +136,10 @@ def check_scatter(
         size = len(target.block_bytes(0, 0, 0))
         for (layer, kv, block), found in target.blocks_now().items():
             wanted = bytes([GUARD]) * size
-            for part in range(2):
-                if block in into[part] and (position := into[part].index(block)) >= skips[part]:
+            for which in range(2):
+                if block in into[which] and (position := into[which].index(block)) >= skips[which]:
                     start = ((layer * kv_of(name) + kv) * 11 + position) * size
-                    wanted = parts[part][start : start + size]
+                    wanted = parts[which][start : start + size]
             assert found == wanted, (way, skips, layer, kv, block)
 
 

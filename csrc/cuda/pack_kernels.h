@@ -12,7 +12,7 @@
 #pragma once
 
 #include "copy/direction.h"
-#include "cuda/kernel_parts.cuh"
+#include "cuda/kernel_parts.h"
 #include "cuda/pack_args.h"
 #include "pack/tile.h"
 
@@ -30,7 +30,7 @@ constexpr uint32_t kTileRows = kMostTileUnits / 32 + 1;  // of a packed tile: th
 // 28; or counts. `spread`, by byte: bit j at 4 j, 4 j + 1, 4 j + 2.
 struct Shared {
   uint32_t tables[kMostPackThreads / 32][256];
-  uint4 keys[2][2 * kStripeUnits];  // k, k' of checksum.h, each of them twice: a run's lie in one piece
+  uint4 keys[2][2 * kStripeUnits];  // k, k' of copy/checksum.h, each of them twice: a run's lie in one piece
   uint32_t spread[3][256];
   struct Warp {
     unsigned char tile[kMostTileUnits * kUnitBytes];
@@ -500,13 +500,17 @@ __device__ __forceinline__ uint4* one_run(const PackArgs& args, const Cells& at,
   return reinterpret_cast<uint4*>(locate_in_plane(plane, args.ids + at.part.first_id, first, skip));
 }
 
-// Hashes `count` units of a slot.
-__device__ __forceinline__ void hash_flat(StripeSums& sums, uint32_t index, const PackedPart& part, uint32_t unit,
-                                          uint32_t count, int lane) {
-  const uint4* const slot = reinterpret_cast<const uint4*>(part.slot);
-  sums.begin(index, part, unit, count);
-  for_units(unit, count, lane, [&](uint32_t at) { sums.add(at, __ldcs(slot + at)); },
+// Hashes a cell of the header or of the pool.
+__device__ __forceinline__ void hash_flat(const PackArgs& args, const Cells& at, StripeSums& sums, int lane) {
+  const bool of_pool = at.cell >= at.part.pool_cell;
+  const uint32_t unit =
+      of_pool ? at.part.pool_unit + (at.cell - at.part.pool_cell) * kStripeUnits : at.cell * kStripeUnits;
+  const uint32_t end = of_pool ? at.part.units : args.header_units, count = min(end - unit, uint32_t(kStripeUnits));
+  const uint4* const slot = reinterpret_cast<const uint4*>(at.part.slot);
+  sums.begin(at.index, at.part, unit, count);
+  for_units(unit, count, lane, [&](uint32_t which) { sums.add(which, __ldcs(slot + which)); },
             [&](uint32_t row) { sums.end_row(row); });
+  if (unit + count == at.part.units) sums.pad(at.index, at.part);
 }
 
 // Stores and hashes `count` units of a slot.
@@ -659,6 +663,38 @@ __device__ __forceinline__ void pack_cells(const PackArgs& args) {
   sums.finish();
 }
 
+// Stores s.tile, unpacked, into the engine's blocks: at `run`, if it is in one run that may be written.
+template <int kGranule>
+__device__ __forceinline__ void put_tile(const PackArgs& args, const Cells& at, Shared::Warp& s, const Exponents& book,
+                                         uint4* run, int lane) {
+      const uint32_t trailer = reinterpret_cast<const uint4*>(s.tile)[args.tile_units - 1].w;
+      const uint32_t units = trailer >> 8 & 255, first = trailer >> 16;
+      const uint32_t kept = args.tile_units - 1;
+      const uint32_t taken = units == kRaw ? (kTileUnits - kept + 1) / 2 : units;
+      const bool is_whole = (units <= kMostPool || units == kRaw) && (taken == 0 || first + taken <= at.part.pool);
+      const uint4* const more =
+          reinterpret_cast<const uint4*>(at.part.slot) + at.part.pool_unit + (taken != 0 ? 2 * first : 0);
+      uint4* paged[kRows];
+      if (run == nullptr)
+        locate_cell<kGranule>(args, at.part, at.plane, at.tile() * kTileUnits, kTileUnits, at.part.skip_blocks, lane,
+                              paged);
+      const auto store = [&](int row, uint4 value) {
+        if (run != nullptr) __stcs(run + row * 32 + lane, value);
+        else if (paged[row] != nullptr) __stcs(paged[row], value);
+      };
+      if (!is_whole) {
+        if (lane == 0) atomicAdd(args.sums + 3 * at.index + 2, 1ull);
+      } else if (units != kRaw) {
+        unpack_tile(s, book, args.marks, reinterpret_cast<const uint32_t*>(more), units, lane, store);
+      } else {
+#pragma unroll
+        for (int row = 0; row < kRows; ++row) {
+          const uint32_t i = row * 32 + lane;
+          store(row, i < kept ? reinterpret_cast<const uint4*>(s.tile)[i] : more[i - kept]);
+        }
+      }
+}
+
 template <int kGranule>
 __device__ __forceinline__ void unpack_cells(const PackArgs& args) {
   load_spread();
@@ -678,12 +714,7 @@ __device__ __forceinline__ void unpack_cells(const PackArgs& args) {
       if (!sound && lane == 0) atomicAdd(args.sums + 3 * at.index + 2, 1ull);
     }
     if (at.is_flat()) {
-      const bool of_pool = at.cell >= at.part.pool_cell;
-      const uint32_t begin = of_pool ? at.part.pool_unit + (at.cell - at.part.pool_cell) * kStripeUnits
-                                   : at.cell * kStripeUnits;
-      const uint32_t end = of_pool ? at.part.units : args.header_units;
-      hash_flat(sums, at.index, at.part, begin, min(end - begin, uint32_t(kStripeUnits)), lane);
-      if (of_pool && begin + kStripeUnits >= end) sums.pad(at.index, at.part);
+      hash_flat(args, at, sums, lane);
       continue;
     }
     if (!at.is_tile()) {
@@ -711,32 +742,7 @@ __device__ __forceinline__ void unpack_cells(const PackArgs& args) {
       book.load(reinterpret_cast<const unsigned char*>(at.part.slot) + kBookStart + kBookSize * at.plane, lane);
     }
     __syncwarp();
-    const uint32_t trailer = reinterpret_cast<const uint4*>(s.tile)[args.tile_units - 1].w;
-    const uint32_t units = trailer >> 8 & 255, first = trailer >> 16;
-    const uint32_t kept = args.tile_units - 1;
-    const uint32_t taken = units == kRaw ? (kTileUnits - kept + 1) / 2 : units;
-    const bool is_whole = (units <= kMostPool || units == kRaw) && (taken == 0 || first + taken <= at.part.pool);
-    const uint4* const more =
-        reinterpret_cast<const uint4*>(at.part.slot) + at.part.pool_unit + (taken != 0 ? 2 * first : 0);
-    uint4* paged[kRows];
-    if (run == nullptr)
-      locate_cell<kGranule>(args, at.part, at.plane, at.tile() * kTileUnits, kTileUnits, at.part.skip_blocks, lane,
-                            paged);
-    const auto store = [&](int row, uint4 value) {
-      if (run != nullptr) __stcs(run + row * 32 + lane, value);
-      else if (paged[row] != nullptr) __stcs(paged[row], value);
-    };
-    if (!is_whole) {
-      if (lane == 0) atomicAdd(args.sums + 3 * at.index + 2, 1ull);
-    } else if (units != kRaw) {
-      unpack_tile(s, book, args.marks, reinterpret_cast<const uint32_t*>(more), units, lane, store);
-    } else {
-#pragma unroll
-      for (int row = 0; row < kRows; ++row) {
-        const uint32_t i = row * 32 + lane;
-        store(row, i < kept ? reinterpret_cast<const uint4*>(s.tile)[i] : more[i - kept]);
-      }
-    }
+    put_tile<kGranule>(args, at, s, book, run, lane);
     __syncwarp();  // before the next tile is written to s.tile
   }
   sums.finish();
@@ -751,15 +757,14 @@ __device__ __forceinline__ uint32_t exponent_at(uint4 v, int j) {
 
 // A warp for each plane of each part: counts the exponents of its sample, and writes its book into the header.
 __device__ __forceinline__ void learn_books(const PackArgs& args) {
-  const int lane = threadIdx.x & 31;
   uint32_t* const counts = table();
-  const uint32_t warps = blockDim.x / 32;
+  const uint32_t lane = threadIdx.x & 31, warps = blockDim.x / 32;
   for (uint32_t each = blockIdx.x * warps + threadIdx.x / 32; each < args.num_parts * args.num_planes;
        each += gridDim.x * warps) {
     const uint32_t index = each / args.num_planes, plane = each % args.num_planes;
     const PackedPart part = args.parts[index];
     const uint32_t tiles = reinterpret_cast<const TilePlane*>(part.planes)[plane].tiles;
-    for (int i = lane; i < 256; i += 32) counts[i] = 0;
+    for (uint32_t i = lane; i < 256; i += 32) counts[i] = 0;
     __syncwarp();
     // A granule for each eight lanes, eight of them in flight.
     const auto granules = uint32_t(sampled_granules(tiles));

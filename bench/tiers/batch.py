@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import mmap
-import os
 import random
 import time
 
-from kvdock.shm import objects as shm
 from kvdock.shm.checksum import checksum
 from kvdock.tiers.record import PartName, Record
 from kvdock.tiers.tier import Deadline, Outcome, Tier, ToLoad, ToStore
@@ -21,11 +19,7 @@ class Batch:
     """Parts of all sizes, `mib` in sum, in one piece of shared memory: once to store, once to load into."""
 
     def __init__(self, mib: int, seed: int) -> None:
-        self._name = f"/kvdock-bench-{os.getpid():x}"
-        fd = shm.create(self._name, 2 * mib * MIB)
-        self._memory = mmap.mmap(fd, 2 * mib * MIB)
-        os.close(fd)
-        shm.unlink(self._name)
+        self._memory = mmap.mmap(-1, 2 * mib * MIB)  # pages of shared memory, without a name
         view, draw = memoryview(self._memory), random.Random(seed)
         for begin in range(0, mib * MIB, MIB):
             view[begin : begin + MIB] = draw.randbytes(MIB)

@@ -103,7 +103,8 @@ def target(arch: str, version: str) -> Target:
         if (include := tree / "usr/include" / f"python{version}" / "Python.h").is_file():
             return Target(arch, version, (include.parent, include.parent.parent), *in_tree(tree, arch, version))
     if arch == platform.machine() and (found := native(version)):
-        return Target(arch, version, (found[1],), (found[0],))
+        # -S: what is installed beside this interpreter is out of reach.
+        return Target(arch, version, (found[1],), (found[0], "-S"))
     for other in ARCHES:
         if other != arch and (headers := target_headers(other, version)):
             return Target(arch, version, headers, ())

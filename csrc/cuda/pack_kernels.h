@@ -18,7 +18,7 @@
 
 namespace kvdock::cuda {
 
-namespace {
+inline namespace inside {  // named, as in kernels.cu
 
 // The numbers of pack/tile.h, for arithmetic with 32 bits.
 constexpr uint32_t kElements = kTileElements, kCodes = kCodesAt, kCodeBytes = kCodePlaneBytes, kNibbles = kNibblesAt;
@@ -844,7 +844,7 @@ __device__ __forceinline__ void finish_parts(const PackArgs& args) {
   sums.finish();
 }
 
-}  // namespace
+}  // namespace inside
 
 #define KVDOCK_PACK_KERNEL(name, threads, ...)                                                         \
   extern "C" __global__ void __launch_bounds__(threads, 1) name(const __grid_constant__ PackArgs args) { \

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -45,3 +46,11 @@ def test_a_machine_without_nvcc(folder: Path, cuda: str, fails: bool, said: str)
 def test_kernels_that_were_compiled_before_need_no_nvcc(folder: Path) -> None:
     status, text = configured(folder, "require", WITHOUT_NVCC, "-DKVDOCK_FATBIN=/kernels.fatbin")
     assert status == 0 and "GPU kernels: /kernels.fatbin" in text, text[-2000:]
+
+
+def test_device_code_has_only_names_that_do_not_depend_on_the_folder() -> None:
+    """nvcc puts a hash of the folder into the names of an unnamed namespace."""
+    listed = (ROOT / "CMakeLists.txt").read_text().partition("DEPENDS csrc/cuda/kernels.cu")[2].partition("VERBATIM")[0]
+    files = ["csrc/cuda/kernels.cu", *listed.split()]
+    assert "csrc/cuda/pack_kernels.h" in files
+    assert [name for name in files if re.search(r"^namespace \{", (ROOT / name).read_text(), re.MULTILINE)] == []

@@ -10,11 +10,11 @@ from typing import TypeAlias
 
 import pytest
 from adoption_helpers import next_at
-from api_helpers import MIB, ServerProcess, eventually, unique
+from api_helpers import MIB, ServerProcess, unique
 from connector_helpers import CHUNK, Spectator, engine_over, kvdock_of
 from engine_helpers import make_engine, prompt, run_one, sampling
 from same_tokens_helpers import LENGTH, MODELS, STORED, TOKENS, Served, assert_same, served
-from tier_stores import clear_pool
+from tier_stores import clear_once_written, clear_pool
 from tp_helpers import engine_of_ranks
 
 from kvdock.client.client import Client
@@ -81,18 +81,6 @@ def alone(config: EngineConfig, tokens: list[int], at_hand: int) -> Served:
     return served(run_one(one, tokens, sampling(TOKENS)))
 
 
-def clear_once_written(server: ServerProcess) -> None:
-    """Leaves what was stored in the tier alone."""
-    with Client(server.unix) as client:
-
-        def all_written() -> bool:
-            (tier,) = client.status().tiers
-            return tier.queued_bytes == 0 and tier.counters.get("stored_bytes", 0) > 0
-
-        eventually(all_written)
-    clear_pool(server.unix)
-
-
 @pytest.mark.parametrize("room", [USUAL, FEW, NONE], ids=["usual", "few", "none"])
 @pytest.mark.parametrize("model", MODELS)
 def test_tokens_and_logits_are_those_of_a_local_hit_from_the_pool_and_from_a_tier(
@@ -113,7 +101,7 @@ def test_tokens_and_logits_are_those_of_a_local_hit_from_the_pool_and_from_a_tie
     of_pool = ended(engine(server, config, salt), tokens)
     assert of_pool.at_hand == STORED
     assert_same(of_pool, alone(config, tokens, STORED))
-    clear_once_written(server)
+    clear_once_written(server.unix)
     of_tier = ended(engine(server, config, salt), tokens)
     assert of_tier.at_hand == STORED
     assert_same(of_tier, of_pool)

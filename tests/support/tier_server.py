@@ -9,10 +9,10 @@ import psutil  # type: ignore[import-untyped]  # it has no stubs here
 from api_helpers import MIB, ServerProcess, eventually
 from mover_steps import movers_of
 from tier_engine import TierEngine
+from tier_stores import clear_once_written
 from whole_engines import WholeEngine
 
 from kvdock.client.client import Client
-from kvdock.protocol.admin_schemas import EvictChunks
 
 PART = MIB // 2
 POOL_CHUNKS = 32
@@ -42,31 +42,10 @@ def with_disk(folder: Path, **settings: object) -> ServerProcess:
     })
 
 
-def wait_until_written(server: ServerProcess, share: float = 1.0) -> None:
-    """All that was stored is in the tier. `share`: how many of the pool's bytes the tier's are at least; the pool
-    rounds the bytes of a part up, and a tier does not."""
-    with Client(server.unix) as client:
-
-        def is_written() -> bool:
-            status = client.status()
-            (tier,) = status.tiers
-            moved = sum(tier.counters.get(name, 0) for name in ("stored_bytes", "loaded_bytes"))
-            return tier.queued_bytes == 0 and moved >= share * status.counters["stored_bytes"] > 0
-
-        eventually(is_written, 60.0)
-
-
-def clear_once_written(server: ServerProcess, share: float = 1.0) -> None:
-    """Leaves what was stored in the tier alone."""
-    wait_until_written(server, share)
-    with Client(server.unix) as client:
-        client.evict(EvictChunks(free_bytes=client.status().pool.limit_bytes))
-
-
 def leave_in_the_tier(server: ServerProcess, engine: WholeEngine, share: float = 1.0) -> None:
     """What was stored: neither the pool nor the engine has it any more."""
     engine.drain()
-    clear_once_written(server, share)
+    clear_once_written(server.unix, share)
     engine.flush()
 
 

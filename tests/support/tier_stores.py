@@ -18,10 +18,11 @@ from tier_subject import StoreProcess
 
 from kvdock.client.client import Client
 from kvdock.protocol.admin_schemas import EvictChunks
+from kvdock.protocol.reports import TierView
 from kvdock.tiers.record import HEADER_BYTES, PartName
 from kvdock.tiers.stores import objects, redis
 from kvdock.tiers.stores.mooncake import tier as mooncake
-from kvdock.tiers.tier import Tier
+from kvdock.tiers.tier import PAGE_BYTES, Tier
 
 
 class Store(Protocol):
@@ -179,17 +180,28 @@ def opened(kind: Callable[[Path], AnyStore], folder: Path) -> Iterator[AnyStore]
         store.end()
 
 
-def all_written(client: Client) -> bool:
-    """Whether what was stored in the pool is in the tier; what was loaded counts as stored in the pool again."""
-    status = client.status()
-    moved = [tier.counters.get(name, 0) for tier in status.tiers for name in ("stored_bytes", "loaded_bytes")]
-    return sum(moved) >= status.counters["stored_bytes"]
-
-
-def clear_once_written(address: str) -> None:
-    """Leaves what was stored in the tier alone."""
+def wait_until_written(address: str, share: float = 1.0) -> None:
+    """`share` of what was stored in the pool is in the tiers; what was loaded counts as stored in the pool again."""
     with Client(address) as client:
-        eventually(lambda: all_written(client), 60.0)
+
+        def is_written() -> bool:
+            status = client.status()  # names no tier before the mover's first report
+            moved = sum(_moved_bytes(tier) for tier in status.tiers)
+            is_queued = any(tier.queued_bytes for tier in status.tiers)
+            return not is_queued and moved >= share * status.counters["stored_bytes"] > 0
+
+        eventually(is_written, 60.0)
+
+
+def _moved_bytes(tier: TierView) -> int:
+    """At least what the pool counts for the parts that the tier stored and loaded: it rounds each up to a page."""
+    records = sum(tier.counters.get(name, 0) for name in ("store_done", "load_done"))
+    return sum(tier.counters.get(name, 0) for name in ("stored_bytes", "loaded_bytes")) + records * PAGE_BYTES
+
+
+def clear_once_written(address: str, share: float = 1.0) -> None:
+    """Leaves what was stored in the tier alone."""
+    wait_until_written(address, share)
     clear_pool(address)
 
 

@@ -6,14 +6,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from api_helpers import MIB, ServerProcess, eventually, unique
+from api_helpers import MIB, ServerProcess, unique
 from connector_helpers import engine_over
 from engine_helpers import prompt, run_one, sampling
 from same_tokens_helpers import LENGTH, MODELS, STORED, TOKENS, Served, assert_same, served
-from tier_stores import clear_pool
+from tier_stores import clear_once_written
 from tp_helpers import engine_of_ranks, shared
 
-from kvdock.client.client import Client
 from kvdock.engine.config import preset
 from kvdock.engine.engine import Engine
 from kvdock.engine.ranks import ProcessGroup
@@ -31,19 +30,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
         yield process
 
 
-def clear_once_written(server: ServerProcess) -> None:
-    """Leaves what was stored in the tier alone."""
-    with Client(server.unix) as client:
-
-        def all_written() -> bool:
-            status = client.status()
-            moved = [tier.counters.get(name, 0) for tier in status.tiers for name in ("stored_bytes", "loaded_bytes")]
-            return sum(moved) >= status.counters["stored_bytes"]  # what was loaded counts as stored in the pool again
-
-        eventually(all_written)
-    clear_pool(server.unix)
-
-
 def ended(engine: Engine, tokens: list[int], new: int) -> Served:
     found = served(run_one(engine, tokens, sampling(new)))
     assert engine.drain(20.0)
@@ -57,7 +43,7 @@ def test_a_prompt_from_a_tier_has_the_bits_of_one_from_the_pool(server: ServerPr
     ended(engine_over(server.unix, config, salt=salt), tokens, 1)
     of_pool = ended(engine_over(server.unix, config, salt=salt), tokens, TOKENS)
     assert of_pool.at_hand == STORED
-    clear_once_written(server)
+    clear_once_written(server.unix)
     of_tier = ended(engine_over(server.unix, config, salt=salt), tokens, TOKENS)
     assert of_tier.at_hand == STORED
     assert_same(of_tier, of_pool)
@@ -74,7 +60,7 @@ def test_two_ranks_read_what_a_tier_has_loaded_once(server: ServerProcess, model
 
         ended(made(), tokens, 1)
         of_pool = ended(made(), tokens, TOKENS)
-        clear_once_written(server)
+        clear_once_written(server.unix)
         of_tier = ended(made(), tokens, TOKENS)
         assert of_tier.at_hand == of_pool.at_hand == STORED
         assert_same(of_tier, of_pool)

@@ -17,8 +17,8 @@ from api_helpers import MIB, ServerProcess
 from changed_weights import LONG_HITS, NEW, generate, longer, truth
 from engines import MARK, Engine
 from stories import CHANGES, RELOAD, SHARE, SWEPT, VERSIONS, WEIGHTS
-from tier_server import clear_once_written, is_served, with_disk
-from tier_stores import has_state
+from tier_server import is_served, with_disk
+from tier_stores import clear_once_written, has_state
 from whole_engines import BEFORE, CONNECTOR, HITS, NEVER, NOTHING, WITH, comes_back, prompts_of, tokens_of
 from workers import parameters_of
 
@@ -97,7 +97,7 @@ def weights_story(
                 one.late = generate(late, one.prompts[1:2])
         first.drain()
         # What is found from now on is in the tier alone. It has not all: changes drop what they find half stored.
-        clear_once_written(server, share=0.5)
+        clear_once_written(server.unix, share=0.5)
         first.flush()
         for one in seen.values():
             one.now = generate(first, one.prompts[2:])

@@ -284,9 +284,10 @@ GROUPS: Final[dict[str, dict[str, str]]] = {
     "engines": {"attached_members": "{} process|es attached", "dead_members": "{} found dead"},
     "trouble": {
         "mismatches": "{} chunk|s with a wrong checksum",
-        "refuted_mismatches": "{} reported as damaged that are not", "refusals": "{} call|s refused",
-        "refused_connections": "{} connection|s refused",
+        "refuted_mismatches": "{} reported as damaged that are not", "refused_connections": "{} connection|s refused",
     },
+    # Most are no trouble: engines that meet a new server call it by a session that it does not know.
+    "calls": {"refusals": "{} answered with an error; a few are normal when a server or a request has ended"},
 }
 """By group: counters, and a phrase for each total. The letters after a `|` are omitted if the total is 1."""
 

@@ -132,6 +132,8 @@ def test_every_counter_is_in_one_group_and_only_what_counts_is_said() -> None:
         "lookups": "1 made", "stored": "2.0 KiB, 1 reservation", "trouble": "2 chunks with a wrong checksum",
         "others": "3 of tomorrow",
     }
+    routine = dict(folded(msgspec.structs.asdict(Counters(refusals=2))))
+    assert list(routine) == ["calls"] and "normal" in routine["calls"], "an engine that meets a new server is no trouble"
 
 
 def series(**values: list[float | None]) -> Stats:

@@ -55,6 +55,11 @@ from kvdock.protocol.events import Draining, Ended, Ready, Reread
 
 log = logging.getLogger("kvdock.api")
 
+_NO_SHARED_MEMORY = (
+    "shared memory cannot be used: {}; mount a tmpfs at /dev/shm that this user may write (in a container: --ipc host or "
+    "--shm-size)"
+)
+
 SWITCH_S = 0.0005
 """A thread of this process that computes (the API's document, a long access file) gives the event loop its turn after
 this long, and not after Python's 5 ms."""
@@ -211,7 +216,7 @@ class Server:
                 catches_signals=threading.current_thread() is threading.main_thread(),
             )
         except OSError as error:
-            raise StartupError("no_shared_memory", f"shared memory cannot be used: {error}") from error
+            raise StartupError("no_shared_memory", _NO_SHARED_MEMORY.format(error)) from error
 
     def _publish_drain(self, pool: Pool) -> None:
         self._manager.stopping("is draining: no new leases")

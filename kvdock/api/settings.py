@@ -313,7 +313,8 @@ def _hints(unknown: Iterable[str], where: Mapping[str, str]) -> list[str]:
     """Each unknown name with the one that was probably meant, and its source."""
     hints = []
     for name in unknown:
-        near = difflib.get_close_matches(name, Settings.__struct_fields__, 1)
+        longer = [known for known in Settings.__struct_fields__ if known.startswith(f"{name}_")]
+        near = difflib.get_close_matches(name, Settings.__struct_fields__, 1) or longer
         source = f" ({where[name]})" if name in where else ""
         hints.append(f"{name} (meant {near[0]}?){source}" if near else f"{name}{source}")
     return hints
@@ -321,8 +322,7 @@ def _hints(unknown: Iterable[str], where: Mapping[str, str]) -> list[str]:
 
 def _refuse_unknown(values: Mapping[str, object], where: Mapping[str, str]) -> None:
     if unknown := _unknown(values):
-        known = ", ".join(Settings.__struct_fields__)
-        raise SettingsError(f"unknown settings: {', '.join(_hints(unknown, where))}; known are {known}")
+        raise SettingsError(f"unknown settings: {', '.join(_hints(unknown, where))}; `kvdock serve --help` lists all")
 
 
 def _refusal(values: Mapping[str, object], message: str, where: Mapping[str, str]) -> str:

@@ -247,7 +247,10 @@ def _kernels(compiled_for: list[str], unavailable: str) -> Finding:
     if not compiled_for:
         return Finding("GPU kernels", "note", "none: this kvdock-engine was built without nvcc", _NO_KERNELS)
     text = f"for {', '.join(compiled_for)}"
-    return Finding("GPU kernels", "note" if unavailable else "ok", f"{text}; {unavailable}" if unavailable else text)
+    if not unavailable:
+        return Finding("GPU kernels", "ok", text)
+    why = unavailable.removeprefix("CUDA: ").partition(", wanted")[0]  # the server wants no GPU
+    return Finding("GPU kernels", "note", f"{text}; no engine can run them here: {why}")
 
 
 def _calibrations(known: list[Calibration]) -> Finding:

@@ -68,9 +68,10 @@ def show(words: Sequence[str], engine: str, server: str, *, as_json: bool) -> No
         with open_client(server, TIMEOUT_S) as client:
             client.whoami()
     except (ApiError, ServerUnavailable) as error:
+        why = "no server answers yet" if isinstance(error, ServerUnavailable) else "the server refuses the call"
         typer.echo(
-            f"kvdock: {engine} would compute all prompts itself, because the server does not answer as it should: "
-            f"{printable(str(error))}; `kvdock serve` starts one, and `kvdock doctor` says what is wrong", err=True,
+            f"kvdock: until it reaches a server, {engine} computes all prompts itself: {why}, {printable(str(error))}; "
+            "`kvdock serve` starts one, and `kvdock doctor` says what is wrong", err=True,
         )
 
 

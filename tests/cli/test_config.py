@@ -109,6 +109,7 @@ def test_a_wrong_variable_or_flag_is_named_as_it_was_given() -> None:
         ({}, {"KVDOCK_PORT": "x"}, r"port='x' \(KVDOCK_PORT\)"),
         ({"port": "y"}, {"KVDOCK_PORT": "x"}, r"port='y' \(--port\)"),
         ({}, {"KVDOCK_POOL_BYTE": "1"}, r"pool_byte \(meant pool_bytes\?\) \(KVDOCK_POOL_BYTE\)"),
+        ({}, {"KVDOCK_POOL": "1"}, r"pool \(meant pool_bytes\?\) \(KVDOCK_POOL\); `kvdock serve --help` lists all"),
     ):
         with pytest.raises(SettingsError, match=said):
             effective(environ, flags=flags)

@@ -305,7 +305,7 @@ def test_on_exit_takes_two_words() -> None:
 def test_shared_memory_that_cannot_be_used_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvdock.api.pool.pool.remove_stale", partial(remove_stale, tmp_path / "nowhere"))
     settings = Settings.load({"socket_path": str(tmp_path / "kvdock.sock"), "port": 0, "pool_bytes": "16MiB"})
-    with pytest.raises(StartupError, match=r"shared memory cannot be used: .*nowhere") as error:
+    with pytest.raises(StartupError, match=r"shared memory cannot be used: .*nowhere.*mount a tmpfs") as error:
         Server(settings, lambda addresses: None).run()
     assert error.value.code == "no_shared_memory" and not (tmp_path / "kvdock.sock").exists()
 

@@ -69,4 +69,4 @@ def test_it_says_whether_the_server_answers(server: ServerProcess, tmp_path: Pat
     assert kvdock("vllm-args", "--server", server.unix).stderr == ""
     lost = kvdock("sglang-args", "--server", f"unix:{tmp_path}/kvdock.sock")
     assert lost.returncode == 0 and len(lost.stderr.splitlines()) == 1
-    assert "SGLang would compute all prompts itself" in lost.stderr and "`kvdock serve` starts one" in lost.stderr
+    assert "until it reaches a server, SGLang computes all prompts itself" in lost.stderr and "`kvdock serve` starts one" in lost.stderr

@@ -56,8 +56,8 @@ from kvdock.protocol.events import Draining, Ended, Ready, Reread
 log = logging.getLogger("kvdock.api")
 
 _NO_SHARED_MEMORY = (
-    "shared memory cannot be used: {}; mount a tmpfs at /dev/shm that this user may write (in a container: --ipc host or "
-    "--shm-size)"
+    "shared memory cannot be used: {}; mount a tmpfs at /dev/shm that this user may write (in a container: --ipc host "
+    "or --shm-size)"
 )
 
 SWITCH_S = 0.0005

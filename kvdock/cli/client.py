@@ -112,7 +112,21 @@ def reached(address: str) -> Iterator[Client]:
                 raise CommandError(f"{error}; name its file in {TOKEN_FILE_VARIABLE}", FAILED) from error
             raise
         except ServerUnavailable as error:
-            raise CommandError(f"no server answers at {error}; start one with `kvdock serve`", FAILED) from error
+            raise CommandError(f"no server answers at {error}{then(remedy(error))}", FAILED) from error
+
+
+def remedy(error: ServerUnavailable) -> str:
+    """What a person can do, without a full stop; "": the error says it itself."""
+    cause = error.__cause__
+    if isinstance(cause, PermissionError):
+        return "" if os.geteuid() == 0 else "it is another user's: run this as the user of the server, or as root"
+    if isinstance(cause, (FileNotFoundError, ConnectionRefusedError)):
+        return "start one with `kvdock serve`"
+    return "`kvdock doctor` says more"
+
+
+def then(sentence: str) -> str:
+    return f"; {sentence}" if sentence else ""
 
 
 class Page(Protocol):

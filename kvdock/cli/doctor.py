@@ -35,7 +35,7 @@ from kvdock.api.pool.adopt import check_format, crash_of
 from kvdock.api.pool.capacity import Capacity
 from kvdock.api.pool.lock import pools_at, server_alive
 from kvdock.api.settings import Effective, Settings, effective
-from kvdock.cli.client import TIMEOUT_S, print_json, socket_of
+from kvdock.cli.client import TIMEOUT_S, print_json, remedy, socket_of
 from kvdock.cli.errors import DONE, FAILED
 from kvdock.cli.render import duration, printable, say, size
 from kvdock.cli.serve import tiers_of
@@ -151,7 +151,7 @@ def _server(
             advice = "it is another user's, stopped, or hangs: see its log"
             return Finding("server", "problem", f"it listens at {error}", advice), None
         level: Level = "problem" if is_named else "note"
-        return Finding("server", level, f"none answers at {error}", "start one with `kvdock serve`"), None
+        return Finding("server", level, f"none answers at {error}", remedy(error)), None
     except ApiError as error:
         if error.code == "unauthenticated":
             advice = f"this server does not know the token of {TOKEN_FILE_VARIABLE}"

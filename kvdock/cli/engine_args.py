@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 
 import typer
 
-from kvdock.cli.client import default_address, open_client
+from kvdock.cli.client import default_address, open_client, remedy, then
 from kvdock.cli.errors import WRONG, CommandError
 from kvdock.cli.printable import printable
 from kvdock.connectors.errors import NotSupportedError
@@ -67,12 +67,13 @@ def show(words: Sequence[str], engine: str, server: str, *, as_json: bool) -> No
     try:
         with open_client(server, TIMEOUT_S) as client:
             client.whoami()
-    except (ApiError, ServerUnavailable) as error:
-        why = "no server answers yet" if isinstance(error, ServerUnavailable) else "the server refuses the call"
-        typer.echo(
-            f"kvdock: until it reaches a server, {engine} computes all prompts itself: {why}, {printable(str(error))}; "
-            "`kvdock serve` starts one, and `kvdock doctor` says what is wrong", err=True,
-        )
+    except ServerUnavailable as error:
+        why = f"no server answers at {error}{then(remedy(error))}"
+    except ApiError as error:
+        why = f"the server refuses the call: {error}"
+    else:
+        return
+    typer.echo(f"kvdock: until it reaches a server, {engine} computes all prompts itself: {printable(why)}", err=True)
 
 
 def _settings(kind: type[EngineSettings], server: str, given: Sequence[str]) -> dict[str, object]:

@@ -211,7 +211,8 @@ def test_doctor_shows_how_gpu_copies_were_calibrated(tmp_path: Path) -> None:
 
 def test_gpu_kernels_say_what_they_were_compiled_for_and_why_they_cannot_run() -> None:
     assert _kernels([], "no driver").level == "note" and "built without nvcc" in _kernels([], "no driver").found
-    assert _kernels(["sm_90"], "no driver") == Finding("GPU kernels", "note", "for sm_90; no engine can run them here: no driver")
+    why = "no engine can run them here: no driver"
+    assert _kernels(["sm_90"], "CUDA: no driver, wanted one: x") == Finding("GPU kernels", "note", f"for sm_90; {why}")
     assert _kernels(["sm_80", "sm_90"], "") == Finding("GPU kernels", "ok", "for sm_80, sm_90")
 
 

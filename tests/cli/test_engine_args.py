@@ -13,6 +13,9 @@ import pytest
 from api_helpers import ServerProcess
 from cli_helpers import KVDOCK, clean_environ, kvdock, refusal
 
+from kvdock.cli.client import remedy
+from kvdock.protocol.errors import ServerUnavailable
+
 VLLM = ["--shutdown-timeout", "10", "--kv-transfer-config"]
 
 
@@ -69,4 +72,18 @@ def test_it_says_whether_the_server_answers(server: ServerProcess, tmp_path: Pat
     assert kvdock("vllm-args", "--server", server.unix).stderr == ""
     lost = kvdock("sglang-args", "--server", f"unix:{tmp_path}/kvdock.sock")
     assert lost.returncode == 0 and len(lost.stderr.splitlines()) == 1
-    assert "until it reaches a server, SGLang computes all prompts itself" in lost.stderr and "`kvdock serve` starts one" in lost.stderr
+    assert "until it reaches a server, SGLang computes all prompts itself" in lost.stderr
+    assert "start one with `kvdock serve`" in lost.stderr
+
+
+@pytest.mark.parametrize(("cause", "said"), [
+    (FileNotFoundError(), "start one with `kvdock serve`"), (PermissionError(), "another user's"),
+    (TimeoutError(), "`kvdock doctor`"),
+])
+def test_what_to_do_depends_on_why_no_server_answers(
+    cause: OSError, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.geteuid", lambda: 1000)
+    lost = ServerUnavailable("unix:/x.sock: …")
+    lost.__cause__ = cause
+    assert said in remedy(lost)

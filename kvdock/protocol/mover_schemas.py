@@ -58,10 +58,12 @@ KNOWN_BYTES = 8
 
 
 class KnownKeys(Body, array_like=True):
-    """`[namespace, keys]`: tiers have these chunks. `keys`: the first KNOWN_BYTES of each key, in a row."""
+    """`[namespace, keys, is_there]`: whether a tier has these chunks from now on. `keys`: the first KNOWN_BYTES of each
+    key, in a row."""
 
     namespace: Key
     keys: bytes
+    is_there: bool = True
 
 
 class PrefetchResult(Body, array_like=True):

@@ -51,7 +51,8 @@ class TierState:
             self.reports, self._reported_s = report.tiers, self._now_s()
         for known in report.known:
             namespace = bytes.fromhex(known.namespace)
-            self._known.setdefault(namespace, set()).update(_beginnings(known.keys, m.KNOWN_BYTES))
+            has = self._known.setdefault(namespace, set())
+            (has.update if known.is_there else has.difference_update)(_beginnings(known.keys, m.KNOWN_BYTES))
             self._known.move_to_end(namespace)
         while len(self._known) > MOST_KNOWN_NAMESPACES:
             self._known.popitem(last=False)

@@ -1,9 +1,10 @@
 """Tracks the place of each part, and frees space: the oldest segment is emptied as a whole.
 
-Parts that were loaded since they were written get a second chance: they are copied to the next segment, those loaded
-last first, up to KEPT_SHARE of a segment. All other parts of the oldest segment are dropped. So the log is only written
-from front to back, a part that is never loaded costs one write, and at most one byte is copied for three that are
-stored. Parts that are loaded again and again stay as long as all of them fit into that share.
+Parts that were used since they were written get a second chance: they are copied to the next segment, those used last
+first, up to KEPT_SHARE of a segment. A part is used when it is loaded, and when the mover asks for it because the pool
+has answered a prompt with its chunk. All other parts of the oldest segment are dropped. So the log is only written
+from front to back, a part that is never used costs one write, and at most one byte is copied for three that are
+stored. Parts that are used again and again stay as long as all of them fit into that share.
 
 Locks: `changed` guards all maps and counts here and in segments, and is never held during input or output. `_freeing`
 is held by the one thread that frees space; it does not touch segments that are being written, and waits for their
@@ -47,6 +48,8 @@ class Space:
         self.entries: dict[bytes, Entry] = {}
         self.claimed: set[bytes] = set()
         """Parts that a thread is storing or copying: no other thread may store or delete them now."""
+        self._evicted: list[bytes] = []
+        """What was dropped to free space since take_evicted()."""
         self._freeing = threading.Lock()
         self._current: Segment | None = None
         self._uses = 0
@@ -136,6 +139,21 @@ class Space:
             entry.used = self._uses
             entry.segment.readers += 1
             return entry
+
+    def use(self, keys: Sequence[bytes]) -> list[bool]:
+        """For each part whether it is there. Those that are count as used now."""
+        with self.changed:
+            for key in keys:
+                if (entry := self.entries.get(key)) is not None:
+                    self._uses += 1
+                    entry.used = self._uses
+            return [key in self.entries for key in keys]
+
+    def take_evicted(self) -> list[bytes]:
+        """The parts that were dropped to free space since the last call, without those that were stored again."""
+        with self.changed:
+            evicted, self._evicted = self._evicted, []
+            return [key for key in evicted if key not in self.entries]
 
     def hold_to_delete(self, keys: Sequence[bytes], deadline: Deadline) -> tuple[dict[bytes, Entry], set[bytes]]:
         """(the entries removed from the maps, whose segments stay until release(); the keys that other threads are
@@ -297,8 +315,7 @@ class Space:
         with self.changed:
             moves = self._second_chances(segment, into) if into else []
             keys = {key for key, _, _ in moves}
-            for key in segment.entries.keys() - keys:
-                self.drop(key)
+            self._evict(segment.entries.keys() - keys)
             self.claimed |= keys
         try:
             moved = [move for move in moves if not deadline.is_over and self._copy(*move)]
@@ -308,13 +325,18 @@ class Space:
                 for key, old, to in moved:
                     if self.entries.get(key) is old:
                         self._put(key, Entry(to.segment, to.offset, old.length, old.checksum))
-                for key in list(segment.entries):
-                    self.drop(key)
+                self._evict(list(segment.entries))
                 self.changed.wait_for(lambda: segment.readers == 0)
             self._log.wipe(segment)
         finally:
             self.unclaim(keys)
             self.leave([extent for _, _, extent in moves])
+
+    def _evict(self, keys: Iterable[bytes]) -> None:
+        """The caller holds `changed`."""
+        for key in keys:
+            self.drop(key)
+            self._evicted.append(key)
 
     def _second_chances(self, segment: Segment, into: Segment) -> list[tuple[bytes, Entry, Extent]]:
         """(key, place of the part, place for its copy) of each part to copy. The caller holds `changed`."""
@@ -350,6 +372,6 @@ class Space:
         return True
 
     def uses(self) -> list[tuple[int, int, int]]:
-        """(sequence, offset, when it was last loaded) of each part that was loaded since it was written."""
+        """(sequence, offset, when it was last used) of each part that was used since it was written."""
         with self.changed:
             return [(e.segment.sequence, e.offset, e.used) for e in self.entries.values() if e.used]

@@ -39,8 +39,8 @@ from kvdock.tiers.mover.namespaces import NamespaceSession, NamespaceSessions, P
 from kvdock.tiers.mover.opening import OpeningTiers, registers_memory
 from kvdock.tiers.mover.pipe import Pipe
 from kvdock.tiers.mover.tier_handle import TierHandle
-from kvdock.tiers.mover.write_behind import WriteBehind, WriteQueue
-from kvdock.tiers.tier import Deadline, Lists, StillRunning, Tier
+from kvdock.tiers.mover.write_behind import WriteBehind, WriteObserver, WriteQueue
+from kvdock.tiers.tier import Deadline, Evicts, Lists, StillRunning, Tier
 
 log = logging.getLogger("kvdock.tiers")
 
@@ -84,8 +84,10 @@ class Mover:
         while (updates := self._pipe.updates(TURN_S)) is not None:
             for tier in self._opening.take_opened():
                 self._use(tier)
+            is_served = bool(self._sessions.all())
             for handle in self._handles:
-                handle.probe()
+                handle.probe(may_measure=is_served)
+                self._take_evicted(handle)
             self._sessions.leave_unserved(self._is_busy)
             for update in updates:
                 self._follow(update)
@@ -99,7 +101,8 @@ class Mover:
         handle = TierHandle(tier, clock=self._clock, lost=_end_process)
         writer = WriteBehind(
             handle, self._sessions, self._agreement, self._client,
-            WriteQueue(self._config.queue_bytes, batch_bytes=4 * self._config.batch_bytes), stored=self._stored,
+            WriteQueue(self._config.queue_bytes, batch_bytes=4 * self._config.batch_bytes),
+            observer=WriteObserver(stored=self._stored, gone=self._gone),
         )
         if isinstance(tier, Lists):
             known: dict[bytes, list[bytes]] = {}
@@ -264,10 +267,27 @@ class Mover:
             self._report.orders_done.append(done)
         self._pipe.wake()
 
+    def _take_evicted(self, handle: TierHandle) -> None:
+        """What the tier has evicted is written again when prompts ask for it."""
+        if not isinstance(handle.tier, Evicts):
+            return
+        evicted: dict[bytes, set[bytes]] = {}
+        for name in handle.tier.evicted():
+            evicted.setdefault(name.namespace, set()).add(name.key)
+        for namespace, keys in evicted.items():
+            self._lacked(handle, list(keys))
+            self._gone(namespace, list(keys))
+
     def _stored(self, namespace: bytes, keys: Sequence[bytes]) -> None:
-        """Reports to the server that tiers have these chunks."""
+        self._tell(namespace, keys, is_there=True)
+
+    def _gone(self, namespace: bytes, keys: Sequence[bytes]) -> None:
+        self._tell(namespace, keys, is_there=False)
+
+    def _tell(self, namespace: bytes, keys: Sequence[bytes], *, is_there: bool) -> None:
+        """Reports to the server that tiers have these chunks, or have them no more."""
         with self._lock:
-            self._report.known.append(KnownKeys(namespace.hex(), b"".join(key[:KNOWN_BYTES] for key in keys)))
+            self._report.known.append(KnownKeys(namespace.hex(), b"".join(key[:KNOWN_BYTES] for key in keys), is_there))
 
     def _lacked(self, handle: TierHandle, keys: Sequence[bytes]) -> None:
         self._writers[handle.name].forget(keys)

@@ -59,8 +59,9 @@ COUNTED = (
 FIRST_RATE = 8e9
 """Bytes a second, assumed until something has been loaded: a tier that was assumed to be slow would never be tried."""
 SHORTEST_S = 1e-6
-MEASURE_S = 10.0
-"""If nothing was loaded from a tier for this long, some of the parts stored last are loaded to measure it."""
+MEASURE_S, LONGEST_MEASURE_S = 10.0, 3600.0
+"""If nothing was loaded from a tier for this long, some of the parts stored last are loaded to measure it. The time
+doubles with each measurement, up to LONGEST_MEASURE_S."""
 MEASURED_BYTES, MORE_BYTES = 32 << 20, 128 << 20
 """The size of that load. If it took at most QUICK_S, MORE_BYTES are loaded too, the same amount as a fetch has in
 progress at once, because a quick tier shows the speed of all its threads only then."""
@@ -165,7 +166,7 @@ class TierHandle:
         }
         self._probe: Future[None] | None = None
         self._calls: set[_Call] = set()
-        self._learned_s = -MEASURE_S
+        self._learned_s, self._measure_s = -MEASURE_S, MEASURE_S
         self._stored_last: list[tuple[PartName, int]] = []
         """The parts stored last, with their lengths: they are loaded to measure the tier."""
         self._unloaded: ToLoad | None = None
@@ -252,9 +253,10 @@ class TierHandle:
         if done_bytes:
             self._learn(done_bytes, took_s)
 
-    def probe(self) -> None:
+    def probe(self, *, may_measure: bool) -> None:
         """To be called at regular intervals. Counts calls that do not return. In the background, probes the tier while
-        its breaker is open, and measures it if nothing was loaded for MEASURE_S."""
+        its breaker is open, and measures it if nothing was loaded for long. `may_measure`: whether an engine is there
+        that may want to load."""
         now_s = self._clock()
         for call in [] if self.breaker.is_open else self._late():
             if call.counted_s is None:
@@ -266,7 +268,7 @@ class TierHandle:
         if self._probe is None or self._probe.done():
             if self.breaker.wants_probe():
                 self._probe = self._pools[PROBE].submit(self._try)
-            elif self._stored_last and now_s - self._learned_s >= MEASURE_S and not self.breaker.is_open:
+            elif may_measure and self._stored_last and self._is_measured_late(now_s) and not self.breaker.is_open:
                 self._probe = self._pools[PROBE].submit(self._measure)
 
     def close(self, deadline: Deadline) -> None:
@@ -353,9 +355,13 @@ class TierHandle:
         self.speed.learn(done_bytes, took_s)
         self._learned_s = self._clock()
 
+    def _is_measured_late(self, now_s: float) -> bool:
+        return now_s - self._learned_s >= self._measure_s
+
     def _measure(self) -> None:
         """Loads some of the parts stored last, and more of them if the tier is quick."""
         self._learned_s = self._clock()
+        self._measure_s = min(2 * self._measure_s, LONGEST_MEASURE_S)
         with suppress(TierError):  # _guarded() has counted the failure
             found = self._load_own(MEASURED_BYTES)
             if found is not None and found[1] <= QUICK_S:
@@ -411,7 +417,7 @@ class TierHandle:
         if why:
             self.breaker.failed(PROBE, why)
             return
-        self._unloaded = None
+        self._unloaded, self._measure_s = None, MEASURE_S
         self.breaker.close()
         log.warning("the tier %s is used again", self.name)
 

@@ -163,11 +163,11 @@ class Lists(Protocol):
 
 
 @runtime_checkable
-class Evicts(Protocol):
-    """A tier that evicts parts by itself, and knows which."""
+class TellsGone(Protocol):
+    """A tier that knows which parts it has no more: it has evicted them, they were cleared or deleted, or damaged."""
 
-    def evicted(self) -> Sequence[PartName]:
-        """The parts that it has evicted since the last call, and does not have now. To be called every few seconds."""
+    def gone(self) -> Sequence[PartName]:
+        """The parts that went since the last call, and have not come back. To be called every few seconds."""
 
 
 @runtime_checkable

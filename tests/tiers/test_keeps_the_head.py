@@ -83,14 +83,14 @@ def test_a_prefix_that_the_pool_always_has_is_on_disk_after_a_restart(tmp_path: 
         engine.close()
 
 
-def test_the_disk_says_what_it_has_evicted(tmp_path: Path) -> None:
-    stored = Parts("evicted").many(64, PART)
+def test_the_disk_says_what_is_gone(tmp_path: Path) -> None:
+    stored = Parts("gone").many(64, PART)
     with opened(tmp_path / "disk", DISK_BYTES) as tier:
         store_in_turn(tier, stored)
         has = there(tier, stored)
         assert 0 < sum(has) < len(stored)
-        assert set(tier.evicted()) == {part.name for part, is_there in zip(stored, has, strict=True) if not is_there}
-        assert not tier.evicted()
+        assert set(tier.gone()) == {part.name for part, is_there in zip(stored, has, strict=True) if not is_there}
+        assert not tier.gone()
 
 
 def parts_in(store: RedisStore) -> list[bytes]:

@@ -81,6 +81,7 @@ class MoverProcess:
             while True:
                 (length,) = FRAME_HEAD.unpack(await process.stdout.readexactly(FRAME_HEAD.size))
                 self._client.follow(decoder.decode(await process.stdout.readexactly(length)))
+                await asyncio.sleep(0)  # else all that has come already would be followed in one turn
         except (asyncio.IncompleteReadError, ConnectionError):
             return  # the mover has ended
         except Exception:  # whatever it was: the next mover reports anew

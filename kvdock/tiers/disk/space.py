@@ -48,8 +48,8 @@ class Space:
         self.entries: dict[bytes, Entry] = {}
         self.claimed: set[bytes] = set()
         """Parts that a thread is storing or copying: no other thread may store or delete them now."""
-        self._evicted: list[bytes] = []
-        """What was dropped to free space since take_evicted()."""
+        self._dropped: list[bytes] = []
+        """What was removed from the maps since take_dropped()."""
         self._freeing = threading.Lock()
         self._current: Segment | None = None
         self._uses = 0
@@ -114,6 +114,7 @@ class Space:
         entry = self.entries.pop(key, None)
         if entry is not None:
             del entry.segment.entries[key]
+            self._dropped.append(key)
         return entry
 
     def drop_where(self, is_dropped: Callable[[bytes], bool]) -> None:
@@ -149,11 +150,11 @@ class Space:
                     entry.used = self._uses
             return [key in self.entries for key in keys]
 
-    def take_evicted(self) -> list[bytes]:
-        """The parts that were dropped to free space since the last call, without those that were stored again."""
+    def take_dropped(self) -> list[bytes]:
+        """The parts that were removed from the maps since the last call."""
         with self.changed:
-            evicted, self._evicted = self._evicted, []
-            return [key for key in evicted if key not in self.entries]
+            dropped, self._dropped = self._dropped, []
+            return dropped
 
     def hold_to_delete(self, keys: Sequence[bytes], deadline: Deadline) -> tuple[dict[bytes, Entry], set[bytes]]:
         """(the entries removed from the maps, whose segments stay until release(); the keys that other threads are
@@ -315,7 +316,8 @@ class Space:
         with self.changed:
             moves = self._second_chances(segment, into) if into else []
             keys = {key for key, _, _ in moves}
-            self._evict(segment.entries.keys() - keys)
+            for key in segment.entries.keys() - keys:
+                self.drop(key)
             self.claimed |= keys
         try:
             moved = [move for move in moves if not deadline.is_over and self._copy(*move)]
@@ -325,18 +327,13 @@ class Space:
                 for key, old, to in moved:
                     if self.entries.get(key) is old:
                         self._put(key, Entry(to.segment, to.offset, old.length, old.checksum))
-                self._evict(list(segment.entries))
+                for key in list(segment.entries):
+                    self.drop(key)
                 self.changed.wait_for(lambda: segment.readers == 0)
             self._log.wipe(segment)
         finally:
             self.unclaim(keys)
             self.leave([extent for _, _, extent in moves])
-
-    def _evict(self, keys: Iterable[bytes]) -> None:
-        """The caller holds `changed`."""
-        for key in keys:
-            self.drop(key)
-            self._evicted.append(key)
 
     def _second_chances(self, segment: Segment, into: Segment) -> list[tuple[bytes, Entry, Extent]]:
         """(key, place of the part, place for its copy) of each part to copy. The caller holds `changed`."""

@@ -189,8 +189,14 @@ class DiskTier:
             keys = list(self._space.entries)
         return map(name_of, filter(self._is_named, keys))
 
-    def evicted(self) -> Sequence[PartName]:
-        return [name_of(key) for key in self._space.take_evicted()]
+    def gone(self) -> Sequence[PartName]:
+        return [name for name in map(name_of, self._space.take_dropped()) if not self._has(name)]
+
+    def _has(self, name: PartName) -> bool:
+        """Under the note's present name, whichever the note was when `name` was given."""
+        note = self._notes.of(name.namespace)
+        now = name if note is None else note.name(name.namespace, name.key, name.group, name.writer)
+        return key_of(now) in self._space.entries
 
     def usage(self) -> Usage:
         used = self._log.bytes_used + self._index.bytes_used

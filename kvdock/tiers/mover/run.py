@@ -12,6 +12,7 @@ import os
 import secrets
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 
 from kvdock.client.client import Client
@@ -40,10 +41,12 @@ from kvdock.tiers.mover.opening import OpeningTiers, registers_memory
 from kvdock.tiers.mover.pipe import Pipe
 from kvdock.tiers.mover.tier_handle import TierHandle
 from kvdock.tiers.mover.write_behind import WriteBehind, WriteObserver, WriteQueue
-from kvdock.tiers.tier import Deadline, Evicts, Lists, StillRunning, Tier
+from kvdock.tiers.tier import Deadline, Lists, StillRunning, TellsGone, Tier
 
 log = logging.getLogger("kvdock.tiers")
 
+MOST_TOLD = 1024
+"""The most chunks that one report names as known: the server gives a turn to each report."""
 TURN_S = 0.2
 """The longest time until a report is sent if no request waits for it."""
 REPORT_S = 0.5
@@ -77,17 +80,19 @@ class Mover:
         )
         self._lock = threading.Lock()
         self._report = MoverReport()
+        self._untold: deque[KnownKeys] = deque()
+        """What is reported next of what tiers have."""
         self._reported_s = -REPORT_S
 
     def run(self) -> None:
         """Runs until the server has ended."""
-        while (updates := self._pipe.updates(TURN_S)) is not None:
+        while (updates := self._pipe.updates(0.0 if self._untold else TURN_S)) is not None:
             for tier in self._opening.take_opened():
                 self._use(tier)
             is_served = bool(self._sessions.all())
             for handle in self._handles:
                 handle.probe(may_measure=is_served)
-                self._take_evicted(handle)
+                self._take_gone(handle)
             self._sessions.leave_unserved(self._is_busy)
             for update in updates:
                 self._follow(update)
@@ -124,9 +129,13 @@ class Mover:
     def _send_report(self) -> None:
         with self._lock:
             report, self._report = self._report, MoverReport()
+            left = MOST_TOLD
+            while self._untold and (left := left - len(self._untold[0].keys) // KNOWN_BYTES) >= 0:
+                report.known.append(self._untold.popleft())
+            is_all_told = not self._untold
         if (now_s := self._clock()) - self._reported_s >= REPORT_S:
             self._reported_s, report.tiers = now_s, self._tier_views()
-        report.lists_all = all(isinstance(handle.tier, Lists) for handle in self._handles)
+        report.lists_all = is_all_told and all(isinstance(handle.tier, Lists) for handle in self._handles)
         has_more = (
             report.promises or report.ended_tickets or report.prefetch_results or report.known or report.note_changes
             or report.orders_done
@@ -267,14 +276,14 @@ class Mover:
             self._report.orders_done.append(done)
         self._pipe.wake()
 
-    def _take_evicted(self, handle: TierHandle) -> None:
-        """What the tier has evicted is written again when prompts ask for it."""
-        if not isinstance(handle.tier, Evicts):
+    def _take_gone(self, handle: TierHandle) -> None:
+        """What the tier has no more is written again when prompts ask for it."""
+        if not isinstance(handle.tier, TellsGone):
             return
-        evicted: dict[bytes, set[bytes]] = {}
-        for name in handle.tier.evicted():
-            evicted.setdefault(name.namespace, set()).add(name.key)
-        for namespace, keys in evicted.items():
+        gone: dict[bytes, set[bytes]] = {}
+        for name in handle.tier.gone():
+            gone.setdefault(name.namespace, set()).add(name.key)
+        for namespace, keys in gone.items():
             self._lacked(handle, list(keys))
             self._gone(namespace, list(keys))
 
@@ -287,7 +296,9 @@ class Mover:
     def _tell(self, namespace: bytes, keys: Sequence[bytes], *, is_there: bool) -> None:
         """Reports to the server that tiers have these chunks, or have them no more."""
         with self._lock:
-            self._report.known.append(KnownKeys(namespace.hex(), b"".join(key[:KNOWN_BYTES] for key in keys), is_there))
+            for begin in range(0, len(keys), MOST_TOLD):
+                some = b"".join(key[:KNOWN_BYTES] for key in keys[begin : begin + MOST_TOLD])
+                self._untold.append(KnownKeys(namespace.hex(), some, is_there))
 
     def _lacked(self, handle: TierHandle, keys: Sequence[bytes]) -> None:
         self._writers[handle.name].forget(keys)

@@ -1,4 +1,4 @@
-// A set of keys that may say of a key it lacks that it has it, about once in 4,000 times, and takes 2 to 5 bytes a key.
+// A set of keys that takes 2 to 5 bytes a key. At most once in a thousand times it seems to have a key that it lacks.
 // Keys can be removed. Fan, Andersen, Kaminsky and Mitzenmacher, "Cuckoo Filter: Practically Better Than Bloom" (CoNEXT
 // 2014); it grows by stages, as in Chen, Liao, Jin and Wu, "The Dynamic Cuckoo Filter" (ICNP 2017).
 //

@@ -28,7 +28,7 @@ uint64_t beginning(const char* at) {
 template <class Each>
 void for_each_key(std::string_view space, std::string_view keys, size_t step, Each each) {
   if (space.size() < sizeof(uint64_t))
-    throw TableError("bad_argument", "a namespace has at least 8 bytes", int64_t(space.size()), "at least 8");
+    throw TableError("bad_argument", "namespaces of at least 8 bytes", int64_t(space.size()), "at least 8");
   if (step < sizeof(uint64_t) || keys.size() % step)
     throw TableError("bad_argument", "keys of `step` bytes, at least 8", int64_t(keys.size()), "a multiple of `step`");
   const uint64_t of_space = beginning(space.data()) * 0x9e3779b97f4a7c15;
@@ -39,9 +39,9 @@ void for_each_key(std::string_view space, std::string_view keys, size_t step, Ea
 
 void bind_key_filter(py::module_& m) {
   py::class_<KeyFilter>(m, "KeyFilter",
-          "A set of keys of namespaces that takes 2 to 5 bytes a key (csrc/base/key_filter.h). About once in 4,000 times "
-          "it seems to have a key that it lacks. It reads the first 8 bytes of a namespace and of each key. Not "
-          "thread-safe. Raises TableError.")
+          "A set of keys of namespaces that takes 2 to 5 bytes a key (csrc/base/key_filter.h). At most once in a "
+          "thousand times it seems to have a key that it lacks. It reads the first 8 bytes of a namespace and of each "
+          "key. Not thread-safe. Raises TableError.")
       .def(py::init<uint64_t, size_t>(), py::kw_only(), "salt"_a, "most_keys"_a,
            "`salt`: random, so that nobody can choose keys that collide. `most_keys`: about how many fit.")
       .def("add", [](KeyFilter& f, const py::bytes& space, const py::bytes& keys, size_t step) {

@@ -59,5 +59,5 @@ def test_the_beginning_of_longer_keys_counts() -> None:
 def test_bytes_that_are_no_keys_are_refused(space: bytes, keys: bytes, step: int) -> None:
     known = KeyFilter(salt=11, most_keys=MOST)
     for call in (known.add, known.remove, known.missing):
-        with pytest.raises(TableError, match="8 bytes|at least 8"):
+        with pytest.raises(TableError, match="at least 8"):
             call(space, keys, step)

@@ -51,6 +51,8 @@ log = logging.getLogger("kvdock.tiers")
 EXISTS_S, EXISTS_SHARE = 0.05, 0.25
 """How long a tier may take to answer which parts it has: this long, or this share of the time that the request has
 left, whichever is longer."""
+ASKED_AT_ONCE = 16
+"""How many prefixes of a prompt a tier is asked about in one call: two calls find the longest of 256 chunks."""
 THREADS = 8
 DEPTH = 4
 """How many batches of a fetch are in progress at once: while one is loaded, others are hashed or published."""
@@ -90,11 +92,12 @@ class Fetch:
 
 
 class FetchObserver(NamedTuple):
-    """`promised`, `ended`: report to the server. `lacked`: called with chunks that a tier does not have, or of which it
-    has damaged parts."""
+    """`promised`, `ended`: report to the server. `loaded`: called with chunks that came whole from a tier, of which the
+    fetch has `agreed`. `lacked`: called with chunks that a tier does not have, or of which it has damaged parts."""
 
     promised: Callable[[Promise], None]
     ended: Callable[[Fetch], None]
+    loaded: Callable[[TierHandle, Fetch, Sequence[bytes]], None]
     lacked: Callable[[TierHandle, Sequence[bytes]], None]
 
 
@@ -205,39 +208,35 @@ class Fetches:
                 self._filled.wait(min(LOOK_S, fetch.deadline.left_s))
 
     def _find(self, fetch: Fetch, handle: TierHandle) -> list[list[int]]:
-        """For each chunk after the hit, up to the first that the tier lacks: the groups that the tier has of it."""
+        """For each chunk after the hit that the tier seems to have: the groups that it has of it.
+
+        Few chunks are asked about, and of each one writer's parts. Chunks are stored in their order, and a prompt's
+        first ones are asked for most, so tiers seldom lack a chunk and have a later one. The load finds it out.
+        """
         if handle.breaker.is_open or fetch.deadline.is_over:
             return []
         space, missing = fetch.wanted.space, fetch.wanted.keys[fetch.wanted.hit :]
+        if not fetch.is_ahead:
+            missing = handle.absent.cut(missing)
+        if not missing:
+            return []
         agreed = fetch.agreed = self._agreement.wait_for(handle, space.digest, fetch.deadline)
         if agreed is None:
             return []
-        per_chunk = [space.names(agreed.note, key) for key in missing]
-        names = [name for names in per_chunk for name in names]
         left_s = fetch.deadline.left_s
         most_s = min(AHEAD_EXISTS_S if fetch.is_ahead else max(EXISTS_S, EXISTS_SHARE * left_s), left_s)
         holds = self._threads.notes.submit(
             self._agreement.still_holds, handle, space.digest, agreed, Deadline(most_s)
         )
+        asked = _Asked(handle, space, agreed, Deadline(most_s))
         try:
-            answers = handle.exists(names, Deadline(most_s))
+            count = asked.prefix(missing)
+            found = asked.groups(missing[:count])
         except TierError:
             return []
         if not holds.result():
             return []
-        self._observer.lacked(
-            handle, [name.key for name, is_there in zip(names, answers, strict=True) if not is_there]
-        )
-        has, found = iter(answers), []
-        for names in per_chunk:
-            there = {(name.group, name.writer) for name in names if next(has)}
-            groups = [
-                group for group in range(len(space.manifest.groups))
-                if all((group, writer) in there for writer in space.ranks)
-            ]
-            if any(one.kind != "window" and at not in groups for at, one in enumerate(space.manifest.groups)):
-                break
-            found.append(groups)
+        self._observer.lacked(handle, missing[count:])  # perhaps not each of them
         return found
 
     def _worth(self, fetch: Fetch, handle: TierHandle, count: int) -> int:
@@ -343,6 +342,10 @@ class Fetches:
         if batch.good is not None and granted.reservation is not None:
             try:
                 good = batch.good.result()
+                came = [chunk for chunk in granted.chunks if all(
+                    (chunk.index, part.group, part.writer) in good for part in chunk.parts
+                )]
+                self._observer.loaded(handle, fetch, [batch.keys[chunk.index] for chunk in came])
                 published = self._commit(
                     fetch.wanted.space, attachment, granted.reservation, granted.chunks, good if is_wanted else {}
                 )
@@ -413,8 +416,11 @@ class Fetches:
             handle.counters["damaged"] += 1
             log.error("%s: %s is damaged: it is a miss, and is deleted", handle.name, load.name.text())
             handle.delete_damaged([load.name])
-        for load in (*bad, *missing):
-            self._observer.lacked(handle, [load.name.key])
+        lacks = {load.name.key for load in (*bad, *missing)}
+        if lacks:  # the part that stands for the chunk goes too: else the chunk would be asked for, and never written
+            first = [agreed.note.name(space.digest, key, 0, space.ranks[0]) for key in lacks]
+            handle.delete_damaged([name for name in first if name in sums])
+            self._observer.lacked(handle, list(lacks))
         deadline = Deadline(min(NOTE_S, fetch.deadline.left_s))
         if not self._agreement.still_holds(handle, space.digest, agreed, deadline):
             log.info("%s: chunks that were loaded were cleared meanwhile, and are dropped", handle.name)
@@ -486,6 +492,48 @@ class Fetches:
             _call_failed(space, attachment, error)
             return 0
         return end
+
+
+class _Asked:
+    """What a tier answers on a prompt's chunks: of each chunk it is asked for the parts of the first writer."""
+
+    def __init__(self, handle: TierHandle, space: NamespaceSession, agreed: AgreedNote, deadline: Deadline) -> None:
+        self._handle, self._space, self._agreed, self._deadline = handle, space, agreed, deadline
+        self._full = [at for at, group in enumerate(space.manifest.groups) if group.kind != "window"]
+
+    def _has(self, keys: Sequence[bytes], groups: Sequence[int]) -> list[list[bool]]:
+        """For each key whether the tier has the part of each group. Raises TierError."""
+        writer = self._space.ranks[0]
+        names = [
+            self._agreed.note.name(self._space.digest, key, group, writer) for key in keys for group in groups
+        ]
+        has = self._handle.exists(names, self._deadline)
+        return [has[at : at + len(groups)] for at in range(0, len(has), len(groups))]
+
+    def prefix(self, keys: Sequence[bytes]) -> int:
+        """How many of the first chunks the tier has, by a search that asks about ASKED_AT_ONCE prefixes at a time, and
+        the first time about the first chunk, which decides for most prompts. Raises TierError."""
+        low, high = 0, len(keys)
+        while low < high and not self._deadline.is_over:
+            step = -(-(high - low) // ASKED_AT_ONCE)
+            lengths = sorted({low + 1, high, *range(low + step, high, step)})
+            has = [all(parts) for parts in self._has([keys[length - 1] for length in lengths], self._full)]
+            good = has.index(False) if False in has else len(has)
+            if good < len(has):
+                high = lengths[good] - 1
+                if not self._deadline.is_over:  # else it may not have been asked in time
+                    self._handle.absent.add(keys[high])
+            low = lengths[good - 1] if good else low
+        return low
+
+    def groups(self, keys: Sequence[bytes]) -> list[list[int]]:
+        """The groups that the tier has of each of these chunks, whose full groups it has. Raises TierError."""
+        windows = [at for at in range(len(self._space.manifest.groups)) if at not in self._full]
+        if not windows:
+            return [self._full for _ in keys]
+        return [
+            sorted([*self._full, *itertools.compress(windows, has)]) for has in self._has(keys, windows)
+        ]
 
 
 def _call_failed(space: NamespaceSession, attachment: Attachment, error: Exception) -> None:

@@ -75,7 +75,9 @@ class Mover:
         self._writers: dict[str, WriteBehind] = {}
         self._fetches = Fetches(
             self._handles, self._client, self._agreement,
-            FetchObserver(promised=self._promised, ended=self._fetch_ended, lacked=self._lacked),
+            FetchObserver(
+                promised=self._promised, ended=self._fetch_ended, loaded=self._loaded, lacked=self._lacked
+            ),
             batch_bytes=config.batch_bytes,
         )
         self._lock = threading.Lock()
@@ -299,6 +301,10 @@ class Mover:
             for begin in range(0, len(keys), MOST_TOLD):
                 some = b"".join(key[:KNOWN_BYTES] for key in keys[begin : begin + MOST_TOLD])
                 self._untold.append(KnownKeys(namespace.hex(), some, is_there))
+
+    def _loaded(self, handle: TierHandle, fetch: Fetch, keys: Sequence[bytes]) -> None:
+        if fetch.agreed is not None:
+            self._writers[handle.name].has(fetch.wanted.space, fetch.agreed, keys)
 
     def _lacked(self, handle: TierHandle, keys: Sequence[bytes]) -> None:
         self._writers[handle.name].forget(keys)

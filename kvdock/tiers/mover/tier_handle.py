@@ -9,8 +9,8 @@ from __future__ import annotations
 import logging
 import mmap
 import threading
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -66,6 +66,9 @@ MEASURED_BYTES, MORE_BYTES = 32 << 20, 128 << 20
 """The size of that load. If it took at most QUICK_S, MORE_BYTES are loaded too, the same amount as a fetch has in
 progress at once, because a quick tier shows the speed of all its threads only then."""
 QUICK_S = 0.02
+ABSENT_TIMES, MOST_ABSENT_S, MOST_ABSENT = 40, 5.0, 1 << 16
+"""A chunk that a tier lacks is asked for again after ABSENT_TIMES the time that it takes to ask: requests for the same
+prompt do not all wait, and ask a quick store as often as they like."""
 
 
 class TierOff(TierError):
@@ -90,6 +93,21 @@ class Speed:
 
     def seconds(self, bytes_to_move: int) -> float:
         return self.latency_s + bytes_to_move / self.rate
+
+
+class Measuring:
+    """When a tier from which nothing is loaded is measured, and with what."""
+
+    def __init__(self) -> None:
+        self.learned_s, self.pause_s = -MEASURE_S, MEASURE_S
+        self.stored_last: list[tuple[PartName, int]] = []
+        """The parts stored last, with their lengths."""
+
+    def is_due(self, now_s: float) -> bool:
+        return bool(self.stored_last) and now_s - self.learned_s >= self.pause_s
+
+    def begins(self, now_s: float) -> None:
+        self.learned_s, self.pause_s = now_s, min(2 * self.pause_s, LONGEST_MEASURE_S)
 
 
 class Breaker:
@@ -141,6 +159,38 @@ class _Call:
     """When it was first seen to be late, or when it was last counted as a failure."""
 
 
+class Absent:
+    """Chunks that the tier was found to lack a moment ago. Other servers may store them meanwhile. Thread-safe."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock, self._lock = clock, threading.Lock()
+        self._until_s: OrderedDict[bytes, float] = OrderedDict()
+        self._ask_s = 0.0
+
+    def asked(self, took_s: float) -> None:
+        """The tier has answered which parts it has."""
+        self._ask_s += SMOOTHING * (took_s - self._ask_s) if self._ask_s else took_s
+
+    def add(self, key: bytes) -> None:
+        with self._lock:
+            self._until_s[key] = self._clock() + min(ABSENT_TIMES * self._ask_s, MOST_ABSENT_S)
+            self._until_s.move_to_end(key)
+            if len(self._until_s) > MOST_ABSENT:
+                self._until_s.popitem(last=False)
+
+    def remove(self, keys: Iterable[bytes]) -> None:
+        with self._lock:
+            for key in keys:
+                self._until_s.pop(key, None)
+
+    def cut(self, keys: Sequence[bytes]) -> Sequence[bytes]:
+        """The keys before the first that is absent."""
+        now_s = self._clock()
+        with self._lock:
+            end = next((at for at, key in enumerate(keys) if self._until_s.get(key, now_s) > now_s), len(keys))
+        return keys[:end]
+
+
 @dataclass
 class FetchTotals:
     """The number of fetches from the tier, each of one batch or several, and the seconds that they took in sum."""
@@ -156,7 +206,7 @@ class TierHandle:
         self.tier = tier
         self.speed, self.breaker = Speed(), Breaker(clock)
         self.counters: Counter[str] = Counter(dict.fromkeys(COUNTED, 0))
-        self.fetches = FetchTotals()
+        self.fetches, self.absent = FetchTotals(), Absent(clock)
         self.loading_bytes = 0
         self._clock, self._lost = clock, lost
         self._lock = threading.Lock()
@@ -166,9 +216,7 @@ class TierHandle:
         }
         self._probe: Future[None] | None = None
         self._calls: set[_Call] = set()
-        self._learned_s, self._measure_s = -MEASURE_S, MEASURE_S
-        self._stored_last: list[tuple[PartName, int]] = []
-        """The parts stored last, with their lengths: they are loaded to measure the tier."""
+        self._measuring = Measuring()
         self._unloaded: ToLoad | None = None
         """A part of the last load that failed: a probe tries to load it."""
 
@@ -184,7 +232,9 @@ class TierHandle:
             is_late = deadline.is_over and not any(found) and self._clock() - began_s >= FAIR_S
             return "it does not answer in time what it has" if is_late else ""
 
-        return self._call("ask", deadline, lambda: self.tier.exists(names, deadline), judge)
+        found = self._call("ask", deadline, lambda: self.tier.exists(names, deadline), judge)
+        self.absent.asked(self._clock() - began_s)
+        return found
 
     def load(self, parts: Sequence[ToLoad], deadline: Deadline) -> Future[list[Loaded]]:
         """The future is done once no one reads or writes the pages any more, even if that is after the deadline. It
@@ -203,10 +253,11 @@ class TierHandle:
             self.counters[f"store_{outcome.value}"] += 1
             if outcome is Outcome.DONE:
                 self.counters["stored_bytes"] += part.record.length
-        self._stored_last = [
+        self.absent.remove(part.record.name.key for part in parts)
+        self._measuring.stored_last = [
             (part.record.name, part.record.length)
             for part, outcome in zip(parts, found, strict=True) if outcome is Outcome.DONE
-        ] or self._stored_last
+        ] or self._measuring.stored_last
         return found
 
     def delete_damaged(self, names: Sequence[PartName]) -> None:
@@ -268,7 +319,7 @@ class TierHandle:
         if self._probe is None or self._probe.done():
             if self.breaker.wants_probe():
                 self._probe = self._pools[PROBE].submit(self._try)
-            elif may_measure and self._stored_last and self._is_measured_late(now_s) and not self.breaker.is_open:
+            elif may_measure and self._measuring.is_due(now_s) and not self.breaker.is_open:
                 self._probe = self._pools[PROBE].submit(self._measure)
 
     def close(self, deadline: Deadline) -> None:
@@ -353,15 +404,11 @@ class TierHandle:
 
     def _learn(self, done_bytes: int, took_s: float) -> None:
         self.speed.learn(done_bytes, took_s)
-        self._learned_s = self._clock()
-
-    def _is_measured_late(self, now_s: float) -> bool:
-        return now_s - self._learned_s >= self._measure_s
+        self._measuring.learned_s = self._clock()
 
     def _measure(self) -> None:
         """Loads some of the parts stored last, and more of them if the tier is quick."""
-        self._learned_s = self._clock()
-        self._measure_s = min(2 * self._measure_s, LONGEST_MEASURE_S)
+        self._measuring.begins(self._clock())
         with suppress(TierError):  # _guarded() has counted the failure
             found = self._load_own(MEASURED_BYTES)
             if found is not None and found[1] <= QUICK_S:
@@ -374,7 +421,7 @@ class TierHandle:
         missing, damaged or late."""
         parts: list[ToLoad] = []
         size = 0
-        for name, length in self._stored_last:
+        for name, length in self._measuring.stored_last:
             if parts and size + length > most_bytes:
                 break
             parts.append(ToLoad(name, length, own_pages(length)))
@@ -417,7 +464,7 @@ class TierHandle:
         if why:
             self.breaker.failed(PROBE, why)
             return
-        self._unloaded, self._measure_s = None, MEASURE_S
+        self._unloaded, self._measuring.pause_s = None, MEASURE_S
         self.breaker.close()
         log.warning("the tier %s is used again", self.name)
 

@@ -206,6 +206,17 @@ class WriteBehind:
         with self._changed:
             return self._writing is space or bool(self._queue.of(space.digest))
 
+    def has(self, space: NamespaceSession, agreed: AgreedNote, keys: Sequence[bytes]) -> bool:
+        """Records that the tier has these chunks. False: they were cleared meanwhile, so lookups do not find them. An
+        order changes what is agreed before drop() is called; both take the same lock, so no chunk is added after its
+        drop()."""
+        with self._changed:
+            if self._agreement.of(self._handle, space.digest) != agreed:
+                return False
+            for key in keys:
+                self._known_stored.add(key)
+            return True
+
     def forget(self, keys: Sequence[bytes]) -> None:
         """The tier does not have these chunks any more, or has damaged ones: they are written when they are offered
         again.
@@ -307,7 +318,7 @@ class WriteBehind:
             return False
         wanted = {at for at, group in enumerate(space.manifest.groups) if group.kind != "window"}
         lacks = {name.key for name, is_there in zip(names, has, strict=True) if name.group in wanted and not is_there}
-        self._is_stored(space, batch.agreed, [key for key in batch.keys if key not in lacks])
+        self.has(space, batch.agreed, [key for key in batch.keys if key not in lacks])
         if lacks:
             gone = list(lacks)
             left = [name for name, is_there in zip(names, has, strict=True) if is_there and name.key in lacks]
@@ -342,7 +353,7 @@ class WriteBehind:
             has = self._handle.exists(names, Deadline(RECHECK_S))
         except TierError:
             return keys
-        self._is_stored(space, agreed, [key for key, is_there in zip(keys, has, strict=True) if is_there])
+        self.has(space, agreed, [key for key, is_there in zip(keys, has, strict=True) if is_there])
         return [key for key, is_there in zip(keys, has, strict=True) if not is_there]
 
     def _write_leased(
@@ -399,17 +410,6 @@ class WriteBehind:
         bad = {key for key, outcome in zip(of_key, outcomes, strict=True) if outcome is not Outcome.DONE}
         self._handle.counters["left_out_failed"] += len(bad)
         good = [key for key in keys if key in of_key and key not in bad]
-        if self._is_stored(space, agreed, good):
+        if self.has(space, agreed, good):
             self._observer.stored(space.digest, good)
         return True
-
-    def _is_stored(self, space: NamespaceSession, agreed: AgreedNote, keys: Sequence[bytes]) -> bool:
-        """Records that the tier has these chunks. False: they were cleared meanwhile, so lookups do not find them. An
-        order changes what is agreed before drop() is called; both take the same lock, so no chunk is added after its
-        drop()."""
-        with self._changed:
-            if self._agreement.of(self._handle, space.digest) != agreed:
-                return False
-            for key in keys:
-                self._known_stored.add(key)
-            return True

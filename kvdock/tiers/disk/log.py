@@ -26,13 +26,14 @@ _SCAN_BYTES: Final = 1 << 20
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """The place of a part. `used`: see index.Row."""
+    """The place of a part. `used`: see index.Row. `is_copy`: it was given a second chance, and copied here."""
 
     segment: Segment
     offset: int
     length: int
     checksum: int
     used: int = 0
+    is_copy: bool = False
 
 
 @dataclass(slots=True, eq=False)

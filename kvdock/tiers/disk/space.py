@@ -1,10 +1,10 @@
 """Tracks the place of each part, and frees space: the oldest segment is emptied as a whole.
 
 Parts that were used since they were written get a second chance: they are copied to the next segment, those used last
-first, up to KEPT_SHARE of a segment. A part is used when it is loaded, and when the mover asks for it because the pool
-has answered a prompt with its chunk. All other parts of the oldest segment are dropped. So the log is only written
-from front to back, a part that is never used costs one write, and at most one byte is copied for three that are
-stored. Parts that are used again and again stay as long as all of them fit into that share.
+first, up to a share of it. A part is used when it is loaded, and when the mover asks for it because the pool has
+answered a prompt with its chunk. All other parts of the oldest segment are dropped. So the log is only written from
+front to back, and a part that is never used costs one write. The share follows what it brings: it grows while at least
+half of the copies in a segment were used again by the time that the segment is emptied, and shrinks while fewer were.
 
 Locks: `changed` guards all maps and counts here and in segments, and is never held during input or output. `_freeing`
 is held by the one thread that frees space; it does not touch segments that are being written, and waits for their
@@ -26,7 +26,10 @@ from kvdock.tiers.disk.log import Entry, Log, Segment
 from kvdock.tiers.record import Record, RecordError
 from kvdock.tiers.tier import PAGE_BYTES, Deadline, Outcome, TierError, pages_bytes
 
-KEPT_SHARE: Final = 0.25
+LEAST_KEPT, MOST_KEPT, KEPT_STEP = 0.25, 0.75, 0.05
+"""The share of a segment for second chances. bench/LOG.md compares it with LRU (2026-11-27)."""
+PAYS: Final = 0.5
+"""At least this share of the copies must be used again for the share to grow."""
 NEVER: Final = Deadline()
 _DROPPED_AT_ONCE: Final = 4096
 """How many parts are dropped before other threads get the lock."""
@@ -53,6 +56,7 @@ class Space:
         self._freeing = threading.Lock()
         self._current: Segment | None = None
         self._uses = 0
+        self._kept_share = LEAST_KEPT
 
     # ------------------------------------------------------------------ opening
 
@@ -314,6 +318,7 @@ class Space:
         Raises OSError, TierError; then the parts that were to be copied are still in their old place.
         """
         with self.changed:
+            self._judge_copies(segment)
             moves = self._second_chances(segment, into) if into else []
             keys = {key for key, _, _ in moves}
             for key in segment.entries.keys() - keys:
@@ -326,7 +331,7 @@ class Space:
             with self.changed:
                 for key, old, to in moved:
                     if self.entries.get(key) is old:
-                        self._put(key, Entry(to.segment, to.offset, old.length, old.checksum))
+                        self._put(key, Entry(to.segment, to.offset, old.length, old.checksum, is_copy=True))
                 for key in list(segment.entries):
                     self.drop(key)
                 self.changed.wait_for(lambda: segment.readers == 0)
@@ -335,11 +340,18 @@ class Space:
             self.unclaim(keys)
             self.leave([extent for _, _, extent in moves])
 
+    def _judge_copies(self, segment: Segment) -> None:
+        """The segment is about to be emptied. The caller holds `changed`."""
+        used_again = [entry.used > 0 for entry in segment.entries.values() if entry.is_copy]
+        if used_again:
+            step = KEPT_STEP if sum(used_again) >= PAYS * len(used_again) else -KEPT_STEP
+            self._kept_share = min(MOST_KEPT, max(LEAST_KEPT, self._kept_share + step))
+
     def _second_chances(self, segment: Segment, into: Segment) -> list[tuple[bytes, Entry, Extent]]:
         """(key, place of the part, place for its copy) of each part to copy. The caller holds `changed`."""
         used = sorted((item for item in segment.entries.items() if item[1].used), key=lambda item: -item[1].used)
-        left_bytes = int(KEPT_SHARE * into.size_bytes)
-        left_records = int(KEPT_SHARE * self._log.most_records)
+        left_bytes = int(self._kept_share * into.size_bytes)
+        left_records = int(self._kept_share * self._log.most_records)
         moves: list[tuple[bytes, Entry, Extent]] = []
         for key, entry in used:
             left_bytes -= record_bytes(entry.length)

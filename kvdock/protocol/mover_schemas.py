@@ -218,6 +218,8 @@ class MoverConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """The instance names under which the mover attaches begin with it."""
     disk_path: str = ""
     disk_bytes: int = 0
+    disk_day_bytes: int = 0
+    """The most that may be written to the disk in a day; 0: there is no limit."""
     stores: dict[str, str] = {}
     """The URLs of stores by their names, in the order in which they are asked."""
     asks: int = 0

@@ -262,6 +262,10 @@ class TierView(Answer, kw_only=True):
     """0: the tier knows no limit."""
     wear_bytes: int = 0
     """Bytes written to its storage, including copies that the tier makes itself; 0: not known."""
+    day_limit_bytes: int = 0
+    """The most that may be written to its storage in a day (`disk_day_bytes`); 0: there is no limit."""
+    day_left_bytes: int = 0
+    """What may still be written now. It grows by `day_limit_bytes` in a day, and is at most that."""
     queued_bytes: int = 0
     """Bytes of chunks that wait to be written."""
     pending_orders: int = 0

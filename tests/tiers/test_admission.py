@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvdock.tiers.mover.admission import JUDGED, MOST_JUDGED, AskCounts
+from kvdock.tiers.mover.admission import DAY_S, JUDGED, MOST_JUDGED, AskCounts, WriteBudget
 
 pytestmark = pytest.mark.tiers
 
@@ -72,3 +72,16 @@ def test_a_number_that_is_set_is_kept(wanted: int) -> None:
         assert asks.worth(new) == (new if wanted == 1 else [])
         asks.asked(new)
     assert asks.worth(new) == new
+
+
+def test_a_day_s_writes_come_evenly_and_add_up_to_a_day_s() -> None:
+    now_s, written = 0.0, 0
+    budget = WriteBudget(24_000, lambda: written, lambda: now_s)
+    assert not budget.is_spent and budget.left_bytes == 1000  # an hour's
+    written = 1500
+    assert budget.is_spent and budget.left_bytes == -500
+    now_s += 3600.0
+    assert not budget.is_spent and budget.left_bytes == 500
+    now_s += 10 * DAY_S
+    assert budget.left_bytes == 24_000
+    assert not WriteBudget(0, lambda: written, lambda: now_s).is_spent

@@ -134,3 +134,21 @@ def test_to_be_asked_for_is_a_use_in_redis(tmp_path: Path, ttl_s: int) -> None:
     finally:
         tier.close(patient())
         store.end()
+
+
+def test_no_more_is_written_to_a_disk_than_a_day_allows(tmp_path: Path) -> None:
+    hour = 8 * PART
+    with ServerProcess(**SETTINGS, disk_path=str(tmp_path / "disk"), disk_day_bytes=24 * hour) as server:
+        engine = engine_of(server)
+        for number in range(1, 6):
+
+            def is_written_or_spent(parts: int = 4 * number) -> bool:
+                tier = the_tier(engine)
+                return tier.counters["store_done"] >= parts or tier.day_left_bytes == 0
+
+            engine.store(engine.chain(4))
+            eventually(is_written_or_spent, 30.0)
+        eventually(lambda: the_tier(engine).counters["left_out_day_spent"] >= 4, 30.0)
+        tier = the_tier(engine)
+        assert tier.day_limit_bytes == 24 * hour and tier.counters["store_done"] <= 12
+        engine.close()

@@ -33,7 +33,8 @@ from kvdock.protocol.mover_schemas import (
 )
 from kvdock.protocol.reports import TierView
 from kvdock.protocol.schemas import Changes
-from kvdock.tiers.mover.admission import MOST_EVICTED, AskCounts
+from kvdock.tiers.disk.folder import TIER as DISK
+from kvdock.tiers.mover.admission import MOST_EVICTED, AskCounts, WriteBudget
 from kvdock.tiers.mover.agreement import Agreement
 from kvdock.tiers.mover.fetches import Fetch, Fetches, FetchObserver, Wanted
 from kvdock.tiers.mover.namespaces import NamespaceSession, NamespaceSessions, PoolMemory
@@ -108,7 +109,9 @@ class Mover:
         handle = TierHandle(tier, clock=self._clock, lost=_end_process)
         writer = WriteBehind(
             handle, self._sessions, self._agreement, self._client,
-            WriteQueue(self._config.queue_bytes, batch_bytes=4 * self._config.batch_bytes),
+            WriteQueue(self._config.queue_bytes, batch_bytes=4 * self._config.batch_bytes, budget=WriteBudget(
+                self._config.disk_day_bytes if tier.name == DISK else 0, lambda: tier.usage().wear_bytes, self._clock
+            )),
             observer=WriteObserver(stored=self._stored, gone=self._gone),
         )
         if isinstance(tier, Lists):
@@ -152,11 +155,13 @@ class Mover:
         ]
         for handle in self._handles:
             usage, is_off = handle.tier.usage(), handle.breaker.is_open
+            writer = self._writers[handle.name]
             views.append(TierView(
                 name=handle.name, state="off" if is_off else "open", why=FAILING if is_off else "",
                 error=handle.breaker.why if is_off else "", objects=usage.objects, bytes_used=usage.bytes_used,
                 bytes_limit=usage.bytes_limit, wear_bytes=usage.wear_bytes,
-                queued_bytes=self._writers[handle.name].waiting_bytes, load_bytes_per_s=handle.speed.rate,
+                day_limit_bytes=writer.budget.day_bytes, day_left_bytes=max(0, writer.budget.left_bytes),
+                queued_bytes=writer.waiting_bytes, load_bytes_per_s=handle.speed.rate,
                 load_latency_s=handle.speed.latency_s, fetches=handle.fetches.count, fetch_s=handle.fetches.seconds,
                 counters=dict(handle.counters),
             ))

@@ -53,7 +53,9 @@ FAIR_S = 0.04
 COUNTED = (
     *(f"{verb}_{outcome.value}" for verb in ("load", "store") for outcome in Outcome), "loaded_bytes", "stored_bytes",
     "failures", "damaged", "declined_too_slow", "fetched_elsewhere",
-    *(f"left_out_{why}" for why in ("full_queue", "evicted", "no_server", "namespace_gone", "failed")),
+    *(f"left_out_{why}" for why in (
+        "full_queue", "evicted", "no_server", "namespace_gone", "failed", "day_spent",
+    )),
 )
 """All counters of a tier, which start at 0. docs/operate/metrics_tiers.md explains them."""
 FIRST_RATE = 8e9

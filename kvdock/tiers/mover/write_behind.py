@@ -24,6 +24,7 @@ from kvdock.connectors.session import Attachment
 from kvdock.protocol.errors import ApiError, ServerUnavailable
 from kvdock.protocol.schemas import Hold, Part
 from kvdock.shm.errors import ShmError
+from kvdock.tiers.mover.admission import WriteBudget
 from kvdock.tiers.mover.agreement import AgreedNote, Agreement
 from kvdock.tiers.mover.namespaces import NamespaceSession, NamespaceSessions
 from kvdock.tiers.mover.tier_handle import TierHandle
@@ -84,8 +85,8 @@ class WriteQueue:
     """Chunks that wait to be written, with their sizes. `most_bytes`: the limit for chunks that wait in their order.
     `batch_bytes`: the most bytes of a batch. Not thread-safe."""
 
-    def __init__(self, most_bytes: int, batch_bytes: int) -> None:
-        self._most_bytes, self._batch_bytes = most_bytes, batch_bytes
+    def __init__(self, most_bytes: int, batch_bytes: int, budget: WriteBudget) -> None:
+        self._most_bytes, self._batch_bytes, self.budget = most_bytes, batch_bytes, budget
         self._waiting: OrderedDict[ChunkName, int] = OrderedDict()
         self._evicting_soon: OrderedDict[ChunkName, int] = OrderedDict()
         """Chunks that the pool evicts next: they are written first."""
@@ -183,11 +184,19 @@ class WriteBehind:
     def waiting_bytes(self) -> int:
         return self._queue.waiting_bytes
 
+    @property
+    def budget(self) -> WriteBudget:
+        return self._queue.budget
+
     def offer(self, space: NamespaceSession, keys: Sequence[bytes]) -> None:
         """Queues chunks that the pool has and that are worth writing, unless the tier is known to have them."""
         with self._changed:
             if self._until_s is None:
-                for key in self._known_stored.unknown(keys):
+                unknown = self._known_stored.unknown(keys)
+                if unknown and self.budget.is_spent:
+                    self._handle.counters["left_out_day_spent"] += len(unknown)
+                    unknown = []
+                for key in unknown:
                     left_out = self._queue.add((space.digest, key), space.chunk_bytes)
                     self._handle.counters["left_out_full_queue"] += left_out
                 self._rechecks.update(dict.fromkeys((space.digest, key) for key in self._known_stored.due(keys)))
@@ -279,7 +288,7 @@ class WriteBehind:
                     return None
                 if self._rechecks and not self._handle.breaker.is_open and (batch := self._next_recheck()):
                     return batch
-                if first is not None and not self._handle.breaker.is_open:
+                if first is not None and not self._handle.breaker.is_open and not self.budget.is_spent:
                     digest = first[0]
                     if self._sessions.of(digest) is not None and self._agreement.of(self._handle, digest) is None:
                         others = (one for one, _ in self._queue.names if self._agreement.of(self._handle, one))

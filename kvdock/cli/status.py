@@ -218,7 +218,7 @@ def _two_columns(rows: Iterable[tuple[str, str | Text]]) -> Table:
 
 
 def tier_in_words(tier: TierView) -> str:
-    shown = "used" if tier.state == "open" else f"off: {tier.why}"
+    shown = "used" if tier.state == "open" else f"{tier.state.replace('_', '-')}: {tier.why}"
     if tier.error:
         shown += f" ({tier.error})"
     if not tier.counters:  # the tier has never been open

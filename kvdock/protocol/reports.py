@@ -248,10 +248,11 @@ class TierView(Answer, kw_only=True):
     """A lower tier. Totals count from when it was opened."""
 
     name: str
-    state: Literal["open", "off"]
-    """'off': it fails or is slow, and is tried again later; until it works no request waits for it."""
+    state: Literal["open", "full", "read_only", "off"]
+    """'full' and 'read_only': what it has is loaded, and nothing is stored but now and then as a trial. 'off': it fails
+    or is slow, and is tried again later; until it works no request waits for it."""
     why: str = ""
-    """Why it is off."""
+    """Why it is not open."""
     error: str = ""
     """The last error of the tier or its storage. Only for callers with the scope `read`: it may name hosts and
     paths."""

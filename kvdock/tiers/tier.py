@@ -171,6 +171,15 @@ class TellsGone(Protocol):
 
 
 @runtime_checkable
+class TellsFaults(Protocol):
+    """A tier that knows what its storage said when a part failed."""
+
+    @property
+    def fault(self) -> str:
+        """The last error, with the file and the name of the error; "": there was none."""
+
+
+@runtime_checkable
 class Sweeps(Protocol):
     """A tier that removes parts of former generations only when it is asked to."""
 

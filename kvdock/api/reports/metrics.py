@@ -379,7 +379,7 @@ def _of_tiers(tiers: Sequence[TierView]) -> Iterator[Metric]:
     kvdock_tier_used."""
     used = GaugeMetricFamily("kvdock_tier_used", "1 while the tier is used, 0 while it is off", labels=["tier"])
     for tier in tiers:
-        used.add_metric([tier.name], tier.state == "open")
+        used.add_metric([tier.name], tier.state != "off")
     yield used
     opened = [tier for tier in tiers if tier.counters]
     for name, text, value in _TIER_GAUGES:

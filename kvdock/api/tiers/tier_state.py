@@ -75,7 +75,7 @@ class TierState:
 
     @property
     def is_any_open(self) -> bool:
-        return any(report.state == "open" for report in self.reports)
+        return any(report.state != "off" for report in self.reports)
 
     def may_have(self, space: NamespaceRecord, key: bytes) -> bool:
         """False: certainly no tier has the chunk."""
@@ -90,7 +90,7 @@ class TierState:
                 latency_s=report.load_latency_s, bytes_per_s=report.load_bytes_per_s, wait_s=wait_s,
                 tokens_per_s=tokens_per_s,
             )
-            for report in self.reports if report.state == "open"
+            for report in self.reports if report.state != "off"
         )
 
 

@@ -121,9 +121,11 @@ class Log:
         fd = self._io.open(path, create=True)
         try:
             os.posix_fallocate(fd, 0, self.segment_bytes)
-        except BaseException:
+        except BaseException as error:
             os.close(fd)
             path.unlink(missing_ok=True)
+            if isinstance(error, OSError):
+                self._io.note(error, path)
             raise
         self.bytes_used += self.segment_bytes
         return Segment(path, fd, self.segment_bytes)

@@ -198,6 +198,10 @@ class DiskTier:
         now = name if note is None else note.name(name.namespace, name.key, name.group, name.writer)
         return key_of(now) in self._space.entries
 
+    @property
+    def fault(self) -> str:
+        return self._io.fault
+
     def usage(self) -> Usage:
         used = self._log.bytes_used + self._index.bytes_used
         return Usage(len(self._space.entries), used, self._limit_bytes, self._io.wear_bytes)

@@ -54,6 +54,7 @@ REPORT_S = 0.5
 """How often the state of the tiers is reported."""
 CLOSE_S = 2.0
 FAILING = "its calls fail or are late"
+WORDS = {"open": "", "full": "it has no space", "read_only": "it cannot be written"}
 LOST_STATUS = 70
 """The exit status of a mover that ends itself, because a call of a tier cannot be stopped and could still write to the
 pool."""
@@ -155,10 +156,11 @@ class Mover:
         ]
         for handle in self._handles:
             usage, is_off = handle.tier.usage(), handle.breaker.is_open
-            writer = self._writers[handle.name]
+            writer, stores = self._writers[handle.name], handle.stores.state
             views.append(TierView(
-                name=handle.name, state="off" if is_off else "open", why=FAILING if is_off else "",
-                error=handle.breaker.why if is_off else "", objects=usage.objects, bytes_used=usage.bytes_used,
+                name=handle.name, state="off" if is_off else stores, why=FAILING if is_off else WORDS[stores],
+                error=handle.breaker.why if is_off else handle.fault if stores != "open" else "",
+                objects=usage.objects, bytes_used=usage.bytes_used,
                 bytes_limit=usage.bytes_limit, wear_bytes=usage.wear_bytes,
                 day_limit_bytes=writer.budget.day_bytes, day_left_bytes=max(0, writer.budget.left_bytes),
                 queued_bytes=writer.waiting_bytes, load_bytes_per_s=handle.speed.rate,

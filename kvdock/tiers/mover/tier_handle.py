@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from kvdock.shm.checksum import checksum
 from kvdock.tiers.notes import Change, Note
@@ -26,6 +26,7 @@ from kvdock.tiers.tier import (
     ReadOnly,
     StillRunning,
     Sweeps,
+    TellsFaults,
     Tier,
     TierError,
     ToLoad,
@@ -97,13 +98,15 @@ class Speed:
         return self.latency_s + bytes_to_move / self.rate
 
 
-class Measuring:
-    """When a tier from which nothing is loaded is measured, and with what."""
+class Trials:
+    """What is loaded to try a tier that has failed, and to measure one from which nothing is loaded, and when."""
 
     def __init__(self) -> None:
         self.learned_s, self.pause_s = -MEASURE_S, MEASURE_S
         self.stored_last: list[tuple[PartName, int]] = []
         """The parts stored last, with their lengths."""
+        self.unloaded: ToLoad | None = None
+        """A part of the last load that failed."""
 
     def is_due(self, now_s: float) -> bool:
         return bool(self.stored_last) and now_s - self.learned_s >= self.pause_s
@@ -161,6 +164,32 @@ class _Call:
     """When it was first seen to be late, or when it was last counted as a failure."""
 
 
+class Stores:
+    """Whether the tier takes stores. While it is full or read-only, it is tried with one batch after a pause, which
+    doubles."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._rest_s, self._until_s = FIRST_REST_S, 0.0
+        self.state: Literal["open", "full", "read_only"] = "open"
+
+    @property
+    def are_due(self) -> bool:
+        return self.state == "open" or self._clock() >= self._until_s
+
+    def refused(self, state: Literal["full", "read_only"]) -> bool:
+        """Returns whether this is new."""
+        is_new, self.state = self.state != state, state
+        self._until_s = self._clock() + self._rest_s
+        self._rest_s = min(2 * self._rest_s, LONGEST_REST_S)
+        return is_new
+
+    def taken(self) -> bool:
+        """The tier has stored something. Returns whether it did not before."""
+        was_refused, self.state, self._rest_s = self.state != "open", "open", FIRST_REST_S
+        return was_refused
+
+
 class Absent:
     """Chunks that the tier was found to lack a moment ago. Other servers may store them meanwhile. Thread-safe."""
 
@@ -208,7 +237,7 @@ class TierHandle:
         self.tier = tier
         self.speed, self.breaker = Speed(), Breaker(clock)
         self.counters: Counter[str] = Counter(dict.fromkeys(COUNTED, 0))
-        self.fetches, self.absent = FetchTotals(), Absent(clock)
+        self.fetches, self.absent, self.stores = FetchTotals(), Absent(clock), Stores(clock)
         self.loading_bytes = 0
         self._clock, self._lost = clock, lost
         self._lock = threading.Lock()
@@ -218,9 +247,7 @@ class TierHandle:
         }
         self._probe: Future[None] | None = None
         self._calls: set[_Call] = set()
-        self._measuring = Measuring()
-        self._unloaded: ToLoad | None = None
-        """A part of the last load that failed: a probe tries to load it."""
+        self._trials = Trials()
 
     @property
     def name(self) -> str:
@@ -250,17 +277,38 @@ class TierHandle:
         """Returns once no one reads the pages any more, even if that is after the deadline. Raises TierOff,
         TierError."""
         self._require_closed()
-        found = self._guarded(_Call("store", deadline), lambda: self.tier.store(parts, deadline), _failure)
+        try:
+            found = self._guarded(_Call("store", deadline), lambda: self.tier.store(parts, deadline), _failure)
+        except ReadOnly as error:
+            self._refused("read_only", error.why)
+            raise
+        if Outcome.DONE in found:
+            if self.stores.taken():
+                log.warning("the tier %s takes stores again", self.name)
+        elif Outcome.FULL in found:
+            self._refused("full", "it has no space")
         for part, outcome in zip(parts, found, strict=True):
             self.counters[f"store_{outcome.value}"] += 1
             if outcome is Outcome.DONE:
                 self.counters["stored_bytes"] += part.record.length
         self.absent.remove(part.record.name.key for part in parts)
-        self._measuring.stored_last = [
+        self._trials.stored_last = [
             (part.record.name, part.record.length)
             for part, outcome in zip(parts, found, strict=True) if outcome is Outcome.DONE
-        ] or self._measuring.stored_last
+        ] or self._trials.stored_last
         return found
+
+    def _refused(self, state: Literal["full", "read_only"], why: str) -> None:
+        if self.stores.refused(state):
+            log.warning("nothing is stored in the tier %s for a while: %s", self.name, self._with_fault(why))
+
+    @property
+    def fault(self) -> str:
+        """What its storage said last when a part failed."""
+        return self.tier.fault if isinstance(self.tier, TellsFaults) else ""
+
+    def _with_fault(self, why: str) -> str:
+        return f"{why}: {self.fault}" if self.fault else why
 
     def delete_damaged(self, names: Sequence[PartName]) -> None:
         """Deletes damaged parts. A part that cannot be deleted now is found damaged, and deleted, when it is next
@@ -316,12 +364,12 @@ class TierHandle:
                 call.counted_s = now_s
             if now_s - call.counted_s > LATE_S:
                 call.counted_s = now_s  # it is counted again if it goes on
-                self._unloaded = call.part or self._unloaded
+                self._trials.unloaded = call.part or self._trials.unloaded
                 self._fail(call.kind, UNRETURNED)
         if self._probe is None or self._probe.done():
             if self.breaker.wants_probe():
                 self._probe = self._pools[PROBE].submit(self._try)
-            elif may_measure and self._measuring.is_due(now_s) and not self.breaker.is_open:
+            elif may_measure and self._trials.is_due(now_s) and not self.breaker.is_open:
                 self._probe = self._pools[PROBE].submit(self._measure)
 
     def close(self, deadline: Deadline) -> None:
@@ -377,7 +425,7 @@ class TierHandle:
             with self._lock:
                 self._calls.discard(call)
         if why := judge(found):
-            self._fail(kind, why)
+            self._fail(kind, self._with_fault(why))
         else:
             self.breaker.succeeded(kind)
         return found
@@ -390,7 +438,7 @@ class TierHandle:
             def judge(found: list[Loaded]) -> str:
                 is_fair = self._clock() - began_s >= max(FAIR_S, self.speed.seconds(bytes_wanted))
                 why = _failure([loaded.outcome for loaded in found], is_fair=is_fair)
-                self._unloaded = parts[0] if why else self._unloaded
+                self._trials.unloaded = parts[0] if why else self._trials.unloaded
                 return why
 
             found = self._guarded(_Call("load", deadline, parts[0]), lambda: self.tier.load(parts, deadline), judge)
@@ -406,11 +454,11 @@ class TierHandle:
 
     def _learn(self, done_bytes: int, took_s: float) -> None:
         self.speed.learn(done_bytes, took_s)
-        self._measuring.learned_s = self._clock()
+        self._trials.learned_s = self._clock()
 
     def _measure(self) -> None:
         """Loads some of the parts stored last, and more of them if the tier is quick."""
-        self._measuring.begins(self._clock())
+        self._trials.begins(self._clock())
         with suppress(TierError):  # _guarded() has counted the failure
             found = self._load_own(MEASURED_BYTES)
             if found is not None and found[1] <= QUICK_S:
@@ -423,7 +471,7 @@ class TierHandle:
         missing, damaged or late."""
         parts: list[ToLoad] = []
         size = 0
-        for name, length in self._measuring.stored_last:
+        for name, length in self._trials.stored_last:
             if parts and size + length > most_bytes:
                 break
             parts.append(ToLoad(name, length, own_pages(length)))
@@ -449,7 +497,7 @@ class TierHandle:
     def _try(self) -> None:
         """Probes the tier: asks which parts it has, and loads the part that last failed to load, into memory outside
         the pool."""
-        deadline, wanted = Deadline(PROBE_S), self._unloaded
+        deadline, wanted = Deadline(PROBE_S), self._trials.unloaded
         why = ""
         try:
             self.tier.exists([PartName(bytes(32), bytes(32), 0, 0)], deadline)
@@ -466,7 +514,7 @@ class TierHandle:
         if why:
             self.breaker.failed(PROBE, why)
             return
-        self._unloaded, self._measuring.pause_s = None, MEASURE_S
+        self._trials.unloaded, self._trials.pause_s = None, MEASURE_S
         self.breaker.close()
         log.warning("the tier %s is used again", self.name)
 
@@ -481,4 +529,6 @@ def _failure(outcomes: Sequence[Outcome], *, is_fair: bool = True) -> str:
     """Why these answers count as a failure of the tier: no part has the outcome DONE, and some part failed or was late.
     "": they do not. `is_fair`: whether there was enough time."""
     undone = {Outcome.FAILED, Outcome.LATE} if is_fair else {Outcome.FAILED}
-    return "" if Outcome.DONE in outcomes or undone.isdisjoint(outcomes) else "parts came too late, or not at all"
+    if Outcome.DONE in outcomes or undone.isdisjoint(outcomes):
+        return ""
+    return "its storage fails" if Outcome.FAILED in outcomes else "parts came too late"

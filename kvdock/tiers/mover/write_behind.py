@@ -288,7 +288,7 @@ class WriteBehind:
                     return None
                 if self._rechecks and not self._handle.breaker.is_open and (batch := self._next_recheck()):
                     return batch
-                if first is not None and not self._handle.breaker.is_open and not self.budget.is_spent:
+                if first is not None and self._may_write():
                     digest = first[0]
                     if self._sessions.of(digest) is not None and self._agreement.of(self._handle, digest) is None:
                         others = (one for one, _ in self._queue.names if self._agreement.of(self._handle, one))
@@ -301,6 +301,9 @@ class WriteBehind:
                         self._writing = space
                         return Batch(space, agreed, self._queue.take(digest))
                 self._changed.wait(RETRY_S)
+
+    def _may_write(self) -> bool:
+        return not self._handle.breaker.is_open and self._handle.stores.are_due and not self.budget.is_spent
 
     def _next_recheck(self) -> Batch | None:
         """None: the tier is not used for the namespace now. Its chunks are due again later. The caller holds

@@ -25,7 +25,7 @@ function state(cell) {
   cell.append(el("span", { cls: "main", children: [chip] }), " ", why);
   return (tier) => {
     setAttr(chip, "data-state", tier.state === "open" ? "live" : "suspect");
-    setText(chip, tier.state === "open" ? "used" : "off");
+    setText(chip, tier.state === "open" ? "used" : tier.state.replace("_", "-"));
     setText(why, tier.why);
   };
 }
@@ -122,7 +122,7 @@ export function mountTiers(root) {
     setHidden(trouble, !troubleWords(mover));
   };
   draw.digest = ({ status: { tiers } }) => {
-    const off = tiers.filter((tier) => tier.state !== "open").length;
+    const off = tiers.filter((tier) => tier.state === "off").length;
     return off ? `${count(off)} of ${plural(tiers.length, "tier")} off` : plural(tiers.length, "tier");
   };
   return draw;

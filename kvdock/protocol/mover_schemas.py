@@ -224,6 +224,7 @@ class MoverConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """The URLs of stores by their names, in the order in which they are asked."""
     asks: int = 0
     """A chunk is written once prompts have asked for it this often; 0: once or twice, whichever pays."""
+    pool_bytes: int = 1 << 30
     queue_bytes: int = 1 << 30
     """The most that may wait to be written to one tier."""
     batch_bytes: int = BATCH_BYTES

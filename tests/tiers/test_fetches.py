@@ -102,7 +102,7 @@ def fetches(engine: TierEngine, tier: HeldTier, space: NamespaceSession, ended: 
         promised=lambda promise: None, ended=ended.append, loaded=lambda handle, fetch, keys: None,
         lacked=lambda handle, keys: None,
     )
-    made = Fetches([handle], engine.client, agreement, observer)
+    made = Fetches([handle], engine.client, agreement, observer, pool_bytes=POOL)
     yield made
     tier.close(Deadline(1.0))
     made.close()

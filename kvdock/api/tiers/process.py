@@ -41,7 +41,7 @@ class MoverProcess:
             disk_bytes=settings.disk_bytes, disk_day_bytes=settings.disk_day_bytes, stores=settings.store_urls,
             asks=settings.tier_asks,
             log_format=settings.log_format, drain_s=settings.tier_drain_s,
-            queue_bytes=settings.tier_queue_bytes or settings.pool_bytes,
+            pool_bytes=settings.pool_bytes, queue_bytes=settings.tier_queue_bytes or settings.pool_bytes,
             batch_bytes=min(BATCH_BYTES, settings.pool_bytes // POOL_BATCHES),
         )
         self._process: Process | None = None

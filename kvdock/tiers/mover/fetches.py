@@ -16,9 +16,11 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from math import inf
 from typing import NamedTuple
 
 from msgspec import UNSET
@@ -58,6 +60,10 @@ DEPTH = 4
 """How many batches of a fetch are in progress at once: while one is loaded, others are hashed or published."""
 AHEAD_EXISTS_S, AHEAD_BATCH_BYTES = 10.0, 8 << 20
 """For fetches ahead of requests: how long a tier may take to answer, and the size of a batch."""
+ROOM_S, ROOM_SHARE = 0.01, 0.75
+"""How often a fetch that waits for room in the pool tries again, and the share of the pool that all may need."""
+ROOM_COMES = ("no_space", "held_bytes")
+"""A reservation that was limited by these may get more a moment later."""
 LOOK_S = 0.05
 """How often a thread that waits for others looks at its deadline, which the server may cancel."""
 
@@ -82,6 +88,8 @@ class Fetch:
         self.wanted, self.deadline = wanted, Deadline(wait_s)
         self.loaded = 0
         """How many chunks it has published."""
+        self.waited_s = 0.0
+        """How long it has waited for room in the pool."""
         self.agreed: AgreedNote | None = None
         """The note from which it makes names of parts, in the tier from which it loads."""
 
@@ -133,7 +141,7 @@ class Fetches:
 
     def __init__(
         self, handles: Sequence[TierHandle], client: Client, agreement: Agreement, observer: FetchObserver, *,
-        batch_bytes: int = BATCH_BYTES, clock: Callable[[], float] = time.monotonic,
+        batch_bytes: int = BATCH_BYTES, pool_bytes: int, clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._handles, self._client, self._agreement = handles, client, agreement
         self._observer, self._batch_bytes, self._clock = observer, batch_bytes, clock
@@ -145,6 +153,7 @@ class Fetches:
         self._filling: set[tuple[bytes, bytes]] = set()
         """Chunks that a fetch is loading now, by namespace and key."""
         self._filled = threading.Condition(self._lock)
+        self._room = _Room(pool_bytes)
 
     def start(self, fetch: Fetch) -> None:
         with self._lock:
@@ -260,12 +269,16 @@ class Fetches:
         attachment = space.session.attachment
         if attachment is None or not attachment.acquire():
             return
-        began_s = self._clock()
         try:
-            self._stream(fetch, handle, attachment, found)
+            with self._room.admitted(fetch, len(found) * space.chunk_bytes) as is_admitted:
+                if not is_admitted:
+                    return
+                began_s = self._clock()
+                self._stream(fetch, handle, attachment, found)
+                took_s = self._clock() - began_s - fetch.waited_s
+            handle.fetched(fetch.loaded * space.chunk_bytes, took_s)
         finally:
             attachment.release()
-            handle.fetched(fetch.loaded * space.chunk_bytes, self._clock() - began_s)
 
     def _stream(
         self, fetch: Fetch, handle: TierHandle, attachment: Attachment, found: list[list[int]]
@@ -274,24 +287,38 @@ class Fetches:
         requests has one batch at a time."""
         depth, most_bytes = (1, AHEAD_BATCH_BYTES) if fetch.is_ahead else (DEPTH, self._batch_bytes)
         in_progress: deque[_Batch] = deque()
-        is_whole = True
+        left = deque(self._batches(fetch.wanted.space, found, most_bytes))
+        until_s, is_whole = self._clock() + self._compute_s(fetch, len(found)), True
         try:
-            for first, count in self._batches(fetch.wanted.space, found, most_bytes):
+            while left and is_whole:
                 self._yield_to_requests(fetch)
-                if fetch.deadline.is_over or not is_whole:
+                if fetch.deadline.is_over:
                     break
+                first, count = left.popleft()
                 batch = self._reserve(fetch, handle, attachment, fetch.wanted.hit + first, count, found[first])
                 if batch is None:
                     break
-                handle.counters["fetched_elsewhere"] += len(batch.granted.busy) + len(batch.granted.present)
-                in_progress.append(batch)
-                if batch.granted.limited_by is not None:
-                    break
-                if len(in_progress) == depth:
+                granted = batch.granted
+                handle.counters["fetched_elsewhere"] += len(granted.busy) + len(granted.present)
+                came = len(granted.chunks) + len(granted.busy) + len(granted.present)
+                if came:
+                    in_progress.append(batch)
+                if came < count:  # there is no room now
+                    left.appendleft((first + came, count - came))
+                    if fetch.is_ahead or granted.limited_by not in ROOM_COMES or self._clock() >= until_s:
+                        break
+                    fetch.waited_s += (pause_s := min(ROOM_S, fetch.deadline.left_s))
+                    time.sleep(pause_s)
+                if len(in_progress) == depth or (came < count and in_progress):
                     is_whole = self._finish(fetch, handle, attachment, in_progress.popleft())
         finally:
             for batch in in_progress:
                 is_whole = self._finish(fetch, handle, attachment, batch, is_wanted=is_whole) and is_whole
+
+    def _compute_s(self, fetch: Fetch, chunks: int) -> float:
+        """How long the engine would compute so many chunks; without end if that is not known."""
+        speed = fetch.wanted.tokens_per_s
+        return chunks * fetch.wanted.space.manifest.chunk_tokens / speed if speed else inf
 
     def _batches(self, space: NamespaceSession, found: list[list[int]], most_bytes: int) -> list[tuple[int, int]]:
         """(index of the first chunk, number of chunks) of each batch. The chunks of a batch have the same groups."""
@@ -356,7 +383,7 @@ class Fetches:
                 with self._filled:
                     self._filling -= batch.names
                     self._filled.notify_all()
-        is_whole = is_whole and granted.limited_by is None
+        is_whole = is_whole and not (batch.is_retry and granted.limited_by)
         if not (is_wanted and is_whole and granted.busy):
             return is_whole
         has_waited = self._await_others(fetch, [batch.keys[index] for index in granted.busy])
@@ -492,6 +519,47 @@ class Fetches:
             _call_failed(space, attachment, error)
             return 0
         return end
+
+
+class _Room:
+    """Admits fetches for requests in their order, as long as all that run need at most ROOM_SHARE of the pool together.
+    So those that run can wait for room until other requests give theirs back, and do not wait for each other. After a
+    restart, prompts that do not all fit come one after the other."""
+
+    def __init__(self, pool_bytes: int) -> None:
+        self._most_bytes, self._changed = int(ROOM_SHARE * pool_bytes), threading.Condition()
+        self._queue: deque[Fetch] = deque()
+        self._running: dict[Fetch, int] = {}
+        """What each needs, in bytes."""
+
+    @contextmanager
+    def admitted(self, fetch: Fetch, need_bytes: int) -> Iterator[bool]:
+        """Waits until the fetch may run, which lasts as long as the context. False: its request no longer waits. One
+        that needs more than all may have runs alone; one ahead of requests runs at once."""
+        is_admitted = fetch.is_ahead or self._enter(fetch, need_bytes)
+        try:
+            yield is_admitted
+        finally:
+            with self._changed:
+                self._running.pop(fetch, None)
+                self._changed.notify_all()
+
+    def _enter(self, fetch: Fetch, need_bytes: int) -> bool:
+        with self._changed:
+            self._queue.append(fetch)
+            while self._queue[0] is not fetch or not self._fits(need_bytes):
+                if fetch.deadline.is_over:
+                    self._queue.remove(fetch)
+                    self._changed.notify_all()
+                    return False
+                self._changed.wait(min(LOOK_S, fetch.deadline.left_s))
+            self._queue.popleft()
+            self._running[fetch] = need_bytes
+            self._changed.notify_all()
+            return True
+
+    def _fits(self, need_bytes: int) -> bool:
+        return not self._running or sum(self._running.values()) + need_bytes <= self._most_bytes
 
 
 class _Asked:

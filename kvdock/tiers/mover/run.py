@@ -80,7 +80,7 @@ class Mover:
             FetchObserver(
                 promised=self._promised, ended=self._fetch_ended, loaded=self._loaded, lacked=self._lacked
             ),
-            batch_bytes=config.batch_bytes,
+            batch_bytes=config.batch_bytes, pool_bytes=config.pool_bytes,
         )
         self._lock = threading.Lock()
         self._report = MoverReport()

@@ -10,7 +10,9 @@ redis_, objects_ (files in a folder), objects_s3_ (an S3 server in Python) and m
 server on the same machine takes cores away from the tier. Stores that cannot be started are omitted, with a line on
 stderr. lookup_ratio_under_load: what lookups of 512 keys take while the disk tier writes and loads all the time, as a
 share of what they take while it is idle; lookup_ratio_beside_other_work: the same at another server, which has no tier.
-What both have is the machine's, not the tier's.
+What both have is the machine's, not the tier's. policy_share_of_lru: the hits of the tier on disk as a share of LRU's
+in the same space, the least of several traces (bench/tiers/policy.py), which each have their own, with what is written
+for each miss. known_bytes_per_chunk: what the server takes to know what tiers have, when known_chunks have filled it.
 
 Each figure is the median of its rounds, a share or ratio the median of the paired ones. Parts lie in POSIX shared
 memory, are 2 to 32 MiB large, and are compared with what was stored. On disk none goes through the page cache.
@@ -26,12 +28,12 @@ import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 
-from bench.tiers import disk, lookups, stores
+from bench.tiers import disk, lookups, policy, stores
 from bench.tiers.batch import Batch
 from kvdock.tiers.disk.io import THREADS
 from kvdock.tiers.tier import Deadline, TierError
 
-KINDS = ("disk", "lookups", *stores.STARTS)
+KINDS = ("disk", "lookups", "policy", *stores.STARTS)
 
 
 def of_store(name: str, chosen: argparse.Namespace, folder: Path) -> dict[str, list[float]]:
@@ -52,6 +54,8 @@ def of_kind(name: str, chosen: argparse.Namespace, folder: Path) -> dict[str, li
         return disk.measure(folder, chosen.mib, chosen.rounds, chosen.threads)
     if name == "lookups":
         return lookups.measure(folder, chosen.rounds, chosen.calls, chosen.part_kib << 10)
+    if name == "policy":
+        return policy.measure(folder, chosen.policy_lookups)
     return of_store(name, chosen, folder)
 
 
@@ -68,6 +72,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--rounds", type=int, default=7, help="rounds for each figure (default 7)")
     parser.add_argument("--calls", type=int, default=400, help="lookups of a round (default 400)")
     parser.add_argument("--part-kib", type=int, default=2048, help="of the chunks that load the tier (default 2048)")
+    parser.add_argument("--policy-lookups", type=int, default=200_000, help="of each trace (default 200,000)")
     parser.add_argument("--threads", type=int, default=THREADS, help=f"of the disk tier (default {THREADS})")
     chosen = parser.parse_args(arguments)
     chosen.path.mkdir(parents=True, exist_ok=True)

@@ -26,6 +26,7 @@ HistogramTuple histogram_of(const Histogram<N>& from) {
 void bind_bytes(py::module_& m);
 void bind_cuda(py::module_& m);
 void bind_curve(py::module_& m);
+void bind_key_filter(py::module_& m);
 void bind_pack(py::module_& m);
 void bind_table(py::module_& m);
 

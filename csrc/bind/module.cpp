@@ -24,6 +24,7 @@ PYBIND11_MODULE(_core, m) {
   m.attr("CHECKSUM_STRIPE_BYTES") = kvdock::kChecksumStripeBytes;
   kvdock::bind_bytes(m);
   kvdock::bind_cuda(m);
+  kvdock::bind_key_filter(m);
   kvdock::bind_pack(m);
   kvdock::bind_table(m);
   kvdock::bind_curve(m);

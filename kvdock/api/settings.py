@@ -116,6 +116,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     # lower tiers; none of them: no mover is started
     disk_path: str = ""
     disk_bytes: Annotated[int, msgspec.Meta(ge=0)] = 0
+    disk_day_bytes: Annotated[int, msgspec.Meta(ge=0)] = 0
     redis_url: str = ""
     objects_url: str = ""
     mooncake_url: str = ""
@@ -372,6 +373,9 @@ def _checked(settings: Settings, given: set[str]) -> Settings:
     if settings.disk_bytes and not settings.disk_path:
         found = exact_bytes(settings.disk_bytes)
         raise SettingsError(f"disk_bytes={found} wanted disk_path as well: where it may be written")
+    if settings.disk_day_bytes and not settings.disk_path:
+        found = exact_bytes(settings.disk_day_bytes)
+        raise SettingsError(f"disk_day_bytes={found} wanted disk_path as well: it limits what is written there")
     if unknown := [name for name in settings.observers if name not in get_args(Observer)]:
         raise SettingsError(
             f"observe={settings.observe!r} wanted some of {', '.join(get_args(Observer))}, separated by commas; found "

@@ -374,6 +374,7 @@ MEANINGS: dict[str, str] = {
     "disk_path": "Folder of the lower tier on disk; empty: none.",
     "disk_bytes": "Bytes that the tier on disk may use there, or a share of the folder's file system, as `30%`; "
     "`auto` is `50%`.",
+    "disk_day_bytes": "Bytes that may be written to the tier on disk in a day, its own copies included; 0: no limit.",
     "redis_url": "Redis or Valkey as a lower tier, as `redis://host:port`; empty: none.",
     "objects_url": "Object store as a lower tier, as `s3://bucket/prefix`; empty: none.",
     "mooncake_url": "Mooncake Store as a lower tier, as `mooncake://host:port`; empty: none.",
@@ -433,8 +434,8 @@ SETTING_GROUPS: dict[str, tuple[str, ...]] = {
                                       "body_limit_bytes", "tcp_connections"),
     "Limits of sessions and tenants": ("session_cap", "total_cap", "session_grants", "tenant_bytes", "tenant_chunks",
                                        "tenant_namespaces", "tenant_sessions", "tenant_grants"),
-    "Lower tiers": ("disk_path", "disk_bytes", "redis_url", "objects_url", "mooncake_url", "tier_urls",
-                    "tier_asks", "tier_queue_bytes", "tier_keep", "tier_drain_s"),
+    "Lower tiers": ("disk_path", "disk_bytes", "disk_day_bytes", "redis_url", "objects_url", "mooncake_url",
+                    "tier_urls", "tier_asks", "tier_queue_bytes", "tier_keep", "tier_drain_s"),
     "Start and end": ("adopt", "drain_s", "on_exit"),
     "Engines' liveness": ("heartbeat_s", "missed_heartbeats", "settle_s", "ask_s", "weights_grace_s", "watch_s"),
     "Logs, events and traces": ("log_level", "log_format", "observe", "traces_endpoint", "kv_events_endpoint",

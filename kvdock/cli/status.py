@@ -218,18 +218,20 @@ def _two_columns(rows: Iterable[tuple[str, str | Text]]) -> Table:
 
 
 def tier_in_words(tier: TierView) -> str:
-    shown = "used" if tier.state == "open" else f"off: {tier.why}"
+    shown = "used" if tier.state == "open" else f"{tier.state.replace('_', '-')}: {tier.why}"
     if tier.error:
         shown += f" ({tier.error})"
     if not tier.counters:  # the tier has never been open
         return shown
     limit = f" of at most {size(tier.bytes_limit)}" if tier.bytes_limit else ""
     waits = f", {size(tier.queued_bytes)} waiting to be written" if tier.queued_bytes else ""
+    limited = tier.day_limit_bytes
+    day = f", {size(tier.day_left_bytes)} of {size(limited)} a day left to write" if limited else ""
     bad = f", {tier.counters['damaged']:,} damaged" if tier.counters.get("damaged") else ""
     pending = f", {tier.pending_orders:,} clears and deletions pending" if tier.pending_orders else ""
     stored, loaded = (size(tier.counters.get(name, 0)) for name in ("stored_bytes", "loaded_bytes"))
     return (
-        f"{shown}; {size(tier.bytes_used)}{limit} in {tier.objects:,} parts{waits}; "
+        f"{shown}; {size(tier.bytes_used)}{limit} in {tier.objects:,} parts{waits}{day}; "
         f"{stored} stored, {loaded} loaded{bad}{pending}"
     )
 

@@ -58,10 +58,12 @@ KNOWN_BYTES = 8
 
 
 class KnownKeys(Body, array_like=True):
-    """`[namespace, keys]`: tiers have these chunks. `keys`: the first KNOWN_BYTES of each key, in a row."""
+    """`[namespace, keys, is_there]`: whether a tier has these chunks from now on. `keys`: the first KNOWN_BYTES of each
+    key, in a row."""
 
     namespace: Key
     keys: bytes
+    is_there: bool = True
 
 
 class PrefetchResult(Body, array_like=True):
@@ -216,10 +218,13 @@ class MoverConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """The instance names under which the mover attaches begin with it."""
     disk_path: str = ""
     disk_bytes: int = 0
+    disk_day_bytes: int = 0
+    """The most that may be written to the disk in a day; 0: there is no limit."""
     stores: dict[str, str] = {}
     """The URLs of stores by their names, in the order in which they are asked."""
     asks: int = 0
     """A chunk is written once prompts have asked for it this often; 0: once or twice, whichever pays."""
+    pool_bytes: int = 1 << 30
     queue_bytes: int = 1 << 30
     """The most that may wait to be written to one tier."""
     batch_bytes: int = BATCH_BYTES

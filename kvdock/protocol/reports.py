@@ -248,10 +248,11 @@ class TierView(Answer, kw_only=True):
     """A lower tier. Totals count from when it was opened."""
 
     name: str
-    state: Literal["open", "off"]
-    """'off': it fails or is slow, and is tried again later; until it works no request waits for it."""
+    state: Literal["open", "full", "read_only", "off"]
+    """'full' and 'read_only': what it has is loaded, and nothing is stored but now and then as a trial. 'off': it fails
+    or is slow, and is tried again later; until it works no request waits for it."""
     why: str = ""
-    """Why it is off."""
+    """Why it is not open."""
     error: str = ""
     """The last error of the tier or its storage. Only for callers with the scope `read`: it may name hosts and
     paths."""
@@ -262,6 +263,10 @@ class TierView(Answer, kw_only=True):
     """0: the tier knows no limit."""
     wear_bytes: int = 0
     """Bytes written to its storage, including copies that the tier makes itself; 0: not known."""
+    day_limit_bytes: int = 0
+    """The most that may be written to its storage in a day (`disk_day_bytes`); 0: there is no limit."""
+    day_left_bytes: int = 0
+    """What may still be written now. It grows by `day_limit_bytes` in a day, and is at most that."""
     queued_bytes: int = 0
     """Bytes of chunks that wait to be written."""
     pending_orders: int = 0

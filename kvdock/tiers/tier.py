@@ -163,6 +163,23 @@ class Lists(Protocol):
 
 
 @runtime_checkable
+class TellsGone(Protocol):
+    """A tier that knows which parts it has no more: it has evicted them, they were cleared or deleted, or damaged."""
+
+    def gone(self) -> Sequence[PartName]:
+        """The parts that went since the last call, and have not come back. To be called every few seconds."""
+
+
+@runtime_checkable
+class TellsFaults(Protocol):
+    """A tier that knows what its storage said when a part failed."""
+
+    @property
+    def fault(self) -> str:
+        """The last error, with the file and the name of the error; "": there was none."""
+
+
+@runtime_checkable
 class Sweeps(Protocol):
     """A tier that removes parts of former generations only when it is asked to."""
 
@@ -199,9 +216,13 @@ class Tier(Protocol):
     poll_s: float
     """How often its notes are read, because other servers may have changed them; 0: no other server uses its
     storage."""
+    recheck_s: float
+    """How long a part that was found there is taken to be there still. While prompts ask for it, the tier is then asked
+    again: the part may have been evicted, or have expired, without a word."""
 
     def exists(self, names: Sequence[PartName], deadline: Deadline) -> list[bool]:
-        """For each name, whether the tier has the part; also False if the answer is not known by the deadline."""
+        """For each name, whether the tier has the part; also False if the answer is not known by the deadline. A tier
+        that evicts what was not used for long counts this as a use."""
 
     def load(self, parts: Sequence[ToLoad], deadline: Deadline) -> list[Loaded]:
         """DONE: the pages have the part of that name and length, whole as far as the tier can see without hashing

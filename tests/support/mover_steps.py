@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import errno
 import os
 import signal
 import threading
@@ -94,7 +95,8 @@ def put_steps(armed: Path) -> None:
 
 def put_hangs(hung: Path) -> None:
     """Calls of the disk tier do not return while the file `hung` names their kind: "read", "write", "sync" (the index),
-    "stat", or "half": a read that hangs when half of it has come. LATE_STORE_S: how long a store may take."""
+    "stat", or "half": a read that hangs when half of it has come. Its writes fail while the file names an error, as
+    "ENOSPC". LATE_STORE_S: how long a store may take."""
     from kvdock.tiers.disk.folder import FolderLock
     from kvdock.tiers.disk.index import Index
     from kvdock.tiers.disk.io import Io
@@ -121,6 +123,16 @@ def put_hangs(hung: Path) -> None:
             wait("half")
         return read(io, fd, buffers, offset)
 
+    write = os.pwritev
+
+    def failing(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        for name in ("ENOSPC", "EROFS", "EIO"):
+            if hangs(name):
+                number = getattr(errno, name)
+                raise OSError(number, os.strerror(number))
+        return write(fd, buffers, offset)
+
+    vars(os)["pwritev"] = failing
     vars_of: Any = Io
     vars_of.read = read_half
     for owner, name, kind in ((Io, "read", "read"), (Io, "write", "write"), (Index, "_many", "sync"),

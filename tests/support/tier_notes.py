@@ -12,6 +12,7 @@ class KeptNotes:
     """Notes by namespace, of a tier that no other server uses."""
 
     poll_s = 0.0
+    recheck_s = 60.0
 
     def __init__(self) -> None:
         self.notes_kept: dict[bytes, Note] = {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvdock.tiers.mover.admission import JUDGED, MOST_JUDGED, AskCounts
+from kvdock.tiers.mover.admission import DAY_S, JUDGED, MOST_JUDGED, AskCounts, WriteBudget
 
 pytestmark = pytest.mark.tiers
 
@@ -72,3 +72,13 @@ def test_a_number_that_is_set_is_kept(wanted: int) -> None:
         assert asks.worth(new) == (new if wanted == 1 else [])
         asks.asked(new)
     assert asks.worth(new) == new
+
+
+def test_a_day_s_writes_come_evenly_and_add_up_to_a_day_s() -> None:
+    now_s, written = [0.0], [0]
+    budget = WriteBudget(24_000, lambda: written[0], lambda: now_s[0])
+    steps = [(0.0, 0, 1000), (0.0, 1500, -500), (3600.0, 0, 500), (10 * DAY_S, 0, 24_000)]  # at first an hour's
+    for later_s, more, left in steps:
+        now_s[0], written[0] = now_s[0] + later_s, written[0] + more
+        assert (budget.left_bytes, budget.is_spent) == (left, left <= 0)
+    assert not WriteBudget(0, lambda: 1, lambda: 0.0).is_spent

@@ -353,7 +353,7 @@ def test_what_one_server_clears_is_found_at_no_other_that_shares_the_store(shari
         assert hits(other, kept) == CHUNKS
     written(other, keys)
     clear_pool(server.unix)
-    assert hits(engine, keys) == CHUNKS, "what is stored anew is shared again"
+    eventually(lambda: hits(engine, keys) == CHUNKS)  # a store that was asked in vain is asked again a little later
 
 
 @pytest.mark.sweep("shared")

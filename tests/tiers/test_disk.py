@@ -97,7 +97,7 @@ def test_parts_that_were_loaded_get_a_second_chance_and_others_go(folder: Path, 
 
 
 def test_second_chances_have_a_bound(folder: Path, parts: Parts) -> None:
-    """Everything is loaded, always: a quarter of a segment is copied at most, and that is counted as wear."""
+    """Everything is loaded once: a quarter of a segment is copied at most, and that is counted as wear."""
     stored = 0
     with opened(folder) as tier:
         batch = parts.many(150, 500 * KIB)
@@ -108,6 +108,20 @@ def test_second_chances_have_a_bound(folder: Path, parts: Parts) -> None:
             stored += record_bytes(part.record.length)
         wear = tier.usage().wear_bytes
         assert stored * 1.05 < wear < stored * 1.4
+
+
+def test_copies_that_are_used_again_make_room_for_more(folder: Path, parts: Parts) -> None:
+    """A hot set of half the log, with as much that is asked for once: at first a quarter of a segment is copied."""
+    hot = parts.many(LIMIT // (2 * MIB), 500 * KIB)
+    with opened(folder) as tier:
+        store_in_turn(tier, hot)
+        found = []
+        for _ in range(40):
+            has = there(tier, hot)
+            found.append(sum(has) / len(hot))
+            store_in_turn(tier, [part for part, is_there in zip(hot, has, strict=True) if not is_there])
+            store_in_turn(tier, parts.many(8, 500 * KIB))
+        assert sum(found[-10:]) / 10 > 0.95 > sum(found[:10]) / 10
 
 
 def test_a_record_that_is_being_loaded_is_not_overwritten(folder: Path, parts: Parts) -> None:

@@ -16,9 +16,9 @@ from tier_server import PART, POOL, POOL_CHUNKS
 from kvdock.protocol.mover_schemas import Generation
 from kvdock.shm.checksum import checksum
 from kvdock.tiers.mover.agreement import Agreement
-from kvdock.tiers.mover.fetches import AHEAD_BATCH_BYTES, Fetch, Fetches, FetchObserver, Wanted
+from kvdock.tiers.mover.fetches import AHEAD_BATCH_BYTES, ASKED_AT_ONCE, Fetch, Fetches, FetchObserver, Wanted
 from kvdock.tiers.mover.namespaces import NamespaceSession
-from kvdock.tiers.mover.tier_handle import TierHandle
+from kvdock.tiers.mover.tier_handle import ABSENT_TIMES, MOST_ABSENT_S, Absent, TierHandle
 from kvdock.tiers.record import PartName
 from kvdock.tiers.tier import Deadline, Loaded, Outcome, ToLoad, ToStore, Usage
 
@@ -38,9 +38,13 @@ class HeldTier(KeptNotes):
         self._engine, self.held = engine, defaultdict[bytes, threading.Event](threading.Event)
         self.began: list[bytes] = []
         """The first key of each load."""
+        self.lacks: set[bytes] = set()
+        self.asked: list[int] = []
+        """How many parts each call asked about."""
 
     def exists(self, names: Sequence[PartName], deadline: Deadline) -> list[bool]:
-        return [True] * len(names)
+        self.asked.append(len(names))
+        return [name.key not in self.lacks for name in names]
 
     def load(self, parts: Sequence[ToLoad], deadline: Deadline) -> list[Loaded]:
         self.began.append(parts[0].name.key)
@@ -95,9 +99,10 @@ def fetches(engine: TierEngine, tier: HeldTier, space: NamespaceSession, ended: 
     agreement.follow([Generation(namespace=space.digest.hex(), generation=1, edition=0)])
     agreement.use(handle)
     observer = FetchObserver(
-        promised=lambda promise: None, ended=ended.append, lacked=lambda handle, keys: None
+        promised=lambda promise: None, ended=ended.append, loaded=lambda handle, fetch, keys: None,
+        lacked=lambda handle, keys: None,
     )
-    made = Fetches([handle], engine.client, agreement, observer)
+    made = Fetches([handle], engine.client, agreement, observer, pool_bytes=POOL)
     yield made
     tier.close(Deadline(1.0))
     made.close()
@@ -142,3 +147,33 @@ def test_a_request_loads_for_itself_what_another_one_has_given_up(
     assert tier.began == [keys[0], keys[6], keys[0]]
     assert [fetch.loaded for fetch in ended] == [0, 8]
     assert engine.lookup(keys, "is there").hit_tokens == 8 * CHUNK_TOKENS
+
+
+@pytest.mark.parametrize(("has", "calls"), [(0, 1), (1, 2), (17, 2), (100, 2), (255, 2), (256, 1)])
+def test_few_questions_find_the_longest_prefix(
+    engine: TierEngine, tier: HeldTier, space: NamespaceSession, fetches: Fetches, ended: list[Fetch], has: int,
+    calls: int,
+) -> None:
+    keys = engine.chain(256)
+    tier.lacks = set(keys[has:])
+    (handle,) = fetches._handles
+    found = fetches._find(Fetch(Wanted(space, keys, 0, ticket=1), 60.0), handle)
+    assert len(found) == has
+    assert len(tier.asked) <= calls and sum(tier.asked) <= 2 * (ASKED_AT_ONCE + 1)
+
+
+def test_a_chunk_that_a_slow_tier_lacked_a_moment_ago_is_not_asked_for_again() -> None:
+    now_s, keys = 0.0, [bytes([number]) * 32 for number in range(4)]
+    absent = Absent(lambda: now_s)
+    absent.asked(0.025)
+    absent.add(keys[2])
+    assert absent.cut(keys) == keys[:2] and absent.cut(keys[:2]) == keys[:2]
+    absent.remove([keys[2]])
+    assert absent.cut(keys) == keys
+    absent.add(keys[0])
+    now_s = ABSENT_TIMES * 0.025
+    assert absent.cut(keys) == keys
+    absent.asked(1000.0)
+    absent.add(keys[1])
+    now_s += MOST_ABSENT_S
+    assert absent.cut(keys) == keys

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -250,3 +251,28 @@ def test_a_request_that_asks_soon_after_its_wait_has_what_has_come(engine: TierE
     assert found.hit_tokens == 4 * CHUNK_TOKENS and found.pending is None
     engine.read(keys, found)
     engine.release(found)
+
+
+def test_a_burst_for_which_the_pool_is_too_small_waits_its_turn(tmp_path: Path) -> None:
+    """As after a restart: more prompts come at once than the pool holds. Each reads what came, and gives it back."""
+    prompts, chunks = 12, 8
+    with ServerProcess(**SETTINGS, disk_path=str(tmp_path / "disk"), session_cap=1.0, total_cap=1.0) as server:
+        engine = TierEngine(server.unix, manifest(PART))
+        is_served(server, 1)
+        wanted = [engine.chain(chunks) for _ in range(prompts)]
+        for number, keys in enumerate(wanted):
+            engine.store(keys)
+            if number % 3 == 2:  # as many as the pool holds
+                is_written(engine, [key for keys in wanted[: number + 1] for key in keys])
+        flood(engine)
+
+        def ask(number: int) -> int:
+            found = engine.awaited(wanted[number], f"burst {number}", 60.0)
+            engine.read(wanted[number], found)
+            if found.lease is not None:
+                engine.release(found)
+            return found.hit_tokens // CHUNK_TOKENS
+
+        with ThreadPoolExecutor(prompts) as threads:
+            assert list(threads.map(ask, range(prompts))) == [chunks] * prompts
+        engine.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 
@@ -116,7 +117,7 @@ def test_answers_that_come_too_late_or_fail_take_a_tier_off(
 def tried(handle: TierHandle, clock: Clock, rest_s: float = 2 * LONGEST_REST_S) -> None:
     """A probe was made after that rest, and has ended."""
     clock.now_s += rest_s
-    handle.probe()
+    handle.probe(may_measure=True)
     probe = handle._probe
     assert probe is not None
     probe.result(30.0)
@@ -142,11 +143,11 @@ def test_calls_that_do_not_return_take_a_tier_off(
     calling = threading.Thread(target=call)
     calling.start()
     eventually(lambda: bool(handle._late()))
-    handle.probe()
+    handle.probe(may_measure=True)
     seen = []
     for _ in range(MOST_FAILURES):
         clock.now_s += 2 * LATE_S
-        handle.probe()
+        handle.probe(may_measure=True)
         seen.append(handle.breaker.is_open)
     assert seen == [False] * (MOST_FAILURES - 1) + [True] and handle.breaker.why == UNRETURNED
     tier.goes_on.set()
@@ -165,7 +166,7 @@ def test_a_tier_whose_store_does_not_return_stays_off(
     eventually(lambda: bool(handle._late()))
     for _ in range(MOST_FAILURES + 1):
         clock.now_s += 2 * LATE_S
-        handle.probe()
+        handle.probe(may_measure=True)
     assert handle.breaker.is_open
     tried(handle, clock)
     was_open = handle.breaker.is_open
@@ -181,9 +182,9 @@ def test_calls_that_end_late_do_not_keep_a_tier_off(
     tier.hangs, tier.outcome = {"load"}, Outcome.LATE
     loads = [handle.load([part.to_load()], Deadline(0.0)) for _ in range(4)]
     eventually(lambda: len(handle._late()) == len(loads))
-    handle.probe()
+    handle.probe(may_measure=True)
     clock.now_s += 2 * LATE_S
-    handle.probe()  # all of them are counted
+    handle.probe(may_measure=True)  # all of them are counted
     assert handle.breaker.is_open
     tier.goes_on.set()
     for one in loads:
@@ -232,6 +233,31 @@ class TimedTier(MemoryTier):
         return [Loaded(Outcome.DONE, self.kept[part.name].record.checksum) for part in parts]
 
 
+def test_an_idle_tier_is_measured_ever_more_seldom_and_never_without_an_engine(
+    handle: TierHandle, tier: MemoryTier, clock: Clock, part: Part
+) -> None:
+    handle.store([part.to_store()], Deadline(30.0))
+    measured_s: list[float] = []
+
+    def measures(*, may_measure: bool) -> bool:
+        before = handle._probe
+        handle.probe(may_measure=may_measure)
+        if handle._probe is before:
+            return False
+        assert handle._probe is not None
+        handle._probe.result(30.0)
+        return True
+
+    assert not any(measures(may_measure=False) for _ in range(3))
+    for _ in range(5000):
+        if measures(may_measure=True):
+            measured_s.append(clock.now_s)
+        clock.now_s += 1.0
+    pauses = [after - before for before, after in itertools.pairwise(measured_s)]
+    assert pauses[:6] == [MEASURE_S * 2**at for at in range(1, 7)] and len(pauses) < 10
+    assert not any(measures(may_measure=False) for _ in range(3))
+
+
 @pytest.mark.parametrize(("load_s", "loaded"), [(QUICK_S / 8, 4 + 16), (QUICK_S, 4)])
 def test_a_quick_tier_is_measured_with_more_than_a_slow_one(
     clock: Clock, parts: Parts, load_s: float, loaded: int
@@ -244,7 +270,7 @@ def test_a_quick_tier_is_measured_with_more_than_a_slow_one(
         records = [Record(parts.name(), size, one.record.checksum) for _ in pages]
         handle.store(list(map(ToStore, records, pages)), Deadline(30.0))
         clock.now_s += 2 * MEASURE_S
-        handle.probe()
+        handle.probe(may_measure=True)
         assert handle._probe is not None
         handle._probe.result(30.0)
         assert len(tier.loaded_bytes) == loaded

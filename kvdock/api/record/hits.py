@@ -17,7 +17,7 @@ import msgspec
 from kvdock._core import Lookup as Found, Table
 from kvdock.api.pool.registry import NamespaceRecord, SessionRecord
 from kvdock.protocol.hits import COMPUTED, MEMORY, WAITED, ComputedWhy, PromptRun
-from kvdock.protocol.mover_schemas import KNOWN_BYTES
+from kvdock.protocol.mover_schemas import split_keys
 from kvdock.protocol.outcomes import Outcome
 from kvdock.protocol.wire_types import KEY_BYTES
 
@@ -32,8 +32,8 @@ MOST_JUDGED = 4096
 """Chunks behind a hit that are looked into one by one, so that no turn of the event loop is long. Those behind them
 have the reason of the last one."""
 
-InTiers = Callable[[NamespaceRecord], Container[bytes]]
-"""The first KNOWN_BYTES of the keys of the namespace's chunks that lower tiers are known to have."""
+Absent = Callable[[NamespaceRecord, bytes], bytes]
+"""Those of the keys, in a row, that no lower tier is known to have."""
 
 
 class Missing(msgspec.Struct, frozen=True, gc=False):
@@ -86,8 +86,8 @@ class Answered(msgspec.Struct, gc=False):
 class Answers:
     """The answers of lookups whose requests have not ended."""
 
-    def __init__(self, table: Table, in_tiers: InTiers) -> None:
-        self._table, self._in_tiers = table, in_tiers
+    def __init__(self, table: Table, absent: Absent) -> None:
+        self._table, self._absent = table, absent
         self._open: OrderedDict[tuple[int, bytes], dict[int, Answered]] = OrderedDict()
         """By session and request, then by epoch."""
         self._of_session: dict[int, set[bytes]] = {}
@@ -166,11 +166,11 @@ class Answers:
         if found.limited == "held_bytes" or found.limited == "pinning":
             why = found.limited
         runs: list[Missing] = []
-        in_tiers = self._in_tiers(space)
+        absent = set(split_keys(self._absent(space, behind)))
         being_stored = found.being_stored // space.manifest.chunk_tokens
         for chunks, fate, at_ms, used_ms in self._table.fates(space.table_id, behind) if behind else ():
             some = keys[end * KEY_BYTES : (end + chunks) * KEY_BYTES]
-            for count, reason in _reasons(some, fate, max(0, being_stored - end), in_tiers):
+            for count, reason in _reasons(some, fate, max(0, being_stored - end), absent):
                 end += count
                 if reason is not None:
                     why = reason
@@ -206,10 +206,10 @@ class Answers:
 # The division of a prompt.
 
 def _reasons(
-    keys: bytes, fate: str, promised: int, in_tiers: Container[bytes]
+    keys: bytes, fate: str, promised: int, absent: Container[bytes]
 ) -> Iterator[tuple[int, ComputedWhy | None]]:
     """(chunks, why they are missing) of a run of chunks with one fate, in their order; None: they are there.
-    `promised`: how many of the first ones another engine computes and stores."""
+    `promised`: how many of the first ones another engine computes and stores. `absent`: those that no tier has."""
     chunks = len(keys) // KEY_BYTES
     if fate == "ready":
         yield chunks, None
@@ -218,11 +218,11 @@ def _reasons(
     first = min(chunks, promised) if fate == "unknown" else 0
     if first:
         yield first, "being_stored"
-    if not in_tiers or fate in ("cleared", "deleted", "mismatched", "being_stored"):  # tiers have no such chunk
+    if fate in ("cleared", "deleted", "mismatched", "being_stored"):  # tiers have no such chunk
         yield chunks - first, why
         return
     for at in range(first * KEY_BYTES, len(keys), KEY_BYTES):
-        yield 1, "tier_slow" if keys[at : at + KNOWN_BYTES] in in_tiers else why
+        yield 1, why if keys[at : at + KEY_BYTES] in absent else "tier_slow"
 
 
 class _Runs:

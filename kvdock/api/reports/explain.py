@@ -153,7 +153,7 @@ class Explainer:
         return tokens, [
             TierLoad(tier=one.name, load_ms=(
                 1000 * (one.load_latency_s + size_bytes / one.load_bytes_per_s)
-                if one.state == "open" and one.load_bytes_per_s else None
+                if one.state != "off" and one.load_bytes_per_s else None
             ))
             for one in self._tiers()
         ]

@@ -352,6 +352,8 @@ _TIER_GAUGES: tuple[tuple[str, str, Callable[[TierView], float]], ...] = (
     ("queued_bytes", "Bytes of chunks that wait to be written", lambda tier: tier.queued_bytes),
     ("pending_orders", "Clears and deletions that the tier has not carried out yet", lambda tier: tier.pending_orders),
     ("load_bytes_per_second", "How fast loads are expected to go", lambda tier: tier.load_bytes_per_s),
+    ("day_limit_bytes", "Bytes that may be written to it in a day; 0: no limit", lambda tier: tier.day_limit_bytes),
+    ("day_left_bytes", "Bytes that may be written to it now", lambda tier: tier.day_left_bytes),
     ("load_latency_seconds", "How long a load of few bytes is expected to take", lambda tier: tier.load_latency_s),
 )
 _TIER_COUNTERS = {
@@ -377,7 +379,7 @@ def _of_tiers(tiers: Sequence[TierView]) -> Iterator[Metric]:
     kvdock_tier_used."""
     used = GaugeMetricFamily("kvdock_tier_used", "1 while the tier is used, 0 while it is off", labels=["tier"])
     for tier in tiers:
-        used.add_metric([tier.name], tier.state == "open")
+        used.add_metric([tier.name], tier.state != "off")
     yield used
     opened = [tier for tier in tiers if tier.counters]
     for name, text, value in _TIER_GAUGES:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections import deque
-from collections.abc import Callable, Container
+from collections.abc import Callable
 
 import msgspec
 
@@ -82,9 +82,9 @@ class MoverClient:
             for report in self._tiers.reports
         ]
 
-    def in_tiers(self, space: NamespaceRecord) -> Container[bytes]:
-        """The first KNOWN_BYTES of the keys of the namespace's chunks that lower tiers are known to have."""
-        return self._tiers.known.get(space.digest, ())
+    def absent(self, space: NamespaceRecord, keys: bytes) -> bytes:
+        """Those of `keys` that no lower tier is known to have."""
+        return self._tiers.absent(space, keys)
 
     def is_mover(self, session: SessionRecord) -> bool:
         """Whether the session is one of the mover's."""
@@ -192,7 +192,8 @@ class MoverClient:
 
     def _cleared(self, space: NamespaceRecord, keys: bytes | None) -> None:
         """These chunks were cleared or deleted, here or in a tier. None: all of the namespace."""
-        self._tiers.forget(space, keys)
+        if keys is not None:  # else the mover reports each chunk that is gone
+            self._tiers.forget(space, keys)
         self.tickets.cleared(space, keys)
 
     def mover_restarted(self) -> None:
@@ -234,7 +235,7 @@ class MoverClient:
             namespaces=namespaces, abandoned=[digest.hex() for digest in abandoned],
             generations=generations, orders=orders, followed=followed,
             lookups=lookups, prefetches=self.prefetches.due(left_bytes), ended_tickets=ended,
-            evicting_soon=self._forecast.evicting_soon(self._tiers.known) if self._tiers.is_any_open else [],
+            evicting_soon=self._forecast.evicting_soon(self._tiers.absent) if self._tiers.is_any_open else [],
             is_draining=self._drain.begun, log_level=self.log_level,
         )
 

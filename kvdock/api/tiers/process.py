@@ -38,9 +38,10 @@ class MoverProcess:
         self._client, self._drain_s = client, settings.tier_drain_s
         self._config = MoverConfig(
             address=address, instance_prefix=client.instance_prefix, disk_path=settings.disk_path,
-            disk_bytes=settings.disk_bytes, stores=settings.store_urls, asks=settings.tier_asks,
+            disk_bytes=settings.disk_bytes, disk_day_bytes=settings.disk_day_bytes, stores=settings.store_urls,
+            asks=settings.tier_asks,
             log_format=settings.log_format, drain_s=settings.tier_drain_s,
-            queue_bytes=settings.tier_queue_bytes or settings.pool_bytes,
+            pool_bytes=settings.pool_bytes, queue_bytes=settings.tier_queue_bytes or settings.pool_bytes,
             batch_bytes=min(BATCH_BYTES, settings.pool_bytes // POOL_BATCHES),
         )
         self._process: Process | None = None
@@ -81,6 +82,7 @@ class MoverProcess:
             while True:
                 (length,) = FRAME_HEAD.unpack(await process.stdout.readexactly(FRAME_HEAD.size))
                 self._client.follow(decoder.decode(await process.stdout.readexactly(length)))
+                await asyncio.sleep(0)  # else all that has come already would be followed in one turn
         except (asyncio.IncompleteReadError, ConnectionError):
             return  # the mover has ended
         except Exception:  # whatever it was: the next mover reports anew

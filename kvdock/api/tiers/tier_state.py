@@ -9,9 +9,10 @@ Used from the event loop alone.
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Container, Iterator, Mapping
+import secrets
+from collections.abc import Callable
 
+from kvdock._core import KeyFilter
 from kvdock.api.pool.pool import Pool
 from kvdock.api.pool.registry import NamespaceRecord, Registry
 from kvdock.protocol import mover_schemas as m
@@ -19,11 +20,8 @@ from kvdock.protocol.mover_schemas import worth_chunks
 from kvdock.protocol.reports import TierView
 from kvdock.protocol.wire_types import KEY_BYTES
 
-MOST_KNOWN = 1 << 21
-"""The most chunks known to be in tiers, over all namespaces. Beyond it, tiers are asked."""
-MOST_KNOWN_NAMESPACES = 4096
-"""Each set of weights has a namespace of its own. Beyond this many, the one that was reported on longest ago is
-forgotten, and tiers are asked about it."""
+MOST_KNOWN = 1 << 22
+"""About the most chunks known to be in tiers, over all namespaces. Beyond it, tiers are asked."""
 MOVER_STARTS = "the mover is being started"
 FORECAST_INTERVAL_S = 0.5
 NEAR_SHARE = 0.125
@@ -40,10 +38,9 @@ class TierState:
         self._reported_s = now_s()
         self.reports: list[TierView] = []
         """As the mover last reported them."""
-        self._known: OrderedDict[bytes, set[bytes]] = OrderedDict()
-        """The first KNOWN_BYTES of the keys that tiers have, by namespace. The namespace that was reported on longest
-        ago comes first."""
-        self._has_forgotten = False
+        self._known = KeyFilter(salt=secrets.randbits(64), most_keys=MOST_KNOWN)
+        """What tiers have, by the first KNOWN_BYTES of namespaces and keys."""
+        self._is_full = False
         self._lists_all = False
 
     def follow(self, report: m.MoverReport) -> None:
@@ -51,30 +48,25 @@ class TierState:
             self.reports, self._reported_s = report.tiers, self._now_s()
         for known in report.known:
             namespace = bytes.fromhex(known.namespace)
-            self._known.setdefault(namespace, set()).update(_beginnings(known.keys, m.KNOWN_BYTES))
-            self._known.move_to_end(namespace)
-        while len(self._known) > MOST_KNOWN_NAMESPACES:
-            self._known.popitem(last=False)
-            self._has_forgotten = True
+            if not known.is_there:
+                self._known.remove(namespace, known.keys, m.KNOWN_BYTES)
+            elif not self._known.add(namespace, known.keys, m.KNOWN_BYTES):
+                self._is_full = True
         self._lists_all = report.lists_all
 
     def mover_restarted(self) -> None:
         """A new mover process reports everything anew."""
         self.reports = [TierView(name=report.name, state="off", why=MOVER_STARTS) for report in self.reports]
-        self._known.clear()
-        self._has_forgotten = self._lists_all = False
+        self._known = KeyFilter(salt=secrets.randbits(64), most_keys=MOST_KNOWN)
+        self._is_full = self._lists_all = False
 
-    def forget(self, space: NamespaceRecord, keys: bytes | None) -> None:
-        """These chunks were cleared or deleted, so no tier has them. None: all of the namespace."""
-        if keys is None:
-            self._known.pop(space.digest, None)
-        elif (known := self._known.get(space.digest)) is not None:
-            known.difference_update(_beginnings(keys, KEY_BYTES))
+    def forget(self, space: NamespaceRecord, keys: bytes) -> None:
+        """These chunks were deleted, so no tier has them."""
+        self._known.remove(space.digest, keys, KEY_BYTES)
 
-    @property
-    def known(self) -> Mapping[bytes, Container[bytes]]:
-        """The first KNOWN_BYTES of the keys that tiers have, by namespace."""
-        return self._known
+    def absent(self, space: NamespaceRecord, keys: bytes) -> bytes:
+        """Those of `keys` that no tier is known to have. About one in a thousand others is left out, too."""
+        return self._known.missing(space.digest, keys, KEY_BYTES)
 
     @property
     def silent_s(self) -> float:
@@ -83,16 +75,11 @@ class TierState:
 
     @property
     def is_any_open(self) -> bool:
-        return any(report.state == "open" for report in self.reports)
+        return any(report.state != "off" for report in self.reports)
 
     def may_have(self, space: NamespaceRecord, key: bytes) -> bool:
         """False: certainly no tier has the chunk."""
-        if not self._lists_all or sum(map(len, self._known.values())) > MOST_KNOWN:
-            return True
-        known = self._known.get(space.digest)
-        if known is None:
-            return self._has_forgotten
-        return key[: m.KNOWN_BYTES] in known
+        return not self._lists_all or self._is_full or not self.absent(space, key)
 
     def may_be_worth(self, space: NamespaceRecord, chunks: int, wait_s: float, tokens_per_s: float) -> bool:
         """False: certainly no tier loads any of `chunks` chunks sooner than an engine computes them, at the speeds that
@@ -103,7 +90,7 @@ class TierState:
                 latency_s=report.load_latency_s, bytes_per_s=report.load_bytes_per_s, wait_s=wait_s,
                 tokens_per_s=tokens_per_s,
             )
-            for report in self.reports if report.state == "open"
+            for report in self.reports if report.state != "off"
         )
 
 
@@ -114,9 +101,9 @@ class EvictionForecast:
         self._pool, self._registry, self._now_s = pool, registry, now_s
         self._next_s = now_s()
 
-    def evicting_soon(self, known: Mapping[bytes, Container[bytes]]) -> list[m.EvictingSoon]:
+    def evicting_soon(self, absent: Callable[[NamespaceRecord, bytes], bytes]) -> list[m.EvictingSoon]:
         """The chunks that the pool evicts next and no tier is known to have; empty while enough of the pool is free,
-        and when the last forecast is more recent than FORECAST_INTERVAL_S. `known`: as in TierState."""
+        and when the last forecast is more recent than FORECAST_INTERVAL_S. `absent`: as in TierState."""
         if (now_s := self._now_s()) < self._next_s:
             return []
         self._next_s = now_s + FORECAST_INTERVAL_S
@@ -128,13 +115,6 @@ class EvictionForecast:
         for table_id, keys in self._pool.table.next_out(int(SOON_SHARE * pool_bytes)).items():
             if (space := spaces.get(table_id)) is None:
                 continue
-            has = known.get(space.digest, ())
-            missing = [key for key in m.split_keys(keys) if key[: m.KNOWN_BYTES] not in has]
-            if missing:
-                found.append(m.EvictingSoon(space.digest.hex(), b"".join(missing)))
+            if missing := absent(space, keys):
+                found.append(m.EvictingSoon(space.digest.hex(), missing))
         return found
-
-
-def _beginnings(keys: bytes, step: int) -> Iterator[bytes]:
-    """The first KNOWN_BYTES of each key. `step`: how many bytes of each key `keys` has."""
-    return (keys[at : at + m.KNOWN_BYTES] for at in range(0, len(keys), step))

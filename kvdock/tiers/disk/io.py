@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Final
 
 from kvdock.tiers.disk.folder import TIER
-from kvdock.tiers.tier import PAGE_BYTES, TierError
+from kvdock.tiers.tier import PAGE_BYTES, ReadOnly, TierError
 
 PIECE_BYTES: Final = 4 << 20
 THREADS: Final = 8
@@ -29,7 +29,9 @@ LOST_ERRORS: Final = frozenset({errno.EROFS, errno.ENODEV, errno.ENXIO, errno.ES
 
 
 def raise_if_lost(error: OSError) -> None:
-    """Raises TierError if the error means that the storage as a whole is lost."""
+    """Raises TierError if the error means that the storage as a whole is lost, and ReadOnly if it cannot be written."""
+    if error.errno == errno.EROFS:
+        raise ReadOnly(TIER, "the file system is read-only") from error
     if error.errno in LOST_ERRORS:
         raise TierError(TIER, f"the storage is lost: {error}") from error
 
@@ -128,6 +130,8 @@ class Io:
         self._lock = threading.Lock()
         self.wear_bytes = 0
         """Bytes written by this instance."""
+        self.fault = ""
+        """The last error of a read or write, with the file and the name of the error."""
 
     def open(self, path: Path, *, create: bool = False) -> int:
         """Returns the descriptor. A new file has mode 0600. Raises OSError."""
@@ -137,7 +141,7 @@ class Io:
         """Fills the buffers from the file. False: the file ends before they are full. Raises OSError."""
         rest, done = list(buffers), 0
         while rest:
-            moved = os.preadv(fd, rest, offset + done)
+            moved = self._noted(os.preadv, fd, rest, offset + done)
             if moved == 0 or moved % PAGE_BYTES:
                 return False
             rest, done = _behind(rest, moved), done + moved
@@ -147,13 +151,26 @@ class Io:
         """Writes the buffers and returns True. Raises OSError, also if the storage takes less than whole pages."""
         rest, done = list(buffers), 0
         while rest:
-            moved = os.pwritev(fd, rest, offset + done)
+            moved = self._noted(os.pwritev, fd, rest, offset + done)
             if moved == 0 or moved % PAGE_BYTES:
                 raise OSError(errno.ENOSPC, "the storage took less than whole pages")
             rest, done = _behind(rest, moved), done + moved
         with self._lock:
             self.wear_bytes += done
         return True
+
+    def _noted(
+        self, call: Callable[[int, list[memoryview], int], int], fd: int, buffers: list[memoryview], offset: int
+    ) -> int:
+        try:
+            return call(fd, buffers, offset)
+        except OSError as error:
+            self.note(error, Path(f"/proc/self/fd/{fd}").readlink())
+            raise
+
+    def note(self, error: OSError, path: Path) -> None:
+        """Remembers an error, for people."""
+        self.fault = f"{path}: {error.strerror} ({errno.errorcode.get(error.errno or 0, error.errno)})"
 
     def begin(self, call: Move, fd: int, buffers: Sequence[memoryview], offset: int) -> Transfer:
         """Starts `call`, which is self.read or self.write, for each piece in a thread."""

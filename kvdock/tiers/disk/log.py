@@ -26,13 +26,14 @@ _SCAN_BYTES: Final = 1 << 20
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """The place of a part. `used`: see index.Row."""
+    """The place of a part. `used`: see index.Row. `is_copy`: it was given a second chance, and copied here."""
 
     segment: Segment
     offset: int
     length: int
     checksum: int
     used: int = 0
+    is_copy: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -120,9 +121,11 @@ class Log:
         fd = self._io.open(path, create=True)
         try:
             os.posix_fallocate(fd, 0, self.segment_bytes)
-        except BaseException:
+        except BaseException as error:
             os.close(fd)
             path.unlink(missing_ok=True)
+            if isinstance(error, OSError):
+                self._io.note(error, path)
             raise
         self.bytes_used += self.segment_bytes
         return Segment(path, fd, self.segment_bytes)

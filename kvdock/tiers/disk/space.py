@@ -1,9 +1,10 @@
 """Tracks the place of each part, and frees space: the oldest segment is emptied as a whole.
 
-Parts that were loaded since they were written get a second chance: they are copied to the next segment, those loaded
-last first, up to KEPT_SHARE of a segment. All other parts of the oldest segment are dropped. So the log is only written
-from front to back, a part that is never loaded costs one write, and at most one byte is copied for three that are
-stored. Parts that are loaded again and again stay as long as all of them fit into that share.
+Parts that were used since they were written get a second chance: they are copied to the next segment, those used last
+first, up to a share of it. A part is used when it is loaded, and when the mover asks for it because the pool has
+answered a prompt with its chunk. All other parts of the oldest segment are dropped. So the log is only written from
+front to back, and a part that is never used costs one write. The share follows what it brings: it grows while at least
+half of the copies in a segment were used again by the time that the segment is emptied, and shrinks while fewer were.
 
 Locks: `changed` guards all maps and counts here and in segments, and is never held during input or output. `_freeing`
 is held by the one thread that frees space; it does not touch segments that are being written, and waits for their
@@ -25,7 +26,10 @@ from kvdock.tiers.disk.log import Entry, Log, Segment
 from kvdock.tiers.record import Record, RecordError
 from kvdock.tiers.tier import PAGE_BYTES, Deadline, Outcome, TierError, pages_bytes
 
-KEPT_SHARE: Final = 0.25
+LEAST_KEPT, MOST_KEPT, KEPT_STEP = 0.25, 0.75, 0.05
+"""The share of a segment for second chances. bench/LOG.md compares it with LRU (2026-11-27)."""
+PAYS: Final = 0.5
+"""At least this share of the copies must be used again for the share to grow."""
 NEVER: Final = Deadline()
 _DROPPED_AT_ONCE: Final = 4096
 """How many parts are dropped before other threads get the lock."""
@@ -47,9 +51,12 @@ class Space:
         self.entries: dict[bytes, Entry] = {}
         self.claimed: set[bytes] = set()
         """Parts that a thread is storing or copying: no other thread may store or delete them now."""
+        self._dropped: list[bytes] = []
+        """What was removed from the maps since take_dropped()."""
         self._freeing = threading.Lock()
         self._current: Segment | None = None
         self._uses = 0
+        self._kept_share = LEAST_KEPT
 
     # ------------------------------------------------------------------ opening
 
@@ -111,6 +118,7 @@ class Space:
         entry = self.entries.pop(key, None)
         if entry is not None:
             del entry.segment.entries[key]
+            self._dropped.append(key)
         return entry
 
     def drop_where(self, is_dropped: Callable[[bytes], bool]) -> None:
@@ -136,6 +144,21 @@ class Space:
             entry.used = self._uses
             entry.segment.readers += 1
             return entry
+
+    def use(self, keys: Sequence[bytes]) -> list[bool]:
+        """For each part whether it is there. Those that are count as used now."""
+        with self.changed:
+            for key in keys:
+                if (entry := self.entries.get(key)) is not None:
+                    self._uses += 1
+                    entry.used = self._uses
+            return [key in self.entries for key in keys]
+
+    def take_dropped(self) -> list[bytes]:
+        """The parts that were removed from the maps since the last call."""
+        with self.changed:
+            dropped, self._dropped = self._dropped, []
+            return dropped
 
     def hold_to_delete(self, keys: Sequence[bytes], deadline: Deadline) -> tuple[dict[bytes, Entry], set[bytes]]:
         """(the entries removed from the maps, whose segments stay until release(); the keys that other threads are
@@ -295,6 +318,7 @@ class Space:
         Raises OSError, TierError; then the parts that were to be copied are still in their old place.
         """
         with self.changed:
+            self._judge_copies(segment)
             moves = self._second_chances(segment, into) if into else []
             keys = {key for key, _, _ in moves}
             for key in segment.entries.keys() - keys:
@@ -307,7 +331,7 @@ class Space:
             with self.changed:
                 for key, old, to in moved:
                     if self.entries.get(key) is old:
-                        self._put(key, Entry(to.segment, to.offset, old.length, old.checksum))
+                        self._put(key, Entry(to.segment, to.offset, old.length, old.checksum, is_copy=True))
                 for key in list(segment.entries):
                     self.drop(key)
                 self.changed.wait_for(lambda: segment.readers == 0)
@@ -316,11 +340,18 @@ class Space:
             self.unclaim(keys)
             self.leave([extent for _, _, extent in moves])
 
+    def _judge_copies(self, segment: Segment) -> None:
+        """The segment is about to be emptied. The caller holds `changed`."""
+        used_again = [entry.used > 0 for entry in segment.entries.values() if entry.is_copy]
+        if used_again:
+            step = KEPT_STEP if sum(used_again) >= PAYS * len(used_again) else -KEPT_STEP
+            self._kept_share = min(MOST_KEPT, max(LEAST_KEPT, self._kept_share + step))
+
     def _second_chances(self, segment: Segment, into: Segment) -> list[tuple[bytes, Entry, Extent]]:
         """(key, place of the part, place for its copy) of each part to copy. The caller holds `changed`."""
         used = sorted((item for item in segment.entries.items() if item[1].used), key=lambda item: -item[1].used)
-        left_bytes = int(KEPT_SHARE * into.size_bytes)
-        left_records = int(KEPT_SHARE * self._log.most_records)
+        left_bytes = int(self._kept_share * into.size_bytes)
+        left_records = int(self._kept_share * self._log.most_records)
         moves: list[tuple[bytes, Entry, Extent]] = []
         for key, entry in used:
             left_bytes -= record_bytes(entry.length)
@@ -350,6 +381,6 @@ class Space:
         return True
 
     def uses(self) -> list[tuple[int, int, int]]:
-        """(sequence, offset, when it was last loaded) of each part that was loaded since it was written."""
+        """(sequence, offset, when it was last used) of each part that was used since it was written."""
         with self.changed:
             return [(e.segment.sequence, e.offset, e.used) for e in self.entries.values() if e.used]

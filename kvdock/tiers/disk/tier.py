@@ -73,6 +73,7 @@ class DiskTier:
 
     name = TIER
     poll_s = 0.0
+    recheck_s = 2.0
 
     def __init__(
         self, lock: FolderLock, io: Io, log: Log, index: Index, notes: DiskNotes, limit_bytes: int
@@ -117,8 +118,7 @@ class DiskTier:
         self._lock.require()
         if deadline.is_over:
             return [False] * len(names)
-        entries = self._space.entries
-        return [key_of(name) in entries for name in names]
+        return self._space.use([key_of(name) for name in names])
 
     def load(self, parts: Sequence[ToLoad], deadline: Deadline) -> list[Loaded]:
         self._lock.require()
@@ -188,6 +188,19 @@ class DiskTier:
         with self._space.changed:
             keys = list(self._space.entries)
         return map(name_of, filter(self._is_named, keys))
+
+    def gone(self) -> Sequence[PartName]:
+        return [name for name in map(name_of, self._space.take_dropped()) if not self._has(name)]
+
+    def _has(self, name: PartName) -> bool:
+        """Under the note's present name, whichever the note was when `name` was given."""
+        note = self._notes.of(name.namespace)
+        now = name if note is None else note.name(name.namespace, name.key, name.group, name.writer)
+        return key_of(now) in self._space.entries
+
+    @property
+    def fault(self) -> str:
+        return self._io.fault
 
     def usage(self) -> Usage:
         used = self._log.bytes_used + self._index.bytes_used

@@ -1,4 +1,4 @@
-"""Decides which chunks are worth writing to lower tiers: those that prompts ask for again.
+"""Decides which chunks are written to lower tiers: those that prompts ask for again, within a budget of writes.
 
 How often each chunk was asked for is counted in two tables. When the newer one is full, the older one is forgotten (as
 in Einziger et al., TinyLFU, 2017, whose counts age by halving). So a chunk that was asked for once, long ago, counts as
@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 MOST_COUNTED = 1 << 18
 """The most keys in one table."""
 MOST_EVICTED = 1 << 16
+DAY_S = 86400.0
 LEAST_SHARE = 0.25
 """As long as at least this share of the chunks that were evicted after one lookup is asked for again, all chunks are
 written: computing one chunk costs an engine about as much as storing four costs a disk."""
@@ -55,6 +56,31 @@ class AskCounts:
 
     def _count(self, key: bytes) -> int:
         return self._new.get(key, 0) + self._old.get(key, 0)
+
+
+class WriteBudget:
+    """How much may be written to a storage that wears out: `day_bytes` in a day, which come evenly, and add up to a
+    day's if they are not spent. A new mover begins with an hour's. `day_bytes` 0: there is no limit. `written_bytes`:
+    returns what was written so far. `now_s`: a monotonic clock, in seconds."""
+
+    def __init__(self, day_bytes: int, written_bytes: Callable[[], int], now_s: Callable[[], float]) -> None:
+        self.day_bytes = day_bytes
+        self._written_bytes, self._now_s, self._lock = written_bytes, now_s, threading.Lock()
+        self._left, self._counted, self._at_s = day_bytes / 24, written_bytes(), now_s()
+
+    @property
+    def left_bytes(self) -> int:
+        """Below 0 if more was written than allowed; then nothing is written until it is made up for."""
+        with self._lock:
+            now_s, written = self._now_s(), self._written_bytes()
+            earned = self.day_bytes * (now_s - self._at_s) / DAY_S
+            self._left = min(self.day_bytes, self._left + earned - (written - self._counted))
+            self._at_s, self._counted = now_s, written
+            return int(self._left)
+
+    @property
+    def is_spent(self) -> bool:
+        return self.day_bytes > 0 and self.left_bytes <= 0
 
 
 class Returns:

@@ -16,9 +16,11 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from math import inf
 from typing import NamedTuple
 
 from msgspec import UNSET
@@ -51,11 +53,17 @@ log = logging.getLogger("kvdock.tiers")
 EXISTS_S, EXISTS_SHARE = 0.05, 0.25
 """How long a tier may take to answer which parts it has: this long, or this share of the time that the request has
 left, whichever is longer."""
+ASKED_AT_ONCE = 16
+"""How many prefixes of a prompt a tier is asked about in one call: two calls find the longest of 256 chunks."""
 THREADS = 8
 DEPTH = 4
 """How many batches of a fetch are in progress at once: while one is loaded, others are hashed or published."""
 AHEAD_EXISTS_S, AHEAD_BATCH_BYTES = 10.0, 8 << 20
 """For fetches ahead of requests: how long a tier may take to answer, and the size of a batch."""
+ROOM_S, ROOM_SHARE = 0.01, 0.75
+"""How often a fetch that waits for room in the pool tries again, and the share of the pool that all may need."""
+ROOM_COMES = ("no_space", "held_bytes")
+"""A reservation that was limited by these may get more a moment later."""
 LOOK_S = 0.05
 """How often a thread that waits for others looks at its deadline, which the server may cancel."""
 
@@ -80,6 +88,8 @@ class Fetch:
         self.wanted, self.deadline = wanted, Deadline(wait_s)
         self.loaded = 0
         """How many chunks it has published."""
+        self.waited_s = 0.0
+        """How long it has waited for room in the pool."""
         self.agreed: AgreedNote | None = None
         """The note from which it makes names of parts, in the tier from which it loads."""
 
@@ -90,11 +100,12 @@ class Fetch:
 
 
 class FetchObserver(NamedTuple):
-    """`promised`, `ended`: report to the server. `lacked`: called with chunks that a tier does not have, or of which it
-    has damaged parts."""
+    """`promised`, `ended`: report to the server. `loaded`: called with chunks that came whole from a tier, of which the
+    fetch has `agreed`. `lacked`: called with chunks that a tier does not have, or of which it has damaged parts."""
 
     promised: Callable[[Promise], None]
     ended: Callable[[Fetch], None]
+    loaded: Callable[[TierHandle, Fetch, Sequence[bytes]], None]
     lacked: Callable[[TierHandle, Sequence[bytes]], None]
 
 
@@ -130,7 +141,7 @@ class Fetches:
 
     def __init__(
         self, handles: Sequence[TierHandle], client: Client, agreement: Agreement, observer: FetchObserver, *,
-        batch_bytes: int = BATCH_BYTES, clock: Callable[[], float] = time.monotonic,
+        batch_bytes: int = BATCH_BYTES, pool_bytes: int, clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._handles, self._client, self._agreement = handles, client, agreement
         self._observer, self._batch_bytes, self._clock = observer, batch_bytes, clock
@@ -142,6 +153,7 @@ class Fetches:
         self._filling: set[tuple[bytes, bytes]] = set()
         """Chunks that a fetch is loading now, by namespace and key."""
         self._filled = threading.Condition(self._lock)
+        self._room = _Room(pool_bytes)
 
     def start(self, fetch: Fetch) -> None:
         with self._lock:
@@ -205,39 +217,35 @@ class Fetches:
                 self._filled.wait(min(LOOK_S, fetch.deadline.left_s))
 
     def _find(self, fetch: Fetch, handle: TierHandle) -> list[list[int]]:
-        """For each chunk after the hit, up to the first that the tier lacks: the groups that the tier has of it."""
+        """For each chunk after the hit that the tier seems to have: the groups that it has of it.
+
+        Few chunks are asked about, and of each one writer's parts. Chunks are stored in their order, and a prompt's
+        first ones are asked for most, so tiers seldom lack a chunk and have a later one. The load finds it out.
+        """
         if handle.breaker.is_open or fetch.deadline.is_over:
             return []
         space, missing = fetch.wanted.space, fetch.wanted.keys[fetch.wanted.hit :]
+        if not fetch.is_ahead:
+            missing = handle.absent.cut(missing)
+        if not missing:
+            return []
         agreed = fetch.agreed = self._agreement.wait_for(handle, space.digest, fetch.deadline)
         if agreed is None:
             return []
-        per_chunk = [space.names(agreed.note, key) for key in missing]
-        names = [name for names in per_chunk for name in names]
         left_s = fetch.deadline.left_s
         most_s = min(AHEAD_EXISTS_S if fetch.is_ahead else max(EXISTS_S, EXISTS_SHARE * left_s), left_s)
         holds = self._threads.notes.submit(
             self._agreement.still_holds, handle, space.digest, agreed, Deadline(most_s)
         )
+        asked = _Asked(handle, space, agreed, Deadline(most_s))
         try:
-            answers = handle.exists(names, Deadline(most_s))
+            count = asked.prefix(missing)
+            found = asked.groups(missing[:count])
         except TierError:
             return []
         if not holds.result():
             return []
-        self._observer.lacked(
-            handle, [name.key for name, is_there in zip(names, answers, strict=True) if not is_there]
-        )
-        has, found = iter(answers), []
-        for names in per_chunk:
-            there = {(name.group, name.writer) for name in names if next(has)}
-            groups = [
-                group for group in range(len(space.manifest.groups))
-                if all((group, writer) in there for writer in space.ranks)
-            ]
-            if any(one.kind != "window" and at not in groups for at, one in enumerate(space.manifest.groups)):
-                break
-            found.append(groups)
+        self._observer.lacked(handle, missing[count:])  # perhaps not each of them
         return found
 
     def _worth(self, fetch: Fetch, handle: TierHandle, count: int) -> int:
@@ -261,12 +269,16 @@ class Fetches:
         attachment = space.session.attachment
         if attachment is None or not attachment.acquire():
             return
-        began_s = self._clock()
         try:
-            self._stream(fetch, handle, attachment, found)
+            with self._room.admitted(fetch, len(found) * space.chunk_bytes) as is_admitted:
+                if not is_admitted:
+                    return
+                began_s = self._clock()
+                self._stream(fetch, handle, attachment, found)
+                took_s = self._clock() - began_s - fetch.waited_s
+            handle.fetched(fetch.loaded * space.chunk_bytes, took_s)
         finally:
             attachment.release()
-            handle.fetched(fetch.loaded * space.chunk_bytes, self._clock() - began_s)
 
     def _stream(
         self, fetch: Fetch, handle: TierHandle, attachment: Attachment, found: list[list[int]]
@@ -275,24 +287,38 @@ class Fetches:
         requests has one batch at a time."""
         depth, most_bytes = (1, AHEAD_BATCH_BYTES) if fetch.is_ahead else (DEPTH, self._batch_bytes)
         in_progress: deque[_Batch] = deque()
-        is_whole = True
+        left = deque(self._batches(fetch.wanted.space, found, most_bytes))
+        until_s, is_whole = self._clock() + self._compute_s(fetch, len(found)), True
         try:
-            for first, count in self._batches(fetch.wanted.space, found, most_bytes):
+            while left and is_whole:
                 self._yield_to_requests(fetch)
-                if fetch.deadline.is_over or not is_whole:
+                if fetch.deadline.is_over:
                     break
+                first, count = left.popleft()
                 batch = self._reserve(fetch, handle, attachment, fetch.wanted.hit + first, count, found[first])
                 if batch is None:
                     break
-                handle.counters["fetched_elsewhere"] += len(batch.granted.busy) + len(batch.granted.present)
-                in_progress.append(batch)
-                if batch.granted.limited_by is not None:
-                    break
-                if len(in_progress) == depth:
+                granted = batch.granted
+                handle.counters["fetched_elsewhere"] += len(granted.busy) + len(granted.present)
+                came = len(granted.chunks) + len(granted.busy) + len(granted.present)
+                if came:
+                    in_progress.append(batch)
+                if came < count:  # there is no room now
+                    left.appendleft((first + came, count - came))
+                    if fetch.is_ahead or granted.limited_by not in ROOM_COMES or self._clock() >= until_s:
+                        break
+                    fetch.waited_s += (pause_s := min(ROOM_S, fetch.deadline.left_s))
+                    time.sleep(pause_s)
+                if len(in_progress) == depth or (came < count and in_progress):
                     is_whole = self._finish(fetch, handle, attachment, in_progress.popleft())
         finally:
             for batch in in_progress:
                 is_whole = self._finish(fetch, handle, attachment, batch, is_wanted=is_whole) and is_whole
+
+    def _compute_s(self, fetch: Fetch, chunks: int) -> float:
+        """How long the engine would compute so many chunks; without end if that is not known."""
+        speed = fetch.wanted.tokens_per_s
+        return chunks * fetch.wanted.space.manifest.chunk_tokens / speed if speed else inf
 
     def _batches(self, space: NamespaceSession, found: list[list[int]], most_bytes: int) -> list[tuple[int, int]]:
         """(index of the first chunk, number of chunks) of each batch. The chunks of a batch have the same groups."""
@@ -343,6 +369,10 @@ class Fetches:
         if batch.good is not None and granted.reservation is not None:
             try:
                 good = batch.good.result()
+                came = [chunk for chunk in granted.chunks if all(
+                    (chunk.index, part.group, part.writer) in good for part in chunk.parts
+                )]
+                self._observer.loaded(handle, fetch, [batch.keys[chunk.index] for chunk in came])
                 published = self._commit(
                     fetch.wanted.space, attachment, granted.reservation, granted.chunks, good if is_wanted else {}
                 )
@@ -353,7 +383,7 @@ class Fetches:
                 with self._filled:
                     self._filling -= batch.names
                     self._filled.notify_all()
-        is_whole = is_whole and granted.limited_by is None
+        is_whole = is_whole and not (batch.is_retry and granted.limited_by)
         if not (is_wanted and is_whole and granted.busy):
             return is_whole
         has_waited = self._await_others(fetch, [batch.keys[index] for index in granted.busy])
@@ -413,8 +443,11 @@ class Fetches:
             handle.counters["damaged"] += 1
             log.error("%s: %s is damaged: it is a miss, and is deleted", handle.name, load.name.text())
             handle.delete_damaged([load.name])
-        for load in (*bad, *missing):
-            self._observer.lacked(handle, [load.name.key])
+        lacks = {load.name.key for load in (*bad, *missing)}
+        if lacks:  # the part that stands for the chunk goes too: else the chunk would be asked for, and never written
+            first = [agreed.note.name(space.digest, key, 0, space.ranks[0]) for key in lacks]
+            handle.delete_damaged([name for name in first if name in sums])
+            self._observer.lacked(handle, list(lacks))
         deadline = Deadline(min(NOTE_S, fetch.deadline.left_s))
         if not self._agreement.still_holds(handle, space.digest, agreed, deadline):
             log.info("%s: chunks that were loaded were cleared meanwhile, and are dropped", handle.name)
@@ -486,6 +519,89 @@ class Fetches:
             _call_failed(space, attachment, error)
             return 0
         return end
+
+
+class _Room:
+    """Admits fetches for requests in their order, as long as all that run need at most ROOM_SHARE of the pool together.
+    So those that run can wait for room until other requests give theirs back, and do not wait for each other. After a
+    restart, prompts that do not all fit come one after the other."""
+
+    def __init__(self, pool_bytes: int) -> None:
+        self._most_bytes, self._changed = int(ROOM_SHARE * pool_bytes), threading.Condition()
+        self._queue: deque[Fetch] = deque()
+        self._running: dict[Fetch, int] = {}
+        """What each needs, in bytes."""
+
+    @contextmanager
+    def admitted(self, fetch: Fetch, need_bytes: int) -> Iterator[bool]:
+        """Waits until the fetch may run, which lasts as long as the context. False: its request no longer waits. One
+        that needs more than all may have runs alone; one ahead of requests runs at once."""
+        is_admitted = fetch.is_ahead or self._enter(fetch, need_bytes)
+        try:
+            yield is_admitted
+        finally:
+            with self._changed:
+                self._running.pop(fetch, None)
+                self._changed.notify_all()
+
+    def _enter(self, fetch: Fetch, need_bytes: int) -> bool:
+        with self._changed:
+            self._queue.append(fetch)
+            while self._queue[0] is not fetch or not self._fits(need_bytes):
+                if fetch.deadline.is_over:
+                    self._queue.remove(fetch)
+                    self._changed.notify_all()
+                    return False
+                self._changed.wait(min(LOOK_S, fetch.deadline.left_s))
+            self._queue.popleft()
+            self._running[fetch] = need_bytes
+            self._changed.notify_all()
+            return True
+
+    def _fits(self, need_bytes: int) -> bool:
+        return not self._running or sum(self._running.values()) + need_bytes <= self._most_bytes
+
+
+class _Asked:
+    """What a tier answers on a prompt's chunks: of each chunk it is asked for the parts of the first writer."""
+
+    def __init__(self, handle: TierHandle, space: NamespaceSession, agreed: AgreedNote, deadline: Deadline) -> None:
+        self._handle, self._space, self._agreed, self._deadline = handle, space, agreed, deadline
+        self._full = [at for at, group in enumerate(space.manifest.groups) if group.kind != "window"]
+
+    def _has(self, keys: Sequence[bytes], groups: Sequence[int]) -> list[list[bool]]:
+        """For each key whether the tier has the part of each group. Raises TierError."""
+        writer = self._space.ranks[0]
+        names = [
+            self._agreed.note.name(self._space.digest, key, group, writer) for key in keys for group in groups
+        ]
+        has = self._handle.exists(names, self._deadline)
+        return [has[at : at + len(groups)] for at in range(0, len(has), len(groups))]
+
+    def prefix(self, keys: Sequence[bytes]) -> int:
+        """How many of the first chunks the tier has, by a search that asks about ASKED_AT_ONCE prefixes at a time, and
+        the first time about the first chunk, which decides for most prompts. Raises TierError."""
+        low, high = 0, len(keys)
+        while low < high and not self._deadline.is_over:
+            step = -(-(high - low) // ASKED_AT_ONCE)
+            lengths = sorted({low + 1, high, *range(low + step, high, step)})
+            has = [all(parts) for parts in self._has([keys[length - 1] for length in lengths], self._full)]
+            good = has.index(False) if False in has else len(has)
+            if good < len(has):
+                high = lengths[good] - 1
+                if not self._deadline.is_over:  # else it may not have been asked in time
+                    self._handle.absent.add(keys[high])
+            low = lengths[good - 1] if good else low
+        return low
+
+    def groups(self, keys: Sequence[bytes]) -> list[list[int]]:
+        """The groups that the tier has of each of these chunks, whose full groups it has. Raises TierError."""
+        windows = [at for at in range(len(self._space.manifest.groups)) if at not in self._full]
+        if not windows:
+            return [self._full for _ in keys]
+        return [
+            sorted([*self._full, *itertools.compress(windows, has)]) for has in self._has(keys, windows)
+        ]
 
 
 def _call_failed(space: NamespaceSession, attachment: Attachment, error: Exception) -> None:

@@ -12,6 +12,7 @@ import os
 import secrets
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 
 from kvdock.client.client import Client
@@ -32,24 +33,28 @@ from kvdock.protocol.mover_schemas import (
 )
 from kvdock.protocol.reports import TierView
 from kvdock.protocol.schemas import Changes
-from kvdock.tiers.mover.admission import MOST_EVICTED, AskCounts
+from kvdock.tiers.disk.folder import TIER as DISK
+from kvdock.tiers.mover.admission import MOST_EVICTED, AskCounts, WriteBudget
 from kvdock.tiers.mover.agreement import Agreement
 from kvdock.tiers.mover.fetches import Fetch, Fetches, FetchObserver, Wanted
 from kvdock.tiers.mover.namespaces import NamespaceSession, NamespaceSessions, PoolMemory
 from kvdock.tiers.mover.opening import OpeningTiers, registers_memory
 from kvdock.tiers.mover.pipe import Pipe
 from kvdock.tiers.mover.tier_handle import TierHandle
-from kvdock.tiers.mover.write_behind import WriteBehind, WriteQueue
-from kvdock.tiers.tier import Deadline, Lists, StillRunning, Tier
+from kvdock.tiers.mover.write_behind import WriteBehind, WriteObserver, WriteQueue
+from kvdock.tiers.tier import Deadline, Lists, StillRunning, TellsGone, Tier
 
 log = logging.getLogger("kvdock.tiers")
 
+MOST_TOLD = 1024
+"""The most chunks that one report names as known: the server gives a turn to each report."""
 TURN_S = 0.2
 """The longest time until a report is sent if no request waits for it."""
 REPORT_S = 0.5
 """How often the state of the tiers is reported."""
 CLOSE_S = 2.0
 FAILING = "its calls fail or are late"
+WORDS = {"open": "", "full": "it has no space", "read_only": "it cannot be written"}
 LOST_STATUS = 70
 """The exit status of a mover that ends itself, because a call of a tier cannot be stopped and could still write to the
 pool."""
@@ -72,20 +77,26 @@ class Mover:
         self._writers: dict[str, WriteBehind] = {}
         self._fetches = Fetches(
             self._handles, self._client, self._agreement,
-            FetchObserver(promised=self._promised, ended=self._fetch_ended, lacked=self._lacked),
-            batch_bytes=config.batch_bytes,
+            FetchObserver(
+                promised=self._promised, ended=self._fetch_ended, loaded=self._loaded, lacked=self._lacked
+            ),
+            batch_bytes=config.batch_bytes, pool_bytes=config.pool_bytes,
         )
         self._lock = threading.Lock()
         self._report = MoverReport()
+        self._untold: deque[KnownKeys] = deque()
+        """What is reported next of what tiers have."""
         self._reported_s = -REPORT_S
 
     def run(self) -> None:
         """Runs until the server has ended."""
-        while (updates := self._pipe.updates(TURN_S)) is not None:
+        while (updates := self._pipe.updates(0.0 if self._untold else TURN_S)) is not None:
             for tier in self._opening.take_opened():
                 self._use(tier)
+            is_served = bool(self._sessions.all())
             for handle in self._handles:
-                handle.probe()
+                handle.probe(may_measure=is_served)
+                self._take_gone(handle)
             self._sessions.leave_unserved(self._is_busy)
             for update in updates:
                 self._follow(update)
@@ -99,7 +110,10 @@ class Mover:
         handle = TierHandle(tier, clock=self._clock, lost=_end_process)
         writer = WriteBehind(
             handle, self._sessions, self._agreement, self._client,
-            WriteQueue(self._config.queue_bytes, batch_bytes=4 * self._config.batch_bytes), stored=self._stored,
+            WriteQueue(self._config.queue_bytes, batch_bytes=4 * self._config.batch_bytes, budget=WriteBudget(
+                self._config.disk_day_bytes if tier.name == DISK else 0, lambda: tier.usage().wear_bytes, self._clock
+            )),
+            observer=WriteObserver(stored=self._stored, gone=self._gone),
         )
         if isinstance(tier, Lists):
             known: dict[bytes, list[bytes]] = {}
@@ -121,9 +135,13 @@ class Mover:
     def _send_report(self) -> None:
         with self._lock:
             report, self._report = self._report, MoverReport()
+            left = MOST_TOLD
+            while self._untold and (left := left - len(self._untold[0].keys) // KNOWN_BYTES) >= 0:
+                report.known.append(self._untold.popleft())
+            is_all_told = not self._untold
         if (now_s := self._clock()) - self._reported_s >= REPORT_S:
             self._reported_s, report.tiers = now_s, self._tier_views()
-        report.lists_all = all(isinstance(handle.tier, Lists) for handle in self._handles)
+        report.lists_all = is_all_told and all(isinstance(handle.tier, Lists) for handle in self._handles)
         has_more = (
             report.promises or report.ended_tickets or report.prefetch_results or report.known or report.note_changes
             or report.orders_done
@@ -138,11 +156,14 @@ class Mover:
         ]
         for handle in self._handles:
             usage, is_off = handle.tier.usage(), handle.breaker.is_open
+            writer, stores = self._writers[handle.name], handle.stores.state
             views.append(TierView(
-                name=handle.name, state="off" if is_off else "open", why=FAILING if is_off else "",
-                error=handle.breaker.why if is_off else "", objects=usage.objects, bytes_used=usage.bytes_used,
+                name=handle.name, state="off" if is_off else stores, why=FAILING if is_off else WORDS[stores],
+                error=handle.breaker.why if is_off else handle.fault if stores != "open" else "",
+                objects=usage.objects, bytes_used=usage.bytes_used,
                 bytes_limit=usage.bytes_limit, wear_bytes=usage.wear_bytes,
-                queued_bytes=self._writers[handle.name].waiting_bytes, load_bytes_per_s=handle.speed.rate,
+                day_limit_bytes=writer.budget.day_bytes, day_left_bytes=max(0, writer.budget.left_bytes),
+                queued_bytes=writer.waiting_bytes, load_bytes_per_s=handle.speed.rate,
                 load_latency_s=handle.speed.latency_s, fetches=handle.fetches.count, fetch_s=handle.fetches.seconds,
                 counters=dict(handle.counters),
             ))
@@ -264,10 +285,33 @@ class Mover:
             self._report.orders_done.append(done)
         self._pipe.wake()
 
+    def _take_gone(self, handle: TierHandle) -> None:
+        """What the tier has no more is written again when prompts ask for it."""
+        if not isinstance(handle.tier, TellsGone):
+            return
+        gone: dict[bytes, set[bytes]] = {}
+        for name in handle.tier.gone():
+            gone.setdefault(name.namespace, set()).add(name.key)
+        for namespace, keys in gone.items():
+            self._lacked(handle, list(keys))
+            self._gone(namespace, list(keys))
+
     def _stored(self, namespace: bytes, keys: Sequence[bytes]) -> None:
-        """Reports to the server that tiers have these chunks."""
+        self._tell(namespace, keys, is_there=True)
+
+    def _gone(self, namespace: bytes, keys: Sequence[bytes]) -> None:
+        self._tell(namespace, keys, is_there=False)
+
+    def _tell(self, namespace: bytes, keys: Sequence[bytes], *, is_there: bool) -> None:
+        """Reports to the server that tiers have these chunks, or have them no more."""
         with self._lock:
-            self._report.known.append(KnownKeys(namespace.hex(), b"".join(key[:KNOWN_BYTES] for key in keys)))
+            for begin in range(0, len(keys), MOST_TOLD):
+                some = b"".join(key[:KNOWN_BYTES] for key in keys[begin : begin + MOST_TOLD])
+                self._untold.append(KnownKeys(namespace.hex(), some, is_there))
+
+    def _loaded(self, handle: TierHandle, fetch: Fetch, keys: Sequence[bytes]) -> None:
+        if fetch.agreed is not None:
+            self._writers[handle.name].has(fetch.wanted.space, fetch.agreed, keys)
 
     def _lacked(self, handle: TierHandle, keys: Sequence[bytes]) -> None:
         self._writers[handle.name].forget(keys)

@@ -9,12 +9,12 @@ from __future__ import annotations
 import logging
 import mmap
 import threading
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from kvdock.shm.checksum import checksum
 from kvdock.tiers.notes import Change, Note
@@ -26,6 +26,7 @@ from kvdock.tiers.tier import (
     ReadOnly,
     StillRunning,
     Sweeps,
+    TellsFaults,
     Tier,
     TierError,
     ToLoad,
@@ -53,18 +54,24 @@ FAIR_S = 0.04
 COUNTED = (
     *(f"{verb}_{outcome.value}" for verb in ("load", "store") for outcome in Outcome), "loaded_bytes", "stored_bytes",
     "failures", "damaged", "declined_too_slow", "fetched_elsewhere",
-    *(f"left_out_{why}" for why in ("full_queue", "evicted", "no_server", "namespace_gone", "failed")),
+    *(f"left_out_{why}" for why in (
+        "full_queue", "evicted", "no_server", "namespace_gone", "failed", "day_spent",
+    )),
 )
 """All counters of a tier, which start at 0. docs/operate/metrics_tiers.md explains them."""
 FIRST_RATE = 8e9
 """Bytes a second, assumed until something has been loaded: a tier that was assumed to be slow would never be tried."""
 SHORTEST_S = 1e-6
-MEASURE_S = 10.0
-"""If nothing was loaded from a tier for this long, some of the parts stored last are loaded to measure it."""
+MEASURE_S, LONGEST_MEASURE_S = 10.0, 3600.0
+"""If nothing was loaded from a tier for this long, some of the parts stored last are loaded to measure it. The time
+doubles with each measurement, up to LONGEST_MEASURE_S."""
 MEASURED_BYTES, MORE_BYTES = 32 << 20, 128 << 20
 """The size of that load. If it took at most QUICK_S, MORE_BYTES are loaded too, the same amount as a fetch has in
 progress at once, because a quick tier shows the speed of all its threads only then."""
 QUICK_S = 0.02
+ABSENT_TIMES, MOST_ABSENT_S, MOST_ABSENT = 40, 5.0, 1 << 16
+"""A chunk that a tier lacks is asked for again after ABSENT_TIMES the time that it takes to ask: requests for the same
+prompt do not all wait, and ask a quick store as often as they like."""
 
 
 class TierOff(TierError):
@@ -89,6 +96,23 @@ class Speed:
 
     def seconds(self, bytes_to_move: int) -> float:
         return self.latency_s + bytes_to_move / self.rate
+
+
+class Trials:
+    """What is loaded to try a tier that has failed, and to measure one from which nothing is loaded, and when."""
+
+    def __init__(self) -> None:
+        self.learned_s, self.pause_s = -MEASURE_S, MEASURE_S
+        self.stored_last: list[tuple[PartName, int]] = []
+        """The parts stored last, with their lengths."""
+        self.unloaded: ToLoad | None = None
+        """A part of the last load that failed."""
+
+    def is_due(self, now_s: float) -> bool:
+        return bool(self.stored_last) and now_s - self.learned_s >= self.pause_s
+
+    def begins(self, now_s: float) -> None:
+        self.learned_s, self.pause_s = now_s, min(2 * self.pause_s, LONGEST_MEASURE_S)
 
 
 class Breaker:
@@ -140,6 +164,64 @@ class _Call:
     """When it was first seen to be late, or when it was last counted as a failure."""
 
 
+class Stores:
+    """Whether the tier takes stores. While it is full or read-only, it is tried with one batch after a pause, which
+    doubles."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._rest_s, self._until_s = FIRST_REST_S, 0.0
+        self.state: Literal["open", "full", "read_only"] = "open"
+
+    @property
+    def are_due(self) -> bool:
+        return self.state == "open" or self._clock() >= self._until_s
+
+    def refused(self, state: Literal["full", "read_only"]) -> bool:
+        """Returns whether this is new."""
+        is_new, self.state = self.state != state, state
+        self._until_s = self._clock() + self._rest_s
+        self._rest_s = min(2 * self._rest_s, LONGEST_REST_S)
+        return is_new
+
+    def taken(self) -> bool:
+        """The tier has stored something. Returns whether it did not before."""
+        was_refused, self.state, self._rest_s = self.state != "open", "open", FIRST_REST_S
+        return was_refused
+
+
+class Absent:
+    """Chunks that the tier was found to lack a moment ago. Other servers may store them meanwhile. Thread-safe."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock, self._lock = clock, threading.Lock()
+        self._until_s: OrderedDict[bytes, float] = OrderedDict()
+        self._ask_s = 0.0
+
+    def asked(self, took_s: float) -> None:
+        """The tier has answered which parts it has."""
+        self._ask_s += SMOOTHING * (took_s - self._ask_s) if self._ask_s else took_s
+
+    def add(self, key: bytes) -> None:
+        with self._lock:
+            self._until_s[key] = self._clock() + min(ABSENT_TIMES * self._ask_s, MOST_ABSENT_S)
+            self._until_s.move_to_end(key)
+            if len(self._until_s) > MOST_ABSENT:
+                self._until_s.popitem(last=False)
+
+    def remove(self, keys: Iterable[bytes]) -> None:
+        with self._lock:
+            for key in keys:
+                self._until_s.pop(key, None)
+
+    def cut(self, keys: Sequence[bytes]) -> Sequence[bytes]:
+        """The keys before the first that is absent."""
+        now_s = self._clock()
+        with self._lock:
+            end = next((at for at, key in enumerate(keys) if self._until_s.get(key, now_s) > now_s), len(keys))
+        return keys[:end]
+
+
 @dataclass
 class FetchTotals:
     """The number of fetches from the tier, each of one batch or several, and the seconds that they took in sum."""
@@ -155,7 +237,7 @@ class TierHandle:
         self.tier = tier
         self.speed, self.breaker = Speed(), Breaker(clock)
         self.counters: Counter[str] = Counter(dict.fromkeys(COUNTED, 0))
-        self.fetches = FetchTotals()
+        self.fetches, self.absent, self.stores = FetchTotals(), Absent(clock), Stores(clock)
         self.loading_bytes = 0
         self._clock, self._lost = clock, lost
         self._lock = threading.Lock()
@@ -165,11 +247,7 @@ class TierHandle:
         }
         self._probe: Future[None] | None = None
         self._calls: set[_Call] = set()
-        self._learned_s = -MEASURE_S
-        self._stored_last: list[tuple[PartName, int]] = []
-        """The parts stored last, with their lengths: they are loaded to measure the tier."""
-        self._unloaded: ToLoad | None = None
-        """A part of the last load that failed: a probe tries to load it."""
+        self._trials = Trials()
 
     @property
     def name(self) -> str:
@@ -183,7 +261,9 @@ class TierHandle:
             is_late = deadline.is_over and not any(found) and self._clock() - began_s >= FAIR_S
             return "it does not answer in time what it has" if is_late else ""
 
-        return self._call("ask", deadline, lambda: self.tier.exists(names, deadline), judge)
+        found = self._call("ask", deadline, lambda: self.tier.exists(names, deadline), judge)
+        self.absent.asked(self._clock() - began_s)
+        return found
 
     def load(self, parts: Sequence[ToLoad], deadline: Deadline) -> Future[list[Loaded]]:
         """The future is done once no one reads or writes the pages any more, even if that is after the deadline. It
@@ -197,16 +277,38 @@ class TierHandle:
         """Returns once no one reads the pages any more, even if that is after the deadline. Raises TierOff,
         TierError."""
         self._require_closed()
-        found = self._guarded(_Call("store", deadline), lambda: self.tier.store(parts, deadline), _failure)
+        try:
+            found = self._guarded(_Call("store", deadline), lambda: self.tier.store(parts, deadline), _failure)
+        except ReadOnly as error:
+            self._refused("read_only", error.why)
+            raise
+        if Outcome.DONE in found:
+            if self.stores.taken():
+                log.warning("the tier %s takes stores again", self.name)
+        elif Outcome.FULL in found:
+            self._refused("full", "it has no space")
         for part, outcome in zip(parts, found, strict=True):
             self.counters[f"store_{outcome.value}"] += 1
             if outcome is Outcome.DONE:
                 self.counters["stored_bytes"] += part.record.length
-        self._stored_last = [
+        self.absent.remove(part.record.name.key for part in parts)
+        self._trials.stored_last = [
             (part.record.name, part.record.length)
             for part, outcome in zip(parts, found, strict=True) if outcome is Outcome.DONE
-        ] or self._stored_last
+        ] or self._trials.stored_last
         return found
+
+    def _refused(self, state: Literal["full", "read_only"], why: str) -> None:
+        if self.stores.refused(state):
+            log.warning("nothing is stored in the tier %s for a while: %s", self.name, self._with_fault(why))
+
+    @property
+    def fault(self) -> str:
+        """What its storage said last when a part failed."""
+        return self.tier.fault if isinstance(self.tier, TellsFaults) else ""
+
+    def _with_fault(self, why: str) -> str:
+        return f"{why}: {self.fault}" if self.fault else why
 
     def delete_damaged(self, names: Sequence[PartName]) -> None:
         """Deletes damaged parts. A part that cannot be deleted now is found damaged, and deleted, when it is next
@@ -252,21 +354,22 @@ class TierHandle:
         if done_bytes:
             self._learn(done_bytes, took_s)
 
-    def probe(self) -> None:
+    def probe(self, *, may_measure: bool) -> None:
         """To be called at regular intervals. Counts calls that do not return. In the background, probes the tier while
-        its breaker is open, and measures it if nothing was loaded for MEASURE_S."""
+        its breaker is open, and measures it if nothing was loaded for long. `may_measure`: whether an engine is there
+        that may want to load."""
         now_s = self._clock()
         for call in [] if self.breaker.is_open else self._late():
             if call.counted_s is None:
                 call.counted_s = now_s
             if now_s - call.counted_s > LATE_S:
                 call.counted_s = now_s  # it is counted again if it goes on
-                self._unloaded = call.part or self._unloaded
+                self._trials.unloaded = call.part or self._trials.unloaded
                 self._fail(call.kind, UNRETURNED)
         if self._probe is None or self._probe.done():
             if self.breaker.wants_probe():
                 self._probe = self._pools[PROBE].submit(self._try)
-            elif self._stored_last and now_s - self._learned_s >= MEASURE_S and not self.breaker.is_open:
+            elif may_measure and self._trials.is_due(now_s) and not self.breaker.is_open:
                 self._probe = self._pools[PROBE].submit(self._measure)
 
     def close(self, deadline: Deadline) -> None:
@@ -322,7 +425,7 @@ class TierHandle:
             with self._lock:
                 self._calls.discard(call)
         if why := judge(found):
-            self._fail(kind, why)
+            self._fail(kind, self._with_fault(why))
         else:
             self.breaker.succeeded(kind)
         return found
@@ -335,7 +438,7 @@ class TierHandle:
             def judge(found: list[Loaded]) -> str:
                 is_fair = self._clock() - began_s >= max(FAIR_S, self.speed.seconds(bytes_wanted))
                 why = _failure([loaded.outcome for loaded in found], is_fair=is_fair)
-                self._unloaded = parts[0] if why else self._unloaded
+                self._trials.unloaded = parts[0] if why else self._trials.unloaded
                 return why
 
             found = self._guarded(_Call("load", deadline, parts[0]), lambda: self.tier.load(parts, deadline), judge)
@@ -351,11 +454,11 @@ class TierHandle:
 
     def _learn(self, done_bytes: int, took_s: float) -> None:
         self.speed.learn(done_bytes, took_s)
-        self._learned_s = self._clock()
+        self._trials.learned_s = self._clock()
 
     def _measure(self) -> None:
         """Loads some of the parts stored last, and more of them if the tier is quick."""
-        self._learned_s = self._clock()
+        self._trials.begins(self._clock())
         with suppress(TierError):  # _guarded() has counted the failure
             found = self._load_own(MEASURED_BYTES)
             if found is not None and found[1] <= QUICK_S:
@@ -368,7 +471,7 @@ class TierHandle:
         missing, damaged or late."""
         parts: list[ToLoad] = []
         size = 0
-        for name, length in self._stored_last:
+        for name, length in self._trials.stored_last:
             if parts and size + length > most_bytes:
                 break
             parts.append(ToLoad(name, length, own_pages(length)))
@@ -394,7 +497,7 @@ class TierHandle:
     def _try(self) -> None:
         """Probes the tier: asks which parts it has, and loads the part that last failed to load, into memory outside
         the pool."""
-        deadline, wanted = Deadline(PROBE_S), self._unloaded
+        deadline, wanted = Deadline(PROBE_S), self._trials.unloaded
         why = ""
         try:
             self.tier.exists([PartName(bytes(32), bytes(32), 0, 0)], deadline)
@@ -411,7 +514,7 @@ class TierHandle:
         if why:
             self.breaker.failed(PROBE, why)
             return
-        self._unloaded = None
+        self._trials.unloaded, self._trials.pause_s = None, MEASURE_S
         self.breaker.close()
         log.warning("the tier %s is used again", self.name)
 
@@ -426,4 +529,6 @@ def _failure(outcomes: Sequence[Outcome], *, is_fair: bool = True) -> str:
     """Why these answers count as a failure of the tier: no part has the outcome DONE, and some part failed or was late.
     "": they do not. `is_fair`: whether there was enough time."""
     undone = {Outcome.FAILED, Outcome.LATE} if is_fair else {Outcome.FAILED}
-    return "" if Outcome.DONE in outcomes or undone.isdisjoint(outcomes) else "parts came too late, or not at all"
+    if Outcome.DONE in outcomes or undone.isdisjoint(outcomes):
+        return ""
+    return "its storage fails" if Outcome.FAILED in outcomes else "parts came too late"

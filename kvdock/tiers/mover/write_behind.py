@@ -1,4 +1,9 @@
-"""Writes chunks of the pool to one tier, after they were published, so that no store of an engine waits for it.
+"""Writes chunks of the pool to one tier, after they were published, so that no store of an engine waits for it, and
+keeps there what prompts go on asking for.
+
+A chunk that prompts find in the pool is not loaded from the tier, which would take it for unused. So after some time
+(Tier.recheck_s) the tier is asked whether it still has the chunk. That question is a use of the tier's copy, and finds
+out whether it is gone, whoever evicted it; then it is written again.
 
 The queue has a limit in bytes: beyond it, the chunks that have waited longest are left out and counted. While a batch
 is written, its chunks are leased, so they are not evicted. Chunks that the pool evicts while they wait are counted.
@@ -12,12 +17,14 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 from kvdock.client.client import Client
 from kvdock.connectors.session import Attachment
 from kvdock.protocol.errors import ApiError, ServerUnavailable
 from kvdock.protocol.schemas import Hold, Part
 from kvdock.shm.errors import ShmError
+from kvdock.tiers.mover.admission import WriteBudget
 from kvdock.tiers.mover.agreement import AgreedNote, Agreement
 from kvdock.tiers.mover.namespaces import NamespaceSession, NamespaceSessions
 from kvdock.tiers.mover.tier_handle import TierHandle
@@ -28,6 +35,8 @@ log = logging.getLogger("kvdock.tiers")
 
 BATCH_S = 30.0
 """How long writing a batch may take."""
+RECHECK_S = 3.0
+"""How long asking a tier what it has of a batch may take."""
 RETRY_S = 0.2
 """The pause between two tries while the tier or the server does not answer."""
 MOST_KNOWN_STORED = 1 << 18
@@ -39,19 +48,28 @@ ChunkName = tuple[bytes, bytes]
 
 
 class KnownStored:
-    """The last MOST_KNOWN_STORED chunks that a tier is known to have, so that the tier need not be asked about them.
-    Not thread-safe."""
+    """The last MOST_KNOWN_STORED chunks that a tier is known to have, so that it is not asked about them each time.
+    `recheck_s`: as in Tier. Not thread-safe."""
 
-    def __init__(self) -> None:
-        self._keys: OrderedDict[bytes, None] = OrderedDict()
+    def __init__(self, recheck_s: float, clock: Callable[[], float]) -> None:
+        self._recheck_s, self._clock = recheck_s, clock
+        self._keys: OrderedDict[bytes, float] = OrderedDict()
+        """When the tier last had each, in seconds."""
 
     def unknown(self, keys: Iterable[bytes]) -> list[bytes]:
         """The chunks of `keys` that the tier is not known to have."""
         known = self._keys
         return [key for key in keys if key not in known]
 
+    def due(self, keys: Iterable[bytes]) -> list[bytes]:
+        """The chunks of `keys` about which the tier has to be asked again. Each is returned once."""
+        now_s = self._clock()
+        due = [key for key in keys if now_s - self._keys.get(key, now_s) >= self._recheck_s]
+        self._keys.update(dict.fromkeys(due, now_s))
+        return due
+
     def add(self, key: bytes) -> None:
-        self._keys[key] = None
+        self._keys[key] = self._clock()
         self._keys.move_to_end(key)
         if len(self._keys) > MOST_KNOWN_STORED:
             self._keys.popitem(last=False)
@@ -67,8 +85,8 @@ class WriteQueue:
     """Chunks that wait to be written, with their sizes. `most_bytes`: the limit for chunks that wait in their order.
     `batch_bytes`: the most bytes of a batch. Not thread-safe."""
 
-    def __init__(self, most_bytes: int, batch_bytes: int) -> None:
-        self._most_bytes, self._batch_bytes = most_bytes, batch_bytes
+    def __init__(self, most_bytes: int, batch_bytes: int, budget: WriteBudget) -> None:
+        self._most_bytes, self._batch_bytes, self.budget = most_bytes, batch_bytes, budget
         self._waiting: OrderedDict[ChunkName, int] = OrderedDict()
         self._evicting_soon: OrderedDict[ChunkName, int] = OrderedDict()
         """Chunks that the pool evicts next: they are written first."""
@@ -123,16 +141,35 @@ class WriteQueue:
         return [name for name in (*self._waiting, *self._evicting_soon) if name[0] == digest]
 
 
+class Batch(NamedTuple):
+    """Chunks of one namespace to write, or to ask the tier about. `agreed`: older than any lease of the chunks."""
+
+    space: NamespaceSession
+    agreed: AgreedNote
+    keys: list[bytes]
+    is_recheck: bool = False
+
+
+class WriteObserver(NamedTuple):
+    """Called with a namespace and chunks: `stored`, if the tier has them from now on; `gone`, if it has them no
+    more."""
+
+    stored: Callable[[bytes, Sequence[bytes]], None]
+    gone: Callable[[bytes, Sequence[bytes]], None]
+
+
 class WriteBehind:
-    """`stored`: called with a namespace and the chunks that the tier has from now on. A thread of its own writes."""
+    """A thread of its own writes."""
 
     def __init__(
         self, handle: TierHandle, sessions: NamespaceSessions, agreement: Agreement, client: Client, queue: WriteQueue,
-        *, stored: Callable[[bytes, Sequence[bytes]], None], clock: Callable[[], float] = time.monotonic,
+        *, observer: WriteObserver, clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._handle, self._sessions, self._agreement, self._client = handle, sessions, agreement, client
-        self._queue, self._stored, self._clock = queue, stored, clock
-        self._known_stored = KnownStored()
+        self._queue, self._observer, self._clock = queue, observer, clock
+        self._known_stored = KnownStored(handle.tier.recheck_s, clock)
+        self._rechecks: OrderedDict[ChunkName, None] = OrderedDict()
+        """Chunks about which the tier is asked again."""
         self._writing: NamespaceSession | None = None
         self._changed = threading.Condition()
         """Guards the queue, what is known to be stored, `_writing` and `_until_s`."""
@@ -147,13 +184,22 @@ class WriteBehind:
     def waiting_bytes(self) -> int:
         return self._queue.waiting_bytes
 
+    @property
+    def budget(self) -> WriteBudget:
+        return self._queue.budget
+
     def offer(self, space: NamespaceSession, keys: Sequence[bytes]) -> None:
         """Queues chunks that the pool has and that are worth writing, unless the tier is known to have them."""
         with self._changed:
             if self._until_s is None:
-                for key in self._known_stored.unknown(keys):
+                unknown = self._known_stored.unknown(keys)
+                if unknown and self.budget.is_spent:
+                    self._handle.counters["left_out_day_spent"] += len(unknown)
+                    unknown = []
+                for key in unknown:
                     left_out = self._queue.add((space.digest, key), space.chunk_bytes)
                     self._handle.counters["left_out_full_queue"] += left_out
+                self._rechecks.update(dict.fromkeys((space.digest, key) for key in self._known_stored.due(keys)))
             self._changed.notify()
 
     def prioritise(self, evicting_soon: Iterable[tuple[NamespaceSession, Sequence[bytes]]]) -> None:
@@ -168,6 +214,17 @@ class WriteBehind:
     def is_busy(self, space: NamespaceSession) -> bool:
         with self._changed:
             return self._writing is space or bool(self._queue.of(space.digest))
+
+    def has(self, space: NamespaceSession, agreed: AgreedNote, keys: Sequence[bytes]) -> bool:
+        """Records that the tier has these chunks. False: they were cleared meanwhile, so lookups do not find them. An
+        order changes what is agreed before drop() is called; both take the same lock, so no chunk is added after its
+        drop()."""
+        with self._changed:
+            if self._agreement.of(self._handle, space.digest) != agreed:
+                return False
+            for key in keys:
+                self._known_stored.add(key)
+            return True
 
     def forget(self, keys: Sequence[bytes]) -> None:
         """The tier does not have these chunks any more, or has damaged ones: they are written when they are offered
@@ -211,9 +268,8 @@ class WriteBehind:
 
     def _run(self) -> None:
         while (batch := self._next_batch()) is not None:
-            space, agreed, keys = batch
             try:
-                is_answered = self._write(space, agreed, keys)
+                is_answered = (self._recheck if batch.is_recheck else self._write)(batch)
             except Exception:  # without this thread nothing would be written any more
                 log.exception("chunks could not be written to %s", self._handle.name)
                 is_answered = False
@@ -222,15 +278,17 @@ class WriteBehind:
             if not is_answered:
                 time.sleep(RETRY_S)  # so that a tier or server that does not answer is not called all the time
 
-    def _next_batch(self) -> tuple[NamespaceSession, AgreedNote, list[bytes]] | None:
-        """Some chunks of one namespace: those that the pool evicts soon, else those that have waited longest. None: the
-        queue is closed or drained."""
+    def _next_batch(self) -> Batch | None:
+        """Some chunks of one namespace: those about which the tier is asked again, else those that the pool evicts
+        soon, else those that have waited longest. None: the queue is closed or drained."""
         with self._changed:
             while True:
                 first = next(iter(self._queue.names), None)
                 if self._until_s is not None and (first is None or self._clock() > self._until_s):
                     return None
-                if first is not None and not self._handle.breaker.is_open:
+                if self._rechecks and not self._handle.breaker.is_open and (batch := self._next_recheck()):
+                    return batch
+                if first is not None and self._may_write():
                     digest = first[0]
                     if self._sessions.of(digest) is not None and self._agreement.of(self._handle, digest) is None:
                         others = (one for one, _ in self._queue.names if self._agreement.of(self._handle, one))
@@ -241,13 +299,53 @@ class WriteBehind:
                         continue
                     if space is not None and agreed is not None:
                         self._writing = space
-                        return space, agreed, self._queue.take(digest)
+                        return Batch(space, agreed, self._queue.take(digest))
                 self._changed.wait(RETRY_S)
 
-    def _write(self, space: NamespaceSession, agreed: AgreedNote, keys: list[bytes]) -> bool:
-        """Returns False if the tier or the server did not answer. `agreed` is older than any lease of the chunks. So if
-        chunks are cleared meanwhile, they are stored under names that no lookup asks for."""
-        keys = self._missing(space, agreed, keys)
+    def _may_write(self) -> bool:
+        return not self._handle.breaker.is_open and self._handle.stores.are_due and not self.budget.is_spent
+
+    def _next_recheck(self) -> Batch | None:
+        """None: the tier is not used for the namespace now. Its chunks are due again later. The caller holds
+        `_changed`."""
+        digest = next(iter(self._rechecks))[0]
+        names = [name for name in itertools.islice(self._rechecks, _LOOKED_AT) if name[0] == digest]
+        for name in names:
+            del self._rechecks[name]
+        space, agreed = self._sessions.of(digest), self._agreement.of(self._handle, digest)
+        if space is None or agreed is None:
+            return None
+        return Batch(space, agreed, [key for _, key in names], is_recheck=True)
+
+    def _recheck(self, batch: Batch) -> bool:
+        """Asks for all parts of the chunks, so that all count as used. Chunks that the tier does not have whole are
+        queued to be written. Returns False if the tier did not answer."""
+        space, deadline = batch.space, Deadline(RECHECK_S)
+        names = [name for key in batch.keys for name in space.names(batch.agreed.note, key)]
+        try:
+            has = self._handle.exists(names, deadline)
+        except TierError:
+            return False
+        if deadline.is_over:  # what was not asked in time counts as missing
+            return False
+        wanted = {at for at, group in enumerate(space.manifest.groups) if group.kind != "window"}
+        lacks = {name.key for name, is_there in zip(names, has, strict=True) if name.group in wanted and not is_there}
+        self.has(space, batch.agreed, [key for key in batch.keys if key not in lacks])
+        if lacks:
+            gone = list(lacks)
+            left = [name for name, is_there in zip(names, has, strict=True) if is_there and name.key in lacks]
+            if left:  # _missing() would find the chunk by one of them
+                self._handle.delete_damaged(left)
+            self.forget(gone)
+            self._observer.gone(space.digest, gone)
+            self.offer(space, gone)
+        return True
+
+    def _write(self, batch: Batch) -> bool:
+        """Returns False if the tier or the server did not answer. If chunks are cleared meanwhile, they are stored
+        under names that no lookup asks for."""
+        space, agreed = batch.space, batch.agreed
+        keys = self._missing(space, agreed, batch.keys)
         attachment = space.session.attachment
         if not keys:
             return True
@@ -264,10 +362,10 @@ class WriteBehind:
         answer. That part is stored last (_store)."""
         names = [space.names(agreed.note, key, [0])[0] for key in keys]
         try:
-            has = self._handle.exists(names, Deadline(BATCH_S / 10))
+            has = self._handle.exists(names, Deadline(RECHECK_S))
         except TierError:
             return keys
-        self._is_stored(space, agreed, [key for key, is_there in zip(keys, has, strict=True) if is_there])
+        self.has(space, agreed, [key for key, is_there in zip(keys, has, strict=True) if is_there])
         return [key for key, is_there in zip(keys, has, strict=True) if not is_there]
 
     def _write_leased(
@@ -324,17 +422,6 @@ class WriteBehind:
         bad = {key for key, outcome in zip(of_key, outcomes, strict=True) if outcome is not Outcome.DONE}
         self._handle.counters["left_out_failed"] += len(bad)
         good = [key for key in keys if key in of_key and key not in bad]
-        if self._is_stored(space, agreed, good):
-            self._stored(space.digest, good)
+        if self.has(space, agreed, good):
+            self._observer.stored(space.digest, good)
         return True
-
-    def _is_stored(self, space: NamespaceSession, agreed: AgreedNote, keys: Sequence[bytes]) -> bool:
-        """Records that the tier has these chunks. False: they were cleared meanwhile, so lookups do not find them. An
-        order changes what is agreed before drop() is called; both take the same lock, so no chunk is added after its
-        drop()."""
-        with self._changed:
-            if self._agreement.of(self._handle, space.digest) != agreed:
-                return False
-            for key in keys:
-                self._known_stored.add(key)
-            return True

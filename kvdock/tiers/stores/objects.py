@@ -96,6 +96,7 @@ class ObjectTier:
 
     name = NAME
     poll_s = 5.0
+    recheck_s = 3600.0  # each question costs money
 
     def __init__(self, location: StoreLocation, obstore: Any, clock: Callable[[], float] = time.time) -> None:
         """`obstore`: the module. `clock`: Unix seconds, with which the ages of notes are computed."""

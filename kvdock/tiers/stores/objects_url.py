@@ -60,7 +60,7 @@ def open_location(url: str, stores: Any) -> StoreLocation:
     if found.user is not None:
         raise TierUrlError(f"{scheme}: found a user in the URL, wanted credentials in the environment")
     folder = Path(unquote(found.parts.path)) if scheme == "file" else None
-    connections, create = options.pop("connections", 16), options.pop("create", True)
+    connections, create = options.pop("connections", 64), options.pop("create", True)
     multipart_bytes = options.pop("multipart_mib", 64) * MIB
     try:
         store = _local(found, stores) if scheme == "file" else _remote(found, stores)

@@ -41,6 +41,7 @@ PIECE_BYTES: Final = 4 << 20
 and answers three times as fast, because its allocator returns the memory of replies of 8 MiB and more at once."""
 LONGEST_VALUE: Final = 512 << 20
 """The longest value that Redis takes."""
+RECHECK_S: Final = 60.0
 
 NAMESPACES: Final = f"kvdock/{VERSION}/namespaces".encode()
 """The key of the set of all namespaces that have a note."""
@@ -108,6 +109,7 @@ class RedisTier:
 
     def __init__(self, settings: Settings, nodes: Nodes) -> None:
         self._settings, self._nodes = settings, nodes
+        self.recheck_s = min(RECHECK_S, settings.ttl_s / 4) if settings.ttl_s else RECHECK_S
         self._threads = ThreadPoolExecutor(settings.connections, thread_name_prefix="kvdock-redis")
         self._usage = OwnUsage(wears_out=False)
         self._cached_notes: dict[bytes, tuple[bytes, Note]] = {}
@@ -124,7 +126,9 @@ class RedisTier:
 
     def exists(self, names: Sequence[PartName], deadline: Deadline) -> list[bool]:
         keys = [_key(name) for name in names]
-        jobs = [_Job(at, key, command(b"EXISTS", key), 0, _read_reply) for at, key in enumerate(keys)]
+        lifetime = self._settings.ttl_s
+        asked = [command(b"EXPIRE", key, b"%d" % lifetime) if lifetime else command(b"TOUCH", key) for key in keys]
+        jobs = [_Job(at, key, asked[at], 0, _read_reply) for at, key in enumerate(keys)]
         answers = self._execute(jobs, deadline)
         return [answers[at] == 1 for at in range(len(keys))]
 

@@ -25,7 +25,7 @@ function state(cell) {
   cell.append(el("span", { cls: "main", children: [chip] }), " ", why);
   return (tier) => {
     setAttr(chip, "data-state", tier.state === "open" ? "live" : "suspect");
-    setText(chip, tier.state === "open" ? "used" : "off");
+    setText(chip, tier.state === "open" ? "used" : tier.state.replace("_", "-"));
     setText(why, tier.why);
   };
 }
@@ -58,6 +58,18 @@ function damaged(cell) {
   };
 }
 
+/** What was written to its storage, and what of a day's limit is left. */
+function wear(cell) {
+  const figure = el("span");
+  const left = el("small");
+  cell.append(figure, " ", left);
+  return (tier) => {
+    setText(figure, isKnown(tier) ? bytes(tier.wear_bytes) : "–");
+    const { day_left_bytes: now, day_limit_bytes: limit } = tier;
+    setText(left, limit ? `${bytes(now)} of ${bytes(limit)} a day left` : "");
+  };
+}
+
 const COLUMNS = [
   { head: "Tier", text: (tier) => tier.name },
   { head: "State", cls: "stacked", make: state },
@@ -66,7 +78,7 @@ const COLUMNS = [
   column("Stored", total("stored_bytes")),
   column("Loaded", total("loaded_bytes")),
   { head: "Damaged", cls: "num", make: damaged },
-  column("Wear", (tier) => tier.wear_bytes),
+  { head: "Wear", cls: "num stacked", make: wear },
 ];
 
 const ENDS = {
@@ -110,7 +122,7 @@ export function mountTiers(root) {
     setHidden(trouble, !troubleWords(mover));
   };
   draw.digest = ({ status: { tiers } }) => {
-    const off = tiers.filter((tier) => tier.state !== "open").length;
+    const off = tiers.filter((tier) => tier.state === "off").length;
     return off ? `${count(off)} of ${plural(tiers.length, "tier")} off` : plural(tiers.length, "tier");
   };
   return draw;

@@ -78,6 +78,7 @@ class MooncakeTier:
 
     name = TIER
     poll_s = 1.0
+    recheck_s = 60.0
 
     def __init__(self, settings: MooncakeSettings, library: Library, patience_s: float) -> None:
         self._settings, self._library, self._patience_s = settings, library, patience_s

@@ -1,0 +1,69 @@
+"""What fails is said, with the file and the name of the error; a disk that cannot be written is still read."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from api_helpers import eventually
+from mover_steps import SteppedServer
+from tier_engine import CHUNK_TOKENS, TierEngine, manifest
+from tier_server import PART, POOL, is_served
+from tier_stores import DiskStore, clear_once_written, has_state, opened
+
+from kvdock.protocol.reports import TierView
+
+pytestmark = [pytest.mark.tiers, pytest.mark.timeout(120)]
+
+
+@pytest.fixture
+def disk() -> Iterator[DiskStore]:
+    with tempfile.TemporaryDirectory(prefix="kvdock-test-") as name, opened(DiskStore, Path(name)) as one:
+        yield one
+
+
+def the_tier(engine: TierEngine) -> TierView:
+    (tier,) = engine.client.status().tiers
+    return tier
+
+
+@pytest.mark.parametrize(("error", "state"), [("ENOSPC", "full"), ("EROFS", "read_only"), ("EIO", "off")])
+def test_a_disk_that_cannot_be_written_says_so_and_is_read(
+    disk: DiskStore, tmp_path: Path, error: str, state: str
+) -> None:
+    with SteppedServer(
+        tmp_path / "armed", disk.environment, pool_bytes=POOL, segment_bytes=POOL, tier_asks=1, heartbeat_s=0.1,
+        **disk.settings,
+    ) as server:
+        engine = TierEngine(server.unix, manifest(PART))
+        is_served(server, 1)
+        has_state(server.unix, "open")
+        kept = engine.chain(4)
+        engine.store(kept)
+        clear_once_written(server.unix)
+        disk.stop(error)
+
+        def is_said() -> bool:
+            engine.store(engine.chain(2))
+            return the_tier(engine).state == state
+
+        eventually(is_said, 60.0)
+        said = the_tier(engine)
+        assert said.why and error in said.error and str(disk.folder / "segment-") in said.error
+        eventually(lambda: f"({error})" in server.log_text(), 30.0)
+        if state != "off":
+            found = engine.awaited(kept, "reads")
+            assert found.hit_tokens == len(kept) * CHUNK_TOKENS
+            engine.read(kept, found)
+            engine.release(found)
+        disk.resume()
+
+        def is_written() -> bool:
+            engine.store(engine.chain(2))
+            return the_tier(engine).state == "open"
+
+        eventually(is_written, 90.0)
+        assert not the_tier(engine).error
+        engine.close()

@@ -7,8 +7,8 @@
 // Ownership: derived from the records; rebuilt, never stored.
 // Invariants: an entry exists while its key has a READY record, a RESERVED record or children; at most one record
 //   of each state (I5); probing is linear and deletion shifts back, so no tombstones accumulate. While the index grows,
-//   `before_` is emptied from `start_` on, which was an empty cell. Entries whose home is among its first `moved_` cells
-//   from there have been moved. These cells are empty but for the end of the run that begins in the last cells.
+//   `before_` is emptied from `start_` on, which was an empty cell. Entries whose home is among its first `moved_`
+//   cells from there have been moved. These cells are empty but for the end of the run that begins in the last cells.
 #pragma once
 
 #include <algorithm>

@@ -62,7 +62,7 @@ class Sum(NamedTuple):
     adopted: int
     crashes: int
     seconds: float
-    """Of all processes together."""
+    """The sum over all processes."""
     from_seed: int
     to_seed: int
     crashed: list[int]

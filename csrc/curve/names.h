@@ -1,11 +1,13 @@
 // A bounded map from the names of sampled chunks to numbers: open addressing, without tombstones.
 //
-// A name is a hash, so its own bits select its cell.
+// A name follows from a key that a caller chose, so a seeded hash of it selects its cell.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 #include <vector>
+
+#include "base/seeded_hash.h"
 
 namespace kvdock {
 
@@ -59,7 +61,7 @@ class Names {
     uint32_t value = kAbsent;
   };
 
-  size_t home(uint64_t name) const { return (name * 0x9e3779b97f4a7c15ull) >> shift_; }
+  size_t home(uint64_t name) const { return SeededHash{}(name) >> shift_; }
   size_t next(size_t i) const { return (i + 1) & (cells_.size() - 1); }
   // Its cell, or the empty one where it would lie.
   size_t place(uint64_t name) const {

@@ -28,6 +28,8 @@ class ChangeLog {
  public:
   static constexpr uint64_t kKept = 1 << 16;
 
+  ChangeLog() { kept_.reserve(kKept); }  // room for all: no call pays for growth
+
   void note(uint32_t space, const Key& key, bool is_there) {
     if (kept_.size() < kKept)
       kept_.push_back({key, space, is_there});

@@ -11,6 +11,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "base/seeded_hash.h"
 #include "table/layout.h"
 
 namespace kvdock {
@@ -35,6 +36,11 @@ class Departures {
  public:
   static constexpr uint32_t kKept = 1 << 16;
 
+  Departures() {  // room for all: no call pays for growth
+    kept_.reserve(kKept);
+    latest_.reserve(kKept);
+  }
+
   // The server clock, and the use tick at that time.
   void set_now(uint64_t now_ms, uint64_t use_tick) {
     now_ms_ = std::max(now_ms_, now_ms);
@@ -56,7 +62,7 @@ class Departures {
     ++next_;
   }
 
-  // The latest departure of that key, if it is known. Keys are digests, so eight bytes of one serve as its hash.
+  // The latest departure of that key, if it is known.
   std::optional<Departure> find(uint32_t space, const Key& key) const {
     auto it = latest_.find(hash(space, key));
     if (it == latest_.end()) return std::nullopt;
@@ -89,11 +95,7 @@ class Departures {
   static constexpr uint64_t kUseMs = 1000;
   static constexpr size_t kUses = 1 << 14;  // at kUseMs apart, about four and a half hours
 
-  static uint64_t hash(uint32_t space, const Key& key) {
-    uint64_t word;
-    std::memcpy(&word, key.bytes, sizeof word);
-    return word ^ (uint64_t{space} << 40);
-  }
+  static uint64_t hash(uint32_t space, const Key& key) { return seeded_hash(key.bytes, space); }
 
   void drop(uint32_t at) {
     auto it = latest_.find(hash(kept_[at].space, kept_[at].key));

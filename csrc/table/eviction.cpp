@@ -1,9 +1,9 @@
 #include "table/eviction.h"
 
 #include <algorithm>
-#include <cstring>
 
 #include "base/pause.h"
+#include "base/seeded_hash.h"
 
 namespace kvdock {
 
@@ -73,9 +73,7 @@ void Eviction::drop_child(uint32_t space, const Key& parent) {
 
 Chunk Eviction::described(uint32_t id) const {
   const Record& r = records_.at(id);
-  uint64_t name;
-  std::memcpy(&name, r.key.bytes, sizeof name);
-  return {id, fold(name, r.space), records_.info(id).kind, r.last_used};
+  return {id, seeded_hash(r.key.bytes, r.space), records_.info(id).kind, r.last_used};
 }
 
 void Eviction::stamp(uint32_t id, uint64_t tick) {

@@ -26,6 +26,7 @@ class RecordPages {
   void give(uint32_t id);
 
   uint32_t end() const { return static_cast<uint32_t>(pages_.size()) * kPageRecords; }  // ids are below it
+  size_t most() const { return size_t{max_pages_} * kPageRecords; }  // every id is below it
   uint32_t page_count() const { return static_cast<uint32_t>(pages_.size()); }
   uint32_t records_in(uint32_t page) const { return std::min(kPageBytes / sizes_[page], kPageRecords); }
   // The first id from `id` on at which a record can lie; end() when there is none.

@@ -8,7 +8,9 @@
 namespace kvdock {
 
 Records::Records(const Region& region, Namespaces& spaces, SlotAllocator& slots)
-    : header_(region.header), spaces_(spaces), slots_(slots), pages_(region) {}
+    : header_(region.header), spaces_(spaces), slots_(slots), pages_(region) {
+  info_.reserve(pages_.most());
+}
 
 bool Records::names_live(const GrantEntry& entry) const {
   return entry.record < info_.size() && info_[entry.record].pages != 0 &&
@@ -64,9 +66,14 @@ void Records::set_state(uint32_t id, RecordState state) {
   if (state != RecordState::kFree) count(id, 1);
 }
 
+void Records::cover_pages() {
+  info_.resize(pages_.end());
+  advise_huge(info_.data(), info_.data() + info_.size());
+}
+
 std::optional<uint32_t> Records::take_id(uint32_t parts) {
   std::optional<uint32_t> id = pages_.take(parts);
-  if (id && *id >= info_.size()) info_.resize(pages_.end());
+  if (id && *id >= info_.size()) cover_pages();
   return id;
 }
 
@@ -246,12 +253,12 @@ void Records::check_index() const {
     if (r.parent.names_chunk()) ++want[{r.space, r.parent}].children;
   }
   index_.for_each([&](const KeyEntry& e) {
-    const Want& w = want[{e.space, e.key}];
+    const Want& w = want[{e.space(), e.key}];
     require(w.ready == e.ready && w.reserved == e.reserved && w.children == e.children && !e.unused(),
             "the key index disagrees with the records", e.ready);
     require(e.ready == kNone || info_[e.ready].children == e.children, "a READY record counts its children wrongly",
             e.ready);
-    require(index_.find(e.space, e.key) == &e, "the key index cannot find its own entry", e.ready);
+    require(index_.find(e.space(), e.key) == &e, "the key index cannot find its own entry", e.ready);
   });
   require(index_.size() == want.size(), "the key index misses a key", int64_t(want.size()));
 }

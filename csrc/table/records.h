@@ -126,7 +126,7 @@ class Records {
 
   // -- adoption (Chunks::Adopter)
   RecordPages& pages() { return pages_; }
-  void cover_pages() { info_.resize(pages_.end()); }  // call it after the pages were found
+  void cover_pages();  // call it after the pages were found
   KeyEntry& entry(uint32_t space, const Key& key) { return index_.insert(space, key); }
   void count(uint32_t id, int sign);  // adds the record to the sums of its state, or takes it out
 
@@ -141,7 +141,7 @@ class Records {
   SlotAllocator& slots_;
   RecordPages pages_;
   KeyIndex index_;
-  std::vector<RecordInfo, HugeAllocator<RecordInfo>> info_;  // by record
+  std::vector<RecordInfo, HugeAllocator<RecordInfo>> info_;  // by record; it has room for all
   Sums sums_;
   std::vector<uint32_t> in_space_;  // by namespace: records that are not FREE
   ChangeLog changes_;

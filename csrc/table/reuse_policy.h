@@ -13,6 +13,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "base/seeded_hash.h"
 #include "table/reuse_model.h"
 
 namespace kvdock {
@@ -65,7 +66,7 @@ class ReusePolicy : public Policy {
   double keys_ = 0;  // keys per lookup: the mean of the latest lookups
   std::vector<Sample> samples_;
   std::vector<uint32_t> sample_of_;  // by record
-  std::unordered_map<uint64_t, Ghost> ghosts_;                // by name
+  std::unordered_map<uint64_t, Ghost, SeededHash> ghosts_;    // by name
   std::deque<std::pair<uint64_t, uint64_t>> ghosts_in_order_;  // name and last use
 };
 

@@ -28,8 +28,6 @@ def with_packing(manifest: Manifest, layouts: Sequence[PagedLayout], pack: str, 
         raise NotSupportedError(f"pack is {pack!r}, and one of {', '.join(PACK)} is wanted.")
     if pack == "off" or (pack == "auto" and not packing_pays(device.cuda is not None)):
         return manifest
-    if device.cuda is not None:
-        raise NotSupportedError("kvdock cannot pack KV on a GPU yet: pack is 'on', and 'auto' or 'off' is wanted.")
     groups = tuple(
         replace(group, packed=_packed(group, layout, manifest.chunk_tokens // layout.block_tokens))
         for group, layout in zip(manifest.groups, layouts, strict=True)

@@ -34,6 +34,7 @@ from kvdock.connectors.session import Attachment, EngineSession
 from kvdock.datapath.ceiling import ceiling_bytes_per_s
 from kvdock.datapath.copy import Copier, CopyHandle, PartCopy, PartResult, StreamHandle
 from kvdock.datapath.cuda import CopyTuning, CudaCopier
+from kvdock.datapath.cuda_packed import PackedCudaCopier
 from kvdock.datapath.devices import CPU, Device
 from kvdock.datapath.errors import CopyError, CudaError, DatapathError, copy_error
 from kvdock.datapath.layout import PagedLayout
@@ -257,7 +258,7 @@ class WorkerConnector:
             for piece, part, slot in zip(pieces, own, slots, strict=True)
         ]
         loader = self._loaders[group]
-        if bands is not None and isinstance(loader, CudaCopier):
+        if bands is not None and isinstance(loader, (CudaCopier, PackedCudaCopier)):
             handle: CopyHandle = loader.scatter(
                 parts, after=after, bands=bands.ends, verified_after=bands.verified_after
             )

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from kvdock import _core
 from kvdock.datapath.copy import Copier, CpuCopier
 from kvdock.datapath.cuda import CopyTuning, CudaCopier, require_cuda
-from kvdock.datapath.errors import DeviceUnknown, copy_error
+from kvdock.datapath.cuda_packed import PackedCudaCopier
+from kvdock.datapath.errors import DeviceUnknown
 from kvdock.datapath.layout import PagedLayout
 from kvdock.datapath.registration import CudaRegister, Register
 from kvdock.datapath.tuning import tuned
@@ -52,16 +53,22 @@ class Device:
         """A copier for each layout, for parts of chunks of `chunk_tokens` tokens. `threads`: how many threads a copy
         with the CPU uses. `tuning`: for copies on a GPU; None: CopyTuning's defaults. On a GPU the copiers share
         staging buffers. `packing`: the shape of each layout's packed parts; None: they are raw. Raises what CudaCopier
-        raises, and CopyError for packed parts on a GPU."""
+        raises."""
         shapes = packing or [None] * len(layouts)
         if self.cuda is None:
             pairs = zip(layouts, shapes, strict=True)
             return [CpuCopier(layout, threads=threads, packing=shape) for layout, shape in pairs]
-        if any(shape is not None for shape in shapes):
-            raise copy_error("parts of an engine on a GPU", found="packed", wanted="raw: GPUs cannot unpack yet")
         first, *others = [(layout, chunk_tokens // layout.block_tokens) for layout in layouts]
         copier = CudaCopier(first[0], device=self.cuda, part_blocks=first[1], tuning=tuning)
-        return [copier, *(copier.beside(layout, part_blocks=blocks) for layout, blocks in others)]
+        raw = [copier, *(copier.beside(layout, part_blocks=blocks) for layout, blocks in others)]
+        copiers: list[Copier] = []
+        for layout, one, shape in zip(layouts, raw, shapes, strict=True):
+            if shape is None:
+                copiers.append(one)
+                continue
+            packed = one.beside(layout, part_blocks=chunk_tokens // layout.block_tokens, packing=shape)
+            copiers.append(PackedCudaCopier(layout, one, packed, shape.packed_bytes))
+        return copiers
 
 
 CPU = Device()

@@ -28,6 +28,8 @@ from cuda_helpers import GPUS, WHY_NOT
 from engines import HERE
 from whole_engines import make_model, run_on_gpu
 
+from kvdock.client.client import Client
+
 WHY = WHY_NOT or ("" if find_spec("vllm") else f"vLLM is not installed for {sys.executable}")
 pytestmark = [
     pytest.mark.vllm, pytest.mark.gpu, pytest.mark.timeout(900),
@@ -46,7 +48,7 @@ LOOKUP = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2
 @dataclass(frozen=True)
 class Row:
     """`model`: a kind of models.py. `tail`: tokens behind the whole chunks; with drafts of its own vLLM computes the
-    last block of a local hit again. `engine`: more arguments of LLM."""
+    last block of a local hit again. `engine`: more arguments of LLM. `packs`: KV is packed."""
 
     model: str
     engine: dict[str, Any] = field(default_factory=dict)
@@ -55,6 +57,7 @@ class Row:
     adapter: str | None = None
     drafts: bool = False
     plans_ahead: bool = True
+    packs: bool = False
 
 
 ROWS = {
@@ -65,6 +68,9 @@ ROWS = {
         "mimo", {"speculative_config": {"method": "mtp", "num_speculative_tokens": 1}}, tail=16 + TAIL, drafts=True
     ),
     "ngram": Row("llama", {"speculative_config": LOOKUP}, drafts=True, plans_ahead=False),
+    "llama packed": Row("llama", {"dtype": "bfloat16"}, packs=True),
+    "gemma packed": Row("gemma", {"dtype": "bfloat16"}, packs=True),
+    "mla packed": Row("mla", {"dtype": "bfloat16"}, packs=True),
     "fp8 KV": Row("llama", {"kv_cache_dtype": "fp8"}),
     "chunked prefill": Row("llama", {"max_num_batched_tokens": 96, "max_num_seqs": 16}),
     "lora": Row("llama", {"enable_lora": True, "max_lora_rank": 8, "max_loras": 1}, adapter="one"),
@@ -106,7 +112,7 @@ def test_what_is_loaded_gives_the_bits_of_a_local_hit(name: str, tmp_path: Path,
         pytest.skip(f"{GPUS} GPU, {row.ranks} wanted")
     said = {
         "model": str(make_model(MODELS, row.model, tmp_path)), "address": large.unix, "prompt": prompt_of(row),
-        "engine": row.engine,
+        "engine": row.engine, "pack": "on" if row.packs else "off",
         "adapter": ["sql", 1, str(make_model(MODELS, "lora", tmp_path) / row.adapter)] if row.adapter else None,
     }
     first, second = (
@@ -125,3 +131,6 @@ def test_what_is_loaded_gives_the_bits_of_a_local_hit(name: str, tmp_path: Path,
     assert second["loaded"] == local, "loaded by an engine that started later"
     assert first["again"] == local and second["again"] == local, "a local hit in what was loaded"
     assert bool(local["drafts"][0]) == row.drafts
+    with Client(large.unix) as client:
+        pool = client.status().pool
+    assert (pool.kv_bytes > 1.1 * pool.ready_bytes) == row.packs

@@ -1,0 +1,174 @@
+"""Copies on a GPU for a layout whose parts may be packed (docs/understand/packing.md): a call may have parts of both
+kinds, and what a store could not pack is copied raw into memory of its own.
+
+A call is one copy of the raw parts and one of the packed parts. A part is packed if its length is that of the shape.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from kvdock import _core
+from kvdock.datapath.copy import MOST_RAW_BYTES, PartCopy, PartResult
+from kvdock.datapath.cuda import CudaCopier, CudaHandle
+from kvdock.datapath.layout import PagedLayout
+
+
+class PackedCudaCopier:
+    """A Copier. `raw`, `packed`: copiers of the same layout, which share their staging; `packed` is for parts that are
+    `packed_bytes` long."""
+
+    def __init__(self, layout: PagedLayout, raw: CudaCopier, packed: CudaCopier, packed_bytes: int) -> None:
+        self._layout, self._raw, self._packed, self._packed_bytes = layout, raw, packed, packed_bytes
+
+    def gather(self, parts: Sequence[PartCopy], *, after: int | None = None) -> TwoKinds:
+        """Like CudaCopier.gather(). Blocks of parts that do not fit are read once more until the copy is done."""
+        divided = self._divide(parts)
+        return TwoKinds(
+            divided.is_packed,
+            self._raw.gather(divided.raw, after=after) if divided.raw else None,
+            self._packed.gather(divided.packed, after=after) if divided.packed else None,
+            lambda results: _RawAgain(self._layout, self._raw, divided.packed, results),
+        )
+
+    def scatter(
+        self, parts: Sequence[PartCopy], *, after: int | None = None, bands: Sequence[int] = (), verified_after: int = 0
+    ) -> TwoKinds:
+        """Like CudaCopier.scatter(). The bands of packed parts end together."""
+        divided = self._divide(parts)
+
+        def scatter(copier: CudaCopier, some: Sequence[PartCopy]) -> CudaHandle | None:
+            return copier.scatter(some, after=after, bands=bands, verified_after=verified_after) if some else None
+
+        raw, packed = scatter(self._raw, divided.raw), scatter(self._packed, divided.packed)
+        return TwoKinds(divided.is_packed, raw, packed)
+
+    def close(self) -> None:
+        """Waits for all copies; closes the copiers beside it, too."""
+        self._raw.close()
+
+    def _divide(self, parts: Sequence[PartCopy]) -> _Divided:
+        is_packed = [part.length == self._packed_bytes for part in parts]
+        return _Divided(
+            is_packed,
+            [part for part, kind in zip(parts, is_packed, strict=True) if not kind],
+            [part for part, kind in zip(parts, is_packed, strict=True) if kind],
+        )
+
+
+class _Divided(NamedTuple):
+    is_packed: list[bool]
+    raw: list[PartCopy]
+    packed: list[PartCopy]
+
+
+class TwoKinds:
+    """A copy of raw and of packed parts (a StreamHandle). `again`: called with the results of packed parts once they
+    have been copied; it copies those that did not fit."""
+
+    def __init__(
+        self, is_packed: Sequence[bool], raw: CudaHandle | None, packed: CudaHandle | None,
+        again: Callable[[Sequence[PartResult]], _RawAgain] | None = None,
+    ) -> None:
+        self._is_packed, self._raw, self._packed, self._again = is_packed, raw, packed, again
+        self._rest: _RawAgain | None = None
+
+    @property
+    def _handles(self) -> list[CudaHandle]:
+        return [handle for handle in (self._raw, self._packed) if handle is not None]
+
+    def done(self) -> bool:
+        if not all(handle.done() for handle in self._handles):
+            return False
+        rest = self._begin_rest()
+        return rest is None or rest.done()
+
+    def wait(self, timeout_s: float | None) -> bool:
+        until_s = None if timeout_s is None else time.monotonic() + timeout_s
+
+        def left_s() -> float | None:
+            return None if until_s is None else max(0.0, until_s - time.monotonic())
+
+        if not all(handle.wait(left_s()) for handle in self._handles):
+            return False
+        rest = self._begin_rest()
+        return rest is None or rest.wait(left_s())
+
+    def order(self, stream: int, band: int | None = None) -> None:
+        """As CudaHandle.order(). Work that is ordered after a store may overwrite its blocks, so parts that do not fit
+        are not copied raw from then on."""
+        self._again = None if self._rest is None else self._again
+        for handle in self._handles:
+            handle.order(stream, band)
+
+    def verified(self, timeout_s: float | None) -> list[PartResult] | None:
+        found = [None if handle is None else handle.verified(timeout_s) for handle in (self._raw, self._packed)]
+        if any(one is None for one, handle in zip(found, (self._raw, self._packed), strict=True) if handle is not None):
+            return None
+        return self._merged(found[0] or [], found[1] or [])
+
+    def result(self) -> list[PartResult]:
+        """As CudaHandle.result()."""
+        self.wait(None)
+        packed = [] if self._packed is None else self._packed.result()
+        if self._rest is not None:
+            packed = self._rest.results()
+        return self._merged([] if self._raw is None else self._raw.result(), packed)
+
+    def took_s(self) -> float | None:
+        if not self.done():
+            return None
+        took = [handle.took_s() for handle in self._handles]
+        return None if None in took else sum(one for one in took if one is not None)
+
+    def _begin_rest(self) -> _RawAgain | None:
+        """Both copies have ended."""
+        if self._rest is None and self._again is not None and self._packed is not None:
+            if not all(self._packed.fit()):
+                self._rest = self._again(self._packed.result())
+            self._again = None
+        return self._rest
+
+    def _merged(self, raw: Sequence[PartResult], packed: Sequence[PartResult]) -> list[PartResult]:
+        of_kind = {False: iter(raw), True: iter(packed)}
+        return [next(of_kind[kind]) for kind in self._is_packed]
+
+
+class _RawAgain:
+    """The parts of a store that did not fit, copied into page-locked memory of their own, up to MOST_RAW_BYTES."""
+
+    def __init__(
+        self, layout: PagedLayout, copier: CudaCopier, parts: Sequence[PartCopy], results: Sequence[PartResult]
+    ) -> None:
+        self._results = list(results)
+        self._memory: dict[int, _core.CudaBuffer] = {}
+        """By the index of the part."""
+        copies, left_bytes = [], MOST_RAW_BYTES
+        for at, part in enumerate(parts):
+            size = layout.part_bytes(len(part.block_ids))
+            if results[at].fits or size > left_bytes:
+                continue
+            left_bytes -= size
+            self._memory[at] = _core.CudaBuffer(device=copier.device, bytes=size, host=True)
+            copies.append(replace(part, slot=self._memory[at].address, length=None))
+        self._copied = copier.gather(copies) if copies else None
+
+    def done(self) -> bool:
+        return self._copied is None or self._copied.done()
+
+    def wait(self, timeout_s: float | None) -> bool:
+        return self._copied is None or self._copied.wait(timeout_s)
+
+    def results(self) -> list[PartResult]:
+        """Those of all packed parts. Waits for the end."""
+        if self._copied is not None:
+            for (at, memory), found in zip(self._memory.items(), self._copied.result(), strict=True):
+                raw = memoryview(bytearray(ctypes.string_at(memory.address, memory.bytes)))
+                self._results[at] = PartResult(found.checksum, True, fits=False, raw=raw)
+            self._copied = None
+            self._memory.clear()
+        return self._results

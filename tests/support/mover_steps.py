@@ -1,8 +1,8 @@
 """The mover, which stands still at a step, forked by the server in the mover's place (forked_mover.py).
 
 The file ARMED names a step. The first thread that comes to that step removes the file and stops the process (SIGSTOP),
-which is killed there, or goes on. After " alone" behind the step's name, this thread alone waits, until the file HELD is
-gone. The steps are put around the functions that make them: nothing in the product knows of them.
+which is killed there, or goes on. With " alone" behind the step's name, this thread alone waits, until the file HELD
+is gone. The steps are put around the functions that make them: nothing in the product knows of them.
 """
 
 from __future__ import annotations

@@ -32,8 +32,8 @@ struct PrefixCount {
   // it, including both.
   Key last;
   uint32_t last_chunks;
-  // The last chunk of the part that all of it shares, the number and bytes of the chunks from the first one to it, and
-  // how many prefixes go on from it.
+  // The last chunk before the prefix branches, the number and bytes of the chunks from the first one to it, and the
+  // number of branches.
   Key fork;
   uint32_t shared_chunks, branches;
   uint64_t shared_bytes;

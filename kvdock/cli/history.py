@@ -197,7 +197,7 @@ def _history_table(rows: Rows) -> Table:
 
 
 def _cells(rows: Rows, form: str) -> Iterator[list[Text]]:
-    """`form`: of the time at which a row begins; empty: as the intervals need it."""
+    """`form`: the format of the time at which a row begins; empty: one that suits the length of the intervals."""
     series = {one.name: one for one in rows.stats.series}
     for start, stop in rows.parts:
         found = means(series, start, stop)

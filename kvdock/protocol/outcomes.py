@@ -14,7 +14,7 @@ from kvdock.protocol.wire_types import Answer, Body, Carrier, Identity, Name
 
 Amount = Annotated[int, msgspec.Meta(ge=0, lt=1 << 60)]
 LEAST_TOKENS_PER_S = 0.01
-"""An engine that computes more slowly than this has not measured its speed."""
+"""A reported speed below this means that the engine has not measured its speed."""
 Rate = Annotated[float, msgspec.Meta(ge=0, le=1e15)]
 MAX_OUTCOMES: Final = 64
 """The most outcomes in one heartbeat."""

@@ -47,12 +47,14 @@ MUTANTS = (
         "        stores: list[ToStore] = []\n",
         "        agreed = self._agreement.of(self._handle, space.digest) or agreed\n"
         "        stores: list[ToStore] = []\n",
-        on_disk("on_its_way_down"), "test_what_was_on_its_way_down_is_not_found",
+        on_disk("was_leased_before"),
+        "test_what_was_leased_before_a_clear_is_neither_found_after_it_nor_known_to_be_stored",
     ),
     Mutant(
         "T9g", "what was cleared while it was written counts as stored", WRITES,
         "            if self._agreement.of(self._handle, space.digest) != agreed:\n                return False\n", "",
-        on_disk("on_its_way_down"), "test_what_was_on_its_way_down_is_not_found",
+        on_disk("was_leased_before"),
+        "test_what_was_leased_before_a_clear_is_neither_found_after_it_nor_known_to_be_stored",
     ),
     Mutant(
         "T9h", "pending orders to tiers are lost with the server", CLEARS,

@@ -1,8 +1,8 @@
 """The mover, which stands still at a step, forked by the server in the mover's place (forked_mover.py).
 
 The file ARMED names a step. The first thread that comes to that step removes the file and stops the process (SIGSTOP),
-which is killed there, or goes on. The steps are put around the functions that make them: nothing in the product knows
-of them.
+which is killed there, or goes on. With " alone" behind the step's name, this thread alone waits, until the file HELD
+is gone. The steps are put around the functions that make them: nothing in the product knows of them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,14 +42,22 @@ BEGUN = ".begun"
 """The file beside one that says "half" has this suffix, and is there once half has come."""
 
 
+ALONE, HELD = " alone", ".held"
+"""HELD: the suffix of the file beside ARMED."""
+
+
 def stand(armed: Path, step: str) -> None:
     try:
-        if armed.read_text() != step:
+        wanted = armed.read_text()
+        if wanted.removesuffix(ALONE) != step:
             return
         armed.unlink()
     except FileNotFoundError:
         return
-    signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
+    if wanted == step:
+        signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
+    while wanted != step and armed.with_suffix(HELD).exists():
+        time.sleep(0.01)  # the test takes it away
 
 
 def put_steps(armed: Path) -> None:
@@ -214,6 +223,17 @@ class SteppedServer(ServerProcess):
             assert time.monotonic() < until_s, self.log_text()[-3000:]
             time.sleep(0.01)  # the server starts another one
         return found[0]
+
+    @contextmanager
+    def holding(self, step: str) -> Iterator[None]:
+        """Within the block, the first thread of the mover that comes to the step waits there."""
+        held = self.armed.with_suffix(HELD)
+        held.touch()
+        self.armed.write_text(step + ALONE)
+        try:
+            yield
+        finally:
+            held.unlink()
 
     def stands(self, step: str, timeout_s: float = 30.0) -> psutil.Process:
         """The mover, once it has come to the step that was armed."""

@@ -50,8 +50,9 @@ def leave_in_the_tier(server: ServerProcess, engine: WholeEngine, share: float =
 
 
 def is_served(server: ServerProcess, namespaces: int) -> None:
-    """The mover has a session in so many."""
+    """The mover has a session in so many, and has reported its tiers, which it does some time after it has attached."""
     with Client(server.unix) as client:
+        eventually(lambda: bool(client.status().tiers), 30.0)
         eventually(lambda: sum(one.label == "lower tiers" for one in client.sessions().sessions) == namespaces, 30.0)
 
 

@@ -132,13 +132,14 @@ def sharing(shared: Store) -> Iterator[Servers]:
 
 def written(engine: TierEngine, keys: list[bytes]) -> list[bytes]:
     """They are in the pool and in the tier."""
-    def stored() -> int:
-        return sum(tier.counters["store_done"] for tier in engine.client.status().tiers)
-
-    before = stored()
+    before = stored_in_tier(engine)
     engine.store(keys)
-    eventually(lambda: stored() >= before + len(keys), 60.0)
+    eventually(lambda: stored_in_tier(engine) >= before + len(keys), 60.0)
     return keys
+
+
+def stored_in_tier(engine: TierEngine) -> int:
+    return sum(tier.counters["store_done"] for tier in engine.client.status().tiers)
 
 
 def hits(engine: TierEngine, keys: list[bytes]) -> int:
@@ -247,6 +248,27 @@ def test_what_was_on_its_way_down_is_not_found(servers: Servers, change: Change,
         if hits(engine, keys) == CHUNKS:
             return
     pytest.fail("what is stored again does not come back")
+
+
+@pytest.mark.sweep("made")
+@pytest.mark.parametrize("change", [clear, delete], ids=lambda change: change.__name__)
+def test_what_was_leased_before_a_clear_is_neither_found_after_it_nor_known_to_be_stored(
+    servers: Servers, change: Change
+) -> None:
+    """The mover has leased the chunks, and writes them once the tier has carried out the order."""
+    server, engine = ready(servers)
+    keys = engine.chain(CHUNKS)
+    with server.holding("down.held"):
+        engine.store(keys)
+        eventually(lambda: not server.armed.exists(), 30.0)
+        change(engine, keys)
+        eventually(lambda: pending_orders(engine.client) == 0, 30.0)
+    eventually(lambda: stored_in_tier(engine) >= CHUNKS, 60.0)
+    looked_up, again = keys[:2], keys[2:]
+    assert hits(engine, looked_up) == 0
+    written(engine, again)  # without a lookup, after which a chunk that the tier lacks would be written anyway
+    clear_pool(server.unix)
+    assert hits(engine, again) == len(again)
 
 
 @pytest.mark.sweep("made")

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+from pathlib import Path
+
 import pytest
 from api_helpers import ServerProcess, eventually
-from frozen import frozen
+from mover_steps import SteppedServer
 from server_fixtures import server_of_few, tiered_engine
-from tier_engine import CHUNK_TOKENS, TierEngine
-from tier_server import flood, is_written, mover, written
+from tier_engine import CHUNK_TOKENS, TierEngine, manifest
+from tier_server import PART, SETTINGS, flood, is_written, written
+from tier_stores import DiskStore, opened
 
 from kvdock.protocol.schemas import ReportMismatch
 
@@ -20,6 +24,14 @@ engine = tiered_engine
 def runs(engine: TierEngine, weights: str) -> None:
     engine.session.runs(weights)
     eventually(lambda: engine.attachment.weights == weights)
+
+
+BATCH_CHUNKS = 2
+"""How many a mover of these settings writes at once."""
+
+
+def queued_bytes(engine: TierEngine) -> int:
+    return sum(tier.queued_bytes for tier in engine.client.status().tiers)
 
 
 def is_served_as(engine: TierEngine, weights: str) -> None:
@@ -49,23 +61,25 @@ def test_a_tier_has_the_chunks_of_each_weights_apart(server: ServerProcess, engi
     engine.release(found)
 
 
-def test_what_waits_to_be_written_is_dropped_once_nobody_runs_its_weights(
-    server: ServerProcess, engine: TierEngine
-) -> None:
-    runs(engine, "step-1")
-    is_served_as(engine, "step-1")
-    with frozen(mover(server)):  # what is stored now waits
+def test_what_waits_to_be_written_is_dropped_once_nobody_runs_its_weights(tmp_path: Path) -> None:
+    with (
+        opened(DiskStore, tmp_path) as store,
+        SteppedServer(tmp_path / "armed", store.environment, **{**SETTINGS, **store.settings}) as server,
+        closing(TierEngine(server.unix, manifest(PART))) as engine,
+    ):
+        runs(engine, "step-1")
+        is_served_as(engine, "step-1")
+        store.stop("write")
         engine.store(engine.chain(16))
+        eventually(lambda: queued_bytes(engine) > 0, 30.0)
         runs(engine, "step-2")
-        last = engine.chain(2)
-        engine.store(last)
-    is_served_as(engine, "step-2")
-    is_written(engine, last)
-    eventually(lambda: not any(
-        one.label == "lower tiers" and one.weights == "step-1" for one in engine.client.sessions().sessions
-    ), 30.0)
-    eventually(lambda: all(tier.queued_bytes == 0 for tier in engine.client.status().tiers))
-    assert written(engine) == 2
+        eventually(lambda: queued_bytes(engine) == 0, 30.0)  # while nothing can be written
+        store.resume()
+        is_served_as(engine, "step-2")
+        engine.store(engine.chain(4))
+        eventually(lambda: written(engine) > BATCH_CHUNKS, 30.0)  # what was stored last is written
+        eventually(lambda: queued_bytes(engine) == 0, 30.0)
+        assert written(engine) <= BATCH_CHUNKS + 4, "all that waited behind the first batch is dropped"
 
 
 def test_damage_that_is_found_after_the_weights_have_changed_goes_from_the_tier_of_before(

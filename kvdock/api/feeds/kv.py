@@ -126,8 +126,8 @@ class Batch(msgspec.Struct, frozen=True, gc=False):
 
 V = TypeVar("V")
 Place = bytes
-"""A chunk: NUMBER_BYTES of its source's number in the log, and its key. No tuple: collections of garbage would walk all
-dicts of them."""
+"""Names a chunk: the number of its source in the log, in NUMBER_BYTES bytes, then the chunk's key. Bytes and not a
+tuple, because the garbage collector would walk every dict whose keys are tuples."""
 NUMBER_BYTES = 8
 
 
@@ -140,9 +140,9 @@ def _number_in(place: Place) -> int:
 
 
 class Chunks(Generic[V]):
-    """Something of each of many chunks, in the order in which they were added, in pages of PAGE_CHUNKS. A snapshot is
-    the pages of now: a page of one is copied before it changes. There is no large dict, because Python makes those anew
-    as a whole now and then, which takes some ms."""
+    """A value for each of many chunks, in the order in which the chunks were added, in pages of PAGE_CHUNKS. A snapshot
+    shares the pages that there are: a page that is in a snapshot is copied before it changes. There is no single large
+    dict, because Python rebuilds a growing dict as a whole now and then, which takes some ms."""
 
     def __init__(self) -> None:
         self._pages: dict[int, dict[Place, V]] = {}

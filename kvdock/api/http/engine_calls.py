@@ -62,8 +62,8 @@ class Encoded(NamedTuple):
 
 
 class BodyCall(Generic[B]):
-    """A call with a body and an answer, in JSON or MessagePack. `longest_bytes`: of a body; None: as long as the server
-    takes any."""
+    """A call with a body and an answer, in JSON or MessagePack. `longest_bytes`: the most that a body may have; None:
+    the limit that the server has for all bodies."""
 
     def __init__(
         self, name: str, call: Call[Any], body: type[B], run: Run[B], about: About, *, longest_bytes: int | None = None

@@ -11,7 +11,7 @@ die meanwhile.
 Handing over (kvdock/api/pool/handover.py) is a drain that leaves leases to the next server. It waits only for
 reservations, because the next server would abort those.
 
-Invariant: the pool is kept only after a drain without SIGINT, and only if the pool is ready.
+Invariant: a server that ends keeps its pool only after a drain without SIGINT, and only if the pool is ready.
 """
 
 from __future__ import annotations

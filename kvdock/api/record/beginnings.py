@@ -46,7 +46,8 @@ class Alike(NamedTuple):
 
 
 class Held(NamedTuple):
-    """A namespace that has the first chunks of a prompt. `tokens`: how many of its first tokens, at least."""
+    """A namespace that has the first chunks of a prompt. `tokens`: at least so many of the prompt's first tokens
+    are stored there."""
 
     space: NamespaceRecord
     tokens: int

@@ -258,8 +258,8 @@ def _computed(why: ComputedWhy) -> PromptRun:
 
 def divided(outcome: Outcome, chunk_tokens: int, answer: Answered | None) -> list[PromptRun]:
     """The prompt of a request that has ended, from its first token to its last. `answer`: None: it was not looked up,
-    or its lookups were forgotten. The last token of a prompt is always computed, so whole chunks end before it, unless
-    the engine has asked for more."""
+    or its lookups were forgotten. The last token of a prompt is always computed, so a chunk that ends with it counts as
+    one that could be loaded only if the engine has looked it up."""
     runs, prompt = _Runs(outcome.prompt_tokens), outcome.prompt_tokens
     end, start = outcome.local_tokens + outcome.loaded_tokens, outcome.asked_from
     runs.upto(outcome.local_tokens, _local())

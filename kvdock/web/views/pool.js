@@ -6,7 +6,10 @@ import { mountSegments } from "./segments.js";
 
 const inStates = (p) => p.ready_bytes + p.reserved_bytes + p.quarantined_bytes + p.free_bytes;
 
-/** In the order of the bar. The server reports the bytes of the first four. A `rare` state without bytes has no row. */
+/**
+ * The states, in the order in which the bar shows them. The server reports the bytes of the first four. A `rare` state
+ * without bytes has no row.
+ */
 const STATES = [
   { id: "ready", name: "Ready", about: "published, can be hit" },
   { id: "reserved", name: "Reserved", about: "being written" },

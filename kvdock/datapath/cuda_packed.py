@@ -114,9 +114,7 @@ class TwoKinds:
     def result(self) -> list[PartResult]:
         """As CudaHandle.result()."""
         self.wait(None)
-        packed = [] if self._packed is None else self._packed.result()
-        if self._rest is not None:
-            packed = self._rest.results()
+        packed = self._packed_results() if self._rest is None else self._rest.results()
         return self._merged([] if self._raw is None else self._raw.result(), packed)
 
     def took_s(self) -> float | None:
@@ -129,9 +127,17 @@ class TwoKinds:
         """Both copies have ended."""
         if self._rest is None and self._again is not None and self._packed is not None:
             if not all(self._packed.fit()):
-                self._rest = self._again(self._packed.result())
+                self._rest = self._again(self._packed_results())
             self._again = None
         return self._rest
+
+    def _packed_results(self) -> list[PartResult]:
+        if self._packed is None:
+            return []
+        return [
+            result if fits else PartResult(result.checksum, False, fits=False)
+            for result, fits in zip(self._packed.result(), self._packed.fit(), strict=True)
+        ]
 
     def _merged(self, raw: Sequence[PartResult], packed: Sequence[PartResult]) -> list[PartResult]:
         of_kind = {False: iter(raw), True: iter(packed)}

@@ -1,6 +1,7 @@
 #include "curve/mini_pool.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "base/errors.h"
 #include "table/layout.h"
@@ -212,7 +213,11 @@ void MiniPool::keep(KeptWriter& out) const {
   std::vector<uint32_t> number(entries_.size(), kNone), chain;
   uint32_t numbered = 0;
   out.put(static_cast<uint32_t>(size()));
-  names_.for_each([&](uint64_t, uint32_t id) {
+  std::vector<std::pair<uint64_t, uint32_t>> sorted;  // the order in names_ is another one in each process
+  sorted.reserve(size());
+  names_.for_each([&](uint64_t name, uint32_t id) { sorted.emplace_back(name, id); });
+  std::sort(sorted.begin(), sorted.end());
+  for (const auto& [_, id] : sorted) {
     for (uint32_t up = id; up != kNone && number[up] == kNone; up = entries_[up].parent) chain.push_back(up);
     for (; !chain.empty(); chain.pop_back()) {  // a parent comes before its children
       const Entry& e = entries_[chain.back()];
@@ -222,7 +227,7 @@ void MiniPool::keep(KeptWriter& out) const {
       out.put(e.bytes);
       out.put(e.parent == kNone ? kNone : number[e.parent]);
     }
-  });
+  }
 }
 
 void MiniPool::take_over(KeptReader& in, uint64_t tick) {

@@ -249,8 +249,8 @@ class TierView(Answer, kw_only=True):
 
     name: str
     state: Literal["open", "full", "read_only", "off"]
-    """'full' and 'read_only': what it has is loaded, and nothing is stored but now and then as a trial. 'off': it fails
-    or is slow, and is tried again later; until it works no request waits for it."""
+    """'full' and 'read_only': it has refused what was to be stored last, and what it has is loaded. 'off': it fails or
+    is slow, and is tried again later; until it works no request waits for it."""
     why: str = ""
     """Why it is not open."""
     error: str = ""

@@ -46,6 +46,8 @@ MOST_FAILURES = 3
 FIRST_REST_S, LONGEST_REST_S = 1.0, 30.0
 """How long the breaker stays open before a probe: at first, and at most. It doubles with each probe that fails."""
 PROBE_S = 2.0
+REFUSED_S = 2.0
+"""For so long a tier counts as full after it has refused a store, if it stores nothing meanwhile."""
 SMOOTHING = 0.2
 """The weight of the newest call in the estimate of the tier's speed."""
 UNRETURNED = "a call does not return"
@@ -165,28 +167,36 @@ class _Call:
 
 
 class Stores:
-    """Whether the tier takes stores. While it is full or read-only, it is tried with one batch after a pause, which
-    doubles."""
+    """Whether the tier takes stores. One that has no space may have some a moment later, so it is tried all the time;
+    one that is read-only is tried with one batch after a pause, which doubles."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
+        self._clock, self._refused = clock, ""
         self._rest_s, self._until_s = FIRST_REST_S, 0.0
-        self.state: Literal["open", "full", "read_only"] = "open"
+
+    @property
+    def state(self) -> Literal["open", "full", "read_only"]:
+        """As the last stores have shown. If nothing has been stored since the last pause, it is not known any more."""
+        if not self._refused or self._clock() > self._until_s + REFUSED_S:
+            return "open"
+        return "full" if self._refused == "full" else "read_only"
 
     @property
     def are_due(self) -> bool:
-        return self.state == "open" or self._clock() >= self._until_s
+        return self._refused != "read_only" or self._clock() >= self._until_s
 
     def refused(self, state: Literal["full", "read_only"]) -> bool:
         """Returns whether this is new."""
-        is_new, self.state = self.state != state, state
-        self._until_s = self._clock() + self._rest_s
-        self._rest_s = min(2 * self._rest_s, LONGEST_REST_S)
+        is_new, self._refused = self.state != state, state
+        self._until_s = self._clock()
+        if state == "read_only":
+            self._until_s += self._rest_s
+            self._rest_s = min(2 * self._rest_s, LONGEST_REST_S)
         return is_new
 
     def taken(self) -> bool:
         """The tier has stored something. Returns whether it did not before."""
-        was_refused, self.state, self._rest_s = self.state != "open", "open", FIRST_REST_S
+        was_refused, self._refused, self._rest_s = self.state != "open", "", FIRST_REST_S
         return was_refused
 
 

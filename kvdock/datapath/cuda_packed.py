@@ -9,12 +9,14 @@ from __future__ import annotations
 import ctypes
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple
 
 from kvdock import _core
 from kvdock.datapath.copy import MOST_RAW_BYTES, PartCopy, PartResult
 from kvdock.datapath.cuda import CudaCopier, CudaHandle
+from kvdock.datapath.errors import CudaError, DatapathError
 from kvdock.datapath.layout import PagedLayout
 
 
@@ -28,10 +30,9 @@ class PackedCudaCopier:
     def gather(self, parts: Sequence[PartCopy], *, after: int | None = None) -> TwoKinds:
         """Like CudaCopier.gather(). Blocks of parts that do not fit are read once more until the copy is done."""
         divided = self._divide(parts)
+        raw, packed = self._submit(divided, lambda copier, some: copier.gather(some, after=after))
         return TwoKinds(
-            divided.is_packed,
-            self._raw.gather(divided.raw, after=after) if divided.raw else None,
-            self._packed.gather(divided.packed, after=after) if divided.packed else None,
+            divided.is_packed, raw, packed,
             lambda results: _RawAgain(self._layout, self._raw, divided.packed, results),
         )
 
@@ -40,16 +41,26 @@ class PackedCudaCopier:
     ) -> TwoKinds:
         """Like CudaCopier.scatter(). The bands of packed parts end together."""
         divided = self._divide(parts)
-
-        def scatter(copier: CudaCopier, some: Sequence[PartCopy]) -> CudaHandle | None:
-            return copier.scatter(some, after=after, bands=bands, verified_after=verified_after) if some else None
-
-        raw, packed = scatter(self._raw, divided.raw), scatter(self._packed, divided.packed)
+        raw, packed = self._submit(divided, lambda copier, some: copier.scatter(
+            some, after=after, bands=bands, verified_after=verified_after
+        ))
         return TwoKinds(divided.is_packed, raw, packed)
 
     def close(self) -> None:
         """Waits for all copies; closes the copiers beside it, too."""
         self._raw.close()
+
+    def _submit(
+        self, divided: _Divided, copy: Callable[[CudaCopier, Sequence[PartCopy]], CudaHandle]
+    ) -> tuple[CudaHandle | None, CudaHandle | None]:
+        """The copies of raw and of packed parts."""
+        raw = copy(self._raw, divided.raw) if divided.raw else None
+        try:
+            return raw, copy(self._packed, divided.packed) if divided.packed else None
+        except BaseException:
+            if raw is not None:
+                raw.wait(None)  # the caller gets no handle to wait for, and may give slots and blocks away
+            raise
 
     def _divide(self, parts: Sequence[PartCopy]) -> _Divided:
         is_packed = [part.length == self._packed_bytes for part in parts]
@@ -109,7 +120,8 @@ class TwoKinds:
         found = [None if handle is None else handle.verified(timeout_s) for handle in (self._raw, self._packed)]
         if any(one is None for one, handle in zip(found, (self._raw, self._packed), strict=True) if handle is not None):
             return None
-        return self._merged(found[0] or [], found[1] or [])
+        # A copy of packed parts is verified when it has ended: by then it is known whether the slots held such parts.
+        return self._merged(found[0] or [], self._packed_results())
 
     def result(self) -> list[PartResult]:
         """As CudaHandle.result()."""
@@ -121,14 +133,17 @@ class TwoKinds:
         if not self.done():
             return None
         took = [handle.took_s() for handle in self._handles]
-        return None if None in took else sum(one for one in took if one is not None)
+        # Both count from the end of the same work, and the copies take turns: the later end is that of the call.
+        return None if None in took else max((one for one in took if one is not None), default=None)
 
     def _begin_rest(self) -> _RawAgain | None:
-        """Both copies have ended."""
-        if self._rest is None and self._again is not None and self._packed is not None:
-            if not all(self._packed.fit()):
-                self._rest = self._again(self._packed_results())
-            self._again = None
+        """Both copies have ended. The error of a failed copy is left to result(): waiting raises none. Parts for which
+        there is no memory stay without raw bytes."""
+        again, self._again = self._again, None
+        if again is not None and self._packed is not None:
+            with suppress(CudaError, DatapathError):
+                if not all(self._packed.fit()):
+                    self._rest = again(self._packed_results())
         return self._rest
 
     def _packed_results(self) -> list[PartResult]:

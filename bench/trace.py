@@ -1,5 +1,6 @@
 """Requests of a public trace of conversations: JSON lines with `timestamp` (ms), `input_length` and `output_length`
-(tokens) and `hash_ids`, one for each 512 tokens of the prompt, equal where the prefixes are equal.
+(tokens) and `hash_ids`, one for each 512 tokens of the prompt, equal where the prefixes are equal. A line may name its
+`session`; of others the third block tells it, since conversations have a system prompt in common.
 
 It is the format that Qin et al. published with "Mooncake: Trading More Storage for Less Computation" (FAST 2025).
 """
@@ -44,7 +45,7 @@ def read(path: Path) -> list[Request]:
             try:
                 row = json.loads(line)
                 blocks, tokens = tuple(row["hash_ids"]), int(row["input_length"])
-                session = blocks[2] if len(blocks) > 2 else blocks[0]
+                session = row.get("session", blocks[2] if len(blocks) > 2 else blocks[0])
                 found.append(Request(number, session, row["timestamp"], blocks, tokens, int(row["output_length"])))
             except (ValueError, KeyError, IndexError, TypeError) as error:
                 raise ValueError(f"{path}, line {number + 1}: found {line[:60]!r}, wanted a request: {error}") from None
@@ -52,17 +53,19 @@ def read(path: Path) -> list[Request]:
 
 
 def sampled_sessions(
-    trace: Sequence[Request], *, count: int, seed: int, most: int, longest_tokens: int
+    trace: Sequence[Request], *, count: int, seed: int, most: int, longest_tokens: int, lengths: range = range(3, 31)
 ) -> list[Request]:
-    """The first `most` requests, in the order of the trace, of `count` sessions of 3 to 30 requests, none of which has
-    more than `longest_tokens`."""
+    """The first `most` requests, in the order of the trace, of `count` sessions. Requests of more than `longest_tokens`
+    are left out, and then sessions whose number of requests is not in `lengths`. Raises ValueError: there are fewer."""
     sessions: dict[int, list[Request]] = defaultdict(list)
     for request in trace:
         if len(request.blocks) > 2 and request.tokens <= longest_tokens:
             sessions[request.session].append(request)
-    wanted = [one for one in sessions.values() if 3 <= len(one) <= 30]
+    wanted = [one for one in sessions.values() if len(one) in lengths]
     if len(wanted) < count:
-        raise ValueError(f"found {len(wanted)} sessions of 3 to 30 requests, wanted {count}")
+        raise ValueError(
+            f"found {len(wanted)} sessions of {lengths.start} to {lengths.stop - 1} requests, wanted {count}"
+        )
     chosen = random.Random(seed).sample(wanted, count)
     return sorted((one for session in chosen for one in session), key=lambda one: one.number)[:most]
 

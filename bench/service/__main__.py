@@ -4,10 +4,11 @@
     python -m bench.service --json --modes together together4 [--gpus 4]
 
 Modes: one engine; two engines, each request sent to either at random; two engines, each session sent to one. Kinds: off
-(no connector), native (vLLM's own offload), kvdock, kvdock_disk (with a tier on disk, where --disk-path says in which
-folder), and lmcache and pegaflow where they are installed. All get the same host memory; where two engines cannot share
-it, each gets half. Each engine has a closed loop of requests. For what a tier is worth, with prompts whose KV is four
-times the pool, each session coming again when all others have:
+(no connector), native (vLLM's own offload), kvdock, kvdock_packed (its pool keeps KV packed), kvdock_disk and
+kvdock_packed_disk (with a tier on disk, where --disk-path says in which folder), kvdock_packed_hinted (the last request
+of a session says that it is the last), and lmcache and pegaflow where they are installed. All get the same host memory;
+where two engines cannot share it, each gets half. Each engine has a closed loop of requests. For what a tier is worth,
+with prompts whose KV is four times the pool, each session coming again when all others have:
 
     python -m bench.service --json --trace FILE --kinds kvdock kvdock_disk --modes one --sessions 60 --most 300
         --by-turns --host-share 0.25 --disk-path FOLDER
@@ -152,7 +153,7 @@ def engines_of(
     path = chosen.paths.get(kind, "")
     with ExitStack() as stack:
         server, address = chosen.server, chosen.address
-        if kind == "kvdock_disk":
+        if "disk" in kind:
             address = chosen.disk_address
             if chosen.disk_path is not None:
                 server = server | stack.enter_context(servers.on_disk(chosen.disk_path, chosen.disk_gib))
@@ -186,7 +187,7 @@ def serve_together(
     """All engines get the same prompts, each of them at the same moment."""
     count, length = TOGETHER[mode], chosen.longest * chosen.block_tokens // trace.BLOCK_TOKENS
     requests = [
-        ([draw.randrange(5, vocabulary) for _ in range(length)], 4)
+        ([draw.randrange(5, vocabulary) for _ in range(length)], 4, False)
         for draw in (random.Random(f"{chosen.seed}/{number}") for number in range(chosen.rounds + 1))
     ]
     settings = chosen.connector | {"compute_once": chosen.compute_once if once else 0.0}
@@ -214,15 +215,19 @@ def serve(
 ) -> dict[str, float]:
     """Serves one kind in one mode; returns its figures."""
     parts = shares(mode, requests, chosen.seed)
+    last = {one.session: n for n, one in enumerate(requests)} if "hinted" in kind else {}
     work = [{
-        "requests": [(prompts[n], max(4, min(requests[n].new_tokens, chosen.new))) for n in part],
+        "requests": [
+            (prompts[n], max(4, min(requests[n].new_tokens, chosen.new)), last.get(requests[n].session) == n)
+            for n in part
+        ],
         "concurrency": max(1, chosen.concurrency // len(parts)),
     } for part in parts]
     with engines_of(chosen, kind, mode, work, folder, chosen.connector) as engines:
         for engine in engines:
             engine.go()
         answers = [engine.answer() for engine in engines]
-        tier = tier_figures(engines[0].connector) if kind == "kvdock_disk" else {}
+        tier = tier_figures(engines[0].connector) if "disk" in kind else {}
     for at, answer in enumerate(answers):
         (folder / f"{mode}-{kind}-{at}.answer.json").write_text(json.dumps(answer))
     return figures_of(answers) | tier
@@ -252,6 +257,8 @@ def parsed(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=1, help="of sessions, tokens, routing and turns")
     parser.add_argument("--sessions", type=int, default=30)
     parser.add_argument("--most", type=int, default=164, help="requests")
+    parser.add_argument("--requests", type=int, nargs=2, default=(3, 30), metavar=("LEAST", "MOST"),
+                        help="that a session has, for it to be chosen")
     parser.add_argument("--longest", type=int, default=32768, help="tokens of the longest prompt of the trace")
     parser.add_argument("--new", type=int, default=32, help="the most tokens that a request generates")
     parser.add_argument("--concurrency", type=int, default=6, help="requests at a time, of all engines together")
@@ -288,9 +295,9 @@ def parsed(arguments: list[str]) -> argparse.Namespace:
         parser.error(f"--path: found {', '.join(sorted(unknown))}, wanted some of {', '.join(servers.KINDS)}")
     has_disk = chosen.disk_path or chosen.disk_address
     if chosen.kinds is None:
-        chosen.kinds = [kind for kind in servers.KINDS if has_disk or kind != "kvdock_disk"]
-    elif "kvdock_disk" in chosen.kinds and not has_disk:
-        parser.error("--kinds: found kvdock_disk, wanted --disk-path with it")
+        chosen.kinds = [kind for kind in servers.KINDS if has_disk or "disk" not in kind]
+    elif (disks := [kind for kind in chosen.kinds if "disk" in kind]) and not has_disk:
+        parser.error(f"--kinds: found {', '.join(disks)}, wanted --disk-path with it")
     if chosen.trace is None and not TOGETHER.keys() >= set(chosen.modes):
         parser.error(f"--trace: found none, wanted one for modes other than {', '.join(TOGETHER)}")
     return chosen
@@ -323,7 +330,7 @@ def main(arguments: list[str]) -> int:
         return 2
     requests = [] if chosen.trace is None else trace.sampled_sessions(
         trace.read(chosen.trace), count=chosen.sessions, seed=chosen.seed, most=chosen.most,
-        longest_tokens=chosen.longest,
+        longest_tokens=chosen.longest, lengths=range(chosen.requests[0], chosen.requests[1] + 1),
     )
     requests = trace.by_turns(requests) if chosen.by_turns else requests
     config = json.loads((chosen.model / "config.json").read_text()) if chosen.model else LLAMA_8B | chosen.shape
@@ -335,7 +342,7 @@ def main(arguments: list[str]) -> int:
         chosen.host_gib = kv_bytes(requests, config, chosen) * chosen.host_share / GIB
     kinds = [kind for kind in chosen.kinds if servers.installed(kind, chosen.paths.get(kind, ""))]
     if chosen.device == "cpu":
-        kinds = [kind for kind in kinds if kind in ("off", "kvdock", "kvdock_disk")]  # the others copy from GPUs alone
+        kinds = [kind for kind in kinds if kind == "off" or kind in servers.OURS]  # the others copy from GPUs alone
     turns = random.Random(chosen.seed)
     failed = False
     with ExitStack() as stack:

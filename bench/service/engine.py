@@ -41,7 +41,7 @@ def build(said: dict[str, Any]) -> Any:
 
 
 class Loop:
-    """`concurrency` requests at a time, each of (prompt, how many tokens it generates)."""
+    """`concurrency` requests at a time, each of (prompt, how many tokens it generates, whether its session ends)."""
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine
@@ -51,13 +51,16 @@ class Loop:
         self.cached: dict[str, int] = {}
         self.finished: set[str] = set()
 
-    def submit(self, name: str, ids: list[int], new_tokens: int) -> None:
+    def submit(self, name: str, ids: list[int], new_tokens: int, is_last: bool = False) -> None:
         from vllm import SamplingParams
 
         self.began_s[name], self.token_s[name] = time.perf_counter(), []
         self.engine.add_request(
             name, {"prompt_token_ids": ids},
-            SamplingParams(max_tokens=new_tokens, temperature=0.0, ignore_eos=True, detokenize=False),
+            SamplingParams(
+                max_tokens=new_tokens, temperature=0.0, ignore_eos=True, detokenize=False,
+                extra_args={"kv_transfer_params": {"kvdock": {"session_end": True}}} if is_last else None,
+            ),
         )
 
     def step(self) -> None:
@@ -70,20 +73,20 @@ class Loop:
             if output.finished:
                 self.finished.add(name)
 
-    def serve(self, requests: list[tuple[list[int], int]], concurrency: int, first: int = 0) -> dict[str, Any]:
+    def serve(self, requests: list[tuple[list[int], int, bool]], concurrency: int, first: int = 0) -> dict[str, Any]:
         """Serves all requests. `first`: the number of the first one."""
         begun_s, queue = time.perf_counter(), deque(enumerate(requests, first))
         before = len(self.finished)
         while queue or self.engine.has_unfinished_requests():
             while queue and len(self.began_s) - len(self.finished) < concurrency:
-                number, (ids, new_tokens) = queue.popleft()
-                self.submit(f"r{number}", ids, new_tokens)
+                number, (ids, new_tokens, is_last) = queue.popleft()
+                self.submit(f"r{number}", ids, new_tokens, is_last)
             self.step()
         names = [f"r{number}" for number in range(first, first + len(requests))]
         assert len(self.finished) - before == len(requests), "every request ends"
         return {
             "took_s": time.perf_counter() - begun_s,
-            "tokens": [len(ids) for ids, _ in requests],
+            "tokens": [len(ids) for ids, _, _ in requests],
             "cached": [self.cached[name] for name in names],
             "began_s": [self.began_s[name] - begun_s for name in names],
             "ttft_s": [self.token_s[name][0] - self.began_s[name] for name in names],

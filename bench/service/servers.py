@@ -18,7 +18,9 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-KINDS = ("off", "native", "kvdock", "kvdock_disk", "lmcache", "pegaflow")
+OURS = ("kvdock", "kvdock_packed", "kvdock_disk", "kvdock_packed_disk", "kvdock_packed_hinted")
+"""packed: its pool keeps KV packed; disk: with a tier on disk; hinted: requests tell that their session ends."""
+KINDS = ("off", "native", *OURS, "lmcache", "pegaflow")
 PACKAGE = {"lmcache": "lmcache", "pegaflow": "pegaflow"}
 START_S = 90.0
 
@@ -54,12 +56,14 @@ def connector(
     elif kind == "native":
         share = {"cpu_bytes_to_use": host_bytes // engines}
         yield common | {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": share}
-    elif kind in ("kvdock", "kvdock_disk"):
+    elif kind in OURS:
         with nullcontext(address) if address else our_server(host_bytes, server) as found:
             yield common | {
                 "kv_connector": "KvdockConnector", "kv_connector_module_path": "kvdock.connectors.vllm",
                 "kv_load_failure_policy": "recompute",
-                "kv_connector_extra_config": {"address": found, "weights_digest": namespace, **kvdock},
+                "kv_connector_extra_config": {
+                    "address": found, "weights_digest": namespace, "pack": "on" if "packed" in kind else "off", **kvdock
+                },
             }
     elif kind == "lmcache":
         port, health = free_port(), free_port()

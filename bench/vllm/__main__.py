@@ -1,4 +1,5 @@
-"""vLLM with kvdock, beside vLLM's own CPU offload (native) and without a connector (none), on one machine.
+"""vLLM with kvdock, beside vLLM's own CPU offload (native) and without a connector (none), on one machine; and with
+kvdock whose pool keeps KV packed (packed).
 
     python -m bench.vllm                 loads, decode, samples
     python -m bench.vllm serving         preemption, concurrent
@@ -14,9 +15,9 @@
     concurrent  50 requests with shared prefixes in a small pool: texts and log-probabilities
 
 Engines have CUDA graphs and compilation, as vLLM has them; --eager leaves both out. Prints one JSON object. Each engine
-is a process of its own and they take turns; the first three modes want some 26 GiB of GPU memory for each of the three
-engines, less with `--scale '{"gpu_gib": 5}'`. Without a GPU all is eager, and `--device cpu --model FOLDER` with a tiny
-model shows that it works.
+is a process of its own and they take turns; the first three modes want some 26 GiB of GPU memory for each of the
+engines that --kinds names, less with `--scale '{"gpu_gib": 5}'`. Without a GPU all is eager, and `--device cpu --model
+FOLDER` with a tiny model shows that it works.
 """
 
 from __future__ import annotations
@@ -77,7 +78,8 @@ def wanted_engines(setting: Setting, group: str) -> list[dict[str, Any]]:
         common["kv_cache_memory_bytes"] = (scale.gpu_gib if group == "timed" else 4) << 30
     if blocks:
         common["num_gpu_blocks_override"] = blocks + 1
-    kinds = [kind for kind in KINDS if kind != "native" or (group == "timed" and setting.on_gpu)]
+    timed = [kind for kind in setting.kinds if kind != "native" or setting.on_gpu]
+    kinds = timed if group == "timed" else ["none", "kvdock"]
     return [described(setting, kind, **common) for kind in kinds]
 
 
@@ -131,6 +133,8 @@ def parsed(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--address", help="of a kvdock server that serves nobody else; without it one is started")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--model", type=Path, help="folder of a model; needed with --device cpu")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=("none", "native", "kvdock"),
+                        help="of engines that are timed")
     parser.add_argument("--runner", choices=("v1", "v2"), default="v2", help="vLLM's model runner")
     parser.add_argument("--eager", action="store_true", help="without CUDA graphs and compilation")
     parser.add_argument("--poll-s", type=float, default=0.001, help="sleep between idle steps, as vLLM does; 0: none")
@@ -194,6 +198,7 @@ def measured(chosen: argparse.Namespace, modes: Sequence[str], until: float, *, 
             scale=replace(Scale() if chosen.device == "cuda" else CPU_SCALE, **chosen.scale), device=chosen.device,
             address=address, runner=chosen.runner, poll_s=chosen.poll_s, logs=chosen.logs, model=chosen.model,
             namespace=f"bench-{time.time_ns()}", connector=chosen.connector, eager=eager,
+            kinds=chosen.kinds,
         ), modes, until)
 
 

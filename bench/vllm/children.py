@@ -17,7 +17,8 @@ from bench.engine_child import CPU_SLOWER, LLAMA_8B, Child, Failed, wait_until_p
 
 TAIL = 8
 """Tokens of a prompt that no hit may cover."""
-KINDS = ("none", "native", "kvdock")
+OURS = ("kvdock", "packed")
+KINDS = ("none", "native", *OURS)
 
 @dataclass(frozen=True)
 class Scale:
@@ -95,6 +96,8 @@ class Setting:
     """Further kv_connector_extra_config of kvdock."""
     eager: bool
     """Without CUDA graphs and compilation."""
+    kinds: Sequence[str]
+    """Of the engines that are timed."""
 
     @property
     def vocabulary(self) -> int:
@@ -125,20 +128,21 @@ def described(setting: Setting, kind: str, *, layers: int, dtype: str, chunk: in
         environment["VLLM_USE_V2_MODEL_RUNNER"] = "1" if setting.runner == "v2" else "0"
         # The size of the KV memory is given; vLLM uses this share only to check how much memory is free.
         common |= {"attention_backend": scale.backend, "gpu_memory_utilization": 0.1}
+    ours = {
+        "kv_connector": "KvdockConnector", "kv_connector_module_path": "kvdock.connectors.vllm",
+        "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {
+            "address": setting.address, "weights_digest": setting.namespace, "chunk_tokens": chunk,
+            "pack": "on" if kind == "packed" else "off", **setting.connector,
+        },
+    }
     connectors = {
         "none": None,
         "native": {
             "kv_connector": "OffloadingConnector", "kv_role": "kv_both",
             "kv_connector_extra_config": {"cpu_bytes_to_use": scale.cpu_gib << 30},
         },
-        "kvdock": {
-            "kv_connector": "KvdockConnector", "kv_connector_module_path": "kvdock.connectors.vllm",
-            "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": {
-                "address": setting.address, "weights_digest": setting.namespace, "chunk_tokens": chunk,
-                **setting.connector,
-            },
-        },
+        **dict.fromkeys(OURS, ours),
     }
     return {
         "kind": kind, "connector": connectors[kind], "environment": environment, "poll_s": setting.poll_s,
@@ -169,7 +173,7 @@ def engines(setting: Setting, name: str, descriptions: list[dict[str, Any]]) -> 
                     raise
                 say(f"without native: {error}")
                 children.pop("native").close()
-        if "kvdock" in children and setting.on_gpu:
+        if setting.on_gpu and any(kind in OURS for kind in children):
             wait_until_pinned(setting.address)
         yield children
     finally:

@@ -8,7 +8,7 @@ from collections import defaultdict
 from typing import Any
 
 from bench.engine_child import Child, Failed, prompt
-from bench.vllm.children import TAIL, Engines, Figures, Scale, say
+from bench.vllm.children import OURS, TAIL, Engines, Figures, Scale, say
 from bench.vllm.outputs import loaded_alone
 from bench.vllm.published import Published
 
@@ -32,7 +32,7 @@ def first_token(engine: Child, ids: list[int], chunks: int) -> dict[str, Any]:
 def loads(engines: Engines, scale: Scale, vocabulary: int) -> Figures:
     """Time to first token by engine and length, medians in ms: `cold` (nobody has the prompt), `local` (it is on the
     GPU), `load` and `load_shuffled` (it is in host memory, and goes into blocks in order or scattered). Beside them
-    `kvdock_…_stored_after`: from the first token of a new prompt until others can hit all of it."""
+    `…_stored_after` of kvdock's: from the first token of a new prompt until others can hit all of it."""
     source = random.Random("loads")
     taken: dict[str, list[float]] = defaultdict(list)
     figures: Figures = {}
@@ -48,7 +48,7 @@ def loads(engines: Engines, scale: Scale, vocabulary: int) -> Figures:
                 for way, cached, order in ways:
                     if order:
                         engine.do("forget", order=order, seed=rep)
-                    chunks = length // scale.chunk if (kind, way) == ("kvdock", "cold") else 0
+                    chunks = length // scale.chunk if kind in OURS and way == "cold" else 0
                     seen = first_token(engine, ids, chunks)
                     if seen["cached"] != cached:  # another case would be timed
                         raise Failed(f"{kind} {way}: {seen['cached']} cached tokens, not {cached}")
@@ -62,8 +62,9 @@ def loads(engines: Engines, scale: Scale, vocabulary: int) -> Figures:
             if kind != "none":
                 for way in ("load", "load_shuffled"):
                     figures[f"{at}_{way}_over_local_ms"] = figures[f"{at}_{way}_ms"] - figures[f"{at}_local_ms"]
-                pairs = zip(taken[f"{at}_cold_ms"], taken[f"none_{length}_cold_ms"], strict=True)
-                figures[f"{at}_cold_over_none_ms"] = statistics.median(mine - theirs for mine, theirs in pairs)
+                if "none" in engines:
+                    pairs = zip(taken[f"{at}_cold_ms"], taken[f"none_{length}_cold_ms"], strict=True)
+                    figures[f"{at}_cold_over_none_ms"] = statistics.median(mine - theirs for mine, theirs in pairs)
                 figures[f"{at}_outputs"] = loaded_alone(engine, scale, vocabulary, [length])
             shown = {name: f"{ms:.1f}" for name, ms in figures.items() if name.startswith(f"{at}_") and "_ms" in name}
             say(f"loads: {shown}")
@@ -81,7 +82,7 @@ def samples(engines: Engines, scale: Scale, vocabulary: int) -> Figures:
         ids = prompt(random.Random(f"samples/{rep}"), vocabulary, scale.sampled + TAIL)
         for kind in source.sample(sorted(engines), len(engines)):
             engine = engines[kind]
-            first_token(engine, ids, scale.sampled // scale.chunk if kind == "kvdock" else 0)
+            first_token(engine, ids, scale.sampled // scale.chunk if kind in OURS else 0)
             engine.do("forget", order="in_order", seed=rep)
             seen = engine.do("samples", ids=ids, count=scale.samples, tokens=scale.sampled_new)
             if len(seen["ttft_s"]) != scale.samples:

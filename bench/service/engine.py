@@ -41,10 +41,12 @@ def build(said: dict[str, Any]) -> Any:
 
 
 class Loop:
-    """`concurrency` requests at a time, each of (prompt, how many tokens it generates, whether its session ends)."""
+    """`concurrency` requests at a time, each of (prompt, how many tokens it generates, whether its session ends).
+    `weights`: their name for kvdock, "" for other connectors. Random weights come after the engine's start, and those
+    are private unless requests name them."""
 
-    def __init__(self, engine: Any) -> None:
-        self.engine = engine
+    def __init__(self, engine: Any, weights: str = "") -> None:
+        self.engine, self.weights = engine, weights
         self.began_s: dict[str, float] = {}
         self.token_s: dict[str, list[float]] = {}
         """By request: the times at which its tokens came."""
@@ -59,7 +61,9 @@ class Loop:
             name, {"prompt_token_ids": ids},
             SamplingParams(
                 max_tokens=new_tokens, temperature=0.0, ignore_eos=True, detokenize=False,
-                extra_args={"kv_transfer_params": {"kvdock": {"session_end": True}}} if is_last else None,
+                extra_args={
+                    "kv_transfer_params": {"kvdock": {"weights": self.weights, "session_end": is_last}}
+                } if self.weights else None,
             ),
         )
 
@@ -101,7 +105,8 @@ def main() -> None:
     own_process = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}  # for randomise
     os.environ.update(ENVIRONMENT | own_process | said["environment"])
     llm = build(said)
-    loop = Loop(llm.llm_engine)
+    ours = (said["connector"] or {}).get("kv_connector") == "KvdockConnector"
+    loop = Loop(llm.llm_engine, "random" if ours else "")
     loop.submit("warm", [5] * WARM_TOKENS, WARM_NEW)
     while loop.engine.has_unfinished_requests():
         loop.step()

@@ -84,7 +84,8 @@ void bind_copier(py::module_& m) {
       .def("order", &Copy::order, "stream"_a, "band"_a = py::none(), Nogil())
       .def("checksums", &Copy::checksums, Nogil(), "Waits; one for each part. Raises CudaError when the copy failed.")
       .def("fit", &Copy::fit, Nogil(),
-           "Waits; of packed parts: whether each fits (gather), or is a packed part of the shape (scatter).")
+           "Waits until the copy is verified; of packed parts: whether each fits (gather), or is a packed part of the "
+           "shape (scatter).")
       .def("took_s", &Copy::took_s)
       .def("verified_checksums", &Copy::verified_checksums, Nogil(),
            "Like checksums(), once the copy is verified: of the bytes copied by then, and of the others in the slots.");

@@ -130,42 +130,97 @@ std::vector<std::unique_ptr<Batch>> make_batches(const Tuning& tuning, const Dev
   return batches;
 }
 
-std::vector<std::unique_ptr<Batch>> make_packed_batches(const Tuning& tuning, const DeviceLayout& layout,
-                                                        std::span<const Part> parts, Direction direction) {
-  const DevicePacking& packing = *layout.packing;
-  const bool fits_staging = packing.staged_bytes() <= tuning.piece_bytes;
-  const bool is_small = packing.shape().packed_bytes() * parts.size() <= tuning.direct_load_bytes;
-  const auto is_direct = [&](const Part& part) {
-    const auto range = find_range(part.slot, packing.shape().packed_bytes());
-    return direction == Direction::gather || is_small || !fits_staging || (range && range->kind == MemoryKind::device);
-  };
-  const size_t most = std::min(kMostStripes / packing.stripes(), kMostHeaderBytes / packing.shape().header_bytes());
-  std::vector<std::unique_ptr<Batch>> batches;
-  for (size_t i = 0; i < parts.size(); ++i) {
-    const bool direct = is_direct(parts[i]);
-    if (batches.empty() || batches.back()->packed.size() == most || batches.back()->direct != direct ||
-        batches.back()->ring_bytes() + sizeof(PackedPart) + 24 + 4 * packing.blocks() > kBatchRingBytes) {
-      batches.push_back(std::make_unique<Batch>());
-      batches.back()->layout = &layout;
-      batches.back()->first_result = i;
-      batches.back()->direction = direction;
-      batches.back()->direct = direct;
-    }
-    Batch& batch = *batches.back();
-    PackedPart part = describe_packed(packing, parts[i].slot, direction == Direction::gather);
-    part.first_cell = batch.stripes;
-    part.first_stripe = uint32_t(batch.packed.size() * packing.stripes());
-    part.first_id = uint32_t(batch.ids.size());
-    part.skip_blocks = uint32_t(parts[i].skip_blocks);
-    batch.packed.push_back(part);
-    batch.ids.insert(batch.ids.end(), parts[i].block_ids.begin(), parts[i].block_ids.end());
-    batch.stripes += part.cells;
-    const size_t in_piece = batch.direct ? SIZE_MAX : tuning.piece_bytes / packing.staged_bytes();
-    if ((batch.packed.size() - 1) % in_piece == 0) batch.pieces.push_back({part.first_cell, part.first_cell});
-    batch.pieces.back().last_stripe = batch.stripes;
+namespace {
+
+// Adds planes [first, end) of all parts, as a batch or several.
+class PackedBatches {
+ public:
+  PackedBatches(const Tuning& tuning, const DeviceLayout& layout, std::span<const Part> parts, Direction direction)
+      : tuning_(tuning), layout_(layout), packing_(*layout.packing), parts_(parts), direction_(direction) {
+    is_small_ = packing_.shape().packed_bytes() * parts.size() <= tuning.direct_load_bytes;
   }
-  if (!batches.empty()) batches.back()->ends_band = true;
-  return batches;
+
+  // Where the next share of the band ends that begins at `first` and ends at `end`: it fits a staging buffer. If not
+  // even one plane does, or nothing is staged, the band is one share.
+  size_t share_end(size_t first, size_t end) const {
+    if (direction_ == Direction::gather || is_small_) return end;
+    const size_t last = packing_.last_within(first, end, tuning_.piece_bytes);
+    return last == first ? end : last;
+  }
+
+  void add(size_t band, size_t first, size_t end) {
+    const bool gathers = direction_ == Direction::gather;
+    const size_t stage_bytes = packing_.staged_bytes(first, end);
+    const size_t most_parts = gathers ? kMostHeaderBytes / packing_.shape().header_bytes() : SIZE_MAX;
+    // Those that the share hashes: it is staged from the stripe before, of which the share before hashed all.
+    const size_t before = first == 0 ? 0 : packing_.stripes_before(first);
+    const size_t stripes = std::max(packing_.stripes_before(end), before) - before;
+    bool fresh = true;
+    size_t taken = 0;  // of the stripes that a batch may have
+    for (size_t i = 0; i < parts_.size(); ++i) {
+      const bool direct = is_direct(parts_[i], stage_bytes);
+      if (fresh || taken + stripes > kMostStripes || batches.back()->packed.size() == most_parts ||
+          batches.back()->direct != direct ||
+          batches.back()->ring_bytes() + sizeof(PackedPart) + 24 + 4 * packing_.blocks() > kBatchRingBytes) {
+        batches.push_back(std::make_unique<Batch>());
+        batches.back()->layout = &layout_;
+        batches.back()->first_result = i;
+        batches.back()->band = band;
+        batches.back()->direction = direction_;
+        batches.back()->direct = direct;
+        batches.back()->stage_bytes = stage_bytes;
+        fresh = false;
+        taken = 0;
+      }
+      Batch& batch = *batches.back();
+      PackedPart part =
+          gathers ? describe_gather(packing_, parts_[i].slot) : describe_share(packing_, parts_[i].slot, first, end);
+      part.first_cell = batch.stripes;
+      part.first_stripe = uint32_t(taken - before);  // modulo 2^32: stripes count from the part's first one
+      part.first_id = uint32_t(batch.ids.size());
+      part.skip_blocks = uint32_t(parts_[i].skip_blocks);
+      batch.packed.push_back(part);
+      batch.ids.insert(batch.ids.end(), parts_[i].block_ids.begin(), parts_[i].block_ids.end());
+      batch.stripes += part.cells;
+      taken += stripes;
+      const size_t in_piece = batch.direct ? SIZE_MAX : tuning_.piece_bytes / stage_bytes;
+      if ((batch.packed.size() - 1) % in_piece == 0) batch.pieces.push_back({part.first_cell, part.first_cell});
+      batch.pieces.back().last_stripe = batch.stripes;
+    }
+  }
+
+  std::vector<std::unique_ptr<Batch>> batches;
+
+ private:
+  bool is_direct(const Part& part, size_t stage_bytes) const {
+    const auto range = find_range(part.slot, packing_.shape().packed_bytes());
+    return direction_ == Direction::gather || is_small_ || stage_bytes > tuning_.piece_bytes ||
+           (range && range->kind == MemoryKind::device);
+  }
+
+  const Tuning& tuning_;
+  const DeviceLayout& layout_;
+  const DevicePacking& packing_;
+  const std::span<const Part> parts_;
+  const Direction direction_;
+  bool is_small_;
+};
+
+}  // namespace
+
+std::vector<std::unique_ptr<Batch>> make_packed_batches(const Tuning& tuning, const DeviceLayout& layout,
+                                                        std::span<const Part> parts, Direction direction,
+                                                        std::span<const size_t> bands) {
+  PackedBatches made(tuning, layout, parts, direction);
+  size_t first = 0;
+  for (size_t band = 0; band < bands.size(); ++band) {
+    for (size_t end; first < bands[band]; first = end) {
+      end = made.share_end(first, bands[band]);
+      made.add(band, first, end);
+    }
+    if (!made.batches.empty()) made.batches.back()->ends_band = true;
+  }
+  return std::move(made.batches);
 }
 
 uint32_t Batch::part_of(uint32_t stripe) const {

@@ -44,9 +44,10 @@ struct Batch {
   std::vector<PackedPart> packed;  // in place of `parts` where the layout packs; its cells are `stripes`
   std::vector<int32_t> ids;
   uint32_t stripes = 0;
+  size_t stage_bytes = 0;            // of a packed part's share in staging
   uint64_t bytes() const {
-    const uint64_t units = packed.empty() ? uint64_t(stripes) * kStripeUnits : packed.size() * packed[0].units;
-    return units * kUnitBytes;
+    if (packed.empty()) return uint64_t(stripes) * kStripeUnits * kUnitBytes;
+    return packed.size() * uint64_t(packed[0].end_unit - packed[0].stage_unit) * kUnitBytes;
   }
   Direction direction = Direction::gather;
   bool direct = false, ends_band = false;
@@ -88,9 +89,10 @@ std::vector<std::unique_ptr<Batch>> make_batches(const Tuning& tuning, const Dev
                                                  std::span<const Part> parts, Direction direction,
                                                  std::span<const size_t> bands);
 
-// The same for a layout that packs. There are no bands.
+// The same for a layout that packs. A gather has one band.
 std::vector<std::unique_ptr<Batch>> make_packed_batches(const Tuning& tuning, const DeviceLayout& layout,
-                                                        std::span<const Part> parts, Direction direction);
+                                                        std::span<const Part> parts, Direction direction,
+                                                        std::span<const size_t> bands);
 
 // A Copier's batches in the order of their calls: first in the backlog, then, once all their pieces are submitted, in
 // flight. The Copier's mutex guards it.

@@ -90,17 +90,16 @@ std::shared_ptr<Copy> Copier::copy(size_t number, std::span<const Part> parts, D
   const DeviceLayout& layout = layout_at(number);
   check_call(layout, parts, bands);
   const size_t all[] = {layout.layout.planes().size()};
-  // Packed parts are unpacked as a whole: all bands end with the last one.
-  const std::span<const size_t> ends = bands.ends.empty() || layout.packing ? all : bands.ends;
-  const size_t verified_after = layout.packing ? 0 : bands.verified_after;
-  auto batches = layout.packing ? make_packed_batches(tuning_, layout, parts, direction)
+  const std::span<const size_t> ends = bands.ends.empty() ? all : bands.ends;
+  const size_t verified_after = bands.verified_after;
+  auto batches = layout.packing ? make_packed_batches(tuning_, layout, parts, direction, ends)
                                 : make_batches(tuning_, layout, parts, direction, ends);
   auto copy = std::make_shared<Copy>();
   copy->shared_ = shared_;
   copy->sums_.resize(parts.size());
   copy->fit_.resize(parts.size(), true);
   if (batches.empty()) return copy;
-  copy->bands_.resize(std::max<size_t>(bands.ends.size(), 1));
+  copy->bands_.resize(ends.size());
 
   std::unique_lock<std::mutex> lock(shared_->mutex);
   if (closed_) refuse(Refusal::copy, "copier", "closed", "open");
@@ -113,7 +112,7 @@ std::shared_ptr<Copy> Copier::copy(size_t number, std::span<const Part> parts, D
   }
   copy->copier_ = this;
   copy->batches_left_ = batches.size();
-  if (verified_after > 0) hashers_.hash_the_rest(copy, layout.layout, parts, bands);
+  if (verified_after > 0) hashers_.hash_the_rest(copy, layout, parts, bands);
   for (auto& batch : batches) {
     batch->copy = copy;
     batch->after = copy->after_;
@@ -147,7 +146,8 @@ void Copier::advance(std::unique_lock<std::mutex>& lock, size_t most_pieces) {
   if (!front.error.empty() || front.next_piece == front.pieces.size()) {
     Copy& copy = *front.copy;
     if (front.ends_band) {
-      copy.bands_submitted_ = copy.set_bands(front, front.done);
+      copy.bands_[front.band] = front.done;
+      copy.bands_submitted_ = front.band + 1;
     }
     queue_.submitted_front();
     to_finish_.notify_one();
@@ -223,9 +223,8 @@ void Copier::finish(Batch& batch) {
   if (batch.error.empty()) {
     const uint64_t* sums = pipeline_.sums_of(batch);
     for (size_t i = 0; i < batch.count(); ++i, sums += batch.sums_each()) {
-      if (!batch.packed.empty())
-        copy.fit_[batch.first_result + i] =
-            sums[2] <= (batch.direction == Direction::gather ? batch.packed[i].pool : 0);
+      if (!batch.packed.empty() && sums[2] > (batch.direction == Direction::gather ? batch.packed[i].pool : 0))
+        copy.fit_[batch.first_result + i] = false;
       const unsigned __int128 total = sums[0] + ((unsigned __int128)(sums[1]) << 32);
       const auto moved = uint64_t(total % kChecksumPrime);
       uint64_t& sum = copy.sums_[batch.first_result + i];
@@ -240,7 +239,7 @@ void Copier::finish(Batch& batch) {
   queue_.free_descriptors(batch);
   if (batch.uploaded != nullptr) events_.give_back(batch.uploaded);
   if (batch.done != nullptr) events_.give_back(batch.done);
-  if (batch.ends_band) copy.set_bands(batch, nullptr);  // the band has ended, and another copy may use its event
+  if (batch.ends_band) copy.bands_[batch.band] = nullptr;  // the band has ended, and another copy may use its event
   if (batch.band < copy.verified_after_) --copy.first_batches_left_;
   if (--copy.batches_left_ > 0) return;
   if (copy.error_.empty()) note_time(copy, batch.done);
@@ -292,7 +291,7 @@ std::vector<uint64_t> Copy::checksums() const {
 }
 
 std::vector<bool> Copy::fit() const {
-  checksums();
+  verified_checksums();
   const std::lock_guard<std::mutex> guard(shared_->mutex);
   return fit_;
 }
@@ -300,12 +299,6 @@ std::vector<bool> Copy::fit() const {
 std::optional<double> Copy::took_s() const {
   const std::lock_guard<std::mutex> guard(shared_->mutex);
   return took_s_;
-}
-
-size_t Copy::set_bands(const Batch& batch, Event event) {
-  const size_t end = batch.packed.empty() ? batch.band + 1 : bands_.size();
-  std::fill(bands_.begin() + long(batch.band), bands_.begin() + long(end), event);
-  return end;
 }
 
 void Copy::order(uintptr_t stream, std::optional<size_t> which) {

@@ -42,8 +42,9 @@ class Copy {
   void order(uintptr_t stream, std::optional<size_t> band);
   // Waits, then returns each part's checksum. Throws Refused{cuda} when the copy failed.
   std::vector<uint64_t> checksums() const;
-  // Waits like checksums(). After a gather: false, a part needs more units of the pool than there are, and its slot is
-  // of no use. After a scatter: false, a slot holds no packed part of the shape, and its blocks may hold anything.
+  // Waits until the copy is verified. After a gather: false, a part needs more units of the pool than there are, and
+  // its slot is of no use. After a scatter: false, a slot holds no packed part of the shape, and its blocks may hold
+  // anything; of bands that are still to be copied, nothing is known.
   std::vector<bool> fit() const;
   // Seconds on the GPU's clock from the end of the work before the copy (`after`) to the copy's end; without such work,
   // from the call. nullopt until the copy has ended, and when it failed.
@@ -58,8 +59,6 @@ class Copy {
   friend class SlotHashers;
   struct Shared;  // mutex and condition of the Copier, which may be gone before the Copy
   bool is_verified() const;
-  // The end of the band that the batch ends, or of all of them, if its parts are packed. Returns how many have ends.
-  size_t set_bands(const Batch& batch, Event event);
   template <typename Condition>
   bool wait_until(double timeout_s, Condition holds) const;
   std::shared_ptr<Shared> shared_;

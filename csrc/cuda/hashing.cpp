@@ -14,14 +14,16 @@ void SlotHashers::start() try {
                 (long long)(count_));
 }
 
-void SlotHashers::hash_the_rest(const std::shared_ptr<Copy>& copy, const PagedLayout& layout,
+void SlotHashers::hash_the_rest(const std::shared_ptr<Copy>& copy, const DeviceLayout& of,
                                 std::span<const Part> parts, const Bands& bands) {
   copy->verified_after_ = bands.verified_after;
   copy->verified_sums_.resize(parts.size());
-  const size_t first_planes = layout.bytes_before(bands.ends[bands.verified_after - 1]);
+  const size_t plane = bands.ends[bands.verified_after - 1];  // the first that the CPU hashes
   for (size_t i = 0; i < parts.size(); ++i) {
-    const size_t blocks = parts[i].block_ids.size(), bytes = layout.block_bytes() * blocks;
-    const size_t first_stripe = stripes_of(first_planes * blocks);
+    const size_t blocks = parts[i].block_ids.size();
+    const size_t bytes = of.packing ? of.packing->shape().packed_bytes() : of.layout.block_bytes() * blocks;
+    const size_t first_stripe =
+        of.packing ? of.packing->stripes_before(plane) : stripes_of(of.layout.bytes_before(plane) * blocks);
     if (first_stripe < stripes_of(bytes)) hashes_.push_back({copy, i, bytes, first_stripe, parts[i].slot});
     copy->hashes_left_ += first_stripe < stripes_of(bytes);
   }

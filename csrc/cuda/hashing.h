@@ -20,7 +20,7 @@ class SlotHashers {
 
   void start();  // starts the threads that do not run yet. Throws Refused{cuda}
   // Hashes, in the slots, the bands after the first `verified_after`.
-  void hash_the_rest(const std::shared_ptr<Copy>& copy, const PagedLayout& layout, std::span<const Part> parts,
+  void hash_the_rest(const std::shared_ptr<Copy>& copy, const DeviceLayout& layout, std::span<const Part> parts,
                      const Bands& bands);
   // Waits until no thread reads the copy's slots. Hashes that have not begun are dropped.
   void release_slots(std::unique_lock<std::mutex>& lock, Copy& copy);

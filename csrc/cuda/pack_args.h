@@ -36,6 +36,10 @@ struct PackedPart {
   uint32_t first_id;
   uint32_t blocks;
   uint32_t skip_blocks;
+  // Of a share, in units of the slot: it is staged from the stripe that holds its first unit; it is hashed from the end
+  // of what the share before hashed; its last cell, unless that is empty, is the rest of a stripe, of which the next
+  // share stores the blocks; and all that ends.
+  uint32_t stage_unit, hash_unit, tail_unit, end_unit;
   uint32_t unused;
 };
 
@@ -57,8 +61,8 @@ struct PackArgs {
   unsigned long long* report;
   StripeShare* shares;     // one for each stripe of the batch
   unsigned char* headers;  // gather: the headers of all parts, until they are stored
-  uint64_t stage;          // where slot first_part is in staging, the others after it; 0: they are read in their place
-  uint64_t stage_bytes;    // from one slot to the next in staging
+  uint64_t stage;          // where the share of slot first_part is in staging; 0: slots are read in their place
+  uint64_t stage_bytes;    // from one share to the next in staging
   uint32_t num_planes;
   uint32_t first_cell, last_cell;
   uint32_t first_part, last_part;  // the parts of those cells, the last one included
@@ -70,7 +74,7 @@ struct PackArgs {
 // A part's state after a gather: how many units of the pool it needs. After a scatter: not zero if the slot holds
 // no packed part of this shape.
 
-static_assert(sizeof(TilePlane) == 16 && sizeof(PackedPart) == 64 && sizeof(StripeShare) == 24);
+static_assert(sizeof(TilePlane) == 16 && sizeof(PackedPart) == 80 && sizeof(StripeShare) == 24);
 static_assert(sizeof(PackArgs) == 136);
 
 inline constexpr uint32_t kMarked = 8, kMarkedBytes = 2176;  // a byte for each mark of a tile, and some more

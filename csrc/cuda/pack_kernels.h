@@ -144,7 +144,7 @@ class StripeSums {
  private:
   __device__ __forceinline__ void flush() {
     if (units_ == 0) return;
-    collected_ = with_stripe(args_.shares + first_stripe_ + stripe_, args_.level2 + 4 * uint64_t(stripe_), a_, b_,
+    collected_ = with_stripe(args_.shares + uint32_t(first_stripe_ + stripe_), args_.level2 + 4 * uint64_t(stripe_), a_, b_,
                              units_, collected_);
     a_ = b_ = units_ = 0;
   }
@@ -458,6 +458,18 @@ class Cells {
   }
   __device__ __forceinline__ bool is_tile() const { return cell - of_plane.first_cell < of_plane.tiles; }
   __device__ __forceinline__ uint32_t tile() const { return cell - of_plane.first_cell; }
+  // The rest of the share's last stripe.
+  __device__ __forceinline__ bool is_tail() const {
+    return cell - part.begin == part.cells - 1 && part.tail_unit < part.end_unit;
+  }
+  // Where the part's header, or its pool, is: in the share, or else in the slot.
+  __device__ __forceinline__ const unsigned char* header() const {
+    return reinterpret_cast<const unsigned char*>(part.begin == 0 ? part.slot : args_.parts[index].slot);
+  }
+  __device__ __forceinline__ const uint4* pool() const {
+    const uint64_t slot = part.end_unit == part.units ? part.slot : args_.parts[index].slot;
+    return reinterpret_cast<const uint4*>(slot) + part.pool_unit;
+  }
   // Of the header or of the pool.
   __device__ __forceinline__ bool is_flat() const { return cell >= part.pool_cell || cell < first_plane_cell(); }
 
@@ -472,7 +484,9 @@ class Cells {
   __device__ __forceinline__ const TilePlane* planes() const { return reinterpret_cast<const TilePlane*>(part.planes); }
   __device__ __forceinline__ void enter_part() {
     part = args_.parts[index];
-    if (args_.stage != 0) part.slot = args_.stage + uint64_t(index - args_.first_part) * args_.stage_bytes;
+    if (args_.stage != 0)
+      part.slot = args_.stage + uint64_t(index - args_.first_part) * args_.stage_bytes -
+                  uint64_t(part.stage_unit) * kUnitBytes;
     cell = cell_ - part.first_cell + part.begin;
     uint32_t low = 0, high = args_.num_planes;
     while (high - low > 1) {
@@ -500,12 +514,16 @@ __device__ __forceinline__ uint4* one_run(const PackArgs& args, const Cells& at,
   return reinterpret_cast<uint4*>(locate_in_plane(plane, args.ids + at.part.first_id, first, skip));
 }
 
-// Hashes a cell of the header or of the pool.
+// Hashes a cell of the header or of the pool, or a tail.
 __device__ __forceinline__ void hash_flat(const PackArgs& args, const Cells& at, StripeSums& sums, int lane) {
-  const bool of_pool = at.cell >= at.part.pool_cell;
-  const uint32_t unit =
-      of_pool ? at.part.pool_unit + (at.cell - at.part.pool_cell) * kStripeUnits : at.cell * kStripeUnits;
-  const uint32_t end = of_pool ? at.part.units : args.header_units, count = min(end - unit, uint32_t(kStripeUnits));
+  const bool is_tail = at.is_tail(), of_pool = !is_tail && at.cell >= at.part.pool_cell;
+  const uint32_t begin = is_tail   ? at.part.tail_unit
+                         : of_pool ? at.part.pool_unit + (at.cell - at.part.pool_cell) * kStripeUnits
+                                   : at.cell * kStripeUnits;
+  const uint32_t last = is_tail ? at.part.end_unit : of_pool ? at.part.units : args.header_units;
+  const uint32_t end = min(last, begin + uint32_t(kStripeUnits)), unit = max(begin, at.part.hash_unit);
+  if (unit >= end) return;  // the share before has hashed it
+  const uint32_t count = end - unit;
   const uint4* const slot = reinterpret_cast<const uint4*>(at.part.slot);
   sums.begin(at.index, at.part, unit, count);
   for_units(unit, count, lane, [&](uint32_t which) { sums.add(which, __ldcs(slot + which)); },
@@ -531,19 +549,23 @@ __device__ __forceinline__ void store_flat(StripeSums& sums, uint32_t index, con
 }
 
 // The units of a packed tile row by row: calls move(which, key) for unit `which` of the tile, and adds the unit that it
-// returns.
+// returns, unless the share before has hashed it.
 template <class Move>
 __device__ __forceinline__ void for_tile(StripeSums& sums, uint32_t index, const PackedPart& part, uint32_t unit,
                                          uint32_t count, int lane, Move move) {
-  sums.begin(index, part, unit, count);
-  const uint32_t before = unit % 32, first = lane - before;
+  const uint32_t from = max(unit, part.hash_unit), end = unit + count;  // hash_unit is the first of a stripe
+  if (from < end) sums.begin(index, part, from, end - from);
+  const uint32_t before = unit % 32, first = lane - before, from_row = (from - unit + before) / 32;
   const uint4* const keys = shared().keys[0] + (unit % kStripeUnits - before) + lane;
 #pragma unroll
   for (uint32_t i = 0; i < kTileRows; ++i) {
-    if (first + i * 32 < count) sums.add(keys + i * 32, move(i, first + i * 32));
-    if (i * 32 < before + count) sums.end_row(unit - before + i * 32);
+    if (first + i * 32 < count) {
+      const uint4 v = move(i, first + i * 32);
+      if (i >= from_row) sums.add(keys + i * 32, v);
+    }
+    if (i >= from_row && i * 32 < before + count) sums.end_row(unit - before + i * 32);
   }
-  if (unit + count == part.units) sums.pad(index, part);
+  if (end == part.units && from < end) sums.pad(index, part);
 }
 
 // What is left of a plane, from paged blocks to the slot, or back.
@@ -562,17 +584,20 @@ __device__ __forceinline__ void move_rest(const PackArgs& args, const Cells& at,
     return;
   }
   const uint4* const slot = reinterpret_cast<const uint4*>(at.part.slot);
-  sums.begin(at.index, at.part, unit, count);
+  const uint32_t from = max(unit, at.part.hash_unit), end = unit + count;
+  if (from < end) sums.begin(at.index, at.part, from, end - from);
   for_units(
       unit, count, lane,
       [&](uint32_t which) {
         const uint4 v = __ldcs(slot + which);
         uint4* const to = paged(which);
         if (to != nullptr && writes) __stcs(to, v);
-        sums.add(which, v);
+        if (which >= from) sums.add(which, v);
       },
-      [&](uint32_t row) { sums.end_row(row); });
-  if (unit + count == at.part.units) sums.pad(at.index, at.part);
+      [&](uint32_t row) {
+        if (row + 32 > from) sums.end_row(row);
+      });
+  if (end == at.part.units && from < end) sums.pad(at.index, at.part);
 }
 
 // Takes `count` units of the part's pool, and fills them: value_of(i) is the i-th 16 bytes. Returns the first. If there
@@ -672,8 +697,7 @@ __device__ __forceinline__ void put_tile(const PackArgs& args, const Cells& at, 
       const uint32_t kept = args.tile_units - 1;
       const uint32_t taken = units == kRaw ? (kTileUnits - kept + 1) / 2 : units;
       const bool is_whole = (units <= kMostPool || units == kRaw) && (taken == 0 || first + taken <= at.part.pool);
-      const uint4* const more =
-          reinterpret_cast<const uint4*>(at.part.slot) + at.part.pool_unit + (taken != 0 ? 2 * first : 0);
+      const uint4* const more = at.pool() + (taken != 0 ? 2 * first : 0);
       uint4* paged[kRows];
       if (run == nullptr)
         locate_cell<kGranule>(args, at.part, at.plane, at.tile() * kTileUnits, kTileUnits, at.part.skip_blocks, lane,
@@ -709,11 +733,11 @@ __device__ __forceinline__ void unpack_cells(const PackArgs& args) {
     if (checked != at.index) {
       checked = at.index;
       book_of = UINT32_MAX;
-      const uint4 header = *reinterpret_cast<const uint4*>(at.part.slot);
+      const uint4 header = *reinterpret_cast<const uint4*>(at.header());
       sound = header.x == kPartMagic && (header.y & 0xffff) == args.num_planes;
       if (!sound && lane == 0) atomicAdd(args.sums + 3 * at.index + 2, 1ull);
     }
-    if (at.is_flat()) {
+    if (at.is_tail() || at.is_flat()) {
       hash_flat(args, at, sums, lane);
       continue;
     }
@@ -739,7 +763,7 @@ __device__ __forceinline__ void unpack_cells(const PackArgs& args) {
     }
     if (book_of != at.plane) {
       book_of = at.plane;
-      book.load(reinterpret_cast<const unsigned char*>(at.part.slot) + kBookStart + kBookSize * at.plane, lane);
+      book.load(at.header() + kBookStart + kBookSize * at.plane, lane);
     }
     __syncwarp();
     put_tile<kGranule>(args, at, s, book, run, lane);

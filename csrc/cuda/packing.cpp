@@ -1,5 +1,7 @@
 #include "cuda/packing.h"
 
+#include <algorithm>
+
 #include "base/errors.h"
 #include "copy/checksum.h"
 
@@ -44,21 +46,57 @@ DevicePacking::DevicePacking(Device& device, const PackedShape& shape, size_t bl
   upload_now(device, on_device_.address(), planes_.data(), planes_.size() * sizeof(TilePlane));
 }
 
-size_t DevicePacking::staged_bytes() const { return stripes() * kChecksumStripeBytes; }
+size_t DevicePacking::stripes_before(size_t plane) const {
+  return stripes_of(plane == planes_.size() ? shape_.packed_bytes() : size_t(planes_[plane].slot_unit) * kUnitBytes);
+}
 
-size_t DevicePacking::stripes() const { return stripes_of(shape_.packed_bytes()); }
+size_t DevicePacking::staged_bytes(size_t first, size_t end) const {
+  const size_t begin = first == 0 ? 0 : planes_[first].slot_unit / kStripeUnits;
+  return (stripes_before(end) - begin) * kChecksumStripeBytes;
+}
 
-PackedPart describe_packed(const DevicePacking& packing, uintptr_t slot, bool gathers) {
+size_t DevicePacking::last_within(size_t first, size_t end, size_t room) const {
+  while (end > first && staged_bytes(first, end) > room) --end;
+  return end;
+}
+
+namespace {
+
+PackedPart described(const DevicePacking& packing, uintptr_t slot) {
   PackedPart part{};
   part.slot = slot;
   part.planes = packing.planes();
-  part.begin = gathers ? packing.header_cells() : 0;
-  part.cells = (gathers ? packing.pool_cell() : packing.cells()) - part.begin;
   part.pool_cell = packing.pool_cell();
   part.pool_unit = units(packing.shape().unit_at(0));
   part.pool = uint32_t(packing.shape().units());
-  part.units = units(packing.shape().packed_bytes());
+  part.units = part.tail_unit = part.end_unit = units(packing.shape().packed_bytes());
   part.blocks = uint32_t(packing.blocks());
+  return part;
+}
+
+}  // namespace
+
+PackedPart describe_gather(const DevicePacking& packing, uintptr_t slot) {
+  PackedPart part = described(packing, slot);
+  part.begin = packing.header_cells();
+  part.cells = packing.pool_cell() - part.begin;
+  return part;
+}
+
+PackedPart describe_share(const DevicePacking& packing, uintptr_t slot, size_t first, size_t end) {
+  PackedPart part = described(packing, slot);
+  const std::vector<TilePlane>& planes = packing.host_planes();
+  const bool is_last = end == planes.size();
+  if (first > 0) {
+    part.begin = planes[first].first_cell;
+    part.stage_unit = planes[first].slot_unit / kStripeUnits * kStripeUnits;
+    part.hash_unit = uint32_t(std::min(packing.stripes_before(first) * kStripeUnits, size_t(part.units)));
+  }
+  if (!is_last) {
+    part.end_unit = uint32_t(std::min(packing.stripes_before(end) * kStripeUnits, size_t(part.units)));
+    part.tail_unit = std::min(std::max(planes[end].slot_unit, part.hash_unit), part.end_unit);
+  }
+  part.cells = (is_last ? packing.cells() : planes[end].first_cell) - part.begin + (part.tail_unit < part.end_unit);
   return part;
 }
 

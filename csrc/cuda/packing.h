@@ -3,9 +3,11 @@
 //   gather   learn books -> pack tiles -> store headers and the unused units of the pools: three kernels, in this order
 //   scatter  unpack
 //
-// Stores write the slots themselves. Larger loads pass through staging, whole parts at a time: a tile may have marks in
-// the pool, at its part's end, and has its book in the header. Ownership: a Copier has one PackMemory; its copies take
-// turns with it, since their kernels run on one stream.
+// Stores write the slots themselves. Larger loads pass through staging, by shares of parts: some planes of each part. A
+// share ends with a stripe, so that it is hashed in whole stripes; the stripe that it has in common with the next share
+// is staged twice. What is not in a share is read in the slot: its planes' books, in the header, and the marks that
+// tiles have in the pool, at the part's end. Ownership: a Copier has one PackMemory; its copies take turns with it,
+// since their kernels run on one stream.
 #pragma once
 
 #include <vector>
@@ -29,9 +31,12 @@ class DevicePacking {
   uint32_t header_cells() const { return planes_[0].first_cell; }
   uint32_t pool_cell() const { return pool_cell_; }
   uint32_t cells() const { return cells_; }
-  size_t stripes() const;
-  size_t staged_bytes() const;                                  // of a part in staging
+  size_t stripes_before(size_t plane) const;                    // that hold the planes before it; its number: all
+  size_t staged_bytes(size_t first, size_t end) const;          // of planes [first, end) of a part
+  // How many planes from `first` on, at most to `end`, take at most `room` bytes of staging; `first`: none does.
+  size_t last_within(size_t first, size_t end, size_t room) const;
   uintptr_t planes() const { return on_device_.address(); }     // a TilePlane for each
+  const std::vector<TilePlane>& host_planes() const { return planes_; }
 
  private:
   PackedShape shape_;
@@ -41,8 +46,10 @@ class DevicePacking {
   Buffer on_device_;
 };
 
-// Describes a part: for a gather its planes' cells, which the second kernel packs; for a scatter all cells.
-PackedPart describe_packed(const DevicePacking& packing, uintptr_t slot, bool gathers);
+// Describes a part for a gather: its planes' cells, which the second kernel packs.
+PackedPart describe_gather(const DevicePacking& packing, uintptr_t slot);
+// Describes a part's share for a scatter: planes [first, end), the header with the first plane, the pool with the last.
+PackedPart describe_share(const DevicePacking& packing, uintptr_t slot, size_t first, size_t end);
 
 struct PackMemory {
   explicit PackMemory(Device& device);

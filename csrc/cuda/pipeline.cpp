@@ -114,16 +114,16 @@ void Pipeline::move_piece(const ContextGuard& cu, const Batch& batch, const Piec
   record(cu, staging.free.get(), out);
 }
 
-// Whole slots -> staging.
+// Shares of packed parts, in their slots -> staging.
 void Pipeline::move_packed_slots(const ContextGuard& cu, const Batch& batch, const Piece& piece, uintptr_t staging) {
-  const DevicePacking& packing = *batch.layout->packing;
   std::vector<DevicePtr> slots, stages;
   std::vector<size_t> sizes;
   const uint32_t first = batch.packed_part_of(piece.first_stripe), last = batch.packed_part_of(piece.last_stripe - 1);
   for (uint32_t i = first; i <= last; ++i) {
-    slots.push_back(batch.packed[i].slot);
-    stages.push_back(staging + (i - first) * packing.staged_bytes());
-    sizes.push_back(packing.shape().packed_bytes());
+    const PackedPart& part = batch.packed[i];
+    slots.push_back(part.slot + size_t(part.stage_unit) * kUnitBytes);
+    stages.push_back(staging + (i - first) * batch.stage_bytes);
+    sizes.push_back(size_t(part.end_unit - part.stage_unit) * kUnitBytes);
   }
   transfer(cu, stages, slots, sizes, batch.direction, transfers_);
 }
@@ -210,7 +210,7 @@ void Pipeline::pack(const ContextGuard& cu, const Batch& batch, const Piece& pie
   args.headers = reinterpret_cast<unsigned char*>(pack_memory_->headers.address());
   args.num_planes = uint32_t(shape.planes().size());
   args.stage = staging;
-  args.stage_bytes = batch.layout->packing->staged_bytes();
+  args.stage_bytes = batch.stage_bytes;
   args.first_cell = piece.first_stripe;
   args.last_cell = piece.last_stripe;
   args.num_parts = uint32_t(batch.packed.size());

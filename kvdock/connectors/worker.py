@@ -191,8 +191,7 @@ class WorkerConnector:
         if tuning is None:
             tuning = device.tuning(layouts, chunk_tokens=manifest.chunk_tokens)
         storing = tuning.for_stores() if tuning is not None else None
-        packed_bytes = max((shape.packed_bytes for shape in shapes if shape is not None), default=0)
-        loading = tuning.for_packed(packed_bytes) if tuning is not None and packed_bytes else tuning
+        loading = tuning.for_packed() if tuning is not None and any(shapes) else tuning
         self._loaders: list[Copier]
         self._storers: list[Copier]
         self._loaders, self._storers = (

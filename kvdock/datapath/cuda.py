@@ -29,8 +29,6 @@ from kvdock.datapath.layout import PagedLayout
 from kvdock.shm.checksum import ensure_keys
 
 UNPACK_CTAS: Final = 16
-MOST_ROOM_BYTES: Final = 64 << 20
-"""Of a staging buffer, so that packed parts fit."""
 
 
 @dataclass(frozen=True)
@@ -61,15 +59,9 @@ class CopyTuning:
         del values["background_store_ctas"]
         return values
 
-    def for_packed(self, part_bytes: int) -> CopyTuning:
-        """The tuning for loads of packed parts of up to `part_bytes` in their slots. A packed part passes through a
-        staging buffer whole; where no buffer has room for it, it is read over the bus in its place, with .76 to .79 of
-        PCIe's rate on an H200 in place of .97, which takes UNPACK_CTAS thread blocks (bench/LOG.md)."""
-        room = -(-part_bytes // _core.SLOT_ALIGN) * _core.SLOT_ALIGN
-        return replace(
-            self, piece_bytes=max(self.piece_bytes, room if room <= MOST_ROOM_BYTES else 0),
-            load_ctas=max(self.load_ctas, UNPACK_CTAS),
-        )
+    def for_packed(self) -> CopyTuning:
+        """The tuning for loads of packed parts: unpacking needs UNPACK_CTAS to keep up with PCIe (bench/LOG.md)."""
+        return replace(self, load_ctas=max(self.load_ctas, UNPACK_CTAS))
 
     def for_stores(self) -> CopyTuning:
         """The tuning for stores while the engine computes: all of them are direct copies. While a staged store keeps
@@ -121,8 +113,9 @@ class CudaHandle:
         return results_of(self._copy.verified_checksums(), self._parts) if self._copy.wait_verified(timeout_s) else None
 
     def fit(self) -> list[bool]:
-        """Waits for the end. False, after a gather: the packed part needs too many pool units, and its slot is of no
-        use; after a scatter: the slot holds no packed part of the shape, and the blocks may hold anything."""
+        """Waits until the copy is verified. False, after a gather: the packed part needs too many pool units, and its
+        slot is of no use; after a scatter: the slot holds no packed part of the shape, and the blocks may hold
+        anything, of which bands that are still to be copied tell nothing."""
         return self._copy.fit()
 
     def result(self) -> list[PartResult]:
@@ -142,7 +135,7 @@ class CudaCopier:
 
     `part_blocks`: how many blocks the longest part of a copy has; None: as many as the layout has. `packing`:
     the shape of parts of `part_blocks` blocks (docs/understand/packing.md): all parts have so many, and the slots hold
-    them packed. Their bands end together.
+    them packed.
 
     Raises NoCuda; CopyError for an impossible tuning; CudaError when the layout's memory is not on that GPU, or when
     there is no memory for staging (`tuning.buffers * tuning.piece_bytes` bytes of the GPU, and 8 MiB page-locked).

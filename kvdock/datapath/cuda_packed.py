@@ -39,7 +39,7 @@ class PackedCudaCopier:
     def scatter(
         self, parts: Sequence[PartCopy], *, after: int | None = None, bands: Sequence[int] = (), verified_after: int = 0
     ) -> TwoKinds:
-        """Like CudaCopier.scatter(). The bands of packed parts end together."""
+        """Like CudaCopier.scatter()."""
         divided = self._divide(parts)
         raw, packed = self._submit(divided, lambda copier, some: copier.scatter(
             some, after=after, bands=bands, verified_after=verified_after
@@ -120,8 +120,7 @@ class TwoKinds:
         found = [None if handle is None else handle.verified(timeout_s) for handle in (self._raw, self._packed)]
         if any(one is None for one, handle in zip(found, (self._raw, self._packed), strict=True) if handle is not None):
             return None
-        # A copy of packed parts is verified when it has ended: by then it is known whether the slots held such parts.
-        return self._merged(found[0] or [], self._packed_results())
+        return self._merged(found[0] or [], self._with_fits(found[1] or []))
 
     def result(self) -> list[PartResult]:
         """As CudaHandle.result()."""
@@ -147,11 +146,12 @@ class TwoKinds:
         return self._rest
 
     def _packed_results(self) -> list[PartResult]:
-        if self._packed is None:
-            return []
-        return [
+        return [] if self._packed is None else self._with_fits(self._packed.result())
+
+    def _with_fits(self, results: Sequence[PartResult]) -> list[PartResult]:
+        return [] if self._packed is None else [
             result if fits else PartResult(result.checksum, False, fits=False)
-            for result, fits in zip(self._packed.result(), self._packed.fit(), strict=True)
+            for result, fits in zip(results, self._packed.fit(), strict=True)
         ]
 
     def _merged(self, raw: Sequence[PartResult], packed: Sequence[PartResult]) -> list[PartResult]:

@@ -61,11 +61,14 @@ def test_both_codecs_read_what_the_other_packed(name: str, kind: str, shape: Sha
                 if used == 0:  # else units may be taken in another order
                     assert slots.read(i) == slot, (place, i)
             assert slots.guards_intact(3)
-            check_scatter(name, shape, slots, wanted, of)
+            check_scatter(name, shape, slots, place, wanted, of)
 
 
-def check_scatter(name: str, shape: Shape, slots: Slots, parts: list[bytes], of: _core.PackedShape) -> None:
-    """Parts packed by the CPU, into other blocks, with every kind of skip; the rest keeps its guard bytes."""
+def check_scatter(
+    name: str, shape: Shape, slots: Slots, place: str, parts: list[bytes], of: _core.PackedShape
+) -> None:
+    """Parts packed by the CPU, into other blocks, with every kind of skip and of bands; the rest keeps its guard
+    bytes."""
     for i, part in enumerate(parts):
         used, slot = packed(of, part)
         if used < 0:
@@ -73,11 +76,18 @@ def check_scatter(name: str, shape: Shape, slots: Slots, parts: list[bytes], of:
         slots.write(i, slot)
     sums = [checksum(slots.read(i)) for i in range(2)]
     into = [list(range(1, 12)), list(range(23, 12, -1))]
-    for way, skips in itertools.product(WAYS, ((0, 0), (1, 5), (10, 11))):
+    for way, skips, bands in itertools.product(WAYS, ((0, 0), (1, 5), (10, 11)), ("none", "two", "one a plane")):
         target = Paged(name, torch.bfloat16, shape, device="cuda")
         target.fill_guard()
+        planes = len(target.layout.planes)
+        ends = {"none": (), "two": (planes // 3 or 1, planes), "one a plane": range(1, planes + 1)}[bands]
         with packing(target.layout, 11, of.units, tuning=WAYS[way]) as copier:
-            handle = copier.scatter([PartCopy(slots.address(i), into[i], skips[i], sums[i]) for i in range(2)])
+            handle = copier.scatter(
+                [PartCopy(slots.address(i), into[i], skips[i], sums[i]) for i in range(2)], bands=sorted(set(ends)),
+                verified_after=int(bands == "two" and place == "host"),
+            )
+            verified = handle.verified(None)
+            assert verified is not None and [one.ok for one in verified] == [True, True] == handle.fit()
             assert [result.ok for result in handle.result()] == [True, True] == handle.fit()
         size = len(target.block_bytes(0, 0, 0))
         for (layer, kv, block), found in target.blocks_now().items():
@@ -170,11 +180,11 @@ def test_whatever_a_slot_holds_nothing_outside_of_the_parts_blocks_is_written() 
     number[16 + 24 * len(paged.layout.planes) :] = bytes(len(clean) - 16 - 24 * len(paged.layout.planes))
     slots_of.append(bytes(number))  # all zeros after the books
     with slots_in("host", 1, of.packed_bytes) as slots, packing(paged.layout, 11, units) as copier:
-        for bad_slot in slots_of:
+        for bad_slot, bands in itertools.product(slots_of, ((), (1, 2, len(paged.layout.planes)))):
             slots.write(0, bad_slot)
             paged.fill_guard()
             torch.cuda.synchronize()
-            handle = copier.scatter([PartCopy(slots.address(0), range(3, 14), 0, 1)])
+            handle = copier.scatter([PartCopy(slots.address(0), range(3, 14), 0, 1)], bands=bands)
             assert handle.result()[0].checksum == checksum(bad_slot)
             wanted = unpacked(of, bad_slot)
             assert handle.fit() == [wanted is not None]
@@ -207,39 +217,48 @@ def test_parts_that_do_not_fit_leave_their_neighbours_alone() -> None:
         assert slots.guards_intact(3)
 
 
+@pytest.mark.parametrize("room_mib", [1, 2, 64])
 @pytest.mark.parametrize("way", ["staged", "direct"])
-def test_a_load_with_bands_is_whole_when_the_first_of_them_is_there(way: str) -> None:
-    """The bands of packed parts end together; parts pass through staging several at a time."""
+def test_bands_are_there_one_after_the_other(way: str, room_mib: int) -> None:
+    """What is ordered after a band reads its planes; parts pass through staging in shares of one plane, of several, or
+    whole, and a load is verified before its last bands have been copied."""
     source = fresh_source()
-    paged = Paged(FORMATS[0], torch.bfloat16, SHAPE, device="cuda")
-    fill(paged, "heavy tails", source)
-    parts = [paged.reference([4 * i + j for j in range(4)]) for i in range(6)]
-    tuning = DIRECT if way == "direct" else CopyTuning(piece_bytes=MIB, buffers=3, direct_load_bytes=0)
-    of = shape_of(paged.layout, 4, 800)
-    with slots_in("host", 6, of.packed_bytes) as slots, packing(paged.layout, 4, 800, tuning=tuning) as copier:
-        sums = []
-        for i, part in enumerate(parts):
-            used, slot = packed(of, part)
-            assert used > 0
-            slots.write(i, slot)
-            sums.append(checksum(slot))
-        for _ in range(3):
-            paged.fill_guard()
+    blocks, each, layers = 96, 24, 6
+    tensors = [torch.empty((blocks, 2, 16, 8, 128), dtype=torch.bfloat16, device="cuda") for _ in range(layers)]
+    layout = paged_layout("NL_X_NB_TWO_BS_NH_HS", tensors, block_tokens=16)
+    for layer, tensor in enumerate(tensors):
+        tensor.normal_(std=2.0 ** (2 * layer - 4))
+    ids = source.permutation(blocks).reshape(-1, each)
+    kept = [tensor.clone() for tensor in tensors]
+    tuning = DIRECT if way == "direct" else CopyTuning(piece_bytes=room_mib * MIB, buffers=3, direct_load_bytes=0)
+    of = shape_of(layout, each, 1024)
+    with slots_in("host", len(ids), of.packed_bytes) as slots, packing(layout, each, 1024, tuning=tuning) as copier:
+        stored = copier.gather([PartCopy(slots.address(i), one) for i, one in enumerate(ids)])
+        sums = [one.checksum for one in stored.result()]
+        assert all(stored.fit()) and sums == [checksum(slots.read(i)) for i in range(len(ids))]
+        for ends, verified_after in (((1, 5, 12), 1), ((1, 2, 3, 4, 11, 12), 0), ((8, 9, 12), 2), ((7, 12), 2)):
+            for tensor in tensors:
+                tensor.view(torch.uint8).fill_(GUARD)
             torch.cuda.synchronize()
-            copies = [PartCopy(slots.address(i), [4 * i + j for j in range(4)], 0, sums[i]) for i in range(6)]
-            handle = copier.scatter(copies, bands=(1, 2, 4), verified_after=1)
-            stream = new_stream()
-            handle.order(stream_of(stream), 0)
-            with torch.cuda.stream(stream):
-                seen = [tensor.clone() for tensor in paged.tensors]
-            stream.synchronize()
+            copies = [PartCopy(slots.address(i), one, 0, sums[i]) for i, one in enumerate(ids)]
+            handle = copier.scatter(copies, bands=ends, verified_after=verified_after)
+            stream, begin = new_stream(), 0
+            for band, end in enumerate(ends):
+                handle.order(stream_of(stream), band)
+                with torch.cuda.stream(stream):
+                    seen = [tensors[plane // 2][:, plane % 2].clone() for plane in range(begin, end)]
+                stream.synchronize()
+                for plane, found in zip(range(begin, end), seen, strict=True):
+                    assert torch.equal(found.view(torch.int16), kept[plane // 2][:, plane % 2].view(torch.int16))
+                begin = end
             with pytest.raises(CopyError, match="band"):
-                handle.order(stream_of(stream), 3)
+                handle.order(stream_of(stream), len(ends))
             verified = handle.verified(None)
             assert verified is not None and all(one.ok for one in verified) and all(handle.fit())
-            assert [paged.reference([4 * i + j for j in range(4)]) for i in range(6)] == parts
-            for now, then in zip(paged.tensors, seen, strict=True):
-                assert torch.equal(now.view(torch.int16), then.view(torch.int16))
+            assert all(one.ok for one in handle.result()) and all(handle.fit())
+        slots.write(1, bytes(of.packed_bytes))
+        bad = copier.scatter(copies, bands=(1, 12), verified_after=1).verified(None)
+        assert bad is not None and [one.ok for one in bad] == [True, False, True, True]
 
 
 def test_arguments_that_do_not_fit_packed_parts_are_refused() -> None:

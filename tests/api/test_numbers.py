@@ -22,6 +22,7 @@ NEVER_TAKEN = (b"NaN", b"Infinity", b"-Infinity", b"1e400", b"1" + b"0" * 4400, 
 TAKEN_OR_NOT = (b"-0.0", b"-0", b"5e-324", b"1e308", b"9223372036854775808", b"-9223372036854775809", b"1.0", b'"1"')
 PACKED = (math.nan, math.inf, -math.inf, 5e-324, 1.7e308, -0.0, (1 << 64) - 1, -(1 << 63))
 WITH_BODY = [route for route in ROUTES if route.body]
+READS = ("status", "stats", "sessions", "namespaces", "config", "requests", "verdict", "hits", "prefixes", "curve")
 At = tuple[str | int, ...]
 
 
@@ -108,7 +109,7 @@ def test_afterwards_all_figures_are_finite(server: ServerProcess, engine: Engine
     def refuse(text: str) -> None:
         raise AssertionError(text)
 
-    for name in "status stats sessions namespaces config requests verdict hits prefixes curve".split():
+    for name in READS:
         status, _, content = raw(server.unix, "GET", f"/v1/{name}")
         assert status == 200 and json.loads(content, parse_constant=refuse), name
     lines = raw(server.unix, "GET", "/metrics")[2].decode().splitlines()

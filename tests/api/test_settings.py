@@ -25,7 +25,7 @@ def test_sizes_are_read_with_their_unit(text: str, size: int) -> None:
     assert parse_bytes(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "4 gigs", "1e9", "4GiB4", "9" * 5000, "9" * 400 + ".5GiB", "٤GiB"])
+@pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "4 gigs", "1e9", "4GiB4", "9" * 5000, "9" * 400 + ".5GiB", "٤G"])
 def test_what_is_no_size_is_refused_by_its_text(text: str) -> None:
     with pytest.raises(SettingsError, match="size like 512MiB"):
         parse_bytes(text)

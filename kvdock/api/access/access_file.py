@@ -201,7 +201,8 @@ def _require_shown(token: Token, path: str) -> None:
             shown(moment)
         except OverflowError as error:
             wanted = "one of the years 1 to 9999 in UTC"
-            raise AccessFileError(f"access file {path}: {token.name}: found the date {moment}, wanted {wanted}") from error
+            what = f"{token.name}: found the date {moment}, wanted {wanted}"
+            raise AccessFileError(f"access file {path}: {what}") from error
 
 
 def _with_sizes(content: dict[str, Any]) -> dict[str, Any]:

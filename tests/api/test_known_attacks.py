@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import signal
 import time
 from collections.abc import Iterator
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 
+import msgspec
 import pytest
+from admin_helpers import DOCUMENT
 from adoption_helpers import next_at
 from api_helpers import (
     OPERATOR,
@@ -21,22 +25,32 @@ from api_helpers import (
     http_connection,
     keys,
     manifest,
+    raw,
     unique,
 )
 from cli_helpers import kvdock, refusal
 from connector_helpers import mortal
 from flood_helpers import until_closed
+from otlp_collector import Collector
 
 from kvdock.api.access.access_file import entry
 from kvdock.client.client import Client
 from kvdock.connectors.session import EngineSession, Identity
 from kvdock.datapath.segments import AttachedSegments
 from kvdock.protocol.errors import ApiError
+from kvdock.protocol.outcomes import Outcome
 from kvdock.shm.objects import lock_path
 from kvdock.shm.segment import SegmentInfo
 
 pytestmark = pytest.mark.security
 
+READS = (
+    "/", "/docs", "/openapi.json", "/metrics", "/livez", "/readyz", "/v1/status", "/v1/stats", "/v1/sessions",
+    "/v1/requests", "/v1/namespaces", "/v1/segments", "/v1/config", "/v1/verdict", "/v1/hits", "/v1/prefixes",
+    "/v1/curve", "/v1/leases", "/v1/whoami", "/v1/events?follow=false", "/v1/kv-events",
+)
+SCHEMAS = DOCUMENT["components"]["schemas"]
+JSON = {"Content-Type": "application/json"}
 TEAM = "kvd_" + "t" * 43
 
 
@@ -207,3 +221,60 @@ def test_no_path_leads_out_of_the_folders_that_are_served(server: ServerProcess,
     head = f"GET {path} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {OPERATOR}\r\nConnection: close\r\n\r\n"
     answer = until_closed(server.http, head.encode())
     assert answer[:12] in (b"HTTP/1.1 400", b"HTTP/1.1 404") and b"root:" not in answer and b"[project]" not in answer
+
+
+def in_wrong_places(server: ServerProcess, session: str) -> list[str]:
+    """The refusals of calls that have a session's id in each part of the path, parameter and field of the body where
+    another text belongs."""
+    said = list[str]()
+    for path, methods in DOCUMENT["paths"].items():
+        for method, described in methods.items():
+            own = path if path.startswith("/v1/sessions/") else re.sub("{.*?}", session, path)
+            at = own.replace("{session}", f"0{session}").format(name="index.md")
+            fields = [name for one in described.get("parameters", ()) if one["in"] == "query" for name in [one["name"]]]
+            for url in (at, f"{at}/{session}", *(f"{at}?{name}={session}" for name in fields if name != "follow")):
+                said.append(str(raw(server.unix, method.upper(), url, b"{}", JSON)))
+            content = described.get("requestBody", {}).get("content", {}).get("application/json")
+            schema = SCHEMAS[content["schema"]["$ref"].rpartition("/")[2]] if content else {}
+            for name in schema.get("properties", {}):
+                body = {"session": session, "member": "m", name: f"0{session}" if name == "session" else session}
+                for sent in (body, {name: body[name]}, {name: [session]}, {name: {session: session}}, {session: 1}):
+                    said.append(str(raw(server.unix, method.upper(), at, msgspec.json.encode(sent), JSON)))
+    return said
+
+
+def test_nothing_that_a_server_tells_has_a_sessions_secret() -> None:
+    """Lists, pages, metrics, explanations, events, KV events, traces, its log at its most talkative, and refusals."""
+    with (
+        Collector() as collector,
+        ServerProcess(
+            observe="log,stream,metrics,curve,kv_events,traces", traces_endpoint=collector.endpoint, log_level="debug",
+        ) as server,
+        Client(server.unix) as client, closing(attach(client, label="told")) as engine,
+    ):
+        engine.store(keys(4, "told"))
+        lease = engine.lookup(keys(4, "told"), request="told").lease
+        engine.heartbeat(outcomes=[Outcome(request="told", prompt_tokens=64, loaded_tokens=64, load_us=9)])
+        wrong = [
+            partial(engine.release, "0" * 16, 0), partial(engine.lookup, keys(1), request="x" * 9999),
+            partial(client.leave, engine.session, "another"), partial(client.session, engine.session + "0"),
+            partial(client.lease, engine.session), partial(client.explain, engine.session),
+        ]  # fmt: skip
+        said = list[str]()
+        for call in wrong:
+            with pytest.raises(ApiError) as refused:
+                call()
+            said.append(f"{refused.value} {refused.value.found} {refused.value.wanted}")
+        for path in (*READS, f"/v1/sessions/{engine.listed}", f"/v1/leases/{lease}", "/v1/requests/told/explain"):
+            status, headers, content = raw(server.unix, "GET", path)
+            assert status == 200, (path, content)
+            said += [str(headers), content.decode()]
+        said += in_wrong_places(server, engine.session)
+        engine.release(lease, 0)
+        client.leave(engine.session, engine.member)
+        eventually(lambda: len(collector.spans()) >= 3)
+        server.stop()
+        said += [str(collector.spans()), server.log_text()]
+        secret = engine.session.rpartition("-")[2]
+        assert engine.listed in "".join(said) and "kvdock" in said[-2], "the session is told of"
+        assert [line for text in said for line in text.splitlines() if secret in line] == []

@@ -1,5 +1,5 @@
-"""Each promise of docs/evidence/security*.md and each row of ASVS names tests that exist and that `-m security` runs, or
-a decision."""
+"""Each promise of docs/evidence/security*.md and each row of ASVS names tests that exist and that `-m security` runs,
+or a decision."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ def build(
     feeds = Feeds(settings, pool.table, journal, clocks.wall_s, extras)
     history = History(
         settings.history_values, settings.history_interval_s, SERIES + TIER_SERIES * settings.has_tiers,
-        kept=_kept(pool, "history", "the history of hours and days"), wall_s=clocks.wall_s,
+        kept=_kept(pool, "history", "quotas, and the history of hours and days"), wall_s=clocks.wall_s,
         beside={
             "hits": tally.hits, "namespaces": KeptNamespaces(registry, pool.table), "labels": labels,
             "quotas": sessions.quotas,

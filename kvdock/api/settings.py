@@ -11,7 +11,6 @@ import difflib
 import ipaddress
 import os
 import re
-import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple, get_args
@@ -22,6 +21,7 @@ import msgspec
 from kvdock._core import MAX_SEGMENTS
 from kvdock.api.errors import SettingsError
 from kvdock.api.sizes import AUTO_DISK, AUTO_POOL, Whole, file_system_of, parse_size, shared_memory
+from kvdock.api.toml import TomlError, parse_toml
 from kvdock.protocol.access import (
     ADDRESS_VARIABLE,
     CONNECTOR_PREFIX,
@@ -38,6 +38,7 @@ MAX_SEGMENT_BYTES = GIB
 """Engines register memory with CUDA in pieces of at most 1 GiB. No slot may cross the border between two of them, so no
 segment is larger."""
 ENV_PREFIX = "KVDOCK_"
+MAX_FILE_CHARACTERS = 1 << 20
 CONFIG_VARIABLE = "KVDOCK_CONFIG"
 """Names the settings file; it is not a setting itself."""
 OTHER_VARIABLES = frozenset({CONFIG_VARIABLE, TOKEN_FILE_VARIABLE, ADDRESS_VARIABLE, TRUSTED_UID_VARIABLE})
@@ -63,7 +64,8 @@ def default_prefault_threads() -> int:
 
 Threads = Annotated[int, msgspec.Meta(ge=1, le=64)]
 Positive = Annotated[int, msgspec.Meta(ge=1)]
-Seconds = Annotated[float, msgspec.Meta(gt=0)]
+MOST_S = 1_000_000
+Seconds = Annotated[float, msgspec.Meta(gt=0, le=MOST_S)]
 Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
 OnExit = Literal["remove", "keep"]
 Adopt = Literal["auto", "never", "require"]
@@ -129,9 +131,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     # life and death
     heartbeat_s: Seconds = 2.0
     missed_heartbeats: Annotated[int, msgspec.Meta(ge=1, le=1_000_000)] = 3
-    settle_s: Annotated[float, msgspec.Meta(ge=0)] = 3.0
+    settle_s: Annotated[float, msgspec.Meta(ge=0, le=MOST_S)] = 3.0
     ask_s: Seconds = 60.0
-    weights_grace_s: Annotated[float, msgspec.Meta(ge=0, le=1_000_000)] = 10.0
+    weights_grace_s: Annotated[float, msgspec.Meta(ge=0, le=MOST_S)] = 10.0
     watch_s: Seconds = 0.5
 
     # the beginning and the end
@@ -244,11 +246,14 @@ def _is_ours(variable: str) -> bool:
 def _read_file(path: Path) -> tuple[dict[str, object], dict[str, int]]:
     """A flat TOML file: settings, and the line of each. Raises SettingsError naming the file."""
     try:
-        text = path.read_text()
-        found = tomllib.loads(text)
+        with path.open(encoding="utf-8") as file:
+            text = file.read(MAX_FILE_CHARACTERS + 1)
+        if len(text) > MAX_FILE_CHARACTERS:
+            raise SettingsError(f"settings file {path}: found more than {MAX_FILE_CHARACTERS} characters, wanted fewer")
+        found = parse_toml(text)
     except (OSError, UnicodeDecodeError) as error:
         raise SettingsError(f"settings file {path}: {error}") from error
-    except tomllib.TOMLDecodeError as error:
+    except TomlError as error:
         raise SettingsError(f"settings file {path} is no TOML: {error}") from error
     lines = {name: _line_of(name, text) for name in found}
     for name, value in found.items():

@@ -25,8 +25,10 @@ _UNITS: Final = {
                       for end in ("", "ib")},
     "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
 }
-_SIZE: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
-_SHARE: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*")
+_NUMBER: Final = r"\s*([0-9]{1,30}(?:\.[0-9]{1,30})?)\s*"
+"""Short enough to be a float and, with any unit, an int that Python converts."""
+_SIZE: Final = re.compile(_NUMBER + r"([a-zA-Z]*)\s*")
+_SHARE: Final = re.compile(_NUMBER + r"%\s*")
 
 
 class Whole(NamedTuple):

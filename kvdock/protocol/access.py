@@ -68,17 +68,23 @@ def read_private(path: str | Path) -> str:
     write. Raises PrivateFileError."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        with os.fdopen(fd, encoding="utf-8") as file:
-            found = os.fstat(fd)
-            if not stat.S_ISREG(found.st_mode) or found.st_uid not in (os.geteuid(), 0):
-                raise PrivateFileError(f"{path}: found {_shown(found)}, wanted a file of user {os.geteuid()} or root")
-            if found.st_mode & FORBIDDEN_BITS:
-                raise PrivateFileError(f"{path}: found {_shown(found)}, wanted one that others cannot open: chmod 600")
-            if found.st_size > MAX_BYTES:
-                raise PrivateFileError(f"{path}: found {found.st_size} bytes, wanted at most {MAX_BYTES}")
-            return file.read()
+        try:
+            _require_private(path, os.fstat(fd))
+            with os.fdopen(fd, encoding="utf-8", closefd=False) as file:
+                return file.read()
+        finally:
+            os.close(fd)
     except (OSError, UnicodeDecodeError) as error:
         raise PrivateFileError(f"{path}: {error}") from error
+
+
+def _require_private(path: str | Path, found: os.stat_result) -> None:
+    if not stat.S_ISREG(found.st_mode) or found.st_uid not in (os.geteuid(), 0):
+        raise PrivateFileError(f"{path}: found {_shown(found)}, wanted a file of user {os.geteuid()} or root")
+    if found.st_mode & FORBIDDEN_BITS:
+        raise PrivateFileError(f"{path}: found {_shown(found)}, wanted one that others cannot open: chmod 600")
+    if found.st_size > MAX_BYTES:
+        raise PrivateFileError(f"{path}: found {found.st_size} bytes, wanted at most {MAX_BYTES}")
 
 
 def _shown(found: os.stat_result) -> str:

@@ -136,11 +136,17 @@ class ApiError(KvdockError):
 
 
 _SECRET_PART: Final = re.compile(r"-[0-9a-f]{32,}(?=/|\Z)", re.IGNORECASE)
+_SESSION: Final = re.compile(r"\b([0-9a-f]+-[0-9]+)-[0-9a-f]{32,}", re.IGNORECASE)
 
 
 def without_secrets(text: str) -> str:
     """A path, or what a caller sent as a session's id, without the secret parts of ids: errors and logs show it."""
     return _SECRET_PART.sub("", text)
+
+
+def without_session_secrets(text: str) -> str:
+    """Any text in which a caller may have put a session's id, where something else belongs."""
+    return _SESSION.sub(r"\1", text)
 
 
 def problem_of(code: str, detail: str, *, found: object = None, wanted: object = None, path: str = "") -> Problem:
@@ -150,7 +156,7 @@ def problem_of(code: str, detail: str, *, found: object = None, wanted: object =
         type=f"/docs#{code}",
         title=title,
         status=status,
-        detail=detail,
+        detail=without_session_secrets(detail),
         code=code,
         instance=without_secrets(path),
         found=_plain(found),
@@ -159,13 +165,16 @@ def problem_of(code: str, detail: str, *, found: object = None, wanted: object =
 
 
 def _plain(value: object) -> Any:
-    """The value in a form that JSON has; digests and keys as hex."""
-    if value is None or isinstance(value, bool | int | float | str):
+    """The value in a form that JSON has; digests and keys as hex. Where a caller has sent a session's id in the place
+    of something else, it is without its secret part."""
+    if isinstance(value, str):
+        return without_session_secrets(value)
+    if value is None or isinstance(value, bool | int | float):
         return value
     if isinstance(value, bytes):
         return value.hex()
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     if isinstance(value, dict):
-        return {str(name): _plain(item) for name, item in value.items()}
-    return str(value)
+        return {without_session_secrets(str(name)): _plain(item) for name, item in value.items()}
+    return without_session_secrets(str(value))

@@ -451,7 +451,7 @@ class Reserve(Naming, kw_only=True):
     """The key before keys[0]; None if keys[0] starts the sequence; ff…ff if the engine does not know it."""
     keys: StoreKeys | None = None
     tokens: Tokens | None = None
-    chunks_before: Annotated[int, msgspec.Meta(ge=0)] = 0
+    chunks_before: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)] = 0
     """With `beginnings`: how many chunks of the prompt come before keys[0]."""
     groups: Annotated[list[int], msgspec.Meta(max_length=MAX_GROUPS)] | None = None
     """Indices of the groups that this store has bytes of, for every chunk; None: all."""

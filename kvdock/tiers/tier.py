@@ -10,11 +10,14 @@ alone.
 from __future__ import annotations
 
 import math
+import os
+import stat
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
 from typing import Final, NamedTuple, Protocol, runtime_checkable
 
 from kvdock.tiers.notes import Change, Note
@@ -36,6 +39,18 @@ class TierError(Exception):
     def __init__(self, tier: str, why: str) -> None:
         super().__init__(f"{tier}: {why}")
         self.tier, self.why = tier, why
+
+
+def require_own(tier: str, folder: Path) -> None:
+    """Raises TierError if another user than root could put files of its own in the place of those in the folder: who
+    can write both bytes and checksums can store anything. The group may write, as in volumes of Kubernetes."""
+    try:
+        found = folder.stat()
+    except OSError as error:
+        raise TierError(tier, f"{folder} cannot be used: {error.strerror}") from error
+    if found.st_uid not in (os.geteuid(), 0) or found.st_mode & stat.S_IWOTH:
+        wanted = f"a folder of user {os.geteuid()} or root that others cannot write to"
+        raise TierError(tier, f"{folder}: found {stat.filemode(found.st_mode)} of user {found.st_uid}, wanted {wanted}")
 
 
 class TierUrlError(ValueError):

@@ -131,6 +131,7 @@ REFUSALS: list[tuple[str, Any]] = [
 ]
 
 
+@pytest.mark.security
 @pytest.mark.parametrize(("code", "call"), REFUSALS, ids=[f"{i}-{code}" for i, (code, _) in enumerate(REFUSALS)])
 def test_a_refused_call_is_a_problem_with_its_code(server: ServerProcess, engine: Engine, code: str, call: Any) -> None:
     path, body = call(engine)
@@ -147,6 +148,7 @@ def test_a_refused_call_is_a_problem_with_its_code(server: ServerProcess, engine
 HUGE = (1 << 62, 1 << 64, 1 << 70)
 
 
+@pytest.mark.security
 @pytest.mark.parametrize("number", HUGE)
 def test_a_number_no_field_can_mean_is_never_the_servers_fault(
     server: ServerProcess, engine: Engine, number: int
@@ -202,6 +204,7 @@ REQUESTS: list[tuple[str, str, str, bytes | None, dict[str, str]]] = [
 ]
 
 
+@pytest.mark.security
 @pytest.mark.parametrize(
     ("code", "method", "path", "body", "headers"), REQUESTS, ids=[row[0] + row[2] for row in REQUESTS]
 )
@@ -217,6 +220,7 @@ def test_a_request_that_is_none_is_a_problem_too(
     assert answered["cache-control"] == "no-store"
 
 
+@pytest.mark.security
 def test_a_body_that_does_not_say_how_long_it_is_still_meets_the_limit(server: ServerProcess) -> None:
     connection = http_connection(server.unix)
     pieces = iter([b" " * (1 << 20)] * 9)

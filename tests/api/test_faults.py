@@ -54,6 +54,9 @@ def test_a_full_shared_memory_shortens_answers_and_is_used_again_when_there_is_s
     assert seen["too_large_status"] != 0 and "does not fit" in seen["too_large_says"]
     assert 0 < seen["chunks_when_full"] < 400 and seen["ready_when_full"] == seen["chunks_when_full"]
     assert seen["limited_by"] == "no_space" and seen["segments_after"] == 4
+    assert seen["quota_when_full"] == 5 * MIB and seen["beside_when_full"] == []
+    assert any("quotas that calls have put" in reason and "No space left" in reason for reason in seen["quota_reasons"])
+    assert seen["quota_reasons_after"] == []
     assert seen["left"] == []
 
 

@@ -272,6 +272,7 @@ def test_who_follows_gets_what_comes_until_the_server_drains(client: Client, ser
     assert server.process.wait(10.0) == 0
 
 
+@pytest.mark.security
 def test_a_tenant_s_routers_see_its_own_and_zeromq_has_the_server_s_own(tmp_path: Path) -> None:
     tokens = {name: f"{name}-" + "t" * 40 for name in ("a", "b")}
     entries = [entry(name, token, ["engine"], f"tenant-{name}") for name, token in tokens.items()]
@@ -409,6 +410,7 @@ def test_a_number_that_another_namespace_has_now_gives_it_neither_chunks_nor_nam
 # ------------------------------------------------------------------ the start
 
 
+@pytest.mark.security
 @pytest.mark.parametrize(("given", "said"), [
     ({"kv_events_endpoint": "tcp://127.0.0.1:1"}, "wanted kv_events in observe="),
     ({"observe": "kv_events", "kv_events_endpoint": "127.0.0.1:5557"}, "wanted tcp://host:port or ipc://path"),

@@ -25,7 +25,7 @@ def test_sizes_are_read_with_their_unit(text: str, size: int) -> None:
     assert parse_bytes(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "4 gigs", "1e9", "4GiB4"])
+@pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "4 gigs", "1e9", "4GiB4", "9" * 5000, "9" * 400 + ".5GiB", "٤G"])
 def test_what_is_no_size_is_refused_by_its_text(text: str) -> None:
     with pytest.raises(SettingsError, match="size like 512MiB"):
         parse_bytes(text)
@@ -57,6 +57,11 @@ def test_an_unknown_setting_is_refused_by_name_with_the_nearest_known() -> None:
         ({"growth": "later"}, "growth='later'"),
         ({"missed_heartbeats": 0}, "missed_heartbeats=0"),
         ({"missed_heartbeats": 1_000_001}, "missed_heartbeats=1000001"),
+        *[({name: number}, f"{name}={number!r}")
+          for name in ("heartbeat_s", "settle_s", "ask_s", "weights_grace_s", "watch_s", "drain_s", "tier_drain_s",
+                       "history_interval_s", "session_cap", "low_water")
+          for number in ("inf", "nan", float("inf"), float("nan"), 1e300)],
+        ({"tenant_bytes": "9" * 400 + ".5%"}, "tenant_bytes="),
         ({"socket_path": "/" + "x" * 120}, "socket_path="),
     ],
 )
@@ -64,6 +69,27 @@ def test_a_value_out_of_range_is_refused_by_name_and_value(values: dict[str, obj
     with pytest.raises(SettingsError) as error:
         Settings.load(values)
     assert named in str(error.value)
+
+
+@pytest.mark.security
+@pytest.mark.parametrize(("text", "said"), [
+    ("port = " + "[" * 10_000, "nested too deeply"), ("port = " + "{a = " * 10_000, "nested too deeply"),
+    ("port = " + "9" * 5000, "4300 digits"), ("heartbeat_s = inf", "heartbeat_s"), ("settle_s = nan", "settle_s"),
+    ("#" * (1 << 20) + "\nport = 0", "more than 1048576 characters"), ("port = 0\0", "no TOML"), ("\udcff", "utf-8"),
+], ids=lambda value: value[:20])
+def test_a_settings_file_with_anything_in_it_is_read_or_refused(tmp_path: Path, text: str, said: str) -> None:
+    file = tmp_path / "kvdock.toml"
+    file.write_bytes(text.encode("utf-8", "surrogateescape"))
+    with pytest.raises(SettingsError, match=r"kvdock\.toml") as refused:
+        effective({"KVDOCK_CONFIG": str(file)})
+    assert said in str(refused.value)
+
+
+@pytest.mark.security
+@pytest.mark.parametrize("path", ["/dev/zero", "/", "/dev/full"])
+def test_a_settings_file_that_never_ends_is_refused(path: str) -> None:
+    with pytest.raises(SettingsError, match=f"settings file {path}"):
+        effective({"KVDOCK_CONFIG": path})
 
 
 def test_settings_come_from_the_environment_and_arguments_win() -> None:

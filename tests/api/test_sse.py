@@ -51,6 +51,7 @@ def test_a_silent_stream_sends_comments_and_what_comes_wakes_its_readers(monkeyp
     asyncio.run(asyncio.wait_for(scenario(), 20.0))
 
 
+@pytest.mark.security
 def test_a_body_is_made_in_slices_and_others_have_a_turn_after_each() -> None:
     """However many read at once, and until the reader may no longer."""
     async def scenario() -> None:
@@ -88,6 +89,7 @@ def is_read(server: ServerProcess, path: str) -> bool:
     return raw(server.unix, "GET", path)[0] == 200
 
 
+@pytest.mark.security
 def test_each_stream_has_so_many_readers_and_a_place_is_free_once_one_has_gone() -> None:
     with ServerProcess(observe="stream,kv_events") as server:
         for path in PATHS:

@@ -24,6 +24,8 @@ from kvdock.protocol.access import SERVICE_SOCKET
 from kvdock.protocol.admin_schemas import PatchConfig
 from kvdock.protocol.errors import ServerUnavailable
 
+pytestmark = pytest.mark.security
+
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
 SERVICE_UID = 7410
 

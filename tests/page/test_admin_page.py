@@ -52,6 +52,7 @@ def found(engine: Engine) -> int:
     return engine.client.lookup(Lookup(namespace=engine.attached.namespace, keys=STORED)).hit_tokens
 
 
+@pytest.mark.security
 def test_a_token_that_may_only_read_is_shown_no_administration(
     busy: tuple[ServerProcess, Engine], open_page: OpenPage
 ) -> None:
@@ -67,6 +68,7 @@ def test_it_says_whether_what_is_cached_survives_a_restart(admin_page: Page) -> 
     expect(admin_page.locator("#admin .advice")).to_contain_text("all cached chunks are lost. A takeover keeps them")
 
 
+@pytest.mark.security
 def test_clearing_says_what_is_lost_and_does_nothing_until_it_is_confirmed(
     busy: tuple[ServerProcess, Engine], admin_page: Page
 ) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from api_helpers import MIB, ServerProcess, attach, eventually, keys, unique
 
 from kvdock.client.client import Client
+from kvdock.protocol.admin_schemas import AskedQuota, PatchConfig
 
 SHM = Path("/dev/shm")
 
@@ -38,7 +39,13 @@ def main() -> dict[str, object]:
         seen["ready_when_full"] = engine.commit(first).ready
         status = client.status()
         seen["growth_reason"] = status.reasons
+        quotas = client.configure(PatchConfig(tenants={"team": AskedQuota(bytes="5MiB")})).tenants
+        seen["quota_when_full"] = quotas["team"].quota.bytes
+        seen["quota_reasons"] = client.status().reasons
+        seen["beside_when_full"] = [path.name for path in SHM.iterdir() if path.name.endswith(".new")]
         filler.unlink()
+        client.configure(PatchConfig(tenants={"team": AskedQuota(bytes="6MiB")}))
+        seen["quota_reasons_after"] = [one for one in client.status().reasons if "quota" in one]
         second = unique("after")
         eventually(lambda: len(engine.reserve(keys(400, second), store=unique("s")).chunks) > len(first.chunks), 30.0)
         seen["segments_after"] = client.status().pool.segments

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 from table_against_model import TableAgainstModel
 
-pytestmark = pytest.mark.table_model
+pytestmark = [pytest.mark.table_model, pytest.mark.security]
 
 TestTableAgainstModel = TableAgainstModel.TestCase
 # Shrinking takes minutes, more than a test's timeout, and the assertion that failed would never be shown: it is left

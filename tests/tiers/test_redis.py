@@ -80,6 +80,7 @@ def test_a_url_that_is_not_understood_is_refused(url: str, says: str) -> None:
     assert says in str(caught.value)
 
 
+@pytest.mark.security
 def test_a_password_in_the_url_is_refused_and_not_repeated() -> None:
     with pytest.raises(TierUrlError, match="found a password in the URL") as caught:
         read_settings(f"redis://me:{PASSWORD}@host", {})
@@ -386,6 +387,7 @@ class Impostor:
         self._socket.close()
 
 
+@pytest.mark.security
 @pytest.mark.parametrize("answer", [
     b"", b"$", b"$12\r\nabc", b"+PO", b":x\r\n", b"*-7x\r\n", b"?what\r\n", b"$99999999999\r\n", b"*2\r\n:1\r\n",
     b"x" * 5000, b"$3\r\nabcde", b"*1\r\n" * 40, b"$-1x\r\n", b"-ERR no\r\n",

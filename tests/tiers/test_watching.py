@@ -183,6 +183,7 @@ def test_a_wait_for_what_a_tier_no_longer_has_is_shortened(
     assert view(engine).waits["shortened"] == 1
 
 
+@pytest.mark.security
 def test_a_tier_that_cannot_be_opened_says_why_and_how_only_to_readers(
     server: ServerProcess, engine: TierEngine, refusing: int
 ) -> None:

@@ -22,7 +22,6 @@ import json
 import logging
 import math
 import time
-import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
@@ -34,6 +33,7 @@ import msgspec
 from kvdock.api.access.peer import AUDIT, Peer
 from kvdock.api.errors import AccessFileError, SettingsError
 from kvdock.api.sizes import parse_bytes
+from kvdock.api.toml import TomlError, parse_toml
 from kvdock.protocol.access import PrivateFileError, read_private
 from kvdock.protocol.admin_schemas import Quota
 from kvdock.protocol.calls import INCLUDED
@@ -172,10 +172,10 @@ def read(path: str) -> dict[bytes, Token]:
 def parse(text: str, path: str) -> list[Token]:
     """The tokens of an access file's text. `path`: for errors. Raises AccessFileError."""
     try:
-        tokens = msgspec.convert(_with_sizes(tomllib.loads(text)), _Content).token
+        tokens = msgspec.convert(_with_sizes(parse_toml(text)), _Content).token
     except SettingsError as error:
         raise AccessFileError(f"access file {path}: caps: {error}") from error
-    except (tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
+    except (TomlError, msgspec.ValidationError) as error:
         raise AccessFileError(f"access file {path}: {error}") from error
     if twice := _twice(token.tenant for token in tokens if token.caps is not None):
         raise AccessFileError(f"access file {path}: caps of tenant {twice[0]!r} found twice, wanted in one token")
@@ -186,11 +186,23 @@ def parse(text: str, path: str) -> list[Token]:
         raise AccessFileError(f"access file {path}: name found twice: {twice[0]}, wanted {wanted}")
     tenants = dict[str, str]()
     for token in tokens:
+        _require_shown(token, path)
         if (tenant := tenants.setdefault(token.name, token.tenant)) != token.tenant:
             raise AccessFileError(
                 f"access file {path}: tokens of {token.name}: found tenants {tenant!r} and {token.tenant!r}, wanted one"
             )
     return tokens
+
+
+def _require_shown(token: Token, path: str) -> None:
+    """Raises AccessFileError unless lists and refusals can show its dates: TOML has dates that UTC has not."""
+    for moment in (token.created, token.expires):
+        try:
+            shown(moment)
+        except OverflowError as error:
+            wanted = "one of the years 1 to 9999 in UTC"
+            what = f"{token.name}: found the date {moment}, wanted {wanted}"
+            raise AccessFileError(f"access file {path}: {what}") from error
 
 
 def _with_sizes(content: dict[str, Any]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 
 from kvdock.protocol.access import credentials_of
 from kvdock.protocol.calls import INCLUDED, Call
-from kvdock.protocol.errors import ApiError, without_secrets
+from kvdock.protocol.errors import ApiError, without_secrets, without_session_secrets
 from kvdock.protocol.forms import JSON
 from kvdock.protocol.reports import Caller
 from kvdock.protocol.wire_types import OWN_TENANT, Answer, Body, Scope
@@ -97,5 +97,5 @@ def log_refusal(peer: Peer, method: str, path: str, error: ApiError) -> None:
 
 def _cut(text: bytes) -> str:
     """The text as ASCII in quotes, so that a caller's text cannot end a line or change its direction."""
-    shown = ascii(text.decode(errors="replace"))
+    shown = ascii(without_session_secrets(text.decode(errors="replace")))
     return shown if len(shown) <= SHOWN_CHARACTERS else f"{shown[:SHOWN_CHARACTERS]}…"

@@ -12,6 +12,7 @@ sockets.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from urllib.parse import parse_qsl, urlsplit
@@ -197,8 +198,10 @@ def allowed_hosts(settings: Settings) -> frozenset[str] | None:
     return frozenset({"localhost", "127.0.0.1", "::1", settings.host.lower()})
 
 
+_HOST = re.compile(r"(?:\[([0-9a-f:.]+)\]|([^\[\]:]*))(?::[0-9]{0,5})?", re.IGNORECASE)
+
+
 def host_name(header: str) -> str:
-    """`[::1]:7410` → `::1`, `LOCALHOST:80` → `localhost`."""
-    if header.startswith("["):
-        return header[1:].partition("]")[0]
-    return header.partition(":")[0].lower()
+    """`[::1]:7410` → `::1`, `LOCALHOST:80` → `localhost`; what is no name with a port is its own name, and nobody's."""
+    match = _HOST.fullmatch(header)
+    return (match[1] or match[2]).lower() if match else header

@@ -8,6 +8,7 @@ import logging
 import os
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from kvdock.shm import objects as shm
@@ -23,6 +24,8 @@ class KeptObject:
     def __init__(self, path: Path, what: str) -> None:
         """`what`: its content, for the log."""
         self._path, self._what = path, what
+        self.failure = ""
+        """Why the last write failed; "": it did not."""
         self._writing = threading.Lock()
         self._asked = self._written = 0
 
@@ -61,5 +64,9 @@ class KeptObject:
             with os.fdopen(fd, "wb") as file:
                 file.writelines(content)
             fresh.replace(self._path)
+            self.failure = ""
         except OSError as error:
-            log.warning("%s is not kept for the next server: %s", self._what, error)
+            self.failure = error.strerror or str(error)
+            with suppress(OSError):  # its pages are missed elsewhere
+                fresh.unlink(missing_ok=True)
+            log.warning("%s: not kept for the next server: %s", self._what, error)

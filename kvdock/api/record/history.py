@@ -252,6 +252,11 @@ class History:
 
     # ---------------------------------------------------------------- kept with the pool
 
+    @property
+    def unkept(self) -> str:
+        """Why the next server would not find what is kept now, or not all of it; "": it would."""
+        return "" if self._kept is None else self._kept.failure
+
     def keep(self, now_s: float) -> None:
         """Writes hours and days for the next server of the pool."""
         if self._kept is not None:

@@ -78,6 +78,9 @@ class HitRecord(Protocol):
 class Series(Protocol):
     """The time series: `History`."""
 
+    @property
+    def unkept(self) -> str: ...
+
     def view(self, over: Over, now_s: float) -> Stats: ...
 
     def filling_bytes_per_s(self) -> float | None: ...

@@ -146,10 +146,12 @@ class Overview:
     def status(self, peer: Peer) -> Status:
         stats, pool = self._pool.table.stats(), self._pool
         now = self._probes.ready()
-        growth = [f"the pool cannot grow now: {pool.growth_error}"] if pool.growth_error else []
+        notes = [f"the pool cannot grow now: {pool.growth_error}"] if pool.growth_error else []
+        if why := self._series.unkept:
+            notes.append(f"quotas that calls have put and the history are not kept for the next server: {why}")
         return Status(
             status=now.status,
-            reasons=[*now.reasons, *self._probes.blamed(now, peer), *growth],
+            reasons=[*now.reasons, *self._probes.blamed(now, peer), *notes],
             version=__version__,
             pool_id=grant_text(pool.pool_id),
             incarnation=pool.incarnation,

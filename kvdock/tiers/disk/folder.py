@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Final
 
-from kvdock.tiers.tier import TierError
+from kvdock.tiers.tier import TierError, require_own
 
 TIER: Final = "disk"
 _PID_BYTES: Final = 16
@@ -27,8 +27,9 @@ class FolderLock:
     """A lock on the folder, which is held until close() or until the process ends. Its file has the process's id."""
 
     def __init__(self, folder: Path) -> None:
-        """Makes the folder if it is missing. Raises FolderInUse, OSError."""
+        """Makes the folder if it is missing. Raises FolderInUse, TierError, OSError."""
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        require_own(TIER, folder)
         self._path = folder / "lock"
         self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:

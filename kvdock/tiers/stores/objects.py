@@ -38,6 +38,7 @@ from kvdock.tiers.tier import (
     ToLoad,
     ToStore,
     Usage,
+    require_own,
 )
 
 log = logging.getLogger("kvdock.tiers")
@@ -113,6 +114,8 @@ class ObjectTier:
 
     def check(self, deadline: Deadline) -> None:
         """Raises TierError if the store cannot be used."""
+        if self._location.folder is not None:
+            require_own(NAME, self._location.folder)
         if self._run_all([self._ping], deadline) == [Outcome.LATE]:
             raise TierError(NAME, "the store did not answer in time")
 
@@ -184,7 +187,8 @@ class ObjectTier:
             yield
             return
         try:
-            fd = os.open(self._location.folder / "kvdock.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+            fd = os.open(self._location.folder / "kvdock.lock", flags, 0o600)
         except OSError as error:
             raise TierError(NAME, f"its lock cannot be opened: {error}") from error
         try:

@@ -16,6 +16,7 @@ import msgspec
 
 from kvdock._core import Lookup as Found, Table
 from kvdock.api.pool.registry import NamespaceRecord, SessionRecord
+from kvdock.api.record.requests import Detail
 from kvdock.protocol.hits import COMPUTED, MEMORY, WAITED, ComputedWhy, PromptRun
 from kvdock.protocol.mover_schemas import split_keys
 from kvdock.protocol.outcomes import Outcome
@@ -60,6 +61,8 @@ class Answered(msgspec.Struct, gc=False):
     """The end of each run of chunks that were found, with its source."""
     missing: tuple[Missing, ...] = ()
     """What follows them, up to `asked`."""
+    detail: Detail | None = None
+    """That of the first of these lookups, for explanations."""
     seen: tuple[int, int, str] = (-1, 0, "")
     """What the last answer that was looked into had: hit tokens, tokens being stored, and its limit."""
 

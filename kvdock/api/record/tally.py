@@ -168,7 +168,11 @@ class Tally:
         leased_bytes = max(1, one.body.readers // manifest.writers) * found.bytes_from(before)
         if counted is not None:
             self._counters_of(session).lookup_renewals += 1
-            self._leased(one, chunks - before, leased_bytes)
+            detail = None if answer is None else answer.detail
+            if detail is not None:
+                detail.hit_tokens, detail.chunks = found.hit_tokens, max(before, chunks)
+                detail.bytes += leased_bytes
+            self._leased(one, chunks - before, leased_bytes, detail)
             return
         self._count_first(session, one.keys, tokens, found)
         beginnings = one.body.beginnings or ""
@@ -178,7 +182,9 @@ class Tally:
         if broke is not None and broke.others and broke.at_tokens:
             at = broke.at_tokens // manifest.chunk_tokens * KEY_BYTES
             detail.parted = one.keys[at - KEY_BYTES : at], one.keys[at : at + KEY_BYTES]
-        if not session.is_bench:
+        if answer is not None:
+            answer.detail, detail.hit_tokens = detail, found.hit_tokens
+            detail.chunks, detail.bytes = chunks, leased_bytes
             self.recent.add(session.tenant, RequestView(
                 at=one.at, kind="lookup", session=session.id, label=session.label, request=one.body.request,
                 tokens=tokens, hit_tokens=found.hit_tokens, chunks=chunks, bytes=leased_bytes, took_us=took_us,

@@ -26,11 +26,13 @@ from kvdock.protocol.verdict import TroubleKind
 class Recent(Protocol):
     """The recent requests, newest first: `RecentRequests`. `sees`: whether the caller may know of a tenant."""
 
-    def view(
+    async def view(
         self, limit: int, cursor: int, sees: Callable[[str], bool], request: str = ""
     ) -> tuple[list[RequestView], str | None]: ...
 
-    def named(self, request: str, sees: Callable[[str], bool], most: int) -> list[tuple[RequestView, Detail]]: ...
+    async def named(
+        self, request: str, sees: Callable[[str], bool], most: int
+    ) -> list[tuple[RequestView, Detail]]: ...
 
 
 class Beginnings(Protocol):

@@ -313,7 +313,7 @@ def test_what_an_operator_evicted() -> None:
         assert broken(client, "r1").why == "evicted"
         assert "an operator evicted them" in " ".join(one.text for one in client.explain("r1").sentences)
         eventually(lambda: "an operator has evicted 1 chunks" in server.log_text())
-        assert "the pool is full" not in server.log_text()
+        assert "for room in the pool" not in server.log_text()
         engine.close()
 
 

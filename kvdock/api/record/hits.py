@@ -55,14 +55,12 @@ class Answered(msgspec.Struct, gc=False):
     asked: int
     """How many chunks were asked for."""
     began_ns: int
-    traceparent: str = ""
-    """That of its last lookup."""
     found: tuple[tuple[int, str], ...] = ()
     """The end of each run of chunks that were found, with its source."""
     missing: tuple[Missing, ...] = ()
     """What follows them, up to `asked`."""
     detail: Detail | None = None
-    """That of the first of these lookups, for explanations."""
+    """That of the first of these lookups, for explanations; its trace context is the last one's. None: not counted."""
     seen: tuple[int, int, str] = (-1, 0, "")
     """What the last answer that was looked into had: hit tokens, tokens being stored, and its limit."""
 

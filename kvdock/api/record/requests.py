@@ -27,7 +27,7 @@ class Detail(msgspec.Struct, gc=False):
     hit_tokens: int = 0
     """What the last answer in the lookup's epoch had: a request that waited has asked again."""
     chunks: int = 0
-    bytes: int = 0
+    size_bytes: int = 0
     """What all answers in that epoch have leased to it."""
     loaded_us: int | None = None
     """From the answer to the lookup until all ranks had read the chunks that it leased. None: they have not."""

@@ -146,9 +146,9 @@ class Explainer:
             tokens = sum(run.tokens for run in outcome.runs if run.why == "tier_slow")
         else:
             last = lookups[-1] if lookups else None
-            broke = last.broke if last is not None else None
-            is_slow = last is not None and broke is not None and broke.why == "tier_slow"
-            tokens = broke.tokens - _came(last, 0, None) if is_slow else 0
+            broke, tokens = last.broke if last is not None else None, 0
+            if last is not None and broke is not None and broke.why == "tier_slow":
+                tokens = broke.tokens - _came(last, 0, None)
         if space is None or not tokens:
             return 0, []
         size_bytes = tokens * space.chunk_bytes / space.manifest.chunk_tokens
@@ -213,7 +213,7 @@ def _differences(mine: NamespaceRecord, other: NamespaceRecord) -> dict[str, lis
 def _story(row: RequestView, detail: Detail) -> LookupStory:
     return LookupStory(
         at=row.at, engine=row.label or row.session, tokens=row.tokens, hit_tokens=row.hit_tokens,
-        last_hit_tokens=detail.hit_tokens, chunks=detail.chunks, bytes=detail.bytes, took_us=row.took_us,
+        last_hit_tokens=detail.hit_tokens, chunks=detail.chunks, bytes=detail.size_bytes, took_us=row.took_us,
         loaded_us=detail.loaded_us, broke=detail.broke,
     )
 

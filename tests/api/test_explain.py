@@ -147,7 +147,7 @@ def test_a_prompt_that_nobody_stored_has_no_lead(client: Client) -> None:
         said = asked(engine, prompt, name)
         assert not said.elsewhere and not said.goes_on and not said.advice
         assert codes(said) == ["asked", "not_given", "starts_anew", "not_ended", "nothing_stored", "ages"]
-        assert texts(said)[-1].startswith("The server started ") and "ago, with a new pool. " in texts(said)[-1]
+        assert texts(said)[-1].startswith("The server started ") and "ago, with a new pool, so " in texts(said)[-1]
     engine.close()
     other.close()
 

@@ -133,10 +133,11 @@ class Explainer:
             yield Sentence(code="nothing_stored", text="Nothing is stored in its namespace.")
         now_ms = self._clock.now_ms()
         is_new, up_s = self._started_ms < NEW_POOL_MS, (now_ms - self._started_ms) / 1000
-        pool = "with a new pool" if is_new else f"with a pool that is {duration(now_ms / 1000)} old"
-        yield Sentence(code="ages", text=(
-            f"The server started {duration(up_s)} ago, {pool}. What was evicted before that is not known."
-        ))
+        older = (
+            "with a new pool, so nothing older is in it" if is_new else
+            f"and its pool is {duration(now_ms / 1000)} old: what was evicted before the server started is not known"
+        )
+        yield Sentence(code="ages", text=f"The server started {duration(up_s)} ago, {older}.")
 
     def _in_tiers(
         self, space: NamespaceRecord | None, lookups: Sequence[LookupStory], outcome: OutcomeView | None
@@ -221,14 +222,14 @@ def _story(row: RequestView, detail: Detail) -> LookupStory:
 def _of_tiers(tokens: int, loads: Sequence[TierLoad]) -> Iterator[Sentence]:
     if not loads:
         return
-    which = f"The lower tier {loads[0].tier} has" if len(loads) == 1 else "One of the lower tiers has"
+    which = f"The lower tier {loads[0].tier} had" if len(loads) == 1 else "One of the lower tiers had"
     took = [
         f"from {one.tier} about {one.load_ms:,.1f} ms" if one.load_ms is not None else f"{one.tier} is off now"
         for one in loads
     ]
     yield Sentence(code="in_tiers", advice="wait_for_tiers", text=(
-        f"{which} {tokens:,} of the missing tokens. Loading them would have taken, at the speed that the server has "
-        f"measured: {'; '.join(took)}."
+        f"{which} {tokens:,} of the missing tokens. Loading them would have taken, at the speed that the server "
+        f"expects: {'; '.join(took)}."
     ))
 
 
@@ -375,7 +376,7 @@ def _broke(broke: Break, start: int, asked_tokens: int) -> Iterator[Sentence]:
         ))
     elif not start:
         yield Sentence(
-            code="starts_anew", text="No prompt that is stored in its namespace has the same first chunk.",
+            code="starts_anew", text="No prompt that was stored in its namespace then had the same first chunk.",
         )
     if is_early and broke.parts is not None and (broke.at_tokens or not start):
         after = max(at, start + broke.parts.after_tokens)

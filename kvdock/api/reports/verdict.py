@@ -213,8 +213,9 @@ class Judge:
         if silent:
             names = ", ".join(session.label or session.id for session in silent[:3])
             who = f" ({names})" if judged.peer.may("read") else ""
-            text = "An engine sends no heartbeats" if len(silent) == 1 else f"{len(silent)} engines send no heartbeats"
-            yield _finding("engine_silent", "warn", f"{text}{who}, and get nothing new until they do.")
+            one = f"An engine sends no heartbeats{who}, and gets nothing new until it does."
+            many = f"{len(silent)} engines send no heartbeats{who}, and get nothing new until they do."
+            yield _finding("engine_silent", "warn", one if len(silent) == 1 else many)
 
     def _holds(self, judged: Judged) -> Iterator[Finding]:
         """A grant that is open for longer than any copy takes: what it holds cannot be evicted."""

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from api_helpers import Engine, ServerProcess, attach, eventually, kept_of, keys
+from api_helpers import MIB, Engine, ServerProcess, attach, eventually, kept_of, keys
 from server_fixtures import fresh_server
 
 from kvdock.api.record.hit_record import MOST_DAYS, MOST_MODELS, OTHERS, HitRecord, Whose
 from kvdock.api.record.hits import Answered, Missing, divided
 from kvdock.client.client import Client
-from kvdock.protocol.admin_schemas import DeleteChunks
+from kvdock.protocol.admin_schemas import ClearCache, DeleteChunks, EvictChunks
 from kvdock.protocol.hits import ComputedWhy, HitTotals, PromptRun
 from kvdock.protocol.outcomes import Outcome, OutcomeView
 from kvdock.protocol.reports import DayOfHits
@@ -134,6 +134,23 @@ def test_only_the_chunks_that_are_gone_have_their_reason(client: Client) -> None
     ended(engine, "r", 161, found_tokens=16, loaded_tokens=16)
     # The third and fourth chunk are there, behind one that is not: they would have been found with it.
     assert runs_of(client, "r") == [(16, "memory"), (48, "deleted"), (96, "never_stored"), (1, "tail")]
+    engine.close()
+
+
+def test_what_was_evicted_before_a_clear_was_cleared(client: Client) -> None:
+    engine = attach(client)
+    engine.store(keys(2))
+    client.evict(EvictChunks(free_bytes=16 * MIB))
+    engine.lookup(keys(2), "before", epoch=1)
+    client.clear(ClearCache(namespace=engine.attached.namespace))
+    engine.lookup(keys(2), "before", epoch=1)  # it has waited, and asks again
+    ended(engine, "before", 33, epoch=1)
+    assert runs_of(client, "before") == [(32, "cleared"), (1, "tail")]
+    engine.store(keys(2))
+    client.evict(EvictChunks(free_bytes=16 * MIB))
+    engine.lookup(keys(2), "after")
+    ended(engine, "after", 33)
+    assert (runs_of(client, "after")[0][1]) != "cleared", "they were stored again"
     engine.close()
 
 

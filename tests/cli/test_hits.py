@@ -110,7 +110,7 @@ def test_a_headline_and_its_findings_are_styled_and_name_the_command_that_helps(
     calm = headline(Verdict(effect="helping", headline="It helps."))
     assert (calm.plain, calm.style) == ("It helps.", "")
     died, off = map(finding_in_words, FOUND.findings)
-    assert (died.plain, died.style) == (f"! It died�. → kvdock sessions", "yellow")
+    assert (died.plain, died.style) == ("! It died�. → kvdock sessions", "yellow")
     assert (off.plain, off.style) == ("✗ The tier is off.", "red"), "the status itself says more"
 
 

@@ -1,6 +1,7 @@
 """The cost and the error of the curve, and the cost of the other observers.
 
     python -m bench.observe --json --trace FILE
+    python -m bench.observe --json --only lookups --pairs 10
 
 `mrc_error_points`: the largest difference, in percentage points, between the hit shares that the live curve predicts
 (csrc/curve/) and those of exact replays through the real chunk table with the same policy, for each size of pool and
@@ -12,7 +13,8 @@ round; it excludes the table's own. `mrc_us_per_lookup_512`: the same for lookup
 `mrc_us_per_lookup_512_found` for those of which all were seen before, after the samples have become few enough.
 
 `lookup_512_off_p50_ms`, `lookup_512_on_p50_ms`: lookups of 512 resident keys at a server without observers, and at one
-with all of them (bench/observe_lookups.py); `lookup_512_on_ratio`: the second to the first.
+with all of them (bench/observe_lookups.py); `lookup_512_on_ratios`: the second to the first, for each pair of servers,
+and `lookup_512_on_ratio` their median.
 
 Each key with `_limit` says what the one before it is wanted to be at most.
 """
@@ -24,7 +26,7 @@ import json
 import random
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from bench.observe_lookups import lookup_figures
@@ -105,9 +107,12 @@ def long_lookups_us(known_share: float) -> float:
     return min(parts[5:])
 
 
-def curve_figures(requests: Sequence[Request]) -> dict[str, float]:
-    trace = Trace(requests)
-    figures: dict[str, float] = {}
+Figures = dict[str, float | list[float]]
+
+
+def curve_figures(path: Path) -> Figures:
+    trace = Trace(read(path))
+    figures: Figures = {}
     for percent in PERCENT:
         error, took_us = trace.compared(percent)
         ending = "" if percent == PERCENT[0] else f"_{percent}"
@@ -121,21 +126,23 @@ def curve_figures(requests: Sequence[Request]) -> dict[str, float]:
     return figures
 
 
-PARTS: dict[str, Callable[[Sequence[Request]], dict[str, float]]] = {
-    "curve": curve_figures, "lookups": lambda requests: lookup_figures(),
-}
+PARTS = ("curve", "lookups")
 
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.observe", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
-    parser.add_argument("--trace", type=Path, required=True, help="JSON lines, as bench/trace.py reads them")
-    parser.add_argument("--only", nargs="+", choices=sorted(PARTS), default=sorted(PARTS))
+    parser.add_argument("--trace", type=Path, help="for the curve: JSON lines, as bench/trace.py reads them")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--pairs", type=int, default=1, help="of servers, for the lookups")
     chosen = parser.parse_args(arguments)
-    requests = read(chosen.trace)
-    figures: dict[str, float] = {}
-    for part in chosen.only:
-        figures |= PARTS[part](requests)
+    figures: Figures = {}
+    if "curve" in chosen.only:
+        if chosen.trace is None:
+            parser.error("the curve needs --trace")
+        figures |= curve_figures(chosen.trace)
+    if "lookups" in chosen.only:
+        figures |= lookup_figures(chosen.pairs)
     print(json.dumps(figures) if chosen.json else "\n".join(f"{name} {value}" for name, value in figures.items()))
     return 0
 

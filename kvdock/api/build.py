@@ -101,7 +101,7 @@ def build(
         troubles.add("left_out", OWN_TENANT, pool.left_out)
     tally = Tally(settings, pool.table, journal, Learned(curves, beginnings, answers, troubles, labels), clocks, clock)
     orders = OrderFile(Path(f"{settings.socket_path}.orders"))
-    clears = Clears(pool.table, registry, journal, orders, settings.tier_names, background)
+    clears = Clears(pool.table, registry, journal, orders, settings.tier_names, background, clock.now_ms)
     mover_client = MoverClient(
         pool, registry, tally.counters, clears, drain=drain, now_ms=clock.now_ms,
         now_s=clocks.now_s,
@@ -120,23 +120,23 @@ def build(
     sampler = Sampler(history, pool, tally, lambda: mover_client.tiers, clock, curves)
     sessions.quotas.keep = sampler.keep_quotas
     meter = Meter(tally.counters, Timings(clocks.wall_s), clocks.perf_ns, {}, journal.publish)
-    pulse = Pulse(clocks.perf_ns)
-    probes = Probes(settings, pool, registry, drain, pulse)
+    probes = Probes(settings, pool, registry, drain, pulse := Pulse(clocks.perf_ns))
     tiers = LowerTiers(lambda: mover_client.tiers, mover_client.view, mover_client.session_count)
     overview = Overview(probes, sessions, tally, history, curves, tiers, clocks.wall_s)
     contents = Contents(pool.table, registry, labels, clock, clocks.now_s)
     lists = Lists(sessions, tally.recent, tally.hits, contents, mover_client.is_mover)
+    judge = Judge(probes, tally, troubles, curves, sessions, tiers, clocks.wall_s)
     server_metrics = ServerMetrics(pool, overview, probes, meter, feeds, curves)
     handlers = Handlers(
         service=CacheService(
             sessions, tally, mover_client, clears, feeds.kv, settings.heartbeat_s, damage
         ),
         admin=Admin(settings, sessions, journal, clears, troubles, labels, contents.forget),
-        overview=overview, judge=Judge(probes, tally, troubles, curves, sessions, tiers, clocks.wall_s),
+        overview=overview, judge=judge,
         lists=lists, contents=contents,
         explainer=Explainer(Sources(tally.recent, beginnings, contents, tiers.tiers), registry, pool.table, clock),
         probes=probes,
-        metrics=Metrics(server_metrics, lists, sessions.quotas, clocks.now_s),
+        metrics=Metrics(server_metrics, lists, sessions.quotas, judge, clocks.now_s),
         events=feeds.events, kv_stream=feeds.kv_stream,
         body_limit_bytes=settings.body_limit_bytes, body_capacity=BodyCapacity.for_bodies_of(settings.body_limit_bytes),
     )

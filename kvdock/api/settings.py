@@ -153,7 +153,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     kv_events_form: KvForm = "map"
     history_interval_s: Seconds = 1.0
     history_values: Positive = 300
-    recent_requests: Positive = 256
+    recent_requests: Positive = 16_384
 
     @property
     def has_tiers(self) -> bool:

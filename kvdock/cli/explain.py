@@ -39,6 +39,8 @@ def show_explanation(server: str, *, request: str, session: str, as_json: bool, 
     if as_json:
         print_json(console, found)
         return
+    if found.request != request:
+        say(console, Text(f"request {printable(found.request)}", style="bold"))
     for sentence in found.sentences:
         say(console, printable(sentence.text))
     if found.advice:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -122,14 +123,20 @@ def _bounds(wanted: Wanted, now_s: float) -> tuple[float, float]:
 
 
 def _fetched(client: Client, over: Over | None, since_s: float, now_s: float) -> Stats:
-    """The series of `over`. None: the finest ones that reach back to `since_s`, or else the longest."""
+    """The series of `over`. None: the finest ones that reach back to `since_s`, or else furthest."""
     if over is not None or not since_s:
         return client.stats(over or "hours")
+    longest: Stats | None = None
+    began_s = math.inf
     for level in LEVELS:
         stats = client.stats(level)
-        if now_s - stats.age_s - length(stats) * stats.interval_s <= since_s:
+        count = length(stats)
+        from_s = now_s - stats.age_s - count * stats.interval_s if count else math.inf
+        if longest is None or from_s < began_s:
+            longest, began_s = stats, from_s
+        if from_s <= since_s:
             break
-    return stats
+    return longest or stats
 
 
 def part_of(stats: Stats, now_s: float, since_s: float, until_s: float) -> Stats:

@@ -449,8 +449,11 @@ class LookupStory(Answer, kw_only=True):
     """Its label, or its session."""
     tokens: int
     hit_tokens: int
+    last_hit_tokens: int
+    """What the last answer in its epoch had: a request that waits asks again."""
     chunks: int
     bytes: int
+    """What all of these answers have leased."""
     took_us: int
     loaded_us: int | None
     """Time from the answer until all ranks had read the chunks that it leased; None: they have not, or there was no

@@ -1,7 +1,7 @@
 """What an operator should know first: whether the server helps, by how much, and what to do about what goes wrong.
 
-The page, `kvdock status`, `kvdock doctor` and the documented alerts read this. docs/operate/runbook.md explains each
-finding.
+The page, `kvdock status`, `kvdock doctor` and, by `kvdock_finding` of the metrics, the alerts read this.
+docs/operate/runbook.md explains each finding.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ not_reported: engines look up, and none has reported the end of a request. not_r
 FindingCode = Literal[
     "not_ready", "loads_cost_time", "tier_off", "engine_died", "engine_silent", "chunks_damaged", "engine_misreads",
     "pool_left_out", "server_failed", "thrashing", "shares_nothing", "share_fell", "tier_too_slow",
-    "full_of_one_tenant", "mover_silent",
+    "full_of_one_tenant", "grants_old", "mover_silent",
 ]
 
 TroubleKind = Literal["died", "damaged", "misread", "left_out", "failed"]
@@ -29,9 +29,9 @@ as damaged, a pool that was left out at the start, and background work of the se
 
 REMEDIES: Final[dict[FindingCode, str]] = {
     "not_ready": "kvdock status",
-    "loads_cost_time": "kvdock bench",
-    "tier_off": "kvdock status",
-    "engine_died": "kvdock sessions",
+    "loads_cost_time": "kvdock top",
+    "tier_off": "kvdock doctor",
+    "engine_died": "kvdock events --kinds dead,suspect",
     "engine_silent": "kvdock sessions",
     "chunks_damaged": "kvdock events --kinds mismatched",
     "engine_misreads": "kvdock events --kinds mismatch_refuted",
@@ -41,7 +41,8 @@ REMEDIES: Final[dict[FindingCode, str]] = {
     "shares_nothing": "kvdock cached",
     "share_fell": "kvdock saved",
     "tier_too_slow": "kvdock status",
-    "full_of_one_tenant": "kvdock config",
+    "full_of_one_tenant": "kvdock quota",
+    "grants_old": "kvdock leases",
     "mover_silent": "kvdock doctor",
 }
 """The command that shows more, or that mends it."""

@@ -59,7 +59,7 @@ let status = null;
  */
 const panels = [
   {
-    id: "verdict", needs: [], uses: ["verdict"], glances: ["sessions", "leases", "config"],
+    id: "verdict", needs: [], uses: ["verdict"], glances: ["config"],
     view: (root) => mountVerdict(root, changed),
   },
   { id: "tiles", needs: [], glances: ["stats", "sessions", "leases"], view: mountTiles },

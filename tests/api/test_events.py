@@ -368,7 +368,7 @@ def test_a_full_pool_in_a_steady_state_logs_nothing(caplog: pytest.LogCaptureFix
         for at in (0.0, 1.0, 3000.0, 6000.0, 9000.0, 12600.0):
             log.take(Evicted(chunks=1, by_operator=0, total=7, at=at))
             log.take(Evicted(chunks=2, by_operator=2, total=9, at=at + 0.5))
-    full = "the pool is full: from now on chunks are evicted for others, 7 since the start"
+    full = "chunks are evicted from now on, for room in the pool or in a tenant's quota: 7 since the start"
     asked = "an operator has evicted 2 chunks"
     assert [one.getMessage() for one in caplog.records] == [full, *[asked] * 5, full, asked]
 

@@ -147,7 +147,7 @@ def test_a_prompt_that_nobody_stored_has_no_lead(client: Client) -> None:
         said = asked(engine, prompt, name)
         assert not said.elsewhere and not said.goes_on and not said.advice
         assert codes(said) == ["asked", "not_given", "starts_anew", "not_ended", "nothing_stored", "ages"]
-        assert texts(said)[-1].startswith("The server started ") and "ago, with a new pool. " in texts(said)[-1]
+        assert texts(said)[-1].startswith("The server started ") and "ago, with a new pool, so " in texts(said)[-1]
     engine.close()
     other.close()
 
@@ -247,7 +247,7 @@ def test_a_request_is_found_by_how_its_id_begins_and_by_its_trace(client: Client
     trace = "4bf92f3577b34da6a3ce929d0e0e4736"
     engine.lookup(keys(1), "chatcmpl-abc-0-1a2b3c4d", traceparent=f"00-{trace}-00f067aa0ba902b7-01")
     engine.lookup(keys(1), "chatcmpl-xyz")
-    for name in ("chatcmpl-abc", "chatcmpl-abc-0-1a2b3c4d", trace, trace.upper()):
+    for name in ("chatcmpl-abc", "chatcmpl-abc-0-1a2b3c4d", trace, trace.upper(), f"00-{trace}-00f067aa0ba902b7-01"):
         assert client.explain(name).request == "chatcmpl-abc-0-1a2b3c4d", name
     engine.close()
 
@@ -262,7 +262,17 @@ def test_misses_are_remembered_when_the_list_has_forgotten_them() -> None:
         assert "missed" not in {row.request for row in client.requests(limit=100).requests}
         said = client.explain("missed")
         assert said.outcome is not None and [run.why for run in said.outcome.runs] == ["never_stored", "tail"]
+        assert broken(client, "other-30").why == "never_stored", "nor is one whose engine reports no ends"
         engine.close()
+
+
+def test_hits_are_remembered_for_minutes(client: Client) -> None:
+    engine = attach(client)
+    engine.store(keys(1))
+    for number in range(2000):  # those of 40 s of a busy server
+        engine.release(engine.lookup(keys(1), f"hit-{number}").lease, 0)
+    assert client.explain("hit-0").lookups[0].hit_tokens == 16
+    engine.close()
 
 
 def test_what_stores_pushed_out(client: Client) -> None:
@@ -303,7 +313,7 @@ def test_what_an_operator_evicted() -> None:
         assert broken(client, "r1").why == "evicted"
         assert "an operator evicted them" in " ".join(one.text for one in client.explain("r1").sentences)
         eventually(lambda: "an operator has evicted 1 chunks" in server.log_text())
-        assert "the pool is full" not in server.log_text()
+        assert "for room in the pool" not in server.log_text()
         engine.close()
 
 
@@ -374,6 +384,25 @@ def test_what_another_engine_is_storing(client: Client) -> None:
     engine.lookup([*keys(3), *keys(1, "new")], "r2")
     engine.heartbeat(outcomes=[Outcome(request="r2", prompt_tokens=70, found_tokens=48, loaded_tokens=48)])
     assert "waited" not in codes(client.explain("r2")), "what was there at once was not waited for"
+    engine.close()
+    other.close()
+
+
+def test_what_was_waited_for_is_told_of_an_engine_that_reports_no_ends(client: Client) -> None:
+    engine, other = attach(client), attach(client)
+    other.store(keys(1))
+    granted = other.reserve(keys(3))
+    engine.lookup(keys(3), "r1")
+    other.commit(granted)
+    engine.release(engine.lookup(keys(3), "r1").lease, 0)
+    said = client.explain("r1")
+    assert texts(said)[1] == (
+        "Of the 32 tokens after the first 16, 32 came while the request waited: another engine computed and stored "
+        "them."
+    )
+    (story,) = said.lookups
+    assert (story.hit_tokens, story.last_hit_tokens, story.chunks, story.bytes) == (16, 48, 3, 3 * 16384)
+    assert "3 chunks (48.0 KiB)" in texts(said)[2]
     engine.close()
     other.close()
 

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from api_helpers import Engine, ServerProcess, attach, eventually, kept_of, keys
+from api_helpers import MIB, Engine, ServerProcess, attach, eventually, kept_of, keys
 from server_fixtures import fresh_server
 
-from kvdock.api.record.hit_record import MOST_DAYS, MOST_MODELS, OTHERS, HitRecord
+from kvdock.api.record.hit_record import MOST_DAYS, MOST_MODELS, OTHERS, HitRecord, Whose
 from kvdock.api.record.hits import Answered, Missing, divided
 from kvdock.client.client import Client
-from kvdock.protocol.admin_schemas import DeleteChunks
+from kvdock.protocol.admin_schemas import ClearCache, DeleteChunks, EvictChunks
 from kvdock.protocol.hits import ComputedWhy, HitTotals, PromptRun
 from kvdock.protocol.outcomes import Outcome, OutcomeView
 from kvdock.protocol.reports import DayOfHits
@@ -137,6 +137,23 @@ def test_only_the_chunks_that_are_gone_have_their_reason(client: Client) -> None
     engine.close()
 
 
+def test_what_was_evicted_before_a_clear_was_cleared(client: Client) -> None:
+    engine = attach(client)
+    engine.store(keys(2))
+    client.evict(EvictChunks(free_bytes=16 * MIB))
+    engine.lookup(keys(2), "before", epoch=1)
+    client.clear(ClearCache(namespace=engine.attached.namespace))
+    engine.lookup(keys(2), "before", epoch=1)  # it has waited, and asks again
+    ended(engine, "before", 33, epoch=1)
+    assert runs_of(client, "before") == [(32, "cleared"), (1, "tail")]
+    engine.store(keys(2))
+    client.evict(EvictChunks(free_bytes=16 * MIB))
+    engine.lookup(keys(2), "after")
+    ended(engine, "after", 33)
+    assert (runs_of(client, "after")[0][1]) != "cleared", "they were stored again"
+    engine.close()
+
+
 def test_prompts_that_are_shorter_than_a_chunk_count(client: Client) -> None:
     engine = attach(client)
     for number in range(100):
@@ -220,15 +237,15 @@ def test_days_go_on_in_the_next_server() -> None:
     first = HitRecord(lambda: now["s"])
     loaded = PromptRun(tokens=60, origin="loaded", source="disk")
     computed = PromptRun(tokens=40, origin="computed", why="room")
-    first.ended("a", "llama", outcome_of(100, loaded, computed, saved_s=2.0))
+    first.ended(Whose("a", "llama", "e"), outcome_of(100, loaded, computed, saved_s=2.0))
     now["s"] += 86_400
-    first.ended("a", "llama", outcome_of(60, loaded, saved_s=-3.0))
+    first.ended(Whose("a", "llama", "e"), outcome_of(60, loaded, saved_s=-3.0))
     first.kept()
-    first.ended("b", "gemma", outcome_of(40, computed))
+    first.ended(Whose("b", "gemma", "e"), outcome_of(40, computed))
     second = HitRecord(lambda: now["s"])
     second.take_over(first.kept())
     assert second.days(lambda tenant: True) == first.days(lambda tenant: True) != []
-    second.ended("a", "llama", outcome_of(60, loaded, saved_s=1.0))
+    second.ended(Whose("a", "llama", "e"), outcome_of(60, loaded, saved_s=1.0))
     yesterday, today = second.days(lambda tenant: tenant == "a")
     assert (yesterday.hits.prompt_tokens, yesterday.hits.loaded, yesterday.hits.saved_s) == (100, {"disk": 60}, 2.0)
     assert (today.hits.requests, today.hits.loaded, today.hits.saved_s) == (2, {"disk": 120}, -2.0)
@@ -239,11 +256,11 @@ def test_models_and_days_beyond_what_is_counted_apart_are_bounded() -> None:
     now = {"s": 1_764_000_000.0}
     record = HitRecord(lambda: now["s"])
     for number in range(MOST_MODELS + 10):
-        record.ended("", f"model {number}", outcome_of(1, PromptRun(tokens=1, origin="local")))
+        record.ended(Whose("", f"model {number}", "e"), outcome_of(1, PromptRun(tokens=1, origin="local")))
     assert len(record.by_model) == MOST_MODELS + 1 and record.by_model[OTHERS].requests == 10
     for _ in range(MOST_DAYS + 5):
         now["s"] += 86_400
-        record.ended("", "m", outcome_of(1, PromptRun(tokens=1, origin="local")))
+        record.ended(Whose("", "m", "e"), outcome_of(1, PromptRun(tokens=1, origin="local")))
     assert len({day.date for day in record.days(lambda tenant: True)}) == MOST_DAYS
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import tracemalloc
 from contextlib import closing
 from typing import Any
@@ -156,7 +157,7 @@ def test_nothing_is_remembered_of_requests_that_are_not_listed_any_more() -> Non
     after, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert after - before < 200_000, "about what a hundred rows take"
-    listed, _ = recent.view(1000, 0, lambda tenant: True)
+    listed, _ = asyncio.run(recent.view(1000, 0, lambda tenant: True))
     assert len(listed) == 100
     assert set(recent._without_outcome) | set(recent._with_outcome) <= {("s", one.request) for one in listed}
 

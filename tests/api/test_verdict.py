@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
-from api_helpers import MIB, Engine, ServerProcess, attach, eventually, keys
+from api_helpers import MIB, NOBODYS, Engine, ServerProcess, access_file, attach, eventually, keys, raw
 from server_fixtures import fresh_server
 
+from kvdock.api.access.access_file import entry
+from kvdock.api.record.hit_record import MOST_ENGINES, Lately, Whose
 from kvdock.api.record.troubles import Troubles
+from kvdock.api.reports import verdict as rules
 from kvdock.api.reports.verdict import fall_of
 from kvdock.client.client import Client
 from kvdock.protocol import schemas as s
 from kvdock.protocol.hits import HitTotals
-from kvdock.protocol.outcomes import Outcome
+from kvdock.protocol.outcomes import Outcome, OutcomeView
 from kvdock.protocol.reports import DayOfHits
 from kvdock.protocol.verdict import REMEDIES, Verdict
 
 server = fresh_server()
+TEAM_A = "team-a-" + "1" * 32
 
 
 def ended(engine: Engine, prompt: int, **more: Any) -> None:
@@ -25,8 +32,14 @@ def ended(engine: Engine, prompt: int, **more: Any) -> None:
 
 
 def codes(found: Verdict) -> list[str]:
-    assert all(finding.remedy == REMEDIES[finding.code] for finding in found.findings)
+    assert all(finding.remedy.startswith(REMEDIES[finding.code]) for finding in found.findings)
     return [finding.code for finding in found.findings]
+
+
+def metrics(server: ServerProcess) -> dict[str, float]:
+    """`kvdock_finding` by code, as a scraper without a token sees it."""
+    text = raw(server.http, "GET", "/metrics", headers=NOBODYS)[2].decode()
+    return {code: float(value) for code, value in re.findall(r'^kvdock_finding\{code="(\w+)"\} (\S+)$', text, re.M)}
 
 
 def test_the_headline_says_whether_it_helps_and_by_how_much(client: Client) -> None:
@@ -91,7 +104,7 @@ def test_engines_of_one_model_that_share_nothing_are_named_with_what_differs(cli
         for model, dtype in (("/models/Llama", "bfloat16"), ("meta/llama", "float8_e4m3fn"), ("other", "float16"))
     ]
     for engine in engines:
-        for number in range(20):
+        for number in range(8):
             engine.lookup(keys(40, f"{number}"), f"r{number}")
     (finding,) = client.verdict().findings
     assert finding.code == "shares_nothing"
@@ -109,8 +122,100 @@ def test_a_pool_that_is_too_small_for_what_comes_again_is_thrashing() -> None:
                 engine.lookup(keys(8, f"{number}"), f"{round_}-{number}")
                 engine.store(keys(8, f"{number}"))
         (finding,) = client.verdict().findings
+        assert metrics(server)["thrashing"] == 1 and metrics(server)["tier_off"] == 0
         assert finding.code == "thrashing" and finding.remedy == "kvdock size"
         assert finding.cost_share > 0.5 and "2 times as large" in finding.text
+        engine.close()
+
+
+@pytest.mark.parametrize("more", [{"cache_salt": "mine"}, {"adapter": "mine"}, {"layers": 4}])
+def test_engines_that_are_apart_on_purpose_are_no_finding(client: Client, more: dict[str, Any]) -> None:
+    """A salt and an adapter keep engines apart, and another number of layers is another model."""
+    engines = [attach(client, model="/a/snapshot"), attach(client, model="/a/snapshot", **more)]
+    for engine in engines:
+        for number in range(8):
+            engine.lookup(keys(40, f"{number}"), f"r{number}")
+    assert client.verdict().findings == []
+    for engine in engines:
+        engine.close()
+
+
+def test_one_engine_with_dear_loads_is_named_beside_others_that_save_more(client: Client) -> None:
+    good, dear = attach(client, label="good"), attach(client, label="dear")
+    ended(good, 100_000, loaded_tokens=90_000, load_us=10_000, prefill_tokens_per_s=100.0)
+    for _ in range(2):
+        ended(dear, 1000, loaded_tokens=500, load_us=30_000_000, prefill_tokens_per_s=100.0)
+    found = client.verdict()
+    assert (found.effect, codes(found)) == ("helping", ["loads_cost_time"])
+    assert "In the last hour, loads of dear took 50.0 s longer" in found.findings[0].text
+    assert found.findings[0].cost_share == pytest.approx(1000 / 102_000)
+    good.close()
+    dear.close()
+
+
+def test_the_last_hour_has_what_ended_in_it_by_engine() -> None:
+    now = {"s": 1_764_000_000.0}
+    lately = Lately(lambda: now["s"])
+    for number in range(30):
+        engine = Whose("a" if number % 2 else "b", "m", "e")
+        lately.ended(engine, OutcomeView(prompt_tokens=1, local_tokens=0, found_tokens=0, loaded_tokens=0))
+        now["s"] += 300
+    found = lately.sums(lambda tenant: True)
+    assert {engine.tenant: hits.prompt_tokens for engine, hits in found.items()} == {"a": 6, "b": 6}
+    assert set(lately.sums(lambda tenant: tenant == "a")) == {Whose("a", "m", "e")}
+    now["s"] += 3600
+    assert lately.sums(lambda tenant: True) == {}
+    for number in range(MOST_ENGINES + 5):
+        lately.ended(Whose("", "m", f"{number}"), OutcomeView(
+            prompt_tokens=1, local_tokens=0, found_tokens=0, loaded_tokens=0
+        ))
+    assert len(lately.sums(lambda tenant: True)) == MOST_ENGINES + 1
+
+
+def test_a_pool_full_of_one_tenant_is_told_if_others_lost_chunks_to_it() -> None:
+    with TemporaryDirectory() as folder:
+        tokens = access_file(Path(folder), entry("a", TEAM_A, ["engine"], "team-a"))
+        with ServerProcess(access_file=str(tokens)) as server, Client(server.unix) as client:
+            mine = attach(client, groups=(s.Group(part_bytes=MIB),))
+            with Client(server.http, access_token=TEAM_A) as theirs:
+                other = attach(theirs, groups=(s.Group(part_bytes=MIB),))
+                mine.store(keys(1, "mine"))
+                for number in range(20):
+                    other.store(keys(1, f"{number}"))
+                other.lookup(keys(1, "0"), "own")
+                other.heartbeat(outcomes=[Outcome(request="own", prompt_tokens=16, why="")])
+                assert client.verdict().findings == [], "they evicted only their own"
+                mine.lookup(keys(1, "mine"), "lost")
+                mine.heartbeat(outcomes=[Outcome(request="lost", prompt_tokens=16, why="")])
+                (finding,) = client.verdict().findings
+                assert finding.code == "full_of_one_tenant" and "100 % of what is stored is of the tenant team-a" in (
+                    finding.text
+                ) and "others computed 16 tokens" in finding.text
+                assert finding.remedy.startswith("kvdock quota team-a --bytes 50% --namespaces "), "others stay"
+                other.close()
+            mine.close()
+
+
+def impatient() -> None:
+    rules.OLD_GRANT_S = 0.0
+
+
+class Impatient(ServerProcess):
+    before = staticmethod(impatient)
+
+
+def test_a_lease_that_nobody_gives_back_is_named() -> None:
+    with Impatient() as server, Client(server.unix) as client:
+        engine = attach(client, label="engine A")
+        engine.store(keys(1))
+        assert client.verdict().findings == []
+        lease = engine.lookup(keys(1), "r").lease
+        eventually(lambda: codes(client.verdict()) == ["grants_old"])
+        assert client.verdict().findings[0].text.startswith("A lease of engine A is open for ")
+        with Client(server.http) as nobody:
+            assert "engine A" not in nobody.verdict().findings[0].text
+        engine.release(lease, 0)
+        assert client.verdict().findings == []
         engine.close()
 
 
@@ -118,34 +223,37 @@ def test_a_pool_that_is_too_small_for_what_comes_again_is_thrashing() -> None:
 
 
 @pytest.mark.parametrize("count", [1, 100])
-def test_only_the_last_troubles_are_kept(count: int) -> None:
+def test_only_the_last_troubles_of_a_kind_are_kept(count: int) -> None:
     now = {"s": 0.0}
     troubles = Troubles(lambda: now["s"])
+    troubles.add("misread", "", "another kind")
     for number in range(count):
         now["s"] = float(number)
         troubles.add("died", "", f"engine {number}")
     found = troubles.since("died", -1.0)
     assert len(found) == min(count, 64) and found[-1].who == f"engine {count - 1}"
-    assert troubles.since("damaged", -1.0) == []
+    assert troubles.since("damaged", -1.0) == [] and len(troubles.since("misread", -1.0)) == 1
     assert troubles.since("died", now["s"]) == []
 
 
-@pytest.mark.parametrize(("shares", "prompt", "wanted"), [
-    ((0.6, 0.6, 0.1), 1_000_000, (0.1, 0.6, 2)),
-    ((0.6, 0.6, 0.5), 1_000_000, None),
-    ((0.6, 0.1), 1000, None),
-    ((0.1,), 1_000_000, None),
-    ((0.0, 0.0), 1_000_000, None),
-    ((0.9, *[0.5] * 7, 0.2), 1_000_000, (0.2, 0.5, 7)),
+@pytest.mark.parametrize(("shares", "prompt", "today", "wanted"), [
+    ((0.6, 0.6, 0.1), 1_000_000, 12, (0.1, 0.6, 2)),
+    ((0.6, 0.6, 0.1), 1_000_000, 13, None),  # nothing was asked today
+    ((0.6, 0.6, 0.5), 1_000_000, 12, None),
+    ((0.6, 0.1), 1000, 11, None),
+    ((0.1,), 1_000_000, 10, None),
+    ((0.0, 0.0), 1_000_000, 11, None),
+    ((0.9, *[0.5] * 7, 0.2), 1_000_000, 18, (0.2, 0.5, 7)),
+    ((0.9, None, None, None, None, None, None, None, 0.2), 1_000_000, 18, None),  # eight days ago is no week ago
 ])
 def test_a_day_is_compared_with_the_week_before(
-    shares: tuple[float, ...], prompt: int, wanted: tuple[float, float, int] | None
+    shares: tuple[float | None, ...], prompt: int, today: int, wanted: tuple[float, float, int] | None
 ) -> None:
     days = [
         DayOfHits(date=f"2026-11-{10 + number}", tenant="", model="m", hits=HitTotals(
             requests=1, prompt_tokens=prompt, loaded={"memory": round(share * prompt)},
-        )) for number, share in enumerate(shares)
+        )) for number, share in enumerate(shares) if share is not None
     ]
-    found = fall_of(days)
+    found = fall_of(days, f"2026-11-{today}")
     assert found == (None if wanted is None else pytest.approx(wanted))
-    assert fall_of([]) is None
+    assert fall_of([], "2026-11-10") is None

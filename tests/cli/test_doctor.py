@@ -120,7 +120,7 @@ def test_it_judges_the_server_that_commands_use(server: ServerProcess, tmp_path:
         ):
             assert found["server"]["level"] == "ok" and server.unix in found["server"]["found"]
             assert found["cache"]["level"] == "problem" and "longer than computing" in found["cache"]["found"]
-            assert found["cache"]["advice"] == "`kvdock bench`"
+            assert found["cache"]["advice"] == "`kvdock top`"
         engine.close()
 
 

@@ -123,12 +123,20 @@ def test_every_remedy_is_a_command(command: str) -> None:
     assert {option for option in options if option.startswith("--")} <= flags
 
 
+def test_a_request_that_is_found_by_how_its_id_begins_is_named(server: ServerProcess, client: Client) -> None:
+    engine = attach(client)
+    engine.lookup(keys(1), "chatcmpl-abc-0-1a2b3c4d")
+    assert said(server, "explain", "chatcmpl-abc")[0] == "request chatcmpl-abc-0-1a2b3c4d"
+    assert said(server, "explain", "chatcmpl-abc-0-1a2b3c4d")[0].startswith("At ")
+    engine.close()
+
+
 def test_a_finding_is_shown_until_it_is_acknowledged(server: ServerProcess, client: Client) -> None:
     attach(client, label="gone\u202e").close()
     eventually(lambda: client.verdict().findings != [])
     lines = said(server, "status")
     assert lines[1].startswith("! An engine's process ended without leaving (gone�) at ")
-    assert lines[1].endswith(" → kvdock sessions")
+    assert lines[1].endswith(f" → {REMEDIES['engine_died']}")
     assert any("ended without leaving (gone�) at " in line for line in said(server, "top", "--once"))
     assert said(server, "acknowledge") == ["1 event acknowledged: dead engines, damage, pools left out"]
     assert json.loads(kvdock("acknowledge", "--json", "--server", server.unix).stdout) == {"troubles": 0}
@@ -318,6 +326,8 @@ def test_history_of_a_part_has_a_row_for_each_step(server: ServerProcess, client
     assert len(named["series"][0]["values"]) in (9, 10, 11) and named["interval_s"] == pytest.approx(0.1)
     first, = said(server, "history", "--over", "minutes", "--to", "2020-01-01")
     assert first.startswith("nothing was measured in that time: the history of 100.0 ms a value begins at ")
+    before = said(server, "history", "--from", "-10min", "--step", "1s")
+    assert len(before) >= 3, "a server that began later has what there is, as fine as it is"
     whole = json.loads(kvdock("history", "--over", "minutes", "--json", "--server", server.unix).stdout)
     assert whole["interval_s"] == 0.1 and len(whole["series"][0]["values"]) >= 20
 

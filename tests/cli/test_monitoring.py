@@ -21,6 +21,7 @@ from kvdock.protocol.admin_schemas import DrainServer
 from kvdock.protocol.errors import CODES
 from kvdock.protocol.hits import COMPUTED, MEMORY, WAITED
 from kvdock.protocol.outcomes import Outcome
+from kvdock.protocol.verdict import REMEDIES
 
 FOLDER = ROOT / "examples/monitoring"
 ALERTS: list[dict[str, Any]] = [
@@ -36,7 +37,7 @@ EXPRESSIONS = [
 OF_SCRAPES = {"up": {"job", "instance"}}
 """What Prometheus itself adds: metrics with their labels."""
 VALUES: dict[str, set[str]] = {
-    "why": set(COMPUTED), "source": {"local", MEMORY, WAITED, "disk", "computed"}, "code": set(CODES),
+    "why": set(COMPUTED), "source": {"local", MEMORY, WAITED, "disk", "computed"}, "code": {*CODES, *REMEDIES},
     "route": {"/v1/lookups"}, "job": {"kvdock"}, "instance": {"$instance"}, "tenant": {"$tenant"}, "model": {"$model"},
     "le": {"0.0"},
 }

@@ -62,7 +62,9 @@ ROOMS = {
              # Of the records only values: what writes them is behind kvdock/api/reports/recorded.py.
              "api.record.counted.Counted", "api.record.counters.Counters", "api.record.labels.Chunk",
              "api.record.beginnings.Alike", "api.record.beginnings.Held", "api.record.requests.Detail",
-             "api.record.timings.Buckets", "api.record.timings.RouteTimes", "api.record.troubles.Trouble"),
+             "api.record.timings.Buckets", "api.record.timings.RouteTimes", "api.record.troubles.Trouble",
+             "api.record.troubles.MOST_TROUBLES",
+             "api.record.hit_record.Whose"),
         never=("fastapi", "starlette"),
     ),
     "api/http": Room(

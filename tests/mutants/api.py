@@ -105,7 +105,7 @@ MUTANTS = (
     ),
     Mutant(
         "P74", "requests that are not listed any more are remembered", "kvdock/api/record/requests.py",
-        "            self._forget(self._ring.pop()[1])\n", "            self._ring.pop()\n",
+        "            self._forget(oldest[1])\n", "",
         ("tests/api/test_outcomes.py", "-k", "remembered"),
         "test_nothing_is_remembered_of_requests_that_are_not_listed_any_more",
     ),

@@ -169,8 +169,8 @@ def explanation(request: str, **more: Any) -> Explanation:
         at_tokens=4096, tokens=2048, why="room", in_words=COMPUTED["room"], gone_s=95.0, unused_s=4_000.0,
     )
     looked = LookupStory(
-        at=1_700_000_000.0, engine="vllm-prod-0", tokens=8192, hit_tokens=4096, chunks=16, bytes=32 * MIB, took_us=420,
-        loaded_us=12_300, broke=broke,
+        at=1_700_000_000.0, engine="vllm-prod-0", tokens=8192, hit_tokens=4096, last_hit_tokens=4096, chunks=16,
+        bytes=32 * MIB, took_us=420, loaded_us=12_300, broke=broke,
     )
     told = Outcome(request=request, prompt_tokens=8200, local_tokens=1024, found_tokens=4096, loaded_tokens=3072)
     body = Explanation(

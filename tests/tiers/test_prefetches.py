@@ -286,8 +286,8 @@ def test_which_tier_has_what_a_request_lacks_and_what_loading_it_would_have_take
     assert loads_in.tier == tier.name and loads_in.load_ms == pytest.approx(took_ms, rel=1e-6)
     (sentence,) = [one for one in said.sentences if one.code == "in_tiers"]
     assert sentence.advice == "wait_for_tiers" and sentence.text == (
-        f"The lower tier {tier.name} has {6 * CHUNK_TOKENS} of the missing tokens. Loading them would have taken, at "
-        f"the speed that the server has measured: from {tier.name} about {took_ms:,.1f} ms."
+        f"The lower tier {tier.name} had {6 * CHUNK_TOKENS} of the missing tokens. Loading them would have taken, at "
+        f"the speed that the server expects: from {tier.name} about {took_ms:,.1f} ms."
     )
     engine.lookup(engine.chain(2), "new")
     new = engine.client.explain("new")

@@ -49,7 +49,7 @@ SENTENCES: dict[type[e.Event], Sentence] = {
         lambda event: (event.route or "no route", shown(event.detail)),
     ),
     e.Evicted: Sentence(
-        logging.INFO, "the pool is full: from now on chunks are evicted for others, %d since the start",
+        logging.INFO, "chunks are evicted from now on, for room in the pool or in a tenant's quota: %d since the start",
         lambda event: (event.total,),
     ),
     e.Mismatched: Sentence(

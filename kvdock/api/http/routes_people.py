@@ -228,7 +228,7 @@ Begins = Annotated[str, Query(alias="request", max_length=256, description="How 
 async def list_requests(
     request: Request, limit: Limit = DEFAULT_LIMIT, cursor: Cursor = 0, begins: Begins = ""
 ) -> Response:
-    return answer(handlers_of(request).lists.requests(peer_of_call(request), limit, cursor, begins))
+    return answer(await handlers_of(request).lists.requests(peer_of_call(request), limit, cursor, begins))
 
 
 Kinds = Annotated[str, Query(max_length=1024, description="Kinds of events, separated by commas; empty: all")]

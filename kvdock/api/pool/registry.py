@@ -50,6 +50,8 @@ class NamespaceUse(Struct, gc=False):
     engines attached to an earlier server and have not reported it yet."""
     served_model_name: str = ""
     """The name of the model for the users of the engine that came last, of those that have named it."""
+    cleared_ms: int = -1
+    """When it was cleared last, on the server clock; -1: not since this server's start."""
 
 
 class NamespaceRecord(Struct, frozen=True, eq=False, gc=False):

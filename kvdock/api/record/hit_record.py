@@ -7,8 +7,9 @@ Used from the event loop only.
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable
+from typing import NamedTuple
 
 import msgspec
 
@@ -25,25 +26,77 @@ Key = tuple[str, str]
 """(tenant, model)"""
 
 
+LATELY_S, SPANS_LATELY = 3600.0, 12
+MOST_ENGINES = 256
+"""Engines that are counted apart in each span of the last hour; the others are together."""
+
+
+class Whose(NamedTuple):
+    """Whose requests have ended. `name`: its label or session."""
+
+    tenant: str
+    model: str
+    name: str
+
+
+OTHER_ENGINES = Whose(*OTHERS, OTHERS[1])
+
+
+class Lately:
+    """The last hour by engine, in spans of five minutes: what is right or wrong now, whatever was before."""
+
+    def __init__(self, wall_s: Callable[[], float]) -> None:
+        self._wall_s = wall_s
+        self._spans: deque[tuple[float, dict[Whose, Hits]]] = deque(maxlen=SPANS_LATELY)
+        """Each with its beginning, in Unix seconds."""
+
+    def ended(self, engine: Whose, outcome: OutcomeView) -> None:
+        now_s = self._wall_s()
+        if not self._spans or not 0 <= now_s - self._spans[-1][0] < LATELY_S / SPANS_LATELY:
+            self._spans.append((now_s, {}))
+        _, span = self._spans[-1]
+        if engine not in span and len(span) >= MOST_ENGINES:
+            engine = OTHER_ENGINES
+        span.setdefault(engine, Hits()).ended(outcome)
+
+    def sums(self, sees: Callable[[str], bool]) -> dict[Whose, Hits]:
+        """What engines did whose tenants the caller sees."""
+        now_s, found = self._wall_s(), dict[Whose, Hits]()
+        for began_s, span in self._spans:
+            if abs(now_s - began_s) <= LATELY_S:
+                for engine, hits in span.items():
+                    if sees(engine.tenant):
+                        found.setdefault(engine, Hits()).add(hits.view())
+        return found
+
+
 class HitRecord:
     """`wall_s`: Unix seconds; days are those of the server's time zone."""
 
     def __init__(self, wall_s: Callable[[], float] = time.time) -> None:
         self.total = Hits()
         self.by_model: dict[Key, Hits] = {}
+        self.lately = Lately(wall_s)
         self._wall_s = wall_s
         self._days: OrderedDict[str, dict[Key, Hits]] = OrderedDict()
         """By date, as 2026-11-25; the oldest first."""
         self._encoded: dict[str, msgspec.Raw] = {}
         """Days that are over, as they are kept: to encode all of them each minute would take too long."""
 
-    def ended(self, tenant: str, model: str, outcome: OutcomeView) -> None:
+    def ended(self, engine: Whose, outcome: OutcomeView) -> None:
+        tenant, model, _ = engine
         self.total.ended(outcome)
+        self.lately.ended(engine, outcome)
         _of(self.by_model, (tenant, model)).ended(outcome)
-        today = time.strftime("%Y-%m-%d", time.localtime(self._wall_s()))
+        today = self.today
         if today not in self._days:
             self._add_day(today)
         _of(self._days[today], (tenant, model)).ended(outcome)
+
+    @property
+    def today(self) -> str:
+        """As dates of days are written."""
+        return date_of(self._wall_s())
 
     def _add_day(self, date: str) -> None:
         self._days[date] = {}
@@ -85,6 +138,11 @@ class HitRecord:
                 if day.date not in self._days:
                     self._add_day(day.date)
                 _of(self._days[day.date], (day.tenant, day.model)).add(day.hits)
+
+
+def date_of(wall_s: float) -> str:
+    """As 2026-11-25, in the server's time zone."""
+    return time.strftime("%Y-%m-%d", time.localtime(wall_s))
 
 
 def _of(by_model: dict[Key, Hits], key: Key) -> Hits:

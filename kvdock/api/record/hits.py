@@ -16,6 +16,7 @@ import msgspec
 
 from kvdock._core import Lookup as Found, Table
 from kvdock.api.pool.registry import NamespaceRecord, SessionRecord
+from kvdock.api.record.requests import Detail
 from kvdock.protocol.hits import COMPUTED, MEMORY, WAITED, ComputedWhy, PromptRun
 from kvdock.protocol.mover_schemas import split_keys
 from kvdock.protocol.outcomes import Outcome
@@ -31,6 +32,10 @@ MOST_BROUGHT = 65_536
 MOST_JUDGED = 4096
 """Chunks behind a hit that are looked into one by one, so that no turn of the event loop is long. Those behind them
 have the reason of the last one."""
+
+STAYS_THE_REASON = frozenset({"ready", "being_stored", "unknown", "cleared", "deleted", "mismatched"})
+"""What became of a chunk before its namespace was cleared. All others, such as evictions, would not matter: the clear
+would have removed it."""
 
 Absent = Callable[[NamespaceRecord, bytes], bytes]
 """Those of the keys, in a row, that no lower tier is known to have."""
@@ -54,14 +59,15 @@ class Answered(msgspec.Struct, gc=False):
     asked: int
     """How many chunks were asked for."""
     began_ns: int
-    traceparent: str = ""
-    """That of its last lookup."""
     found: tuple[tuple[int, str], ...] = ()
     """The end of each run of chunks that were found, with its source."""
     missing: tuple[Missing, ...] = ()
     """What follows them, up to `asked`."""
-    seen: tuple[int, int, str] = (-1, 0, "")
-    """What the last answer that was looked into had: hit tokens, tokens being stored, and its limit."""
+    detail: Detail | None = None
+    """That of the first of these lookups, for explanations; its trace context is the last one's. None: not counted."""
+    seen: tuple[int, int, str, int] = (-1, 0, "", 0)
+    """What the last answer that was looked into had: hit tokens, tokens being stored, its limit, and the namespace's
+    generation."""
 
     @property
     def is_drained(self) -> bool:
@@ -130,7 +136,8 @@ class Answers:
         else:
             answer.asked = asked
             self._grow(answer, space, keys, hit)
-        if (seen := (found.hit_tokens, found.being_stored, found.limited)) != answer.seen:
+        generation = self._table.generation(space.table_id)  # of chunks that are waited for, a clear changes no more
+        if (seen := (found.hit_tokens, found.being_stored, found.limited, generation)) != answer.seen:
             answer.seen = seen
             answer.missing = tuple(self._missing(space, keys, found, hit))
         return answer
@@ -169,6 +176,8 @@ class Answers:
         absent = set(split_keys(self._absent(space, behind)))
         being_stored = found.being_stored // space.manifest.chunk_tokens
         for chunks, fate, at_ms, used_ms in self._table.fates(space.table_id, behind) if behind else ():
+            if 0 < at_ms <= space.use.cleared_ms and fate not in STAYS_THE_REASON:
+                fate, at_ms = "cleared", space.use.cleared_ms
             some = keys[end * KEY_BYTES : (end + chunks) * KEY_BYTES]
             for count, reason in _reasons(some, fate, max(0, being_stored - end), absent):
                 end += count

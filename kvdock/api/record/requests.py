@@ -5,15 +5,18 @@ the last hours by reason. All of it is bounded.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from itertools import islice
 
 import msgspec
 
+from kvdock.api.turns import Slices
 from kvdock.protocol.reports import Break, RequestView
 from kvdock.protocol.wire_types import trace_context
 
 TRACE_ID_DIGITS = 32
+ROWS_OF_STEP = 64
+"""After so many rows, a search looks whether its slice of the event loop is over."""
 
 
 class Detail(msgspec.Struct, gc=False):
@@ -21,6 +24,11 @@ class Detail(msgspec.Struct, gc=False):
 
     namespace: bytes
     broke: Break | None = None
+    hit_tokens: int = 0
+    """What the last answer in the lookup's epoch had: a request that waited has asked again."""
+    chunks: int = 0
+    size_bytes: int = 0
+    """What all answers in that epoch have leased to it."""
     loaded_us: int | None = None
     """From the answer to the lookup until all ranks had read the chunks that it leased. None: they have not."""
     weights: str | None = ""
@@ -79,7 +87,10 @@ class RecentRequests:
 
     def add(self, tenant: str, request: RequestView, detail: Detail) -> None:
         if len(self._ring) == self._keep:
-            self._forget(self._ring.pop()[1])
+            oldest = self._ring.pop()
+            self._forget(oldest[1])
+            if oldest[1].outcome is None and (broke := oldest[2].broke) is not None:
+                self._misses.setdefault(broke.why, _Misses()).add(oldest)
         self._count += 1
         self._ring.appendleft((tenant, request, detail))
         if request.outcome is not None:
@@ -112,26 +123,32 @@ class RecentRequests:
         for why in {run.why for run in ended.outcome.runs} - {"", "tail"} if ended.outcome is not None else ():
             self._misses.setdefault(why, _Misses()).add((tenant, ended, detail))
 
-    def view(
+    async def view(
         self, limit: int, cursor: int, sees: Callable[[str], bool], request: str = ""
     ) -> tuple[list[RequestView], str | None]:
         """From request number `cursor` (0: the newest) backwards, those of tenants that the caller sees whose ids begin
         with `request`; and the cursor of the next page."""
-        start = max(0, self._count - cursor) if cursor else 0
+        count = self._count
+        start = max(0, count - cursor) if cursor else 0
         shown: list[RequestView] = []
-        for at, (tenant, one, _) in enumerate(islice(self._ring, start, None), start):
-            if sees(tenant) and one.request.startswith(request):
+        async for at, (tenant, one, _) in _sliced(list(islice(self._ring, start, None)), start):
+            if one.request.startswith(request) and sees(tenant):
                 if len(shown) == limit:
-                    return shown, str(self._count - at)
+                    return shown, str(count - at)
                 shown.append(one)
         return shown, None
 
-    def named(self, name: str, sees: Callable[[str], bool], most: int) -> list[tuple[RequestView, Detail]]:
+    async def named(self, name: str, sees: Callable[[str], bool], most: int) -> list[tuple[RequestView, Detail]]:
         """The rows of one request, newest first. `name`: its id; or else how the ids of some begin, or the id of a
-        trace: then the newest of these requests is meant."""
-        rows = [row for row in self._rows() if sees(row[0])]
-        found = [row for row in rows if row[1].request == name]
-        if not found and (like := [row for row in rows if _is_meant(row, name)]):
+        trace, alone or as in a traceparent: then the newest of these requests is meant."""
+        found, like, trace = list[Row](), list[Row](), _trace_id(name)
+        async for _, row in _sliced(list(self._rows())):
+            _, request, detail = row
+            if request.request == name and sees(row[0]):
+                found.append(row)
+            elif _is_meant(request, detail, name, trace) and sees(row[0]):
+                like.append(row)
+        if not found and like:
             meant = _name(like[0][1])
             found = [row for row in like if _name(row[1]) == meant]
         return [(one, detail) for _, one, detail in found[:most]]
@@ -147,10 +164,24 @@ class RecentRequests:
                     yield row
 
 
-def _is_meant(row: Row, name: str) -> bool:
-    _, request, detail = row
-    context = trace_context(detail.traceparent) if len(name) == TRACE_ID_DIGITS else None
-    is_its_trace = context is not None and f"{context.trace_id:032x}" == name.lower()
+async def _sliced(rows: Sequence[Row], start: int = 0) -> AsyncIterator[tuple[int, Row]]:
+    """The rows with their numbers, in slices of the event loop's time."""
+    slices = Slices()
+    for at, row in enumerate(rows, start):
+        yield at, row
+        if at % ROWS_OF_STEP == 0:
+            await slices.give_turn()
+
+
+def _trace_id(name: str) -> str:
+    """The name as the id of a trace; "": it is none."""
+    context = trace_context(name)
+    shown = name.lower() if context is None else f"{context.trace_id:032x}"
+    return shown if len(shown) == TRACE_ID_DIGITS else ""
+
+
+def _is_meant(request: RequestView, detail: Detail, name: str, trace: str) -> bool:
+    is_its_trace = bool(trace) and detail.traceparent[len("00-") : len("00-") + TRACE_ID_DIGITS] == trace
     return is_its_trace or (bool(name) and request.request.startswith(name))
 
 

@@ -23,7 +23,7 @@ from kvdock.api.pool.sums import Hits
 from kvdock.api.record.beginnings import Beginnings
 from kvdock.api.record.counters import TABLE_COUNTERS, Counters
 from kvdock.api.record.curve import Curves
-from kvdock.api.record.hit_record import HitRecord
+from kvdock.api.record.hit_record import HitRecord, Whose
 from kvdock.api.record.hits import Answered, Answers, divided
 from kvdock.api.record.journal import Journal
 from kvdock.api.record.labels import Labels
@@ -163,12 +163,16 @@ class Tally:
             answer = self.learned.answers.answered(
                 session, one.request, one.body.epoch, one.keys, found, one.answered_ns
             )
-            answer.traceparent = one.body.traceparent or ""
         # If all readers share one writer's parts (MLA), each reader fetches these parts.
         leased_bytes = max(1, one.body.readers // manifest.writers) * found.bytes_from(before)
         if counted is not None:
             self._counters_of(session).lookup_renewals += 1
-            self._leased(one, chunks - before, leased_bytes)
+            detail = None if answer is None else answer.detail
+            if detail is not None:
+                detail.hit_tokens, detail.chunks = found.hit_tokens, max(before, chunks)
+                detail.size_bytes += leased_bytes
+                detail.traceparent = one.body.traceparent or ""
+            self._leased(one, chunks - before, leased_bytes, detail)
             return
         self._count_first(session, one.keys, tokens, found)
         beginnings = one.body.beginnings or ""
@@ -178,7 +182,9 @@ class Tally:
         if broke is not None and broke.others and broke.at_tokens:
             at = broke.at_tokens // manifest.chunk_tokens * KEY_BYTES
             detail.parted = one.keys[at - KEY_BYTES : at], one.keys[at : at + KEY_BYTES]
-        if not session.is_bench:
+        if answer is not None:
+            answer.detail, detail.hit_tokens = detail, found.hit_tokens
+            detail.chunks, detail.size_bytes = chunks, leased_bytes
             self.recent.add(session.tenant, RequestView(
                 at=one.at, kind="lookup", session=session.id, label=session.label, request=one.body.request,
                 tokens=tokens, hit_tokens=found.hit_tokens, chunks=chunks, bytes=leased_bytes, took_us=took_us,
@@ -445,8 +451,8 @@ class Tally:
             sums.hits.ended(view)
         if session.is_bench:
             return
-        self.hits.ended(session.tenant, session.model, view)
-        traceparent = "" if answer is None else answer.traceparent
+        self.hits.ended(Whose(session.tenant, session.model, session.label or session.id), view)
+        traceparent = "" if answer is None or answer.detail is None else answer.detail.traceparent
         self._publish_later(e.RequestEnded, _request_ended, session, traceparent, outcome.request, view)
         self.recent.ended(session.tenant, RequestView(
             at=self._wall_s(), kind="ended", session=session.id, label=session.label, request=outcome.request,

@@ -10,7 +10,9 @@ from typing import NamedTuple
 
 from kvdock.protocol.verdict import TroubleKind
 
-MOST = 64
+MOST_TROUBLES = 64
+"""So many of each kind are kept."""
+
 
 class Trouble(NamedTuple):
     """`at`: Unix seconds. `who`: the engine's label or session; or the pool, and why it was left out; or what failed,
@@ -26,28 +28,29 @@ class Troubles:
     """`wall_s`: Unix seconds. Safe to use from several threads."""
 
     def __init__(self, wall_s: Callable[[], float]) -> None:
-        self._known: deque[Trouble] = deque(maxlen=MOST)
+        self._known: dict[TroubleKind, deque[Trouble]] = {}
         self._wall_s, self._lock = wall_s, threading.RLock()
 
     def acknowledge(self) -> int:
         """An operator has seen all that happened so far. Returns how many those were."""
         with self._lock:
-            count = len(self._known)
+            count = sum(map(len, self._known.values()))
             self._known.clear()
         return count
 
     def add(self, kind: TroubleKind, tenant: str, who: str) -> None:
         with self._lock:
-            self._known.append(Trouble(kind, self._wall_s(), tenant, who))
+            self._known.setdefault(kind, deque(maxlen=MOST_TROUBLES)).append(Trouble(kind, self._wall_s(), tenant, who))
 
     def add_once(self, kind: TroubleKind, tenant: str, who: str) -> None:
         """In place of those of that kind and engine, which may come often."""
         with self._lock:
-            for one in [one for one in self._known if one[:1] + one[2:] == (kind, tenant, who)]:
-                self._known.remove(one)
+            known = self._known.setdefault(kind, deque(maxlen=MOST_TROUBLES))
+            for one in [one for one in known if (one.tenant, one.who) == (tenant, who)]:
+                known.remove(one)
             self.add(kind, tenant, who)
 
     def since(self, kind: TroubleKind, at: float) -> list[Trouble]:
         """Those of a kind that happened after `at` and are not acknowledged, oldest first."""
         with self._lock:
-            return [one for one in self._known if one.kind == kind and one.at > at]
+            return [one for one in self._known.get(kind, ()) if one.at > at]

@@ -87,7 +87,7 @@ class Explainer:
     async def explain(self, peer: Peer, request: str, session: str = "") -> Explanation:
         """Explains the latest request of that id that the caller may see, or the session's. `request`: its id, the
         beginning of its id, or the id of its trace. Raises ApiError(unknown_request)."""
-        found = self._recent.named(request, peer.sees, MOST_ROWS)
+        found = await self._recent.named(request, peer.sees, MOST_ROWS)
         rows = [one for one in found if session in ("", one[0].session)]
         if not rows:
             raise ApiError(
@@ -133,10 +133,11 @@ class Explainer:
             yield Sentence(code="nothing_stored", text="Nothing is stored in its namespace.")
         now_ms = self._clock.now_ms()
         is_new, up_s = self._started_ms < NEW_POOL_MS, (now_ms - self._started_ms) / 1000
-        pool = "with a new pool" if is_new else f"with a pool that is {duration(now_ms / 1000)} old"
-        yield Sentence(code="ages", text=(
-            f"The server started {duration(up_s)} ago, {pool}. What was evicted before that is not known."
-        ))
+        older = (
+            "with a new pool, so nothing older is in it" if is_new else
+            f"and its pool is {duration(now_ms / 1000)} old: what was evicted before the server started is not known"
+        )
+        yield Sentence(code="ages", text=f"The server started {duration(up_s)} ago, {older}.")
 
     def _in_tiers(
         self, space: NamespaceRecord | None, lookups: Sequence[LookupStory], outcome: OutcomeView | None
@@ -145,8 +146,10 @@ class Explainer:
         if outcome is not None:
             tokens = sum(run.tokens for run in outcome.runs if run.why == "tier_slow")
         else:
-            broke = lookups[-1].broke if lookups else None
-            tokens = broke.tokens if broke is not None and broke.why == "tier_slow" else 0
+            last = lookups[-1] if lookups else None
+            broke, tokens = last.broke if last is not None else None, 0
+            if last is not None and broke is not None and broke.why == "tier_slow":
+                tokens = broke.tokens - _came(last, 0, None)
         if space is None or not tokens:
             return 0, []
         size_bytes = tokens * space.chunk_bytes / space.manifest.chunk_tokens
@@ -191,7 +194,7 @@ class Explainer:
 def _had(last: LookupStory, outcome: OutcomeView | None) -> int:
     """How many of the prompt's first tokens were found, or had by the engine itself."""
     if outcome is None:
-        return last.hit_tokens
+        return last.last_hit_tokens
     return max(outcome.asked_from + last.hit_tokens, outcome.found_tokens, outcome.local_tokens + outcome.loaded_tokens)
 
 
@@ -210,22 +213,23 @@ def _differences(mine: NamespaceRecord, other: NamespaceRecord) -> dict[str, lis
 
 def _story(row: RequestView, detail: Detail) -> LookupStory:
     return LookupStory(
-        at=row.at, engine=row.label or row.session, tokens=row.tokens, hit_tokens=row.hit_tokens, chunks=row.chunks,
-        bytes=row.bytes, took_us=row.took_us, loaded_us=detail.loaded_us, broke=detail.broke,
+        at=row.at, engine=row.label or row.session, tokens=row.tokens, hit_tokens=row.hit_tokens,
+        last_hit_tokens=detail.hit_tokens, chunks=detail.chunks, bytes=detail.size_bytes, took_us=row.took_us,
+        loaded_us=detail.loaded_us, broke=detail.broke,
     )
 
 
 def _of_tiers(tokens: int, loads: Sequence[TierLoad]) -> Iterator[Sentence]:
     if not loads:
         return
-    which = f"The lower tier {loads[0].tier} has" if len(loads) == 1 else "One of the lower tiers has"
+    which = f"The lower tier {loads[0].tier} had" if len(loads) == 1 else "One of the lower tiers had"
     took = [
         f"from {one.tier} about {one.load_ms:,.1f} ms" if one.load_ms is not None else f"{one.tier} is off now"
         for one in loads
     ]
     yield Sentence(code="in_tiers", advice="wait_for_tiers", text=(
-        f"{which} {tokens:,} of the missing tokens. Loading them would have taken, at the speed that the server has "
-        f"measured: {'; '.join(took)}."
+        f"{which} {tokens:,} of the missing tokens. Loading them would have taken, at the speed that the server "
+        f"expects: {'; '.join(took)}."
     ))
 
 
@@ -240,7 +244,7 @@ def _sentences(
             f"At {when} {one.engine} asked for {one.tokens:,} tokens, in whole chunks, and the server had {found} of "
             f"them at once; it took {one.took_us:,} µs to say so."
         ))
-        if one.broke is not None and (came := _came(one.broke, start, outcome)):
+        if one.broke is not None and (came := _came(one, start, outcome)):
             yield Sentence(code="waited", text=(
                 f"Of the {one.broke.tokens:,} tokens after the first {start + one.broke.at_tokens:,}, {came:,} came "
                 f"while the request waited: {CAME[one.broke.why]}."
@@ -328,17 +332,20 @@ def _load_sentences(outcome: OutcomeView) -> Iterator[Sentence]:
         )
 
 
-def _came(broke: Break, start: int, outcome: OutcomeView | None) -> int:
+def _came(asked: LookupStory, start: int, outcome: OutcomeView | None) -> int:
     """How many of the tokens that a lookup was not given were there before the request ended, because it waited."""
-    if outcome is None or broke.why not in CAME:
+    broke = asked.broke
+    if broke is None or broke.why not in CAME:
         return 0
-    return max(0, min(broke.tokens, outcome.local_tokens + outcome.loaded_tokens - start - broke.at_tokens))
+    end = asked.last_hit_tokens if outcome is None else outcome.local_tokens + outcome.loaded_tokens - start
+    return max(0, min(broke.tokens, end - broke.at_tokens))
 
 
 def _broke(broke: Break, start: int, asked_tokens: int) -> Iterator[Sentence]:
     """`start`: the position in the prompt of the first of the `asked_tokens` tokens that the lookup names."""
     at = start + broke.at_tokens
-    gone = "" if broke.gone_s is None else f", {duration(broke.gone_s)} before this lookup"
+    left = "; they had left the pool" if broke.why == "tier_slow" else ","
+    gone = "" if broke.gone_s is None else f"{left} {duration(broke.gone_s)} before this lookup"
     unused = "" if broke.unused_s is None else f"; they had been unused for {duration(broke.unused_s)} by then"
     yield Sentence(code="not_given", advice=HELPS.get(broke.why, ""), text=(
         f"The {broke.tokens:,} tokens after the first {at:,} were not given: {COMPUTED[broke.why]}"
@@ -369,7 +376,7 @@ def _broke(broke: Break, start: int, asked_tokens: int) -> Iterator[Sentence]:
         ))
     elif not start:
         yield Sentence(
-            code="starts_anew", text="No prompt that is stored in its namespace has the same first chunk.",
+            code="starts_anew", text="No prompt that was stored in its namespace then had the same first chunk.",
         )
     if is_early and broke.parts is not None and (broke.at_tokens or not start):
         after = max(at, start + broke.parts.after_tokens)

@@ -69,10 +69,10 @@ class Lists:
             next=following,
         )
 
-    def requests(self, peer: Peer, limit: int, cursor: int, request: str) -> Requests:
+    async def requests(self, peer: Peer, limit: int, cursor: int, request: str) -> Requests:
         """The recent requests whose ids begin with `request`."""
         limit = min(limit, REQUESTS_OF_PAGE)
-        shown, following = self._recent.view(limit, cursor, peer.sees, request)
+        shown, following = await self._recent.view(limit, cursor, peer.sees, request)
         return Requests(requests=shown, next=following)
 
     # ---------------------------------------------------------------- sessions

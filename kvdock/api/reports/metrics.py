@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from math import inf
-from typing import Any, NamedTuple, get_type_hints
+from typing import Any, Final, NamedTuple, get_type_hints
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import (
@@ -22,7 +22,7 @@ from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Exemplar
 
-from kvdock.api.access.peer import NOBODY, Peer
+from kvdock.api.access.peer import ALL_SCOPES, NOBODY, Peer
 from kvdock.api.pool.pool import Pool
 from kvdock.api.pool.quotas import Quotas
 from kvdock.api.record.counted import Counted
@@ -31,11 +31,14 @@ from kvdock.api.record.timings import Buckets
 from kvdock.api.reports.lists import Lists
 from kvdock.api.reports.recorded import Answers, CallTimes, Curves, FeedFigures
 from kvdock.api.reports.status import Overview, Probes
+from kvdock.api.reports.verdict import Judge
 from kvdock.api.turns import Slices, next_slice
 from kvdock.protocol.admin_schemas import TenantView
 from kvdock.protocol.events import Event, Loaded, Stored, kind_of
 from kvdock.protocol.hits import COMPUTED, HitTotals, by_source
 from kvdock.protocol.reports import WAIT_BOUNDS_S, CopyRates, MoverView, TierView, UseTotals
+from kvdock.protocol.verdict import REMEDIES, FindingCode
+from kvdock.protocol.wire_types import OWN_TENANT
 
 _HELP = {name: hint.__metadata__[0].description for name, hint in get_type_hints(Counters, include_extras=True).items()}
 _TENANT_USE = {
@@ -47,6 +50,7 @@ FRESH_S = 1.0
 """Scrapes within this time get the same text: to make it takes some ms."""
 _TOTALS, _OF_ALL = "totals/", "all tenants/"
 """In place of a tenant's name: no tenant's has a slash."""
+EVERYBODYS: Final = Peer("metrics", ALL_SCOPES, OWN_TENANT, is_unix=False)
 _UNITS = ("seconds", "bytes")
 """Base units that end the names of metrics."""
 _REUSE = {
@@ -74,8 +78,10 @@ OPEN_METRICS = Format(openmetrics.CONTENT_TYPE_LATEST, openmetrics.generate_late
 class Metrics:
     """The text of `GET /metrics`. Each part is made when it is asked for, in a format at most once within FRESH_S."""
 
-    def __init__(self, server: ServerMetrics, lists: Lists, quotas: Quotas, now_s: Callable[[], float]) -> None:
-        self._server, self._lists, self._quotas, self._now_s = server, lists, quotas, now_s
+    def __init__(
+        self, server: ServerMetrics, lists: Lists, quotas: Quotas, judge: Judge, now_s: Callable[[], float]
+    ) -> None:
+        self._server, self._lists, self._quotas, self._judge, self._now_s = server, lists, quotas, judge, now_s
         self._made: dict[tuple[Format, str | None], tuple[float, asyncio.Task[bytes]]] = {}
         """By format and whose it is: since when, and what makes the text."""
 
@@ -95,7 +101,9 @@ class Metrics:
         return await asyncio.shield(self._made[form, whose][1])
 
     async def _of_server(self, form: Format) -> bytes:
-        return await in_slices(self._server.collect(await self._lists.copy_rates()), form)
+        """The verdict's codes are in it, which name nobody."""
+        found = {one.code for one in (await self._judge.verdict(EVERYBODYS)).findings}
+        return await in_slices(self._server.collect(await self._lists.copy_rates(), found), form)
 
     async def _of_tenants(self, peer: Peer, form: Format) -> bytes:
         """In a thread, in slices of its time: hundreds of tenants or models take tens of ms."""
@@ -121,8 +129,8 @@ class ServerMetrics:
         self._answers, self._feeds, self._curves = answers, feeds, curves
         self._process = ProcessCollector(registry=None)
 
-    def collect(self, rates: CopyRates) -> Iterator[Metric]:
-        """`rates`: those of copies."""
+    def collect(self, rates: CopyRates, found: Collection[FindingCode] = ()) -> Iterator[Metric]:
+        """`rates`: those of copies. `found`: what the verdict has."""
         self._feeds.catch_up()
         status = self._overview.status(NOBODY)
         yield InfoMetricFamily("kvdock_build", "The server's version", {"version": status.version})
@@ -130,6 +138,7 @@ class ServerMetrics:
         for name, total in status.counters.items():
             if name != "refusals":
                 yield CounterMetricFamily(f"kvdock_{name}", _HELP[name], value=total)
+        yield _findings(found)
         refusals = CounterMetricFamily("kvdock_refusals", _HELP["refusals"], labels=["code"])
         for code, count in sorted(self._answers.refusals.items()):
             refusals.add_metric([code], count)
@@ -321,6 +330,13 @@ def used_by_models(models: Mapping[tuple[str, str], HitTotals], form: Format) ->
         if hits.saved_s is not None:
             saved.add_metric(names, hits.saved_s)
     return exposed([requests, sources, reasons, saved], form) if models else b""
+
+
+def _findings(found: Collection[FindingCode]) -> Metric:
+    metric = GaugeMetricFamily("kvdock_finding", "1: the verdict (GET /v1/verdict) has this finding", labels=["code"])
+    for code in REMEDIES:
+        metric.add_metric([code], int(code in found))
+    return metric
 
 
 def _copies(rates: CopyRates) -> Metric:

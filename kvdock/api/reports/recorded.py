@@ -14,6 +14,7 @@ from kvdock.api.pool.sums import Hits
 from kvdock.api.record.beginnings import Alike, Held
 from kvdock.api.record.counted import Counted
 from kvdock.api.record.counters import Counters
+from kvdock.api.record.hit_record import Whose
 from kvdock.api.record.labels import Chunk
 from kvdock.api.record.requests import Detail
 from kvdock.api.record.timings import Buckets, RouteTimes
@@ -26,11 +27,13 @@ from kvdock.protocol.verdict import TroubleKind
 class Recent(Protocol):
     """The recent requests, newest first: `RecentRequests`. `sees`: whether the caller may know of a tenant."""
 
-    def view(
+    async def view(
         self, limit: int, cursor: int, sees: Callable[[str], bool], request: str = ""
     ) -> tuple[list[RequestView], str | None]: ...
 
-    def named(self, request: str, sees: Callable[[str], bool], most: int) -> list[tuple[RequestView, Detail]]: ...
+    async def named(
+        self, request: str, sees: Callable[[str], bool], most: int
+    ) -> list[tuple[RequestView, Detail]]: ...
 
 
 class Beginnings(Protocol):
@@ -72,7 +75,20 @@ class HitRecord(Protocol):
     def by_model(self) -> Mapping[tuple[str, str], Hits]:
         """By tenant and model, since the server's start."""
 
+    @property
+    def lately(self) -> Lately: ...
+
+    @property
+    def today(self) -> str: ...
+
     def days(self, sees: Callable[[str], bool]) -> list[DayOfHits]: ...
+
+
+class Lately(Protocol):
+    """The last hour: `Lately`."""
+
+    def sums(self, sees: Callable[[str], bool]) -> dict[Whose, Hits]:
+        """By engine."""
 
 
 class Series(Protocol):

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from datetime import date, timedelta
 from pathlib import PurePosixPath
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from kvdock.api.access.peer import Peer
 from kvdock.api.pool.registry import NamespaceRecord
 from kvdock.api.pool.sessions import Sessions
+from kvdock.api.pool.sums import Hits
+from kvdock.api.record.hit_record import Whose
+from kvdock.api.record.troubles import MOST_TROUBLES
 from kvdock.api.reports.recorded import Curves, Totals, Troubles
 from kvdock.api.reports.status import DRAINING, LowerTiers, Probes
 from kvdock.api.turns import next_slice
-from kvdock.protocol.hits import HitTotals
+from kvdock.protocol.admin_schemas import TenantView
+from kvdock.protocol.hits import COMPUTED, HitTotals
 from kvdock.protocol.readable import percent, span
 from kvdock.protocol.reports import CurvePoint, DayOfHits
 from kvdock.protocol.schemas import Manifest
@@ -23,17 +29,27 @@ from kvdock.protocol.verdict import REMEDIES, Effect, Finding, FindingCode, Trou
 
 RECENT_S = 24 * 3600.0
 """How long an engine's death and damaged chunks are findings, unless somebody acknowledges them."""
-THRASHING_FACTORS = (2.0, 4.0)
+THRASHING_FACTORS = (2.0, 4.0, 8.0)
 THRASHING_POINTS = 0.10
 """A pool this many times as large would find this much more: the share of tokens."""
 AS_GOOD_POINTS = 0.02
 """A pool that finds as much but for this share of tokens is as good as a larger one."""
-SHARED_LEAST_TOKENS = 10_000
-"""Two engines share nothing once each was asked for so many tokens."""
+SHARED_LEAST_TOKENS = 4096
+"""Two engines share nothing once each has asked for so many tokens."""
+APART = frozenset({"cache_salt", "adapter"})
+"""Engines that differ in these alone are apart on purpose."""
 FELL_TO, FELL_DAYS, FELL_LEAST_TOKENS = 0.6, 7, 100_000
 """Today's loaded share, as a share of that of the days before, and the tokens that both must have."""
 SLOW_SHARE, SLOW_LEAST = 0.5, 20
-"""The share of waits for tiers that ended without what was promised, and the least number of waits."""
+"""The share of waits for tiers that ended without what was promised, and the least number of waits: where no engine
+reports how requests end."""
+SLOW_TOKENS, LATELY_LEAST_TOKENS = 0.2, 10_000
+"""The share of the last hour's prompt tokens that lower tiers had and that were computed, and the least number of
+prompt tokens."""
+DEAR_S = 1.0
+"""An engine's loads in the last hour took at least this much longer than computing."""
+OLD_GRANT_S = 60.0
+"""A copy takes seconds."""
 TROUBLES: tuple[tuple[TroubleKind, FindingCode, str, str], ...] = (
     ("died", "engine_died", "An engine's process ended without leaving", "processes of engines ended without leaving"),
     ("damaged", "chunks_damaged", "A load found other bytes than were stored",
@@ -56,7 +72,20 @@ class Judged:
 
     peer: Peer
     hits: HitTotals
+    """All, since the start."""
+    lately: dict[Whose, Hits]
+    """The last hour, of the tenants that the caller sees."""
     now_s: float
+
+    @property
+    def lately_tokens(self) -> int:
+        """Prompt tokens of the last hour."""
+        return sum(hits.prompt_tokens for hits in self.lately.values())
+
+    def share_lately(self, *why: str) -> float:
+        """The share of these that were computed for one of the reasons; 0: there were none."""
+        tokens = sum(hits.computed.get(one, 0) for hits in self.lately.values() for one in why)
+        return tokens / self.lately_tokens if tokens else 0.0
 
 
 class Judge:
@@ -67,14 +96,15 @@ class Judge:
         lower: LowerTiers, wall_s: Callable[[], float],
     ) -> None:
         self._probes, self._totals, self._troubles, self._curves = probes, totals, troubles, curves
-        self._registry, self._quotas, self._lower = sessions.registry, sessions.quotas, lower
-        self._wall_s = wall_s
+        self._sessions, self._registry, self._quotas = sessions, sessions.registry, sessions.quotas
+        self._lower, self._wall_s = lower, wall_s
 
     async def verdict(self, peer: Peer) -> Verdict:
-        judged = Judged(peer, self._totals.hits.total.view(), self._wall_s())
+        hits = self._totals.hits
+        judged = Judged(peer, hits.total.view(), hits.lately.sums(peer.sees), self._wall_s())
         rules = (
-            self._not_ready, self._loads_cost_time, self._tiers, self._troubled, self._silent, self._thrashing,
-            self._shares_nothing, self._share_fell, self._one_tenant,
+            self._not_ready, self._loads_cost_time, self._tiers, self._troubled, self._silent, self._holds,
+            self._thrashing, self._shares_nothing, self._share_fell, self._one_tenant,
         )
         findings = list[Finding]()
         for rule in rules:
@@ -112,17 +142,27 @@ class Judge:
             yield finding
 
     def _loads_cost_time(self, judged: Judged) -> Iterator[Finding]:
+        dear = {engine: hits for engine, hits in judged.lately.items() if (hits.saved_s or 0.0) <= -DEAR_S}
         saved_s, hits = judged.hits.saved_s, judged.hits
-        if saved_s is not None and saved_s < 0:
+        if dear:
+            most = min(dear, key=lambda engine: dear[engine].saved_s or 0.0)
+            lost_s = -sum(hits.saved_s or 0.0 for hits in dear.values())
+            who = f" of {most.name}" if judged.peer.may("read") else ""
+            who += f" and of {len(dear) - 1} other engines" if len(dear) > 1 else ""
+            yield _finding(
+                "loads_cost_time", "bad", f"In the last hour, loads{who} took {span(lost_s)} longer than computing the "
+                "same tokens would have.",
+                cost_share=sum(sum(hits.loaded.values()) for hits in dear.values()) / max(1, judged.lately_tokens),
+            )
+        elif saved_s is not None and saved_s < 0:
             yield _finding(
                 "loads_cost_time", "bad",
-                f"Loads took {span(-saved_s)} longer than computing the same tokens would have.",
+                f"Since the start, loads took {span(-saved_s)} longer than computing the same tokens would have.",
                 cost_share=hits.loaded_share or 0.0,
             )
 
     def _tiers(self, judged: Judged) -> Iterator[Finding]:
-        mover, hits = self._lower.mover(), judged.hits
-        slow_share = hits.computed.get("tier_slow", 0) / hits.prompt_tokens if hits.prompt_tokens else 0.0
+        mover, slow_share = self._lower.mover(), judged.share_lately("tier_slow")
         for tier in self._lower.tiers():
             if tier.state == "off":
                 yield _finding(
@@ -134,7 +174,12 @@ class Judge:
         ended = mover.waits.get("fulfilled", 0) + (in_vain := sum(
             mover.waits.get(how, 0) for how in ("shortened", "expired")
         ))
-        if ended >= SLOW_LEAST and in_vain > SLOW_SHARE * ended:
+        if slow_share > SLOW_TOKENS and judged.lately_tokens >= LATELY_LEAST_TOKENS:
+            yield _finding(
+                "tier_too_slow", "warn", f"In the last hour lower tiers had {percent(slow_share, 0)} of the prompt "
+                "tokens, and requests did not wait until they were loaded.", cost_share=slow_share,
+            )
+        elif not judged.hits.requests and ended >= SLOW_LEAST and in_vain > SLOW_SHARE * ended:
             yield _finding(
                 "tier_too_slow", "warn", f"{in_vain:,} of {ended:,} requests that waited for lower tiers got less than "
                 "was promised, or nothing, in time.", cost_share=slow_share,
@@ -155,7 +200,8 @@ class Judge:
             last = seen[-1]
             when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(last.at))
             who = f" ({last.who})" if may_read and last.who else ""
-            text = one_text if len(seen) == 1 else f"{len(seen):,} {many_text}, the last"
+            least = "At least " if len(found) == MOST_TROUBLES else ""
+            text = one_text if len(seen) == 1 else f"{least}{len(seen):,} {many_text}, the last"
             yield _finding(code, "warn" if kind == "died" else "bad", f"{text}{who} at {when}.", at=last.at)
 
     def _silent(self, judged: Judged) -> Iterator[Finding]:
@@ -167,8 +213,22 @@ class Judge:
         if silent:
             names = ", ".join(session.label or session.id for session in silent[:3])
             who = f" ({names})" if judged.peer.may("read") else ""
-            text = "An engine sends no heartbeats" if len(silent) == 1 else f"{len(silent)} engines send no heartbeats"
-            yield _finding("engine_silent", "warn", f"{text}{who}, and get nothing new until they do.")
+            one = f"An engine sends no heartbeats{who}, and gets nothing new until it does."
+            many = f"{len(silent)} engines send no heartbeats{who}, and get nothing new until they do."
+            yield _finding("engine_silent", "warn", one if len(silent) == 1 else many)
+
+    def _holds(self, judged: Judged) -> Iterator[Finding]:
+        """A grant that is open for longer than any copy takes: what it holds cannot be evicted."""
+        oldest = self._sessions.pool.table.grants(limit=1)
+        record = self._registry.of_table_id(oldest[0].session) if oldest else None
+        age_s = (self._sessions.clock.now_ms() - oldest[0].opened_ms) / 1000 if oldest else 0.0
+        if age_s <= OLD_GRANT_S:
+            return
+        is_seen = judged.peer.may("read") and record is not None and judged.peer.sees(record.tenant)
+        who = f" of {record.label or record.id}" if is_seen and record is not None else ""
+        yield _finding(
+            "grants_old", "warn", f"A {oldest[0].kind}{who} is open for {span(age_s)}, and a copy takes seconds.",
+        )
 
     def _thrashing(self, judged: Judged) -> Iterator[Finding]:
         if self._curves is None or not judged.peer.may("read"):
@@ -180,35 +240,50 @@ class Judge:
             return
         most = max(map(_share_of, larger))
         enough = next(point for point in larger if most - _share_of(point) < AS_GOOD_POINTS)
-        if (gain := _share_of(enough) - now) >= THRASHING_POINTS:
-            yield _finding(
-                "thrashing", "warn", f"A pool {enough.factor:g} times as large would find {100 * gain:.0f} percentage "
-                "points more of the tokens that engines ask for.", cost_share=gain,
-            )
+        gain, size = _share_of(enough) - now, f"A pool {enough.factor:g} times as large"
+        if gain < THRASHING_POINTS and total.points[-1].factor is None:
+            enough = total.points[-1]
+            gain, size = _share_of(enough) - now, "A far larger pool, or a lower tier that keeps what is evicted,"
+        if gain - enough.error < THRASHING_POINTS:
+            return
+        computed = judged.share_lately(*COMPUTED) if judged.lately_tokens else 1.0
+        yield _finding(
+            "thrashing", "warn", f"{size} would find {100 * gain:.0f} percentage points more of the tokens that "
+            "engines ask for.", cost_share=min(gain, computed),
+        )
 
     def _shares_nothing(self, judged: Judged) -> Iterator[Finding]:
         """Engines of one model whose chunks are apart."""
         if not judged.peer.may("read"):
             return
-        by_model: dict[tuple[str, str], dict[bytes, NamespaceRecord]] = {}
+        by_model: dict[tuple[Any, ...], dict[bytes, NamespaceRecord]] = {}
         for session in self._registry.sessions():
             space = session.namespace
             if judged.peer.sees(space.tenant) and space.use.sums.lookup_tokens >= SHARED_LEAST_TOKENS:
-                base = PurePosixPath(space.model).name.lower()
-                by_model.setdefault((space.tenant, base), {})[space.base] = space
-        for (_, model), spaces in by_model.items():
-            if len(spaces) > 1:
-                fields = ", ".join(_differing([space.manifest for space in spaces.values()]))
+                name, shape = PurePosixPath(space.model).name.lower(), space.manifest
+                # Another number of layers or heads is another model, whatever its folder is called.
+                model = name, space.tenant, shape.layers, shape.kv_heads, shape.head_size
+                by_model.setdefault(model, {})[space.base] = space
+        for (name, *_), spaces in by_model.items():
+            fields = _differing([space.manifest for space in spaces.values()])
+            if set(fields) - APART:
                 yield _finding(
-                    "shares_nothing", "warn", f"{len(spaces)} kinds of engines of the model {model} share nothing: "
-                    f"they differ in {fields}.",
+                    "shares_nothing", "warn", f"{len(spaces)} kinds of engines of the model {name} share nothing: "
+                    f"they differ in {', '.join(fields)}.",
                 )
 
     def _share_fell(self, judged: Judged) -> Iterator[Finding]:
-        fall = fall_of(self._totals.hits.days(judged.peer.sees))
+        hits = self._totals.hits
+        days, today = hits.days(judged.peer.sees), hits.today
+        fall, whose = fall_of(days, today), ""
+        if fall is None and judged.peer.may("read"):  # one model may fall while others rise
+            models = {day.model for day in days if day.date == today}
+            falls = {name: found for name in models if (found := fall_of(_of_model(days, name), today)) is not None}
+            name = min(falls, key=lambda name: falls[name].now / falls[name].usual, default="")
+            fall, whose = falls.get(name), f" of the model {name}"
         if fall is not None:
             yield _finding(
-                "share_fell", "warn", f"Today {percent(fall.now, 0)} of prompt tokens were loaded, and "
+                "share_fell", "warn", f"Today {percent(fall.now, 0)} of prompt tokens{whose} were loaded, and "
                 f"{percent(fall.usual, 0)} on the {fall.days} {'day' if fall.days == 1 else 'days'} before.",
                 cost_share=fall.usual - fall.now,
             )
@@ -216,18 +291,25 @@ class Judge:
     def _one_tenant(self, judged: Judged) -> Iterator[Finding]:
         if not judged.peer.may("admin"):
             return
-        used = {name: view.used.bytes or 0 for name, view in self._quotas.views().items()}
+        views = self._quotas.views()
+        used = {name: view.used.bytes or 0 for name, view in views.items()}
         total = sum(used.values())
-        if len(used) < 2 or not total:
+        if not total:
             return
         name, most = max(used.items(), key=lambda item: item[1])
-        evicted = judged.hits.computed.get("room", 0) + judged.hits.computed.get("ahead", 0)
+        evicted = sum(
+            hits.computed.get(why, 0) for engine, hits in judged.lately.items() if engine.tenant != name
+            for why in ("room", "ahead")
+        )
         if most >= ONE_TENANT_SHARE * total and evicted:
-            yield _finding(
-                "full_of_one_tenant", "warn", f"{percent(most / total, 0)} of what is stored is the tenant's "
-                f"{name or 'of the server itself'}, and chunks of others were evicted.",
-                cost_share=evicted / judged.hits.prompt_tokens,
+            whose = f"of the tenant {name}" if name else "of the server's own user"
+            finding = _finding(
+                "full_of_one_tenant", "warn", f"{percent(most / total, 0)} of what is stored is {whose}, and in the "
+                f"last hour others computed {evicted:,} tokens that had been evicted.",
+                cost_share=evicted / judged.lately_tokens,
             )
+            finding.remedy = _limit(name, views[name])
+            yield finding
 
 
 class Fall(NamedTuple):
@@ -238,19 +320,21 @@ class Fall(NamedTuple):
     days: int
 
 
-def fall_of(of_days: Sequence[DayOfHits]) -> Fall | None:
-    """Whether the share of the last day has fallen far below that of the days before; None: it has not, or there were
-    too few tokens to say."""
+def fall_of(of_days: Sequence[DayOfHits], today: str) -> Fall | None:
+    """Whether today's share has fallen far below that of the week before; None: it has not, or there were too few
+    tokens to say."""
     prompts: Counter[str] = Counter()
     loaded: Counter[str] = Counter()
     for day in of_days:
         prompts[day.date] += day.hits.prompt_tokens
         loaded[day.date] += day.hits.loaded_tokens
-    *before, today = sorted(prompts)[-FELL_DAYS - 1 :] or [""]
-    tokens = sum(prompts[date] for date in before)
+    now_day = date.fromisoformat(today)
+    week = {str(now_day - timedelta(days=back)) for back in range(1, FELL_DAYS + 1)}
+    before = sorted(week & prompts.keys())
+    tokens = sum(prompts[day] for day in before)
     if min(tokens, prompts[today]) < FELL_LEAST_TOKENS:
         return None
-    usual, now = sum(loaded[date] for date in before) / tokens, loaded[today] / prompts[today]
+    usual, now = sum(loaded[day] for day in before) / tokens, loaded[today] / prompts[today]
     return Fall(now, usual, len(before)) if now < FELL_TO * usual else None
 
 
@@ -261,6 +345,17 @@ def _finding(
         code=code, severity="bad" if severity == "bad" else "warn", text=text, remedy=REMEDIES[code],
         cost_share=cost_share, at=at,
     )
+
+
+def _of_model(days: Sequence[DayOfHits], model: str) -> list[DayOfHits]:
+    return [day for day in days if day.model == model]
+
+
+def _limit(tenant: str, view: TenantView) -> str:
+    """The command that limits a tenant's bytes, and leaves its other limits as they are."""
+    limits = {name: getattr(view.quota, name) for name in view.quota.__struct_fields__}
+    others = (f" --{name} {limit}" for name, limit in limits.items() if limit is not None and name != "bytes")
+    return f"kvdock quota {shlex.quote(tenant)} --bytes 50%{''.join(others)}"
 
 
 def _share_of(point: CurvePoint) -> float:

@@ -65,6 +65,7 @@ function lookup(one) {
     ["Engine", one.engine],
     ["Asked for", plural(one.tokens, "token")],
     ["Answered with", `${plural(one.hit_tokens, "token")} (${shareOf(one.hit_tokens, one.tokens)})`],
+    ["Waited for", one.last_hit_tokens > one.hit_tokens ? plural(one.last_hit_tokens - one.hit_tokens, "token") : null],
     ["Granted", `${plural(one.chunks, "chunk")}, ${bytes(one.bytes)}`],
     ["Server took", took(one.took_us)],
     ["Reading took", one.loaded_us === null ? null : took(one.loaded_us)],

@@ -4,7 +4,9 @@ import { el, hint, setAttr, setText } from "../dom.js";
 import { age, bytes, exact, plural, rankWords } from "../format.js";
 import { Table, twoPart } from "../table.js";
 import { nameOf } from "./sessions.js";
-import { OLD_LEASE_S } from "./verdict.js";
+
+/** An older grant needs attention: a copy takes seconds. */
+const OLD_GRANT_S = 60;
 
 function waiting({ remaining, readers, closed }) {
   if (remaining.length === 0) return "";
@@ -18,8 +20,8 @@ function aged(cell) {
   cell.append(text);
   return (g) => {
     setText(text, age(g.age_s));
-    setAttr(text, "class", g.age_s > OLD_LEASE_S ? "warned" : "");
-    setAttr(cell, "title", g.age_s > OLD_LEASE_S ? "Older than a copy should take" : "");
+    setAttr(text, "class", g.age_s > OLD_GRANT_S ? "warned" : "");
+    setAttr(cell, "title", g.age_s > OLD_GRANT_S ? "Older than a copy should take" : "");
   };
 }
 

@@ -205,7 +205,7 @@ class Judge:
                 )
 
     def _share_fell(self, judged: Judged) -> Iterator[Finding]:
-        fall = fall_of(self._totals.hits.days(judged.peer.sees))
+        fall = fall_of(self._totals.hits.days(judged.peer.sees, FELL_DAYS + 1))
         if fall is not None:
             yield _finding(
                 "share_fell", "warn", f"Today {percent(fall.now, 0)} of prompt tokens were loaded, and "

@@ -12,10 +12,11 @@ limit is measured `--again` times more, each as long as the first time, and its 
 
 `kinds`: how many there were. `again`: those that were measured again, with every ratio and longest turn.
 `worst_p99_ratio`: the engine's p99 beside a flood, divided by that of the baseline.
-`longest_turn_ms`: the longest turn of the server's event loop in processor time (bench/floods/turns.py);
-`longest_turn_ms_SCOPE` is that beside floods with a token of the scope, `_none` without a token, `_quiet` beside the
-baseline. `rss_growth_mib`: by how much the server's memory grew at most. `of`: p99, ratio, longest lookup and turn of
-each kind, and how many lookups failed. `found_afterwards`: how many of the 16 keys are still found.
+`longest_turn_ms`: the longest turn of the server's event loop in processor time (bench/floods/turns.py), and
+`longest_turn_wall_ms` on the clock, with what a busy machine took from it; either with `_SCOPE` is that beside floods
+with a token of the scope, `_none` without a token, `_quiet` beside the baseline. A kind is measured again by its ratio
+and by processor time. `rss_growth_mib`: by how much the server's memory grew at most. `of`: p99, ratio, longest lookup
+and turns of each kind, and how many lookups failed. `found_afterwards`: how many of the 16 keys are still found.
 
 tests/api/test_floods.py lets engines go on beside each flood.
 """
@@ -28,11 +29,13 @@ import re
 import statistics
 import sys
 import time
+from collections import defaultdict
 from typing import Any, NamedTuple
 
 from bench.floods.full import Full, Size, full_server
 from bench.floods.honest import Latencies, descriptors, flooding, forget_most_memory, honest, most_memory_mib
 from bench.floods.kinds import KINDS, QUIET, Flood, prepared
+from bench.floods.turns import Longest
 
 MARGIN_S = 30.0
 """After which a flood ends that nobody has ended."""
@@ -43,25 +46,25 @@ PAUSE_S = 0.2
 
 
 class Seen(NamedTuple):
-    """`turn_ms`: the longest turn of the server."""
+    """`turn`: the server's longest."""
 
     lookups: Latencies
-    turn_ms: float
+    turn: Longest
 
     def __add__(self, other: Seen) -> Seen:  # type: ignore[override]  # no concatenation
-        return Seen(self.lookups + other.lookups, max(self.turn_ms, other.turn_ms))
+        return Seen(self.lookups + other.lookups, self.turn.or_longer(other.turn))
 
 
-NOTHING = Seen(Latencies([], 0), 0.0)
+NOTHING = Seen(Latencies([], 0), Longest())
 
 
 def beside(flood: Flood, full: Full, seconds: float) -> Seen:
     with flooding(flood, seconds + MARGIN_S):
         full.longest_turn.forget()
         lookups = honest(full.engine, full.keys, seconds)
-        turn_ms = full.longest_turn.ms
+        turn = full.longest_turn.read()
     time.sleep(PAUSE_S)
-    return Seen(lookups, turn_ms)
+    return Seen(lookups, turn)
 
 
 class Figures(NamedTuple):
@@ -70,8 +73,10 @@ class Figures(NamedTuple):
     errors: float
     ratio: float
     turn_ms: float
+    turn_wall_ms: float
     quiet_turn_ms: float
     """The longest turn beside the baseline."""
+    quiet_turn_wall_ms: float
 
     @property
     def is_within_limits(self) -> bool:
@@ -85,11 +90,12 @@ def measure_kind(full: Full, name: str, seconds: float, rounds: int) -> Figures:
         quiet += beside(baseline, full, seconds / rounds)
         seen += beside(flood, full, seconds / rounds)
     of = seen.lookups
-    return Figures(of.p99_ms, of.max_ms, of.errors, of.p99_ms / quiet.lookups.p99_ms, seen.turn_ms, quiet.turn_ms)
+    return Figures(of.p99_ms, of.max_ms, of.errors, of.p99_ms / quiet.lookups.p99_ms, *seen.turn, *quiet.turn)
 
 
 def measure(full: Full, names: list[str], chosen: argparse.Namespace) -> dict[str, Any]:
-    by_kind, turns, again = dict[str, dict[str, float]](), dict[str, float](), dict[str, dict[str, list[float]]]()
+    by_kind, again = dict[str, dict[str, float]](), dict[str, dict[str, list[float]]]()
+    turns = defaultdict[str, Longest](Longest)
     pid = full.server.pid
     honest(full.engine, full.keys, 0.5)
     forget_most_memory(pid)
@@ -100,14 +106,17 @@ def measure(full: Full, names: list[str], chosen: argparse.Namespace) -> dict[st
             all_of += [measure_kind(full, name, chosen.seconds, chosen.rounds) for _ in range(chosen.again)]
             again[name] = {"ratio": [one.ratio for one in all_of], "turn_ms": [one.turn_ms for one in all_of]}
         figures = Figures(*map(statistics.median, zip(*all_of, strict=True)))
-        by_kind[name] = {key: value for key, value in figures._asdict().items() if key != "quiet_turn_ms"}
+        by_kind[name] = {key: value for key, value in figures._asdict().items() if "quiet" not in key}
         print(name, {key: round(value, 2) for key, value in by_kind[name].items()}, file=sys.stderr, flush=True)
-        for whose, turn_ms in ((KINDS[name].who, figures.turn_ms), (QUIET, figures.quiet_turn_ms)):
-            turns[whose] = max(turn_ms, turns.get(whose, 0.0))
+        whose = KINDS[name].who
+        turns[whose] = turns[whose].or_longer(Longest(figures.turn_ms, figures.turn_wall_ms))
+        turns[QUIET] = turns[QUIET].or_longer(Longest(figures.quiet_turn_ms, figures.quiet_turn_wall_ms))
     return {
         "kinds": len(by_kind), "worst_p99_ratio": max(one["ratio"] for one in by_kind.values()),
-        "longest_turn_ms": max(turns.values()),
-        **{f"longest_turn_ms_{whose}": turn_ms for whose, turn_ms in turns.items()},
+        "longest_turn_ms": max(turn.cpu_ms for turn in turns.values()),
+        "longest_turn_wall_ms": max(turn.wall_ms for turn in turns.values()),
+        **{f"longest_turn_ms_{whose}": turn.cpu_ms for whose, turn in turns.items()},
+        **{f"longest_turn_wall_ms_{whose}": turn.wall_ms for whose, turn in turns.items()},
         "rss_growth_mib": most_memory_mib(pid) - began_mib, "descriptors": descriptors(pid),
         "found_afterwards": full.engine.look_up(full.keys), "again": again, "of": by_kind,
     }

@@ -1,8 +1,10 @@
-"""The turns of a server's event loop, measured in its own process as processor time of the loop's thread.
+"""The turns of a server's event loop, measured in its own process: as processor time of the loop's thread, and as time
+on the clock.
 
-A turn is all that the loop does between two waits for something to happen. Time in which the thread does not run,
-because the machine is busy, does not count. libuv, on which uvloop's loops run, calls back before each wait: its
-functions are in uvloop's extension. The longest turn is in a file that both processes map.
+A turn is all that the loop does between two waits for something to happen. Processor time leaves out what a busy
+machine took from the thread, and what the thread slept; the clock counts both, but not the wait for something to
+happen. libuv, on which uvloop's loops run, calls back before each wait and knows how long it has waited: its functions
+are in uvloop's extension. The longest turns are in a file that both processes map.
 """
 
 from __future__ import annotations
@@ -12,35 +14,48 @@ import ctypes
 import mmap
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import uvloop.loop
 
 _PREPARE = 9
 """UV_PREPARE of libuv's enumeration uv_handle_type."""
+_MEASURE_WAITS = 1
+"""UV_METRICS_IDLE_TIME of uv_loop_option."""
 _CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
-_SECONDS = 8
-"""Bytes of the file: one number."""
+_CPU, _WALL = range(2)
+_BYTES = 16
+"""Of the file: a number of seconds for each."""
+
+
+class Longest(NamedTuple):
+    """The longest turn in processor time, and the longest on the clock, which may be another one."""
+
+    cpu_ms: float = 0.0
+    wall_ms: float = 0.0
+
+    def or_longer(self, other: Longest) -> Longest:
+        return Longest(max(self.cpu_ms, other.cpu_ms), max(self.wall_ms, other.wall_ms))
 
 
 class LongestTurn:
     """What the other process measures. Makes the file."""
 
     def __init__(self, path: Path) -> None:
-        path.write_bytes(bytes(_SECONDS))
+        path.write_bytes(bytes(_BYTES))
         self._seconds = _mapped(path)
 
     def forget(self) -> None:
-        self._seconds[0] = 0.0
+        self._seconds[_CPU] = self._seconds[_WALL] = 0.0
 
-    @property
-    def ms(self) -> float:
-        """Since it was last forgotten."""
-        return 1000 * self._seconds[0]
+    def read(self) -> Longest:
+        """Since they were last forgotten."""
+        return Longest(1000 * self._seconds[_CPU], 1000 * self._seconds[_WALL])
 
 
 def _mapped(path: Path) -> memoryview[float]:
     with path.open("r+b") as file:
-        return memoryview(mmap.mmap(file.fileno(), _SECONDS)).cast("d")
+        return memoryview(mmap.mmap(file.fileno(), _BYTES)).cast("d")
 
 
 def measure_turns(path: Path) -> asyncio.Task[None]:
@@ -49,18 +64,26 @@ def measure_turns(path: Path) -> asyncio.Task[None]:
 
 
 async def _measure(longest: memoryview[float]) -> None:
-    before_s = time.thread_time()
+    libuv, loop = ctypes.CDLL(uvloop.loop.__file__), asyncio.get_running_loop()
+    address = ctypes.c_void_p(_address_of(loop))
+    waited_ns = libuv.uv_metrics_idle_time
+    waited_ns.restype = ctypes.c_uint64
+    libuv.uv_loop_configure(address, _MEASURE_WAITS)
+
+    def worked_s() -> float:
+        return (time.monotonic_ns() - waited_ns(address)) / 1e9
+
+    before_cpu_s, before_wall_s = time.thread_time(), worked_s()
 
     def turned(_: int) -> None:
-        nonlocal before_s
-        now_s = time.thread_time()
-        took_s, before_s = now_s - before_s, now_s
-        if took_s > longest[0]:
-            longest[0] = took_s
+        nonlocal before_cpu_s, before_wall_s
+        cpu_s, wall_s = time.thread_time(), worked_s()
+        longest[_CPU] = max(longest[_CPU], cpu_s - before_cpu_s)
+        longest[_WALL] = max(longest[_WALL], wall_s - before_wall_s)
+        before_cpu_s, before_wall_s = cpu_s, wall_s
 
-    libuv, loop = ctypes.CDLL(uvloop.loop.__file__), asyncio.get_running_loop()
     handle = ctypes.create_string_buffer(libuv.uv_handle_size(_PREPARE))
-    libuv.uv_prepare_init(ctypes.c_void_p(_address_of(loop)), handle)
+    libuv.uv_prepare_init(address, handle)
     callback = _CALLBACK(turned)
     libuv.uv_prepare_start(handle, callback)
     try:

@@ -55,6 +55,8 @@ namespace {
 
 using namespace py::literals;
 
+constexpr uint64_t kAll = UINT64_MAX;  // so much work that a call does all of it
+
 const char* name_of(uint32_t fate) {
   constexpr const char* names[] = {"ready", "being_stored", "unknown"};
   return fate < FateRun::kGone ? names[fate] : kGoneNames[fate - FateRun::kGone];
@@ -263,15 +265,15 @@ void bind_pool(py::class_<BoundTable>& c) {
            "`by_operator`: because one asked for free bytes.")
       .def("can_evict", call(&Eviction::can_evict),
            "Whether there is an unpinned chunk that is not kept and is the last of its chain.")
-      .def("next_out", [](BoundTable& t, uint64_t bytes) {
+      .def("next_out", [](BoundTable& t, uint64_t bytes, size_t most) {
         py::typing::Dict<py::int_, py::bytes> out;
-        for (auto& [space, keys] : call(&Eviction::next_out)(t, bytes))
+        for (auto& [space, keys] : call(&Eviction::next_out)(t, bytes, most))
           out[py::int_(space)] = py::bytes(reinterpret_cast<const char*>(keys.data()), keys.size() * kKeyBytes);
         return out;
-      }, "bytes"_a, "By namespace, keys of about the chunks evicted next.")
+      }, "bytes"_a, "most"_a = kAll, "By namespace, keys of about the chunks evicted next, at most `most`.")
       .def("set_eviction", call(&Chunks::set_eviction), "policy"_a,
-           "'adaptive' (the default) or 'lru'; bad_argument for another. The new policy has learnt nothing yet. Looks "
-           "at every chunk.")
+           "'adaptive' (the default) or 'lru'; bad_argument for another. The new policy has learnt nothing yet. It sees "
+           "the present chunks in the next calls of tick().")
       .def("eviction", call(&Eviction::policy))
       .def("set_limits", call(&Table::set_limits), py::kw_only(), "limit_bytes"_a, "session_cap"_a, "total_cap"_a,
            "Caps for later grants; present ones stay. bad_argument if the segments hold more.");
@@ -385,12 +387,14 @@ void bind_members(py::class_<BoundTable>& c) {
            "Marks the member live; returns questions about grants (grant, ranks; []: for the member that asked).")
       .def("report_pinned", call(&Members::report_pinned), "member"_a, "through"_a,
            "It has page-locked the segments with ids below `through`.")
-      .def("member_dead", call(&Table::member_dead), "member"_a, "now_ms"_a,
-           "Its lock was found free; tick() makes it GONE.")
-      .def("leave", call(&Table::leave), "member"_a,
-           "D2 for all that it holds; the last to leave closes the session.")
-      .def("tick", call(&Table::tick), "now_ms"_a,
-           "Applies the passing of time: deadlines, missed heartbeats, dead members, ends of keeps and of hints.")
+      .def("member_dead", call(&Table::member_dead), "member"_a, "now_ms"_a, "most"_a = kAll,
+           "Its lock was found free; tick() makes it GONE. `most`, and the answer: as for leave().")
+      .def("leave", call(&Table::leave), "member"_a, "most"_a = kAll,
+           "D2 for all that it holds; the last to leave closes the session. True: it is to be called again, because more "
+           "than `most` was to be done, in units of about 10 ns; the member gets nothing new meanwhile.")
+      .def("tick", call(&Table::tick), "now_ms"_a, "most"_a = kAll,
+           "Applies the passing of time: deadlines, missed heartbeats, dead members, ends of keeps and of hints. `most`, "
+           "and the answer: as for leave().")
       .def("sessions", call(&Table::sessions), "named"_a = py::none(),
            "The open ones of the named sessions; by default all open ones.")
       .def("members", call(&Members::views), "sessions"_a = py::none(), "By default of all sessions.");

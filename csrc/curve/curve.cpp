@@ -198,8 +198,7 @@ void Curve::looked_up(uint32_t space, const uint8_t* keys, size_t count, size_t 
   remember(in, found);
   simulate(in, count, found);
   work_ += kRememberedWork * static_cast<double>(sampled_.size());
-  if (entries() > options_.most_entries) sample_fewer(kFewer);
-  if (remembered_.size() > options_.most_entries) remember_fewer(kFewer);
+  keep_few();
   bool is_too_much = work_ > options_.most_work * kWorkLookups;
   if (++work_lookups_ < kWorkLookups && !is_too_much) return;
   if (is_too_much) {
@@ -220,6 +219,7 @@ void Curve::stored(uint32_t space, const uint8_t* keys, size_t count) {
     choose(seen_by(i), 0);
     pools_[i].store(names_, tick_, spaces_[space].chunk_bytes);
   }
+  keep_few();
 }
 
 // ---- misses of other pools
@@ -257,6 +257,11 @@ void Curve::simulate(Space& space, size_t count, size_t found) {
 }
 
 // ---- fewer samples
+
+void Curve::keep_few() {
+  if (entries() > options_.most_entries) sample_fewer(kFewer);
+  if (remembered_.size() > options_.most_entries) remember_fewer(kFewer);
+}
 
 void Curve::sample_fewer_for(size_t count) {
   double most = kMostOfACall / static_cast<double>(std::max<size_t>(1, count));

@@ -113,6 +113,7 @@ class Curve {
   void remember(Space& space, size_t found);
   void simulate(Space& space, size_t count, size_t found);
   size_t choose(double share, size_t found);
+  void keep_few();  // no more samples than options_ allow
   void sample_fewer_for(size_t count);
   void sample_fewer(double by);
   void remember_fewer(double by);

@@ -213,11 +213,8 @@ void MiniPool::keep(KeptWriter& out) const {
   std::vector<uint32_t> number(entries_.size(), kNone), chain;
   uint32_t numbered = 0;
   out.put(static_cast<uint32_t>(size()));
-  std::vector<std::pair<uint64_t, uint32_t>> sorted;  // the order in names_ is another one in each process
-  sorted.reserve(size());
-  names_.for_each([&](uint64_t name, uint32_t id) { sorted.emplace_back(name, id); });
-  std::sort(sorted.begin(), sorted.end());
-  for (const auto& [_, id] : sorted) {
+  for (uint32_t id = 0; id < entries_.size(); ++id) {
+    if (names_.find(entries_[id].name) != id) continue;  // it is free
     for (uint32_t up = id; up != kNone && number[up] == kNone; up = entries_[up].parent) chain.push_back(up);
     for (; !chain.empty(); chain.pop_back()) {  // a parent comes before its children
       const Entry& e = entries_[chain.back()];

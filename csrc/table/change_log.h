@@ -38,10 +38,11 @@ class ChangeLog {
     ++next_;
   }
 
-  // Call it before the number `space` goes to another namespace, whose sessions must not see these changes.
-  void forget(uint32_t space) {
+  // Call it before the numbers of these namespaces go to others, whose sessions must not see these changes. `spaces`: by
+  // number, up to the highest.
+  void forget(const std::vector<bool>& spaces) {
     for (Change& change : kept_)
-      if (change.space == space) change.space = kNone;
+      if (change.space != kNone && spaces[change.space]) change.space = kNone;
   }
 
   // At most `at_most` changes of `space`, from number `from` on.

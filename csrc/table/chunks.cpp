@@ -161,9 +161,12 @@ void Chunks::set_priority(uint32_t id, int8_t priority, uint64_t until_ms) {
   eviction_.offer(id);
 }
 
-void Chunks::end_preferences(uint64_t now) {
-  while (auto id = preferences_.keep_over(now)) keep(*id, 0);
-  while (auto id = preferences_.priority_over(now)) set_priority(*id, 0, 0);
+void Chunks::end_preferences(uint64_t now, Work& work) {
+  for (; !work.is_over(); work.spend(kEndPreference)) {
+    if (auto kept = preferences_.keep_over(now)) keep(*kept, 0);
+    else if (auto preferred = preferences_.priority_over(now)) set_priority(*preferred, 0, 0);
+    else return;
+  }
 }
 
 // ---- namespaces and clears
@@ -180,11 +183,14 @@ std::vector<SpaceInfo> Chunks::spaces() {
 }
 
 void Chunks::drop_idle(const std::vector<bool>& used) {
+  std::vector<bool> dropped(used.size());
+  bool is_any = false;
   for (uint32_t space : spaces_.live()) {
     if (records_.chunks_in(space) > 0 || used[space]) continue;
     spaces_.drop(space);
-    records_.forget_space(space);
+    dropped[space] = is_any = true;
   }
+  if (is_any) records_.forget_spaces(dropped);
 }
 
 // Looks at no more than `budget` places, so that no other call waits long.

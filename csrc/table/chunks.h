@@ -8,6 +8,7 @@
 // Invariants: those of the parts.
 #pragma once
 
+#include "base/work.h"
 #include "table/calls.h"
 #include "table/eviction.h"
 #include "table/pins.h"
@@ -72,12 +73,13 @@ class Chunks {
     return eviction_.empty_left(kept, max_chunks, tenant);
   }
   void set_eviction(const std::string& policy) { eviction_.set_policy(policy); }
+  void see_chunks(Work& work) { eviction_.see_chunks(work); }
 
   // -- preferences, as csrc/table/preferences.h has them
   void keep(uint32_t id, uint64_t until_ms);
   Preferences::Retained retain(uint32_t id, int8_t priority, uint64_t until_ms);
   void set_priority(uint32_t id, int8_t priority, uint64_t until_ms);
-  void end_preferences(uint64_t now);  // ends those whose time has come
+  void end_preferences(uint64_t now, Work& work);  // ends those whose time has come
 
   // -- namespaces and clears
   std::vector<SpaceInfo> spaces();

@@ -70,10 +70,10 @@ class Departures {
     return found.space == space && found.key == key ? std::optional(found) : std::nullopt;
   }
 
-  // Call it before the number `space` goes to another namespace.
-  void forget(uint32_t space) {
+  // Call it before the numbers of these namespaces go to others. `spaces`: by number, up to the highest.
+  void forget(const std::vector<bool>& spaces) {
     for (uint32_t at = 0; at < kept_.size(); ++at) {
-      if (kept_[at].space != space) continue;
+      if (kept_[at].space == kNone || !spaces[kept_[at].space]) continue;
       drop(at);
       kept_[at].space = kNone;
     }

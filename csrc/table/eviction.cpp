@@ -400,7 +400,7 @@ bool Eviction::can_evict() const {
 // ---- views
 
 // The candidates that are worth least now, each with its ancestors as far as they are as old.
-std::map<uint32_t, std::vector<Key>> Eviction::next_out(uint64_t bytes) const {
+std::map<uint32_t, std::vector<Key>> Eviction::next_out(uint64_t bytes, size_t most) const {
   constexpr size_t kSeen = 64;  // of each kind: enough for the order of those that are evicted soon
   std::vector<Choice> leaves;
   for (auto& [priority, lists] : lists_)
@@ -413,7 +413,7 @@ std::map<uint32_t, std::vector<Key>> Eviction::next_out(uint64_t bytes) const {
   for (const Choice& one : leaves) {
     for (uint32_t id = one.leaf.record; id != kNone;) {
       const Record& r = records_.at(id);
-      if (records_.bytes_of(id) > bytes) return out;
+      if (records_.bytes_of(id) > bytes || most-- == 0) return out;
       bytes -= records_.bytes_of(id);
       out[r.space].push_back(r.key);
       const KeyEntry* above = records_.parent_of(r);
@@ -438,12 +438,21 @@ void Eviction::set_policy(const std::string& name) {
   if (name == policy_->name()) return;
   policy_ = std::move(made);
   next_.reset();
-  for (uint32_t id = records_.next(0); id < records_.end(); id = records_.next(id + 1)) {
+  unseen_ = 0;
+}
+
+void Eviction::see_chunks(Work& work) {
+  if (unseen_ == kNone) return;
+  for (uint32_t id = records_.next(unseen_); id < records_.end(); id = records_.next(id + 1)) {
+    unseen_ = id;
+    if (work.is_over()) return;
+    work.spend(kSeeChunk);
     if (records_.at(id).state() != RecordState::kReady) continue;
     unlist(id);
     adopted(id);
     offer(id);
   }
+  unseen_ = kNone;
 }
 
 // ---- check

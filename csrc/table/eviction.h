@@ -11,6 +11,7 @@
 #include <memory>
 #include <set>
 
+#include "base/work.h"
 #include "table/leaf_lists.h"
 #include "table/preferences.h"
 #include "table/records.h"
@@ -68,15 +69,19 @@ class Eviction {
   // Evicts at most max_chunks of the chunks with a slot in the segment.
   void empty_segment(uint32_t segment, uint32_t max_chunks);
 
-  // By namespace, the keys of about those chunks that are evicted next, which take at most `bytes` together.
-  std::map<uint32_t, std::vector<Key>> next_out(uint64_t bytes) const;
+  // By namespace, the keys of about those chunks that are evicted next, which take at most `bytes` together, and are at
+  // most `most`.
+  std::map<uint32_t, std::vector<Key>> next_out(uint64_t bytes, size_t most) const;
   // When the candidate that was unused longest was last used; 0 if that is not known.
   uint64_t oldest_used_ms() const;
   uint64_t evicted_chunks() const { return evicted_; }
   uint64_t evicted_by_operator() const { return evicted_by_operator_; }  // those of them with the reason `evicted`
   const Reuse& reuse() const { return reuse_; }
   const char* policy() const { return policy_->name(); }
-  void set_policy(const std::string& name);  // throws as make_policy() does; looks at every chunk
+  // From now on chunks are evicted by that policy. It sees those that are there already by and by, in see_chunks(); what
+  // the policy before it thought of them stays until then. Throws as make_policy() does.
+  void set_policy(const std::string& name);
+  void see_chunks(Work& work);
 
   void check() const;  // Throws TableError corrupt
 
@@ -122,6 +127,7 @@ class Eviction {
   LeafLists kept_;                     // kept candidates
   std::vector<uint32_t> in_space_;     // by namespace: the first of its candidates, except kept ones; or kNone
   std::optional<Next> next_;
+  uint32_t unseen_ = kNone;    // where see_chunks() goes on; kNone: the policy has seen all
   std::set<uint64_t> wanted_;  // slot sizes that stores had to evict for
   Gone cause_ = Gone::room;    // the reason that evictions are recorded with
   uint64_t evicted_ = 0, evicted_by_operator_ = 0;

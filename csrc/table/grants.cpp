@@ -228,28 +228,46 @@ std::vector<Grant*> Grants::reservations_in(uint32_t space) const {
   return out;
 }
 
-void Grants::member_dead(uint32_t member) {
+// What it costs to end the grant now.
+uint64_t Grants::cost_of(const Grant& g) {
+  bool is_open = g.kind == GrantKind::kReservation && g.state() == GrantState::kOpen;
+  return kEndGrant + g.entry_count * (is_open ? kAbortChunk : kDropPin);
+}
+
+void Grants::member_dead(uint32_t member, Work& work) {
   for (Grant* g : held_by(members_.member(member).session)) {
-    if (g->kind != GrantKind::kReservation) continue;
-    for (uint32_t r : remaining(*g))
-      if (members_.speaker(g->session, r, g->asker) == member) close_reservation(*g);
+    if (work.is_over()) return;
+    if (g->kind != GrantKind::kReservation || g->state() != GrantState::kOpen) continue;
+    std::vector<uint32_t> ranks = remaining(*g);
+    auto speaks = [&](uint32_t r) { return members_.speaker(g->session, r, g->asker) == member; };
+    if (std::none_of(ranks.begin(), ranks.end(), speaks)) continue;
+    work.spend(cost_of(*g));
+    close_reservation(*g);
   }
 }
 
-void Grants::member_gone(uint32_t member) {
+void Grants::member_gone(uint32_t member, Work& work) {
   for (Grant* g : held_by(members_.member(member).session)) {
+    if (work.is_over()) return;
     std::vector<uint32_t> ranks = remaining(*g);
     std::erase_if(ranks, [&](uint32_t r) { return members_.speaker(g->session, r, g->asker) != member; });
-    if (!ranks.empty() && g->kind == GrantKind::kReservation) close_reservation(*g);
+    if (ranks.empty()) continue;
+    work.spend(cost_of(*g));
+    if (g->kind == GrantKind::kReservation) close_reservation(*g);
     discharge(*g, ranks);
   }
 }
 
-void Grants::close_late(uint64_t now) {
+void Grants::close_late(uint64_t now, Work& work) {
   for (auto& [session, cells] : held_)
-    for (uint32_t cell : cells)
-      if (grants_[cell].kind == GrantKind::kReservation && now > grants_[cell].deadline_ms)
-        close_reservation(grants_[cell]);
+    for (uint32_t cell : cells) {
+      Grant& g = grants_[cell];
+      bool is_late = g.kind == GrantKind::kReservation && g.state() == GrantState::kOpen && now > g.deadline_ms;
+      if (!is_late) continue;
+      if (work.is_over()) return;
+      work.spend(cost_of(g));
+      close_reservation(g);
+    }
 }
 
 // ---- views

@@ -11,6 +11,7 @@
 #include <set>
 #include <unordered_map>
 
+#include "base/work.h"
 #include "table/chunks.h"
 #include "table/members.h"
 
@@ -64,9 +65,10 @@ class Grants {
   void discharge(Grant& g, std::span<const uint32_t> ranks);  // closes the grant when no holder is left
   void close_reservation(Grant& g);  // it publishes nothing from now on; its memory waits for the holders
   std::vector<Grant*> reservations_in(uint32_t space) const;  // open reservations that have chunks in the namespace
-  void member_dead(uint32_t member);  // closes the reservations that the member has not finished
-  void member_gone(uint32_t member);  // D2
-  void close_late(uint64_t now);      // closes reservations past their deadline
+  // Each stops when `work` is over; call it again then.
+  void member_dead(uint32_t member, Work& work);  // closes the reservations that the member has not finished
+  void member_gone(uint32_t member, Work& work);  // D2
+  void close_late(uint64_t now, Work& work);      // closes reservations past their deadline
 
   uint64_t aborted_chunks() const { return aborted_chunks_; }
   // Grants with a holder from place `from` on, in rising order, at most `at_most`. session 0: of all sessions.
@@ -84,6 +86,7 @@ class Grants {
   struct Adopter;  // csrc/table/adopters.h
 
  private:
+  static uint64_t cost_of(const Grant& g);
   struct RequestKey {
     uint64_t session = 0;  // the session's id
     GrantKind kind{};

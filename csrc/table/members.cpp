@@ -189,14 +189,16 @@ void Members::report_pinned(uint64_t id, uint32_t through) {
   session.pinned_through = least_pinned(session);
 }
 
-Members::Due Members::age(uint64_t now, const TableOptions& options) {
+Members::Due Members::age(uint64_t now, const TableOptions& options, Work& work) {
   Due due;
   for (auto& [session, open] : open_) {
     if (open.members.empty()) due.empty.push_back(session);  // its only attach was refused
     for (uint32_t cell : open.members) {
       const Member& m = members_[cell];
-      if (m.state() == MemberState::kLive && now > m.heartbeat_ms + options.suspect_ms)
+      if (m.state() == MemberState::kLive && now > m.heartbeat_ms + options.suspect_ms && !work.is_over()) {
+        work.spend(kChangeState);
         set_state(cell, MemberState::kSuspect);
+      }
       if (m.state() == MemberState::kDead && now >= m.dead_ms + options.settle_ms) due.settled.push_back(cell);
     }
   }

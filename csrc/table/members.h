@@ -10,6 +10,7 @@
 #include <map>
 #include <set>
 
+#include "base/work.h"
 #include "table/namespaces.h"
 
 namespace kvdock {
@@ -61,7 +62,7 @@ class Members {
     return m != kNone ? m : asker;
   }
 
-  Due age(uint64_t now, const TableOptions& options);
+  Due age(uint64_t now, const TableOptions& options, Work& work);
   void set_dead(uint32_t member, uint64_t now);
   enum class Left { some, none };
   Left set_gone(uint32_t member);  // Left::none: the session has to be closed

@@ -20,10 +20,16 @@ class Lru : public Policy {
   void evicted(const Chunk&, uint64_t) override {}
   void removed(const Chunk&) override {}
   double worth(uint8_t, uint64_t used, uint64_t) const override { return static_cast<double>(used); }
+  // Chunks that another policy has sorted keep their kinds for a while.
   std::optional<Choice> least(const Leaves& leaves, uint64_t) const override {
-    if (leaves[0].empty()) return std::nullopt;
-    const Leaf& leaf = *leaves[0].begin();
-    return Choice{static_cast<double>(leaf.used), leaf, 0};
+    std::optional<Choice> best;
+    for (uint8_t kind = 0; kind < kKinds; ++kind) {
+      if (leaves[kind].empty()) continue;
+      const Leaf& leaf = *leaves[kind].begin();
+      Choice one{static_cast<double>(leaf.used), leaf, kind};
+      if (!best || one.evict_before(*best)) best = one;
+    }
+    return best;
   }
 };
 

@@ -191,9 +191,9 @@ uint32_t Records::drop_child(uint32_t space, const Key& parent) {
   return p.ready;
 }
 
-void Records::forget_space(uint32_t space) {
-  changes_.forget(space);
-  departures_.forget(space);
+void Records::forget_spaces(const std::vector<bool>& spaces) {
+  changes_.forget(spaces);
+  departures_.forget(spaces);
 }
 
 // ---- what is derived from records and slots is computed again and compared

@@ -120,7 +120,7 @@ class Records {
   uint64_t used_ms(uint64_t tick) const { return departures_.used_at(tick); }
   uint32_t now_s() const { return static_cast<uint32_t>(std::max<uint64_t>(1, departures_.now_ms() / 1000)); }
   uint64_t born_ms(uint32_t id) const { return uint64_t{info_[id].born_s} * 1000; }  // 0: before this server
-  void forget_space(uint32_t space);  // call it before the number goes to another namespace
+  void forget_spaces(const std::vector<bool>& spaces);  // by number; before these go to others
 
   void check() const;  // Throws TableError corrupt
 

@@ -88,33 +88,47 @@ std::vector<Question> Table::heartbeat(uint64_t member, uint64_t now) {
 }
 
 // Its lock was found free: its unfinished stores are never published. Its holders are discharged when it is gone.
-void Table::member_dead(uint64_t member, uint64_t now) {
+bool Table::member_dead(uint64_t member, uint64_t now, uint64_t most) {
   uint32_t cell = members_.member_cell(member);
-  if (members_.member(cell).state() >= MemberState::kDead) return;
-  members_.set_dead(cell, now);
-  grants_.member_dead(cell);
+  Work work(most);
+  if (members_.member(cell).state() < MemberState::kDead) members_.set_dead(cell, now);
+  grants_.member_dead(cell, work);
+  return work.is_over();
 }
 
-void Table::gone(uint32_t member) {
+void Table::gone(uint32_t member, Work& work) {
   uint32_t session = members_.member(member).session;
-  grants_.member_gone(member);
+  work.spend(kChangeState);
+  grants_.member_gone(member, work);
+  if (work.is_over()) return;
   if (members_.set_gone(member) == Members::Left::none) members_.close_session(session);
 }
 
-void Table::leave(uint64_t member) {
+bool Table::leave(uint64_t member, uint64_t most) {
   uint32_t cell = members_.member_cell(member);
-  if (members_.member(cell).state() != MemberState::kGone) gone(cell);
+  if (members_.member(cell).state() == MemberState::kGone) return false;
+  Work work(most);
+  gone(cell, work);
+  if (work.is_over() && members_.member(cell).state() < MemberState::kDead)
+    members_.set_dead(cell, region_.header.clock_ms);
+  return work.is_over();
 }
 
-void Table::tick(uint64_t now) {
+bool Table::tick(uint64_t now, uint64_t most) {
+  Work work(most);
   region_.header.clock_ms = now;
   chunks_.set_now(now);
-  Members::Due due = members_.age(now, options_);
-  chunks_.end_preferences(now);
-  grants_.close_late(now);
+  Members::Due due = members_.age(now, options_, work);
+  chunks_.see_chunks(work);
+  chunks_.end_preferences(now, work);
+  grants_.close_late(now, work);
   promises_.sweep([&](const Promise& promise) { return holds(promise, now); });
   for (uint32_t session : due.empty) members_.close_session(session);
-  for (uint32_t member : due.settled) gone(member);
+  for (uint32_t member : due.settled) {
+    if (work.is_over()) break;
+    gone(member, work);
+  }
+  return work.is_over();
 }
 
 // ---- grants: calls of holders and askers

@@ -15,6 +15,7 @@
 #include <map>
 #include <mutex>
 
+#include "base/work.h"
 #include "table/grants.h"
 #include "table/promises.h"
 
@@ -74,9 +75,11 @@ class Table {
   // weights. Earlier grants keep their chunks. Throws TableError bad_argument.
   void move_session(uint64_t session, uint32_t space, uint64_t now);
   std::vector<Question> heartbeat(uint64_t member, uint64_t now);
-  void member_dead(uint64_t member, uint64_t now);
-  void leave(uint64_t member);
-  void tick(uint64_t now);
+  // Each of these does about `most` units of work (base/work.h) and returns whether that was too little: then it is to
+  // be called again.
+  bool member_dead(uint64_t member, uint64_t now, uint64_t most);
+  bool leave(uint64_t member, uint64_t most);  // a member that has not quite left gets no grant any more
+  bool tick(uint64_t now, uint64_t most);
 
   // -- lookups and leases
   LookupResult lookup(uint64_t session, uint64_t member, const LookupCall& call, uint64_t now);
@@ -160,7 +163,7 @@ class Table {
   void adopt(const std::vector<SegmentFacts>& segments, Adoption* found);
   void remember_widest_caps();
   void check_tenants();
-  void gone(uint32_t member);  // D2, also when the member leaves
+  void gone(uint32_t member, Work& work);  // D2, also when the member leaves; it is GONE unless `work` is over
 
   // -- lookups (lookup.cpp)
   Scan scan(uint32_t space, const std::vector<Key>& keys);

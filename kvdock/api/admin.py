@@ -7,7 +7,6 @@ table are done in slices, with other calls answered in between.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Iterator
 from typing import Literal
 
@@ -25,6 +24,7 @@ from kvdock.api.record.troubles import Troubles
 from kvdock.api.settings import Settings
 from kvdock.api.sizes import Whole, parse_size
 from kvdock.api.tiers.clears import Clears
+from kvdock.api.turns import next_slice
 from kvdock.protocol import events as e
 from kvdock.protocol.admin_schemas import (
     Acknowledge,
@@ -115,7 +115,7 @@ class Admin:
             chunks, freed = chunks + gone, freed + table.free_bytes() - before
             evictions += 1
             if evictions % EVICT_SLICE == 0:
-                await asyncio.sleep(0)
+                await next_slice()
         self._forget_count()
         return Evicted(chunks=chunks, bytes=freed, free_bytes=self._pool.free_bytes)
 
@@ -133,7 +133,7 @@ class Admin:
                 self._labels.unname(space, some)
             elif body.name:
                 last = self._labels.last_stored(space, some) or last
-            await asyncio.sleep(0)
+            await next_slice()
         if last is not None and body.name:
             self._labels.name(space, last, body.name)
         self._forget_count()
@@ -159,7 +159,7 @@ class Admin:
                 self._quotas.put_back(tenant)
             else:
                 self._quotas.put(tenant, quota)
-        await asyncio.sleep(0)
+        await next_slice()
         if quotas:
             await self._quotas.keep()
         return self.config()

@@ -94,7 +94,6 @@ def build(
     curves = Curves(pool, clocks.now_s, clocks.wall_s, kept) if "curve" in settings.observers else None
     beginnings = Beginnings(registry, pool.table)
     answers = Answers(pool.table, lambda space, keys: mover_client.absent(space, keys))
-    registry.on_ended = answers.forget
     troubles, labels = Troubles(clocks.wall_s), Labels(registry, pool.table)
     background = Background(lambda what: troubles.add_once("failed", OWN_TENANT, what))
     if pool.left_out:

@@ -14,12 +14,12 @@ import logging
 from kvdock.api.access.access_file import AccessFile
 from kvdock.api.background import Background
 from kvdock.api.pool.registry import MemberRecord, SessionRecord
-from kvdock.api.pool.sessions import Sessions
+from kvdock.api.pool.sessions import Sessions, work_off
 from kvdock.api.record.history import Sampler
 from kvdock.api.record.tally import Tally
 from kvdock.api.record.timings import Pulse
 from kvdock.api.settings import Settings
-from kvdock.api.turns import Slices
+from kvdock.api.turns import SLICE_WORK, Slices, next_slice
 
 EVICT_SLICE_CHUNKS = 64
 MOST_LEFT = 64
@@ -49,19 +49,17 @@ class Keeper:
         pulse = asyncio.create_task(self._pulse.watch())
         try:
             while True:
-                await self._watch_members()
-                await self._forget_benches()
-                await self._empty_left()
-                await self._registry.prune(self._table)
-                await self._follow_access_file()
-                await self._keep_quotas()
-                await self._keep_free()
-                await self._pool.drain()
+                for step in (
+                    self._watch_members, self._let_time_pass, self._forget_benches, self._empty_left, self._prune,
+                    self._follow_access_file, self._keep_quotas, self._keep_free, self._pool.drain,
+                    self._sampler.keep_curve_when_due,
+                ):
+                    await step()
+                    await next_slice()
                 self._tally.memory()
                 self._pulse.made_round()
                 self._pool.touch()
-                await self._sampler.keep_curve_when_due()
-                await asyncio.sleep(0)
+                await next_slice()
                 now_ms = self._clock.now_ms()
                 if now_ms >= next_sample_ms:
                     await self._sampler.sample()
@@ -74,34 +72,44 @@ class Keeper:
                 self._growth.cancel()
 
     async def _watch_members(self) -> None:
-        """Finds dead members: a free lock is the only proof of death. Then the table's deadlines pass."""
+        """Finds dead members: a free lock is the only proof of death."""
         slices = Slices()  # to ask for a lock takes the longer, the more there are
         for session in self._registry.sessions():
             await slices.give_turn()
             if self._registry.of_table_id(session.table_id) is not session:
                 continue  # the session has ended meanwhile
-            for member in session.members.values():
+            for member in tuple(session.members.values()):
                 if not member.dead:
-                    self._watch(session, member)
+                    await self._watch(session, member)
         # Members of an adopted pool that have not attached again: their locks also show whether they are alive.
         for table_id, lock_offset in tuple(self._pool.unheard.items()):
             if not self._pool.lock_held(lock_offset):
                 del self._pool.unheard[table_id]
                 log.warning("a member of the adopted pool is dead, and never attached again")
                 self._tally.died(None)
-                self._table.member_dead(table_id, self._clock.now_ms())
-        self._table.tick(self._clock.now_ms())
+                await self._end_stores(table_id)
 
-    def _watch(self, session: SessionRecord, member: MemberRecord) -> None:
+    async def _watch(self, session: SessionRecord, member: MemberRecord) -> None:
         if not self._pool.lock_held(member.lock_offset):
             member.dead = True
             self._tally.died(session, member.id)
-            self._table.member_dead(member.table_id, self._clock.now_ms())
+            await self._end_stores(member.table_id)
             return
         silent_ms = self._clock.now_ms() - member.heard_ms
         if silent_ms > self._settings.suspect_ms and not member.suspect:
             member.suspect = True
             self._tally.suspected(session, member, silent_ms)
+
+    async def _end_stores(self, dead: int) -> None:
+        """Nothing that the dead member was storing is published."""
+        await work_off(lambda: self._table.member_dead(dead, self._clock.now_ms(), SLICE_WORK))
+
+    async def _let_time_pass(self) -> None:
+        while self._table.tick(self._clock.now_ms(), SLICE_WORK):
+            await next_slice()
+
+    async def _prune(self) -> None:
+        await self._registry.prune(self._table)
 
     async def _forget_benches(self) -> None:
         """Removes what benchmarks have stored once the last of them has left; then `prune` drops the namespace."""
@@ -109,13 +117,13 @@ class Keeper:
             at = 0
             while at >= 0:
                 _, at = self._table.clear(namespace.table_id, at, EVICT_SLICE_CHUNKS)
-                await asyncio.sleep(0)
+                await next_slice()
 
     async def _empty_left(self) -> None:
         """Empties the oldest of the namespaces that sessions have left, if there are too many, whether capacity is
         needed or not."""
         while self._table.empty_left(MOST_LEFT, EVICT_SLICE_CHUNKS) or self._quotas.empty_left(EVICT_SLICE_CHUNKS):
-            await asyncio.sleep(0)
+            await next_slice()
 
     async def _follow_access_file(self) -> None:
         await self._access.refresh()
@@ -126,7 +134,7 @@ class Keeper:
     async def _keep_quotas(self) -> None:
         """Evicts the chunks that tenants have above their quota, if a quota was lowered."""
         while self._table.evict_over_quota(EVICT_SLICE_CHUNKS):
-            await asyncio.sleep(0)
+            await next_slice()
 
     async def _keep_free(self) -> None:
         """Grows the pool in the background while less than its mark is available; with growth=ahead until it has its
@@ -144,4 +152,4 @@ class Keeper:
         if available_bytes >= low_bytes:
             return
         while table.available_bytes() < high_bytes and table.evict(high_bytes, EVICT_SLICE_CHUNKS):
-            await asyncio.sleep(0)
+            await next_slice()

@@ -7,7 +7,6 @@ ApiError or the table's own TableError, and leaves nothing half done.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Sequence
 
@@ -26,12 +25,13 @@ from kvdock.api.convert import (
 from kvdock.api.feeds.kv import KvLog, Source
 from kvdock.api.pool.damage import DamageReports
 from kvdock.api.pool.registry import MemberRecord, SessionRecord, digest16
-from kvdock.api.pool.sessions import Sessions
+from kvdock.api.pool.sessions import Sessions, work_off
 from kvdock.api.record.tally import Tally
 from kvdock.api.tiers.clears import Clears
 from kvdock.api.tiers.mover_client import MoverClient
 from kvdock.api.tiers.tickets import LookupCall
 from kvdock.api.tokens import keys_of
+from kvdock.api.turns import SLICE_WORK, next_slice
 from kvdock.protocol import schemas as s
 from kvdock.protocol.errors import ApiError
 from kvdock.protocol.forms import Form, HoldReply, LookupReply, ReserveReply
@@ -137,7 +137,7 @@ class CacheService:
             self._table.report_pinned(member.table_id, body.pinned_through)
         for start in range(0, max(len(body.done), len(body.keep)), SLICE_ANSWERS):
             if start:
-                await asyncio.sleep(0)
+                await next_slice()
                 session.member(body.member)  # the member may have left meanwhile
             for done in body.done[start : start + SLICE_ANSWERS]:
                 with ignore_unknown_grant():
@@ -159,7 +159,8 @@ class CacheService:
             changes=None if body.changes_since is None else self._followed(session, member, body.changes_since),
         )
 
-    def leave(self, peer: Peer, session_id: str, member_id: str | None) -> None:
+    async def leave(self, peer: Peer, session_id: str, member_id: str | None) -> None:
+        """Releases what the member holds, in slices. Nobody may call in its name any more from the first one on."""
         session = self._registry.session(session_id, peer.tenant, peer.identity)
         if member_id is None:
             if len(session.members) != 1:
@@ -168,11 +169,11 @@ class CacheService:
                 )
             member_id = next(iter(session.members))
         member = session.member(member_id)
-        self._table.leave(member.table_id)
         self._tally.left(session, member)
         self._registry.drop_member(session, member)
         if not session.members:
             self._registry.drop_session(session)
+        await work_off(lambda: self._table.leave(member.table_id, SLICE_WORK))
 
     # ---------------------------------------------------------------- reading
 
@@ -288,7 +289,7 @@ class CacheService:
                 chunks, refused = chunks + retained, refused + too_many
                 if retained + too_many < len(some) // KEY_BYTES:
                     break  # a key is missing there, and nothing behind a gap is retained
-                await asyncio.sleep(0)
+                await next_slice()
                 session.member(body.member)  # the member may have left meanwhile
             return HintAnswer(chunks=chunks, refused=refused)
         priority = CONVERSATION_ENDED if body.conversation_ended else body.priority
@@ -299,7 +300,7 @@ class CacheService:
             chunks += lowered
             if is_shared:
                 break
-            await asyncio.sleep(0)
+            await next_slice()
             session.member(body.member)
         return HintAnswer(chunks=chunks)
 
@@ -409,7 +410,7 @@ class CacheService:
             raise ApiError("invalid_body", "one for each key", found=f"$.blocks: {len(names)}", wanted=wanted)
         for at, name in enumerate(names):
             if at % SLICE_NAMES == SLICE_NAMES - 1:
-                await asyncio.sleep(0)
+                await next_slice()
             if fault := name.fault(chunk_tokens):
                 raise ApiError(
                     "invalid_body", "the names of a chunk cover all its tokens",
@@ -421,7 +422,7 @@ class CacheService:
         for at in range(0, len(names), SLICE_NAMES):
             end = at + SLICE_NAMES
             log.named(space, keys[KEY_BYTES * at : KEY_BYTES * end], names[at:end])
-            await asyncio.sleep(0)
+            await next_slice()
 
     def _followed(self, session: SessionRecord, member: MemberRecord, since: int) -> s.Changes:
         """The changes that the member asks for; all of them if it followed another namespace before."""
@@ -457,7 +458,7 @@ class CacheService:
         refused: list[RefusedRelease] = []
         for number, release in enumerate(body.releases, 1):
             if number % SLICE_RELEASES == 0:
-                await asyncio.sleep(0)
+                await next_slice()
             try:
                 self._release(session, release.lease, release.ranks)
             except (ApiError, TableError) as error:

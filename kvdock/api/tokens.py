@@ -8,7 +8,6 @@ piece by piece, with other calls answered in between. The decoded array takes 4 
 
 from __future__ import annotations
 
-import asyncio
 import re
 from array import array
 from collections.abc import Sequence
@@ -98,7 +97,7 @@ async def keys_of(
     if keys is not None and tokens is None:
         joined = key_bytes(keys)
         if len(joined) > TURN_KEY_BYTES:
-            await asyncio.sleep(0)  # gives other calls a turn
+            await next_slice()
         return joined
     if tokens is None or keys is not None:
         found = "neither" if keys is None else "both"

@@ -353,3 +353,13 @@ def test_a_damaged_curve_is_refused_or_can_be_used(prompts: list[list[int]]) -> 
         fed(curve, prompts[40:60], [0] * 20)
         assert all(0 <= share <= 1 for share in curve.all.found_at)
     assert 301 <= refused < len(damages)
+
+
+def test_stores_alone_make_no_more_samples_than_it_may_have() -> None:
+    """They were counted, and thinned out, at the next lookup only: one that came after many stores took 10 ms."""
+    curve = new_curve(entries=1 << 12)
+    for at in range(40):
+        curve.stored(0, joined(range(1000 * at, 1000 * at + 1000)))
+        assert curve.entries <= 1 << 12
+    curve.check()
+    assert 0 < curve.share < 1

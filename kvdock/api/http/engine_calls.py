@@ -6,7 +6,6 @@ An answer has the form of the request's body, unless the request accepts only th
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 from urllib.parse import parse_qsl
@@ -19,6 +18,7 @@ from kvdock.api.http.openapi import ID_CHARACTERS, About, Parameter
 from kvdock.api.http.wire import read_all
 from kvdock.api.service import CacheService
 from kvdock.api.tokens import LONG_BODY_BYTES, cut_tokens
+from kvdock.api.turns import next_slice
 from kvdock.protocol import calls, schemas as s
 from kvdock.protocol.calls import Call
 from kvdock.protocol.errors import ApiError
@@ -29,7 +29,7 @@ from kvdock.protocol.wire_types import Answer, Body
 B = TypeVar("B", bound=Body)
 Run = Callable[[CacheService, Peer, B, str, Form], Answer | Awaitable[Answer]]
 """(service, caller, body, the id in the path, form of the answer)."""
-RunQuery = Callable[[CacheService, Peer, dict[str, str], str], None]
+RunQuery = Callable[[CacheService, Peer, dict[str, str], str], Awaitable[None] | None]
 """(service, caller, values of the query's parameters, the id in the path)."""
 
 DECODED_ALONE_BYTES = 20 << 10
@@ -96,7 +96,7 @@ class BodyCall(Generic[B]):
             if tokens is not None and isinstance(body, s.Lookup | s.Reserve):
                 body.tokens = tokens  # type: ignore[assignment]  # an array of them reads like a list
             if len(raw) >= DECODED_ALONE_BYTES:
-                await asyncio.sleep(0)
+                await next_slice()
             answer = self._run(service, incoming.peer, body, id_in_path, wanted)
             answered = answer if isinstance(answer, Answer) else await answer
             return Encoded(wanted.encode(answered), wanted.media_type, getattr(body, "traceparent", "") or "")
@@ -116,7 +116,9 @@ class QueryCall:
 
     async def answer(self, service: CacheService, incoming: Incoming, id_in_path: str) -> Encoded:
         """Raises ApiError and TableError: refusals."""
-        self._run(service, incoming.peer, read_query(incoming.query, self.parameters), id_in_path)
+        ends = self._run(service, incoming.peer, read_query(incoming.query, self.parameters), id_in_path)
+        if ends is not None:
+            await ends
         return Encoded(b"", "")
 
 

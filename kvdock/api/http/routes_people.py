@@ -166,7 +166,7 @@ async def verdict(request: Request) -> Response:
     "by source, and that were computed, by reason. The next server of the pool goes on with them.",
 )
 async def hits(request: Request) -> Response:
-    return answer(handlers_of(request).lists.hit_days(peer_of_call(request)))
+    return answer(await handlers_of(request).lists.hit_days(peer_of_call(request)))
 
 
 @_route(

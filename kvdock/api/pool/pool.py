@@ -23,6 +23,7 @@ from kvdock.api.pool.adopt import Adopted, Means, PoolObjects, address_of, adopt
 from kvdock.api.pool.lock import PoolLock, remove_stale
 from kvdock.api.pool.segments import LeasedPart, RemovedSegments, SegmentPool
 from kvdock.api.settings import Settings
+from kvdock.api.turns import next_slice
 from kvdock.protocol import events as e
 from kvdock.protocol.admin_schemas import Limits
 from kvdock.protocol.errors import ApiError
@@ -241,7 +242,7 @@ class Pool:
         for start in range(0, len(keys), KEY_BYTES):
             missing += self.table.state_of(space, keys[start : start + KEY_BYTES]) == "absent"
             if start % (512 * KEY_BYTES) == 0:
-                await asyncio.sleep(0)  # each slice takes about 0.5 ms
+                await next_slice()  # each slice takes about 0.5 ms
         await self.grow_until(missing * chunk_bytes)
 
     async def grow_until(self, wanted_bytes: int) -> None:
@@ -330,7 +331,7 @@ class Pool:
             before = -1
             in_use = self.table.retire_segment(segment, RETIRE_SLICE_CHUNKS)
             while in_use not in (0, before):
-                await asyncio.sleep(0)
+                await next_slice()
                 before, in_use = in_use, self.table.retire_segment(segment, RETIRE_SLICE_CHUNKS)
             if in_use == 0:
                 async with self._growing:

@@ -9,7 +9,7 @@ user has no limits unless they are put. Used from the event loop only.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 
 import msgspec
 
@@ -118,9 +118,9 @@ class Quotas:
 
     # ---------------------------------------------------------------- kept with the pool
 
-    def kept(self) -> msgspec.Raw:
+    def kept(self) -> Iterator[bytes]:
         self.has_changed = False
-        return msgspec.Raw(msgspec.json.encode(_Kept(self._put, self._of_file)))
+        yield msgspec.json.encode(_Kept(self._put, self._of_file))
 
     def take_over(self, kept: msgspec.Raw) -> None:
         """Puts what an earlier server has kept. To be called before `follow`. Raises msgspec.MsgspecError."""

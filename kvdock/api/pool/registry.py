@@ -7,7 +7,6 @@ event loop only.
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -17,6 +16,7 @@ from msgspec import Struct, field
 
 from kvdock._core import Table
 from kvdock.api.pool.sums import Copies, Sums
+from kvdock.api.turns import next_slice
 from kvdock.protocol.errors import ApiError, without_secrets
 from kvdock.protocol.schemas import AttachSession, Manifest, Member
 
@@ -24,7 +24,7 @@ K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 
 KEYS_OF_PART = 2048
-SLICE_SESSIONS = 256
+SLICE_SESSIONS = 64
 """At most this many sessions are looked at in one turn of the event loop."""
 
 
@@ -169,8 +169,6 @@ class Registry:
         self._in_order: tuple[NamespaceRecord, ...] | None = None
         """The same, as lists show them; None: they have changed since."""
         self._opened = 0
-        self.on_ended: Callable[[SessionRecord], None] = lambda session: None
-        """Called with each session that has ended."""
 
     def sessions(self) -> list[SessionRecord]:
         """In the order in which they were opened."""
@@ -293,7 +291,6 @@ class Registry:
             del self._by_instance[record.tenant, record.instance]
         for member in record.members.values():
             self._forget_lock(member)
-        self.on_ended(record)
 
     def left_by_benches(self) -> list[NamespaceRecord]:
         """Namespaces that benchmarks alone have used, and that no session uses any more."""
@@ -305,7 +302,7 @@ class Registry:
         records = self.sessions()
         for start in range(0, len(records), SLICE_SESSIONS):
             self.drop_ended(table, records[start : start + SLICE_SESSIONS])
-            await asyncio.sleep(0)
+            await next_slice()
         self.drop_idle_namespaces(table)
 
     def drop_idle_namespaces(self, table: Table) -> None:
@@ -339,10 +336,15 @@ class Recent(Generic[K, V]):
         return self._parts[hash(key) % self._count].get(key)
 
     def put(self, key: K, value: V) -> None:
+        """It is the last of its part now."""
         items = self._parts[hash(key) % self._count]
         items[key] = value
+        items.move_to_end(key)
         if len(items) > self._keep:
             items.popitem(last=False)
+
+    def pop(self, key: K) -> V | None:
+        return self._parts[hash(key) % self._count].pop(key, None)
 
     def __contains__(self, key: K) -> bool:
         return key in self._parts[hash(key) % self._count]

@@ -6,7 +6,6 @@ checked before anything is made.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -18,6 +17,7 @@ from kvdock.api.pool.drain import Drain
 from kvdock.api.pool.pool import Pool
 from kvdock.api.pool.quotas import Quotas, tenant_id
 from kvdock.api.pool.registry import MemberRecord, Names, NamespaceRecord, Registry, SessionRecord, digest16, owned
+from kvdock.api.turns import next_slice
 from kvdock.protocol.errors import ApiError
 from kvdock.protocol.keys import filed_in, namespace_digest
 from kvdock.protocol.schemas import SECRET_FIELDS, AttachSession, Manifest, Member
@@ -50,7 +50,7 @@ class Sessions:
                 if not self._table.empty_left(0, SLICE_EMPTIED_CHUNKS):
                     raise
             self.registry.drop_idle_namespaces(self._table)
-            await asyncio.sleep(0)
+            await next_slice()
 
     def attach(self, body: AttachSession, tenant: str, identity: str | None) -> SessionRecord:
         """The session that `body.member` now belongs to; repeating the call changes nothing. `identity`: of the caller,
@@ -205,6 +205,17 @@ class Sessions:
         if over_quota is not None:
             raise over_quota
         return True
+
+
+async def work_off(step: Callable[[], bool]) -> None:
+    """Calls `step`, which works on a member in the table, as long as it says that something is left to do: each time in
+    a slice of its own. The member may be gone meanwhile."""
+    try:
+        while step():
+            await next_slice()
+    except TableError as error:
+        if error.code != "unknown_member":
+            raise
 
 
 def _canonical(manifest: Manifest) -> Manifest:

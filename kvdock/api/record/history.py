@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Literal, NamedTuple, Protocol
 
 import msgspec
@@ -23,7 +23,7 @@ from kvdock.api.record.counters import Counters
 from kvdock.api.record.curve import Curves
 from kvdock.api.record.marks import Marks
 from kvdock.api.record.tally import Tally
-from kvdock.api.turns import next_slice
+from kvdock.api.turns import Slices
 from kvdock.protocol.reports import Over, PoolView, Series, Stats, TierView
 
 log = logging.getLogger("kvdock.api")
@@ -169,6 +169,16 @@ class _Rings:
         known = [] if marks is None else marks.within(self.length_s + age_s + START_S)
         return Stats(interval_s=self.level.interval_s, age_s=age_s, series=series, marks=known)
 
+    def kept(self, now_s: float) -> Iterator[Piece]:
+        """A view as JSON, in pieces: one for each series."""
+        whole = self.view(now_s)
+        none = msgspec.json.encode(msgspec.structs.replace(whole, series=[]))
+        before, after = none.split(b'"series":[')
+        yield before + b'"series":['
+        for number, series in enumerate(whole.series):
+            yield b"," * (number > 0) + msgspec.json.encode(series)
+        yield after
+
     def take_over(self, kept: Stats, missed: int) -> None:
         """Continues the series of an earlier server: `missed` intervals have passed without a value."""
         values = {series.name: series.values for series in kept.series}
@@ -185,7 +195,8 @@ class KeptBeside(Protocol):
     def has_changed(self) -> bool:
         """Whether it is to be kept now, rather than with the next value of the series."""
 
-    def kept(self) -> msgspec.Raw: ...
+    def kept(self) -> Iterator[Piece]:
+        """JSON, in pieces that are made in little time each."""
 
     def take_over(self, kept: msgspec.Raw) -> None:
         """Goes on with what an earlier server has kept. Raises msgspec.MsgspecError."""
@@ -197,10 +208,6 @@ class _Kept(msgspec.Struct):
     at: float
     levels: dict[Over, Stats]
     beside: dict[str, msgspec.Raw] = {}
-
-
-_PLACE = msgspec.Raw(b"\0")
-"""Where the next of `beside` comes: a byte that JSON never has."""
 
 
 class History:
@@ -260,7 +267,7 @@ class History:
     def keep(self, now_s: float) -> None:
         """Writes hours and days for the next server of the pool."""
         if self._kept is not None:
-            self._kept.write(*self._content(now_s, {name: one.kept() for name, one in self._beside.items()}))
+            self._kept.write(*self._content(now_s))
 
     async def keep_in_slices(self, now_s: float) -> None:
         """The same, with turns for others in between. Those who ask meanwhile wait, and share the next one."""
@@ -271,20 +278,23 @@ class History:
             if self._begun > begun:
                 return  # somebody began after this was asked for
             self._begun += 1
-            beside = dict[str, msgspec.Raw]()
-            for name, one in self._beside.items():
-                beside[name] = one.kept()
-                await next_slice()
-            await self._kept.write_aside(*self._content(now_s, beside))
+            pieces, slices = list[Piece](), Slices()
+            for piece in self._content(now_s):
+                pieces.append(piece)
+                await slices.give_turn()
+            await self._kept.write_aside(*pieces)
 
-    def _content(self, now_s: float, beside: dict[str, msgspec.Raw]) -> Sequence[Piece]:
-        """A _Kept in pieces: what is kept beside may be megabytes, which are not copied."""
-        levels = {level.name: self._levels[level.name].view(now_s) for level in KEPT_LEVELS}
-        whole = msgspec.json.encode(_Kept(self._wall_s(), levels, dict.fromkeys(beside, _PLACE)))
-        pieces: list[Piece] = []
-        for before, content in zip(whole.split(bytes(_PLACE)), [*beside.values(), msgspec.Raw(b"")], strict=True):
-            pieces += [before, memoryview(content)]
-        return pieces
+    def _content(self, now_s: float) -> Iterator[Piece]:
+        """A _Kept in pieces, each made in little time: together they may be megabytes, which are not copied."""
+        yield b'{"at":%b,"levels":{' % msgspec.json.encode(self._wall_s())
+        for number, level in enumerate(KEPT_LEVELS):
+            yield b'%b"%b":' % (b"," if number else b"", level.name.encode())
+            yield from self._levels[level.name].kept(now_s)
+        yield b'},"beside":{'
+        for number, (name, one) in enumerate(self._beside.items()):
+            yield b'%b"%b":' % (b"," if number else b"", name.encode())
+            yield from one.kept()
+        yield b"}}"
 
     def _take_over(self) -> None:
         content = self._kept.read() if self._kept is not None else b""

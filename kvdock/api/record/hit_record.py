@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import msgspec
@@ -80,7 +80,7 @@ class HitRecord:
         self._wall_s = wall_s
         self._days: OrderedDict[str, dict[Key, Hits]] = OrderedDict()
         """By date, as 2026-11-25; the oldest first."""
-        self._encoded: dict[str, msgspec.Raw] = {}
+        self._encoded: dict[str, bytes] = {}
         """Days that are over, as they are kept: to encode all of them each minute would take too long."""
 
     def ended(self, engine: Whose, outcome: OutcomeView) -> None:
@@ -104,16 +104,19 @@ class HitRecord:
             oldest, _ = self._days.popitem(last=False)
             self._encoded.pop(oldest, None)
 
-    def days(self, sees: Callable[[str], bool]) -> list[DayOfHits]:
-        """Oldest first, of the tenants that the caller sees."""
-        return [
-            day for date in self._days for day in self._on(date) if sees(day.tenant)
-        ]
+    def days(self, sees: Callable[[str], bool], most: int = MOST_DAYS) -> list[DayOfHits]:
+        """The last `most` days, oldest first, of the tenants that the caller sees. A day takes some tenths of a ms."""
+        return [day for date in reversed(self.dates()[:most]) for day in self.on(date, sees)]
 
-    def _on(self, date: str) -> list[DayOfHits]:
+    def dates(self) -> list[str]:
+        """Newest first."""
+        return list(reversed(self._days))
+
+    def on(self, date: str, sees: Callable[[str], bool] = lambda tenant: True) -> list[DayOfHits]:
+        """Of the tenants that the caller sees; empty: nothing is known of that day."""
         return [
             DayOfHits(date=date, tenant=tenant, model=model, hits=hits.view())
-            for (tenant, model), hits in self._days[date].items()
+            for (tenant, model), hits in self._days.get(date, {}).items() if sees(tenant)
         ]
 
     # ---------------------------------------------------------------- kept with the pool
@@ -123,13 +126,15 @@ class HitRecord:
         """It is kept with each value of the series."""
         return False
 
-    def kept(self) -> msgspec.Raw:
-        """The days, as JSON."""
-        newest = next(reversed(self._days), "")
-        for date in self._days:
+    def kept(self) -> Iterator[bytes]:
+        before, newest = b"[", next(reversed(self._days), "")
+        for date in list(self._days):
             if date not in self._encoded or date == newest:
-                self._encoded[date] = msgspec.Raw(msgspec.json.encode(self._on(date)))
-        return msgspec.Raw(msgspec.json.encode([self._encoded[date] for date in self._days]))
+                self._encoded[date] = msgspec.json.encode(self.on(date))
+            yield before
+            yield self._encoded[date]
+            before = b","
+        yield b"]" if newest else b"[]"
 
     def take_over(self, kept: msgspec.Raw) -> None:
         """Goes on with the days of an earlier server. Raises msgspec.MsgspecError."""

@@ -15,7 +15,7 @@ from collections.abc import Callable, Container, Iterator, Sequence
 import msgspec
 
 from kvdock._core import Lookup as Found, Table
-from kvdock.api.pool.registry import NamespaceRecord, SessionRecord
+from kvdock.api.pool.registry import NamespaceRecord, Recent, SessionRecord
 from kvdock.api.record.requests import Detail
 from kvdock.protocol.hits import COMPUTED, MEMORY, WAITED, ComputedWhy, PromptRun
 from kvdock.protocol.mover_schemas import split_keys
@@ -94,13 +94,11 @@ class Answers:
 
     def __init__(self, table: Table, absent: Absent) -> None:
         self._table, self._absent = table, absent
-        self._open: OrderedDict[tuple[int, bytes], dict[int, Answered]] = OrderedDict()
+        self._open: Recent[tuple[int, bytes], dict[int, Answered]] = Recent(MOST_ANSWERS)
         """By session and request, then by epoch."""
-        self._of_session: dict[int, set[bytes]] = {}
-        """The requests in `_open`, by session."""
         self._arriving: OrderedDict[int, tuple[NamespaceRecord, Sequence[bytes], str]] = OrderedDict()
         """By reservation of the mover, the chunks that it loads, and from which tier."""
-        self._brought: OrderedDict[tuple[int, bytes], tuple[str, int]] = OrderedDict()
+        self._brought: Recent[tuple[int, bytes], tuple[str, int]] = Recent(MOST_BROUGHT)
         """By namespace and key, the tier that brought a chunk into the pool, and when."""
 
     def tier_reserved(self, space: NamespaceRecord, grant: int, keys: Sequence[bytes], tier: str) -> None:
@@ -117,10 +115,7 @@ class Answers:
         if is_whole:
             del self._arriving[grant]
         for key in keys:
-            self._brought[space.table_id, key] = tier, now_ns
-            self._brought.move_to_end((space.table_id, key))
-        while len(self._brought) > MOST_BROUGHT:
-            self._brought.popitem(last=False)
+            self._brought.put((space.table_id, key), (tier, now_ns))
 
     def answered(
         self, session: SessionRecord, request: bytes, epoch: int, keys: bytes, found: Found, now_ns: int,
@@ -150,18 +145,19 @@ class Answers:
         self._answers_of(session, request)[epoch] = answer
 
     def _answers_of(self, session: SessionRecord, request: bytes) -> dict[int, Answered]:
-        """The request's, by epoch. Forgets the oldest request if there are too many."""
-        of_request = self._open.setdefault((session.table_id, request), {})
-        self._of_session.setdefault(session.table_id, set()).add(request)
-        self._open.move_to_end((session.table_id, request))
-        if len(self._open) > MOST_ANSWERS:
-            self._drop(*next(iter(self._open)))
+        """The request's, by epoch. Forgets an old request if there are too many."""
+        name = session.table_id, request
+        of_request = self._open.get(name)
+        if of_request is None:
+            of_request = {}
+        self._open.put(name, of_request)
         return of_request
 
     def _grow(self, answer: Answered, space: NamespaceRecord, keys: bytes, hit: int) -> None:
         """What is found beyond the last answer came from a tier, or another engine has stored it meanwhile."""
         for at in range(answer.hit, hit):
-            tier, came_ns = self._brought.get((space.table_id, keys[at * KEY_BYTES : (at + 1) * KEY_BYTES]), ("", 0))
+            brought = self._brought.get((space.table_id, keys[at * KEY_BYTES : (at + 1) * KEY_BYTES]))
+            tier, came_ns = brought or ("", 0)
             answer.grow(at + 1, tier if tier and came_ns >= answer.began_ns else WAITED)
         answer.grow(hit, WAITED)
 
@@ -191,21 +187,9 @@ class Answers:
             runs[-1] = msgspec.structs.replace(runs[-1], end=len(keys) // KEY_BYTES)
         return runs
 
-    def _drop(self, session: int, request: bytes) -> dict[int, Answered] | None:
-        requests = self._of_session.get(session, set())
-        requests.discard(request)
-        if not requests:
-            self._of_session.pop(session, None)
-        return self._open.pop((session, request), None)
-
-    def forget(self, session: SessionRecord) -> None:
-        """The session has ended: no outcome of its requests comes any more."""
-        for request in self._of_session.pop(session.table_id, ()):
-            self._open.pop((session.table_id, request), None)
-
     def take(self, session: SessionRecord, request: bytes, epoch: int) -> Answered | None:
         """The answers to the request's lookups in that epoch, or in its last one. The request has ended."""
-        of_request = self._drop(session.table_id, request)
+        of_request = self._open.pop((session.table_id, request))
         if of_request is None:
             return None
         return of_request.get(epoch) or of_request[max(of_request)]

@@ -16,6 +16,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection
 from typing import Any, NamedTuple, Protocol
 
+from kvdock.api.turns import next_slice
 from kvdock.protocol.events import EVENTS, Event
 
 log = logging.getLogger("kvdock.api")
@@ -127,7 +128,7 @@ class Journal:
             self._came.clear()
             while self._queue:
                 self._hand_out(SLICE_EVENTS)
-                await asyncio.sleep(0)
+                await next_slice()
 
     def flush(self) -> None:
         """Hands out all events that wait, now: at the server's end, or before figures are read."""

@@ -6,6 +6,8 @@ Used from the event loop only.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import msgspec
 
 from kvdock._core import Table
@@ -37,14 +39,16 @@ class KeptNamespaces:
         """Whether other namespaces are known than when they were last kept."""
         return [_name_of(one) for one in self._named()] != self._kept
 
-    def kept(self) -> msgspec.Raw:
-        named = self._named()
+    def kept(self) -> Iterator[bytes]:
+        named, before = self._named(), self._encoded
         self._kept = [_name_of(one) for one in named]
-        before = self._encoded  # a name is encoded once: manifests may be long
-        self._encoded = {
-            name: before.get(name) or _encoded(one) for name, one in zip(self._kept, named, strict=True)
-        }
-        return msgspec.Raw(b"[%b]" % b",".join(self._encoded.values()))
+        encoded = dict[_Named, bytes]()
+        for name, one in zip(self._kept, named, strict=True):
+            yield b"," if encoded else b"["
+            encoded[name] = before.get(name) or _encoded(one)  # once: manifests may be long
+            yield encoded[name]
+        self._encoded = encoded
+        yield b"]" if encoded else b"[]"
 
     def take_over(self, kept: msgspec.Raw) -> None:
         """Names those namespaces of the table that an earlier server has named. Raises msgspec.MsgspecError."""

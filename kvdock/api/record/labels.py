@@ -6,6 +6,7 @@ Used from the event loop only.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import takewhile
 from typing import NamedTuple
 
@@ -148,9 +149,9 @@ class Labels:
         """Whether a name of an operator is new or has gone. Clients' labels are kept with the history's next values."""
         return self._has_new_name
 
-    def kept(self) -> msgspec.Raw:
+    def kept(self) -> Iterator[bytes]:
         self._has_new_name = False
-        return msgspec.Raw(msgspec.json.encode(list(self._labels.values())))
+        yield msgspec.json.encode(list(self._labels.values()))
 
     def take_over(self, kept: msgspec.Raw) -> None:
         """Goes on with the labels of an earlier server. Raises msgspec.MsgspecError."""

@@ -7,7 +7,7 @@ Used from the event loop only.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final, Literal
 
 import msgspec
@@ -80,9 +80,9 @@ class Marks:
         """Whether there are other marks than those last kept."""
         return self._has_changed
 
-    def kept(self) -> msgspec.Raw:
+    def kept(self) -> Iterator[bytes]:
         self._has_changed = False
-        return msgspec.Raw(msgspec.json.encode(list(self._known)))
+        yield msgspec.json.encode(list(self._known))
 
     def take_over(self, kept: msgspec.Raw) -> None:
         """Goes on with the marks of an earlier server. Raises msgspec.MsgspecError."""

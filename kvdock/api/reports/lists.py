@@ -12,7 +12,7 @@ import heapq
 from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, TypeVar
 
 import msgspec
@@ -30,13 +30,15 @@ from kvdock.protocol import schemas as s
 from kvdock.protocol.admin_schemas import MemberDetail, Namespaces, NamespaceView, SessionDetail
 from kvdock.protocol.errors import ApiError
 from kvdock.protocol.hits import HitTotals
-from kvdock.protocol.reports import CopyRates, HitDays, Leases, LeaseView, Requests, UseTotals
+from kvdock.protocol.reports import CopyRates, DayOfHits, HitDays, Leases, LeaseView, Requests, UseTotals
 
 SESSIONS_OF_PAGE = 64
 """A page is as long as can be made in one turn of the event loop, even if more are asked for."""
 GRANTS_OF_PAGE = 64
 REQUESTS_OF_PAGE = 256
 NAMESPACES_OF_PAGE = 128
+MOST_OF_DAYS = 1024
+"""Pairs of tenant and model on all days together: as many as are encoded in one turn."""
 MOST_SESSIONS = 32
 """Sessions that metrics name."""
 ALL_SESSIONS = 0
@@ -105,8 +107,17 @@ class Lists:
             await slices.give_turn()
         return mean_of(rates)
 
-    def hit_days(self, peer: Peer) -> HitDays:
-        return HitDays(days=self._hits.days(peer.sees))
+    async def hit_days(self, peer: Peer) -> HitDays:
+        """The last days, as many as are MOST_OF_DAYS rows together, in slices."""
+        by_day, rows, slices = list[list[DayOfHits]](), 0, Slices()
+        for date in self._hits.dates():
+            of_day = self._hits.on(date, peer.sees)
+            rows += len(of_day)
+            if rows > MOST_OF_DAYS:
+                break
+            by_day.append(of_day)
+            await slices.give_turn()
+        return HitDays(days=list(chain.from_iterable(reversed(by_day))))
 
     def hits_by_model(self, peer: Peer) -> dict[tuple[str, str], HitTotals]:
         """By tenant and model, of the tenants that the caller sees."""

@@ -274,7 +274,7 @@ class Judge:
 
     def _share_fell(self, judged: Judged) -> Iterator[Finding]:
         hits = self._totals.hits
-        days, today = hits.days(judged.peer.sees), hits.today
+        days, today = hits.days(judged.peer.sees, FELL_DAYS + 1), hits.today
         fall, whose = fall_of(days, today), ""
         if fall is None and judged.peer.may("read"):  # one model may fall while others rise
             models = {day.model for day in days if day.date == today}

@@ -28,6 +28,7 @@ from kvdock.api.background import Background
 from kvdock.api.pool.quotas import tenant_id
 from kvdock.api.pool.registry import NamespaceRecord, Registry
 from kvdock.api.record.journal import Journal
+from kvdock.api.turns import Slices, next_slice
 from kvdock.protocol import events as e, mover_schemas as m
 from kvdock.protocol.wire_types import KEY_BYTES
 from kvdock.shm.files import replace_durably
@@ -155,11 +156,14 @@ class Clears:
         if space is None and not tenant:  # tiers have chunks of the server's own user alone
             pending.append(self._order_all(except_for=[digest for digest, _ in served]))
         await self._save()
+        slices = Slices()
         for space in spaces:
             self._raise(space, 0)
+            await slices.give_turn()
         for one in others:  # of namespaces whose engines have not attached again
             if self._table.has_namespace(one.digest):
                 self._table.raise_generation(one.namespace)
+            await slices.give_turn()
         for order in pending:
             if order is not None:
                 self._send(order)
@@ -178,7 +182,7 @@ class Clears:
         chunks = 0
         for start in range(0, len(keys), slice_bytes):
             chunks += self._table.delete(space.table_id, keys[start : start + slice_bytes])
-            await asyncio.sleep(0)
+            await next_slice()
         self.on_cleared(space, keys)
         if pending is not None:
             pending.order.least = self._table.generation(space.table_id)
@@ -285,7 +289,7 @@ class Clears:
         while cursor >= 0:
             taken, cursor = self._table.clear_old(cursor, CLEAR_SLICE_RECORDS)
             chunks += taken
-            await asyncio.sleep(0)
+            await next_slice()
         return chunks
 
     def _namespace(self, namespace: str) -> NamespaceRecord | None:

@@ -16,6 +16,7 @@ import msgspec
 
 from kvdock.api.settings import Settings
 from kvdock.api.tiers.mover_client import MoverClient
+from kvdock.api.turns import next_slice
 from kvdock.protocol.mover_schemas import BATCH_BYTES, FRAME_HEAD, MoverConfig, MoverReport, frame
 
 log = logging.getLogger("kvdock.api")
@@ -82,7 +83,7 @@ class MoverProcess:
             while True:
                 (length,) = FRAME_HEAD.unpack(await process.stdout.readexactly(FRAME_HEAD.size))
                 self._client.follow(decoder.decode(await process.stdout.readexactly(length)))
-                await asyncio.sleep(0)  # else all that has come already would be followed in one turn
+                await next_slice()  # else all that has come already would be followed in one turn
         except (asyncio.IncompleteReadError, ConnectionError):
             return  # the mover has ended
         except Exception:  # whatever it was: the next mover reports anew

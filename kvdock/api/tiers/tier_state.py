@@ -28,6 +28,8 @@ NEAR_SHARE = 0.125
 """While more of the pool than this share is free, nothing is evicted soon."""
 SOON_SHARE = 0.0625
 """How much of the pool counts as evicted soon, and is written to tiers before the rest."""
+MOST_SOON = 4096
+"""Chunks that count as such, at most."""
 
 
 class TierState:
@@ -112,7 +114,7 @@ class EvictionForecast:
             return []
         spaces = {space.table_id: space for space in self._registry.namespaces() if not space.tenant}
         found = []
-        for table_id, keys in self._pool.table.next_out(int(SOON_SHARE * pool_bytes)).items():
+        for table_id, keys in self._pool.table.next_out(int(SOON_SHARE * pool_bytes), MOST_SOON).items():
             if (space := spaces.get(table_id)) is None:
                 continue
             if missing := absent(space, keys):

@@ -1,0 +1,181 @@
+"""Long work goes in slices of the event loop: how much is done in one turn is counted, not how long it takes.
+
+The real application in this process, without sockets. tests/table/test_slices.py has the table's part.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any
+
+import pytest
+from api_helpers import manifest
+from app_rig import CHAIN, OWN, Rig, ask, opened
+
+from kvdock.api.keeper import Keeper
+from kvdock.api.pool.registry import KEYS_OF_PART, SLICE_SESSIONS
+from kvdock.api.record.hits import MOST_ANSWERS
+from kvdock.api.service import SLICE_RELEASES
+from kvdock.api.turns import SLICE_WORK
+from kvdock.protocol import schemas as s
+from kvdock.protocol.forms import JSON
+from kvdock.protocol.outcomes import OutcomeView
+from kvdock.protocol.wire_types import MAX_KEYS
+
+pytestmark = pytest.mark.security
+
+SLICE_PINS = SLICE_WORK + MAX_KEYS
+"""To end a lease takes a unit of work for each of its chunks, and some more."""
+WHOLE = 40
+"""Leases of a chain of MAX_KEYS chunks."""
+PIECE_BYTES = 64 << 10
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    with opened() as made:
+        yield made
+
+
+def most_in_a_turn(work: Callable[[], Coroutine[Any, Any, Any]], left: Callable[[], int]) -> tuple[int, int]:
+    """By how much `left` fell in all while `work` ran, and by how much at most from one turn to the next."""
+    async def story() -> tuple[int, int]:
+        first = before = left()
+        most, task = 0, asyncio.create_task(work())
+        while not task.done():
+            await asyncio.sleep(0)
+            now = left()
+            most, before = max(most, before - now), now
+        await task
+        return first - before, most
+
+    return asyncio.run(story())
+
+
+def lease_all(rig: Rig, count: int) -> None:
+    """Leases of the whole chain, of the session of the rig."""
+    async def work() -> None:
+        for number in range(count):
+            body = s.Lookup(session=rig.session, member="m", request=f"whole {number}", keys=CHAIN)
+            assert (await rig.parts.handlers.service.lookup(OWN, body, JSON)).lease
+
+    asyncio.run(work())
+
+
+def leases(rig: Rig) -> Callable[[], int]:
+    return lambda: rig.pool.table.stats()["leases"]
+
+
+def leased_chunks(rig: Rig) -> Callable[[], int]:
+    return lambda: sum(grant.chunks for grant in rig.pool.table.grants())
+
+
+def test_an_engine_that_leaves_releases_its_leases_in_slices(rig: Rig) -> None:
+    lease_all(rig, WHOLE)
+    before = leased_chunks(rig)()
+
+    async def leave() -> None:
+        assert (await ask(rig.app, "DELETE", f"/v1/sessions/{rig.session}?member=m"))[0] == 204
+
+    ended, most = most_in_a_turn(leave, leased_chunks(rig))
+    assert ended == before > 3 * SLICE_PINS and most <= SLICE_PINS
+
+
+def test_engines_that_are_killed_lose_their_leases_in_slices(rig: Rig) -> None:
+    lease_all(rig, WHOLE)
+    keeper, before = rig.parts.keeper, leased_chunks(rig)()
+    rig.pool.lock_held = lambda offset: False  # type: ignore[method-assign]  # no process of this test is a member
+    asyncio.run(keeper._watch_members())
+
+    def now_ms() -> int:
+        return 1 << 40
+
+    keeper._clock.now_ms = now_ms  # type: ignore[method-assign]  # long after
+    ended, most = most_in_a_turn(keeper._let_time_pass, leased_chunks(rig))
+    assert ended == before > 3 * SLICE_PINS and most <= SLICE_PINS
+    registry = rig.parts.handlers.lists._registry
+    ended, most = most_in_a_turn(keeper._prune, lambda: len(registry.sessions()))
+    assert ended > 2 * SLICE_SESSIONS and most <= SLICE_SESSIONS
+
+
+def test_calls_that_release_much_have_one_slice_in_each_turn_all_together(rig: Rig) -> None:
+    async def all_leases() -> list[str]:
+        found = list[str]()
+        cursor: str | None = "0"
+        while cursor is not None:
+            page = await rig.parts.handlers.lists.leases(OWN, 64, int(cursor))
+            found, cursor = found + [one.grant for one in page.leases], page.next
+        return found
+
+    async def release() -> None:
+        grants = await all_leases()
+        bodies = [
+            {"session": rig.session, "releases": [[lease, list(range(128))] for lease in grants[start : start + 200]]}
+            for start in range(0, 1000, 200)
+        ]
+        answers = await asyncio.gather(*(ask(rig.app, "POST", "/v1/releases", body) for body in bodies))
+        assert {status for status, _ in answers} == {200}
+
+    ended, most = most_in_a_turn(release, leases(rig))
+    assert ended == 1000 and most <= 2 * SLICE_RELEASES, "a call's first slice comes with the call itself"
+
+
+def test_each_step_of_the_keeper_has_a_turn_of_its_own(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    turn, begun = 0, list[tuple[int, str]]()
+
+    def noted(name: str) -> Callable[[Keeper], Coroutine[Any, Any, None]]:
+        real = getattr(Keeper, name)
+
+        async def step(keeper: Keeper) -> None:
+            begun.append((turn, name))
+            await real(keeper)
+
+        return step
+
+    names = ["_watch_members", "_let_time_pass", "_forget_benches", "_empty_left", "_prune", "_follow_access_file",
+             "_keep_quotas", "_keep_free"]
+    for name in names:
+        monkeypatch.setattr(Keeper, name, noted(name))
+
+    async def story() -> None:
+        nonlocal turn
+        keeper = asyncio.create_task(rig.parts.keeper.run())
+        while len(begun) < len(names):
+            turn += 1
+            await asyncio.sleep(0)
+        keeper.cancel()
+
+    asyncio.run(story())
+    assert [name for _, name in begun[: len(names)]] == names
+    assert len({at for at, _ in begun[: len(names)]}) == len(names)
+
+
+def test_what_is_kept_with_the_pool_is_made_in_short_pieces(rig: Rig) -> None:
+    """900 namespaces of long manifests; two years of days, each with many models."""
+    registry = rig.parts.handlers.lists._registry
+    for number in range(900):
+        described = manifest(model=f"{number}-" + "x" * 200, revision="r" * 1000, groups=(s.Group(part_bytes=4096),))
+        digest = hashlib.sha256(described.model.encode()).digest()
+        space = rig.pool.table.add_namespace(
+            digest, chunk_tokens=16, block_tokens=4, writers=1, groups=[("full", 0, 4096)]
+        )
+        registry.add_namespace(space, digest, described, holds_chunks=True)
+    hits = rig.parts.sampler._tally.hits
+    ended = OutcomeView(prompt_tokens=2, local_tokens=0, found_tokens=0, loaded_tokens=0)
+    for day in range(100):
+        hits._wall_s = lambda day=day: 1e9 + 86400.0 * day
+        for model in range(64):
+            hits.ended("", f"model {model}", ended)
+    pieces = list(rig.parts.sampler._history._content(1.0))
+    assert sum(map(len, pieces)) > 2 << 20
+    assert max(map(len, pieces)) < PIECE_BYTES and len(pieces) > 1000
+
+
+def test_answers_that_wait_for_outcomes_are_in_small_dicts(rig: Rig) -> None:
+    """A large dict is made anew as a whole when it is full."""
+    lease_all(rig, 10)
+    answers = rig.parts.sampler._tally.learned.answers
+    sizes = [len(part) for part in answers._open._parts]
+    assert sum(sizes) >= 10 and len(sizes) >= MOST_ANSWERS // KEYS_OF_PART

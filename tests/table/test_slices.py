@@ -1,0 +1,146 @@
+"""Long work of the table is done in slices, each of which ends no more than it was told to: what is counted is how much
+one call has ended, not how long it took."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from table_helpers import PAGE, Client, chain, key, new_table
+
+from kvdock._core import Table, TableError
+
+CHUNKS = 512
+END_GRANT, DROP_PIN, ABORT_CHUNK, CHANGE_STATE, END_PREFERENCE = 8, 1, 32, 64, 8
+"""Units of work (csrc/base/work.h)."""
+SETTLE_MS, SUSPECT_MS = 3000, 6000
+
+
+def engines(count: int) -> tuple[Table, list[Client]]:
+    """With a chain of 8 chunks that all of them find."""
+    table = new_table(CHUNKS * PAGE)
+    clients = [Client(table, PAGE, name=f"engine {number}", namespace="all") for number in range(count)]
+    assert clients[0].store(chain("all", 8)) == 8
+    return table, clients
+
+
+def leased(table: Table, engine: Client, count: int) -> None:
+    for number in range(count):
+        assert engine.lookup(chain("all", 8), (engine.name, number)).lease
+    assert table.stats()["leases"] >= count
+
+
+def steps(work: Callable[[], bool], left: Callable[[], int]) -> list[int]:
+    """How much each call of `work` ended, until one says that nothing is left to do."""
+    ended = list[int]()
+    is_more = True
+    while is_more:
+        before = left()
+        is_more = work()
+        ended.append(before - left())
+        assert len(ended) < 10_000
+    return ended
+
+
+def test_what_a_dead_member_holds_is_released_in_slices() -> None:
+    table, (engine, other) = engines(2)
+    leased(table, engine, 100)
+    assert not table.member_dead(engine.member, 10), "it stores nothing"
+    most = CHANGE_STATE + 10 * (END_GRANT + 8 * DROP_PIN)
+    now_ms = 10 + SETTLE_MS
+    ended = steps(lambda: table.tick(now_ms, most), lambda: table.stats()["leases"])
+    assert sum(ended) == 100 and max(ended) == 10
+    assert [view.session for view in table.sessions()] == [other.session]
+    table.check_integrity()
+
+
+def test_a_member_leaves_in_slices_and_gets_nothing_meanwhile() -> None:
+    table, (engine, other) = engines(2)
+    leased(table, engine, 100)
+    leased(table, other, 100)
+    most = CHANGE_STATE + 10 * (END_GRANT + 8 * DROP_PIN)
+    assert table.leave(engine.member, most) and table.stats()["leases"] == 190
+    with pytest.raises(TableError) as refused:
+        engine.lookup(chain("all", 8), "while it leaves")
+    assert refused.value.code == "member_dead"
+    ended = steps(lambda: table.leave(engine.member, most), lambda: table.stats()["leases"])
+    assert sum(ended) == 90 and max(ended) == 10
+    assert [view.session for view in table.sessions()] == [other.session]
+    assert not other.table.leave(other.member) and table.stats()["leases"] == 0, "all at once"
+    table.check_integrity()
+
+
+def test_a_member_that_has_begun_to_leave_is_gone_some_time_later() -> None:
+    """Its server, or the call, may have ended in between."""
+    table, (engine, _) = engines(2)
+    leased(table, engine, 100)
+    assert table.leave(engine.member, 1)
+    assert not table.tick(SETTLE_MS) and table.stats()["leases"] == 0
+    with pytest.raises(TableError, match="no such member"):
+        table.leave(engine.member)
+    table.check_integrity()
+
+
+@pytest.mark.parametrize("is_dead", [True, False], ids=["dead", "late"])
+def test_stores_end_in_slices(is_dead: bool) -> None:
+    table, (engine, _) = engines(2)
+    for store in range(40):
+        assert len(engine.reserve(chain(store, 4)).chunks) == 4
+    most = 5 * (END_GRANT + 4 * ABORT_CHUNK)
+    ended = steps(
+        lambda: table.member_dead(engine.member, 10, most) if is_dead else table.tick(60_001, most),
+        lambda: table.stats()["reserved_chunks"],
+    )
+    assert sum(ended) == 160 and max(ended) <= 20
+    table.check_integrity()
+
+
+def test_members_are_missed_in_slices() -> None:
+    table, _ = engines(100)
+
+    def living() -> int:
+        return sum(view.state == "live" for view in table.members())
+
+    ended = steps(lambda: table.tick(SUSPECT_MS + 1, 10 * CHANGE_STATE), living)
+    assert sum(ended) == 100 and max(ended) == 10
+
+
+@pytest.mark.parametrize("kind", ["kept", "retained"])
+def test_preferences_end_in_slices(kind: str) -> None:
+    table, (engine, _) = engines(2)
+    stored = chain("many", 100)
+    assert engine.store(stored) == 100
+    if kind == "kept":
+        assert table.pin(engine.space, b"".join(stored), 1000) == 100
+    else:
+        assert table.retain(engine.space, b"".join(stored), 1, 1000) == (100, 0)
+    ended = steps(lambda: table.tick(1001, 10 * END_PREFERENCE), lambda: table.stats()[f"{kind}_bytes"] // PAGE)
+    assert sum(ended) == 100 and max(ended) == 10
+    table.check_integrity()
+
+
+def test_what_is_evicted_next_is_told_of_few() -> None:
+    table, (engine, _) = engines(2)
+    for number in range(20):
+        assert engine.store(chain(number, 4)) == 4
+    assert sum(map(len, table.next_out(CHUNKS * PAGE).values())) == 88 * 32
+    assert sum(map(len, table.next_out(CHUNKS * PAGE, 10).values())) == 10 * 32
+
+
+def test_another_policy_evicts_by_its_own_order_before_it_has_seen_all_chunks() -> None:
+    table = new_table(8 * PAGE)
+    engine = Client(table, PAGE)
+    for number in range(8):
+        assert engine.store([key(number)]) == 1
+    for number in (2, 1, 0):  # these are of another kind to "adaptive"
+        for again in range(3):
+            found = engine.lookup([key(number)], (number, again))
+            table.release(engine.session, found.lease, [0])
+    table.set_eviction("lru")
+    order = list[int]()
+    for new in range(8, 16):
+        assert engine.store([key(new)]) == 1
+        order += [number for number in range(8) if not engine.has(key(number)) and number not in order]
+        table.tick(0, 5)
+        table.check_integrity()
+    assert order == [3, 4, 5, 6, 7, 2, 1, 0]

@@ -401,7 +401,7 @@ def test_a_store_that_lies_about_a_range_is_not_believed(parts: Parts) -> None:
 
     def take(found: Found, begin: int = 0, end: int = len(data)) -> bytes:
         pages = ARENA.pages(1000)
-        sink = objects._Sink(pages[:1000])
+        sink = objects._Sink([pages[:1000]])
         asyncio.run(sink.take(found, begin, end))
         sink.close()
         Record.read_of(bytes(sink.header), one.name, 1000)

@@ -6,6 +6,7 @@ no load waits behind stores.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import mmap
 import threading
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 from kvdock.shm.checksum import checksum
+from kvdock.tiers.mover.bundles import part_verbs
 from kvdock.tiers.notes import Change, Note
 from kvdock.tiers.record import PartName
 from kvdock.tiers.tier import (
@@ -241,10 +243,14 @@ class FetchTotals:
 
 
 class TierHandle:
-    """`lost`: called when a call cannot be stopped and may write to the pool until the process ends."""
+    """`lost`: called when a call cannot be stopped and may write to the pool until the process ends. `writers`: as in
+    Bundles."""
 
-    def __init__(self, tier: Tier, *, clock: Callable[[], float], lost: Callable[[StillRunning], None]) -> None:
-        self.tier = tier
+    def __init__(
+        self, tier: Tier, *, clock: Callable[[], float], lost: Callable[[StillRunning], None],
+        writers: Callable[[bytes], int] = lambda _: 1,
+    ) -> None:
+        self.tier, self._parts = tier, part_verbs(tier, writers)
         self.speed, self.breaker = Speed(), Breaker(clock)
         self.counters: Counter[str] = Counter(dict.fromkeys(COUNTED, 0))
         self.fetches, self.absent, self.stores = FetchTotals(), Absent(clock), Stores(clock)
@@ -271,7 +277,7 @@ class TierHandle:
             is_late = deadline.is_over and not any(found) and self._clock() - began_s >= FAIR_S
             return "it does not answer in time what it has" if is_late else ""
 
-        found = self._call("ask", deadline, lambda: self.tier.exists(names, deadline), judge)
+        found = self._call("ask", deadline, lambda: self._parts.exists(names, deadline), judge)
         self.absent.asked(self._clock() - began_s)
         return found
 
@@ -288,7 +294,7 @@ class TierHandle:
         TierError."""
         self._require_closed()
         try:
-            found = self._guarded(_Call("store", deadline), lambda: self.tier.store(parts, deadline), _failure)
+            found = self._guarded(_Call("store", deadline), lambda: self._parts.store(parts, deadline), _failure)
         except ReadOnly as error:
             self._refused("read_only", error.why)
             raise
@@ -325,13 +331,13 @@ class TierHandle:
         loaded."""
         deadline = Deadline(PROBE_S)
         try:
-            self._call("ask", deadline, lambda: self.tier.delete(names, deadline), _failure)
+            self._call("ask", deadline, lambda: self._parts.delete(names, deadline), _failure)
         except TierError as error:
             log.warning("%s: damaged parts are not deleted yet: %s", self.name, error)
 
     def remove(self, names: Sequence[PartName], deadline: Deadline) -> None:
         """Raises TierOff, TierError."""
-        self._call("note", deadline, lambda: self.tier.delete(names, deadline), lambda _: "")
+        self._call("note", deadline, lambda: self._parts.delete(names, deadline), lambda _: "")
 
     def notes(self, namespaces: Sequence[bytes], deadline: Deadline) -> list[Note | None]:
         """Raises TierOff, TierError."""
@@ -451,7 +457,7 @@ class TierHandle:
                 self._trials.unloaded = parts[0] if why else self._trials.unloaded
                 return why
 
-            found = self._guarded(_Call("load", deadline, parts[0]), lambda: self.tier.load(parts, deadline), judge)
+            found = self._guarded(_Call("load", deadline, parts[0]), lambda: self._parts.load(parts, deadline), judge)
             done_bytes = 0
             for part, loaded in zip(parts, found, strict=True):
                 self.counters[f"load_{loaded.outcome.value}"] += 1
@@ -479,22 +485,26 @@ class TierHandle:
     def _load_own(self, most_bytes: int) -> tuple[int, float] | None:
         """Loads parts as a fetch does, into memory outside the pool. Returns bytes and seconds; None: some parts were
         missing, damaged or late."""
-        parts: list[ToLoad] = []
+        parts: list[list[ToLoad]] = []
         size = 0
-        for name, length in self._trials.stored_last:
-            if parts and size + length > most_bytes:
+        for _, stored in itertools.groupby(self._trials.stored_last, lambda one: (one[0].key, one[0].group)):
+            some = list(stored)
+            if parts and size + sum(length for _, length in some) > most_bytes:
                 break
-            parts.append(ToLoad(name, length, own_pages(length)))
-            size += length
+            parts.append([ToLoad(name, length, own_pages(length)) for name, length in some])
+            size += sum(length for _, length in some)
         began_s = self._clock()
         deadline = Deadline(PROBE_S)
 
-        def read(part: ToLoad) -> bool:
-            (found,) = self._guarded(
-                _Call("load", deadline, part), lambda: self.tier.load([part], deadline),
-                lambda found: _failure([found[0].outcome]),
+        def read(some: list[ToLoad]) -> bool:
+            found = self._guarded(
+                _Call("load", deadline, some[0]), lambda: self._parts.load(some, deadline),
+                lambda found: _failure([one.outcome for one in found]),
             )
-            return found.outcome is Outcome.DONE and checksum(part.pages[: part.length]) == found.checksum
+            return all(
+                one.outcome is Outcome.DONE and checksum(part.pages[: part.length]) == one.checksum
+                for part, one in zip(some, found, strict=True)
+            )
 
         is_whole = all(self._pools["load"].map(read, parts))
         return (size, self._clock() - began_s) if is_whole else None
@@ -513,7 +523,7 @@ class TierHandle:
             self.tier.exists([PartName(bytes(32), bytes(32), 0, 0)], deadline)
             if wanted is not None:
                 again = ToLoad(wanted.name, wanted.length, own_pages(wanted.length))
-                (found,) = self.tier.load([again], deadline)
+                (found,) = self._parts.load([again], deadline)
                 why = _failure([found.outcome])
         except Exception as error:  # it still fails
             why = str(error)

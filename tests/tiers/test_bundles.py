@@ -110,10 +110,12 @@ def test_parts_of_different_lengths_are_records_of_their_own_behind_a_table(
     assert answers(tier, [as_others])[0][0].outcome is Outcome.DAMAGED
     assert_all_come(tier, alike)
     assert_all_come(tier, [batch[3]])
-    assert tier.delete([batch[0].name], patient()) == [Outcome.DONE]
+    assert tier.delete([part.name for part in batch], patient()) == [Outcome.DONE] * WRITERS
     assert not any(tier.exists([part.name for part in batch], patient()))
-    assert store(tier, chunk_again := [parts.make(70_001, part.name) for part in batch]) == [Outcome.DONE] * WRITERS
-    assert_all_come(tier, chunk_again)
+    assert not any(inner.exists([part.name for part in batch], patient()))
+    again = [parts.make(70_001, part.name) for part in batch]
+    assert store(tier, again) == [Outcome.DONE] * WRITERS
+    assert_all_come(tier, again)
 
 
 def test_damage_to_one_part_or_to_the_table_is_seen(

@@ -73,6 +73,8 @@ MEASURED_BYTES, MORE_BYTES = 32 << 20, 128 << 20
 """The size of that load. If it took at most QUICK_S, MORE_BYTES are loaded too, the same amount as a fetch has in
 progress at once, because a quick tier shows the speed of all its threads only then."""
 QUICK_S = 0.02
+MEASURERS = 4
+"""How many calls load it at once."""
 ABSENT_TIMES, MOST_ABSENT_S, MOST_ABSENT = 40, 5.0, 1 << 16
 """A chunk that a tier lacks is asked for again after ABSENT_TIMES the time that it takes to ask: requests for the same
 prompt do not all wait, and ask a quick store as often as they like."""
@@ -236,10 +238,12 @@ class Absent:
 
 @dataclass
 class FetchTotals:
-    """The number of fetches from the tier, each of one batch or several, and the seconds that they took in sum."""
+    """The number of fetches from the tier, each of one batch or several, and the seconds that they took in sum.
+    `loading_bytes`: what is being loaded now."""
 
     count: int = 0
     seconds: float = 0.0
+    loading_bytes: int = 0
 
 
 class TierHandle:
@@ -254,12 +258,11 @@ class TierHandle:
         self.speed, self.breaker = Speed(), Breaker(clock)
         self.counters: Counter[str] = Counter(dict.fromkeys(COUNTED, 0))
         self.fetches, self.absent, self.stores = FetchTotals(), Absent(clock), Stores(clock)
-        self.loading_bytes = 0
         self._clock, self._lost = clock, lost
         self._lock = threading.Lock()
         self._pools = {
             kind: ThreadPoolExecutor(threads, f"kvdock-{tier.name}-{kind}")
-            for kind, threads in (("ask", 2), ("note", 2), ("load", 4), ("store", 2), (PROBE, 1))
+            for kind, threads in (("ask", 2), ("note", 2), ("load", MEASURERS), ("store", 2), (PROBE, 1))
         }
         self._probe: Future[None] | None = None
         self._calls: set[_Call] = set()
@@ -286,7 +289,7 @@ class TierHandle:
         raises TierOff, TierError."""
         bytes_wanted = sum(part.length for part in parts)
         with self._lock:
-            self.loading_bytes += bytes_wanted
+            self.fetches.loading_bytes += bytes_wanted
         return self._pools["load"].submit(self._load, parts, bytes_wanted, deadline)
 
     def store(self, parts: Sequence[ToStore], deadline: Deadline) -> list[Outcome]:
@@ -360,7 +363,7 @@ class TierHandle:
 
     def expected_s(self, more_bytes: int) -> float:
         """The expected seconds until `more_bytes` are loaded, after the bytes that are being loaded now."""
-        return self.speed.seconds(self.loading_bytes + more_bytes)
+        return self.speed.seconds(self.fetches.loading_bytes + more_bytes)
 
     def fetched(self, done_bytes: int, took_s: float) -> None:
         """A fetch has ended: it has loaded, hashed and published `done_bytes`, in one batch or several."""
@@ -466,7 +469,7 @@ class TierHandle:
             return found
         finally:
             with self._lock:
-                self.loading_bytes -= bytes_wanted
+                self.fetches.loading_bytes -= bytes_wanted
 
     def _learn(self, done_bytes: int, took_s: float) -> None:
         self.speed.learn(done_bytes, took_s)
@@ -484,29 +487,31 @@ class TierHandle:
 
     def _load_own(self, most_bytes: int) -> tuple[int, float] | None:
         """Loads parts as a fetch does, into memory outside the pool. Returns bytes and seconds; None: some parts were
-        missing, damaged or late."""
-        parts: list[list[ToLoad]] = []
+        missing, damaged or late. That parts are late is no failure of the tier: nobody waits for them."""
+        chunks: list[list[ToLoad]] = []
         size = 0
-        for _, stored in itertools.groupby(self._trials.stored_last, lambda one: (one[0].key, one[0].group)):
-            some = list(stored)
-            if parts and size + sum(length for _, length in some) > most_bytes:
+        for _, stored in itertools.groupby(self._trials.stored_last, lambda one: one[0].key):
+            chunk = list(stored)
+            chunk_bytes = sum(length for _, length in chunk)
+            if chunks and size + chunk_bytes > most_bytes:
                 break
-            parts.append([ToLoad(name, length, own_pages(length)) for name, length in some])
-            size += sum(length for _, length in some)
+            chunks.append([ToLoad(name, length, own_pages(length)) for name, length in chunk])
+            size += chunk_bytes
+        calls = [list(itertools.chain.from_iterable(chunks[at::MEASURERS])) for at in range(MEASURERS)]
         began_s = self._clock()
         deadline = Deadline(PROBE_S)
 
-        def read(some: list[ToLoad]) -> bool:
+        def read(parts: list[ToLoad]) -> bool:
             found = self._guarded(
-                _Call("load", deadline, some[0]), lambda: self._parts.load(some, deadline),
-                lambda found: _failure([one.outcome for one in found]),
+                _Call("load", deadline, parts[0]), lambda: self._parts.load(parts, deadline),
+                lambda found: _failure([loaded.outcome for loaded in found], is_fair=False),
             )
             return all(
-                one.outcome is Outcome.DONE and checksum(part.pages[: part.length]) == one.checksum
-                for part, one in zip(some, found, strict=True)
+                loaded.outcome is Outcome.DONE and checksum(part.pages[: part.length]) == loaded.checksum
+                for part, loaded in zip(parts, found, strict=True)
             )
 
-        is_whole = all(self._pools["load"].map(read, parts))
+        is_whole = all(self._pools["load"].map(read, filter(None, calls)))
         return (size, self._clock() - began_s) if is_whole else None
 
     def _fail(self, kind: str, why: str) -> None:

@@ -133,19 +133,23 @@ def chain(count: int, seed: str) -> bytes:
 
 
 class Engine:
-    """One attached member of an instance of its own. All engines with the same `part_bytes` share a namespace."""
+    """One attached member of an instance of its own, with all its ranks. All engines with the same `part_bytes` and
+    `writers` share a namespace."""
 
-    def __init__(self, client: Client, name: str, part_bytes: int = PART_BYTES) -> None:
-        self.client = client
+    def __init__(self, client: Client, name: str, part_bytes: int = PART_BYTES, writers: int = 1) -> None:
+        self.client, self.writers = client, writers
         self._liveness = MemberLiveness(client.segments().lock_file, source=random.Random())
         self.member = f"member-{name}"
         attached = client.attach(s.AttachSession(
             instance=f"{name}-{random.getrandbits(64):016x}",
             manifest=s.Manifest(
                 model="bench", kv_dtype="bfloat16", layers=1, kv_heads=1, head_size=64, chunk_tokens=CHUNK_TOKENS,
-                block_tokens=CHUNK_TOKENS, groups=(s.Group(part_bytes=part_bytes),),
+                block_tokens=CHUNK_TOKENS, groups=(s.Group(part_bytes=part_bytes),), writers=writers,
+                tensor_parallel=writers,
             ),
-            member=s.Member(id=self.member, ranks=[0], scheduler=True, lock_offset=self._liveness.offset),
+            member=s.Member(
+                id=self.member, ranks=list(range(writers)), scheduler=True, lock_offset=self._liveness.offset
+            ),
         ))
         self.session, self.namespace = attached.session, attached.namespace
         self._stores = 0
@@ -162,7 +166,8 @@ class Engine:
         parts = [
             s.PartDone(chunk.index, 0, chunk.index + 1 if checksum is None else checksum) for chunk in granted.chunks
         ]
-        self.client.commit(granted.reservation, s.Commit(session=self.session, rank=0, parts=parts))
+        for rank in range(self.writers):
+            self.client.commit(granted.reservation, s.Commit(session=self.session, rank=rank, parts=parts))
 
     def look_up(self, keys: bytes) -> int:
         """How many of these keys are found, without a lease afterwards."""

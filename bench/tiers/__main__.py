@@ -13,6 +13,8 @@ share of what they take while it is idle; lookup_ratio_beside_other_work: the sa
 What both have is the machine's, not the tier's. policy_share_of_lru: the hits of the tier on disk as a share of LRU's
 in the same space, the least of several traces (bench/tiers/policy.py), which each have their own, with what is written
 for each miss. known_bytes_per_chunk: what the server takes to know what tiers have, when known_chunks have filled it.
+warm_found_share, cold_wait_round_trips, idle_bytes_per_min and others: what an object store at some distance costs
+requests (bench/tiers/far.py).
 
 Each figure is the median of its rounds, a share or ratio the median of the paired ones. Parts lie in POSIX shared
 memory, are 2 to 32 MiB large, and are compared with what was stored. On disk none goes through the page cache.
@@ -28,12 +30,12 @@ import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 
-from bench.tiers import disk, lookups, policy, stores
+from bench.tiers import disk, far, lookups, policy, stores
 from bench.tiers.batch import Batch
 from kvdock.tiers.disk.io import THREADS
 from kvdock.tiers.tier import Deadline, TierError
 
-KINDS = ("disk", "lookups", "policy", *stores.STARTS)
+KINDS = ("disk", "lookups", "policy", "far", *stores.STARTS)
 
 
 def of_store(name: str, chosen: argparse.Namespace, folder: Path) -> dict[str, list[float]]:
@@ -54,6 +56,8 @@ def of_kind(name: str, chosen: argparse.Namespace, folder: Path) -> dict[str, li
         return disk.measure(folder, chosen.mib, chosen.rounds, chosen.threads)
     if name == "lookups":
         return lookups.measure(folder, chosen.rounds, chosen.calls, chosen.part_kib << 10)
+    if name == "far":
+        return far.measure(chosen.rounds)
     if name == "policy":
         return policy.measure(folder, chosen.policy_lookups)
     return of_store(name, chosen, folder)

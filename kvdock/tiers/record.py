@@ -16,6 +16,8 @@ from zlib import crc32
 VERSION: Final = 2
 """Names and headers contain it, so a tier never finds parts that another version has written."""
 HEADER_BYTES: Final = 128
+ALL_WRITERS: Final = 255
+"""In place of a writer, in the name of a record that has the parts of all writers (kvdock/tiers/mover/bundles.py)."""
 _MAGIC: Final = b"kvdock\x00\x02"
 _FIELDS: Final = struct.Struct("<8sHBBI32s32sQQQQ")
 # magic, version, group, writer, deletion, namespace, key, length, checksum, birth, generation
@@ -47,8 +49,10 @@ class PartName:
 
     def text(self) -> str:
         """For stores whose names are text: 'kvdock/2/NAMESPACE/BIRTH.GENERATION/KEY/GROUP.WRITER', with digests in hex.
-        If the key was deleted before, '.DELETION' follows."""
-        part = f"{self.group}.{self.writer}" + (f".{self.deletion}" if self.deletion else "")
+        The writer is 'all' where the record has the parts of all. If the key was deleted before, '.DELETION'
+        follows."""
+        writer = "all" if self.writer == ALL_WRITERS else self.writer
+        part = f"{self.group}.{writer}" + (f".{self.deletion}" if self.deletion else "")
         return f"{folder_of(self.namespace)}{self.birth:016x}.{self.generation}/{self.key.hex()}/{part}"
 
 

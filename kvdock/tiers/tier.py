@@ -155,18 +155,53 @@ class OwnUsage:
 
 class ToLoad(NamedTuple):
     """A part to load, and the memory for its bytes. `pages`: writable memory that begins at a multiple of PAGE_BYTES
-    and has `length` bytes, rounded up to whole pages; the bytes after `length` have no meaning."""
+    and has `length` bytes, rounded up to whole pages; the bytes after `length` have no meaning. `others`: see
+    Gathers."""
 
     name: PartName
     length: int
     pages: memoryview
+    others: Sequence[memoryview] = ()
+
+    def views(self) -> list[memoryview]:
+        """The memory of the bytes, in their order."""
+        return _views(self.pages, self.others, self.length)
 
 
 class ToStore(NamedTuple):
-    """A part to store, and the memory that has its bytes. `pages`: see ToLoad."""
+    """A part to store, and the memory that has its bytes. `pages`, `others`: see ToLoad."""
 
     record: Record
     pages: memoryview
+    others: Sequence[memoryview] = ()
+
+    def views(self) -> list[memoryview]:
+        """The memory of the bytes, in their order."""
+        return _views(self.pages, self.others, self.record.length)
+
+
+def _views(pages: memoryview, others: Sequence[memoryview], length: int) -> list[memoryview]:
+    return [pages[: length - sum(map(len, others))], *(other[:] for other in others)]
+
+
+def cut(views: Sequence[memoryview], begin: int, end: int) -> list[memoryview]:
+    """The memory of the bytes [begin, end) of all these bytes in a row."""
+    found, at = [], 0
+    for view in views:
+        some = view[max(0, begin - at) : max(0, end - at)]
+        if len(some):
+            found.append(some)
+        at += len(view)
+    return found
+
+
+@runtime_checkable
+class Gathers(Protocol):
+    """A tier whose records may have the parts of all writers, because each request takes a while. `pages` of what it
+    loads and stores has only the first bytes of such a record, and `others` the rest, in pieces of exactly their
+    lengths. All of this memory may begin at any address."""
+
+    gathers: bool
 
 
 @runtime_checkable

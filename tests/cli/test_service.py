@@ -113,6 +113,7 @@ def test_unknown_variables_stop_no_command_that_only_asks(tmp_path: Path) -> Non
 @pytest.mark.parametrize(("flags", "said"), [
     (("--redis-url", "127.0.0.1:6379"), "the tier redis cannot be used: "),
     (("--objects-url", "s3://"), "the tier objects cannot be used: s3: found no name of a bucket"),
+    (("--objects-url", "s3://bucket"), "the tier objects cannot be used: s3: found no credentials in the environment"),
     (("--mooncake-url", "mooncake://"), "the tier mooncake cannot be used: "),
     (("--tier-urls", "cellar=cellar://a"), "the tier cellar cannot be used: found no entry point 'cellar'"),
     (("--disk-path", "/tmp/kvdock-none", "--disk-bytes", "1MiB"), "the tier disk cannot be used: found a limit of"),

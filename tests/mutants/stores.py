@@ -7,6 +7,7 @@ from .mutant import Mutant
 _ALL = "tests/tiers/test_conformance.py"
 _REDIS, _CLUSTER = "tests/tiers/test_redis.py", "tests/tiers/test_redis_cluster.py"
 _OBJECTS = "tests/tiers/test_objects.py"
+_BUNDLES = "tests/tiers/test_bundles.py"
 
 MUTANTS = (
     Mutant(
@@ -72,7 +73,7 @@ MUTANTS = (
     ),
     Mutant(
         "ST12", "pages are given back while they are being sent", "kvdock/tiers/stores/objects.py",
-        "        finally:\n            _release(views)\n", "        finally:\n            pass\n",
+        "            _release(list(itertools.chain.from_iterable(views)))\n", "            pass\n",
         (_OBJECTS, "-k", "held_by_nobody"), "test_pages_of_a_store_that_was_given_up_are_held_by_nobody",
     ),
     Mutant(
@@ -113,5 +114,17 @@ MUTANTS = (
     Mutant(
         "ST20", "values live for ever", "kvdock/tiers/stores/redis.py", "*condition, *lifetime)", "*condition)",
         (_REDIS, "-k", "live_as_long"), "test_values_live_as_long_as_the_url_says",
+    ),
+    Mutant(
+        "ST21", "a bundle's table is not compared with its checksum", "kvdock/tiers/mover/bundles.py",
+        "    if checksum(bundle.table) != answer.checksum:", "    if False:",
+        (_BUNDLES, "-k", "damage and redis"), "test_damage_to_one_part_or_to_the_table_is_seen",
+    ),
+    Mutant(
+        "ST22", "parts of a deleted bundle that are records of their own stay", "kvdock/tiers/mover/bundles.py",
+        "dict.fromkeys((*itertools.chain.from_iterable(records), *names))",
+        "dict.fromkeys(itertools.chain.from_iterable(records))",
+        (_BUNDLES, "-k", "different_lengths and redis"),
+        "test_parts_of_different_lengths_are_records_of_their_own_behind_a_table",
     ),
 )

@@ -101,7 +101,7 @@ MUTANTS = (
     ),
     Mutant(
         "L17", "a damaged part stays for other servers to find", "kvdock/tiers/mover/fetches.py",
-        "            handle.delete_damaged([load.name])\n", "            pass\n",
+        "            handle.delete_damaged([load.name for load in bad])\n", "            pass\n",
         (RANDOM, "-k", "has_deleted and redis"), "test_a_server_whose_part_another_one_has_deleted_sees_a_miss",
     ),
     Mutant(

@@ -19,7 +19,7 @@ from tier_subject import StoreProcess
 from kvdock.client.client import Client
 from kvdock.protocol.admin_schemas import EvictChunks
 from kvdock.protocol.reports import TierView
-from kvdock.tiers.record import HEADER_BYTES, PartName
+from kvdock.tiers.record import PartName
 from kvdock.tiers.stores import objects, redis
 from kvdock.tiers.stores.mooncake import tier as mooncake
 from kvdock.tiers.tier import PAGE_BYTES, Tier
@@ -44,7 +44,7 @@ class SharedStore(Store, Protocol):
         """As the mover of one more server does."""
 
     def damage(self, name: PartName) -> None:
-        """Overwrites a byte of the part, if it is there."""
+        """Changes the last byte of the record, if it is there."""
 
 
 AnyStore = TypeVar("AnyStore", bound=Store)
@@ -88,9 +88,8 @@ class RedisStore(ServedStore):
 
     def damage(self, name: PartName) -> None:
         with self.client() as client:
-            at = HEADER_BYTES + 1
-            for byte in client.getrange(name.text(), at, at):
-                client.setrange(name.text(), at, bytes([byte ^ 1]))
+            for byte in client.getrange(name.text(), -1, -1):
+                client.setrange(name.text(), client.strlen(name.text()) - 1, bytes([byte ^ 1]))
 
 
 class S3Store(ServedStore):
@@ -110,7 +109,7 @@ class S3Store(ServedStore):
         path = f"/a/prefix/{name.text()}"
         with suppress(HTTPError):  # it is not there
             data = bytearray(self._server.call("GET", path))
-            data[HEADER_BYTES + 1] ^= 1
+            data[-1] ^= 1
             self._server.call("PUT", path, bytes(data))
 
 
@@ -130,7 +129,7 @@ class MooncakeStore:
 
     def damage(self, name: PartName) -> None:
         if data := bytearray(self._servers.client.get(name.text())):
-            data[HEADER_BYTES + 1] ^= 1
+            data[-1] ^= 1
             self._servers.client.remove(name.text(), True)
             self._servers.client.put(name.text(), bytes(data))  # unless a server has put it back already
 

@@ -32,7 +32,7 @@ def run(folder: Path, *arguments: str, python: tuple[str, ...] = ("-m", "bench.t
     assert done.returncode == 0, done.stderr[-4000:]
     assert list(folder.iterdir()) == [], "nothing is left in the folder"
     found: dict[str, float] = json.loads(done.stdout)
-    assert all(figure > 0 for figure in found.values())
+    assert all(figure > 0 for name, figure in found.items() if name != "idle_bytes_per_min")
     return found, done.stderr
 
 
@@ -40,6 +40,19 @@ def run(folder: Path, *arguments: str, python: tuple[str, ...] = ("-m", "bench.t
 def test_the_disk_and_what_it_does_to_lookups_are_measured(tmp_path: Path) -> None:
     found, _ = run(tmp_path, "--only", "disk", "lookups")
     assert set(found) == DISK | LOOKUPS | (FIO if shutil.which("fio") else set())
+
+
+FAR = {"warm_found_share", "warm_wait_s", "cold_wait_round_trips", "cold_again_wait_ms", "idle_bytes_per_min"}
+
+
+@pytest.mark.sweep
+def test_a_store_at_some_distance_costs_what_was_promised(tmp_path: Path) -> None:
+    found, _ = run(tmp_path, "--only", "far")
+    assert set(found) == FAR
+    assert found["idle_bytes_per_min"] == 0
+    assert found["warm_found_share"] == 1.0
+    assert 1 <= found["cold_wait_round_trips"] <= 2
+    assert found["cold_again_wait_ms"] < 25, "it was asked for once more"
 
 
 def test_stores_are_started_and_measured_or_left_out_with_a_line(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import mmap
 import pickle
 import secrets
 import signal
+import socket
 import sys
 import threading
 import time
@@ -128,7 +129,7 @@ def test_what_a_url_says() -> None:
 
 @pytest.mark.parametrize(("url", "kind"), [
     ("gs://bucket/x?endpoint=http://127.0.0.1:1&skip_signature=yes", "GCSStore"),
-    ("az://container/x?account=me&endpoint=https://me.example", "AzureStore"),
+    ("az://container/x?account=me&endpoint=https://me.example&machine_role=yes", "AzureStore"),
     ("https://host/x", "HTTPStore"),
 ])  # fmt: skip
 def test_each_scheme_has_its_store(url: str, kind: str) -> None:
@@ -151,9 +152,26 @@ def test_a_bucket_that_is_not_there_is_a_tier_error(server: S3Server) -> None:
         open_tier(url, patient())
 
 
-def test_keys_that_are_not_the_environments_do_not_open_a_store(server: S3Server) -> None:
-    with environment({"AWS_EC2_METADATA_DISABLED": "true"}), pytest.raises(TierError):
-        open_tier(server.url + "&region=us-east-1&retries=0", Deadline(2))
+@pytest.mark.parametrize("url", ["s3://bucket/x?region=us-east-1", "gs://bucket/x", "az://container/x?account=me"])
+def test_without_a_key_no_service_of_a_cloud_is_asked_unless_the_url_says_so(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, url: str
+) -> None:
+    """What listens here stands for the clouds' metadata service."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with socket.create_server(("127.0.0.1", 0)) as service:
+        where = f"127.0.0.1:{service.getsockname()[1]}"
+        monkeypatch.setenv("AWS_METADATA_ENDPOINT", f"http://{where}")
+        monkeypatch.setenv("AZURE_MSI_ENDPOINT", f"http://{where}/token")
+        with pytest.raises(TierUrlError, match=r"found no credentials in the environment, wanted .* machine_role=yes"):
+            open_tier(f"{url}{'&' if '?' in url else '?'}endpoint=http://127.0.0.1:1&retries=0", Deadline(2))
+        service.settimeout(0.2)
+        with pytest.raises(TimeoutError):
+            service.accept()
+        if url.startswith("s3"):
+            with pytest.raises(TierError):
+                open_tier(f"{url}&endpoint=http://127.0.0.1:1&retries=0&machine_role=yes", Deadline(2))
+            service.settimeout(10)
+            service.accept()[0].close()
 
 
 # --------------------------------------------------------------------------- records
@@ -401,7 +419,7 @@ def test_a_store_that_lies_about_a_range_is_not_believed(parts: Parts) -> None:
 
     def take(found: Found, begin: int = 0, end: int = len(data)) -> bytes:
         pages = ARENA.pages(1000)
-        sink = objects._Sink(pages[:1000])
+        sink = objects._Sink([pages[:1000]])
         asyncio.run(sink.take(found, begin, end))
         sink.close()
         Record.read_of(bytes(sink.header), one.name, 1000)

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from tier_stores import SHARED, SharedStore, clear_pool, has_state, opened
 from kvdock.client.client import Client
 from kvdock.protocol.admin_schemas import EvictChunks
 from kvdock.tiers.notes import Note
-from kvdock.tiers.record import PartName
+from kvdock.tiers.record import ALL_WRITERS, PartName
 from kvdock.tiers.tier import Sweeps, Tier
 
 pytestmark = [pytest.mark.tiers, pytest.mark.timeout(180)]
@@ -109,7 +110,7 @@ def names_of(tier: Tier, namespace: bytes, keys: list[bytes]) -> list[PartName]:
     eventually(lambda: note() is not None, 30.0)
     noted = note()
     assert noted is not None
-    return [noted.name(namespace, key, 0, writer) for key in keys for writer in range(WRITERS)]
+    return [noted.name(namespace, key, 0, ALL_WRITERS) for key in keys]
 
 
 def harm(tier: Tier, store: SharedStore, namespace: bytes, keys: list[bytes], ended: threading.Event) -> None:
@@ -120,7 +121,7 @@ def harm(tier: Tier, store: SharedStore, namespace: bytes, keys: list[bytes], en
         (note,) = tier.notes([namespace], patient())
         if note is None:
             continue
-        name = note.name(namespace, chance.choice(keys), 0, chance.randrange(WRITERS))
+        name = note.name(namespace, chance.choice(keys), 0, ALL_WRITERS)
         if chance.random() < 0.3:
             tier.delete([name], patient())
         else:
@@ -211,8 +212,9 @@ def test_a_server_whose_part_another_one_has_deleted_sees_a_miss(
     one.store(keys)
     is_stored(tier, one, keys)
     is_hit(servers[1], one, keys)
-    damaged = names_of(tier, one.attachment.namespace, keys)[2]
-    store.damage(damaged)
+    bundle = names_of(tier, one.attachment.namespace, keys)[1]
+    store.damage(bundle)
+    damaged = replace(bundle, writer=WRITERS - 1)
     for engine, server in ((one, servers[0]), (other, servers[1])):
         clear_pool(server.unix)
         found = engine.awaited(keys, "misses")

@@ -18,6 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tier_engine import CHUNK_TOKENS, TierEngine, manifest
 from tier_server import PART, SETTINGS, damage_on_disk, flood, is_served, mover, stored_and_gone
 
+from kvdock.api.tiers.process import pause_s
 from kvdock.protocol.admin_schemas import PatchConfig
 from kvdock.protocol.reports import MoverView, TierView
 
@@ -240,6 +241,13 @@ def test_nothing_that_is_read_waits_for_a_mover_that_stands_still(server: Server
         assert tier(engine).state == "open", "as it was last reported"
         assert samples(server)["kvdock_mover_silent_seconds{}"] > 1
     eventually(lambda: view(engine).silent_s < 1.5, 30.0)
+
+
+def test_a_mover_that_ran_well_is_started_again_at_once_and_one_that_ends_at_once_later_each_time() -> None:
+    pauses_s, ran_s = [0.0], [60.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 60.0, 2.0]
+    for seconds in ran_s:
+        pauses_s.append(pause_s(pauses_s[-1], seconds))
+    assert pauses_s[1:] == [0.0, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 10.0, 0.0, 0.2]
 
 
 def test_tiers_stay_in_sight_while_a_new_mover_starts(server: ServerProcess, engine: TierEngine) -> None:

@@ -23,7 +23,8 @@ log = logging.getLogger("kvdock.api")
 
 FIRST_RETRY_S, LONGEST_RETRY_S = 0.2, 10.0
 HEALTHY_S = 30.0
-"""The start of a mover that has lived this long did not fail: the next one is started soon again."""
+"""A mover that has run this long ran well: the next one is started at once. The pause doubles with each mover that ends
+sooner."""
 POOL_BATCHES = 64
 """A batch of loads has at most the pool's bytes divided by this."""
 STOP_S = 3.0
@@ -49,7 +50,7 @@ class MoverProcess:
 
     async def run(self) -> None:
         """Runs a mover, and another one after each that ends, until cancelled."""
-        retry_s, loop = FIRST_RETRY_S, asyncio.get_running_loop()
+        retry_s, loop = 0.0, asyncio.get_running_loop()
         while True:
             began_s = loop.time()
             self._client.mover_restarted()
@@ -63,7 +64,7 @@ class MoverProcess:
             finally:
                 sending.cancel()
             self._client.restarts += 1
-            retry_s = FIRST_RETRY_S if loop.time() - began_s > HEALTHY_S else min(2 * retry_s, LONGEST_RETRY_S)
+            retry_s = pause_s(retry_s, loop.time() - began_s)
             self._client.mover_restarted()
             log.warning("the mover of lower tiers has ended with status %d: started again in %.1f s", status, retry_s)
             await asyncio.sleep(retry_s)
@@ -106,6 +107,11 @@ class MoverProcess:
                 await asyncio.wait_for(process.wait(), KILL_S)
             except TimeoutError:
                 log.error("the mover of lower tiers (process %d) hangs in its storage: it is left behind", process.pid)
+
+
+def pause_s(before_s: float, ran_s: float) -> float:
+    """How long to wait until the next mover is started, after one that ran for `ran_s`. `before_s`: the last pause."""
+    return 0.0 if ran_s >= HEALTHY_S else min(max(FIRST_RETRY_S, 2 * before_s), LONGEST_RETRY_S)
 
 
 def _has_sent(process: Process, sending: asyncio.Task[None]) -> None:

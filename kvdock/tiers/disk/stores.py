@@ -65,7 +65,7 @@ class StoreBatch:
         return self._outcomes
 
     def _begin(self, at: int) -> None:
-        record, pages = self._parts[at]
+        record, pages, _ = self._parts[at]
         extent = self._extent(at, record.length)
         if extent is None:
             return

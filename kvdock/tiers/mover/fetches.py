@@ -442,7 +442,8 @@ class Fetches:
         for load in bad:
             handle.counters["damaged"] += 1
             log.error("%s: %s is damaged: it is a miss, and is deleted", handle.name, load.name.text())
-            handle.delete_damaged([load.name])
+        if bad:
+            handle.delete_damaged([load.name for load in bad])
         lacks = {load.name.key for load in (*bad, *missing)}
         if lacks:  # the part that stands for the chunk goes too: else the chunk would be asked for, and never written
             first = [agreed.note.name(space.digest, key, 0, space.ranks[0]) for key in lacks]

@@ -140,6 +140,11 @@ class NamespaceSessions:
         with self._lock:
             return self._by_digest.get(digest)
 
+    def writers(self, digest: bytes) -> int:
+        """How many writers a namespace has; 0: it is not served."""
+        space = self.of(digest)
+        return space.manifest.writers if space is not None else 0
+
     def all(self) -> list[NamespaceSession]:
         with self._lock:
             return list(self._by_digest.values())

@@ -107,7 +107,7 @@ class Mover:
         return self._fetches.is_busy(space) or any(writer.is_busy(space) for writer in self._writers.values())
 
     def _use(self, tier: Tier) -> None:
-        handle = TierHandle(tier, clock=self._clock, lost=_end_process)
+        handle = TierHandle(tier, clock=self._clock, lost=_end_process, writers=self._sessions.writers)
         writer = WriteBehind(
             handle, self._sessions, self._agreement, self._client,
             WriteQueue(self._config.queue_bytes, batch_bytes=4 * self._config.batch_bytes, budget=WriteBudget(

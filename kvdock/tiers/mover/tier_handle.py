@@ -6,6 +6,7 @@ no load waits behind stores.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import mmap
 import threading
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 from kvdock.shm.checksum import checksum
+from kvdock.tiers.mover.bundles import part_verbs
 from kvdock.tiers.notes import Change, Note
 from kvdock.tiers.record import PartName
 from kvdock.tiers.tier import (
@@ -71,6 +73,8 @@ MEASURED_BYTES, MORE_BYTES = 32 << 20, 128 << 20
 """The size of that load. If it took at most QUICK_S, MORE_BYTES are loaded too, the same amount as a fetch has in
 progress at once, because a quick tier shows the speed of all its threads only then."""
 QUICK_S = 0.02
+MEASURERS = 4
+"""How many calls load it at once."""
 ABSENT_TIMES, MOST_ABSENT_S, MOST_ABSENT = 40, 5.0, 1 << 16
 """A chunk that a tier lacks is asked for again after ABSENT_TIMES the time that it takes to ask: requests for the same
 prompt do not all wait, and ask a quick store as often as they like."""
@@ -234,26 +238,31 @@ class Absent:
 
 @dataclass
 class FetchTotals:
-    """The number of fetches from the tier, each of one batch or several, and the seconds that they took in sum."""
+    """The number of fetches from the tier, each of one batch or several, and the seconds that they took in sum.
+    `loading_bytes`: what is being loaded now."""
 
     count: int = 0
     seconds: float = 0.0
+    loading_bytes: int = 0
 
 
 class TierHandle:
-    """`lost`: called when a call cannot be stopped and may write to the pool until the process ends."""
+    """`lost`: called when a call cannot be stopped and may write to the pool until the process ends. `writers`: as in
+    Bundles."""
 
-    def __init__(self, tier: Tier, *, clock: Callable[[], float], lost: Callable[[StillRunning], None]) -> None:
-        self.tier = tier
+    def __init__(
+        self, tier: Tier, *, clock: Callable[[], float], lost: Callable[[StillRunning], None],
+        writers: Callable[[bytes], int] = lambda _: 1,
+    ) -> None:
+        self.tier, self._parts = tier, part_verbs(tier, writers)
         self.speed, self.breaker = Speed(), Breaker(clock)
         self.counters: Counter[str] = Counter(dict.fromkeys(COUNTED, 0))
         self.fetches, self.absent, self.stores = FetchTotals(), Absent(clock), Stores(clock)
-        self.loading_bytes = 0
         self._clock, self._lost = clock, lost
         self._lock = threading.Lock()
         self._pools = {
             kind: ThreadPoolExecutor(threads, f"kvdock-{tier.name}-{kind}")
-            for kind, threads in (("ask", 2), ("note", 2), ("load", 4), ("store", 2), (PROBE, 1))
+            for kind, threads in (("ask", 2), ("note", 2), ("load", MEASURERS), ("store", 2), (PROBE, 1))
         }
         self._probe: Future[None] | None = None
         self._calls: set[_Call] = set()
@@ -271,7 +280,7 @@ class TierHandle:
             is_late = deadline.is_over and not any(found) and self._clock() - began_s >= FAIR_S
             return "it does not answer in time what it has" if is_late else ""
 
-        found = self._call("ask", deadline, lambda: self.tier.exists(names, deadline), judge)
+        found = self._call("ask", deadline, lambda: self._parts.exists(names, deadline), judge)
         self.absent.asked(self._clock() - began_s)
         return found
 
@@ -280,7 +289,7 @@ class TierHandle:
         raises TierOff, TierError."""
         bytes_wanted = sum(part.length for part in parts)
         with self._lock:
-            self.loading_bytes += bytes_wanted
+            self.fetches.loading_bytes += bytes_wanted
         return self._pools["load"].submit(self._load, parts, bytes_wanted, deadline)
 
     def store(self, parts: Sequence[ToStore], deadline: Deadline) -> list[Outcome]:
@@ -288,7 +297,7 @@ class TierHandle:
         TierError."""
         self._require_closed()
         try:
-            found = self._guarded(_Call("store", deadline), lambda: self.tier.store(parts, deadline), _failure)
+            found = self._guarded(_Call("store", deadline), lambda: self._parts.store(parts, deadline), _failure)
         except ReadOnly as error:
             self._refused("read_only", error.why)
             raise
@@ -325,13 +334,13 @@ class TierHandle:
         loaded."""
         deadline = Deadline(PROBE_S)
         try:
-            self._call("ask", deadline, lambda: self.tier.delete(names, deadline), _failure)
+            self._call("ask", deadline, lambda: self._parts.delete(names, deadline), _failure)
         except TierError as error:
             log.warning("%s: damaged parts are not deleted yet: %s", self.name, error)
 
     def remove(self, names: Sequence[PartName], deadline: Deadline) -> None:
         """Raises TierOff, TierError."""
-        self._call("note", deadline, lambda: self.tier.delete(names, deadline), lambda _: "")
+        self._call("note", deadline, lambda: self._parts.delete(names, deadline), lambda _: "")
 
     def notes(self, namespaces: Sequence[bytes], deadline: Deadline) -> list[Note | None]:
         """Raises TierOff, TierError."""
@@ -354,7 +363,7 @@ class TierHandle:
 
     def expected_s(self, more_bytes: int) -> float:
         """The expected seconds until `more_bytes` are loaded, after the bytes that are being loaded now."""
-        return self.speed.seconds(self.loading_bytes + more_bytes)
+        return self.speed.seconds(self.fetches.loading_bytes + more_bytes)
 
     def fetched(self, done_bytes: int, took_s: float) -> None:
         """A fetch has ended: it has loaded, hashed and published `done_bytes`, in one batch or several."""
@@ -451,7 +460,7 @@ class TierHandle:
                 self._trials.unloaded = parts[0] if why else self._trials.unloaded
                 return why
 
-            found = self._guarded(_Call("load", deadline, parts[0]), lambda: self.tier.load(parts, deadline), judge)
+            found = self._guarded(_Call("load", deadline, parts[0]), lambda: self._parts.load(parts, deadline), judge)
             done_bytes = 0
             for part, loaded in zip(parts, found, strict=True):
                 self.counters[f"load_{loaded.outcome.value}"] += 1
@@ -460,7 +469,7 @@ class TierHandle:
             return found
         finally:
             with self._lock:
-                self.loading_bytes -= bytes_wanted
+                self.fetches.loading_bytes -= bytes_wanted
 
     def _learn(self, done_bytes: int, took_s: float) -> None:
         self.speed.learn(done_bytes, took_s)
@@ -478,25 +487,31 @@ class TierHandle:
 
     def _load_own(self, most_bytes: int) -> tuple[int, float] | None:
         """Loads parts as a fetch does, into memory outside the pool. Returns bytes and seconds; None: some parts were
-        missing, damaged or late."""
-        parts: list[ToLoad] = []
+        missing, damaged or late. That parts are late is no failure of the tier: nobody waits for them."""
+        chunks: list[list[ToLoad]] = []
         size = 0
-        for name, length in self._trials.stored_last:
-            if parts and size + length > most_bytes:
+        for _, stored in itertools.groupby(self._trials.stored_last, lambda one: one[0].key):
+            chunk = list(stored)
+            chunk_bytes = sum(length for _, length in chunk)
+            if chunks and size + chunk_bytes > most_bytes:
                 break
-            parts.append(ToLoad(name, length, own_pages(length)))
-            size += length
+            chunks.append([ToLoad(name, length, own_pages(length)) for name, length in chunk])
+            size += chunk_bytes
+        calls = [list(itertools.chain.from_iterable(chunks[at::MEASURERS])) for at in range(MEASURERS)]
         began_s = self._clock()
         deadline = Deadline(PROBE_S)
 
-        def read(part: ToLoad) -> bool:
-            (found,) = self._guarded(
-                _Call("load", deadline, part), lambda: self.tier.load([part], deadline),
-                lambda found: _failure([found[0].outcome]),
+        def read(parts: list[ToLoad]) -> bool:
+            found = self._guarded(
+                _Call("load", deadline, parts[0]), lambda: self._parts.load(parts, deadline),
+                lambda found: _failure([loaded.outcome for loaded in found], is_fair=False),
             )
-            return found.outcome is Outcome.DONE and checksum(part.pages[: part.length]) == found.checksum
+            return all(
+                loaded.outcome is Outcome.DONE and checksum(part.pages[: part.length]) == loaded.checksum
+                for part, loaded in zip(parts, found, strict=True)
+            )
 
-        is_whole = all(self._pools["load"].map(read, parts))
+        is_whole = all(self._pools["load"].map(read, filter(None, calls)))
         return (size, self._clock() - began_s) if is_whole else None
 
     def _fail(self, kind: str, why: str) -> None:
@@ -513,7 +528,7 @@ class TierHandle:
             self.tier.exists([PartName(bytes(32), bytes(32), 0, 0)], deadline)
             if wanted is not None:
                 again = ToLoad(wanted.name, wanted.length, own_pages(wanted.length))
-                (found,) = self.tier.load([again], deadline)
+                (found,) = self._parts.load([again], deadline)
                 why = _failure([found.outcome])
         except Exception as error:  # it still fails
             why = str(error)

@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import fcntl
 import importlib
+import itertools
 import logging
 import os
 import threading
@@ -38,6 +39,7 @@ from kvdock.tiers.tier import (
     ToLoad,
     ToStore,
     Usage,
+    cut,
     require_own,
 )
 
@@ -96,6 +98,7 @@ class ObjectTier:
     """See Tier for the verbs. usage() counts what was stored and deleted through this instance."""
 
     name = NAME
+    gathers = True
     poll_s = 5.0
     recheck_s = 3600.0  # each question costs money
 
@@ -135,16 +138,16 @@ class ObjectTier:
     def store(self, parts: Sequence[ToStore], deadline: Deadline) -> list[Outcome]:
         if self._location.read_only:
             raise TierError(NAME, "it is a web server, which can only be read")
-        views = [part.pages[: part.record.length] for part in parts]
+        views = [part.views() for part in parts]
 
-        def ask(record: Record, view: memoryview) -> Callable[[], Awaitable[Outcome]]:
-            return lambda: self._put(record, view)
+        def ask(record: Record, some: Sequence[memoryview]) -> Callable[[], Awaitable[Outcome]]:
+            return lambda: self._put(record, some)
 
         try:
-            requests = [ask(part.record, view) for part, view in zip(parts, views, strict=True)]
+            requests = [ask(part.record, some) for part, some in zip(parts, views, strict=True)]
             return self._run_all(requests, deadline)
         finally:
-            _release(views)
+            _release(list(itertools.chain.from_iterable(views)))
 
     def delete(self, names: Sequence[PartName], deadline: Deadline) -> list[Outcome]:
         if self._location.read_only:
@@ -391,8 +394,8 @@ class ObjectTier:
         return after if (await self._note(namespace, use_cached=False))[0] == after else None
 
     async def _load(self, part: ToLoad) -> Loaded:
-        name, length, pages = part
-        record = _Sink(pages[:length])
+        name, length = part.name, part.length
+        record = _Sink(part.views())
         total = HEADER_BYTES + length
         first = min(total, RANGE_BYTES) if self._location.ranges else total
         options = None if first == total else {"range": (0, first)}
@@ -431,8 +434,8 @@ class ObjectTier:
             found = await self._obstore.get_async(self._store, path, options=options)
             await record.take(found, begin, end)
 
-    async def _put(self, record: Record, view: memoryview) -> Outcome:
-        path, value = record.name.text(), [record.header(), view]
+    async def _put(self, record: Record, views: Sequence[memoryview]) -> Outcome:
+        path, value = record.name.text(), [record.header(), *views]
         size = HEADER_BYTES + record.length
         async with self._storing:
             if size > self._location.multipart_bytes:
@@ -492,9 +495,9 @@ class ObjectTier:
 
 
 class _Sink:
-    """Takes the bytes of a record as they arrive. `body`: the pages of its part."""
+    """Takes the bytes of a record as they arrive. `body`: the memory of what follows the header."""
 
-    def __init__(self, body: memoryview) -> None:
+    def __init__(self, body: Sequence[memoryview]) -> None:
         self.header = bytearray(HEADER_BYTES)
         self._body = body
 
@@ -508,10 +511,14 @@ class _Sink:
         of_header = max(0, HEADER_BYTES - begin)
         if of_header:
             self.header[begin:] = data[:of_header]
-        self._body[begin + of_header - HEADER_BYTES : end - HEADER_BYTES] = data[of_header:]
+        at = of_header
+        for view in cut(self._body, begin + of_header - HEADER_BYTES, end - HEADER_BYTES):
+            view[:] = data[at : at + len(view)]
+            at += len(view)
 
     def close(self) -> None:
-        self._body.release()
+        for view in self._body:
+            view.release()
 
 
 async def _awaited(request: Callable[[], Awaitable[T]]) -> T:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -22,7 +23,8 @@ REQUEST_S: Final = 3600
 _ANY: Final = {"connections": whole(1, 256)}
 _REMOTE: Final = {**_ANY, "ca_file": existing_file, "retries": whole(0, 10)}
 _CLOUD: Final = {
-    **_REMOTE, "endpoint": some_text, "multipart_mib": whole(5, 5120), "skip_signature": yes_or_no,
+    **_REMOTE, "endpoint": some_text, "machine_role": yes_or_no, "multipart_mib": whole(5, 5120),
+    "skip_signature": yes_or_no,
 }  # fmt: skip
 _S3: Final = {
     **_CLOUD, "region": some_text, "unsigned_payload": yes_or_no, "virtual_hosted": yes_or_no, "create": yes_or_no,
@@ -35,6 +37,25 @@ _NAMES: Final = {  # obstore's names of the parameters
     "account": "account_name", "endpoint": "endpoint", "region": "region", "skip_signature": "skip_signature",
     "unsigned_payload": "unsigned_payload", "virtual_hosted": "virtual_hosted_style_request",
 }  # fmt: skip
+
+_KEYS: Final[Mapping[str, tuple[str, ...]]] = {
+    "s3": (
+        "AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
+        "AWS_CONTAINER_CREDENTIALS_FULL_URI", "AWS_SKIP_SIGNATURE",
+    ),
+    "gs": (
+        "GOOGLE_APPLICATION_CREDENTIALS", "GOOGLE_SERVICE_ACCOUNT", "GOOGLE_SERVICE_ACCOUNT_PATH",
+        "GOOGLE_SERVICE_ACCOUNT_KEY", "GOOGLE_SKIP_SIGNATURE",
+    ),
+    "az": (
+        "AZURE_STORAGE_ACCOUNT_KEY", "AZURE_STORAGE_ACCESS_KEY", "AZURE_STORAGE_MASTER_KEY", "AZURE_STORAGE_SAS_TOKEN",
+        "AZURE_STORAGE_SAS_KEY", "AZURE_STORAGE_TOKEN", "AZURE_STORAGE_CLIENT_SECRET", "AZURE_CLIENT_SECRET",
+        "AZURE_FEDERATED_TOKEN_FILE", "AZURE_USE_AZURE_CLI", "AZURE_SKIP_SIGNATURE",
+    ),
+}  # fmt: skip
+"""The environment variables, by scheme, with one of which obstore asks no metadata service of a cloud."""
+_GOOGLE_FILE: Final = Path(".config/gcloud/application_default_credentials.json")
+"""Where obstore finds Google's credentials too, in the user's home."""
 
 
 @dataclass(frozen=True)
@@ -98,8 +119,26 @@ def _remote(found: TierUrl, stores: Any) -> Any:
     arguments: dict[str, Any] = {"client_options": client, "retry_config": retry}
     if parts.scheme in ("http", "https"):
         return stores.HTTPStore(f"{parts.scheme}://{parts.netloc}{parts.path}", **arguments)
+    may_lack_keys = options.pop("machine_role", False) or options.get("skip_signature", False)
     arguments |= {_NAMES[name]: value for name, value in options.items()}
     if parts.scheme == "gs" and "endpoint" in arguments:
         arguments["base_url"] = arguments.pop("endpoint")
     kind = {"s3": stores.S3Store, "gs": stores.GCSStore, "az": stores.AzureStore}[parts.scheme]
-    return kind(parts.netloc, prefix=unquote(parts.path).strip("/") or None, **arguments)
+    store = kind(parts.netloc, prefix=unquote(parts.path).strip("/") or None, **arguments)
+    if not may_lack_keys:
+        _require_keys(parts.scheme)
+    return store
+
+
+def _require_keys(scheme: str) -> None:
+    """Without credentials obstore would ask the cloud's metadata service for them, at an address that may be anybody's
+    on another network, and again with each request. Raises TierUrlError."""
+    if any(os.environ.get(name) for name in _KEYS[scheme]):
+        return
+    if scheme == "gs" and (Path.home() / _GOOGLE_FILE).is_file():
+        return
+    raise TierUrlError(
+        f"{scheme}: found no credentials in the environment, wanted {_KEYS[scheme][0]} or another variable of "
+        "docs/operate/tiers_objects.md, machine_role=yes in the URL to ask the cloud's metadata service for the "
+        "machine's role, or skip_signature=yes to use none"
+    )

@@ -32,6 +32,7 @@ from kvdock.tiers.tier import (
     ToLoad,
     ToStore,
     Usage,
+    cut,
 )
 
 RUN_BYTES: Final = 8 << 20
@@ -105,6 +106,7 @@ class RedisTier:
     """See Tier for the verbs. usage() counts what was stored and deleted through this instance."""
 
     name = NAME
+    gathers = True
     poll_s = 1.0
 
     def __init__(self, settings: Settings, nodes: Nodes) -> None:
@@ -312,8 +314,9 @@ class RedisTier:
         lifetime = (b"EX", b"%d" % self._settings.ttl_s) if self._settings.ttl_s else ()
         jobs = []
         for at in which:
-            record, pages = parts[at]
-            key, value = _key(record.name), (record.header(), pages[: record.length])
+            record = parts[at].record
+            key = _key(record.name)
+            value: list[bytes | memoryview] = [record.header(), *parts[at].views()]
             pieces = command(b"SET", key, value, *condition, *lifetime)
             jobs.append(_Job(at, key, pieces, HEADER_BYTES + record.length, _read_reply))
         answers = self._execute(jobs, deadline)
@@ -431,9 +434,8 @@ class _Value:
         return command(b"GET", _key(self.part.name))
 
     def read(self, wire: Wire, deadline: Deadline) -> Loaded | ErrorReply:
-        _, length, pages = self.part
-        header = bytearray(HEADER_BYTES)
-        found = wire.value_into(memoryview(header), pages[:length], deadline)
+        length, header = self.part.length, bytearray(HEADER_BYTES)
+        found = wire.value_into([memoryview(header), *self.part.views()], deadline)
         if isinstance(found, ErrorReply):
             return found
         if found is None:
@@ -456,7 +458,7 @@ class _Pieces:
         return command(b"GETRANGE", self.key, b"%d" % begin, b"%d" % (begin + PIECE_BYTES - 1))
 
     def read(self, wire: Wire, deadline: Deadline) -> Loaded | ErrorReply:
-        name, length, pages = self.part
+        name, length, views = self.part.name, self.part.length, self.part.views()
         total, found = HEADER_BYTES + length, wire.reply(deadline)
         if found != total:
             wire.reply(deadline), wire.reply(deadline)
@@ -468,8 +470,8 @@ class _Pieces:
             end = min(begin + PIECE_BYTES, total)
             if begin + 2 * PIECE_BYTES < total:
                 wire.send(self._piece(begin + 2 * PIECE_BYTES), deadline)
-            body = pages[max(0, begin - HEADER_BYTES) : end - HEADER_BYTES]
-            if wire.value_into(header[begin:HEADER_BYTES], body, deadline) != end - begin:
+            body = cut(views, max(0, begin - HEADER_BYTES), end - HEADER_BYTES)
+            if wire.value_into([header[begin:HEADER_BYTES], *body], deadline) != end - begin:
                 raise WireError(f"{name.text()} was replaced while it was read")
         return _judged(header, self.part)
 

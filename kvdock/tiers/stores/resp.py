@@ -100,18 +100,18 @@ class Wire:
         """Reads the next reply, whole. Raises OutOfTime, WireError."""
         return self._reply(deadline, DEEPEST)
 
-    def value_into(self, header: memoryview, body: memoryview, deadline: Deadline) -> int | ErrorReply | None:
-        """Reads the next reply, a value, and returns its length. If that is the length of `header` and `body` together,
-        the bytes are received into these; otherwise they are dropped. None: there is no such value. Raises OutOfTime,
+    def value_into(self, views: Sequence[memoryview], deadline: Deadline) -> int | ErrorReply | None:
+        """Reads the next reply, a value, and returns its length. If that is the length of all `views` together, the
+        bytes are received into these; otherwise they are dropped. None: there is no such value. Raises OutOfTime,
         WireError."""
         line = self._line(deadline)
         if line[:1] == b"-":
             return _error(line)
         if (length := _number(line, b"$")) < 0:
             return None
-        if length == len(header) + len(body):
-            self._read_into(header, deadline)
-            self._read_into(body, deadline)
+        if length == sum(map(len, views)):
+            for view in views:
+                self._read_into(view, deadline)
         else:
             self._drop(length, deadline)
         self._read_end(deadline)

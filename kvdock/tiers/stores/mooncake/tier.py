@@ -62,14 +62,13 @@ class Buffer:
 
 @dataclass(frozen=True, slots=True)
 class BatchEntry:
-    """One part of a load or store. `index`: its index in the batch. `key`: the object's name. `address`: the address of
-    `pages`."""
+    """One part of a load or store. `index`: its index in the batch. `key`: the object's name. `views`: the memory of
+    its bytes."""
 
     index: int
     key: str
     length: int
-    pages: memoryview
-    address: int
+    views: Sequence[memoryview]
 
 
 class MooncakeTier:
@@ -77,6 +76,7 @@ class MooncakeTier:
     pages any more, before it raises StillRunning."""
 
     name = TIER
+    gathers = True
     poll_s = 1.0
     recheck_s = 60.0
 
@@ -122,13 +122,13 @@ class MooncakeTier:
             self._library.register(buffer.address, len(buffer.view))
         return buffer
 
-    def _is_direct(self, entry: BatchEntry) -> bool:
-        """Whether the part's bytes are copied directly from or to its pages."""
+    def _is_direct(self, address: int, length: int) -> bool:
+        """Whether bytes are copied directly from or to this memory."""
         if not (self._settings.direct and self._settings.registers_memory):
             return self._settings.direct
-        end = entry.address + entry.length
+        end = address + length
         with self._lock:
-            return any(begin <= entry.address and end <= begin + size for begin, size in self._registered.items())
+            return any(begin <= address and end <= begin + size for begin, size in self._registered.items())
 
     # -------------------------------------------------------------------------------------------------- verbs
 
@@ -160,7 +160,7 @@ class MooncakeTier:
             records = [parts[entry.index].record for entry in group]
             return lambda call, buffer: self._store_group(group, records, answers, call, buffer)
 
-        wanted = [(part.record.name, part.record.length, part.pages) for part in parts]
+        wanted = [ToLoad(part.record.name, part.record.length, part.pages, part.others) for part in parts]
         self._run([of(group) for group in _groups(wanted, self._settings.threads)], deadline)
         return [answer or Outcome.LATE for answer in answers]
 
@@ -304,25 +304,27 @@ class MooncakeTier:
             record = Record.read_of(buffer.view[:HEADER_BYTES], name, entry.length)
         except RecordError:
             return Loaded(Outcome.DAMAGED)
-        for begin, length, is_direct in self._pieces(entry):
+        for begin, view, is_direct in self._pieces(entry):
+            length = len(view)
             if is_direct:
                 with call.touching():
-                    code = self._library.read(entry.key, entry.address, length, HEADER_BYTES)
+                    code = self._library.read(entry.key, _address(view), length, HEADER_BYTES + begin)
             else:
                 code = self._library.read(entry.key, buffer.piece_address, length, HEADER_BYTES + begin)
                 with call.touching():
-                    entry.pages[begin : begin + length] = buffer.piece[:length]
+                    view[:] = buffer.piece[:length]
             if code != length:
                 return _failed_read(code)
         return Loaded(Outcome.DONE, record.checksum)
 
-    def _pieces(self, entry: BatchEntry) -> Iterator[tuple[int, int, bool]]:
-        """(offset, length, whether it is copied directly from or to the pages) of each piece of the part."""
-        if self._is_direct(entry):
-            yield 0, entry.length, True
-            return
-        for begin in range(0, entry.length, _PIECE_BYTES):
-            yield begin, min(_PIECE_BYTES, entry.length - begin), False
+    def _pieces(self, entry: BatchEntry) -> Iterator[tuple[int, memoryview, bool]]:
+        """(offset, memory, whether it is copied directly from or to that memory) of each piece of the part."""
+        at = 0
+        for view in entry.views:
+            is_direct = self._is_direct(_address(view), len(view)) if len(view) else True
+            for begin in range(0, len(view), len(view) if is_direct else _PIECE_BYTES):
+                yield at + begin, view[begin : begin + (len(view) if is_direct else _PIECE_BYTES)], is_direct
+            at += len(view)
 
     # ------------------------------------------------------------------------------------------------- storing
 
@@ -408,13 +410,14 @@ class MooncakeTier:
         buffer.view[:HEADER_BYTES] = record.header()
         if self._library.write(entry.key, buffer.address, HEADER_BYTES, 0) != HEADER_BYTES:
             return False
-        for begin, length, is_direct in self._pieces(entry):
+        for begin, view, is_direct in self._pieces(entry):
+            length = len(view)
             if is_direct:
                 with call.touching():
-                    code = self._library.write(entry.key, entry.address, length, HEADER_BYTES)
+                    code = self._library.write(entry.key, _address(view), length, HEADER_BYTES + begin)
             else:
                 with call.touching():
-                    buffer.piece[:length] = entry.pages[begin : begin + length]
+                    buffer.piece[:length] = view
                 code = self._library.write(entry.key, buffer.piece_address, length, HEADER_BYTES + begin)
             if code != length:
                 return False
@@ -484,18 +487,19 @@ def _failed_write(code: int) -> Outcome:
     return Outcome.FULL if code == codes.NO_ROOM else Outcome.FAILED
 
 
-def _groups(parts: Sequence[tuple[PartName, int, memoryview]], threads: int) -> list[list[BatchEntry]]:
-    """Divides parts (name, length, pages) into groups in their order, for several threads. No group has a name
+def _groups(parts: Sequence[ToLoad], threads: int) -> list[list[BatchEntry]]:
+    """Divides parts into groups in their order, for several threads. No group has a name
     twice."""
     least, most = _GROUP_BYTES
-    share = min(most, max(least, sum(length for _, length, _ in parts) // threads))
+    share = min(most, max(least, sum(part.length for part in parts) // threads))
     groups: list[list[BatchEntry]] = []
     keys: set[str] = set()
     size = 0
-    for index, (name, length, pages) in enumerate(parts):
-        if len(pages) < length:
-            raise ValueError(f"{name.text()}: found {len(pages)} bytes of pages, wanted at least {length}")
-        entry = BatchEntry(index, name.text(), length, pages, _address(pages))
+    for index, part in enumerate(parts):
+        key, length, views = part.name.text(), part.length, part.views()
+        if (found := sum(map(len, views))) < length:
+            raise ValueError(f"{key}: found {found} bytes of pages, wanted at least {length}")
+        entry = BatchEntry(index, key, length, views)
         size += length
         if not groups or entry.key in keys or len(groups[-1]) == _GROUP_PARTS or size > share:
             groups.append([])

@@ -83,6 +83,10 @@ class HitRecord(Protocol):
 
     def days(self, sees: Callable[[str], bool], most: int = ...) -> list[DayOfHits]: ...
 
+    def dates(self) -> list[str]: ...
+
+    def on(self, date: str, sees: Callable[[str], bool]) -> list[DayOfHits]: ...
+
 
 class Lately(Protocol):
     """The last hour: `Lately`."""

@@ -369,8 +369,8 @@ void bind_tenants(py::class_<BoundTable>& c) {
 }
 
 void bind_members(py::class_<BoundTable>& c) {
-  c.def("drop_idle_namespaces", call(&Table::drop_idle_namespaces),
-        "Forgets the namespaces that have neither a session nor a chunk; returns the others.")
+  c.def("drop_idle_namespaces", call(&Table::drop_idle_namespaces), "most"_a = kAll,
+        "Forgets namespaces that have neither a session nor a chunk, at most `most`; returns the others.")
       .def("open_session", call(&Table::open_session), "nonce"_a, "namespace"_a, "now_ms"_a,
            "Idempotent by nonce: a session that is open stays in its namespace; id_reused unless that has the same "
            "base.")

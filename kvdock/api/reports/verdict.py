@@ -14,7 +14,7 @@ from kvdock.api.pool.registry import NamespaceRecord
 from kvdock.api.pool.sessions import Sessions
 from kvdock.api.reports.recorded import Curves, Totals, Troubles
 from kvdock.api.reports.status import DRAINING, LowerTiers, Probes
-from kvdock.api.turns import next_slice
+from kvdock.api.turns import Slices, next_slice
 from kvdock.protocol.hits import HitTotals
 from kvdock.protocol.readable import percent, span
 from kvdock.protocol.reports import CurvePoint, DayOfHits
@@ -74,12 +74,14 @@ class Judge:
         judged = Judged(peer, self._totals.hits.total.view(), self._wall_s())
         rules = (
             self._not_ready, self._loads_cost_time, self._tiers, self._troubled, self._silent, self._thrashing,
-            self._shares_nothing, self._share_fell, self._one_tenant,
+            self._share_fell,
         )
         findings = list[Finding]()
         for rule in rules:
             findings += rule(judged)
-            await next_slice()  # some look at all sessions
+            await next_slice()
+        findings += await self._shares_nothing(judged)
+        findings += await self._one_tenant(judged)
         findings.sort(key=lambda one: (one.severity != "bad", -one.cost_share))
         effect = self._effect(judged)
         return Verdict(effect=effect, headline=self._headline(effect, judged.hits), findings=findings)
@@ -186,23 +188,25 @@ class Judge:
                 "points more of the tokens that engines ask for.", cost_share=gain,
             )
 
-    def _shares_nothing(self, judged: Judged) -> Iterator[Finding]:
-        """Engines of one model whose chunks are apart."""
+    async def _shares_nothing(self, judged: Judged) -> list[Finding]:
+        """Engines of one model whose chunks are apart. Looks at all sessions, in slices."""
         if not judged.peer.may("read"):
-            return
+            return []
         by_model: dict[tuple[str, str], dict[bytes, NamespaceRecord]] = {}
+        slices = Slices()
         for session in self._registry.sessions():
+            await slices.give_turn()
             space = session.namespace
             if judged.peer.sees(space.tenant) and space.use.sums.lookup_tokens >= SHARED_LEAST_TOKENS:
                 base = PurePosixPath(space.model).name.lower()
                 by_model.setdefault((space.tenant, base), {})[space.base] = space
-        for (_, model), spaces in by_model.items():
-            if len(spaces) > 1:
-                fields = ", ".join(_differing([space.manifest for space in spaces.values()]))
-                yield _finding(
-                    "shares_nothing", "warn", f"{len(spaces)} kinds of engines of the model {model} share nothing: "
-                    f"they differ in {fields}.",
-                )
+        return [
+            _finding(
+                "shares_nothing", "warn", f"{len(spaces)} kinds of engines of the model {model} share nothing: "
+                f"they differ in {', '.join(_differing([space.manifest for space in spaces.values()]))}.",
+            )
+            for (_, model), spaces in by_model.items() if len(spaces) > 1
+        ]
 
     def _share_fell(self, judged: Judged) -> Iterator[Finding]:
         fall = fall_of(self._totals.hits.days(judged.peer.sees, FELL_DAYS + 1))
@@ -213,21 +217,22 @@ class Judge:
                 cost_share=fall.usual - fall.now,
             )
 
-    def _one_tenant(self, judged: Judged) -> Iterator[Finding]:
+    async def _one_tenant(self, judged: Judged) -> list[Finding]:
         if not judged.peer.may("admin"):
-            return
-        used = {name: view.used.bytes or 0 for name, view in self._quotas.views().items()}
+            return []
+        used = {name: view.used.bytes or 0 for name, view in (await self._quotas.views()).items()}
         total = sum(used.values())
         if len(used) < 2 or not total:
-            return
+            return []
         name, most = max(used.items(), key=lambda item: item[1])
         evicted = judged.hits.computed.get("room", 0) + judged.hits.computed.get("ahead", 0)
-        if most >= ONE_TENANT_SHARE * total and evicted:
-            yield _finding(
-                "full_of_one_tenant", "warn", f"{percent(most / total, 0)} of what is stored is the tenant's "
-                f"{name or 'of the server itself'}, and chunks of others were evicted.",
-                cost_share=evicted / judged.hits.prompt_tokens,
-            )
+        if most < ONE_TENANT_SHARE * total or not evicted:
+            return []
+        return [_finding(
+            "full_of_one_tenant", "warn", f"{percent(most / total, 0)} of what is stored is the tenant's "
+            f"{name or 'of the server itself'}, and chunks of others were evicted.",
+            cost_share=evicted / judged.hits.prompt_tokens,
+        )]
 
 
 class Fall(NamedTuple):

@@ -25,7 +25,7 @@ _MEASURE_WAITS = 1
 _CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 _CPU, _WALL = range(2)
 _BYTES = 16
-"""Of the file: a number of seconds for each."""
+"""The file has a number of seconds for each."""
 
 
 class Longest(NamedTuple):

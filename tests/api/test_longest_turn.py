@@ -21,7 +21,7 @@ def burn() -> None:
 
 
 def longest_with(path: Path, work: Callable[[], None]) -> Longest:
-    """Of a loop that runs `work` once, and waits before and after it."""
+    """What is found in a loop that runs `work` once, and waits before and after it."""
     longest = LongestTurn(path)
 
     async def story() -> Longest:

@@ -25,7 +25,7 @@ _MEASURE_WAITS = 1
 _CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 _CPU, _WALL = range(2)
 _BYTES = 16
-"""Of the file: a number of seconds for each."""
+"""The file has a number of seconds for each."""
 
 
 class Longest(NamedTuple):
@@ -71,7 +71,8 @@ async def _measure(longest: memoryview[float]) -> None:
     libuv.uv_loop_configure(address, _MEASURE_WAITS)
 
     def worked_s() -> float:
-        return (time.monotonic_ns() - waited_ns(address)) / 1e9
+        waited: int = waited_ns(address)
+        return (time.monotonic_ns() - waited) / 1e9
 
     before_cpu_s, before_wall_s = time.thread_time(), worked_s()
 

@@ -272,8 +272,8 @@ void bind_pool(py::class_<BoundTable>& c) {
         return out;
       }, "bytes"_a, "most"_a = kAll, "By namespace, keys of about the chunks evicted next, at most `most`.")
       .def("set_eviction", call(&Chunks::set_eviction), "policy"_a,
-           "'adaptive' (the default) or 'lru'; bad_argument for another. The new policy has learnt nothing yet. It sees "
-           "the present chunks in the next calls of tick().")
+           "'adaptive' (the default) or 'lru'; bad_argument for another. The new policy has learnt nothing yet. It "
+           "sees the present chunks in the next calls of tick().")
       .def("eviction", call(&Eviction::policy))
       .def("set_limits", call(&Table::set_limits), py::kw_only(), "limit_bytes"_a, "session_cap"_a, "total_cap"_a,
            "Caps for later grants; present ones stay. bad_argument if the segments hold more.");
@@ -369,8 +369,8 @@ void bind_tenants(py::class_<BoundTable>& c) {
 }
 
 void bind_members(py::class_<BoundTable>& c) {
-  c.def("drop_idle_namespaces", call(&Table::drop_idle_namespaces),
-        "Forgets the namespaces that have neither a session nor a chunk; returns the others.")
+  c.def("drop_idle_namespaces", call(&Table::drop_idle_namespaces), "most"_a = kAll,
+        "Forgets namespaces that have neither a session nor a chunk, at most `most`; returns the others.")
       .def("open_session", call(&Table::open_session), "nonce"_a, "namespace"_a, "now_ms"_a,
            "Idempotent by nonce: a session that is open stays in its namespace; id_reused unless that has the same "
            "base.")
@@ -390,11 +390,11 @@ void bind_members(py::class_<BoundTable>& c) {
       .def("member_dead", call(&Table::member_dead), "member"_a, "now_ms"_a, "most"_a = kAll,
            "Its lock was found free; tick() makes it GONE. `most`, and the answer: as for leave().")
       .def("leave", call(&Table::leave), "member"_a, "most"_a = kAll,
-           "D2 for all that it holds; the last to leave closes the session. True: it is to be called again, because more "
-           "than `most` was to be done, in units of about 10 ns; the member gets nothing new meanwhile.")
+           "D2 for all that it holds; the last to leave closes the session. True: it is to be called again, because "
+           "more than `most` was to be done, in units of about 10 ns; the member gets nothing new meanwhile.")
       .def("tick", call(&Table::tick), "now_ms"_a, "most"_a = kAll,
-           "Applies the passing of time: deadlines, missed heartbeats, dead members, ends of keeps and of hints. `most`, "
-           "and the answer: as for leave().")
+           "Applies the passing of time: deadlines, missed heartbeats, dead members, ends of keeps and of hints. "
+           "`most`, and the answer: as for leave().")
       .def("sessions", call(&Table::sessions), "named"_a = py::none(),
            "The open ones of the named sessions; by default all open ones.")
       .def("members", call(&Members::views), "sessions"_a = py::none(), "By default of all sessions.");

@@ -111,6 +111,8 @@ Curve::Curve(const std::string& policy, uint64_t pool_bytes, const CurveOptions&
 
 std::string Curve::keep() const {
   KeptWriter out;
+  out.reserve(entries() * MiniPool::kKeptEntryBytes + remembered_.size() * 2 * sizeof(uint64_t) +
+              spaces_.size() * sizeof(Space));
   out.put(tick_);
   out.put(share_);
   out.put(remembered_share_);

@@ -21,6 +21,7 @@ class KeptWriter {
     static_assert(std::is_arithmetic_v<T>);
     bytes_.append(reinterpret_cast<const char*>(&number), sizeof number);
   }
+  void reserve(size_t bytes) { bytes_.reserve(bytes); }  // so many come
   std::string take() { return std::move(bytes_); }
 
  private:

@@ -213,8 +213,10 @@ void MiniPool::keep(KeptWriter& out) const {
   std::vector<uint32_t> number(entries_.size(), kNone), chain;
   uint32_t numbered = 0;
   out.put(static_cast<uint32_t>(size()));
+  std::vector<bool> is_free(entries_.size());
+  for (uint32_t id : free_) is_free[id] = true;
   for (uint32_t id = 0; id < entries_.size(); ++id) {
-    if (names_.find(entries_[id].name) != id) continue;  // it is free
+    if (is_free[id]) continue;
     for (uint32_t up = id; up != kNone && number[up] == kNone; up = entries_[up].parent) chain.push_back(up);
     for (; !chain.empty(); chain.pop_back()) {  // a parent comes before its children
       const Entry& e = entries_[chain.back()];
@@ -228,7 +230,7 @@ void MiniPool::keep(KeptWriter& out) const {
 }
 
 void MiniPool::take_over(KeptReader& in, uint64_t tick) {
-  uint32_t count = in.count(3 * sizeof(uint64_t) + sizeof(uint32_t));
+  uint32_t count = in.count(kKeptEntryBytes);
   for (uint32_t i = 0; i < count; ++i) {
     auto name = in.number<uint64_t>(UINT64_MAX);
     auto used = in.number<uint64_t>(tick);

@@ -47,6 +47,7 @@ class MiniPool {
   }
   void check() const;  // Throws TableError corrupt
 
+  static constexpr size_t kKeptEntryBytes = 3 * sizeof(uint64_t) + sizeof(uint32_t);
   // Its chunks and their last uses, for a miniature of the next server. As the table's, the policy begins anew there.
   void keep(KeptWriter& out) const;
   // Into an empty one. `tick`: no use is later. Throws TableError corrupt.

@@ -38,8 +38,8 @@ class ChangeLog {
     ++next_;
   }
 
-  // Call it before the numbers of these namespaces go to others, whose sessions must not see these changes. `spaces`: by
-  // number, up to the highest.
+  // Call it before the numbers of these namespaces go to others, whose sessions must not see these changes. `spaces`:
+  // by number, up to the highest.
   void forget(const std::vector<bool>& spaces) {
     for (Change& change : kept_)
       if (change.space != kNone && spaces[change.space]) change.space = kNone;

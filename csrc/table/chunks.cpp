@@ -182,13 +182,15 @@ std::vector<SpaceInfo> Chunks::spaces() {
   return out;
 }
 
-void Chunks::drop_idle(const std::vector<bool>& used) {
+void Chunks::drop_idle(const std::vector<bool>& used, size_t most) {
   std::vector<bool> dropped(used.size());
   bool is_any = false;
   for (uint32_t space : spaces_.live()) {
+    if (most == 0) break;
     if (records_.chunks_in(space) > 0 || used[space]) continue;
     spaces_.drop(space);
     dropped[space] = is_any = true;
+    --most;
   }
   if (is_any) records_.forget_spaces(dropped);
 }

@@ -83,7 +83,7 @@ class Chunks {
 
   // -- namespaces and clears
   std::vector<SpaceInfo> spaces();
-  void drop_idle(const std::vector<bool>& used);  // namespaces that have no record and are not in `used`
+  void drop_idle(const std::vector<bool>& used, size_t most);  // namespaces without records that are not in `used`
   Cleared clear(int64_t space, uint64_t start, uint32_t budget);  // space -1: all
   // From now on lookups find none of the namespace's present chunks. clear_old() takes them out in slices; find() takes
   // out those that it meets.

@@ -50,7 +50,7 @@ class Departures {
   }
 
   void note(uint32_t space, const Key& key, Gone why, uint64_t used_tick) {
-    Departure departure{key, space, why, now_ms_, used_at(used_tick)};
+    Kept departure{{key, space, why, now_ms_, used_at(used_tick)}, use_of(space)};
     auto at = static_cast<uint32_t>(next_ % kKept);
     if (kept_.size() < kKept) {
       kept_.push_back(departure);
@@ -66,17 +66,15 @@ class Departures {
   std::optional<Departure> find(uint32_t space, const Key& key) const {
     auto it = latest_.find(hash(space, key));
     if (it == latest_.end()) return std::nullopt;
-    const Departure& found = kept_[it->second];
-    return found.space == space && found.key == key ? std::optional(found) : std::nullopt;
+    const Kept& found = kept_[it->second];
+    if (found.space != space || found.use != use_of(space) || !(found.key == key)) return std::nullopt;
+    return found;
   }
 
   // Call it before the numbers of these namespaces go to others. `spaces`: by number, up to the highest.
   void forget(const std::vector<bool>& spaces) {
-    for (uint32_t at = 0; at < kept_.size(); ++at) {
-      if (kept_[at].space == kNone || !spaces[kept_[at].space]) continue;
-      drop(at);
-      kept_[at].space = kNone;
-    }
+    if (use_of_.size() < spaces.size()) use_of_.resize(spaces.size());
+    for (uint32_t space = 0; space < spaces.size(); ++space) use_of_[space] += spaces[space];
   }
 
   uint64_t now_ms() const { return now_ms_; }
@@ -89,6 +87,9 @@ class Departures {
   }
 
  private:
+  struct Kept : Departure {
+    uint32_t use;  // of the namespace's number
+  };
   struct Use {
     uint64_t tick, ms;
   };
@@ -97,13 +98,16 @@ class Departures {
 
   static uint64_t hash(uint32_t space, const Key& key) { return seeded_hash(key.bytes, space); }
 
+  uint32_t use_of(uint32_t space) const { return space < use_of_.size() ? use_of_[space] : 0; }
+
   void drop(uint32_t at) {
     auto it = latest_.find(hash(kept_[at].space, kept_[at].key));
     if (it != latest_.end() && it->second == at) latest_.erase(it);
   }
 
   uint64_t now_ms_ = 0, next_ = 0;
-  std::vector<Departure> kept_;
+  std::vector<Kept> kept_;
+  std::vector<uint32_t> use_of_;  // by number of a namespace: for how many namespaces it was used before
   std::unordered_map<uint64_t, uint32_t> latest_;  // by hash: an index into kept_
   std::deque<Use> uses_;
 };

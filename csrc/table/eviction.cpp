@@ -153,8 +153,8 @@ void Eviction::retire(uint32_t id) {
 }
 
 void Eviction::count_evicted(const RecordInfo& in) {
-  ++evicted_;
-  evicted_by_operator_ += cause_ == Gone::evicted;
+  ++evicted_.all;
+  evicted_.by_operator += cause_ == Gone::evicted;
   if (in.used_s != 0) reuse_.eviction_age.add(records_.now_s() - in.used_s);
   if (in.born_s != 0) reuse_.eviction_uses.add(in.uses);
 }
@@ -350,8 +350,8 @@ uint64_t Eviction::available_bytes() const {
 // Evicts first for the slot sizes that stores had to evict for, because free memory elsewhere is of no use to them.
 uint32_t Eviction::evict(uint64_t target_bytes, uint32_t max_chunks, Gone cause) {
   cause_ = cause;
-  uint64_t until = evicted_ + max_chunks, before = evicted_;
-  while (evicted_ < until) {
+  uint64_t until = evicted_.all + max_chunks, before = evicted_.all;
+  while (evicted_.all < until) {
     auto lacks = [&](uint64_t size) { return slots_.available_for(size, target_bytes) < target_bytes; };
     auto size = std::find_if(wanted_.begin(), wanted_.end(), lacks);
     if (size != wanted_.end()) {
@@ -364,7 +364,7 @@ uint32_t Eviction::evict(uint64_t target_bytes, uint32_t max_chunks, Gone cause)
     if (!best) break;
     evict_least(*best);
   }
-  return static_cast<uint32_t>(evicted_ - before);
+  return static_cast<uint32_t>(evicted_.all - before);
 }
 
 uint32_t Eviction::empty_left(size_t kept, uint32_t max_chunks, const std::optional<Id16>& tenant) {

@@ -74,12 +74,12 @@ class Eviction {
   std::map<uint32_t, std::vector<Key>> next_out(uint64_t bytes, size_t most) const;
   // When the candidate that was unused longest was last used; 0 if that is not known.
   uint64_t oldest_used_ms() const;
-  uint64_t evicted_chunks() const { return evicted_; }
-  uint64_t evicted_by_operator() const { return evicted_by_operator_; }  // those of them with the reason `evicted`
+  uint64_t evicted_chunks() const { return evicted_.all; }
+  uint64_t evicted_by_operator() const { return evicted_.by_operator; }  // those of them with the reason `evicted`
   const Reuse& reuse() const { return reuse_; }
   const char* policy() const { return policy_->name(); }
-  // From now on chunks are evicted by that policy. It sees those that are there already by and by, in see_chunks(); what
-  // the policy before it thought of them stays until then. Throws as make_policy() does.
+  // From now on chunks are evicted by that policy. It sees those that are there already by and by, in see_chunks();
+  // what the policy before it thought of them stays until then. Throws as make_policy() does.
   void set_policy(const std::string& name);
   void see_chunks(Work& work);
 
@@ -92,6 +92,10 @@ class Eviction {
     Choice choice;
     uint32_t shape;
     uint64_t tick;
+  };
+
+  struct Evicted {
+    uint64_t all = 0, by_operator = 0;
   };
 
   LeafLists& list_of(uint32_t id) {
@@ -130,7 +134,7 @@ class Eviction {
   uint32_t unseen_ = kNone;    // where see_chunks() goes on; kNone: the policy has seen all
   std::set<uint64_t> wanted_;  // slot sizes that stores had to evict for
   Gone cause_ = Gone::room;    // the reason that evictions are recorded with
-  uint64_t evicted_ = 0, evicted_by_operator_ = 0;
+  Evicted evicted_;
   Reuse reuse_;
 };
 

@@ -6,6 +6,10 @@
 
 namespace kvdock {
 
+namespace {
+constexpr size_t kDroppedForOne = 64;  // idle namespaces, at most, to make room for another one: it takes 9 µs each
+}  // namespace
+
 Table::Table(const Mapping& memory, const TableOptions& options)
     : options_(options),
       region_(Region::create(memory, options)),
@@ -41,12 +45,12 @@ void Table::set_limits(uint64_t limit_bytes, double session_cap, double total_ca
 // ---- namespaces, sessions and members
 
 uint32_t Table::add_namespace(const NewNamespace& wanted) {
-  if (!chunks_.namespaces().has_room()) drop_idle_namespaces();
+  if (!chunks_.namespaces().has_room()) drop_idle_namespaces(kDroppedForOne);
   return chunks_.namespaces().add(wanted);
 }
 
-std::vector<uint32_t> Table::drop_idle_namespaces() {
-  chunks_.drop_idle(members_.namespaces());
+std::vector<uint32_t> Table::drop_idle_namespaces(size_t most) {
+  chunks_.drop_idle(members_.namespaces(), most);
   return chunks_.namespaces().live();
 }
 

@@ -67,8 +67,8 @@ class Table {
   // Idempotent by digest. Drops idle namespaces if there is no free entry.
   uint32_t add_namespace(const NewNamespace& wanted);
   bool has_namespace(const Key& digest) { return chunks_.namespaces().find(digest).has_value(); }
-  // Forgets namespaces that have no sessions and no chunks; returns the others.
-  std::vector<uint32_t> drop_idle_namespaces();
+  // Forgets namespaces that have no sessions and no chunks, at most `most`; returns the others.
+  std::vector<uint32_t> drop_idle_namespaces(size_t most);
   // Idempotent by nonce: an open session stays in its namespace, which may differ from `space` only in weights.
   uint64_t open_session(const Id16& nonce, uint32_t space, uint64_t now);
   // From now on the session's lookups and stores are in `space`, which differs from its present namespace only in

@@ -162,7 +162,7 @@ class Admin:
         await next_slice()
         if quotas:
             await self._quotas.keep()
-        return self.config()
+        return await self.config()
 
     def _quota(self, asked: AskedQuota) -> Quota:
         """Raises ApiError(bad_argument)."""
@@ -187,12 +187,12 @@ class Admin:
         if changed := {name: [was, after[name]] for name, was in before.items() if after[name] != was}:
             self._journal.publish(e.LimitsChanged(changed=changed, source=source))
 
-    def config(self) -> Config:
+    async def config(self) -> Config:
         return Config(
             limits=self._pool.limits,
             settings=msgspec.structs.asdict(self._settings),
             retiring=self._pool.retiring,
-            tenants=self._quotas.views(),
+            tenants=await self._quotas.views(),
         )
 
     def _namespace(self, digest: str) -> NamespaceRecord:

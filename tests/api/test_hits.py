@@ -6,6 +6,7 @@ import signal
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import pytest
 from api_helpers import MIB, Engine, ServerProcess, attach, eventually, kept_of, keys
 from server_fixtures import fresh_server
@@ -240,10 +241,10 @@ def test_days_go_on_in_the_next_server() -> None:
     first.ended(Whose("a", "llama", "e"), outcome_of(100, loaded, computed, saved_s=2.0))
     now["s"] += 86_400
     first.ended(Whose("a", "llama", "e"), outcome_of(60, loaded, saved_s=-3.0))
-    first.kept()
+    list(first.kept())
     first.ended(Whose("b", "gemma", "e"), outcome_of(40, computed))
     second = HitRecord(lambda: now["s"])
-    second.take_over(first.kept())
+    second.take_over(msgspec.Raw(b"".join(first.kept())))
     assert second.days(lambda tenant: True) == first.days(lambda tenant: True) != []
     second.ended(Whose("a", "llama", "e"), outcome_of(60, loaded, saved_s=1.0))
     yesterday, today = second.days(lambda tenant: tenant == "a")

@@ -252,7 +252,7 @@ def test_a_tenant_that_fills_its_quota_leaves_the_others_alone() -> None:
             assert pool.store(b, f"b{number}") == pool.store(own, f"own{number}") == ""
         for number in range(64):
             assert pool.store(a, f"a{number}") == ""
-        views = pool.quotas.views()
+        views = asyncio.run(pool.quotas.views())
         assert {name: view.used.chunks for name, view in views.items()} == {"team-a": 8, "team-b": 16, "": 16}
         assert [views[name].quota.bytes for name in ("team-a", "team-b", "")] == [128 << 10, None, None]
         assert a.tenant == "team-a"
@@ -358,7 +358,7 @@ def test_a_tenant_that_has_not_come_back_is_shown_by_its_id() -> None:
         session = pool.attach("team-a")
         pool.store(session, "kept")
         fresh = Quotas(pool.table, Quota(chunks=9))
-        shown = fresh.views()
+        shown = asyncio.run(fresh.views())
         assert (shown[tenant_id("team-a").hex()].used.chunks, shown[tenant_id("team-a").hex()].quota.chunks) == (1, 9)
         fresh.put("team-a", Quota(chunks=5))
-        assert fresh.views()["team-a"].quota.chunks == 5
+        assert asyncio.run(fresh.views())["team-a"].quota.chunks == 5

@@ -6,20 +6,26 @@ The real application in this process, without sockets. tests/table/test_slices.p
 from __future__ import annotations
 
 import asyncio
+import gc
 import hashlib
 from collections.abc import Callable, Coroutine, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 from api_helpers import manifest
 from app_rig import CHAIN, OWN, Rig, ask, opened
+from turns import turns_of
 
 from kvdock.api.keeper import Keeper
 from kvdock.api.pool.registry import KEYS_OF_PART, SLICE_SESSIONS
+from kvdock.api.record.hit_record import Whose
 from kvdock.api.record.hits import MOST_ANSWERS
+from kvdock.api.server import YOUNG_S, collect_young
 from kvdock.api.service import SLICE_RELEASES
 from kvdock.api.turns import SLICE_WORK
 from kvdock.protocol import schemas as s
+from kvdock.protocol.admin_schemas import Quota
 from kvdock.protocol.forms import JSON
 from kvdock.protocol.outcomes import OutcomeView
 from kvdock.protocol.wire_types import MAX_KEYS
@@ -165,9 +171,9 @@ def test_what_is_kept_with_the_pool_is_made_in_short_pieces(rig: Rig) -> None:
     hits = rig.parts.sampler._tally.hits
     ended = OutcomeView(prompt_tokens=2, local_tokens=0, found_tokens=0, loaded_tokens=0)
     for day in range(100):
-        hits._wall_s = lambda day=day: 1e9 + 86400.0 * day
+        hits._wall_s = partial(float, 1e9 + 86400.0 * day)
         for model in range(64):
-            hits.ended("", f"model {model}", ended)
+            hits.ended(Whose("", f"model {model}", "e"), ended)
     pieces = list(rig.parts.sampler._history._content(1.0))
     assert sum(map(len, pieces)) > 2 << 20
     assert max(map(len, pieces)) < PIECE_BYTES and len(pieces) > 1000
@@ -179,3 +185,29 @@ def test_answers_that_wait_for_outcomes_are_in_small_dicts(rig: Rig) -> None:
     answers = rig.parts.sampler._tally.learned.answers
     sizes = [len(part) for part in answers._open._parts]
     assert sum(sizes) >= 10 and len(sizes) >= MOST_ANSWERS // KEYS_OF_PART
+
+
+def test_new_objects_are_looked_at_for_garbage_soon_however_many_others_are_freed(rig: Rig) -> None:
+    """Python itself counts those that were made less those that were freed."""
+    made, old = list[tuple[int]](), [[at] for at in range(5000)]
+
+    async def story() -> None:
+        collecting = asyncio.create_task(collect_young())
+        for at in range(5000):
+            made.append((at,))
+            old.pop()
+            if at % 100 == 0:
+                await asyncio.sleep(0)
+        await asyncio.sleep(4 * YOUNG_S)
+        collecting.cancel()
+
+    asyncio.run(story())
+    assert len(made) == 5000 and not any(map(gc.is_tracked, made)), "a collection takes tuples of numbers out"
+
+
+def test_quotas_and_engines_of_many_tenants_are_looked_at_in_slices(rig: Rig) -> None:
+    quotas = rig.parts.handlers.metrics._quotas
+    for number in range(2000):
+        quotas.put(f"tenant {number}", Quota(chunks=number))
+    turns = turns_of(quotas.views).number
+    assert turns > 3 and len(asyncio.run(quotas.views())) >= 2000

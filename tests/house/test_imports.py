@@ -43,7 +43,7 @@ ROOMS = {
         may=("protocol", "api.access", "api.errors", "api.sizes.parse_bytes"), never=("fastapi", "starlette"),
     ),
     "api/pool": Room(
-        may=("_core", "shm", "protocol", "api.pool", "api.clock", "api.settings", "api.errors"),
+        may=("_core", "shm", "protocol", "api.pool", "api.clock", "api.settings", "api.errors", "api.turns"),
         never=("fastapi", "starlette"),
     ),
     "api/record": Room(

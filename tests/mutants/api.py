@@ -92,7 +92,7 @@ MUTANTS = (
     ),
     Mutant(
         "P72", "the keeper leaves tenants above a lowered quota", "kvdock/api/keeper.py",
-        "                await self._keep_quotas()\n", "",
+        "self._keep_quotas, ", "",
         ("tests/api/test_quotas.py", "-k", "lowered"),
         "test_a_lowered_quota_evicts_while_the_server_runs_but_not_what_is_leased",
     ),

@@ -40,8 +40,8 @@ MUTANTS = (
     ),
     Mutant(
         "C6", "a deadline discharges the holders", "csrc/table/grants.cpp",
-        "        close_reservation(grants_[cell]);\n",
-        "        grants_[cell].holders[0] = grants_[cell].holders[1] = 0, close_reservation(grants_[cell]);\n",
+        "      work.spend(cost_of(g));\n      close_reservation(g);\n",
+        "      g.holders[0] = g.holders[1] = 0, close_reservation(g);\n",
         MODEL, MODEL_TEST,
     ),
     Mutant(

@@ -144,3 +144,13 @@ def test_another_policy_evicts_by_its_own_order_before_it_has_seen_all_chunks() 
         table.tick(0, 5)
         table.check_integrity()
     assert order == [3, 4, 5, 6, 7, 2, 1, 0]
+
+
+def test_namespaces_that_nobody_uses_are_dropped_in_slices() -> None:
+    table, clients = engines(50)
+    spaces = [Client(table, PAGE, name=f"own {number}") for number in range(50)]
+    for one in spaces:
+        table.leave(one.member)
+    left = [len(table.drop_idle_namespaces(20)) for _ in range(4)]
+    assert left == [31, 11, 1, 1] and table.drop_idle_namespaces() == [clients[0].space]
+    assert clients[0].has(chain("all", 8)[0])

@@ -105,7 +105,7 @@ class AccessFile:
         """Whether `caps` has changed. Its reader sets this to False."""
         if path:
             self._seen = _signature(path)
-            self._take(read(path))
+            self._take(_known_of(read(path)))
 
     def peer_of(self, authorization: bytes, connection: Peer) -> Peer:
         """The peer that the header's token stands for on this connection. Raises ApiError(unauthenticated)."""
@@ -120,12 +120,9 @@ class AccessFile:
             )
         return found.over_unix if connection.is_unix else found.over_tcp
 
-    def _take(self, tokens: dict[bytes, Token]) -> None:
-        self._known = {
-            digest: _Known(token, token.peer(is_unix=False), token.peer(is_unix=True), token.until_s)
-            for digest, token in tokens.items()
-        }
-        self.caps = {token.tenant: token.caps for token in tokens.values() if token.caps is not None}
+    def _take(self, known: dict[bytes, _Known]) -> None:
+        self._known = known
+        self.caps = {one.token.tenant: one.token.caps for one in known.values() if one.token.caps is not None}
 
     async def refresh(self) -> None:
         """Reads the file again once two calls in a row have seen the same change, because a file that has just changed
@@ -143,12 +140,20 @@ class AccessFile:
             return
         self._seen = _signature(self._path)
         try:
-            self._take(await asyncio.to_thread(read, self._path))
+            self._take(await asyncio.to_thread(lambda: _known_of(read(self._path))))
         except AccessFileError as error:
             log.error("%s: the %d access tokens that were read before stay valid", error, len(self._known))
         else:
             self.changed = True
             log.warning("read %d access tokens of %s", len(self._known), self._path)
+
+
+def _known_of(tokens: dict[bytes, Token]) -> dict[bytes, _Known]:
+    """A thousand take 3 ms."""
+    return {
+        digest: _Known(token, token.peer(is_unix=False), token.peer(is_unix=True), token.until_s)
+        for digest, token in tokens.items()
+    }
 
 
 def _signature(path: str) -> tuple[int, ...]:

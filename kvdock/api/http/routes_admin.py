@@ -106,4 +106,4 @@ _add(
 
 @_route(c.CONFIG, summary="Limits and settings in effect")
 async def show_config(request: Request) -> Response:
-    return answer(handlers_of(request).admin.config())
+    return answer(await handlers_of(request).admin.config())

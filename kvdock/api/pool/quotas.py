@@ -16,6 +16,7 @@ import msgspec
 from kvdock._core import MAX_NAMESPACES, MAX_SESSIONS, Table, TenantView as TableView
 from kvdock.api.pool.registry import Recent, SessionRecord, digest16
 from kvdock.api.settings import Settings
+from kvdock.api.turns import Slices
 from kvdock.protocol.admin_schemas import MAX_QUOTAS, Amounts, Quota, TenantView
 from kvdock.protocol.errors import ApiError
 from kvdock.protocol.wire_types import OWN_TENANT, Tenant
@@ -185,13 +186,16 @@ class Quotas:
 
     # ---------------------------------------------------------------- views
 
-    def views(self) -> dict[str, TenantView]:
+    async def views(self) -> dict[str, TenantView]:
         """Tenants that use something or have a quota of their own, by name; by the table's id in hex those that have
-        not attached since the server was started."""
-        ids = {view.tenant: view for view in self._table.tenants()}
-        names = {tenant_id(name): name for name in (OWN_TENANT, *self._put)}
-        out = {}
-        for number, view in ids.items():
+        not attached since the server was started. In slices."""
+        slices, names, out = Slices(), dict[bytes, str](), dict[str, TenantView]()
+        for known in (OWN_TENANT, *self._put):
+            names[tenant_id(known)] = known
+            await slices.give_turn()
+        for view in self._table.tenants():
+            await slices.give_turn()
+            number = view.tenant
             name = names.get(number, self._names.get(number))
             quota = self._default if name is None else self.of(name)
             out[number.hex() if name is None else name] = TenantView(

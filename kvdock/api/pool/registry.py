@@ -24,6 +24,7 @@ K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 
 KEYS_OF_PART = 2048
+SLICE_NAMESPACES = 64
 SLICE_SESSIONS = 64
 """At most this many sessions are looked at in one turn of the event loop."""
 
@@ -303,14 +304,16 @@ class Registry:
         for start in range(0, len(records), SLICE_SESSIONS):
             self.drop_ended(table, records[start : start + SLICE_SESSIONS])
             await next_slice()
-        self.drop_idle_namespaces(table)
+        left = -1
+        while left != (left := self.drop_idle_namespaces(table)):
+            await next_slice()
 
-    def drop_idle_namespaces(self, table: Table) -> None:
-        """Drops them in the table as well."""
-        if self._namespaces:
-            live = set(table.drop_idle_namespaces())
-            if not live.issuperset(record.table_id for record in self._namespaces.values()):
-                self._keep_namespaces(lambda record: record.table_id in live)
+    def drop_idle_namespaces(self, table: Table) -> int:
+        """Drops some of them, in the table as well. Returns how many namespaces the table has then."""
+        live = set(table.drop_idle_namespaces(SLICE_NAMESPACES))
+        if not live.issuperset(record.table_id for record in self._namespaces.values()):
+            self._keep_namespaces(lambda record: record.table_id in live)
+        return len(live)
 
     def drop_ended(self, table: Table, records: Sequence[SessionRecord]) -> None:
         """Drops those of the sessions that the table has closed; sets `grants` of the others to the true number."""

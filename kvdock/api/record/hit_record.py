@@ -113,7 +113,7 @@ class HitRecord:
         return list(reversed(self._days))
 
     def on(self, date: str, sees: Callable[[str], bool] = lambda tenant: True) -> list[DayOfHits]:
-        """Of the tenants that the caller sees; empty: nothing is known of that day."""
+        """The tenants' that the caller sees; empty: nothing is known of that day."""
         return [
             DayOfHits(date=date, tenant=tenant, model=model, hits=hits.view())
             for (tenant, model), hits in self._days.get(date, {}).items() if sees(tenant)

@@ -107,7 +107,7 @@ class Metrics:
 
     async def _of_tenants(self, peer: Peer, form: Format) -> bytes:
         """In a thread, in slices of its time: hundreds of tenants or models take tens of ms."""
-        tenants = {name: view for name, view in self._quotas.views().items() if peer.sees(name)}
+        tenants = {name: view for name, view in (await self._quotas.views()).items() if peer.sees(name)}
         await next_slice()
         models = self._lists.hits_by_model(peer)
         await next_slice()

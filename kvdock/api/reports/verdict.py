@@ -19,7 +19,7 @@ from kvdock.api.record.hit_record import Whose
 from kvdock.api.record.troubles import MOST_TROUBLES
 from kvdock.api.reports.recorded import Curves, Totals, Troubles
 from kvdock.api.reports.status import DRAINING, LowerTiers, Probes
-from kvdock.api.turns import next_slice
+from kvdock.api.turns import Slices, next_slice
 from kvdock.protocol.admin_schemas import TenantView
 from kvdock.protocol.hits import COMPUTED, HitTotals
 from kvdock.protocol.readable import percent, span
@@ -104,12 +104,14 @@ class Judge:
         judged = Judged(peer, hits.total.view(), hits.lately.sums(peer.sees), self._wall_s())
         rules = (
             self._not_ready, self._loads_cost_time, self._tiers, self._troubled, self._silent, self._holds,
-            self._thrashing, self._shares_nothing, self._share_fell, self._one_tenant,
+            self._thrashing, self._share_fell,
         )
         findings = list[Finding]()
         for rule in rules:
             findings += rule(judged)
-            await next_slice()  # some look at all sessions
+            await next_slice()
+        findings += await self._shares_nothing(judged)
+        findings += await self._one_tenant(judged)
         findings.sort(key=lambda one: (one.severity != "bad", -one.cost_share))
         effect = self._effect(judged)
         return Verdict(effect=effect, headline=self._headline(effect, judged.hits), findings=findings)
@@ -252,25 +254,29 @@ class Judge:
             "engines ask for.", cost_share=min(gain, computed),
         )
 
-    def _shares_nothing(self, judged: Judged) -> Iterator[Finding]:
-        """Engines of one model whose chunks are apart."""
+    async def _shares_nothing(self, judged: Judged) -> list[Finding]:
+        """Engines of one model whose chunks are apart. Looks at all sessions, in slices."""
         if not judged.peer.may("read"):
-            return
+            return []
         by_model: dict[tuple[Any, ...], dict[bytes, NamespaceRecord]] = {}
+        slices = Slices()
         for session in self._registry.sessions():
+            await slices.give_turn()
             space = session.namespace
             if judged.peer.sees(space.tenant) and space.use.sums.lookup_tokens >= SHARED_LEAST_TOKENS:
                 name, shape = PurePosixPath(space.model).name.lower(), space.manifest
                 # Another number of layers or heads is another model, whatever its folder is called.
                 model = name, space.tenant, shape.layers, shape.kv_heads, shape.head_size
                 by_model.setdefault(model, {})[space.base] = space
+        findings = []
         for (name, *_), spaces in by_model.items():
             fields = _differing([space.manifest for space in spaces.values()])
             if set(fields) - APART:
-                yield _finding(
+                findings.append(_finding(
                     "shares_nothing", "warn", f"{len(spaces)} kinds of engines of the model {name} share nothing: "
                     f"they differ in {', '.join(fields)}.",
-                )
+                ))
+        return findings
 
     def _share_fell(self, judged: Judged) -> Iterator[Finding]:
         hits = self._totals.hits
@@ -288,28 +294,29 @@ class Judge:
                 cost_share=fall.usual - fall.now,
             )
 
-    def _one_tenant(self, judged: Judged) -> Iterator[Finding]:
+    async def _one_tenant(self, judged: Judged) -> list[Finding]:
         if not judged.peer.may("admin"):
-            return
-        views = self._quotas.views()
+            return []
+        views = await self._quotas.views()
         used = {name: view.used.bytes or 0 for name, view in views.items()}
         total = sum(used.values())
         if not total:
-            return
+            return []
         name, most = max(used.items(), key=lambda item: item[1])
         evicted = sum(
             hits.computed.get(why, 0) for engine, hits in judged.lately.items() if engine.tenant != name
             for why in ("room", "ahead")
         )
-        if most >= ONE_TENANT_SHARE * total and evicted:
-            whose = f"of the tenant {name}" if name else "of the server's own user"
-            finding = _finding(
-                "full_of_one_tenant", "warn", f"{percent(most / total, 0)} of what is stored is {whose}, and in the "
-                f"last hour others computed {evicted:,} tokens that had been evicted.",
-                cost_share=evicted / judged.lately_tokens,
-            )
-            finding.remedy = _limit(name, views[name])
-            yield finding
+        if most < ONE_TENANT_SHARE * total or not evicted:
+            return []
+        whose = f"of the tenant {name}" if name else "of the server's own user"
+        finding = _finding(
+            "full_of_one_tenant", "warn", f"{percent(most / total, 0)} of what is stored is {whose}, and in the "
+            f"last hour others computed {evicted:,} tokens that had been evicted.",
+            cost_share=evicted / judged.lately_tokens,
+        )
+        finding.remedy = _limit(name, views[name])
+        return [finding]
 
 
 class Fall(NamedTuple):

@@ -11,8 +11,8 @@ from kvdock.shm.objects import fresh_path
 
 
 def read_regular(path: Path, at_most: int) -> bytes:
-    """The content of a file. Raises OSError, also if it is longer, or a pipe, a device, a folder or a link: nobody waits
-    for what never comes."""
+    """The content of a file. Raises OSError, also if it is longer, or a pipe, a device, a folder or a link, so that
+    nobody waits for what never comes."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         found = os.fstat(fd)

@@ -65,8 +65,10 @@ class PrivateFileError(KvdockError, ValueError):
 
 def read_private(path: str | Path) -> str:
     """Returns the text of a regular file that belongs to this user or to root, and that others can neither read nor
-    write. Raises PrivateFileError."""
+    write, nor put another one in its place: an older one of root, with tokens that were revoked. Raises
+    PrivateFileError."""
     try:
+        _require_closed_folders(path)
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
             _require_private(path, os.fstat(fd))
@@ -85,6 +87,14 @@ def _require_private(path: str | Path, found: os.stat_result) -> None:
         raise PrivateFileError(f"{path}: found {_shown(found)}, wanted one that others cannot open: chmod 600")
     if found.st_size > MAX_BYTES:
         raise PrivateFileError(f"{path}: found {found.st_size} bytes, wanted at most {MAX_BYTES}")
+
+
+def _require_closed_folders(path: str | Path) -> None:
+    for folder in {Path(path).absolute().parent, Path(path).resolve().parent}:
+        found = folder.stat()
+        if found.st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX:
+            wanted = "a folder that others cannot write to"
+            raise PrivateFileError(f"{path}: found {_shown(found)} at {folder}, wanted {wanted}")
 
 
 def _shown(found: os.stat_result) -> str:

@@ -396,6 +396,19 @@ def test_an_access_file_that_others_may_open_is_refused(tmp_path: Path, mode: in
         AccessFile(str(path))
 
 
+def test_an_access_file_that_others_may_replace_is_refused(tmp_path: Path) -> None:
+    """By an older one of the same user, with tokens that were revoked since."""
+    folder, link = tmp_path / "open", tmp_path / "link.toml"
+    folder.mkdir()
+    link.symlink_to(access_file(folder))
+    folder.chmod(0o777)
+    for path in (folder / "access.toml", link):
+        with pytest.raises(AccessFileError, match=r"found drwxrwxrwx .*, wanted a folder that others cannot write to"):
+            AccessFile(str(path))
+    folder.chmod(0o1777)  # as a Secret's volume: only its owner replaces a file there
+    assert AccessFile(str(link)).peer_of(f"Bearer {OPERATOR}".encode(), NOBODY).name == "token operator"
+
+
 @needs_root
 def test_an_access_file_of_another_user_a_pipe_and_none_at_all_are_refused(tmp_path: Path) -> None:
     path = access_file(tmp_path)

@@ -150,7 +150,7 @@ PASSWORD = "hunter2-hunter2"
     ["--observe", "kv_events", "--kv-events-endpoint", "tcp://0.0.0.0:5557"],
     ["--observe", "kv_events", "--kv-events-endpoint", "tcp://*:5557"],
     ["--observe", "kv_events", "--kv-events-endpoint", "tcp://[::]:5557"],
-    ["--observe", "kv_events", "--kv-events-endpoint", "tcp://127.0.0.1:5557", "--kv-events-replay-endpoint", "tcp://*:5558"],
+    ["--observe", "kv_events", "--kv-events-endpoint", "tcp://127.0.0.1:1", "--kv-events-replay-endpoint", "tcp://*:2"],
     ["--observe", "traces", "--traces-endpoint", f"http://me:{PASSWORD}@127.0.0.1:9"],
     ["--observe", "traces", "--traces-endpoint", f"http://{PASSWORD}@127.0.0.1:9"],
     ["--observe", "traces", "--traces-endpoint", f"http://:{PASSWORD}@127.0.0.1:9"],
@@ -199,7 +199,8 @@ def test_no_other_name_is_taken_for_this_machine(server: ServerProcess, host: st
 
 @pytest.mark.parametrize("origin", [
     "null", "", "http://localhost", "https://localhost:{port}", "http://localhost:{port}.rebind.test",
-    "http://localhost:{port}@rebind.test", "http://rebind.test/http://localhost:{port}", "file://", "chrome-extension://x",
+    "http://localhost:{port}@rebind.test", "http://rebind.test/http://localhost:{port}", "file://",
+    "chrome-extension://x",
     "http://localhost:{port} http://rebind.test", "http://127.0.0.2:{port}",
 ])
 def test_no_other_origin_is_taken_for_the_servers_page(server: ServerProcess, origin: str) -> None:

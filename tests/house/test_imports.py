@@ -40,7 +40,8 @@ ROOMS = {
     ),
     "api": Room(may=("_core", "shm", "protocol", "api"), never=("torch", "numpy")),
     "api/access": Room(
-        may=("protocol", "api.access", "api.errors", "api.sizes.parse_bytes"), never=("fastapi", "starlette"),
+        may=("protocol", "api.access", "api.errors", "api.sizes.parse_bytes", "api.toml"),
+        never=("fastapi", "starlette"),
     ),
     "api/pool": Room(
         may=("_core", "shm", "protocol", "api.pool", "api.clock", "api.settings", "api.errors", "api.turns"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -91,6 +92,29 @@ def test_a_folder_that_others_may_write_to_is_not_used(tmp_path: Path, mode: int
 def test_a_folder_of_another_user_is_not_used(tmp_path: Path) -> None:
     os.chown(tmp_path, 65534, -1)
     assert all(" of user 65534, wanted a folder of user 0 or root" in why for why in opened(tmp_path).values())
+
+
+def make_sparse(path: Path) -> None:
+    path.touch()
+    os.truncate(path, 1 << 40)
+
+
+@pytest.mark.security
+@pytest.mark.parametrize("what", ["pipe", "folder", "link", "depth", "length"])
+def test_what_is_no_file_of_orders_keeps_no_server_from_starting(tmp_path: Path, what: str) -> None:
+    """It may have named anything that was cleared."""
+    tmp_path.chmod(0o700)
+    orders = tmp_path / "kvdock.sock.orders"
+    make: dict[str, Callable[[], object]] = {
+        "pipe": partial(os.mkfifo, orders), "folder": orders.mkdir, "link": partial(orders.symlink_to, "/dev/zero"),
+        "depth": partial(orders.write_bytes, b"\x91" * 1_000_000), "length": partial(make_sparse, orders),
+    }
+    make[what]()
+    with ServerProcess(
+        **{**SETTINGS, "socket_path": f"{tmp_path}/kvdock.sock", "disk_path": f"{tmp_path}/disk"}
+    ) as server:
+        assert "cannot be read, so all that lower tiers have is cleared" in server.log_text()
+        assert "Traceback" not in server.log_text()
 
 
 def never_asked(note: Note | None) -> Note:

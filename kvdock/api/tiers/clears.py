@@ -31,7 +31,7 @@ from kvdock.api.record.journal import Journal
 from kvdock.api.turns import Slices, next_slice
 from kvdock.protocol import events as e, mover_schemas as m
 from kvdock.protocol.wire_types import KEY_BYTES
-from kvdock.shm.files import replace_durably
+from kvdock.shm.files import read_regular, replace_durably
 
 log = logging.getLogger("kvdock.api")
 
@@ -42,6 +42,7 @@ MOST_PENDING_KEYS = 4096
 be (kvdock/tiers/notes.py)."""
 CLEAR_SLICE_RECORDS = 1024
 FILE_VERSION = 1
+MOST_FILE_BYTES = 256 << 20
 
 
 class _Kept(msgspec.Struct, forbid_unknown_fields=True):
@@ -61,10 +62,10 @@ class OrderFile:
         """The orders that an earlier server has left. A file that cannot be read may have named anything, so then the
         order is to clear all that `tiers` have."""
         try:
-            kept = msgspec.msgpack.decode(self._path.read_bytes(), type=_Kept)
+            kept = msgspec.msgpack.decode(read_regular(self._path, MOST_FILE_BYTES), type=_Kept)
         except FileNotFoundError:
             return []
-        except (OSError, msgspec.MsgspecError) as error:
+        except (OSError, msgspec.MsgspecError, RecursionError) as error:
             log.error("%s cannot be read, so all that lower tiers have is cleared: %s", self._path, error)
             return [m.Order(number=0, namespace="", tiers=list(tiers), least=0)] if tiers else []
         if kept.version != FILE_VERSION:

@@ -113,7 +113,7 @@ def build(
         kept=_kept(pool, "history", "the history of hours and days"), wall_s=clocks.wall_s,
         beside={
             "hits": tally.hits, "namespaces": KeptNamespaces(registry, pool.table), "labels": labels,
-            "quotas": sessions.quotas,
+            "quotas": sessions.quotas, "troubles": troubles,
         },
     )
     _mark_changes(history, journal, sessions.quotas, access)

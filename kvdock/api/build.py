@@ -100,7 +100,7 @@ def build(
         troubles.add("left_out", OWN_TENANT, pool.left_out)
     tally = Tally(settings, pool.table, journal, Learned(curves, beginnings, answers, troubles, labels), clocks, clock)
     orders = OrderFile(Path(f"{settings.socket_path}.orders"))
-    clears = Clears(pool.table, registry, journal, orders, settings.tier_names, background, clock.now_ms)
+    clears = Clears(pool.table, registry, journal, orders, settings.tier_names, background)
     mover_client = MoverClient(
         pool, registry, tally.counters, clears, drain=drain, now_ms=clock.now_ms,
         now_s=clocks.now_s,
@@ -112,7 +112,7 @@ def build(
         kept=_kept(pool, "history", "quotas, and the history of hours and days"), wall_s=clocks.wall_s,
         beside={
             "hits": tally.hits, "namespaces": KeptNamespaces(registry, pool.table), "labels": labels,
-            "quotas": sessions.quotas,
+            "quotas": sessions.quotas, "troubles": troubles,
         },
     )
     _mark_changes(history, journal, sessions.quotas, access)

@@ -86,9 +86,13 @@ def run_bench(server: str, *, rounds: int, mib: int, threads: int, as_json: bool
         if status.status != "ok":
             raise CommandError(f"the server is not ready: {', '.join(status.reasons)}", FAILED)
         limits = client.config().limits
-        room_bytes = int(POOL_SHARE * min(limits.session_cap, limits.total_cap) * limits.pool_bytes)
+        share, chunk_bytes = POOL_SHARE * min(limits.session_cap, limits.total_cap), Shape().chunk_bytes
+        most = int(share * limits.pool_bytes) // chunk_bytes
+        if not most:
+            least = size(chunk_bytes / share) if share else "one whose session_cap and total_cap are above 0"
+            raise CommandError(f"the pool is too small: found {size(limits.pool_bytes)}, wanted {least}", FAILED)
         lookups = _lookups(client, rounds)
-        chunks = min(mib << 20, room_bytes) // Shape().chunk_bytes
+        chunks = min(-(-(mib << 20) // chunk_bytes), most)
         figures = {**lookups, **_copies(client, chunks, threads), "moved_bytes": chunks * Shape().chunk_bytes}
     if as_json:
         print_json(console, figures)
@@ -216,8 +220,6 @@ def _lookups(client: Client, rounds: int) -> dict[str, float]:
 def _copies(client: Client, chunks: int, threads: int) -> dict[str, float]:
     """Times stores (reserve, copy, checksum, commit), loads (copy, check, release) and a memcpy of the same pieces with
     as many threads."""
-    if chunks < 1:
-        raise CommandError(_NO_ROOM, FAILED)
     spent_s: dict[str, list[float]] = {"store": [], "load": [], "memcpy": []}
     with closing(_Engine(client, Shape(), chunks, threads)) as engine:
         for _ in range(1 + COPY_ROUNDS):  # the first round maps the pool's pages and does not count

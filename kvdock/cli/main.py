@@ -335,7 +335,9 @@ def bench(
     server: Server = "",
     as_json: AsJson = False,
     rounds: Annotated[int, typer.Option(min=10, metavar="N", help="Lookups of each size.")] = 300,
-    mib: Annotated[int, typer.Option(min=1, metavar="MIB", help="MiB of synthetic KV to store and load.")] = 64,
+    mib: Annotated[int, typer.Option(
+        min=1, metavar="MIB", help="MiB of synthetic KV to store and load, in chunks of 2 MiB."
+    )] = 64,
     threads: Annotated[int, typer.Option(min=1, max=64, metavar="N", help="Threads that copy, at most 64.")] = 2,
 ) -> None:
     """Measure a running server; takes seconds.

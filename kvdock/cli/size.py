@@ -19,6 +19,9 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
 NEAR = 0.02
 """A pool whose hit share is this much below that of an unlimited pool is large enough: the error of the estimate is
 about as large."""
+MUCH = 0.1
+"""A larger pool is worth a command if it finds this much more."""
+MIB = 1 << 20
 SHARES = (0.25, 0.5, 1.0)
 
 
@@ -154,12 +157,26 @@ def _show_curve(server: str, as_json: bool, console: Console) -> None:
     ))
     if enough := _enough(total.points):
         console.print(f"A pool of {size(enough)} would find nearly as much as an unlimited one.", highlight=False)
+    if better := _better(total.points):
+        wanted = better if better % MIB else f"{better // MIB}MiB"
+        console.print(f"→ kvdock config set pool_bytes={wanted}", style="italic", highlight=False)
     apart = [one for one in curve.namespaces if one.points]
     if len(apart) > 1:
         _print(console, ("model", "namespace", "tenant", "found", *map(_column, apart[0].points)), (
             (one.model, one.namespace[:8], one.tenant, percent(one.hit_share or 0, 0), *map(share_in_words, one.points))
             for one in apart
         ))
+
+
+def _better(points: list[CurvePoint]) -> int | None:
+    """The size of the smallest larger pool that finds much more than this one, and nearly as much as the others."""
+    known = {point.factor: point for point in points if point.factor is not None and point.hit_share is not None}
+    larger = [point for factor, point in sorted(known.items()) if factor > 1]
+    if 1.0 not in known or not larger:
+        return None
+    most = max(point.hit_share or 0 for point in larger)
+    best = next(point for point in larger if most - (point.hit_share or 0) < NEAR)
+    return best.pool_bytes if (best.hit_share or 0) - (known[1.0].hit_share or 0) >= MUCH else None
 
 
 def _enough(points: list[CurvePoint]) -> int | None:

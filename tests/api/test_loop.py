@@ -228,7 +228,7 @@ def test_clearing_many_chunks_goes_in_short_turns(tmp_path: Path) -> None:
             sessions = Sessions(
                 pool, registry, Names(1), Quotas(table, UNLIMITED), Drain(loaded, pool, time.monotonic), ServerClock()
             )
-            clears = Clears(table, registry, journal, OrderFile(tmp_path / "orders"), (), Background(print), lambda: 0)
+            clears = Clears(table, registry, journal, OrderFile(tmp_path / "orders"), (), Background(print))
             labels = Labels(registry, pool.table)
             admin = Admin(loaded, sessions, journal, clears, Troubles(time.time), labels, lambda: None)
 

@@ -219,6 +219,21 @@ def test_a_lease_that_nobody_gives_back_is_named() -> None:
         engine.close()
 
 
+def test_what_went_wrong_is_told_after_a_restart_until_somebody_has_seen_it() -> None:
+    with ServerProcess(on_exit="keep") as first:
+        with Client(first.unix) as client:
+            attach(client, label="engine B").close()
+            eventually(lambda: codes(client.verdict()) == ["engine_died"])
+            before = client.verdict().findings
+        first.stop()
+        with ServerProcess(**first.settings) as second, Client(second.unix) as client:
+            assert second.pool_id == first.pool_id and client.verdict().findings == before
+            client.acknowledge()
+            second.stop()
+        with ServerProcess(**first.settings) as third, Client(third.unix) as client:
+            assert third.pool_id == first.pool_id and client.verdict().findings == []
+
+
 # ------------------------------------------------------------------ what the rules look at
 
 

@@ -36,12 +36,16 @@ def test_it_shows_what_pools_of_other_sizes_would_find() -> None:
         assert [" ".join(row.split()[-2:]) for row in rows] == ["0.0 %", "75.0 %", "75.0 %"]
         assert "tokens it holds" in said and "4,096 " in rows[0], "256 chunks of 16 tokens"
         assert "(now)" in rows[0] and "would find nearly as much as an unlimited one" in said
+        command = said.splitlines()[-1].removeprefix("→ kvdock ")
+        assert command == "config set pool_bytes=2MiB"
         answer = json.loads(kvdock("size", "--server", server.unix, "--json").stdout)
         assert answer["total"]["tokens"] == told.total.tokens
         sized = json.loads(kvdock(
             "size", "--server", server.unix, "--users", "3", "--tokens-each", "100", "--json"
         ).stdout)
         assert sized["pool_bytes"] == 300 * 4096 // 16, "from the namespace that has attached"
+        done = kvdock(*command.split(), "--server", server.unix)
+        assert done.returncode == 0, done.stderr
 
 
 def test_the_formula_needs_no_server() -> None:

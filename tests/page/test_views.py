@@ -537,11 +537,16 @@ def test_the_curve_says_whether_more_memory_would_help(page_server: PageServer, 
     page = open_page(page_server.url)
     advice = page.locator("#curve .advice")
     expect(advice).to_have_text(
-        "A pool of 32\u00a0GiB would find 8 percentage points more of what is asked for, an unlimited one 12."
+        "A pool of 64\u00a0GiB would find 11 percentage points more of what is asked for, an unlimited one 12."
     )
     points = [say.plain(text) for text in page.locator("#curve li").all_inner_texts()]
     assert points[0] == "31 % 4 GiB ¼ ×" and points[2] == "63 % 16 GiB now" and points[6] == "75 % any size ∞ ×"
     expect(page.locator("#curve .after")).to_contain_text("It may be off by 1.2 percentage points.")
+    page_server.bodies["curve"] = views.curve((0.0, 0.0, 0.01, 0.03, 0.12, 0.66, 0.67))
+    page.reload()
+    expect(advice).to_have_text(
+        "A pool of 128\u00a0GiB would find 65 percentage points more of what is asked for, an unlimited one 66."
+    )
     page_server.bodies["curve"] = views.curve((0.6, 0.63, 0.63, 0.63, 0.63, 0.63, 0.63))
     page.reload()
     expect(advice).to_have_text(

@@ -1,5 +1,6 @@
 """What went wrong last: engines that died, damaged chunks, engines that took whole chunks for damaged ones, a pool that
-was not taken over, and background work of the server that failed. When, and whose."""
+was not taken over, and background work of the server that failed. When, and whose. Kept with the pool until somebody
+acknowledges them."""
 
 from __future__ import annotations
 
@@ -7,6 +8,8 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
+
+import msgspec
 
 from kvdock.protocol.verdict import TroubleKind
 
@@ -29,6 +32,7 @@ class Troubles:
 
     def __init__(self, wall_s: Callable[[], float]) -> None:
         self._known: dict[TroubleKind, deque[Trouble]] = {}
+        self._has_changed = False
         self._wall_s, self._lock = wall_s, threading.RLock()
 
     def acknowledge(self) -> int:
@@ -36,16 +40,21 @@ class Troubles:
         with self._lock:
             count = sum(map(len, self._known.values()))
             self._known.clear()
+            self._has_changed = True
         return count
 
     def add(self, kind: TroubleKind, tenant: str, who: str) -> None:
         with self._lock:
-            self._known.setdefault(kind, deque(maxlen=MOST_TROUBLES)).append(Trouble(kind, self._wall_s(), tenant, who))
+            self._of(kind).append(Trouble(kind, self._wall_s(), tenant, who))
+            self._has_changed = True
+
+    def _of(self, kind: TroubleKind) -> deque[Trouble]:
+        return self._known.setdefault(kind, deque(maxlen=MOST_TROUBLES))
 
     def add_once(self, kind: TroubleKind, tenant: str, who: str) -> None:
         """In place of those of that kind and engine, which may come often."""
         with self._lock:
-            known = self._known.setdefault(kind, deque(maxlen=MOST_TROUBLES))
+            known = self._of(kind)
             for one in [one for one in known if (one.tenant, one.who) == (tenant, who)]:
                 known.remove(one)
             self.add(kind, tenant, who)
@@ -54,3 +63,22 @@ class Troubles:
         """Those of a kind that happened after `at` and are not acknowledged, oldest first."""
         with self._lock:
             return [one for one in self._known.get(kind, ()) if one.at > at]
+
+    # ---------------------------------------------------------------- kept with the pool
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether there are others than those last kept."""
+        return self._has_changed
+
+    def kept(self) -> msgspec.Raw:
+        with self._lock:
+            self._has_changed = False
+            return msgspec.Raw(msgspec.json.encode([one for known in self._known.values() for one in known]))
+
+    def take_over(self, kept: msgspec.Raw) -> None:
+        """Goes on with those of an earlier server. Raises msgspec.MsgspecError."""
+        with self._lock:
+            for one in reversed(msgspec.json.decode(kept, type=list[Trouble])):
+                if len(self._of(one.kind)) < MOST_TROUBLES:
+                    self._of(one.kind).appendleft(one)

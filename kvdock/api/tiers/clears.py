@@ -105,14 +105,14 @@ class TierAnswers:
 
 
 class Clears:
-    """`tiers`: the names of the server's tiers; empty: there is no mover. `now_ms`: the server clock."""
+    """`tiers`: the names of the server's tiers; empty: there is no mover."""
 
     def __init__(
         self, table: Table, registry: Registry, bus: Journal, file: OrderFile, tiers: Sequence[str],
-        background: Background, now_ms: Callable[[], int],
+        background: Background,
     ) -> None:
         self._table, self._registry, self._bus, self._file = table, registry, bus, file
-        self._background, self._now_ms = background, now_ms
+        self._background = background
         self._tiers = list(tiers)
         self.wake: Callable[[], None] = lambda: None
         """Called when there is something to send to the mover. MoverClient sets it."""
@@ -275,7 +275,6 @@ class Clears:
             generation = self._table.raise_generation(space.table_id, least)
         except TableError:  # the namespace and all its chunks have been removed
             return
-        space.use.cleared_ms = self._now_ms()
         self._bus.publish(e.GenerationRaised(namespace=space.digest.hex(), generation=generation))
         self.on_cleared(space, None)
 

@@ -193,6 +193,8 @@ class Tickets:
 
     def cleared(self, space: NamespaceRecord, keys: bytes | None) -> None:
         """These chunks were cleared or deleted, so they do not come. None: all of the namespace."""
+        if keys is None:
+            space.use.cleared_ms = self._now_ms()
         for ticket in self._open.values():
             if ticket.call.session.namespace is not space:
                 continue

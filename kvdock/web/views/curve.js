@@ -12,6 +12,9 @@ const sizeWords = (point) => (point.pool_bytes === null ? "any size" : tidy(byte
 /** A column is narrow, so a figure may be broken before its unit. */
 const breakable = (text) => text.replaceAll("\u00a0", " ");
 const WORTH = 0.01;
+/** A pool that finds this much more is named, of several that find as much but for AS_GOOD the smallest. */
+const MUCH = 0.1;
+const AS_GOOD = 0.02;
 
 function makeColumn() {
   const value = el("b");
@@ -40,12 +43,15 @@ function advice(points) {
   const half = smaller.length ? ` ${sizeWords(smaller[0])} would find as much.` : "";
   if (!better.length) return `More memory would not find more.${half}`;
   const points100 = (p) => Math.round((p.hit_share - now) * 100);
-  const [first] = better;
   const last = better.at(-1);
+  const limited = better.filter((p) => p.factor !== null);
+  const most = Math.max(...limited.map((p) => p.hit_share));
+  const enough = limited.find((p) => most - p.hit_share < AS_GOOD);
+  const first = enough && enough.hit_share - now >= MUCH ? enough : better[0];
   const largest = last.factor === null ? "an unlimited one" : `one of ${sizeWords(last)}`;
-  const most = last === first ? "" : `, ${largest} ${points100(last)}`;
+  const beyond = last === first ? "" : `, ${largest} ${points100(last)}`;
   const name = first.factor === null ? "An unlimited pool" : `A pool of ${sizeWords(first)}`;
-  return `${name} would find ${points100(first)} percentage points more of what is asked for${most}.`;
+  return `${name} would find ${points100(first)} percentage points more of what is asked for${beyond}.`;
 }
 
 function spaces({ total, tenants, namespaces }) {

@@ -192,7 +192,7 @@ build/server/.deps: pins/server.txt | $(VENV)/.deps
 # As old as its beginning: what is edited meanwhile is compiled the next time.
 $(VENV)/.built: $(VENV)/.deps $(SOURCES)
 	@touch $@.begun
-	$(call step,Compiling the extension: about 2 minutes on two cores,\
+	$(call step,Compiling the extension: about a minute on two cores,\
 		$(BIN)/python -m pip uninstall --quiet --yes kvdock kvdock-engine && \
 		$(PIP) --no-build-isolation --no-deps --editable . --editable packages/server)
 	@mv $@.begun $@

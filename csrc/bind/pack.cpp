@@ -75,14 +75,14 @@ py::bytes learn(const PackedShape& shape, const py::buffer& part) {
 
 using Sums = std::vector<std::optional<uint64_t>>;
 
-Sums gather_buffers(const PagedLayout& layout, const PackedShape& shape, const py::buffer& slots,
+Sums packed_gather(const PagedLayout& layout, const PackedShape& shape, const py::buffer& slots,
                     const py::buffer& block_ids, const py::buffer& starts, int threads) {
   const PartBuffers call(slots, block_ids, starts);
   const py::gil_scoped_release released;
   return gather_packed(layout, shape, call.parts, threads);
 }
 
-Sums scatter_buffers(const PagedLayout& layout, const PackedShape& shape, const py::buffer& slots,
+Sums packed_scatter(const PagedLayout& layout, const PackedShape& shape, const py::buffer& slots,
                      const py::buffer& block_ids, const py::buffer& starts, const py::buffer& skips,
                      const py::buffer& expected, int threads) {
   const PartBuffers call(slots, block_ids, starts, skips);
@@ -97,9 +97,9 @@ void bind_packed_copies(py::module_& m) {
     return make_shape(plane_bytes(layout, blocks), marks, units);
   }, "layout"_a, py::kw_only(), "blocks"_a, "marks"_a = py::none(), "units"_a = py::none(),
      "The shape of packed parts of so many blocks; marks, units: as in PackedShape(). Raises CopyError.");
-  m.def("gather_packed", gather_buffers, "layout"_a, "shape"_a, "slots"_a, "block_ids"_a, "starts"_a, py::kw_only(),
+  m.def("gather_packed", packed_gather, "layout"_a, "shape"_a, "slots"_a, "block_ids"_a, "starts"_a, py::kw_only(),
         "threads"_a, "Like gather(), into slots of packed parts. None in place of a checksum: the part does not fit.");
-  m.def("scatter_packed", scatter_buffers, "layout"_a, "shape"_a, "slots"_a, "block_ids"_a, "starts"_a, "skips"_a,
+  m.def("scatter_packed", packed_scatter, "layout"_a, "shape"_a, "slots"_a, "block_ids"_a, "starts"_a, "skips"_a,
         "expected"_a, py::kw_only(), "threads"_a,
         "Like scatter(), from slots of packed parts: only those that have the expected checksum are unpacked. None in "
         "place of a checksum: the slot has the expected one, and holds no packed part of the shape.");

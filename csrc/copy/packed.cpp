@@ -16,7 +16,7 @@ namespace kvdock {
 
 namespace {
 
-constexpr size_t kUnitStripes = 64;  // the most stripes that a thread hashes at a time
+constexpr size_t kHashedStripes = 64;  // the most stripes that a thread hashes at a time
 
 void check(const PagedLayout& layout, const PackedShape& shape, std::span<const Part> parts, int threads) {
   if (threads < 1) refuse(Refusal::copy, "threads", threads, "at least 1");
@@ -89,22 +89,22 @@ bool gather_plane(const PagedLayout& layout, const Part& part, const PlaneShape&
 template <class Wanted>
 std::vector<uint64_t> hash_slots(const PackedShape& shape, std::span<const Part> parts, size_t workers,
                                  const Wanted& wanted) {
-  struct Unit {
+  struct Hashed {
     size_t part, first, last;
     uint64_t sum;
   };
   const size_t stripes = stripes_of(shape.packed_bytes());
-  const size_t step = std::clamp<size_t>(stripes * parts.size() / (4 * workers), 1, kUnitStripes);
-  std::vector<Unit> units;
+  const size_t step = std::clamp<size_t>(stripes * parts.size() / (4 * workers), 1, kHashedStripes);
+  std::vector<Hashed> units;
   for (size_t i = 0; i < parts.size(); ++i)
     for (size_t first = 0; wanted(i) && first < stripes; first += step) units.push_back({i, first, first + step, 0});
   run_parallel(units.size(), workers, [&](size_t i) {
-    Unit& unit = units[i];
+    Hashed& unit = units[i];
     const char* slot = reinterpret_cast<const char*>(parts[unit.part].slot);
     unit.sum = checksum(slot, shape.packed_bytes(), unit.first, unit.last);
   });
   std::vector<uint64_t> sums(parts.size(), 0);
-  for (const Unit& unit : units) sums[unit.part] = add_mod_p(sums[unit.part], unit.sum);
+  for (const Hashed& unit : units) sums[unit.part] = add_mod_p(sums[unit.part], unit.sum);
   return sums;
 }
 

@@ -1,4 +1,5 @@
 #include "segment/mapping.h"
+#include "base/os_error.h"
 #include "base/pause.h"
 
 #include <sys/mman.h>
@@ -19,24 +20,20 @@
 
 namespace kvdock {
 
-namespace {
-[[noreturn]] void fail(const char* what) { throw std::system_error(errno, std::generic_category(), what); }
-}  // namespace
-
 Mapping::Mapping(int fd, size_t bytes, bool writable) : data_(nullptr), bytes_(bytes), writable_(writable) {
   struct stat st;
-  if (fstat(fd, &st) != 0) fail("fstat");
+  if (fstat(fd, &st) != 0) fail_errno("fstat");
   if (bytes == 0 || size_t(st.st_size) < bytes)
     throw std::invalid_argument("mapping: found an object of " + std::to_string(st.st_size) +
                                 " bytes, wanted at least " + std::to_string(bytes ? bytes : 1));
   void* p = mmap(nullptr, bytes, PROT_READ | (writable ? PROT_WRITE : 0), MAP_SHARED, fd, 0);
-  if (p == MAP_FAILED) fail("mmap");
+  if (p == MAP_FAILED) fail_errno("mmap");
   // Not for children, and not for core dumps: they would hold everybody's prompts, and be as large as the pool.
   if (madvise(p, bytes, MADV_DONTFORK) != 0 || madvise(p, bytes, MADV_DONTDUMP) != 0) {
     const int error = errno;
     munmap(p, bytes);
     errno = error;
-    fail("madvise(MADV_DONTFORK, MADV_DONTDUMP)");
+    fail_errno("madvise(MADV_DONTFORK, MADV_DONTDUMP)");
   }
   data_ = static_cast<char*>(p);
   KVDOCK_PAUSE("map.mapped");
@@ -58,7 +55,7 @@ void Mapping::populate(size_t offset, size_t bytes) {
   KVDOCK_PAUSE("prefault.before");
   while (bytes != 0 && madvise(data_ + offset, bytes, MADV_POPULATE_WRITE) != 0) {
     if (errno == EINVAL) return;  // alignment was checked: the kernel is older than 5.14
-    if (errno != EINTR && errno != EAGAIN) fail("madvise(MADV_POPULATE_WRITE)");
+    if (errno != EINTR && errno != EAGAIN) fail_errno("madvise(MADV_POPULATE_WRITE)");
   }
   KVDOCK_PAUSE("prefault.after");
 }

@@ -37,12 +37,15 @@ from kvdock.protocol.admin_schemas import (
     Deleted,
     Drained,
     DrainServer,
+    EmptyTier,
     EvictChunks,
     Evicted,
     PatchConfig,
     PinChunks,
     Pinned,
     Quota,
+    TierEmptied,
+    TierList,
 )
 from kvdock.protocol.errors import ApiError
 from kvdock.protocol.wire_types import KEY_BYTES, OWN_TENANT
@@ -93,6 +96,30 @@ class Admin:
         return Deleted(
             chunks=chunks, tier_chunks=answers.chunks, pending_tiers=answers.pending, is_cleared=answers.is_cleared
         )
+
+    def allow_tiers(self, peer: Peer, _: object = None) -> None:
+        """Lower tiers have chunks of the server's own user alone. Raises ApiError(forbidden)."""
+        if peer.tenant != OWN_TENANT:
+            raise ApiError(
+                "forbidden", "an operator of a tenant has no chunks in lower tiers", found=f"tenant {peer.tenant!r}",
+                wanted="an operator of the server's own user",
+            )
+
+    async def tiers(self) -> TierList:
+        contents = self._clears.contents
+        return TierList(tiers=await contents.of(contents.tiers))
+
+    async def empty_tier(self, body: EmptyTier) -> TierEmptied:
+        """Raises ApiError(bad_argument)."""
+        contents = self._clears.contents
+        if body.tier not in contents.tiers:
+            raise ApiError(
+                "bad_argument", "the server has no such tier", found=body.tier,
+                wanted=f"one of {', '.join(contents.tiers)}" if contents.tiers else "a server with lower tiers",
+            )
+        (done,) = await contents.of([body.tier], body.namespaces)
+        left = sum(one.objects for one in done.namespaces if one.namespace in body.namespaces)
+        return TierEmptied(objects=done.removed, left_objects=left, error=done.error)
 
     async def acknowledge(self, _: Acknowledge) -> Acknowledged:
         """Engines that died and chunks that were damaged so far are no findings of the verdict any more."""

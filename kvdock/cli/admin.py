@@ -124,7 +124,7 @@ def clear_cache(server: str, wanted: ToClear, *, yes: bool, as_json: bool, conso
             if tenant is not None:
                 what += f" of {_tenant(tenant)}"
             stored = f"{status.chunks.ready:,} chunks of {size(status.pool.ready_bytes)}"
-            _confirm("clear", f"Clear {what} at {client.address}? All namespaces together have {stored}.",
+            confirm("clear", f"Clear {what} at {client.address}? All namespaces together have {stored}.",
                      "nothing was cleared")
         body = ClearCache(namespace=None if space is None else space.namespace, tenant=tenant)
         cleared = client.clear(body, timeout_s=LONG_TIMEOUT_S)
@@ -156,7 +156,7 @@ def evict(
         missing = max(0, wanted - free)
         if not yes and missing:
             lost = f"{size(min(missing, ready))} of the {size(ready)} that are stored, the least valuable chunks first"
-            _confirm("evict", f"Evict {lost}, at {client.address}? Chunks that engines hold, and kept chunks, stay.",
+            confirm("evict", f"Evict {lost}, at {client.address}? Chunks that engines hold, and kept chunks, stay.",
                      "nothing was evicted")
         evicted = client.evict(EvictChunks(free_bytes=wanted), timeout_s=LONG_TIMEOUT_S)
         left = client.status().pool.ready_bytes
@@ -181,7 +181,7 @@ def _evict_prompt(server: str, prompt: Prompt, *, yes: bool, as_json: bool, cons
         stored = client.lookup(Lookup(namespace=space.namespace, keys=keys[:MAX_KEYS])).hit_tokens
         if not yes:
             lost = f"a prompt of {counted(len(keys), 'chunk')}, of which {stored:,} tokens are stored"
-            _confirm("evict", f"Evict {lost}, from {_named(space)} at {client.address}? Longer prompts that begin "
+            confirm("evict", f"Evict {lost}, from {_named(space)} at {client.address}? Longer prompts that begin "
                      "with it will not be found any more either, including kept ones.", "nothing was evicted")
         gone = delete(client, space.namespace, keys)
     if as_json:
@@ -253,7 +253,7 @@ def _named(space: NamespaceView) -> str:
     return f"{printable(space.model)} ({space.namespace[:8]})"
 
 
-def _confirm(command: str, question: str, refusal: str) -> None:
+def confirm(command: str, question: str, refusal: str) -> None:
     """Asks on standard error, so that standard output stays JSON with --json."""
     if not sys.stdin.isatty():
         raise CommandError(f"{command} asks for confirmation, and standard input is no terminal: add --yes", WRONG)

@@ -189,6 +189,14 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
         ("kvdock quota team-a --bytes 8GiB --sessions 4", "change it"),
         ("kvdock quota team-a --default", "the file's, or the default"),
     ),
+    "tiers": (
+        ("kvdock tiers", "what each has of each namespace"),
+        ("kvdock tiers clear --model org/old-model", "what it left"),
+    ),
+    "tiers clear": (
+        ("kvdock tiers clear --tier objects --namespace 5e1c", "one namespace"),
+        ("kvdock tiers clear --model org/old-model", "a model, in all tiers"),
+    ),
     "drain": (
         ("kvdock drain", "engines compute from now on"),
         ("kvdock drain --wait && systemctl stop kvdock", "when they have finished"),

@@ -48,6 +48,7 @@ from kvdock.cli.help import (
 )
 from kvdock.cli.printable import printable
 from kvdock.cli.serve import config, config_get, config_set, serve
+from kvdock.cli.tiers import tiers, tiers_clear
 from kvdock.cli.tokens import TOKEN_COMMANDS, token
 from kvdock.protocol.errors import ApiError, ServerUnavailable
 
@@ -599,6 +600,10 @@ tokens.callback()(token)
 for name, command in TOKEN_COMMANDS.items():
     tokens.command(name, cls=Command, epilog=EPILOG)(command)
 app.add_typer(tokens, name="token", rich_help_panel="Change")
+lower = typer.Typer(cls=Group, rich_markup_mode=None, epilog=EPILOG)
+lower.callback(invoke_without_command=True)(tiers)
+lower.command("clear", cls=Command, epilog=EPILOG)(tiers_clear)
+app.add_typer(lower, name="tiers", rich_help_panel="Look")
 
 
 @app.callback(invoke_without_command=True)

@@ -385,6 +385,14 @@ class Client:
         """The server evicts the chunks one after the other, so allow it time."""
         return self._do(c.EVICT, body, timeout_s)
 
+    def tiers(self, *, timeout_s: float | None = None) -> a.TierList:
+        """What lower tiers have of each namespace. They list it now, so allow them time."""
+        return self._do(c.TIERS, None, timeout_s)
+
+    def empty_tier(self, body: a.EmptyTier, *, timeout_s: float | None = None) -> a.TierEmptied:
+        """Removes what one tier has of some namespaces, for up to 15 s. Repeat it until nothing is left."""
+        return self._do(c.EMPTY_TIER, body, timeout_s)
+
     def pin(self, body: a.PinChunks, *, timeout_s: float | None = None) -> a.Pinned:
         """`duration_s` 0 unpins. `name` labels the prefix up to the last key that is stored."""
         return self._do(c.PIN, body, timeout_s)

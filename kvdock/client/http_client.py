@@ -235,6 +235,8 @@ class AsyncHttpClient:
     clear = _awaited(Client.clear)
     delete = _awaited(Client.delete)
     evict = _awaited(Client.evict)
+    tiers = _awaited(Client.tiers)
+    empty_tier = _awaited(Client.empty_tier)
     pin = _awaited(Client.pin)
     config = _awaited(Client.config)
     configure = _awaited(Client.configure)

@@ -8,7 +8,7 @@ import msgspec
 
 from kvdock.protocol.names import PrefixLabel
 from kvdock.protocol.readable import LogLevel
-from kvdock.protocol.reports import LeaseView, UseTotals
+from kvdock.protocol.reports import LeaseView, TierContents, UseTotals
 from kvdock.protocol.schemas import Manifest, MemberView, SessionView
 from kvdock.protocol.wire_types import MAX_KEYS, Answer, Body, Hex64, Identity, Key, Name, Tenant
 
@@ -95,6 +95,26 @@ class Evicted(Answer, kw_only=True):
     """How many bytes this call freed."""
     free_bytes: int
     """The bytes that are free now, counted as in the call. If fewer than asked for, nothing more may be evicted."""
+
+
+class TierList(Answer, kw_only=True):
+    tiers: list[TierContents]
+
+
+class EmptyTier(Body, kw_only=True):
+    """Removes all that one lower tier has of some namespaces. What the pool and other tiers have stays."""
+
+    tier: Name
+    namespaces: Annotated[list[Key], msgspec.Meta(min_length=1, max_length=128)]
+
+
+class TierEmptied(Answer, kw_only=True):
+    objects: int
+    """How many records this call removed."""
+    left_objects: int
+    """How many the tier still has of these namespaces: repeat the call, until there are none."""
+    error: str = ""
+    """Why the tier has not carried it out; "": it has."""
 
 
 class PinChunks(Body, kw_only=True):

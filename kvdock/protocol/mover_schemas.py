@@ -12,7 +12,7 @@ import struct
 import msgspec
 
 from kvdock.protocol.readable import LogFormat, LogLevel
-from kvdock.protocol.reports import TierView
+from kvdock.protocol.reports import TierContents, TierView
 from kvdock.protocol.schemas import Manifest
 from kvdock.protocol.wire_types import KEY_BYTES, Answer, Body, Key, Name
 
@@ -99,6 +99,13 @@ class OrderDone(Body, array_like=True):
     chunks: int
 
 
+class ContentsAnswer(Body, array_like=True):
+    """`[number, contents]`: the answer to a question about what a tier has."""
+
+    number: int
+    contents: TierContents
+
+
 class MoverReport(Body, kw_only=True):
     """The mover sends one whenever it has something to report."""
 
@@ -111,6 +118,7 @@ class MoverReport(Body, kw_only=True):
     known: list[KnownKeys] = msgspec.field(default_factory=list)
     note_changes: list[NoteChange] = msgspec.field(default_factory=list)
     orders_done: list[OrderDone] = msgspec.field(default_factory=list)
+    contents: list[ContentsAnswer] = msgspec.field(default_factory=list)
     lists_all: bool = False
     """Every tier in use reports all that it has in `known`, so no tier has a chunk that is not known."""
 
@@ -182,6 +190,15 @@ class EvictingSoon(Answer, array_like=True):
     keys: bytes
 
 
+class ContentsQuestion(Answer, array_like=True):
+    """`[number, tier, remove]`: an operator asks what a tier has, after all that it has of the namespaces in `remove`
+    was removed."""
+
+    number: int
+    tier: Name
+    remove: list[Key] = msgspec.field(default_factory=list)
+
+
 class ServerUpdate(Answer, kw_only=True):
     """The server sends one whenever something has changed."""
 
@@ -201,6 +218,7 @@ class ServerUpdate(Answer, kw_only=True):
     """Each order is sent once to each mover process, before anything else that concerns its namespace."""
     followed: list[int] = msgspec.field(default_factory=list)
     """Numbers of note changes that the pool has followed; `generations` has the result."""
+    questions: list[ContentsQuestion] = msgspec.field(default_factory=list)
     is_draining: bool = False
     """The server ends soon: chunks that wait to be written are written now."""
     log_level: LogLevel | None = None

@@ -281,6 +281,32 @@ class TierView(Answer, kw_only=True):
     counters: dict[str, int] = msgspec.field(default_factory=dict)
 
 
+class TierNamespace(Answer, kw_only=True):
+    """What a lower tier has of one namespace."""
+
+    namespace: str
+    model: str
+    """"": not known."""
+    tenant: str
+    """The user as which the server ran that used the namespace last; "": not known."""
+    objects: int
+    """Records: one for each chunk and KV group, on a disk for each rank too."""
+    bytes: int
+    unused_s: float | None
+    """Seconds since a server has last served it, by the hour; null: not known."""
+    is_served: bool
+    """Whether this server serves it now."""
+
+
+class TierContents(Answer, kw_only=True):
+    tier: str
+    namespaces: list[TierNamespace] = msgspec.field(default_factory=list)
+    removed: int = 0
+    """How many records this call has removed."""
+    error: str = ""
+    """Why it is not known what the tier has; "": it is known."""
+
+
 WAIT_BOUNDS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 
 

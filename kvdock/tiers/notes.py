@@ -12,11 +12,15 @@ import secrets
 import struct
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from hashlib import sha256
 from typing import Final
 from zlib import crc32
 
 from kvdock.tiers.record import VERSION, PartName, folder_of
 
+LEASE: Final = sha256(b"kvdock lease").digest()
+"""A namespace that nobody serves. Its note says who keeps the limits of a shared store
+(kvdock/tiers/mover/owner.py)."""
 MOST_DELETED: Final = 4096
 """The most deleted keys in a note. One more raises the generation instead."""
 _MAGIC: Final = b"kvdock n"

@@ -14,7 +14,7 @@ import os
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -236,6 +236,55 @@ class Sweeps(Protocol):
     def sweep(self, namespace: bytes, note: Note, deadline: Deadline) -> int:
         """Removes parts of the namespace that `note` does not name, as many as it can before the deadline. Returns how
         many were removed; 0: none is left. Raises TierError."""
+
+
+class Limits(NamedTuple):
+    """What a store may have of this project, for all servers that use it. 0: there is no limit."""
+
+    bytes: int = 0
+    tenant_bytes: int = 0
+    unused_s: float = 0.0
+    """How long a namespace is kept after its last use."""
+
+
+NO_LIMITS: Final = Limits()
+
+
+class Holding(NamedTuple):
+    """What a tier has of one namespace. `label`: what was last passed to Owned.mark(); b"": nothing. `objects`,
+    `bytes`: of its parts, in all generations. `unused_s`: since it was last marked; infinite if that is not known.
+    `by_age`: the bytes, by how many AGE_S ago they were stored or, where the tier can tell, used. Times are those of
+    the storage's clock."""
+
+    namespace: bytes
+    label: bytes
+    objects: int
+    bytes: int
+    unused_s: float
+    by_age: Mapping[int, int]
+
+
+AGE_S: Final = 600.0
+
+
+@runtime_checkable
+class Owned(Protocol):
+    """A tier that can list and remove what it has of each namespace."""
+
+    limits: Limits
+
+    def mark(self, namespace: bytes, label: bytes, deadline: Deadline) -> None:
+        """The namespace is used now. Raises TierError."""
+
+    def holdings(self, deadline: Deadline) -> list[Holding]:
+        """Raises TierError, also if they are not all known by the deadline."""
+
+    def empty(self, namespace: bytes, older_s: float, deadline: Deadline) -> int:
+        """Removes some of what is older, as in Holding.by_age, or with 0 all parts; returns how many: 0 if none is
+        left. Notes stay. Raises TierError."""
+
+    def forget(self, namespace: bytes, deadline: Deadline) -> None:
+        """Removes the note and the mark of a namespace that was emptied. Raises TierError."""
 
 
 @runtime_checkable

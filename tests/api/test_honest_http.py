@@ -260,11 +260,11 @@ def test_an_integer_with_a_fraction_is_refused_as_the_document_says(
 
 OPERATIONS = {
     "abort", "acknowledge", "attach", "cancel", "clear", "commit", "configure", "curve", "delete_chunks", "drain",
-    "evict", "explain", "healthz", "heartbeat", "hint", "hits", "hold", "leave", "list_events", "list_kv_events",
-    "list_leases", "list_namespaces", "list_prefixes", "list_requests", "list_segments", "list_sessions", "livez",
-    "lookup", "make_raw", "metrics", "mismatch", "pin_chunks", "prefetch", "readyz", "release", "release_many",
-    "reserve", "show_config", "show_lease", "show_session", "startupz", "stats", "status", "verdict", "weights",
-    "whoami",
+    "empty_tier", "evict", "explain", "healthz", "heartbeat", "hint", "hits", "hold", "leave", "list_events",
+    "list_kv_events", "list_leases", "list_namespaces", "list_prefixes", "list_requests", "list_segments",
+    "list_sessions", "livez", "lookup", "make_raw", "metrics", "mismatch", "pin_chunks", "prefetch", "readyz",
+    "release", "release_many", "reserve", "show_config", "show_lease", "show_session", "show_tiers", "startupz",
+    "stats", "status", "verdict", "weights", "whoami",
 }
 
 

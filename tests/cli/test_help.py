@@ -119,7 +119,8 @@ ASK_NOBODY = {
 @pytest.mark.parametrize("path", sorted(set(paths()) - ASK_NOBODY))
 def test_each_command_that_finds_no_server_prints_a_problem(path: str, tmp_path: Path) -> None:
     needs = {"lookup": ["--keys", "ab" * 32], "keep": ["--keys", "ab" * 32], "evict": ["--bytes", "1MiB", "--yes"],
-             "clear": ["--all", "--yes"], "config set": ["session_grants=9"], "top": ["--once"], "explain": ["r-1"]}
+             "clear": ["--all", "--yes"], "config set": ["session_grants=9"], "top": ["--once"], "explain": ["r-1"],
+             "tiers clear": ["--tier", "objects", "--yes"]}
     arguments = [*path.split(), *needs.get(path, []), "--json", "--server", f"unix:{tmp_path}/nobody.sock"]
     found = problem(kvdock(*arguments), 1)
     assert (found["code"], found["title"], found["status"]) == ("no_server", "No server answers", None)

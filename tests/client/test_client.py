@@ -196,6 +196,6 @@ def test_every_call_of_the_client_is_a_body_of_the_schema() -> None:
         for name, method in inspect.getmembers(Client)
         if not name.startswith("_") and callable(method) and "body" in inspect.signature(method).parameters
     }
-    assert len(bodies) == 19
+    assert len(bodies) == 20
     rooms = {"s": s, "a": a}
     assert all(issubclass(getattr(rooms[text[0]], text[2:]), Body) for text in bodies.values()), bodies

@@ -86,7 +86,7 @@ def location_of(url: str) -> StoreLocation:
 
 @pytest.mark.parametrize(("url", "says"), [
     ("ftp://host/x", "found a URL of scheme 'ftp', wanted one of az, file, gs, http, https, s3"),
-    ("s3://bucket?regoin=x", "found parameter 'regoin', wanted one of ca_file, connections, create, endpoint, "),
+    ("s3://bucket?regoin=x", "found parameter 'regoin', wanted one of bytes, ca_file, connections, create, endpoint, "),
     ("s3://bucket?access_key_id=x", "found parameter 'access_key_id'"),
     ("s3://bucket?multipart_mib=4", "found multipart_mib='4', wanted a whole number from 5 to 5120"),
     ("s3://bucket?connections=257", "wanted a whole number from 1 to 256"),
@@ -101,7 +101,7 @@ def location_of(url: str) -> StoreLocation:
     ("http://host?endpoint=x", "found parameter 'endpoint'"),
     ("file:///no/such/folder", "wanted file:///PATH of a folder that exists"),
     ("file://host/tmp", "wanted file:///PATH of a folder that exists"),
-    ("file:///tmp?retries=1", "found parameter 'retries', wanted one of connections"),
+    ("file:///tmp?retries=1", "found parameter 'retries', wanted one of bytes, connections, tenant_bytes, unused_days"),
 ])  # fmt: skip
 def test_a_url_that_is_not_understood_is_refused(url: str, says: str) -> None:
     with pytest.raises(TierUrlError) as caught:

@@ -71,6 +71,7 @@ BODIES: dict[type[Body], dict[str, Any]] = {
     a.ClearCache: {"namespace": NAMESPACE},
     a.DeleteChunks: {"namespace": NAMESPACE, "keys": KEYS},
     a.EvictChunks: {"free_bytes": 1 << 20},
+    a.EmptyTier: {"tier": "objects", "namespaces": [NAMESPACE]},
     a.PinChunks: {"namespace": NAMESPACE, "keys": KEYS, "duration_s": 60, "name": "support-bot"},
     a.DrainServer: {"is_drained": False},
     a.PatchConfig: {"session_cap": 0.5, "session_grants": 4096},

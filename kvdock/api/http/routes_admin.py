@@ -104,6 +104,27 @@ _add(
 )
 
 
+_add(
+    c.EMPTY_TIER, a.EmptyTier, Admin.empty_tier, "empty_tier",
+    "Remove all that one lower tier has of some namespaces",
+    "For space: the namespaces' generations stay, so what the pool and other tiers have is found as before, and chunks "
+    "that prompts go on asking for are written again. To take chunks out of use everywhere, clear the namespace. The "
+    "call removes parts for up to 15 s; repeat it until `left_objects` is 0.",
+    retry=IDEMPOTENT, errors=("bad_argument",), allow=Admin.allow_tiers,
+)
+
+
+@_route(
+    c.TIERS, summary="What lower tiers have of each namespace",
+    note="Every tier lists what it has, which takes a while in a large store; `error` of a tier says why its list is "
+    "missing. Object stores, folders and a disk can list.",
+)
+async def show_tiers(request: Request) -> Response:
+    admin = handlers_of(request).admin
+    admin.allow_tiers(peer_of_call(request))
+    return answer(await admin.tiers())
+
+
 @_route(c.CONFIG, summary="Limits and settings in effect")
 async def show_config(request: Request) -> Response:
     return answer(await handlers_of(request).admin.config())

@@ -28,6 +28,7 @@ from kvdock.api.background import Background
 from kvdock.api.pool.quotas import tenant_id
 from kvdock.api.pool.registry import NamespaceRecord, Registry
 from kvdock.api.record.journal import Journal
+from kvdock.api.tiers.contents import Contents
 from kvdock.api.turns import Slices, next_slice
 from kvdock.protocol import events as e, mover_schemas as m
 from kvdock.protocol.wire_types import KEY_BYTES
@@ -113,7 +114,7 @@ class Clears:
     ) -> None:
         self._table, self._registry, self._bus, self._file = table, registry, bus, file
         self._background = background
-        self._tiers = list(tiers)
+        self.contents = Contents(tiers, lambda: self.wake())
         self.wake: Callable[[], None] = lambda: None
         """Called when there is something to send to the mover. MoverClient sets it."""
         self.on_cleared: Callable[[NamespaceRecord, bytes | None], None] = lambda _space, _keys: None
@@ -133,7 +134,7 @@ class Clears:
 
     @property
     def has_tiers(self) -> bool:
-        return bool(self._tiers)
+        return bool(self.contents.tiers)
 
     # ---------------------------------------------------------------- calls of people and engines
 
@@ -174,7 +175,7 @@ class Clears:
     async def delete(self, space: NamespaceRecord, keys: bytes, slice_bytes: int) -> tuple[int, TierAnswers]:
         """Returns how many chunks were taken out of the pool, and what tiers have done. `slice_bytes`: how much of
         `keys` is deleted before other calls get a turn."""
-        if len(keys) > MOST_PENDING_KEYS * KEY_BYTES and self._tiers and not space.tenant:
+        if len(keys) > MOST_PENDING_KEYS * KEY_BYTES and self.contents.tiers and not space.tenant:
             chunks, answers = await self.clear(space)
             return chunks, TierAnswers(answers.pending, answers.chunks, is_cleared=True)
         pending = None if space.tenant else self._order(space.digest, 0, keys, space)
@@ -194,7 +195,7 @@ class Clears:
         """Chunks in the pool, of the namespace with that number, did not match their checksums. They are soon deleted
         from the tiers too."""
         space = self._registry.of_number(number)
-        if self._tiers and space is not None and not space.tenant:
+        if self.contents.tiers and space is not None and not space.tenant:
             self._next_edition(space)
             self._background.once("deleting in tiers", self._delete_in_tiers(space, keys))
 
@@ -304,14 +305,14 @@ class Clears:
     ) -> _Pending | None:
         """A new order to all tiers; None: there are none. `keys` empty: to clear the namespace, which goes also to
         those tiers for which earlier orders are pending. `space`: needed with `keys`."""
-        if not self._tiers:
+        if not self.contents.tiers:
             return None
         earlier = [pending for pending in self._pending.values() if pending.order.namespace == digest.hex()]
         is_too_many = sum(len(one.order.keys) for one in earlier) + len(keys) > MOST_PENDING_KEYS * KEY_BYTES
         has_cleared = bool(keys) and is_too_many
         if is_too_many:
             keys = b""
-        tiers = list(self._tiers)
+        tiers = list(self.contents.tiers)
         if not keys:
             for pending in earlier:
                 tiers += [tier for tier in pending.order.tiers if tier not in tiers]
@@ -324,10 +325,11 @@ class Clears:
 
     def _order_all(self, except_for: Sequence[bytes]) -> _Pending | None:
         """The order to clear all namespaces that tiers know, except some."""
-        if not self._tiers:
+        if not self.contents.tiers:
             return None
         return self._add(m.Order(
-            number=next(self._numbers), namespace="", tiers=list(self._tiers), least=0, keys=b"".join(except_for)
+            number=next(self._numbers), namespace="", tiers=list(self.contents.tiers), least=0,
+            keys=b"".join(except_for),
         ))
 
     def _add(self, order: m.Order, *, has_cleared: bool = False) -> _Pending:
@@ -340,7 +342,7 @@ class Clears:
 
     async def _save(self) -> None:
         """Saves the pending orders for the next server, in case this one ends before tiers have carried them out."""
-        if not self._tiers and not self._pending:
+        if not self.contents.tiers and not self._pending:
             return
         async with self._writing:
             orders = [

@@ -182,6 +182,8 @@ class MoverClient:
             self._clears.note_changed(change)
         for done in report.orders_done:
             self._clears.order_done(done)
+        for answer in report.contents:
+            self._clears.contents.answered(answer)
         self._tiers.follow(report)  # after clears have made it forget chunks, which `known` may name again
         for promise in report.promises:
             self.tickets.promised(promise)
@@ -217,7 +219,8 @@ class MoverClient:
             update = self._update()
             has_more = (
                 update.lookups or update.prefetches or update.ended_tickets or update.evicting_soon or update.orders
-                or update.followed or update.namespaces is not None or update.generations is not None
+                or update.questions or update.followed
+                or update.namespaces is not None or update.generations is not None
             )
             told = update.is_draining, self.log_level
             if has_more or told != self._told:
@@ -236,7 +239,7 @@ class MoverClient:
             generations=generations, orders=orders, followed=followed,
             lookups=lookups, prefetches=self.prefetches.due(left_bytes), ended_tickets=ended,
             evicting_soon=self._forecast.evicting_soon(self._tiers.absent) if self._tiers.is_any_open else [],
-            is_draining=self._drain.begun, log_level=self.log_level,
+            questions=self._clears.contents.take(), is_draining=self._drain.begun, log_level=self.log_level,
         )
 
 

@@ -7,7 +7,9 @@ So when the process is killed, parts that were stored are found again, and other
 from __future__ import annotations
 
 import logging
-from collections import deque
+import math
+import time
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -23,13 +25,26 @@ from kvdock.tiers.disk.space import Space
 from kvdock.tiers.disk.stores import StoreBatch
 from kvdock.tiers.notes import Change, Note
 from kvdock.tiers.record import PartName, Record, RecordError
-from kvdock.tiers.tier import PAGE_BYTES, Deadline, Loaded, Outcome, TierError, ToLoad, ToStore, Usage, pages_bytes
+from kvdock.tiers.tier import (
+    NO_LIMITS,
+    PAGE_BYTES,
+    Deadline,
+    Holding,
+    Loaded,
+    Outcome,
+    TierError,
+    ToLoad,
+    ToStore,
+    Usage,
+    pages_bytes,
+)
 
 _log: Final = logging.getLogger(__name__)
 
 MIB: Final = 1 << 20
 LEAST_LIMIT_BYTES: Final = 4 * MIB
 MOST_SEGMENT_BYTES: Final = 256 << 20
+_EMPTIED_AT_ONCE: Final = 512
 RECORD_SHARE_BYTES: Final = 64 << 10
 """A segment takes at most one record for each of these bytes, which bounds the index and the memory for lookups."""
 
@@ -79,7 +94,8 @@ class DiskTier:
         self, lock: FolderLock, io: Io, log: Log, index: Index, notes: DiskNotes, limit_bytes: int
     ) -> None:
         self._lock, self._io, self._log, self._index, self._limit_bytes = lock, io, log, index, limit_bytes
-        self._notes = notes
+        self._notes, self.limits = notes, NO_LIMITS
+        self._labels: dict[bytes, tuple[bytes, float]] = {}
         self._space = Space(log, index, io)
 
     @classmethod
@@ -188,6 +204,33 @@ class DiskTier:
         with self._space.changed:
             keys = list(self._space.entries)
         return map(name_of, filter(self._is_named, keys))
+
+    def mark(self, namespace: bytes, label: bytes, deadline: Deadline) -> None:
+        """A disk has its limit, and evicts by itself: labels last as long as the mover."""
+        self._labels[namespace] = label, time.monotonic()
+
+    def holdings(self, deadline: Deadline) -> list[Holding]:
+        with self._space.changed:
+            entries = list(self._space.entries.items())
+        objects, size = Counter[bytes](), Counter[bytes]()
+        for key, entry in entries:
+            objects[key[:NAMESPACE_BYTES]] += 1
+            size[key[:NAMESPACE_BYTES]] += entry.length
+        now_s, unmarked = time.monotonic(), (b"", -math.inf)
+        found = []
+        for namespace, count in objects.items():
+            label, marked_s = self._labels.get(namespace, unmarked)
+            found.append(Holding(namespace, label, count, size[namespace], now_s - marked_s, {}))
+        return found
+
+    def empty(self, namespace: bytes, older_s: float, deadline: Deadline) -> int:
+        with self._space.changed:
+            keys = [key for key in self._space.entries if key.startswith(namespace)][:_EMPTIED_AT_ONCE]
+        return self.delete(list(map(name_of, keys)), deadline).count(Outcome.DONE)
+
+    def forget(self, namespace: bytes, deadline: Deadline) -> None:
+        """The note stays: it is small."""
+        self._labels.pop(namespace, None)
 
     def gone(self) -> Sequence[PartName]:
         return [name for name in map(name_of, self._space.take_dropped()) if not self._has(name)]

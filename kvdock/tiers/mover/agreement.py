@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from kvdock.protocol.mover_schemas import Generation, NoteChange, Order, OrderDone, split_keys
 from kvdock.tiers.mover.tier_handle import TierHandle
-from kvdock.tiers.notes import Note, begins, deletes, raises
+from kvdock.tiers.notes import LEASE, Note, begins, deletes, raises
 from kvdock.tiers.record import PartName
 from kvdock.tiers.tier import Deadline, Sweeps, TierError
 
@@ -219,7 +219,7 @@ class Agreement:
         """Clears all namespaces that the tier can list, except those that `order.keys` names."""
         others = set(split_keys(order.keys))
         for digest in handle.namespaces(Deadline(NOTE_S)):
-            if digest not in others:
+            if digest not in others and digest != LEASE:
                 self._raised(handle, digest, handle.change(digest, raises(0), Deadline(NOTE_S)))
         return OrderDone(order.number, handle.name, 0, 0)
 

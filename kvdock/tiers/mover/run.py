@@ -14,10 +14,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from kvdock.client.client import Client
 from kvdock.protocol.mover_schemas import (
     KNOWN_BYTES,
+    ContentsAnswer,
     EvictingSoon,
     KnownKeys,
     LookupNotice,
@@ -31,7 +33,7 @@ from kvdock.protocol.mover_schemas import (
     ServerUpdate,
     split_keys,
 )
-from kvdock.protocol.reports import TierView
+from kvdock.protocol.reports import TierContents, TierView
 from kvdock.protocol.schemas import Changes
 from kvdock.tiers.disk.folder import TIER as DISK
 from kvdock.tiers.mover.admission import MOST_EVICTED, AskCounts, WriteBudget
@@ -39,6 +41,7 @@ from kvdock.tiers.mover.agreement import Agreement
 from kvdock.tiers.mover.fetches import Fetch, Fetches, FetchObserver, Wanted
 from kvdock.tiers.mover.namespaces import NamespaceSession, NamespaceSessions, PoolMemory
 from kvdock.tiers.mover.opening import OpeningTiers, registers_memory
+from kvdock.tiers.mover.owner import Owner
 from kvdock.tiers.mover.pipe import Pipe
 from kvdock.tiers.mover.tier_handle import TierHandle
 from kvdock.tiers.mover.write_behind import WriteBehind, WriteObserver, WriteQueue
@@ -58,6 +61,16 @@ WORDS = {"open": "", "full": "it has no space", "read_only": "it cannot be writt
 LOST_STATUS = 70
 """The exit status of a mover that ends itself, because a call of a tier cannot be stopped and could still write to the
 pool."""
+
+
+@dataclass
+class _Reports:
+    """What is reported next. `untold`: what tiers have. `tiers_s`: when their state was last reported."""
+
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    report: MoverReport = field(default_factory=MoverReport)
+    untold: deque[KnownKeys] = field(default_factory=deque)
+    tiers_s: float = -REPORT_S
 
 
 class Mover:
@@ -82,15 +95,12 @@ class Mover:
             ),
             batch_bytes=config.batch_bytes, pool_bytes=config.pool_bytes,
         )
-        self._lock = threading.Lock()
-        self._report = MoverReport()
-        self._untold: deque[KnownKeys] = deque()
-        """What is reported next of what tiers have."""
-        self._reported_s = -REPORT_S
+        self._owners: dict[str, Owner] = {}
+        self._out = _Reports()
 
     def run(self) -> None:
         """Runs until the server has ended."""
-        while (updates := self._pipe.updates(0.0 if self._untold else TURN_S)) is not None:
+        while (updates := self._pipe.updates(0.0 if self._out.untold else TURN_S)) is not None:
             for tier in self._opening.take_opened():
                 self._use(tier)
             is_served = bool(self._sessions.all())
@@ -123,28 +133,32 @@ class Mover:
             for namespace, keys in known.items():
                 self._stored(namespace, keys)
         self._writers[handle.name] = writer
+        self._owners[handle.name] = Owner(
+            handle, self._sessions.all, emptied=lambda _: writer.forget_all(), answered=self._contents_known
+        )
         self._handles.append(handle)
         self._handles.sort(key=lambda one: self._opening.order.index(one.name))
         self._agreement.use(handle)
         writer.start()
+        self._owners[handle.name].start()
         self._sessions.repeat_changes()
         log.info("the tier %s is used", handle.name)
 
     # ------------------------------------------------------------------ reports
 
     def _send_report(self) -> None:
-        with self._lock:
-            report, self._report = self._report, MoverReport()
+        with self._out.lock:
+            report, self._out.report = self._out.report, MoverReport()
             left = MOST_TOLD
-            while self._untold and (left := left - len(self._untold[0].keys) // KNOWN_BYTES) >= 0:
-                report.known.append(self._untold.popleft())
-            is_all_told = not self._untold
-        if (now_s := self._clock()) - self._reported_s >= REPORT_S:
-            self._reported_s, report.tiers = now_s, self._tier_views()
+            while self._out.untold and (left := left - len(self._out.untold[0].keys) // KNOWN_BYTES) >= 0:
+                report.known.append(self._out.untold.popleft())
+            is_all_told = not self._out.untold
+        if (now_s := self._clock()) - self._out.tiers_s >= REPORT_S:
+            self._out.tiers_s, report.tiers = now_s, self._tier_views()
         report.lists_all = is_all_told and all(isinstance(handle.tier, Lists) for handle in self._handles)
         has_more = (
             report.promises or report.ended_tickets or report.prefetch_results or report.known or report.note_changes
-            or report.orders_done
+            or report.orders_done or report.contents
         )
         if report.tiers is not None or has_more:
             self._pipe.send(report)
@@ -198,6 +212,13 @@ class Mover:
             self._looked_up(notice)
         for request in update.prefetches:
             self._prefetch(request)
+        for question in update.questions:
+            if (owner := self._owners.get(question.tier)) is not None:
+                owner.ask(question)
+            else:
+                why = self._opening.unopened.get(question.tier, ("", ""))
+                error = ": ".join(filter(None, why)) or "it is not used"
+                self._contents_known(ContentsAnswer(question.number, TierContents(tier=question.tier, error=error)))
         if update.is_draining:
             for writer in self._writers.values():
                 writer.drain(self._config.drain_s)
@@ -215,8 +236,8 @@ class Mover:
         self._asks.asked(keys)
         if space is None:
             if notice.ticket:
-                with self._lock:
-                    self._report.ended_tickets.append(notice.ticket)
+                with self._out.lock:
+                    self._out.report.ended_tickets.append(notice.ticket)
             return
         if notice.ticket:
             wanted = Wanted(space, keys, notice.hit_chunks, notice.ticket, tokens_per_s=notice.tokens_per_s)
@@ -226,8 +247,8 @@ class Mover:
     def _prefetch(self, request: PrefetchRequest) -> None:
         space = self._sessions.of(bytes.fromhex(request.namespace))
         if space is None:
-            with self._lock:
-                self._report.prefetch_results.append(PrefetchResult(request.number, 0, True))
+            with self._out.lock:
+                self._out.report.prefetch_results.append(PrefetchResult(request.number, 0, True))
             return
         wanted = Wanted(space, split_keys(request.keys), request.hit_chunks, prefetch=request.number)
         self._fetches.start(Fetch(wanted, request.wait_s))
@@ -260,29 +281,35 @@ class Mover:
             writer.offer(space, worth)
 
     def _promised(self, promise: Promise) -> None:
-        with self._lock:
-            self._report.promises.append(promise)
+        with self._out.lock:
+            self._out.report.promises.append(promise)
         self._pipe.wake()
 
     def _fetch_ended(self, fetch: Fetch) -> None:
-        with self._lock:
+        with self._out.lock:
             if ticket := fetch.wanted.ticket:
-                self._report.ended_tickets.append(ticket)
+                self._out.report.ended_tickets.append(ticket)
             else:
                 was_dropped = fetch.deadline.is_over or all(handle.breaker.is_open for handle in self._handles)
-                self._report.prefetch_results.append(PrefetchResult(fetch.wanted.prefetch, fetch.loaded, was_dropped))
+                result = PrefetchResult(fetch.wanted.prefetch, fetch.loaded, was_dropped)
+                self._out.report.prefetch_results.append(result)
         self._pipe.wake()
 
     def _note_changed(self, change: NoteChange) -> None:
         if change.keys:
             self._drop(bytes.fromhex(change.namespace), split_keys(change.keys))
-        with self._lock:
-            self._report.note_changes.append(change)
+        with self._out.lock:
+            self._out.report.note_changes.append(change)
         self._pipe.wake()
 
     def _order_done(self, done: OrderDone) -> None:
-        with self._lock:
-            self._report.orders_done.append(done)
+        with self._out.lock:
+            self._out.report.orders_done.append(done)
+        self._pipe.wake()
+
+    def _contents_known(self, answer: ContentsAnswer) -> None:
+        with self._out.lock:
+            self._out.report.contents.append(answer)
         self._pipe.wake()
 
     def _take_gone(self, handle: TierHandle) -> None:
@@ -304,10 +331,10 @@ class Mover:
 
     def _tell(self, namespace: bytes, keys: Sequence[bytes], *, is_there: bool) -> None:
         """Reports to the server that tiers have these chunks, or have them no more."""
-        with self._lock:
+        with self._out.lock:
             for begin in range(0, len(keys), MOST_TOLD):
                 some = b"".join(key[:KNOWN_BYTES] for key in keys[begin : begin + MOST_TOLD])
-                self._untold.append(KnownKeys(namespace.hex(), some, is_there))
+                self._out.untold.append(KnownKeys(namespace.hex(), some, is_there))
 
     def _loaded(self, handle: TierHandle, fetch: Fetch, keys: Sequence[bytes]) -> None:
         if fetch.agreed is not None:
@@ -320,6 +347,8 @@ class Mover:
 
     def _close(self) -> None:
         self._opening.close()
+        for owner in self._owners.values():
+            owner.close()
         self._agreement.close()
         self._fetches.close()
         for writer in self._writers.values():

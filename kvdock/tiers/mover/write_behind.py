@@ -234,6 +234,11 @@ class WriteBehind:
             for key in keys:
                 self._known_stored.discard(key)
 
+    def forget_all(self) -> None:
+        """It is not known any more what the tier has."""
+        with self._changed:
+            self._known_stored.clear()
+
     def drop(self, digest: bytes, keys: Sequence[bytes] | None = None) -> None:
         """Chunks were cleared or deleted, so they are not written. `keys` None: all chunks of the namespace."""
         with self._changed:

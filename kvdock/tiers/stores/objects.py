@@ -25,9 +25,11 @@ from typing import Any, Final, TypeVar
 
 from kvdock.tiers.notes import Change, Note, NoteError, name_of_note
 from kvdock.tiers.record import HEADER_BYTES, VERSION, PartName, Record, RecordError, folder_of
+from kvdock.tiers.stores.objects_owned import OwnedObjects
 from kvdock.tiers.stores.objects_url import StoreLocation, open_location
 from kvdock.tiers.tier import (
     Deadline,
+    Holding,
     Loaded,
     NotInstalled,
     Outcome,
@@ -111,6 +113,7 @@ class ObjectTier:
             asyncio.Semaphore(location.connections) for _ in range(3)
         )
         self._usage = OwnUsage(wears_out=True)
+        self.limits, self._owned = location.limits, OwnedObjects(location.store, obstore, location.folder)
         self._notes: dict[bytes, _CachedNote] = {}
         self._thread = threading.Thread(target=self._loop.run_forever, name="kvdock-objects", daemon=True)
         self._thread.start()
@@ -124,7 +127,7 @@ class ObjectTier:
 
     def exists(self, names: Sequence[PartName], deadline: Deadline) -> list[bool]:
         def ask(name: PartName) -> Callable[[], Awaitable[int | None]]:
-            return lambda: self._size(name.text())
+            return lambda: self._size(name.text(), is_use=True)
 
         return [isinstance(found, int) for found in self._run_all([ask(name) for name in names], deadline)]
 
@@ -231,6 +234,27 @@ class ObjectTier:
                 removed += count
         return removed
 
+    def mark(self, namespace: bytes, label: bytes, deadline: Deadline) -> None:
+        self._one(lambda: self._owned.mark(namespace, label), deadline)
+
+    def holdings(self, deadline: Deadline) -> list[Holding]:
+        return self._one(self._owned.holdings, deadline)
+
+    def empty(self, namespace: bytes, older_s: float, deadline: Deadline) -> int:
+        return self._one(lambda: self._owned.empty(namespace, older_s), deadline)
+
+    def forget(self, namespace: bytes, deadline: Deadline) -> None:
+        self._one(lambda: self._owned.forget(namespace), deadline)
+
+    def _one(self, request: Callable[[], Awaitable[T]], deadline: Deadline) -> T:
+        """Raises TierError."""
+        if self._location.read_only:
+            raise ReadOnly(NAME, "it is a web server, which cannot be listed")
+        (found,) = self._run_all([request], deadline)
+        if isinstance(found, Outcome):
+            raise TierError(NAME, f"what it has is not known: {found.value}")
+        return found
+
     def _folders(self, path: str) -> Callable[[], Awaitable[list[str]]]:
         async def list_() -> list[str]:
             async with self._asking:
@@ -302,13 +326,16 @@ class ObjectTier:
                     break
         return True
 
-    async def _size(self, path: str) -> int | None:
+    async def _size(self, path: str, *, is_use: bool = False) -> int | None:
         """The length of the object in bytes; None: there is none."""
         async with self._asking:
             try:
-                return int((await self._obstore.head_async(self._store, path))["size"])
+                size = int((await self._obstore.head_async(self._store, path))["size"])
             except FileNotFoundError:
                 return None
+        if is_use:
+            self._owned.used(path)
+        return size
 
     async def _note(self, namespace: bytes, *, use_cached: bool = True) -> tuple[Note | None, Any]:
         """The note, and the version of its object, which is the condition for replacing it. None, None: there is no

@@ -10,10 +10,14 @@ from pathlib import Path
 from typing import Any, Final
 from urllib.parse import unquote
 
-from kvdock.tiers.stores.urls import TierUrl, existing_file, read_url, some_text, whole, yes_or_no
-from kvdock.tiers.tier import TierUrlError
+from kvdock.tiers.stores.urls import TierUrl, existing_file, read_url, some_bytes, some_text, whole, yes_or_no
+from kvdock.tiers.tier import NO_LIMITS, Limits, TierUrlError
 
 MIB: Final = 1 << 20
+DAY_S: Final = 86400.0
+UNUSED_DAYS: Final = 30
+"""A namespace that no server has served for so long is removed, unless the URL says otherwise: an upgrade or other
+weights have left it."""
 CONNECT_S: Final = 5
 SILENCE_S: Final = 30
 """A request that has moved no byte for this long has failed, whatever its deadline is."""
@@ -21,9 +25,10 @@ REQUEST_S: Final = 3600
 """Longer than any deadline, so that the deadline ends a request."""
 
 _ANY: Final = {"connections": whole(1, 256)}
+_LIMITS: Final = {"bytes": some_bytes, "tenant_bytes": some_bytes, "unused_days": whole(0, 36500)}
 _REMOTE: Final = {**_ANY, "ca_file": existing_file, "retries": whole(0, 10)}
 _CLOUD: Final = {
-    **_REMOTE, "endpoint": some_text, "machine_role": yes_or_no, "multipart_mib": whole(5, 5120),
+    **_REMOTE, **_LIMITS, "endpoint": some_text, "machine_role": yes_or_no, "multipart_mib": whole(5, 5120),
     "skip_signature": yes_or_no,
 }  # fmt: skip
 _S3: Final = {
@@ -31,7 +36,7 @@ _S3: Final = {
 }  # fmt: skip
 _AZURE: Final = {**_CLOUD, "account": some_text}
 _OPTIONS: Final[Mapping[str, Mapping[str, Callable[[str], Any]]]] = {
-    "az": _AZURE, "file": _ANY, "gs": _CLOUD, "http": _REMOTE, "https": _REMOTE, "s3": _S3,
+    "az": _AZURE, "file": {**_ANY, **_LIMITS}, "gs": _CLOUD, "http": _REMOTE, "https": _REMOTE, "s3": _S3,
 }  # fmt: skip
 _NAMES: Final = {  # obstore's names of the parameters
     "account": "account_name", "endpoint": "endpoint", "region": "region", "skip_signature": "skip_signature",
@@ -63,7 +68,7 @@ class StoreLocation:
     """`store`: obstore's object. `connections`: how many loads, how many stores, and how many other requests may be in
     progress at once. `can_create`: whether the store can refuse to overwrite an object. `ranges`: whether ranges of an
     object can be requested. `multipart_bytes`: larger objects are uploaded in several requests at once. `folder`: set
-    if the store is a folder of this machine."""
+    if the store is a folder of this machine. `limits`: what it may have."""
 
     store: Any
     read_only: bool
@@ -72,6 +77,7 @@ class StoreLocation:
     connections: int
     multipart_bytes: int
     folder: Path | None = None
+    limits: Limits = NO_LIMITS
 
 
 def open_location(url: str, stores: Any) -> StoreLocation:
@@ -83,14 +89,17 @@ def open_location(url: str, stores: Any) -> StoreLocation:
     folder = Path(unquote(found.parts.path)) if scheme == "file" else None
     connections, create = options.pop("connections", 64), options.pop("create", True)
     multipart_bytes = options.pop("multipart_mib", 64) * MIB
+    is_http = scheme in ("http", "https")
+    limits = NO_LIMITS if is_http else Limits(
+        options.pop("bytes", 0), options.pop("tenant_bytes", 0), options.pop("unused_days", UNUSED_DAYS) * DAY_S
+    )
     try:
         store = _local(found, stores) if scheme == "file" else _remote(found, stores)
     except TierUrlError:
         raise
     except Exception as error:  # obstore raises errors of its own and of Python
         raise TierUrlError(f"{scheme}: wanted a URL that obstore can use: {error}") from error
-    is_http = scheme in ("http", "https")
-    return StoreLocation(store, is_http, create, not is_http, connections, multipart_bytes, folder)
+    return StoreLocation(store, is_http, create, not is_http, connections, multipart_bytes, folder, limits)
 
 
 def _local(found: TierUrl, stores: Any) -> Any:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
 from kvdock.tiers.tier import TierUrlError
+
+_SIZE: Final = re.compile(r"(\d+)(|KiB|MiB|GiB|TiB)", re.ASCII)
+_UNITS: Final = {"": 0, "KiB": 10, "MiB": 20, "GiB": 30, "TiB": 40}
 
 
 class TierUrl(NamedTuple):
@@ -60,6 +64,13 @@ def whole(least: int, most: int) -> Callable[[str], int]:
         return int(text)
 
     return read
+
+
+def some_bytes(text: str) -> int:
+    match = _SIZE.fullmatch(text)
+    if match is None:
+        raise ValueError("a size in bytes, or like 512MiB or 8GiB")
+    return int(match[1]) << _UNITS[match[2]]
 
 
 def some_text(text: str) -> str:

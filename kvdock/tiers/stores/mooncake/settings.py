@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import re
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
-from kvdock.tiers.stores.urls import read_url, some_text, whole, yes_or_no
+from kvdock.tiers.stores.urls import read_url, some_bytes, some_text, whole, yes_or_no
 from kvdock.tiers.tier import TierUrlError
-
-_SIZE: Final = re.compile(r"(\d+)(|KiB|MiB|GiB|TiB)")
-_UNITS: Final = {"": 0, "KiB": 10, "MiB": 20, "GiB": 30, "TiB": 40}
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,13 +66,6 @@ class MooncakeSettings:
             return str(facing.getsockname()[0])
 
 
-def _size(text: str) -> int:
-    match = _SIZE.fullmatch(text)
-    if match is None:
-        raise ValueError("a size in bytes, or like 512MiB or 8GiB")
-    return int(match[1]) << _UNITS[match[2]]
-
-
 def _protocol(text: str) -> str:
     if text not in ("tcp", "rdma"):
         raise ValueError("tcp or rdma")
@@ -87,7 +76,7 @@ _OPTIONS: Final[dict[str, Callable[[str], Any]]] = {
     "protocol": _protocol,
     "device": some_text,
     "local_host": some_text,
-    "contribute": _size,
+    "contribute": some_bytes,
     "replicas": whole(1, 16),
     "threads": whole(1, 64),
     "stall_s": whole(1, 20),

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import msgspec
@@ -71,10 +71,11 @@ class Troubles:
         """Whether there are others than those last kept."""
         return self._has_changed
 
-    def kept(self) -> msgspec.Raw:
+    def kept(self) -> Iterator[bytes]:
         with self._lock:
             self._has_changed = False
-            return msgspec.Raw(msgspec.json.encode([one for known in self._known.values() for one in known]))
+            found = [one for known in self._known.values() for one in known]
+        yield msgspec.json.encode(found)
 
     def take_over(self, kept: msgspec.Raw) -> None:
         """Goes on with those of an earlier server. Raises msgspec.MsgspecError."""

@@ -7,6 +7,7 @@ do not count, and the least of several tries is taken. The bounds are several ti
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -37,7 +38,7 @@ from kvdock.api.pool.sessions import Sessions
 from kvdock.api.record.journal import Journal
 from kvdock.api.record.labels import MOST_NAMES, Labels
 from kvdock.api.record.troubles import Troubles
-from kvdock.api.reports.contents import Contents
+from kvdock.api.reports.contents import PAUSE, Contents
 from kvdock.api.settings import Settings
 from kvdock.api.tiers.clears import CLEAR_SLICE_RECORDS, Clears, OrderFile
 from kvdock.api.tokens import LONG_BODY_BYTES, cut_tokens, hash_tokens
@@ -295,6 +296,26 @@ def test_what_goes_on_from_a_chunk_and_what_is_searched_for_is_counted_in_short_
             return turns
 
         assert quickest(measured, TURN_MS).longest_ms < TURN_MS
+
+
+def test_a_search_of_what_is_cached_leaves_most_of_the_time_to_others() -> None:
+    """12 000 chunks, and a clock by which each slice takes 1 ms."""
+    waits: list[float] = []
+
+    class Hurried(asyncio.SelectorEventLoop):
+        def call_later(  # type: ignore[override]  # asyncio's is generic in the arguments
+            self, delay: float, callback: Callable[..., object], *args: Any, **more: Any
+        ) -> asyncio.TimerHandle:
+            waits.append(delay)
+            return super().call_later(0.0, callback, *args, **more)
+
+    with full_pool() as (_, pool, registry), asyncio.Runner(loop_factory=Hurried) as runner:
+        read = itertools.count()
+        labels = Labels(registry, pool.table)
+        contents = Contents(pool.table, registry, labels, ServerClock(), lambda: next(read) / 1000)
+        peer = Peer("a test", frozenset({"admin"}), None, is_unix=True)
+        runner.run(contents.prefixes(peer, 5, search="m"))
+        assert len(waits) > 10 and waits == pytest.approx([PAUSE / 1000] * len(waits))
 
 
 @pytest.mark.security

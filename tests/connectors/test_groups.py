@@ -228,7 +228,9 @@ def test_a_load_of_another_length_than_answered_is_refused_and_its_lease_ends(ri
     tokens = tokens_of(9, 4)
     store(rig, tokens, table_of(range(16)))
     assert rig.lookup("r", tokens) == 256
-    assert load(rig, "r", table_of(range(20, 28), 128), 16, 128) == LoadDone("r", 16)
+    shorter = table_of(range(20, 28), 128)
+    assert rig.connector.scheduler.lookups.begin_load("r", shorter, 16, 128) is None, "no rank gets the lease"
+    assert load(rig, "r", shorter, 16, 128) == LoadDone("r", 16)
     rig.connector.finished("r")
     eventually(lambda: not [one for one in client.leases().leases if one.session == listed_id(rig.attachment.session)])
     assert rig.lookup("r", tokens[:128]) == 128, "fewer tokens asked for is the way to a shorter hit"

@@ -15,6 +15,7 @@ from connector_helpers import CHUNK, PER_CHUNK, Rig, tokens_of
 
 from kvdock.client.client import Client
 from kvdock.connectors.plans import LoadPiece
+from kvdock.connectors.ranks import Answer, Order, Peers
 from kvdock.protocol import schemas as s
 from kvdock.shm.objects import SHM_DIR, unlink
 
@@ -102,3 +103,23 @@ def test_a_segment_that_was_cut_short_is_a_miss_and_does_not_end_the_engine(capl
         assert rig.load("r", range(64, 64 + 2 * PER_CHUNK), 0, hit).valid_tokens == 0
         rig.store("v", tokens_of(12, 2), range(2 * PER_CHUNK))
         assert "load request=r failed: segment " in caplog.text and "store request=v failed: segment " in caplog.text
+
+
+def test_a_load_is_valid_as_far_as_on_the_rank_that_got_least_and_nowhere_if_a_rank_is_lost() -> None:
+    orders: list[Order] = []
+
+    def post(rank: int, order: Order) -> bool:
+        orders.append(order)
+        return True
+
+    peers = Peers((1, 2, 3), post)
+    for last, wanted in ((48, 16), (None, 0)):
+        barrier = peers.send(None, None, below=4)
+        number = orders[-1].number
+        for rank, tokens in ((1, 64), (2, 16)):
+            peers.answered(Answer(number, rank, is_started=True, valid_tokens=tokens))
+        if last is None:
+            peers.lost(3)
+        else:
+            peers.answered(Answer(number, 3, is_started=True, valid_tokens=last))
+        assert barrier.wait() == (wanted, [])

@@ -116,9 +116,10 @@ MUTANTS = (
         LOOP, LOOP_TEST,
     ),
     Mutant(
-        "P84", "nobody has a turn while the pool is counted", CONTENTS_FILE,
+        "P84", "a search takes all of the time of the event loop", CONTENTS_FILE,
         "            await asyncio.sleep(pause * slice_s)\n", "",
-        LOOP, LOOP_TEST,
+        ("tests/api/test_loop.py", "-k", "search_of_what"),
+        "test_a_search_of_what_is_cached_leaves_most_of_the_time_to_others",
     ),
     Mutant(
         "P85", "a tenant sees the prefixes of others", CONTENTS_FILE,

@@ -8,8 +8,8 @@ MUTANTS = (
     Mutant(
         "P6b", "a load counts as far as the rank that got most", "kvdock/connectors/plans.py",
         "return min(ranks", "return max(ranks",
-        ("tests/engine/test_same_tokens_tp.py", "-k", "damaged and mha"),
-        "test_one_byte_damaged_in_the_server_fails_the_load_of_all_ranks",
+        ("tests/connectors/test_worker.py",),
+        "test_a_load_is_valid_as_far_as_on_the_rank_that_got_least_and_nowhere_if_a_rank_is_lost",
     ),
     Mutant(
         "P6c", "what the other ranks got is not looked at", "kvdock/connectors/engine_connector.py",

@@ -32,7 +32,7 @@ MUTANTS = (
         "T3d", "a write that failed is ended like others", TIER,
         "            if code != length:\n                return False\n",
         "",
-        OWN, "test_a_peer_that_hangs_in_the_midst_of_a_copy_leaves_the_pages_alone",
+        (*OWN, "-k", "up_to_its_header"), "test_what_was_written_up_to_its_header_is_no_hit_and_can_be_stored",
     ),
     Mutant(
         "T3e", "a write that was given up stays begun", TIER,

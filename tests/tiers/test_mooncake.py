@@ -177,6 +177,28 @@ def test_a_peer_that_hangs_in_the_midst_of_a_copy_leaves_the_pages_alone(
     assert_loads(other, [part])
 
 
+def test_what_was_written_up_to_its_header_is_no_hit_and_can_be_stored(
+    tiers: Tiers, servers: MooncakeServers, parts: Parts
+) -> None:
+    """The peer hangs when the bytes follow."""
+
+    class Hanging(Library):
+        def write(self, name: str, address: int, length: int, offset: int) -> int:
+            if offset:
+                servers.peer.stop()
+            return super().write(name, address, length, offset)
+
+    settings, part = MooncakeSettings.parse(servers.url("stall_s=1")), parts.make(MIB)
+    tier = MooncakeTier(settings, Hanging.open(settings, patient()), patience_s=30)
+    tiers.opened.append(tier)
+    assert store(tier, [part]) == [Outcome.FAILED]
+    servers.peer.resume()
+    other = tiers.open()
+    assert load(other, [part])[0].answer.outcome is Outcome.MISSING
+    store_all(other, [part])
+    assert_loads(other, [part])
+
+
 def test_a_copy_that_does_not_end_is_still_running(
     tiers: Tiers, servers: MooncakeServers, parts: Parts
 ) -> None:

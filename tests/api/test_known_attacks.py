@@ -7,7 +7,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -256,7 +256,7 @@ def test_nothing_that_a_server_tells_has_a_sessions_secret() -> None:
         engine.store(keys(4, "told"))
         lease = engine.lookup(keys(4, "told"), request="told").lease
         engine.heartbeat(outcomes=[Outcome(request="told", prompt_tokens=64, loaded_tokens=64, load_us=9)])
-        wrong = [
+        wrong: list[Callable[[], object]] = [
             partial(engine.release, "0" * 16, 0), partial(engine.lookup, keys(1), request="x" * 9999),
             partial(client.leave, engine.session, "another"), partial(client.session, engine.session + "0"),
             partial(client.lease, engine.session), partial(client.explain, engine.session),

@@ -24,7 +24,7 @@ class StartupError(KvdockError):
         super().__init__(detail)
         self.code = code
         """`access_file`, `address_in_use`, `socket_in_use`, `bad_address`, `no_shared_memory`, `not_adoptable`,
-        `not_installed`, `pool_too_small`."""
+        `no_name`, `not_installed`, `pool_too_small`."""
 
 
 class AccessFileError(KvdockError):

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,8 @@ from kvdock.api.errors import StartupError
 from kvdock.api.http.listen import bind_unix
 from kvdock.api.pool.handover import ask_to_leave
 from kvdock.api.pool.lock import PoolLock, left_pools, remove_stale, server_alive
+from kvdock.api.pool.pool import open_pool
+from kvdock.api.settings import Settings
 from kvdock.client.client import Client
 from kvdock.client.http_client import AsyncHttpClient, HttpClient
 from kvdock.protocol.errors import ServerUnavailable
@@ -188,6 +191,25 @@ def test_a_pool_grows_whatever_names_another_user_takes_for_its_next_segments() 
         finally:
             for path in squatted:
                 path.unlink()
+
+
+def test_a_pool_is_made_under_the_first_names_that_nobody_has_taken(tmp_path: Path) -> None:
+    """Who sees a new pool's lock knows the name of its table."""
+    taken = [shm.SHM_DIR / name for name in ("kvdock-00000000000000a1-table", "kvdock-00000000000000a2.lock")]
+    settings = Settings.load({"pool_bytes": 4 * MIB, "socket_path": str(tmp_path / "kvdock.sock")})
+    ids = iter([0xA1, 0xA2])
+    try:
+        for path in taken:
+            path.touch(mode=0o666)
+        with closing(open_pool(settings, lambda bits: next(ids, secrets.randbits(64)) if bits == 64 else 5)) as pool:
+            assert pool.pool_id not in (0xA1, 0xA2)
+        with pytest.raises(StartupError, match=r"somebody else was quicker .*/kvdock-00000000000000a1-table"):
+            open_pool(settings, lambda bits: 0xA1 if bits == 64 else 5)
+        assert all(path.exists() for path in taken)
+        assert not shm.lock_path(0xA1).exists() and not (shm.SHM_DIR / "kvdock-00000000000000a2-table").exists()
+    finally:
+        for path in taken:
+            path.unlink()
 
 
 def test_the_name_of_a_segment_says_nothing_of_the_next_ones_name() -> None:

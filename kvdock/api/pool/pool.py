@@ -36,6 +36,8 @@ from kvdock.shm.locks import SECRET_BYTES
 from kvdock.shm.segment import SegmentInfo
 
 FIRST_SEGMENT_BYTES = 256 << 20
+MOST_IDS = 100
+"""How many ids a new pool tries while another user takes their names."""
 """Allocating a whole GiB takes 0.25 s, and engines can attach only once the first segment is allocated."""
 FIRST_RETRY_S, LONGEST_RETRY_S = 1.0, 60.0
 RETIRE_SLICE_CHUNKS = 64
@@ -391,7 +393,7 @@ def open_pool(
     dead servers left are removed. `randbits(k)`: k random bits. `now_s` times the attempts to grow. `publish` gets
     the pool's events. `catches_signals`: the process's signals are the server's to catch.
 
-    Raises StartupError: not_adoptable, or pool_too_small naming what the machine has and what was wanted.
+    Raises StartupError: not_adoptable, no_name, or pool_too_small naming what the machine has and what was wanted.
     """
     means = Means(randbits, now_s, catches_signals)
     adopted = _adopt(settings, left_at(address_of(settings)), means, publish)
@@ -405,7 +407,7 @@ def open_pool(
         )
     if isinstance(adopted, Adopted):
         return Pool(settings, adopted.objects, now_s, publish, adopted)
-    pool = Pool(settings, _new_objects(settings, randbits), now_s, publish)
+    pool = Pool(settings, _new_pool(settings, randbits), now_s, publish)
     pool.left_out = adopted
     return pool
 
@@ -445,6 +447,16 @@ def _clear_up(address: str) -> None:
     for name in remove_stale(spare=lambda left: is_strangers(left, address)):
         if name.endswith(".lock"):  # each pool has one, which is removed last
             log.warning("a server that is gone had left its pool in shared memory: removed %s and its segments", name)
+
+
+def _new_pool(settings: Settings, randbits: Callable[[int], int]) -> PoolObjects:
+    """Another user who sees the name of the lock can take that of the table, but has to be quicker each time."""
+    for _ in range(MOST_IDS):
+        try:
+            return _new_objects(settings, randbits)
+        except FileExistsError as error:
+            taken = error.filename
+    raise StartupError("no_name", f"somebody else was quicker to take the names of {MOST_IDS} pools, such as {taken}")
 
 
 def _new_objects(settings: Settings, randbits: Callable[[int], int]) -> PoolObjects:

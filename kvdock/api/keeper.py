@@ -13,18 +13,22 @@ import logging
 
 from kvdock.api.access.access_file import AccessFile
 from kvdock.api.background import Background
-from kvdock.api.pool.registry import MemberRecord, SessionRecord
+from kvdock.api.pool.registry import MemberRecord, SessionRecord, digest16, owned
 from kvdock.api.pool.sessions import Sessions, work_off
 from kvdock.api.record.history import Sampler
 from kvdock.api.record.tally import Tally
 from kvdock.api.record.timings import Pulse
 from kvdock.api.settings import Settings
 from kvdock.api.turns import SLICE_WORK, Slices, next_slice
+from kvdock.protocol.schemas import MOVER_NAME
+from kvdock.protocol.wire_types import OWN_TENANT
 
 EVICT_SLICE_CHUNKS = 64
 MOST_LEFT = 64
 """At most this many namespaces of weights that no engine runs any more may have chunks; older ones are emptied."""
 log = logging.getLogger("kvdock.api")
+MOVER_NONCES = frozenset(digest16(owned(OWN_TENANT, f"{MOVER_NAME}-{number}")) for number in range(1, 65))
+"""The members of a mover are numbered by how often they have attached."""
 
 
 class Keeper:
@@ -40,6 +44,8 @@ class Keeper:
         self._registry, self._quotas, self._clock = sessions.registry, sessions.quotas, sessions.clock
         self._tally, self._sampler, self._pulse, self._background = tally, sampler, pulse, background
         self._growth: asyncio.Task[None] | None = None
+        self._old_movers = {member.member for member in self._table.members() if member.nonce in MOVER_NONCES}
+        """The members of an adopted pool that were movers of an earlier server."""
 
     async def run(self) -> None:
         """Raises StartupError when not even the first segment can be allocated."""
@@ -85,8 +91,9 @@ class Keeper:
         for table_id, lock_offset in tuple(self._pool.unheard.items()):
             if not self._pool.lock_held(lock_offset):
                 del self._pool.unheard[table_id]
-                log.warning("a member of the adopted pool is dead, and never attached again")
-                self._tally.died(None)
+                if table_id not in self._old_movers:  # that ended with its server
+                    log.warning("a member of the adopted pool is dead, and never attached again")
+                    self._tally.died(None)
                 await self._end_stores(table_id)
 
     async def _watch(self, session: SessionRecord, member: MemberRecord) -> None:

@@ -627,6 +627,8 @@ class HintAnswer(Answer, kw_only=True):
 
 MOVER_LABEL: Final = "lower tiers"
 """The label of the mover's own sessions. It is only shown to people: an engine may have the same."""
+MOVER_NAME: Final = "mover"
+"""The names of the mover's instances and members begin with it and a hyphen."""
 MAX_AFTER_S = 3600.0
 MAX_PREFETCH_S = 600.0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 from api_helpers import MIB, NOBODYS, Engine, ServerProcess, access_file, attach, eventually, keys, raw
 from server_fixtures import fresh_server
+from tier_server import mover, movers, with_disk
 
 from kvdock.api.access.access_file import entry
 from kvdock.api.record.hit_record import MOST_ENGINES, Lately, Whose
@@ -232,6 +234,32 @@ def test_what_went_wrong_is_told_after_a_restart_until_somebody_has_seen_it() ->
             second.stop()
         with ServerProcess(**first.settings) as third, Client(third.unix) as client:
             assert third.pool_id == first.pool_id and client.verdict().findings == []
+
+
+@pytest.mark.tiers
+def test_a_mover_that_ends_is_no_engine_that_died(tmp_path: Path) -> None:
+    with with_disk(tmp_path) as first:
+        with Client(first.unix) as client:
+            engine = attach(client)
+            engine.store(keys(1))
+            eventually(lambda: sessions_of_movers(client) == 1)
+            old = mover(first)
+            old.kill()
+            eventually(lambda: {one.pid for one in movers(first)} - {old.pid} != set())
+            eventually(lambda: sessions_of_movers(client) == 1)
+            assert "engine_died" not in codes(client.verdict()) and client.status().counters["dead_members"] == 0
+            engine.leave()
+        first.stop(signal.SIGKILL)
+        with ServerProcess(**first.settings) as second, Client(second.unix) as client:
+            assert second.pool_id == first.pool_id
+            attach(client, label="an engine").close()
+            eventually(lambda: "engine_died" in codes(client.verdict()))
+            (finding,) = [one for one in client.verdict().findings if one.code == "engine_died"]
+            assert finding.text.startswith("An engine's process ended without leaving (an engine) at ")
+
+
+def sessions_of_movers(client: Client) -> int:
+    return sum(view.label == s.MOVER_LABEL for view in client.sessions().sessions)
 
 
 # ------------------------------------------------------------------ what the rules look at

@@ -18,7 +18,8 @@ from kvdock._core import Table
 from kvdock.api.pool.sums import Copies, Sums
 from kvdock.api.turns import next_slice
 from kvdock.protocol.errors import ApiError, without_secrets
-from kvdock.protocol.schemas import AttachSession, Manifest, Member
+from kvdock.protocol.schemas import MOVER_LABEL, MOVER_NAME, AttachSession, Manifest, Member
+from kvdock.protocol.wire_types import OWN_TENANT
 
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
@@ -126,6 +127,12 @@ class SessionRecord(Struct, eq=False, gc=False):
     sums: Sums = field(default_factory=Sums)
     grants: int = 0
     """Open leases and reservations, or more: the service counts up, `prune` sets the true number."""
+
+    @property
+    def is_mover(self) -> bool:
+        """Whether the names are those of a mover of lower tiers, of this server or an earlier one: it is no engine."""
+        of_mover = self.tenant == OWN_TENANT and self.instance.startswith(f"{MOVER_NAME}-")
+        return of_mover and self.label == MOVER_LABEL
 
     @property
     def all_sums(self) -> tuple[Sums, Sums]:

@@ -383,9 +383,10 @@ class Tally:
 
     def died(self, session: SessionRecord | None, member_id: str = "") -> None:
         """`session`: None for a member of an adopted pool that never came back."""
-        self.counters.dead_members += 1
+        if session is None or not session.is_mover:
+            self.counters.dead_members += 1
         tenant, who = ("", "") if session is None else (session.tenant, session.label or session.id)
-        if session is None or not session.is_bench:
+        if session is None or not (session.is_bench or session.is_mover):
             self.learned.troubles.add("died", tenant, who)
         if session is not None:
             self._journal.publish(e.Dead(**session.who, member=member_id))

@@ -210,7 +210,7 @@ class Judge:
         """Engines whose heartbeats are missing: they get nothing new until one comes."""
         silent = [
             session for session in self._registry.sessions() if judged.peer.sees(session.tenant)
-            and any(member.suspect and not member.dead for member in session.members.values())
+            and not session.is_mover and any(member.suspect and not member.dead for member in session.members.values())
         ]
         if silent:
             names = ", ".join(session.label or session.id for session in silent[:3])

@@ -30,7 +30,7 @@ from kvdock.api.tiers.tier_state import EvictionForecast, TierState
 from kvdock.protocol import mover_schemas as m
 from kvdock.protocol.readable import LogLevel
 from kvdock.protocol.reports import MoverView, TierView
-from kvdock.protocol.schemas import PendingTokens, Why
+from kvdock.protocol.schemas import MOVER_NAME, PendingTokens, Why
 from kvdock.protocol.wire_types import KEY_BYTES
 
 QUEUE_BYTES = 8 << 20
@@ -48,7 +48,7 @@ class MoverClient:
         self, pool: Pool, registry: Registry, counters: Counters, clears: Clears, *, drain: Drain,
         now_ms: Callable[[], int], now_s: Callable[[], float],
     ) -> None:
-        self.instance_prefix = f"mover-{secrets.token_hex(4)}-"
+        self.instance_prefix = f"{MOVER_NAME}-{secrets.token_hex(4)}-"
         """The instance names under which movers of this server attach begin with it."""
         self.restarts = 0
         self._pool, self._registry = pool, registry

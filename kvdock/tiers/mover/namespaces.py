@@ -16,7 +16,7 @@ from kvdock.connectors.errors import RefusedError
 from kvdock.connectors.session import Attachment, EngineSession, Identity, SessionObserver
 from kvdock.datapath.registration import Registration
 from kvdock.protocol.mover_schemas import ServedNamespace
-from kvdock.protocol.schemas import MOVER_LABEL, Changes, Manifest
+from kvdock.protocol.schemas import MOVER_LABEL, MOVER_NAME, Changes, Manifest
 from kvdock.shm.errors import SegmentNotRegistered
 from kvdock.tiers.notes import Note
 from kvdock.tiers.record import PartName
@@ -200,7 +200,7 @@ class NamespaceSessions:
 
     def _open(self, digest: bytes, manifest: Manifest, weights: str) -> None:
         identity = Identity(
-            instance=f"{self._instance}-{digest.hex()[:12]}", member="mover", ranks=tuple(range(manifest.writers)),
+            instance=f"{self._instance}-{digest.hex()[:12]}", member=MOVER_NAME, ranks=tuple(range(manifest.writers)),
             label=MOVER_LABEL,
         )
         session = EngineSession(self._client, manifest, identity, register=self._memory)

@@ -7,6 +7,9 @@ distinct chunks of 512 tokens; `POLICY_5` and `POLICY_10` fit 5 % and 10 %. `ses
 show what one engine sees: the sessions that bench.service samples with seeds 1 and 2, in a pool that fits 448 chunks.
 Each request is looked up, its missing chunks are stored, and its lease is released before the next one comes.
 
+With `--rooms` it is `SESSIONS_ROOM_POLICY` instead, for pools of so many chunks, and the sessions of `--sessions` (0:
+all) with prompts of at most `--longest` tokens, whole.
+
 `hinted` is the default policy, with a hint after the last request of each conversation that it has ended. That is
 hindsight: the replay has read the whole trace, and an engine knows the end only from its clients. So it is a bound of
 what such hints bring, not a figure to expect. A conversation is what bench/trace.py calls a session; one of a single
@@ -59,6 +62,16 @@ def workloads(trace: Sequence[Request]) -> list[Workload]:
         )
         found.append(Workload(f"sessions{count}", sampled, SESSION_ROOM))
     return found
+
+
+def of_rooms(trace: Sequence[Request], rooms: Sequence[int], count: int, seed: int, longest: int) -> list[Workload]:
+    """Whole sessions in pools of each size. `count` 0: all sessions."""
+    requests = [one for one in trace if one.tokens <= longest]
+    if count:
+        requests = sampled_sessions(
+            trace, count=count, seed=seed, most=len(trace), longest_tokens=longest, lengths=range(3, len(trace) + 1)
+        )
+    return [Workload(f"sessions{count or '_all'}_{room}", requests, room) for room in rooms]
 
 
 def hit_share(requests: Sequence[Request], hits: Sequence[int]) -> float:
@@ -152,9 +165,16 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     parser.add_argument("--trace", type=Path, required=True, help="JSON lines, as bench/trace.py reads them")
     parser.add_argument("--policies", nargs="+", default=["lru", "default", "hinted", "belady"])
+    parser.add_argument("--rooms", type=int, nargs="+", metavar="CHUNKS", help="sizes of pools, of 512 tokens each")
+    parser.add_argument("--sessions", type=int, default=0, help="with --rooms: how many (default all)")
+    parser.add_argument("--seed", type=int, default=1, help="with --rooms: of the sessions that are chosen")
+    parser.add_argument("--longest", type=int, default=1 << 20, help="with --rooms: tokens of the longest prompt")
     chosen = parser.parse_args(arguments)
     figures: dict[str, float] = {}
-    for work in workloads(read(chosen.trace)):
+    trace = read(chosen.trace)
+    rooms = chosen.rooms
+    works = of_rooms(trace, rooms, chosen.sessions, chosen.seed, chosen.longest) if rooms else workloads(trace)
+    for work in works:
         for policy in chosen.policies:
             share = belady(work) if policy == "belady" else replayed(work, policy)
             name = f"{work.name}_{policy}" if work.name.startswith("sessions") else f"{policy}_{work.name}"

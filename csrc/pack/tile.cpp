@@ -205,6 +205,30 @@ constexpr TilePath kScalar{"scalar", scalar_pack, scalar_unpack};
 #define KVDOCK_AVX2 __attribute__((target("avx2,bmi,popcnt")))
 #define KVDOCK_AVX2_INLINE __attribute__((target("avx2,bmi,popcnt"), always_inline)) inline
 
+// Orders of 8 bytes for a shuffle, by a byte that has a bit for each of them: `first` puts those with a bit in front,
+// `apart` puts the first ones where the bits are, and zeros elsewhere. A branch for each marked element would be
+// foreseen wrongly once or twice in 32 elements.
+struct Orders {
+  alignas(64) uint8_t first[256][8], apart[256][8];
+};
+constexpr Orders kOrders = [] {
+  Orders orders{};
+  for (size_t bits = 0; bits < 256; ++bits) {
+    for (size_t j = 0; j < 8; ++j) orders.first[bits][j] = orders.apart[bits][j] = 0x80;
+    for (size_t j = 0, found = 0; j < 8; ++j) {
+      if (bits >> j & 1) {
+        orders.first[bits][found] = uint8_t(j);
+        orders.apart[bits][j] = uint8_t(found++);
+      }
+    }
+  }
+  return orders;
+}();
+
+KVDOCK_AVX2_INLINE __m128i eight_at(const uint8_t* at) {
+  return _mm_loadl_epi64(reinterpret_cast<const __m128i*>(at));
+}
+
 // Exponents, or rests, of 32 elements, in their order.
 KVDOCK_AVX2_INLINE __m256i packed_bytes(__m256i low, __m256i high) {
   return _mm256_permute4x64_epi64(_mm256_packus_epi16(low, high), 0xd8);
@@ -216,7 +240,7 @@ KVDOCK_AVX2_INLINE __m256i rests_of(__m256i elements) {
 }
 
 KVDOCK_AVX2 uint8_t avx2_pack(const char* from, const Book& book, size_t marks, char* to, char* more) {
-  Marked nibbles;
+  Marked marked;  // their exponents, then their nibbles
   size_t count = 0;
   const __m256i byte = _mm256_set1_epi16(0xff);
   for (size_t i = 0; i < kTileElements; i += 32) {
@@ -235,12 +259,18 @@ KVDOCK_AVX2 uint8_t avx2_pack(const char* from, const Book& book, size_t marks, 
       planes[bit] = uint32_t(_mm256_movemask_epi8(_mm256_slli_epi16(code, int(7 - bit))));
       std::memcpy(to + kCodesAt + bit * kCodePlaneBytes + i / 8, &planes[bit], 4);
     }
-    for (uint32_t left = planes[0] & planes[1] & planes[2]; left; left &= left - 1) {
-      const uint16_t element = load16(from + 2 * (i + size_t(std::countr_zero(left))));
-      nibbles.values[count++] = nibble_of(book.ranks[exponent_of(element)]);
+    const uint32_t is_marked = planes[0] & planes[1] & planes[2];
+    alignas(32) uint8_t each[32];
+    _mm256_store_si256(reinterpret_cast<__m256i*>(each), exponents);
+    for (size_t j = 0; j < 4; ++j) {
+      const auto bits = uint8_t(is_marked >> 8 * j);
+      _mm_storel_epi64(reinterpret_cast<__m128i*>(marked.values + count),
+                       _mm_shuffle_epi8(eight_at(each + 8 * j), eight_at(kOrders.first[bits])));
+      count += size_t(std::popcount(bits));
     }
   }
-  return put_marked<join>(from, marks, nibbles, count, to, more);
+  for (size_t i = 0; i < count; ++i) marked.values[i] = nibble_of(book.ranks[marked.values[i]]);
+  return put_marked<join>(from, marks, marked, count, to, more);
 }
 
 // 16 at a time: `bytes` is a multiple of 8.
@@ -278,11 +308,10 @@ KVDOCK_AVX2 void avx2_unpack(const char* from, const uint8_t* book, size_t marks
   Marked marked;
   take_marked<avx2_name>(from, book, marks, more, units, marked);
   size_t rank = 0, end = marks + units * kUnitMarks;
-  // The exponent's bits in an element's low byte, and in its high one.
-  alignas(16) uint8_t low[16] = {}, high[16] = {};
-  for (size_t k = 0; k < kFirstCodes; ++k) low[k] = uint8_t(book[k] << 7), high[k] = book[k] >> 1;
-  const __m256i lows = _mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(low)));
-  const __m256i highs = _mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(high)));
+  alignas(16) uint8_t first[16] = {};  // marked elements have 0 here, so that what names them is added
+  std::memcpy(first, book, kFirstCodes);
+  const __m256i table = _mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(first)));
+  const __m256i one = _mm256_set1_epi8(1), below = _mm256_set1_epi8(0x7f);
   const __m256i sign = _mm256_set1_epi8(char(0x80));
   for (size_t i = 0; i < kTileElements; i += 32) {
     uint32_t planes[3];
@@ -290,15 +319,25 @@ KVDOCK_AVX2 void avx2_unpack(const char* from, const uint8_t* book, size_t marks
     const __m256i code = codes_of(planes);
     const __m256i rests =
         _mm256_permute4x64_epi64(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + i)), 0xd8);
-    const __m256i a = _mm256_or_si256(_mm256_andnot_si256(sign, rests), _mm256_shuffle_epi8(lows, code));
-    const __m256i b = _mm256_or_si256(_mm256_and_si256(sign, rests), _mm256_shuffle_epi8(highs, code));
+    const uint32_t is_marked = planes[0] & planes[1] & planes[2];
+    const uint8_t* following = marked.values + std::min(rank, end);
+    rank += size_t(std::popcount(is_marked));
+    __m128i parts[4];
+    for (size_t j = 0; j < 4; ++j) {
+      const auto bits = uint8_t(is_marked >> 8 * j);
+      parts[j] = _mm_shuffle_epi8(eight_at(following), eight_at(kOrders.apart[bits]));
+      following += std::popcount(bits);
+    }
+    // In the order of the codes.
+    const __m256i further = _mm256_set_m128i(_mm_unpacklo_epi64(parts[1], parts[3]),
+                                             _mm_unpacklo_epi64(parts[0], parts[2]));
+    const __m256i exponents = _mm256_or_si256(_mm256_shuffle_epi8(table, code), further);
+    const __m256i even = _mm256_slli_epi16(_mm256_and_si256(exponents, one), 7);
+    const __m256i upper = _mm256_and_si256(_mm256_srli_epi16(exponents, 1), below);
+    const __m256i a = _mm256_or_si256(_mm256_andnot_si256(sign, rests), even);
+    const __m256i b = _mm256_or_si256(_mm256_and_si256(sign, rests), upper);
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + 2 * i), _mm256_unpacklo_epi8(a, b));
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + 2 * i + 32), _mm256_unpackhi_epi8(a, b));
-    for (uint32_t left = planes[0] & planes[1] & planes[2]; left; left &= left - 1) {
-      const size_t at = i + size_t(std::countr_zero(left));
-      const uint16_t element = element_of(uint8_t(from[at]), marked.values[std::min(rank++, end)]);
-      std::memcpy(to + 2 * at, &element, sizeof element);
-    }
   }
 }
 

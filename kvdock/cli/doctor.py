@@ -40,6 +40,8 @@ from kvdock.cli.errors import DONE, FAILED
 from kvdock.cli.render import duration, printable, say, size
 from kvdock.cli.serve import tiers_of
 from kvdock.client.client import Client
+from kvdock.connectors.packing import models_that_do_not_pack
+from kvdock.datapath.pack_rates import PackRates, kept_pack_rates
 from kvdock.datapath.tuning import Calibration, cached_tunings
 from kvdock.protocol.access import ADDRESS_VARIABLE, TOKEN_FILE_VARIABLE, PrivateFileError, read_token, trusted_uid_in
 from kvdock.protocol.errors import ApiError, ServerUnavailable
@@ -233,7 +235,10 @@ def _extension() -> list[Finding]:
     paths = _core.cpu_paths()
     plain = "" if paths[0] != "scalar" else "there is no vectorised copy for this processor, so copies are slow"
     build = Finding("extension", "note" if plain else "ok", f"CPU copy by {', '.join(paths)}", plain)
-    return [build, _kernels(_core.cuda_kernels(), _core.cuda_unavailable()), _calibrations(cached_tunings())]
+    return [
+        build, _kernels(_core.cuda_kernels(), _core.cuda_unavailable()), _calibrations(cached_tunings()),
+        _packing(kept_pack_rates(), models_that_do_not_pack()),
+    ]
 
 
 _NO_KERNELS = (
@@ -258,6 +263,19 @@ def _calibrations(known: list[Calibration]) -> Finding:
     if not known:
         return Finding("GPU copies", "ok", "not measured yet: an engine measures them once for each GPU and layout")
     return Finding("GPU copies", "ok", "; ".join(calibration.describe() for calibration in known))
+
+
+def _packing(rates: PackRates | None, not_packed: list[str]) -> Finding:
+    """What `pack: auto` of this user's engines follows."""
+    text = "not measured yet: the first engine on the CPU with bf16 KV measures what it costs"
+    if rates is not None:
+        text = f"{'pays' if rates.pays else 'does not pay'} on the CPU: {rates.describe()}"
+    if not not_packed:
+        return Finding("packing", "ok", text)
+    return Finding(
+        "packing", "note", f"{text}; models whose KV does not pack: {', '.join(not_packed)}",
+        "auto leaves these models unpacked; the connector's setting `pack` stands above it",
+    )
 
 
 # --------------------------------------------------------------------------- pools left behind

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Generic, NamedTuple, TypeVar
 
 from kvdock.connectors.errors import LayoutMismatchError
-from kvdock.connectors.packing import shape_of
+from kvdock.connectors.packing import FirstParts, shape_of
 from kvdock.connectors.plans import LoadPiece, LoadPlan, StorePiece, StorePlan
 from kvdock.connectors.session import Attachment, EngineSession
 from kvdock.datapath.ceiling import ceiling_bytes_per_s
@@ -185,7 +185,7 @@ class WorkerConnector:
             if layout.token_order not in (manifest.token_order, "ND"):
                 raise LayoutMismatchError(f"token order: found {layout.token_order}, wanted {manifest.token_order}")
         self.session, self.rank, self._stream = session, session.identity.ranks[0], stream
-        self._clock = clock
+        self._clock, self._first_parts = clock, FirstParts(manifest)
         session.outcomes.ceiling_bytes_per_s = partial(ceiling_bytes_per_s, device, threads)
 
         if tuning is None:
@@ -365,7 +365,9 @@ class WorkerConnector:
                 self.session.abort(attachment, plan.reservation, [self.rank])
                 return 0
             done = [(piece, result.checksum) for piece, result in results if result.fits]
-            raw = self._make_raw(storing, [(piece, result) for piece, result in results if not result.fits])
+            unfit = [(piece, result) for piece, result in results if not result.fits]
+            self._first_parts.count((piece.group for piece, _ in results), len(unfit))
+            raw = self._make_raw(storing, unfit)
             ready = self._commit(storing, [*done, *raw])
             storing.committed = [*done, *raw]
             if len(storing.committed) < len(results):  # parts that could not be packed have no slot

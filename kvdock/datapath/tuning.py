@@ -100,11 +100,6 @@ class Calibration:
         )
 
 
-def packing_pays(on_gpu: bool) -> bool:
-    """Whether packing KV is measured to pay for engines on such a device (docs/understand/packing.md). Not yet."""
-    return False
-
-
 def tuned(layout: PagedLayout, device: int, *, part_blocks: int, cache_dir: Path | None = None) -> CopyTuning:
     """The tuning for this GPU and layout: read from the file, or else measured now (well under a second) and written to
     it.
@@ -118,7 +113,7 @@ def tuned(layout: PagedLayout, device: int, *, part_blocks: int, cache_dir: Path
     if known is not None:
         return known.tuning
     try:
-        with _lock(directory):
+        with calibrating(directory):
             known = _read(path)  # another process may have measured it meanwhile
             if known is None:
                 known = calibrate(info, geometry)
@@ -364,7 +359,7 @@ def save_calibration(path: Path, calibration: Calibration) -> None:
 
 
 @contextmanager
-def _lock(directory: Path) -> Iterator[None]:
+def calibrating(directory: Path) -> Iterator[None]:
     """A lock that one calibrating process holds at a time. Raises OSError when the directory cannot be made."""
     directory.mkdir(parents=True, exist_ok=True)
     fd = os.open(directory / "calibrating.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

@@ -9,7 +9,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
-from api_helpers import MIB, NOBODYS, Engine, ServerProcess, access_file, attach, eventually, keys, raw
+from api_helpers import MIB, NOBODYS, Engine, ServerProcess, access_file, attach, eventually, keys, manifest, raw
+from msgspec.structs import replace
 from server_fixtures import fresh_server
 from tier_server import mover, movers, with_disk
 
@@ -113,6 +114,22 @@ def test_engines_of_one_model_that_share_nothing_are_named_with_what_differs(cli
     assert "2 kinds of engines of the model llama share nothing: they differ in model, kv_dtype" in finding.text
     for engine in engines:
         engine.close()
+
+
+def test_engines_that_pack_and_engines_that_do_not_are_named_as_such() -> None:
+    raw = manifest().groups
+    how = s.Packed(planes=1, marks=176, units=40, bytes=raw[0].part_bytes - 64)
+    packed = [replace(group, packed=how) for group in raw]
+    with ServerProcess() as server, Client(server.unix) as client:
+        engines = [attach(client, groups=tuple(groups)) for groups in (raw, packed)]
+        for engine in engines:
+            for number in range(20):
+                engine.lookup(keys(40, f"{number}"), f"r{number}")
+        (finding,) = client.verdict().findings
+        assert finding.code == "shares_nothing"
+        assert finding.text.endswith("they differ in whether and how KV is packed (the connectors' setting pack).")
+        for engine in engines:
+            engine.close()
 
 
 def test_a_pool_that_is_too_small_for_what_comes_again_is_thrashing() -> None:

@@ -23,6 +23,7 @@ from kvdock.api.access.edits import add_token
 from kvdock.api.settings import Settings
 from kvdock.cli.doctor import Finding, Machine, _kernels, examine
 from kvdock.client.client import Client
+from kvdock.datapath import pack_rates
 from kvdock.datapath.cuda import CopyTuning
 from kvdock.datapath.tuning import Calibration, Geometry, save_calibration
 from kvdock.protocol.outcomes import Outcome
@@ -207,6 +208,18 @@ def test_doctor_shows_how_gpu_copies_were_calibrated(tmp_path: Path) -> None:
     save_calibration(tmp_path / "kvdock/copy-1.json", known)
     found = checks_of(kvdock("doctor", "--json", XDG_CACHE_HOME=str(tmp_path), **SMALL), 0)["GPU copies"]
     assert found["found"] == known.describe() and "load 99.1 %" in found["found"]
+
+
+def test_doctor_shows_whether_packing_pays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = checks_of(kvdock("doctor", "--json", XDG_CACHE_HOME=str(tmp_path), **SMALL), 0)["packing"]
+    assert found["level"] == "ok" and found["found"].startswith("not measured yet")
+    monkeypatch.setattr(pack_rates, "measured", lambda: pack_rates.PackRates("avx2", 0.4, 0.3))
+    pack_rates.pack_rates(tmp_path / "kvdock")
+    (tmp_path / "kvdock/raw-1.json").write_text('{"model": "llama", "parts": 64, "raw": 50}')
+    found = checks_of(kvdock("doctor", "--json", XDG_CACHE_HOME=str(tmp_path), **SMALL), 0)["packing"]
+    assert found["level"] == "note"
+    assert found["found"].startswith("pays on the CPU: packed loads by avx2 at 0.40 of the rate of raw ones")
+    assert found["found"].endswith("models whose KV does not pack: llama (50 of 64 parts)")
 
 
 def test_gpu_kernels_say_what_they_were_compiled_for_and_why_they_cannot_run() -> None:

@@ -4,7 +4,9 @@ of them could not be packed."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+import logging
+import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeAlias
 
@@ -13,7 +15,7 @@ from adoption_helpers import next_at
 from api_helpers import MIB, ServerProcess, unique
 from connector_helpers import CHUNK, Spectator, engine_over, kvdock_of
 from engine_helpers import make_engine, prompt, run_one, sampling
-from same_tokens_helpers import LENGTH, MODELS, STORED, TOKENS, Served, assert_same, served
+from same_tokens_helpers import LENGTH, MODELS, STORED, TOKENS, Served, assert_same, bf16_config, served
 from tier_stores import clear_once_written, clear_pool
 from tp_helpers import engine_of_ranks
 
@@ -23,6 +25,7 @@ from kvdock.connectors.errors import NotSupportedError
 from kvdock.connectors.packing import with_packing
 from kvdock.datapath.devices import CPU, Device
 from kvdock.datapath.layout import PagedLayout, paged_layout
+from kvdock.datapath.pack_rates import PackRates
 from kvdock.engine.config import EngineConfig, preset
 from kvdock.engine.engine import Engine
 from kvdock.engine.kv_cache import KVCache
@@ -36,16 +39,6 @@ Room: TypeAlias = tuple[int | None, int | None]
 USUAL, FEW, NONE = (None, None), (48, 4), (16, 0)
 """Reserves of marks, and units of spill: with few some parts of the model with latent attention fit and some do not,
 with none no part of any model does."""
-
-
-def config_of(model: str) -> EngineConfig:
-    """bf16, and heads so large that a plane of a chunk has several tiles."""
-    made = preset(MODELS[model])
-    latent = 64 if made.model.latent_size else 0
-    of_model = dataclasses.replace(
-        made.model, dtype="bfloat16", head_size=128 if latent else 64, latent_size=latent
-    )
-    return dataclasses.replace(made, model=of_model, num_blocks=200)
 
 
 def give(room: Room, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,7 +80,7 @@ def test_tokens_and_logits_are_those_of_a_local_hit_from_the_pool_and_from_a_tie
     server: ServerProcess, model: str, room: Room, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     give(room, monkeypatch)
-    config, salt, tokens = config_of(model), unique("packed"), prompt(9, LENGTH)
+    config, salt, tokens = bf16_config(model), unique("packed"), prompt(9, LENGTH)
     clear_pool(server.unix)
     ended(engine(server, config, salt), tokens, 1)
     with Client(server.unix) as client:
@@ -109,7 +102,8 @@ def test_tokens_and_logits_are_those_of_a_local_hit_from_the_pool_and_from_a_tie
 
 @pytest.mark.parametrize("model", ["mha", "mla"])
 def test_two_ranks_pack_their_parts(server: ServerProcess, model: str) -> None:
-    config, salt, tokens = dataclasses.replace(config_of(model), tensor_parallel=2), unique("ranks"), prompt(10, LENGTH)
+    config = dataclasses.replace(bf16_config(model), tensor_parallel=2)
+    salt, tokens = unique("ranks"), prompt(10, LENGTH)
     process_group = ProcessGroup(2)
     try:
 
@@ -130,7 +124,7 @@ def test_two_ranks_pack_their_parts(server: ServerProcess, model: str) -> None:
 
 
 def test_engines_that_pack_and_engines_that_do_not_share_nothing(server: ServerProcess) -> None:
-    config, salt, tokens = config_of("gqa"), unique("apart"), prompt(10, LENGTH)
+    config, salt, tokens = bf16_config("gqa"), unique("apart"), prompt(10, LENGTH)
     for pack in ("on", "off"):
         first = engine(server, config, salt, pack)
         manifest = kvdock_of(first).session.manifest
@@ -140,7 +134,7 @@ def test_engines_that_pack_and_engines_that_do_not_share_nothing(server: ServerP
 
 
 def test_a_server_that_adopts_the_pool_finds_packed_parts_and_raw_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    config, tokens = config_of("gqa"), prompt(11, LENGTH)
+    config, tokens = bf16_config("gqa"), prompt(11, LENGTH)
     with ServerProcess(pool_bytes=16 * MIB, segment_bytes=16 * MIB) as first:
         for room in (USUAL, NONE):
             give(room, monkeypatch)
@@ -162,7 +156,7 @@ def test_a_server_that_adopts_the_pool_finds_packed_parts_and_raw_ones(monkeypat
 
 
 def test_damaged_packed_bytes_are_a_miss_and_are_not_unpacked(server: ServerProcess) -> None:
-    config, salt, tokens = config_of("gqa"), unique("damaged"), prompt(12, LENGTH)
+    config, salt, tokens = bf16_config("gqa"), unique("damaged"), prompt(12, LENGTH)
     first = engine(server, config, salt)
     manifest = kvdock_of(first).session.manifest
     ended(first, tokens, 1)
@@ -185,9 +179,9 @@ def described(config: EngineConfig) -> tuple[Manifest, list[PagedLayout]]:
 
 
 def test_what_does_not_become_smaller_stays_raw() -> None:
-    tiny, wide = preset("tiny"), config_of("gqa")
+    tiny, wide = preset("tiny"), bf16_config("gqa")
     less_than_a_tile = dataclasses.replace(tiny, model=dataclasses.replace(tiny.model, dtype="bfloat16", head_size=8))
-    for config, pack in ((tiny, "on"), (less_than_a_tile, "on"), (wide, "auto"), (wide, "off")):
+    for config, pack in ((tiny, "on"), (less_than_a_tile, "on"), (wide, "off")):
         manifest, layouts = described(config)
         assert with_packing(manifest, layouts, pack, CPU) == manifest
     manifest, layouts = described(wide)
@@ -195,3 +189,49 @@ def test_what_does_not_become_smaller_stays_raw() -> None:
     with pytest.raises(NotSupportedError, match="pack is 'yes', and one of auto, on, off is wanted"):
         with_packing(manifest, layouts, "yes", CPU)
     assert with_packing(manifest, layouts, "on", Device(0)) == with_packing(manifest, layouts, "on", CPU)
+
+
+@pytest.fixture
+def rates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Has this machine's loads of packed parts run at a share of the rate of raw ones."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return lambda share: monkeypatch.setattr(packing, "pack_rates", lambda: PackRates("a loop", share, 0.3))
+
+
+def test_auto_packs_on_a_cpu_that_is_quick_enough_and_says_so(
+    rates: Callable[[float], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "kvdock.connector")
+    manifest, layouts = described(bf16_config("gqa"))
+    rates(0.3)
+    assert with_packing(manifest, layouts, "auto", CPU) == with_packing(manifest, layouts, "on", CPU)
+    assert "KV is packed; packed loads by a loop at 0.30 of the rate of raw ones" in caplog.text
+    assert with_packing(manifest, layouts, "auto", Device(0)) == manifest
+    rates(0.2)
+    assert with_packing(manifest, layouts, "auto", CPU) == manifest
+    assert "KV is not packed: it does not pay here; packed loads by a loop at 0.20" in caplog.text
+    assert with_packing(manifest, layouts, "on", CPU) != manifest, "the setting stands above what is measured"
+
+
+def test_auto_packs_nothing_for_a_model_whose_first_parts_did_not_become_smaller(
+    server: ServerProcess, rates: Callable[[float], None], monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    rates(0.3)
+    monkeypatch.setattr(packing, "FIRST_PARTS", STORED // CHUNK)
+    config, salt = bf16_config("gqa"), unique("raw")
+
+    def stores(room: Room, seed: int) -> bool:
+        """Whether the engine's groups are packed."""
+        give(room, monkeypatch)
+        made = engine(server, config, salt, "auto")
+        packed = all(group.packed for group in kvdock_of(made).session.manifest.groups)
+        run_one(made, prompt(seed, LENGTH), sampling(1))
+        ended(made, prompt(seed + 100, LENGTH), 1)
+        return packed
+
+    assert stores(USUAL, 20) and stores(NONE, 21), "parts that do become smaller change nothing"
+    assert "does not pack" in caplog.text and "parts are stored raw. Set pack to off" in caplog.text
+    assert not stores(USUAL, 22)
+    (model,) = packing.models_that_do_not_pack()
+    assert re.fullmatch(r"kvdock-tiny \((\d+) of \1 parts\)", model)

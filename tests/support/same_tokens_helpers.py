@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from kvdock.connectors.engine_connector import EngineConnector
 from kvdock.connectors.interface import BlocksRead, GroupBlocks, LoadDone, Progress, StoreDone
+from kvdock.engine.config import EngineConfig, preset
 from kvdock.engine.kv_cache import KVCache
 from kvdock.engine.request import Completion
 
@@ -24,6 +26,16 @@ LENGTH = 210
 STORED = LENGTH // CHUNK * CHUNK
 Damage = Literal["none", "before", "after"]
 """When one byte of a stored chunk is changed: before its checksum is made, or after."""
+
+
+def bf16_config(model: str) -> EngineConfig:
+    """With KV that packs: bf16, and heads so large that a plane of a chunk has several tiles."""
+    made = preset(MODELS[model])
+    latent = 64 if made.model.latent_size else 0
+    of_model = dataclasses.replace(
+        made.model, dtype="bfloat16", head_size=128 if latent else 64, latent_size=latent
+    )
+    return dataclasses.replace(made, model=of_model, num_blocks=200)
 
 
 @dataclass(frozen=True)

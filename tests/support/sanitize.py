@@ -30,13 +30,13 @@ KINDS: Final = {
     "address": Sanitizer(
         "-fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer -g", "libasan.so",
         {"ASAN_OPTIONS": "detect_leaks=0:abort_on_error=0", "UBSAN_OPTIONS": "print_stacktrace=1"},
-        ("table", "curve", "copy/test_copy.py", "copy/test_checksum.py", "segments/test_segments.py",
-         "segments/test_liveness.py", "pack", "damage"),
+        ("table", "curve", "copy/test_copy.py", "copy/test_checksum.py", "copy/test_packed.py",
+         "segments/test_segments.py", "segments/test_liveness.py", "pack", "damage"),
     ),
     "thread": Sanitizer(
         "-fsanitize=thread -g", "libtsan.so", {"TSAN_OPTIONS": "halt_on_error=1:report_signal_unsafe=0"},
-        ("table/test_census.py", "copy/test_copy.py", "copy/test_checksum.py", "segments/test_segments.py",
-         "segments/test_liveness.py"),
+        ("table/test_census.py", "copy/test_copy.py", "copy/test_checksum.py", "copy/test_packed.py",
+         "segments/test_segments.py", "segments/test_liveness.py"),
     ),
 }
 

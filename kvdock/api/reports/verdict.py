@@ -11,6 +11,9 @@ from datetime import date, timedelta
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
+from msgspec import UNSET
+from msgspec.structs import replace
+
 from kvdock.api.access.peer import Peer
 from kvdock.api.pool.registry import NamespaceRecord
 from kvdock.api.pool.sessions import Sessions
@@ -370,9 +373,13 @@ def _share_of(point: CurvePoint) -> float:
 
 
 def _differing(manifests: Sequence[Manifest]) -> list[str]:
-    return [
+    found = [
         name for name in Manifest.__struct_fields__ if len({repr(getattr(one, name)) for one in manifests}) > 1
     ]
+    raw = [[replace(group, packed=UNSET) for group in one.groups] for one in manifests]
+    if "groups" in found and all(groups == raw[0] for groups in raw):
+        found[found.index("groups")] = "whether and how KV is packed (the connectors' setting pack)"
+    return found
 
 
 def _headline(effect: Effect, hits: HitTotals, asked_tokens: int) -> str:

@@ -14,7 +14,8 @@ What both have is the machine's, not the tier's. policy_share_of_lru: the hits o
 in the same space, the least of several traces (bench/tiers/policy.py), which each have their own, with what is written
 for each miss. known_bytes_per_chunk: what the server takes to know what tiers have, when known_chunks have filled it.
 warm_found_share, cold_wait_round_trips, idle_bytes_per_min and others: what an object store at some distance costs
-requests (bench/tiers/far.py).
+requests (bench/tiers/far.py). hot_kept_share_disk, burst_served_share, open_1tb_first_hit_s and others: what tiers
+keep, take and cost in weeks of service (bench/tiers/weeks.py). Without --json, what is wanted stands beside a figure.
 
 Each figure is the median of its rounds, a share or ratio the median of the paired ones. Parts lie in POSIX shared
 memory, are 2 to 32 MiB large, and are compared with what was stored. On disk none goes through the page cache.
@@ -30,12 +31,19 @@ import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 
-from bench.tiers import disk, far, lookups, policy, stores
+from bench.tiers import disk, far, lookups, policy, stores, weeks
 from bench.tiers.batch import Batch
 from kvdock.tiers.disk.io import THREADS
 from kvdock.tiers.tier import Deadline, TierError
 
-KINDS = ("disk", "lookups", "policy", "far", *stores.STARTS)
+WANTED = {
+    "hot_kept_share_disk": ">= 0.95", "hot_kept_share_redis": ">= 0.95", "cold_wait_round_trips": "<= 2",
+    "warm_found_share": ">= 0.98", "idle_bytes_per_min": "0", "known_bytes_per_chunk": "<= 4",
+    "open_1tb_first_hit_s": "<= 1", "open_1tb_bytes_per_record": "<= 120", "longest_lookup_ms_beside_start": "<= 2",
+    "policy_share_of_lru": ">= 1", "burst_served_share": ">= 0.95", "disk_store_share": ">= 0.9",
+    "disk_load_share": ">= 0.9", "cpu_s_per_gb_64k": "<= 0.3",
+}  # fmt: skip
+KINDS = ("disk", "lookups", "policy", "far", "weeks", *stores.STARTS)
 
 
 def of_store(name: str, chosen: argparse.Namespace, folder: Path) -> dict[str, list[float]]:
@@ -58,6 +66,8 @@ def of_kind(name: str, chosen: argparse.Namespace, folder: Path) -> dict[str, li
         return lookups.measure(folder, chosen.rounds, chosen.calls, chosen.part_kib << 10)
     if name == "far":
         return far.measure(chosen.rounds)
+    if name == "weeks":
+        return weeks.measure(folder)
     if name == "policy":
         return policy.measure(folder, chosen.policy_lookups)
     return of_store(name, chosen, folder)
@@ -94,7 +104,7 @@ def main(arguments: list[str]) -> int:
         print(json.dumps(figures))
     else:
         for name, figure in figures.items():
-            print(f"{name:36} {figure}")
+            print(f"{name:36} {figure:<12} {WANTED.get(name, '')}".rstrip())
     return 0
 
 

@@ -68,8 +68,11 @@ def far_store() -> Iterator[FarStore]:
             process.kill()
 
 
-def awaited(engine: Engine, client: Client, keys: bytes, wait_s: float) -> tuple[int, float]:
-    """Asks until nothing more is pending. Returns the chunks that came, and the seconds."""
+def awaited(
+    engine: Engine, client: Client, keys: bytes, wait_s: float, *, held_s: float = 0.0
+) -> tuple[int, float]:
+    """Asks until nothing more is pending, and holds for `held_s` what has come. Returns the chunks that came, and the
+    seconds."""
     request, began_s, beaten_s = f"{time.monotonic_ns():x}", time.monotonic(), 0.0
     while True:
         found = client.lookup(s.Lookup(
@@ -80,10 +83,11 @@ def awaited(engine: Engine, client: Client, keys: bytes, wait_s: float) -> tuple
             break
         if time.monotonic() - beaten_s > 1.0:
             beaten_s = time.monotonic()
-            engine.beat()
+            client.heartbeat(engine.session, s.Heartbeat(member=engine.member))
         time.sleep(TURN_S)
     took_s = time.monotonic() - began_s
     if found.lease is not None:
+        time.sleep(held_s)
         client.release(found.lease, s.ReleaseLease(session=engine.session, ranks=list(range(engine.writers))))
     return len(found.chunks), took_s
 

@@ -55,6 +55,21 @@ def test_a_store_at_some_distance_costs_what_was_promised(tmp_path: Path) -> Non
     assert found["cold_again_wait_ms"] < 25, "it was asked for once more"
 
 
+WEEKS = {
+    "hot_kept_share_disk", "hot_kept_share_redis", "burst_served_share", "cpu_store_s_per_gb_64k",
+    "cpu_load_s_per_gb_64k", "cpu_s_per_gb_64k", "open_1tb_first_hit_s", "open_1tb_bytes_per_record",
+    "longest_lookup_ms_beside_start",
+}  # fmt: skip
+
+
+@pytest.mark.sweep
+@pytest.mark.timeout(900)
+def test_what_tiers_keep_in_weeks_of_service_is_measured(tmp_path: Path) -> None:
+    found, _ = run(tmp_path, "--only", "weeks")
+    assert set(found) == WEEKS
+    assert found["hot_kept_share_disk"] >= 0.95 and found["hot_kept_share_redis"] >= 0.95
+
+
 def test_stores_are_started_and_measured_or_left_out_with_a_line(tmp_path: Path) -> None:
     kinds = ("redis", "objects", "objects_s3", "mooncake")
     found, log = run(tmp_path, "--only", *kinds)

@@ -10,7 +10,7 @@ from pathlib import PurePosixPath
 from typing import NamedTuple
 
 from kvdock.api.access.peer import Peer
-from kvdock.api.pool.registry import NamespaceRecord
+from kvdock.api.pool.registry import NamespaceRecord, SessionRecord
 from kvdock.api.pool.sessions import Sessions
 from kvdock.api.reports.recorded import Curves, Totals, Troubles
 from kvdock.api.reports.status import DRAINING, LowerTiers, Probes
@@ -73,13 +73,13 @@ class Judge:
     async def verdict(self, peer: Peer) -> Verdict:
         judged = Judged(peer, self._totals.hits.total.view(), self._wall_s())
         rules = (
-            self._not_ready, self._loads_cost_time, self._tiers, self._troubled, self._silent, self._thrashing,
-            self._share_fell,
+            self._not_ready, self._loads_cost_time, self._tiers, self._troubled, self._thrashing, self._share_fell,
         )
         findings = list[Finding]()
         for rule in rules:
             findings += rule(judged)
             await next_slice()
+        findings += await self._silent(judged)
         findings += await self._shares_nothing(judged)
         findings += await self._one_tenant(judged)
         findings.sort(key=lambda one: (one.severity != "bad", -one.cost_share))
@@ -160,17 +160,21 @@ class Judge:
             text = one_text if len(seen) == 1 else f"{len(seen):,} {many_text}, the last"
             yield _finding(code, "warn" if kind == "died" else "bad", f"{text}{who} at {when}.", at=last.at)
 
-    def _silent(self, judged: Judged) -> Iterator[Finding]:
-        """Engines whose heartbeats are missing: they get nothing new until one comes."""
-        silent = [
-            session for session in self._registry.sessions() if judged.peer.sees(session.tenant)
-            and any(member.suspect and not member.dead for member in session.members.values())
-        ]
-        if silent:
-            names = ", ".join(session.label or session.id for session in silent[:3])
-            who = f" ({names})" if judged.peer.may("read") else ""
-            text = "An engine sends no heartbeats" if len(silent) == 1 else f"{len(silent)} engines send no heartbeats"
-            yield _finding("engine_silent", "warn", f"{text}{who}, and get nothing new until they do.")
+    async def _silent(self, judged: Judged) -> list[Finding]:
+        """Engines whose heartbeats are missing: they get nothing new until one comes. Looks at all sessions, in
+        slices."""
+        silent, slices = list[SessionRecord](), Slices()
+        for session in self._registry.sessions():
+            await slices.give_turn()
+            is_silent = any(member.suspect and not member.dead for member in session.members.values())
+            if is_silent and judged.peer.sees(session.tenant):
+                silent.append(session)
+        if not silent:
+            return []
+        names = ", ".join(session.label or session.id for session in silent[:3])
+        who = f" ({names})" if judged.peer.may("read") else ""
+        text = "An engine sends no heartbeats" if len(silent) == 1 else f"{len(silent)} engines send no heartbeats"
+        return [_finding("engine_silent", "warn", f"{text}{who}, and get nothing new until they do.")]
 
     def _thrashing(self, judged: Judged) -> Iterator[Finding]:
         if self._curves is None or not judged.peer.may("read"):

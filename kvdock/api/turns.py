@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 from weakref import WeakKeyDictionary
 
 SLICE_S = 0.0005
-SLICE_WORK: Final = 50_000
+SLICE_WORK: Final = 20_000
 """As much in the table's units of work (csrc/base/work.h)."""
 READS_OF_TURN: Final = 4
 LONG_READ_BYTES: Final = 64 << 10

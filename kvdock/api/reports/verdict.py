@@ -15,7 +15,7 @@ from msgspec import UNSET
 from msgspec.structs import replace
 
 from kvdock.api.access.peer import Peer
-from kvdock.api.pool.registry import NamespaceRecord
+from kvdock.api.pool.registry import NamespaceRecord, SessionRecord
 from kvdock.api.pool.sessions import Sessions
 from kvdock.api.pool.sums import Hits
 from kvdock.api.record.hit_record import Whose
@@ -106,13 +106,14 @@ class Judge:
         hits = self._totals.hits
         judged = Judged(peer, hits.total.view(), hits.lately.sums(peer.sees), self._wall_s())
         rules = (
-            self._not_ready, self._loads_cost_time, self._tiers, self._troubled, self._silent, self._holds,
-            self._thrashing, self._share_fell,
+            self._not_ready, self._loads_cost_time, self._tiers, self._troubled, self._holds, self._thrashing,
+            self._share_fell,
         )
         findings = list[Finding]()
         for rule in rules:
             findings += rule(judged)
             await next_slice()
+        findings += await self._silent(judged)
         findings += await self._shares_nothing(judged)
         findings += await self._one_tenant(judged)
         findings.sort(key=lambda one: (one.severity != "bad", -one.cost_share))
@@ -209,18 +210,22 @@ class Judge:
             text = one_text if len(seen) == 1 else f"{least}{len(seen):,} {many_text}, the last"
             yield _finding(code, "warn" if kind == "died" else "bad", f"{text}{who} at {when}.", at=last.at)
 
-    def _silent(self, judged: Judged) -> Iterator[Finding]:
-        """Engines whose heartbeats are missing: they get nothing new until one comes."""
-        silent = [
-            session for session in self._registry.sessions() if judged.peer.sees(session.tenant)
-            and not session.is_mover and any(member.suspect and not member.dead for member in session.members.values())
-        ]
-        if silent:
-            names = ", ".join(session.label or session.id for session in silent[:3])
-            who = f" ({names})" if judged.peer.may("read") else ""
-            one = f"An engine sends no heartbeats{who}, and gets nothing new until it does."
-            many = f"{len(silent)} engines send no heartbeats{who}, and get nothing new until they do."
-            yield _finding("engine_silent", "warn", one if len(silent) == 1 else many)
+    async def _silent(self, judged: Judged) -> list[Finding]:
+        """Engines whose heartbeats are missing: they get nothing new until one comes. Looks at all sessions, in
+        slices."""
+        silent, slices = list[SessionRecord](), Slices()
+        for session in self._registry.sessions():
+            await slices.give_turn()
+            is_silent = any(member.suspect and not member.dead for member in session.members.values())
+            if is_silent and not session.is_mover and judged.peer.sees(session.tenant):
+                silent.append(session)
+        if not silent:
+            return []
+        names = ", ".join(session.label or session.id for session in silent[:3])
+        who = f" ({names})" if judged.peer.may("read") else ""
+        one = f"An engine sends no heartbeats{who}, and gets nothing new until it does."
+        many = f"{len(silent)} engines send no heartbeats{who}, and get nothing new until they do."
+        return [_finding("engine_silent", "warn", one if len(silent) == 1 else many)]
 
     def _holds(self, judged: Judged) -> Iterator[Finding]:
         """A grant that is open for longer than any copy takes: what it holds cannot be evicted."""

@@ -102,8 +102,7 @@ def build(
     orders = OrderFile(Path(f"{settings.socket_path}.orders"))
     clears = Clears(pool.table, registry, journal, orders, settings.tier_names, background)
     mover_client = MoverClient(
-        pool, registry, tally.counters, clears, drain=drain, now_ms=clock.now_ms,
-        now_s=clocks.now_s,
+        pool, registry, tally.counters, clears, drain=drain, now_ms=clock.now_ms, now_s=clocks.now_s,
     )
     damage = DamageReports(pool, clocks.now_s, clears.damaged)
     feeds = Feeds(settings, pool.table, journal, clocks.wall_s, extras)
@@ -112,7 +111,8 @@ def build(
         kept=_kept(pool, "history", "quotas, and the history of hours and days"), wall_s=clocks.wall_s,
         beside={
             "hits": tally.hits, "namespaces": KeptNamespaces(registry, pool.table), "labels": labels,
-            "quotas": sessions.quotas, "troubles": troubles,
+            "quotas": sessions.quotas,
+            "troubles": troubles,
         },
     )
     _mark_changes(history, journal, sessions.quotas, access)

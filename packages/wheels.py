@@ -98,7 +98,7 @@ def targets(*, quick: bool) -> list[Target]:
 
 def target(arch: str, version: str) -> Target:
 
-    for folder in map(Path, filter(None, os.environ.get("KVDOCK_PYTHONS", "").split(":"))):
+    for folder in given_folders():
         tree = folder / arch / version
         if (include := tree / "usr/include" / f"python{version}" / "Python.h").is_file():
             return Target(arch, version, (include.parent, include.parent.parent), *in_tree(tree, arch, version))
@@ -111,6 +111,10 @@ def target(arch: str, version: str) -> Target:
     return Target(arch, version, (), ())
 
 
+def given_folders() -> list[Path]:
+    return [Path(name) for name in os.environ.get("KVDOCK_PYTHONS", "").split(":") if name]
+
+
 def target_headers(arch: str, version: str) -> tuple[Path, ...]:
     return (found[1],) if arch == platform.machine() and (found := native(version)) else ()
 
@@ -118,7 +122,8 @@ def target_headers(arch: str, version: str) -> tuple[Path, ...]:
 def native(version: str) -> tuple[str, Path] | None:
     """An interpreter of this machine, and its headers."""
     own = sys.executable if version == f"{sys.version_info.major}.{sys.version_info.minor}" else None
-    for program in filter(None, (own, shutil.which(f"python{version}"))):
+    path = os.pathsep.join([*(f"{folder}/bin" for folder in given_folders()), os.environ.get("PATH", os.defpath)])
+    for program in filter(None, (own, shutil.which(f"python{version}", path=path))):
         asked = "import sysconfig; print(sysconfig.get_path('include')); print(sysconfig.get_python_version())"
         done = subprocess.run([program, "-c", asked], capture_output=True, text=True)
         include, _, said = done.stdout.strip().partition("\n")

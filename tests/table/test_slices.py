@@ -10,6 +10,8 @@ from table_helpers import PAGE, Client, chain, key, new_table
 
 from kvdock._core import Table, TableError
 
+pytestmark = pytest.mark.security
+
 CHUNKS = 512
 END_GRANT, DROP_PIN, ABORT_CHUNK, CHANGE_STATE, END_PREFERENCE = 8, 1, 32, 64, 8
 """Units of work (csrc/base/work.h)."""

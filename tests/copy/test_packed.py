@@ -169,6 +169,28 @@ def test_bytes_that_are_no_packed_part_are_not_ok_even_with_their_checksum() -> 
         assert all(now == guard for (_, _, block), now in paged.blocks_now().items() if block not in (2, 4))
 
 
+def test_hostile_bytes_with_a_forged_checksum_reach_only_the_blocks_that_are_asked_for(tile_path: str) -> None:
+    """Books, marks, numbers of units and places of units are anything; blocks are skipped in the midst of tiles."""
+    paged = Paged("NL_X_NB_TWO_BS_NH_HS", torch.bfloat16, SHAPE)
+    fill(paged, "normal", 8)
+    shape = shape_of(paged, len(IDS))
+    slots, source, unpacked_ones = Slots(1, shape.packed_bytes), random.Random(8), 0
+    gather(paged, shape, slots.address(0), IDS)
+    whole = slots.read(0)
+    guard = bytes([GUARD]) * len(paged.block_bytes(0, 0, 0))
+    for _ in range(15):
+        slot = bytearray(whole)
+        for _ in range(source.randrange(1, 300)):
+            slot[source.randrange(16, len(slot))] = source.choice((0, 1, 32, 33, 255, source.randrange(256)))
+        slots.write(0, bytes(slot))
+        paged.fill_guard()
+        skip = source.randrange(len(INTO) + 1)
+        unpacked_ones += scatter(paged, shape, slots.address(0), INTO, checksum(bytes(slot)), skip).ok
+        written = {block for (_, _, block), now in paged.blocks_now().items() if now != guard}
+        assert written <= set(INTO[skip:]) and slots.guards_intact(1) and slots.read(0) == bytes(slot)
+    assert unpacked_ones >= 2, "most of the damage is not refused"
+
+
 def test_packed_and_raw_parts_may_be_copied_by_one_call() -> None:
     paged = Paged("NL_X_NB_TWO_BS_NH_HS", torch.bfloat16, SHAPE)
     fill(paged, "normal", 7)

@@ -155,6 +155,31 @@ def test_a_server_that_adopts_the_pool_finds_packed_parts_and_raw_ones(monkeypat
             assert_same(found, alone(config, tokens, STORED))
 
 
+FILLINGS = {"raw": ("off", USUAL), "packed": ("on", USUAL), "unfit": ("on", NONE)}
+
+
+@pytest.mark.parametrize(("pack", "room"), FILLINGS.values(), ids=FILLINGS)
+def test_a_full_pool_holds_as_many_tokens_as_its_bytes_say(
+    pack: str, room: Room, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`kvdock size` divides the pool by the bytes of a chunk; a chunk whose parts do not fit takes its raw bytes."""
+    give(room, monkeypatch)
+    config = bf16_config("gqa")
+    with ServerProcess(pool_bytes=2 * MIB, segment_bytes=2 * MIB) as server, Client(server.unix) as client:
+        filling = engine(server, config, "s", pack)
+        group = kvdock_of(filling).session.manifest.groups[0]
+        for seed in range(2 * MIB // group.part_bytes):
+            run_one(filling, prompt(seed, LENGTH), sampling(1))
+        assert filling.drain(20.0)
+        status, (space,) = client.status(), client.curve().namespaces
+        filling.close()
+    assert status.counters["evicted_chunks"] > 0, "the pool is full"
+    taken = group.part_bytes if room == NONE else space.chunk_bytes
+    fits = status.pool.limit_bytes // taken
+    assert space.chunk_bytes == group.slot_bytes
+    assert 0.9 * fits <= status.chunks.ready <= fits
+
+
 def test_damaged_packed_bytes_are_a_miss_and_are_not_unpacked(server: ServerProcess) -> None:
     config, salt, tokens = bf16_config("gqa"), unique("damaged"), prompt(12, LENGTH)
     first = engine(server, config, salt)

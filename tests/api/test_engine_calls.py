@@ -296,7 +296,7 @@ def test_every_call_of_the_clients_is_a_route_of_the_openapi(home: ServerProcess
     paths = msgspec.json.decode(raw(home.http, "GET", "/openapi.json")[2])["paths"]
     known = {(method.upper(), path) for path, methods in paths.items() for method in methods}
     said = {(call.method, call.path) for call in vars(calls).values() if isinstance(call, calls.Call)}
-    assert len(said) == 41 and said <= known
+    assert len(said) == 43 and said <= known
     both = paths["/v1/lookups"]["post"]
     for content in (both["requestBody"]["content"], both["responses"]["200"]["content"]):
         assert set(content) == {"application/json", "application/msgpack"}

@@ -307,8 +307,9 @@ def shell_variables(server: ServerProcess, engine: Engine, liveness: MemberLiven
 
 
 @pytest.mark.skipif(CURL is None, reason="curl is not installed here")
-def test_every_line_for_curl_works_as_it_stands(document: dict[str, Any]) -> None:
-    with ServerProcess(observe="stream,curve,kv_events") as server, Client(server.unix) as client:
+def test_every_line_for_curl_works_as_it_stands(document: dict[str, Any], tmp_path: Path) -> None:
+    tier = {"objects_url": tmp_path.as_uri()}
+    with ServerProcess(observe="stream,curve,kv_events", **tier) as server, Client(server.unix) as client:
         check_lines(server, client, document)
 
 

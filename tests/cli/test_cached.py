@@ -123,7 +123,9 @@ def test_status_says_what_was_saved_and_how_fast_engines_copy(server: ServerProc
     first, second = re.split(r"\n✗ ", text.partition("\n\n")[0])
     assert first.startswith("kvdock is up and costs time: ")
     assert first.split()[-7:] == ["Loads", "took", "1.5", "s", "longer", "than", "computing."]
-    assert second == "Loads took 1.5 s longer than computing the same tokens would have. → kvdock bench"
+    assert second == (
+        "In the last hour, loads of engine A took 1.5 s longer than computing the same tokens would have. → kvdock top"
+    )
     assert re.search(r"^saved +loads took 1\.5 s longer than computing would have$", text, re.MULTILINE)
     assert "\x1b[31mkvdock is up and costs time: " in kvdock("status", "--server", server.unix, FORCE_COLOR="1").stdout
     assert re.search(r"^saved +loads took 1\.5 s longer", said(server, "top", "--once"), re.MULTILINE)

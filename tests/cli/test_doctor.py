@@ -30,7 +30,7 @@ from kvdock.protocol.outcomes import Outcome
 from kvdock.protocol.schemas import ReportMismatch
 
 CHECKS = {"kvdock", "settings", "server", "access", "extension", "GPU kernels", "GPU copies", "shared memory",
-          "control group", "huge pages", "open files", "locked memory", "GPU", "nvcc", "pools"}
+          "control group", "huge pages", "open files", "locked memory", "GPU", "nvcc", "packing", "pools"}
 MIB = 1 << 20
 SMALL = {"KVDOCK_POOL_BYTES": "16MiB"}
 

@@ -19,6 +19,8 @@ from tier_helpers import KIB, Parts, patient, store_all
 from tier_subject import TierSubject, opened
 from tier_subjects import DiskSubject
 
+from kvdock.client.client import Client
+from kvdock.protocol.admin_schemas import EmptyTier
 from kvdock.protocol.mover_schemas import ContentsAnswer, ContentsQuestion
 from kvdock.tiers.mover import owner as owner_module
 from kvdock.tiers.mover.owner import LEASE_S, MARK_S, Lease, Owner, Removal, removals
@@ -269,6 +271,9 @@ def test_the_command_lists_what_tiers_have_and_removes_it(tmp_path: Path, kind: 
         said = kvdock(*clear, "--model", "org/model", "--tier", name, "--yes").stdout
         assert said.startswith(f"{records} records removed: 1 namespace, ")
         assert listed() == []
+        with Client(server.unix) as client:
+            again = client.empty_tier(EmptyTier(tier=name, namespaces=[engine.attachment.namespace.hex()]))
+        assert (again.objects, again.left_objects, again.error) == (0, 0, "")
         assert engine.lookup(keys).hit_tokens == 4 * CHUNK_TOKENS, "the pool has it still"
         engine.close()
 

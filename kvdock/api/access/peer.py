@@ -77,6 +77,8 @@ AUDIT = "kvdock.audit"
 """The name of the audit log's logger."""
 SHOWN_CHARACTERS = 200
 """The most characters of a body, an answer or a path in one line of the log."""
+READ_BYTES = 16 * SHOWN_CHARACTERS
+"""Of a body that may be as long as a body can be."""
 ACCESS_CODES = frozenset({"unauthenticated", "forbidden"})
 
 log = logging.getLogger(AUDIT)
@@ -97,5 +99,10 @@ def log_refusal(peer: Peer, method: str, path: str, error: ApiError) -> None:
 
 def _cut(text: bytes) -> str:
     """The text as ASCII in quotes, so that a caller's text cannot end a line or change its direction."""
-    shown = ascii(without_session_secrets(text.decode(errors="replace")))
-    return shown if len(shown) <= SHOWN_CHARACTERS else f"{shown[:SHOWN_CHARACTERS]}…"
+    begin = text
+    if len(text) > READ_BYTES:  # and no part of an id is left at its end
+        begin = text[:READ_BYTES].rstrip(b"0123456789abcdefABCDEF-")
+    shown = ascii(without_session_secrets(begin.decode(errors="replace")))
+    if len(shown) <= SHOWN_CHARACTERS and begin is text:
+        return shown
+    return f"{shown[:SHOWN_CHARACTERS]}…"

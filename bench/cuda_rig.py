@@ -18,8 +18,7 @@ from kvdock.api.pool.segments import SegmentPool
 from kvdock.datapath.copy import PartCopy
 from kvdock.datapath.cuda import CudaCopier, CudaHandle
 from kvdock.datapath.layout import PagedLayout, paged_layout
-from kvdock.datapath.registration import CudaRegister, Registration
-from kvdock.datapath.segments import AttachedSegments
+from kvdock.datapath.segments import AttachedSegments, CudaRegister, Registration
 from kvdock.datapath.tuning import Geometry
 from kvdock.shm.checksum import checksum
 from kvdock.shm.segment import SegmentInfo

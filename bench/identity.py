@@ -19,8 +19,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from kvdock.connectors import weight_files
-from kvdock.connectors.weight_files import digest_of_files
+from kvdock.connectors import weights
+from kvdock.connectors.weights import digest_of_files
 
 LAYER = {
     "q": (4096, 4096), "k": (1024, 4096), "v": (1024, 4096), "o": (4096, 4096), "gate": (14336, 4096),
@@ -75,8 +75,8 @@ def seconds(path: Path, *, whole: bool, cold: bool) -> float:
 def found_share(changed_bytes: int, changes: int, draw: random.Random) -> float:
     """The share of random changes of `changed_bytes` bytes, anywhere in a matrix of an MLP, that samples find."""
     size = _bytes(LAYER["gate"])
-    run = weight_files.Run(0, size, is_tensor=True)
-    read = list(weight_files._pieces(run, weight_files.STRETCH_BYTES))
+    run = weights.Run(0, size, is_tensor=True)
+    read = list(weights._pieces(run, weights.STRETCH_BYTES))
     found = 0
     for _ in range(changes):
         start = draw.randrange(size - changed_bytes)

@@ -25,7 +25,7 @@ from playwright.sync_api import Browser, Page, sync_playwright
 
 from bench.lookup_cpu import on_core_ns
 from bench.serving import Engine, ServerProcess, chain
-from kvdock.api.access.edits import add_token
+from kvdock.api.access.access_file import add_token
 from kvdock.client.client import Client
 from kvdock.protocol import schemas as s
 

@@ -22,10 +22,10 @@ from bench.floods.turns import measure_turns
 from kvdock.api import server
 from kvdock.api.http.connection import connection_class
 from kvdock.api.http.limits import ConnectionLimits
-from kvdock.api.http.listen import bind_unix
 from kvdock.api.log import ServerLog
 from kvdock.api.record.counters import Counters
 from kvdock.api.record.timings import Meter, Timings
+from kvdock.api.server import bind_unix
 from kvdock.api.settings import Settings
 from kvdock.client.client import Client
 from kvdock.datapath.liveness import MemberLiveness

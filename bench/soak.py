@@ -31,7 +31,7 @@ from pathlib import Path
 
 from bench.paged_engine import BLOCK, LONGEST_CHUNKS, PagedEngine, content_of, tokens_of
 from bench.serving import MIB
-from kvdock.api.access.edits import add_token, rotate_token
+from kvdock.api.access.access_file import add_token, rotate_token
 from kvdock.client.client import Client
 from kvdock.connectors.engine_connector import ConnectorSettings
 from kvdock.protocol.errors import ServerUnavailable

@@ -15,7 +15,7 @@ from bench.floods.honest import KEYS
 from bench.floods.kinds import Target
 from bench.floods.turns import LongestTurn
 from bench.serving import CHUNK_TOKENS, MIB, Engine, ServerProcess, chain
-from kvdock.api.access.edits import add_token
+from kvdock.api.access.access_file import add_token
 from kvdock.api.feeds.sse import KEPT_EVENTS
 from kvdock.client.client import Client
 from kvdock.datapath.liveness import MemberLiveness

@@ -22,12 +22,11 @@ from pathlib import Path
 
 from kvdock._core import KeyFilter
 from kvdock.shm.checksum import checksum
-from kvdock.tiers.disk.blocks import key_of, record_bytes
 from kvdock.tiers.disk.index import Index
 from kvdock.tiers.disk.io import Io, takes_direct
-from kvdock.tiers.disk.log import Log
+from kvdock.tiers.disk.log import Log, key_of, record_bytes
 from kvdock.tiers.disk.space import Space
-from kvdock.tiers.disk.stores import StoreBatch
+from kvdock.tiers.disk.tier import StoreBatch
 from kvdock.tiers.mover.tier_handle import own_pages
 from kvdock.tiers.record import PartName, Record
 from kvdock.tiers.tier import PAGE_BYTES, Deadline, ToStore

@@ -28,8 +28,8 @@ from bench.tiers import stores
 from bench.tiers.far import awaited, wait_until_used
 from kvdock.client.client import Client
 from kvdock.shm.checksum import checksum
-from kvdock.tiers.disk.blocks import SegmentBlock, key_of, record_bytes
 from kvdock.tiers.disk.index import Index, Row
+from kvdock.tiers.disk.log import SegmentBlock, key_of, record_bytes
 from kvdock.tiers.disk.tier import DiskTier, Sizes
 from kvdock.tiers.mover.tier_handle import own_pages
 from kvdock.tiers.record import PartName, Record

@@ -20,7 +20,7 @@ from kvdock.api.admin import Admin
 from kvdock.api.background import Background
 from kvdock.api.clock import Clocks, ServerClock
 from kvdock.api.feeds.feeds import Extras, Feeds
-from kvdock.api.http import routes_admin, routes_people, wire
+from kvdock.api.http import routes_people, wire
 from kvdock.api.http.dispatch import Dispatch
 from kvdock.api.http.engine_calls import ENGINE_CALLS, methods_at
 from kvdock.api.http.guard import Checks, Guard
@@ -29,18 +29,16 @@ from kvdock.api.http.limits import BodyCapacity
 from kvdock.api.http.openapi import TAGS, openapi_schema
 from kvdock.api.keeper import Keeper
 from kvdock.api.pool.damage import DamageReports
-from kvdock.api.pool.drain import Drain
 from kvdock.api.pool.kept_object import KeptObject
 from kvdock.api.pool.pool import Pool
 from kvdock.api.pool.quotas import Quotas, default_quota
-from kvdock.api.pool.registry import Names, Registry
-from kvdock.api.pool.sessions import Sessions
+from kvdock.api.pool.registry import KeptNamespaces, Names, Registry
+from kvdock.api.pool.sessions import Drain, Sessions
 from kvdock.api.record.beginnings import Beginnings
 from kvdock.api.record.curve import Curves
 from kvdock.api.record.history import SERIES, TIER_SERIES, History, Sampler
 from kvdock.api.record.hits import Answers
 from kvdock.api.record.journal import Journal
-from kvdock.api.record.kept_namespaces import KeptNamespaces
 from kvdock.api.record.labels import Labels
 from kvdock.api.record.tally import Learned, Tally
 from kvdock.api.record.timings import Meter, Pulse, Timings
@@ -165,7 +163,7 @@ def create_app(settings: Settings, parts: Parts, lifespan: Lifespan | None = Non
     """`lifespan` runs the background work (kvdock/api/server.py); tests of routes alone leave it out."""
     app = _routed_app(lifespan)
     app.state.handlers = parts.handlers
-    routes, checks = (*routes_people.router.routes, *routes_admin.router.routes), Checks(settings, parts.access)
+    routes, checks = (*routes_people.router.routes, *routes_people.router.routes), Checks(settings, parts.access)
     app.add_middleware(Guard, checks=checks, meter=parts.meter, routes=routes, methods_at=methods_at)
     return Dispatch(app, checks, parts.handlers, parts.meter)
 
@@ -198,7 +196,7 @@ def _routed_app(lifespan: Lifespan | None = None) -> FastAPI:
         },
     )
     # As they are: an app that includes a router makes its routes anew, for a third of the time that a start takes.
-    app.router.routes += [*routes_people.router.routes, *routes_admin.router.routes]
+    app.router.routes += [*routes_people.router.routes, *routes_people.router.routes]
     routes_people.add_static(app)
     for one in app.routes:
         one.matches(_ANY_CALL)  # the first call would wait for what FastAPI makes then, which takes 10 ms

@@ -2,13 +2,14 @@
 
 It binds both sockets, opens the pool, serves and drains; on SIGHUP it reads settings and access tokens again. At its
 end, unless it is killed, it removes the sockets, segments, table and lock file; a drain may keep the last three
-(kvdock/api/pool/drain.py). Start-up problems are StartupError, raised before anything is served. Imports neither torch
-nor numpy: the server has no GPU context and starts in under a second.
+(kvdock/api/pool/sessions.py). Start-up problems are StartupError, raised before anything is served. Imports neither
+torch nor numpy: the server has no GPU context and starts in under a second.
 """
 
 from __future__ import annotations
 
 import asyncio
+import errno
 import gc
 import itertools
 import logging
@@ -16,13 +17,15 @@ import os
 import secrets
 import signal
 import socket
+import stat
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from contextlib import ExitStack, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
+from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
+from pathlib import Path
 from types import FrameType
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import anyio
 import msgspec
@@ -40,15 +43,13 @@ from kvdock.api.errors import AccessFileError, SettingsError, StartupError
 from kvdock.api.feeds.feeds import open_extras
 from kvdock.api.http.connection import Connection, check_uvicorn, connection_class
 from kvdock.api.http.limits import ConnectionLimits, descriptors_wanted, raise_descriptors, unix_connections
-from kvdock.api.http.listen import bind_tcp, bind_unix
 from kvdock.api.keeper import Keeper
 from kvdock.api.log import set_format
-from kvdock.api.pool.drain import Drain
-from kvdock.api.pool.handover import HAND_OVER
+from kvdock.api.pool.adopt import HAND_OVER
 from kvdock.api.pool.pool import Pool, open_pool
+from kvdock.api.pool.sessions import Drain
 from kvdock.api.record.journal import Journal
-from kvdock.api.service_manager import ServiceManager
-from kvdock.api.settings import Settings
+from kvdock.api.settings import Settings, is_loopback
 from kvdock.api.tiers.process import MoverProcess
 from kvdock.protocol.admin_schemas import Limits
 from kvdock.protocol.errors import ApiError
@@ -399,3 +400,154 @@ def uvicorn_config(app: ASGIApp, connections: type[Connection]) -> uvicorn.Confi
 def _url(tcp: socket.socket) -> str:
     host, port = tcp.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+# --------------------------------------------------------------------------- the service manager
+
+# Tells the service manager how the server is, in systemd's protocol: datagrams to the socket that NOTIFY_SOCKET names.
+#
+# `Type=notify` in a unit means that the service counts as started only once it says so. Without a service manager
+# nothing is sent.
+
+WATCHDOG_SHARE: Final = 3
+"""A watchdog gets this many messages within its time."""
+
+
+class ServiceManager:
+    """Every method may be called at any time: a message that cannot be sent is lost, which the manager will notice."""
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        name = environ.get("NOTIFY_SOCKET", "")
+        self._address = f"\0{name[1:]}" if name.startswith("@") else name
+        is_watched = environ.get("WATCHDOG_PID", "") in ("", str(os.getpid()))
+        watchdog_us = environ.get("WATCHDOG_USEC", "")
+        self._watch_s = int(watchdog_us) / 1e6 / WATCHDOG_SHARE if is_watched and watchdog_us.isdigit() else 0.0
+        self._watched_s = 0.0
+
+    def ready(self, status: str) -> None:
+        """The server answers, or has read its settings again. `status`: one line for people."""
+        self._send(f"READY=1\nSTATUS={status.splitlines()[0]}")
+
+    def reloading(self) -> None:
+        self._send(f"RELOADING=1\nMONOTONIC_USEC={time.clock_gettime_ns(time.CLOCK_MONOTONIC) // 1000}")
+
+    def stopping(self, status: str) -> None:
+        self._send(f"STOPPING=1\nSTATUS={status}")
+
+    def alive(self) -> None:
+        """Call it often from the event loop: it sends as often as the watchdog wants."""
+        now_s = time.monotonic()
+        if self._watch_s and now_s - self._watched_s >= self._watch_s:
+            self._watched_s = now_s
+            self._send("WATCHDOG=1")
+
+    def _send(self, message: str) -> None:
+        if not self._address:
+            return
+        with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as sock:
+            sock.sendto(message.encode(), self._address)
+
+
+# --------------------------------------------------------------------------- the listening sockets
+
+# Binds the two listening sockets. A live server's address is refused; a dead server's is taken over.
+
+
+
+@contextmanager
+def bind_tcp(host: str, port: int) -> Iterator[socket.socket]:
+    """A bound socket, not yet listening; port 0: the system chooses. Warns beyond loopback: the port has no TLS, and
+    access tokens cross it. Raises StartupError: address_in_use, bad_address."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except socket.gaierror as error:
+        raise StartupError("bad_address", f"host {host!r}: {error.strerror}") from error
+    with socket.socket(family, kind, protocol) as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            sock.bind(address)
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise StartupError("address_in_use", f"port {port} on {host} is in use: choose another") from error
+            raise StartupError("bad_address", f"cannot listen on {host}:{port}: {error.strerror}") from error
+        if not is_loopback(host):
+            log.warning(
+                "the port on %s speaks plain HTTP: whoever can read the network there reads access tokens and answers; "
+                "keep it on loopback, behind a proxy with TLS (docs/operate/security.md)", host,
+            )
+        yield sock
+
+
+@contextmanager
+def bind_unix(path: str) -> Iterator[socket.socket]:
+    """A bound socket whose file has mode 0600; the file is removed at the end if it is still the same one.
+
+    Raises StartupError: socket_in_use if a live server answers there, bad_address if the file is something else, or if
+    others could put something else in its place."""
+    _require_own_folder(Path(path).absolute().parent)
+    _remove_stale(path)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+        umask = os.umask(0o177)  # nobody else may connect, not even between bind and a chmod
+        try:
+            sock.bind(path)
+            sock.listen()  # at once: a socket that refuses connections would look stale to another server
+        except OSError as error:
+            raise StartupError("bad_address", f"cannot make the socket {path}: {error.strerror}") from error
+        finally:
+            os.umask(umask)
+        inode = _inode(path)
+        try:
+            yield sock
+        finally:
+            if _inode(path) == inode:
+                Path(path).unlink()
+
+
+def _require_own_folder(folder: Path) -> None:
+    """Makes a missing folder, which only this user can open."""
+    try:
+        with suppress(FileExistsError):
+            folder.mkdir(mode=0o700)
+        found, link = folder.stat(), folder.lstat()
+    except OSError as error:
+        raise StartupError("bad_address", f"socket folder {folder}: {error.strerror}") from error
+    if not {found.st_uid, link.st_uid} <= {os.geteuid(), 0} or found.st_mode & 0o022:
+        raise StartupError(
+            "bad_address",
+            f"socket folder {folder}: found {stat.filemode(found.st_mode)} of user {found.st_uid}, wanted one that "
+            f"nobody but user {os.geteuid()} or root can write to: choose another socket_path",
+        )
+
+
+def _remove_stale(path: str) -> None:
+    try:
+        mode = Path(path).lstat().st_mode
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise StartupError("bad_address", f"socket path {path}: {error.strerror}") from error
+    if not stat.S_ISSOCK(mode):
+        raise StartupError("bad_address", f"{path} exists and is no socket: choose another socket_path")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(path)
+        except (ConnectionRefusedError, FileNotFoundError):
+            pass  # nobody listens: its server is dead
+        except OSError as error:
+            raise StartupError("socket_in_use", f"socket {path}: {error}") from error
+        else:
+            raise StartupError("socket_in_use", f"another server answers at {path}: choose another socket_path")
+    try:
+        Path(path).unlink(missing_ok=True)
+    except OSError as error:
+        raise StartupError("bad_address", f"cannot replace the stale socket {path}: {error.strerror}") from error
+
+
+def _inode(path: str) -> int | None:
+    try:
+        return Path(path).stat().st_ino
+    except FileNotFoundError:
+        return None

@@ -36,9 +36,17 @@ from kvdock.protocol import schemas as s
 from kvdock.protocol.errors import ApiError
 from kvdock.protocol.forms import Form, HoldReply, LookupReply, ReserveReply
 from kvdock.protocol.kv_events import BlockNames
-from kvdock.protocol.names import MAX_LABEL, is_label
 from kvdock.protocol.schemas import BeingStored, Hint, HintAnswer
-from kvdock.protocol.wire_types import KEY_BYTES, MAX_ANSWERS, MAX_ENTRIES, MAX_STORE_KEYS, Carrier, RefusedRelease
+from kvdock.protocol.wire_types import (
+    KEY_BYTES,
+    MAX_ANSWERS,
+    MAX_ENTRIES,
+    MAX_LABEL,
+    MAX_STORE_KEYS,
+    Carrier,
+    RefusedRelease,
+    is_label,
+)
 
 SLICE_ANSWERS = 64
 """How many answers of a heartbeat are handled at once."""

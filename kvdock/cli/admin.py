@@ -39,10 +39,9 @@ from kvdock.protocol.admin_schemas import (
     PinChunks,
     TenantView,
 )
-from kvdock.protocol.names import MAX_LABEL, is_label
 from kvdock.protocol.readable import exact_bytes
 from kvdock.protocol.schemas import Lookup
-from kvdock.protocol.wire_types import MAX_KEYS, OWN_TENANT, Tenant
+from kvdock.protocol.wire_types import MAX_KEYS, MAX_LABEL, OWN_TENANT, Tenant, is_label
 
 DRAIN_LOOK_S = 0.5
 """How often `drain --wait` looks at what is open."""

@@ -45,7 +45,7 @@ from kvdock.datapath.pack_rates import PackRates, kept_pack_rates
 from kvdock.datapath.tuning import Calibration, cached_tunings
 from kvdock.protocol.access import ADDRESS_VARIABLE, TOKEN_FILE_VARIABLE, PrivateFileError, read_token, trusted_uid_in
 from kvdock.protocol.errors import ApiError, ServerUnavailable
-from kvdock.protocol.verdict import Verdict
+from kvdock.protocol.reports import Verdict
 from kvdock.shm.errors import ForeignObject, ShmError
 from kvdock.shm.objects import foreign_objects, pool_objects
 from kvdock.tiers.mover.opening import try_to_open

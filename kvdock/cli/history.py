@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
-from kvdock.api.pool.sums import Hits
+from kvdock.api.pool.registry import Hits
 from kvdock.cli.client import print_json, reached
 from kvdock.cli.errors import WRONG, CommandError
 from kvdock.cli.help import Moment

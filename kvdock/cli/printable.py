@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvdock.protocol.names import UNSEEN
+from kvdock.protocol.wire_types import UNSEEN
 
 
 def printable(text: str) -> str:

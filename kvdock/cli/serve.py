@@ -122,7 +122,7 @@ def _refusal(config: MoverConfig) -> tuple[bool, str]:
 
 def make_room(settings: Settings) -> None:
     """Asks the server at the socket, if there is one, to end and to leave its pool to this one."""
-    from kvdock.api.pool.handover import ask_to_leave
+    from kvdock.api.pool.adopt import ask_to_leave
 
     if settings.adopt == "never":
         raise StartupError("not_adoptable", "--takeover keeps the pool, --adopt=never removes it: choose one")

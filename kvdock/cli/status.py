@@ -26,9 +26,8 @@ from kvdock.cli.render import brief, counted, duration, percent, printable, say,
 from kvdock.client.client import Client
 from kvdock.protocol.errors import ApiError
 from kvdock.protocol.hits import HitTotals
-from kvdock.protocol.reports import DayOfHits, MoverView, PoolView, Stats, Status, TierView
+from kvdock.protocol.reports import DayOfHits, Finding, MoverView, PoolView, Stats, Status, TierView, Verdict
 from kvdock.protocol.schemas import MOVER_LABEL, SessionView
-from kvdock.protocol.verdict import Finding, Verdict
 
 SILENT_S = 5.0
 """A mover that has not reported for this long hangs, or is starting."""

@@ -24,7 +24,7 @@ SHOWN_DIGITS = 12
 
 def complete_name(context: typer.Context, incomplete: str) -> list[str]:
     """Shell completion: the names in the access file."""
-    from kvdock.api.access.edits import tokens_in
+    from kvdock.api.access.access_file import tokens_in
     from kvdock.api.errors import AccessFileError, SettingsError
 
     try:
@@ -88,7 +88,7 @@ def token_add(
     Adds the token's name, digest and scopes to the access file, which is created if it is missing. Store the token in a
     file with mode 0600 and name that file in KVDOCK_ACCESS_TOKEN_FILE, or enter it in the status page.
     """
-    from kvdock.api.access.edits import add_token
+    from kvdock.api.access.access_file import add_token
     from kvdock.protocol.calls import INCLUDED
 
     known = [scope for scope in INCLUDED if scope in scopes]
@@ -110,7 +110,7 @@ def token_list(access_file: AccessFile = "", as_json: AsJson = False) -> None:
     from rich.table import Column, Table
     from rich.text import Text
 
-    from kvdock.api.access.edits import tokens_in
+    from kvdock.api.access.access_file import tokens_in
     from kvdock.cli.client import print_json
     from kvdock.cli.render import say
 
@@ -151,7 +151,7 @@ def token_rotate(
     The new token has the name, scopes, tenant and quota of the old one. With --grace, both work for that time; without
     it, the old one and all earlier ones of the name end at once, and with them the streams that they opened.
     """
-    from kvdock.api.access.edits import rotate_token
+    from kvdock.api.access.access_file import rotate_token
 
     path, now = _path(access_file), datetime.now(UTC)
     try:
@@ -173,7 +173,7 @@ def token_revoke(name: Name, access_file: AccessFile = "", as_json: AsJson = Fal
     A running server refuses them once it has read the file again. Engines that use them keep the memory that they
     hold, and get no more: end their processes, too. A quota in the entry goes with it.
     """
-    from kvdock.api.access.edits import revoke_token
+    from kvdock.api.access.access_file import revoke_token
     from kvdock.cli.client import print_json
     from kvdock.cli.render import counted, printable, say
 
@@ -226,7 +226,7 @@ def _shown(token: Token, now: datetime) -> Shown:
 
 def _print(text: str, name: str, path: str, *, as_json: bool) -> None:
     """Prints a new token, and with `--json` what the file says of it."""
-    from kvdock.api.access.edits import tokens_in
+    from kvdock.api.access.access_file import tokens_in
     from kvdock.cli.client import print_json
 
     if not as_json:

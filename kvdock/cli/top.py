@@ -53,8 +53,7 @@ from kvdock.cli.status import (
 )
 from kvdock.client.client import Client
 from kvdock.protocol.errors import ApiError, ServerUnavailable
-from kvdock.protocol.reports import PoolView, RequestView, Stats, Status
-from kvdock.protocol.verdict import Verdict
+from kvdock.protocol.reports import PoolView, RequestView, Stats, Status, Verdict
 
 PATIENCE_S = 1.0
 """The timeout of a call. While a call waits, keys are not read, so a slower server counts as lost."""

@@ -37,8 +37,8 @@ from kvdock.protocol.reports import (
     Requests,
     Stats,
     Status,
+    Verdict,
 )
-from kvdock.protocol.verdict import Verdict
 from kvdock.protocol.wire_types import (
     API_VERSION,
     KEY_BYTES,

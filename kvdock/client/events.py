@@ -12,8 +12,8 @@ import msgspec
 from kvdock.client.transport import Address
 from kvdock.protocol.access import authorization
 from kvdock.protocol.calls import EVENTS
-from kvdock.protocol.decoders import decoder_of
 from kvdock.protocol.errors import ApiError, ServerUnavailable
+from kvdock.protocol.forms import decoder_of
 from kvdock.protocol.reports import Problem
 
 SILENCE_S = 60.0

@@ -24,8 +24,8 @@ import msgspec
 
 from kvdock.protocol.access import NOBODY, require_trusted_server
 from kvdock.protocol.calls import Call
-from kvdock.protocol.decoders import decoder_of
 from kvdock.protocol.errors import ApiError, KvdockError, ServerUnavailable
+from kvdock.protocol.forms import decoder_of
 from kvdock.protocol.reports import Problem
 
 RECEIVE_BYTES = 1 << 16

@@ -23,7 +23,6 @@ from kvdock.connectors.background import Background
 from kvdock.connectors.chunk_statistics import ChunkStatistics
 from kvdock.connectors.cost import UNLIMITED, LoadChoice, LoadLimits
 from kvdock.connectors.interface import BlocksRead, GroupBlocks, LoadDone, LookupResult, Progress, StoreDone
-from kvdock.connectors.load_once import LoadOnce
 from kvdock.connectors.lookups import LookupRecord
 from kvdock.connectors.outcomes import EngineOutcomes
 from kvdock.connectors.plans import LoadPlan, StorePlan
@@ -32,7 +31,7 @@ from kvdock.connectors.requests import ChunkObserver, RequestCallbacks
 from kvdock.connectors.scheduler import SchedulerConnector
 from kvdock.connectors.session import Attachment, EngineSession, Identity, SessionObserver
 from kvdock.connectors.stores import StoreBatch, StoreOffer
-from kvdock.connectors.waits import AwaitTiers, Waits
+from kvdock.connectors.waits import AwaitTiers, LoadOnce, Waits
 from kvdock.connectors.worker import WorkerConnector
 from kvdock.datapath.cuda import CopyTuning
 from kvdock.datapath.devices import Device

@@ -12,6 +12,7 @@ Threads: heartbeats have a thread of their own. Every method may be called from 
 from __future__ import annotations
 
 import logging
+import os
 import random
 import threading
 from collections import Counter
@@ -22,10 +23,8 @@ from functools import partial
 from kvdock.client.client import Client
 from kvdock.connectors.errors import RefusedError
 from kvdock.connectors.outcomes import OutcomeBuffer
-from kvdock.connectors.remedies import remedy
 from kvdock.datapath.liveness import MemberLiveness
-from kvdock.datapath.registration import Register, SegmentRegistrar
-from kvdock.datapath.segments import AttachedSegments
+from kvdock.datapath.segments import AttachedSegments, Register, SegmentRegistrar
 from kvdock.datapath.threads import new_thread
 from kvdock.protocol.errors import ApiError, ServerUnavailable
 from kvdock.protocol.schemas import (
@@ -42,8 +41,8 @@ from kvdock.protocol.schemas import (
     SessionAttached,
 )
 from kvdock.protocol.wire_types import MAX_ENTRIES, MAX_WEIGHTS
-from kvdock.shm.errors import AttachError, SegmentNotRegistered
-from kvdock.shm.objects import lock_path, pool_exists
+from kvdock.shm.errors import AttachError, ForeignObject, SegmentNotRegistered
+from kvdock.shm.objects import SHM_DIR, lock_path, pool_exists
 from kvdock.shm.segment import SegmentInfo
 
 # --------------------------------------------------------------------------------
@@ -631,3 +630,34 @@ def notify(session: EngineSession, attachment: Attachment, call: Callable[..., o
         call(*arguments)
     except (ServerUnavailable, ApiError) as error:
         session.lost(attachment, error)
+
+
+# --------------------------------------------------------------------------- remedies
+
+# What a person can do about an engine that does not reach its server.
+
+ONE_USER = "run engine and server as one user, or let access_token_file name an access token (kvdock token)"
+START = "start one with `kvdock serve`, or name its address in KVDOCK_ADDRESS"
+SAME_SHM = (
+    f"the server answers, and its {SHM_DIR} is not the one of this process: in containers, give both the host's, as "
+    "with --ipc=host"
+)
+
+
+def remedy(error: BaseException) -> str:
+    """A sentence without a full stop; "": none is known."""
+    if isinstance(error, ApiError):
+        return ONE_USER if error.code in ("unauthenticated", "forbidden") else ""
+    if isinstance(error, ServerUnavailable):
+        return _of_connection(error.__cause__)
+    if isinstance(error, ForeignObject):
+        return ONE_USER
+    if isinstance(error, FileNotFoundError) and str(error.filename).startswith(f"{SHM_DIR}/"):
+        return SAME_SHM
+    return ""
+
+
+def _of_connection(cause: BaseException | None) -> str:
+    if isinstance(cause, PermissionError):
+        return "" if os.geteuid() == 0 else ONE_USER  # what root can do, require_trusted_server has said
+    return START if isinstance(cause, (FileNotFoundError, ConnectionRefusedError)) else ""

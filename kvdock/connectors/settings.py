@@ -55,7 +55,7 @@ class EngineSettings(LoadLimits):
     """A name for the weights; empty: a digest of the model's files names them (kvdock/connectors/weights.py)."""
     read_all_weights: bool = False
     """Whether the digest of the model's files is of all their bytes, instead of samples of large tensors
-    (kvdock/connectors/weight_files.py)."""
+    (kvdock/connectors/weights.py)."""
     trust_weight_versions: bool = True
     """Whether the version that the engine gives to weights that change while it runs identifies them: engines that
     started with equal weights share KV under equal versions. False: changed weights are private to their engine

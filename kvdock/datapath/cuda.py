@@ -7,7 +7,7 @@
     handle.done() | wait() | copier.fileno()          for the CPU
 
 The native core opens the CUDA driver itself and works in the primary context, so a PagedLayout can describe tensors of
-any torch version. Slots lie in memory that the driver knows: registered segments (registration.py), or CudaSlotMemory
+any torch version. Slots lie in memory that the driver knows: registered segments (segments.py), or CudaSlotMemory
 on the device.
 
 Invariants: those of copy.py; gather(), scatter() and order() do not wait for the GPU, with two exceptions: when the

@@ -12,7 +12,7 @@ from kvdock.datapath.cuda import CopyTuning, CudaCopier, require_cuda
 from kvdock.datapath.cuda_packed import PackedCudaCopier
 from kvdock.datapath.errors import DeviceUnknown
 from kvdock.datapath.layout import PagedLayout
-from kvdock.datapath.registration import CudaRegister, Register
+from kvdock.datapath.segments import CudaRegister, Register
 from kvdock.datapath.tuning import tuned
 
 

@@ -6,11 +6,10 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from kvdock.protocol.names import PrefixLabel
 from kvdock.protocol.readable import LogLevel
 from kvdock.protocol.reports import LeaseView, TierContents, UseTotals
 from kvdock.protocol.schemas import Manifest, MemberView, SessionView
-from kvdock.protocol.wire_types import MAX_KEYS, Answer, Body, Hex64, Identity, Key, Name, Tenant
+from kvdock.protocol.wire_types import MAX_KEYS, Answer, Body, Hex64, Identity, Key, Name, PrefixLabel, Tenant
 
 MAX_PIN_S = 366 * 86400.0
 _Keys = Annotated[list[Key], msgspec.Meta(min_length=1, max_length=MAX_KEYS)]

@@ -20,9 +20,9 @@ from kvdock.protocol.reports import (
     Requests,
     Stats,
     Status,
+    Verdict,
 )
 from kvdock.protocol.schemas import HintAnswer
-from kvdock.protocol.verdict import Verdict
 from kvdock.protocol.wire_types import Scope
 
 A = TypeVar("A")

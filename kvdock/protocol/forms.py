@@ -6,9 +6,10 @@ encoded from the table and embed them: no Python object is made for a part.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from mmap import mmap
-from typing import Final, Generic, NamedTuple, TypeVar
+from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 import msgspec
 
@@ -113,3 +114,30 @@ def invalid_body(error: msgspec.ValidationError) -> ApiError:
     if not at:
         return ApiError("invalid_body", str(error), found="$", wanted=str(error))
     return ApiError("invalid_body", str(error), found=path.removesuffix("`"), wanted=what)
+
+
+# --------------------------------------------------------------------------- decoders
+
+# Decoders of messages, each made once in a process, by any thread.
+#
+# msgspec describes a type when the type's first decoder is made, and keeps the description with the type from the
+# start. A thread that makes another decoder of the type meanwhile finds it half done, and the process can end with
+# SIGSEGV (seen with msgspec 0.22). So one thread at a time makes decoders here.
+
+M = TypeVar("M")
+
+_LOCK: Final = threading.Lock()
+_MADE: Final[dict[tuple[type, bool], Any]] = {}
+
+
+def decoder_of(message: type[M], *, packed: bool) -> msgspec.json.Decoder[M] | msgspec.msgpack.Decoder[M]:
+    """`packed`: the messages are MessagePack; else they are JSON."""
+    key = (message, packed)
+    made: msgspec.json.Decoder[M] | msgspec.msgpack.Decoder[M] | None = _MADE.get(key)
+    if made is None:
+        with _LOCK:
+            made = _MADE.get(key) or (
+                msgspec.msgpack.Decoder(message) if packed else msgspec.json.Decoder(message)
+            )
+            _MADE[key] = made
+    return made

@@ -32,7 +32,7 @@ def worth_chunks(
 
     The mover decides, with the chunks that a tier has and the time that is left (kvdock/tiers/mover/fetches.py). The
     engine passes on its terms: how long the request may wait, and how fast it computes. The server
-    (kvdock/api/tiers/tier_state.py) asks the same with the speed that the mover reported last and as if the tier had
+    (kvdock/api/tiers/mover_client.py) asks the same with the speed that the mover reported last and as if the tier had
     every chunk, only in order to refuse at once: where nothing is worth it for all chunks, nothing is for fewer.
     Without that, a request that no tier can serve in time would wait for a round trip through the mover, and for the
     step of its engine in which it is looked up again.

@@ -16,7 +16,6 @@ import msgspec
 from kvdock._core import SEGMENT_IDS
 from kvdock.protocol.keys import HASH_FUNCTION
 from kvdock.protocol.kv_events import Naming
-from kvdock.protocol.names import PrefixLabel
 from kvdock.protocol.outcomes import Reporting
 from kvdock.protocol.reports import Used
 from kvdock.protocol.wire_types import (
@@ -40,6 +39,7 @@ from kvdock.protocol.wire_types import (
     Keys,
     Label,
     Name,
+    PrefixLabel,
     Rank,
     Ranks,
     Readers,

@@ -38,8 +38,8 @@ from kvdock.api.access.access_file import AccessFile, entry
 from kvdock.api.access.peer import NOBODY, peer_of
 from kvdock.api.errors import AccessFileError, SettingsError
 from kvdock.api.http.connection import connection_class
-from kvdock.api.http.examples import BODIES
 from kvdock.api.http.limits import ConnectionLimits
+from kvdock.api.http.openapi import BODIES
 from kvdock.api.record.counters import Counters
 from kvdock.api.record.timings import Meter, Timings
 from kvdock.api.settings import Settings

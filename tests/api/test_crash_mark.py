@@ -15,7 +15,7 @@ from api_helpers import ServerProcess, attach, keys, unique
 from cli_helpers import kvdock
 from connector_helpers import mortal
 
-from kvdock.api.pool.crash_mark import TRUSTED_S, CrashMark
+from kvdock.api.pool.adopt import TRUSTED_S, CrashMark
 from kvdock.api.pool.lock import secret_of
 from kvdock.client.client import Client
 from kvdock.shm import objects as shm
@@ -108,7 +108,7 @@ def test_a_pool_that_was_used_for_long_is_trusted(tmp_path: Path) -> None:
     program = f"""
 import os, signal, sys
 from pathlib import Path
-from kvdock.api.pool.crash_mark import TRUSTED_S, CrashMark
+from kvdock.api.pool.adopt import TRUSTED_S, CrashMark
 now_s = [5.0]
 mark = CrashMark(Path({str(tmp_path / "mark")!r}), lambda: now_s[0])
 mark.begin(catches_signals=True)

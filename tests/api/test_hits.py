@@ -11,8 +11,7 @@ import pytest
 from api_helpers import MIB, Engine, ServerProcess, attach, eventually, kept_of, keys
 from server_fixtures import fresh_server
 
-from kvdock.api.record.hit_record import MOST_DAYS, MOST_MODELS, OTHERS, HitRecord, Whose
-from kvdock.api.record.hits import Answered, Missing, divided
+from kvdock.api.record.hits import MOST_DAYS, MOST_MODELS, OTHERS, Answered, HitRecord, Missing, Whose, divided
 from kvdock.client.client import Client
 from kvdock.protocol.admin_schemas import ClearCache, DeleteChunks, EvictChunks
 from kvdock.protocol.hits import ComputedWhy, HitTotals, PromptRun

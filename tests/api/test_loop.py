@@ -30,11 +30,10 @@ from kvdock.api.background import Background
 from kvdock.api.build import build
 from kvdock.api.clock import Clocks, ServerClock
 from kvdock.api.keeper import EVICT_SLICE_CHUNKS
-from kvdock.api.pool.drain import Drain
 from kvdock.api.pool.pool import Pool, open_pool
 from kvdock.api.pool.quotas import UNLIMITED, Quotas
 from kvdock.api.pool.registry import Names, Registry
-from kvdock.api.pool.sessions import Sessions
+from kvdock.api.pool.sessions import Drain, Sessions
 from kvdock.api.record.journal import Journal
 from kvdock.api.record.labels import MOST_NAMES, Labels
 from kvdock.api.record.troubles import Troubles

@@ -11,7 +11,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.openmetrics import parser
 from prometheus_client.parser import text_string_to_metric_families as classic
 
-from kvdock.api.http.accept import preferred
+from kvdock.api.http.routes_people import preferred
 from kvdock.api.record.timings import BOUNDS_S, Timings
 from kvdock.client.client import Client
 from kvdock.protocol.outcomes import Outcome

@@ -21,7 +21,7 @@ from api_helpers import MIB, NOBODYS, Engine, ServerProcess, attach, eventually,
 from paths import ROOT
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvdock.api.http import examples
+from kvdock.api.http import openapi
 from kvdock.api.http.openapi import wire_structs
 from kvdock.api.record.timings import BOUNDS_S, Pulse, Timings
 from kvdock.api.reports.metrics import FRESH_S
@@ -294,7 +294,7 @@ def test_every_body_and_answer_has_an_example_of_its_own_struct(document: dict[s
 
 def shell_variables(server: ServerProcess, engine: Engine, liveness: MemberLiveness) -> dict[str, str]:
     """Ids of this server for what examples call by other names; each call gets a lease and a reservation."""
-    chain = examples.KEYS
+    chain = openapi.KEYS
     engine.store(chain, store=unique("s"))
     request = unique("r")
     lease = engine.lookup(chain, request=request).lease
@@ -319,7 +319,7 @@ def check_lines(server: ServerProcess, client: Client, document: dict[str, Any])
     for method, path, described in calls(document):
         engine = attach(client, model=unique("curl"))
         (sample,) = described["x-codeSamples"]
-        line = sample["source"].replace(examples.BASE_URL, address) + " -w '\\n%{http_code}'"
+        line = sample["source"].replace(openapi.BASE_URL, address) + " -w '\\n%{http_code}'"
         variables = shell_variables(server, engine, liveness)
         done = subprocess.run(
             ["/bin/sh", "-c", line], env={**os.environ, **variables}, capture_output=True, text=True, timeout=30

@@ -31,11 +31,10 @@ from server_fixtures import fresh_server
 
 from kvdock.api.access.access_file import entry
 from kvdock.api.clock import ServerClock
-from kvdock.api.pool.drain import Drain
 from kvdock.api.pool.pool import Pool, open_pool
 from kvdock.api.pool.quotas import Quotas, default_quota, tenant_id
 from kvdock.api.pool.registry import Names, Registry, SessionRecord, digest16
-from kvdock.api.pool.sessions import Sessions
+from kvdock.api.pool.sessions import Drain, Sessions
 from kvdock.api.settings import Settings
 from kvdock.client.client import Client
 from kvdock.datapath.liveness import MemberLiveness

@@ -14,8 +14,7 @@ from api_helpers import NOBODYS, ServerProcess, access_file, eventually, kept_of
 from kvdock.api.access.access_file import entry
 from kvdock.api.pool.kept_object import KeptObject
 from kvdock.api.record.counters import Counters
-from kvdock.api.record.history import KEPT_LEVELS, History
-from kvdock.api.record.marks import MOST_MARKS
+from kvdock.api.record.history import KEPT_LEVELS, MOST_MARKS, History
 from kvdock.client.client import Client
 from kvdock.protocol.admin_schemas import AskedQuota, PatchConfig
 from kvdock.protocol.events import LimitsChanged

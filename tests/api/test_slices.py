@@ -20,8 +20,7 @@ from turns import turns_of
 from kvdock.api import turns as slices_of_time
 from kvdock.api.keeper import Keeper
 from kvdock.api.pool.registry import KEYS_OF_PART, SLICE_SESSIONS
-from kvdock.api.record.hit_record import Whose
-from kvdock.api.record.hits import MOST_ANSWERS
+from kvdock.api.record.hits import MOST_ANSWERS, Whose
 from kvdock.api.server import YOUNG_S, collect_young
 from kvdock.api.service import SLICE_RELEASES
 from kvdock.api.turns import SLICE_WORK

@@ -16,7 +16,7 @@ from cli_helpers import TIMEOUT_S, first_line, kvdock, kvdock_serve, refusal
 from frozen import frozen
 
 from kvdock.api.errors import StartupError
-from kvdock.api.pool.handover import ask_to_leave
+from kvdock.api.pool.adopt import ask_to_leave
 from kvdock.client.client import Client
 from kvdock.shm.objects import pool_objects
 

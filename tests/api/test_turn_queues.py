@@ -20,9 +20,9 @@ from starlette.types import Receive, Scope, Send
 from kvdock.api import server
 from kvdock.api.http.connection import connection_class
 from kvdock.api.http.limits import ConnectionLimits
-from kvdock.api.http.listen import bind_tcp
 from kvdock.api.record.counters import Counters
 from kvdock.api.record.timings import Meter, Timings
+from kvdock.api.server import bind_tcp
 from kvdock.api.turns import CALLS_WAITING, LONG_READ_BYTES, READS_OF_TURN, ReadTurns, next_call, next_slice
 
 pytestmark = pytest.mark.security

@@ -15,7 +15,7 @@ from server_fixtures import fresh_server
 from tier_server import mover, movers, with_disk
 
 from kvdock.api.access.access_file import entry
-from kvdock.api.record.hit_record import MOST_ENGINES, Lately, Whose
+from kvdock.api.record.hits import MOST_ENGINES, Lately, Whose
 from kvdock.api.record.troubles import Troubles
 from kvdock.api.reports import verdict as rules
 from kvdock.api.reports.verdict import fall_of
@@ -23,8 +23,7 @@ from kvdock.client.client import Client
 from kvdock.protocol import schemas as s
 from kvdock.protocol.hits import HitTotals
 from kvdock.protocol.outcomes import Outcome, OutcomeView
-from kvdock.protocol.reports import DayOfHits
-from kvdock.protocol.verdict import REMEDIES, Verdict
+from kvdock.protocol.reports import REMEDIES, DayOfHits, Verdict
 
 server = fresh_server()
 TEAM_A = "team-a-" + "1" * 32

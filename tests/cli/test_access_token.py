@@ -16,8 +16,7 @@ import pytest
 from api_helpers import ServerProcess, access_file, eventually, raw
 from cli_helpers import kvdock, refusal
 
-from kvdock.api.access.access_file import Token, digest_of, read
-from kvdock.api.access.edits import add_token, revoke_token, rotate_token, tokens_in
+from kvdock.api.access.access_file import Token, add_token, digest_of, read, revoke_token, rotate_token, tokens_in
 from kvdock.api.errors import AccessFileError
 
 pytestmark = pytest.mark.security

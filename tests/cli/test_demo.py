@@ -23,8 +23,7 @@ from cli_helpers import KVDOCK, TIMEOUT_S, clean_environ, complaints, kvdock, re
 from rich.console import Console
 
 from kvdock.cli import demo as demo_module
-from kvdock.cli.demo import DemoServer, asked, linger
-from kvdock.cli.demo_screen import Screen
+from kvdock.cli.demo import DemoServer, Screen, asked, linger
 from kvdock.cli.errors import FAILED, CommandError
 from kvdock.cli.main import Preset
 from kvdock.client.client import Client

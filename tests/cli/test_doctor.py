@@ -19,7 +19,7 @@ from cli_helpers import TIMEOUT_S, clean_environ, kvdock
 from frozen import frozen
 
 from kvdock._core import Table, cpu_paths, cuda_kernels
-from kvdock.api.access.edits import add_token
+from kvdock.api.access.access_file import add_token
 from kvdock.api.settings import Settings
 from kvdock.cli.doctor import Finding, Machine, _kernels, examine
 from kvdock.client.client import Client

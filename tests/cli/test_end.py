@@ -34,9 +34,9 @@ from cli_helpers import (
 
 from kvdock._core import Table
 from kvdock.api.errors import StartupError
-from kvdock.api.pool.drain import Drain
 from kvdock.api.pool.lock import remove_stale, server_alive
 from kvdock.api.pool.pool import open_pool
+from kvdock.api.pool.sessions import Drain
 from kvdock.api.server import Server
 from kvdock.api.settings import Settings
 from kvdock.client.client import Client

@@ -27,8 +27,7 @@ from kvdock.cli.status import finding_in_words, headline
 from kvdock.client.client import Client
 from kvdock.protocol.hits import HitTotals, PromptRun
 from kvdock.protocol.outcomes import Outcome, OutcomeView
-from kvdock.protocol.reports import Series, Stats
-from kvdock.protocol.verdict import REMEDIES, Finding, Verdict
+from kvdock.protocol.reports import REMEDIES, Finding, Series, Stats, Verdict
 
 server = fresh_server()
 

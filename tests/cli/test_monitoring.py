@@ -21,7 +21,7 @@ from kvdock.protocol.admin_schemas import DrainServer
 from kvdock.protocol.errors import CODES
 from kvdock.protocol.hits import COMPUTED, MEMORY, WAITED
 from kvdock.protocol.outcomes import Outcome
-from kvdock.protocol.verdict import REMEDIES
+from kvdock.protocol.reports import REMEDIES
 
 FOLDER = ROOT / "examples/monitoring"
 ALERTS: list[dict[str, Any]] = [

@@ -7,7 +7,7 @@ import sys
 
 _THREADS_WANT_NEW_TYPES = """
 import sys, threading, types
-from kvdock.protocol.decoders import decoder_of
+from kvdock.protocol.forms import decoder_of
 
 sys.setswitchinterval(1e-6)
 FIELDS = "".join(f"    f{n}: int = 0\\n" for n in range(20))

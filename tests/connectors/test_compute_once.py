@@ -20,11 +20,11 @@ from forks import forked
 from kvdock.client.client import Client
 from kvdock.connectors.cost import START_TOKENS_PER_S, PrefillSpeed
 from kvdock.connectors.session import EngineSession, Identity
-from kvdock.connectors.vllm.block_budget import BlockBudget
 from kvdock.connectors.vllm.groups import KVGroup
 from kvdock.connectors.vllm.scheduler import EngineView, VllmScheduler
 from kvdock.connectors.vllm.setup import Settings
 from kvdock.connectors.vllm.steps import Report
+from kvdock.connectors.vllm.tables import BlockBudget
 from kvdock.connectors.waits import ASK_S, STALL_SHARE, ComputeOnce
 from kvdock.protocol.keys import chunk_keys
 from kvdock.protocol.schemas import Abort, BeingStored, Group, Manifest

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvdock.connectors.load_once import (
+from kvdock.connectors.waits import (
     FIRST_FIXED_S,
     FIRST_TOKEN_S,
     LEAST_STEPS,

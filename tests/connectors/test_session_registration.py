@@ -14,7 +14,7 @@ from mlock_helpers import GatedLock, MemoryLock, locked_bytes
 
 from kvdock.client.client import Client
 from kvdock.connectors.session import Attachment, EngineSession, Identity
-from kvdock.datapath.registration import Register
+from kvdock.datapath.segments import Register
 from kvdock.protocol.errors import ServerUnavailable
 from kvdock.shm.errors import SegmentNotRegistered
 

@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from kvdock.connectors.errors import NotSupportedError
-from kvdock.connectors.sglang.dependences import settings_set, variables_set
-from kvdock.connectors.sglang.identity import HASHES, manifest_of, revision
+from kvdock.connectors.sglang.identity import HASHES, manifest_of, revision, settings_set, variables_set
 from kvdock.connectors.sglang.loads import waits
 from kvdock.connectors.sglang.pools import groups_of
 from kvdock.connectors.sglang.setup import Settings, refuse_what_is_not_supported

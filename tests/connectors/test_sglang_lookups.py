@@ -22,9 +22,8 @@ from kvdock.connectors.running_weights import RunningWeights
 from kvdock.connectors.scheduler import SchedulerConnector
 from kvdock.connectors.session import Attachment, EngineSession, Identity, SessionObserver
 from kvdock.connectors.sglang.figures import METRICS, Figures
-from kvdock.connectors.sglang.holding import Holding, admit, next_batch, put_back
 from kvdock.connectors.sglang.loads import Loads, QueuedLoad
-from kvdock.connectors.sglang.lookups import FORGET_S, Chains, PageLookups
+from kvdock.connectors.sglang.lookups import FORGET_S, Chains, Holding, PageLookups, admit, next_batch, put_back
 from kvdock.connectors.sglang.offloads import Offloads
 from kvdock.connectors.sglang.pools import KVGroup, RankPools
 from kvdock.connectors.sglang.rank_zero import Known, RankZero, known_of

@@ -17,7 +17,7 @@ from mlock_helpers import MemoryLock
 
 from kvdock.client.client import Client
 from kvdock.connectors.session import Attachment, EngineSession, Identity, SessionObserver
-from kvdock.datapath.registration import Register, SegmentRegistrar
+from kvdock.datapath.segments import Register, SegmentRegistrar
 from kvdock.protocol import schemas as s
 from kvdock.shm.locks import LOCK_FILE_BYTES
 from kvdock.shm.objects import lock_path

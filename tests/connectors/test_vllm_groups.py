@@ -12,10 +12,10 @@ from api_helpers import manifest
 from kvdock.client.client import Client
 from kvdock.connectors.errors import NotSupportedError
 from kvdock.connectors.session import EngineSession, Identity
-from kvdock.connectors.vllm.block_budget import BlockBudget
 from kvdock.connectors.vllm.groups import KVGroup, chunk_tokens, groups_of, layouts_of, step_tokens
 from kvdock.connectors.vllm.scheduler import EngineView, VllmScheduler
 from kvdock.connectors.vllm.setup import Settings
+from kvdock.connectors.vllm.tables import BlockBudget
 from kvdock.datapath.copy import CpuCopier, PartCopy
 from kvdock.datapath.layout import PagedLayout
 from kvdock.protocol.schemas import Group

@@ -12,9 +12,16 @@ import pytest
 import torch
 
 from kvdock.connectors.errors import NotSupportedError
-from kvdock.connectors.vllm.dependences import LLAMA4_TOKENS, UNUSUAL_ENGINE, UNUSUAL_ENVIRONMENT, UNUSUAL_MODEL
 from kvdock.connectors.vllm.groups import KVGroup
-from kvdock.connectors.vllm.identity import manifest_of, revision, served_name
+from kvdock.connectors.vllm.identity import (
+    LLAMA4_TOKENS,
+    UNUSUAL_ENGINE,
+    UNUSUAL_ENVIRONMENT,
+    UNUSUAL_MODEL,
+    manifest_of,
+    revision,
+    served_name,
+)
 from kvdock.connectors.vllm.setup import place_of
 from kvdock.protocol.keys import namespace_digest
 

@@ -13,8 +13,17 @@ import pytest
 import torch
 
 from kvdock.connectors.vllm.adapters import digest_of_files, look_at
-from kvdock.connectors.vllm.media import Unhashable, digest_of_item, digest_of_tensor
-from kvdock.connectors.vllm.request_tag import PLAIN, WAIT_S, Tag, Tags, chain_of, is_plain
+from kvdock.connectors.vllm.request_tag import (
+    PLAIN,
+    WAIT_S,
+    Tag,
+    Tags,
+    Unhashable,
+    chain_of,
+    digest_of_item,
+    digest_of_tensor,
+    is_plain,
+)
 from kvdock.protocol.keys import HashedChain, KeyChain, Mark
 
 NAMESPACE, HASHES = bytes(32), [bytes([n]) * 32 for n in range(4)]

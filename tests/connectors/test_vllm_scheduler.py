@@ -21,12 +21,11 @@ from kvdock.connectors import waits as waits_module
 from kvdock.connectors.plans import LoadPiece, LoadPlan
 from kvdock.connectors.session import EngineSession, Identity, ServerEpoch
 from kvdock.connectors.vllm.announcer import Namer
-from kvdock.connectors.vllm.block_budget import BlockBudget
 from kvdock.connectors.vllm.groups import KVGroup
 from kvdock.connectors.vllm.scheduler import EngineView, VllmScheduler
 from kvdock.connectors.vllm.setup import Settings
 from kvdock.connectors.vllm.steps import NOWHERE, LoadOrder, Orders, Report
-from kvdock.connectors.vllm.tables import InFlight, Tracked
+from kvdock.connectors.vllm.tables import BlockBudget, InFlight, Tracked
 from kvdock.protocol import schemas as s
 from kvdock.protocol.admin_schemas import PatchConfig
 from kvdock.protocol.kv_events import named

@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from kvdock.connectors.errors import NotSupportedError
-from kvdock.connectors.vllm.block_budget import BlockBudget
 from kvdock.connectors.vllm.groups import KVGroup, groups_of
 from kvdock.connectors.vllm.identity import hashing_of, manifest_of, revision
 from kvdock.connectors.vllm.plugin import register
@@ -31,6 +30,7 @@ from kvdock.connectors.vllm.setup import (
     warn_of_version,
     workers_here,
 )
+from kvdock.connectors.vllm.tables import BlockBudget
 from kvdock.connectors.vllm.worker import BESIDE_STEPS, beside_steps
 from kvdock.connectors.worker import MOST_HASH_THREADS, cores_of, hash_threads
 from kvdock.datapath.cuda import CopyTuning

@@ -9,10 +9,15 @@ import pytest
 import torch
 
 from kvdock.connectors.errors import CannotCacheError, NotSupportedError
-from kvdock.connectors.vllm.block_budget import STATE_BLOCKS, BlockBudget
-from kvdock.connectors.vllm.groups import KVGroup, chunk_tokens, groups_of, signature
-from kvdock.connectors.vllm.states import refuse_states, refuse_unreconciled_hits
-from kvdock.connectors.vllm.tables import settled
+from kvdock.connectors.vllm.groups import (
+    KVGroup,
+    chunk_tokens,
+    groups_of,
+    refuse_states,
+    refuse_unreconciled_hits,
+    signature,
+)
+from kvdock.connectors.vllm.tables import STATE_BLOCKS, BlockBudget, settled
 
 FULL = KVGroup(None, 16, {"a": 128}, False)
 STATE = KVGroup(1, 16, {"b": 128}, False, state="mamba")

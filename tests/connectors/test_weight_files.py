@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvdock.connectors import weight_files
-from kvdock.connectors.weight_files import (
+from kvdock.connectors import weights
+from kvdock.connectors.weights import (
     LEAST_PIECES,
     MOST_PIECES,
     PIECE_BYTES,
@@ -193,23 +193,23 @@ def test_names_sizes_and_order_of_files_count(tmp_path: Path) -> None:
 def test_a_file_that_changes_while_it_is_read_is_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "file"
     path.write_bytes(safetensors())
-    real = weight_files._digests
+    real = weights._digests
 
     def digests(*arguments: object) -> bytes:
         with path.open("ab") as file:
             file.write(b"more")
         return real(*arguments)  # type: ignore[arg-type]  # whatever it takes
 
-    monkeypatch.setattr(weight_files, "_digests", digests)
+    monkeypatch.setattr(weights, "_digests", digests)
     with pytest.raises(OSError, match="has changed while it was read"):
         digest_of_files([(path, "")], whole=False)
 
 
 @pytest.mark.parametrize("tensor_bytes", [WHOLE_BYTES, 4 << 20, 1 << 30, 16 << 30])
 def test_what_is_read_of_a_large_tensor_is_bounded_and_spread(tensor_bytes: int) -> None:
-    run = weight_files.Run(1000, 1000 + tensor_bytes, is_tensor=True)
+    run = weights.Run(1000, 1000 + tensor_bytes, is_tensor=True)
     for stretch in (STRETCH_BYTES, (700 << 30) // MOST_PIECES):
-        pieces = list(weight_files._pieces(run, stretch))
+        pieces = list(weights._pieces(run, stretch))
         assert len(pieces) == max(LEAST_PIECES, -(-tensor_bytes // stretch))
         assert {size for _, size in pieces} == {PIECE_BYTES}
         assert pieces[0][0] == run.start and sum(pieces[-1]) == run.end

@@ -29,8 +29,7 @@ from kvdock.datapath.copy import PartCopy
 from kvdock.datapath.cuda import CopyTuning, CudaCopier
 from kvdock.datapath.errors import CudaError
 from kvdock.datapath.layout import paged_layout
-from kvdock.datapath.registration import CudaRegister, SegmentRegistrar
-from kvdock.datapath.segments import AttachedSegments
+from kvdock.datapath.segments import AttachedSegments, CudaRegister, SegmentRegistrar
 from kvdock.datapath.threads import Pool, new_thread
 from kvdock.datapath.tuning import Geometry, calibrate
 

@@ -61,11 +61,11 @@ ROOMS = {
         may=("_core", "protocol", "api.access", "api.pool", "api.reports", "api.clock", "api.turns", "api.convert",
              "api.settings",
              # Of the records only values: what writes them is behind kvdock/api/reports/recorded.py.
-             "api.record.counted.Counted", "api.record.counters.Counters", "api.record.labels.Chunk",
+             "api.record.counters.Counted", "api.record.counters.Counters", "api.record.labels.Chunk",
              "api.record.beginnings.Alike", "api.record.beginnings.Held", "api.record.requests.Detail",
              "api.record.timings.Buckets", "api.record.timings.RouteTimes", "api.record.troubles.Trouble",
              "api.record.troubles.MOST_TROUBLES",
-             "api.record.hit_record.Whose"),
+             "api.record.hits.Whose"),
         never=("fastapi", "starlette"),
     ),
     "api/http": Room(

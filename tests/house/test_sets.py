@@ -16,13 +16,13 @@ from kvdock.protocol.admin_schemas import Limits
 from kvdock.protocol.calls import INCLUDED
 from kvdock.protocol.events import KINDS
 from kvdock.protocol.hits import COMPUTED, PromptRun
-from kvdock.protocol.verdict import REMEDIES
+from kvdock.protocol.reports import REMEDIES
 
 Files = Mapping[PurePosixPath, str]
 PAGES = ("CONTRIBUTING.md", "docs/understand/architecture.md")
 ENGINES = {
     "vllm": {"connector", "exports"},
-    "sglang": {"aside", "linker"},
+    "sglang": {"linker"},
 }
 """The modules of each folder of kvdock/connectors/ that import the engine when they are imported. No other module does:
 settings are read, and files are hashed, without it."""

@@ -125,12 +125,12 @@ MUTANTS = (
         (_ACCESS, "-k", "wall_clock"), "test_a_token_ends_by_the_wall_clock_and_only_who_has_it_is_told",
     ),
     Mutant(
-        "S22", "a replaced token has no end", "kvdock/api/access/edits.py",
+        "S22", "a replaced token has no end", "kvdock/api/access/access_file.py",
         "    ends = until if until", "    ends = None if until",
         (_COMMANDS, "-k", "prolongs"), "test_replacing_a_token_prolongs_none",
     ),
     Mutant(
-        "S23", "two edits of the access file at once lose a token", "kvdock/api/access/edits.py",
+        "S23", "two edits of the access file at once lose a token", "kvdock/api/access/access_file.py",
         "fresh.touch(mode=0o600, exist_ok=False)", "fresh.touch(mode=0o600)",
         (_COMMANDS, "-k", "at_once"), "test_edits_at_once_lose_nothing",
     ),
@@ -145,7 +145,7 @@ MUTANTS = (
         ("tests/api/test_quotas.py", "-k", "after_a_restart"), "test_quotas_by_calls_are_there_after_a_restart",
     ),
     Mutant(
-        "S26", "a drain of an operator gives out grants", "kvdock/api/pool/drain.py",
+        "S26", "a drain of an operator gives out grants", "kvdock/api/pool/sessions.py",
         "        return self.begun or self.is_asked_for\n", "        return self.begun\n",
         ("tests/api/test_drain.py", "-k", "lets_what_is_open"),
         "test_a_drained_server_gives_out_nothing_and_lets_what_is_open_finish",

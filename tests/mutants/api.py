@@ -48,7 +48,7 @@ MUTANTS = (
         "test_a_drain_gives_out_nothing_new_and_ends_when_the_last_grant_does",
     ),
     Mutant(
-        "P13c", "a drain ends while reservations are open", "kvdock/api/pool/drain.py",
+        "P13c", "a drain ends while reservations are open", "kvdock/api/pool/sessions.py",
         "view.reservations or (view.leases and", "(view.leases and",
         ("tests/api/test_takeover.py",), "test_a_reservation_under_way_is_finished_before_the_pool_changes_hands",
     ),

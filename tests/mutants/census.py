@@ -183,7 +183,7 @@ MUTANTS = (
         PREFIXES, "test_a_clients_label_names_what_its_requests_share",
     ),
     Mutant(
-        "P91", "a name may hold characters that turn text around", "kvdock/protocol/names.py",
+        "P91", "a name may hold characters that turn text around", "kvdock/protocol/wire_types.py",
         " and text.isprintable()", "",
         PREFIXES, "test_a_name_that_cannot_be_read_is_refused",
     ),

@@ -23,7 +23,7 @@ MUTANTS = (
         (DISK, "-k", "overwritten"), "test_a_record_that_is_being_loaded_is_not_overwritten",
     ),
     Mutant(
-        "L3", "a part's bytes can pass for a record", "kvdock/tiers/disk/blocks.py",
+        "L3", "a part's bytes can pass for a record", "kvdock/tiers/disk/log.py",
         "if (found_mark, found_offset) != (mark, offset):", "if False:",
         (LOG, "-k", "look_like"), "test_bytes_of_a_part_that_look_like_a_record_are_none",
     ),
@@ -128,7 +128,7 @@ MUTANTS = (
         (PREFETCHES, "-k", "in_front"), "test_what_comes_before_the_chunks_in_front_of_it_waits_for_its_request",
     ),
     Mutant(
-        "L22", "prefetches push out as much as they like", "kvdock/api/tiers/prefetches.py",
+        "L22", "prefetches push out as much as they like", "kvdock/api/tiers/mover_client.py",
         "int(SHARE * self._pool.limit_bytes) - evicted", "self._pool.limit_bytes",
         (PREFETCHES, "-k", "push_out"), "test_prefetches_push_out_no_more_than_a_share_of_the_pool",
     ),
@@ -153,7 +153,7 @@ MUTANTS = (
         ("tests/tiers/test_mover.py", "-k", "slower"), "test_nobody_waits_for_a_tier_that_is_slower_than_the_engine",
     ),
     Mutant(
-        "L27", "chunks that never come back are written for ever", "kvdock/tiers/mover/admission.py",
+        "L27", "chunks that never come back are written for ever", "kvdock/tiers/mover/write_behind.py",
         "self.pay = self._returned >= LEAST_SHARE * total", "pass",
         ("tests/tiers/test_admission.py",),
         "test_chunks_that_nobody_asks_for_again_are_not_written_and_those_asked_for_twice_are",

@@ -5,8 +5,8 @@ from __future__ import annotations
 from .mutant import Mutant
 
 SCHEDULER, WORKER = "kvdock/connectors/vllm/scheduler.py", "kvdock/connectors/vllm/worker.py"
-STORES, TABLES = "kvdock/connectors/vllm/stores.py", "kvdock/connectors/vllm/tables.py"
-DEPENDENCES, WEIGHTS = "kvdock/connectors/vllm/dependences.py", "kvdock/connectors/weights.py"
+STORES, TABLES = "kvdock/connectors/vllm/scheduler.py", "kvdock/connectors/vllm/tables.py"
+DEPENDENCES, WEIGHTS = "kvdock/connectors/vllm/identity.py", "kvdock/connectors/weights.py"
 IDENTITY = ("tests/connectors/test_vllm_identity.py",)
 BY_HAND = ("tests/connectors/test_vllm_scheduler.py",)
 TAGS, TAGGED = ("tests/connectors/test_vllm_request_tag.py",), ("tests/vllm/test_tags.py", "-k")
@@ -240,18 +240,18 @@ MUTANTS = (
         TAGS, "test_keys_are_shared_as_far_as_requests_are_alike",
     ),
     Mutant(
-        "V17c", "a name that stood for two images is trusted", "kvdock/connectors/vllm/media.py",
+        "V17c", "a name that stood for two images is trusted", "kvdock/connectors/vllm/request_tag.py",
         "if found is None or named.digest not in (None, found):", "if found is None:",
         (*TAGGED, "stood_for_two and hashes-0.24.0"), "test_a_name_that_stood_for_two_images_is_not_trusted",
     ),
     Mutant(
-        "V17d", "an image that is not here is forgotten", "kvdock/connectors/vllm/media.py",
+        "V17d", "an image that is not here is forgotten", "kvdock/connectors/vllm/request_tag.py",
         "            if data is None:\n                named.is_sound = False\n",
         "            if data is None:\n                pass\n",
         (*TAGGED, "not_here and 0.24.0"), "test_images_that_are_not_here_are_not_cached",
     ),
     Mutant(
-        "V17e", "an address is hashed as an image", "kvdock/connectors/vllm/media.py",
+        "V17e", "an address is hashed as an image", "kvdock/connectors/vllm/request_tag.py",
         '        raise Unhashable(f"found {type(found).__name__}, wanted a tensor in memory")\n',
         '        digest.update(repr(found).encode())\n        return\n',
         TAGS, "test_what_cannot_be_hashed_is_not_cached",
@@ -421,7 +421,7 @@ MUTANTS = (
         ("tests/connectors/test_vllm_states.py",), "test_a_state_is_a_window_of_one_token_and_a_chunk_is_one_block",
     ),
     Mutant(
-        "V43", "a vLLM that reads states which are not there starts", "kvdock/connectors/vllm/states.py",
+        "V43", "a vLLM that reads states which are not there starts", "kvdock/connectors/vllm/groups.py",
         "enable_prefix_caching and not reconciles:", "enable_prefix_caching and False:",
         ("tests/connectors/test_vllm_states.py",), "test_a_vllm_that_reads_states_which_are_not_there_is_refused",
     ),

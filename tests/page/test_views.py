@@ -16,6 +16,7 @@ from kvdock.protocol import events as e, schemas
 from kvdock.protocol.admin_schemas import Namespaces
 from kvdock.protocol.reports import (
     CopyRates,
+    Effect,
     HitDays,
     Leases,
     Mark,
@@ -24,8 +25,8 @@ from kvdock.protocol.reports import (
     Series,
     Stats,
     UseTotals,
+    Verdict,
 )
-from kvdock.protocol.verdict import Effect, Verdict
 
 pytest_plugins = ["page_fixtures"]
 pytestmark = pytest.mark.page

@@ -21,10 +21,10 @@ from api_helpers import MIB, ServerProcess, attach, keys
 
 from kvdock._core import SEGMENT_HEADER_BYTES
 from kvdock.api.errors import StartupError
-from kvdock.api.http.listen import bind_unix
-from kvdock.api.pool.handover import ask_to_leave
+from kvdock.api.pool.adopt import ask_to_leave
 from kvdock.api.pool.lock import PoolLock, left_pools, remove_stale, server_alive
 from kvdock.api.pool.pool import open_pool
+from kvdock.api.server import bind_unix
 from kvdock.api.settings import Settings
 from kvdock.client.client import Client
 from kvdock.client.http_client import AsyncHttpClient, HttpClient

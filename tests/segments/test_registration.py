@@ -17,8 +17,7 @@ from kvdock._core import SEGMENT_IDS, CudaError, TableError, cuda_unavailable
 from kvdock.api.pool.lock import PoolLock
 from kvdock.api.pool.segments import SegmentPool
 from kvdock.client.client import Client
-from kvdock.datapath.registration import CudaRegister, SegmentRegistrar
-from kvdock.datapath.segments import AttachedSegments
+from kvdock.datapath.segments import AttachedSegments, CudaRegister, SegmentRegistrar
 
 
 @pytest.fixture

@@ -15,8 +15,7 @@ import torch
 from kvdock.datapath.copy import PartCopy
 from kvdock.datapath.cuda import CudaCopier
 from kvdock.datapath.layout import paged_layout
-from kvdock.datapath.registration import CudaRegister, SegmentRegistrar
-from kvdock.datapath.segments import AttachedSegments
+from kvdock.datapath.segments import AttachedSegments, CudaRegister, SegmentRegistrar
 from kvdock.shm.segment import SegmentInfo
 
 PARTS, PART_BLOCKS, BLOCKS = 6, 16, 128

@@ -21,9 +21,8 @@ from kvdock.api.build import Parts, build, create_app
 from kvdock.api.clock import Clocks
 from kvdock.api.http.connection import connection_class
 from kvdock.api.http.limits import ConnectionLimits
-from kvdock.api.http.listen import bind_tcp, bind_unix
 from kvdock.api.pool.pool import open_pool
-from kvdock.api.server import uvicorn_config
+from kvdock.api.server import bind_tcp, bind_unix, uvicorn_config
 from kvdock.api.settings import Settings
 from kvdock.client.transport import Address
 

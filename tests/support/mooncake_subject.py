@@ -11,8 +11,7 @@ from tier_helpers import patient
 from tier_subject import TierSubject
 
 from kvdock.tiers.record import HEADER_BYTES, PartName
-from kvdock.tiers.stores.mooncake.library import Library
-from kvdock.tiers.stores.mooncake.settings import MooncakeSettings
+from kvdock.tiers.stores.mooncake.library import Library, MooncakeSettings
 from kvdock.tiers.stores.mooncake.tier import MooncakeTier
 from kvdock.tiers.tier import Tier
 

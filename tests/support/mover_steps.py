@@ -62,8 +62,7 @@ def stand(armed: Path, step: str) -> None:
 
 def put_steps(armed: Path) -> None:
     from kvdock.client.client import Client
-    from kvdock.tiers.disk.stores import StoreBatch
-    from kvdock.tiers.disk.tier import DiskTier
+    from kvdock.tiers.disk.tier import DiskTier, StoreBatch
     from kvdock.tiers.mover.fetches import Fetches
     from kvdock.tiers.mover.write_behind import WriteBehind
     from kvdock.tiers.stores.mooncake.library import Library

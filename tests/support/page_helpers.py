@@ -40,8 +40,8 @@ from kvdock.protocol.reports import (
     Stats,
     Status,
     TierView,
+    Verdict,
 )
-from kvdock.protocol.verdict import Verdict
 
 GIB = 1 << 30
 MIB = 1 << 20

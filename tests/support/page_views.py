@@ -11,11 +11,13 @@ from kvdock.protocol.hits import COMPUTED, HitTotals, PromptRun
 from kvdock.protocol.outcomes import Outcome, view_of
 from kvdock.protocol.reports import (
     ADVICE,
+    REMEDIES,
     Break,
     Curve,
     CurvePoint,
     DayOfHits,
     Explanation,
+    Finding,
     HitDays,
     LoadStory,
     LookupStory,
@@ -27,8 +29,8 @@ from kvdock.protocol.reports import (
     SpaceCurve,
     TenantCurve,
     UseTotals,
+    Verdict,
 )
-from kvdock.protocol.verdict import REMEDIES, Finding, Verdict
 
 GIB = 1 << 30
 MIB = 1 << 20

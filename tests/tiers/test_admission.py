@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvdock.tiers.mover.admission import DAY_S, JUDGED, MOST_JUDGED, AskCounts, WriteBudget
+from kvdock.tiers.mover.write_behind import DAY_S, JUDGED, MOST_JUDGED, AskCounts, WriteBudget
 
 pytestmark = pytest.mark.tiers
 

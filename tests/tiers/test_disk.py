@@ -15,7 +15,7 @@ from disk_helpers import ENVIRONMENT, LIMIT, PROCESSES, allocated_bytes, opened,
 from tier_helpers import ARENA, KIB, MIB, Part, Parts, assert_loads, load, outcomes_of, patient, store, store_all
 from tier_subjects import DiskSubject
 
-from kvdock.tiers.disk.blocks import key_of, record_bytes
+from kvdock.tiers.disk.log import key_of, record_bytes
 from kvdock.tiers.disk.tier import LEAST_LIMIT_BYTES, DiskTier, Sizes
 from kvdock.tiers.tier import PAGE_BYTES, Outcome, TierError, ToLoad, ToStore
 

@@ -17,8 +17,8 @@ from disk_helpers import ENVIRONMENT, LIMIT, PROCESSES, allocated_bytes, opened,
 from tier_helpers import ARENA, MIB, Part, Parts, assert_loads, load, outcomes_of, patient, store, store_all
 from tier_subjects import DiskSubject
 
-from kvdock.tiers.disk.blocks import key_of
 from kvdock.tiers.disk.folder import FolderInUse
+from kvdock.tiers.disk.log import key_of
 from kvdock.tiers.disk.tier import DiskTier
 from kvdock.tiers.tier import PAGE_BYTES, Outcome
 

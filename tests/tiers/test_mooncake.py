@@ -21,8 +21,7 @@ from tier_helpers import ARENA, MIB, POISON, Part, Parts, assert_loads, eventual
 
 from kvdock.tiers.notes import begins, name_of_note
 from kvdock.tiers.record import HEADER_BYTES
-from kvdock.tiers.stores.mooncake.library import Library
-from kvdock.tiers.stores.mooncake.settings import MooncakeSettings
+from kvdock.tiers.stores.mooncake.library import Library, MooncakeSettings
 from kvdock.tiers.stores.mooncake.tier import MooncakeTier, open_tier
 from kvdock.tiers.tier import Deadline, Outcome, StillRunning, TierError, TierUrlError
 

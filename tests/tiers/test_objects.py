@@ -42,8 +42,7 @@ from tier_helpers import (
 from kvdock.tiers.notes import begins, deletes
 from kvdock.tiers.record import HEADER_BYTES, Record, RecordError
 from kvdock.tiers.stores import objects
-from kvdock.tiers.stores.objects import NOTE_FRESH_S, ObjectTier, open_tier
-from kvdock.tiers.stores.objects_url import StoreLocation, open_location
+from kvdock.tiers.stores.objects import NOTE_FRESH_S, ObjectTier, StoreLocation, open_location, open_tier
 from kvdock.tiers.tier import Deadline, Outcome, StillRunning, TierError, TierUrlError, ToStore
 
 pytestmark = pytest.mark.tiers

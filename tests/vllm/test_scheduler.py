@@ -144,7 +144,7 @@ def test_chunks_damaged_before_they_are_asked_for_are_computed(
 @every_version
 def test_loads_that_cannot_be_preempted_stop_vllm_without_our_cap_and_never_with_it(run: Run) -> None:
     """vLLM's reservation counts blocks that windows have left behind, so requests that hold blocks while they load can
-    wait for each other for ever. kvdock/connectors/vllm/block_budget.py prevents it."""
+    wait for each other for ever. kvdock/connectors/vllm/tables.py prevents it."""
     assert run("crowd", CROWDS, capped=False)["stuck"] != []
     capped = run("crowd", CROWDS, capped=True)
     assert capped["stuck"] == []

@@ -78,7 +78,7 @@ AUDIT = "kvdock.audit"
 SHOWN_CHARACTERS = 200
 """The most characters of a body, an answer or a path in one line of the log."""
 READ_BYTES = 16 * SHOWN_CHARACTERS
-"""Of a body that may be as long as a body can be."""
+"""How much is read of a body, which may be long."""
 ACCESS_CODES = frozenset({"unauthenticated", "forbidden"})
 
 log = logging.getLogger(AUDIT)

@@ -5,34 +5,35 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from functools import cache, partial
 from importlib.resources import files
 from pathlib import PurePosixPath
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 import msgspec
 from fastapi import APIRouter, FastAPI, Path as PathParameter, Query, Request, Response
 from fastapi.responses import FileResponse, HTMLResponse, PlainTextResponse, StreamingResponse
 from fastapi.staticfiles import StaticFiles
 
-from kvdock.api.access.peer import Peer
+from kvdock.api.access.peer import Peer, log_done, log_refusal
+from kvdock.api.admin import Admin
 from kvdock.api.feeds.sse import MOST_READERS, Stream
-from kvdock.api.http.accept import preferred
 from kvdock.api.http.engine_calls import ENGINE_CALLS
 from kvdock.api.http.handlers import handlers_of, is_admitted_of, peer_of_call
-from kvdock.api.http.openapi import EVENT_STREAM, OPEN_METRICS_TEXT, PAGED, openapi_schema, route
+from kvdock.api.http.openapi import EVENT_STREAM, IDEMPOTENT, OPEN_METRICS_TEXT, PAGED, openapi_schema, route
 from kvdock.api.http.pages import STYLE, docs_page, manual_page, page_names
-from kvdock.api.http.wire import DEFAULT_LIMIT, NO_STORE, PROBLEM_HEADERS, Cursor, Limit, answer
+from kvdock.api.http.wire import DEFAULT_LIMIT, NO_STORE, PROBLEM_HEADERS, Cursor, Limit, answer, read_body
 from kvdock.api.reports.lists import Lists
 from kvdock.api.reports.metrics import CLASSIC, OPEN_METRICS
 from kvdock.api.reports.status import Probes
-from kvdock.protocol import calls as c
+from kvdock.protocol import admin_schemas as a, calls as c
 from kvdock.protocol.calls import Call
 from kvdock.protocol.errors import CODES, ApiError
 from kvdock.protocol.events import KINDS
+from kvdock.protocol.forms import Codec
 from kvdock.protocol.reports import Health, Over
-from kvdock.protocol.wire_types import Answer
+from kvdock.protocol.wire_types import Answer, Body
 
 _WELL_OR_NOT = (200, CODES["not_ready"].status)
 PAGE_FOLDER = files("kvdock.web")
@@ -354,3 +355,180 @@ def _manual(name: str) -> str:
 @router.get("/docs.css", include_in_schema=False)
 async def docs_css() -> Response:
     return Response(STYLE, media_type="text/css")
+
+
+# --------------------------------------------------------------------------- the Accept header
+
+# Which of several media types a request accepts best, by its `Accept` header (RFC 9110).
+
+
+
+class _Range(NamedTuple):
+    kind: str
+    subtype: str
+    parameters: dict[str, str]
+    weight: float
+
+
+def preferred(accept: str, offered: Sequence[str]) -> str:
+    """One of `offered`: the one of the highest weight; among equals the one that is named more exactly, then the first.
+    The first also if none is accepted. A range does not match a type that has one of its parameters with another
+    value; one that is malformed matches none."""
+    ranges = list(_ranges(accept))
+    return max(offered, key=lambda media_type: _rank(media_type, ranges))
+
+
+def _rank(media_type: str, ranges: Sequence[_Range]) -> tuple[float, int]:
+    """(the weight of the most exact range that matches, how exact it is); (0, 0): it is not accepted."""
+    offered = _range(media_type)
+    assert offered is not None
+    found = [(_exactness(one, offered), one.weight) for one in ranges]
+    exactness, weight = max(found, default=(0, 0.0))
+    return (weight, exactness) if weight else (0.0, 0)
+
+
+def _exactness(one: _Range, offered: _Range) -> int:
+    """0: it does not match."""
+    if any(offered.parameters.get(name, value) != value for name, value in one.parameters.items()):
+        return 0
+    match one.kind, one.subtype:
+        case "*", "*":
+            return 1
+        case offered.kind, "*":
+            return 2
+        case offered.kind, offered.subtype:
+            return 3 + len(one.parameters)
+    return 0
+
+
+def _ranges(accept: str) -> Iterator[_Range]:
+    for item in accept.split(","):
+        if (found := _range(item)) is not None:
+            yield found
+
+
+def _range(text: str) -> _Range | None:
+    named, *parameters = (part.strip() for part in text.lower().split(";"))
+    kind, slash, subtype = named.partition("/")
+    values = {name.strip(): value.strip().strip('"') for name, _, value in (one.partition("=") for one in parameters)}
+    try:
+        weight = float(values.pop("q", "1"))
+    except ValueError:
+        return None
+    if not (slash and kind and subtype and 0 <= weight <= 1):
+        return None
+    return _Range(kind, subtype, values, weight)
+
+
+# --------------------------------------------------------------------------- routes for operators
+
+# The routes that operators call: clear, delete, evict, pin, drain, limits. Each may be repeated.
+
+B = TypeVar("B", bound=Body)
+
+_operators_route = partial(route, router, tag="administration")
+
+
+def _add(
+    call: Call[Any], body: type[B], run: Callable[[Admin, B], Awaitable[Answer]], name: str, summary: str, note: str,
+    *, allow: Callable[[Admin, Peer, B], None] | None = None, **more: Any,
+) -> None:
+    """`allow` refuses what the caller's scope alone would let it do."""
+    codec = Codec(body)
+
+    async def respond(request: Request) -> Response:
+        asked = await read_body(request, codec)
+        admin, peer = handlers_of(request).admin, peer_of_call(request)
+        if allow is not None:
+            try:
+                allow(admin, peer, asked)
+            except ApiError as error:
+                log_refusal(peer, call.method, call.path, error)
+                raise
+        done = await run(admin, asked)
+        log_done(peer, call, asked, done)
+        return answer(done)
+
+    _operators_route(call, summary=summary, note=note, body=body, name=name, **more)(respond)
+
+
+_add(
+    c.CLEAR, a.ClearCache, Admin.clear, "clear",
+    "Take all stored chunks out of use, or those of a namespace or a tenant",
+    "Raises the namespace's generation, in the pool and in every lower tier. Lookups stop finding the chunks at once, "
+    "and what was being stored or loaded is not published; memory that engines read is freed when they are done. "
+    "Other servers that share a tier follow. The answer names tiers that have not carried it out within 2 s: they "
+    "are not used for the namespace until they have. A token of a tenant clears what is its tenant's: others are "
+    "`forbidden` to it.",
+    retry=IDEMPOTENT, errors=("unknown_namespace",), allow=Admin.allow_clear,
+)
+_add(
+    c.DELETE, a.DeleteChunks, Admin.delete, "delete_chunks", "Take some stored chunks out of use",
+    "Like clear, for some keys, in the pool and in every lower tier. More keys than a tier can name clear the "
+    "namespace.",
+    retry=IDEMPOTENT, errors=("unknown_namespace",),
+)
+_add(
+    c.EVICT, a.EvictChunks, Admin.evict, "evict", "Evict the chunks that are worth least, until enough is free",
+    "In the order in which the pool itself would evict. Memory by which the pool may still grow counts as free. Chunks "
+    "that engines hold or write stay, and so do pinned chunks and those before them in their prefix; then the answer's "
+    "`free_bytes` is less than was asked for. Chunks that no lower tier has are lost.",
+    retry=IDEMPOTENT, errors=("bad_argument",),
+)
+_add(
+    c.PIN, a.PinChunks, Admin.pin, "pin_chunks", "Keep chunks from being evicted for a while",
+    "Clear, delete and mismatches take pinned chunks out of use like all others; a tenant whose quota is full loses "
+    "its own pinned chunks once it has no others to evict. Pins can fill the pool: then reservations answer "
+    "`no_space`, and `/readyz` says so. With `name`, `GET /v1/prefixes` labels the prefix so; at most 256 prefixes "
+    "have names.",
+    retry="idempotent: the duration counts from the last call.", errors=("unknown_namespace", "bad_argument"),
+)
+_add(
+    c.DRAIN, a.DrainServer, Admin.drain, "drain", "Give out nothing new, or do so again",
+    "While the server is drained, lookups find nothing and reservations get nothing (`limited_by` says `draining`), so "
+    "engines compute; `/readyz` fails with the reason `draining`. What engines have leased and reserved stays theirs, "
+    "and engines may attach. `GET /v1/status` shows when no lease and no reservation is left. The next server of the "
+    "pool is not drained.",
+    retry=IDEMPOTENT,
+)
+_add(
+    c.CONFIGURE, a.PatchConfig, Admin.configure, "configure", "Change limits while the server runs",
+    "Changes of limits last until the server ends; quotas are kept with the pool, for the next servers of it, too. A "
+    "smaller `pool_bytes` drains whole segments: nothing new is stored in them, "
+    "chunks that no engine holds are evicted, and a segment is removed once no engine holds any of it. Each quota in "
+    "`tenants` replaces that tenant's quota; chunks beyond it are evicted, except those that its engines hold.",
+    retry="idempotent: values are absolute.", errors=("bad_argument", "no_memory"),
+)
+
+
+_add(
+    c.ACKNOWLEDGE, a.Acknowledge, Admin.acknowledge, "acknowledge", "End findings about dead engines and damaged data",
+    "What has happened so far is no finding of `GET /v1/verdict` any more. Counters and metrics keep it.",
+    retry=IDEMPOTENT,
+)
+
+
+_add(
+    c.EMPTY_TIER, a.EmptyTier, Admin.empty_tier, "empty_tier",
+    "Remove all that one lower tier has of some namespaces",
+    "For space: the namespaces' generations stay, so what the pool and other tiers have is found as before, and chunks "
+    "that prompts go on asking for are written again. To take chunks out of use everywhere, clear the namespace. The "
+    "call removes parts for up to 15 s; repeat it until `left_objects` is 0.",
+    retry=IDEMPOTENT, errors=("bad_argument",), allow=Admin.allow_tiers,
+)
+
+
+@_operators_route(
+    c.TIERS, summary="What lower tiers have of each namespace",
+    note="Every tier lists what it has, which takes a while in a large store; `error` of a tier says why its list is "
+    "missing. Object stores, folders and a disk can list.",
+)
+async def show_tiers(request: Request) -> Response:
+    admin = handlers_of(request).admin
+    admin.allow_tiers(peer_of_call(request))
+    return answer(await admin.tiers())
+
+
+@_operators_route(c.CONFIG, summary="Limits and settings in effect")
+async def show_config(request: Request) -> Response:
+    return answer(await handlers_of(request).admin.config())

@@ -8,21 +8,94 @@ and its table are read. Only here is table data of an earlier server used, and o
 
 from __future__ import annotations
 
+import faulthandler
+import logging
+import os
+import select
+import signal
+import socket
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from kvdock._core import Table, TableError
-from kvdock.api.errors import AdoptionError, OtherFormat
-from kvdock.api.pool.crash_mark import CrashMark
+from kvdock.api.errors import AdoptionError, OtherFormat, StartupError
+from kvdock.api.pool.kept_object import KeptObject
 from kvdock.api.pool.lock import LeftPool, PoolLock, left_pools, secret_of
 from kvdock.api.pool.segments import SegmentPool
 from kvdock.api.settings import Settings
+from kvdock.protocol.access import require_trusted_server
 from kvdock.shm import objects as shm
 from kvdock.shm.errors import AttachError, PoolGone, PoolInUse, PoolTooSmall, SegmentWrongVersion
 from kvdock.shm.objects import kept_path
+
+# --------------------------------------------------------------------------- the mark of a crash
+
+# Tells the next server that this one crashed while it used a pool that it had taken over.
+#
+# Only a crash of the server itself counts: SIGSEGV, SIGBUS, SIGFPE, SIGILL or SIGABRT. Its signal handler (Python's
+# faulthandler) writes which it was into a file beside the pool. A process that is killed, by an operator or for want of
+# memory, writes nothing, and its end says nothing about the pool.
+# Invariant: while an adopted pool is used and not yet trusted, the file is there, and empty until a crash.
+
+TRUSTED_S: Final = 600.0
+"""After that long an adopted pool is trusted, and a crash is not held against it. By then engines have come back or are
+given up, their leases have ended, and the table was read as a whole many times: what adoption missed has been met."""
+HEADING: Final = "Fatal Python error: "
+"""With it faulthandler begins."""
+log = logging.getLogger("kvdock.api")
+
+
+class CrashMark:
+    """The file at `path`. `now_s`: a clock that nobody sets."""
+
+    def __init__(self, path: Path, now_s: Callable[[], float]) -> None:
+        self._path, self._now_s = path, now_s
+        self._trusted_at_s = 0.0
+        self._fd = -1
+        self._had_handler = False
+
+    def read(self) -> str:
+        """How the last server that used the pool without trusting it crashed, like `Segmentation fault`; '': it did
+        not."""
+        lines = KeptObject(self._path, "the mark of a crash").read().decode(errors="replace").splitlines()
+        return lines[0].removeprefix(HEADING) if lines else ""
+
+    def begin(self, *, catches_signals: bool) -> None:
+        """From now on a crash is written down. `catches_signals`: whether this process's signals are the server's to
+        catch; without, nothing is done."""
+        if not catches_signals:
+            return
+        try:
+            self._path.unlink(missing_ok=True)
+            self._fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            log.warning("a crash will not be held against the pool: %s", error)
+            return
+        self._trusted_at_s = self._now_s() + TRUSTED_S
+        self._had_handler = faulthandler.is_enabled()
+        faulthandler.enable(self._fd, all_threads=False)
+
+    def end_when_due(self) -> None:
+        if self._fd >= 0 and self._now_s() >= self._trusted_at_s:
+            self.end()
+
+    def end(self) -> None:
+        """The pool is trusted, or is not used any more: the file is removed."""
+        if self._fd < 0:
+            return
+        if self._had_handler:
+            faulthandler.enable()
+        else:
+            faulthandler.disable()
+        self._path.unlink(missing_ok=True)
+        os.close(self._fd)
+        self._fd = -1
+
+
+# --------------------------------------------------------------------------- adoption
 
 ORPHAN_S = 300.0
 """Long enough for any supervisor to start the server again."""
@@ -182,3 +255,63 @@ def _take(
         retiring=[number for number, state, _, _ in stored if state == "retiring"],
         removed=[number for number, state, _, _ in stored if state == "gone"],
     )
+
+
+# --------------------------------------------------------------------------- taking over from a live server
+
+# Asks the server at a socket to end and leave its pool: `kvdock serve --takeover`, a rolling upgrade.
+#
+# The kernel names the process that listens at the socket. It gets the signal HAND_OVER, finishes its reservations and
+# leaves its pool. A server that does not know the signal is killed by it, which leaves the pool too. The new server
+# then adopts the pool (kvdock/api/pool/adopt.py).
+
+HAND_OVER: Final = signal.SIGUSR2
+CONNECT_S: Final = 1.0
+
+
+def ask_to_leave(socket_path: str, *, patience_s: float) -> int:
+    """Returns once the server that listened there has ended: its process id; 0 if none listened.
+
+    Raises StartupError(socket_in_use): it belongs to another user or pid namespace, or did not end within `patience_s`.
+    """
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking:
+        asking.settimeout(CONNECT_S)
+        try:
+            asking.connect(socket_path)
+        except (FileNotFoundError, ConnectionRefusedError):
+            return 0
+        except OSError as error:
+            raise StartupError("socket_in_use", f"socket {socket_path}: {error}") from error
+        try:
+            pid = require_trusted_server(asking, socket_path).pid
+        except PermissionError as error:
+            raise StartupError("socket_in_use", str(error)) from error
+        try:
+            process = os.pidfd_open(pid)
+        except OSError as error:
+            raise StartupError(
+                "socket_in_use", f"the server at {socket_path} cannot be asked to leave: process {pid}: {error}"
+            ) from error
+        try:
+            _end(process, pid, asking, patience_s)
+        finally:
+            os.close(process)
+    return pid
+
+
+def _end(process: int, pid: int, connection: socket.socket, patience_s: float) -> None:
+    connection.setblocking(False)
+    try:
+        # While our connection is open its server lives, so the descriptor names that server and no later process.
+        if connection.recv(1) == b"":
+            return
+    except BlockingIOError:
+        pass
+    try:
+        signal.pidfd_send_signal(process, HAND_OVER)
+    except ProcessLookupError:
+        return
+    except PermissionError as error:
+        raise StartupError("socket_in_use", f"process {pid} is another user's: it cannot be asked to leave") from error
+    if not select.select([process], [], [], patience_s)[0]:
+        raise StartupError("socket_in_use", f"process {pid} has not ended within {patience_s:g} s of being asked to")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import msgspec
 from msgspec import Meta
@@ -70,3 +70,18 @@ TABLE_COUNTERS = (
     "stored_chunks", "stored_bytes", "aborted_chunks", "evicted_chunks", "refused_retains", "mismatches"
 )
 """Counted by the table."""
+
+
+# --------------------------------------------------------------------------- histograms of the core
+
+# A histogram that the core counts.
+
+
+
+class Counted(NamedTuple):
+    """Values by their size. `bounds`: the largest value of each bucket, rising; `counts`: how many values are in each,
+    and in one more bucket beyond the last bound; `total`: the sum of the values."""
+
+    bounds: list[int]
+    counts: list[int]
+    total: int

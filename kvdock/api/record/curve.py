@@ -20,7 +20,7 @@ from kvdock.api.access.peer import Peer
 from kvdock.api.pool.kept_object import KeptObject
 from kvdock.api.pool.pool import Pool
 from kvdock.api.pool.registry import NamespaceRecord
-from kvdock.api.record.counted import Counted
+from kvdock.api.record.counters import Counted
 from kvdock.api.turns import Slices, next_slice
 from kvdock.protocol.admin_schemas import Limits
 from kvdock.protocol.reports import Curve, CurvePoint, NamespaceCurve, SpaceCurve, TenantCurve

@@ -16,7 +16,7 @@ from kvdock._core import Table
 from kvdock.api.pool.registry import NamespaceRecord, Registry
 from kvdock.protocol.errors import ApiError
 from kvdock.protocol.mover_schemas import split_keys
-from kvdock.protocol.names import MAX_LABEL, is_label
+from kvdock.protocol.wire_types import MAX_LABEL, is_label
 
 MOST_NAMES = 256
 """Labels of operators. Those of chunks that have gone make room; if there are none, no label is added."""

@@ -18,13 +18,11 @@ import msgspec
 from kvdock._core import SLOT_ALIGN, Lookup as Found, Reservation as Granted, Table
 from kvdock.api.clock import Clocks, ServerClock
 from kvdock.api.convert import grant_text
-from kvdock.api.pool.registry import MemberRecord, NamespaceRecord, Recent, SessionRecord, digest16
-from kvdock.api.pool.sums import Hits
+from kvdock.api.pool.registry import Hits, MemberRecord, NamespaceRecord, Recent, SessionRecord, digest16
 from kvdock.api.record.beginnings import Beginnings
 from kvdock.api.record.counters import TABLE_COUNTERS, Counters
 from kvdock.api.record.curve import Curves
-from kvdock.api.record.hit_record import HitRecord, Whose
-from kvdock.api.record.hits import Answered, Answers, divided
+from kvdock.api.record.hits import Answered, Answers, HitRecord, Whose, divided
 from kvdock.api.record.journal import Journal
 from kvdock.api.record.labels import Labels
 from kvdock.api.record.requests import Detail, RecentRequests

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from kvdock.protocol.verdict import TroubleKind
+from kvdock.protocol.reports import TroubleKind
 
 MOST_TROUBLES = 64
 """So many of each kind are kept."""

@@ -20,9 +20,8 @@ import msgspec
 from kvdock._core import GrantView, MemberView, SessionView
 from kvdock.api.access.peer import Peer
 from kvdock.api.convert import grant_id, grant_text
-from kvdock.api.pool.registry import NamespaceRecord, SessionRecord
+from kvdock.api.pool.registry import NamespaceRecord, SessionRecord, Sums, mean_of, rates_of
 from kvdock.api.pool.sessions import Sessions
-from kvdock.api.pool.sums import Sums, mean_of, rates_of
 from kvdock.api.reports.contents import Contents
 from kvdock.api.reports.recorded import HitRecord, Recent
 from kvdock.api.turns import Slices, next_slice

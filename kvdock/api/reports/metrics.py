@@ -25,8 +25,7 @@ from prometheus_client.samples import Exemplar
 from kvdock.api.access.peer import ALL_SCOPES, NOBODY, Peer
 from kvdock.api.pool.pool import Pool
 from kvdock.api.pool.quotas import Quotas
-from kvdock.api.record.counted import Counted
-from kvdock.api.record.counters import Counters
+from kvdock.api.record.counters import Counted, Counters
 from kvdock.api.record.timings import Buckets
 from kvdock.api.reports.lists import Lists
 from kvdock.api.reports.recorded import Answers, CallTimes, Curves, FeedFigures
@@ -36,8 +35,7 @@ from kvdock.api.turns import Slices, next_slice
 from kvdock.protocol.admin_schemas import TenantView
 from kvdock.protocol.events import Event, Loaded, Stored, kind_of
 from kvdock.protocol.hits import COMPUTED, HitTotals, by_source
-from kvdock.protocol.reports import WAIT_BOUNDS_S, CopyRates, MoverView, TierView, UseTotals
-from kvdock.protocol.verdict import REMEDIES, FindingCode
+from kvdock.protocol.reports import REMEDIES, WAIT_BOUNDS_S, CopyRates, FindingCode, MoverView, TierView, UseTotals
 from kvdock.protocol.wire_types import OWN_TENANT
 
 _HELP = {name: hint.__metadata__[0].description for name, hint in get_type_hints(Counters, include_extras=True).items()}

@@ -9,19 +9,16 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Protocol
 
 from kvdock.api.access.peer import Peer
-from kvdock.api.pool.registry import NamespaceRecord
-from kvdock.api.pool.sums import Hits
+from kvdock.api.pool.registry import Hits, NamespaceRecord
 from kvdock.api.record.beginnings import Alike, Held
-from kvdock.api.record.counted import Counted
-from kvdock.api.record.counters import Counters
-from kvdock.api.record.hit_record import Whose
+from kvdock.api.record.counters import Counted, Counters
+from kvdock.api.record.hits import Whose
 from kvdock.api.record.labels import Chunk
 from kvdock.api.record.requests import Detail
 from kvdock.api.record.timings import Buckets, RouteTimes
 from kvdock.api.record.troubles import Trouble
 from kvdock.protocol.events import Event
-from kvdock.protocol.reports import Curve, DayOfHits, Over, RequestView, SpaceCurve, Stats
-from kvdock.protocol.verdict import TroubleKind
+from kvdock.protocol.reports import Curve, DayOfHits, Over, RequestView, SpaceCurve, Stats, TroubleKind
 
 
 class Recent(Protocol):

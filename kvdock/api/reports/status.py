@@ -15,10 +15,9 @@ from kvdock import __version__
 from kvdock._core import SLOT_ALIGN
 from kvdock.api.access.peer import Peer
 from kvdock.api.convert import grant_text
-from kvdock.api.pool.drain import Drain
 from kvdock.api.pool.pool import Pool
 from kvdock.api.pool.registry import Registry
-from kvdock.api.pool.sessions import Sessions
+from kvdock.api.pool.sessions import Drain, Sessions
 from kvdock.api.reports.recorded import Curves, Loop, Series, Totals
 from kvdock.api.settings import Settings
 from kvdock.protocol.errors import ApiError

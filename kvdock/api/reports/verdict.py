@@ -15,10 +15,9 @@ from msgspec import UNSET
 from msgspec.structs import replace
 
 from kvdock.api.access.peer import Peer
-from kvdock.api.pool.registry import NamespaceRecord, SessionRecord
+from kvdock.api.pool.registry import Hits, NamespaceRecord, SessionRecord
 from kvdock.api.pool.sessions import Sessions
-from kvdock.api.pool.sums import Hits
-from kvdock.api.record.hit_record import Whose
+from kvdock.api.record.hits import Whose
 from kvdock.api.record.troubles import MOST_TROUBLES
 from kvdock.api.reports.recorded import Curves, Totals, Troubles
 from kvdock.api.reports.status import DRAINING, LowerTiers, Probes
@@ -26,9 +25,8 @@ from kvdock.api.turns import Slices, next_slice
 from kvdock.protocol.admin_schemas import TenantView
 from kvdock.protocol.hits import COMPUTED, HitTotals
 from kvdock.protocol.readable import percent, span
-from kvdock.protocol.reports import CurvePoint, DayOfHits
+from kvdock.protocol.reports import REMEDIES, CurvePoint, DayOfHits, Effect, Finding, FindingCode, TroubleKind, Verdict
 from kvdock.protocol.schemas import Manifest
-from kvdock.protocol.verdict import REMEDIES, Effect, Finding, FindingCode, TroubleKind, Verdict
 
 RECENT_S = 24 * 3600.0
 """How long an engine's death and damaged chunks are findings, unless somebody acknowledges them."""

@@ -4,7 +4,7 @@
   server needs to know the order of chunks. A hook around the offer reads that page's hash from the tree. If it cannot,
   the parent is unknown, which the protocol allows: chunks are found all the same, and are evicted in a worse order.
 - Changes of weights, and the requests and pages of the tree that these concern (updates.py).
-- Requests that wait (holding.py).
+- Requests that wait (lookups.py).
 
 SGLang expects hooks to be registered while it loads its plugins, before other modules import the methods: plugin.py
 then calls install(). If SGLANG_PLUGINS leaves kvdock's plug-in out, the linker calls install(). updates.py proves that
@@ -43,7 +43,7 @@ from kvdock.connectors.sglang.updates import (
 )
 
 if TYPE_CHECKING:  # this module is loaded in processes that have no linker
-    from kvdock.connectors.sglang.holding import Holding
+    from kvdock.connectors.sglang.lookups import Holding
 
 log = logging.getLogger("kvdock.sglang")
 
@@ -166,7 +166,7 @@ def _admit(original: Callable[..., Any], adder: Any, req: Any, *more: Any, **how
     linker = _linker_of(adder.tree_cache)
     if linker is None:
         return original(adder, req, *more, **how)
-    from kvdock.connectors.sglang.holding import admit
+    from kvdock.connectors.sglang.lookups import admit
 
     linker.fresh.admitted(req)
     return admit(linker.holding, original, adder, req, *more, **how)
@@ -176,7 +176,7 @@ def _plan(original: Callable[..., Any], scheduler: Any, *more: Any, **how: Any) 
     linker = _linker_of(scheduler.tree_cache)
     if linker is None:
         return original(scheduler, *more, **how)
-    from kvdock.connectors.sglang.holding import next_batch
+    from kvdock.connectors.sglang.lookups import next_batch
 
     linker.guard.meet(scheduler)
     batch, running = next_batch(linker.holding, original, scheduler, *more, **how)

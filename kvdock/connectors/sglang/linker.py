@@ -34,13 +34,11 @@ from kvdock.connectors.packing import with_packing
 from kvdock.connectors.plans import LoadPlan
 from kvdock.connectors.running_weights import RunningWeights
 from kvdock.connectors.session import Attachment, Identity, ServerEpoch, SessionObserver
-from kvdock.connectors.sglang.aside import AsideLinker
-from kvdock.connectors.sglang.dependences import settings_set, variables_set
 from kvdock.connectors.sglang.figures import Figures
-from kvdock.connectors.sglang.holding import Holding
 from kvdock.connectors.sglang.hooks import PLANS, hook_change, register
-from kvdock.connectors.sglang.identity import manifest_of, revision
-from kvdock.connectors.sglang.loads import Loads, QueuedLoad
+from kvdock.connectors.sglang.identity import manifest_of, revision, settings_set, variables_set
+from kvdock.connectors.sglang.loads import LayerCounter, Loads, QueuedLoad
+from kvdock.connectors.sglang.lookups import Holding
 from kvdock.connectors.sglang.offloads import Offloads
 from kvdock.connectors.sglang.pools import FULL, KVGroup, RankPools, groups_of
 from kvdock.connectors.sglang.rank_zero import RankZero
@@ -298,3 +296,44 @@ def _prometheus() -> Any:
     import prometheus_client
 
     return prometheus_client
+
+
+# --------------------------------------------------------------------------- an engine that cannot be served
+
+# The linker of an engine that kvdock cannot serve on this machine: it finds, loads and stores nothing, so SGLang runs
+# as without it.
+
+
+
+class AsideLinker(UnifiedCacheLinker):
+    def __init__(self, kvcache: Any, forward_stream: Any = None) -> None:
+        self.forward_stream, self.pools = forward_stream, {PoolName(FULL): kvcache}
+        self.layer_done_counter = LayerCounter(kvcache.layer_num, lambda batch, layer: None)
+
+    def lookup(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:
+        return []
+
+    def load(self, rid: str, transfers: list[PoolTransfer]) -> bool:
+        return False
+
+    def start_layer_wise_loading(self) -> int:
+        return -1
+
+    def finish_layer_wise_loading(self, counter_index: int) -> bool:
+        return True
+
+    def cancel_queued_load(self, rid: str) -> bool:
+        return False
+
+    def offload(self, transfers: list[PoolTransfer], session_id: str | None = None) -> bool:
+        return False
+
+    def num_completed_offloads(self) -> int:
+        return 0
+
+    def pop_completed_offload(self) -> bool:
+        return False
+
+    def reset(self) -> None: ...
+
+    def close(self) -> None: ...

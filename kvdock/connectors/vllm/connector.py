@@ -43,9 +43,16 @@ from kvdock.connectors.running_weights import RunningWeights
 from kvdock.connectors.session import EngineSession, Identity
 from kvdock.connectors.vllm.adapters import LOADS
 from kvdock.connectors.vllm.arrivals import in_turn, listen
-from kvdock.connectors.vllm.block_budget import BlockBudget
 from kvdock.connectors.vllm.exports import Events, KvdockPromMetrics, KvdockStats, events_of, namer_of
-from kvdock.connectors.vllm.groups import KVGroup, chunk_tokens, groups_of, layouts_of, planes_of
+from kvdock.connectors.vllm.groups import (
+    KVGroup,
+    chunk_tokens,
+    groups_of,
+    layouts_of,
+    planes_of,
+    refuse_states,
+    refuse_unreconciled_hits,
+)
 from kvdock.connectors.vllm.identity import hashing_of, manifest_of, served_name
 from kvdock.connectors.vllm.plugin import register
 from kvdock.connectors.vllm.request_spans import name_request_spans
@@ -67,16 +74,15 @@ from kvdock.connectors.vllm.setup import (
     workers_here,
     zeroes_blocks,
 )
-from kvdock.connectors.vllm.states import refuse_states, refuse_unreconciled_hits
 from kvdock.connectors.vllm.steps import Orders, Report
-from kvdock.connectors.vllm.tables import own_cache_of
+from kvdock.connectors.vllm.tables import BlockBudget, own_cache_of
 from kvdock.connectors.vllm.unfit import UNLOADED, refuse_what_is_no_prefix, why_unfit
 from kvdock.connectors.vllm.weight_changes import hear, hear_model
 from kvdock.connectors.vllm.worker import VllmWorker, WorkerKV
 from kvdock.connectors.worker import cores_of, hash_threads
 from kvdock.datapath.devices import Device
 from kvdock.datapath.errors import NoCuda
-from kvdock.protocol.decoders import decoder_of
+from kvdock.protocol.forms import decoder_of
 from kvdock.protocol.keys import HASH_FUNCTION
 from kvdock.protocol.schemas import Manifest
 
@@ -86,7 +92,7 @@ ASIDE = "kvdock stands aside, and vLLM runs as without it: %s"
 BY_REQUEST = hasattr(KVConnectorBase_V1, "get_transfer_results")
 """Failed loads can be reported by request (since vLLM 0.30)."""
 RECONCILES = hasattr(KVConnectorBase_V1, "supports_divergent_local_hybrid_hits")
-"""As states.py has it; for connectors that do not ask for anything else."""
+"""As groups.py has it; for connectors that do not ask for anything else."""
 
 
 @dataclass

@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from kvdock.connectors.scheduler import Preference
-from kvdock.protocol.names import MAX_LABEL, is_label
 from kvdock.protocol.schemas import MAX_AFTER_S
-from kvdock.protocol.wire_types import MAX_HINT_S, MOST_PRIORITY
+from kvdock.protocol.wire_types import MAX_HINT_S, MAX_LABEL, MOST_PRIORITY, is_label
 
 log = logging.getLogger("kvdock.vllm")
 

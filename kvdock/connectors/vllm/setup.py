@@ -40,7 +40,7 @@ class Settings(EngineSettings):
     would take; 0: not at all (kvdock/connectors/waits.py)."""
     load_once: bool = True
     """If another request of this engine is loading the same tokens, whether a request waits for that load and takes the
-    tokens from vLLM's own prefix cache, instead of loading them as well (kvdock/connectors/load_once.py)."""
+    tokens from vLLM's own prefix cache, instead of loading them as well (kvdock/connectors/waits.py)."""
     chunk_tokens: int = 128
     """The tokens of a chunk, rounded up to whole blocks; with recurrent states it is one block."""
     load_async: bool = True

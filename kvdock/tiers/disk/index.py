@@ -17,8 +17,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from kvdock.tiers.disk.blocks import KEY_BYTES
 from kvdock.tiers.disk.folder import TIER
+from kvdock.tiers.disk.log import KEY_BYTES
 from kvdock.tiers.tier import PAGE_BYTES, TierError
 
 SCHEMA_VERSION: Final = 2

@@ -19,10 +19,9 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Final, NamedTuple
 
-from kvdock.tiers.disk.blocks import Kind, key_of, name_of, read_record, record_block, record_bytes
 from kvdock.tiers.disk.index import Index, Row
 from kvdock.tiers.disk.io import PIECE_BYTES, Io
-from kvdock.tiers.disk.log import Entry, Log, Segment
+from kvdock.tiers.disk.log import Entry, Kind, Log, Segment, key_of, name_of, read_record, record_block, record_bytes
 from kvdock.tiers.record import Record, RecordError
 from kvdock.tiers.tier import PAGE_BYTES, Deadline, Outcome, TierError, pages_bytes
 

@@ -9,8 +9,7 @@ import signal
 import sys
 
 from kvdock.protocol.readable import CONSOLE, JsonFormatter
-from kvdock.tiers.mover.pipe import Pipe
-from kvdock.tiers.mover.run import Mover
+from kvdock.tiers.mover.run import Mover, Pipe
 
 
 def main() -> int:

@@ -14,7 +14,7 @@ from functools import partial
 from kvdock.client.client import Client
 from kvdock.connectors.errors import RefusedError
 from kvdock.connectors.session import Attachment, EngineSession, Identity, SessionObserver
-from kvdock.datapath.registration import Registration
+from kvdock.datapath.segments import Registration
 from kvdock.protocol.mover_schemas import ServedNamespace
 from kvdock.protocol.schemas import MOVER_LABEL, MOVER_NAME, Changes, Manifest
 from kvdock.shm.errors import SegmentNotRegistered

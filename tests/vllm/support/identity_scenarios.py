@@ -1,4 +1,4 @@
-"""What the tables of kvdock/connectors/vllm/dependences.py say about this version of vLLM."""
+"""What the tables of kvdock/connectors/vllm/identity.py say about this version of vLLM."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sched_engine import SchedEngine
 from vllm import envs
 from vllm.model_executor.layers import rotary_embedding
 
-from kvdock.connectors.vllm import dependences as d
+from kvdock.connectors.vllm import identity as d
 
 
 def tables() -> dict[str, Any]:

@@ -22,8 +22,8 @@ from sched_engine import BLOCK, SchedEngine, Standstill
 from vllm.v1.request import RequestStatus
 
 from kvdock.connectors.vllm import worker as worker_module
-from kvdock.connectors.vllm.block_budget import BlockBudget
 from kvdock.connectors.vllm.scheduler import VllmScheduler
+from kvdock.connectors.vllm.tables import BlockBudget
 from kvdock.protocol.keys import HashedChain, KeyChain
 from kvdock.protocol.schemas import Lookup
 

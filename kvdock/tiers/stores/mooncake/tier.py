@@ -18,8 +18,7 @@ from typing import Final
 from kvdock.tiers.notes import HEAD_BYTES, Change, Note, NoteError, name_of_note
 from kvdock.tiers.record import HEADER_BYTES, PartName, Record, RecordError
 from kvdock.tiers.stores.mooncake import library as codes
-from kvdock.tiers.stores.mooncake.library import INSTALL, TIER, Library, Unended
-from kvdock.tiers.stores.mooncake.settings import MooncakeSettings
+from kvdock.tiers.stores.mooncake.library import INSTALL, TIER, Library, MooncakeSettings, Unended
 from kvdock.tiers.stores.mooncake.workers import Call, Names, Workers
 from kvdock.tiers.tier import (
     PAGE_BYTES,

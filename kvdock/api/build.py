@@ -163,7 +163,7 @@ def create_app(settings: Settings, parts: Parts, lifespan: Lifespan | None = Non
     """`lifespan` runs the background work (kvdock/api/server.py); tests of routes alone leave it out."""
     app = _routed_app(lifespan)
     app.state.handlers = parts.handlers
-    routes, checks = (*routes_people.router.routes, *routes_people.router.routes), Checks(settings, parts.access)
+    routes, checks = routes_people.router.routes, Checks(settings, parts.access)
     app.add_middleware(Guard, checks=checks, meter=parts.meter, routes=routes, methods_at=methods_at)
     return Dispatch(app, checks, parts.handlers, parts.meter)
 
@@ -196,7 +196,7 @@ def _routed_app(lifespan: Lifespan | None = None) -> FastAPI:
         },
     )
     # As they are: an app that includes a router makes its routes anew, for a third of the time that a start takes.
-    app.router.routes += [*routes_people.router.routes, *routes_people.router.routes]
+    app.router.routes += routes_people.router.routes
     routes_people.add_static(app)
     for one in app.routes:
         one.matches(_ANY_CALL)  # the first call would wait for what FastAPI makes then, which takes 10 ms

@@ -142,26 +142,22 @@ class RecentRequests:
         """The rows of one request, newest first. `name`: its id; or else how the ids of some begin, or the id of a
         trace, alone or as in a traceparent: then the newest of these requests is meant."""
         found, like, trace = list[Row](), list[Row](), _trace_id(name)
-        async for _, row in _sliced(list(self._rows())):
+        seen = set[int]()  # the ring may have a miss, too
+        async for _, row in _sliced(self._rows()):
             _, request, detail = row
-            if request.request == name and sees(row[0]):
-                found.append(row)
-            elif _is_meant(request, detail, name, trace) and sees(row[0]):
-                like.append(row)
+            is_it = request.request == name
+            if not (is_it or _is_meant(request, detail, name, trace)) or id(request) in seen or not sees(row[0]):
+                continue
+            seen.add(id(request))
+            (found if is_it else like).append(row)
         if not found and like:
             meant = _name(like[0][1])
             found = [row for row in like if _name(row[1]) == meant]
         return [(one, detail) for _, one, detail in found[:most]]
 
-    def _rows(self) -> Iterator[Row]:
-        """The ring, and the misses that it does not have any more."""
-        yield from self._ring
-        seen = {id(row[1]) for row in self._ring}
-        for misses in self._misses.values():
-            for row in misses.rows():
-                if id(row[1]) not in seen:
-                    seen.add(id(row[1]))
-                    yield row
+    def _rows(self) -> list[Row]:
+        """The ring, and then the misses, some of which it has."""
+        return [*self._ring, *(row for misses in self._misses.values() for row in misses.rows())]
 
 
 async def _sliced(rows: Sequence[Row], start: int = 0) -> AsyncIterator[tuple[int, Row]]:

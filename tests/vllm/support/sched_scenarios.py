@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import random
-import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -21,7 +20,6 @@ from lockstep import into_lockstep
 from sched_engine import BLOCK, SchedEngine, Standstill
 from vllm.v1.request import RequestStatus
 
-from kvdock.connectors.vllm import worker as worker_module
 from kvdock.connectors.vllm.scheduler import VllmScheduler
 from kvdock.connectors.vllm.tables import BlockBudget
 from kvdock.protocol.keys import HashedChain, KeyChain
@@ -221,9 +219,14 @@ def damaged_before(address: str, windows: Windows, **settings: Any) -> dict[str,
         before = engine.loaded_tokens
         engine.complete(name, prompt(3, 150), 2)
         loads.append(engine.loaded_tokens - before)
-        time.sleep(2 * worker_module.REPORT_AFTER_S)  # the server hears of damage
+        await_reports(engine)
     engine.close()
     return figures(engine, **chaos.seen, loads=loads)
+
+
+def await_reports(engine: SchedEngine, most_s: float = 20.0) -> None:
+    """Until the server has answered all reports of loads that have ended: by then it has judged what was damaged."""
+    engine.worker._worker._reports._reporting.run(lambda: None).result(most_s)
 
 
 def crowd(address: str, runs: Sequence[tuple[int, int]], capped: bool) -> dict[str, Any]:

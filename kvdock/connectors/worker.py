@@ -20,13 +20,13 @@ import ctypes
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from math import ceil
 from pathlib import Path
 from typing import Generic, NamedTuple, TypeVar
 
+from kvdock import _core
 from kvdock.connectors.errors import LayoutMismatchError
 from kvdock.connectors.packing import FirstParts, shape_of
 from kvdock.connectors.plans import LoadPiece, LoadPlan, StorePiece, StorePlan
@@ -39,7 +39,7 @@ from kvdock.datapath.devices import CPU, Device
 from kvdock.datapath.errors import CopyError, CudaError, DatapathError, copy_error
 from kvdock.datapath.layout import PagedLayout
 from kvdock.protocol.errors import ApiError, ServerUnavailable
-from kvdock.protocol.schemas import Commit, MakeRaw, Part, PartDone, RawPart, WritePart
+from kvdock.protocol.schemas import Commit, MakeRaw, Manifest, Part, PartDone, RawPart, WritePart
 from kvdock.protocol.wire_types import MAX_ENTRIES
 from kvdock.shm.errors import ShmError
 
@@ -62,12 +62,19 @@ class Bands(NamedTuple):
     verified_after: int
 
 
+class Own(NamedTuple):
+    """What a copier copies: the part of a rank of this worker in a KV group."""
+
+    rank: int
+    group: int
+
+
 class _Copying(Generic[Piece]):
-    """The copies of a load or a store. `copies`: the group, the pieces and the handle of each copy."""
+    """The copies of a load or a store. `copies`: what is copied, the pieces and the handle of each copy."""
 
     def __init__(self, attachment: Attachment, started_s: float) -> None:
         self.attachment, self.started_s = attachment, started_s
-        self.copies: list[tuple[int, Sequence[Piece], CopyHandle]] = []
+        self.copies: list[tuple[Own, Sequence[Piece], CopyHandle]] = []
 
     def done(self) -> bool:
         return all(handle.done() for _, _, handle in self.copies)
@@ -77,15 +84,15 @@ class _Copying(Generic[Piece]):
         return all(handle.wait(timeout_s) for _, _, handle in self.copies)
 
     def took_s(self) -> float | None:
-        """The seconds that the copies took, if the copies of a group run one after another, and groups side by side.
+        """The seconds that the copies took, if those of a copier run one after another, and copiers side by side.
         None when the time of one copy is not known."""
-        by_group: dict[int, float] = {}
-        for group, _, handle in self.copies:
+        by_copier: dict[Own, float] = {}
+        for own, _, handle in self.copies:
             seconds = handle.took_s()
             if seconds is None:
                 return None
-            by_group[group] = by_group.get(group, 0.0) + seconds
-        return max(by_group.values(), default=None)
+            by_copier[own] = by_copier.get(own, 0.0) + seconds
+        return max(by_copier.values(), default=None)
 
     def order(self, stream: int) -> None:
         """Work that is put on `stream` (a CUstream) from now on runs after the copies. GPUs only."""
@@ -102,8 +109,8 @@ class Storing(_Copying[StorePiece]):
         self.plan, self.holds_reservation = plan, False
         self.error: Exception | None = None
         """The reason if a copy could not be submitted."""
-        self.committed: Sequence[tuple[StorePiece, int]] = ()
-        """The pieces that this rank has written, with their checksums, after the commit."""
+        self.committed: list[Part] = []
+        """The parts that this worker has committed, as lookups find them."""
 
 
 class Loading(_Copying[LoadPiece]):
@@ -139,10 +146,11 @@ class Loading(_Copying[LoadPiece]):
 
 
 class WorkerConnector:
-    """`session`: its identity has one rank, this worker's: ranks below the manifest's `writers` store, and rank r loads
-    part r mod writers. `layouts[g]`: where KV group g has its blocks, which are on `device`. `threads`: how many
-    threads copy when the blocks are in host memory. `tuning`: for copies on a GPU (None: the measured default); stores
-    use its for_stores().
+    """`session`: its identity has this worker's ranks: one, or several if the worker has the heads of several parts.
+    Ranks below the manifest's `writers` store, and rank r loads part r mod writers. `layouts`: for each rank in turn,
+    where each KV group has the rank's part of its blocks, which are on `device`. `threads`: how many threads copy when
+    the blocks are in host memory. `tuning`: for copies on a GPU (None: the measured default); stores use its
+    for_stores().
 
     `stream`: the stream on which the engine reads and writes its blocks (a CUstream as an integer). Unless a call says
     otherwise, a copy runs after the work that is on this stream when the copy is submitted. None on the CPU, and if
@@ -160,31 +168,15 @@ class WorkerConnector:
         tuning: CopyTuning | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        manifest = session.manifest
-        if len(layouts) != len(manifest.groups):
+        manifest, ranks = session.manifest, session.identity.ranks
+        self._owns = [Own(rank, group) for rank in ranks for group in range(len(manifest.groups))]
+        if len(layouts) != len(self._owns):
             raise LayoutMismatchError(
                 f"layouts: found {len(layouts)}, wanted one for each of {len(manifest.groups)} groups"
+                f"{f' on each of {len(ranks)} ranks' if len(ranks) > 1 else ''}"
             )
-        self._part_blocks: list[int] = []
-        shapes = []
-        for group, layout in enumerate(layouts):
-            if layout.block_tokens != manifest.block_sizes[group]:
-                raise LayoutMismatchError(
-                    f"block tokens of group {group}: found {layout.block_tokens}, wanted {manifest.block_sizes[group]} "
-                    "as the manifest says"
-                )
-            blocks, rest = divmod(manifest.chunk_tokens, layout.block_tokens)
-            found, wanted = layout.part_bytes(blocks), manifest.groups[group].part_bytes
-            if rest or found != wanted:
-                raise LayoutMismatchError(
-                    f"part bytes of group {group}: found {found} ({blocks} blocks of {layout.block_bytes} bytes), "
-                    f"wanted {wanted} as the manifest says"
-                )
-            self._part_blocks.append(blocks)
-            shapes.append(shape_of(manifest.groups[group], layout, blocks))
-            if layout.token_order not in (manifest.token_order, "ND"):
-                raise LayoutMismatchError(f"token order: found {layout.token_order}, wanted {manifest.token_order}")
-        self.session, self.rank, self._stream = session, session.identity.ranks[0], stream
+        shapes = [_checked(manifest, own.group, layout) for own, layout in zip(self._owns, layouts, strict=True)]
+        self.session, self.ranks, self._stream = session, ranks, stream
         self._clock, self._first_parts = clock, FirstParts(manifest)
         session.outcomes.ceiling_bytes_per_s = partial(ceiling_bytes_per_s, device, threads)
 
@@ -202,8 +194,13 @@ class WorkerConnector:
         )
 
     @property
+    def rank(self) -> int:
+        """The first of this worker's ranks."""
+        return self.ranks[0]
+
+    @property
     def writes(self) -> bool:
-        """Whether this rank stores. False: another rank has the same bytes and stores them (MLA)."""
+        """Whether this worker stores. False: another one has the same bytes and stores them (MLA)."""
         return self.rank < self.session.manifest.writers
 
     def close(self) -> None:
@@ -236,12 +233,12 @@ class WorkerConnector:
             loading.lost = True
             return loading
         try:
-            for group, pieces in _by_group(plan.pieces).items():
+            for own, loader, pieces in self._by_copier(plan.pieces, self._loaders):
                 # A few parts are submitted first: they are copied while the rest is prepared.
                 for some in (pieces[:FIRST_PARTS], pieces[FIRST_PARTS:]):
                     if some:
-                        banded = bands[group] if bands is not None else None
-                        self._submit(loading, group, some, banded, self._stream if waits else after)
+                        banded = bands[own.group] if bands is not None else None
+                        self._submit(loading, own, loader, some, banded, self._stream if waits else after)
         except CopyFailed as error:
             self._load_lost(loading, error)
         except CallFailed as error:
@@ -250,22 +247,23 @@ class WorkerConnector:
         return loading
 
     def _submit(
-        self, loading: Loading, group: int, pieces: Sequence[LoadPiece], bands: Bands | None, after: int | None
+        self, loading: Loading, own: Own, loader: Copier, pieces: Sequence[LoadPiece], bands: Bands | None,
+        after: int | None,
     ) -> None:
-        own = [self._own_part(piece, piece.parts, self.rank % self.session.manifest.writers) for piece in pieces]
-        slots = self._addresses(loading.attachment, own)
+        writer = own.rank % self.session.manifest.writers
+        mine = [self._own_part(piece, piece.parts, writer) for piece in pieces]
+        slots = self._addresses(loading.attachment, mine)
         parts = [
             PartCopy(slot, piece.block_ids, piece.skip_blocks, part.checksum_value, part.length)
-            for piece, part, slot in zip(pieces, own, slots, strict=True)
+            for piece, part, slot in zip(pieces, mine, slots, strict=True)
         ]
-        loader = self._loaders[group]
         if bands is not None and isinstance(loader, (CudaCopier, PackedCudaCopier)):
             handle: CopyHandle = loader.scatter(
                 parts, after=after, bands=bands.ends, verified_after=bands.verified_after
             )
         else:
             handle = loader.scatter(parts, after=after)
-        loading.copies.append((group, pieces, handle))
+        loading.copies.append((own, pieces, handle))
 
     def finish_load(self, loading: Loading) -> int:
         """Waits for the copies. Returns how many tokens are valid, counted from token 0."""
@@ -306,7 +304,7 @@ class WorkerConnector:
         except CallFailed as error:
             self.session.lost(attachment, error)
         finally:
-            self.session.client.release_later(plan.lease, attachment.session, [self.rank])
+            self.session.client.release_later(plan.lease, attachment.session, self.ranks)
             attachment.grants.stop(plan.lease)
 
     def settle(self, attachment: Attachment) -> None:
@@ -335,14 +333,14 @@ class WorkerConnector:
             return storing
         after = self._stream if after is None else after
         try:
-            for group, members in _by_group(plan.pieces).items():
-                own = [self._own_part(piece, piece.parts, self.rank) for piece in members]
-                slots = self._addresses(attachment, own)
+            for own, storer, members in self._by_copier(plan.pieces, self._storers):
+                mine = [self._own_part(piece, piece.parts, own.rank) for piece in members]
+                slots = self._addresses(attachment, mine)
                 parts = [
                     PartCopy(slot, piece.block_ids, length=part.length)
-                    for piece, part, slot in zip(members, own, slots, strict=True)
+                    for piece, part, slot in zip(members, mine, slots, strict=True)
                 ]
-                storing.copies.append((group, members, self._storers[group].gather(parts, after=after)))
+                storing.copies.append((own, members, storer.gather(parts, after=after)))
         except (*CopyFailed, *CallFailed) as error:
             storing.error = error
         return storing
@@ -358,26 +356,22 @@ class WorkerConnector:
             if storing.error is not None:
                 raise storing.error
             results = [
-                (piece, result) for _, members, handle in storing.copies
+                (own.rank, piece, result) for own, members, handle in storing.copies
                 for piece, result in zip(members, handle.result(), strict=True)
             ]
             if not is_sound:
-                self.session.abort(attachment, plan.reservation, [self.rank])
+                self.session.abort(attachment, plan.reservation, self.ranks)
                 return 0
-            done = [(piece, result.checksum) for piece, result in results if result.fits]
-            unfit = [(piece, result) for piece, result in results if not result.fits]
-            self._first_parts.count((piece.group for piece, _ in results), len(unfit))
-            raw = self._make_raw(storing, unfit)
-            ready = self._commit(storing, [*done, *raw])
-            storing.committed = [*done, *raw]
-            if len(storing.committed) < len(results):  # parts that could not be packed have no slot
-                self.session.abort(attachment, plan.reservation, [self.rank])
+            unfit = sum(not result.fits for _, _, result in results)
+            self._first_parts.count((piece.group for _, piece, _ in results), unfit)
+            for rank in self.ranks:
+                ready = self._commit_rank(storing, rank, [(piece, one) for of, piece, one in results if of == rank])
             self._log("store", plan.request_id, plan.tokens, self._bytes(plan.pieces), storing.started_s)
             if (took_s := storing.took_s()) is not None:
                 self.session.outcomes.stored(self._bytes(plan.pieces), took_s)
         except CopyFailed as error:
             log.warning("store request=%s failed: %s", plan.request_id, error)
-            self.session.abort(attachment, plan.reservation, [self.rank])
+            self.session.abort(attachment, plan.reservation, self.ranks)
         except CallFailed as error:
             log.warning("store request=%s not committed: %s", plan.request_id, error)
             self.session.lost(attachment, error)
@@ -385,54 +379,57 @@ class WorkerConnector:
             attachment.grants.stop(plan.reservation)
         return ready
 
-    def _commit(self, storing: Storing, done: Sequence[tuple[StorePiece, int]]) -> int:
-        """Returns how many chunks are ready. An empty commit is sent, too: the server waits for each rank's commit."""
+    def _commit_rank(self, storing: Storing, rank: int, results: Sequence[tuple[StorePiece, PartResult]]) -> int:
+        """Commits the parts of a rank. Returns how many chunks are ready then. An empty commit is sent, too: the server
+        waits for each rank's commit."""
         attachment, ready = storing.attachment, 0
-        parts = [PartDone(piece.chunk, piece.group, f"{checksum:016x}") for piece, checksum in done]
+        done = [(_part_of(piece, rank), piece, result.checksum) for piece, result in results if result.fits]
+        done += self._make_raw(storing, rank, [(piece, result) for piece, result in results if not result.fits])
+        parts = [PartDone(piece.chunk, piece.group, f"{checksum:016x}") for _, piece, checksum in done]
         for start in range(0, max(1, len(parts)), MAX_ENTRIES):
-            body = Commit(session=attachment.session, rank=self.rank, parts=parts[start : start + MAX_ENTRIES])
+            body = Commit(session=attachment.session, rank=rank, parts=parts[start : start + MAX_ENTRIES])
             ready = self.session.client.commit(storing.plan.reservation, body).ready
+        storing.committed += [
+            Part(part.group, part.writer, part.segment, part.offset, part.length, f"{checksum:016x}")
+            for part, _, checksum in done
+        ]
+        if len(done) < len(results):  # parts that could not be packed have no slot
+            self.session.abort(attachment, storing.plan.reservation, [rank])
         return ready
 
     def _make_raw(
-        self, storing: Storing, unfit: Sequence[tuple[StorePiece, PartResult]]
-    ) -> list[tuple[StorePiece, int]]:
-        """Puts the raw bytes of parts that could not be packed into slots of their own. Returns the pieces, with these
-        slots, and their checksums; fewer than `unfit` if the server has too little memory."""
-        made: list[tuple[StorePiece, int]] = []
+        self, storing: Storing, rank: int, unfit: Sequence[tuple[StorePiece, PartResult]]
+    ) -> list[tuple[WritePart, StorePiece, int]]:
+        """Puts the raw bytes of parts that could not be packed into slots of their own. Returns these slots with their
+        pieces and checksums; fewer than `unfit` if the server has too little memory."""
+        made: list[tuple[WritePart, StorePiece, int]] = []
         whole = [(piece, result, result.raw) for piece, result in unfit if result.raw is not None]
         for start in range(0, len(whole), MAX_ENTRIES):
             some = whole[start : start + MAX_ENTRIES]
             body = MakeRaw(
-                session=storing.attachment.session, rank=self.rank,
+                session=storing.attachment.session, rank=rank,
                 parts=[RawPart(piece.chunk, piece.group) for piece, _, _ in some],
             )
             answer = self.session.client.make_raw(storing.plan.reservation, body)
             for slot, (piece, result, raw) in zip(answer.parts, some, strict=False):
-                part = WritePart(slot.group, self.rank, slot.segment, slot.offset, slot.length)
+                part = WritePart(slot.group, rank, slot.segment, slot.offset, slot.length)
                 if (slot.index, slot.group, slot.length) != (piece.chunk, piece.group, len(raw)):
                     raise copy_error(f"raw slot of chunk {piece.chunk}", found=slot, wanted=f"{len(raw)} bytes")
                 (address,) = self._addresses(storing.attachment, [part])
                 ctypes.memmove(address, (ctypes.c_char * len(raw)).from_buffer(raw), len(raw))
-                made.append((replace(piece, parts=(part,)), result.checksum))
+                made.append((part, piece, result.checksum))
         if unfit:
             log.info("store request=%s: %d of %d parts that could not be packed are stored raw",
                      storing.plan.request_id, len(made), len(unfit))
         return made
-
-    def committed_parts(self, storing: Storing) -> list[Part]:
-        """The parts that this rank has committed, as lookups find them."""
-        return [
-            Part(part.group, part.writer, part.segment, part.offset, part.length, f"{checksum:016x}")
-            for piece, checksum in storing.committed for part in piece.parts if part.writer == self.rank
-        ]
 
     # ------------------------------------------------------------------ both
 
     def _own_part(self, piece: LoadPiece | StorePiece, parts: Iterable[AnyPart], writer: int) -> AnyPart:
         """The part by `writer` among `parts`. Raises CopyError when it is missing, or its length or the number of the
         piece's blocks is wrong."""
-        group, blocks = self.session.manifest.groups[piece.group], self._part_blocks[piece.group]
+        manifest = self.session.manifest
+        group, blocks = manifest.groups[piece.group], manifest.chunk_tokens // manifest.block_sizes[piece.group]
         part = next((part for part in parts if part.writer == writer), None)
         if part is None or part.length not in (group.part_bytes, group.slot_bytes):
             found = "none" if part is None else f"{part.length} bytes"
@@ -441,6 +438,17 @@ class WorkerConnector:
         if len(piece.block_ids) != blocks:
             raise copy_error(f"blocks for a part of group {piece.group}", found=len(piece.block_ids), wanted=blocks)
         return part
+
+    def _by_copier(
+        self, pieces: Iterable[Piece], copiers: Sequence[Copier]
+    ) -> Iterator[tuple[Own, Copier, list[Piece]]]:
+        """The pieces that each copier copies, if there are any."""
+        groups: dict[int, list[Piece]] = {}
+        for piece in pieces:
+            groups.setdefault(piece.group, []).append(piece)
+        for own, copier in zip(self._owns, copiers, strict=True):
+            if own.group in groups:
+                yield own, copier, groups[own.group]
 
     def _addresses(self, attachment: Attachment, parts: Sequence[Part | WritePart]) -> list[int]:
         """The addresses of the parts' slots. Raises AttachError when a segment is not there, or not whole; each one is
@@ -451,8 +459,9 @@ class WorkerConnector:
         return [attachment.segments.address(part.segment, part.offset, part.length) for part in parts]
 
     def _bytes(self, pieces: Iterable[LoadPiece | StorePiece]) -> int:
-        """How many bytes of KV this rank copies."""
-        return sum(self.session.manifest.groups[piece.group].part_bytes for piece in pieces)
+        """How many bytes of KV this worker copies."""
+        groups = self.session.manifest.groups
+        return len(self.ranks) * sum(groups[piece.group].part_bytes for piece in pieces)
 
     def _log(self, verb: str, request_id: str, tokens: int, size_bytes: int, started_s: float) -> None:
         took_s = self._clock() - started_s
@@ -462,11 +471,28 @@ class WorkerConnector:
         )
 
 
-def _by_group(pieces: Iterable[Piece]) -> dict[int, list[Piece]]:
-    groups: dict[int, list[Piece]] = {}
-    for piece in pieces:
-        groups.setdefault(piece.group, []).append(piece)
-    return groups
+def _checked(manifest: Manifest, group: int, layout: PagedLayout) -> _core.PackedShape | None:
+    """The shape of packed parts; None: the group is not packed. Raises LayoutMismatchError for a layout that is not as
+    the manifest says."""
+    if layout.block_tokens != manifest.block_sizes[group]:
+        raise LayoutMismatchError(
+            f"block tokens of group {group}: found {layout.block_tokens}, wanted {manifest.block_sizes[group]} "
+            "as the manifest says"
+        )
+    blocks, rest = divmod(manifest.chunk_tokens, layout.block_tokens)
+    found, wanted = layout.part_bytes(blocks), manifest.groups[group].part_bytes
+    if rest or found != wanted:
+        raise LayoutMismatchError(
+            f"part bytes of group {group}: found {found} ({blocks} blocks of {layout.block_bytes} bytes), "
+            f"wanted {wanted} as the manifest says"
+        )
+    if layout.token_order not in (manifest.token_order, "ND"):
+        raise LayoutMismatchError(f"token order: found {layout.token_order}, wanted {manifest.token_order}")
+    return shape_of(manifest.groups[group], layout, blocks)
+
+
+def _part_of(piece: StorePiece, rank: int) -> WritePart:
+    return next(part for part in piece.parts if part.writer == rank)
 
 
 # --------------------------------------------------------------------------------
@@ -531,8 +557,8 @@ class Layers:
 
     def _order(self, group: int, band: int, stream: int) -> None:
         for loading in self._watched:
-            for of_group, _, handle in loading.copies:
-                if of_group == group:
+            for own, _, handle in loading.copies:
+                if own.group == group:
                     assert isinstance(handle, StreamHandle), "watched loads are a GPU's"
                     handle.order(stream, band)
 
@@ -545,7 +571,7 @@ class Layers:
         asked = {(group, band) for group, band, _ in self._ordered}
         return all(
             (group, band) in asked
-            for loading in self._watched for group, _, _ in loading.copies
+            for loading in self._watched for (_, group), _, _ in loading.copies
             for band in range(len(self.bands[group].ends))
         )
 

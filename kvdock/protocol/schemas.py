@@ -113,6 +113,9 @@ class Manifest(Identity, frozen=True, kw_only=True, gc=False):
     tensor_parallel: Readers = 1
     writers: Readers = 1
     """Parts per group: the tensor-parallel size for MHA/GQA, 1 for MLA."""
+    any_tensor_parallel: bool | msgspec.UnsetType = msgspec.UNSET
+    """True: a part has a fixed range of heads whatever the tensor-parallel size of the engine, so engines of different
+    sizes share the namespace, and `tensor_parallel` is the number of parts. Absent: they do not."""
     groups: Annotated[tuple[Group, ...], msgspec.Meta(min_length=1, max_length=MAX_GROUPS)]
     hash_function: Text = HASH_FUNCTION
     """Any other value: the engine hashes its sequences itself, and keys are made from its hashes, not from `tokens`."""

@@ -74,7 +74,7 @@ def test_no_count_is_lost_between_threads() -> None:
 
 
 def test_a_load_that_fell_short_counts_what_is_there() -> None:
-    figures = CopyFigures(MANIFEST, rank=0)
+    figures = CopyFigures(MANIFEST, ranks=(0,))
     figures.loaded(load_plan(32, 128), 128, 0.5)
     assert figures.take() == {"load_tokens": 96, "load_bytes": 3 * 1000 + 10, "load_seconds": [0.5]}
     figures.loaded(load_plan(32, 128), 64, 0.5)
@@ -85,7 +85,7 @@ def test_ranks_together_count_each_token_once_and_each_byte() -> None:
     total: Data = {}
     plan = StorePlan("r", "reservation", 64, tuple(StorePiece(at, 0, (WRITE,), (1, 2)) for at in range(2)))
     for rank, ready in ((0, 0), (1, 2)):  # the last to commit publishes
-        figures = CopyFigures(MANIFEST, rank)
+        figures = CopyFigures(MANIFEST, (rank,))
         figures.loaded(load_plan(0, 32), 32, 0.5)
         figures.stored(plan, ready, 0.25)
         merge(total, figures.take())

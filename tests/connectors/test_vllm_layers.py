@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvdock.connectors.worker import VERIFIED_BEFORE, VERIFIED_EARLY, Cut, Layers
+from kvdock.connectors.worker import VERIFIED_BEFORE, VERIFIED_EARLY, Cut, Layers, Own
 from kvdock.datapath.copy import PartResult
 
 
@@ -39,7 +39,8 @@ class Copy:
 
 def loading(*groups: int) -> tuple[Any, list[Copy]]:
     copies = [Copy() for _ in groups]
-    return SimpleNamespace(copies=[(group, (), copy) for group, copy in zip(groups, copies, strict=True)]), copies
+    made = [(Own(0, group), (), copy) for group, copy in zip(groups, copies, strict=True)]
+    return SimpleNamespace(copies=made), copies
 
 
 def state(layers: Layers) -> tuple[bool, bool]:

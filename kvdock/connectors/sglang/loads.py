@@ -244,4 +244,4 @@ class Loads:
 
     def _release(self, attachment: Attachment, plan: LoadPlan) -> None:
         session = self._pools.worker.session
-        session.client.release_later(plan.lease, attachment.session, [self._pools.worker.rank])
+        session.client.release_later(plan.lease, attachment.session, self._pools.worker.ranks)

@@ -238,7 +238,7 @@ class Offloads:
                     if self._is_current(offer):
                         self._store(attachment, _placed(plan, pages))
                     else:
-                        self._worker.session.abort(attachment, plan.reservation, [self._worker.rank])
+                        self._worker.session.abort(attachment, plan.reservation, self._worker.ranks)
                 finally:
                     attachment.release()
             ok = offer.reserved.result() and self._is_current(offer)
@@ -249,8 +249,8 @@ class Offloads:
         storing = self._worker.submit_store(attachment, plan)
         self._worker.finish_store(storing)
         ahead = self._zero.ahead if self._zero is not None else None
-        if ahead is not None and (parts := self._worker.committed_parts(storing)):
-            ahead.add(attachment, parts)
+        if ahead is not None and storing.committed:
+            ahead.add(attachment, storing.committed)
 
     def _pages(self, offer: _Offer) -> dict[int, list[int]]:
         """By group, the block ids of this rank's pages. A group with windows has only the last pages: -1 stands for the

@@ -53,6 +53,7 @@ from kvdock.connectors.vllm.groups import (
     refuse_states,
     refuse_unreconciled_hits,
 )
+from kvdock.connectors.vllm.heads import CannotShareSizes, HeadParts, head_parts
 from kvdock.connectors.vllm.identity import hashing_of, manifest_of, served_name
 from kvdock.connectors.vllm.plugin import register
 from kvdock.connectors.vllm.request_spans import name_request_spans
@@ -61,6 +62,7 @@ from kvdock.connectors.vllm.resets import end_loads_first
 from kvdock.connectors.vllm.scheduler import EngineView, VllmScheduler
 from kvdock.connectors.vllm.setup import (
     EngineTraits,
+    RankPosition,
     Settings,
     keeps_blocks_back,
     loads_by_layer,
@@ -258,10 +260,13 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
             return
         chunk = chunk_tokens(self._groups, self._settings.chunk_tokens)
         blocks, place = self._cache.num_blocks, place_of(self._config.parallel_config, self._groups)
+        parts = self._head_parts(kv_caches, place) if self._settings.any_tensor_parallel else None
+        if parts is not None:
+            place = parts.placed(place)
         manifest = manifest_of(
             self._config, vllm.__version__, self._groups, kv_caches, place, num_blocks=blocks, chunk_tokens=chunk,
             weights_digest=self._settings.weights_digest, hashing=self._hashing(), environ=os.environ,
-            read_all=self._settings.read_all_weights,
+            read_all=self._settings.read_all_weights, head_parts=parts,
         )
         device = self.device_of(kv_caches)
         try:
@@ -274,10 +279,12 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
             streams = [torch.cuda.Stream(device) for _ in range(2)]  # type: ignore[no-untyped-call]  # so in torch
             self._streams = _Streams(*streams)
         computed, aside = self._streams
-        layouts = layouts_of(self._groups, kv_caches, blocks, manifest.token_order)
-        manifest = with_packing(manifest, layouts, self._settings.pack, where)
+        layouts = (parts.layouts if parts is not None else layouts_of)(
+            self._groups, kv_caches, blocks, manifest.token_order
+        )
+        manifest = with_packing(manifest, layouts[: len(self._groups)], self._settings.pack, where)
         self._worker = VllmWorker(
-            self._settings, manifest, self._identity(f"rank{place.rank}", ranks=(place.rank,), scheduler=False),
+            self._settings, manifest, self._identity(f"rank{place.rank}", ranks=place.own_ranks, scheduler=False),
             WorkerKV(
                 layouts, planes_of(self._groups, kv_caches),
                 device, _stream_of(device), computed.cuda_stream if computed is not None else None,
@@ -292,6 +299,19 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
             ),
         )
         self._handshake = Handshake(msgspec.json.encode(manifest), self._instance.name)
+
+    def _head_parts(self, kv_caches: dict[str, torch.Tensor], place: RankPosition) -> HeadParts | None:
+        """None, with a line in the log, if this engine cannot share KV with other tensor-parallel sizes. With latent
+        attention every size shares anyway."""
+        if all(group.latent for group in self._groups):
+            return None
+        try:
+            heads = self._config.model_config.get_total_num_kv_heads()
+            return head_parts(self._groups, kv_caches, self._cache.num_blocks, heads=heads, place=place)
+        except CannotShareSizes as why:
+            if place.rank == 0:
+                log.warning("any_tensor_parallel: this engine shares KV only with others of its own size: %s", why)
+            return None
 
     @staticmethod
     def device_of(kv_caches: dict[str, torch.Tensor]) -> str:

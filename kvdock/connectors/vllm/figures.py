@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvdock.connectors.outcomes import SHARED, Metric, RequestOutcomes
@@ -91,22 +91,22 @@ class Figures:
 
 
 class CopyFigures(Figures):
-    """The counts of the worker of `rank`."""
+    """The counts of the worker of `ranks`."""
 
-    def __init__(self, manifest: Manifest, rank: int) -> None:
+    def __init__(self, manifest: Manifest, ranks: Sequence[int]) -> None:
         super().__init__()
-        self._manifest, self._rank = manifest, rank
+        self._manifest, self._ranks = manifest, ranks
 
     def loaded(self, plan: LoadPlan, valid_tokens: int, seconds: float) -> None:
         """Counts a load that has ended. `valid_tokens`: how many tokens of the request are valid now."""
         groups = [piece.group for piece in plan.pieces if piece.chunk * plan.chunk_tokens < valid_tokens]
-        self.add("load_tokens", valid_tokens - plan.local_tokens if self._rank == 0 else 0)
-        self.add("load_bytes", sum(self._manifest.groups[group].part_bytes for group in groups))
+        self.add("load_tokens", valid_tokens - plan.local_tokens if 0 in self._ranks else 0)
+        self.add("load_bytes", len(self._ranks) * sum(self._manifest.groups[group].part_bytes for group in groups))
         self.add("load_seconds", seconds)
 
     def stored(self, plan: StorePlan, ready: int, seconds: float) -> None:
-        """Counts a store that has ended. `ready`: how many chunks this rank's commit has published, as the last
-        writer's."""
+        """Counts a store that has ended. `ready`: how many chunks this worker's commit has published, as the
+        last writer's."""
         manifest = self._manifest
         of_all = sum(manifest.groups[piece.group].part_bytes for piece in plan.pieces) * manifest.writers
         self.add("store_tokens", ready * manifest.chunk_tokens)

@@ -108,14 +108,26 @@ def chunk_tokens(groups: Sequence[KVGroup], wanted: int) -> int:
     return -(-wanted // step) * step
 
 
-def signature(groups: Sequence[KVGroup], tensors: Mapping[str, Any], num_blocks: int) -> str:
-    """The order of the elements inside the pages: sizes and axes by falling stride, the block's axis left out."""
+HEAD_AXES = {4: 1, 5: 3}
+"""The axis of the heads by the number of axes: [block, head, token, K and V], and before vLLM 0.33 also
+[block, K or V, token, head, element]."""
+
+
+def signature(
+    groups: Sequence[KVGroup], tensors: Mapping[str, Any], num_blocks: int, heads: int | None = None
+) -> str:
+    """The order of the elements inside the pages: sizes and axes by falling stride, the block's axis left out. `heads`:
+    how many heads a part has; None: those of a page."""
     orders = []
     for group in groups:
         for name in group.page_bytes:
             tensor = tensors[name]
             axes = sorted(range(1, len(tensor.shape)), key=lambda axis: -tensor.stride(axis))
-            order = ".".join(f"{axis}:{tensor.shape[axis]}" for axis in axes)
+            sizes = list(tensor.shape)
+            if heads is not None:
+                sizes[HEAD_AXES[len(sizes)]] = heads
+                axes = [axis for axis in axes if sizes[axis] > 1]  # where one head is, the order has no meaning
+            order = ".".join(f"{axis}:{sizes[axis]}" for axis in axes)
             split = tensor.shape[0] // num_blocks
             orders.append(f"{tensor.dtype}/{order}/{split}{group.state and f'/{group.state}'}")
     if len(set(orders)) == 1:
@@ -129,7 +141,7 @@ def layouts_of(
     """Where each group has its pages. Raises NotSupportedError for a page that is not contiguous."""
     layouts = []
     for group in groups:
-        planes = {_plane(name, tensors[name], page, num_blocks): None for name, page in group.page_bytes.items()}
+        planes = {plane_of(name, tensors[name], page, num_blocks): None for name, page in group.page_bytes.items()}
         core = _core.PagedLayout(tuple(planes), num_blocks=num_blocks, block_tokens=group.block_tokens)
         held = [tensors[name] for name in group.page_bytes]
         layouts.append(
@@ -148,7 +160,8 @@ def planes_of(groups: Sequence[KVGroup], tensors: Mapping[str, Any]) -> list[dic
     return planes
 
 
-def _plane(name: str, tensor: Any, page_bytes: int, num_blocks: int) -> Plane:
+def plane_of(name: str, tensor: Any, page_bytes: int, num_blocks: int) -> Plane:
+    """The plane of a layer's pages. Raises NotSupportedError for a page that is not contiguous."""
     if not hasattr(tensor, "data_ptr"):
         raise NotSupportedError(f"kvdock copies one tensor a layer, and layer {name} has {type(tensor).__name__}.")
     split, rest = divmod(tensor.shape[0], num_blocks)

@@ -12,9 +12,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+from msgspec import UNSET
+
 from kvdock.connectors.dependences import counted, described
 from kvdock.connectors.errors import NotSupportedError
 from kvdock.connectors.vllm.groups import KVGroup, signature, step_tokens
+from kvdock.connectors.vllm.heads import HeadParts
 from kvdock.connectors.vllm.setup import RankPosition, drafts_with_kv
 from kvdock.connectors.weights import FindSnapshot, hub_snapshot, weights_of
 from kvdock.protocol.keys import HASH_FUNCTION
@@ -88,11 +91,12 @@ def manifest_of(
     vllm_config: Any, version: str, groups: Sequence[KVGroup], tensors: Mapping[str, Any], place: RankPosition, *,
     num_blocks: int, chunk_tokens: int, weights_digest: str, hashing: tuple[str, str],
     environ: Mapping[str, str] = MappingProxyType({}), find_snapshot: FindSnapshot = hub_snapshot,
-    read_all: bool = False,
+    read_all: bool = False, head_parts: HeadParts | None = None,
 ) -> Manifest:
     """The manifest, which is equal on all workers. `tensor_parallel` and `writers` describe how KV is split, so with
     MLA `tensor_parallel` is 1 for any number of workers. `model` is the architecture, not the served name. `hashing`:
-    see hashing_of; the last three arguments and NotSupportedError: see revision."""
+    see hashing_of; `head_parts`: how KV is divided for all tensor-parallel sizes; the other arguments and
+    NotSupportedError: see revision."""
     model = vllm_config.model_config
     per_chunk = [chunk_tokens // group.block_tokens for group in groups]
     planes = [
@@ -109,17 +113,19 @@ def manifest_of(
         kv_heads=model.get_total_num_kv_heads(),
         head_size=model.get_head_size(),
         token_order=f"vllm {'.'.join(version.split('.')[:2])} {_backends(vllm_config, groups)} "
-        f"{signature(groups, tensors, num_blocks)}",
+        f"{signature(groups, tensors, num_blocks, head_parts.heads if head_parts is not None else None)}",
         chunk_tokens=chunk_tokens,
         block_tokens=step_tokens(groups),
         tensor_parallel=place.heads_split,
         writers=place.writers,
+        any_tensor_parallel=True if head_parts is not None else UNSET,
         hash_function=hashing[0],
         hash_seed=hashing[1],
         groups=tuple(
             Group(
                 kind="full" if group.window_tokens is None else "window", window_tokens=group.window_tokens or 0,
-                block_tokens=group.block_tokens, part_bytes=sum(pages.values()) * blocks,
+                block_tokens=group.block_tokens,
+                part_bytes=sum(pages.values()) * blocks // (head_parts.of_worker if head_parts is not None else 1),
             )
             for group, pages, blocks in zip(groups, planes, per_chunk, strict=True)
         ),

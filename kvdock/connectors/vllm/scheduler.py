@@ -136,7 +136,7 @@ class VllmScheduler:
         tiers = AwaitTiers(settings.tier_wait_s, speed, clock, partial(figures.waited, "tier_"))
         statistics = ChunkStatistics(session.manifest.chunk_tokens) if settings.chunk_statistics else None
         return SchedulerConnector(
-            session, readers=engine.ranks, choice=LoadChoice(settings, cost),
+            session, readers=max(engine.ranks, session.manifest.writers), choice=LoadChoice(settings, cost),
             waits=Waits(Patience(settings.lookup_wait_s, clock), once, tiers, loads, clock),
             callbacks=RequestCallbacks(
                 self._chain_of, self._is_stored, lambda name: self._tracked[name].traceparent,

@@ -53,6 +53,9 @@ class Settings(EngineSettings):
     """What vLLM's reset of the connector means. "clear": the server clears the namespace of this engine; "apart": the
     weights may have changed, so this engine shares nothing that was stored before; "leave": the weights are the same.
     Sleep mode needs one of the last two."""
+    any_tensor_parallel: bool = False
+    """Whether to share KV with engines of other tensor-parallel sizes, whose kernels round in another way (heads.py).
+    Engines that do share none with those that do not."""
     recompute_failed_loads: bool = True
     """Tokens that could not be loaded are computed, whatever vLLM's kv_load_failure_policy is, unless other connectors
     are used as well: then that policy applies."""
@@ -88,7 +91,9 @@ class RankPosition:
     ranks: int
     writers: int
     heads_split: int
-    """Over how many workers of a stage the bytes of a token are spread."""
+    """Over how many parts of a stage the bytes of a token are spread."""
+    own_ranks: tuple[int, ...] = ()
+    """The ranks of the manifest that the worker takes: several if it has the heads of several parts (heads.py)."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +119,8 @@ def place_of(parallel: Any, groups: Sequence[KVGroup]) -> RankPosition:
     shards, stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
     stage, shard = divmod(parallel.rank % (shards * stages), shards)
     split = 1 if all(group.latent for group in groups) else shards
-    return RankPosition(shard * stages + stage, shards * stages, split * stages, split)
+    rank = shard * stages + stage
+    return RankPosition(rank, shards * stages, split * stages, split, (rank,))
 
 
 def workers_here(vllm_config: Any) -> int:
@@ -256,7 +262,7 @@ def reports_early(vllm_config: Any, kv_cache_config: Any, place: RankPosition) -
     publish bytes that only this rank has verified. Not in a pipeline, where another stage may be waiting although a
     step computes nothing. Not where vLLM zeroes the blocks that it gives out, which is not ordered after loads."""
     one_stage = vllm_config.parallel_config.pipeline_parallel_size == 1
-    return place.ranks == place.writers and one_stage and not zeroes_blocks(kv_cache_config)
+    return place.ranks <= place.writers and one_stage and not zeroes_blocks(kv_cache_config)
 
 
 def zeroes_blocks(kv_cache_config: Any) -> bool:

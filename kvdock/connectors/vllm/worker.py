@@ -244,7 +244,8 @@ def beside_steps(measured: CopyTuning, hash_threads: int) -> CopyTuning:
 
 @dataclass(frozen=True)
 class WorkerKV:
-    """The engine's KV in this worker. `device`: "cpu" or "cuda:N", where `layouts` are. `planes`: see Layers."""
+    """The engine's KV in this worker. `layouts`: see WorkerConnector. `device`: "cpu" or "cuda:N", where these are.
+    `planes`: see Layers."""
 
     layouts: Sequence[PagedLayout]
     planes: Sequence[Mapping[str, int]]
@@ -273,9 +274,9 @@ class VllmWorker:
         _, self._connector = open_worker(of_engine, manifest, identity, kv.layouts, stream=kv.stream)
         self._kv, self._traits, self._clock = kv, traits, clock
         self._reports_early = where.cuda is not None and traits.reports_early
-        self._layers, self.figures = Layers(kv.planes), CopyFigures(manifest, identity.ranks[0])
+        self._layers, self.figures = Layers(kv.planes), CopyFigures(manifest, identity.ranks)
         self._running: list[_Load] = []
-        self._outcomes, self._reports = _Outcomes(traits, len(kv.layouts)), _LoadReports(self._connector)
+        self._outcomes, self._reports = _Outcomes(traits, len(manifest.groups)), _LoadReports(self._connector)
         self._stores = _Stores(
             self._connector, kv.aside, self.figures, lambda: self._outcomes.lost is not None, clock
         )

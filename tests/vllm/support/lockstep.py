@@ -23,7 +23,7 @@ from kvdock.connectors.background import Background
 from kvdock.connectors.lookups import FRESH_S
 from kvdock.connectors.vllm import worker as worker_module
 from kvdock.connectors.waits import Patience, SentQuestion
-from kvdock.connectors.worker import Loading
+from kvdock.connectors.worker import Loading, Own
 from kvdock.datapath.copy import CopyHandle, PartResult
 from kvdock.shm.checksum import checksum
 
@@ -94,7 +94,7 @@ class LateLoading(Loading):
         self._engine, self._waits = engine, waits
         self._submit, self.steps_left, self._unsure, self._copied = submit, steps, unsure, False
         groups = sorted({piece.group for piece in plan.pieces})
-        self.copies = [(group, (), LateCopy(self)) for group in groups]
+        self.copies = [(Own(0, group), (), LateCopy(self)) for group in groups]
         engine.seen["loads_after" if waits else "loads_after_stores" if after is not None else "loads_at_once"] += 1
         if engine.is_late and not waits:
             self.wait(None)

@@ -239,6 +239,8 @@ def test_an_invalid_body_names_the_path_in_it(server: ServerProcess, engine: Eng
 def test_a_layout_mismatch_names_the_fields_that_differ(server: ServerProcess, engine: Engine) -> None:
     _, problem = post(server.http, "/v1/sessions", other_manifest(engine, layers=99))
     assert problem["found"] == {"layers": 99} and problem["wanted"] == {"layers": 2}
+    _, problem = post(server.http, "/v1/sessions", other_manifest(engine, any_tensor_parallel=True))
+    assert problem["found"] == {"any_tensor_parallel": True} and problem["wanted"] == {"any_tensor_parallel": None}
 
 
 def test_a_method_that_is_not_allowed_is_answered_with_those_that_are(server: ServerProcess) -> None:

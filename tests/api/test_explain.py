@@ -6,6 +6,7 @@ import json
 import random
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,13 @@ def test_another_namespace_that_has_the_prompt_is_named_with_what_it_differs_in(
     assert not asked(engine, prompt, "r2").elsewhere, "nothing of it is there any more"
     engine.close()
     other.close()
+
+
+def test_a_namespace_that_shares_tensor_parallel_sizes_is_told_from_one_that_does_not(client: Client) -> None:
+    with closing(attach(client)) as engine, closing(attach(client, any_tensor_parallel=True)) as other:
+        stored(other, tokens_of(70))
+        (found,) = asked(engine, tokens_of(70), "r1").elsewhere
+        assert found.differs == {"any_tensor_parallel": [None, True]}
 
 
 def test_other_namespaces_are_named_if_they_have_more_than_was_found(client: Client) -> None:

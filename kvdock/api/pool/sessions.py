@@ -274,8 +274,8 @@ def _check_same_manifest(session: SessionRecord, manifest: Manifest) -> None:
 
 
 def _plain(manifest: Manifest, name: str) -> object:
-    plain: object = "a secret" if name in SECRET_FIELDS else msgspec.to_builtins(getattr(manifest, name))
-    return plain
+    """A field as JSON has it; None: absent."""
+    return "a secret" if name in SECRET_FIELDS else msgspec.to_builtins(manifest).get(name)
 
 
 def _check_member(session: SessionRecord | None, member: Member) -> None:

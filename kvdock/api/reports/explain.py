@@ -199,9 +199,9 @@ def _had(last: LookupStory, outcome: OutcomeView | None) -> int:
 
 
 def _differences(mine: NamespaceRecord, other: NamespaceRecord) -> dict[str, list[Any]]:
-    shown, others = shown_manifest(mine.manifest), shown_manifest(other.manifest)
-    differs = {
-        name: [msgspec.to_builtins(getattr(one, name)) for one in (shown, others)]
+    shown = [msgspec.to_builtins(shown_manifest(one.manifest)) for one in (mine, other)]
+    differs: dict[str, list[Any]] = {
+        name: [one.get(name) for one in shown]
         for name in Manifest.__struct_fields__ if getattr(mine.manifest, name) != getattr(other.manifest, name)
     }
     if mine.use.weights != other.use.weights:

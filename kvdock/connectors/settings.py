@@ -51,6 +51,9 @@ class EngineSettings(LoadLimits):
     pack: str = "auto"
     """Whether KV is packed in the pool: "on", "off", or "auto": on a CPU where it is measured to pay. Engines that pack
     share no KV with those that do not (kvdock/connectors/packing.py)."""
+    any_tensor_parallel: bool = False
+    """Whether to share KV with engines of other tensor-parallel sizes, whose kernels round in another way. Engines that
+    do share none with those that do not (kvdock/connectors/heads.py)."""
     weights_digest: str = ""
     """A name for the weights; empty: a digest of the model's files names them (kvdock/connectors/weights.py)."""
     read_all_weights: bool = False

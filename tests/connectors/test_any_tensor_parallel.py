@@ -1,4 +1,4 @@
-"""Engines of different tensor-parallel sizes store and load the heads of one model (kvdock/connectors/vllm/heads.py).
+"""Engines of different tensor-parallel sizes store and load the heads of one model (kvdock/connectors/heads.py).
 
 Each engine has its workers in one process, with memory as vLLM lays it out. What is loaded is compared with the whole
 model's KV, of all heads, byte for byte.
@@ -18,12 +18,13 @@ import torch
 from api_helpers import PATIENCE_S, ServerProcess, comes_true, unique
 
 from kvdock.client.client import Client
+from kvdock.connectors.heads import CannotShareSizes, HeadParts
 from kvdock.connectors.interface import Hit, Pending
 from kvdock.connectors.plans import LoadPlan, StorePlan
 from kvdock.connectors.scheduler import SchedulerConnector
 from kvdock.connectors.session import EngineSession, Identity
 from kvdock.connectors.vllm.groups import KVGroup
-from kvdock.connectors.vllm.heads import CannotShareSizes, HeadParts, head_parts
+from kvdock.connectors.vllm.heads import divided, part_layouts, placed
 from kvdock.connectors.vllm.identity import manifest_of
 from kvdock.connectors.vllm.setup import RankPosition, place_of
 from kvdock.connectors.worker import WorkerConnector
@@ -92,8 +93,8 @@ class Engine:
         for rank, worker in enumerate(self.workers):
             config.parallel_config.rank = rank
             place = place_of(config.parallel_config, groups)
-            parts = head_parts(groups, worker.tensors, BLOCKS, heads=heads, place=place)
-            place = parts.placed(place)
+            parts = divided(groups, worker.tensors, BLOCKS, heads=heads, place=place)
+            place = placed(parts, place)
             manifest = manifest_of(
                 config, "0.33.0", groups, worker.tensors, place, num_blocks=BLOCKS, chunk_tokens=CHUNK,
                 weights_digest="w", hashing=("", salt), head_parts=parts,
@@ -102,7 +103,7 @@ class Engine:
                 Client(address, timeout_s=PATIENCE_S), manifest,
                 Identity(instance, unique("member"), ranks=place.own_ranks, scheduler=rank == 0),
             )
-            layouts = parts.layouts(groups, worker.tensors, BLOCKS, manifest.token_order)
+            layouts = part_layouts(parts, groups, worker.tensors, BLOCKS, manifest.token_order)
             self.connectors.append(WorkerConnector(session, layouts))
             self.manifests.append(manifest)
             session.start()
@@ -229,26 +230,26 @@ def test_one_damaged_part_is_a_miss_for_every_size(server: ServerProcess) -> Non
 ])
 def test_parts_are_the_same_for_every_size(heads: int, workers: int, parts: int, own: list[Any]) -> None:
     """Rank r reads part r mod parts: with 2 heads on 4 workers, the first two have the first head."""
-    found = [divided(heads, workers, rank) for rank in range(workers)]
+    found = [parts_of(heads, workers, rank) for rank in range(workers)]
     assert {(one.parts, one.heads) for one, _ in found} == {(parts, heads // parts)}
     assert [list(place.own_ranks) for _, place in found] == [list(one) for one in own]
 
 
-def divided(heads: int, workers: int, rank: int, **more: Any) -> tuple[HeadParts, RankPosition]:
+def parts_of(heads: int, workers: int, rank: int, **more: Any) -> tuple[HeadParts, RankPosition]:
     worker = Worker(rank, workers, heads, "heads first")
     page_bytes = more.pop("page_bytes", worker.memory["layer.0"][0].numel() * 2)
     groups = [KVGroup(None, BLOCK, {"layer.0": page_bytes}, **{"latent": False, **more})]
     place = place_of(SimpleNamespace(tensor_parallel_size=workers, pipeline_parallel_size=1, rank=rank), groups)
-    parts = head_parts(groups, worker.tensors, BLOCKS, heads=heads, place=place)
-    return parts, parts.placed(place)
+    parts = divided(groups, worker.tensors, BLOCKS, heads=heads, place=place)
+    return parts, placed(parts, place)
 
 
 @pytest.mark.parametrize(("heads", "workers", "more", "why"), [
-    (6, 3, {}, "tensor_parallel_size is 3, and a divisor of 2 is wanted"),
-    (32, 16, {}, "tensor_parallel_size is 16, and a divisor of 8 is wanted"),
+    (6, 3, {}, "the tensor-parallel size is 3, and a divisor of 2 is wanted"),
+    (32, 16, {}, "the tensor-parallel size is 16, and a divisor of 8 is wanted"),
     (8, 1, {"state": "mamba"}, "layer layer.0 keeps a recurrent state, not heads"),
     (8, 1, {"page_bytes": 8192}, "layer layer.0 has 4096 bytes in pages of 8192: full ones are wanted"),
 ])
 def test_an_engine_that_cannot_share_sizes_says_why(heads: int, workers: int, more: dict[str, Any], why: str) -> None:
     with pytest.raises(CannotShareSizes, match=f"^{why}$"):
-        divided(heads, workers, 0, **more)
+        parts_of(heads, workers, 0, **more)

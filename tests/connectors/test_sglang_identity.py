@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from kvdock.connectors.errors import NotSupportedError
+from kvdock.connectors.heads import CannotShareSizes
 from kvdock.connectors.sglang.identity import HASHES, manifest_of, revision, settings_set, variables_set
 from kvdock.connectors.sglang.loads import waits
-from kvdock.connectors.sglang.pools import groups_of
+from kvdock.connectors.sglang.pools import divided, groups_of, part_layouts
 from kvdock.connectors.sglang.setup import Settings, refuse_what_is_not_supported
 from kvdock.protocol.keys import namespace_digest
 
@@ -174,6 +175,33 @@ def test_a_manifest_names_engine_layers_and_split(folder: Path) -> None:
         manifest(MHATokenToKVPool(), drafts=[MHATokenToKVPool(1, heads=1)]),
     ]
     assert len({usual, *others}) == 9
+
+
+def test_a_manifest_is_the_same_for_all_tensor_parallel_sizes_that_share() -> None:
+    """The model has four heads."""
+    def shared(ranks: int) -> Any:
+        groups = groups_of(MHATokenToKVPool(heads=4 // ranks), PAGE, None)
+        parts = divided(groups, 4, ranks, "cpu")
+        of_parts = [layout.part_bytes(1) for layout in part_layouts(groups, parts)]
+        assert of_parts == [2 * 2 * PAGE * 16 * 4] * (4 // ranks)
+        return manifest_of(
+            model(), "0.5.23", groups, revision="r", page_tokens=PAGE, ranks=ranks, kv_dtype="torch.float32",
+            parts=parts,
+        )
+
+    one, two, four = (shared(ranks) for ranks in (1, 2, 4))
+    assert one == two == four and (one.any_tensor_parallel, one.writers) == (True, 4)
+
+
+@pytest.mark.parametrize(("pool", "heads", "ranks", "device", "why"), [
+    (MHATokenToKVPool(heads=1), 2, 4, "cpu", "on a CPU SGLang adds empty heads for 4 ranks"),
+    (MHATokenToKVPool(heads=2), 4, 1, "cpu", "a rank has 2 heads, and 4 are wanted"),
+    (MHATokenToKVPool(heads=2), 6, 3, "cuda", "the tensor-parallel size is 3, and a divisor of 2 is wanted"),
+])
+def test_ranks_whose_kv_cannot_be_divided_say_why(pool: Any, heads: int, ranks: int, device: str, why: str) -> None:
+    with pytest.raises(CannotShareSizes, match=why):
+        divided(groups_of(pool, PAGE, None), heads, ranks, device)
+    assert divided(groups_of(MHATokenToKVPool(heads=1), PAGE, None), 2, 4, "cuda:0").parts == 2
 
 
 def test_a_window_is_a_group_with_its_layers(folder: Path) -> None:

@@ -14,8 +14,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from msgspec import UNSET
+from msgspec.structs import replace
+
 from kvdock.connectors.dependences import counted, described
 from kvdock.connectors.errors import NotSupportedError
+from kvdock.connectors.heads import HeadParts
 from kvdock.connectors.sglang.pools import KVGroup
 from kvdock.connectors.weights import FindSnapshot, digest_of_folder, hub_snapshot, weights_of
 from kvdock.protocol.schemas import Manifest
@@ -102,10 +106,13 @@ def _named(adapter: Any) -> tuple[str, str]:
 
 def manifest_of(
     model: Any, version: str, groups: Sequence[KVGroup], *, revision: str, page_tokens: int, ranks: int, kv_dtype: str,
+    parts: HeadParts | None = None,
 ) -> Manifest:
     """The manifest, which is equal on all ranks. Its token order names SGLang, so that no other engine shares its KV:
-    even if the order of elements is the same, SGLang's kernels round differently."""
-    latent = all(group.is_latent for group in groups)
+    even if the order of elements is the same, SGLang's kernels round differently. `parts`: how KV is divided for all
+    tensor-parallel sizes."""
+    of_rank = parts.of_worker if parts is not None else 1
+    writers = 1 if all(group.is_latent for group in groups) else parts.parts if parts is not None else ranks
     return Manifest(
         model=str((model.hf_config.architectures or ["unknown"])[0])[:MOST_LETTERS],
         revision=revision,
@@ -113,21 +120,30 @@ def manifest_of(
         layers=sum(len(group.planes) for group in groups),
         kv_heads=model.get_total_num_kv_heads(),
         head_size=max(1, int(model.head_dim)),
-        token_order=f"sglang {'.'.join(version.split('.')[:2])} {signature(groups)}",
+        token_order=f"sglang {'.'.join(version.split('.')[:2])} {signature(groups, parts)}",
         chunk_tokens=page_tokens,
         block_tokens=page_tokens,
-        tensor_parallel=1 if latent else ranks,
-        writers=1 if latent else ranks,
+        tensor_parallel=writers,
+        writers=writers,
+        any_tensor_parallel=True if parts is not None else UNSET,
         hash_function=HASHES,
-        groups=tuple(group.described for group in groups),
+        groups=tuple(
+            replace(group.described, part_bytes=group.described.part_bytes // of_rank) for group in groups
+        ),
     )
 
 
-def signature(groups: Sequence[KVGroup]) -> str:
-    """For each group, the order of elements, the layers, and the run lengths and counts of its planes."""
+def signature(groups: Sequence[KVGroup], parts: HeadParts | None = None) -> str:
+    """For each group, the order of elements, the layers, and the run lengths and counts of its planes; with `parts` the
+    bytes of a part's planes, and how many heads these are."""
+    def inside(group: KVGroup) -> str:
+        runs = {(run, count) for _, _, run, count, _ in group.layout.planes}
+        if parts is None:
+            return str(sorted(runs))
+        return f"{parts.heads} heads {sorted({run * count // parts.of_worker for run, count in runs})}"
+
     return "|".join(
-        f"{group.layout.token_order}[{','.join(str(layer) for layer in sorted(group.planes))}]"
-        f"{sorted({(run, count) for _, _, run, count, _ in group.layout.planes})}"
+        f"{group.layout.token_order}[{','.join(str(layer) for layer in sorted(group.planes))}]{inside(group)}"
         for group in groups
     )
 

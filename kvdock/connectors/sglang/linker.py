@@ -30,6 +30,7 @@ from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCache
 
 from kvdock.connectors.cost import PrefillSpeed
 from kvdock.connectors.engine_connector import ConnectorSettings, open_worker, start
+from kvdock.connectors.heads import CannotShareSizes, HeadParts
 from kvdock.connectors.packing import with_packing
 from kvdock.connectors.plans import LoadPlan
 from kvdock.connectors.running_weights import RunningWeights
@@ -40,7 +41,7 @@ from kvdock.connectors.sglang.identity import manifest_of, revision, settings_se
 from kvdock.connectors.sglang.loads import LayerCounter, Loads, QueuedLoad
 from kvdock.connectors.sglang.lookups import Holding
 from kvdock.connectors.sglang.offloads import Offloads
-from kvdock.connectors.sglang.pools import FULL, KVGroup, RankPools, groups_of
+from kvdock.connectors.sglang.pools import FULL, KVGroup, RankPools, divided, groups_of, part_layouts
 from kvdock.connectors.sglang.rank_zero import RankZero
 from kvdock.connectors.sglang.ranks import Ranks
 from kvdock.connectors.sglang.setup import Settings, drafts_of, refuse_what_is_not_supported, warn_of_version
@@ -118,15 +119,18 @@ class KvdockLinker(UnifiedCacheLinker):
         if device != "cpu":
             stream = int((self.forward_stream or torch.cuda.current_stream()).cuda_stream)  # the default stream is 0
         dependences = settings_set(args, record_fields(type(args))) | variables_set(os.environ)
+        parts = self._head_parts(groups, model, device) if settings.any_tensor_parallel else None
         manifest = manifest_of(
-            model, sglang.__version__, groups, page_tokens=params.page_size, ranks=self._ranks.size,
+            model, sglang.__version__, groups, page_tokens=params.page_size, ranks=self._ranks.size, parts=parts,
             revision=revision(
                 args, model, dependences, weights_digest=settings.weights_digest, read_all=settings.read_all_weights
             ), kv_dtype=str(kvcache.dtype),
         )
-        layouts = [replace(group.layout, token_order=manifest.token_order) for group in groups]
-        manifest = with_packing(manifest, layouts, settings.pack, Device.named(device))
+        own = part_layouts(groups, parts) if parts is not None else [group.layout for group in groups]
+        layouts = [replace(layout, token_order=manifest.token_order) for layout in own]
+        manifest = with_packing(manifest, layouts[: len(groups)], settings.pack, Device.named(device))
         instance, rank = self._ranks.share(f"sglang-{nonce()}"), self._ranks.rank
+        own_ranks = parts.own_ranks(rank, self._ranks.size) if parts is not None else (rank,)
         name = str(args.served_model_name or args.model_path)[-100:]
         _, worker = open_worker(
             ConnectorSettings(
@@ -134,10 +138,22 @@ class KvdockLinker(UnifiedCacheLinker):
                 trusted_uid=settings.trusted_uid,
             ),
             manifest,
-            Identity(instance, f"{instance}-{rank}-{nonce()}", (rank,), rank == 0, name, served_model_name=name),
+            Identity(instance, f"{instance}-{rank}-{nonce()}", own_ranks, rank == 0, name, served_model_name=name),
             layouts, stream=stream,
         )
         return RankPools(worker, groups, params.page_size, _current_stream if stream is not None else None)
+
+    def _head_parts(self, groups: Sequence[KVGroup], model: Any, device: str) -> HeadParts | None:
+        """None, with a line in the log, if this engine cannot share KV with other tensor-parallel sizes. With latent
+        attention every size shares anyway."""
+        if all(group.is_latent for group in groups):
+            return None
+        try:
+            return divided(groups, model.get_total_num_kv_heads(), self._ranks.size, device)
+        except CannotShareSizes as why:
+            if self._ranks.rank == 0:
+                log.warning("any_tensor_parallel: this engine shares KV only with others of its own size: %s", why)
+            return None
 
     # ------------------------------------------------------------------ lookups and loads
 

@@ -83,7 +83,7 @@ class Offloads:
         self._count += 1
         made = _Offer(f"offer-{self._count}", tuple(pages), indices, counts, ready, self._weights.epoch, may_store)
         self._offers.append(made)
-        writers = self._worker.session.manifest.writers
+        writers = min(self._ranks.size, self._worker.session.manifest.writers)
         if self._zero is not None:
             self._start(self._zero, made, parent)
         if writers > 1:
@@ -235,6 +235,8 @@ class Offloads:
             pages = self._pages(offer) if offer.plans else {}
             for attachment, plan in offer.plans:
                 try:
+                    if not self._worker.writes:
+                        continue  # another rank has the same heads, and stores them
                     if self._is_current(offer):
                         self._store(attachment, _placed(plan, pages))
                     else:

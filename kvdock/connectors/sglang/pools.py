@@ -11,11 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import torch
 
 from kvdock.connectors.errors import NotSupportedError
+from kvdock.connectors.heads import CannotShareSizes, HeadParts, head_parts
 from kvdock.connectors.worker import WorkerConnector
 from kvdock.datapath.errors import LayoutError
 from kvdock.datapath.layout import PagedLayout, paged_layout
@@ -23,6 +25,8 @@ from kvdock.protocol.schemas import Group
 
 FULL, SWA, STATES = "kv", "swa", "mamba"
 """SGLang's names of the transfers (PoolName)."""
+BY_HEADS = "TWO_X_NL_X_NBBS_NH_HS"
+"""The format of pools that have heads."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +48,7 @@ class KVGroup:
 
     @property
     def described(self) -> Group:
-        """The group's description in the manifest."""
+        """The group's description in the manifest, if a rank stores its KV as one part."""
         part_bytes = self.layout.part_bytes(1)
         if self.window_tokens is None:
             return Group(part_bytes=part_bytes)
@@ -59,6 +63,35 @@ class KVGroup:
         size = self.layout.block_tokens
         pages: list[int] = (flat.reshape(-1, size)[:, 0] // size).tolist()
         return pages
+
+
+def divided(groups: Sequence[KVGroup], heads: int, ranks: int, device: str) -> HeadParts:
+    """How KV is divided for all tensor-parallel sizes. `heads`: the model's KV heads. Raises CannotShareSizes."""
+    parts = head_parts(heads, ranks)
+    if device == "cpu" and heads % ranks:
+        raise CannotShareSizes(
+            f"on a CPU SGLang adds empty heads for {ranks} ranks, and as many ranks as divide {heads} heads are wanted"
+        )
+    for group in groups:
+        if group.layout.name != BY_HEADS:
+            kept = "a recurrent state" if group.has_slots else "latents"
+            raise CannotShareSizes(f"a KV group keeps {kept}, not heads")
+        tensors: Any = group.layout.tensors
+        for tensor in chain(*tensors):
+            if tensor.shape[1] != parts.heads_of_worker:
+                raise CannotShareSizes(f"a rank has {tensor.shape[1]} heads, and {parts.heads_of_worker} are wanted")
+    return parts
+
+
+def part_layouts(groups: Sequence[KVGroup], parts: HeadParts) -> list[PagedLayout]:
+    """For each part of a rank in turn, where each group has the part's heads. Raises LayoutError."""
+    layouts = []
+    for part in range(parts.of_worker):
+        for group in groups:
+            tensors: Any = group.layout.tensors
+            own = [[one.narrow(1, part * parts.heads, parts.heads) for one in of_kind] for of_kind in tensors]
+            layouts.append(paged_layout(BY_HEADS, own, block_tokens=group.layout.block_tokens))
+    return layouts
 
 
 @dataclass(frozen=True)
@@ -169,7 +202,7 @@ def _group(
     try:
         if kind == "MHATokenToKVPool" and getattr(pool, "k_scale_buffer", None) is None:
             layout = paged_layout(
-                "TWO_X_NL_X_NBBS_NH_HS", [list(pool.k_buffer), list(pool.v_buffer)], block_tokens=page_tokens
+                BY_HEADS, [list(pool.k_buffer), list(pool.v_buffer)], block_tokens=page_tokens
             )
             return KVGroup(
                 transfer, layout, {layer: 2 * at + 1 for at, layer in enumerate(layers)}, window_tokens

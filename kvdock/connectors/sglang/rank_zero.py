@@ -82,7 +82,8 @@ class RankZero:
         cost = LoadOrCompute(speed, clock) if settings.load_if_cheaper else None
         verifier = ChecksumVerifier(session, threads=hash_threads(cores_of(ranks)), trust=trust)
         connector = SchedulerConnector(
-            session, readers=ranks, callbacks=RequestCallbacks(chains.of, has_tokens=False),
+            session, readers=max(ranks, session.manifest.writers),
+            callbacks=RequestCallbacks(chains.of, has_tokens=False),
             waits=Waits(
                 Patience(settings.lookup_wait_s, clock), clock=clock,
                 tiers=AwaitTiers(settings.tier_wait_s, known_speed, clock, figures.waited),

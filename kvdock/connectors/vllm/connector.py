@@ -38,6 +38,7 @@ except ImportError:
 
 from kvdock.client.client import Client
 from kvdock.connectors.errors import CannotCacheError, NotSupportedError
+from kvdock.connectors.heads import CannotShareSizes, HeadParts
 from kvdock.connectors.packing import with_packing
 from kvdock.connectors.running_weights import RunningWeights
 from kvdock.connectors.session import EngineSession, Identity
@@ -53,7 +54,7 @@ from kvdock.connectors.vllm.groups import (
     refuse_states,
     refuse_unreconciled_hits,
 )
-from kvdock.connectors.vllm.heads import CannotShareSizes, HeadParts, head_parts
+from kvdock.connectors.vllm.heads import divided, part_layouts, placed
 from kvdock.connectors.vllm.identity import hashing_of, manifest_of, served_name
 from kvdock.connectors.vllm.plugin import register
 from kvdock.connectors.vllm.request_spans import name_request_spans
@@ -262,7 +263,7 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
         blocks, place = self._cache.num_blocks, place_of(self._config.parallel_config, self._groups)
         parts = self._head_parts(kv_caches, place) if self._settings.any_tensor_parallel else None
         if parts is not None:
-            place = parts.placed(place)
+            place = placed(parts, place)
         manifest = manifest_of(
             self._config, vllm.__version__, self._groups, kv_caches, place, num_blocks=blocks, chunk_tokens=chunk,
             weights_digest=self._settings.weights_digest, hashing=self._hashing(), environ=os.environ,
@@ -279,9 +280,8 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
             streams = [torch.cuda.Stream(device) for _ in range(2)]  # type: ignore[no-untyped-call]  # so in torch
             self._streams = _Streams(*streams)
         computed, aside = self._streams
-        layouts = (parts.layouts if parts is not None else layouts_of)(
-            self._groups, kv_caches, blocks, manifest.token_order
-        )
+        of = self._groups, kv_caches, blocks, manifest.token_order
+        layouts = part_layouts(parts, *of) if parts is not None else layouts_of(*of)
         manifest = with_packing(manifest, layouts[: len(self._groups)], self._settings.pack, where)
         self._worker = VllmWorker(
             self._settings, manifest, self._identity(f"rank{place.rank}", ranks=place.own_ranks, scheduler=False),
@@ -307,7 +307,7 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
             return None
         try:
             heads = self._config.model_config.get_total_num_kv_heads()
-            return head_parts(self._groups, kv_caches, self._cache.num_blocks, heads=heads, place=place)
+            return divided(self._groups, kv_caches, self._cache.num_blocks, heads=heads, place=place)
         except CannotShareSizes as why:
             if place.rank == 0:
                 log.warning("any_tensor_parallel: this engine shares KV only with others of its own size: %s", why)

@@ -16,8 +16,8 @@ from msgspec import UNSET
 
 from kvdock.connectors.dependences import counted, described
 from kvdock.connectors.errors import NotSupportedError
+from kvdock.connectors.heads import HeadParts
 from kvdock.connectors.vllm.groups import KVGroup, signature, step_tokens
-from kvdock.connectors.vllm.heads import HeadParts
 from kvdock.connectors.vllm.setup import RankPosition, drafts_with_kv
 from kvdock.connectors.weights import FindSnapshot, hub_snapshot, weights_of
 from kvdock.protocol.keys import HASH_FUNCTION

@@ -53,9 +53,6 @@ class Settings(EngineSettings):
     """What vLLM's reset of the connector means. "clear": the server clears the namespace of this engine; "apart": the
     weights may have changed, so this engine shares nothing that was stored before; "leave": the weights are the same.
     Sleep mode needs one of the last two."""
-    any_tensor_parallel: bool = False
-    """Whether to share KV with engines of other tensor-parallel sizes, whose kernels round in another way (heads.py).
-    Engines that do share none with those that do not."""
     recompute_failed_loads: bool = True
     """Tokens that could not be loaded are computed, whatever vLLM's kv_load_failure_policy is, unless other connectors
     are used as well: then that policy applies."""
@@ -93,7 +90,8 @@ class RankPosition:
     heads_split: int
     """Over how many parts of a stage the bytes of a token are spread."""
     own_ranks: tuple[int, ...] = ()
-    """The ranks of the manifest that the worker takes: several if it has the heads of several parts (heads.py)."""
+    """The ranks of the manifest that the worker takes: several if it has the heads of several parts
+    (kvdock/connectors/heads.py)."""
 
 
 @dataclass(frozen=True)

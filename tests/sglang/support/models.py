@@ -30,8 +30,8 @@ def make(kind: str, folder: str) -> None:
         rows = {"q_proj": 64, "v_proj": 32}
         write_adapter(Path(folder), seed=ord(kind[-1]), width=64, rows=rows, scale=0.3, rank=4)
         return
-    if kind in ("llama", "llama-b", "llama-c"):
-        config = transformers.LlamaConfig(**COMMON)
+    if kind in ("llama", "llama-b", "llama-c", "four-heads"):
+        config = transformers.LlamaConfig(**{**COMMON, "num_key_value_heads": 4 if kind == "four-heads" else 2})
         model = transformers.LlamaForCausalLM(config)
     elif kind == "wide":
         config = transformers.LlamaConfig(**WIDE)

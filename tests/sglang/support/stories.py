@@ -13,13 +13,19 @@ from whole_engines import HITS, LATER, NEVER, WITH, Load
 PAGES_128 = {"engine": {"page_size": 128}}
 IN_TURN = {"engine": {"disable_overlap_schedule": True}}
 
+TENSOR_PARALLEL: list[dict[str, Any]] = [
+    {}, TP2, {"engine": {"tp_size": 4}, "environ": {"SGLANG_CPU_OMP_THREADS_BIND": "0|1|0|1"}},
+]
+DIVIDED = "four-heads", 4
+"""A model whose heads these divide, and into how many parts. On a CPU, SGLang does not give one head to
+several ranks."""
 LOADS = [
     pytest.param(Load("llama"), id="attention", marks=pytest.mark.sweep),
     pytest.param(Load("llama", PAGES_128, PAGES_128, [128, 256, 512]), id="pages of 128"),
     pytest.param(Load("llama", IN_TURN, IN_TURN), id="no overlap", marks=pytest.mark.sweep),
     pytest.param(Load("window", shape=(2, 1)), id="window"),
     pytest.param(Load("llama", TP2, TP2, shape=(1, 2)), id="two ranks", marks=pytest.mark.sweep),
-    pytest.param(Load("mla", TP2, TP2), id="latent"),  # one rank stores
+    pytest.param(Load("mla", TP2, reads_the_same=False), id="latent"),  # one rank stores
     pytest.param(Load("states", TP2, TP2, shape=(3, 2)), id="states"),
 ]
 TIERED = [

@@ -25,6 +25,9 @@ def several(shards: int, stages: int, connector: str = "Several", **environ: str
     }
 
 
+TENSOR_PARALLEL: list[dict[str, Any]] = [{}, several(2, 1), several(4, 1)]
+DIVIDED = "llama", 2
+"""A model whose heads these divide, and into how many parts: two of four workers have the same head."""
 KEEPS = {"keeps_prefixes": True}
 """Else vLLM has no prefix cache for latent attention on a CPU, and nothing is loaded."""
 LOADS = [

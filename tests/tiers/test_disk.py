@@ -226,7 +226,9 @@ def test_a_segment_that_refuses_input_and_output_fails_for_its_parts_alone(folde
     one, other = parts.make(100_000), parts.make(100_000)
     with opened(folder) as tier:
         store_all(tier, [one])
-        segment = tier._space.entries[key_of(one.name)].segment
+        entry = tier._space.entry(key_of(one.name))
+        assert entry is not None
+        segment = entry.segment
         working, segment.fd = segment.fd, os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         try:
             assert outcomes_of(tier, [one]) == [Outcome.FAILED]

@@ -132,9 +132,9 @@ def test_what_was_copied_is_in_the_log_once(folder: Path, parts: Parts) -> None:
     part = parts.make(200_000)
     with opened(folder) as tier:
         store_all(tier, [part])
-        entry = tier._space.entries[key_of(part.name)]
+        entry = tier._space.entry(key_of(part.name))
         extent = tier._space.take(part.record.length)
-        assert extent is not None and tier._space._copy(key_of(part.name), entry, extent)
+        assert entry is not None and extent is not None and tier._space._copy(key_of(part.name), entry, extent)
         tier._space.leave([extent])
     (folder / "index.db").unlink()
     with opened(folder) as tier:

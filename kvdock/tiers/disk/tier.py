@@ -10,15 +10,28 @@ import logging
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
+from itertools import islice
 from pathlib import Path
 from typing import Final, NamedTuple
 
 from kvdock.tiers.disk.folder import TIER, DiskNotes, FolderLock
 from kvdock.tiers.disk.index import ROW_BYTES, Index
 from kvdock.tiers.disk.io import FULL_ERRORS, LOST_ERRORS, THREADS, Io, Transfer, raise_if_lost, takes_direct
-from kvdock.tiers.disk.log import NAMESPACE_BYTES, Entry, Kind, Log, key_of, name_of, read_record, record_block
+from kvdock.tiers.disk.log import (
+    NAMESPACE_BYTES,
+    Entry,
+    Kind,
+    Log,
+    chunk_of,
+    is_first,
+    key_of,
+    name_of,
+    read_record,
+    record_block,
+)
+from kvdock.tiers.disk.reader import Reader
 from kvdock.tiers.disk.space import Extent, Space
 from kvdock.tiers.notes import Change, Note
 from kvdock.tiers.record import PartName, Record, RecordError
@@ -94,6 +107,7 @@ class DiskTier:
         self._notes, self.limits = notes, NO_LIMITS
         self._labels: dict[bytes, tuple[bytes, float]] = {}
         self._space = Space(log, index, io)
+        self._reader = Reader(self._space, log, index, self._is_named)
 
     @classmethod
     def open(cls, folder: Path, limit_bytes: int, *, threads: int = THREADS) -> DiskTier:
@@ -113,13 +127,10 @@ class DiskTier:
                 undo.callback(io.close)
                 log = Log(folder, io, sizes.segment_bytes, sizes.segments_bytes, sizes.most_records)
                 undo.callback(log.close)
-                index, rows, why = Index.open(folder / "index.db", sizes.wal_bytes)
+                index, why = Index.open(folder / "index.db", sizes.wal_bytes)
                 undo.callback(index.close)
                 tier = cls(lock, io, log, index, DiskNotes(folder), limit_bytes)
-                index.remove(tier._space.fill(rows, tier._is_named))
-                found = tier._space.scan_tail(tier._is_named, all_of_it=bool(why))
-                if why and found:
-                    _log.warning("the index in %s was made anew from the log, %d parts: %s", folder, found, why)
+                tier._reader.start(why)
                 undo.pop_all()
                 return tier
         except OSError as error:
@@ -165,6 +176,7 @@ class DiskTier:
         self._lock.require()
         outcomes = [Outcome.LATE] * len(names)
         left = list(range(len(names)))
+        self._reader.wait(deadline)  # what is not known yet cannot be deleted
         while left and not deadline.is_over:
             keys = [key_of(names[at]) for at in left]
             entries, claimed = self._space.hold_to_delete(keys, deadline)
@@ -197,22 +209,25 @@ class DiskTier:
         note = self._notes.of(key[:NAMESPACE_BYTES])
         return note is None or note.names(name_of(key))
 
-    def listed(self) -> Iterator[PartName]:
-        with self._space.changed:
-            keys = list(self._space.entries)
-        return map(name_of, filter(self._is_named, keys))
+    def take_listed(self) -> list[tuple[bytes, bytes]] | None:
+        keys = self._space.take_listed()
+        return None if keys is None else [chunk_of(key) for key in keys if is_first(key)]
+
+    @property
+    def is_listed(self) -> bool:
+        return self._reader.has_ended and self._space.is_listed
 
     def mark(self, namespace: bytes, label: bytes, deadline: Deadline) -> None:
         """A disk has its limit, and evicts by itself: labels last as long as the mover."""
         self._labels[namespace] = label, time.monotonic()
 
     def holdings(self, deadline: Deadline) -> list[Holding]:
-        with self._space.changed:
-            entries = list(self._space.entries.items())
+        self._wait_until_read(deadline)
         objects, size = Counter[bytes](), Counter[bytes]()
-        for key, entry in entries:
-            objects[key[:NAMESPACE_BYTES]] += 1
-            size[key[:NAMESPACE_BYTES]] += entry.length
+        for some in self._space.parts():
+            for key, entry in some:
+                objects[key[:NAMESPACE_BYTES]] += 1
+                size[key[:NAMESPACE_BYTES]] += entry.length
         now_s, unmarked = time.monotonic(), (b"", -math.inf)
         found = []
         for namespace, count in objects.items():
@@ -221,9 +236,14 @@ class DiskTier:
         return found
 
     def empty(self, namespace: bytes, older_s: float, deadline: Deadline) -> int:
-        with self._space.changed:
-            keys = [key for key in self._space.entries if key.startswith(namespace)][:_EMPTIED_AT_ONCE]
-        return self.delete(list(map(name_of, keys)), deadline).count(Outcome.DONE)
+        self._wait_until_read(deadline)
+        keys = (key for some in self._space.parts() for key, _ in some if key.startswith(namespace))
+        names = list(map(name_of, islice(keys, _EMPTIED_AT_ONCE)))
+        return self.delete(names, deadline).count(Outcome.DONE)
+
+    def _wait_until_read(self, deadline: Deadline) -> None:
+        if not self._reader.wait(deadline):
+            raise TierError(TIER, "its index was not read in time")
 
     def forget(self, namespace: bytes, deadline: Deadline) -> None:
         """The note stays: it is small."""
@@ -236,7 +256,7 @@ class DiskTier:
         """Under the note's present name, whichever the note was when `name` was given."""
         note = self._notes.of(name.namespace)
         now = name if note is None else note.name(name.namespace, name.key, name.group, name.writer)
-        return key_of(now) in self._space.entries
+        return self._space.has(key_of(now))
 
     @property
     def fault(self) -> str:
@@ -244,7 +264,7 @@ class DiskTier:
 
     def usage(self) -> Usage:
         used = self._log.bytes_used + self._index.bytes_used
-        return Usage(len(self._space.entries), used, self._limit_bytes, self._io.wear_bytes)
+        return Usage(self._space.count, used, self._limit_bytes, self._io.wear_bytes)
 
     def close(self, deadline: Deadline) -> None:
         """Makes all parts durable, whatever the deadline. Raises TierError if that fails; the folder is released
@@ -253,6 +273,7 @@ class DiskTier:
             end.callback(self._lock.close)
             end.callback(self._log.close)
             end.callback(self._index.close)
+            self._reader.stop()
             self._io.close()
             try:
                 self._log.sync()

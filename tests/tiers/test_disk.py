@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -15,9 +16,10 @@ from disk_helpers import ENVIRONMENT, LIMIT, PROCESSES, allocated_bytes, opened,
 from tier_helpers import ARENA, KIB, MIB, Part, Parts, assert_loads, load, outcomes_of, patient, store, store_all
 from tier_subjects import DiskSubject
 
+from kvdock.tiers.disk.io import MOST_RUN, Io
 from kvdock.tiers.disk.log import key_of, record_bytes
 from kvdock.tiers.disk.tier import LEAST_LIMIT_BYTES, DiskTier, Sizes
-from kvdock.tiers.tier import PAGE_BYTES, Outcome, TierError, ToLoad, ToStore
+from kvdock.tiers.tier import PAGE_BYTES, Deadline, Outcome, TierError, ToLoad, ToStore
 
 pytestmark = pytest.mark.tiers
 
@@ -199,6 +201,81 @@ def test_a_record_that_storage_takes_only_a_piece_of_is_full(folder: Path, parts
         assert there(tier, [first, cut]) == [True, False]
         store_all(tier, [cut])
         assert_loads(tier, [first, cut])
+
+
+# --------------------------------------------------------------------------- records that follow one another
+
+
+def test_records_that_follow_one_another_are_moved_by_one_call(
+    folder: Path, parts: Parts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[tuple[str, int]] = []
+    move = {"read": Io.read, "write": Io.write}
+
+    def counted(kind: str, io: Io, fd: int, buffers: Sequence[memoryview], offset: int) -> bool:
+        calls.append((kind, len(buffers)))
+        return move[kind](io, fd, buffers, offset)
+
+    monkeypatch.setattr(Io, "read", lambda *given: counted("read", *given))
+    monkeypatch.setattr(Io, "write", lambda *given: counted("write", *given))
+    small, large = parts.many(300, 3000), parts.make(3 * MIB)
+    with opened(folder, 256 * MIB) as tier:
+        store_all(tier, [small[0]])  # a segment is begun
+        calls.clear()
+        store_all(tier, small[1:])
+        assert sorted(calls) == [("write", 2 * (299 - MOST_RUN)), ("write", 2 * MOST_RUN)]
+        calls.clear()
+        assert_loads(tier, [*small[40:50], *reversed(small[20:40]), small[60]])
+        assert sorted(calls) == [("read", 2), ("read", 60)]
+        calls.clear()
+        assert_loads(tier, small)
+        assert sorted(calls) == [("read", 2 * (300 - MOST_RUN)), ("read", 2 * MOST_RUN)]
+        ARENA.reset()
+        store_all(tier, [large])
+        calls.clear()
+        assert_loads(tier, [large])
+        assert calls == [("read", 2)]
+
+
+def test_of_records_read_together_each_is_judged_by_itself(folder: Path, parts: Parts) -> None:
+    subject, batch = DiskSubject(folder.parent), parts.many(6, 50_000)
+    with opened(folder) as tier:
+        store_all(tier, batch)
+        subject.corrupt_header(batch[1].name)
+        expected = [Outcome.DONE, Outcome.DAMAGED, *[Outcome.DONE] * 4]
+        assert outcomes_of(tier, batch) == expected
+        assert there(tier, batch) == [outcome is Outcome.DONE for outcome in expected]
+        subject.truncate(batch[4].name)
+        found = load(tier, batch)
+        assert [got.answer.outcome for got in found] == [
+            Outcome.DONE, Outcome.MISSING, Outcome.DONE, Outcome.DONE, Outcome.DAMAGED, Outcome.DAMAGED
+        ]
+        assert all(got.data == part.data for got, part in zip(found, batch, strict=True) if got.is_accepted)
+        assert there(tier, batch) == [True, False, True, True, False, False]
+
+
+def test_records_that_are_late_let_go_of_their_segment(folder: Path, parts: Parts) -> None:
+    batch, now_s = parts.many(5, 5000), iter([0.0, 0.0, 0.0, *[1.0] * 9])
+    with opened(folder) as tier:
+        store_all(tier, batch)
+        deadline = Deadline(0.5, clock=lambda: next(now_s))  # is over after the first run has begun
+        found = [got.answer.outcome for got in load(tier, batch[::2], deadline)]
+        assert found == [Outcome.DONE, Outcome.LATE, Outcome.LATE]
+        assert [segment.readers for segment in tier._log.segments.values()] == [0]
+
+
+def test_of_records_written_together_those_are_kept_for_which_there_was_room(folder: Path, parts: Parts) -> None:
+    first, batch = parts.make(5000), parts.many(5, 20_000)
+    with opened(folder) as tier:
+        store_all(tier, [first])
+        with DiskSubject(folder.parent).exhausted():  # the first 64 KiB of the segment can be written
+            assert store(tier, batch) == [Outcome.DONE, Outcome.DONE, *[Outcome.FULL] * 3]
+        assert there(tier, batch) == [True, True, False, False, False]
+        assert_loads(tier, [first, *batch[:2]])
+        store_all(tier, batch)
+    (folder / "index.db").unlink()
+    with opened(folder) as tier:
+        assert_loads(tier, [first, *batch])
 
 
 @pytest.mark.parametrize("harm", ["removed", "replaced"])

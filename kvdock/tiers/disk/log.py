@@ -219,6 +219,7 @@ _SEGMENT: Final = struct.Struct("<16sIIQQ16s")  # magic, version, 0, sequence, c
 _RECORD: Final = struct.Struct("<16sQB")  # mark, offset, kind
 _CRC: Final = struct.Struct("<I")
 _RECORD_END: Final = HEADER_BYTES + _RECORD.size
+RECORD_HEAD_BYTES: Final = _RECORD_END + _CRC.size
 
 
 class Kind(IntEnum):
@@ -253,10 +254,15 @@ class SegmentBlock(NamedTuple):
         return SegmentBlock(sequence, capacity_bytes, mark) if (magic, version) == (_MAGIC, LOG_VERSION) else None
 
 
+def record_head(record: Record, mark: bytes, offset: int, kind: Kind = Kind.PART) -> bytes:
+    """RECORD_HEAD_BYTES bytes, the beginning of record_block(); zeros follow."""
+    fields = record.header() + _RECORD.pack(mark, offset, kind)
+    return fields + _CRC.pack(crc32(fields))
+
+
 def record_block(record: Record, mark: bytes, offset: int, kind: Kind = Kind.PART) -> bytes:
     """The block of PAGE_BYTES before a part's pages. `offset`: that of the block in the segment."""
-    fields = record.header() + _RECORD.pack(mark, offset, kind)
-    return (fields + _CRC.pack(crc32(fields))).ljust(PAGE_BYTES, b"\0")
+    return record_head(record, mark, offset, kind).ljust(PAGE_BYTES, b"\0")
 
 
 def read_record(block: bytes | memoryview, mark: bytes, offset: int) -> tuple[Kind, Record]:

@@ -194,6 +194,11 @@ class Space:
             entry.segment.readers += 1
             return entry
 
+    def hold_all(self, parts: Sequence[tuple[bytes, int]]) -> list[Entry | None]:
+        """As hold(), for each part with its length."""
+        with self.changed:
+            return [self.hold(key, length) for key, length in parts]
+
     def use(self, keys: Sequence[bytes]) -> list[bool]:
         """For each part whether it is there. Those that are count as used now."""
         with self.changed:
@@ -222,9 +227,10 @@ class Space:
                 entry.segment.readers += 1
             return dropped, claimed
 
-    def release(self, entry: Entry) -> None:
+    def release(self, *entries: Entry) -> None:
         with self.changed:
-            entry.segment.readers -= 1
+            for entry in entries:
+                entry.segment.readers -= 1
             self.changed.notify_all()
 
     def forget(self, key: bytes, entry: Entry) -> None:

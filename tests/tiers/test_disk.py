@@ -16,6 +16,7 @@ from disk_helpers import ENVIRONMENT, LIMIT, PROCESSES, allocated_bytes, opened,
 from tier_helpers import ARENA, KIB, MIB, Part, Parts, assert_loads, load, outcomes_of, patient, store, store_all
 from tier_subjects import DiskSubject
 
+from kvdock.tiers.disk.copies import Move, copy_all
 from kvdock.tiers.disk.io import MOST_RUN, Io
 from kvdock.tiers.disk.log import key_of, record_bytes
 from kvdock.tiers.disk.tier import LEAST_LIMIT_BYTES, DiskTier, Sizes
@@ -325,3 +326,81 @@ def test_a_path_that_is_no_folder_and_a_limit_that_is_too_small_are_refused(tmp_
     with pytest.raises(TierError, match=f"{LEAST_LIMIT_BYTES - 1:,} bytes, wanted at least {LEAST_LIMIT_BYTES:,}"):
         DiskTier.open(tmp_path / "new", LEAST_LIMIT_BYTES - 1)
     assert not (tmp_path / "new").exists()
+
+
+# --------------------------------------------------------------------------- copies
+
+
+def moves_of(tier: DiskTier, batch: list[Part]) -> list[Move]:
+    """Copies of parts, in this order, to space that follows them."""
+    moves = []
+    for part in batch:
+        entry, extent = tier._space.entry(key_of(part.name)), tier._space.take(part.record.length)
+        assert entry is not None and extent is not None
+        tier._space.leave([extent])
+        moves.append(Move(key_of(part.name), entry, extent))
+    return moves
+
+
+def test_copies_share_calls_and_are_whole(folder: Path, parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = [*parts.many(20, 3000), *parts.many(20, 70_000), parts.make(5 * MIB), *parts.many(2, 3000)]
+    calls: list[tuple[str, int]] = []
+    read, write = Io.read, Io.write
+
+    def counted(kind: str, io: Io, fd: int, buffers: Sequence[memoryview], offset: int) -> bool:
+        calls.append((kind, len(buffers)))
+        return (read if kind == "read" else write)(io, fd, buffers, offset)
+
+    with opened(folder, 256 * MIB) as tier:
+        store_all(tier, batch)
+        mixed = [*batch[20:40], *reversed(batch[:20]), batch[40], *batch[41:]]
+        moves = moves_of(tier, mixed)
+        with monkeypatch.context() as patch:
+            patch.setattr(Io, "read", lambda *given: counted("read", *given))
+            patch.setattr(Io, "write", lambda *given: counted("write", *given))
+            assert copy_all(tier._io, moves, patient()) == moves
+        assert sorted(calls[:2]) == [("read", 40), ("write", 1)] and calls[-2:] == [("read", 2), ("write", 1)]
+        assert copy_all(tier._io, moves, Deadline(0.0)) == []
+    (folder / "index.db").unlink()
+    with opened(folder, 256 * MIB) as tier:
+        places = [(move.to.segment.sequence, move.to.offset) for move in moves]
+        found = [tier._space.entry(move.key) for move in moves]
+        assert [(entry.segment.sequence, entry.offset) for entry in found if entry] == places
+        ARENA.reset()
+        assert_loads(tier, batch)
+
+
+def test_what_lies_between_copies_stays(folder: Path, parts: Parts) -> None:
+    batch, between = parts.many(2, 50_000), parts.make(50_000)
+    with opened(folder) as tier:
+        store_all(tier, batch)
+        first = moves_of(tier, batch[:1])
+        store_all(tier, [between])
+        moves = first + moves_of(tier, batch[1:])
+        assert copy_all(tier._io, moves, patient()) == moves
+        assert_loads(tier, [between, *batch])
+
+
+def test_what_cannot_be_read_is_not_copied(folder: Path, parts: Parts) -> None:
+    subject, batch = DiskSubject(folder.parent), parts.many(8, 50_000)
+    with opened(folder) as tier:
+        store_all(tier, batch)
+        moves = moves_of(tier, batch)
+        subject.corrupt_header(batch[2].name)
+        assert copy_all(tier._io, moves, patient()) == moves[:2] + moves[3:]
+        more, cut = parts.many(3, 50_000), parts.make(50_000)
+        store_all(tier, [*more, cut])
+        subject.truncate(cut.name)
+        assert copy_all(tier._io, moves_of(tier, [*more, cut]), patient()) == [], "they were read together"
+        segment = moves[0].old.segment
+        working, segment.fd = segment.fd, os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            assert copy_all(tier._io, moves, patient()) == []
+        finally:
+            os.close(segment.fd)
+            segment.fd = working
+    (folder / "index.db").unlink()
+    with opened(folder) as tier:
+        assert there(tier, [*batch, *more]) == [at != 2 for at in range(11)]
+        assert outcomes_of(tier, [cut]) == [Outcome.DAMAGED]
+        assert_loads(tier, batch[:2] + batch[3:])

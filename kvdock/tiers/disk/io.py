@@ -129,8 +129,9 @@ class Io:
         self._pool = ThreadPoolExecutor(threads, "kvdock-disk")
         self.most_pieces = 2 * threads
         """How many pieces in progress keep every thread busy."""
-        self.headers, self.run_headers = Headers(), Headers(MOST_RUN)
-        """`run_headers`: behind the beginning of each page, which is a record's, they are zero."""
+        self.headers, self.run_headers, self.blocks = Headers(), Headers(MOST_RUN), Headers(PIECE_BYTES // PAGE_BYTES)
+        """`run_headers`: behind the beginning of each page, which is a record's, they are zero. `blocks`: for copies of
+        records."""
         self._lock = threading.Lock()
         self.wear_bytes = 0
         """Bytes written by this instance."""

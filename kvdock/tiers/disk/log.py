@@ -56,6 +56,18 @@ class Segment:
     """Whether the map has all its parts. The reader (reader.py) guards it."""
 
 
+class Extent(NamedTuple):
+    """Space for one record, to which no other thread writes."""
+
+    segment: Segment
+    offset: int
+
+
+def follows(place: Entry | Extent, before: Entry | Extent, length: int) -> bool:
+    """Whether the record begins where the one before it, with a part of this length, ends."""
+    return place.segment is before.segment and place.offset == before.offset + record_bytes(length)
+
+
 class Log:
     """The segments, filled and free."""
 

@@ -13,7 +13,6 @@ readers.
 
 from __future__ import annotations
 
-import mmap
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,11 +20,12 @@ from contextlib import suppress
 from typing import Final, NamedTuple
 
 from kvdock._core import PartMap
+from kvdock.tiers.disk.copies import Move, copy_all
 from kvdock.tiers.disk.index import Index, Row, offset_of, place_of, where
-from kvdock.tiers.disk.io import PIECE_BYTES, Io
-from kvdock.tiers.disk.log import Entry, Kind, Log, Segment, key_of, name_of, read_record, record_block, record_bytes
-from kvdock.tiers.record import Record, RecordError
-from kvdock.tiers.tier import PAGE_BYTES, Deadline, Outcome, TierError, pages_bytes
+from kvdock.tiers.disk.io import Io
+from kvdock.tiers.disk.log import Entry, Extent, Log, Segment, key_of, record_bytes
+from kvdock.tiers.record import Record
+from kvdock.tiers.tier import PAGE_BYTES, Deadline, Outcome, TierError
 
 LEAST_KEPT, MOST_KEPT, KEPT_STEP = 0.25, 0.75, 0.05
 """The share of a segment for second chances. bench/LOG.md compares it with LRU (2026-11-27)."""
@@ -36,13 +36,6 @@ FIRST_USE: Final = 1 << 48
 """The number of a new tier's first use. What close() wrote into the index is lower."""
 LOOK_S: Final = 0.05
 """How often a thread that waits for others checks its deadline, which may be cancelled."""
-
-
-class Extent(NamedTuple):
-    """Space for one record, to which no other thread writes."""
-
-    segment: Segment
-    offset: int
 
 
 class Found(NamedTuple):
@@ -385,7 +378,7 @@ class Space:
                     self.drop(key)
             self.claimed |= keys
         try:
-            moved = [move for move in moves if not deadline.is_over and self._copy(*move)]
+            moved = copy_all(self._io, moves, deadline)
             rows = [Row(to.segment.sequence, to.offset, key, old.length, old.checksum, 0) for key, old, to in moved]
             self._index.replace_segment(segment.sequence, rows)
             with self.changed:
@@ -410,38 +403,19 @@ class Space:
 
     def _second_chances(
         self, parts: Sequence[tuple[bytes, Entry]], into: Segment
-    ) -> list[tuple[bytes, Entry, Extent]]:
-        """(key, place of the part, place for its copy) of each part to copy. The caller holds `changed`."""
+    ) -> list[Move]:
+        """What to copy. The caller holds `changed`."""
         used = sorted((part for part in parts if part[1].used), key=lambda part: -part[1].used)
         left_bytes = int(self._kept_share * into.size_bytes)
         left_records = int(self._kept_share * self._log.most_records)
-        moves: list[tuple[bytes, Entry, Extent]] = []
+        moves: list[Move] = []
         for key, entry in used:
             left_bytes -= record_bytes(entry.length)
             extent = self._take(into, entry.length) if left_bytes >= 0 and len(moves) < left_records else None
             if extent is None:
                 break
-            moves.append((key, entry, extent))
+            moves.append(Move(key, entry, extent))
         return moves
-
-    def _copy(self, key: bytes, entry: Entry, to: Extent) -> bool:
-        """Copies a part. False: the bytes at its place are not this part, or the storage fails."""
-        wanted = Kind.PART, Record(name_of(key), entry.length, entry.checksum)
-        source, total = entry.segment, pages_bytes(entry.length)
-        try:
-            if read_record(self._io.read_block(source.fd, entry.offset), source.mark, entry.offset) != wanted:
-                return False
-            self._io.write_block(to.segment.fd, record_block(wanted[1], to.segment.mark, to.offset), to.offset)
-            with mmap.mmap(-1, PIECE_BYTES) as buffer, memoryview(buffer) as view:
-                for begin in range(0, total, PIECE_BYTES):
-                    with view[: total - begin] as piece:
-                        behind = PAGE_BYTES + begin
-                        if not self._io.read(source.fd, [piece], entry.offset + behind):
-                            return False
-                        self._io.write(to.segment.fd, [piece], to.offset + behind)
-        except (OSError, RecordError):
-            return False
-        return True
 
     def uses(self) -> list[tuple[int, int, int]]:
         """(sequence, offset, a number) of each part that was used since it was written, in the order of their uses."""

@@ -33,9 +33,11 @@ from kvdock.tiers.disk.log import (
     NAMESPACE_BYTES,
     RECORD_HEAD_BYTES,
     Entry,
+    Extent,
     Kind,
     Log,
     chunk_of,
+    follows,
     is_first,
     key_of,
     name_of,
@@ -44,7 +46,7 @@ from kvdock.tiers.disk.log import (
     record_head,
 )
 from kvdock.tiers.disk.reader import Reader
-from kvdock.tiers.disk.space import Extent, Space
+from kvdock.tiers.disk.space import Space
 from kvdock.tiers.notes import Change, Note
 from kvdock.tiers.record import PartName, Record, RecordError
 from kvdock.tiers.tier import (
@@ -386,11 +388,6 @@ class DiskTier:
 # --------------------------------------------------------------------------- runs
 
 # Records that follow one another in a segment are read or written by one call.
-
-
-def follows(entry: Entry | Extent, before: Entry | Extent, length: int) -> bool:
-    """Whether the record begins where the one before it, with a part of this length, ends."""
-    return entry.segment is before.segment and entry.offset == before.offset + record_bytes(length)
 
 
 def runs_of(held: list[Held]) -> list[list[Held]]:

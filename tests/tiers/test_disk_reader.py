@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import sqlite3
 import threading
 from collections.abc import Iterator
@@ -13,7 +12,6 @@ import pytest
 from disk_helpers import LIMIT, opened, store_in_turn, there
 from tier_helpers import ARENA, Part, Parts, assert_loads, patient, store_all
 
-from kvdock._core import PartMap, TableError
 from kvdock.tiers.disk import reader
 from kvdock.tiers.disk.index import Index
 from kvdock.tiers.disk.log import Segment, key_of
@@ -274,51 +272,3 @@ def test_uses_are_kept_in_their_order_when_a_tier_is_closed(folder: Path, parts:
         used = {part.name.key: tier._space.entry(key_of(part.name)) for part in batch}
         numbers = [entry.used for part in batch if (entry := used[part.name.key])]
     assert sorted(range(8), key=lambda at: numbers[at])[4:] == [1, 5, 7, 3] and numbers.count(0) == 4
-
-
-# --------------------------------------------------------------------------- the map
-
-
-def test_the_map_does_what_a_dict_does() -> None:
-    draw, found, wanted = random.Random(1), PartMap(), dict[bytes, tuple[int, int, int, int, bool]]()
-    names = [draw.randbytes(86) if at % 2 else bytes(32) + draw.randbytes(38) + bytes(16) for at in range(2000)]
-    for step in range(60_000):
-        name, action = draw.choice(names), draw.random()
-        if action < 0.5:
-            place, length = draw.randrange(1 << 26), draw.randrange(1 << 28)
-            part = (place, length, draw.getrandbits(64), draw.getrandbits(60), action < 0.2)
-            found.put(name, *part)
-            wanted[name] = part
-        elif action < 0.8:
-            assert found.drop(name) == (wanted.pop(name, None) is not None)
-        elif action < 0.9:
-            assert found.use(name, step) == (name in wanted)
-            if name in wanted:
-                wanted[name] = (*wanted[name][:3], step, wanted[name][4])
-        else:
-            assert found.get(name) == wanted.get(name) and (name in found) == (name in wanted)
-        if step % 4000 == 0:
-            assert len(found) == len(wanted)
-            for sequence in range(64):
-                of_segment = {name: part for name, part in wanted.items() if part[0] >> 20 == sequence}
-                assert dict(found.of_segment(sequence)) == of_segment
-                assert found.size_of(sequence) == len(of_segment)
-    for name in names:
-        found.drop(name)
-    assert len(found) == 0 and not any(map(found.size_of, range(64)))
-
-
-def test_a_part_takes_at_most_120_bytes_of_memory() -> None:
-    parts, draw = PartMap(), random.Random(2)
-    for count in range(1, 100_001):
-        parts.put(draw.randbytes(86)[:32] + draw.randbytes(38) + bytes(16), count, 1, 1)
-        assert count < 10_000 or parts.bytes <= 120 * count
-    assert len(parts) == 100_000
-
-
-def test_a_name_of_another_length_is_refused() -> None:
-    with pytest.raises(TableError, match="a part's name") as refused:
-        PartMap().get(bytes(85))
-    assert (refused.value.found, refused.value.wanted) == (85, 86)
-
-

@@ -151,6 +151,7 @@ def make_1tb(folder: Path) -> PartName:
         index.add(rows)
     index.finish()
     index.close()
+    os.sync()  # else each direct read writes its file first
     return name
 
 

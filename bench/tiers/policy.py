@@ -92,7 +92,7 @@ def disk_hits(folder: Path, prompts: Prompts, count: int) -> tuple[int, int]:
         segment = RECORDS * record + PAGE_BYTES
         log = Log(folder, io, segment, SEGMENTS * segment, RECORDS)
         stack.callback(log.close)
-        index, _, _ = Index.open(folder / "index.db", 1 << 20)
+        index, _ = Index.open(folder / "index.db", 1 << 20)
         stack.callback(index.close)
         space = Space(log, index, io)
         for prompt in itertools.islice(prompts, count):

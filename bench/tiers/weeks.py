@@ -10,6 +10,7 @@
 - open_1tb_first_hit_s, open_1tb_bytes_per_record: until the tier on a disk with 1 TiB of parts of 2 MiB (sparse files)
   finds the newest part, and the memory that each part takes.
 - longest_lookup_ms_beside_start: the longest lookup at a server while the mover opens that disk and tells what it has.
+  longest_lookup_ms_beside_nothing: at a server without a disk, as long; what the machine itself makes lookups wait.
 """
 
 from __future__ import annotations
@@ -137,7 +138,7 @@ def make_1tb(folder: Path) -> PartName:
     part, sizes = 2 * MIB, Sizes.of(TIB)
     each = record_bytes(part)
     records = min(sizes.most_records, (sizes.segment_bytes - PAGE_BYTES) // each)
-    index, _, _ = Index.open(folder / "index.db", sizes.wal_bytes)
+    index, _ = Index.open(folder / "index.db", sizes.wal_bytes)
     name = PartName(bytes(32), bytes(32), 0, 0)
     for sequence in range(1, sizes.segments_bytes // sizes.segment_bytes + 1):
         with (folder / f"segment-{sequence:06}.log").open("wb") as file:
@@ -148,7 +149,9 @@ def make_1tb(folder: Path) -> PartName:
             name = PartName(bytes(32), os.urandom(32), 0, 0)
             rows.append(Row(sequence, PAGE_BYTES + at * each, key_of(name), part, 1, 0))
         index.add(rows)
+    index.finish()
     index.close()
+    os.sync()  # else each direct read writes its file first
     return name
 
 
@@ -162,7 +165,9 @@ def open_1tb(folder: Path, newest: PartName) -> dict[str, float]:
         "before, began_s = rss(), time.monotonic()\n"
         f"tier = DiskTier.open(Path(sys.argv[1]), {TIB})\n"
         "assert tier.exists([PartName(bytes(32), bytes.fromhex(sys.argv[2]), 0, 0)], Deadline(60)) == [True]\n"
-        "print(time.monotonic() - began_s, (rss() - before) / len(list(tier.listed())))\n"
+        "print(time.monotonic() - began_s, flush=True)\n"
+        "tier.holdings(Deadline(600))\n"
+        "print((rss() - before) / tier.usage().objects)\n"
         "tier.close(Deadline(60))"
     )
     done = subprocess.run(
@@ -172,9 +177,10 @@ def open_1tb(folder: Path, newest: PartName) -> dict[str, float]:
     return {"open_1tb_first_hit_s": seconds, "open_1tb_bytes_per_record": each}
 
 
-def beside_start(folder: Path) -> float:
-    """The longest lookup in ms."""
-    settings = {"pool_bytes": 16 * MIB, "missed_heartbeats": 1000, "disk_path": str(folder), "disk_bytes": TIB}
+def beside_start(folder: Path | None) -> float:
+    """The longest lookup in ms. None: without a disk."""
+    settings: dict[str, object] = {"pool_bytes": 16 * MIB, "missed_heartbeats": 1000}
+    settings |= {"disk_path": str(folder), "disk_bytes": TIB} if folder else {}
     with ExitStack() as stack:
         server = stack.enter_context(ServerProcess("serve", **settings))
         client = stack.enter_context(Client(server.unix))
@@ -188,7 +194,7 @@ def beside_start(folder: Path) -> float:
                 ended_s = time.monotonic()
                 longest_s, began_s = max(longest_s, ended_s - began_s), ended_s
             engine.beat()
-            if not is_open and any(tier.state == "open" for tier in client.status().tiers):
+            if not is_open and (not folder or any(tier.state == "open" for tier in client.status().tiers)):
                 is_open, until_s = True, time.monotonic() + TOLD_S
         if not is_open:
             raise RuntimeError("the disk was not opened")
@@ -212,4 +218,5 @@ def measure(folder: Path) -> dict[str, list[float]]:
     newest = make_1tb(folder / "large")
     figures |= open_1tb(folder / "large", newest)
     figures["longest_lookup_ms_beside_start"] = beside_start(folder / "large")
+    figures["longest_lookup_ms_beside_nothing"] = beside_start(None)
     return {name: [figure] for name, figure in figures.items()}

@@ -14,7 +14,7 @@ import os
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -206,10 +206,15 @@ class Gathers(Protocol):
 
 @runtime_checkable
 class Lists(Protocol):
-    """A tier that can list all its parts at once."""
+    """A tier that lists what it had when it was opened."""
 
-    def listed(self) -> Iterator[PartName]:
-        """All parts that can be loaded now."""
+    def take_listed(self) -> Sequence[tuple[bytes, bytes]] | None:
+        """(namespace, key) of some chunks of which it has the first group's part of the first writer, and which were
+        not listed before. None: there are none for now. Returns soon."""
+
+    @property
+    def is_listed(self) -> bool:
+        """Whether all were listed."""
 
 
 @runtime_checkable

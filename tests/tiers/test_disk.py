@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -15,9 +16,11 @@ from disk_helpers import ENVIRONMENT, LIMIT, PROCESSES, allocated_bytes, opened,
 from tier_helpers import ARENA, KIB, MIB, Part, Parts, assert_loads, load, outcomes_of, patient, store, store_all
 from tier_subjects import DiskSubject
 
+from kvdock.tiers.disk.copies import Move, copy_all
+from kvdock.tiers.disk.io import MOST_RUN, Io
 from kvdock.tiers.disk.log import key_of, record_bytes
 from kvdock.tiers.disk.tier import LEAST_LIMIT_BYTES, DiskTier, Sizes
-from kvdock.tiers.tier import PAGE_BYTES, Outcome, TierError, ToLoad, ToStore
+from kvdock.tiers.tier import PAGE_BYTES, Deadline, Outcome, TierError, ToLoad, ToStore
 
 pytestmark = pytest.mark.tiers
 
@@ -201,6 +204,81 @@ def test_a_record_that_storage_takes_only_a_piece_of_is_full(folder: Path, parts
         assert_loads(tier, [first, cut])
 
 
+# --------------------------------------------------------------------------- records that follow one another
+
+
+def test_records_that_follow_one_another_are_moved_by_one_call(
+    folder: Path, parts: Parts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[tuple[str, int]] = []
+    move = {"read": Io.read, "write": Io.write}
+
+    def counted(kind: str, io: Io, fd: int, buffers: Sequence[memoryview], offset: int) -> bool:
+        calls.append((kind, len(buffers)))
+        return move[kind](io, fd, buffers, offset)
+
+    monkeypatch.setattr(Io, "read", lambda *given: counted("read", *given))
+    monkeypatch.setattr(Io, "write", lambda *given: counted("write", *given))
+    small, large = parts.many(300, 3000), parts.make(3 * MIB)
+    with opened(folder, 256 * MIB) as tier:
+        store_all(tier, [small[0]])  # a segment is begun
+        calls.clear()
+        store_all(tier, small[1:])
+        assert sorted(calls) == [("write", 2 * (299 - MOST_RUN)), ("write", 2 * MOST_RUN)]
+        calls.clear()
+        assert_loads(tier, [*small[40:50], *reversed(small[20:40]), small[60]])
+        assert sorted(calls) == [("read", 2), ("read", 60)]
+        calls.clear()
+        assert_loads(tier, small)
+        assert sorted(calls) == [("read", 2 * (300 - MOST_RUN)), ("read", 2 * MOST_RUN)]
+        ARENA.reset()
+        store_all(tier, [large])
+        calls.clear()
+        assert_loads(tier, [large])
+        assert calls == [("read", 2)]
+
+
+def test_of_records_read_together_each_is_judged_by_itself(folder: Path, parts: Parts) -> None:
+    subject, batch = DiskSubject(folder.parent), parts.many(6, 50_000)
+    with opened(folder) as tier:
+        store_all(tier, batch)
+        subject.corrupt_header(batch[1].name)
+        expected = [Outcome.DONE, Outcome.DAMAGED, *[Outcome.DONE] * 4]
+        assert outcomes_of(tier, batch) == expected
+        assert there(tier, batch) == [outcome is Outcome.DONE for outcome in expected]
+        subject.truncate(batch[4].name)
+        found = load(tier, batch)
+        assert [got.answer.outcome for got in found] == [
+            Outcome.DONE, Outcome.MISSING, Outcome.DONE, Outcome.DONE, Outcome.DAMAGED, Outcome.DAMAGED
+        ]
+        assert all(got.data == part.data for got, part in zip(found, batch, strict=True) if got.is_accepted)
+        assert there(tier, batch) == [True, False, True, True, False, False]
+
+
+def test_records_that_are_late_let_go_of_their_segment(folder: Path, parts: Parts) -> None:
+    batch, now_s = parts.many(5, 5000), iter([0.0, 0.0, 0.0, *[1.0] * 9])
+    with opened(folder) as tier:
+        store_all(tier, batch)
+        deadline = Deadline(0.5, clock=lambda: next(now_s))  # is over after the first run has begun
+        found = [got.answer.outcome for got in load(tier, batch[::2], deadline)]
+        assert found == [Outcome.DONE, Outcome.LATE, Outcome.LATE]
+        assert [segment.readers for segment in tier._log.segments.values()] == [0]
+
+
+def test_of_records_written_together_those_are_kept_for_which_there_was_room(folder: Path, parts: Parts) -> None:
+    first, batch = parts.make(5000), parts.many(5, 20_000)
+    with opened(folder) as tier:
+        store_all(tier, [first])
+        with DiskSubject(folder.parent).exhausted():  # the first 64 KiB of the segment can be written
+            assert store(tier, batch) == [Outcome.DONE, Outcome.DONE, *[Outcome.FULL] * 3]
+        assert there(tier, batch) == [True, True, False, False, False]
+        assert_loads(tier, [first, *batch[:2]])
+        store_all(tier, batch)
+    (folder / "index.db").unlink()
+    with opened(folder) as tier:
+        assert_loads(tier, [first, *batch])
+
+
 @pytest.mark.parametrize("harm", ["removed", "replaced"])
 def test_a_folder_that_is_lost_is_an_error_of_the_tier(folder: Path, parts: Parts, harm: str) -> None:
     part = parts.make(5000)
@@ -226,7 +304,9 @@ def test_a_segment_that_refuses_input_and_output_fails_for_its_parts_alone(folde
     one, other = parts.make(100_000), parts.make(100_000)
     with opened(folder) as tier:
         store_all(tier, [one])
-        segment = tier._space.entries[key_of(one.name)].segment
+        entry = tier._space.entry(key_of(one.name))
+        assert entry is not None
+        segment = entry.segment
         working, segment.fd = segment.fd, os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         try:
             assert outcomes_of(tier, [one]) == [Outcome.FAILED]
@@ -246,3 +326,81 @@ def test_a_path_that_is_no_folder_and_a_limit_that_is_too_small_are_refused(tmp_
     with pytest.raises(TierError, match=f"{LEAST_LIMIT_BYTES - 1:,} bytes, wanted at least {LEAST_LIMIT_BYTES:,}"):
         DiskTier.open(tmp_path / "new", LEAST_LIMIT_BYTES - 1)
     assert not (tmp_path / "new").exists()
+
+
+# --------------------------------------------------------------------------- copies
+
+
+def moves_of(tier: DiskTier, batch: list[Part]) -> list[Move]:
+    """Copies of parts, in this order, to space that follows them."""
+    moves = []
+    for part in batch:
+        entry, extent = tier._space.entry(key_of(part.name)), tier._space.take(part.record.length)
+        assert entry is not None and extent is not None
+        tier._space.leave([extent])
+        moves.append(Move(key_of(part.name), entry, extent))
+    return moves
+
+
+def test_copies_share_calls_and_are_whole(folder: Path, parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = [*parts.many(20, 3000), *parts.many(20, 70_000), parts.make(5 * MIB), *parts.many(2, 3000)]
+    calls: list[tuple[str, int]] = []
+    read, write = Io.read, Io.write
+
+    def counted(kind: str, io: Io, fd: int, buffers: Sequence[memoryview], offset: int) -> bool:
+        calls.append((kind, len(buffers)))
+        return (read if kind == "read" else write)(io, fd, buffers, offset)
+
+    with opened(folder, 256 * MIB) as tier:
+        store_all(tier, batch)
+        mixed = [*batch[20:40], *reversed(batch[:20]), batch[40], *batch[41:]]
+        moves = moves_of(tier, mixed)
+        with monkeypatch.context() as patch:
+            patch.setattr(Io, "read", lambda *given: counted("read", *given))
+            patch.setattr(Io, "write", lambda *given: counted("write", *given))
+            assert copy_all(tier._io, moves, patient()) == moves
+        assert sorted(calls[:2]) == [("read", 40), ("write", 1)] and calls[-2:] == [("read", 2), ("write", 1)]
+        assert copy_all(tier._io, moves, Deadline(0.0)) == []
+    (folder / "index.db").unlink()
+    with opened(folder, 256 * MIB) as tier:
+        places = [(move.to.segment.sequence, move.to.offset) for move in moves]
+        found = [tier._space.entry(move.key) for move in moves]
+        assert [(entry.segment.sequence, entry.offset) for entry in found if entry] == places
+        ARENA.reset()
+        assert_loads(tier, batch)
+
+
+def test_what_lies_between_copies_stays(folder: Path, parts: Parts) -> None:
+    batch, between = parts.many(2, 50_000), parts.make(50_000)
+    with opened(folder) as tier:
+        store_all(tier, batch)
+        first = moves_of(tier, batch[:1])
+        store_all(tier, [between])
+        moves = first + moves_of(tier, batch[1:])
+        assert copy_all(tier._io, moves, patient()) == moves
+        assert_loads(tier, [between, *batch])
+
+
+def test_what_cannot_be_read_is_not_copied(folder: Path, parts: Parts) -> None:
+    subject, batch = DiskSubject(folder.parent), parts.many(8, 50_000)
+    with opened(folder) as tier:
+        store_all(tier, batch)
+        moves = moves_of(tier, batch)
+        subject.corrupt_header(batch[2].name)
+        assert copy_all(tier._io, moves, patient()) == moves[:2] + moves[3:]
+        more, cut = parts.many(3, 50_000), parts.make(50_000)
+        store_all(tier, [*more, cut])
+        subject.truncate(cut.name)
+        assert copy_all(tier._io, moves_of(tier, [*more, cut]), patient()) == [], "they were read together"
+        segment = moves[0].old.segment
+        working, segment.fd = segment.fd, os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            assert copy_all(tier._io, moves, patient()) == []
+        finally:
+            os.close(segment.fd)
+            segment.fd = working
+    (folder / "index.db").unlink()
+    with opened(folder) as tier:
+        assert there(tier, [*batch, *more]) == [at != 2 for at in range(11)]
+        assert outcomes_of(tier, [cut]) == [Outcome.DAMAGED]
+        assert_loads(tier, batch[:2] + batch[3:])

@@ -17,6 +17,7 @@ from disk_helpers import ENVIRONMENT, LIMIT, PROCESSES, allocated_bytes, opened,
 from tier_helpers import ARENA, MIB, Part, Parts, assert_loads, load, outcomes_of, patient, store, store_all
 from tier_subjects import DiskSubject
 
+from kvdock.tiers.disk.copies import Move, copy
 from kvdock.tiers.disk.folder import FolderInUse
 from kvdock.tiers.disk.log import key_of
 from kvdock.tiers.disk.tier import DiskTier
@@ -132,9 +133,9 @@ def test_what_was_copied_is_in_the_log_once(folder: Path, parts: Parts) -> None:
     part = parts.make(200_000)
     with opened(folder) as tier:
         store_all(tier, [part])
-        entry = tier._space.entries[key_of(part.name)]
+        entry = tier._space.entry(key_of(part.name))
         extent = tier._space.take(part.record.length)
-        assert extent is not None and tier._space._copy(key_of(part.name), entry, extent)
+        assert entry is not None and extent is not None and copy(tier._io, Move(key_of(part.name), entry, extent))
         tier._space.leave([extent])
     (folder / "index.db").unlink()
     with opened(folder) as tier:

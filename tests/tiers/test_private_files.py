@@ -140,6 +140,6 @@ def test_a_link_in_the_place_of_a_file_leads_nowhere(tmp_path: Path, name: str) 
 
 def test_an_index_that_an_earlier_version_left_open_to_others_is_closed(tmp_path: Path) -> None:
     (tmp_path / "index.db").touch(0o644)
-    index, _, _ = Index.open(tmp_path / "index.db", 1 << 20)
+    index, _ = Index.open(tmp_path / "index.db", 1 << 20)
     index.close()
     assert open_to_others(list(tmp_path.iterdir())) == []

@@ -1,9 +1,9 @@
 """The index: where each part is in the log. It is kept in SQLite, so that opening a log does not mean reading all of
 it.
 
-The log decides what is stored; the index can be lost at any time. It is read once, when the tier opens: lookups use a
-map in memory. Rows are in the order of the log, so a batch adds neighbouring rows, and a segment's rows are removed at
-once.
+The log decides what is stored; the index can be lost at any time. It is read once, a segment at a time, after the tier
+was opened (reader.py): lookups use a map in memory. Rows are in the order of the log, so a batch adds neighbouring
+rows, and a segment's rows are removed at once.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import sqlite3
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -22,19 +23,19 @@ from kvdock.tiers.disk.log import KEY_BYTES
 from kvdock.tiers.tier import PAGE_BYTES, TierError
 
 SCHEMA_VERSION: Final = 2
-"""An index of another version is made again from the log."""
+"""An index of another version is made again from the log. While one is made, its version is 0."""
 ROW_BYTES: Final = 192
 """The most storage that a row takes, with the free space in its page."""
 _BATCH_ROWS: Final = 512
 """The most rows of a transaction, which bounds how much it writes to SQLite's own log."""
-_PAGE_BITS: Final = 20
+PAGE_BITS: Final = 20
+"""A place is the sequence of its segment, and in so many bits below it the page there."""
 _INSERT: Final = "INSERT OR REPLACE INTO parts VALUES (?, ?, ?, ?, ?)"
 _SUFFIXES: Final = ("", "-wal", "-shm", "-journal")
 
 
 class Row(NamedTuple):
-    """`used`: the number of the part's last load, counted over the loads of all parts; 0: it was not loaded since it
-    was written."""
+    """`used`: the greater, the later the part was last used; 0: it was not used since it was written."""
 
     sequence: int
     offset: int
@@ -50,11 +51,12 @@ class Index:
 
     def __init__(self, path: Path, wal_bytes: int) -> None:
         """Raises sqlite3.DatabaseError if the file is not an index of this version; OSError."""
-        self._path, self._lock = path, threading.Lock()
+        self.path, self._wal_bytes, self._lock = path, wal_bytes, threading.Lock()
         _make_private(path)
         self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
         try:
             self._set_up(wal_bytes)
+            self.newest()
         except BaseException:
             self._db.close()
             raise
@@ -62,22 +64,31 @@ class Index:
         self._measure()
 
     @classmethod
-    def open(cls, path: Path, wal_bytes: int) -> tuple[Index, list[Row], str]:
-        """Returns the index, its rows, and why it was made again; "": it was not. Raises TierError, OSError."""
+    def open(cls, path: Path, wal_bytes: int) -> tuple[Index, str]:
+        """Returns the index, and why it was made again; "": it was not. The caller adds rows to one that was made
+        again, then calls finish(). Raises TierError, OSError."""
         why = "" if path.exists() else "it was missing"
         for _ in range(2):
             try:
-                index = cls(path, wal_bytes)
-                try:
-                    return index, index.rows(), why
-                except sqlite3.DatabaseError:
-                    index.close()
-                    raise
+                return cls(path, wal_bytes), why
             except sqlite3.DatabaseError as error:
                 why = str(error)
-                for suffix in _SUFFIXES:
-                    path.with_name(path.name + suffix).unlink(missing_ok=True)
+                _unlink(path)
         raise TierError(TIER, f"the index {path} cannot be made: {why}")
+
+    def make_again(self) -> None:
+        """Removes all rows, and the file that had them. Raises TierError, OSError."""
+        with self._lock, _as_tier_error():
+            self._db.close()
+            _unlink(self.path)
+            _make_private(self.path)
+            self._db = sqlite3.connect(self.path, isolation_level=None, check_same_thread=False)
+            self._set_up(self._wal_bytes)
+
+    def finish(self) -> None:
+        """Each segment's rows were added to an index that was made again. Raises TierError, OSError."""
+        with self._transaction():
+            self._db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
 
     def _set_up(self, wal_bytes: int) -> None:
         run = self._db.execute
@@ -88,39 +99,68 @@ class Index:
         (version,) = run("PRAGMA user_version").fetchone()
         if version not in (0, SCHEMA_VERSION):
             raise sqlite3.DatabaseError(f"found version {version}, wanted {SCHEMA_VERSION}")
+        if version == 0 and run("SELECT 1 FROM sqlite_master").fetchone():
+            raise sqlite3.DatabaseError("it was not finished")
         run(
             "CREATE TABLE IF NOT EXISTS parts (place INTEGER PRIMARY KEY, name BLOB NOT NULL,"
             " length INTEGER NOT NULL, checksum INTEGER NOT NULL, used INTEGER NOT NULL)"
         )
-        if version == 0:
-            run(f"PRAGMA user_version = {SCHEMA_VERSION}")
 
-    def rows(self) -> list[Row]:
-        """All rows in the order of the log. Raises sqlite3.DatabaseError if they cannot be read."""
+    def newest(self) -> int:
+        """The highest sequence of all rows; 0: there are none. Raises sqlite3.DatabaseError."""
         with self._lock:
-            found = self._db.execute("SELECT place, name, length, checksum, used FROM parts ORDER BY place").fetchall()
-        if any(tuple(map(type, row)) != (int, bytes, int, int, int) or len(row[1]) != KEY_BYTES for row in found):
-            raise sqlite3.DatabaseError("found a row with other values than a place, a name and numbers")
-        return [Row(*_sequence_and_offset(row_id), *rest) for row_id, *rest in found]
+            (place,) = self._db.execute("SELECT max(place) FROM parts").fetchone()
+        return (place or 0) >> PAGE_BITS
+
+    def rows(self, sequence: int) -> list[tuple[int, bytes, int, int, int]]:
+        """(place, name, length, checksum, used) of the segment's parts, in their order. Raises TierError if they cannot
+        be read."""
+        with self._lock, _as_tier_error():
+            found: list[tuple[int, bytes, int, int, int]] = self._db.execute(
+                "SELECT place, name, length, checksum, used FROM parts WHERE place >= ? AND place < ? ORDER BY place",
+                _bounds(sequence, sequence + 1),
+            ).fetchall()
+        if any(
+            tuple(map(type, row)) != (int, bytes, int, int, int) or len(row[1]) != KEY_BYTES or min(row[2:]) < 0
+            for row in found
+        ):
+            raise TierError(TIER, "found a row with other values than a place, a name and numbers")
+        return found
+
+    def keep_only(self, sequences: Iterable[int]) -> None:
+        """Removes the rows of all other segments. Raises TierError, OSError."""
+        for before, after in pairwise([-1, *sorted(sequences), 1 << (62 - PAGE_BITS)]):
+            bounds = _bounds(before + 1, after)
+            while before + 1 < after and self._has(bounds):
+                with self._transaction():
+                    self._db.execute(
+                        "DELETE FROM parts WHERE place IN (SELECT place FROM parts WHERE place >= ? AND place < ?"
+                        f" LIMIT {_BATCH_ROWS})", bounds,
+                    )
+
+    def _has(self, bounds: tuple[int, int]) -> bool:
+        with self._lock, _as_tier_error():
+            found = self._db.execute("SELECT 1 FROM parts WHERE place >= ? AND place < ? LIMIT 1", bounds)
+            return found.fetchone() is not None
 
     def add(self, rows: Sequence[Row]) -> None:
         """Adds rows, in transactions of at most _BATCH_ROWS."""
-        self._many(_INSERT, [(_row_id(row.sequence, row.offset), *row[2:]) for row in rows])
+        self._many(_INSERT, [(place_of(row.sequence, row.offset), *row[2:]) for row in rows])
 
     def remove(self, rows: Iterable[tuple[int, int]]) -> None:
         """`rows`: (sequence, offset) of each."""
-        self._many("DELETE FROM parts WHERE place = ?", [(_row_id(*at),) for at in rows])
+        self._many("DELETE FROM parts WHERE place = ?", [(place_of(*at),) for at in rows])
 
     def remember_use(self, used: Iterable[tuple[int, int, int]]) -> None:
         """`used`: (sequence, offset, when it was last loaded) of each, as in Row."""
-        self._many("UPDATE parts SET used = ? WHERE place = ?", [(when, _row_id(s, o)) for s, o, when in used])
+        self._many("UPDATE parts SET used = ? WHERE place = ?", [(when, place_of(s, o)) for s, o, when in used])
 
     def replace_segment(self, sequence: int, rows: Sequence[Row]) -> None:
         """Replaces the segment's rows by `rows`, in one transaction."""
         with self._transaction():
-            bounds = _row_id(sequence, 0), _row_id(sequence + 1, 0)
+            bounds = _bounds(sequence, sequence + 1)
             self._db.execute("DELETE FROM parts WHERE place >= ? AND place < ?", bounds)
-            self._db.executemany(_INSERT, [(_row_id(row.sequence, row.offset), *row[2:]) for row in rows])
+            self._db.executemany(_INSERT, [(place_of(row.sequence, row.offset), *row[2:]) for row in rows])
 
     def close(self) -> None:
         """Closes the index and makes committed changes durable. On a full disk they stay in SQLite's own log."""
@@ -152,7 +192,7 @@ class Index:
             self._measure()
 
     def _measure(self) -> None:
-        paths = (self._path.with_name(self._path.name + suffix) for suffix in _SUFFIXES)
+        paths = (self.path.with_name(self.path.name + suffix) for suffix in _SUFFIXES)
         self.bytes_used = sum(path.stat().st_blocks * 512 for path in paths if path.exists())
 
 
@@ -175,9 +215,24 @@ def _as_tier_error() -> Iterator[None]:
         raise TierError(TIER, f"the index fails: {error}") from error
 
 
-def _row_id(sequence: int, offset: int) -> int:
-    return sequence << _PAGE_BITS | offset // PAGE_BYTES
+def place_of(sequence: int, offset: int) -> int:
+    return sequence << PAGE_BITS | offset // PAGE_BYTES
 
 
-def _sequence_and_offset(row_id: int) -> tuple[int, int]:
-    return row_id >> _PAGE_BITS, (row_id & ((1 << _PAGE_BITS) - 1)) * PAGE_BYTES
+def offset_of(place: int) -> int:
+    return (place & ((1 << PAGE_BITS) - 1)) * PAGE_BYTES
+
+
+def where(place: int) -> tuple[int, int]:
+    """(sequence, offset)."""
+    return place >> PAGE_BITS, offset_of(place)
+
+
+def _bounds(sequence: int, end: int) -> tuple[int, int]:
+    """The places of the segments from `sequence` on, without `end`."""
+    return place_of(sequence, 0), place_of(end, 0)
+
+
+def _unlink(path: Path) -> None:
+    for suffix in _SUFFIXES:
+        path.with_name(path.name + suffix).unlink(missing_ok=True)

@@ -21,6 +21,8 @@ from kvdock.tiers.disk.folder import TIER
 from kvdock.tiers.tier import PAGE_BYTES, ReadOnly, TierError
 
 PIECE_BYTES: Final = 4 << 20
+MOST_RUN: Final = 256
+"""The most records that one call reads or writes: two pieces of memory for each, of 1,024."""
 THREADS: Final = 8
 FULL_ERRORS: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 """Errors that mean that the storage, a quota or a limit of the process leaves no space."""
@@ -103,16 +105,17 @@ class Transfer:
 
 
 class Headers:
-    """Page-aligned blocks for records' headers, which are reused. Thread-safe."""
+    """Page-aligned blocks of some pages for records' headers, which are reused. Thread-safe."""
 
-    def __init__(self) -> None:
+    def __init__(self, pages: int = 1) -> None:
+        self._size_bytes = pages * PAGE_BYTES
         self._free: deque[memoryview] = deque()
 
     def take(self) -> memoryview:
         try:
             return self._free.pop()
         except IndexError:
-            return memoryview(mmap.mmap(-1, PAGE_BYTES))
+            return memoryview(mmap.mmap(-1, self._size_bytes))
 
     def give_back(self, block: memoryview) -> None:
         self._free.append(block)
@@ -126,7 +129,9 @@ class Io:
         self._pool = ThreadPoolExecutor(threads, "kvdock-disk")
         self.most_pieces = 2 * threads
         """How many pieces in progress keep every thread busy."""
-        self.headers = Headers()
+        self.headers, self.run_headers, self.blocks = Headers(), Headers(MOST_RUN), Headers(PIECE_BYTES // PAGE_BYTES)
+        """`run_headers`: behind the beginning of each page, which is a record's, they are zero. `blocks`: for copies of
+        records."""
         self._lock = threading.Lock()
         self.wear_bytes = 0
         """Bytes written by this instance."""

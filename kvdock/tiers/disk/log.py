@@ -12,7 +12,7 @@ import os
 import re
 import struct
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -26,8 +26,7 @@ _NAME: Final = re.compile(r"segment-(\d{6})\.log")
 _SCAN_BYTES: Final = 1 << 20
 
 
-@dataclass(slots=True, eq=False)
-class Entry:
+class Entry(NamedTuple):
     """The place of a part. `used`: see index.Row. `is_copy`: it was given a second chance, and copied here."""
 
     segment: Segment
@@ -41,7 +40,7 @@ class Entry:
 @dataclass(slots=True, eq=False)
 class Segment:
     """`end_bytes`: the offset for the next record. `readers`, `writers`: how many records threads are loading from it,
-    and storing to it. They are guarded by the lock of space.py, like `entries`, `end_bytes` and `records`."""
+    and storing to it. They are guarded by the lock of space.py, like `end_bytes` and `records`."""
 
     path: Path
     fd: int
@@ -51,9 +50,22 @@ class Segment:
     end_bytes: int = PAGE_BYTES
     records: int = 0
     """How many records were written since the segment was last wiped, deleted ones included."""
-    entries: dict[bytes, Entry] = field(default_factory=dict)
     readers: int = 0
     writers: int = 0
+    is_read: bool = True
+    """Whether the map has all its parts. The reader (reader.py) guards it."""
+
+
+class Extent(NamedTuple):
+    """Space for one record, to which no other thread writes."""
+
+    segment: Segment
+    offset: int
+
+
+def follows(place: Entry | Extent, before: Entry | Extent, length: int) -> bool:
+    """Whether the record begins where the one before it, with a part of this length, ends."""
+    return place.segment is before.segment and place.offset == before.offset + record_bytes(length)
 
 
 class Log:
@@ -82,6 +94,7 @@ class Log:
         found = SegmentBlock.read(self._io.read_block(segment.fd, 0))
         if found is not None and found.sequence not in self.segments:
             segment.sequence, segment.size_bytes, segment.mark = found
+            segment.is_read = False
             self.segments[found.sequence] = segment
             self._last = max(self._last, found.sequence)
         elif segment.size_bytes == self.segment_bytes:
@@ -135,7 +148,6 @@ class Log:
     def wipe(self, segment: Segment) -> None:
         """Removes everything from the segment; start_segment() may use it again. Raises OSError."""
         del self.segments[segment.sequence]
-        segment.entries.clear()
         if segment.size_bytes == self.segment_bytes:
             self.free.append(segment)
             self._io.write_block(segment.fd, bytes(PAGE_BYTES), 0)
@@ -212,12 +224,14 @@ MARK_AT: Final = HEADER_BYTES
 KEY_BYTES: Final = 86
 NAMESPACE_BYTES: Final = 32
 """A key in the tier's maps begins with the namespace."""
+_GROUP_AT: Final = 64
 _MAGIC: Final = b"kvdock disk log\0"
 _KEY: Final = struct.Struct("<32s32sBBIQQ")  # namespace, key, group, writer, deletion, birth, generation
 _SEGMENT: Final = struct.Struct("<16sIIQQ16s")  # magic, version, 0, sequence, capacity, mark
 _RECORD: Final = struct.Struct("<16sQB")  # mark, offset, kind
 _CRC: Final = struct.Struct("<I")
 _RECORD_END: Final = HEADER_BYTES + _RECORD.size
+RECORD_HEAD_BYTES: Final = _RECORD_END + _CRC.size
 
 
 class Kind(IntEnum):
@@ -252,10 +266,15 @@ class SegmentBlock(NamedTuple):
         return SegmentBlock(sequence, capacity_bytes, mark) if (magic, version) == (_MAGIC, LOG_VERSION) else None
 
 
+def record_head(record: Record, mark: bytes, offset: int, kind: Kind = Kind.PART) -> bytes:
+    """RECORD_HEAD_BYTES bytes, the beginning of record_block(); zeros follow."""
+    fields = record.header() + _RECORD.pack(mark, offset, kind)
+    return fields + _CRC.pack(crc32(fields))
+
+
 def record_block(record: Record, mark: bytes, offset: int, kind: Kind = Kind.PART) -> bytes:
     """The block of PAGE_BYTES before a part's pages. `offset`: that of the block in the segment."""
-    fields = record.header() + _RECORD.pack(mark, offset, kind)
-    return (fields + _CRC.pack(crc32(fields))).ljust(PAGE_BYTES, b"\0")
+    return record_head(record, mark, offset, kind).ljust(PAGE_BYTES, b"\0")
 
 
 def read_record(block: bytes | memoryview, mark: bytes, offset: int) -> tuple[Kind, Record]:
@@ -279,6 +298,16 @@ def key_of(name: PartName) -> bytes:
 def name_of(key: bytes) -> PartName:
     namespace, chunk, group, writer, deletion, birth, generation = _KEY.unpack(key)
     return PartName(namespace, chunk, group, writer, birth, generation, deletion)
+
+
+def chunk_of(key: bytes) -> tuple[bytes, bytes]:
+    """(namespace, chunk) of a key in this tier's maps."""
+    return key[:NAMESPACE_BYTES], key[NAMESPACE_BYTES:_GROUP_AT]
+
+
+def is_first(key: bytes) -> bool:
+    """Whether it names the first group's part of the first writer."""
+    return key[_GROUP_AT : _GROUP_AT + 2] == b"\0\0"
 
 
 def record_bytes(length: int) -> int:

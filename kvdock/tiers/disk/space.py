@@ -13,122 +13,165 @@ readers.
 
 from __future__ import annotations
 
-import mmap
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Final, NamedTuple
 
-from kvdock.tiers.disk.index import Index, Row
-from kvdock.tiers.disk.io import PIECE_BYTES, Io
-from kvdock.tiers.disk.log import Entry, Kind, Log, Segment, key_of, name_of, read_record, record_block, record_bytes
-from kvdock.tiers.record import Record, RecordError
-from kvdock.tiers.tier import PAGE_BYTES, Deadline, Outcome, TierError, pages_bytes
+from kvdock._core import PartMap
+from kvdock.tiers.disk.copies import Move, copy_all
+from kvdock.tiers.disk.index import Index, Row, offset_of, place_of, where
+from kvdock.tiers.disk.io import Io
+from kvdock.tiers.disk.log import Entry, Extent, Log, Segment, key_of, record_bytes
+from kvdock.tiers.record import Record
+from kvdock.tiers.tier import PAGE_BYTES, Deadline, Outcome, TierError
 
 LEAST_KEPT, MOST_KEPT, KEPT_STEP = 0.25, 0.75, 0.05
 """The share of a segment for second chances. bench/LOG.md compares it with LRU (2026-11-27)."""
 PAYS: Final = 0.5
 """At least this share of the copies must be used again for the share to grow."""
 NEVER: Final = Deadline()
-_DROPPED_AT_ONCE: Final = 4096
-"""How many parts are dropped before other threads get the lock."""
+FIRST_USE: Final = 1 << 48
+"""The number of a new tier's first use. What close() wrote into the index is lower."""
 LOOK_S: Final = 0.05
 """How often a thread that waits for others checks its deadline, which may be cancelled."""
 
 
-class Extent(NamedTuple):
-    """Space for one record, to which no other thread writes."""
+class Found(NamedTuple):
+    """A part that was found in the index or in the log. `used`: see index.Row."""
 
-    segment: Segment
-    offset: int
+    place: int
+    key: bytes
+    length: int
+    checksum: int
+    used: int = 0
 
 
 class Space:
+    """`read`: called with a segment before it is emptied: takes its parts into the map, if that was not done before."""
+
     def __init__(self, log: Log, index: Index, io: Io) -> None:
         self._log, self._index, self._io = log, index, io
         self.changed = threading.Condition()
-        self.entries: dict[bytes, Entry] = {}
+        self.read: Callable[[Segment], None] = lambda _: None
+        self._places = PartMap()
+        self._unlisted: deque[int] = deque()
+        """Segments, by sequence, that have parts which take_listed() has to return."""
         self.claimed: set[bytes] = set()
         """Parts that a thread is storing or copying: no other thread may store or delete them now."""
         self._dropped: list[bytes] = []
         """What was removed from the maps since take_dropped()."""
         self._freeing = threading.Lock()
         self._current: Segment | None = None
-        self._uses = 0
+        self._uses = FIRST_USE
         self._kept_share = LEAST_KEPT
 
     # ------------------------------------------------------------------ opening
 
-    def fill(self, rows: Sequence[Row], is_named: Callable[[bytes], bool]) -> list[tuple[int, int]]:
-        """Takes over the index's rows. Returns the rows (sequence, offset) that the log does not have, or whose parts
-        are not named by a note any more. `is_named`: whether a note names the part of a key."""
-        strays = []
-        for row in rows:
-            segment = self._log.segments.get(row.sequence)
-            end = row.offset + record_bytes(row.length)
-            if segment is None or end > segment.size_bytes or not is_named(row.key):
-                strays.append((row.sequence, row.offset))
-                continue
-            self._put(row.key, Entry(segment, row.offset, row.length, row.checksum, row.used))
-            segment.end_bytes = max(segment.end_bytes, end)
-            segment.records += 1
-            self._uses = max(self._uses, row.used)
-        return strays
+    def expect(self, parts: int) -> None:
+        """Makes room for about so many parts."""
+        self._places.reserve(parts)
 
-    def scan_tail(self, is_named: Callable[[bytes], bool], *, all_of_it: bool) -> int:
-        """Takes over the parts in the log that are newer than all in the index. Returns how many. `all_of_it`: takes
-        over all parts of the log.
+    def begin_at(self, segment: Segment | None) -> None:
+        """The next part is written to this segment, behind its others."""
+        self._current = segment
 
-        Earlier segments without a known part are emptied. Raises OSError, TierError.
-        """
-        found = 0
-        newest = max((s.sequence for s in self._log.segments.values() if s.entries), default=0)
-        for _, segment in sorted(self._log.segments.items()):
-            if segment.sequence < newest and not segment.entries and not all_of_it:
-                self._log.wipe(segment)
-            elif segment.sequence >= newest or all_of_it:
-                found += self._scan(segment, is_named)
-        self._current = max(self._log.segments.values(), key=lambda segment: segment.sequence, default=None)
-        return found
+    def take_over(
+        self, segment: Segment, found: Sequence[Found], is_named: Callable[[bytes], bool]
+    ) -> tuple[list[Found], list[tuple[bytes, Entry]], list[tuple[int, int]]]:
+        """Takes parts of the segment into the map. Returns those taken, the older records of parts that are there
+        twice, whose segments stay until release(), and the places (sequence, offset) of what the log cannot have or no
+        note names any more. `is_named`: whether a note names the part of a key."""
+        taken, older, strays = [], [], []
+        with self.changed:
+            for one in found:
+                offset = offset_of(one.place)
+                if offset + record_bytes(one.length) > segment.size_bytes or not is_named(one.key):
+                    strays.append((segment.sequence, offset))
+                    continue
+                known = self._places.get(one.key)
+                if one.key in self.claimed or (known is not None and known[0] > one.place):
+                    superseded: Entry | None = Entry(segment, offset, one.length, one.checksum)
+                else:
+                    superseded = self.drop(one.key)
+                    self._places.put(one.key, one.place, one.length, one.checksum, one.used)
+                    taken.append(one)
+                if superseded is not None:
+                    superseded.segment.readers += 1
+                    older.append((one.key, superseded))
+        return taken, older, strays
 
-    def _scan(self, segment: Segment, is_named: Callable[[bytes], bool]) -> int:
-        rows, strays = [], []
-        for offset, record in self._log.scan(segment, segment.end_bytes):
-            key = key_of(record.name)
-            if not is_named(key):
-                continue
-            older = self.entries.get(key)
-            if older is not None:  # the process ended while it was copied: one of the two is deleted for good
-                self._log.mark_deleted(older.segment, older.offset, Record(record.name, older.length, older.checksum))
-                strays.append((older.segment.sequence, older.offset))
-            self._put(key, Entry(segment, offset, record.length, record.checksum))
-            rows.append(Row(segment.sequence, offset, key, record.length, record.checksum, 0))
-        self._index.remove(strays)
-        self._index.add(rows)
-        return len(rows)
+    def found_in(self, segment: Segment) -> list[Found]:
+        with self.changed:
+            return [Found(part[0], key, *part[1:4]) for key, part in self._places.of_segment(segment.sequence)]
+
+    def list_soon(self, segment: Segment) -> None:
+        """take_listed() returns the segment's parts, too."""
+        with self.changed:
+            self._unlisted.append(segment.sequence)
+
+    def take_listed(self) -> list[bytes] | None:
+        """The parts of one more segment; None: there is none for now."""
+        with self.changed:
+            return self._keys_of(self._unlisted.popleft()) if self._unlisted else None
+
+    @property
+    def is_listed(self) -> bool:
+        return not self._unlisted
+
+    # ------------------------------------------------------------------ the map
+
+    @property
+    def count(self) -> int:
+        return len(self._places)
+
+    def has(self, key: bytes) -> bool:
+        with self.changed:
+            return key in self._places
+
+    def entry(self, key: bytes) -> Entry | None:
+        """The caller holds `changed`."""
+        part = self._places.get(key)
+        return None if part is None else self._entry(part)
+
+    def _entry(self, part: tuple[int, int, int, int, bool]) -> Entry:
+        sequence, offset = where(part[0])
+        return Entry(self._log.segments[sequence], offset, *part[1:])
 
     def _put(self, key: bytes, entry: Entry) -> None:
-        self.drop(key)
-        self.entries[key] = entry
-        entry.segment.entries[key] = entry
+        if key in self._places:
+            self._dropped.append(key)
+        self._places.put(key, place_of(entry.segment.sequence, entry.offset), *entry[2:])
 
     def drop(self, key: bytes) -> Entry | None:
-        """Removes the part from the maps. The caller holds `changed`."""
-        entry = self.entries.pop(key, None)
+        """Removes the part from the map. The caller holds `changed`."""
+        entry = self.entry(key)
         if entry is not None:
-            del entry.segment.entries[key]
+            self._places.drop(key)
             self._dropped.append(key)
         return entry
 
+    def parts(self) -> Iterator[list[tuple[bytes, Entry]]]:
+        """The parts of each segment, from the oldest on. Each is listed by itself, so other threads get the lock."""
+        with self.changed:
+            sequences = sorted(self._log.segments)
+        for sequence in sequences:
+            with self.changed:
+                some = [(key, self._entry(part)) for key, part in self._places.of_segment(sequence)]
+            yield some
+
+    def _keys_of(self, sequence: int) -> list[bytes]:
+        return [key for key, _ in self._places.of_segment(sequence)]
+
     def drop_where(self, is_dropped: Callable[[bytes], bool]) -> None:
-        """Removes parts from the maps. Their rows in the index and their bytes are freed with their segments; empty
+        """Removes parts from the map. Their rows in the index and their bytes are freed with their segments; empty
         segments are freed first."""
         with self.changed:
-            keys = list(self.entries)
-        dropped = [key for key in keys if is_dropped(key)]
-        for begin in range(0, len(dropped), _DROPPED_AT_ONCE):
+            sequences = sorted(self._log.segments)
+        for sequence in sequences:
             with self.changed:
-                for key in dropped[begin : begin + _DROPPED_AT_ONCE]:
+                for key in filter(is_dropped, self._keys_of(sequence)):
                     self.drop(key)
 
     # ------------------------------------------------------------------ reading
@@ -136,25 +179,28 @@ class Space:
     def hold(self, key: bytes, length: int) -> Entry | None:
         """The part's entry. Its segment is not emptied until release(). None: there is no such part of that length."""
         with self.changed:
-            entry = self.entries.get(key)
+            entry = self.entry(key)
             if entry is None or entry.length != length:
                 return None
             self._uses += 1
-            entry.used = self._uses
+            self._places.use(key, self._uses)
             entry.segment.readers += 1
             return entry
+
+    def hold_all(self, parts: Sequence[tuple[bytes, int]]) -> list[Entry | None]:
+        """As hold(), for each part with its length."""
+        with self.changed:
+            return [self.hold(key, length) for key, length in parts]
 
     def use(self, keys: Sequence[bytes]) -> list[bool]:
         """For each part whether it is there. Those that are count as used now."""
         with self.changed:
-            for key in keys:
-                if (entry := self.entries.get(key)) is not None:
-                    self._uses += 1
-                    entry.used = self._uses
-            return [key in self.entries for key in keys]
+            first = self._uses + 1
+            self._uses += len(keys)
+            return [self._places.use(key, number) for number, key in enumerate(keys, first)]
 
     def take_dropped(self) -> list[bytes]:
-        """The parts that were removed from the maps since the last call."""
+        """The parts that were removed from the map since the last call."""
         with self.changed:
             dropped, self._dropped = self._dropped, []
             return dropped
@@ -174,19 +220,24 @@ class Space:
                 entry.segment.readers += 1
             return dropped, claimed
 
-    def release(self, entry: Entry) -> None:
+    def release(self, *entries: Entry) -> None:
         with self.changed:
-            entry.segment.readers -= 1
+            for entry in entries:
+                entry.segment.readers -= 1
             self.changed.notify_all()
 
     def forget(self, key: bytes, entry: Entry) -> None:
         """Removes the part from the maps and the index: the bytes there are not this part."""
         with self.changed:
-            if self.entries.get(key) is not entry:
+            if not self._is_at(key, entry):
                 return
             self.drop(key)
         with suppress(TierError, OSError):  # the row is removed when it is found again
             self._index.remove([(entry.segment.sequence, entry.offset)])
+
+    def _is_at(self, key: bytes, entry: Entry) -> bool:
+        part = self._places.get(key)
+        return part is not None and part[0] == place_of(entry.segment.sequence, entry.offset)
 
     # ------------------------------------------------------------------ writing
 
@@ -239,10 +290,10 @@ class Space:
         If other threads are storing all parts that the tier lacks, waits until that may have changed.
         """
         with self.changed:
-            absent = {key for key in keys if key not in self.entries}
+            absent = {key for key in keys if key not in self._places}
             if absent and absent <= self.claimed:
                 self.wait(deadline)
-                absent = {key for key in keys if key not in self.entries}
+                absent = {key for key in keys if key not in self._places}
             others = absent & self.claimed
             mine = absent - others
             self.claimed |= mine
@@ -308,7 +359,7 @@ class Space:
         with self.changed:
             return min(
                 (segment for segment in self._log.segments.values() if segment is not but and not segment.writers),
-                key=lambda segment: (bool(segment.entries), segment.sequence), default=None,
+                key=lambda one: (not one.is_read or self._places.size_of(one.sequence) > 0, one.sequence), default=None,
             )
 
     def _empty(self, segment: Segment, into: Segment | None = None, deadline: Deadline = NEVER) -> None:
@@ -316,70 +367,57 @@ class Space:
 
         Raises OSError, TierError; then the parts that were to be copied are still in their old place.
         """
+        self.read(segment)
         with self.changed:
-            self._judge_copies(segment)
-            moves = self._second_chances(segment, into) if into else []
+            parts = self._places.of_segment(segment.sequence)
+            self._judge_copies([part[3] > 0 for _, part in parts if part[4]])
+            moves = self._second_chances([(key, self._entry(part)) for key, part in parts], into) if into else []
             keys = {key for key, _, _ in moves}
-            for key in segment.entries.keys() - keys:
-                self.drop(key)
+            for key, _ in parts:
+                if key not in keys:
+                    self.drop(key)
             self.claimed |= keys
         try:
-            moved = [move for move in moves if not deadline.is_over and self._copy(*move)]
+            moved = copy_all(self._io, moves, deadline)
             rows = [Row(to.segment.sequence, to.offset, key, old.length, old.checksum, 0) for key, old, to in moved]
             self._index.replace_segment(segment.sequence, rows)
             with self.changed:
                 for key, old, to in moved:
-                    if self.entries.get(key) is old:
+                    if self._is_at(key, old):
                         self._put(key, Entry(to.segment, to.offset, old.length, old.checksum, is_copy=True))
-                for key in list(segment.entries):
+                for key in self._keys_of(segment.sequence):
                     self.drop(key)
+                if into is not None and segment.sequence in self._unlisted:
+                    self._unlisted.append(into.sequence)
                 self.changed.wait_for(lambda: segment.readers == 0)
             self._log.wipe(segment)
         finally:
             self.unclaim(keys)
             self.leave([extent for _, _, extent in moves])
 
-    def _judge_copies(self, segment: Segment) -> None:
-        """The segment is about to be emptied. The caller holds `changed`."""
-        used_again = [entry.used > 0 for entry in segment.entries.values() if entry.is_copy]
+    def _judge_copies(self, used_again: Sequence[bool]) -> None:
+        """`used_again`: of each copy in a segment that is about to be emptied. The caller holds `changed`."""
         if used_again:
             step = KEPT_STEP if sum(used_again) >= PAYS * len(used_again) else -KEPT_STEP
             self._kept_share = min(MOST_KEPT, max(LEAST_KEPT, self._kept_share + step))
 
-    def _second_chances(self, segment: Segment, into: Segment) -> list[tuple[bytes, Entry, Extent]]:
-        """(key, place of the part, place for its copy) of each part to copy. The caller holds `changed`."""
-        used = sorted((item for item in segment.entries.items() if item[1].used), key=lambda item: -item[1].used)
+    def _second_chances(
+        self, parts: Sequence[tuple[bytes, Entry]], into: Segment
+    ) -> list[Move]:
+        """What to copy. The caller holds `changed`."""
+        used = sorted((part for part in parts if part[1].used), key=lambda part: -part[1].used)
         left_bytes = int(self._kept_share * into.size_bytes)
         left_records = int(self._kept_share * self._log.most_records)
-        moves: list[tuple[bytes, Entry, Extent]] = []
+        moves: list[Move] = []
         for key, entry in used:
             left_bytes -= record_bytes(entry.length)
             extent = self._take(into, entry.length) if left_bytes >= 0 and len(moves) < left_records else None
             if extent is None:
                 break
-            moves.append((key, entry, extent))
+            moves.append(Move(key, entry, extent))
         return moves
 
-    def _copy(self, key: bytes, entry: Entry, to: Extent) -> bool:
-        """Copies a part. False: the bytes at its place are not this part, or the storage fails."""
-        wanted = Kind.PART, Record(name_of(key), entry.length, entry.checksum)
-        source, total = entry.segment, pages_bytes(entry.length)
-        try:
-            if read_record(self._io.read_block(source.fd, entry.offset), source.mark, entry.offset) != wanted:
-                return False
-            self._io.write_block(to.segment.fd, record_block(wanted[1], to.segment.mark, to.offset), to.offset)
-            with mmap.mmap(-1, PIECE_BYTES) as buffer, memoryview(buffer) as view:
-                for begin in range(0, total, PIECE_BYTES):
-                    with view[: total - begin] as piece:
-                        behind = PAGE_BYTES + begin
-                        if not self._io.read(source.fd, [piece], entry.offset + behind):
-                            return False
-                        self._io.write(to.segment.fd, [piece], to.offset + behind)
-        except (OSError, RecordError):
-            return False
-        return True
-
     def uses(self) -> list[tuple[int, int, int]]:
-        """(sequence, offset, when it was last used) of each part that was used since it was written."""
-        with self.changed:
-            return [(e.segment.sequence, e.offset, e.used) for e in self.entries.values() if e.used]
+        """(sequence, offset, a number) of each part that was used since it was written, in the order of their uses."""
+        used = sorted((e.used, e.segment.sequence, e.offset) for some in self.parts() for _, e in some if e.used)
+        return [(sequence, offset, number) for number, (_, sequence, offset) in enumerate(used, 1)]

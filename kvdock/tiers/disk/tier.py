@@ -10,16 +10,43 @@ import logging
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, suppress
+from itertools import islice
 from pathlib import Path
 from typing import Final, NamedTuple
 
 from kvdock.tiers.disk.folder import TIER, DiskNotes, FolderLock
 from kvdock.tiers.disk.index import ROW_BYTES, Index
-from kvdock.tiers.disk.io import FULL_ERRORS, LOST_ERRORS, THREADS, Io, Transfer, raise_if_lost, takes_direct
-from kvdock.tiers.disk.log import NAMESPACE_BYTES, Entry, Kind, Log, key_of, name_of, read_record, record_block
-from kvdock.tiers.disk.space import Extent, Space
+from kvdock.tiers.disk.io import (
+    FULL_ERRORS,
+    LOST_ERRORS,
+    MOST_RUN,
+    PIECE_BYTES,
+    THREADS,
+    Io,
+    Transfer,
+    raise_if_lost,
+    takes_direct,
+)
+from kvdock.tiers.disk.log import (
+    NAMESPACE_BYTES,
+    RECORD_HEAD_BYTES,
+    Entry,
+    Extent,
+    Kind,
+    Log,
+    chunk_of,
+    follows,
+    is_first,
+    key_of,
+    name_of,
+    read_record,
+    record_bytes,
+    record_head,
+)
+from kvdock.tiers.disk.reader import Reader
+from kvdock.tiers.disk.space import Space
 from kvdock.tiers.notes import Change, Note
 from kvdock.tiers.record import PartName, Record, RecordError
 from kvdock.tiers.tier import (
@@ -69,13 +96,20 @@ class Sizes(NamedTuple):
         return Sizes(segment_bytes, segments_bytes, segment_bytes // RECORD_SHARE_BYTES, wal_bytes)
 
 
-class Reading(NamedTuple):
-    """A record that is being read. `at`: its index in the batch."""
+class Held(NamedTuple):
+    """A part to load, whose segment is held. `at`: its index in the batch."""
 
     at: int
     key: bytes
     entry: Entry
-    header: memoryview
+    part: ToLoad
+
+
+class Reading(NamedTuple):
+    """Records that are being read by one call: they follow one another in a segment. `headers`: a page for each."""
+
+    run: list[Held]
+    headers: memoryview
     transfer: Transfer
 
 
@@ -94,6 +128,7 @@ class DiskTier:
         self._notes, self.limits = notes, NO_LIMITS
         self._labels: dict[bytes, tuple[bytes, float]] = {}
         self._space = Space(log, index, io)
+        self._reader = Reader(self._space, log, index, self._is_named)
 
     @classmethod
     def open(cls, folder: Path, limit_bytes: int, *, threads: int = THREADS) -> DiskTier:
@@ -113,13 +148,10 @@ class DiskTier:
                 undo.callback(io.close)
                 log = Log(folder, io, sizes.segment_bytes, sizes.segments_bytes, sizes.most_records)
                 undo.callback(log.close)
-                index, rows, why = Index.open(folder / "index.db", sizes.wal_bytes)
+                index, why = Index.open(folder / "index.db", sizes.wal_bytes)
                 undo.callback(index.close)
                 tier = cls(lock, io, log, index, DiskNotes(folder), limit_bytes)
-                index.remove(tier._space.fill(rows, tier._is_named))
-                found = tier._space.scan_tail(tier._is_named, all_of_it=bool(why))
-                if why and found:
-                    _log.warning("the index in %s was made anew from the log, %d parts: %s", folder, found, why)
+                tier._reader.start(why)
                 undo.pop_all()
                 return tier
         except OSError as error:
@@ -136,25 +168,30 @@ class DiskTier:
     def load(self, parts: Sequence[ToLoad], deadline: Deadline) -> list[Loaded]:
         self._lock.require()
         answers = [Loaded(Outcome.LATE)] * len(parts)
+        if deadline.is_over:
+            return answers
+        keys = [key_of(one.name) for one in parts]
+        held: list[Held] = []
+        for at, entry in enumerate(self._space.hold_all(list(zip(keys, (one.length for one in parts), strict=True)))):
+            if entry is None:
+                answers[at] = Loaded(Outcome.MISSING)
+            else:
+                held.append(Held(at, keys[at], entry, parts[at]))
+        runs = deque(runs_of(held))
         in_progress: deque[Reading] = deque()
         pieces = 0
         try:
-            for at, one in enumerate(parts):
-                if deadline.is_over:
-                    break
-                reading = self._begin_load(at, one)
-                if reading is None:
-                    answers[at] = Loaded(Outcome.MISSING)
-                    continue
-                in_progress.append(reading)
-                pieces += len(reading.transfer)
+            while runs and not deadline.is_over:
+                in_progress.append(self._begin_load(runs[0]))
+                runs.popleft()
+                pieces += len(in_progress[-1].transfer)
                 while pieces > self._io.most_pieces:
-                    first = in_progress.popleft()
-                    pieces -= len(first.transfer)
-                    answers[first.at] = self._end_load(first)
+                    pieces -= len(in_progress[0].transfer)
+                    self._end_load(in_progress.popleft(), answers)
         finally:
             for reading in in_progress:
-                answers[reading.at] = self._end_load(reading)
+                self._end_load(reading, answers)
+            self._space.release(*(one.entry for run in runs for one in run))
         return answers
 
     def store(self, parts: Sequence[ToStore], deadline: Deadline) -> list[Outcome]:
@@ -165,6 +202,7 @@ class DiskTier:
         self._lock.require()
         outcomes = [Outcome.LATE] * len(names)
         left = list(range(len(names)))
+        self._reader.wait(deadline)  # what is not known yet cannot be deleted
         while left and not deadline.is_over:
             keys = [key_of(names[at]) for at in left]
             entries, claimed = self._space.hold_to_delete(keys, deadline)
@@ -197,22 +235,25 @@ class DiskTier:
         note = self._notes.of(key[:NAMESPACE_BYTES])
         return note is None or note.names(name_of(key))
 
-    def listed(self) -> Iterator[PartName]:
-        with self._space.changed:
-            keys = list(self._space.entries)
-        return map(name_of, filter(self._is_named, keys))
+    def take_listed(self) -> list[tuple[bytes, bytes]] | None:
+        keys = self._space.take_listed()
+        return None if keys is None else [chunk_of(key) for key in keys if is_first(key)]
+
+    @property
+    def is_listed(self) -> bool:
+        return self._reader.has_ended and self._space.is_listed
 
     def mark(self, namespace: bytes, label: bytes, deadline: Deadline) -> None:
         """A disk has its limit, and evicts by itself: labels last as long as the mover."""
         self._labels[namespace] = label, time.monotonic()
 
     def holdings(self, deadline: Deadline) -> list[Holding]:
-        with self._space.changed:
-            entries = list(self._space.entries.items())
+        self._wait_until_read(deadline)
         objects, size = Counter[bytes](), Counter[bytes]()
-        for key, entry in entries:
-            objects[key[:NAMESPACE_BYTES]] += 1
-            size[key[:NAMESPACE_BYTES]] += entry.length
+        for some in self._space.parts():
+            for key, entry in some:
+                objects[key[:NAMESPACE_BYTES]] += 1
+                size[key[:NAMESPACE_BYTES]] += entry.length
         now_s, unmarked = time.monotonic(), (b"", -math.inf)
         found = []
         for namespace, count in objects.items():
@@ -221,9 +262,14 @@ class DiskTier:
         return found
 
     def empty(self, namespace: bytes, older_s: float, deadline: Deadline) -> int:
-        with self._space.changed:
-            keys = [key for key in self._space.entries if key.startswith(namespace)][:_EMPTIED_AT_ONCE]
-        return self.delete(list(map(name_of, keys)), deadline).count(Outcome.DONE)
+        self._wait_until_read(deadline)
+        keys = (key for some in self._space.parts() for key, _ in some if key.startswith(namespace))
+        names = list(map(name_of, islice(keys, _EMPTIED_AT_ONCE)))
+        return self.delete(names, deadline).count(Outcome.DONE)
+
+    def _wait_until_read(self, deadline: Deadline) -> None:
+        if not self._reader.wait(deadline):
+            raise TierError(TIER, "its index was not read in time")
 
     def forget(self, namespace: bytes, deadline: Deadline) -> None:
         """The note stays: it is small."""
@@ -236,7 +282,7 @@ class DiskTier:
         """Under the note's present name, whichever the note was when `name` was given."""
         note = self._notes.of(name.namespace)
         now = name if note is None else note.name(name.namespace, name.key, name.group, name.writer)
-        return key_of(now) in self._space.entries
+        return self._space.has(key_of(now))
 
     @property
     def fault(self) -> str:
@@ -244,7 +290,7 @@ class DiskTier:
 
     def usage(self) -> Usage:
         used = self._log.bytes_used + self._index.bytes_used
-        return Usage(len(self._space.entries), used, self._limit_bytes, self._io.wear_bytes)
+        return Usage(self._space.count, used, self._limit_bytes, self._io.wear_bytes)
 
     def close(self, deadline: Deadline) -> None:
         """Makes all parts durable, whatever the deadline. Raises TierError if that fails; the folder is released
@@ -253,6 +299,7 @@ class DiskTier:
             end.callback(self._lock.close)
             end.callback(self._log.close)
             end.callback(self._index.close)
+            self._reader.stop()
             self._io.close()
             try:
                 self._log.sync()
@@ -263,34 +310,54 @@ class DiskTier:
 
     # ------------------------------------------------------------------ one part
 
-    def _begin_load(self, at: int, one: ToLoad) -> Reading | None:
-        key = key_of(one.name)
-        entry = self._space.hold(key, one.length)
-        if entry is None:
-            return None
-        header = self._io.headers.take()
-        buffers = [header, one.pages[: pages_bytes(one.length)]]
-        return Reading(at, key, entry, header, self._io.begin(self._io.read, entry.segment.fd, buffers, entry.offset))
+    def _begin_load(self, run: list[Held]) -> Reading:
+        headers, first = self._io.run_headers.take(), run[0].entry
+        buffers = buffers_of([(one.part.pages, one.entry.length) for one in run], headers)
+        return Reading(run, headers, self._io.begin(self._io.read, first.segment.fd, buffers, first.offset))
 
-    def _end_load(self, reading: Reading) -> Loaded:
-        """Waits for the record. If it is not a whole record of the part, the part is removed from the maps."""
-        entry = reading.entry
+    def _end_load(self, reading: Reading, answers: list[Loaded]) -> None:
+        """Waits for the records."""
         try:
-            is_whole = reading.transfer.end()
-            kind, record = read_record(reading.header, entry.segment.mark, entry.offset)
-            wanted = Record(name_of(reading.key), entry.length, entry.checksum)
+            try:
+                is_whole = reading.transfer.end()
+            except OSError:
+                is_whole = False
+                if len(reading.run) == 1:
+                    answers[reading.run[0].at] = Loaded(Outcome.FAILED)
+                    return
+            for number, one in enumerate(reading.run):
+                entry = one.entry
+                record = Record(one.part.name, entry.length, entry.checksum)
+                begin = number * PAGE_BYTES
+                found = reading.headers[begin : begin + RECORD_HEAD_BYTES]
+                if is_whole and found == record_head(record, entry.segment.mark, entry.offset):
+                    answers[one.at] = Loaded(Outcome.DONE, entry.checksum)
+                else:
+                    answers[one.at] = self._load_alone(one, record)
+        finally:
+            self._io.run_headers.give_back(reading.headers)
+            self._space.release(*(one.entry for one in reading.run))
+
+    def _load_alone(self, one: Held, wanted: Record) -> Loaded:
+        """Once more, to tell what of a run is there. If it is not a whole record of the part, the part is removed from
+        the map."""
+        entry, header = one.entry, self._io.headers.take()
+        try:
+            is_whole = self._io.read(
+                entry.segment.fd, [header, one.part.pages[: pages_bytes(entry.length)]], entry.offset
+            )
+            kind, record = read_record(header, entry.segment.mark, entry.offset)
             if is_whole and record == wanted and kind is Kind.PART:
                 return Loaded(Outcome.DONE, record.checksum)
-            self._space.forget(reading.key, entry)
+            self._space.forget(one.key, entry)
             return Loaded(Outcome.DAMAGED if kind is Kind.PART else Outcome.MISSING)
         except RecordError:
-            self._space.forget(reading.key, entry)
+            self._space.forget(one.key, entry)
             return Loaded(Outcome.DAMAGED)
         except OSError:
             return Loaded(Outcome.FAILED)
         finally:
-            self._space.release(entry)
-            self._io.headers.give_back(reading.header)
+            self._io.headers.give_back(header)
 
     def _delete(self, entries: dict[bytes, Entry], deadline: Deadline) -> dict[bytes, Outcome]:
         """Deletes parts that the maps do not have any more. The log is marked first, so that they do not come back when
@@ -318,6 +385,33 @@ class DiskTier:
                 self._space.release(entry)
 
 
+# --------------------------------------------------------------------------- runs
+
+# Records that follow one another in a segment are read or written by one call.
+
+
+def runs_of(held: list[Held]) -> list[list[Held]]:
+    runs: list[list[Held]] = []
+    size = 0
+    for one in sorted(held, key=lambda one: (one.entry.segment.sequence, one.entry.offset)):
+        size += record_bytes(one.entry.length)
+        last = runs[-1][-1].entry if runs else None
+        if last and follows(one.entry, last, last.length) and size <= PIECE_BYTES and len(runs[-1]) < MOST_RUN:
+            runs[-1].append(one)
+        else:
+            runs.append([one])
+            size = record_bytes(one.entry.length)
+    return runs
+
+
+def buffers_of(parts: Iterable[tuple[memoryview, int]], headers: memoryview) -> list[memoryview]:
+    """The memory of a run. `parts`: pages and length of each. `headers`: a page for each."""
+    buffers: list[memoryview] = []
+    for number, (pages, length) in enumerate(parts):
+        buffers += headers[number * PAGE_BYTES : (number + 1) * PAGE_BYTES], pages[: pages_bytes(length)]
+    return buffers
+
+
 # --------------------------------------------------------------------------- a batch of stores
 
 # Carries out a batch of stores: finds the parts that are new, writes them, and adds them to the maps.
@@ -328,12 +422,19 @@ class DiskTier:
 
 
 class Writing(NamedTuple):
-    """A record that is being written. `at`: its index in the batch."""
+    """A record to write. `at`: its index in the batch."""
 
     at: int
     record: Record
     extent: Extent
-    header: memoryview
+
+
+class WritingRun(NamedTuple):
+    """Records that are being written by one call: they follow one another in a segment."""
+
+    run: list[Writing]
+    headers: memoryview
+    buffers: list[memoryview]
     transfer: Transfer
 
 
@@ -343,7 +444,9 @@ class StoreBatch:
         self._outcomes = [Outcome.LATE] * len(parts)
         self._keys = [key_of(part.record.name) for part in parts]
         self._claims: set[bytes] = set()
-        self._in_progress: deque[Writing] = deque()
+        self._run: list[Writing] = []
+        self._run_bytes = 0
+        self._in_progress: deque[WritingRun] = deque()
         self._pieces = 0
         self._written: list[Writing] = []
         self._lost: OSError | None = None
@@ -373,15 +476,28 @@ class StoreBatch:
         return self._outcomes
 
     def _begin(self, at: int) -> None:
-        record, pages, _ = self._parts[at]
+        record = self._parts[at].record
         extent = self._extent(at, record.length)
         if extent is None:
             return
-        header = self._io.headers.take()
-        header[:] = record_block(record, extent.segment.mark, extent.offset)
-        buffers = [header, pages[: pages_bytes(record.length)]]
-        transfer = self._io.begin(self._io.write, extent.segment.fd, buffers, extent.offset)
-        self._in_progress.append(Writing(at, record, extent, header, transfer))
+        last = self._run[-1] if self._run else None
+        size = record_bytes(record.length)
+        is_full = self._run_bytes + size > PIECE_BYTES or len(self._run) == MOST_RUN
+        if last and (is_full or not follows(extent, last.extent, last.record.length)):
+            self._write()
+        self._run.append(Writing(at, record, extent))
+        self._run_bytes += size
+
+    def _write(self) -> None:
+        """Starts to write the run."""
+        run, self._run, self._run_bytes = self._run, [], 0
+        first, headers = run[0].extent, self._io.run_headers.take()
+        for number, (_, record, extent) in enumerate(run):
+            head = record_head(record, extent.segment.mark, extent.offset)
+            headers[number * PAGE_BYTES : number * PAGE_BYTES + len(head)] = head
+        buffers = buffers_of([(self._parts[one.at].pages, one.record.length) for one in run], headers)
+        transfer = self._io.begin(self._io.write, first.segment.fd, buffers, first.offset)
+        self._in_progress.append(WritingRun(run, headers, buffers, transfer))
         self._pieces += len(transfer)
         while self._pieces > self._io.most_pieces:
             self._end_first()
@@ -397,7 +513,7 @@ class StoreBatch:
             except OSError as error:
                 raise_if_lost(error)
                 freed = _outcome_of(error)
-            if freed is Outcome.FULL and (self._in_progress or self._written):
+            if freed is Outcome.FULL and (self._run or self._in_progress or self._written):
                 self._finish()
             elif freed is Outcome.FULL and self._space.wait_for_writers(self._deadline):
                 continue
@@ -408,20 +524,36 @@ class StoreBatch:
         return None
 
     def _end_first(self) -> None:
-        writing = self._in_progress.popleft()
-        self._pieces -= len(writing.transfer)
+        run, headers, buffers, transfer = self._in_progress.popleft()
+        self._pieces -= len(transfer)
         try:
-            writing.transfer.end()
-        except OSError as error:
-            self._give_up([writing], error)
-        else:
-            self._written.append(writing)
+            try:
+                transfer.end()
+                self._written += run
+            except OSError as error:
+                if len(run) == 1:
+                    self._give_up(run, error)
+                else:
+                    self._write_alone(run, buffers)
         finally:
-            self._io.headers.give_back(writing.header)
+            self._io.run_headers.give_back(headers)
+
+    def _write_alone(self, run: list[Writing], buffers: list[memoryview]) -> None:
+        """Once more, so that what can be stored of a run is."""
+        for number, writing in enumerate(run):
+            extent = writing.extent
+            try:
+                self._io.write(extent.segment.fd, buffers[2 * number : 2 * number + 2], extent.offset)
+            except OSError as error:
+                self._give_up([writing], error)
+            else:
+                self._written.append(writing)
 
     def _finish(self) -> None:
         """Waits for all writes in progress, and adds their parts to the index and the maps. Raises TierError after
         that."""
+        if self._run:
+            self._write()
         while self._in_progress:
             self._end_first()
         written, self._written = self._written, []

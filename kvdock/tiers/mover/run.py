@@ -55,6 +55,8 @@ log = logging.getLogger("kvdock.tiers")
 
 MOST_TOLD = 1024
 """The most chunks that one report names as known: the server gives a turn to each report."""
+LISTED_AT_ONCE = 8
+"""How many slices of what a tier has from before are taken in a turn."""
 TURN_S = 0.2
 """The longest time until a report is sent if no request waits for it."""
 REPORT_S = 0.5
@@ -69,11 +71,13 @@ pool."""
 
 @dataclass
 class _Reports:
-    """What is reported next. `untold`: what tiers have. `tiers_s`: when their state was last reported."""
+    """What is reported next. `untold`: what tiers have. `has_more`: they have more of that. `tiers_s`: when their
+    state was last reported."""
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     report: MoverReport = field(default_factory=MoverReport)
     untold: deque[KnownKeys] = field(default_factory=deque)
+    has_more: bool = False
     tiers_s: float = -REPORT_S
 
 
@@ -104,13 +108,15 @@ class Mover:
 
     def run(self) -> None:
         """Runs until the server has ended."""
-        while (updates := self._pipe.updates(0.0 if self._out.untold else TURN_S)) is not None:
+        while (updates := self._pipe.updates(0.0 if self._out.untold or self._out.has_more else TURN_S)) is not None:
+            self._out.has_more = False
             for tier in self._opening.take_opened():
                 self._use(tier)
             is_served = bool(self._sessions.all())
             for handle in self._handles:
                 handle.probe(may_measure=is_served)
                 self._take_gone(handle)
+                self._take_listed(handle)
             self._sessions.leave_unserved(self._is_busy)
             for update in updates:
                 self._follow(update)
@@ -129,13 +135,6 @@ class Mover:
             )),
             observer=WriteObserver(stored=self._stored, gone=self._gone),
         )
-        if isinstance(tier, Lists):
-            known: dict[bytes, list[bytes]] = {}
-            for name in tier.listed():
-                if name.group == name.writer == 0:
-                    known.setdefault(name.namespace, []).append(name.key)
-            for namespace, keys in known.items():
-                self._stored(namespace, keys)
         self._writers[handle.name] = writer
         self._owners[handle.name] = Owner(
             handle, self._sessions.all, emptied=lambda _: writer.forget_all(), answered=self._contents_known
@@ -151,6 +150,7 @@ class Mover:
     # ------------------------------------------------------------------ reports
 
     def _send_report(self) -> None:
+        is_listed = all(isinstance(handle.tier, Lists) and handle.tier.is_listed for handle in self._handles)
         with self._out.lock:
             report, self._out.report = self._out.report, MoverReport()
             left = MOST_TOLD
@@ -159,7 +159,7 @@ class Mover:
             is_all_told = not self._out.untold
         if (now_s := self._clock()) - self._out.tiers_s >= REPORT_S:
             self._out.tiers_s, report.tiers = now_s, self._tier_views()
-        report.lists_all = is_all_told and all(isinstance(handle.tier, Lists) for handle in self._handles)
+        report.lists_all = is_all_told and is_listed
         has_more = (
             report.promises or report.ended_tickets or report.prefetch_results or report.known or report.note_changes
             or report.orders_done or report.contents
@@ -326,6 +326,20 @@ class Mover:
         for namespace, keys in gone.items():
             self._lacked(handle, list(keys))
             self._gone(namespace, list(keys))
+
+    def _take_listed(self, handle: TierHandle) -> None:
+        """What the tier has from before is reported slice by slice."""
+        if not isinstance(handle.tier, Lists) or self._out.untold:
+            return
+        known: dict[bytes, list[bytes]] = {}
+        for _ in range(LISTED_AT_ONCE):
+            if (some := handle.tier.take_listed()) is None:
+                break
+            self._out.has_more = True
+            for namespace, key in some:
+                known.setdefault(namespace, []).append(key)
+        for namespace, keys in known.items():
+            self._stored(namespace, keys)
 
     def _stored(self, namespace: bytes, keys: Sequence[bytes]) -> None:
         self._tell(namespace, keys, is_there=True)

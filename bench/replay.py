@@ -8,7 +8,10 @@ show what one engine sees: the sessions that bench.service samples with seeds 1 
 Each request is looked up, its missing chunks are stored, and its lease is released before the next one comes.
 
 With `--rooms` it is `SESSIONS_ROOM_POLICY` instead, for pools of so many chunks, and the sessions of `--sessions` (0:
-all) with prompts of at most `--longest` tokens, whole.
+all) with prompts of at most `--longest` tokens, whole. With `--gib` it is `found_GIB_POLICY`, for pools of so many GiB
+of an 8B model's KV (16 chunks a GiB).
+
+`default` is the policy of a server without lower tiers (`selective`); with tiers it is `adaptive`.
 
 `hinted` is the default policy, with a hint after the last request of each conversation that it has ended. That is
 hindsight: the replay has read the whole trace, and an engine knows the end only from its clients. So it is a bound of
@@ -29,16 +32,18 @@ import json
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
 from bench.bare_table import bare_table
 from bench.trace import BLOCK_TOKENS, Request, read, sampled_sessions
 from kvdock._core import CONVERSATION_ENDED
-from kvdock.protocol.wire_types import MAX_STORE_KEYS
 
 SLOT_BYTES = 4096
+CHUNKS_A_GIB = 16
+STEP_CHUNKS = 16
+"""An engine computes 8,192 tokens in a step, and stores them after it."""
 PERCENT = (2, 5, 10)
 SESSIONS = ((60, 1), (100, 2))
 SESSION_ROOM, SESSION_REQUESTS, SESSION_TOKENS = 448, 300, 32768
@@ -89,7 +94,7 @@ class Pool:
 
     def __init__(self, room: int, policy: str) -> None:
         self._table = bare_table(room, SLOT_BYTES, grants=16, session_cap=1.0, total_cap=1.0)
-        self._table.set_eviction("adaptive" if policy in ("default", "hinted") else policy)
+        self._table.set_eviction({"default": "selective", "hinted": "selective"}.get(policy, policy))
         self._space = self._table.add_namespace(
             bytes(32), chunk_tokens=BLOCK_TOKENS, block_tokens=BLOCK_TOKENS, writers=1, groups=[("full", 0, SLOT_BYTES)]
         )
@@ -107,15 +112,17 @@ class Pool:
             session, member, number.to_bytes(16), 1, keys, readers=1, skip_tokens=0, now_ms=now_ms
         )
         hit = found.hit_tokens // BLOCK_TOKENS
-        for first in range(hit, len(blocks), MAX_STORE_KEYS):
+        for first in range(hit, len(blocks), STEP_CHUNKS):
             self._stores += 1
             granted = table.reserve(
                 session, member, self._stores.to_bytes(16), key_of(blocks[first - 1]) if first else b"",
-                keys[32 * first : 32 * (first + MAX_STORE_KEYS)], groups=0, temporary=False, deadline_ms=1000,
+                keys[32 * first : 32 * (first + STEP_CHUNKS)], groups=0, temporary=False, deadline_ms=1000,
                 now_ms=now_ms,
             )
             if granted.grant:
                 table.commit(session, granted.grant, 0, [(at, 0, 0) for at, _ in granted.chunks], now_ms)
+            if granted.limited:
+                break
         if found.lease:
             table.release(session, found.lease, [0])
         return hit
@@ -166,18 +173,21 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--trace", type=Path, required=True, help="JSON lines, as bench/trace.py reads them")
     parser.add_argument("--policies", nargs="+", default=["lru", "default", "hinted", "belady"])
     parser.add_argument("--rooms", type=int, nargs="+", metavar="CHUNKS", help="sizes of pools, of 512 tokens each")
+    parser.add_argument("--gib", type=int, nargs="+", metavar="GIB", help="sizes of pools, of 16 chunks a GiB")
     parser.add_argument("--sessions", type=int, default=0, help="with --rooms: how many (default all)")
     parser.add_argument("--seed", type=int, default=1, help="with --rooms: of the sessions that are chosen")
     parser.add_argument("--longest", type=int, default=1 << 20, help="with --rooms: tokens of the longest prompt")
     chosen = parser.parse_args(arguments)
     figures: dict[str, float] = {}
     trace = read(chosen.trace)
-    rooms = chosen.rooms
+    rooms = chosen.rooms or [CHUNKS_A_GIB * gib for gib in chosen.gib or ()]
     works = of_rooms(trace, rooms, chosen.sessions, chosen.seed, chosen.longest) if rooms else workloads(trace)
+    if chosen.gib:
+        works = [replace(work, name=f"found_{gib}") for work, gib in zip(works, chosen.gib, strict=True)]
     for work in works:
         for policy in chosen.policies:
             share = belady(work) if policy == "belady" else replayed(work, policy)
-            name = f"{work.name}_{policy}" if work.name.startswith("sessions") else f"{policy}_{work.name}"
+            name = f"{policy}_{work.name}" if work.name.isdigit() else f"{work.name}_{policy}"
             figures[name] = round(share, 4)
     print(json.dumps(figures))
     return 0

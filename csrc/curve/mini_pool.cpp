@@ -72,12 +72,25 @@ void MiniPool::touch(uint32_t id, uint64_t tick) {
 
 // False: the pool is full of chunks of the present tick.
 bool MiniPool::insert(uint64_t name, uint32_t parent, uint64_t tick, uint64_t chunk_bytes) {
+  if (used_bytes_ + chunk_bytes > capacity_bytes_ && policy_->declines() && is_declined(name, parent, tick)) return false;
   while (used_bytes_ + chunk_bytes > capacity_bytes_)
     if (!evict_one(tick)) return false;
   uint32_t id = place(name, parent, tick, chunk_bytes);
   std::optional<uint8_t> inherited;
   if (parent != kNone && entries_[parent].children == 1) inherited = entries_[parent].kind;
   entries_[id].kind = policy_->stored({id, name, kNoKind, tick}, inherited);
+  return true;
+}
+
+// As Eviction::declines().
+bool MiniPool::is_declined(uint64_t name, uint32_t parent, uint64_t tick) {
+  const Victim* least = next_victim(tick);
+  if (!least) return false;
+  std::optional<uint8_t> inherited;
+  if (parent != kNone && entries_[parent].children == 0) inherited = entries_[parent].kind;
+  uint8_t kind = policy_->expected({name}, inherited, tick);
+  if (kind < kUses || policy_->worth(kind, tick, tick) >= least->worth) return false;
+  policy_->declined({name}, kind, tick);
   return true;
 }
 
@@ -140,13 +153,19 @@ bool MiniPool::is_as_chosen(const Victim& one) const {
 }
 
 // Evicts no chunk that the present request uses, as such chunks are pinned in a real pool.
-bool MiniPool::evict_one(uint64_t tick) {
+const MiniPool::Victim* MiniPool::next_victim(uint64_t tick) {
   do {
     while (!victims_.empty() && !is_as_chosen(victims_.back())) victims_.pop_back();
     if (victims_.empty()) choose(tick);
-    if (victims_.empty()) return false;
+    if (victims_.empty()) return nullptr;
   } while (!is_as_chosen(victims_.back()));
-  uint32_t id = victims_.back().entry;
+  return &victims_.back();
+}
+
+bool MiniPool::evict_one(uint64_t tick) {
+  const Victim* least = next_victim(tick);
+  if (!least) return false;
+  uint32_t id = least->entry;
   victims_.pop_back();
   Entry e = entries_[id];
   policy_->evicted({id, e.name, e.kind, e.used}, tick);

@@ -76,6 +76,8 @@ class MiniPool {
   void drop_leaf(uint32_t id);
   Victim victim(uint32_t id, uint64_t tick) const;
   bool is_as_chosen(const Victim& one) const;
+  const Victim* next_victim(uint64_t tick);
+  bool is_declined(uint64_t name, uint32_t parent, uint64_t tick);
   bool evict_one(uint64_t tick);
   void choose(uint64_t tick);
   void forget(uint32_t id);

@@ -47,6 +47,9 @@ class Chunks {
     Limit limited = Limit::none;
   };
   Reserved reserve(const NewChunk& chunk);
+  bool declines(uint32_t space, const Key& parent, std::span<const Key> keys, uint64_t bytes) {
+    return eviction_.declines(space, parent, keys, bytes);
+  }
   // A part of a RESERVED record that the session alone pins gets a slot for its raw bytes; or the limit is returned
   // that prevents it. REQUIRES: the part is not committed, and is packed.
   Limit make_raw(uint32_t id, uint32_t part, uint32_t session, uint32_t below);

@@ -246,9 +246,25 @@ bool Eviction::evict_for_id(uint32_t space, uint32_t parts) {
   return true;
 }
 
+bool Eviction::declines(uint32_t space, const Key& parent, std::span<const Key> keys, uint64_t bytes) {
+  if (!policy_->declines() || slots_.free_bytes() >= room_.ahead_bytes + bytes * keys.size()) return false;
+  std::optional<Choice> least = least_with(round_slot(bytes));
+  if (!least || least->priority != 0) return false;
+  std::optional<uint8_t> inherited;
+  const KeyEntry* above = parent.names_chunk() ? records_.find(space, parent) : nullptr;
+  if (above && above->ready != kNone && above->children == 0) inherited = records_.info(above->ready).kind;
+  std::vector<uint64_t> names;
+  for (const Key& key : keys) names.push_back(seeded_hash(key.bytes, space));
+  uint64_t tick = header_.use_tick;
+  uint8_t kind = policy_->expected(names, inherited, tick);
+  if (kind < kUses || policy_->worth(kind, tick, tick) >= least->worth) return false;
+  policy_->declined(names, kind, tick);
+  return true;
+}
+
 bool Eviction::evict_for_slot(uint64_t bytes, const NewChunk& chunk) {
   cause_ = Gone::room;
-  wanted_.insert(round_slot(bytes));
+  room_.wanted.insert(round_slot(bytes));
   return evict_toward(bytes) || evict_self_naming_chain(bytes, chunk);
 }
 
@@ -343,22 +359,23 @@ uint32_t Eviction::evict_over_quota(uint32_t max_chunks) {
 
 uint64_t Eviction::available_bytes() const {
   uint64_t available = slots_.free_bytes();
-  for (uint64_t size : wanted_) available = std::min(available, slots_.available_for(size, available));
+  for (uint64_t size : room_.wanted) available = std::min(available, slots_.available_for(size, available));
   return available;
 }
 
 // Evicts first for the slot sizes that stores had to evict for, because free memory elsewhere is of no use to them.
 uint32_t Eviction::evict(uint64_t target_bytes, uint32_t max_chunks, Gone cause) {
   cause_ = cause;
+  if (cause == Gone::ahead) room_.ahead_bytes = target_bytes;
   uint64_t until = evicted_.all + max_chunks, before = evicted_.all;
   while (evicted_.all < until) {
     auto lacks = [&](uint64_t size) { return slots_.available_for(size, target_bytes) < target_bytes; };
-    auto size = std::find_if(wanted_.begin(), wanted_.end(), lacks);
-    if (size != wanted_.end()) {
-      if (!evict_toward(*size)) wanted_.erase(size);
+    auto size = std::find_if(room_.wanted.begin(), room_.wanted.end(), lacks);
+    if (size != room_.wanted.end()) {
+      if (!evict_toward(*size)) room_.wanted.erase(size);
       continue;
     }
-    wanted_.clear();
+    room_.wanted.clear();
     if (slots_.free_bytes() >= target_bytes) break;
     std::optional<Choice> best = least_with(std::nullopt);
     if (!best) break;

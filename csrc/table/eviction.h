@@ -10,6 +10,7 @@
 #include <map>
 #include <memory>
 #include <set>
+#include <span>
 
 #include "base/work.h"
 #include "table/leaf_lists.h"
@@ -51,6 +52,9 @@ class Eviction {
   bool evict_for_id(uint32_t space, uint32_t parts);
   bool evict_for_slot(uint64_t bytes, const NewChunk& chunk);
   bool evict_for_quota(const NewChunk& chunk);  // false: the chunk does not fit its tenant's quota
+  // Whether the pool is full and these chunks, of a chain under `parent`, would be evicted before all that are there.
+  // If so, the policy remembers that they were asked for.
+  bool declines(uint32_t space, const Key& parent, std::span<const Key> keys, uint64_t bytes);
 
   // -- eviction in the background
   // The smallest of these: all free bytes; and, for each slot size that stores had to evict for since the last evict(),
@@ -94,6 +98,11 @@ class Eviction {
     uint64_t tick;
   };
 
+  struct Room {
+    std::set<uint64_t> wanted;  // slot sizes that stores had to evict for
+    uint64_t ahead_bytes = 0;   // how much evict() keeps free
+  };
+
   struct Evicted {
     uint64_t all = 0, by_operator = 0;
   };
@@ -132,7 +141,7 @@ class Eviction {
   std::vector<uint32_t> in_space_;     // by namespace: the first of its candidates, except kept ones; or kNone
   std::optional<Next> next_;
   uint32_t unseen_ = kNone;    // where see_chunks() goes on; kNone: the policy has seen all
-  std::set<uint64_t> wanted_;  // slot sizes that stores had to evict for
+  Room room_;
   Gone cause_ = Gone::room;    // the reason that evictions are recorded with
   Evicted evicted_;
   Reuse reuse_;

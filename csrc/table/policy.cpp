@@ -19,6 +19,8 @@ class Lru : public Policy {
   void touched(const Chunk&, uint64_t) override {}
   void evicted(const Chunk&, uint64_t) override {}
   void removed(const Chunk&) override {}
+  uint8_t expected(const std::vector<uint64_t>&, std::optional<uint8_t>, uint64_t) const override { return 0; }
+  void declined(const std::vector<uint64_t>&, uint8_t, uint64_t) override {}
   double worth(uint8_t, uint64_t used, uint64_t) const override { return static_cast<double>(used); }
   // Chunks that another policy has sorted keep their kinds for a while.
   std::optional<Choice> least(const Leaves& leaves, uint64_t) const override {
@@ -36,9 +38,9 @@ class Lru : public Policy {
 }  // namespace
 
 std::unique_ptr<Policy> make_policy(const std::string& name) {
-  if (name == "adaptive") return std::make_unique<ReusePolicy>();
+  if (name == "adaptive" || name == "selective") return std::make_unique<ReusePolicy>(name == "selective");
   if (name == "lru") return std::make_unique<Lru>();
-  throw TableError("bad_argument", "no such eviction policy", name, "adaptive or lru");
+  throw TableError("bad_argument", "no such eviction policy", name, "adaptive, selective or lru");
 }
 
 }  // namespace kvdock

@@ -13,10 +13,12 @@
 #include <optional>
 #include <set>
 #include <string>
+#include <vector>
 
 namespace kvdock {
 
-constexpr uint8_t kKinds = 8;
+constexpr uint8_t kUses = 8, kGaps = 8;
+constexpr uint8_t kKinds = kUses * kGaps;  // by the number of uses, and by how far apart they are (reuse_policy.h)
 // The priority of chunks of weights that no engine runs any more: below all priorities of hints.
 constexpr int8_t kLeft = INT8_MIN;
 
@@ -68,11 +70,18 @@ class Policy {
   virtual void evicted(const Chunk& chunk, uint64_t tick) = 0;
   virtual void removed(const Chunk& chunk) = 0;  // not by eviction
 
+  virtual bool declines() const { return false; }
+  // The kind that the last of these chunks of a chain would have if they were stored now.
+  virtual uint8_t expected(const std::vector<uint64_t>& names, std::optional<uint8_t> inherited, uint64_t tick) const = 0;
+  // They were not stored, since they would have been evicted first. `kind`: as expected() found.
+  virtual void declined(const std::vector<uint64_t>& names, uint8_t kind, uint64_t tick) = 0;
+
   virtual double worth(uint8_t kind, uint64_t used, uint64_t tick) const = 0;
   virtual std::optional<Choice> least(const Leaves& leaves, uint64_t tick) const = 0;
 };
 
-// "adaptive" or "lru". Throws TableError bad_argument.
+// "lru"; "adaptive"; or "selective", which is adaptive and declines chunks that would be evicted first. Throws TableError
+// bad_argument.
 std::unique_ptr<Policy> make_policy(const std::string& name);
 
 }  // namespace kvdock

@@ -10,6 +10,8 @@ namespace {
 
 // The weights of the priors, in requests: a request's chunks lived through a bin, or were hit.
 constexpr double kCommonPrior = 683, kKindPrior = 171, kFactorPrior = 10.7, kScalePrior = 2.1;
+// Of chunks with a gap: the share that is used again, and the deviation of the logarithm of when.
+constexpr double kReturns = 0.9, kGapSpread = 1;
 constexpr double kNear = 32;           // ticks; the prior rate of reuse is 1 / (age + kNear)
 constexpr double kKept = 511.0 / 512;  // the share of each count that remains after learn()
 
@@ -18,7 +20,7 @@ constexpr double kKept = 511.0 / 512;  // the share of each count that remains a
 ReuseModel::ReuseModel() {
   for (int k = 0; k <= kBins; ++k) low_[k] = k == 0 ? 0 : std::ldexp(k % 2 ? 1.5 : 1.0, k / 2);
   for (int k = 0; k < kBins; ++k) bins_per_tick_[k] = 1 / width(k);
-  learn({}, 1);
+  learn({}, 1, 1);
 }
 
 int ReuseModel::bin_of(uint64_t age) {
@@ -33,7 +35,23 @@ void ReuseModel::ended(uint8_t kind, uint64_t age, bool reused) {
   if (reused) hits_[kind][bin] += 1;
 }
 
-void ReuseModel::learn(const Counts& alive, double together) {
+void ReuseModel::expect_gaps(uint64_t resident) {
+  int bits = std::bit_width(resident | 1);
+  if (bits == gaps_of_) return;
+  gaps_of_ = bits;
+  for (int gap = 1; gap < kGaps; ++gap) {
+    double center = (bits - 0.5 + gap - kSameGap) * std::log(2.0);
+    auto waits = [&](double age) {  // the share that has not come back at that age
+      return age <= 0 ? 1 : 1 - kReturns / 2 * std::erfc((center - std::log(age)) / (kGapSpread * std::sqrt(2.0)));
+    };
+    for (int k = 0; k < kBins; ++k) {
+      double back = 1 - waits(low_[k + 1]) / waits(low_[k]);
+      of_gap_[gap][k] = back / (1 - back / 2) / width(k);
+    }
+  }
+}
+
+void ReuseModel::learn(const Counts& alive, double together, uint64_t resident) {
   Counts lived;  // by kind and bin, how long chunks lived in it, in chunk-ticks
   std::array<double, kBins> all_hits{}, all_lived{}, base, common;
   for (int kind = 0; kind < kKinds; ++kind) {
@@ -55,16 +73,25 @@ void ReuseModel::learn(const Counts& alive, double together) {
     expected += all_lived[k] * base[k];
   }
   double scale = seen / expected;
+  expect_gaps(resident);
+  std::array<Rates, kGaps> prior_of{common};
+  for (int gap = 1; gap < kGaps; ++gap)
+    for (int k = 0; k < kBins; ++k) prior_of[gap][k] = std::sqrt(of_gap_[gap][k] * common[k]);
   for (int kind = 0; kind < kKinds; ++kind) {
+    bool is_seen = std::any_of(lived[kind].begin(), lived[kind].end(), [](double here) { return here > 0; });
+    if (!is_seen && kind % kUses != 0) {
+      worth_[kind] = worth_[kind - 1];
+      continue;
+    }
     double own = kFactorPrior * together, usual = own;
     for (int k = 0; k < kBins; ++k) {
       own += hits_[kind][k];
-      usual += lived[kind][k] * scale * base[k];
+      usual += lived[kind][k] * (kind < kUses ? scale * base[k] : prior_of[kind / kUses][k]);
     }
     std::array<double, kBins> reused;  // of chunks that reach a bin, the share that is used in it
     for (int k = 0; k < kBins; ++k) {
       double prior = kKindPrior * together * width(k);
-      double rate = (hits_[kind][k] + prior * common[k] * own / usual) / (lived[kind][k] + prior);
+      double rate = (hits_[kind][k] + prior * prior_of[kind / kUses][k] * own / usual) / (lived[kind][k] + prior);
       reused[k] = rate * width(k) / (1 + rate * width(k));
     }
     rank(reused, kind);

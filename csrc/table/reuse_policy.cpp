@@ -1,6 +1,7 @@
 #include "table/reuse_policy.h"
 
 #include <algorithm>
+#include <bit>
 
 #include "table/layout.h"
 
@@ -17,6 +18,8 @@ constexpr uint64_t kLearnShare = 4;
 constexpr uint64_t kLearnSamples = 256;
 // Two uses count as one if fewer ticks lie between them than the pool's chunks divided by this.
 constexpr uint64_t kTouchShare = 128;
+
+uint8_t kind_of(int kind, int gap) { return static_cast<uint8_t>(kind % kUses + gap * kUses); }
 
 }  // namespace
 
@@ -38,11 +41,13 @@ void ReusePolicy::learn(uint64_t tick) {
     one_in_of_all_ *= 2;
     seen *= 2;
   }
-  model_.learn(alive, std::max(1.0, keys_) * seen);
+  model_.learn(alive, std::max(1.0, keys_) * seen, resident_);
 }
 
 uint8_t ReusePolicy::stored(const Chunk& chunk, std::optional<uint8_t> inherited) {
-  uint8_t kind = inherited ? std::min(*inherited, kInherited) : 0;
+  uint8_t kind = from_parent(inherited);
+  if (auto gap = past_gap(chunk.name, chunk.used)) kind = kind_of(kind, *gap);
+  past_.drop(chunk.name);
   auto ghost = has_ghost(chunk.name) ? ghosts_.find(chunk.name) : ghosts_.end();
   if (ghost != ghosts_.end()) {
     Ghost was = ghost->second;
@@ -71,12 +76,54 @@ void ReusePolicy::touched(const Chunk& chunk, uint64_t tick) {
 
 uint8_t ReusePolicy::again(uint8_t kind, uint64_t used, uint64_t tick, bool sampled) {
   uint64_t age = tick - std::min(tick, used);
-  if (age < std::max<uint64_t>(2, resident_ / kTouchShare)) return kind;
+  if (!is_apart(age)) return kind;
   if (sampled) model_.ended(kind, age, true);
-  return std::min<uint8_t>(kKinds - 1, kind + 1);
+  uint8_t more = kind % kUses + 1 < kUses ? kind + 1 : kind;
+  return more % kUses == 1 ? more : with_gap(more, age);
+}
+
+bool ReusePolicy::is_apart(uint64_t age) const { return age >= std::max<uint64_t>(2, resident_ / kTouchShare); }
+
+// The kind after a use that came `age` ticks after the one before: the gap moves half of the way.
+uint8_t ReusePolicy::with_gap(uint8_t kind, uint64_t age) const {
+  int octaves = std::bit_width(age) - std::bit_width(resident_ | 1);
+  int now = std::clamp(octaves + ReuseModel::kSameGap, 1, kGaps - 1), was = kind / kUses;
+  int gap = was == 0 ? now : (was + now + (now > was)) / 2;
+  return kind_of(kind, gap);
+}
+
+uint8_t ReusePolicy::from_parent(std::optional<uint8_t> inherited) {
+  if (!inherited) return 0;
+  return kind_of(std::min<uint8_t>(*inherited % kUses, kInherited), *inherited / kUses);
+}
+
+// The gap of a chunk that is used after it was evicted or declined.
+std::optional<uint8_t> ReusePolicy::past_gap(uint64_t name, uint64_t tick) const {
+  auto past = past_.find(name);
+  if (auto ghost = has_ghost(name) ? ghosts_.find(name) : ghosts_.end(); !past && ghost != ghosts_.end())
+    past = {ghost->second.used, ghost->second.kind};
+  if (!past || past->kind == 0) return std::nullopt;  // its next use is its second
+  uint64_t age = tick - std::min(tick, past->tick);
+  return static_cast<uint8_t>((is_apart(age) ? with_gap(past->kind, age) : past->kind) / kUses);
+}
+
+uint8_t ReusePolicy::expected(const std::vector<uint64_t>& names, std::optional<uint8_t> inherited,
+                              uint64_t tick) const {
+  uint8_t kind = from_parent(inherited);
+  for (uint64_t name : names)
+    if (auto gap = past_gap(name, tick)) kind = kind_of(kind, *gap);
+  return kind;
+}
+
+void ReusePolicy::declined(const std::vector<uint64_t>& names, uint8_t kind, uint64_t tick) {
+  for (uint64_t name : names) {
+    auto gap = past_gap(name, tick);
+    past_.put(name, {tick, gap ? kind_of(kind, *gap) : kind}, seen_chunks());
+  }
 }
 
 void ReusePolicy::evicted(const Chunk& chunk, uint64_t tick) {
+  if (chunk.kind >= kUses) past_.put(chunk.name, {chunk.used, chunk.kind}, seen_chunks());
   uint32_t place = sample_of(chunk.record);
   if (!has_ghost(chunk.name)) {
     if (place == kNone) return;
@@ -90,7 +137,7 @@ void ReusePolicy::evicted(const Chunk& chunk, uint64_t tick) {
   sample_of(chunk.record) = kNone;
   if (place != kNone) samples_[place].record = kNone;
   ghosts_in_order_.emplace_back(chunk.name, chunk.used);
-  auto most = static_cast<size_t>(share_ * static_cast<double>(resident_));
+  uint64_t most = seen_chunks();
   while (ghosts_in_order_.size() > most) close_oldest_ghost(tick);
 }
 

@@ -2,6 +2,7 @@
 // commit publishes the chunk with one store.
 #include <algorithm>
 #include <numeric>
+#include <span>
 
 #include "base/pause.h"
 #include "table/table.h"
@@ -144,6 +145,11 @@ Grant* Table::reserve_missing(const Members::Asker& asker, const ReserveCall& ca
     }
     if (!may_hold(asker.session, bytes)) {
       out->limited = Limit::held_bytes;
+      break;
+    }
+    if (!grant && !call.temporary &&
+        chunks_.declines(space, parent_of(call, i), std::span(call.keys).subspan(i), bytes)) {
+      out->limited = Limit::no_space;
       break;
     }
     if (!grant) grant = &grants_.prepare({GrantKind::kReservation, asker, call.store, ns.writers, now});

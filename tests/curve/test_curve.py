@@ -46,7 +46,7 @@ def conversations(count: int, seed: int, begin: int = 0) -> Iterator[list[int]]:
 
 def replayed(prompts: Sequence[Sequence[int]], policy: str, room: int) -> list[int]:
     """Chunks that each found in the real table."""
-    pool = Pool(room, "default" if policy == "adaptive" else policy)
+    pool = Pool(room, policy)
     return [pool.serve(number, one, 1 + number) for number, one in enumerate(prompts)]
 
 
@@ -71,9 +71,10 @@ def prompts() -> list[list[int]]:
     return list(conversations(3000, seed=7))
 
 
-@pytest.mark.parametrize(("policy", "off"), [("lru", 1e-9), ("adaptive", 0.005)])
+@pytest.mark.parametrize(("policy", "off"), [("lru", 1e-9), ("adaptive", 0.005), ("selective", 0.015)])
 def test_with_every_chunk_sampled_it_is_the_replay(prompts: list[list[int]], policy: str, off: float) -> None:
-    """For lru exactly. adaptive ranks leaves by more than their age, and the simulation chooses several at once."""
+    """For lru exactly. adaptive ranks leaves by more than their age, and the simulation chooses several at once;
+    selective declines by the call, and the simulation by the chunk."""
     exact = exact_shares(prompts, policy)
     assert exact[0] + 0.1 < exact[-1], "else the curve is flat, and nothing is compared"
     curve = fed(new_curve(policy), prompts, replayed(prompts, policy, ROOM))

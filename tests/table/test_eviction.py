@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import pytest
 from table_helpers import PAGE, Client, chain, key, new_table
@@ -12,7 +12,7 @@ from kvdock._core import TableError
 from kvdock.protocol.keys import UNKNOWN_PARENT as UNKNOWN
 
 ROOM = 64
-POLICIES = ("adaptive", "lru")
+POLICIES = ("adaptive", "selective", "lru")
 every_policy = pytest.mark.parametrize("policy", POLICIES)
 
 
@@ -84,6 +84,43 @@ def test_what_is_asked_for_again_and_again_outlives_what_is_asked_for_once() -> 
         shares[name] = found / asked
         engine.table.check_integrity()
     assert shares["lru"] < 0.05 and shares["adaptive"] > 0.5, shares
+
+
+def test_of_sessions_that_do_not_fit_together_some_stay_with_the_selective_policy() -> None:
+    """Sixteen, of a quarter of the pool each: four come back after 8 others, and twelve after 24. LRU lets each go just
+    before it comes back."""
+    def turns() -> Iterator[int]:
+        for number in range(1600):
+            yield from (number % 4, 4 + number % 12, 4 + (number + 4) % 12)
+
+    shares = {}
+    for policy in POLICIES:
+        engine, found, asked = engine_of(policy), 0, 0
+        for at, session in enumerate(turns()):
+            hit = ask(engine, chain(("session", session), 16), f"r{at}")
+            if at > 2400:
+                found, asked = found + hit, asked + 16
+        shares[policy] = found / asked
+        engine.table.check_integrity()
+    assert shares["lru"] < 0.05 and shares["selective"] > max(0.2, shares["adaptive"]), shares
+
+
+@pytest.mark.parametrize("policy", ["adaptive", "selective"])
+def test_only_the_selective_policy_declines_what_it_would_evict_first(policy: str) -> None:
+    """A session that comes back seldom, while the pool is full of sessions that come back soon."""
+    engine = engine_of(policy)
+    for number in range(400):
+        ask(engine, chain(("often", number % 4), 16), f"o{number}")
+        if number % 40 == 0:
+            ask(engine, chain("seldom", 16), f"s{number}")
+    ask(engine, chain("seldom", 16), "once more")
+    declined = policy == "selective"
+    assert all(all(there(engine, chain(("often", one), 16))) for one in range(4)) is declined
+    assert any(there(engine, chain("seldom", 16))) is not declined
+    engine.table.evict(16 * PAGE, 16, by_operator=True)
+    ask(engine, chain("seldom", 16), "with room")
+    assert all(there(engine, chain("seldom", 16))), "there is room"
+    engine.table.check_integrity()
 
 
 def test_the_adaptive_policy_is_lru_where_uses_tell_nothing() -> None:
@@ -159,7 +196,7 @@ def test_an_unknown_policy_is_refused_and_changes_nothing() -> None:
     with pytest.raises(TableError) as error:
         engine.table.set_eviction("fifo")
     assert (error.value.code, error.value.found) == ("bad_argument", "fifo")
-    assert error.value.wanted == "adaptive or lru" and engine.table.eviction() == "lru"
+    assert error.value.wanted == "adaptive, selective or lru" and engine.table.eviction() == "lru"
 
 
 def test_a_parent_that_is_not_known_contradicts_none() -> None:

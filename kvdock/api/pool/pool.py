@@ -82,7 +82,8 @@ class Pool:
         """The time from which the server clock continues, in milliseconds."""
         self.limits = Limits(**{name: getattr(settings, name) for name in Limits.__struct_fields__})
         """In effect now, complete and checked; `change_limits` replaces them."""
-        table.set_eviction(self.limits.eviction)
+        self._has_tiers = settings.has_tiers
+        table.set_eviction(self.policy_of(self.limits))
         self.left_out = ""
         """The pool that was left for this server and that it could not use, and why; '': there is none."""
         self.removed = RemovedSegments()
@@ -366,7 +367,12 @@ class Pool:
             limit_bytes=max(self.limit_bytes, self.allocated_bytes),
             session_cap=self.limits.session_cap, total_cap=self.limits.total_cap,
         )
-        self.table.set_eviction(self.limits.eviction)
+        self.table.set_eviction(self.policy_of(self.limits))
+
+    def policy_of(self, limits: Limits) -> str:
+        """The table's eviction policy. Where there are lower tiers it declines no chunk: they get theirs from the
+        pool."""
+        return "selective" if limits.eviction == "adaptive" and not self._has_tiers else limits.eviction
 
 
 def _changed(limits: Limits, changes: dict[str, object], segment_bytes: int) -> Limits:

@@ -96,7 +96,7 @@ class Curves:
 
     def _simulation(self, kept: bytes) -> Simulated:
         return Simulated(
-            self._limits.eviction, self._limits.pool_bytes, salt=self._salt, most_share=MOST_SHARE,
+            self._pool.policy_of(self._limits), self._limits.pool_bytes, salt=self._salt, most_share=MOST_SHARE,
             most_entries=MOST_ENTRIES, most_work=MOST_WORK, kept=kept,
         )
 
@@ -117,14 +117,14 @@ class Curves:
         self._kept_s = self._now_s()
         self._follow_limits()
         return msgspec.msgpack.encode(_Kept(
-            at=self._wall_s(), eviction=self._limits.eviction, pool_bytes=self._limits.pool_bytes,
+            at=self._wall_s(), eviction=self._pool.policy_of(self._limits), pool_bytes=self._limits.pool_bytes,
             covers_s=self._now_s() - self._began_s, spaces=list(self._spaces.values()),
             simulated=self._simulated.keep(),
         ))
 
     def _take_over(self, kept: _Kept) -> None:
         """Leaves the curve as it is if the pool has another size or policy now. Raises TableError."""
-        if (kept.pool_bytes, kept.eviction) != (self._limits.pool_bytes, self._limits.eviction):
+        if (kept.pool_bytes, kept.eviction) != (self._limits.pool_bytes, self._pool.policy_of(self._limits)):
             return
         simulated = self._simulation(kept.simulated)
         for space in kept.spaces:

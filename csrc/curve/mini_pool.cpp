@@ -72,8 +72,9 @@ void MiniPool::touch(uint32_t id, uint64_t tick) {
 
 // False: the pool is full of chunks of the present tick.
 bool MiniPool::insert(uint64_t name, uint32_t parent, uint64_t tick, uint64_t chunk_bytes) {
-  if (used_bytes_ + chunk_bytes > capacity_bytes_ && policy_->declines() && is_declined(name, parent, tick)) return false;
-  while (used_bytes_ + chunk_bytes > capacity_bytes_)
+  auto is_full = [&] { return used_bytes_ + chunk_bytes > capacity_bytes_; };
+  if (is_full() && policy_->declines() && is_declined(name, parent, tick)) return false;
+  while (is_full())
     if (!evict_one(tick)) return false;
   uint32_t id = place(name, parent, tick, chunk_bytes);
   std::optional<uint8_t> inherited;

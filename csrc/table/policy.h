@@ -72,7 +72,8 @@ class Policy {
 
   virtual bool declines() const { return false; }
   // The kind that the last of these chunks of a chain would have if they were stored now.
-  virtual uint8_t expected(const std::vector<uint64_t>& names, std::optional<uint8_t> inherited, uint64_t tick) const = 0;
+  virtual uint8_t expected(const std::vector<uint64_t>& names, std::optional<uint8_t> inherited,
+                           uint64_t tick) const = 0;
   // They were not stored, since they would have been evicted first. `kind`: as expected() found.
   virtual void declined(const std::vector<uint64_t>& names, uint8_t kind, uint64_t tick) = 0;
 
@@ -80,8 +81,8 @@ class Policy {
   virtual std::optional<Choice> least(const Leaves& leaves, uint64_t tick) const = 0;
 };
 
-// "lru"; "adaptive"; or "selective", which is adaptive and declines chunks that would be evicted first. Throws TableError
-// bad_argument.
+// "lru"; "adaptive"; or "selective", which is adaptive and declines chunks that would be evicted first. Throws
+// TableError bad_argument.
 std::unique_ptr<Policy> make_policy(const std::string& name);
 
 }  // namespace kvdock

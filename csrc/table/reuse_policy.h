@@ -1,15 +1,15 @@
 // Evicts the leaf that is worth least for its memory (reuse_model.h). It learns from the uses that it sees: if the
 // number of uses predicts nothing, it evicts as LRU does.
 //
-// A chunk's kind has the number of its uses and, from the second on, its gap: how many ticks lie between them, in octaves
-// of the number of chunks in the pool. So of chunks that were used as often, those stay that are due sooner: one agent
-// comes back after half a minute, another one after five. A chunk that is its parent's only child begins with the parent's
-// kind, with at most kInherited uses: a conversation that was continued is likely to be continued again, after as long.
-// The policy remembers evicted chunks, so it sees reuse after eviction: it keeps a third of the names, three times as long
-// as it could keep all, and gaps for longer (past_uses.h).
+// A chunk's kind has the number of its uses and, from the second on, its gap: how many ticks lie between them, in
+// octaves of the number of chunks in the pool. So of chunks that were used as often, those stay that are due sooner: one
+// agent comes back after half a minute, another one after five. A chunk that is its parent's only child begins with the
+// parent's kind, with at most kInherited uses: a conversation that was continued is likely to be continued again, after
+// as long. The policy remembers evicted chunks, so it sees reuse after eviction: it keeps a third of the names, three
+// times as long as it could keep all, and gaps for longer (past_uses.h).
 //
-// If the policy `declines`, a store gets no memory while its chunks would be evicted before all others: else sessions that
-// do not fit together would evict each other, and none would find anything.
+// If the policy `declines`, a store gets no memory while its chunks would be evicted before all others: else sessions
+// that do not fit together would evict each other, and none would find anything.
 //
 // Invariant: samples_ has each sampled chunk and ghost once, and they know their place.
 #pragma once

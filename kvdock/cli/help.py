@@ -363,9 +363,10 @@ MEANINGS: dict[str, str] = {
     "high_water": "Eviction in the background continues until this share of the pool is free.",
     "growth": "When the pool allocates memory: `demand`, as stores need it; `ahead`, the whole pool in the background "
     "after the start. Use `ahead` with GPUs: their engines page-lock memory before they use it.",
-    "eviction": "Which chunks are evicted first: with `adaptive`, those that are least likely to be used again soon, as "
-    "learned from earlier uses; with `lru`, those that were unused for longest. A chunk is always evicted before the "
-    "chunks that precede it in its prefix.",
+    "eviction": "Which chunks are evicted first: with `adaptive`, those that are least likely to be used again soon, "
+    "as learned from earlier uses and the time between them, and without lower tiers a store gets no memory while its "
+    "chunks would be the first to go; with `lru`, those that were unused for longest. A chunk is always evicted before "
+    "the chunks that precede it in its prefix.",
     "table_records": "Chunks that the chunk table can hold, if each has at most four parts.",
     "table_grants": "Leases and reservations that may be open at once.",
     "session_cap": "Share of the pool that one session may hold by leases and reservations.",

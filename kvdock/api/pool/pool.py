@@ -91,7 +91,7 @@ class Pool:
             member.member: member.lock_offset for member in table.members() if member.state == "suspect"
         }
         """Members of an adopted pool that have not come back yet: table id → lock offset."""
-        self._objects, self._lock, self._segments = objects, objects.lock, objects.segments
+        self._objects, self._segments = objects, objects.segments
         self._added: list[SegmentInfo] = []
         self._retiring: list[int] = []
         self._segment_bytes = settings.segment_bytes
@@ -143,16 +143,16 @@ class Pool:
 
     @property
     def lock_path(self) -> str:
-        return str(self._lock.path)
+        return str(self._objects.lock.path)
 
     @property
     def secret(self) -> bytes:
         """Random bytes that all servers of this pool share, and that no other user can read."""
-        return self._lock.secret
+        return self._objects.lock.secret
 
     def lock_held(self, offset: int) -> bool:
         """Whether a process holds that byte of the lock file."""
-        return self._lock.member_alive(offset)
+        return self._objects.lock.member_alive(offset)
 
     def unheard_has_lock(self, nonce: bytes, offset: int) -> bool:
         """Whether that byte is of a member of the adopted pool that has not attached again, other than `nonce`."""
@@ -165,13 +165,13 @@ class Pool:
 
     def touch(self) -> None:
         """Records the time in the lock file, so that later servers know when this one died. Called again and again."""
-        self._lock.touch()
+        self._objects.lock.touch()
         if self._objects.crash_mark is not None:
             self._objects.crash_mark.end_when_due()
 
     def missing(self) -> list[str]:
         """Names of objects of the pool that were removed by others: engines that start now cannot attach."""
-        names = [*(info.name for info in self._added), self._lock.path.name]
+        names = [*(info.name for info in self._added), self._objects.lock.path.name]
         return [name for name in names if not (shm.SHM_DIR / name.removeprefix("/")).exists()]
 
     # ---------------------------------------------------------------- memory

@@ -193,6 +193,14 @@ class Connection(HttpToolsProtocol):
         if len(self._waiting) == len(data):
             self.reads.wait(self._go_on, len(data))
 
+    def eof_received(self) -> bool:
+        """Closes the connection when it is its turn, as if it had been read: of an engine that has ended, a thousand may
+        end at once. What is still sent is sent before that."""
+        if self.reads.take(0):
+            return False
+        self.reads.wait(self.transport.close, 0)
+        return True
+
     def _go_on(self) -> None:
         data, self._waiting = self._waiting, b""
         if self.transport.is_closing():

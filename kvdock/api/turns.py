@@ -1,5 +1,5 @@
-"""Turns of the event loop, and who has them: one call of people or strangers, one slice of long work and a few reads in
-each, whoever asks for how many. Short calls of engines have theirs at once.
+"""Turns of the event loop, and who has them: one call of people or strangers or one slice of long work, and a few reads
+in each, whoever asks for how many. Short calls of engines have theirs at once.
 
 Invariant: those that wait go on in the order in which they came.
 """
@@ -22,11 +22,39 @@ LONG_READ_BYTES: Final = 64 << 10
 CALLS_WAITING: Final = 16
 
 
+class SharedTurns:
+    """Which of several queues has the turn: they take turns where more than one wants it."""
+
+    def __init__(self) -> None:
+        self._is_taken = False
+        self._owed: FairQueue | None = None
+        """The queue that was refused: it comes next."""
+
+    def take(self, queue: FairQueue, loop: asyncio.AbstractEventLoop) -> bool:
+        """Whether the queue has this turn."""
+        if self._is_taken or self._owed not in (None, queue):
+            self._owed = self._owed or queue
+            return False
+        self._owed, self._is_taken = None, True
+        loop.call_soon(self._end)
+        return True
+
+    def forgo(self, queue: FairQueue) -> None:
+        """Nobody waits in the queue any more."""
+        if self._owed is queue:
+            self._owed = None
+
+    def _end(self) -> None:
+        self._is_taken = False
+
+
 class FairQueue:
     """`await queue.next()` returns to one caller in each turn of the event loop, in the order of the calls. Without it,
     sixty requests that arrive together are answered together, and an engine waits for all of them."""
 
-    def __init__(self) -> None:
+    def __init__(self, turns: SharedTurns | None = None) -> None:
+        """`turns`: shared with other queues."""
+        self._turns = turns or SharedTurns()
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._taken = False
 
@@ -36,10 +64,11 @@ class FairQueue:
 
     async def next(self) -> None:
         """In this turn, if nobody else has it."""
-        if self._taken:
+        loop = asyncio.get_running_loop()
+        if self._taken or not self._turns.take(self, loop):
             await self.later()
         else:
-            self._take(asyncio.get_running_loop())
+            self._take(loop)
 
     async def later(self) -> None:
         """In the next turn at the earliest."""
@@ -55,13 +84,15 @@ class FairQueue:
         loop.call_soon(self._pass_on, loop)
 
     def _pass_on(self, loop: asyncio.AbstractEventLoop) -> None:
-        while self._waiting:
-            first = self._waiting.popleft()
-            if not first.done():  # its call may have been cancelled
-                first.set_result(None)
-                loop.call_soon(self._pass_on, loop)
-                return
-        self._taken = False
+        while self._waiting and self._waiting[0].done():  # its call was cancelled
+            self._waiting.popleft()
+        if not self._waiting:
+            self._taken = False
+            self._turns.forgo(self)
+            return
+        if self._turns.take(self, loop):
+            self._waiting.popleft().set_result(None)
+        loop.call_soon(self._pass_on, loop)
 
 
 class _Queues(NamedTuple):
@@ -77,17 +108,19 @@ def _queues() -> _Queues:
     loop = asyncio.get_running_loop()
     found = _OF_LOOP.get(loop)
     if found is None:
-        found = _OF_LOOP[loop] = _Queues(FairQueue(), FairQueue())
+        turns = SharedTurns()
+        found = _OF_LOOP[loop] = _Queues(FairQueue(turns), FairQueue(turns))
     return found
 
 
 async def next_call() -> None:
-    """Waits for a turn of the event loop in which no other call of people or strangers begins or is answered."""
+    """Waits for a turn of the event loop in which no other call of people or strangers begins or is answered, and no
+    long work has a slice."""
     await _queues().calls.next()
 
 
 async def next_slice() -> None:
-    """Waits for a later turn of the event loop in which no other long work has a slice."""
+    """Waits for a later turn of the event loop in which no other long work has a slice, and no call begins."""
     await _queues().slices.later()
 
 

@@ -193,9 +193,9 @@ class Connection(HttpToolsProtocol):
         if len(self._waiting) == len(data):
             self.reads.wait(self._go_on, len(data))
 
-    def eof_received(self) -> bool:
-        """Closes the connection when it is its turn, as if it had been read: of an engine that has ended, a thousand may
-        end at once. What is still sent is sent before that."""
+    def eof_received(self) -> bool:  # type: ignore[override]  # uvicorn's leaves the transport to close itself
+        """Closes the connection when it is its turn, as if it had been read: a thousand may end at once, with the
+        process that had them. What is still sent is sent before that."""
         if self.reads.take(0):
             return False
         self.reads.wait(self.transport.close, 0)

@@ -1,5 +1,5 @@
 """Turns of the event loop, and who has them: one call of people or strangers or one slice of long work, and a few reads
-in each, whoever asks for how many. Short calls of engines have theirs at once.
+in each, whoever asks for how many. Of short calls of engines a turn has several.
 
 Invariant: those that wait go on in the order in which they came.
 """
@@ -18,6 +18,11 @@ SLICE_S = 0.0005
 SLICE_WORK: Final = 20_000
 """As much in the table's units of work (csrc/base/work.h)."""
 READS_OF_TURN: Final = 4
+ENGINE_READS_OF_TURN: Final = 4
+"""Of short reads of engines, each of which may be a lookup."""
+SHORT_READ_BYTES: Final = 4 << 10
+"""Longer reads of engines, such as lookups of hundreds of keys, come one in a turn, so that short ones do not wait for
+them."""
 LONG_READ_BYTES: Final = 64 << 10
 CALLS_WAITING: Final = 16
 
@@ -138,12 +143,12 @@ class Slices:
 
 
 class ReadTurns:
-    """How much of what arrives is handled in one turn of the event loop: READS_OF_TURN short reads of all connections
-    that share this, or one long read; nothing while more than CALLS_WAITING calls wait, which would become ever more.
-    """
+    """How much of what arrives is handled in one turn of the event loop: `of_turn` short reads of all connections that
+    share this, or one long read; nothing while more than `calls_waiting` calls wait, which would become ever more."""
 
-    def __init__(self) -> None:
-        self._left = READS_OF_TURN
+    def __init__(self, of_turn: int = READS_OF_TURN, calls_waiting: float = CALLS_WAITING) -> None:
+        self._of_turn, self._most_waiting = of_turn, calls_waiting
+        self._left = of_turn
         self._waiting: deque[Callable[[], None]] = deque()
         self._is_counting = False
 
@@ -164,7 +169,7 @@ class ReadTurns:
         go_on()
 
     def _spend(self, read_bytes: int) -> None:
-        self._left -= 1 + read_bytes * READS_OF_TURN // LONG_READ_BYTES
+        self._left -= 1 + read_bytes * self._of_turn // LONG_READ_BYTES
         self._count()
 
     def _count(self) -> None:
@@ -173,11 +178,11 @@ class ReadTurns:
             asyncio.get_running_loop().call_soon(self._begin_turn)
 
     def _begin_turn(self) -> None:
-        self._left, self._is_counting = READS_OF_TURN, False
+        self._left, self._is_counting = self._of_turn, False
         while self._waiting and self._left > 0 and not self._calls_wait():
             self._waiting.popleft()()
         if self._waiting:
             self._count()
 
     def _calls_wait(self) -> bool:
-        return _queues().calls.waiting > CALLS_WAITING
+        return _queues().calls.waiting > self._most_waiting

@@ -26,7 +26,16 @@ from kvdock.api.http.limits import ConnectionLimits
 from kvdock.api.record.counters import Counters
 from kvdock.api.record.timings import Meter, Timings
 from kvdock.api.server import bind_tcp, bind_unix
-from kvdock.api.turns import CALLS_WAITING, LONG_READ_BYTES, READS_OF_TURN, ReadTurns, next_call, next_slice
+from kvdock.api.turns import (
+    CALLS_WAITING,
+    ENGINE_READS_OF_TURN,
+    LONG_READ_BYTES,
+    READS_OF_TURN,
+    SHORT_READ_BYTES,
+    ReadTurns,
+    next_call,
+    next_slice,
+)
 
 pytestmark = pytest.mark.security
 
@@ -86,6 +95,30 @@ def test_one_goes_on_in_each_turn_in_the_order_in_which_they_came(wait: Callable
     went_on = asyncio.run(story())
     assert [number for number, _ in went_on] == [number for number in range(20) if number != 7]
     assert max(Counter(turn for _, turn in went_on).values()) == 1
+
+
+def test_calls_and_slices_of_long_work_take_turns() -> None:
+    """Else a turn would have one of each, twice as much."""
+    async def story() -> list[tuple[str, int]]:
+        went_on = list[tuple[str, int]]()
+        async with TurnNumber() as turn:
+            async def work(kind: str, wait: Callable[[], Awaitable[None]]) -> None:
+                for _ in range(5):
+                    await wait()
+                    went_on.append((kind, turn.now))
+
+            waits = {"call": next_call, "slice": next_slice}
+            waiting = [asyncio.create_task(work(kind, wait)) for _ in range(4) for kind, wait in waits.items()]
+            await asyncio.sleep(0)
+            waiting[-1].cancel()
+            await asyncio.gather(*waiting, return_exceptions=True)
+            await next_call()  # what was cancelled holds up nobody
+            await next_slice()
+        return went_on
+
+    went_on = asyncio.run(story())
+    assert max(Counter(turn for _, turn in went_on[1:]).values()) == 1, "the first call has the turn in which it comes"
+    assert all(one != other for (one, _), (other, _) in itertools.pairwise(went_on[1:30]))
 
 
 def test_a_turn_has_a_few_short_reads_or_a_long_one() -> None:
@@ -188,3 +221,42 @@ def test_connections_that_end_together_are_closed_in_many_turns() -> None:
     with TemporaryDirectory(prefix="kvdock-") as folder, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(asyncio.wait_for(story(Path(folder) / "s.sock"), PATIENCE_S))
     assert max(Counter(ended).values()) <= READS_OF_TURN
+
+
+def test_reads_of_engines_come_by_turns_and_short_ones_first() -> None:
+    """Thirty engines ask for much at the same moment, and thirty for little."""
+    count, handled = 30, list[tuple[int, int]]()
+    head = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
+    messages = [head % size + bytes(size) for size in (2 * SHORT_READ_BYTES, 1)]
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
+        await send({"type": "http.response.body", "body": b""})
+
+    async def story(path: Path) -> None:
+        async with TurnNumber() as turn:
+            class Watched(connections(2 * count)):  # type: ignore[misc]  # a class of values
+                def _handle(self, data: bytes) -> None:
+                    handled.append((turn.now, len(data)))
+                    super()._handle(data)
+
+            with bind_unix(str(path)) as sock:
+                async with serving(answer, Watched, sock) as server_now:
+                    clients = [socket.socket(socket.AF_UNIX) for _ in range(2 * count)]
+                    for client in clients:
+                        client.connect(str(path))
+                    while len(server_now.server_state.connections) < 2 * count:
+                        await asyncio.sleep(0.01)
+                    for at, client in enumerate(clients):  # in one turn
+                        client.sendall(messages[at // count])
+                    for client in clients:
+                        assert (await asyncio.to_thread(client.recv, 1000)).startswith(b"HTTP/1.1 200")
+                        client.close()
+
+    with TemporaryDirectory(prefix="kvdock-") as folder, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(asyncio.wait_for(story(Path(folder) / "s.sock"), PATIENCE_S))
+    long = [turn for turn, size in handled if size >= SHORT_READ_BYTES]
+    short = [turn for turn, size in handled if size < SHORT_READ_BYTES]
+    assert len(long) == len(short) == count
+    assert max(Counter(long).values()) == 1 and max(Counter(short).values()) == ENGINE_READS_OF_TURN
+    assert max(short) < max(long)

@@ -292,8 +292,8 @@ void bind_chunks(py::class_<BoundTable>& c) {
            "Raises its generation by one, or to `least` where that is more; does nothing if `least` is neither 0 nor "
            "above it. Returns the generation. close_cleared() and clear_old() free the memory.")
       .def("close_cleared", call(&Table::close_cleared), "start"_a, "most"_a = kAll,
-           "Closes open reservations that raise_generation() has cleared, from cursor `start` on (0 first). Returns the "
-           "next cursor, or -1 when done; `most`: as for leave().")
+           "Closes open reservations that raise_generation() has cleared, from cursor `start` on (0 first). Returns "
+           "the next cursor, or -1 when done; `most`: as for leave().")
       .def("generation", call(&Table::generation), "namespace"_a)
       .def("clear_old", call(&Chunks::clear_old), "start"_a, "budget"_a,
            "As clear(), for chunks that raise_generation() has cleared.")

@@ -65,8 +65,8 @@ class Grants {
   void discharge(Grant& g, std::span<const uint32_t> ranks);  // closes the grant when no holder is left
   void close_reservation(Grant& g);  // it publishes nothing from now on; its memory waits for the holders
   bool was_cleared(const Grant& g) const;  // g: an open reservation. Its namespace was cleared after it was opened
-  // The first open reservation from cell `start` on that was cleared, and the cell to go on with; nullptr: there is none
-  // (and -1), or `work` is over.
+  // The first open reservation from cell `start` on that was cleared, and the cell to go on with. nullptr: `work` is
+  // over, or there is none, with -1.
   std::pair<Grant*, int64_t> next_cleared(uint64_t start, Work& work);
   // Each stops when `work` is over; call it again then.
   void member_dead(uint32_t member, Work& work);  // closes the reservations that the member has not finished

@@ -216,9 +216,8 @@ void Table::drop_promises(const Grant& reservation) {
   grants_.for_each_entry(reservation, [&](const GrantEntry& entry) {
     const Record& r = chunks_.record(entry.record);
     if (!chunks_.records().names_live(entry)) return;
-    // Of what was cleared, find() has taken out some.
-    if (r.state() == RecordState::kReserved || (r.state() == RecordState::kQuarantined && chunks_.records().was_cleared(r)))
-      promises_.drop(r.space, r.key);
+    const bool was_found = r.state() == RecordState::kQuarantined && chunks_.records().was_cleared(r);  // by find()
+    if (r.state() == RecordState::kReserved || was_found) promises_.drop(r.space, r.key);
   });
 }
 

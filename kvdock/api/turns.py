@@ -19,7 +19,7 @@ SLICE_WORK: Final = 20_000
 """As much in the table's units of work (csrc/base/work.h)."""
 READS_OF_TURN: Final = 4
 ENGINE_READS_OF_TURN: Final = 4
-"""Of short reads of engines, each of which may be a lookup."""
+"""Short ones, each of which may be a lookup."""
 SHORT_READ_BYTES: Final = 4 << 10
 """Longer reads of engines, such as lookups of hundreds of keys, come one in a turn, so that short ones do not wait for
 them."""

@@ -282,7 +282,7 @@ def test_the_curve_of_many_namespaces_is_made_in_slices(rig: Rig, monkeypatch: p
 
 
 def test_why_chunks_are_missing_is_looked_into_for_so_many_runs_of_them(rig: Rig) -> None:
-    """Of a prompt of which each second chunk was deleted and each other one was never there."""
+    """The prompt's chunks were deleted, or never there, in turns."""
     service, answers = rig.parts.handlers.service, rig.parts.sampler._tally.learned.answers
     registry = rig.parts.handlers.lists._registry
     space, table_id = registry.namespaces()[0].table_id, registry.sessions()[0].table_id

@@ -28,6 +28,7 @@ from kvdock.api.record.timings import Meter, Timings
 from kvdock.api.server import bind_tcp, bind_unix
 from kvdock.api.turns import (
     CALLS_WAITING,
+    ENDS_OF_TURN,
     ENGINE_READS_OF_TURN,
     LONG_READ_BYTES,
     READS_OF_TURN,
@@ -220,7 +221,7 @@ def test_connections_that_end_together_are_closed_in_many_turns() -> None:
 
     with TemporaryDirectory(prefix="kvdock-") as folder, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(asyncio.wait_for(story(Path(folder) / "s.sock"), PATIENCE_S))
-    assert max(Counter(ended).values()) <= READS_OF_TURN
+    assert max(Counter(ended).values()) <= ENDS_OF_TURN
 
 
 def test_reads_of_engines_come_by_turns_and_short_ones_first() -> None:

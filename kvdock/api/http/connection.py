@@ -25,7 +25,7 @@ from kvdock.api.errors import StartupError
 from kvdock.api.http.limits import ConnectionLimits
 from kvdock.api.http.wire import COMMON_HEADERS, NO_STORE, PROBLEM, PROBLEM_HEADERS
 from kvdock.api.record.timings import Meter
-from kvdock.api.turns import ENGINE_READS_OF_TURN, LONG_READ_BYTES, SHORT_READ_BYTES, ReadTurns
+from kvdock.api.turns import ENDS_OF_TURN, ENGINE_READS_OF_TURN, LONG_READ_BYTES, SHORT_READ_BYTES, ReadTurns
 from kvdock.protocol.errors import ApiError, problem_of
 from kvdock.protocol.forms import JSON
 
@@ -92,6 +92,7 @@ class Connection(HttpToolsProtocol):
     reads: ClassVar[ReadTurns]
     engine_reads: ClassVar[ReadTurns]
     long_engine_reads: ClassVar[ReadTurns]
+    ends: ClassVar[ReadTurns]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -203,11 +204,11 @@ class Connection(HttpToolsProtocol):
         return self.engine_reads if read_bytes < SHORT_READ_BYTES else self.long_engine_reads
 
     def eof_received(self) -> bool:  # type: ignore[override]  # uvicorn's leaves the transport to close itself
-        """Closes the connection when it is its turn, as if it had been read: a thousand may end at once, with the
-        process that had them. What is still sent is sent before that."""
-        if self.reads.take(0):
+        """Closes the connection when it is its turn: a thousand may end at once, with the process that had them. What
+        is still sent is sent before that."""
+        if self.ends.take(0):
             return False
-        self.reads.wait(self.transport.close, 0)
+        self.ends.wait(self.transport.close, 0)
         return True
 
     def _go_on(self) -> None:
@@ -449,6 +450,7 @@ def connection_class(limits: ConnectionLimits, meter: Meter) -> type[Connection]
         "limits": limits, "meter": meter, "reads": ReadTurns(),
         "engine_reads": ReadTurns(ENGINE_READS_OF_TURN, calls_waiting=math.inf),
         "long_engine_reads": ReadTurns(1, calls_waiting=math.inf),
+        "ends": ReadTurns(ENDS_OF_TURN, calls_waiting=math.inf),
         "counts": Counts(
             ConnectionCount("Unix", limits.unix_connections), ConnectionCount("TCP", limits.tcp_connections)
         ),

@@ -13,6 +13,7 @@ from bench.floods.ways import (
     answer_of,
     compute,
     connect,
+    crowd,
     drink,
     get,
     greet,
@@ -82,8 +83,8 @@ def _reserve(at: Target, blocks: int, hashes: int, form: str) -> bytes:
     return made("/v1/reservations", body)
 
 
-def _lookup(at: Target) -> bytes:
-    body = {"session": at.session, "member": at.member, "request": "z", "keys": _keys(MAX_KEYS)}
+def _lookup(at: Target, count: int = MAX_KEYS) -> bytes:
+    body = {"session": at.session, "member": at.member, "request": "z", "keys": _keys(count)}
     return packed("/v1/lookups", body)
 
 
@@ -154,6 +155,8 @@ BY_HAND: dict[str, Kind] = {
     )),
     "connect_close": Kind("none", _greeted()),
     "connect_reset": Kind("none", _greeted(get("/livez"), resets=True)),
+    "crowd_ends": Kind("engine", lambda at, _: partial(crowd, at.unix, b"", 200)),
+    "crowd_resets": Kind("engine", lambda at, _: partial(crowd, at.unix, get("/livez"), 200)),
     "tls_hello": Kind("none", _greeted(b"\x16\x03\x01\x02\x00" + bytes(512), reads=True)),
     # health
     "pipeline": Kind("health", lambda at, sign: partial(repeat, at.http, b"", sign(get("/metrics") * 5000))),
@@ -183,6 +186,8 @@ BY_HAND: dict[str, Kind] = {
     "ranks": Kind("engine", _again(_ranks)),
     "tokens": Kind("engine", _again(_tokens)),
     "lookups_4096": Kind("engine", _stormed(_lookup, 8)),
+    "lookups_unix": Kind("engine", _stormed(lambda at: _lookup(at, 16), 16, over_unix=True)),
+    "lookups_unix_2000": Kind("engine", _stormed(lambda at: _lookup(at, 2000), 16, over_unix=True)),
     "peeks": Kind("engine", _stormed(
         lambda at: packed("/v1/lookups", {"namespace": at.namespace, "keys": _keys(MAX_KEYS)}), 16
     )),

@@ -16,6 +16,7 @@ from kvdock.protocol.forms import JSON, PACKED
 
 HOST = b"Host: localhost\r\n"
 TIMEOUT_S = 1.0
+CROWD_S = 0.05
 
 # --------------------------------------------------------------------------- requests
 
@@ -148,6 +149,21 @@ def greet(address: str, message: bytes, *, resets: bool = False, reads: bool = F
                 sock.recv(1 << 10)
             if resets:
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
+
+def crowd(address: str, message: bytes, connections: int) -> None:
+    """Opens many connections and ends all of them at once, again and again. With a message, whose answer it does not
+    read, they end by a reset."""
+    while True:
+        socks = list[socket.socket]()
+        with suppress(OSError):
+            for _ in range(connections):
+                socks.append(connect(address))
+                if message:
+                    socks[-1].sendall(message)
+        time.sleep(CROWD_S)  # until the server has answered
+        for sock in socks:
+            sock.close()
 
 
 def compute() -> None:

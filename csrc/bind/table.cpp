@@ -290,7 +290,10 @@ void bind_chunks(py::class_<BoundTable>& c) {
       .def("raise_generation", call(&Table::raise_generation), "namespace"_a, "least"_a = 0,
            "Clears the namespace at once: lookups find none of its chunks, and its open reservations publish nothing. "
            "Raises its generation by one, or to `least` where that is more; does nothing if `least` is neither 0 nor "
-           "above it. Returns the generation. clear_old() frees the memory.")
+           "above it. Returns the generation. close_cleared() and clear_old() free the memory.")
+      .def("close_cleared", call(&Table::close_cleared), "start"_a, "most"_a = kAll,
+           "Closes open reservations that raise_generation() has cleared, from cursor `start` on (0 first). Returns "
+           "the next cursor, or -1 when done; `most`: as for leave().")
       .def("generation", call(&Table::generation), "namespace"_a)
       .def("clear_old", call(&Chunks::clear_old), "start"_a, "budget"_a,
            "As clear(), for chunks that raise_generation() has cleared.")

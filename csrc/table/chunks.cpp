@@ -34,8 +34,12 @@ void Chunks::check(const ImpliedPins& implied) const {
 
 const KeyEntry* Chunks::find(uint32_t space, const Key& key) {
   const KeyEntry* e = records_.find(space, key);
-  if (!e || e->ready == kNone || !records_.was_cleared(record(e->ready))) return e;
-  take_out(e->ready, Gone::cleared);
+  if (!e) return e;
+  auto cleared = [&](uint32_t id) { return id != kNone && records_.was_cleared(record(id)) ? id : kNone; };
+  const uint32_t ready = cleared(e->ready), reserved = cleared(e->reserved);
+  if (ready == kNone && reserved == kNone) return e;
+  if (ready != kNone) take_out(ready, Gone::cleared);
+  if (reserved != kNone) take_out(reserved, Gone::deleted);  // lookups never found it
   return records_.find(space, key);
 }
 

@@ -89,7 +89,7 @@ class Chunks {
   void drop_idle(const std::vector<bool>& used, size_t most);  // namespaces without records that are not in `used`
   Cleared clear(int64_t space, uint64_t start, uint32_t budget);  // space -1: all
   // From now on lookups find none of the namespace's present chunks. clear_old() takes them out in slices; find() takes
-  // out those that it meets.
+  // out those that it meets, also RESERVED ones.
   void raise_generation(uint32_t space, uint64_t generation) {
     spaces_.raise(space, generation, header_.last_generation);
   }

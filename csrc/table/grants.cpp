@@ -122,6 +122,7 @@ void Grants::open(Grant& g) {
   publish(g.word, grant_word(cell, g.use() + 1, GrantState::kOpen));
   KVDOCK_PAUSE("grant.open");
   held_[g.session].insert(cell);
+  ++(g.kind == GrantKind::kLease ? count_.leases : count_.reservations);
   ++usage_of(g).grants;
   requests_[key_of(g)] = cell;
 }
@@ -194,6 +195,7 @@ void Grants::close(Grant& g) {
   auto held = held_.find(g.session);
   held->second.erase(cell);
   if (held->second.empty()) held_.erase(held);
+  --(g.kind == GrantKind::kLease ? count_.leases : count_.reservations);
   --usage_of(g).grants;
   answers_.erase(cell);
   for_each_entry(g, [&](const GrantEntry& entry) { chunks_.records().prefetch(entry.record); });
@@ -214,18 +216,10 @@ void Grants::close_reservation(Grant& g) {
   });
 }
 
-// Asks the records, because a session may have moved to another namespace after it reserved them.
-std::vector<Grant*> Grants::reservations_in(uint32_t space) const {
-  std::vector<Grant*> out;
-  for (auto& [session, cells] : held_) {
-    for (uint32_t cell : cells) {
-      Grant& g = grants_[cell];
-      if (g.kind != GrantKind::kReservation || g.state() != GrantState::kOpen) continue;
-      const GrantEntry& first = blocks_[g.first_block].entries[0];
-      if (chunks_.record(first.record).space == space) out.push_back(&g);
-    }
-  }
-  return out;
+// Asks the record, because a session may have moved to another namespace after it reserved it. The grant pins it.
+bool Grants::was_cleared(const Grant& g) const {
+  const GrantEntry& first = blocks_[g.first_block].entries[0];
+  return chunks_.namespaces().was_cleared(chunks_.record(first.record).space, first.generation);
 }
 
 // What it costs to end the grant now.
@@ -268,6 +262,20 @@ void Grants::close_late(uint64_t now, Work& work) {
       work.spend(cost_of(g));
       close_reservation(g);
     }
+}
+
+std::pair<Grant*, int64_t> Grants::next_cleared(uint64_t start, Work& work) {
+  for (uint64_t cell = start; cell < header_.max_grants; ++cell) {
+    if (work.is_over()) return {nullptr, static_cast<int64_t>(cell)};
+    Grant& g = grants_[cell];
+    work.spend(1);
+    if (g.state() != GrantState::kOpen || g.kind != GrantKind::kReservation) continue;
+    work.spend(kSeeChunk);
+    if (!was_cleared(g)) continue;
+    work.spend(cost_of(g));
+    return {&g, static_cast<int64_t>(cell) + 1};
+  }
+  return {nullptr, -1};
 }
 
 // ---- views
@@ -320,6 +328,7 @@ ImpliedPins Grants::check() const {
   ImpliedPins implied;
   std::set<uint32_t> tombstones(tombstones_.begin(), tombstones_.end());
   uint32_t present = 0, blocks = 0, open_reservations = 0;
+  Count held;
   size_t named = 0;
   for (uint32_t cell = 0; cell < header_.max_grants; ++cell) {
     const Grant& g = grants_[cell];
@@ -334,6 +343,7 @@ ImpliedPins Grants::check() const {
     require(is_held(g) == g.live_holders() && tombstones.count(cell) == !g.live_holders(),
             "a grant is neither held nor a tombstone", cell);
     if (!g.live_holders()) continue;
+    ++(g.kind == GrantKind::kLease ? held.leases : held.reservations);
     open_reservations += g.kind == GrantKind::kReservation && g.state() == GrantState::kOpen;
     require(members_.is_open(g.session), "L1: a grant outlived its session", cell);
     for_each_entry(g, [&](const GrantEntry& entry) { ++implied[entry.record][g.session]; });
@@ -341,6 +351,8 @@ ImpliedPins Grants::check() const {
   require(present + free_grants_.size() == header_.max_grants, "a grant cell is lost", present);
   require(tombstones.size() == tombstones_.size(), "a tombstone is listed twice", 0);
   require(blocks + free_blocks_.size() == header_.max_entry_blocks, "an entry block is lost", blocks);
+  require(held.leases == count_.leases && held.reservations == count_.reservations, "held grants are miscounted",
+          held.leases);
   require(named == requests_.size(), "a request names a grant that is not its own", 0);
   require(answers_.size() == open_reservations, "an answer is kept for a reservation that is not open", 0);
   return implied;

@@ -64,7 +64,10 @@ class Grants {
   // -- ending
   void discharge(Grant& g, std::span<const uint32_t> ranks);  // closes the grant when no holder is left
   void close_reservation(Grant& g);  // it publishes nothing from now on; its memory waits for the holders
-  std::vector<Grant*> reservations_in(uint32_t space) const;  // open reservations that have chunks in the namespace
+  bool was_cleared(const Grant& g) const;  // g: an open reservation. Its namespace was cleared after it was opened
+  // The first open reservation from cell `start` on that was cleared, and the cell to go on with. nullptr: `work` is
+  // over, or there is none, with -1.
+  std::pair<Grant*, int64_t> next_cleared(uint64_t start, Work& work);
   // Each stops when `work` is over; call it again then.
   void member_dead(uint32_t member, Work& work);  // closes the reservations that the member has not finished
   void member_gone(uint32_t member, Work& work);  // D2
@@ -80,6 +83,7 @@ class Grants {
     uint32_t leases = 0, reservations = 0;
   };
   Count count(uint32_t session) const;
+  const Count& count() const { return count_; }  // of all sessions
 
   // Computes the derived state again and compares. Returns the pins that the entries imply. Throws TableError corrupt.
   ImpliedPins check() const;
@@ -122,6 +126,7 @@ class Grants {
   std::map<uint32_t, std::set<uint32_t>> held_;  // by session cell: cells of grants with a holder
   std::unordered_map<RequestKey, uint32_t, RequestHash> requests_;
   std::unordered_map<uint32_t, ReserveResult> answers_;   // by cell of an open reservation
+  Count count_;  // of grants with a holder
   uint64_t aborted_chunks_ = 0;
 };
 

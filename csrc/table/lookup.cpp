@@ -215,7 +215,9 @@ void Table::drop_promises(const Grant& reservation) {
   if (promises_.empty() || reservation.kind != GrantKind::kReservation) return;
   grants_.for_each_entry(reservation, [&](const GrantEntry& entry) {
     const Record& r = chunks_.record(entry.record);
-    if (chunks_.records().names_live(entry) && r.state() == RecordState::kReserved) promises_.drop(r.space, r.key);
+    if (!chunks_.records().names_live(entry)) return;
+    const bool was_found = r.state() == RecordState::kQuarantined && chunks_.records().was_cleared(r);  // by find()
+    if (r.state() == RecordState::kReserved || was_found) promises_.drop(r.space, r.key);
   });
 }
 

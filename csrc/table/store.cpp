@@ -80,7 +80,7 @@ void Table::check_chain(uint32_t space, const ReserveCall& call, uint32_t groups
 
 void Table::repeat_reservation(Grant& g, const ReserveCall& call, uint64_t now, ReserveResult* out) {
   if (g.body_hash != hash_call(call)) throw TableError("id_reused", "the store id was used for another body");
-  if (g.state() == GrantState::kOpen && now > g.deadline_ms) grants_.close_reservation(g);
+  close_if_over(g, now);
   if (g.state() != GrantState::kOpen) throw TableError("grant_closed", "the reservation is closed");
   g.deadline_ms = now + call.deadline_ms;
   *out = grants_.answer(g);
@@ -171,7 +171,7 @@ CommitResult Table::commit(uint64_t session, uint64_t id, uint32_t rank, const s
   Grant* g = grants_.of_session(session, id, GrantKind::kReservation);
   if (!g) throw TableError("grant_closed", "the reservation is closed and forgotten");
   grants_.require_ranks(*g, {&rank, 1});
-  if (g->state() == GrantState::kOpen && now > g->deadline_ms) grants_.close_reservation(*g);
+  close_if_over(*g, now);
 
   std::vector<GrantEntry> entries = entries_of(*g);
   std::vector<NewPart> fresh = fresh_parts(entries, rank, parts);
@@ -213,7 +213,7 @@ RawResult Table::make_raw(uint64_t session, uint64_t id, uint32_t rank,
   Grant* g = grants_.of_session(session, id, GrantKind::kReservation);
   if (!g) throw TableError("grant_closed", "the reservation is closed and forgotten");
   grants_.require_ranks(*g, {&rank, 1});
-  if (g->state() == GrantState::kOpen && now > g->deadline_ms) grants_.close_reservation(*g);
+  close_if_over(*g, now);
   if (g->state() != GrantState::kOpen) throw TableError("grant_closed", "the reservation was aborted or is late");
   chunks_.set_now(now);
   std::vector<GrantEntry> entries = entries_of(*g);

@@ -309,11 +309,28 @@ uint64_t Table::raise_generation(uint32_t space, uint64_t least) {
                      int64_t(kMostGeneration));
   if (least != 0 && least <= now) return now;
   chunks_.raise_generation(space, std::max(now + 1, least));
-  for (Grant* g : grants_.reservations_in(space)) {
+  return chunks_.namespaces().generation(space);
+}
+
+int64_t Table::close_cleared(uint64_t start, uint64_t most) {
+  Work work(most);
+  auto next = static_cast<int64_t>(start);
+  while (next >= 0) {
+    auto [g, after] = grants_.next_cleared(static_cast<uint64_t>(next), work);
+    next = after;
+    if (!g) break;
     drop_promises(*g);
     grants_.close_reservation(*g);
   }
-  return chunks_.namespaces().generation(space);
+  return next;
+}
+
+// A reservation publishes nothing after its deadline, or once its namespace was cleared.
+void Table::close_if_over(Grant& g, uint64_t now) {
+  if (g.state() != GrantState::kOpen) return;
+  const bool cleared = grants_.was_cleared(g);
+  if (cleared) drop_promises(g);
+  if (cleared || now > g.deadline_ms) grants_.close_reservation(g);
 }
 
 uint32_t Table::keep_chunks(uint32_t space, const std::vector<Key>& keys, uint64_t until_ms) {
@@ -348,11 +365,7 @@ const char* Table::state_of(uint32_t space, const Key& key) {
 }
 
 std::map<std::string, uint64_t> Table::stats() {
-  Grants::Count grants;
-  for (uint32_t cell : members_.open_sessions()) {
-    auto [leases, reservations] = grants_.count(cell);
-    grants.leases += leases, grants.reservations += reservations;
-  }
+  const Grants::Count& grants = grants_.count();
   const Records::Sums& sums = chunks_.records().sums();
   return {
       {"pool_bytes", chunks_.slots().total_bytes()},

@@ -138,6 +138,9 @@ class Table {
   // not above it, unless it is 0. From then on lookups find none of the chunks that were stored, and open reservations
   // publish nothing. Returns the generation. Throws TableError bad_argument.
   uint64_t raise_generation(uint32_t space, uint64_t least);
+  // Closes the reservations that were open then, from cursor `start` on (0 first), in `most` units of work. Returns the
+  // next cursor; -1: there are no more. One that is still open is closed by the next call for it.
+  int64_t close_cleared(uint64_t start, uint64_t most);
   uint64_t generation(uint32_t space) {
     chunks_.namespaces().require(space);
     return chunks_.namespaces().generation(space);
@@ -177,6 +180,7 @@ class Table {
                LookupResult* out);
   bool holds(const Promise& promise, uint64_t now) const;
   void drop_promises(const Grant& reservation);
+  void close_if_over(Grant& reservation, uint64_t now);
   Grant* current_lease(uint32_t session, const LookupCall& call);
   uint32_t segments_in_reach(uint32_t session);
 

@@ -1,5 +1,5 @@
-"""Turns of the event loop, and who has them: one call of people or strangers, one slice of long work and a few reads in
-each, whoever asks for how many. Short calls of engines have theirs at once.
+"""Turns of the event loop, and who has them: one call of people or strangers or one slice of long work, and a few reads
+in each, whoever asks for how many. Of short calls of engines a turn has several.
 
 Invariant: those that wait go on in the order in which they came.
 """
@@ -18,15 +18,50 @@ SLICE_S = 0.0005
 SLICE_WORK: Final = 20_000
 """As much in the table's units of work (csrc/base/work.h)."""
 READS_OF_TURN: Final = 4
+ENGINE_READS_OF_TURN: Final = 4
+"""Short ones, each of which may be a lookup."""
+ENDS_OF_TURN: Final = 16
+"""Connections that are closed in one turn because their clients have closed them; each takes some 15 µs."""
+SHORT_READ_BYTES: Final = 4 << 10
+"""Longer reads of engines, such as lookups of hundreds of keys, come one in a turn, so that short ones do not wait for
+them."""
 LONG_READ_BYTES: Final = 64 << 10
 CALLS_WAITING: Final = 16
+
+
+class SharedTurns:
+    """Which of several queues has the turn: they take turns where more than one wants it."""
+
+    def __init__(self) -> None:
+        self._is_taken = False
+        self._owed: FairQueue | None = None
+        """The queue that was refused: it comes next."""
+
+    def take(self, queue: FairQueue, loop: asyncio.AbstractEventLoop) -> bool:
+        """Whether the queue has this turn."""
+        if self._is_taken or self._owed not in (None, queue):
+            self._owed = self._owed or queue
+            return False
+        self._owed, self._is_taken = None, True
+        loop.call_soon(self._end)
+        return True
+
+    def forgo(self, queue: FairQueue) -> None:
+        """Nobody waits in the queue any more."""
+        if self._owed is queue:
+            self._owed = None
+
+    def _end(self) -> None:
+        self._is_taken = False
 
 
 class FairQueue:
     """`await queue.next()` returns to one caller in each turn of the event loop, in the order of the calls. Without it,
     sixty requests that arrive together are answered together, and an engine waits for all of them."""
 
-    def __init__(self) -> None:
+    def __init__(self, turns: SharedTurns | None = None) -> None:
+        """`turns`: shared with other queues."""
+        self._turns = turns or SharedTurns()
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._taken = False
 
@@ -36,10 +71,11 @@ class FairQueue:
 
     async def next(self) -> None:
         """In this turn, if nobody else has it."""
-        if self._taken:
+        loop = asyncio.get_running_loop()
+        if self._taken or not self._turns.take(self, loop):
             await self.later()
         else:
-            self._take(asyncio.get_running_loop())
+            self._take(loop)
 
     async def later(self) -> None:
         """In the next turn at the earliest."""
@@ -55,13 +91,15 @@ class FairQueue:
         loop.call_soon(self._pass_on, loop)
 
     def _pass_on(self, loop: asyncio.AbstractEventLoop) -> None:
-        while self._waiting:
-            first = self._waiting.popleft()
-            if not first.done():  # its call may have been cancelled
-                first.set_result(None)
-                loop.call_soon(self._pass_on, loop)
-                return
-        self._taken = False
+        while self._waiting and self._waiting[0].done():  # its call was cancelled
+            self._waiting.popleft()
+        if not self._waiting:
+            self._taken = False
+            self._turns.forgo(self)
+            return
+        if self._turns.take(self, loop):
+            self._waiting.popleft().set_result(None)
+        loop.call_soon(self._pass_on, loop)
 
 
 class _Queues(NamedTuple):
@@ -77,17 +115,19 @@ def _queues() -> _Queues:
     loop = asyncio.get_running_loop()
     found = _OF_LOOP.get(loop)
     if found is None:
-        found = _OF_LOOP[loop] = _Queues(FairQueue(), FairQueue())
+        turns = SharedTurns()
+        found = _OF_LOOP[loop] = _Queues(FairQueue(turns), FairQueue(turns))
     return found
 
 
 async def next_call() -> None:
-    """Waits for a turn of the event loop in which no other call of people or strangers begins or is answered."""
+    """Waits for a turn of the event loop in which no other call of people or strangers begins or is answered, and no
+    long work has a slice."""
     await _queues().calls.next()
 
 
 async def next_slice() -> None:
-    """Waits for a later turn of the event loop in which no other long work has a slice."""
+    """Waits for a later turn of the event loop in which no other long work has a slice, and no call begins."""
     await _queues().slices.later()
 
 
@@ -105,12 +145,12 @@ class Slices:
 
 
 class ReadTurns:
-    """How much of what arrives is handled in one turn of the event loop: READS_OF_TURN short reads of all connections
-    that share this, or one long read; nothing while more than CALLS_WAITING calls wait, which would become ever more.
-    """
+    """How much of what arrives is handled in one turn of the event loop: `of_turn` short reads of all connections that
+    share this, or one long read; nothing while more than `calls_waiting` calls wait, which would become ever more."""
 
-    def __init__(self) -> None:
-        self._left = READS_OF_TURN
+    def __init__(self, of_turn: int = READS_OF_TURN, calls_waiting: float = CALLS_WAITING) -> None:
+        self._of_turn, self._most_waiting = of_turn, calls_waiting
+        self._left = of_turn
         self._waiting: deque[Callable[[], None]] = deque()
         self._is_counting = False
 
@@ -131,7 +171,7 @@ class ReadTurns:
         go_on()
 
     def _spend(self, read_bytes: int) -> None:
-        self._left -= 1 + read_bytes * READS_OF_TURN // LONG_READ_BYTES
+        self._left -= 1 + read_bytes * self._of_turn // LONG_READ_BYTES
         self._count()
 
     def _count(self) -> None:
@@ -140,11 +180,11 @@ class ReadTurns:
             asyncio.get_running_loop().call_soon(self._begin_turn)
 
     def _begin_turn(self) -> None:
-        self._left, self._is_counting = READS_OF_TURN, False
+        self._left, self._is_counting = self._of_turn, False
         while self._waiting and self._left > 0 and not self._calls_wait():
             self._waiting.popleft()()
         if self._waiting:
             self._count()
 
     def _calls_wait(self) -> bool:
-        return _queues().calls.waiting > CALLS_WAITING
+        return _queues().calls.waiting > self._most_waiting

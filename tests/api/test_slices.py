@@ -13,14 +13,16 @@ from functools import partial
 from typing import Any
 
 import pytest
-from api_helpers import manifest
-from app_rig import CHAIN, OWN, Rig, ask, opened
+from api_helpers import keys, manifest
+from app_rig import CHAIN, OWN, Rig, ask, opened, store
 from turns import turns_of
 
 from kvdock.api import turns as slices_of_time
 from kvdock.api.keeper import Keeper
-from kvdock.api.pool.registry import KEYS_OF_PART, SLICE_SESSIONS
-from kvdock.api.record.hits import MOST_ANSWERS, Whose
+from kvdock.api.pool.registry import KEYS_OF_PART, SLICE_SESSIONS, NamespaceRecord
+from kvdock.api.record.curve import Curves
+from kvdock.api.record.hits import MOST_ANSWERS, MOST_RUNS, Whose
+from kvdock.api.record.requests import Detail, RecentRequests
 from kvdock.api.server import YOUNG_S, collect_young
 from kvdock.api.service import SLICE_RELEASES
 from kvdock.api.turns import SLICE_WORK
@@ -28,12 +30,15 @@ from kvdock.protocol import schemas as s
 from kvdock.protocol.admin_schemas import Quota
 from kvdock.protocol.forms import JSON
 from kvdock.protocol.outcomes import OutcomeView
-from kvdock.protocol.wire_types import MAX_KEYS
+from kvdock.protocol.reports import RequestView
+from kvdock.protocol.wire_types import MAX_KEYS, MAX_STORE_KEYS
 
 pytestmark = pytest.mark.security
 
 SLICE_PINS = SLICE_WORK + MAX_KEYS
 """To end a lease takes a unit of work for each of its chunks, and some more."""
+ABORT_CHUNK = 32
+"""Units of work (csrc/base/work.h)."""
 WHOLE = 40
 """Leases of a chain of MAX_KEYS chunks."""
 PIECE_BYTES = 64 << 10
@@ -213,3 +218,87 @@ def test_all_tenants_are_looked_at_in_slices(rig: Rig, monkeypatch: pytest.Monke
         quotas.put(f"tenant {number}", Quota(chunks=number))
     turns = turns_of(quotas.views).number
     assert turns >= 2 * count and len(asyncio.run(quotas.views())) >= count
+
+
+def test_a_clear_closes_reservations_in_slices(rig: Rig) -> None:
+    """All that nobody has committed yet."""
+    table = rig.pool.table
+
+    async def reserve() -> None:
+        for number in range(6):
+            await store(rig.parts, rig.session, f"open {number}", keys(MAX_STORE_KEYS, f"open {number}"))
+
+    async def clear() -> None:
+        status, content = await ask(rig.app, "POST", "/v1/cache/clear", {})
+        assert status == 200, content
+
+    asyncio.run(reserve())
+    closed, most = most_in_a_turn(clear, lambda: table.stats()["reserved_chunks"])
+    of_slice = SLICE_WORK // ABORT_CHUNK
+    assert closed == 6 * MAX_STORE_KEYS > 3 * of_slice and most <= of_slice + MAX_STORE_KEYS
+    table.check_integrity()
+
+
+def test_a_search_for_a_request_looks_at_a_few_rows_in_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And misses none, though others come meanwhile. Slices end by time: here each look is one."""
+    monkeypatch.setattr(slices_of_time, "SLICE_S", 0.0)
+    recent, count = RecentRequests(4000), 4000
+
+    def add(number: int) -> None:
+        recent.add("", RequestView(
+            at=0.0, kind="lookup", session="s", label="", request=f"r{number}", tokens=1, hit_tokens=0, chunks=0,
+            bytes=0, took_us=0,
+        ), Detail(b""))
+
+    for number in range(count):
+        add(number)
+
+    async def search() -> None:
+        found = asyncio.create_task(recent.named("r2500", lambda tenant: True, 10))
+        for number in range(count, count + 20):  # while it is looked for
+            await asyncio.sleep(0)
+            add(number)
+        assert [one.request for one, _ in await found] == ["r2500"]
+        shown, cursor = await recent.view(2, 0, lambda tenant: True, "r3")
+        assert [one.request for one in shown] == ["r3999", "r3998"] and cursor is not None
+        add(count + 20)
+        shown, _ = await recent.view(1, int(cursor), lambda tenant: True, "r3")
+        assert [one.request for one in shown] == ["r3997"]
+
+    assert turns_of(search).number >= count // 64
+
+
+def test_the_curve_of_many_namespaces_is_made_in_slices(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slices_of_time, "SLICE_S", 0.0)
+    curves = rig.parts.handlers.overview._curves
+    assert isinstance(curves, Curves)
+    count = 200
+    for number in range(count):
+        base = hashlib.sha256(b"%d" % number).digest()
+        space = NamespaceRecord(number, base, manifest(), "", base=base)
+        curves.looked_up(space, base, 0)
+    assert turns_of(partial(curves.view, OWN)).number >= 3 * count
+    assert turns_of(partial(curves.total, OWN._replace(scopes=frozenset({"read"})))).number >= count
+
+
+def test_why_chunks_are_missing_is_looked_into_for_so_many_runs_of_them(rig: Rig) -> None:
+    """The prompt's chunks were deleted, or never there, in turns."""
+    service, answers = rig.parts.handlers.service, rig.parts.sampler._tally.learned.answers
+    registry = rig.parts.handlers.lists._registry
+    space, table_id = registry.namespaces()[0].table_id, registry.sessions()[0].table_id
+    never = keys(MAX_KEYS, "never")
+    mixed = [one if at % 2 else other for at, (one, other) in enumerate(zip(CHAIN, never, strict=True))]
+    assert rig.pool.table.delete(space, bytes.fromhex("".join(CHAIN))) == MAX_KEYS
+
+    async def missing(asked: list[str]) -> list[tuple[int, str]]:
+        body = s.Lookup(session=rig.session, member="m", request=asked[1], keys=asked)
+        assert (await service.lookup(OWN, body, JSON)).hit_tokens == 0
+        await asyncio.sleep(0)
+        of_request = answers._open.get((table_id, service._names.digest(body.request)))
+        assert of_request is not None
+        return [(one.end, one.why) for one in of_request[0].missing]
+
+    found = asyncio.run(missing(mixed))
+    assert len(found) == MOST_RUNS and found[-1][0] == MAX_KEYS
+    assert found[:3] == [(1, "never_stored"), (2, "deleted"), (3, "never_stored")]
+    assert asyncio.run(missing(never)) == [(MAX_KEYS, "never_stored")]

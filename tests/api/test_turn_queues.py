@@ -6,26 +6,57 @@ from __future__ import annotations
 import asyncio
 import itertools
 import socket
-import threading
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 import uvicorn
 import uvloop
-from starlette.types import Receive, Scope, Send
+from api_helpers import PATIENCE_S
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvdock.api import server
-from kvdock.api.http.connection import connection_class
+from kvdock.api.http.connection import Connection, connection_class
 from kvdock.api.http.limits import ConnectionLimits
 from kvdock.api.record.counters import Counters
 from kvdock.api.record.timings import Meter, Timings
-from kvdock.api.server import bind_tcp
-from kvdock.api.turns import CALLS_WAITING, LONG_READ_BYTES, READS_OF_TURN, ReadTurns, next_call, next_slice
+from kvdock.api.server import bind_tcp, bind_unix
+from kvdock.api.turns import (
+    CALLS_WAITING,
+    ENDS_OF_TURN,
+    ENGINE_READS_OF_TURN,
+    LONG_READ_BYTES,
+    READS_OF_TURN,
+    SHORT_READ_BYTES,
+    ReadTurns,
+    next_call,
+    next_slice,
+)
 
 pytestmark = pytest.mark.security
+
+
+def connections(limit: int) -> type[Connection]:
+    meter = Meter(Counters(), Timings(time.time), time.perf_counter_ns, {}, lambda event: None)
+    return connection_class(ConnectionLimits(limit, limit), meter)
+
+
+@asynccontextmanager
+async def serving(app: ASGIApp, kind: type[Connection], sock: socket.socket) -> AsyncIterator[uvicorn.Server]:
+    config = server.uvicorn_config(app, kind)
+    config.lifespan = "off"
+    found = uvicorn.Server(config)
+    task = asyncio.create_task(found.serve([sock]))
+    while not found.started:
+        await asyncio.sleep(0.01)
+    yield found
+    found.should_exit = True
+    await task
 
 
 class TurnNumber:
@@ -65,6 +96,30 @@ def test_one_goes_on_in_each_turn_in_the_order_in_which_they_came(wait: Callable
     went_on = asyncio.run(story())
     assert [number for number, _ in went_on] == [number for number in range(20) if number != 7]
     assert max(Counter(turn for _, turn in went_on).values()) == 1
+
+
+def test_calls_and_slices_of_long_work_take_turns() -> None:
+    """Else a turn would have one of each, twice as much."""
+    async def story() -> list[tuple[str, int]]:
+        went_on = list[tuple[str, int]]()
+        async with TurnNumber() as turn:
+            async def work(kind: str, wait: Callable[[], Awaitable[None]]) -> None:
+                for _ in range(5):
+                    await wait()
+                    went_on.append((kind, turn.now))
+
+            waits = {"call": next_call, "slice": next_slice}
+            waiting = [asyncio.create_task(work(kind, wait)) for _ in range(4) for kind, wait in waits.items()]
+            await asyncio.sleep(0)
+            waiting[-1].cancel()
+            await asyncio.gather(*waiting, return_exceptions=True)
+            await next_call()  # what was cancelled holds up nobody
+            await next_slice()
+        return went_on
+
+    went_on = asyncio.run(story())
+    assert max(Counter(turn for _, turn in went_on[1:]).values()) == 1, "the first call has the turn in which it comes"
+    assert all(one != other for (one, _), (other, _) in itertools.pairwise(went_on[1:30]))
 
 
 def test_a_turn_has_a_few_short_reads_or_a_long_one() -> None:
@@ -119,30 +174,90 @@ def test_what_a_refused_body_goes_on_with_is_not_read_in_one_turn() -> None:
             assert sock.recv(1000).startswith(b"HTTP/1.1 413")
 
     async def story() -> None:
-        meter = Meter(Counters(), Timings(time.time), time.perf_counter_ns, {}, lambda event: None)
         async with TurnNumber() as turn:
-            class Watched(connection_class(ConnectionLimits(4, 4), meter)):  # type: ignore[misc]  # a class of values
+            class Watched(connections(4)):  # type: ignore[misc]  # a class of values
                 def _handle(self, data: bytes) -> None:
                     if not handled:
                         time.sleep(0.2)  # until there is more to read than one read takes
                     handled.append((turn.now, len(data)))
                     super()._handle(data)
 
-            config = server.uvicorn_config(refuse, Watched)
-            config.lifespan = "off"
             with bind_tcp("127.0.0.1", 0) as sock:
-                sending = threading.Thread(target=send_all, args=(sock.getsockname()[1],))
-                serving = uvicorn.Server(config)
-                task = asyncio.create_task(serving.serve([sock]))
-                while not serving.started:
-                    await asyncio.sleep(0.01)
-                sending.start()
-                await asyncio.to_thread(sending.join)
-                serving.should_exit = True
-                await task
+                async with serving(refuse, Watched, sock):
+                    await asyncio.to_thread(send_all, sock.getsockname()[1])
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(story())
     assert sum(size for _, size in handled) > len(body)
     long_reads = Counter(turn for turn, size in handled if size >= LONG_READ_BYTES)
     assert max(long_reads.values()) == 1, long_reads.most_common(3)
+
+
+def test_connections_that_end_together_are_closed_in_many_turns() -> None:
+    """Those of an engine that is killed, each of which takes some 15 µs."""
+    ended, count = list[int](), 100
+
+    async def nothing(scope: Scope, receive: Receive, send: Send) -> None:
+        pass
+
+    async def story(path: Path) -> None:
+        async with TurnNumber() as turn:
+            class Watched(connections(count)):  # type: ignore[misc]  # a class of values
+                def connection_lost(self, exc: Exception | None) -> None:
+                    ended.append(turn.now)
+                    super().connection_lost(exc)
+
+            with bind_unix(str(path)) as sock:
+                async with serving(nothing, Watched, sock) as server_now:
+                    clients = [socket.socket(socket.AF_UNIX) for _ in range(count)]
+                    for client in clients:
+                        client.connect(str(path))
+                    while len(server_now.server_state.connections) < count:
+                        await asyncio.sleep(0.01)
+                    for client in clients:  # in one turn
+                        client.close()
+                    while len(ended) < count:
+                        await asyncio.sleep(0.01)
+
+    with TemporaryDirectory(prefix="kvdock-") as folder, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(asyncio.wait_for(story(Path(folder) / "s.sock"), PATIENCE_S))
+    assert max(Counter(ended).values()) <= ENDS_OF_TURN
+
+
+def test_reads_of_engines_come_by_turns_and_short_ones_first() -> None:
+    """Thirty engines ask for much at the same moment, and thirty for little."""
+    count, handled = 30, list[tuple[int, int]]()
+    head = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
+    messages = [head % size + bytes(size) for size in (2 * SHORT_READ_BYTES, 1)]
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
+        await send({"type": "http.response.body", "body": b""})
+
+    async def story(path: Path) -> None:
+        async with TurnNumber() as turn:
+            class Watched(connections(2 * count)):  # type: ignore[misc]  # a class of values
+                def _handle(self, data: bytes) -> None:
+                    handled.append((turn.now, len(data)))
+                    super()._handle(data)
+
+            with bind_unix(str(path)) as sock:
+                async with serving(answer, Watched, sock) as server_now:
+                    clients = [socket.socket(socket.AF_UNIX) for _ in range(2 * count)]
+                    for client in clients:
+                        client.connect(str(path))
+                    while len(server_now.server_state.connections) < 2 * count:
+                        await asyncio.sleep(0.01)
+                    for at, client in enumerate(clients):  # in one turn
+                        client.sendall(messages[at // count])
+                    for client in clients:
+                        assert (await asyncio.to_thread(client.recv, 1000)).startswith(b"HTTP/1.1 200")
+                        client.close()
+
+    with TemporaryDirectory(prefix="kvdock-") as folder, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(asyncio.wait_for(story(Path(folder) / "s.sock"), PATIENCE_S))
+    long = [turn for turn, size in handled if size >= SHORT_READ_BYTES]
+    short = [turn for turn, size in handled if size < SHORT_READ_BYTES]
+    assert len(long) == len(short) == count
+    assert max(Counter(long).values()) == 1 and max(Counter(short).values()) == ENGINE_READS_OF_TURN
+    assert max(short) < max(long)

@@ -49,7 +49,7 @@ MUTANTS = (
     ),
     Mutant(
         "P13c", "a drain ends while reservations are open", "kvdock/api/pool/sessions.py",
-        "view.reservations or (view.leases and", "(view.leases and",
+        """stats["reservations"] or (stats["leases"] and""", """(stats["leases"] and""",
         ("tests/api/test_takeover.py",), "test_a_reservation_under_way_is_finished_before_the_pool_changes_hands",
     ),
     Mutant(

@@ -310,6 +310,7 @@ class TableAgainstModel(RuleBasedStateMachine):
         self.generations[space] = max(was + 1, least) if least == 0 or least > was else was
         assert self.table.raise_generation(self.spaces[space], least) == self.generations[space]
         assert self.table.generation(self.spaces[space]) == self.generations[space]
+        assert self.table.close_cleared(0) == -1
         if self.generations[space] == was:
             return
         for g in self.model.grants.values():

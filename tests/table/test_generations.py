@@ -92,6 +92,27 @@ def test_what_was_reserved_before_a_raise_is_never_published() -> None:
     table.check_integrity()
 
 
+def test_an_open_reservation_of_before_a_raise_is_over_in_each_call() -> None:
+    """Until it is closed, which is done in slices."""
+    table = new_table(POOL)
+    engine, writer = Client(table, PAGE, "a", "both"), Client(table, PAGE, "b", "both")
+    granted = [writer.reserve([one]) for one in CHAIN[:3]]
+    parts = [(0, 0, 1)]
+    table.raise_generation(engine.space)
+    assert engine.lookup(CHAIN, "r").hit_tokens == 0
+    assert engine.reserve(CHAIN[:1]).chunks, "its key is free"
+    refused("grant_closed", table.make_raw, writer.session, granted[0].grant, 0, [(0, 0)], 0)
+    writer.stores = 1
+    refused("grant_closed", writer.reserve, CHAIN[1:2])
+    table.check_integrity()
+    assert table.close_cleared(0) == -1
+    for one in granted:
+        refused("grant_closed", table.commit, writer.session, one.grant, 0, parts, 0)
+    assert [engine.has(one) for one in CHAIN] == [False] * 6
+    assert table.stats()["reservations"] == 1 and table.stats()["reserved_chunks"] == 1
+    table.check_integrity()
+
+
 def test_a_lease_from_before_a_raise_keeps_its_memory_until_it_is_released() -> None:
     table = new_table(POOL)
     engine = Client(table, PAGE)

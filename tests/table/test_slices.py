@@ -156,3 +156,19 @@ def test_namespaces_that_nobody_uses_are_dropped_in_slices() -> None:
     left = [len(table.drop_idle_namespaces(20)) for _ in range(4)]
     assert left == [31, 11, 1, 1] and table.drop_idle_namespaces() == [clients[0].space]
     assert clients[0].has(chain("all", 8)[0])
+
+
+def test_reservations_of_before_a_clear_are_closed_in_slices() -> None:
+    table, (engine, other) = engines(2)
+    for store in range(40):
+        assert len(engine.reserve(chain(store, 4)).chunks) == 4
+    table.raise_generation(engine.space)
+    kept = other.reserve(chain("later", 4))
+    most, cursor, closed = 5 * (END_GRANT + 4 * ABORT_CHUNK), 0, list[int]()
+    while cursor >= 0:
+        before = table.stats()["reserved_chunks"]
+        cursor = table.close_cleared(cursor, most)
+        closed.append(before - table.stats()["reserved_chunks"])
+        table.check_integrity()
+    assert sum(closed) == 160 and max(closed) <= 20
+    assert table.close_cleared(0) == -1 and table.stats()["reserved_chunks"] == len(kept.chunks) == 4

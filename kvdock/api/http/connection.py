@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import enum
 import logging
+import math
 import re
 import weakref
 from collections.abc import Iterable
@@ -24,7 +25,7 @@ from kvdock.api.errors import StartupError
 from kvdock.api.http.limits import ConnectionLimits
 from kvdock.api.http.wire import COMMON_HEADERS, NO_STORE, PROBLEM, PROBLEM_HEADERS
 from kvdock.api.record.timings import Meter
-from kvdock.api.turns import LONG_READ_BYTES, ReadTurns
+from kvdock.api.turns import ENDS_OF_TURN, ENGINE_READS_OF_TURN, LONG_READ_BYTES, SHORT_READ_BYTES, ReadTurns
 from kvdock.protocol.errors import ApiError, problem_of
 from kvdock.protocol.forms import JSON
 
@@ -89,6 +90,9 @@ class Connection(HttpToolsProtocol):
     meter: ClassVar[Meter]
     counts: ClassVar[Counts]
     reads: ClassVar[ReadTurns]
+    engine_reads: ClassVar[ReadTurns]
+    long_engine_reads: ClassVar[ReadTurns]
+    ends: ClassVar[ReadTurns]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -181,17 +185,31 @@ class Connection(HttpToolsProtocol):
         super()._start_asgi_task(cycle, app)
 
     def data_received(self, data: bytes) -> None:
-        """Short reads of engines are handled at once, all others when it is their turn. Until then no more is read of
-        the connection: it could send megabytes in one turn of the event loop, even if all of it is dropped."""
-        is_short_of_engine = len(data) < LONG_READ_BYTES and self._counted is not self.counts.tcp
-        if not self._waiting and (is_short_of_engine or self.reads.take(len(data))):
+        """Handles what was read when it is its turn. Until then no more is read of the connection: it could send
+        megabytes in one turn of the event loop, even if all of it is dropped."""
+        reads = self._turns_of(len(data))
+        if not self._waiting and reads.take(len(data)):
             self._handle(data)
             return
         self._unset_keepalive_if_required()
         self.transport.pause_reading()  # each time: uvicorn reads on when the call has taken what was there
         self._waiting += data
         if len(self._waiting) == len(data):
-            self.reads.wait(self._go_on, len(data))
+            reads.wait(self._go_on, len(data))
+
+    def _turns_of(self, read_bytes: int) -> ReadTurns:
+        """Engines do not wait for people, but for the bodies of which a turn has one, whoever sends them."""
+        if read_bytes >= LONG_READ_BYTES or self._counted is self.counts.tcp:
+            return self.reads
+        return self.engine_reads if read_bytes < SHORT_READ_BYTES else self.long_engine_reads
+
+    def eof_received(self) -> bool:  # type: ignore[override]  # uvicorn's leaves the transport to close itself
+        """Closes the connection when it is its turn: a thousand may end at once, with the process that had them. What
+        is still sent is sent before that."""
+        if self.ends.take(0):
+            return False
+        self.ends.wait(self.transport.close, 0)
+        return True
 
     def _go_on(self) -> None:
         data, self._waiting = self._waiting, b""
@@ -430,6 +448,9 @@ def connection_class(limits: ConnectionLimits, meter: Meter) -> type[Connection]
     """For uvicorn.Config(http=…): the connections of one server."""
     shared = {
         "limits": limits, "meter": meter, "reads": ReadTurns(),
+        "engine_reads": ReadTurns(ENGINE_READS_OF_TURN, calls_waiting=math.inf),
+        "long_engine_reads": ReadTurns(1, calls_waiting=math.inf),
+        "ends": ReadTurns(ENDS_OF_TURN, calls_waiting=math.inf),
         "counts": Counts(
             ConnectionCount("Unix", limits.unix_connections), ConnectionCount("TCP", limits.tcp_connections)
         ),

@@ -366,8 +366,6 @@ class Drain:
             return False
         if self._now_s() >= self._until_s:
             return True
-        held = any(
-            view.reservations or (view.leases and not self._handing_over)
-            for view in self._pool.table.sessions()
-        )
+        stats = self._pool.table.stats()
+        held = stats["reservations"] or (stats["leases"] and not self._handing_over)
         return not held and all(call.done() for call in self._running)

@@ -187,28 +187,40 @@ class Curves:
         the chunk itself included. A pool of that size that evicts as LRU does would still have had it."""
         return Counted(*self._simulated.distances)
 
-
-    def total(self, peer: Peer) -> SpaceCurve:
-        """For all that the caller sees; an administrator's includes namespaces that are no longer counted apart."""
+    async def total(self, peer: Peer) -> SpaceCurve:
+        """For all that the caller sees, in slices; an administrator's includes namespaces that are no longer counted
+        apart."""
         self._follow_limits()
-        seen = self._simulated.all if peer.may("admin") else _sum(one for _, one in self._seen(peer))
-        return SpaceCurve(**self._fields(seen))
+        return self._total(peer, [] if peer.may("admin") else await self._seen(peer, Slices()))
 
-    def _seen(self, peer: Peer) -> list[tuple[_Space, CurveSums]]:
-        return [
-            (space, self._simulated.of_space(space.number)) for space in self._spaces.values()
-            if peer.sees(space.tenant)
-        ]
+    def _total(self, peer: Peer, seen: list[tuple[_Space, CurveSums]]) -> SpaceCurve:
+        return SpaceCurve(**self._fields(
+            self._simulated.all if peer.may("admin") else _sum(one for _, one in seen)
+        ))
+
+    async def _seen(self, peer: Peer, slices: Slices) -> list[tuple[_Space, CurveSums]]:
+        seen = list[tuple[_Space, CurveSums]]()
+        for space in list(self._spaces.values()):
+            # Its number may have become another one's meanwhile.
+            if peer.sees(space.tenant) and self._spaces.get(space.base) is space:
+                seen.append((space, self._simulated.of_space(space.number)))
+            await slices.give_turn()
+        return seen
 
     async def view(self, peer: Peer) -> Curve:
         """For the tenants that the caller sees, in slices."""
-        total, sums, slices = self.total(peer), self._seen(peer), Slices()
-        by_tenant: dict[str, list[CurveSums]] = {}
+        self._follow_limits()
+        slices = Slices()
+        sums = await self._seen(peer, slices)
+        total = self._total(peer, sums)
+        by_tenant: dict[str, CurveSums] = {}
         for space, one in sums:
-            by_tenant.setdefault(space.tenant, []).append(one)
+            of_tenant = by_tenant.setdefault(space.tenant, CurveSums())
+            of_tenant += one
+            await slices.give_turn()
         tenants, namespaces = list[TenantCurve](), list[NamespaceCurve]()
-        for name, ones in sorted(by_tenant.items()):
-            tenants.append(TenantCurve(tenant=name, **self._fields(_sum(ones))))
+        for name, of_tenant in sorted(by_tenant.items()):
+            tenants.append(TenantCurve(tenant=name, **self._fields(of_tenant)))
             await slices.give_turn()
         for space, one in reversed(sums):
             namespaces.append(NamespaceCurve(

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Container, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence, Set
+from itertools import islice
+from typing import Final, NamedTuple
 
 import msgspec
 
@@ -32,19 +33,20 @@ MOST_ARRIVING = 4096
 MOST_BROUGHT = 65_536
 """Chunks that tiers brought last: as many as requests wait for at once, and more."""
 
-MOST_JUDGED = 4096
-"""Chunks behind a hit that are looked into one by one, so that no turn of the event loop is long. Those behind them
-have the reason of the last one."""
+MOST_JUDGED, MOST_RUNS = 4096, 512
+"""Chunks behind a hit that are looked into, and runs of chunks with one fate, so that no turn of the event loop is
+long. What is behind them has the reason of the last one."""
 
 STAYS_THE_REASON = frozenset({"ready", "being_stored", "unknown", "cleared", "deleted", "mismatched"})
 """What became of a chunk before its namespace was cleared. All others, such as evictions, would not matter: the clear
 would have removed it."""
 
+NOWHERE: Final = frozenset[bytes]()
 Absent = Callable[[NamespaceRecord, bytes], bytes]
 """Those of the keys, in a row, that no lower tier is known to have."""
 
 
-class Missing(msgspec.Struct, frozen=True, gc=False):
+class Missing(msgspec.Struct, gc=False):
     """A run of chunks that a lookup did not find. `end`: where it ends, in chunks from the prompt's first. `at_ms`,
     `used_ms`: when its first chunk left the pool and when a request had last named it, on the server clock; 0: not
     known, or it was never there."""
@@ -172,22 +174,24 @@ class Answers:
         if found.limited == "held_bytes" or found.limited == "pinning":
             why = found.limited
         runs: list[Missing] = []
-        absent = set(split_keys(self._absent(space, behind)))
+        absent = self._absent(space, behind)
+        elsewhere = set(split_keys(behind)).difference(split_keys(absent)) if absent != behind else NOWHERE
         being_stored = found.being_stored // space.manifest.chunk_tokens
-        for chunks, fate, at_ms, used_ms in self._table.fates(space.table_id, behind) if behind else ():
+        fates = self._table.fates(space.table_id, behind) if behind else ()
+        for chunks, fate, at_ms, used_ms in islice(fates, MOST_RUNS):
             if 0 < at_ms <= space.use.cleared_ms and fate not in STAYS_THE_REASON:
                 fate, at_ms = "cleared", space.use.cleared_ms
             some = keys[end * KEY_BYTES : (end + chunks) * KEY_BYTES]
-            for count, reason in _reasons(some, fate, max(0, being_stored - end), absent):
+            for count, reason in _reasons(some, fate, max(0, being_stored - end), elsewhere):
                 end += count
                 if reason is not None:
                     why = reason
                 if runs and runs[-1].why == why:
-                    runs[-1] = msgspec.structs.replace(runs[-1], end=end)
+                    runs[-1].end = end
                 else:
                     runs.append(Missing(end, why, at_ms, used_ms))
         if runs:
-            runs[-1] = msgspec.structs.replace(runs[-1], end=len(keys) // KEY_BYTES)
+            runs[-1].end = len(keys) // KEY_BYTES
         return runs
 
     def take(self, session: SessionRecord, request: bytes, epoch: int) -> Answered | None:
@@ -202,10 +206,11 @@ class Answers:
 # The division of a prompt.
 
 def _reasons(
-    keys: bytes, fate: str, promised: int, absent: Container[bytes]
+    keys: bytes, fate: str, promised: int, elsewhere: Set[bytes]
 ) -> Iterator[tuple[int, ComputedWhy | None]]:
     """(chunks, why they are missing) of a run of chunks with one fate, in their order; None: they are there.
-    `promised`: how many of the first ones another engine computes and stores. `absent`: those that no tier has."""
+    `promised`: how many of the first ones another engine computes and stores. `elsewhere`: those that a tier may have.
+    """
     chunks = len(keys) // KEY_BYTES
     if fate == "ready":
         yield chunks, None
@@ -214,11 +219,12 @@ def _reasons(
     first = min(chunks, promised) if fate == "unknown" else 0
     if first:
         yield first, "being_stored"
-    if fate in ("cleared", "deleted", "mismatched", "being_stored"):  # tiers have no such chunk
-        yield chunks - first, why
+    if not elsewhere or fate in ("cleared", "deleted", "mismatched", "being_stored"):  # tiers have no such chunk
+        if chunks > first:
+            yield chunks - first, why
         return
     for at in range(first * KEY_BYTES, len(keys), KEY_BYTES):
-        yield 1, why if keys[at : at + KEY_BYTES] in absent else "tier_slow"
+        yield 1, "tier_slow" if keys[at : at + KEY_BYTES] in elsewhere else why
 
 
 class _Runs:

@@ -5,7 +5,7 @@ the last hours by reason. All of it is bounded.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator
 from itertools import islice
 
 import msgspec
@@ -17,6 +17,7 @@ from kvdock.protocol.wire_types import trace_context
 TRACE_ID_DIGITS = 32
 ROWS_OF_STEP = 64
 """After so many rows, a search looks whether its slice of the event loop is over."""
+ROWS_OF_PAGE = 1024
 
 
 class Detail(msgspec.Struct, gc=False):
@@ -128,13 +129,11 @@ class RecentRequests:
     ) -> tuple[list[RequestView], str | None]:
         """From request number `cursor` (0: the newest) backwards, those of tenants that the caller sees whose ids begin
         with `request`; and the cursor of the next page."""
-        count = self._count
-        start = max(0, count - cursor) if cursor else 0
         shown: list[RequestView] = []
-        async for at, (tenant, one, _) in _sliced(list(islice(self._ring, start, None)), start):
+        async for number, (tenant, one, _) in self._newest_first(min(cursor or self._count, self._count)):
             if one.request.startswith(request) and sees(tenant):
                 if len(shown) == limit:
-                    return shown, str(count - at)
+                    return shown, str(number)
                 shown.append(one)
         return shown, None
 
@@ -143,7 +142,7 @@ class RecentRequests:
         trace, alone or as in a traceparent: then the newest of these requests is meant."""
         found, like, trace = list[Row](), list[Row](), _trace_id(name)
         seen = set[int]()  # the ring may have a miss, too
-        async for _, row in _sliced(self._rows()):
+        async for _, row in self._newest_first(self._count, with_misses=True):
             _, request, detail = row
             is_it = request.request == name
             if not (is_it or _is_meant(request, detail, name, trace)) or id(request) in seen or not sees(row[0]):
@@ -155,18 +154,26 @@ class RecentRequests:
             found = [row for row in like if _name(row[1]) == meant]
         return [(one, detail) for _, one, detail in found[:most]]
 
-    def _rows(self) -> list[Row]:
-        """The ring, and then the misses, some of which it has."""
-        return [*self._ring, *(row for misses in self._misses.values() for row in misses.rows())]
-
-
-async def _sliced(rows: Sequence[Row], start: int = 0) -> AsyncIterator[tuple[int, Row]]:
-    """The rows with their numbers, in slices of the event loop's time."""
-    slices = Slices()
-    for at, row in enumerate(rows, start):
-        yield at, row
-        if at % ROWS_OF_STEP == 0:
+    async def _newest_first(self, number: int, *, with_misses: bool = False) -> AsyncIterator[tuple[int, Row]]:
+        """From the row with that number on, and then the misses, some of which the ring has; in slices. No more than a
+        page is copied: each collection of garbage looks at all of a new list."""
+        slices = Slices()
+        while page := self._page(number):
+            for row in page:
+                yield number, row
+                number -= 1
+                if number % ROWS_OF_STEP == 0:
+                    await slices.give_turn()
             await slices.give_turn()
+        for misses in list(self._misses.values()) if with_misses else ():
+            for row in list(misses.rows()):
+                yield 0, row
+            await slices.give_turn()
+
+    def _page(self, number: int) -> list[Row]:
+        """ROWS_OF_PAGE rows from the one with that number on, as far as they are there."""
+        newer = self._count - number
+        return list(islice(self._ring, newer, newer + ROWS_OF_PAGE))
 
 
 def _trace_id(name: str) -> str:

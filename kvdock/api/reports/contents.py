@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 
 from kvdock._core import Census, Table
@@ -84,8 +84,8 @@ class _Found(NamedTuple):
 class _Answer:
     """A census for one question, made again when it is old."""
 
-    def __init__(self, make: Callable[[], tuple[Census, list[Chunk]]], now_s: Callable[[], float]) -> None:
-        """`make`: begins a census, and returns the labelled chunks that it locates."""
+    def __init__(self, make: Callable[[], Awaitable[tuple[Census, list[Chunk]]]], now_s: Callable[[], float]) -> None:
+        """`make`: begins a census, in slices, and returns the labelled chunks that it locates."""
         self._make, self._now_s = make, now_s
         self.census: Census | None = None
         self.labels: dict[tuple[bytes, int], list[str]] = {}
@@ -100,8 +100,9 @@ class _Answer:
 
     async def count(self, pause: float = 0.0) -> None:
         self.is_stale = False
-        (census, chunks), worked_s = self._make(), 0.0
+        (census, chunks), worked_s = await self._make(), 0.0
         while True:
+            await next_slice()
             began_s = self._now_s()
             is_whole = census.step(SLICE_CHUNKS)
             slice_s = self._now_s() - began_s
@@ -109,7 +110,6 @@ class _Answer:
             if is_whole:
                 break
             await asyncio.sleep(pause * slice_s)
-            await next_slice()
         self.labels = {}
         for index, first, _ in sorted(census.named(), key=lambda one: one[2]):
             self.labels.setdefault((first, chunks[index].space), []).extend(chunks[index].labels)
@@ -219,13 +219,14 @@ class Contents:
         finally:
             self._waiting -= 1
 
-    def _begin(self, question: Question) -> tuple[Census, list[Chunk]]:
+    async def _begin(self, question: Question) -> tuple[Census, list[Chunk]]:
         """The census looks into all tenants' namespaces: answers list those of the caller's alone."""
         chunks, search = self._labels.chunks(), question.search
         if not search:
             return Census(self._table, below=question.below, named=[chunk[:2] for chunk in chunks]), chunks
         is_sought = [any(search in label.casefold() for label in chunk.labels) for chunk in chunks]
         chunks = [chunk for _, chunk in sorted(zip(is_sought, chunks, strict=True), reverse=True)]  # the sought first
+        await next_slice()
         spaces = [
             one.table_id for one in self._registry.namespaces()
             if search in one.model.casefold() or search in one.tenant.casefold()

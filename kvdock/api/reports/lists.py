@@ -88,6 +88,7 @@ class Lists:
         members = defaultdict(list)
         for member in self._table.members(ids):
             members[member.session].append(member)
+        await next_slice()
         now_ms, sessions, slices = self._clock.now_ms(), list[s.SessionView](), Slices()
         for record in shown:
             if record.table_id in views:
@@ -163,7 +164,9 @@ class Lists:
         for session in self._registry.sessions():
             attached[session.namespace.table_id] += not self._is_mover(session)
             await slices.give_turn()
+        await next_slice()
         left = {view.namespace: view.left_ms for view in self._table.namespaces()}
+        await next_slice()
         views = list[NamespaceView]()
         for record in shown:
             await slices.give_turn()

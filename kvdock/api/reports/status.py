@@ -91,7 +91,7 @@ class Probes:
             reasons.append(CAP_REACHED)
         if records >= self._table_records and stuck:
             reasons.append(TABLE_HELD)
-        if sum(tenant.grants for tenant in table.tenants()) >= self._table_grants:
+        if stats["leases"] + stats["reservations"] >= self._table_grants:
             reasons.append(GRANTS_HELD)
         return _health(reasons)
 

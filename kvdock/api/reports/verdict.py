@@ -104,13 +104,13 @@ class Judge:
         hits = self._totals.hits
         judged = Judged(peer, hits.total.view(), hits.lately.sums(peer.sees), self._wall_s())
         rules = (
-            self._not_ready, self._loads_cost_time, self._tiers, self._troubled, self._holds, self._thrashing,
-            self._share_fell,
+            self._not_ready, self._loads_cost_time, self._tiers, self._troubled, self._holds, self._share_fell,
         )
         findings = list[Finding]()
         for rule in rules:
             findings += rule(judged)
             await next_slice()
+        findings += await self._thrashing(judged)
         findings += await self._silent(judged)
         findings += await self._shares_nothing(judged)
         findings += await self._one_tenant(judged)
@@ -238,14 +238,14 @@ class Judge:
             "grants_old", "warn", f"A {oldest[0].kind}{who} is open for {span(age_s)}, and a copy takes seconds.",
         )
 
-    def _thrashing(self, judged: Judged) -> Iterator[Finding]:
+    async def _thrashing(self, judged: Judged) -> list[Finding]:
         if self._curves is None or not judged.peer.may("read"):
-            return
-        total = self._curves.total(judged.peer)
+            return []
+        total = await self._curves.total(judged.peer)
         now = total.hit_share
         larger = [point for point in total.points if point.factor in THRASHING_FACTORS and point.hit_share is not None]
         if now is None or not larger:
-            return
+            return []
         most = max(map(_share_of, larger))
         enough = next(point for point in larger if most - _share_of(point) < AS_GOOD_POINTS)
         gain, size = _share_of(enough) - now, f"A pool {enough.factor:g} times as large"
@@ -253,12 +253,12 @@ class Judge:
             enough = total.points[-1]
             gain, size = _share_of(enough) - now, "A far larger pool, or a lower tier that keeps what is evicted,"
         if gain - enough.error < THRASHING_POINTS:
-            return
+            return []
         computed = judged.share_lately(*COMPUTED) if judged.lately_tokens else 1.0
-        yield _finding(
+        return [_finding(
             "thrashing", "warn", f"{size} would find {100 * gain:.0f} percentage points more of the tokens that "
             "engines ask for.", cost_share=min(gain, computed),
-        )
+        )]
 
     async def _shares_nothing(self, judged: Judged) -> list[Finding]:
         """Engines of one model whose chunks are apart. Looks at all sessions, in slices."""

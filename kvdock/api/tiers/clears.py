@@ -29,7 +29,7 @@ from kvdock.api.pool.quotas import tenant_id
 from kvdock.api.pool.registry import NamespaceRecord, Registry
 from kvdock.api.record.journal import Journal
 from kvdock.api.tiers.contents import Contents
-from kvdock.api.turns import Slices, next_slice
+from kvdock.api.turns import SLICE_WORK, Slices, next_slice
 from kvdock.protocol import events as e, mover_schemas as m
 from kvdock.protocol.wire_types import KEY_BYTES
 from kvdock.shm.files import read_regular, replace_durably
@@ -284,8 +284,11 @@ class Clears:
         self.wake()
 
     async def _remove_cleared(self) -> int:
-        """Takes the chunks of earlier generations, which no lookup finds any more, out of the pool. Returns how
-        many."""
+        """Takes the chunks of earlier generations, which no lookup finds and no commit publishes any more, out of the
+        pool. Returns how many lookups had found."""
+        cursor = 0
+        while (cursor := self._table.close_cleared(cursor, SLICE_WORK)) >= 0:
+            await next_slice()
         chunks = cursor = 0
         while cursor >= 0:
             taken, cursor = self._table.clear_old(cursor, CLEAR_SLICE_RECORDS)

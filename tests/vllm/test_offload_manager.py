@@ -31,7 +31,9 @@ def test_a_damaged_byte_is_a_miss_and_taken_out_of_use(run: Run) -> None:
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["in turns", "overlapping"])
 @pytest.mark.parametrize("windows", [(None,), (None, 40)], ids=str)
-def test_whatever_happens_no_engine_reads_what_is_wrong(windows: tuple[int | None, ...], overlap: bool, run: Run) -> None:
+def test_whatever_happens_no_engine_reads_what_is_wrong(
+    windows: tuple[int | None, ...], overlap: bool, run: Run
+) -> None:
     loaded = 0
     for seed in range(3):
         found = run("in_trouble", seed, windows, overlap)
@@ -46,6 +48,12 @@ def test_after_a_change_of_the_weights_nothing_from_before_is_loaded(run: Run) -
 
 def test_a_server_that_does_not_answer_is_a_miss(server: ServerProcess, run: Run) -> None:
     assert run("server_halts", server.process.pid) == {**CLEAN, "loaded": [0, 0, 144]}
+
+
+def test_people_read_what_became_of_its_requests(run: Run) -> None:
+    found = run("explained")
+    assert found["outcome"] == {"prompt_tokens": 144, "loaded_tokens": 144, "found_tokens": 144}
+    assert "not_ended" not in found["sentences"] and found["model"] == "fingerprints"
 
 
 def test_it_leaves_no_thread_and_no_hold_on_vllms_memory(run: Run) -> None:

@@ -21,7 +21,7 @@ import ctypes
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, ClassVar
@@ -51,8 +51,9 @@ from kvdock.connectors.vllm.tier_lookups import CallFailed, Found, Lease, Lookup
 from kvdock.connectors.vllm.weight_changes import hear, hear_model
 from kvdock.datapath.layout import PagedLayout
 from kvdock.protocol.keys import UNKNOWN_PARENT, HashedChain, tagged
+from kvdock.protocol.outcomes import Outcome
 from kvdock.protocol.schemas import Reserve
-from kvdock.protocol.wire_types import MAX_STORE_KEYS
+from kvdock.protocol.wire_types import MAX_NAME, MAX_STORE_KEYS
 
 WHERE = "secondary_tiers"
 SETTINGS = {
@@ -66,11 +67,12 @@ SETTINGS = {
 
 @dataclass(eq=False)
 class _Ended:
-    """A job that has ended. `failed`: keys that `request` has not got."""
+    """A job that has ended. `loaded`, `failed`: keys that `request` has got, and those that it has not."""
 
     result: JobResult
     request: Request | None = None
-    failed: Sequence[OffloadKey] = ()
+    loaded: Collection[OffloadKey] = ()
+    failed: Collection[OffloadKey] = ()
 
 
 class _Weights:
@@ -171,6 +173,8 @@ class KvdockTier(SecondaryTierManager):
                 self._new.append(request)
             request.unasked.append(key)
             request.asked.add(key)
+            group = get_offload_group_idx(key)
+            request.story.asked(group, req_context.get_offload_key_position(key) or 0, self._chunk_tokens[group])
             return LookupResult.RETRY
         found = request.known.setdefault(key, None)
         if found is None or found.lease.attachment is not attachment or self._key_of(attachment, request) is None:
@@ -205,7 +209,19 @@ class KvdockTier(SecondaryTierManager):
         self._lookups.take()
         request = self._requests.pop(req_context.req_id, None)
         if request is not None:
+            self._report(request)
             self._lookups.over(request)
+
+    def _report(self, request: Request) -> None:
+        """To those who read what became of the request (kvdock explain)."""
+        story = request.story
+        if story.end:
+            tokens = self._chunk_tokens[story.group]
+            self._session.outcomes.add(Outcome(
+                request=request.name[:MAX_NAME], epoch=story.epoch, prompt_tokens=story.end, local_tokens=story.start,
+                asked_from=story.start, found_tokens=story.start + story.found * tokens,
+                loaded_tokens=story.loaded * tokens,
+            ))
 
     # ------------------------------------------------------------------ loads
 
@@ -236,7 +252,7 @@ class KvdockTier(SecondaryTierManager):
                     job.job_id, not failed, tuple(loaded) if failed and loaded else None, took_s,
                     len(loaded) * self.block_size_bytes,
                 ),
-                request, failed,
+                request, loaded, failed,
             ))
 
     def _load_from(
@@ -336,6 +352,8 @@ class KvdockTier(SecondaryTierManager):
         for one in ended:
             if one.request is not None:  # else vLLM would look it up, find it, and fail to load it again and again
                 one.request.known.update(dict.fromkeys(one.failed))
+                of_group = [key for key in one.loaded if get_offload_group_idx(key) == one.request.story.group]
+                one.request.story.loaded += len(of_group)
         return [one.result for one in ended]
 
     def drain_jobs(self) -> None:

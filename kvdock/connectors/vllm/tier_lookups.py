@@ -50,6 +50,26 @@ class Found(NamedTuple):
 
 
 @dataclass(eq=False)
+class Story:
+    """What people read of a request: of its first group that was asked for, between which tokens of the prompt, how
+    many chunks were found and loaded. `epoch`: that of the first question."""
+
+    group: int = -1
+    start: int = 0
+    end: int = 0
+    epoch: int = 0
+    found: int = 0
+    loaded: int = 0
+
+    def asked(self, group: int, end: int, chunk_tokens: int) -> None:
+        """A chunk of `group` is asked for, whose last token comes before `end`."""
+        if self.group < 0:
+            self.group, self.start = group, end - chunk_tokens
+        if self.group == group:
+            self.end = max(self.end, end)
+
+
+@dataclass(eq=False)
 class Request:
     """`epoch`: that of the weights when the request came. `known`: by key, what was found; None: a miss. `unasked`:
     keys of this step; `asked`: keys whose question is on its way."""
@@ -60,6 +80,7 @@ class Request:
     unasked: list[OffloadKey] = field(default_factory=list, init=False)
     asked: set[OffloadKey] = field(default_factory=set, init=False)
     leases: list[Lease] = field(default_factory=list, init=False)
+    story: Story = field(default_factory=Story, init=False)
     questions: int = field(default=0, init=False)
     is_over: bool = field(default=False, init=False)
 
@@ -131,6 +152,8 @@ class Lookups:
             if answer.waits:
                 self._waiting.append(question)
                 continue
+            if question.epoch == request.story.epoch:
+                request.story.found = len(answer.found)
             request.asked.difference_update(question.keys)
             request.known.update({key: answer.found.get(key) for key in question.keys[answer.first :]})
 
@@ -150,6 +173,7 @@ class Lookups:
             # that is sent again must have the last epoch of its name.
             name = request.name[:MAX_NAME] if not request.questions else f"{request.name[:200]}/{request.questions}"
             request.questions, self._epoch = request.questions + 1, self._epoch + 1
+            request.story.epoch = request.story.epoch or self._epoch
             until_s, wire = time.monotonic() + self._tier_wait_s, [key_of(key) for key in kept]
             question = Question(request, attachment, name, self._epoch, kept, wire, window, until_s)
             self._asking.run(self._ask, question)

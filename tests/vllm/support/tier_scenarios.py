@@ -131,11 +131,11 @@ def damaged(address: str) -> dict[str, Any]:
     with Client(address) as client:
         for name in ("first", "second"):
             engine.forget()
-            before, was = engine.loaded_tokens, client.status().counters["quarantined"]
+            before, was = engine.loaded_tokens, client.status().counters["mismatches"]
             engine.complete(name, prompt(3, 150))
             loaded.append(engine.loaded_tokens - before)
             engine.drain()
-            loaded.append(client.status().counters["quarantined"] - was)
+            loaded.append(client.status().counters["mismatches"] - was)
     engine.close()
     return told(engine, damaged=count, loaded=loaded)
 
@@ -226,3 +226,25 @@ def leaves_nothing(address: str) -> dict[str, Any]:
     except ValueError:
         released = True
     return {"released": released, "threads": [one.name for one in threading.enumerate() if one not in before]}
+
+
+def explained(address: str) -> dict[str, Any]:
+    """What the server tells people of a request that has loaded, and of its engine."""
+    engine = OffloadEngine(address, tier={"weights_digest": os.urandom(8).hex()})
+    engine.complete("cold", prompt(7, 150))
+    engine.forget()
+    name = f"warm {os.urandom(4).hex()}"
+    engine.complete(name, prompt(7, 150))
+    engine.drain()
+    engine.tier._session._wake.set()
+    with Client(address) as client:
+        end = time.monotonic() + 10
+        while (told := client.explain(name)).outcome is None and time.monotonic() < end:
+            time.sleep(0.01)
+        (session,) = [one for one in client.sessions().sessions if "offload" in one.label]
+    engine.close()
+    assert told.outcome is not None
+    return {
+        "sentences": [one.code for one in told.sentences], "model": session.model,
+        "outcome": {name: getattr(told.outcome, name) for name in ("prompt_tokens", "loaded_tokens", "found_tokens")},
+    }

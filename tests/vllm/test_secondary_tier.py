@@ -3,13 +3,17 @@ the copies between KV and its primary tier (support/cpu_offload.py)."""
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
-from api_helpers import ServerProcess
+from adoption_helpers import next_at
+from api_helpers import ServerProcess, comes_true
+from connector_helpers import mortal
 from engines import Engine
-from whole_engines import NOTHING, PROMPTS, tokens_of
+from tier_server import leave_in_the_tier, with_disk
+from whole_engines import HITS, NOTHING, PROMPTS, tokens_of
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
 OFFLOAD = ["OffloadingConnector", "vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector"]
@@ -27,8 +31,8 @@ def offload(address: str, chunks: int = 64, **tier: Any) -> dict[str, Any]:
     }}
 
 
-def test_what_one_engine_offloads_another_loads(models: dict[str, Path], server: ServerProcess) -> None:
-    kind = "llama"
+@pytest.mark.parametrize("kind", ["llama", "gemma"])
+def test_what_one_engine_offloads_another_loads(kind: str, models: dict[str, Path], server: ServerProcess) -> None:
     told = offload(server.unix)
     with (
         Engine(models[kind], server.unix, **told) as first, Engine(models[kind], server.unix, **told) as second,
@@ -39,5 +43,32 @@ def test_what_one_engine_offloads_another_loads(models: dict[str, Path], server:
         assert cold == NOTHING
         first.drain()
         loaded, hits = second.generate(PROMPTS)
-        assert hits == [128, 320, 512]
+        assert hits == HITS
         assert tokens_of(stored) == tokens_of(loaded) == tokens_of(wanted)
+
+
+def test_without_a_server_it_computes_and_with_one_again_it_loads(models: dict[str, Path]) -> None:
+    """vLLM's own caches are emptied each time, the primary tier's, too."""
+    with mortal() as server, Engine(models["llama"], server.unix, **offload(server.unix, timeout_s=1.0)) as engine:
+        wanted = tokens_of(engine.generate(PROMPTS)[0])
+
+        def again() -> list[int]:
+            engine.flush(connector=True)
+            runs, hits = engine.generate(PROMPTS)
+            assert tokens_of(runs) == wanted
+            return hits
+
+        assert again() == HITS
+        server.stop(signal.SIGKILL)
+        assert again() == NOTHING
+        with next_at(server) as second:
+            assert comes_true(lambda: again() == HITS), second.log_text()
+
+
+def test_what_the_pool_has_not_comes_from_the_servers_lower_tiers(models: dict[str, Path], tmp_path: Path) -> None:
+    with with_disk(tmp_path) as server, Engine(models["llama"], server.unix, **offload(server.unix)) as engine:
+        wanted = engine.generate(PROMPTS)[0]
+        leave_in_the_tier(server, engine)
+        engine.flush(connector=True)
+        runs, hits = engine.generate(PROMPTS)
+        assert hits == HITS and tokens_of(runs) == tokens_of(wanted)

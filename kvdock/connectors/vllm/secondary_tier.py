@@ -83,7 +83,8 @@ class _Weights:
         self._lock = threading.RLock()
         self._running = RunningWeights(trusts_versions=False)
         self._why_unheard = hear(self, vllm_config)
-        hear_model(self, vllm_config)
+        if vllm_config.parallel_config.world_size == 1:  # the model may be in this process
+            hear_model(self, vllm_config)
         self.prove()
 
     def kvdock_weights(self, kind: str, version: str) -> None:
@@ -226,8 +227,11 @@ class KvdockTier(SecondaryTierManager):
     # ------------------------------------------------------------------ loads
 
     def submit_load(self, job_metadata: TransferJob) -> None:
-        request = self._request_of(job_metadata.req_context)
+        request = self._requests.get(job_metadata.req_context.req_id)
         by_lease: dict[Lease, list[tuple[OffloadKey, int, Found]]] = {}
+        if request is None:  # it has ended, and its leases with it
+            self._ended.put(_Ended(JobResult(job_metadata.job_id, success=False)))
+            return
         for key, chunk_id in zip(job_metadata.keys, job_metadata.chunk_ids.tolist(), strict=True):
             found = request.known.get(key)
             if found is not None:
@@ -249,8 +253,9 @@ class KvdockTier(SecondaryTierManager):
             took_s = time.perf_counter() - started_s
             self._ended.put(_Ended(
                 JobResult(
-                    job.job_id, not failed, tuple(loaded) if failed and loaded else None, took_s,
-                    len(loaded) * self.block_size_bytes,
+                    job_id=job.job_id, success=not failed,
+                    successful_keys=tuple(loaded) if failed and loaded else None, transfer_time=took_s,
+                    transfer_bytes=len(loaded) * self.block_size_bytes,
                 ),
                 request, loaded, failed,
             ))
@@ -284,8 +289,8 @@ class KvdockTier(SecondaryTierManager):
     # ------------------------------------------------------------------ stores
 
     def submit_store(self, job_metadata: TransferJob) -> None:
-        attachment, request = self._session.attachment, self._request_of(job_metadata.req_context)
-        key_of = self._key_of(attachment, request)
+        attachment, request = self._session.attachment, self._requests.get(job_metadata.req_context.req_id)
+        key_of = self._key_of(attachment, request) if request is not None else None
         if attachment is None or key_of is None or not attachment.acquire():
             self._ended.put(_Ended(JobResult(job_metadata.job_id, success=False)))
             return
@@ -322,9 +327,10 @@ class KvdockTier(SecondaryTierManager):
         finally:
             attachment.release()
             took_s = time.perf_counter() - started_s
-            self._ended.put(_Ended(
-                JobResult(job.job_id, is_whole, None, took_s, len(job.keys) * self.block_size_bytes)
-            ))
+            self._ended.put(_Ended(JobResult(
+                job_id=job.job_id, success=is_whole, transfer_time=took_s,
+                transfer_bytes=len(job.keys) * self.block_size_bytes,
+            )))
 
     def _store_run(self, job: TransferJob, attachment: Attachment, run: Sequence[tuple[bytes, int]]) -> bool:
         """Background. Whether all of its chunks are stored, or being stored by others. Raises ServerUnavailable,

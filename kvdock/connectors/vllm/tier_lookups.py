@@ -93,7 +93,8 @@ class Request:
 @dataclass(eq=False)
 class Question:
     """Keys of one KV group of a request, in order, and kvdock's `wire` keys for them. `window`: how many of the last
-    ones a hit needs; None: all, from the first on. `until_s`: how long it may wait for lower tiers."""
+    ones a hit needs; None: all, from the first on. `until_s`: how long it may wait for lower tiers. `lease`: what
+    the last answer has found, which the next one may add to."""
 
     request: Request
     attachment: Attachment
@@ -104,6 +105,7 @@ class Question:
     window: int | None
     until_s: float
     again_s: float = 0.0
+    lease: Lease | None = None
 
     @property
     def first(self) -> int:
@@ -145,7 +147,7 @@ class Lookups:
             if answer.lease is not None:
                 if request.is_over:
                     self.give_up(answer.lease)
-                elif all(answer.lease.id != known.id for known in request.leases):
+                elif answer.lease not in request.leases:
                     request.leases.append(answer.lease)
             if request.is_over:
                 continue
@@ -231,7 +233,9 @@ class Lookups:
         if lease is None:
             return
         self._held.add(lease)
-        answer.lease = Lease(answer.question.attachment, lease)
+        last = answer.question.lease
+        answer.lease = last if last is not None and last.id == lease else Lease(answer.question.attachment, lease)
+        answer.question.lease = answer.lease
         answer.found = {
             answer.question.keys[first + index]: Found(answer.lease, index, tuple(parts))
             for index, parts in enumerate(chunks) if parts

@@ -122,6 +122,18 @@ def shares(
     return {**told(first, loaded=loaded, leases=kept), "second": told(second)}
 
 
+def goes_another_way(address: str, windows: Sequence[int | None]) -> dict[str, Any]:
+    """A longer prompt shares the first 100 tokens of what is stored, and windows are wanted at their end."""
+    engine = OffloadEngine(address, windows=windows, blocks=192, chunks=256, tier={"weights_digest": os.urandom(8).hex()})
+    engine.complete("stored", prompt(1, 150))
+    engine.forget()
+    engine.complete("other", prompt(1, 100) + prompt(2, 150))
+    loaded = engine.loaded_tokens
+    engine.drain()
+    engine.close()
+    return told(engine, loaded=loaded)
+
+
 def damaged(address: str) -> dict[str, Any]:
     """A bit of all that was stored is flipped. It is asked for twice."""
     engine = OffloadEngine(address, tier={"weights_digest": os.urandom(8).hex()})

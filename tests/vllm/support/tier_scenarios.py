@@ -123,12 +123,21 @@ def shares(
 
 
 def goes_another_way(address: str, windows: Sequence[int | None]) -> dict[str, Any]:
-    """A longer prompt shares the first 100 tokens of what is stored, and windows are wanted at their end."""
-    engine = OffloadEngine(address, windows=windows, blocks=192, chunks=256, tier={"weights_digest": os.urandom(8).hex()})
+    """A prompt shares the first 100 tokens of what is stored, whose windows are wanted at their end, and has 150 more.
+    What is loaded of it out of vLLM's primary tier, and what out of kvdock."""
+    engine = OffloadEngine(
+        address, windows=windows, blocks=192, chunks=256, tier={"weights_digest": os.urandom(8).hex()}
+    )
+    loaded = []
+    engine.complete("short", prompt(1, 100))
     engine.complete("stored", prompt(1, 150))
-    engine.forget()
-    engine.complete("other", prompt(1, 100) + prompt(2, 150))
-    loaded = engine.loaded_tokens
+    for name, rest in (("from vLLM", 2), ("from kvdock", 3)):
+        engine.drain()
+        assert engine.scheduler.reset_prefix_cache(reset_connector=rest == 3)
+        engine.poison()
+        before = engine.loaded_tokens
+        engine.complete(name, prompt(1, 100) + prompt(rest, 150))
+        loaded.append(engine.loaded_tokens - before)
     engine.drain()
     engine.close()
     return told(engine, loaded=loaded)

@@ -47,7 +47,7 @@ from kvdock.connectors.session import Attachment, SessionObserver
 from kvdock.connectors.settings import EngineSettings, checked, of_environment
 from kvdock.connectors.vllm.setup import log_among_theirs
 from kvdock.connectors.vllm.tier_identity import identity_of, manifest_of_rows, vllm_config_around
-from kvdock.connectors.vllm.tier_lookups import CallFailed, Found, Lease, Lookups, Request, drained
+from kvdock.connectors.vllm.tier_lookups import CallFailed, Found, Lease, Lookups, Request, drained, forget
 from kvdock.connectors.vllm.weight_changes import hear, hear_model
 from kvdock.datapath.layout import PagedLayout
 from kvdock.protocol.keys import UNKNOWN_PARENT, HashedChain, tagged
@@ -190,7 +190,7 @@ class KvdockTier(SecondaryTierManager):
         self._weights.prove()
         for request, lease in self._read:  # vLLM has submitted this step's loads by now
             if lease in request.leases and not request.is_over:
-                request.forget(lease)
+                forget(request, lease)
                 self._lookups.give_up(lease)
         asking, self._new, self._read = self._new, [], []
         attachment = self._session.attachment
@@ -237,7 +237,7 @@ class KvdockTier(SecondaryTierManager):
             if found is not None:
                 by_lease.setdefault(found.lease, []).append((key, chunk_id, found))
         for lease in by_lease:
-            request.forget(lease)
+            forget(request, lease)
         self._loading.run(self._load, job_metadata, request, by_lease)
 
     def _load(

@@ -84,10 +84,11 @@ class Request:
     questions: int = field(default=0, init=False)
     is_over: bool = field(default=False, init=False)
 
-    def forget(self, lease: Lease) -> None:
-        """The lease is loaded from or given up: its chunks are looked up again if they are wanted once more."""
-        self.leases.remove(lease)
-        self.known = {key: found for key, found in self.known.items() if found is None or found.lease is not lease}
+
+def forget(request: Request, lease: Lease) -> None:
+    """The lease is loaded from or given up: its chunks are looked up again if they are wanted once more."""
+    request.leases.remove(lease)
+    request.known = {key: found for key, found in request.known.items() if found is None or found.lease is not lease}
 
 
 @dataclass(eq=False)

@@ -65,7 +65,7 @@ class OffloadEngine(SchedEngine):
         return super().step()
 
     def _remembered(self) -> int:
-        """Of requests that have ended, and jobs."""
+        """How much is still known of requests that have ended, and of jobs."""
         self.drain()
         return len(self.tier._requests) + len(self.manager._jobs) + len(self.tier._lookups._held)
 

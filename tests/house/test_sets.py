@@ -21,7 +21,7 @@ from kvdock.protocol.reports import REMEDIES
 Files = Mapping[PurePosixPath, str]
 PAGES = ("CONTRIBUTING.md", "docs/understand/architecture.md")
 ENGINES = {
-    "vllm": {"connector", "exports"},
+    "vllm": {"connector", "exports", "secondary_tier", "tier_identity", "tier_lookups"},
     "sglang": {"linker"},
 }
 """The modules of each folder of kvdock/connectors/ that import the engine when they are imported. No other module does:

@@ -1,7 +1,7 @@
 """Two and four nodes over one store, each in a network namespace with a /dev/shm of its own: what one has stored the
 others hit, whatever is killed.
 
-    python -m bench.nodes --json [--nodes 2 4] [--stores redis s3 folder] [--chunks 64] [--rounds 3]
+    python -m bench.nodes --json [--nodes 2 4] [--stores redis s3 mooncake folder] [--chunks 64] [--rounds 3]
 
 Needs root, for namespaces and mounts (bench/nodes/network.py). The first node, A, stores prompts; each other node, such
 as B, loads them. Keys begin with the store and the number of nodes:
@@ -20,11 +20,13 @@ as B, loads them. Keys begin with the store and the number of nodes:
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import select
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -39,7 +41,9 @@ from bench.nodes.node import PART_BYTES, children
 WAIT_S, TIGHT_S = 10.0, 2.0
 ANSWER_S = 150.0
 MIDWAY_S = 0.02
-REDIS_PORT = 6379
+REPORTED_S = 2.0
+"""After this long a server knows what its mover has counted."""
+REDIS_PORT, MASTER_PORT, MOONCAKE_MIB = 6379, 50051, 512
 POOL_BYTES = 64 << 20
 KEYS = {"AWS_ACCESS_KEY_ID": "me", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_REGION": "us-east-1"}
 
@@ -101,6 +105,45 @@ class S3:
         end(self._process)
 
 
+class Mooncake:
+    """The master, and a client that has the memory, both at the hub. Nodes read from that client by Mooncake's Transfer
+    Engine, over TCP."""
+
+    has_network = True
+
+    def __init__(self, net: Network, folder: Path) -> None:
+        found = importlib.util.find_spec("mooncake")
+        assert found is not None and found.submodule_search_locations, "main() has looked"
+        self._programs = Path(found.submodule_search_locations[0])
+        self._net, self._log = net, folder / "mooncake.log"
+        self.settings = {"mooncake_url": f"mooncake://{HUB}:{MASTER_PORT}?stall_s=1&master_s=1"}
+        self._start()
+
+    def _start(self) -> None:
+        self._processes = [self._run(
+            "mooncake_master", f"--rpc_address={HUB}", f"--rpc_port={MASTER_PORT}", f"--metrics_host={HUB}",
+            "--client_ttl=2", "--eviction_ratio=0", "--eviction_high_watermark_ratio=1", "--logtostderr",
+        )]
+        self._net.wait_for(self._net.hub, MASTER_PORT)
+        self._processes.append(self._run(
+            "mooncake_client", f"--host={HUB}", "--metadata_server=P2PHANDSHAKE",
+            f"--master_server_address={HUB}:{MASTER_PORT}", f"--global_segment_size={MOONCAKE_MIB} MB",
+        ))
+
+    def _run(self, program: str, *arguments: str) -> subprocess.Popen[str]:
+        path = self._programs / program
+        path.chmod(path.stat().st_mode | 0o100)
+        return self._net.popen(self._net.hub, str(path), *arguments, log=self._log)
+
+    def restart(self) -> None:
+        self.close()
+        self._start()
+
+    def close(self) -> None:
+        for process in self._processes:
+            end(process)
+
+
 class Folder:
     has_network = False
 
@@ -110,14 +153,14 @@ class Folder:
         self.settings = {"objects_url": f"file://{self._folder}"}
 
     def restart(self) -> None:
-        """It has no process: all that it has is deleted."""
+        """It has no process: all that it has is deleted, while nodes write to it."""
         for one in self._folder.iterdir():
-            shutil.rmtree(one) if one.is_dir() else one.unlink()
+            shutil.rmtree(one, ignore_errors=True)
 
     def close(self) -> None: ...
 
 
-STORES: dict[str, Callable[[Network, Path], Store]] = {"redis": Redis, "s3": S3, "folder": Folder}
+STORES: dict[str, Callable[[Network, Path], Store]] = {"redis": Redis, "s3": S3, "mooncake": Mooncake, "folder": Folder}
 
 
 class Remote:
@@ -205,6 +248,7 @@ class Story:
         for node in others:
             node.begin("load", seed=seed, chunks=self._chunks, wait_s=WAIT_S)
         found = [self._judged(node.answer())["found"] for node in others]
+        time.sleep(REPORTED_S)
         after = [node.do("counts") for node in self._nodes]
         figures = {
             "hit_share": [one / self._chunks for one in found],
@@ -270,6 +314,12 @@ class Story:
                     raise
 
 
+def is_installed(store: str) -> bool:
+    if store == "redis":
+        return shutil.which("redis-server") is not None
+    return store != "mooncake" or importlib.util.find_spec("mooncake") is not None
+
+
 def measure(name: str, count: int, chunks: int, rounds: int) -> dict[str, float]:
     figures: dict[str, list[float]] = {}
     with ExitStack() as stack:
@@ -312,8 +362,8 @@ def main(arguments: list[str]) -> int:
     os.environ |= KEYS
     figures: dict[str, float] = {}
     for name in chosen.stores:
-        if name == "redis" and shutil.which("redis-server") is None:
-            print("bench.nodes: redis is left out: redis-server is not installed", file=sys.stderr)
+        if not is_installed(name):
+            print(f"bench.nodes: {name} is left out: it is not installed", file=sys.stderr)
             continue
         for count in chosen.nodes:
             figures |= measure(name, count, chosen.chunks, chosen.rounds)

@@ -9,13 +9,14 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 HUB = "10.77.0.1"
-END_S = 10.0
+START_S, END_S = 30.0, 10.0
 
 
 def run(*arguments: str) -> None:
@@ -84,6 +85,16 @@ class Network:
                 ["ip", "netns", "exec", namespace, *own, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                 stderr=errors, text=True, cwd=ROOT,
             )
+
+
+    def wait_for(self, namespace: str, port: int) -> None:
+        """Until somebody listens there."""
+        until_s = time.monotonic() + START_S
+        wanted = ("ip", "netns", "exec", namespace, "grep", "-qi", f":{port:04X} 00000000:0000 0A", "/proc/net/tcp")
+        while subprocess.run(wanted, check=False).returncode:
+            if time.monotonic() > until_s:
+                raise RuntimeError(f"nobody listens at port {port} of {namespace}")
+            time.sleep(0.05)
 
 
 def end(process: subprocess.Popen[str]) -> None:

@@ -55,7 +55,7 @@ def split(keys: bytes) -> list[bytes]:
 
 
 def children(process: int) -> list[int]:
-    """Of a server: its mover."""
+    """A server has one child, its mover."""
     return [
         int(one) for task in Path(f"/proc/{process}/task").iterdir() for one in (task / "children").read_text().split()
     ]

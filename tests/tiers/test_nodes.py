@@ -18,7 +18,7 @@ KILLS = ("after_kill_of_A", "after_kill_of_B", "after_kill_of_mover", "after_kil
 
 
 @pytest.mark.parametrize("nodes", [2, 4])
-@pytest.mark.parametrize("store", ["redis", "s3", "folder"])
+@pytest.mark.parametrize("store", ["redis", "s3", "mooncake", "folder"])
 def test_nodes_hit_what_one_has_stored_whatever_is_killed(store: str, nodes: int) -> None:
     if why := missing():
         pytest.skip(why)

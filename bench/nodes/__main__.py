@@ -304,7 +304,7 @@ class Story:
         return {"cut_off_wait_s": cut_off["took_s"], "after_partition": min(shares)}
 
     def _found_again(self) -> float:
-        """The share of a new prompt, once the store is back. Nodes find out by themselves that it has nothing, not even their
+        """The share of a new prompt, once the store is back. Nodes find out by themselves that it has not even their
         notes: what one stores before that the others do not find, so prompts are tried until one comes whole."""
         until_s, found = time.monotonic() + 90.0, 0
         while found < self._chunks and time.monotonic() < until_s:

@@ -1,11 +1,11 @@
 """An S3 server at some distance: it keeps objects in memory, takes a while for each request, and counts them.
 
-    python -m bench.tiers.far_s3
+    python -m bench.tiers.far_s3 [ADDRESS [PORT]]
 
-It says on stdout at which port of loopback it listens. Each line on stdin is the latency in ms from then on; it answers
-with a line of JSON: by verb, how many requests have come so far, how many bytes went out, and how many objects it has.
-It checks no signature. What it can: PUT with conditions, GET of ranges and with conditions, HEAD, DELETE of one or of
-many objects, and LIST with a prefix and a delimiter.
+It says on stdout at which port of the address, loopback by default, it listens. Each line on stdin is the latency in ms
+from then on; it answers with a line of JSON: by verb, how many requests have come so far, how many bytes went out, and
+how many objects it has. It checks no signature. What it can: PUT with conditions, GET of ranges and with conditions,
+HEAD, DELETE of one or of many objects, and LIST with a prefix and a delimiter.
 """
 
 from __future__ import annotations
@@ -151,9 +151,9 @@ async def read_request(reader: asyncio.StreamReader) -> Request:
     return Request(verb, unquote(url.path), parse_qs(url.query, keep_blank_values=True), headers, body)
 
 
-async def main() -> None:
+async def main(host: str = "127.0.0.1", port: str = "0") -> None:
     far = FarS3()
-    server = await asyncio.start_server(far.connected, "127.0.0.1", 0)
+    server = await asyncio.start_server(far.connected, host, int(port))
     lines = asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
     print(server.sockets[0].getsockname()[1], flush=True)
@@ -163,4 +163,4 @@ async def main() -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main())
+    asyncio.run(main(*sys.argv[1:]))

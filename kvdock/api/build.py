@@ -104,6 +104,7 @@ def build(
     )
     damage = DamageReports(pool, clocks.now_s, clears.damaged)
     feeds = Feeds(settings, pool.table, journal, clocks.wall_s, extras)
+    mover_client.has_routers(feeds.kv)
     history = History(
         settings.history_values, settings.history_interval_s, SERIES + TIER_SERIES * settings.has_tiers,
         kept=_kept(pool, "history", "quotas, and the history of hours and days"), wall_s=clocks.wall_s,

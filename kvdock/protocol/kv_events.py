@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
@@ -20,7 +20,10 @@ BlockHash = Annotated[int, msgspec.Meta(ge=0)]
 """The last 64 bits of the engine's hash, as in vLLM's own events: not all routers read more."""
 HASH_BITS = 64
 TOKEN_BYTES = 4
-MEDIUM = "CPU"
+MEDIUM, TIER_MEDIUM = "CPU", "STORAGE"
+"""A chunk is in the pool, or on a tier."""
+EARLY_FIELDS = {"BlockStored": 7, "BlockRemoved": 2, "AllBlocksCleared": 0}
+"""How many fields an event has in the form of vLLM before 0.24."""
 
 
 class BlockNames(Identity, array_like=True, frozen=True, gc=False):
@@ -73,11 +76,17 @@ class BlockStored(msgspec.Struct, tag="BlockStored", tag_field="type"):
     lora_id: int | None = None
     medium: str | None = MEDIUM
     lora_name: str | None = None
+    locality: str | msgspec.UnsetType = msgspec.UNSET
+    """LOCAL or REMOTE, of a chunk on a tier."""
+    ownership: str | msgspec.UnsetType = msgspec.UNSET
+    """The name of the tier."""
 
 
 class BlockRemoved(msgspec.Struct, tag="BlockRemoved", tag_field="type", gc=False):
     block_hashes: tuple[int, ...]
     medium: str | None = MEDIUM
+    locality: str | msgspec.UnsetType = msgspec.UNSET
+    ownership: str | msgspec.UnsetType = msgspec.UNSET
 
 
 class AllBlocksCleared(msgspec.Struct, tag="AllBlocksCleared", tag_field="type"):
@@ -85,6 +94,16 @@ class AllBlocksCleared(msgspec.Struct, tag="AllBlocksCleared", tag_field="type")
 
 
 KvEvent = BlockStored | BlockRemoved | AllBlocksCleared
+OfCopy = TypeVar("OfCopy", BlockStored, BlockRemoved)
+LOCAL_TIER = "disk"
+"""The tier that no other machine reads."""
+
+
+def on_tier(event: OfCopy, tier: str) -> OfCopy:
+    """The event, which has just been made, of the copy on this tier."""
+    event.medium, event.ownership = TIER_MEDIUM, tier
+    event.locality = "LOCAL" if tier == LOCAL_TIER else "REMOTE"
+    return event
 
 
 class KvBatch(msgspec.Struct, array_like=True, omit_defaults=True):
@@ -97,7 +116,8 @@ class KvBatch(msgspec.Struct, array_like=True, omit_defaults=True):
 
 def positional(event: KvEvent) -> list[Any]:
     """The form of vLLM before 0.24: `["BlockStored", block_hashes, …]`."""
-    return [type(event).__name__, *msgspec.structs.astuple(event)]
+    name = type(event).__name__
+    return [name, *msgspec.structs.astuple(event)[: EARLY_FIELDS[name]]]
 
 
 def in_hex(event: KvEvent) -> dict[str, Any]:

@@ -54,16 +54,17 @@ class Promise(Body, array_like=True):
 
 
 KNOWN_BYTES = 8
-"""How many bytes of each key `KnownKeys` carries: enough to know that a tier certainly lacks a chunk."""
+"""How many bytes of each key `KnownKeys` carries at least: enough to know that a tier certainly lacks a chunk."""
 
 
 class KnownKeys(Body, array_like=True):
-    """`[namespace, keys, is_there]`: whether a tier has these chunks from now on. `keys`: the first KNOWN_BYTES of each
-    key, in a row."""
+    """`[namespace, keys, is_there, tier]`: whether the tier has these chunks from now on. `keys`: the first
+    MoverConfig.known_bytes of each key, in a row."""
 
     namespace: Key
     keys: bytes
-    is_there: bool = True
+    is_there: bool
+    tier: Name
 
 
 class PrefetchResult(Body, array_like=True):
@@ -249,6 +250,8 @@ class MoverConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """The size of a batch of loads; a batch of stores has four times as much."""
     log_level: LogLevel = "info"
     log_format: LogFormat = "console"
+    known_bytes: int = KNOWN_BYTES
+    """How many bytes of each key the server wants to know: KNOWN_BYTES, or all of them for the sake of routers."""
     drain_s: float = 5.0
     """How long the mover keeps writing when the server drains."""
 

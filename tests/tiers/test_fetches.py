@@ -100,7 +100,7 @@ def fetches(engine: TierEngine, tier: HeldTier, space: NamespaceSession, ended: 
     agreement.use(handle)
     observer = FetchObserver(
         promised=lambda promise: None, ended=ended.append, loaded=lambda handle, fetch, keys: None,
-        lacked=lambda handle, keys: None,
+        lacked=lambda handle, namespace, keys: None,
     )
     made = Fetches([handle], engine.client, agreement, observer, pool_bytes=POOL)
     yield made

@@ -138,7 +138,7 @@ class Feeds:
 
     @property
     def kv_chunks(self) -> int:
-        """Chunks that routers believe to be there."""
+        """Chunks that routers believe to be in the pool."""
         return self.kv.chunks if self.kv is not None else 0
 
     @property

@@ -1,13 +1,14 @@
 """KV cache events for routers: which chunks lookups find, in vLLM's form, with numbers that count for each tenant
 alone.
 
-`KvLog` follows the table's log of changes (csrc/table/change_log.h), which it reads every EVERY_S. The names that
+`KvLog` follows the table's log of changes (csrc/table/change_log.h), which it reads every EVERY_S, and what the mover
+reports of tiers. A chunk may be in the pool and on several tiers: each is a copy with events of its own. The names that
 engines give a chunk wait here until the chunk is published. A reader that knows a number gets what came after it; one
 that was away for too long, comes late, or knows another server's numbers gets a snapshot: AllBlocksCleared, and then
 all that is there. Numbers begin with the time, so that those of the next server are higher and leave a gap. `KvStream`
 sends the log as server-sent events; kvdock/api/feeds/kv_zmq.py publishes it over ZeroMQ.
 
-Invariants: stored and removed events alternate for each chunk. Memory is bounded: for a chunk that does not fit,
+Invariants: stored and removed events alternate for each copy. Memory is bounded: for a chunk that does not fit,
 routers get a removal, so that they may miss chunks that are there, but do not expect chunks that are not. The event
 loop writes; one lock lets other threads read.
 """
@@ -39,8 +40,9 @@ from kvdock.protocol.kv_events import (
     KvEvent,
     block_hash,
     in_hex,
+    on_tier,
 )
-from kvdock.protocol.wire_types import KEY_BYTES
+from kvdock.protocol.wire_types import KEY_BYTES, OWN_TENANT
 
 EVERY_S = 0.05
 SLICE = 64
@@ -55,6 +57,10 @@ BATCH_CHUNKS, BATCH_TOKENS = 128, 2048
 """The most of a batch: to make one takes a millisecond."""
 MOST_BYTES = 128 << 20
 """About how much the log may remember of all chunks that lookups find."""
+MOST_TIER_BYTES = 64 << 20
+"""The same for copies on tiers."""
+MOST_EARLY = 1 << 17
+"""The most chunks on tiers that are remembered until an engine attaches to their namespace."""
 KEPT_BYTES = 32 << 20
 """How much is kept, for all tenants together, for readers that were away."""
 NAMES_BYTES = 32 << 20
@@ -87,7 +93,9 @@ class Announced(msgspec.Struct, frozen=True, gc=False):
     name: BlockNames | None
     """As its engine named it; None: only its key is known."""
     above: bytes
-    """The key of the chunk before it."""
+    """The key of the chunk before it; empty: not known."""
+    tier: str = ""
+    """The tier that has this copy; "": the pool."""
 
     @property
     def tokens(self) -> bytes:
@@ -99,7 +107,19 @@ class Announced(msgspec.Struct, frozen=True, gc=False):
 
     def stored(self) -> BlockStored:
         tokens = list(struct.unpack(f"<{len(self.tokens) // TOKEN_BYTES}I", self.tokens))
-        return BlockStored(list(self.hashes), self.parent, tokens, self.source.chunk_tokens // len(self.hashes))
+        made = BlockStored(list(self.hashes), self.parent, tokens, self.source.chunk_tokens // len(self.hashes))
+        return on_tier(made, self.tier) if self.tier else made
+
+    def removed(self) -> BlockRemoved:
+        made = BlockRemoved(self.hashes)
+        return on_tier(made, self.tier) if self.tier else made
+
+
+def _announced(source: Source, place: Place, name: BlockNames | None, above: bytes, tier: str = "") -> Announced:
+    """`place`: in the pool."""
+    if name is not None and name.hashes:
+        return Announced(source, name.hashes, name.parent, name, above, tier)
+    return Announced(source, (block_hash(place),), block_hash(above) if any(above) else None, name, above, tier)
 
 
 def _size_bytes(name: BlockNames) -> int:
@@ -126,9 +146,10 @@ class Batch(msgspec.Struct, frozen=True, gc=False):
 
 V = TypeVar("V")
 Place = bytes
-"""Names a chunk: the number of its source in the log, in NUMBER_BYTES bytes, then the chunk's key. Bytes and not a
-tuple, because the garbage collector would walk every dict whose keys are tuples."""
+"""Names a copy: the number of its source in the log, in NUMBER_BYTES bytes, then the chunk's key, then the tier's name.
+Bytes and not a tuple, because the garbage collector would walk every dict whose keys are tuples."""
 NUMBER_BYTES = 8
+CHUNK_PLACE = NUMBER_BYTES + KEY_BYTES
 
 
 def _place(number: int, key: bytes) -> Place:
@@ -200,17 +221,27 @@ class Chunks(Generic[V]):
 
 
 class TenantLog:
-    """The events of one tenant, and those of its chunks that were announced as stored and not as removed."""
+    """The events of one tenant, and those of its chunks that were announced as stored and not as removed: in the pool
+    (`there`) and on tiers (`on_tiers`)."""
 
     def __init__(self, first: int, at: float) -> None:
         self.last, self.at = first - 1, at
-        self.there = Chunks[Announced]()
+        self.there, self.on_tiers = Chunks[Announced](), Chunks[Announced]()
+        self.again = list[Chunks[Announced]]()
+        """Copies on tiers that were declared void, and are announced again soon."""
         self._kept: deque[Batch] = deque()
         self._begins = True
 
+    def copies(self, place: Place) -> Chunks[Announced]:
+        """Where this copy is, if it was announced."""
+        return self.on_tiers if len(place) > CHUNK_PLACE else self.there
+
     def begin_anew(self) -> Chunks[Announced]:
-        """Declares all that was announced void: the next batch begins with AllBlocksCleared. Returns what was there."""
+        """Declares all that was announced void: the next batch begins with AllBlocksCleared. Returns what was there in
+        the pool."""
         gone, self.there, self._begins = self.there, Chunks(), True
+        self.again.append(self.on_tiers)
+        self.on_tiers = Chunks()
         return gone
 
     def add(self, at: float, model: str, items: list[Item]) -> int:
@@ -237,8 +268,8 @@ class TenantLog:
     def snapshot(self, at: float) -> Iterator[Batch]:
         """All chunks that are announced now, as batches that are made when they are asked for. All have the number of
         the newest event of now."""
-        chunks = itertools.chain.from_iterable(page.values() for page in self.there.pages())
-        return _batches_of(chunks, self.last, at)
+        pages = (*self.there.pages(), *self.on_tiers.pages())
+        return _batches_of(itertools.chain.from_iterable(page.values() for page in pages), self.last, at)
 
 
 def _batches_of(chunks: Iterable[Announced], seq: int, at: float) -> Iterator[Batch]:
@@ -316,6 +347,9 @@ class Names:
     def __len__(self) -> int:
         return len(self._names)
 
+    def get(self, place: Place) -> BlockNames | None:
+        return self._names.get(place)
+
     def put(self, place: Place, name: BlockNames) -> None:
         self.take(place)
         self._names.add(place, name)
@@ -329,6 +363,35 @@ class Names:
         return name
 
 
+class Room:
+    """How much is remembered, of how much at most."""
+
+    def __init__(self, most_bytes: int) -> None:
+        self.most_bytes, self.used_bytes = most_bytes, 0
+
+    @property
+    def is_over(self) -> bool:
+        return self.used_bytes > self.most_bytes
+
+
+class Lower:
+    """What is known of tiers beside the copies that were announced."""
+
+    def __init__(self) -> None:
+        self.room, self.names = Room(MOST_TIER_BYTES), set[bytes]()
+        """The names of tiers that have had chunks."""
+        self.early = Chunks[None]()
+        """Copies in namespaces to which no engine has attached: the namespace's digest, the key, the tier's name."""
+        self.met, self.cleared = deque[bytes](), deque[tuple[bytes, bytes | None, list[bytes]]]()
+        """Namespaces to which an engine has attached since, and chunks that were cleared, on which tiers."""
+
+    def remember(self, place: bytes) -> None:
+        if place not in self.early:
+            self.early.add(place, None)
+        while len(self.early) > MOST_EARLY:
+            self.early.take(self.early.oldest())
+
+
 class KvLog:
     """`changes`, `ready`: the table's methods. `run` follows the table until cancelled. `wall_s`: Unix seconds."""
 
@@ -340,7 +403,7 @@ class KvLog:
         self.listeners: list[Callable[[], None]] = []
         """Called when there is something new."""
         self._changes, self._ready = changes, ready
-        self._most_bytes, self._bytes = most_bytes, 0
+        self._room, self._lower = Room(most_bytes), Lower()
         self._since = 0
         self._numbers = itertools.count()
         self._sources: dict[int, tuple[int, Source]] = {}
@@ -366,6 +429,8 @@ class KvLog:
             if known is not None and self._count.pop(known[0], 0):
                 self._gone.append(known)
             self._sources[space] = next(self._numbers), source
+            if self._lower.early and source.tenant == OWN_TENANT:
+                self._lower.met.append(source.digest)
         self._is_walked = False  # its chunks are of an earlier server, or were never announced
 
     def named(self, space: int, keys: bytes, names: Sequence[BlockNames]) -> None:
@@ -382,6 +447,10 @@ class KvLog:
                     self._names.put(place, name)
                 if chunk is not None and chunk.name is None:
                     again += [(source, self._removed(log, place)), *self._stored(log, source, place, chunk.above)]
+                for tier in self._lower.names:
+                    copy = log.on_tiers.get(place + tier)
+                    if copy is not None and copy.name is None:
+                        again += [(source, self._removed(log, place + tier)), *self._copied(log, source, place + tier)]
             self._publish(log, again)
 
     # ---------------------------------------------------------------- from the table
@@ -393,6 +462,7 @@ class KvLog:
             self._is_walked = False
         while True:
             await self._remove_gone()
+            await self._follow_tiers()
             if not self._is_walked:
                 await self._walk()
             await self._follow()
@@ -410,10 +480,13 @@ class KvLog:
         while self._gone:
             number, source = self._gone[0]
             log = self._logs.of(source.tenant)
-            for page in log.there.pages():
+            for page in (*log.there.pages(), *log.on_tiers.pages()):
                 with self._lock:
-                    gone = [place for place in page if _number_in(place) == number and place in log.there]
+                    gone = [place for place in page if _number_in(place) == number and place in log.copies(place)]
                     self._publish(log, [(source, self._removed(log, place)) for place in gone])
+                    for place in gone:
+                        if log.copies(place) is log.on_tiers:  # the tier has it still
+                            self._lower.remember(source.digest + place[NUMBER_BYTES:])
                 await next_slice()
             self._gone.popleft()
             del self._count[number]
@@ -447,7 +520,7 @@ class KvLog:
         to announce them."""
         with self._lock:
             gone = [log.begin_anew() for log in self._logs]
-            self._bytes = 0
+            self._room.used_bytes = 0
         for there in gone:
             while there:
                 for _ in range(min(len(there), SLICE)):
@@ -455,6 +528,23 @@ class KvLog:
                     there.take(place)
                     self._count[_number_in(place)] -= 1
                 await next_slice()
+        for log in self._logs:
+            while log.again:
+                with self._lock:
+                    self._announce_again(log)
+                await next_slice()
+
+    def _announce_again(self, log: TenantLog) -> None:
+        first, items = log.again[0], list[tuple[Source, Item]]()
+        for _ in range(min(len(first), SLICE)):
+            place = first.oldest()
+            chunk = first.take(place)
+            assert chunk is not None, "it is there"
+            log.on_tiers.add(place, chunk)
+            items.append((chunk.source, chunk))
+        self._publish(log, items)
+        if not first:
+            log.again.pop(0)
 
     def _take(self, changes: Sequence[Change]) -> None:
         with self._lock:
@@ -476,31 +566,32 @@ class KvLog:
     ) -> list[tuple[Source, Item]]:
         """The chunk's event, and removals of older chunks for which the log has no room any more."""
         name = self._names.take(place)
-        hashes: tuple[int, ...]
-        if name is not None and name.hashes:
-            hashes, before = name.hashes, name.parent
-        else:
-            hashes, before = (block_hash(place),), block_hash(parent) if any(parent) else None
-        chunk = Announced(source, hashes, before, name, parent)
-        log.there.add(place, chunk)
+        if name is None:
+            copies = [log.on_tiers.get(place + tier) for tier in self._lower.names]
+            name = next((copy.name for copy in copies if copy is not None and copy.name is not None), None)
+        return self._added(log, place, _announced(source, place, name, parent))
+
+    def _added(self, log: TenantLog, place: Place, chunk: Announced) -> list[tuple[Source, Item]]:
+        copies, room = log.copies(place), self._lower.room if chunk.tier else self._room
+        copies.add(place, chunk)
         self._count[_number_in(place)] += 1
-        self._bytes += chunk.size_bytes
-        items: list[tuple[Source, Item]] = [(source, chunk)]
-        while self._bytes > self._most_bytes and log.there:
-            oldest = log.there.oldest()
-            known = log.there.get(oldest)
+        room.used_bytes += chunk.size_bytes
+        items: list[tuple[Source, Item]] = [(chunk.source, chunk)]
+        while room.is_over and copies:
+            oldest = copies.oldest()
+            known = copies.get(oldest)
             assert known is not None, "it is there"
             items.append((known.source, self._removed(log, oldest)))
         return items
 
     def _removed(self, log: TenantLog, place: Place) -> BlockRemoved:
-        chunk = log.there.take(place)
+        chunk = log.copies(place).take(place)
         assert chunk is not None, "it is there"
         self._count[_number_in(place)] -= 1
-        self._bytes -= chunk.size_bytes
-        if chunk.name is not None:
+        (self._lower.room if chunk.tier else self._room).used_bytes -= chunk.size_bytes
+        if chunk.name is not None and not chunk.tier:
             self._names.put(place, chunk.name)  # kept, because the chunk may come back without a name
-        return BlockRemoved(chunk.hashes)
+        return chunk.removed()
 
     def _publish(self, log: TenantLog, items: Sequence[tuple[Source, Item]]) -> None:
         if items:
@@ -510,6 +601,107 @@ class KvLog:
     def _notify(self) -> None:
         for listener in self.listeners:
             listener()
+
+    # ---------------------------------------------------------------- from the mover
+
+    async def tier_has(self, namespace: bytes, tier: str, keys: bytes, *, is_there: bool) -> None:
+        """Announces that the tier has these chunks, or has them no more. Returns once that is done, a slice in each
+        turn of the event loop, so that the mover tells no more than can be followed."""
+        name = tier.encode()
+        self._lower.names.add(name)
+        for begin in range(0, len(keys), SLICE * KEY_BYTES):
+            some = keys[begin : begin + SLICE * KEY_BYTES]
+            self._take_copies(namespace, [some[at : at + KEY_BYTES] + name for at in range(0, len(some), KEY_BYTES)],
+                              is_there=is_there)
+            await next_slice()
+
+    def cleared(self, namespace: bytes, keys: bytes | None, tier: str = "") -> None:
+        """The tier does not have these chunks any more. `keys` None: all of the namespace. `tier` "": no tier has."""
+        tiers = [tier.encode()] if tier else list(self._lower.names)
+        if tiers:
+            self._lower.cleared.append((namespace, keys, tiers))
+
+    async def tiers_unknown(self) -> None:
+        """It is not known any more what tiers have: they tell it anew."""
+        self._lower.early = Chunks()
+        await self._remove_copies(lambda _: True)
+
+    async def _follow_tiers(self) -> None:
+        while self._lower.met:
+            namespace = self._lower.met.popleft()
+            for page in self._lower.early.pages():
+                copies = [place[KEY_BYTES:] for place in page if place.startswith(namespace)]
+                self._take_copies(namespace, copies, is_there=True)
+                for copy in copies:
+                    self._lower.early.take(namespace + copy)
+                await next_slice()
+        while self._lower.cleared:
+            await self._clear_copies(*self._lower.cleared.popleft())
+
+    async def _clear_copies(self, namespace: bytes, keys: bytes | None, tiers: list[bytes]) -> None:
+        if keys is not None:
+            for tier in tiers:
+                await self.tier_has(namespace, tier.decode(), keys, is_there=False)
+            return
+        for early in self._lower.early.pages():
+            for place in early:
+                if place.startswith(namespace) and place[2 * KEY_BYTES :] in tiers:
+                    self._lower.early.take(place)
+            await next_slice()
+        if (known := self._source_of(namespace)) is not None:
+            number = known[0]
+            await self._remove_copies(lambda place: _number_in(place) == number and place[CHUNK_PLACE:] in tiers)
+
+    async def _remove_copies(self, is_gone: Callable[[Place], bool]) -> None:
+        log = self._logs.of(OWN_TENANT)
+        for page in itertools.chain(log.on_tiers.pages(), *(again.pages() for again in log.again)):
+            with self._lock:
+                places = [place for place in page if is_gone(place)]
+                self._publish(log, [item for place in places for item in self._gone_from_tier(log, place)])
+            await next_slice()
+
+    def _source_of(self, namespace: bytes) -> tuple[int, Source] | None:
+        """Tiers have chunks of the server's own user alone."""
+        return next((
+            known for known in self._sources.values() if (known[1].digest, known[1].tenant) == (namespace, OWN_TENANT)
+        ), None)
+
+    def _take_copies(self, namespace: bytes, copies: Sequence[bytes], *, is_there: bool) -> None:
+        """`copies`: a key with a tier's name each."""
+        known = self._source_of(namespace)
+        with self._lock:
+            if known is None:
+                for copy in copies:
+                    if is_there:
+                        self._lower.remember(namespace + copy)
+                    else:
+                        self._lower.early.take(namespace + copy)
+                return
+            log, items = self._logs.of(OWN_TENANT), list[tuple[Source, Item]]()
+            for copy in copies:
+                place = _place(known[0], copy)
+                items += self._copied(log, known[1], place) if is_there else self._gone_from_tier(log, place)
+            self._publish(log, items)
+
+    def _copied(self, log: TenantLog, source: Source, place: Place) -> list[tuple[Source, Item]]:
+        """A copy's event; none if it was announced, or if it has no name and there is no room for it."""
+        if place in log.on_tiers or any(place in again for again in log.again):
+            return []
+        chunk_place, tier = place[:CHUNK_PLACE], place[CHUNK_PLACE:].decode()
+        pooled = log.there.get(chunk_place)
+        name = pooled.name if pooled is not None else self._names.get(chunk_place)
+        if name is None and self._lower.room.used_bytes + CHUNK_BYTES > self._lower.room.most_bytes:
+            return []
+        above = b"" if pooled is None else pooled.above
+        return self._added(log, place, _announced(source, chunk_place, name, above, tier))
+
+    def _gone_from_tier(self, log: TenantLog, place: Place) -> list[tuple[Source, Item]]:
+        for again in log.again:
+            if (void := again.take(place)) is not None:  # readers were told so already
+                self._count[_number_in(place)] -= 1
+                self._lower.room.used_bytes -= void.size_bytes
+        chunk = log.on_tiers.get(place)
+        return [] if chunk is None else [(chunk.source, self._removed(log, place))]
 
     # ---------------------------------------------------------------- readers, in any thread
 
@@ -536,8 +728,13 @@ class KvLog:
 
     @property
     def chunks(self) -> int:
-        """How many chunks routers believe to be there."""
+        """How many chunks routers believe to be in the pool."""
         return sum(len(log.there) for log in self._logs)
+
+    @property
+    def tier_chunks(self) -> int:
+        """How many copies on tiers they believe to be there."""
+        return sum(len(log.on_tiers) for log in self._logs)
 
 
 class KvStream(Stream):

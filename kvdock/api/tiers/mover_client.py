@@ -21,6 +21,7 @@ from dataclasses import dataclass
 import msgspec
 
 from kvdock._core import KeyFilter, Lookup as Found, TableError
+from kvdock.api.feeds.kv import KvLog
 from kvdock.api.pool.pool import Pool
 from kvdock.api.pool.registry import NamespaceRecord, Registry, SessionRecord
 from kvdock.api.pool.sessions import Drain
@@ -193,10 +194,33 @@ class MoverClient:
         for number in report.ended_tickets:
             self.tickets.mover_ended(number)
 
+    async def tell_routers(self, known: list[m.KnownKeys]) -> None:
+        """Announces what a report says that tiers have. The next report is read once that is done."""
+        if (log := self._tiers.kv_log) is None:
+            return
+        for one in known:
+            if one.keys:
+                await log.tier_has(bytes.fromhex(one.namespace), one.tier, one.keys, is_there=one.is_there)
+            else:
+                log.cleared(bytes.fromhex(one.namespace), None, one.tier)
+
+    async def routers_know_no_tier(self) -> None:
+        """A mover has ended: what tiers have is not known until the next one tells it."""
+        if self._tiers.kv_log is not None:
+            await self._tiers.kv_log.tiers_unknown()
+
+    @property
+    def known_bytes(self) -> int:
+        """As in MoverConfig."""
+        return self._tiers.known_bytes
+
+    def has_routers(self, kv_log: KvLog | None) -> None:
+        """Called once, before a mover runs. None: there are none."""
+        self._tiers.kv_log = kv_log
+
     def _cleared(self, space: NamespaceRecord, keys: bytes | None) -> None:
         """These chunks were cleared or deleted, here or in a tier. None: all of the namespace."""
-        if keys is not None:  # else the mover reports each chunk that is gone
-            self._tiers.forget(space, keys)
+        self._tiers.cleared(space, keys)
         self.tickets.cleared(space, keys)
 
     def mover_restarted(self) -> None:
@@ -354,6 +378,8 @@ class TierState:
     """`now_s`: a monotonic clock, in seconds."""
 
     def __init__(self, now_s: Callable[[], float]) -> None:
+        self.kv_log: KvLog | None = None
+        """Tells routers what tiers have."""
         self._now_s = now_s
         self._reported_s = now_s()
         self.reports: list[TierView] = []
@@ -369,10 +395,15 @@ class TierState:
         for known in report.known:
             namespace = bytes.fromhex(known.namespace)
             if not known.is_there:
-                self._known.remove(namespace, known.keys, m.KNOWN_BYTES)
-            elif not self._known.add(namespace, known.keys, m.KNOWN_BYTES):
+                self._known.remove(namespace, known.keys, self.known_bytes)
+            elif not self._known.add(namespace, known.keys, self.known_bytes):
                 self._is_full = True
         self._lists_all = report.lists_all
+
+    @property
+    def known_bytes(self) -> int:
+        """As in MoverConfig."""
+        return m.KNOWN_BYTES if self.kv_log is None else KEY_BYTES
 
     def mover_restarted(self) -> None:
         """A new mover process reports everything anew."""
@@ -383,6 +414,13 @@ class TierState:
     def forget(self, space: NamespaceRecord, keys: bytes) -> None:
         """These chunks were deleted, so no tier has them."""
         self._known.remove(space.digest, keys, KEY_BYTES)
+
+    def cleared(self, space: NamespaceRecord, keys: bytes | None) -> None:
+        """These chunks were cleared or deleted; None: all of the namespace."""
+        if keys is not None:  # else the mover reports each chunk that is gone
+            self.forget(space, keys)
+        if self.kv_log is not None:
+            self.kv_log.cleared(space.digest, keys)
 
     def absent(self, space: NamespaceRecord, keys: bytes) -> bytes:
         """Those of `keys` that no tier is known to have. About one in a thousand others is left out, too."""

@@ -44,7 +44,7 @@ class MoverProcess:
             asks=settings.tier_asks,
             log_format=settings.log_format, drain_s=settings.tier_drain_s,
             pool_bytes=settings.pool_bytes, queue_bytes=settings.tier_queue_bytes or settings.pool_bytes,
-            batch_bytes=min(BATCH_BYTES, settings.pool_bytes // POOL_BATCHES),
+            batch_bytes=min(BATCH_BYTES, settings.pool_bytes // POOL_BATCHES), known_bytes=client.known_bytes,
         )
         self._process: Process | None = None
 
@@ -54,6 +54,7 @@ class MoverProcess:
         while True:
             began_s = loop.time()
             self._client.mover_restarted()
+            await self._client.routers_know_no_tier()
             process = await asyncio.create_subprocess_exec(*PROGRAM, stdin=PIPE, stdout=PIPE)
             self._process = process
             sending = asyncio.create_task(self._send(process))
@@ -66,6 +67,7 @@ class MoverProcess:
             self._client.restarts += 1
             retry_s = pause_s(retry_s, loop.time() - began_s)
             self._client.mover_restarted()
+            await self._client.routers_know_no_tier()
             log.warning("the mover of lower tiers has ended with status %d: started again in %.1f s", status, retry_s)
             await asyncio.sleep(retry_s)
 
@@ -83,7 +85,9 @@ class MoverProcess:
         try:
             while True:
                 (length,) = FRAME_HEAD.unpack(await process.stdout.readexactly(FRAME_HEAD.size))
-                self._client.follow(decoder.decode(await process.stdout.readexactly(length)))
+                report = decoder.decode(await process.stdout.readexactly(length))
+                self._client.follow(report)
+                await self._client.tell_routers(report.known)
                 await next_slice()  # else all that has come already would be followed in one turn
         except (asyncio.IncompleteReadError, ConnectionError):
             return  # the mover has ended

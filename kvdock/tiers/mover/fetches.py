@@ -101,12 +101,13 @@ class Fetch:
 
 class FetchObserver(NamedTuple):
     """`promised`, `ended`: report to the server. `loaded`: called with chunks that came whole from a tier, of which the
-    fetch has `agreed`. `lacked`: called with chunks that a tier does not have, or of which it has damaged parts."""
+    fetch has `agreed`. `lacked`: called with chunks of a namespace that a tier does not have, or has
+    damaged parts of."""
 
     promised: Callable[[Promise], None]
     ended: Callable[[Fetch], None]
     loaded: Callable[[TierHandle, Fetch, Sequence[bytes]], None]
-    lacked: Callable[[TierHandle, Sequence[bytes]], None]
+    lacked: Callable[[TierHandle, bytes, Sequence[bytes]], None]
 
 
 @dataclass
@@ -245,7 +246,7 @@ class Fetches:
             return []
         if not holds.result():
             return []
-        self._observer.lacked(handle, missing[count:])  # perhaps not each of them
+        self._observer.lacked(handle, space.digest, missing[count:])  # perhaps not each of them
         return found
 
     def _worth(self, fetch: Fetch, handle: TierHandle, count: int) -> int:
@@ -448,7 +449,7 @@ class Fetches:
         if lacks:  # the part that stands for the chunk goes too: else the chunk would be asked for, and never written
             first = [agreed.note.name(space.digest, key, 0, space.ranks[0]) for key in lacks]
             handle.delete_damaged([name for name in first if name in sums])
-            self._observer.lacked(handle, list(lacks))
+            self._observer.lacked(handle, space.digest, list(lacks))
         deadline = Deadline(min(NOTE_S, fetch.deadline.left_s))
         if not self._agreement.still_holds(handle, space.digest, agreed, deadline):
             log.info("%s: chunks that were loaded were cleared meanwhile, and are dropped", handle.name)

@@ -16,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import BinaryIO
 
 import msgspec
@@ -23,7 +24,6 @@ import msgspec
 from kvdock.client.client import Client
 from kvdock.protocol.mover_schemas import (
     FRAME_HEAD,
-    KNOWN_BYTES,
     ContentsAnswer,
     EvictingSoon,
     KnownKeys,
@@ -133,11 +133,14 @@ class Mover:
             WriteQueue(self._config.queue_bytes, batch_bytes=4 * self._config.batch_bytes, budget=WriteBudget(
                 self._config.disk_day_bytes if tier.name == DISK else 0, lambda: tier.usage().wear_bytes, self._clock
             )),
-            observer=WriteObserver(stored=self._stored, gone=self._gone),
+            observer=WriteObserver(
+                stored=partial(self._tell, tier.name, is_there=True),
+                gone=partial(self._tell, tier.name, is_there=False),
+            ),
         )
         self._writers[handle.name] = writer
         self._owners[handle.name] = Owner(
-            handle, self._sessions.all, emptied=lambda _: writer.forget_all(), answered=self._contents_known
+            handle, self._sessions.all, emptied=partial(self._emptied, tier.name), answered=self._contents_known
         )
         self._handles.append(handle)
         self._handles.sort(key=lambda one: self._opening.order.index(one.name))
@@ -154,7 +157,7 @@ class Mover:
         with self._out.lock:
             report, self._out.report = self._out.report, MoverReport()
             left = MOST_TOLD
-            while self._out.untold and (left := left - len(self._out.untold[0].keys) // KNOWN_BYTES) >= 0:
+            while self._out.untold and (left := left - len(self._out.untold[0].keys) // self._config.known_bytes) >= 0:
                 report.known.append(self._out.untold.popleft())
             is_all_told = not self._out.untold
         if (now_s := self._clock()) - self._out.tiers_s >= REPORT_S:
@@ -324,8 +327,8 @@ class Mover:
         for name in handle.tier.gone():
             gone.setdefault(name.namespace, set()).add(name.key)
         for namespace, keys in gone.items():
-            self._lacked(handle, list(keys))
-            self._gone(namespace, list(keys))
+            self._lacked(handle, namespace, list(keys))
+            self._tell(handle.name, namespace, list(keys), is_there=False)
 
     def _take_listed(self, handle: TierHandle) -> None:
         """What the tier has from before is reported slice by slice."""
@@ -339,27 +342,29 @@ class Mover:
             for namespace, key in some:
                 known.setdefault(namespace, []).append(key)
         for namespace, keys in known.items():
-            self._stored(namespace, keys)
+            self._tell(handle.name, namespace, keys, is_there=True)
 
-    def _stored(self, namespace: bytes, keys: Sequence[bytes]) -> None:
-        self._tell(namespace, keys, is_there=True)
+    def _emptied(self, tier: str, namespace: bytes) -> None:
+        """Some of what the tier had of the namespace was removed, or all."""
+        self._writers[tier].forget_all()
+        with self._out.lock:
+            self._out.untold.append(KnownKeys(namespace.hex(), b"", False, tier))
 
-    def _gone(self, namespace: bytes, keys: Sequence[bytes]) -> None:
-        self._tell(namespace, keys, is_there=False)
-
-    def _tell(self, namespace: bytes, keys: Sequence[bytes], *, is_there: bool) -> None:
-        """Reports to the server that tiers have these chunks, or have them no more."""
+    def _tell(self, tier: str, namespace: bytes, keys: Sequence[bytes], *, is_there: bool) -> None:
+        """Reports to the server that the tier has these chunks, or has them no more."""
         with self._out.lock:
             for begin in range(0, len(keys), MOST_TOLD):
-                some = b"".join(key[:KNOWN_BYTES] for key in keys[begin : begin + MOST_TOLD])
-                self._out.untold.append(KnownKeys(namespace.hex(), some, is_there))
+                some = b"".join(key[: self._config.known_bytes] for key in keys[begin : begin + MOST_TOLD])
+                self._out.untold.append(KnownKeys(namespace.hex(), some, is_there, tier))
 
     def _loaded(self, handle: TierHandle, fetch: Fetch, keys: Sequence[bytes]) -> None:
         if fetch.agreed is not None:
             self._writers[handle.name].has(fetch.wanted.space, fetch.agreed, keys)
 
-    def _lacked(self, handle: TierHandle, keys: Sequence[bytes]) -> None:
-        self._writers[handle.name].forget(keys)
+    def _lacked(self, handle: TierHandle, namespace: bytes, keys: Sequence[bytes]) -> None:
+        known = self._writers[handle.name].forget(keys)
+        if not isinstance(handle.tier, TellsGone):
+            self._tell(handle.name, namespace, known, is_there=False)
 
     # ------------------------------------------------------------------ the end
 

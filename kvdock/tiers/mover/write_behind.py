@@ -186,8 +186,9 @@ class KnownStored:
         if len(self._keys) > MOST_KNOWN_STORED:
             self._keys.popitem(last=False)
 
-    def discard(self, key: bytes) -> None:
-        self._keys.pop(key, None)
+    def discard(self, key: bytes) -> bool:
+        """Whether it was known."""
+        return self._keys.pop(key, None) is not None
 
     def clear(self) -> None:
         self._keys.clear()
@@ -338,13 +339,11 @@ class WriteBehind:
                 self._known_stored.add(key)
             return True
 
-    def forget(self, keys: Sequence[bytes]) -> None:
+    def forget(self, keys: Sequence[bytes]) -> list[bytes]:
         """The tier does not have these chunks any more, or has damaged ones: they are written when they are offered
-        again.
-        """
+        again. Returns those that it was known to have."""
         with self._changed:
-            for key in keys:
-                self._known_stored.discard(key)
+            return [key for key in keys if self._known_stored.discard(key)]
 
     def forget_all(self) -> None:
         """It is not known any more what the tier has."""

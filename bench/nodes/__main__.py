@@ -1,0 +1,378 @@
+"""Two and four nodes over one store, each in a network namespace with a /dev/shm of its own: what one has stored the
+others hit, whatever is killed.
+
+    python -m bench.nodes --json [--nodes 2 4] [--stores redis s3 mooncake folder] [--chunks 64] [--rounds 3]
+
+Needs root, for namespaces and mounts (bench/nodes/network.py). The first node, A, stores prompts; each other node, such
+as B, loads them. Keys begin with the store and the number of nodes:
+
+- hit_share: of the chunks that A has stored, what each other node finds; all nodes ask at once.
+- loaded_per_byte: bytes that a node loads for each byte that it wanted.
+- received_per_byte: the same, as bytes that came in over the node's network; not for a folder.
+- stored_per_byte: bytes that A stores, for each byte that it was given.
+- wrong: chunks of which a node was given other bytes than A had stored, in all that follows as well.
+- after_kill_of_A, after_kill_of_B, after_kill_of_mover, after_partition, after_kill_of_store: of the chunks, what B
+  finds in the end. A's server is killed after it has stored; B's server, its mover, its link and the store while B
+  loads. A store that is killed has lost what it had, and a later prompt of A's counts.
+- cut_off_wait_s: how long a request at B waited that had TIGHT_S, without its link.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any, Protocol
+
+from bench.nodes.network import HUB, Network, end, missing, network
+from bench.nodes.node import PART_BYTES, children
+
+WAIT_S, TIGHT_S = 10.0, 2.0
+ANSWER_S = 150.0
+MIDWAY_S = 0.02
+REPORTED_S = 2.0
+"""After this long a server knows what its mover has counted."""
+REDIS_PORT, MASTER_PORT, MOONCAKE_MIB = 6379, 50051, 512
+POOL_BYTES = 64 << 20
+KEYS = {"AWS_ACCESS_KEY_ID": "me", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_REGION": "us-east-1"}
+
+
+class Store(Protocol):
+    """`settings`: of a server that uses it."""
+
+    has_network: bool
+    settings: dict[str, Any]
+
+    def restart(self) -> None:
+        """Kills it, and starts it again without what it had."""
+
+    def close(self) -> None: ...
+
+
+class Redis:
+    has_network = True
+
+    def __init__(self, net: Network, folder: Path) -> None:
+        self._net, self._folder = net, folder
+        self.settings = {"redis_url": f"redis://{HUB}:{REDIS_PORT}"}
+        self._start()
+
+    def _start(self) -> None:
+        self._process = self._net.popen(
+            self._net.hub, "redis-server", "--bind", HUB, "--port", str(REDIS_PORT), "--protected-mode", "no", "--save",
+            "", "--dir", str(self._folder), log=self._folder / "redis.log",
+        )
+
+    def restart(self) -> None:
+        self.close()
+        self._start()
+
+    def close(self) -> None:
+        end(self._process)
+
+
+class S3:
+    has_network = True
+
+    def __init__(self, net: Network, folder: Path) -> None:
+        self._net, self._log, self._port = net, folder / "s3.log", 0
+        self._start()
+        self.settings = {"objects_url": f"s3://bench?endpoint=http://{HUB}:{self._port}"}
+
+    def _start(self) -> None:
+        self._process = self._net.popen(
+            self._net.hub, sys.executable, "-m", "bench.tiers.far_s3", HUB, str(self._port), log=self._log
+        )
+        assert self._process.stdout is not None
+        self._port = int(self._process.stdout.readline())
+
+    def restart(self) -> None:
+        self.close()
+        self._start()
+
+    def close(self) -> None:
+        end(self._process)
+
+
+class Mooncake:
+    """The master, and a client that has the memory, both at the hub. Nodes read from that client by Mooncake's Transfer
+    Engine, over TCP."""
+
+    has_network = True
+
+    def __init__(self, net: Network, folder: Path) -> None:
+        found = importlib.util.find_spec("mooncake")
+        assert found is not None and found.submodule_search_locations, "main() has looked"
+        self._programs = Path(found.submodule_search_locations[0])
+        self._net, self._log = net, folder / "mooncake.log"
+        self.settings = {"mooncake_url": f"mooncake://{HUB}:{MASTER_PORT}?stall_s=1&master_s=1"}
+        self._start()
+
+    def _start(self) -> None:
+        self._processes = [self._run(
+            "mooncake_master", f"--rpc_address={HUB}", f"--rpc_port={MASTER_PORT}", f"--metrics_host={HUB}",
+            "--client_ttl=2", "--eviction_ratio=0", "--eviction_high_watermark_ratio=1", "--logtostderr",
+        )]
+        self._net.wait_for(self._net.hub, MASTER_PORT)
+        self._processes.append(self._run(
+            "mooncake_client", f"--host={HUB}", "--metadata_server=P2PHANDSHAKE",
+            f"--master_server_address={HUB}:{MASTER_PORT}", f"--global_segment_size={MOONCAKE_MIB} MB",
+        ))
+
+    def _run(self, program: str, *arguments: str) -> subprocess.Popen[str]:
+        path = self._programs / program
+        path.chmod(path.stat().st_mode | 0o100)
+        return self._net.popen(self._net.hub, str(path), *arguments, log=self._log)
+
+    def restart(self) -> None:
+        self.close()
+        self._start()
+
+    def close(self) -> None:
+        for process in self._processes:
+            end(process)
+
+
+class Folder:
+    has_network = False
+
+    def __init__(self, net: Network, folder: Path) -> None:
+        self._folder = folder / "shared"
+        self._folder.mkdir()
+        self.settings = {"objects_url": f"file://{self._folder}"}
+
+    def restart(self) -> None:
+        """It has no process: all that it has is deleted, while nodes write to it."""
+        for one in self._folder.iterdir():
+            shutil.rmtree(one, ignore_errors=True)
+
+    def close(self) -> None: ...
+
+
+STORES: dict[str, Callable[[Network, Path], Store]] = {"redis": Redis, "s3": S3, "mooncake": Mooncake, "folder": Folder}
+
+
+class Remote:
+    """A node's process, which does one job at a time."""
+
+    def __init__(self, net: Network, at: int, settings: dict[str, Any], log: Path) -> None:
+        self._process = net.popen(
+            net.nodes[at], sys.executable, "-m", "bench.nodes.node", json.dumps(settings), log=log, has_own_shm=True
+        )
+        self.server = 0
+
+    def begin(self, do: str, **job: Any) -> None:
+        assert self._process.stdin is not None
+        print(json.dumps({"do": do, **job}), file=self._process.stdin, flush=True)
+
+    def answer(self) -> dict[str, Any]:
+        stdout = self._process.stdout
+        assert stdout is not None
+        line = stdout.readline() if select.select([stdout], [], [], ANSWER_S)[0] else ""
+        answer: dict[str, Any] = json.loads(line) if line else {"error": "a node does not answer"}
+        if "error" in answer and "found" not in answer:
+            raise RuntimeError(answer["error"])
+        return answer
+
+    def do(self, do: str, **job: Any) -> dict[str, Any]:
+        self.begin(do, **job)
+        return self.answer()
+
+    def serve(self) -> None:
+        self.server = int(self.do("serve")["server"])
+
+    def kill(self, *, mover_only: bool = False) -> None:
+        processes = children(self.server) if mover_only else [self.server, *children(self.server)]
+        for process in processes:
+            os.kill(process, signal.SIGKILL)
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()  # it then ends its server
+        try:
+            self._process.wait(10.0)
+        finally:
+            end(self._process)
+
+
+class Story:
+    """What happens to nodes over one store."""
+
+    def __init__(self, net: Network, nodes: Sequence[Remote], store: Store, chunks: int) -> None:
+        self._net, self._nodes, self._store, self._chunks = net, nodes, store, chunks
+        self._a, self._b = nodes[0], nodes[1]
+        self.wrong, self._numbers = 0, 0
+
+    @property
+    def _bytes(self) -> int:
+        return self._chunks * PART_BYTES
+
+    def _stored(self) -> str:
+        """A prompt that A has stored, and no pool has."""
+        self._numbers += 1
+        seed = f"prompt-{self._numbers}"
+        self._a.do("store", seed=seed, chunks=self._chunks)
+        for node in self._nodes:
+            node.do("empty")
+        return seed
+
+    def _load(self, seed: str, wait_s: float = WAIT_S) -> dict[str, Any]:
+        return self._judged(self._b.do("load", seed=seed, chunks=self._chunks, wait_s=wait_s))
+
+    def _judged(self, answer: dict[str, Any]) -> dict[str, Any]:
+        self.wrong += answer["wrong"]
+        return answer
+
+    def _found(self, seed: str) -> float:
+        """In the end, as a share: a tier that has failed rests for some seconds before it is tried again."""
+        until_s, found = time.monotonic() + 60.0, 0
+        while found < self._chunks and time.monotonic() < until_s:
+            found = self._load(seed)["found"]
+        return found / self._chunks
+
+    def quiet(self) -> dict[str, list[float]]:
+        before = [node.do("counts") for node in self._nodes]
+        seed = self._stored()
+        others = self._nodes[1:]
+        for node in others:
+            node.begin("load", seed=seed, chunks=self._chunks, wait_s=WAIT_S)
+        found = [self._judged(node.answer())["found"] for node in others]
+        time.sleep(REPORTED_S)
+        after = [node.do("counts") for node in self._nodes]
+        figures = {
+            "hit_share": [one / self._chunks for one in found],
+            "stored_per_byte": [(after[0]["stored_bytes"] - before[0]["stored_bytes"]) / self._bytes],
+            "loaded_per_byte": [
+                (late["loaded_bytes"] - early["loaded_bytes"]) / self._bytes
+                for early, late in zip(before[1:], after[1:], strict=True)
+            ],
+        }
+        if self._store.has_network:
+            figures["received_per_byte"] = [
+                (late["received_bytes"] - early["received_bytes"]) / self._bytes
+                for early, late in zip(before[1:], after[1:], strict=True)
+            ]
+        return figures
+
+    def kills(self) -> dict[str, list[float]]:
+        figures: dict[str, float] = {}
+        seed = self._stored()
+        self._a.kill()
+        figures["after_kill_of_A"] = self._found(seed)
+        self._a.serve()
+        seed = self._midway(lambda: self._b.kill(mover_only=True))
+        figures["after_kill_of_mover"] = self._found(seed)
+        seed = self._midway(self._b.kill)
+        self._b.serve()
+        figures["after_kill_of_B"] = self._found(seed)
+        figures |= self._partition()
+        self._midway(self._store.restart)
+        self._a.do("empty")
+        figures["after_kill_of_store"] = self._found_again()
+        return {name: [figure] for name, figure in figures.items()}
+
+    def _midway(self, happens: Callable[[], None]) -> str:
+        """While B loads a prompt, this happens. Returns the prompt."""
+        seed = self._stored()
+        self._b.begin("load", seed=seed, chunks=self._chunks, wait_s=TIGHT_S)
+        time.sleep(MIDWAY_S)
+        happens()
+        self._judged(self._b.answer())
+        return seed
+
+    def _partition(self) -> dict[str, float]:
+        seed = self._stored()
+        if not self._store.has_network:
+            return {}
+        self._net.link(1, is_up=False)
+        cut_off = self._load(seed, TIGHT_S)
+        self._net.link(1, is_up=True)
+        during = self._midway(lambda: self._net.link(1, is_up=False))
+        self._net.link(1, is_up=True)
+        shares = [self._found(one) for one in (seed, during)]
+        return {"cut_off_wait_s": cut_off["took_s"], "after_partition": min(shares)}
+
+    def _found_again(self) -> float:
+        """The share of a new prompt, once the store is back. Nodes find out by themselves that it has not even their
+        notes: what one stores before that the others do not find, so prompts are tried until one comes whole."""
+        until_s, found = time.monotonic() + 90.0, 0
+        while found < self._chunks and time.monotonic() < until_s:
+            with suppress(RuntimeError):  # A cannot store yet
+                found = self._load(self._stored())["found"]
+        return found / self._chunks
+
+
+def is_installed(store: str) -> bool:
+    if store == "redis":
+        return shutil.which("redis-server") is not None
+    return store != "mooncake" or importlib.util.find_spec("mooncake") is not None
+
+
+def measure(name: str, count: int, chunks: int, rounds: int) -> dict[str, float]:
+    figures: dict[str, list[float]] = {}
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvdock-nodes-")))
+        net = stack.enter_context(network(count))
+        store = STORES[name](net, folder)
+        stack.callback(store.close)
+        settings = {
+            "pool_bytes": POOL_BYTES, "tier_asks": 1, "session_cap": 1.0, "total_cap": 1.0, "heartbeat_s": 0.2,
+            "missed_heartbeats": 1000, **store.settings,
+        }
+        nodes = [Remote(net, at, settings, folder / f"node{at}.log") for at in range(count)]
+        for node in nodes:
+            stack.callback(node.close)
+        for node in nodes:
+            node.serve()
+        story = Story(net, nodes, store, chunks)
+        for _ in range(rounds):
+            for key, values in story.quiet().items():
+                figures.setdefault(key, []).extend(values)
+        figures |= story.kills()
+        figures["wrong"] = [story.wrong]
+    worst = {"hit_share": min}
+    return {f"{name}_{count}_{key}": round(worst.get(key, max)(values), 3) for key, values in figures.items()}
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.nodes", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of lines")
+    parser.add_argument("--nodes", nargs="+", type=int, default=[2, 4])
+    parser.add_argument("--stores", nargs="+", choices=STORES, default=list(STORES))
+    parser.add_argument("--chunks", type=int, default=64, help="of a prompt, of 64 KiB each (default 64)")
+    parser.add_argument("--rounds", type=int, default=3, help="before anything is killed (default 3)")
+    chosen = parser.parse_args(arguments)
+    if why := missing():
+        print(f"bench.nodes: {why}", file=sys.stderr)
+        return 1
+    os.environ |= KEYS
+    figures: dict[str, float] = {}
+    for name in chosen.stores:
+        if not is_installed(name):
+            print(f"bench.nodes: {name} is left out: it is not installed", file=sys.stderr)
+            continue
+        for count in chosen.nodes:
+            figures |= measure(name, count, chosen.chunks, chosen.rounds)
+    if chosen.json:
+        print(json.dumps(figures))
+    else:
+        for key, figure in figures.items():
+            print(f"{key:32} {figure}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

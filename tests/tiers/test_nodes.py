@@ -1,0 +1,40 @@
+"""Nodes in network namespaces over one store: what one has stored the others hit, once over the network, and no byte is
+wrong while servers, movers, the store and the network go."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+from paths import ROOT
+
+from bench.nodes.network import missing
+
+pytestmark = [pytest.mark.tiers, pytest.mark.sweep, pytest.mark.timeout(900)]
+
+KILLS = ("after_kill_of_A", "after_kill_of_B", "after_kill_of_mover", "after_kill_of_store")
+
+
+@pytest.mark.parametrize("nodes", [2, 4])
+@pytest.mark.parametrize("store", ["redis", "s3", "mooncake", "folder"])
+def test_nodes_hit_what_one_has_stored_whatever_is_killed(store: str, nodes: int) -> None:
+    if why := missing():
+        pytest.skip(why)
+    done = subprocess.run(
+        [
+            sys.executable, "-m", "bench.nodes", "--json", "--nodes", str(nodes), "--stores", store, "--chunks", "32",
+            "--rounds", "1",
+        ],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = {name.removeprefix(f"{store}_{nodes}_"): figure for name, figure in json.loads(done.stdout).items()}
+    assert found["wrong"] == 0
+    assert found["hit_share"] == found["stored_per_byte"] == found["loaded_per_byte"] == 1.0
+    assert [found[name] for name in KILLS] == [1.0] * len(KILLS)
+    if store != "folder":
+        assert 1.0 <= found["received_per_byte"] < 1.1, "it came over the network once"
+        assert found["after_partition"] == 1.0
+        assert found["cut_off_wait_s"] < 10, "a request without its store does not wait for ever"

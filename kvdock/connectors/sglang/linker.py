@@ -97,7 +97,9 @@ class KvdockLinker(UnifiedCacheLinker):
                 self._rank_pools.worker.session, settings, ranks=self._ranks.size, weights=self._weights, speed=speed,
                 figures=self._figures, clock=clock,
             )
-        self.holding = Holding(self._ranks, self._zero.lookups if self._zero is not None else None, speed.step)
+        self.holding = Holding(self._ranks, None, speed.step)
+        if self._zero is not None:
+            self.holding = Holding(self._ranks, self._zero.lookups, speed.step, self._zero.outcomes.shows_speed)
         self._loads = Loads(self._rank_pools, self._weights, ended=self._load_ended, took=self._loads_took, clock=clock)
         self.layer_done_counter = self._loads.counter
         self._offloads = Offloads(self._rank_pools, self._ranks, self._weights, self._figures, self._zero)
@@ -251,6 +253,21 @@ class KvdockLinker(UnifiedCacheLinker):
     def planned(self) -> None:
         """See Hooked."""
         self._weights.computed()
+
+    # ------------------------------------------------------------------ requests
+
+    def admitted(self, req: Any, device_tokens: int) -> None:
+        """See Hooked, as for the next two."""
+        if self._zero is not None:
+            self._zero.outcomes.admitted(req, device_tokens)
+
+    def released(self, req: Any) -> None:
+        if self._zero is not None:
+            self._zero.outcomes.released(req)
+
+    def aborted(self, rid: str) -> None:
+        if self._zero is not None:
+            self._zero.outcomes.aborted(rid)
 
     def _weights_change(self) -> None:
         """From now on, pages that were looked up are not loaded, and offers that have not started are not stored."""

@@ -431,8 +431,8 @@ ExplainCode = Literal[
 AdviceCode = Literal[
     "enlarge_pool", "raise_quota", "check_memory", "keep_from_tiers", "wait_for_tiers", "wait_for_stores",
     "raise_session_cap", "register_segments", "check_server", "wait_for_verification", "check_engine_log",
-    "lower_min_load_tokens", "check_copies", "see_engine_docs", "smaller_chunks", "move_what_varies", "steady_beginning",
-    "same_identity",
+    "lower_min_load_tokens", "check_copies", "see_engine_docs", "smaller_chunks", "move_what_varies",
+    "steady_beginning", "same_identity",
 ]
 ADVICE: Final[dict[AdviceCode, str]] = {
     "enlarge_pool": "A larger pool keeps chunks longer: `kvdock size` shows what each size would find.",

@@ -30,6 +30,7 @@ from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCache
 
 from kvdock.connectors.cost import PrefillSpeed
 from kvdock.connectors.engine_connector import ConnectorSettings, open_worker, start
+from kvdock.connectors.errors import NotSupportedError, RefusedError
 from kvdock.connectors.packing import with_packing
 from kvdock.connectors.plans import LoadPlan
 from kvdock.connectors.running_weights import RunningWeights
@@ -76,6 +77,8 @@ class KvdockLinker(UnifiedCacheLinker):
         nonce: Callable[[], str] = lambda: uuid.uuid4().hex[:12], clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """`nonce`: a random name; `clock`: a monotonic clock, in seconds; SGLang passes the others."""
+        self._ranks = Ranks(_group_of(params))
+        instance = self._ranks.share(f"sglang-{nonce()}")  # before anything that may be refused on one rank alone
         warn_of_version(sglang.__version__)
         settings, model = Settings.load(extra_config or {}, os.environ), model_config_of(server_args)
         refuse_what_is_not_supported(server_args, params, model, [component.name for component in components])
@@ -84,12 +87,11 @@ class KvdockLinker(UnifiedCacheLinker):
             kvcache, params.page_size, params.swa_retain_window, drafts_of(params), params.req_to_token_pool
         )
         self.forward_stream, self.pools = forward_stream, {PoolName(group.transfer): kvcache for group in groups}
-        self._ranks = Ranks(_group_of(params))
         self._figures = Figures(_prometheus() if params.enable_metrics else None)
         self._weights = RunningWeights(
             trusts_versions=settings.trust_weight_versions, draw=nonce, renamed=self._weights_named
         )
-        self._rank_pools = self._open(settings, server_args, params, model, groups, nonce)
+        self._rank_pools = self._open(settings, server_args, params, model, groups, (instance, nonce()))
         speed = PrefillSpeed(clock, 0 if server_args.disable_overlap_schedule else 1)
         self._zero: RankZero | None = None
         if self._ranks.rank == 0:
@@ -112,9 +114,10 @@ class KvdockLinker(UnifiedCacheLinker):
 
     def _open(
         self, settings: Settings, args: Any, params: Any, model: Any, groups: Sequence[KVGroup],
-        nonce: Callable[[], str],
+        names: tuple[str, str],
     ) -> RankPools:
-        """This rank's worker connector, which is not attached yet, over SGLang's pools."""
+        """This rank's worker connector, which is not attached yet, over SGLang's pools. `names`: the engine's, and one
+        of this rank's own."""
         kvcache, stream = params.token_to_kv_pool_allocator.get_kvcache(), None
         device = self.device_of(kvcache)
         if device != "cpu":
@@ -128,7 +131,7 @@ class KvdockLinker(UnifiedCacheLinker):
         )
         layouts = [replace(group.layout, token_order=manifest.token_order) for group in groups]
         manifest = with_packing(manifest, layouts, settings.pack, Device.named(device))
-        instance, rank = self._ranks.share(f"sglang-{nonce()}"), self._ranks.rank
+        (instance, own), rank = names, self._ranks.rank
         name = str(args.served_model_name or args.model_path)[-100:]
         _, worker = open_worker(
             ConnectorSettings(
@@ -136,7 +139,7 @@ class KvdockLinker(UnifiedCacheLinker):
                 trusted_uid=settings.trusted_uid,
             ),
             manifest,
-            Identity(instance, f"{instance}-{rank}-{nonce()}", (rank,), rank == 0, name, served_model_name=name),
+            Identity(instance, f"{instance}-{rank}-{own}", (rank,), rank == 0, name, served_model_name=name),
             layouts, stream=stream,
         )
         return RankPools(worker, groups, params.page_size, _current_stream if stream is not None else None)
@@ -317,15 +320,14 @@ def _prometheus() -> Any:
 
 # --------------------------------------------------------------------------- an engine that cannot be served
 
-# The linker of an engine that kvdock cannot serve on this machine: it finds, loads and stores nothing, so SGLang runs
-# as without it.
-
-
 
 class AsideLinker(UnifiedCacheLinker):
+    """The linker of an engine that kvdock cannot serve on this machine: it finds, loads and stores nothing, so SGLang
+    runs as without it."""
+
     def __init__(self, kvcache: Any, forward_stream: Any = None) -> None:
         self.forward_stream, self.pools = forward_stream, {PoolName(FULL): kvcache}
-        self.layer_done_counter = LayerCounter(kvcache.layer_num, lambda batch, layer: None)
+        self.layer_done_counter = LayerCounter(getattr(kvcache, "layer_num", 0), lambda batch, layer: None)
 
     def lookup(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:
         return []
@@ -354,3 +356,22 @@ class AsideLinker(UnifiedCacheLinker):
     def reset(self) -> None: ...
 
     def close(self) -> None: ...
+
+
+class KvdockLinkerOrNone(AsideLinker):
+    """What the variable SGLANG_KVDOCK names (plugin.py): a KvdockLinker, or an AsideLinker where that one refuses the
+    engine. It never ends the engine. All ranks get the same of the two."""
+
+    def __new__(cls, server_args: Any, params: Any, *, forward_stream: Any = None, **more: Any) -> Any:
+        linker: Any = None
+        try:
+            linker = KvdockLinker(server_args, params, forward_stream=forward_stream, **more)
+        except (NotSupportedError, RefusedError) as why:
+            log.error("kvdock stands aside, and SGLang runs as without it: %s", why)
+        except Exception:
+            log.exception("kvdock stands aside, and SGLang runs as without it: the engine is not as kvdock knows it")
+        if Ranks(_group_of(params)).all_agree(linker is not None):
+            return linker
+        if linker is not None:
+            linker.close()
+        return AsideLinker(params.token_to_kv_pool_allocator.get_kvcache(), forward_stream)

@@ -81,8 +81,13 @@ def refuse_what_is_not_supported(args: Any, params: Any, model: Any, components:
             "--enable-multimodal false is wanted, or a model without them."
         )
     for name, why in UNSERVED.items():
-        if getattr(args, name, None) not in (None, False, "", "null"):
+        if is_set(args, name):
             raise NotSupportedError(f"kvdock does not serve --{name.replace('_', '-')} under SGLang: {why}.")
+
+
+def is_set(args: Any, name: str) -> bool:
+    """Whether one of SGLang's settings that are off by default is on."""
+    return getattr(args, name, None) not in (None, False, "", "null")
 
 
 def drafts_of(params: Any) -> tuple[Any, ...]:

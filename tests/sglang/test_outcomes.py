@@ -45,11 +45,11 @@ def test_each_token_of_a_prompt_has_the_origin_that_it_had(models: dict[str, Pat
 
 def test_a_request_that_sglang_retracts_counts_once(models: dict[str, Path], server: ServerProcess) -> None:
     four = [prompts_of(seed)[0] for seed in (100, 200, 300, 400)]
-    with Engine(models["llama"], server.unix, plugin_of_others="retract_now_and_then") as engine:
-        with Client(server.unix) as client:
-            runs, _ = engine.generate(four, new=40, at_once=True)
-            assert all(len(run) == 40 for run in runs)
-            assert "Testing retraction. #retracted_reqs: " in engine.log_text()
-            found = hits_of(client, 4)
-            assert (found.requests, found.prompt_tokens) == (4, sum(map(len, four)))
-            assert (found.local_tokens, found.loaded) == (0, {}) and found.computed_tokens == found.prompt_tokens
+    retracts = {"plugin_of_others": "retract_now_and_then"}
+    with Engine(models["llama"], server.unix, **retracts) as engine, Client(server.unix) as client:
+        runs, _ = engine.generate(four, new=40, at_once=True)
+        assert all(len(run) == 40 for run in runs)
+        assert "Testing retraction. #retracted_reqs: " in engine.log_text()
+        found = hits_of(client, 4)
+        assert (found.requests, found.prompt_tokens) == (4, sum(map(len, four)))
+        assert (found.local_tokens, found.loaded) == (0, {}) and found.computed_tokens == found.prompt_tokens

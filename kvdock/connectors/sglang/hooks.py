@@ -4,6 +4,7 @@
   server needs to know the order of chunks. A hook around the offer reads that page's hash from the tree. If it cannot,
   the parent is unknown, which the protocol allows: chunks are found all the same, and are evicted in a worse order.
 - The admission of a request, and its end (outcomes.py).
+- The request for which SGLang looks up or inserts pages (texts.py).
 - Changes of weights, and the requests and pages of the tree that these concern (updates.py).
 - Requests that wait (lookups.py).
 
@@ -45,6 +46,7 @@ from kvdock.connectors.sglang.updates import (
 
 if TYPE_CHECKING:  # this module is loaded in processes that have no linker
     from kvdock.connectors.sglang.lookups import Holding
+    from kvdock.connectors.sglang.texts import Texts
 
 log = logging.getLogger("kvdock.sglang")
 
@@ -59,6 +61,7 @@ class Hooked(Protocol):
 
     holding: Holding
     fresh: Fresh
+    texts: Texts
     changes: Changes
     guard: Guard
     parent: str | None
@@ -86,7 +89,8 @@ def install() -> None:
     if _hooked:
         return
     for target, around in (
-        (f"{WRAPPER}._offload_node", _offload_node), (ADMITS, _admit), (f"{SCHEDULER}.{PLANS}", _plan),
+        (f"{WRAPPER}._offload_node", _offload_node), (f"{WRAPPER}.match", _match),
+        (ADMITS, _admit), (f"{SCHEDULER}.{PLANS}", _plan),
         (f"{TREE}.checkpoint_into_tree", _checkpoint), (f"{TREE}.insert", _insert), (NAMES_VERSION, _named),
         (f"{TREE}.on_release", _release_kv), (f"{TREE}.release_aborted_request", _abort),
     ):
@@ -149,6 +153,16 @@ def _offload_node(original: Callable[..., None], wrapper: Any, node_id: Any, tra
     finally:
         if linker in _linkers:
             linker.parent = UNKNOWN
+
+
+def _match(original: Callable[..., Any], wrapper: Any, key: Any, req: Any, result: Any, *more: Any, **how: Any) -> Any:
+    linker = wrapper.cache_linker
+    if linker not in _linkers:
+        return original(wrapper, key, req, result, *more, **how)
+    if linker.texts.why_not(req):
+        return result
+    with linker.texts.matching(req):
+        return original(wrapper, key, req, result, *more, **how)
 
 
 def _checkpoint(original: Callable[..., Any], cache: Any, req: Any, *more: Any, **how: Any) -> Any:

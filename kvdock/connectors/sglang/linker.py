@@ -45,6 +45,7 @@ from kvdock.connectors.sglang.pools import FULL, KVGroup, RankPools, groups_of
 from kvdock.connectors.sglang.rank_zero import RankZero
 from kvdock.connectors.sglang.ranks import Ranks
 from kvdock.connectors.sglang.setup import Settings, drafts_of, refuse_what_is_not_supported, warn_of_version
+from kvdock.connectors.sglang.texts import Texts
 from kvdock.connectors.sglang.updates import UNKNOWN, Changes, Fresh, Guard
 from kvdock.datapath.devices import Device
 from kvdock.datapath.errors import NoCuda
@@ -103,9 +104,9 @@ class KvdockLinker(UnifiedCacheLinker):
         if self._zero is not None:
             self.holding = Holding(self._ranks, self._zero.lookups, speed.step, self._zero.outcomes.shows_speed)
         self._loads = Loads(self._rank_pools, self._weights, ended=self._load_ended, took=self._loads_took, clock=clock)
-        self.layer_done_counter = self._loads.counter
         self._offloads = Offloads(self._rank_pools, self._ranks, self._weights, self._figures, self._zero)
         self.parent: str | None = UNKNOWN
+        self.texts = Texts(model.vocab_size if getattr(model, "is_multimodal", False) else None)
         self.fresh, self.changes = Fresh(self._weights), Changes(self._weights, self._weights_change)
         self.guard = Guard(hook_change, PLANS, self.changes.unheard)
         keeps = self._zero.connector.lookups.keeps_lease if self._zero is not None else lambda lease: False
@@ -149,7 +150,7 @@ class KvdockLinker(UnifiedCacheLinker):
     def lookup(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:
         self.holding.looked_up(rid)
         pages = next(list(one.keys) for one in transfers if one.name == FULL)
-        if not self._may_share():
+        if not self._may_share() or not self.texts.may_look_up(rid):
             return []
         if self._zero is None:
             return list(range(1, len(pages) + 1))
@@ -187,6 +188,10 @@ class KvdockLinker(UnifiedCacheLinker):
                 self._zero.lookups.loaded(rid, None)
         return False
 
+    @property
+    def layer_done_counter(self) -> LayerCounter:
+        return self._loads.counter
+
     def start_layer_wise_loading(self) -> int:
         return self._loads.start(self._ready())
 
@@ -216,7 +221,7 @@ class KvdockLinker(UnifiedCacheLinker):
         by_name = {str(one.name): one for one in transfers}
         if FULL not in by_name or not by_name[FULL].keys:
             return False
-        may_store = self._may_share()
+        may_store = self._may_share() and self.texts.may_store(self.fresh.inserts)
         if self._zero is not None:
             full = by_name[FULL]
             may_store = self.fresh.may_store(full.keys, self.parent, full.device_indices) and may_store
@@ -262,7 +267,7 @@ class KvdockLinker(UnifiedCacheLinker):
     def admitted(self, req: Any, device_tokens: int) -> None:
         """See Hooked, as for the next two."""
         if self._zero is not None:
-            self._zero.outcomes.admitted(req, device_tokens)
+            self._zero.outcomes.admitted(req, device_tokens, self.texts.why_not(req))
 
     def released(self, req: Any) -> None:
         if self._zero is not None:
@@ -368,7 +373,7 @@ class KvdockLinkerOrNone(AsideLinker):
             linker = KvdockLinker(server_args, params, forward_stream=forward_stream, **more)
         except (NotSupportedError, RefusedError) as why:
             log.error("kvdock stands aside, and SGLang runs as without it: %s", why)
-        except Exception:
+        except Exception:  # whatever the constructor meets in a SGLang that it does not know
             log.exception("kvdock stands aside, and SGLang runs as without it: the engine is not as kvdock knows it")
         if Ranks(_group_of(params)).all_agree(linker is not None):
             return linker

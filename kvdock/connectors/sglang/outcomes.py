@@ -55,8 +55,9 @@ class PageOutcomes:
         self._outcomes = RequestOutcomes(self._named, speed, clock)
         self._admitted: OrderedDict[str, _Admitted] = OrderedDict()
 
-    def admitted(self, req: Any, device_tokens: int) -> None:
-        """SGLang has admitted `req`, its Req. `device_tokens`: how many of its tokens the device had before."""
+    def admitted(self, req: Any, device_tokens: int, why: str = "") -> None:
+        """SGLang has admitted `req`, its Req. `device_tokens`: how many of its tokens the device had before. `why`: why
+        it was not looked up, as in Outcome."""
         rid, loaded = str(req.rid), int(req.prefix_len) - device_tokens
         asked = self._lookups.admitted(rid)
         if rid not in self._admitted:
@@ -73,6 +74,8 @@ class PageOutcomes:
         if asked is not None:
             self._outcomes.found(rid, self._admitted[rid].asked_from + asked.found_tokens if asked.found_tokens else 0)
             self._outcomes.held_back(rid, asked.why)
+        elif why:
+            self._outcomes.held_back(rid, why)
         self._outcomes.admitted(rid, loaded)
         if asked is not None and loaded:
             self._outcomes.loading(rid, asked.load_bytes)

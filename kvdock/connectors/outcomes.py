@@ -221,12 +221,12 @@ class RequestOutcomes:
         """The load that has started copies `size_bytes`, over all ranks."""
         self._of(request_id).loaded_bytes += size_bytes
 
-    def loaded(self, request_id: str, copy_s: float | None) -> None:
+    def loaded(self, request_id: str, copy_s: float | None, took_s: float | None = None) -> None:
         """The request's load has ended and is complete. `copy_s`: the seconds that its copies took on the slowest rank;
-        None: not known."""
+        None: not known. `took_s`: the seconds that the load took; None: those since the request was admitted."""
         story = self._stories.get(request_id)
         if story is not None and story.loading_tokens:  # else the request has ended
-            self._load_ended(story, copy_s)
+            self._load_ended(story, copy_s, took_s)
 
     def failed(self, request_id: str, valid_tokens: int) -> None:
         """A load fell short: the tokens behind `valid_tokens` were not loaded. May be called for each rank."""
@@ -241,8 +241,8 @@ class RequestOutcomes:
         if story.loading_tokens:
             self._load_ended(story, None)
 
-    def _load_ended(self, story: _Story, copy_s: float | None) -> None:
-        story.load_s = (story.load_s or 0.0) + self._clock() - story.started_s
+    def _load_ended(self, story: _Story, copy_s: float | None, took_s: float | None = None) -> None:
+        story.load_s = (story.load_s or 0.0) + (self._clock() - story.started_s if took_s is None else took_s)
         story.copy_s = None if copy_s is None else (story.copy_s or 0.0) + copy_s
         story.loading_tokens = 0
 
@@ -275,6 +275,10 @@ class RequestOutcomes:
         )
         self._report(outcome)
         return outcome
+
+    def forget(self, request_id: str) -> None:
+        """The request has no outcome."""
+        self._stories.pop(request_id, None)
 
     def _of(self, request_id: str) -> _Story:
         story = self._stories.get(request_id)

@@ -31,7 +31,7 @@ WAITED: Final = "waited"
 ComputedWhy = Literal[
     "never_stored", "room", "ahead", "quota", "shrunk", "cleared", "evicted", "deleted", "mismatched", "unread", "read",
     "weights", "tier_slow", "being_stored", "partial", "held_bytes", "pinning", "draining",
-    "late", "load_failed", "declined_short", "declined_dear", "not_loaded", "not_asked", "opted_out",
+    "late", "unverified", "load_failed", "declined_short", "declined_dear", "not_loaded", "not_asked", "opted_out",
     "bypassed_adapter", "bypassed_media", "bypassed_embeddings", "bypassed_growing", "bypassed_unready",
     "short", "tail", "other",
 ]
@@ -58,6 +58,7 @@ COMPUTED: Final[dict[ComputedWhy, str]] = {
     "draining": "the server was drained, and gave out nothing",
     # what the engine knows of those that it did not load
     "late": "the server's answer was late",
+    "unverified": "the engine had not verified them when its time for that was over",
     "load_failed": "their load did not complete",
     "declined_short": "the hit had fewer tokens than min_load_tokens",
     "declined_dear": "to load them was expected to take longer than to compute them",

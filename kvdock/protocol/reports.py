@@ -430,8 +430,9 @@ ExplainCode = Literal[
 ]
 AdviceCode = Literal[
     "enlarge_pool", "raise_quota", "check_memory", "keep_from_tiers", "wait_for_tiers", "wait_for_stores",
-    "raise_session_cap", "register_segments", "check_server", "check_engine_log", "lower_min_load_tokens",
-    "check_copies", "see_engine_docs", "smaller_chunks", "move_what_varies", "steady_beginning", "same_identity",
+    "raise_session_cap", "register_segments", "check_server", "wait_for_verification", "check_engine_log",
+    "lower_min_load_tokens", "check_copies", "see_engine_docs", "smaller_chunks", "move_what_varies",
+    "steady_beginning", "same_identity",
 ]
 ADVICE: Final[dict[AdviceCode, str]] = {
     "enlarge_pool": "A larger pool keeps chunks longer: `kvdock size` shows what each size would find.",
@@ -443,6 +444,7 @@ ADVICE: Final[dict[AdviceCode, str]] = {
     "raise_session_cap": "One engine holds as much as session_cap lets it: `kvdock config` shows and raises it.",
     "register_segments": "A rank has not page-locked all segments: look into the engine's log.",
     "check_server": "The server answered late: `kvdock doctor` looks for the cause.",
+    "wait_for_verification": "A longer verify_wait_s of the engine waits until what was found is hashed.",
     "check_engine_log": "The engine's log says why the load failed.",
     "lower_min_load_tokens": "A smaller min_load_tokens of the engine loads shorter hits.",
     "check_copies": "`kvdock status` shows how fast the engine copies, beside what its machine can do.",

@@ -24,6 +24,7 @@ const REASONS = {
   pinning: "memory not page-locked",
   draining: "the server was drained",
   late: "the answer was late",
+  unverified: "not verified in time",
   load_failed: "the load failed",
   declined_short: "too short to load",
   declined_dear: "computing expected to be quicker",

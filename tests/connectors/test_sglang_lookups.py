@@ -16,7 +16,7 @@ from api_helpers import PATIENCE_S, ServerProcess, eventually, unique
 from kvdock.client.client import Client
 from kvdock.connectors.cost import LoadChoice, LoadOrCompute, PrefillSpeed
 from kvdock.connectors.engine_connector import ConnectorSettings, open_worker, start
-from kvdock.connectors.lookups import Verification
+from kvdock.connectors.lookups import LookupRecord, Verification
 from kvdock.connectors.requests import RequestCallbacks
 from kvdock.connectors.running_weights import RunningWeights
 from kvdock.connectors.scheduler import SchedulerConnector
@@ -25,12 +25,14 @@ from kvdock.connectors.sglang.figures import METRICS, Figures
 from kvdock.connectors.sglang.loads import Loads, QueuedLoad
 from kvdock.connectors.sglang.lookups import FORGET_S, Chains, Holding, PageLookups, admit, next_batch, put_back
 from kvdock.connectors.sglang.offloads import Offloads
+from kvdock.connectors.sglang.outcomes import PageOutcomes
 from kvdock.connectors.sglang.pools import KVGroup, RankPools
 from kvdock.connectors.sglang.rank_zero import Known, RankZero, known_of
 from kvdock.connectors.sglang.ranks import Ranks
 from kvdock.connectors.verify import ChecksumVerifier, HashAhead, Trust
 from kvdock.connectors.waits import Patience, Waits
 from kvdock.datapath.layout import paged_layout
+from kvdock.protocol.outcomes import OutcomeView
 from kvdock.protocol.schemas import Group, LookupAnswer, Manifest
 
 PAGE, PAGES, LAYERS = 64, 32, 2
@@ -100,16 +102,22 @@ class Engine:
         self.connector = SchedulerConnector(
             self.session, callbacks=RequestCallbacks(self.chains.of), waits=Waits(self.patience, clock=self.clock),
             choice=LoadChoice(cost=cost), verification=Verification(self.verifier, is_eager=True),
+            record=LookupRecord(declined=lambda name, why, tokens: self.lookups.declined(name, why, tokens)),
         )
         self.lookups = PageLookups(self.connector, self.chains, self.figures, PAGE, 5.0, 3.0, self.clock)
         pools = RankPools(self.worker, self.groups, PAGE)
-        self.loads = Loads(
-            pools, self.weights, ended=lambda load, ok: self.lookups.loaded(load.rid, ok),
-            took=lambda seconds, copies: None,
-        )
         self.trust = Trust(60.0, self.clock)
         self.ahead = HashAhead(self.trust)
-        zero = RankZero(self.connector, self.lookups, self.chains, self.known, self.trust, self.ahead)
+        self.outcomes = PageOutcomes(
+            self.connector.ended, PrefillSpeed(self.clock), self.lookups, self.clock
+        )
+        zero = RankZero(
+            self.connector, self.lookups, self.outcomes, self.chains, self.known, self.trust, self.ahead
+        )
+        self.loads = Loads(
+            pools, self.weights, ended=lambda load, ok: zero.load_ended(load, ok, self.weights.epoch),
+            took=lambda seconds, copies: None,
+        )
         self.offloads = Offloads(pools, Ranks(), self.weights, self.figures, zero)
         start(self.session, self.worker, SessionObserver(self.connector.lookups.keeps_lease))
 
@@ -268,7 +276,7 @@ def test_who_is_held_back_is_out_of_the_queue_while_others_are_admitted(engine: 
     def admits_all(scheduler: Any) -> tuple[Any, Any]:
         assert scheduler.waiting_queue == [other, third]
         scheduler.waiting_queue = []
-        return SimpleNamespace(extend_num_tokens=70, hicache_consumer_index=-1), None
+        return SimpleNamespace(extend_num_tokens=70, hicache_consumer_index=-1, reqs=[other, third]), None
 
     def fails(scheduler: Any) -> tuple[Any, Any]:
         raise MemoryError
@@ -284,9 +292,14 @@ def test_who_is_held_back_is_out_of_the_queue_while_others_are_admitted(engine: 
     assert scheduler.waiting_queue == [other, held, third]
     next_batch(holding, admits_all, scheduler)
     assert scheduler.waiting_queue == [held] and planned == [70]
-    loads = SimpleNamespace(extend_num_tokens=9, hicache_consumer_index=0)
+    loads = SimpleNamespace(extend_num_tokens=9, hicache_consumer_index=0, reqs=[new])
     next_batch(holding, lambda scheduler: (loads, None), scheduler)
     assert planned == [70, 0], "what a step takes that loads says nothing of computing"
+    holding.shows_speed = lambda req: req is not other
+    for reqs, tokens in (([other], 0), ([other, new], 70)):
+        batch = SimpleNamespace(extend_num_tokens=70, hicache_consumer_index=-1, reqs=reqs)
+        next_batch(holding, lambda scheduler, batch=batch: (batch, None), scheduler)
+        assert planned[-1] == tokens
     engine.verifier.gate.set()
 
 
@@ -474,3 +487,182 @@ def test_every_metric_is_made_and_counts() -> None:
         figures.add("load_seconds", 0.5)
     assert made["sglang:kvdock_attached"] == [1], "told when it changes"
     assert made["sglang:kvdock_load_tokens"] == [64, 64] and made["sglang:kvdock_load_seconds"] == [0.5, 0.5]
+
+
+# --------------------------------------------------------------------------------
+# How requests ended.
+
+
+class Request:
+    """What SGLang's Req says of a request."""
+
+    def __init__(self, rid: str, prompt: int) -> None:
+        self.rid, self.origin_input_ids, self.output_ids = rid, range(prompt), list[int]()
+        self.prefix_len = self.extend_len = self.retraction_count = 0
+        self.to_finish: object = None
+        self.is_finished = False
+
+    def finished(self) -> bool:
+        return self.is_finished
+
+
+def run(
+    engine: Engine, req: Request, device: int, pages: list[str], *, loads: bool = True, fails: bool = False
+) -> None:
+    """SGLang looks up the pages behind the first `device` tokens, admits the request, and loads what it was promised.
+    `pages`: () when the rest of the prompt has no whole page."""
+    found = engine.ask(req.rid, pages) if pages else 0
+    req.prefix_len = device
+    begun = engine.lookups.begin_load(req.rid, found) if found and loads else None
+    if begun is not None:
+        if fails:
+            engine.weights.changed()
+        engine.loads.queue(QueuedLoad(req.rid, *begun, {"kv": indices(found, 8)}, 0))
+        req.prefix_len += found * PAGE
+    engine.outcomes.admitted(req, device)
+    if begun is not None:
+        assert engine.loads.finish(engine.loads.start(lambda: None)) is not fails
+    req.output_ids.append(1)
+
+
+def end(engine: Engine, req: Request) -> None:
+    req.is_finished = True
+    engine.outcomes.released(req)
+
+
+def outcome_of(client: Client, request: str) -> OutcomeView:
+    """What the server knows of the request, once the engine has reported its end."""
+
+    def known() -> OutcomeView | None:
+        ended = [row.outcome for row in client.requests(request=request).requests if row.outcome is not None]
+        return ended[0] if ended else None
+
+    eventually(lambda: known() is not None)
+    found = known()
+    assert found is not None
+    return found
+
+
+@pytest.fixture(scope="module")
+def quick() -> Iterator[ServerProcess]:
+    with ServerProcess(heartbeat_s=0.1) as server:
+        yield server
+
+
+@pytest.fixture
+def ending(quick: ServerProcess) -> Iterator[tuple[Engine, Client]]:
+    made = Engine(quick)
+    with Client(quick.unix) as client:
+        yield made, client
+    made.close()
+
+
+def runs_of(outcome: OutcomeView) -> list[tuple[int, str, str]]:
+    return [(run.tokens, run.origin, run.source or run.why) for run in outcome.runs]
+
+
+def test_a_prompt_whose_tail_was_looked_up_is_divided_from_its_first_token(ending: tuple[Engine, Client]) -> None:
+    engine, client = ending
+    pages = names(3)
+    assert engine.store(pages)
+    req = Request(unique("r"), 2 * PAGE + 4 * PAGE + 10)
+    run(engine, req, 2 * PAGE, [*pages, *names(1)])
+    end(engine, req)
+    found = outcome_of(client, req.rid)
+    assert (found.local_tokens, found.asked_from, found.found_tokens) == (2 * PAGE, 2 * PAGE, 5 * PAGE)
+    assert (found.loaded_tokens, found.reloaded_tokens, found.why) == (3 * PAGE, 0, "")
+    assert runs_of(found) == [
+        (2 * PAGE, "local", ""), (3 * PAGE, "loaded", "memory"), (PAGE, "computed", "never_stored"),
+        (10, "computed", "tail"),
+    ]
+    assert found.loaded_bytes == 3 * PAGE * 16 * 4 * LAYERS * 2
+    assert found.load_us is not None and found.copy_us is not None and 0 < found.copy_us <= found.load_us
+
+
+def test_what_the_device_has_by_the_time_of_admission_is_local(ending: tuple[Engine, Client]) -> None:
+    """Another request has computed it; the question names it still."""
+    engine, client = ending
+    pages = names(3)
+    assert engine.store(pages)
+    req = Request(unique("r"), 4 * PAGE + 1)
+    assert engine.ask(req.rid, pages) == 3
+    run(engine, req, 2 * PAGE, pages[1:])
+    end(engine, req)
+    found = outcome_of(client, req.rid)
+    assert (found.asked_from, found.found_tokens) == (PAGE, 4 * PAGE)
+    assert runs_of(found) == [(2 * PAGE, "local", ""), (2 * PAGE, "loaded", "memory"), (1, "computed", "tail")]
+
+
+def test_a_retracted_request_counts_once_and_what_it_loads_again_apart(ending: tuple[Engine, Client]) -> None:
+    engine, client = ending
+    pages = names(3)
+    assert engine.store(pages)
+    req = Request(unique("r"), 3 * PAGE + 1)
+    before = client.status().hits.requests
+    run(engine, req, 0, pages)
+    engine.outcomes.released(req)  # retracted
+    req.retraction_count += 1
+    run(engine, req, PAGE, pages[1:])
+    for _ in range(2):
+        end(engine, req)
+    run(engine, req, 0, pages)  # a request whose end was reported is not reported anew
+    end(engine, req)
+    last = Request(unique("last"), 10)
+    run(engine, last, 0, [])
+    end(engine, last)
+    assert runs_of(outcome_of(client, last.rid)) == [(10, "computed", "short")]
+    assert client.status().hits.requests == before + 2
+    found = outcome_of(client, req.rid)
+    assert (found.loaded_tokens, found.reloaded_tokens) == (3 * PAGE, 2 * PAGE)
+    assert runs_of(found) == [(3 * PAGE, "loaded", "memory"), (1, "computed", "tail")]
+
+
+def test_why_less_was_loaded_than_found(ending: tuple[Engine, Client]) -> None:
+    engine, client = ending
+    pages = names(2)
+    assert engine.store(pages)
+    given_up, unverified, aborted = (Request(unique(name), 2 * PAGE + 1) for name in ("given", "slow", "gone"))
+    run(engine, given_up, 0, pages, loads=False)
+    engine.verifier.gate.clear()
+    assert engine.lookups.ask(unverified.rid, pages) == 0
+    engine.clock.ahead_s += 6.0
+    run(engine, unverified, 0, pages)
+    engine.verifier.gate.set()
+    run(engine, aborted, 0, pages)
+    engine.outcomes.aborted(aborted.rid)
+    for req, why in ((given_up, "not_loaded"), (unverified, "unverified")):
+        end(engine, req)
+        assert runs_of(outcome_of(client, req.rid)) == [(2 * PAGE, "computed", why), (1, "computed", "tail")]
+    assert runs_of(outcome_of(client, aborted.rid))[0] == (2 * PAGE, "loaded", "memory")
+    failed = Request(unique("failed"), 2 * PAGE + 1)
+    run(engine, failed, 0, pages, fails=True)
+    end(engine, failed)
+    assert runs_of(outcome_of(client, failed.rid)) == [(2 * PAGE, "computed", "load_failed"), (1, "computed", "tail")]
+
+
+def test_a_declined_hit_is_told_with_its_reason(quick: ServerProcess) -> None:
+    engine = Engine(quick, OneProbe(PrefillSpeed(time.perf_counter), time.perf_counter))
+    try:
+        pages = names(2)
+        assert engine.store(pages)
+        with Client(quick.unix) as client:
+            for name, why in (("first", ""), ("second", "declined_dear")):
+                req = Request(unique(name), 2 * PAGE + 1)
+                run(engine, req, 0, pages)
+                end(engine, req)
+                found = outcome_of(client, req.rid)
+                assert (found.why, found.found_tokens) == (why, 2 * PAGE)
+    finally:
+        engine.close()
+
+
+def test_rests_behind_a_hit_do_not_show_how_fast_prompts_are_computed(engine: Engine) -> None:
+    fresh, behind = Request("fresh", 5 * PAGE), Request("behind", 3000)
+    engine.outcomes.admitted(fresh, 0)
+    behind.prefix_len = PAGE
+    engine.outcomes.admitted(behind, PAGE)
+    for req, tokens, shows in (
+        (fresh, 5 * PAGE, True), (fresh, PAGE - 1, False), (behind, 5 * PAGE, False), (behind, 2000, True),
+    ):
+        req.extend_len = tokens
+        assert engine.outcomes.shows_speed(req) is shows

@@ -256,12 +256,28 @@ def test_what_is_not_served_is_refused_with_one_sentence(
 
 
 def test_one_variable_is_the_whole_set_up(models: dict[str, Path], server: ServerProcess) -> None:
-    """SGLang finds the plugin in what describes the package."""
-    environ = {"SGLANG_KVDOCK": "1", "KVDOCK_ADDRESS": server.unix}
+    """SGLang finds the plugin in what describes the package. Nobody says how large pages are."""
+    environ, engine = {"SGLANG_KVDOCK": "1", "KVDOCK_ADDRESS": server.unix}, {"page_size": None}
     with Engine(models["llama"], server.unix) as first:
         assert first.generate(PROMPTS)[1] == NOTHING
         first.drain()
-        with Engine(models["llama"], server.unix, plugin=True, environ=environ) as second:
+        with Engine(models["llama"], server.unix, plugin=True, environ=environ, engine=engine) as second:
             second.generate(PROMPTS[:1])  # to be asked in a few milliseconds is little on a busy machine
             second.flush()
             assert sum(second.generate(PROMPTS)[1]) > 0
+
+
+@pytest.mark.parametrize(("engine", "environ", "said"), [
+    ({"page_size": 16}, {}, "SGLANG_KVDOCK is set: --page-size is 16, and 64 or 128 is wanted"),
+    ({"disable_radix_cache": True}, {}, "SGLANG_KVDOCK is set: kvdock does not serve --disable-radix-cache"),
+    ({}, {"KVDOCK_TRUSTED_UID": "me"}, "kvdock stands aside, and SGLang runs as without it: KVDOCK_TRUSTED_UID"),
+], ids=["pages", "a cache", "a setting"])
+def test_one_variable_never_ends_an_engine(
+    engine: dict[str, object], environ: dict[str, str], said: str, models: dict[str, Path], server: ServerProcess
+) -> None:
+    environ = {"SGLANG_KVDOCK": "1", "KVDOCK_ADDRESS": server.unix, **environ}
+    with Engine(models["llama"], server.unix, plugin=True, environ=environ, engine=engine) as whole:
+        assert whole.generate(PROMPTS)[1] == NOTHING
+        assert said in whole.log_text()
+    with Client(server.unix) as client:
+        assert client.status().counters["lookups"] == 0

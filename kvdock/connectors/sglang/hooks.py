@@ -3,6 +3,8 @@
 - The parent of a node. SGLang offers a linker the pages of a node of its tree, but not the page before them, which the
   server needs to know the order of chunks. A hook around the offer reads that page's hash from the tree. If it cannot,
   the parent is unknown, which the protocol allows: chunks are found all the same, and are evicted in a worse order.
+- The admission of a request, and its end (outcomes.py).
+- The request for which SGLang looks up or inserts pages (texts.py).
 - Changes of weights, and the requests and pages of the tree that these concern (updates.py).
 - Requests that wait (lookups.py).
 
@@ -44,6 +46,7 @@ from kvdock.connectors.sglang.updates import (
 
 if TYPE_CHECKING:  # this module is loaded in processes that have no linker
     from kvdock.connectors.sglang.lookups import Holding
+    from kvdock.connectors.sglang.texts import Texts
 
 log = logging.getLogger("kvdock.sglang")
 
@@ -58,6 +61,7 @@ class Hooked(Protocol):
 
     holding: Holding
     fresh: Fresh
+    texts: Texts
     changes: Changes
     guard: Guard
     parent: str | None
@@ -65,6 +69,15 @@ class Hooked(Protocol):
 
     def planned(self) -> None:
         """A forward pass that computes a prompt is planned."""
+
+    def admitted(self, req: Any, device_tokens: int) -> None:
+        """SGLang has admitted `req`, of which the device had `device_tokens` before."""
+
+    def released(self, req: Any) -> None:
+        """SGLang gives back the KV of `req`."""
+
+    def aborted(self, rid: str) -> None:
+        """A request has ended before its first token, or in the queue."""
 
 
 _linkers: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -76,8 +89,10 @@ def install() -> None:
     if _hooked:
         return
     for target, around in (
-        (f"{WRAPPER}._offload_node", _offload_node), (ADMITS, _admit), (f"{SCHEDULER}.{PLANS}", _plan),
+        (f"{WRAPPER}._offload_node", _offload_node), (f"{WRAPPER}.match", _match),
+        (ADMITS, _admit), (f"{SCHEDULER}.{PLANS}", _plan),
         (f"{TREE}.checkpoint_into_tree", _checkpoint), (f"{TREE}.insert", _insert), (NAMES_VERSION, _named),
+        (f"{TREE}.on_release", _release_kv), (f"{TREE}.release_aborted_request", _abort),
     ):
         _register(target, around)
     for path, names in CHANGES.items():
@@ -140,6 +155,16 @@ def _offload_node(original: Callable[..., None], wrapper: Any, node_id: Any, tra
             linker.parent = UNKNOWN
 
 
+def _match(original: Callable[..., Any], wrapper: Any, key: Any, req: Any, result: Any, *more: Any, **how: Any) -> Any:
+    linker = wrapper.cache_linker
+    if linker not in _linkers:
+        return original(wrapper, key, req, result, *more, **how)
+    if linker.texts.why_not(req):
+        return result
+    with linker.texts.matching(req):
+        return original(wrapper, key, req, result, *more, **how)
+
+
 def _checkpoint(original: Callable[..., Any], cache: Any, req: Any, *more: Any, **how: Any) -> Any:
     linker = _linker_of(cache)
     if linker is None:
@@ -169,7 +194,25 @@ def _admit(original: Callable[..., Any], adder: Any, req: Any, *more: Any, **how
     from kvdock.connectors.sglang.lookups import admit
 
     linker.fresh.admitted(req)
-    return admit(linker.holding, original, adder, req, *more, **how)
+    device_tokens = int(req.prefix_len)
+    answer = admit(linker.holding, original, adder, req, *more, **how)
+    if any(one is req for one in adder.can_run_list[-1:]):
+        linker.admitted(req, device_tokens)
+    return answer
+
+
+def _release_kv(original: Callable[..., Any], cache: Any, req: Any, *more: Any, **how: Any) -> Any:
+    linker = _linker_of(cache)
+    if linker is not None:
+        linker.released(req)
+    return original(cache, req, *more, **how)
+
+
+def _abort(original: Callable[..., Any], cache: Any, request: Any, *more: Any, **how: Any) -> Any:
+    linker = _linker_of(cache)
+    if linker is not None:
+        linker.aborted(request.rid)
+    return original(cache, request, *more, **how)
 
 
 def _plan(original: Callable[..., Any], scheduler: Any, *more: Any, **how: Any) -> Any:

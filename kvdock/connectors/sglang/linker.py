@@ -30,6 +30,7 @@ from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCache
 
 from kvdock.connectors.cost import PrefillSpeed
 from kvdock.connectors.engine_connector import ConnectorSettings, open_worker, start
+from kvdock.connectors.errors import NotSupportedError, RefusedError
 from kvdock.connectors.heads import CannotShareSizes, HeadParts
 from kvdock.connectors.packing import with_packing
 from kvdock.connectors.plans import LoadPlan
@@ -45,6 +46,7 @@ from kvdock.connectors.sglang.pools import FULL, KVGroup, RankPools, divided, gr
 from kvdock.connectors.sglang.rank_zero import RankZero
 from kvdock.connectors.sglang.ranks import Ranks
 from kvdock.connectors.sglang.setup import Settings, drafts_of, refuse_what_is_not_supported, warn_of_version
+from kvdock.connectors.sglang.texts import Texts
 from kvdock.connectors.sglang.updates import UNKNOWN, Changes, Fresh, Guard
 from kvdock.datapath.devices import Device
 from kvdock.datapath.errors import NoCuda
@@ -77,6 +79,8 @@ class KvdockLinker(UnifiedCacheLinker):
         nonce: Callable[[], str] = lambda: uuid.uuid4().hex[:12], clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """`nonce`: a random name; `clock`: a monotonic clock, in seconds; SGLang passes the others."""
+        self._ranks = Ranks(_group_of(params))
+        instance = self._ranks.share(f"sglang-{nonce()}")  # before anything that may be refused on one rank alone
         warn_of_version(sglang.__version__)
         settings, model = Settings.load(extra_config or {}, os.environ), model_config_of(server_args)
         refuse_what_is_not_supported(server_args, params, model, [component.name for component in components])
@@ -85,12 +89,11 @@ class KvdockLinker(UnifiedCacheLinker):
             kvcache, params.page_size, params.swa_retain_window, drafts_of(params), params.req_to_token_pool
         )
         self.forward_stream, self.pools = forward_stream, {PoolName(group.transfer): kvcache for group in groups}
-        self._ranks = Ranks(_group_of(params))
         self._figures = Figures(_prometheus() if params.enable_metrics else None)
         self._weights = RunningWeights(
             trusts_versions=settings.trust_weight_versions, draw=nonce, renamed=self._weights_named
         )
-        self._rank_pools = self._open(settings, server_args, params, model, groups, nonce)
+        self._rank_pools = self._open(settings, server_args, params, model, groups, (instance, nonce()))
         speed = PrefillSpeed(clock, 0 if server_args.disable_overlap_schedule else 1)
         self._zero: RankZero | None = None
         if self._ranks.rank == 0:
@@ -98,11 +101,13 @@ class KvdockLinker(UnifiedCacheLinker):
                 self._rank_pools.worker.session, settings, ranks=self._ranks.size, weights=self._weights, speed=speed,
                 figures=self._figures, clock=clock,
             )
-        self.holding = Holding(self._ranks, self._zero.lookups if self._zero is not None else None, speed.step)
+        self.holding = Holding(self._ranks, None, speed.step)
+        if self._zero is not None:
+            self.holding = Holding(self._ranks, self._zero.lookups, speed.step, self._zero.outcomes.shows_speed)
         self._loads = Loads(self._rank_pools, self._weights, ended=self._load_ended, took=self._loads_took, clock=clock)
-        self.layer_done_counter = self._loads.counter
         self._offloads = Offloads(self._rank_pools, self._ranks, self._weights, self._figures, self._zero)
         self.parent: str | None = UNKNOWN
+        self.texts = Texts(model.vocab_size if getattr(model, "is_multimodal", False) else None)
         self.fresh, self.changes = Fresh(self._weights), Changes(self._weights, self._weights_change)
         self.guard = Guard(hook_change, PLANS, self.changes.unheard)
         keeps = self._zero.connector.lookups.keeps_lease if self._zero is not None else lambda lease: False
@@ -111,9 +116,10 @@ class KvdockLinker(UnifiedCacheLinker):
 
     def _open(
         self, settings: Settings, args: Any, params: Any, model: Any, groups: Sequence[KVGroup],
-        nonce: Callable[[], str],
+        names: tuple[str, str],
     ) -> RankPools:
-        """This rank's worker connector, which is not attached yet, over SGLang's pools."""
+        """This rank's worker connector, which is not attached yet, over SGLang's pools. `names`: the engine's, and one
+        of this rank's own."""
         kvcache, stream = params.token_to_kv_pool_allocator.get_kvcache(), None
         device = self.device_of(kvcache)
         if device != "cpu":
@@ -129,8 +135,8 @@ class KvdockLinker(UnifiedCacheLinker):
         own = part_layouts(groups, parts) if parts is not None else [group.layout for group in groups]
         layouts = [replace(layout, token_order=manifest.token_order) for layout in own]
         manifest = with_packing(manifest, layouts[: len(groups)], settings.pack, Device.named(device))
-        instance, rank = self._ranks.share(f"sglang-{nonce()}"), self._ranks.rank
-        own_ranks = parts.own_ranks(rank, self._ranks.size) if parts is not None else (rank,)
+        (instance, member), rank = names, self._ranks.rank
+        ranks = parts.own_ranks(rank, self._ranks.size) if parts is not None else (rank,)
         name = str(args.served_model_name or args.model_path)[-100:]
         _, worker = open_worker(
             ConnectorSettings(
@@ -138,7 +144,7 @@ class KvdockLinker(UnifiedCacheLinker):
                 trusted_uid=settings.trusted_uid,
             ),
             manifest,
-            Identity(instance, f"{instance}-{rank}-{nonce()}", own_ranks, rank == 0, name, served_model_name=name),
+            Identity(instance, f"{instance}-{rank}-{member}", ranks, rank == 0, name, served_model_name=name),
             layouts, stream=stream,
         )
         return RankPools(worker, groups, params.page_size, _current_stream if stream is not None else None)
@@ -160,7 +166,7 @@ class KvdockLinker(UnifiedCacheLinker):
     def lookup(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:
         self.holding.looked_up(rid)
         pages = next(list(one.keys) for one in transfers if one.name == FULL)
-        if not self._may_share():
+        if not self._may_share() or not self.texts.may_look_up(rid):
             return []
         if self._zero is None:
             return list(range(1, len(pages) + 1))
@@ -198,6 +204,10 @@ class KvdockLinker(UnifiedCacheLinker):
                 self._zero.lookups.loaded(rid, None)
         return False
 
+    @property
+    def layer_done_counter(self) -> LayerCounter:
+        return self._loads.counter
+
     def start_layer_wise_loading(self) -> int:
         return self._loads.start(self._ready())
 
@@ -227,7 +237,7 @@ class KvdockLinker(UnifiedCacheLinker):
         by_name = {str(one.name): one for one in transfers}
         if FULL not in by_name or not by_name[FULL].keys:
             return False
-        may_store = self._may_share()
+        may_store = self._may_share() and self.texts.may_store(self.fresh.inserts)
         if self._zero is not None:
             full = by_name[FULL]
             may_store = self.fresh.may_store(full.keys, self.parent, full.device_indices) and may_store
@@ -267,6 +277,21 @@ class KvdockLinker(UnifiedCacheLinker):
     def planned(self) -> None:
         """See Hooked."""
         self._weights.computed()
+
+    # ------------------------------------------------------------------ requests
+
+    def admitted(self, req: Any, device_tokens: int) -> None:
+        """See Hooked, as for the next two."""
+        if self._zero is not None:
+            self._zero.outcomes.admitted(req, device_tokens, self.texts.why_not(req))
+
+    def released(self, req: Any) -> None:
+        if self._zero is not None:
+            self._zero.outcomes.released(req)
+
+    def aborted(self, rid: str) -> None:
+        if self._zero is not None:
+            self._zero.outcomes.aborted(rid)
 
     def _weights_change(self) -> None:
         """From now on, pages that were looked up are not loaded, and offers that have not started are not stored."""
@@ -316,15 +341,14 @@ def _prometheus() -> Any:
 
 # --------------------------------------------------------------------------- an engine that cannot be served
 
-# The linker of an engine that kvdock cannot serve on this machine: it finds, loads and stores nothing, so SGLang runs
-# as without it.
-
-
 
 class AsideLinker(UnifiedCacheLinker):
+    """The linker of an engine that kvdock cannot serve on this machine: it finds, loads and stores nothing, so SGLang
+    runs as without it."""
+
     def __init__(self, kvcache: Any, forward_stream: Any = None) -> None:
         self.forward_stream, self.pools = forward_stream, {PoolName(FULL): kvcache}
-        self.layer_done_counter = LayerCounter(kvcache.layer_num, lambda batch, layer: None)
+        self.layer_done_counter = LayerCounter(getattr(kvcache, "layer_num", 0), lambda batch, layer: None)
 
     def lookup(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:
         return []
@@ -353,3 +377,22 @@ class AsideLinker(UnifiedCacheLinker):
     def reset(self) -> None: ...
 
     def close(self) -> None: ...
+
+
+class KvdockLinkerOrNone(AsideLinker):
+    """What the variable SGLANG_KVDOCK names (plugin.py): a KvdockLinker, or an AsideLinker where that one refuses the
+    engine. It never ends the engine. All ranks get the same of the two."""
+
+    def __new__(cls, server_args: Any, params: Any, *, forward_stream: Any = None, **more: Any) -> Any:
+        linker: Any = None
+        try:
+            linker = KvdockLinker(server_args, params, forward_stream=forward_stream, **more)
+        except (NotSupportedError, RefusedError) as why:
+            log.error("kvdock stands aside, and SGLang runs as without it: %s", why)
+        except Exception:  # whatever the constructor meets in a SGLang that it does not know
+            log.exception("kvdock stands aside, and SGLang runs as without it: the engine is not as kvdock knows it")
+        if Ranks(_group_of(params)).all_agree(linker is not None):
+            return linker
+        if linker is not None:
+            linker.close()
+        return AsideLinker(params.token_to_kv_pool_allocator.get_kvcache(), forward_stream)

@@ -31,10 +31,12 @@ from kvdock.connectors.worker import VERIFIED_BEFORE, Layers, Loading
 log = logging.getLogger("kvdock.sglang")
 
 
-@dataclass(frozen=True)
+@dataclass
 class QueuedLoad:
     """`indices`: SGLang's indices of the memory to fill, by the name of the transfer; `epoch`: the epoch of the weights
-    for which the load was promised; `pages`: the hashes of the pages to load."""
+    for which the load was promised; `pages`: the hashes of the pages to load. Once it has ended, `took_s`: the seconds
+    from the start of its batch's loads to their end; `copy_s`: those of its own copies on this rank, None: not known.
+    """
 
     rid: str
     attachment: Attachment
@@ -42,6 +44,8 @@ class QueuedLoad:
     indices: Mapping[str, Any]
     epoch: int
     pages: Sequence[str] = ()
+    took_s: float = 0.0
+    copy_s: float | None = None
 
 
 @dataclass
@@ -203,12 +207,16 @@ class Loads:
                 batch.submitted.set_result(loadings)
             valid = [self._pools.worker.finish_load(loading) for loading in loadings]
             landed = valid == [loading.plan.hit_tokens for loading in loadings]
+            for load, loading in zip(batch.loads, loadings, strict=False):  # none is copied if it is outdated
+                load.copy_s = loading.took_s()
             batch.copies = [
-                (loading.plan.hit_tokens - loading.plan.local_tokens, took_s)
-                for loading in loadings if (took_s := loading.took_s()) is not None
+                (load.plan.hit_tokens - load.plan.local_tokens, load.copy_s)
+                for load in batch.loads if load.copy_s is not None
             ]
         finally:
             batch.took_s = self._clock() - started_s
+            for load in batch.loads:
+                load.took_s = batch.took_s
             batch.landed.set_result(landed and len(loadings) == len(batch.loads))
             self._settle(batch, loadings)
 

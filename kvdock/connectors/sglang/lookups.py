@@ -41,7 +41,9 @@ class _Asked:
     """`pages`: the hashes of the tail that was looked up; `local`: how many of them the device has by now.
     `verified_by_s`: the time until which the request waits for the verification of the found pages; `was_late`: the
     verification took longer. `waits`: whether more may be promised later; `until_s`: the time until which the request
-    may wait at most, even if it is looked up with other pages."""
+    may wait at most, even if it is looked up with other pages. `found`: how many of the first pages the server had, by
+    the last answer; `why`: why fewer were promised, as in Outcome; `load_bytes`: what the load copies, over all ranks.
+    """
 
     name: str
     pages: tuple[str, ...]
@@ -51,6 +53,22 @@ class _Asked:
     was_late: bool = False
     waits: bool = False
     until_s: float | None = None
+    found: int = 0
+    why: str = ""
+    load_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Answered:
+    """What a request's last lookup has come to when SGLang admits the request. `local_tokens`: the tokens of the looked
+    up pages that the device has by now; `found_tokens`: those of the first pages that the server had; `why`: why fewer
+    were promised, as in Outcome; `load_bytes`: what the load copies, over all ranks."""
+
+    name: str
+    local_tokens: int
+    found_tokens: int
+    why: str
+    load_bytes: int
 
 
 class Chains:
@@ -92,6 +110,8 @@ class PageLookups:
         self._most_s = tier_wait_s + verify_wait_s
         self._batches, self._late = 0, 0
         self._asked: dict[str, _Asked] = {}
+        self._begun: dict[str, _Asked] = {}
+        """Requests whose load SGLang has asked for, until it has admitted them."""
         self._loading: dict[str, str] = {}
         """Requests whose plan was handed out, with the names of their questions."""
         self._count = 0
@@ -122,10 +142,13 @@ class PageLookups:
 
     def _found(self, asked: _Asked) -> int | None:
         """How many pages that the device lacks may be promised. None: more may be found soon."""
-        size = self._page_tokens
+        size, late = self._page_tokens, self._connector.lookups.late
         hit = self._connector.lookups.lookup(asked.name, range(len(asked.pages) * size), asked.local * size)
+        if self._connector.lookups.late > late:
+            asked.why = "late"
         if not isinstance(hit, Hit):
             return None if isinstance(hit, Pending) else 0
+        asked.found = hit.tokens // size
         if self._connector.lookups.is_verified(asked.name):
             return hit.tokens // size - asked.local
         now_s = self._clock()
@@ -134,7 +157,7 @@ class PageLookups:
         if now_s < asked.verified_by_s:
             return None
         if not asked.was_late:
-            asked.was_late = True
+            asked.was_late, asked.why = True, "unverified"
             self._figures.add("lookups_unverified")
         return 0
 
@@ -147,12 +170,30 @@ class PageLookups:
                 return asked
             self._finish(asked.name)
         until_s = asked.until_s if asked is not None else None
+        self._begun.pop(rid, None)
         self._count += 1
         name = f"{rid}-{self._count}"  # a new name, so that no state of an earlier question is used
         self._chains.named(name, pages)
         asked = self._asked[rid] = _Asked(name, pages, self._clock(), until_s=until_s)
         self._figures.add("lookup_tokens", len(pages) * self._page_tokens)
         return asked
+
+    def declined(self, name: str, why: str, tokens: int) -> None:
+        """The pages that the question of that name has found are not loaded; see LookupRecord."""
+        for asked in self._asked.values():
+            if asked.name == name:
+                asked.found, asked.why = tokens // self._page_tokens, f"declined_{why}"
+
+    def admitted(self, rid: str) -> Answered | None:
+        """SGLang has admitted the request: what it has not begun to load by now, it computes. None: the request was not
+        looked up."""
+        asked = self._begun.pop(rid, None)
+        if asked is None and (asked := self._asked.pop(rid, None)) is not None:
+            self._finish(asked.name)
+        if asked is None:
+            return None
+        size = self._page_tokens
+        return Answered(asked.name, asked.local * size, asked.found * size, asked.why, asked.load_bytes)
 
     def drop(self, rid: str) -> None:
         """The request has ended before it was admitted."""
@@ -166,6 +207,7 @@ class PageLookups:
         asked = self._asked.pop(rid, None)
         if asked is None:
             return None
+        self._begun[rid], asked.why = asked, "load_failed"
         end = asked.local + pages
         numbers = [max(0, at - asked.local) for at in range(end)]
         columns = self._columns(numbers, asked.local, end)
@@ -174,7 +216,7 @@ class PageLookups:
         if started is None:
             self._finish(asked.name)
         else:
-            self._loading[rid] = asked.name
+            self._loading[rid], asked.load_bytes = asked.name, self._connector.lookups.bytes_of(started[1])
             self._figures.add("hit_tokens", pages * self._page_tokens)
         return started
 
@@ -208,12 +250,15 @@ class PageLookups:
         now_s = self._clock()
         for rid in [rid for rid, asked in self._asked.items() if now_s - asked.asked_s > FORGET_S]:
             self._finish(self._asked.pop(rid).name)
+        for rid in [rid for rid, begun in self._begun.items() if now_s - begun.asked_s > FORGET_S]:
+            del self._begun[rid]  # SGLang did not admit it
 
     def reset(self) -> None:
         """SGLang has forgotten all requests, or computes with other weights: no answer holds any more."""
         for asked in self._asked.values():
             self._finish(asked.name)
         self._asked.clear()
+        self._begun.clear()
 
     def _finish(self, name: str) -> None:
         self._connector.finished(name)
@@ -242,11 +287,15 @@ IDLE_S = 0.001
 
 class Holding:
     """`lookups`: rank 0's; None in other ranks. `planned`: called with the number of prompt tokens that a planned step
-    computes.
+    computes, or 0 if the step does not show how fast the engine computes prompts. `shows_speed`: whether a request of
+    the step does.
     """
 
-    def __init__(self, ranks: Ranks, lookups: PageLookups | None, planned: Callable[[int], None]) -> None:
-        self._ranks, self._lookups, self.planned = ranks, lookups, planned
+    def __init__(
+        self, ranks: Ranks, lookups: PageLookups | None, planned: Callable[[int], None],
+        shows_speed: Callable[[Any], bool] = lambda req: True,
+    ) -> None:
+        self._ranks, self._lookups, self.planned, self.shows_speed = ranks, lookups, planned, shows_speed
         self._looked_up: str | None = None
         self._held: frozenset[str] = frozenset()
 
@@ -299,6 +348,9 @@ def next_batch(holding: Holding, original: Callable[..., Any], scheduler: Any, *
         if held:
             scheduler.waiting_queue = put_back(queue, held, scheduler.waiting_queue)
     computes = batch is not None and batch.hicache_consumer_index < 0  # the time of a batch with loads does not count
+    if computes:
+        decode = {id(req) for req in getattr(batch, "decoding_reqs", None) or ()}
+        computes = any(holding.shows_speed(req) for req in batch.reqs if id(req) not in decode)
     holding.planned(batch.extend_num_tokens if computes else 0)
     if held and batch is None and running.is_empty() and not scheduler.require_mlp_sync:  # nothing to compute
         time.sleep(IDLE_S)  # releases the GIL to the threads that ask and hash

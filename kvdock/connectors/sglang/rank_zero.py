@@ -17,6 +17,7 @@ from kvdock.connectors.session import EngineSession
 from kvdock.connectors.sglang.figures import Figures
 from kvdock.connectors.sglang.loads import QueuedLoad
 from kvdock.connectors.sglang.lookups import Chains, PageLookups
+from kvdock.connectors.sglang.outcomes import PageOutcomes
 from kvdock.connectors.sglang.setup import Settings
 from kvdock.connectors.verify import ChecksumVerifier, HashAhead, Trust
 from kvdock.connectors.waits import AwaitTiers, Patience, Waits
@@ -66,6 +67,7 @@ class RankZero:
 
     connector: SchedulerConnector
     lookups: PageLookups
+    outcomes: PageOutcomes
     chains: Chains
     known: Known
     trust: Trust
@@ -81,6 +83,11 @@ class RankZero:
         chains, trust = Chains(weights), Trust(settings.trust_s, clock)
         cost = LoadOrCompute(speed, clock) if settings.load_if_cheaper else None
         verifier = ChecksumVerifier(session, threads=hash_threads(cores_of(ranks)), trust=trust)
+
+        def declined(name: str, why: str, tokens: int) -> None:
+            figures.add(f"declined_{why}")
+            lookups.declined(name, why, tokens)
+
         connector = SchedulerConnector(
             session, readers=max(ranks, session.manifest.writers),
             callbacks=RequestCallbacks(chains.of, has_tokens=False),
@@ -90,7 +97,7 @@ class RankZero:
             ),
             choice=LoadChoice(settings, cost), verification=Verification(verifier, is_eager=True),
             record=LookupRecord(
-                partial(figures.add, "lookup_seconds"), lambda rid, why, tokens: figures.add(f"declined_{why}"),
+                partial(figures.add, "lookup_seconds"), declined,
                 ChunkStatistics(page_tokens) if settings.chunk_statistics else None,
             ),
         )
@@ -98,12 +105,15 @@ class RankZero:
             connector, chains, figures, page_tokens, settings.verify_wait_s, settings.tier_wait_s, clock
         )
         ahead = HashAhead(trust) if settings.trust_s > 0 else None
-        return cls(connector, lookups, chains, Known(), trust, ahead)
+        outcomes = PageOutcomes(connector.ended, speed, lookups, clock)
+        return cls(connector, lookups, outcomes, chains, Known(), trust, ahead)
 
     def load_ended(self, load: QueuedLoad, ok: bool | None, epoch: int) -> None:
         """A load has ended. `ok`: whether it is complete; None: it was cancelled. `epoch`: the epoch of the weights
         that the engine runs now."""
         self.lookups.loaded(load.rid, ok)
+        if ok is not None:
+            self.outcomes.load_ended(load.rid, ok, load.took_s, load.copy_s)
         session = load.attachment.session
         if ok:  # this rank has hashed its own parts during the load
             self.known.add(load.pages, known_of(session, epoch))

@@ -75,14 +75,19 @@ def refuse_what_is_not_supported(args: Any, params: Any, model: Any, components:
             f"kvdock does not know where the drafts of --speculative-algorithm {args.speculative_algorithm} have their "
             "KV under SGLang: an algorithm whose draft model has a pool (EAGLE, STANDALONE), NGRAM or none is wanted."
         )
-    if getattr(model, "is_multimodal", False):
+    if getattr(model, "is_multimodal", False) and (model.is_encoder_decoder or not model.is_generation):
         raise NotSupportedError(
-            "kvdock does not serve images under SGLang, whose page hashes may name them as a client says: "
-            "--enable-multimodal false is wanted, or a model without them."
+            "kvdock does not serve encoders of images or sound under SGLang, whose KV depends on more than the tokens: "
+            "a model that generates text behind them is wanted, or --enable-multimodal false."
         )
     for name, why in UNSERVED.items():
-        if getattr(args, name, None) not in (None, False, "", "null"):
+        if is_set(args, name):
             raise NotSupportedError(f"kvdock does not serve --{name.replace('_', '-')} under SGLang: {why}.")
+
+
+def is_set(args: Any, name: str) -> bool:
+    """Whether one of SGLang's settings that are off by default is on."""
+    return getattr(args, name, None) not in (None, False, "", "null")
 
 
 def drafts_of(params: Any) -> tuple[Any, ...]:

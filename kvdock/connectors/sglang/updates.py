@@ -329,7 +329,8 @@ class Fresh:
         """By request, the epoch of the weights under which it was admitted last."""
         self._pages: OrderedDict[str, None] = OrderedDict()
         self._epoch = 0  # the epoch of the weights that computed `_pages`
-        self._inserts: Any = None
+        self.inserts: Any = None
+        """The request that inserts its pages into the tree; None: none does, or it is not known."""
         self._own: Any = None
 
     def admitted(self, request: Any) -> None:
@@ -341,11 +342,11 @@ class Fresh:
     @contextmanager
     def inserting(self, request: Any) -> Iterator[None]:
         """A request inserts its pages into the tree."""
-        before, self._inserts = self._inserts, request
+        before, self.inserts = self.inserts, request
         try:
             yield
         finally:
-            self._inserts = before
+            self.inserts = before
 
     @contextmanager
     def adopting(self, slots: Any, first_own: int) -> Iterator[None]:
@@ -377,12 +378,12 @@ class Fresh:
     def _is_fresh(self, pages: Sequence[str], parent: str | None, slots: Any) -> bool:
         if parent != START and parent not in self._pages:
             return False
-        if self._own is None or self._inserts is None:
+        if self._own is None or self.inserts is None:
             return False
         is_own = _among(slots, self._own)
         if not is_own.any():
             return all(page in self._pages for page in pages)  # offered once more
-        return bool(is_own.all()) and self._admitted.get(self._inserts) == self._weights.epoch
+        return bool(is_own.all()) and self._admitted.get(self.inserts) == self._weights.epoch
 
 
 def _among(slots: Any, others: Any) -> Any:

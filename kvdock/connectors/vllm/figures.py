@@ -194,7 +194,7 @@ class Outcomes(RequestOutcomes):
     def forget(self, request_id: str) -> None:
         """vLLM did not take the request: it has no outcome."""
         self._asked.pop(request_id, None)
-        self._stories.pop(request_id, None)
+        super().forget(request_id)
 
     def answer(self, request: Any) -> dict[str, Any] | None:
         """The request has ended. Returns the `kv_transfer_params` of its answer. None: the request did not ask for its

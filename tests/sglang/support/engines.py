@@ -16,7 +16,9 @@ from kvdock.client.client import Client
 
 HERE = Path(__file__).parent
 ENGINE_PYTHON = ROOT / ".venv-sglang-cpu" / "bin" / "python"
-KINDS = ("llama", "window", "states", "mla", "adapter-a", "adapter-b", "llama-b", "llama-c", "four-heads")
+KINDS = (
+    "llama", "window", "states", "mla", "adapter-a", "adapter-b", "llama-b", "llama-c", "four-heads", "media",
+)
 """What models.py makes."""
 MARK = pytest.mark.sglang
 

@@ -30,6 +30,9 @@ def make(kind: str, folder: str) -> None:
         rows = {"q_proj": 64, "v_proj": 32}
         write_adapter(Path(folder), seed=ord(kind[-1]), width=64, rows=rows, scale=0.3, rank=4)
         return
+    if kind == "media":
+        make_media(Path(folder))
+        return
     if kind in ("llama", "llama-b", "llama-c", "four-heads"):
         config = transformers.LlamaConfig(**{**COMMON, "num_key_value_heads": 4 if kind == "four-heads" else 2})
         model = transformers.LlamaForCausalLM(config)
@@ -62,13 +65,50 @@ def make(kind: str, folder: str) -> None:
         )
         model = transformers.DeepseekV2ForCausalLM(config)
     else:
-        wanted = "llama, llama-b, llama-c, window, states, mla, wide, wide-states, wide-mla or adapter-…"
+        wanted = "llama, llama-b, llama-c, media, window, states, mla, wide, wide-states, wide-mla or adapter-…"
         raise ValueError(f"found {kind!r}, wanted {wanted}")
     model.to(config.dtype)
     # The states' model has experts that all tokens share, of no width; SGLang knows none.
     weights = {name: weight for name, weight in model.state_dict().items() if "shared_expert" not in name}
     model.save_pretrained(folder, state_dict=weights)
     write_tokenizer(Path(folder))
+
+
+def make_media(folder: Path) -> None:
+    """A model that reads images, with what makes numbers of them."""
+    import transformers
+    from safetensors.torch import save_file
+
+    write_tokenizer(folder)
+    marks = {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>", "image_token": "<image_soft_token>"}
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, extra_special_tokens=marks, pad_token="<unk>")
+    images = transformers.Gemma3ImageProcessor(size={"height": 28, "width": 28})
+    transformers.Gemma3Processor(images, tokenizer, image_seq_length=4).save_pretrained(folder)
+    text = {name: value for name, value in COMMON.items() if name not in ("dtype", "tie_word_embeddings")}
+    config = transformers.Gemma3Config(
+        text_config={
+            **text, "head_dim": 16, "sliding_window": 128, "query_pre_attn_scalar": 16, "num_hidden_layers": 2,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+        vision_config={
+            "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2,
+            "image_size": 28, "patch_size": 14,
+        },
+        mm_tokens_per_image=4, initializer_range=0.3, dtype="float32",
+        boi_token_index=tokenizer.boi_token_id, eoi_token_index=tokenizer.eoi_token_id,
+        image_token_index=tokenizer.image_token_id,
+    )
+    config.architectures = ["Gemma3ForConditionalGeneration"]
+    config.save_pretrained(folder)
+    weights = transformers.Gemma3ForConditionalGeneration(config).float().state_dict()
+    weights["model.multi_modal_projector.mm_input_projection_weight"].normal_()  # it begins as nothing
+    # By the names of earlier releases, which SGLang knows; it has no use for the vision tower's head.
+    named = {
+        name.removeprefix("model.").replace("vision_tower.", "vision_tower.vision_model.")
+        .replace("language_model.", "language_model.model."): weight.contiguous()
+        for name, weight in weights.items() if ".head." not in name and name != "lm_head.weight"
+    }
+    save_file(named, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What other plugins may do to SGLang's ways to change weights, before SGLang loads its plugins."""
+"""What other plugins may do to SGLang before it loads its plugins: to its ways to change weights, most of all."""
 
 from __future__ import annotations
 
@@ -56,3 +56,10 @@ def bring_what_no_hook_goes_around() -> None:
         """Runs when somebody awaits it."""
 
     SchedulerWeightUpdaterManager.reload_weights = reload_weights
+
+
+def retract_now_and_then() -> None:
+    """SGLang's own way to test it, whose variable is read when its scheduler is imported."""
+    from sglang.srt.managers import scheduler
+
+    scheduler.TEST_RETRACT, scheduler.TEST_RETRACT_INTERVAL = True, 9

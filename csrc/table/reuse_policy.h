@@ -2,7 +2,7 @@
 // number of uses predicts nothing, it evicts as LRU does.
 //
 // A chunk's kind has the number of its uses and, from the second on, its gap: how many ticks lie between them, in
-// octaves of the number of chunks in the pool. So of chunks that were used as often, those stay that are due sooner: one
+// octaves of the number of chunks in the pool. So of chunks that were used as often, those stay that are due sooner: an
 // agent comes back after half a minute, another one after five. A chunk that is its parent's only child begins with the
 // parent's kind, with at most kInherited uses: a conversation that was continued is likely to be continued again, after
 // as long. The policy remembers evicted chunks, so it sees reuse after eviction: it keeps a third of the names, three

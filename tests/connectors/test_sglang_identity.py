@@ -294,7 +294,7 @@ def test_pools_that_are_not_known_are_refused() -> None:
     ({"params": {"attn_cp_size": 2}}, "does not serve context parallelism"),
     ({"args": {"nnodes": 2}}, "does not serve several nodes"),
     ({"args": {"speculative_algorithm": "NEWEST"}}, "know where the drafts of --speculative-algorithm NEWEST have"),
-    ({"model": {"is_multimodal": True}}, "does not serve images"),
+    ({"model": {"is_multimodal": True, "is_encoder_decoder": True}}, "does not serve encoders of images or sound"),
     ({"args": {"enable_memory_saver": True}}, "does not serve --enable-memory-saver under SGLang: it takes KV"),
     ({"args": {"disaggregation_mode": "decode"}}, "does not serve --disaggregation-mode"),
     ({"args": {"enable_return_routed_experts": True}}, "--enable-return-routed-experts under SGLang: SGLang keeps the"),

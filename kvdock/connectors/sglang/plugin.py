@@ -26,7 +26,9 @@ SCHEDULES = "sglang.srt.managers.scheduler"
 """The module of SGLang's schedulers. A process that runs one has loaded it before it calls register()."""
 SETTLES = "sglang.srt.arg_groups.hicache_hook.handle_hicache"
 """The function that resolves SGLang's settings of linkers. The size of pages is resolved by then."""
-LINKER = {"linker": "KvdockLinkerOrNone", "linker_module_path": "kvdock.connectors.sglang"}
+LINKER = {"linker": "KvdockLinker", "linker_module_path": "kvdock.connectors.sglang"}
+LINKER_OR_NONE = LINKER | {"linker": "KvdockLinkerOrNone"}
+"""Where a variable names it: what it cannot serve runs as without it."""
 ALONE = {
     "disable_radix_cache": "there is no prefix cache to extend",
     "radix_cache_backend": "SGLang lets linkers extend its own prefix cache alone",
@@ -63,7 +65,7 @@ def _name_the_linker(server_args: Any) -> None:
     declare_resolution(
         server_args, "kvdock", enable_unified_cache_external_linker=True,
         unified_cache_external_linker_backend="dynamic",
-        unified_cache_external_linker_config={**LINKER, "linker_extra_config": {}},
+        unified_cache_external_linker_config={**LINKER_OR_NONE, "linker_extra_config": {}},
         **({} if settings.page_size in PAGES else {"page_size": PAGES[0]}),
     )
 

@@ -180,7 +180,7 @@ def swapped(address: str, **how: Any) -> dict[str, Any]:
     """Negative control: two workers load each other's parts."""
     engine = cold(address, **how)
     first, *_, second = engine.halves
-    first.rank, second.rank = second.rank, first.rank
+    first.ranks, second.ranks, first._owns, second._owns = second.ranks, first.ranks, second._owns, first._owns
     warmed(engine)
     engine.close()
     return figures(engine)

@@ -34,7 +34,9 @@ LOADS = [
     pytest.param(
         Load("llama", several(2, 1), {**several(2, 1), "extra": {"load_async": False}}, shape=(1, 2)), id="two ranks"
     ),
-    pytest.param(Load("mla", {**several(2, 1), **KEEPS}, KEEPS, reads_the_same=False), id="latent"),
+    pytest.param(
+        Load("mla", {**several(2, 1), **KEEPS}, KEEPS, reads_the_same=False), id="latent", marks=pytest.mark.any_tp
+    ),
     pytest.param(Load("llama", several(1, 3), None, shape=(1, 3)), id="three stages", marks=pytest.mark.sweep),
     pytest.param(Load("deep", several(2, 2), None, shape=(1, 4)), id="two stages of two ranks"),
 ]

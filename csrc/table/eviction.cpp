@@ -252,7 +252,11 @@ bool Eviction::declines(uint32_t space, const Key& parent, std::span<const Key> 
   if (!least || least->priority != 0) return false;
   std::optional<uint8_t> inherited;
   const KeyEntry* above = parent.names_chunk() ? records_.find(space, parent) : nullptr;
-  if (above && above->ready != kNone && above->children == 0) inherited = records_.info(above->ready).kind;
+  if (above && above->ready != kNone) {
+    const RecordInfo& in = records_.info(above->ready);
+    if (in.kept || in.priority > 0) return false;  // somebody wants this prompt to stay
+    if (above->children == 0) inherited = in.kind;
+  }
   std::vector<uint64_t> names;
   for (const Key& key : keys) names.push_back(seeded_hash(key.bytes, space));
   uint64_t tick = header_.use_tick;

@@ -105,6 +105,23 @@ def test_of_sessions_that_do_not_fit_together_some_stay_with_the_selective_polic
     assert shares["lru"] < 0.05 and shares["selective"] > max(0.2, shares["adaptive"]), shares
 
 
+def test_what_goes_on_a_retained_prefix_is_not_declined() -> None:
+    engine = engine_of("selective")
+    for number in range(400):
+        ask(engine, chain(("often", number % 4), 16), f"o{number}")
+        if number % 40 == 0:
+            ask(engine, chain("seldom", 16), f"s{number}")
+    engine.table.evict(4 * PAGE, 16, by_operator=True)
+    first = chain("seldom", 4)
+    engine.store(first)
+    ask(engine, chain("seldom", 16), "declined")
+    assert not engine.has(chain("seldom", 16)[-1])
+    assert engine.table.retain(0, b"".join(first), 1, 1 << 40)[0] == 4
+    ask(engine, chain("seldom", 16), "goes on")
+    assert all(there(engine, chain("seldom", 16)))
+    engine.table.check_integrity()
+
+
 @pytest.mark.parametrize("policy", ["adaptive", "selective"])
 def test_only_the_selective_policy_declines_what_it_would_evict_first(policy: str) -> None:
     """A session that comes back seldom, while the pool is full of sessions that come back soon."""

@@ -87,8 +87,8 @@ def test_what_is_asked_for_again_and_again_outlives_what_is_asked_for_once() -> 
 
 
 def test_of_sessions_that_do_not_fit_together_some_stay_with_the_selective_policy() -> None:
-    """Sixteen, of a quarter of the pool each: four come back after 11 others, and twelve after 17. LRU lets each go just
-    before it comes back; the adaptive policy lets one of the four go for one of the twelve."""
+    """Sixteen, of a quarter of the pool each: four come back after 11 others, and twelve after 17. LRU lets each go
+    just before it comes back; the adaptive policy lets one of the four go for one of the twelve."""
     turns = [one for number in range(300) for one in (number % 4, 4 + 2 * number % 12, 5 + 2 * number % 12)]
     shares = {}
     for policy in POLICIES:

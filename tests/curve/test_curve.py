@@ -71,14 +71,20 @@ def prompts() -> list[list[int]]:
     return list(conversations(3000, seed=7))
 
 
-@pytest.mark.parametrize(("policy", "off"), [("lru", 1e-9), ("adaptive", 0.005), ("selective", 0.015)])
-def test_with_every_chunk_sampled_it_is_the_replay(prompts: list[list[int]], policy: str, off: float) -> None:
+@pytest.mark.parametrize(("policy", "mean", "most"), [
+    ("lru", 1e-9, 1e-9), ("adaptive", 0.004, 0.01), ("selective", 0.008, 0.02),
+])
+def test_with_every_chunk_sampled_it_is_the_replay(
+    prompts: list[list[int]], policy: str, mean: float, most: float
+) -> None:
     """For lru exactly. adaptive ranks leaves by more than their age, and the simulation chooses several at once;
-    selective declines by the call, and the simulation by the chunk."""
+    selective declines by the call, and the simulation by the chunk. Which evicted chunks are remembered depends on the
+    seed of the process's hashes, so the mean over sizes is bounded closely, and each size within what is promised."""
     exact = exact_shares(prompts, policy)
     assert exact[0] + 0.1 < exact[-1], "else the curve is flat, and nothing is compared"
     curve = fed(new_curve(policy), prompts, replayed(prompts, policy, ROOM))
-    assert curve.all.found_at == pytest.approx(exact, abs=off)
+    off = [abs(found - wanted) for found, wanted in zip(curve.all.found_at, exact, strict=True)]
+    assert sum(off) / len(off) <= mean and max(off) <= most, off
     assert curve.all.found_ever == pytest.approx(ever(prompts), abs=1e-9)
     assert curve.all.samples * TOKENS == curve.all.asked
 

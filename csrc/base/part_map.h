@@ -36,7 +36,7 @@ class PartMap {
   size_t size() const { return size_; }
   size_t bytes() const { return slabs_.size() * kSlab * sizeof(Item) + slots_.size() * (sizeof(uint32_t) + 1); }
 
-  // Makes room, so that no put() of so many parts has to move all slots.
+  // Makes room for `parts` parts, so that put() need not move all slots while there are no more.
   void reserve(size_t parts) {
     size_t slots = slots_.size();
     while (parts * 4 > slots * 3) slots *= 2;

@@ -63,7 +63,8 @@ void bind_part_map(py::module_& m) {
         return found;
       }, "sequence"_a, "The name of each part of the segment, and what get() returns for it.")
       .def("size_of", &PartMap::size_of, "sequence"_a, "How many parts the segment has.")
-      .def("reserve", &PartMap::reserve, "parts"_a, "Makes room, so that no put() of so many parts takes long.")
+      .def("reserve", &PartMap::reserve, "parts"_a,
+           "Makes room for so many parts. Until there are more, no put() takes long.")
       .def("__len__", &PartMap::size)
       .def_property_readonly("bytes", &PartMap::bytes, "The memory that it takes.");
 }

@@ -53,7 +53,7 @@ class ReuseModel {
   std::array<double, kBins> bins_per_tick_;
   Counts ends_{}, hits_{}, worth_{};
   std::array<Rates, kGaps> of_gap_;  // what is expected of chunks with a gap before any were seen
-  int gaps_of_ = 0;                  // for so many bits of the number of chunks
+  int gaps_of_ = 0;  // of_gap_ was made for a pool whose number of chunks has this many bits
 };
 
 }  // namespace kvdock

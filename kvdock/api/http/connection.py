@@ -82,6 +82,15 @@ class Counts(NamedTuple):
     tcp: ConnectionCount
 
 
+class Turns(NamedTuple):
+    """How much all connections of a server do in one turn of the event loop."""
+
+    reads: ReadTurns
+    engine_reads: ReadTurns
+    long_engine_reads: ReadTurns
+    ends: ReadTurns
+
+
 class Connection(HttpToolsProtocol):
     """Made by connection_class, which gives all connections of a server what they share. Each call of a connection has
     its Peer in `scope["state"]["peer"]`; one of a Unix connection has a reference to it in `["connection"]`."""
@@ -89,10 +98,7 @@ class Connection(HttpToolsProtocol):
     limits: ClassVar[ConnectionLimits]
     meter: ClassVar[Meter]
     counts: ClassVar[Counts]
-    reads: ClassVar[ReadTurns]
-    engine_reads: ClassVar[ReadTurns]
-    long_engine_reads: ClassVar[ReadTurns]
-    ends: ClassVar[ReadTurns]
+    turns: ClassVar[Turns]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -200,15 +206,15 @@ class Connection(HttpToolsProtocol):
     def _turns_of(self, read_bytes: int) -> ReadTurns:
         """Engines do not wait for people, but for the bodies of which a turn has one, whoever sends them."""
         if read_bytes >= LONG_READ_BYTES or self._counted is self.counts.tcp:
-            return self.reads
-        return self.engine_reads if read_bytes < SHORT_READ_BYTES else self.long_engine_reads
+            return self.turns.reads
+        return self.turns.engine_reads if read_bytes < SHORT_READ_BYTES else self.turns.long_engine_reads
 
     def eof_received(self) -> bool:  # type: ignore[override]  # uvicorn's leaves the transport to close itself
         """Closes the connection when it is its turn: a thousand may end at once, with the process that had them. What
         is still sent is sent before that."""
-        if self.ends.take(0):
+        if self.turns.ends.take(0):
             return False
-        self.ends.wait(self.transport.close, 0)
+        self.turns.ends.wait(self.transport.close, 0)
         return True
 
     def _go_on(self) -> None:
@@ -447,10 +453,13 @@ def check_uvicorn(version: str, protocol: type = HttpToolsProtocol) -> None:
 def connection_class(limits: ConnectionLimits, meter: Meter) -> type[Connection]:
     """For uvicorn.Config(http=…): the connections of one server."""
     shared = {
-        "limits": limits, "meter": meter, "reads": ReadTurns(),
-        "engine_reads": ReadTurns(ENGINE_READS_OF_TURN, calls_waiting=math.inf),
-        "long_engine_reads": ReadTurns(1, calls_waiting=math.inf),
-        "ends": ReadTurns(ENDS_OF_TURN, calls_waiting=math.inf),
+        "limits": limits, "meter": meter,
+        "turns": Turns(
+            ReadTurns(),
+            engine_reads=ReadTurns(ENGINE_READS_OF_TURN, calls_waiting=math.inf),
+            long_engine_reads=ReadTurns(1, calls_waiting=math.inf),
+            ends=ReadTurns(ENDS_OF_TURN, calls_waiting=math.inf),
+        ),
         "counts": Counts(
             ConnectionCount("Unix", limits.unix_connections), ConnectionCount("TCP", limits.tcp_connections)
         ),

@@ -8,8 +8,8 @@ show what one engine sees: the sessions that bench.service samples with seeds 1 
 Each request is looked up, its missing chunks are stored, and its lease is released before the next one comes.
 
 With `--rooms` it is `SESSIONS_ROOM_POLICY` instead, for pools of so many chunks, and the sessions of `--sessions` (0:
-all) with prompts of at most `--longest` tokens, whole. With `--gib` it is `found_GIB_POLICY`, for pools of so many GiB
-of an 8B model's KV (16 chunks a GiB).
+all) with prompts of at most `--longest` tokens, whole. With `--gib` it is `found_GIB_POLICY`: each number is the size
+of a pool in GiB of an 8B model's KV, which has 16 chunks a GiB.
 
 `default` is the policy of a server without lower tiers (`selective`); with tiers it is `adaptive`.
 

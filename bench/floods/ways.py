@@ -17,6 +17,7 @@ from kvdock.protocol.forms import JSON, PACKED
 HOST = b"Host: localhost\r\n"
 TIMEOUT_S = 1.0
 CROWD_S = 0.05
+"""For so long a crowd's connections are left open, so that the server has answered what it was sent."""
 
 # --------------------------------------------------------------------------- requests
 

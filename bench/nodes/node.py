@@ -39,6 +39,7 @@ PART_BYTES = 64 << 10
 CHUNK_TOKENS = 16
 PATIENCE_S = 60.0
 TURN_S = 0.01
+"""Between two questions of a node about its own load or store."""
 MANIFEST = s.Manifest(
     model="nodes", revision="r", kv_dtype="bfloat16", layers=1, kv_heads=1, head_size=64, token_order="ND",
     chunk_tokens=CHUNK_TOKENS, block_tokens=CHUNK_TOKENS, groups=(s.Group(part_bytes=PART_BYTES),), writers=1,

@@ -41,7 +41,7 @@ from bench.nodes.node import PART_BYTES, children
 WAIT_S, TIGHT_S = 10.0, 2.0
 ANSWER_S = 150.0
 MIDWAY_S = 0.02
-"""For so long a node loads before something is killed or cut off: most of the load is still to come then."""
+"""For so long a node loads before something is killed or cut off. Whether the load is midway then is not checked."""
 REPORTED_S = 2.0
 """After this long a server knows what its mover has counted."""
 REDIS_PORT, MASTER_PORT, MOONCAKE_MIB = 6379, 50051, 512

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import gc
+import os
+import shutil
 import signal
+import tempfile
 from collections.abc import Iterator
 
 import pytest
@@ -15,6 +18,15 @@ for ignored in (signal.SIGHUP, signal.SIGINT):  # in a run under nohup, or in a 
     if signal.getsignal(ignored) is signal.SIG_IGN:
         # Servers under test would inherit that it is ignored; a handler ends with exec, and lets this process live on.
         signal.signal(ignored, lambda number, frame: None)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Tests see no server and no measurements of the user who runs them, and leave none."""
+    if hasattr(config, "workerinput"):
+        return  # its environment is that of the process that started it
+    folder = tempfile.mkdtemp(prefix="kvdock-tests-")
+    os.environ.update(XDG_CACHE_HOME=folder, XDG_RUNTIME_DIR=folder)
+    config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -265,11 +265,10 @@ def _calibrations(known: list[Calibration]) -> Finding:
     return Finding("GPU copies", "ok", "; ".join(calibration.describe() for calibration in known))
 
 
-def _packing(rates: PackRates | None, not_packed: list[str]) -> Finding:
+def _packing(known: list[PackRates], not_packed: list[str]) -> Finding:
     """What `pack: auto` of this user's engines follows."""
-    text = "not measured yet: the first engine on the CPU with bf16 KV measures what it costs"
-    if rates is not None:
-        text = f"{'pays' if rates.pays else 'does not pay'} on the CPU: {rates.describe()}"
+    text = "; ".join(f"{'pays' if rates.pays else 'does not pay'}: {rates.describe()}" for rates in known)
+    text = text or "not measured yet: the first engine with bf16 KV measures what it costs"
     if not not_packed:
         return Finding("packing", "ok", text)
     return Finding(

@@ -1,8 +1,8 @@
 """Which KV groups of an engine are packed (docs/understand/packing.md): that is part of the manifest, so engines that
 pack share no chunks with those that do not.
 
-`pack: auto` packs on a CPU where that is measured to pay (kvdock/datapath/pack_rates.py), but for models whose first
-parts showed that they do not become smaller (FirstParts). On a GPU it does not pack.
+`pack: auto` packs where that is measured to pay (kvdock/datapath/pack_rates.py), but for models whose first parts
+showed that they do not become smaller (FirstParts).
 """
 
 from __future__ import annotations
@@ -55,10 +55,7 @@ def with_packing(manifest: Manifest, layouts: Sequence[PagedLayout], pack: str, 
 
 def _pays(manifest: Manifest, device: Device) -> bool:
     """Says why in the log. Ranks find the same files, or none of them packs."""
-    if device.cuda is not None:
-        log.info("KV is not packed: what it costs on a GPU is not measured at the start; pack: on packs it")
-        return False
-    rates = pack_rates()
+    rates = pack_rates(device.cuda)
     if rates is None:
         log.info("KV is not packed: what it costs is not known")
         return False

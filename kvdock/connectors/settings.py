@@ -49,8 +49,8 @@ class EngineSettings(LoadLimits):
     copy_threads: int = 2
     """Threads that copy when KV is on the CPU."""
     pack: str = "auto"
-    """Whether KV is packed in the pool: "on", "off", or "auto": on a CPU where it is measured to pay. Engines that pack
-    share no KV with those that do not (kvdock/connectors/packing.py)."""
+    """Whether KV is packed in the pool: "on", "off", or "auto": where it is measured to pay. Engines that pack share
+    no KV with those that do not (kvdock/connectors/packing.py)."""
     any_tensor_parallel: bool = False
     """Whether to share KV with engines of other tensor-parallel sizes, whose kernels round in another way. Engines that
     do share none with those that do not (kvdock/connectors/heads.py)."""

@@ -182,7 +182,7 @@ class WorkerConnector:
 
         if tuning is None:
             tuning = device.tuning(layouts, chunk_tokens=manifest.chunk_tokens)
-        storing = tuning.for_stores() if tuning is not None else None
+        storing = tuning.for_stores(packs=any(shapes)) if tuning is not None else None
         loading = tuning.for_packed() if tuning is not None and any(shapes) else tuning
         self._loaders: list[Copier]
         self._storers: list[Copier]

@@ -29,6 +29,7 @@ from kvdock.datapath.layout import PagedLayout
 from kvdock.shm.checksum import ensure_keys
 
 UNPACK_CTAS: Final = 16
+PACK_CTAS: Final = 4
 
 
 @dataclass(frozen=True)
@@ -63,13 +64,14 @@ class CopyTuning:
         """The tuning for loads of packed parts: unpacking needs UNPACK_CTAS to keep up with PCIe (bench/LOG.md)."""
         return replace(self, load_ctas=max(self.load_ctas, UNPACK_CTAS))
 
-    def for_stores(self) -> CopyTuning:
+    def for_stores(self, *, packs: bool = False) -> CopyTuning:
         """The tuning for stores while the engine computes: all of them are direct copies. While a staged store keeps
         the copy engine busy, no other copy to the host starts, such as that of the engine's sampled tokens: during a
-        store of 1 GiB on an H200, tokens came 15 ms late. More CTAs than saturate PCIe would delay the engine's kernels
-        (bench/LOG.md)."""
+        store of 1 GiB on an H200, tokens came 15 ms late. More CTAs than saturate PCIe would delay the engine's
+        kernels. With fewer than PACK_CTAS, packed stores would take twice as long as raw ones (bench/LOG.md)."""
         least = 1 << 20  # the smallest staging buffer; none is used
-        return replace(self, piece_bytes=least, direct_ctas=self.background_store_ctas, direct_store_bytes=1 << 62)
+        ctas = max(self.background_store_ctas, PACK_CTAS if packs else 0)
+        return replace(self, piece_bytes=least, direct_ctas=ctas, direct_store_bytes=1 << 62)
 
 
 def require_cuda(device: int) -> _core.CudaDevice:

@@ -1,11 +1,12 @@
-"""Measures whether packing KV pays with this machine's processor. The figures are kept in a file beside those of
-tuning.py, and `pack: auto` of engines on the CPU follows them (kvdock/connectors/packing.py).
+"""Measures whether packing KV pays with this machine's processor, or with a GPU. The figures are kept in files beside
+those of tuning.py, and the connectors' setting `pack: auto` follows them (kvdock/connectors/packing.py).
 
     pack_rates() ─► the file ─► else packed copies beside raw ones, under a lock ─► the file
 
-All engines of a machine read one file. So the ranks of an engine choose alike, and so do the engines that may share KV.
-Without a place for the file nothing is packed, because each process would measure for itself. The values are Gaussian,
-with a scale for each channel: they have about as many marks as real KV.
+All engines of a machine read one file: one for its processor, and one for each model of GPU. So the ranks of an engine
+choose alike, and so do the engines that may share KV. Without a place for the file nothing is packed, because each
+process would measure for itself. The values are Gaussian, with a scale for each channel: they have about as many marks
+as real KV.
 """
 
 from __future__ import annotations
@@ -22,74 +23,96 @@ import time
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Final
 
 from kvdock import _core
+from kvdock.datapath.cuda import CopyTuning, require_cuda
 from kvdock.datapath.tuning import cache_directory, calibrating
 from kvdock.shm.checksum import ensure_keys
 
 log = logging.getLogger("kvdock.datapath")
 
-FORMAT: Final = 1  # of the file, and of what is measured: raised when either changes
+FORMAT: Final = 2  # of the file, and of what is measured: raised when either changes
 PLANES, BLOCKS, BLOCK_BYTES, PARTS = 16, 16, 6144, 16
 """A part has 16 planes of 16 blocks: 24 tiles each. All parts have 24 MiB."""
+GPU_PARTS: Final = 64
+"""On a GPU, where the cost of a call would hide the cost of fewer bytes."""
 ROUNDS: Final = 3
-LEAST_LOAD: Final = 0.25
-"""The least rate of packed loads, in bytes of KV, as a share of that of raw loads. An engine on a CPU copies gigabytes
-a second and computes a hundredth of that, so four times the time of a load is little beside what is found more. Without
-vector loops packed loads have .13 of the rate, with AVX2 .33 and more (bench/LOG.md)."""
-LEAST_STORE: Final = 0.2
-"""The same of stores, which no request waits for."""
+
+
+@dataclass(frozen=True)
+class Least:
+    """The least rates of packed copies with which packing pays, in bytes of KV, as shares of those of raw copies."""
+
+    load: float
+    store: float
+
+
+ON_CPU: Final = Least(load=0.25, store=0.2)
+"""An engine on a CPU copies gigabytes a second and computes a hundredth of that, so four times the time of a load is
+little beside what is found more. Without vector loops packed loads have .13 of the rate, with AVX2 .33 and more
+(bench/LOG.md). No request waits for a store."""
+ON_GPU: Final = Least(load=1.0, store=0.5)
+"""A GPU computes so fast that a load must not become slower. Over PCIe it becomes quicker, for fewer bytes pass."""
 
 
 @dataclass(frozen=True)
 class PackRates:
-    """Rates of packed copies, in bytes of KV, relative to those of raw copies; both hash. `loop`: how the processor
-    packs."""
+    """Rates of packed copies, in bytes of KV, relative to those of raw copies; both hash. `by`: what packs: a loop of
+    the processor, or the name of a GPU. `least`: what is wanted of it."""
 
-    loop: str
+    by: str
     load_share: float
     store_share: float
+    least: Least = ON_CPU
 
     @property
     def pays(self) -> bool:
-        return self.load_share >= LEAST_LOAD and self.store_share >= LEAST_STORE
+        return self.load_share >= self.least.load and self.store_share >= self.least.store
 
     def describe(self) -> str:
         return (
-            f"packed loads by {self.loop} at {self.load_share:.2f} of the rate of raw ones (at least {LEAST_LOAD} "
-            f"wanted), stores at {self.store_share:.2f} ({LEAST_STORE})"
+            f"packed loads by {self.by} at {self.load_share:.2f} of the rate of raw ones (at least {self.least.load} "
+            f"wanted), stores at {self.store_share:.2f} ({self.least.store})"
         )
 
 
-def pack_rates(cache_dir: Path | None = None) -> PackRates | None:
-    """From the file, or measured now, in some seconds at most. None: the figures cannot be kept."""
+def pack_rates(gpu: int | None = None, cache_dir: Path | None = None) -> PackRates | None:
+    """From the file, or measured now, in some seconds at most. `gpu`: its index in this process; None: the processor.
+    None: the figures cannot be had, or cannot be kept. Raises NoCuda if there is no such GPU."""
     directory = cache_dir if cache_dir is not None else cache_directory()
-    path = _path(directory)
+    path = _path(directory, gpu)
     try:
         if (known := _read(path)) is None:
             with calibrating(directory):
                 if (known := _read(path)) is None:  # another process may have measured it meanwhile
-                    known = measured()
+                    known = measured(gpu)
                     fresh = path.with_suffix(f".{os.getpid()}")
                     fresh.write_text(json.dumps({"format": FORMAT, **asdict(known)}, indent=1) + "\n")
                     fresh.replace(path)
         return known
     except OSError as error:
         log.warning("what packing costs cannot be kept in %s: %s", directory, error)
-        return None
+    except _core.CudaError as error:
+        log.warning("what packing costs on GPU %s cannot be measured: %s", gpu, error)
+    return None
 
 
-def kept_pack_rates(cache_dir: Path | None = None) -> PackRates | None:
-    """None: no engine of this user has measured it."""
-    return _read(_path(cache_dir if cache_dir is not None else cache_directory()))
+def kept_pack_rates(cache_dir: Path | None = None) -> list[PackRates]:
+    """What engines of this user have measured."""
+    directory = cache_dir if cache_dir is not None else cache_directory()
+    found = [_read(path) for path in sorted(directory.glob("pack-*.json"))]
+    return [one for one in found if one is not None]
 
 
-def _path(directory: Path) -> Path:
-    """Another processor, or other loops, have another file: home directories may be on a network."""
+def _path(directory: Path, gpu: int | None) -> Path:
+    """Other loops, another processor, GPU or driver have another file: home directories may be on a network."""
     identity = [FORMAT, platform.machine(), _processor(), _core.tile_paths(), _core.cpu_paths()]
+    if gpu is not None:
+        device = require_cuda(gpu)
+        identity += [device.name, device.driver, _core.cuda_kernels()]
     return directory / f"pack-{hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]}.json"
 
 
@@ -108,7 +131,10 @@ def _read(path: Path) -> PackRates | None:
         data = json.loads(path.read_text())
         if data.pop("format") != FORMAT:
             return None
-        return PackRates(str(data.pop("loop")), **{name: float(value) for name, value in data.items()})
+        return PackRates(
+            str(data.pop("by")), least=Least(**data.pop("least")),
+            **{name: float(value) for name, value in data.items()},
+        )
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -119,15 +145,16 @@ def _read(path: Path) -> PackRates | None:
 # ------------------------------------------------------------------ measuring
 
 
-def measured() -> PackRates:
-    """Copies take turns, and the least of their times counts: a disturbance can only make a copy slower."""
-    with _copies() as calls:
+def measured(gpu: int | None = None) -> PackRates:
+    """Copies take turns, and the least of their times counts: a disturbance can only make a copy slower. Raises NoCuda
+    and CudaError."""
+    with _cpu_copies() if gpu is None else _gpu_copies(gpu) as calls:
         least: dict[str, float] = {}
         for _ in range(1 + ROUNDS):  # the first one touches memory that is new
             least = {name: min(call(), least.get(name, float("inf"))) for name, call in calls.items()}
+    by, wanted = (_core.tile_paths()[0], ON_CPU) if gpu is None else (require_cuda(gpu).name, ON_GPU)
     return PackRates(
-        _core.tile_paths()[0], round(least["load"] / least["packed load"], 3),
-        round(least["store"] / least["packed store"], 3),
+        by, round(least["load"] / least["packed load"], 3), round(least["store"] / least["packed store"], 3), wanted
     )
 
 
@@ -147,16 +174,17 @@ def plane_values() -> bytes:
 class _Parts:
     """All parts as the native core is told of them."""
 
-    def __init__(self, paged: int, slots: int) -> None:
-        size = PARTS * BLOCKS * BLOCK_BYTES
+    def __init__(self, paged: int, slots: int, parts: int) -> None:
+        blocks = parts * BLOCKS
+        size = blocks * BLOCK_BYTES
         planes = [(paged + plane * size, BLOCK_BYTES, BLOCK_BYTES, 1, BLOCK_BYTES) for plane in range(PLANES)]
-        self.layout = _core.PagedLayout(planes, num_blocks=PARTS * BLOCKS, block_tokens=1)
+        self.layout = _core.PagedLayout(planes, num_blocks=blocks, block_tokens=1)
         self.shape = _core.packed_shape(self.layout, blocks=BLOCKS, marks=None, units=None)
         ensure_keys(PART_BYTES)
-        self.slots = array("Q", range(slots, slots + PARTS * PART_BYTES, PART_BYTES))
-        self.ids = array("q", (at * _STRIDE % (PARTS * BLOCKS) for at in range(PARTS * BLOCKS)))
-        self.starts = array("q", range(0, PARTS * BLOCKS + 1, BLOCKS))
-        self.skips = array("q", bytes(8 * PARTS))
+        self.slots = array("Q", range(slots, slots + parts * PART_BYTES, PART_BYTES))
+        self.ids = array("q", (at * _STRIDE % blocks for at in range(blocks)))
+        self.starts = array("q", range(0, blocks + 1, BLOCKS))
+        self.skips = array("q", bytes(8 * parts))
 
     @property
     def places(self) -> tuple[array[int], array[int], array[int]]:
@@ -173,10 +201,10 @@ _STRIDE: Final = 79  # scattered like an engine's blocks
 
 
 @contextmanager
-def _copies() -> Iterator[Calls]:
+def _cpu_copies() -> Iterator[Calls]:
     """By this thread's processor time: what else runs on the machine does not count."""
     with mmap.mmap(-1, PARTS * PART_BYTES) as paged, mmap.mmap(-1, PARTS * PART_BYTES) as slots:
-        of = _Parts(_address_of(paged), _address_of(slots))
+        of = _Parts(_address_of(paged), _address_of(slots), PARTS)
         of.fill()
         _core.scatter(of.layout, *of.places, of.skips, threads=1)
         sums: Sequence[int | None] = []
@@ -200,6 +228,48 @@ def _copies() -> Iterator[Calls]:
             "packed store": timed(lambda: _core.gather_packed(of.layout, of.shape, *of.places, threads=1)),
             "packed load": timed(unpack),
         }
+
+
+@contextmanager
+def _gpu_copies(gpu: int) -> Iterator[Calls]:
+    """By the GPU's clock, with page-locked slots and the copies that connectors make: staged loads, direct stores."""
+    paged, slots = (
+        _core.CudaBuffer(device=gpu, bytes=GPU_PARTS * PART_BYTES, host=is_host) for is_host in (False, True)
+    )
+    of, watch = _Parts(paged.address, slots.address, GPU_PARTS), _core.CudaStopwatch(device=gpu)
+    of.fill()
+    staged = replace(CopyTuning(), direct_load_bytes=0)
+    copiers = []
+
+    def timed(tuning: CopyTuning, *, stores: bool, packs: bool) -> Callable[[], float]:
+        copier = _core.CudaCopier(device=gpu, **tuning.for_core())
+        copiers.append(copier)
+        how = (of.shape.marks, of.shape.units) if packs else None
+        layout = copier.add_layout(of.layout, part_blocks=BLOCKS, packed=how)
+
+        def call() -> float:
+            watch.start()
+            if stores:
+                copied = copier.gather(layout, *of.places, after=watch.stream)
+            else:
+                copied = copier.scatter(layout, *of.places, of.skips, after=watch.stream)
+            copied.order(watch.stream)
+            return watch.stop_ms()
+
+        return call
+
+    try:
+        calls = {
+            "store": timed(CopyTuning().for_stores(), stores=True, packs=False),
+            "load": timed(staged, stores=False, packs=False),
+            "packed store": timed(CopyTuning().for_stores(packs=True), stores=True, packs=True),
+            "packed load": timed(staged.for_packed(), stores=False, packs=True),
+        }
+        calls["load"]()  # fills the blocks
+        yield calls
+    finally:
+        for copier in copiers:
+            copier.close()
 
 
 def _address_of(memory: mmap.mmap) -> int:

@@ -4,6 +4,7 @@ packed."""
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from kvdock.datapath.copy import PartCopy
 from kvdock.datapath.cuda import CopyTuning
 from kvdock.datapath.cuda_packed import PackedCudaCopier
 from kvdock.datapath.devices import Device
+from kvdock.datapath.pack_rates import ON_GPU, kept_pack_rates, pack_rates
 from kvdock.shm.checksum import checksum
 
 pytestmark = needs_gpu
@@ -118,3 +120,10 @@ def test_a_slot_that_holds_no_packed_part_is_not_ok() -> None:
         ]).result()
         assert [one.ok for one in found] == [True, False]
         copier.close()
+
+
+def test_what_packing_costs_is_measured_and_kept(tmp_path: Path) -> None:
+    found = pack_rates(0, tmp_path)
+    assert found is not None and (found.by, found.least) == (torch.cuda.get_device_name(0), ON_GPU)
+    print(found.describe())
+    assert found.load_share > 0 and found.store_share > 0 and kept_pack_rates(tmp_path) == [found]

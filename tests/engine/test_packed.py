@@ -25,7 +25,7 @@ from kvdock.connectors.errors import NotSupportedError
 from kvdock.connectors.packing import with_packing
 from kvdock.datapath.devices import CPU, Device
 from kvdock.datapath.layout import PagedLayout, paged_layout
-from kvdock.datapath.pack_rates import PackRates
+from kvdock.datapath.pack_rates import ON_GPU, PackRates
 from kvdock.engine.config import EngineConfig, preset
 from kvdock.engine.engine import Engine
 from kvdock.engine.kv_cache import KVCache
@@ -218,12 +218,16 @@ def test_what_does_not_become_smaller_stays_raw() -> None:
 
 @pytest.fixture
 def rates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
-    """Has this machine's loads of packed parts run at a share of the rate of raw ones."""
+    """Has loads of packed parts run at a share of the rate of raw ones here, and on a GPU at three times that."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    return lambda share: monkeypatch.setattr(packing, "pack_rates", lambda: PackRates("a loop", share, 0.3))
+    return lambda share: monkeypatch.setattr(
+        packing, "pack_rates",
+        lambda gpu: PackRates("a loop", share, 0.3)
+        if gpu is None else PackRates(f"GPU {gpu}", 3 * share, 0.6, ON_GPU),
+    )
 
 
-def test_auto_packs_on_a_cpu_that_is_quick_enough_and_says_so(
+def test_auto_packs_where_that_is_quick_enough_and_says_so(
     rates: Callable[[float], None], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "kvdock.connector")
@@ -232,6 +236,9 @@ def test_auto_packs_on_a_cpu_that_is_quick_enough_and_says_so(
     assert with_packing(manifest, layouts, "auto", CPU) == with_packing(manifest, layouts, "on", CPU)
     assert "KV is packed; packed loads by a loop at 0.30 of the rate of raw ones" in caplog.text
     assert with_packing(manifest, layouts, "auto", Device(0)) == manifest
+    assert "it does not pay here; packed loads by GPU 0 at 0.90 of the rate of raw ones (at least 1.0" in caplog.text
+    rates(0.4)
+    assert with_packing(manifest, layouts, "auto", Device(0)) == with_packing(manifest, layouts, "on", CPU)
     rates(0.2)
     assert with_packing(manifest, layouts, "auto", CPU) == manifest
     assert "KV is not packed: it does not pay here; packed loads by a loop at 0.20" in caplog.text

@@ -76,6 +76,8 @@ ROWS = {
     "lora": Row("llama", {"enable_lora": True, "max_lora_rank": 8, "max_loras": 1}, adapter="one"),
     "llama on two ranks": Row("llama", {"tensor_parallel_size": 2}, ranks=2),
     "mla on two ranks": Row("mla", {"tensor_parallel_size": 2}, ranks=2),
+    "llama packed on two ranks": Row("llama", {"dtype": "bfloat16", "tensor_parallel_size": 2}, ranks=2, packs=True),
+    "mla packed on two ranks": Row("mla", {"dtype": "bfloat16", "tensor_parallel_size": 2}, ranks=2, packs=True),
 }
 
 
@@ -112,7 +114,7 @@ def test_what_is_loaded_gives_the_bits_of_a_local_hit(name: str, tmp_path: Path,
         pytest.skip(f"{GPUS} GPU, {row.ranks} wanted")
     said = {
         "model": str(make_model(MODELS, row.model, tmp_path)), "address": large.unix, "prompt": prompt_of(row),
-        "engine": row.engine, "pack": "on" if row.packs else "off",
+        "engine": row.engine, "extra": {"pack": "on" if row.packs else "off"},
         "adapter": ["sql", 1, str(make_model(MODELS, "lora", tmp_path) / row.adapter)] if row.adapter else None,
     }
     first, second = (
@@ -134,3 +136,43 @@ def test_what_is_loaded_gives_the_bits_of_a_local_hit(name: str, tmp_path: Path,
     with Client(large.unix) as client:
         pool = client.status().pool
     assert (pool.kv_bytes > 1.1 * pool.ready_bytes) == row.packs
+
+
+DTYPE = {"off": "auto", "on": "bfloat16"}
+"""For each setting of `pack`: only bf16 packs."""
+NEAR = 0.25
+"""How far apart the log-probabilities of the first token of two tensor-parallel sizes may be: their kernels round
+otherwise, by .003 to .075 where both computed."""
+
+
+def apart(one: dict[str, Any], other: dict[str, Any]) -> float:
+    """Of the first token, which alone follows the same tokens for certain; infinite if it is another one."""
+    (token, made), (wanted, computed) = one["run"][0], other["run"][0]
+    return abs(float.fromhex(made) - float.fromhex(computed)) if token == wanted else float("inf")
+
+
+@pytest.mark.any_tp
+@pytest.mark.parametrize("pack", DTYPE)
+@pytest.mark.parametrize(("stores", "loads"), [(2, 1), (1, 2)])
+def test_an_engine_of_another_tensor_parallel_size_loads_it(
+    stores: int, loads: int, pack: str, tmp_path: Path, large: ServerProcess
+) -> None:
+    if max(stores, loads) > GPUS:
+        pytest.skip(f"{GPUS} GPU, {max(stores, loads)} wanted")
+    said = {
+        "model": str(make_model(MODELS, "llama", tmp_path)), "address": large.unix, "adapter": None,
+        "prompt": prompt_of(ROWS["llama"]), "extra": {"pack": pack, "any_tensor_parallel": True},
+    }
+    first, second = (
+        run_on_gpu(
+            HERE / "gpu_engine.py", json.dumps({
+                **said, "engine": {"tensor_parallel_size": ranks, "dtype": DTYPE[pack]}, "is_first": ranks == stores,
+            }), seconds=START_S, VLLM_LOGGING_STREAM="ext://sys.stderr",
+        ) for ranks in (stores, loads)
+    )
+    local = first["local"]
+    assert (local["cached"], second["loaded"]["cached"]) == (CHUNKS, CHUNKS)
+    assert first["loaded"] == local, "loaded by the engine that stored it"
+    assert apart(first["poisoned"], local) > NEAR, "the control: what is in the KV memory shows"
+    assert apart(second["loaded"], local) < NEAR
+    assert second["again"] == second["loaded"], "a local hit in what was loaded"

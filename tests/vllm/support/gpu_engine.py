@@ -4,8 +4,8 @@ workers in processes of their own.
     python gpu_engine.py SAID
 
 SAID is JSON: "model", "address", "prompt" (token ids), "adapter" ([name, number, folder], or null), "engine" (more
-arguments of vLLM's LLM), "pack" (the connector's setting), and "is_first": this engine computes and stores the prompt;
-else another one has stored it.
+arguments of vLLM's LLM), "extra" (more settings of the connector), and "is_first": this engine computes and stores the
+prompt; else another one has stored it.
 
 Prints, as one line of JSON, {name: {"run": [[token, log-probability as hex]], "cached": tokens that were not computed,
 "drafts": [verified, drafted, accepted]}}. Of the first engine: "cold", "local" (a hit in its own prefix cache),
@@ -44,7 +44,7 @@ def settings_of(said: dict[str, Any]) -> dict[str, Any]:
     extra = {
         "address": said["address"], "chunk_tokens": 64, "timeout_s": 20.0, "lookup_wait_s": 1.0,
         "load_if_cheaper": False,  # a tiny model computes as fast as it loads
-        "pack": said["pack"],
+        **said["extra"],
     }
     return {
         "model": said["model"], "skip_tokenizer_init": True, "disable_log_stats": False,  # it counts drafts

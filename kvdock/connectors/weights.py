@@ -252,10 +252,10 @@ def _parts(runs: Sequence[Run]) -> Iterator[Run]:
 
 
 def _digests(descriptor: int, runs: Sequence[Run], stretch: int) -> bytes:
-    return b"".join(_digest_of_file(descriptor, run, stretch) for run in runs)
+    return b"".join(_digest_of_run(descriptor, run, stretch) for run in runs)
 
 
-def _digest_of_file(descriptor: int, run: Run, stretch: int) -> bytes:
+def _digest_of_run(descriptor: int, run: Run, stretch: int) -> bytes:
     digest = hashlib.sha256()
     for start, size in _pieces(run, stretch):
         found = os.pread(descriptor, size, start)
@@ -299,7 +299,7 @@ def _runs(tensors: Sequence[tuple[int, int]], size: int) -> Iterator[Run]:
         yield Run(whole_since, size, is_tensor=False)
 
 
-# ---------------------------------------------------------------------- headers
+# --------------------------------------------------------------------------- where the tensors of a file are
 
 
 def layout_of(file: BinaryIO, size: int) -> list[tuple[int, int]]:

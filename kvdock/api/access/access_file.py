@@ -367,7 +367,7 @@ def _digest(text: str) -> str:
     return digest_of(text.encode()).hex()
 
 
-# ------------------------------------------------------------------ the text
+# --------------------------------------------------------------------------- entries in the file's text
 
 
 def _cut(text: str) -> tuple[str, list[str]]:
@@ -395,7 +395,7 @@ def _with_line(text: str, key: str, value: str) -> str:
                   flags=re.MULTILINE)
 
 
-# ------------------------------------------------------------------ the file
+# --------------------------------------------------------------------------- the file on disk
 
 
 def _edit(path: str, change: Change) -> None:

@@ -426,7 +426,7 @@ def _range(text: str) -> _Range | None:
 
 B = TypeVar("B", bound=Body)
 
-_operators_route = partial(route, router, tag="administration")
+_admin_route = partial(route, router, tag="administration")
 
 
 def _add(
@@ -449,7 +449,7 @@ def _add(
         log_done(peer, call, asked, done)
         return answer(done)
 
-    _operators_route(call, summary=summary, note=note, body=body, name=name, **more)(respond)
+    _admin_route(call, summary=summary, note=note, body=body, name=name, **more)(respond)
 
 
 _add(
@@ -518,7 +518,7 @@ _add(
 )
 
 
-@_operators_route(
+@_admin_route(
     c.TIERS, summary="What lower tiers have of each namespace",
     note="Every tier lists what it has, which takes a while in a large store; `error` of a tier says why its list is "
     "missing. Object stores, folders and a disk can list.",
@@ -529,6 +529,6 @@ async def show_tiers(request: Request) -> Response:
     return answer(await admin.tiers())
 
 
-@_operators_route(c.CONFIG, summary="Limits and settings in effect")
+@_admin_route(c.CONFIG, summary="Limits and settings in effect")
 async def show_config(request: Request) -> Response:
     return answer(await handlers_of(request).admin.config())

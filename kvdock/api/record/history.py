@@ -363,7 +363,7 @@ TOGETHER_S = 1.0
 QUOTAS: Final = "quotas"
 
 
-class _KeptMarks(msgspec.Struct, omit_defaults=True):
+class _KeptMark(msgspec.Struct, omit_defaults=True):
     """`at`: Unix seconds."""
 
     at: float
@@ -380,12 +380,12 @@ class Marks:
 
     def __init__(self, wall_s: Callable[[], float]) -> None:
         self._wall_s = wall_s
-        self._known: deque[_KeptMarks] = deque(maxlen=MOST_MARKS)
+        self._known: deque[_KeptMark] = deque(maxlen=MOST_MARKS)
         self._has_changed = False
 
     def started(self) -> None:
         """A server of the pool begins."""
-        self._known.append(_KeptMarks(self._wall_s(), "started"))
+        self._known.append(_KeptMark(self._wall_s(), "started"))
         self._has_changed = True
 
     def take(self, event: Event) -> None:
@@ -404,7 +404,7 @@ class Marks:
             last.limits += [name for name in names if name not in last.limits]
             last.pool_bytes = last.pool_bytes if pool_bytes is None else pool_bytes
         else:
-            self._known.append(_KeptMarks(now, "limits", list(names), pool_bytes))
+            self._known.append(_KeptMark(now, "limits", list(names), pool_bytes))
         self._has_changed = True
 
     def within(self, seconds: float) -> list[Mark]:
@@ -428,4 +428,4 @@ class Marks:
 
     def take_over(self, kept: msgspec.Raw) -> None:
         """Goes on with the marks of an earlier server. Raises msgspec.MsgspecError."""
-        self._known.extend(msgspec.json.decode(kept, type=list[_KeptMarks]))
+        self._known.extend(msgspec.json.decode(kept, type=list[_KeptMark]))

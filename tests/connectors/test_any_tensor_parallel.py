@@ -47,7 +47,7 @@ def in_vllms_order(memory: torch.Tensor, order: str) -> torch.Tensor:
     return memory.transpose(1, 2) if order == "tokens first" else memory
 
 
-def vllm_config(heads: int, workers: int) -> SimpleNamespace:
+def vllm_config(heads: int, shards: int, stages: int) -> SimpleNamespace:
     model = SimpleNamespace(
         architecture="LlamaForCausalLM", model="org/model", revision=None, dtype=torch.bfloat16, quantization=None,
         seed=0, max_model_len=4096, original_max_model_len=4096, model_weights="", get_head_size=lambda: SIZE,
@@ -57,21 +57,20 @@ def vllm_config(heads: int, workers: int) -> SimpleNamespace:
     return SimpleNamespace(
         model_config=model, load_config=SimpleNamespace(load_format="auto", download_dir=None,
                                                         model_loader_extra_config={}),
-        parallel_config=SimpleNamespace(tensor_parallel_size=workers, pipeline_parallel_size=1, rank=0),
+        parallel_config=SimpleNamespace(tensor_parallel_size=shards, pipeline_parallel_size=stages, rank=0),
         speculative_config=None, compilation_config=SimpleNamespace(static_forward_context={}),
         cache_config=SimpleNamespace(cache_dtype="auto"),
     )
 
 
 class Worker:
-    """A worker's memory, with its heads of the model. `whole`: a layer's KV of all heads."""
+    """A worker's memory, with its heads of the model, in the layers of its stage. `whole`: a layer's KV of all
+    heads."""
 
-    def __init__(self, rank: int, workers: int, heads: int, order: str) -> None:
-        self.order, own = order, max(1, heads // workers)
-        self.heads = slice(rank * heads // workers, rank * heads // workers + own)
-        self.memory = {
-            f"layer.{at}": torch.full(ORDERS[order](own), -1.0, dtype=torch.bfloat16) for at in range(LAYERS)
-        }
+    def __init__(self, shard: int, shards: int, heads: int, order: str, layers: range = range(LAYERS)) -> None:
+        self.order, self.layers, own = order, layers, max(1, heads // shards)
+        self.heads = slice(shard * heads // shards, shard * heads // shards + own)
+        self.memory = {f"layer.{at}": torch.full(ORDERS[order](own), -1.0, dtype=torch.bfloat16) for at in layers}
         self.tensors = {name: in_vllms_order(memory, order) for name, memory in self.memory.items()}
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
@@ -80,18 +79,23 @@ class Worker:
 
 
 class Engine:
-    """`workers` workers with a session of one instance, and the scheduler's side in the first."""
+    """`shards` workers in each of `stages` stages, with a session of one instance, and the scheduler's side in the
+    first."""
 
-    def __init__(self, address: str, workers: int, heads: int, order: str, salt: str) -> None:
-        self.workers = [Worker(rank, workers, heads, order) for rank in range(workers)]
-        config = vllm_config(heads, workers)
+    def __init__(self, address: str, shards: int, stages: int, heads: int, order: str, salt: str) -> None:
+        of_stage = LAYERS // stages
+        self.workers = [
+            Worker(shard, shards, heads, order, range(stage * of_stage, (stage + 1) * of_stage))
+            for stage in range(stages) for shard in range(shards)
+        ]
+        config = vllm_config(heads, shards, stages)
         page_bytes = self.workers[0].memory["layer.0"][0].numel() * 2
-        groups = [KVGroup(None, BLOCK, dict.fromkeys(self.workers[0].memory, page_bytes), latent=False)]
         self.connectors: list[WorkerConnector] = []
         self.manifests: list[Manifest] = []
         instance = unique("instance")
         for rank, worker in enumerate(self.workers):
             config.parallel_config.rank = rank
+            groups = [KVGroup(None, BLOCK, dict.fromkeys(worker.memory, page_bytes), latent=False)]
             place = place_of(config.parallel_config, groups)
             parts = divided(groups, worker.tensors, BLOCKS, heads=heads, place=place)
             place = placed(parts, place)
@@ -108,13 +112,13 @@ class Engine:
             self.manifests.append(manifest)
             session.start()
         self.session = self.connectors[0].session
-        self.scheduler = SchedulerConnector(self.session, readers=max(workers, manifest.writers))
+        self.scheduler = SchedulerConnector(self.session, readers=max(len(self.workers), manifest.writers))
 
     def store(self, whole: Sequence[torch.Tensor], block_ids: list[int]) -> None:
         """Fills all workers' memory with their heads of `whole`, and stores the blocks."""
         for worker in self.workers:
-            for memory, all_heads in zip(worker.memory.values(), whole, strict=True):
-                memory.copy_(worker.of(all_heads))
+            for memory, layer in zip(worker.memory.values(), worker.layers, strict=True):
+                memory.copy_(worker.of(whole[layer]))
         offer = self.scheduler.stores.begin_store("r", TOKENS, [block_ids], len(TOKENS))
         assert offer is not None
         stored: list[int] = []
@@ -161,12 +165,14 @@ class Engine:
 
 
 @contextmanager
-def engines(address: str, sizes: Sequence[int], heads: int, order: str) -> Iterator[list[Engine]]:
+def engines(
+    address: str, sizes: Sequence[int], heads: int, order: str, stages: int = 1
+) -> Iterator[list[Engine]]:
     salt = unique("salt")
     with ExitStack() as ends:
         started = []
         for size in sizes:
-            started.append(Engine(address, size, heads, order, salt))
+            started.append(Engine(address, size, stages, heads, order, salt))
             ends.callback(started[-1].close)
         yield started
 
@@ -186,18 +192,31 @@ PAIRS = [pair for pair in itertools.product((1, 2, 4, 8), repeat=2) if pair[0] !
 def test_what_one_size_stores_another_loads_byte_for_byte(
     writers: int, readers: int, heads: int, order: str, server: ServerProcess
 ) -> None:
-    """The first chunk's first block is shared with other requests, so it is hashed and not written."""
-    with engines(server.unix, (writers, readers), heads, order) as (writer, reader):
+    check_bytes(server.unix, (writers, readers), heads, order)
+
+
+@pytest.mark.parametrize("heads", [4, 2], ids=["4 heads", "2 heads"])
+@pytest.mark.parametrize(("writers", "readers"), [(1, 4), (4, 2)])
+def test_each_pipeline_stage_has_parts_of_its_own_layers(
+    writers: int, readers: int, heads: int, server: ServerProcess
+) -> None:
+    check_bytes(server.unix, (writers, readers), heads, "heads first", stages=3)
+
+
+def check_bytes(address: str, sizes: tuple[int, int], heads: int, order: str, stages: int = 1) -> None:
+    """The first size stores, the second loads. The first chunk's first block is shared with other requests, so it is
+    hashed and not written."""
+    with engines(address, sizes, heads, order, stages) as (writer, reader):
         assert len({manifest for engine in (writer, reader) for manifest in engine.manifests}) == 1
         whole, source, target = model_kv(heads, order), [5, 2, 9, 0, 7, 1, 11, 4], [3, 8, 6, 10, 2, 0, 9, 5]
         writer.store(whole, source)
-        assert reader.load(target, BLOCK) == [len(TOKENS)] * readers
+        assert reader.load(target, BLOCK) == [len(TOKENS)] * sizes[1] * stages
         for worker in reader.workers:
-            for memory, all_heads in zip(worker.memory.values(), whole, strict=True):
+            for memory, layer in zip(worker.memory.values(), worker.layers, strict=True):
                 wanted = torch.full_like(memory, -1.0)
-                wanted[target[1:]] = worker.of(all_heads)[source[1:]]
+                wanted[target[1:]] = worker.of(whole[layer])[source[1:]]
                 assert torch.equal(memory.view(torch.int16), wanted.view(torch.int16))
-        with Client(server.unix) as client:
+        with Client(address) as client:
             assert not [one for one in client.leases().leases if one.session in sessions_of(reader)]
 
 

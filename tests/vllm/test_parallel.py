@@ -55,6 +55,21 @@ def test_what_one_of_two_workers_cannot_load_is_computed_by_both(
 
 
 @ENGINES_START_SLOWLY
+@pytest.mark.any_tp
+def test_stages_of_one_worker_read_what_stages_of_two_have_stored(
+    models: dict[str, Path], server: ServerProcess
+) -> None:
+    two, one = ({**several(shards, 2), "extra": {"any_tensor_parallel": True}} for shards in (2, 1))
+    with Engine(models["deep"], server.unix, **two) as engine:
+        computed, at_hand = engine.generate(PROMPTS)
+        assert at_hand == NOTHING
+        engine.drain()
+    with Engine(models["deep"], server.unix, **one) as engine:
+        loaded, at_hand = engine.generate(PROMPTS)
+        assert at_hand == HITS and tokens_of(loaded) == tokens_of(computed)
+
+
+@ENGINES_START_SLOWLY
 @pytest.mark.parametrize(("method", "model", "drafter"), [
     ("draft_model", "llama", "llama"), pytest.param("eagle", "llama", "eagle", marks=pytest.mark.sweep),
     ("eagle3", "llama", "eagle3"), ("mtp", "mimo", None),

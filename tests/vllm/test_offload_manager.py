@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
-from api_helpers import ServerProcess
-from schedulers import ITSELF, VERSIONS, Run
+from api_helpers import ServerProcess, access_file
+from schedulers import ITSELF, VERSIONS, Run, Schedulers
+
+from kvdock.api.access.access_file import entry
 
 pytestmark = [pytest.mark.vllm, pytest.mark.parametrize("version", [VERSIONS[-1], ITSELF])]
 SCENARIOS = "tier_scenarios"
@@ -21,6 +25,20 @@ def test_engines_share_what_they_offload(overlap: bool, run: Run) -> None:
 def test_several_groups_are_shared_as_vllm_wants_them(windows: tuple[int | None, ...], run: Run) -> None:
     found = run("shares", windows=windows, weights_digest=f"groups {windows}")
     assert found == {**CLEAN, "loaded": [0, 144, 144], "leases": 0, "second": CLEAN}
+
+
+def test_tenants_share_with_themselves_alone(version: str, schedulers: Schedulers, tmp_path: Path) -> None:
+    tokens = {"a": "a" * 32, "b": "b" * 32}
+    held = {tenant: tmp_path / f"token-{tenant}" for tenant in tokens}
+    for tenant, file in held.items():
+        file.touch(mode=0o600)
+        file.write_text(tokens[tenant])
+    path = access_file(tmp_path, *(entry(tenant, token, ["engine"], tenant) for tenant, token in tokens.items()))
+    with ServerProcess(access_file=str(path)) as server:
+        files = [str(held[tenant]) for tenant in "aba"]
+        found = schedulers.run(version, "tenants", server.http, files, module=SCENARIOS)
+        assert server.stop() == 0, server.log_text()
+    assert found == {**CLEAN, "loaded": [0, 0, 144]}
 
 
 @pytest.mark.parametrize("windows", [(None,), (None, 40)], ids=str)

@@ -15,7 +15,8 @@ from whole_engines import EngineFork, WholeEngine
 from kvdock.client.client import Client
 
 HERE = Path(__file__).parent
-ENGINE_PYTHON = ROOT / ".venv-sglang-cpu" / "bin" / "python"
+ENGINE_PYTHON = ROOT / os.environ.get("SGLANG_ENVIRONMENT", ".venv-sglang-cpu") / "bin" / "python"
+"""With SGLANG_ENVIRONMENT: `make test-newest`."""
 KINDS = (
     "llama", "window", "states", "mla", "adapter-a", "adapter-b", "llama-b", "llama-c", "four-heads", "media",
 )

@@ -1,6 +1,7 @@
 """A vLLM's Python files without its compiled code, which no Scheduler runs: 50 MB of more than 600.
 
     python fetch_vllm.py VERSION FOLDER
+    python fetch_vllm.py newest PREFIX      the newest release that there is, into PREFIX and its version; prints that
 
 Pip downloads the wheel into a temporary folder, which is removed at the end.
 """
@@ -28,15 +29,19 @@ def pinned(version: str, folder: Path) -> list[str]:
     return ["--require-hashes", "--requirement", str(wanted)]
 
 
-def fetch(version: str, folder: Path) -> None:
+def fetch(version: str, folder: str) -> None:
     with tempfile.TemporaryDirectory(prefix="kvdock-vllm-") as temporary:
         pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--quiet", "--no-deps"]
-        wanted = pinned(version, Path(temporary))
+        wanted = ["vllm"] if version == "newest" else pinned(version, Path(temporary))
         subprocess.run([*pip, "--only-binary", ":all:", "--dest", f"{temporary}/wheel", *wanted], check=True)
         wheel, = Path(temporary, "wheel").iterdir()
+        if version == "newest":
+            found = wheel.name.split("-")[1]
+            folder += found
+            print(found)
         with zipfile.ZipFile(wheel) as packed:
             packed.extractall(folder, [name for name in packed.namelist() if name.endswith(KEPT)])
 
 
 if __name__ == "__main__":
-    fetch(sys.argv[1], Path(sys.argv[2]))
+    fetch(sys.argv[1], sys.argv[2])

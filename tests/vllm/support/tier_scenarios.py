@@ -122,6 +122,18 @@ def shares(
     return {**told(first, loaded=loaded, leases=kept), "second": told(second)}
 
 
+def tenants(address: str, token_files: Sequence[str]) -> dict[str, Any]:
+    """An engine of each token stores what the others store, too, and loads nothing of theirs."""
+    loaded = []
+    for token_file in token_files:
+        engine = OffloadEngine(address, tier={"access_token_file": token_file})
+        engine.complete("r", prompt(8, 150))
+        engine.drain()
+        loaded.append(engine.loaded_tokens)
+        engine.close()
+    return told(engine, loaded=loaded)
+
+
 def goes_another_way(address: str, windows: Sequence[int | None]) -> dict[str, Any]:
     """A prompt shares the first 100 tokens of what is stored, whose windows are wanted at their end, and has 150 more.
     What is loaded of it out of vLLM's primary tier, and what out of kvdock."""

@@ -146,7 +146,7 @@ otherwise, by .003 to .075 where both computed."""
 
 
 def apart(one: dict[str, Any], other: dict[str, Any]) -> float:
-    """Of the first token, which alone follows the same tokens for certain; infinite if it is another one."""
+    """How far apart both are at the first token, which alone follows the same tokens; infinite if it is another one."""
     (token, made), (wanted, computed) = one["run"][0], other["run"][0]
     return abs(float.fromhex(made) - float.fromhex(computed)) if token == wanted else float("inf")
 

@@ -134,7 +134,7 @@ class KvdockLinker(UnifiedCacheLinker):
         )
         own = part_layouts(groups, parts) if parts is not None else [group.layout for group in groups]
         layouts = [replace(layout, token_order=manifest.token_order) for layout in own]
-        manifest = with_packing(manifest, layouts[: len(groups)], settings.pack, Device.named(device))
+        manifest = with_packing(manifest, layouts[: len(groups)], _pack(settings, device), Device.named(device))
         (instance, member), rank = names, self._ranks.rank
         ranks = parts.own_ranks(rank, self._ranks.size) if parts is not None else (rank,)
         name = str(args.served_model_name or args.model_path)[-100:]
@@ -327,6 +327,14 @@ class KvdockLinker(UnifiedCacheLinker):
 def _group_of(params: Any) -> Any:
     """The process group of the ranks that have one linker each."""
     return params.attn_tp_cache_group or params.tp_cache_group
+
+
+def _pack(settings: Settings, device: str) -> str:
+    """Packed pages were tested in SGLang on a CPU alone."""
+    if settings.pack == "auto" and device != "cpu":
+        log.info("KV is not packed: SGLang was not tested with packed KV on a GPU; pack: on packs it")
+        return "off"
+    return settings.pack
 
 
 def _current_stream() -> int:

@@ -56,9 +56,11 @@ async def serving(app: ASGIApp, kind: type[Connection], sock: socket.socket) -> 
     task = asyncio.create_task(found.serve([sock]))
     while not found.started:
         await asyncio.sleep(0.01)
-    yield found
-    found.should_exit = True
-    await task
+    try:
+        yield found
+    finally:
+        found.should_exit = True
+        await task
 
 
 def descriptors() -> int:

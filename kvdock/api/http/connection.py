@@ -22,14 +22,13 @@ import httptools
 from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
-from kvdock.api.access.peer import peer_of
+from kvdock.api.access.peer import Peer, peer_of
 from kvdock.api.errors import StartupError
 from kvdock.api.http.engine_calls import find
 from kvdock.api.http.limits import ConnectionLimits
 from kvdock.api.http.wire import COMMON_HEADERS, NO_STORE, PROBLEM, PROBLEM_HEADERS
 from kvdock.api.record.timings import Meter
 from kvdock.api.turns import ENDS_OF_TURN, ENGINE_READS_OF_TURN, LONG_READ_BYTES, SHORT_READ_BYTES, ReadTurns
-from kvdock.protocol.access import credentials_of
 from kvdock.protocol.errors import ApiError, problem_of
 from kvdock.protocol.forms import JSON
 
@@ -93,7 +92,7 @@ class Turns(NamedTuple):
     engine_reads: ReadTurns
     long_engine_reads: ReadTurns
     starts: ReadTurns
-    """Of calls of people that come over the Unix socket, where reads do not wait for those of before."""
+    """For calls of people that come over the Unix socket, where reads do not wait for the calls before them."""
     ends: ReadTurns
 
 
@@ -110,9 +109,6 @@ class Connection(HttpToolsProtocol):
         super().__init__(*args, **kwargs)
         self._counted: ConnectionCount | None = None
         self.address = ""
-        self.who: Hashable = ""
-        """Whose turns it takes: those of the process at its other end; over TCP those of the address, or of the token
-        that it has shown."""
         self._stage = Stage.NEW
         self._refusal: ApiError | None = None
         self._running: RequestResponseCycle | None = None
@@ -128,9 +124,8 @@ class Connection(HttpToolsProtocol):
     # ---------------------------------------------------------------- the connection
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's
-        sock = transport.get_extra_info("socket")
         try:
-            peer = peer_of(sock)
+            peer = peer_of(transport.get_extra_info("socket"))
         except OSError as error:
             log.warning("closed a connection: the kernel does not say who it is: %s", error)
             self.transport = transport
@@ -142,7 +137,6 @@ class Connection(HttpToolsProtocol):
         super().connection_made(transport)
         count = self.counts.unix if peer.is_unix else self.counts.tcp
         self.address = peer.name if peer.is_unix else (self.client or ("", 0))[0]
-        self.who = credentials_of(sock).pid if peer.is_unix else self.address
         if not count.make_room(self.address):
             self.meter.counters.refused_connections += 1
             self._refuse(ApiError(
@@ -161,6 +155,16 @@ class Connection(HttpToolsProtocol):
             self._counted.open -= 1
             self._counted.strangers.pop(self, None)
             self._counted = None
+
+    @property
+    def who(self) -> Hashable:
+        """Whose turns it takes: those of the process at its other end; over TCP those of the token that its latest call
+        has shown, or of its address."""
+        peer: Peer = self.app_state["peer"]
+        if peer.is_unix:
+            return peer.process
+        shown: Peer = peer if self._running is None else self._running.scope["state"]["peer"]
+        return self.address if shown.tenant is None else shown.name
 
     @property
     def waits(self) -> bool:
@@ -182,8 +186,6 @@ class Connection(HttpToolsProtocol):
         del count.strangers[self]
         if running is not None and running.scope["state"]["peer"].tenant is not None:
             self.timeout_keep_alive = self.limits.idle_s
-            if count is self.counts.tcp:
-                self.who = running.scope["state"]["peer"].name
         else:
             count.strangers[self] = None
 

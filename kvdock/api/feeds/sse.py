@@ -73,7 +73,7 @@ class Stream:
     async def _is_woken(self) -> bool:
         """Waits until the reader is woken, for IDLE_S at most."""
         loop = asyncio.get_running_loop()
-        mine = loop.create_future()
+        mine: asyncio.Future[bool] = loop.create_future()
         self._waiting[mine] = None
         timer = loop.call_later(IDLE_S, _settle, mine, False)
         try:

@@ -187,6 +187,7 @@ BY_HAND: dict[str, Kind] = {
     "tokens": Kind("engine", _again(_tokens)),
     "lookups_4096": Kind("engine", _stormed(_lookup, 8)),
     "lookups_unix": Kind("engine", _stormed(lambda at: _lookup(at, 16), 16, over_unix=True)),
+    "lookups_unix_64": Kind("engine", _stormed(lambda at: _lookup(at, 16), 64, over_unix=True)),
     "lookups_unix_2000": Kind("engine", _stormed(lambda at: _lookup(at, 2000), 16, over_unix=True)),
     "peeks": Kind("engine", _stormed(
         lambda at: packed("/v1/lookups", {"namespace": at.namespace, "keys": _keys(MAX_KEYS)}), 16

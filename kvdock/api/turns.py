@@ -1,7 +1,8 @@
 """Turns of the event loop, and who has them: one call of people or strangers or one slice of long work, and a few reads
 in each, whoever asks for how many. Of short calls of engines a turn has several.
 
-Invariant: those that wait go on in the order in which they came.
+Invariants: calls and slices that wait go on in the order in which they came; of reads that wait, each client has one
+after the other, in the order in which its own came.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from functools import partial
 from typing import Final, NamedTuple
 from weakref import WeakKeyDictionary
@@ -144,6 +145,36 @@ class Slices:
             self._began_s = time.thread_time()
 
 
+class Backlog:
+    """What waits for its turn, by client: the clients take turns, however much each of them wants. So an engine with
+    one connection waits for one read of another that has sixty, and not for sixty."""
+
+    def __init__(self) -> None:
+        self._clients: deque[Hashable] = deque()
+        """Those that wait; the first is next."""
+        self._of: dict[Hashable, deque[Callable[[], None]]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._clients)
+
+    def add(self, client: Hashable, go_on: Callable[[], None]) -> None:
+        if client not in self._of:
+            self._of[client] = deque()
+            self._clients.append(client)
+        self._of[client].append(go_on)
+
+    def next(self) -> Callable[[], None]:
+        """Takes it out. Raises IndexError if nothing waits."""
+        client = self._clients.popleft()
+        its = self._of[client]
+        found = its.popleft()
+        if its:
+            self._clients.append(client)
+        else:
+            del self._of[client]
+        return found
+
+
 class ReadTurns:
     """How much of what arrives is handled in one turn of the event loop: `of_turn` short reads of all connections that
     share this, or one long read; nothing while more than `calls_waiting` calls wait, which would become ever more."""
@@ -151,7 +182,7 @@ class ReadTurns:
     def __init__(self, of_turn: int = READS_OF_TURN, calls_waiting: float = CALLS_WAITING) -> None:
         self._of_turn, self._most_waiting = of_turn, calls_waiting
         self._left = of_turn
-        self._waiting: deque[Callable[[], None]] = deque()
+        self._waiting = Backlog()
         self._is_counting = False
 
     def take(self, read_bytes: int) -> bool:
@@ -161,9 +192,9 @@ class ReadTurns:
         self._spend(read_bytes)
         return True
 
-    def wait(self, go_on: Callable[[], None], read_bytes: int) -> None:
-        """Calls `go_on` when it is the read's turn."""
-        self._waiting.append(partial(self._go_on, go_on, read_bytes))
+    def wait(self, client: Hashable, go_on: Callable[[], None], read_bytes: int) -> None:
+        """Calls `go_on` when it is the client's turn."""
+        self._waiting.add(client, partial(self._go_on, go_on, read_bytes))
         self._count()
 
     def _go_on(self, go_on: Callable[[], None], read_bytes: int) -> None:
@@ -182,7 +213,7 @@ class ReadTurns:
     def _begin_turn(self) -> None:
         self._left, self._is_counting = self._of_turn, False
         while self._waiting and self._left > 0 and not self._calls_wait():
-            self._waiting.popleft()()
+            self._waiting.next()()
         if self._waiting:
             self._count()
 

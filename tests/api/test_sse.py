@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from functools import partial
@@ -12,7 +13,7 @@ import pytest
 from api_helpers import ServerProcess, eventually, http_connection, raw
 
 from kvdock.api.feeds import sse
-from kvdock.api.feeds.sse import IDLE, MOST_READERS, RETRY, SLICE_BYTES, Stream, piece_of
+from kvdock.api.feeds.sse import IDLE, MOST_READERS, RETRY, SLICE_BYTES, WOKEN_OF_TURN, Stream, piece_of
 
 PATHS = ("/v1/events", "/v1/kv-events")
 
@@ -75,6 +76,32 @@ def test_a_body_is_made_in_slices_and_others_have_a_turn_after_each() -> None:
         assert len(await anext(rest)) == SLICE_BYTES
         admitted = False
         assert [piece async for piece in rest] == []
+
+    asyncio.run(asyncio.wait_for(scenario(), 20.0))
+
+
+@pytest.mark.security
+def test_of_sixty_readers_that_wait_a_few_are_woken_in_each_turn() -> None:
+    async def scenario() -> None:
+        stream, went_on, turn = Said(), list[int](), 0
+
+        def is_admitted() -> bool:
+            went_on.append(turn)
+            return True
+
+        async def read() -> bytes:
+            return b"".join([piece async for piece in stream._sent(stream.pieces(), is_admitted)])
+
+        readers = [asyncio.ensure_future(read()) for _ in range(60)]
+        while len(stream._waiting) < 60:
+            await asyncio.sleep(0)
+        went_on.clear()
+        stream.say(b"last", ends=True)
+        while not all(reader.done() for reader in readers):
+            await asyncio.sleep(0)
+            turn += 1
+        assert sorted(await asyncio.gather(*readers)) == [b""] * 59 + [b"last"]
+        assert max(Counter(went_on).values()) <= WOKEN_OF_TURN + 1, "and the one that has read"
 
     asyncio.run(asyncio.wait_for(scenario(), 20.0))
 

@@ -6,6 +6,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import socket
+import subprocess
+import sys
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -54,9 +56,16 @@ async def serving(app: ASGIApp, kind: type[Connection], sock: socket.socket) -> 
     task = asyncio.create_task(found.serve([sock]))
     while not found.started:
         await asyncio.sleep(0.01)
-    yield found
-    found.should_exit = True
-    await task
+    try:
+        yield found
+    finally:
+        found.should_exit = True
+        await task
+
+
+def descriptors() -> int:
+    """How many this process has open."""
+    return len(list(Path("/proc/self/fd").iterdir()))
 
 
 class TurnNumber:
@@ -133,7 +142,7 @@ def test_a_turn_has_a_few_short_reads_or_a_long_one() -> None:
                 if reads.take(size):
                     handle(size)
                 else:
-                    reads.wait(partial(handle, size), size)
+                    reads.wait("one client", partial(handle, size), size)
             while len(handled) < 15:
                 await asyncio.sleep(0)
         return handled
@@ -151,7 +160,7 @@ def test_nothing_is_read_while_many_calls_wait() -> None:
         await asyncio.sleep(0)
         reads, was_read = ReadTurns(), asyncio.Event()
         assert not reads.take(1)
-        reads.wait(was_read.set, 1)
+        reads.wait("a client", was_read.set, 1)
         await was_read.wait()
         still_wait = sum(not call.done() for call in calls)
         await asyncio.gather(*calls)
@@ -193,31 +202,40 @@ def test_what_a_refused_body_goes_on_with_is_not_read_in_one_turn() -> None:
     assert max(long_reads.values()) == 1, long_reads.most_common(3)
 
 
-def test_connections_that_end_together_are_closed_in_many_turns() -> None:
-    """Those of an engine that is killed, each of which takes some 15 µs."""
-    ended, count = list[int](), 100
+async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
+    await send({"type": "http.response.body", "body": b""})
 
-    async def nothing(scope: Scope, receive: Receive, send: Send) -> None:
-        pass
+
+@pytest.mark.parametrize("is_reset", [False, True])
+def test_connections_that_end_together_are_closed_in_many_turns(is_reset: bool) -> None:
+    """Those of an engine that is killed, each of which takes some 15 µs. One whose answer was not read is reset."""
+    ended, count = list[int](), 100
 
     async def story(path: Path) -> None:
         async with TurnNumber() as turn:
             class Watched(connections(count)):  # type: ignore[misc]  # a class of values
-                def connection_lost(self, exc: Exception | None) -> None:
+                def _end(self, exc: Exception | None, kept: int | None = None) -> None:
                     ended.append(turn.now)
-                    super().connection_lost(exc)
+                    assert (exc is not None) is is_reset
+                    super()._end(exc, kept)
 
             with bind_unix(str(path)) as sock:
-                async with serving(nothing, Watched, sock) as server_now:
+                async with serving(answer, Watched, sock) as server_now:
+                    before = descriptors()
                     clients = [socket.socket(socket.AF_UNIX) for _ in range(count)]
                     for client in clients:
                         client.connect(str(path))
-                    while len(server_now.server_state.connections) < count:
+                        client.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+                        if not is_reset:
+                            assert (await asyncio.to_thread(client.recv, 1000)).startswith(b"HTTP/1.1 200")
+                    while server_now.server_state.total_requests < count:
                         await asyncio.sleep(0.01)
                     for client in clients:  # in one turn
                         client.close()
                     while len(ended) < count:
                         await asyncio.sleep(0.01)
+                    assert not server_now.server_state.connections and descriptors() == before
 
     with TemporaryDirectory(prefix="kvdock-") as folder, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(asyncio.wait_for(story(Path(folder) / "s.sock"), PATIENCE_S))
@@ -229,10 +247,6 @@ def test_reads_of_engines_come_by_turns_and_short_ones_first() -> None:
     count, handled = 30, list[tuple[int, int]]()
     head = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
     messages = [head % size + bytes(size) for size in (2 * SHORT_READ_BYTES, 1)]
-
-    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
-        await send({"type": "http.response.body", "body": b""})
 
     async def story(path: Path) -> None:
         async with TurnNumber() as turn:
@@ -261,3 +275,85 @@ def test_reads_of_engines_come_by_turns_and_short_ones_first() -> None:
     assert len(long) == len(short) == count
     assert max(Counter(long).values()) == 1 and max(Counter(short).values()) == ENGINE_READS_OF_TURN
     assert max(short) < max(long)
+
+
+MANY = """
+import socket, sys
+socks = [socket.socket(socket.AF_UNIX) for _ in range(int(sys.argv[2]))]
+for sock in socks:
+    sock.connect(sys.argv[1])
+print("connected", flush=True)
+sys.stdin.readline()
+for sock in socks:
+    sock.sendall(b"GET /many HTTP/1.1\\r\\nHost: x\\r\\n\\r\\n")
+print("sent", flush=True)
+sys.stdin.readline()
+"""
+"""A process with many connections, which asks on all of them at once."""
+
+
+def test_a_process_with_one_connection_does_not_wait_for_all_of_one_with_sixty() -> None:
+    count, handled = 60, list[bytes]()
+
+    async def story(path: Path) -> None:
+        class Watched(connections(2 * count)):  # type: ignore[misc]  # a class of values
+            def _handle(self, data: bytes) -> None:
+                handled.append(data.split()[1])
+                super()._handle(data)
+
+        with bind_unix(str(path)) as sock, socket.socket(socket.AF_UNIX) as one:
+            async with serving(answer, Watched, sock) as server_now:
+                with subprocess.Popen(
+                    [sys.executable, "-c", MANY, str(path), str(count)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+                ) as many:
+                    assert many.stdin is not None and many.stdout is not None
+                    one.connect(str(path))
+                    while len(server_now.server_state.connections) < count + 1:
+                        await asyncio.sleep(0.01)
+                    assert many.stdout.readline() == b"connected\n"
+                    many.stdin.write(b"\n")  # and in the same turn:
+                    many.stdin.flush()
+                    assert many.stdout.readline() == b"sent\n"
+                    one.sendall(b"GET /one HTTP/1.1\r\nHost: x\r\n\r\n")
+                    while len(handled) < count + 1:
+                        await asyncio.sleep(0.01)
+                    many.stdin.close()
+
+    with TemporaryDirectory(prefix="kvdock-") as folder, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(asyncio.wait_for(story(Path(folder) / "s.sock"), PATIENCE_S))
+    assert handled.index(b"/one") <= 2 * ENGINE_READS_OF_TURN
+    assert Counter(handled) == {b"/one": 1, b"/many": count}
+
+
+def test_calls_of_people_over_the_unix_socket_wait_for_those_before_and_not_for_clients_that_left() -> None:
+    count, before, started = 60, 10 * CALLS_WAITING, list[str]()
+
+    async def called(scope: Scope, receive: Receive, send: Send) -> None:
+        started.append(scope["path"])
+        await answer(scope, receive, send)
+
+    async def story(path: Path) -> None:
+        with bind_unix(str(path)) as sock:
+            async with serving(called, connections(2 * count), sock) as server_now:
+                clients = [socket.socket(socket.AF_UNIX) for _ in range(count)]
+                for client in clients:
+                    client.connect(str(path))
+                while len(server_now.server_state.connections) < count:
+                    await asyncio.sleep(0.01)
+                waiting = [asyncio.create_task(next_call()) for _ in range(before)]
+                await asyncio.sleep(0)
+                for number, client in enumerate(clients):
+                    client.sendall(b"GET /%d HTTP/1.1\r\nHost: x\r\n\r\n" % number)
+                while any(getattr(one, "cycle", None) is None for one in server_now.server_state.connections):
+                    await asyncio.sleep(0)
+                assert not started
+                for client in clients[::2]:
+                    client.close()
+                await asyncio.gather(*waiting)
+                for client in clients[1::2]:
+                    assert (await asyncio.to_thread(client.recv, 1000)).startswith(b"HTTP/1.1 200")
+                    client.close()
+
+    with TemporaryDirectory(prefix="kvdock-") as folder, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(asyncio.wait_for(story(Path(folder) / "s.sock"), PATIENCE_S))
+    assert sorted(started) == sorted(f"/{number}" for number in range(1, count, 2))

@@ -30,6 +30,8 @@ class Peer(NamedTuple):
     """The tenant whose sessions and namespaces it may use. None: it may use none."""
     is_unix: bool
     """The call came over the Unix socket, which no web page can reach."""
+    process: int = 0
+    """The process at the other end of a Unix connection; 0: it is in a namespace of processes that is not seen here."""
 
     @property
     def identity(self) -> str | None:
@@ -63,7 +65,8 @@ def peer_of(connected: socket.socket) -> Peer:
     """The peer of a connection that was just accepted. Raises OSError if the kernel does not name it."""
     if connected.getsockopt(socket.SOL_SOCKET, socket.SO_DOMAIN) != socket.AF_UNIX:
         return NOBODY
-    return of_user(credentials_of(connected).uid)
+    found = credentials_of(connected)
+    return of_user(found.uid)._replace(process=found.pid)
 
 
 def of_user(uid: int) -> Peer:

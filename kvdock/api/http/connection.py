@@ -11,17 +11,20 @@ import asyncio
 import enum
 import logging
 import math
+import os
 import re
 import weakref
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import httptools
 from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
-from kvdock.api.access.peer import peer_of
+from kvdock.api.access.peer import Peer, peer_of
 from kvdock.api.errors import StartupError
+from kvdock.api.http.engine_calls import find
 from kvdock.api.http.limits import ConnectionLimits
 from kvdock.api.http.wire import COMMON_HEADERS, NO_STORE, PROBLEM, PROBLEM_HEADERS
 from kvdock.api.record.timings import Meter
@@ -88,6 +91,8 @@ class Turns(NamedTuple):
     reads: ReadTurns
     engine_reads: ReadTurns
     long_engine_reads: ReadTurns
+    starts: ReadTurns
+    """For calls of people that come over the Unix socket, where reads do not wait for the calls before them."""
     ends: ReadTurns
 
 
@@ -152,6 +157,16 @@ class Connection(HttpToolsProtocol):
             self._counted = None
 
     @property
+    def who(self) -> Hashable:
+        """Whose turns it takes: those of the process at its other end; over TCP those of the token that its latest call
+        has shown, or of its address."""
+        peer: Peer = self.app_state["peer"]
+        if peer.is_unix:
+            return peer.process
+        shown: Peer = peer if self._running is None else self._running.scope["state"]["peer"]
+        return self.address if shown.tenant is None else shown.name
+
+    @property
     def waits(self) -> bool:
         """Whether it waits for its client: for a request, or until answers are read."""
         return self._is_idle() or self._stage in (Stage.HEAD, Stage.BODY) or self.flow.write_paused
@@ -175,20 +190,48 @@ class Connection(HttpToolsProtocol):
             count.strangers[self] = None
 
     def connection_lost(self, exc: Exception | None) -> None:
+        """After a reset, ends now what a call would still use, and the rest when it is its turn: the process that ends
+        may have hundreds of connections. Until then a second descriptor keeps the socket, whose end takes the kernel
+        most of the time."""
         self._uncount()
+        for cycle in (self._running, self.cycle):  # uvicorn knows only the newest of several calls
+            if cycle is not None and not cycle.response_complete:
+                cycle.disconnected = True
+        if exc is None or self.turns.ends.take(0):
+            self._end(exc)
+            return
+        try:
+            kept = os.dup(self.transport.get_extra_info("socket").fileno())
+        except OSError:
+            self._end(exc)
+        else:
+            self.turns.ends.wait(self.who, partial(self._end, exc, kept), 0)
+
+    def _end(self, exc: Exception | None, kept: int | None = None) -> None:
+        """`kept`: the descriptor that keeps the socket."""
+        if kept is not None:
+            os.close(kept)
         self._stop_waiting()
         if self._unread is not None:
             self._unread.cancel()
         self._unset_keepalive_if_required()  # else uvicorn's timer would keep this object after a broken connection
         self.pipeline.clear()
-        if self._running is not None and not self._running.response_complete:
-            self._running.disconnected = True  # uvicorn does this only for the newest of several calls
+        if self._running is not None:
             self._running.message_event.set()
         super().connection_lost(exc)
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        """A call of people waits here while many wait for their turn. It never starts if its client leaves first."""
         self._running = cycle
-        super()._start_asgi_task(cycle, app)
+        is_engine_call = find(cycle.scope["method"], cycle.scope["path"]) is not None
+        if is_engine_call or self._counted is self.counts.tcp or self.turns.starts.take(0):
+            super()._start_asgi_task(cycle, app)
+        else:
+            self.turns.starts.wait(self.who, partial(self._start_waiting, cycle, app), 0)
+
+    def _start_waiting(self, cycle: RequestResponseCycle, app: Any) -> None:
+        if not cycle.disconnected:
+            super()._start_asgi_task(cycle, app)
 
     def data_received(self, data: bytes) -> None:
         """Handles what was read when it is its turn. Until then no more is read of the connection: it could send
@@ -201,7 +244,7 @@ class Connection(HttpToolsProtocol):
         self.transport.pause_reading()  # each time: uvicorn reads on when the call has taken what was there
         self._waiting += data
         if len(self._waiting) == len(data):
-            reads.wait(self._go_on, len(data))
+            reads.wait(self.who, self._go_on, len(data))
 
     def _turns_of(self, read_bytes: int) -> ReadTurns:
         """Engines do not wait for people, but for the bodies of which a turn has one, whoever sends them."""
@@ -214,7 +257,7 @@ class Connection(HttpToolsProtocol):
         is still sent is sent before that."""
         if self.turns.ends.take(0):
             return False
-        self.turns.ends.wait(self.transport.close, 0)
+        self.turns.ends.wait(self.who, self.transport.close, 0)
         return True
 
     def _go_on(self) -> None:
@@ -458,6 +501,7 @@ def connection_class(limits: ConnectionLimits, meter: Meter) -> type[Connection]
             ReadTurns(),
             engine_reads=ReadTurns(ENGINE_READS_OF_TURN, calls_waiting=math.inf),
             long_engine_reads=ReadTurns(1, calls_waiting=math.inf),
+            starts=ReadTurns(),
             ends=ReadTurns(ENDS_OF_TURN, calls_waiting=math.inf),
         ),
         "counts": Counts(

@@ -49,7 +49,8 @@ CAME: Final[dict[ComputedWhy, str]] = {
     "tier_slow": "a lower tier loaded them", "being_stored": "another engine computed and stored them",
 }
 HELPS: dict[ComputedWhy, AdviceCode] = {
-    "room": "enlarge_pool", "ahead": "enlarge_pool", "shrunk": "enlarge_pool", "quota": "raise_quota",
+    "room": "enlarge_pool", "ahead": "enlarge_pool", "shrunk": "enlarge_pool", "store_declined": "enlarge_pool",
+    "quota": "raise_quota",
     "mismatched": "check_memory", "read": "keep_from_tiers", "unread": "keep_from_tiers",
     "tier_slow": "wait_for_tiers", "being_stored": "wait_for_stores", "held_bytes": "raise_session_cap",
     "pinning": "register_segments", "late": "check_server", "unverified": "wait_for_verification",

@@ -21,7 +21,7 @@ from kvdock.cli.client import first, print_json, reached
 from kvdock.cli.errors import WRONG, CommandError
 from kvdock.cli.history import means, sum_of
 from kvdock.cli.hits import COSTS, asked_in_words, computed_share, hits_table, saved_in_words, style_of_saved
-from kvdock.cli.lists import sessions_table
+from kvdock.cli.lists import say_sessions
 from kvdock.cli.render import brief, counted, duration, percent, printable, say, size
 from kvdock.client.client import Client
 from kvdock.protocol.errors import ApiError
@@ -75,7 +75,8 @@ def show_status(server: str, *, everything: bool, as_json: bool, console: Consol
     say(console, "", _overview(status, rates, sessions, settings, address))
     if everything:
         if sessions:
-            say(console, "", sessions_table(sessions))
+            say(console, "")
+            say_sessions(console, sessions)
         say(console, "", _all_counters(status))
     else:
         _say_folded(console, status)
@@ -518,7 +519,8 @@ def show_model(server: str, model: str, *, everything: bool, as_json: bool, cons
         say(console, "", f"where its prompts' tokens came from, since {days[0].date}",
             hits_table(hits, everything=everything))
     if sessions:
-        say(console, "", sessions_table(sessions))
+        say(console, "")
+        say_sessions(console, sessions)
 
 
 def _listed(models: Sequence[str]) -> str:

@@ -48,7 +48,7 @@ def say(console: Console, *things: RenderableType) -> None:
 
 GAP = 2
 """Spaces between two columns."""
-TEXT_CELLS = 14
+TEXT_CELLS = 20
 """Longer names are folded where there is no space for them."""
 
 
@@ -60,9 +60,10 @@ def say_table(
     folded; the others are aligned right. Columns of `yields` are left out, in this order, until the others fit, and
     the last line names them."""
     cells = [[cell if isinstance(cell, Text) else Text(printable(cell)) for cell in row] for row in rows]
+    widest = [max([0, *(row[at].cell_len for row in cells)]) for at in range(len(heads))]
     least = [
-        max([_longest_word(head), *(_least(row[at], is_text=head in texts) for row in cells)])
-        for at, head in enumerate(heads)
+        max(_longest_word(head), min(wide, TEXT_CELLS) if head in texts else wide)
+        for head, wide in zip(heads, widest, strict=True)
     ]
     kept, left_out = list(range(len(heads))), list[str]()
     for head in yields:
@@ -70,10 +71,14 @@ def say_table(
             break
         kept.remove(heads.index(head))
         left_out.append(head)
-    columns = [
-        Column(heads[at], justify="left" if heads[at] in texts else "right", overflow="fold", min_width=least[at])
-        for at in kept
-    ]
+    columns, spare = list[Column](), console.width - sum(least[at] + GAP for at in kept) + GAP
+    for at in kept:
+        more = max(0, min(spare, max(cell_len(heads[at]), widest[at]) - least[at]))
+        spare -= more
+        is_text = heads[at] in texts
+        columns.append(Column(
+            heads[at], justify="left" if is_text else "right", overflow="fold", width=least[at] + more
+        ))
     table = Table(*columns, box=None, pad_edge=False, title=title or None, title_justify="left")
     for row in cells:
         table.add_row(*(row[at] for at in kept))
@@ -84,7 +89,3 @@ def say_table(
 
 def _longest_word(head: str) -> int:
     return max((cell_len(word) for word in head.split()), default=0)
-
-
-def _least(cell: Text, *, is_text: bool) -> int:
-    return min(cell.cell_len, TEXT_CELLS) if is_text else cell.cell_len

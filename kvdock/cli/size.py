@@ -167,7 +167,7 @@ def _show_curve(server: str, as_json: bool, console: Console) -> None:
         say_table(console, ("model", "namespace", "tenant", "found", *points), [
             (one.model, one.namespace[:8], one.tenant, percent(one.hit_share or 0, 0), *map(in_words, one.points))
             for one in apart
-        ], texts=("model", "namespace", "tenant"), yields=("tenant", "namespace", "found"))
+        ], texts=("model", "namespace", "tenant"), yields=("tenant", "found", points[0], points[-2]))
 
 
 def _better(points: list[CurvePoint]) -> int | None:

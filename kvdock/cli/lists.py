@@ -223,7 +223,7 @@ def _say_prefixes(console: Console, rows: Sequence[tuple[str, PrefixView | None]
     )
     cells: list[tuple[str, ...]] = [
         (named, *("",) * (len(heads) - 1)) if view is None else (
-            named, _label(view), view.model, space(view.namespace, view.weights), counted(view.uses, "time"),
+            named, _label(view), view.model, space(view.namespace, view.weights), _uses(view),
             f"{brief(view.shared_tokens)} tok", size(view.bytes), _branches(view), _ago(view.age_s),
             _ago(view.unused_s),
         )
@@ -239,6 +239,11 @@ def _say_prefixes(console: Console, rows: Sequence[tuple[str, PrefixView | None]
 
 def _without_label(row: tuple[str, ...]) -> tuple[str, ...]:
     return row[0], *row[2:]
+
+
+def _uses(view: PrefixView) -> str:
+    """A dash: there were none since this server's start, and the prefix is older."""
+    return counted(view.uses, "time") if view.uses or view.age_s is not None else "-"
 
 
 def _label(view: PrefixView) -> str:

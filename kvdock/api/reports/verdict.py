@@ -393,7 +393,8 @@ def _headline(effect: Effect, hits: HitTotals, asked_tokens: int) -> str:
     if effect == "not_reported":
         return f"kvdock is up. Engines asked for {asked_tokens:,} tokens, and have reported no request that has ended."
     if effect == "not_helping":
-        return f"kvdock is up and not helping yet: none of {hits.prompt_tokens:,} prompt tokens was loaded."
+        helping = "not helping yet" if hits.prompt_tokens < LATELY_LEAST_TOKENS else "not helping"
+        return f"kvdock is up and {helping}: none of {hits.prompt_tokens:,} prompt tokens was loaded."
     shares = (
         f"{percent(hits.loaded_share or 0)} of prompt tokens were loaded; {percent(hits.local_share or 0)} were in the "
         "engines' own caches"

@@ -38,7 +38,7 @@ AT_ITS_END = {
 }
 """What happens to the pool, by the setting `on_exit`."""
 OWN = "kvdock status"
-"""A remedy that names this command, whose output has more of it below."""
+"""This command, whose output has more of a finding below."""
 NO_TOKEN = frozenset({"unauthenticated", "forbidden"})
 
 
@@ -403,11 +403,12 @@ def headline(judged: Verdict) -> Text:
     return Text(printable(judged.headline), style=STYLES.get(judged.effect, ""))
 
 
-def finding_in_words(finding: Finding) -> Text:
-    """What goes wrong, and the command that says more of it, or mends it."""
+def finding_in_words(finding: Finding, own: str = OWN) -> Text:
+    """What goes wrong, and the command that says more of it, or mends it, unless it is `own`: the one that says this.
+    """
     text = Text(f"{'✗' if finding.severity == 'bad' else '!'} ", style="red" if finding.severity == "bad" else "yellow")
     text.append(printable(finding.text), style="not bold")
-    if finding.remedy != OWN:
+    if finding.remedy != own:
         text.append(f" → {finding.remedy}", style="italic")
     return text
 

@@ -112,6 +112,7 @@ def test_a_headline_and_its_findings_are_styled_and_name_the_command_that_helps(
     died, off = map(finding_in_words, FOUND.findings)
     assert (died.plain, died.style) == ("! It died�. → kvdock sessions", "yellow")
     assert (off.plain, off.style) == ("✗ The tier is off.", "red"), "the status itself says more"
+    assert finding_in_words(FOUND.findings[1], "kvdock top").plain == "✗ The tier is off. → kvdock status"
 
 
 @pytest.mark.parametrize("command", sorted(set(REMEDIES.values())))

@@ -13,8 +13,9 @@ from kvdock.protocol.hits import ComputedWhy
 Lookup = Sequence[Hashable]
 """The chunks that a lookup names, from the prompt's first. A chunk stands for all tokens up to its end."""
 LOADED = {"memory": "from memory", "waited": "after another engine had stored them", "disk": "from the tier disk"}
-MERGED: dict[str, str] = {"ahead": "room"}
-"""Which of the two reasons an eviction has depends on when the server's evictor ran: both are the pool's size."""
+MERGED: dict[str, str] = {"ahead": "room", "store_declined": "room"}
+"""Which of these reasons a chunk has depends on when the server's evictor ran, and on which chunk went first: all are
+the pool's size."""
 
 
 def merged(why: str) -> str:

@@ -1,4 +1,4 @@
-// Why and when lookups ceased to find chunks: the explanation of a miss.
+// Why and when lookups ceased to find chunks, or stores of them were declined: the explanation of a miss.
 //
 // Ownership: on the heap; it ends with the process.
 // Invariant: the latest kKept departures are known, each by its key.
@@ -20,10 +20,13 @@ namespace kvdock {
 // tenant used too much; shrunk: its segment was given back; weights: no engine runs its weights any more; evicted: an
 // operator asked for free bytes. Or it was removed: cleared, deleted: by an operator; mismatched: a reader found other
 // bytes; read: a temporary chunk, with its last reader; unread: it was loaded from a lower tier for a request that has
-// ended.
-enum class Gone : uint8_t { room, ahead, quota, shrunk, cleared, deleted, mismatched, unread, read, weights, evicted };
+// ended. Or it did not come into the pool again: store_declined: it would have been the first to be evicted.
+enum class Gone : uint8_t {
+  room, ahead, quota, shrunk, cleared, deleted, mismatched, unread, read, weights, evicted, store_declined
+};
 constexpr const char* kGoneNames[] = {
-    "room", "ahead", "quota", "shrunk", "cleared", "deleted", "mismatched", "unread", "read", "weights", "evicted"};
+    "room", "ahead",   "quota",   "shrunk",        "cleared", "deleted", "mismatched", "unread",
+    "read", "weights", "evicted", "store_declined"};
 
 struct Departure {
   Key key;
@@ -49,8 +52,8 @@ class Departures {
     if (uses_.size() > kUses) uses_.pop_front();
   }
 
-  void note(uint32_t space, const Key& key, Gone why, uint64_t used_tick) {
-    Kept departure{{key, space, why, now_ms_, used_at(used_tick)}, use_of(space)};
+  void note(uint32_t space, const Key& key, Gone why, uint64_t used_ms) {
+    Kept departure{{key, space, why, now_ms_, used_ms}, use_of(space)};
     auto at = static_cast<uint32_t>(next_ % kKept);
     if (kept_.size() < kKept) {
       kept_.push_back(departure);

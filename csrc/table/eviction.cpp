@@ -263,6 +263,7 @@ bool Eviction::declines(uint32_t space, const Key& parent, std::span<const Key> 
   uint8_t kind = policy_->expected(names, inherited, tick);
   if (kind < kUses || policy_->worth(kind, tick, tick) >= least->worth) return false;
   policy_->declined(names, kind, tick);
+  records_.note_declined(space, keys);
   return true;
 }
 

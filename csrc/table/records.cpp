@@ -156,7 +156,11 @@ uint32_t Records::make_ready(uint32_t id) {
 
 void Records::note_gone(const Record& r, Gone why) {
   changes_.note(r.space, r.key, false);
-  departures_.note(r.space, r.key, why, r.last_used);
+  departures_.note(r.space, r.key, why, used_ms(r.last_used));
+}
+
+void Records::note_declined(uint32_t space, std::span<const Key> keys) {
+  for (const Key& key : keys) departures_.note(space, key, Gone::store_declined, 0);
 }
 
 void Records::forget_key(uint32_t id) {

@@ -114,6 +114,7 @@ class Records {
   // -- the history of keys; times are on the server clock, as all `_ms` here
   void set_now(uint64_t now_ms) { departures_.set_now(now_ms, header_.use_tick); }
   const ChangeLog& changes() const { return changes_; }
+  void note_declined(uint32_t space, std::span<const Key> keys);
   // Why lookups ceased to find the key.
   std::optional<Departure> departure(uint32_t space, const Key& key) const { return departures_.find(space, key); }
   // When a request last named a chunk, by its tick; 0 if that is not known.

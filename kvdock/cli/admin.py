@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -467,9 +467,8 @@ def _fixed_table(config: Config) -> Table:
 def _tenants_table(tenants: dict[str, TenantView]) -> Table:
     table = Table("tenant", "quota", "used", box=None, pad_edge=False)
     for name, view in tenants.items():
-        limited = [field for field in Amounts.__struct_fields__ if getattr(view.quota, field) is not None]
         named = Text(printable(name) or "(own user)")
-        table.add_row(named, _amounts(view.quota, limited), _amounts(view.used, limited))
+        table.add_row(named, _amounts(view.quota), _amounts(view.used, size))
     return table
 
 
@@ -477,10 +476,10 @@ def _has_quota(quota: Amounts) -> bool:
     return any(getattr(quota, field) is not None for field in Amounts.__struct_fields__)
 
 
-def _amounts(amounts: Amounts, fields: Iterable[str] = Amounts.__struct_fields__) -> str:
+def _amounts(amounts: Amounts, of_bytes: Callable[[int], str] = exact_bytes) -> str:
     shown = [
-        exact_bytes(value) if field == "bytes" else f"{value:,} {field}"
-        for field in fields if (value := getattr(amounts, field)) is not None
+        of_bytes(value) if field == "bytes" else f"{value:,} {field if value != 1 else field.removesuffix('s')}"
+        for field in Amounts.__struct_fields__ if (value := getattr(amounts, field)) is not None
     ]
     return ", ".join(shown) or "no limit"
 

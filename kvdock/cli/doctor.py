@@ -45,7 +45,7 @@ from kvdock.datapath.pack_rates import PackRates, kept_pack_rates
 from kvdock.datapath.tuning import Calibration, cached_tunings
 from kvdock.protocol.access import ADDRESS_VARIABLE, TOKEN_FILE_VARIABLE, PrivateFileError, read_token, trusted_uid_in
 from kvdock.protocol.errors import ApiError, ServerUnavailable
-from kvdock.protocol.reports import Verdict
+from kvdock.protocol.reports import REMEDIES, Verdict
 from kvdock.shm.errors import ForeignObject, ShmError
 from kvdock.shm.objects import foreign_objects, pool_objects
 from kvdock.tiers.mover.opening import try_to_open
@@ -174,9 +174,14 @@ def _cache(verdict: Verdict | None) -> list[Finding]:
     if not verdict.findings:
         return [Finding("cache", "ok", printable(verdict.headline))]
     return [
-        Finding("cache", "problem" if one.severity == "bad" else "note", printable(one.text), f"`{one.remedy}`")
+        Finding("cache", "problem" if one.severity == "bad" else "note", printable(one.text), _beyond(one.remedy))
         for one in verdict.findings
     ]
+
+
+def _beyond(remedy: str) -> str:
+    """A remedy that is not this command itself."""
+    return "`kvdock tiers` shows the whole error" if remedy == REMEDIES["tier_off"] else f"`{remedy}`"
 
 
 def _listens(socket_path: str) -> bool:

@@ -19,12 +19,12 @@ from kvdock.api.feeds.log import SENTENCES
 from kvdock.cli.client import Prompt, default_address, print_json, reached, resolve
 from kvdock.cli.errors import WRONG, CommandError
 from kvdock.cli.help import Moment
-from kvdock.cli.render import printable, say
+from kvdock.cli.render import counted, printable, say
 from kvdock.client.events import StreamedEvent, read_events
 from kvdock.client.transport import Address
 from kvdock.protocol.access import TOKEN_FILE_VARIABLE, read_token, trusted_uid_in
 from kvdock.protocol.errors import ApiError, ServerUnavailable
-from kvdock.protocol.events import KINDS, Event
+from kvdock.protocol.events import KINDS, Event, Evicted
 from kvdock.protocol.schemas import Lookup
 
 RETRY_S = 1.0
@@ -113,6 +113,8 @@ def line_of(event: dict[str, Any]) -> str:
 
 def _sentence(event: dict[str, Any]) -> str:
     kind = KINDS.get(event["kind"])
+    if kind is Evicted and not event["by_operator"]:  # the log tells only of the first ones, as of a beginning
+        return f"{counted(event['chunks'], 'chunk')} evicted for room: {event['total']:,} since the start"
     if kind in SENTENCES:
         made, sentence = msgspec.convert(event, kind), SENTENCES[kind]
         return sentence.template_of(made) % sentence.values(made)

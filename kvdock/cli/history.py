@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 import msgspec
 from rich.console import Console
-from rich.table import Column, Table
 from rich.text import Text
 
 from kvdock.api.pool.registry import Hits
@@ -17,7 +16,7 @@ from kvdock.cli.client import print_json, reached
 from kvdock.cli.errors import WRONG, CommandError
 from kvdock.cli.help import Moment
 from kvdock.cli.hits import computed_share, saved_cell, style_of_saved
-from kvdock.cli.render import brief, counted, percent, printable, say, size, span
+from kvdock.cli.render import brief, counted, percent, printable, say, say_table, size, span
 from kvdock.client.client import Client
 from kvdock.protocol.hits import HitTotals
 from kvdock.protocol.reports import DayOfHits, HitDays, Over, Series, Stats
@@ -100,7 +99,7 @@ def show_past(server: str, wanted: Wanted, *, as_json: bool, console: Console) -
     if as_json:
         print_json(console, as_stats(rows))
     elif rows.parts:
-        say(console, _history_table(rows))
+        _say_history(console, rows)
     elif length(stats):
         began = _when(now_s - stats.age_s - length(stats) * stats.interval_s, 60.0)
         say(console, f"nothing was measured in that time: the history of {span(stats.interval_s)} a value "
@@ -192,15 +191,18 @@ COLUMNS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("chunks evicted", "evicted_chunks", lambda mean: f"{brief(mean)}/s"),
 )
 """Columns of the table: head, series, and the value in words."""
+FIRST_LEFT_OUT = ("bytes loaded", "bytes stored", "tokens asked for")
+"""Columns that a narrow terminal does not show, in this order."""
 
 
-def _history_table(rows: Rows) -> Table:
+def _say_history(console: Console, rows: Rows) -> None:
     """Oldest first. A missing measurement is a dash. Rows of one day name it once."""
     interval_s = rows.stats.interval_s
     days = {time.strftime("%a %d %b", time.localtime(rows.began_s + start * interval_s)) for start, _ in rows.parts}
     is_one_day = len(days) == 1 and interval_s >= 60
     heads = (days.pop() if is_one_day else "from", *(head for head, _, _ in COLUMNS))
-    return _numbers_table(heads, list(_cells(rows, "%H:%M" if is_one_day else "")), left=1)
+    cells = list(_cells(rows, "%H:%M" if is_one_day else ""))
+    say_table(console, heads, cells, texts=heads[:1], yields=FIRST_LEFT_OUT)
 
 
 def _cells(rows: Rows, form: str) -> Iterator[list[Text]]:
@@ -219,18 +221,6 @@ def _when(at_s: float, interval_s: float, form: str = "") -> str:
     return time.strftime(form or usual, time.localtime(at_s))
 
 
-def _numbers_table(heads: Sequence[str], rows: Sequence[Sequence[Text]], *, left: int) -> Table:
-    """The first `left` columns are text and aligned left, the others are numbers."""
-    columns = [
-        Column(head, justify="left" if at < left else "right", min_width=max(map(len, head.split())))  # no cut word
-        for at, head in enumerate(heads)
-    ]
-    table = Table(*columns, box=None, pad_edge=False)
-    for row in rows:
-        table.add_row(*row)
-    return table
-
-
 # ------------------------------------------------------------------ days
 
 
@@ -247,7 +237,7 @@ def show_saved(server: str, *, days: int | None, as_json: bool, console: Console
     if not shown:
         say(console, "no request has ended that an engine has reported")
         return
-    say(console, _days_table(shown))
+    _say_days(console, shown)
     if more := len(dates) - len({day.date for day in shown}):
         say(console, f"… and {counted(more, 'day')} before: --days N or --all")
 
@@ -259,12 +249,12 @@ def sum_of(days: Sequence[DayOfHits]) -> HitTotals:
     return total.view()
 
 
-def _days_table(days: Sequence[DayOfHits]) -> Table:
+def _say_days(console: Console, days: Sequence[DayOfHits]) -> None:
     heads = ("day", "tenant", "model", "requests", "prompt tokens", "own cache", "loaded", "computed", "saved")
     rows = [_day((day.date, day.tenant or "-", day.model), day.hits) for day in days]
     if len(days) > 1:
         rows.append(_day(("together", "", ""), sum_of(days)))
-    return _numbers_table(heads, rows, left=3)
+    say_table(console, heads, rows, texts=heads[:3], yields=("requests", "own cache", "prompt tokens"))
 
 
 def _day(names: tuple[str, str, str], hits: HitTotals) -> list[Text]:

@@ -74,7 +74,7 @@ def hits_table(hits: HitTotals, *, everything: bool) -> Table:
     for source, tokens in _largest({MEMORY: 0, **hits.loaded}):
         row("loaded", tokens, source_in_words(source))
     reasons = _largest(hits.computed)
-    shown = reasons if everything else reasons[:MOST_REASONS]
+    shown = reasons if everything or len(reasons) == MOST_REASONS + 1 else reasons[:MOST_REASONS]
     for why, tokens in shown:
         row("computed", tokens, reason_in_words(why))
     if others := reasons[len(shown) :]:

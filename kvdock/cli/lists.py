@@ -8,12 +8,10 @@ from functools import partial
 
 import msgspec
 from rich.console import Console
-from rich.table import Column, Table
-from rich.text import Text
 
 from kvdock.cli.client import first, print_json, reached
 from kvdock.cli.hits import computed_of, loaded_cell, loaded_of, local_of
-from kvdock.cli.render import brief, counted, duration, percent, printable, say, size, space
+from kvdock.cli.render import brief, counted, duration, percent, printable, say, say_table, size, space
 from kvdock.client.client import Client
 from kvdock.protocol.admin_schemas import NamespaceView
 from kvdock.protocol.reports import Leases, LeaseView, Prefixes, PrefixView, Requests, RequestView
@@ -27,7 +25,10 @@ def show_sessions(server: str, *, limit: int | None, as_json: bool, console: Con
     if as_json:
         print_json(console, Sessions(sessions=sessions, next=following))
         return
-    say(console, sessions_table(sessions) if sessions else "no engine is attached")
+    if sessions:
+        say_sessions(console, sessions)
+    else:
+        say(console, "no engine is attached")
     _say_more(console, following)
 
 
@@ -40,7 +41,10 @@ def show_leases(server: str, *, limit: int | None, as_json: bool, console: Conso
     if as_json:
         print_json(console, Leases(leases=leases, next=following))
         return
-    say(console, _leases_table(leases, engines) if leases else "no engine holds a lease or a reservation")
+    if leases:
+        _say_leases(console, leases, engines)
+    else:
+        say(console, "no engine holds a lease or a reservation")
     _say_more(console, following)
 
 
@@ -57,42 +61,47 @@ def show_requests(server: str, *, begins: str, limit: int | None, as_json: bool,
         print_json(console, Requests(requests=requests, next=following))
         return
     nothing = "no recent request has such an id" if begins else "no engine has looked up or stored anything yet"
-    is_narrow = console.width < REASON_CELLS
-    say(console, _requests_table(requests, is_narrow=is_narrow) if requests else nothing)
-    if requests and is_narrow:
-        say(console, "`kvdock explain ID` says why tokens were computed")
+    if requests:
+        _say_requests(console, requests)
+    else:
+        say(console, nothing)
     _say_more(console, following)
 
 
-def sessions_table(sessions: Iterable[SessionView]) -> Table:
-    return _table("sessions", ("engine", "model", "namespace", "processes", "leases", "reservations", "held",
-                               "own cache", "loaded", "attached"), (
+def say_sessions(console: Console, sessions: Iterable[SessionView]) -> None:
+    heads = ("engine", "model", "namespace", "processes", "leases", "reservations", "held", "own cache", "loaded",
+             "attached")
+    say_table(console, heads, [
         (view.label or view.instance, view.model, space(view.namespace, view.weights),
          ", ".join(map(_member, view.members)), str(view.leases), str(view.reservations), size(view.held_bytes),
          percent(view.totals.hits.local_share),
          loaded_cell(view.totals.hits.loaded_share, view.totals.lookup_tokens), duration(view.age_s))
         for view in sessions
-    ))
+    ], texts=heads[:4], yields=("reservations", "leases", "held", "attached", "namespace"), title="sessions")
 
 
-def _leases_table(leases: Iterable[LeaseView], engines: dict[str, str]) -> Table:
-    return _table("leases and reservations", ("kind", "request", "engine", "unfinished ranks", "chunks", "bytes",
-                                              "age", "grant"), (
+def _say_leases(console: Console, leases: Iterable[LeaseView], engines: dict[str, str]) -> None:
+    heads = ("kind", "request", "engine", "unfinished ranks", "chunks", "bytes", "age", "grant")
+    say_table(console, heads, [
         (view.kind + (" (closed)" if view.closed else ""), _request(view), engines.get(view.session, view.session),
          _waiting(view), f"{view.chunks:,}", size(view.bytes), duration(view.age_s), view.grant)
         for view in leases
-    ))
+    ], texts=(*heads[:4], "grant"), yields=("grant", "chunks"), title="leases and reservations")
 
 
-def _requests_table(requests: Iterable[RequestView], *, is_narrow: bool) -> Table:
-    """`is_narrow`: without the reason, which would be cut to pieces."""
-    heads = ("time", "kind", "request", "engine", "tokens", "prompt", "own cache", "loaded", "computed",
-             "most of these because")
-    return _table("requests", heads[:-1] if is_narrow else heads, (
+def _say_requests(console: Console, requests: Iterable[RequestView]) -> None:
+    heads = ["time", "kind", "request", "engine", "tokens", "prompt", "own cache", "loaded", "computed"]
+    is_narrow = console.width < REASON_CELLS
+    if not is_narrow:
+        heads.append("most of these because")
+    say_table(console, heads, [
         (time.strftime("%H:%M:%S", time.localtime(view.at)), view.kind, view.request, view.label or view.session,
-         f"{view.tokens:,}", *_outcome(view))[: -1 if is_narrow else None]
+         f"{view.tokens:,}", *_outcome(view))[: len(heads)]
         for view in requests
-    ))
+    ], texts=("time", "kind", "request", "engine", "most of these because"), yields=("tokens", "own cache"),
+        title="requests")
+    if is_narrow:
+        say(console, "`kvdock explain ID` says why tokens were computed")
 
 
 def _outcome(view: RequestView) -> tuple[str, str, str, str, str]:
@@ -101,14 +110,6 @@ def _outcome(view: RequestView) -> tuple[str, str, str, str, str]:
         return "", "", "", "", ""
     computed, why = computed_of(found)
     return f"{found.prompt_tokens:,}", f"{local_of(found):,}", loaded_of(found), f"{computed:,}", why
-
-
-def _table(title: str, heads: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> Table:
-    columns = [Column(head, overflow="fold", no_wrap=head == "time") for head in heads]  # an id that is cut is useless
-    table = Table(*columns, box=None, pad_edge=False, title=title, title_justify="left")
-    for row in rows:
-        table.add_row(*(Text(printable(cell)) for cell in row))
-    return table
 
 
 def _say_more(console: Console, following: str | None) -> None:
@@ -162,11 +163,12 @@ def show_cached(
         say(console, "nothing is cached")
         return
     if not search:
-        say(console, _namespaces_table(namespaces), "")
+        _say_namespaces(console, namespaces)
+        say(console, "")
     elif not prefixes.prefixes:
         say(console, f"no cached prefix has {printable(search)} in a label, model, tenant or key")
         return
-    say(console, _prefixes_table(list(_rows(prefixes, unfolded))))
+    _say_prefixes(console, list(_rows(prefixes, unfolded)))
     if (more := prefixes.prefix_count - len(prefixes.prefixes)) > 0:
         say(console, f"… and {counted(more, 'prefix', 'prefixes')} more: --limit N")
 
@@ -201,10 +203,10 @@ def _rows(prefixes: Prefixes, unfolded: dict[str, Prefixes], depth: int = 0) -> 
         yield f"{indent}{more:,} more", None
 
 
-def _namespaces_table(views: Iterable[NamespaceView]) -> Table:
+def _say_namespaces(console: Console, views: Iterable[NamespaceView]) -> None:
     heads = ("model", "tenant", "namespace", "cached", "chunks", "own cache", "loaded", "last used", "oldest",
              "engines")
-    return _cached_table(heads, [
+    say_table(console, heads, [
         (
             view.model, view.tenant or "-", space(view.namespace, view.weights), size(view.bytes),
             f"{view.chunks:,}", percent(view.totals.hits.local_share),
@@ -212,16 +214,16 @@ def _namespaces_table(views: Iterable[NamespaceView]) -> Table:
             _ago(view.unused_s), _ago(view.oldest_s), f"{view.sessions:,}" + _beside(view),
         )
         for view in views
-    ], left=3)
+    ], texts=heads[:3], yields=("oldest", "chunks", "own cache"))
 
 
-def _prefixes_table(rows: Sequence[tuple[str, PrefixView | None]]) -> Table:
+def _say_prefixes(console: Console, rows: Sequence[tuple[str, PrefixView | None]]) -> None:
     heads: tuple[str, ...] = (
         "prefix", "label", "model", "namespace", "used", "shared", "cached", "branches", "stored", "last used"
     )
     cells: list[tuple[str, ...]] = [
         (named, *("",) * (len(heads) - 1)) if view is None else (
-            named, _label(view), view.model, space(view.namespace, view.weights), counted(view.uses, "time"),
+            named, _label(view), view.model, space(view.namespace, view.weights), _uses(view),
             f"{brief(view.shared_tokens)} tok", size(view.bytes), _branches(view), _ago(view.age_s),
             _ago(view.unused_s),
         )
@@ -229,11 +231,19 @@ def _prefixes_table(rows: Sequence[tuple[str, PrefixView | None]]) -> Table:
     ]
     if not any(label for _, label, *_ in cells):
         heads, cells = _without_label(heads), [_without_label(row) for row in cells]
-    return _cached_table(heads, cells, left=len(heads) - 6)
+    say_table(
+        console, heads, cells, texts=("prefix", "label", "model", "namespace"),
+        yields=("stored", "namespace", "branches", "model"),
+    )
 
 
 def _without_label(row: tuple[str, ...]) -> tuple[str, ...]:
     return row[0], *row[2:]
+
+
+def _uses(view: PrefixView) -> str:
+    """A dash: there were none since this server's start, and the prefix is older."""
+    return counted(view.uses, "time") if view.uses or view.age_s is not None else "-"
 
 
 def _label(view: PrefixView) -> str:
@@ -254,11 +264,3 @@ def _beside(view: NamespaceView) -> str:
 def _ago(seconds: float | None) -> str:
     return "-" if seconds is None else f"{duration(seconds)} ago"
 
-
-def _cached_table(heads: Sequence[str], rows: Sequence[Sequence[str]], *, left: int) -> Table:
-    """The first `left` columns are text and aligned left, the others are numbers."""
-    columns = [Column(head, justify="left" if at < left else "right") for at, head in enumerate(heads)]
-    table = Table(*columns, box=None, pad_edge=False)
-    for row in rows:
-        table.add_row(*(Text(printable(cell)) for cell in row))
-    return table

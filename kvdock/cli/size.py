@@ -3,16 +3,14 @@ formula."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import msgspec
 from rich.console import Console
-from rich.table import Table
 
 from kvdock.cli.client import print_json, reached
 from kvdock.cli.errors import FAILED, WRONG, CommandError
-from kvdock.cli.render import duration, percent, printable, size
+from kvdock.cli.render import duration, percent, say_table, size
 from kvdock.protocol.reports import Curve, CurvePoint
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
@@ -21,6 +19,8 @@ NEAR = 0.02
 about as large."""
 MUCH = 0.1
 """A larger pool is worth a command if it finds this much more."""
+ERROR_CELLS = 160
+"""A narrower window has no room for the errors of each model's shares."""
 MIB = 1 << 20
 SHARES = (0.25, 0.5, 1.0)
 
@@ -97,9 +97,9 @@ def show_size(server: str, *, model: Model, users: Users | None, as_json: bool, 
     shared = f" + {users.shared_tokens:,} shared" if users.shared_tokens else ""
     each = f"{users.count:,} users × {users.tokens_each:,} tokens{shared}"
     console.print(f"{each}, {size(token_bytes)} a token: {size(sized.pool_bytes)}", highlight=False)
-    _print(console, ("pool", "users whose prompts fit"), (
+    say_table(console, ("pool", "users whose prompts fit"), [
         (size(point.pool_bytes), f"{point.users:,}") for point in sized.points
-    ))
+    ], texts=("pool",))
     found = f"At most {percent(sized.most_hit_share, 0)} of a prompt's tokens can be found" if users.new_tokens else (
         "The share of tokens that is found depends on how much of each prompt is new"
     )
@@ -151,10 +151,10 @@ def _show_curve(server: str, as_json: bool, console: Console) -> None:
     )
     per_token = {one.chunk_bytes / one.chunk_tokens for one in curve.namespaces}
     holds = per_token.pop() if len(per_token) == 1 else None  # of models of several sizes, no number of tokens is true
-    _print(console, ("pool", *(("tokens it holds",) if holds else ()), "share of tokens it would find"), (
+    say_table(console, ("pool", *(("tokens it holds",) if holds else ()), "share of tokens it would find"), [
         (_pool(point, curve), *((_tokens(point, holds),) if holds else ()), share_in_words(point))
         for point in total.points
-    ))
+    ], texts=("pool",))
     if enough := _enough(total.points):
         console.print(f"A pool of {size(enough)} would find nearly as much as an unlimited one.", highlight=False)
     if better := _better(total.points):
@@ -162,10 +162,12 @@ def _show_curve(server: str, as_json: bool, console: Console) -> None:
         console.print(f"→ kvdock config set pool_bytes={wanted}", style="italic", highlight=False)
     apart = [one for one in curve.namespaces if one.points]
     if len(apart) > 1:
-        _print(console, ("model", "namespace", "tenant", "found", *map(_column, apart[0].points)), (
-            (one.model, one.namespace[:8], one.tenant, percent(one.hit_share or 0, 0), *map(share_in_words, one.points))
+        points = tuple(map(_column, apart[0].points))
+        in_words = share_in_words if console.width >= ERROR_CELLS else _share
+        say_table(console, ("model", "namespace", "tenant", "found", *points), [
+            (one.model, one.namespace[:8], one.tenant, percent(one.hit_share or 0, 0), *map(in_words, one.points))
             for one in apart
-        ))
+        ], texts=("model", "namespace", "tenant"), yields=("tenant", "found", points[0], points[-2]))
 
 
 def _better(points: list[CurvePoint]) -> int | None:
@@ -201,14 +203,8 @@ def _column(point: CurvePoint) -> str:
 
 
 def share_in_words(point: CurvePoint) -> str:
-    if point.hit_share is None:
-        return "?"
-    share = percent(point.hit_share, 1)
-    return f"{share} ± {percent(point.error, 1)}" if point.error else share
+    return f"{_share(point)} ± {percent(point.error, 1)}" if point.error else _share(point)
 
 
-def _print(console: Console, heads: tuple[str, ...], rows: Iterator[tuple[str, ...]]) -> None:
-    table = Table(*heads, box=None, pad_edge=False)
-    for row in rows:
-        table.add_row(*map(printable, row))
-    console.print(table, markup=False, highlight=False)
+def _share(point: CurvePoint) -> str:
+    return "?" if point.hit_share is None else percent(point.hit_share, 1)

@@ -21,7 +21,7 @@ from kvdock.cli.client import first, print_json, reached
 from kvdock.cli.errors import WRONG, CommandError
 from kvdock.cli.history import means, sum_of
 from kvdock.cli.hits import COSTS, asked_in_words, computed_share, hits_table, saved_in_words, style_of_saved
-from kvdock.cli.lists import sessions_table
+from kvdock.cli.lists import say_sessions
 from kvdock.cli.render import brief, counted, duration, percent, printable, say, size
 from kvdock.client.client import Client
 from kvdock.protocol.errors import ApiError
@@ -38,7 +38,7 @@ AT_ITS_END = {
 }
 """What happens to the pool, by the setting `on_exit`."""
 OWN = "kvdock status"
-"""A remedy that names this command, whose output has more of it below."""
+"""This command, whose output has more of a finding below."""
 NO_TOKEN = frozenset({"unauthenticated", "forbidden"})
 
 
@@ -75,7 +75,8 @@ def show_status(server: str, *, everything: bool, as_json: bool, console: Consol
     say(console, "", _overview(status, rates, sessions, settings, address))
     if everything:
         if sessions:
-            say(console, "", sessions_table(sessions))
+            say(console, "")
+            say_sessions(console, sessions)
         say(console, "", _all_counters(status))
     else:
         _say_folded(console, status)
@@ -402,11 +403,12 @@ def headline(judged: Verdict) -> Text:
     return Text(printable(judged.headline), style=STYLES.get(judged.effect, ""))
 
 
-def finding_in_words(finding: Finding) -> Text:
-    """What goes wrong, and the command that says more of it, or mends it."""
+def finding_in_words(finding: Finding, own: str = OWN) -> Text:
+    """What goes wrong, and the command that says more of it, or mends it, unless it is `own`: the one that says this.
+    """
     text = Text(f"{'✗' if finding.severity == 'bad' else '!'} ", style="red" if finding.severity == "bad" else "yellow")
     text.append(printable(finding.text), style="not bold")
-    if finding.remedy != OWN:
+    if finding.remedy != own:
         text.append(f" → {finding.remedy}", style="italic")
     return text
 
@@ -518,7 +520,8 @@ def show_model(server: str, model: str, *, everything: bool, as_json: bool, cons
         say(console, "", f"where its prompts' tokens came from, since {days[0].date}",
             hits_table(hits, everything=everything))
     if sessions:
-        say(console, "", sessions_table(sessions))
+        say(console, "")
+        say_sessions(console, sessions)
 
 
 def _listed(models: Sequence[str]) -> str:

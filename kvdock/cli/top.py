@@ -59,6 +59,8 @@ PATIENCE_S = 1.0
 """The timeout of a call. While a call waits, keys are not read, so a slower server counts as lost."""
 REQUESTS = 256
 """How many of the latest requests are fetched."""
+OWN = "kvdock top"
+"""This command, whose picture has more of a finding below."""
 END_KEYS = frozenset("qQ")
 
 
@@ -256,7 +258,7 @@ def _header(shown: Snapshot | None, trouble: str, address: str, look: Look) -> L
     line = Text("kvdock ", style="bold") + health + Text("  " + "  ".join(about), style="not bold")
     reasons = [Text("; ".join(map(printable, status.reasons)), style="yellow")] if status.reasons else []
     findings = [one for one in shown.verdict.findings if one.code != "not_ready"]  # the reasons have said it
-    said = [headline(shown.verdict), *reasons, *map(finding_in_words, findings[:MOST_FINDINGS])]
+    said = [headline(shown.verdict), *reasons, *(finding_in_words(one, OWN) for one in findings[:MOST_FINDINGS])]
     folded = [part for one in said for part in _folded(one, look)]
     return [line, *folded, Text()]
 

@@ -30,7 +30,7 @@ WAITED: Final = "waited"
 
 ComputedWhy = Literal[
     "never_stored", "room", "ahead", "quota", "shrunk", "cleared", "evicted", "deleted", "mismatched", "unread", "read",
-    "weights", "tier_slow", "being_stored", "partial", "held_bytes", "pinning", "draining",
+    "weights", "store_declined", "tier_slow", "being_stored", "partial", "held_bytes", "pinning", "draining",
     "late", "unverified", "load_failed", "declined_short", "declined_dear", "not_loaded", "not_asked", "opted_out",
     "bypassed_adapter", "bypassed_media", "bypassed_embeddings", "bypassed_growing", "bypassed_unready",
     "short", "tail", "other",
@@ -50,6 +50,7 @@ COMPUTED: Final[dict[ComputedWhy, str]] = {
     "unread": "a lower tier had loaded them for a request that ended first",
     "read": "a lower tier had loaded them for one request, and they left the pool with it",
     "weights": "they were evicted first, because no engine had run their weights for a while",
+    "store_declined": "their store was declined in favour of chunks that are expected to be used sooner",
     "tier_slow": "a lower tier has them, and the request did not wait until they were loaded",
     "being_stored": "another engine was storing them",
     "partial": "they are stored without the parts of their sliding windows that a hit of this length needs",

@@ -17,6 +17,7 @@ const REASONS = {
   unread: "left the pool unread",
   read: "left the pool after one read",
   weights: "evicted: weights not run",
+  store_declined: "store declined: others used sooner",
   tier_slow: "a lower tier was too slow",
   being_stored: "another engine was storing it",
   partial: "stored in part",

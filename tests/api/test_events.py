@@ -7,6 +7,7 @@ import json
 import logging
 import re
 import signal
+from collections.abc import AsyncIterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -208,6 +209,25 @@ def test_a_reader_that_comes_back_misses_nothing(server: ServerProcess, client: 
     assert after[0]["seq"] == first[-1]["seq"] + 1
     (gap, *rest) = told(server, last_id="77-1")
     assert (gap["kind"], gap["why"]) == ("gap", "another_server") and rest == told(server)
+
+
+def test_a_reader_of_some_kinds_misses_nothing_that_it_did_not_ask_for() -> None:
+    stream = EventStream(3, lambda: None, keep=4)
+
+    def told_of(last_id: str) -> bytes:
+        return asyncio.run(whole(stream.read(last_id, [Draining], lambda tenant: True, lambda: True, follows=False)))
+
+    async def whole(pieces: AsyncIterator[bytes]) -> bytes:
+        return b"".join([piece async for piece in pieces])
+
+    stream.take(Draining(seq=1, is_takeover=False, leases=0, reservations=0))
+    for number in range(2, 12):
+        stream.take(Freed(seq=number, bytes=0))
+    first = told_of("")
+    assert [event["seq"] for event in parsed(first)] == [1] and first.endswith(b"id: 3-11\n\n")
+    stream.take(Freed(seq=12, bytes=0))
+    assert told_of("3-11") == b"retry: 1000\n\nid: 3-12\n\n"
+    assert parsed(told_of("3-1"))[0]["lost"] == 7
 
 
 def test_who_follows_gets_what_comes_until_the_server_drains(server: ServerProcess, client: Client) -> None:

@@ -300,6 +300,32 @@ def test_what_stores_pushed_out(client: Client) -> None:
     engine.close()
 
 
+def test_what_a_full_pool_declined_to_store() -> None:
+    """Its chunks come back soon, but for those of one prompt."""
+    with ServerProcess(pool_bytes=MIB, segment_bytes=MIB) as server, Client(server.unix) as client:
+        engine, request = attach(client), ""
+        for number in range(400):
+            name = "seldom" if number % 40 == 0 else f"often {number % 4}"
+            chain, request = keys(16, name), f"{name}-{number}"
+            found = engine.lookup(chain, request)
+            granted = engine.reserve(chain)
+            if granted.reservation is not None:
+                engine.commit(granted)
+            engine.heartbeat(outcomes=[Outcome(
+                request=request, prompt_tokens=264, found_tokens=found.hit_tokens, loaded_tokens=found.hit_tokens,
+            )])
+            if found.lease is not None:
+                engine.release(found.lease, 0)
+        last = "seldom-360"
+        assert broken(client, last).why == "store_declined"
+        assert "their store was declined in favour of chunks that are expected to be used sooner" in " ".join(
+            texts(client.explain(last))
+        )
+        assert client.explain(last).advice.keys() == {"enlarge_pool"}
+        assert client.status().hits.computed["store_declined"] >= 256
+        engine.close()
+
+
 def test_what_was_evicted_ahead() -> None:
     with ServerProcess(pool_bytes=8 * MIB, segment_bytes=8 * MIB) as server, Client(server.unix) as client:
         engine = attach(client, groups=LARGE)
@@ -386,8 +412,7 @@ def test_what_another_engine_is_storing(client: Client) -> None:
     waited = client.explain("r1").sentences[1]
     assert (waited.code, waited.advice, waited.text) == (
         "waited", "",
-        "Of the 48 tokens after the first 0, 32 came while the request waited: another engine computed "
-        "and stored them.",
+        "Of the first 48 tokens, 32 came while the request waited: another engine computed and stored them.",
     )
     engine.lookup([*keys(3), *keys(1, "new")], "r2")
     engine.heartbeat(outcomes=[Outcome(request="r2", prompt_tokens=70, found_tokens=48, loaded_tokens=48)])

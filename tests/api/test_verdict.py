@@ -53,7 +53,8 @@ def test_the_headline_says_whether_it_helps_and_by_how_much(client: Client) -> N
     assert (silent.effect, "asked for 64 tokens" in silent.headline) == ("not_reported", True)
     ended(engine, 20)
     useless = client.verdict()
-    assert useless.effect == "not_helping" and "none of 20 prompt tokens was loaded" in useless.headline
+    assert useless.effect == "not_helping"
+    assert useless.headline == "kvdock is up and not helping yet: none of 20 prompt tokens was loaded."
     ended(engine, 80, local_tokens=20, loaded_tokens=30, load_us=10_000, prefill_tokens_per_s=1000.0)
     helping = client.verdict()
     assert (helping.effect, helping.findings) == ("helping", [])
@@ -62,6 +63,13 @@ def test_the_headline_says_whether_it_helps_and_by_how_much(client: Client) -> N
     costing = client.verdict()
     assert (costing.effect, codes(costing)) == ("costing", ["loads_cost_time"])
     assert "costs time" in costing.headline and costing.findings[0].severity == "bad"
+    engine.close()
+
+
+def test_after_many_tokens_it_is_not_said_that_help_may_still_come(client: Client) -> None:
+    engine = attach(client)
+    ended(engine, 1_000_000)
+    assert client.verdict().headline == "kvdock is up and not helping: none of 1,000,000 prompt tokens was loaded."
     engine.close()
 
 

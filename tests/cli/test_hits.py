@@ -15,6 +15,7 @@ import typer
 from api_helpers import ServerProcess, attach, eventually, keys, raw
 from cli_helpers import kvdock, refusal
 from rich.console import Console
+from rich.text import Text
 from server_fixtures import fresh_server
 
 from kvdock.cli.errors import CommandError
@@ -22,7 +23,7 @@ from kvdock.cli.help import Moment, parse_moment
 from kvdock.cli.history import Rows, as_stats, length, part_of, rows_of
 from kvdock.cli.hits import computed_of, hits_table, loaded_of, reason_in_words
 from kvdock.cli.main import app
-from kvdock.cli.render import say
+from kvdock.cli.render import say, say_table
 from kvdock.cli.status import finding_in_words, headline
 from kvdock.client.client import Client
 from kvdock.protocol.hits import HitTotals, PromptRun
@@ -111,6 +112,7 @@ def test_a_headline_and_its_findings_are_styled_and_name_the_command_that_helps(
     died, off = map(finding_in_words, FOUND.findings)
     assert (died.plain, died.style) == ("! It died�. → kvdock sessions", "yellow")
     assert (off.plain, off.style) == ("✗ The tier is off.", "red"), "the status itself says more"
+    assert finding_in_words(FOUND.findings[1], "kvdock top").plain == "✗ The tier is off. → kvdock status"
 
 
 @pytest.mark.parametrize("command", sorted(set(REMEDIES.values())))
@@ -329,6 +331,27 @@ def test_history_of_a_part_has_a_row_for_each_step(server: ServerProcess, client
     assert len(before) >= 3, "a server that began later has what there is, as fine as it is"
     whole = json.loads(kvdock("history", "--over", "minutes", "--json", "--server", server.unix).stdout)
     assert whole["interval_s"] == 0.1 and len(whole["series"][0]["values"]) >= 20
+
+
+def test_a_table_leaves_columns_out_where_it_would_cut_words_and_figures() -> None:
+    heads = ("model", "prompt tokens", "asked for", "saved")
+    rows = [("example/chat-70b-instruct", "30.9 k/s", "15.6 MiB/s", Text("-12 min 55 s", style="red"))]
+
+    def shown(columns: int) -> list[str]:
+        console = Console(width=columns, file=io.StringIO(), force_terminal=False)
+        say_table(console, heads, rows, texts=("model",), yields=("asked for", "prompt tokens"))
+        assert isinstance(console.file, io.StringIO)
+        return console.file.getvalue().splitlines()
+
+    assert shown(66) == [
+        "model                      prompt tokens   asked for         saved",
+        "example/chat-70b-instruct       30.9 k/s  15.6 MiB/s  -12 min 55 s",
+    ]
+    narrow = shown(53)
+    assert narrow[-1] == "not shown, for want of space: asked for"
+    assert "30.9 k/s" in narrow[2] and "-12 min 55 s" in narrow[2]
+    assert " ".join(shown(36)).endswith("not shown, for want of space: asked for, prompt tokens")
+    assert all(len(line) <= 53 for line in narrow)
 
 
 # --------------------------------------------------------------------------- events

@@ -131,6 +131,8 @@ def test_only_the_selective_policy_declines_what_it_would_evict_first(policy: st
     declined = policy == "selective"
     assert all(all(there(engine, chain(("often", one), 16))) for one in range(4)) is declined
     assert any(there(engine, chain("seldom", 16))) is not declined
+    fates = engine.table.fates(0, b"".join(chain("seldom", 16)))
+    assert [fate for _, fate, _, _ in fates] == (["store_declined"] if declined else ["ready"])
     engine.table.evict(16 * PAGE, 16, by_operator=True)
     ask(engine, chain("seldom", 16), "with room")
     assert all(there(engine, chain("seldom", 16))), "there is room"

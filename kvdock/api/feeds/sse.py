@@ -179,10 +179,11 @@ class EventStream(Stream):
             for event in new:
                 seen = event.seq
                 if not follows and seen > newest:
-                    return
+                    break
                 if type(event) in kinds and (event.tenant is None or sees(event.tenant)):
                     yield self._piece(event)
-            if not new and not follows:
+            if not follows and (not new or seen > newest):
+                yield f"id: {self._incarnation}-{newest}\n\n".encode()  # what it left out is nothing that it missed
                 return
             if not new:
                 yield None

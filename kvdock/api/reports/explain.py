@@ -49,7 +49,8 @@ CAME: Final[dict[ComputedWhy, str]] = {
     "tier_slow": "a lower tier loaded them", "being_stored": "another engine computed and stored them",
 }
 HELPS: dict[ComputedWhy, AdviceCode] = {
-    "room": "enlarge_pool", "ahead": "enlarge_pool", "shrunk": "enlarge_pool", "quota": "raise_quota",
+    "room": "enlarge_pool", "ahead": "enlarge_pool", "shrunk": "enlarge_pool", "store_declined": "enlarge_pool",
+    "quota": "raise_quota",
     "mismatched": "check_memory", "read": "keep_from_tiers", "unread": "keep_from_tiers",
     "tier_slow": "wait_for_tiers", "being_stored": "wait_for_stores", "held_bytes": "raise_session_cap",
     "pinning": "register_segments", "late": "check_server", "unverified": "wait_for_verification",
@@ -247,8 +248,7 @@ def _sentences(
         ))
         if one.broke is not None and (came := _came(one, start, outcome)):
             yield Sentence(code="waited", text=(
-                f"Of the {one.broke.tokens:,} tokens after the first {start + one.broke.at_tokens:,}, {came:,} came "
-                f"while the request waited: {CAME[one.broke.why]}."
+                f"Of the {_which(one.broke, start)}, {came:,} came while the request waited: {CAME[one.broke.why]}."
             ))
         elif one.broke is not None:
             yield from _broke(one.broke, start, one.tokens)
@@ -342,6 +342,11 @@ def _came(asked: LookupStory, start: int, outcome: OutcomeView | None) -> int:
     return max(0, min(broke.tokens, end - broke.at_tokens))
 
 
+def _which(broke: Break, start: int) -> str:
+    at = start + broke.at_tokens
+    return f"{broke.tokens:,} tokens after the first {at:,}" if at else f"first {broke.tokens:,} tokens"
+
+
 def _broke(broke: Break, start: int, asked_tokens: int) -> Iterator[Sentence]:
     """`start`: the position in the prompt of the first of the `asked_tokens` tokens that the lookup names."""
     at = start + broke.at_tokens
@@ -349,8 +354,7 @@ def _broke(broke: Break, start: int, asked_tokens: int) -> Iterator[Sentence]:
     gone = "" if broke.gone_s is None else f"{left} {duration(broke.gone_s)} before this lookup"
     unused = "" if broke.unused_s is None else f"; they had been unused for {duration(broke.unused_s)} by then"
     yield Sentence(code="not_given", advice=HELPS.get(broke.why, ""), text=(
-        f"The {broke.tokens:,} tokens after the first {at:,} were not given: {COMPUTED[broke.why]}"
-        f"{gone}{unused}."
+        f"The {_which(broke, start)} were not given: {COMPUTED[broke.why]}{gone}{unused}."
     ))
     if broke.why != "never_stored":
         return

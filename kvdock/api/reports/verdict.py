@@ -309,17 +309,17 @@ class Judge:
         if not total:
             return []
         name, most = max(used.items(), key=lambda item: item[1])
-        evicted = sum(
+        without_room = sum(
             hits.computed.get(why, 0) for engine, hits in judged.lately.items() if engine.tenant != name
-            for why in ("room", "ahead")
+            for why in ("room", "ahead", "store_declined")
         )
-        if most < ONE_TENANT_SHARE * total or not evicted:
+        if most < ONE_TENANT_SHARE * total or not without_room:
             return []
         whose = f"of the tenant {name}" if name else "of the server's own user"
         finding = _finding(
             "full_of_one_tenant", "warn", f"{percent(most / total, 0)} of what is stored is {whose}, and in the "
-            f"last hour others computed {evicted:,} tokens that had been evicted.",
-            cost_share=evicted / judged.lately_tokens,
+            f"last hour others computed {without_room:,} tokens for which there was no room.",
+            cost_share=without_room / judged.lately_tokens,
         )
         finding.remedy = _limit(name, views[name])
         return [finding]
@@ -393,7 +393,8 @@ def _headline(effect: Effect, hits: HitTotals, asked_tokens: int) -> str:
     if effect == "not_reported":
         return f"kvdock is up. Engines asked for {asked_tokens:,} tokens, and have reported no request that has ended."
     if effect == "not_helping":
-        return f"kvdock is up and not helping yet: none of {hits.prompt_tokens:,} prompt tokens was loaded."
+        helping = "not helping yet" if hits.prompt_tokens < LATELY_LEAST_TOKENS else "not helping"
+        return f"kvdock is up and {helping}: none of {hits.prompt_tokens:,} prompt tokens was loaded."
     shares = (
         f"{percent(hits.loaded_share or 0)} of prompt tokens were loaded; {percent(hits.local_share or 0)} were in the "
         "engines' own caches"

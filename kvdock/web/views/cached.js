@@ -80,7 +80,7 @@ const BY_GROUP = [
     title: () => "Time since a request last used one of its chunks",
   },
   {
-    head: "Least used", cls: "num", has: (g) => g.isKnown, text: (g) => since(g.oldest_s),
+    head: "Oldest", cls: "num", has: (g) => g.isKnown, text: (g) => since(g.oldest_s),
     title: () => "Time since a request last used the chunk that was unused for longest",
   },
   { head: "Engines", cls: "num", text: (g) => count(g.sessions) },

@@ -127,6 +127,9 @@ function changes(changed) {
   };
 }
 
+/** A dash: there were none since this server's start, and the prefix is older. */
+const uses = (p) => (p.uses || (p.age_s ?? null) !== null ? count(p.uses) : "–");
+
 function columns(toggle, changed) {
   return [
     { head: "Prefix", cls: "wide stacked branch", make: named(toggle) },
@@ -139,7 +142,7 @@ function columns(toggle, changed) {
       head: "Branches", cls: "num stacked", has: (p) => branches(p) > 0,
       make: pair((p) => (branches(p) ? count(p.branches) : "–"), (p) => (branches(p) ? bytes(p.branch_bytes) : "")),
     },
-    { head: "Uses", cls: "num", text: figure((p) => count(p.uses)) },
+    { head: "Uses", cls: "num", text: figure(uses), title: figure(() => "Since this server's start") },
     { head: "Last used", cls: "num", text: figure((p) => about(p.unused_s)) },
     {
       head: "Age", cls: "num", text: figure((p) => about(p.age_s)), title: figure((p) => age(p.age_s ?? 0)),

@@ -24,7 +24,7 @@ SHARED_TOKENS, OWN_TOKENS, PROMPTS = 512, 137, 3
 WHOLE_TOKENS = SHARED_TOKENS + PROMPTS * 128
 """In whole chunks, or pages: each that prompts have in common counts once."""
 TAIL_TOKENS = 9
-"""Of each prompt, behind its last whole block or page."""
+"""What each prompt has behind its last whole block or page."""
 
 
 @dataclass(frozen=True)

@@ -206,12 +206,12 @@ def show(said: dict[str, Any], *, as_json: bool) -> None:
     print(f"step {said['step']}: reward {said['reward']:.3f}")
     for number, tokens in enumerate(said["prompt_tokens"], 1):
         print(
-            f"  engine {number}: of its prompts' tokens {tokens['computed']:,} computed, {tokens['loaded']:,} loaded "
-            f"from kvdock, {tokens['own_cache']:,} in its own cache"
+            f"  engine {number}: {tokens['computed']:,} prompt tokens computed, {tokens['loaded']:,} loaded from "
+            f"kvdock, {tokens['own_cache']:,} in its own cache"
         )
-    whose = "no other weights'" if said["only_new"] else "ALSO OTHER WEIGHTS'"
+    whose = "no old weights" if said["only_new"] else "OLD WEIGHTS, TOO"
     stored, left = said["stored_bytes"], said["left_bytes"]
-    print(f"  the pool had {stored:,} bytes, and after the update {left:,}, {whose}", flush=True)
+    print(f"  the pool had {stored:,} bytes, and after the update {left:,}: {whose}", flush=True)
 
 
 if __name__ == "__main__":

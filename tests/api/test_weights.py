@@ -4,6 +4,7 @@ any more goes first, whatever happens to servers and engines meanwhile."""
 from __future__ import annotations
 
 import signal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -296,14 +297,14 @@ def test_with_none_kept_weights_that_nobody_runs_any_more_are_removed_and_their_
             return weights == set(wanted) and client.status().pool.ready_bytes == 2 * len(wanted) * CHUNK_BYTES
 
         one.store(keys(2, "w"))
-        eventually(lambda: has(""))
+        eventually(partial(has, ""))
         for before, now in (("", "step-1"), ("step-1", "step-2")):
             runs(one, now)
             one.store(keys(2, "w"))
-            eventually(lambda before=before, now=now: has(before, now))
+            eventually(partial(has, before, now))
             assert found(other, keys(2, "w")) == 32, "it still runs those of before"
             runs(other, now)
-            eventually(lambda now=now: has(now))
+            eventually(partial(has, now))
             assert found(other, keys(2, "w")) == 32
         for engine in (one, other):
             engine.close()

@@ -6,7 +6,8 @@
 #
 # Needs `kvdock`, `curl` and `vllm` or `sglang` on the PATH, and memory for both instances (GPU_SHARE of it for each).
 # VLLM_ARGS has more arguments for `vllm serve`, SGLANG_ARGS for `sglang serve`, separated by spaces. LOGS: an existing
-# folder for the logs.
+# folder for the logs. CLIENT: a command that runs in place of the prompts once both instances answer, as
+# examples/reinforce.py.
 set -eu
 : "${MODEL:?name the model}"
 ENGINE=${ENGINE:-vllm}
@@ -20,6 +21,7 @@ SECOND=${SECOND:-8102}
 
 folder=$(mktemp -d)
 LOGS=${LOGS:-$folder}
+CLIENT=${CLIENT:-}
 pids=""
 end() {
     for pid in $pids; do kill "$pid" 2>/dev/null || true; done
@@ -66,6 +68,11 @@ for port in "$FIRST" "$SECOND"; do
     answers "$port" $! curl -fs "http://127.0.0.1:$port/health"
 done
 
+if [ -n "$CLIENT" ]; then
+    export ENGINE FIRST SECOND MODEL
+    $CLIENT # several words
+    exit
+fi
 prompt=$(yes "The quick brown fox jumps over the lazy dog." | head -n "$SENTENCES" | tr '\n' ' ')
 for port in "$FIRST" "$SECOND"; do
     echo "instance at port $port:"

@@ -24,8 +24,6 @@ from kvdock.protocol.schemas import MOVER_NAME
 from kvdock.protocol.wire_types import OWN_TENANT
 
 EVICT_SLICE_CHUNKS = 64
-MOST_LEFT = 64
-"""At most this many namespaces of weights that no engine runs any more may have chunks; older ones are emptied."""
 log = logging.getLogger("kvdock.api")
 MOVER_NONCES = frozenset(digest16(owned(OWN_TENANT, f"{MOVER_NAME}-{number}")) for number in range(1, 65))
 """The members of a mover are numbered by how often they have attached."""
@@ -129,7 +127,8 @@ class Keeper:
     async def _empty_left(self) -> None:
         """Empties the oldest of the namespaces that sessions have left, if there are too many, whether capacity is
         needed or not."""
-        while self._table.empty_left(MOST_LEFT, EVICT_SLICE_CHUNKS) or self._quotas.empty_left(EVICT_SLICE_CHUNKS):
+        kept = self._settings.weights_kept
+        while self._table.empty_left(kept, EVICT_SLICE_CHUNKS) or self._quotas.empty_left(EVICT_SLICE_CHUNKS):
             await next_slice()
 
     async def _follow_access_file(self) -> None:

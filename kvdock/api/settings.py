@@ -134,6 +134,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     settle_s: Annotated[float, msgspec.Meta(ge=0, le=MOST_S)] = 3.0
     ask_s: Seconds = 60.0
     weights_grace_s: Annotated[float, msgspec.Meta(ge=0, le=MOST_S)] = 10.0
+    weights_kept: Annotated[int, msgspec.Meta(ge=0, le=1024)] = 64
     watch_s: Seconds = 0.5
 
     # the beginning and the end

@@ -403,6 +403,8 @@ MEANINGS: dict[str, str] = {
     "ask_s": "When a lease is older than this, the server asks the engine whether it still needs it.",
     "weights_grace_s": "How long chunks of weights that no engine runs any more are treated like others; then they "
     "are evicted first.",
+    "weights_kept": "How many sets of weights that no engine runs any more may have chunks; the chunks of those that "
+    "were left earlier are removed. 0: none.",
     "watch_s": "How often the server checks for dead processes, expired deadlines and free space.",
     "adopt": "What to do with a pool that an earlier server left at this socket: `auto` takes it over, or removes it "
     "if it is damaged or a server has crashed with it, and does not start if it has another format; `never` removes "
@@ -446,7 +448,8 @@ SETTING_GROUPS: dict[str, tuple[str, ...]] = {
     "Lower tiers": ("disk_path", "disk_bytes", "disk_day_bytes", "redis_url", "objects_url", "mooncake_url",
                     "tier_urls", "tier_asks", "tier_queue_bytes", "tier_keep", "tier_drain_s"),
     "Start and end": ("adopt", "drain_s", "on_exit"),
-    "Engines' liveness": ("heartbeat_s", "missed_heartbeats", "settle_s", "ask_s", "weights_grace_s", "watch_s"),
+    "Engines' liveness": ("heartbeat_s", "missed_heartbeats", "settle_s", "ask_s", "weights_grace_s", "weights_kept",
+                          "watch_s"),
     "Logs, events and traces": ("log_level", "log_format", "observe", "traces_endpoint", "kv_events_endpoint",
                       "kv_events_replay_endpoint", "kv_events_readers", "kv_events_topic", "kv_events_form"),
     "History": ("history_interval_s", "history_values", "recent_requests"),

@@ -263,4 +263,3 @@ def _beside(view: NamespaceView) -> str:
 
 def _ago(seconds: float | None) -> str:
     return "-" if seconds is None else f"{duration(seconds)} ago"
-

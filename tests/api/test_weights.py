@@ -4,6 +4,7 @@ any more goes first, whatever happens to servers and engines meanwhile."""
 from __future__ import annotations
 
 import signal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,6 @@ from connector_helpers import mortal
 from msgspec.structs import replace
 
 from kvdock.api.access.access_file import entry
-from kvdock.api.keeper import MOST_LEFT
 from kvdock.client.client import Client
 from kvdock.protocol import admin_schemas as a, schemas as s
 from kvdock.protocol.errors import ApiError
@@ -287,6 +287,29 @@ def test_what_nobody_runs_makes_room_for_others_before_anything_else_goes() -> N
         other.close()
 
 
+def test_with_none_kept_weights_that_nobody_runs_any_more_are_removed_and_their_memory_is_free() -> None:
+    with ServerProcess(weights_kept=0, watch_s=0.05) as server, Client(server.unix) as client:
+        one, other = (attach(client) for _ in range(2))
+
+        def has(*wanted: str) -> bool:
+            """Chunks of these weights alone, two of each."""
+            weights = {view.weights for view in client.namespaces().namespaces}
+            return weights == set(wanted) and client.status().pool.ready_bytes == 2 * len(wanted) * CHUNK_BYTES
+
+        one.store(keys(2, "w"))
+        eventually(partial(has, ""))
+        for before, now in (("", "step-1"), ("step-1", "step-2")):
+            runs(one, now)
+            one.store(keys(2, "w"))
+            eventually(partial(has, before, now))
+            assert found(other, keys(2, "w")) == 32, "it still runs those of before"
+            runs(other, now)
+            eventually(partial(has, now))
+            assert found(other, keys(2, "w")) == 32
+        for engine in (one, other):
+            engine.close()
+
+
 def resident_bytes(pid: int) -> int:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096
 
@@ -307,7 +330,7 @@ def test_thousands_of_weight_changes_neither_fill_the_table_nor_grow_the_server(
                 assert found(engines[(step + 1) % 4], wanted) == 32, "they share again"
             if step % (steps // 5) == steps // 5 - 1:
                 sizes.append(resident_bytes(server.process.pid))
-        eventually(lambda: len(client.namespaces(limit=1000).namespaces) <= MOST_LEFT + 1)
+        eventually(lambda: len(client.namespaces(limit=1000).namespaces) <= 64 + 1)
         assert sizes[-1] - sizes[0] < 4 << 20, sizes
         assert len(client.curve().namespaces) == 1, "one manifest"
         for engine in engines:

@@ -112,4 +112,9 @@ MUTANTS = (
         "        session.runs(weights)\n", "",
         TIERS, "test_a_tier_has_the_chunks_of_each_weights_apart",
     ),
+    Mutant(
+        "G30", "old weights keep chunks whatever the setting", "kvdock/api/keeper.py",
+        "kept = self._settings.weights_kept", "kept = 64",
+        API, "test_with_none_kept_weights_that_nobody_runs_any_more_are_removed_and_their_memory_is_free",
+    ),
 )

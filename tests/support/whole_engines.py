@@ -267,11 +267,22 @@ EXAMPLE: list[str | Path] = ["sh", ROOT / "examples" / "two_instances.sh"]
 
 
 def run_example(engine: str, program: str, folder: Path, seconds: float, **environ: str) -> tuple[int, list[str]]:
-    """examples/two_instances.sh, as it is. `program`: the shell's command in the place of `engine serve`.
+    """examples/two_instances.sh, as it is. Both instances answer alike, and the first from nothing. Returns how many
+    tokens the second has loaded, and the logs of both."""
+    done, logs = run_instances(engine, program, folder, seconds, **environ)
+    answers = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    ours, theirs = (answer["choices"][0]["text"] for answer in answers)
+    assert ours == theirs and ours
+    cold, loaded = ((answer["usage"]["prompt_tokens_details"] or {}).get("cached_tokens", 0) for answer in answers)
+    assert cold == 0
+    return loaded, logs
 
-    Both instances answer alike, and the first from nothing. Returns how many tokens the second has loaded, and the
-    logs of both.
-    """
+
+def run_instances(
+    engine: str, program: str, folder: Path, seconds: float, **environ: str
+) -> tuple[subprocess.CompletedProcess[str], list[str]]:
+    """examples/two_instances.sh, which ends well. `program`: the shell's command in the place of `engine serve`. With
+    the logs of both instances."""
     (folder / "kvdock").symlink_to(Path(sys.executable).parent / "kvdock")
     (folder / engine).write_text(f"#!/bin/sh\nshift\nexec {program}\n")
     (folder / engine).chmod(0o755)
@@ -282,12 +293,7 @@ def run_example(engine: str, program: str, folder: Path, seconds: float, **envir
         **environ,
     })
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    answers = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    ours, theirs = (answer["choices"][0]["text"] for answer in answers)
-    assert ours == theirs and ours
-    cold, loaded = ((answer["usage"]["prompt_tokens_details"] or {}).get("cached_tokens", 0) for answer in answers)
-    assert cold == 0
-    return loaded, [(folder / f"{port}.log").read_text() for port in ports]
+    return done, [(folder / f"{port}.log").read_text() for port in ports]
 
 
 def make_model(script: Path, kind: str, folder: Path) -> Path:

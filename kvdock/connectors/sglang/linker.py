@@ -299,7 +299,9 @@ class KvdockLinker(UnifiedCacheLinker):
             self._zero.lookups.reset()
 
     def _weights_named(self, name: str) -> None:
-        """The weights that this engine runs have this name from now on; see RunningWeights.name."""
+        """The weights that this engine runs have this name from now on; see RunningWeights.name. The server files what
+        is stored from now on apart from the chunks of earlier weights, and can let those go."""
+        self._rank_pools.worker.session.runs(name)
         self._figures.add("weights_changes")
         self._figures.add("weights_private", int(name.startswith("private")))
 

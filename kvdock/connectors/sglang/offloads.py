@@ -21,6 +21,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -35,6 +36,7 @@ from kvdock.connectors.sglang.pools import STATES, RankPools
 from kvdock.connectors.sglang.rank_zero import RankZero, known_of
 from kvdock.connectors.sglang.ranks import Ranks
 from kvdock.connectors.stores import StoreBatch
+from kvdock.protocol.errors import ApiError, ServerUnavailable
 
 log = logging.getLogger("kvdock.sglang")
 
@@ -170,6 +172,10 @@ class Offloads:
     def _reserved(self, connector: SchedulerConnector, offer: _Offer) -> bool:
         if not self._is_current(offer):
             return False
+        attachment = connector.session.attachment
+        if attachment is not None:  # else the offer might be filed with the weights of before, where nobody looks
+            with suppress(ServerUnavailable, ApiError):  # heartbeats report it again
+                connector.session.report_weights(attachment)
         wanted = len(offer.pages) - offer.known
         tokens = range(wanted * self._pools.page_tokens)
         made = connector.stores.begin_store(offer.name, tokens, self._columns(offer), len(tokens))

@@ -1,6 +1,10 @@
 """Lets SGLang's wheel, which is made for GPUs, be imported where there is none. Call prepare() before importing it.
 fork_processes() is for programs that run it.
 
+    python cpu_only.py PROGRAM ARGUMENTS…
+
+runs a program that needs no more than what is installed beside SGLang, and would fail at torchvision, too.
+
 Two things stand in its way on a CPU: its compiled kernels (sgl_kernel), of which a CPU calls none that these tests
 reach, and torchvision, which describes operators that its own build for GPUs alone brings. What is put in the place of
 a kernel fails when it is called, so no test passes by it.
@@ -11,6 +15,7 @@ from __future__ import annotations
 import importlib.abc
 import importlib.machinery
 import multiprocessing
+import runpy
 import sys
 import types
 from collections.abc import Callable, Sequence
@@ -100,3 +105,9 @@ def fork_processes() -> None:
     SGLang itself chooses later has no effect."""
     multiprocessing.set_start_method("fork", force=True)
     multiprocessing.set_start_method = lambda *args, **kwargs: None  # type: ignore[method-assign]  # its choice
+
+
+if __name__ == "__main__":
+    prepare()
+    del sys.argv[0]
+    runpy.run_path(sys.argv[0], run_name="__main__")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -95,4 +96,17 @@ EXAMPLE_ARGS = (
     "--watchdog-timeout 3600 --sleep-on-idle"
 )
 EXAMPLE_ENVIRON: dict[str, str] = {}
+TRAINER = f"{ENGINE_PYTHON} {HERE}/cpu_only.py"
+"""Runs examples/reinforce.py."""
+_LINKER = {
+    "linker": "KvdockLinker", "linker_module_path": "kvdock.connectors.sglang",
+    "linker_extra_config": {"timeout_s": 20, "lookup_wait_s": 1, "verify_wait_s": 10, "load_if_cheaper": False},
+}
+TRAINING_ENVIRON = {
+    "SGLANG_ARGS": f"{EXAMPLE_ARGS} --enable-unified-cache-external-linker "
+    "--unified-cache-external-linker-backend dynamic "
+    f"--unified-cache-external-linker-config {json.dumps(_LINKER, separators=(',', ':'))}",
+}
+REQUESTS_MORE = 1
+"""Requests that the engine makes of one for several samples, beside one for each."""
 EXAMPLE_LOADED, EXAMPLE_LOGS = 256, ()

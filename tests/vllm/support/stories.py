@@ -98,6 +98,14 @@ EXAMPLE_ENVIRON = {
     "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "TORCHDYNAMO_DISABLE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
+TRAINER = str(ENGINE_PYTHON)
+"""Runs examples/reinforce.py."""
+TRAINING_ENVIRON = {
+    "VLLM_ARGS": EXAMPLE_ARGS, "VLLM_SERVER_DEV_MODE": "1", "KVDOCK_VLLM_TIMEOUT_S": "20",
+    "KVDOCK_VLLM_LOOKUP_WAIT_S": "1", "KVDOCK_VLLM_LOAD_IF_CHEAPER": "false",
+}
+REQUESTS_MORE = 0
+"""Requests that the engine makes of one for several samples, beside one for each."""
 EXAMPLE_LOADED = 1000
 EXAMPLE_LOGS = [
     re.compile(rf"INFO \d\d-\d\d .*kvdock: attached to unix:\S+ as {who}-") for who in ("rank0", "scheduler")

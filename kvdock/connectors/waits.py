@@ -80,7 +80,7 @@ class _Load:
 
 
 @dataclass
-class _Waiting:
+class _LoadWait:
     """`load`: None after the last load has ended. `wanted_tokens`: how many tokens, counted from token 0, the engine's
     own cache should have at the end of the wait."""
 
@@ -111,7 +111,7 @@ class LoadOnce:
         """By request, loads that may still be in progress."""
         self._by_key: dict[bytes, _Load] = {}
         """By key of a chunk, the newest load of it that requests may wait for."""
-        self._waits: dict[str, _Waiting] = {}
+        self._waits: dict[str, _LoadWait] = {}
 
     # ------------------------------------------------------------------ loads
 
@@ -175,7 +175,7 @@ class LoadOnce:
         if found is None:
             return False
         if wait is None:
-            wait = self._waits[request_id] = _Waiting()
+            wait = self._waits[request_id] = _LoadWait()
         wait.load, wait.wanted_tokens = found
         wait.started_s = self._clock()
         return True
@@ -217,7 +217,7 @@ class LoadOnce:
             self._end_load(load, "expired")
         return bool(load.why_over)
 
-    def _end(self, wait: _Waiting, local_tokens: int) -> None:
+    def _end(self, wait: _LoadWait, local_tokens: int) -> None:
         assert wait.load is not None, "no wait"
         why, wait.load = wait.load.why_over, None
         if local_tokens >= wait.wanted_tokens:

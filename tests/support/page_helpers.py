@@ -305,6 +305,15 @@ def opening(browser: Browser) -> Iterator[OpenPage]:
         context.close()
 
 
+@contextmanager
+def modules_alone(browser: Browser, **options: Any) -> Iterator[Page]:
+    """A page to import single modules in. The status page itself would ask and draw all the time beside them."""
+    with PageServer() as page_server, browser.new_context(**options) as context:
+        page = context.new_page()
+        page.goto(f"{page_server.url}no_such_page")
+        yield page
+
+
 # --------------------------------------------------------------------------- the server
 
 

@@ -1,0 +1,88 @@
+"""What the adaptive policy evicts, and in which order, compared with what each chunk is worth by the reference."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+
+import pytest
+from reuse_reference import ReuseReference
+from table_helpers import PAGE, Client, key, new_table
+
+ROOM = 1000
+"""Chunks: more than are stored, so that only evict() takes any."""
+SEEN = 1 + 1e-9
+"""Sums are made in another order here."""
+
+
+class Rig:
+    """The table and the reference, told the same."""
+
+    def __init__(self) -> None:
+        self.engine = Client(new_table(ROOM * PAGE), PAGE)
+        self.engine.table.set_eviction("adaptive")
+        self.model = ReuseReference()
+        self._requests = 0
+
+    def look_up(self, *keys: bytes) -> None:
+        self._requests += 1
+        lease = self.engine.lookup(list(keys), self._requests).lease
+        if lease:
+            self.engine.table.release(self.engine.session, lease, [0])
+        self.model.look_up(list(keys))
+
+    def store(self, one: bytes, parent: bytes = b"") -> None:
+        assert self.engine.store([one], parent) == 1
+        self.model.store(one, parent)
+
+    def told(self) -> list[bytes]:
+        """All leaves, those first that are evicted next."""
+        keys = self.engine.table.next_out(ROOM * PAGE)[self.engine.space]
+        leaves = set(self.model.leaves())
+        return [one for at in range(0, len(keys), 32) if (one := keys[at : at + 32]) in leaves]
+
+    def evicted(self) -> bytes:
+        """The next one, which is gone now."""
+        before = list(self.model.chunks)
+        assert self.engine.table.evict(1 << 40, 1) == 1
+        gone, = (one for one in before if not self.engine.has(one))
+        return gone
+
+
+def history(rig: Rig, seed: int) -> None:
+    """Chunks with periods of their own, from a few ticks to more than the pool has chunks; some have a child that is
+    stored late, and some are asked for no more after a while."""
+    source = random.Random(seed)
+    due = [(source.randrange(400), key(seed, number), int(4 * 2 ** source.uniform(0, 8))) for number in range(180)]
+    followed = set[bytes]()
+    ends = {one: source.randrange(1500, 9000) for _, one, _ in due}
+    for _ in range(1400):
+        at, one, period = min(due)
+        due.remove((at, one, period))
+        if at > ends[one]:
+            due.append((1 << 40, one, period))
+            continue
+        due.append((at + max(1, int(period * source.uniform(0.7, 1.4))), one, period))
+        if one not in rig.model.chunks:
+            rig.look_up(one)
+            rig.store(one)
+        elif one not in followed and source.random() < 0.05:
+            followed.add(one)
+            rig.store(key("child", one), one)
+        else:
+            rig.look_up(one, *([key("child", one)] if one in followed else []))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_is_worth_least_goes_first(seed: int) -> None:
+    rig = Rig()
+    history(rig, seed)
+    worths = [rig.model.worth_of(one) for one in rig.told()]
+    assert len(worths) > 100 and len(set(worths)) > 50
+    assert all(first <= second * SEEN for first, second in pairwise(worths))
+    for number in range(80):
+        least = min(map(rig.model.worth_of, rig.model.leaves()))
+        gone = rig.evicted()
+        assert gone in rig.model.leaves() and rig.model.worth_of(gone) <= least * SEEN, number
+        rig.model.evict(gone)
+    rig.engine.table.check_integrity()

@@ -86,3 +86,60 @@ def test_what_is_worth_least_goes_first(seed: int) -> None:
         assert gone in rig.model.leaves() and rig.model.worth_of(gone) <= least * SEEN, number
         rig.model.evict(gone)
     rig.engine.table.check_integrity()
+
+
+# --------------------------------------------------------------------------- what it remembers of chunks that are gone
+
+GROUP = 400
+
+
+def group(name: str) -> list[bytes]:
+    return [key(name, number) for number in range(GROUP)]
+
+
+def used_at_a_distance(engine: Client, keys: list[bytes]) -> None:
+    """Stores each, and finds each three times, as many chunks apart as there are."""
+    for turn in range(4):
+        for number, one in enumerate(keys):
+            lease = engine.lookup([one], (keys[0], turn, number)).lease
+            if lease:
+                engine.table.release(engine.session, lease, [0])
+            else:
+                assert engine.store([one]) == 1
+
+
+def out_of_turn(engine: Client, keys: list[bytes]) -> int:
+    """Stores each with a new chunk behind it, and evicts all: how many did not go between the new ones beside them."""
+    new = group("new")
+    for one, other in zip(keys, new, strict=True):
+        assert engine.store([one]) == engine.store([other]) == 1
+    left, place = {*keys, *new}, dict[bytes, int]()
+    while left:
+        assert engine.table.evict(1 << 40, 1) == 1
+        gone, = (one for one in left if not engine.has(one))
+        left.remove(gone)
+        place[gone] = len(place)
+    beside = ((keys[at], sorted((place[new[at - 1]], place[new[at]]))) for at in range(1, GROUP))
+    return sum(not before < place[one] < behind for one, (before, behind) in beside)
+
+
+def test_gaps_are_remembered_longer_than_the_pool_holds_chunks() -> None:
+    """Of one name in eight; of those that were used at a distance."""
+    engine = Client(new_table(ROOM * PAGE), PAGE)
+    engine.table.set_eviction("adaptive")
+    for name in ("old", "b", "c", "d", "e", "f"):
+        used_at_a_distance(engine, group(name))
+        assert engine.table.evict(1 << 40, GROUP) == GROUP
+    assert out_of_turn(engine, group("old")) > GROUP / 32
+
+
+def test_what_was_deleted_after_it_came_back_is_new() -> None:
+    engine = Client(new_table(ROOM * PAGE), PAGE)
+    engine.table.set_eviction("adaptive")
+    old = group("old")
+    used_at_a_distance(engine, old)
+    assert engine.table.evict(1 << 40, GROUP) == GROUP
+    for one in old:
+        assert engine.store([one]) == 1
+    assert engine.table.delete(engine.space, b"".join(old)) == GROUP
+    assert out_of_turn(engine, old) < GROUP / 32

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from itertools import pairwise
 
 import pytest
@@ -49,7 +50,7 @@ class Rig:
         return gone
 
 
-def history(rig: Rig, seed: int) -> None:
+def periods(rig: Rig, seed: int) -> None:
     """Chunks with periods of their own, from a few ticks to more than the pool has chunks; some have a child that is
     stored late, and some are asked for no more after a while."""
     source = random.Random(seed)
@@ -74,12 +75,26 @@ def history(rig: Rig, seed: int) -> None:
                 rig.look_up(one, *([key("child", one)] if one in followed else []))
 
 
+def twice(rig: Rig, seed: int) -> None:
+    """Each chunk comes back at once, and again much later: between the two it is worth less than before and after."""
+    source = random.Random(seed)
+    due = [(source.randrange(900), key(seed, number), 0) for number in range(300)]
+    for _ in range(3000):
+        at, one, uses = min(due)
+        due.remove((at, one, uses))
+        due.append((at + (source.randrange(300, 900) if uses % 2 else source.randrange(2, 6)), one, uses + 1))
+        rig.look_up(one)
+        if one not in rig.model.chunks:
+            rig.store(one)
+
+
 @pytest.mark.parametrize("seed", range(4))
-def test_what_is_worth_least_goes_first(seed: int) -> None:
+@pytest.mark.parametrize("lived", [periods, twice])
+def test_what_is_worth_least_goes_first(lived: Callable[[Rig, int], None], seed: int) -> None:
     rig = Rig()
-    history(rig, seed)
+    lived(rig, seed)
     worths = [rig.model.worth_of(one) for one in rig.told()]
-    assert len(worths) > 100 and len(set(worths)) > 50
+    assert len(worths) > 60 and len(set(worths)) > 50
     assert all(first <= second * SEEN for first, second in pairwise(worths))
     for number in range(len(rig.model.chunks)):
         least = min(map(rig.model.worth_of, rig.model.leaves()))

@@ -95,8 +95,9 @@ def test_it_needs_no_torch(tmp_path: Path) -> None:
     assert set(checks_of(done, 0)) == CHECKS
 
 
-def test_wrong_settings_are_a_problem_and_not_the_end_of_the_examination() -> None:
-    found = checks_of(kvdock("doctor", "--json", KVDOCK_POOL_BYTE="1GiB"), 1)
+def test_wrong_settings_are_a_problem_and_not_the_end_of_the_examination(tmp_path: Path) -> None:
+    environ = {"KVDOCK_POOL_BYTE": "1GiB", "KVDOCK_SOCKET_PATH": str(tmp_path / "s")}  # others' servers are not asked
+    found = checks_of(kvdock("doctor", "--json", **environ), 1)
     assert found["settings"]["level"] == "problem" and "pool_byte" in found["settings"]["found"]
     assert set(found) == CHECKS
 

@@ -1,5 +1,5 @@
-"""What a chunk is worth to the adaptive policy (csrc/table/reuse_policy.h, reuse_model.h), computed in the plainest way
-for a pool from which nothing was evicted yet, so that nothing is remembered of chunks that are gone."""
+"""What a chunk is worth to the adaptive policy (csrc/table/reuse_policy.h, csrc/table/reuse_model.h), computed in the
+plainest way for a pool from which nothing was evicted yet, so that nothing is remembered of chunks that are gone."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class ReuseReference:
                 new.kind = min(kind % USES, MOST_INHERITED) + kind // USES * USES
 
     def look_up(self, keys: list[bytes]) -> None:
-        """Of a prompt from its beginning."""
+        """`keys`: a prompt's, from its beginning."""
         self._tick += len(keys)
         self._resident = len(self.chunks)
         self._keys += (len(keys) - self._keys) * (1.0 if self._keys == 0 else 1 / 64)
@@ -139,7 +139,7 @@ class Seen:
     resident: int
 
     def reused(self, kind: int) -> list[float]:
-        """Of chunks of the kind that reach a bin, the share that is used in it."""
+        """The share of the kind's chunks that reach a bin and are used in it."""
         while kind % USES and not any(self.lived[kind]):
             kind -= 1  # nobody has seen such chunks
         gap, (scale, base, common) = kind // USES, self._of_all

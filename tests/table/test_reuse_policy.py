@@ -140,7 +140,7 @@ def out_of_turn(engine: Client, keys: list[bytes]) -> int:
 
 
 def test_gaps_are_remembered_longer_than_the_pool_holds_chunks() -> None:
-    """Of one name in eight; of those that were used at a distance."""
+    """Those of one name in eight."""
     engine = Client(new_table(ROOM * PAGE), PAGE)
     engine.table.set_eviction("adaptive")
     for name in ("old", "b", "c", "d", "e", "f"):

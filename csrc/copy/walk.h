@@ -20,7 +20,6 @@ class Walk {
   Walk(const PagedLayout& layout, const Part& part, size_t position) : layout_(layout), part_(part) {
     const size_t blocks = part.block_ids.size();
     plane_ = layout.plane_at(position / blocks);
-    while (position < layout.bytes_before(plane_) * blocks) --plane_;
     const Plane& plane = layout.planes()[plane_];
     const size_t inside = position - layout.bytes_before(plane_) * blocks;
     block_ = inside / plane.block_bytes();

@@ -35,7 +35,11 @@ from kvdock.api.turns import (
     LONG_READ_BYTES,
     READS_OF_TURN,
     SHORT_READ_BYTES,
+    SLICE_S,
+    FairQueue,
     ReadTurns,
+    SharedTurns,
+    Slices,
     next_call,
     next_slice,
 )
@@ -131,6 +135,40 @@ def test_calls_and_slices_of_long_work_take_turns() -> None:
     assert all(one != other for (one, _), (other, _) in itertools.pairwise(went_on[1:30]))
 
 
+@pytest.mark.parametrize("turns", range(6))
+def test_a_turn_that_is_owed_to_what_was_cancelled_holds_up_nobody(turns: int) -> None:
+    """In one of these turns it was refused before it is cancelled."""
+    async def story() -> None:
+        shared = SharedTurns()
+        calls, slices = FairQueue(shared), FairQueue(shared)
+        waiting = [asyncio.create_task(calls.next()) for _ in range(3)]
+        slice_ = asyncio.create_task(slices.later())
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        slice_.cancel()
+        await asyncio.gather(*waiting, slice_, return_exceptions=True)
+        await calls.next()
+
+    asyncio.run(asyncio.wait_for(story(), PATIENCE_S))
+
+
+def test_work_gives_a_turn_after_a_slice_and_not_after_each_step() -> None:
+    async def story() -> tuple[int, int]:
+        slices, steps = Slices(), 60
+        async with TurnNumber() as turn:
+            await asyncio.sleep(0)
+            before = turn.now
+            for _ in range(steps):
+                until_s = time.thread_time() + SLICE_S / 5
+                while time.thread_time() < until_s:
+                    pass  # works
+                await slices.give_turn()
+            return turn.now - before, steps
+
+    turns, steps = asyncio.run(story())
+    assert 0 < turns < steps / 2
+
+
 def test_a_turn_has_a_few_short_reads_or_a_long_one() -> None:
     async def story() -> list[tuple[int, int]]:
         reads, handled = ReadTurns(), list[tuple[int, int]]()
@@ -152,6 +190,32 @@ def test_a_turn_has_a_few_short_reads_or_a_long_one() -> None:
     by_turn = [[size for _, size in of] for _, of in itertools.groupby(handled, key=lambda one: one[0])]
     assert by_turn[:2] == [[100] * READS_OF_TURN] * 2
     assert all(sum(sizes) <= LONG_READ_BYTES + READS_OF_TURN * 100 for sizes in by_turn)
+
+
+def test_no_read_overtakes_another_that_waited_for_calls() -> None:
+    async def story() -> bool:
+        """Each turn, calls come before `look`, and that before reads."""
+        loop = asyncio.get_running_loop()
+        looked: asyncio.Future[bool] = loop.create_future()
+        calls = [asyncio.create_task(next_call()) for _ in range(3)]
+        await asyncio.sleep(0)
+        reads, was_read = ReadTurns(calls_waiting=0), asyncio.Event()
+
+        def look() -> None:
+            if was_read.is_set():
+                looked.set_result(False)
+            elif reads.take(1):
+                looked.set_result(True)
+            else:
+                loop.call_soon(look)
+
+        loop.call_soon(look)
+        reads.wait(was_read.set, 1)
+        overtook = await looked
+        await asyncio.gather(*calls)
+        return overtook
+
+    assert not asyncio.run(story())
 
 
 def test_nothing_is_read_while_many_calls_wait() -> None:

@@ -105,7 +105,7 @@ def test_ctrl_c_at_any_moment_ends_all_of_it_without_a_traceback(tmp_path: Path,
     assert processes_of(tmp_path) == [] and not list(tmp_path.iterdir())
 
 
-@pytest.mark.sweep("number")
+@pytest.mark.sweep
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_to_the_whole_group_ends_all_of_it_without_a_warning(tmp_path: Path, number: signal.Signals) -> None:
     with lingering(tmp_path) as (demo, pool, _):

@@ -255,17 +255,23 @@ def test_parts_are_the_same_for_every_size(heads: int, workers: int, parts: int,
 
 
 def parts_of(heads: int, workers: int, rank: int, **more: Any) -> tuple[HeadParts, RankPosition]:
-    worker = Worker(rank, workers, heads, "heads first")
-    page_bytes = more.pop("page_bytes", worker.memory["layer.0"][0].numel() * 2)
+    """`more`: the layer's tensor, its pages' bytes, the pipeline's stages, or what its group is."""
+    tensor = more.pop("tensor", Worker(rank, workers, heads, "heads first").tensors["layer.0"])
+    page_bytes, stages = more.pop("page_bytes", tensor[0].numel() * 2), more.pop("stages", 1)
     groups = [KVGroup(None, BLOCK, {"layer.0": page_bytes}, **{"latent": False, **more})]
-    place = place_of(SimpleNamespace(tensor_parallel_size=workers, pipeline_parallel_size=1, rank=rank), groups)
-    parts = divided(groups, worker.tensors, BLOCKS, heads=heads, place=place)
+    parallel = SimpleNamespace(tensor_parallel_size=workers, pipeline_parallel_size=stages, rank=rank)
+    place = place_of(parallel, groups)
+    parts = divided(groups, {"layer.0": tensor}, BLOCKS, heads=heads, place=place)
     return parts, placed(parts, place)
 
 
 @pytest.mark.parametrize(("heads", "workers", "more", "why"), [
     (6, 3, {}, "the tensor-parallel size is 3, and a divisor of 2 is wanted"),
     (32, 16, {}, "the tensor-parallel size is 16, and a divisor of 8 is wanted"),
+    (16, 16, {}, "the tensor-parallel size is 16, and a divisor of 8 is wanted"),
+    (8, 1, {"stages": 2}, "pipeline stages are several, and 1 is wanted"),
+    (8, 1, {"tensor": torch.zeros(BLOCKS, BLOCK, 8, 4, dtype=torch.bfloat16).transpose(1, 2)},
+     "layer layer.0 has 8 bytes a head, and a multiple of 16 is wanted"),
     (8, 1, {"state": "mamba"}, "layer layer.0 keeps a recurrent state, not heads"),
     (8, 1, {"page_bytes": 8192}, "layer layer.0 has 4096 bytes in pages of 8192: full ones are wanted"),
 ])

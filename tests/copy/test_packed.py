@@ -169,6 +169,23 @@ def test_bytes_that_are_no_packed_part_are_not_ok_even_with_their_checksum() -> 
         assert all(now == guard for (_, _, block), now in paged.blocks_now().items() if block not in (2, 4))
 
 
+@pytest.mark.parametrize(("at", "found"), [(0, b"KVP2"), (4, struct.pack("<H", 2))], ids=["magic", "planes"])
+def test_a_part_with_another_header_is_not_unpacked_even_with_its_checksum(at: int, found: bytes) -> None:
+    paged = Paged("NB_NL_TWO_BS_NH_HS", torch.bfloat16, SHAPE)
+    fill(paged, "normal", 4)
+    shape = shape_of(paged, len(IDS))
+    slots = Slots(1, shape.packed_bytes)
+    gather(paged, shape, slots.address(0), IDS)
+    clean = slots.read(0)[: shape.packed_bytes]
+    assert clean[at : at + len(found)] != found
+    damaged = clean[:at] + found + clean[at + len(found) :]
+    slots.write(0, damaged)
+    paged.fill_guard()
+    before = paged.blocks_now()
+    assert not scatter(paged, shape, slots.address(0), IDS, checksum(damaged)).ok
+    assert paged.blocks_now() == before
+
+
 def test_hostile_bytes_with_a_forged_checksum_reach_only_the_blocks_that_are_asked_for(tile_path: str) -> None:
     """Books, marks, numbers of units and places of units are anything; blocks are skipped in the midst of tiles."""
     paged = Paged("NL_X_NB_TWO_BS_NH_HS", torch.bfloat16, SHAPE)

@@ -6,6 +6,7 @@ import forks
 import pytest
 
 forks.preload("kvdock.engine.ranks")
+forks.preload("little_scratch")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -74,7 +74,8 @@ def alone(config: EngineConfig, tokens: list[int], at_hand: int) -> Served:
     return served(run_one(one, tokens, sampling(TOKENS)))
 
 
-@pytest.mark.parametrize("room", [USUAL, FEW, NONE], ids=["usual", "few", "none"])
+@pytest.mark.sweep("room")
+@pytest.mark.parametrize("room", [USUAL, NONE, FEW], ids=["usual", "none", "few"])
 @pytest.mark.parametrize("model", MODELS)
 def test_tokens_and_logits_are_those_of_a_local_hit_from_the_pool_and_from_a_tier(
     server: ServerProcess, model: str, room: Room, monkeypatch: pytest.MonkeyPatch

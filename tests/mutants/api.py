@@ -139,4 +139,22 @@ MUTANTS = (
         ("tests/api/test_kv_events.py", "-k", "tenant_s"),
         "test_a_tenant_s_routers_see_its_own_and_zeromq_has_the_server_s_own",
     ),
+    Mutant(
+        "Q2", "a turn stays owed to nobody", "kvdock/api/turns.py",
+        "            self._turns.forgo(self)\n",
+        "",
+        ("tests/api/test_turn_queues.py",), "test_a_turn_that_is_owed_to_what_was_cancelled_holds_up_nobody",
+    ),
+    Mutant(
+        "Q3", "a read overtakes those that wait", "kvdock/api/turns.py",
+        "if self._left <= 0 or self._waiting or self._calls_wait():",
+        "if self._left <= 0 or self._calls_wait():",
+        ("tests/api/test_turn_queues.py",), "test_no_read_overtakes_another_that_waited_for_calls",
+    ),
+    Mutant(
+        "Q5", "a slice is not begun anew", "kvdock/api/turns.py",
+        "            await next_slice()\n            self._began_s = time.thread_time()\n",
+        "            await next_slice()\n",
+        ("tests/api/test_turn_queues.py",), "test_work_gives_a_turn_after_a_slice_and_not_after_each_step",
+    ),
 )

@@ -104,4 +104,22 @@ MUTANTS = (
         ("tests/connectors/test_outcomes.py", "-k", "without_this_field"),
         "test_a_server_without_this_field_loses_no_engine",
     ),
+    Mutant(
+        "A2", "sizes that leave no whole head are shared", "kvdock/connectors/heads.py",
+        "if parts % workers and (workers % heads or parts != heads):",
+        "if parts % workers and workers % heads:",
+        ("tests/connectors/test_any_tensor_parallel.py",), "test_an_engine_that_cannot_share_sizes_says_why",
+    ),
+    Mutant(
+        "A4", "heads of odd sizes are divided", "kvdock/connectors/vllm/heads.py",
+        "    if _head_bytes(tensor) % RUN_BYTES:\n",
+        "    if False:\n",
+        ("tests/connectors/test_any_tensor_parallel.py",), "test_an_engine_that_cannot_share_sizes_says_why",
+    ),
+    Mutant(
+        "A5", "pipeline stages are divided", "kvdock/connectors/vllm/heads.py",
+        "    if place.writers > place.heads_split:\n",
+        "    if False:\n",
+        ("tests/connectors/test_any_tensor_parallel.py",), "test_an_engine_that_cannot_share_sizes_says_why",
+    ),
 )

@@ -17,4 +17,10 @@ MUTANTS = (
         "part is parts[-1] or part.checksum is None or sum_ == part.checksum)",
         ("tests/copy/test_copy.py",), "test_a_flipped_byte_in_the_slot_is_never_ok",
     ),
+    Mutant(
+        "K4", "a damaged header is unpacked", "csrc/copy/packed.cpp",
+        "sums[i] != expected[i] || is_packed_part(shape, reinterpret_cast<const char*>(parts[i].slot))",
+        "true",
+        ("tests/copy/test_packed.py",), "test_a_part_with_another_header_is_not_unpacked_even_with_its_checksum",
+    ),
 )

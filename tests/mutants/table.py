@@ -11,6 +11,7 @@ QUOTAS = ("tests/table/test_quotas.py",)
 ORDER = ("tests/table/test_order_model.py",)
 HINTS = ("tests/table/test_hints.py",)
 PROMISES = ("tests/table/test_promises.py",)
+REUSE = ("tests/table/test_reuse_policy.py",)
 
 MUTANTS = (
     Mutant(
@@ -163,5 +164,71 @@ MUTANTS = (
         "C40", "one tick drops all promises that are over", "csrc/table/promises.h",
         "left -= forget(swept_to_, left);", "forget(swept_to_, left);",
         PROMISES, "test_promises_that_are_over_go_some_at_a_time",
+    ),
+    Mutant(
+        "R1", "a gap is learnt from the first reuse on", "csrc/table/reuse_policy.cpp",
+        "return more % kUses == 1 ? more : with_gap(more, age);",
+        "return with_gap(more, age);",
+        REUSE, "test_what_is_worth_least_goes_first",
+    ),
+    Mutant(
+        "R2", "a gap moves the whole way", "csrc/table/reuse_policy.cpp",
+        "int gap = was == 0 ? now : (was + now + (now > was)) / 2;",
+        "int gap = now;",
+        REUSE, "test_what_is_worth_least_goes_first",
+    ),
+    Mutant(
+        "R5", "gaps of evicted chunks are not remembered", "csrc/table/reuse_policy.cpp",
+        "  if (chunk.kind >= kUses) past_.put(",
+        "  if (false) past_.put(",
+        REUSE, "test_gaps_are_remembered_longer_than_the_pool_holds_chunks",
+    ),
+    Mutant(
+        "R6", "two uses at once count as two", "csrc/table/reuse_policy.cpp",
+        "return age >= std::max<uint64_t>(2, resident_ / kTouchShare);",
+        "return age >= 1;",
+        REUSE, "test_what_is_worth_least_goes_first",
+    ),
+    Mutant(
+        "R7", "what comes back stays among the past", "csrc/table/reuse_policy.cpp",
+        "  past_.drop(chunk.name);\n",
+        "",
+        REUSE, "test_what_was_deleted_after_it_came_back_is_new",
+    ),
+    Mutant(
+        "R8", "only the oldest leaf of a stretch is looked at", "csrc/table/reuse_policy.cpp",
+        "      see(*std::prev(end));\n",
+        "",
+        REUSE, "test_what_is_worth_least_goes_first",
+    ),
+    Mutant(
+        "R9", "a child inherits all uses", "csrc/table/reuse_policy.cpp",
+        "std::min<uint8_t>(*inherited % kUses, kInherited)",
+        "static_cast<uint8_t>(*inherited % kUses)",
+        REUSE, "test_what_is_worth_least_goes_first",
+    ),
+    Mutant(
+        "N2", "of a gap the prior is its rate alone", "csrc/table/reuse_model.cpp",
+        "std::sqrt(of_gap_[gap][k] * common[k])",
+        "of_gap_[gap][k]",
+        REUSE, "test_what_is_worth_least_goes_first",
+    ),
+    Mutant(
+        "N3", "counts never fade", "csrc/table/reuse_model.cpp",
+        "constexpr double kKept = 511.0 / 512;",
+        "constexpr double kKept = 1;",
+        REUSE, "test_what_is_worth_least_goes_first",
+    ),
+    Mutant(
+        "N4", "a stretch is one bin too long", "csrc/table/reuse_model.cpp",
+        "  if (static_cast<double>(age) < middle(bin)) --bin;\n",
+        "  bin -= 1;\n",
+        REUSE, "test_what_is_worth_least_goes_first",
+    ),
+    Mutant(
+        "U2", "past uses are kept no longer than the pool's", "csrc/table/past_uses.h",
+        "kTimes = 64",
+        "kTimes = 1",
+        REUSE, "test_gaps_are_remembered_longer_than_the_pool_holds_chunks",
     ),
 )

@@ -158,4 +158,11 @@ MUTANTS = (
         ("tests/tiers/test_admission.py",),
         "test_chunks_that_nobody_asks_for_again_are_not_written_and_those_asked_for_twice_are",
     ),
+    Mutant(
+        "L28", "a segment that was not read whole is read again", "kvdock/tiers/disk/reader.py",
+        "            finally:  # what could not be read is missing\n                segment.is_read = True\n",
+        "            finally:  # what could not be read is missing\n                pass\n            "
+        "segment.is_read = True\n",
+        ("tests/tiers/test_disk_reader.py",), "test_a_segment_that_could_not_be_read_is_emptied_like_any_other",
+    ),
 )

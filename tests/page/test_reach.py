@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Iterator
 from importlib.resources import files
 from typing import Literal
 from urllib.parse import urlsplit
@@ -306,6 +307,12 @@ def test_axes_have_even_round_steps_that_cover_the_data(figures: Page, call: str
     assert [say.plain(tick) for tick in ticks] == texts
 
 
+@pytest.fixture(scope="module")
+def figures_in_berlin(browser: Browser) -> Iterator[Page]:
+    with say.modules_alone(browser, timezone_id="Europe/Berlin") as page:
+        yield page
+
+
 MARKS = """([endS, spanS]) =>
   import('./static/scale.js').then(m => m.timeTicks(endS, spanS).map(t => t.text).reverse())"""
 
@@ -321,12 +328,8 @@ MARKS = """([endS, spanS]) =>
     ],
 )
 def test_the_axis_of_time_has_round_times_of_the_reader_s_clock(
-    browser: Browser, page_server: PageServer, now: str, span_s: int, texts: list[str]
+    figures_in_berlin: Page, now: str, span_s: int, texts: list[str]
 ) -> None:
     """The last case passes the night in which Berlin's clocks go forward."""
-    context = browser.new_context(timezone_id="Europe/Berlin")
-    page = context.new_page()
-    page.goto(page_server.url)
-    end_s = page.evaluate("text => new Date(text).getTime() / 1000", now)
-    assert [say.plain(text) for text in page.evaluate(MARKS, [end_s, span_s])] == texts
-    context.close()
+    end_s = figures_in_berlin.evaluate("text => new Date(text).getTime() / 1000", now)
+    assert [say.plain(text) for text in figures_in_berlin.evaluate(MARKS, [end_s, span_s])] == texts

@@ -191,10 +191,8 @@ def test_shares_are_those_of_the_last_minute_by_tokens_and_hold_their_last_value
 
 def test_charts_have_the_reader_s_clock_on_their_axis(page_server: PageServer, open_page: OpenPage) -> None:
     """The newest point is as old as the server says, by the reader's clock."""
-    page = open_page(page_server.url, timezone_id="Europe/Berlin")
-    page.clock.set_fixed_time("2026-11-25T03:12:40Z")
     page_server.bodies["stats"] = msgspec.structs.replace(say.stats(61), age_s=5.0)
-    page.reload()
+    page = open_page(page_server.url, now="2026-11-25T03:12:40Z", timezone_id="Europe/Berlin")
     ticks = page.locator("#history figure.chart").first.locator(".ticks.x text")
     expect(ticks.first).to_be_visible()
     assert sorted(ticks.all_text_contents()) == ["04:11:45", "04:12:00", "04:12:15", "04:12:30"]
@@ -207,9 +205,7 @@ def test_charts_have_the_reader_s_clock_on_their_axis(page_server: PageServer, o
 def test_a_range_is_chosen_by_keyboard_and_kept_for_the_tab(page_server: PageServer, open_page: OpenPage) -> None:
     """The axis is as long as the range, however much of it the server has."""
     asked: list[str] = []
-    page = open_page(page_server.url, timezone_id="Europe/Berlin")
-    page.clock.set_fixed_time("2026-11-25T09:00:00Z")
-    page.reload()
+    page = open_page(page_server.url, now="2026-11-25T09:00:00Z", timezone_id="Europe/Berlin")
     page.on("request", lambda request: asked.append(request.url.rpartition("/v1/")[2]))
     page_server.bodies["stats"] = msgspec.structs.replace(say.stats(100), interval_s=1800.0)
     page.get_by_role("radio", name="Live").focus()
@@ -266,9 +262,7 @@ def marked_stats() -> Stats:
 
 def test_starts_and_changes_of_limits_are_marked_and_told(page_server: PageServer, open_page: OpenPage) -> None:
     page_server.bodies["stats"] = marked_stats()
-    page = open_page(page_server.url, timezone_id="Europe/Berlin")
-    page.clock.set_fixed_time("2026-11-25T09:00:00Z")
-    page.reload()
+    page = open_page(page_server.url, now="2026-11-25T09:00:00Z", timezone_id="Europe/Berlin")
     page.get_by_role("radio", name="1 h", exact=True).check()
     told = page.get_by_role("list", name="Marks in the charts, the latest first").get_by_role("listitem")
     expect(told).to_have_count(3)

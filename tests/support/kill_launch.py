@@ -192,6 +192,7 @@ def main(core: str) -> None:
     pause = load_core(core)
     sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent.parent)]
     import kill_engine  # noqa: F401  (what children need is imported once, here)
+    import little_scratch  # noqa: F401  (the same)
 
     import kvdock.api.build
     import kvdock.api.server  # noqa: F401  (the same)

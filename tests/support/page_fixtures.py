@@ -59,9 +59,5 @@ def status_page_url(page_server: say.PageServer) -> str:
 
 @pytest.fixture(scope="module")
 def figures(browser: Browser) -> Iterator[Page]:
-    """A page to import single modules in."""
-    with say.PageServer() as page_server:
-        page = browser.new_page()
-        page.goto(page_server.url)
+    with say.modules_alone(browser) as page:
         yield page
-        page.close()

@@ -283,14 +283,16 @@ def row(page: Page, table: str, text: str) -> str:
 
 @contextmanager
 def opening(browser: Browser) -> Iterator[OpenPage]:
-    """What the fixture `open_page` gives; its pages are closed at the end."""
+    """What the fixture `open_page` gives; its pages are closed at the end. `now`: the reader's clock stands there."""
     contexts: list[BrowserContext] = []
 
-    def open_one(url: str, *, drawn: bool = True, access_token: str = "", **options: Any) -> Page:
+    def open_one(url: str, *, drawn: bool = True, access_token: str = "", now: str = "", **options: Any) -> Page:
         context = browser.new_context(**({"viewport": {"width": 1280, "height": 4000}} | options))
         contexts.append(context)
         page = context.new_page()
         page.set_default_timeout(PATIENCE_MS)
+        if now:
+            page.clock.set_fixed_time(now)
         page.goto(url)
         if access_token:
             page.fill("#token", access_token)
@@ -303,6 +305,15 @@ def opening(browser: Browser) -> Iterator[OpenPage]:
     yield open_one
     for context in contexts:
         context.close()
+
+
+@contextmanager
+def modules_alone(browser: Browser, **options: Any) -> Iterator[Page]:
+    """A page to import single modules in. The status page itself would ask and draw all the time beside them."""
+    with PageServer() as page_server, browser.new_context(**options) as context:
+        page = context.new_page()
+        page.goto(f"{page_server.url}no_such_page")
+        yield page
 
 
 # --------------------------------------------------------------------------- the server

@@ -6,6 +6,7 @@ import ctypes
 import random
 import time
 from collections.abc import Sequence
+from hashlib import shake_128
 
 from api_helpers import PATIENCE_S
 
@@ -55,7 +56,7 @@ class TierEngine:
 
     def bytes_of(self, key: bytes, writer: int = 0) -> bytes:
         """What is stored under a key."""
-        return random.Random(key + bytes([writer])).randbytes(self.part_bytes)
+        return shake_128(key + bytes([writer])).digest(self.part_bytes)
 
     @property
     def attachment(self) -> Attachment:

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from hashlib import shake_128
 from typing import Final, NamedTuple
 
 from kvdock.shm.checksum import checksum
@@ -88,7 +89,7 @@ class Parts:
         return PartName(self.namespace, self._random.randbytes(32), group, writer)
 
     def make(self, length: int, name: PartName | None = None) -> Part:
-        data = self._random.randbytes(length)
+        data = shake_128(self._random.randbytes(16)).digest(length)
         return Part(Record(name or self.name(), length, checksum(data)), data)
 
     def many(self, count: int, length: int) -> list[Part]:

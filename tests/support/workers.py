@@ -39,7 +39,10 @@ LONGEST: Final = (
     "tests/api/test_takeover.py", "tests/tiers/test_conformance.py", "tests/tiers/test_frozen_midway.py",
     "tests/page/test_live.py", "tests/engine/test_same_tokens.py", "tests/engine/test_trained.py",
     "tests/tiers/test_shared_stores.py", "tests/page/test_million.py", "tests/tiers/test_kills.py",
-    "tests/kill/test_matrix.py",
+    "tests/kill/test_matrix.py", "tests/house/test_supply_chain.py", "tests/engine/test_same_tokens_tp.py",
+    "tests/engine/test_packed.py", "tests/curve/test_curve.py", "tests/tiers/test_packed_parts.py",
+    "tests/cli/test_asks.py", "tests/api/test_explain.py", "tests/api/test_flat.py", "tests/engine/test_traces.py",
+    "tests/engine/test_scheduling.py",
 )
 """Modules, by how long they take (--durations=0 says so): one that came last would have a worker to itself. The kill
 matrix is late because its extension is compiled meanwhile."""

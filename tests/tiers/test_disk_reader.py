@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import sqlite3
 import threading
 from collections.abc import Iterator
@@ -14,9 +15,10 @@ from tier_helpers import ARENA, Part, Parts, assert_loads, patient, store_all
 
 from kvdock.tiers.disk import reader
 from kvdock.tiers.disk.index import Index
-from kvdock.tiers.disk.log import Segment, key_of
+from kvdock.tiers.disk.log import Log, Segment, key_of
 from kvdock.tiers.disk.tier import DiskTier
 from kvdock.tiers.notes import begins, raises
+from kvdock.tiers.record import Record
 from kvdock.tiers.tier import Deadline, Outcome, TierError
 
 LENGTH = 700_000
@@ -260,6 +262,31 @@ def test_an_index_that_fails_at_the_end_is_made_again_at_the_next_start(
         wait_until_read(tier)
         assert_loads(tier, batch)
     assert "the index is made anew at the next start: disk: the index fails" in caplog.text
+
+
+def test_a_segment_that_could_not_be_read_is_emptied_like_any_other(
+    folder: Path, parts: Parts, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    filled(folder, parts)
+    (folder / "index.db").unlink()
+    scan = Log.scan
+
+    def failing(self: Log, segment: Segment, begin: int) -> Iterator[tuple[int, Record]]:
+        if segment.sequence == 1:
+            raise OSError(errno.EIO, "the storage fails")
+        return scan(self, segment, begin)
+
+    monkeypatch.setattr(Log, "scan", failing)
+    monkeypatch.setattr(reader, "READ_AT_ONCE", 1)
+    tier = DiskTier.open(folder, LIMIT)
+    try:
+        wait_until_read(tier)
+        assert "could be read: [Errno 5] the storage fails" in caplog.text
+        new = parts.many(40, LENGTH)
+        store_in_turn(tier, new)
+        assert_loads(tier, new[-5:])
+    finally:
+        tier.close(patient())
 
 
 def test_uses_are_kept_in_their_order_when_a_tier_is_closed(folder: Path, parts: Parts) -> None:

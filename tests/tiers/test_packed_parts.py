@@ -93,6 +93,7 @@ def test_chunks_with_a_packed_and_a_raw_part_come_back_at_another_server(
         assert status.tiers[0].counters["damaged"] == status.counters["mismatches"] == 0
 
 
+@pytest.mark.sweep("store")  # whether records are found is decided by their names, in each store alike
 def test_engines_that_begin_or_cease_to_pack_miss_old_records_and_find_them_later(store: Store, tmp_path: Path) -> None:
     config, salt, tokens = bf16_config("gqa"), unique("switched"), prompt(32, LENGTH)
     wanted: dict[str, Served] = {}

@@ -247,8 +247,8 @@ def _sentences(
         ))
         if one.broke is not None and (came := _came(one, start, outcome)):
             yield Sentence(code="waited", text=(
-                f"Of the {one.broke.tokens:,} tokens after the first {start + one.broke.at_tokens:,}, {came:,} came "
-                f"while the request waited: {CAME[one.broke.why]}."
+                f"Of the {one.broke.tokens:,} tokens{_after(start + one.broke.at_tokens)}, {came:,} came while the "
+                f"request waited: {CAME[one.broke.why]}."
             ))
         elif one.broke is not None:
             yield from _broke(one.broke, start, one.tokens)
@@ -349,8 +349,7 @@ def _broke(broke: Break, start: int, asked_tokens: int) -> Iterator[Sentence]:
     gone = "" if broke.gone_s is None else f"{left} {duration(broke.gone_s)} before this lookup"
     unused = "" if broke.unused_s is None else f"; they had been unused for {duration(broke.unused_s)} by then"
     yield Sentence(code="not_given", advice=HELPS.get(broke.why, ""), text=(
-        f"The {broke.tokens:,} tokens after the first {at:,} were not given: {COMPUTED[broke.why]}"
-        f"{gone}{unused}."
+        f"The {broke.tokens:,} tokens{_after(at)} were not given: {COMPUTED[broke.why]}{gone}{unused}."
     ))
     if broke.why != "never_stored":
         return
@@ -386,6 +385,10 @@ def _broke(broke: Break, start: int, asked_tokens: int) -> Iterator[Sentence]:
             "If these prompts are meant to have a longer beginning in common, look there for what differs, such as "
             "the chat template or the system prompt."
         ))
+
+
+def _after(at: int) -> str:
+    return f" after the first {at:,}" if at else ""
 
 
 def _ways(others: int) -> str:

@@ -636,7 +636,8 @@ def notify(session: EngineSession, attachment: Attachment, call: Callable[..., o
 
 # What a person can do about an engine that does not reach its server.
 
-ONE_USER = "run engine and server as one user, or let access_token_file name an access token (kvdock token)"
+ONE_USER = "run engine and server as one user"
+WITH_TOKEN = f"{ONE_USER}, or let access_token_file name an access token (kvdock token)"
 START = "start one with `kvdock serve`, or name its address in KVDOCK_ADDRESS"
 SAME_SHM = (
     f"the server answers, and its {SHM_DIR} is not the one of this process: in containers, give both the host's, as "
@@ -647,7 +648,7 @@ SAME_SHM = (
 def remedy(error: BaseException) -> str:
     """A sentence without a full stop; "": none is known."""
     if isinstance(error, ApiError):
-        return ONE_USER if error.code in ("unauthenticated", "forbidden") else ""
+        return WITH_TOKEN if error.code in ("unauthenticated", "forbidden") else ""
     if isinstance(error, ServerUnavailable):
         return _of_connection(error.__cause__)
     if isinstance(error, ForeignObject):

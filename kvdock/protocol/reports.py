@@ -439,7 +439,8 @@ ADVICE: Final[dict[AdviceCode, str]] = {
     "raise_quota": "The tenant's quota is full: `kvdock config` shows and raises it.",
     "check_memory": "Memory or a copy was damaged: docs/operate/alerts.md says what to check.",
     "keep_from_tiers": "With tier_keep=always the pool keeps what lower tiers load.",
-    "wait_for_tiers": "A longer tier_wait_s of the engine or a faster tier brings more: see `kvdock status`.",
+    "wait_for_tiers": "A request waits for tier_wait_s of its engine at most, and with load_if_cheaper no longer than "
+    "computing would take; a faster tier brings more: see `kvdock status`.",
     "wait_for_stores": "A larger compute_once of the engine waits longer for what other engines store.",
     "raise_session_cap": "One engine holds as much as session_cap lets it: `kvdock config` shows and raises it.",
     "register_segments": "A rank has not page-locked all segments: look into the engine's log.",
@@ -450,7 +451,7 @@ ADVICE: Final[dict[AdviceCode, str]] = {
     "check_copies": "`kvdock status` shows how fast the engine copies, beside what its machine can do.",
     "see_engine_docs": "docs/operate/vllm_requests.md and docs/operate/sglang.md say for which requests nothing is "
     "looked up.",
-    "smaller_chunks": "Smaller chunk_tokens of the engine leave a shorter rest.",
+    "smaller_chunks": "Smaller chunks leave a shorter rest: chunk_tokens under vLLM, --page-size under SGLang.",
     "move_what_varies": "Put what differs from prompt to prompt, such as a date or an id, at the prompt's end.",
     "steady_beginning": "Compare what the chat template and the system prompt put there in both requests: a date, a "
                         "list of tools or a session's id makes all that follows differ.",

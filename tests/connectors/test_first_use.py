@@ -70,6 +70,7 @@ def test_beside_a_server_of_another_user(server: ServerProcess) -> None:
     """Its socket lies in a folder of its user alone."""
     found = sentence(server.unix, uid=NOBODY)
     assert "Permission denied" in found and "run engine and server as one user" in found
+    assert "access token" not in found, "none opens a folder of another user"
 
 
 @needs_root

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import PurePosixPath
 
 import pytest
@@ -31,6 +32,15 @@ def tree() -> Tree:
 def test_every_reference_leads_somewhere(rule: Rule, tree: Tree) -> None:
     found = breaches(rule, tree)
     assert not found, "\n".join(["", *found])
+
+
+GITHUB = re.compile(r"(?:github\.com/kvdock/kvdock/blob|raw\.githubusercontent\.com/kvdock/kvdock)/main/([\w./-]+)")
+
+
+def test_every_link_to_this_repository_on_github_leads_to_a_file() -> None:
+    texts = {path: text for path, text in sources().items() if path.parts[0] != "tests"}
+    linked = [(path, name) for path, text in texts.items() for name in GITHUB.findall(text)]
+    assert linked and not [link for link in linked if PurePosixPath(link[1]) not in sources()]
 
 
 FILES = {

@@ -41,7 +41,8 @@ PATIENCE_S = 500.0
 def printed(page: Path) -> list[str]:
     """The commands in its blocks of shell, without remarks."""
     blocks = re.findall(r"^```sh\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
-    return [line.partition(" #")[0].strip() for block in blocks for line in block.splitlines()]
+    lines = "".join(blocks).replace("\\\n", "").splitlines()
+    return [line.partition(" #")[0].strip() for line in lines]
 
 
 def answered(url: str, body: dict[str, Any] | None = None) -> bytes:
@@ -61,6 +62,8 @@ class Stranger:
     folder: Path
     environ: dict[str, str]
     terminals: ExitStack
+    engine: str = ""
+    """Host and port of the engine that was started last."""
 
     def starts(self, command: str, ready: Callable[[str], bool], **environ: str) -> None:
         """Waits until it is ready, by what it has printed."""
@@ -77,7 +80,8 @@ class Stranger:
     def starts_an_engine(self, command: str, model: Path) -> Any:
         """The answer of the new engine to the prompt."""
         port = held_port()
-        url = f"http://127.0.0.1:{port}"
+        self.engine = f"127.0.0.1:{port}"
+        url = f"http://{self.engine}"
         command = command.replace("MODEL", str(model))
         self.starts(command, lambda _: bool(answered(f"{url}/health")), START_PORT=str(port))
         asked = {"model": "model", "prompt": PROMPT, "max_tokens": 16, "temperature": 0}
@@ -138,6 +142,10 @@ def test_the_commands_of_its_page_show_a_hit(stranger: Stranger, models: dict[st
         elif re.search(rf"\b{MARK.name} serve\b", command):
             answers.append(stranger.starts_an_engine(command, models["llama"]))
             assert comes_true(lambda: stored(client, 1)), "nothing was stored"
+        elif command.startswith("curl"):
+            as_started = re.sub(r"localhost:\d+", stranger.engine, command.replace("MODEL", "model"))
+            said[command] = stranger.asks(as_started)
+            assert " -d " not in command or '"prompt_tokens"' in said[command], said[command]
         elif command.endswith("--follow"):
             stranger.starts(command, bool)
         else:

@@ -392,6 +392,7 @@ def _broke(broke: Break, start: int, asked_tokens: int) -> Iterator[Sentence]:
         ))
 
 
+
 def _ways(others: int) -> str:
     return "another way" if others == 1 else f"{others:,} other ways"
 

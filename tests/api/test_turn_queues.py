@@ -210,7 +210,7 @@ def test_no_read_overtakes_another_that_waited_for_calls() -> None:
                 loop.call_soon(look)
 
         loop.call_soon(look)
-        reads.wait(was_read.set, 1)
+        reads.wait("a client", was_read.set, 1)
         overtook = await looked
         await asyncio.gather(*calls)
         return overtook

@@ -269,7 +269,6 @@ def parts_of(heads: int, workers: int, rank: int, **more: Any) -> tuple[HeadPart
     (6, 3, {}, "the tensor-parallel size is 3, and a divisor of 2 is wanted"),
     (32, 16, {}, "the tensor-parallel size is 16, and a divisor of 8 is wanted"),
     (16, 16, {}, "the tensor-parallel size is 16, and a divisor of 8 is wanted"),
-    (8, 1, {"stages": 2}, "pipeline stages are several, and 1 is wanted"),
     (8, 1, {"tensor": torch.zeros(BLOCKS, BLOCK, 8, 4, dtype=torch.bfloat16).transpose(1, 2)},
      "layer layer.0 has 8 bytes a head, and a multiple of 16 is wanted"),
     (8, 1, {"state": "mamba"}, "layer layer.0 keeps a recurrent state, not heads"),

@@ -117,9 +117,9 @@ MUTANTS = (
         ("tests/connectors/test_any_tensor_parallel.py",), "test_an_engine_that_cannot_share_sizes_says_why",
     ),
     Mutant(
-        "A5", "pipeline stages are divided", "kvdock/connectors/vllm/heads.py",
-        "    if place.writers > place.heads_split:\n",
-        "    if False:\n",
-        ("tests/connectors/test_any_tensor_parallel.py",), "test_an_engine_that_cannot_share_sizes_says_why",
+        "A5", "stages take each other's parts", "kvdock/connectors/vllm/heads.py",
+        "    ranks = tuple(rank * stages + stage for rank in",
+        "    ranks = tuple(rank * stages for rank in",
+        ("tests/connectors/test_any_tensor_parallel.py",), "test_each_pipeline_stage_has_parts_of_its_own_layers",
     ),
 )

@@ -164,9 +164,10 @@ def test_every_hit_is_what_was_stored_and_every_server_works_on(
         worker.close()
 
     make_room(tier, namespace, all_keys)
-    for number, server in enumerate(servers):
+    for server in servers:
         assert server.process.poll() is None and "Traceback" not in server.log_text(), server.log_text()[-3000:]
         has_state(server.unix, "open")
+    for number, server in enumerate(servers):
         engine = TierEngine(server.unix, OF, f"after-{number}")
         status = engine.client.status()
         assert status.mover is not None and status.mover.restarts == 0

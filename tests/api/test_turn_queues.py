@@ -273,7 +273,8 @@ async def answer(scope: Scope, receive: Receive, send: Send) -> None:
 
 @pytest.mark.parametrize("is_reset", [False, True])
 def test_connections_that_end_together_are_closed_in_many_turns(is_reset: bool) -> None:
-    """Those of an engine that is killed, each of which takes some 15 µs. One whose answer was not read is reset."""
+    """An engine that is killed ends all its connections at once; to close one takes some 15 µs. The kernel resets a
+    connection whose answer was not read."""
     ended, count = list[int](), 100
 
     async def story(path: Path) -> None:

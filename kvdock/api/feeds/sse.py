@@ -24,7 +24,7 @@ MOST_READERS = 64
 IDLE_S = 15.0
 """How often a comment is sent while nothing happens: proxies close connections that are silent."""
 WOKEN_OF_TURN = 4
-"""Readers, each of which takes some 40 µs to go on."""
+"""How many readers are woken in one turn of the event loop; each takes some 40 µs to go on."""
 _NUMBER = re.compile(r"[0-9]{1,20}")
 SLICE_BYTES = 16 << 10
 """How much of a body is made in one turn of the event loop, and a piece more."""

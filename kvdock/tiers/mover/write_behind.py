@@ -23,6 +23,7 @@ from kvdock.client.client import Client
 from kvdock.connectors.session import Attachment
 from kvdock.protocol.errors import ApiError, ServerUnavailable
 from kvdock.protocol.schemas import Hold, Part
+from kvdock.protocol.wire_types import MAX_STORE_KEYS
 from kvdock.shm.errors import ShmError
 from kvdock.tiers.mover.agreement import AgreedNote, Agreement
 from kvdock.tiers.mover.namespaces import NamespaceSession, NamespaceSessions
@@ -152,7 +153,7 @@ RECHECK_S = 3.0
 RETRY_S = 0.2
 """The pause between two tries while the tier or the server does not answer."""
 MOST_KNOWN_STORED = 1 << 18
-_LOOKED_AT = 1024
+_LOOKED_AT = MAX_STORE_KEYS
 """How many entries of the queue are looked at for a batch."""
 
 ChunkName = tuple[bytes, bytes]

@@ -4,9 +4,9 @@
                          └► batch ◄── wait_until(layer) …… forward …… finish
 
 The forward pass asks for each layer's KV before it reads this KV. On a GPU, the forward pass's stream is then ordered
-after the copy of the layer's band, so loading and computing overlap; on a CPU, the forward pass waits for the whole
-load. All recurrent states are loaded before the forward pass starts. SGLang asks for the result of the loads after the
-forward pass, when no copy writes to its pages any more.
+after the copy of the layer's band, so loading and computing overlap; on a CPU, the forward pass waits for the copies of
+the whole load. All recurrent states are loaded before the forward pass starts. SGLang asks for the verdict on the loads
+when it processes the result of the forward pass (verdicts.py); no copy writes to its pages any more once it has it.
 
 Invariant: every plan that was queued is copied, or given up, exactly once; its lease is released once its copies have
 ended (W1 in docs/understand/lifetime_protocol.md).
@@ -26,6 +26,8 @@ from kvdock.connectors.plans import LoadPiece, LoadPlan
 from kvdock.connectors.running_weights import RunningWeights
 from kvdock.connectors.session import Attachment
 from kvdock.connectors.sglang.pools import KVGroup, RankPools
+from kvdock.connectors.sglang.ranks import Ranks
+from kvdock.connectors.sglang.verdicts import Verdicts
 from kvdock.connectors.worker import VERIFIED_BEFORE, Layers, Loading
 
 log = logging.getLogger("kvdock.sglang")
@@ -108,7 +110,8 @@ class Loads:
     end, and (tokens, seconds of the copies) of each load. `clock`: a monotonic clock, in seconds."""
 
     def __init__(
-        self, pools: RankPools, weights: RunningWeights, *, ended: Callable[[QueuedLoad, bool | None], None],
+        self, pools: RankPools, ranks: Ranks, weights: RunningWeights, *,
+        ended: Callable[[QueuedLoad, bool | None], None],
         took: Callable[[float, Sequence[tuple[int, float]]], None],
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -118,6 +121,7 @@ class Loads:
         count = 1 + max(layer for group in groups if not group.is_draft for layer in group.planes)
         self._layers = Layers([waits(group, count) for group in groups], VERIFIED_BEFORE)
         self.counter = LayerCounter(count, self._wait_for_layer, any(group.has_slots for group in groups))
+        self.verdicts = Verdicts(ranks)
         self._loading = Background("kvdock-load")
         self._queued: dict[str, QueuedLoad] = {}
         self._batches: dict[int, _Batch] = {}
@@ -173,6 +177,7 @@ class Loads:
             self.cancel(rid)
         for index in list(self._batches):
             self.finish(index)
+        self.verdicts.forget()
         self.counter.set_consumer(-1)
 
     def close(self) -> None:
@@ -186,7 +191,8 @@ class Loads:
         if batch is None:
             return
         if self._pools.stream is None:
-            batch.landed.exception()  # finish() returns the result
+            for loading in batch.submitted.result():
+                loading.wait(None)  # finish() returns the verdict
             return
         if self._watched != index:
             self._layers.watch(batch.submitted.result())

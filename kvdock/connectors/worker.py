@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from math import ceil
 from pathlib import Path
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from kvdock import _core
 from kvdock.connectors.errors import LayoutMismatchError
@@ -49,7 +49,8 @@ CallFailed = (ServerUnavailable, ApiError)
 CopyFailed = (DatapathError, ShmError, CopyError, CudaError, OSError, MemoryError)
 
 FIRST_PARTS = 16
-"""How many parts the first copy of a load has. It is small, so that copying starts while the rest is submitted."""
+"""How many parts the first copy of a load without bands has. It is small, so that copying starts while the rest is
+submitted."""
 
 Piece = TypeVar("Piece", LoadPiece, StorePiece)
 AnyPart = TypeVar("AnyPart", Part, WritePart)
@@ -234,8 +235,10 @@ class WorkerConnector:
             return loading
         try:
             for own, loader, pieces in self._by_copier(plan.pieces, self._loaders):
-                # A few parts are submitted first: they are copied while the rest is prepared.
-                for some in (pieces[:FIRST_PARTS], pieces[FIRST_PARTS:]):
+                # A few parts are submitted first: they are copied while the rest is prepared. With bands they would
+                # delay the first layers of all others.
+                first = FIRST_PARTS if bands is None else 0
+                for some in (pieces[:first], pieces[first:]):
                     if some:
                         banded = bands[own.group] if bands is not None else None
                         self._submit(loading, own, loader, some, banded, self._stream if waits else after)
@@ -501,37 +504,64 @@ def _part_of(piece: StorePiece, rank: int) -> WritePart:
 # A load that may be reported early is copied band by band. When most of it was moved, and the CPU has hashed the rest,
 # the request may run: either the step's work is ordered after the whole load, or the work of each attention layer after
 # the band that has its KV, so that the first layers are computed while the last ones are still being copied. If a load
-# was verified before it started, the first band may be small, because the request may run once that band is copied.
+# was verified before it started, the first band has one layer, because the request may run once that band is copied.
 #
 # Invariant: `all_ordered` is False while the step has not asked for some band of a watched load: the step may have read
 # KV before it was copied.
 
-class Cut(NamedTuple):
-    """`first_share`: the share of the layers that is in the first band. `later`: how many bands follow; each costs a
-    descriptor upload and an event. `verified_after`: see CudaCopier.scatter."""
+class Cut(Protocol):
+    """How the loads of a KV group are cut into bands. `verified_after`: see CudaCopier.scatter."""
+
+    @property
+    def verified_after(self) -> int: ...
+
+    def ends(self, layers: Sequence[int]) -> Sequence[int]:
+        """The planes before the end of each band. `layers`: those before the end of each layer, in ascending order."""
+
+
+class Shares(NamedTuple):
+    """`first_share`: the share of the planes that is in the first band. `later`: how many bands of equal size follow;
+    each costs a descriptor upload and an event."""
 
     first_share: float
     later: int
     verified_after: int
 
+    def ends(self, layers: Sequence[int]) -> Sequence[int]:
+        first, count = ceil(layers[-1] * self.first_share), layers[-1]
+        return sorted({first + (count - first) * band // self.later for band in range(self.later + 1)})
 
-VERIFIED_EARLY = Cut(0.625, 4, 1)
+
+class Doubling(NamedTuple):
+    """The first band has one layer, the bands up to the next end as many as all before them, and a band at most
+    `most_share` of the layers."""
+
+    most_share: float
+    verified_after: int = 0
+
+    def ends(self, layers: Sequence[int]) -> Sequence[int]:
+        end, most, ends = 1, ceil(len(layers) * self.most_share), []
+        while end < len(layers):
+            ends.append(layers[end - 1])
+            end += min(end, most)
+        return [*ends, layers[-1]]
+
+
+VERIFIED_EARLY = Shares(0.625, 4, 1)
 """For a load that was not verified before: while the first band is copied, the CPU hashes the others."""
-VERIFIED_BEFORE = Cut(0.125, 7, 0)
+VERIFIED_BEFORE = Doubling(0.125)
 """For a load that was verified before: the GPU hashes all bands again while it copies them."""
 
 
 class Layers:
-    """`planes[g]`: for KV group g, the plane of each layer, by the layer's name."""
+    """`planes[g]`: for KV group g, the last plane of each layer, by the layer's name."""
 
     def __init__(self, planes: Sequence[Mapping[str, int]], cut: Cut = VERIFIED_EARLY) -> None:
         self.bands: list[Bands] = []
         """The bands of each group's loads."""
         self._where: dict[str, list[tuple[int, int]]] = {}
         for group, of_layers in enumerate(planes):
-            count = max(of_layers.values()) + 1
-            first = ceil(count * cut.first_share)
-            ends = sorted({first + (count - first) * band // cut.later for band in range(cut.later + 1)})
+            ends = cut.ends([plane + 1 for plane in sorted(set(of_layers.values()))])
             self.bands.append(Bands(ends, cut.verified_after))
             for layer, plane in of_layers.items():
                 band = next(band for band, end in enumerate(ends) if plane < end)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from api_helpers import PATIENCE_S, ServerProcess, eventually, unique
+from frozen import frozen
 
 from kvdock.client.client import Client
 from kvdock.connectors.cost import LoadChoice, LoadOrCompute, PrefillSpeed
@@ -115,8 +116,7 @@ class Engine:
             self.connector, self.lookups, self.outcomes, self.chains, self.known, self.trust, self.ahead
         )
         self.loads = Loads(
-            pools, self.weights, ended=lambda load, ok: zero.load_ended(load, ok, self.weights.epoch),
-            took=lambda seconds, copies: None,
+            pools, Ranks(), self.weights, ended=zero.load_ended, took=lambda seconds, copies: None,
         )
         self.offloads = Offloads(pools, Ranks(), self.weights, self.figures, zero)
         start(self.session, self.worker, SessionObserver(self.connector.lookups.keeps_lease))
@@ -191,6 +191,18 @@ def test_a_prefix_is_promised_once_and_remembered(engine: Engine, server: Server
     assert engine.ask("r", pages) == 3
     assert engine.load("r", 3, 8)
     assert torch.equal(engine.memory[0][0][8 * PAGE : 11 * PAGE], engine.memory[0][0][: 3 * PAGE])
+    eventually(held(server))
+
+
+def test_a_server_that_does_not_answer_delays_no_load(engine: Engine, server: ServerProcess) -> None:
+    """The first load is reported to the server, and the second one does not wait for this."""
+    first, second = names(2), names(2)
+    assert engine.store(first) and engine.store(second, at=2)
+    assert engine.ask("first", first) == engine.ask("second", second) == 2
+    began_s = time.monotonic()
+    with frozen(server.process):
+        assert engine.load("first", 2, 8) and engine.load("second", 2, 12)
+        assert time.monotonic() - began_s < PATIENCE_S / 2
     eventually(held(server))
 
 

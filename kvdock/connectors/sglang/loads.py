@@ -1,6 +1,6 @@
 """A rank's loads: queued while SGLang builds a batch, started with it, awaited layer by layer, and ended with it.
 
-    load ──► queue ──► start ──► "kvdock-load": submit ──► copies ──► result, reports to the server
+    load ──► queue ──► start ──► "kvdock-load": submit ──► copies ──► result ──► "kvdock-settle": reports to the server
                          └► batch ◄── wait_until(layer) …… forward …… finish
 
 The forward pass asks for each layer's KV before it reads this KV. On a GPU, the forward pass's stream is then ordered
@@ -122,7 +122,7 @@ class Loads:
         self._layers = Layers([waits(group, count) for group in groups], VERIFIED_BEFORE)
         self.counter = LayerCounter(count, self._wait_for_layer, any(group.has_slots for group in groups))
         self.verdicts = Verdicts(ranks)
-        self._loading = Background("kvdock-load")
+        self._loading, self._settling = Background("kvdock-load"), Background("kvdock-settle")
         self._queued: dict[str, QueuedLoad] = {}
         self._batches: dict[int, _Batch] = {}
         self._started = -1
@@ -142,7 +142,7 @@ class Loads:
 
     def give_up(self, attachment: Attachment, plan: LoadPlan) -> None:
         """Gives back a plan of which nothing was or will be copied here."""
-        self._loading.run(self._give_back, attachment, plan)
+        self._settling.run(self._give_back, attachment, plan)
 
     def start(self, ready: Callable[[], object]) -> int:
         """Starts the queued loads. `ready`: waits until the GPU has computed the indices of the pages. Returns the
@@ -183,6 +183,7 @@ class Loads:
     def close(self) -> None:
         self.reset()
         self._loading.close()
+        self._settling.close()
 
     # ------------------------------------------------------------------ the forward pass
 
@@ -224,7 +225,7 @@ class Loads:
             for load in batch.loads:
                 load.took_s = batch.took_s
             batch.landed.set_result(landed and len(loadings) == len(batch.loads))
-            self._settle(batch, loadings)
+            self._settling.run(self._settle, batch, loadings)
 
     def _placed(self, load: QueuedLoad) -> LoadPlan:
         """The plan with block ids of SGLang's pages in place of the numbers of the load's pages."""
@@ -242,7 +243,8 @@ class Loads:
         return replace(plan, pieces=tuple(pieces))
 
     def _settle(self, batch: _Batch, loadings: Sequence[Loading]) -> None:
-        """Reports the end of the loads to the server. Nothing waits for this."""
+        """Reports the end of the loads to the server. A thread of its own does it, because a server that does not
+        answer must not delay the next loads."""
         for loading in loadings:
             self._pools.worker.end_load(loading)
         for load in batch.loads[len(loadings) :]:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from api_helpers import ServerProcess
 from engines import TP2, Engine, odd
-from whole_engines import HITS, NOTHING, PROMPTS, comes_back, prompts_of, tokens_of
+from whole_engines import HITS, PROMPTS, comes_back, prompts_of, tokens_of
 
 from kvdock.client.client import Client
 

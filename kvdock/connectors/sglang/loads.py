@@ -16,13 +16,14 @@ from __future__ import annotations
 
 import logging
 import time
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvdock.connectors.background import Background
-from kvdock.connectors.plans import LoadPiece, LoadPlan
+from kvdock.connectors.plans import LoadPlan, Pieces
 from kvdock.connectors.running_weights import RunningWeights
 from kvdock.connectors.session import Attachment
 from kvdock.connectors.sglang.pools import KVGroup, RankPools
@@ -105,9 +106,9 @@ class LayerCounter:
 
 
 class Loads:
-    """`ended`: called in SGLang's thread with each load, and whether all loads of its batch are complete; None: the
-    load was cancelled. `took`: called there for a complete batch, with the seconds from the start of its loads to their
-    end, and (tokens, seconds of the copies) of each load. `clock`: a monotonic clock, in seconds."""
+    """`ended`: called in SGLang's thread with each load, and whether all loads of its batch are complete on all ranks;
+    None: the load was cancelled. `took`: called there for a complete batch, with the seconds from the start of its loads
+    to their end, and (tokens, seconds of the copies) of each load. `clock`: a monotonic clock, in seconds."""
 
     def __init__(
         self, pools: RankPools, ranks: Ranks, weights: RunningWeights, *,
@@ -115,7 +116,7 @@ class Loads:
         took: Callable[[float, Sequence[tuple[int, float]]], None],
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._pools, self._weights = pools, weights
+        self._pools, self._ranks, self._weights = pools, ranks, weights
         self._ended, self._took, self._clock = ended, took, clock
         groups = pools.groups
         count = 1 + max(layer for group in groups if not group.is_draft for layer in group.planes)
@@ -160,11 +161,11 @@ class Loads:
         return self._started
 
     def finish(self, index: int) -> bool:
-        """Waits for a batch. Returns whether all its loads are complete."""
+        """Waits for a batch. Returns whether all its loads are complete on all ranks."""
         batch = self._batches.pop(index, None)
         if batch is None:
             return True
-        landed = batch.landed.result()
+        landed = self._ranks.all_agree(batch.landed.result())
         if landed:
             self._took(batch.took_s, batch.copies)
         for load in batch.loads:
@@ -181,7 +182,8 @@ class Loads:
         self.counter.set_consumer(-1)
 
     def close(self) -> None:
-        self.reset()
+        for rid in list(self._queued):
+            self.cancel(rid)
         self._loading.close()
         self._settling.close()
 
@@ -229,18 +231,12 @@ class Loads:
 
     def _placed(self, load: QueuedLoad) -> LoadPlan:
         """The plan with block ids of SGLang's pages in place of the numbers of the load's pages."""
-        plan, first = load.plan, load.plan.local_tokens // self._pools.page_tokens
-        pages: dict[int, list[int]] = {}
-        for group, about in enumerate(self._pools.groups):
-            if about.transfer in load.indices:
-                pages[group] = about.pages_of(load.indices[about.transfer])
-        count = plan.hit_tokens // self._pools.page_tokens - first
-        pieces = []
-        for piece in plan.pieces:
-            of_group = pages.get(piece.group, [])
-            at = piece.block_ids[-1] - (count - len(of_group))  # a window has the last pages only
-            pieces.append(LoadPiece(piece.chunk, piece.group, piece.parts, (of_group[at],), piece.skip_blocks))
-        return replace(plan, pieces=tuple(pieces))
+        plan, count = load.plan, (load.plan.hit_tokens - load.plan.local_tokens) // self._pools.page_tokens
+        pages = [
+            array("q", about.pages_of(load.indices[about.transfer]) if about.transfer in load.indices else ())
+            for about in self._pools.groups
+        ]
+        return replace(plan, pieces=Pieces(plan.arrays.placed(pages, count)))
 
     def _settle(self, batch: _Batch, loadings: Sequence[Loading]) -> None:
         """Reports the end of the loads to the server. A thread of its own does it, because a server that does not

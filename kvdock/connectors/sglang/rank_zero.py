@@ -114,9 +114,9 @@ class RankZero:
         if ok is not None:
             self.outcomes.load_ended(load.rid, ok, load.took_s, load.copy_s)
         session = load.attachment.session
-        if ok:  # this rank has hashed its own parts during the load
+        if ok:  # each rank has hashed its own parts during the load
             self.known.add(load.pages, known_of(session, load.epoch))
-            self.trust.add(session, (part for piece in load.plan.pieces for part in piece.parts if part.writer == 0))
+            self.trust.add_loaded(session, load.plan)
         elif ok is False:
             self.trust.clear()
 

@@ -6,8 +6,8 @@ Engines are forked from this program, which has imported SGLang (engine_forker.p
 "folder", "address": "unix:/…" or null, …}; {"contract": [model, address]} runs contract.py instead.
 
 A job is {"do": "generate", "prompts": [[…]]}, with "at_once" if they are to run side by side, "new": how many tokens
-each generates, "cache_salt" and "extra_key" as SGLang has them. Other jobs: {"do": "abort"}, which starts prompts side by
-side and aborts each one; {"do": "flush"}, what /flush_cache does; {"do": "metrics"}; those of weight_routes.py.
+each generates, "cache_salt" and "extra_key" as SGLang has them. Other jobs: {"do": "abort"}, which starts prompts side
+by side and aborts each one; {"do": "flush"}, what /flush_cache does; {"do": "metrics"}; those of weight_routes.py.
 Log-probabilities travel as hexadecimal floats: what is compared is every bit. "cached" are the tokens of each prompt
 that were not computed, "why" how each ended, "took_s" when, "verified" how often the target has verified drafts.
 """
@@ -17,6 +17,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from contextlib import suppress
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -215,13 +216,12 @@ def abort(engine: Any, prompts: list[list[int]]) -> dict[str, Any]:
         outputs = manager.generate_request(asked, None)
         if at % 2:
             asyncio.get_running_loop().call_soon(manager.abort_request, rid)
-        out: Any = {"meta_info": {"finish_reason": {"type": "nothing"}}}
-        try:
+        reason = "abort"
+        with suppress(ValueError):  # so it tells of some aborts
             async for out in outputs:
                 manager.abort_request(rid)
-        except ValueError:  # so it tells of some aborts
-            out = {"meta_info": {"finish_reason": {"type": "abort"}}}
-        why.append(out["meta_info"]["finish_reason"]["type"])
+                reason = (out["meta_info"]["finish_reason"] or {"type": "none"})["type"]
+        why.append(reason)
 
     async def every() -> None:
         await asyncio.gather(*(one(at, prompt) for at, prompt in enumerate(prompts)))

@@ -24,7 +24,16 @@ from kvdock.connectors.scheduler import SchedulerConnector
 from kvdock.connectors.session import Attachment, EngineSession, Identity, SessionObserver
 from kvdock.connectors.sglang.figures import METRICS, Figures
 from kvdock.connectors.sglang.loads import Loads, QueuedLoad
-from kvdock.connectors.sglang.lookups import FORGET_S, Chains, Holding, PageLookups, admit, next_batch, put_back
+from kvdock.connectors.sglang.lookups import (
+    FORGET_S,
+    MOST_EXPECTED,
+    Chains,
+    Holding,
+    PageLookups,
+    admit,
+    next_batch,
+    put_back,
+)
 from kvdock.connectors.sglang.offloads import Offloads
 from kvdock.connectors.sglang.outcomes import PageOutcomes
 from kvdock.connectors.sglang.pools import KVGroup, RankPools
@@ -206,6 +215,27 @@ def test_a_server_that_does_not_answer_delays_no_load(engine: Engine, server: Se
     eventually(held(server))
 
 
+def test_who_has_asked_on_arrival_needs_no_server_when_it_is_admitted(engine: Engine, server: ServerProcess) -> None:
+    """Not even if the device has more of its pages by then. The number of those who may ask so early is bounded."""
+    pages = names(3)
+    assert engine.store(pages)
+    for rid in ("more", "all"):
+        engine.lookups.expect(rid, pages)
+        eventually(lambda rid=rid: engine.connector.lookups.is_verified(engine.lookups._asked[rid].name))
+    with frozen(server.process):
+        assert engine.lookups.ask("all", pages) == 3
+        assert engine.lookups.ask("more", pages[1:]) == 2
+        assert engine.load("all", 3, 8) and engine.load("more", 2, 12)
+    assert torch.equal(engine.memory[0][0][12 * PAGE : 14 * PAGE], engine.memory[0][0][PAGE : 3 * PAGE])
+    with Client(server.unix) as client:
+        before = client.status().counters["lookups"]
+        for at in range(MOST_EXPECTED + 2):
+            engine.lookups.expect(f"many {at}", pages)
+        eventually(lambda: client.status().counters["lookups"] == before + MOST_EXPECTED)
+        engine.lookups.reset()
+    eventually(held(server))
+
+
 def test_a_request_is_held_back_until_what_was_found_is_verified_but_not_for_ever(engine: Engine) -> None:
     pages, holding = names(2), Holding(Ranks(), engine.lookups, lambda tokens: None)
     assert engine.store(pages)
@@ -374,7 +404,7 @@ def test_what_was_just_loaded_is_offered_without_a_call(engine: Engine, server: 
 def test_what_was_stored_is_hashed_before_anybody_asks(engine: Engine) -> None:
     pages = names(3)
     assert engine.store(pages)
-    eventually(lambda: len(engine.trust._hashed_s) == 3)
+    eventually(lambda: len(engine.trust) == 3)
     assert engine.ask("r", pages) == 3
     begun = engine.lookups.begin_load("r", 3)
     assert begun is not None

@@ -7,7 +7,7 @@
 - The request for which SGLang looks up or inserts pages (texts.py).
 - Changes of weights, and the requests and pages of the tree that these concern (updates.py).
 - The results of batches that load, and what becomes of their pages before that (verdicts.py).
-- Requests that wait (lookups.py).
+- Requests that arrive, and requests that wait (lookups.py).
 
 SGLang expects hooks to be registered while it loads its plugins, before other modules import the methods: plugin.py
 then calls install(). If SGLANG_PLUGINS leaves kvdock's plug-in out, the linker calls install(). updates.py proves that
@@ -44,8 +44,15 @@ from kvdock.connectors.sglang.updates import (
     is_of_weights,
     only_reads,
 )
-from kvdock.connectors.sglang.verdicts import ASKS, CHUNKS, FREES, INSERTS, RESULTS, Verdicts
-from kvdock.connectors.sglang.verdicts import RELEASES as RELEASES_REQUEST
+from kvdock.connectors.sglang.verdicts import (
+    ASKS,
+    CHUNKS,
+    FREES,
+    INSERTS,
+    RELEASES as RELEASES_REQUEST,
+    RESULTS,
+    Verdicts,
+)
 
 if TYPE_CHECKING:  # this module is loaded in processes that have no linker
     from kvdock.connectors.sglang.lookups import Holding
@@ -57,6 +64,7 @@ WRAPPER = "sglang.srt.mem_cache.unified_cache.unified_cache_linker.UnifiedCacheL
 TREE = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache"
 ADMITS = "sglang.srt.managers.schedule_policy.PrefillAdder.add_one_req"
 PLANS = "_get_new_batch_prefill_raw"
+QUEUES = "_add_request_to_queue"
 
 
 class Hooked(Protocol):
@@ -94,7 +102,7 @@ def install() -> None:
         return
     for target, around in (
         (f"{WRAPPER}._offload_node", _offload_node), (f"{WRAPPER}.match", _match),
-        (ADMITS, _admit), (f"{SCHEDULER}.{PLANS}", _plan),
+        (f"{SCHEDULER}.{QUEUES}", _queue), (ADMITS, _admit), (f"{SCHEDULER}.{PLANS}", _plan),
         (f"{TREE}.{INSERTS}", _checkpoint), (f"{TREE}.insert", _insert), (NAMES_VERSION, _named),
         (f"{TREE}.on_release", _release_kv), (f"{TREE}.release_aborted_request", _abort),
         (f"{TREE}.{ASKS}", _ask), (f"{TREE}.{RELEASES_REQUEST}", _claim), (f"{TREE}.{FREES}", _free),
@@ -194,6 +202,16 @@ def _linker_of(cache: Any) -> Any:
     """The registered linker of a scheduler's cache; None: its linker is not kvdock's."""
     linker = getattr(getattr(cache, "linker", None), "cache_linker", None)
     return linker if linker in _linkers else None
+
+
+def _queue(original: Callable[..., Any], scheduler: Any, req: Any, *more: Any, **how: Any) -> Any:
+    answer = original(scheduler, req, *more, **how)
+    linker = _linker_of(scheduler.tree_cache)
+    if linker is not None:
+        from kvdock.connectors.sglang.lookups import arrive
+
+        arrive(linker.holding, scheduler, req)
+    return answer
 
 
 def _admit(original: Callable[..., Any], adder: Any, req: Any, *more: Any, **how: Any) -> Any:

@@ -167,9 +167,14 @@ class KvdockLinker(UnifiedCacheLinker):
     # ------------------------------------------------------------------ lookups and loads
 
     def lookup(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:
-        self.holding.looked_up(rid)
         pages = next(list(one.keys) for one in transfers if one.name == FULL)
-        if not self._may_share() or not self.texts.may_look_up(rid):
+        may_look_up = self._may_share() and self.texts.may_look_up(rid)
+        if self.holding.arrives:
+            if self._zero is not None and may_look_up:
+                self._zero.lookups.expect(rid, pages)
+            return []
+        self.holding.looked_up(rid)
+        if not may_look_up:
             return []
         if self._zero is None:
             return list(range(1, len(pages) + 1))

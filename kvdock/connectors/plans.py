@@ -114,7 +114,7 @@ PartRow: TypeAlias = tuple[int, int, int, int, int, int | str]
 
 
 def row_of(part: Part) -> PartRow:
-    row: PartRow = msgspec.structs.astuple(part)  # type: ignore[assignment]  # the fields of Part
+    row: PartRow = msgspec.structs.astuple(part)
     return row
 
 

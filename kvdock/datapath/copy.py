@@ -73,8 +73,8 @@ class DescribedParts:
         cls, slots: bytes, block_ids: bytes, starts: bytes, skips: bytes, checksums: bytes, lengths: bytes
     ) -> DescribedParts:
         """From bytes of 8-byte integers."""
-        signed = [memoryview(one).cast("q") for one in (block_ids, starts, skips, lengths)]
-        return cls(memoryview(slots).cast("Q"), *signed[:3], memoryview(checksums).cast("Q"), signed[3])
+        ids, first, skipped, bytes_of = (memoryview(one).cast("q") for one in (block_ids, starts, skips, lengths))
+        return cls(memoryview(slots).cast("Q"), ids, first, skipped, memoryview(checksums).cast("Q"), bytes_of)
 
     def __len__(self) -> int:
         return len(self.slots)

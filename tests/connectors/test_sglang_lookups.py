@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -221,7 +222,8 @@ def test_who_has_asked_on_arrival_needs_no_server_when_it_is_admitted(engine: En
     assert engine.store(pages)
     for rid in ("more", "all"):
         engine.lookups.expect(rid, pages)
-        eventually(lambda rid=rid: engine.connector.lookups.is_verified(engine.lookups._asked[rid].name))
+    for asked in list(engine.lookups._asked.values()):
+        eventually(partial(engine.connector.lookups.is_verified, asked.name))
     with frozen(server.process):
         assert engine.lookups.ask("all", pages) == 3
         assert engine.lookups.ask("more", pages[1:]) == 2

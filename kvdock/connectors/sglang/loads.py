@@ -107,8 +107,8 @@ class LayerCounter:
 
 class Loads:
     """`ended`: called in SGLang's thread with each load, and whether all loads of its batch are complete on all ranks;
-    None: the load was cancelled. `took`: called there for a complete batch, with the seconds from the start of its loads
-    to their end, and (tokens, seconds of the copies) of each load. `clock`: a monotonic clock, in seconds."""
+    None: the load was cancelled. `took`: called there for a complete batch, with the seconds from the start of its
+    loads to their end, and (tokens, seconds of the copies) of each load. `clock`: a monotonic clock, in seconds."""
 
     def __init__(
         self, pools: RankPools, ranks: Ranks, weights: RunningWeights, *,

@@ -515,7 +515,7 @@ class WriteBehind:
 
     def _store(
         self, space: NamespaceSession, agreed: AgreedNote, attachment: Attachment, keys: list[bytes],
-        chunks: list[list[Part]],
+        chunks: Sequence[Sequence[Part]],
     ) -> bool:
         """In each chunk the part of group 0 and writer 0 comes last, because _missing() asks for that part alone. Tiers
         that store several parts at once may end them in another order."""

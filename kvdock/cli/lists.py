@@ -15,21 +15,26 @@ from kvdock.cli.render import brief, counted, duration, percent, printable, say,
 from kvdock.client.client import Client
 from kvdock.protocol.admin_schemas import NamespaceView
 from kvdock.protocol.reports import Leases, LeaseView, Prefixes, PrefixView, Requests, RequestView
-from kvdock.protocol.schemas import MemberView, Sessions, SessionView
+from kvdock.protocol.schemas import MOVER_LABEL, MemberView, Sessions, SessionView
 
 
 def show_sessions(server: str, *, limit: int | None, as_json: bool, console: Console) -> None:
-    """`limit` None: all. Raises CommandError, ApiError."""
+    """`limit` None: all. As JSON, those of the server's mover are among them. Raises CommandError, ApiError."""
     with reached(server) as client:
         sessions, following = first(client.sessions, lambda page: page.sessions, limit)
     if as_json:
         print_json(console, Sessions(sessions=sessions, next=following))
         return
-    if sessions:
-        say_sessions(console, sessions)
+    if engines := of_engines(sessions):
+        say_sessions(console, engines)
     else:
         say(console, "no engine is attached")
     _say_more(console, following)
+
+
+def of_engines(sessions: Iterable[SessionView]) -> list[SessionView]:
+    """The sessions without those of the server's mover."""
+    return [view for view in sessions if view.label != MOVER_LABEL]
 
 
 def show_leases(server: str, *, limit: int | None, as_json: bool, console: Console) -> None:

@@ -21,13 +21,13 @@ from kvdock.cli.client import first, print_json, reached
 from kvdock.cli.errors import WRONG, CommandError
 from kvdock.cli.history import means, sum_of
 from kvdock.cli.hits import COSTS, asked_in_words, computed_share, hits_table, saved_in_words, style_of_saved
-from kvdock.cli.lists import say_sessions
+from kvdock.cli.lists import of_engines, say_sessions
 from kvdock.cli.render import brief, counted, duration, percent, printable, say, size
 from kvdock.client.client import Client
 from kvdock.protocol.errors import ApiError
 from kvdock.protocol.hits import HitTotals
 from kvdock.protocol.reports import DayOfHits, Finding, MoverView, PoolView, Stats, Status, TierView, Verdict
-from kvdock.protocol.schemas import MOVER_LABEL, SessionView
+from kvdock.protocol.schemas import SessionView
 
 SILENT_S = 5.0
 """A mover that has not reported for this long hangs, or is starting."""
@@ -85,8 +85,7 @@ def show_status(server: str, *, everything: bool, as_json: bool, console: Consol
 def attached(client: Client) -> list[SessionView] | None:
     """The sessions of engines, without those of the server's mover. None: the caller may see only totals."""
     try:
-        sessions = first(client.sessions, lambda page: page.sessions)[0]
-        return [view for view in sessions if view.label != MOVER_LABEL]
+        return of_engines(first(client.sessions, lambda page: page.sessions)[0])
     except ApiError as error:
         if error.code in NO_TOKEN:
             return None

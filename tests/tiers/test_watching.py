@@ -21,6 +21,7 @@ from tier_server import PART, SETTINGS, damage_on_disk, flood, is_served, mover,
 from kvdock.api.tiers.process import pause_s
 from kvdock.protocol.admin_schemas import PatchConfig
 from kvdock.protocol.reports import MoverView, TierView
+from kvdock.protocol.schemas import MOVER_LABEL
 
 pytestmark = [pytest.mark.tiers, pytest.mark.timeout(120)]
 
@@ -227,6 +228,8 @@ def test_the_command_has_a_line_for_each_tier(server: ServerProcess, engine: Tie
     assert "tier redis off: it cannot be opened (" in shown and f":{refusing}" in shown
     assert "requests that" not in shown, "no request waits, and none has"
     assert "1 engine attached" in shown, "the mover is not an engine"
+    listed = [kvdock("sessions", *form, "--server", server.unix).stdout for form in ((), ("--json",))]
+    assert [one.count(MOVER_LABEL) for one in listed] == [0, 1]
     asked = json.loads(kvdock("status", "--json", "--server", server.unix).stdout)
     assert asked["tiers"][1]["error"] and asked["mover"]["restarts"] == 0
 

@@ -56,11 +56,11 @@ def test_a_request_in_the_queue_is_looked_up_before_its_turn(models: dict[str, P
     both, how = [PROMPTS[0][:40], PROMPTS[2]], {"engine": {"max_running_requests": 1}}
     with Engine(models["llama"], server.unix, **how) as engine, Client(server.unix) as client:
         engine.generate(both)
-        (alone_s,) = engine.done(engine.do("generate", prompts=both[:1], new=400))["took_s"]
+        (alone_s,) = engine.done(engine.do("generate", prompts=both[:1], new=800))["took_s"]
         engine.drain()
         engine.flush()
         before, began_s = client.status().counters["lookups"], time.monotonic()
-        engine.tell("generate", prompts=both, new=400, at_once=True)
+        engine.tell("generate", prompts=both, new=800, at_once=True)
         assert comes_true(lambda: client.status().counters["lookups"] > before)
         assert time.monotonic() - began_s < alone_s / 2
         assert engine.done(engine.answer())["cached"] == [0, 512]

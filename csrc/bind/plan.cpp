@@ -161,6 +161,31 @@ LoadPieces of_state(const State& from) {
           vector_of<int64_t>(from[6])};
 }
 
+void bind_trusted(py::module_& m) {
+  py::class_<TrustedParts>(m, "TrustedParts",
+          "Parts whose bytes were found right, by their place and checksum, with the time: the latest ones, at "
+          "most `most_parts` of at most `most_bytes`. Times are seconds of one clock. Not thread-safe.")
+      .def(py::init<uint64_t, size_t>(), "most_bytes"_a, "most_parts"_a)
+      .def("add", [](TrustedParts& self, const std::vector<Row>& parts, double now_s) {
+        for (const Row& row : parts) self.add(part_of(row), now_s);
+      }, "parts"_a, "now_s"_a, "A part is as in LoadPieces.")
+      .def("add_pieces", [](TrustedParts& self, const LoadPieces& pieces, double now_s) {
+        for (const PlannedPart& part : pieces.parts) self.add(part, now_s);
+      }, "pieces"_a, "now_s"_a)
+      .def("has", [](const TrustedParts& self, const Row& part, double since_s) {
+        return self.has(part_of(part), since_s);
+      }, "part"_a, "since_s"_a, "Whether the part was added after `since_s`.")
+      .def("others", [](const TrustedParts& self, const PartTable& table, double since_s) {
+        std::vector<std::pair<size_t, Row>> found;
+        for (size_t chunk = 0, at = 0; chunk < table.ends.size(); ++chunk)
+          for (; at < table.ends[chunk]; ++at)
+            if (!self.has(table.parts[at], since_s)) found.emplace_back(chunk, rows_of(table.parts, at, at + 1)[0]);
+        return found;
+      }, "table"_a, "since_s"_a, "The parts that were not added after `since_s`, each with the index of its chunk.")
+      .def("__len__", &TrustedParts::size)
+      .def("clear", &TrustedParts::clear);
+}
+
 }  // namespace
 
 void bind_plan(py::module_& m) {
@@ -201,28 +226,7 @@ void bind_plan(py::module_& m) {
            "The pieces of a load of all chunks before `end_chunk` that have a block to load; the table begins with "
            "`first_chunk`. For each KV group, `columns` has int64, the engine's blocks from token 0 on, -1 where "
            "nothing is loaded; `per_chunk` the blocks of a chunk; `local` how many blocks are not loaded.");
-  py::class_<TrustedParts>(m, "TrustedParts",
-          "Parts whose bytes were found right, by their place and checksum, with the time: the latest ones, at "
-          "most `most_parts` of at most `most_bytes`. Times are seconds of one clock. Not thread-safe.")
-      .def(py::init<uint64_t, size_t>(), "most_bytes"_a, "most_parts"_a)
-      .def("add", [](TrustedParts& self, const std::vector<Row>& parts, double now_s) {
-        for (const Row& row : parts) self.add(part_of(row), now_s);
-      }, "parts"_a, "now_s"_a, "A part is as in LoadPieces.")
-      .def("add_pieces", [](TrustedParts& self, const LoadPieces& pieces, double now_s) {
-        for (const PlannedPart& part : pieces.parts) self.add(part, now_s);
-      }, "pieces"_a, "now_s"_a)
-      .def("has", [](const TrustedParts& self, const Row& part, double since_s) {
-        return self.has(part_of(part), since_s);
-      }, "part"_a, "since_s"_a, "Whether the part was added after `since_s`.")
-      .def("others", [](const TrustedParts& self, const PartTable& table, double since_s) {
-        std::vector<std::pair<size_t, Row>> found;
-        for (size_t chunk = 0, at = 0; chunk < table.ends.size(); ++chunk)
-          for (; at < table.ends[chunk]; ++at)
-            if (!self.has(table.parts[at], since_s)) found.emplace_back(chunk, rows_of(table.parts, at, at + 1)[0]);
-        return found;
-      }, "table"_a, "since_s"_a, "The parts that were not added after `since_s`, each with the index of its chunk.")
-      .def("__len__", &TrustedParts::size)
-      .def("clear", &TrustedParts::clear);
+  bind_trusted(m);
 }
 
 }  // namespace kvdock

@@ -61,7 +61,8 @@ LoadPieces LoadPieces::placed(const std::vector<std::span<const int64_t>>& pages
 }
 
 DescribedParts LoadPieces::described(int64_t group, int64_t writer, size_t begin, size_t end, size_t blocks,
-                                     const std::vector<int64_t>& lengths, const std::vector<MappedSegment>& segments) const {
+                                     const std::vector<int64_t>& lengths,
+                                     const std::vector<MappedSegment>& segments) const {
   DescribedParts made;
   size_t of_group = 0;
   for (size_t i = 0; i < size(); ++i) {
@@ -87,7 +88,8 @@ DescribedParts LoadPieces::described(int64_t group, int64_t writer, size_t begin
   return made;
 }
 
-LoadPieces pieces_of(const PartTable& table, size_t first_chunk, size_t end_chunk, const std::vector<LoadColumn>& columns) {
+LoadPieces pieces_of(const PartTable& table, size_t first_chunk, size_t end_chunk,
+                     const std::vector<LoadColumn>& columns) {
   LoadPieces made;
   size_t part = 0;
   for (size_t at = 0; at < table.ends.size() && first_chunk + at < end_chunk; part = table.ends[at++]) {

@@ -64,6 +64,7 @@ struct LoadPieces {
 
 // The pieces of a load of all chunks of `table` before chunk `end_chunk` that have a block to load; the first chunk of
 // the table is `first_chunk`.
-LoadPieces pieces_of(const PartTable& table, size_t first_chunk, size_t end_chunk, const std::vector<LoadColumn>& columns);
+LoadPieces pieces_of(const PartTable& table, size_t first_chunk, size_t end_chunk,
+                     const std::vector<LoadColumn>& columns);
 
 }  // namespace kvdock

@@ -82,7 +82,7 @@ class Trust:
             self._parts.clear()
 
     def _of(self, epoch: str) -> _core.TrustedParts:
-        """Of the parts of `epoch`. The caller holds the lock."""
+        """The parts of `epoch` that are remembered. The caller holds the lock."""
         if epoch != self._epoch:
             self._epoch = epoch
             self._parts.clear()
@@ -129,7 +129,8 @@ class ChecksumVerifier(Verifier):
         if self._trust is not None:
             right = (part for (_, part), matches in zip(parts, found, strict=True) if matches)
             self._trust.add(attachment.session, right)
-        return sorted({answer.first_chunk + chunk for (chunk, _), ok in zip(parts, found, strict=True) if not ok})
+        damaged = {chunk for (chunk, _), matches in zip(parts, found, strict=True) if not matches}
+        return sorted(answer.first_chunk + chunk for chunk in damaged)
 
 
 class HashAhead:

@@ -59,7 +59,7 @@ MUTANTS = (
     ),
     Mutant(
         "P20", "a load of another length than was answered begins", "kvdock/connectors/lookups.py",
-        "            if not all(piece.parts for piece in pieces):\n                return None",
+        "            if not pieces.arrays.complete():\n                return None",
         "            if not pieces:\n                return None",
         ("tests/connectors/test_groups.py", "-k", "another_length"),
         "test_a_load_of_another_length_than_answered_is_refused_and_its_lease_ends",

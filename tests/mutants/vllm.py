@@ -16,8 +16,8 @@ PRESSURE = ("tests/vllm/test_scheduler.py", "-k", "under_pressure_nothing_wrong 
 MUTANTS = (
     Mutant(
         "P17", "a chunk is whole when any of its parts is", "kvdock/connectors/verify.py",
-        "if not matches})",
-        "if not matches} - {chunk for (chunk, _), matches in zip(parts, found, strict=True) if matches})",
+        "if not matches}",
+        "if not matches} - {chunk for (chunk, _), matches in zip(parts, found, strict=True) if matches}",
         ("tests/connectors/test_verify.py",), "test_one_damaged_part_makes_its_chunk_a_miss_that_goes",
     ),
     Mutant(

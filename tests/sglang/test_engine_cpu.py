@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
-from api_helpers import ServerProcess
+from api_helpers import ServerProcess, comes_true
 from engines import Engine, odd
 from whole_engines import HITS, NOTHING, PROMPTS, comes_back, prompts_of, tokens_of
 
@@ -48,6 +49,21 @@ def test_four_at_once_under_memory_pressure_load_and_give_the_same_tokens(
             together, cached = engine.generate(FOUR, new=24, at_once=True)
             assert tokens_of(together) == tokens_of(alone)
             assert cached == [512] * 4
+
+
+def test_a_request_in_the_queue_is_looked_up_before_its_turn(models: dict[str, Path], server: ServerProcess) -> None:
+    """The one before it has no whole page, and nothing is looked up for it."""
+    both, how = [PROMPTS[0][:40], PROMPTS[2]], {"engine": {"max_running_requests": 1}}
+    with Engine(models["llama"], server.unix, **how) as engine, Client(server.unix) as client:
+        engine.generate(both)
+        (alone_s,) = engine.done(engine.do("generate", prompts=both[:1], new=800))["took_s"]
+        engine.drain()
+        engine.flush()
+        before, began_s = client.status().counters["lookups"], time.monotonic()
+        engine.tell("generate", prompts=both, new=800, at_once=True)
+        assert comes_true(lambda: client.status().counters["lookups"] > before)
+        assert time.monotonic() - began_s < alone_s / 2
+        assert engine.done(engine.answer())["cached"] == [0, 512]
 
 
 def test_what_was_evicted_from_the_device_comes_back(models: dict[str, Path], server: ServerProcess) -> None:

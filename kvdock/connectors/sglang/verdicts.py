@@ -81,9 +81,9 @@ class Verdicts:
         """SGLang has launched a batch of `reqs`, and asks by `ask(cache, reqs)` which of them have failed. Returns
         those that have failed as far as is known: none if the verdict is deferred."""
         wrapper = cache.linker
-        if not wrapper.inflight_load_rids or not self._are_in_force():
-            return ask(cache, reqs)
         loading = [(req, req.skip_radix_cache_insert) for req in reqs if req.rid in wrapper.inflight_load_rids]
+        if not loading or not self._are_in_force():
+            return ask(cache, reqs)
         self._launched.append(
             _Launched(ask, cache, loading, wrapper.inflight_load_rids, wrapper.inflight_load_index)
         )

@@ -47,17 +47,19 @@ class LateVerdictLinker(DamagedLinker):
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
         self._odd_steps, self._odd_launch = threading.Condition(), dict[str, int]()
-        self._odd_counter, real, finish = self._loads.counter, self._loads.counter.set_consumer, type(self)._verdict
-        worker = self._rank_pools.worker
-        finish_load = worker.finish_load
+        self._odd_counter, worker = self._loads.counter, self._rank_pools.worker
+        real, finish_load = self._odd_counter.set_consumer, worker.finish_load
 
         def set_consumer(index: int) -> None:
             with self._odd_steps:
                 real(index)
                 self._odd_steps.notify_all()
 
-        self._loads.counter.set_consumer = set_consumer  # type: ignore[method-assign]  # for this process alone
-        worker.finish_load = lambda loading: finish(self, loading, finish_load)  # type: ignore[method-assign]
+        def verdict(loading: Any) -> int:
+            return self._verdict(loading, finish_load)
+
+        self._odd_counter.set_consumer = set_consumer  # type: ignore[method-assign]  # for this process alone
+        worker.finish_load = verdict  # type: ignore[method-assign]  # for this process alone
 
     def start_layer_wise_loading(self) -> int:
         for load in self._loads._queued.values():

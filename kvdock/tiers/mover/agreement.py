@@ -131,6 +131,11 @@ class Agreement:
         with self._changed:
             return self._of(handle.name, digest)
 
+    def generation(self, digest: bytes) -> int | None:
+        """The pool's generation of a namespace, as the server has told it last."""
+        with self._changed:
+            return self._pool.get(digest, (None, 0))[0]
+
     def wait_for(self, handle: TierHandle, digest: bytes, deadline: Deadline) -> AgreedNote | None:
         """Like of(), but waits up to AGREE_S until pool and tier agree."""
         until = Deadline(min(AGREE_S, deadline.left_s))

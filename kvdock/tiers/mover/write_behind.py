@@ -28,7 +28,7 @@ from kvdock.tiers.mover.agreement import AgreedNote, Agreement
 from kvdock.tiers.mover.namespaces import NamespaceSession, NamespaceSessions
 from kvdock.tiers.mover.tier_handle import TierHandle
 from kvdock.tiers.record import Record
-from kvdock.tiers.tier import Deadline, Outcome, TierError, ToStore
+from kvdock.tiers.tier import Deadline, Outcome, SharesPool, TierError, ToStore
 
 # --------------------------------------------------------------------------- admission
 
@@ -280,6 +280,7 @@ class WriteBehind:
     ) -> None:
         self._handle, self._sessions, self._agreement, self._client = handle, sessions, agreement, client
         self._queue, self._observer, self._clock = queue, observer, clock
+        self._may_store = not isinstance(handle.tier, SharesPool)
         self._known_stored = KnownStored(handle.tier.recheck_s, clock)
         self._rechecks: OrderedDict[ChunkName, None] = OrderedDict()
         """Chunks about which the tier is asked again."""
@@ -303,6 +304,8 @@ class WriteBehind:
 
     def offer(self, space: NamespaceSession, keys: Sequence[bytes]) -> None:
         """Queues chunks that the pool has and that are worth writing, unless the tier is known to have them."""
+        if not self._may_store:
+            return
         with self._changed:
             if self._until_s is None:
                 unknown = self._known_stored.unknown(keys)
@@ -317,6 +320,8 @@ class WriteBehind:
 
     def prioritise(self, evicting_soon: Iterable[tuple[NamespaceSession, Sequence[bytes]]]) -> None:
         """The pool evicts these chunks next: they are written first, in place of the chunks of the last call."""
+        if not self._may_store:
+            return
         with self._changed:
             self._queue.prioritise(
                 ((space.digest, key), space.chunk_bytes)

@@ -149,13 +149,27 @@ def test_a_question_alone_holds_nothing(pair: Pair) -> None:
     a, _ = pair
     keys = a.engine.chain(CHUNKS)
     a.engine.store(keys[:4])
-    with peer_client(a) as client:
-        asked = client.peer_read(PeerRead(
-            namespace=namespace_of(a.engine), generation=generation(a), keys=b"".join(keys),
-        ))
-    assert (asked.lease, asked.engine) == (0, "")
-    assert [len(parts) for parts in asked.chunks] == [1] * 4 + [0] * 4
+    found = asked(a, keys, generation(a))
+    assert (found.lease, found.engine) == (0, "")
+    assert [len(parts) for parts in found.chunks] == [1] * 4 + [0] * 4
     eventually(lambda: evicted(a), 5.0)
+
+
+@pytest.mark.parametrize("step", [-1, 1])
+def test_chunks_of_another_generation_are_not_there(pair: Pair, step: int) -> None:
+    a, _ = pair
+    a.engine.client.clear(ClearCache(namespace=namespace_of(a.engine)))
+    keys = a.engine.chain(CHUNKS)
+    a.engine.store(keys)
+    eventually(lambda: [len(parts) for parts in asked(a, keys, generation(a)).chunks] == [1] * CHUNKS)
+    assert asked(a, keys, generation(a) + step).chunks == []
+
+
+def asked(node: PeerNode, keys: list[bytes], generation: int) -> PeerReadAnswer:
+    with peer_client(node) as client:
+        return client.peer_read(PeerRead(
+            namespace=namespace_of(node.engine), generation=generation, keys=b"".join(keys),
+        ))
 
 
 def evicted(node: PeerNode) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import signal
 import tempfile
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ from engine_helpers import prompt, run_one, sampling
 from mover_steps import SteppedServer, kill_with_mover
 from same_tokens_helpers import LENGTH, MODELS, STORED, TOKENS, Served, assert_same, served
 from tier_engine import CHUNK_TOKENS, TierEngine, manifest
-from tier_stores import SHARED, RedisStore, Store, clear_once_written, clear_pool, has_state, opened
+from tier_stores import SHARED, RedisStore, Store, clear_once_written, clear_pool, has_state, opened, wait_until_written
 from tp_helpers import engine_of_ranks, shared
 
 from kvdock.engine.config import preset
@@ -200,3 +201,52 @@ def test_what_is_on_disk_is_hit_after_all_were_killed(tmp_path: Path) -> None:
         index.unlink()
     with server_over(settings, tmp_path) as server:
         hit(made(server), tokens, of_pool)
+
+
+@pytest.fixture
+def redis_pair(tmp_path: Path) -> Iterator[tuple[RedisStore, ServerProcess, ServerProcess]]:
+    """Two servers over a Redis of their own, which tests empty."""
+    with opened(RedisStore, tmp_path) as found:
+        assert isinstance(found, RedisStore)
+        with over(found, tmp_path) as a, over(found, tmp_path) as b:
+            for one in (a, b):
+                has_state(one.unix, "open")
+            yield found, a, b
+
+
+def flush(store: RedisStore) -> None:
+    with store.client() as client:
+        client.flushall()
+
+
+def test_what_is_stored_right_after_a_store_has_lost_everything_is_found_by_others(
+    redis_pair: tuple[RedisStore, ServerProcess, ServerProcess]
+) -> None:
+    store, a, b = redis_pair
+    writer, reader = (TierEngine(one.unix, manifest(64 << 10), "lost") for one in (a, b))
+    writer.store(writer.chain(4))
+    wait_until_written(a.unix)
+    for at in range(4):
+        flush(store)
+        keys = writer.chain(4)
+        writer.store(keys)
+        clear_once_written(a.unix)
+        tries = itertools.count()
+        eventually(lambda: reader.awaited(keys, f"r-{at}-{next(tries)}").hit_tokens == 4 * CHUNK_TOKENS, 30.0)
+    for engine in (writer, reader):
+        engine.close()
+
+
+def test_what_a_store_has_lost_is_written_again_as_long_as_the_pool_has_it(
+    redis_pair: tuple[RedisStore, ServerProcess, ServerProcess]
+) -> None:
+    store, a, b = redis_pair
+    writer, reader = (TierEngine(one.unix, manifest(64 << 10), "lost") for one in (a, b))
+    keys = writer.chain(4)
+    writer.store(keys)
+    wait_until_written(a.unix)
+    flush(store)
+    tries = itertools.count()
+    eventually(lambda: reader.awaited(keys, f"r-{next(tries)}").hit_tokens == 4 * CHUNK_TOKENS, 30.0)
+    for engine in (writer, reader):
+        engine.close()

@@ -13,7 +13,7 @@ as B, loads them. Keys begin with the store and the number of nodes:
 - wrong: chunks of which a node was given other bytes than A had stored, in all that follows as well.
 - after_kill_of_A, after_kill_of_B, after_kill_of_mover, after_partition, after_kill_of_store: of the chunks, what B
   finds in the end. A's server is killed after it has stored; B's server, its mover, its link and the store while B
-  loads. A store that is killed has lost what it had, and a later prompt of A's counts. With peers, A's server is
+  loads. A store that is killed has lost what it had, and the next prompt of A's counts. With peers, A's server is
   killed after all have read the prompt, and what the last node finds counts once its pool is empty, or with two nodes
   B, whose pool is not; A's server, its mover and its link go while B loads, too, in after_kill_of_A_midway,
   after_kill_of_mover_of_A and after_partition_of_A.
@@ -340,13 +340,12 @@ class Story:
         return {"cut_off_wait_s": cut_off["took_s"], "after_partition": min(shares)}
 
     def _found_again(self) -> float:
-        """The share of a new prompt, once the store is back. Nodes find out by themselves that it has not even their
-        notes: what one stores before that the others do not find, so prompts are tried until one comes whole."""
-        until_s, found = time.monotonic() + 90.0, 0
-        while found < self._chunks and time.monotonic() < until_s:
+        """The share of the first prompt that A can store, once the store is back without even the nodes' notes."""
+        until_s = time.monotonic() + 90.0
+        while time.monotonic() < until_s:
             with suppress(RuntimeError):  # A cannot store yet
-                found = self._load(self._stored())["found"]
-        return found / self._chunks
+                return self._found(self._stored())
+        return 0.0
 
 
 class PeerStory(Story):

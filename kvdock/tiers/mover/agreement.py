@@ -50,13 +50,16 @@ class AgreedNote:
 
 
 class Agreement:
-    """`served`: the namespaces whose notes are read. `note_changed`, `order_done`: report to the server."""
+    """`served`: the namespaces whose notes are read. `note_changed`, `order_done`: report to the server. `renewed`:
+    called with a tier that has lost the note of a namespace, so that nothing of what was stored before is found."""
 
     def __init__(
         self, served: Callable[[], Iterable[bytes]], note_changed: Callable[[NoteChange], None],
-        order_done: Callable[[OrderDone], None], clock: Callable[[], float] = time.monotonic,
+        order_done: Callable[[OrderDone], None], renewed: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._served, self._note_changed, self._order_done, self._clock = served, note_changed, order_done, clock
+        self._renewed = renewed
         self._changed = threading.Condition()
         self._handles: dict[str, TierHandle] = {}
         self._pool: dict[bytes, tuple[int, int]] = {}
@@ -316,11 +319,14 @@ class Agreement:
                 self._wake([handle.name])
                 return
             known = self._followed.get(at)
+            is_renewed = known is not None and known.birth != note.birth
             is_known = known is not None and (known.birth, known.generation) == (note.birth, note.generation)
             keys = note.deleted_since(known) if known is not None and is_known else list(note.deleted)
             if generation == note.generation and not (keys and is_shared):
                 self._followed[at] = self._read_last[at] = note
                 self._changed.notify_all()
+                if is_renewed:
+                    self._renewed(handle.name)
                 return
             if self._read_last.get(at) == note and any(one == (*at, note) for one in self._reported.values()):
                 return  # it was reported already

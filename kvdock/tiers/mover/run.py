@@ -93,7 +93,8 @@ class Mover:
         )
         self._asks = AskCounts(config.asks)
         self._agreement = Agreement(
-            lambda: [space.digest for space in self._sessions.all()], self._note_changed, self._order_done, clock
+            lambda: [space.digest for space in self._sessions.all()], self._note_changed, self._order_done,
+            self._renewed, clock,
         )
         self._opening = OpeningTiers(config, memory)
         self._handles: list[TierHandle] = []
@@ -317,6 +318,12 @@ class Mover:
         with self._out.lock:
             self._out.report.note_changes.append(change)
         self._pipe.wake()
+
+    def _renewed(self, tier: str) -> None:
+        """What the tier had is lost: what the pool still has is offered again."""
+        log.warning("the tier %s has lost what it had: what the pool still has is written again", tier)
+        self._writers[tier].forget_all()
+        self._sessions.repeat_changes()
 
     def _order_done(self, done: OrderDone) -> None:
         with self._out.lock:

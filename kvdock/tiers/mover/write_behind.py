@@ -24,7 +24,7 @@ from kvdock.connectors.session import Attachment
 from kvdock.protocol.errors import ApiError, ServerUnavailable
 from kvdock.protocol.schemas import Hold, Part
 from kvdock.shm.errors import ShmError
-from kvdock.tiers.mover.agreement import AgreedNote, Agreement
+from kvdock.tiers.mover.agreement import NOTE_S, AgreedNote, Agreement
 from kvdock.tiers.mover.namespaces import NamespaceSession, NamespaceSessions
 from kvdock.tiers.mover.tier_handle import TierHandle
 from kvdock.tiers.record import Record
@@ -466,6 +466,9 @@ class WriteBehind:
         """Returns False if the tier or the server did not answer. If chunks are cleared meanwhile, they are stored
         under names that no lookup asks for."""
         space, agreed = batch.space, batch.agreed
+        if not self._agreement.still_holds(self._handle, space.digest, agreed, Deadline(NOTE_S)):
+            self.offer(space, batch.keys)  # the store has lost its note, or others have cleared the namespace
+            return False
         keys = self._missing(space, agreed, batch.keys)
         attachment = space.session.attachment
         if not keys:

@@ -4,10 +4,12 @@ deleted nobody reads, a stranger reads nothing, and no byte is wrong whatever di
 from __future__ import annotations
 
 import itertools
+import mmap
 import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,8 +25,8 @@ from kvdock.client.client import Client
 from kvdock.protocol.admin_schemas import ClearCache, DeleteChunks, EvictChunks
 from kvdock.protocol.errors import ApiError
 from kvdock.protocol.peer_schemas import PeerNote, PeerNotes, PeerRead, PeerReadAnswer
-from kvdock.tiers.stores.peers.engine import PeersSettings
-from kvdock.tiers.tier import TierUrlError
+from kvdock.tiers.stores.peers.engine import Engine, PeersSettings
+from kvdock.tiers.tier import TierUrlError, address_of
 
 pytestmark = [pytest.mark.tiers, pytest.mark.timeout(120)]
 
@@ -317,6 +319,53 @@ def test_what_a_restarted_mover_shares_is_read(pair: Pair) -> None:
     mover(a.server).kill()
     tries = itertools.count()
     eventually(lambda: hits(b, keys, f"again-{next(tries)}") == TOKENS, 60.0)
+
+
+SHARES = """
+import mmap, sys
+from mooncake.engine import TransferEngine
+library, memory = TransferEngine(), mmap.mmap(-1, int(sys.argv[1]))
+memory.write(b"\\1" * len(memory))
+import ctypes
+at = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+assert library.initialize("127.0.0.1", "P2PHANDSHAKE", "tcp", "") == library.register_memory(at, len(memory)) == 0
+print("shares", library.get_rpc_port(), at, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_read_that_has_failed_writes_nothing_later(tmp_path: Path) -> None:
+    """Its slots may be given to others then."""
+    (tmp_path / "token").touch(0o600)
+    settings = PeersSettings(("127.0.0.1:7",), tmp_path / "token", "127.0.0.1", stall_s=1)
+    length = 128 << 20
+    memory = mmap.mmap(-1, length)
+    reader, here = Engine.open(settings), address_of(memoryview(memory))
+    program = (sys.executable, "-c", SHARES, str(length))
+    with subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        line = next(one for one in other.stdout if one.startswith("shares"))
+        port, there = map(int, line.split()[1:])
+
+        def read_midway() -> bool:
+            """Whether the read failed, after some of it had come."""
+            memory[:] = bytes(length)
+            stop = threading.Timer(0.02, other.send_signal, (signal.SIGSTOP,))
+            stop.start()
+            done = reader.read(f"127.0.0.1:{port}", here, there, length)
+            stop.join()
+            came = memory.find(b"\1") >= 0
+            if done or not came:
+                other.send_signal(signal.SIGCONT)
+            return not done and came
+
+        eventually(read_midway, 60.0)
+        memory[:] = bytes(length)
+        other.send_signal(signal.SIGCONT)
+        assert reader.read(f"127.0.0.1:{port}", here, there, 4096), "the other one goes on"
+        assert memory[4096:].count(1) == 0
+        other.kill()
+    reader.close()
 
 
 # ------------------------------------------------------------------ settings

@@ -349,7 +349,7 @@ class Story:
 
 
 class PeerStory(Story):
-    """Of nodes without a store: what A has stored stays in its pool."""
+    """What happens to nodes without a store: what A has stored stays in its pool."""
 
     def _stored(self) -> str:
         self._numbers += 1

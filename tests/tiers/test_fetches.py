@@ -15,7 +15,7 @@ from tier_server import PART, POOL, POOL_CHUNKS
 
 from kvdock.protocol.mover_schemas import Generation
 from kvdock.shm.checksum import checksum
-from kvdock.tiers.mover.agreement import Agreement
+from kvdock.tiers.mover.agreement import Agreement, AgreementObserver
 from kvdock.tiers.mover.fetches import AHEAD_BATCH_BYTES, ASKED_AT_ONCE, Fetch, Fetches, FetchObserver, Wanted
 from kvdock.tiers.mover.namespaces import NamespaceSession
 from kvdock.tiers.mover.tier_handle import ABSENT_TIMES, MOST_ABSENT_S, Absent, TierHandle
@@ -96,8 +96,8 @@ def ended() -> list[Fetch]:
 def fetches(engine: TierEngine, tier: HeldTier, space: NamespaceSession, ended: list[Fetch]) -> Iterator[Fetches]:
     handle = TierHandle(tier, clock=lambda: 0.0, lost=lambda error: None)
     agreement = Agreement(
-        lambda: [space.digest], note_changed=lambda change: None, order_done=lambda done: None,
-        renewed=lambda tier: None,
+        lambda: [space.digest],
+        AgreementObserver(note_changed=lambda change: None, order_done=lambda done: None, renewed=lambda tier: None),
     )
     agreement.follow([Generation(namespace=space.digest.hex(), generation=1, edition=0)])
     agreement.use(handle)

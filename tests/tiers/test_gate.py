@@ -9,7 +9,7 @@ import pytest
 
 from kvdock.tiers.stores.peers.gate import ADMITTED_S, MOST_ADMITTED, Gate, own_sockets
 
-pytestmark = pytest.mark.tiers
+pytestmark = [pytest.mark.tiers, pytest.mark.security]
 
 SOON_S = 0.3
 """The kernel drops what a stranger sends, so a stranger waits in vain."""

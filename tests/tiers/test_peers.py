@@ -28,7 +28,7 @@ from kvdock.protocol.peer_schemas import PeerNote, PeerNotes, PeerRead, PeerRead
 from kvdock.tiers.stores.peers.engine import Engine, PeersSettings
 from kvdock.tiers.tier import TierUrlError, address_of
 
-pytestmark = [pytest.mark.tiers, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.tiers, pytest.mark.security, pytest.mark.timeout(120)]
 
 Pair = tuple[PeerNode, PeerNode]
 CHUNKS = 8

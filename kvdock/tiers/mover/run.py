@@ -43,7 +43,7 @@ from kvdock.protocol.mover_schemas import (
 from kvdock.protocol.reports import TierContents, TierView
 from kvdock.protocol.schemas import Changes
 from kvdock.tiers.disk.folder import TIER as DISK
-from kvdock.tiers.mover.agreement import Agreement
+from kvdock.tiers.mover.agreement import Agreement, AgreementObserver
 from kvdock.tiers.mover.fetches import Fetch, Fetches, FetchObserver, Wanted
 from kvdock.tiers.mover.namespaces import NamespaceSession, NamespaceSessions, PoolMemory
 from kvdock.tiers.mover.opening import OpeningTiers, registers_memory
@@ -93,8 +93,8 @@ class Mover:
         )
         self._asks = AskCounts(config.asks)
         self._agreement = Agreement(
-            lambda: [space.digest for space in self._sessions.all()], self._note_changed, self._order_done,
-            self._renewed, clock,
+            lambda: [space.digest for space in self._sessions.all()],
+            AgreementObserver(self._note_changed, self._order_done, self._renewed), clock,
         )
         self._opening = OpeningTiers(config, memory)
         self._handles: list[TierHandle] = []

@@ -1,7 +1,7 @@
 """Two and four nodes over one store, each in a network namespace with a /dev/shm of its own: what one has stored the
-others hit, whatever is killed.
+others hit, whatever is killed. With `peers` there is no store: nodes read each other's pools.
 
-    python -m bench.nodes --json [--nodes 2 4] [--stores redis s3 mooncake folder] [--chunks 64] [--rounds 3]
+    python -m bench.nodes --json [--nodes 2 4] [--stores redis s3 mooncake folder peers] [--chunks 64] [--rounds 3]
 
 Needs root, for namespaces and mounts (bench/nodes/network.py). The first node, A, stores prompts; each other node, such
 as B, loads them. Keys begin with the store and the number of nodes:
@@ -13,7 +13,10 @@ as B, loads them. Keys begin with the store and the number of nodes:
 - wrong: chunks of which a node was given other bytes than A had stored, in all that follows as well.
 - after_kill_of_A, after_kill_of_B, after_kill_of_mover, after_partition, after_kill_of_store: of the chunks, what B
   finds in the end. A's server is killed after it has stored; B's server, its mover, its link and the store while B
-  loads. A store that is killed has lost what it had, and a later prompt of A's counts.
+  loads. A store that is killed has lost what it had, and the next prompt of A's counts. With peers, A's server is
+  killed after all have read the prompt, and what the last node finds counts once its pool is empty, or with two nodes
+  B, whose pool is not; A's server, its mover and its link go while B loads, too, in after_kill_of_A_midway,
+  after_kill_of_mover_of_A and after_partition_of_A.
 - cut_off_wait_s: how long a request at B waited that had TIGHT_S, without its link.
 """
 
@@ -37,6 +40,7 @@ from typing import Any, Protocol
 
 from bench.nodes.network import HUB, Network, end, missing, network
 from bench.nodes.node import PART_BYTES, children
+from kvdock.api.access.access_file import entry
 
 WAIT_S, TIGHT_S = 10.0, 2.0
 ANSWER_S = 150.0
@@ -44,13 +48,14 @@ MIDWAY_S = 0.02
 """For so long a node loads before something is killed or cut off. Whether the load is midway then is not checked."""
 REPORTED_S = 2.0
 """After this long a server knows what its mover has counted."""
-REDIS_PORT, MASTER_PORT, MOONCAKE_MIB = 6379, 50051, 512
+REDIS_PORT, MASTER_PORT, MOONCAKE_MIB, PEER_PORT = 6379, 50051, 512, 7410
+TOKEN = "bench-" + "p" * 40
 POOL_BYTES = 64 << 20
 KEYS = {"AWS_ACCESS_KEY_ID": "me", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_REGION": "us-east-1"}
 
 
 class Store(Protocol):
-    """`settings`: of a server that uses it."""
+    """`settings`: of each server that uses it."""
 
     has_network: bool
     settings: dict[str, Any]
@@ -161,7 +166,36 @@ class Folder:
     def close(self) -> None: ...
 
 
-STORES: dict[str, Callable[[Network, Path], Store]] = {"redis": Redis, "s3": S3, "mooncake": Mooncake, "folder": Folder}
+class Peers:
+    """No store, but a token of all nodes, and an access file."""
+
+    has_network = True
+
+    def __init__(self, net: Network, folder: Path) -> None:
+        self._token_file, access = folder / "token", folder / "access.toml"
+        for path, text in ((self._token_file, TOKEN), (access, entry("peers", TOKEN, ["peer"]))):
+            path.touch(0o600)
+            path.write_text(text)
+        self.settings: dict[str, Any] = {
+            "access_file": str(access), "allowed_hosts": "*", "port": PEER_PORT, "tier_keep": "always",
+        }
+        self._hosts = [f"10.77.0.{10 + at}" for at in range(len(net.nodes))]
+
+    def of_node(self, at: int) -> dict[str, Any]:
+        """The settings that are the node's own."""
+        others = ",".join(f"{host}:{PEER_PORT}" for host in self._hosts if host != self._hosts[at])
+        url = f"peers://{others}?token_file={self._token_file}&local_host={self._hosts[at]}&stall_s=1"
+        return {"host": self._hosts[at], "peers_url": url}
+
+    def restart(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+STORES: dict[str, Callable[[Network, Path], Store]] = {
+    "redis": Redis, "s3": S3, "mooncake": Mooncake, "folder": Folder,
+    "peers": Peers,
+}
 
 
 class Remote:
@@ -299,25 +333,63 @@ class Story:
         self._net.link(1, is_up=False)
         cut_off = self._load(seed, TIGHT_S)
         self._net.link(1, is_up=True)
+        shares = [self._found(seed)]
         during = self._midway(lambda: self._net.link(1, is_up=False))
         self._net.link(1, is_up=True)
-        shares = [self._found(one) for one in (seed, during)]
+        shares.append(self._found(during))
         return {"cut_off_wait_s": cut_off["took_s"], "after_partition": min(shares)}
 
     def _found_again(self) -> float:
-        """The share of a new prompt, once the store is back. Nodes find out by themselves that it has not even their
-        notes: what one stores before that the others do not find, so prompts are tried until one comes whole."""
-        until_s, found = time.monotonic() + 90.0, 0
-        while found < self._chunks and time.monotonic() < until_s:
+        """The share of the first prompt that A can store, once the store is back without even the nodes' notes."""
+        until_s = time.monotonic() + 90.0
+        while time.monotonic() < until_s:
             with suppress(RuntimeError):  # A cannot store yet
-                found = self._load(self._stored())["found"]
-        return found / self._chunks
+                return self._found(self._stored())
+        return 0.0
+
+
+class PeerStory(Story):
+    """What happens to nodes without a store: what A has stored stays in its pool."""
+
+    def _stored(self) -> str:
+        self._numbers += 1
+        seed = f"prompt-{self._numbers}"
+        for node in self._nodes:
+            node.do("empty")
+        self._a.do("store", seed=seed, chunks=self._chunks)
+        return seed
+
+    def kills(self) -> dict[str, list[float]]:
+        figures: dict[str, float] = {}
+        self._midway(self._a.kill)
+        self._a.serve()
+        figures["after_kill_of_A_midway"] = self._found_again()
+        seed = self._midway(lambda: self._a.kill(mover_only=True))
+        figures["after_kill_of_mover_of_A"] = self._found(seed)
+        seed = self._midway(lambda: self._b.kill(mover_only=True))
+        figures["after_kill_of_mover"] = self._found(seed)
+        seed = self._midway(self._b.kill)
+        self._b.serve()
+        figures["after_kill_of_B"] = self._found(seed)
+        figures |= self._partition()
+        seed = self._midway(lambda: self._net.link(0, is_up=False))
+        self._net.link(0, is_up=True)
+        figures["after_partition_of_A"] = self._found(seed)
+        seed = self._stored()
+        for node in self._nodes[1:]:
+            self._judged(node.do("load", seed=seed, chunks=self._chunks, wait_s=WAIT_S))
+        self._a.kill()
+        self._b = self._nodes[-1]
+        if len(self._nodes) > 2:
+            self._b.do("empty")
+        figures["after_kill_of_A"] = self._found(seed)
+        return {name: [figure] for name, figure in figures.items()}
 
 
 def is_installed(store: str) -> bool:
     if store == "redis":
         return shutil.which("redis-server") is not None
-    return store != "mooncake" or importlib.util.find_spec("mooncake") is not None
+    return store not in ("mooncake", "peers") or importlib.util.find_spec("mooncake") is not None
 
 
 def measure(name: str, count: int, chunks: int, rounds: int) -> dict[str, float]:
@@ -331,12 +403,13 @@ def measure(name: str, count: int, chunks: int, rounds: int) -> dict[str, float]
             "pool_bytes": POOL_BYTES, "tier_asks": 1, "session_cap": 1.0, "total_cap": 1.0, "heartbeat_s": 0.2,
             "missed_heartbeats": 1000, **store.settings,
         }
-        nodes = [Remote(net, at, settings, folder / f"node{at}.log") for at in range(count)]
+        own = [store.of_node(at) if isinstance(store, Peers) else {} for at in range(count)]
+        nodes = [Remote(net, at, settings | own[at], folder / f"node{at}.log") for at in range(count)]
         for node in nodes:
             stack.callback(node.close)
         for node in nodes:
             node.serve()
-        story = Story(net, nodes, store, chunks)
+        story = (PeerStory if isinstance(store, Peers) else Story)(net, nodes, store, chunks)
         for _ in range(rounds):
             for key, values in story.quiet().items():
                 figures.setdefault(key, []).extend(values)

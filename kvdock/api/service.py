@@ -36,6 +36,7 @@ from kvdock.protocol import schemas as s
 from kvdock.protocol.errors import ApiError
 from kvdock.protocol.forms import Form, HoldReply, LookupReply, ReserveReply
 from kvdock.protocol.kv_events import BlockNames
+from kvdock.protocol.peer_schemas import PeerNotes, PeerNotesAnswer, PeerRead, PeerReadAnswer
 from kvdock.protocol.schemas import BeingStored, Hint, HintAnswer
 from kvdock.protocol.wire_types import (
     KEY_BYTES,
@@ -43,6 +44,7 @@ from kvdock.protocol.wire_types import (
     MAX_ENTRIES,
     MAX_LABEL,
     MAX_STORE_KEYS,
+    OWN_TENANT,
     Carrier,
     RefusedRelease,
     is_label,
@@ -261,6 +263,14 @@ class CacheService:
         session.member(body.member)
         keys = key_bytes(body.keys)
         return self._mover_client.prefetches.start(session.namespace, keys, body.after_s, body.deadline_s)
+
+    def peer_notes(self, peer: Peer, body: PeerNotes) -> PeerNotesAnswer:
+        _require_own_tenant(peer)
+        return self._mover_client.peers.notes(body)
+
+    async def peer_read(self, peer: Peer, body: PeerRead) -> PeerReadAnswer:
+        _require_own_tenant(peer)
+        return await self._mover_client.peers.read(body)
 
     def cancel(self, peer: Peer, lease: str, session: str, member: str) -> None:
         asker = self._registry.session(session, peer.tenant, peer.identity)
@@ -520,3 +530,11 @@ def _tenant_of(peer: Peer) -> str:
     if peer.tenant is None:
         raise ApiError("unauthenticated", "a session belongs to a tenant", found=peer.name, wanted="an access token")
     return peer.tenant
+
+
+def _require_own_tenant(peer: Peer) -> None:
+    """Raises ApiError(forbidden): other nodes read what the server's own user has, as lower tiers do."""
+    if peer.tenant != OWN_TENANT:
+        raise ApiError(
+            "forbidden", "the access token of other nodes belongs to no tenant", found=peer.tenant, wanted=OWN_TENANT
+        )

@@ -44,7 +44,7 @@ CONFIG_VARIABLE = "KVDOCK_CONFIG"
 OTHER_VARIABLES = frozenset({CONFIG_VARIABLE, TOKEN_FILE_VARIABLE, ADDRESS_VARIABLE, TRUSTED_UID_VARIABLE})
 """KVDOCK_ variables that are no settings of the server; those of vLLM's connector are none either."""
 
-STORE_SETTINGS = {"mooncake": "mooncake_url", "redis": "redis_url", "objects": "objects_url"}
+STORE_SETTINGS = {"peers": "peers_url", "mooncake": "mooncake_url", "redis": "redis_url", "objects": "objects_url"}
 """Stores that have a setting of their own, the quickest first. All others are in `tier_urls`."""
 _STORE = re.compile(r"([a-z][a-z0-9_-]*)=(\S+)")
 _URL = re.compile(r"https?://[^/\s]+(/\S*)?")
@@ -122,6 +122,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     redis_url: str = ""
     objects_url: str = ""
     mooncake_url: str = ""
+    peers_url: str = ""
     tier_urls: str = ""
     tier_asks: Annotated[int, msgspec.Meta(ge=0, le=15)] = 0
     tier_queue_bytes: Annotated[int, msgspec.Meta(ge=0)] = 0

@@ -387,6 +387,8 @@ MEANINGS: dict[str, str] = {
     "redis_url": "Redis or Valkey as a lower tier, as `redis://host:port`; empty: none.",
     "objects_url": "Object store as a lower tier, as `s3://bucket/prefix`; empty: none.",
     "mooncake_url": "Mooncake Store as a lower tier, as `mooncake://host:port`; empty: none.",
+    "peers_url": "Other nodes whose pools are read, and that may read this one, as `peers://host:port,host:port`; "
+    "empty: none.",
     "tier_urls": "Further stores as lower tiers, as `name=url`, separated by spaces; other packages add them "
     "(docs/understand/add_a_store.md).",
     "tier_asks": "A chunk is written to lower tiers once prompts have asked for it this often; 0: once or twice, "
@@ -446,7 +448,7 @@ SETTING_GROUPS: dict[str, tuple[str, ...]] = {
     "Limits of sessions and tenants": ("session_cap", "total_cap", "session_grants", "tenant_bytes", "tenant_chunks",
                                        "tenant_namespaces", "tenant_sessions", "tenant_grants"),
     "Lower tiers": ("disk_path", "disk_bytes", "disk_day_bytes", "redis_url", "objects_url", "mooncake_url",
-                    "tier_urls", "tier_asks", "tier_queue_bytes", "tier_keep", "tier_drain_s"),
+                    "peers_url", "tier_urls", "tier_asks", "tier_queue_bytes", "tier_keep", "tier_drain_s"),
     "Start and end": ("adopt", "drain_s", "on_exit"),
     "Engines' liveness": ("heartbeat_s", "missed_heartbeats", "settle_s", "ask_s", "weights_grace_s", "weights_kept",
                           "watch_s"),

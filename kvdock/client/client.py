@@ -20,7 +20,7 @@ from typing import Self, TypeVar
 import msgspec
 
 from kvdock.client.transport import Address, Answers, Transport
-from kvdock.protocol import admin_schemas as a, calls as c, schemas as s
+from kvdock.protocol import admin_schemas as a, calls as c, peer_schemas as p, schemas as s
 from kvdock.protocol.access import NOBODY, PrivateFileError, authorization, read_token
 from kvdock.protocol.calls import Call, page
 from kvdock.protocol.errors import CODES, ApiError, ServerUnavailable
@@ -307,6 +307,16 @@ class Client:
     def abort(self, reservation: str, body: s.Abort, *, timeout_s: float | None = None) -> s.ReleaseAnswer:
         """These ranks will store no more under the reservation; what is not published never will be."""
         return self._do(c.ABORT, body, timeout_s, reservation)
+
+    # ---------------------------------------------------------------- between nodes
+
+    def peer_notes(self, body: p.PeerNotes, *, timeout_s: float | None = None) -> p.PeerNotesAnswer:
+        """Tells the generations of namespaces at another node, which the server's pool follows; returns its own."""
+        return self._do(c.PEER_NOTES, body, timeout_s)
+
+    def peer_read(self, body: p.PeerRead, *, timeout_s: float | None = None) -> p.PeerReadAnswer:
+        """Leases chunks, so that another node's Transfer Engine can read them; or asks which are there."""
+        return self._do(c.PEER_READ, body, timeout_s)
 
     # ---------------------------------------------------------------- the pool, and what people read
 

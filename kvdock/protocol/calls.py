@@ -8,7 +8,7 @@ from types import NoneType
 from typing import Final, Generic, TypeVar
 from urllib.parse import quote, urlencode
 
-from kvdock.protocol import admin_schemas as a, schemas as s
+from kvdock.protocol import admin_schemas as a, peer_schemas as p, schemas as s
 from kvdock.protocol.reports import (
     Caller,
     Curve,
@@ -32,9 +32,10 @@ INCLUDED: Final[dict[Scope, frozenset[Scope]]] = {
     "read": frozenset({"health", "read"}),
     "engine": frozenset({"health", "read", "engine"}),
     "admin": frozenset({"health", "read", "admin"}),
+    "peer": frozenset({"health", "peer"}),
 }
 """The calls that a caller with a scope may make. health: probes and totals; read: lists of its own tenant; engine: the
-calls of engines; admin: the calls of operators, and lists of all tenants."""
+calls of engines; admin: the calls of operators, and lists of all tenants; peer: the calls of other nodes' movers."""
 
 _HOLE = re.compile(r"\{\w+\}")
 
@@ -88,6 +89,8 @@ COMMIT = Call("POST", "/v1/reservations/{reservation}/commit", s.CommitAnswer, "
 ABORT = Call("POST", "/v1/reservations/{reservation}/abort", s.ReleaseAnswer, "engine")
 HOLD = Call("POST", "/v1/holds", s.HoldAnswer, "engine")
 PREFETCH = Call("POST", "/v1/prefetches", s.PrefetchAnswer, "engine")
+PEER_NOTES = Call("POST", "/v1/peers/notes", p.PeerNotesAnswer, "peer")
+PEER_READ = Call("POST", "/v1/peers/reads", p.PeerReadAnswer, "peer")
 SEGMENTS = Call("GET", "/v1/segments", s.Segments, "read")
 STATUS = Call("GET", "/v1/status", Status, "health")
 WHOAMI = Call("GET", "/v1/whoami", Caller, "health")

@@ -11,6 +11,7 @@ import struct
 
 import msgspec
 
+from kvdock.protocol.peer_schemas import PeerRead, PeerReadAnswer
 from kvdock.protocol.readable import LogFormat, LogLevel
 from kvdock.protocol.reports import TierContents, TierView
 from kvdock.protocol.schemas import Manifest
@@ -107,6 +108,13 @@ class ContentsAnswer(Body, array_like=True):
     contents: TierContents
 
 
+class PeerAnswer(Body, array_like=True):
+    """`[number, answer]`: the answer to a peer's call."""
+
+    number: int
+    answer: PeerReadAnswer
+
+
 class MoverReport(Body, kw_only=True):
     """The mover sends one whenever it has something to report."""
 
@@ -120,6 +128,7 @@ class MoverReport(Body, kw_only=True):
     note_changes: list[NoteChange] = msgspec.field(default_factory=list)
     orders_done: list[OrderDone] = msgspec.field(default_factory=list)
     contents: list[ContentsAnswer] = msgspec.field(default_factory=list)
+    peers: list[PeerAnswer] = msgspec.field(default_factory=list)
     lists_all: bool = False
     """Every tier in use reports all that it has in `known`, so no tier has a chunk that is not known."""
 
@@ -200,6 +209,13 @@ class ContentsQuestion(Answer, array_like=True):
     remove: list[Key] = msgspec.field(default_factory=list)
 
 
+class PeerQuestion(Answer, array_like=True):
+    """`[number, read]`: another node asks for chunks of the pool."""
+
+    number: int
+    read: PeerRead
+
+
 class ServerUpdate(Answer, kw_only=True):
     """The server sends one whenever something has changed."""
 
@@ -220,6 +236,7 @@ class ServerUpdate(Answer, kw_only=True):
     followed: list[int] = msgspec.field(default_factory=list)
     """Numbers of note changes that the pool has followed; `generations` has the result."""
     questions: list[ContentsQuestion] = msgspec.field(default_factory=list)
+    peers: list[PeerQuestion] = msgspec.field(default_factory=list)
     is_draining: bool = False
     """The server ends soon: chunks that wait to be written are written now."""
     log_level: LogLevel | None = None

@@ -30,7 +30,7 @@ Tenant = Annotated[str, msgspec.Meta(pattern=r"^([a-z0-9][a-z0-9._-]{0,63})?$(?!
 """The tenant whose sessions and chunks are meant."""
 OWN_TENANT: Final = ""
 """The tenant of the server's own user and of root."""
-Scope = Literal["health", "read", "engine", "admin"]
+Scope = Literal["health", "read", "engine", "admin", "peer"]
 """What a caller may do: kvdock/protocol/calls.py says which calls each includes."""
 Text = Annotated[str, msgspec.Meta(max_length=1024)]
 MAX_WEIGHTS: Final = 128

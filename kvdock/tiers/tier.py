@@ -9,6 +9,7 @@ alone.
 
 from __future__ import annotations
 
+import ctypes
 import math
 import os
 import stat
@@ -195,6 +196,11 @@ def cut(views: Sequence[memoryview], begin: int, end: int) -> list[memoryview]:
     return found
 
 
+def address_of(memory: memoryview) -> int:
+    """Where writable memory begins in this process."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
+
+
 @runtime_checkable
 class Gathers(Protocol):
     """A tier whose records may have the parts of all writers, because each request takes a while. `pages` of what it
@@ -304,6 +310,15 @@ class Registers(Protocol):
     def unregister(self, address: int) -> None:
         """Called before the memory is unmapped, when no verb uses it. It is no error if the memory is not
         registered."""
+
+
+@runtime_checkable
+class SharesPool(Protocol):
+    """A tier that is the pools of other nodes: nothing is written to it. They read this node's pool by its engine."""
+
+    def admit(self, address: str) -> str:
+        """The engine at this address may read registered memory. Returns the name of this node's engine. Raises
+        ValueError: it is no IP address."""
 
 
 class Tier(Protocol):

@@ -139,7 +139,7 @@ def test_whoami_tells_what_a_caller_without_a_token_may_do(server: ServerProcess
     assert (nobody[0], json.loads(nobody[2])) == (200, {"scopes": ["health"], "tenant": None})
     with Client(server.unix) as client:
         own = client.whoami()
-    assert (own.scopes, own.tenant) == (["health", "read", "engine", "admin"], "")
+    assert (own.scopes, own.tenant) == (["health", "read", "engine", "admin", "peer"], "")
     unknown = raw(server.http, "GET", "/v1/whoami", None, {"Authorization": "Bearer nobodys"})
     assert (unknown[0], json.loads(unknown[2])["code"]) == (401, "unauthenticated")
 
@@ -158,7 +158,7 @@ def test_a_refusal_says_what_was_wanted(server: ServerProcess) -> None:
 
 
 def test_tcp_without_a_token_reads_health_and_totals_and_nothing_else(server: ServerProcess) -> None:
-    assert refusals(server.http, "") == {401: {"read", "engine", "admin"}, 403: set()}
+    assert refusals(server.http, "") == {401: {"read", "engine", "admin", "peer"}, 403: set()}
     totals = json.loads(raw(server.http, "GET", "/v1/status", None, NOBODYS)[2])
     assert totals["counters"]["lookups"] >= 0
 

@@ -248,8 +248,9 @@ def test_a_call_is_found_by_its_method_and_path(method: str, path: str, name: st
     assert (name, id_) == ("" if found is None else found[0].name, "" if found is None else found[1])
 
 
-def test_the_table_has_every_call_for_engines() -> None:
-    wanted = [call for call in vars(calls).values() if isinstance(call, calls.Call) and call.scope == "engine"]
+def test_the_table_has_every_call_for_engines_and_peers() -> None:
+    wanted = [call for call in vars(calls).values() if isinstance(call, calls.Call)]
+    wanted = [call for call in wanted if call.scope in ("engine", "peer")]
     assert {one.call for one in ENGINE_CALLS} == set(wanted)
 
 
@@ -296,7 +297,7 @@ def test_every_call_of_the_clients_is_a_route_of_the_openapi(home: ServerProcess
     paths = msgspec.json.decode(raw(home.http, "GET", "/openapi.json")[2])["paths"]
     known = {(method.upper(), path) for path, methods in paths.items() for method in methods}
     said = {(call.method, call.path) for call in vars(calls).values() if isinstance(call, calls.Call)}
-    assert len(said) == 43 and said <= known
+    assert len(said) == 45 and said <= known
     both = paths["/v1/lookups"]["post"]
     for content in (both["requestBody"]["content"], both["responses"]["200"]["content"]):
         assert set(content) == {"application/json", "application/msgpack"}

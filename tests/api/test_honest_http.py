@@ -262,9 +262,9 @@ OPERATIONS = {
     "abort", "acknowledge", "attach", "cancel", "clear", "commit", "configure", "curve", "delete_chunks", "drain",
     "empty_tier", "evict", "explain", "healthz", "heartbeat", "hint", "hits", "hold", "leave", "list_events",
     "list_kv_events", "list_leases", "list_namespaces", "list_prefixes", "list_requests", "list_segments",
-    "list_sessions", "livez", "lookup", "make_raw", "metrics", "mismatch", "pin_chunks", "prefetch", "readyz",
-    "release", "release_many", "reserve", "show_config", "show_lease", "show_session", "show_tiers", "startupz",
-    "stats", "status", "verdict", "weights", "whoami",
+    "list_sessions", "livez", "lookup", "make_raw", "metrics", "mismatch", "peer_notes", "peer_read", "pin_chunks",
+    "prefetch", "readyz", "release", "release_many", "reserve", "show_config", "show_lease", "show_session",
+    "show_tiers", "startupz", "stats", "status", "verdict", "weights", "whoami",
 }
 
 

@@ -203,7 +203,7 @@ def test_a_token_is_made_as_json(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("arguments", "said"), [
-    (("add", "me", "--scope", "root"), "found 'root', wanted health, read, engine, admin"),
+    (("add", "me", "--scope", "root"), "found 'root', wanted health, read, engine, admin, peer"),
     (("add", "me", "--expires", "2020-01-01"), "wanted a later time than now"),
     (("add", "me", "--expires", "soon"), "wanted a later time than now"),
     (("add", "me", "--expires", "99999999999d"), "wanted a later time than now"),

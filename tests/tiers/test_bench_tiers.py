@@ -59,6 +59,7 @@ WEEKS = {
     "hot_kept_share_disk", "hot_kept_share_redis", "burst_served_share", "cpu_store_s_per_gb_64k",
     "cpu_load_s_per_gb_64k", "cpu_s_per_gb_64k", "open_1tb_first_hit_s", "open_1tb_bytes_per_record",
     "longest_lookup_ms_beside_start", "longest_lookup_ms_beside_nothing",
+    "longest_lookup_work_ms_beside_start", "longest_lookup_work_ms_beside_nothing",
 }  # fmt: skip
 
 

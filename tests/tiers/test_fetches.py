@@ -15,7 +15,7 @@ from tier_server import PART, POOL, POOL_CHUNKS
 
 from kvdock.protocol.mover_schemas import Generation
 from kvdock.shm.checksum import checksum
-from kvdock.tiers.mover.agreement import Agreement
+from kvdock.tiers.mover.agreement import Agreement, AgreementObserver
 from kvdock.tiers.mover.fetches import AHEAD_BATCH_BYTES, ASKED_AT_ONCE, Fetch, Fetches, FetchObserver, Wanted
 from kvdock.tiers.mover.namespaces import NamespaceSession
 from kvdock.tiers.mover.tier_handle import ABSENT_TIMES, MOST_ABSENT_S, Absent, TierHandle
@@ -95,7 +95,10 @@ def ended() -> list[Fetch]:
 @pytest.fixture
 def fetches(engine: TierEngine, tier: HeldTier, space: NamespaceSession, ended: list[Fetch]) -> Iterator[Fetches]:
     handle = TierHandle(tier, clock=lambda: 0.0, lost=lambda error: None)
-    agreement = Agreement(lambda: [space.digest], note_changed=lambda change: None, order_done=lambda done: None)
+    agreement = Agreement(
+        lambda: [space.digest],
+        AgreementObserver(note_changed=lambda change: None, order_done=lambda done: None, renewed=lambda tier: None),
+    )
     agreement.follow([Generation(namespace=space.digest.hex(), generation=1, edition=0)])
     agreement.use(handle)
     observer = FetchObserver(
@@ -177,3 +180,26 @@ def test_a_chunk_that_a_slow_tier_lacked_a_moment_ago_is_not_asked_for_again() -
     absent.add(keys[1])
     now_s += MOST_ABSENT_S
     assert absent.cut(keys) == keys
+
+
+@pytest.mark.parametrize(("rate", "left_s", "slow", "late"), [
+    (1e3, 60.0, 1, 0), (1e9, 0.0, 0, 1), (1e9, 60.0, 0, 0), (1e3, 0.0, 1, 0),
+], ids=["slow", "time is over", "quick", "slow and over"])
+def test_a_request_whose_time_is_over_does_not_make_the_tier_slow(
+    space: NamespaceSession, fetches: Fetches, rate: float, left_s: float, slow: int, late: int
+) -> None:
+    (handle,) = fetches._handles
+    handle.speed.rate = rate
+    fetch = Fetch(Wanted(space, [bytes(32)] * 8, 0, ticket=1, tokens_per_s=1000.0), 60.0)
+    fetch.deadline = Deadline(left_s)
+    assert (fetches._worth(fetch, handle, 8) == 0) == (slow + late > 0)
+    counters = handle.counters
+    assert (counters["declined_too_slow"], counters["declined_too_late"]) == (slow, late)
+
+
+def test_a_request_that_went_on_counts_for_nothing(space: NamespaceSession, fetches: Fetches) -> None:
+    (handle,) = fetches._handles
+    fetch = Fetch(Wanted(space, [bytes(32)] * 8, 0, ticket=1), 60.0)
+    fetch.deadline.cancel()
+    assert fetches._worth(fetch, handle, 8) == 0
+    assert (handle.counters["declined_too_slow"], handle.counters["declined_too_late"]) == (0, 0)

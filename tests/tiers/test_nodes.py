@@ -1,5 +1,5 @@
-"""Nodes in network namespaces over one store: what one has stored the others hit, once over the network, and no byte is
-wrong while servers, movers, the store and the network go."""
+"""Nodes in network namespaces over one store, or reading each other's pools: what one has stored the others hit, once
+over the network, and no byte is wrong while servers, movers, the store and the network go."""
 
 from __future__ import annotations
 
@@ -22,6 +22,30 @@ KILLS = ("after_kill_of_A", "after_kill_of_B", "after_kill_of_mover", "after_kil
 def test_nodes_hit_what_one_has_stored_whatever_is_killed(store: str, nodes: int) -> None:
     if why := missing():
         pytest.skip(why)
+    found = measured(store, nodes)
+    assert found["wrong"] == 0
+    assert found["hit_share"] == found["stored_per_byte"] == found["loaded_per_byte"] == 1.0
+    assert [found[name] for name in KILLS] == [1.0] * len(KILLS)
+    if store != "folder":
+        assert 1.0 <= found["received_per_byte"] < 1.1, "it came over the network once"
+        assert found["after_partition"] == 1.0
+        assert found["cut_off_wait_s"] < 10, "a request without its store does not wait for ever"
+
+
+@pytest.mark.parametrize("nodes", [2, 4])
+def test_nodes_hit_what_the_pool_of_one_has_whatever_is_killed(nodes: int) -> None:
+    if why := missing():
+        pytest.skip(why)
+    found = measured("peers", nodes)
+    assert (found["wrong"], found["stored_per_byte"]) == (0, 0)
+    assert found["hit_share"] == found["loaded_per_byte"] == 1.0
+    assert 1.0 <= found["received_per_byte"] < 1.1, "it came over the network once"
+    assert [found[name] for name in found if name.startswith("after_")] == [1.0] * 7
+    assert found["cut_off_wait_s"] < 10, "a request without its peers does not wait for ever"
+
+
+def measured(store: str, nodes: int) -> dict[str, float]:
+    """The figures of bench.nodes, by their names without the store."""
     done = subprocess.run(
         [
             sys.executable, "-m", "bench.nodes", "--json", "--nodes", str(nodes), "--stores", store, "--chunks", "32",
@@ -30,11 +54,4 @@ def test_nodes_hit_what_one_has_stored_whatever_is_killed(store: str, nodes: int
         cwd=ROOT, capture_output=True, text=True, check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    found = {name.removeprefix(f"{store}_{nodes}_"): figure for name, figure in json.loads(done.stdout).items()}
-    assert found["wrong"] == 0
-    assert found["hit_share"] == found["stored_per_byte"] == found["loaded_per_byte"] == 1.0
-    assert [found[name] for name in KILLS] == [1.0] * len(KILLS)
-    if store != "folder":
-        assert 1.0 <= found["received_per_byte"] < 1.1, "it came over the network once"
-        assert found["after_partition"] == 1.0
-        assert found["cut_off_wait_s"] < 10, "a request without its store does not wait for ever"
+    return {name.removeprefix(f"{store}_{nodes}_"): figure for name, figure in json.loads(done.stdout).items()}

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import signal
 import tempfile
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,7 @@ from engine_helpers import prompt, run_one, sampling
 from mover_steps import SteppedServer, kill_with_mover
 from same_tokens_helpers import LENGTH, MODELS, STORED, TOKENS, Served, assert_same, served
 from tier_engine import CHUNK_TOKENS, TierEngine, manifest
-from tier_stores import SHARED, RedisStore, Store, clear_once_written, clear_pool, has_state, opened
+from tier_stores import SHARED, RedisStore, Store, clear_once_written, clear_pool, has_state, opened, wait_until_written
 from tp_helpers import engine_of_ranks, shared
 
 from kvdock.engine.config import preset
@@ -200,3 +202,69 @@ def test_what_is_on_disk_is_hit_after_all_were_killed(tmp_path: Path) -> None:
         index.unlink()
     with server_over(settings, tmp_path) as server:
         hit(made(server), tokens, of_pool)
+
+
+@pytest.fixture
+def redis_pair(tmp_path: Path) -> Iterator[tuple[RedisStore, ServerProcess, ServerProcess]]:
+    """Two servers over a Redis of their own, which tests empty."""
+    with opened(RedisStore, tmp_path) as found:
+        assert isinstance(found, RedisStore)
+        with over(found, tmp_path) as a, over(found, tmp_path) as b:
+            for one in (a, b):
+                has_state(one.unix, "open")
+            yield found, a, b
+
+
+def flush(store: RedisStore) -> None:
+    with store.client() as client:
+        client.flushall()
+
+
+def test_what_is_stored_right_after_a_store_has_lost_everything_is_found_by_others(
+    redis_pair: tuple[RedisStore, ServerProcess, ServerProcess]
+) -> None:
+    store, a, b = redis_pair
+    writer, reader = (TierEngine(one.unix, manifest(64 << 10), "lost") for one in (a, b))
+    writer.store(writer.chain(4))
+    wait_until_written(a.unix)
+    for _ in range(4):
+        clear_pool(a.unix)
+        flush(store)
+        wanted, keys = written(writer) + 4, writer.chain(4)
+        writer.store(keys)
+        eventually(partial(has_written, writer, wanted), 30.0)
+        clear_pool(a.unix)
+        assert is_found(reader, keys)
+    for engine in (writer, reader):
+        engine.close()
+
+
+def written(engine: TierEngine) -> int:
+    (tier,) = engine.client.status().tiers
+    return tier.counters["store_done"]
+
+
+def has_written(engine: TierEngine, parts: int) -> bool:
+    return written(engine) >= parts
+
+
+def is_found(engine: TierEngine, keys: list[bytes]) -> bool:
+    """In the end. That a store lacks something is remembered for some seconds."""
+    tries = itertools.count()
+    wanted = len(keys) * CHUNK_TOKENS
+    eventually(lambda: engine.awaited(keys, f"{keys[0].hex()}-{next(tries)}").hit_tokens == wanted, 30.0)
+    return True
+
+
+def test_what_a_store_has_lost_is_written_again_as_long_as_the_pool_has_it(
+    redis_pair: tuple[RedisStore, ServerProcess, ServerProcess]
+) -> None:
+    store, a, b = redis_pair
+    writer, reader = (TierEngine(one.unix, manifest(64 << 10), "lost") for one in (a, b))
+    keys = writer.chain(4)
+    writer.store(keys)
+    wait_until_written(a.unix)
+    flush(store)
+    assert is_found(reader, keys)
+    for engine in (writer, reader):
+        engine.close()

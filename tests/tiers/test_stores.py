@@ -23,7 +23,7 @@ from kvdock.tiers.tier import Deadline, Store, TierError, TierUrlError
 
 pytestmark = [pytest.mark.tiers, pytest.mark.timeout(120)]
 
-OWN = ["mooncake", "objects", "redis"]
+OWN = ["mooncake", "objects", "peers", "redis"]
 PACKAGE = '''
 from pathlib import Path
 from urllib.parse import urlsplit

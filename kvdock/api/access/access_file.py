@@ -4,7 +4,7 @@
     name = "team-a"                # in the log
     sha256 = "9f86d081…"           # of the token: the token itself is not in the file
     tenant = "a"                   # whose sessions and chunks; left out: the server's own
-    scopes = ["engine"]            # health, read, engine, admin
+    scopes = ["engine"]            # health, read, engine, admin, peer
     created = 2026-11-27T09:00:00Z # for people
     expires = 2027-02-01T00:00:00Z # from then on it is refused, by the wall clock; left out: it has no end
     caps = {bytes = "8GiB", sessions = 4}    # the tenant's quota, in one of its tokens; left out: the default

@@ -19,7 +19,9 @@ from kvdock.protocol.forms import JSON
 from kvdock.protocol.reports import Caller
 from kvdock.protocol.wire_types import OWN_TENANT, Answer, Body, Scope
 
-ALL_SCOPES: Final = INCLUDED["engine"] | INCLUDED["admin"]
+SCOPES_OF_USER: Final = INCLUDED["engine"] | INCLUDED["admin"]
+"""With these a caller may do whatever the server's own user may with sessions."""
+ALL_SCOPES: Final = SCOPES_OF_USER | INCLUDED["peer"]
 
 
 class Peer(NamedTuple):
@@ -35,9 +37,9 @@ class Peer(NamedTuple):
 
     @property
     def identity(self) -> str | None:
-        """As whom it uses sessions of its tenant: those to which the same token has attached. None: it has all scopes,
-        as the server's own user has, and may use every session of its tenant."""
-        return None if self.scopes >= ALL_SCOPES else self.name
+        """As whom it uses sessions of its tenant: those to which the same token has attached. None: it has the
+        scopes `engine` and `admin`, as the server's own user has, and may use every session of its tenant."""
+        return None if self.scopes >= SCOPES_OF_USER else self.name
 
     def may(self, scope: Scope) -> bool:
         return scope in self.scopes

@@ -19,7 +19,7 @@ from kvdock.api.http.wire import read_all
 from kvdock.api.service import CacheService
 from kvdock.api.tokens import LONG_BODY_BYTES, cut_tokens
 from kvdock.api.turns import next_slice
-from kvdock.protocol import calls, schemas as s
+from kvdock.protocol import calls, peer_schemas as p, schemas as s
 from kvdock.protocol.calls import Call
 from kvdock.protocol.errors import ApiError
 from kvdock.protocol.forms import Codec, Form, form_of_answer, form_of_body
@@ -320,6 +320,34 @@ PREFETCH = BodyCall(
     ),
 )
 
+# ------------------------------------------------------------------ between nodes
+
+PEER_NOTES = BodyCall(
+    "peer_notes", calls.PEER_NOTES, p.PeerNotes,
+    lambda service, peer, body, _, form: service.peer_notes(peer, body),
+    About(
+        "peers", "Tell and learn the generations of namespaces",
+        "Clears and deletions at one node reach the pools of the others. A namespace whose generation is lower here is "
+        "cleared.",
+        retry="idempotent.",
+        errors=("not_ready",),
+    ),
+    longest_bytes=SHORT_BYTES,
+)
+
+PEER_READ = BodyCall(
+    "peer_read", calls.PEER_READ, p.PeerRead,
+    lambda service, peer, body, _, form: service.peer_read(peer, body),
+    About(
+        "peers", "Lease chunks for another node, or ask which are there",
+        "The caller reads the chunks by a Transfer Engine, and compares their checksums. A lease ends when a later "
+        "call `releases` it, or by itself.",
+        retry="each call that succeeds makes a lease of its own; one whose answer was lost ends by itself.",
+        errors=("not_ready",),
+    ),
+    longest_bytes=SHORT_BYTES,
+)
+
 # ------------------------------------------------------------------ writing
 
 RESERVE = BodyCall(
@@ -376,7 +404,7 @@ ABORT = BodyCall(
 
 ENGINE_CALLS: tuple[EngineCall, ...] = (
     ATTACH, WEIGHTS, LEAVE, HEARTBEAT, LOOKUP, RELEASE, RELEASE_MANY, CANCEL,
-    MISMATCH, HINT, HOLD, PREFETCH, RESERVE, MAKE_RAW, COMMIT, ABORT,
+    MISMATCH, HINT, HOLD, PREFETCH, PEER_NOTES, PEER_READ, RESERVE, MAKE_RAW, COMMIT, ABORT,
 )
 _WITHOUT_ID = {(one.call.method, one.call.path): one for one in ENGINE_CALLS if "{" not in one.call.path}
 _WITH_ID = {

@@ -25,6 +25,8 @@ from kvdock.protocol import (
     admin_schemas as a,
     hits,
     outcomes,
+    peer_schemas,
+    peer_schemas as p,
     reports,
     schemas,
     schemas as s,
@@ -63,6 +65,7 @@ TAGS = [
     {"name": "sessions", "description": "Members of engine instances: attaching, heartbeats, leaving."},
     {"name": "reading", "description": "Stored prefixes, and leases on them."},
     {"name": "writing", "description": "Reservations of slots, and their commits."},
+    {"name": "peers", "description": "What other nodes' movers do."},
     {"name": "pool", "description": "Shared memory, namespaces, and what the server is doing."},
     {"name": "health", "description": "Probes and metrics."},
     {"name": "administration", "description": "What operators do."},
@@ -225,7 +228,7 @@ def _problem() -> dict[str, Any]:
 def wire_structs() -> list[type[msgspec.Struct]]:
     """Every body and answer."""
     bases = (Body, Identity, Answer, Carrier, Carried, Reporting)
-    rooms = (wire_types, hits, outcomes, reports, schemas, admin_schemas, reports)
+    rooms = (wire_types, hits, outcomes, reports, schemas, admin_schemas, peer_schemas)
     named = {name: found for room in rooms for name, found in vars(room).items()}
     return [
         item
@@ -338,6 +341,8 @@ BODIES: dict[type[Body], dict[str, Any]] = {
     Hint: {**_ASKER, "keys": KEYS, "priority": 10, "duration_s": 60},
     s.Hold: {**_ASKER, "request": "h-1", "keys": KEYS},
     s.Prefetch: {**_ASKER, "keys": KEYS, "after_s": 20},
+    p.PeerNotes: {"notes": [[NAMESPACE, 1, []]]},
+    p.PeerRead: {"namespace": NAMESPACE, "generation": 1, "keys": KEYS, "address": "10.0.0.11"},
     s.Reserve: {**_ASKER, "store": "s-1", "keys": KEYS},
     s.MakeRaw: {"session": SESSION, "rank": 0, "parts": [[0, 0]]},
     s.Commit: {"session": SESSION, "rank": 0, "parts": [[0, 0, CHECKSUM]]},

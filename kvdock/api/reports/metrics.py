@@ -376,6 +376,7 @@ _TIER_COUNTERS = {
     "failures": "Calls at which the tier failed or was late",
     "damaged": "Parts loaded that were not what was stored; they are deleted",
     "declined_too_slow": "Requests whose chunks were not loaded because computing them was expected to be quicker",
+    "declined_too_late": "Requests whose chunks were not loaded because their time was over before loads could begin",
     "fetched_elsewhere": "Chunks that were in the pool, or on their way there, when they were to be loaded",
 }
 """Counters of the mover that have no label of their own."""

@@ -236,19 +236,25 @@ class Clears:
 
     def note_changed(self, change: m.NoteChange) -> None:
         """Other servers have cleared or deleted chunks in a tier: the pool follows."""
-        space = self._namespace(change.namespace)
-        if space is not None:
-            if change.generation > self._table.generation(space.table_id):
-                log.info("namespace %s was cleared by another server, as the tier %s shows", change.namespace[:12],
-                         change.tier)
-                self._raise(space, change.generation)
-                self._background.once("removing what was cleared", self._remove_cleared())
-            elif change.keys:
-                self._next_edition(space)
-                self._table.delete(space.table_id, change.keys)
-                self.on_cleared(space, change.keys)
+        self.follow(change.namespace, change.generation, change.keys, f"the tier {change.tier}")
         self._followed.append(change.number)
         self.wake()
+
+    def follow(self, namespace: str, generation: int, keys: bytes, source: str) -> int:
+        """Another server has raised the generation of a namespace, or has deleted `keys`: the pool does the same.
+        Returns the namespace's generation in the pool; 0: it is not known, or not of the server's own user."""
+        space = self._namespace(namespace)
+        if space is None or space.tenant or not self._is_in_table(space):
+            return 0
+        if generation > self._table.generation(space.table_id):
+            log.info("namespace %s was cleared by another server, as %s shows", namespace[:12], source)
+            self._raise(space, generation)
+            self._background.once("removing what was cleared", self._remove_cleared())
+        elif keys:
+            self._next_edition(space)
+            self._table.delete(space.table_id, keys)
+            self.on_cleared(space, keys)
+        return int(self._table.generation(space.table_id))
 
     def order_done(self, done: m.OrderDone) -> None:
         pending = self._pending.get(done.number)

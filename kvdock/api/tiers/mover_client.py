@@ -27,6 +27,7 @@ from kvdock.api.pool.registry import NamespaceRecord, Registry, SessionRecord
 from kvdock.api.pool.sessions import Drain
 from kvdock.api.record.counters import Counters
 from kvdock.api.tiers.clears import Clears
+from kvdock.api.tiers.peers import Peers
 from kvdock.api.tiers.tickets import ASKING_S, LookupCall, Tickets
 from kvdock.protocol import mover_schemas as m
 from kvdock.protocol.mover_schemas import worth_chunks
@@ -62,9 +63,9 @@ class MoverClient:
         self._forecast = EvictionForecast(pool, registry, now_s)
         self._namespaces = _ServedNamespaces(registry, self.is_mover)
         self._lookups = _LookupQueue()
-        self._declined = 0
         self._told: tuple[bool, LogLevel] | None = None
         """What the mover was last told: whether the server drains, and the log's level. None: nothing yet."""
+        self.peers = Peers(clears, self._wake.set)
         clears.wake, clears.on_cleared = self._wake.set, self._cleared
 
     @property
@@ -105,7 +106,8 @@ class MoverClient:
         totals = self.tickets.totals
         return MoverView(
             silent_s=self._tiers.silent_s, restarts=self.restarts, lost_lookups=self._lookups.lost,
-            declined=self._declined, waiting=len(self.tickets), waits=dict(totals.waits), wait_s=dict(totals.seconds),
+            declined=self._tiers.declined, waiting=len(self.tickets), waits=dict(totals.waits),
+            wait_s=dict(totals.seconds),
             wait_counts={outcome: list(counts) for outcome, counts in totals.histogram.items()},
         )
 
@@ -153,7 +155,7 @@ class MoverClient:
         if self._why_unavailable(space, keys, stored):
             return False
         if not self._tiers.may_be_worth(space, len(keys) // KEY_BYTES - stored, wait_s, tokens_per_s):
-            self._declined += 1
+            self._tiers.declined += 1
             return False
         return not self.tickets.is_full
 
@@ -186,6 +188,8 @@ class MoverClient:
             self._clears.order_done(done)
         for answer in report.contents:
             self._clears.contents.answered(answer)
+        for found in report.peers:
+            self.peers.answered(found)
         self._tiers.follow(report)  # after clears have made it forget chunks, which `known` may name again
         for promise in report.promises:
             self.tickets.promised(promise)
@@ -244,7 +248,7 @@ class MoverClient:
             update = self._update()
             has_more = (
                 update.lookups or update.prefetches or update.ended_tickets or update.evicting_soon or update.orders
-                or update.questions or update.followed
+                or update.questions or update.followed or update.peers
                 or update.namespaces is not None or update.generations is not None
             )
             told = update.is_draining, self.log_level
@@ -264,7 +268,8 @@ class MoverClient:
             generations=generations, orders=orders, followed=followed,
             lookups=lookups, prefetches=self.prefetches.due(left_bytes), ended_tickets=ended,
             evicting_soon=self._forecast.evicting_soon(self._tiers.absent) if self._tiers.is_any_open else [],
-            questions=self._clears.contents.take(), is_draining=self._drain.begun, log_level=self.log_level,
+            questions=self._clears.contents.take(), peers=self.peers.take(),
+            is_draining=self._drain.begun, log_level=self.log_level,
         )
 
 
@@ -384,6 +389,8 @@ class TierState:
         self._reported_s = now_s()
         self.reports: list[TierView] = []
         """As the mover last reported them."""
+        self.declined = 0
+        """How many requests did not wait, because no tier was worth it."""
         self._known = KeyFilter(salt=secrets.randbits(64), most_keys=MOST_KNOWN)
         """What tiers have, by the first KNOWN_BYTES of namespaces and keys."""
         self._is_full = False

@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvdock.protocol.mover_schemas import Generation, NoteChange, Order, OrderDone, split_keys
 from kvdock.tiers.mover.tier_handle import TierHandle
@@ -49,14 +50,23 @@ class AgreedNote:
     edition: int
 
 
+class AgreementObserver(NamedTuple):
+    """`note_changed`, `order_done`: report to the server. `renewed`: called with a tier that has lost the note of a
+    namespace, so that nothing of what was stored before is found."""
+
+    note_changed: Callable[[NoteChange], None]
+    order_done: Callable[[OrderDone], None]
+    renewed: Callable[[str], None]
+
+
 class Agreement:
-    """`served`: the namespaces whose notes are read. `note_changed`, `order_done`: report to the server."""
+    """`served`: the namespaces whose notes are read."""
 
     def __init__(
-        self, served: Callable[[], Iterable[bytes]], note_changed: Callable[[NoteChange], None],
-        order_done: Callable[[OrderDone], None], clock: Callable[[], float] = time.monotonic,
+        self, served: Callable[[], Iterable[bytes]], observer: AgreementObserver,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._served, self._note_changed, self._order_done, self._clock = served, note_changed, order_done, clock
+        self._served, self._observer, self._clock = served, observer, clock
         self._changed = threading.Condition()
         self._handles: dict[str, TierHandle] = {}
         self._pool: dict[bytes, tuple[int, int]] = {}
@@ -130,6 +140,11 @@ class Agreement:
         """The note on which pool and tier agree. None: the tier is not used for the namespace now."""
         with self._changed:
             return self._of(handle.name, digest)
+
+    def generation(self, digest: bytes) -> int | None:
+        """The pool's generation of a namespace, as the server has told it last."""
+        with self._changed:
+            return self._pool.get(digest, (None, 0))[0]
 
     def wait_for(self, handle: TierHandle, digest: bytes, deadline: Deadline) -> AgreedNote | None:
         """Like of(), but waits up to AGREE_S until pool and tier agree."""
@@ -213,7 +228,7 @@ class Agreement:
             with self._changed:
                 self._orders[handle.name].remove(order)
                 self._changed.notify_all()
-            self._order_done(done)
+            self._observer.order_done(done)
 
     def _clear_all(self, handle: TierHandle, order: Order) -> OrderDone:
         """Clears all namespaces that the tier can list, except those that `order.keys` names."""
@@ -311,11 +326,14 @@ class Agreement:
                 self._wake([handle.name])
                 return
             known = self._followed.get(at)
+            is_renewed = known is not None and known.birth != note.birth
             is_known = known is not None and (known.birth, known.generation) == (note.birth, note.generation)
             keys = note.deleted_since(known) if known is not None and is_known else list(note.deleted)
             if generation == note.generation and not (keys and is_shared):
                 self._followed[at] = self._read_last[at] = note
                 self._changed.notify_all()
+                if is_renewed:
+                    self._observer.renewed(handle.name)
                 return
             if self._read_last.get(at) == note and any(one == (*at, note) for one in self._reported.values()):
                 return  # it was reported already
@@ -323,6 +341,6 @@ class Agreement:
             number = next(self._numbers)
             self._reported = {other: one for other, one in self._reported.items() if one[:2] != at}
             self._reported[number] = (*at, note)
-        self._note_changed(NoteChange(
+        self._observer.note_changed(NoteChange(
             number, handle.name, digest.hex(), note.generation, b"".join(keys) if is_shared else b"", is_shared
         ))

@@ -20,6 +20,7 @@ from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from math import inf
 from typing import NamedTuple
 
@@ -82,10 +83,10 @@ class Wanted(NamedTuple):
 
 
 class Fetch:
-    """Loads `wanted`. `wait_s`: how long it may take, from now on."""
+    """Loads `wanted`. `wait_s`: how long it may take, from its beginning on."""
 
     def __init__(self, wanted: Wanted, wait_s: float) -> None:
-        self.wanted, self.deadline = wanted, Deadline(wait_s)
+        self.wanted, self.wait_s, self.deadline = wanted, wait_s, Deadline(wait_s)
         self.loaded = 0
         """How many chunks it has published."""
         self.waited_s = 0.0
@@ -254,12 +255,15 @@ class Fetches:
         would compute them."""
         if fetch.is_ahead:
             return count
-        worth = worth_chunks(
-            count, chunk_bytes=fetch.wanted.space.chunk_bytes, chunk_tokens=fetch.wanted.space.manifest.chunk_tokens,
-            latency_s=handle.expected_s(0), bytes_per_s=handle.speed.rate, wait_s=fetch.deadline.left_s,
-            tokens_per_s=fetch.wanted.tokens_per_s,
+        worth_within = partial(
+            worth_chunks, count, chunk_bytes=fetch.wanted.space.chunk_bytes,
+            chunk_tokens=fetch.wanted.space.manifest.chunk_tokens, latency_s=handle.expected_s(0),
+            bytes_per_s=handle.speed.rate, tokens_per_s=fetch.wanted.tokens_per_s,
         )
-        handle.counters["declined_too_slow"] += count > 0 and worth == 0
+        worth = worth_within(wait_s=fetch.deadline.left_s)
+        if count and not worth and not fetch.deadline.is_cancelled:  # the tier is too slow, or it was asked too late
+            is_late = worth_within(wait_s=fetch.wait_s) > 0
+            handle.counters["declined_too_late" if is_late else "declined_too_slow"] += 1
         return worth
 
     def _load_all(self, fetch: Fetch, handle: TierHandle, found: list[list[int]]) -> None:

@@ -54,14 +54,17 @@ class NamespaceSession:
         return [note.name(self.digest, key, group, writer) for group in wanted for writer in self.ranks]
 
     def pages(self, attachment: Attachment, segment: int, offset: int, length: int) -> memoryview:
-        """The whole pages of a slot, whose `length` bytes are at `offset` in the segment. Raises AttachError,
-        ServerUnavailable, ApiError."""
+        """The whole pages of a slot, whose `length` bytes are at `offset` in the segment. Raises as address()."""
+        whole = pages_bytes(length)
+        address = self.address(attachment, segment, offset, whole)
+        return memoryview((ctypes.c_ubyte * whole).from_address(address)).cast("B")
+
+    def address(self, attachment: Attachment, segment: int, offset: int, length: int) -> int:
+        """Where these bytes of the segment are in this process. Raises AttachError, ServerUnavailable, ApiError."""
         with suppress(SegmentNotRegistered):  # until the segment is registered, tiers copy through memory of their own
             self.session.ensure_segment(attachment, segment)
         attachment.segments.require_whole(segment)
-        whole = pages_bytes(length)
-        address = attachment.segments.address(segment, offset, whole)
-        return memoryview((ctypes.c_ubyte * whole).from_address(address)).cast("B")
+        return attachment.segments.address(segment, offset, length)
 
 
 class PoolMemory:

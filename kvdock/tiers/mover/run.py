@@ -32,6 +32,7 @@ from kvdock.protocol.mover_schemas import (
     MoverReport,
     NoteChange,
     OrderDone,
+    PeerAnswer,
     PrefetchRequest,
     PrefetchResult,
     Promise,
@@ -42,14 +43,15 @@ from kvdock.protocol.mover_schemas import (
 from kvdock.protocol.reports import TierContents, TierView
 from kvdock.protocol.schemas import Changes
 from kvdock.tiers.disk.folder import TIER as DISK
-from kvdock.tiers.mover.agreement import Agreement
+from kvdock.tiers.mover.agreement import Agreement, AgreementObserver
 from kvdock.tiers.mover.fetches import Fetch, Fetches, FetchObserver, Wanted
 from kvdock.tiers.mover.namespaces import NamespaceSession, NamespaceSessions, PoolMemory
 from kvdock.tiers.mover.opening import OpeningTiers, registers_memory
 from kvdock.tiers.mover.owner import Owner
+from kvdock.tiers.mover.peer_leases import PeerLeases
 from kvdock.tiers.mover.tier_handle import TierHandle
 from kvdock.tiers.mover.write_behind import MOST_EVICTED, AskCounts, WriteBehind, WriteBudget, WriteObserver, WriteQueue
-from kvdock.tiers.tier import Deadline, Lists, StillRunning, TellsGone, Tier
+from kvdock.tiers.tier import Deadline, Lists, SharesPool, StillRunning, TellsGone, Tier
 
 log = logging.getLogger("kvdock.tiers")
 
@@ -91,7 +93,8 @@ class Mover:
         )
         self._asks = AskCounts(config.asks)
         self._agreement = Agreement(
-            lambda: [space.digest for space in self._sessions.all()], self._note_changed, self._order_done, clock
+            lambda: [space.digest for space in self._sessions.all()],
+            AgreementObserver(self._note_changed, self._order_done, self._renewed), clock,
         )
         self._opening = OpeningTiers(config, memory)
         self._handles: list[TierHandle] = []
@@ -104,6 +107,7 @@ class Mover:
             batch_bytes=config.batch_bytes, pool_bytes=config.pool_bytes,
         )
         self._owners: dict[str, Owner] = {}
+        self._peers = PeerLeases(self._sessions, self._client, self._agreement, self._answered_peer, clock)
         self._out = _Reports()
 
     def run(self) -> None:
@@ -117,6 +121,7 @@ class Mover:
                 handle.probe(may_measure=is_served)
                 self._take_gone(handle)
                 self._take_listed(handle)
+            self._peers.end_late()
             self._sessions.leave_unserved(self._is_busy)
             for update in updates:
                 self._follow(update)
@@ -124,7 +129,8 @@ class Mover:
         self._close()
 
     def _is_busy(self, space: NamespaceSession) -> bool:
-        return self._fetches.is_busy(space) or any(writer.is_busy(space) for writer in self._writers.values())
+        is_used = self._fetches.is_busy(space) or self._peers.is_busy(space)
+        return is_used or any(writer.is_busy(space) for writer in self._writers.values())
 
     def _use(self, tier: Tier) -> None:
         handle = TierHandle(tier, clock=self._clock, lost=_end_process, writers=self._sessions.writers)
@@ -142,6 +148,8 @@ class Mover:
         self._owners[handle.name] = Owner(
             handle, self._sessions.all, emptied=partial(self._emptied, tier.name), answered=self._contents_known
         )
+        if isinstance(tier, SharesPool):
+            self._peers.tier = tier
         self._handles.append(handle)
         self._handles.sort(key=lambda one: self._opening.order.index(one.name))
         self._agreement.use(handle)
@@ -165,7 +173,7 @@ class Mover:
         report.lists_all = is_all_told and is_listed
         has_more = (
             report.promises or report.ended_tickets or report.prefetch_results or report.known or report.note_changes
-            or report.orders_done or report.contents
+            or report.orders_done or report.contents or report.peers
         )
         if report.tiers is not None or has_more:
             self._pipe.send(report)
@@ -226,6 +234,8 @@ class Mover:
                 why = self._opening.unopened.get(question.tier, ("", ""))
                 error = ": ".join(filter(None, why)) or "it is not used"
                 self._contents_known(ContentsAnswer(question.number, TierContents(tier=question.tier, error=error)))
+        for asked in update.peers:
+            self._peers.ask(asked)
         if update.is_draining:
             for writer in self._writers.values():
                 writer.drain(self._config.drain_s)
@@ -309,6 +319,12 @@ class Mover:
             self._out.report.note_changes.append(change)
         self._pipe.wake()
 
+    def _renewed(self, tier: str) -> None:
+        """What the tier had is lost: what the pool still has is offered again."""
+        log.warning("the tier %s has lost what it had: what the pool still has is written again", tier)
+        self._writers[tier].forget_all()
+        self._sessions.repeat_changes()
+
     def _order_done(self, done: OrderDone) -> None:
         with self._out.lock:
             self._out.report.orders_done.append(done)
@@ -317,6 +333,11 @@ class Mover:
     def _contents_known(self, answer: ContentsAnswer) -> None:
         with self._out.lock:
             self._out.report.contents.append(answer)
+        self._pipe.wake()
+
+    def _answered_peer(self, answer: PeerAnswer) -> None:
+        with self._out.lock:
+            self._out.report.peers.append(answer)
         self._pipe.wake()
 
     def _take_gone(self, handle: TierHandle) -> None:
@@ -374,6 +395,7 @@ class Mover:
             owner.close()
         self._agreement.close()
         self._fetches.close()
+        self._peers.close()
         for writer in self._writers.values():
             writer.close()
         self._sessions.close()

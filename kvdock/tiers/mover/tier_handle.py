@@ -57,7 +57,8 @@ FAIR_S = 0.04
 """A call that had less time than this and did not finish counts as no failure."""
 COUNTED = (
     *(f"{verb}_{outcome.value}" for verb in ("load", "store") for outcome in Outcome), "loaded_bytes", "stored_bytes",
-    "failures", "damaged", "declined_too_slow", "fetched_elsewhere",
+    "failures", "damaged", "declined_too_slow", "declined_too_late",
+    "fetched_elsewhere",
     *(f"left_out_{why}" for why in (
         "full_queue", "evicted", "no_server", "namespace_gone", "failed", "day_spent",
     )),

@@ -25,11 +25,11 @@ from kvdock.protocol.errors import ApiError, ServerUnavailable
 from kvdock.protocol.schemas import Hold, Part
 from kvdock.protocol.wire_types import MAX_STORE_KEYS
 from kvdock.shm.errors import ShmError
-from kvdock.tiers.mover.agreement import AgreedNote, Agreement
+from kvdock.tiers.mover.agreement import NOTE_S, AgreedNote, Agreement
 from kvdock.tiers.mover.namespaces import NamespaceSession, NamespaceSessions
 from kvdock.tiers.mover.tier_handle import TierHandle
 from kvdock.tiers.record import Record
-from kvdock.tiers.tier import Deadline, Outcome, TierError, ToStore
+from kvdock.tiers.tier import Deadline, Outcome, SharesPool, TierError, ToStore
 
 # --------------------------------------------------------------------------- admission
 
@@ -281,6 +281,7 @@ class WriteBehind:
     ) -> None:
         self._handle, self._sessions, self._agreement, self._client = handle, sessions, agreement, client
         self._queue, self._observer, self._clock = queue, observer, clock
+        self._may_store = not isinstance(handle.tier, SharesPool)
         self._known_stored = KnownStored(handle.tier.recheck_s, clock)
         self._rechecks: OrderedDict[ChunkName, None] = OrderedDict()
         """Chunks about which the tier is asked again."""
@@ -304,6 +305,8 @@ class WriteBehind:
 
     def offer(self, space: NamespaceSession, keys: Sequence[bytes]) -> None:
         """Queues chunks that the pool has and that are worth writing, unless the tier is known to have them."""
+        if not self._may_store:
+            return
         with self._changed:
             if self._until_s is None:
                 unknown = self._known_stored.unknown(keys)
@@ -318,6 +321,8 @@ class WriteBehind:
 
     def prioritise(self, evicting_soon: Iterable[tuple[NamespaceSession, Sequence[bytes]]]) -> None:
         """The pool evicts these chunks next: they are written first, in place of the chunks of the last call."""
+        if not self._may_store:
+            return
         with self._changed:
             self._queue.prioritise(
                 ((space.digest, key), space.chunk_bytes)
@@ -462,6 +467,9 @@ class WriteBehind:
         """Returns False if the tier or the server did not answer. If chunks are cleared meanwhile, they are stored
         under names that no lookup asks for."""
         space, agreed = batch.space, batch.agreed
+        if not self._agreement.still_holds(self._handle, space.digest, agreed, Deadline(NOTE_S)):
+            self.offer(space, batch.keys)  # the store has lost its note, or others have cleared the namespace
+            return False
         keys = self._missing(space, agreed, batch.keys)
         attachment = space.session.attachment
         if not keys:

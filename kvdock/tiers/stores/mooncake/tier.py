@@ -5,7 +5,6 @@ The header is copied first, from or to the tier's own memory. So a peer that han
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -31,6 +30,7 @@ from kvdock.tiers.tier import (
     ToLoad,
     ToStore,
     Usage,
+    address_of,
 )
 
 _GROUP_PARTS: Final = 32
@@ -55,7 +55,7 @@ class Buffer:
     def __init__(self) -> None:
         self.memory = mmap.mmap(-1, PAGE_BYTES + _PIECE_BYTES)
         self.view = memoryview(self.memory)
-        self.address = _address(self.view)
+        self.address = address_of(self.view)
         self.piece, self.piece_address = self.view[PAGE_BYTES:], self.address + PAGE_BYTES
 
 
@@ -307,7 +307,7 @@ class MooncakeTier:
             length = len(view)
             if is_direct:
                 with call.touching():
-                    code = self._library.read(entry.key, _address(view), length, HEADER_BYTES + begin)
+                    code = self._library.read(entry.key, address_of(view), length, HEADER_BYTES + begin)
             else:
                 code = self._library.read(entry.key, buffer.piece_address, length, HEADER_BYTES + begin)
                 with call.touching():
@@ -320,7 +320,7 @@ class MooncakeTier:
         """(offset, memory, whether it is copied directly from or to that memory) of each piece of the part."""
         at = 0
         for view in entry.views:
-            is_direct = self._is_direct(_address(view), len(view)) if len(view) else True
+            is_direct = self._is_direct(address_of(view), len(view)) if len(view) else True
             for begin in range(0, len(view), len(view) if is_direct else _PIECE_BYTES):
                 yield at + begin, view[begin : begin + (len(view) if is_direct else _PIECE_BYTES)], is_direct
             at += len(view)
@@ -413,7 +413,7 @@ class MooncakeTier:
             length = len(view)
             if is_direct:
                 with call.touching():
-                    code = self._library.write(entry.key, _address(view), length, HEADER_BYTES + begin)
+                    code = self._library.write(entry.key, address_of(view), length, HEADER_BYTES + begin)
             else:
                 with call.touching():
                     buffer.piece[:length] = view
@@ -510,7 +510,3 @@ def _groups(parts: Sequence[ToLoad], threads: int) -> list[list[BatchEntry]]:
 
 def _slices(count: int) -> list[slice]:
     return [slice(begin, begin + _NAMES_AT_ONCE) for begin in range(0, count, _NAMES_AT_ONCE)]
-
-
-def _address(memory: memoryview) -> int:
-    return ctypes.addressof(ctypes.c_char.from_buffer(memory))

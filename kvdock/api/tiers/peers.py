@@ -1,0 +1,72 @@
+"""What other nodes ask about this node's pool. The mover answers, because it has the pool's memory registered.
+
+Used from the event loop alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable
+
+import msgspec
+
+from kvdock.api.convert import key_bytes
+from kvdock.api.tiers.clears import Clears
+from kvdock.protocol.errors import ApiError
+from kvdock.protocol.mover_schemas import PeerAnswer, PeerQuestion
+from kvdock.protocol.peer_schemas import PeerNotes, PeerNotesAnswer, PeerRead, PeerReadAnswer
+
+PEERS = "peers"
+"""The name of the tier by which this node reads the pools of others, too."""
+ANSWER_S = 2.0
+MOST_ASKED = 256
+
+
+class Peers:
+    """`wake`: called when there is something to send to the mover."""
+
+    def __init__(self, clears: Clears, wake: Callable[[], None]) -> None:
+        self._clears, self._wake = clears, wake
+        self._numbers = itertools.count(1)
+        self._unsent: list[PeerQuestion] = []
+        self._asked: dict[int, asyncio.Future[PeerReadAnswer]] = {}
+
+    def notes(self, body: PeerNotes) -> PeerNotesAnswer:
+        """Raises ApiError: bad_argument, for keys that are none; not_ready: this server does not use peers."""
+        self._require_tier()
+        wanted = [(note, key_bytes(note.deleted)) for note in body.notes]
+        return PeerNotesAnswer(generations=[
+            self._clears.follow(note.namespace, note.generation, keys, "another node") for note, keys in wanted
+        ])
+
+    async def read(self, body: PeerRead) -> PeerReadAnswer:
+        """Raises ApiError: as notes(), and not_ready if the mover does not answer."""
+        self._require_tier()
+        body = msgspec.structs.replace(body, keys=key_bytes(body.keys))
+        if len(self._asked) >= MOST_ASKED:
+            raise ApiError("not_ready", "too many calls of peers wait", found=len(self._asked), wanted=MOST_ASKED)
+        number, answered = next(self._numbers), asyncio.get_running_loop().create_future()
+        self._asked[number] = answered
+        self._unsent.append(PeerQuestion(number, body))
+        self._wake()
+        try:
+            return await asyncio.wait_for(answered, ANSWER_S)
+        except TimeoutError:
+            raise ApiError("not_ready", f"the mover has not answered within {ANSWER_S:.0f} s") from None
+        finally:
+            del self._asked[number]
+
+    def take(self) -> list[PeerQuestion]:
+        """The questions that were not sent yet, and whose callers still wait."""
+        unsent, self._unsent = self._unsent, []
+        return [one for one in unsent if one.number in self._asked]
+
+    def answered(self, answer: PeerAnswer) -> None:
+        asked = self._asked.get(answer.number)
+        if asked is not None and not asked.done():
+            asked.set_result(answer.answer)
+
+    def _require_tier(self) -> None:
+        if PEERS not in self._clears.contents.tiers:
+            raise ApiError("not_ready", "this server does not share its pool: it has no `peers_url`", found="none")

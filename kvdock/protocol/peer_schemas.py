@@ -1,0 +1,69 @@
+"""The calls between nodes, by which one reads chunks in the pool of another (docs/operate/peers.md)."""
+
+from __future__ import annotations
+
+from typing import Annotated, Final
+
+import msgspec
+
+from kvdock.protocol.wire_types import MAX_NAME, Answer, Body, Checksum, Key, StoreKeys
+
+MAX_NOTES: Final = 256
+MAX_LEASES: Final = 1024
+MAX_GENERATION: Final = (1 << 53) - 1
+"""JSON readers hold no larger integers exactly."""
+Generation = Annotated[int, msgspec.Meta(ge=0, le=MAX_GENERATION)]
+
+
+class PeerNote(Body, array_like=True):
+    """`[namespace, generation, deleted]`: what the caller knows about a namespace. `deleted`: chunks that were deleted
+    at the caller, and have to be deleted here too."""
+
+    namespace: Key
+    generation: Generation
+    deleted: StoreKeys = b""
+
+
+class PeerNotes(Body, kw_only=True):
+    """The pool follows: it clears a namespace whose generation is lower here, and deletes what is named."""
+
+    notes: Annotated[list[PeerNote], msgspec.Meta(max_length=MAX_NOTES)]
+
+
+class PeerNotesAnswer(Answer, kw_only=True):
+    """The generation of each namespace in this pool, in their order; 0: the server does not know the namespace."""
+
+    generations: list[int]
+
+
+class PeerRead(Body, kw_only=True):
+    """Chunks of one namespace that the caller wants to read. `generation`: another one than the pool's finds nothing.
+    `address`: of the caller's Transfer Engine, from which it reads; "": it only asks which parts are there. `releases`:
+    earlier leases whose reads have ended."""
+
+    namespace: Key
+    generation: Generation
+    keys: StoreKeys
+    address: Annotated[str, msgspec.Meta(max_length=MAX_NAME)] = ""
+    releases: Annotated[list[int], msgspec.Meta(max_length=MAX_LEASES)] = msgspec.field(default_factory=list)
+
+
+class PeerPart(Answer, array_like=True, gc=False):
+    """`[group, writer, address, length, checksum]`: where a part is in the registered memory of the Transfer Engine."""
+
+    group: int
+    writer: int
+    address: int
+    length: int
+    checksum: Checksum
+
+
+class PeerReadAnswer(Answer, kw_only=True):
+    """`engine`: the name of the Transfer Engine that has the memory; "": there is none. `lease`: the chunks stay where
+    they are until it is released, or for `lease_s` seconds; 0: nothing is leased. `chunks`: the parts of each key's
+    chunk, of which there are none where the pool lacks it."""
+
+    engine: str = ""
+    lease: int = 0
+    lease_s: float = 0.0
+    chunks: list[list[PeerPart]] = msgspec.field(default_factory=list)

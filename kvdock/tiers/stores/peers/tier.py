@@ -1,0 +1,337 @@
+"""The pools of other nodes as a tier: a peer's server leases chunks to this node, whose engine reads them from there
+into slots of this pool (docs/operate/peers.md). Nothing is stored in it.
+
+The note of a namespace is kept here in memory. Its generation is the highest that a peer or this pool has, and a peer
+is asked for chunks of that generation alone. So a peer whose pool has not followed a clear yet gives nothing.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
+from typing import Final
+
+from kvdock.client.client import Client
+from kvdock.protocol.errors import ApiError, ServerUnavailable
+from kvdock.protocol.peer_schemas import MAX_GENERATION, MAX_NOTES, PeerNote, PeerNotes, PeerRead, PeerReadAnswer
+from kvdock.protocol.wire_types import MAX_STORE_KEYS, checksum_value
+from kvdock.tiers.notes import Change, Note
+from kvdock.tiers.record import PartName
+from kvdock.tiers.stores.peers.engine import INSTALL, TIER, Engine, PeersSettings
+from kvdock.tiers.tier import (
+    Deadline,
+    Loaded,
+    NotInstalled,
+    Outcome,
+    ReadOnly,
+    Store,
+    TierError,
+    ToLoad,
+    ToStore,
+    Usage,
+    address_of,
+)
+
+ASK_S: Final = 1.0
+"""How long a peer may take to answer."""
+FIRST_REST_S, LONGEST_REST_S = 1.0, 30.0
+"""For how long a peer that has failed is not asked: at first, and at most. It doubles with each failure in a row."""
+READERS: Final = 4
+"""How many parts are read at once."""
+ASKERS: Final = 16
+MOST_HOLDERS: Final = 1 << 16
+"""How many chunks are remembered with the peer that has them."""
+
+
+class PeerServer:
+    """Another node's server. Thread-safe."""
+
+    def __init__(self, address: str, token_file: str, clock: Callable[[], float]) -> None:
+        self.address, self._clock = address, clock
+        self._client = Client(f"http://{address}", timeout_s=ASK_S, access_token_file=token_file)
+        self._lock = threading.Lock()
+        self._rest_s, self._until_s = FIRST_REST_S, 0.0
+        self.why = ""
+        """Why its last call or read has failed."""
+
+    @property
+    def is_resting(self) -> bool:
+        return self._clock() < self._until_s
+
+    def notes(self, notes: Sequence[PeerNote], deadline: Deadline) -> list[int] | None:
+        """The generations there; None: it does not answer."""
+        try:
+            found = self._client.peer_notes(PeerNotes(notes=list(notes)), timeout_s=_patience_s(deadline)).generations
+        except (ServerUnavailable, ApiError) as error:
+            self.failed(str(error))
+            return None
+        self.works()
+        return found if len(found) == len(notes) else None
+
+    def read(self, body: PeerRead, deadline: Deadline) -> PeerReadAnswer:
+        """What it leases, or only has; nothing if it does not answer."""
+        try:
+            return self._client.peer_read(body, timeout_s=_patience_s(deadline))
+        except (ServerUnavailable, ApiError) as error:
+            self.failed(str(error))
+            return PeerReadAnswer()
+
+    def release(self, lease: int, body: PeerRead) -> None:
+        """Its reads have ended. If the peer does not answer, the lease ends by itself."""
+        done = PeerRead(namespace=body.namespace, generation=body.generation, keys=b"", releases=[lease])
+        self.read(done, Deadline(ASK_S))
+
+    def works(self) -> None:
+        with self._lock:
+            self._rest_s, self._until_s, self.why = FIRST_REST_S, 0.0, ""
+
+    def failed(self, why: str) -> None:
+        with self._lock:
+            self.why = f"{self.address}: {why}"
+            if self._clock() >= self._until_s:
+                self._until_s = self._clock() + self._rest_s
+                self._rest_s = min(2 * self._rest_s, LONGEST_REST_S)
+
+    def close(self) -> None:
+        self._client.close()
+
+
+class PeersTier:
+    """It owns the engine, and closes it."""
+
+    name = TIER
+    poll_s = 1.0
+    recheck_s = 3600.0  # nothing is stored, so nothing is asked for again
+
+    def __init__(
+        self, settings: PeersSettings, engine: Engine, clock: Callable[[], float] = time.monotonic,
+        wall_s: Callable[[], float] = time.time,
+    ) -> None:
+        """`clock`: a monotonic clock, `wall_s`: Unix time, both in seconds."""
+        self._engine, self._wall_s, self._lock = engine, wall_s, threading.Lock()
+        self._peers = [PeerServer(one, str(settings.token_file), clock) for one in settings.servers]
+        self._notes: dict[bytes, Note] = {}
+        self._holders: OrderedDict[tuple[bytes, bytes], PeerServer] = OrderedDict()
+        self._askers = ThreadPoolExecutor(ASKERS, "kvdock-peers")
+        self._readers = ThreadPoolExecutor(READERS, "kvdock-peers-read")
+
+    # -------------------------------------------------------------------------------------------------- the pool
+
+    def register(self, address: int, length: int) -> None:
+        """A segment of this node's pool: peers that were admitted read it. Raises TierError."""
+        self._engine.register(address, length)
+
+    def unregister(self, address: int) -> None:
+        """See Registers."""
+        self._engine.unregister(address)
+
+    def admit(self, address: str) -> str:
+        """See SharesPool."""
+        self._engine.admit(address)
+        return self._engine.name
+
+    # -------------------------------------------------------------------------------------------------- verbs
+
+    def exists(self, names: Sequence[PartName], deadline: Deadline) -> list[bool]:
+        has: set[tuple[bytes, int, int]] = set()
+        for body in _reads_of(names):
+            keys = _keys_of(body)
+            for peer, answer in self._ask_all(body, deadline):
+                for key, parts in zip(keys, answer.chunks, strict=False):
+                    has |= {(key, part.group, part.writer) for part in parts}
+                    if parts:
+                        self._remember(bytes.fromhex(body.namespace), key, peer)
+        return [not name.deletion and (name.key, name.group, name.writer) in has for name in names]
+
+    def load(self, parts: Sequence[ToLoad], deadline: Deadline) -> list[Loaded]:
+        found = [Loaded(Outcome.MISSING)] * len(parts)
+        for peer, indices in self._by_holder(parts):
+            wanted = [at for at in indices if found[at].outcome is not Outcome.DONE]
+            for body in _reads_of([parts[at].name for at in wanted]):
+                keys = set(_keys_of(body))
+                some = [at for at in wanted if parts[at].name.key in keys]
+                self._load_from(peer, body, {at: parts[at] for at in some}, found, deadline)
+        return found
+
+    def store(self, parts: Sequence[ToStore], deadline: Deadline) -> list[Outcome]:
+        raise ReadOnly(TIER, "the pools of other nodes are only read")
+
+    def delete(self, names: Sequence[PartName], deadline: Deadline) -> list[Outcome]:
+        """Deletes nothing: a key that was deleted is not read from peers any more, and change() tells them."""
+        return [Outcome.MISSING] * len(names)
+
+    def _by_holder(self, parts: Sequence[ToLoad]) -> list[tuple[PeerServer, list[int]]]:
+        """Who is asked for which parts: first each part's last known holder, then everybody for what is still missing.
+        """
+        first: dict[PeerServer, list[int]] = {}
+        with self._lock:
+            for at, part in enumerate(parts):
+                holder = self._holders.get((part.name.namespace, part.name.key))
+                if holder is not None and not part.name.deletion:
+                    first.setdefault(holder, []).append(at)
+        rest = [at for at, part in enumerate(parts) if not part.name.deletion]
+        return [*first.items(), *((peer, rest) for peer in self._peers)]
+
+    def _load_from(
+        self, peer: PeerServer, body: PeerRead, parts: dict[int, ToLoad], found: list[Loaded], deadline: Deadline
+    ) -> None:
+        if deadline.is_over or peer.is_resting:
+            found_now = Outcome.LATE if deadline.is_over else Outcome.FAILED
+            for at in parts:
+                if found[at].outcome is Outcome.MISSING:
+                    found[at] = Loaded(found_now)
+            return
+        body.address = self._engine.address
+        answer = peer.read(body, deadline)
+        there = {
+            (key, part.group, part.writer): part
+            for key, some in zip(_keys_of(body), answer.chunks, strict=False) for part in some
+        }
+
+        def read(at: int) -> None:
+            part = parts[at]
+            at_peer = there.get((part.name.key, part.name.group, part.name.writer))
+            if at_peer is None or at_peer.length != part.length:
+                return
+            if deadline.is_over or peer.is_resting:
+                found[at] = Loaded(Outcome.LATE if deadline.is_over else Outcome.FAILED)
+            elif self._engine.read(answer.engine, address_of(part.pages), at_peer.address, part.length):
+                found[at] = Loaded(Outcome.DONE, checksum_value(at_peer.checksum))
+            else:
+                found[at] = Loaded(Outcome.FAILED)
+                peer.failed("a read by the Transfer Engine has failed")
+
+        try:
+            if answer.lease:
+                list(self._readers.map(read, parts))
+        finally:
+            if answer.lease:
+                peer.release(answer.lease, body)
+
+    def _ask_all(self, body: PeerRead, deadline: Deadline) -> list[tuple[PeerServer, PeerReadAnswer]]:
+        """Raises TierError: no peer answers."""
+        peers = self._awake()
+        asked = [self._askers.submit(peer.read, body, deadline) for peer in peers]
+        return [(peer, one.result()) for peer, one in zip(peers, asked, strict=True)]
+
+    def _awake(self) -> list[PeerServer]:
+        """Raises TierError: all rest."""
+        awake = [peer for peer in self._peers if not peer.is_resting]
+        if not awake:
+            raise TierError(TIER, f"no other node answers: {self._peers[0].why}")
+        return awake
+
+    def _remember(self, namespace: bytes, key: bytes, peer: PeerServer) -> None:
+        with self._lock:
+            self._holders[namespace, key] = peer
+            self._holders.move_to_end((namespace, key))
+            if len(self._holders) > MOST_HOLDERS:
+                self._holders.popitem(last=False)
+
+    # -------------------------------------------------------------------------------------------------- notes
+
+    def notes(self, namespaces: Sequence[bytes], deadline: Deadline) -> list[Note | None]:
+        """Peers whose pools are behind follow. Those that do not answer are left out."""
+        with self._lock:
+            known = [self._notes.get(namespace) for namespace in namespaces]
+        told = [
+            PeerNote(namespace.hex(), note.generation if note is not None else 0)
+            for namespace, note in zip(namespaces, known, strict=True)
+        ]
+        peers = self._awake()
+        asked = [self._askers.submit(peer.notes, told[:MAX_NOTES], deadline) for peer in peers]
+        answers = [answer for one in asked if (answer := one.result()) is not None]
+        if not answers:
+            raise TierError(TIER, f"no other node answers: {peers[0].why}")
+        with self._lock:
+            for at, namespace in enumerate(namespaces[:MAX_NOTES]):
+                highest = max(generations[at] for generations in answers)
+                note = self._notes.get(namespace)
+                if note is not None or highest:
+                    self._notes[namespace] = (note or Note.new(highest)).at_least(highest)
+            return [self._notes.get(namespace) for namespace in namespaces]
+
+    def change(self, namespace: bytes, change: Change, deadline: Deadline) -> Note:
+        """A clear gets a generation that no pool has had, made from the time: a peer that is cut off and clears its own
+        pool meanwhile has another one. Deleted keys are told to all peers, which must answer. Raises TierError."""
+        with self._lock:
+            before = self._notes.get(namespace) or Note.new(0)
+        after = change(before)
+        if change(Note(before.birth, MAX_GENERATION)).generation > MAX_GENERATION:
+            after = Note(before.birth, max(after.generation, int(1000 * self._wall_s())))
+        gone = [key for key, number in after.deleted.items() if before.deleted.get(key) != number]
+        if gone:
+            self._tell_deleted(namespace, after.generation, gone, deadline)
+        with self._lock:
+            self._notes[namespace] = after
+        return after
+
+    def _tell_deleted(self, namespace: bytes, generation: int, keys: Sequence[bytes], deadline: Deadline) -> None:
+        """Raises TierError: a peer does not answer."""
+        for begin in range(0, len(keys), MAX_STORE_KEYS):
+            note = PeerNote(namespace.hex(), generation, b"".join(keys[begin : begin + MAX_STORE_KEYS]))
+            asked = [self._askers.submit(peer.notes, [note], deadline) for peer in self._peers]
+            for peer, one in zip(self._peers, asked, strict=True):
+                if one.result() is None:
+                    raise TierError(TIER, f"a deletion is not known everywhere: {peer.why}")
+
+    def namespaces(self, deadline: Deadline) -> list[bytes]:
+        """Returns an empty list: peers are asked about namespaces that this node serves."""
+        return []
+
+    def usage(self) -> Usage:
+        return Usage(0, 0, 0, 0)
+
+    def close(self, deadline: Deadline) -> None:
+        for threads in (self._askers, self._readers):
+            threads.shutdown(cancel_futures=True)
+        for peer in self._peers:
+            peer.close()
+        self._engine.close()
+
+
+def open_tier(url: str, deadline: Deadline) -> PeersTier:
+    """`url`: docs/operate/peers.md. Raises TierUrlError, and TierError where the engine cannot be used."""
+    settings = PeersSettings.parse(url)
+    return PeersTier(settings, Engine.open(settings))
+
+
+def registers_memory(url: str) -> bool:
+    """Raises TierUrlError."""
+    PeersSettings.parse(url)
+    return True
+
+
+def check(url: str) -> None:
+    """Raises TierUrlError, NotInstalled."""
+    PeersSettings.parse(url)
+    if find_spec("mooncake") is None:
+        raise NotInstalled(TIER, f"the Transfer Engine is not installed, wanted: {INSTALL}")
+
+
+STORE: Final = Store(open_tier, registers_memory, check)
+
+
+def _reads_of(names: Sequence[PartName]) -> list[PeerRead]:
+    """The calls that ask for these parts, each of one namespace and generation."""
+    keys: dict[tuple[bytes, int], dict[bytes, None]] = {}
+    for name in names:
+        keys.setdefault((name.namespace, name.generation), {})[name.key] = None
+    return [
+        PeerRead(namespace=namespace.hex(), generation=generation, keys=b"".join(some[at : at + MAX_STORE_KEYS]))
+        for (namespace, generation), wanted in keys.items() for some in [list(wanted)]
+        for at in range(0, len(some), MAX_STORE_KEYS)
+    ]
+
+
+def _keys_of(body: PeerRead) -> list[bytes]:
+    assert isinstance(body.keys, bytes), "made here"
+    return [body.keys[at : at + 32] for at in range(0, len(body.keys), 32)]
+
+
+def _patience_s(deadline: Deadline) -> float:
+    return max(0.01, min(ASK_S, deadline.left_s))

@@ -4,7 +4,8 @@
   server needs to know the order of chunks. A hook around the offer reads that page's hash from the tree. If it cannot,
   the parent is unknown, which the protocol allows: chunks are found all the same, and are evicted in a worse order.
 - The admission of a request, and its end (outcomes.py).
-- The request for which SGLang looks up or inserts pages (texts.py).
+- The request for which SGLang looks up or inserts pages (texts.py), and the tokens of these pages (page_names.py).
+- The KV cache events that SGLang is about to publish (page_names.py).
 - Changes of weights, and the requests and pages of the tree that these concern (updates.py).
 - Requests that wait (lookups.py).
 
@@ -18,7 +19,7 @@ from __future__ import annotations
 import logging
 import pkgutil
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
@@ -32,8 +33,6 @@ from kvdock.connectors.sglang.updates import (
     RELEASES,
     RESUMES,
     SCHEDULER,
-    START,
-    UNKNOWN,
     WORKER,
     Changes,
     Fresh,
@@ -46,6 +45,7 @@ from kvdock.connectors.sglang.updates import (
 
 if TYPE_CHECKING:  # this module is loaded in processes that have no linker
     from kvdock.connectors.sglang.lookups import Holding
+    from kvdock.connectors.sglang.page_names import Naming
     from kvdock.connectors.sglang.texts import Texts
 
 log = logging.getLogger("kvdock.sglang")
@@ -64,8 +64,7 @@ class Hooked(Protocol):
     texts: Texts
     changes: Changes
     guard: Guard
-    parent: str | None
-    """The hash of the page before the node that is offered next; see Chains.named."""
+    naming: Naming
 
     def planned(self) -> None:
         """A forward pass that computes a prompt is planned."""
@@ -78,6 +77,9 @@ class Hooked(Protocol):
 
     def aborted(self, rid: str) -> None:
         """A request has ended before its first token, or in the queue."""
+
+    def published(self, events: Sequence[Any]) -> Sequence[Any]:
+        """SGLang publishes `events`. Returns those to publish in their place."""
 
 
 _linkers: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -93,6 +95,7 @@ def install() -> None:
         (ADMITS, _admit), (f"{SCHEDULER}.{PLANS}", _plan),
         (f"{TREE}.checkpoint_into_tree", _checkpoint), (f"{TREE}.insert", _insert), (NAMES_VERSION, _named),
         (f"{TREE}.on_release", _release_kv), (f"{TREE}.release_aborted_request", _abort),
+        (f"{TREE}.take_events", _take_events),
     ):
         _register(target, around)
     for path, names in CHANGES.items():
@@ -146,13 +149,11 @@ def _register(target: str, around: Callable[..., Any]) -> None:
 
 def _offload_node(original: Callable[..., None], wrapper: Any, node_id: Any, transfers: Any) -> None:
     linker = wrapper.cache_linker
-    if linker in _linkers:
-        linker.parent = _parent_of(wrapper.cache, node_id)
-    try:
+    if linker not in _linkers:
         original(wrapper, node_id, transfers)
-    finally:
-        if linker in _linkers:
-            linker.parent = UNKNOWN
+        return
+    with linker.naming.offering(_above(wrapper.cache, node_id)):
+        original(wrapper, node_id, transfers)
 
 
 def _match(original: Callable[..., Any], wrapper: Any, key: Any, req: Any, result: Any, *more: Any, **how: Any) -> Any:
@@ -161,7 +162,8 @@ def _match(original: Callable[..., Any], wrapper: Any, key: Any, req: Any, resul
         return original(wrapper, key, req, result, *more, **how)
     if linker.texts.why_not(req):
         return result
-    with linker.texts.matching(req):
+    above = partial(wrapper.cache.get_last_hash_value, result.last_device_node)
+    with linker.texts.matching(req), linker.naming.matching(key, result.device_prefix_len, above):
         return original(wrapper, key, req, result, *more, **how)
 
 
@@ -177,7 +179,7 @@ def _insert(original: Callable[..., Any], cache: Any, params: Any, *more: Any, *
     linker = _linker_of(cache)
     if linker is None:
         return original(cache, params, *more, **how)
-    with linker.fresh.adopting(params.value, params.prev_prefix_len):
+    with linker.fresh.adopting(params.value, params.prev_prefix_len), linker.naming.inserting(params.key):
         return original(cache, params, *more, **how)
 
 
@@ -228,13 +230,19 @@ def _plan(original: Callable[..., Any], scheduler: Any, *more: Any, **how: Any) 
     return batch, running
 
 
-def _parent_of(cache: Any, node_id: Any) -> str | None:
+def _take_events(original: Callable[..., Any], cache: Any, *more: Any, **how: Any) -> Any:
+    events, linker = original(cache, *more, **how), _linker_of(cache)
+    return events if linker is None else linker.published(events)
+
+
+def _above(cache: Any, node_id: Any) -> Sequence[str] | None:
+    """The hashes of all pages before a node; None: they are not known."""
     try:
-        above = cache.get_prefix_hash_values(node_id)
-    except Exception as error:  # whatever a tree of another version raises, the parent is unknown
-        log.debug("the parent of a node is unknown: %s", error)
-        return UNKNOWN
-    return str(above[-1]) if above else START
+        above: Sequence[str] = cache.get_prefix_hash_values(node_id)
+    except Exception as error:  # whatever a tree of another version raises
+        log.debug("the pages before a node are unknown: %s", error)
+        return None
+    return above
 
 
 # ---------------------------------------------------------------------- weights

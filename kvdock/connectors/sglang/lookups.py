@@ -20,8 +20,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+from kvdock.connectors.announcer import ChunkOf, NameOf
 from kvdock.connectors.interface import Hit, Pending
 from kvdock.connectors.plans import LoadPlan
 from kvdock.connectors.requests import Chain
@@ -29,6 +31,7 @@ from kvdock.connectors.running_weights import RunningWeights
 from kvdock.connectors.scheduler import SchedulerConnector
 from kvdock.connectors.session import Attachment
 from kvdock.connectors.sglang.figures import Figures
+from kvdock.connectors.sglang.page_names import PageTokens
 from kvdock.connectors.sglang.ranks import Ranks
 from kvdock.connectors.sglang.updates import START, UNKNOWN
 from kvdock.protocol.keys import UNKNOWN_PARENT, HashedChain, tagged
@@ -78,13 +81,29 @@ class Chains:
     def __init__(self, weights: RunningWeights) -> None:
         self._weights = weights
         self._pages: dict[str, tuple[Sequence[str], str | None, bytes]] = {}
+        self._tokens: dict[str, PageTokens] = {}
 
-    def named(self, name: str, pages: Sequence[str], parent: str | None = UNKNOWN) -> None:
-        """`parent`: the hash of the page before the first one, START or UNKNOWN."""
+    def named(
+        self, name: str, pages: Sequence[str], parent: str | None = UNKNOWN, tokens: PageTokens | None = None
+    ) -> None:
+        """`parent`: the hash of the page before the first one, START or UNKNOWN; `tokens`: those of the pages, if
+        routers may know them."""
+        if tokens is not None:
+            self._tokens[name] = tokens
         self._pages[name] = pages, parent, self._weights.tag
 
     def forget(self, name: str) -> None:
         self._pages.pop(name, None)
+        self._tokens.pop(name, None)
+
+    def chunks_of(self, name: str) -> ChunkOf | None:
+        """See Announcing, as for names_of."""
+        pages, tokens = self._pages.get(name), self._tokens.get(name)
+        return partial(tokens.chunk, pages[0]) if pages is not None and tokens is not None else None
+
+    def names_of(self, name: str) -> NameOf | None:
+        pages, tokens = self._pages.get(name), self._tokens.get(name)
+        return partial(tokens.name, pages[0]) if pages is not None and tokens is not None else None
 
     def of(self, name: str, namespace: bytes, page_tokens: int) -> Chain:
         """See ChainOf."""
@@ -116,9 +135,9 @@ class PageLookups:
         """Requests whose plan was handed out, with the names of their questions."""
         self._count = 0
 
-    def ask(self, rid: str, pages: Sequence[str]) -> int:
-        """How many of the first of `pages` are promised."""
-        asked = self._known(rid, tuple(pages))
+    def ask(self, rid: str, pages: Sequence[str], tokens: PageTokens | None = None) -> int:
+        """How many of the first of `pages` are promised. `tokens`: see Chains.named."""
+        asked = self._known(rid, tuple(pages), tokens)
         found = self._found(asked)
         asked.waits = found is None and self._may_wait(asked)
         return found or 0
@@ -161,7 +180,7 @@ class PageLookups:
             self._figures.add("lookups_unverified")
         return 0
 
-    def _known(self, rid: str, pages: tuple[str, ...]) -> _Asked:
+    def _known(self, rid: str, pages: tuple[str, ...], tokens: PageTokens | None) -> _Asked:
         asked = self._asked.get(rid)
         if asked is not None:
             local = len(asked.pages) - len(pages)
@@ -173,7 +192,7 @@ class PageLookups:
         self._begun.pop(rid, None)
         self._count += 1
         name = f"{rid}-{self._count}"  # a new name, so that no state of an earlier question is used
-        self._chains.named(name, pages)
+        self._chains.named(name, pages, tokens=tokens)
         asked = self._asked[rid] = _Asked(name, pages, self._clock(), until_s=until_s)
         self._figures.add("lookup_tokens", len(pages) * self._page_tokens)
         return asked

@@ -7,13 +7,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from kvdock.connectors.announcer import Announcer, Announcing
 from kvdock.connectors.chunk_statistics import ChunkStatistics
 from kvdock.connectors.cost import LoadChoice, LoadOrCompute, PrefillSpeed
 from kvdock.connectors.lookups import LookupRecord, Verification
 from kvdock.connectors.requests import RequestCallbacks
 from kvdock.connectors.running_weights import RunningWeights
 from kvdock.connectors.scheduler import SchedulerConnector
-from kvdock.connectors.session import EngineSession
+from kvdock.connectors.session import EngineSession, SessionObserver
 from kvdock.connectors.sglang.figures import Figures
 from kvdock.connectors.sglang.loads import QueuedLoad
 from kvdock.connectors.sglang.lookups import Chains, PageLookups
@@ -63,7 +64,7 @@ class Known:
 @dataclass(frozen=True)
 class RankZero:
     """`ahead`: hashes the parts that rank 0 has stored, so that they can be promised at once; None: they are hashed
-    when they are looked up."""
+    when they are looked up. `announcer`: of what this engine can load; None: the engine publishes no events."""
 
     connector: SchedulerConnector
     lookups: PageLookups
@@ -72,13 +73,16 @@ class RankZero:
     known: Known
     trust: Trust
     ahead: HashAhead | None = None
+    announcer: Announcer | None = None
 
     @classmethod
     def of(
         cls, session: EngineSession, settings: Settings, *, ranks: int, weights: RunningWeights, speed: PrefillSpeed,
-        figures: Figures, clock: Callable[[], float],
+        figures: Figures, clock: Callable[[], float], has_events: bool = False,
     ) -> RankZero:
-        """`ranks`: how many ranks the engine has. `clock`: a monotonic clock, in seconds."""
+        """`ranks`: how many ranks the engine has. `clock`: a monotonic clock, in seconds. `has_events`: the engine
+        publishes KV cache events."""
+        announcer = Announcer(session) if has_events else None
         page_tokens, known_speed = session.manifest.chunk_tokens, speed if settings.load_if_cheaper else None
         chains, trust = Chains(weights), Trust(settings.trust_s, clock)
         cost = LoadOrCompute(speed, clock) if settings.load_if_cheaper else None
@@ -90,7 +94,9 @@ class RankZero:
 
         connector = SchedulerConnector(
             session, readers=max(ranks, session.manifest.writers),
-            callbacks=RequestCallbacks(chains.of, has_tokens=False),
+            callbacks=RequestCallbacks(
+                chains.of, observer=Announcing(announcer, chains.chunks_of, chains.names_of), has_tokens=False
+            ),
             waits=Waits(
                 Patience(settings.lookup_wait_s, clock), clock=clock,
                 tiers=AwaitTiers(settings.tier_wait_s, known_speed, clock, figures.waited),
@@ -106,7 +112,23 @@ class RankZero:
         )
         ahead = HashAhead(trust) if settings.trust_s > 0 else None
         outcomes = PageOutcomes(connector.ended, speed, lookups, clock)
-        return cls(connector, lookups, outcomes, chains, Known(), trust, ahead)
+        return cls(connector, lookups, outcomes, chains, Known(), trust, ahead, announcer)
+
+    def wants_names(self) -> bool:
+        """Whether anybody reads the names by which routers know pages."""
+        attachment = self.connector.session.attachment
+        return self.announcer is not None or (attachment is not None and attachment.wants_blocks)
+
+    def observer(self) -> SessionObserver:
+        """What the session's heartbeats call."""
+        changed = self.announcer.changed if self.announcer is not None else None
+        return SessionObserver(self.connector.lookups.keeps_lease, changed)
+
+    def weights_change(self) -> None:
+        """No answer and no announced chunk holds for the weights that the engine runs from now on."""
+        self.lookups.reset()
+        if self.announcer is not None:
+            self.announcer.weights_changed()
 
     def load_ended(self, load: QueuedLoad, ok: bool | None, epoch: int) -> None:
         """A load has ended. `ok`: whether it is complete; None: it was cancelled. `epoch`: the epoch of the weights

@@ -24,6 +24,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from kvdock.connectors.announcer import Announcer, Announcing
 from kvdock.connectors.chunk_statistics import ChunkStatistics
 from kvdock.connectors.cost import LoadChoice, LoadOrCompute, PrefillSpeed
 from kvdock.connectors.interface import Hit, Pending
@@ -35,8 +36,8 @@ from kvdock.connectors.scheduler import SchedulerConnector
 from kvdock.connectors.session import Attachment, EngineSession, SessionObserver
 from kvdock.connectors.stores import StoreBatch, StoreOffer, Stores
 from kvdock.connectors.verify import ChecksumVerifier
-from kvdock.connectors.vllm.announcer import Announcer, Announcing, Namer
 from kvdock.connectors.vllm.arrivals import Arrivals
+from kvdock.connectors.vllm.block_names import Cutter, Namer, chunks_of, names_of
 from kvdock.connectors.vllm.figures import Figures, Outcomes
 from kvdock.connectors.vllm.groups import KVGroup, whole_blocks
 from kvdock.connectors.vllm.hints import Hints
@@ -82,6 +83,7 @@ class EngineView:
     """vLLM's prefix cache; None: requests do not find the loads of others there."""
     announcer: Announcer | None = None
     """None: the engine publishes no KV cache events."""
+    cutter: Cutter | None = None
     namer: Namer | None = None
     """Makes the names by which routers know chunks."""
     unfit: str = ""
@@ -140,7 +142,10 @@ class VllmScheduler:
             waits=Waits(Patience(settings.lookup_wait_s, clock), once, tiers, loads, clock),
             callbacks=RequestCallbacks(
                 self._chain_of, self._is_stored, lambda name: self._tracked[name].traceparent,
-                Announcing(engine.announcer, engine.namer, lambda name: self._tracked[name].request),
+                Announcing(
+                    engine.announcer, lambda name: chunks_of(engine.cutter, self._tracked[name].request),
+                    lambda name: names_of(engine.namer, self._tracked[name].request),
+                ),
             ),
             verification=Verification(ChecksumVerifier(session), is_eager=self._verifies_all),
             record=LookupRecord(partial(figures.add, "lookup_seconds"), self._declined, statistics),

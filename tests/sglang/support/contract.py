@@ -164,7 +164,7 @@ class Verbs:
         done = StoreDone(request_id, reads)
         nodes = [(first, end)] if "mamba" not in self._groups else [(at, at + 1) for at in range(first, end)]
         for begin, behind in nodes:  # a node of SGLang's tree has one state, that at its end
-            self.linker.parent = keys[begin - 1] if begin else ""
+            self.linker.naming.parent = keys[begin - 1] if begin else ""
             assert self.linker.offload(self._transfers(keys[begin:behind], block_ids, begin))
             self._stores.append(done if behind == end else None)
         return reads

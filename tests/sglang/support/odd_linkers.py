@@ -121,7 +121,7 @@ class TellingLinker(KvdockLinker):
 
     def offload(self, transfers: Any, session_id: str | None = None) -> bool:
         with (Path(os.environ["KVDOCK_ODD"]) / "offered").open("a") as file:
-            file.write(json.dumps([self.parent, list(transfers[0].keys)]) + "\n")
+            file.write(json.dumps([self.naming.parent, list(transfers[0].keys)]) + "\n")
         return super().offload(transfers, session_id)
 
 

@@ -290,10 +290,12 @@ class KvdockLinker(UnifiedCacheLinker):
 
     def released(self, req: Any) -> None:
         if self._zero is not None:
+            self._zero.lookups.ended(str(req.rid))
             self._zero.outcomes.released(req)
 
     def aborted(self, rid: str) -> None:
         if self._zero is not None:
+            self._zero.lookups.ended(rid)
             self._zero.outcomes.aborted(rid)
 
     def published(self, events: Sequence[Any]) -> Sequence[Any]:

@@ -12,12 +12,17 @@ suffix of the one before, and the answer still holds. For any other tail, a new 
 SGLang does not report the end of a request that has loaded nothing. A request that was not looked up for FORGET_S is
 forgotten, and its lease is cancelled. If it is looked up later, a new question is sent.
 
+With compute_once, a question promises to the server that its request computes and stores what is not found. So the
+question of a request that was admitted is kept until the request ends: then the promise of what it has not stored is
+withdrawn.
+
 Threads: SGLang's scheduler thread calls everything; threads of the scheduler connector make chains, too.
 """
 
 from __future__ import annotations
 
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -37,6 +42,9 @@ from kvdock.connectors.sglang.updates import START, UNKNOWN
 from kvdock.protocol.keys import UNKNOWN_PARENT, HashedChain, tagged
 
 FORGET_S = 10.0
+MOST_COMPUTING = 16_384
+"""The most requests with a promise that were admitted and have not ended. SGLang does not report every end, so the
+oldest is forgotten then."""
 
 
 @dataclass
@@ -133,6 +141,8 @@ class PageLookups:
         """Requests whose load SGLang has asked for, until it has admitted them."""
         self._loading: dict[str, str] = {}
         """Requests whose plan was handed out, with the names of their questions."""
+        self._computing: OrderedDict[str, str] = OrderedDict()
+        """Requests with a promise that were admitted, with the names of their questions."""
         self._count = 0
 
     def ask(self, rid: str, pages: Sequence[str], tokens: PageTokens | None = None) -> int:
@@ -154,9 +164,10 @@ class PageLookups:
     def _may_wait(self, asked: _Asked) -> bool:
         """Whether the request may wait longer. The time counts from its first wait, because a request that is looked up
         with other pages each time would otherwise wait for the full time again and again."""
-        now_s = self._clock()
+        now_s, once = self._clock(), self._connector.lookups.waits.once
         if asked.until_s is None:
-            asked.until_s = now_s + self._most_s
+            once_s = once.longest_s(len(asked.pages) * self._page_tokens) if once is not None else 0.0
+            asked.until_s = now_s + self._most_s + once_s
         return now_s < asked.until_s
 
     def _found(self, asked: _Asked) -> int | None:
@@ -207,12 +218,31 @@ class PageLookups:
         """SGLang has admitted the request: what it has not begun to load by now, it computes. None: the request was not
         looked up."""
         asked = self._begun.pop(rid, None)
-        if asked is None and (asked := self._asked.pop(rid, None)) is not None:
-            self._finish(asked.name)
-        if asked is None:
+        begins = asked is None
+        if begins and (asked := self._asked.pop(rid, None)) is None:
             return None
+        assert asked is not None
+        if self._connector.lookups.waits.once is not None:
+            self._computes(rid, asked.name)
+        elif begins:
+            self._finish(asked.name)
         size = self._page_tokens
         return Answered(asked.name, asked.local * size, asked.found * size, asked.why, asked.load_bytes)
+
+    def _computes(self, rid: str, name: str) -> None:
+        """The request computes what it does not load, as its question has promised."""
+        self.ended(rid)
+        self._computing[rid] = name
+        if self._loading.get(rid) != name:
+            self._connector.lookups.drop_lookup(name)
+        if len(self._computing) > MOST_COMPUTING:
+            self.ended(next(iter(self._computing)))
+
+    def ended(self, rid: str) -> None:
+        """The request has ended, or has lost its KV: it stores no more than was offered by now."""
+        name = self._computing.pop(rid, None)
+        if name is not None and self._loading.get(rid) != name:
+            self._finish(name)
 
     def drop(self, rid: str) -> None:
         """The request has ended before it was admitted."""
@@ -256,7 +286,8 @@ class PageLookups:
             return
         if ok is False:
             self._connector.lookups.load_failed(name, 0)
-        self._finish(name)
+        if self._computing.get(rid) != name:
+            self._finish(name)
 
     def tick(self, batches: int) -> None:
         """Called in each iteration of SGLang's loop: forgets requests that were not looked up for FORGET_S. `batches`:
@@ -278,6 +309,8 @@ class PageLookups:
             self._finish(asked.name)
         self._asked.clear()
         self._begun.clear()
+        for rid in list(self._computing):
+            self.ended(rid)
 
     def _finish(self, name: str) -> None:
         self._connector.finished(name)

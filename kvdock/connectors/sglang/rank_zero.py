@@ -21,7 +21,7 @@ from kvdock.connectors.sglang.lookups import Chains, PageLookups
 from kvdock.connectors.sglang.outcomes import PageOutcomes
 from kvdock.connectors.sglang.setup import Settings
 from kvdock.connectors.verify import ChecksumVerifier, HashAhead, Trust
-from kvdock.connectors.waits import AwaitTiers, Patience, Waits
+from kvdock.connectors.waits import AwaitTiers, ComputeOnce, Patience, Waits
 from kvdock.connectors.worker import cores_of, hash_threads
 
 KNOWN_PAGES = 1 << 16
@@ -85,7 +85,7 @@ class RankZero:
         announcer = Announcer(session) if has_events else None
         page_tokens, known_speed = session.manifest.chunk_tokens, speed if settings.load_if_cheaper else None
         chains, trust = Chains(weights), Trust(settings.trust_s, clock)
-        cost = LoadOrCompute(speed, clock) if settings.load_if_cheaper else None
+        cost, share = LoadOrCompute(speed, clock) if settings.load_if_cheaper else None, settings.compute_once
         verifier = ChecksumVerifier(session, threads=hash_threads(cores_of(ranks)), trust=trust)
 
         def declined(name: str, why: str, tokens: int) -> None:
@@ -95,11 +95,13 @@ class RankZero:
         connector = SchedulerConnector(
             session, readers=max(ranks, session.manifest.writers),
             callbacks=RequestCallbacks(
-                chains.of, observer=Announcing(announcer, chains.chunks_of, chains.names_of), has_tokens=False
+                chains.of, lambda name: not weights.is_stale,
+                observer=Announcing(announcer, chains.chunks_of, chains.names_of), has_tokens=False
             ),
             waits=Waits(
                 Patience(settings.lookup_wait_s, clock), clock=clock,
-                tiers=AwaitTiers(settings.tier_wait_s, known_speed, clock, figures.waited),
+                once=ComputeOnce(share, speed, clock, partial(figures.waited, "")) if share > 0 else None,
+                tiers=AwaitTiers(settings.tier_wait_s, known_speed, clock, partial(figures.waited, "tier_")),
             ),
             choice=LoadChoice(settings, cost), verification=Verification(verifier, is_eager=True),
             record=LookupRecord(

@@ -551,7 +551,8 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
 
     @in_turn
     def take_events(self) -> Iterable[Any]:
-        """KV cache events, when vLLM publishes them: of the server's chunks that this instance knows (announcer.py)."""
+        """KV cache events, when vLLM publishes them: of the server's chunks that this instance knows
+        (kvdock/connectors/announcer.py)."""
         return self._events.take() if self._events is not None else ()
 
     def _hashing(self) -> tuple[str, str]:

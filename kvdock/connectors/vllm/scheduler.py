@@ -27,6 +27,7 @@ from typing import Any
 from kvdock.connectors.announcer import Announcer, Announcing
 from kvdock.connectors.chunk_statistics import ChunkStatistics
 from kvdock.connectors.cost import LoadChoice, LoadOrCompute, PrefillSpeed
+from kvdock.connectors.hints import Hints
 from kvdock.connectors.interface import Hit, Pending
 from kvdock.connectors.lookups import LookupRecord, Verification
 from kvdock.connectors.plans import StorePlan
@@ -40,7 +41,7 @@ from kvdock.connectors.vllm.arrivals import Arrivals
 from kvdock.connectors.vllm.block_names import Cutter, Namer, chunks_of, names_of
 from kvdock.connectors.vllm.figures import Figures, Outcomes
 from kvdock.connectors.vllm.groups import KVGroup, whole_blocks
-from kvdock.connectors.vllm.hints import Hints
+from kvdock.connectors.vllm.hints import said_by
 from kvdock.connectors.vllm.request_tag import Tags, chain_of, is_plain
 from kvdock.connectors.vllm.resets import Resets
 from kvdock.connectors.vllm.setup import Attached, Settings
@@ -456,7 +457,7 @@ class VllmScheduler:
         elif request_id in self._tracked:
             self._offer_rest(request_id, self._tracked[request_id].request.num_computed_tokens)
         if has_answered and self._tags.of(request) is not None:
-            self._connector.hint(request_id, self._hints.of(request))
+            self._connector.hint(request_id, self._hints.of(*said_by(request)))
         self._forget(request_id)
         self._tracked.pop(request_id, None)
         self._tags.finished(request_id)

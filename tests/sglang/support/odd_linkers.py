@@ -76,6 +76,14 @@ class HeldOffersLinker(KvdockLinker):
             time.sleep(0.01)  # between two looks
 
 
+class SlowLinker(KvdockLinker):
+    """Each step that computes a prompt takes long, so that another engine has time to wait for it."""
+
+    def planned(self) -> None:
+        super().planned()
+        time.sleep(0.3)
+
+
 class DearLinker(KvdockLinker):
     """Loads take half a second, as far as it knows."""
 

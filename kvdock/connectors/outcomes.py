@@ -389,6 +389,7 @@ SHARED: Mapping[str, Metric] = {
     "waits_withdrawn": Metric("counter", "Requests whose other engine ended, died or gave up before all was stored."),
     "waits_stalled": Metric("counter", "Requests that waited for another engine and saw nothing more being stored."),
     "waits_expired": Metric("counter", "Requests that waited for another engine for as long as they may."),
+    "hints_ignored": Metric("counter", "KV hints of requests that kvdock does not know or cannot read."),
     "attached": Metric("gauge", "Whether the kvdock server is there: 1, or 0 when every lookup is a miss."),
 }
 """By name without the engine's prefix: `load_tokens` is vllm:kvdock_load_tokens_total under vLLM."""

@@ -42,12 +42,13 @@ from kvdock.connectors.sglang.identity import manifest_of, revision, settings_se
 from kvdock.connectors.sglang.loads import LayerCounter, Loads, QueuedLoad
 from kvdock.connectors.sglang.lookups import Holding
 from kvdock.connectors.sglang.offloads import Offloads
-from kvdock.connectors.sglang.page_names import Naming, with_loadable
+from kvdock.connectors.sglang.page_names import About, Naming, with_loadable
 from kvdock.connectors.sglang.pools import FULL, KVGroup, RankPools, divided, groups_of, part_layouts
 from kvdock.connectors.sglang.rank_zero import RankZero
 from kvdock.connectors.sglang.ranks import Ranks
 from kvdock.connectors.sglang.setup import Settings, drafts_of, refuse_what_is_not_supported, warn_of_version
 from kvdock.connectors.sglang.texts import Texts
+from kvdock.connectors.sglang.traces import traceparent_of
 from kvdock.connectors.sglang.updates import Changes, Fresh, Guard
 from kvdock.datapath.devices import Device
 from kvdock.datapath.errors import NoCuda
@@ -101,6 +102,7 @@ class KvdockLinker(UnifiedCacheLinker):
             self._zero = RankZero.of(
                 self._rank_pools.worker.session, settings, ranks=self._ranks.size, weights=self._weights, speed=speed,
                 figures=self._figures, clock=clock, has_events=params.enable_kv_cache_events,
+                has_pairs=params.is_eagle,
             )
         self.holding = Holding(self._ranks, None, speed.step)
         if self._zero is not None:
@@ -172,7 +174,7 @@ class KvdockLinker(UnifiedCacheLinker):
             return []
         if self._zero is None:
             return list(range(1, len(pages) + 1))
-        found = self._zero.lookups.ask(rid, pages, self.naming.looked_up)
+        found = self._zero.lookups.ask(rid, pages, About(self.naming.looked_up, traceparent_of(self.texts.matched)))
         return [found] if found else []
 
     def load(self, rid: str, transfers: list[PoolTransfer]) -> bool:
@@ -246,7 +248,7 @@ class KvdockLinker(UnifiedCacheLinker):
         self._offloads.offer(
             by_name[FULL].keys, self.naming.parent, {name: one.device_indices for name, one in by_name.items()},
             {name: len(one.keys) for name, one in by_name.items()}, self._ready(), may_store=may_store,
-            tokens=self.naming.offered,
+            about=About(self.naming.offered, traceparent_of(self.fresh.inserts)),
         )
         return True
 
@@ -292,9 +294,12 @@ class KvdockLinker(UnifiedCacheLinker):
         if self._zero is not None:
             self._zero.lookups.ended(str(req.rid))
             self._zero.outcomes.released(req)
+            if not self.texts.why_not(req) and (call := self._zero.preferences_of(req)) is not None:
+                self._offloads.then(call)
 
     def aborted(self, rid: str) -> None:
         if self._zero is not None:
+            self._zero.lookups.drop(rid)
             self._zero.lookups.ended(rid)
             self._zero.outcomes.aborted(rid)
 

@@ -36,7 +36,7 @@ from kvdock.connectors.running_weights import RunningWeights
 from kvdock.connectors.scheduler import SchedulerConnector
 from kvdock.connectors.session import Attachment
 from kvdock.connectors.sglang.figures import Figures
-from kvdock.connectors.sglang.page_names import PageTokens
+from kvdock.connectors.sglang.page_names import NOTHING, About
 from kvdock.connectors.sglang.ranks import Ranks
 from kvdock.connectors.sglang.updates import START, UNKNOWN
 from kvdock.protocol.keys import UNKNOWN_PARENT, HashedChain, tagged
@@ -89,28 +89,36 @@ class Chains:
     def __init__(self, weights: RunningWeights) -> None:
         self._weights = weights
         self._pages: dict[str, tuple[Sequence[str], str | None, bytes]] = {}
-        self._tokens: dict[str, PageTokens] = {}
+        self._about: dict[str, About] = {}
 
     def named(
-        self, name: str, pages: Sequence[str], parent: str | None = UNKNOWN, tokens: PageTokens | None = None
+        self, name: str, pages: Sequence[str], parent: str | None = UNKNOWN, about: About = NOTHING
     ) -> None:
-        """`parent`: the hash of the page before the first one, START or UNKNOWN; `tokens`: those of the pages, if
-        routers may know them."""
-        if tokens is not None:
-            self._tokens[name] = tokens
+        """`parent`: the hash of the page before the first one, START or UNKNOWN."""
+        if about != NOTHING:
+            self._about[name] = about
         self._pages[name] = pages, parent, self._weights.tag
+
+    def traceparent_of(self, name: str) -> str:
+        """See RequestCallbacks."""
+        return self._about.get(name, NOTHING).traceparent
 
     def forget(self, name: str) -> None:
         self._pages.pop(name, None)
-        self._tokens.pop(name, None)
+        self._about.pop(name, None)
+
+    def keys(self, namespace: bytes, pages: Sequence[str]) -> list[bytes]:
+        """The keys of pages of the weights that the engine runs now."""
+        chain = HashedChain(tagged(namespace, self._weights.tag), 1, (), 1)
+        return [chain.key_of(bytes.fromhex(page)) for page in pages]
 
     def chunks_of(self, name: str) -> ChunkOf | None:
         """See Announcing, as for names_of."""
-        pages, tokens = self._pages.get(name), self._tokens.get(name)
+        pages, tokens = self._pages.get(name), self._about.get(name, NOTHING).tokens
         return partial(tokens.chunk, pages[0]) if pages is not None and tokens is not None else None
 
     def names_of(self, name: str) -> NameOf | None:
-        pages, tokens = self._pages.get(name), self._tokens.get(name)
+        pages, tokens = self._pages.get(name), self._about.get(name, NOTHING).tokens
         return partial(tokens.name, pages[0]) if pages is not None and tokens is not None else None
 
     def of(self, name: str, namespace: bytes, page_tokens: int) -> Chain:
@@ -145,9 +153,9 @@ class PageLookups:
         """Requests with a promise that were admitted, with the names of their questions."""
         self._count = 0
 
-    def ask(self, rid: str, pages: Sequence[str], tokens: PageTokens | None = None) -> int:
-        """How many of the first of `pages` are promised. `tokens`: see Chains.named."""
-        asked = self._known(rid, tuple(pages), tokens)
+    def ask(self, rid: str, pages: Sequence[str], about: About = NOTHING) -> int:
+        """How many of the first of `pages` are promised."""
+        asked = self._known(rid, tuple(pages), about)
         found = self._found(asked)
         asked.waits = found is None and self._may_wait(asked)
         return found or 0
@@ -191,7 +199,7 @@ class PageLookups:
             self._figures.add("lookups_unverified")
         return 0
 
-    def _known(self, rid: str, pages: tuple[str, ...], tokens: PageTokens | None) -> _Asked:
+    def _known(self, rid: str, pages: tuple[str, ...], about: About) -> _Asked:
         asked = self._asked.get(rid)
         if asked is not None:
             local = len(asked.pages) - len(pages)
@@ -203,7 +211,7 @@ class PageLookups:
         self._begun.pop(rid, None)
         self._count += 1
         name = f"{rid}-{self._count}"  # a new name, so that no state of an earlier question is used
-        self._chains.named(name, pages, tokens=tokens)
+        self._chains.named(name, pages, about=about)
         asked = self._asked[rid] = _Asked(name, pages, self._clock(), until_s=until_s)
         self._figures.add("lookup_tokens", len(pages) * self._page_tokens)
         return asked
@@ -245,7 +253,7 @@ class PageLookups:
             self._finish(name)
 
     def drop(self, rid: str) -> None:
-        """The request has ended before it was admitted."""
+        """The request has ended before it was admitted, or is not looked up any more."""
         asked = self._asked.pop(rid, None)
         if asked is not None:
             self._finish(asked.name)

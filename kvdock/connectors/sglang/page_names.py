@@ -14,7 +14,7 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvdock.connectors.announcer import Announcer, Chunk
 from kvdock.connectors.sglang.updates import START, UNKNOWN
@@ -53,6 +53,21 @@ class PageTokens:
     def _of(self, at: int) -> array[int]:
         first = self.start + at * self.size
         return array("I", self.tokens[first : first + self.size])
+
+
+class About(NamedTuple):
+    """What a call to a linker does not have: the tokens of the pages, if routers may know them, and the `traceparent`
+    of the request whose pages they are."""
+
+    tokens: PageTokens | None = None
+    traceparent: str = ""
+
+    def behind(self, pages: Sequence[str]) -> About:
+        """As PageTokens.behind."""
+        return self if self.tokens is None else self._replace(tokens=self.tokens.behind(pages))
+
+
+NOTHING = About()
 
 
 def _number(page: str) -> int:

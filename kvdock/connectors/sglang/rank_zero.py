@@ -6,6 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from kvdock.connectors.announcer import Announcer, Announcing
 from kvdock.connectors.chunk_statistics import ChunkStatistics
@@ -16,6 +17,7 @@ from kvdock.connectors.running_weights import RunningWeights
 from kvdock.connectors.scheduler import SchedulerConnector
 from kvdock.connectors.session import EngineSession, SessionObserver
 from kvdock.connectors.sglang.figures import Figures
+from kvdock.connectors.sglang.hints import RequestHints
 from kvdock.connectors.sglang.loads import QueuedLoad
 from kvdock.connectors.sglang.lookups import Chains, PageLookups
 from kvdock.connectors.sglang.outcomes import PageOutcomes
@@ -64,7 +66,8 @@ class Known:
 @dataclass(frozen=True)
 class RankZero:
     """`ahead`: hashes the parts that rank 0 has stored, so that they can be promised at once; None: they are hashed
-    when they are looked up. `announcer`: of what this engine can load; None: the engine publishes no events."""
+    when they are looked up. `announcer`: of what this engine can load; None: the engine publishes no events. `hints`:
+    reads the hints of requests; None: they are not read."""
 
     connector: SchedulerConnector
     lookups: PageLookups
@@ -74,14 +77,15 @@ class RankZero:
     trust: Trust
     ahead: HashAhead | None = None
     announcer: Announcer | None = None
+    hints: RequestHints | None = None
 
     @classmethod
     def of(
         cls, session: EngineSession, settings: Settings, *, ranks: int, weights: RunningWeights, speed: PrefillSpeed,
-        figures: Figures, clock: Callable[[], float], has_events: bool = False,
+        figures: Figures, clock: Callable[[], float], has_events: bool = False, has_pairs: bool = False,
     ) -> RankZero:
         """`ranks`: how many ranks the engine has. `clock`: a monotonic clock, in seconds. `has_events`: the engine
-        publishes KV cache events."""
+        publishes KV cache events. `has_pairs`: a page's hash is that of pairs of tokens."""
         announcer = Announcer(session) if has_events else None
         page_tokens, known_speed = session.manifest.chunk_tokens, speed if settings.load_if_cheaper else None
         chains, trust = Chains(weights), Trust(settings.trust_s, clock)
@@ -95,7 +99,7 @@ class RankZero:
         connector = SchedulerConnector(
             session, readers=max(ranks, session.manifest.writers),
             callbacks=RequestCallbacks(
-                chains.of, lambda name: not weights.is_stale,
+                chains.of, lambda name: not weights.is_stale, chains.traceparent_of,
                 observer=Announcing(announcer, chains.chunks_of, chains.names_of), has_tokens=False
             ),
             waits=Waits(
@@ -114,7 +118,18 @@ class RankZero:
         )
         ahead = HashAhead(trust) if settings.trust_s > 0 else None
         outcomes = PageOutcomes(connector.ended, speed, lookups, clock)
-        return cls(connector, lookups, outcomes, chains, Known(), trust, ahead, announcer)
+        hints = RequestHints(page_tokens, partial(figures.add, "hints_ignored"), has_pairs=has_pairs)
+        return cls(connector, lookups, outcomes, chains, Known(), trust, ahead, announcer, hints)
+
+    def preferences_of(self, req: Any) -> Callable[[], None] | None:
+        """A call to the server, to be made in the background, with what the hints of SGLang's Req want. None: it wants
+        nothing, or has not ended by itself."""
+        attachment = self.connector.session.attachment
+        wanted = self.hints.of(req) if self.hints is not None and attachment is not None else None
+        if wanted is None or attachment is None:
+            return None
+        keys = self.chains.keys(attachment.namespace, wanted.pages)
+        return partial(self.connector.send_preferences, attachment, keys, wanted.preferences)
 
     def wants_names(self) -> bool:
         """Whether anybody reads the names by which routers know pages."""

@@ -42,7 +42,6 @@ METRICS: Mapping[str, Metric] = {
     },
     "weight_changes": Metric("counter", "Times that the weights changed, or may have changed, while the engine ran."),
     "withheld": Metric("gauge", "1 while nothing is shared because a change of weights could go unnoticed."),
-    "hints_ignored": Metric("counter", "KV hints of requests that kvdock does not know or cannot read."),
     "load_wait_seconds": Metric("seconds", "Time that a request waited for tokens that another one was loading."),
     "load_waits_fulfilled": Metric("counter", "Loads that a request waited for and took from vLLM's own cache."),
     "load_waits_failed": Metric("counter", "Loads that a request waited for and that failed, or whose request ended."),

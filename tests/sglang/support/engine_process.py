@@ -6,8 +6,8 @@ Engines are forked from this program, which has imported SGLang (engine_forker.p
 "folder", "address": "unix:/…" or null, …}; {"contract": [model, address]} runs contract.py instead.
 
 A job is {"do": "generate", "prompts": [[…]]}, with "at_once" if they are to run side by side, "new": how many tokens
-each generates, "abort_s": after how many seconds all of them are aborted, "cache_salt" and "extra_key" as SGLang has
-them. Other jobs: {"do": "flush"}, what /flush_cache does;
+each generates, "abort_s": after how many seconds all of them are aborted, "custom_params", "kv_hints", "cache_salt"
+and "extra_key" as SGLang has them. Other jobs: {"do": "flush"}, what /flush_cache does;
 {"do": "metrics"}; those of weight_routes.py.
 Log-probabilities travel as hexadecimal floats: what is compared is every bit. "cached" are the tokens of each prompt
 that were not computed, "why" how each ended, "took_s" when, "verified" how often the target has verified drafts.
@@ -156,7 +156,7 @@ def serve(said: dict[str, Any]) -> None:
 
 def generate(
     engine: Any, prompts: list[list[int]], new: int = NEW, at_once: bool = False, abort_s: float | None = None,
-    **more: Any,
+    custom_params: dict[str, Any] | None = None, **more: Any,
 ) -> dict[str, Any]:
     from sglang.srt.managers.io_struct import GenerateReqInput
 
@@ -164,7 +164,9 @@ def generate(
     async def one(prompt: list[int]) -> Any:
         began_s = time.monotonic()
         asked = GenerateReqInput(
-            input_ids=prompt, sampling_params={"temperature": 0, "max_new_tokens": new, "ignore_eos": True},
+            input_ids=prompt, sampling_params={
+                "temperature": 0, "max_new_tokens": new, "ignore_eos": True, "custom_params": custom_params,
+            },
             return_logprob=True, logprob_start_len=len(prompt) - 1, **more,
         )
         if abort_s is not None:

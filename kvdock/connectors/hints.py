@@ -54,13 +54,13 @@ class Asked:
 OPTIONS = tuple(Asked.__dataclass_fields__)
 
 
-def asked_in(params: object) -> Asked:
-    """The options in a request's parameters. Options that cannot be read count as not given; Hints.of counts them as
-    ignored."""
+def asked_in(params: object, options: Collection[str] = OPTIONS) -> Asked:
+    """The options in a request's parameters. `options`: those that the engine's connector knows. Options that cannot be
+    read count as not given; Hints.of counts them as ignored."""
     if not isinstance(params, Mapping) or OWN not in params:
         return Asked()
     try:
-        return _asked(params[OWN], OPTIONS)
+        return _asked(params[OWN], options)
     except Unreadable:
         return Asked()
 

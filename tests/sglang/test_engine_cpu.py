@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from api_helpers import ServerProcess
-from engines import Engine, odd
+from engines import TP2, Engine, odd
 from whole_engines import HITS, NOTHING, PROMPTS, comes_back, prompts_of, tokens_of
 
 from kvdock.client.client import Client
@@ -270,8 +270,9 @@ def test_one_variable_is_the_whole_set_up(models: dict[str, Path], server: Serve
 @pytest.mark.parametrize(("engine", "environ", "said"), [
     ({"page_size": 16}, {}, "SGLANG_KVDOCK is set: --page-size is 16, and 64 or 128 is wanted"),
     ({"disable_radix_cache": True}, {}, "SGLANG_KVDOCK is set: kvdock does not serve --disable-radix-cache"),
+    ({"pp_size": 2}, TP2["environ"], "runs as without it: kvdock does not serve pipeline parallelism under SGLang"),
     ({}, {"KVDOCK_TRUSTED_UID": "me"}, "kvdock stands aside, and SGLang runs as without it: KVDOCK_TRUSTED_UID"),
-], ids=["pages", "a cache", "a setting"])
+], ids=["pages", "a cache", "stages", "a setting"])
 def test_one_variable_never_ends_an_engine(
     engine: dict[str, object], environ: dict[str, str], said: str, models: dict[str, Path], server: ServerProcess
 ) -> None:

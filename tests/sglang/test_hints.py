@@ -1,4 +1,4 @@
-"""What hints of requests to whole SGLang engines on the CPU do at the server."""
+"""What options and hints of requests to whole SGLang engines on the CPU do at the server."""
 
 from __future__ import annotations
 
@@ -89,3 +89,21 @@ def test_hints_that_cannot_be_read_fail_no_request(
         engine.generate(OTHER)
         engine.drain()
         assert client.status().pool.retained_bytes == 0
+
+
+def test_a_request_may_opt_out_of_loads_and_of_stores(models: dict[str, Path], server: ServerProcess) -> None:
+    with Engine(models["llama"], server.unix) as engine, Client(server.unix) as client:
+        engine.generate(PROMPT, **own(store=False))
+        engine.drain()
+        assert client.status().counters["stored_chunks"] == 0
+        engine.flush()
+        assert engine.generate(PROMPT)[1] == [0]
+        engine.drain()
+        engine.flush()
+        lookups = client.status().counters["lookups"]
+        assert engine.generate(PROMPT, **own(load=False))[1] == [0]
+        assert client.status().counters["lookups"] == lookups
+        engine.flush()
+        assert engine.generate(PROMPT)[1] == HIT
+        eventually(lambda: client.status().hits.requests == 4)
+        assert client.status().hits.computed["opted_out"] == len(PROMPT[0]) // 64 * 64

@@ -1,4 +1,4 @@
-"""The hints of SGLang's requests about the worth of their KV (kvdock/connectors/hints.py).
+"""The options of SGLang's requests, and their hints about the worth of their KV (kvdock/connectors/hints.py).
 
 SGLang passes on the envelope `kv_hints`, and `custom_params` of a request's sampling parameters, where kvdock's entry
 may be. A linker gets neither, so they are read from the request when it has ended (hooks.py). Hints concern all pages
@@ -14,11 +14,16 @@ from array import array
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from kvdock.connectors.hints import Hints
+from kvdock.connectors.hints import Asked, Hints, asked_in
 from kvdock.connectors.scheduler import Preference
 
-OPTIONS = ("session_end", "prefetch_after_s", "label")
+OPTIONS = ("load", "store", "session_end", "prefetch_after_s", "label")
 """The options that requests may have under SGLang."""
+
+
+def asked_by(req: Any) -> Asked:
+    """The options of SGLang's Req. None: those of a request that has none."""
+    return asked_in(req.sampling_params.custom_params, OPTIONS) if req is not None else Asked()
 
 
 class Wanted(NamedTuple):

@@ -66,6 +66,9 @@ class Hooked(Protocol):
     guard: Guard
     naming: Naming
 
+    def why_not(self, req: Any) -> str:
+        """Why `req` is not looked up, as in Outcome; empty: it is."""
+
     def planned(self) -> None:
         """A forward pass that computes a prompt is planned."""
 
@@ -160,7 +163,7 @@ def _match(original: Callable[..., Any], wrapper: Any, key: Any, req: Any, resul
     linker = wrapper.cache_linker
     if linker not in _linkers:
         return original(wrapper, key, req, result, *more, **how)
-    if linker.texts.why_not(req):
+    if linker.why_not(req):
         return result
     above = partial(wrapper.cache.get_last_hash_value, result.last_device_node)
     with linker.texts.matching(req), linker.naming.matching(key, result.device_prefix_len, above):

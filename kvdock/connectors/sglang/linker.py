@@ -37,6 +37,7 @@ from kvdock.connectors.plans import LoadPlan
 from kvdock.connectors.running_weights import RunningWeights
 from kvdock.connectors.session import Attachment, Identity, ServerEpoch, SessionObserver
 from kvdock.connectors.sglang.figures import Figures
+from kvdock.connectors.sglang.hints import asked_by
 from kvdock.connectors.sglang.hooks import PLANS, hook_change, register
 from kvdock.connectors.sglang.identity import manifest_of, revision, settings_set, variables_set
 from kvdock.connectors.sglang.loads import LayerCounter, Loads, QueuedLoad
@@ -174,7 +175,9 @@ class KvdockLinker(UnifiedCacheLinker):
             return []
         if self._zero is None:
             return list(range(1, len(pages) + 1))
-        found = self._zero.lookups.ask(rid, pages, About(self.naming.looked_up, traceparent_of(self.texts.matched)))
+        req = self.texts.matched
+        about = About(self.naming.looked_up, traceparent_of(req), asked_by(req).store)
+        found = self._zero.lookups.ask(rid, pages, about)
         return [found] if found else []
 
     def load(self, rid: str, transfers: list[PoolTransfer]) -> bool:
@@ -241,14 +244,15 @@ class KvdockLinker(UnifiedCacheLinker):
         by_name = {str(one.name): one for one in transfers}
         if FULL not in by_name or not by_name[FULL].keys:
             return False
-        may_store = self._may_share() and self.texts.may_store(self.fresh.inserts)
+        inserts = self.fresh.inserts
+        may_store = self._may_share() and self.texts.may_store(inserts) and asked_by(inserts).store
         if self._zero is not None:
             full = by_name[FULL]
             may_store = self.fresh.may_store(full.keys, self.naming.parent, full.device_indices) and may_store
         self._offloads.offer(
             by_name[FULL].keys, self.naming.parent, {name: one.device_indices for name, one in by_name.items()},
             {name: len(one.keys) for name, one in by_name.items()}, self._ready(), may_store=may_store,
-            about=About(self.naming.offered, traceparent_of(self.fresh.inserts)),
+            about=About(self.naming.offered, traceparent_of(inserts)),
         )
         return True
 
@@ -285,10 +289,14 @@ class KvdockLinker(UnifiedCacheLinker):
 
     # ------------------------------------------------------------------ requests
 
+    def why_not(self, req: Any) -> str:
+        """See Hooked."""
+        return self.texts.why_not(req) or ("" if asked_by(req).load else "opted_out")
+
     def admitted(self, req: Any, device_tokens: int) -> None:
         """See Hooked, as for the next two."""
         if self._zero is not None:
-            self._zero.outcomes.admitted(req, device_tokens, self.texts.why_not(req))
+            self._zero.outcomes.admitted(req, device_tokens, self.why_not(req))
 
     def released(self, req: Any) -> None:
         if self._zero is not None:

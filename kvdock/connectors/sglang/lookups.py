@@ -100,8 +100,11 @@ class Chains:
         self._pages[name] = pages, parent, self._weights.tag
 
     def traceparent_of(self, name: str) -> str:
-        """See RequestCallbacks."""
+        """See RequestCallbacks, as for is_stored."""
         return self._about.get(name, NOTHING).traceparent
+
+    def is_stored(self, name: str) -> bool:
+        return self._about.get(name, NOTHING).is_stored and not self._weights.is_stale
 
     def forget(self, name: str) -> None:
         self._pages.pop(name, None)

@@ -56,11 +56,12 @@ class PageTokens:
 
 
 class About(NamedTuple):
-    """What a call to a linker does not have: the tokens of the pages, if routers may know them, and the `traceparent`
-    of the request whose pages they are."""
+    """What a call to a linker does not have: the tokens of the pages, if routers may know them, and of the request
+    whose pages they are the `traceparent`, and whether it may be stored."""
 
     tokens: PageTokens | None = None
     traceparent: str = ""
+    is_stored: bool = True
 
     def behind(self, pages: Sequence[str]) -> About:
         """As PageTokens.behind."""

@@ -99,7 +99,7 @@ class RankZero:
         connector = SchedulerConnector(
             session, readers=max(ranks, session.manifest.writers),
             callbacks=RequestCallbacks(
-                chains.of, lambda name: not weights.is_stale, chains.traceparent_of,
+                chains.of, chains.is_stored, chains.traceparent_of,
                 observer=Announcing(announcer, chains.chunks_of, chains.names_of), has_tokens=False
             ),
             waits=Waits(

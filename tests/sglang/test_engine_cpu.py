@@ -282,3 +282,14 @@ def test_one_variable_never_ends_an_engine(
         assert said in whole.log_text()
     with Client(server.unix) as client:
         assert client.status().counters["lookups"] == 0
+
+
+def test_one_variable_asks_no_pages_of_an_engine_whose_kernels_have_none(
+    models: dict[str, Path], server: ServerProcess
+) -> None:
+    """SGLang's kernels for drafts of several branches, which a GPU alone has, and so no request is sent."""
+    environ = {"SGLANG_KVDOCK": "1", "KVDOCK_ADDRESS": server.unix}
+    drafts = {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 3, "page_size": None}
+    with Engine(models["llama"], server.unix, plugin=True, environ=environ, engine=drafts) as engine:
+        assert engine.about
+        assert "not all kernels have beside drafts of several branches" in engine.log_text()

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Literal, NamedTuple
+
+import msgspec
 
 from bench.floods.bodies import Body, Described, bodies_of, calls_of, is_refused_undecoded
 from bench.floods.ways import (
@@ -13,6 +16,7 @@ from bench.floods.ways import (
     answer_of,
     compute,
     connect,
+    converse,
     crowd,
     drink,
     get,
@@ -86,6 +90,34 @@ def _reserve(at: Target, blocks: int, hashes: int, form: str) -> bytes:
 def _lookup(at: Target, count: int = MAX_KEYS) -> bytes:
     body = {"session": at.session, "member": at.member, "request": "z", "keys": _keys(count)}
     return packed("/v1/lookups", body)
+
+
+def _new_lookup(at: Target, sign: Sign) -> Flood:
+    """Each of another request for other keys, so that each is counted."""
+    numbers = itertools.count()
+
+    def say(_: bytes) -> bytes:
+        body = {"session": at.session, "member": at.member, "request": f"new {next(numbers)}", "keys": _keys(MAX_KEYS)}
+        return sign(packed("/v1/lookups", body))
+
+    return partial(converse, at.http, say)
+
+
+def _new_store(at: Target, sign: Sign) -> Flood:
+    """Reservations of other keys, each of which is committed."""
+    numbers, parts = itertools.count(), [[chunk, 0, 0] for chunk in range(MAX_STORE_KEYS)]
+
+    def say(answer: bytes) -> bytes:
+        reservation = (msgspec.msgpack.decode(answer) if answer else {}).get("reservation")
+        if reservation is not None:
+            return sign(packed(f"/v1/reservations/{reservation}/commit", {
+                "session": at.session, "rank": 0, "parts": parts,
+            }))
+        body = {"session": at.session, "member": at.member, "store": f"new {next(numbers)}",
+                "keys": _keys(MAX_STORE_KEYS)}
+        return sign(packed("/v1/reservations", body))
+
+    return partial(converse, at.http, say)
 
 
 def _ranks(at: Target) -> bytes:
@@ -186,6 +218,8 @@ BY_HAND: dict[str, Kind] = {
     "ranks": Kind("engine", _again(_ranks)),
     "tokens": Kind("engine", _again(_tokens)),
     "lookups_4096": Kind("engine", _stormed(_lookup, 8)),
+    "lookups_new": Kind("engine", _new_lookup),
+    "stores_new": Kind("engine", _new_store),
     "lookups_unix": Kind("engine", _stormed(lambda at: _lookup(at, 16), 16, over_unix=True)),
     "lookups_unix_64": Kind("engine", _stormed(lambda at: _lookup(at, 16), 64, over_unix=True)),
     "lookups_unix_2000": Kind("engine", _stormed(lambda at: _lookup(at, 2000), 16, over_unix=True)),

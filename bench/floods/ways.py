@@ -7,7 +7,7 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from bench.floods.bodies import Body
@@ -73,6 +73,17 @@ def storm(address: str, messages: Sequence[bytes], connections: int) -> None:
         for at in list(socks):
             if not _is_answered(socks[at]):
                 socks.pop(at).close()
+
+
+def converse(address: str, say: Callable[[bytes], bytes]) -> None:
+    """Makes one call after the other. `say` makes each from the content of the answer before it, the first of a
+    connection from b""."""
+    while True:
+        with suppress(OSError), connect(address) as sock:
+            answer: tuple[int, bytes] | None = (0, b"")
+            while answer is not None:
+                sock.sendall(say(answer[1]))
+                answer = answer_of(sock)
 
 
 def _is_answered(sock: socket.socket) -> bool:

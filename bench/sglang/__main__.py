@@ -86,7 +86,8 @@ def described(kind: str, chosen: argparse.Namespace, scale: Scale, address: str,
     longest = max(*scale.lens, scale.feed) + 128
     engine: dict[str, Any] = {
         "device": chosen.device, "skip_tokenizer_init": True, "page_size": PAGE, "context_length": longest,
-        "max_total_tokens": scale.device_tokens, "disable_cuda_graph": not chosen.graphs, "grammar_backend": "none",
+        "max_total_tokens": scale.device_tokens, "grammar_backend": "none",
+        "disable_cuda_graph": not chosen.graphs or chosen.device != "cuda",
         "sampling_backend": "pytorch", "log_level": "warning", "skip_server_warmup": True, "random_seed": 0,
         "max_running_requests": 2 * scale.decoders, "watchdog_timeout": 3600,
     }
@@ -225,7 +226,8 @@ def parsed(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--model", type=Path, help="folder of a model; needed with --device cpu")
     parser.add_argument("--attention", default="triton", help="SGLang's attention backend on a GPU")
-    parser.add_argument("--graphs", action="store_true", help="CUDA graphs instead of eager mode")
+    parser.add_argument("--graphs", action=argparse.BooleanOptionalAction, default=True,
+                        help="CUDA graphs, as SGLang has them by default; --no-graphs: eager mode")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--connector", type=json.loads, default={}, help="more settings of kvdock's linker, as JSON")
     parser.add_argument("--logs", type=Path, default=Path("out"), help="folder for the engines' logs")

@@ -29,6 +29,7 @@ void bind_curve(py::module_& m);
 void bind_key_filter(py::module_& m);
 void bind_pack(py::module_& m);
 void bind_part_map(py::module_& m);
+void bind_plan(py::module_& m);
 void bind_table(py::module_& m);
 
 }  // namespace kvdock

@@ -51,6 +51,7 @@ from kvdock.api.pool.sessions import Drain
 from kvdock.api.record.journal import Journal
 from kvdock.api.settings import Settings, is_loopback
 from kvdock.api.tiers.process import MoverProcess
+from kvdock.api.turns import next_slice
 from kvdock.protocol.admin_schemas import Limits
 from kvdock.protocol.errors import ApiError
 from kvdock.protocol.events import Draining, Ended, Ready, Reread
@@ -262,6 +263,7 @@ async def collect_young() -> None:
     """Until cancelled."""
     for number in itertools.count(1):
         await asyncio.sleep(YOUNG_S)
+        await next_slice()
         gc.collect(int(number % MIDDLE_EVERY == 0))
 
 

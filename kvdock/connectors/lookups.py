@@ -30,7 +30,7 @@ during a call to the server.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from functools import partial
@@ -42,7 +42,7 @@ from kvdock.connectors.background import Background
 from kvdock.connectors.chunk_statistics import ChunkStatistics
 from kvdock.connectors.cost import UNLIMITED, LoadChoice
 from kvdock.connectors.interface import GroupBlocks, Hit, LookupResult, Miss, Pending
-from kvdock.connectors.plans import LoadPiece, LoadPlan
+from kvdock.connectors.plans import Chunks, LoadPlan, Pieces, column_of
 from kvdock.connectors.requests import MISS, Requests, RequestState
 from kvdock.connectors.session import Attachment, notify
 from kvdock.connectors.verify import Verifier
@@ -388,6 +388,7 @@ class Lookups:
         try:
             if self._session.attachment is attachment:  # else the server is lost, and each call would time out
                 answer = self._session.client.lookup(question.body)
+                answer.chunks = Chunks.of(answer.chunks)
                 found(question.keys[: answer.hit_tokens // self._chunk_tokens])
         except (ServerUnavailable, ApiError) as error:
             self._session.lost(attachment, error)
@@ -503,8 +504,8 @@ class Lookups:
                 return None
             if answer.first_chunk * self._chunk_tokens > local_tokens:
                 return None  # asked when more tokens were local: the chunks in between are not leased
-            pieces = tuple(self._load_pieces(answer, block_ids, local_tokens, hit_tokens))
-            if not all(piece.parts for piece in pieces):
+            pieces = self._load_pieces(answer, block_ids, local_tokens, hit_tokens)
+            if not pieces.arrays.complete():
                 return None  # not the length of the answer: its windows need parts that are not leased
             if not request.attachment.acquire():
                 return None
@@ -516,26 +517,19 @@ class Lookups:
 
     def _load_pieces(
         self, answer: LookupAnswer, block_ids: GroupBlocks, local_tokens: int, hit_tokens: int
-    ) -> Iterator[LoadPiece]:
+    ) -> Pieces:
         """A piece for each chunk and group that has a block to load."""
-        for at, parts in enumerate(answer.chunks):
-            chunk = answer.first_chunk + at
-            if chunk * self._chunk_tokens >= hit_tokens:
-                return
-            for group, (size, column) in enumerate(zip(self._session.manifest.block_sizes, block_ids, strict=True)):
-                per_chunk = self._chunk_tokens // size
-                first = chunk * per_chunk
-                blocks = column[first : first + per_chunk]
-                wanted = [b for b in blocks[max(0, local_tokens // size - first) :] if b is not None]
-                if wanted:  # the other blocks come first: they are shared, or a window has left them behind
-                    skip = per_chunk - len(wanted)
-                    of_group = tuple(part for part in parts if part.group == group)
-                    yield LoadPiece(chunk, group, of_group, (*[0] * skip, *wanted), skip)
+        sizes = self._session.manifest.block_sizes
+        return Pieces(Chunks.of(answer.chunks).arrays.pieces(
+            answer.first_chunk, hit_tokens // self._chunk_tokens, [column_of(blocks) for blocks in block_ids],
+            [self._chunk_tokens // size for size in sizes], [local_tokens // size for size in sizes],
+        ))
 
     def bytes_of(self, plan: LoadPlan) -> int:
         """How many bytes all ranks together copy for the plan."""
         groups = self._session.manifest.groups
-        return self._readers * sum(groups[piece.group].part_bytes for piece in plan.pieces)
+        counts = plan.arrays.counts(len(groups))
+        return self._readers * sum(count * group.part_bytes for count, group in zip(counts, groups, strict=True))
 
     def load_ended(self, request_id: str, valid_tokens: int | None = None, *, is_shared: bool = False) -> None:
         """Called in the engine's thread: a load has ended. The tokens up to `valid_tokens` are valid; None: all of

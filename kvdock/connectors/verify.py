@@ -10,11 +10,11 @@ import ctypes
 import logging
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 
 from kvdock import _core
 from kvdock.connectors.background import Background
+from kvdock.connectors.plans import Chunks, LoadPlan, row_of
 from kvdock.connectors.session import Attachment, EngineSession
 from kvdock.datapath.threads import Pool
 from kvdock.protocol.errors import ApiError, ServerUnavailable
@@ -24,8 +24,8 @@ from kvdock.shm.errors import AttachError, ShmError
 
 log = logging.getLogger("kvdock.connector")
 
-MOST_TRUSTED = 1 << 16
-"""How many parts Trust remembers at most: those of a pool of 512 GiB, if a part has 8 MiB."""
+MOST_TRUSTED_BYTES, MOST_TRUSTED_PARTS = 1 << 40, 1 << 20
+"""The bytes and the parts that Trust remembers at most. A part costs about 120 bytes of memory."""
 MOST_AHEAD_BYTES = 4 << 30
 """The most bytes that wait to be hashed ahead: about a second of one thread's work."""
 
@@ -40,37 +40,54 @@ class Verifier:
 
 
 class Trust:
-    """Parts whose hashes were right within the last `seconds`, by their place and their checksum. Thread-safe."""
+    """Parts whose hashes were right within the last `seconds`, by their place and their checksum. `most_bytes`: of all
+    these parts. Thread-safe."""
 
-    def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic, most: int = MOST_TRUSTED) -> None:
-        self._seconds, self._clock, self._most = seconds, clock, most
+    def __init__(
+        self, seconds: float, clock: Callable[[], float] = time.monotonic, most_bytes: int = MOST_TRUSTED_BYTES
+    ) -> None:
+        self._seconds, self._clock = seconds, clock
         self._lock = threading.Lock()
-        self._epoch = ""
-        self._hashed_s: OrderedDict[tuple[int, int, int], float] = OrderedDict()
+        self._epoch, self._parts = "", _core.TrustedParts(most_bytes, MOST_TRUSTED_PARTS)
 
     def add(self, epoch: str, parts: Iterable[Part]) -> None:
         """`epoch`: the id of the session at whose server the parts are. Parts of any other session are forgotten."""
-        now_s = self._clock()
+        rows = [row_of(part) for part in parts]
         with self._lock:
-            if epoch != self._epoch:
-                self._epoch = epoch
-                self._hashed_s.clear()
-            for part in parts:
-                at = part.segment, part.offset, part.checksum_value
-                self._hashed_s[at] = now_s
-                self._hashed_s.move_to_end(at)
-            while len(self._hashed_s) > self._most:
-                self._hashed_s.popitem(last=False)
+            self._of(epoch).add(rows, self._clock())
+
+    def add_loaded(self, epoch: str, plan: LoadPlan) -> None:
+        """Adds the parts of all writers that a load has copied."""
+        with self._lock:
+            self._of(epoch).add_pieces(plan.arrays, self._clock())
 
     def has(self, epoch: str, part: Part) -> bool:
         with self._lock:
-            hashed_s = self._hashed_s.get((part.segment, part.offset, part.checksum_value))
-            return epoch == self._epoch and hashed_s is not None and self._clock() - hashed_s < self._seconds
+            return epoch == self._epoch and self._parts.has(row_of(part), self._clock() - self._seconds)
+
+    def others(self, epoch: str, chunks: Sequence[Sequence[Part]]) -> list[tuple[int, Part]]:
+        """The parts among `chunks` that are not trusted, each with the index of its chunk."""
+        table = Chunks.of(chunks).arrays
+        with self._lock:
+            found = self._of(epoch).others(table, self._clock() - self._seconds)
+        return [(chunk, Part(*row)) for chunk, row in found]
+
+    def __len__(self) -> int:
+        with self._lock:
+            return len(self._parts)
 
     def clear(self) -> None:
         """Forgets all parts: one was found to be damaged after its hash had been right."""
         with self._lock:
-            self._hashed_s.clear()
+            self._parts.clear()
+
+    def _of(self, epoch: str) -> _core.TrustedParts:
+        """Of the parts of `epoch`. The caller holds the lock."""
+        if epoch != self._epoch:
+            self._epoch = epoch
+            self._parts.clear()
+        return self._parts
+
 
 
 class ChecksumVerifier(Verifier):
@@ -98,10 +115,10 @@ class ChecksumVerifier(Verifier):
             attachment.release()
 
     def _damaged(self, attachment: Attachment, answer: LookupAnswer) -> list[int]:
-        parts = [
-            (chunk, part) for chunk, of in enumerate(answer.chunks, answer.first_chunk) for part in of
-            if self._trust is None or not self._trust.has(attachment.session, part)
-        ]
+        if self._trust is not None:
+            parts = self._trust.others(attachment.session, answer.chunks)
+        else:
+            parts = [(chunk, part) for chunk, of in enumerate(answer.chunks) for part in of]
         if not parts:
             return []
         for segment in {part.segment for _, part in parts}:  # before the threads start, because this may map it
@@ -112,7 +129,7 @@ class ChecksumVerifier(Verifier):
         if self._trust is not None:
             right = (part for (_, part), matches in zip(parts, found, strict=True) if matches)
             self._trust.add(attachment.session, right)
-        return sorted({chunk for (chunk, _), matches in zip(parts, found, strict=True) if not matches})
+        return sorted({answer.first_chunk + chunk for (chunk, _), ok in zip(parts, found, strict=True) if not ok})
 
 
 class HashAhead:

@@ -24,15 +24,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from math import ceil
 from pathlib import Path
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from kvdock import _core
 from kvdock.connectors.errors import LayoutMismatchError
 from kvdock.connectors.packing import FirstParts, shape_of
-from kvdock.connectors.plans import LoadPiece, LoadPlan, StorePiece, StorePlan
+from kvdock.connectors.plans import LoadPlan, StorePiece, StorePlan
 from kvdock.connectors.session import Attachment, EngineSession
 from kvdock.datapath.ceiling import ceiling_bytes_per_s
-from kvdock.datapath.copy import Copier, CopyHandle, PartCopy, PartResult, StreamHandle
+from kvdock.datapath.copy import Copier, CopyHandle, DescribedParts, PartCopy, PartResult, StreamHandle
 from kvdock.datapath.cuda import CopyTuning, CudaCopier
 from kvdock.datapath.cuda_packed import PackedCudaCopier
 from kvdock.datapath.devices import CPU, Device
@@ -49,10 +49,10 @@ CallFailed = (ServerUnavailable, ApiError)
 CopyFailed = (DatapathError, ShmError, CopyError, CudaError, OSError, MemoryError)
 
 FIRST_PARTS = 16
-"""How many parts the first copy of a load has. It is small, so that copying starts while the rest is submitted."""
+"""How many parts the first copy of a load without bands has. It is small, so that copying starts while the rest is
+submitted."""
 
-Piece = TypeVar("Piece", LoadPiece, StorePiece)
-AnyPart = TypeVar("AnyPart", Part, WritePart)
+Piece = TypeVar("Piece", int, StorePiece)
 
 
 class Bands(NamedTuple):
@@ -70,7 +70,8 @@ class Own(NamedTuple):
 
 
 class _Copying(Generic[Piece]):
-    """The copies of a load or a store. `copies`: what is copied, the pieces and the handle of each copy."""
+    """The copies of a load or a store. `copies`: what is copied, the pieces (of a load: their chunks) and the handle of
+    each copy."""
 
     def __init__(self, attachment: Attachment, started_s: float) -> None:
         self.attachment, self.started_s = attachment, started_s
@@ -113,7 +114,7 @@ class Storing(_Copying[StorePiece]):
         """The parts that this worker has committed, as lookups find them."""
 
 
-class Loading(_Copying[LoadPiece]):
+class Loading(_Copying[int]):
     """A load in progress, and its outcome."""
 
     def __init__(self, attachment: Attachment, plan: LoadPlan, started_s: float) -> None:
@@ -233,9 +234,12 @@ class WorkerConnector:
             loading.lost = True
             return loading
         try:
-            for own, loader, pieces in self._by_copier(plan.pieces, self._loaders):
-                # A few parts are submitted first: they are copied while the rest is prepared.
-                for some in (pieces[:FIRST_PARTS], pieces[FIRST_PARTS:]):
+            counts = plan.arrays.counts(len(self.session.manifest.groups))
+            for own, loader in zip(self._owns, self._loaders, strict=True):
+                # A few parts are submitted first: they are copied while the rest is prepared. With bands they would
+                # delay the first layers of all others.
+                first, end = 0 if bands is not None else min(FIRST_PARTS, counts[own.group]), counts[own.group]
+                for some in (range(first), range(first, end)):
                     if some:
                         banded = bands[own.group] if bands is not None else None
                         self._submit(loading, own, loader, some, banded, self._stream if waits else after)
@@ -247,43 +251,40 @@ class WorkerConnector:
         return loading
 
     def _submit(
-        self, loading: Loading, own: Own, loader: Copier, pieces: Sequence[LoadPiece], bands: Bands | None,
-        after: int | None,
+        self, loading: Loading, own: Own, loader: Copier, some: range, bands: Bands | None, after: int | None
     ) -> None:
-        writer = own.rank % self.session.manifest.writers
-        mine = [self._own_part(piece, piece.parts, writer) for piece in pieces]
-        slots = self._addresses(loading.attachment, mine)
-        parts = [
-            PartCopy(slot, piece.block_ids, piece.skip_blocks, part.checksum_value, part.length)
-            for piece, part, slot in zip(pieces, mine, slots, strict=True)
-        ]
+        """`some`: which of the group's pieces."""
+        pieces, writer = loading.plan.arrays, own.rank % self.session.manifest.writers
+        blocks, lengths = self._shape_of(own.group)
+        segments = self._mapped(loading.attachment, pieces.segments(own.group, writer))
+        *described, chunks = pieces.described(own.group, writer, some.start, some.stop, blocks, lengths, segments)
+        parts = DescribedParts.of(*described)
         if bands is not None and isinstance(loader, (CudaCopier, PackedCudaCopier)):
             handle: CopyHandle = loader.scatter(
                 parts, after=after, bands=bands.ends, verified_after=bands.verified_after
             )
         else:
             handle = loader.scatter(parts, after=after)
-        loading.copies.append((own, pieces, handle))
+        loading.copies.append((own, memoryview(chunks).cast("q"), handle))
 
     def finish_load(self, loading: Loading) -> int:
         """Waits for the copies. Returns how many tokens are valid, counted from token 0."""
         loading.wait(None)
         plan = loading.plan
-        failed = [piece.chunk for piece in plan.pieces] if loading.lost else []
         try:
-            for _, pieces, handle in loading.copies:
-                results = zip(pieces, handle.result(), strict=True)
-                loading.damaged += [piece.chunk for piece, result in results if not result.ok]
+            for _, chunks, handle in loading.copies:
+                results = zip(chunks, handle.result(), strict=True)
+                loading.damaged += [chunk for chunk, result in results if not result.ok]
         except CopyFailed as error:
             self._load_lost(loading, error)
-            failed = [piece.chunk for piece in plan.pieces]
+        failed = [piece.chunk for piece in plan.pieces] if loading.lost else []
         if not loading.holds_lease:
             return plan.local_tokens
         valid = min([index * plan.chunk_tokens for index in (*failed, *loading.damaged)], default=plan.hit_tokens)
         valid = max(plan.local_tokens, min(valid, plan.hit_tokens))
-        self._log("load", plan.request_id, valid - plan.local_tokens, self._bytes(plan.pieces), loading.started_s)
+        self._log("load", plan.request_id, valid - plan.local_tokens, self._bytes_of(plan), loading.started_s)
         if not failed and (took_s := loading.took_s()) is not None:
-            self.session.outcomes.loaded(self._bytes(plan.pieces), took_s)
+            self.session.outcomes.loaded(self._bytes_of(plan), took_s)
         return valid
 
     def _load_lost(self, loading: Loading, error: Exception) -> None:
@@ -334,7 +335,7 @@ class WorkerConnector:
         after = self._stream if after is None else after
         try:
             for own, storer, members in self._by_copier(plan.pieces, self._storers):
-                mine = [self._own_part(piece, piece.parts, own.rank) for piece in members]
+                mine = [self._own_part(piece, own.rank) for piece in members]
                 slots = self._addresses(attachment, mine)
                 parts = [
                     PartCopy(slot, piece.block_ids, length=part.length)
@@ -425,41 +426,59 @@ class WorkerConnector:
 
     # ------------------------------------------------------------------ both
 
-    def _own_part(self, piece: LoadPiece | StorePiece, parts: Iterable[AnyPart], writer: int) -> AnyPart:
-        """The part by `writer` among `parts`. Raises CopyError when it is missing, or its length or the number of the
-        piece's blocks is wrong."""
+    def _shape_of(self, group: int) -> tuple[int, list[int]]:
+        """(blocks, possible lengths in bytes) of a part of a group."""
         manifest = self.session.manifest
-        group, blocks = manifest.groups[piece.group], manifest.chunk_tokens // manifest.block_sizes[piece.group]
-        part = next((part for part in parts if part.writer == writer), None)
-        if part is None or part.length not in (group.part_bytes, group.slot_bytes):
+        about = manifest.groups[group]
+        return manifest.chunk_tokens // manifest.block_sizes[group], sorted({about.slot_bytes, about.part_bytes})
+
+    def _own_part(self, piece: StorePiece, writer: int) -> WritePart:
+        """The piece's part by `writer`. Raises CopyError when it is missing, or its length or the number of the piece's
+        blocks is wrong."""
+        blocks, lengths = self._shape_of(piece.group)
+        part = next((part for part in piece.parts if part.writer == writer), None)
+        if part is None or part.length not in lengths:
             found = "none" if part is None else f"{part.length} bytes"
-            wanted = " or ".join(map(str, sorted({group.slot_bytes, group.part_bytes})))
+            wanted = " or ".join(map(str, lengths))
             raise copy_error(f"part of group {piece.group} by writer {writer}", found=found, wanted=f"{wanted} bytes")
         if len(piece.block_ids) != blocks:
             raise copy_error(f"blocks for a part of group {piece.group}", found=len(piece.block_ids), wanted=blocks)
         return part
 
     def _by_copier(
-        self, pieces: Iterable[Piece], copiers: Sequence[Copier]
-    ) -> Iterator[tuple[Own, Copier, list[Piece]]]:
+        self, pieces: Iterable[StorePiece], copiers: Sequence[Copier]
+    ) -> Iterator[tuple[Own, Copier, list[StorePiece]]]:
         """The pieces that each copier copies, if there are any."""
-        groups: dict[int, list[Piece]] = {}
+        groups: dict[int, list[StorePiece]] = {}
         for piece in pieces:
             groups.setdefault(piece.group, []).append(piece)
         for own, copier in zip(self._owns, copiers, strict=True):
             if own.group in groups:
                 yield own, copier, groups[own.group]
 
-    def _addresses(self, attachment: Attachment, parts: Sequence[Part | WritePart]) -> list[int]:
-        """The addresses of the parts' slots. Raises AttachError when a segment is not there, or not whole; each one is
-        checked once."""
-        for segment in {part.segment for part in parts}:
+    def _mapped(self, attachment: Attachment, segments: Iterable[int]) -> list[tuple[int, int, int]]:
+        """(id, address, bytes) of each segment. Raises AttachError when one is not there, or not whole."""
+        found = []
+        for segment in segments:
             self.session.ensure_segment(attachment, segment)
             attachment.segments.require_whole(segment)
+            mapping = attachment.segments.mapping(segment)
+            found.append((segment, mapping.address, mapping.bytes))
+        return found
+
+    def _addresses(self, attachment: Attachment, parts: Sequence[WritePart]) -> list[int]:
+        """The addresses of the parts' slots. Raises AttachError when a segment is not there, or not whole."""
+        self._mapped(attachment, {part.segment for part in parts})
         return [attachment.segments.address(part.segment, part.offset, part.length) for part in parts]
 
-    def _bytes(self, pieces: Iterable[LoadPiece | StorePiece]) -> int:
+    def _bytes_of(self, plan: LoadPlan) -> int:
         """How many bytes of KV this worker copies."""
+        groups = self.session.manifest.groups
+        counts = plan.arrays.counts(len(groups))
+        return len(self.ranks) * sum(count * group.part_bytes for count, group in zip(counts, groups, strict=True))
+
+    def _bytes(self, pieces: Iterable[StorePiece]) -> int:
+        """As _bytes_of()."""
         groups = self.session.manifest.groups
         return len(self.ranks) * sum(groups[piece.group].part_bytes for piece in pieces)
 
@@ -501,37 +520,64 @@ def _part_of(piece: StorePiece, rank: int) -> WritePart:
 # A load that may be reported early is copied band by band. When most of it was moved, and the CPU has hashed the rest,
 # the request may run: either the step's work is ordered after the whole load, or the work of each attention layer after
 # the band that has its KV, so that the first layers are computed while the last ones are still being copied. If a load
-# was verified before it started, the first band may be small, because the request may run once that band is copied.
+# was verified before it started, the first band has one layer, because the request may run once that band is copied.
 #
 # Invariant: `all_ordered` is False while the step has not asked for some band of a watched load: the step may have read
 # KV before it was copied.
 
-class Cut(NamedTuple):
-    """`first_share`: the share of the layers that is in the first band. `later`: how many bands follow; each costs a
-    descriptor upload and an event. `verified_after`: see CudaCopier.scatter."""
+class Cut(Protocol):
+    """How the loads of a KV group are cut into bands. `verified_after`: see CudaCopier.scatter."""
+
+    @property
+    def verified_after(self) -> int: ...
+
+    def ends(self, layers: Sequence[int]) -> Sequence[int]:
+        """The planes before the end of each band. `layers`: those before the end of each layer, in ascending order."""
+
+
+class Shares(NamedTuple):
+    """`first_share`: the share of the planes that is in the first band. `later`: how many bands of equal size follow;
+    each costs a descriptor upload and an event."""
 
     first_share: float
     later: int
     verified_after: int
 
+    def ends(self, layers: Sequence[int]) -> Sequence[int]:
+        first, count = ceil(layers[-1] * self.first_share), layers[-1]
+        return sorted({first + (count - first) * band // self.later for band in range(self.later + 1)})
 
-VERIFIED_EARLY = Cut(0.625, 4, 1)
+
+class Doubling(NamedTuple):
+    """The first band has one layer, the bands up to the next end as many as all before them, and a band at most
+    `most_share` of the layers."""
+
+    most_share: float
+    verified_after: int = 0
+
+    def ends(self, layers: Sequence[int]) -> Sequence[int]:
+        end, most, ends = 1, ceil(len(layers) * self.most_share), []
+        while end < len(layers):
+            ends.append(layers[end - 1])
+            end += min(end, most)
+        return [*ends, layers[-1]]
+
+
+VERIFIED_EARLY = Shares(0.625, 4, 1)
 """For a load that was not verified before: while the first band is copied, the CPU hashes the others."""
-VERIFIED_BEFORE = Cut(0.125, 7, 0)
+VERIFIED_BEFORE = Doubling(0.125)
 """For a load that was verified before: the GPU hashes all bands again while it copies them."""
 
 
 class Layers:
-    """`planes[g]`: for KV group g, the plane of each layer, by the layer's name."""
+    """`planes[g]`: for KV group g, the last plane of each layer, by the layer's name."""
 
     def __init__(self, planes: Sequence[Mapping[str, int]], cut: Cut = VERIFIED_EARLY) -> None:
         self.bands: list[Bands] = []
         """The bands of each group's loads."""
         self._where: dict[str, list[tuple[int, int]]] = {}
         for group, of_layers in enumerate(planes):
-            count = max(of_layers.values()) + 1
-            first = ceil(count * cut.first_share)
-            ends = sorted({first + (count - first) * band // cut.later for band in range(cut.later + 1)})
+            ends = cut.ends([plane + 1 for plane in sorted(set(of_layers.values()))])
             self.bands.append(Bands(ends, cut.verified_after))
             for layer, plane in of_layers.items():
                 band = next(band for band, end in enumerate(ends) if plane < end)

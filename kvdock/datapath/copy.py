@@ -57,6 +57,43 @@ class PartCopy:
 
 
 @dataclass(frozen=True)
+class DescribedParts:
+    """Parts of a scatter as the native core describes them, which have equally many blocks: the fields of PackedParts,
+    and for each part `checksums` (uint64 [n]) and `lengths` (int64 [n]), as in PartCopy."""
+
+    slots: memoryview[int]
+    block_ids: memoryview[int]
+    starts: memoryview[int]
+    skips: memoryview[int]
+    checksums: memoryview[int]
+    lengths: memoryview[int]
+
+    @classmethod
+    def of(
+        cls, slots: bytes, block_ids: bytes, starts: bytes, skips: bytes, checksums: bytes, lengths: bytes
+    ) -> DescribedParts:
+        """From bytes of 8-byte integers."""
+        ids, first, skipped, bytes_of = (memoryview(one).cast("q") for one in (block_ids, starts, skips, lengths))
+        return cls(memoryview(slots).cast("Q"), ids, first, skipped, memoryview(checksums).cast("Q"), bytes_of)
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+    def copies(self) -> list[PartCopy]:
+        """The same parts one by one."""
+        ends = zip(self.starts, self.starts[1:], strict=False)
+        return [
+            PartCopy(slot, self.block_ids[start:end].tolist(), skip, checksum, length)
+            for slot, (start, end), skip, checksum, length in zip(
+                self.slots, ends, self.skips, self.checksums, self.lengths, strict=True
+            )
+        ]
+
+
+ScatterParts: TypeAlias = Sequence[PartCopy] | DescribedParts
+
+
+@dataclass(frozen=True)
 class PartResult:
     """What became of one part. `ok`: its bytes have the expected checksum, or none was expected."""
 
@@ -114,7 +151,7 @@ class Copier(Protocol):
     def gather(self, parts: Sequence[PartCopy], *, after: int | None = None) -> CopyHandle:
         """Paged blocks to slots: a store. Raises CopyError for arguments that are wrong, CopierClosed after close()."""
 
-    def scatter(self, parts: Sequence[PartCopy], *, after: int | None = None) -> CopyHandle:
+    def scatter(self, parts: ScatterParts, *, after: int | None = None) -> CopyHandle:
         """Slots to paged blocks: a load. Raises CopyError for arguments that are wrong, CopierClosed after close()."""
 
     def close(self) -> None:
@@ -124,12 +161,12 @@ class Copier(Protocol):
 class PackedParts(NamedTuple):
     """Parts as the native core takes them. Part i has blocks block_ids[starts[i]:starts[i + 1]]."""
 
-    slots: array[int]
+    slots: array[int] | memoryview[int]
     """uint64 [n], addresses."""
-    block_ids: array[int]
+    block_ids: array[int] | memoryview[int]
     """int64, the ids of all parts one after the other; `starts`: int64 [n + 1]; `skips`: int64 [n]."""
-    starts: array[int]
-    skips: array[int]
+    starts: array[int] | memoryview[int]
+    skips: array[int] | memoryview[int]
 
 
 def packed_for_gather(layout: PagedLayout, parts: Sequence[PartCopy]) -> PackedParts:
@@ -142,9 +179,12 @@ def packed_for_gather(layout: PagedLayout, parts: Sequence[PartCopy]) -> PackedP
     return packed
 
 
-def packed_for_scatter(layout: PagedLayout, parts: Sequence[PartCopy]) -> PackedParts:
+def packed_for_scatter(layout: PagedLayout, parts: ScatterParts) -> PackedParts:
     """The parts for a scatter. Raises CopyError for one without an expected checksum, or for values that exceed 64
     bits."""
+    if isinstance(parts, DescribedParts):
+        ensure_keys(layout.part_bytes(parts.starts[1] if len(parts) else 0))
+        return PackedParts(parts.slots, parts.block_ids, parts.starts, parts.skips)
     if None in (part.checksum for part in parts):
         index = next(index for index, part in enumerate(parts) if part.checksum is None)
         raise copy_error(f"part {index}: checksum", found=None, wanted="the expected value")
@@ -175,12 +215,12 @@ def _listed(blocks: BlockIds) -> Sequence[int]:
     return blocks.tolist() if isinstance(blocks, IntegerArray) else blocks
 
 
-def results_of(found: Sequence[int | None], parts: Sequence[PartCopy]) -> list[PartResult]:
+def results_of(found: Sequence[int | None], parts: ScatterParts) -> list[PartResult]:
     """One result for each part, from the checksums that its copy found. None: the slot holds no packed part."""
+    expected = parts.checksums if isinstance(parts, DescribedParts) else [part.checksum for part in parts]
     return [
-        PartResult(0, False, fits=False) if sum_ is None
-        else PartResult(sum_, part.checksum is None or sum_ == part.checksum)
-        for sum_, part in zip(found, parts, strict=True)
+        PartResult(0, False, fits=False) if sum_ is None else PartResult(sum_, wanted is None or sum_ == wanted)
+        for sum_, wanted in zip(found, expected, strict=True)
     ]
 
 
@@ -247,12 +287,12 @@ class CpuCopier:
 
         return self._submit(parts, plain, pack)
 
-    def scatter(self, parts: Sequence[PartCopy], *, after: int | None = None) -> CopyHandle:
+    def scatter(self, parts: ScatterParts, *, after: int | None = None) -> CopyHandle:
         """Raises CopyError for a part without its expected checksum, and for a stream."""
         _refuse_stream(after)
         core, threads, shape = self._layout.core, self._threads, self._packing
 
-        def plain(some: Sequence[PartCopy]) -> Callable[[], Sequence[int | None]]:
+        def plain(some: ScatterParts) -> Callable[[], Sequence[int | None]]:
             described = packed_for_scatter(self._layout, some)
             return lambda: _core.scatter(core, *described, threads=threads)
 
@@ -262,7 +302,12 @@ class CpuCopier:
             assert shape is not None
             return lambda: _core.scatter_packed(core, shape, *described, expected, threads=threads)
 
-        return self._submit(parts, plain, unpack)
+        if not isinstance(parts, DescribedParts):
+            return self._submit(parts, plain, unpack)
+        if shape is not None:
+            return self._submit(parts.copies(), plain, unpack)
+        work = plain(parts)
+        return self._begin(lambda: results_of(work(), parts))
 
     def close(self) -> None:
         """Waits for the copies that were submitted."""
@@ -283,6 +328,9 @@ class CpuCopier:
                 results[True] = iter(self._with_raw(results_of(work_packed(), packed), packed))
             return [next(results[kind]) for kind in is_packed]
 
+        return self._begin(copy)
+
+    def _begin(self, copy: Callable[[], list[PartResult]]) -> CopyHandle:
         try:
             return _CpuHandle(self._thread.submit, copy)
         except RuntimeError as error:

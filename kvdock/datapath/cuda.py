@@ -23,7 +23,15 @@ from dataclasses import asdict, dataclass, replace
 from typing import Final
 
 from kvdock import _core
-from kvdock.datapath.copy import PartCopy, PartResult, packed_for_gather, packed_for_scatter, results_of
+from kvdock.datapath.copy import (
+    DescribedParts,
+    PartCopy,
+    PartResult,
+    ScatterParts,
+    packed_for_gather,
+    packed_for_scatter,
+    results_of,
+)
 from kvdock.datapath.errors import CopierClosed, NoCuda, copy_error
 from kvdock.datapath.layout import PagedLayout
 from kvdock.shm.checksum import ensure_keys
@@ -94,7 +102,7 @@ def require_cuda(device: int) -> _core.CudaDevice:
 class CudaHandle:
     """A copy under way on the GPU (a CopyHandle)."""
 
-    def __init__(self, copied: _core.CudaCopy, parts: Sequence[PartCopy]) -> None:
+    def __init__(self, copied: _core.CudaCopy, parts: ScatterParts) -> None:
         self._copy, self._parts = copied, parts
 
     def done(self) -> bool:
@@ -187,7 +195,7 @@ class CudaCopier:
         return CudaHandle(copied, tuple(parts))
 
     def scatter(
-        self, parts: Sequence[PartCopy], *, after: int | None = None, bands: Sequence[int] = (), verified_after: int = 0
+        self, parts: ScatterParts, *, after: int | None = None, bands: Sequence[int] = (), verified_after: int = 0
     ) -> CudaHandle:
         """Slots → paged blocks.
 
@@ -199,7 +207,7 @@ class CudaCopier:
         packed = packed_for_scatter(self._layout, parts)
         self._require_open()
         copied = self._core.scatter(self._number, *packed, after=after, bands=bands, verified_after=verified_after)
-        return CudaHandle(copied, tuple(parts))
+        return CudaHandle(copied, parts if isinstance(parts, DescribedParts) else tuple(parts))
 
     def fileno(self) -> int:
         """An eventfd that counts the copies that have ended since it was last read."""

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from kvdock import _core
-from kvdock.datapath.copy import MOST_RAW_BYTES, PartCopy, PartResult
+from kvdock.datapath.copy import MOST_RAW_BYTES, DescribedParts, PartCopy, PartResult, ScatterParts
 from kvdock.datapath.cuda import CudaCopier, CudaHandle
 from kvdock.datapath.errors import CudaError, DatapathError
 from kvdock.datapath.layout import PagedLayout
@@ -37,10 +37,10 @@ class PackedCudaCopier:
         )
 
     def scatter(
-        self, parts: Sequence[PartCopy], *, after: int | None = None, bands: Sequence[int] = (), verified_after: int = 0
+        self, parts: ScatterParts, *, after: int | None = None, bands: Sequence[int] = (), verified_after: int = 0
     ) -> TwoKinds:
         """Like CudaCopier.scatter()."""
-        divided = self._divide(parts)
+        divided = self._divide(parts.copies() if isinstance(parts, DescribedParts) else parts)
         raw, packed = self._submit(divided, lambda copier, some: copier.scatter(
             some, after=after, bands=bands, verified_after=verified_after
         ))

@@ -9,6 +9,7 @@ kvdock/protocol/reports.py, the scalars in kvdock/protocol/wire_types.py.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Final, Literal
 
 import msgspec
@@ -411,7 +412,7 @@ class LookupHead(Carried, kw_only=True):
 class LookupAnswer(LookupHead, kw_only=True):
     """How long the stored prefix is, the lease on it, and where each chunk's parts are."""
 
-    chunks: list[list[Part]]
+    chunks: Sequence[Sequence[Part]]
 
 
 class ReleaseLease(Body, kw_only=True):
@@ -659,7 +660,7 @@ class HoldHead(Carried, kw_only=True):
 class HoldAnswer(HoldHead, kw_only=True):
     """The lease on the chunks that are stored, and where their parts are."""
 
-    chunks: list[list[Part]]
+    chunks: Sequence[Sequence[Part]]
     """The parts of each key's chunk; empty where it is not leased."""
 
 

@@ -6,12 +6,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from api_helpers import PATIENCE_S, ServerProcess, eventually, unique
+from frozen import frozen
 
 from kvdock.client.client import Client
 from kvdock.connectors.cost import LoadChoice, LoadOrCompute, PrefillSpeed
@@ -23,7 +25,16 @@ from kvdock.connectors.scheduler import SchedulerConnector
 from kvdock.connectors.session import Attachment, EngineSession, Identity, SessionObserver
 from kvdock.connectors.sglang.figures import METRICS, Figures
 from kvdock.connectors.sglang.loads import Loads, QueuedLoad
-from kvdock.connectors.sglang.lookups import FORGET_S, Chains, Holding, PageLookups, admit, next_batch, put_back
+from kvdock.connectors.sglang.lookups import (
+    FORGET_S,
+    MOST_EXPECTED,
+    Chains,
+    Holding,
+    PageLookups,
+    admit,
+    next_batch,
+    put_back,
+)
 from kvdock.connectors.sglang.offloads import Offloads
 from kvdock.connectors.sglang.outcomes import PageOutcomes
 from kvdock.connectors.sglang.pools import KVGroup, RankPools
@@ -115,8 +126,7 @@ class Engine:
             self.connector, self.lookups, self.outcomes, self.chains, self.known, self.trust, self.ahead
         )
         self.loads = Loads(
-            pools, self.weights, ended=lambda load, ok: zero.load_ended(load, ok, self.weights.epoch),
-            took=lambda seconds, copies: None,
+            pools, Ranks(), self.weights, ended=zero.load_ended, took=lambda seconds, copies: None,
         )
         self.offloads = Offloads(pools, Ranks(), self.weights, self.figures, zero)
         start(self.session, self.worker, SessionObserver(self.connector.lookups.keeps_lease))
@@ -191,6 +201,40 @@ def test_a_prefix_is_promised_once_and_remembered(engine: Engine, server: Server
     assert engine.ask("r", pages) == 3
     assert engine.load("r", 3, 8)
     assert torch.equal(engine.memory[0][0][8 * PAGE : 11 * PAGE], engine.memory[0][0][: 3 * PAGE])
+    eventually(held(server))
+
+
+def test_a_server_that_does_not_answer_delays_no_load(engine: Engine, server: ServerProcess) -> None:
+    """The first load is reported to the server, and the second one does not wait for this."""
+    first, second = names(2), names(2)
+    assert engine.store(first) and engine.store(second, at=2)
+    assert engine.ask("first", first) == engine.ask("second", second) == 2
+    began_s = time.monotonic()
+    with frozen(server.process):
+        assert engine.load("first", 2, 8) and engine.load("second", 2, 12)
+        assert time.monotonic() - began_s < PATIENCE_S / 2
+    eventually(held(server))
+
+
+def test_who_has_asked_on_arrival_needs_no_server_when_it_is_admitted(engine: Engine, server: ServerProcess) -> None:
+    """Not even if the device has more of its pages by then. The number of those who may ask so early is bounded."""
+    pages = names(3)
+    assert engine.store(pages)
+    for rid in ("more", "all"):
+        engine.lookups.expect(rid, pages)
+    for asked in list(engine.lookups._asked.values()):
+        eventually(partial(engine.connector.lookups.is_verified, asked.name))
+    with frozen(server.process):
+        assert engine.lookups.ask("all", pages) == 3
+        assert engine.lookups.ask("more", pages[1:]) == 2
+        assert engine.load("all", 3, 8) and engine.load("more", 2, 12)
+    assert torch.equal(engine.memory[0][0][12 * PAGE : 14 * PAGE], engine.memory[0][0][PAGE : 3 * PAGE])
+    with Client(server.unix) as client:
+        before = client.status().counters["lookups"]
+        for at in range(MOST_EXPECTED + 2):
+            engine.lookups.expect(f"many {at}", pages)
+        eventually(lambda: client.status().counters["lookups"] == before + MOST_EXPECTED)
+        engine.lookups.reset()
     eventually(held(server))
 
 
@@ -362,7 +406,7 @@ def test_what_was_just_loaded_is_offered_without_a_call(engine: Engine, server: 
 def test_what_was_stored_is_hashed_before_anybody_asks(engine: Engine) -> None:
     pages = names(3)
     assert engine.store(pages)
-    eventually(lambda: len(engine.trust._hashed_s) == 3)
+    eventually(lambda: len(engine.trust) == 3)
     assert engine.ask("r", pages) == 3
     begun = engine.lookups.begin_load("r", 3)
     assert begun is not None

@@ -147,7 +147,7 @@ class Clock:
 
 
 def part(offset: int, checksum: str = "aa") -> Part:
-    return Part(group=0, writer=0, segment=1, offset=offset, length=4096, checksum=checksum)
+    return Part(group=0, writer=0, segment=1, offset=offset, length=4096, checksum=checksum.rjust(16, "0"))
 
 
 def test_a_part_is_trusted_for_a_while_where_it_lies_and_for_what_it_holds() -> None:
@@ -165,7 +165,7 @@ def test_a_part_is_trusted_for_a_while_where_it_lies_and_for_what_it_holds() -> 
 
 
 def test_trust_ends_with_damage_and_with_the_servers_life_and_has_a_bound() -> None:
-    trust = Trust(60.0, Clock(), most=2)
+    trust = Trust(60.0, Clock(), most_bytes=2 * 4096)
     trust.add("one", [part(0), part(1), part(2)])
     assert [trust.has("one", part(at)) for at in range(3)] == [False, True, True]
     trust.add("two", [part(3)])

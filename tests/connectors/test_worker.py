@@ -16,6 +16,7 @@ from connector_helpers import CHUNK, PER_CHUNK, Rig, tokens_of
 from kvdock.client.client import Client
 from kvdock.connectors.plans import LoadPiece
 from kvdock.connectors.ranks import Answer, Order, Peers
+from kvdock.connectors.worker import FIRST_PARTS, Bands
 from kvdock.protocol import schemas as s
 from kvdock.shm.objects import SHM_DIR, unlink
 
@@ -70,6 +71,23 @@ def test_a_part_that_is_not_as_long_as_what_is_copied_is_a_miss(
         assert torch.equal(rig.blocks(range(64, 64 + 2 * PER_CHUNK)), before), "nothing is copied"
         assert "load request=r failed: " in caplog.text
         assert rig.lookup("again", tokens) == hit, "the chunks are not to blame"
+
+
+def test_a_load_by_layers_is_one_copy(server: ServerProcess) -> None:
+    """Else all layers of some chunks would come before the first layer of the others."""
+    with Rig(server.unix, salt="bands", num_blocks=256) as rig:
+        chunks = FIRST_PARTS + 2
+        tokens, into = tokens_of(13, chunks), range(128, 128 + chunks * PER_CHUNK)
+        rig.store("w", tokens, range(chunks * PER_CHUNK))
+        for bands, copies in ((None, [FIRST_PARTS, 2]), ([Bands([1, 2], 0)], [chunks])):
+            hit = rig.lookup(f"r{bands}", tokens)
+            begun = rig.connector.scheduler.lookups.begin_load(f"r{bands}", [into], 0, hit)
+            assert begun is not None
+            loading = rig.connector.worker.submit_load(*begun, bands)
+            assert rig.connector.worker.finish_load(loading) == hit == len(tokens)
+            assert [len(pieces) for _, pieces, _ in loading.copies] == copies
+            rig.connector.worker.end_load(loading)
+            begun[0].release()
 
 
 @pytest.mark.security

@@ -10,7 +10,7 @@ from connector_helpers import engine_over, kvdock_of
 from engine_helpers import prompt, sampling
 from tp_helpers import engine_of_ranks, shared
 
-from kvdock.datapath.copy import Copier, CopyHandle, PartCopy
+from kvdock.datapath.copy import Copier, CopyHandle, PartCopy, ScatterParts
 from kvdock.engine.ranks import ProcessGroup
 
 
@@ -26,7 +26,7 @@ class HalfwayCopier:
         threading.Event().wait()
         raise AssertionError("it waits for ever")
 
-    def scatter(self, parts: Sequence[PartCopy], *, after: int | None = None) -> CopyHandle:
+    def scatter(self, parts: ScatterParts, *, after: int | None = None) -> CopyHandle:
         return self.inner.scatter(parts, after=after)
 
     def close(self) -> None:

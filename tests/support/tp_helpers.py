@@ -15,7 +15,7 @@ from engine_helpers import poison
 
 from kvdock.connectors.engine_connector import ConnectorSettings, EngineConnector
 from kvdock.connectors.session import Identity
-from kvdock.datapath.copy import Copier, CopyHandle, PartCopy
+from kvdock.datapath.copy import Copier, CopyHandle, DescribedParts, PartCopy, ScatterParts
 from kvdock.engine.config import EngineConfig, preset
 from kvdock.engine.engine import Engine
 from kvdock.engine.kvdock import connect
@@ -60,7 +60,8 @@ class StuckCopier:
         self.inner.gather(parts[: (len(parts) + 1) // 2]).result()
         return self._stop()
 
-    def scatter(self, parts: Sequence[PartCopy], *, after: int | None = None) -> CopyHandle:
+    def scatter(self, parts: ScatterParts, *, after: int | None = None) -> CopyHandle:
+        parts = parts.copies() if isinstance(parts, DescribedParts) else parts
         self.inner.scatter(parts[: (len(parts) + 1) // 2]).result()
         return self._stop()
 

@@ -219,6 +219,9 @@ class Connection(HttpToolsProtocol):
         if self._running is not None:
             self._running.message_event.set()
         super().connection_lost(exc)
+        for cycle in (self._running, self.cycle):
+            if cycle is not None:  # a call that never starts would keep this object, and this object the call
+                cycle.on_response = _nothing
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         """A call of people waits here while many wait for their turn. It never starts if its client leaves first."""
@@ -469,6 +472,9 @@ class Connection(HttpToolsProtocol):
             self.transport.abort()
         else:
             super().timeout_keep_alive_handler()
+
+
+def _nothing() -> None: ...
 
 
 TRIED = (0, 48), (0, 54)

@@ -22,7 +22,7 @@ from kvdock.api.pool.pool import Pool
 from kvdock.api.record.counters import Counters
 from kvdock.api.record.curve import Curves
 from kvdock.api.record.tally import Tally
-from kvdock.api.turns import Slices
+from kvdock.api.turns import Slices, next_slice
 from kvdock.protocol.events import Event, LimitsChanged
 from kvdock.protocol.reports import Mark, Over, PoolView, Series, Stats, TierView
 
@@ -230,7 +230,7 @@ class History:
         self.marks.started()
 
     def sample(self, counters: Counters, pool: PoolView, tiers: list[TierView], now_s: float) -> bool:
-        """Returns whether the history is to be kept now."""
+        """Returns whether the history is to be kept now, whatever has changed beside it."""
         sample = Sample(msgspec.structs.replace(counters), pool, tiers, now_s - self._sampled_at_s)
         since_boot_s = self._boot_s()
         # The server clock leaves out the time in which the server was stopped.
@@ -239,8 +239,15 @@ class History:
             stopped_s = max(0.0, since_boot_s - self._sampled_at_boot_s - sample.elapsed_s)
         self._sampled_at_s, self._sampled_at_boot_s = now_s, since_boot_s
         taken = {name for name, rings in self._levels.items() if rings.sample(sample, now_s, stopped_s)}
-        is_due = bool(taken.intersection(level.name for level in KEPT_LEVELS))
-        return is_due or any(one.has_changed for one in self._beside.values())
+        return bool(taken.intersection(level.name for level in KEPT_LEVELS))
+
+    async def has_changed_beside(self) -> bool:
+        """Whether something that is kept beside the history has changed since it was last kept."""
+        for one in self._beside.values():
+            if one.has_changed:
+                return True
+            await next_slice()
+        return False
 
     def view(self, over: Over, now_s: float) -> Stats:
         return self._levels[over].view(now_s, self.marks)
@@ -332,7 +339,9 @@ class Sampler:
     async def sample(self) -> None:
         """Takes one more value of each series. The keeper calls it once in each interval of the finest level."""
         now_s = self._clock.now_ms() / 1000
-        if self._history.sample(self._tally.totals(), self._pool.view(), self._tiers(), now_s):
+        is_due = self._history.sample(self._tally.totals(), self._pool.view(), self._tiers(), now_s)
+        await next_slice()
+        if is_due or await self._history.has_changed_beside():
             await self._history.keep_in_slices(now_s)
 
     async def keep_quotas(self) -> None:
@@ -343,6 +352,7 @@ class Sampler:
         """Writes hours, days and the curve for the next server of the pool."""
         self._history.keep(self._clock.now_ms() / 1000)
         if self._curves is not None:
+            self._tally.catch_up()
             self._curves.keep()
 
     async def keep_curve_when_due(self) -> None:

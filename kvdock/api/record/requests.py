@@ -79,8 +79,9 @@ class RecentRequests:
         """Each with its tenant, newest first."""
         self._count = 0
         """How many were added: the newest has this number, and numbers are the cursors of pages."""
-        self._without_outcome: dict[tuple[str, str], deque[tuple[RequestView, Detail]]] = {}
-        """By session and request, the lookups of the ring that have no outcome yet, oldest first."""
+        self._without_outcome: dict[tuple[str, str], tuple[tuple[RequestView, Detail], ...]] = {}
+        """By session and request, the lookups of the ring that have no outcome yet, oldest first; in tuples, because
+        collections of garbage do not walk tuples of structs."""
         self._with_outcome: dict[tuple[str, str], RequestView] = {}
         """By session and request, the newest row of the ring that has an outcome."""
         self._misses: dict[str, _Misses] = {}
@@ -97,14 +98,15 @@ class RecentRequests:
         if request.outcome is not None:
             self._with_outcome[_name(request)] = request
         elif request.kind == "lookup":
-            self._without_outcome.setdefault(_name(request), deque()).append((request, detail))
+            name = _name(request)
+            self._without_outcome[name] = (*self._without_outcome.get(name, ()), (request, detail))
 
     def _forget(self, oldest: RequestView) -> None:
         name = _name(oldest)
         if self._with_outcome.get(name) is oldest:
             del self._with_outcome[name]
         if oldest.kind == "lookup" and oldest.outcome is None:
-            self._without_outcome[name].popleft()
+            self._without_outcome[name] = self._without_outcome[name][1:]
             if not self._without_outcome[name]:
                 del self._without_outcome[name]
 

@@ -9,8 +9,10 @@ The tally remembers a bounded number of requests and grants. A repeat of one tha
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import msgspec
@@ -28,6 +30,7 @@ from kvdock.api.record.labels import Labels
 from kvdock.api.record.requests import Detail, RecentRequests
 from kvdock.api.record.troubles import Troubles
 from kvdock.api.settings import Settings
+from kvdock.api.turns import SLICE_S
 from kvdock.protocol import events as e
 from kvdock.protocol.hits import COMPUTED
 from kvdock.protocol.outcomes import Outcome, OutcomeView, view_of
@@ -107,7 +110,7 @@ class Tally:
         """(session, request, epoch) → number of chunks already counted as leased."""
         self._stores: Recent[int, _Open] = Recent(keep)
         self._leases: Recent[int, _Open] = Recent(keep)
-        self._waiting: deque[_Lookup] = deque()
+        self._waiting: deque[Callable[[], None]] = deque()
 
     def totals(self) -> Counters:
         """The counters, with those that the table keeps brought up to date."""
@@ -138,16 +141,28 @@ class Tally:
         self, session: SessionRecord, body: Lookup, request: bytes, keys: bytes, found: Found, started_ns: int
     ) -> None:
         """A lookup has its answer. It is counted a moment later."""
+        self._later(partial(
+            self._count, _Lookup(session, body, request, keys, found, started_ns, self.now_ns(), self._wall_s())
+        ))
+
+    def _later(self, count: Callable[[], None]) -> None:
+        """Calls it in a later turn of the event loop. What counts thousands of keys takes a millisecond, and then has
+        a turn of its own."""
         if not self._waiting:
-            asyncio.get_running_loop().call_soon(self.catch_up)
-        self._waiting.append(
-            _Lookup(session, body, request, keys, found, started_ns, self.now_ns(), self._wall_s())
-        )
+            asyncio.get_running_loop().call_soon(self._count_slice)
+        self._waiting.append(count)
+
+    def _count_slice(self) -> None:
+        began_s = time.thread_time()
+        while self._waiting and time.thread_time() - began_s < SLICE_S:
+            self._waiting.popleft()()
+        if self._waiting:
+            asyncio.get_running_loop().call_soon(self._count_slice)
 
     def catch_up(self) -> None:
-        """Counts the lookups that wait for it. To be called before a call changes the table or reads a count."""
+        """Counts what waits for it. To be called before a call changes the table or reads a count."""
         while self._waiting:
-            self._count(self._waiting.popleft())
+            self._waiting.popleft()()
 
     def _count(self, one: _Lookup) -> None:
         session, found, manifest = one.session, one.found, one.session.namespace.manifest
@@ -205,7 +220,7 @@ class Tally:
         for sums in session.all_sums:
             sums.lookups, sums.lookup_tokens = sums.lookups + 1, sums.lookup_tokens + tokens
         if (curves := self._curves_of(session)) is not None:
-            curves.looked_up(session.namespace, keys, found.hit_tokens)
+            self._later(partial(curves.looked_up, session.namespace, keys, found.hit_tokens))
 
     def _break_of(self, space: NamespaceRecord, keys: bytes, answer: Answered, beginnings: str) -> Break | None:
         """Where the prefix that a lookup found ends, and why; None: it found all that it asked for."""
@@ -302,7 +317,7 @@ class Tally:
         if body.beginnings and not session.is_bench:
             self.learned.beginnings.stored(body.beginnings, session.namespace, keys, body.chunks_before)
         if (curves := self._curves_of(session)) is not None and not body.temporary:
-            curves.stored(session.namespace, keys)
+            self._later(partial(curves.stored, session.namespace, keys))
         chunk_tokens = session.namespace.manifest.chunk_tokens
         tokens, present_tokens = len(keys) // KEY_BYTES * chunk_tokens, len(granted.present) * chunk_tokens
         row = RequestView(

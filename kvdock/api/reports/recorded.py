@@ -61,6 +61,8 @@ class Totals(Protocol):
 
     def totals(self) -> Counters: ...
 
+    def catch_up(self) -> None: ...
+
 
 class HitRecord(Protocol):
     """Where the tokens of prompts came from: `HitRecord`."""

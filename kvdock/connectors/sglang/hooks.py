@@ -7,7 +7,8 @@
 - The request for which SGLang looks up or inserts pages (texts.py), and the tokens of these pages (page_names.py).
 - The KV cache events that SGLang is about to publish (page_names.py).
 - Changes of weights, and the requests and pages of the tree that these concern (updates.py).
-- Requests that wait (lookups.py).
+- The results of batches that load, and what becomes of their pages before that (verdicts.py).
+- Requests that arrive, and requests that wait (lookups.py).
 
 SGLang expects hooks to be registered while it loads its plugins, before other modules import the methods: plugin.py
 then calls install(). If SGLANG_PLUGINS leaves kvdock's plug-in out, the linker calls install(). updates.py proves that
@@ -42,6 +43,15 @@ from kvdock.connectors.sglang.updates import (
     is_of_weights,
     only_reads,
 )
+from kvdock.connectors.sglang.verdicts import (
+    ASKS,
+    CHUNKS,
+    FREES,
+    INSERTS,
+    RELEASES as RELEASES_REQUEST,
+    RESULTS,
+    Verdicts,
+)
 
 if TYPE_CHECKING:  # this module is loaded in processes that have no linker
     from kvdock.connectors.sglang.lookups import Holding
@@ -54,6 +64,7 @@ WRAPPER = "sglang.srt.mem_cache.unified_cache.unified_cache_linker.UnifiedCacheL
 TREE = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache"
 ADMITS = "sglang.srt.managers.schedule_policy.PrefillAdder.add_one_req"
 PLANS = "_get_new_batch_prefill_raw"
+QUEUES = "_add_request_to_queue"
 
 
 class Hooked(Protocol):
@@ -65,6 +76,7 @@ class Hooked(Protocol):
     changes: Changes
     guard: Guard
     naming: Naming
+    verdicts: Verdicts
 
     def why_not(self, req: Any) -> str:
         """Why `req` is not looked up, as in Outcome; empty: it is."""
@@ -95,10 +107,12 @@ def install() -> None:
         return
     for target, around in (
         (f"{WRAPPER}._offload_node", _offload_node), (f"{WRAPPER}.match", _match),
-        (ADMITS, _admit), (f"{SCHEDULER}.{PLANS}", _plan),
-        (f"{TREE}.checkpoint_into_tree", _checkpoint), (f"{TREE}.insert", _insert), (NAMES_VERSION, _named),
+        (f"{SCHEDULER}.{QUEUES}", _queue), (ADMITS, _admit), (f"{SCHEDULER}.{PLANS}", _plan),
+        (f"{TREE}.{INSERTS}", _checkpoint), (f"{TREE}.insert", _insert), (NAMES_VERSION, _named),
         (f"{TREE}.on_release", _release_kv), (f"{TREE}.release_aborted_request", _abort),
         (f"{TREE}.take_events", _take_events),
+        (f"{TREE}.{ASKS}", _ask), (f"{TREE}.{RELEASES_REQUEST}", _claim), (f"{TREE}.{FREES}", _free),
+        (f"{SCHEDULER}.{RESULTS}", _result), (f"{SCHEDULER}.{CHUNKS}", _next_chunk),
     ):
         _register(target, around)
     for path, names in CHANGES.items():
@@ -174,6 +188,9 @@ def _checkpoint(original: Callable[..., Any], cache: Any, req: Any, *more: Any, 
     linker = _linker_of(cache)
     if linker is None:
         return original(cache, req, *more, **how)
+    linker.verdicts.before_use(req)
+    if req.skip_radix_cache_insert:
+        return None  # by the verdict; SGLang has looked at this mark before
     with linker.fresh.inserting(req):
         return original(cache, req, *more, **how)
 
@@ -190,6 +207,16 @@ def _linker_of(cache: Any) -> Any:
     """The registered linker of a scheduler's cache; None: its linker is not kvdock's."""
     linker = getattr(getattr(cache, "linker", None), "cache_linker", None)
     return linker if linker in _linkers else None
+
+
+def _queue(original: Callable[..., Any], scheduler: Any, req: Any, *more: Any, **how: Any) -> Any:
+    answer = original(scheduler, req, *more, **how)
+    linker = _linker_of(scheduler.tree_cache)
+    if linker is not None:
+        from kvdock.connectors.sglang.lookups import arrive
+
+        arrive(linker.holding, scheduler, req)
+    return answer
 
 
 def _admit(original: Callable[..., Any], adder: Any, req: Any, *more: Any, **how: Any) -> Any:
@@ -227,6 +254,7 @@ def _plan(original: Callable[..., Any], scheduler: Any, *more: Any, **how: Any) 
     from kvdock.connectors.sglang.lookups import next_batch
 
     linker.guard.meet(scheduler)
+    linker.verdicts.meet(scheduler)
     batch, running = next_batch(linker.holding, original, scheduler, *more, **how)
     if batch is not None:
         linker.planned()
@@ -246,6 +274,45 @@ def _above(cache: Any, node_id: Any) -> Sequence[str] | None:
         log.debug("the pages before a node are unknown: %s", error)
         return None
     return above
+
+
+# ---------------------------------------------------------------------- verdicts
+
+
+def _ask(original: Callable[..., list[Any]], cache: Any, reqs: Any, *more: Any, **how: Any) -> list[Any]:
+    linker = _linker_of(cache)
+    if linker is None:
+        return original(cache, reqs, *more, **how)
+    failed: list[Any] = linker.verdicts.launched(original, cache, reqs)
+    return failed
+
+
+def _result(original: Callable[..., Any], scheduler: Any, batch: Any, *more: Any, **how: Any) -> Any:
+    linker = _linker_of(scheduler.tree_cache)
+    if linker is not None:
+        linker.verdicts.before_result(batch.reqs)
+    return original(scheduler, batch, *more, **how)
+
+
+def _next_chunk(original: Callable[..., Any], scheduler: Any, *more: Any, **how: Any) -> Any:
+    linker = _linker_of(scheduler.tree_cache)
+    if linker is not None and scheduler.chunked_req is not None:
+        linker.verdicts.before_use(scheduler.chunked_req)
+    return original(scheduler, *more, **how)
+
+
+def _claim(original: Callable[..., Any], cache: Any, req: Any, *more: Any, **how: Any) -> Any:
+    linker = _linker_of(cache)
+    if linker is not None:
+        linker.verdicts.before_use(req)
+    return original(cache, req, *more, **how)
+
+
+def _free(original: Callable[..., Any], cache: Any, kv: Any, *more: Any, **how: Any) -> Any:
+    linker = _linker_of(cache)
+    if linker is not None:
+        linker.verdicts.before_use(kv=kv)
+    return original(cache, kv, *more, **how)
 
 
 # ---------------------------------------------------------------------- weights

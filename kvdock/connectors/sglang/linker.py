@@ -51,6 +51,7 @@ from kvdock.connectors.sglang.setup import Settings, drafts_of, refuse_what_is_n
 from kvdock.connectors.sglang.texts import Texts
 from kvdock.connectors.sglang.traces import traceparent_of
 from kvdock.connectors.sglang.updates import Changes, Fresh, Guard
+from kvdock.connectors.sglang.verdicts import Verdicts
 from kvdock.datapath.devices import Device
 from kvdock.datapath.errors import NoCuda
 
@@ -108,7 +109,9 @@ class KvdockLinker(UnifiedCacheLinker):
         self.holding = Holding(self._ranks, None, speed.step)
         if self._zero is not None:
             self.holding = Holding(self._ranks, self._zero.lookups, speed.step, self._zero.outcomes.shows_speed)
-        self._loads = Loads(self._rank_pools, self._weights, ended=self._load_ended, took=self._loads_took, clock=clock)
+        self._loads = Loads(
+            self._rank_pools, self._ranks, self._weights, ended=self._load_ended, took=self._loads_took, clock=clock
+        )
         self._offloads = Offloads(self._rank_pools, self._ranks, self._weights, self._figures, self._zero)
         wants_names = self._zero.wants_names if self._zero is not None else lambda: False
         self.naming = Naming(params.page_size, wants_names, has_pairs=params.is_eagle)
@@ -169,14 +172,19 @@ class KvdockLinker(UnifiedCacheLinker):
     # ------------------------------------------------------------------ lookups and loads
 
     def lookup(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:
-        self.holding.looked_up(rid)
         pages = next(list(one.keys) for one in transfers if one.name == FULL)
-        if not self._may_share() or not self.texts.may_look_up(rid):
+        may_look_up = self._may_share() and self.texts.may_look_up(rid)
+        req = self.texts.matched
+        about = About(self.naming.looked_up, traceparent_of(req), asked_by(req).store)
+        if self.holding.arrives:
+            if self._zero is not None and may_look_up:
+                self._zero.lookups.expect(rid, pages, about)
+            return []
+        self.holding.looked_up(rid)
+        if not may_look_up:
             return []
         if self._zero is None:
             return list(range(1, len(pages) + 1))
-        req = self.texts.matched
-        about = About(self.naming.looked_up, traceparent_of(req), asked_by(req).store)
         found = self._zero.lookups.ask(rid, pages, about)
         return [found] if found else []
 
@@ -212,6 +220,10 @@ class KvdockLinker(UnifiedCacheLinker):
         return False
 
     @property
+    def verdicts(self) -> Verdicts:
+        return self._loads.verdicts
+
+    @property
     def layer_done_counter(self) -> LayerCounter:
         return self._loads.counter
 
@@ -227,7 +239,7 @@ class KvdockLinker(UnifiedCacheLinker):
     def _load_ended(self, load: QueuedLoad, ok: bool | None) -> None:
         if self._zero is None:
             return
-        self._zero.load_ended(load, ok, self._weights.epoch)
+        self._zero.load_ended(load, ok)
         if ok is not None:
             tokens = len(load.pages) * self._rank_pools.page_tokens
             self._figures.add("load_tokens" if ok else "load_failures", tokens if ok else 1)

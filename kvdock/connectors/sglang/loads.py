@@ -1,12 +1,12 @@
 """A rank's loads: queued while SGLang builds a batch, started with it, awaited layer by layer, and ended with it.
 
-    load ──► queue ──► start ──► "kvdock-load": submit ──► copies ──► result, reports to the server
+    load ──► queue ──► start ──► "kvdock-load": submit ──► copies ──► result ──► "kvdock-settle": reports to the server
                          └► batch ◄── wait_until(layer) …… forward …… finish
 
 The forward pass asks for each layer's KV before it reads this KV. On a GPU, the forward pass's stream is then ordered
-after the copy of the layer's band, so loading and computing overlap; on a CPU, the forward pass waits for the whole
-load. All recurrent states are loaded before the forward pass starts. SGLang asks for the result of the loads after the
-forward pass, when no copy writes to its pages any more.
+after the copy of the layer's band, so loading and computing overlap; on a CPU, the forward pass waits for the copies of
+the whole load. All recurrent states are loaded before the forward pass starts. SGLang asks for the verdict on the loads
+when it processes the result of the forward pass (verdicts.py); no copy writes to its pages any more once it has it.
 
 Invariant: every plan that was queued is copied, or given up, exactly once; its lease is released once its copies have
 ended (W1 in docs/understand/lifetime_protocol.md).
@@ -16,16 +16,19 @@ from __future__ import annotations
 
 import logging
 import time
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvdock.connectors.background import Background
-from kvdock.connectors.plans import LoadPiece, LoadPlan
+from kvdock.connectors.plans import LoadPlan, Pieces
 from kvdock.connectors.running_weights import RunningWeights
 from kvdock.connectors.session import Attachment
 from kvdock.connectors.sglang.pools import KVGroup, RankPools
+from kvdock.connectors.sglang.ranks import Ranks
+from kvdock.connectors.sglang.verdicts import Verdicts
 from kvdock.connectors.worker import VERIFIED_BEFORE, Layers, Loading
 
 log = logging.getLogger("kvdock.sglang")
@@ -103,22 +106,24 @@ class LayerCounter:
 
 
 class Loads:
-    """`ended`: called in SGLang's thread with each load, and whether all loads of its batch are complete; None: the
-    load was cancelled. `took`: called there for a complete batch, with the seconds from the start of its loads to their
-    end, and (tokens, seconds of the copies) of each load. `clock`: a monotonic clock, in seconds."""
+    """`ended`: called in SGLang's thread with each load, and whether all loads of its batch are complete on all ranks;
+    None: the load was cancelled. `took`: called there for a complete batch, with the seconds from the start of its
+    loads to their end, and (tokens, seconds of the copies) of each load. `clock`: a monotonic clock, in seconds."""
 
     def __init__(
-        self, pools: RankPools, weights: RunningWeights, *, ended: Callable[[QueuedLoad, bool | None], None],
+        self, pools: RankPools, ranks: Ranks, weights: RunningWeights, *,
+        ended: Callable[[QueuedLoad, bool | None], None],
         took: Callable[[float, Sequence[tuple[int, float]]], None],
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._pools, self._weights = pools, weights
+        self._pools, self._ranks, self._weights = pools, ranks, weights
         self._ended, self._took, self._clock = ended, took, clock
         groups = pools.groups
         count = 1 + max(layer for group in groups if not group.is_draft for layer in group.planes)
         self._layers = Layers([waits(group, count) for group in groups], VERIFIED_BEFORE)
         self.counter = LayerCounter(count, self._wait_for_layer, any(group.has_slots for group in groups))
-        self._loading = Background("kvdock-load")
+        self.verdicts = Verdicts(ranks)
+        self._loading, self._settling = Background("kvdock-load"), Background("kvdock-settle")
         self._queued: dict[str, QueuedLoad] = {}
         self._batches: dict[int, _Batch] = {}
         self._started = -1
@@ -138,7 +143,7 @@ class Loads:
 
     def give_up(self, attachment: Attachment, plan: LoadPlan) -> None:
         """Gives back a plan of which nothing was or will be copied here."""
-        self._loading.run(self._give_back, attachment, plan)
+        self._settling.run(self._give_back, attachment, plan)
 
     def start(self, ready: Callable[[], object]) -> int:
         """Starts the queued loads. `ready`: waits until the GPU has computed the indices of the pages. Returns the
@@ -156,11 +161,11 @@ class Loads:
         return self._started
 
     def finish(self, index: int) -> bool:
-        """Waits for a batch. Returns whether all its loads are complete."""
+        """Waits for a batch. Returns whether all its loads are complete on all ranks."""
         batch = self._batches.pop(index, None)
         if batch is None:
             return True
-        landed = batch.landed.result()
+        landed = self._ranks.all_agree(batch.landed.result())
         if landed:
             self._took(batch.took_s, batch.copies)
         for load in batch.loads:
@@ -173,11 +178,14 @@ class Loads:
             self.cancel(rid)
         for index in list(self._batches):
             self.finish(index)
+        self.verdicts.forget()
         self.counter.set_consumer(-1)
 
     def close(self) -> None:
-        self.reset()
+        for rid in list(self._queued):
+            self.cancel(rid)
         self._loading.close()
+        self._settling.close()
 
     # ------------------------------------------------------------------ the forward pass
 
@@ -186,7 +194,8 @@ class Loads:
         if batch is None:
             return
         if self._pools.stream is None:
-            batch.landed.exception()  # finish() returns the result
+            for loading in batch.submitted.result():
+                loading.wait(None)  # finish() returns the verdict
             return
         if self._watched != index:
             self._layers.watch(batch.submitted.result())
@@ -218,25 +227,20 @@ class Loads:
             for load in batch.loads:
                 load.took_s = batch.took_s
             batch.landed.set_result(landed and len(loadings) == len(batch.loads))
-            self._settle(batch, loadings)
+            self._settling.run(self._settle, batch, loadings)
 
     def _placed(self, load: QueuedLoad) -> LoadPlan:
         """The plan with block ids of SGLang's pages in place of the numbers of the load's pages."""
-        plan, first = load.plan, load.plan.local_tokens // self._pools.page_tokens
-        pages: dict[int, list[int]] = {}
-        for group, about in enumerate(self._pools.groups):
-            if about.transfer in load.indices:
-                pages[group] = about.pages_of(load.indices[about.transfer])
-        count = plan.hit_tokens // self._pools.page_tokens - first
-        pieces = []
-        for piece in plan.pieces:
-            of_group = pages.get(piece.group, [])
-            at = piece.block_ids[-1] - (count - len(of_group))  # a window has the last pages only
-            pieces.append(LoadPiece(piece.chunk, piece.group, piece.parts, (of_group[at],), piece.skip_blocks))
-        return replace(plan, pieces=tuple(pieces))
+        plan, count = load.plan, (load.plan.hit_tokens - load.plan.local_tokens) // self._pools.page_tokens
+        pages = [
+            array("q", about.pages_of(load.indices[about.transfer]) if about.transfer in load.indices else ())
+            for about in self._pools.groups
+        ]
+        return replace(plan, pieces=Pieces(plan.arrays.placed(pages, count)))
 
     def _settle(self, batch: _Batch, loadings: Sequence[Loading]) -> None:
-        """Reports the end of the loads to the server. Nothing waits for this."""
+        """Reports the end of the loads to the server. A thread of its own does it, because a server that does not
+        answer must not delay the next loads."""
         for loading in loadings:
             self._pools.worker.end_load(loading)
         for load in batch.loads[len(loadings) :]:

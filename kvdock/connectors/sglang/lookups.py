@@ -1,5 +1,8 @@
 """Rank 0's lookups: which pages that the engine lacks can be loaded, and which of them are promised to SGLang.
 
+The question is sent when a request arrives in SGLang's queue (a hook in hooks.py), so that the answer and the
+verification are there when SGLang first tries to admit it.
+
 SGLang looks up the tail of a prompt: the pages behind those on its device, by their hashes. It looks the tail up again
 in every round in which it tries to admit the request. If it admits the request, it computes the pages that were not
 promised. So a request may be held back (lookups.py) until the server has answered, until the found pages are hashed,
@@ -22,6 +25,7 @@ Threads: SGLang's scheduler thread calls everything; threads of the scheduler co
 from __future__ import annotations
 
 import time
+from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -45,6 +49,9 @@ FORGET_S = 10.0
 MOST_COMPUTING = 16_384
 """The most requests with a promise that were admitted and have not ended. SGLang does not report every end, so the
 oldest is forgotten then."""
+MOST_EXPECTED = 16
+"""For how many requests in the queue the server keeps what was found, because they have asked on arrival. Further ones
+ask when SGLang first tries to admit them."""
 
 
 @dataclass
@@ -155,6 +162,13 @@ class PageLookups:
         self._computing: OrderedDict[str, str] = OrderedDict()
         """Requests with a promise that were admitted, with the names of their questions."""
         self._count = 0
+
+    def expect(self, rid: str, pages: Sequence[str], about: About = NOTHING) -> None:
+        """The request has arrived, and will look up these pages, or those of them that the device then lacks. Sends the
+        question, and waits for nothing."""
+        if len(self._asked) < MOST_EXPECTED:
+            asked = self._known(rid, tuple(pages), about)
+            self._connector.lookups.expect(asked.name, range(len(pages) * self._page_tokens))
 
     def ask(self, rid: str, pages: Sequence[str], about: About = NOTHING) -> int:
         """How many of the first of `pages` are promised."""
@@ -269,7 +283,7 @@ class PageLookups:
             return None
         self._begun[rid], asked.why = asked, "load_failed"
         end = asked.local + pages
-        numbers = [max(0, at - asked.local) for at in range(end)]
+        numbers = array("q", [0]) * asked.local + array("q", range(pages))
         columns = self._columns(numbers, asked.local, end)
         local_tokens, hit_tokens = asked.local * self._page_tokens, end * self._page_tokens
         started = self._connector.lookups.begin_load(asked.name, columns, local_tokens, hit_tokens)
@@ -280,14 +294,14 @@ class PageLookups:
             self._figures.add("hit_tokens", pages * self._page_tokens)
         return started
 
-    def _columns(self, numbers: Sequence[int], local: int, end: int) -> list[list[int | None]]:
-        """For each group, the numbers of its pages before `end`; for a window, only the last ones."""
-        columns: list[list[int | None]] = []
+    def _columns(self, numbers: array[int], local: int, end: int) -> list[array[int]]:
+        """For each group, the numbers of its pages before `end`; for a window, only the last ones, behind -1."""
+        columns = []
         for group in self._connector.session.manifest.groups:
             first = 0
             if group.kind == "window":
                 first = max(local, end - -(-group.window_tokens // self._page_tokens))
-            columns.append([None] * first + [*numbers[first:]])
+            columns.append(array("q", [-1]) * first + numbers[first:])
         return columns
 
     def loaded(self, rid: str, ok: bool | None) -> None:
@@ -359,6 +373,8 @@ class Holding:
         shows_speed: Callable[[Any], bool] = lambda req: True,
     ) -> None:
         self._ranks, self._lookups, self.planned, self.shows_speed = ranks, lookups, planned, shows_speed
+        self.arrives = False
+        """Whether SGLang looks up a request that has arrived, and does not try to admit it."""
         self._looked_up: str | None = None
         self._held: frozenset[str] = frozenset()
 
@@ -386,6 +402,19 @@ class Holding:
                 waiting = frozenset(rid for rid in waiting if lookups.waits(rid, anew=True))
             self._held = self._ranks.share(waiting)
         return self._held
+
+
+def arrive(holding: Holding, scheduler: Any, req: Any) -> None:
+    """A request has come into SGLang's queue: looks it up as SGLang does before it admits it. All ranks do, because
+    that changes SGLang's tree. Requests of sessions are left out: parts of their KV are in no tree."""
+    queue = scheduler.waiting_queue
+    if not queue or queue[-1] is not req or req.session is not None or req.is_retracted or req.to_finish is not None:
+        return
+    holding.arrives = True
+    try:
+        req.init_next_round_input(scheduler.tree_cache, cow_mamba=False)
+    finally:
+        holding.arrives = False
 
 
 def admit(holding: Holding, original: Callable[..., Any], adder: Any, req: Any, *more: Any, **how: Any) -> Any:

@@ -147,16 +147,15 @@ class RankZero:
         if self.announcer is not None:
             self.announcer.weights_changed()
 
-    def load_ended(self, load: QueuedLoad, ok: bool | None, epoch: int) -> None:
-        """A load has ended. `ok`: whether it is complete; None: it was cancelled. `epoch`: the epoch of the weights
-        that the engine runs now."""
+    def load_ended(self, load: QueuedLoad, ok: bool | None) -> None:
+        """A load has ended. `ok`: whether it is complete; None: it was cancelled."""
         self.lookups.loaded(load.rid, ok)
         if ok is not None:
             self.outcomes.load_ended(load.rid, ok, load.took_s, load.copy_s)
         session = load.attachment.session
-        if ok:  # this rank has hashed its own parts during the load
-            self.known.add(load.pages, known_of(session, epoch))
-            self.trust.add(session, (part for piece in load.plan.pieces for part in piece.parts if part.writer == 0))
+        if ok:  # each rank has hashed its own parts during the load
+            self.known.add(load.pages, known_of(session, load.epoch))
+            self.trust.add_loaded(session, load.plan)
         elif ok is False:
             self.trust.clear()
 

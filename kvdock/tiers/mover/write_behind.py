@@ -23,6 +23,7 @@ from kvdock.client.client import Client
 from kvdock.connectors.session import Attachment
 from kvdock.protocol.errors import ApiError, ServerUnavailable
 from kvdock.protocol.schemas import Hold, Part
+from kvdock.protocol.wire_types import MAX_STORE_KEYS
 from kvdock.shm.errors import ShmError
 from kvdock.tiers.mover.agreement import AgreedNote, Agreement
 from kvdock.tiers.mover.namespaces import NamespaceSession, NamespaceSessions
@@ -152,7 +153,7 @@ RECHECK_S = 3.0
 RETRY_S = 0.2
 """The pause between two tries while the tier or the server does not answer."""
 MOST_KNOWN_STORED = 1 << 18
-_LOOKED_AT = 1024
+_LOOKED_AT = MAX_STORE_KEYS
 """How many entries of the queue are looked at for a batch."""
 
 ChunkName = tuple[bytes, bytes]
@@ -514,7 +515,7 @@ class WriteBehind:
 
     def _store(
         self, space: NamespaceSession, agreed: AgreedNote, attachment: Attachment, keys: list[bytes],
-        chunks: list[list[Part]],
+        chunks: Sequence[Sequence[Part]],
     ) -> bool:
         """In each chunk the part of group 0 and writer 0 comes last, because _missing() asks for that part alone. Tiers
         that store several parts at once may end them in another order."""

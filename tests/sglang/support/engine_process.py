@@ -7,8 +7,8 @@ Engines are forked from this program, which has imported SGLang (engine_forker.p
 
 A job is {"do": "generate", "prompts": [[…]]}, with "at_once" if they are to run side by side, "new": how many tokens
 each generates, "abort_s": after how many seconds all of them are aborted, "custom_params", "kv_hints", "cache_salt"
-and "extra_key" as SGLang has them. Other jobs: {"do": "flush"}, what /flush_cache does;
-{"do": "metrics"}; those of weight_routes.py.
+and "extra_key" as SGLang has them. Other jobs: {"do": "abort"}, which starts prompts side
+by side and aborts each one; {"do": "flush"}, what /flush_cache does; {"do": "metrics"}; those of weight_routes.py.
 Log-probabilities travel as hexadecimal floats: what is compared is every bit. "cached" are the tokens of each prompt
 that were not computed, "why" how each ended, "took_s" when, "verified" how often the target has verified drafts.
 """
@@ -18,6 +18,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from contextlib import suppress
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -203,6 +204,38 @@ def generate(
     return {"runs": runs, "cached": cached, "why": why, "took_s": took_s, "verified": verified}
 
 
+def abort(engine: Any, prompts: list[list[int]]) -> dict[str, Any]:
+    """Starts all prompts. Every second one is aborted at once, while it waits or is computed, and the others once they
+    have said a token."""
+    import asyncio
+
+    from sglang.srt.managers.io_struct import GenerateReqInput
+
+    manager, why = engine.tokenizer_manager, []
+
+    async def one(at: int, prompt: list[int]) -> None:
+        rid = f"aborted-{len(why)}-{at}"
+        asked = GenerateReqInput(
+            rid=rid, input_ids=prompt, sampling_params={"temperature": 0, "max_new_tokens": 400, "ignore_eos": True},
+            stream=True,
+        )
+        outputs = manager.generate_request(asked, None)
+        if at % 2:
+            asyncio.get_running_loop().call_soon(manager.abort_request, rid)
+        reason = "abort"
+        with suppress(ValueError):  # so it tells of some aborts
+            async for out in outputs:
+                manager.abort_request(rid)
+                reason = (out["meta_info"]["finish_reason"] or {"type": "none"})["type"]
+        why.append(reason)
+
+    async def every() -> None:
+        await asyncio.gather(*(one(at, prompt) for at, prompt in enumerate(prompts)))
+
+    engine.loop.run_until_complete(every())
+    return {"why": why}
+
+
 def flush(engine: Any, patience_s: float = 10.0) -> dict[str, Any]:
     """SGLang flushes nothing in the turn of its loop in which a request's last token was said."""
     end_s = time.monotonic() + patience_s
@@ -219,7 +252,7 @@ def metrics(engine: Any) -> dict[str, Any]:
     return {"text": generate_latest(registry).decode()}
 
 
-JOBS = {"generate": generate, "flush": flush, "metrics": metrics, **weight_routes.JOBS}
+JOBS = {"generate": generate, "abort": abort, "flush": flush, "metrics": metrics, **weight_routes.JOBS}
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -22,16 +23,55 @@ def happens(what: str) -> bool:
 
 
 class DamagedLinker(KvdockLinker):
-    """Damages a stored byte between the promise of a load and the load."""
+    """Damages a stored byte between the promise of a load and the load, once. It is rank 0's alone."""
 
     def start_layer_wise_loading(self) -> int:
-        if happens("damage"):
+        if self._ranks.rank == 0 and self._loads._queued and happens("damage"):
             for load in self._loads._queued.values():
                 part = load.plan.pieces[-1].parts[0]
                 address = load.attachment.segments.address(part.segment, part.offset, part.length)
                 byte = ctypes.c_ubyte.from_address(address + 5)
                 byte.value ^= 1
+            (Path(os.environ["KVDOCK_ODD"]) / "damage").unlink()
         return super().start_layer_wise_loading()
+
+
+PATIENCE_S = 3.0
+"""How long a verdict waits for the launch of the next step."""
+
+
+class LateVerdictLinker(DamagedLinker):
+    """The verdict on a load is there once the next step is launched. If none is, it is there in the end, and "late" is
+    written down."""
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self._odd_steps, self._odd_launch = threading.Condition(), dict[str, int]()
+        self._odd_counter, real, finish = self._loads.counter, self._loads.counter.set_consumer, type(self)._verdict
+        worker = self._rank_pools.worker
+        finish_load = worker.finish_load
+
+        def set_consumer(index: int) -> None:
+            with self._odd_steps:
+                real(index)
+                self._odd_steps.notify_all()
+
+        self._loads.counter.set_consumer = set_consumer  # type: ignore[method-assign]  # for this process alone
+        worker.finish_load = lambda loading: finish(self, loading, finish_load)  # type: ignore[method-assign]
+
+    def start_layer_wise_loading(self) -> int:
+        for load in self._loads._queued.values():
+            self._odd_launch[load.plan.lease] = self._odd_counter.batches + 2  # its own step is the next one
+        return super().start_layer_wise_loading()
+
+    def _verdict(self, loading: Any, finish_load: Any) -> int:
+        valid: int = finish_load(loading)
+        step = self._odd_launch.pop(loading.plan.lease)
+        if happens("hold"):
+            with self._odd_steps:
+                if not self._odd_steps.wait_for(lambda: self._odd_counter.batches >= step, PATIENCE_S):
+                    (Path(os.environ["KVDOCK_ODD"]) / "late").touch()
+        return valid
 
 
 class FailingLinker(KvdockLinker):

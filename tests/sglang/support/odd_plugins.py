@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvdock.connectors.sglang.updates import MODEL_UPDATER, UPDATER
+from kvdock.connectors.sglang.updates import MODEL_UPDATER, SCHEDULER, UPDATER
 
 UPDATE = f"{UPDATER}.update_weights_from_disk"
 
@@ -58,8 +58,24 @@ def bring_what_no_hook_goes_around() -> None:
     SchedulerWeightUpdaterManager.reload_weights = reload_weights
 
 
-def retract_now_and_then() -> None:
+def process_results_without_kvdock() -> None:
+    """The hook of another plugin is applied, so SGLang applies no other one to the same method."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    def around(original: Any, *arguments: Any) -> Any:
+        return original(*arguments)
+
+    HookRegistry.register(f"{SCHEDULER}.process_batch_result", around, HookType.AROUND)
+    HookRegistry.apply_hooks()
+
+
+def retract_now_and_then(steps: int = 9) -> None:
     """SGLang's own way to test it, whose variable is read when its scheduler is imported."""
     from sglang.srt.managers import scheduler
 
-    scheduler.TEST_RETRACT, scheduler.TEST_RETRACT_INTERVAL = True, 9
+    scheduler.TEST_RETRACT, scheduler.TEST_RETRACT_INTERVAL = True, steps
+
+
+def retract_in_each_step() -> None:
+    """All requests but one, in each step that computes no prompt."""
+    retract_now_and_then(1)

@@ -1,0 +1,134 @@
+"""The verdict on a load, which SGLang asks for where it processes the result of the load's batch, in whole engines on
+the CPU: what is launched before it, and what becomes of requests and pages after a bad one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from api_helpers import ServerProcess
+from engines import TP2, Engine, odd
+from whole_engines import HITS, PROMPTS, comes_back, prompts_of, tokens_of
+
+from kvdock.client.client import Client
+
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(400)]
+
+IN_TURN = {"engine": {"disable_overlap_schedule": True}}
+
+
+def has_failed(found: dict[str, Any]) -> bool:
+    """Whether one request has ended by a load that failed, without any output."""
+    (why,), (run,) = found["why"], found["runs"]
+    return (why == "abort" or "External KV cache load failed" in why) and not run
+
+
+def told(linker: str, folder: Path, how: dict[str, Any]) -> dict[str, Any]:
+    """What an engine is told for an odd linker and `how`."""
+    said = odd(linker, folder)
+    return {**said, **how, "environ": {**said["environ"], **how.get("environ", {})}}
+
+
+def warmed(engine: Engine, prompts: list[list[int]]) -> list[Any]:
+    """What `prompts` give after a local hit. They are stored and trusted, and the device has them no more."""
+    engine.generate(prompts)
+    local, _ = engine.generate(prompts)
+    engine.drain()
+    engine.flush()
+    engine.generate(prompts)
+    engine.flush()
+    runs: list[Any] = local
+    return runs
+
+
+@pytest.mark.parametrize("ranks", [{}, TP2], ids=["one rank", "two ranks"])
+def test_the_next_step_is_launched_before_the_verdict_which_still_counts(
+    ranks: dict[str, Any], models: dict[str, Path], server: ServerProcess, tmp_path: Path
+) -> None:
+    """With two ranks, one alone finds the damage."""
+    with Engine(models["llama"], server.unix, **told("LateVerdictLinker", tmp_path, ranks)) as engine:
+        local = warmed(engine, PROMPTS)
+        (tmp_path / "hold").touch()
+        assert comes_back(engine) == (local, HITS)
+        assert not (tmp_path / "late").exists(), "the step after a load waited for its verdict"
+        engine.flush()
+        (tmp_path / "damage").touch()
+        failed = engine.do("generate", prompts=PROMPTS[:1])
+        assert has_failed(failed)
+        assert not (tmp_path / "late").exists()
+        (tmp_path / "hold").unlink()
+        found = engine.do("generate", prompts=PROMPTS)
+        assert found["why"] == ["length"] * 3 and tokens_of(found["runs"]) == tokens_of(local)
+        engine.drain()
+        assert comes_back(engine) == (local, HITS)
+
+
+def test_without_the_hook_the_verdict_comes_before_the_next_step(
+    models: dict[str, Path], server: ServerProcess, tmp_path: Path
+) -> None:
+    how = {"plugin_of_others": "process_results_without_kvdock"}
+    with Engine(models["llama"], server.unix, **told("LateVerdictLinker", tmp_path, how)) as engine:
+        local = warmed(engine, PROMPTS[2:])
+        (tmp_path / "hold").touch()
+        assert comes_back(engine, PROMPTS[2:]) == (local, HITS[2:])
+        assert (tmp_path / "late").exists()
+        assert "kvdock's hooks do not reach Scheduler.process_batch_result" in engine.log_text()
+
+
+@pytest.mark.parametrize("loop", [{}, IN_TURN], ids=["overlap", "in turn"])
+def test_a_prompt_of_several_chunks_ends_with_its_load(
+    loop: dict[str, Any], models: dict[str, Path], server: ServerProcess, tmp_path: Path
+) -> None:
+    """Its first chunk comes into SGLang's tree before its last one is computed, and what is damaged must not."""
+    stored = PROMPTS[2][:450]
+    first, second = (PROMPTS[2] + prompts_of(seed)[2] for seed in (7, 8))
+    with Engine(models["llama"], server.unix, **told("DamagedLinker", tmp_path, loop)) as engine:
+        alone, cached = engine.generate([first, second], cache_salt="alone")
+        assert cached == [0, 512]
+        warmed(engine, [stored])
+        loaded, cached = engine.generate([first])
+        assert (tokens_of(loaded), cached) == (tokens_of(alone[:1]), [448])
+        engine.flush()
+        (tmp_path / "damage").touch()
+        assert has_failed(engine.do("generate", prompts=[second[:450] + second[530:]]))
+        found, cached = engine.generate([second])
+        assert (tokens_of(found), cached) == (tokens_of(alone[1:]), [384]), "the damaged page is nowhere any more"
+
+
+def test_a_request_that_is_retracted_before_a_bad_verdict_is_computed(
+    models: dict[str, Path], server: ServerProcess, tmp_path: Path
+) -> None:
+    """SGLang retracts it in the step after its load, so it has no output yet. The other one runs all the time."""
+    how = {"plugin_of_others": "retract_in_each_step"}
+    both = [prompts_of(5)[0][:40], PROMPTS[2]]
+    with Engine(models["llama"], server.unix, **told("DamagedLinker", tmp_path, how)) as engine:
+        alone, _ = engine.generate(both, new=24)
+        warmed(engine, both[1:])
+        (tmp_path / "damage").touch()
+        found = engine.do("generate", prompts=both, new=24, at_once=True)
+        assert not (tmp_path / "damage").exists()
+        assert found["why"] == ["length"] * 2 and tokens_of(found["runs"]) == tokens_of(alone)
+        engine.flush()
+
+
+def test_aborted_requests_leave_no_page_and_no_lease(
+    models: dict[str, Path], server: ServerProcess, tmp_path: Path
+) -> None:
+    """They are aborted in the queue, with a load in progress, between two chunks, and in a step after a load."""
+    small = {"engine": {"max_total_tokens": 2048}}
+    many = [prompt for seed in (11, 12, 13) for prompt in prompts_of(seed)]
+    long = [prompt + prompts_of(14 + at)[2] for at, prompt in enumerate(many)]
+    with Engine(models["llama"], server.unix, **told("LateVerdictLinker", tmp_path, small)) as engine:
+        local = warmed(engine, many[:3])
+        for prompts in (many, long, many):
+            engine.generate(many)
+            engine.drain()
+            engine.flush()
+            assert set(engine.do("abort", prompts=prompts)["why"]) <= {"abort"}
+            engine.flush()
+        assert comes_back(engine, many[:3])[0] == local
+        engine.drain()
+        with Client(server.unix) as client:
+            status = client.status()
+            assert (status.leases, status.reservations) == (0, 0)

@@ -384,6 +384,12 @@ SHARED: Mapping[str, Metric] = {
     "tier_waits_fulfilled": Metric("counter", "Requests that waited for a lower tier until all of it was there."),
     "tier_waits_shortened": Metric("counter", "Requests that waited for a lower tier until no more of it came."),
     "tier_waits_expired": Metric("counter", "Requests that waited for a lower tier for as long as they may."),
+    "wait_seconds": Metric("seconds", "Time that a request waited for tokens that another engine was computing."),
+    "waits_fulfilled": Metric("counter", "Requests that waited for another engine until all of it was stored."),
+    "waits_withdrawn": Metric("counter", "Requests whose other engine ended, died or gave up before all was stored."),
+    "waits_stalled": Metric("counter", "Requests that waited for another engine and saw nothing more being stored."),
+    "waits_expired": Metric("counter", "Requests that waited for another engine for as long as they may."),
+    "hints_ignored": Metric("counter", "KV hints of requests that kvdock does not know or cannot read."),
     "attached": Metric("gauge", "Whether the kvdock server is there: 1, or 0 when every lookup is a miss."),
 }
 """By name without the engine's prefix: `load_tokens` is vllm:kvdock_load_tokens_total under vLLM."""

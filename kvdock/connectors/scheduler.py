@@ -72,7 +72,13 @@ class SchedulerConnector:
         called before `finished`, which forgets the chunks."""
         known = self._requests.known_keys(request_id) if preferences else None
         if known is not None:
-            self.stores.run(_send_preferences, self.session, *known, preferences)
+            self.stores.run(self.send_preferences, *known, preferences)
+
+    def send_preferences(
+        self, attachment: Attachment, keys: Sequence[bytes], preferences: Sequence[Preference]
+    ) -> None:
+        """Background: sends preferences for the chunks of a request. `keys`: theirs, from the first."""
+        _send_preferences(self.session, attachment, keys, preferences)
 
     def ended(self, outcome: Outcome) -> None:
         """A request has ended: the next heartbeat reports its outcome to the server."""

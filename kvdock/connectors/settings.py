@@ -14,6 +14,9 @@ from kvdock.protocol.access import NOBODY, default_address, trusted_uid_in
 MOST_WAIT_S = 1.0
 """The largest lookup_wait_s: a longer wait in an engine's scheduling loop costs more than it gains."""
 MOST_TIER_WAIT_S = 600.0
+MOST_SHARE = 10.0
+"""The largest value of compute_once: to wait for another engine for more than ten times as long as computing takes is
+taken for a mistake."""
 MOST_UID = (1 << 32) - 2
 PACK = ("auto", "on", "off")
 
@@ -25,7 +28,7 @@ class EngineSettings(LoadLimits):
     ABOVE_ZERO: ClassVar[tuple[str, ...]] = ("timeout_s", "copy_threads")
     RANGES: ClassVar[Mapping[str, tuple[float, float]]] = {
         "lookup_wait_s": (0.0, MOST_WAIT_S), "tier_wait_s": (0.0, MOST_TIER_WAIT_S),
-        "trusted_uid": (NOBODY, MOST_UID),
+        "compute_once": (0.0, MOST_SHARE), "trusted_uid": (NOBODY, MOST_UID),
     }
 
     address: str = ""
@@ -44,6 +47,9 @@ class EngineSettings(LoadLimits):
     tier_wait_s: float = 2.0
     """The longest that a request may wait for chunks that the server's lower tiers load; with load_if_cheaper, never
     longer than computing them would take. 0: it does not wait (kvdock/connectors/waits.py)."""
+    compute_once: float = 0.0
+    """How long a request may wait for tokens that another engine is computing, as a share of what computing them here
+    would take; 0: not at all (kvdock/connectors/waits.py)."""
     load_if_cheaper: bool = True
     """A hit is computed instead of loaded where that is expected to take less time (kvdock/connectors/cost.py)."""
     copy_threads: int = 2

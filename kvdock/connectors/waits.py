@@ -465,6 +465,10 @@ class ComputeOnce(_Waiting[_StoreWait]):
         super().__init__(clock, count)
         self._share, self._speed = share, speed
 
+    def longest_s(self, tokens: int) -> float:
+        """The seconds that a request which lacks `tokens` tokens may wait."""
+        return self._share * tokens / self._speed.tokens_per_s
+
     def waits(self, request_id: str, stored: BeingStored | None, hit_tokens: int, local_tokens: int) -> bool:
         """Whether the request waits, now that its newest answer has `stored` and `hit_tokens`. Its time starts
         now, not when the question was sent."""
@@ -472,7 +476,7 @@ class ComputeOnce(_Waiting[_StoreWait]):
         if wait is None:
             if stored is None:
                 return False
-            longest_s = self._share * (stored.tokens - max(stored.committed, local_tokens)) / self._speed.tokens_per_s
+            longest_s = self.longest_s(stored.tokens - max(stored.committed, local_tokens))
             if longest_s < 2 * ASK_S:
                 return False  # the wait would be over before the second answer
             self._waits[request_id] = _StoreWait(

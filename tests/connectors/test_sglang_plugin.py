@@ -14,7 +14,9 @@ from kvdock.connectors.sglang.plugin import why_not
     ({"page_size": 1}, 1, "--page-size is 1, and 64 or 128 is wanted"),
     ({"page_size": 32}, None, "--page-size is 32, and 64 or 128 is wanted"),  # what the kernels need
     ({"page_size": 1, "mamba_radix_cache_strategy": "no_buffer"}, None, "extra_buffer alone"),
-    ({"page_size": 1, "speculative_eagle_topk": 4}, None, "--speculative-eagle-topk"),
+    ({"page_size": 1, "speculative_eagle_topk": 4}, None, "drafts of several branches"),
+    ({"page_size": 1, "speculative_algorithm": "NGRAM", "speculative_ngram_max_bfs_breadth": 10}, None, "branches"),
+    ({"page_size": 1, "speculative_algorithm": "NGRAM", "speculative_ngram_max_bfs_breadth": 1}, None, ""),
     ({"page_size": 1, "speculative_eagle_topk": 1, "mamba_radix_cache_strategy": "extra_buffer"}, None, ""),
     ({"page_size": 64, "enable_hierarchical_cache": True}, 64, "SGLang serves one of HiCache and a linker"),
     ({"page_size": 64, "disaggregation_mode": "prefill"}, 64, "does not serve --disaggregation-mode"),

@@ -20,7 +20,7 @@ from kvdock.client.transport import Address
 from kvdock.connectors import waits as waits_module
 from kvdock.connectors.plans import LoadPiece, LoadPlan
 from kvdock.connectors.session import EngineSession, Identity, ServerEpoch
-from kvdock.connectors.vllm.announcer import Namer
+from kvdock.connectors.vllm.block_names import Namer
 from kvdock.connectors.vllm.groups import KVGroup
 from kvdock.connectors.vllm.scheduler import EngineView, VllmScheduler
 from kvdock.connectors.vllm.setup import Settings

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from api_helpers import ServerProcess, comes_true
-from engines import Engine, odd
+from engines import TP2, Engine, odd
 from whole_engines import HITS, NOTHING, PROMPTS, comes_back, prompts_of, tokens_of
 
 from kvdock.client.client import Client
@@ -286,8 +286,9 @@ def test_one_variable_is_the_whole_set_up(models: dict[str, Path], server: Serve
 @pytest.mark.parametrize(("engine", "environ", "said"), [
     ({"page_size": 16}, {}, "SGLANG_KVDOCK is set: --page-size is 16, and 64 or 128 is wanted"),
     ({"disable_radix_cache": True}, {}, "SGLANG_KVDOCK is set: kvdock does not serve --disable-radix-cache"),
+    ({"pp_size": 2}, TP2["environ"], "runs as without it: kvdock does not serve pipeline parallelism under SGLang"),
     ({}, {"KVDOCK_TRUSTED_UID": "me"}, "kvdock stands aside, and SGLang runs as without it: KVDOCK_TRUSTED_UID"),
-], ids=["pages", "a cache", "a setting"])
+], ids=["pages", "a cache", "stages", "a setting"])
 def test_one_variable_never_ends_an_engine(
     engine: dict[str, object], environ: dict[str, str], said: str, models: dict[str, Path], server: ServerProcess
 ) -> None:
@@ -297,3 +298,14 @@ def test_one_variable_never_ends_an_engine(
         assert said in whole.log_text()
     with Client(server.unix) as client:
         assert client.status().counters["lookups"] == 0
+
+
+def test_one_variable_asks_no_pages_of_an_engine_whose_kernels_have_none(
+    models: dict[str, Path], server: ServerProcess
+) -> None:
+    """SGLang's kernels for drafts of several branches, which a GPU alone has, and so no request is sent."""
+    environ = {"SGLANG_KVDOCK": "1", "KVDOCK_ADDRESS": server.unix}
+    drafts = {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 3, "page_size": None}
+    with Engine(models["llama"], server.unix, plugin=True, environ=environ, engine=drafts) as engine:
+        assert engine.about
+        assert "not all kernels have beside drafts of several branches" in engine.log_text()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import time
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 import msgspec
 import zmq
@@ -46,10 +47,17 @@ def _by_field(event: Any) -> dict[str, Any]:
     return {"type": tag, **dict(zip(FIELDS[tag], values, strict=True))}
 
 
+class Publisher(Protocol):
+    """A server, or an engine."""
+
+    @property
+    def settings(self) -> Mapping[str, Any]: ...
+
+
 class ZmqReader:
     """A subscriber, and who asks again."""
 
-    def __init__(self, server: ServerProcess, topic: str = "") -> None:
+    def __init__(self, server: Publisher, topic: str = "") -> None:
         self._context = zmq.Context()
         self._sub, self._dealer = self._context.socket(zmq.SUB), self._context.socket(zmq.DEALER)
         self._sub.subscribe(topic)
@@ -71,6 +79,13 @@ class ZmqReader:
     def next(self) -> Frames:
         topic, number, payload = self._sub.recv_multipart()
         return decoded(topic, number, payload)
+
+    def heard(self) -> list[Frames]:
+        """All that has come by now."""
+        found = []
+        while self._sub.poll(0):
+            found.append(self.next())
+        return found
 
     def ask(self, first: int) -> list[Frames]:
         self._dealer.send_multipart((b"", first.to_bytes(8, "big")))

@@ -50,10 +50,10 @@ class Figures:
             else:
                 self._made[name] = prometheus.Histogram(full, metric.help, buckets=SECONDS)
 
-    def waited(self, how: str, seconds: float) -> None:
-        """A request's wait for lower tiers has ended."""
-        self.add(f"tier_waits_{how}")
-        self.add("tier_wait_seconds", seconds)
+    def waited(self, prefix: str, how: str, seconds: float) -> None:
+        """Counts a wait that has ended. `prefix`: the kind of wait."""
+        self.add(f"{prefix}waits_{how}")
+        self.add(f"{prefix}wait_seconds", seconds)
 
     def add(self, name: str, amount: float = 1) -> None:
         """Adds `amount` to a counter, observes it as a duration, or makes it a gauge's value."""

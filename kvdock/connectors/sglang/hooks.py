@@ -4,7 +4,8 @@
   server needs to know the order of chunks. A hook around the offer reads that page's hash from the tree. If it cannot,
   the parent is unknown, which the protocol allows: chunks are found all the same, and are evicted in a worse order.
 - The admission of a request, and its end (outcomes.py).
-- The request for which SGLang looks up or inserts pages (texts.py).
+- The request for which SGLang looks up or inserts pages (texts.py), and the tokens of these pages (page_names.py).
+- The KV cache events that SGLang is about to publish (page_names.py).
 - Changes of weights, and the requests and pages of the tree that these concern (updates.py).
 - The results of batches that load, and what becomes of their pages before that (verdicts.py).
 - Requests that arrive, and requests that wait (lookups.py).
@@ -19,7 +20,7 @@ from __future__ import annotations
 import logging
 import pkgutil
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
@@ -33,8 +34,6 @@ from kvdock.connectors.sglang.updates import (
     RELEASES,
     RESUMES,
     SCHEDULER,
-    START,
-    UNKNOWN,
     WORKER,
     Changes,
     Fresh,
@@ -56,6 +55,7 @@ from kvdock.connectors.sglang.verdicts import (
 
 if TYPE_CHECKING:  # this module is loaded in processes that have no linker
     from kvdock.connectors.sglang.lookups import Holding
+    from kvdock.connectors.sglang.page_names import Naming
     from kvdock.connectors.sglang.texts import Texts
 
 log = logging.getLogger("kvdock.sglang")
@@ -75,9 +75,11 @@ class Hooked(Protocol):
     texts: Texts
     changes: Changes
     guard: Guard
+    naming: Naming
     verdicts: Verdicts
-    parent: str | None
-    """The hash of the page before the node that is offered next; see Chains.named."""
+
+    def why_not(self, req: Any) -> str:
+        """Why `req` is not looked up, as in Outcome; empty: it is."""
 
     def planned(self) -> None:
         """A forward pass that computes a prompt is planned."""
@@ -90,6 +92,9 @@ class Hooked(Protocol):
 
     def aborted(self, rid: str) -> None:
         """A request has ended before its first token, or in the queue."""
+
+    def published(self, events: Sequence[Any]) -> Sequence[Any]:
+        """SGLang publishes `events`. Returns those to publish in their place."""
 
 
 _linkers: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -105,6 +110,7 @@ def install() -> None:
         (f"{SCHEDULER}.{QUEUES}", _queue), (ADMITS, _admit), (f"{SCHEDULER}.{PLANS}", _plan),
         (f"{TREE}.{INSERTS}", _checkpoint), (f"{TREE}.insert", _insert), (NAMES_VERSION, _named),
         (f"{TREE}.on_release", _release_kv), (f"{TREE}.release_aborted_request", _abort),
+        (f"{TREE}.take_events", _take_events),
         (f"{TREE}.{ASKS}", _ask), (f"{TREE}.{RELEASES_REQUEST}", _claim), (f"{TREE}.{FREES}", _free),
         (f"{SCHEDULER}.{RESULTS}", _result), (f"{SCHEDULER}.{CHUNKS}", _next_chunk),
     ):
@@ -160,22 +166,21 @@ def _register(target: str, around: Callable[..., Any]) -> None:
 
 def _offload_node(original: Callable[..., None], wrapper: Any, node_id: Any, transfers: Any) -> None:
     linker = wrapper.cache_linker
-    if linker in _linkers:
-        linker.parent = _parent_of(wrapper.cache, node_id)
-    try:
+    if linker not in _linkers:
         original(wrapper, node_id, transfers)
-    finally:
-        if linker in _linkers:
-            linker.parent = UNKNOWN
+        return
+    with linker.naming.offering(_above(wrapper.cache, node_id)):
+        original(wrapper, node_id, transfers)
 
 
 def _match(original: Callable[..., Any], wrapper: Any, key: Any, req: Any, result: Any, *more: Any, **how: Any) -> Any:
     linker = wrapper.cache_linker
     if linker not in _linkers:
         return original(wrapper, key, req, result, *more, **how)
-    if linker.texts.why_not(req):
+    if linker.why_not(req):
         return result
-    with linker.texts.matching(req):
+    above = partial(wrapper.cache.get_last_hash_value, result.last_device_node)
+    with linker.texts.matching(req), linker.naming.matching(key, result.device_prefix_len, above):
         return original(wrapper, key, req, result, *more, **how)
 
 
@@ -194,7 +199,7 @@ def _insert(original: Callable[..., Any], cache: Any, params: Any, *more: Any, *
     linker = _linker_of(cache)
     if linker is None:
         return original(cache, params, *more, **how)
-    with linker.fresh.adopting(params.value, params.prev_prefix_len):
+    with linker.fresh.adopting(params.value, params.prev_prefix_len), linker.naming.inserting(params.key):
         return original(cache, params, *more, **how)
 
 
@@ -256,13 +261,19 @@ def _plan(original: Callable[..., Any], scheduler: Any, *more: Any, **how: Any) 
     return batch, running
 
 
-def _parent_of(cache: Any, node_id: Any) -> str | None:
+def _take_events(original: Callable[..., Any], cache: Any, *more: Any, **how: Any) -> Any:
+    events, linker = original(cache, *more, **how), _linker_of(cache)
+    return events if linker is None else linker.published(events)
+
+
+def _above(cache: Any, node_id: Any) -> Sequence[str] | None:
+    """The hashes of all pages before a node; None: they are not known."""
     try:
-        above = cache.get_prefix_hash_values(node_id)
-    except Exception as error:  # whatever a tree of another version raises, the parent is unknown
-        log.debug("the parent of a node is unknown: %s", error)
-        return UNKNOWN
-    return str(above[-1]) if above else START
+        above: Sequence[str] = cache.get_prefix_hash_values(node_id)
+    except Exception as error:  # whatever a tree of another version raises
+        log.debug("the pages before a node are unknown: %s", error)
+        return None
+    return above
 
 
 # ---------------------------------------------------------------------- verdicts

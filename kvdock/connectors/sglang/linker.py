@@ -37,17 +37,20 @@ from kvdock.connectors.plans import LoadPlan
 from kvdock.connectors.running_weights import RunningWeights
 from kvdock.connectors.session import Attachment, Identity, ServerEpoch, SessionObserver
 from kvdock.connectors.sglang.figures import Figures
+from kvdock.connectors.sglang.hints import asked_by
 from kvdock.connectors.sglang.hooks import PLANS, hook_change, register
 from kvdock.connectors.sglang.identity import manifest_of, revision, settings_set, variables_set
 from kvdock.connectors.sglang.loads import LayerCounter, Loads, QueuedLoad
 from kvdock.connectors.sglang.lookups import Holding
 from kvdock.connectors.sglang.offloads import Offloads
+from kvdock.connectors.sglang.page_names import About, Naming, with_loadable
 from kvdock.connectors.sglang.pools import FULL, KVGroup, RankPools, divided, groups_of, part_layouts
 from kvdock.connectors.sglang.rank_zero import RankZero
 from kvdock.connectors.sglang.ranks import Ranks
 from kvdock.connectors.sglang.setup import Settings, drafts_of, refuse_what_is_not_supported, warn_of_version
 from kvdock.connectors.sglang.texts import Texts
-from kvdock.connectors.sglang.updates import UNKNOWN, Changes, Fresh, Guard
+from kvdock.connectors.sglang.traces import traceparent_of
+from kvdock.connectors.sglang.updates import Changes, Fresh, Guard
 from kvdock.connectors.sglang.verdicts import Verdicts
 from kvdock.datapath.devices import Device
 from kvdock.datapath.errors import NoCuda
@@ -100,7 +103,8 @@ class KvdockLinker(UnifiedCacheLinker):
         if self._ranks.rank == 0:
             self._zero = RankZero.of(
                 self._rank_pools.worker.session, settings, ranks=self._ranks.size, weights=self._weights, speed=speed,
-                figures=self._figures, clock=clock,
+                figures=self._figures, clock=clock, has_events=params.enable_kv_cache_events,
+                has_pairs=params.is_eagle,
             )
         self.holding = Holding(self._ranks, None, speed.step)
         if self._zero is not None:
@@ -109,12 +113,13 @@ class KvdockLinker(UnifiedCacheLinker):
             self._rank_pools, self._ranks, self._weights, ended=self._load_ended, took=self._loads_took, clock=clock
         )
         self._offloads = Offloads(self._rank_pools, self._ranks, self._weights, self._figures, self._zero)
-        self.parent: str | None = UNKNOWN
+        wants_names = self._zero.wants_names if self._zero is not None else lambda: False
+        self.naming = Naming(params.page_size, wants_names, has_pairs=params.is_eagle)
         self.texts = Texts(model.vocab_size if getattr(model, "is_multimodal", False) else None)
         self.fresh, self.changes = Fresh(self._weights), Changes(self._weights, self._weights_change)
         self.guard = Guard(hook_change, PLANS, self.changes.unheard)
-        keeps = self._zero.connector.lookups.keeps_lease if self._zero is not None else lambda lease: False
-        start(self._rank_pools.worker.session, self._rank_pools.worker, SessionObserver(keeps))
+        observer = self._zero.observer() if self._zero is not None else SessionObserver()
+        start(self._rank_pools.worker.session, self._rank_pools.worker, observer)
         register(self)
 
     def _open(
@@ -169,16 +174,18 @@ class KvdockLinker(UnifiedCacheLinker):
     def lookup(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:
         pages = next(list(one.keys) for one in transfers if one.name == FULL)
         may_look_up = self._may_share() and self.texts.may_look_up(rid)
+        req = self.texts.matched
+        about = About(self.naming.looked_up, traceparent_of(req), asked_by(req).store)
         if self.holding.arrives:
             if self._zero is not None and may_look_up:
-                self._zero.lookups.expect(rid, pages)
+                self._zero.lookups.expect(rid, pages, about)
             return []
         self.holding.looked_up(rid)
         if not may_look_up:
             return []
         if self._zero is None:
             return list(range(1, len(pages) + 1))
-        found = self._zero.lookups.ask(rid, pages)
+        found = self._zero.lookups.ask(rid, pages, about)
         return [found] if found else []
 
     def load(self, rid: str, transfers: list[PoolTransfer]) -> bool:
@@ -249,13 +256,15 @@ class KvdockLinker(UnifiedCacheLinker):
         by_name = {str(one.name): one for one in transfers}
         if FULL not in by_name or not by_name[FULL].keys:
             return False
-        may_store = self._may_share() and self.texts.may_store(self.fresh.inserts)
+        inserts = self.fresh.inserts
+        may_store = self._may_share() and self.texts.may_store(inserts) and asked_by(inserts).store
         if self._zero is not None:
             full = by_name[FULL]
-            may_store = self.fresh.may_store(full.keys, self.parent, full.device_indices) and may_store
+            may_store = self.fresh.may_store(full.keys, self.naming.parent, full.device_indices) and may_store
         self._offloads.offer(
-            by_name[FULL].keys, self.parent, {name: one.device_indices for name, one in by_name.items()},
+            by_name[FULL].keys, self.naming.parent, {name: one.device_indices for name, one in by_name.items()},
             {name: len(one.keys) for name, one in by_name.items()}, self._ready(), may_store=may_store,
+            about=About(self.naming.offered, traceparent_of(inserts)),
         )
         return True
 
@@ -292,23 +301,37 @@ class KvdockLinker(UnifiedCacheLinker):
 
     # ------------------------------------------------------------------ requests
 
+    def why_not(self, req: Any) -> str:
+        """See Hooked."""
+        return self.texts.why_not(req) or ("" if asked_by(req).load else "opted_out")
+
     def admitted(self, req: Any, device_tokens: int) -> None:
         """See Hooked, as for the next two."""
         if self._zero is not None:
-            self._zero.outcomes.admitted(req, device_tokens, self.texts.why_not(req))
+            self._zero.outcomes.admitted(req, device_tokens, self.why_not(req))
 
     def released(self, req: Any) -> None:
         if self._zero is not None:
+            self._zero.lookups.ended(str(req.rid))
             self._zero.outcomes.released(req)
+            if not self.texts.why_not(req) and (call := self._zero.preferences_of(req)) is not None:
+                self._offloads.then(call)
 
     def aborted(self, rid: str) -> None:
         if self._zero is not None:
+            self._zero.lookups.drop(rid)
+            self._zero.lookups.ended(rid)
             self._zero.outcomes.aborted(rid)
+
+    def published(self, events: Sequence[Any]) -> Sequence[Any]:
+        """See Hooked."""
+        announcer = self._zero.announcer if self._zero is not None else None
+        return events if announcer is None else with_loadable(events, announcer)
 
     def _weights_change(self) -> None:
         """From now on, pages that were looked up are not loaded, and offers that have not started are not stored."""
         if self._zero is not None:
-            self._zero.lookups.reset()
+            self._zero.weights_change()
 
     def _weights_named(self, name: str) -> None:
         """The weights that this engine runs have this name from now on; see RunningWeights.name. The server files what

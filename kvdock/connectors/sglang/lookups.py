@@ -15,6 +15,10 @@ suffix of the one before, and the answer still holds. For any other tail, a new 
 SGLang does not report the end of a request that has loaded nothing. A request that was not looked up for FORGET_S is
 forgotten, and its lease is cancelled. If it is looked up later, a new question is sent.
 
+With compute_once, a question promises to the server that its request computes and stores what is not found. So the
+question of a request that was admitted is kept until the request ends: then the promise of what it has not stored is
+withdrawn.
+
 Threads: SGLang's scheduler thread calls everything; threads of the scheduler connector make chains, too.
 """
 
@@ -22,10 +26,13 @@ from __future__ import annotations
 
 import time
 from array import array
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+from kvdock.connectors.announcer import ChunkOf, NameOf
 from kvdock.connectors.interface import Hit, Pending
 from kvdock.connectors.plans import LoadPlan
 from kvdock.connectors.requests import Chain
@@ -33,11 +40,15 @@ from kvdock.connectors.running_weights import RunningWeights
 from kvdock.connectors.scheduler import SchedulerConnector
 from kvdock.connectors.session import Attachment
 from kvdock.connectors.sglang.figures import Figures
+from kvdock.connectors.sglang.page_names import NOTHING, About
 from kvdock.connectors.sglang.ranks import Ranks
 from kvdock.connectors.sglang.updates import START, UNKNOWN
 from kvdock.protocol.keys import UNKNOWN_PARENT, HashedChain, tagged
 
 FORGET_S = 10.0
+MOST_COMPUTING = 16_384
+"""The most requests with a promise that were admitted and have not ended. SGLang does not report every end, so the
+oldest is forgotten then."""
 MOST_EXPECTED = 16
 """For how many requests in the queue the server keeps what was found, because they have asked on arrival. Further ones
 ask when SGLang first tries to admit them."""
@@ -85,13 +96,40 @@ class Chains:
     def __init__(self, weights: RunningWeights) -> None:
         self._weights = weights
         self._pages: dict[str, tuple[Sequence[str], str | None, bytes]] = {}
+        self._about: dict[str, About] = {}
 
-    def named(self, name: str, pages: Sequence[str], parent: str | None = UNKNOWN) -> None:
+    def named(
+        self, name: str, pages: Sequence[str], parent: str | None = UNKNOWN, about: About = NOTHING
+    ) -> None:
         """`parent`: the hash of the page before the first one, START or UNKNOWN."""
+        if about != NOTHING:
+            self._about[name] = about
         self._pages[name] = pages, parent, self._weights.tag
+
+    def traceparent_of(self, name: str) -> str:
+        """See RequestCallbacks, as for is_stored."""
+        return self._about.get(name, NOTHING).traceparent
+
+    def is_stored(self, name: str) -> bool:
+        return self._about.get(name, NOTHING).is_stored and not self._weights.is_stale
 
     def forget(self, name: str) -> None:
         self._pages.pop(name, None)
+        self._about.pop(name, None)
+
+    def keys(self, namespace: bytes, pages: Sequence[str]) -> list[bytes]:
+        """The keys of pages of the weights that the engine runs now."""
+        chain = HashedChain(tagged(namespace, self._weights.tag), 1, (), 1)
+        return [chain.key_of(bytes.fromhex(page)) for page in pages]
+
+    def chunks_of(self, name: str) -> ChunkOf | None:
+        """See Announcing, as for names_of."""
+        pages, tokens = self._pages.get(name), self._about.get(name, NOTHING).tokens
+        return partial(tokens.chunk, pages[0]) if pages is not None and tokens is not None else None
+
+    def names_of(self, name: str) -> NameOf | None:
+        pages, tokens = self._pages.get(name), self._about.get(name, NOTHING).tokens
+        return partial(tokens.name, pages[0]) if pages is not None and tokens is not None else None
 
     def of(self, name: str, namespace: bytes, page_tokens: int) -> Chain:
         """See ChainOf."""
@@ -121,18 +159,20 @@ class PageLookups:
         """Requests whose load SGLang has asked for, until it has admitted them."""
         self._loading: dict[str, str] = {}
         """Requests whose plan was handed out, with the names of their questions."""
+        self._computing: OrderedDict[str, str] = OrderedDict()
+        """Requests with a promise that were admitted, with the names of their questions."""
         self._count = 0
 
-    def expect(self, rid: str, pages: Sequence[str]) -> None:
+    def expect(self, rid: str, pages: Sequence[str], about: About = NOTHING) -> None:
         """The request has arrived, and will look up these pages, or those of them that the device then lacks. Sends the
         question, and waits for nothing."""
         if len(self._asked) < MOST_EXPECTED:
-            asked = self._known(rid, tuple(pages))
+            asked = self._known(rid, tuple(pages), about)
             self._connector.lookups.expect(asked.name, range(len(pages) * self._page_tokens))
 
-    def ask(self, rid: str, pages: Sequence[str]) -> int:
+    def ask(self, rid: str, pages: Sequence[str], about: About = NOTHING) -> int:
         """How many of the first of `pages` are promised."""
-        asked = self._known(rid, tuple(pages))
+        asked = self._known(rid, tuple(pages), about)
         found = self._found(asked)
         asked.waits = found is None and self._may_wait(asked)
         return found or 0
@@ -149,9 +189,10 @@ class PageLookups:
     def _may_wait(self, asked: _Asked) -> bool:
         """Whether the request may wait longer. The time counts from its first wait, because a request that is looked up
         with other pages each time would otherwise wait for the full time again and again."""
-        now_s = self._clock()
+        now_s, once = self._clock(), self._connector.lookups.waits.once
         if asked.until_s is None:
-            asked.until_s = now_s + self._most_s
+            once_s = once.longest_s(len(asked.pages) * self._page_tokens) if once is not None else 0.0
+            asked.until_s = now_s + self._most_s + once_s
         return now_s < asked.until_s
 
     def _found(self, asked: _Asked) -> int | None:
@@ -175,7 +216,7 @@ class PageLookups:
             self._figures.add("lookups_unverified")
         return 0
 
-    def _known(self, rid: str, pages: tuple[str, ...]) -> _Asked:
+    def _known(self, rid: str, pages: tuple[str, ...], about: About) -> _Asked:
         asked = self._asked.get(rid)
         if asked is not None:
             local = len(asked.pages) - len(pages)
@@ -187,7 +228,7 @@ class PageLookups:
         self._begun.pop(rid, None)
         self._count += 1
         name = f"{rid}-{self._count}"  # a new name, so that no state of an earlier question is used
-        self._chains.named(name, pages)
+        self._chains.named(name, pages, about=about)
         asked = self._asked[rid] = _Asked(name, pages, self._clock(), until_s=until_s)
         self._figures.add("lookup_tokens", len(pages) * self._page_tokens)
         return asked
@@ -202,15 +243,34 @@ class PageLookups:
         """SGLang has admitted the request: what it has not begun to load by now, it computes. None: the request was not
         looked up."""
         asked = self._begun.pop(rid, None)
-        if asked is None and (asked := self._asked.pop(rid, None)) is not None:
-            self._finish(asked.name)
-        if asked is None:
+        begins = asked is None
+        if begins and (asked := self._asked.pop(rid, None)) is None:
             return None
+        assert asked is not None
+        if self._connector.lookups.waits.once is not None:
+            self._computes(rid, asked.name)
+        elif begins:
+            self._finish(asked.name)
         size = self._page_tokens
         return Answered(asked.name, asked.local * size, asked.found * size, asked.why, asked.load_bytes)
 
+    def _computes(self, rid: str, name: str) -> None:
+        """The request computes what it does not load, as its question has promised."""
+        self.ended(rid)
+        self._computing[rid] = name
+        if self._loading.get(rid) != name:
+            self._connector.lookups.drop_lookup(name)
+        if len(self._computing) > MOST_COMPUTING:
+            self.ended(next(iter(self._computing)))
+
+    def ended(self, rid: str) -> None:
+        """The request has ended, or has lost its KV: it stores no more than was offered by now."""
+        name = self._computing.pop(rid, None)
+        if name is not None and self._loading.get(rid) != name:
+            self._finish(name)
+
     def drop(self, rid: str) -> None:
-        """The request has ended before it was admitted."""
+        """The request has ended before it was admitted, or is not looked up any more."""
         asked = self._asked.pop(rid, None)
         if asked is not None:
             self._finish(asked.name)
@@ -251,7 +311,8 @@ class PageLookups:
             return
         if ok is False:
             self._connector.lookups.load_failed(name, 0)
-        self._finish(name)
+        if self._computing.get(rid) != name:
+            self._finish(name)
 
     def tick(self, batches: int) -> None:
         """Called in each iteration of SGLang's loop: forgets requests that were not looked up for FORGET_S. `batches`:
@@ -273,6 +334,8 @@ class PageLookups:
             self._finish(asked.name)
         self._asked.clear()
         self._begun.clear()
+        for rid in list(self._computing):
+            self.ended(rid)
 
     def _finish(self, name: str) -> None:
         self._connector.finished(name)

@@ -32,6 +32,7 @@ from kvdock.connectors.running_weights import RunningWeights
 from kvdock.connectors.scheduler import SchedulerConnector
 from kvdock.connectors.session import Attachment
 from kvdock.connectors.sglang.figures import Figures
+from kvdock.connectors.sglang.page_names import NOTHING, About
 from kvdock.connectors.sglang.pools import STATES, RankPools
 from kvdock.connectors.sglang.rank_zero import RankZero, known_of
 from kvdock.connectors.sglang.ranks import Ranks
@@ -78,16 +79,16 @@ class Offloads:
 
     def offer(
         self, pages: Sequence[str], parent: str | None, indices: Mapping[str, Any], counts: Mapping[str, int],
-        ready: Callable[[], object], *, may_store: bool,
+        ready: Callable[[], object], *, may_store: bool, about: About = NOTHING,
     ) -> None:
-        """The pages must not change until the offer has ended. `parent`: see Hooked. `may_store` False: no rank stores
-        the pages; in a rank that is no writer it has no effect, unless it is rank 0."""
+        """The pages must not change until the offer has ended. `parent`: see Chains.named. `may_store` False: no rank
+        stores the pages; in a rank that is no writer it has no effect, unless it is rank 0."""
         self._count += 1
         made = _Offer(f"offer-{self._count}", tuple(pages), indices, counts, ready, self._weights.epoch, may_store)
         self._offers.append(made)
         writers = min(self._ranks.size, self._worker.session.manifest.writers)
         if self._zero is not None:
-            self._start(self._zero, made, parent)
+            self._start(self._zero, made, parent, about)
         if writers > 1:
             self._unshared.append(made)
         elif self._zero is not None:
@@ -95,7 +96,7 @@ class Offloads:
         else:
             made.ended.set_result(True)
 
-    def _start(self, zero: RankZero, made: _Offer, parent: str | None) -> None:
+    def _start(self, zero: RankZero, made: _Offer, parent: str | None, about: About) -> None:
         attachment = zero.connector.session.attachment
         if attachment is None or not made.may_store:
             made.reserved.set_result(False)
@@ -107,7 +108,7 @@ class Offloads:
             made.reserved.set_result(True)
             return
         above = made.pages[made.known - 1] if made.known else parent
-        zero.chains.named(made.name, made.pages[made.known :], above)
+        zero.chains.named(made.name, made.pages[made.known :], above, about.behind(made.pages[: made.known]))
         self._offering.run(self._reserve, zero, made)
 
     def count_ended(self) -> int:
@@ -134,6 +135,10 @@ class Offloads:
     def _is_current(self, offer: _Offer) -> bool:
         """Whether the weights of the offer are the present ones. May be called from any thread."""
         return offer.epoch == self._weights.epoch
+
+    def then(self, call: Callable[..., None], *args: object) -> None:
+        """Rank 0: runs a call to the server in the background, once slots are reserved for the offers so far."""
+        self._offering.run(call, *args)
 
     def reset(self) -> None:
         """Waits until no copy reads a page. Called after SGLang has dropped its offers on all ranks."""

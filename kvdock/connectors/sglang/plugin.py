@@ -83,6 +83,15 @@ def why_not(settings: Any, asked_page_tokens: int | None) -> str:
         return wanted
     if getattr(settings, "mamba_radix_cache_strategy", None) == "no_buffer":
         return f"{wanted}, which recurrent states have with --mamba-radix-cache-strategy extra_buffer alone"
-    if (getattr(settings, "speculative_eagle_topk", None) or 0) > 1:
-        return f"{wanted}, which not all kernels have beside --speculative-eagle-topk"
+    if branches_of(settings) > 1:
+        return f"{wanted}, which not all kernels have beside drafts of several branches"
     return ""
+
+
+def branches_of(settings: Any) -> int:
+    """How many branches the drafts have; 0: one, or there are no drafts. SGLang sets the number for NGRAM later, from a
+    setting of its own."""
+    name = "speculative_eagle_topk"
+    if getattr(settings, "speculative_algorithm", None) == "NGRAM":
+        name = "speculative_ngram_max_bfs_breadth"
+    return int(getattr(settings, name, None) or 0)

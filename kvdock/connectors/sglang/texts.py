@@ -25,7 +25,8 @@ class Texts:
     def __init__(self, vocabulary: int | None) -> None:
         self._vocabulary = vocabulary
         self._why: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
-        self._matches: str | None = None
+        self.matched: Any = None
+        """The text that SGLang looks up now; None: none, or it is not known."""
 
     def why_not(self, req: Any) -> str:
         """Why SGLang's Req is computed, as in Outcome; empty: it is a text. What was said of a request stays, because
@@ -47,14 +48,14 @@ class Texts:
     @contextmanager
     def matching(self, req: Any) -> Iterator[None]:
         """SGLang looks up this text."""
-        self._matches = str(req.rid)
+        self.matched = req
         try:
             yield
         finally:
-            self._matches = None
+            self.matched = None
 
     def may_look_up(self, rid: str) -> bool:
-        return self._vocabulary is None or self._matches == rid
+        return self._vocabulary is None or (self.matched is not None and str(self.matched.rid) == rid)
 
     def may_store(self, req: Any) -> bool:
         """Whether pages may be stored that SGLang offers while `req` puts its pages into the tree. None: it does not

@@ -44,7 +44,7 @@ from kvdock.connectors.running_weights import RunningWeights
 from kvdock.connectors.session import EngineSession, Identity
 from kvdock.connectors.vllm.adapters import LOADS
 from kvdock.connectors.vllm.arrivals import in_turn, listen
-from kvdock.connectors.vllm.exports import Events, KvdockPromMetrics, KvdockStats, events_of, namer_of
+from kvdock.connectors.vllm.exports import Events, KvdockPromMetrics, KvdockStats, cutter_of, events_of, namer_of
 from kvdock.connectors.vllm.groups import (
     KVGroup,
     chunk_tokens,
@@ -422,6 +422,7 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
                 hash_tokens=hash_tokens if manifest.hash_function != HASH_FUNCTION else None,
                 own_cache=own_cache_of(self._config, self._groups, hash_tokens),
                 announcer=self._events.announcer if self._events is not None else None,
+                cutter=cutter_of(manifest.chunk_tokens, hash_tokens),
                 namer=namer_of(self._groups, manifest.chunk_tokens, hash_tokens),
             ),
             budget, self._settings, tags=Tags(
@@ -550,7 +551,8 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
 
     @in_turn
     def take_events(self) -> Iterable[Any]:
-        """KV cache events, when vLLM publishes them: of the server's chunks that this instance knows (announcer.py)."""
+        """KV cache events, when vLLM publishes them: of the server's chunks that this instance knows
+        (kvdock/connectors/announcer.py)."""
         return self._events.take() if self._events is not None else ()
 
     def _hashing(self) -> tuple[str, str]:

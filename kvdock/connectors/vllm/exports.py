@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from prometheus_client import Counter, Gauge, Histogram
@@ -18,8 +19,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
 from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind
 
+from kvdock.connectors.announcer import Announcer, Chunk, ChunkChange
 from kvdock.connectors.session import EngineSession
-from kvdock.connectors.vllm.announcer import Announcer, Chunk, ChunkChange, Namer, chunk_of
+from kvdock.connectors.vllm.block_names import Cutter, Namer, chunk_of
 from kvdock.connectors.vllm.figures import METRICS, Data, Figures, merge, summary
 from kvdock.connectors.vllm.groups import KVGroup
 from kvdock.protocol.kv_events import BlockNames, named
@@ -141,7 +143,7 @@ def namer_of(groups: Sequence[KVGroup], chunk_tokens: int, hash_tokens: int) -> 
     step, hashes = max(1, sizes[0] // hash_tokens), chunk_tokens // hash_tokens
 
     def name(request: Any, at: int) -> BlockNames | None:
-        chunk = chunk_of(request, at, hashes, chunk_tokens)
+        chunk = chunk_of(request, at, hashes=hashes, chunk_tokens=chunk_tokens)
         return None if chunk is None else named(_before(chunk), _of_blocks(chunk, step), chunk.tokens)
 
     return name
@@ -154,5 +156,8 @@ def events_of(
     wanted = config.kv_events_config
     if wanted is None or not wanted.enable_kv_cache_events:
         return None
-    announcer = Announcer(session, session.manifest.chunk_tokens, hash_tokens)
-    return Events(announcer, groups, kv_cache_config, hash_tokens)
+    return Events(Announcer(session), groups, kv_cache_config, hash_tokens)
+
+
+def cutter_of(chunk_tokens: int, hash_tokens: int) -> Cutter:
+    return partial(chunk_of, hashes=chunk_tokens // hash_tokens, chunk_tokens=chunk_tokens)

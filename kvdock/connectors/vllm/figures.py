@@ -12,9 +12,10 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from kvdock.connectors.hints import OWN, Asked
 from kvdock.connectors.outcomes import SHARED, Metric, RequestOutcomes
 from kvdock.connectors.plans import LoadPlan, StorePlan
-from kvdock.connectors.vllm.hints import OWN, Asked, asked_by
+from kvdock.connectors.vllm.hints import asked_by
 from kvdock.connectors.vllm.request_tag import WHY
 from kvdock.protocol.outcomes import Outcome
 from kvdock.protocol.schemas import Manifest
@@ -41,12 +42,6 @@ METRICS: Mapping[str, Metric] = {
     },
     "weight_changes": Metric("counter", "Times that the weights changed, or may have changed, while the engine ran."),
     "withheld": Metric("gauge", "1 while nothing is shared because a change of weights could go unnoticed."),
-    "hints_ignored": Metric("counter", "KV hints of requests that kvdock does not know or cannot read."),
-    "wait_seconds": Metric("seconds", "Time that a request waited for tokens that another engine was computing."),
-    "waits_fulfilled": Metric("counter", "Requests that waited for another engine until all of it was stored."),
-    "waits_withdrawn": Metric("counter", "Requests whose other engine ended, died or gave up before all was stored."),
-    "waits_stalled": Metric("counter", "Requests that waited for another engine and saw nothing more being stored."),
-    "waits_expired": Metric("counter", "Requests that waited for another engine for as long as they may."),
     "load_wait_seconds": Metric("seconds", "Time that a request waited for tokens that another one was loading."),
     "load_waits_fulfilled": Metric("counter", "Loads that a request waited for and took from vLLM's own cache."),
     "load_waits_failed": Metric("counter", "Loads that a request waited for and that failed, or whose request ended."),

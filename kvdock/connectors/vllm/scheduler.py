@@ -24,8 +24,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from kvdock.connectors.announcer import Announcer, Announcing
 from kvdock.connectors.chunk_statistics import ChunkStatistics
 from kvdock.connectors.cost import LoadChoice, LoadOrCompute, PrefillSpeed
+from kvdock.connectors.hints import Hints
 from kvdock.connectors.interface import Hit, Pending
 from kvdock.connectors.lookups import LookupRecord, Verification
 from kvdock.connectors.plans import StorePlan
@@ -35,11 +37,11 @@ from kvdock.connectors.scheduler import SchedulerConnector
 from kvdock.connectors.session import Attachment, EngineSession, SessionObserver
 from kvdock.connectors.stores import StoreBatch, StoreOffer, Stores
 from kvdock.connectors.verify import ChecksumVerifier
-from kvdock.connectors.vllm.announcer import Announcer, Announcing, Namer
 from kvdock.connectors.vllm.arrivals import Arrivals
+from kvdock.connectors.vllm.block_names import Cutter, Namer, chunks_of, names_of
 from kvdock.connectors.vllm.figures import Figures, Outcomes
 from kvdock.connectors.vllm.groups import KVGroup, whole_blocks
-from kvdock.connectors.vllm.hints import Hints
+from kvdock.connectors.vllm.hints import said_by
 from kvdock.connectors.vllm.request_tag import Tags, chain_of, is_plain
 from kvdock.connectors.vllm.resets import Resets
 from kvdock.connectors.vllm.setup import Attached, Settings
@@ -82,6 +84,7 @@ class EngineView:
     """vLLM's prefix cache; None: requests do not find the loads of others there."""
     announcer: Announcer | None = None
     """None: the engine publishes no KV cache events."""
+    cutter: Cutter | None = None
     namer: Namer | None = None
     """Makes the names by which routers know chunks."""
     unfit: str = ""
@@ -140,7 +143,10 @@ class VllmScheduler:
             waits=Waits(Patience(settings.lookup_wait_s, clock), once, tiers, loads, clock),
             callbacks=RequestCallbacks(
                 self._chain_of, self._is_stored, lambda name: self._tracked[name].traceparent,
-                Announcing(engine.announcer, engine.namer, lambda name: self._tracked[name].request),
+                Announcing(
+                    engine.announcer, lambda name: chunks_of(engine.cutter, self._tracked[name].request),
+                    lambda name: names_of(engine.namer, self._tracked[name].request),
+                ),
             ),
             verification=Verification(ChecksumVerifier(session), is_eager=self._verifies_all),
             record=LookupRecord(partial(figures.add, "lookup_seconds"), self._declined, statistics),
@@ -451,7 +457,7 @@ class VllmScheduler:
         elif request_id in self._tracked:
             self._offer_rest(request_id, self._tracked[request_id].request.num_computed_tokens)
         if has_answered and self._tags.of(request) is not None:
-            self._connector.hint(request_id, self._hints.of(request))
+            self._connector.hint(request_id, self._hints.of(*said_by(request)))
         self._forget(request_id)
         self._tracked.pop(request_id, None)
         self._tags.finished(request_id)

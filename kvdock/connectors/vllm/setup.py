@@ -22,9 +22,6 @@ from kvdock.protocol.access import CONNECTOR_PREFIX
 
 log = logging.getLogger("kvdock.vllm")
 
-MOST_SHARE = 10.0
-"""The largest value of compute_once: to wait for another engine for more than ten times as long as computing takes is
-taken for a mistake."""
 EXTRA = "kv_connector_extra_config"
 BY_LAYER = ("eager", "piecewise", "never")
 ON_RESET = ("clear", "apart", "leave")
@@ -33,11 +30,7 @@ ON_RESET = ("clear", "apart", "leave")
 @dataclass(frozen=True)
 class Settings(EngineSettings):
     ABOVE_ZERO: ClassVar[tuple[str, ...]] = (*EngineSettings.ABOVE_ZERO, "chunk_tokens")
-    RANGES: ClassVar[Mapping[str, tuple[float, float]]] = {**EngineSettings.RANGES, "compute_once": (0.0, MOST_SHARE)}
 
-    compute_once: float = 0.0
-    """How long a request may wait for tokens that another engine is computing, as a share of what computing them here
-    would take; 0: not at all (kvdock/connectors/waits.py)."""
     load_once: bool = True
     """If another request of this engine is loading the same tokens, whether a request waits for that load and takes the
     tokens from vLLM's own prefix cache, instead of loading them as well (kvdock/connectors/waits.py)."""

@@ -164,7 +164,7 @@ class Verbs:
         done = StoreDone(request_id, reads)
         nodes = [(first, end)] if "mamba" not in self._groups else [(at, at + 1) for at in range(first, end)]
         for begin, behind in nodes:  # a node of SGLang's tree has one state, that at its end
-            self.linker.parent = keys[begin - 1] if begin else ""
+            self.linker.naming.parent = keys[begin - 1] if begin else ""
             assert self.linker.offload(self._transfers(keys[begin:behind], block_ids, begin))
             self._stores.append(done if behind == end else None)
         return reads
@@ -215,7 +215,7 @@ class Subject:
             page_size=PAGE, token_to_kv_pool_allocator=SimpleNamespace(get_kvcache=lambda: self.pool), pp_size=1,
             attn_cp_size=1, attn_tp_cache_group=None, tp_cache_group=None, sidecar_draft_device_pools=self.drafts,
             mtp_draft_device_pools=(), swa_retain_window=WINDOW if "swa" in self._groups else None,
-            enable_metrics=False, req_to_token_pool=self.states,
+            enable_metrics=False, req_to_token_pool=self.states, enable_kv_cache_events=False, is_eagle=False,
         )
         names = {"kv": "FULL", "swa": "SWA", "mamba": "MAMBA"}
         components = [SimpleNamespace(name=names[group]) for group in self._groups]

@@ -6,7 +6,8 @@ Engines are forked from this program, which has imported SGLang (engine_forker.p
 "folder", "address": "unix:/…" or null, …}; {"contract": [model, address]} runs contract.py instead.
 
 A job is {"do": "generate", "prompts": [[…]]}, with "at_once" if they are to run side by side, "new": how many tokens
-each generates, "cache_salt" and "extra_key" as SGLang has them. Other jobs: {"do": "abort"}, which starts prompts side
+each generates, "abort_s": after how many seconds all of them are aborted, "custom_params", "kv_hints", "cache_salt"
+and "extra_key" as SGLang has them. Other jobs: {"do": "abort"}, which starts prompts side
 by side and aborts each one; {"do": "flush"}, what /flush_cache does; {"do": "metrics"}; those of weight_routes.py.
 Log-probabilities travel as hexadecimal floats: what is compared is every bit. "cached" are the tokens of each prompt
 that were not computed, "why" how each ended, "took_s" when, "verified" how often the target has verified drafts.
@@ -155,7 +156,8 @@ def serve(said: dict[str, Any]) -> None:
 
 
 def generate(
-    engine: Any, prompts: list[list[int]], new: int = NEW, at_once: bool = False, **more: Any
+    engine: Any, prompts: list[list[int]], new: int = NEW, at_once: bool = False, abort_s: float | None = None,
+    custom_params: dict[str, Any] | None = None, **more: Any,
 ) -> dict[str, Any]:
     from sglang.srt.managers.io_struct import GenerateReqInput
 
@@ -163,9 +165,13 @@ def generate(
     async def one(prompt: list[int]) -> Any:
         began_s = time.monotonic()
         asked = GenerateReqInput(
-            input_ids=prompt, sampling_params={"temperature": 0, "max_new_tokens": new, "ignore_eos": True},
+            input_ids=prompt, sampling_params={
+                "temperature": 0, "max_new_tokens": new, "ignore_eos": True, "custom_params": custom_params,
+            },
             return_logprob=True, logprob_start_len=len(prompt) - 1, **more,
         )
+        if abort_s is not None:
+            engine.loop.call_later(abort_s, partial(engine.tokenizer_manager.abort_request, abort_all=True))
         out = await anext(engine.tokenizer_manager.generate_request(asked, None))
         return {**out, "took_s": time.monotonic() - began_s}
 
@@ -191,7 +197,7 @@ def generate(
             continue
         about = out["meta_info"]
         runs.append([[token, float(p).hex()] for p, token, _ in about["output_token_logprobs"]])
-        cached.append(about["cached_tokens"])
+        cached.append(about.get("cached_tokens", 0))  # not of a request that was aborted in its prompt
         why.append(about["finish_reason"]["type"])
         took_s.append(out["took_s"])
         verified.append(about.get("spec_verify_ct"))

@@ -118,6 +118,14 @@ class HeldOffersLinker(KvdockLinker):
             time.sleep(0.01)  # between two looks
 
 
+class SlowLinker(KvdockLinker):
+    """Each step that computes a prompt takes long, so that another engine has time to wait for it."""
+
+    def planned(self) -> None:
+        super().planned()
+        time.sleep(0.3)
+
+
 class DearLinker(KvdockLinker):
     """Loads take half a second, as far as it knows."""
 
@@ -163,7 +171,7 @@ class TellingLinker(KvdockLinker):
 
     def offload(self, transfers: Any, session_id: str | None = None) -> bool:
         with (Path(os.environ["KVDOCK_ODD"]) / "offered").open("a") as file:
-            file.write(json.dumps([self.parent, list(transfers[0].keys)]) + "\n")
+            file.write(json.dumps([self.naming.parent, list(transfers[0].keys)]) + "\n")
         return super().offload(transfers, session_id)
 
 

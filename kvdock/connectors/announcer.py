@@ -1,9 +1,9 @@
 """Announces chunks to a router: the chunks that this instance can load instead of computing them.
 
 The server reports with each heartbeat which chunks of the namespace its lookups find from then on, and which they no
-longer find, whichever engine stored them. A router knows blocks by vLLM's hashes and their tokens. This instance knows
-hashes and tokens only of chunks that it looked up or computed, so only these chunks are announced. Chunks that were
-stored before this instance attached are announced when a lookup or store next meets them.
+longer find, whichever engine stored them. A router knows blocks by the engine's hashes and their tokens. This instance
+knows hashes and tokens only of chunks that it looked up or computed, so only these chunks are announced. Chunks that
+were stored before this instance attached are announced when a lookup or store next meets them.
 
 Invariants: stored and removed events alternate for each chunk; a lookup's result is dropped if a later heartbeat
 reported the eviction, for evictions are reported once. Thread-safe: one lock.
@@ -17,11 +17,9 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
 
 from kvdock.connectors.requests import ChunkObserver
 from kvdock.connectors.session import Attachment, EngineSession
-from kvdock.connectors.vllm.request_tag import is_plain
 from kvdock.protocol.kv_events import BlockNames
 from kvdock.protocol.schemas import Changes
 
@@ -29,12 +27,12 @@ UNANNOUNCED_CHUNKS = 1 << 14
 """The most chunks that are remembered while they are not announced, because the server does not have them or because
 that was not reported yet. The oldest ones are forgotten. Each takes some 1.5 KB."""
 STEP_CHUNKS = 1024
-"""The most chunks that are announced in one step of the engine: vLLM takes some 15 us for each."""
+"""The most chunks that are announced in one step of the engine, which takes some 15 us for each."""
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """`hashes`: vLLM's hashes of its blocks; `parent`: the hash of the block before; `tokens`: unsigned 32-bit
+    """`hashes`: the engine's hashes of its blocks; `parent`: the hash of the block before; `tokens`: unsigned 32-bit
     integers."""
 
     hashes: tuple[bytes, ...]
@@ -42,18 +40,10 @@ class Chunk:
     tokens: array[int]
 
 
-Namer = Callable[[Any, int], BlockNames | None]
-"""Makes the names by which routers know a chunk of a request, from its number; None: vLLM has not hashed all of it."""
-
-
-def chunk_of(request: Any, at: int, hashes: int, chunk_tokens: int) -> Chunk | None:
-    """The request's chunk number `at`. `hashes`: how many hashes a chunk has. None: vLLM has not hashed all of it."""
-    first = at * hashes
-    found = tuple(request.block_hashes[first : first + hashes])
-    if len(found) < hashes:
-        return None
-    parent = request.block_hashes[first - 1] if first else None
-    return Chunk(found, parent, array("I", request.all_token_ids[at * chunk_tokens : (at + 1) * chunk_tokens]))
+ChunkOf = Callable[[int], Chunk | None]
+"""Makes a chunk of a request from its number; None: the engine has not hashed all of it."""
+NameOf = Callable[[int], BlockNames | None]
+"""Makes the names by which routers know a chunk of a request, from its number; None: as for ChunkOf."""
 
 
 @dataclass(frozen=True)
@@ -63,11 +53,10 @@ class ChunkChange:
 
 
 class Announcer:
-    """`session`: that of the scheduler's process, not started yet; `hash_tokens`: how many tokens each of vLLM's hashes
-    adds."""
+    """`session`: that of the scheduler's process, not started yet."""
 
-    def __init__(self, session: EngineSession, chunk_tokens: int, hash_tokens: int) -> None:
-        self._session, self._chunk_tokens, self._hashes = session, chunk_tokens, chunk_tokens // hash_tokens
+    def __init__(self, session: EngineSession) -> None:
+        self._session = session
         self._announced: dict[bytes, Chunk] = {}
         self._unannounced: OrderedDict[bytes, Chunk] = OrderedDict()
         self._changes: dict[bytes, bool] = {}
@@ -80,15 +69,13 @@ class Announcer:
         self._attachment: Attachment | None = None
         self._lock = threading.Lock()
 
-    def know(self, request: Any, keys: Sequence[bytes]) -> None:
-        """Remembers the names of the request's chunks. `keys`: their keys, from the request's first chunk."""
+    def know(self, keys: Sequence[bytes], chunk_of: ChunkOf) -> None:
+        """Remembers the chunks of a request. `keys`: their keys, from the request's first chunk."""
         with self._lock:
             for at, key in enumerate(keys):
                 if key in self._unannounced:
                     self._unannounced.move_to_end(key)
-                elif key not in self._announced and (
-                    chunk := chunk_of(request, at, self._hashes, self._chunk_tokens)
-                ) is not None:
+                elif key not in self._announced and (chunk := chunk_of(at)) is not None:
                     self._add(key, chunk)
 
     def asking(self, attachment: Attachment) -> Callable[[Sequence[bytes]], None]:
@@ -130,6 +117,16 @@ class Announcer:
             self._left |= self._announced.keys()
             self._unannounced.clear()
 
+    def announce_again(self) -> None:
+        """Whoever reads the announcements has forgotten all chunks."""
+        with self._lock:
+            for key, chunk in self._announced.items():
+                if key not in self._left:
+                    self._unannounced[key] = chunk
+                    self._changes.setdefault(key, True)
+            self._announced.clear()
+            self._left.clear()
+
     def take(self) -> list[ChunkChange]:
         """The changes since the last call: STEP_CHUNKS at most, the rest next time."""
         out = []
@@ -168,23 +165,24 @@ class Announcer:
 
 
 class Announcing(ChunkObserver):
-    """Reports the chunks of requests to the announcer, and the names that `namer` makes to a server that publishes
-    events for routers itself. `request_of`: finds a request by its id. Chunks that depend on more than tokens are not
-    announced: a router that hashes tokens alone would send other requests to them."""
+    """Reports the chunks of requests to `announcer`, if there is one, and their names to a server that publishes events
+    for routers itself. `chunks_of`, `names_of`: these of a request, by its id. None: there are none, or the chunks
+    depend on more than tokens. Those are not announced: a router that hashes tokens alone would send other requests to
+    them."""
 
-    def __init__(self, announcer: Announcer | None, namer: Namer | None, request_of: Callable[[str], Any]) -> None:
-        self._announcer, self._namer, self._request_of = announcer, namer, request_of
+    def __init__(
+        self, announcer: Announcer | None, chunks_of: Callable[[str], ChunkOf | None],
+        names_of: Callable[[str], NameOf | None],
+    ) -> None:
+        self._announcer, self._chunks_of, self._names_of = announcer, chunks_of, names_of
 
     def asking(self, attachment: Attachment) -> Callable[[Sequence[bytes]], None]:
         return self._announcer.asking(attachment) if self._announcer is not None else super().asking(attachment)
 
     def known(self, request_id: str, keys: Sequence[bytes]) -> None:
-        request = self._request_of(request_id)
-        if self._announcer is not None and is_plain(request):
-            self._announcer.know(request, keys)
+        if self._announcer is not None and (chunk_of := self._chunks_of(request_id)) is not None:
+            self._announcer.know(keys, chunk_of)
 
     def names(self, request_id: str, first: int, end: int) -> Sequence[BlockNames | None]:
-        request = self._request_of(request_id)
-        if self._namer is None or not is_plain(request):
-            return ()
-        return [self._namer(request, at) for at in range(first, end)]
+        name_of = self._names_of(request_id)
+        return () if name_of is None else [name_of(at) for at in range(first, end)]

@@ -17,10 +17,11 @@ from adoption_helpers import next_at
 from api_helpers import PATIENCE_S, ServerProcess, eventually
 from connector_helpers import BLOCK, CHUNK, PER_CHUNK, Rig, tokens_of
 
+from kvdock.connectors import announcer as module
+from kvdock.connectors.announcer import Announcer, ChunkChange, ChunkOf
 from kvdock.connectors.requests import ChunkObserver
 from kvdock.connectors.session import Attachment, SessionObserver
-from kvdock.connectors.vllm import announcer as module
-from kvdock.connectors.vllm.announcer import Announcer, ChunkChange
+from kvdock.connectors.vllm.block_names import chunk_of
 from kvdock.protocol import schemas as s
 from kvdock.protocol.admin_schemas import ClearCache
 from kvdock.protocol.keys import chunk_keys
@@ -40,6 +41,10 @@ def ends_of(tokens: Sequence[int]) -> set[bytes]:
     return set(request_of(tokens).block_hashes[PER_CHUNK - 1 :: PER_CHUNK])
 
 
+def chunks_of(request: Any) -> ChunkOf:
+    return partial(chunk_of, request, hashes=PER_CHUNK, chunk_tokens=CHUNK)
+
+
 class Asking(ChunkObserver):
     """Tells the announcer what the server says; the test itself tells it of chunks."""
 
@@ -55,7 +60,7 @@ class Telling:
 
     def __init__(self, address: str, **options: Any) -> None:
         self.rig = Rig(address, **options)
-        self.announcer = Announcer(self.rig.connector.session, CHUNK, BLOCK)
+        self.announcer = Announcer(self.rig.connector.session)
         # As vLLM's scheduler process wires them up; the small engine has no announcer.
         scheduler, session = self.rig.connector.scheduler, self.rig.connector.session
         requests = scheduler._requests
@@ -69,7 +74,7 @@ class Telling:
         return chunk_keys(self.rig.attachment.namespace, tokens, CHUNK)
 
     def knows(self, tokens: Sequence[int]) -> None:
-        self.announcer.know(request_of(tokens), self.keys(tokens))
+        self.announcer.know(self.keys(tokens), chunks_of(request_of(tokens)))
         self.known |= ends_of(tokens)
 
     def stores(self, tokens: Sequence[int]) -> None:
@@ -159,11 +164,11 @@ def test_a_chunk_that_vllm_has_not_hashed_yet_is_known_later(quick: ServerProces
         tokens = tokens_of(5, 2)
         request = request_of(tokens)
         last = request.block_hashes.pop()
-        one.announcer.know(request, one.keys(tokens))
+        one.announcer.know(one.keys(tokens), chunks_of(request))
         one.rig.store("s", tokens, range(2 * PER_CHUNK))
         one.comes_to(tokens[:CHUNK])
         request.block_hashes.append(last)
-        one.announcer.know(request, one.keys(tokens))
+        one.announcer.know(one.keys(tokens), chunks_of(request))
         one.stores(tokens)
         one.comes_to(tokens)
 
@@ -203,6 +208,23 @@ def test_an_answer_that_is_older_than_a_heartbeat_tells_nothing_that_has_gone_si
         one.comes_to(other)
         one.announcer.asking(one.rig.attachment)(one.keys(tokens))
         one.comes_to(tokens, other)
+
+
+def test_who_has_forgotten_all_is_told_again_what_is_there(quick: ServerProcess) -> None:
+    with Telling(quick.unix) as one:
+        here, gone = tokens_of(31, 2), tokens_of(32, 2)
+        one.stores(here)
+        one.stores(gone)
+        one.comes_to(here, gone)
+        one.told.clear()
+        one.announcer.announce_again()
+        one.comes_to(here, gone)
+        one.announcer.changed(one.rig.attachment, s.Changes(
+            changes=[s.Change(key=key.hex(), is_there=False) for key in one.keys(gone)], next=0, complete=True
+        ))
+        one.told.clear()
+        one.announcer.announce_again()
+        one.comes_to(here)
 
 
 def test_an_answer_that_is_older_than_what_was_missed_tells_nothing(quick: ServerProcess) -> None:

@@ -1,4 +1,5 @@
-"""What the connector makes of a vLLM request's hints. tests/vllm/test_hints.py has vLLM's own envelope."""
+"""What connectors make of a request's hints. tests/vllm/test_hints.py has vLLM's own envelope, and
+tests/sglang/test_hints.py SGLang's."""
 
 from __future__ import annotations
 
@@ -8,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from kvdock.connectors.hints import MOST_ACTIONS, MOST_DIRECTIVES, MOST_PREFERENCES, Asked, Hints
 from kvdock.connectors.scheduler import Preference
-from kvdock.connectors.vllm.hints import MOST_ACTIONS, MOST_DIRECTIVES, MOST_PREFERENCES, Asked, Hints, asked_by
+from kvdock.connectors.vllm.hints import asked_by, said_by
 from kvdock.protocol.wire_types import MAX_HINT_S
 
 ENDED = Preference(conversation_ended=True)
@@ -27,7 +29,7 @@ def request(*actions: Any, **more: Any) -> Any:
 def read(asked: Any) -> tuple[list[Preference], int]:
     """The preferences, and how many hints were ignored."""
     ignored: list[int] = []
-    return Hints(ignored.append).of(asked), sum(ignored)
+    return Hints(ignored.append).of(*said_by(asked)), sum(ignored)
 
 
 def retain(*directives: Any) -> Any:
@@ -152,9 +154,10 @@ def test_requests_ask_for_what_is_done_for_them(params: Any, asked: Asked) -> No
 def test_only_the_first_hint_that_is_ignored_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     counted: list[int] = []
     hints = Hints(counted.append)
-    with caplog.at_level(logging.DEBUG, logger="kvdock.vllm"):
+    with caplog.at_level(logging.DEBUG, logger="kvdock.connector"):
         for _ in range(3):
-            assert hints.of(request(action("kv.fetch", {}), action("kv.retain", {"priority": "x" * 500}))) == []
+            asked = request(action("kv.fetch", {}), action("kv.retain", {"priority": "x" * 500}))
+            assert hints.of(*said_by(asked)) == []
     (told,) = caplog.messages
     assert "kv.fetch" in told and "kv.retain, kv.evict, vllm.set_priority is wanted" in told and len(told) < 600
     assert sum(counted) == 6

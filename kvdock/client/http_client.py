@@ -215,6 +215,8 @@ class AsyncHttpClient:
     hint = _awaited(Client.hint)
     hold = _awaited(Client.hold)
     prefetch = _awaited(Client.prefetch)
+    peer_notes = _awaited(Client.peer_notes)
+    peer_read = _awaited(Client.peer_read)
     lease = _awaited(Client.lease)
     leases = _awaited(Client.leases)
     reserve = _awaited(Client.reserve)

@@ -215,8 +215,8 @@ CASES = [
     Case(("POST", "/v1/drain"), lambda e: Request("POST", "/v1/drain", {"is_drained": False})),
     Case(("PATCH", "/v1/config"), lambda e: Request("PATCH", "/v1/config", {"session_grants": 4096})),
 ]
-OF_TIERS = "POST", "/v1/tiers/clear"
-"""tests/tiers/test_owned.py repeats it, at a server that has tiers."""
+OF_TIERS = ("POST", "/v1/tiers/clear"), ("POST", "/v1/peers/notes"), ("POST", "/v1/peers/reads")
+"""tests/tiers/test_owned.py and test_peers.py repeat them, at servers that have tiers."""
 COUNTS = {"troubles", "chunks", "bytes", "quarantined"}
 """Fields that say what this call did, which for a repeat is nothing."""
 
@@ -249,7 +249,7 @@ def settled(answer: dict[str, Any], engine: Engine) -> dict[str, Any]:
 
 
 def test_every_mutating_call_has_a_case() -> None:
-    assert {case.route for case in CASES} == {route for route in CALLS if route[0] != "GET"} - {OF_TIERS}
+    assert {case.route for case in CASES} == {route for route in CALLS if route[0] != "GET"} - {*OF_TIERS}
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: " ".join(case.route))

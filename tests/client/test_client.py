@@ -14,7 +14,7 @@ from turns import slowness
 
 from kvdock.client.client import Client
 from kvdock.client.transport import Address
-from kvdock.protocol import admin_schemas as a, schemas as s
+from kvdock.protocol import admin_schemas as a, peer_schemas as p, schemas as s
 from kvdock.protocol.errors import ApiError, ServerUnavailable
 from kvdock.protocol.wire_types import Body
 
@@ -196,6 +196,6 @@ def test_every_call_of_the_client_is_a_body_of_the_schema() -> None:
         for name, method in inspect.getmembers(Client)
         if not name.startswith("_") and callable(method) and "body" in inspect.signature(method).parameters
     }
-    assert len(bodies) == 20
-    rooms = {"s": s, "a": a}
+    assert len(bodies) == 22
+    rooms = {"s": s, "a": a, "p": p}
     assert all(issubclass(getattr(rooms[text[0]], text[2:]), Body) for text in bodies.values()), bodies

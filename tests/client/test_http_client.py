@@ -50,7 +50,7 @@ def public(kind: type) -> dict[str, Callable[..., Any]]:
 
 def test_the_three_clients_have_the_same_calls() -> None:
     sync, engines, awaited = public(HttpClient), public(Client), public(AsyncHttpClient)
-    assert set(sync) == set(engines) == set(awaited) and len(sync) == 44
+    assert set(sync) == set(engines) == set(awaited) and len(sync) == 46
     for name, method in sync.items():
         assert inspect.signature(method) == inspect.signature(awaited[name]) == inspect.signature(engines[name]), name
         assert inspect.iscoroutinefunction(awaited[name]) is (name != "release_later")

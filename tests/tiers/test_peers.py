@@ -50,6 +50,12 @@ def hits(node: PeerNode, keys: list[bytes], request: str) -> int:
     return found.hit_tokens
 
 
+def comes(node: PeerNode, keys: list[bytes], request: str, tokens: int = TOKENS) -> None:
+    """A request finds as many tokens. On a busy machine a peer may say too late what it has: then once more."""
+    tries = itertools.count()
+    eventually(lambda: hits(node, keys, f"{request}-{next(tries)}") == tokens, 30.0)
+
+
 def counter(node: PeerNode, name: str) -> int:
     (tier,) = node.engine.client.status().tiers
     return tier.counters[name]
@@ -86,7 +92,7 @@ def test_a_node_hits_what_the_pool_of_another_has_and_both_keep_it(pair: Pair) -
     a, b = pair
     keys = a.engine.chain(CHUNKS)
     a.engine.store(keys)
-    assert hits(b, keys, "first") == TOKENS
+    comes(b, keys, "first")
     eventually(lambda: counter(b, "loaded_bytes") == CHUNKS * PART)
     assert a.engine.lookup(keys, "still").hit_tokens == TOKENS
     assert counter(a, "stored_bytes") == counter(b, "stored_bytes") == 0, "nothing is written to a peer"
@@ -96,7 +102,7 @@ def test_what_nobody_has_is_a_miss(pair: Pair) -> None:
     a, b = pair
     keys = a.engine.chain(CHUNKS)
     a.engine.store(keys[:3])
-    assert hits(b, keys, "part") == 3 * CHUNK_TOKENS
+    comes(b, keys, "part", 3 * CHUNK_TOKENS)
     assert hits(b, b.engine.chain(CHUNKS), "nothing") == 0
 
 
@@ -120,7 +126,7 @@ def test_a_prefix_is_put_together_from_what_two_peers_have(tmp_path: Path) -> No
         keys = a.engine.chain(CHUNKS)
         a.engine.store(keys[:5])
         b.engine.store(keys[3:], parent=keys[2])
-        assert hits(c, keys, "both") == TOKENS
+        comes(c, keys, "both")
 
 
 # ------------------------------------------------------------------ leases
@@ -134,7 +140,8 @@ def test_what_a_peer_reads_is_not_evicted_until_it_releases(pair: Pair) -> None:
     assert held.lease and [len(parts) for parts in held.chunks] == [1] * CHUNKS
     assert not evicted(a), "a peer reads it"
     with peer_client(a) as client:
-        client.peer_read(PeerRead(namespace=namespace_of(a.engine), generation=0, keys=b"", releases=[held.lease]))
+        for _ in range(2):  # the answer to the first was lost
+            client.peer_read(PeerRead(namespace=namespace_of(a.engine), generation=0, keys=b"", releases=[held.lease]))
     eventually(lambda: evicted(a))
 
 
@@ -188,15 +195,14 @@ def test_nobody_reads_what_was_cleared_at_one_node(pair: Pair, at_reader: bool) 
     a, b = pair
     keys = a.engine.chain(CHUNKS)
     a.engine.store(keys)
-    assert hits(b, keys, "before") == TOKENS
+    comes(b, keys, "before")
     where = b if at_reader else a
     assert where.engine.client.clear(ClearCache(namespace=namespace_of(where.engine))).pending_tiers == []
     assert hits(where, keys, "at once") == 0
     eventually(lambda: generation(a) == generation(b) > 1_700_000_000_000)
     assert hits(a, keys, "later") == hits(b, keys, "later") == 0, "the other pool has followed"
     a.engine.store(keys)
-    tries = itertools.count()  # that nobody has it is remembered for some seconds
-    eventually(lambda: hits(b, keys, f"again-{next(tries)}") == TOKENS, 30.0)
+    comes(b, keys, "again")  # that nobody has it is remembered for some seconds
 
 
 def test_nobody_reads_what_was_deleted_at_one_node(pair: Pair) -> None:
@@ -205,14 +211,15 @@ def test_nobody_reads_what_was_deleted_at_one_node(pair: Pair) -> None:
     a.engine.store(keys)
     deleted = b.engine.client.delete(DeleteChunks(namespace=namespace_of(b.engine), keys=[keys[5].hex()]))
     assert deleted.pending_tiers == []
-    assert hits(b, keys, "there") == hits(a, keys, "here") == 5 * CHUNK_TOKENS
+    comes(b, keys, "there", 5 * CHUNK_TOKENS)
+    assert hits(a, keys, "here") == 5 * CHUNK_TOKENS
 
 
 def test_a_deletion_waits_for_a_peer_that_is_cut_off(pair: Pair) -> None:
     a, b = pair
     keys = a.engine.chain(CHUNKS)
     a.engine.store(keys)
-    assert hits(b, keys, "before") == TOKENS
+    comes(b, keys, "before")
     os.kill(a.server.process.pid, signal.SIGSTOP)
     deleted = b.engine.client.delete(DeleteChunks(namespace=namespace_of(b.engine), keys=[keys[0].hex()]))
     assert deleted.pending_tiers == ["peers"]
@@ -283,7 +290,7 @@ def test_a_damaged_chunk_is_a_miss(pair: Pair) -> None:
     found = a.engine.lookup(keys, "to damage")
     a.engine.damage(found.chunks[2][0])
     a.engine.release(found)
-    assert hits(b, keys, "damaged") == 2 * CHUNK_TOKENS
+    comes(b, keys, "damaged", 2 * CHUNK_TOKENS)
     eventually(lambda: counter(b, "damaged") > 0)
 
 
@@ -305,7 +312,7 @@ def test_a_peer_that_is_killed_is_a_miss_and_the_next_one_is_found(tmp_path: Pat
     with nodes(tmp_path, 3, tier_keep="always") as (a, b, c):
         keys = a.engine.chain(CHUNKS)
         a.engine.store(keys)
-        assert hits(b, keys, "copies") == TOKENS
+        comes(b, keys, "copies")
         mover(a.server).kill()
         a.server.process.send_signal(signal.SIGKILL)
         tries = itertools.count()
@@ -376,7 +383,7 @@ def test_a_server_without_peers_shares_nothing(tmp_path: Path) -> None:
     with ServerProcess(access_file=str(path)) as server, Client(server.http, access_token=TOKEN) as client:
         with pytest.raises(ApiError) as refused:
             client.peer_notes(PeerNotes(notes=[]))
-        assert refused.value.code == "not_ready" and "peers_url" in str(refused.value)
+        assert refused.value.code == "not_found" and "peers_url" in str(refused.value)
 
 
 @pytest.mark.parametrize(("url", "said"), [

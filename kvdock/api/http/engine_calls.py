@@ -330,7 +330,7 @@ PEER_NOTES = BodyCall(
         "Clears and deletions at one node reach the pools of the others. A namespace whose generation is lower here is "
         "cleared.",
         retry="idempotent.",
-        errors=("not_ready",),
+        errors=("not_found", "not_ready"),
     ),
     longest_bytes=SHORT_BYTES,
 )
@@ -343,7 +343,7 @@ PEER_READ = BodyCall(
         "The caller reads the chunks by a Transfer Engine, and compares their checksums. A lease ends when a later "
         "call `releases` it, or by itself.",
         retry="each call that succeeds makes a lease of its own; one whose answer was lost ends by itself.",
-        errors=("not_ready",),
+        errors=("not_found", "not_ready"),
     ),
     longest_bytes=SHORT_BYTES,
 )

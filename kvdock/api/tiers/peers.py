@@ -69,4 +69,4 @@ class Peers:
 
     def _require_tier(self) -> None:
         if PEERS not in self._clears.contents.tiers:
-            raise ApiError("not_ready", "this server does not share its pool: it has no `peers_url`", found="none")
+            raise ApiError("not_found", "this server does not share its pool", found="no peers_url", wanted="peers_url")

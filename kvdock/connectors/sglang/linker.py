@@ -367,9 +367,9 @@ def _group_of(params: Any) -> Any:
 
 
 def _pack(settings: Settings, device: str) -> str:
-    """Packed pages were tested in SGLang on a CPU alone."""
+    """On a GPU, packed pages were tried in SGLang with the shape of one model alone."""
     if settings.pack == "auto" and device != "cpu":
-        log.info("KV is not packed: SGLang was not tested with packed KV on a GPU; pack: on packs it")
+        log.info("KV is not packed: SGLang with packed KV on a GPU was tried with one model alone; pack: on packs it")
         return "off"
     return settings.pack
 

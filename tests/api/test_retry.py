@@ -216,7 +216,7 @@ CASES = [
     Case(("PATCH", "/v1/config"), lambda e: Request("PATCH", "/v1/config", {"session_grants": 4096})),
 ]
 OF_TIERS = ("POST", "/v1/tiers/clear"), ("POST", "/v1/peers/notes"), ("POST", "/v1/peers/reads")
-"""tests/tiers/test_owned.py and test_peers.py repeat them, at servers that have tiers."""
+"""tests/tiers/test_owned.py and tests/tiers/test_peers.py repeat them, at servers that have tiers."""
 COUNTS = {"troubles", "chunks", "bytes", "quarantined"}
 """Fields that say what this call did, which for a repeat is nothing."""
 

@@ -37,6 +37,7 @@ from kvdock.api.http.limits import ConnectionLimits
 from kvdock.api.http.wire import COMMON_HEADERS
 from kvdock.api.record.counters import Counters
 from kvdock.api.record.timings import Meter, Timings
+from kvdock.api.turns import next_call
 from kvdock.client.client import Client
 
 pytestmark = pytest.mark.security
@@ -98,9 +99,14 @@ def test_a_limit_counts_behind_another_request_too(second: bytes, address: str) 
     assert b'"too_slow"' not in answer, "its end was awaited"
 
 
-def test_a_connection_that_has_ended_leaves_nothing() -> None:
-    """Without the garbage collector, which the server has run seldom: a circle of references would stay."""
+@pytest.mark.parametrize("begins", [True, False])
+def test_a_connection_that_has_ended_leaves_nothing(begins: bool) -> None:
+    """Without the garbage collector, which the server has run seldom: a circle of references would stay. A call that
+    waits for its turn does not begin when its client has left."""
+    calls = list[str]()
+
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        calls.append(scope["path"])
         await send({"type": "http.response.start", "status": 204, "headers": []})
         await send({"type": "http.response.body", "body": b""})
 
@@ -120,8 +126,14 @@ def test_a_connection_that_has_ended_leaves_nothing() -> None:
         with ours:
             await asyncio.get_running_loop().connect_accepted_socket(connection, theirs)
             ours.setblocking(False)
+            before = [asyncio.create_task(next_call()) for _ in range(0 if begins else 1000)]
+            await asyncio.sleep(0)
             await asyncio.get_running_loop().sock_sendall(ours, request("GET", "/"))
-            assert b" 204 " in await asyncio.get_running_loop().sock_recv(ours, 1024)
+            if begins:
+                assert b" 204 " in await asyncio.get_running_loop().sock_recv(ours, 1024)
+            while not begins and seen[0]().cycle is None:  # type: ignore[union-attr]  # before it has ended
+                await asyncio.sleep(0)
+        await asyncio.gather(*before)
         until_s = time.monotonic() + PATIENCE_S
         while seen[0]() is not None and time.monotonic() < until_s:
             await asyncio.sleep(0.01)
@@ -132,6 +144,7 @@ def test_a_connection_that_has_ended_leaves_nothing() -> None:
         assert asyncio.run(story()) == [None]
     finally:
         gc.enable()
+    assert calls == ["/"] * begins
 
 
 def test_what_just_fits_is_served(address: str) -> None:

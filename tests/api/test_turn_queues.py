@@ -20,12 +20,14 @@ import pytest
 import uvicorn
 import uvloop
 from api_helpers import PATIENCE_S
+from app_rig import opened
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvdock.api import server
 from kvdock.api.http.connection import Connection, connection_class
 from kvdock.api.http.limits import ConnectionLimits
 from kvdock.api.record.counters import Counters
+from kvdock.api.record.tally import Tally
 from kvdock.api.record.timings import Meter, Timings
 from kvdock.api.server import bind_tcp, bind_unix
 from kvdock.api.turns import (
@@ -109,6 +111,33 @@ def test_one_goes_on_in_each_turn_in_the_order_in_which_they_came(wait: Callable
     went_on = asyncio.run(story())
     assert [number for number, _ in went_on] == [number for number in range(20) if number != 7]
     assert max(Counter(turn for _, turn in went_on).values()) == 1
+
+
+def test_what_long_lookups_count_has_a_turn_for_each() -> None:
+    """And short ones share a turn, so that no more wait than come."""
+    def spin() -> None:
+        until_s = time.thread_time() + SLICE_S
+        while time.thread_time() < until_s:
+            pass
+
+    async def turns_of(tally: Tally, count: Callable[[], None], times: int) -> list[int]:
+        counted = list[int]()
+        async with TurnNumber() as turn:
+            def note() -> None:
+                count()
+                counted.append(turn.now)
+
+            for _ in range(times):
+                tally._later(note)
+            while len(counted) < times:
+                await asyncio.sleep(0)
+        return counted
+
+    with opened() as rig:
+        tally = rig.parts.sampler._tally
+        tally.catch_up()
+        assert max(Counter(asyncio.run(turns_of(tally, spin, 10))).values()) == 1
+        assert max(Counter(asyncio.run(turns_of(tally, lambda: None, 100))).values()) > 10
 
 
 def test_calls_and_slices_of_long_work_take_turns() -> None:

@@ -154,10 +154,12 @@ class Tally:
 
     def _count_slice(self) -> None:
         began_s = time.thread_time()
-        while self._waiting and time.thread_time() - began_s < SLICE_S:
-            self._waiting.popleft()()
-        if self._waiting:
-            asyncio.get_running_loop().call_soon(self._count_slice)
+        try:
+            while self._waiting and time.thread_time() - began_s < SLICE_S:
+                self._waiting.popleft()()
+        finally:  # what failed must not keep the rest waiting
+            if self._waiting:
+                asyncio.get_running_loop().call_soon(self._count_slice)
 
     def catch_up(self) -> None:
         """Counts what waits for it. To be called before a call changes the table or reads a count."""

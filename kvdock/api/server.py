@@ -79,6 +79,9 @@ YOUNG_S = 0.02
 as many old ones are freed as new ones stay, tens of thousands come together first, which takes up to 13 ms."""
 MIDDLE_EVERY = 10
 """After how many of these looks those that have survived one are looked at, too."""
+FULL_EVERY, SELDOM = 500, 20
+"""After how many of these looks all are looked at; `SELDOM` times as many, if that has taken `SHORT_S` or longer."""
+SHORT_S = 0.001
 
 
 class Rereading:
@@ -186,7 +189,7 @@ class Server:
                 task = asyncio.create_task(keeper.run())
                 task.add_done_callback(self._keeper_ended)
                 parts.feeds.begin(parts.background)
-                parts.background.begin("collecting garbage", collect_young)
+                parts.background.begin("collecting garbage", collect_garbage)
                 if mover is not None:
                     parts.background.begin("serving lower tiers", lambda: _serve_tiers(keeper, mover))
                 yield
@@ -259,12 +262,19 @@ async def _settle() -> None:
     gc.set_threshold(*GC_THRESHOLDS)
 
 
-async def collect_young() -> None:
-    """Until cancelled."""
+async def collect_garbage() -> None:
+    """Until cancelled. Each collection has a turn of its own, in place of some call's."""
+    full_at = FULL_EVERY
     for number in itertools.count(1):
         await asyncio.sleep(YOUNG_S)
         await next_slice()
-        gc.collect(int(number % MIDDLE_EVERY == 0))
+        if number < full_at:
+            gc.collect(int(number % MIDDLE_EVERY == 0))
+            continue
+        began_s = time.thread_time()
+        gc.collect()
+        is_short = time.thread_time() - began_s < SHORT_S
+        full_at = number + (FULL_EVERY if is_short else SELDOM * FULL_EVERY)
 
 
 async def _serve_tiers(keeper: Keeper, mover: MoverProcess) -> None:

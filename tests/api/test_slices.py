@@ -8,22 +8,24 @@ from __future__ import annotations
 import asyncio
 import gc
 import hashlib
+import time
+import weakref
 from collections.abc import Callable, Coroutine, Iterator
 from functools import partial
 from typing import Any
 
 import pytest
-from api_helpers import keys, manifest
+from api_helpers import PATIENCE_S, keys, manifest
 from app_rig import CHAIN, OWN, Rig, ask, opened, store
 from turns import turns_of
 
-from kvdock.api import turns as slices_of_time
+from kvdock.api import server, turns as slices_of_time
 from kvdock.api.keeper import Keeper
 from kvdock.api.pool.registry import KEYS_OF_PART, SLICE_SESSIONS, NamespaceRecord
 from kvdock.api.record.curve import Curves
 from kvdock.api.record.hits import MOST_ANSWERS, MOST_RUNS, Whose
 from kvdock.api.record.requests import Detail, RecentRequests
-from kvdock.api.server import YOUNG_S, collect_young
+from kvdock.api.server import YOUNG_S, collect_garbage
 from kvdock.api.service import SLICE_RELEASES
 from kvdock.api.turns import SLICE_WORK
 from kvdock.protocol import schemas as s
@@ -197,7 +199,7 @@ def test_new_objects_are_looked_at_for_garbage_soon_however_many_others_are_free
     made, old = list[tuple[int]](), [[at] for at in range(5000)]
 
     async def story() -> None:
-        collecting = asyncio.create_task(collect_young())
+        collecting = asyncio.create_task(collect_garbage())
         for at in range(5000):
             made.append((at,))
             old.pop()
@@ -208,6 +210,27 @@ def test_new_objects_are_looked_at_for_garbage_soon_however_many_others_are_free
 
     asyncio.run(story())
     assert len(made) == 5000 and not any(map(gc.is_tracked, made)), "a collection takes tuples of numbers out"
+
+
+def test_garbage_that_has_grown_old_is_collected(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Circle:
+        def __init__(self) -> None:
+            self.itself = self
+
+    async def story() -> None:
+        collecting = asyncio.create_task(collect_garbage())
+        until_s = time.monotonic() + PATIENCE_S
+        while seen() is not None and time.monotonic() < until_s:
+            await asyncio.sleep(YOUNG_S)
+        collecting.cancel()
+
+    monkeypatch.setattr(server, "FULL_EVERY", 5)
+    circle = Circle()
+    seen = weakref.ref(circle)
+    gc.collect()  # it is of the oldest generation now
+    del circle
+    asyncio.run(story())
+    assert seen() is None
 
 
 def test_all_tenants_are_looked_at_in_slices(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from itertools import islice
+from typing import Any
 
 import msgspec
 
@@ -79,9 +80,10 @@ class RecentRequests:
         """Each with its tenant, newest first."""
         self._count = 0
         """How many were added: the newest has this number, and numbers are the cursors of pages."""
-        self._without_outcome: dict[tuple[str, str], tuple[tuple[RequestView, Detail], ...]] = {}
-        """By session and request, the lookups of the ring that have no outcome yet, oldest first; in tuples, because
-        collections of garbage do not walk tuples of structs."""
+        self._without_outcome: dict[tuple[str, str], tuple[Any, ...]] = {}
+        """By session and request, the lookups of the ring that have no outcome yet, oldest first: a RequestView and its
+        Detail in turns. The next collection of garbage is the last that walks a flat tuple of structs; one of tuples is
+        walked until a full collection."""
         self._with_outcome: dict[tuple[str, str], RequestView] = {}
         """By session and request, the newest row of the ring that has an outcome."""
         self._misses: dict[str, _Misses] = {}
@@ -99,14 +101,14 @@ class RecentRequests:
             self._with_outcome[_name(request)] = request
         elif request.kind == "lookup":
             name = _name(request)
-            self._without_outcome[name] = (*self._without_outcome.get(name, ()), (request, detail))
+            self._without_outcome[name] = (*self._without_outcome.get(name, ()), request, detail)
 
     def _forget(self, oldest: RequestView) -> None:
         name = _name(oldest)
         if self._with_outcome.get(name) is oldest:
             del self._with_outcome[name]
         if oldest.kind == "lookup" and oldest.outcome is None:
-            self._without_outcome[name] = self._without_outcome[name][1:]
+            self._without_outcome[name] = self._without_outcome[name][2:]
             if not self._without_outcome[name]:
                 del self._without_outcome[name]
 
@@ -115,7 +117,7 @@ class RecentRequests:
         that outcome was reported before."""
         name = _name(ended)
         lookups = self._without_outcome.pop(name, ())
-        for lookup, of_lookup in lookups:
+        for lookup, of_lookup in zip(lookups[::2], lookups[1::2], strict=True):
             lookup.outcome = ended.outcome
             self._with_outcome[name] = lookup
             ended, detail = lookup, of_lookup

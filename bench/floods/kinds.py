@@ -93,7 +93,7 @@ def _lookup(at: Target, count: int = MAX_KEYS) -> bytes:
 
 
 def _new_lookup(at: Target, sign: Sign) -> Flood:
-    """Each of another request for other keys, so that each is counted."""
+    """Each lookup has a request and keys of its own, so the server counts each of them."""
     numbers = itertools.count()
 
     def say(_: bytes) -> bytes:
@@ -104,7 +104,7 @@ def _new_lookup(at: Target, sign: Sign) -> Flood:
 
 
 def _new_store(at: Target, sign: Sign) -> Flood:
-    """Reservations of other keys, each of which is committed."""
+    """Each call reserves chunks for keys that no call before it had; the next one commits them."""
     numbers, parts = itertools.count(), [[chunk, 0, 0] for chunk in range(MAX_STORE_KEYS)]
 
     def say(answer: bytes) -> bytes:

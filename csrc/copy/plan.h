@@ -42,7 +42,7 @@ struct DescribedParts {
 };
 
 // A piece is one chunk of one KV group. Piece i has parts[part_ends[i - 1], part_ends[i]) and
-// block_ids[id_ends[i - 1], id_ends[i]), of which the first skips[i] have no meaning.
+// block_ids[id_ends[i - 1], id_ends[i]). Its first skips[i] block ids have no meaning.
 struct LoadPieces {
   std::vector<PlannedPart> parts;
   std::vector<size_t> part_ends, id_ends;

@@ -61,7 +61,7 @@ class PeerPart(Answer, array_like=True, gc=False):
 class PeerReadAnswer(Answer, kw_only=True):
     """`engine`: the name of the Transfer Engine that has the memory; "": there is none. `lease`: the chunks stay where
     they are until it is released, or for `lease_s` seconds; 0: nothing is leased. `chunks`: the parts of each key's
-    chunk, of which there are none where the pool lacks it."""
+    chunk; an empty list where the pool lacks the chunk."""
 
     engine: str = ""
     lease: int = 0

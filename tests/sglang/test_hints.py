@@ -46,7 +46,7 @@ def test_a_hint_says_what_is_evicted_first(
 ) -> None:
     """Without one, the older prompt."""
     with Engine(models["llama"], server.unix) as engine, Client(server.unix) as client:
-        ends = hint and stays is OTHER  # the newer one has the hint, and goes first all the same
+        ends = hint and stays is OTHER  # the newer prompt has the hint, and is evicted first all the same
         for prompt in (OTHER, PROMPT) if ends else (PROMPT, OTHER):
             engine.generate(prompt, **(hint if prompt is PROMPT else {}))
             engine.drain()

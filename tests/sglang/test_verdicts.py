@@ -25,7 +25,7 @@ def has_failed(found: dict[str, Any]) -> bool:
 
 
 def told(linker: str, folder: Path, how: dict[str, Any]) -> dict[str, Any]:
-    """What an engine is told for an odd linker and `how`."""
+    """The settings of an engine that runs the odd linker of that name, with those in `how` besides."""
     said = odd(linker, folder)
     return {**said, **how, "environ": {**said["environ"], **how.get("environ", {})}}
 

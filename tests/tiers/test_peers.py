@@ -62,7 +62,7 @@ def counter(node: PeerNode, name: str) -> int:
 
 
 def generation(node: PeerNode) -> int:
-    """The pool's, as a peer is told it."""
+    """The generation that the node tells its peers for its namespace."""
     with peer_client(node) as client:
         note = PeerNote(namespace_of(node.engine), 0)
         return client.peer_notes(PeerNotes(notes=[note])).generations[0]

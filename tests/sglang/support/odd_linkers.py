@@ -123,7 +123,7 @@ class SlowLinker(KvdockLinker):
 
     def planned(self) -> None:
         super().planned()
-        time.sleep(0.3)
+        time.sleep(0.3)  # the step itself, as on a model of that size
 
 
 class DearLinker(KvdockLinker):

@@ -82,7 +82,7 @@ class Engine:
 
     @classmethod
     def open(cls, settings: PeersSettings) -> Self:
-        """Raises TierError, of which NotInstalled, and TierUrlError: strangers cannot be kept from the engine."""
+        """Raises NotInstalled and other TierErrors; TierUrlError if strangers cannot be kept from the engine."""
         stall = str(settings.stall_s)
         os.environ.update(
             MC_TCP_PROGRESS_TIMEOUT_SEC=stall, MC_TCP_STATUS_TIMEOUT_SEC=stall, MC_HANDSHAKE_CONNECT_TIMEOUT=stall,

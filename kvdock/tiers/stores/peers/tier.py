@@ -256,8 +256,9 @@ class PeersTier:
             return [self._notes.get(namespace) for namespace in namespaces]
 
     def change(self, namespace: bytes, change: Change, deadline: Deadline) -> Note:
-        """A clear gets a generation that no pool has had, made from the time: a peer that is cut off and clears its own
-        pool meanwhile has another one. Deleted keys are told to all peers, which must answer. Raises TierError."""
+        """A clear gets a generation that no pool has had: it is made from the time, so two nodes that clear while they
+        are cut off from each other get different ones. All peers are told of deleted keys and must answer. Raises
+        TierError."""
         with self._lock:
             before = self._notes.get(namespace) or Note.new(0)
         after = change(before)

@@ -50,6 +50,8 @@ class ServerClock:
             self._last_ns = read_ns
             return self._sum_ns // 1_000_000
 
-    def since_s(self, at_ms: int) -> float | None:
-        """Seconds since `at_ms`; None for `at_ms` 0, which stands for a time that is not known."""
-        return max(0, self.now_ms() - at_ms) / 1000 if at_ms else None
+
+def since_s(at_ms: int, now_ms: int) -> float | None:
+    """Seconds from `at_ms` to `now_ms`; None for `at_ms` 0, which stands for a time that is not known. All ages of one
+    view are taken at one moment: a chunk that was never used is not older by its last use than by its birth."""
+    return max(0, now_ms - at_ms) / 1000 if at_ms else None

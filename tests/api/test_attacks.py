@@ -193,8 +193,8 @@ def test_a_stream_ends_when_its_token_does(path: str, told: bytes, tmp_path: Pat
     with (
         ServerProcess(access_file=str(file), observe="stream,kv_events", watch_s=0.05) as server,
         Client(server.unix) as own, closing(attach(own)) as engine,
+        closing(http_connection(server.http)) as stream,
     ):
-        stream = http_connection(server.http)
         stream.request("GET", f"{path}?follow=true", headers={"Authorization": f"Bearer {SAME_TENANT}"})
         answer = stream.getresponse()
         assert answer.status == 200
@@ -206,7 +206,6 @@ def test_a_stream_ends_when_its_token_does(path: str, told: bytes, tmp_path: Pat
         engine.store(keys(1, "afterwards"))
         left = answer.read()  # to its end
         assert told not in left
-        stream.close()
 
 
 def is_known(server: ServerProcess, token: str) -> bool:

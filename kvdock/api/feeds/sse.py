@@ -160,20 +160,22 @@ class EventStream(Stream):
         """The kept events after `last_id`, as pieces of a body; if it `follows`, then new ones, until the server
         drains. Without `last_id`: all kept events, or, if it follows, only new ones. `sees`: whether the caller may
         know of a tenant."""
-        return self._sent(self._pieces(last_id, kinds, sees, follows=follows), is_admitted)
+        self._flush()  # it begins with this call, before the reader is told that it may read
+        seen, is_known = self._number(last_id) if last_id or follows else (0, True)
+        pieces = self._pieces(last_id, seen, kinds, sees, is_known=is_known, follows=follows)
+        return self._sent(pieces, is_admitted)
 
     def _pieces(
-        self, last_id: str, kinds: Collection[type[Event]], sees: Callable[[str], bool], *, follows: bool
+        self, last_id: str, seen: int, kinds: Collection[type[Event]], sees: Callable[[str], bool], *,
+        is_known: bool, follows: bool,
     ) -> Iterator[bytes | None]:
-        self._flush()
-        seen, is_known = self._number(last_id) if last_id or follows else (0, True)
         newest, at = (self._kept[-1].seq, self._kept[-1].at) if self._kept else (0, 0.0)
         yield RETRY if is_known else self._piece(Gap(at=at, lost=0, why="another_server"))
         while True:
             new = self._behind(seen)
             if not last_id and not follows and new:
                 new = [*(event for event in self._rare if event.seq < new[0].seq), *new]
-            if new and new[0].seq > seen + 1 and last_id:
+            if new and new[0].seq > seen + 1 and (last_id or follows):
                 yield self._piece(Gap(at=new[0].at, seq=new[0].seq - 1, lost=new[0].seq - seen - 1, why="too_slow"))
             last_id = last_id or "read"  # from now on no event may be missed
             for event in new:

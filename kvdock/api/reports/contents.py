@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from kvdock._core import Census, Table
 from kvdock.api.access.peer import Peer
-from kvdock.api.clock import ServerClock
+from kvdock.api.clock import ServerClock, since_s
 from kvdock.api.convert import key_bytes
 from kvdock.api.pool.registry import NamespaceRecord, Registry
 from kvdock.api.record.labels import Chunk
@@ -238,7 +238,7 @@ class Contents:
         return census, chunks
 
     def _view(self, space: NamespaceRecord, found: _Found, answer: _Answer) -> PrefixView:
-        chunk_tokens = space.manifest.chunk_tokens
+        chunk_tokens, now_ms = space.manifest.chunk_tokens, self._clock.now_ms()
         return PrefixView(
             namespace=space.digest.hex(), tenant=space.tenant, model=space.model, weights=space.use.weights,
             key=found.first.hex(), tokens=found.chunks * chunk_tokens, chunks=found.chunks, bytes=found.held_bytes,
@@ -246,7 +246,7 @@ class Contents:
             shared_bytes=found.shared_bytes, branches=found.branches,
             branch_bytes=found.held_bytes - found.shared_bytes,
             labels=answer.labels.get((found.first, found.space), [])[:MOST_LABELS], is_kept=found.is_kept,
-            age_s=self._clock.since_s(found.born_ms), unused_s=self._clock.since_s(found.used_ms), uses=found.uses,
+            age_s=since_s(found.born_ms, now_ms), unused_s=since_s(found.used_ms, now_ms), uses=found.uses,
             last_key=found.last.hex(), last_tokens=found.last_chunks * chunk_tokens,
         )
 

@@ -19,6 +19,7 @@ import msgspec
 
 from kvdock._core import GrantView, MemberView, SessionView
 from kvdock.api.access.peer import Peer
+from kvdock.api.clock import since_s
 from kvdock.api.convert import grant_id, grant_text
 from kvdock.api.pool.registry import NamespaceRecord, SessionRecord, Sums, mean_of, rates_of
 from kvdock.api.pool.sessions import Sessions
@@ -174,7 +175,7 @@ class Lists:
         return Namespaces(namespaces=views, next=following)
 
     def _namespace_view(self, record: NamespaceRecord, sessions: int, left_ms: int | None) -> NamespaceView:
-        count = self._contents.of(record.table_id)
+        count, now_ms = self._contents.of(record.table_id), self._clock.now_ms()
         return NamespaceView(
             namespace=record.digest.hex(),
             tenant=record.tenant,
@@ -182,14 +183,14 @@ class Lists:
             manifest=shown_manifest(record.manifest),
             weights=record.use.weights,
             base=record.base.hex(),
-            left_s=None if left_ms is None else self._clock.since_s(left_ms),
+            left_s=None if left_ms is None else since_s(left_ms, now_ms),
             chunk_bytes=record.chunk_bytes,
             sessions=sessions,
             is_bench=record.use.is_bench,
             chunks=count.chunks,
             bytes=count.bytes,
-            oldest_s=self._clock.since_s(count.oldest_ms),
-            unused_s=self._clock.since_s(count.newest_ms),
+            oldest_s=since_s(count.oldest_ms, now_ms),
+            unused_s=since_s(count.newest_ms, now_ms),
             totals=record.use.sums.view(),
         )
 

@@ -14,6 +14,7 @@ import msgspec
 from kvdock import __version__
 from kvdock._core import SLOT_ALIGN
 from kvdock.api.access.peer import Peer
+from kvdock.api.clock import since_s
 from kvdock.api.convert import grant_text
 from kvdock.api.pool.pool import Pool
 from kvdock.api.pool.registry import Registry
@@ -143,7 +144,7 @@ class Overview:
         self._started_ms = sessions.clock.now_ms()
 
     def status(self, peer: Peer) -> Status:
-        stats, pool = self._pool.table.stats(), self._pool
+        stats, pool, now_ms = self._pool.table.stats(), self._pool, self._clock.now_ms()
         now = self._probes.ready()
         notes = [f"the pool cannot grow now: {pool.growth_error}"] if pool.growth_error else []
         if why := self._series.unkept:
@@ -154,7 +155,7 @@ class Overview:
             version=__version__,
             pool_id=grant_text(pool.pool_id),
             incarnation=pool.incarnation,
-            uptime_s=(self._clock.now_ms() - self._started_ms) / 1000,
+            uptime_s=(now_ms - self._started_ms) / 1000,
             now=self._wall_s(),
             pool=pool.view(),
             chunks=ChunkCounts(
@@ -169,7 +170,7 @@ class Overview:
             ],
             mover=self._lower.mover(),
             hits=self._totals.hits.total.view(),
-            oldest_s=self._clock.since_s(stats["oldest_used_ms"]),
+            oldest_s=since_s(stats["oldest_used_ms"], now_ms),
             full_in_s=self._full_in_s(),
             host=socket.gethostname() if peer.may("read") else "",
         )

@@ -120,7 +120,7 @@ class MooncakeStore:
     name = "mooncake"
 
     def __init__(self, folder: Path, limit_bytes: int = 0) -> None:
-        evicts = ("--eviction_ratio=0.1", "--default_kv_lease_ttl=100") if limit_bytes else ()
+        evicts = ("--eviction_ratio=0.1", "--default_kv_lease_ttl=1000") if limit_bytes else ()
         self._servers = MooncakeServers(folder, 600, limit_bytes or PEER_BYTES, *evicts)
         self.settings: dict[str, object] = {"mooncake_url": self._servers.url("stall_s=1&master_s=1")}
         self.environment: dict[str, str] = {}

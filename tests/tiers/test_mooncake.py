@@ -106,6 +106,22 @@ def tiers(servers: MooncakeServers) -> Iterator[Tiers]:
         tiers.close(tier)
 
 
+def test_a_part_that_was_evicted_while_it_was_read_is_missing_and_not_damaged(
+    tiers: Tiers, servers: MooncakeServers, parts: Parts
+) -> None:
+    class Evicting(Library):
+        def read(self, name: str, address: int, length: int, offset: int) -> int:
+            servers.client.remove(name, True)
+            ctypes.memset(address, POISON, length)  # what another object has put in its place
+            return length
+
+    part, settings = parts.make(MIB), MooncakeSettings.parse(servers.url())
+    store_all(tiers.open(), [part])
+    tier = MooncakeTier(settings, Evicting.open(settings, patient()), patience_s=30)
+    tiers.opened.append(tier)
+    assert load(tier, [part])[0].answer.outcome is Outcome.MISSING
+
+
 @pytest.mark.parametrize("direct", ["yes", "no"])
 def test_bytes_go_straight_from_and_to_the_pages_or_through_memory_of_the_tier(
     tiers: Tiers, parts: Parts, direct: str

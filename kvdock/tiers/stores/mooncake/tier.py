@@ -289,6 +289,10 @@ class MooncakeTier:
                 for entry, name, code in zip(group, names, begun, strict=True):
                     call.check()
                     answer = self._load(entry, name, call, buffer) if code == codes.DONE else _failed_read(code)
+                    if answer.outcome is Outcome.DAMAGED:  # or evicted meanwhile, and other bytes are in its place
+                        self._library.end_reads([entry.key])
+                        (code,) = self._library.begin_reads([entry.key])
+                        answer = self._load(entry, name, call, buffer) if code == codes.DONE else _failed_read(code)
                     if answer.outcome is Outcome.MISSING:
                         self._forget([name])
                     answers[entry.index] = answer

@@ -26,7 +26,8 @@ from kvdock.api.access.peer import Peer, peer_of
 from kvdock.api.errors import StartupError
 from kvdock.api.http.engine_calls import find
 from kvdock.api.http.limits import ConnectionLimits
-from kvdock.api.http.wire import COMMON_HEADERS, NO_STORE, PROBLEM, PROBLEM_HEADERS
+from kvdock.api.http.pace import Pace
+from kvdock.api.http.wire import COMMON_HEADERS, NO_STORE, PROBLEM, PROBLEM_HEADERS, REFUSAL
 from kvdock.api.record.timings import Meter
 from kvdock.api.turns import ENDS_OF_TURN, ENGINE_READS_OF_TURN, LONG_READ_BYTES, SHORT_READ_BYTES, ReadTurns
 from kvdock.protocol.errors import ApiError, problem_of
@@ -104,6 +105,7 @@ class Connection(HttpToolsProtocol):
     meter: ClassVar[Meter]
     counts: ClassVar[Counts]
     turns: ClassVar[Turns]
+    pace: ClassVar[Pace]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -239,15 +241,24 @@ class Connection(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         """Handles what was read when it is its turn. Until then no more is read of the connection: it could send
         megabytes in one turn of the event loop, even if all of it is dropped."""
-        reads = self._turns_of(len(data))
-        if not self._waiting and reads.take(len(data)):
+        reads, is_next = self._turns_of(len(data)), not self._waiting
+        wait_s = self.pace.wait_s(self.who, len(data), self.loop.time()) if is_next and self._was_refused() else 0.0
+        if is_next and not wait_s and reads.take(len(data)):
             self._handle(data)
             return
         self._unset_keepalive_if_required()
         self.transport.pause_reading()  # each time: uvicorn reads on when the call has taken what was there
         self._waiting += data
-        if len(self._waiting) == len(data):
-            reads.wait(self.who, self._go_on, len(data))
+        if is_next:
+            wait = partial(reads.wait, self.who, self._go_on, len(data))
+            if wait_s:
+                self.loop.call_later(wait_s, wait)
+            else:
+                wait()
+
+    def _was_refused(self) -> bool:
+        """Whether the call that is being answered, or the last one that was, is refused."""
+        return self._running is not None and REFUSAL in self._running.scope["state"]
 
     def _turns_of(self, read_bytes: int) -> ReadTurns:
         """Engines do not wait for people, but for the bodies of which a turn has one, whoever sends them."""
@@ -462,6 +473,8 @@ class Connection(HttpToolsProtocol):
             self._unread = self.loop.call_later(self.limits.unread_s, self.transport.abort)
 
     def on_response_complete(self) -> None:
+        if self._was_refused():
+            self.pace.refused(self.who, self.loop.time())
         self._is_heard()
         super().on_response_complete()
         if self.transport.is_closing():
@@ -499,10 +512,10 @@ def check_uvicorn(version: str, protocol: type = HttpToolsProtocol) -> None:
         log.warning("found uvicorn %s, and kvdock was tried with %s to %s: watch for errors", version, first, last)
 
 
-def connection_class(limits: ConnectionLimits, meter: Meter) -> type[Connection]:
+def connection_class(limits: ConnectionLimits, meter: Meter, pace: Pace | None = None) -> type[Connection]:
     """For uvicorn.Config(http=…): the connections of one server."""
     shared = {
-        "limits": limits, "meter": meter,
+        "limits": limits, "meter": meter, "pace": pace or Pace(),
         "turns": Turns(
             ReadTurns(),
             engine_reads=ReadTurns(ENGINE_READS_OF_TURN, calls_waiting=math.inf),

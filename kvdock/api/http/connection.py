@@ -49,6 +49,30 @@ class Stage(enum.Enum):
     BODY = enum.auto()
 
 
+class Arrival:
+    """The request that is arriving now: how far it has come, and what of it."""
+
+    __slots__ = ("body_bytes", "pieces", "quiet_bytes", "stage")
+
+    def __init__(self) -> None:
+        self.stage = Stage.NEW
+        self.quiet_bytes = 0
+        """Received since the parser last came to the end of a header, a piece of a body or a request."""
+        self.pieces = self.body_bytes = 0
+
+    def begin(self) -> None:
+        self.stage = Stage.HEAD
+        self.pieces = self.body_bytes = 0
+
+    def come_to(self, stage: Stage) -> None:
+        self.stage, self.quiet_bytes = stage, 0
+
+    def add_piece(self, of_body: bytes) -> None:
+        self.quiet_bytes = 0
+        self.pieces += 1
+        self.body_bytes += len(of_body)
+
+
 class ConnectionCount:
     """The open connections of one family, and how many there may be.
 
@@ -111,7 +135,7 @@ class Connection(HttpToolsProtocol):
         super().__init__(*args, **kwargs)
         self._counted: ConnectionCount | None = None
         self.address = ""
-        self._stage = Stage.NEW
+        self._arriving = Arrival()
         self._refusal: ApiError | None = None
         self._running: RequestResponseCycle | None = None
         """The call that is being answered; `cycle` is the newest of those that have arrived."""
@@ -119,9 +143,6 @@ class Connection(HttpToolsProtocol):
         self._unread: asyncio.TimerHandle | None = None
         self._waiting = b""
         """What was read and waits for its turn."""
-        self._quiet_bytes = self._pieces = self._body_bytes = 0
-        """`_quiet_bytes`: received since the parser last came to the end of a header, a piece of a body or a
-        request."""
 
     # ---------------------------------------------------------------- the connection
 
@@ -171,7 +192,7 @@ class Connection(HttpToolsProtocol):
     @property
     def waits(self) -> bool:
         """Whether it waits for its client: for a request, or until answers are read."""
-        return self._is_idle() or self._stage in (Stage.HEAD, Stage.BODY) or self.flow.write_paused
+        return self._is_idle() or self._arriving.stage in (Stage.HEAD, Stage.BODY) or self.flow.write_paused
 
     def give_way(self) -> None:
         """Ends, because another connection needs the room."""
@@ -287,7 +308,8 @@ class Connection(HttpToolsProtocol):
             return
         self._is_heard()
         self._unset_keepalive_if_required()
-        self._quiet_bytes += len(data)
+        arriving = self._arriving
+        arriving.quiet_bytes += len(data)
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade:
@@ -303,17 +325,16 @@ class Connection(HttpToolsProtocol):
                 "malformed_request", f"the request cannot be parsed: {what}", wanted="HTTP/1.1"
             ))
             return
-        if (self._quiet_bytes or self._stage is Stage.HEAD) and (refusal := self._unended()):
+        if (arriving.quiet_bytes or arriving.stage is Stage.HEAD) and (refusal := self._unended()):
             self._refuse(refusal)
-        elif self._timer is None and (self._stage is not Stage.NONE or self._is_idle()):
-            self._wait(self.limits.body_s if self._stage is Stage.BODY else self.limits.header_s)
+        elif self._timer is None and (arriving.stage is not Stage.NONE or self._is_idle()):
+            self._wait(self.limits.body_s if arriving.stage is Stage.BODY else self.limits.header_s)
 
     # ---------------------------------------------------------------- what the parser finds
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._stage = Stage.HEAD
-        self._pieces = self._body_bytes = 0
+        self._arriving.begin()
         self._stop_waiting()
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -337,8 +358,7 @@ class Connection(HttpToolsProtocol):
             self._settle_host()
         super().on_headers_complete()
         self.headers = [*self.headers]  # a copy: trailers are added to it and counted, but the call does not see them
-        self._stage = Stage.BODY
-        self._quiet_bytes = 0
+        self._arriving.come_to(Stage.BODY)
         self._stop_waiting()
 
     def _settle_host(self) -> None:
@@ -353,20 +373,18 @@ class Connection(HttpToolsProtocol):
             self.headers[self.headers.index(hosts[0])] = (b"host", b"[%b]" % host if b":" in host else host)
 
     def on_body(self, body: bytes) -> None:
-        self._quiet_bytes = 0
-        self._pieces += 1
-        self._body_bytes += len(body)
-        at_most = self.limits.body_pieces + self._body_bytes // 1024
-        if self._pieces > at_most:
+        arriving = self._arriving
+        arriving.add_piece(body)
+        at_most = self.limits.body_pieces + arriving.body_bytes // 1024
+        if arriving.pieces > at_most:
             self._stop(ApiError(
-                "malformed_request", "the body arrives in too many pieces", found=self._pieces, wanted=at_most
+                "malformed_request", "the body arrives in too many pieces", found=arriving.pieces, wanted=at_most
             ))
         super().on_body(body)
 
     def on_message_complete(self) -> None:
         super().on_message_complete()
-        self._stage = Stage.NONE
-        self._quiet_bytes = 0
+        self._arriving.come_to(Stage.NONE)
         self._stop_waiting()
 
     # ---------------------------------------------------------------- answers
@@ -388,12 +406,12 @@ class Connection(HttpToolsProtocol):
 
     def _unended(self) -> ApiError | None:
         """The refusal of a request that has arrived only in part; None: there is no reason for a refusal yet."""
-        limits = self.limits
-        if self._stage is Stage.HEAD and len(self.url) > limits.url_bytes:
+        limits, arriving = self.limits, self._arriving
+        if arriving.stage is Stage.HEAD and len(self.url) > limits.url_bytes:
             return self._too_long_url()
-        in_headers = self._header_bytes() if self._stage is Stage.HEAD else 0
-        if in_headers > limits.header_bytes or self._quiet_bytes > limits.url_bytes + limits.header_bytes:
-            return self._too_large_header("bytes", max(in_headers, self._quiet_bytes), limits.header_bytes)
+        in_headers = self._header_bytes() if arriving.stage is Stage.HEAD else 0
+        if in_headers > limits.header_bytes or arriving.quiet_bytes > limits.url_bytes + limits.header_bytes:
+            return self._too_large_header("bytes", max(in_headers, arriving.quiet_bytes), limits.header_bytes)
         return None
 
     def _header_bytes(self) -> int:
@@ -420,7 +438,7 @@ class Connection(HttpToolsProtocol):
             return
         cycle = self.cycle
         is_answering = cycle is not None and not cycle.response_complete
-        if is_answering and self._stage is not Stage.BODY:
+        if is_answering and self._arriving.stage is not Stage.BODY:
             cycle.keep_alive = False  # its request and those before it are whole: they are answered first
             return
         if self.pipeline or (is_answering and cycle.response_started):
@@ -445,10 +463,10 @@ class Connection(HttpToolsProtocol):
 
     def _too_late(self) -> None:
         self._timer = None
-        if self._stage in (Stage.NEW, Stage.NONE):
+        if self._arriving.stage in (Stage.NEW, Stage.NONE):
             self.transport.close()
             return
-        in_body = self._stage is Stage.BODY
+        in_body = self._arriving.stage is Stage.BODY
         self._refuse(ApiError(
             "too_slow", f"the {'body' if in_body else 'header'} did not arrive in time",
             wanted=f"{self.limits.body_s if in_body else self.limits.header_s:g} s",

@@ -12,15 +12,16 @@ from kvdock.api.turns import LONG_READ_BYTES
 
 PAUSE_S: Final = 0.002
 BURST: Final = 100
-"""How many refused calls, and reads after them, a client has without a pause."""
+"""Units, two for each short call that is refused."""
 CLIENTS_KEPT: Final = 4096
 """With as many clients, those that owe nothing are forgotten."""
 
 
 class Pace:
-    """A refused call costs its client little, and the server as much as another one. So each client may be refused
-    BURST times at once, and then once in each `pause_s`. Only connections whose latest call was refused wait: the same
-    client's other calls are as fast as ever."""
+    """A refused call costs its client little, and the server as much as another one. So a client pays one unit for each
+    refused call, one for what is read next on the same connection, and one more for each LONG_READ_BYTES of that. It
+    has BURST units for nothing; beyond these it waits `pause_s` for each. Only connections whose latest call was
+    refused wait: the same client's other calls are as fast as ever."""
 
     def __init__(self, pause_s: float = PAUSE_S) -> None:
         self._pause_s = pause_s

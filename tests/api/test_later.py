@@ -9,6 +9,7 @@ import secrets
 import pytest
 from app_rig import OWN, opened
 
+from kvdock._core import POOL_FACTORS, Curve
 from kvdock.api.record.later import MOST_SIMULATIONS, Later
 from kvdock.protocol import schemas as s
 from kvdock.protocol.forms import JSON
@@ -39,7 +40,7 @@ def test_a_release_waits_for_the_count_of_a_lookup_and_not_for_the_curve() -> No
 
 def test_lookups_are_counted_first_and_simulations_in_their_order() -> None:
     async def story() -> list[str]:
-        later, done = Later(), list[str]()
+        later, done = Later(lambda: False), list[str]()
         for number in range(3):
             later.simulate(lambda number=number: done.append(f"simulated {number}"))  # type: ignore[misc]
             later.count(lambda number=number: done.append(f"counted {number}"))  # type: ignore[misc]
@@ -54,7 +55,7 @@ def test_lookups_are_counted_first_and_simulations_in_their_order() -> None:
 
 def test_what_waits_for_the_curves_has_a_bound() -> None:
     async def story() -> int:
-        later, done = Later(), list[int]()
+        later, done = Later(lambda: False), list[int]()
         for number in range(3 * MOST_SIMULATIONS):
             later.simulate(lambda number=number: done.append(number))  # type: ignore[misc]
         assert done == list(range(2 * MOST_SIMULATIONS))
@@ -66,7 +67,7 @@ def test_what_waits_for_the_curves_has_a_bound() -> None:
 
 def test_what_fails_keeps_nothing_waiting() -> None:
     async def story() -> list[str]:
-        later, done = Later(), list[str]()
+        later, done = Later(lambda: False), list[str]()
         asyncio.get_running_loop().set_exception_handler(lambda _, context: done.append(str(context["exception"])))
 
         def fail() -> None:
@@ -79,3 +80,28 @@ def test_what_fails_keeps_nothing_waiting() -> None:
         return done
 
     assert asyncio.run(story()) == ["failed", "simulated"]
+
+
+def test_each_simulated_pool_sees_a_lookup_in_a_step_of_its_own() -> None:
+    """While others have turns; and whoever reads sees all of it."""
+    in_steps, at_once = (
+        Curve("lru", 1 << 20, salt=1, most_share=1.0, most_entries=16384, most_work=1e9) for _ in range(2)
+    )
+    for curve in (in_steps, at_once):
+        curve.set_space(0, 16, 4096)
+    assert not in_steps.go_on()
+    keys = secrets.token_bytes(KEY_BYTES * 100)
+    for number in range(20):
+        some = keys[: KEY_BYTES * (number + 1) * 5]
+        in_steps.looked_up(0, some, number)
+        at_once.looked_up(0, some, number)
+        at_once.stored(0, some)
+        steps = 0
+        while in_steps.go_on():
+            steps += 1
+        in_steps.stored(0, some)
+        while in_steps.go_on():
+            steps += 1
+        assert steps == 2 * (len(POOL_FACTORS) - 1)
+    assert in_steps.keep() == at_once.keep()
+    in_steps.check()

@@ -19,10 +19,12 @@ MOST_SIMULATIONS: Final = 64
 
 
 class Later:
-    """Counts in later turns of the event loop, for SLICE_S in each. What counts thousands of keys takes a millisecond,
-    and then has a turn of its own."""
+    """Counts in later turns of the event loop, for SLICE_S in each."""
 
-    def __init__(self) -> None:
+    def __init__(self, go_on: Callable[[], bool]) -> None:
+        """`go_on`: does a further part of what was simulated last; returns whether that is not the last part."""
+        self._go_on = go_on
+        self._is_simulating = False
         self._answered: deque[Callable[[], None]] = deque()
         self._simulations: deque[Callable[[], None]] = deque()
         self._slice: asyncio.Handle | None = None
@@ -46,8 +48,8 @@ class Later:
 
     def catch_up(self) -> None:
         """Counts and simulates all that waits."""
-        while first := self._answered or self._simulations:
-            first.popleft()()
+        while self._step():
+            pass
         if self._slice is not None:
             self._slice.cancel()
             self._slice = None
@@ -60,8 +62,22 @@ class Later:
         began_s = time.thread_time()
         self._slice = None
         try:
-            while (first := self._answered or self._simulations) and time.thread_time() - began_s < SLICE_S:
-                first.popleft()()
+            while time.thread_time() - began_s < SLICE_S:
+                if not self._step():
+                    return
         finally:  # what failed must not keep the rest waiting
-            if self._answered or self._simulations:
+            if self._answered or self._is_simulating or self._simulations:
                 self._begin()
+
+    def _step(self) -> bool:
+        """Counts or simulates one of them, or a part of it. Returns whether there was one."""
+        if self._answered:
+            self._answered.popleft()()
+        elif self._is_simulating:
+            self._is_simulating = self._go_on()
+        elif self._simulations:
+            self._is_simulating = True
+            self._simulations.popleft()()
+        else:
+            return False
+        return True

@@ -108,7 +108,7 @@ class Tally:
         """(session, request, epoch) → number of chunks already counted as leased."""
         self._stores: Recent[int, _Open] = Recent(keep)
         self._leases: Recent[int, _Open] = Recent(keep)
-        self._later = Later()
+        self._later = Later(learned.curves.go_on if learned.curves is not None else lambda: False)
 
     def totals(self) -> Counters:
         """The counters, with those that the table keeps brought up to date."""

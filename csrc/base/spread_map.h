@@ -1,5 +1,5 @@
-// A map from names to values that becomes large while calls wait. It is spread over many small maps, so that the call at
-// which one of them grows moves a few values, and not all.
+// A map from names to values that becomes large while calls wait. It is spread over many small maps, so that the call
+// at which one of them grows moves a few values, and not all.
 #pragma once
 
 #include <array>

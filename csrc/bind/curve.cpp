@@ -34,10 +34,7 @@ Curve& whole(Curve& curve) {
   return curve;
 }
 
-}  // namespace
-
-void bind_curve(py::module_& m) {
-  m.attr("POOL_FACTORS") = py::cast(kPoolFactors);
+void bind_sums(py::module_& m) {
   py::class_<CurveSums>(m, "CurveSums",
           "Sums over lookups. `+=` adds those of another namespace.")
       .def(py::init<>())
@@ -57,6 +54,13 @@ void bind_curve(py::module_& m) {
       .def_property_readonly("found_ever", [](const CurveSums& s) {
         return s.asked ? std::optional(s.found_ever()) : std::nullopt;
       }, "Without bound.");
+}
+
+}  // namespace
+
+void bind_curve(py::module_& m) {
+  m.attr("POOL_FACTORS") = py::cast(kPoolFactors);
+  bind_sums(m);
   py::class_<Curve>(m, "Curve",
           "Simulated pools of other sizes (csrc/curve/curve.h). Keeps the GIL; not thread-safe. Raises TableError.")
       .def(py::init([](const std::string& policy, uint64_t pool_bytes, uint64_t salt, double most_share,

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from functools import partial
 
 import pytest
 from app_rig import OWN, opened
@@ -42,8 +43,8 @@ def test_lookups_are_counted_first_and_simulations_in_their_order() -> None:
     async def story() -> list[str]:
         later, done = Later(lambda: False), list[str]()
         for number in range(3):
-            later.simulate(lambda number=number: done.append(f"simulated {number}"))  # type: ignore[misc]
-            later.count(lambda number=number: done.append(f"counted {number}"))  # type: ignore[misc]
+            later.simulate(partial(done.append, f"simulated {number}"))
+            later.count(partial(done.append, f"counted {number}"))
         assert not done
         while len(done) < 6:
             await asyncio.sleep(0)
@@ -57,7 +58,7 @@ def test_what_waits_for_the_curves_has_a_bound() -> None:
     async def story() -> int:
         later, done = Later(lambda: False), list[int]()
         for number in range(3 * MOST_SIMULATIONS):
-            later.simulate(lambda number=number: done.append(number))  # type: ignore[misc]
+            later.simulate(partial(done.append, number))
         assert done == list(range(2 * MOST_SIMULATIONS))
         later.catch_up()
         return len(done)
